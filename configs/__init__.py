@@ -1,0 +1,1 @@
+"""Recipes: each file is a docstring and `get_config()`."""

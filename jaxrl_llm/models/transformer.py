@@ -1,0 +1,221 @@
+"""The decoder. One forward serves training, scoring and rollout; families are configs of it."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl_kernels.attention.reference import attention
+from jaxrl_llm.models.config import TransformerConfig
+from jaxrl_llm.models.rope import apply_rope, rope_tables
+from jaxrl_llm.sharding.rules import constrain
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+}
+REMAT = {
+    "none": None,
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+class KVCache(NamedTuple):
+    """Keys and values of S slots. Slot s holds its tokens at indices 0, 1, ...: index = position."""
+
+    k: tuple[Float[Array, "S C K E"], ...]  # one array a layer: no slice of a stack is ever copied
+    v: tuple[Float[Array, "S C K E"], ...]
+
+
+class Layers(nnx.Module):
+    """All decoder layers, each weight stacked over L in front: one name a weight, scanned."""
+
+    def __init__(self, config: TransformerConfig, key: jax.Array):
+        c, init = config, _Initializer(key, config)
+        d, e = c.hidden_size, c.head_dim
+        self.attention_norm = init.ones((d,), ("norm",))
+        self.q = init.normal((d, c.num_heads, e), ("embed", "heads", "head_dim"))
+        self.k = init.normal((d, c.num_kv_heads, e), ("embed", "kv_heads", "head_dim"))
+        self.v = init.normal((d, c.num_kv_heads, e), ("embed", "kv_heads", "head_dim"))
+        self.o = init.normal((c.num_heads, e, d), ("heads", "head_dim", "embed"), residual=True)
+        if c.qkv_bias:
+            self.q_bias = init.zeros((c.num_heads, e), ("heads", "head_dim"))
+            self.k_bias = init.zeros((c.num_kv_heads, e), ("kv_heads", "head_dim"))
+            self.v_bias = init.zeros((c.num_kv_heads, e), ("kv_heads", "head_dim"))
+        if c.out_bias:
+            self.o_bias = init.zeros((d,), ("norm",))
+        if c.qk_norm:
+            self.q_norm = init.ones((e,), ("head_dim",))
+            self.k_norm = init.ones((e,), ("head_dim",))
+        self.mlp_norm = init.ones((d,), ("norm",))
+        self.gate = init.normal((d, c.mlp_size), ("embed", "mlp"))
+        self.up = init.normal((d, c.mlp_size), ("embed", "mlp"))
+        self.down = init.normal((c.mlp_size, d), ("mlp", "embed"), residual=True)
+        if c.mlp_bias:
+            self.gate_bias = init.zeros((c.mlp_size,), ("mlp",))
+            self.up_bias = init.zeros((c.mlp_size,), ("mlp",))
+            self.down_bias = init.zeros((d,), ("norm",))
+
+
+class Transformer(nnx.Module):
+    """Token ids to final hidden states. Holds weights and its config; no state, no rngs."""
+
+    def __init__(self, config: TransformerConfig, key: jax.Array):
+        self.config = config
+        embed_key, layer_key, head_key = jax.random.split(key, 3)
+        shape, axes = (config.vocab_size, config.hidden_size), ("vocab", "embed")
+        std = config.initializer_range
+        self.embed = nnx.Param(std * jax.random.normal(embed_key, shape, jnp.float32), axes=axes)
+        self.layers = Layers(config, layer_key)
+        self.norm = nnx.Param(jnp.ones(config.hidden_size, jnp.float32), axes=("norm",))
+        if not config.tie_embeddings:
+            self.lm_head = nnx.Param(std * jax.random.normal(head_key, shape, jnp.float32), axes=axes)
+
+    @property
+    def head(self) -> Float[Array, "V D"]:
+        """The output matrix: the embedding itself when tied."""
+        return (self.embed if self.config.tie_embeddings else self.lm_head)[...]
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        segments: Int[Array, "B T"] | None = None,
+        cache: KVCache | None = None,
+        *,
+        dtype: jnp.dtype = jnp.float32,
+        remat: str = "none",
+        keep_kv: bool = False,
+    ) -> tuple[Float[Array, "B T D"], KVCache | tuple[Array, Array] | None]:
+        """Run the decoder.
+
+        Without a cache a token sees the earlier tokens of its own segment (packed rows). With a cache
+        (rollout) the new keys and values are written at `positions` and a token sees the slot's indices
+        up to its own.
+
+        Args:
+            tokens, positions: ids and their place in the trajectory (0-based).
+            segments: which trajectory of the row each token belongs to, 0 = padding; None = one a row.
+            cache: keys and values so far; returned with the new ones.
+            dtype: of activations and products; norms, softmax and RoPE are float32.
+            remat: what the backward pass keeps: "none" = everything, "dots", "full" = layer inputs only.
+            keep_kv: without a cache, return all keys and values, each [L, B, T, K, E] (prefill).
+
+        Returns: (hidden after the final norm, cache or keys and values or None).
+        """
+        c = self.config
+        x = constrain(self.embed[...].astype(dtype)[tokens], "batch", "sequence", "hidden")
+        tables = rope_tables(c, positions)
+        windows = window_sizes(c)
+        if cache is not None:
+            distance = positions[:, :, None] - jnp.arange(cache.k[0].shape[1])
+            ks, vs = list(cache.k), list(cache.v)
+            for i in range(c.num_layers):  # unrolled: a scan would copy every layer's cache
+                layer = jax.tree.map(lambda w, i=i: w[i], self.layers)
+                visible = (distance >= 0) & (distance < windows[i])
+                x, (ks[i], vs[i]) = block(c, layer, x, tables, visible, (ks[i], vs[i], positions))
+            return rms_norm(x, self.norm[...], c.norm_eps), KVCache(tuple(ks), tuple(vs))
+
+        if segments is None:
+            segments = jnp.ones_like(tokens)
+        index = jnp.arange(tokens.shape[1])
+        same = (segments[:, :, None] == segments[:, None, :]) & (segments[:, :, None] > 0)
+        distance = index[:, None] - index[None, :]
+
+        def body(x, layer_and_window):
+            layer, window = layer_and_window
+            visible = same & (distance >= 0) & (distance < window)
+            x, kv = block(c, layer, x, tables, visible)
+            return x, kv if keep_kv else None
+
+        if remat != "none":
+            body = jax.checkpoint(body, policy=REMAT[remat], prevent_cse=False)
+        x, kv = jax.lax.scan(body, x, (self.layers, jnp.asarray(windows)))
+        return rms_norm(x, self.norm[...], c.norm_eps), kv
+
+
+def block(c: TransformerConfig, w: Layers, x, tables, visible: Bool[Array, "B T C"], cache=None):
+    """One decoder layer. Returns (x, (k, v)): the new keys and values, or the cache that holds them."""
+    dtype = x.dtype
+    cast = lambda name: getattr(w, name)[...].astype(dtype)
+    bias = lambda name: cast(name) if hasattr(w, name) else 0
+
+    with jax.named_scope("attention"):
+        h = rms_norm(x, w.attention_norm[...], c.norm_eps)
+        q = jnp.einsum("btd,dhe->bthe", h, cast("q")) + bias("q_bias")
+        k = jnp.einsum("btd,dke->btke", h, cast("k")) + bias("k_bias")
+        v = jnp.einsum("btd,dke->btke", h, cast("v")) + bias("v_bias")
+        if c.qk_norm:
+            q = rms_norm(q, w.q_norm[...], c.norm_eps)
+            k = rms_norm(k, w.k_norm[...], c.norm_eps)
+        q, k = apply_rope(q, *tables), apply_rope(k, *tables)
+        q = constrain(q, "batch", "sequence", "heads", "head_dim")
+        if cache is not None:
+            k_cache, v_cache, positions = cache
+            slots = jnp.arange(k.shape[0])[:, None]
+            k = k_cache.at[slots, positions].set(k.astype(k_cache.dtype), mode="drop")
+            v = v_cache.at[slots, positions].set(v.astype(v_cache.dtype), mode="drop")
+        out = attention(
+            q,
+            k.astype(dtype),
+            v.astype(dtype),
+            visible,
+            scale=1 / math.sqrt(c.head_dim),
+            softcap=c.attention_softcap,
+        )
+        x = x + jnp.einsum("bthe,hed->btd", out, cast("o")) + bias("o_bias")
+        x = constrain(x, "batch", "sequence", "hidden")
+
+    with jax.named_scope("mlp"):
+        h = rms_norm(x, w.mlp_norm[...], c.norm_eps)
+        gate = jnp.einsum("btd,df->btf", h, cast("gate")) + bias("gate_bias")
+        up = jnp.einsum("btd,df->btf", h, cast("up")) + bias("up_bias")
+        hidden = constrain(ACTIVATIONS[c.activation](gate) * up, "batch", "sequence", "mlp")
+        x = x + jnp.einsum("btf,fd->btd", hidden, cast("down")) + bias("down_bias")
+        x = constrain(x, "batch", "sequence", "hidden")
+    return x, (k, v)
+
+
+def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*B D"]:
+    """x / sqrt(mean x^2 + eps) * weight (Zhang & Sennrich 2019), float32 inside, the type of x outside."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * weight).astype(x.dtype)
+
+
+def window_sizes(c: TransformerConfig) -> list[int]:
+    """Per layer, how many tokens a token sees, itself included."""
+    everything = 2**30
+    layers = c.window_layers or (True,) * c.num_layers
+    return [c.sliding_window if on and c.sliding_window else everything for on in layers]
+
+
+class _Initializer:
+    """Makes the stacked weights of `Layers`, a key of its own for each."""
+
+    def __init__(self, key: jax.Array, config: TransformerConfig):
+        self.key, self.config, self.count = key, config, 0
+
+    def _param(self, value, axes):
+        return nnx.Param(value, axes=("layers", *axes))
+
+    def normal(self, shape, axes, residual: bool = False) -> nnx.Param:
+        self.count += 1
+        key = jax.random.fold_in(self.key, self.count)
+        std = self.config.initializer_range
+        if residual:  # GPT-2: the residual stream keeps its size whatever the depth
+            std /= math.sqrt(2 * self.config.num_layers)
+        return self._param(std * jax.random.normal(key, (self.config.num_layers, *shape), jnp.float32), axes)
+
+    def ones(self, shape, axes) -> nnx.Param:
+        return self._param(jnp.ones((self.config.num_layers, *shape), jnp.float32), axes)
+
+    def zeros(self, shape, axes) -> nnx.Param:
+        return self._param(jnp.zeros((self.config.num_layers, *shape), jnp.float32), axes)

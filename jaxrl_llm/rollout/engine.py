@@ -1,0 +1,51 @@
+"""What a rollout engine is: prompts in, trajectories out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from jaxrl_llm.structs import Metrics, Params, Trajectory
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How tokens are drawn. Reported log-probs are of the full softmax at `temperature`."""
+
+    temperature: float = 1.0
+    """0 = greedy."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 = all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens with at least this probability (nucleus)."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this times the likeliest."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response; kept in it."""
+    stop_tokens: tuple[int, ...] = ()
+    """Token ids that end a response, besides the tokenizer's end token; kept in it."""
+    ignore_eos: bool = False
+    """Run to max_tokens whatever is written (benchmarks)."""
+
+
+class Request(NamedTuple):
+    """One prompt and how many responses it wants."""
+
+    prompt_ids: np.ndarray  # int32 [.]
+    prompt_index: int  # names the group, and with the response index the random key of each sample
+    num_responses: int
+    max_tokens: int  # response tokens at most
+
+
+class Engine(Protocol):
+    """The native engine and a pool of servers look the same to the loop."""
+
+    def publish(self, params: Params, version: int) -> Metrics:
+        """Roll out with these weights from now on."""
+
+    def generate(self, requests: list[Request], sampling: SamplingConfig, key: jax.Array) -> list[Trajectory]:
+        """Responses in order (request, response index). Sample (p, g) draws its tokens with
+        fold_in(fold_in(key, p), g) alone, so its text does not depend on what else is in flight."""

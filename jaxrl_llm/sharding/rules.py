@@ -1,0 +1,77 @@
+"""One table from logical axes to mesh axes; nothing else in the project names a mesh axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+Rules = Mapping[str, str | tuple[str, ...] | None]
+
+TRAIN: Rules = {
+    # activations
+    "batch": ("data", "fsdp"),
+    "sequence": "sequence",
+    "hidden": None,
+    # weights
+    "layers": None,
+    "embed": "fsdp",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "head_dim": None,
+    "mlp": "tensor",
+    "vocab": "tensor",
+    "norm": None,
+}
+"""Training and scoring: weights divided over fsdp and tensor, rows over data and fsdp."""
+
+ROLLOUT: Rules = {**TRAIN, "embed": None}
+"""Decoding reads every weight for every token: whole on each replica, divided over tensor only."""
+
+
+def spec(axes: tuple[str | None, ...], rules: Rules) -> PartitionSpec:
+    """PartitionSpec of an array whose dims carry these logical axes.
+
+    Raises:
+        ValueError: an axis that the table lacks, or a mesh axis used for two dims.
+    """
+    unknown = [a for a in axes if a is not None and a not in rules]
+    if unknown:
+        raise ValueError(f"sharding: no rule for logical axis {unknown[0]!r}; known: {sorted(rules)}")
+    entries = [None if a is None else rules[a] for a in axes]
+    used = [m for e in entries if e for m in ((e,) if isinstance(e, str) else e)]
+    if len(used) != len(set(used)):
+        raise ValueError(f"sharding: {axes} maps a mesh axis to two dims: {entries}")
+    return PartitionSpec(*entries)
+
+
+def fit(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...], rules: Rules) -> NamedSharding:
+    """Sharding of one array; a dim that its mesh axes do not divide stays whole (2 kv heads on tensor=4)."""
+    entries = []
+    for size, entry in zip(shape, spec(axes, rules), strict=True):
+        names = () if entry is None else ((entry,) if isinstance(entry, str) else tuple(entry))
+        ways = 1
+        for name in names:
+            ways *= mesh.shape[name]
+        entries.append(entry if size % ways == 0 else None)
+    return NamedSharding(mesh, PartitionSpec(*entries))
+
+
+def constrain(x: jax.Array, *axes: str | None, rules: Rules = TRAIN) -> jax.Array:
+    """Pin an activation's layout under the current mesh (`jax.set_mesh`); without one, a no-op."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    entries = [
+        entry if x.shape[i] % _ways(mesh, entry) == 0 else None for i, entry in enumerate(spec(axes, rules))
+    ]
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
+
+
+def _ways(mesh, entry) -> int:
+    names = () if entry is None else ((entry,) if isinstance(entry, str) else entry)
+    ways = 1
+    for name in names:
+        ways *= mesh.shape[name]
+    return ways

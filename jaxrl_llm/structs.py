@@ -1,0 +1,119 @@
+"""The nouns of the system, and the one legend of shapes.
+
+    P prompts a step      G responses a prompt (the group)     N trajectories (P * G)
+    B rows (packed)       T tokens of a row                    R response tokens, padded
+    D hidden size         H query heads    K key/value heads   E head_dim
+    F feed-forward size   V vocabulary     L layers            S rollout slots    C cache length
+
+Per-token arrays of a `Batch` are aligned with `targets`: position t speaks of the token the model
+predicts when it has read tokens[..t]. No array is ever shifted on the device, rows keep a length that
+shards and tiles evenly, and a packed neighbour can never leak in by an off-by-one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+Metrics = dict[str, Any]
+Params = Any  # a pytree of arrays; outside models/ nobody looks inside
+
+
+class Outcome(enum.IntEnum):
+    """What became of a sample. A failed reward is masked, never scored 0."""
+
+    CORRECT = 0
+    WRONG = 1
+    UNPARSED = 2
+    FAILED = 3
+
+
+@dataclass
+class Trajectory:
+    """One response to one prompt, as the engine made it (host, numpy; never re-tokenised text)."""
+
+    prompt_ids: np.ndarray  # int32 [.], the prompt as the policy read it
+    response_ids: np.ndarray  # int32 [R'], with the end-of-sequence token when the policy wrote one
+    logprobs: np.ndarray  # float32 [R'], nats, of each response token under the sampling policy
+    mask: np.ndarray  # int8 [R'], 1 = the policy wrote it (0 = a tool or the environment did)
+    versions: np.ndarray  # int32 [R'], the policy version that wrote each token
+    prompt_index: int  # which prompt of the step; trajectories of one prompt form a group
+    response_index: int  # which of the G responses
+    finish: str  # "stop" (end token or stop string) or "length"
+    text: str = ""  # response text for rewards and people; training reads only ids
+    reward: float = float("nan")
+    outcome: Outcome = Outcome.FAILED
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+def pytree(cls):
+    """Frozen dataclass whose fields are all arrays (or None): a pytree."""
+    cls = dataclass(frozen=True)(cls)
+    names = [f.name for f in dataclasses.fields(cls)]
+    return jax.tree_util.register_dataclass(cls, data_fields=names, meta_fields=[])
+
+
+@pytree
+class Rollouts:
+    """N trajectories side by side, padded to R response tokens: what `advantages` reads."""
+
+    rewards: Float[Array, "N"]
+    group: Int[Array, "N"]  # trajectories of one prompt share a number in [0, P)
+    mask: Float[Array, "N R"]  # 1 = the policy wrote this token
+    valid: Float[Array, "N"]  # 0 = the reward failed: takes no part in baselines or loss
+
+
+@pytree
+class Batch:
+    """Packed rows of one micro-batch. Row = trajectories end to end, then padding (segment 0)."""
+
+    tokens: Int[Array, "B T"]
+    targets: Int[Array, "B T"]  # the next token of the same trajectory; 0 where there is none
+    positions: Int[Array, "B T"]  # 0, 1, 2, ... in each trajectory
+    segments: Int[Array, "B T"]  # 1, 2, ... number the trajectories of a row; 0 = padding
+    mask: Float[Array, "B T"]  # 1 where the target is trained on
+    lengths: Float[Array, "B T"]  # trained tokens of the trajectory that this token belongs to (>= 1)
+    advantages: Float[Array, "B T"] | None = None
+    rollout: Float[Array, "B T"] | None = None  # log-probs (nats) the rollout engine reported
+    old: Float[Array, "B T"] | None = None  # log-probs before the first update of this step
+    reference: Float[Array, "B T"] | None = None  # log-probs of the frozen reference
+
+
+@pytree
+class Signals:
+    """All that a loss may look at. [B, T] float32, log-probs in nats, aligned with `targets`.
+
+    The denominators are global: over all micro-batches and devices of one optimizer update, so that
+    the sum over micro-batches is the loss of the whole mini-batch.
+    """
+
+    policy: Float[Array, "B T"]  # carries the gradient
+    mask: Float[Array, "B T"]
+    segments: Int[Array, "B T"]
+    lengths: Float[Array, "B T"]
+    num_tokens: Float[Array, ""]
+    num_sequences: Float[Array, ""]
+    entropy: Float[Array, "B T"] | None = None  # nats, of the policy; carries gradient
+    advantages: Float[Array, "B T"] | None = None
+    rollout: Float[Array, "B T"] | None = None
+    old: Float[Array, "B T"] | None = None
+    reference: Float[Array, "B T"] | None = None
+
+
+@pytree
+class TrainState:
+    """What one update reads and writes; donated to it."""
+
+    params: Params  # float32 master weights
+    opt_state: Any
+    version: Int[Array, ""]  # optimizer updates applied so far = the policy version
+    nonfinite: Int[Array, ""]  # updates skipped in a row for NaN or Inf
