@@ -28,7 +28,7 @@ def linear_logprob(
 
     Returns: (log-prob, entropy), float32, nats; entropy is None without `with_entropy`.
     """
-    batch, length, size = hidden.shape
+    batch, length, _ = hidden.shape
     chunk = min(chunk, length)
     pad = -length % chunk
     hidden = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0)))
