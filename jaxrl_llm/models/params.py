@@ -1,0 +1,75 @@
+"""Weights as a pytree: made, named, laid out and cast without knowing Flax."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxrl_llm.models.config import TransformerConfig
+from jaxrl_llm.models.transformer import KVCache, Transformer
+from jaxrl_llm.sharding.rules import Rules, fit
+from jaxrl_llm.structs import Params
+
+
+def init(config: TransformerConfig, key: jax.Array) -> Transformer:
+    """Random float32 weights: normal with `initializer_range`, norms 1, biases 0.
+
+    Under `jax.jit` with `out_shardings=shardings(...)` each device makes only its own shard, and the
+    numbers do not depend on the layout.
+    """
+    return Transformer(config, key)
+
+
+def abstract(config: TransformerConfig) -> Transformer:
+    """The tree of `init` with `jax.ShapeDtypeStruct` leaves; nothing is computed."""
+    return jax.eval_shape(functools.partial(Transformer, config), jax.random.key(0))
+
+
+def named_leaves(params: Params) -> list[tuple[str, jax.Array]]:
+    """(dotted name such as "layers.q", leaf), in the order of `jax.tree.leaves(params)`."""
+    return [(name, param.get_value()) for name, param in _named_params(params)]
+
+
+def logical_axes(params: Params) -> dict[str, tuple[str, ...]]:
+    """Dotted name -> logical axes of its dims: "layers.q" -> ("layers", "embed", "heads", "head_dim")."""
+    return {name: param.get_metadata("axes") for name, param in _named_params(params)}
+
+
+def shardings(config: TransformerConfig, mesh: Mesh, rules: Rules) -> Params:
+    """The tree of `init` with `NamedSharding` leaves: for `out_shardings`, `jax.device_put`, restoring.
+
+    A dim that its mesh axes do not divide stays whole.
+    """
+    shapes = abstract(config)
+    axes = logical_axes(shapes)
+    leaves = [fit(mesh, axes[name], leaf.shape, rules) for name, leaf in named_leaves(shapes)]
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+
+def cast(params: Params, dtype: jnp.dtype) -> Params:
+    """The same weights in another float type."""
+    return jax.tree.map(lambda w: w.astype(dtype), params)
+
+
+def empty_cache(
+    config: TransformerConfig,
+    slots: int,
+    length: int,
+    dtype: jnp.dtype = jnp.float32,
+    *,
+    stacked: bool = False,
+) -> KVCache:
+    """Zeros for `slots` sequences of at most `length` tokens; see `KVCache` for `stacked`."""
+    shape = (slots, length, config.num_kv_heads, config.head_dim)
+    if stacked:
+        return KVCache(*(jnp.zeros((config.num_layers, *shape), dtype) for _ in range(2)))
+    return KVCache(*(tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)) for _ in range(2)))
+
+
+def _named_params(params: Params) -> list[tuple[str, nnx.Param]]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, nnx.Param))
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
