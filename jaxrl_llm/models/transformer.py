@@ -120,7 +120,8 @@ class Transformer(nnx.Module):
             for i in range(c.num_layers):  # unrolled: a scan would copy every layer's cache
                 layer = jax.tree.map(lambda w, i=i: w[i], self.layers)
                 visible = (distance >= 0) & (distance < windows[i])
-                x, (ks[i], vs[i]) = block(c, layer, x, tables, visible, (ks[i], vs[i], positions))
+                attend = _attend_cache(c, visible, ks[i], vs[i], positions)
+                x, (ks[i], vs[i]) = block(c, layer, x, tables, attend)
             return rms_norm(x, self.norm[...], c.norm_eps), KVCache(tuple(ks), tuple(vs))
 
         if segments is None:
@@ -132,7 +133,7 @@ class Transformer(nnx.Module):
         def body(x, layer_and_window):
             layer, window = layer_and_window
             visible = same & (distance >= 0) & (distance < window)
-            x, kv = block(c, layer, x, tables, visible)
+            x, kv = block(c, layer, x, tables, attend_row(c, visible))
             return x, kv if keep_kv else None
 
         if remat != "none":
@@ -141,8 +142,30 @@ class Transformer(nnx.Module):
         return rms_norm(x, self.norm[...], c.norm_eps), kv
 
 
-def block(c: TransformerConfig, w: Layers, x, tables, visible: Bool[Array, "B T C"], cache=None):
-    """One decoder layer. Returns (x, (k, v)): the new keys and values, or the cache that holds them."""
+def attend_row(c: TransformerConfig, visible: Bool[Array, "B T T"]):
+    """`attend` of `block` for tokens that see only tokens of their own row; its kv are the row's."""
+
+    def attend(q, k, v):
+        scale = 1 / math.sqrt(c.head_dim)
+        return attention(q, k, v, visible, scale=scale, softcap=c.attention_softcap), (k, v)
+
+    return attend
+
+
+def _attend_cache(c: TransformerConfig, visible: Bool[Array, "B T C"], k_cache, v_cache, positions):
+    """`attend` of `block` for tokens that see a cache; its kv are the cache with theirs in it."""
+
+    def attend(q, k, v):
+        slots = jnp.arange(k.shape[0])[:, None]
+        ks = k_cache.at[slots, positions].set(k.astype(k_cache.dtype), mode="drop")
+        vs = v_cache.at[slots, positions].set(v.astype(v_cache.dtype), mode="drop")
+        return attend_row(c, visible)(q, ks.astype(q.dtype), vs.astype(q.dtype))[0], (ks, vs)
+
+    return attend
+
+
+def block(c: TransformerConfig, w: Layers, x, tables, attend):
+    """One decoder layer. `attend(q, k, v) -> (out, kv)` decides who sees whom. Returns (x, kv)."""
     dtype = x.dtype
     cast = lambda name: getattr(w, name)[...].astype(dtype)
     bias = lambda name: cast(name) if hasattr(w, name) else 0
@@ -157,19 +180,7 @@ def block(c: TransformerConfig, w: Layers, x, tables, visible: Bool[Array, "B T 
             k = rms_norm(k, w.k_norm[...], c.norm_eps)
         q, k = apply_rope(q, *tables), apply_rope(k, *tables)
         q = constrain(q, "batch", "sequence", "heads", "head_dim")
-        if cache is not None:
-            k_cache, v_cache, positions = cache
-            slots = jnp.arange(k.shape[0])[:, None]
-            k = k_cache.at[slots, positions].set(k.astype(k_cache.dtype), mode="drop")
-            v = v_cache.at[slots, positions].set(v.astype(v_cache.dtype), mode="drop")
-        out = attention(
-            q,
-            k.astype(dtype),
-            v.astype(dtype),
-            visible,
-            scale=1 / math.sqrt(c.head_dim),
-            softcap=c.attention_softcap,
-        )
+        out, kv = attend(q, k, v)
         x = x + jnp.einsum("bthe,hed->btd", out, cast("o")) + bias("o_bias")
         x = constrain(x, "batch", "sequence", "hidden")
 
@@ -180,7 +191,7 @@ def block(c: TransformerConfig, w: Layers, x, tables, visible: Bool[Array, "B T 
         hidden = constrain(ACTIVATIONS[c.activation](gate) * up, "batch", "sequence", "mlp")
         x = x + jnp.einsum("btf,fd->btd", hidden, cast("down")) + bias("down_bias")
         x = constrain(x, "batch", "sequence", "hidden")
-    return x, (k, v)
+    return x, kv
 
 
 def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*B D"]:
