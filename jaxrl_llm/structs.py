@@ -13,7 +13,6 @@ shards and tiles evenly, and a packed neighbour can never leak in by an off-by-o
 from __future__ import annotations
 
 import dataclasses
-import enum
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,17 +20,10 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxrl_llm.outcome import Outcome
+
 Metrics = dict[str, Any]
 Params = Any  # a pytree of arrays; outside models/ nobody looks inside
-
-
-class Outcome(enum.IntEnum):
-    """What became of a sample. A failed reward is masked, never scored 0."""
-
-    CORRECT = 0
-    WRONG = 1
-    UNPARSED = 2
-    FAILED = 3
 
 
 @dataclass
