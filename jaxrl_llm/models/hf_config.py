@@ -57,28 +57,24 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
-ROPE_FIELDS: dict[str, dict[str, str]] = {
-    "default": {},
-    "linear": {"factor": "factor"},
-    "dynamic": {"factor": "factor"},
-    "yarn": {
-        "factor": "factor",
-        "original_max_position": "original_max_position_embeddings",
-        "attention_factor": "attention_factor",
-        "beta_fast": "beta_fast",
-        "beta_slow": "beta_slow",
-        "mscale": "mscale",
-        "mscale_all_dim": "mscale_all_dim",
-        "truncate": "truncate",
-    },
-    "llama3": {
-        "factor": "factor",
-        "original_max_position": "original_max_position_embeddings",
-        "low_freq_factor": "low_freq_factor",
-        "high_freq_factor": "high_freq_factor",
-    },
+ROPE_FIELDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": (
+        "factor",
+        "original_max_position",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
+    "llama3": ("factor", "original_max_position", "low_freq_factor", "high_freq_factor"),
 }
-"""Which fields of RopeConfig a `rope_type` reads, and HF's names of them."""
+"""Which fields of RopeConfig a `rope_type` reads. HF's names are the same, but for one."""
+ORIGINAL = "original_max_position_embeddings"
 
 SAME = {
     "vocab_size": "vocab_size",
@@ -247,11 +243,8 @@ def _write_windows(config: TransformerConfig) -> dict[str, Any]:
 
 def _read_rope(raw: dict, max_position: int) -> RopeConfig:
     """As transformers 5 does: `rope_scaling` before `rope_parameters`, then the top-level `rope_theta`."""
-    rope = {
-        k: v
-        for k, v in (raw.get("rope_scaling") or raw.get("rope_parameters") or {}).items()
-        if v is not None
-    }
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    rope = {key: value for key, value in rope.items() if value is not None}
     if any(isinstance(v, dict) for v in rope.values()):
         raise ValueError(
             f"config.json: rope_parameters={rope}: one RoPE for all layers is supported, not one a layer type"
@@ -261,21 +254,20 @@ def _read_rope(raw: dict, max_position: int) -> RopeConfig:
     if partial not in (None, 1):
         raise ValueError(f"config.json: partial_rotary_factor={partial} is not supported; supported: 1.0")
     if kind in ("yarn", "llama3"):
-        original = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-        rope["original_max_position_embeddings"] = original or max_position
+        rope["original_max_position"] = raw.get(ORIGINAL) or rope.get(ORIGINAL) or max_position
     missing = [key for key in _REQUIRED.get(kind, ()) if key not in rope]
     if missing:
         raise ValueError(f"config.json: rope_type={kind!r} needs {missing[0]!r}; found {sorted(rope)}")
-    fields = {ours: rope[hf] for ours, hf in ROPE_FIELDS[kind].items() if hf in rope}
-    return RopeConfig(
-        theta=float(rope.get("rope_theta", raw.get("rope_theta") or 10_000.0)), scaling=kind, **fields
-    )
+    theta = float(rope.get("rope_theta", raw.get("rope_theta") or 10_000.0))
+    return RopeConfig(theta, kind, **{name: rope[name] for name in ROPE_FIELDS[kind] if name in rope})
 
 
 def _write_rope(config: TransformerConfig) -> dict[str, Any]:
     rope = _canonical(config).rope
-    fields = {hf: getattr(rope, ours) for ours, hf in ROPE_FIELDS[rope.scaling].items()}
-    scaling = {"rope_type": rope.scaling, **{hf: value for hf, value in fields.items() if value is not None}}
+    scaling = {"rope_type": rope.scaling}
+    for name in ROPE_FIELDS[rope.scaling]:
+        if getattr(rope, name) is not None:
+            scaling[ORIGINAL if name == "original_max_position" else name] = getattr(rope, name)
     return {
         "rope_theta": rope.theta,
         "rope_scaling": None if rope.scaling == "default" else {**scaling, "type": rope.scaling},
