@@ -1,0 +1,52 @@
+"""GRPO on generated sums: a small Qwen3 from random weights, on a laptop's CPU.
+
+Command:   python -m jaxrl_llm.train --config grpo_tiny.py
+Hardware:  any CPU with 2 cores
+Time:      under 5 minutes
+Expected:  held-out accuracy under 0.5 after the supervised start, at least 0.9 at the end
+"""
+
+from jaxrl_llm.algos import grpo
+from jaxrl_llm.config import (
+    CheckpointConfig,
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    OptimConfig,
+    SourceConfig,
+    TrainConfig,
+    TransformerConfig,
+    WarmStartConfig,
+)
+
+
+def get_config() -> TrainConfig:
+    return TrainConfig(
+        run_dir="runs/grpo_tiny",
+        steps=150,
+        algo=grpo.Config(kl_coef=0.0, aggregation="token"),
+        prompts_per_step=32,
+        responses_per_prompt=8,
+        tokens_per_device=8192,
+        max_prompt_tokens=32,
+        max_response_tokens=16,
+        model=ModelConfig(
+            architecture=TransformerConfig(
+                vocab_size=128,
+                hidden_size=128,
+                mlp_size=384,
+                num_layers=3,
+                num_heads=4,
+                num_kv_heads=2,
+                head_dim=32,
+                max_position=256,
+            ),
+            tokenizer="tiny",
+            dtype="float32",
+        ),
+        optim=OptimConfig(learning_rate=3e-4, warmup_steps=5),
+        data=DataConfig(train=(SourceConfig(path="task:arithmetic"),)),
+        eval=EvalConfig(every=25, prompts=128),
+        checkpoint=CheckpointConfig(every=50),
+        warm_start=WarmStartConfig(steps=100, learning_rate=1e-3, examples_per_step=64),
+    )

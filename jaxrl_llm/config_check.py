@@ -1,0 +1,199 @@
+"""What cannot work is said before any model is loaded: each message names the key and the fix."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxrl_llm import algos
+from jaxrl_llm.config import ConfigError, ModelConfig, TrainConfig
+from jaxrl_llm.overrides import conforms, leaves, spell
+from jaxrl_llm.rollout.engine import SamplingConfig
+
+AT_LEAST = {
+    "steps": 0,
+    "prompts_per_step": 1,
+    "responses_per_prompt": 1,
+    "minibatches_per_step": 1,
+    "tokens_per_device": 1,
+    "max_prompt_tokens": 1,
+    "max_response_tokens": 1,
+    "max_runtime": 0,
+    "model.logprob_chunk": 1,
+    "eval.every": 0,
+    "eval.prompts": 1,
+    "eval.samples": 1,
+    "warm_start.steps": 0,
+    "warm_start.examples_per_step": 1,
+    "log.samples": 0,
+}
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+def check(config: TrainConfig) -> None:
+    """Refuse what cannot work. Reads config.json of a local model; starts no jax backend.
+
+    Raises:
+        ConfigError: one line for each thing that is wrong.
+    """
+    _refuse(list(_wrong_types(config)))  # the other checks compute with the values
+    _refuse([*_ranges(config), *_step(config), *_model(config), *_data(config), *_sampling(config)])
+    _refuse(list(_run_dir(config.run_dir)))
+
+
+def check_lengths(config: TrainConfig, max_position: int) -> None:
+    """Refuse rows that the model has no positions for; `check` does it where config.json is at hand.
+
+    Raises:
+        ConfigError: prompt and response are longer together than the model's context.
+    """
+    _refuse(list(_lengths(config, max_position)))
+
+
+def _refuse(problems: list[str]) -> None:
+    if len(problems) > 1:
+        raise ConfigError(
+            "\n".join(["the config has several problems:", *(f"  - {line}" for line in problems)])
+        )
+    if problems:
+        raise ConfigError(problems[0])
+
+
+def _wrong_types(config: TrainConfig) -> Iterator[str]:
+    for key, (hint, value) in leaves(config):
+        if not conforms(value, hint):
+            yield f"--{key} is {value!r} ({type(value).__name__}): expected {spell(hint)}."
+
+
+def _ranges(config: TrainConfig) -> Iterator[str]:
+    for key, (_, value) in leaves(config):
+        if key in AT_LEAST and value < AT_LEAST[key]:
+            yield f"--{key} is {value}: it must be at least {AT_LEAST[key]}."
+        if key.endswith("learning_rate") and not 0 < value < math.inf:
+            yield f"--{key} is {value}: it must be positive; 1e-6 is usual for RL, 1e-5 for sft."
+
+
+def _step(config: TrainConfig) -> Iterator[str]:
+    trajectories, updates = config.trajectories_per_step, config.minibatches_per_step
+    if trajectories > 0 < updates and trajectories % updates:
+        divisors = [n for n in range(1, trajectories + 1) if trajectories % n == 0]
+        close = sorted(divisors, key=lambda n: abs(n - updates))[:2]
+        yield (
+            f"--minibatches_per_step {updates} does not divide the {trajectories} trajectories of a step "
+            f"(prompts_per_step x responses_per_prompt). Set it to {' or '.join(map(str, sorted(close)))}."
+        )
+    grpo = algos.module_of(config.algo) is algos.ALGOS["grpo"]
+    if grpo and config.responses_per_prompt == 1:
+        yield (
+            "--responses_per_prompt is 1: grpo compares the responses to one prompt, so every advantage "
+            "would be 0. Set it to 2 or more; 8 is usual."
+        )
+    row, sequence = config.row_tokens, config.mesh.sequence
+    if config.tokens_per_device * max(sequence, 1) < row:
+        yield (
+            f"--tokens_per_device is {config.tokens_per_device}: less than one row of {row} tokens "
+            "(max_prompt_tokens + max_response_tokens). "
+            f"Set --tokens_per_device {-(-row // max(sequence, 1))} or more."
+        )
+    if sequence > 1 and row % sequence:
+        yield (
+            f"--mesh.sequence {sequence} does not divide a row of {row} tokens (max_prompt_tokens + "
+            f"max_response_tokens). Set --max_response_tokens {config.max_response_tokens + -row % sequence}."
+        )
+
+
+def _model(config: TrainConfig) -> Iterator[str]:
+    model = config.model
+    if not model.path:
+        if model.architecture is None:
+            yield "--model.path is empty: set a folder or hub name, or model.architecture in the recipe."
+            return
+        if not model.tokenizer:
+            yield '--model.tokenizer is empty: random weights bring none. Set a folder, a hub name or "tiny".'
+        yield from _lengths(config, model.architecture.max_position)
+        return
+    folder = Path(model.path).expanduser()
+    if not folder.is_dir():
+        yield from _missing(model)
+        return
+    file = folder / "config.json"
+    if not file.is_file():
+        yield f"--model.path {model.path}: no config.json in it, so it is no Hugging Face model folder."
+        return
+    try:
+        found = json.loads(file.read_text()).get("max_position_embeddings")
+    except ValueError as error:
+        yield f"--model.path {model.path}: {file} is not JSON ({error}). Download the model again."
+        return
+    if isinstance(found, int):
+        yield from _lengths(config, found)
+
+
+def _missing(model: ModelConfig) -> Iterator[str]:
+    """A path that is no folder may still be a hub name, unless it is spelt like a path."""
+    parent = Path(model.path).expanduser().parent
+    if not HUB_NAME.fullmatch(model.path) or (parent != Path(".") and parent.is_dir()):
+        yield (
+            f"--model.path {model.path}: no such folder. Set a Hugging Face folder (config.json and "
+            "*.safetensors) or a hub name such as Qwen/Qwen3-0.6B."
+        )
+
+
+def _lengths(config: TrainConfig, max_position: int) -> Iterator[str]:
+    if config.row_tokens > max_position:
+        room = max_position - config.max_prompt_tokens
+        fix = f"--max_response_tokens {room} or less" if room > 0 else "both smaller"
+        yield (
+            f"--max_prompt_tokens {config.max_prompt_tokens} + --max_response_tokens "
+            f"{config.max_response_tokens} is more than the model's {max_position} positions. Set {fix}."
+        )
+
+
+def _data(config: TrainConfig) -> Iterator[str]:
+    if not config.data.path and not all(source.path for source in config.data.train):
+        yield (
+            "--data.path is empty: set a file or folder, hub:OWNER/NAME, task:NAME (generated) or gym:NAME, "
+            "or data.train in the recipe."
+        )
+
+
+def _sampling(config: TrainConfig) -> Iterator[str]:
+    if algos.module_of(config.algo).INPUT == "rollouts":
+        yield from _draws("rollout", config.rollout.sampling, config.responses_per_prompt)
+    if config.eval.every:
+        yield from _draws("eval.sampling", config.eval.sampling, config.eval.samples)
+
+
+def _draws(key: str, sampling: SamplingConfig, responses: int) -> Iterator[str]:
+    if not 0 <= sampling.temperature < math.inf:
+        yield f"--{key}.temperature is {sampling.temperature}: it must be 0 (greedy) or more."
+    if sampling.temperature == 0 and responses > 1:
+        yield (
+            f"--{key}.temperature is 0: all {responses} responses to a prompt would be the same. "
+            "Set it above 0 (1.0 is usual for training, 0.6 for evaluation) or ask for 1 response."
+        )
+    if not 0 < sampling.top_p <= 1:
+        yield f"--{key}.top_p is {sampling.top_p}: it must be above 0 and at most 1."
+    if not 0 <= sampling.min_p < 1:
+        yield f"--{key}.min_p is {sampling.min_p}: it must be at least 0 and below 1."
+    if sampling.top_k < 0:
+        yield f"--{key}.top_k is {sampling.top_k}: it must be 0 (all tokens) or more."
+
+
+def _run_dir(run_dir: str) -> Iterator[str]:
+    """Makes the folder and a probe file in it: permissions alone do not tell (root, read-only disks)."""
+    fix = "Set --run_dir to a folder that can be written."
+    if not run_dir:
+        yield f"--run_dir is empty. {fix}"
+        return
+    probe = Path(run_dir).expanduser() / f".probe-{os.getpid()}"
+    try:
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        yield f"--run_dir {run_dir}: cannot be written ({error.strerror}). {fix}"

@@ -1,0 +1,45 @@
+"""JSON-lines files that survive kills and full disks: one object with a "step" a line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def read(path: Path) -> list[Row]:
+    """The rows; a line that a kill or a full disk cut short is left out."""
+    rows = []
+    for line in path.read_bytes().split(b"\n") if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
+
+
+def append(path: Path, rows: Sequence[Row]) -> None:
+    """Add lines, after a line cut short too. Strict JSON: NaN is a ValueError."""
+    text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            text = text if file.read() == b"\n" else "\n" + text
+        file.write(text.encode())
+
+
+def truncate(path: Path, step: int) -> None:
+    """Drop the lines later than `step`, and those cut short."""
+    if path.exists():
+        kept = (json.dumps(row) + "\n" for row in read(path) if row["step"] <= step)
+        replace_text(path, "".join(kept))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a whole file; a kill leaves the old one or the new one."""
+    beside = path.with_name(f".{path.name}.tmp")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)

@@ -1,0 +1,98 @@
+"""What a person sees while a run goes on: a live panel on a terminal, else one line a step."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+from rich.text import Text
+
+SHOWN = (
+    "eval/pass@1",
+    "reward/mean",
+    "accuracy",
+    "loss",
+    "kl",
+    "entropy",
+    "response_tokens/mean",
+    "grad_norm",
+)
+RECENT = 10  # steps that the time left is estimated from
+
+
+class Progress:
+    """Steps done, phase, tokens a second, time left and the last metrics.
+
+    kind: "rich" redraws one panel, "plain" prints a line a step (files, pipes, notebooks), "auto" is rich
+    where stdout is a terminal, "none" prints only messages.
+    """
+
+    def __init__(self, kind: Literal["auto", "rich", "plain", "none"], total: int, done: int = 0):
+        self.kind = ("rich" if on_terminal() else "plain") if kind == "auto" else kind
+        self.total, self.recent = total, deque(maxlen=RECENT)
+        self.live = None
+        if self.kind == "rich":
+            self.bar = Bar(
+                TextColumn("step {task.completed}/{task.total}"),
+                BarColumn(),
+                TextColumn("{task.fields[rate]}"),
+                TextColumn("[cyan]{task.fields[phase]}"),
+            )
+            self.task = self.bar.add_task("", total=total, completed=done, phase="starting", rate="")
+            self.live = Live(self.bar, console=Console(), refresh_per_second=4)
+            self.live.start()
+
+    def phase(self, name: str) -> None:
+        """The run is in this phase now; "" = in none."""
+        if self.live:
+            self.bar.update(self.task, phase=name)
+
+    def step(self, step: int, row: Mapping[str, Any]) -> None:
+        """A step is done; `row` is its line of metrics.jsonl."""
+        self.recent.append(row.get("time/step") or 0.0)
+        left = (self.total - step) * sum(self.recent) / len(self.recent)
+        rate = f"{row.get('tokens_per_second') or 0:,.0f} tokens/s  {clock(left)} left"
+        if self.live:
+            self.bar.update(self.task, completed=step, rate=rate)
+            self.live.update(Group(self.bar, Text(shown(row, "  "), style="dim")))
+        elif self.kind == "plain":
+            print(f"step {step}/{self.total}  {shown(row, '  ')}  {rate}", flush=True)
+
+    def message(self, text: str) -> None:
+        """A line of its own, above the panel."""
+        if self.live:
+            self.live.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        """Leave the last panel on the screen. Printing goes on as usual afterwards."""
+        if self.live:
+            self.bar.update(self.task, phase="")
+            self.live.stop()
+            self.live = None
+
+
+def on_terminal() -> bool:
+    """Whether stdout can redraw; a notebook's cannot."""
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def shown(row: Mapping[str, Any], between: str) -> str:
+    """The metrics that people follow, those of them that the step has."""
+    pairs = ((key, row.get(key)) for key in SHOWN)
+    return between.join(f"{key} {value:.4g}" for key, value in pairs if isinstance(value, int | float))
+
+
+def clock(seconds: float) -> str:
+    """3725 -> "1:02:05", 65 -> "1:05"."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
