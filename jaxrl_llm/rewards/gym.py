@@ -22,7 +22,8 @@ def reward(sample: Sample) -> tuple[float, Outcome]:
     scorer = _scorer(metadata["source_dataset"])
     marked = find_answer(sample.response)
     given = sample.response.strip() if marked is None else marked
-    entry: dict[str, Any] = {"answer": sample.answer, **sample.columns}
+    question = sample.messages[-1]["content"] if sample.messages else sample.prompt
+    entry: dict[str, Any] = {"question": question, "answer": sample.answer, **sample.columns}
     try:
         score = float(scorer(answer=given, entry=entry))
     except Exception:  # third-party scorers fed arbitrary text; ours is to keep the run alive

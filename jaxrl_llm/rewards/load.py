@@ -19,18 +19,15 @@ LIBRARIES = {
     "gym": "reasoning_gym",
 }  # slow: imported before any deadline
 USUAL_NAMES = ("reward", "compute_score", "reward_func", "reward_fn", "env_step")
-SOURCES = {  # data source (the part of it after the last "/") -> reward; for "auto"
-    "arithmetic": "arithmetic",
-    "countdown": "countdown",
-    "gsm8k": "gsm8k",
-    "math": "math",
-    "math500": "math",
-    "math-500": "math",
-    "math_dapo": "math",
-    "aime": "math",
-    "numina_math": "math",
+SOURCES = {  # for "auto": the first key that the name of the data source contains
     "gym": "gym",
-    "reasoning_gym": "gym",
+    "gsm8k": "gsm8k",
+    "countdown": "countdown",
+    "arithmetic": "arithmetic",
+    "math": "math",
+    "aime": "math",
+    "amc": "math",
+    "deepscaler": "math",
 }
 
 
@@ -56,10 +53,9 @@ def resolve(name: str, source: str, columns: dict[str, Any]) -> str:
         return name
     if isinstance(columns.get("metadata"), dict) and "source_dataset" in columns["metadata"]:
         return "gym"
-    family = source.rpartition("/")[2].lower().removesuffix(".jsonl").removesuffix(".parquet")
-    for key in (family, family.partition(":")[0], family.rpartition(":")[2]):
-        if key in SOURCES:
-            return SOURCES[key]
+    for key, reward in SOURCES.items():
+        if key in source.lower():
+            return reward
     raise RewardLoadError(
         f'reward.name "auto" knows no reward for the data source "{source}" (it knows {", ".join(SOURCES)}). '
         f"Set reward.name to one of {', '.join(REWARDS)} or to your own file.py:function."

@@ -149,11 +149,12 @@ class RewardPool:
             until = min(until, time.monotonic() + 0.05)
         for key, events in self._selector.select(max(until - time.monotonic(), 0.0)):
             worker = key.data
-            if key.fd == worker.output:
-                if not worker.drain():
-                    self._selector.unregister(key.fd)
-            elif worker in self._workers:
+            if worker not in self._workers:  # dismissed a moment ago
+                continue
+            if key.fd != worker.output:
                 self._converse(round_, worker, events)
+            elif not worker.drain():
+                self._selector.unregister(key.fd)
         now = time.monotonic()
         for worker in [w for w in self._workers if w.deadline <= now]:
             self._time_out(round_, worker)

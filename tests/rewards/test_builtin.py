@@ -1,0 +1,259 @@
+"""Each built-in reward on hand-made strings: correct, wrong, unparsed."""
+
+import dataclasses
+from fractions import Fraction
+
+import pytest
+
+from jaxrl_llm.outcome import Outcome
+from jaxrl_llm.rewards import REWARDS, RewardConfig, RewardLoadError, Sample
+from jaxrl_llm.rewards.countdown import evaluate
+from jaxrl_llm.rewards.extract import find_answer, last_number, to_number
+from jaxrl_llm.rewards.load import check, resolve
+
+CORRECT, WRONG, UNPARSED = Outcome.CORRECT, Outcome.WRONG, Outcome.UNPARSED
+COUNTDOWN = {"numbers": [3, 8, 5], "target": 29}
+
+
+def sample(response, answer=None, **columns):
+    return Sample(response=response, answer=answer, columns=columns)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<answer> 4 </answer> or <answer>5</answer>", "5"),
+        (r"so \boxed{1}, no, \boxed{\frac{1}{2}} it is", r"\frac{1}{2}"),
+        (r"\boxed{never closed", None),
+        ("steps\n#### 72\nmore talk", "72"),
+        ("####\n72", "72"),
+        ("The answer is: Paris\nbecause", "Paris"),
+        ("I cannot say", None),
+        ("<answer>7</answer>" + "x" * 5000, "7"),
+        (r"\boxed{7}" + " and so on." * 500, "7"),
+    ],
+)
+def test_the_marked_answer_is_found_anywhere_in_the_response(text, answer):
+    assert find_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("12+7=19", "19"),
+        ("it is -4", "-4"),
+        ("5-3", "3"),
+        ("1,234.50 dollars.", "1,234.50"),
+        ("1,2,3", "3"),
+        ("half, or 1/2", "1/2"),
+        ("wait...12.", "12"),
+        ("\u7b54\u6848\u662f12\u3002", "12"),
+        ("none", None),
+    ],
+)
+def test_the_last_number_as_written(text, number):
+    assert last_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1,234", 1234),
+        ("$12.00", 12),
+        ("50%", 50),
+        ("7.", 7),
+        ("-3/4", Fraction(-3, 4)),
+        (".5", Fraction(1, 2)),
+        ("3/0", None),
+        ("1,2", None),
+        ("12 apples", None),
+        ("9" * 5000, None),
+        ("\u0663", None),  # a digit, but not an ASCII one
+    ],
+)
+def test_numbers_are_compared_by_value(text, value):
+    assert to_number(text) == value
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "score", "outcome"),
+    [
+        ("<answer>Paris.</answer>", "paris", 1.0, CORRECT),
+        ("<answer>London</answer>", "paris", 0.0, WRONG),
+        ("Paris", "paris", 1.0, CORRECT),
+        ("I think it could be Paris", "paris", 0.0, UNPARSED),
+        ("<answer>NYC</answer>", ["New York", "NYC"], 1.0, CORRECT),
+        ("3 + 4 is 7.0", 7, 1.0, CORRECT),
+        ("3 + 4 is 8", 7, 0.0, WRONG),
+        ("", "7", 0.0, UNPARSED),
+    ],
+)
+def test_exact(response, answer, score, outcome):
+    assert REWARDS["exact"](sample(response, answer)) == (score, outcome)
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "gsm8k"])
+@pytest.mark.parametrize(
+    ("response", "answer", "score", "outcome"),
+    [
+        ("19", "19", 1.0, CORRECT),
+        ("12+7=19", 19, 1.0, CORRECT),
+        ("18", "19", 0.0, WRONG),
+        ("?", "19", 0.0, UNPARSED),
+        ("", "19", 0.0, UNPARSED),
+        ("#### 1,072 dollars", "He pays 1000 + 72.\n#### 1,072", 1.0, CORRECT),
+        ("#### 1073\nnot 1072 as I first thought", "#### 1072", 0.0, WRONG),
+        ("The answer is 42." + " Let me check it again." * 100, "42", 1.0, CORRECT),
+    ],
+)
+def test_numbers(name, response, answer, score, outcome):
+    assert REWARDS[name](sample(response, answer)) == (score, outcome)
+
+
+@pytest.mark.parametrize(("name", "answer"), [("exact", None), ("exact", ""), ("gsm8k", "many")])
+def test_a_row_without_a_usable_answer_is_an_error_not_a_wrong_answer(name, answer):
+    with pytest.raises(ValueError, match="the row"):
+        REWARDS[name](sample("7", answer))
+
+
+@pytest.mark.parametrize(
+    ("response", "score", "outcome"),
+    [
+        ("<answer>3 * 8 + 5</answer>", 1.0, CORRECT),
+        ("Let me see.\n8*3 + 5 = 29", 1.0, CORRECT),
+        (r"\boxed{5 + 8 \times 3}", 1.0, CORRECT),
+        ("<answer>3 * 8 + 6</answer>", 0.0, WRONG),  # a number that was not given
+        ("<answer>3 * 8 + 5 + 5 - 5</answer>", 0.0, WRONG),  # 29, but 5 is used three times
+        ("<answer>29</answer>", 0.0, WRONG),
+        ("<answer>3 * 8 / (5 - 5)</answer>", 0.0, WRONG),
+        ("<answer>2 ** 99999999</answer>", 0.0, UNPARSED),
+        ("<answer>__import__('os').abort()</answer>", 0.0, UNPARSED),
+        ("<answer>" + "(" * 150 + "1" + ")" * 150 + "</answer>", 0.0, UNPARSED),
+        ("no idea", 0.0, UNPARSED),
+    ],
+)
+def test_countdown(response, score, outcome):
+    assert REWARDS["countdown"](sample(response, **COUNTDOWN)) == (score, outcome)
+
+
+@pytest.mark.parametrize(
+    ("answer", "columns"),
+    [
+        ('{"numbers": [3, 8, 5], "target": 29}', {}),
+        ({"target": 29, "numbers": [3, 8, 5]}, {}),
+        ("29", {"nums": [3, 8, 5]}),
+        ("8*3+5", {"metadata": COUNTDOWN}),
+    ],
+)
+def test_countdown_rows_of_several_shapes(answer, columns):
+    assert REWARDS["countdown"](sample("3*8+5", answer, **columns)) == (1.0, CORRECT)
+
+
+def test_countdown_names_the_missing_column():
+    with pytest.raises(ValueError, match="needs the columns numbers"):
+        REWARDS["countdown"](sample("1+1", "2"))
+
+
+def test_expressions_are_exact_and_bounded():
+    assert evaluate("(1/3 + 1/3) * 3 - -2") == (4, [1, 3, 1, 3, 3, 2])
+    for bad in ("1 << 99", "f(1)", "True", "1.5", "9" * 13, "1+" * 150 + "1"):
+        with pytest.raises(ValueError):
+            evaluate(bad)
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "score", "outcome"),
+    [
+        (r"so \boxed{\frac{2}{4}}", r"\frac{1}{2}", 1.0, CORRECT),
+        (r"\boxed{0.5}" + " as was to be shown." * 50, "$1/2$", 1.0, CORRECT),
+        (r"\boxed{x^2 + 2x + 1}", "(x+1)^2", 1.0, CORRECT),
+        (r"\boxed{3}", "2", 0.0, WRONG),
+        ("I give up", "2", 0.0, UNPARSED),
+    ],
+)
+def test_math(response, answer, score, outcome):
+    pytest.importorskip("math_verify")
+    assert REWARDS["math"](sample(response, answer)) == (score, outcome)
+
+
+def test_gym_uses_the_scorer_of_the_task():
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    entry = reasoning_gym.create_dataset("chain_sum", size=1, seed=1)[0]
+    reward = REWARDS["gym"]
+    right = reward(sample(f"<think>..</think><answer>{entry['answer']}</answer>", **entry))
+    assert right == (1.0, CORRECT)
+    score, outcome = reward(sample("<answer>12345</answer>", **entry))
+    assert score < 0.1 and outcome is WRONG
+    assert reward(sample("no idea", **entry))[1] is UNPARSED
+
+
+def test_gym_scorers_that_raise_on_text_score_zero():
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    entry = reasoning_gym.create_dataset("prime_factorization", size=1, seed=1)[0]
+    assert REWARDS["gym"](sample("<answer>two x five</answer>", **entry)) == (0.0, UNPARSED)
+
+
+def test_gym_without_the_entry_names_the_column():
+    with pytest.raises(ValueError, match="source_dataset"):
+        REWARDS["gym"](sample("1", "1"))
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("<think>a</think>\n<answer>b</answer>", 1.0),
+        ("<think>a</think><answer>b</answer> and more", 0.0),
+        ("<think>a</think><think>b</think><answer>c</answer>", 0.0),
+        ("<answer>b</answer>", 0.0),
+    ],
+)
+def test_format(response, score):
+    assert REWARDS["format"](sample(response)) == score
+
+
+@pytest.mark.parametrize(("length", "score"), [(0, 0.0), (80, 0.0), (90, -0.5), (100, -1.0), (300, -1.0)])
+def test_overlong_is_dapos_line(length, score):
+    config = RewardConfig(overlong_from=80, overlong_to=100)
+    long = dataclasses.replace(sample(""), response_ids=tuple(range(length)))
+    assert REWARDS["overlong"](long, config) == score
+
+
+def test_overlong_without_its_settings():
+    with pytest.raises(ValueError, match=r"reward.overlong_from < reward.overlong_to"):
+        REWARDS["overlong"](sample(""), RewardConfig())
+
+
+@pytest.mark.parametrize(
+    ("source", "columns", "reward"),
+    [
+        ("task:arithmetic", {}, "arithmetic"),
+        ("task:countdown", {}, "countdown"),
+        ("openai/gsm8k", {}, "gsm8k"),
+        ("HuggingFaceH4/MATH-500", {}, "math"),
+        ("DigitalLearningGmbH/MATH-lighteval", {}, "math"),
+        ("aime_2024", {}, "math"),
+        ("gym:countdown", {}, "gym"),
+        ("mine", {"metadata": {"source_dataset": "chain_sum"}}, "gym"),
+    ],
+)
+def test_auto_picks_the_reward_by_the_source(source, columns, reward):
+    assert resolve("auto", source, columns) == reward
+    assert resolve("exact", source, columns) == "exact"
+
+
+def test_auto_with_an_unknown_source_says_what_to_set():
+    with pytest.raises(RewardLoadError, match=r'data source "poems".*Set reward.name to one of exact'):
+        resolve("auto", "poems", {})
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gsm8", 'Did you mean "gsm8k"'),
+        ("nowhere/rewards.py:f", "there is no file"),
+        ("rewards.txt:f", "is unknown"),
+    ],
+)
+def test_a_wrong_name_is_refused_before_any_worker_starts(name, message):
+    with pytest.raises(RewardLoadError, match=message):
+        check(name)

@@ -1,0 +1,341 @@
+"""The pool under every fault a reward can show: one sample is lost at most, and nothing is left behind."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxrl_llm.outcome import Outcome
+from jaxrl_llm.rewards import RewardConfig, RewardFailureError, RewardLoadError, Sample
+from jaxrl_llm.rewards.pool import RewardPool
+from jaxrl_llm.rewards.process import worker_environment
+
+FAULTS = """
+import os, re, signal, subprocess, sys, threading, time
+
+def reward(sample):
+    r = sample.response
+    if r == "raise": raise RuntimeError("no such luck")
+    if r == "exit": raise SystemExit(3)
+    if r == "nan": return float("nan")
+    if r == "none": return None
+    if r == "bool": return True
+    if r == "list": return [1.0, 2.0]
+    if r == "big": return 1e30
+    if r == "huge": return 10 ** 5000
+    if r == "endless":
+        while True: pass
+    if r == "backtrack": return float(bool(re.fullmatch("(a+)+b", "a" * 60)))
+    if r == "power": return 10 ** 10 ** 10
+    if r == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True: pass
+    if r == "_exit": os._exit(7)
+    if r == "kill": os.kill(os.getpid(), signal.SIGKILL)
+    if r == "fork": return 1.0 if os.fork() else 0.5
+    if r == "memory": return float(len(bytearray(1 << 40)))
+    if r == "shout": print("x" * 10_000_000); sys.stderr.write("y" * 1000)
+    if r == "env": return float("MY_API_KEY" not in os.environ and os.environ.get("PLAIN") == "1")
+    if r == "light": return float("jax" not in sys.modules and "numpy" not in sys.modules)
+    return 1.0
+"""
+ONCE = dict(max_failed_fraction=1.0, retries=0)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def to_file(text, name="rewards.py"):
+        (tmp_path / name).write_text(textwrap.dedent(text))
+        return str(tmp_path / name)
+
+    return to_file
+
+
+def samples(*responses):
+    return [Sample(response=response, answer="1") for response in responses]
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("raise", "RuntimeError: no such luck"),
+        ("exit", "SystemExit: 3"),
+        ("nan", "returned nan"),
+        ("none", "returned NoneType"),
+        ("bool", "returned a bool"),
+        ("list", "returned list"),
+        ("big", "beyond"),
+        ("huge", "a huge integer"),
+        ("memory", "MemoryError"),
+        ("_exit", "exited with code 7"),
+        ("kill", "killed by SIGKILL"),
+        ("endless", "took longer than 1 s"),
+        ("backtrack", "took longer than 1 s"),
+        ("power", "took longer than 1 s"),
+        ("stubborn", "took longer than 1 s"),
+    ],
+)
+def test_a_fault_costs_its_own_sample_only(write, fault, reason):
+    timeout = 1.0 if "longer" in reason else 60.0
+    with RewardPool(RewardConfig(name=write(FAULTS), timeout=timeout, **ONCE)) as pool:
+        results = pool.score(samples("a", fault, "b", "c", "d"))
+        assert [r.score for r in results if r.valid] == [1.0] * 4
+        assert not results[1].valid and results[1].outcome is Outcome.FAILED
+        assert reason in results[1].reason
+        assert pool.metrics["reward/failed_fraction"] == 0.2
+        assert pool.metrics["reward/correct_fraction"] == 0.8
+        assert pool.metrics["reward/timeouts"] == float("longer" in reason)
+        assert all(r.score == 1.0 for r in pool.score(samples("a", "b", "c")))
+
+
+def test_printing_forking_and_secrets(write, monkeypatch, tmp_path):
+    monkeypatch.setenv("MY_API_KEY", "sk-1")
+    monkeypatch.setenv("PLAIN", "1")
+    log = tmp_path / "rewards.log"
+    with RewardPool(RewardConfig(name=write(FAULTS), timeout=20), log) as pool:
+        results = pool.score(samples("shout", "fork", "env", "light", "plain"))
+    assert [(r.score, r.reason) for r in results] == [(1.0, "")] * 5
+    assert log.stat().st_size == 1 << 20
+
+
+def test_the_environment_of_a_worker():
+    given = {
+        "PATH": "/bin",
+        "HF_TOKEN": "x",
+        "AWS_ACCESS_KEY_ID": "x",
+        "DB_PASSWORD": "x",
+        "MY_SECRET_THING": "x",
+        "KEYBOARD": "us",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PROXY": "http://me:pw@host",
+        "JUDGE_API_KEY": "kept",
+    }
+    kept = worker_environment(given, keep=("JUDGE_API_KEY",))
+    assert set(given) & set(kept) == {"PATH", "KEYBOARD", "TOKENIZERS_PARALLELISM", "JUDGE_API_KEY"}
+    assert kept["JAX_PLATFORMS"] == "cpu" and kept["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_failure_is_tried_again(write, tmp_path):
+    flaky = f"""
+        from pathlib import Path
+        def reward(sample):
+            mark = Path({str(tmp_path)!r}) / sample.response
+            if not mark.exists():
+                mark.touch()
+                raise OSError("not yet")
+            return 1.0
+    """
+    with RewardPool(RewardConfig(name=write(flaky), retries=1)) as pool:
+        assert [r.score for r in pool.score(samples("a", "b"))] == [1.0, 1.0]
+        assert pool.metrics["reward/retries"] == 2.0 and pool.metrics["reward/failed_fraction"] == 0.0
+
+
+def test_failed_zero_scores_zero(write):
+    with RewardPool(RewardConfig(name=write(FAULTS), failed="zero", **ONCE)) as pool:
+        (result,) = pool.score(samples("raise"))
+    assert (result.score, result.outcome, result.valid) == (0.0, Outcome.FAILED, True)
+
+
+def test_too_many_failures_stop_the_run_with_the_reasons(write):
+    config = RewardConfig(name=write(FAULTS), retries=0, max_failed_fraction=0.5)
+    with RewardPool(config) as pool:
+        pool.score(samples("raise", "raise", "ok", "ok"))
+        with pytest.raises(RewardFailureError, match=r"(?s)3 of 4 samples.*2 x RuntimeError.*1 x ValueError"):
+            pool.score(samples("raise", "raise", "nan", "ok"))
+        assert pool.metrics["reward/failed_fraction"] == 0.75
+        assert pool.score(samples("ok"))[0].score == 1.0
+
+
+BATCHED = """
+    import time, os
+    def f(prompts, completions, completion_ids, **kwargs):
+        if "hang" in completions: time.sleep(99)
+        if "short" in completions: return [1.0]*(len(completions) + 1)
+        if "raise" in completions: raise RuntimeError("bad batch")
+        return [None if c == "abstain" else float("nan") if c == "nan" else 1.0 for c in completions]
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("raise", "bad batch"),
+        ("short", "returned 2 scores for 1 samples"),
+        ("nan", "nan"),
+        ("hang", "longer than 1 s"),
+    ],
+)
+def test_a_list_that_fails_is_taken_apart(write, fault, reason):
+    timeout = 1.0 if fault == "hang" else 60.0
+    with RewardPool(RewardConfig(name=write(BATCHED) + ":f", workers=1, timeout=timeout, **ONCE)) as pool:
+        results = pool.score(samples("a", "b", fault, "c"))
+        assert [r.score for r in results if r.valid] == [1.0] * 3
+        assert reason in results[2].reason
+
+
+def test_an_abstention_is_masked_but_no_failure(write):
+    with RewardPool(RewardConfig(name=write(BATCHED) + ":f", max_failed_fraction=0.0)) as pool:
+        results = pool.score(samples("a", "abstain"))
+        assert [r.valid for r in results] == [True, False] and results[1].abstained
+        assert pool.metrics["reward/abstained_fraction"] == 0.5
+        assert pool.metrics["reward/failed_fraction"] == pool.metrics["reward/retries"] == 0.0
+
+
+def test_shaping_adds_and_does_not_judge():
+    config = RewardConfig(
+        name="exact", shaping=(("format", 0.5), ("overlong", 2.0)), overlong_from=2, overlong_to=4
+    )
+    good = "<think>.</think><answer>1</answer>"
+    batch = [
+        Sample(response=good, answer="1", response_ids=(0,)),
+        Sample(response=good, answer="2", response_ids=(0, 1, 2)),
+        Sample(response="1", answer="1", response_ids=(0,) * 9),
+    ]
+    with RewardPool(config) as pool:
+        results = pool.score(batch)
+    assert [r.score for r in results] == [1.5, 0.5 - 1.0, 1.0 - 2.0]
+    assert [r.outcome for r in results] == [Outcome.CORRECT, Outcome.WRONG, Outcome.CORRECT]
+
+
+def test_order_is_kept_over_chunks_and_sources():
+    batch = [
+        Sample(response=str(i), answer=str(i if i % 3 else -1), source=("gsm8k", "task:arithmetic")[i % 2])
+        for i in range(200)
+    ]
+    with RewardPool(RewardConfig()) as pool:
+        assert [r.score for r in pool.score(batch)] == [float(i % 3 > 0) for i in range(200)]
+        assert pool.score([]) == []
+
+
+def test_math_runs_in_the_pool():
+    pytest.importorskip("math_verify")
+    with RewardPool(RewardConfig(name="math", workers=1)) as pool:
+        (result,) = pool.score([Sample(response=r"\boxed{\frac{2}{4}}", answer="1/2")])
+    assert result.score == 1.0, result.reason
+
+
+def test_workers_are_recycled(write):
+    whoami = "import os\ndef reward(sample): return float(os.getpid() % 1000000)"
+    with RewardPool(RewardConfig(name=write(whoami), workers=1, recycle=3)) as pool:
+        pids = [[r.score for r in pool.score(samples("a", "b", "c"))] for _ in range(3)]
+    assert [len(set(group)) for group in pids] == [1, 1, 1] and len({group[0] for group in pids}) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "function", "message"),
+    [
+        ("import nothing_like_this", "", "No module named 'nothing_like_this'"),
+        ("def reward(:", "", "SyntaxError"),
+        ("def f(sample): pass", ":g", 'no function "g"; it has f'),
+        ("def f(sample): pass", "", "no function named reward, compute_score"),
+        ("def reward(foo, bar): pass", "", "no convention has parameters"),
+        ("import os; os._exit(9)", "", "exited with code 9"),
+        ("import time; time.sleep(99)", "", "reward.start_timeout"),
+    ],
+)
+def test_a_reward_that_cannot_be_loaded_is_the_users_error(write, text, function, message):
+    start_timeout = 0.5 if "sleep" in text else 60.0
+    config = RewardConfig(name=write(text) + function, start_timeout=start_timeout)
+    with RewardPool(config) as pool, pytest.raises(RewardLoadError, match=message):
+        pool.score(samples("a", "b"))
+
+
+def test_a_file_may_import_its_neighbour(write):
+    write("VALUE = 0.5", "neighbour_of_reward.py")
+    path = write("from neighbour_of_reward import VALUE\ndef reward_fn(messages, answer): return VALUE")
+    with RewardPool(RewardConfig(name=path)) as pool:
+        assert pool.score(samples("a"))[0].score == 0.5
+
+
+def test_an_idle_worker_that_died_is_replaced_unnoticed():
+    with RewardPool(RewardConfig(name="exact", retries=0, workers=1)) as pool:
+        pool.score(samples("1"))
+        os.kill(pool._workers[0].process.pid, signal.SIGKILL)
+        pool._workers[0].process.wait()
+        assert pool.score(samples("1"))[0].score == 1.0
+
+
+def test_an_interrupted_call_leaves_no_stale_answers(write, monkeypatch):
+    with RewardPool(RewardConfig(name=write(FAULTS), **ONCE)) as pool:
+        pool.score(samples("a"))
+        monkeypatch.setattr(pool, "_wait", lambda round_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            pool.score(samples("raise", "raise"))
+        monkeypatch.undo()
+        assert [r.score for r in pool.score(samples("a", "b"))] == [1.0, 1.0]
+
+
+def test_close_leaves_no_process_and_no_zombie(write):
+    sleeper = """
+        import subprocess
+        def reward(sample):
+            return float(subprocess.Popen(["sleep", "300"]).pid)
+    """
+    with RewardPool(RewardConfig(name=write(sleeper), workers=2)) as pool:
+        children = [int(r.score) for r in pool.score(samples("a", "b"))]
+        pids = [worker.process.pid for worker in pool._workers]
+        assert len(pids) == 2 and all(alive(pid) for pid in pids + children)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert gone(children)
+
+
+def test_workers_die_with_a_killed_parent(write, tmp_path):
+    busy = f"""
+        import os
+        def reward(sample):
+            open({str(tmp_path)!r} + "/pid" + sample.response, "w").write(str(os.getpid()))
+            while True: pass
+    """
+    script = f"""
+        from jaxrl_llm.rewards import RewardConfig, Sample
+        from jaxrl_llm.rewards.pool import RewardPool
+        pool = RewardPool(RewardConfig(name={write(busy)!r}, timeout=300))
+        pool.score([Sample(response="0"), Sample(response="1")])
+    """
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)])
+    files = [tmp_path / "pid0", tmp_path / "pid1"]
+    wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+    pids = [int(file.read_text()) for file in files]
+    parent.kill()
+    parent.wait()
+    assert gone(pids)
+
+
+def test_nothing_heavy_is_imported():
+    modules = "sys, json, jaxrl_llm.rewards.worker, jaxrl_llm.rewards.pool"
+    code = f"import {modules}; print(json.dumps([*sys.modules]))"
+    loaded = json.loads(subprocess.check_output([sys.executable, "-c", code]))
+    assert not {"jax", "numpy", "transformers", "math_verify", "reasoning_gym", "torch"} & set(loaded)
+
+
+def test_masked_scores_are_nan(write):
+    with RewardPool(RewardConfig(name=write(FAULTS), **ONCE)) as pool:
+        assert math.isnan(pool.score(samples("raise"))[0].score)
+
+
+def alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def gone(pids):
+    return wait_until(lambda: not any(alive(pid) for pid in pids))
+
+
+def wait_until(condition, seconds=60.0):
+    """Polls, generously: on a busy machine a signal takes its time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "gave up waiting"
+        time.sleep(0.01)
+    return True
