@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jaxrl_kernels.linear_logprob.chunked import linear_logprob
 from jaxrl_llm import algos, models
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.algos.reduce import token_mean
+from jaxrl_llm.data.packing import PackItem, counts, pack
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.sharding.rules import TRAIN, fit
 from jaxrl_llm.structs import Batch, Metrics, Params, Signals, TrainState
@@ -29,28 +30,31 @@ GradsAndMetrics = tuple[Params, Metrics]
 
 
 @dataclass(frozen=True)
-class ForwardConfig:
-    """How the policy is run for scores and gradients."""
+class StepConfig:
+    """How the policy is run for scores and gradients, and the one shape of a micro-batch."""
 
+    row_tokens: int
+    rows: int
     dtype: str = "float32"
     remat: str = "none"
     temperature: float = 1.0  # that of the rollout: log-probs must speak of the same distribution
     chunk: int = 128  # tokens of a row whose logits exist at once
+    max_grad_norm: float = 1.0  # 0 = no clipping
 
 
 def token_logprobs(
-    params: Params, batch: Batch, forward: ForwardConfig
+    params: Params, batch: Batch, config: StepConfig
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """(log-prob of each target, entropy of each prediction), nats, float32. The one scoring function."""
-    dtype = jnp.dtype(forward.dtype)
-    hidden, _ = params(batch.tokens, batch.positions, batch.segments, dtype=dtype, remat=forward.remat)
+    dtype = jnp.dtype(config.dtype)
+    hidden, _ = params(batch.tokens, batch.positions, batch.segments, dtype=dtype, remat=config.remat)
     return linear_logprob(
         hidden,
         params.head.astype(dtype),
         batch.targets,
-        temperature=forward.temperature,
+        temperature=config.temperature,
         softcap=params.config.logit_softcap,
-        chunk=forward.chunk,
+        chunk=config.chunk,
     )
 
 
@@ -62,26 +66,24 @@ class Learner:
         algo: AlgoConfig,
         model: TransformerConfig,
         optimizer: optax.GradientTransformation,
-        max_grad_norm: float,
-        forward: ForwardConfig,
+        config: StepConfig,
         mesh: Mesh,
     ):
-        self.algo, self.model, self.mesh, self.forward = algo, model, mesh, forward
-        self.optimizer = optimizer
+        self.algo, self.model, self.optimizer, self.config, self.mesh = algo, model, optimizer, config, mesh
         self.param_shardings = models.shardings(model, mesh, TRAIN)
         self.replicated = NamedSharding(mesh, PartitionSpec())
-        self.score = jax.jit(lambda params, batch: token_logprobs(params, batch, forward)[0])
+        self.score = jax.jit(lambda params, batch: token_logprobs(params, batch, config)[0])
         self._zeros = jax.jit(
             lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
             out_shardings=self.param_shardings,
         )
         self._accumulate = jax.jit(
-            functools.partial(_accumulate, algo=algo, forward=forward),
+            functools.partial(_accumulate, algo=algo, config=config),
             donate_argnames=("grads",),
             out_shardings=(self.param_shardings, self.replicated),
         )
         self._apply = jax.jit(
-            functools.partial(_apply, optimizer=optimizer, max_grad_norm=max_grad_norm),
+            functools.partial(_apply, optimizer=optimizer, max_grad_norm=config.max_grad_norm),
             donate_argnames=("state",),
         )
 
@@ -107,21 +109,39 @@ class Learner:
         return jax.tree.map(place, batch)
 
     def update(
+        self, state: TrainState, minibatches: Sequence[Sequence[PackItem]], reference: Params | None = None
+    ) -> tuple[TrainState, Metrics]:
+        """One optimizer update for each mini-batch, in order. The state passed in is donated.
+
+        With several mini-batches the old log-probs are those of the policy before the first update.
+        """
+        packed = [
+            [self.put(b) for b in pack(items, self.config.row_tokens, self.config.rows)]
+            for items in minibatches
+        ]
+        if len(packed) > 1 and algos.module_of(self.algo).INPUT == "rollouts":
+            packed = [[replace(b, old=self.score(state.params, b)) for b in batches] for batches in packed]
+        if self.algo.needs_reference:
+            packed = [[replace(b, reference=self.score(reference, b)) for b in batches] for batches in packed]
+        collected = []
+        for items, batches in zip(minibatches, packed, strict=True):
+            state, metrics = self.update_minibatch(state, batches, *counts(items))
+            collected.append(metrics)
+        return state, {
+            name: value if is_max(name) else value / len(collected)
+            for name, value in combine(collected).items()
+        }
+
+    def update_minibatch(
         self, state: TrainState, batches: Sequence[Batch], num_tokens: float, num_sequences: float
     ) -> tuple[TrainState, Metrics]:
-        """One optimizer update from the micro-batches of a mini-batch. The state passed in is donated.
-
-        Args:
-            batches: on the devices (`put`).
-            num_tokens, num_sequences: the global denominators (packing.counts).
-        """
+        """One optimizer update from micro-batches on the devices and their global denominators."""
         grads = self._zeros(state.params)
-        collected = []
+        parts = []
         for batch in batches:
             grads, part = self._accumulate(state.params, grads, batch, num_tokens, num_sequences)
-            collected.append(part)
-        metrics = combine(collected)
-        return self._apply(state, grads, metrics)
+            parts.append(part)
+        return self._apply(state, grads, combine(parts))
 
     def _fresh(self, params: Params) -> TrainState:
         zero = jnp.zeros((), jnp.int32)
@@ -141,9 +161,14 @@ class Learner:
         return TrainState(self.param_shardings, opt, self.replicated, self.replicated)
 
 
+def is_max(name: str) -> bool:
+    """Metrics of this name are combined by max, all others by sum."""
+    return name.endswith(("/max", "/max_abs"))
+
+
 def combine(parts: Sequence[Metrics]) -> Metrics:
-    """Micro-batch metrics to mini-batch metrics: sums, but maxima for "/max" and "/max_abs"."""
-    take = lambda name: jnp.maximum if name.endswith(("/max", "/max_abs")) else jnp.add
+    """Micro-batch metrics to those of the mini-batch."""
+    take = lambda name: jnp.maximum if is_max(name) else jnp.add
     return {name: functools.reduce(take(name), [part[name] for part in parts]) for name in parts[0]}
 
 
@@ -155,12 +180,12 @@ def _accumulate(
     num_sequences: Float[Array, ""],
     *,
     algo: AlgoConfig,
-    forward: ForwardConfig,
+    config: StepConfig,
 ) -> GradsAndMetrics:
     """Add one micro-batch's gradient."""
 
     def loss_fn(params):
-        policy, entropy = token_logprobs(params, batch, forward)
+        policy, entropy = token_logprobs(params, batch, config)
         if not algo.needs_entropy:
             entropy = jax.lax.stop_gradient(entropy)
         signals = make_signals(batch, policy, entropy, num_tokens, num_sequences)

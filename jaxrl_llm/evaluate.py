@@ -1,0 +1,68 @@
+"""Held-out accuracy: pass@1, pass@k and maj@k with sampling settings of their own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jaxrl_llm.data.loader import Prompt
+from jaxrl_llm.experience import judge, sample
+from jaxrl_llm.rewards.extract import find_answer, last_number
+from jaxrl_llm.rewards.pool import RewardPool
+from jaxrl_llm.rollout.engine import Engine, SamplingConfig
+from jaxrl_llm.structs import Metrics, Outcome, Params, Trajectory
+
+
+@dataclass
+class Evaluator:
+    """Answers the same held-out prompts with the same random keys each time it is asked."""
+
+    prompts: list[Prompt]
+    engine: Engine
+    rewards: RewardPool
+    sampling: SamplingConfig
+    samples: int
+    max_tokens: int
+    key: jax.Array
+
+    def __call__(self, params: Params, version: int) -> tuple[Metrics, list[Trajectory]]:
+        """Metrics eval/... and the responses."""
+        self.engine.publish(params, version)
+        trajectories = sample(
+            self.engine, self.prompts, self.samples, self.max_tokens, self.sampling, self.key
+        )
+        judge(self.rewards, self.prompts, trajectories)
+        groups = [trajectories[i : i + self.samples] for i in range(0, len(trajectories), self.samples)]
+        return accuracies(groups), trajectories
+
+
+def accuracies(groups: Sequence[Sequence[Trajectory]]) -> Metrics:
+    """Over prompts with k responses each:
+
+    eval/pass@1 = share of responses that are correct; eval/pass@k = share of prompts with any correct one
+    (Chen et al. 2021, arXiv 2107.03374, eq. 1 with n = k); eval/maj@k = share of prompts whose commonest
+    answer is correct (Wang et al. 2022, arXiv 2203.11171), the first of equally common ones deciding.
+    """
+    k = len(groups[0])
+    correct = np.array([[t.outcome == Outcome.CORRECT for t in group] for group in groups])
+    lengths = [len(t.response_ids) for group in groups for t in group]
+    metrics = {
+        "eval/pass@1": float(correct.mean()),
+        "eval/response_tokens/mean": float(np.mean(lengths)),
+        "eval/truncated_fraction": float(np.mean([t.finish == "length" for g in groups for t in g])),
+    }
+    if k > 1:
+        metrics[f"eval/pass@{k}"] = float(correct.any(axis=1).mean())
+        metrics[f"eval/maj@{k}"] = float(np.mean([majority(group) for group in groups]))
+    return metrics
+
+
+def majority(group: Sequence[Trajectory]) -> bool:
+    """Whether the commonest answer of the group is correct."""
+    answers = [find_answer(t.text) or last_number(t.text) or t.text.strip() for t in group]
+    winner = Counter(answers).most_common(1)[0][0]
+    return group[answers.index(winner)].outcome == Outcome.CORRECT

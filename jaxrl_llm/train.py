@@ -1,0 +1,177 @@
+"""Train a language model: `python -m jaxrl_llm.train --config grpo_tiny.py`.
+
+Read top to bottom: the parts are built, the newest checkpoint is found, then for each step
+experience -> update -> evaluation -> log -> checkpoint. Killed anywhere and started again by the same
+command, the run continues bit for bit: everything random is a function of (seed, step, sample).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxrl_llm import runtime
+from jaxrl_llm.checkpoint import hf
+from jaxrl_llm.checkpoint.state import Checkpointer
+from jaxrl_llm.config import TrainConfig, derived, describe_run, dump
+from jaxrl_llm.experience import Experience, prompt_text
+from jaxrl_llm.metrics import RunLog, sample_rows
+from jaxrl_llm.parts import Parts, build, data_report
+from jaxrl_llm.recipes import from_command_line
+from jaxrl_llm.reference import Reference
+from jaxrl_llm.signals import EXIT_STOPPED, Stop
+from jaxrl_llm.structs import Metrics, TrainState
+
+
+class NonFiniteError(RuntimeError):
+    """Several updates in a row had NaN or Inf in loss or gradient."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 done, 2 bad input, 75 stopped on request and saved (the same command continues)."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    with contextlib.ExitStack() as closing:
+        try:
+            launch = from_command_line(argv)
+            runtime.start()
+            parts = build(launch.config, closing)
+        except ValueError as error:  # the user's input; errors of the run itself keep their traceback
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        closing.enter_context(jax.set_mesh(parts.mesh))
+        return run(parts, describe_run(launch.config, launch.recipe, argv), closing)
+
+
+def run(parts: Parts, description: dict, closing: contextlib.ExitStack) -> int:
+    """Steps from the newest checkpoint to the last, or until asked to stop."""
+    config, run_dir = parts.config, Path(parts.config.run_dir)
+    stop = closing.enter_context(contextlib.closing(Stop(config.max_runtime)))
+    checkpoints = closing.enter_context(contextlib.closing(Checkpointer(config.checkpoint, run_dir)))
+    state, start = restore(parts, checkpoints)
+    log = RunLog(run_dir, config.log, parts.total, resume_step=start or -1)
+    introduce(log, parts, description, start)
+    meta = {"config": dump(config), "model": dataclasses.asdict(parts.model)}
+    if state is None:
+        state = parts.initial_state()
+    if start == 0 and parts.evaluator and not config.warm_start.steps:
+        log.step(0, evaluate(parts, state, log, 0), tokens=0, kind="start")
+    reference = Reference(parts, run_dir)
+    reason = None
+
+    for step in range(start, parts.total):
+        if reason := stop.requested(step, checkpoints.longest_save):
+            break
+        stage = parts.stage(step)
+        if step == stage.start and stage is not parts.stages[0]:
+            state = stage.learner.init_state(state.params)
+        version = int(state.version)
+
+        experience = stage.source.next(step - stage.start, state.params, version, log.phase)
+        with log.phase("update"):
+            frozen = reference.params(stage, step, state.params)
+            state, metrics = stage.learner.update(state, experience.minibatches, frozen)
+            metrics = {**experience.metrics, **jax.device_get(metrics)}
+        stop_if_nonfinite(state, experience, config, step + 1)
+
+        done = step + 1
+        if eval_due(parts, done):
+            metrics |= evaluate(parts, state, log, done)
+        prompts = [prompt_text(p) for p in experience.prompts]
+        log.samples(done, sample_rows(experience.trajectories, prompts))
+        log.step(done, metrics, experience.tokens, stage.kind)  # before the checkpoint that vouches for it
+        if checkpoint_due(config, done, parts.total):
+            with log.phase("checkpoint"):
+                checkpoints.save(done, state, meta, finite(metrics))
+
+    if reason:
+        checkpoints.save(step, state, meta, {})
+    checkpoints.wait()
+    if not reason:
+        hf.save(state.params, parts.model, run_dir / "hf", parts.tokenizer, dtype=config.model.dtype)
+    log.finish(stopped=reason or "", next_command="" if reason else next_command(run_dir))
+    return EXIT_STOPPED if reason else 0
+
+
+def restore(parts: Parts, checkpoints: Checkpointer) -> tuple[TrainState | None, int]:
+    """(state, steps done) of the newest good checkpoint, or (None, 0) in a fresh run directory."""
+    target = parts.stages[0].learner.abstract_state()
+    found = checkpoints.restore(target, compatible=dump(parts.config))
+    return (found[1], found[0]) if found else (None, 0)
+
+
+def introduce(log: RunLog, parts: Parts, description: dict, start: int) -> None:
+    """Write config.json, and say what is about to happen."""
+    log.config(description)
+    weights = sum(
+        math.prod(w.shape) for w in jax.tree.leaves(parts.stages[0].learner.abstract_state().params)
+    )
+    mesh = " x ".join(f"{name} {size}" for name, size in parts.mesh.shape.items())
+    device = jax.devices()[0].device_kind
+    log.message(f"{weights / 1e6:,.1f}M weights on {parts.mesh.size} {device} device(s): {mesh}")
+    log.message(", ".join(f"{k} {v:,}" for k, v in derived(parts.config, parts.mesh.size).items()))
+    for line in data_report(parts.loaders):
+        log.message(f"data: {line}")
+    if start:
+        log.message(f"continuing {parts.config.run_dir} after step {start}")
+
+
+def eval_due(parts: Parts, done: int) -> bool:
+    """After the supervised start, every n steps of the run, and at the end."""
+    since = done - parts.stages[-1].start
+    return parts.evaluator is not None and (
+        done == parts.total or since == 0 or (since > 0 and since % parts.config.eval.every == 0)
+    )
+
+
+def evaluate(parts: Parts, state: TrainState, log: RunLog, done: int) -> Metrics:
+    """Held-out accuracy now."""
+    with log.phase("evaluation"):
+        metrics, _ = parts.evaluator(state.params, int(state.version))
+    log.message(f"step {done}: " + ", ".join(f"{k} {v:.3f}" for k, v in metrics.items()))
+    return metrics
+
+
+def checkpoint_due(config: TrainConfig, done: int, total: int) -> bool:
+    every = config.checkpoint.every
+    return done == total or bool(every and done % every == 0)
+
+
+def stop_if_nonfinite(state: TrainState, experience: Experience, config: TrainConfig, done: int) -> None:
+    """Skipped updates are counted; too many in a row end the run with its checkpoints as they are.
+
+    Raises:
+        NonFiniteError: says where the offending batch was written.
+    """
+    if int(state.nonfinite) < config.optim.max_nonfinite:
+        return
+    path = Path(config.run_dir) / f"nonfinite_step_{done}.npz"
+    items = [item for minibatch in experience.minibatches for item in minibatch]
+    arrays = {f"{i}.tokens": item.tokens for i, item in enumerate(items)}
+    arrays |= {f"{i}.{name}": x for i, item in enumerate(items) for name, x in item.signals.items()}
+    np.savez(path, **arrays)
+    raise NonFiniteError(
+        f"{int(state.nonfinite)} updates in a row had NaN or Inf in loss or gradient, at step {done}; none "
+        f"of them changed the weights. The batch is in {path}. Lower --optim.learning_rate or look at its "
+        "rewards; the same command continues from the last checkpoint."
+    )
+
+
+def finite(metrics: Metrics) -> Metrics:
+    return {name: float(value) for name, value in metrics.items() if np.isfinite(value)}
+
+
+def next_command(run_dir: Path) -> str:
+    folder = shlex.quote(str(run_dir / "hf"))
+    return f"python -m jaxrl_llm generate --model {folder} --prompts p.jsonl --out o.jsonl"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
