@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ def abstract(config: TransformerConfig) -> Transformer:
     return jax.eval_shape(functools.partial(Transformer, config), jax.random.key(0))
 
 
-def named_leaves(params: Params) -> list[tuple[str, jax.Array]]:
+def named_leaves(params: Params) -> list[tuple[str, Any]]:
     """(dotted name such as "layers.q", leaf), in the order of `jax.tree.leaves(params)`."""
     return [(name, param.get_value()) for name, param in _named_params(params)]
 
@@ -56,18 +57,11 @@ def cast(params: Params, dtype: jnp.dtype) -> Params:
 
 
 def empty_cache(
-    config: TransformerConfig,
-    slots: int,
-    length: int,
-    dtype: jnp.dtype = jnp.float32,
-    *,
-    stacked: bool = False,
+    config: TransformerConfig, slots: int, length: int, dtype: jnp.dtype = jnp.float32
 ) -> KVCache:
-    """Zeros for `slots` sequences of at most `length` tokens; see `KVCache` for `stacked`."""
-    shape = (slots, length, config.num_kv_heads, config.head_dim)
-    if stacked:
-        return KVCache(*(jnp.zeros((config.num_layers, *shape), dtype) for _ in range(2)))
-    return KVCache(*(tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)) for _ in range(2)))
+    """Room for `slots` sequences of at most `length` tokens."""
+    shape = (config.num_layers, slots, length, config.num_kv_heads, config.head_dim)
+    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
 def _named_params(params: Params) -> list[tuple[str, nnx.Param]]:

@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.models.config import TransformerConfig
+from jaxrl_llm.models.config import RopeConfig, TransformerConfig
 
 
 def rope_tables(
-    config: TransformerConfig, positions: Int[Array, "B T"]
+    config: TransformerConfig,
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T E/2"], Float[Array, "B T E/2"]]:
-    """cos and sin of every position, float32."""
-    half = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
-    frequencies = jnp.asarray(config.rope.theta**-half, jnp.float32)
+    """cos and sin of every position, float32.
+
+    Args:
+        config: its `rope`, head_dim and max_position.
+        positions: place of each token in its trajectory, 0-based.
+        lengths: tokens of the trajectory so far. Only "dynamic" scaling reads it: its frequencies
+            depend on the length once that exceeds max_position. Each token takes the length of its own
+            trajectory, so packing changes nothing. None = position + 1, which is what decoding knows;
+            keys already in the cache keep the frequencies they were written with (as in HF).
+
+    Returns: (cos, sin), times the attention factor for "yarn".
+    """
+    frequencies, scale = rope_frequencies(config)
+    frequencies = jnp.asarray(frequencies, jnp.float32)
+    if config.rope.scaling == "dynamic":
+        stretch = _dynamic_stretch(config, positions + 1 if lengths is None else lengths)
+        exponents = np.arange(0, config.head_dim, 2) / (config.head_dim - 2)
+        frequencies = frequencies * stretch[..., None] ** -jnp.asarray(exponents, jnp.float32)
     angles = positions[..., None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
+    return scale * jnp.cos(angles), scale * jnp.sin(angles)
 
 
 def apply_rope(
@@ -26,3 +45,67 @@ def apply_rope(
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def rope_frequencies(config: TransformerConfig) -> tuple[np.ndarray, float]:
+    """Radians a position for each of the head_dim / 2 pairs (float64), and the factor on cos and sin.
+
+    Sources: linear (kaiokendev), yarn (arXiv 2309.00071, section 3), llama3 (Llama 3.1), each as HF
+    defines it. "dynamic" has the default frequencies up to max_position.
+    """
+    rope = config.rope
+    frequencies = rope.theta ** -(np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
+    original = rope.original_max_position or config.max_position
+    match rope.scaling:
+        case "default" | "dynamic":
+            return frequencies, 1.0
+        case "linear":
+            return frequencies / rope.factor, 1.0
+        case "yarn":
+            return _yarn(rope, frequencies, original), _yarn_attention_factor(rope)
+        case "llama3":
+            return _llama3(rope, frequencies, original), 1.0
+    raise ValueError(
+        f"model: unknown rope.scaling {rope.scaling!r}; known: default, linear, dynamic, yarn, llama3"
+    )
+
+
+def _yarn(rope: RopeConfig, frequencies: np.ndarray, original: int) -> np.ndarray:
+    """Fast pairs keep their frequency, slow ones are divided by the factor, a linear ramp between."""
+
+    def pair_that_turns(times: float) -> float:
+        return len(frequencies) * math.log(original / (times * 2 * math.pi)) / math.log(rope.theta)
+
+    low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * len(frequencies) - 1)
+    if low == high:
+        high += 0.001
+    slow = np.clip((np.arange(len(frequencies)) - low) / (high - low), 0, 1)
+    return frequencies * (1 - slow) + frequencies / rope.factor * slow
+
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(rope.factor) + 1 if rope.factor > 1 else 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
+    return magnitude(1.0)
+
+
+def _llama3(rope: RopeConfig, frequencies: np.ndarray, original: int) -> np.ndarray:
+    """Short wavelengths stay, long ones are divided by the factor, a smooth mix between."""
+    turns = original * frequencies / (2 * math.pi)  # over the original length
+    keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    keep = np.clip(keep, 0, 1)
+    return frequencies * keep + frequencies / rope.factor * (1 - keep)
+
+
+def _dynamic_stretch(config: TransformerConfig, lengths: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    """NTK-aware: theta grows by stretch^(E / (E - 2)), so that the slowest pair turns 1/stretch as fast."""
+    excess = jnp.maximum(lengths.astype(jnp.float32) / config.max_position, 1.0) - 1
+    return 1 + config.rope.factor * excess

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrl_kernels.attention.causal import causal_attention
 from jaxrl_kernels.attention.reference import attention
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.rope import apply_rope, rope_tables
@@ -30,8 +31,8 @@ REMAT = {
 class KVCache(NamedTuple):
     """Keys and values of S slots. Slot s holds its tokens at indices 0, 1, ...: index = position."""
 
-    k: tuple[Float[Array, "S C K E"], ...]  # one array a layer: no slice of a stack is ever copied
-    v: tuple[Float[Array, "S C K E"], ...]
+    k: Float[Array, "L S C K E"]
+    v: Float[Array, "L S C K E"]
 
 
 class Layers(nnx.Module):
@@ -97,13 +98,14 @@ class Transformer(nnx.Module):
         """Run the decoder.
 
         Without a cache a token sees the earlier tokens of its own segment (packed rows). With a cache
-        (rollout) the new keys and values are written at `positions` and a token sees the slot's indices
-        up to its own.
+        the new keys and values are written at `positions` and a token sees the slot's indices up to its
+        own. Either way the layers are scanned: compile time does not grow with depth.
 
         Args:
             tokens, positions: ids and their place in the trajectory (0-based).
             segments: which trajectory of the row each token belongs to, 0 = padding; None = one a row.
-            cache: keys and values so far; returned with the new ones.
+            cache: keys and values so far; returned with the new ones. A position of C or more is
+                padding: it is not written (give it segment 0 if RoPE scaling is "dynamic").
             dtype: of activations and products; norms, softmax and RoPE are float32.
             remat: what the backward pass keeps: "none" = everything, "dots", "full" = layer inputs only.
             keep_kv: without a cache, return all keys and values, each [L, B, T, K, E] (prefill).
@@ -111,55 +113,69 @@ class Transformer(nnx.Module):
         Returns: (hidden after the final norm, cache or keys and values or None).
         """
         c = self.config
-        x = constrain(self.embed[...].astype(dtype)[tokens], "batch", "sequence", "hidden")
-        tables = rope_tables(c, positions)
-        windows = window_sizes(c)
-        if cache is not None:
-            distance = positions[:, :, None] - jnp.arange(cache.k[0].shape[1])
-            ks, vs = list(cache.k), list(cache.v)
-            for i in range(c.num_layers):  # unrolled: a scan would copy every layer's cache
-                layer = jax.tree.map(lambda w, i=i: w[i], self.layers)
-                visible = (distance >= 0) & (distance < windows[i])
-                attend = _attend_cache(c, visible, ks[i], vs[i], positions)
-                x, (ks[i], vs[i]) = block(c, layer, x, tables, attend)
-            return rms_norm(x, self.norm[...], c.norm_eps), KVCache(tuple(ks), tuple(vs))
-
         if segments is None:
             segments = jnp.ones_like(tokens)
-        index = jnp.arange(tokens.shape[1])
-        same = (segments[:, :, None] == segments[:, None, :]) & (segments[:, :, None] > 0)
-        distance = index[:, None] - index[None, :]
+        tables = rope_tables(c, positions, trajectory_lengths(c, positions, segments))
+        x = constrain(self.embed[...].astype(dtype)[tokens], "batch", "sequence", "hidden")
+        if cache is None:
+            x, kv = self._run_rows(x, tables, segments, remat, keep_kv)
+        else:
+            x, kv = self._run_cached(x, tables, positions, cache)
+        return rms_norm(x, self.norm[...], c.norm_eps), kv
+
+    def _run_rows(self, x, tables, segments, remat, keep_kv):
+        """All layers over whole rows: a scan, so that compile time does not grow with depth."""
+        c, windows = self.config, window_sizes(self.config)
+        distance = jnp.arange(x.shape[1])[:, None] - jnp.arange(x.shape[1])
+        visible = (segments[:, :, None] == segments[:, None, :]) & (segments[:, :, None] > 0)
+        visible = visible & (distance >= 0) & (distance < max(windows))
+        one_window = len(set(windows)) == 1
 
         def body(x, layer_and_window):
             layer, window = layer_and_window
-            visible = same & (distance >= 0) & (distance < window)
-            x, kv = block(c, layer, x, tables, attend_row(c, visible))
+            seen = visible if one_window else visible & (distance < window)
+            x, kv = block(c, layer, x, tables, attend_row(c, seen))
             return x, kv if keep_kv else None
 
         if remat != "none":
             body = jax.checkpoint(body, policy=REMAT[remat], prevent_cse=False)
-        x, kv = jax.lax.scan(body, x, (self.layers, jnp.asarray(windows)))
-        return rms_norm(x, self.norm[...], c.norm_eps), kv
+        return jax.lax.scan(body, x, (self.layers, jnp.asarray(windows)))
+
+    def _run_cached(self, x, tables, positions, cache):
+        """All layers over new tokens. The cache is carried whole, so that each layer writes in place."""
+        c = self.config
+        distance = positions[:, :, None] - jnp.arange(cache.k.shape[2])
+
+        def body(carry, xs):
+            (x, cache), (i, layer, window) = carry, xs
+            visible = (distance >= 0) & (distance < window)
+            x, cache = block(c, layer, x, tables, _attend_cache(c, visible, cache, i, positions))
+            return (x, cache), None
+
+        xs = (jnp.arange(c.num_layers), self.layers, jnp.asarray(window_sizes(c)))
+        return jax.lax.scan(body, (x, cache), xs)[0]
 
 
 def attend_row(c: TransformerConfig, visible: Bool[Array, "B T T"]):
-    """`attend` of `block` for tokens that see only tokens of their own row; its kv are the row's."""
+    """`attend` of `block` for tokens that see only earlier tokens of their own row; its kv are the row's."""
 
     def attend(q, k, v):
         scale = 1 / math.sqrt(c.head_dim)
-        return attention(q, k, v, visible, scale=scale, softcap=c.attention_softcap), (k, v)
+        return causal_attention(q, k, v, visible, scale=scale, softcap=c.attention_softcap), (k, v)
 
     return attend
 
 
-def _attend_cache(c: TransformerConfig, visible: Bool[Array, "B T C"], k_cache, v_cache, positions):
+def _attend_cache(c: TransformerConfig, visible: Bool[Array, "B T C"], cache: KVCache, layer, positions):
     """`attend` of `block` for tokens that see a cache; its kv are the cache with theirs in it."""
 
     def attend(q, k, v):
         slots = jnp.arange(k.shape[0])[:, None]
-        ks = k_cache.at[slots, positions].set(k.astype(k_cache.dtype), mode="drop")
-        vs = v_cache.at[slots, positions].set(v.astype(v_cache.dtype), mode="drop")
-        return attend_row(c, visible)(q, ks.astype(q.dtype), vs.astype(q.dtype))[0], (ks, vs)
+        ks = cache.k.at[layer, slots, positions].set(k.astype(cache.k.dtype), mode="drop")
+        vs = cache.v.at[layer, slots, positions].set(v.astype(cache.v.dtype), mode="drop")
+        k, v = ks[layer].astype(q.dtype), vs[layer].astype(q.dtype)
+        scale = 1 / math.sqrt(c.head_dim)
+        return attention(q, k, v, visible, scale=scale, softcap=c.attention_softcap), KVCache(ks, vs)
 
     return attend
 
@@ -199,6 +215,16 @@ def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, "D"], eps: float) -> 
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return (x32 * weight).astype(x.dtype)
+
+
+def trajectory_lengths(
+    c: TransformerConfig, positions: Int[Array, "B T"], segments: Int[Array, "B T"]
+) -> Int[Array, "B T"] | None:
+    """How long the trajectory of each token is, as far as these tokens tell. None where RoPE never asks."""
+    if c.rope.scaling != "dynamic":
+        return None
+    same = segments[:, :, None] == segments[:, None, :]
+    return jnp.max(jnp.where(same, positions[:, None, :], 0), axis=-1) + 1
 
 
 def window_sizes(c: TransformerConfig) -> list[int]:
