@@ -1,39 +1,169 @@
-"""Example -> token ids."""
+"""Example -> token ids and, for supervised training, the mask of what is learned.
+
+A rendered chat is tokenised piece by piece, cut where the policy begins and ends to write. So the prompt of
+a supervised example has the very ids that the same prompt has in a rollout, and the mask is exact.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+import functools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.data.rows import Example
+from jaxrl_llm.data.rows import Example, Message
+from jaxrl_llm.data.template import Chat, ChatConfig
 
-
-@dataclass(frozen=True)
-class ChatConfig:
-    """How an example becomes tokens."""
-
-    render: Literal["auto", "chat", "plain"] = "auto"
-    """auto: messages go through the chat template, plain text as it is. chat: plain text becomes a user
-    message. plain: no template, the contents joined by blank lines (base models)."""
-    system_prompt: str = ""
-    """System message put before chats that have none."""
-    chat_template: str = ""
-    """File with a Jinja chat template; empty: the tokenizer's own."""
-    template_options: str = ""
-    """Arguments of the chat template, as a JSON object: '{"enable_thinking": false}'."""
-    loss: Literal["all", "last"] = "all"
-    """Supervised training learns all assistant turns, or the last."""
-    parse_control_tokens: bool = False
-    """True: plain-text prompts are rendered already, so '<|im_start|>' in them is the control token."""
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def encode_prompt(tokenizer: Any, example: Example, config: ChatConfig) -> np.ndarray:
-    """Prompt token ids, int32 [.], up to where the policy starts to write."""
-    raise NotImplementedError
+    """Prompt token ids, int32 [.], up to where the policy starts to write.
+
+    Assistant turns at the end of a chat are references for supervised training and are left out.
+    """
+    messages = chat_messages(example, config)
+    if messages is None:
+        ids = _plain_ids(tokenizer, example, config)
+    else:
+        while messages and messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
+        chat = Chat(tokenizer, messages, example, config)
+        ids = chat.tokenise(chat.render(generation_prompt=True))
+    if not ids:
+        raise ValueError(f"{example.where}: the prompt has no tokens")
+    return np.asarray(ids, np.int32)
 
 
 def encode_supervised(tokenizer: Any, example: Example, config: ChatConfig) -> tuple[np.ndarray, np.ndarray]:
-    """(ids int32 [.], mask int8 [.]); mask 1 = learn to write this token (assistant turns and their ends)."""
-    raise NotImplementedError
+    """(ids int32 [.], mask int8 [.]); mask 1 = learn to write this token (assistant turns and their ends).
+
+    Nothing follows the last learned token. Where the example has a `response`, only that is learned.
+
+    Raises:
+      ValueError: nothing to learn, no template, or a template whose turns cannot be told apart.
+    """
+    messages = chat_messages(example, config)
+    if messages is None:
+        pieces = [(_plain_ids(tokenizer, example, config), 0), (_plain_target(tokenizer, example), 1)]
+    else:
+        pieces = list(_chat_pieces(tokenizer, messages, example, config))
+    ids = [token for piece, _ in pieces for token in piece]
+    mask = [learned for piece, learned in pieces for _ in piece]
+    return np.asarray(ids, np.int32), np.asarray(mask, np.int8)
+
+
+def chat_messages(example: Example, config: ChatConfig) -> list[Message] | None:
+    """The chat that goes through the template, without `response`; None where there is no template."""
+    if config.render == "plain" or (config.render == "auto" and example.messages is None):
+        return None
+    messages = list(example.messages or ({"role": "user", "content": example.text},))
+    if config.system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": config.system_prompt})
+    return messages
+
+
+def _chat_pieces(
+    tokenizer: Any, messages: list[Message], example: Example, config: ChatConfig
+) -> Iterator[tuple[list[int], int]]:
+    """(ids, 1 = learned) of each piece of a chat, in order, up to the end of its last assistant turn."""
+    last_only = config.loss == "last" or example.response is not None
+    if example.response is not None:
+        messages = [*messages, {"role": "assistant", "content": example.response}]
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns:
+        raise ValueError(
+            f"{example.where}: nothing to learn: no assistant turn, completion, response or output"
+        )
+    chat = Chat(tokenizer, messages[: turns[-1] + 1], example, config)
+    marked = GENERATION.search(chat.template) is not None
+    text, spans = (
+        chat.render_marked() if marked else _spans(chat, turns[-1:] if last_only else turns, example)
+    )
+    position = 0
+    for start, end in _with_ends(text, spans[-1:] if last_only else spans, chat.controls):
+        yield chat.tokenise(text[position:start]), 0
+        yield chat.tokenise(text[start:end]), 1
+        position = end
+    if position == 0:
+        raise ValueError(
+            f"{example.where}: the chat template's {{% generation %}} marks nothing in this chat"
+        )
+    if not text[:position].endswith(chat.controls):
+        yield [_end_id(tokenizer)], 1
+
+
+def _spans(chat: Chat, turns: list[int], example: Example) -> tuple[str, list[tuple[int, int]]]:
+    """(text, span of each of `turns`), found as what each turn adds to the text before it."""
+    text, spans = chat.render(), []
+    for turn in turns:
+        before = chat.render(turn, generation_prompt=True)
+        after = chat.render(turn + 1)
+        if not (text.startswith(after) and after.startswith(before)):
+            raise ValueError(
+                f"{example.where}: the chat template writes message {turn} in another way once its answer or "
+                "more turns follow, so what the policy writes cannot be told apart. Mark it in the template "
+                "with {% generation %} (--data.chat.chat_template FILE), or try --data.chat.loss last"
+            )
+        spans.append((len(before), len(after)))
+    return text, spans
+
+
+def _with_ends(
+    text: str, spans: list[tuple[int, int]], controls: tuple[str, ...]
+) -> Iterator[tuple[int, int]]:
+    """Each span up to its end token: without the template's newline after it, with the token just past it."""
+    tail = text[spans[-1][1] :] if spans else ""  # no turn follows the last: a control token there ends it
+    end_token = next((token for token in controls if tail.startswith(token)), None)
+    for start, end in spans:
+        trimmed = text[start:end].rstrip()
+        if trimmed.endswith(controls):
+            yield start, start + len(trimmed)
+        elif end_token and text.startswith(end_token, end):
+            yield start, end + len(end_token)
+        else:
+            yield start, end
+
+
+def _plain_ids(tokenizer: Any, example: Example, config: ChatConfig) -> list[int]:
+    """Ids of a prompt without a template; [] or the start token where the text is empty."""
+    text = example.text if example.messages is None else _joined(example)
+    if config.system_prompt:
+        text = f"{config.system_prompt}\n\n{text}"
+    start = not (config.parse_control_tokens and text.startswith(tokenizer.bos_token or "\0"))
+    encode: Callable = functools.partial(tokenizer, add_special_tokens=start, verbose=False)
+    ids = list(encode(text, split_special_tokens=not config.parse_control_tokens)["input_ids"])
+    return ids[:-1] if ids and start and _appends_end(tokenizer) else ids
+
+
+def _appends_end(tokenizer: Any) -> bool:
+    """Whether the tokenizer puts its end token after every text, which no prompt may have."""
+    ids = tokenizer("a", verbose=False)["input_ids"]
+    return bool(ids) and ids[-1] == tokenizer.eos_token_id
+
+
+def _plain_target(tokenizer: Any, example: Example) -> list[int]:
+    if example.response is None:
+        raise ValueError(f"{example.where}: nothing to learn: the row has no completion, response or output")
+    encode = functools.partial(tokenizer, add_special_tokens=False, verbose=False)
+    return [*encode(example.response, split_special_tokens=True)["input_ids"], _end_id(tokenizer)]
+
+
+def _joined(example: Example) -> str:
+    """Contents of a chat of one question, without a template."""
+    messages = list(example.messages)
+    while messages[-1]["role"] == "assistant":
+        messages.pop()
+    if any(message["role"] == "assistant" for message in messages):
+        raise ValueError(
+            f"{example.where}: a chat of several turns needs a template: --data.chat.render chat"
+        )
+    return "\n\n".join(message["content"] for message in messages)
+
+
+def _end_id(tokenizer: Any) -> int:
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the tokenizer has no eos_token: set it in its tokenizer_config.json")
+    return tokenizer.eos_token_id

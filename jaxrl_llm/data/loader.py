@@ -1,15 +1,27 @@
-"""Batches as a pure function of (seed, step): a resumed run needs no cursor."""
+"""Batches as a pure function of (seed, step): a resumed run needs no cursor.
+
+The stream of a split is an endless list of places (source, row): each source shuffled anew every epoch, the
+sources interleaved in proportion to their weights. Step s of size n reads places s*n to s*n + n - 1.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import grain
 import numpy as np
 
-from jaxrl_llm.data.chat import ChatConfig
+from jaxrl_llm.data.chat import encode_prompt, encode_supervised
 from jaxrl_llm.data.rows import Example, SourceConfig
-from jaxrl_llm.data.sources import BadRows
+from jaxrl_llm.data.sources import BadRows, Source, open_source
+from jaxrl_llm.data.template import ChatConfig
+
+MAX_DRAWS = 1000  # rows looked at for one that fits
+GENERATED = ("task:", "gym:")
+Supervised = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,17 @@ class DataConfig:
     bad_rows: BadRows = "fail"
     """Rows that cannot be read: skip and count, or stop with an error that lists them."""
 
+    def sources(self, split: Literal["train", "eval"]) -> tuple[SourceConfig, ...]:
+        """The sources of a split, with `path` and `eval_path` applied."""
+        first = dataclasses.replace(self.train[0] if self.train else SourceConfig(), options="")
+        train = (dataclasses.replace(first, path=self.path),) if self.path else self.train
+        if split == "train":
+            return train
+        if self.eval_path:
+            return (dataclasses.replace(first, path=self.eval_path, split="test"),)
+        generated = [source for source in train if source.path.startswith(GENERATED)]
+        return self.eval or tuple(dataclasses.replace(source, split="test") for source in generated)
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -42,11 +65,21 @@ class Prompt:
 
     example: Example
     ids: np.ndarray  # int32 [.]
-    index: int  # place in the stream: step * size + row
+    index: int  # place in the stream of its split
 
 
 class Loader:
-    """Random-access batches of one split."""
+    """Random-access batches of one split.
+
+    Args:
+      tokenizer: a transformers tokenizer.
+      seed: of the order and of generated training problems; held-out problems are the same for every seed.
+      max_prompt_tokens: longest prompt; `config.overlong` says what becomes of longer ones.
+      max_tokens: longest supervised example, prompt and response; None: no limit.
+
+    Raises:
+      ValueError: no source, no usable row, a bad row or an over-long prompt that was to be refused.
+    """
 
     def __init__(
         self,
@@ -55,22 +88,114 @@ class Loader:
         seed: int,
         max_prompt_tokens: int,
         split: Literal["train", "eval"] = "train",
-        max_tokens: int | None = None,  # longest supervised example
+        max_tokens: int | None = None,
     ):
-        raise NotImplementedError
+        self._config, self._tokenizer, self._seed = config, tokenizer, seed
+        self._max_prompt_tokens, self._max_tokens = max_prompt_tokens, max_tokens
+        configs = config.sources(split)
+        self._sources = [open_source(c, seed if split == "train" else 0, config.bad_rows) for c in configs]
+        self._places = _stream(self._sources, configs, seed, config.shuffle) if configs else None
+        self._overlong: set[tuple[int, int]] = set()
 
     def batch(self, step: int, size: int) -> list[Prompt]:
-        """The prompts of a step."""
-        raise NotImplementedError
+        """The prompts of a step, whatever was read before."""
+        drawn = [self._draw(position, self._prompt) for position in range(step * size, (step + 1) * size)]
+        return [Prompt(example, ids, step * size + i) for i, (example, ids) in enumerate(drawn)]
 
-    def supervised_batch(self, step: int, size: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(ids, mask) of each supervised example of a step."""
-        raise NotImplementedError
+    def supervised_batch(self, step: int, size: int) -> list[Supervised]:
+        """(ids int32 [.], mask int8 [.]) of each supervised example of a step; mask 1 = learned."""
+        drawn = [self._draw(position, self._supervised) for position in range(step * size, (step + 1) * size)]
+        return [encoded for _, encoded in drawn]
 
     def eval_set(self, limit: int) -> list[Prompt]:
-        """At most `limit` prompts, spread evenly over the sources; the same for every seed."""
-        raise NotImplementedError
+        """At most `limit` prompts, spread evenly over the sources and over each source's rows.
+
+        The same for every seed. Over-long prompts are left out, cut or refused.
+        """
+        prompts: list[Prompt] = []
+        for k, source in enumerate(self._sources):
+            share = limit // len(self._sources) + (k < limit % len(self._sources))
+            count = min(share, len(source))
+            for i in range(count):
+                row = i * len(source) // count
+                example = source[row]
+                ids = self._prompt(example, (k, row))
+                if ids is not None:
+                    prompts.append(Prompt(example, ids, len(prompts)))
+        return prompts
 
     def stats(self) -> dict[str, int]:
-        """Counts: rows, skipped (bad), overlong (met so far)."""
-        raise NotImplementedError
+        """Counts: rows, bad_rows (skipped), overlong (different rows met so far)."""
+        return {
+            "rows": sum(len(source) for source in self._sources),
+            "bad_rows": sum(source.num_bad for source in self._sources),
+            "overlong": len(self._overlong),
+        }
+
+    def _draw(self, position: int, encode: Callable) -> tuple[Example, Any]:
+        """The example at a place of the stream; a row that does not fit is replaced by a random one.
+
+        The replacement is drawn by (seed, position), uniformly over the source, so that no row is
+        favoured and nothing depends on what was read before.
+        """
+        if self._places is None:
+            raise ValueError("this split has no source: give --data.eval_path FILE")
+        k, row = self._places[position]
+        source = self._sources[k]
+        rng = np.random.default_rng([self._seed, position])
+        for _ in range(MAX_DRAWS):
+            example = source[row]
+            encoded = encode(example, (k, row))
+            if encoded is not None:
+                return example, encoded
+            row = int(rng.integers(len(source))) if self._config.shuffle else (row + 1) % len(source)
+        raise ValueError(
+            f"{example.where}: of {MAX_DRAWS} rows tried none fits max_prompt_tokens "
+            f"{self._max_prompt_tokens} (max_tokens {self._max_tokens}); raise it, or --data.overlong cut"
+        )
+
+    def _prompt(self, example: Example, place: tuple[int, int]) -> np.ndarray | None:
+        """Prompt ids within the limit, or None."""
+        ids = encode_prompt(self._tokenizer, example, self._config.chat)
+        return self._fit(ids, self._max_prompt_tokens, example, place)
+
+    def _supervised(self, example: Example, place: tuple[int, int]) -> Supervised | None:
+        """(ids, mask) within the limit and with something left to learn, or None."""
+        encoded = np.stack(encode_supervised(self._tokenizer, example, self._config.chat))
+        limit = self._max_tokens or encoded.shape[1]
+        fitted = self._fit(encoded, limit, example, place)
+        if fitted is None or not fitted[1].any():
+            return None
+        return fitted[0], fitted[1].astype(np.int8)
+
+    def _fit(
+        self, ids: np.ndarray, limit: int, example: Example, place: tuple[int, int]
+    ) -> np.ndarray | None:
+        """`ids` [..., .] with at most `limit` tokens, or None: not to be used."""
+        if ids.shape[-1] <= limit:
+            return ids
+        self._overlong.add(place)
+        if self._config.overlong == "fail":
+            raise ValueError(
+                f"{example.where}: {ids.shape[-1]} tokens, more than {limit}; "
+                "--data.overlong filter leaves such rows out, cut shortens them"
+            )
+        if self._config.overlong == "filter":
+            return None
+        return ids[..., -limit:] if self._config.cut_side == "left" else ids[..., :limit]
+
+
+def _stream(
+    sources: list[Source], configs: tuple[SourceConfig, ...], seed: int, shuffle: bool
+) -> grain.MapDataset:
+    """Endless random-access (source, row): shuffled anew every epoch, mixed in proportion to the weights."""
+    for config in configs:
+        if config.weight <= 0:
+            raise ValueError(f"{config.path}: weight must be more than 0, got {config.weight}")
+    streams = []
+    for k, source in enumerate(sources):
+        rows = grain.MapDataset.range(len(source))
+        if shuffle:
+            rows = rows.shuffle(seed=int(np.random.SeedSequence([seed, k]).generate_state(1)[0]))
+        streams.append(rows.repeat(None).map(lambda row, k=k: (k, int(row))))
+    return grain.MapDataset.mix(streams, weights=[config.weight for config in configs])

@@ -87,3 +87,163 @@ class Example:
 
     def __post_init__(self):
         assert (self.messages is None) != (self.text is None), self.where
+
+
+def normalise(row: Any, where: str, config: SourceConfig) -> Example:
+    """One row of a known shape as an `Example`.
+
+    Raises:
+      ValueError: unknown shape, wrong type, empty prompt, NUL byte or lone surrogate; says where and why.
+    """
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: a row must be an object with named columns, got {_kind(row)}")
+    present = {key: value for key, value in row.items() if value is not None}
+    key, prompt = _prompt(present, where, config)
+    messages, text = _chat_or_text(key, prompt, present, where, config)
+    answer, worked = _answer(present, where, config)
+    response, turns = _response(present, where, config)
+    if turns and messages is None:
+        raise ValueError(f"{where}: the target is a list of messages but the prompt is plain text")
+    if turns:
+        messages = (*messages, *turns)
+    if text is not None and key == "text" and not config.prompt_key:
+        text, response = "", text
+    return Example(
+        messages=messages,
+        text=text,
+        response=response or worked or None,
+        answer=answer,
+        source=str(present.get("data_source") or config.name or _source_name(config.path)),
+        columns={name: value for name, value in row.items() if name != key},
+        where=where,
+    )
+
+
+def lookup(row: dict, key: str) -> Any:
+    """Column `key`, where dots reach into nested columns; None where there is none."""
+    if key in row:
+        return row[key]
+    head, _, rest = key.partition(".")
+    inner = row.get(head) if rest else None
+    return lookup(inner, rest) if isinstance(inner, dict) else None
+
+
+def final_answer(text: str) -> str:
+    """What follows the last '####' (GSM8K), without thousands separators."""
+    return text.rsplit("####", 1)[1].strip().replace(",", "")
+
+
+def _prompt(row: dict, where: str, config: SourceConfig) -> tuple[str, Any]:
+    keys = (config.prompt_key,) if config.prompt_key else PROMPT_KEYS
+    for key in keys:
+        value = lookup(row, key)
+        if value is not None:
+            return key, value
+    wanted = f"prompt_key {config.prompt_key!r}" if config.prompt_key else f"one of {', '.join(PROMPT_KEYS)}"
+    raise ValueError(f"{where}: no prompt: the columns are {_names(row)}, wanted {wanted}")
+
+
+def _chat_or_text(
+    key: str, prompt: Any, row: dict, where: str, config: SourceConfig
+) -> tuple[tuple[Message, ...] | None, str | None]:
+    """(messages, None) or (None, text)."""
+    if isinstance(prompt, list):
+        messages = _messages(prompt, f"{where}: {key}")
+        if key == "conversations" and isinstance(row.get("system"), str) and row["system"]:
+            messages = ({"role": "system", "content": row["system"]}, *messages)
+        return messages, None
+    _check_text(prompt, f"{where}: {key}")
+    if not prompt.strip():
+        raise ValueError(f"{where}: {key} is empty")
+    if key == "instruction" and row.get("input"):
+        _check_text(row["input"], f"{where}: input")
+        prompt = f"{prompt}\n\n{row['input']}"
+    if config.input_template:
+        return None, config.input_template.replace("{}", prompt)
+    if key in ("question", "problem", "instruction"):
+        return ({"role": "user", "content": prompt},), None
+    return None, prompt
+
+
+def _answer(row: dict, where: str, config: SourceConfig) -> tuple[Any, str | None]:
+    """(ground truth, worked solution where the same column holds one)."""
+    keys = (config.answer_key,) if config.answer_key else ANSWER_KEYS
+    found = [lookup(row, key) for key in keys]
+    answer = next((value for value in found if value is not None), None)
+    if answer is None and config.answer_key:
+        raise ValueError(f"{where}: no answer_key {config.answer_key!r}: the columns are {_names(row)}")
+    worked = row.get("solution") if isinstance(row.get("solution"), str) else None
+    if isinstance(answer, str):
+        _check_text(answer, f"{where}: answer")
+        if "####" in answer:
+            return final_answer(answer), answer
+    return answer, worked
+
+
+def _response(row: dict, where: str, config: SourceConfig) -> tuple[str | None, tuple[Message, ...]]:
+    """(supervised target, ()) or, where the target is several messages, (None, messages)."""
+    keys = (config.response_key,) if config.response_key else RESPONSE_KEYS
+    for key in keys:
+        value = lookup(row, key)
+        if isinstance(value, list):
+            turns = _messages(value, f"{where}: {key}")
+            single = len(turns) == 1 and turns[0]["role"] == "assistant"
+            return (turns[0]["content"], ()) if single else (None, turns)
+        if value is not None:
+            _check_text(value, f"{where}: {key}")
+            return value, ()
+    if config.response_key:
+        raise ValueError(f"{where}: no response_key {config.response_key!r}: the columns are {_names(row)}")
+
+
+def _messages(value: list, where: str) -> tuple[Message, ...]:
+    messages = tuple(_message(item, f"{where}[{i}]") for i, item in enumerate(value))
+    if not any(m["content"].strip() for m in messages if m["role"] != "assistant"):
+        raise ValueError(f"{where} is empty: no message of a user, the system or a tool has any text")
+    return messages
+
+
+def _message(item: Any, where: str) -> Message:
+    if not isinstance(item, dict):
+        raise ValueError(f"{where} must be an object with role and content, got {_kind(item)}")
+    item = {key: value for key, value in item.items() if value is not None}
+    role = item.pop("role", None) or SHAREGPT_ROLES.get(item.get("from"))
+    if not isinstance(role, str):
+        raise ValueError(f"{where} has no known role: its keys are {sorted(item)}, from={item.get('from')!r}")
+    content = item.pop("content", item.get("value", "" if item.get("tool_calls") else None))
+    if isinstance(content, list):
+        content = _join_parts(content, where)
+    _check_text(content, f"{where}.content")
+    others = {key: value for key, value in item.items() if key not in ("from", "value")}
+    return {"role": role, "content": content, **others}
+
+
+def _join_parts(parts: list, where: str) -> str:
+    """Text of a message whose content is a list of parts."""
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{where}.content has parts that are not text")
+    return "".join(texts)
+
+
+def _check_text(value: Any, where: str) -> None:
+    if not isinstance(value, str):
+        raise ValueError(f"{where} must be text, got {_kind(value)}")
+    if "\0" in value:
+        raise ValueError(f"{where} holds a NUL character")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise ValueError(f"{where} holds a lone surrogate or bytes that are not UTF-8")
+
+
+def _names(row: dict) -> str:
+    return ", ".join(sorted(map(str, row)))
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__
+
+
+def _source_name(path: str) -> str:
+    if path.startswith(("task:", "gym:")):
+        return path
+    return path.removeprefix("hub:") if path.startswith("hub:") else ""

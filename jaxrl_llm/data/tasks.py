@@ -1,1 +1,190 @@
-"""Generated tasks: endless, verifiable, learnable by a tiny character-level model in minutes."""
+"""Generated tasks: endless, verifiable, learnable by a tiny character-level model in minutes.
+
+A problem is drawn from a random stream that its index seeds. A hash of the problem itself, not of its
+index, says whether it is held out, so that no held-out problem is ever trained on, in any guise.
+
+Each problem has a worked demonstration and a wrong one that makes the same mistake each time. `noise` is
+the share of wrong demonstrations: a model warmed up on them repeats the mistake that often, and
+reinforcement learning has something to lift.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+HELD_OUT = 10  # one problem in so many
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem of a task."""
+
+    key: str  # equal for problems that are the same in another guise: 1+2 and 2+1
+    prompt: str
+    answer: Any
+    response: str  # demonstration
+    mistake: str  # wrong demonstration
+    columns: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """Settings of task:arithmetic."""
+
+    digits: int = 2  # of the largest operand
+    operators: str = "+"  # of + - *
+    terms: int = 2
+    noise: float = 0.0  # share of wrong demonstrations, 0 to 1
+    size: int = 1_000_000  # problems of an epoch
+
+
+@dataclass(frozen=True)
+class Countdown:
+    """Settings of task:countdown."""
+
+    numbers: int = 3
+    largest: int = 9
+    operators: str = "+-*"
+    noise: float = 0.0
+    size: int = 1_000_000
+
+
+@dataclass(frozen=True)
+class Maximum:
+    """Settings of task:maximum."""
+
+    count: int = 3
+    digits: int = 2
+    noise: float = 0.0
+    size: int = 1_000_000
+
+
+@dataclass(frozen=True)
+class Reverse:
+    """Settings of task:reverse."""
+
+    length: int = 4  # of the longest word
+    letters: str = "abcdefgh"
+    noise: float = 0.0
+    size: int = 1_000_000
+
+
+def arithmetic(rng: random.Random, options: Arithmetic) -> Problem:
+    """ "12+34=" -> "46". The mistake: one too many."""
+    _check(set(options.operators) <= set("+-*") and options.operators, "operators must be of + - *")
+    _check(options.terms >= 2 and options.digits >= 1, "terms must be at least 2 and digits at least 1")
+    operands = [rng.randrange(10**options.digits) for _ in range(options.terms)]
+    signs = [rng.choice(options.operators) for _ in operands[1:]]
+    value = compute(operands, signs)
+    commutes = set(signs) in ({"+"}, {"*"})
+    return Problem(
+        key=join(sorted(operands) if commutes else operands, signs),
+        prompt=join(operands, signs) + "=",
+        answer=str(value),
+        response=str(value),
+        mistake=str(value + 1),
+    )
+
+
+def countdown(rng: random.Random, options: Countdown) -> Problem:
+    """ "3,5,2>13:" -> "3*5-2": each number once, usual precedence. The mistake: a wrong operator."""
+    _check(set(options.operators) <= set("+-*") and len(options.operators) > 1, "operators: 2 or 3 of + - *")
+    _check(options.numbers >= 2 and options.largest >= 3, "numbers must be at least 2 and largest at least 3")
+    mistakes: list[str] = []
+    while not mistakes:  # few draws have no other target within reach of one operator, such as 2*2
+        operands = [rng.randint(1, options.largest) for _ in range(options.numbers)]
+        signs = [rng.choice(options.operators) for _ in operands[1:]]
+        target = compute(operands, signs)
+        others = [[sign, *signs[1:]] for sign in options.operators]
+        mistakes = [join(operands, s) for s in others if compute(operands, s) != target]
+    shown = rng.sample(operands, len(operands))
+    return Problem(
+        key=f"{sorted(operands)}{target}",
+        prompt=f"{','.join(map(str, shown))}>{target}:",
+        answer=str(target),
+        response=join(operands, signs),
+        mistake=mistakes[0],
+        columns={"numbers": shown, "target": target},
+    )
+
+
+def maximum(rng: random.Random, options: Maximum) -> Problem:
+    """ "37,52,18>" -> "52". The mistake: the smallest."""
+    _check(
+        2 <= options.count <= 10**options.digits, "count must be at least 2, and less than there are numbers"
+    )
+    numbers = rng.sample(range(10**options.digits), options.count)
+    return Problem(
+        key=str(sorted(numbers)),
+        prompt=",".join(map(str, numbers)) + ">",
+        answer=str(max(numbers)),
+        response=str(max(numbers)),
+        mistake=str(min(numbers)),
+    )
+
+
+def reverse(rng: random.Random, options: Reverse) -> Problem:
+    """ "abcd>" -> "dcba". The mistake: the word as it is."""
+    _check(options.length >= 2 and len(set(options.letters)) >= 2, "length and letters must be at least 2")
+    word = ""
+    while word == word[::-1]:
+        word = "".join(rng.choices(options.letters, k=rng.randint(2, options.length)))
+    return Problem(word, f"{word}>", word[::-1], word[::-1], mistake=word)
+
+
+TASKS: dict[str, tuple[Callable[[random.Random, Any], Problem], type]] = {
+    "arithmetic": (arithmetic, Arithmetic),
+    "countdown": (countdown, Countdown),
+    "maximum": (maximum, Maximum),
+    "reverse": (reverse, Reverse),
+}
+
+
+def held_out(key: str) -> bool:
+    """Whether a problem belongs to the held-out tenth."""
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % HELD_OUT == 0
+
+
+def compute(operands: list[int], signs: list[str]) -> int:
+    """Value of operands joined by + - *, with the usual precedence."""
+    total, product = 0, operands[0]
+    for sign, operand in zip(signs, operands[1:], strict=True):
+        if sign == "*":
+            product *= operand
+            continue
+        total, product = total + product, operand if sign == "+" else -operand
+    return total + product
+
+
+def join(operands: list[int], signs: list[str]) -> str:
+    """ "3*5-2" of [3, 5, 2] and ["*", "-"]."""
+    return str(operands[0]) + "".join(f"{s}{n}" for s, n in zip(signs, operands[1:], strict=True))
+
+
+def parse_options(settings: type, options: dict[str, Any], where: str) -> Any:
+    """`settings` with `options` set. Raises ValueError naming an unknown key or a wrong type."""
+    known = {f.name: f.default for f in dataclasses.fields(settings)}
+    for key, value in options.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{where} has no option {key!r}{hint} Its options: {', '.join(known)}")
+        wanted = (int, float) if isinstance(known[key], float) else type(known[key])
+        if not isinstance(value, wanted) or isinstance(value, bool):
+            raise ValueError(f"{where}: option {key} must be {type(known[key]).__name__}, got {value!r}")
+    made = settings(**options)
+    _check(0.0 <= made.noise <= 1.0, "noise must be in [0, 1]")
+    _check(made.size >= 1, "size must be at least 1")
+    return made
+
+
+def _check(ok: Any, message: str) -> None:
+    if not ok:
+        raise ValueError(message)
