@@ -15,7 +15,7 @@ def rope_tables(
     config: TransformerConfig,
     positions: Int[Array, "B T"],
     lengths: Int[Array, "B T"] | None = None,
-) -> tuple[Float[Array, "B T E/2"], Float[Array, "B T E/2"]]:
+) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
     """cos and sin of every position, float32.
 
     Args:
@@ -39,7 +39,7 @@ def rope_tables(
 
 
 def apply_rope(
-    x: Float[Array, "B T H E"], cos: Float[Array, "B T E/2"], sin: Float[Array, "B T E/2"]
+    x: Float[Array, "B T H E"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
 ) -> Float[Array, "B T H E"]:
     """Rotate the pairs (x[i], x[i + E/2]), HF's half-split layout, in float32."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
