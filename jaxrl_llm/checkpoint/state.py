@@ -1,0 +1,292 @@
+"""Checkpoints of a run: asynchronous, complete or absent, verified before use, the same on any mesh.
+
+Orbax writes run_dir/checkpoints/<step>.tmp; meta.json and the manifest with its checksums follow; then
+one rename makes the checkpoint exist. The state is stored as a flat dict from path ("params.layers.q")
+to array, so that a checkpoint does not depend on the classes of its tree.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from jaxrl_llm.checkpoint import folder as folders
+from jaxrl_llm.checkpoint.folder import say
+from jaxrl_llm.checkpoint.manifest import describe, read_manifest, read_meta, write_manifest
+from jaxrl_llm.checkpoint.resume import check_resume, check_same
+from jaxrl_llm.models import RopeConfig, TransformerConfig, abstract
+from jaxrl_llm.signals import agree
+from jaxrl_llm.structs import Params
+
+_OK, _DISK_FULL, _FAILED = 0, 1, 2  # how a save ended, worst last
+_NOT_ASKED, _ALL_BAD, _NONE = -3, -2, -1  # process 0 may say these instead of a step
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When the state is saved and what is kept."""
+
+    every: int = 100
+    """Steps between saves; 0 = only at the end."""
+    keep: int = 2
+    """Newest checkpoints to keep."""
+    best_metric: str = ""
+    """Also keep the best by this metric, such as eval/pass@1; "" = by none."""
+    best_mode: Literal["max", "min"] = "max"
+    """Whether more or less of best_metric is better."""
+    keep_best: int = 1
+    """How many of the best to keep."""
+    async_save: bool = True
+    """Write in the background while training goes on."""
+    on_full_disk: Literal["continue", "stop"] = "continue"
+    """When a save does not fit: warn and train on with the previous checkpoint, or stop."""
+    verify: bool = True
+    """Read and check every byte before a checkpoint is used; otherwise only the sizes of its files."""
+
+
+class Checkpointer:
+    """Saves and restores the state of one run. In a multi-process run every process makes every call.
+
+    Attributes:
+        failures: saves given up because the disk was full.
+        longest_save: seconds from `save` until the checkpoint existed, of the slowest save so far.
+
+    Raises:
+        ValueError: the folder cannot be written to.
+    """
+
+    def __init__(self, config: CheckpointConfig, run_dir: Path):
+        self.config = config
+        self.folder = Path(run_dir).resolve() / "checkpoints"
+        self.failures = 0
+        self.longest_save = 0.0
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._saving: tuple[int, Future[float]] | None = None
+        if jax.process_index() == 0:
+            folders.check_writable(self.folder)
+
+    def save(self, step: int, state: Any, meta: dict[str, Any], metrics: dict[str, float]) -> bool:
+        """Start saving. The arrays are copied before this returns, so that they may be donated.
+
+        Args:
+            step: its number; a step that has a checkpoint is not saved again.
+            state: pytree of jax.Array of any sharding; across processes, of global arrays.
+            meta: JSON-able. `meta["config"]` is the resolved config, `meta["model"]` the dict of the
+                TransformerConfig.
+            metrics: of this step, for `best`.
+
+        Returns: whether the save started; False if there is one of this step, or no room on the disk.
+
+        Raises:
+            OSError: the disk is full and `on_full_disk` is "stop", or this or the previous save failed
+                for another reason.
+        """
+        self.wait()
+        arrays = flatten(state)
+        meta = json.loads(json.dumps(meta))  # a copy; and what is not JSON-able fails here
+        metrics = {name: float(value) for name, value in metrics.items()}
+        if agree(step in self.steps()):
+            return False
+        needed = int(1.05 * sum(x.nbytes for x in arrays.values())) + 2**20
+        free = folders.free_bytes(self.folder) if jax.process_index() == 0 else needed
+        if agree(free < needed):
+            self._give_up(step, f"it needs {needed / 1e6:,.0f} MB and {free / 1e6:,.0f} MB are free")
+            return False
+        start = time.monotonic()
+        try:
+            response = ocp.save_async(folders.temporary(self.folder, step), arrays)
+        except (OSError, ValueError) as error:  # Orbax says either when the disk is full
+            self._settle(step, error)
+            return False
+        shapes = {path: describe(x) for path, x in arrays.items()}
+        self._saving = step, self._thread.submit(self._finish, step, start, response, shapes, meta, metrics)
+        if not self.config.async_save:
+            self.wait()
+        return True
+
+    def wait(self) -> None:
+        """Block until the save under way, if any, has ended.
+
+        Raises:
+            OSError: as `save`.
+        """
+        if self._saving is None:
+            return
+        (step, future), self._saving = self._saving, None
+        if self._settle(step, future.exception()):
+            self.longest_save = max(self.longest_save, future.result())
+
+    def close(self) -> None:
+        """Wait for the save under way and end the background thread."""
+        self.wait()
+        self._thread.shutdown()
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint, oldest first."""
+        return folders.steps(self.folder)
+
+    def latest(self) -> int | None:
+        """The newest step that has a checkpoint."""
+        return max(self.steps(), default=None)
+
+    def best(self) -> int | None:
+        """The checkpoint with the best `best_metric`; of equals, the newest."""
+        return next(iter(self._ranked()), None)
+
+    def restore(
+        self, target: Any, compatible: dict[str, Any] | None = None
+    ) -> tuple[int, Any, dict[str, Any]] | None:
+        """Load the newest checkpoint that is whole; each newer one that is not is reported.
+
+        Args:
+            target: pytree of jax.ShapeDtypeStruct with shardings, which decide the layout whatever mesh
+                it was saved from.
+            compatible: resolved config of this run, held against the checkpoint's by `check_resume`.
+
+        Returns: (step, state, meta), or None if the run has no checkpoint yet.
+
+        Raises:
+            ValueError: there are checkpoints but none is whole; the config or the state does not fit.
+        """
+        self.wait()
+        step = agree(self._choose() if jax.process_index() == 0 else _NOT_ASKED)
+        if step == _NONE:
+            return None
+        if step == _ALL_BAD:
+            raise ValueError(
+                f"no checkpoint in {self.folder} can be used (each is named above with its fault). "
+                "Put a good copy there, or move the folder away to start the run from its beginning."
+            )
+        folder = self.folder / str(step)
+        if not folder.is_dir():
+            raise ValueError(
+                f"process {jax.process_index()} does not see {folder}: set --run_dir to storage that all "
+                "processes share."
+            )
+        meta = read_meta(folder)
+        if compatible is not None:
+            for line in check_resume(meta.get("config", {}), compatible):
+                say(f"resuming with {line}")
+        return step, _load(folder, target), meta
+
+    def _choose(self) -> int:
+        """Sweep what was cut off, choose a checkpoint and set damaged newer ones aside."""
+        for name in folders.sweep(self.folder):
+            say(f"removed {name}, left by a save that was cut off")
+        step, rejected = folders.newest_whole(self.folder, self.steps(), self.config.verify)
+        if step is None:
+            return _ALL_BAD if rejected else _NONE
+        for damaged in rejected:  # only now: with no good one left, nothing may look like a fresh start
+            folders.set_aside(self.folder, damaged)
+        return step
+
+    def _finish(
+        self, step: int, start: float, response: Any, shapes: dict, meta: dict, metrics: dict
+    ) -> float:
+        """In the background: when Orbax is done in all processes, process 0 makes the checkpoint exist.
+
+        Older ones are deleted only after that.
+        """
+        response.result()
+        if jax.process_index() == 0:
+            write_manifest(folders.temporary(self.folder, step), step, shapes, meta, metrics)
+            folders.commit(self.folder, step)
+            newest = self.steps()[-max(self.config.keep, 1) :]
+            folders.retire(self.folder, keep={*newest, *self._ranked()[: self.config.keep_best]})
+        return time.monotonic() - start
+
+    def _settle(self, step: int, error: BaseException | None) -> bool:
+        """Agree on how a save ended and clean up after a failure. Returns whether it succeeded."""
+        outcome = agree(_OK if error is None else _DISK_FULL if folders.is_disk_full(error) else _FAILED)
+        if outcome == _DISK_FULL:
+            self._give_up(step, "the disk is full")
+        if outcome == _FAILED:
+            self._sweep(step)
+            where = f"{self.folder / str(step)}: {error}" if error else "in another process"
+            raise OSError(f"the checkpoint of step {step} failed: {where}") from error
+        return outcome == _OK
+
+    def _give_up(self, step: int, reason: str) -> None:
+        """The disk is full: what was begun goes, the previous checkpoint stays."""
+        self._sweep(step)
+        self.failures += 1
+        latest = (
+            "there is no checkpoint" if self.latest() is None else f"the newest checkpoint is {self.latest()}"
+        )
+        message = (
+            f"step {step} is NOT saved: {reason} ({self.folder}); {latest}; saves given up so far: "
+            f"{self.failures}. Free some space, or lower --checkpoint.keep."
+        )
+        if self.config.on_full_disk == "stop":
+            raise OSError(errno.ENOSPC, message)
+        say(message)
+
+    def _sweep(self, step: int) -> None:
+        if jax.process_index() == 0:
+            folders.sweep(self.folder, step)
+
+    def _ranked(self) -> list[int]:
+        return folders.ranked(self.folder, self.config.best_metric, self.config.best_mode)
+
+
+def restore_params(run_dir: Path, step: int | None = None) -> tuple[int, Params, TransformerConfig]:
+    """The weights alone, as numpy arrays on the host, and the config of their model. Changes nothing.
+
+    Args:
+        run_dir: of the training run.
+        step: which checkpoint; None = the newest that is whole.
+
+    Returns: (step, the tree of `models.init` with numpy leaves as they were saved, config).
+
+    Raises:
+        ValueError: no such checkpoint, or it is damaged.
+    """
+    folder = Path(run_dir).resolve() / "checkpoints"
+    there = folders.steps(folder)
+    if not there:
+        raise ValueError(f"{folder}: no checkpoint; give the run_dir of a run that has saved one")
+    if step is not None and step not in there:
+        raise ValueError(f"{folder}: no checkpoint of step {step}; there are {there}")
+    chosen = folders.newest_whole(folder, there if step is None else [step], checksums=True).step
+    if chosen is None:
+        raise ValueError(f"{folder}: no checkpoint can be used (each is named above with its fault)")
+    config = _transformer_config(read_meta(folder / str(chosen))["model"])
+    return chosen, _load(folder / str(chosen), abstract(config), "params.", on_host=True), config
+
+
+def _load(folder: Path, target: Any, prefix: str = "", on_host: bool = False) -> Any:
+    """The part of a checkpoint below `prefix`, as a tree like `target`."""
+    wanted = {prefix + path: leaf for path, leaf in flatten(target).items()}
+    saved = read_manifest(folder).arrays
+    check_same(folder, {path: x for path, x in saved.items() if path.startswith(prefix)}, wanted)
+    read = lambda path: np.ndarray if on_host else wanted[path]
+    loaded = ocp.load(folder, {path: read(path) if path in wanted else ocp.PLACEHOLDER for path in saved})
+    return jax.tree.unflatten(jax.tree.structure(target), [loaded[path] for path in wanted])
+
+
+def _transformer_config(fields: dict[str, Any]) -> TransformerConfig:
+    """From its dict as JSON gives it back: RopeConfig is a dict, tuples are lists."""
+    windows = fields["window_layers"]
+    known = {
+        "rope": RopeConfig(**fields["rope"]),
+        "window_layers": None if windows is None else tuple(windows),
+    }
+    return TransformerConfig(**(fields | known))
+
+
+def flatten(tree: Any) -> dict[str, Any]:
+    """{"params.layers.q": leaf}, without the `.value` in which Flax keeps each weight."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+    flat = {name(path): leaf for path, leaf in leaves}
+    assert len(flat) == len(leaves), "two leaves of the state have one path"
+    return flat

@@ -1,0 +1,332 @@
+"""Saving and restoring: bit for bit, on any mesh, with what was asked kept and the rest refused readably."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from distributed import run_processes
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrl_llm.checkpoint.manifest import read_manifest
+from jaxrl_llm.checkpoint.resume import check_resume
+from jaxrl_llm.checkpoint.state import Checkpointer, CheckpointConfig, restore_params
+from jaxrl_llm.models import RopeConfig, TransformerConfig, init
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.structs import TrainState
+
+TINY = TransformerConfig(
+    vocab_size=64,
+    hidden_size=32,
+    mlp_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    sliding_window=16,
+    window_layers=(True, False),
+    rope=RopeConfig(theta=100.0),
+)
+META = {"model": dataclasses.asdict(TINY), "config": {"seed": 0}}
+
+
+def checkpointer(tmp_path, **settings) -> Checkpointer:
+    return Checkpointer(CheckpointConfig(**settings), tmp_path)
+
+
+def small_state(value: float = 0.0, sharding=None) -> dict:
+    """Every kind of leaf there is: sharded float32, bfloat16, integers, a typed key."""
+    rows = jnp.arange(64.0).reshape(8, 8) / 7 + value
+    state = {
+        "w": rows,
+        "half": rows.astype(jnp.bfloat16),
+        "count": jnp.int32(7),
+        "key": jax.random.key(3),
+    }
+    if sharding is not None:
+        spread = lambda x: jax.device_put(x, sharding if x.ndim == 2 else _replicated(sharding.mesh))
+        state = jax.tree.map(spread, state)
+    return state
+
+
+def abstract_of(state):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def assert_same_bits(got, expected):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def _replicated(mesh):
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def test_train_state_comes_back_bit_for_bit(tmp_path):
+    params = init(TINY, jax.random.key(0))
+    state = TrainState(params, optax.adamw(1e-3).init(params), jnp.int32(5), jnp.int32(0))
+    with_nan = dataclasses.replace(
+        state, opt_state=jax.tree.map(lambda x: x / jnp.zeros_like(x), state.opt_state)
+    )
+    saver = checkpointer(tmp_path)
+    assert saver.save(5, with_nan, {**META, "cursor": [1, {"a": 0.1}]}, {"eval/accuracy": 0.5})
+    saver.close()
+    step, back, meta = checkpointer(tmp_path).restore(abstract_of(with_nan))
+    assert step == 5 and meta["cursor"] == [1, {"a": 0.1}]
+    assert_same_bits(back, with_nan)
+
+
+def test_manifest_names_arrays_files_and_versions(tmp_path):
+    params = init(TINY, jax.random.key(0))
+    saver = checkpointer(tmp_path)
+    saver.save(1, TrainState(params, (), jnp.int32(1), jnp.int32(0)), META, {"loss": 2.5})
+    saver.close()
+    manifest = read_manifest(tmp_path / "checkpoints/1")
+    assert manifest.step == 1 and manifest.metrics == {"loss": 2.5}
+    assert manifest.arrays["params.layers.q"] == "float32[2,32,4,8]"
+    assert manifest.arrays["version"] == "int32[]"
+    assert manifest.versions["jax"] == jax.__version__
+    on_disk = {
+        str(p.relative_to(tmp_path / "checkpoints/1"))
+        for p in (tmp_path / "checkpoints/1").rglob("*")
+        if p.is_file()
+    }
+    assert set(manifest.files) == on_disk - {"manifest.json"}
+
+
+def test_one_checkpoint_serves_every_mesh(tmp_path):
+    meshes = [make_mesh(MeshConfig(fsdp=8)), make_mesh(MeshConfig(fsdp=4, tensor=2))]
+    layouts = [
+        NamedSharding(meshes[0], PartitionSpec("fsdp")),
+        NamedSharding(meshes[1], PartitionSpec("tensor", "fsdp")),
+        NamedSharding(make_mesh(MeshConfig(), jax.devices()[:1]), PartitionSpec()),
+    ]
+    state = small_state(sharding=layouts[0])
+    for step, (source, target) in enumerate(zip(layouts, layouts[1:], strict=False), start=1):
+        saver = checkpointer(tmp_path)
+        saver.save(
+            step,
+            jax.device_put(state, jax.tree.map(lambda x: x.sharding, small_state(sharding=source))),
+            META,
+            {},
+        )
+        saver.close()
+        found, state, _ = checkpointer(tmp_path).restore(abstract_of(small_state(sharding=target)))
+        assert found == step
+        assert state["w"].sharding.is_equivalent_to(target, 2)
+        assert_same_bits(state, small_state())
+
+
+def test_arrays_may_be_donated_or_deleted_once_save_returns(tmp_path):
+    update = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
+    sharding = NamedSharding(make_mesh(MeshConfig(fsdp=8)), PartitionSpec("fsdp"))
+    saver = checkpointer(tmp_path, keep=10)
+    big = lambda n: {"a": jax.device_put(jnp.full((512, 256), n), sharding), "b": jnp.full((300, 700), n)}
+    for step in range(1, 7):
+        state = big(float(step))
+        assert saver.save(step, state, META, {})
+        if step % 2:
+            for _ in range(3):
+                state = update(state)
+        else:
+            jax.tree.map(lambda x: x.delete(), state)
+    saver.close()
+    for step in range(6, 0, -1):
+        found, state, _ = checkpointer(tmp_path, keep=10).restore(abstract_of(big(0.0)))
+        assert found == step
+        assert_same_bits(state, big(float(step)))
+        (tmp_path / f"checkpoints/{step}").rename(tmp_path / f"seen{step}")
+
+
+def test_meta_is_a_snapshot_and_must_be_json(tmp_path):
+    saver = checkpointer(tmp_path)
+    meta = {"queue": [1]}
+    saver.save(1, small_state(), meta, {})
+    meta["queue"].append(2)
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        saver.save(2, small_state(), {"x": object()}, {})
+    saver.close()
+    assert saver.restore(abstract_of(small_state()))[2] == {"queue": [1]}
+
+
+def test_newest_and_best_are_kept(tmp_path):
+    saver = checkpointer(tmp_path, keep=2, best_metric="eval/accuracy", keep_best=2)
+    scores = {1: 0.2, 2: 0.9, 3: float("nan"), 4: 0.9, 5: 0.1, 6: None, 7: 0.3}
+    for step, score in scores.items():
+        saver.save(step, small_state(step), META, {} if score is None else {"eval/accuracy": score})
+        if step == 3:
+            saver.wait()
+            assert saver.steps() == [1, 2, 3]  # 1 is the second best yet, 2 the best, 2 and 3 the newest
+    saver.wait()
+    assert saver.steps() == [2, 4, 6, 7]
+    assert saver.latest() == 7 and saver.best() == 4
+    assert sorted(p.name for p in saver.folder.iterdir()) == ["2", "4", "6", "7"]
+
+    lowest = checkpointer(tmp_path, best_metric="eval/accuracy", best_mode="min")
+    assert lowest.best() == 7
+    assert checkpointer(tmp_path).best() is None
+
+
+def test_a_step_is_saved_once(tmp_path):
+    saver = checkpointer(tmp_path, keep=5)
+    assert saver.save(1, small_state(1.0), META, {})
+    assert not saver.save(1, small_state(2.0), META, {})
+    saver.close()
+    again = checkpointer(tmp_path)
+    assert not again.save(1, small_state(3.0), META, {})
+    assert_same_bits(again.restore(abstract_of(small_state()))[1], small_state(1.0))
+
+
+def test_synchronous_save_is_there_when_save_returns(tmp_path):
+    saver = checkpointer(tmp_path, async_save=False)
+    saver.save(3, small_state(), META, {})
+    assert saver.steps() == [3] and saver.longest_save > 0
+
+
+def test_nothing_to_restore_is_a_fresh_start(tmp_path):
+    assert checkpointer(tmp_path).restore(abstract_of(small_state())) is None
+    assert checkpointer(tmp_path).latest() is None
+
+
+def test_another_state_is_refused_path_by_path(tmp_path):
+    saver = checkpointer(tmp_path)
+    saver.save(1, small_state(), META, {})
+    saver.close()
+    target = abstract_of(small_state())
+    target["w"] = jax.ShapeDtypeStruct((8, 9), jnp.float32, sharding=target["w"].sharding)
+    target["half"] = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=target["w"].sharding)
+    target["new"] = target.pop("count")
+    with pytest.raises(ValueError) as error:
+        saver.restore(target)
+    lines = str(error.value).splitlines()
+    assert lines[1:5] == [
+        "  count: saved int32[], this run has no such array",
+        "  half: saved bfloat16[8,8], this run wants float32[8,8]",
+        "  new: not in the checkpoint, this run wants int32[]",
+        "  w: saved float32[8,8], this run wants float32[8,9]",
+    ]
+    assert "--run_dir" in lines[5]
+
+
+def test_changed_settings_are_printed_or_refused(tmp_path, capsys):
+    old = {
+        "seed": 0,
+        "steps": 10,
+        "optim": {"learning_rate": 1e-6},
+        "model": {"dtype": "float32", "remat": "none", "architecture": {"num_layers": 2}},
+        "data": {"train": [{"path": "a", "weight": 1.0}]},
+    }
+    harmless = json.loads(json.dumps(old))
+    harmless |= {"steps": 20, "optim": {"learning_rate": 2e-6, "b1": 0.9}}
+    harmless["model"]["remat"] = "full"
+    assert check_resume(old, old) == []
+    assert check_resume(old, harmless) == [
+        'model.remat: was "none", now "full"',
+        "optim.b1: was (absent), now 0.9",
+        "optim.learning_rate: was 1e-06, now 2e-06",
+        "steps: was 10, now 20",
+    ]
+    other = json.loads(json.dumps(old))
+    other |= {"seed": 1, "steps": 20}
+    other["model"] |= {"dtype": "bfloat16", "architecture": {"num_layers": 3}}
+    other["data"]["train"][0]["path"] = "b"
+    with pytest.raises(ValueError) as error:
+        check_resume(old, other)
+    assert str(error.value).splitlines()[1:] == [
+        '  data.train.0.path: was "a", now "b"',
+        "  model.architecture.num_layers: was 2, now 3",
+        '  model.dtype: was "float32", now "bfloat16"',
+        "  seed: was 0, now 1",
+        "Put the old values back, or start a new run with another --run_dir.",
+    ]
+    two = json.loads(json.dumps(old))
+    two["data"]["train"].append({"path": "b", "weight": 1.0})
+    with pytest.raises(ValueError, match=r"data\.train: was "):
+        check_resume(old, two)
+
+    saver = checkpointer(tmp_path)
+    saver.save(1, small_state(), {"config": old}, {})
+    target = abstract_of(small_state())
+    with pytest.raises(ValueError, match="seed: was 0, now 1"):
+        saver.restore(target, compatible=other)
+    assert saver.restore(target, compatible={**old, "steps": 20})[0] == 1
+    assert "checkpoint: resuming with steps: was 10, now 20\n" in capsys.readouterr().err
+
+
+def test_weights_alone_for_export(tmp_path):
+    params = init(TINY, jax.random.key(1))
+    saver = checkpointer(tmp_path, keep=3)
+    for step in (1, 2):
+        grown = jax.tree.map(lambda x, step=step: x * step, params)
+        saver.save(
+            step, TrainState(grown, optax.adam(1e-3).init(params), jnp.int32(step), jnp.int32(0)), META, {}
+        )
+    saver.close()
+    step, weights, config = restore_params(tmp_path)
+    assert step == 2 and config == TINY
+    assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(weights))
+    assert_same_bits(weights, jax.tree.map(lambda x: x * 2, params))
+    assert_same_bits(restore_params(tmp_path, 1)[1], params)
+    with pytest.raises(ValueError, match=re.escape("no checkpoint of step 7; there are [1, 2]")):
+        restore_params(tmp_path, 7)
+    with pytest.raises(ValueError, match="no checkpoint; give the run_dir of a run"):
+        restore_params(tmp_path / "elsewhere")
+
+
+TWO_PROCESSES = """
+import sys
+import jax.numpy as jnp
+import numpy as np
+from pathlib import Path
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxrl_llm.checkpoint.state import Checkpointer, CheckpointConfig
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+
+run_dir = Path(sys.argv[1])
+state = lambda mesh, spec, n: {
+    "w": jax.jit(lambda: jnp.arange(64.0).reshape(8, 8) * n, out_shardings=NamedSharding(mesh, spec))(),
+    "count": jax.jit(lambda: jnp.int32(n), out_shardings=NamedSharding(mesh, PartitionSpec()))(),
+}
+abstract = lambda s: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), s)
+saver = Checkpointer(CheckpointConfig(keep=2, best_metric="m"), run_dir)
+first = make_mesh(MeshConfig(fsdp=8))
+if saver.restore(abstract(state(first, PartitionSpec("fsdp"), 0))) is None:
+    for n in range(1, 5):
+        saver.save(n, state(first, PartitionSpec("fsdp"), n), {"n": n}, {"m": -abs(n - 2)})
+    assert not saver.save(4, state(first, PartitionSpec("fsdp"), 9), {}, {})
+else:
+    second = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    step, back, meta = saver.restore(abstract(state(second, PartitionSpec("tensor", "fsdp"), 0)))
+    want = np.arange(64.0).reshape(8, 8) * step
+    assert all((np.asarray(s.data) == want[s.index]).all() for s in back["w"].addressable_shards)
+    assert int(back["count"].addressable_data(0)) == step == meta["n"]
+    print("restored", step)
+saver.close()
+print(saver.steps(), saver.best())
+"""
+
+
+def test_two_processes_save_and_restore_together(tmp_path):
+    assert run_processes(TWO_PROCESSES, 2, [str(tmp_path)]) == ["[2, 3, 4] 2\n"] * 2
+    (tmp_path / "checkpoints/4/meta.json").write_text("{}")
+    assert run_processes(TWO_PROCESSES, 2, [str(tmp_path)]) == ["restored 3\n[2, 3] 2\n"] * 2
+    step, state, _ = checkpointer(tmp_path).restore(
+        {
+            "w": jax.ShapeDtypeStruct(
+                (8, 8), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            ),
+            "count": jax.ShapeDtypeStruct(
+                (), jnp.int32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            ),
+        }
+    )
+    assert step == 3
+    assert (np.asarray(state["w"]) == np.arange(64.0).reshape(8, 8) * 3).all()

@@ -1,0 +1,96 @@
+"""Run one script in several processes that are one JAX program, on CPU."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+PREAMBLE = """\
+import os
+import jax
+jax.distributed.initialize(
+    os.environ["JAX_COORDINATOR_ADDRESS"], int(os.environ["JAX_NUM_PROCESSES"]), int(os.environ["JAX_PROCESS_ID"])
+)
+"""
+
+
+class End(NamedTuple):
+    code: int
+    stdout: str
+    stderr: str
+
+
+class Running:
+    """`python argv...`, its output in files: nobody need read it for the process to go on."""
+
+    def __init__(self, argv: Sequence[str], env: dict[str, str] | None = None):
+        self.stdout, self.stderr = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, *argv], stdout=self.stdout, stderr=self.stderr, env=env
+        )
+
+    def end(self, timeout: float = 240) -> End:
+        """Wait for it, or kill it after `timeout` seconds."""
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        with self.stdout, self.stderr:
+            self.stdout.seek(0)
+            self.stderr.seek(0)
+            lines = [line for line in self.stdout if not line.startswith("[Gloo]")]  # from C++, at will
+            return End(self.process.returncode, "".join(lines), self.stderr.read())
+
+
+def run_processes(
+    script: str,
+    n: int,
+    args: Sequence[str] = (),
+    *,
+    devices: int = 4,
+    initialize: bool = True,
+    timeout: float = 240,
+) -> list[str]:
+    """What each of `n` processes printed to stdout, in the order of their ids.
+
+    Args:
+        script: Python source.
+        args: its sys.argv[1:].
+        devices: virtual CPU devices a process.
+        initialize: join the processes before the script starts; otherwise it must do so from
+            JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
+    """
+    running = start_processes(script, n, args, devices=devices, initialize=initialize)
+    ends = [process.end(timeout) for process in running]
+    for i, end in enumerate(ends):
+        assert end.code == 0, f"process {i} exited {end.code}:\n{end.stdout}\n{end.stderr}"
+    return [end.stdout for end in ends]
+
+
+def start_processes(
+    script: str, n: int, args: Sequence[str] = (), *, devices: int = 4, initialize: bool = True
+) -> list[Running]:
+    """The processes of `run_processes`, still running."""
+    source = PREAMBLE + script if initialize else script
+    env = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}",
+        "JAX_NUM_PROCESSES": str(n),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
+    }
+    return [Running(["-c", source, *args], {**env, "JAX_PROCESS_ID": str(i)}) for i in range(n)]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
