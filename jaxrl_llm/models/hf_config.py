@@ -62,14 +62,8 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "dynamic": ("factor",),
     "yarn": (
-        "factor",
-        "original_max_position",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
+        *("factor", "original_max_position", "attention_factor", "beta_fast", "beta_slow"),
+        *("mscale", "mscale_all_dim", "truncate"),
     ),
     "llama3": ("factor", "original_max_position", "low_freq_factor", "high_freq_factor"),
 }
@@ -87,9 +81,7 @@ SAME = {
 """Our field -> HF key, for the sizes that every config has."""
 
 _REQUIRED = {
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
+    **dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",)),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
 
@@ -103,7 +95,7 @@ def read_config(folder: Path | str | dict) -> TransformerConfig:
         ValueError: no or broken config.json; a model type, activation, RoPE type or quantization that the
             decoder does not have. The message names the key, its value and what is supported.
     """
-    raw = folder if isinstance(folder, dict) else _read_json(Path(folder) / "config.json")
+    raw = folder if isinstance(folder, dict) else read_json(Path(folder) / "config.json")
     family = _one_of("model_type", raw.get("model_type"), DEFAULTS)
     get = lambda key, default=None: raw.get(key, DEFAULTS[family].get(key, default))
     _check(raw, family, get)
@@ -170,16 +162,21 @@ def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str
     return raw
 
 
-def _read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        ValueError: missing, not JSON, or not an object.
+    """
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; an HF model folder has one")
+        raise ValueError(f"{path}: no such file; a Hugging Face model folder has one")
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path}: must hold a JSON object, not a {type(raw).__name__}")
-    return raw
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: must hold a JSON object, not {type(value).__name__}")
+    return value
 
 
 def _one_of(key: str, value: Any, supported: dict[str, Any]) -> Any:

@@ -23,8 +23,10 @@ from jaxrl_llm.structs import Params
 __all__ = [
     "HFTensor",
     "Place",
+    "from_hf",
     "hf_tensors",
     "params_from_state_dict",
+    "parse_layout",
     "places",
     "read_config",
     "state_dict",
@@ -137,28 +139,28 @@ def state_dict(config: TransformerConfig, params: Params) -> dict[str, np.ndarra
 
 def to_hf(ours: np.ndarray, layout: str) -> np.ndarray:
     """One layer of a weight in HF's layout: "d h e -> (h e) d" turns [D, H, E] into [H*E, D]."""
-    source, groups = _parse(layout)
+    source, groups = parse_layout(layout)
     order = [source.index(dim) for group in groups for dim in group]
     return ours.transpose(order).reshape(_hf_shape(ours.shape, layout))
 
 
 def from_hf(tensor: np.ndarray, layout: str, shape: tuple[int, ...]) -> np.ndarray:
     """The inverse of `to_hf`: a view in our layout, of shape `shape`."""
-    source, groups = _parse(layout)
+    source, groups = parse_layout(layout)
     flat = [dim for group in groups for dim in group]
     sizes = dict(zip(source, shape, strict=True))
     return tensor.reshape([sizes[dim] for dim in flat]).transpose([flat.index(dim) for dim in source])
 
 
 @functools.cache
-def _parse(layout: str) -> tuple[list[str], list[list[str]]]:
+def parse_layout(layout: str) -> tuple[list[str], list[list[str]]]:
     """ "d h e -> (h e) d" -> (["d", "h", "e"], [["h", "e"], ["d"]])."""
     source, target = layout.split(" -> ")
     return source.split(), [(a or b).split() for a, b in re.findall(r"\(([^)]*)\)|(\S+)", target)]
 
 
 def _hf_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
-    source, groups = _parse(layout)
+    source, groups = parse_layout(layout)
     sizes = dict(zip(source, shape, strict=True))
     return tuple(math.prod(sizes[dim] for dim in group) for group in groups)
 
