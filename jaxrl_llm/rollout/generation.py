@@ -1,0 +1,236 @@
+"""One call of `generate` on the host: which sample sits in which slot, and how large the cache is.
+
+The device runs a chunk of tokens; then the host reads what was written, gives free slots to waiting
+samples, and fits the cache. While samples wait, a chunk ends early once an eighth of the slots is free;
+when none wait, once half are, and the cache is halved: a few long responses do not pay for the many that
+have ended. The cache holds no more tokens than the longest sequence needs by the end of the chunk.
+Sizes come from short ladders, so programs are few and are compiled once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from jaxrl_llm.models.decode import DecodeWeights
+from jaxrl_llm.rollout.engine import Request, SamplingConfig
+from jaxrl_llm.rollout.programs import Chunk, Programs, Slots
+from jaxrl_llm.rollout.sampling import Draw
+from jaxrl_llm.rollout.stopping import stop_end
+from jaxrl_llm.structs import Metrics
+
+
+@dataclass(eq=False)
+class Sample:
+    """One response in the making."""
+
+    request: Request
+    response_index: int
+    key: np.ndarray  # uint32, key data
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: str = "length"
+
+
+def bucket(length: int, least: int) -> int:
+    """The smallest of least * (1, 1.5, 2, 3, 4, 6, 8, ...) that is >= length."""
+    size = least
+    while size < length:
+        size = size * 3 // 2 if (size // least).bit_count() == 1 and size * 3 // 2 >= length else size * 2
+    return size
+
+
+class Generation:
+    """The schedule of one call."""
+
+    def __init__(self, config, programs: Programs, weights: DecodeWeights, samples, stop_ids: Sequence[int]):
+        self.config, self.programs, self.weights = config, programs, weights
+        self.waiting: deque[Sample] = deque(samples)
+        self.stop_ids = frozenset(stop_ids)
+        self.ladder = slot_ladder(config.slots, programs.ways)
+        size = self._slots_for(len(samples))
+        self.occupants: list[Sample | None] = [None] * size
+        self.slots = _empty_slots(size, samples[0].key if samples else np.zeros(2, np.uint32))
+        self.cache = None
+        self.prompts, self.prompt_rows = None, {}  # the last prefilled batch: KV, id(request) -> row
+        self.prefill_seconds, self.slot_steps = 0.0, 0
+
+    def run(self, sampling: SamplingConfig, decode_fn: Callable[[Sequence[int]], str]) -> Metrics:
+        """Finish every sample."""
+        start, tokens = time.perf_counter(), 0
+        stops = () if sampling.ignore_eos else sampling.stop
+        while self.waiting or self.slots.active.any():
+            self._assign()
+            self._fit()
+            self._fill()
+            chunk = self._decode(sampling)
+            tokens += int(chunk.produced.sum())
+            self._harvest(chunk, stops, decode_fn)
+        seconds = time.perf_counter() - start
+        return {
+            "rollout/tokens": tokens,
+            "rollout/seconds": seconds,
+            "rollout/tokens_per_second": tokens / max(seconds, 1e-9),
+            "rollout/prefill_share": self.prefill_seconds / max(seconds, 1e-9),
+            "rollout/slot_occupancy": tokens / max(self.slot_steps, 1),
+        }
+
+    def _assign(self) -> None:
+        """Waiting samples to free slots, evenly over the devices."""
+        share = len(self.occupants) // self.programs.ways
+        free = [s for s, occupant in enumerate(self.occupants) if occupant is None]
+        for slot in sorted(free, key=lambda s: (s % share, s))[: len(self.waiting)]:
+            sample = self.waiting.popleft()
+            prompt = sample.request.prompt_ids
+            self.occupants[slot] = sample
+            values = (prompt[-1], len(prompt) - 1, 0, sample.request.max_tokens, True, sample.key)
+            for array, value in zip(self.slots, values, strict=True):
+                array[slot] = value
+
+    def _fit(self) -> None:
+        """Bring the cache to the size that the next chunk needs."""
+        active, size = self.slots.active, len(self.occupants)
+        busiest = active.reshape(self.programs.ways, -1).sum(axis=1).max()
+        slots = size if self.waiting else self._slots_for(busiest * self.programs.ways)
+        length = bucket(self._longest() + min(self.config.chunk, self._remaining()), least=64)
+        if self.cache is None:
+            self.cache = self.programs.empty_cache(slots, length)
+            return
+        old = self.cache.length
+        if length < old and 2 * length > old:
+            length = old
+        if (slots, length) != (size, old):
+            take = self._keep_active(slots)
+            self.cache = self.programs.resize(self.cache, take, length)
+
+    def _keep_active(self, size: int) -> np.ndarray:
+        """Renumber to `size` slots, none leaves its device. Returns the old slot of each within its share."""
+        ways, old = self.programs.ways, len(self.occupants)
+        if size == old:
+            return np.tile(np.arange(old // ways, dtype=np.int32), ways)
+        active = self.slots.active.reshape(ways, -1)
+        # Active slots first, in order; the others follow and fill up.
+        order = np.argsort(~active, axis=1, kind="stable")[:, : size // ways].astype(np.int32)
+        flat = (order + np.arange(ways)[:, None] * (old // ways)).ravel()
+        self.occupants = [self.occupants[s] for s in flat]
+        self.slots = Slots(*(array[flat] for array in self.slots))
+        return order.ravel()
+
+    def _fill(self) -> None:
+        """Prefill the prompts of new samples, each once for its group, and copy them into the slots."""
+        rows = np.full(len(self.occupants), -1, np.int32)
+        fresh = np.flatnonzero(self.slots.active & (self.slots.counts == 0))
+        ahead = [self.occupants[s].request for s in fresh] + [sample.request for sample in self.waiting]
+        for i, slot in enumerate(fresh):
+            request = self.occupants[slot].request
+            if id(request) not in self.prompt_rows:
+                self._insert(rows)
+                rows[:] = -1
+                self._prefill(ahead[i:])
+            rows[slot] = self.prompt_rows[id(request)]
+        self._insert(rows)
+
+    def _insert(self, rows: np.ndarray) -> None:
+        if (rows >= 0).any():
+            self.cache = self.programs.insert(self.cache, self.prompts, rows.copy())
+
+    def _prefill(self, requests: list[Request]) -> None:
+        """One forward over the first of these prompts, as many as fit in prefill_tokens."""
+        start = time.perf_counter()
+        batch: list[Request] = []
+        width = 0
+        for request in {id(r): r for r in requests}.values():
+            wider = max(width, bucket(len(request.prompt_ids) - 1, least=32))
+            if batch and wider * _power_of_two(len(batch) + 1) > self.config.prefill_tokens:
+                break
+            batch.append(request)
+            width = wider
+            if len(batch) == len(self.occupants):
+                break
+        tokens = np.zeros((_power_of_two(len(batch)), width), np.int32)
+        lengths = np.zeros(len(tokens), np.int32)
+        for row, request in enumerate(batch):
+            lengths[row] = len(request.prompt_ids) - 1  # decode reads the last one
+            tokens[row, width - lengths[row] :] = request.prompt_ids[:-1]
+        self.prompts = jax.block_until_ready(self.programs.prefill(self.weights, tokens, lengths))
+        self.prompt_rows = {id(request): row for row, request in enumerate(batch)}
+        self.prefill_seconds += time.perf_counter() - start
+
+    def _decode(self, sampling: SamplingConfig) -> Chunk:
+        size, ways = len(self.occupants), self.programs.ways
+        steps = min(self.config.chunk, self.cache.length - self._longest(), self._remaining())
+        if self.waiting:
+            exit_at = size // ways - max(1, size // ways // 8)
+        else:
+            exit_at = max([n for n in self.ladder if n < size], default=0) // ways
+        draw = Draw(
+            np.float32(sampling.temperature),
+            np.int32(sampling.top_k),
+            np.float32(sampling.top_p),
+            np.float32(sampling.min_p),
+        )
+        filtered = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+        stop = np.full(-(-max(len(self.stop_ids), 1) // 8) * 8, -1, np.int32)
+        stop[: len(self.stop_ids)] = sorted(self.stop_ids)
+        bounds = np.array([steps, exit_at], np.int32)
+        self.cache, chunk = self.programs.decode(
+            self.weights, self.cache, self.slots, draw, stop, bounds, filtered=filtered
+        )
+        chunk = Chunk(*jax.device_get(chunk))
+        self.slot_steps += int(chunk.steps) * size
+        return chunk
+
+    def _harvest(self, chunk: Chunk, stops: Sequence[str], decode_fn) -> None:
+        """Hand what was written to the samples; free the slots of those that ended."""
+        tokens, logprobs = chunk.tokens.T.tolist(), chunk.logprobs.T.tolist()
+        slots = self.slots
+        slots.positions[:] += chunk.produced
+        slots.counts[:] += chunk.produced
+        slots.active[:] = chunk.active
+        for s in np.flatnonzero(chunk.produced):
+            sample, produced = self.occupants[s], int(chunk.produced[s])
+            checked = len(sample.ids)
+            sample.ids += tokens[s][:produced]
+            sample.logprobs += logprobs[s][:produced]
+            slots.tokens[s] = sample.ids[-1]
+            end = stop_end(sample.ids, checked, stops, decode_fn) if stops else None
+            if end is not None:
+                del sample.ids[end:], sample.logprobs[end:]
+                slots.active[s] = False
+            if end is not None or sample.ids[-1] in self.stop_ids:
+                sample.finish = "stop"
+            if not slots.active[s]:
+                self.occupants[s] = None
+
+    def _slots_for(self, samples: int) -> int:
+        return min((n for n in self.ladder if n >= samples), default=self.ladder[0])
+
+    def _longest(self) -> int:
+        return int(self.slots.positions[self.slots.active].max())
+
+    def _remaining(self) -> int:
+        return int((self.slots.limits - self.slots.counts)[self.slots.active].max())
+
+
+def slot_ladder(slots: int, ways: int) -> list[int]:
+    """Numbers of slots in use: all of them, half, a quarter, ...; multiples of `ways`, largest first."""
+    share = -(-slots // ways)
+    ladder = [share]
+    while ladder[-1] > 1:
+        ladder.append(-(-ladder[-1] // 2))
+    return [n * ways for n in ladder]
+
+
+def _empty_slots(size: int, key: np.ndarray) -> Slots:
+    ints = lambda: np.zeros(size, np.int32)
+    keys = np.zeros((size, len(key)), key.dtype)
+    return Slots(ints(), ints(), ints(), ints(), np.zeros(size, bool), keys)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()

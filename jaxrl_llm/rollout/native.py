@@ -1,0 +1,159 @@
+"""The native engine: continuous batching in plain JAX, with the layers that training runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.rollout.engine import Request, SamplingConfig
+from jaxrl_llm.rollout.generation import Generation, Sample
+from jaxrl_llm.rollout.programs import Programs
+from jaxrl_llm.structs import Metrics, Params, Trajectory
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """The rollout engine and how it draws."""
+
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """How responses are drawn."""
+    slots: int = 64
+    """Sequences decoded side by side; more wait for a free slot. Costs cache memory, never changes text."""
+    chunk: int = 32
+    """Tokens decoded between two looks of the host (refill, stop strings)."""
+    prefill_tokens: int = 4096
+    """Prompt tokens, padding included, that one forward reads at most (a longer prompt goes alone)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and activations; norms, softmax and log-probs are float32."""
+    cache_dtype: Literal["float32", "bfloat16"] | None = None
+    """Type of cached keys and values; None = dtype."""
+
+    def __post_init__(self):
+        for name in ("slots", "chunk", "prefill_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"rollout.{name} must be at least 1, not {getattr(self, name)}")
+
+
+class NativeEngine:
+    """Rolls out on the devices of `mesh`: slots divided over data and fsdp, heads and vocabulary over
+    tensor. Under several processes each calls every method with the same arguments, runs the same
+    schedule and gets all trajectories.
+
+    Args:
+        tokenizer: gives `eos_token_id` and `decode(ids)`; None = no end token and no text.
+        eos_ids: further ids that end a response (`eos_token_id` of a generation_config.json).
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        model: TransformerConfig,
+        mesh: Mesh,
+        tokenizer: Any = None,
+        eos_ids: Sequence[int] = (),
+    ):
+        self.config, self.model, self.mesh, self.tokenizer = config, model, mesh, tokenizer
+        own = getattr(tokenizer, "eos_token_id", None)
+        self.eos_ids = tuple(dict.fromkeys([*([] if own is None else [own]), *eos_ids]))
+        self.programs = Programs(model, mesh, config.dtype, config.cache_dtype or config.dtype, config.chunk)
+        self.metrics: Metrics = {}
+        self._published = None
+        self._sample_keys = jax.jit(
+            jax.vmap(
+                lambda key, p, g: jax.random.key_data(jax.random.fold_in(jax.random.fold_in(key, p), g)),
+                in_axes=(None, 0, 0),
+            )
+        )
+
+    def publish(self, params: Params, version: int) -> Metrics:
+        """Copy the weights into the layout and type of rollout; the caller may donate its own after."""
+        start = time.perf_counter()
+        self._published = None  # free the old copy before the new one is made
+        with jax.set_mesh(self.mesh):
+            weights = jax.block_until_ready(self.programs.publish(params))
+        self._published = weights, version
+        return {
+            "rollout/publish_seconds": time.perf_counter() - start,
+            "rollout/publish_bytes": sum(w.nbytes for w in jax.tree.leaves(weights)),
+        }
+
+    def generate(self, requests: list[Request], sampling: SamplingConfig, key: jax.Array) -> list[Trajectory]:
+        """Responses in order (request, response index); token i of sample (p, g) is drawn with
+        fold_in(fold_in(fold_in(key, p), g), i) alone. `self.metrics` describes the last call.
+
+        Raises:
+            ValueError: no weights published, an impossible request or sampling setting.
+        """
+        if self._published is None:
+            raise ValueError("rollout: no weights; call publish(params, version) before generate")
+        self._check(requests, sampling)
+        weights, version = self._published
+        samples = self._samples(requests, key)
+        with jax.set_mesh(self.mesh):
+            generation = Generation(self.config, self.programs, weights, samples, self._stops(sampling))
+            self.metrics = generation.run(sampling, self._decode_text)
+        return [self._trajectory(sample, version) for sample in samples]
+
+    def compile_count(self) -> int:
+        """Programs compiled so far; stands still after warm-up."""
+        return self.programs.traces
+
+    def _samples(self, requests: list[Request], key: jax.Array) -> list[Sample]:
+        pairs = [(request, g) for request in requests for g in range(request.num_responses)]
+        padded = 1 << max(len(pairs) - 1, 0).bit_length()  # few shapes
+        index = np.zeros((2, padded), np.int32)
+        index[:, : len(pairs)] = np.array([(r.prompt_index, g) for r, g in pairs], np.int32).reshape(-1, 2).T
+        keys = np.asarray(self._sample_keys(key, *index))
+        return [Sample(request, g, k) for (request, g), k in zip(pairs, keys, strict=False)]
+
+    def _trajectory(self, sample: Sample, version: int) -> Trajectory:
+        ids = np.array(sample.ids, np.int32)
+        return Trajectory(
+            prompt_ids=np.asarray(sample.request.prompt_ids, np.int32),
+            response_ids=ids,
+            logprobs=np.array(sample.logprobs, np.float32),
+            mask=np.ones(len(ids), np.int8),
+            versions=np.full(len(ids), version, np.int32),
+            prompt_index=sample.request.prompt_index,
+            response_index=sample.response_index,
+            finish=sample.finish,
+            text=self._decode_text(sample.ids) if self.tokenizer is not None else "",
+        )
+
+    def _decode_text(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _stops(self, sampling: SamplingConfig) -> tuple[int, ...]:
+        return () if sampling.ignore_eos else (*self.eos_ids, *sampling.stop_tokens)
+
+    def _check(self, requests: list[Request], sampling: SamplingConfig) -> None:
+        if sampling.stop and self.tokenizer is None:
+            raise ValueError("sampling.stop needs a tokenizer: give one to NativeEngine, or use stop_tokens")
+        ranges = {
+            "temperature": (sampling.temperature >= 0, "0 (greedy) or more"),
+            "top_k": (sampling.top_k >= 0, "0 (all tokens) or more"),
+            "top_p": (0 < sampling.top_p <= 1, "above 0 and at most 1 (all tokens)"),
+            "min_p": (0 <= sampling.min_p <= 1, "between 0 (all tokens) and 1"),
+        }
+        for name, (valid, wanted) in ranges.items():
+            if not valid:
+                raise ValueError(f"sampling.{name} must be {wanted}, not {getattr(sampling, name)}")
+        for i, request in enumerate(requests):
+            length = len(request.prompt_ids)
+            if length == 0 or request.max_tokens < 1:
+                raise ValueError(
+                    f"request {i}: a prompt of {length} tokens and max_tokens={request.max_tokens}; "
+                    "both must be at least 1"
+                )
+            if length + request.max_tokens > self.model.max_position:
+                raise ValueError(
+                    f"request {i}: {length} prompt tokens + max_tokens={request.max_tokens} exceed the "
+                    f"model's {self.model.max_position} positions; shorten one of them"
+                )
