@@ -22,6 +22,7 @@ from jaxrl_llm.models.config import RopeConfig, TransformerConfig
 from jaxrl_llm.optim import OptimConfig
 from jaxrl_llm.rewards.sample import RewardConfig
 from jaxrl_llm.rollout.engine import SamplingConfig
+from jaxrl_llm.rollout.native import RolloutConfig
 from jaxrl_llm.sharding.mesh import MeshConfig
 
 __all__ = [  # all that a recipe needs, besides its algorithm
@@ -63,14 +64,6 @@ MASKED = "***"
 
 class ConfigError(ValueError):
     """A mistake in a recipe or on the command line; the message names the key and the fix."""
-
-
-@dataclass(frozen=True)
-class RolloutConfig:
-    """The rollout engine; stands here until rollout/native.py has it."""
-
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    """How responses are drawn."""
 
 
 @dataclass(frozen=True)

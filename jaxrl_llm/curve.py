@@ -36,7 +36,7 @@ def draw(run_dir: Path) -> Path | None:
     )
     if len(accuracy):
         _line(axes, accuracy, BLUE, "training accuracy")
-    if len(reward) and not np.array_equal(reward, accuracy):
+    if len(reward) and not (reward.shape == accuracy.shape and np.allclose(reward, accuracy)):
         _line(axes, reward, ORANGE, "training reward")
     if len(held_out):
         _points(axes, held_out)
@@ -47,7 +47,8 @@ def draw(run_dir: Path) -> Path | None:
         return None
     warm = [row["step"] for row in rows if row.get("kind") == "warm_start"]
     if warm:
-        axes.axvspan(min(warm) - 0.5, max(warm) + 0.5, color=GREY, alpha=0.12, lw=0, label="supervised start")
+        _shade(axes, min(warm) - 1, max(warm))
+    axes.set_xlim(rows[0]["step"] - 1, rows[-1]["step"] + 1)
     axes.set_title(run_dir.resolve().name, loc="left", fontsize=13, fontweight="bold")
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     path = run_dir / "curve.png"
@@ -80,6 +81,22 @@ def _style(axes: Axes) -> None:
     axes.set_xlabel("step")
 
 
+def _shade(axes: Axes, start: int, end: int) -> None:
+    """The supervised start: a band with its name at the top."""
+    axes.axvspan(start, end, color=GREY, alpha=0.12, lw=0)
+    place = axes.get_xaxis_transform()
+    axes.text(
+        (start + end) / 2,
+        0.98,
+        "supervised\nstart",
+        transform=place,
+        color=GREY,
+        ha="center",
+        va="top",
+        fontsize=9,
+    )
+
+
 def _line(axes: Axes, points: np.ndarray, color: str, label: str) -> None:
     """The steps themselves faint, their running mean on top."""
     steps, values = points.T
@@ -96,14 +113,14 @@ def _points(axes: Axes, points: np.ndarray) -> None:
     axes.annotate(
         f"{value:.1%}",
         (step, value),
-        xytext=(8, 0),
+        xytext=(0, 8),
         textcoords="offset points",
         color=GREEN,
         fontweight="bold",
-        va="center",
+        ha="right",
     )
     low, high = axes.get_ylim()
-    axes.set_ylim(min(low, 0.0), max(high, 1.02))
+    axes.set_ylim(min(low, 0.0), max(high, 1.08))
 
 
 def _loss(axes: Axes, points: np.ndarray, beside: bool) -> None:

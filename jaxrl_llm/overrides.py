@@ -66,12 +66,16 @@ def override(config: TrainConfig, pairs: list[tuple[str, list[str]]]) -> TrainCo
     """The config with each key set, in order.
 
     Raises:
-        ConfigError: an unknown key (with the nearest one) or a value of the wrong type.
+        ConfigError: an unknown key (with the nearest one), a value of the wrong type or one its part refuses.
     """
     for typed, words in pairs:
         known = dict(leaves(config))
         key, leaf = _resolve(typed, known)
-        config = put(config, key.split("."), parse(key, leaf.hint, words))
+        value = parse(key, leaf.hint, words)
+        try:
+            config = put(config, key.split("."), value)
+        except ValueError as error:  # a part's own check
+            raise ConfigError(f"--{key}: {error}.") from None
     return config
 
 
@@ -110,9 +114,14 @@ def nearest(key: str, known: Iterable[str]) -> str:
         last = difflib.SequenceMatcher(None, name, other_name).ratio()
         whole = difflib.SequenceMatcher(None, key, other).ratio()
         best = max(whole, 0.95 * last)
-        return best if best > 0.75 or parent != other_parent else best + 0.3
+        return max(best, min(best + 0.3, 0.75)) if parent == other_parent else best
 
     return max(known, key=likeness)
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """The likeliest of `known`, letters alone considered."""
+    return difflib.get_close_matches(word, known, n=1, cutoff=0.0)[0]
 
 
 def put(config: Config, path: list[str], value: Any) -> Config:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import sys
 from collections import deque
 from collections.abc import Mapping
@@ -57,7 +58,7 @@ class Progress:
     def step(self, step: int, row: Mapping[str, Any]) -> None:
         """A step is done; `row` is its line of metrics.jsonl."""
         self.recent.append(row.get("time/step") or 0.0)
-        left = (self.total - step) * sum(self.recent) / len(self.recent)
+        left = (self.total - step) * statistics.median(self.recent)  # the first steps compile
         rate = f"{row.get('tokens_per_second') or 0:,.0f} tokens/s  {clock(left)} left"
         if self.live:
             self.bar.update(self.task, completed=step, rate=rate)

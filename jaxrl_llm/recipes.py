@@ -19,14 +19,15 @@ from typing import NamedTuple
 from jaxrl_llm import algos
 from jaxrl_llm.config import ConfigError, TrainConfig
 from jaxrl_llm.config_check import check
-from jaxrl_llm.overrides import nearest, override, print_help, split
+from jaxrl_llm.overrides import closest, nearest, override, print_help, split
 
 USAGE = """\
 usage: python -m jaxrl_llm.train --config RECIPE.py [--KEY VALUE ...]
 
     --config RECIPE.py   a path, or one of the recipes below
     --algo NAME|FILE.py  another algorithm, with its defaults
-    --KEY VALUE          any field, such as --steps 100 --mesh.fsdp 8 --rollout.temperature 0.7
+    --KEY VALUE          any field, such as --steps 100 --mesh.fsdp 8; a part in the middle may be left out:
+                         --rollout.temperature 0.7 is --rollout.sampling.temperature
     --help               every field with its doc and its value (in RECIPE.py, with --config)
     --list               the recipes
 """
@@ -81,7 +82,7 @@ def with_algo(config: TrainConfig, name: str | None) -> TrainConfig:
     if not name.endswith(".py") and name not in algos.ALGOS:
         known = ", ".join(sorted(algos.ALGOS))
         raise ConfigError(
-            f"--algo {name}: unknown algorithm. Did you mean --algo {nearest(name, algos.ALGOS)}? "
+            f"--algo {name}: unknown algorithm. Did you mean --algo {closest(name, algos.ALGOS)}? "
             f"There are {known}; your own is the path of a .py file."
         )
     try:
@@ -120,7 +121,7 @@ def find(name: str) -> Path:
     known = [path.name for path in packaged()]
     raise ConfigError(
         f"--config {name}: no such file, and no packaged recipe of that name. "
-        f"Did you mean --config {nearest(Path(name).name, known)}? The packaged ones: {', '.join(known)}."
+        f"Did you mean --config {closest(Path(name).name, known)}? The packaged ones: {', '.join(known)}."
     )
 
 
@@ -164,11 +165,11 @@ def _blame(path: Path, error: Exception) -> str:
 
 def _did_you_mean(error: Exception) -> str:
     found = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
-    if not found:
+    if not found or "Did you mean" in str(error):  # Python 3.13 says it by itself
         return ""
     classes = [cls for cls in _config_classes() if cls.__name__ == found[1]]
     names = [field.name for cls in classes for field in dataclasses.fields(cls)]
-    return f". Did you mean {nearest(found[2], names)}?" if names else ""
+    return f". Did you mean '{nearest(found[2], names)}'?" if names else ""
 
 
 def _config_classes() -> set[type]:

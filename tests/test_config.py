@@ -1,0 +1,513 @@
+"""Recipes, overrides and checks: what is accepted, and each message word for word."""
+
+import dataclasses
+import inspect
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jaxrl_llm import recipes
+from jaxrl_llm.algos import grpo, sft
+from jaxrl_llm.config import (
+    ConfigError,
+    DataConfig,
+    EvalConfig,
+    LogConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    SamplingConfig,
+    SourceConfig,
+    TrainConfig,
+    TransformerConfig,
+    WarmStartConfig,
+    derived,
+    describe_run,
+    dump,
+)
+from jaxrl_llm.config_check import check, check_lengths
+from jaxrl_llm.overrides import leaves, override, split
+from jaxrl_llm.recipes import from_command_line
+
+RECIPES = ("grpo_qwen.py", "grpo_qwen_gym.py", "grpo_tiny.py", "sft_tiny.py")
+
+
+@pytest.fixture
+def config(tmp_path) -> TrainConfig:
+    return TrainConfig(
+        run_dir=str(tmp_path / "run"),
+        max_prompt_tokens=16,
+        max_response_tokens=16,
+        model=ModelConfig(architecture=TransformerConfig(max_position=64), tokenizer="tiny"),
+        data=DataConfig(train=(SourceConfig(path="task:arithmetic"), SourceConfig(path="b.jsonl"))),
+    )
+
+
+def changed(config, line: str) -> TrainConfig:
+    return override(config, split(line.split()))
+
+
+def refusal(action, *args) -> str:
+    with pytest.raises(ConfigError) as caught:
+        action(*args)
+    return str(caught.value)
+
+
+# -- overrides
+
+
+def test_a_value_reaches_its_field_in_both_spellings_and_the_last_one_wins(config):
+    after = changed(config, "--steps 7 --steps=9 --optim.learning_rate 3e-4 --mesh.fsdp -1 --run_dir /x=y")
+    assert (after.steps, after.optim.learning_rate, after.mesh.fsdp, after.run_dir) == (9, 3e-4, -1, "/x=y")
+    assert after.optim.b1 == config.optim.b1
+    assert after.model is config.model
+
+
+def test_every_kind_of_field_is_set_from_text(config):
+    line = "--data.shuffle false --algo.dual_clip 3 --algo.kl k1 --data.train.1.weight 2 --model.remat full"
+    after = changed(config, line)
+    assert (after.data.shuffle, after.algo.dual_clip, after.algo.kl) == (False, 3.0, "k1")
+    assert [source.weight for source in after.data.train] == [1.0, 2.0]
+    assert after.data.train[0] is config.data.train[0]
+    assert changed(after, "--algo.dual_clip None").algo.dual_clip is None
+    stops = override(
+        config, split(["--eval.sampling.stop", "a b", "c", "--eval.sampling.stop_tokens", "-1", "5"])
+    )
+    assert (stops.eval.sampling.stop, stops.eval.sampling.stop_tokens) == (("a b", "c"), (-1, 5))
+    assert override(config, [("eval.sampling.stop", [])]).eval.sampling.stop == ()
+    assert override(config, split(["--data.train.0.options=--x 1"])).data.train[0].options == "--x 1"
+    assert changed(config, "--model.architecture.rope.theta 5").model.architecture.rope.theta == 5.0
+
+
+def test_a_level_may_be_left_out_where_it_is_clear_and_hyphens_are_underscores(config):
+    after = changed(config, "--rollout.temperature 0.7 --eval.top_p 0.5 --prompts-per-step 3")
+    assert after.rollout.sampling.temperature == 0.7
+    assert (after.eval.sampling.top_p, after.prompts_per_step) == (0.5, 3)
+
+
+@pytest.mark.parametrize(
+    ("typed", "nearest"),
+    [
+        ("stpes", "steps"),
+        ("lr", "optim.learning_rate"),
+        ("learning_rate", "optim.learning_rate"),
+        ("temperature", "rollout.sampling.temperature"),
+        ("rollout.temprature", "rollout.sampling.temperature"),
+        ("optim.temperature", "rollout.sampling.temperature"),
+        ("responses_per_prompts", "responses_per_prompt"),
+        ("algo.clip", "algo.clip_low"),
+        ("data.train.1.wieght", "data.train.1.weight"),
+        ("model.archtecture.hidden_size", "model.architecture.hidden_size"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_nearest(config, typed, nearest):
+    message = refusal(override, config, [(typed, ["1"])])
+    assert message == f"--{typed}: unknown key. Did you mean --{nearest}? --help lists all keys."
+
+
+def test_keys_that_are_no_fields(config):
+    assert refusal(changed, config, "--mesh 4") == (
+        "--mesh: unknown key. mesh is a group; set its fields: "
+        "--mesh.data, --mesh.fsdp, --mesh.sequence, --mesh.tensor."
+    )
+    assert refusal(changed, config, "--data.eval.0.path x") == (
+        "--data.eval.0.path: unknown key. data.eval is not set in this recipe, so it has no fields; "
+        "set it in the recipe file."
+    )
+    assert refusal(changed, config, "--data.eval x") == (
+        "--data.eval has fields of its own; set it in the recipe file."
+    )
+    assert refusal(split, ["steps", "4"]) == (
+        "'steps' has no key before it. Write --key value, such as --steps 100."
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--steps 1.5", "--steps: expected a whole number, got '1.5'."),
+        ("--steps ten", "--steps: expected a whole number, got 'ten'."),
+        ("--steps 1 2", "--steps: expected a whole number, got '1 2'."),
+        ("--steps", "--steps: expected a whole number, got nothing."),
+        ("--optim.learning_rate fast", "--optim.learning_rate: expected a number, got 'fast'."),
+        ("--data.shuffle maybe", "--data.shuffle: expected True or False, got 'maybe'."),
+        ("--algo.kl k4", "--algo.kl: expected one of k1, k2, k3, abs, got 'k4'."),
+        ("--algo.dual_clip x", "--algo.dual_clip: expected a number or None, got 'x'."),
+        (
+            "--eval.sampling.stop_tokens 1 x",
+            "--eval.sampling.stop_tokens: expected any number of values, each a whole number, got '1 x'.",
+        ),
+    ],
+)
+def test_a_value_of_the_wrong_type_names_key_value_and_type(config, line, message):
+    assert refusal(changed, config, line) == message
+
+
+def test_a_value_that_its_part_refuses(config):
+    assert refusal(changed, config, "--rollout.slots 0") == (
+        "--rollout.slots: rollout.slots must be at least 1, not 0."
+    )
+
+
+def test_leaves_lists_every_field_once(config):
+    keys = [key for key, _ in leaves(config)]
+    assert len(keys) == len(set(keys))
+    assert {"run_dir", "steps", "seed", "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.sequence"} <= set(keys)
+    assert {"checkpoint.every", "model.path", "data.train.1.path", "model.architecture.rope.theta"} <= set(
+        keys
+    )
+
+
+# -- checks
+
+
+def test_a_sound_config_passes_and_its_folder_is_made(config):
+    check(config)
+    assert list(Path(config.run_dir).iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            dict(responses_per_prompt=1),
+            "--responses_per_prompt is 1: grpo compares the responses to one prompt, so every advantage "
+            "would be 0. Set it to 2 or more; 8 is usual.",
+        ),
+        (
+            dict(prompts_per_step=3, responses_per_prompt=5, minibatches_per_step=4),
+            "--minibatches_per_step 4 does not divide the 15 trajectories of a step (prompts_per_step x "
+            "responses_per_prompt). Set it to 3 or 5.",
+        ),
+        (dict(steps=-1), "--steps is -1: it must be at least 0."),
+        (dict(minibatches_per_step=0), "--minibatches_per_step is 0: it must be at least 1."),
+        (dict(max_runtime=-1.0), "--max_runtime is -1.0: it must be at least 0."),
+        (
+            dict(optim=OptimConfig(learning_rate=0.0)),
+            "--optim.learning_rate is 0.0: it must be positive; 1e-6 is usual for RL, 1e-5 for sft.",
+        ),
+        (
+            dict(optim=OptimConfig(learning_rate=float("nan"))),
+            "--optim.learning_rate is nan: it must be positive; 1e-6 is usual for RL, 1e-5 for sft.",
+        ),
+        (
+            dict(max_response_tokens=50),
+            "--max_prompt_tokens 16 + --max_response_tokens 50 is more than the model's 64 positions. "
+            "Set --max_response_tokens 48 or less.",
+        ),
+        (
+            dict(tokens_per_device=31),
+            "--tokens_per_device is 31: less than one row of 32 tokens (max_prompt_tokens + "
+            "max_response_tokens). Set --tokens_per_device 32 or more.",
+        ),
+        (
+            dict(mesh=MeshConfig(sequence=5)),
+            "--mesh.sequence 5 does not divide a row of 32 tokens (max_prompt_tokens + max_response_tokens). "
+            "Set --max_response_tokens 19.",
+        ),
+        (
+            dict(model=ModelConfig()),
+            "--model.path is empty: set a folder or hub name, or model.architecture in the recipe.",
+        ),
+        (
+            dict(model=ModelConfig(architecture=TransformerConfig())),
+            '--model.tokenizer is empty: random weights bring none. Set a folder, a hub name or "tiny".',
+        ),
+        (
+            dict(model=ModelConfig(path="/no/such")),
+            "--model.path /no/such: no such folder. Set a Hugging Face folder (config.json and "
+            "*.safetensors) or a hub name such as Qwen/Qwen3-0.6B.",
+        ),
+        (
+            dict(data=DataConfig()),
+            "--data.path is empty: set a file or folder, hub:OWNER/NAME, task:NAME (generated) or gym:NAME, "
+            "or data.train in the recipe.",
+        ),
+        (dict(run_dir=""), "--run_dir is empty. Set --run_dir to a folder that can be written."),
+        (dict(steps="3"), "--steps is '3' (str): expected a whole number."),
+        (dict(steps=True), "--steps is True (bool): expected a whole number."),
+        (
+            dict(data=DataConfig(overlong="drop")),
+            "--data.overlong is 'drop' (str): expected one of filter, cut, fail.",
+        ),
+    ],
+)
+def test_what_cannot_work_names_the_key_and_the_fix(config, change, message):
+    assert refusal(check, replace(config, **change)) == message
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        (SamplingConfig(temperature=-1.0), "temperature is -1.0: it must be 0 (greedy) or more."),
+        (SamplingConfig(top_p=0.0), "top_p is 0.0: it must be above 0 and at most 1."),
+        (SamplingConfig(min_p=1.0), "min_p is 1.0: it must be at least 0 and below 1."),
+        (SamplingConfig(top_k=-1), "top_k is -1: it must be 0 (all tokens) or more."),
+        (
+            SamplingConfig(temperature=0.0),
+            "temperature is 0: all 8 responses to a prompt would be the same. Set it above 0 (1.0 is usual "
+            "for training, 0.6 for evaluation) or ask for 1 response.",
+        ),
+    ],
+)
+def test_sampling_out_of_range(config, sampling, message):
+    drawn = replace(config, rollout=replace(config.rollout, sampling=sampling))
+    assert refusal(check, drawn) == f"--rollout.{message}"
+    check(replace(drawn, algo=sft.Config()))  # which draws no responses
+
+
+def test_several_problems_are_told_at_once(config):
+    message = refusal(check, replace(config, responses_per_prompt=1, tokens_per_device=8))
+    first, *problems = message.splitlines()
+    assert first == "the config has several problems:"
+    assert [line.split(" is ")[0] for line in problems] == [
+        "  - --responses_per_prompt",
+        "  - --tokens_per_device",
+    ]
+
+
+def test_sft_needs_no_group(config):
+    check(replace(config, algo=sft.Config(), responses_per_prompt=1))
+
+
+def test_a_local_model_is_checked_by_its_config_json(config, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    here = replace(config, model=ModelConfig(path=str(folder)))
+    assert refusal(check, here) == (
+        f"--model.path {folder}: no config.json in it, so it is no Hugging Face model folder."
+    )
+    (folder / "config.json").write_text("{")
+    assert f"--model.path {folder}: {folder}/config.json is not JSON" in refusal(check, here)
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 20}))
+    assert refusal(check, here) == (
+        "--max_prompt_tokens 16 + --max_response_tokens 16 is more than the model's 20 positions. "
+        "Set --max_response_tokens 4 or less."
+    )
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 32}))
+    check(here)
+    assert "more than the model's 31 positions" in refusal(check_lengths, config, 31)
+
+
+def test_a_hub_name_is_no_missing_folder(config, tmp_path, monkeypatch):
+    check(replace(config, model=ModelConfig(path="Qwen/Qwen3-0.6B")))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    assert "no such folder" in refusal(check, replace(config, model=ModelConfig(path="models/qwen")))
+    assert "no such folder" in refusal(check, replace(config, model=ModelConfig(path="./qwen")))
+
+
+def test_a_run_dir_that_is_a_file_is_refused(config, tmp_path):
+    (tmp_path / "taken").write_text("")
+    for run_dir in (tmp_path / "taken", tmp_path / "taken" / "below"):
+        message = refusal(check, replace(config, run_dir=str(run_dir)))
+        assert message.startswith(f"--run_dir {run_dir}: cannot be written (")
+        assert message.endswith("Set --run_dir to a folder that can be written.")
+
+
+# -- recipes
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_packaged_recipes_are_sound_and_say_what_they_are(recipe, tmp_path):
+    launch = from_command_line(["--config", recipe, "--run_dir", str(tmp_path)])
+    assert launch.config.run_dir == str(tmp_path)
+    text = Path(launch.recipe).read_text()
+    assert all(part in text for part in ("Command:", "Hardware:", "Time:", "Expected:", f"--config {recipe}"))
+    assert json.loads(json.dumps(dump(launch.config)))["algo"]["name"] == recipe.split("_")[0]
+
+
+def test_the_recipes_are_those():
+    assert tuple(path.name for path in recipes.packaged()) == RECIPES
+
+
+def test_a_recipe_is_found_as_a_path_then_among_the_packaged(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert recipes.find("grpo_tiny.py") == recipes.packaged_dir().resolve() / "grpo_tiny.py"
+    assert recipes.find("grpo_tiny") == recipes.find("configs/grpo_tiny.py") == recipes.find("grpo_tiny.py")
+    (tmp_path / "grpo_tiny.py").write_text("")
+    assert recipes.find("grpo_tiny.py") == tmp_path / "grpo_tiny.py"
+    assert refusal(recipes.find, "grpo_tny.py") == (
+        "--config grpo_tny.py: no such file, and no packaged recipe of that name. "
+        f"Did you mean --config grpo_tiny.py? The packaged ones: {', '.join(RECIPES)}."
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", ": no get_config(); a recipe defines get_config() and returns a TrainConfig."),
+        (
+            "def get_config():\n    return 3\n",
+            ": get_config() returns 3; a recipe defines get_config() and returns a TrainConfig.",
+        ),
+        (
+            "from jaxrl_llm.config import TrainConfig\ndef get_config():\n    return TrainConfig(stpes=3)\n",
+            ":3: TypeError: TrainConfig.__init__() got an unexpected keyword argument 'stpes'. "
+            "Did you mean 'steps'?",
+        ),
+        (
+            "from jaxrl_llm.config import OptimConfig\ndef get_config():\n    return OptimConfig(lr=3)\n",
+            ":3: TypeError: OptimConfig.__init__() got an unexpected keyword argument 'lr'",
+        ),
+        ("x = (\n", ":1: SyntaxError: '(' was never closed"),
+        ("\nx = 1 / 0\n", ":2: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_broken_recipe_is_blamed_with_its_line(tmp_path, text, message):
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    assert refusal(recipes.load, path).startswith(f"{path}{message}")
+
+
+ALGO = """
+from dataclasses import dataclass
+from jaxrl_llm.algos.contract import AlgoConfig
+INPUT = "tokens"
+@dataclass(frozen=True)
+class Config(AlgoConfig):
+    sharpness: float = 2.0
+def loss(signals, config): ...
+"""
+
+
+def test_algo_swaps_the_algorithm_before_the_overrides(config, tmp_path):
+    run = ["--run_dir", str(tmp_path / "run")]
+    tuned = from_command_line(["--config", "grpo_tiny.py", "--algo", "grpo", *run]).config.algo
+    assert tuned == from_command_line(["--config", "grpo_tiny.py", *run]).config.algo
+    plain = from_command_line(
+        ["--config", "grpo_tiny.py", "--algo.aggregation", "token", "--algo", "sft", *run]
+    )
+    assert plain.config.algo == sft.Config(aggregation="token")
+    mine = tmp_path / "mine.py"
+    mine.write_text(ALGO)
+    launch = from_command_line(["--config", "grpo_tiny", "--algo", str(mine), "--algo.sharpness", "3", *run])
+    assert launch.config.algo.sharpness == 3.0
+    assert dump(launch.config)["algo"] == {"name": str(mine), "sharpness": 3.0}
+
+
+def test_an_unknown_or_broken_algorithm_is_refused(config, tmp_path):
+    assert refusal(recipes.with_algo, config, "gpro") == (
+        "--algo gpro: unknown algorithm. Did you mean --algo grpo? There are grpo, sft; your own is the path "
+        "of a .py file."
+    )
+    mine = tmp_path / "mine_broken.py"
+    mine.write_text("x = y\n")
+    assert refusal(recipes.with_algo, config, str(mine)) == f"{mine}:1: NameError: name 'y' is not defined"
+    assert "not a Python file" in refusal(recipes.with_algo, config, str(tmp_path / "none.py"))
+
+
+def test_help_lists_every_field_with_doc_and_the_recipes_value(capsys):
+    with pytest.raises(SystemExit) as done:
+        from_command_line(["--config", "grpo_tiny.py", "--help", "--steps", "77"])
+    assert done.value.code == 0
+    text = capsys.readouterr().out
+    words = " ".join(text.replace("\u2502", " ").split())
+    assert "--algo.kl_coef FLOAT Weight of KL(policy || reference) in the loss" in words
+    assert "(default: 77)" in words
+    config = recipes.load(recipes.find("grpo_tiny.py"))
+    keys = [key for key, leaf in leaves(config) if leaf.value != () or "sources" not in key]
+    short = [key.replace("rollout.sampling.", "rollout.") for key in keys]
+    missing = [
+        a for a, b in zip(keys, short, strict=True) if f"--{a} " not in words and f"--{b} " not in words
+    ]
+    assert [key for key in missing if key != "data.eval"] == []
+
+
+@pytest.mark.parametrize("cls", [TrainConfig, ModelConfig, EvalConfig, WarmStartConfig, LogConfig])
+def test_every_field_of_a_plain_type_has_a_doc(cls):
+    lines = inspect.getsource(cls).splitlines()
+    for i, line in enumerate(lines):
+        if re.match(r"    \w+: (int|float|str|bool|tuple|Literal)", line):
+            assert lines[i + 1].startswith('    """'), line
+
+
+def test_list_and_no_config_show_the_recipes(capsys):
+    with pytest.raises(SystemExit) as done:
+        from_command_line(["--list"])
+    assert done.value.code == 0
+    listed = capsys.readouterr().out
+    assert all(recipe in listed for recipe in RECIPES)
+    assert "grpo_tiny.py           GRPO on generated" in listed
+    message = refusal(from_command_line, [])
+    assert message.startswith("--config RECIPE.py is missing.")
+    assert "grpo_tiny.py" in message
+
+
+def test_nothing_of_this_starts_a_jax_backend(tmp_path):
+    code = (
+        "import sys\nfrom jax._src import xla_bridge\nfrom jaxrl_llm.recipes import from_command_line\n"
+        "from jaxrl_llm.config import dump, derived\nc = from_command_line(sys.argv[1:]).config\n"
+        "dump(c), derived(c, 8)\nprint(xla_bridge.backends_are_initialized(), 'matplotlib' in sys.modules)"
+    )
+    argv = [sys.executable, "-c", code, "--config", "grpo_tiny.py", "--run_dir", str(tmp_path)]
+    assert subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split() == [
+        "False",
+        "False",
+    ]
+
+
+# -- derived numbers, dump, secrets
+
+
+def test_derived_numbers_by_hand(config):
+    config = replace(
+        config,
+        steps=10,
+        prompts_per_step=6,
+        responses_per_prompt=4,
+        minibatches_per_step=2,
+        tokens_per_device=100,
+    )
+    assert derived(config, 4) == {
+        "devices": 4,
+        "trajectories_per_step": 24,
+        "trajectories_per_update": 12,
+        "updates": 20,
+        "tokens_per_row": 32,
+        "rows_per_microbatch": 12,  # 3 rows of 32 in 100 tokens, on each of 4 devices
+        "tokens_per_microbatch": 384,
+        "microbatches_per_update_at_most": 1,
+    }
+    split_rows = replace(config, mesh=MeshConfig(tensor=2, sequence=2), tokens_per_device=16)
+    assert derived(split_rows, 8)["rows_per_microbatch"] == 2  # one row of 32 over 2 x 16 tokens, 2 replicas
+    assert derived(replace(config, algo=sft.Config()), 4)["trajectories_per_step"] == 6
+
+
+def test_the_dump_is_json_and_complete(config):
+    tree = json.loads(json.dumps(dump(config), allow_nan=False))
+    assert {f.name for f in dataclasses.fields(TrainConfig)} == set(tree)
+    assert tree["algo"] == {"name": "grpo", **dataclasses.asdict(grpo.Config())}
+    assert tree["model"]["architecture"]["max_position"] == 64
+    assert tree["data"]["train"][1]["path"] == "b.jsonl"
+    assert dump(replace(config, max_runtime=float("inf")))["max_runtime"] == "inf"
+
+
+@dataclasses.dataclass(frozen=True)
+class Secretive(grpo.Config):
+    api_key: str = "abc123"
+    auth_token: str = "abc123"
+    password: str = ""
+    stop_tokens: str = "kept"
+    prompt_key: str = "kept"
+
+
+def test_secrets_are_masked(config, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hunter2")
+    monkeypatch.setattr(sys.modules[__name__], "INPUT", "rollouts", raising=False)
+    config = replace(config, algo=Secretive(), model=replace(config.model, path="https://u:hunter2@host/m"))
+    run = describe_run(config, "r.py", ["--model.path", "https://u:hunter2@host/m"])
+    text = json.dumps(run)
+    assert "hunter2" not in text
+    assert "abc123" not in text
+    algo = run["config"]["algo"]
+    assert [algo[k] for k in ("api_key", "auth_token", "password", "stop_tokens", "prompt_key")] == (
+        ["***", "***", "", "kept", "kept"]
+    )
+    assert run["command"] == ["--model.path", "https://u:***@host/m"]
+    assert run["versions"]["jax"].count(".") >= 2
