@@ -65,10 +65,10 @@ def _load_weight(stored, found: list[Place], name: str, shape, sharding: Shardin
     one_layer = sharding
     if isinstance(sharding, NamedSharding):
         one_layer = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
-    stack = _zeros(shape, dtype, sharding)
+    stack, set_layer = _make_zeros(sharding)(shape, dtype), _make_set_layer(sharding)
     for i, place in enumerate(found):
         layer = _read_global(stored, place, shape[1:], one_layer, dtype)
-        stack = _set_layer(stack, layer, i, sharding)
+        stack = set_layer(stack, layer, i)
     return stack
 
 
@@ -129,12 +129,12 @@ def aligned_empty(shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:
     return raw[offset : offset + size].view(dtype).reshape(shape)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _zeros(shape, dtype, sharding: Sharding) -> jax.Array:
-    return jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding)
+@functools.cache
+def _make_zeros(sharding: Sharding):
+    return jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding)
 
 
-@functools.partial(jax.jit, donate_argnums=0, static_argnums=3)
-def _set_layer(stack: jax.Array, layer: jax.Array, i: int, sharding: Sharding) -> jax.Array:
-    stack = jax.lax.dynamic_update_index_in_dim(stack, layer, i, 0)
-    return jax.lax.with_sharding_constraint(stack, sharding)
+@functools.cache
+def _make_set_layer(sharding: Sharding):
+    set_layer = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=0)
+    return jax.jit(set_layer, donate_argnums=0, out_shardings=sharding)

@@ -116,8 +116,8 @@ def refuse_remote_code(folder: Path) -> None:
     raw = read_json(folder / "config.json")
     if raw.get("auto_map") and raw.get("model_type") != "baichuan":
         raise ValueError(
-            f"{folder / 'config.json'}: auto_map={raw['auto_map']} asks for the folder's own code, which is never "
-            f"run. If this is a plain {raw.get('model_type')}, remove auto_map; otherwise it is not supported."
+            f"{folder / 'config.json'}: auto_map={raw['auto_map']} asks for the folder's own code, which is "
+            f"never run. If the model is a plain {raw.get('model_type')}, remove auto_map to use it."
         )
 
 

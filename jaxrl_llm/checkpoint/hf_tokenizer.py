@@ -27,7 +27,7 @@ def load_tokenizer(folder: Path | str, config: TransformerConfig | None = None) 
     folder = Path(folder)
     if not any((folder / name).is_file() for name in _FILES):
         raise ValueError(
-            f"{folder}: no tokenizer; looked for {', '.join(_FILES)}. Copy the base model's tokenizer files here."
+            f"{folder}: no tokenizer; looked for {', '.join(_FILES)}. Copy the base model's files here."
         )
     settings = folder / "tokenizer_config.json"
     own_code = bool(settings.is_file() and read_json(settings).get("auto_map"))
