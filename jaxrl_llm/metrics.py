@@ -207,7 +207,9 @@ def summary(run_dir: Path) -> str:
     rows = jsonl.read(run_dir / "metrics.jsonl")
     train = [row for row in rows if row.get("kind") != "warm_start"]
     lines = []
-    for key, chosen in (("eval/pass@1", rows), ("reward/mean", train), ("accuracy", train), ("loss", train)):
+    rewarded = any("reward/mean" in row for row in train)  # else the loss is what people follow
+    followed = ("reward/mean", "accuracy") if rewarded else ("loss",)
+    for key, chosen in (("eval/pass@1", rows), *((key, train) for key in followed)):
         points = curve.series(chosen, key)
         if len(points):
             (step, first), (_, last) = points[0], points[-1]

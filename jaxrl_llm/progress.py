@@ -64,7 +64,8 @@ class Progress:
             self.bar.update(self.task, completed=step, rate=rate)
             self.live.update(Group(self.bar, Text(shown(row, "  "), style="dim")))
         elif self.kind == "plain":
-            print(f"step {step}/{self.total}  {shown(row, '  ')}  {rate}", flush=True)
+            parts = (f"step {step}/{self.total}", shown(row, "  "), rate)
+            print("  ".join(part for part in parts if part), flush=True)
 
     def message(self, text: str) -> None:
         """A line of its own, above the panel."""
