@@ -9,14 +9,13 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 PREAMBLE = """\
 import os
 import jax
-jax.distributed.initialize(
-    os.environ["JAX_COORDINATOR_ADDRESS"], int(os.environ["JAX_NUM_PROCESSES"]), int(os.environ["JAX_PROCESS_ID"])
-)
+n, i = int(os.environ["JAX_NUM_PROCESSES"]), int(os.environ["JAX_PROCESS_ID"])
+jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], n, i)
 """
 
 
@@ -30,10 +29,15 @@ class Running:
     """`python argv...`, its output in files: nobody need read it for the process to go on."""
 
     def __init__(self, argv: Sequence[str], env: dict[str, str] | None = None):
-        self.stdout, self.stderr = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
+        self.stdout = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, *argv], stdout=self.stdout, stderr=self.stderr, env=env
         )
+
+    def peek(self, stream: Literal["stdout", "stderr"]) -> str:
+        """What it has written so far."""
+        return os.pread(getattr(self, stream).fileno(), 1 << 20, 0).decode()
 
     def end(self, timeout: float = 240) -> End:
         """Wait for it, or kill it after `timeout` seconds."""
