@@ -164,21 +164,24 @@ class TrainConfig:
 def derived(config: TrainConfig, num_devices: int) -> dict[str, int]:
     """The numbers that follow from the config and the devices; printed at the start.
 
-    Rows are divided among data x fsdp = devices / (tensor x sequence).
+    Rows are divided among data x fsdp; a micro-batch has no more of them than an update has trajectories.
     """
-    mesh = config.mesh
-    replicas = max(num_devices // max(mesh.tensor * mesh.sequence, 1), 1)
-    rows = replicas * max(config.tokens_per_device * mesh.sequence // config.row_tokens, 1)
-    trajectories = config.trajectories_per_step
+    sizes = dataclasses.asdict(config.mesh)
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    sizes = {name: max(num_devices // fixed, 1) if size == -1 else size for name, size in sizes.items()}
+    replicas = sizes["data"] * sizes["fsdp"]
+    per_update = config.trajectories_per_step // config.minibatches_per_step
+    in_budget = max(config.tokens_per_device * sizes["sequence"] // config.row_tokens, 1)
+    rows = replicas * min(in_budget, math.ceil(per_update / replicas))
     return {
         "devices": num_devices,
-        "trajectories_per_step": trajectories,
-        "trajectories_per_update": trajectories // config.minibatches_per_step,
+        "trajectories_per_step": config.trajectories_per_step,
+        "trajectories_per_update": per_update,
         "updates": config.steps * config.minibatches_per_step,
         "tokens_per_row": config.row_tokens,
         "rows_per_microbatch": rows,
         "tokens_per_microbatch": rows * config.row_tokens,
-        "microbatches_per_update_at_most": math.ceil(trajectories / config.minibatches_per_step / rows),
+        "microbatches_per_update_at_most": math.ceil(per_update / rows),
     }
 
 

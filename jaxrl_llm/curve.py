@@ -48,7 +48,7 @@ def draw(run_dir: Path) -> Path | None:
     warm = [row["step"] for row in rows if row.get("kind") == "warm_start"]
     if warm:
         _shade(axes, min(warm) - 1, max(warm))
-    axes.set_xlim(rows[0]["step"] - 1, rows[-1]["step"] + 1)
+    axes.set_xlim(max(rows[0]["step"] - 1, 0), rows[-1]["step"] + 1)
     axes.set_title(run_dir.resolve().name, loc="left", fontsize=13, fontweight="bold")
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     path = run_dir / "curve.png"

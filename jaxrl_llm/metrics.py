@@ -57,8 +57,8 @@ class RunLog:
         log.step(step, metrics, tokens=n)      # before the step's checkpoint: a resumed run keeps the line
         log.finish(next_command="...")         # and in any case: log.close()
 
-    On resume, lines later than `resume_step` are dropped: the files of a killed and rerun training are
-    those of an uninterrupted one (but for times).
+    On resume, lines later than `resume_step` (-1: all) are dropped: the files of a killed and rerun
+    training are those of an uninterrupted one (but for times).
     """
 
     def __init__(self, run_dir: str | Path, config: LogConfig, total_steps: int, resume_step: int = 0):
@@ -66,8 +66,10 @@ class RunLog:
         self.is_writer = jax.process_index() == 0
         self.warned: set[str] = set()
         self.loggers: dict[str, loggers.Logger] = {}
-        self.start_step, self.total_steps, self.last_step = resume_step, total_steps, resume_step
-        self.progress = Progress(config.progress if self.is_writer else "none", total_steps, resume_step)
+        self.total_steps, self.last_step = total_steps, resume_step
+        self.progress = Progress(
+            config.progress if self.is_writer else "none", total_steps, max(resume_step, 0)
+        )
         self.started = self.step_started = time.perf_counter()
         self.times = dict.fromkeys(PHASES, 0.0)
         self._try("run directory", lambda: self.run_dir.mkdir(parents=True, exist_ok=True))

@@ -476,6 +476,10 @@ def test_derived_numbers_by_hand(config):
     }
     split_rows = replace(config, mesh=MeshConfig(tensor=2, sequence=2), tokens_per_device=16)
     assert derived(split_rows, 8)["rows_per_microbatch"] == 2  # one row of 32 over 2 x 16 tokens, 2 replicas
+    rest_is_sequence = MeshConfig(fsdp=2, sequence=-1)
+    assert derived(replace(split_rows, mesh=rest_is_sequence), 8)["rows_per_microbatch"] == 4  # 64 tokens
+    roomy = replace(config, tokens_per_device=10_000)
+    assert derived(roomy, 8)["rows_per_microbatch"] == 16  # 12 trajectories need no more
     assert derived(replace(config, algo=sft.Config()), 4)["trajectories_per_step"] == 6
 
 

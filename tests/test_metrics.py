@@ -446,7 +446,8 @@ def test_the_end_says_what_was_reached_and_where_things_lie(tmp_path, monkeypatc
     )
 
 
-def test_an_early_end_says_why_and_how_to_go_on(tmp_path, capsys):
+def test_an_early_end_says_why_and_how_to_go_on(tmp_path, monkeypatch, capsys):
+    Clock(monkeypatch)
     log = RunLog(tmp_path, QUIET, 3)
     log.step(1, {"loss": 2.0}, tokens=1)
     log.finish(stopped="SIGTERM")
