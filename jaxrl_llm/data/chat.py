@@ -130,7 +130,8 @@ def _with_ends(
 def _plain_ids(tokenizer: Any, example: Example, config: ChatConfig) -> list[int]:
     """Ids of a prompt without a template; [] or the start token where the text is empty."""
     text = example.text if example.messages is None else _joined(example)
-    if config.system_prompt:
+    has_system = example.messages is not None and example.messages[0]["role"] == "system"
+    if config.system_prompt and not has_system:
         text = f"{config.system_prompt}\n\n{text}"
     start = not (config.parse_control_tokens and text.startswith(tokenizer.bos_token or "\0"))
     encode: Callable = functools.partial(tokenizer, add_special_tokens=start, verbose=False)

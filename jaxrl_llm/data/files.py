@@ -149,9 +149,10 @@ def arrow_file(path: Path) -> Rows:
     import pyarrow
 
     def read():
-        head = path.open("rb").read(6)
-        opened = pyarrow.ipc.open_file if head == b"ARROW1" else pyarrow.ipc.open_stream
-        return opened(pyarrow.memory_map(str(path))).read_all()
+        mapped = pyarrow.memory_map(str(path))
+        is_file = mapped.read(6) == b"ARROW1"
+        mapped.seek(0)
+        return (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(mapped).read_all()
 
     return _table_rows(path, read)
 

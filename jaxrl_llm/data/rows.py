@@ -186,7 +186,7 @@ def _response(row: dict, where: str, config: SourceConfig) -> tuple[str | None, 
     for key in keys:
         value = lookup(row, key)
         if isinstance(value, list):
-            turns = _messages(value, f"{where}: {key}")
+            turns = _turns(value, f"{where}: {key}")
             single = len(turns) == 1 and turns[0]["role"] == "assistant"
             return (turns[0]["content"], ()) if single else (None, turns)
         if value is not None:
@@ -194,10 +194,16 @@ def _response(row: dict, where: str, config: SourceConfig) -> tuple[str | None, 
             return value, ()
     if config.response_key:
         raise ValueError(f"{where}: no response_key {config.response_key!r}: the columns are {_names(row)}")
+    return None, ()
+
+
+def _turns(value: list, where: str) -> tuple[Message, ...]:
+    return tuple(_message(item, f"{where}[{i}]") for i, item in enumerate(value))
 
 
 def _messages(value: list, where: str) -> tuple[Message, ...]:
-    messages = tuple(_message(item, f"{where}[{i}]") for i, item in enumerate(value))
+    """A chat in which somebody besides the policy speaks."""
+    messages = _turns(value, where)
     if not any(m["content"].strip() for m in messages if m["role"] != "assistant"):
         raise ValueError(f"{where} is empty: no message of a user, the system or a tool has any text")
     return messages

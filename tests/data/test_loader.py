@@ -1,0 +1,219 @@
+"""Batches: a function of seed and step, epochs, mixing, over-long rows, held-out sets, flags."""
+
+import dataclasses
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+import tyro
+
+from jaxrl_llm.data.loader import DataConfig, Loader
+from jaxrl_llm.data.rows import SourceConfig
+from jaxrl_llm.data.template import ChatConfig
+from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+
+PLAIN = ChatConfig(render="plain")
+TOKENIZER = make_tokenizer()
+
+
+def write(path, prompts, **columns):
+    path.write_text("".join(json.dumps({"prompt": prompt, **columns}) + "\n" for prompt in prompts))
+    return str(path)
+
+
+@pytest.fixture
+def seven(tmp_path):
+    return write(tmp_path / "seven.jsonl", "abcdefg", response="ok")
+
+
+def loader(path="", seed=0, split="train", max_prompt_tokens=64, max_tokens=None, **config):
+    return Loader(DataConfig(path=path, **config), TOKENIZER, seed, max_prompt_tokens, split, max_tokens)
+
+
+def texts(prompts):
+    return [prompt.example.text for prompt in prompts]
+
+
+def test_a_step_is_the_same_whatever_was_read_before(seven):
+    fresh, used = loader(seven), loader(seven)
+    for step in (9, 2, 0):
+        used.batch(step, 4)
+        used.supervised_batch(step, 3)
+    for step in (0, 5, 1000):
+        a, b = fresh.batch(step, 4), used.batch(step, 4)
+        assert [(p.example, p.ids.tolist(), p.index) for p in a] == [
+            (p.example, p.ids.tolist(), p.index) for p in b
+        ]
+        assert [p.index for p in a] == [step * 4 + i for i in range(4)]
+
+
+def test_every_epoch_holds_every_row_in_another_order(seven):
+    epochs = [texts(loader(seven).batch(step, 7)) for step in range(4)]
+    assert all(sorted(epoch) == list("abcdefg") for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    assert texts(loader(seven, seed=1).batch(0, 7)) != epochs[0]
+
+
+def test_steps_cut_one_stream(seven):
+    assert texts(loader(seven).batch(0, 12)) == [
+        t for step in range(3) for t in texts(loader(seven).batch(step, 4))
+    ]
+
+
+def test_without_shuffle_rows_come_in_order(seven):
+    assert "".join(texts(loader(seven, shuffle=False).batch(1, 5))) == "fgabc"
+
+
+def test_sources_are_mixed_by_weight(tmp_path):
+    paths = [write(tmp_path / f"{name}.jsonl", [name] * n) for name, n in (("a", 3), ("b", 50), ("c", 7))]
+    weights = (0.5, 0.3, 0.2)
+    train = tuple(SourceConfig(path=p, weight=w * 4) for p, w in zip(paths, weights, strict=True))
+    drawn = loader(train=train)
+    counts = Counter(texts(drawn.batch(0, 1000)))
+    assert {name: abs(counts[name] - 1000 * w) <= 2 for name, w in zip("abc", weights, strict=True)} == {
+        "a": True,
+        "b": True,
+        "c": True,
+    }
+    assert set(texts(drawn.batch(7, 10))) == {"a", "b", "c"}  # interleaved, not in blocks
+    assert drawn.stats()["rows"] == 60
+
+
+def test_weight_must_be_positive(seven):
+    with pytest.raises(ValueError, match="weight must be more than 0, got 0"):
+        loader(train=(SourceConfig(path=seven, weight=0),))
+
+
+@pytest.fixture
+def mixed_lengths(tmp_path):
+    return write(tmp_path / "m.jsonl", ["a", "bb", "ccccc", "dd", "eeeeee"], response="ok")
+
+
+def test_overlong_prompts_are_replaced_and_counted(mixed_lengths):
+    drawn = loader(mixed_lengths, max_prompt_tokens=2)
+    counts = Counter(texts(drawn.batch(0, 600)))
+    assert set(counts) == {"a", "bb", "dd"} and min(counts.values()) > 150  # no row is favoured
+    assert drawn.stats() == {"rows": 5, "bad_rows": 0, "overlong": 2}
+    assert texts(loader(mixed_lengths, max_prompt_tokens=2).batch(3, 7)) == texts(drawn.batch(3, 7))
+    in_order = loader(mixed_lengths, max_prompt_tokens=2, shuffle=False)
+    assert texts(in_order.batch(0, 5)) == ["a", "bb", "dd", "dd", "a"]
+
+
+@pytest.mark.parametrize("side, kept", [("left", "23"), ("right", "12")])
+def test_overlong_prompts_are_cut(tmp_path, side, kept):
+    drawn = loader(write(tmp_path / "a.jsonl", ["123"]), max_prompt_tokens=2, overlong="cut", cut_side=side)
+    assert TOKENIZER.decode(drawn.batch(0, 1)[0].ids) == kept
+    assert drawn.stats()["overlong"] == 1
+
+
+def test_overlong_prompts_are_refused(mixed_lengths):
+    with pytest.raises(ValueError, match=r"m.jsonl:3: 5 tokens, more than 2; --data.overlong filter"):
+        loader(mixed_lengths, max_prompt_tokens=2, overlong="fail", shuffle=False).batch(0, 5)
+
+
+def test_nothing_fits(mixed_lengths):
+    with pytest.raises(ValueError, match=r"none fits max_prompt_tokens 0 .*--data.overlong cut"):
+        loader(mixed_lengths, max_prompt_tokens=0).batch(0, 1)
+
+
+def test_supervised_batch(seven):
+    ids, mask = loader(seven, shuffle=False).supervised_batch(0, 2)[1]
+    assert TOKENIZER.decode(ids) == "bok<|im_end|>" and mask.tolist() == [0, 1, 1, 1]
+    assert (ids.dtype, mask.dtype) == (np.int32, np.int8)
+
+
+def test_supervised_limit(mixed_lengths):
+    drawn = loader(mixed_lengths, max_tokens=5, shuffle=False)
+    assert [len(ids) for ids, _ in drawn.supervised_batch(0, 5)] == [4, 5, 5, 5, 4]
+    cut = loader(mixed_lengths, max_tokens=4, shuffle=False, overlong="cut").supervised_batch(0, 5)
+    assert [TOKENIZER.decode(ids)[:2] for ids, _ in cut] == ["ao", "bo", "co", "do", "eo"]
+    # Cut on the right, the long ones have nothing left to learn and give way to the next row.
+    cut = loader(
+        mixed_lengths, max_tokens=4, shuffle=False, overlong="cut", cut_side="right"
+    ).supervised_batch(0, 5)
+    assert [TOKENIZER.decode(ids) for ids, _ in cut[2:]] == ["ddok", "ddok", "aok<|im_end|>"]
+    assert all(mask.any() for _, mask in cut)
+
+
+def test_eval_set_is_spread_over_rows_and_sources_for_every_seed(tmp_path, seven):
+    ten = write(tmp_path / "ten.jsonl", map(str, range(10)))
+    config = {"path": seven, "eval": (SourceConfig(path=ten), SourceConfig(path=seven))}
+    assert texts(loader(split="eval", **config).eval_set(8)) == ["0", "2", "5", "7", "a", "b", "d", "f"]
+    assert texts(loader(split="eval", seed=3, **config).eval_set(5)) == ["0", "3", "6", "a", "d"]
+    assert len(loader(split="eval", **config).eval_set(100)) == 17
+
+
+def test_eval_set_leaves_out_overlong_prompts(mixed_lengths):
+    drawn = loader(eval=(SourceConfig(path=mixed_lengths),), split="eval", max_prompt_tokens=2)
+    assert texts(drawn.eval_set(5)) == ["a", "bb", "dd"] and drawn.stats()["overlong"] == 2
+
+
+def test_no_eval_source(seven):
+    empty = loader(seven, split="eval")
+    assert empty.eval_set(5) == [] and empty.stats() == {"rows": 0, "bad_rows": 0, "overlong": 0}
+    with pytest.raises(ValueError, match=r"give --data.eval_path FILE"):
+        empty.batch(0, 1)
+
+
+def test_generated_training_sources_are_evaluated_on_their_held_out_part():
+    config = {"path": "task:arithmetic", "chat": PLAIN}
+    evaluation = loader(split="eval", **config)
+    held_out = {prompt.example.messages[0]["content"] for prompt in evaluation.eval_set(50)}
+    trained = {
+        prompt.example.messages[0]["content"]
+        for step in range(10)
+        for prompt in loader(**config).batch(step, 50)
+    }
+    assert len(held_out) > 40 and not held_out & trained
+    again = loader(split="eval", seed=9, eval=(SourceConfig(path="task:arithmetic"),), chat=PLAIN).eval_set(
+        50
+    )
+    assert {
+        prompt.example.messages[0]["content"] for prompt in again
+    } == held_out  # also where named, for every seed
+    assert TOKENIZER.decode(evaluation.eval_set(1)[0].ids).endswith("=")
+
+
+def test_path_takes_the_place_of_the_sources(seven):
+    first = SourceConfig(path="task:arithmetic", options='{"digits": 1}', answer_key="gold", split="train")
+    config = DataConfig(train=(first, SourceConfig(path="task:reverse")), path=seven, eval_path="e.jsonl")
+    assert config.sources("train") == (dataclasses.replace(first, path=seven, options=""),)
+    wanted = dataclasses.replace(first, path="e.jsonl", options="", split="test")
+    assert config.sources("eval") == (wanted,)
+    assert DataConfig(train=(first,)).sources("eval") == (dataclasses.replace(first, split="test"),)
+    assert DataConfig(path=seven).sources("eval") == ()
+
+
+def test_no_source_at_all():
+    with pytest.raises(ValueError, match=r"give --data.path FILE"):
+        loader()
+
+
+def test_bad_rows_are_counted(tmp_path, caplog):
+    path = write(tmp_path / "a.jsonl", ["a", "", "b"])
+    assert loader(path, bad_rows="skip").stats() == {"rows": 2, "bad_rows": 1, "overlong": 0}
+    with pytest.raises(ValueError, match=r"a.jsonl:2: prompt is empty"):
+        loader(path)
+
+
+def test_flags(capsys):
+    args = (
+        "--overlong cut --train.0.path x.jsonl --train.0.weight 2 --chat.render plain --path y --no-shuffle"
+    )
+    config = tyro.cli(DataConfig, args=args.split())
+    assert (config.overlong, config.path, config.shuffle, config.chat.render) == ("cut", "y", False, "plain")
+    assert config.train == (SourceConfig(path="x.jsonl", weight=2.0),)
+    with pytest.raises(SystemExit):
+        tyro.cli(DataConfig, args=["--help"])
+    shown = capsys.readouterr().out
+    assert "--bad-rows" in shown or "--bad_rows" in shown
+
+
+def test_the_stream_never_changes():
+    drawn = loader("task:arithmetic", seed=7, chat=PLAIN)
+    assert [TOKENIZER.decode(prompt.ids) for prompt in drawn.batch(3, 3)] == ["65+66=", "87+75=", "69+39="]
+
+
+def test_row_order_never_changes(seven):
+    assert "".join(texts(loader(seven, seed=7).batch(0, 14))) == "afgcebdcdebagf"

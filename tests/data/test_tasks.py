@@ -1,0 +1,116 @@
+"""Generated tasks: right answers, systematic mistakes, a held-out part that training never sees."""
+
+import json
+import random
+
+import pytest
+
+from jaxrl_llm.data import tasks
+from jaxrl_llm.data.rows import SourceConfig
+from jaxrl_llm.data.sources import open_source
+from jaxrl_llm.outcome import Outcome
+from jaxrl_llm.rewards import countdown, exact, number
+from jaxrl_llm.rewards.sample import Sample
+
+VERIFIERS = {
+    "arithmetic": number.reward,
+    "countdown": countdown.reward,
+    "maximum": exact.reward,
+    "reverse": exact.reward,
+}
+
+
+def opened(name, seed=0, split="train", **options):
+    return open_source(SourceConfig(path=f"task:{name}", split=split, options=json.dumps(options)), seed)
+
+
+def verdict(example):
+    sample = Sample(example.response, example.answer, columns=example.columns, source=example.source)
+    return VERIFIERS[example.source.removeprefix("task:")](sample)[1]
+
+
+@pytest.mark.parametrize("name", tasks.TASKS)
+def test_demonstrations_are_right_and_mistakes_wrong(name):
+    right, wrong = opened(name), opened(name, noise=1.0)
+    for i in range(200):
+        assert right[i].messages == wrong[i].messages and right[i].answer == wrong[i].answer
+        assert verdict(right[i]) is Outcome.CORRECT, right[i]
+        assert verdict(wrong[i]) is not Outcome.CORRECT, wrong[i]
+
+
+@pytest.mark.parametrize("name", tasks.TASKS)
+def test_noise_is_the_share_of_wrong_demonstrations(name):
+    source = opened(name, noise=0.3)
+    wrong = sum(verdict(source[i]) is not Outcome.CORRECT for i in range(1000))
+    assert 255 <= wrong <= 345  # 300 +- 3 standard deviations
+
+
+@pytest.mark.parametrize("name", tasks.TASKS)
+def test_an_index_is_one_problem_of_a_seed(name):
+    source = opened(name)
+    later, first = source[900], source[3]
+    assert opened(name)[3] == first and opened(name)[900] == later
+    assert [opened(name, seed=1)[i] for i in range(5)] != [source[i] for i in range(5)]
+    with pytest.raises(IndexError):
+        opened(name, size=10)[10]
+
+
+def arithmetic_key(prompt):
+    return tuple(sorted(prompt.rstrip("=").split("+")))
+
+
+def test_held_out_sums_are_never_trained_on_in_any_order():
+    train, test = opened("arithmetic", digits=1), opened("arithmetic", digits=1, split="test", seed=5)
+    keys = lambda source: {arithmetic_key(source[i].messages[0]["content"]) for i in range(1000)}
+    assert not keys(train) & keys(test)
+    assert len(keys(train) | keys(test)) == 55  # all unordered pairs of 10 digits
+    assert len(keys(test)) >= 3
+
+
+@pytest.mark.parametrize("name", tasks.TASKS)
+def test_held_out_prompts_are_never_trained_on(name):
+    sources = {split: opened(name, split=split) for split in ("train", "test")}
+    prompts = lambda split: {sources[split][i].messages[0]["content"] for i in range(500)}
+    assert not prompts("train") & prompts("test")
+
+
+def test_a_tenth_is_held_out():
+    assert 900 <= sum(tasks.held_out(f"{i}+{i}") for i in range(10_000)) <= 1100
+
+
+def test_prompts_and_answers_are_short():
+    lengths = {
+        name: max(len(opened(name)[i].messages[0]["content"]) for i in range(200)) for name in tasks.TASKS
+    }
+    assert lengths == {"arithmetic": 6, "countdown": 10, "maximum": 9, "reverse": 5}
+
+
+def test_settings_shape_the_problems():
+    source = opened("arithmetic", digits=3, operators="-", terms=3)
+    for i in range(50):
+        a, b, c = map(int, source[i].messages[0]["content"].rstrip("=").split("-"))
+        assert source[i].answer == str(a - b - c) and max(a, b, c) < 1000
+    numbers = opened("maximum", count=2, digits=1)[0].messages[0]["content"].rstrip(">").split(",")
+    assert len(numbers) == 2
+    assert set(opened("reverse", letters="xy", length=3)[0].answer) == {"x", "y"}
+
+
+@pytest.mark.parametrize(
+    "operands, signs, value",
+    [([3, 5, 2], "*-", 13), ([2, 3, 4], "+*", 14), ([2, 3, 4, 5], "-*+", -5), ([7], "", 7)],
+)
+def test_compute_keeps_the_usual_precedence(operands, signs, value):
+    assert tasks.compute(operands, list(signs)) == value
+    assert eval(tasks.join(operands, list(signs))) == value
+
+
+def test_impossible_settings_fail():
+    for make, options in [
+        (tasks.countdown, tasks.Countdown(operators="+")),
+        (tasks.countdown, tasks.Countdown(numbers=1)),
+        (tasks.maximum, tasks.Maximum(count=11, digits=1)),
+        (tasks.reverse, tasks.Reverse(letters="aa")),
+        (tasks.arithmetic, tasks.Arithmetic(terms=1)),
+    ]:
+        with pytest.raises(ValueError, match=r"must be|numbers: 2|operators: 2|length"):
+            make(random.Random(0), options)
