@@ -9,6 +9,7 @@ Sizes come from short ladders, so programs are few and are compiled once.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -57,7 +58,7 @@ class Generation:
         self.occupants: list[Sample | None] = [None] * size
         self.slots = _empty_slots(size, samples[0].key if samples else np.zeros(2, np.uint32))
         self.cache = None
-        self.prompts, self.prompt_rows = None, {}  # the last prefilled batch: KV, id(request) -> row
+        self.prompts, self.prompt_rows = None, {}  # the last prefilled batch: KV, prompt -> row
         self.prefill_seconds, self.slot_steps = 0.0, 0
 
     def run(self, sampling: SamplingConfig, decode_fn: Callable[[Sequence[int]], str]) -> Metrics:
@@ -125,40 +126,40 @@ class Generation:
         """Prefill the prompts of new samples, each once for its group, and copy them into the slots."""
         rows = np.full(len(self.occupants), -1, np.int32)
         fresh = np.flatnonzero(self.slots.active & (self.slots.counts == 0))
-        ahead = [self.occupants[s].request for s in fresh] + [sample.request for sample in self.waiting]
+        ahead = [self.occupants[s] for s in fresh] + list(itertools.islice(self.waiting, 8 * len(rows)))
         for i, slot in enumerate(fresh):
-            request = self.occupants[slot].request
-            if id(request) not in self.prompt_rows:
+            prompt = _identity(self.occupants[slot])
+            if prompt not in self.prompt_rows:
                 self._insert(rows)
                 rows[:] = -1
                 self._prefill(ahead[i:])
-            rows[slot] = self.prompt_rows[id(request)]
+            rows[slot] = self.prompt_rows[prompt]
         self._insert(rows)
 
     def _insert(self, rows: np.ndarray) -> None:
         if (rows >= 0).any():
             self.cache = self.programs.insert(self.cache, self.prompts, rows.copy())
 
-    def _prefill(self, requests: list[Request]) -> None:
-        """One forward over the first of these prompts, as many as fit in prefill_tokens."""
+    def _prefill(self, samples: list[Sample]) -> None:
+        """One forward over the first prompts of these, as many as fit in prefill_tokens."""
         start = time.perf_counter()
-        batch: list[Request] = []
+        batch: dict[bytes, np.ndarray] = {}
         width = 0
-        for request in {id(r): r for r in requests}.values():
-            wider = max(width, bucket(len(request.prompt_ids) - 1, least=32))
-            if batch and wider * _power_of_two(len(batch) + 1) > self.config.prefill_tokens:
+        for sample in samples:
+            ids = sample.request.prompt_ids
+            wider = max(width, bucket(len(ids) - 1, least=32))
+            new = _identity(sample) not in batch
+            if batch and new and wider * _power_of_two(len(batch) + 1) > self.config.prefill_tokens:
                 break
-            batch.append(request)
+            batch[_identity(sample)] = ids[:-1]  # decode reads the last one
             width = wider
-            if len(batch) == len(self.occupants):
-                break
         tokens = np.zeros((_power_of_two(len(batch)), width), np.int32)
         lengths = np.zeros(len(tokens), np.int32)
-        for row, request in enumerate(batch):
-            lengths[row] = len(request.prompt_ids) - 1  # decode reads the last one
-            tokens[row, width - lengths[row] :] = request.prompt_ids[:-1]
+        for row, ids in enumerate(batch.values()):
+            lengths[row] = len(ids)
+            tokens[row, width - len(ids) :] = ids
         self.prompts = jax.block_until_ready(self.programs.prefill(self.weights, tokens, lengths))
-        self.prompt_rows = {id(request): row for row, request in enumerate(batch)}
+        self.prompt_rows = {prompt: row for row, prompt in enumerate(batch)}
         self.prefill_seconds += time.perf_counter() - start
 
     def _decode(self, sampling: SamplingConfig) -> Chunk:
@@ -230,6 +231,11 @@ def _empty_slots(size: int, key: np.ndarray) -> Slots:
     ints = lambda: np.zeros(size, np.int32)
     keys = np.zeros((size, len(key)), key.dtype)
     return Slots(ints(), ints(), ints(), ints(), np.zeros(size, bool), keys)
+
+
+def _identity(sample: Sample) -> bytes:
+    """Equal for equal prompts: they share one prefill whatever group they are of."""
+    return np.asarray(sample.request.prompt_ids, np.int32).tobytes()
 
 
 def _power_of_two(n: int) -> int:
