@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from jaxrl_llm.outcome import Outcome
-
-if TYPE_CHECKING:
-    from jaxrl_llm.data.rows import Example
 
 ABSTAINED = "the reward abstained (returned None)"
 
@@ -63,19 +59,6 @@ class Sample:
     response_ids: tuple[int, ...] = ()
     source: str = ""  # name of the data source
     columns: dict[str, Any] = field(default_factory=dict)  # all columns of the row
-
-    @classmethod
-    def of(cls, example: Example, prompt: str, response: str, response_ids: Sequence[int]) -> Sample:
-        """The response to a dataset example; `prompt` is its text as the policy read it."""
-        return cls(
-            response=response,
-            answer=example.answer,
-            prompt=prompt,
-            messages=example.messages or (),
-            response_ids=tuple(int(token) for token in response_ids),
-            source=example.source,
-            columns=example.columns,
-        )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,142 @@
+"""jaxrl_llm on the shared work."""
+
+# ruff: noqa: E402  (stdout is taken before anything can print)
+from __future__ import annotations
+
+from serve import open_channel
+
+channel = open_channel()
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import work
+from serve import serve
+
+from jaxrl_llm import algos, models
+from jaxrl_llm.algos import grpo
+from jaxrl_llm.data.packing import PackItem, from_trajectory
+from jaxrl_llm.experience import side_by_side
+from jaxrl_llm.models import RopeConfig, TransformerConfig
+from jaxrl_llm.optim import decayed
+from jaxrl_llm.rollout.engine import Request, SamplingConfig
+from jaxrl_llm.rollout.native import NativeEngine, RolloutConfig
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.step import Learner, StepConfig
+
+MODEL = TransformerConfig(
+    vocab_size=work.VOCAB,
+    hidden_size=work.WIDTH,
+    mlp_size=work.MLP,
+    num_layers=work.LAYERS,
+    num_heads=work.HEADS,
+    num_kv_heads=work.KV_HEADS,
+    head_dim=work.HEAD_DIM,
+    rope=RopeConfig(theta=float(work.ROPE_THETA)),
+    norm_eps=work.NORM_EPS,
+)
+SAMPLING = SamplingConfig(ignore_eos=True)
+ALGO = grpo.Config(kl_coef=0.0, clip_low=work.CLIP, clip_high=work.CLIP)
+ROWS = int(os.environ.get("ROWS", work.BATCH))  # of a micro-batch
+
+
+def learner() -> Learner:
+    optimizer = optax.adamw(
+        work.LEARNING_RATE, work.B1, work.B2, work.EPS, weight_decay=work.WEIGHT_DECAY, mask=decayed
+    )
+    config = StepConfig(row_tokens=work.PROMPT_TOKENS + work.NEW_TOKENS, rows=ROWS, max_grad_norm=0.0)
+    return Learner(ALGO, MODEL, optimizer, config, make_mesh(MeshConfig()))
+
+
+def fresh_state(trainer: Learner):
+    make = jax.jit(models.init, static_argnums=0, out_shardings=trainer.param_shardings)
+    return trainer.init_state(make(MODEL, jax.random.key(0)))
+
+
+def engine(mesh, tokenizer=None) -> NativeEngine:
+    return NativeEngine(RolloutConfig(slots=work.BATCH), MODEL, mesh, tokenizer)
+
+
+def rollout(requests_of, mesh=None):
+    mesh = mesh or make_mesh(MeshConfig())
+    roll = engine(mesh)
+    roll.publish(models.init(MODEL, jax.random.key(0)), version=0)
+
+    def run(repetition: int) -> None:
+        requests = requests_of(repetition)
+        trajectories = roll.generate(requests, SAMPLING, jax.random.key(repetition))
+        wanted = [r.max_tokens for r in requests for _ in range(r.num_responses)]
+        assert [len(t.response_ids) for t in trajectories] == wanted
+
+    return run
+
+
+def fixed(repetition: int) -> list[Request]:
+    prompts = [np.array(ids, np.int32) for ids in work.prompts(repetition)]
+    return [Request(ids, i, work.GROUP, work.NEW_TOKENS) for i, ids in enumerate(prompts)]
+
+
+def ragged(repetition: int) -> list[Request]:
+    """Each sample has a length of its own, so each is a request of its own: prompts are not shared here."""
+    prompts = [np.array(ids, np.int32) for ids in work.prompts(repetition)]
+    lengths = work.ragged_lengths(repetition)
+    return [Request(prompts[i // work.GROUP], i, 1, length) for i, length in enumerate(lengths)]
+
+
+def train_step():
+    trainer = learner()
+    state = fresh_state(trainer)
+    mask = np.r_[np.zeros(work.PROMPT_TOKENS), np.ones(work.NEW_TOKENS)].astype(np.float32)
+
+    def run(repetition: int) -> None:
+        nonlocal state
+        advantages = work.training_advantages(repetition)
+        items = [
+            PackItem(np.array(ids, np.int32), mask, {"advantages": mask * advantage})
+            for ids, advantage in zip(work.training_ids(repetition), advantages, strict=True)
+        ]
+        state, metrics = trainer.update(state, [items])
+        jax.block_until_ready(state)
+        assert float(metrics["grad_norm"]) > 0 and not float(metrics["nonfinite"])
+
+    return run
+
+
+def grpo_step():
+    trainer = learner()
+    state = fresh_state(trainer)
+    roll = engine(trainer.mesh, work.tokenizer())
+
+    def run(repetition: int) -> None:
+        nonlocal state
+        roll.publish(state.params, int(state.version))
+        trajectories = roll.generate(fixed(repetition), SAMPLING, jax.random.key(repetition))
+        for trajectory in trajectories:
+            trajectory.reward = work.reward(trajectory.text)
+        rollouts = side_by_side(trajectories)
+        advantages = np.asarray(algos.module_of(ALGO).advantages(rollouts, ALGO))
+        items = [from_trajectory(t, a, True) for t, a in zip(trajectories, advantages, strict=True)]
+        state, metrics = trainer.update(state, [items])
+        jax.block_until_ready(state)
+        assert float(metrics["grad_norm"]) > 0 and float(metrics["mismatch/max_abs"]) < 1e-2
+
+    return run
+
+
+if __name__ == "__main__":
+    assert jnp.zeros(()).dtype == jnp.float32
+    serve(
+        channel,
+        ("jaxrl-llm", "jax", "flax", "optax"),
+        {
+            "rollout_fixed": lambda: rollout(fixed),
+            "rollout_ragged": lambda: rollout(ragged),
+            "train_step": train_step,
+            "grpo_step": grpo_step,
+        },
+    )

@@ -1,0 +1,157 @@
+"""transformers' generate and TRL's GRPO trainer, on torch, on the shared work."""
+
+# ruff: noqa: E402  (stdout is taken before anything can print)
+from __future__ import annotations
+
+from serve import open_channel
+
+channel = open_channel()
+
+import os
+import tempfile
+import warnings
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+warnings.simplefilter("ignore")
+
+import torch
+import work
+from datasets import Dataset
+from serve import Gate, serve
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+
+STEPS = 10_000
+CONFIG = Qwen3Config(
+    vocab_size=work.VOCAB,
+    hidden_size=work.WIDTH,
+    intermediate_size=work.MLP,
+    num_hidden_layers=work.LAYERS,
+    num_attention_heads=work.HEADS,
+    num_key_value_heads=work.KV_HEADS,
+    head_dim=work.HEAD_DIM,
+    rms_norm_eps=work.NORM_EPS,
+    rope_parameters={"rope_type": "default", "rope_theta": float(work.ROPE_THETA)},
+    tie_word_embeddings=True,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=0,
+)
+
+
+def model() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(CONFIG).float()
+
+
+def rollout(new_tokens_of):
+    """The batch decodes until its longest response has ended."""
+    policy = model().eval()
+
+    @torch.no_grad()
+    def run(repetition: int) -> None:
+        steps = new_tokens_of(repetition)
+        torch.manual_seed(repetition)
+        ids = torch.tensor(work.prompts(repetition))
+        out = policy.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            num_return_sequences=work.GROUP,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            min_new_tokens=steps,
+            max_new_tokens=steps,
+        )
+        assert out.shape == (work.BATCH, work.PROMPT_TOKENS + steps), out.shape
+
+    return run
+
+
+def trainer(reward) -> GRPOTrainer:
+    """TRL's trainer with all that costs time and is not the algorithm turned off."""
+    arguments = GRPOConfig(
+        output_dir=tempfile.mkdtemp(),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=work.BATCH,
+        num_generations=work.GROUP,
+        max_completion_length=work.NEW_TOKENS,
+        temperature=1.0,
+        beta=0.0,
+        epsilon=work.CLIP,
+        learning_rate=work.LEARNING_RATE,
+        lr_scheduler_type="constant",
+        adam_beta1=work.B1,
+        adam_beta2=work.B2,
+        adam_epsilon=work.EPS,
+        weight_decay=work.WEIGHT_DECAY,
+        max_grad_norm=0.0,
+        max_steps=STEPS,
+        generation_kwargs={"min_new_tokens": work.NEW_TOKENS},
+        report_to="none",
+        save_strategy="no",
+        logging_steps=STEPS,
+        disable_tqdm=True,
+    )
+    rows = [{"prompt": work.text(ids)} for i in range(64) for ids in work.prompts(i)]
+    return GRPOTrainer(
+        model=model(),
+        reward_funcs=reward,
+        args=arguments,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=work.tokenizer(),
+    )
+
+
+def train_step():
+    """TRL's loss, backward and the trainer's own optimizer."""
+    loop = trainer(lambda completions, **_: [0.0] * len(completions))
+    loop.current_gradient_accumulation_steps = 1
+    policy = loop.model.train()
+    optimizer = loop.create_optimizer()
+
+    def run(repetition: int) -> None:
+        ids = torch.tensor(work.training_ids(repetition))
+        inputs = {
+            "prompt_ids": ids[:, : work.PROMPT_TOKENS],
+            "prompt_mask": torch.ones(work.BATCH, work.PROMPT_TOKENS, dtype=torch.long),
+            "completion_ids": ids[:, work.PROMPT_TOKENS :],
+            "completion_mask": torch.ones(work.BATCH, work.NEW_TOKENS, dtype=torch.long),
+            "advantages": torch.tensor(work.training_advantages(repetition)),
+            "num_items_in_batch": torch.tensor(work.BATCH * work.NEW_TOKENS),
+        }
+        loop.compute_loss(policy, inputs).backward()
+        assert policy.model.embed_tokens.weight.grad.norm() > 0
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run
+
+
+def grpo_step():
+    gate = Gate()
+
+    def reward(completions, **_):
+        assert all(len(text.split()) <= work.NEW_TOKENS for text in completions)
+        gate.arrive()
+        return [work.reward(text) for text in completions]
+
+    gate.start(lambda: trainer(reward).train())
+    return gate.step
+
+
+if __name__ == "__main__":
+    serve(
+        channel,
+        ("torch", "transformers", "trl", "accelerate"),
+        {
+            "rollout_fixed": lambda: rollout(lambda _: work.NEW_TOKENS),
+            "rollout_ragged": lambda: rollout(lambda i: max(work.ragged_lengths(i))),
+            "train_step": train_step,
+            "grpo_step": grpo_step,
+        },
+    )

@@ -1,0 +1,170 @@
+"""google-tunix 0.1.7 on the shared work, through its public API."""
+
+# ruff: noqa: E402  (stdout is taken before anything can print)
+from __future__ import annotations
+
+from serve import open_channel
+
+channel = open_channel()
+
+import logging
+import os
+import warnings
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+logging.disable(logging.WARNING)
+warnings.simplefilter("ignore")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import work
+from flax import nnx
+from serve import Gate, serve
+from tunix.generate import sampler as sampler_lib
+from tunix.models.qwen3 import model as qwen3
+from tunix.rl import rl_cluster
+from tunix.rl.grpo import grpo_learner
+from tunix.rl.rollout import base_rollout
+
+SAMPLING = dict(temperature=1.0, top_p=1.0, top_k=None)
+SPARE = 8  # cache positions that Tunix wants beyond prompt + new tokens
+FOREVER = 10**6
+MODEL = qwen3.ModelConfig(
+    num_layers=work.LAYERS,
+    vocab_size=work.VOCAB,
+    embed_dim=work.WIDTH,
+    hidden_dim=work.MLP,
+    num_heads=work.HEADS,
+    num_kv_heads=work.KV_HEADS,
+    head_dim=work.HEAD_DIM,
+    rope_theta=work.ROPE_THETA,
+    norm_eps=work.NORM_EPS,
+    use_tied_embedding=True,
+    dtype=jnp.float32,
+    param_dtype=jnp.float32,
+)
+
+
+def model():
+    return qwen3.Qwen3(MODEL, rngs=nnx.Rngs(0))
+
+
+def rollout(most_new_tokens: int, new_tokens_of):
+    """The batch decodes until its longest response has ended: that many steps, in a cache for the cap."""
+    cache = sampler_lib.CacheConfig(
+        cache_size=work.PROMPT_TOKENS + most_new_tokens + SPARE,
+        num_layers=work.LAYERS,
+        num_kv_heads=work.KV_HEADS,
+        head_dim=work.HEAD_DIM,
+    )
+    sampler = sampler_lib.Sampler(model(), work.tokenizer(), cache)
+
+    def run(repetition: int) -> None:
+        steps = new_tokens_of(repetition)
+        prompts = [work.text(ids) for ids in work.prompts(repetition) for _ in range(work.GROUP)]
+        out = sampler(
+            prompts,
+            max_generation_steps=steps,
+            max_prompt_length=work.PROMPT_TOKENS,
+            eos_tokens=[-1],
+            seed=repetition,
+            **SAMPLING,
+        )
+        jax.block_until_ready(out.tokens)
+        assert [len(tokens) for tokens in out.tokens] == [steps] * work.BATCH
+
+    return run
+
+
+def learner(mesh, reward):
+    roles = (rl_cluster.Role.ACTOR, rl_cluster.Role.REFERENCE, rl_cluster.Role.ROLLOUT)
+    config = rl_cluster.ClusterConfig(
+        role_to_mesh=dict.fromkeys(roles, mesh),
+        rollout_engine="vanilla",
+        offload_to_cpu=False,
+        training_config=rl_cluster.RLTrainingConfig(
+            actor_optimizer=optax.adamw(
+                work.LEARNING_RATE, work.B1, work.B2, work.EPS, weight_decay=work.WEIGHT_DECAY
+            ),
+            eval_every_n_steps=FOREVER,
+            max_steps=FOREVER,
+        ),
+        rollout_config=base_rollout.RolloutConfig(
+            max_tokens_to_generate=work.NEW_TOKENS,
+            max_prompt_length=work.PROMPT_TOKENS,
+            kv_cache_size=work.PROMPT_TOKENS + work.NEW_TOKENS + SPARE,
+            eos_tokens=[-1],
+            **SAMPLING,
+        ),
+    )
+    cluster = rl_cluster.RLCluster(
+        actor=model(), reference=None, tokenizer=work.tokenizer(), cluster_config=config
+    )
+    algorithm = grpo_learner.GRPOConfig(
+        num_generations=work.GROUP, num_iterations=1, beta=0.0, epsilon=work.CLIP
+    )
+    return grpo_learner.GRPOLearner(rl_cluster=cluster, reward_fns=reward, algo_config=algorithm), cluster
+
+
+def one_device():
+    return jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+def train_step():
+    mesh = one_device()
+    with mesh:
+        _, cluster = learner(mesh, lambda prompts, completions, **_: [0.0] * len(completions))
+        trainer = cluster.actor_trainer
+        step, _ = trainer.jit_train_and_eval_step(False, True)
+
+    def run(repetition: int) -> None:
+        ids = np.array(work.training_ids(repetition), np.int32)
+        example = grpo_learner.TrainExample(
+            prompt_ids=jnp.asarray(ids[:, : work.PROMPT_TOKENS]),
+            prompt_mask=jnp.ones((work.BATCH, work.PROMPT_TOKENS), bool),
+            completion_ids=jnp.asarray(ids[:, work.PROMPT_TOKENS :]),
+            completion_mask=jnp.ones((work.BATCH, work.NEW_TOKENS), bool),
+            advantages=jnp.asarray(work.training_advantages(repetition), jnp.float32),
+            ref_per_token_logps=None,
+            old_per_token_logps=None,
+        )
+        with mesh:
+            out = step(example)
+            jax.block_until_ready((out, nnx.state(trainer.optimizer), nnx.state(trainer.model)))
+        assert float(out[2]) > 0  # gradient norm
+
+    return run
+
+
+def grpo_step():
+    mesh, gate = one_device(), Gate()
+
+    def reward(prompts, completions, **_):
+        gate.arrive()
+        return [work.reward(text) for text in completions]
+
+    def train():
+        with mesh:
+            loop, _ = learner(mesh, reward)
+            loop.train(
+                {"prompts": np.array([work.text(ids) for ids in work.prompts(i)])} for i in range(FOREVER)
+            )
+
+    gate.start(train)
+    return gate.step
+
+
+if __name__ == "__main__":
+    serve(
+        channel,
+        ("google-tunix", "jax", "flax", "optax", "qwix", "transformers"),
+        {
+            "rollout_fixed": lambda: rollout(work.NEW_TOKENS, lambda _: work.NEW_TOKENS),
+            "rollout_ragged": lambda: rollout(work.RAGGED_MAX, lambda i: max(work.ragged_lengths(i))),
+            "train_step": train_step,
+            "grpo_step": grpo_step,
+        },
+    )
