@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.transformer import KVCache, Transformer
@@ -51,13 +52,13 @@ def shardings(config: TransformerConfig, mesh: Mesh, rules: Rules) -> Params:
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
 
-def cast(params: Params, dtype: jnp.dtype) -> Params:
+def cast(params: Params, dtype: DTypeLike) -> Params:
     """The same weights in another float type."""
     return jax.tree.map(lambda w: w.astype(dtype), params)
 
 
 def empty_cache(
-    config: TransformerConfig, slots: int, length: int, dtype: jnp.dtype = jnp.float32
+    config: TransformerConfig, slots: int, length: int, dtype: DTypeLike = jnp.float32
 ) -> KVCache:
     """Room for `slots` sequences of at most `length` tokens."""
     shape = (config.num_layers, slots, length, config.num_kv_heads, config.head_dim)

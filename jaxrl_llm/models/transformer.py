@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_kernels.attention.causal import causal_attention
@@ -91,7 +92,7 @@ class Transformer(nnx.Module):
         segments: Int[Array, "B T"] | None = None,
         cache: KVCache | None = None,
         *,
-        dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
         remat: str = "none",
         keep_kv: bool = False,
     ) -> tuple[Float[Array, "B T D"], KVCache | tuple[Array, Array] | None]:
