@@ -96,7 +96,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack) -> Parts:
     on_policy = algos.module_of(config.algo).INPUT == "rollouts"
     engine = rewards = None
     if on_policy or config.eval.every:
-        engine = NativeEngine(config.rollout, model, mesh, tokenizer, config.max_prompt_tokens)
+        engine = NativeEngine(config.rollout, model, mesh, tokenizer)
         rewards = closing.enter_context(RewardPool(config.reward, Path(config.run_dir) / "rewards.log"))
     loader = make_loader(config, tokenizer)
     if on_policy:

@@ -57,12 +57,13 @@ def run(parts: Parts, description: dict, closing: contextlib.ExitStack) -> int:
     checkpoints = closing.enter_context(contextlib.closing(Checkpointer(config.checkpoint, run_dir)))
     state, start = restore(parts, checkpoints)
     log = RunLog(run_dir, config.log, parts.total, resume_step=start or -1)
+    closing.enter_context(contextlib.closing(log))
     introduce(log, parts, description, start)
     meta = {"config": dump(config), "model": dataclasses.asdict(parts.model)}
     if state is None:
         state = parts.initial_state()
     if start == 0 and parts.evaluator and not config.warm_start.steps:
-        log.step(0, evaluate(parts, state, log, 0), tokens=0, kind="start")
+        log.step(0, evaluate(parts, state, log), tokens=0, kind="start")
     reference = Reference(parts, run_dir)
     reason = None
 
@@ -83,7 +84,7 @@ def run(parts: Parts, description: dict, closing: contextlib.ExitStack) -> int:
 
         done = step + 1
         if eval_due(parts, done):
-            metrics |= evaluate(parts, state, log, done)
+            metrics |= evaluate(parts, state, log)
         prompts = [prompt_text(p) for p in experience.prompts]
         log.samples(done, sample_rows(experience.trajectories, prompts))
         log.step(done, metrics, experience.tokens, stage.kind)  # before the checkpoint that vouches for it
@@ -131,11 +132,10 @@ def eval_due(parts: Parts, done: int) -> bool:
     )
 
 
-def evaluate(parts: Parts, state: TrainState, log: RunLog, done: int) -> Metrics:
+def evaluate(parts: Parts, state: TrainState, log: RunLog) -> Metrics:
     """Held-out accuracy now."""
     with log.phase("evaluation"):
         metrics, _ = parts.evaluator(state.params, int(state.version))
-    log.message(f"step {done}: " + ", ".join(f"{k} {v:.3f}" for k, v in metrics.items()))
     return metrics
 
 
