@@ -69,7 +69,8 @@ def save(
             _write_rest(partial, raw, shards, tokenizer)
             _replace(partial, folder)
     finally:  # a disk that fills up must not keep what nobody can use
-        shutil.rmtree(partial, ignore_errors=True)
+        if writer:
+            shutil.rmtree(partial, ignore_errors=True)
     agree(0)  # nobody goes on before the folder is there
     return folder
 

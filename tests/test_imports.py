@@ -1,0 +1,142 @@
+"""The rules of docs/architecture.md and of style that a parser can check."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {"jaxrl_llm": ROOT / "jaxrl_llm", "jaxrl_kernels": ROOT / "kernels/jaxrl_kernels"}
+FILES = [file for folder in PACKAGES.values() for file in sorted(folder.rglob("*.py"))]
+CHECKED = ("jaxrl_llm", "kernels", "configs", "tests", "benchmarks", "examples")
+ALL_FILES = [file for folder in CHECKED for file in sorted((ROOT / folder).rglob("*.py"))]
+
+ANY = None
+ALLOWED: dict[str, str | None] = {
+    # the nouns, and small tools that know no other part
+    "jaxrl_kernels": "",
+    "outcome": "",
+    "signals": "",
+    "runtime": "",
+    "jsonl": "",
+    "loggers": "",
+    "progress": "",
+    "optim": "",
+    "structs": "outcome",
+    "curve": "jsonl",
+    "metrics": "structs jsonl curve loggers progress",
+    # the parts
+    "sharding": "structs",
+    "models": "jaxrl_kernels structs sharding",
+    "algos": "structs",
+    "rewards": "outcome",
+    "data": "structs",
+    "checkpoint": "structs signals sharding models",
+    "rollout": "jaxrl_kernels structs sharding models",
+    # what joins them
+    "step": "jaxrl_kernels structs sharding models algos data",
+    "experience": "structs algos data rewards rollout",
+    "evaluate": "structs data rewards rollout experience",
+    "config": "structs metrics optim sharding models algos data rewards rollout checkpoint",
+    "overrides": "config",
+    "config_check": "algos rollout overrides config",
+    "recipes": "algos overrides config_check config",
+    # the top
+    "parts": ANY,
+    "reference": ANY,
+    "train": ANY,
+    "tools": ANY,
+    "__main__": ANY,
+}
+"""Part of jaxrl_llm -> the other parts it may import. Imports go one way, from the bottom up."""
+TOP = {name for name, allowed in ALLOWED.items() if allowed is ANY}
+
+
+def relative(file: Path) -> str:
+    return str(file.relative_to(ROOT))
+
+
+def imports(tree: ast.AST) -> list[str]:
+    """Dotted names of everything imported anywhere in it; `from a import b` counts as a.b."""
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import"
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+def part_of(file: Path) -> str:
+    if file.is_relative_to(PACKAGES["jaxrl_kernels"]):
+        return "jaxrl_kernels"
+    return Path(file.relative_to(PACKAGES["jaxrl_llm"]).parts[0]).stem
+
+
+def imported_parts(file: Path) -> set[str]:
+    names = [name.split(".") for name in imports(ast.parse(file.read_text()))]
+    own = {name[1] for name in names if name[0] == "jaxrl_llm" and len(name) > 1}
+    return own | {name[0] for name in names if name[0] == "jaxrl_kernels"}
+
+
+@pytest.mark.parametrize("file", FILES, ids=relative)
+def test_imports_go_one_way(file):
+    part = part_of(file)
+    assert part in {*ALLOWED, "__init__"}, f"{part} is new: give it a line in ALLOWED"
+    allowed = ALLOWED.get(part, "")
+    wrong = imported_parts(file) - {part} - (set() if allowed is ANY else set(allowed.split()))
+    assert not wrong or (allowed is ANY and wrong <= ALLOWED.keys()), f"{part} may not import {sorted(wrong)}"
+
+
+def test_the_table_has_no_cycle():
+    order = []
+    remaining = {name: set((allowed or "").split()) for name, allowed in ALLOWED.items()}
+    while ready := [name for name, needs in remaining.items() if needs <= set(order)]:
+        order += ready
+        remaining = {name: needs for name, needs in remaining.items() if name not in order}
+    assert not remaining, f"these import each other: {sorted(remaining)}"
+    assert not {need for allowed in ALLOWED.values() for need in (allowed or "").split()} & TOP
+
+
+def test_only_models_know_flax_and_kernels_only_jax():
+    for file in FILES:
+        roots = {name.split(".")[0] for name in imports(ast.parse(file.read_text()))}
+        assert part_of(file) == "models" or "flax" not in roots, f"{relative(file)} imports flax"
+        if part_of(file) == "jaxrl_kernels":
+            outside = roots - sys.stdlib_module_names - {"jax", "jaxtyping", "numpy", "jaxrl_kernels"}
+            assert not outside, f"{relative(file)} imports {sorted(outside)}"
+
+
+def test_reward_workers_start_without_jax():
+    """A worker process imports these and nothing else of ours; jax would cost it a second and memory."""
+    files = [
+        *sorted((PACKAGES["jaxrl_llm"] / "rewards").glob("*.py")),
+        PACKAGES["jaxrl_llm"] / "data/rows.py",
+    ]
+    names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
+    modules = [name.removesuffix(".__init__") for name in names]
+    script = f"import sys, {', '.join(modules)}\nprint(sorted({{'jax', 'flax'}} & sys.modules.keys()))"
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert out.stdout.strip() == "[]", out.stdout + out.stderr
+
+
+@pytest.mark.parametrize("file", ALL_FILES, ids=relative)
+def test_files_are_small_plain_and_well_named(file):
+    text = file.read_text()
+    assert text.isascii(), [line for line in text.splitlines() if not line.isascii()][0]
+    limit = 600 if relative(file).startswith(("kernels", "tests", "benchmarks")) else 300
+    assert len(text.splitlines()) <= limit
+    assert file.stem not in sys.stdlib_module_names, "hides a module of the standard library"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            lines = node.end_lineno - node.lineno + 1 - docstring_lines(node)
+            assert lines <= 50, f"line {node.lineno}: {node.name} has {lines} lines"
+
+
+def docstring_lines(node: ast.FunctionDef) -> int:
+    if ast.get_docstring(node) is None:
+        return 0
+    return node.body[0].end_lineno - node.body[0].lineno + 1
