@@ -17,6 +17,7 @@ The ground truth is the first of `ANSWER_KEYS`, the supervised target the first 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,7 @@ SHAREGPT_ROLES = {
     "function": "tool",
     "observation": "tool",
 }
+SURROGATE = re.compile(r"[\ud800-\udfff]")
 Message = dict[str, Any]
 
 
@@ -237,7 +239,7 @@ def _check_text(value: Any, where: str) -> None:
         raise ValueError(f"{where} must be text, got {_kind(value)}")
     if "\0" in value:
         raise ValueError(f"{where} holds a NUL character")
-    if any("\ud800" <= character <= "\udfff" for character in value):
+    if SURROGATE.search(value):
         raise ValueError(f"{where} holds a lone surrogate or bytes that are not UTF-8")
 
 

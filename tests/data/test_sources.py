@@ -205,6 +205,7 @@ def test_unreadable_file_says_so(tmp_path, name):
         ({"path": "task:arithmetic", "options": "[2]"}, "must be a JSON object"),
         ({"path": "gym:no_such_task"}, "gym:no_such_task: Dataset 'no_such_task' not registered"),
         ({"path": "gym:chain_sum", "options": '{"terms": 2}'}, "unexpected keyword argument 'terms'"),
+        ({"path": "gym:word_ladder", "options": '{"size": 30000}'}, "too large .*; size was 30000"),
     ],
 )
 def test_wrong_source_names_the_fix(config, message, monkeypatch):
