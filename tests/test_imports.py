@@ -126,7 +126,7 @@ def test_reward_workers_start_without_jax():
 @pytest.mark.parametrize("file", ALL_FILES, ids=relative)
 def test_files_are_small_plain_and_well_named(file):
     text = file.read_text()
-    assert text.isascii(), [line for line in text.splitlines() if not line.isascii()][0]
+    assert text.isascii(), next(x for x in text.splitlines() if not x.isascii())
     limit = 600 if relative(file).startswith(("kernels", "tests", "benchmarks")) else 300
     assert len(text.splitlines()) <= limit
     assert file.stem not in sys.stdlib_module_names, "hides a module of the standard library"
