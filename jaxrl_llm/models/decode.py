@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_kernels.attention.reference import attention
@@ -48,7 +49,7 @@ class RingCache(NamedTuple):
         return self.v[0].shape[2]
 
 
-def decode_weights(params: Transformer, dtype: jnp.dtype) -> DecodeWeights:
+def decode_weights(params: Transformer, dtype: DTypeLike) -> DecodeWeights:
     """A copy of the weights for decoding: norms as they are, all others in `dtype`.
 
     Always a copy, so that the trainer may donate its own.
@@ -72,7 +73,7 @@ def decode_shardings(c: TransformerConfig, mesh: Mesh, rules: Rules) -> DecodeWe
     return DecodeWeights(tree.embed.get_value(), tree.norm.get_value(), head, (one_layer,) * c.num_layers)
 
 
-def ring_cache(c: TransformerConfig, slots: int, length: int, dtype: jnp.dtype) -> RingCache:
+def ring_cache(c: TransformerConfig, slots: int, length: int, dtype: DTypeLike) -> RingCache:
     """Room for `slots` sequences of `length` tokens."""
     k = tuple(jnp.zeros((slots, c.num_kv_heads, c.head_dim, length), dtype) for _ in range(c.num_layers))
     v = tuple(jnp.zeros((slots, c.num_kv_heads, length, c.head_dim), dtype) for _ in range(c.num_layers))

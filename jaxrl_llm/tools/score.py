@@ -1,0 +1,161 @@
+"""`python -m jaxrl_llm score --model DIR --data t.jsonl --out o.jsonl`: log-probs of given tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_kernels.linear_logprob.chunked import linear_logprob
+from jaxrl_llm.checkpoint import hf
+from jaxrl_llm.data.chat import chat_messages
+from jaxrl_llm.data.files import open_rows
+from jaxrl_llm.data.rows import SourceConfig, normalise
+from jaxrl_llm.data.template import Chat, ChatConfig
+from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models.names import read_config
+from jaxrl_llm.rollout.generation import bucket
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.rules import TRAIN
+from jaxrl_llm.tools.generate import Dtype, check_writable, load_params, open_out, pick_dtype, say
+
+
+@dataclass(frozen=True)
+class Args:
+    """Log-probabilities of given tokens under a model: one row out for each row in, in order."""
+
+    model: str
+    """Hugging Face folder or hub name."""
+    data: Path
+    """JSONL with "tokens" (ids) or "messages" (a chat, templated whole)."""
+    out: Path
+    """JSONL to write: {"tokens": [...], "logprobs": [...]}, nats, one for each token after the first."""
+    temperature: float = 1.0
+    """Log-probs of the softmax at this temperature."""
+    batch_tokens: int = 8192
+    """Tokens of one forward, padding included (a longer row goes alone)."""
+    dtype: Dtype = "auto"
+    """Of weights and activations; auto = float32 on CPU, else bfloat16."""
+    chat: ChatConfig = field(default_factory=ChatConfig)
+    """How messages become tokens."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    """How the devices share the work."""
+
+
+def main(argv: list[str]) -> int:
+    """Run the command.
+
+    Raises:
+        ValueError: a model, file, row or setting that cannot be used, with the fix.
+    """
+    args = tyro.cli(Args, args=argv, prog="python -m jaxrl_llm score")
+    if args.temperature <= 0:
+        raise ValueError(f"--temperature must be above 0, not {args.temperature}")
+    mesh = make_mesh(args.mesh)
+    check_writable(args.out)
+    folder = hf.resolve(args.model)
+    config = read_config(folder)
+    rows = list(read_tokens(args, folder, config))
+    dtype = pick_dtype(args.dtype)
+    params = load_params(folder, config, mesh, TRAIN, dtype)
+    forward = make_scorer(config, args.temperature, dtype, mesh)
+    scores: list[list[float]] = [[] for _ in rows]
+    done = 0
+    with jax.set_mesh(mesh):
+        for batch in batches(rows, args.batch_tokens):
+            tokens, lengths = pad([rows[i] for i in batch])
+            logprobs = np.asarray(forward(params, tokens, lengths))
+            for i, row in zip(batch, logprobs, strict=False):
+                scores[i] = row[: len(rows[i]) - 1].tolist()
+            done += len(batch)
+            say(f"{done}/{len(rows)} rows")
+    with open_out(args.out) as out:
+        for tokens, logprobs in zip(rows, scores, strict=True):
+            out.write(json.dumps({"tokens": tokens, "logprobs": logprobs}) + "\n")
+    return 0
+
+
+def make_scorer(config: TransformerConfig, temperature: float, dtype: str, mesh: Mesh):
+    """Jitted (params, tokens [B, T], lengths [B]) -> log-prob of tokens[:, t + 1] at t; [B, T], nats."""
+
+    def forward(params, tokens, lengths):
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        segments = (positions < lengths[:, None]).astype(jnp.int32)
+        hidden, _ = params(tokens, positions, segments, dtype=jnp.dtype(dtype))
+        return linear_logprob(
+            hidden,
+            params.head.astype(hidden.dtype),
+            jnp.roll(tokens, -1, axis=1),
+            temperature=temperature,
+            softcap=config.logit_softcap,
+            with_entropy=False,
+        )[0]
+
+    return jax.jit(forward, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def read_tokens(args: Args, folder: Path, config: TransformerConfig) -> Iterator[list[int]]:
+    """Ids of each row; a bad row raises ValueError with file and line."""
+    tokenizer = None
+    for source in open_rows(SourceConfig(path=str(args.data))):
+        for i in range(source.size):
+            row, where = source.get(i), source.where(i)
+            if isinstance(row, dict) and "tokens" in row:
+                ids = row["tokens"]
+            elif isinstance(row, dict) and "messages" in row:
+                tokenizer = tokenizer or hf.load_tokenizer(folder, config)
+                ids = chat_tokens(tokenizer, row, where, args.chat)
+            else:
+                raise ValueError(f'{where}: a row needs "tokens" (ids) or "messages" (a chat)')
+            check_tokens(ids, where, config)
+            yield ids
+
+
+def chat_tokens(tokenizer: Any, row: dict, where: str, config: ChatConfig) -> list[int]:
+    """A whole chat through the template."""
+    example = normalise({"messages": row["messages"]}, where, SourceConfig())
+    chat = Chat(tokenizer, chat_messages(example, config), example, config)
+    return chat.tokenise(chat.render())
+
+
+def check_tokens(ids: Any, where: str, config: TransformerConfig) -> None:
+    """Refuse what is no sequence of this model's ids."""
+    whole = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
+    if not whole or not ids:
+        raise ValueError(f'{where}: "tokens" must be a list of at least one integer')
+    outside = next((i for i in ids if not 0 <= i < config.vocab_size), None)
+    if outside is not None:
+        raise ValueError(f"{where}: token {outside} is outside the model's vocabulary of {config.vocab_size}")
+    if len(ids) > config.max_position:
+        raise ValueError(
+            f"{where}: {len(ids)} tokens exceed the model's {config.max_position} positions; shorten the row"
+        )
+
+
+def batches(rows: list[list[int]], budget: int) -> Iterator[list[int]]:
+    """Row numbers in groups of one padded width, shortest first: as many shapes as widths."""
+    groups: dict[int, list[int]] = {}
+    for i, row in enumerate(rows):
+        groups.setdefault(bucket(len(row), least=64), []).append(i)
+    for width in sorted(groups):
+        size = max(1, budget // width)
+        for start in range(0, len(groups[width]), size):
+            yield groups[width][start : start + size]
+
+
+def pad(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens [B, T], lengths [B]), B a power of two: few shapes."""
+    tokens = np.zeros((1 << (len(rows) - 1).bit_length(), bucket(len(rows[0]), least=64)), np.int32)
+    lengths = np.zeros(len(tokens), np.int32)
+    for b, row in enumerate(rows):
+        tokens[b, : len(row)] = row
+        lengths[b] = len(row)
+    return tokens, lengths

@@ -1,0 +1,71 @@
+"""Prefill and ring decode compute what the training forward computes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm import models
+from jaxrl_llm.models import decode
+
+TINY = models.TransformerConfig(
+    vocab_size=64, hidden_size=32, mlp_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
+    initializer_range=0.2,
+)  # fmt: skip
+VARIANTS = {
+    "qwen3": TINY,
+    "window, biases, untied": dataclasses.replace(
+        TINY,
+        sliding_window=3,
+        window_layers=(True, False),
+        qkv_bias=True,
+        qk_norm=False,
+        tie_embeddings=False,
+    ),
+    "soft caps": dataclasses.replace(TINY, attention_softcap=2.0, logit_softcap=3.0),
+}
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
+def test_every_token_through_the_ring_equals_one_forward(config):
+    """The ring is shorter than the number of tokens that pass through it."""
+    params = models.init(config, jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (2, 7), 0, 64)
+    hidden, _ = params(tokens, jnp.broadcast_to(jnp.arange(7), (2, 7)))
+    expected = jnp.einsum("btd,vd->btv", hidden, params.head)
+    if config.logit_softcap:
+        expected = config.logit_softcap * jnp.tanh(expected / config.logit_softcap)
+    weights = decode.decode_weights(params, jnp.float32)
+    cache = decode.ring_cache(config, 2, 8, jnp.float32)._replace(cursor=jnp.int32(5))
+    step = jax.jit(lambda cache, token, position: decode.decode(config, weights, cache, token, position))
+    for t in range(7):
+        hidden, cache = step(cache, tokens[:, t], jnp.full(2, t))
+        logits = decode.logits(config, weights, hidden)
+        np.testing.assert_allclose(logits, expected[:, t], atol=2e-5)
+    assert int(cache.cursor) == (5 + 7) % 8
+
+
+def test_prefill_of_right_aligned_prompts_equals_one_forward():
+    params = models.init(TINY, jax.random.key(0))
+    weights = decode.decode_weights(params, jnp.float32)
+    tokens = jax.random.randint(jax.random.key(1), (2, 6), 0, 64)
+    ks, vs = decode.prefill(TINY, weights, tokens, jnp.array([6, 2]))
+    for row, length in ((0, 6), (1, 2)):
+        prompt = tokens[row : row + 1, 6 - length :]
+        _, (k, v) = params(prompt, jnp.arange(length)[None], keep_kv=True)
+        for layer in range(2):
+            got_k, got_v = ks[layer][row, :, :, 6 - length :], vs[layer][row, :, 6 - length :]
+            np.testing.assert_allclose(got_k, k[layer, 0].transpose(1, 2, 0), atol=1e-5)
+            np.testing.assert_allclose(got_v, v[layer, 0].transpose(1, 0, 2), atol=1e-5)
+
+
+def test_weights_are_a_copy_and_norms_keep_their_type():
+    params = models.init(TINY, jax.random.key(0))
+    weights = jax.jit(lambda p: decode.decode_weights(p, jnp.bfloat16))(params)
+    assert weights.embed.dtype == jnp.bfloat16 and weights.layers[1].q[...].dtype == jnp.bfloat16
+    assert weights.norm.dtype == weights.layers[0].q_norm[...].dtype == jnp.float32
+    same = jax.jit(lambda p: decode.decode_weights(p, jnp.float32))(params)
+    jax.tree.map(lambda w: w.delete(), params)
+    assert np.isfinite(np.asarray(same.embed)).all() and same.norm.sum() == 32
