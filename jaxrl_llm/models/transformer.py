@@ -117,7 +117,8 @@ class Transformer(nnx.Module):
         if segments is None:
             segments = jnp.ones_like(tokens)
         tables = rope_tables(c, positions, trajectory_lengths(c, positions, segments))
-        x = constrain(self.embed[...].astype(dtype)[tokens], "batch", "sequence", "hidden")
+        table = constrain(self.embed[...].astype(dtype), "vocab", "hidden")  # looked up by whole rows
+        x = constrain(table[tokens], "batch", "sequence", "hidden")
         if cache is None:
             x, kv = self._run_rows(x, tables, segments, remat, keep_kv)
         else:
