@@ -72,6 +72,8 @@ class Learner:
         self.algo, self.model, self.optimizer, self.config, self.mesh = algo, model, optimizer, config, mesh
         self.param_shardings = models.shardings(model, mesh, TRAIN)
         self.replicated = NamedSharding(mesh, PartitionSpec())
+        self.state_shapes = jax.eval_shape(self._fresh, models.abstract(model))
+        self.state_shardings = self._shardings(self.state_shapes)
         self.score = jax.jit(lambda params, batch: token_logprobs(params, batch, config)[0])
         self._zeros = jax.jit(
             lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
@@ -85,19 +87,17 @@ class Learner:
         self._apply = jax.jit(
             functools.partial(_apply, optimizer=optimizer, max_grad_norm=config.max_grad_norm),
             donate_argnames=("state",),
+            out_shardings=(self.state_shardings, self.replicated),
         )
 
     def abstract_state(self) -> TrainState:
         """Shapes, types and shardings of the TrainState: what a checkpoint is restored into."""
-        shapes = jax.eval_shape(self._fresh, models.abstract(self.model))
-        return jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self._shardings(shapes)
-        )
+        put = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+        return jax.tree.map(put, self.state_shapes, self.state_shardings)
 
     def init_state(self, params: Params) -> TrainState:
         """Optimizer state for these (sharded, float32) weights; the weights are taken over, not copied."""
-        shardings = self._shardings(jax.eval_shape(self._fresh, params))
-        return jax.jit(self._fresh, out_shardings=shardings, donate_argnums=0)(params)
+        return jax.jit(self._fresh, out_shardings=self.state_shardings, donate_argnums=0)(params)
 
     def put(self, batch: Batch) -> Batch:
         """Host rows to the devices, rows divided among them. Every process holds the same host batch."""
