@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -137,17 +138,21 @@ def _gather(tensor: HFTensor, leaves: dict[str, Any], dtype: str) -> np.ndarray:
     parts = []
     for name, layer in tensor.parts:
         weight = leaves[name]
-        if layer is not None:
-            weight = _take_layer(weight, layer) if isinstance(weight, jax.Array) else weight[layer]
-        if not getattr(weight, "is_fully_addressable", True):
-            weight = multihost_utils.process_allgather(weight, tiled=True)
-        parts.append(np.ascontiguousarray(to_hf(np.asarray(weight), TABLE[name][1]), jnp.dtype(dtype)))
+        if isinstance(weight, np.ndarray) and layer is not None:
+            weight, layer = weight[layer], None  # or the whole stack would go to the device each time
+        part = _convert(weight, layer, TABLE[name][1], dtype)
+        if not part.is_fully_addressable:
+            part = multihost_utils.process_allgather(part, tiled=True)
+        parts.append(np.asarray(part))
     return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
-@jax.jit
-def _take_layer(stack: jax.Array, layer: int) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False)
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _convert(weight: jax.Array, layer: int | None, layout: str, dtype: str) -> jax.Array:
+    """On the device, where turning and rounding a large matrix is fast."""
+    if layer is not None:
+        weight = jax.lax.dynamic_index_in_dim(weight, layer, keepdims=False)
+    return to_hf(weight, layout).astype(dtype)
 
 
 def _write_rest(folder: Path, raw: dict[str, Any], shards, tokenizer: Any) -> None:

@@ -137,7 +137,7 @@ def state_dict(config: TransformerConfig, params: Params) -> dict[str, np.ndarra
     }
 
 
-def to_hf(ours: np.ndarray, layout: str) -> np.ndarray:
+def to_hf(ours: np.ndarray | jax.Array, layout: str) -> np.ndarray | jax.Array:
     """One layer of a weight in HF's layout: "d h e -> (h e) d" turns [D, H, E] into [H*E, D]."""
     source, groups = parse_layout(layout)
     order = [source.index(dim) for group in groups for dim in group]
