@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxrl_llm.models.decode import DecodeWeights
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
-from jaxrl_llm.rollout.programs import Chunk, Programs, Slots
+from jaxrl_llm.rollout.programs import Chunk, Ends, Programs, Slots
 from jaxrl_llm.rollout.sampling import Draw
 from jaxrl_llm.rollout.stopping import stop_end
 from jaxrl_llm.structs import Metrics
@@ -166,9 +166,9 @@ class Generation:
         size, ways = len(self.occupants), self.programs.ways
         steps = min(self.config.chunk, self.cache.length - self._longest(), self._remaining())
         if self.waiting:
-            exit_at = size // ways - max(1, size // ways // 8)
+            idle = size // ways - max(1, size // ways // 8)
         else:
-            exit_at = max([n for n in self.ladder if n < size], default=0) // ways
+            idle = max([n for n in self.ladder if n < size], default=0) // ways
         draw = Draw(
             np.float32(sampling.temperature),
             np.int32(sampling.top_k),
@@ -178,9 +178,10 @@ class Generation:
         filtered = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
         stop = np.full(-(-max(len(self.stop_ids), 1) // 8) * 8, -1, np.int32)
         stop[: len(self.stop_ids)] = sorted(self.stop_ids)
-        bounds = np.array([steps, exit_at], np.int32)
+        ends = Ends(stop, np.int32(steps), np.int32(idle))
+        uniform = self.programs.uniforms(self.slots)
         self.cache, chunk = self.programs.decode(
-            self.weights, self.cache, self.slots, draw, stop, bounds, filtered=filtered
+            self.weights, self.cache, self.slots, uniform, draw, ends, filtered=filtered
         )
         chunk = Chunk(*jax.device_get(chunk))
         self.slot_steps += int(chunk.steps) * size

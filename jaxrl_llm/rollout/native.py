@@ -91,9 +91,9 @@ class NativeEngine:
         Raises:
             ValueError: no weights published, an impossible request or sampling setting.
         """
+        self._check(requests, sampling)
         if self._published is None:
             raise ValueError("rollout: no weights; call publish(params, version) before generate")
-        self._check(requests, sampling)
         weights, version = self._published
         samples = self._samples(requests, key)
         with jax.set_mesh(self.mesh):

@@ -1,4 +1,4 @@
-"""What rollout runs on the device: four jitted programs around the ring cache."""
+"""What rollout runs on the device: a few jitted programs around the ring cache."""
 
 from __future__ import annotations
 
@@ -39,6 +39,14 @@ class Chunk(NamedTuple):
     steps: jax.Array  # int32
 
 
+class Ends(NamedTuple):
+    """What ends a response or a chunk."""
+
+    tokens: np.ndarray  # int32 [.], ids that end a response; -1 = none
+    steps: np.ndarray  # int32, tokens a slot
+    idle: np.ndarray  # int32, stop when no device's share of slots has more than this active
+
+
 class Programs:
     """Jitted functions of one model on one mesh. `traces` counts compilations."""
 
@@ -60,6 +68,7 @@ class Programs:
             donate_argnums=1,
             out_shardings=(None, everywhere),
         )
+        self.uniforms = jax.jit(self._uniforms, out_shardings=everywhere)
         self.empty_cache = jax.jit(self._empty_cache, static_argnums=(0, 1))
 
     def _publish(self, params: Params) -> DecodeWeights:
@@ -111,27 +120,33 @@ class Programs:
         k, v = tuple(move(x, 3) for x in cache.k), tuple(move(x, 2) for x in cache.v)
         return self._lay_out(RingCache(k, v, jnp.int32(cache.length if extra > 0 else 0)))
 
-    def _decode(
-        self, weights: DecodeWeights, cache: RingCache, slots: Slots, draw: Draw, stop, bounds, *, filtered
-    ) -> tuple[RingCache, Chunk]:
-        """Write tokens until bounds[0] steps, or until no share of slots has more than bounds[1] active."""
+    def _uniforms(self, slots: Slots) -> jax.Array:
+        """The numbers that draw a chunk's tokens, [chunk, S]. Apart from `decode`, whose compilation they
+        would double, and vectorised over the chunk."""
         self.traces += 1
-        keys = jax.random.wrap_key_data(slots.keys)
+        index = slots.counts + np.arange(self.chunk)[:, None]
+        return jax.vmap(uniforms, in_axes=(None, 0))(jax.random.wrap_key_data(slots.keys), index)
+
+    def _decode(
+        self, weights: DecodeWeights, cache: RingCache, slots: Slots, uniform, draw: Draw, ends, *, filtered
+    ) -> tuple[RingCache, Chunk]:
+        """Write tokens until ends.steps, or until no share of slots has more than ends.idle active."""
+        self.traces += 1
         size = slots.tokens.shape[0]
 
         def unfinished(carry):
             step, _, state, _ = carry
             busiest = jnp.max(jnp.sum(state.active.reshape(self.ways, -1), axis=1))
-            return (step < bounds[0]) & (busiest > bounds[1])
+            return (step < ends.steps) & (busiest > ends.idle)
 
         def body(carry):
             step, cache, state, (tokens, logprobs) = carry
             hidden, cache = decode.decode(self.config, weights, cache, state.tokens, state.positions)
             logits = decode.logits(self.config, weights, hidden)
-            token, logprob = sample(logits, uniforms(keys, state.counts), draw, filtered)
+            token, logprob = sample(logits, uniform[step], draw, filtered)
             one = state.active.astype(jnp.int32)
             counts = state.counts + one
-            ended = jnp.any(token[:, None] == stop, axis=1) | (counts >= state.limits)
+            ended = jnp.any(token[:, None] == ends.tokens, axis=1) | (counts >= state.limits)
             state = state._replace(
                 tokens=jnp.where(state.active, token, state.tokens),
                 positions=state.positions + one,

@@ -51,7 +51,7 @@ def test_prefill_of_right_aligned_prompts_equals_one_forward():
     params = models.init(TINY, jax.random.key(0))
     weights = decode.decode_weights(params, jnp.float32)
     tokens = jax.random.randint(jax.random.key(1), (2, 6), 0, 64)
-    ks, vs = decode.prefill(TINY, weights, tokens, jnp.array([6, 2]))
+    ks, vs = jax.jit(decode.prefill, static_argnums=0)(TINY, weights, tokens, jnp.array([6, 2]))
     for row, length in ((0, 6), (1, 2)):
         prompt = tokens[row : row + 1, 6 - length :]
         _, (k, v) = params(prompt, jnp.arange(length)[None], keep_kv=True)

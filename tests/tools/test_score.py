@@ -1,0 +1,72 @@
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm import models
+from jaxrl_llm.checkpoint import hf
+from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+from jaxrl_llm.tools import score
+
+CONFIG = models.TransformerConfig(
+    vocab_size=128, hidden_size=32, mlp_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
+    initializer_range=0.3, max_position=256,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    hf.save(models.init(CONFIG, jax.random.key(0)), CONFIG, folder, make_tokenizer(), "float32")
+    return folder
+
+
+def run(folder, tmp_path, lines, *arguments):
+    data, out = tmp_path / "t.jsonl", tmp_path / "o.jsonl"
+    data.write_text("".join(line + "\n" for line in lines))
+    argv = ["--model", str(folder), "--data", str(data), "--out", str(out), *arguments]
+    assert score.main(argv) == 0
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_logprobs_in_order_of_the_rows_whatever_their_lengths(folder, tmp_path):
+    params = hf.load(folder, CONFIG)
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(0, 128, n).tolist() for n in (3, 100, 1, 64)]
+    found = run(folder, tmp_path, [json.dumps({"tokens": row}) for row in rows], "--temperature", "0.8")
+    for row, line in zip(rows, found, strict=True):
+        hidden, _ = params(jnp.asarray([row]), jnp.arange(len(row))[None])
+        expected = np.asarray(jax.nn.log_softmax(hidden[0] @ params.head.T / 0.8))
+        assert line["tokens"] == row
+        np.testing.assert_allclose(line["logprobs"], expected[np.arange(len(row) - 1), row[1:]], atol=2e-5)
+
+
+def test_messages_are_templated_whole(folder, tmp_path):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok"}]
+    [line] = run(folder, tmp_path, [json.dumps({"messages": messages})])
+    text = make_tokenizer().decode(line["tokens"])
+    assert "hi<|im_end|>" in text and "ok<|im_end|>" in text
+    assert len(line["logprobs"]) == len(line["tokens"]) - 1
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('{"ids": [1]}', r't.jsonl:1: a row needs "tokens"'),
+        ('{"tokens": []}', r"t.jsonl:1: .tokens. must be a list of at least one integer"),
+        ('{"tokens": [1, "2"]}', r"t.jsonl:1: .tokens. must be a list"),
+        ('{"tokens": [1, 128]}', r"t.jsonl:1: token 128 is outside the model's vocabulary of 128"),
+        (json.dumps({"tokens": [1] * 257}), r"t.jsonl:1: 257 tokens exceed the model's 256 positions"),
+        ('{"messages": [{"role": "user"}]}', r"t.jsonl:1: messages"),
+    ],
+)
+def test_bad_rows_are_named(folder, tmp_path, line, message):
+    with pytest.raises(ValueError, match=message):
+        run(folder, tmp_path, [line])
+
+
+def test_temperature_zero_is_refused(folder, tmp_path):
+    with pytest.raises(ValueError, match=r"--temperature must be above 0, not 0.0"):
+        run(folder, tmp_path, ['{"tokens": [1, 2]}'], "--temperature", "0")
