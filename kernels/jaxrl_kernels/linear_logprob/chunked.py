@@ -47,7 +47,8 @@ def linear_logprob(
         logprob = jnp.sum(jnp.where(at_target, logits, 0.0), axis=-1) - lse
         if not with_entropy:
             return logprob, None
-        return logprob, lse - jnp.sum(jnp.exp(logits - lse[..., None]) * logits, axis=-1)
+        surprise = lse[..., None] - logits  # -log p; multiplied out, lse - sum(p logits) would cancel
+        return logprob, jnp.sum(jnp.exp(-surprise) * surprise, axis=-1)
 
     if steps == 1:
         logprob, entropy = one(hidden, targets)
