@@ -182,7 +182,7 @@ def machine() -> str:
         ]
         model = names[0] if names else model
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    return f"{os.cpu_count()} cores of {model}, {platform.system()}; load average before the end {load}."
+    return f"{os.cpu_count()} cores of {model}, {platform.system()}; load average at the end {load}."
 
 
 if __name__ == "__main__":
