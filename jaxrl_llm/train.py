@@ -27,6 +27,7 @@ from jaxrl_llm.metrics import RunLog, sample_rows
 from jaxrl_llm.parts import Parts, build, data_report
 from jaxrl_llm.recipes import from_command_line
 from jaxrl_llm.reference import Reference
+from jaxrl_llm.rewards.sample import RewardFailureError
 from jaxrl_llm.signals import EXIT_STOPPED, Stop
 from jaxrl_llm.structs import Metrics, TrainState
 
@@ -36,29 +37,34 @@ class NonFiniteError(RuntimeError):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 2 bad input, 75 stopped on request and saved (the same command continues)."""
+    """Exit code: 0 done, 1 the run failed, 2 bad input, 75 stopped on request and saved (run it again)."""
     argv = list(sys.argv[1:] if argv is None else argv)
     with contextlib.ExitStack() as closing:
         try:
             launch = from_command_line(argv)
             runtime.start()
             parts = build(launch.config, closing)
+            closing.enter_context(jax.set_mesh(parts.mesh))
+            checkpoints = Checkpointer(launch.config.checkpoint, Path(launch.config.run_dir))
+            closing.enter_context(contextlib.closing(checkpoints))
+            state, start = restore(parts, checkpoints)
         except ValueError as error:  # the user's input; errors of the run itself keep their traceback
             print(f"error: {error}", file=sys.stderr)
             return 2
-        closing.enter_context(jax.set_mesh(parts.mesh))
-        return run(parts, describe_run(launch.config, launch.recipe, argv), closing)
+        log = RunLog(launch.config.run_dir, launch.config.log, parts.total, resume_step=start or -1)
+        closing.enter_context(contextlib.closing(log))
+        introduce(log, parts, describe_run(launch.config, launch.recipe, argv), start)
+        try:
+            return run(parts, checkpoints, log, state, start)
+        except (NonFiniteError, RewardFailureError) as error:  # said in full; the checkpoints stand
+            print(f"error: {error}", file=sys.stderr)
+            return 1
 
 
-def run(parts: Parts, description: dict, closing: contextlib.ExitStack) -> int:
+def run(parts: Parts, checkpoints: Checkpointer, log: RunLog, state: TrainState | None, start: int) -> int:
     """Steps from the newest checkpoint to the last, or until asked to stop."""
     config, run_dir = parts.config, Path(parts.config.run_dir)
-    stop = closing.enter_context(contextlib.closing(Stop(config.max_runtime)))
-    checkpoints = closing.enter_context(contextlib.closing(Checkpointer(config.checkpoint, run_dir)))
-    state, start = restore(parts, checkpoints)
-    log = RunLog(run_dir, config.log, parts.total, resume_step=start or -1)
-    closing.enter_context(contextlib.closing(log))
-    introduce(log, parts, description, start)
+    stop = Stop(config.max_runtime)
     meta = {"config": dump(config), "model": dataclasses.asdict(parts.model)}
     if state is None:
         state = parts.initial_state()
@@ -79,7 +85,7 @@ def run(parts: Parts, description: dict, closing: contextlib.ExitStack) -> int:
         with log.phase("update"):
             frozen = reference.params(stage, step, state.params)
             state, metrics = stage.learner.update(state, experience.minibatches, frozen)
-            metrics = {**experience.metrics, **jax.device_get(metrics)}
+            metrics = {"kl": None, **experience.metrics, **jax.device_get(metrics)}
         stop_if_nonfinite(state, experience, config, step + 1)
 
         done = step + 1
@@ -95,6 +101,7 @@ def run(parts: Parts, description: dict, closing: contextlib.ExitStack) -> int:
     if reason:
         checkpoints.save(step, state, meta, {})
     checkpoints.wait()
+    stop.close()
     if not reason:
         hf.save(state.params, parts.model, run_dir / "hf", parts.tokenizer, dtype=config.model.dtype)
     log.finish(stopped=reason or "", next_command="" if reason else next_command(run_dir))
@@ -165,12 +172,13 @@ def stop_if_nonfinite(state: TrainState, experience: Experience, config: TrainCo
 
 
 def finite(metrics: Metrics) -> Metrics:
-    return {name: float(value) for name, value in metrics.items() if np.isfinite(value)}
+    return {name: float(x) for name, x in metrics.items() if x is not None and np.isfinite(x)}
 
 
 def next_command(run_dir: Path) -> str:
-    folder = shlex.quote(str(run_dir / "hf"))
-    return f"python -m jaxrl_llm generate --model {folder} --prompts p.jsonl --out o.jsonl"
+    """Answers of the trained model to the prompts of the run's own samples."""
+    model, prompts, out = (shlex.quote(str(run_dir / name)) for name in ("hf", "samples.jsonl", "out.jsonl"))
+    return f"python -m jaxrl_llm generate --model {model} --prompts {prompts} --out {out}"
 
 
 if __name__ == "__main__":

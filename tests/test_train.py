@@ -1,0 +1,179 @@
+"""Whole runs, small: what they leave behind, how they go on, and how they end when something is wrong."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.train import main
+
+TINY = [
+    *("--config", "grpo_tiny.py", "--prompts_per_step", "4", "--responses_per_prompt", "4"),
+    *("--eval.prompts", "8", "--warm_start.examples_per_step", "8", "--log.progress", "none"),
+    *("--log.tensorboard", "false", "--mesh.data", "1", "--mesh.fsdp", "8", "--reward.workers", "1"),
+]
+EVAL = ("--eval.samples", "2", "--eval.sampling.temperature", "1.0")
+STEP_KEYS = {
+    *("step", "kind", "reward/mean", "reward/std", "accuracy", "loss", "kl", "entropy", "clip_fraction"),
+    *("grad_norm", "response_tokens/mean", "truncated_fraction", "zero_variance_fraction"),
+    *("mismatch/mean_abs", "mismatch/max_abs", "time/rollout", "time/reward", "time/update"),
+    *("time/checkpoint", "tokens_per_second"),
+}
+
+
+def train(run_dir, *more, recipe=TINY):
+    return main([*recipe, "--run_dir", str(run_dir), *more])
+
+
+def rows(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("runs") / "finished"
+    code = train(run_dir, "--steps", "3", "--warm_start.steps", "2", "--eval.every", "2", *EVAL)
+    assert code == 0
+    return run_dir
+
+
+def test_a_run_leaves_what_it_promises(finished):
+    lines = rows(finished)
+    assert [(r["step"], r["kind"]) for r in lines] == [
+        (1, "warm_start"), (2, "warm_start"), (3, "train"), (4, "train"), (5, "train"),
+    ]  # fmt: skip
+    assert lines[-1].keys() >= STEP_KEYS
+    assert [r["step"] for r in lines if "eval/pass@1" in r] == [2, 4, 5]
+    assert {"eval/pass@2", "eval/maj@2"} <= lines[-1].keys()
+    assert lines[-1]["kl"] is None  # no reference, no number
+    for name in (
+        "config.json",
+        "samples.jsonl",
+        "curve.png",
+        "checkpoints/5/manifest.json",
+        "hf/config.json",
+    ):
+        assert (finished / name).is_file(), name
+    assert (finished / "curve.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_rollout_and_trainer_agree_on_log_probs(finished):
+    """The same model function, float32: only the order of additions differs."""
+    assert all(0 < r["mismatch/max_abs"] < 1e-4 for r in rows(finished) if r["kind"] == "train")
+
+
+def test_the_same_command_again_has_nothing_to_do(finished, capsys):
+    before = (finished / "metrics.jsonl").read_bytes()
+    assert train(finished, "--steps", "3", "--warm_start.steps", "2", "--eval.every", "2") == 0
+    assert (finished / "metrics.jsonl").read_bytes() == before
+    assert "continuing" not in capsys.readouterr().err
+
+
+def test_more_steps_continue_a_finished_run(finished, tmp_path):
+    assert train(finished, "--steps", "4", "--warm_start.steps", "2", "--eval.every", "0") == 0
+    assert [r["step"] for r in rows(finished)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_changed_seed_is_refused(finished, capsys):
+    assert train(finished, "--steps", "4", "--warm_start.steps", "2", "--seed", "5") == 2
+    assert "seed: was 0, now 5" in capsys.readouterr().err
+
+
+def test_reference_after_a_supervised_start_survives_a_restart(tmp_path):
+    """KL is measured against the weights after the start, also by a run that comes back later."""
+    more = [
+        "--warm_start.steps",
+        "2",
+        "--eval.every",
+        "0",
+        "--algo.kl_coef",
+        "0.1",
+        "--checkpoint.every",
+        "3",
+    ]
+    assert train(tmp_path / "whole", "--steps", "3", *more) == 0
+    assert train(tmp_path / "parts", "--steps", "1", *more) == 0
+    assert train(tmp_path / "parts", "--steps", "3", *more) == 0
+    whole, parts = rows(tmp_path / "whole"), rows(tmp_path / "parts")
+    assert whole[2]["kl"] == pytest.approx(0.0, abs=1e-9)
+    assert whole[4]["kl"] > 1e-9
+    assert [r["kl"] for r in parts] == [r["kl"] for r in whole]
+
+
+def test_several_minibatches_train(tmp_path):
+    more = ["--minibatches_per_step", "2", "--steps", "1", "--warm_start.steps", "0", "--eval.every", "5"]
+    assert train(tmp_path, *more) == 0
+    assert [r["step"] for r in rows(tmp_path)] == [0, 1]
+    assert "eval/pass@1" in rows(tmp_path)[0]
+
+
+def test_sft_recipe_learns(tmp_path):
+    recipe = ["--config", "sft_tiny.py", "--log.progress", "none", "--log.tensorboard", "false"]
+    more = ["--steps", "16", "--eval.every", "0", "--mesh.fsdp", "8", "--prompts_per_step", "16"]
+    assert train(tmp_path, *more, recipe=recipe) == 0
+    losses = [r["loss"] for r in rows(tmp_path)]
+    assert losses[0] == pytest.approx(np.log(128), abs=0.4)
+    assert losses[-1] < losses[0] - 1
+
+
+NAN_ALGO = """
+from dataclasses import dataclass
+from jaxrl_llm.algos import AlgoConfig, sft
+INPUT = "tokens"
+@dataclass(frozen=True)
+class Config(AlgoConfig):
+    "Spoils every loss."
+    factor: float = float("nan")
+    "What the loss is multiplied by."
+def loss(signals, config):
+    value, metrics = sft.loss(signals, sft.Config())
+    return value * config.factor, metrics
+"""
+
+
+def test_nan_losses_stop_the_run_with_its_checkpoint_intact(tmp_path, capsys):
+    """Also: an algorithm is a user's own file."""
+    algo = tmp_path / "nan_algo.py"
+    algo.write_text(NAN_ALGO)
+    run_dir = tmp_path / "run"
+    more = ["--algo", str(algo), "--warm_start.steps", "0", "--eval.every", "0", "--optim.max_nonfinite", "2"]
+    assert train(run_dir, *more, "--algo.factor", "1.0", "--steps", "1") == 0
+    assert train(run_dir, *more, "--steps", "9") == 1
+    said = capsys.readouterr().err
+    assert "2 updates in a row had NaN or Inf in loss or gradient, at step 3" in said
+    assert f"{run_dir}/nonfinite_step_3.npz" in said
+    assert (run_dir / "nonfinite_step_3.npz").is_file()
+    assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["1"]
+    assert [r["nonfinite"] for r in rows(run_dir)] == [0.0, 1.0]
+
+
+def test_a_reward_that_always_fails_stops_the_run(tmp_path, capsys):
+    reward = tmp_path / "bad.py"
+    reward.write_text("def reward(sample):\n    raise KeyError('no such column')\n")
+    more = ["--warm_start.steps", "0", "--eval.every", "0", "--reward.retries", "0", "--steps", "1"]
+    assert train(tmp_path / "run", *more, "--reward.name", f"{reward}:reward") == 1
+    assert "no such column" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model.path", "/no/such/model"], "/no/such/model"),
+        (["--mesh.fsdp", "3"], "needs 3 devices"),
+        (["--minibatches_per_step", "3"], "minibatches_per_step"),
+        (["--data.path", "{tmp}/empty.jsonl"], "empty.jsonl"),
+        (["--data.path", "{tmp}/corrupt.jsonl"], "corrupt.jsonl:2"),
+        (["--model.tokenizer", "{tmp}"], "tokenizer"),
+        (["--run_dir", "/proc/nothing"], "/proc/nothing"),
+        (["--rollout.temprature", "1"], "temperature"),
+    ],
+    ids=lambda x: x[0] if isinstance(x, list) else "",
+)
+def test_bad_input_is_one_clear_message(flags, message, tmp_path, capsys):
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "corrupt.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n')
+    flags = [flag.replace("{tmp}", str(tmp_path)) for flag in flags]
+    assert main([*TINY, "--run_dir", str(tmp_path / "run"), "--steps", "1", *flags]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
