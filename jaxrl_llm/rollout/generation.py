@@ -103,8 +103,7 @@ class Generation:
             self.cache = self.programs.empty_cache(slots, length)
             return
         old = self.cache.length
-        if length < old and 2 * length > old:
-            length = old
+        length = max(length, old)
         if (slots, length) != (size, old):
             take = self._keep_active(slots)
             self.cache = self.programs.resize(self.cache, take, length)
@@ -220,12 +219,12 @@ class Generation:
 
 
 def slot_ladder(slots: int, ways: int) -> list[int]:
-    """Numbers of slots in use: all of them, half, a quarter, ...; multiples of `ways`, largest first."""
+    """Numbers of slots in use: all of them, a half, a quarter, an eighth; multiples of `ways`.
+
+    Each costs a compilation for each cache length; below an eighth there is little left to save.
+    """
     share = -(-slots // ways)
-    ladder = [share]
-    while ladder[-1] > 1:
-        ladder.append(-(-ladder[-1] // 2))
-    return [n * ways for n in ladder]
+    return sorted({-(-share // part) * ways for part in (1, 2, 4, 8)}, reverse=True)
 
 
 def _empty_slots(size: int, key: np.ndarray) -> Slots:

@@ -104,21 +104,19 @@ class Programs:
         return self._lay_out(RingCache(k, v, cache.cursor))
 
     def _resize(self, cache: RingCache, take, length: int) -> RingCache:
-        """A cache of other slots or length. take[s] = old slot, within the same share of the devices."""
+        """A cache of other slots, or longer. take[s] = old slot, counted within its device's share."""
         self.traces += 1
-        extra = length - cache.length
 
         def move(x, axis):
-            split = x.reshape(self.ways, -1, *x.shape[1:])
+            shares = x.reshape(self.ways, -1, *x.shape[1:])
             index = take.reshape(self.ways, -1)
-            x = jax.vmap(lambda share, i: share[i])(split, index).reshape(len(take), *x.shape[1:])
-            x = jnp.roll(x, -cache.cursor, axis=axis)  # newest token last
+            x = jax.vmap(lambda share, i: share[i])(shares, index).reshape(len(take), *x.shape[1:])
             pad = [(0, 0)] * 4
-            pad[axis] = (0, max(extra, 0))
-            return jax.lax.slice_in_dim(jnp.pad(x, pad), max(-extra, 0), None, axis=axis)
+            pad[axis] = (0, length - cache.length)
+            return jnp.pad(jnp.roll(x, -cache.cursor, axis=axis), pad)  # newest token at the old end
 
         k, v = tuple(move(x, 3) for x in cache.k), tuple(move(x, 2) for x in cache.v)
-        return self._lay_out(RingCache(k, v, jnp.int32(cache.length if extra > 0 else 0)))
+        return self._lay_out(RingCache(k, v, jnp.int32(cache.length % length)))
 
     def _uniforms(self, slots: Slots) -> jax.Array:
         """The numbers that draw a chunk's tokens, [chunk, S]. Apart from `decode`, whose compilation they
