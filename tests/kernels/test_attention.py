@@ -11,7 +11,7 @@ from jaxrl_kernels.attention import causal, reference
 
 FAST = {"xla_backend_optimization_level": 0}  # of compilation
 quick = functools.partial(jax.jit, static_argnames=("scale", "softcap"))
-attention, causal_attention = quick(reference.attention), quick(causal.causal_attention)
+attention = quick(reference.attention)
 
 
 def inputs(length=70, heads=4, kv_heads=2, dim=8, batch=2):
@@ -82,8 +82,9 @@ def test_is_softmax_attention_written_plainly():
 
 
 @pytest.mark.parametrize("length", [1, 31, 33, 70, 130])
-def test_causal_blocks_equal_the_whole_forward_and_backward(length):
+def test_causal_blocks_equal_the_whole_forward_and_backward(length, monkeypatch):
     """With segments, a window and padding in `visible`; lengths that blocks do not divide."""
+    monkeypatch.setattr(causal, "SHORTEST", 32)
     q, k, v = inputs(length)
     index = jnp.arange(length)
     segments = jnp.stack([index // 40, jnp.where(index < 50, 0, index)])
@@ -95,15 +96,15 @@ def test_causal_blocks_equal_the_whole_forward_and_backward(length):
         return jax.jit(jax.value_and_grad(loss, (0, 1, 2)), compiler_options=FAST)(q, k, v)
 
     for ours, wanted in zip(
-        jax.tree.leaves(run(causal_attention)), jax.tree.leaves(run(attention)), strict=True
+        jax.tree.leaves(run(causal.causal_attention)), jax.tree.leaves(run(attention)), strict=True
     ):
         np.testing.assert_allclose(ours, wanted, atol=2e-6, rtol=1e-5)
 
 
 def test_causal_blocks_skip_work_above_the_diagonal():
-    """Four blocks of 48 in 192: (1 + 2 + 3 + 4) / 16 of the products of the square."""
-    q, k, v = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs(192))
-    visible = jax.ShapeDtypeStruct((2, 192, 192), jnp.bool_)
+    """Four blocks of 256 in 1024: (1 + 2 + 3 + 4) / 16 of the products of the square."""
+    q, k, v = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs(1024))
+    visible = jax.ShapeDtypeStruct((2, 1024, 1024), jnp.bool_)
 
     def products(fn):
         jaxpr = jax.make_jaxpr(lambda *a: fn(*a, scale=1.0))(q, k, v, visible)
