@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -84,7 +85,7 @@ class RolloutSource:
         with phase("reward"):
             reward_metrics = judge(self.rewards, prompts, trajectories)
         rollouts = side_by_side(trajectories)
-        advantages = np.asarray(algos.module_of(self.algo).advantages(rollouts, self.algo))
+        advantages = np.asarray(_advantages(rollouts, self.algo))
         items = [
             from_trajectory(t, row, valid=np.isfinite(t.reward))
             for t, row in zip(trajectories, advantages, strict=True)
@@ -96,6 +97,14 @@ class RolloutSource:
             prompts,
             trajectories,
         )
+
+
+_zero_variance = jax.jit(zero_variance_fraction)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _advantages(rollouts: Rollouts, algo: AlgoConfig) -> jax.Array:
+    return algos.module_of(algo).advantages(rollouts, algo)
 
 
 def sample(
@@ -168,7 +177,7 @@ def statistics(trajectories: Sequence[Trajectory], rollouts: Rollouts) -> Metric
         "response_tokens/mean": lengths.mean(),
         "response_tokens/max": lengths.max(),
         "truncated_fraction": np.mean([t.finish == "length" for t in trajectories]),
-        "zero_variance_fraction": zero_variance_fraction(rollouts.rewards, rollouts.group, rollouts.valid),
+        "zero_variance_fraction": _zero_variance(rollouts.rewards, rollouts.group, rollouts.valid),
     }
 
 

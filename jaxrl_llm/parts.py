@@ -96,7 +96,8 @@ def build(config: TrainConfig, closing: contextlib.ExitStack) -> Parts:
     on_policy = algos.module_of(config.algo).INPUT == "rollouts"
     engine = rewards = None
     if on_policy or config.eval.every:
-        engine = NativeEngine(config.rollout, model, mesh, tokenizer)
+        ends = hf.end_ids(folder) if folder else ()
+        engine = NativeEngine(config.rollout, model, mesh, tokenizer, ends)
         rewards = closing.enter_context(RewardPool(config.reward, Path(config.run_dir) / "rewards.log"))
     loader = make_loader(config, tokenizer)
     if on_policy:

@@ -1,6 +1,6 @@
 """Group relative policy optimization (DeepSeekMath, arXiv 2402.03300).
 
-Defaults are the paper's. DAPO's and Dr. GRPO's changes are the options `clip_high`, `aggregation` and `scale`.
+Defaults are the paper's. The changes of DAPO and Dr. GRPO are the options `clip_high`, `aggregation`, `scale`.
 """
 
 from __future__ import annotations

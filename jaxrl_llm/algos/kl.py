@@ -1,4 +1,4 @@
-"""Estimators of KL(policy || reference) from log-probs of sampled tokens (Schulman 2020, "Approximating KL")."""
+"""Estimators of KL(policy || reference) from sampled tokens (Schulman 2020, "Approximating KL Divergence")."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ Estimator = Literal["k1", "k2", "k3", "abs"]
 def kl(policy: Float[Array, "B T"], reference: Float[Array, "B T"], how: Estimator) -> Float[Array, "B T"]:
     """Per-token estimate, nats. With d = policy - reference:
 
-    k1 = d (unbiased)   k2 = d^2 / 2 (its gradient is unbiased)   k3 = e^-d - 1 + d (unbiased, >= 0)   abs = |d|
+    k1   d              unbiased
+    k2   d^2 / 2        its gradient is unbiased
+    k3   e^-d - 1 + d   unbiased, never negative
+    abs  |d|
 
     d is held within +-20 so that k3 stays finite.
     """

@@ -13,12 +13,12 @@ from safetensors import safe_open
 
 from jaxrl_llm.checkpoint.hf_export import save
 from jaxrl_llm.checkpoint.hf_folder import FLOATS, Stored, read_headers, refuse_remote_code, resolve
-from jaxrl_llm.checkpoint.hf_tokenizer import load_tokenizer
+from jaxrl_llm.checkpoint.hf_tokenizer import end_ids, load_tokenizer
 from jaxrl_llm.models import TransformerConfig, abstract, named_leaves
 from jaxrl_llm.models.names import Place, from_hf, parse_layout, places
 from jaxrl_llm.structs import Params
 
-__all__ = ["load", "load_tokenizer", "resolve", "save"]
+__all__ = ["end_ids", "load", "load_tokenizer", "resolve", "save"]
 
 _MAX_READ = 16 * 2**20  # bytes of a file that are mapped at once
 _MIN_READ = 2**20

@@ -84,3 +84,10 @@ def generation_config(tokenizer: Any) -> dict[str, Any]:
     """generation_config.json: that of the folder the tokenizer came from, else its special ids."""
     origin = tokenizer.name_or_path and Path(tokenizer.name_or_path) / "generation_config.json"
     return read_json(origin) if origin and origin.is_file() else special_ids(tokenizer)
+
+
+def end_ids(folder: Path) -> tuple[int, ...]:
+    """Ids that end a response by generation_config.json: a chat model has more than its tokenizer's one."""
+    file = folder / "generation_config.json"
+    ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    return () if ids is None else tuple(ids) if isinstance(ids, list) else (ids,)

@@ -24,6 +24,8 @@ SOURCES = {  # for "auto": the first key that the name of the data source contai
     "gsm8k": "gsm8k",
     "countdown": "countdown",
     "arithmetic": "arithmetic",
+    "task:maximum": "exact",
+    "task:reverse": "exact",
     "math": "math",
     "aime": "math",
     "amc": "math",

@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
     requests = [make_request(args, config, tokenizer, i, example) for i, example in enumerate(examples)]
     dtype = pick_dtype(args.dtype)
     rollout = RolloutConfig(slots=args.slots, dtype=dtype)
-    engine = NativeEngine(rollout, config, mesh, tokenizer, end_ids(folder))
+    engine = NativeEngine(rollout, config, mesh, tokenizer, hf.end_ids(folder))
     engine.publish(load_params(folder, config, mesh, ROLLOUT, dtype), version=0)
     sampling = SamplingConfig(args.temperature, args.top_k, args.top_p, args.min_p, args.stop)
     window = max(1, 8 * args.slots // args.n)  # rows between two writes
@@ -142,13 +142,6 @@ def load_params(
     """The weights, each device reading only its shard."""
     say(f"loading {folder} as {dtype} on {mesh.size} {mesh.devices.flat[0].platform} device(s)")
     return hf.load(folder, config, models.shardings(config, mesh, rules), jnp.dtype(dtype))
-
-
-def end_ids(folder: Path) -> tuple[int, ...]:
-    """Ids that end a response by generation_config.json: a chat model has more than its tokenizer's one."""
-    file = folder / "generation_config.json"
-    ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-    return () if ids is None else tuple(ids) if isinstance(ids, list) else (ids,)
 
 
 def pick_dtype(dtype: Dtype) -> str:

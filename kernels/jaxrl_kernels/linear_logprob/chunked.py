@@ -28,6 +28,11 @@ def linear_logprob(
 
     Returns: (log-prob, entropy), float32, nats; entropy is None without `with_entropy`.
     """
+    shape = targets.shape
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:  # one token dim: with two, XLA's CPU backend copies a transpose
+        hidden, targets = hidden.reshape(1, -1, hidden.shape[-1]), targets.reshape(1, -1)
+        chunk *= shape[0]
     batch, length, _ = hidden.shape
     chunk = min(chunk, length)
     pad = -length % chunk
@@ -57,5 +62,5 @@ def linear_logprob(
         merged = lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, steps * chunk)
         out = jax.lax.map(lambda xs: one(*xs), (split(hidden), split(targets)))
         logprob, entropy = jax.tree.map(merged, out)
-    cut = lambda x: x[:, :length]
+    cut = lambda x: x[:, :length].reshape(shape)
     return cut(logprob), None if entropy is None else cut(entropy)
