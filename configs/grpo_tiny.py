@@ -2,8 +2,11 @@
 
 Command:   python -m jaxrl_llm.train --config grpo_tiny.py
 Hardware:  any CPU with 2 cores
-Time:      under 5 minutes
+Time:      about 2 minutes
 Expected:  held-out accuracy under 0.5 after the supervised start, at least 0.9 at the end
+
+The supervised start teaches from flawed demonstrations: 60% of them are one too many on purpose. The model
+learns to add and to make that mistake; the reward then says which of the two was meant.
 """
 
 from jaxrl_llm.algos import grpo
@@ -23,7 +26,7 @@ from jaxrl_llm.config import (
 def get_config() -> TrainConfig:
     return TrainConfig(
         run_dir="runs/grpo_tiny",
-        steps=300,
+        steps=100,
         algo=grpo.Config(kl_coef=0.0, aggregation="token"),
         prompts_per_step=32,
         responses_per_prompt=8,
@@ -45,9 +48,9 @@ def get_config() -> TrainConfig:
             dtype="float32",
             remat="dots",  # on a CPU, keeping less is faster
         ),
-        optim=OptimConfig(learning_rate=1e-3, schedule="linear", b2=0.95),
-        data=DataConfig(train=(SourceConfig(path="task:arithmetic", options='{"digits": 1, "terms": 3}'),)),
-        eval=EvalConfig(every=50, prompts=256),
+        optim=OptimConfig(learning_rate=5e-4, schedule="linear", b2=0.99),
+        data=DataConfig(train=(SourceConfig(path="task:arithmetic", options='{"digits": 1, "terms": 3, "noise": 0.6}'),)),
+        eval=EvalConfig(every=10, prompts=256),
         checkpoint=CheckpointConfig(every=100),
-        warm_start=WarmStartConfig(steps=170, learning_rate=3e-3, examples_per_step=64),
+        warm_start=WarmStartConfig(steps=600, learning_rate=2e-3, examples_per_step=64),
     )

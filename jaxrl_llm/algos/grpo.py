@@ -1,6 +1,6 @@
 """Group relative policy optimization (DeepSeekMath, arXiv 2402.03300).
 
-Defaults are the paper's. The changes of DAPO and Dr. GRPO are the options `clip_high`, `aggregation`, `scale`.
+Defaults are the paper's; DAPO and Dr. GRPO are settings of `clip_high`, `aggregation` and `scale`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Estimators of KL(policy || reference) from sampled tokens (Schulman 2020, "Approximating KL Divergence")."""
+"""Estimators of KL(policy || reference) from sampled tokens (Schulman 2020, "Approximating KL")."""
 
 from __future__ import annotations
 
