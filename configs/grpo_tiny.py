@@ -49,7 +49,9 @@ def get_config() -> TrainConfig:
             remat="dots",  # on a CPU, keeping less is faster
         ),
         optim=OptimConfig(learning_rate=5e-4, schedule="linear", b2=0.99),
-        data=DataConfig(train=(SourceConfig(path="task:arithmetic", options='{"digits": 1, "terms": 3, "noise": 0.6}'),)),
+        data=DataConfig(
+            train=(SourceConfig(path="task:arithmetic", options='{"digits": 1, "terms": 3, "noise": 0.6}'),)
+        ),
         eval=EvalConfig(every=10, prompts=256),
         checkpoint=CheckpointConfig(every=100),
         warm_start=WarmStartConfig(steps=600, learning_rate=2e-3, examples_per_step=64),
