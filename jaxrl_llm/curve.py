@@ -46,9 +46,12 @@ def draw(run_dir: Path) -> Path | None:
     elif not len(accuracy) + len(reward) + len(held_out):
         return None
     warm = [row["step"] for row in rows if row.get("kind") == "warm_start"]
+    first, last = max(rows[0]["step"] - 1, 0), rows[-1]["step"] + 1
+    if warm and max(warm) < last - 1:  # a long supervised start is cut: the run itself gets most of the room
+        first = max(first, max(warm) - (last - max(warm)) // 3)
     if warm:
-        _shade(axes, min(warm) - 1, max(warm))
-    axes.set_xlim(max(rows[0]["step"] - 1, 0), rows[-1]["step"] + 1)
+        _shade(axes, max(min(warm) - 1, first), max(warm))
+    axes.set_xlim(first, last)
     axes.set_title(run_dir.resolve().name, loc="left", fontsize=13, fontweight="bold")
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     path = run_dir / "curve.png"
