@@ -392,6 +392,7 @@ def test_the_curve_of_rl_shows_accuracy_held_out_points_and_the_supervised_start
     rows[1]["eval/pass@1"] = 0.1
     rows[4]["eval/pass@1"] = 0.75
     rows[3]["accuracy"] = None
+    rows += [{"step": s, "kind": "train", "loss": 0.0} for s in (6, 7, 8)]
     path = made_up(tmp_path, rows)
     assert path == tmp_path / "curve.png"
     assert imread(path).shape == (675, 1200, 4)
@@ -402,6 +403,15 @@ def test_the_curve_of_rl_shows_accuracy_held_out_points_and_the_supervised_start
     np.testing.assert_allclose(drawn["_points"][0][0], [[2, 0.1], [5, 0.75]])
     assert drawn["_shade"] == [(0, 2)]
     assert [p.name for p in tmp_path.iterdir() if "tmp" in p.name] == []
+
+
+def test_a_supervised_start_longer_than_the_run_is_cut_to_a_third_of_it(tmp_path, monkeypatch):
+    shaded, limits = [], []
+    monkeypatch.setattr(curve, "_shade", lambda axes, *a: (shaded.append(a), limits.append(axes)))
+    rows = [{"step": s, "kind": "warm_start", "loss": 1.0} for s in range(1, 101)]
+    rows += [{"step": s, "kind": "train", "accuracy": 0.5} for s in range(101, 131)]
+    made_up(tmp_path, rows)
+    assert shaded == [(90, 100)] and limits[0].get_xlim() == (90, 131)
 
 
 def test_the_curve_of_sft_is_its_loss(tmp_path):
