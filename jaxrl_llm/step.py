@@ -145,7 +145,8 @@ class Learner:
 
     def _fresh(self, params: Params) -> TrainState:
         zero = jnp.zeros((), jnp.int32)
-        return TrainState(params, self.optimizer.init(params), version=zero, nonfinite=zero)
+        kl_coef = jnp.float32(self.algo.initial_kl_coef)
+        return TrainState(params, self.optimizer.init(params), zero, zero, kl_coef)
 
     def _shardings(self, state: TrainState) -> TrainState:
         """Optimizer moments lie where their weights lie; counters are everywhere."""
@@ -158,7 +159,7 @@ class Learner:
             self.param_shardings,
             transform_non_params=lambda _: self.replicated,
         )
-        return TrainState(self.param_shardings, opt, self.replicated, self.replicated)
+        return TrainState(self.param_shardings, opt, *[self.replicated] * 3)
 
 
 def is_max(name: str) -> bool:
@@ -247,5 +248,6 @@ def _apply(
         opt_state=jax.tree.map(keep, opt_state, state.opt_state),
         version=state.version + finite.astype(jnp.int32),
         nonfinite=jnp.where(finite, 0, state.nonfinite + 1),
+        kl_coef=state.kl_coef,
     )
     return new_state, {**metrics, "grad_norm": norm, "nonfinite": 1.0 - finite}

@@ -41,6 +41,9 @@ class Trajectory:
     text: str = ""  # response text for rewards and people; training reads only ids
     reward: float = float("nan")
     outcome: Outcome = Outcome.FAILED
+    components: tuple[float, ...] = ()  # the rewards that `reward` is the weighted sum of
+    token_rewards: np.ndarray | None = None  # float32 [R'], of a process reward model
+    greedy_reward: float = float("nan")  # of the greedy response to the same prompt, where it was asked for
 
     @property
     def num_tokens(self) -> int:
@@ -56,12 +59,25 @@ def pytree(cls):
 
 @pytree
 class Rollouts:
-    """N trajectories side by side, padded to R response tokens: what `advantages` reads."""
+    """N trajectories side by side, padded to R response tokens: what `advantages` reads.
+
+    Log-probs are in nats; masked places hold 0. What an algorithm did not ask for is None.
+    """
 
     rewards: Float[Array, "N"]
     group: Int[Array, "N"]  # trajectories of one prompt share a number in [0, P)
     mask: Float[Array, "N R"]  # 1 = the policy wrote this token
     valid: Float[Array, "N"]  # 0 = the reward failed: takes no part in baselines or loss
+    truncated: Float[Array, "N"] | None = None  # 1 = cut off at the longest length allowed
+    components: Float[Array, "N C"] | None = None  # the rewards that `rewards` is the weighted sum of
+    token_rewards: Float[Array, "N R"] | None = None  # of a process reward model
+    greedy: Float[Array, "N"] | None = None  # reward of the greedy response to the same prompt
+    rollout: Float[Array, "N R"] | None = None  # log-probs that the rollout engine reported
+    old: Float[Array, "N R"] | None = None  # log-probs of the policy before this step's updates
+    reference: Float[Array, "N R"] | None = None  # log-probs of the frozen reference
+    values: Float[Array, "N R"] | None = None  # the critic's, of the state in which the token was chosen
+    square: Float[Array, "N R"] | None = None  # sum over the vocabulary of the policy's p^2
+    kl_coef: Float[Array, ""] | None = None  # the KL controller's present coefficient
 
 
 @pytree
@@ -78,6 +94,9 @@ class Batch:
     rollout: Float[Array, "B T"] | None = None  # log-probs (nats) the rollout engine reported
     old: Float[Array, "B T"] | None = None  # log-probs before the first update of this step
     reference: Float[Array, "B T"] | None = None  # log-probs of the frozen reference
+    values: Float[Array, "B T"] | None = None  # the critic's values before the first update of this step
+    returns: Float[Array, "B T"] | None = None  # what the critic learns to predict
+    labels: Float[Array, "B T"] | None = None  # what the data says of the token, or of its whole sequence
 
 
 @pytree
@@ -99,6 +118,12 @@ class Signals:
     rollout: Float[Array, "B T"] | None = None
     old: Float[Array, "B T"] | None = None
     reference: Float[Array, "B T"] | None = None
+    values: Float[Array, "B T"] | None = None  # of the value head; carries gradient
+    old_values: Float[Array, "B T"] | None = None
+    returns: Float[Array, "B T"] | None = None
+    labels: Float[Array, "B T"] | None = None
+    divergence: Float[Array, "B T"] | None = None  # from the teacher's whole distribution; carries gradient
+    kl_coef: Float[Array, ""] | None = None  # the KL controller's present coefficient
 
 
 @pytree
@@ -109,3 +134,4 @@ class TrainState:
     opt_state: Any
     version: Int[Array, ""]  # optimizer updates applied so far = the policy version
     nonfinite: Int[Array, ""]  # updates skipped in a row for NaN or Inf
+    kl_coef: Float[Array, ""]  # of the KL controller

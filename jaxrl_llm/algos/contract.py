@@ -1,9 +1,18 @@
 """What an algorithm is: one module of arithmetic.
 
-    INPUT = "rollouts"                                       # or "tokens"
-    class Config(AlgoConfig): ...                            # frozen dataclass
-    def advantages(rollouts, config) -> Float[Array, "N R"]  # INPUT "rollouts" only
+    INPUT = "rollouts"          # responses of the policy itself, with rewards
+          | "tokens"            # examples to imitate
+          | "pairs"             # a chosen and a rejected response to each prompt
+          | "labels"            # single responses, each with a label
+    UNIT = 1                    # sequences that stay side by side in a row; 2: chosen, rejected, chosen, ...
+    class Config(AlgoConfig)    # frozen dataclass; its properties say which signals are computed
     def loss(signals, config) -> (Float[Array, ""], Metrics)
+
+and, where INPUT is "rollouts",
+
+    def advantages(rollouts, config) -> Float[Array, "N R"]
+    def returns(rollouts, config) -> Float[Array, "N R"]     # optional: what a critic learns
+    def select(rollouts, config, rng) -> int [M]             # optional, numpy: the trajectories learned from
 
 Metrics are sums over the tokens at hand divided by the global denominators, so that adding up the
 micro-batches gives the mean of the mini-batch; a key that ends in "/max" or "/max_abs" is combined by max.
@@ -16,7 +25,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AlgoConfig:
-    """Base of every algorithm's Config; says which signals the loss wants computed."""
+    """Base of every algorithm's Config; says which signals it wants computed.
+
+    Each costs something: a forward pass of another model, or a gradient.
+    """
+
+    @property
+    def needs_policy(self) -> bool:
+        """Log-probs of the policy; a critic or reward model learns without."""
+        return True
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Gradient through the entropy; its value is measured anyway."""
+        return False
+
+    @property
+    def needs_old(self) -> bool:
+        """Log-probs before this step's updates even where one update a step makes them the policy's own."""
+        return False
 
     @property
     def needs_reference(self) -> bool:
@@ -24,6 +51,31 @@ class AlgoConfig:
         return False
 
     @property
-    def needs_entropy(self) -> bool:
-        """Gradient through the entropy; its value is measured anyway."""
+    def needs_values(self) -> bool:
+        """A value head on the model that learns."""
         return False
+
+    @property
+    def needs_critic(self) -> bool:
+        """Values of a critic with a backbone of its own."""
+        return False
+
+    @property
+    def needs_square(self) -> bool:
+        """Sum over the vocabulary of the policy's p^2."""
+        return False
+
+    @property
+    def needs_greedy(self) -> bool:
+        """A greedy response to every prompt, and its reward."""
+        return False
+
+    @property
+    def teachers(self) -> tuple[str, ...]:
+        """Folders of the models whose whole distributions are learned from."""
+        return ()
+
+    @property
+    def initial_kl_coef(self) -> float:
+        """Where the KL controller starts."""
+        return 0.0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.structs import Signals
 
@@ -43,3 +44,28 @@ def aggregate(
         x = x / signals.lengths
     total = masked_sum(x, signals.mask) / signals.num_sequences
     return total / constant if how == "constant" else total
+
+
+def segment_sums(
+    x: Float[Array, "B T"], segments: Int[Array, "B T"], mask: Float[Array, "B T"]
+) -> Float[Array, "B S"]:
+    """Sum of x over the masked tokens of each sequence of a row; column s - 1 is segment s, S = T."""
+    kept = jnp.where(mask > 0, x * mask, 0.0)
+    sums = jax.vmap(lambda row, ids: jax.ops.segment_sum(row, ids, x.shape[1] + 1))(kept, segments)
+    return sums[:, 1:]
+
+
+def sequence_mean(x: Float[Array, "B T"], signals: Signals) -> Float[Array, "B T"]:
+    """At each token, the mean of x over the trained tokens of its sequence."""
+    sums = segment_sums(x, signals.segments, signals.mask)
+    return jnp.take_along_axis(sums, jnp.maximum(signals.segments - 1, 0), axis=1) / signals.lengths
+
+
+def pair_sums(x: Float[Array, "B T"], signals: Signals) -> tuple[Float[Array, "B H"], Float[Array, "B H"]]:
+    """Sums of x over the chosen (segments 1, 3, ...) and the rejected (2, 4, ...) sequences; H = T // 2.
+
+    Columns without a pair read 0; `pair_sums(ones, signals)` are the lengths.
+    """
+    sums = segment_sums(x, signals.segments, signals.mask)
+    half = x.shape[1] // 2
+    return sums[:, 0 : 2 * half : 2], sums[:, 1 : 2 * half : 2]

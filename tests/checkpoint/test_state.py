@@ -72,7 +72,7 @@ def _replicated(mesh):
 
 def test_train_state_comes_back_bit_for_bit(tmp_path):
     params = init(TINY, jax.random.key(0))
-    state = TrainState(params, optax.adamw(1e-3).init(params), jnp.int32(5), jnp.int32(0))
+    state = TrainState(params, optax.adamw(1e-3).init(params), jnp.int32(5), jnp.int32(0), jnp.float32(0.1))
     with_nan = dataclasses.replace(
         state, opt_state=jax.tree.map(lambda x: x / jnp.zeros_like(x), state.opt_state)
     )
@@ -87,7 +87,7 @@ def test_train_state_comes_back_bit_for_bit(tmp_path):
 def test_manifest_names_arrays_files_and_versions(tmp_path):
     params = init(TINY, jax.random.key(0))
     saver = checkpointer(tmp_path)
-    saver.save(1, TrainState(params, (), jnp.int32(1), jnp.int32(0)), META, {"loss": 2.5})
+    saver.save(1, TrainState(params, (), jnp.int32(1), jnp.int32(0), jnp.float32(0.1)), META, {"loss": 2.5})
     saver.close()
     manifest = read_manifest(tmp_path / "checkpoints/1")
     assert manifest.step == 1 and manifest.metrics == {"loss": 2.5}
@@ -267,7 +267,7 @@ def test_weights_alone_for_export(tmp_path):
     for step in (1, 2):
         grown = jax.tree.map(lambda x, step=step: x * step, params)
         saver.save(
-            step, TrainState(grown, optax.adam(1e-3).init(params), jnp.int32(step), jnp.int32(0)), META, {}
+            step, TrainState(grown, optax.adam(1e-3).init(params), jnp.int32(step), jnp.int32(0), jnp.float32(0.1)), META, {}
         )
     saver.close()
     step, weights, config = restore_params(tmp_path)
