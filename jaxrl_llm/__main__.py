@@ -28,6 +28,8 @@ def main(argv: list[str] | None = None) -> int:
         near = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0.0)[0]
         print(f"error: {command}: unknown command. Did you mean {near}?\n\n{usage()}", file=sys.stderr)
         return 2
+    runtime = importlib.import_module("jaxrl_llm.runtime")
+    runtime.quiet_transformers()
     module = importlib.import_module(COMMANDS[command][0])
     return run(module.main, rest)
 

@@ -14,13 +14,15 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from jaxrl_llm import runtime
 from jaxrl_llm.checkpoint import hf
-from jaxrl_llm.checkpoint.state import Checkpointer
+from jaxrl_llm.checkpoint.lock import hold
+from jaxrl_llm.checkpoint.state import Checkpointer, DiskFullError
 from jaxrl_llm.config import TrainConfig, derived, describe_run, dump
 from jaxrl_llm.experience import Experience, prompt_text
 from jaxrl_llm.metrics import RunLog, sample_rows
@@ -36,6 +38,18 @@ class NonFiniteError(RuntimeError):
     """Several updates in a row had NaN or Inf in loss or gradient."""
 
 
+class UnsavedError(RuntimeError):
+    """The run came to its end, but not all of what it made is on the disk."""
+
+
+class Ended(NamedTuple):
+    """How the steps ended."""
+
+    state: TrainState
+    step: int  # steps done
+    reason: str  # why they stopped early; "" = they are complete
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 the run failed, 2 bad input, 75 stopped on request and saved (run it again)."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -43,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             launch = from_command_line(argv)
             runtime.start()
+            closing.enter_context(hold(Path(launch.config.run_dir)))
             parts = build(launch.config, closing)
             closing.enter_context(jax.set_mesh(parts.mesh))
             checkpoints = Checkpointer(launch.config.checkpoint, Path(launch.config.run_dir))
@@ -55,36 +70,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         closing.enter_context(contextlib.closing(log))
         introduce(log, parts, describe_run(launch.config, launch.recipe, argv), start)
         try:
-            return run(parts, checkpoints, log, state, start)
-        except (NonFiniteError, RewardFailureError) as error:  # said in full; the checkpoints stand
-            print(f"error: {error}", file=sys.stderr)
+            with contextlib.closing(Stop(launch.config.max_runtime)) as stop:
+                ended = run(parts, checkpoints, log, state, start, stop)
+            return finish(parts, checkpoints, log, ended)
+        except (NonFiniteError, RewardFailureError, DiskFullError, UnsavedError) as error:
+            print(f"error: {error}", file=sys.stderr)  # said in full; the checkpoints stand
             return 1
 
 
-def run(parts: Parts, checkpoints: Checkpointer, log: RunLog, state: TrainState | None, start: int) -> int:
+def run(
+    parts: Parts, checkpoints: Checkpointer, log: RunLog, state: TrainState | None, start: int, stop: Stop
+) -> Ended:
     """Steps from the newest checkpoint to the last, or until asked to stop."""
     config, run_dir = parts.config, Path(parts.config.run_dir)
-    stop = Stop(config.max_runtime)
     meta = {"config": dump(config), "model": dataclasses.asdict(parts.model)}
     if state is None:
         state = parts.initial_state()
     if start == 0 and parts.evaluator and not config.warm_start.steps:
         log.step(0, evaluate(parts, state, log), tokens=0, kind="start")
     reference = Reference(parts, run_dir)
-    reason = None
+    metrics: Metrics = {}
+    done, reason = start, None
 
     for step in range(start, parts.total):
         if reason := stop.requested(step, checkpoints.longest_save):
             break
         stage = parts.stage(step)
         if step == stage.start and stage is not parts.stages[0]:
-            state = stage.learner.init_state(state.params)
+            state = stage.trainer.init_state(state.params)
         version = int(state.version)
 
         experience = stage.source.next(step - stage.start, state.params, version, log.phase)
-        with log.phase("update"):
+        with log.phase("score"):
             frozen = reference.params(stage, step, state.params)
-            state, metrics = stage.learner.update(state, experience.minibatches, frozen)
+            stage.trainer.score(state, experience.items, stage.minibatches, frozen)
+            minibatches = stage.assign(experience, float(state.kl_coef), seed=step)
+        with log.phase("update"):
+            state, metrics = stage.trainer.update(state, minibatches, step - stage.start)
             metrics = {"kl": None, **experience.metrics, **jax.device_get(metrics)}
         stop_if_nonfinite(state, experience, config, step + 1)
 
@@ -99,18 +121,40 @@ def run(parts: Parts, checkpoints: Checkpointer, log: RunLog, state: TrainState 
                 checkpoints.save(done, state, meta, finite(metrics))
 
     if reason:
-        checkpoints.save(step, state, meta, {})
+        checkpoints.save(done, state, meta, finite(metrics))
     checkpoints.wait()
-    stop.close()
-    if not reason:
-        hf.save(state.params, parts.model, run_dir / "hf", parts.tokenizer, dtype=config.model.dtype)
-    log.finish(stopped=reason or "", next_command="" if reason else next_command(run_dir))
-    return EXIT_STOPPED if reason else 0
+    return Ended(state, done, reason or "")
+
+
+def finish(parts: Parts, checkpoints: Checkpointer, log: RunLog, ended: Ended) -> int:
+    """Export the trained model, say what was reached, and check that it is on the disk.
+
+    Raises:
+        UnsavedError: says what is not there, and the fix.
+    """
+    run_dir, lost = Path(parts.config.run_dir), []
+    if not checkpoints.has(ended.step):
+        lost.append(
+            f"step {ended.step}, the last, is not saved: the disk of {checkpoints.folder} was full, and the "
+            f"newest checkpoint there is {checkpoints.latest()}. Free some space, or lower "
+            "--checkpoint.keep, and run the same command again: it goes on from there."
+        )
+    if not ended.reason:
+        try:
+            params, dtype = parts.exported(ended.state.params), parts.config.model.dtype
+            hf.save(params, params.config, run_dir / "hf", parts.tokenizer, dtype=dtype)
+        except (OSError, ValueError) as error:  # the checkpoint, or the message about it, matters more
+            lost.append(f"The model is not exported: {error}")
+    stopped = ended.reason or ("a failed save" if lost else "")
+    log.finish(stopped=stopped, next_command="" if stopped else next_command(run_dir))
+    if lost:
+        raise UnsavedError("\n".join(lost))
+    return EXIT_STOPPED if ended.reason else 0
 
 
 def restore(parts: Parts, checkpoints: Checkpointer) -> tuple[TrainState | None, int]:
     """(state, steps done) of the newest good checkpoint, or (None, 0) in a fresh run directory."""
-    target = parts.stages[0].learner.abstract_state()
+    target = parts.stages[0].trainer.abstract_state()
     found = checkpoints.restore(target, compatible=dump(parts.config))
     return (found[1], found[0]) if found else (None, 0)
 
@@ -119,7 +163,7 @@ def introduce(log: RunLog, parts: Parts, description: dict, start: int) -> None:
     """Write config.json, and say what is about to happen."""
     log.config(description)
     weights = sum(
-        math.prod(w.shape) for w in jax.tree.leaves(parts.stages[0].learner.abstract_state().params)
+        math.prod(w.shape) for w in jax.tree.leaves(parts.stages[0].trainer.abstract_state().params)
     )
     mesh = " x ".join(f"{name} {size}" for name, size in parts.mesh.shape.items())
     device = jax.devices()[0].device_kind
@@ -160,9 +204,10 @@ def stop_if_nonfinite(state: TrainState, experience: Experience, config: TrainCo
     if int(state.nonfinite) < config.optim.max_nonfinite:
         return
     path = Path(config.run_dir) / f"nonfinite_step_{done}.npz"
-    items = [item for minibatch in experience.minibatches for item in minibatch]
-    arrays = {f"{i}.tokens": item.tokens for i, item in enumerate(items)}
-    arrays |= {f"{i}.{name}": x for i, item in enumerate(items) for name, x in item.signals.items()}
+    arrays = {f"{i}.tokens": item.tokens for i, item in enumerate(experience.items)}
+    arrays |= {
+        f"{i}.{name}": x for i, item in enumerate(experience.items) for name, x in item.signals.items()
+    }
     np.savez(path, **arrays)
     raise NonFiniteError(
         f"{int(state.nonfinite)} updates in a row had NaN or Inf in loss or gradient, at step {done}; none "

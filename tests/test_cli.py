@@ -1,6 +1,7 @@
 """`python -m jaxrl_llm`: commands are found, mistakes are one message and exit code 2."""
 
 import json
+import os
 import subprocess
 import sys
 import types
@@ -70,3 +71,28 @@ def test_as_a_process_from_any_folder(tmp_path):
     assert (done.returncode, done.stdout) == (2, "")
     assert "Did you mean train?" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+WITHOUT_TORCH = """
+import runpy, sys
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec  # as if it were not installed
+PathFinder.find_spec = lambda name, *args: None if name == "torch" else find(name, *args)
+if sys.argv[1:]:
+    runpy.run_module("jaxrl_llm.train", run_name="__main__", alter_sys=True)
+from jaxrl_llm import runtime
+runtime.start()
+from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+print(len(make_tokenizer()))
+"""
+
+
+@pytest.mark.parametrize("argv", [["--help"], []])
+def test_nothing_is_said_about_torch(argv):
+    """transformers says at its import that PyTorch was not found; nobody needs it here."""
+    env = {k: v for k, v in os.environ.items() if k != "TRANSFORMERS_VERBOSITY"}
+    out = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *argv], capture_output=True, text=True, env=env
+    )
+    assert (out.returncode, out.stderr) == (0, "")
+    assert "--optim.learning_rate" in out.stdout if argv else out.stdout == "128\n"

@@ -111,6 +111,15 @@ def fault(folder: Path, checksums: bool = True) -> str | None:
     return None
 
 
+def flatten(tree: Any) -> dict[str, Any]:
+    """{"params.layers.q": leaf}, without the `.value` in which Flax keeps each weight."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+    flat = {name(path): leaf for path, leaf in leaves}
+    assert len(flat) == len(leaves), "two leaves of the state have one path"
+    return flat
+
+
 def describe(leaf: jax.Array | jax.ShapeDtypeStruct) -> str:
     """float32[2,8]"""
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"

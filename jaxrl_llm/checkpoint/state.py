@@ -21,7 +21,7 @@ from orbax.checkpoint import v1 as ocp
 
 from jaxrl_llm.checkpoint import folder as folders
 from jaxrl_llm.checkpoint.folder import say
-from jaxrl_llm.checkpoint.manifest import describe, read_manifest, read_meta, write_manifest
+from jaxrl_llm.checkpoint.manifest import describe, flatten, read_manifest, read_meta, write_manifest
 from jaxrl_llm.checkpoint.resume import check_resume, check_same
 from jaxrl_llm.models import RopeConfig, TransformerConfig, abstract
 from jaxrl_llm.signals import agree
@@ -29,6 +29,10 @@ from jaxrl_llm.structs import Params
 
 _OK, _DISK_FULL, _FAILED = 0, 1, 2  # how a save ended, worst last
 _NOT_ASKED, _ALL_BAD, _NONE = -3, -2, -1  # process 0 may say these instead of a step
+
+
+class DiskFullError(OSError):
+    """A save did not fit, and `on_full_disk` is "stop"."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +91,8 @@ class Checkpointer:
         Returns: whether the save started; False if there is one of this step, or no room on the disk.
 
         Raises:
-            OSError: the disk is full and `on_full_disk` is "stop", or this or the previous save failed
-                for another reason.
+            DiskFullError: this or the previous save did not fit, and `on_full_disk` is "stop".
+            OSError: one of them failed for another reason.
         """
         self.wait()
         arrays = flatten(state)
@@ -130,6 +134,10 @@ class Checkpointer:
         """Wait for the save under way and end the background thread."""
         self.wait()
         self._thread.shutdown()
+
+    def has(self, step: int) -> bool:
+        """Whether this step has a checkpoint; what the first process sees counts for all."""
+        return bool(agree(jax.process_index() == 0 and step in self.steps()))
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, oldest first."""
@@ -228,7 +236,7 @@ class Checkpointer:
             f"{self.failures}. Free some space, or lower --checkpoint.keep."
         )
         if self.config.on_full_disk == "stop":
-            raise OSError(errno.ENOSPC, message)
+            raise DiskFullError(errno.ENOSPC, message)
         say(message)
 
     def _sweep(self, step: int) -> None:
@@ -289,12 +297,3 @@ def _transformer_config(fields: dict[str, Any]) -> TransformerConfig:
         "window_layers": None if windows is None else tuple(windows),
     }
     return TransformerConfig(**(fields | known))
-
-
-def flatten(tree: Any) -> dict[str, Any]:
-    """{"params.layers.q": leaf}, without the `.value` in which Flax keeps each weight."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
-    flat = {name(path): leaf for path, leaf in leaves}
-    assert len(flat) == len(leaves), "two leaves of the state have one path"
-    return flat

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ("<pad>", "<|im_end|>", "<|im_start|>", "<unk>")
 ROLES = ("system", "user", "assistant", "tool")  # one id each right after <|im_start|>, letters elsewhere
@@ -22,6 +26,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     pad 0, eos = <|im_end|> 1. Other characters become <unk>. `save_pretrained` writes a folder that
     `AutoTokenizer.from_pretrained` reads.
     """
+    from transformers import PreTrainedTokenizerFast  # a second to import
+
     characters = ["\t", "\n", *(chr(code) for code in range(32, 127))]
     words = [*SPECIAL, *ROLES, *characters]
     reserved = [f"<|reserved_{i}|>" for i in range(VOCAB_SIZE - len(words))]

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from distributed import End, Running
 
+from jaxrl_llm.checkpoint.manifest import read_metrics
 from jaxrl_llm.checkpoint.state import restore_params
 from jaxrl_llm.signals import EXIT_STOPPED
 
@@ -163,6 +164,9 @@ def test_stopped_by_budget_killed_stopped_by_signal(tmp_path, whole):
     assert "SIGTERM: saving after this step, then stopping" in end.stderr
     assert [row["step"] for row in lines(tmp_path / "run/metrics.jsonl")] == STEPS[:4]
     assert restore_params(tmp_path / "run")[0] == 4
+    # What was saved on the way out can be the best, too.
+    expected = lines(whole / "run/metrics.jsonl")[3]["reward/mean"]
+    assert read_metrics(tmp_path / "run/checkpoints/4")["reward/mean"] == expected
 
     end = train(tmp_path)
     assert end.code == 0, end.stderr
