@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -39,6 +40,9 @@ def save(
     One tensor at a time is gathered to the host. The folder is written beside its place and renamed, so it
     is never half there. In a multi-process run every process calls this and the first one writes.
 
+    Baichuan is written as Llama, q, k and v apart: the same decoder, and its own type would need code of the
+    folder's own to load.
+
     Args:
         params: of any sharding.
         tokenizer: of transformers; None = weights and config only.
@@ -52,6 +56,8 @@ def save(
     folder = Path(folder).absolute()
     if dtype not in DTYPES:
         raise ValueError(f"export: dtype={dtype!r} is not supported; supported: {', '.join(DTYPES)}")
+    if config.family == "baichuan":
+        config = dataclasses.replace(config, family="llama")
     raw = to_hf_config(config, dtype) | (special_ids(tokenizer) if tokenizer else {})
     shards = _plan(hf_tensors(config), jnp.dtype(dtype).itemsize, max_shard_bytes)
     writer = jax.process_index() == 0

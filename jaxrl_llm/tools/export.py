@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,6 @@ def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     step, params, config = restore_params(args.checkpoint, args.step)
     tokenizer = run_tokenizer(args.checkpoint, config, args.tokenizer)
-    if config.family == "baichuan":  # the same decoder: a folder that needs no code of its own to load
-        config = replace(config, family="llama")
     folder = hf.save(params, config, args.out, tokenizer, args.dtype)
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"step {step} of {args.checkpoint} -> {folder} ({args.dtype}, {size / 2**20:,.1f} MiB)")
