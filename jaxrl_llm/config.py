@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxrl_llm import algos
+from jaxrl_llm.algos import value as critic
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.checkpoint.state import CheckpointConfig
 from jaxrl_llm.data.chat import ChatConfig
@@ -29,6 +30,7 @@ __all__ = [  # all that a recipe needs, besides its algorithm
     "ChatConfig",
     "CheckpointConfig",
     "ConfigError",
+    "CriticConfig",
     "DataConfig",
     "EvalConfig",
     "LogConfig",
@@ -113,6 +115,21 @@ class WarmStartConfig:
 
 
 @dataclass(frozen=True)
+class CriticConfig:
+    """A critic with a backbone of its own (ppo); without a path it starts as a copy of the policy."""
+
+    path: str = ""
+    """Hugging Face folder or hub name to start from, such as a reward model; "" = the policy's weights."""
+    warmup_steps: int = 0
+    """First steps in which the critic alone learns."""
+    loss: critic.Config = field(default_factory=critic.Config)
+    """What it learns by."""
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-5))
+    mesh: MeshConfig | None = None
+    """Mesh of the critic, set in the recipe; None = the policy's."""
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """A training run. Any field can be set on the command line: `--steps 100 --optim.learning_rate 1e-6`."""
 
@@ -141,6 +158,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -150,9 +168,14 @@ class TrainConfig:
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
 
     @property
-    def row_tokens(self) -> int:
-        """Length of a packed row: the longest a trajectory may be."""
+    def max_tokens(self) -> int:
+        """The longest a trajectory may be."""
         return self.max_prompt_tokens + self.max_response_tokens
+
+    @property
+    def row_tokens(self) -> int:
+        """Length of a packed row: the longest trajectory, or two of them where they are compared."""
+        return algos.unit(self.algo) * self.max_tokens
 
     @property
     def trajectories_per_step(self) -> int:

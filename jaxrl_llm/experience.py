@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxrl_llm import algos
-from jaxrl_llm.algos.advantages import zero_variance_fraction
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.data.loader import Loader, Prompt
 from jaxrl_llm.data.packing import PackItem, from_trajectory
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.sample import Result, Sample
 from jaxrl_llm.rollout.engine import Engine, Request, SamplingConfig
-from jaxrl_llm.structs import Metrics, Outcome, Params, Rollouts, Trajectory
+from jaxrl_llm.structs import Metrics, Outcome, Params, Trajectory
 
 Phase = Callable[[str], contextlib.AbstractContextManager]
 
@@ -30,11 +26,13 @@ Phase = Callable[[str], contextlib.AbstractContextManager]
 class Experience:
     """What one step learns from."""
 
-    minibatches: list[list[PackItem]]
+    items: list[PackItem]
     metrics: Metrics
     tokens: int  # prompt and response tokens, for throughput
     prompts: list[Prompt] = field(default_factory=list)
-    trajectories: list[Trajectory] = field(default_factory=list)
+    trajectories: list[Trajectory] = field(
+        default_factory=list
+    )  # one an item; none where examples are learnt
 
 
 class Source(Protocol):
@@ -50,18 +48,16 @@ class SupervisedSource:
 
     loader: Loader
     examples: int
-    minibatches: int = 1
 
     def next(self, step: int, params: Params, version: int, phase: Phase) -> Experience:
         with phase("data"):
             items = [PackItem(ids, mask) for ids, mask in self.loader.supervised_batch(step, self.examples)]
-        tokens = sum(len(item.tokens) for item in items)
-        return Experience(split(items, self.minibatches, seed=step), {}, tokens)
+        return Experience(items, {}, sum(len(item.tokens) for item in items))
 
 
 @dataclass
 class RolloutSource:
-    """Prompts -> rollouts by the current policy -> rewards -> advantages."""
+    """Prompts -> rollouts by the current policy -> rewards."""
 
     loader: Loader
     engine: Engine
@@ -72,39 +68,57 @@ class RolloutSource:
     prompts: int
     responses: int
     max_tokens: int
-    minibatches: int = 1
 
     def next(self, step: int, params: Params, version: int, phase: Phase) -> Experience:
-        prompts = self.loader.batch(step, self.prompts)
         with phase("rollout"):
-            published = self.engine.publish(params, version)
-            trajectories = sample(
-                self.engine, prompts, self.responses, self.max_tokens, self.sampling,
-                jax.random.fold_in(self.key, step),
-            )  # fmt: skip
-        with phase("reward"):
-            reward_metrics = judge(self.rewards, prompts, trajectories)
-        rollouts = side_by_side(trajectories)
-        advantages = np.asarray(_advantages(rollouts, self.algo))
-        items = [
-            from_trajectory(t, row, valid=np.isfinite(t.reward))
-            for t, row in zip(trajectories, advantages, strict=True)
-        ]
+            metrics = dict(self.engine.publish(params, version))
+        prompts: list[Prompt] = []
+        kept: list[Trajectory] = []
+        draws, full = self.algo.draws, self.prompts * self.responses
+        for draw in range(step * draws, (step + 1) * draws):
+            more = self.loader.batch(draw, self.prompts)
+            drawn = self._draw(more, len(prompts), jax.random.fold_in(self.key, draw), metrics, phase)
+            prompts += more
+            kept += drawn if draws == 1 else [t for group in groups(drawn) if varied(group) for t in group]
+            if len(kept) >= full:
+                break
+        if draws > 1:
+            metrics["dynamic/draws"] = len(prompts) / self.prompts
+            metrics["dynamic/kept_fraction"] = len(kept) / (len(prompts) * self.responses)
+        kept = kept[:full] or drawn  # where no group differs there is nothing to learn, and nothing breaks
+        metrics |= statistics(kept)
         return Experience(
-            split(items, self.minibatches, seed=step),
-            {**reward_metrics, **statistics(trajectories, rollouts), **published},
-            sum(t.num_tokens for t in trajectories),
-            prompts,
-            trajectories,
+            [from_trajectory(t) for t in kept], metrics, sum(t.num_tokens for t in kept), prompts, kept
         )
 
+    def _draw(self, prompts, first_index: int, key, metrics: Metrics, phase: Phase) -> list[Trajectory]:
+        """Scored responses to these prompts, which are numbered from `first_index`."""
+        with phase("rollout"):
+            drawn = sample(self.engine, prompts, self.responses, self.max_tokens, self.sampling, key)
+            greedy = []
+            if self.algo.needs_greedy:
+                argmax = replace(self.sampling, temperature=0.0)
+                greedy = sample(self.engine, prompts, 1, self.max_tokens, argmax, key)
+        with phase("reward"):
+            metrics |= judge(self.rewards, prompts, [*drawn, *greedy])
+        for trajectory in drawn:
+            if greedy:
+                trajectory.greedy_reward = greedy[trajectory.prompt_index].reward
+            trajectory.prompt_index += first_index
+        return drawn
 
-_zero_variance = jax.jit(zero_variance_fraction)
+
+def groups(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
+    """Trajectories of one prompt together, in order."""
+    by_prompt: dict[int, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        by_prompt.setdefault(trajectory.prompt_index, []).append(trajectory)
+    return list(by_prompt.values())
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _advantages(rollouts: Rollouts, algo: AlgoConfig) -> jax.Array:
-    return algos.module_of(algo).advantages(rollouts, algo)
+def varied(group: Sequence[Trajectory]) -> bool:
+    """Whether the rewards of a group differ; those that failed are not counted."""
+    return len({t.reward for t in group if np.isfinite(t.reward)}) > 1
 
 
 def sample(
@@ -149,22 +163,7 @@ def prompt_text(prompt: Prompt) -> str:
     return example.text if example.messages is None else example.messages[-1]["content"]
 
 
-def side_by_side(trajectories: Sequence[Trajectory]) -> Rollouts:
-    """Arrays over the trajectories, padded to the longest response (to a power of two: few shapes)."""
-    longest = max(len(t.response_ids) for t in trajectories)
-    mask = np.zeros((len(trajectories), 1 << max(longest - 1, 0).bit_length()), np.float32)
-    for row, t in zip(mask, trajectories, strict=True):
-        row[: len(t.mask)] = t.mask
-    rewards = np.array([t.reward for t in trajectories], np.float32)
-    return Rollouts(
-        rewards=jnp.asarray(rewards),
-        group=jnp.asarray([t.prompt_index for t in trajectories], jnp.int32),
-        mask=jnp.asarray(mask),
-        valid=jnp.asarray(np.isfinite(rewards), jnp.float32),
-    )
-
-
-def statistics(trajectories: Sequence[Trajectory], rollouts: Rollouts) -> Metrics:
+def statistics(trajectories: Sequence[Trajectory]) -> Metrics:
     """What every rollout step reports of its responses."""
     rewards = np.array([t.reward for t in trajectories], np.float64)
     scored = rewards[np.isfinite(rewards)]
@@ -177,13 +176,5 @@ def statistics(trajectories: Sequence[Trajectory], rollouts: Rollouts) -> Metric
         "response_tokens/mean": lengths.mean(),
         "response_tokens/max": lengths.max(),
         "truncated_fraction": np.mean([t.finish == "length" for t in trajectories]),
-        "zero_variance_fraction": _zero_variance(rollouts.rewards, rollouts.group, rollouts.valid),
+        "zero_variance_fraction": np.mean([not varied(group) for group in groups(trajectories)]),
     }
-
-
-def split(items: list[PackItem], parts: int, seed: int) -> list[list[PackItem]]:
-    """Mini-batches of a shuffled step; a single one keeps its order."""
-    if parts == 1:
-        return [items]
-    order = np.random.default_rng(seed).permutation(len(items))
-    return [[items[i] for i in part] for part in np.array_split(order, parts)]

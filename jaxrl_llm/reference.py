@@ -27,7 +27,7 @@ class Reference:
 
     def params(self, stage: Stage, step: int, current: Params) -> Params | None:
         """Weights for the algorithm of this stage, or None if it needs none."""
-        if not stage.learner.algo.needs_reference:
+        if not stage.trainer.policy.algo.needs_reference:
             return None
         if self.weights is None:
             self.weights = self._kept(step == stage.start, current) if stage.start else self._initial()
@@ -42,7 +42,7 @@ class Reference:
             if is_start:
                 keeper.save(0, current, {}, {})
                 return freeze(current, self.parts.config.model.dtype)
-            target = self.parts.stages[0].learner.abstract_state().params
+            target = self.parts.stages[0].trainer.policy.abstract_state().params
             found = keeper.restore(target)
             if found is None:
                 raise FileNotFoundError(

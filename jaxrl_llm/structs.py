@@ -135,3 +135,4 @@ class TrainState:
     version: Int[Array, ""]  # optimizer updates applied so far = the policy version
     nonfinite: Int[Array, ""]  # updates skipped in a row for NaN or Inf
     kl_coef: Float[Array, ""]  # of the KL controller
+    critic: TrainState | None = None  # of the critic that learns beside it

@@ -97,13 +97,16 @@ def run(
             break
         stage = parts.stage(step)
         if step == stage.start and stage is not parts.stages[0]:
-            state = stage.learner.init_state(state.params)
+            state = stage.trainer.init_state(state.params)
         version = int(state.version)
 
         experience = stage.source.next(step - stage.start, state.params, version, log.phase)
-        with log.phase("update"):
+        with log.phase("score"):
             frozen = reference.params(stage, step, state.params)
-            state, metrics = stage.learner.update(state, experience.minibatches, frozen)
+            stage.trainer.score(state, experience.items, stage.minibatches, frozen)
+            minibatches = stage.assign(experience, float(state.kl_coef), seed=step)
+        with log.phase("update"):
+            state, metrics = stage.trainer.update(state, minibatches, step - stage.start)
             metrics = {"kl": None, **experience.metrics, **jax.device_get(metrics)}
         stop_if_nonfinite(state, experience, config, step + 1)
 
@@ -138,8 +141,8 @@ def finish(parts: Parts, checkpoints: Checkpointer, log: RunLog, ended: Ended) -
         )
     if not ended.reason:
         try:
-            model, dtype = parts.model, parts.config.model.dtype
-            hf.save(ended.state.params, model, run_dir / "hf", parts.tokenizer, dtype=dtype)
+            params, dtype = parts.exported(ended.state.params), parts.config.model.dtype
+            hf.save(params, params.config, run_dir / "hf", parts.tokenizer, dtype=dtype)
         except (OSError, ValueError) as error:  # the checkpoint, or the message about it, matters more
             lost.append(f"The model is not exported: {error}")
     stopped = ended.reason or ("a failed save" if lost else "")
@@ -151,7 +154,7 @@ def finish(parts: Parts, checkpoints: Checkpointer, log: RunLog, ended: Ended) -
 
 def restore(parts: Parts, checkpoints: Checkpointer) -> tuple[TrainState | None, int]:
     """(state, steps done) of the newest good checkpoint, or (None, 0) in a fresh run directory."""
-    target = parts.stages[0].learner.abstract_state()
+    target = parts.stages[0].trainer.abstract_state()
     found = checkpoints.restore(target, compatible=dump(parts.config))
     return (found[1], found[0]) if found else (None, 0)
 
@@ -160,7 +163,7 @@ def introduce(log: RunLog, parts: Parts, description: dict, start: int) -> None:
     """Write config.json, and say what is about to happen."""
     log.config(description)
     weights = sum(
-        math.prod(w.shape) for w in jax.tree.leaves(parts.stages[0].learner.abstract_state().params)
+        math.prod(w.shape) for w in jax.tree.leaves(parts.stages[0].trainer.abstract_state().params)
     )
     mesh = " x ".join(f"{name} {size}" for name, size in parts.mesh.shape.items())
     device = jax.devices()[0].device_kind
@@ -201,9 +204,10 @@ def stop_if_nonfinite(state: TrainState, experience: Experience, config: TrainCo
     if int(state.nonfinite) < config.optim.max_nonfinite:
         return
     path = Path(config.run_dir) / f"nonfinite_step_{done}.npz"
-    items = [item for minibatch in experience.minibatches for item in minibatch]
-    arrays = {f"{i}.tokens": item.tokens for i, item in enumerate(items)}
-    arrays |= {f"{i}.{name}": x for i, item in enumerate(items) for name, x in item.signals.items()}
+    arrays = {f"{i}.tokens": item.tokens for i, item in enumerate(experience.items)}
+    arrays |= {
+        f"{i}.{name}": x for i, item in enumerate(experience.items) for name, x in item.signals.items()
+    }
     np.savez(path, **arrays)
     raise NonFiniteError(
         f"{int(state.nonfinite)} updates in a row had NaN or Inf in loss or gradient, at step {done}; none "

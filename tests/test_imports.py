@@ -36,7 +36,10 @@ ALLOWED: dict[str, str | None] = {
     "checkpoint": "structs signals sharding models",
     "rollout": "jaxrl_kernels structs sharding models",
     # what joins them
-    "step": "jaxrl_kernels structs sharding models algos data",
+    "step": "jaxrl_kernels structs algos",
+    "learner": "structs sharding models algos data step",
+    "trainer": "structs models algos data learner",
+    "credit": "structs algos data",
     "experience": "structs algos data rewards rollout",
     "evaluate": "structs data rewards rollout experience",
     "config": "structs metrics optim sharding models algos data rewards rollout checkpoint",
@@ -44,6 +47,7 @@ ALLOWED: dict[str, str | None] = {
     "config_check": "algos rollout overrides config",
     "recipes": "algos overrides config_check config",
     # the top
+    "roles": ANY,
     "parts": ANY,
     "reference": ANY,
     "train": ANY,

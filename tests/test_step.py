@@ -12,10 +12,12 @@ import pytest
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo, sft
 from jaxrl_llm.data.packing import PackItem, counts, pack
+from jaxrl_llm.learner import Learner
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.optim import OptimConfig, make_optimizer, make_schedule
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
-from jaxrl_llm.step import Learner, StepConfig, combine, make_signals
+from jaxrl_llm.step import StepConfig, combine, make_signals, outputs
+from jaxrl_llm.trainer import Trainer
 
 MODEL = TransformerConfig(
     vocab_size=64, hidden_size=32, mlp_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
@@ -53,9 +55,17 @@ def one_update(built, items=None, minibatches=1):
         make = jax.jit(models.init, static_argnums=0, out_shardings=built.param_shardings)
         params = make(MODEL, jax.random.key(0))
         before = jax.tree.map(np.asarray, params)
-        state, metrics = built.update(built.init_state(params), [items] * minibatches, before)
+        reference = before if built.algo.needs_reference else None
+        state, metrics = full_step(built, built.init_state(params), [items] * minibatches, reference)
         after = jax.tree.map(np.asarray, state.params)
     return {k: float(v) for k, v in metrics.items()}, jax.tree.map(lambda a, b: a - b, before, after)
+
+
+def full_step(built, state, minibatches, reference=None):
+    """Scores before the first update, then the updates."""
+    trainer = Trainer(built)
+    trainer.score(state, [i for items in minibatches for i in items], len(minibatches), reference)
+    return trainer.update(state, minibatches, step=0)
 
 
 def assert_same(got, wanted, rel=1e-5):
@@ -144,7 +154,7 @@ def test_mismatch_is_measured_on_trained_tokens():
     (batch,) = pack(items, 32, 4)
     with jax.set_mesh(built.mesh):
         params = models.init(MODEL, jax.random.key(0))
-        exact = np.array(built.score(params, built.put(batch)))
+        exact = np.array(outputs(params, batch, built.config, ("policy",))["policy"])
     exact[0, np.flatnonzero(batch.mask[0])[0]] += 0.25
     batch = dataclasses.replace(batch, rollout=exact, advantages=np.ones_like(exact))
     with jax.set_mesh(built.mesh):
@@ -199,12 +209,13 @@ def test_nothing_compiles_after_the_first_step():
     with jax.set_mesh(built.mesh):
         params = models.init(MODEL, jax.random.key(0))
         frozen = jax.tree.map(jnp.copy, params)
-        state, _ = built.update(built.init_state(params), [trajectories(12), trajectories(12, 1)], frozen)
-        sizes = [f._cache_size() for f in (built.score, built._accumulate, built._apply, built._zeros)]
+        start = built.init_state(params)
+        state, _ = full_step(built, start, [trajectories(12), trajectories(12, 1)], frozen)
+        sizes = [f._cache_size() for f in (built._score, built._accumulate, built._apply, built._zeros)]
         for seed in range(2, 5):
             items = trajectories(10 + seed, seed)
-            state, _ = built.update(state, [items[:6], items[6:]], frozen)
-    assert [f._cache_size() for f in (built.score, built._accumulate, built._apply, built._zeros)] == sizes
+            state, _ = full_step(built, state, [items[:6], items[6:]], frozen)
+    assert [f._cache_size() for f in (built._score, built._accumulate, built._apply, built._zeros)] == sizes
 
 
 def test_state_is_donated():

@@ -18,16 +18,16 @@ import optax
 import work
 from serve import serve
 
-from jaxrl_llm import algos, models
+from jaxrl_llm import credit, models
 from jaxrl_llm.algos import grpo
 from jaxrl_llm.data.packing import PackItem, from_trajectory
-from jaxrl_llm.experience import side_by_side
+from jaxrl_llm.learner import Learner
 from jaxrl_llm.models import RopeConfig, TransformerConfig
 from jaxrl_llm.optim import decayed
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
 from jaxrl_llm.rollout.native import NativeEngine, RolloutConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
-from jaxrl_llm.step import Learner, StepConfig
+from jaxrl_llm.step import StepConfig
 
 MODEL = TransformerConfig(
     vocab_size=work.VOCAB,
@@ -118,9 +118,8 @@ def grpo_step():
         trajectories = roll.generate(fixed(repetition), SAMPLING, jax.random.key(repetition))
         for trajectory in trajectories:
             trajectory.reward = work.reward(trajectory.text)
-        rollouts = side_by_side(trajectories)
-        advantages = np.asarray(algos.module_of(ALGO).advantages(rollouts, ALGO))
-        items = [from_trajectory(t, a, True) for t, a in zip(trajectories, advantages, strict=True)]
+        items = [from_trajectory(t) for t in trajectories]
+        items = credit.assign(ALGO, items, trajectories, kl_coef=0.0, seed=repetition)
         state, metrics = trainer.update(state, [items])
         jax.block_until_ready(state)
         assert float(metrics["grad_norm"]) > 0 and float(metrics["mismatch/max_abs"]) < 1e-2

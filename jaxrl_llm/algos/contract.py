@@ -22,6 +22,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jax import Array
+
+from jaxrl_llm.structs import Metrics
+
 
 @dataclass(frozen=True)
 class AlgoConfig:
@@ -71,11 +75,31 @@ class AlgoConfig:
         return False
 
     @property
+    def draws(self) -> int:
+        """Batches of prompts that may be rolled out for one step; with several, only groups whose rewards
+        differ are kept, until the step is full (DAPO's dynamic sampling)."""
+        return 1
+
+    @property
+    def drop_truncated(self) -> bool:
+        """Responses cut off at the longest length count in baselines but are not learned from."""
+        return False
+
+    @property
     def teachers(self) -> tuple[str, ...]:
         """Folders of the models whose whole distributions are learned from."""
         return ()
 
     @property
+    def bypass_old(self) -> bool:
+        """The old log-probs are those the rollout reported: no forward pass for them."""
+        return False
+
+    @property
     def initial_kl_coef(self) -> float:
         """Where the KL controller starts."""
         return 0.0
+
+    def next_kl_coef(self, kl_coef: Array, metrics: Metrics, num_sequences: Array) -> Array:
+        """The KL controller: its coefficient after an update with these metrics."""
+        return kl_coef

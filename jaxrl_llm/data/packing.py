@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -9,7 +10,8 @@ import numpy as np
 
 from jaxrl_llm.structs import Batch, Trajectory
 
-SIGNALS = ("advantages", "rollout")  # optional per-token inputs of a Batch that the host provides
+# Optional per-token inputs of a Batch that the host provides.
+SIGNALS = ("advantages", "rollout", "old", "reference", "values", "returns", "labels")
 
 
 @dataclass
@@ -21,14 +23,14 @@ class PackItem:
     signals: dict[str, np.ndarray] = field(default_factory=dict)  # name in SIGNALS -> float32 [t]
 
 
-def from_trajectory(trajectory: Trajectory, advantages: np.ndarray, valid: bool) -> PackItem:
-    """Prompt and response end to end; the prompt is context (mask 0), `advantages` is [R'] or longer."""
-    prompt, length = len(trajectory.prompt_ids), len(trajectory.response_ids)
-    lead = lambda x: np.concatenate([np.zeros(prompt, np.float32), np.asarray(x, np.float32)[:length]])
+def from_trajectory(trajectory: Trajectory) -> PackItem:
+    """Prompt and response end to end; the prompt is context (mask 0)."""
+    lead = np.zeros(len(trajectory.prompt_ids), np.float32)
+    on_response = lambda x: np.concatenate([lead, np.asarray(x, np.float32)])
     return PackItem(
         tokens=np.concatenate([trajectory.prompt_ids, trajectory.response_ids]).astype(np.int32),
-        mask=lead(trajectory.mask) * valid,
-        signals={"advantages": lead(advantages), "rollout": lead(trajectory.logprobs)},
+        mask=on_response(trajectory.mask),
+        signals={"rollout": on_response(trajectory.logprobs)},
     )
 
 
@@ -38,20 +40,48 @@ def counts(sequences: Sequence[PackItem]) -> tuple[float, float]:
     return max(sum(trained), 1.0), max(float(sum(t > 0 for t in trained)), 1.0)
 
 
-def pack(sequences: Sequence[PackItem], row_length: int, rows: int) -> list[Batch]:
+def pack(sequences: Sequence[PackItem], row_length: int, rows: int, unit: int = 1) -> list[Batch]:
     """First-fit decreasing into rows of `row_length`, `rows` rows a micro-batch, the last one padded.
 
     Rows are dealt to micro-batches longest first, and nothing depends on anything but the lengths, so the
     same sequences always pack the same way.
 
+    Args:
+        unit: so many consecutive sequences stay side by side in one row (2 = a pair).
+
     Raises:
-        ValueError: a sequence longer than a row.
+        ValueError: a unit longer than a row.
     """
-    packed = first_fit([len(s.tokens) for s in sequences], row_length)
+    packed = arrange(sequences, row_length, unit)
     batches = []
     for start in range(0, len(packed), rows):
         batches.append(_lay_out(sequences, packed[start : start + rows], row_length, rows))
     return batches
+
+
+def unpack(
+    values: Sequence[np.ndarray], sequences: Sequence[PackItem], row_length: int, unit: int = 1
+) -> list[np.ndarray]:
+    """The inverse for what was computed from the batches of `pack`: [B, T] of each -> [t] of each sequence.
+
+    Aligned with the tokens of the sequence again: place t speaks of token t; the first reads 0.
+    """
+    found: list[np.ndarray] = [np.zeros(0)] * len(sequences)
+    rows = itertools.chain.from_iterable(values)
+    for members, row in zip(arrange(sequences, row_length, unit), rows, strict=False):
+        start = 0
+        for index in members:
+            end = start + len(sequences[index].tokens)
+            found[index] = np.concatenate([np.zeros(1, row.dtype), row[start : end - 1]])
+            start = end
+    return found
+
+
+def arrange(sequences: Sequence[PackItem], row_length: int, unit: int = 1) -> list[list[int]]:
+    """Rows, each the indices of the sequences it holds, units whole and in their order."""
+    lengths = [len(s.tokens) for s in sequences]
+    rows = first_fit([sum(lengths[i : i + unit]) for i in range(0, len(lengths), unit)], row_length)
+    return [[unit * member + i for member in row for i in range(unit)] for row in rows]
 
 
 def first_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:

@@ -85,6 +85,8 @@ class TransformerConfig:
     """c: attention scores become c tanh(score / c) (Gemma 2)."""
     logit_softcap: float | None = None
     """c: logits become c tanh(logit / c). Applied where log-probs are made, not in the decoder."""
+    value_head: bool = False
+    """A number for each token beside the decoder: critics and reward models."""
     initializer_range: float = 0.02
     """Standard deviation of random weights."""
 

@@ -39,6 +39,7 @@ TABLE: dict[str, tuple[str, str]] = {
     "embed": ("model.embed_tokens.weight", "v d -> v d"),
     "norm": ("model.norm.weight", "d -> d"),
     "lm_head": ("lm_head.weight", "v d -> v d"),
+    "value": ("score.weight", "n d -> n d"),
     "layers.attention_norm": ("model.layers.{}.input_layernorm.weight", "d -> d"),
     "layers.q": ("model.layers.{}.self_attn.q_proj.weight", "d h e -> (h e) d"),
     "layers.k": ("model.layers.{}.self_attn.k_proj.weight", "d k e -> (k e) d"),

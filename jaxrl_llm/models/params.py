@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxrl_llm.models.config import TransformerConfig
-from jaxrl_llm.models.transformer import KVCache, Transformer
+from jaxrl_llm.models.transformer import Transformer
 from jaxrl_llm.sharding.rules import Rules, fit
 from jaxrl_llm.structs import Params
 
@@ -52,17 +53,24 @@ def shardings(config: TransformerConfig, mesh: Mesh, rules: Rules) -> Params:
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
 
+def with_value_head(params: Params) -> Params:
+    """The same decoder with a value head of zeros, if it has none."""
+    shapes = abstract(replace(params.config, value_head=True))
+    leaves = dict(named_leaves(params))
+    found = [leaves.get(name, jnp.zeros(x.shape, x.dtype)) for name, x in named_leaves(shapes)]
+    return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+
+def without_value_head(params: Params) -> Params:
+    """The decoder alone."""
+    shapes = abstract(replace(params.config, value_head=False))
+    leaves = dict(named_leaves(params))
+    return jax.tree.unflatten(jax.tree.structure(shapes), [leaves[name] for name, _ in named_leaves(shapes)])
+
+
 def cast(params: Params, dtype: DTypeLike) -> Params:
     """The same weights in another float type."""
     return jax.tree.map(lambda w: w.astype(dtype), params)
-
-
-def empty_cache(
-    config: TransformerConfig, slots: int, length: int, dtype: DTypeLike = jnp.float32
-) -> KVCache:
-    """Room for `slots` sequences of at most `length` tokens."""
-    shape = (config.num_layers, slots, length, config.num_kv_heads, config.head_dim)
-    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
 def _named_params(params: Params) -> list[tuple[str, nnx.Param]]:

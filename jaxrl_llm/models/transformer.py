@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_kernels.attention.causal import causal_attention
-from jaxrl_kernels.attention.reference import attention
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.rope import apply_rope, rope_tables
 from jaxrl_llm.sharding.rules import constrain
@@ -27,13 +25,6 @@ REMAT = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
-
-
-class KVCache(NamedTuple):
-    """Keys and values of S slots. Slot s holds its tokens at indices 0, 1, ...: index = position."""
-
-    k: Float[Array, "L S C K E"]
-    v: Float[Array, "L S C K E"]
 
 
 class Layers(nnx.Module):
@@ -77,6 +68,8 @@ class Transformer(nnx.Module):
         self.embed = nnx.Param(std * jax.random.normal(embed_key, shape, jnp.float32), axes=axes)
         self.layers = Layers(config, layer_key)
         self.norm = nnx.Param(jnp.ones(config.hidden_size, jnp.float32), axes=("norm",))
+        if config.value_head:  # zeros: a new critic expects nothing
+            self.value = nnx.Param(jnp.zeros((1, config.hidden_size), jnp.float32), axes=("norm", "norm"))
         if not config.tie_embeddings:
             self.lm_head = nnx.Param(std * jax.random.normal(head_key, shape, jnp.float32), axes=axes)
 
@@ -85,49 +78,35 @@ class Transformer(nnx.Module):
         """The output matrix: the embedding itself when tied."""
         return (self.embed if self.config.tie_embeddings else self.lm_head)[...]
 
+    def values(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
+        """What the value head reads from the final hidden states, float32."""
+        return hidden.astype(jnp.float32) @ self.value[...][0]
+
     def __call__(
         self,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         segments: Int[Array, "B T"] | None = None,
-        cache: KVCache | None = None,
         *,
         dtype: DTypeLike = jnp.float32,
         remat: str = "none",
-        keep_kv: bool = False,
-    ) -> tuple[Float[Array, "B T D"], KVCache | tuple[Array, Array] | None]:
-        """Run the decoder.
+    ) -> Float[Array, "B T D"]:
+        """Hidden states after the final norm. A token sees the earlier tokens of its own segment.
 
-        Without a cache a token sees the earlier tokens of its own segment (packed rows). With a cache
-        the new keys and values are written at `positions` and a token sees the slot's indices up to its
-        own. Either way the layers are scanned: compile time does not grow with depth.
+        The layers are scanned: compile time does not grow with depth.
 
         Args:
             tokens, positions: ids and their place in the trajectory (0-based).
             segments: which trajectory of the row each token belongs to, 0 = padding; None = one a row.
-            cache: keys and values so far; returned with the new ones. A position of C or more is
-                padding: it is not written (give it segment 0 if RoPE scaling is "dynamic").
             dtype: of activations and products; norms, softmax and RoPE are float32.
             remat: what the backward pass keeps: "none" = everything, "dots", "full" = layer inputs only.
-            keep_kv: without a cache, return all keys and values, each [L, B, T, K, E] (prefill).
-
-        Returns: (hidden after the final norm, cache or keys and values or None).
         """
-        c = self.config
+        c, windows = self.config, window_sizes(self.config)
         if segments is None:
             segments = jnp.ones_like(tokens)
         tables = rope_tables(c, positions, trajectory_lengths(c, positions, segments))
         table = constrain(self.embed[...].astype(dtype), "vocab", "hidden")  # looked up by whole rows
         x = constrain(table[tokens], "batch", "sequence", "hidden")
-        if cache is None:
-            x, kv = self._run_rows(x, tables, segments, remat, keep_kv)
-        else:
-            x, kv = self._run_cached(x, tables, positions, cache)
-        return rms_norm(x, self.norm[...], c.norm_eps), kv
-
-    def _run_rows(self, x, tables, segments, remat, keep_kv):
-        """All layers over whole rows: a scan, so that compile time does not grow with depth."""
-        c, windows = self.config, window_sizes(self.config)
         distance = jnp.arange(x.shape[1])[:, None] - jnp.arange(x.shape[1])
         visible = (segments[:, :, None] == segments[:, None, :]) & (segments[:, :, None] > 0)
         visible = visible & (distance >= 0) & (distance < max(windows))
@@ -136,26 +115,12 @@ class Transformer(nnx.Module):
         def body(x, layer_and_window):
             layer, window = layer_and_window
             seen = visible if one_window else visible & (distance < window)
-            x, kv = block(c, layer, x, tables, attend_row(c, seen))
-            return x, kv if keep_kv else None
+            return block(c, layer, x, tables, attend_row(c, seen))[0], None
 
         if remat != "none":
             body = jax.checkpoint(body, policy=REMAT[remat], prevent_cse=False)
-        return jax.lax.scan(body, x, (self.layers, jnp.asarray(windows)))
-
-    def _run_cached(self, x, tables, positions, cache):
-        """All layers over new tokens. The cache is carried whole, so that each layer writes in place."""
-        c = self.config
-        distance = positions[:, :, None] - jnp.arange(cache.k.shape[2])
-
-        def body(carry, xs):
-            (x, cache), (i, layer, window) = carry, xs
-            visible = (distance >= 0) & (distance < window)
-            x, cache = block(c, layer, x, tables, _attend_cache(c, visible, cache, i, positions))
-            return (x, cache), None
-
-        xs = (jnp.arange(c.num_layers), self.layers, jnp.asarray(window_sizes(c)))
-        return jax.lax.scan(body, (x, cache), xs)[0]
+        x, _ = jax.lax.scan(body, x, (self.layers, jnp.asarray(windows)))
+        return rms_norm(x, self.norm[...], c.norm_eps)
 
 
 def attend_row(c: TransformerConfig, visible: Bool[Array, "B T T"]):
@@ -164,20 +129,6 @@ def attend_row(c: TransformerConfig, visible: Bool[Array, "B T T"]):
     def attend(q, k, v):
         scale = 1 / math.sqrt(c.head_dim)
         return causal_attention(q, k, v, visible, scale=scale, softcap=c.attention_softcap), (k, v)
-
-    return attend
-
-
-def _attend_cache(c: TransformerConfig, visible: Bool[Array, "B T C"], cache: KVCache, layer, positions):
-    """`attend` of `block` for tokens that see a cache; its kv are the cache with theirs in it."""
-
-    def attend(q, k, v):
-        slots = jnp.arange(k.shape[0])[:, None]
-        ks = cache.k.at[layer, slots, positions].set(k.astype(cache.k.dtype), mode="drop")
-        vs = cache.v.at[layer, slots, positions].set(v.astype(cache.v.dtype), mode="drop")
-        k, v = ks[layer].astype(q.dtype), vs[layer].astype(q.dtype)
-        scale = 1 / math.sqrt(c.head_dim)
-        return attention(q, k, v, visible, scale=scale, softcap=c.attention_softcap), KVCache(ks, vs)
 
     return attend
 

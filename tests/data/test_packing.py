@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrl_llm.data.packing import PackItem, counts, empty_batch, first_fit, from_trajectory, pack
+from jaxrl_llm.data.packing import PackItem, counts, empty_batch, first_fit, from_trajectory, pack, unpack
 from jaxrl_llm.structs import Trajectory
 
 
@@ -36,26 +36,17 @@ def test_the_end_token_is_trained_on():
         prompt_ids=np.array([1, 2]), response_ids=np.array([5, eos]), logprobs=np.array([-0.1, -0.7]),
         mask=np.array([1, 1]), versions=np.zeros(2), prompt_index=0, response_index=0, finish="stop",
     )  # fmt: skip
-    (batch,) = pack([from_trajectory(trajectory, np.array([2.0, 2.0]), valid=True)], 8, 1)
+    (batch,) = pack([from_trajectory(trajectory)], 8, 1)
     np.testing.assert_array_equal(batch.targets[0, :4], [2, 5, eos, 0])
     np.testing.assert_array_equal(batch.mask[0, :4], [0, 1, 1, 0])
     np.testing.assert_allclose(batch.rollout[0, :4], [0, -0.1, -0.7, 0])
-    np.testing.assert_allclose(batch.advantages[0, :4], [0, 2, 2, 0])
 
 
 def test_a_response_that_stops_at_once_still_has_a_token():
     trajectory = Trajectory(
         np.array([1]), np.array([9]), np.array([-1.0]), np.array([1]), np.zeros(1), 0, 0, "stop"
     )
-    assert counts([from_trajectory(trajectory, np.ones(1), valid=True)]) == (1.0, 1.0)
-
-
-def test_failed_rewards_are_masked_and_not_counted():
-    trajectory = Trajectory(
-        np.array([1]), np.array([5, 9]), np.zeros(2), np.array([1, 1]), np.zeros(2), 0, 0, "stop"
-    )
-    kept, lost = (from_trajectory(trajectory, np.ones(2), valid=v) for v in (True, False))
-    assert counts([kept, lost]) == (2.0, 1.0)
+    assert counts([from_trajectory(trajectory)]) == (1.0, 1.0)
 
 
 def test_every_sequence_lands_once_whatever_the_shape():
@@ -70,6 +61,25 @@ def test_every_sequence_lands_once_whatever_the_shape():
         ]  # fmt: skip
         assert sorted(found) == sorted(tuple(i.tokens) for i in items)
         assert sum(b.mask.sum() for b in batches) == counts(items)[0]
+
+
+def test_what_was_computed_from_rows_comes_back_to_its_sequence():
+    """A number that depends on the target alone, read at each position, is that of the next token."""
+    rng = np.random.default_rng(1)
+    items = [item(*rng.integers(1, 99, n)) for n in rng.integers(2, 12, 10)]
+    for unit in (1, 2):
+        batches = pack(items, 32, 2, unit)
+        found = unpack([b.targets * 10 for b in batches], items, 32, unit)
+        for got, sequence in zip(found, items, strict=True):
+            np.testing.assert_array_equal(got, [0, *(10 * sequence.tokens[1:])])
+
+
+def test_units_stay_side_by_side_in_one_row():
+    items = [item(*[i] * n) for i, n in enumerate([3, 5, 2, 2, 6, 1, 1, 4], 1)]
+    for batch in pack(items, 9, 1, unit=2):
+        segments = batch.segments[0]
+        numbers = [int(batch.tokens[0][segments == s][0]) for s in range(1, segments.max() + 1)]
+        assert all(a % 2 and b == a + 1 for a, b in zip(numbers[::2], numbers[1::2], strict=True))
 
 
 def test_first_fit_fills_rows():

@@ -1,0 +1,67 @@
+"""The critic's own algorithm: values that predict the returns (PPO, arXiv 1707.06347, section 5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jaxrl_llm.algos.contract import AlgoConfig
+from jaxrl_llm.algos.reduce import Aggregation, aggregate, token_mean
+from jaxrl_llm.structs import Metrics, Signals
+
+INPUT = "rollouts"
+
+
+@dataclass(frozen=True)
+class Config(AlgoConfig):
+    """A critic."""
+
+    clip: float | None = 0.5
+    """A value is taken to move at most this far from its old one; None = no clipping."""
+    factor: float = 0.5
+    """Weight of the squared error (RL2: 1)."""
+    aggregation: Aggregation = "token"
+    """How token losses become one: token, sequence (mean of means), sequence_sum."""
+
+    @property
+    def needs_policy(self) -> bool:
+        return False
+
+    @property
+    def needs_values(self) -> bool:
+        return True
+
+
+def value_loss(
+    values: Float[Array, "B T"],
+    old: Float[Array, "B T"],
+    returns: Float[Array, "B T"],
+    clip: float | None,
+    factor: float = 0.5,
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+    """factor max((V - R)^2, (clip(V, old +- clip) - R)^2), and where the clip took the gradient away."""
+    plain = (values - returns) ** 2
+    if clip is None:
+        return factor * plain, jnp.zeros(plain.shape, bool)
+    clipped = (jnp.clip(values, old - clip, old + clip) - returns) ** 2
+    return factor * jnp.maximum(plain, clipped), clipped > plain
+
+
+def loss(signals: Signals, config: Config) -> tuple[Float[Array, ""], Metrics]:
+    """The clipped squared error, and how much of the returns' variance the values explain.
+
+    Explained variance of the whole is 1 - value_error / (return_square - return^2).
+    """
+    per_token, clipped = value_loss(
+        signals.values, signals.old_values, signals.returns, config.clip, config.factor
+    )
+    metrics = {
+        "value": token_mean(signals.values, signals),
+        "return": token_mean(signals.returns, signals),
+        "return_square": token_mean(signals.returns**2, signals),
+        "value_error": token_mean((signals.values - signals.returns) ** 2, signals),
+        "value_clip_fraction": token_mean(clipped.astype(per_token.dtype), signals),
+    }
+    return aggregate(per_token, signals, config.aggregation), metrics

@@ -1,0 +1,96 @@
+"""Credit: which trajectories are learned from, and how much each of their tokens is worth."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm import algos
+from jaxrl_llm.algos.contract import AlgoConfig
+from jaxrl_llm.data.packing import PackItem
+from jaxrl_llm.structs import Rollouts, Trajectory
+
+PER_TOKEN = ("rollout", "old", "reference", "values", "square")
+
+
+def assign(
+    algo: AlgoConfig, items: Sequence[PackItem], trajectories: Sequence[Trajectory], kl_coef: float, seed: int
+) -> list[PackItem]:
+    """The items that are learned from, with advantages (and returns) in their signals.
+
+    Items of a dataset, which have no trajectories, are all learned from as they are.
+    """
+    if not trajectories:
+        return list(items)
+    module = algos.module_of(algo)
+    rollouts = side_by_side(items, trajectories, kl_coef)
+    found = {name: np.asarray(array) for name, array in _per_token(rollouts, algo).items()}
+    for i, (item, trajectory) in enumerate(zip(items, trajectories, strict=True)):
+        prompt, response = len(trajectory.prompt_ids), len(trajectory.response_ids)
+        lead = np.zeros(prompt, np.float32)
+        for name, rows in found.items():
+            item.signals[name] = np.concatenate([lead, rows[i, :response]])
+        if not np.isfinite(trajectory.reward) or (algo.drop_truncated and trajectory.finish == "length"):
+            item.mask = np.zeros_like(item.mask)
+    if hasattr(module, "select"):
+        chosen = module.select(jax.tree.map(np.asarray, rollouts), algo, np.random.default_rng(seed))
+        return [items[i] for i in chosen]
+    return list(items)
+
+
+def side_by_side(
+    items: Sequence[PackItem], trajectories: Sequence[Trajectory], kl_coef: float = 0.0
+) -> Rollouts:
+    """Arrays over the trajectories, padded to the longest response (to a power of two: few shapes)."""
+    longest = max(len(t.response_ids) for t in trajectories)
+    shape = (len(trajectories), 1 << max(longest - 1, 0).bit_length())
+
+    def padded(rows: Sequence[np.ndarray]) -> jax.Array:
+        out = np.zeros(shape, np.float32)
+        for line, row in zip(out, rows, strict=True):
+            line[: len(row)] = row
+        return jnp.asarray(out)
+
+    numbers = lambda values: jnp.asarray(np.array(values, np.float32))
+    rewards = numbers([t.reward for t in trajectories])
+    of_response = lambda name: [
+        i.signals[name][len(t.prompt_ids) :] for i, t in zip(items, trajectories, strict=True)
+    ]
+    first = trajectories[0]
+    index = {prompt: n for n, prompt in enumerate(dict.fromkeys(t.prompt_index for t in trajectories))}
+    return Rollouts(
+        rewards=rewards,
+        group=jnp.asarray([index[t.prompt_index] for t in trajectories], jnp.int32),
+        mask=padded([t.mask for t in trajectories]),
+        valid=jnp.asarray(jnp.isfinite(rewards), jnp.float32),
+        truncated=numbers([t.finish == "length" for t in trajectories]),
+        components=numbers([t.components for t in trajectories]) if first.components else None,
+        token_rewards=padded([t.token_rewards for t in trajectories])
+        if first.token_rewards is not None
+        else None,
+        greedy=numbers([t.greedy_reward for t in trajectories]),
+        kl_coef=jnp.float32(kl_coef),
+        **{name: padded(of_response(name)) for name in PER_TOKEN if name in items[0].signals},
+    )
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _per_token(rollouts: Rollouts, algo: AlgoConfig) -> dict[str, jax.Array]:
+    module = algos.module_of(algo)
+    found = {"advantages": module.advantages(rollouts, algo)}
+    if hasattr(module, "returns"):
+        found["returns"] = module.returns(rollouts, algo)
+    return found
+
+
+def split(items: Sequence[PackItem], parts: int, seed: int, unit: int = 1) -> list[list[PackItem]]:
+    """Mini-batches of a shuffled step, units whole, none empty; a single one keeps its order."""
+    if parts == 1:
+        return [list(items)]
+    order = np.random.default_rng(seed).permutation(len(items) // unit)
+    cut = [part for part in np.array_split(order, parts) if len(part)]
+    return [[items[unit * u + i] for u in part for i in range(unit)] for part in cut]

@@ -1,0 +1,131 @@
+"""Learner: the jitted functions of one model under one algorithm on one mesh."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_llm import algos, models
+from jaxrl_llm.algos.contract import AlgoConfig
+from jaxrl_llm.data.packing import PackItem, counts, pack, unpack
+from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.sharding.rules import TRAIN, fit
+from jaxrl_llm.step import StepConfig, accumulate, apply, average, combine, outputs
+from jaxrl_llm.structs import Batch, Metrics, Params, TrainState
+
+
+class Learner:
+    """Scores and updates. Holds no state: weights and optimizer go in and come out."""
+
+    def __init__(
+        self,
+        algo: AlgoConfig,
+        model: TransformerConfig,
+        optimizer: optax.GradientTransformation,
+        config: StepConfig,
+        mesh: Mesh,
+    ):
+        self.algo, self.model, self.optimizer, self.config, self.mesh = algo, model, optimizer, config, mesh
+        self.unit = algos.unit(algo)
+        self.param_shardings = models.shardings(model, mesh, TRAIN)
+        self.replicated = NamedSharding(mesh, PartitionSpec())
+        self.state_shapes = jax.eval_shape(self._fresh, models.abstract(model))
+        self.state_shardings = self._shardings(self.state_shapes)
+        self._score = jax.jit(
+            functools.partial(outputs, config=config),
+            static_argnames=("wants",),
+            out_shardings=self.replicated,  # every process reads the whole
+        )
+        self._zeros = jax.jit(
+            lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
+            out_shardings=self.param_shardings,
+        )
+        self._accumulate = jax.jit(
+            functools.partial(accumulate, algo=algo, config=config),
+            donate_argnames=("grads",),
+            out_shardings=(self.param_shardings, self.replicated),
+        )
+        self._apply = jax.jit(
+            functools.partial(apply, algo=algo, optimizer=optimizer, max_grad_norm=config.max_grad_norm),
+            donate_argnames=("state",),
+            out_shardings=(self.state_shardings, self.replicated),
+        )
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, types and shardings of the TrainState: what a checkpoint is restored into."""
+        put = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+        return jax.tree.map(put, self.state_shapes, self.state_shardings)
+
+    def init_state(self, params: Params) -> TrainState:
+        """Optimizer state for these (sharded, float32) weights; the weights are taken over, not copied."""
+        return jax.jit(self._fresh, out_shardings=self.state_shardings, donate_argnums=0)(params)
+
+    def put(self, batch: Batch) -> Batch:
+        """Host rows to the devices, rows divided among them. Every process holds the same host batch."""
+
+        def place(x: np.ndarray) -> jax.Array:
+            sharding = fit(self.mesh, ("batch", "sequence"), x.shape, TRAIN)
+            return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+        return jax.tree.map(place, batch)
+
+    def score(
+        self, params: Params, items: Sequence[PackItem], wants: tuple[str, ...] = ("policy",)
+    ) -> list[dict[str, np.ndarray]]:
+        """`step.outputs` for each item, [t] aligned with its tokens (the first reads 0), without gradient."""
+        bare = [PackItem(item.tokens, item.mask) for item in items]
+        batches = [self.put(b) for b in pack(bare, self.config.row_tokens, self.config.rows, self.unit)]
+        found = [self._score(params, batch, wants=wants) for batch in batches]
+        by_name = {
+            name: unpack([np.asarray(f[name]) for f in found], bare, self.config.row_tokens, self.unit)
+            for name in wants
+        }
+        return [dict(zip(wants, arrays, strict=True)) for arrays in zip(*by_name.values(), strict=True)]
+
+    def update(
+        self, state: TrainState, minibatches: Sequence[Sequence[PackItem]]
+    ) -> tuple[TrainState, Metrics]:
+        """One optimizer update for each mini-batch, in order. The state passed in is donated."""
+        collected = []
+        for items in minibatches:
+            batches = [self.put(b) for b in pack(items, self.config.row_tokens, self.config.rows, self.unit)]
+            state, metrics = self.update_minibatch(state, batches, *counts(items))
+            collected.append(metrics)
+        return state, average(collected)
+
+    def update_minibatch(
+        self, state: TrainState, batches: Sequence[Batch], num_tokens: float, num_sequences: float
+    ) -> tuple[TrainState, Metrics]:
+        """One optimizer update from micro-batches on the devices and their global denominators."""
+        grads = self._zeros(state.params)
+        parts = []
+        for batch in batches:
+            grads, part = self._accumulate(
+                state.params, grads, batch, num_tokens, num_sequences, state.kl_coef
+            )
+            parts.append(part)
+        return self._apply(state, grads, combine(parts), num_sequences)
+
+    def _fresh(self, params: Params) -> TrainState:
+        zero = jnp.zeros((), jnp.int32)
+        kl_coef = jnp.float32(self.algo.initial_kl_coef)
+        return TrainState(params, self.optimizer.init(params), zero, zero, kl_coef)
+
+    def _shardings(self, state: TrainState) -> TrainState:
+        """Optimizer moments lie where their weights lie; counters are everywhere."""
+        lie = lambda moment, p, s: s if moment.shape == p.shape else self.replicated
+        opt = optax.tree.map_params(
+            self.optimizer,
+            lie,
+            state.opt_state,
+            state.params,
+            self.param_shardings,
+            transform_non_params=lambda _: self.replicated,
+        )
+        return TrainState(self.param_shardings, opt, *[self.replicated] * 3)

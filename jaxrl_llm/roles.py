@@ -1,0 +1,93 @@
+"""Config -> the models of a run: who learns by which algorithm, with which optimizer, on which mesh."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl_llm import algos
+from jaxrl_llm.algos import sft
+from jaxrl_llm.algos.contract import AlgoConfig
+from jaxrl_llm.checkpoint import hf
+from jaxrl_llm.config import ConfigError, ModelConfig, TrainConfig, derived
+from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+from jaxrl_llm.learner import Learner
+from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models.names import read_config
+from jaxrl_llm.optim import OptimConfig, make_optimizer
+from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.step import StepConfig
+from jaxrl_llm.trainer import Trainer
+
+
+def load_model_config(config: ModelConfig) -> tuple[TransformerConfig, Any, Any]:
+    """(model config, tokenizer, folder of the weights or None); reads no weights."""
+    folder = hf.resolve(config.path) if config.path else None
+    model = read_config(folder) if folder else config.architecture
+    if config.tokenizer == "tiny" or not (config.tokenizer or folder):
+        tokenizer = make_tokenizer()
+    else:
+        tokenizer = hf.load_tokenizer(hf.resolve(config.tokenizer) if config.tokenizer else folder)
+    if len(tokenizer) > model.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {len(tokenizer)} tokens but the model's vocabulary is {model.vocab_size}: "
+            "they do not belong together; set --model.tokenizer to the folder of this model's tokenizer."
+        )
+    return model, tokenizer, folder
+
+
+def make_trainers(
+    config: TrainConfig, model: TransformerConfig, mesh: Mesh
+) -> tuple[Trainer | None, Trainer]:
+    """(of the supervised start, if there is one; of the run). Their states have the same shapes."""
+    updates = config.steps * config.minibatches_per_step
+    policy = make_learner(config, config.algo, config.optim, updates, model, mesh)
+    critic = make_critic(config, model, updates) if config.algo.needs_critic else {}
+    trainer = Trainer(policy, **critic)
+    if not config.warm_start.steps:
+        return None, trainer
+    start = config.warm_start
+    optim = replace(config.optim, learning_rate=start.learning_rate, schedule="constant", warmup_steps=0)
+    learner = make_learner(config, sft.Config(), optim, start.steps, model, mesh)
+    return Trainer(learner, **critic, updates_critic=False), trainer
+
+
+def make_critic(config: TrainConfig, model: TransformerConfig, updates: int) -> dict[str, Any]:
+    """The critic's fields of a Trainer: a backbone, mesh and optimizer of its own."""
+    critic = config.critic
+    mesh = make_mesh(critic.mesh or config.mesh)
+    found = {"critic_warmup": critic.warmup_steps}
+    if critic.path:
+        folder = hf.resolve(critic.path)
+        model = read_config(folder)
+        found["folder"] = folder
+    model = replace(model, value_head=True)
+    learner = make_learner(config, critic.loss, critic.optim, updates, model, mesh)
+    if critic.path:
+        found["critic_params"] = hf.load(found.pop("folder"), model, learner.param_shardings, jnp.float32)
+    return {"critic": learner, **found}
+
+
+def make_learner(
+    config: TrainConfig,
+    algo: AlgoConfig,
+    optim: OptimConfig,
+    updates: int,
+    model: TransformerConfig,
+    mesh: Mesh,
+) -> Learner:
+    """A model under an algorithm; micro-batches have the same shape whoever learns."""
+    temperature = config.rollout.sampling.temperature or 1.0
+    step = StepConfig(
+        row_tokens=config.row_tokens,
+        rows=derived(config, mesh.size)["rows_per_microbatch"],
+        dtype=config.model.dtype,
+        remat=config.model.remat,
+        temperature=temperature if algos.module_of(algo).INPUT == "rollouts" else 1.0,
+        chunk=config.model.logprob_chunk,
+        max_grad_norm=optim.max_grad_norm,
+    )
+    return Learner(algo, model, make_optimizer(optim, updates), step, mesh)
