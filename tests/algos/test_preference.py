@@ -1,0 +1,204 @@
+"""Losses over pairs: numbers of other systems, gradients by hand, and layouts that must change nothing."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sequences import run
+
+from jaxrl_llm.algos import cpo, dpo, online_dpo, orpo, reward_model, simpo
+from jaxrl_llm.structs import Rollouts
+
+# chosen, rejected, chosen, rejected; the sums are -10, -11, -12, -9 (policy) and -10.5, -10, -11, -10
+POLICY = [[-6.0, -4.0], [-11.0], [-5.0, -5.0, -2.0], [-3.0, -6.0]]
+REFERENCE = [[-5.0, -5.5], [-10.0], [-4.0, -4.0, -3.0], [-9.0, -1.0]]
+ONE_ROW = [[[0, 1, 2, 3]]]
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+def nll(x):
+    """-log sigmoid(x)."""
+    return math.log1p(math.exp(-x))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, 0.709548),
+        ({"label_smoothing": 0.2}, 0.704548),
+        ({"loss": "ipo"}, 30.625),  # of summed log-probs, as in OpenRLHF
+        # of means, as in TRL: chosen .25, -1/3; rejected -1, .5
+        ({"loss": "ipo", "length_normalized": True}, ((1.25 - 5) ** 2 + (-5 / 6 - 5) ** 2) / 2),
+        ({"length_normalized": True}, (nll(0.125) + nll(-1 / 12)) / 2),
+        ({"reference_free": True}, (nll(0.1) + nll(-0.3)) / 2),
+        ({"nll_coef": 0.5}, 0.709548 + 0.5 * (5 + 4) / 2),
+    ],
+)
+def test_dpo_family(settings, expected):
+    loss, _, _ = run(dpo, dpo.Config(**settings), POLICY, ONE_ROW, reference=REFERENCE)
+    assert loss == pytest.approx(expected, abs=2e-6)
+
+
+def test_dpo_metrics_and_gradient_by_hand():
+    """h = 1.5 and -2; d/d log p(c) = -beta sigmoid(-beta h) / pairs, and the opposite for r."""
+    _, metrics, gradient = run(dpo, dpo.Config(), POLICY, ONE_ROW, reference=REFERENCE)
+    assert metrics == {
+        "chosen_reward": pytest.approx(0.1 * (0.5 - 1) / 2),
+        "rejected_reward": pytest.approx(0.1 * (-1 + 1) / 2, abs=1e-7),
+        "margin": pytest.approx(0.1 * (1.5 - 2) / 2),
+        "accuracy": pytest.approx(0.5),
+    }
+    first, second = 0.05 * sigmoid(-0.15), 0.05 * sigmoid(0.2)
+    for got, expected in zip(gradient, [-first, first, -second, second], strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+def test_ipo_gradient_by_hand():
+    """2 (h - 5) / pairs."""
+    _, _, gradient = run(dpo, dpo.Config(loss="ipo"), POLICY, ONE_ROW, reference=REFERENCE)
+    for got, expected in zip(gradient, [-3.5, 3.5, -7.0, 7.0], strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+def test_only_a_dpo_with_a_reference_needs_one():
+    assert dpo.Config().needs_reference and not dpo.Config(reference_free=True).needs_reference
+    assert online_dpo.Config().needs_reference
+    assert not online_dpo.Config(dpo=dpo.Config(reference_free=True)).needs_reference
+    assert not any(module.Config().needs_reference for module in (simpo, cpo, orpo, reward_model))
+
+
+@pytest.mark.parametrize(("smoothing", "expected"), [(0.0, 0.7493759), (0.2, 0.7293760)])
+def test_cpo(smoothing, expected):
+    """TRL 1.16 CPOTrainer.cpo_loss of these sums, beta 0.1; the NLL of the chosen is (5 + 4) / 2."""
+    config = cpo.Config(label_smoothing=smoothing, nll_coef=0.3)
+    loss, metrics, gradient = run(cpo, config, POLICY, ONE_ROW)
+    assert loss == pytest.approx(expected + 0.3 * 4.5, abs=1e-6)
+    assert metrics["chosen_nll"] == pytest.approx(4.5)
+    if not smoothing:
+        np.testing.assert_allclose(gradient[0], -0.05 * sigmoid(-0.1) - 0.3 / 2 / 2, rtol=1e-5)
+        np.testing.assert_allclose(gradient[3], 0.05 * sigmoid(0.3), rtol=1e-5)
+
+
+# Mean log-probs -.5, -.7 | -.9, -.6
+MEANS = [[-0.2, -0.8], [-0.7], [-1.4, -0.4], [-0.1, -0.7, -1.0]]
+
+
+def test_simpo():
+    """Fixed numbers [.744397, 1.387335] of beta 2, gamma .5."""
+    loss, metrics, gradient = run(simpo, simpo.Config(), MEANS, ONE_ROW)
+    assert loss == pytest.approx((0.744397 + 1.387335) / 2, abs=1e-6)
+    assert metrics["margin"] == pytest.approx(2 * (0.2 - 0.3) / 2, abs=1e-6)
+    np.testing.assert_allclose(gradient[0], -2 * sigmoid(0.1) / 2 / 2, rtol=1e-5)
+    np.testing.assert_allclose(gradient[3], 2 * sigmoid(1.1) / 3 / 2, rtol=1e-5)
+    with_nll, _, _ = run(simpo, simpo.Config(nll_coef=1.0), MEANS, ONE_ROW)
+    assert with_nll == pytest.approx(loss + 0.7, abs=1e-6)
+
+
+def test_orpo():
+    """beta log sigmoid of the odds ratio is [-.049465, -.102080] (TRL 1.16 too); the NLL (.5 + .9) / 2."""
+    loss, metrics, gradient = run(orpo, orpo.Config(), MEANS, ONE_ROW)
+    assert loss == pytest.approx(0.7 + (0.049465 + 0.102080) / 2, abs=1e-6)
+    assert metrics["log_odds_ratio"] == pytest.approx(-0.0638118, abs=1e-6)
+    assert metrics["chosen_reward"] == pytest.approx(-0.07, abs=1e-6)
+    # d log odds / d log p = 1 / (1 - p); sigmoid(-ratio) = 1 - exp(log sigmoid(ratio))
+    push = 0.1 * (1 - math.exp(-0.49465)) / (1 - math.exp(-0.5)) / 2
+    np.testing.assert_allclose(gradient[0], -(push + 1 / 2) / 2, rtol=1e-4)
+
+
+def test_orpo_is_finite_for_certain_responses():
+    loss, _, gradient = run(orpo, orpo.Config(), [[0.0], [0.0], [-1e-9], [-80.0]], ONE_ROW)
+    assert math.isfinite(loss) and all(np.isfinite(g).all() for g in gradient)
+
+
+VALUES = [1.0, -0.5, 0.3, 0.4]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, (nll(1.5 - 0.5) + nll(-0.1 - 0.2)) / 2),
+        ({"margin": False}, (math.log(1 + math.exp(-1.5)) + math.log(1 + math.exp(0.1))) / 2),  # LogExp
+        ({"margin": False, "label_smoothing": 0.1}, (nll(1.5) + 0.15 + nll(-0.1) - 0.01) / 2),
+        ({"margin": False, "center_coef": 0.1}, (nll(1.5) + nll(-0.1) + 0.1 * (0.25 + 0.49)) / 2),
+    ],
+)
+def test_reward_model(settings, expected):
+    labels = [0.5, 0.5, 0.2, 0.2]
+    config = reward_model.Config(**settings)
+    loss, metrics, _ = run(reward_model, config, POLICY, ONE_ROW, values=VALUES, labels=labels)
+    assert loss == pytest.approx(expected, abs=1e-6)
+    assert metrics["accuracy"] == pytest.approx(0.5)
+    assert metrics["margin"] == pytest.approx(0.7, abs=1e-6)
+
+
+def test_reward_model_without_margins_in_the_data():
+    loss, _, _ = run(reward_model, reward_model.Config(), POLICY, ONE_ROW, values=VALUES)
+    assert loss == pytest.approx((nll(1.5) + nll(-0.1)) / 2, abs=1e-6)
+    assert reward_model.Config().needs_values and not reward_model.Config().needs_policy
+
+
+CASES = [
+    (dpo, dpo.Config(nll_coef=0.1), {"reference": REFERENCE}),
+    (dpo, dpo.Config(loss="ipo", length_normalized=True), {"reference": REFERENCE}),
+    (simpo, simpo.Config(), {}),
+    (cpo, cpo.Config(), {}),
+    (orpo, orpo.Config(), {}),
+    (reward_model, reward_model.Config(), {"values": VALUES, "labels": [0.5, 0.5, 0.2, 0.2]}),
+]
+
+
+@pytest.mark.parametrize(("module", "config", "signals"), CASES)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        [[[2, 3, 0, 1]]],  # pairs in another order
+        [[[0, 1], [2, 3], []]],  # a row each, and one of padding
+        [[[0, 1]], [[2, 3]]],  # a micro-batch each
+    ],
+)
+def test_layouts_change_nothing(module, config, signals, layout):
+    loss, metrics, gradient = run(module, config, POLICY, ONE_ROW, **signals)
+    other, other_metrics, other_gradient = run(module, config, POLICY, layout, **signals)
+    assert other == pytest.approx(loss, rel=1e-5)
+    assert other_metrics == {name: pytest.approx(x, rel=1e-5, abs=1e-7) for name, x in metrics.items()}
+    for a, b in zip(other_gradient, gradient, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8)
+
+
+def rollouts(rewards, group, valid=None):
+    rewards = jnp.asarray(rewards, jnp.float32)
+    valid = jnp.ones(len(rewards)) if valid is None else jnp.asarray(valid, jnp.float32)
+    return Rollouts(rewards, jnp.asarray(group), jnp.ones((len(rewards), 2)), valid)
+
+
+def test_online_dpo_pairs_the_best_with_the_worst_of_each_group():
+    made = rollouts([0.2, 0.9, 0.1, 5.0, 5.0, 3.0, np.nan, 4.0], [0, 0, 0, 1, 1, 2, 2, 2], [1] * 6 + [0, 1])
+    picked = online_dpo.select(made, online_dpo.Config(), np.random.default_rng(0))
+    assert picked.tolist() == [1, 2, 7, 5]  # group 1 has no spread; the failed one takes no part
+    assert not online_dpo.advantages(made, online_dpo.Config()).any()
+
+
+def test_online_dpo_breaks_ties_at_random_and_may_select_nothing():
+    tied = rollouts([1.0, 1.0, 0.0, 0.0], [0, 0, 0, 0])
+    seen = {tuple(online_dpo.select(tied, online_dpo.Config(), np.random.default_rng(s))) for s in range(40)}
+    assert seen == {(0, 2), (0, 3), (1, 2), (1, 3)}
+    nothing = online_dpo.select(rollouts([1.0, 1.0], [0, 0]), online_dpo.Config(), np.random.default_rng(0))
+    assert nothing.shape == (0,) and nothing.dtype == np.int64
+
+
+def test_online_dpo_has_the_loss_of_dpo():
+    settings = dpo.Config(beta=0.3, loss="ipo")
+    wanted, _, _ = run(dpo, settings, POLICY, ONE_ROW, reference=REFERENCE)
+    got, _, _ = run(online_dpo, online_dpo.Config(dpo=settings), POLICY, ONE_ROW, reference=REFERENCE)
+    assert got == wanted
+
+
+def test_gradients_survive_log_probs_far_apart():
+    far = [[-1e4], [-1.0], [-1.0], [-1e4]]
+    for module, config, _ in CASES[:2]:
+        loss, _, gradient = run(module, config, far, ONE_ROW, reference=[[-1.0]] * 4)
+        assert np.isfinite(loss) and all(np.isfinite(g).all() for g in gradient)
