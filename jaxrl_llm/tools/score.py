@@ -89,7 +89,7 @@ def make_scorer(config: TransformerConfig, temperature: float, dtype: str, mesh:
     def forward(params, tokens, lengths):
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         segments = (positions < lengths[:, None]).astype(jnp.int32)
-        hidden, _ = params(tokens, positions, segments, dtype=jnp.dtype(dtype))
+        hidden = params(tokens, positions, segments, dtype=jnp.dtype(dtype))
         return linear_logprob(
             hidden,
             params.head.astype(hidden.dtype),

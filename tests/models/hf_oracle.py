@@ -85,7 +85,7 @@ def hf_logits(model, tokens: np.ndarray) -> np.ndarray:
 @functools.partial(jax.jit, static_argnames="dtype", compiler_options={"xla_backend_optimization_level": 0})
 def our_logits(params: models.Transformer, tokens: np.ndarray, dtype=jnp.float32) -> jax.Array:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, _ = params(tokens, positions, dtype=dtype)
+    hidden = params(tokens, positions, dtype=dtype)
     return (hidden @ params.head.astype(dtype).T).astype(jnp.float32)
 
 

@@ -1,4 +1,4 @@
-"""One forward: packed or apart, cached or whole, deep or shallow, kept or recomputed."""
+"""One forward: packed or apart, deep or shallow, kept or recomputed."""
 
 import dataclasses
 import functools
@@ -36,12 +36,7 @@ def init(config):
 
 @quick
 def hidden_of(params, tokens, positions, segments):
-    return params(tokens, positions, segments)[0]
-
-
-@quick
-def cached_step(params, tokens, positions, cache):
-    return params(tokens, positions, cache=cache)
+    return params(tokens, positions, segments)
 
 
 def trajectories():
@@ -88,46 +83,13 @@ def test_padding_and_later_tokens_have_no_influence():
     assert jnp.abs(before[:, 20:30] - after[:, 20:30]).max() > 0.1
 
 
-@CONFIGS
-def test_cache_equals_whole_rows(config):
-    """Prefill 8 tokens of two slots, then one at a time; float32 and the same hidden states."""
-    params = init(config)
-    length = 14  # below max_position: "dynamic" keys keep the frequencies of the length they were read at
-    tokens = np.random.default_rng(1).integers(0, 64, (2, length))
-    positions = np.broadcast_to(np.arange(length), (2, length))
-    whole = hidden_of(params, tokens, positions, np.ones_like(tokens))
-    first, cache = cached_step(params, tokens[:, :8], positions[:, :8], models.empty_cache(config, 2, 20))
-    hiddens = [first]
-    for t in range(8, length):
-        hidden, cache = cached_step(params, tokens[:, t : t + 1], positions[:, t : t + 1], cache)
-        hiddens.append(hidden)
-    np.testing.assert_allclose(jnp.concatenate(hiddens, axis=1), whole, atol=2e-5)
-
-
-def test_positions_beyond_the_cache_are_not_written():
-    params = init(CONFIG)
-    empty = models.empty_cache(CONFIG, 1, 6)
-    _, cache = cached_step(params, jnp.array([[3, 4, 5]]), jnp.array([[0, 1, 6]]), empty)
-    assert (jnp.abs(cache.k[:, 0, :2]).max(axis=(-1, -2)) > 0).all()
-    assert not cache.k[:, 0, 2:].any() and not cache.v[:, 0, 2:].any()
-
-
-def test_keep_kv_is_what_a_cache_holds():
-    params = init(CONFIG)
-    tokens, positions = jnp.arange(12).reshape(2, 6), jnp.tile(jnp.arange(6), (2, 1))
-    _, (k, v) = quick(lambda params: params(tokens, positions, keep_kv=True))(params)
-    _, cache = cached_step(params, tokens, positions, models.empty_cache(CONFIG, 2, 6))
-    np.testing.assert_allclose(k, cache.k, atol=1e-5)
-    np.testing.assert_allclose(v, cache.v, atol=1e-5)
-
-
 @pytest.mark.parametrize("remat", ["dots", "full"])
 def test_remat_changes_no_gradient(remat):
     params = init(WINDOWED)
 
     @functools.partial(quick, static_argnums=1)
     def grads(params, remat):
-        return jax.grad(lambda p: (p(*packed(), remat=remat)[0] ** 2).sum())(params)
+        return jax.grad(lambda p: (p(*packed(), remat=remat) ** 2).sum())(params)
 
     for one, other in zip(
         jax.tree.leaves(grads(params, "none")), jax.tree.leaves(grads(params, remat)), strict=True
@@ -135,23 +97,18 @@ def test_remat_changes_no_gradient(remat):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * float(jnp.abs(one).max()))
 
 
-@pytest.mark.parametrize("cached", [False, True], ids=["gradient", "decode"])
 @pytest.mark.parametrize("config", [CONFIG, WINDOWED], ids=["full", "windows"])
-def test_the_program_does_not_grow_with_depth(config, cached):
-    """As many equations for 12 layers as for 2."""
+def test_the_gradient_program_does_not_grow_with_depth(config):
+    """As many equations for 32 layers as for 16."""
 
     def size(num_layers):
         windows = None if config.window_layers is None else (False, True) * (num_layers // 2)
         deep = dataclasses.replace(config, num_layers=num_layers, window_layers=windows)
-        if cached:
-            cache = models.empty_cache(deep, 1, 40)
-            jaxpr = jax.make_jaxpr(lambda p: p(*packed(), cache))(models.abstract(deep))
-        else:
-            loss = lambda p: p(*packed(), remat="dots")[0].sum()
-            jaxpr = jax.make_jaxpr(jax.value_and_grad(loss))(models.abstract(deep))
+        loss = lambda p: p(*packed(), remat="dots").sum()
+        jaxpr = jax.make_jaxpr(jax.value_and_grad(loss))(models.abstract(deep))
         return sum(1 for _ in equations(jaxpr.jaxpr))
 
-    assert size(2) == size(12)
+    assert size(16) == size(32)
 
 
 def equations(jaxpr):

@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jaxrl_llm import models
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
@@ -127,10 +126,3 @@ def test_cast_keeps_structure():
     assert {x.dtype for x in jax.tree.leaves(half)} == {jnp.dtype(jnp.bfloat16)}
     assert jax.tree.structure(half) == jax.tree.structure(params)
     assert models.logical_axes(half) == models.logical_axes(params)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_empty_cache(dtype):
-    cache = models.empty_cache(CONFIG, slots=5, length=7, dtype=dtype)
-    assert cache.k.shape == cache.v.shape == (3, 5, 7, 2, 8)
-    assert cache.k.dtype == dtype and not cache.v.any()

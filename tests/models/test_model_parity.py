@@ -183,7 +183,7 @@ def test_logit_softcap_is_gemma2s():
     tokens = random_tokens()
     logits = torch.tensor(hf_logits(model, tokens))
     wanted = torch.log_softmax(1.5 * torch.tanh(logits / 1.5), -1)[..., 7].numpy()
-    hidden, _ = params(jnp.asarray(tokens), jnp.broadcast_to(jnp.arange(24), (2, 24)))
+    hidden = params(jnp.asarray(tokens), jnp.broadcast_to(jnp.arange(24), (2, 24)))
     targets = jnp.full(tokens.shape, 7)
     capped, _ = linear_logprob(hidden, params.head, targets, softcap=params.config.logit_softcap)
     np.testing.assert_allclose(capped, wanted, atol=TOLERANCE, rtol=0)

@@ -42,7 +42,7 @@ def weights():
 
 @quick
 def logits(params, *row):
-    return params(*row)[0] @ params.head.T
+    return params(*row) @ params.head.T
 
 
 @functools.cache

@@ -33,7 +33,7 @@ def test_every_token_through_the_ring_equals_one_forward(config):
     """The ring is shorter than the number of tokens that pass through it."""
     params = models.init(config, jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (2, 7), 0, 64)
-    hidden, _ = params(tokens, jnp.broadcast_to(jnp.arange(7), (2, 7)))
+    hidden = params(tokens, jnp.broadcast_to(jnp.arange(7), (2, 7)))
     expected = jnp.einsum("btd,vd->btv", hidden, params.head)
     if config.logit_softcap:
         expected = config.logit_softcap * jnp.tanh(expected / config.logit_softcap)
@@ -47,18 +47,20 @@ def test_every_token_through_the_ring_equals_one_forward(config):
     assert int(cache.cursor) == (5 + 7) % 8
 
 
-def test_prefill_of_right_aligned_prompts_equals_one_forward():
+def test_prefill_writes_what_decode_would_have_written():
     params = models.init(TINY, jax.random.key(0))
     weights = decode.decode_weights(params, jnp.float32)
     tokens = jax.random.randint(jax.random.key(1), (2, 6), 0, 64)
     ks, vs = jax.jit(decode.prefill, static_argnums=0)(TINY, weights, tokens, jnp.array([6, 2]))
+    step = jax.jit(lambda cache, token, position: decode.decode(TINY, weights, cache, token, position)[1])
     for row, length in ((0, 6), (1, 2)):
-        prompt = tokens[row : row + 1, 6 - length :]
-        _, (k, v) = params(prompt, jnp.arange(length)[None], keep_kv=True)
+        cache = decode.ring_cache(TINY, 1, length, jnp.float32)
+        for t in range(length):
+            cache = step(cache, tokens[row, 6 - length + t :][:1], jnp.array([t]))
         for layer in range(2):
             got_k, got_v = ks[layer][row, :, :, 6 - length :], vs[layer][row, :, 6 - length :]
-            np.testing.assert_allclose(got_k, k[layer, 0].transpose(1, 2, 0), atol=1e-5)
-            np.testing.assert_allclose(got_v, v[layer, 0].transpose(1, 0, 2), atol=1e-5)
+            np.testing.assert_allclose(got_k, cache.k[layer][0], atol=1e-5)
+            np.testing.assert_allclose(got_v, cache.v[layer][0], atol=1e-5)
 
 
 def test_weights_are_a_copy_and_norms_keep_their_type():

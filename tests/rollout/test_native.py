@@ -51,7 +51,7 @@ def requests():
 @functools.cache
 def forward():
     def logprobs(tokens, temperature):
-        hidden, _ = params()(tokens[None], jnp.arange(WIDTH)[None])
+        hidden = params()(tokens[None], jnp.arange(WIDTH)[None])
         return jax.nn.log_softmax(hidden[0] @ params().head.T / temperature)
 
     return jax.jit(logprobs)

@@ -37,7 +37,7 @@ def test_logprobs_in_order_of_the_rows_whatever_their_lengths(folder, tmp_path):
     rows = [rng.integers(0, 128, n).tolist() for n in (3, 100, 1, 64)]
     found = run(folder, tmp_path, [json.dumps({"tokens": row}) for row in rows], "--temperature", "0.8")
     for row, line in zip(rows, found, strict=True):
-        hidden, _ = params(jnp.asarray([row]), jnp.arange(len(row))[None])
+        hidden = params(jnp.asarray([row]), jnp.arange(len(row))[None])
         expected = np.asarray(jax.nn.log_softmax(hidden[0] @ params.head.T / 0.8))
         assert line["tokens"] == row
         np.testing.assert_allclose(line["logprobs"], expected[np.arange(len(row) - 1), row[1:]], atol=2e-5)
