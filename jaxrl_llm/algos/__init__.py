@@ -7,10 +7,38 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from jaxrl_llm.algos import grpo, sft
+from jaxrl_llm.algos import (
+    cpo,
+    distill,
+    dpo,
+    gkd,
+    grpo,
+    kto,
+    online_dpo,
+    orpo,
+    ppo,
+    prm,
+    reward_model,
+    sft,
+    simpo,
+)
 from jaxrl_llm.algos.contract import AlgoConfig
 
-ALGOS: dict[str, ModuleType] = {"grpo": grpo, "sft": sft}
+ALGOS: dict[str, ModuleType] = {
+    "cpo": cpo,
+    "distill": distill,
+    "dpo": dpo,
+    "gkd": gkd,
+    "grpo": grpo,
+    "kto": kto,
+    "online_dpo": online_dpo,
+    "orpo": orpo,
+    "ppo": ppo,
+    "prm": prm,
+    "reward_model": reward_model,
+    "sft": sft,
+    "simpo": simpo,
+}
 
 __all__ = ["ALGOS", "AlgoConfig", "load", "module_of"]
 
@@ -18,6 +46,17 @@ __all__ = ["ALGOS", "AlgoConfig", "load", "module_of"]
 def module_of(config: AlgoConfig) -> ModuleType:
     """The module whose Config this is."""
     return sys.modules[type(config).__module__]
+
+
+def unit(config: AlgoConfig) -> int:
+    """Sequences that its loss wants side by side in a row."""
+    return getattr(module_of(config), "UNIT", 1)
+
+
+def data(config: AlgoConfig) -> str:
+    """What it reads of a dataset: its INPUT, or the DATA that says it more closely ("steps", "teachers")."""
+    module = module_of(config)
+    return getattr(module, "DATA", module.INPUT)
 
 
 def load(name: str) -> ModuleType:

@@ -1,4 +1,8 @@
-"""Advantages from outcome rewards."""
+"""Advantages of whole responses: a score each, compared with the others of its group or batch.
+
+Everywhere: [N] scores, those with valid 0 may be anything (NaN included), take no part and get 0; `group`
+numbers the prompts in [0, N). A group of one has no others to compare with and keeps its score.
+"""
 
 from __future__ import annotations
 
@@ -21,38 +25,55 @@ def group_advantages(
     """(reward - group mean) / (spread + eps), GRPO (arXiv 2402.03300, section 4.1.2).
 
     Args:
-        rewards: one a trajectory; those with valid 0 may be anything, NaN included.
-        group: trajectories of one prompt share a number in [0, N).
-        valid: 1, or 0 for a trajectory that takes no part (its advantage is 0).
-        scale: "std" of the group (ddof 1), "population_std" (ddof 0), "batch_std" over all rewards (ddof 1),
-            or "none" (Dr. GRPO, arXiv 2503.20783).
+        scale: "std" of the group (ddof 1), "population_std" (ddof 0; ChatLearn), "batch_std" over all rewards
+            (ddof 1), or "none" (Dr. GRPO, arXiv 2503.20783).
 
-    A group of one keeps its reward (mean 0, std 1); a group of equal rewards gets zeros.
+    A group of equal rewards gets zeros.
     """
-    count, mean, square = group_moments(rewards, group, valid)
-    alone = count == 1
-    centred = rewards - jnp.where(alone, 0.0, mean)[group]
+    count, mean, _ = group_moments(rewards, group, valid)
+    centred = rewards - jnp.where(count == 1, 0.0, mean)[group]
+    return jnp.where(valid > 0, centred / spread(rewards, group, valid, scale, eps), 0.0)
+
+
+def spread(
+    rewards: Float[Array, "N"],
+    group: Int[Array, "N"],
+    valid: Float[Array, "N"],
+    scale: Scale,
+    eps: float = 1e-6,
+) -> Float[Array, "N"]:
+    """What an advantage is divided by: see `group_advantages`; 1 for a group of one."""
+    if scale == "none":
+        return jnp.ones_like(rewards)
     if scale == "batch_std":
-        total = valid.sum()
-        average = jnp.sum(jnp.where(valid > 0, rewards, 0.0)) / jnp.maximum(total, 1.0)
-        deviation = jnp.where(valid > 0, rewards - average, 0.0)
-        spread = jnp.sqrt(jnp.sum(deviation**2) / jnp.maximum(total - 1, 1.0)) + eps
-    elif scale == "none":
-        spread = 1.0
-    else:
-        freedom = jnp.maximum(count - (1 if scale == "std" else 0), 1.0)
-        spread = jnp.where(alone, 1.0, jnp.sqrt(square / freedom) + eps)[group]
-    return jnp.where(valid > 0, centred / spread, 0.0)
+        return jnp.sqrt(batch_moments(rewards, valid)[1]) + jnp.full_like(rewards, eps)
+    count, _, square = group_moments(rewards, group, valid)
+    freedom = jnp.maximum(count - (1 if scale == "std" else 0), 1.0)
+    return jnp.where(count == 1, 1.0, jnp.sqrt(square / freedom) + eps)[group]
 
 
 def group_moments(
     rewards: Float[Array, "N"], group: Int[Array, "N"], valid: Float[Array, "N"]
 ) -> tuple[Float[Array, "N"], Float[Array, "N"], Float[Array, "N"]]:
     """(members, mean, sum of squared deviations) of each group number; zeros for numbers not used."""
-    total = lambda x: jax.ops.segment_sum(jnp.where(valid > 0, x, 0.0), group, rewards.shape[0])
-    count = total(jnp.ones_like(rewards))
-    mean = total(rewards) / jnp.maximum(count, 1.0)
-    return count, mean, total((rewards - mean[group]) ** 2)
+    count = group_sum(jnp.ones_like(rewards), group, valid)
+    mean = group_sum(rewards, group, valid) / jnp.maximum(count, 1.0)
+    return count, mean, group_sum((rewards - mean[group]) ** 2, group, valid)
+
+
+def group_sum(x: Float[Array, "N"], group: Int[Array, "N"], valid: Float[Array, "N"]) -> Float[Array, "N"]:
+    """Sum of x over the valid members of each group number."""
+    return jax.ops.segment_sum(jnp.where(valid > 0, x, 0.0), group, x.shape[0])
+
+
+def batch_moments(
+    rewards: Float[Array, "N"], valid: Float[Array, "N"]
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """(mean, unbiased variance) of the valid rewards."""
+    total = valid.sum()
+    mean = jnp.sum(jnp.where(valid > 0, rewards, 0.0)) / jnp.maximum(total, 1.0)
+    square = jnp.sum(jnp.where(valid > 0, rewards - mean, 0.0) ** 2)
+    return mean, square / jnp.maximum(total - 1, 1.0)
 
 
 def zero_variance_fraction(
@@ -62,3 +83,87 @@ def zero_variance_fraction(
     count, _, square = group_moments(rewards, group, valid)
     used = count > 0
     return jnp.sum(used & (square <= 1e-12)) / jnp.maximum(jnp.sum(used), 1)
+
+
+def leave_one_out(
+    rewards: Float[Array, "N"], group: Int[Array, "N"], valid: Float[Array, "N"]
+) -> Float[Array, "N"]:
+    """reward - mean of the other k - 1 = (k reward - sum) / (k - 1), RLOO (arXiv 2402.14740, eq. 8)."""
+    count, mean, _ = group_moments(rewards, group, valid)
+    others = ((count * mean)[group] - rewards) / jnp.maximum(count - 1, 1.0)[group]
+    return jnp.where(valid > 0, rewards - jnp.where(count[group] > 1, others, 0.0), 0.0)
+
+
+def batch_advantages(
+    rewards: Float[Array, "N"], valid: Float[Array, "N"], scale: Scale = "none", eps: float = 1e-6
+) -> Float[Array, "N"]:
+    """(reward - batch mean), over the batch's std unless `scale` is "none": REINFORCE with a baseline."""
+    mean, variance = batch_moments(rewards, valid)
+    divisor = 1.0 if scale == "none" else jnp.sqrt(variance) + eps
+    return jnp.where(valid > 0, (rewards - mean) / divisor, 0.0)
+
+
+def length_weighted(
+    rewards: Float[Array, "N"], group: Int[Array, "N"], valid: Float[Array, "N"], lengths: Float[Array, "N"]
+) -> Float[Array, "N"]:
+    """reward - sum(length reward) / sum(length) of its group, OPO (arXiv 2505.23585, eq. 7).
+
+    The baseline of least variance where the squared gradient of a response grows with its length.
+    """
+    count = group_sum(jnp.ones_like(rewards), group, valid)
+    weight = group_sum(lengths, group, valid)
+    baseline = group_sum(lengths * rewards, group, valid) / jnp.maximum(weight, 1.0)
+    return jnp.where(valid > 0, rewards - jnp.where(count > 1, baseline, 0.0)[group], 0.0)
+
+
+def rescaled(
+    rewards: Float[Array, "N"],
+    group: Int[Array, "N"],
+    valid: Float[Array, "N"],
+    counted: Literal["groups", "rewards"] = "groups",
+) -> Float[Array, "N"]:
+    """alpha (reward - group mean), GPG (arXiv 2504.02546, eq. 6): what equal groups do not teach, others do.
+
+    alpha = responses / responses counted: those of groups whose rewards differ (the paper), or those whose
+    own reward is not 0 (veRL).
+    """
+    _, _, square = group_moments(rewards, group, valid)
+    taught = square[group] > 1e-12 if counted == "groups" else rewards != 0
+    alpha = valid.sum() / jnp.maximum(jnp.sum(taught & (valid > 0)), 1)
+    return alpha * group_advantages(rewards, group, valid, "none")
+
+
+def best_over_second(
+    rewards: Float[Array, "N"], group: Int[Array, "N"], valid: Float[Array, "N"]
+) -> Float[Array, "N"]:
+    """best - second best for the best of its group and 0 for all others: pass@k (arXiv 2503.19595, eq. 9).
+
+    The best of n counts only by what it adds over the rest; a tie adds nothing, nor does a group of one.
+    """
+    top = lambda x: jax.ops.segment_max(x, group, rewards.shape[0])[group]
+    scored = jnp.where(valid > 0, rewards, -jnp.inf)
+    is_best = (valid > 0) & (scored == top(scored))
+    alone = group_sum(is_best.astype(rewards.dtype), group, valid)[group] == 1
+    second = top(jnp.where(is_best, -jnp.inf, scored))
+    wins = is_best & alone & jnp.isfinite(second)
+    return jnp.where(wins, jnp.where(valid > 0, rewards, 0.0) - jnp.where(wins, second, 0.0), 0.0)
+
+
+def decoupled(
+    components: Float[Array, "N C"],
+    group: Int[Array, "N"],
+    valid: Float[Array, "N"],
+    weights: tuple[float, ...] = (),
+    scale: Scale = "std",
+) -> Float[Array, "N"]:
+    """Each reward normalised in its group, then their weighted sum: GDPO (arXiv 2601.05242, eq. 4 and 5).
+
+    Args:
+        components: the separate rewards.
+        weights: one a reward; empty = all 1.
+    """
+    number = components.shape[1]
+    if weights and len(weights) != number:
+        raise ValueError(f"algo.component_weights has {len(weights)} values for {number} rewards")
+    normalise = jax.vmap(lambda r: group_advantages(r, group, valid, scale), in_axes=1, out_axes=1)
+    return normalise(components) @ jnp.asarray(weights or (1.0,) * number, components.dtype)

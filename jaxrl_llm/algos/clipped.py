@@ -1,0 +1,41 @@
+"""What the algorithms with PPO's clipped surrogate share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxrl_llm.algos.policy_gradient import PolicyConfig, finish
+from jaxrl_llm.algos.policy_losses import ppo_clip
+from jaxrl_llm.structs import Metrics, Signals
+
+
+@dataclass(frozen=True)
+class ClippedConfig(PolicyConfig):
+    """Options of the clipped surrogate."""
+
+    clip_low: float = 0.2
+    """The ratio may fall to 1 - clip_low."""
+    clip_high: float = 0.2
+    """The ratio may rise to 1 + clip_high (DAPO: 0.28)."""
+    dual_clip: float | None = None
+    """Bound on the ratio where the advantage is negative (3.0 is usual); None = none."""
+    loss_cap: float | None = None
+    """Bound on the loss of every token (ChatLearn: 3.0); None = none."""
+
+
+def loss(signals: Signals, config: ClippedConfig) -> tuple[Float[Array, ""], Metrics]:
+    """max(-A r, -A clip(r, 1 - low, 1 + high)), r = exp(policy - old); with one update a step r is 1."""
+    surrogate, clipped = ppo_clip(
+        signals.policy,
+        config.old_logprobs(signals),
+        signals.advantages,
+        config.clip_low,
+        config.clip_high,
+        config.dual_clip,
+    )
+    if config.loss_cap is not None:
+        surrogate, clipped = jnp.minimum(surrogate, config.loss_cap), clipped | (surrogate > config.loss_cap)
+    return finish(surrogate, {"clip_fraction": clipped}, signals, config)

@@ -1,0 +1,208 @@
+"""Corrections for a rollout engine whose log-probs are not the trainer's: weights, rejection, diagnostics.
+
+The ratio is exp(old - rollout): trainer over rollout, before this step's updates. Everything is per token or
+per sequence, so that micro-batches add up; the one number of the whole batch, the mean weight, is taken
+where the whole batch is at hand (`mean_weight`, on [N, R] arrays).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl_llm.algos.reduce import aggregate, segment_sums, token_mean
+from jaxrl_llm.structs import Metrics, Signals
+
+Rule = Literal[
+    "token_k1", "token_k2", "token_k3", "token_tv", "token_binary_kl",
+    "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
+    "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_mean_tv", "seq_mean_binary_kl",
+    "seq_max_k2", "seq_max_k3",
+]  # fmt: skip
+BOUND = 20.0  # nats; log-ratios are held within it
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Importance weights and rejection for the gap between rollout and trainer.
+
+    Usual settings: truncated importance sampling (TIS) is weight "token", cap 2; IcePop is weight "token",
+    floor 0.5, cap 5, outside "zero"; a sequence mask is weight "token", cap inf, reject "seq_mean_k1".
+    """
+
+    weight: Literal["none", "token", "sequence"] = "none"
+    """Weigh the policy loss by exp(old - rollout): of each token, or its product over the sequence."""
+    cap: float = 2.0
+    """Largest weight."""
+    floor: float = 0.0
+    """Smallest weight."""
+    outside: Literal["clip", "zero"] = "clip"
+    """A weight outside [floor, cap] is brought to the bound, or becomes 0 (IcePop, masked sampling)."""
+    of: Literal["old", "policy"] = "old"
+    """Numerator of the ratio: the policy before this step's updates, or the present one (RL2)."""
+    normalize: bool = False
+    """Divide by the mean weight of the step's tokens (of its sequences, for weight "sequence")."""
+    reject: tuple[Rule, ...] = ()
+    """Tokens, or whole sequences, that fail any of these tests on the divergence have weight 0."""
+    reject_above: tuple[float, ...] = ()
+    """Bound of each test: nats; for k1 a ratio rollout / old; for tv a probability."""
+    reject_below: tuple[float, ...] = ()
+    """Lower bounds of k1 tests, ratios (of other tests ignored); empty: 1 / reject_above."""
+
+    def __post_init__(self):
+        if not 0 <= self.floor < self.cap:
+            raise ValueError(f"correction needs 0 <= floor < cap, got {self.floor} and {self.cap}")
+        if len(self.reject_above) != len(self.reject):
+            raise ValueError(f"correction.reject_above needs {len(self.reject)} values, one a rule in reject")
+        if self.reject_below and len(self.reject_below) != len(self.reject):
+            raise ValueError(f"correction.reject_below needs {len(self.reject)} values, or none")
+        if any(bound <= 0 for bound in (*self.reject_above, *self.reject_below)):
+            raise ValueError("correction.reject_above and reject_below must be positive")
+
+    @property
+    def active(self) -> bool:
+        return self.weight != "none" or bool(self.reject)
+
+
+def importance_weights(
+    log_ratio: Float[Array, "B T"],
+    mask: Float[Array, "B T"],
+    segments: Int[Array, "B T"],
+    config: Correction,
+) -> Float[Array, "B T"]:
+    """exp(log_ratio), or exp of its sum over the sequence, clipped or zeroed outside [floor, cap]."""
+    if config.weight == "none":
+        return mask
+    if config.weight == "sequence":
+        log_ratio = over_sequence(log_ratio, mask, segments)
+    ratio = jnp.exp(jnp.clip(log_ratio, -BOUND, BOUND))
+    inside = (ratio >= config.floor) & (ratio <= config.cap)
+    bounded = jnp.clip(ratio, config.floor, config.cap)
+    weights = bounded if config.outside == "clip" else jnp.where(inside, ratio, 0.0)
+    return jnp.where(mask > 0, weights, 0.0)
+
+
+def mean_weight(
+    log_ratio: Float[Array, "N R"], mask: Float[Array, "N R"], config: Correction
+) -> Float[Array, ""]:
+    """Mean importance weight of all tokens, or of all sequences (rows with a token). Never 0."""
+    weights = importance_weights(log_ratio, mask, jnp.ones(mask.shape, jnp.int32), config)
+    share = mask
+    if config.weight == "sequence":
+        share = mask / jnp.maximum(mask.sum(axis=1, keepdims=True), 1.0)
+    return jnp.maximum(jnp.sum(weights * share) / jnp.maximum(share.sum(), 1e-8), 1e-8)
+
+
+def accepted(
+    old: Float[Array, "B T"],
+    rollout: Float[Array, "B T"],
+    mask: Float[Array, "B T"],
+    segments: Int[Array, "B T"],
+    config: Correction,
+) -> Bool[Array, "B T"]:
+    """True where a token, and its sequence, passes every test in `config.reject`.
+
+    With d = old - rollout, k1 = -d, k2 = d^2 / 2, k3 = e^d - 1 - d estimate KL(rollout || old); tv and
+    binary_kl are of the distribution {this token, any other} (arXiv 2602.04879).
+    """
+    keep = jnp.ones(mask.shape, bool)
+    below = config.reject_below or tuple(1.0 / above for above in config.reject_above)
+    for rule, low, high in zip(config.reject, below, config.reject_above, strict=True):
+        level, _, name = rule.removeprefix("seq_").partition("_")
+        value = _divergence(old, rollout, name)
+        if level == "max":
+            value = _sequence_max(value, mask, segments)
+        elif level != "token":
+            total = over_sequence(value, mask, segments)
+            value = total if level == "sum" else total / over_sequence(jnp.ones_like(value), mask, segments)
+        if name == "k1":
+            keep &= (value >= jnp.log(low)) & (value <= jnp.log(high))
+        else:
+            keep &= value <= high
+    return keep
+
+
+def _divergence(old: Float[Array, "B T"], rollout: Float[Array, "B T"], name: str) -> Float[Array, "B T"]:
+    d = jnp.clip(old - rollout, -BOUND, BOUND)
+    if name == "k1":
+        return -d
+    if name == "k2":
+        return 0.5 * d * d
+    if name == "k3":
+        return jnp.expm1(d) - d
+    p, q = (jnp.clip(jnp.exp(x), 1e-6, 1 - 1e-6) for x in (rollout, old))
+    if name == "tv":
+        return jnp.abs(p - q)
+    return p * jnp.log(p / q) + (1 - p) * jnp.log((1 - p) / (1 - q))
+
+
+def over_sequence(
+    x: Float[Array, "B T"], mask: Float[Array, "B T"], segments: Int[Array, "B T"]
+) -> Float[Array, "B T"]:
+    """At each token, the sum of x over the masked tokens of its sequence."""
+    sums = segment_sums(x, segments, mask)
+    return jnp.take_along_axis(sums, jnp.maximum(segments - 1, 0), axis=1)
+
+
+def _sequence_max(
+    x: Float[Array, "B T"], mask: Float[Array, "B T"], segments: Int[Array, "B T"]
+) -> Float[Array, "B T"]:
+    kept = jnp.where(mask > 0, x, -jnp.inf)
+    largest = jax.vmap(lambda row, ids: jax.ops.segment_max(row, ids, x.shape[1] + 1))(kept, segments)
+    return jnp.take_along_axis(largest, segments, axis=1)
+
+
+def correct(
+    old: Float[Array, "B T"], signals: Signals, config: Correction
+) -> tuple[Float[Array, "B T"], Metrics]:
+    """(weight of each token's policy loss, metrics). No gradient flows through the weights.
+
+    A rejected token weighs 0 and the denominators stay (veRL shrinks them; OpenRLHF does not). The effective
+    sample size, as a fraction, is is/weight^2 / is/weight_square of the whole mini-batch.
+    """
+    if signals.rollout is None:
+        assert not config.active, "a correction needs the rollout's log-probs"
+        return signals.mask, {}
+    old = jax.lax.stop_gradient(signals.policy if config.of == "policy" else old)
+    metrics = diagnostics(old, signals)
+    if not config.active:
+        return signals.mask, metrics
+    ids = signals.segments
+    weights = importance_weights(old - signals.rollout, signals.mask, ids, config)
+    if config.weight != "none":
+        unbounded = Correction(config.weight, cap=jnp.inf)
+        ratio = importance_weights(old - signals.rollout, signals.mask, ids, unbounded)
+        metrics |= {
+            "is/weight": token_mean(weights, signals),
+            "is/weight_square": token_mean(weights**2, signals),
+            "is/low_fraction": token_mean((ratio < config.floor).astype(ratio.dtype), signals),
+            "is/high_fraction": token_mean((ratio > config.cap).astype(ratio.dtype), signals),
+        }
+    if config.reject:
+        keep = accepted(old, signals.rollout, signals.mask, ids, config)
+        weights = jnp.where(keep, weights, 0.0)
+        metrics["is/rejected_fraction"] = token_mean((~keep).astype(weights.dtype), signals)
+    return weights, metrics
+
+
+def diagnostics(old: Float[Array, "B T"], signals: Signals) -> Metrics:
+    """How far the rollout's distribution is from the trainer's; all add up over micro-batches.
+
+    kl and k3_kl estimate KL(rollout || old), nats a token; ppl_ratio is the mean over sequences of the
+    trainer's perplexity over the rollout's; chi2 is E[ratio^2] - 1 of tokens and of whole sequences.
+    """
+    d = jnp.clip(old - signals.rollout, -BOUND, BOUND)
+    total = over_sequence(old - signals.rollout, signals.mask, signals.segments)
+    bounded = jnp.clip(total, -BOUND, BOUND)
+    per_sequence = lambda x: aggregate(x, signals, "sequence")
+    return {
+        "mismatch/kl": token_mean(-d, signals),
+        "mismatch/k3_kl": token_mean(jnp.expm1(d) - d, signals),
+        "mismatch/ppl_ratio": per_sequence(jnp.exp(-total / signals.lengths)),
+        "mismatch/chi2_token": token_mean(jnp.expm1(2 * d), signals),
+        "mismatch/chi2_sequence": per_sequence(jnp.expm1(2 * bounded)),
+    }

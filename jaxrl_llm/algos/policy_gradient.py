@@ -1,0 +1,224 @@
+"""What all policy-gradient algorithms share: options, rewards, advantages, and the end of every loss.
+
+An algorithm is then a Config with its own defaults and the surrogate loss of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxrl_llm.algos.advantages import Scale, batch_advantages
+from jaxrl_llm.algos.contract import AlgoConfig
+from jaxrl_llm.algos.correction import Correction, correct, mean_weight
+from jaxrl_llm.algos.estimators import PER_RESPONSE, PER_TOKEN, WHITENED, Advantage
+from jaxrl_llm.algos.kl import Estimator, kl, next_kl_coef
+from jaxrl_llm.algos.reduce import Aggregation, aggregate, token_mean
+from jaxrl_llm.algos.returns import Gaps, gae, on_last_token, whiten
+from jaxrl_llm.algos.value import value_loss
+from jaxrl_llm.structs import Metrics, Rollouts, Signals
+
+KLPlace = Literal["loss", "reward", "advantage"]
+
+
+@dataclass(frozen=True)
+class PolicyConfig(AlgoConfig):
+    """Options of every policy-gradient algorithm."""
+
+    advantage: Advantage = "grpo"
+    """Estimator of the advantage; each goes with each loss."""
+    scale: Scale = "std"
+    """Divide the centred reward by: the group's std, its population std, the batch's std, or nothing."""
+    gamma: float = 1.0
+    """Discount a token, of estimators that follow the reward through the tokens."""
+    lam: float = 1.0
+    """GAE's lambda: 1 = returns minus values, 0 = one-step."""
+    gaps: Gaps = "skip"
+    """What GAE makes of tokens that a tool wrote: skip them, or zero value and reward there (OpenRLHF)."""
+    whiten: Literal["auto", "none", "unbiased", "biased"] = "auto"
+    """Whiten advantages over the step's tokens; auto: where the estimator's paper does."""
+    component_weights: tuple[float, ...] = ()
+    """Weight of each reward in GDPO; empty = all 1."""
+    reward_clip: tuple[float, float] | None = None
+    """Bring rewards into (low, high) first; None = as they are."""
+    reward_scale: Literal["none", "batch"] = "none"
+    """"batch": subtract the step's mean reward and divide by its std, before anything else but the clip."""
+    drop_truncated: bool = False
+    """Learn nothing from responses cut off at the longest length; they still count in baselines (DAPO)."""
+    dynamic_sampling: bool = False
+    """Replace prompts whose responses all have the same reward by fresh ones (DAPO)."""
+    max_draws: int = 4
+    """Rollout rounds that dynamic sampling may take for one step."""
+    critic: Literal["separate", "shared"] = "separate"
+    """GAE's values: of a critic with its own backbone, or of a second head on the policy."""
+    vf_coef: float = 0.1
+    """Weight of the value loss, shared critic only."""
+    value_clip: float = 0.5
+    """A value is taken to move at most this far from its old one, shared critic only."""
+    aggregation: Aggregation = "token"
+    """How token losses become one: token, sequence (mean of means), sequence_sum, constant (Dr. GRPO)."""
+    constant: float = 1024.0
+    """Tokens that "constant" aggregation divides by."""
+    kl_coef: float = 0.0
+    """Weight of KL(policy || reference); 0 = no reference model at all."""
+    kl: Estimator = "k3"
+    """Estimator of the KL; k1+ and k3+ have the (unbiased) gradient of k2."""
+    kl_in: KLPlace = "loss"
+    """Where the KL is subtracted: in the loss, in each token's reward, or in its advantage."""
+    kl_target: float | None = None
+    """Adapt kl_coef to hold this KL, nats a token; None = kl_coef is fixed."""
+    kl_horizon: float = 10000.0
+    """Trajectories over which the adaptive coefficient moves."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    old: Literal["auto", "recompute", "rollout"] = "auto"
+    """Old log-probs: the policy's (recomputed only if a step has several updates), always recomputed, or
+    those that the rollout reported (bypass: one forward less)."""
+    correction: Correction = field(default_factory=Correction)
+    """For a rollout engine whose log-probs are not the trainer's."""
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_coef != 0
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.entropy_coef != 0
+
+    @property
+    def needs_old(self) -> bool:
+        before = self.kl_in != "loss" and self.kl_coef != 0
+        early = before or self.advantage.startswith("otb") or self.correction.normalize
+        return self.old == "recompute" or (self.old == "auto" and early)
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.advantage == "gae" and self.critic == "separate"
+
+    @property
+    def needs_values(self) -> bool:
+        return self.advantage == "gae" and self.critic == "shared"
+
+    @property
+    def needs_square(self) -> bool:
+        return self.advantage.startswith("otb")
+
+    @property
+    def needs_greedy(self) -> bool:
+        return self.advantage == "remax"
+
+    @property
+    def bypass_old(self) -> bool:
+        return self.old == "rollout"
+
+    @property
+    def draws(self) -> int:
+        return self.max_draws if self.dynamic_sampling else 1
+
+    @property
+    def initial_kl_coef(self) -> float:
+        return self.kl_coef
+
+    def next_kl_coef(self, kl_coef: Array, metrics: Metrics, num_sequences: Array) -> Array:
+        if self.kl_target is None or "kl" not in metrics:
+            return kl_coef
+        return next_kl_coef(kl_coef, metrics["kl"], num_sequences, self.kl_target, self.kl_horizon)
+
+    def old_logprobs(self, x: Rollouts | Signals) -> Float[Array, "..."]:
+        """Log-probs that ratios are taken against."""
+        return x.rollout if self.old == "rollout" else x.old
+
+    def present_kl_coef(self, x: Rollouts | Signals) -> Float[Array, ""] | float:
+        return self.kl_coef if self.kl_target is None else x.kl_coef
+
+
+def advantages(rollouts: Rollouts, config: PolicyConfig) -> Float[Array, "N R"]:
+    """Of each token, by the estimator that the config names; 0 where mask or valid is 0."""
+    outcome, dense = shaped_rewards(rollouts, config)
+    mask = rollouts.mask * rollouts.valid[:, None]
+    if config.advantage in PER_RESPONSE:
+        per_response = PER_RESPONSE[config.advantage](outcome + dense.sum(axis=1), rollouts, config)
+        out = per_response[:, None] * mask
+    else:
+        rewards = dense + on_last_token(outcome, mask)
+        out = PER_TOKEN[config.advantage](rewards, rollouts, config)
+    how = "unbiased" if config.whiten == "auto" and config.advantage in WHITENED else config.whiten
+    if how in ("unbiased", "biased"):
+        out = whiten(out, mask, how)
+    if config.kl_in == "advantage" and config.kl_coef:
+        out = out - config.present_kl_coef(rollouts) * _rollout_kl(rollouts, config)
+    if config.correction.normalize:
+        gap = config.old_logprobs(rollouts) - rollouts.rollout
+        out = out / mean_weight(gap, mask, config.correction)
+    return jnp.where(mask > 0, out, 0.0)
+
+
+def returns(rollouts: Rollouts, config: PolicyConfig) -> Float[Array, "N R"]:
+    """What a critic learns: lambda-returns, GAE advantage (not whitened) plus value."""
+    outcome, dense = shaped_rewards(rollouts, config)
+    mask = rollouts.mask * rollouts.valid[:, None]
+    rewards = dense + on_last_token(outcome, mask)
+    return gae(rewards, rollouts.values, mask, config.gamma, config.lam, config.gaps)[1]
+
+
+def select(rollouts: Rollouts, config: PolicyConfig, rng: np.random.Generator) -> np.ndarray:
+    """Trajectories learned from: those with a reward, less the truncated ones where they are dropped."""
+    kept = np.asarray(rollouts.valid) > 0
+    if config.drop_truncated:
+        kept &= np.asarray(rollouts.truncated) == 0
+    return np.flatnonzero(kept)
+
+
+def shaped_rewards(rollouts: Rollouts, config: PolicyConfig) -> tuple[Float[Array, "N"], Float[Array, "N R"]]:
+    """(reward of each response, reward of each token): process rewards, and minus the KL if in reward."""
+    outcome = jnp.where(rollouts.valid > 0, rollouts.rewards, 0.0)
+    if config.reward_clip is not None:
+        outcome = jnp.clip(outcome, *config.reward_clip)
+    if config.reward_scale == "batch":
+        outcome = batch_advantages(outcome, rollouts.valid, "batch_std")
+    dense = jnp.zeros(rollouts.mask.shape)
+    if rollouts.token_rewards is not None:
+        dense = dense + rollouts.token_rewards
+    if config.kl_in == "reward" and config.kl_coef:
+        dense = dense - config.present_kl_coef(rollouts) * _rollout_kl(rollouts, config)
+    return outcome, jnp.where((rollouts.mask > 0) & (rollouts.valid[:, None] > 0), dense, 0.0)
+
+
+def _rollout_kl(rollouts: Rollouts, config: PolicyConfig) -> Float[Array, "N R"]:
+    return kl(config.old_logprobs(rollouts), rollouts.reference, config.kl)
+
+
+def finish(
+    loss: Float[Array, "B T"], marks: Mapping[str, Array], signals: Signals, config: PolicyConfig
+) -> tuple[Float[Array, ""], Metrics]:
+    """The end of every policy loss: correct for the rollout, add KL, entropy and value loss, aggregate.
+
+    Args:
+        loss: surrogate of each token.
+        marks: per-token arrays whose means are reported.
+    """
+    old = config.old_logprobs(signals)
+    weights, metrics = correct(old, signals, config.correction)
+    metrics |= {name: token_mean(jnp.asarray(mark, loss.dtype), signals) for name, mark in marks.items()}
+    metrics["policy_kl"] = token_mean(old - signals.policy, signals)
+    total = weights * loss
+    if signals.reference is not None:
+        penalty = kl(signals.policy, signals.reference, config.kl)
+        metrics["kl"] = token_mean(penalty, signals)
+        if config.kl_in == "loss" and config.kl_coef:
+            total = total + config.present_kl_coef(signals) * penalty
+    if config.entropy_coef:
+        total = total - config.entropy_coef * signals.entropy
+    total = aggregate(total, signals, config.aggregation, config.constant)
+    if config.needs_values:
+        of_values, moved = value_loss(signals.values, signals.old_values, signals.returns, config.value_clip)
+        metrics["value_loss"] = token_mean(of_values, signals)
+        metrics["value_clip_fraction"] = token_mean(moved.astype(loss.dtype), signals)
+        total = total + config.vf_coef * metrics["value_loss"]
+    return total, jax.lax.stop_gradient(metrics)
