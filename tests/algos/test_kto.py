@@ -1,0 +1,57 @@
+"""KTO: another system's number, the gradient by hand, and layouts that must change nothing."""
+
+import math
+
+import numpy as np
+import pytest
+from sequences import run
+
+from jaxrl_llm.algos import kto
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+# Responses and mismatched sequences alternate: ratios .5, -1, 1 and 1, 1, -.5, so z = .5
+KTO_POLICY = [[-6.0, -4.0], [-20.0], [-12.0], [-10.0, -7.0], [-4.0, -5.0], [-19.0]]
+KTO_REFERENCE = [[-5.5, -5.0], [-21.0], [-11.0], [-9.0, -9.0], [-5.0, -5.0], [-18.5]]
+KTO = {"reference": KTO_REFERENCE, "old": KTO_POLICY, "labels": [1, 1, 0, 0, 1, 1]}
+
+
+def test_kto():
+    """TRL 1.16 KTOTrainer._compute_loss of the same sums: 0.5605, kl 0.5."""
+    config = kto.Config(undesirable_weight=1.5)
+    loss, metrics, gradient = run(kto, config, KTO_POLICY, [[[0, 1, 2, 3, 4, 5]]], **KTO)
+    assert loss == pytest.approx((0.5 + 1.5 * sigmoid(-0.15) + sigmoid(-0.05)) / 3, abs=1e-6)
+    assert loss == pytest.approx(0.5605, abs=5e-5)
+    assert metrics == {
+        "reward_mean": pytest.approx(0.1 * 0.5 / 3),
+        "accuracy": pytest.approx(2 / 3),  # the first is exactly at z
+        "desirable_fraction": pytest.approx(2 / 3),
+        "mismatched_kl": pytest.approx(0.5),
+    }
+    slope = lambda x: sigmoid(x) * sigmoid(-x)
+    hand = [-0.1 * slope(0) / 3, 0, 1.5 * 0.1 * slope(0.15) / 3, 0, -0.1 * slope(0.05) / 3, 0]
+    for got, expected in zip(gradient, hand, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-9)
+
+
+def test_kto_baseline_is_not_below_zero():
+    signals = {**KTO, "reference": [[0.0] * len(p) for p in KTO_POLICY]}
+    _, metrics, _ = run(kto, kto.Config(), KTO_POLICY, [[[0, 1, 2, 3, 4, 5]]], **signals)
+    assert metrics["mismatched_kl"] == pytest.approx(-56 / 3)
+    # with z = 0 the third response, a log ratio of -9, is far on the wrong side
+    assert metrics["accuracy"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+    "layout", [[[[4, 5, 0, 1, 2, 3]]], [[[0, 1], [2, 3, 4, 5], []]], [[[2, 3]], [[0, 1], [4, 5]]]]
+)
+def test_layouts_change_nothing(layout):
+    loss, metrics, gradient = run(kto, kto.Config(), KTO_POLICY, [[[0, 1, 2, 3, 4, 5]]], **KTO)
+    other, other_metrics, other_gradient = run(kto, kto.Config(), KTO_POLICY, layout, **KTO)
+    assert other == pytest.approx(loss, rel=1e-5)
+    assert other_metrics == {name: pytest.approx(x, rel=1e-5, abs=1e-7) for name, x in metrics.items()}
+    for a, b in zip(other_gradient, gradient, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8)
