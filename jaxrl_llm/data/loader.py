@@ -17,6 +17,7 @@ import grain
 import numpy as np
 
 from jaxrl_llm.data.chat import encode_prompt, encode_supervised
+from jaxrl_llm.data.preference import encode_steps, label_of, mismatched
 from jaxrl_llm.data.rows import Example, SourceConfig
 from jaxrl_llm.data.sources import BadRows, Source, open_source
 from jaxrl_llm.data.template import ChatConfig
@@ -104,13 +105,39 @@ class Loader:
 
     def batch(self, step: int, size: int) -> list[Prompt]:
         """The prompts of a step, whatever was read before."""
-        drawn = [self._draw(position, self._prompt) for position in range(step * size, (step + 1) * size)]
+        drawn = self._drawn(step, size, self._prompt)
         return [Prompt(example, ids, step * size + i) for i, (example, ids) in enumerate(drawn)]
 
     def supervised_batch(self, step: int, size: int) -> list[Supervised]:
         """(ids int32 [.], mask int8 [.]) of each supervised example of a step; mask 1 = learned."""
-        drawn = [self._draw(position, self._supervised) for position in range(step * size, (step + 1) * size)]
-        return [encoded for _, encoded in drawn]
+        return [encoded for _, encoded in self._drawn(step, size, self._supervised)]
+
+    def teacher_batch(self, step: int, size: int) -> list[tuple[np.ndarray, np.ndarray, int]]:
+        """(ids, mask, number of the teacher) of each supervised example of a step."""
+        return [(*encoded, e.teacher) for e, encoded in self._drawn(step, size, self._supervised)]
+
+    def pair_batch(self, step: int, size: int) -> list[tuple[Supervised, Supervised, float]]:
+        """((ids, mask) of the chosen, (ids, mask) of the rejected, margin) of each pair of a step."""
+        return [(*encoded, e.margin) for e, encoded in self._drawn(step, size, self._pair)]
+
+    def label_batch(self, step: int, size: int) -> list[tuple[Supervised, Supervised, float]]:
+        """(response, mismatched, 1.0 = desirable) of the responses of `size` rows; a pair has two.
+
+        Mismatched is the response's prompt with the response of the next row of the step.
+        """
+        rows = [encoded for _, encoded in self._drawn(step, size, self._labelled)]
+        if size < 2:
+            raise ValueError("KTO needs the response to another prompt: at least 2 rows a step")
+        samples = [sample for row in rows for sample in row]
+        firsts = np.cumsum([0] + [len(row) for row in rows[:-1]])
+        other = [int(firsts[(i + 1) % size]) for i, row in enumerate(rows) for _ in row]
+        encoded = [sample for sample, _ in samples]
+        unlike = mismatched(encoded, other, self._max_tokens)
+        return [(mine, theirs, label) for (mine, label), theirs in zip(samples, unlike, strict=True)]
+
+    def step_batch(self, step: int, size: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """(ids, mask, labels float32) of each solution of a step; the token after a step has its label."""
+        return [encoded for _, encoded in self._drawn(step, size, self._steps)]
 
     def eval_set(self, limit: int) -> list[Prompt]:
         """At most `limit` prompts, spread evenly over the sources and over each source's rows.
@@ -136,6 +163,10 @@ class Loader:
             "bad_rows": sum(source.num_bad for source in self._sources),
             "overlong": len(self._overlong),
         }
+
+    def _drawn(self, step: int, size: int, encode: Callable) -> list[tuple[Example, Any]]:
+        """The examples of a step, each with what `encode` makes of it."""
+        return [self._draw(position, encode) for position in range(step * size, (step + 1) * size)]
 
     def _draw(self, position: int, encode: Callable) -> tuple[Example, Any]:
         """The example at a place of the stream; a row that does not fit is replaced by a random one.
@@ -172,6 +203,29 @@ class Loader:
         if fitted is None or not fitted[1].any():
             return None
         return fitted[0], fitted[1].astype(np.int8)
+
+    def _pair(self, example: Example, place: tuple[int, int]) -> tuple[Supervised, Supervised] | None:
+        """Chosen and rejected, or None where either does not fit."""
+        if example.rejected is None:
+            raise ValueError(f"{example.where}: not a pair: a row needs chosen and rejected responses")
+        sides = [self._supervised(side, place) for side in (example, example.rejected)]
+        return None if any(side is None for side in sides) else tuple(sides)
+
+    def _labelled(self, example: Example, place: tuple[int, int]) -> list[tuple[Supervised, float]] | None:
+        """The responses of a row, each with its label; None where one does not fit."""
+        if example.rejected is not None:
+            pair = self._pair(example, place)
+            return pair and [(pair[0], 1.0), (pair[1], 0.0)]
+        label, encoded = label_of(example), self._supervised(example, place)
+        return None if encoded is None else [(encoded, label)]
+
+    def _steps(self, example: Example, place: tuple[int, int]) -> tuple[np.ndarray, ...] | None:
+        """(ids, mask, labels) within the limit and with a step left, or None."""
+        encoded = np.stack(encode_steps(self._tokenizer, example, self._config.chat))
+        fitted = self._fit(encoded, self._max_tokens or encoded.shape[1], example, place)
+        if fitted is None or not fitted[1].any():
+            return None
+        return fitted[0].astype(np.int32), fitted[1].astype(np.int8), fitted[2].astype(np.float32)
 
     def _fit(
         self, ids: np.ndarray, limit: int, example: Example, place: tuple[int, int]

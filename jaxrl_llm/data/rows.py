@@ -11,7 +11,8 @@ Accepted as they are (the first key of a row that is present decides):
     input (text or messages)           OpenRLHF
     text                               plain text, all of it learned
 
-The ground truth is the first of `ANSWER_KEYS`, the supervised target the first of `RESPONSE_KEYS`.
+The ground truth is the first of `ANSWER_KEYS`, the supervised target the first of `RESPONSE_KEYS`. Pairs,
+steps, judgements and scores are read by jaxrl_llm/data/read.py, which ends here.
 `prompt_key`, `answer_key` and `response_key` of the source come first; dots reach into nested columns.
 """
 
@@ -68,9 +69,24 @@ class SourceConfig:
     answer_key: str = ""
     """Column that holds the ground truth; empty: the usual names."""
     response_key: str = ""
-    """Column that holds the supervised target; empty: the usual names."""
+    """Column that holds the supervised target, or the chosen response; empty: the usual names."""
+    rejected_key: str = ""
+    """Column that holds the rejected response; empty: rejected."""
     input_template: str = ""
     """Wraps a prompt that is plain text: 'Question: {}\\nAnswer:'. Only {} is replaced."""
+    step_mark: str = ""
+    """Text after each step of a solution (the placeholder of Math-Shepherd and OpenRLHF); it is taken out."""
+    judge: bool = False
+    """Ask for a judgement of the row's responses instead: which of a pair is better (A or B), whether a
+    labelled one is right (Yes or No)."""
+    score_key: str = ""
+    """Column of a score that is told at the end of the prompt: " <rm_score>: 5.00" (conditional SFT)."""
+    score_mean: float = 0.0
+    """Subtracted from the score first."""
+    score_std: float = 1.0
+    """Divides it then."""
+    teacher: int = 0
+    """Which of the teachers (--algo.teachers) speaks of this source's rows, counted from 0."""
     name: str = ""
     """Names the rows' verifier where a row has no data_source; empty: the path."""
 
@@ -86,6 +102,10 @@ class Example:
     source: str = ""  # data_source or name of the source: picks the verifier
     columns: dict[str, Any] = field(default_factory=dict)  # the other columns, for reward functions
     where: str = ""  # "file.jsonl:12"
+    rejected: Example | None = None  # the same prompt with a worse response than this one's
+    margin: float = 0.0  # by how much it is worse
+    steps: tuple[tuple[str, float], ...] = ()  # of a worked solution: text, and whether it is right (0 to 1)
+    teacher: int = 0  # which of the teachers speaks of it
 
     def __post_init__(self):
         assert (self.messages is None) != (self.text is None), self.where
@@ -98,7 +118,7 @@ def normalise(row: Any, where: str, config: SourceConfig) -> Example:
       ValueError: unknown shape, wrong type, empty prompt, NUL byte or lone surrogate; says where and why.
     """
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: a row must be an object with named columns, got {_kind(row)}")
+        raise ValueError(f"{where}: a row must be an object with named columns, got {kind(row)}")
     present = {key: value for key, value in row.items() if value is not None}
     key, prompt = _prompt(present, where, config)
     messages, text = _chat_or_text(key, prompt, present, where, config)
@@ -118,6 +138,7 @@ def normalise(row: Any, where: str, config: SourceConfig) -> Example:
         source=str(present.get("data_source") or config.name or _source_name(config.path)),
         columns={name: value for name, value in row.items() if name != key},
         where=where,
+        teacher=config.teacher,
     )
 
 
@@ -142,7 +163,7 @@ def _prompt(row: dict, where: str, config: SourceConfig) -> tuple[str, Any]:
         if value is not None:
             return key, value
     wanted = f"prompt_key {config.prompt_key!r}" if config.prompt_key else f"one of {', '.join(PROMPT_KEYS)}"
-    raise ValueError(f"{where}: no prompt: the columns are {_names(row)}, wanted {wanted}")
+    raise ValueError(f"{where}: no prompt: the columns are {names(row)}, wanted {wanted}")
 
 
 def _chat_or_text(
@@ -154,11 +175,11 @@ def _chat_or_text(
         if key == "conversations" and isinstance(row.get("system"), str) and row["system"]:
             messages = ({"role": "system", "content": row["system"]}, *messages)
         return messages, None
-    _check_text(prompt, f"{where}: {key}")
+    check_text(prompt, f"{where}: {key}")
     if not prompt.strip():
         raise ValueError(f"{where}: {key} is empty")
     if key == "instruction" and row.get("input"):
-        _check_text(row["input"], f"{where}: input")
+        check_text(row["input"], f"{where}: input")
         prompt = f"{prompt}\n\n{row['input']}"
     if config.input_template:
         return None, config.input_template.replace("{}", prompt)
@@ -173,10 +194,10 @@ def _answer(row: dict, where: str, config: SourceConfig) -> tuple[Any, str | Non
     found = [lookup(row, key) for key in keys]
     answer = next((value for value in found if value is not None), None)
     if answer is None and config.answer_key:
-        raise ValueError(f"{where}: no answer_key {config.answer_key!r}: the columns are {_names(row)}")
+        raise ValueError(f"{where}: no answer_key {config.answer_key!r}: the columns are {names(row)}")
     worked = row.get("solution") if isinstance(row.get("solution"), str) else None
     if isinstance(answer, str):
-        _check_text(answer, f"{where}: answer")
+        check_text(answer, f"{where}: answer")
         if "####" in answer:
             return final_answer(answer), answer
     return answer, worked
@@ -192,10 +213,10 @@ def _response(row: dict, where: str, config: SourceConfig) -> tuple[str | None, 
             single = len(turns) == 1 and turns[0]["role"] == "assistant"
             return (turns[0]["content"], ()) if single else (None, turns)
         if value is not None:
-            _check_text(value, f"{where}: {key}")
+            check_text(value, f"{where}: {key}")
             return value, ()
     if config.response_key:
-        raise ValueError(f"{where}: no response_key {config.response_key!r}: the columns are {_names(row)}")
+        raise ValueError(f"{where}: no response_key {config.response_key!r}: the columns are {names(row)}")
     return None, ()
 
 
@@ -213,7 +234,7 @@ def _messages(value: list, where: str) -> tuple[Message, ...]:
 
 def _message(item: Any, where: str) -> Message:
     if not isinstance(item, dict):
-        raise ValueError(f"{where} must be an object with role and content, got {_kind(item)}")
+        raise ValueError(f"{where} must be an object with role and content, got {kind(item)}")
     item = {key: value for key, value in item.items() if value is not None}
     role = item.pop("role", None) or SHAREGPT_ROLES.get(item.get("from"))
     if not isinstance(role, str):
@@ -221,7 +242,7 @@ def _message(item: Any, where: str) -> Message:
     content = item.pop("content", item.get("value", "" if item.get("tool_calls") else None))
     if isinstance(content, list):
         content = _join_parts(content, where)
-    _check_text(content, f"{where}.content")
+    check_text(content, f"{where}.content")
     others = {key: value for key, value in item.items() if key not in ("from", "value")}
     return {"role": role, "content": content, **others}
 
@@ -234,20 +255,20 @@ def _join_parts(parts: list, where: str) -> str:
     return "".join(texts)
 
 
-def _check_text(value: Any, where: str) -> None:
+def check_text(value: Any, where: str) -> None:
     if not isinstance(value, str):
-        raise ValueError(f"{where} must be text, got {_kind(value)}")
+        raise ValueError(f"{where} must be text, got {kind(value)}")
     if "\0" in value:
         raise ValueError(f"{where} holds a NUL character")
     if SURROGATE.search(value):
         raise ValueError(f"{where} holds a lone surrogate or bytes that are not UTF-8")
 
 
-def _names(row: dict) -> str:
+def names(row: dict) -> str:
     return ", ".join(sorted(map(str, row)))
 
 
-def _kind(value: Any) -> str:
+def kind(value: Any) -> str:
     return type(value).__name__
 
 

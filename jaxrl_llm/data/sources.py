@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import importlib
 import importlib.util
 import itertools
@@ -15,7 +16,9 @@ from typing import Any, Literal, Protocol
 
 from jaxrl_llm.data import tasks
 from jaxrl_llm.data.files import Rows, open_rows
-from jaxrl_llm.data.rows import Example, SourceConfig, normalise
+from jaxrl_llm.data.judge import judgement
+from jaxrl_llm.data.read import read
+from jaxrl_llm.data.rows import Example, SourceConfig
 
 BadRows = Literal["skip", "fail"]
 MAX_REPORTS = 5  # bad rows told one by one
@@ -79,7 +82,7 @@ class FileSource:
         number = self._good[index]
         which = bisect.bisect_right(self._starts, number) - 1
         file, row = self._files[which], number - self._starts[which]
-        return normalise(file.get(row), file.where(row), self._config)
+        return read(file.get(row), file.where(row), self._config)
 
 
 def _addresses(files: list[Rows]) -> Iterator[tuple[Rows, int]]:
@@ -91,7 +94,7 @@ def _addresses(files: list[Rows]) -> Iterator[tuple[Rows, int]]:
 def _fault(file: Rows, row: int, config: SourceConfig) -> str | None:
     """Why a row is bad. A row's error is data here, so this is the one place that catches it."""
     try:
-        normalise(file.get(row), file.where(row), config)
+        read(file.get(row), file.where(row), config)
     except ValueError as error:
         return str(error)
     return None
@@ -114,7 +117,10 @@ def _report(reports: list[str], total: int, path: str, bad_rows: BadRows) -> Non
 
 
 class TaskSource:
-    """Problems of a built-in task, made on demand; a tenth of all problems is held out of split train."""
+    """Problems of a built-in task, made on demand; a tenth of all problems is held out of split train.
+
+    Each is a pair too: the demonstration against the mistake, the other way round for a share `noise`.
+    """
 
     num_bad = 0
 
@@ -143,15 +149,20 @@ class TaskSource:
                 f"{self._config.path} has no problem of split {self._config.split!r}: make it larger"
             )
         wrong = rng.random() < self._options.noise
-        return Example(
+        better, worse = (problem.response, problem.mistake)[:: -1 if wrong else 1]
+        other = Example(
             messages=({"role": "user", "content": problem.prompt},),
             text=None,
-            response=problem.mistake if wrong else problem.response,
+            response=worse,
             answer=problem.answer,
             source=self._config.name or self._config.path,
             columns={"answer": problem.answer, **problem.columns},
             where=f"{self._config.path}:{index}",
+            steps=problem.steps,
+            teacher=self._config.teacher,
         )
+        example = dataclasses.replace(other, response=better, rejected=other)
+        return judgement(example) if self._config.judge else example
 
 
 class GymSource:
@@ -203,6 +214,7 @@ class GymSource:
             source=self._config.name or self._config.path,
             columns=dict(entry),
             where=f"{self._config.path}:{index}",
+            teacher=self._config.teacher,
         )
 
 

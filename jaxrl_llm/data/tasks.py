@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ class Problem:
     answer: Any
     response: str  # demonstration
     mistake: str  # wrong demonstration
+    steps: tuple[tuple[str, float], ...] = ()  # a worked solution, right or not: text, 1 = right so far
     columns: dict[str, Any] = field(default_factory=dict)
 
 
@@ -71,6 +73,26 @@ class Reverse:
 
     length: int = 4  # of the longest word
     letters: str = "abcdefgh"
+    noise: float = 0.0
+    size: int = 1_000_000
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Settings of task:preference."""
+
+    digits: int = 2
+    operators: str = "+"
+    noise: float = 0.0  # share of pairs the wrong way round
+    size: int = 1_000_000
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Settings of task:steps."""
+
+    terms: int = 4
+    largest: int = 9
     noise: float = 0.0
     size: int = 1_000_000
 
@@ -138,11 +160,45 @@ def reverse(rng: random.Random, options: Reverse) -> Problem:
     return Problem(word, f"{word}>", word[::-1], word[::-1], mistake=word)
 
 
+def preference(rng: random.Random, options: Preference) -> Problem:
+    """Arithmetic of two terms. The mistake: any other number about as large, another each time."""
+    right = arithmetic(rng, Arithmetic(options.digits, options.operators))
+    value, shift = int(right.answer), 0
+    reach = rng.choice([3, 10, 10**options.digits])  # near misses and far ones
+    while shift == 0:
+        shift = rng.randint(-reach, reach)
+    return dataclasses.replace(right, mistake=str(value + shift))
+
+
+def steps(rng: random.Random, options: Steps) -> Problem:
+    """ "3+5+2=" -> "8 10", the sums so far. The mistake goes wrong at a random step and on from there.
+
+    `steps` are the right solution or the mistake, each as often.
+    """
+    _check(options.terms >= 2 and options.largest >= 1, "terms must be at least 2 and largest at least 1")
+    operands = [rng.randint(1, options.largest) for _ in range(options.terms)]
+    sums = list(itertools.accumulate(operands))[1:]
+    at = rng.randrange(len(sums))
+    slip = rng.choice([-1, 1, 2])
+    wrong = [value + slip * (i >= at) for i, value in enumerate(sums)]
+    shown = wrong if rng.random() < 0.5 else sums
+    return Problem(
+        key=str(operands),
+        prompt=join(operands, ["+"] * len(sums)) + "=",
+        answer=str(sums[-1]),
+        response=" ".join(map(str, sums)),
+        mistake=" ".join(map(str, wrong)),
+        steps=tuple((f"{value} ", float(value == s)) for value, s in zip(shown, sums, strict=True)),
+    )
+
+
 TASKS: dict[str, tuple[Callable[[random.Random, Any], Problem], type]] = {
     "arithmetic": (arithmetic, Arithmetic),
     "countdown": (countdown, Countdown),
     "maximum": (maximum, Maximum),
     "reverse": (reverse, Reverse),
+    "preference": (preference, Preference),
+    "steps": (steps, Steps),
 }
 
 

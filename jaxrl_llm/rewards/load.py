@@ -26,6 +26,8 @@ SOURCES = {  # for "auto": the first key that the name of the data source contai
     "arithmetic": "arithmetic",
     "task:maximum": "exact",
     "task:reverse": "exact",
+    "task:preference": "arithmetic",
+    "task:steps": "arithmetic",
     "math": "math",
     "aime": "math",
     "amc": "math",

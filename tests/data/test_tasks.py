@@ -17,6 +17,8 @@ VERIFIERS = {
     "countdown": countdown.reward,
     "maximum": exact.reward,
     "reverse": exact.reward,
+    "preference": number.reward,
+    "steps": number.reward,
 }
 
 
@@ -82,7 +84,9 @@ def test_prompts_and_answers_are_short():
     lengths = {
         name: max(len(opened(name)[i].messages[0]["content"]) for i in range(200)) for name in tasks.TASKS
     }
-    assert lengths == {"arithmetic": 6, "countdown": 10, "maximum": 9, "reverse": 5}
+    assert lengths == {
+        "arithmetic": 6, "countdown": 10, "maximum": 9, "reverse": 5, "preference": 6, "steps": 8,
+    }  # fmt: skip
 
 
 def test_settings_shape_the_problems():
@@ -114,3 +118,34 @@ def test_impossible_settings_fail():
     ]:
         with pytest.raises(ValueError, match=r"must be|numbers: 2|operators: 2|length"):
             make(random.Random(0), options)
+
+
+def test_every_problem_is_a_pair_and_noise_turns_it_round():
+    right, wrong = opened("arithmetic")[5], opened("arithmetic", noise=1.0)[5]
+    assert (right.response, right.rejected.response) == (wrong.rejected.response, wrong.response)
+    assert int(right.rejected.response) == int(right.response) + 1
+    assert right.messages == right.rejected.messages and right.margin == 0
+
+
+def test_wrong_answers_of_the_preference_task_are_of_many_kinds():
+    source = opened("preference")
+    off = [int(source[i].rejected.response) - int(source[i].response) for i in range(300)]
+    assert 0 not in off and len(set(off)) > 60
+    assert sum(abs(x) <= 3 for x in off) > 90 and sum(abs(x) > 10 for x in off) > 60
+
+
+def test_steps_are_right_up_to_the_slip():
+    source = opened("steps")
+    whole = 0
+    for i in range(200):
+        example = source[i]
+        terms = [int(x) for x in example.messages[0]["content"].rstrip("=").split("+")]
+        sums = [sum(terms[: n + 2]) for n in range(3)]
+        assert example.response == " ".join(map(str, sums)) and example.answer == str(sums[-1])
+        labels = [label for _, label in example.steps]
+        assert labels == [
+            float(int(text) == value) for (text, _), value in zip(example.steps, sums, strict=True)
+        ]
+        assert labels == sorted(labels, reverse=True)  # once wrong, wrong to the end
+        whole += all(labels)
+    assert 75 <= whole <= 125
