@@ -3,7 +3,7 @@
 Nothing here imports jax: a worker starts in a fraction of a second.
 """
 
-from jaxrl_llm.rewards import countdown, exact, gym, maths, number, shaping
+from jaxrl_llm.rewards import countdown, exact, gym, maths, number, shaping, verdict
 from jaxrl_llm.rewards.sample import Result, RewardConfig, RewardFailureError, RewardLoadError, Sample
 
 REWARDS = {
@@ -13,6 +13,7 @@ REWARDS = {
     "math": maths.reward,
     "countdown": countdown.reward,
     "gym": gym.reward,
+    "verdict": verdict.reward,
     "format": shaping.format_reward,
     "overlong": shaping.overlong_reward,
 }
