@@ -34,7 +34,7 @@ def assign(
         lead = np.zeros(prompt, np.float32)
         for name, rows in found.items():
             item.signals[name] = np.concatenate([lead, rows[i, :response]])
-        if not np.isfinite(trajectory.reward) or (algo.drop_truncated and trajectory.finish == "length"):
+        if not np.isfinite(trajectory.reward):
             item.mask = np.zeros_like(item.mask)
     if hasattr(module, "select"):
         chosen = module.select(jax.tree.map(np.asarray, rollouts), algo, np.random.default_rng(seed))
@@ -82,7 +82,7 @@ def side_by_side(
 def _per_token(rollouts: Rollouts, algo: AlgoConfig) -> dict[str, jax.Array]:
     module = algos.module_of(algo)
     found = {"advantages": module.advantages(rollouts, algo)}
-    if hasattr(module, "returns"):
+    if rollouts.values is not None and hasattr(module, "returns"):
         found["returns"] = module.returns(rollouts, algo)
     return found
 

@@ -1,4 +1,4 @@
-"""Held-out accuracy: pass@1, pass@k and maj@k with sampling settings of their own."""
+"""On held-out data: accuracy of answers (pass@1, pass@k, maj@k), and the loss of what is learned."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import jax
 import numpy as np
 
 from jaxrl_llm.data.loader import Prompt
+from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.experience import judge, sample
 from jaxrl_llm.rewards.extract import find_answer, last_number
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rollout.engine import Engine, SamplingConfig
-from jaxrl_llm.structs import Metrics, Outcome, Params, Trajectory
+from jaxrl_llm.structs import Metrics, Outcome, Params, TrainState, Trajectory
+from jaxrl_llm.trainer import Trainer
 
 
 @dataclass
-class Evaluator:
+class Answers:
     """Answers the same held-out prompts with the same random keys each time it is asked."""
 
     prompts: list[Prompt]
@@ -29,15 +31,28 @@ class Evaluator:
     max_tokens: int
     key: jax.Array
 
-    def __call__(self, params: Params, version: int) -> tuple[Metrics, list[Trajectory]]:
-        """Metrics eval/... and the responses."""
-        self.engine.publish(params, version)
+    def __call__(self, state: TrainState, reference: Params | None) -> Metrics:
+        """Metrics eval/..."""
+        self.engine.publish(state.params, int(state.version))
         trajectories = sample(
             self.engine, self.prompts, self.samples, self.max_tokens, self.sampling, self.key
         )
         judge(self.rewards, self.prompts, trajectories)
         groups = [trajectories[i : i + self.samples] for i in range(0, len(trajectories), self.samples)]
-        return accuracies(groups), trajectories
+        return accuracies(groups)
+
+
+@dataclass
+class HeldOutLoss:
+    """Loss and metrics of the algorithm on the same held-out examples each time it is asked."""
+
+    items: list[PackItem]
+    trainer: Trainer
+
+    def __call__(self, state: TrainState, reference: Params | None) -> Metrics:
+        """Metrics eval/..."""
+        found = jax.device_get(self.trainer.measure(state, self.items, reference))
+        return {f"eval/{name}": float(value) for name, value in found.items()}
 
 
 def accuracies(groups: Sequence[Sequence[Trajectory]]) -> Metrics:

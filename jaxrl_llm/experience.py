@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxrl_llm import algos
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.data.loader import Loader, Prompt
 from jaxrl_llm.data.packing import PackItem, from_trajectory
@@ -43,16 +44,36 @@ class Source(Protocol):
 
 
 @dataclass
-class SupervisedSource:
-    """Examples of a dataset, loss on their target tokens."""
+class DatasetSource:
+    """Examples of a dataset, as the algorithm wants them."""
 
     loader: Loader
     examples: int
+    algo: AlgoConfig
 
     def next(self, step: int, params: Params, version: int, phase: Phase) -> Experience:
         with phase("data"):
-            items = [PackItem(ids, mask) for ids, mask in self.loader.supervised_batch(step, self.examples)]
+            items = dataset_items(self.loader, self.algo, step, self.examples)
         return Experience(items, {}, sum(len(item.tokens) for item in items))
+
+
+def dataset_items(loader: Loader, algo: AlgoConfig, step: int, size: int) -> list[PackItem]:
+    """`size` examples of a dataset; a pair is two items, chosen and rejected."""
+    kind = algos.data(algo)
+    if kind == "tokens":
+        return [PackItem(ids, mask) for ids, mask in loader.supervised_batch(step, size)]
+    if kind in ("pairs", "labels"):
+        read = loader.pair_batch if kind == "pairs" else loader.label_batch
+        return [labelled(*one, label) for *both, label in read(step, size) for one in both]
+    if kind == "steps":
+        return [labelled(*example) for example in loader.step_batch(step, size)]
+    assert kind == "teachers", kind
+    return [labelled(*example) for example in loader.teacher_batch(step, size)]
+
+
+def labelled(ids: np.ndarray, mask: np.ndarray, label: float | np.ndarray) -> PackItem:
+    """An item with one label for all its tokens, or one each."""
+    return PackItem(ids, mask, {"labels": np.broadcast_to(np.asarray(label, np.float32), ids.shape)})
 
 
 @dataclass
@@ -87,9 +108,11 @@ class RolloutSource:
             metrics["dynamic/kept_fraction"] = len(kept) / (len(prompts) * self.responses)
         kept = kept[:full] or drawn  # where no group differs there is nothing to learn, and nothing breaks
         metrics |= statistics(kept)
-        return Experience(
-            [from_trajectory(t) for t in kept], metrics, sum(t.num_tokens for t in kept), prompts, kept
-        )
+        items = [from_trajectory(t) for t in kept]
+        if self.algo.teachers:
+            for item, t in zip(items, kept, strict=True):
+                item.signals["labels"] = np.full(len(item.tokens), prompts[t.prompt_index].example.teacher)
+        return Experience(items, metrics, sum(t.num_tokens for t in kept), prompts, kept)
 
     def _draw(self, prompts, first_index: int, key, metrics: Metrics, phase: Phase) -> list[Trajectory]:
         """Scored responses to these prompts, which are numbered from `first_index`."""

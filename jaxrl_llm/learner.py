@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,17 @@ from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.data.packing import PackItem, counts, pack, unpack
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.sharding.rules import TRAIN, fit
-from jaxrl_llm.step import StepConfig, accumulate, apply, average, combine, outputs
-from jaxrl_llm.structs import Batch, Metrics, Params, TrainState
+from jaxrl_llm.step import (
+    StepConfig,
+    accumulate,
+    apply,
+    average,
+    baseline,
+    combine,
+    loss_and_metrics,
+    outputs,
+)
+from jaxrl_llm.structs import Batch, Metrics, Params, TrainState, Whole
 
 
 class Learner:
@@ -51,6 +61,8 @@ class Learner:
             donate_argnames=("grads",),
             out_shardings=(self.param_shardings, self.replicated),
         )
+        self._measure = jax.jit(functools.partial(loss_and_metrics, algo=algo, config=config))
+        self._baseline = jax.jit(functools.partial(baseline, algo=algo))
         self._apply = jax.jit(
             functools.partial(apply, algo=algo, optimizer=optimizer, max_grad_norm=config.max_grad_norm),
             donate_argnames=("state",),
@@ -80,8 +92,7 @@ class Learner:
     ) -> list[dict[str, np.ndarray]]:
         """`step.outputs` for each item, [t] aligned with its tokens (the first reads 0), without gradient."""
         bare = [PackItem(item.tokens, item.mask) for item in items]
-        batches = [self.put(b) for b in pack(bare, self.config.row_tokens, self.config.rows, self.unit)]
-        found = [self._score(params, batch, wants=wants) for batch in batches]
+        found = [self._score(params, batch, wants=wants) for batch in self._batches(bare)]
         by_name = {
             name: unpack([np.asarray(f[name]) for f in found], bare, self.config.row_tokens, self.unit)
             for name in wants
@@ -89,28 +100,49 @@ class Learner:
         return [dict(zip(wants, arrays, strict=True)) for arrays in zip(*by_name.values(), strict=True)]
 
     def update(
-        self, state: TrainState, minibatches: Sequence[Sequence[PackItem]]
+        self, state: TrainState, minibatches: Sequence[Sequence[PackItem]], teachers: Sequence[Params] = ()
     ) -> tuple[TrainState, Metrics]:
         """One optimizer update for each mini-batch, in order. The state passed in is donated."""
         collected = []
         for items in minibatches:
-            batches = [self.put(b) for b in pack(items, self.config.row_tokens, self.config.rows, self.unit)]
-            state, metrics = self.update_minibatch(state, batches, *counts(items))
+            batches = self._batches(items)
+            state, metrics = self.update_minibatch(state, batches, *counts(items), teachers)
             collected.append(metrics)
         return state, average(collected)
 
     def update_minibatch(
-        self, state: TrainState, batches: Sequence[Batch], num_tokens: float, num_sequences: float
+        self,
+        state: TrainState,
+        batches: Sequence[Batch],
+        num_tokens: float,
+        num_sequences: float,
+        teachers: Sequence[Params] = (),
     ) -> tuple[TrainState, Metrics]:
         """One optimizer update from micro-batches on the devices and their global denominators."""
+        whole = self._whole(batches, num_tokens, num_sequences, state.kl_coef)
         grads = self._zeros(state.params)
         parts = []
         for batch in batches:
-            grads, part = self._accumulate(
-                state.params, grads, batch, num_tokens, num_sequences, state.kl_coef
-            )
+            grads, part = self._accumulate(state.params, grads, batch, whole, tuple(teachers))
             parts.append(part)
-        return self._apply(state, grads, combine(parts), num_sequences)
+        return self._apply(state, grads, combine(parts), whole.num_sequences)
+
+    def measure(
+        self, state: TrainState, items: Sequence[PackItem], teachers: Sequence[Params] = ()
+    ) -> Metrics:
+        """Loss and metrics of these items as one mini-batch, without learning from them."""
+        batches = self._batches(items)
+        whole = self._whole(batches, *counts(items), state.kl_coef)
+        return combine([self._measure(state.params, b, whole, tuple(teachers))[1] for b in batches])
+
+    def _batches(self, items: Sequence[PackItem]) -> list[Batch]:
+        return [self.put(b) for b in pack(items, self.config.row_tokens, self.config.rows, self.unit)]
+
+    def _whole(self, batches: Sequence[Batch], num_tokens: float, num_sequences: float, kl_coef) -> Whole:
+        whole = Whole(np.float32(num_tokens), np.float32(num_sequences), kl_coef)
+        if not hasattr(algos.module_of(self.algo), "baseline"):
+            return whole
+        return replace(whole, baseline=sum(self._baseline(batch, whole) for batch in batches))
 
     def _fresh(self, params: Params) -> TrainState:
         zero = jnp.zeros((), jnp.int32)

@@ -18,12 +18,13 @@ from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.config_check import check_lengths
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.packing import PackItem
-from jaxrl_llm.evaluate import Evaluator
-from jaxrl_llm.experience import Experience, RolloutSource, Source, SupervisedSource
+from jaxrl_llm.evaluate import Answers, HeldOutLoss
+from jaxrl_llm.experience import DatasetSource, Experience, RolloutSource, Source, dataset_items
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.names import read_config
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.roles import load_model_config, make_trainers
+from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.native import NativeEngine
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
@@ -63,7 +64,7 @@ class Parts:
     tokenizer: Any
     folder: Path | None  # of the pretrained weights
     stages: list[Stage]
-    evaluator: Evaluator | None
+    evaluators: list[Answers | HeldOutLoss]
     loaders: list[Loader]
 
     @property
@@ -115,7 +116,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack) -> Parts:
     warm_trainer, trainer = make_trainers(config, model, mesh)
     on_policy = algos.module_of(config.algo).INPUT == "rollouts"
     engine = rewards = None
-    if on_policy or config.eval.every:
+    if on_policy or (config.eval.every and config.algo.needs_policy):
         ends = hf.end_ids(folder) if folder else ()
         engine = NativeEngine(config.rollout, model, mesh, tokenizer, ends)
         rewards = closing.enter_context(RewardPool(config.reward, Path(config.run_dir) / "rewards.log"))
@@ -127,24 +128,38 @@ def build(config: TrainConfig, closing: contextlib.ExitStack) -> Parts:
             config.prompts_per_step, config.responses_per_prompt, config.max_response_tokens,
         )  # fmt: skip
     else:
-        source = SupervisedSource(loader, config.prompts_per_step)
+        source = DatasetSource(loader, config.prompts_per_step, config.algo)
     loaders, stages, start = [loader], [], config.warm_start
     if warm_trainer:
         data = replace(config.data, train=start.sources, path="") if start.sources else config.data
         loaders.append(make_loader(replace(config, data=data), tokenizer))
-        examples = SupervisedSource(loaders[-1], start.examples_per_step)
+        examples = DatasetSource(loaders[-1], start.examples_per_step, warm_trainer.policy.algo)
         stages.append(Stage("warm_start", 0, start.steps, warm_trainer, examples, 1))
     stages.append(Stage("train", start.steps, config.steps, trainer, source, config.minibatches_per_step))
-    evaluator = None
+    evaluators = []
     if config.eval.every:
-        held_out = make_loader(config, tokenizer, split="eval")
-        loaders.append(held_out)
-        evaluator = Evaluator(
-            held_out.eval_set(config.eval.prompts), engine, rewards, config.eval.sampling,
-            config.eval.samples, config.max_response_tokens,
-            jax.random.fold_in(jax.random.key(config.seed), 2),
-        )  # fmt: skip
-    return Parts(config, mesh, model, tokenizer, folder, stages, evaluator, loaders)
+        loaders.append(make_loader(config, tokenizer, split="eval"))
+        evaluators = make_evaluators(config, loaders[-1], trainer, engine, rewards)
+    return Parts(config, mesh, model, tokenizer, folder, stages, evaluators, loaders)
+
+
+def make_evaluators(
+    config: TrainConfig, held_out: Loader, trainer: Trainer, engine: Engine | None, rewards: RewardPool | None
+) -> list[Answers | HeldOutLoss]:
+    """Answers to prompts that have one, if a policy learns; loss on examples, if examples are learned."""
+    evaluators: list[Answers | HeldOutLoss] = []
+    if engine is not None:
+        prompts = [p for p in held_out.eval_set(config.eval.prompts) if p.example.answer is not None]
+        key = jax.random.fold_in(jax.random.key(config.seed), 2)
+        if prompts:
+            sampling, samples = config.eval.sampling, config.eval.samples
+            evaluators.append(
+                Answers(prompts, engine, rewards, sampling, samples, config.max_response_tokens, key)
+            )
+    if algos.module_of(config.algo).INPUT != "rollouts":
+        items = dataset_items(held_out, config.algo, 0, config.eval.prompts)
+        evaluators.append(HeldOutLoss(items, trainer))
+    return evaluators
 
 
 def make_loader(config: TrainConfig, tokenizer: Any, split: str = "train") -> Loader:

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm import algos
+from jaxrl_llm import algos, models
 from jaxrl_llm.algos import sft
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.checkpoint import hf
@@ -19,7 +19,9 @@ from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.names import read_config
 from jaxrl_llm.optim import OptimConfig, make_optimizer
 from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.rules import TRAIN
 from jaxrl_llm.step import StepConfig
+from jaxrl_llm.structs import Params
 from jaxrl_llm.trainer import Trainer
 
 
@@ -46,13 +48,33 @@ def make_trainers(
     updates = config.steps * config.minibatches_per_step
     policy = make_learner(config, config.algo, config.optim, updates, model, mesh)
     critic = make_critic(config, model, updates) if config.algo.needs_critic else {}
-    trainer = Trainer(policy, **critic)
+    trainer = Trainer(policy, **critic, teachers=load_teachers(config, model, mesh))
     if not config.warm_start.steps:
         return None, trainer
     start = config.warm_start
     optim = replace(config.optim, learning_rate=start.learning_rate, schedule="constant", warmup_steps=0)
     learner = make_learner(config, sft.Config(), optim, start.steps, model, mesh)
     return Trainer(learner, **critic, updates_critic=False), trainer
+
+
+def load_teachers(config: TrainConfig, model: TransformerConfig, mesh: Mesh) -> tuple[Params, ...]:
+    """The weights of the teachers, in the compute type.
+
+    Raises:
+        ConfigError: a teacher reads other tokens than the model.
+    """
+    loaded = []
+    for path in config.algo.teachers:
+        folder = hf.resolve(path)
+        teacher = read_config(folder)
+        if abs(teacher.vocab_size - model.vocab_size) > 1024:  # paddings of one tokenizer differ by less
+            raise ConfigError(
+                f"the teacher {path} has a vocabulary of {teacher.vocab_size}, the model one of "
+                f"{model.vocab_size}: distillation compares tokens, so both must have the same tokenizer."
+            )
+        shardings = models.shardings(teacher, mesh, TRAIN)
+        loaded.append(hf.load(folder, teacher, shardings, jnp.dtype(config.model.dtype)))
+    return tuple(loaded)
 
 
 def make_critic(config: TrainConfig, model: TransformerConfig, updates: int) -> dict[str, Any]:

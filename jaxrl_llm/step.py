@@ -9,17 +9,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
+from jaxrl_kernels.linear_divergence.chunked import linear_divergence
 from jaxrl_kernels.linear_logprob.chunked import linear_logprob
 from jaxrl_llm import algos
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.algos.reduce import token_mean
-from jaxrl_llm.structs import Batch, Metrics, Params, Signals, TrainState
+from jaxrl_llm.structs import Batch, Metrics, Params, Signals, TrainState, Whole
 
 Outputs = dict[str, Float[Array, "B T"]]
 
@@ -37,15 +39,26 @@ class StepConfig:
     max_grad_norm: float = 1.0  # 0 = no clipping
 
 
-def outputs(params: Params, batch: Batch, config: StepConfig, wants: Sequence[str]) -> Outputs:
+def outputs(
+    params: Params,
+    batch: Batch,
+    config: StepConfig,
+    wants: Sequence[str],
+    teachers: Sequence[Params] = (),
+    divergence: dict[str, Any] | None = None,
+) -> Outputs:
     """What a model says at each token, [B, T] float32. The one scoring function.
 
     Args:
         wants: of "policy" (log-prob of the target, nats), "entropy" (of the prediction, nats), "square"
-            (sum over the vocabulary of p^2) and "values" (of the value head).
+            (sum over the vocabulary of p^2), "values" (of the value head) and "divergence" (from the
+            teacher's prediction).
+        teachers: models, for "divergence"; `batch.labels` says which of several speaks of a token.
+        divergence: settings of `linear_divergence`.
     """
     dtype = jnp.dtype(config.dtype)
-    hidden = params(batch.tokens, batch.positions, batch.segments, dtype=dtype, remat=config.remat)
+    read = lambda model: model(batch.tokens, batch.positions, batch.segments, dtype=dtype, remat=config.remat)
+    hidden = read(params)
     found = {}
     if "policy" in wants:
         found["policy"], found["entropy"] = linear_logprob(
@@ -59,62 +72,102 @@ def outputs(params: Params, batch: Batch, config: StepConfig, wants: Sequence[st
         )
     if "values" in wants:
         found["values"] = params.values(hidden)
+    if "divergence" in wants:
+        from_each = [
+            linear_divergence(
+                hidden,
+                params.head.astype(dtype),
+                jax.lax.stop_gradient(read(teacher)),
+                teacher.head.astype(dtype),
+                student_softcap=params.config.logit_softcap,
+                teacher_softcap=teacher.config.logit_softcap,
+                chunk=config.chunk,
+                **divergence,
+            )
+            for teacher in teachers
+        ]
+        speaks = lambda index: jnp.round(batch.labels) == index
+        found["divergence"] = sum(jnp.where(speaks(i), each, 0.0) for i, each in enumerate(from_each))
     return {name: found[name] for name in wants}
 
 
 def wanted(algo: AlgoConfig) -> tuple[str, ...]:
     """The outputs that the algorithm's loss looks at."""
-    return ("policy", "entropy") * algo.needs_policy + ("values",) * algo.needs_values
+    return (
+        ("policy", "entropy") * algo.needs_policy
+        + ("values",) * algo.needs_values
+        + ("divergence",) * (algo.divergence is not None)
+    )
+
+
+def loss_and_metrics(
+    params: Params,
+    batch: Batch,
+    whole: Whole,
+    teachers: Sequence[Params],
+    *,
+    algo: AlgoConfig,
+    config: StepConfig,
+) -> tuple[Float[Array, ""], Metrics]:
+    """One micro-batch's part of the loss of the mini-batch."""
+    found = outputs(params, batch, config, wanted(algo), teachers, algo.divergence)
+    if "entropy" in found and not algo.needs_entropy:
+        found["entropy"] = jax.lax.stop_gradient(found["entropy"])
+    signals = make_signals(batch, found, whole)
+    loss, metrics = algos.module_of(algo).loss(signals, algo)
+    return loss, jax.lax.stop_gradient({"loss": loss, **metrics, **monitor(signals)})
 
 
 def accumulate(
     params: Params,
     grads: Params,
     batch: Batch,
-    num_tokens: Float[Array, ""],
-    num_sequences: Float[Array, ""],
-    kl_coef: Float[Array, ""],
+    whole: Whole,
+    teachers: Sequence[Params],
     *,
     algo: AlgoConfig,
     config: StepConfig,
 ) -> tuple[Params, Metrics]:
     """Add one micro-batch's gradient."""
-
-    def loss_fn(params):
-        found = outputs(params, batch, config, wanted(algo))
-        if "entropy" in found and not algo.needs_entropy:
-            found["entropy"] = jax.lax.stop_gradient(found["entropy"])
-        signals = make_signals(batch, found, num_tokens, num_sequences, kl_coef)
-        loss, metrics = algos.module_of(algo).loss(signals, algo)
-        return loss, {"loss": loss, **metrics, **monitor(signals)}
-
+    loss_fn = functools.partial(
+        loss_and_metrics, batch=batch, whole=whole, teachers=teachers, algo=algo, config=config
+    )
     (_, metrics), new = jax.value_and_grad(loss_fn, has_aux=True)(params)
-    return jax.tree.map(jnp.add, grads, new), jax.lax.stop_gradient(metrics)
+    return jax.tree.map(jnp.add, grads, new), metrics
 
 
-def make_signals(batch: Batch, found: Outputs, num_tokens, num_sequences, kl_coef) -> Signals:
-    """What the loss sees. Masked places read 0, so that garbage there (NaN, Inf) reaches no gradient."""
+def baseline(batch: Batch, whole: Whole, *, algo: AlgoConfig) -> Float[Array, ""]:
+    """One micro-batch's part of the algorithm's baseline, from what was scored before the update."""
+    return algos.module_of(algo).baseline(make_signals(batch, {}, whole), algo)
+
+
+def make_signals(batch: Batch, found: Outputs, whole: Whole) -> Signals:
+    """What the loss sees. Masked places read 0, so that garbage there (NaN, Inf) reaches no gradient.
+
+    A value speaks of what has been read, not of a token to come: it counts wherever there is no padding.
+    """
     clean = lambda x: None if x is None else jnp.where(batch.mask > 0, x, 0.0)
-    policy = clean(found.get("policy"))
-    if policy is None:  # a critic or a reward model: it has no tokens to choose
-        policy = jnp.zeros_like(batch.mask)
+    clean_value = lambda x: None if x is None else jnp.where(batch.segments > 0, x, 0.0)
+    policy = clean(found.get("policy", jnp.zeros_like(batch.mask)))
     return Signals(
         policy=policy,
         mask=batch.mask,
         segments=batch.segments,
         lengths=batch.lengths,
-        num_tokens=num_tokens,
-        num_sequences=num_sequences,
+        num_tokens=whole.num_tokens,
+        num_sequences=whole.num_sequences,
         entropy=clean(found.get("entropy")),
         advantages=clean(batch.advantages),
         rollout=clean(batch.rollout),
         old=jax.lax.stop_gradient(policy) if batch.old is None else clean(batch.old),
         reference=clean(batch.reference),
-        values=clean(found.get("values")),
+        values=clean_value(found.get("values")),
         old_values=clean(batch.values),
         returns=clean(batch.returns),
         labels=clean(batch.labels),
-        kl_coef=kl_coef,
+        divergence=clean(found.get("divergence")),
+        kl_coef=whole.kl_coef,
+        baseline=whole.baseline,
     )
 
 

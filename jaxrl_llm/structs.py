@@ -100,6 +100,16 @@ class Batch:
 
 
 @pytree
+class Whole:
+    """Numbers of a whole mini-batch: what its micro-batches cannot know by themselves."""
+
+    num_tokens: Float[Array, ""]  # trained tokens
+    num_sequences: Float[Array, ""]  # sequences with any
+    kl_coef: Float[Array, ""]
+    baseline: Float[Array, ""] | None = None
+
+
+@pytree
 class Signals:
     """All that a loss may look at. [B, T] float32, log-probs in nats, aligned with `targets`.
 
@@ -124,6 +134,7 @@ class Signals:
     labels: Float[Array, "B T"] | None = None
     divergence: Float[Array, "B T"] | None = None  # from the teacher's whole distribution; carries gradient
     kl_coef: Float[Array, ""] | None = None  # the KL controller's present coefficient
+    baseline: Float[Array, ""] | None = None  # the algorithm's `baseline`, summed over the mini-batch
 
 
 @pytree

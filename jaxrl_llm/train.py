@@ -86,9 +86,9 @@ def run(
     meta = {"config": dump(config), "model": dataclasses.asdict(parts.model)}
     if state is None:
         state = parts.initial_state()
-    if start == 0 and parts.evaluator and not config.warm_start.steps:
-        log.step(0, evaluate(parts, state, log), tokens=0, kind="start")
     reference = Reference(parts, run_dir)
+    if start == 0 and parts.evaluators and not config.warm_start.steps:
+        log.step(0, evaluate(parts, state, reference, 0, log), tokens=0, kind="start")
     metrics: Metrics = {}
     done, reason = start, None
 
@@ -112,7 +112,7 @@ def run(
 
         done = step + 1
         if eval_due(parts, done):
-            metrics |= evaluate(parts, state, log)
+            metrics |= evaluate(parts, state, reference, done, log)
         prompts = [prompt_text(p) for p in experience.prompts]
         log.samples(done, sample_rows(experience.trajectories, prompts))
         log.step(done, metrics, experience.tokens, stage.kind)  # before the checkpoint that vouches for it
@@ -178,15 +178,18 @@ def introduce(log: RunLog, parts: Parts, description: dict, start: int) -> None:
 def eval_due(parts: Parts, done: int) -> bool:
     """After the supervised start, every n steps of the run, and at the end."""
     since = done - parts.stages[-1].start
-    return parts.evaluator is not None and (
+    return bool(parts.evaluators) and (
         done == parts.total or since == 0 or (since > 0 and since % parts.config.eval.every == 0)
     )
 
 
-def evaluate(parts: Parts, state: TrainState, log: RunLog) -> Metrics:
-    """Held-out accuracy now."""
+def evaluate(parts: Parts, state: TrainState, reference: Reference, done: int, log: RunLog) -> Metrics:
+    """What is found on held-out data now."""
+    metrics: Metrics = {}
     with log.phase("evaluation"):
-        metrics, _ = parts.evaluator(state.params, int(state.version))
+        frozen = reference.params(parts.stages[-1], done, state.params)
+        for evaluator in parts.evaluators:
+            metrics |= evaluator(state, frozen)
     return metrics
 
 

@@ -23,6 +23,7 @@ class Trainer:
     critic: Learner | None = None
     critic_params: Params | None = None  # pretrained weights of the critic; None = the policy's
     critic_warmup: int = 0  # first steps in which the critic alone learns
+    teachers: tuple[Params, ...] = ()  # frozen models that are learned from; an item's label says which
     updates_critic: bool = True  # False in a supervised start, which only carries it along
     seen: dict[bytes, np.ndarray] = field(default_factory=dict)  # reference log-probs of a dataset's rows
 
@@ -57,7 +58,9 @@ class Trainer:
             self._ask(self.policy, state.params, items, wants)
         if self.critic and self.updates_critic:
             self._ask(self.critic, state.critic.params, items, ("values",))
-        if reference is not None:
+        if algo.needs_reference and self.teachers:
+            self._ask_teachers(items)
+        elif reference is not None:
             self._ask_reference(reference, items)
 
     def update(
@@ -65,20 +68,35 @@ class Trainer:
     ) -> tuple[TrainState, Metrics]:
         """One update of each model for each mini-batch. The state passed in is donated."""
         metrics: Metrics = {}
+        if not minibatches:  # nothing was selected
+            return state, metrics
         policy, critic = replace(state, critic=None), state.critic
         if self.critic and self.updates_critic:
             critic, found = self.critic.update(critic, minibatches)
             metrics |= {f"critic/{name}": value for name, value in found.items()}
         if not self.critic or step >= self.critic_warmup:
-            policy, found = self.policy.update(policy, minibatches)
+            policy, found = self.policy.update(policy, minibatches, self.teachers)
             metrics |= found
         return replace(policy, critic=critic), metrics
+
+    def measure(self, state: TrainState, items: Sequence[PackItem], reference: Params | None) -> Metrics:
+        """Loss and metrics on held-out items."""
+        self.score(state, items, 1, reference)
+        return self.policy.measure(state, items, self.teachers)
 
     def _ask(
         self, learner: Learner, params: Params, items: Sequence[PackItem], wants: tuple[str, ...]
     ) -> None:
         for item, found in zip(items, learner.score(params, items, wants), strict=True):
             item.signals |= {"old" if name == "policy" else name: array for name, array in found.items()}
+
+    def _ask_teachers(self, items: Sequence[PackItem]) -> None:
+        """Log-probs of each item under its own teacher, as the reference."""
+        for index, teacher in enumerate(self.teachers):
+            mine = [i for i, item in enumerate(items) if round(float(item.signals["labels"][0])) == index]
+            answers = self.policy.score(teacher, [items[i] for i in mine]) if mine else []
+            for i, found in zip(mine, answers, strict=True):
+                items[i].signals["reference"] = found["policy"]
 
     def _ask_reference(self, reference: Params, items: Sequence[PackItem]) -> None:
         """Rows of a dataset come again every epoch, and the reference says the same of them: asked once."""

@@ -41,7 +41,7 @@ ALLOWED: dict[str, str | None] = {
     "trainer": "structs models algos data learner",
     "credit": "structs algos data",
     "experience": "structs algos data rewards rollout",
-    "evaluate": "structs data rewards rollout experience",
+    "evaluate": "structs data rewards rollout experience trainer",
     "config": "structs metrics optim sharding models algos data rewards rollout checkpoint",
     "overrides": "config",
     "config_check": "algos rollout overrides config",

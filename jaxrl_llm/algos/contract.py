@@ -8,10 +8,13 @@
     class Config(AlgoConfig)    # frozen dataclass; its properties say which signals are computed
     def loss(signals, config) -> (Float[Array, ""], Metrics)
 
+    def baseline(signals, config) -> Float[Array, ""]        # optional: a micro-batch's part of one number of
+                                                             # the whole mini-batch, before its update
+
 and, where INPUT is "rollouts",
 
     def advantages(rollouts, config) -> Float[Array, "N R"]
-    def returns(rollouts, config) -> Float[Array, "N R"]     # optional: what a critic learns
+    def returns(rollouts, config) -> Float[Array, "N R"]     # where values are had: what a critic learns
     def select(rollouts, config, rng) -> int [M]             # optional, numpy: the trajectories learned from
 
 Metrics are sums over the tokens at hand divided by the global denominators, so that adding up the
@@ -21,6 +24,7 @@ micro-batches gives the mean of the mini-batch; a key that ends in "/max" or "/m
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from jax import Array
 
@@ -81,14 +85,14 @@ class AlgoConfig:
         return 1
 
     @property
-    def drop_truncated(self) -> bool:
-        """Responses cut off at the longest length count in baselines but are not learned from."""
-        return False
+    def teachers(self) -> tuple[str, ...]:
+        """Folders of the models that are learned from."""
+        return ()
 
     @property
-    def teachers(self) -> tuple[str, ...]:
-        """Folders of the models whose whole distributions are learned from."""
-        return ()
+    def divergence(self) -> dict[str, Any] | None:
+        """Settings of `linear_divergence` from the teacher's whole distribution; None = not wanted."""
+        return None
 
     @property
     def bypass_old(self) -> bool:
