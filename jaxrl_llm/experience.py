@@ -15,6 +15,7 @@ from jaxrl_llm import algos
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.data.loader import Loader, Prompt
 from jaxrl_llm.data.packing import PackItem, from_trajectory
+from jaxrl_llm.reward_models import RewardModel, add_scores
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.sample import Result, Sample
 from jaxrl_llm.rollout.engine import Engine, Request, SamplingConfig
@@ -89,6 +90,7 @@ class RolloutSource:
     prompts: int
     responses: int
     max_tokens: int
+    judges: Sequence[RewardModel] = ()
 
     def next(self, step: int, params: Params, version: int, phase: Phase) -> Experience:
         with phase("rollout"):
@@ -123,7 +125,9 @@ class RolloutSource:
                 argmax = replace(self.sampling, temperature=0.0)
                 greedy = sample(self.engine, prompts, 1, self.max_tokens, argmax, key)
         with phase("reward"):
-            metrics |= judge(self.rewards, prompts, [*drawn, *greedy])
+            everything = [*drawn, *greedy]
+            metrics |= judge(self.rewards, prompts, everything)
+            add_scores(self.judges, everything, [prompt_text(prompts[t.prompt_index]) for t in everything])
         for trajectory in drawn:
             if greedy:
                 trajectory.greedy_reward = greedy[trajectory.prompt_index].reward
@@ -154,15 +158,20 @@ def sample(
 
 def judge(pool: RewardPool, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> Metrics:
     """Write reward and outcome into each trajectory. Process 0 scores and tells the others."""
-    if jax.process_index() == 0:
+    if pool.config.name == "none":  # reward models alone judge: nothing is correct or wrong
+        results = [Result(0.0, Outcome.FAILED)] * len(trajectories)
+    elif jax.process_index() == 0:
         results = pool.score([as_sample(prompts[t.prompt_index], t) for t in trajectories])
     else:
         results = [Result(float("nan"), Outcome.FAILED)] * len(trajectories)
-    scores = np.array([(r.score, r.outcome) for r in results], np.float32)
+    width = 1 + len(pool.config.shaping)
+    none = (float("nan"),) * width
+    table = np.array([(r.score, r.outcome, *(r.components or none)) for r in results], np.float32)
     if jax.process_count() > 1:
-        scores = np.asarray(multihost_utils.broadcast_one_to_all(scores))
-    for trajectory, (score, outcome) in zip(trajectories, scores, strict=True):
-        trajectory.reward, trajectory.outcome = float(score), Outcome(int(outcome))
+        table = np.asarray(multihost_utils.broadcast_one_to_all(table))
+    for trajectory, (score, outcome, *components) in zip(trajectories, table.tolist(), strict=True):
+        trajectory.reward, trajectory.outcome = score, Outcome(int(outcome))
+        trajectory.components = tuple(components)
     return dict(pool.metrics)
 
 

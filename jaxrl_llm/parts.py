@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,8 +23,9 @@ from jaxrl_llm.evaluate import Answers, HeldOutLoss
 from jaxrl_llm.experience import DatasetSource, Experience, RolloutSource, Source, dataset_items
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.names import read_config
+from jaxrl_llm.reward_models import load as load_judge
 from jaxrl_llm.rewards.pool import RewardPool
-from jaxrl_llm.roles import load_model_config, make_trainers
+from jaxrl_llm.roles import load_model_config, make_trainers, with_heads
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.native import NativeEngine
 from jaxrl_llm.sharding.mesh import make_mesh
@@ -87,14 +89,16 @@ class Parts:
         """The folder's weights; a value head that it lacks starts with zeros."""
         stored = read_config(self.folder)
         params = hf.load(self.folder, stored, models.shardings(stored, self.mesh, TRAIN), jnp.float32)
-        if stored.value_head == self.model.value_head:
+        if stored == self.model:
             return params
-        return jax.jit(models.with_value_head, out_shardings=shardings, donate_argnums=0)(params)
+        fit = functools.partial(models.with_heads, config=self.model)
+        return jax.jit(fit, out_shardings=shardings, donate_argnums=0)(params)
 
     def exported(self, params: Params) -> Params:
         """The weights as others load them: a policy without the value head that helped it learn."""
-        keeps_head = not self.config.algo.needs_policy or not params.config.value_head
-        return params if keeps_head else models.without_value_head(params)
+        if not (self.config.algo.needs_policy and params.config.value_head):
+            return params
+        return models.with_heads(params, replace(params.config, value_head=False))
 
     def initial_state(self) -> TrainState:
         return self.stages[0].trainer.init_state(self.initial_params())
@@ -112,7 +116,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack) -> Parts:
     mesh = make_mesh(config.mesh)
     model, tokenizer, folder = load_model_config(config.model)
     check_lengths(config, model.max_position)
-    model = replace(model, value_head=model.value_head or config.algo.needs_values)
+    model = with_heads(model, config.algo)
     warm_trainer, trainer = make_trainers(config, model, mesh)
     on_policy = algos.module_of(config.algo).INPUT == "rollouts"
     engine = rewards = None
@@ -126,6 +130,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack) -> Parts:
             loader, engine, rewards, config.algo, config.rollout.sampling,
             jax.random.fold_in(jax.random.key(config.seed), 1),
             config.prompts_per_step, config.responses_per_prompt, config.max_response_tokens,
+            [load_judge(one, trainer.policy.config, mesh, tokenizer) for one in config.reward.models],
         )  # fmt: skip
     else:
         source = DatasetSource(loader, config.prompts_per_step, config.algo)
@@ -148,7 +153,7 @@ def make_evaluators(
 ) -> list[Answers | HeldOutLoss]:
     """Answers to prompts that have one, if a policy learns; loss on examples, if examples are learned."""
     evaluators: list[Answers | HeldOutLoss] = []
-    if engine is not None:
+    if engine is not None and config.reward.name != "none":
         prompts = [p for p in held_out.eval_set(config.eval.prompts) if p.example.answer is not None]
         key = jax.random.fold_in(jax.random.key(config.seed), 2)
         if prompts:

@@ -86,11 +86,17 @@ def make_critic(config: TrainConfig, model: TransformerConfig, updates: int) -> 
         folder = hf.resolve(critic.path)
         model = read_config(folder)
         found["folder"] = folder
-    model = replace(model, value_head=True)
+    model = with_heads(model, critic.loss)
     learner = make_learner(config, critic.loss, critic.optim, updates, model, mesh)
     if critic.path:
         found["critic_params"] = hf.load(found.pop("folder"), model, learner.param_shardings, jnp.float32)
     return {"critic": learner, **found}
+
+
+def with_heads(model: TransformerConfig, algo: AlgoConfig) -> TransformerConfig:
+    """The model with the heads that the algorithm reads; what never speaks has no head of its own for it."""
+    tied = model.tie_embeddings or not algo.needs_policy
+    return replace(model, value_head=algo.needs_values, tie_embeddings=tied)
 
 
 def make_learner(

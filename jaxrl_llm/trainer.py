@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import algos, models
@@ -35,7 +37,8 @@ class Trainer:
         """Fresh optimizers; the policy's weights are taken over, the critic starts from a copy of them."""
         critic = None
         if self.critic:
-            start = self.critic_params or jax.jit(models.with_value_head)(params)
+            fit = functools.partial(models.with_heads, config=self.critic.model)
+            start = self.critic_params or jax.tree.map(jnp.copy, jax.jit(fit)(params))
             critic = self.critic.init_state(jax.device_put(start, self.critic.param_shardings))
         return replace(self.policy.init_state(params), critic=critic)
 

@@ -20,11 +20,12 @@ from jaxrl_llm.algos.correction import Correction, correct, mean_weight
 from jaxrl_llm.algos.estimators import PER_RESPONSE, PER_TOKEN, WHITENED, Advantage
 from jaxrl_llm.algos.kl import Estimator, kl, next_kl_coef
 from jaxrl_llm.algos.reduce import Aggregation, aggregate, token_mean
-from jaxrl_llm.algos.returns import Gaps, gae, on_last_token, whiten
+from jaxrl_llm.algos.returns import Gaps, gae, on_last_token, return_to_go, whiten
 from jaxrl_llm.algos.value import value_loss
 from jaxrl_llm.structs import Metrics, Rollouts, Signals
 
 KLPlace = Literal["loss", "reward", "advantage"]
+Old = Literal["auto", "recompute", "rollout"]
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class PolicyConfig(AlgoConfig):
     """Trajectories over which the adaptive coefficient moves."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
-    old: Literal["auto", "recompute", "rollout"] = "auto"
+    old: Old = "auto"
     """Old log-probs: the policy's (recomputed only if a step has several updates), always recomputed, or
     those that the rollout reported (bypass: one forward less)."""
     correction: Correction = field(default_factory=Correction)
@@ -130,10 +131,6 @@ class PolicyConfig(AlgoConfig):
             return kl_coef
         return next_kl_coef(kl_coef, metrics["kl"], num_sequences, self.kl_target, self.kl_horizon)
 
-    def old_logprobs(self, x: Rollouts | Signals) -> Float[Array, "..."]:
-        """Log-probs that ratios are taken against."""
-        return x.rollout if self.old == "rollout" else x.old
-
     def present_kl_coef(self, x: Rollouts | Signals) -> Float[Array, ""] | float:
         return self.kl_coef if self.kl_target is None else x.kl_coef
 
@@ -154,16 +151,18 @@ def advantages(rollouts: Rollouts, config: PolicyConfig) -> Float[Array, "N R"]:
     if config.kl_in == "advantage" and config.kl_coef:
         out = out - config.present_kl_coef(rollouts) * _rollout_kl(rollouts, config)
     if config.correction.normalize:
-        gap = config.old_logprobs(rollouts) - rollouts.rollout
+        gap = rollouts.old - rollouts.rollout
         out = out / mean_weight(gap, mask, config.correction)
     return jnp.where(mask > 0, out, 0.0)
 
 
 def returns(rollouts: Rollouts, config: PolicyConfig) -> Float[Array, "N R"]:
-    """What a critic learns: lambda-returns, GAE advantage (not whitened) plus value."""
+    """What a critic learns: GAE's advantage (not whitened) plus value; without values the reward to go."""
     outcome, dense = shaped_rewards(rollouts, config)
     mask = rollouts.mask * rollouts.valid[:, None]
     rewards = dense + on_last_token(outcome, mask)
+    if rollouts.values is None:
+        return return_to_go(rewards, mask, config.gamma)
     return gae(rewards, rollouts.values, mask, config.gamma, config.lam, config.gaps)[1]
 
 
@@ -191,7 +190,7 @@ def shaped_rewards(rollouts: Rollouts, config: PolicyConfig) -> tuple[Float[Arra
 
 
 def _rollout_kl(rollouts: Rollouts, config: PolicyConfig) -> Float[Array, "N R"]:
-    return kl(config.old_logprobs(rollouts), rollouts.reference, config.kl)
+    return kl(rollouts.old, rollouts.reference, config.kl)
 
 
 def finish(
@@ -203,10 +202,9 @@ def finish(
         loss: surrogate of each token.
         marks: per-token arrays whose means are reported.
     """
-    old = config.old_logprobs(signals)
-    weights, metrics = correct(old, signals, config.correction)
+    weights, metrics = correct(signals, config.correction)
     metrics |= {name: token_mean(jnp.asarray(mark, loss.dtype), signals) for name, mark in marks.items()}
-    metrics["policy_kl"] = token_mean(old - signals.policy, signals)
+    metrics["policy_kl"] = token_mean(signals.old - signals.policy, signals)
     total = weights * loss
     if signals.reference is not None:
         penalty = kl(signals.policy, signals.reference, config.kl)

@@ -12,8 +12,7 @@ from jaxrl_llm.models.params import (
     logical_axes,
     named_leaves,
     shardings,
-    with_value_head,
-    without_value_head,
+    with_heads,
 )
 from jaxrl_llm.models.transformer import Transformer
 
@@ -27,6 +26,5 @@ __all__ = [
     "logical_axes",
     "named_leaves",
     "shardings",
-    "with_value_head",
-    "without_value_head",
+    "with_heads",
 ]

@@ -86,7 +86,7 @@ class TransformerConfig:
     logit_softcap: float | None = None
     """c: logits become c tanh(logit / c). Applied where log-probs are made, not in the decoder."""
     value_head: bool = False
-    """A number for each token beside the decoder: critics and reward models."""
+    """A number for each token: critics, reward models, a policy that is its own critic."""
     initializer_range: float = 0.02
     """Standard deviation of random weights."""
 

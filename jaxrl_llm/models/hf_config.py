@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.models.config import RopeConfig, TransformerConfig
+from jaxrl_llm.models.hf_value import as_classifier, has_value_head
 
 _QWEN = {
     "vocab_size": 151_936,
@@ -102,6 +103,7 @@ def read_config(folder: Path | str | dict) -> TransformerConfig:
     heads = get("num_attention_heads")
     biased = bool(get("attention_bias", False)) and family in ("llama", "qwen3")
     window, window_layers = _windows(family, get)
+    valued = has_value_head(raw)
     return TransformerConfig(
         family=family,
         **{ours: get(hf) for ours, hf in SAME.items()},
@@ -113,7 +115,8 @@ def read_config(folder: Path | str | dict) -> TransformerConfig:
         qk_norm=family == "qwen3",
         activation=ACTIVATIONS[_one_of("hidden_act", get("hidden_act", "silu"), ACTIVATIONS)],
         norm_eps=float(get("rms_norm_eps", 1e-6)),
-        tie_embeddings=bool(get("tie_word_embeddings", False)),
+        tie_embeddings=valued or bool(get("tie_word_embeddings", False)),  # a classifier has no other head
+        value_head=valued,
         rope=_read_rope(raw, get("max_position_embeddings")),
         sliding_window=window,
         window_layers=window_layers,
@@ -150,14 +153,13 @@ def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str
         **_write_rope(config),
         **_write_windows(config),
     }
-    if family in ("llama", "qwen3"):
-        raw["attention_bias"] = config.qkv_bias
-    if family == "llama":
-        raw["mlp_bias"] = config.mlp_bias
+    raw |= {"attention_bias": config.qkv_bias} if family in ("llama", "qwen3") else {}
+    raw |= {"mlp_bias": config.mlp_bias} if family == "llama" else {}
     if config.attention_softcap is not None:
         raw["attn_logit_softcapping"] = config.attention_softcap
     if config.logit_softcap is not None:
         raw["final_logit_softcapping"] = config.logit_softcap
+    raw = as_classifier(raw) if config.value_head else raw
     _check_round_trip(config, raw)
     return raw
 

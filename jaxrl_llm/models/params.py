@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -53,19 +52,14 @@ def shardings(config: TransformerConfig, mesh: Mesh, rules: Rules) -> Params:
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
 
-def with_value_head(params: Params) -> Params:
-    """The same decoder with a value head of zeros, if it has none."""
-    shapes = abstract(replace(params.config, value_head=True))
+def with_heads(params: Params, config: TransformerConfig) -> Params:
+    """The same decoder with the heads of `config`: a value head that is new holds zeros."""
+    shapes = abstract(config)
     leaves = dict(named_leaves(params))
-    found = [leaves.get(name, jnp.zeros(x.shape, x.dtype)) for name, x in named_leaves(shapes)]
+    found = [
+        leaves[name] if name in leaves else jnp.zeros(x.shape, x.dtype) for name, x in named_leaves(shapes)
+    ]
     return jax.tree.unflatten(jax.tree.structure(shapes), found)
-
-
-def without_value_head(params: Params) -> Params:
-    """The decoder alone."""
-    shapes = abstract(replace(params.config, value_head=False))
-    leaves = dict(named_leaves(params))
-    return jax.tree.unflatten(jax.tree.structure(shapes), [leaves[name] for name, _ in named_leaves(shapes)])
 
 
 def cast(params: Params, dtype: DTypeLike) -> Params:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.rewards import REWARDS
+from jaxrl_llm.rewards import REWARDS, service
 from jaxrl_llm.rewards.sample import RewardConfig, RewardLoadError
 from jaxrl_llm.rewards.signatures import Scorer, adapt
 
@@ -18,6 +18,7 @@ LIBRARIES = {
     "math": "math_verify",
     "gym": "reasoning_gym",
 }  # slow: imported before any deadline
+URL = ("http://", "https://")
 USUAL_NAMES = ("reward", "compute_score", "reward_func", "reward_fn", "env_step")
 SOURCES = {  # for "auto": the first key that the name of the data source contains
     "gym": "gym",
@@ -37,7 +38,7 @@ SOURCES = {  # for "auto": the first key that the name of the data source contai
 
 def check(name: str) -> None:
     """Raises RewardLoadError if `name` is not "auto", a built-in or an existing file. Imports nothing."""
-    if name == "auto" or name in REWARDS:
+    if name in ("auto", "none") or name in REWARDS or name.startswith(URL):
         return
     path, _ = split(name)
     if path.suffix != ".py":
@@ -68,6 +69,8 @@ def resolve(name: str, source: str, columns: dict[str, Any]) -> str:
 
 def load(name: str, config: RewardConfig) -> Scorer:
     """The Scorer of a built-in or of a user's file. Raises RewardLoadError naming the fix."""
+    if name.startswith(URL):
+        return service.scorer(name, config.timeout)
     if name not in REWARDS:
         path, function = split(name)
         return adapt(_user_function(path, function), name, config)

@@ -189,8 +189,9 @@ class RewardPool:
         elif "error" in answer:
             self._fail(round_, chunk, answer["error"])
         else:
-            for score, outcome, reason in answer["results"]:
-                self._settle(round_, chunk, Result(_nan(score), Outcome(outcome), reason, answer["seconds"]))
+            for score, outcome, reason, components in answer["results"]:
+                found = Result(_nan(score), Outcome(outcome), reason, answer["seconds"], tuple(components))
+                self._settle(round_, chunk, found)
                 worker.scored += 1
         extra = (len(chunk.indices) - 1) / 10 if chunk.batched else 0.0
         worker.deadline = time.monotonic() + self.config.timeout * (1 + extra)

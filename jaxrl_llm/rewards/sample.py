@@ -12,15 +12,34 @@ ABSTAINED = "the reward abstained (returned None)"
 
 
 @dataclass(frozen=True)
+class RewardModelConfig:
+    """A reward model in this run's own memory, sharded as the policy is."""
+
+    path: str = ""
+    """Hugging Face folder (a sequence classifier, such as reward_tiny.py leaves) or hub name."""
+    weight: float = 1.0
+    """Its share in the reward, which it is added to."""
+    kind: Literal["outcome", "process"] = "outcome"
+    """outcome: one score a response, at its last token; process: one a step, at the end of each line."""
+    mean: float = 0.0
+    """Taken off its scores, so that they are around 0."""
+    scale: float = 1.0
+    """Divides its scores."""
+
+
+@dataclass(frozen=True)
 class RewardConfig:
     """How responses are scored, and what happens when scoring them goes wrong."""
 
     name: str = "auto"
     """A built-in reward (exact, arithmetic, gsm8k, math, countdown, gym), a function of yours as
-    "my_rewards.py:my_reward", or "auto": the built-in that fits each row's data source."""
+    "my_rewards.py:my_reward", the URL of a service, "none" (reward models alone), or "auto": the built-in
+    that fits each row's data source."""
     shaping: tuple[tuple[str, float], ...] = ()
     """Further rewards added with their weights, e.g. format 0.2 overlong 1.0. Correct or wrong is said by
     `name` alone."""
+    models: tuple[RewardModelConfig, ...] = ()
+    """Reward models whose scores are added."""
     overlong_from: int = 0
     """`overlong` shaping: response tokens from which the penalty grows."""
     overlong_to: int = 0
@@ -69,6 +88,7 @@ class Result:
     outcome: Outcome
     reason: str = ""  # why it failed
     seconds: float = 0.0  # inside the reward
+    components: tuple[float, ...] = ()  # of `name` and of each of `shaping`, before their weights
 
     @property
     def valid(self) -> bool:

@@ -57,7 +57,7 @@ def main(fd: int, parent: int) -> None:
 
 
 def _score(group: list[Sample], used: list[tuple[float, Scorer]], correct_at: float) -> dict[str, Any]:
-    """{"results": [[score, outcome, reason], ...], "seconds"} or {"error": reason} when the call failed."""
+    """{"results": [[score, outcome, reason, components], ...], "seconds"}, or {"error"} of a failed call."""
     started = time.perf_counter()
     try:
         columns = [(weight, scorer, scorer.call(group)) for weight, scorer in used]
@@ -78,11 +78,12 @@ def _combine(row: list[tuple[float, Scorer, Any]], correct_at: float) -> list[An
             (w, judge(raw, scorer, correct_at)) for w, scorer, raw in row
         ]
     except Exception as error:  # the value came from foreign code and may be any object
-        return [None, Outcome.FAILED, _describe(error)]
+        return [None, Outcome.FAILED, _describe(error), []]
     first, outcome = verdicts[0][1]
     if first is None:
-        return [None, Outcome.FAILED, ABSTAINED]
-    return [sum(weight * score for weight, (score, _) in verdicts if score is not None), outcome, ""]
+        return [None, Outcome.FAILED, ABSTAINED, []]
+    scores = [0.0 if score is None else score for _, (score, _) in verdicts]
+    return [sum(w * score for (w, _), score in zip(verdicts, scores, strict=True)), outcome, "", scores]
 
 
 def _scorer(name: str, scorers: dict[str, Scorer], config: RewardConfig) -> Scorer:

@@ -1,0 +1,129 @@
+"""Reward models that score rollouts in this run's own memory: outcome and process models, mixed by weight."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_llm import models
+from jaxrl_llm.checkpoint import hf
+from jaxrl_llm.data.packing import PackItem, pack, unpack
+from jaxrl_llm.models.names import read_config
+from jaxrl_llm.rewards.sample import RewardModelConfig
+from jaxrl_llm.sharding.rules import TRAIN, fit
+from jaxrl_llm.step import StepConfig, outputs
+from jaxrl_llm.structs import Params, Trajectory
+
+
+@dataclass
+class RewardModel:
+    """One frozen reward model."""
+
+    config: RewardModelConfig
+    params: Params
+    step: StepConfig
+    mesh: Mesh
+    tokenizer: Any
+    translate: bool  # its tokenizer is not the policy's: it reads the text anew
+
+    def __call__(self, trajectories: Sequence[Trajectory], prompts: Sequence[str]) -> list[np.ndarray]:
+        """Scores of each trajectory's response tokens, float32 [R']: 0 but where the model judges.
+
+        Args:
+            prompts: the rendered prompt of each trajectory, for a model with another tokenizer.
+        """
+        items = [self._item(t, p) for t, p in zip(trajectories, prompts, strict=True)]
+        values = self._values(items)
+        return [self._place(t, v) for t, v in zip(trajectories, values, strict=True)]
+
+    def _item(self, trajectory: Trajectory, prompt: str) -> PackItem:
+        """The trajectory and one token more, so that place t of the values is the state after token t - 1."""
+        ids = np.concatenate([trajectory.prompt_ids, trajectory.response_ids])
+        if self.translate:
+            ids = np.asarray(self.tokenizer.encode(prompt + trajectory.text, add_special_tokens=False))
+        ids = np.append(ids[: self.step.row_tokens - 1], 0).astype(np.int32)
+        return PackItem(ids, np.ones(len(ids), np.float32))
+
+    def _values(self, items: Sequence[PackItem]) -> list[np.ndarray]:
+        """The value after each token of the trajectories."""
+        found = []
+        with jax.set_mesh(self.mesh):
+            for batch in pack(items, self.step.row_tokens, self.step.rows):
+                found.append(np.asarray(_score(self.params, self._put(batch), self.step)))
+        return [row[1:] for row in unpack(found, items, self.step.row_tokens)]
+
+    def _put(self, batch):
+        def place(x: np.ndarray) -> jax.Array:
+            sharding = fit(self.mesh, ("batch", "sequence"), x.shape, TRAIN)
+            return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+        return jax.tree.map(place, batch)
+
+    def _place(self, trajectory: Trajectory, values: np.ndarray) -> np.ndarray:
+        scores = np.zeros(len(trajectory.response_ids), np.float32)
+        values = (values - self.config.mean) / self.config.scale
+        if self.config.kind == "outcome" or self.translate:
+            scores[-1] = values[-1]
+            return scores
+        ends = [
+            i for i, token in enumerate(trajectory.response_ids) if "\n" in self.tokenizer.decode([token])
+        ]
+        ends = sorted({*ends, len(scores) - 1})  # the last step ends with the response
+        scores[ends] = values[len(trajectory.prompt_ids) :][ends]
+        return scores
+
+
+@functools.partial(jax.jit, static_argnames="step")
+def _score(params: Params, batch, step: StepConfig) -> jax.Array:
+    return outputs(params, batch, step, ("values",))["values"]
+
+
+def load(config: RewardModelConfig, step: StepConfig, mesh: Mesh, policy_tokenizer: Any) -> RewardModel:
+    """The model of a folder, in the compute type, sharded over the mesh.
+
+    Raises:
+        ValueError: no such folder, no value head in it, or a process model that reads other tokens.
+    """
+    folder: Path = hf.resolve(config.path)
+    model = read_config(folder)
+    if not model.value_head:
+        raise ValueError(
+            f"--reward.models {config.path}: a language model without a score head; train one with "
+            "--algo reward_model, or give a ...ForSequenceClassification folder with one label."
+        )
+    tokenizer = hf.load_tokenizer(folder)
+    translate = tokenizer.get_vocab() != policy_tokenizer.get_vocab()
+    if translate and config.kind == "process":
+        raise ValueError(
+            f"--reward.models {config.path}: a process reward model judges the policy's own tokens, but its "
+            "tokenizer is another; use one with the policy's tokenizer, or kind outcome."
+        )
+    shardings = models.shardings(model, mesh, TRAIN)
+    params = hf.load(folder, model, shardings, jnp.dtype(step.dtype))
+    return RewardModel(config, params, step, mesh, tokenizer, translate)
+
+
+def add_scores(
+    judges: Sequence[RewardModel], trajectories: Sequence[Trajectory], prompts: Sequence[str]
+) -> None:
+    """Add each model's weighted scores to the trajectories' rewards and components.
+
+    A process model's scores go to its steps (`token_rewards`), an outcome model's to the response's reward.
+    """
+    for judge in judges:
+        for trajectory, scores in zip(trajectories, judge(trajectories, prompts), strict=True):
+            weighted = judge.config.weight * scores
+            trajectory.components = (*trajectory.components, float(scores.sum()))
+            if judge.config.kind == "outcome":
+                trajectory.reward += float(weighted[-1])
+            else:
+                before = trajectory.token_rewards
+                trajectory.token_rewards = weighted if before is None else before + weighted
