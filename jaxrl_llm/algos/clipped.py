@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxrl_llm.algos.policy_gradient import PolicyConfig, finish
@@ -30,12 +29,11 @@ def loss(signals: Signals, config: ClippedConfig) -> tuple[Float[Array, ""], Met
     """max(-A r, -A clip(r, 1 - low, 1 + high)), r = exp(policy - old); with one update a step r is 1."""
     surrogate, clipped = ppo_clip(
         signals.policy,
-        config.old_logprobs(signals),
+        signals.old,
         signals.advantages,
         config.clip_low,
         config.clip_high,
         config.dual_clip,
+        config.loss_cap,
     )
-    if config.loss_cap is not None:
-        surrogate, clipped = jnp.minimum(surrogate, config.loss_cap), clipped | (surrogate > config.loss_cap)
     return finish(surrogate, {"clip_fraction": clipped}, signals, config)

@@ -156,9 +156,7 @@ def _sequence_max(
     return jnp.take_along_axis(largest, segments, axis=1)
 
 
-def correct(
-    old: Float[Array, "B T"], signals: Signals, config: Correction
-) -> tuple[Float[Array, "B T"], Metrics]:
+def correct(signals: Signals, config: Correction) -> tuple[Float[Array, "B T"], Metrics]:
     """(weight of each token's policy loss, metrics). No gradient flows through the weights.
 
     A rejected token weighs 0 and the denominators stay (veRL shrinks them; OpenRLHF does not). The effective
@@ -167,7 +165,7 @@ def correct(
     if signals.rollout is None:
         assert not config.active, "a correction needs the rollout's log-probs"
         return signals.mask, {}
-    old = jax.lax.stop_gradient(signals.policy if config.of == "policy" else old)
+    old = jax.lax.stop_gradient(signals.policy if config.of == "policy" else signals.old)
     metrics = diagnostics(old, signals)
     if not config.active:
         return signals.mask, metrics

@@ -41,9 +41,8 @@ def _otb(zero_tail: bool) -> Callable[..., Float[Array, "N R"]]:
         ratio = None
         if config.correction.weight != "none":
             ids = jnp.ones(mask.shape, jnp.int32)
-            ratio = importance_weights(config.old_logprobs(r) - r.rollout, mask, ids, config.correction)
-        logprobs = config.old_logprobs(r)
-        return token.optimal_token_baseline(returns, logprobs, r.square, r.group, mask, ratio, zero_tail)
+            ratio = importance_weights(r.old - r.rollout, mask, ids, config.correction)
+        return token.optimal_token_baseline(returns, r.old, r.square, r.group, mask, ratio, zero_tail)
 
     return fn
 

@@ -23,6 +23,4 @@ class Config(ClippedConfig):
     """GRPO."""
 
     aggregation: Aggregation = "sequence"
-    """How token losses become one: sequence (the paper), token (DAPO), sequence_sum, constant (Dr. GRPO)."""
     kl_coef: float = 0.04
-    """Weight of KL(policy || reference); 0 = no reference model at all."""

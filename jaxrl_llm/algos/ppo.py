@@ -3,6 +3,7 @@
 Reward of a token: -kl_coef (old - reference), plus the response's reward on its last token;
 A = GAE over the policy's own tokens (arXiv 1506.02438), whitened; loss = max(-A r_t, -A clip(r_t)).
 The critic (`algos/value.py`) learns A + V; `critic = "shared"` makes it a second head on the policy.
+kl_coef and lambda are InstructGPT's.
 """
 
 from __future__ import annotations
@@ -24,12 +25,7 @@ class Config(ClippedConfig):
     """PPO."""
 
     advantage: Advantage = "gae"
-    """Estimator of the advantage; each goes with each loss."""
     lam: float = 0.95
-    """GAE's lambda: 1 = returns minus values, 0 = one-step (InstructGPT: 0.95)."""
     kl_coef: float = 0.02
-    """Weight of KL(policy || reference) in each token's reward (InstructGPT: 0.02); 0 = no reference."""
     kl: Estimator = "k1"
-    """Estimator of the KL."""
     kl_in: KLPlace = "reward"
-    """Where the KL is subtracted: in the loss, in each token's reward, or in its advantage."""

@@ -1,0 +1,192 @@
+"""Every surrogate: the numbers of other systems on one small case, and gradients worked by hand."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden import ADVANTAGES, MASK, OLD, POLICY, signals
+
+from jaxrl_llm.algos import (
+    ALGOS,
+    cispo,
+    clip_cov,
+    dppo,
+    dro,
+    gmpo,
+    gpg,
+    grpo,
+    gspo,
+    kl_cov,
+    reinforce,
+    sapo,
+    vespo,
+)
+from jaxrl_llm.algos.covariance import covariance, lottery
+from jaxrl_llm.algos.policy_losses import ppo_clip
+
+RATIO = np.exp(np.array(POLICY - OLD))
+CLIP = dict(clip_low=0.2, clip_high=0.28)
+
+
+def loss_of(config, **kwargs):
+    return float(jax.jit(lambda s: ALGOS[name_of(config)].loss(s, config)[0])(signals(**kwargs)))
+
+
+def gradient_of(config, policy=POLICY, **kwargs):
+    loss = lambda p: ALGOS[name_of(config)].loss(signals(p, **kwargs), config)[0]
+    return np.asarray(jax.jit(jax.grad(loss))(policy))
+
+
+def name_of(config):
+    return type(config).__module__.rsplit(".", 1)[-1]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (gspo.Config(**CLIP), -0.015078),
+        (gspo.Config(**CLIP, aggregation="token"), 0.157254),
+        (cispo.Config(**CLIP), 0.203363),
+        (gpg.Config(), 0.114286),
+        (reinforce.Config(aggregation="token"), 0.114286),
+        (dro.Config(beta=0.5), 0.160357),
+        (kl_cov.Config(fraction=0.2, penalty=0.1), 0.220578),
+        (sapo.Config(), -0.027434),
+        (gmpo.Config(**CLIP), 0.074493),
+        (grpo.Config(**CLIP, aggregation="token", kl_coef=0.0, loss_cap=3.0), 0.293748),
+        # by hand: chances move by (.1099, -.0387, .0533 | -.1448, 0, .1954, .4122); .1099 and -.1448 drop out
+        (dppo.Config(delta_low=0.1, delta_high=0.1), None),
+    ],
+    ids=lambda x: name_of(x) if hasattr(x, "advantage") else str(x),
+)
+def test_equals_other_systems(config, expected):
+    if expected is None:
+        keep = np.array([[0, 1, 1, 0], [0, 1, 1, 1]])
+        expected = -float((keep * RATIO * ADVANTAGES * POLICY).sum()) / 7
+    assert loss_of(config) == pytest.approx(expected, abs=1e-6)
+
+
+def test_vespo_weights():
+    weights = vespo.phi(POLICY, signals(), vespo.Config())
+    np.testing.assert_allclose(weights[:, 0], [0.281857, 1.075187], atol=1e-5)
+
+
+def test_gradient_of_gspo_is_the_sequence_ratios():
+    """s A / (length * sequences) at each token of the sequence that is not clipped."""
+    ratio = np.exp([0.6 / 3, 0.7 / 4])  # 1.2214 < 1.28; 1.19 with a negative advantage
+    expected = np.array([[-ratio[0] / 3] * 3 + [0], [ratio[1] / 4] * 4]) / 2
+    np.testing.assert_allclose(gradient_of(gspo.Config(**CLIP)), expected, atol=1e-6)
+    assert gradient_of(gspo.Config(clip_low=0.2, clip_high=0.2))[0].max() == 0  # 1.2214 > 1.2
+
+
+def test_gradient_of_cispo_keeps_clipped_tokens():
+    expected = -np.clip(RATIO, 0.8, 1.28) * ADVANTAGES * MASK / 7
+    np.testing.assert_allclose(gradient_of(cispo.Config(**CLIP)), expected, atol=1e-6)
+
+
+def test_gradient_of_reinforce_and_gpg_is_minus_the_advantage():
+    np.testing.assert_allclose(gradient_of(gpg.Config()), -ADVANTAGES * MASK / 7, atol=1e-7)
+    np.testing.assert_allclose(gradient_of(reinforce.Config()), -ADVANTAGES * MASK / 2, atol=1e-7)
+
+
+def test_gradient_of_sapo_is_the_gates_slope():
+    tau = np.array([[1.0], [1.05]])
+    sigmoid = 1 / (1 + np.exp(-tau * (RATIO - 1)))
+    expected = -ADVANTAGES * 4 * sigmoid * (1 - sigmoid) * RATIO * MASK / np.array([[3.0], [4.0]]) / 2
+    np.testing.assert_allclose(gradient_of(sapo.Config()), expected, atol=1e-6)
+
+
+def test_gradient_of_gmpo_spreads_over_unclipped_tokens():
+    kept = np.array([[0.2, -0.1, 0.28], [0, 0, 0]])  # .5 is cut at .28
+    first = np.exp(kept[0].sum() / 3)
+    second = np.exp((-0.2 + 0 + 0.5 + 0.7) / 4)  # -.5 is cut at -.2: the advantage is negative
+    expected = np.array([[-first / 3, -first / 3, 0, 0], [0, second / 4, second / 4, second / 4]]) / 2
+    np.testing.assert_allclose(gradient_of(gmpo.Config(**CLIP)), expected, atol=1e-6)
+
+
+def test_gradient_of_dro_is_linear_in_the_log_ratio():
+    expected = (-ADVANTAGES + 0.5 * (POLICY - OLD)) * MASK / 7
+    np.testing.assert_allclose(gradient_of(dro.Config(beta=0.5)), expected, atol=1e-7)
+
+
+def test_gradient_of_vespo_is_phi_times_reinforce():
+    phi = np.array([[0.281857], [1.075187]])
+    np.testing.assert_allclose(gradient_of(vespo.Config()), -phi * ADVANTAGES * MASK / 7, atol=1e-5)
+
+
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+def test_gradient_of_dppo_drops_only_what_moves_away(divergence):
+    """Token 0 of either row has left the trust region on the side to which its advantage pushes it."""
+    p, q = np.exp(np.array(OLD)), np.exp(np.array(POLICY))
+    kl = p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))
+    far = np.abs(p - q) > 0.1 if divergence == "tv" else kl > 0.02
+    away = (np.array(ADVANTAGES) > 0) == (q > p)
+    dropped = far & away
+    assert dropped[:, 0].all() and far[1, 3] and not dropped[1, 3]
+    config = dppo.Config(divergence_of=divergence, delta_low=0.1, delta_high=0.1)
+    if divergence == "kl":
+        config = replace(config, delta_low=0.02, delta_high=0.02)
+    expected = -RATIO * ADVANTAGES * ~dropped * MASK / 7
+    np.testing.assert_allclose(gradient_of(config), expected, atol=1e-6)
+    capped = replace(config, ratio_cap=1.0)
+    np.testing.assert_allclose(
+        gradient_of(capped), -np.minimum(RATIO, 1) * ADVANTAGES * ~dropped * MASK / 7, atol=1e-6
+    )
+
+
+def test_gradient_of_kl_cov_penalises_the_largest_covariance():
+    """A - mean = 8/7 or -6/7, log pi - mean: largest product at row 2, token 0: (-6/7) (-1.5 + .88571)."""
+    expected = -RATIO * ADVANTAGES * MASK / 7
+    expected = expected.at[1, 0].add(0.1 * -1 / 7)  # d|policy - old| / d policy = -1 there
+    got = gradient_of(kl_cov.Config(fraction=0.2, penalty=0.1))
+    np.testing.assert_allclose(got, expected, atol=1e-6)
+    cov = np.where(MASK > 0, covariance(signals()), -np.inf)
+    assert cov.argmax() == 4
+    assert cov[1, 0] == pytest.approx(-6 / 7 * (-1.5 + 6.2 / 7), abs=1e-6)
+
+
+def test_clip_cov_drops_a_share_of_tokens_of_high_covariance():
+    """With fraction 1 all candidates go: those within the bounds that the clip has left."""
+    config = clip_cov.Config(**CLIP, fraction=1.0, covariance_low=0.1, covariance_high=2.0)
+    cov = np.asarray(covariance(signals()))
+    _, clipped = ppo_clip(POLICY, OLD, ADVANTAGES, 0.2, 0.28)
+    dropped = (cov > 0.1) & (cov < 2.0) & ~np.asarray(clipped) & (np.asarray(MASK) > 0)
+    assert dropped.sum() >= 1
+    expected = -RATIO * ADVANTAGES * MASK / 7 * ~np.asarray(clipped) * ~dropped
+    np.testing.assert_allclose(gradient_of(config), expected, atol=1e-6)
+    none = clip_cov.Config(**CLIP, fraction=0.0, covariance_low=0.1)
+    assert loss_of(none) == pytest.approx(0.293748, abs=1e-6)
+
+
+def test_the_lottery_is_even_and_depends_on_the_value_alone():
+    x = -jnp.abs(jax.random.normal(jax.random.key(0), (100, 100)))
+    drawn = np.asarray(lottery(x))
+    assert drawn.min() >= 0 and drawn.max() < 1
+    np.testing.assert_allclose(np.histogram(drawn, 10, (0, 1))[0], 1000, atol=120)
+    np.testing.assert_array_equal(lottery(x[::-1]), drawn[::-1])
+
+
+@pytest.mark.parametrize("bound", ["dual_clip", "loss_cap"])
+def test_a_bounded_loss_has_no_gradient_beyond_the_bound(bound):
+    for sign, bounded in ((-1.0, True), (1.0, False)):
+        at = jnp.array([[3.0]])
+        loss = lambda p, sign=sign: ppo_clip(
+            p, jnp.zeros((1, 1)), jnp.full((1, 1), sign), 0.2, 9e9, **{bound: 3.0}
+        )
+        assert float(loss(at)[0][0, 0]) == (3.0 if bounded else pytest.approx(-np.exp(3.0), rel=1e-6))
+        assert bool(loss(at)[1][0, 0]) is bounded
+        assert (float(jax.grad(lambda p, f=loss: f(p)[0].sum())(at)[0, 0]) == 0) is bounded
+
+
+@pytest.mark.parametrize(
+    "name", ["ppo", "grpo", "gspo", "cispo", "sapo", "gmpo", "gpg", "dppo", "dro", "vespo"]
+)
+def test_the_first_update_is_that_of_reinforce(name):
+    """Old = policy: every surrogate has the gradient -A (or one proportional to it over a sequence)."""
+    config = ALGOS[name].Config(aggregation="token", kl_coef=0.0, advantage="grpo")
+    same = jax.lax.stop_gradient(POLICY)
+    np.testing.assert_allclose(
+        gradient_of(config, old=same, reference=None), -ADVANTAGES * MASK / 7, atol=1e-6
+    )
