@@ -33,7 +33,7 @@ def test_gae_with_lambda_1_is_return_minus_value_and_with_0_one_step():
 
 
 def test_a_tools_tokens_are_skipped_or_cut_the_value():
-    """Reward 1 after two own tokens with one of a tool between; V = .5, .9 (tool), .2; gamma .9, lambda .8."""
+    """Reward 1 after two own tokens, a tool's between; V = .5, .9 (tool), .2; gamma .9, lambda .8."""
     mask = jnp.array([[1.0, 0, 1]])
     values, rewards = jnp.array([[0.5, 0.9, 0.2]]), jnp.array([[0.0, 7.0, 1.0]])
     last = 1 - 0.2

@@ -1,0 +1,58 @@
+"""No split, packing, padding or order changes a loss, its gradient or its metrics, for every on-line algorithm."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from sequences import run
+
+from jaxrl_llm.algos import ALGOS, raft
+from jaxrl_llm.algos.correction import Correction
+from jaxrl_llm.algos.policy_gradient import PolicyConfig
+
+ON_LINE = sorted(n for n, m in ALGOS.items() if m is raft or issubclass(m.Config, PolicyConfig))
+OF_ITS_MICROBATCH = {"clip_cov", "kl_cov"}  # their covariances are centred on the tokens at hand
+LENGTHS = [3, 5, 2, 4]
+APART = [[[0], [1]], [[2], [3]]]  # two micro-batches of two rows
+PACKED = [[[3, 1, 0, 2]]]  # one row
+
+
+def per_token(seed=0):
+    """Arrays of each sequence; log-probs near each other, so that some ratios are clipped, some are not."""
+    random = np.random.default_rng(seed)
+    policy = [-random.uniform(0.5, 2.0, n) for n in LENGTHS]
+    near = lambda: [p + random.normal(0, 0.2, len(p)) for p in policy]
+    others = dict(old=near(), rollout=near(), reference=near(), entropy=[np.ones(n) for n in LENGTHS])
+    return policy, others | dict(advantages=[1.0, -1.0, 0.5, -0.7])
+
+
+def everything_on(config):
+    """KL, entropy and corrections at every level as well."""
+    if not isinstance(config, PolicyConfig):
+        return config
+    correction = Correction(
+        "sequence",
+        cap=1.1,
+        floor=0.9,
+        reject=("token_k2", "seq_mean_k1", "seq_max_k3"),
+        reject_above=(0.05, 1.3, 0.1),
+    )
+    return replace(config, kl_coef=0.3, kl_in="loss", entropy_coef=0.1, correction=correction)
+
+
+@pytest.mark.parametrize("name", ON_LINE)
+def test_layout_changes_nothing(name):
+    """NaN lies wherever no trained token does."""
+    module = ALGOS[name]
+    config = everything_on(module.Config())
+    if isinstance(config, PolicyConfig) and config.needs_critic:
+        config = replace(config, advantage="grpo")
+    policy, others = per_token()
+    apart = [[*APART[0], *APART[1]]] if name in OF_ITS_MICROBATCH else APART
+    one = run(module, config, policy, apart, **others)
+    other = run(module, config, policy, PACKED, **others)
+    assert np.isfinite(one[0]) and one[0] == pytest.approx(other[0], abs=1e-5)
+    assert one[1] == pytest.approx(other[1], abs=1e-5)
+    for mine, theirs in zip(one[2], other[2], strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-6)
+    assert any(np.abs(gradient).max() > 1e-4 for gradient in one[2])

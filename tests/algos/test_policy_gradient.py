@@ -1,0 +1,194 @@
+"""What policy-gradient algorithms share: signals asked for, KL, critic, selection."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden import ADVANTAGES, MASK, OLD, POLICY, ROLLOUT, rollouts, signals
+
+from jaxrl_llm.algos import (
+    ALGOS,
+    dapo,
+    dppo,
+    dr_grpo,
+    grpo,
+    gspo,
+    pf_ppo,
+    policy_gradient,
+    ppo,
+    raft,
+    remax,
+    value,
+)
+from jaxrl_llm.algos.kl import kl, next_kl_coef
+
+
+def test_only_what_an_algorithm_reads_is_computed():
+    asked = lambda c: {
+        name.removeprefix("needs_")
+        for name in ("needs_old", "needs_reference", "needs_values", "needs_critic", "needs_square",
+                     "needs_greedy", "needs_entropy", "bypass_old")
+        if getattr(c, name)
+    }  # fmt: skip
+    assert asked(dapo.Config()) == set()
+    assert asked(grpo.Config(entropy_coef=0.1)) == {"reference", "entropy"}
+    assert asked(ppo.Config()) == {"old", "reference", "critic"}
+    assert asked(ppo.Config(critic="shared", kl_coef=0.0)) == {"values"}
+    assert asked(remax.Config()) == {"greedy"}
+    assert asked(gspo.Config(advantage="gae", old="recompute")) == {"critic", "old"}
+    assert asked(dppo.Config()) == {"bypass_old"}
+    assert asked(value.Config()) == {"values"} and not value.Config().needs_policy
+    assert (dapo.Config().draws, replace(dapo.Config(), dynamic_sampling=False).draws) == (4, 1)
+
+
+@pytest.mark.parametrize("name", [name for name, m in ALGOS.items() if hasattr(m, "advantages")])
+def test_configs_are_static_arguments_with_documented_fields(name):
+    module = ALGOS[name]
+    assert hash(module.Config()) == hash(module.Config())
+    assert module.__doc__ and module.Config.__doc__
+
+
+def test_dr_grpo_divides_by_a_constant():
+    loss, _ = dr_grpo.loss(
+        signals(reference=None), dr_grpo.Config(clip_high=0.28, dual_clip=3.0, constant=4.0)
+    )
+    assert float(loss) == pytest.approx(0.257029, abs=1e-6)
+
+
+@pytest.mark.parametrize("how", ["k1+", "k3+"])
+def test_unbiased_forms_have_the_value_of_one_and_the_gradient_of_k2(how):
+    value_of = lambda how: lambda p: kl(p, OLD, how).sum()
+    got, gradient = jax.value_and_grad(value_of(how))(POLICY)
+    assert float(got) == pytest.approx(float(value_of(how[:-1])(POLICY)), abs=1e-6)
+    np.testing.assert_allclose(gradient, POLICY - OLD, atol=1e-6)
+
+
+def test_the_kl_controller_moves_towards_its_target():
+    """coef (1 + clip(kl / target - 1, +-.2) n / horizon), arXiv 1909.08593."""
+    assert float(next_kl_coef(0.1, 0.066, 50, 0.06, 1000.0)) == pytest.approx(0.1 * (1 + 0.1 * 0.05))
+    assert float(next_kl_coef(0.1, 9.0, 50, 0.06, 1000.0)) == pytest.approx(0.1 * (1 + 0.2 * 0.05))
+    assert float(next_kl_coef(0.1, 0.0, 50, 0.06, 1000.0)) == pytest.approx(0.1 * (1 - 0.2 * 0.05))
+    config = grpo.Config(kl_coef=0.1, kl_target=0.06, kl_horizon=1000.0)
+    assert config.initial_kl_coef == 0.1
+    step = config.next_kl_coef(jnp.float32(0.1), {"kl": jnp.float32(9.0)}, jnp.float32(50))
+    assert float(step) == pytest.approx(0.101)
+    fixed = replace(config, kl_target=None)
+    assert float(fixed.next_kl_coef(jnp.float32(0.1), {}, jnp.float32(50))) == pytest.approx(0.1)
+
+
+def test_the_controllers_coefficient_weighs_the_loss():
+    config = grpo.Config(kl_coef=0.1, kl_target=0.06)
+    plain, metrics = grpo.loss(signals(), replace(config, kl_target=None, kl_coef=0.0))
+    loss, _ = grpo.loss(signals(kl_coef=jnp.float32(0.7)), config)
+    per_sequence = grpo.loss(signals(kl_coef=jnp.float32(0.0)), config)[0]
+    assert float(per_sequence) == pytest.approx(float(plain), abs=1e-6)
+    assert float(loss) > float(plain) and float(metrics["kl"]) > 0
+
+
+def test_kl_in_the_reward_is_measured_but_not_in_the_loss():
+    config = ppo.Config(kl_in="reward")
+    loss, metrics = ppo.loss(signals(), config)
+    bare, _ = ppo.loss(signals(reference=None), config)
+    assert float(loss) == float(bare)
+    assert float(metrics["kl"]) == pytest.approx(0.185714, abs=1e-6)
+
+
+VALUE = dict(
+    values=jnp.array([[1.0, 2, 0, 0], [0, 0.5, 0, 0]]),
+    old_values=jnp.array([[0.2, 1.9, 0, 0], [0.1, 0.4, 0, 0]]),
+    returns=jnp.array([[0.5, 1, 0, 0], [1, 1, 0, 0]]),
+    mask=jnp.array([[1.0, 1, 0, 0]] * 2),
+    lengths=jnp.full((2, 4), 2.0),
+    num_tokens=jnp.float32(4),
+)
+
+
+def test_value_loss_equals_other_systems():
+    loss, metrics = value.loss(signals(**VALUE), value.Config(clip=0.2))
+    assert float(loss) == pytest.approx(0.3125, abs=1e-6)
+    assert float(metrics["value_error"]) == pytest.approx((0.25 + 1 + 1 + 0.25) / 4, abs=1e-6)
+    assert float(metrics["value_clip_fraction"]) == 0.0
+    unclipped, _ = value.loss(signals(**VALUE), value.Config(clip=None, factor=1.0))
+    assert float(unclipped) == pytest.approx(0.625, abs=1e-6)
+
+
+def test_a_value_that_has_moved_far_learns_nothing():
+    """V = 1, old 0, R = 3, clip .2: the clipped error (2.8)^2 is the larger and has no gradient."""
+    given = lambda v: signals(
+        values=jnp.full((2, 4), v), old_values=jnp.zeros((2, 4)), returns=jnp.full((2, 4), 3.0)
+    )
+    loss = lambda v, clip: value.loss(given(v), value.Config(clip=clip))[0]
+    assert float(loss(1.0, 0.2)) == pytest.approx(0.5 * 2.8**2)
+    assert float(jax.grad(loss)(1.0, 0.2)) == 0.0
+    assert float(jax.grad(loss)(1.0, 5.0)) == pytest.approx(-2.0)
+
+
+def test_a_shared_critic_adds_its_loss():
+    config = ppo.Config(critic="shared", vf_coef=0.5, value_clip=0.2, kl_coef=0.0)
+    both, metrics = ppo.loss(signals(**VALUE), config)
+    alone, _ = ppo.loss(signals(**VALUE), replace(config, critic="separate"))
+    assert float(both) == pytest.approx(float(alone) + 0.5 * 0.3125, abs=1e-6)
+    assert float(metrics["value_loss"]) == pytest.approx(0.3125, abs=1e-6)
+
+
+def test_bypassed_old_log_probs_are_the_rollouts():
+    """The source puts the rollout's log-probs in place of the old ones: the ratio is against the rollout."""
+    config = grpo.Config(old="rollout", clip_low=9.0, clip_high=9.0, aggregation="token", kl_coef=0.0)
+    assert config.bypass_old
+    loss, _ = grpo.loss(signals(old=ROLLOUT, rollout=ROLLOUT), config)
+    expected = -float((jnp.exp(POLICY - ROLLOUT) * ADVANTAGES * MASK).sum()) / 7
+    assert float(loss) == pytest.approx(expected, abs=1e-6)
+
+
+def rng():
+    return np.random.default_rng(0)
+
+
+def test_select_drops_failed_and_truncated_responses():
+    given = rollouts(valid=jnp.array([1.0, 1, 0, 1]))
+    assert policy_gradient.select(given, grpo.Config(), rng()).tolist() == [0, 1, 3]
+    assert policy_gradient.select(given, dapo.Config(), rng()).tolist() == [0, 3]
+    baseline = np.asarray(dapo.advantages(given, dapo.Config()))
+    assert baseline[0, 0] > 0  # the truncated response still counts in the baseline
+
+
+def test_raft_keeps_the_best_of_each_prompt():
+    given = rollouts(rewards=jnp.array([0.0, 1, 1, 2]))
+    assert raft.select(given, raft.Config(), rng()).tolist() == [1, 3]
+    assert raft.select(given, raft.Config(best=None), rng()).tolist() == [1, 2, 3]
+    assert raft.select(given, raft.Config(above=1.0), rng()).tolist() == [3]
+    assert raft.select(given, raft.Config(above=5.0), rng()).tolist() == []
+    failed = replace(given, rewards=jnp.array([0.0, 1, 1, jnp.nan]), valid=jnp.array([1.0, 1, 1, 0]))
+    assert raft.select(failed, raft.Config(), rng()).tolist() == [1, 2]
+    tied = replace(given, rewards=jnp.ones(4))
+    draws = {tuple(raft.select(tied, raft.Config(), np.random.default_rng(i))) for i in range(40)}
+    assert draws == {(0, 2), (0, 3), (1, 2), (1, 3)}
+    np.testing.assert_array_equal(raft.advantages(given, raft.Config()), given.mask)
+
+
+def test_raft_loss_is_nll():
+    loss, _ = raft.loss(signals(), raft.Config())
+    assert float(loss) == pytest.approx((3.5 + 2.7) / 7, abs=1e-6)
+
+
+def test_pf_ppo_draws_responses_by_their_reward():
+    """|r|^2 = 1, 0, 4, .25; every draw has as many as there are."""
+    count = lambda config, given: np.bincount(
+        np.concatenate([pf_ppo.select(given, config, np.random.default_rng(i)) for i in range(500)]),
+        minlength=4,
+    )
+    shares = lambda *args: count(*args) / 2000
+    np.testing.assert_allclose(
+        shares(pf_ppo.Config(), rollouts()), np.array([1, 0, 4, 0.25]) / 5.25, atol=0.04
+    )
+    np.testing.assert_allclose(
+        shares(pf_ppo.Config(filter="max_min"), rollouts()), [0, 0.5, 0.5, 0], atol=0.04
+    )
+    np.testing.assert_allclose(
+        shares(pf_ppo.Config(filter="max_random"), rollouts()), np.array([1, 1, 4, 1]) / 7, atol=0.04
+    )
+    given = rollouts(valid=jnp.array([1.0, 1, 0, 1]))
+    assert count(pf_ppo.Config(), given)[2] == 0
+    assert len(pf_ppo.select(rollouts(valid=jnp.zeros(4)), pf_ppo.Config(), rng())) == 0
