@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm import recipes
+from jaxrl_llm import algos, recipes
 from jaxrl_llm.algos import grpo, sft
 from jaxrl_llm.config import (
     ConfigError,
@@ -136,7 +136,7 @@ def test_keys_that_are_no_fields(config):
         ("--steps", "--steps: expected a whole number, got nothing."),
         ("--optim.learning_rate fast", "--optim.learning_rate: expected a number, got 'fast'."),
         ("--data.shuffle maybe", "--data.shuffle: expected True or False, got 'maybe'."),
-        ("--algo.kl k4", "--algo.kl: expected one of k1, k2, k3, abs, got 'k4'."),
+        ("--algo.kl k4", "--algo.kl: expected one of k1, k2, k3, abs, k1+, k3+, got 'k4'."),
         ("--algo.dual_clip x", "--algo.dual_clip: expected a number or None, got 'x'."),
         (
             "--eval.sampling.stop_tokens 1 x",
@@ -392,8 +392,9 @@ def test_algo_swaps_the_algorithm_before_the_overrides(config, tmp_path):
 
 
 def test_an_unknown_or_broken_algorithm_is_refused(config, tmp_path):
-    assert refusal(recipes.with_algo, config, "gpro") == (
-        "--algo gpro: unknown algorithm. Did you mean --algo grpo? There are grpo, sft; your own is the path "
+    known = ", ".join(sorted(algos.ALGOS))
+    assert refusal(recipes.with_algo, config, "grppo") == (
+        f"--algo grppo: unknown algorithm. Did you mean --algo grpo? There are {known}; your own is the path "
         "of a .py file."
     )
     mine = tmp_path / "mine_broken.py"
@@ -486,7 +487,8 @@ def test_derived_numbers_by_hand(config):
 def test_the_dump_is_json_and_complete(config):
     tree = json.loads(json.dumps(dump(config), allow_nan=False))
     assert {f.name for f in dataclasses.fields(TrainConfig)} == set(tree)
-    assert tree["algo"] == {"name": "grpo", **dataclasses.asdict(grpo.Config())}
+    as_json = json.loads(json.dumps(dataclasses.asdict(grpo.Config())))
+    assert tree["algo"] == {"name": "grpo", **as_json}
     assert tree["model"]["architecture"]["max_position"] == 64
     assert tree["data"]["train"][1]["path"] == "b.jsonl"
     assert dump(replace(config, max_runtime=float("inf")))["max_runtime"] == "inf"

@@ -24,3 +24,4 @@ class Config(ClippedConfig):
 
     aggregation: Aggregation = "sequence"
     kl_coef: float = 0.04
+    """Weight of KL(policy || reference) in the loss; 0 = no reference model at all."""

@@ -44,7 +44,7 @@ def _value(d: Float[Array, "*shape"], how: str) -> Float[Array, "*shape"]:
 def next_kl_coef(
     coef: Float[Array, ""] | float,
     measured: Float[Array, ""] | float,
-    num_samples: int | float,
+    num_samples: Float[Array, ""] | float | int,
     target: float,
     horizon: float,
 ) -> Float[Array, ""]:

@@ -18,7 +18,7 @@ INPUT = "rollouts"
 class Config(AlgoConfig):
     """A critic."""
 
-    clip: float | None = 0.5
+    value_clip: float | None = 0.5
     """A value is taken to move at most this far from its old one; None = no clipping."""
     factor: float = 0.5
     """Weight of the squared error (RL2: 1)."""
@@ -55,7 +55,7 @@ def loss(signals: Signals, config: Config) -> tuple[Float[Array, ""], Metrics]:
     Explained variance of the whole is 1 - value_error / (return_square - return^2).
     """
     per_token, clipped = value_loss(
-        signals.values, signals.old_values, signals.returns, config.clip, config.factor
+        signals.values, signals.old_values, signals.returns, config.value_clip, config.factor
     )
     metrics = {
         "value": token_mean(signals.values, signals),

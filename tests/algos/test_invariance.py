@@ -1,4 +1,4 @@
-"""No split, packing, padding or order changes a loss, its gradient or its metrics, for every on-line algorithm."""
+"""No split, packing, padding or order changes an on-line algorithm's loss, its gradient or its metrics."""
 
 from dataclasses import replace
 

@@ -106,11 +106,11 @@ VALUE = dict(
 
 
 def test_value_loss_equals_other_systems():
-    loss, metrics = value.loss(signals(**VALUE), value.Config(clip=0.2))
+    loss, metrics = value.loss(signals(**VALUE), value.Config(value_clip=0.2))
     assert float(loss) == pytest.approx(0.3125, abs=1e-6)
     assert float(metrics["value_error"]) == pytest.approx((0.25 + 1 + 1 + 0.25) / 4, abs=1e-6)
     assert float(metrics["value_clip_fraction"]) == 0.0
-    unclipped, _ = value.loss(signals(**VALUE), value.Config(clip=None, factor=1.0))
+    unclipped, _ = value.loss(signals(**VALUE), value.Config(value_clip=None, factor=1.0))
     assert float(unclipped) == pytest.approx(0.625, abs=1e-6)
 
 
@@ -119,7 +119,7 @@ def test_a_value_that_has_moved_far_learns_nothing():
     given = lambda v: signals(
         values=jnp.full((2, 4), v), old_values=jnp.zeros((2, 4)), returns=jnp.full((2, 4), 3.0)
     )
-    loss = lambda v, clip: value.loss(given(v), value.Config(clip=clip))[0]
+    loss = lambda v, clip: value.loss(given(v), value.Config(value_clip=clip))[0]
     assert float(loss(1.0, 0.2)) == pytest.approx(0.5 * 2.8**2)
     assert float(jax.grad(loss)(1.0, 0.2)) == 0.0
     assert float(jax.grad(loss)(1.0, 5.0)) == pytest.approx(-2.0)
