@@ -3,10 +3,10 @@
 Command:   python -m jaxrl_llm.train --config grpo_qwen.py
            python -m jaxrl_llm.train --config grpo_qwen.py --model.path ./Qwen3-0.6B \\
                --data.path ./gsm8k/train.jsonl --data.eval_path ./gsm8k/test.jsonl
-Hardware:  one accelerator with 80 GB, or a slice such as TPU v5e-8 (all devices share the parameters);
-           less memory: --model.remat full, --tokens_per_device 4096
-Time:      not run here
-Expected:  not run here
+Hardware:  meant for one accelerator with 80 GB, or a slice such as TPU v5e-8 (all devices share the
+           parameters); less memory: --model.remat full, --tokens_per_device 4096
+Time:      not measured: this recipe has not been run yet
+Expected:  not measured either
 
 Learning rate, KL (k3, 0.001) and lengths are those of veRL's published GRPO example for GSM8K; 8 responses a
 prompt are GRPO's usual group. Thinking is off, so that answers fit 1024 tokens; held-out sampling is what

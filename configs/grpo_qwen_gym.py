@@ -3,10 +3,10 @@
 Command:   pip install 'jaxrl-llm[tasks]'
            python -m jaxrl_llm.train --config grpo_qwen_gym.py
            python -m jaxrl_llm.train --config grpo_qwen_gym.py --data.path gym:spell_backward
-Hardware:  one accelerator with 80 GB, or a slice such as TPU v5e-8 (all devices share the parameters);
-           less memory: --model.remat full, --tokens_per_device 4096
-Time:      not run here
-Expected:  not run here
+Hardware:  meant for one accelerator with 80 GB, or a slice such as TPU v5e-8 (all devices share the
+           parameters); less memory: --model.remat full, --tokens_per_device 4096
+Time:      not measured: this recipe has not been run yet
+Expected:  not measured either
 
 Task settings are JSON: --data.train.0.options '{"min_terms": 3, "max_terms": 6}'. Held out: problems of the
 same task that training never draws. KL off, clip-higher 0.28 and the token mean are DAPO's.

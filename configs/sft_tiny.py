@@ -2,8 +2,10 @@
 
 Command:   python -m jaxrl_llm.train --config sft_tiny.py
 Hardware:  any CPU with 2 cores
-Time:      under 5 minutes
-Expected:  held-out accuracy rises from 0; compare with grpo_tiny.py, which is shown almost none
+Time:      about 1 minute (80 s of CPU time)
+Expected:  held-out accuracy rises from 0 to 1 (seed 0: 0.84 after 200 steps, 1.00 from 400 on)
+
+Here every demonstration is right; grpo_tiny.py is shown 60% wrong ones and left to find out by the reward.
 """
 
 from jaxrl_llm.algos import sft
@@ -22,28 +24,29 @@ from jaxrl_llm.config import (
 def get_config() -> TrainConfig:
     return TrainConfig(
         run_dir="runs/sft_tiny",
-        steps=400,
+        steps=600,
         algo=sft.Config(),
         prompts_per_step=64,
-        tokens_per_device=4096,
-        max_prompt_tokens=32,
-        max_response_tokens=16,
+        tokens_per_device=1536,
+        max_prompt_tokens=16,
+        max_response_tokens=8,
         model=ModelConfig(
             architecture=TransformerConfig(
                 vocab_size=128,
-                hidden_size=128,
-                mlp_size=384,
-                num_layers=3,
+                hidden_size=64,
+                mlp_size=256,
+                num_layers=2,
                 num_heads=4,
                 num_kv_heads=2,
-                head_dim=32,
+                head_dim=16,
                 max_position=256,
             ),
             tokenizer="tiny",
             dtype="float32",
+            remat="dots",  # on a CPU, keeping less is faster
         ),
-        optim=OptimConfig(learning_rate=1e-3, schedule="cosine", warmup_steps=20),
-        data=DataConfig(train=(SourceConfig(path="task:arithmetic"),)),
-        eval=EvalConfig(every=50, prompts=128),
-        checkpoint=CheckpointConfig(every=100),
+        optim=OptimConfig(learning_rate=2e-3, schedule="linear", b2=0.99),
+        data=DataConfig(train=(SourceConfig(path="task:arithmetic", options='{"digits": 1, "terms": 3}'),)),
+        eval=EvalConfig(every=100, prompts=256),
+        checkpoint=CheckpointConfig(every=200),
     )
