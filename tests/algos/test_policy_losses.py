@@ -56,15 +56,12 @@ def name_of(config):
         (sapo.Config(), -0.027434),
         (gmpo.Config(**CLIP), 0.074493),
         (grpo.Config(**CLIP, aggregation="token", kl_coef=0.0, loss_cap=3.0), 0.293748),
-        # by hand: chances move by (.1099, -.0387, .0533 | -.1448, 0, .1954, .4122); .1099 and -.1448 drop out
-        (dppo.Config(delta_low=0.1, delta_high=0.1), None),
+        (dppo.Config(delta_low=0.1, delta_high=0.1), 0.335061),
+        (dppo.Config(divergence_of="kl", delta_low=0.02, delta_high=0.02), 0.335061),
     ],
     ids=lambda x: name_of(x) if hasattr(x, "advantage") else str(x),
 )
 def test_equals_other_systems(config, expected):
-    if expected is None:
-        keep = np.array([[0, 1, 1, 0], [0, 1, 1, 1]])
-        expected = -float((keep * RATIO * ADVANTAGES * POLICY).sum()) / 7
     assert loss_of(config) == pytest.approx(expected, abs=1e-6)
 
 
