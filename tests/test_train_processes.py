@@ -10,12 +10,19 @@ import sys
 from jaxrl_llm.train import main
 sys.exit(main(sys.argv[1:]))
 """
+SIZES = {"hidden_size": 16, "mlp_size": 16, "num_layers": 1, "head_dim": 4}  # it is compiling that takes time
 ARGS = [
-    *("--config", "grpo_tiny.py", "--steps", "3", "--warm_start.steps", "2"),
-    *("--prompts_per_step", "8", "--responses_per_prompt", "4", "--eval.prompts", "8", "--eval.every", "2"),
-    *("--checkpoint.every", "2", "--algo.kl_coef", "0.1", "--mesh.data", "2", "--mesh.fsdp", "4"),
-    *("--log.progress", "none", "--log.tensorboard", "false"),
+    *("--config", "grpo_tiny.py", "--steps", "2", "--warm_start.steps", "1", "--algo.kl_coef", "0.1"),
+    *("--prompts_per_step", "4", "--responses_per_prompt", "2", "--eval.prompts", "4", "--eval.every", "2"),
+    *("--warm_start.examples_per_step", "8", "--tokens_per_device", "24", "--checkpoint.every", "2"),
+    *("--mesh.data", "2", "--mesh.fsdp", "4", "--log.progress", "none", "--log.tensorboard", "false"),
+    *("--rollout.slots", "8", "--reward.workers", "1", "--model.remat", "none"),
+    *(word for field, size in SIZES.items() for word in (f"--model.architecture.{field}", str(size))),
 ]
+REWARD = """
+def digits(solution_str, ground_truth):  # unlike whether a sum is right, it differs from the first step on
+    return sum(c.isdigit() for c in solution_str) / max(len(solution_str), 1)
+"""
 
 
 def metrics(folder):
@@ -25,10 +32,12 @@ def metrics(folder):
 
 
 def test_two_processes_train_as_one(tmp_path):
-    run_processes(TRAIN, 1, [*ARGS, "--run_dir", str(tmp_path / "one")], devices=8, initialize=False)
-    run_processes(TRAIN, 2, [*ARGS, "--run_dir", str(tmp_path / "two")], devices=4, initialize=False)
+    (tmp_path / "reward.py").write_text(REWARD)
+    args = [*ARGS, "--reward.name", f"{tmp_path / 'reward.py'}:digits"]
+    run_processes(TRAIN, 1, [*args, "--run_dir", str(tmp_path / "one")], devices=8, initialize=False)
+    run_processes(TRAIN, 2, [*args, "--run_dir", str(tmp_path / "two")], devices=4, initialize=False)
     one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
-    assert [row["step"] for row in two] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in two] == [1, 2, 3]
     for a, b in zip(one, two, strict=True):
         assert a.keys() == b.keys()
         for key, value in a.items():
@@ -36,5 +45,6 @@ def test_two_processes_train_as_one(tmp_path):
                 np.testing.assert_allclose(b[key], value, rtol=1e-4, atol=1e-5, err_msg=key)
             else:
                 assert b[key] == value, key
+    assert all(row["reward/std"] > 0 and row["grad_norm"] > 0 for row in two[1:])  # something is learnt
     samples = [(tmp_path / name / "samples.jsonl").read_text() for name in ("one", "two")]
     assert samples[0] == samples[1]
