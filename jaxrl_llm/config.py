@@ -21,7 +21,7 @@ from jaxrl_llm.data.rows import SourceConfig
 from jaxrl_llm.metrics import LogConfig
 from jaxrl_llm.models.config import RopeConfig, TransformerConfig
 from jaxrl_llm.optim import OptimConfig
-from jaxrl_llm.rewards.sample import RewardConfig
+from jaxrl_llm.rewards.sample import RewardConfig, RewardModelConfig
 from jaxrl_llm.rollout.engine import SamplingConfig
 from jaxrl_llm.rollout.native import RolloutConfig
 from jaxrl_llm.sharding.mesh import MeshConfig
@@ -38,6 +38,7 @@ __all__ = [  # all that a recipe needs, besides its algorithm
     "ModelConfig",
     "OptimConfig",
     "RewardConfig",
+    "RewardModelConfig",
     "RolloutConfig",
     "RopeConfig",
     "SamplingConfig",

@@ -83,6 +83,7 @@ class Preference:
 
     digits: int = 2
     operators: str = "+"
+    terms: int = 2
     noise: float = 0.0  # share of pairs the wrong way round
     size: int = 1_000_000
 
@@ -161,8 +162,8 @@ def reverse(rng: random.Random, options: Reverse) -> Problem:
 
 
 def preference(rng: random.Random, options: Preference) -> Problem:
-    """Arithmetic of two terms. The mistake: any other number about as large, another each time."""
-    right = arithmetic(rng, Arithmetic(options.digits, options.operators))
+    """Arithmetic. The mistake: any other number about as large, another each time."""
+    right = arithmetic(rng, Arithmetic(options.digits, options.operators, options.terms))
     value, shift = int(right.answer), 0
     reach = rng.choice([3, 10, 10**options.digits])  # near misses and far ones
     while shift == 0:

@@ -35,6 +35,8 @@ class RewardConfig:
     """A built-in reward (exact, arithmetic, gsm8k, math, countdown, gym), a function of yours as
     "my_rewards.py:my_reward", the URL of a service, "none" (reward models alone), or "auto": the built-in
     that fits each row's data source."""
+    weight: float = 1.0
+    """Share of `name` in the reward; 0 = it only says what is correct, and reward models reward."""
     shaping: tuple[tuple[str, float], ...] = ()
     """Further rewards added with their weights, e.g. format 0.2 overlong 1.0. Correct or wrong is said by
     `name` alone."""

@@ -39,7 +39,7 @@ def main(fd: int, parent: int) -> None:
     while (message := _receive(connection)) is not None:
         name, samples = message
         try:
-            used = [(1.0, _scorer(name, scorers, config))]
+            used = [(config.weight, _scorer(name, scorers, config))]
             used += [(weight, _scorer(extra, scorers, config)) for extra, weight in config.shaping]
         except BaseException as error:
             text = str(error) if isinstance(error, RewardLoadError) else traceback.format_exc(limit=-3)
