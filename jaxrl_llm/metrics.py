@@ -66,7 +66,7 @@ class RunLog:
         self.is_writer = jax.process_index() == 0
         self.warned: set[str] = set()
         self.loggers: dict[str, loggers.Logger] = {}
-        self.total_steps, self.last_step = total_steps, resume_step
+        self.total_steps, self.last_step = total_steps, max(resume_step, 0)
         self.progress = Progress(
             config.progress if self.is_writer else "none", total_steps, max(resume_step, 0)
         )

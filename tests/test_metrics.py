@@ -464,3 +464,6 @@ def test_an_early_end_says_why_and_how_to_go_on(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert out.startswith("\nstopped by SIGTERM: step 1 of 3, 0:00 since the start\n  loss           2.000")
     assert out.endswith("The same command again continues from the last checkpoint.\n")
+
+    RunLog(tmp_path / "new", QUIET, 3, resume_step=-1).finish(stopped="SIGTERM")
+    assert "stopped by SIGTERM: step 0 of 3" in capsys.readouterr().out
