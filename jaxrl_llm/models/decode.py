@@ -1,7 +1,8 @@
 """The decoder one token at a time: rollout's weights, its ring cache, prefill and decode.
 
-The layers are the `block` that training runs. They are unrolled, each with arrays of its own: on a
-CPU a scan would copy every weight and every cache out of its stack for every token.
+The layers are the `block` that training runs. Up to UNROLLED of them are unrolled, each with arrays of
+its own: on a CPU a scan copies every weight and every cache out of its stack for every token, which takes
+a third more time. Deeper models are scanned, as in training: compile time does not grow with depth.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from jaxrl_llm.models.rope import rope_tables
 from jaxrl_llm.models.transformer import Layers, Transformer, attend_row, block, rms_norm, window_sizes
 from jaxrl_llm.sharding.rules import Rules, constrain
 
+UNROLLED = 12
+"""Layers at most that have arrays of their own. Each costs about 0.1 s to compile, in every program."""
+
 
 class DecodeWeights(NamedTuple):
     """Weights of the policy as decoding reads them."""
@@ -29,7 +33,7 @@ class DecodeWeights(NamedTuple):
     embed: Float[Array, "V D"]
     norm: Float[Array, "D"]
     head: Float[Array, "V D"] | None  # None = tied to embed
-    layers: tuple[Layers, ...]  # no L dim in front
+    layers: tuple[Layers, ...]  # one a layer, without L in front; or, of a deep model, all in one
 
 
 class RingCache(NamedTuple):
@@ -39,14 +43,19 @@ class RingCache(NamedTuple):
     step writes one column for all slots, however long each is, instead of scattering.
     """
 
-    k: tuple[Float[Array, "S K E C"], ...]  # one array a layer; C last suits q k^T
-    v: tuple[Float[Array, "S K C E"], ...]
+    k: tuple[Float[Array, "*L S K E C"], ...]  # one array a layer, or one [L, ...]; C last suits q k^T
+    v: tuple[Float[Array, "*L S K C E"], ...]
     cursor: Int[Array, ""]  # the index that the next token takes
 
     @property
     def length(self) -> int:
         """Tokens that a slot can hold."""
-        return self.v[0].shape[2]
+        return self.v[0].shape[-2]
+
+
+def is_unrolled(c: TransformerConfig) -> bool:
+    """Whether every layer has arrays of its own."""
+    return c.num_layers <= UNROLLED
 
 
 def decode_weights(params: Transformer, dtype: DTypeLike) -> DecodeWeights:
@@ -60,23 +69,30 @@ def decode_weights(params: Transformer, dtype: DTypeLike) -> DecodeWeights:
         return jnp.copy(w if norm else w.astype(dtype))
 
     params = jax.tree_util.tree_map_with_path(cast, params)
-    layers = (jax.tree.map(lambda w, i=i: w[i], params.layers) for i in range(params.config.num_layers))
-    head = None if params.config.tie_embeddings else params.lm_head[...]
-    return DecodeWeights(params.embed[...], params.norm[...], head, tuple(layers))
+    c, layers = params.config, (params.layers,)
+    if is_unrolled(c):
+        layers = tuple(jax.tree.map(lambda w, i=i: w[i], params.layers) for i in range(c.num_layers))
+    head = None if c.tie_embeddings else params.lm_head[...]
+    return DecodeWeights(params.embed[...], params.norm[...], head, layers)
 
 
 def decode_shardings(c: TransformerConfig, mesh: Mesh, rules: Rules) -> DecodeWeights:
     """The tree of `decode_weights` with `NamedSharding` leaves."""
     tree = shardings(c, mesh, rules)
-    one_layer = jax.tree.map(lambda s: NamedSharding(mesh, PartitionSpec(*s.spec[1:])), tree.layers)
+    layers = (tree.layers,)
+    if is_unrolled(c):
+        one = jax.tree.map(lambda s: NamedSharding(mesh, PartitionSpec(*s.spec[1:])), tree.layers)
+        layers = (one,) * c.num_layers
     head = None if c.tie_embeddings else tree.lm_head.get_value()
-    return DecodeWeights(tree.embed.get_value(), tree.norm.get_value(), head, (one_layer,) * c.num_layers)
+    return DecodeWeights(tree.embed.get_value(), tree.norm.get_value(), head, layers)
 
 
 def ring_cache(c: TransformerConfig, slots: int, length: int, dtype: DTypeLike) -> RingCache:
     """Room for `slots` sequences of `length` tokens."""
-    k = tuple(jnp.zeros((slots, c.num_kv_heads, c.head_dim, length), dtype) for _ in range(c.num_layers))
-    v = tuple(jnp.zeros((slots, c.num_kv_heads, length, c.head_dim), dtype) for _ in range(c.num_layers))
+    arrays, depth = (c.num_layers, ()) if is_unrolled(c) else (1, (c.num_layers,))
+    shape = (*depth, slots, c.num_kv_heads)
+    k = tuple(jnp.zeros((*shape, c.head_dim, length), dtype) for _ in range(arrays))
+    v = tuple(jnp.zeros((*shape, length, c.head_dim), dtype) for _ in range(arrays))
     return RingCache(k, v, jnp.int32(0))
 
 
@@ -89,27 +105,27 @@ def logits(c: TransformerConfig, weights: DecodeWeights, hidden: Float[Array, "S
 
 def prefill(
     c: TransformerConfig, weights: DecodeWeights, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
-) -> tuple[tuple[Float[Array, "B K E T"], ...], tuple[Float[Array, "B K T E"], ...]]:
+) -> tuple[tuple[Float[Array, "*L B K E T"], ...], tuple[Float[Array, "*L B K T E"], ...]]:
     """Keys and values of prompts that end at the right edge of their rows.
 
     Args:
         tokens: row b holds its prompt in the last lengths[b] places.
 
-    Returns: (k, v), one array a layer, laid out as in `RingCache`; what lies left of a prompt is noise.
+    Returns: (k, v), arrays laid out as in `RingCache`; what lies left of a prompt is noise.
     """
     positions = jnp.arange(tokens.shape[1]) - (tokens.shape[1] - lengths)[:, None]
     inside = positions >= 0
     distance = positions[:, :, None] - positions[:, None, :]
     visible = inside[:, :, None] & inside[:, None, :] & (distance >= 0)
-    positions = jnp.maximum(positions, 0)
-    tables = rope_tables(c, positions)
+    tables = rope_tables(c, jnp.maximum(positions, 0))
+
+    def layer(x, w, window, *_):
+        x, (k, v) = block(c, w, x, tables, attend_row(c, visible & (distance < window)))
+        return x, (k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
+
     x = constrain(weights.embed[tokens], "batch", "sequence", "hidden")
-    ks, vs = [], []
-    for layer, window in zip(weights.layers, window_sizes(c), strict=True):
-        x, (k, v) = block(c, layer, x, tables, attend_row(c, visible & (distance < window)))
-        ks.append(k.transpose(0, 2, 3, 1))
-        vs.append(v.transpose(0, 2, 1, 3))
-    return tuple(ks), tuple(vs)
+    _, kv = _through_layers(c, weights.layers, layer, x)
+    return tuple(k for k, _ in kv), tuple(v for _, v in kv)
 
 
 def decode(
@@ -123,33 +139,59 @@ def decode(
     tables = rope_tables(c, positions[:, None])
     age = jnp.mod(cache.cursor - jnp.arange(cache.length), cache.length)
     visible = age <= positions[:, None]
+
+    def layer(carry, w, window, array, place):
+        x, ks, vs = carry
+        attend = _attend_ring(c, (ks[array], vs[array]), place, cache.cursor, visible & (age < window))
+        x, (k, v) = block(c, w, x, tables, attend)
+        put = lambda arrays, new: (*arrays[:array], new, *arrays[array + 1 :])
+        return (x, put(ks, k), put(vs, v)), None
+
     x = constrain(weights.embed[tokens][:, None], "batch", "sequence", "hidden")
-    ks, vs = [], []
-    for i, window in enumerate(window_sizes(c)):
-        attend = _attend_ring(c, cache, i, (visible & (age < window))[:, None])
-        x, (k, v) = block(c, weights.layers[i], x, tables, attend)
-        ks.append(k)
-        vs.append(v)
+    (x, ks, vs), _ = _through_layers(c, weights.layers, layer, (x, cache.k, cache.v))
     hidden = rms_norm(x, weights.norm, c.norm_eps)[:, 0]
-    return hidden, RingCache(tuple(ks), tuple(vs), jnp.mod(cache.cursor + 1, cache.length))
+    return hidden, RingCache(ks, vs, jnp.mod(cache.cursor + 1, cache.length))
 
 
-def _attend_ring(c: TransformerConfig, cache: RingCache, layer: int, visible: Bool[Array, "S 1 C"]):
+def _through_layers(c: TransformerConfig, layers: tuple[Layers, ...], layer, carry):
+    """`layer(carry, weights, window, array, place) -> (carry, out)` for all layers in order.
+
+    `array` and `place` say where the layer's cache is: in place () of array 0, 1, ... where each has its
+    own, in place (i,) of array 0 where all share one.
+
+    Returns: (carry, outs): an out a layer, or one of all, stacked.
+    """
+    windows = window_sizes(c)
+    if is_unrolled(c):
+        outs = []
+        for i, (weights, window) in enumerate(zip(layers, windows, strict=True)):
+            carry, out = layer(carry, weights, window, i, ())
+            outs.append(out)
+        return carry, outs
+    one = lambda carry, xs: layer(carry, xs[0], xs[1], 0, (xs[2],))
+    carry, outs = jax.lax.scan(one, carry, (layers[0], jnp.asarray(windows), jnp.arange(c.num_layers)))
+    return carry, [outs]
+
+
+def _attend_ring(c: TransformerConfig, kv, place: tuple, cursor, visible: Bool[Array, "S C"]):
     """`attend` of `block`: write the new key and value at the cursor, look at the slot's own past."""
 
+    def write(cache, column, at):
+        column = jnp.expand_dims(column, tuple(range(len(place)))).astype(cache.dtype)
+        cache = jax.lax.dynamic_update_slice(cache, column, (*place, *at))
+        return cache, jax.lax.dynamic_index_in_dim(cache, *place, keepdims=False) if place else cache
+
     def attend(q, k, v):
-        k_column = k.transpose(0, 2, 3, 1).astype(cache.k[layer].dtype)
-        v_column = v.transpose(0, 2, 1, 3).astype(cache.v[layer].dtype)
-        k = jax.lax.dynamic_update_slice_in_dim(cache.k[layer], k_column, cache.cursor, axis=3)
-        v = jax.lax.dynamic_update_slice_in_dim(cache.v[layer], v_column, cache.cursor, axis=2)
+        ks, k = write(kv[0], k.transpose(0, 2, 3, 1), (0, 0, 0, cursor))
+        vs, v = write(kv[1], v.transpose(0, 2, 1, 3), (0, 0, cursor, 0))
         out = attention(
             q,
             k.transpose(0, 3, 1, 2).astype(q.dtype),
             v.transpose(0, 2, 1, 3).astype(q.dtype),
-            visible,
+            visible[:, None],
             scale=1 / math.sqrt(c.head_dim),
             softcap=c.attention_softcap,
         )
-        return out, (k, v)
+        return out, (ks, vs)
 
     return attend

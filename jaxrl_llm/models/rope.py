@@ -23,15 +23,15 @@ def rope_tables(
         positions: place of each token in its trajectory, 0-based.
         lengths: tokens of the trajectory so far. Only "dynamic" scaling reads it: its frequencies
             depend on the length once that exceeds max_position. Each token takes the length of its own
-            trajectory, so packing changes nothing. None = position + 1, which is what decoding knows;
-            keys already in the cache keep the frequencies they were written with (as in HF).
+            trajectory, so packing changes nothing. None = none is longer (rollout refuses those: the keys
+            in its cache could not be turned anew).
 
     Returns: (cos, sin), times the attention factor for "yarn".
     """
     frequencies, scale = rope_frequencies(config)
     frequencies = jnp.asarray(frequencies, jnp.float32)
-    if config.rope.scaling == "dynamic":
-        stretch = _dynamic_stretch(config, positions + 1 if lengths is None else lengths)
+    if config.rope.scaling == "dynamic" and lengths is not None:
+        stretch = _dynamic_stretch(config, lengths)
         exponents = np.arange(0, config.head_dim, 2) / (config.head_dim - 2)
         frequencies = frequencies * stretch[..., None] ** -jnp.asarray(exponents, jnp.float32)
     angles = positions[..., None].astype(jnp.float32) * frequencies

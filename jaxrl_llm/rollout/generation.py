@@ -4,7 +4,8 @@ The device runs a chunk of tokens; then the host reads what was written, gives f
 samples, and fits the cache. While samples wait, a chunk ends early once an eighth of the slots is free;
 when none wait, once half are, and the cache is halved: a few long responses do not pay for the many that
 have ended. The cache holds no more tokens than the longest sequence needs by the end of the chunk.
-Sizes come from short ladders, so programs are few and are compiled once.
+Sizes come from short ladders (`sizes.py`), so programs are few and are compiled once: samples enter only
+while all slots are there, and slots and lengths change one rung at a time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -22,6 +23,7 @@ from jaxrl_llm.models.decode import DecodeWeights
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
 from jaxrl_llm.rollout.programs import Chunk, Ends, Programs, Slots
 from jaxrl_llm.rollout.sampling import Draw
+from jaxrl_llm.rollout.sizes import Sizes, at_least
 from jaxrl_llm.rollout.stopping import stop_end
 from jaxrl_llm.structs import Metrics
 
@@ -38,25 +40,18 @@ class Sample:
     finish: str = "length"
 
 
-def bucket(length: int, least: int) -> int:
-    """The smallest of least * (1, 1.5, 2, 3, 4, 6, 8, ...) that is >= length."""
-    size = least
-    while size < length:
-        size = size * 3 // 2 if (size // least).bit_count() == 1 and size * 3 // 2 >= length else size * 2
-    return size
-
-
 class Generation:
     """The schedule of one call."""
 
-    def __init__(self, config, programs: Programs, weights: DecodeWeights, samples, stop_ids: Sequence[int]):
-        self.config, self.programs, self.weights = config, programs, weights
+    def __init__(
+        self, chunk: int, sizes: Sizes, programs: Programs, weights: DecodeWeights, samples, stop_ids
+    ):
+        self.chunk, self.sizes, self.programs, self.weights = chunk, sizes, programs, weights
         self.waiting: deque[Sample] = deque(samples)
         self.stop_ids = frozenset(stop_ids)
-        self.ladder = slot_ladder(config.slots, programs.ways)
-        size = self._slots_for(len(samples))
+        size = sizes.slots[-1]
         self.occupants: list[Sample | None] = [None] * size
-        self.slots = _empty_slots(size, samples[0].key if samples else np.zeros(2, np.uint32))
+        self.slots = empty_slots(size, samples[0].key if samples else np.zeros(2, np.uint32))
         self.cache = None
         self.prompts, self.prompt_rows = None, {}  # the last prefilled batch: KV, prompt -> row
         self.prefill_seconds, self.slot_steps = 0.0, 0
@@ -67,8 +62,9 @@ class Generation:
         stops = () if sampling.ignore_eos else sampling.stop
         while self.waiting or self.slots.active.any():
             self._assign()
-            self._fit()
+            self._lengthen()
             self._fill()
+            self._shrink()
             chunk = self._decode(sampling)
             tokens += int(chunk.produced.sum())
             self._harvest(chunk, stops, decode_fn)
@@ -93,20 +89,28 @@ class Generation:
             for array, value in zip(self.slots, values, strict=True):
                 array[slot] = value
 
-    def _fit(self) -> None:
-        """Bring the cache to the size that the next chunk needs."""
-        active, size = self.slots.active, len(self.occupants)
-        busiest = active.reshape(self.programs.ways, -1).sum(axis=1).max()
-        slots = size if self.waiting else self._slots_for(busiest * self.programs.ways)
-        length = bucket(self._longest() + min(self.config.chunk, self._remaining()), least=64)
+    def _lengthen(self) -> None:
+        """Make the cache as long as the next chunk needs."""
+        needed = self._longest() + min(self.chunk, self._remaining())
         if self.cache is None:
-            self.cache = self.programs.empty_cache(slots, length)
+            length = at_least(self.sizes.lengths, needed)
+            self.cache = self.programs.empty_cache(len(self.occupants), length)
+        for length in self.sizes.lengths:
+            if self.cache.length < length and self.cache.length < needed:
+                self.cache = self.programs.resize(
+                    self.cache, self._keep_active(len(self.occupants)), length=length
+                )
+
+    def _shrink(self) -> None:
+        """Drop slots once no sample waits for them."""
+        if self.waiting:
             return
-        old = self.cache.length
-        length = max(length, old)
-        if (slots, length) != (size, old):
-            take = self._keep_active(slots)
-            self.cache = self.programs.resize(self.cache, take, length)
+        ways, size = self.programs.ways, len(self.occupants)
+        busiest = self.slots.active.reshape(ways, -1).sum(axis=1).max() * ways
+        for slots in reversed(self.sizes.slots):
+            if busiest <= slots < size:
+                take = self._keep_active(slots)
+                self.cache = self.programs.resize(self.cache, take, length=self.cache.length)
 
     def _keep_active(self, size: int) -> np.ndarray:
         """Renumber to `size` slots, none leaves its device. Returns the old slot of each within its share."""
@@ -137,22 +141,24 @@ class Generation:
 
     def _insert(self, rows: np.ndarray) -> None:
         if (rows >= 0).any():
-            self.cache = self.programs.insert(self.cache, self.prompts, rows.copy())
+            prompts = self.programs.spread(self.prompts, rows.copy(), width=self.sizes.width)
+            self.cache = self.programs.insert(self.cache, prompts, rows >= 0)
 
     def _prefill(self, samples: list[Sample]) -> None:
-        """One forward over the first prompts of these, as many as fit in prefill_tokens."""
+        """One forward over the first prompts of these, as many as fit."""
         start = time.perf_counter()
+        widths = [width for width, _ in self.sizes.prompts]
         batch: dict[bytes, np.ndarray] = {}
-        width = 0
+        longest = 0
         for sample in samples:
             ids = sample.request.prompt_ids
-            wider = max(width, bucket(len(ids) - 1, least=32))
-            new = _identity(sample) not in batch
-            if batch and new and wider * _power_of_two(len(batch) + 1) > self.config.prefill_tokens:
+            longer = max(longest, len(ids) - 1)  # decode reads the last one
+            room = dict(self.sizes.prompts)[at_least(widths, longer)][-1]
+            if len(batch | {_identity(sample): ids}) > room:
                 break
-            batch[_identity(sample)] = ids[:-1]  # decode reads the last one
-            width = wider
-        tokens = np.zeros((_power_of_two(len(batch)), width), np.int32)
+            batch[_identity(sample)], longest = ids[:-1], longer
+        width = at_least(widths, longest)
+        tokens = np.zeros((at_least(dict(self.sizes.prompts)[width], len(batch)), width), np.int32)
         lengths = np.zeros(len(tokens), np.int32)
         for row, ids in enumerate(batch.values()):
             lengths[row] = len(ids)
@@ -163,25 +169,16 @@ class Generation:
 
     def _decode(self, sampling: SamplingConfig) -> Chunk:
         size, ways = len(self.occupants), self.programs.ways
-        steps = min(self.config.chunk, self.cache.length - self._longest(), self._remaining())
+        steps = min(self.chunk, self.cache.length - self._longest(), self._remaining())
         if self.waiting:
             idle = size // ways - max(1, size // ways // 8)
         else:
-            idle = max([n for n in self.ladder if n < size], default=0) // ways
-        draw = Draw(
-            np.float32(sampling.temperature),
-            np.int32(sampling.top_k),
-            np.float32(sampling.top_p),
-            np.float32(sampling.min_p),
-        )
-        filtered = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-        stop = np.full(-(-max(len(self.stop_ids), 1) // 8) * 8, -1, np.int32)
-        stop[: len(self.stop_ids)] = sorted(self.stop_ids)
-        ends = Ends(stop, np.int32(steps), np.int32(idle))
+            idle = max([n for n in self.sizes.slots if n < size], default=0) // ways
         uniform = self.programs.uniforms(self.slots)
         self.cache, chunk = self.programs.decode(
-            self.weights, self.cache, self.slots, uniform, draw, ends, filtered=filtered
-        )
+            self.weights, self.cache, self.slots, uniform, make_draw(sampling),
+            make_ends(self.stop_ids, steps, idle), filtered=is_filtered(sampling),
+        )  # fmt: skip
         chunk = Chunk(*jax.device_get(chunk))
         self.slot_steps += int(chunk.steps) * size
         return chunk
@@ -208,9 +205,6 @@ class Generation:
             if not slots.active[s]:
                 self.occupants[s] = None
 
-    def _slots_for(self, samples: int) -> int:
-        return min((n for n in self.ladder if n >= samples), default=self.ladder[0])
-
     def _longest(self) -> int:
         return int(self.slots.positions[self.slots.active].max())
 
@@ -218,16 +212,29 @@ class Generation:
         return int((self.slots.limits - self.slots.counts)[self.slots.active].max())
 
 
-def slot_ladder(slots: int, ways: int) -> list[int]:
-    """Numbers of slots in use: all of them, a half, a quarter, an eighth; multiples of `ways`.
+def make_draw(sampling: SamplingConfig) -> Draw:
+    return Draw(
+        np.float32(sampling.temperature),
+        np.int32(sampling.top_k),
+        np.float32(sampling.top_p),
+        np.float32(sampling.min_p),
+    )
 
-    Each costs a compilation for each cache length; below an eighth there is little left to save.
-    """
-    share = -(-slots // ways)
-    return sorted({-(-share // part) * ways for part in (1, 2, 4, 8)}, reverse=True)
+
+def is_filtered(sampling: SamplingConfig) -> bool:
+    """Whether top-k, top-p or min-p may drop a token."""
+    return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
 
 
-def _empty_slots(size: int, key: np.ndarray) -> Slots:
+def make_ends(stop_ids: Collection[int], steps: int, idle: int) -> Ends:
+    """The ids padded to a multiple of 8: few shapes."""
+    stop = np.full(-(-max(len(stop_ids), 1) // 8) * 8, -1, np.int32)
+    stop[: len(stop_ids)] = sorted(stop_ids)
+    return Ends(stop, np.int32(steps), np.int32(idle))
+
+
+def empty_slots(size: int, key: np.ndarray) -> Slots:
+    """Nobody in any slot; `key` says how large keys are."""
     ints = lambda: np.zeros(size, np.int32)
     keys = np.zeros((size, len(key)), key.dtype)
     return Slots(ints(), ints(), ints(), ints(), np.zeros(size, bool), keys)
@@ -236,7 +243,3 @@ def _empty_slots(size: int, key: np.ndarray) -> Slots:
 def _identity(sample: Sample) -> bytes:
     """Equal for equal prompts: they share one prefill whatever group they are of."""
     return np.asarray(sample.request.prompt_ids, np.int32).tobytes()
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()

@@ -15,7 +15,11 @@ from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
 from jaxrl_llm.rollout.generation import Generation, Sample
 from jaxrl_llm.rollout.programs import Programs
+from jaxrl_llm.rollout.sizes import Sizes, make_sizes
+from jaxrl_llm.rollout.warm_up import warm_up
 from jaxrl_llm.structs import Metrics, Params, Trajectory
+
+KEY_BLOCK = 256  # samples whose keys are made in one call
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class NativeEngine:
         self.programs = Programs(model, mesh, config.dtype, config.cache_dtype or config.dtype, config.chunk)
         self.metrics: Metrics = {}
         self._published = None
+        self._sizes = self._make_sizes(1, 1)
         self._sample_keys = jax.jit(
             jax.vmap(
                 lambda key, p, g: jax.random.key_data(jax.random.fold_in(jax.random.fold_in(key, p), g)),
@@ -95,23 +100,67 @@ class NativeEngine:
         if self._published is None:
             raise ValueError("rollout: no weights; call publish(params, version) before generate")
         weights, version = self._published
+        self._grow_sizes(requests)
         samples = self._samples(requests, key)
         with jax.set_mesh(self.mesh):
-            generation = Generation(self.config, self.programs, weights, samples, self._stops(sampling))
+            generation = Generation(
+                self.config.chunk, self._sizes, self.programs, weights, samples, self._stops(sampling)
+            )
             self.metrics = generation.run(sampling, self._decode_text)
         return [self._trajectory(sample, version) for sample in samples]
+
+    def warm_up(
+        self,
+        max_prompt_tokens: int,
+        max_response_tokens: int,
+        samplings: Sequence[SamplingConfig] = (SamplingConfig(),),
+    ) -> None:
+        """Compile all that prompts and responses of at most these lengths may need, in any number.
+
+        After it `generate` compiles nothing. Without it, or beyond these lengths, programs are compiled
+        when they are first needed. Needs no weights; makes as many zeros, and frees them.
+
+        Args:
+            samplings: those that `generate` will be given (filters are programs of their own).
+        """
+        self._sizes = self._make_sizes(max_prompt_tokens, max_response_tokens)
+        key = self._keys(jax.random.key(0), np.zeros((0, 2), np.int32))
+        stops = max((self._stops(sampling) for sampling in samplings), key=len)
+        with jax.set_mesh(self.mesh):
+            weights = self._published[0] if self._published else self.programs.zero_weights()
+            warm_up(self.programs, self._sizes, weights, samplings, stops, key[0])
 
     def compile_count(self) -> int:
         """Programs compiled so far; stands still after warm-up."""
         return self.programs.traces
 
+    def _make_sizes(self, max_prompt: int, max_response: int) -> Sizes:
+        ways = self.programs.ways
+        return make_sizes(max_prompt, max_response, self.config.slots, ways, self.config.prefill_tokens)
+
+    def _grow_sizes(self, requests: list[Request]) -> None:
+        """Make room for these. Prompts to a power of two, so that the next longer one is not yet another."""
+        prompt = max((len(r.prompt_ids) for r in requests), default=1)
+        response = max((r.max_tokens for r in requests), default=1)
+        known = self._sizes.max_prompt_tokens, self._sizes.max_response_tokens
+        if prompt > known[0] or response > known[1]:
+            if prompt > known[0]:
+                prompt = 1 << (prompt - 1).bit_length()
+            self._sizes = self._make_sizes(max(prompt, known[0]), max(response, known[1]))
+
     def _samples(self, requests: list[Request], key: jax.Array) -> list[Sample]:
         pairs = [(request, g) for request in requests for g in range(request.num_responses)]
-        padded = 1 << max(len(pairs) - 1, 0).bit_length()  # few shapes
-        index = np.zeros((2, padded), np.int32)
-        index[:, : len(pairs)] = np.array([(r.prompt_index, g) for r, g in pairs], np.int32).reshape(-1, 2).T
-        keys = np.asarray(self._sample_keys(key, *index))
+        names = np.array([(r.prompt_index, g) for r, g in pairs], np.int32).reshape(-1, 2)
+        keys = self._keys(key, names)
         return [Sample(request, g, k) for (request, g), k in zip(pairs, keys, strict=False)]
+
+    def _keys(self, key: jax.Array, names: np.ndarray) -> np.ndarray:
+        """Key data of the samples (p, g), in blocks of one shape; at least one block."""
+        blocks = max(1, -(-len(names) // KEY_BLOCK))
+        padded = np.zeros((blocks * KEY_BLOCK, 2), np.int32)
+        padded[: len(names)] = names
+        parts = [self._sample_keys(key, *block.T) for block in np.split(padded, blocks)]
+        return np.concatenate(parts)
 
     def _trajectory(self, sample: Sample, version: int) -> Trajectory:
         ids = np.array(sample.ids, np.int32)
@@ -155,5 +204,16 @@ class NativeEngine:
             if length + request.max_tokens > self.model.max_position:
                 raise ValueError(
                     f"request {i}: {length} prompt tokens + max_tokens={request.max_tokens} exceed the "
-                    f"model's {self.model.max_position} positions; shorten one of them"
+                    f"model's {self.model.max_position} positions; shorten one of them{_why_not(self.model)}"
                 )
+
+
+def _why_not(model: TransformerConfig) -> str:
+    """Beyond max_position, "dynamic" RoPE turns all keys of a trajectory by its final length, which rollout
+    does not know when it writes them: its log-probs would not be the trainer's."""
+    if model.rope.scaling != "dynamic":
+        return ""
+    return (
+        '. "dynamic" RoPE would go on, but turns the keys anew with every token, and cached keys stay: '
+        'for longer text set rope scaling to "yarn" in the config.json of the model'
+    )

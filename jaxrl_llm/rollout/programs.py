@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl_llm import models
 from jaxrl_llm.models import TransformerConfig, decode
 from jaxrl_llm.models.decode import DecodeWeights, RingCache
 from jaxrl_llm.rollout.sampling import Draw, sample, uniforms
@@ -57,66 +58,95 @@ class Programs:
         self.ways = mesh.size // share  # slots are divided among so many devices
         self.traces = 0
         everywhere = NamedSharding(mesh, PartitionSpec())
+        # Layouts are said of every result, so that one program's output is the next one's input however
+        # it came about: a cache laid out otherwise would be another program.
+        shapes = jax.eval_shape(lambda: decode.ring_cache(config, self.ways, 1, self.cache_dtype))
+        cache = RingCache(*self._layouts(shapes, "batch"), everywhere)
         weights = decode.decode_shardings(config, mesh, ROLLOUT)
         self.publish = jax.jit(self._publish, out_shardings=weights)
-        self.prefill = jax.jit(self._prefill)
-        self.insert = jax.jit(self._insert, donate_argnums=0)
-        self.resize = jax.jit(self._resize, static_argnames="length")
+        self.zero_weights = jax.jit(self._zero_weights, out_shardings=weights)
+        self.empty_cache = jax.jit(self._empty_cache, static_argnums=(0, 1), out_shardings=cache)
+        self.prefill = jax.jit(self._prefill, out_shardings=self._layouts(shapes, None))
+        self.spread = jax.jit(self._spread, static_argnames="width", out_shardings=cache[:2])
+        self.insert = jax.jit(self._insert, donate_argnums=0, out_shardings=cache)
+        self.resize = jax.jit(self._resize, static_argnames="length", out_shardings=cache)
         self.decode = jax.jit(
             self._decode,
             static_argnames=("filtered",),
             donate_argnums=1,
-            out_shardings=(None, everywhere),
+            out_shardings=(cache, everywhere),
         )
         self.uniforms = jax.jit(self._uniforms, out_shardings=everywhere)
-        self.empty_cache = jax.jit(self._empty_cache, static_argnums=(0, 1))
+
+    def _layouts(self, shapes: RingCache, rows: str | None) -> PromptKV:
+        """Shardings of keys and values: rows over the axes of the batch or nowhere, heads over tensor."""
+
+        def lie(x):
+            axes = (rows, "kv_heads", None, None)
+            return fit(self.mesh, (None,) * (x.ndim - 4) + axes, x.shape, ROLLOUT)
+
+        return jax.tree.map(lie, (shapes.k, shapes.v))
 
     def _publish(self, params: Params) -> DecodeWeights:
         self.traces += 1
         return decode.decode_weights(params, self.dtype)
 
+    def _zero_weights(self) -> DecodeWeights:
+        """As many zeros as `publish` gives weights."""
+        shapes = jax.eval_shape(self._publish, models.abstract(self.config))
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
     def _empty_cache(self, slots: int, length: int) -> RingCache:
         self.traces += 1
-        return self._lay_out(decode.ring_cache(self.config, slots, length, self.cache_dtype))
+        return decode.ring_cache(self.config, slots, length, self.cache_dtype)
 
     def _prefill(self, weights: DecodeWeights, tokens, lengths) -> PromptKV:
         """Right-aligned prompts to their keys and values; any slot may want them, so no row is divided."""
         self.traces += 1
         kv = decode.prefill(self.config, weights, tokens, lengths)
-        kv = jax.tree.map(lambda x: x.astype(self.cache_dtype), kv)
-        return jax.tree.map(lambda x: self._constrain(x, None), kv)
+        return jax.tree.map(lambda x: x.astype(self.cache_dtype), kv)
 
-    def _insert(self, cache: RingCache, prompts: PromptKV, rows) -> RingCache:
-        """Slot s takes the keys and values of prompt rows[s]; -1 leaves it as it is."""
+    def _spread(self, prompts: PromptKV, rows, *, width: int) -> PromptKV:
+        """A copy of prompt rows[s] for slot s, `width` columns wide. Apart from `insert`: its programs
+        are as many as shapes of prompts plus lengths of caches then, not as many as their product."""
+        self.traces += 1
+
+        def take(x, axis):
+            x = jnp.take(x, rows, axis=-4, mode="clip")
+            return jnp.pad(x, _at(x, axis, (width - x.shape[axis], 0)))
+
+        k, v = prompts
+        return tuple(take(x, -1) for x in k), tuple(take(x, -2) for x in v)
+
+    def _insert(self, cache: RingCache, prompts: PromptKV, chosen) -> RingCache:
+        """The chosen slots take their prompt's keys and values, the newest right before the cursor."""
         self.traces += 1
 
         def put(old, new, axis):
-            new = jax.lax.slice_in_dim(
-                new, max(0, new.shape[axis] - cache.length), new.shape[axis], axis=axis
-            )
-            pad = [(0, 0)] * 4
-            pad[axis] = (cache.length - new.shape[axis], 0)
-            new = jnp.roll(jnp.pad(new, pad), cache.cursor, axis=axis)
-            return jnp.where((rows >= 0)[:, None, None, None], new[jnp.maximum(rows, 0)], old)
+            width = new.shape[axis]
+            new = jax.lax.slice_in_dim(new, max(0, width - cache.length), width, axis=axis % new.ndim)
+            new = jnp.pad(new, _at(new, axis, (cache.length - new.shape[axis], 0)))
+            return jnp.where(chosen[:, None, None, None], jnp.roll(new, cache.cursor, axis=axis), old)
 
-        k = tuple(put(old, new, 3) for old, new in zip(cache.k, prompts[0], strict=True))
-        v = tuple(put(old, new, 2) for old, new in zip(cache.v, prompts[1], strict=True))
-        return self._lay_out(RingCache(k, v, cache.cursor))
+        k = tuple(put(old, new, -1) for old, new in zip(cache.k, prompts[0], strict=True))
+        v = tuple(put(old, new, -2) for old, new in zip(cache.v, prompts[1], strict=True))
+        return RingCache(k, v, cache.cursor)
 
-    def _resize(self, cache: RingCache, take, length: int) -> RingCache:
+    def _resize(self, cache: RingCache, take, *, length: int) -> RingCache:
         """A cache of other slots, or longer. take[s] = old slot, counted within its device's share."""
         self.traces += 1
+        index = take.reshape(self.ways, -1)
 
         def move(x, axis):
-            shares = x.reshape(self.ways, -1, *x.shape[1:])
-            index = take.reshape(self.ways, -1)
-            x = jax.vmap(lambda share, i: share[i])(shares, index).reshape(len(take), *x.shape[1:])
-            pad = [(0, 0)] * 4
-            pad[axis] = (0, length - cache.length)
-            return jnp.pad(jnp.roll(x, -cache.cursor, axis=axis), pad)  # newest token at the old end
+            *depth, slots, heads, rows, columns = x.shape
+            shares = x.reshape(-1, self.ways, slots // self.ways, heads, rows, columns)
+            pick = jax.vmap(jax.vmap(lambda share, i: share[i]), in_axes=(0, None))  # layers, devices
+            x = pick(shares, index).reshape(*depth, len(take), heads, rows, columns)
+            x = jnp.roll(x, -cache.cursor, axis=axis)  # newest token at the old end
+            return jnp.pad(x, _at(x, axis, (0, length - cache.length)))
 
-        k, v = tuple(move(x, 3) for x in cache.k), tuple(move(x, 2) for x in cache.v)
-        return self._lay_out(RingCache(k, v, jnp.int32(cache.length % length)))
+        k, v = tuple(move(x, -1) for x in cache.k), tuple(move(x, -2) for x in cache.v)
+        return RingCache(k, v, jnp.int32(cache.length % length))
 
     def _uniforms(self, slots: Slots) -> jax.Array:
         """The numbers that draw a chunk's tokens, [chunk, S]. Apart from `decode`, whose compilation they
@@ -158,13 +188,9 @@ class Programs:
         state = slots._replace(keys=jnp.zeros(()))
         step, cache, state, out = jax.lax.while_loop(unfinished, body, (jnp.int32(0), cache, state, out))
         chunk = Chunk(*out, state.counts - slots.counts, state.active, step)
-        return self._lay_out(cache), chunk
+        return cache, chunk
 
-    def _lay_out(self, cache: RingCache) -> RingCache:
-        """Slots over the axes of the batch, heads over tensor."""
-        spread = lambda x: self._constrain(x, "batch")
-        return RingCache(*jax.tree.map(spread, (cache.k, cache.v)), cache.cursor)
 
-    def _constrain(self, x: jax.Array, rows: str | None) -> jax.Array:
-        axes = (rows, "kv_heads", None, None)
-        return jax.lax.with_sharding_constraint(x, fit(self.mesh, axes, x.shape, ROLLOUT))
+def _at(x: jax.Array, axis: int, pad: tuple[int, int]) -> list[tuple[int, int]]:
+    """Padding of one dim."""
+    return [pad if i == axis % x.ndim else (0, 0) for i in range(x.ndim)]

@@ -22,7 +22,7 @@ from jaxrl_llm.data.rows import SourceConfig, normalise
 from jaxrl_llm.data.template import Chat, ChatConfig
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.names import read_config
-from jaxrl_llm.rollout.generation import bucket
+from jaxrl_llm.rollout.sizes import bucket
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 from jaxrl_llm.tools.generate import Dtype, check_writable, load_params, open_out, pick_dtype, say

@@ -9,6 +9,8 @@ import pytest
 
 from jaxrl_llm import models
 from jaxrl_llm.models import decode
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.rules import ROLLOUT
 
 TINY = models.TransformerConfig(
     vocab_size=64, hidden_size=32, mlp_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
@@ -23,6 +25,12 @@ VARIANTS = {
         qkv_bias=True,
         qk_norm=False,
         tie_embeddings=False,
+    ),
+    "deep enough to be scanned": dataclasses.replace(
+        TINY,
+        num_layers=decode.UNROLLED + 1,
+        sliding_window=3,
+        window_layers=(True, False) * (decode.UNROLLED // 2) + (True,),
     ),
     "soft caps": dataclasses.replace(TINY, attention_softcap=2.0, logit_softcap=3.0),
 }
@@ -47,20 +55,21 @@ def test_every_token_through_the_ring_equals_one_forward(config):
     assert int(cache.cursor) == (5 + 7) % 8
 
 
-def test_prefill_writes_what_decode_would_have_written():
-    params = models.init(TINY, jax.random.key(0))
+@pytest.mark.parametrize("config", list(VARIANTS.values())[:3], ids=list(VARIANTS)[:3])
+def test_prefill_writes_what_decode_would_have_written(config):
+    params = models.init(config, jax.random.key(0))
     weights = decode.decode_weights(params, jnp.float32)
     tokens = jax.random.randint(jax.random.key(1), (2, 6), 0, 64)
-    ks, vs = jax.jit(decode.prefill, static_argnums=0)(TINY, weights, tokens, jnp.array([6, 2]))
-    step = jax.jit(lambda cache, token, position: decode.decode(TINY, weights, cache, token, position)[1])
+    ks, vs = jax.jit(decode.prefill, static_argnums=0)(config, weights, tokens, jnp.array([6, 2]))
+    step = jax.jit(lambda cache, token, position: decode.decode(config, weights, cache, token, position)[1])
     for row, length in ((0, 6), (1, 2)):
-        cache = decode.ring_cache(TINY, 1, length, jnp.float32)
+        cache = decode.ring_cache(config, 1, length, jnp.float32)
         for t in range(length):
             cache = step(cache, tokens[row, 6 - length + t :][:1], jnp.array([t]))
-        for layer in range(2):
-            got_k, got_v = ks[layer][row, :, :, 6 - length :], vs[layer][row, :, 6 - length :]
-            np.testing.assert_allclose(got_k, cache.k[layer][0], atol=1e-5)
-            np.testing.assert_allclose(got_v, cache.v[layer][0], atol=1e-5)
+        for k, v, expected_k, expected_v in zip(ks, vs, cache.k, cache.v, strict=True):
+            got_k, got_v = k[..., row, :, :, 6 - length :], v[..., row, :, 6 - length :, :]
+            np.testing.assert_allclose(got_k, expected_k[..., 0, :, :, :], atol=2e-5)
+            np.testing.assert_allclose(got_v, expected_v[..., 0, :, :, :], atol=2e-5)
 
 
 def test_weights_are_a_copy_and_norms_keep_their_type():
@@ -71,3 +80,44 @@ def test_weights_are_a_copy_and_norms_keep_their_type():
     same = jax.jit(lambda p: decode.decode_weights(p, jnp.float32))(params)
     jax.tree.map(lambda w: w.delete(), params)
     assert np.isfinite(np.asarray(same.embed)).all() and same.norm.sum() == 32
+
+
+@pytest.mark.parametrize("program", ["prefill", "decode"])
+def test_the_program_does_not_grow_with_depth(program):
+    """As many operations for 32 layers as for 16."""
+
+    def size(num_layers):
+        c = dataclasses.replace(TINY, num_layers=num_layers)
+        weights = jax.eval_shape(lambda p: decode.decode_weights(p, jnp.float32), models.abstract(c))
+        if program == "prefill":
+            lowered = jax.jit(decode.prefill, static_argnums=0).lower(
+                c, weights, jnp.zeros((2, 6), jnp.int32), jnp.array([6, 2])
+            )
+        else:
+            cache = jax.eval_shape(lambda: decode.ring_cache(c, 2, 8, jnp.float32))
+            ints = jnp.zeros(2, jnp.int32)
+            lowered = jax.jit(decode.decode, static_argnums=0).lower(c, weights, cache, ints, ints)
+        return len(lowered.as_text().splitlines())
+
+    assert size(16) == size(32) < size(decode.UNROLLED)
+
+
+def test_the_embedding_is_looked_up_where_it_lies():
+    """Eight devices, the vocabulary over tensor: the table is not gathered, the numbers are those of one."""
+    params = models.init(TINY, jax.random.key(0))
+    weights = decode.decode_weights(params, jnp.float32)
+    tokens, positions = jnp.arange(8), jnp.zeros(8, jnp.int32)
+    cache = decode.ring_cache(TINY, 8, 8, jnp.float32)
+    step = jax.jit(lambda *args: decode.decode(TINY, *args)[0])
+    expected = step(weights, cache, tokens, positions)
+    mesh = make_mesh(MeshConfig(data=1, fsdp=4, tensor=2))
+    with jax.set_mesh(mesh):
+        divided = jax.device_put(weights, decode.decode_shardings(TINY, mesh, ROLLOUT))
+        compiled = step.lower(divided, cache, tokens, positions).compile()
+        found = compiled(
+            divided, *jax.device_put((cache, tokens, positions), compiled.input_shardings[0][1:])
+        )
+    assert divided.embed.addressable_shards[0].data.shape == (32, 32)
+    gathered = [line for line in compiled.as_text().splitlines() if " all-gather" in line]
+    assert not [line for line in gathered if "f32[64,32]" in line]
+    np.testing.assert_allclose(found, expected, atol=1e-5)

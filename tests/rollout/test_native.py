@@ -1,5 +1,6 @@
 """The engine: what it promises about text, log-probs, stopping, layouts and compilation."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,7 +12,6 @@ from jaxrl_llm import models
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
-from jaxrl_llm.rollout.generation import bucket, slot_ladder
 from jaxrl_llm.rollout.native import NativeEngine, RolloutConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
@@ -162,18 +162,29 @@ def test_limits_of_each_request_hold():
     assert [len(t.response_ids) for t in out] == [n for n in wanted for _ in range(3)]
 
 
-def test_nothing_compiles_after_warm_up():
-    busy = engine(slots=4, chunk=8)
-    for seed in range(2):
-        busy.generate(requests(), SamplingConfig(ignore_eos=True), jax.random.key(seed))
-    before, compiled = busy.compile_count(), []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda name, seconds, **_: compiled.append(name) if "backend_compile" in name else None
-    )
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)], ids=str)
+def test_nothing_compiles_after_warm_up(mesh):
+    """Whatever the lengths and numbers of the prompts; counted by us and by jax."""
+    busy = new_engine(make_tokenizer(), mesh, slots=mesh[0] * mesh[1] * 2, chunk=8, prefill_tokens=256)
+    filtered = SamplingConfig(top_p=0.9, ignore_eos=True)
+    busy.warm_up(40, 80, [SamplingConfig(), filtered])
     busy.publish(params(), 4)
-    for seed in range(2, 5):
-        sampling = SamplingConfig(temperature=0.5 + seed, ignore_eos=True)
-        busy.generate(requests(), sampling, jax.random.key(seed))
+    before, compiled = busy.compile_count(), []
+    listener = lambda name, seconds, **_: compiled.append(name) if "backend_compile" in name else None
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    rng = np.random.default_rng(1)
+    for prompts, longest, tokens, sampling in [
+        (1, 1, 1, SamplingConfig()),
+        (5, 40, 80, SamplingConfig(temperature=0.5)),
+        (11, 33, 20, filtered),
+        (3, 9, 80, SamplingConfig(ignore_eos=True)),
+    ]:
+        lengths = rng.integers(1, longest + 1, prompts)
+        requests = [
+            Request(rng.integers(2, 64, n, np.int32), i, 1 + i % 3, tokens) for i, n in enumerate(lengths)
+        ]
+        busy.generate(requests, sampling, jax.random.key(prompts))
+    jax.monitoring.unregister_event_duration_listener(listener)
     assert busy.compile_count() == before and compiled == []
 
 
@@ -204,6 +215,24 @@ def test_bfloat16_stays_near_float32():
     assert np.abs(low.logprobs - exact[at, low.response_ids]).mean() < 0.15
 
 
+def test_dynamic_rope_gives_the_trainers_logprobs_or_refuses():
+    """Up to max_position both use the plain frequencies; beyond it every token would change all keys."""
+    dynamic = dataclasses.replace(
+        TINY, max_position=32, rope=models.RopeConfig(theta=100.0, scaling="dynamic", factor=4.0)
+    )
+    weights = models.init(dynamic, jax.random.key(0))
+    reader = NativeEngine(RolloutConfig(slots=2), dynamic, make_mesh(MeshConfig(), jax.devices()[:1]))
+    reader.publish(weights, 0)
+    prompt = requests()[2].prompt_ids
+    [t] = reader.generate([Request(prompt, 0, 1, 32 - len(prompt))], SamplingConfig(), KEY)
+    tokens = np.concatenate([t.prompt_ids, t.response_ids])
+    hidden = weights(jnp.asarray(tokens[None]), jnp.arange(32)[None])
+    expected = jax.nn.log_softmax(hidden[0] @ weights.head.T)[len(prompt) - 1 : -1]
+    np.testing.assert_allclose(t.logprobs, expected[np.arange(len(t.logprobs)), t.response_ids], atol=3e-5)
+    with pytest.raises(ValueError, match=r"model's 32 positions; shorten .*set rope scaling to .yarn."):
+        reader.generate([Request(prompt, 0, 1, 33 - len(prompt))], SamplingConfig(), KEY)
+
+
 @pytest.mark.parametrize(
     "change, sampling, message",
     [
@@ -232,12 +261,6 @@ def test_no_requests_no_trajectories():
     assert engine().generate([], SamplingConfig(), KEY) == []
 
 
-def test_size_ladders():
-    assert [bucket(n, 64) for n in (1, 64, 65, 96, 97, 128, 129, 193, 400)] == [
-        64, 64, 96, 96, 128, 128, 192, 256, 512,
-    ]  # fmt: skip
-    assert slot_ladder(12, 1) == [12, 6, 3, 2] and slot_ladder(1, 1) == [1]
-    assert slot_ladder(16, 4) == [16, 8, 4]
-    assert slot_ladder(5, 4) == [8, 4]
+def test_no_slots_no_engine():
     with pytest.raises(ValueError, match=r"rollout.slots must be at least 1, not 0"):
         RolloutConfig(slots=0)
