@@ -5,10 +5,13 @@ BIN := $(VENV)/bin
 # The newest interpreter at hand, for `make test-newest`.
 NEWEST ?= $(shell sh scripts/newest_python.sh)
 
-.PHONY: quickstart test test-all test-newest lint clean
+.PHONY: quickstart learn test test-all test-newest lint clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m jaxrl_llm.train --config grpo_tiny.py
+
+learn: $(VENV)/.installed
+	$(BIN)/python benchmarks/learn.py
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "not slow" -q

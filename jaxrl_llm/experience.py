@@ -91,9 +91,12 @@ class RolloutSource:
     responses: int
     max_tokens: int
     judges: Sequence[RewardModel] = ()
+    weight_noise: float = 0.0
 
     def next(self, step: int, params: Params, version: int, phase: Phase) -> Experience:
         with phase("rollout"):
+            if self.weight_noise:
+                params = perturbed(params, jax.random.fold_in(self.key, step), self.weight_noise)
             metrics = dict(self.engine.publish(params, version))
         prompts: list[Prompt] = []
         kept: list[Trajectory] = []
@@ -133,6 +136,17 @@ class RolloutSource:
                 trajectory.greedy_reward = greedy[trajectory.prompt_index].reward
             trajectory.prompt_index += first_index
         return drawn
+
+
+@jax.jit
+def perturbed(params: Params, key: jax.Array, scale: float) -> Params:
+    """Weights times 1 + scale times a standard normal number each."""
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(key, len(leaves))
+    noisy = [
+        w * (1 + scale * jax.random.normal(k, w.shape, w.dtype)) for w, k in zip(leaves, keys, strict=True)
+    ]
+    return jax.tree.unflatten(tree, noisy)
 
 
 def groups(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
