@@ -44,6 +44,42 @@ def test_values_and_gradients_equal_the_dense_ones(chunk, temperature, softcap):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("trained", [0, 1, 7, 24])
+@pytest.mark.parametrize("chunk", [1, 3, 12])
+def test_a_mask_leaves_the_wanted_tokens_as_they_are_and_the_others_0(chunk, trained):
+    hidden, head, targets = inputs()
+    mask = jax.random.permutation(jax.random.key(1), jnp.arange(B * T) < trained).reshape(B, T)
+
+    def total(fn):
+        def run(hidden, head):
+            logprob, entropy = fn(hidden, head)
+            return jnp.sum(logprob) + 0.3 * jnp.sum(entropy**2), (logprob, entropy)
+
+        return jax.value_and_grad(run, argnums=(0, 1), has_aux=True)(hidden, head)
+
+    got = total(lambda h, w: linear_logprob(h, w, targets, mask.astype(jnp.float32), chunk=chunk))
+    wanted = total(lambda h, w: [jnp.where(mask, x, 0.0) for x in dense(h, w, targets)])
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_what_the_mask_leaves_out_is_not_computed():
+    """NaNs outside reach nothing when they are in chunks of their own."""
+    hidden, head, targets = inputs()
+    mask = jnp.zeros((B, T)).at[:, 3:6].set(1)
+    loss = lambda h, w: linear_logprob(h, w, targets, mask, chunk=3)[0].sum()
+    grads = jax.grad(loss, argnums=(0, 1))(jnp.where(mask[..., None] > 0, hidden, jnp.nan), head)
+    assert all(jnp.isfinite(grad).all() for grad in grads)
+    assert (grads[0][:, 6:] == 0).all() and (grads[0][:, 3:6] != 0).any()
+
+
+def test_entropy_of_a_nearly_certain_prediction_does_not_cancel():
+    """Logits 60 and 40 below 20: H = 20 e^-20 + e^-20 + ..., far under the rounding of 60."""
+    hidden, head = jnp.ones((1, 1, 1)), jnp.array([[60.0], [40.0]])
+    _, entropy = linear_logprob(hidden, head, jnp.array([[0]]))
+    np.testing.assert_allclose(entropy.item(), 21 * np.exp(-20), rtol=0.1)
+
+
 def test_by_hand():
     """Logits (0, ln 3): probabilities 1/4 and 3/4."""
     hidden, head = jnp.ones((1, 2, 1)), jnp.array([[0.0], [jnp.log(3.0)]])
