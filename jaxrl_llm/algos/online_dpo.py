@@ -1,6 +1,6 @@
 """Online DPO (arXiv 2402.04792): the pairs are the policy's own best and worst response to each prompt.
 
-With many steps between weight updates of the reference it is iterative DPO, best against worst.
+A run that starts from the weights of the last, which then are its reference, is a round of iterative DPO.
 """
 
 from __future__ import annotations
