@@ -1,0 +1,32 @@
+"""The documents speak of what is there."""
+
+import re
+from pathlib import Path
+
+from jaxrl_llm import algos
+
+ROOT = Path(__file__).parents[1]
+ALGORITHMS = (ROOT / "docs/algorithms.md").read_text()
+
+
+def test_every_algorithm_has_a_row_with_its_file():
+    rows = re.findall(r"^\| (\w+) \|.*\]\(\.\./jaxrl_llm/algos/(\w+)\.py\)", ALGORITHMS, re.M)
+    assert {name for name, _ in rows} == set(algos.ALGOS)
+
+
+def test_links_lead_somewhere():
+    for file in [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)\)", file.read_text()):
+            if "://" not in target:
+                assert (file.parent / target).exists(), f"{file.name}: {target}"
+
+
+def test_the_algorithm_of_the_guide_keeps_the_contract(tmp_path):
+    code = re.search(r"```python\n(.*?)```", ALGORITHMS, re.S)[1]
+    (tmp_path / "my_algo.py").write_text(code)
+    module = algos.load(str(tmp_path / "my_algo.py"))
+    assert module.INPUT == "rollouts" and module.Config().aggregation == "token"
+
+
+def test_the_loop_of_the_example_is_short():
+    assert len((ROOT / "examples/custom_loop.py").read_text().splitlines()) <= 60
