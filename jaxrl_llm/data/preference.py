@@ -96,7 +96,7 @@ def read_steps(row: dict, where: str, config: SourceConfig) -> Example:
         texts = row["completions"]
         for i, step in enumerate(texts):
             check_text(step, f"{where}: completions[{i}]")
-        texts = [step if step.endswith("\n") else step + "\n" for step in texts]
+        texts = [t if t.endswith("\n") or i == len(texts) - 1 else t + "\n" for i, t in enumerate(texts)]
         config = dataclasses.replace(config, answer_key="")
         example = normalise(row, where, config)
     if isinstance(labels, str):

@@ -172,7 +172,7 @@ def preference(rng: random.Random, options: Preference) -> Problem:
 
 
 def steps(rng: random.Random, options: Steps) -> Problem:
-    """ "3+5+2=" -> "8 10", the sums so far. The mistake goes wrong at a random step and on from there.
+    """ "3+5+2=" -> "8\\n10", the sums so far, a line each. The mistake: wrong from a random step on.
 
     `steps` are the right solution or the mistake, each as often.
     """
@@ -183,13 +183,15 @@ def steps(rng: random.Random, options: Steps) -> Problem:
     slip = rng.choice([-1, 1, 2])
     wrong = [value + slip * (i >= at) for i, value in enumerate(sums)]
     shown = wrong if rng.random() < 0.5 else sums
+    texts = [f"{value}\n" for value in shown[:-1]] + [str(shown[-1])]
+    labels = [float(value == s) for value, s in zip(shown, sums, strict=True)]
     return Problem(
         key=str(operands),
         prompt=join(operands, ["+"] * len(sums)) + "=",
         answer=str(sums[-1]),
-        response=" ".join(map(str, sums)),
-        mistake=" ".join(map(str, wrong)),
-        steps=tuple((f"{value} ", float(value == s)) for value, s in zip(shown, sums, strict=True)),
+        response="\n".join(map(str, sums)),
+        mistake="\n".join(map(str, wrong)),
+        steps=tuple(zip(texts, labels, strict=True)),
     )
 
 

@@ -141,11 +141,12 @@ def test_steps_are_right_up_to_the_slip():
         example = source[i]
         terms = [int(x) for x in example.messages[0]["content"].rstrip("=").split("+")]
         sums = [sum(terms[: n + 2]) for n in range(3)]
-        assert example.response == " ".join(map(str, sums)) and example.answer == str(sums[-1])
+        assert example.response == "\n".join(map(str, sums)) and example.answer == str(sums[-1])
         labels = [label for _, label in example.steps]
         assert labels == [
             float(int(text) == value) for (text, _), value in zip(example.steps, sums, strict=True)
         ]
+        assert [text.endswith("\n") for text, _ in example.steps] == [True, True, False]
         assert labels == sorted(labels, reverse=True)  # once wrong, wrong to the end
         whole += all(labels)
     assert 75 <= whole <= 125
