@@ -7,6 +7,7 @@ where the whole batch is at hand (`mean_weight`, on [N, R] arrays).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,7 +32,7 @@ class Correction:
     """Importance weights and rejection for the gap between rollout and trainer.
 
     Usual settings: truncated importance sampling (TIS) is weight "token", cap 2; IcePop is weight "token",
-    floor 0.5, cap 5, outside "zero"; a sequence mask is weight "token", cap inf, reject "seq_mean_k1".
+    floor 0.5, cap 5, outside "zero"; a sequence mask is weight "token", cap inf, reject seq_mean_k1.
     """
 
     weight: Literal["none", "token", "sequence"] = "none"
@@ -46,22 +47,16 @@ class Correction:
     """Numerator of the ratio: the policy before this step's updates, or the present one (RL2)."""
     normalize: bool = False
     """Divide by the mean weight of the step's tokens (of its sequences, for weight "sequence")."""
-    reject: tuple[Rule, ...] = ()
-    """Tokens, or whole sequences, that fail any of these tests on the divergence have weight 0."""
-    reject_above: tuple[float, ...] = ()
-    """Bound of each test: nats; for k1 a ratio rollout / old; for tv a probability."""
-    reject_below: tuple[float, ...] = ()
-    """Lower bounds of k1 tests, ratios (of other tests ignored); empty: 1 / reject_above."""
+    reject: tuple[tuple[Rule, float, float], ...] = ()
+    """Rules, lowest and highest value allowed: tokens, or whole sequences, that break one have weight 0.
+    Nats; for k1 a ratio rollout / old, for tv a probability. Such as token_k1 0.8 1.25 seq_mean_k3 0 0.02."""
 
     def __post_init__(self):
         if not 0 <= self.floor < self.cap:
             raise ValueError(f"correction needs 0 <= floor < cap, got {self.floor} and {self.cap}")
-        if len(self.reject_above) != len(self.reject):
-            raise ValueError(f"correction.reject_above needs {len(self.reject)} values, one a rule in reject")
-        if self.reject_below and len(self.reject_below) != len(self.reject):
-            raise ValueError(f"correction.reject_below needs {len(self.reject)} values, or none")
-        if any(bound <= 0 for bound in (*self.reject_above, *self.reject_below)):
-            raise ValueError("correction.reject_above and reject_below must be positive")
+        for rule, low, high in self.reject:
+            if not low < high or (rule.endswith("k1") and low <= 0):
+                raise ValueError(f"{rule} {low:g} {high:g}: the lower bound, then the upper; above 0 for k1")
 
     @property
     def active(self) -> bool:
@@ -110,8 +105,7 @@ def accepted(
     binary_kl are of the distribution {this token, any other} (arXiv 2602.04879).
     """
     keep = jnp.ones(mask.shape, bool)
-    below = config.reject_below or tuple(1.0 / above for above in config.reject_above)
-    for rule, low, high in zip(config.reject, below, config.reject_above, strict=True):
+    for rule, low, high in config.reject:
         level, _, name = rule.removeprefix("seq_").partition("_")
         value = _divergence(old, rollout, name)
         if level == "max":
@@ -120,9 +114,8 @@ def accepted(
             total = over_sequence(value, mask, segments)
             value = total if level == "sum" else total / over_sequence(jnp.ones_like(value), mask, segments)
         if name == "k1":
-            keep &= (value >= jnp.log(low)) & (value <= jnp.log(high))
-        else:
-            keep &= value <= high
+            low, high = math.log(low), math.log(high)
+        keep &= (value >= low) & (value <= high)
     return keep
 
 
@@ -133,11 +126,11 @@ def _divergence(old: Float[Array, "B T"], rollout: Float[Array, "B T"], name: st
     if name == "k2":
         return 0.5 * d * d
     if name == "k3":
-        return jnp.expm1(d) - d
+        return jnp.maximum(jnp.expm1(d) - d, 0.0)
     p, q = (jnp.clip(jnp.exp(x), 1e-6, 1 - 1e-6) for x in (rollout, old))
     if name == "tv":
         return jnp.abs(p - q)
-    return p * jnp.log(p / q) + (1 - p) * jnp.log((1 - p) / (1 - q))
+    return jnp.maximum(p * jnp.log(p / q) + (1 - p) * jnp.log((1 - p) / (1 - q)), 0.0)
 
 
 def over_sequence(

@@ -24,8 +24,10 @@ def weights(**kwargs):
     return importance_weights(GAP, MASK, SEGMENTS, Correction(**kwargs))
 
 
-def mask(rule, above, below=()):
-    config = Correction(reject=(rule,), reject_above=(above,), reject_below=below)
+def mask(rule, above, below=None):
+    if below is None:
+        below = 1 / above if rule.endswith("k1") else 0.0
+    config = Correction(reject=((rule, below, above),))
     return np.asarray(accepted(OLD, ROLLOUT, MASK, SEGMENTS, config) & (MASK > 0)).astype(int).tolist()
 
 
@@ -45,7 +47,7 @@ def test_icepop_zeroes_what_is_outside():
 
 
 def test_rejection_equals_veRL():
-    assert mask("token_k1", 1.2, (0.8,)) == [[1, 1, 0, 0], [1, 1, 0, 1]]
+    assert mask("token_k1", 1.2, 0.8) == [[1, 1, 0, 0], [1, 1, 0, 1]]
     assert mask("seq_mean_k3", 0.02) == [[0, 0, 0, 0], [1, 1, 1, 1]]
 
 
@@ -77,17 +79,11 @@ def test_rejection_rules_by_hand(rule, above, expected):
         (Correction("token", floor=0.9, cap=1.05), 0.269992),  # clip
         (Correction("token", floor=0.9, cap=1.05, outside="zero"), 0.238311),  # mask
         (  # sequence mask: exp(mean log-ratio) within [.9, 1.05]
-            Correction(
-                "token",
-                cap=float("inf"),
-                reject=("seq_mean_k1",),
-                reject_above=(1 / 0.9,),
-                reject_below=(1 / 1.05,),
-            ),
+            Correction("token", cap=float("inf"), reject=(("seq_mean_k1", 1 / 1.05, 1 / 0.9),)),
             0.277391,
         ),
         (  # total variation of at most .05
-            Correction("token", cap=float("inf"), reject=("token_tv",), reject_above=(0.05,)),
+            Correction("token", cap=float("inf"), reject=(("token_tv", 0.0, 0.05),)),
             0.260729,
         ),
     ],
@@ -116,7 +112,7 @@ def test_diagnostics_equal_veRL():
 
 
 def test_metrics_of_the_weights():
-    correction = Correction("token", cap=1.1, floor=0.8, reject=("token_k1",), reject_above=(1.2,))
+    correction = Correction("token", cap=1.1, floor=0.8, reject=(("token_k1", 1 / 1.2, 1.2),))
     _, metrics = correct(signals(rollout=ROLLOUT), correction)
     ratio = np.exp(np.array(GAP))[np.array(MASK) > 0]
     bounded = np.clip(ratio, 0.8, 1.1)
@@ -146,6 +142,14 @@ def test_normalising_divides_by_the_mean_weight_of_the_whole_step():
     np.testing.assert_allclose(grpo.advantages(given, config), plain / mean, rtol=1e-5)
 
 
+def test_equal_log_probs_pass_every_rule():
+    """Rounding must not make a divergence that cannot be negative fall below a bound of 0."""
+    near = OLD + 1e-4 * jnp.array([[1.0, -1, 2, 3], [-2, 1, 0, 4]])
+    for name in ("k2", "k3", "tv", "binary_kl"):
+        config = Correction(reject=((f"token_{name}", 0.0, 0.1),))
+        assert bool(accepted(near, OLD, MASK, SEGMENTS, config).all()), name
+
+
 def test_absurd_ratios_stay_finite():
     far = jnp.array([[1e4, -1e4, 0, 0]])
     for level in ("token", "sequence"):
@@ -159,12 +163,14 @@ def test_absurd_ratios_stay_finite():
     ("kwargs", "message"),
     [
         (dict(floor=3.0), "0 <= floor < cap, got 3.0 and 2.0"),
-        (dict(reject=("token_k1",)), "reject_above needs 1 values, one a rule in reject"),
         (
-            dict(reject=("token_k2",) * 2, reject_above=(1.0, 1.0), reject_below=(1.0,)),
-            "reject_below needs 2 values, or none",
+            dict(reject=(("token_k1", 0.0, 1.2),)),
+            "token_k1 0 1.2: the lower bound, then the upper; above 0",
         ),
-        (dict(reject=("token_k2",), reject_above=(0.0,)), "must be positive"),
+        (
+            dict(reject=(("seq_sum_k2", 0.5, 0.5),)),
+            "seq_sum_k2 0.5 0.5: the lower bound, then the upper",
+        ),
     ],
 )
 def test_wrong_bounds_are_refused(kwargs, message):

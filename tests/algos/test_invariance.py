@@ -34,8 +34,7 @@ def everything_on(config):
         "sequence",
         cap=1.1,
         floor=0.9,
-        reject=("token_k2", "seq_mean_k1", "seq_max_k3"),
-        reject_above=(0.05, 1.3, 0.1),
+        reject=(("token_k2", 0.0, 0.05), ("seq_mean_k1", 0.8, 1.3), ("seq_max_k3", 0.0, 0.1)),
     )
     return replace(config, kl_coef=0.3, kl_in="loss", entropy_coef=0.1, correction=correction)
 
