@@ -92,7 +92,7 @@ def main() -> None:
         for case in arguments.cases
     }
     report = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": command(arguments),
         "machine": machine(),
         "versions": {peer.name: peer.versions for peer in peers},
         "cases": results,
@@ -104,6 +104,15 @@ def main() -> None:
         (HERE / "results").mkdir(exist_ok=True)
         (HERE / "results" / "cpu_peers.json").write_text(json.dumps(report, indent=1) + "\n")
         put_table(HERE / "README.md", table(report))
+
+
+def command(arguments: argparse.Namespace) -> str:
+    """What was run, with the environments called as above, wherever they lie."""
+    words = ["python benchmarks/cpu_peers.py"]
+    words += ["--tunix tunix/bin/python"] * bool(arguments.tunix)
+    words += ["--torch trl/bin/python"] * bool(arguments.torch)
+    words += [f"--cases {' '.join(arguments.cases)}"] * (arguments.cases != list(CASES))
+    return " ".join([*words, f"--repetitions {arguments.repetitions}"])
 
 
 def measure(case: str, peers: list[Peer], repetitions: int) -> dict[str, Any]:

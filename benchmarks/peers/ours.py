@@ -42,14 +42,19 @@ MODEL = TransformerConfig(
 )
 SAMPLING = SamplingConfig(ignore_eos=True)
 ALGO = grpo.Config(kl_coef=0.0, clip_low=work.CLIP, clip_high=work.CLIP)
-ROWS = int(os.environ.get("ROWS", work.BATCH))  # of a micro-batch
+ROWS = int(os.environ.get("ROWS", 8))  # of a micro-batch: what the backward pass keeps stays small
 
 
 def learner() -> Learner:
     optimizer = optax.adamw(
         work.LEARNING_RATE, work.B1, work.B2, work.EPS, weight_decay=work.WEIGHT_DECAY, mask=decayed
     )
-    config = StepConfig(row_tokens=work.PROMPT_TOKENS + work.NEW_TOKENS, rows=ROWS, max_grad_norm=0.0)
+    config = StepConfig(
+        row_tokens=work.PROMPT_TOKENS + work.NEW_TOKENS,
+        rows=ROWS,
+        remat="dots",  # as in configs/grpo_tiny.py: on a CPU, keeping less is faster
+        max_grad_norm=0.0,
+    )
     return Learner(ALGO, MODEL, optimizer, config, make_mesh(MeshConfig()))
 
 
