@@ -85,7 +85,7 @@ STUDIES: dict[str, Study] = {
     ),
     "reward_model": Study(
         "A reward model tells right from wrong in at least 95% of held-out pairs.",
-        {"reward_model": "--config reward_tiny.py"},
+        {"reward_model": "--config reward_model_tiny.py"},
         everywhere(0.95),
         metric="eval/accuracy",
     ),

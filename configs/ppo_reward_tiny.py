@@ -1,6 +1,6 @@
-"""PPO against a reward model: reward_tiny.py's scores instead of the verifier's, which only watches.
+"""PPO against a reward model: reward_model_tiny.py's scores instead of the verifier's, which only watches.
 
-Command:   python -m jaxrl_llm.train --config reward_tiny.py
+Command:   python -m jaxrl_llm.train --config reward_model_tiny.py
            python -m jaxrl_llm.train --config ppo_reward_tiny.py
 Hardware:  any CPU with 2 cores
 Time:      about 3 minutes after the reward model
@@ -17,5 +17,5 @@ def get_config() -> TrainConfig:
     return dataclasses.replace(
         ppo_tiny.get_config(),
         run_dir="runs/ppo_reward_tiny",
-        reward=RewardConfig(weight=0.0, models=(RewardModelConfig(path="runs/reward_tiny/hf"),)),
+        reward=RewardConfig(weight=0.0, models=(RewardModelConfig(path="runs/reward_model_tiny/hf"),)),
     )

@@ -34,6 +34,7 @@ AT_LEAST = {
     "warm_start.examples_per_step": 1,
     "log.samples": 0,
 }
+COMPARES = {"grpo", "rloo", "opo", "gpg", "gpg_rewards", "passk", "gdpo", "reinforce_pp_baseline", "otb"}
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -89,11 +90,11 @@ def _step(config: TrainConfig) -> Iterator[str]:
             f"--minibatches_per_step {updates} does not divide the {trajectories} trajectories of a step "
             f"(prompts_per_step x responses_per_prompt). Set it to {' or '.join(map(str, sorted(close)))}."
         )
-    grpo = algos.module_of(config.algo) is algos.ALGOS["grpo"]
-    if grpo and config.responses_per_prompt == 1:
+    name = getattr(config.algo, "advantage", "")
+    if name in COMPARES and config.responses_per_prompt == 1:
         yield (
-            "--responses_per_prompt is 1: grpo compares the responses to one prompt, so every advantage "
-            "would be 0. Set it to 2 or more; 8 is usual."
+            f"--responses_per_prompt is 1: {name} compares the responses to one prompt, so it would have "
+            "nothing to compare. Set it to 2 or more; 8 is usual."
         )
     row, sequence = config.row_tokens, config.mesh.sequence
     if config.tokens_per_device * max(sequence, 1) < row:

@@ -90,7 +90,7 @@ def _per_token(rollouts: Rollouts, algo: AlgoConfig) -> dict[str, jax.Array]:
 def split(items: Sequence[PackItem], parts: int, seed: int, unit: int = 1) -> list[list[PackItem]]:
     """Mini-batches of a shuffled step, units whole, none empty; a single one keeps its order."""
     if parts == 1:
-        return [list(items)]
+        return [list(items)] if items else []
     order = np.random.default_rng(seed).permutation(len(items) // unit)
     cut = [part for part in np.array_split(order, parts) if len(part)]
     return [[items[unit * u + i] for u in part for i in range(unit)] for part in cut]

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 
 from jaxrl_kernels.linear_divergence.chunked import linear_divergence
 from jaxrl_kernels.linear_logprob.chunked import linear_logprob
+from jaxrl_kernels.linear_logprob.square import linear_square
 from jaxrl_llm import algos
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.algos.reduce import token_mean
@@ -58,25 +59,25 @@ def outputs(
     """
     dtype = jnp.dtype(config.dtype)
     read = lambda model: model(batch.tokens, batch.positions, batch.segments, dtype=dtype, remat=config.remat)
-    hidden = read(params)
-    found = {}
+    hidden, head, found = read(params), params.head.astype(dtype), {}
+    settings = {
+        "temperature": config.temperature,
+        "softcap": params.config.logit_softcap,
+        "chunk": config.chunk,
+    }
     if "policy" in wants:
         found["policy"], found["entropy"] = linear_logprob(
-            hidden,
-            params.head.astype(dtype),
-            batch.targets,
-            temperature=config.temperature,
-            softcap=params.config.logit_softcap,
-            chunk=config.chunk,
-            with_entropy="entropy" in wants,
+            hidden, head, batch.targets, batch.mask, with_entropy="entropy" in wants, **settings
         )
+    if "square" in wants:
+        found["square"] = linear_square(hidden, head, **settings)
     if "values" in wants:
         found["values"] = params.values(hidden)
     if "divergence" in wants:
         from_each = [
             linear_divergence(
                 hidden,
-                params.head.astype(dtype),
+                head,
                 jax.lax.stop_gradient(read(teacher)),
                 teacher.head.astype(dtype),
                 student_softcap=params.config.logit_softcap,

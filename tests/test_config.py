@@ -34,7 +34,17 @@ from jaxrl_llm.config_check import check, check_lengths
 from jaxrl_llm.overrides import leaves, override, split
 from jaxrl_llm.recipes import from_command_line
 
-RECIPES = ("grpo_qwen.py", "grpo_qwen_gym.py", "grpo_tiny.py", "sft_tiny.py")
+RECIPES = (
+    "dpo_tiny.py",
+    "gkd_tiny.py",
+    "grpo_qwen.py",
+    "grpo_qwen_gym.py",
+    "grpo_tiny.py",
+    "ppo_reward_tiny.py",
+    "ppo_tiny.py",
+    "reward_model_tiny.py",
+    "sft_tiny.py",
+)
 
 
 @pytest.fixture
@@ -176,8 +186,8 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
     [
         (
             dict(responses_per_prompt=1),
-            "--responses_per_prompt is 1: grpo compares the responses to one prompt, so every advantage "
-            "would be 0. Set it to 2 or more; 8 is usual.",
+            "--responses_per_prompt is 1: grpo compares the responses to one prompt, so it would have "
+            "nothing to compare. Set it to 2 or more; 8 is usual.",
         ),
         (
             dict(prompts_per_step=3, responses_per_prompt=5, minibatches_per_step=4),
@@ -319,7 +329,7 @@ def test_the_packaged_recipes_are_sound_and_say_what_they_are(recipe, tmp_path):
     assert launch.config.run_dir == str(tmp_path)
     text = Path(launch.recipe).read_text()
     assert all(part in text for part in ("Command:", "Hardware:", "Time:", "Expected:", f"--config {recipe}"))
-    assert json.loads(json.dumps(dump(launch.config)))["algo"]["name"] == recipe.split("_")[0]
+    assert recipe.startswith(json.loads(json.dumps(dump(launch.config)))["algo"]["name"])
 
 
 def test_the_recipes_are_those():
@@ -417,7 +427,8 @@ def test_help_lists_every_field_with_doc_and_the_recipes_value(capsys):
     missing = [
         a for a, b in zip(keys, short, strict=True) if f"--{a} " not in words and f"--{b} " not in words
     ]
-    assert [key for key in missing if key != "data.eval"] == []
+    in_recipes_only = {"data.eval", "critic.mesh", "reward.models"}  # whole parts, empty here
+    assert [key for key in missing if key not in in_recipes_only] == []
 
 
 @pytest.mark.parametrize("cls", [TrainConfig, ModelConfig, EvalConfig, WarmStartConfig, LogConfig])

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from jaxrl_llm.algos import grpo
+from jaxrl_llm.algos import grpo, online_dpo
 from jaxrl_llm.credit import assign, side_by_side, split
 from jaxrl_llm.data.packing import PackItem, counts, from_trajectory
-from jaxrl_llm.structs import Trajectory
+from jaxrl_llm.structs import TrainState, Trajectory
+from jaxrl_llm.trainer import Trainer
 
 
 def trajectory(reward, response, prompt_index=0, finish="stop", **fields):
@@ -32,8 +33,7 @@ def test_every_token_of_a_response_gets_its_advantage():
 def test_failed_rewards_are_masked_and_not_counted():
     """Nothing is learned from a response that could not be judged, and it does not move the baseline."""
     kept = assigned([trajectory(r, [5, 9]) for r in (1.0, 0.0, float("nan"))])
-    assert counts(kept) == (4.0, 2.0)
-    assert kept[2].mask.sum() == 0 and not kept[2].signals["advantages"].any()
+    assert len(kept) == 2 and counts(kept) == (4.0, 2.0)
     np.testing.assert_allclose(kept[0].signals["advantages"][2], 0.70711, atol=1e-4)
 
 
@@ -45,6 +45,14 @@ def test_groups_are_numbered_from_zero_whatever_the_prompts_are():
     np.testing.assert_array_equal(rollouts.truncated, np.zeros(4))
 
 
+def test_nothing_is_learned_where_nothing_was_selected():
+    """Online DPO with no group that differs: no items, no mini-batch, no update."""
+    same = [trajectory(1.0, [5, 9], prompt_index=p) for p in (0, 0, 1, 1)]
+    assert assigned(same, online_dpo.Config()) == []
+    state = TrainState({}, (), 0, 0, 0.0)
+    assert Trainer(policy=None).update(state, [], step=0) == (state, {})
+
+
 def test_minibatches_share_out_whole_units():
     items = [PackItem(np.array([i]), np.ones(1)) for i in range(10)]
     parts = split(items, 3, seed=1, unit=2)
@@ -54,7 +62,7 @@ def test_minibatches_share_out_whole_units():
         b == a + 1 and a % 2 == 0 for part in numbers for a, b in zip(part[::2], part[1::2], strict=True)
     )
     assert [len(part) for part in parts] == [4, 4, 2]
-    assert split(items, 1, seed=1) == [items]
+    assert split(items, 1, seed=1) == [items] and split([], 1, seed=1) == split([], 2, seed=1) == []
     assert len(split(items[:2], 3, seed=1)) == 2
 
 

@@ -16,7 +16,7 @@ class RewardModelConfig:
     """A reward model in this run's own memory, sharded as the policy is."""
 
     path: str = ""
-    """Hugging Face folder (a sequence classifier, such as reward_tiny.py leaves) or hub name."""
+    """Hugging Face folder (a sequence classifier, such as reward_model_tiny.py leaves) or hub name."""
     weight: float = 1.0
     """Its share in the reward, which it is added to."""
     kind: Literal["outcome", "process"] = "outcome"

@@ -15,7 +15,7 @@ from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
 from jaxrl_llm.rollout.generation import Generation, Sample
 from jaxrl_llm.rollout.programs import Programs
-from jaxrl_llm.rollout.sizes import Sizes, make_sizes
+from jaxrl_llm.rollout.sizes import Sizes, bucket, make_sizes
 from jaxrl_llm.rollout.warm_up import warm_up
 from jaxrl_llm.structs import Metrics, Params, Trajectory
 
@@ -38,6 +38,9 @@ class RolloutConfig:
     """Type of weights and activations; norms, softmax and log-probs are float32."""
     cache_dtype: Literal["float32", "bfloat16"] | None = None
     """Type of cached keys and values; None = dtype."""
+    weight_noise: float = 0.0
+    """Noise on the weights that training rolls out with, relative to each weight's own size and new every
+    step: an experiment in how much mismatch between rollout and trainer an algorithm bears."""
 
     def __post_init__(self):
         for name in ("slots", "chunk", "prefill_tokens"):
@@ -139,14 +142,14 @@ class NativeEngine:
         return make_sizes(max_prompt, max_response, self.config.slots, ways, self.config.prefill_tokens)
 
     def _grow_sizes(self, requests: list[Request]) -> None:
-        """Make room for these. Prompts to a power of two, so that the next longer one is not yet another."""
+        """Make room for these; in buckets, so that the next longer request does not change all sizes."""
         prompt = max((len(r.prompt_ids) for r in requests), default=1)
         response = max((r.max_tokens for r in requests), default=1)
         known = self._sizes.max_prompt_tokens, self._sizes.max_response_tokens
         if prompt > known[0] or response > known[1]:
-            if prompt > known[0]:
-                prompt = 1 << (prompt - 1).bit_length()
-            self._sizes = self._make_sizes(max(prompt, known[0]), max(response, known[1]))
+            wider = known[0] if prompt <= known[0] else bucket(prompt, least=32)
+            longer = known[1] if response <= known[1] else bucket(response, least=32)
+            self._sizes = self._make_sizes(wider, longer)
 
     def _samples(self, requests: list[Request], key: jax.Array) -> list[Sample]:
         pairs = [(request, g) for request in requests for g in range(request.num_responses)]

@@ -45,12 +45,12 @@ def make_sizes(max_prompt: int, max_response: int, slots: int, ways: int, prefil
         max_prompt,
         max_response,
         tuple(n * ways for n in sorted(shares)),
-        ladder(max_prompt + max_response, 2 * LEAST, 2)[-4:],
+        ladder(max_prompt + max_response, 2 * LEAST, 1.5)[-5:],
         tuple((width, row_counts(prefill_tokens // width)) for width in widths),
     )
 
 
-def ladder(top: int, least: int, factor: int) -> tuple[int, ...]:
+def ladder(top: int, least: int, factor: float) -> tuple[int, ...]:
     """`top`, `top` / factor, ... while at least `least`; multiples of LEAST; ascending."""
     rounded = lambda size: -int(-size // LEAST) * LEAST
     sizes, size = set(), rounded(max(top, 1))

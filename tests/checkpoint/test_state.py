@@ -267,7 +267,10 @@ def test_weights_alone_for_export(tmp_path):
     for step in (1, 2):
         grown = jax.tree.map(lambda x, step=step: x * step, params)
         saver.save(
-            step, TrainState(grown, optax.adam(1e-3).init(params), jnp.int32(step), jnp.int32(0), jnp.float32(0.1)), META, {}
+            step,
+            TrainState(grown, optax.adam(1e-3).init(params), jnp.int32(step), jnp.int32(0), jnp.float32(0.1)),
+            META,
+            {},
         )
     saver.close()
     step, weights, config = restore_params(tmp_path)

@@ -8,7 +8,7 @@ from jaxrl_llm.rollout.sizes import at_least, bucket, ladder, make_sizes, row_co
 def test_sizes_of_a_run():
     sizes = make_sizes(512, 2048, slots=60, ways=4, prefill_tokens=4096)
     assert sizes.slots == (8, 16, 32, 60)
-    assert sizes.lengths == (320, 640, 1280, 2560)
+    assert sizes.lengths == (512, 768, 1152, 1728, 2560)
     assert sizes.prompts == ((32, (2, 8, 32, 128)), (128, (2, 8, 32)), (512, (2, 8)))
     assert sizes.width == 512
 
@@ -21,7 +21,7 @@ def test_sizes_of_a_small_run():
 @pytest.mark.parametrize(
     "arguments, expected",
     [
-        ((192, 64, 2), (96, 192)),
+        ((192, 64, 1.5), (96, 128, 192)),
         ((320, 64, 2), (96, 160, 320)),
         ((511, 32, 4), (32, 128, 512)),
         ((0, 32, 4), (32,)),

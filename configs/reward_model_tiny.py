@@ -1,6 +1,6 @@
 """A reward model on generated preferences: which of two answers to a sum is right.
 
-Command:   python -m jaxrl_llm.train --config reward_tiny.py
+Command:   python -m jaxrl_llm.train --config reward_model_tiny.py
 Hardware:  any CPU with 2 cores
 Time:      about 2 minutes
 Expected:  eval/accuracy of at least 0.95 on held-out pairs; ppo_reward_tiny.py then learns from its scores
@@ -20,7 +20,7 @@ def get_config() -> TrainConfig:
     warm = dataclasses.replace(base.warm_start, sources=(SourceConfig(path="task:arithmetic", options=SUMS),))
     return dataclasses.replace(
         base,
-        run_dir="runs/reward_tiny",
+        run_dir="runs/reward_model_tiny",
         steps=300,
         algo=reward_model.Config(),
         prompts_per_step=64,

@@ -1,0 +1,37 @@
+"""Sum over a vocabulary of p^2, without ever holding [B, T, V]."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+@functools.partial(jax.jit, static_argnames=("temperature", "softcap", "chunk"))
+def linear_square(
+    hidden: Float[Array, "B T D"],
+    head: Float[Array, "V D"],
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    chunk: int = 128,
+) -> Float[Array, "B T"]:
+    """sum(softmax(hidden head^T / temperature)^2) at each position, float32, chunk by chunk over T.
+
+    It is the chance that two draws agree; 1 - it is how much a draw may surprise. No gradient is meant.
+    """
+    length = hidden.shape[1]
+    chunk = min(chunk, length)
+    padded = jnp.pad(hidden, ((0, 0), (0, -length % chunk), (0, 0)))
+
+    def one(piece):
+        logits = jnp.einsum("bcd,vd->bcv", piece, head, preferred_element_type=jnp.float32)
+        if softcap is not None:
+            logits = softcap * jnp.tanh(logits / softcap)
+        return jnp.sum(jax.nn.softmax(logits / temperature) ** 2, axis=-1)
+
+    pieces = jnp.moveaxis(padded.reshape(padded.shape[0], -1, chunk, padded.shape[-1]), 1, 0)
+    found = jnp.moveaxis(jax.lax.map(one, pieces), 0, 1)
+    return found.reshape(hidden.shape[0], -1)[:, :length]
