@@ -76,7 +76,8 @@ class Learner:
 
     def init_state(self, params: Params) -> TrainState:
         """Optimizer state for these (sharded, float32) weights; the weights are taken over, not copied."""
-        return jax.jit(self._fresh, out_shardings=self.state_shardings, donate_argnums=0)(params)
+        with jax.set_mesh(self.mesh):
+            return jax.jit(self._fresh, out_shardings=self.state_shardings, donate_argnums=0)(params)
 
     def put(self, batch: Batch) -> Batch:
         """Host rows to the devices, rows divided among them. Every process holds the same host batch."""
@@ -92,7 +93,8 @@ class Learner:
     ) -> list[dict[str, np.ndarray]]:
         """`step.outputs` for each item, [t] aligned with its tokens (the first reads 0), without gradient."""
         bare = [PackItem(item.tokens, item.mask) for item in items]
-        found = [self._score(params, batch, wants=wants) for batch in self._batches(bare)]
+        with jax.set_mesh(self.mesh):
+            found = [self._score(params, batch, wants=wants) for batch in self._batches(bare)]
         by_name = {
             name: unpack([np.asarray(f[name]) for f in found], bare, self.config.row_tokens, self.unit)
             for name in wants
@@ -108,7 +110,8 @@ class Learner:
             batches = self._batches(items)
             state, metrics = self.update_minibatch(state, batches, *counts(items), teachers)
             collected.append(metrics)
-        return state, average(collected)
+        with jax.set_mesh(self.mesh):
+            return state, average(collected)
 
     def update_minibatch(
         self,
@@ -119,21 +122,23 @@ class Learner:
         teachers: Sequence[Params] = (),
     ) -> tuple[TrainState, Metrics]:
         """One optimizer update from micro-batches on the devices and their global denominators."""
-        whole = self._whole(batches, num_tokens, num_sequences, state.kl_coef)
-        grads = self._zeros(state.params)
-        parts = []
-        for batch in batches:
-            grads, part = self._accumulate(state.params, grads, batch, whole, tuple(teachers))
-            parts.append(part)
-        return self._apply(state, grads, combine(parts), whole.num_sequences)
+        with jax.set_mesh(self.mesh):
+            whole = self._whole(batches, num_tokens, num_sequences, state.kl_coef)
+            grads = self._zeros(state.params)
+            parts = []
+            for batch in batches:
+                grads, part = self._accumulate(state.params, grads, batch, whole, tuple(teachers))
+                parts.append(part)
+            return self._apply(state, grads, combine(parts), whole.num_sequences)
 
     def measure(
         self, state: TrainState, items: Sequence[PackItem], teachers: Sequence[Params] = ()
     ) -> Metrics:
         """Loss and metrics of these items as one mini-batch, without learning from them."""
         batches = self._batches(items)
-        whole = self._whole(batches, *counts(items), state.kl_coef)
-        return combine([self._measure(state.params, b, whole, tuple(teachers))[1] for b in batches])
+        with jax.set_mesh(self.mesh):
+            whole = self._whole(batches, *counts(items), state.kl_coef)
+            return combine([self._measure(state.params, b, whole, tuple(teachers))[1] for b in batches])
 
     def _batches(self, items: Sequence[PackItem]) -> list[Batch]:
         return [self.put(b) for b in pack(items, self.config.row_tokens, self.config.rows, self.unit)]

@@ -73,10 +73,10 @@ class RewardModel:
         if self.config.kind == "outcome" or self.translate:
             scores[-1] = values[-1]
             return scores
-        ends = [
-            i for i, token in enumerate(trajectory.response_ids) if "\n" in self.tokenizer.decode([token])
-        ]
-        ends = sorted({*ends, len(scores) - 1})  # the last step ends with the response
+        ids = trajectory.response_ids
+        ends = [i for i, token in enumerate(ids) if "\n" in self.tokenizer.decode([token])]
+        last = max(len(ids) - 1 - int(ids[-1] == self.tokenizer.eos_token_id), 0)  # the end token is no step
+        ends = sorted({*ends, last})
         scores[ends] = values[len(trajectory.prompt_ids) :][ends]
         return scores
 

@@ -1,0 +1,92 @@
+"""A reward behind HTTP, with a real server."""
+
+import http.server
+import json
+import threading
+
+import pytest
+
+from jaxrl_llm.rewards.pool import RewardPool
+from jaxrl_llm.rewards.sample import RewardConfig, RewardLoadError, Sample
+from jaxrl_llm.rewards.service import ask
+
+SAMPLES = [Sample("4", answer="4", prompt="2+2="), Sample("5", answer="4", prompt="2+2=")]
+
+
+@pytest.fixture
+def serve():
+    """Starts a server that answers each body by a function; gives its URL and what it was asked."""
+    servers = []
+
+    def start(answer, code=200):
+        asked = []
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                asked.append((body, self.headers.get("Authorization")))
+                said = json.dumps(answer(body)).encode()
+                self.send_response(code)
+                self.send_header("Content-Length", str(len(said)))
+                self.end_headers()
+                self.wfile.write(said)
+
+            def log_message(self, *args):
+                pass
+
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{server.server_port}/score", asked
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_scores_come_back_in_order_with_their_outcomes(serve):
+    right = lambda body: {"scores": [float(s["response"] == s["answer"]) for s in body["samples"]]}
+    url, asked = serve(right)
+    with RewardPool(RewardConfig(name=url, workers=1)) as pool:
+        results = pool.score(SAMPLES)
+    assert [r.score for r in results] == [1.0, 0.0]
+    assert [r.outcome.name for r in results] == ["CORRECT", "WRONG"]
+    body, token = asked[0]
+    assert body["samples"][0] == {
+        "prompt": "2+2=", "messages": [], "response": "4", "answer": "4", "source": "",
+    }  # fmt: skip
+    assert body["query"] == ["2+2=4", "2+2=5"] and body["labels"] == ["4", "4"] and token is None
+
+
+def test_the_answer_of_openrlhf_is_understood_and_the_token_is_sent(serve, monkeypatch):
+    monkeypatch.setenv("JAXRL_REWARD_TOKEN", "s3cret")
+    url, asked = serve(lambda body: {"rewards": [0.25] * len(body["query"])})
+    assert ask(url, SAMPLES, 5.0) == [0.25, 0.25]
+    assert asked[0][1] == "Bearer s3cret"
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "message"),
+    [
+        (lambda body: {"scores": [1.0]}, 200, "expected .* with 2 of them"),
+        (lambda body: "no", 200, "expected"),
+        (lambda body: {}, 503, "answered 503"),
+    ],
+)
+def test_a_bad_answer_says_what_was_expected(serve, answer, code, message):
+    url, _ = serve(answer, code)
+    with pytest.raises(ValueError, match=message):
+        ask(url, SAMPLES, 5.0)
+
+
+def test_a_service_that_is_not_there_fails_its_samples_and_no_more():
+    config = RewardConfig(name="http://127.0.0.1:9/x", workers=1, retries=0, max_failed_fraction=1.0)
+    with RewardPool(config) as pool:
+        results = pool.score(SAMPLES)
+    assert all("127.0.0.1:9" in r.reason and not r.valid for r in results)
+
+
+def test_what_is_no_url_is_still_refused():
+    with pytest.raises(RewardLoadError, match="unknown"):
+        RewardPool(RewardConfig(name="ftp//x"))
