@@ -124,6 +124,9 @@ def build(config: TrainConfig, closing: contextlib.ExitStack) -> Parts:
         ends = hf.end_ids(folder) if folder else ()
         engine = NativeEngine(config.rollout, model, mesh, tokenizer, ends)
         rewards = closing.enter_context(RewardPool(config.reward, Path(config.run_dir) / "rewards.log"))
+        if config.rollout.warm_up:
+            samplings = [config.rollout.sampling, config.eval.sampling]
+            engine.warm_up(config.max_prompt_tokens, config.max_response_tokens, samplings)
     loader = make_loader(config, tokenizer)
     if on_policy:
         source = RolloutSource(

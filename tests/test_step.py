@@ -17,6 +17,7 @@ from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.optim import OptimConfig, make_optimizer, make_schedule
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.step import StepConfig, combine, make_signals, outputs
+from jaxrl_llm.structs import Whole
 from jaxrl_llm.trainer import Trainer
 
 MODEL = TransformerConfig(
@@ -154,7 +155,7 @@ def test_mismatch_is_measured_on_trained_tokens():
     (batch,) = pack(items, 32, 4)
     with jax.set_mesh(built.mesh):
         params = models.init(MODEL, jax.random.key(0))
-        exact = np.array(outputs(params, batch, built.config, ("policy",))["policy"])
+        exact = np.array(outputs(params, built.put(batch), built.config, ("policy",))["policy"])
     exact[0, np.flatnonzero(batch.mask[0])[0]] += 0.25
     batch = dataclasses.replace(batch, rollout=exact, advantages=np.ones_like(exact))
     with jax.set_mesh(built.mesh):
@@ -170,9 +171,9 @@ def test_padding_under_the_mask_reaches_no_gradient():
     policy = jnp.where(batch.mask > 0, -1.0, jnp.nan)
 
     def loss(policy):
-        return grpo.loss(
-            make_signals(spoilt, policy, policy, jnp.float32(9), jnp.float32(3)), grpo.Config(kl_coef=0.0)
-        )[0]
+        whole = Whole(jnp.float32(9), jnp.float32(3), jnp.float32(0))
+        signals = make_signals(spoilt, {"policy": policy, "entropy": policy}, whole)
+        return grpo.loss(signals, grpo.Config(kl_coef=0.0))[0]
 
     assert jnp.isfinite(jax.grad(loss)(policy)).all()
 

@@ -38,6 +38,9 @@ class RolloutConfig:
     """Type of weights and activations; norms, softmax and log-probs are float32."""
     cache_dtype: Literal["float32", "bfloat16"] | None = None
     """Type of cached keys and values; None = dtype."""
+    warm_up: bool = False
+    """Compile every size of every program before the first step, not when a size is first met: a slower
+    start (seconds for a small model, minutes for a large one), and no pause later."""
     weight_noise: float = 0.0
     """Noise on the weights that training rolls out with, relative to each weight's own size and new every
     step: an experiment in how much mismatch between rollout and trainer an algorithm bears."""
