@@ -5,7 +5,7 @@ Command:   make learn                        everything, about an hour on 2 core
 Runs go to runs/learn/; one that is finished is not run again, so an interrupted collection goes on.
 
 All start from the same supervised start of their seed: a small Qwen3 shown sums of three digits of which
-60% are one too many (grpo_tiny.py). It has learned to add, and to make that mistake.
+60% are one too many (grpo_tiny.py with less noise). It has learned to add, and to make that mistake.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def gains(label: str, over: str, by: float) -> Callable[[dict[str, list[float]]]
     return lambda last: mean(last[label]) - mean(last[over]) >= by
 
 
+FLAWED = '--data.train.0.options {{"digits":1,"terms":3,"noise":0.6}}'
 RL = "--model.path {start} --warm_start.steps 0 --steps 100"
 PAIRS = "--config dpo_tiny.py --model.path {start} --warm_start.steps 0 --steps 100"
 OFTEN = "--minibatches_per_step 4 --optim.learning_rate 1e-3 --steps 60"
@@ -68,7 +69,7 @@ STUDIES: dict[str, Study] = {
     ),
     "sft_then_rl": Study(
         "RL adds at least 10 points to supervised training: as many more steps of either.",
-        {"sft": f"{RL} --algo sft --optim.learning_rate 1e-3", "grpo": RL},
+        {"sft": f"{RL} --algo sft --optim.learning_rate 1e-3 {FLAWED}", "grpo": RL},
         gains("grpo", "sft", 0.10),
     ),
     "preferences": Study(
@@ -145,7 +146,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=STUDIES, default=list(STUDIES))
     parser.add_argument("--jobs", type=int, default=2, help="runs at once")
     options = parser.parse_args()
-    starts = [(start_dir(seed), f"--config grpo_tiny.py --steps 0 --seed {seed}") for seed in SEEDS]
+    start = f"--config grpo_tiny.py --steps 0 {FLAWED.format()} --seed "
+    starts = [(start_dir(seed), f"{start}{seed}") for seed in SEEDS]
     run_all(starts, options.jobs)
     for wave in waves(options.only):
         run_all([job for name in wave for job in jobs(name)], options.jobs)

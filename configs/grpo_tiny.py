@@ -5,7 +5,7 @@ Hardware:  any CPU with 2 cores
 Time:      about 2 minutes
 Expected:  held-out accuracy under 0.5 after the supervised start, at least 0.9 at the end
 
-The supervised start teaches from flawed demonstrations: 60% of them are one too many on purpose. The model
+The supervised start teaches from flawed demonstrations: 70% of them are one too many on purpose. The model
 learns to add and to make that mistake; the reward then says which of the two was meant.
 """
 
@@ -50,7 +50,7 @@ def get_config() -> TrainConfig:
         ),
         optim=OptimConfig(learning_rate=5e-4, schedule="linear", b2=0.99),
         data=DataConfig(
-            train=(SourceConfig(path="task:arithmetic", options='{"digits": 1, "terms": 3, "noise": 0.6}'),)
+            train=(SourceConfig(path="task:arithmetic", options='{"digits": 1, "terms": 3, "noise": 0.7}'),)
         ),
         eval=EvalConfig(every=10, prompts=256),
         checkpoint=CheckpointConfig(every=100),

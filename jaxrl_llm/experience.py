@@ -32,9 +32,7 @@ class Experience:
     metrics: Metrics
     tokens: int  # prompt and response tokens, for throughput
     prompts: list[Prompt] = field(default_factory=list)
-    trajectories: list[Trajectory] = field(
-        default_factory=list
-    )  # one an item; none where examples are learnt
+    trajectories: list[Trajectory] = field(default_factory=list)  # one an item; [] = examples of a dataset
 
 
 class Source(Protocol):
