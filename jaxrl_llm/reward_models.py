@@ -1,10 +1,10 @@
-"""Reward models that score rollouts in this run's own memory: outcome and process models, mixed by weight."""
+"""Reward models that score rollouts in this run's own memory: outcome, process and generative ones, mixed."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,20 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import models
 from jaxrl_llm.checkpoint import hf
+from jaxrl_llm.data.chat import encode_prompt
+from jaxrl_llm.data.judge import ask_one
 from jaxrl_llm.data.packing import PackItem, pack, unpack
+from jaxrl_llm.data.rows import Example
+from jaxrl_llm.data.template import ChatConfig
 from jaxrl_llm.models.names import read_config
 from jaxrl_llm.rewards.sample import RewardModelConfig
+from jaxrl_llm.rewards.verdict import probability
 from jaxrl_llm.sharding.rules import TRAIN, fit
 from jaxrl_llm.step import StepConfig, outputs
 from jaxrl_llm.structs import Params, Trajectory
+
+ROOM = 128
+"""Tokens of a row beyond the longest trajectory: for the judge's question, and the token after the last."""
 
 
 @dataclass
@@ -38,27 +46,46 @@ class RewardModel:
         """Scores of each trajectory's response tokens, float32 [R']: 0 but where the model judges.
 
         Args:
-            prompts: the rendered prompt of each trajectory, for a model with another tokenizer.
+            prompts: the prompt of each trajectory as text, for a model that reads it anew.
         """
+        if self.config.kind == "generative":
+            return self._verdicts(trajectories, prompts)
         items = [self._item(t, p) for t, p in zip(trajectories, prompts, strict=True)]
-        values = self._values(items)
+        values = [row[1:] for row in self._outputs(items, "values")]  # after each token
         return [self._place(t, v) for t, v in zip(trajectories, values, strict=True)]
 
     def _item(self, trajectory: Trajectory, prompt: str) -> PackItem:
         """The trajectory and one token more, so that place t of the values is the state after token t - 1."""
         ids = np.concatenate([trajectory.prompt_ids, trajectory.response_ids])
         if self.translate:
-            ids = np.asarray(self.tokenizer.encode(prompt + trajectory.text, add_special_tokens=False))
-        ids = np.append(ids[: self.step.row_tokens - 1], 0).astype(np.int32)
+            ids = self.tokenizer.encode(prompt + trajectory.text, add_special_tokens=False)
+        return self._made([*ids, 0])
+
+    def _made(self, ids: Sequence[int]) -> PackItem:
+        """What is too long loses its beginning."""
+        ids = np.asarray(ids[-self.step.row_tokens :], np.int32)
         return PackItem(ids, np.ones(len(ids), np.float32))
 
-    def _values(self, items: Sequence[PackItem]) -> list[np.ndarray]:
-        """The value after each token of the trajectories."""
-        found = []
+    def _verdicts(self, trajectories: Sequence[Trajectory], prompts: Sequence[str]) -> list[np.ndarray]:
+        """Probability of Yes against No that the response is right, at its last token (arXiv 2408.15240)."""
+        words = [self.tokenizer.encode(word, add_special_tokens=False)[0] for word in ("Yes", "No")]
+        items = []
+        for trajectory, prompt in zip(trajectories, prompts, strict=True):
+            message = {"role": "user", "content": ask_one(prompt, trajectory.text)}
+            ids = encode_prompt(self.tokenizer, Example((message,), None), ChatConfig())
+            items += [self._made([*ids, word]) for word in words]
+        logprobs = [row[-1] for row in self._outputs(items, "policy")]
+        scores = [np.zeros(len(t.response_ids), np.float32) for t in trajectories]
+        for row, yes, no in zip(scores, logprobs[::2], logprobs[1::2], strict=True):
+            row[-1] = (probability({"Yes": yes, "No": no}) - self.config.mean) / self.config.scale
+        return scores
+
+    def _outputs(self, items: Sequence[PackItem], name: str) -> list[np.ndarray]:
+        """One of `step.outputs` for each item."""
         with jax.set_mesh(self.mesh):
-            for batch in pack(items, self.step.row_tokens, self.step.rows):
-                found.append(np.asarray(_score(self.params, self._put(batch), self.step)))
-        return [row[1:] for row in unpack(found, items, self.step.row_tokens)]
+            batches = pack(items, self.step.row_tokens, self.step.rows)
+            found = [np.asarray(_run(self.params, self._put(batch), self.step, name)) for batch in batches]
+        return unpack(found, items, self.step.row_tokens)
 
     def _put(self, batch):
         def place(x: np.ndarray) -> jax.Array:
@@ -70,7 +97,7 @@ class RewardModel:
     def _place(self, trajectory: Trajectory, values: np.ndarray) -> np.ndarray:
         scores = np.zeros(len(trajectory.response_ids), np.float32)
         values = (values - self.config.mean) / self.config.scale
-        if self.config.kind == "outcome" or self.translate:
+        if self.config.kind == "outcome":
             scores[-1] = values[-1]
             return scores
         ids = trajectory.response_ids
@@ -81,9 +108,9 @@ class RewardModel:
         return scores
 
 
-@functools.partial(jax.jit, static_argnames="step")
-def _score(params: Params, batch, step: StepConfig) -> jax.Array:
-    return outputs(params, batch, step, ("values",))["values"]
+@functools.partial(jax.jit, static_argnames=("step", "name"))
+def _run(params: Params, batch, step: StepConfig, name: str) -> jax.Array:
+    return outputs(params, batch, step, (name,))[name]
 
 
 def load(config: RewardModelConfig, step: StepConfig, mesh: Mesh, policy_tokenizer: Any) -> RewardModel:
@@ -94,10 +121,13 @@ def load(config: RewardModelConfig, step: StepConfig, mesh: Mesh, policy_tokeniz
     """
     folder: Path = hf.resolve(config.path)
     model = read_config(folder)
-    if not model.value_head:
+    if model.value_head == (config.kind == "generative"):
         raise ValueError(
             f"--reward.models {config.path}: a language model without a score head; train one with "
             "--algo reward_model, or give a ...ForSequenceClassification folder with one label."
+            if config.kind != "generative"
+            else f"--reward.models {config.path}: a score head cannot say Yes or No; kind generative wants a "
+            "language model."
         )
     tokenizer = hf.load_tokenizer(folder)
     translate = tokenizer.get_vocab() != policy_tokenizer.get_vocab()
@@ -108,6 +138,7 @@ def load(config: RewardModelConfig, step: StepConfig, mesh: Mesh, policy_tokeniz
         )
     shardings = models.shardings(model, mesh, TRAIN)
     params = hf.load(folder, model, shardings, jnp.dtype(step.dtype))
+    step = replace(step, row_tokens=step.row_tokens + ROOM, temperature=1.0)
     return RewardModel(config, params, step, mesh, tokenizer, translate)
 
 
@@ -122,7 +153,7 @@ def add_scores(
         for trajectory, scores in zip(trajectories, judge(trajectories, prompts), strict=True):
             weighted = judge.config.weight * scores
             trajectory.components = (*trajectory.components, float(scores.sum()))
-            if judge.config.kind == "outcome":
+            if judge.config.kind != "process":
                 trajectory.reward += float(weighted[-1])
             else:
                 before = trajectory.token_rewards

@@ -9,6 +9,10 @@ import pytest
 
 from jaxrl_llm import models
 from jaxrl_llm.checkpoint import hf
+from jaxrl_llm.data.chat import encode_prompt
+from jaxrl_llm.data.judge import ask_one
+from jaxrl_llm.data.rows import Example
+from jaxrl_llm.data.template import ChatConfig
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.reward_models import add_scores, load
@@ -92,6 +96,21 @@ def test_a_process_model_scores_the_end_of_each_step(weights, folder):
         wanted[place] = 2 * after[place]
     np.testing.assert_allclose(t.token_rewards, wanted, atol=1e-4)
     assert t.reward == 1.0
+
+
+def test_a_generative_model_is_asked_for_yes_or_no(weights, tmp_path):
+    """The probability of Y against N as the first letter of its answer."""
+    plain = dataclasses.replace(MODEL, value_head=False)
+    model = models.with_heads(weights, plain)
+    hf.save(model, plain, tmp_path / "lm", TOKENIZER, dtype="float32")
+    t = trajectory("3+4")
+    (scores,) = judge(tmp_path / "lm", kind="generative")([t], ["1+2="])
+    question = Example(({"role": "user", "content": ask_one("1+2=", "3+4")},), None)
+    ids = jnp.asarray(encode_prompt(TOKENIZER, question, ChatConfig()))[None]
+    logits = model(ids, jnp.arange(ids.shape[1])[None])[0, -1] @ model.head.T
+    yes, no = (logits[TOKENIZER.encode(w, add_special_tokens=False)[0]] for w in ("Yes", "No"))
+    assert not scores[:-1].any()
+    assert scores[-1] == pytest.approx(float(jax.nn.sigmoid(yes - no)), abs=1e-5)
 
 
 def test_a_language_model_is_no_reward_model(weights, tmp_path):

@@ -16,11 +16,13 @@ class RewardModelConfig:
     """A reward model in this run's own memory, sharded as the policy is."""
 
     path: str = ""
-    """Hugging Face folder (a sequence classifier, such as reward_model_tiny.py leaves) or hub name."""
+    """Hugging Face folder (a sequence classifier, such as reward_model_tiny.py leaves; for generative a
+    language model) or hub name."""
     weight: float = 1.0
     """Its share in the reward, which it is added to."""
-    kind: Literal["outcome", "process"] = "outcome"
-    """outcome: one score a response, at its last token; process: one a step, at the end of each line."""
+    kind: Literal["outcome", "process", "generative"] = "outcome"
+    """outcome: one score a response, at its last token; process: one a step, at the end of each line;
+    generative: asked whether the answer is right, the probability that it says Yes and not No."""
     mean: float = 0.0
     """Taken off its scores, so that they are around 0."""
     scale: float = 1.0
