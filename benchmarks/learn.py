@@ -51,6 +51,7 @@ def gains(label: str, over: str, by: float) -> Callable[[dict[str, list[float]]]
 
 
 FLAWED = '--data.train.0.options {{"digits":1,"terms":3,"noise":0.6}}'
+START = f"--config grpo_tiny.py --steps 0 {FLAWED.format()}"
 RL = "--model.path {start} --warm_start.steps 0 --steps 100"
 PAIRS = "--config dpo_tiny.py --model.path {start} --warm_start.steps 0 --steps 100"
 OFTEN = "--minibatches_per_step 4 --optim.learning_rate 1e-3 --steps 60"
@@ -121,8 +122,8 @@ STUDIES: dict[str, Study] = {
     "truncated_importance_sampling": Study(
         "Rolled out with noisy weights, a run keeps learning with truncated importance sampling.",
         {
-            "with": f"{RL} --rollout.weight_noise 0.3 --algo.correction.weight token",
-            "without": f"{RL} --rollout.weight_noise 0.3",
+            "with": f"{RL} --rollout.weight_noise 0.5 --algo.correction.weight token",
+            "without": f"{RL} --rollout.weight_noise 0.5",
         },
         gains("with", "without", 0.1),
     ),
@@ -146,9 +147,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=STUDIES, default=list(STUDIES))
     parser.add_argument("--jobs", type=int, default=2, help="runs at once")
     options = parser.parse_args()
-    start = f"--config grpo_tiny.py --steps 0 {FLAWED.format()} --seed "
-    starts = [(start_dir(seed), f"{start}{seed}") for seed in SEEDS]
-    run_all(starts, options.jobs)
+    run_all([(start_dir(seed), f"{START} --seed {seed}") for seed in SEEDS], options.jobs)
     for wave in waves(options.only):
         run_all([job for name in wave for job in jobs(name)], options.jobs)
     write_report()
@@ -216,6 +215,7 @@ def write_report() -> None:
         "`make learn` makes this page. Values are of three seeds, at the first and the last evaluation.",
         "",
     ]
+    lines += [f"    start: python -m jaxrl_llm.train {START} --seed 0", ""]
     for name in done:
         lines += section(name)
     (ROOT / "docs/learning.md").write_text("\n".join(lines))
