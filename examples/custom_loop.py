@@ -5,6 +5,7 @@ Time:      a minute on a CPU with 2 cores
 """
 
 import contextlib
+import dataclasses
 
 import jax
 
@@ -29,7 +30,8 @@ def main() -> None:
     model, tokenizer, _ = load_model_config(recipe.model)
     flawed = SourceConfig(path="task:arithmetic", options='{"digits": 1, "terms": 3, "noise": 0.5}')
     loader = Loader(DataConfig(train=(flawed,)), tokenizer, seed=0, max_prompt_tokens=16)
-    learner = make_learner(recipe, sft.Config(), recipe.optim, WARM + STEPS, model, mesh)
+    optim = dataclasses.replace(recipe.optim, learning_rate=2e-3, schedule="constant")
+    learner = make_learner(recipe, sft.Config(), optim, WARM + STEPS, model, mesh)
     engine = NativeEngine(recipe.rollout, model, mesh, tokenizer)
     with contextlib.ExitStack() as closing:
         closing.enter_context(jax.set_mesh(mesh))
