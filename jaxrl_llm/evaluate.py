@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -18,6 +18,8 @@ from jaxrl_llm.rollout.engine import Engine, SamplingConfig
 from jaxrl_llm.structs import Metrics, Outcome, Params, TrainState, Trajectory
 from jaxrl_llm.trainer import Trainer
 
+Reference = Callable[[], Params | None]  # gives the frozen weights, where somebody needs them
+
 
 @dataclass
 class Answers:
@@ -31,7 +33,7 @@ class Answers:
     max_tokens: int
     key: jax.Array
 
-    def __call__(self, state: TrainState, reference: Params | None) -> Metrics:
+    def __call__(self, state: TrainState, reference: Reference) -> Metrics:
         """Metrics eval/..."""
         self.engine.publish(state.params, int(state.version))
         trajectories = sample(
@@ -49,9 +51,9 @@ class HeldOutLoss:
     items: list[PackItem]
     trainer: Trainer
 
-    def __call__(self, state: TrainState, reference: Params | None) -> Metrics:
+    def __call__(self, state: TrainState, reference: Reference) -> Metrics:
         """Metrics eval/..."""
-        found = jax.device_get(self.trainer.measure(state, self.items, reference))
+        found = jax.device_get(self.trainer.measure(state, self.items, reference()))
         return {f"eval/{name}": float(value) for name, value in found.items()}
 
 

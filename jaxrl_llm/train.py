@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import shlex
 import sys
@@ -186,8 +187,8 @@ def eval_due(parts: Parts, done: int) -> bool:
 def evaluate(parts: Parts, state: TrainState, reference: Reference, done: int, log: RunLog) -> Metrics:
     """What is found on held-out data now."""
     metrics: Metrics = {}
+    frozen = functools.partial(reference.params, parts.stages[-1], done, state.params)
     with log.phase("evaluation"):
-        frozen = reference.params(parts.stages[-1], done, state.params)
         for evaluator in parts.evaluators:
             metrics |= evaluator(state, frozen)
     return metrics

@@ -98,6 +98,7 @@ class Checkpointer:
         arrays = flatten(state)
         meta = json.loads(json.dumps(meta))  # a copy; and what is not JSON-able fails here
         metrics = {name: float(value) for name, value in metrics.items()}
+        self._sweep(step)  # what a killed run left of this very step; nobody writes before all agree
         if agree(step in self.steps()):
             return False
         needed = int(1.05 * sum(x.nbytes for x in arrays.values())) + 2**20

@@ -91,7 +91,7 @@ KILLS = [
     ("jaxrl_llm.checkpoint.state:Checkpointer.save", 3),  # after the line of step 3, before its checkpoint
     ("jaxrl_llm.rollout.native:NativeEngine.generate", 2),  # while step 4 rolls out
     ("jaxrl_llm.checkpoint.folder:retire", 2),  # while old checkpoints are deleted
-    ("jaxrl_llm.step:Learner.update", 1),
+    ("jaxrl_llm.learner:Learner.update", 1),
     ("jaxrl_llm.checkpoint.hf:save", 1),  # trained, not exported
 ]
 
@@ -158,7 +158,7 @@ def test_stopped_by_budget_killed_stopped_by_signal(tmp_path, whole):
     place, count = KILLS[0]
     assert train_with_signal(tmp_path, place, count, signal.SIGKILL).code == -signal.SIGKILL
 
-    end = train_with_signal(tmp_path, "jaxrl_llm.step:Learner.update", 4, signal.SIGTERM)
+    end = train_with_signal(tmp_path, "jaxrl_llm.learner:Learner.update", 4, signal.SIGTERM)
     assert end.code == EXIT_STOPPED, end.stderr
     assert "resuming with max_runtime: was 0.001, now 0.0" in end.stderr
     assert "SIGTERM: saving after this step, then stopping" in end.stderr
