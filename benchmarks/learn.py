@@ -101,8 +101,8 @@ STUDIES: dict[str, Study] = {
         after="reward_model",
     ),
     "token_loss": Study(
-        "Token-level loss (DAPO) does no worse than the mean of each response's mean (GRPO); on answers of one "
-        "to three tokens there is little for it to change.",
+        "Token-level loss (DAPO) does no worse than the mean of each response's mean (GRPO); on answers of "
+        "one to three tokens there is little for it to change.",
         {"token": f"{RL} --algo.aggregation token", "sequence": f"{RL} --algo.aggregation sequence"},
         gains("token", "sequence", -0.02),
     ),

@@ -16,7 +16,7 @@ from jaxrl_llm import algos, models
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.data.packing import PackItem, counts, pack, unpack
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.sharding.rules import TRAIN, fit
+from jaxrl_llm.sharding.rules import TRAIN, put_rows
 from jaxrl_llm.step import (
     StepConfig,
     accumulate,
@@ -81,12 +81,7 @@ class Learner:
 
     def put(self, batch: Batch) -> Batch:
         """Host rows to the devices, rows divided among them. Every process holds the same host batch."""
-
-        def place(x: np.ndarray) -> jax.Array:
-            sharding = fit(self.mesh, ("batch", "sequence"), x.shape, TRAIN)
-            return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
-
-        return jax.tree.map(place, batch)
+        return put_rows(self.mesh, batch)
 
     def score(
         self, params: Params, items: Sequence[PackItem], wants: tuple[str, ...] = ("policy",)

@@ -23,7 +23,7 @@ from jaxrl_llm.data.template import ChatConfig
 from jaxrl_llm.models.names import read_config
 from jaxrl_llm.rewards.sample import RewardModelConfig
 from jaxrl_llm.rewards.verdict import probability
-from jaxrl_llm.sharding.rules import TRAIN, fit
+from jaxrl_llm.sharding.rules import TRAIN, put_rows
 from jaxrl_llm.step import StepConfig, outputs
 from jaxrl_llm.structs import Params, Trajectory
 
@@ -84,15 +84,11 @@ class RewardModel:
         """One of `step.outputs` for each item."""
         with jax.set_mesh(self.mesh):
             batches = pack(items, self.step.row_tokens, self.step.rows)
-            found = [np.asarray(_run(self.params, self._put(batch), self.step, name)) for batch in batches]
+            found = [
+                np.asarray(_run(self.params, put_rows(self.mesh, batch), self.step, name))
+                for batch in batches
+            ]
         return unpack(found, items, self.step.row_tokens)
-
-    def _put(self, batch):
-        def place(x: np.ndarray) -> jax.Array:
-            sharding = fit(self.mesh, ("batch", "sequence"), x.shape, TRAIN)
-            return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
-
-        return jax.tree.map(place, batch)
 
     def _place(self, trajectory: Trajectory, values: np.ndarray) -> np.ndarray:
         scores = np.zeros(len(trajectory.response_ids), np.float32)

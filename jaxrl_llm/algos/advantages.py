@@ -76,15 +76,6 @@ def batch_moments(
     return mean, square / jnp.maximum(total - 1, 1.0)
 
 
-def zero_variance_fraction(
-    rewards: Float[Array, "N"], group: Int[Array, "N"], valid: Float[Array, "N"]
-) -> Float[Array, ""]:
-    """Share of the groups whose rewards are all equal: they teach nothing."""
-    count, _, square = group_moments(rewards, group, valid)
-    used = count > 0
-    return jnp.sum(used & (square <= 1e-12)) / jnp.maximum(jnp.sum(used), 1)
-
-
 def leave_one_out(
     rewards: Float[Array, "N"], group: Int[Array, "N"], valid: Float[Array, "N"]
 ) -> Float[Array, "N"]:

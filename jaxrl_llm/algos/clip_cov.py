@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxrl_llm.algos.clipped import ClippedConfig
+from jaxrl_llm.algos.clipped import ClippedConfig, surrogate
 from jaxrl_llm.algos.covariance import covariance, lottery
 from jaxrl_llm.algos.policy_gradient import advantages, finish, returns, select
-from jaxrl_llm.algos.policy_losses import ppo_clip
 from jaxrl_llm.structs import Metrics, Signals
 
 __all__ = ["INPUT", "Config", "advantages", "loss", "returns", "select"]
@@ -37,19 +36,11 @@ class Config(ClippedConfig):
 
 def loss(signals: Signals, config: Config) -> tuple[Float[Array, ""], Metrics]:
     """The clipped surrogate, 0 where the token is dropped."""
-    surrogate, clipped = ppo_clip(
-        signals.policy,
-        signals.old,
-        signals.advantages,
-        config.clip_low,
-        config.clip_high,
-        config.dual_clip,
-        config.loss_cap,
-    )
+    per_token, clipped = surrogate(signals, config)
     cov = covariance(signals)
     within = (cov > config.covariance_low) & (cov < config.covariance_high)
     candidates = within & ~clipped & (signals.mask > 0)
     wanted = config.fraction * signals.mask.sum() / jnp.maximum(candidates.sum(), 1)
     dropped = candidates & (lottery(signals.old) < wanted)
-    surrogate = jnp.where(dropped, 0.0, surrogate)
-    return finish(surrogate, {"clip_fraction": clipped, "dropped_fraction": dropped}, signals, config)
+    per_token = jnp.where(dropped, 0.0, per_token)
+    return finish(per_token, {"clip_fraction": clipped, "dropped_fraction": dropped}, signals, config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algos.policy_gradient import PolicyConfig, finish
 from jaxrl_llm.algos.policy_losses import ppo_clip
@@ -25,9 +25,9 @@ class ClippedConfig(PolicyConfig):
     """Bound on the loss of every token (ChatLearn: 3.0); None = none."""
 
 
-def loss(signals: Signals, config: ClippedConfig) -> tuple[Float[Array, ""], Metrics]:
-    """max(-A r, -A clip(r, 1 - low, 1 + high)), r = exp(policy - old); with one update a step r is 1."""
-    surrogate, clipped = ppo_clip(
+def surrogate(signals: Signals, config: ClippedConfig) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+    """(max(-A r, -A clip(r, 1 - low, 1 + high)) of each token, where the clip took the gradient away)."""
+    return ppo_clip(
         signals.policy,
         signals.old,
         signals.advantages,
@@ -36,4 +36,9 @@ def loss(signals: Signals, config: ClippedConfig) -> tuple[Float[Array, ""], Met
         config.dual_clip,
         config.loss_cap,
     )
-    return finish(surrogate, {"clip_fraction": clipped}, signals, config)
+
+
+def loss(signals: Signals, config: ClippedConfig) -> tuple[Float[Array, ""], Metrics]:
+    """The clipped surrogate, r = exp(policy - old); with one update a step r is 1."""
+    per_token, clipped = surrogate(signals, config)
+    return finish(per_token, {"clip_fraction": clipped}, signals, config)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Rules = Mapping[str, str | tuple[str, ...] | None]
@@ -75,3 +77,13 @@ def _ways(mesh, entry) -> int:
     for name in names:
         ways *= mesh.shape[name]
     return ways
+
+
+def put_rows(mesh: Mesh, batch: Any) -> Any:
+    """Host arrays [B, T] to the devices, rows divided among them; every process holds the whole batch."""
+
+    def place(x: np.ndarray) -> jax.Array:
+        sharding = fit(mesh, ("batch", "sequence"), x.shape, TRAIN)
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+    return jax.tree.map(place, batch)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algos import grpo
-from jaxrl_llm.algos.advantages import group_advantages, zero_variance_fraction
+from jaxrl_llm.algos.advantages import group_advantages
 from jaxrl_llm.structs import Rollouts
 
 REWARDS = jnp.array([1.0, 0.0, 2.0, 0.5])
@@ -42,12 +42,10 @@ def test_shifting_rewards_of_a_group_changes_nothing(scale):
     )
 
 
-def test_equal_rewards_teach_nothing_and_are_counted():
+def test_equal_rewards_teach_nothing():
     rewards = jnp.array([1.0, 1.0, 0.0, 1.0])
     out = group_advantages(rewards, GROUP, ALL)
     np.testing.assert_allclose(out[:2], 0.0, atol=1e-6)
-    assert float(zero_variance_fraction(rewards, GROUP, ALL)) == 0.5
-    assert float(zero_variance_fraction(jnp.zeros(4), GROUP, ALL)) == 1.0
 
 
 def test_group_of_one_keeps_its_reward():
@@ -63,7 +61,6 @@ def test_failed_rewards_take_no_part():
         out = group_advantages(rewards, group, valid, scale)
         kept = group_advantages(REWARDS, GROUP, ALL, scale)
         np.testing.assert_allclose(out, [kept[0], kept[1], 0.0, kept[2], kept[3]], atol=1e-6)
-    assert float(zero_variance_fraction(rewards, group, valid)) == 0.0
 
 
 def test_grpo_spreads_over_the_policys_own_tokens():
