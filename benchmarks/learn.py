@@ -1,11 +1,8 @@
-"""What the algorithms learn on generated sums: runs them, draws their curves, writes docs/learning.md.
+"""What the algorithms learn on generated tasks: runs the studies, draws curves, writes docs/learning.md.
 
 Command:   make learn                        everything, about an hour on 2 cores
            python benchmarks/learn.py --only dynamic_sampling --jobs 2
 Runs go to runs/learn/; one that is finished is not run again, so an interrupted collection goes on.
-
-All start from the same supervised start of their seed: a small Qwen3 shown sums of three digits of which
-60% are one too many (grpo_tiny.py with less noise). It has learned to add, and to make that mistake.
 """
 
 from __future__ import annotations
@@ -14,131 +11,17 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
+from studies import STARTS, STUDIES, Study
+
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = Path("runs/learn")
-SEEDS = (0, 1, 2)
-PASS = "eval/pass@1"
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#767676")
-Series = dict[str, list[list[tuple[int, float]]]]  # label -> one curve a seed
-
-
-@dataclass(frozen=True)
-class Study:
-    """Runs that are compared, and what they are to show."""
-
-    claim: str
-    runs: dict[str, str]  # label -> arguments; {start} is the seed's supervised start, {seed} its number
-    holds: Callable[[dict[str, list[float]]], bool]  # of the last values of `metric`, by label
-    metric: str = PASS
-    recipe: str = "grpo_tiny.py"
-    after: str = ""  # a study whose runs must exist before
-
-
-def everywhere(bound: float) -> Callable[[dict[str, list[float]]], bool]:
-    """Every seed of every label ends at `bound` or above."""
-    return lambda last: all(value >= bound for values in last.values() for value in values)
-
-
-def gains(label: str, over: str, by: float) -> Callable[[dict[str, list[float]]], bool]:
-    """`label` ends above `over` by at least `by`, on the mean of the seeds."""
-    return lambda last: mean(last[label]) - mean(last[over]) >= by
-
-
-FLAWED = '--data.train.0.options {{"digits":1,"terms":3,"noise":0.6}}'
-START = f"--config grpo_tiny.py --steps 0 {FLAWED.format()}"
-RL = "--model.path {start} --warm_start.steps 0 --steps 100"
-PAIRS = "--config dpo_tiny.py --model.path {start} --warm_start.steps 0 --steps 100"
-OFTEN = "--minibatches_per_step 4 --optim.learning_rate 1e-3 --steps 60"
-STUDIES: dict[str, Study] = {
-    "online": Study(
-        "Six on-line algorithms solve the quick start's task: at least 0.9 on held-out sums, each seed.",
-        {
-            "ppo": f"--config ppo_tiny.py {RL}",
-            "grpo": RL,
-            "rloo": f"{RL} --algo rloo",
-            "reinforce_pp": f"{RL} --algo reinforce_pp",
-            "dapo": f"{RL} --algo dapo",
-            "gspo": f"{RL} --algo gspo",
-        },
-        everywhere(0.9),
-    ),
-    "sft_then_rl": Study(
-        "RL adds at least 10 points to supervised training: as many more steps of either.",
-        {"sft": f"{RL} --algo sft --optim.learning_rate 1e-3 {FLAWED}", "grpo": RL},
-        gains("grpo", "sft", 0.10),
-    ),
-    "preferences": Study(
-        "Preference losses raise how often the policy answers rightly (its win rate against a wrong answer).",
-        {
-            "dpo": PAIRS,
-            "ipo": f"{PAIRS} --algo.loss ipo",
-            "simpo": f"{PAIRS} --algo simpo",
-            "orpo": f"{PAIRS} --algo orpo",
-            "cpo": f"{PAIRS} --algo cpo",
-            "kto": f"{PAIRS} --algo kto",
-        },
-        everywhere(0.5),
-    ),
-    "reward_model": Study(
-        "A reward model tells right from wrong in at least 95% of held-out pairs.",
-        {"reward_model": "--config reward_model_tiny.py"},
-        everywhere(0.95),
-        metric="eval/accuracy",
-    ),
-    "ppo_on_reward_model": Study(
-        "PPO learns the task from that reward model alone.",
-        {
-            "ppo": f"--config ppo_reward_tiny.py {RL} "
-            "--reward.models.0.path runs/learn/reward_model/reward_model/{seed}/hf"
-        },
-        everywhere(0.9),
-        after="reward_model",
-    ),
-    "token_loss": Study(
-        "Token-level loss (DAPO) does no worse than the mean of each response's mean (GRPO); on answers of "
-        "one to three tokens there is little for it to change.",
-        {"token": f"{RL} --algo.aggregation token", "sequence": f"{RL} --algo.aggregation sequence"},
-        gains("token", "sequence", -0.02),
-    ),
-    "dynamic_sampling": Study(
-        "Dynamic sampling: every group of an update teaches something, so small steps learn faster.",
-        {
-            "on": f"{RL} --prompts_per_step 8 --steps 60 --algo.dynamic_sampling True",
-            "off": f"{RL} --prompts_per_step 8 --steps 60",
-        },
-        gains("on", "off", 0.0),
-    ),
-    "clip_higher": Study(
-        "Clip-higher keeps entropy up when the policy is updated four times a step.",
-        {"0.28": f"{RL} {OFTEN} --algo.clip_high 0.28", "0.2": f"{RL} {OFTEN} --algo.clip_high 0.2"},
-        gains("0.28", "0.2", 0.0),
-        metric="entropy",
-    ),
-    "truncated_importance_sampling": Study(
-        "Rolled out with noisy weights, a run keeps learning with truncated importance sampling.",
-        {
-            "with": f"{RL} --rollout.weight_noise 0.5 --algo.correction.weight token",
-            "without": f"{RL} --rollout.weight_noise 0.5",
-        },
-        gains("with", "without", 0.1),
-    ),
-    "distillation": Study(
-        "On-policy distillation closes the gap to the teacher, a model that GRPO has taught.",
-        {
-            "gkd": f"--config gkd_tiny.py {RL} --algo.teachers runs/learn/online/grpo/{{seed}}/hf",
-            "policy_gradient": f"--config gkd_tiny.py {RL} --algo.form policy_gradient "
-            "--algo.teachers runs/learn/online/grpo/{seed}/hf",
-        },
-        everywhere(0.9),
-        after="online",
-    ),
-}
+STYLES = ("-", "--", ":")
+Series = dict[str, list[list[tuple[int, float]]]]  # label -> one curve a seed, of (step, value)
 
 
 def main() -> None:
@@ -148,14 +31,21 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=STUDIES, default=list(STUDIES))
     parser.add_argument("--jobs", type=int, default=2, help="runs at once")
     options = parser.parse_args()
-    run_all([(start_dir(seed), f"{START} --seed {seed}") for seed in SEEDS], options.jobs)
+    starts = dict.fromkeys(
+        (study.start, seed) for study in map(STUDIES.get, options.only) for seed in study.seeds
+    )
+    run_all([(start_dir(*start), start_words(*start)) for start in starts], options)
     for wave in waves(options.only):
-        run_all([job for name in wave for job in jobs(name)], options.jobs)
+        run_all([job for name in wave for job in jobs(name)], options)
     write_report()
 
 
-def start_dir(seed: int) -> Path:
-    return RUNS / "start" / str(seed)
+def start_dir(start: str, seed: int) -> Path:
+    return RUNS / "start" / start / str(seed)
+
+
+def start_words(start: str, seed: int) -> str:
+    return f"--config grpo_tiny.py --steps 0 {STARTS[start].arguments.format()} --seed {seed}"
 
 
 def waves(names: list[str]) -> list[list[str]]:
@@ -168,17 +58,16 @@ def jobs(name: str) -> list[tuple[Path, str]]:
     study = STUDIES[name]
     found = []
     for label, arguments in study.runs.items():
-        for seed in SEEDS:
-            words = arguments.format(start=start_dir(seed) / "hf", seed=seed)
-            recipe = "" if "--config" in words else f"--config {study.recipe} "
-            found.append((RUNS / name / label / str(seed), f"{recipe}{words} --seed {seed}"))
+        for seed in study.seeds:
+            words = arguments.format(start=start_dir(study.start, seed) / "hf", seed=seed)
+            found.append((RUNS / name / label / str(seed), f"{words} --seed {seed}"))
     return found
 
 
-def run_all(todo: list[tuple[Path, str]], parallel: int) -> None:
+def run_all(todo: list[tuple[Path, str]], options: argparse.Namespace) -> None:
     """Run what has no model yet; stop at the first that fails."""
     todo = list(dict.fromkeys((path, words) for path, words in todo if not (path / "hf").is_dir()))
-    with ThreadPoolExecutor(parallel) as pool:
+    with ThreadPoolExecutor(options.jobs) as pool:
         for (path, _), code in zip(todo, pool.map(run, todo), strict=True):
             if code:
                 sys.exit(f"{path} failed; see {path}.log")
@@ -194,16 +83,15 @@ def run(job: tuple[Path, str]) -> int:
     return code
 
 
-def curves(name: str) -> Series:
-    """label -> for each seed, (steps since the start, value of the study's metric)."""
-    study = STUDIES[name]
+def curves(name: str, metric: str) -> Series:
+    """The metric over the steps since the start."""
     found: Series = {}
-    for label in study.runs:
-        for seed in SEEDS:
+    for label in STUDIES[name].runs:
+        for seed in STUDIES[name].seeds:
             file = RUNS / name / label / str(seed) / "metrics.jsonl"
             rows = [json.loads(line) for line in file.read_text().splitlines()]
             rows = [row for row in rows if row["kind"] != "warm_start" or row["step"] == rows[-1]["step"]]
-            points = [(row["step"], row[study.metric]) for row in rows if row.get(study.metric) is not None]
+            points = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
             found.setdefault(label, []).append(points)
     return found
 
@@ -211,12 +99,20 @@ def curves(name: str) -> Series:
 def write_report() -> None:
     """docs/learning.md and a picture a study, of all studies whose runs are complete."""
     done = [name for name in STUDIES if all((path / "hf").is_dir() for path, _ in jobs(name))]
-    lines = ["# What is learned", "", __doc__.split("\n\n", 1)[1].strip(), ""]
-    lines += [
-        "`make learn` makes this page. Values are of three seeds, at the first and the last evaluation.",
+    lines = [
+        "# What is learned",
+        "",
+        "Small Qwen3 models on generated tasks, three seeds each, by `make learn`. Every run",
+        "starts from a supervised start of its seed, so that what differs is the algorithm:",
+        "",
+        *(f"- {name}: {start.meaning}" for name, start in STARTS.items()),
+        "",
+        *(f"      {name}: python -m jaxrl_llm.train {start_words(name, 0)}" for name in STARTS),
+        "",
+        "Values are at the first and the last evaluation; what is told beside is the mean of the first and",
+        "of the last tenth of the steps.",
         "",
     ]
-    lines += [f"    start: python -m jaxrl_llm.train {START} --seed 0", ""]
     for name in done:
         lines += section(name)
     (ROOT / "docs/learning.md").write_text("\n".join(lines))
@@ -224,20 +120,48 @@ def write_report() -> None:
 
 
 def section(name: str) -> list[str]:
-    study, series = STUDIES[name], curves(name)
-    last = {label: [points[-1][1] for points in seeds] for label, seeds in series.items()}
-    verdict = "Seen" if study.holds(last) else "**Not seen**"
+    study, series = STUDIES[name], curves(name, STUDIES[name].metric)
+    verdict = "Seen" if study.holds(judged(study, series)) else "**Not seen**"
     draw(name, series)
     lines = [f"## {name.replace('_', ' ').capitalize()}", "", f"{study.claim} {verdict}.", ""]
-    lines += [f"| {study.metric} | first | last | mean of last |", "|---|---|---|---|"]
+    over_run = " mean over the run |" * study.over_run
+    lines += [
+        f"| {study.metric} | first | last | mean of last |{over_run}",
+        "|---|---|---|---|" + "---|" * study.over_run,
+    ]
     for label, seeds in series.items():
-        numbers = lambda values: " ".join(f"{value:.3f}" for value in values)
-        first = numbers(points[0][1] for points in seeds)
-        lines.append(f"| {label} | {first} | {numbers(last[label])} | {mean(last[label]):.3f} |")
-    lines += ["", f"![{name}](learning/{name}.png)", ""]
-    arguments = {label: command(name, label) for label in study.runs}
-    lines += [*(f"    {label}: {words}" for label, words in arguments.items()), ""]
-    return lines
+        first, last = ([points[at][1] for points in seeds] for at in (0, -1))
+        row = f"| {label} | {numbers(first)} | {numbers(last)} | {mean(last):.3f} |"
+        means = judged(study, series)[label]
+        lines.append(row + f" {numbers(means)}: {mean(means):.3f} |" * study.over_run)
+    lines += ["", *(line for metric in study.also for line in beside(name, metric))]
+    lines += [f"![{name}](learning/{name}.png)", ""]
+    return [*lines, *(f"    {label}: {command(name, label)}" for label in study.runs), ""]
+
+
+def judged(study: Study, series: Series) -> dict[str, list[float]]:
+    """What the study's claim is about: one number a seed."""
+    if study.over_run:
+        return {k: [mean(value for _, value in points) for points in seeds] for k, seeds in series.items()}
+    return {label: [points[-1][1] for points in seeds] for label, seeds in series.items()}
+
+
+def beside(name: str, metric: str) -> list[str]:
+    """A table of a metric of the training steps: its first and last tenth."""
+    lines = [f"| {metric} | first tenth | last tenth |", "|---|---|---|"]
+    for label, seeds in curves(name, metric).items():
+        ends: list[list[float]] = [[], []]
+        for points in seeds:
+            values = [value for _, value in points]
+            tenth = max(len(values) // 10, 1)
+            for end, part in zip(ends, (values[:tenth], values[-tenth:]), strict=True):
+                end.append(mean(part))
+        lines.append(f"| {label} | {numbers(ends[0])} | {numbers(ends[1])} |")
+    return [*lines, ""]
+
+
+def numbers(values: list[float]) -> str:
+    return " ".join(f"{value:.3f}" for value in values)
 
 
 def command(name: str, label: str) -> str:
@@ -254,12 +178,13 @@ def draw(name: str, series: Series) -> None:
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.2)
-    for color, (label, seeds) in zip(COLORS, series.items(), strict=False):
+    for index, (label, seeds) in enumerate(series.items()):
+        color, style = COLORS[index % len(COLORS)], STYLES[index // len(COLORS)]
         for points in seeds:
             axes.plot(*zip(*points, strict=True), color=color, alpha=0.2, lw=1)
         steps = [step for step, _ in seeds[0]]
         middle = [mean(dict(points).get(step, float("nan")) for points in seeds) for step in steps]
-        axes.plot(steps, middle, color=color, lw=2, label=label)
+        axes.plot(steps, middle, color=color, ls=style, lw=2, label=label)
     axes.set_xlabel("step")
     axes.set_ylabel(STUDIES[name].metric)
     axes.legend(frameon=False, ncols=3, fontsize=9)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#767676"  # told apart by colour-blind people
-HELD_OUT = "eval/pass@1"
+HELD_OUT = ("eval/pass@1", "eval/accuracy")  # of answers; of which of a pair is right
 
 
 def draw(run_dir: Path) -> Path | None:
@@ -32,7 +32,7 @@ def draw(run_dir: Path) -> Path | None:
     accuracy, reward, held_out = (
         series(train, "accuracy"),
         series(train, "reward/mean"),
-        series(rows, HELD_OUT),
+        max((series(rows, key) for key in HELD_OUT), key=len),
     )
     if len(accuracy):
         _line(axes, accuracy, BLUE, "training accuracy")

@@ -211,7 +211,7 @@ def summary(run_dir: Path) -> str:
     lines = []
     rewarded = any("reward/mean" in row for row in train)  # else the loss is what people follow
     followed = ("reward/mean", "accuracy") if rewarded else ("loss",)
-    for key, chosen in (("eval/pass@1", rows), *((key, train) for key in followed)):
+    for key, chosen in (*((key, rows) for key in curve.HELD_OUT), *((key, train) for key in followed)):
         points = curve.series(chosen, key)
         if len(points):
             (step, first), (_, last) = points[0], points[-1]

@@ -17,6 +17,7 @@ from rich.text import Text
 
 SHOWN = (
     "eval/pass@1",
+    "eval/accuracy",
     "reward/mean",
     "accuracy",
     "loss",

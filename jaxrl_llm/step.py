@@ -137,7 +137,7 @@ def accumulate(
     return jax.tree.map(jnp.add, grads, new), metrics
 
 
-def baseline(batch: Batch, whole: Whole, *, algo: AlgoConfig) -> Float[Array, ""]:
+def baseline(batch: Batch, whole: Whole, *, algo: AlgoConfig) -> Float[Array, "*shape"]:
     """One micro-batch's part of the algorithm's baseline, from what was scored before the update."""
     return algos.module_of(algo).baseline(make_signals(batch, {}, whole), algo)
 

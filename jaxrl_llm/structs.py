@@ -106,7 +106,7 @@ class Whole:
     num_tokens: Float[Array, ""]  # trained tokens
     num_sequences: Float[Array, ""]  # sequences with any
     kl_coef: Float[Array, ""]
-    baseline: Float[Array, ""] | None = None
+    baseline: Float[Array, "*shape"] | None = None
 
 
 @pytree
@@ -134,7 +134,7 @@ class Signals:
     labels: Float[Array, "B T"] | None = None
     divergence: Float[Array, "B T"] | None = None  # from the teacher's whole distribution; carries gradient
     kl_coef: Float[Array, ""] | None = None  # the KL controller's present coefficient
-    baseline: Float[Array, ""] | None = None  # the algorithm's `baseline`, summed over the mini-batch
+    baseline: Float[Array, "*shape"] | None = None  # the algorithm's `baseline`, summed over the mini-batch
 
 
 @pytree

@@ -147,7 +147,7 @@ def finish(parts: Parts, checkpoints: Checkpointer, log: RunLog, ended: Ended) -
         except (OSError, ValueError) as error:  # the checkpoint, or the message about it, matters more
             lost.append(f"The model is not exported: {error}")
     stopped = ended.reason or ("a failed save" if lost else "")
-    log.finish(stopped=stopped, next_command="" if stopped else next_command(run_dir))
+    log.finish(stopped=stopped, next_command="" if stopped else next_command(run_dir, parts.config))
     if lost:
         raise UnsavedError("\n".join(lost))
     return EXIT_STOPPED if ended.reason else 0
@@ -224,9 +224,11 @@ def finite(metrics: Metrics) -> Metrics:
     return {name: float(x) for name, x in metrics.items() if x is not None and np.isfinite(x)}
 
 
-def next_command(run_dir: Path) -> str:
-    """Answers of the trained model to the prompts of the run's own samples."""
+def next_command(run_dir: Path, config: TrainConfig) -> str:
+    """Answers of the trained model to the prompts of the run's own samples; RL against a reward model."""
     model, prompts, out = (shlex.quote(str(run_dir / name)) for name in ("hf", "samples.jsonl", "out.jsonl"))
+    if not config.algo.needs_policy:
+        return f"python -m jaxrl_llm.train --config ppo_reward_tiny.py --reward.models.0.path {model}"
     return f"python -m jaxrl_llm generate --model {model} --prompts {prompts} --out {out}"
 
 

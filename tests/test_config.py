@@ -35,6 +35,7 @@ from jaxrl_llm.overrides import leaves, override, split
 from jaxrl_llm.recipes import from_command_line
 
 RECIPES = (
+    "dapo_tiny.py",
     "dpo_tiny.py",
     "gkd_tiny.py",
     "grpo_qwen.py",

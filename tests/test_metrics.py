@@ -456,6 +456,14 @@ def test_the_end_says_what_was_reached_and_where_things_lie(tmp_path, monkeypatc
     )
 
 
+def test_the_end_of_a_reward_model_tells_its_held_out_accuracy(tmp_path, capsys):
+    log = RunLog(tmp_path, QUIET, 2)
+    log.step(1, {"loss": 2.0, "eval/pass@1": 0.4}, tokens=1, kind="warm_start")
+    log.step(2, {"loss": 0.5, "eval/accuracy": 0.9}, tokens=1)
+    log.finish()
+    assert "  eval/accuracy  0.900 (step 2) -> 0.900\n" in capsys.readouterr().out
+
+
 def test_an_early_end_says_why_and_how_to_go_on(tmp_path, monkeypatch, capsys):
     Clock(monkeypatch)
     log = RunLog(tmp_path, QUIET, 3)

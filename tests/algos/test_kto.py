@@ -27,6 +27,7 @@ def test_kto():
     assert loss == pytest.approx(0.5605, abs=5e-5)
     assert metrics == {
         "reward_mean": pytest.approx(0.1 * 0.5 / 3),
+        "margin": pytest.approx(2 * 0.1 * (0.5 + 1 + 1) / 3),
         "accuracy": pytest.approx(2 / 3),  # the first is exactly at z
         "desirable_fraction": pytest.approx(2 / 3),
         "mismatched_kl": pytest.approx(0.5),
@@ -35,6 +36,18 @@ def test_kto():
     hand = [-0.1 * slope(0) / 3, 0, 1.5 * 0.1 * slope(0.15) / 3, 0, -0.1 * slope(0.05) / 3, 0]
     for got, expected in zip(gradient, hand, strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-9)
+
+
+def test_kto_of_pairs_takes_its_baseline_from_the_other_label():
+    """OpenRLHF's VanillaKTO: z of a label is the mean log ratio of the other, not below 0."""
+    loss, _, _ = run(kto, kto.Config(baseline="other_label"), KTO_POLICY, [[[0, 1, 2, 3, 4, 5]]], **KTO)
+    desirable, undesirable = (0.5 + 1.0) / 2, max(-1.0, 0)
+    by_hand = [
+        sigmoid(-0.1 * (0.5 - undesirable)),
+        sigmoid(-0.1 * (desirable + 1)),
+        sigmoid(-0.1 * (1.0 - 0)),
+    ]
+    assert loss == pytest.approx(sum(by_hand) / 3, abs=1e-6)
 
 
 def test_kto_baseline_is_not_below_zero():
@@ -48,9 +61,11 @@ def test_kto_baseline_is_not_below_zero():
 @pytest.mark.parametrize(
     "layout", [[[[4, 5, 0, 1, 2, 3]]], [[[0, 1], [2, 3, 4, 5], []]], [[[2, 3]], [[0, 1], [4, 5]]]]
 )
-def test_layouts_change_nothing(layout):
-    loss, metrics, gradient = run(kto, kto.Config(), KTO_POLICY, [[[0, 1, 2, 3, 4, 5]]], **KTO)
-    other, other_metrics, other_gradient = run(kto, kto.Config(), KTO_POLICY, layout, **KTO)
+@pytest.mark.parametrize("baseline", ["mismatched", "other_label"])
+def test_layouts_change_nothing(layout, baseline):
+    config = kto.Config(baseline=baseline)
+    loss, metrics, gradient = run(kto, config, KTO_POLICY, [[[0, 1, 2, 3, 4, 5]]], **KTO)
+    other, other_metrics, other_gradient = run(kto, config, KTO_POLICY, layout, **KTO)
     assert other == pytest.approx(loss, rel=1e-5)
     assert other_metrics == {name: pytest.approx(x, rel=1e-5, abs=1e-7) for name, x in metrics.items()}
     for a, b in zip(other_gradient, gradient, strict=True):

@@ -1,0 +1,176 @@
+"""What is compared on generated tasks, and what the comparison is to show. `learn.py` runs it.
+
+Every run starts from a supervised start of its seed, so that what differs is the algorithm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import mean
+
+PASS = "eval/pass@1"
+Values = dict[str, list[float]]  # label -> one number a seed
+
+
+@dataclass(frozen=True)
+class Study:
+    """Runs that are compared, and what they are to show."""
+
+    claim: str
+    runs: dict[str, str]  # label -> arguments; {start} is the seed's supervised start, {seed} its number
+    holds: Callable[[Values], bool]
+    metric: str = PASS
+    start: str = "sums"
+    over_run: bool = False  # `holds` judges the mean over the run, how fast it learns, not where it ends
+    seeds: tuple[int, ...] = (0, 1, 2)
+    also: tuple[str, ...] = ()  # metrics told beside
+    after: str = ""  # a study whose runs must exist before
+
+
+@dataclass(frozen=True)
+class Start:
+    """A supervised start: grpo_tiny.py without the RL."""
+
+    meaning: str
+    arguments: str
+
+
+def everywhere(bound: float) -> Callable[[Values], bool]:
+    """Every seed of every label is at `bound` or above."""
+    return lambda found: all(value >= bound for values in found.values() for value in values)
+
+
+def gains(label: str, over: str, by: float) -> Callable[[Values], bool]:
+    """`label` is above `over` by at least `by`, on the mean of the seeds."""
+    return lambda found: mean(found[label]) - mean(found[over]) >= by
+
+
+FLAWED = '--data.train.0.options {{"digits":1,"terms":3,"noise":0.6}}'
+COUNTDOWN = "--data.train.0.path task:countdown --data.train.0.options {{}} --max_prompt_tokens 24"
+WORDS = '--data.train.0.path task:reverse --data.train.0.options {{"length":10}} --max_response_tokens 16'
+STARTS = {
+    "sums": Start("adds three digits, and gives one too many as often as it was shown: in 60%", FLAWED),
+    "countdown": Start(
+        "reaches a number with three others, in a third of the problems",
+        f"--warm_start.steps 400 {COUNTDOWN} --max_response_tokens 10",
+    ),
+    "words": Start(
+        "half-trained at writing words of 2 to 10 letters backwards", f"--warm_start.steps 200 {WORDS}"
+    ),
+}
+
+FROM = "--model.path {start} --warm_start.steps 0"
+GRPO = f"--config grpo_tiny.py {FROM}"
+PAIRS = f"--config dpo_tiny.py {FROM}"
+BUSY = "--minibatches_per_step 32 --tokens_per_device 384 --optim.learning_rate 2e-4"
+NOISY = f"{GRPO} --rollout.weight_noise 0.5"
+OTHERS = (
+    *("dr_grpo", "reinforce", "remax", "opo", "gpg", "passk", "otb", "gdpo", "raft", "online_dpo"),
+    *("cispo", "sapo", "gmpo", "clip_cov", "kl_cov", "dppo", "dro", "vespo"),
+)
+STUDIES: dict[str, Study] = {
+    "online": Study(
+        "Six on-line algorithms solve the quick start's task: at least 0.9 on held-out sums, each seed.",
+        {
+            "ppo": f"--config ppo_tiny.py {FROM}",
+            "grpo": GRPO,
+            "rloo": f"{GRPO} --algo rloo",
+            "reinforce_pp": f"{GRPO} --algo reinforce_pp",
+            "dapo": f"{GRPO} --algo dapo",
+            "gspo": f"{GRPO} --algo gspo",
+        },
+        everywhere(0.9),
+    ),
+    "online_others": Study(
+        "So do the others, with the same settings (one seed).",
+        {
+            "pf_ppo": f"--config ppo_tiny.py --algo pf_ppo {FROM}",
+            **{name: f"{GRPO} --algo {name}" for name in OTHERS},
+        },
+        everywhere(0.9),
+        seeds=(0,),
+    ),
+    "sft_then_rl": Study(
+        "RL adds at least 10 points to supervised training: as many more steps of either.",
+        {"sft": f"{GRPO} --algo sft --optim.learning_rate 1e-3 {FLAWED}", "grpo": GRPO},
+        gains("grpo", "sft", 0.10),
+    ),
+    "preferences": Study(
+        "Preference losses raise the margin and how often the right answer is preferred (`accuracy`, in "
+        "training), and with it how often the policy's own answer is right.",
+        {
+            "dpo": PAIRS,
+            "ipo": f"{PAIRS} --algo.loss ipo",
+            "simpo": f"{PAIRS} --algo simpo",
+            "orpo": f"{PAIRS} --algo orpo",
+            "cpo": f"{PAIRS} --algo cpo",
+            "kto": f"{PAIRS} --algo kto",
+        },
+        everywhere(0.75),
+        also=("margin", "accuracy"),
+    ),
+    "reward_model": Study(
+        "A reward model tells right from wrong in at least 95% of held-out pairs.",
+        {"reward_model": "--config reward_model_tiny.py"},
+        everywhere(0.95),
+        metric="eval/accuracy",
+    ),
+    "ppo_on_reward_model": Study(
+        "PPO learns the task from that reward model alone.",
+        {
+            "ppo": f"--config ppo_reward_tiny.py {FROM} "
+            "--reward.models.0.path runs/learn/reward_model/reward_model/{seed}/hf"
+        },
+        everywhere(0.9),
+        after="reward_model",
+    ),
+    "token_loss": Study(
+        "Token-level loss (DAPO) learns faster than the mean of each response's mean (GRPO) where responses "
+        "differ in length: a token of a long word then counts as much as one of a short word.",
+        {
+            "token": f"{GRPO} {WORDS} --steps 60 --eval.every 5 --algo.aggregation token",
+            "sequence": f"{GRPO} {WORDS} --steps 60 --eval.every 5 --algo.aggregation sequence",
+        },
+        gains("token", "sequence", 0.0),
+        start="words",
+        over_run=True,
+    ),
+    "dynamic_sampling": Study(
+        "Dynamic sampling: with nine of ten prompts out of reach, a step still learns from a full batch.",
+        {
+            "on": f"--config dapo_tiny.py {FROM}",
+            "off": f"--config dapo_tiny.py {FROM} --algo.dynamic_sampling False",
+        },
+        gains("on", "off", 0.1),
+        over_run=True,
+    ),
+    "clip_higher": Study(
+        "Clip-higher: with 32 updates a step the clip binds, and the tokens of rare right answers may rise "
+        "further before it does, so that the run learns faster.",
+        {
+            "0.28": f"{GRPO} {COUNTDOWN} --max_response_tokens 10 {BUSY} --algo.clip_high 0.28",
+            "0.2": f"{GRPO} {COUNTDOWN} --max_response_tokens 10 {BUSY} --algo.clip_high 0.2",
+        },
+        gains("0.28", "0.2", 0.0),
+        start="countdown",
+        over_run=True,
+        also=("entropy", "clip_fraction"),
+    ),
+    "truncated_importance_sampling": Study(
+        "Rolled out with noisy weights, a run keeps learning with truncated importance sampling and fails "
+        "without it.",
+        {"with": f"{NOISY} --algo.correction.weight token", "without": NOISY},
+        gains("with", "without", 0.1),
+    ),
+    "distillation": Study(
+        "On-policy distillation closes the gap to the teacher, a model that GRPO has taught.",
+        {
+            "gkd": f"--config gkd_tiny.py {FROM} --algo.teachers runs/learn/online/grpo/{{seed}}/hf",
+            "policy_gradient": f"--config gkd_tiny.py {FROM} --algo.form policy_gradient "
+            "--algo.teachers runs/learn/online/grpo/{seed}/hf",
+        },
+        everywhere(0.9),
+        after="online",
+    ),
+}
