@@ -61,9 +61,7 @@ def save(
     raw = to_hf_config(config, dtype) | (special_ids(tokenizer) if tokenizer else {})
     shards = _plan(hf_tensors(config), jnp.dtype(dtype).itemsize, max_shard_bytes)
     writer = jax.process_index() == 0
-    problem = _why_not(folder, sum(size for _, _, size in shards)) if writer else None
-    if agree(problem is not None):
-        raise ValueError(problem or f"{folder}: the first process cannot export there; its message says why")
+    _refuse_a_bad_place(folder, sum(size for _, _, size in shards))
     partial = folder.with_name(f".{folder.name}.partial")
     if writer:
         shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
@@ -96,6 +94,13 @@ def _plan(tensors: list[HFTensor], itemsize: int, limit: int) -> list[tuple[str,
     n = len(groups)
     names = [SINGLE] if n == 1 else [f"model-{i + 1:05}-of-{n:05}.safetensors" for i in range(n)]
     return list(zip(names, groups, sizes, strict=True))
+
+
+def _refuse_a_bad_place(folder: Path, size: int) -> None:
+    """ValueError on every process if the first one cannot export there."""
+    problem = _why_not(folder, size) if jax.process_index() == 0 else None
+    if agree(problem is not None):
+        raise ValueError(problem or f"{folder}: the first process cannot export there; its message says why")
 
 
 def _why_not(folder: Path, size: int) -> str | None:

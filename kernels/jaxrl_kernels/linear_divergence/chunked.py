@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxrl_kernels.chunks import map_chunks
+
 FAR_BELOW = -1e30  # a logit of no mass; finite, so that no gradient becomes NaN
 
 
@@ -57,9 +59,6 @@ def linear_divergence(
             x.reshape(1, -1, x.shape[-1]) for x in (student_hidden, teacher_hidden)
         ]
         chunk *= shape[0]
-    batch, length, _ = student_hidden.shape
-    chunk = min(chunk, length)
-    steps = -(-length // chunk)
 
     @jax.checkpoint
     def one(student, teacher):
@@ -69,15 +68,7 @@ def linear_divergence(
             return _of_top(log_p, log_q, top_k, beta)
         return jnp.sum(_terms(log_p, log_q, beta), axis=-1)
 
-    if steps == 1:
-        return one(student_hidden, teacher_hidden).reshape(shape)
-
-    def split(x):
-        x = jnp.pad(x, ((0, 0), (0, steps * chunk - length), (0, 0)))
-        return jnp.moveaxis(x.reshape(batch, steps, chunk, -1), 1, 0)
-
-    out = jax.lax.map(lambda xs: one(*xs), (split(student_hidden), split(teacher_hidden)))
-    return jnp.moveaxis(out, 0, 1).reshape(batch, steps * chunk)[:, :length].reshape(shape)
+    return map_chunks(one, chunk, student_hidden, teacher_hidden).reshape(shape)
 
 
 def _log_probs(hidden, head, temperature: float, softcap: float | None) -> Float[Array, "B C V"]:

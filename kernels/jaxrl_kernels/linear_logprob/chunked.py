@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
+from jaxrl_kernels.chunks import join, split
+
 PIECE = 512
 """Tokens whose logits exist at once on one device, at most: fills its matrix units, stays near its caches."""
 
@@ -48,23 +50,18 @@ def linear_logprob(
         if mask is not None:
             order = jnp.argsort(~wanted.reshape(-1))
             hidden, targets, count = hidden[:, order], targets[:, order], jnp.sum(wanted)
-    batch, length, _ = hidden.shape
+    length = hidden.shape[1]
     chunk = min(chunk, length)
-    pad = -length % chunk
 
-    def split(x):
-        x = jnp.pad(x, ((0, 0), (0, pad), *((0, 0),) * (x.ndim - 2)))
-        return jnp.moveaxis(x.reshape(batch, -1, chunk, *x.shape[2:]), 1, 0)
-
-    def join(x):
-        x = jnp.moveaxis(x, 0, 1).reshape(batch, -1)[:, :length]
+    def placed(x):
+        x = join(x, length)
         x = x if order is None else x[:, jnp.argsort(order)]
         return jnp.where(wanted, x.reshape(shape), 0)
 
     settings = _Settings(temperature, softcap, with_entropy)
     steps = -(-count // chunk)
-    logprob, entropy = _logprob(settings, split(hidden), head, split(targets), steps)
-    return join(logprob), join(entropy) if with_entropy else None
+    logprob, entropy = _logprob(settings, split(hidden, chunk), head, split(targets, chunk), steps)
+    return placed(logprob), placed(entropy) if with_entropy else None
 
 
 class _Settings(NamedTuple):

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxrl_kernels.chunks import map_chunks
+
 
 @functools.partial(jax.jit, static_argnames=("temperature", "softcap", "chunk"))
 def linear_square(
@@ -22,9 +24,6 @@ def linear_square(
 
     It is the chance that two draws agree; 1 - it is how much a draw may surprise. No gradient is meant.
     """
-    length = hidden.shape[1]
-    chunk = min(chunk, length)
-    padded = jnp.pad(hidden, ((0, 0), (0, -length % chunk), (0, 0)))
 
     def one(piece):
         logits = jnp.einsum("bcd,vd->bcv", piece, head, preferred_element_type=jnp.float32)
@@ -32,6 +31,4 @@ def linear_square(
             logits = softcap * jnp.tanh(logits / softcap)
         return jnp.sum(jax.nn.softmax(logits / temperature) ** 2, axis=-1)
 
-    pieces = jnp.moveaxis(padded.reshape(padded.shape[0], -1, chunk, padded.shape[-1]), 1, 0)
-    found = jnp.moveaxis(jax.lax.map(one, pieces), 0, 1)
-    return found.reshape(hidden.shape[0], -1)[:, :length]
+    return map_chunks(one, chunk, hidden)
