@@ -40,8 +40,7 @@ def save(
     One tensor at a time is gathered to the host. The folder is written beside its place and renamed, so it
     is never half there. In a multi-process run every process calls this and the first one writes.
 
-    Baichuan is written as Llama, q, k and v apart: the same decoder, and its own type would need code of the
-    folder's own to load.
+    Baichuan is written as Llama, q, k and v apart: the same decoder, and loads without the folder's own code.
 
     Args:
         params: of any sharding.
@@ -60,8 +59,8 @@ def save(
         config = dataclasses.replace(config, family="llama")
     raw = to_hf_config(config, dtype) | (special_ids(tokenizer) if tokenizer else {})
     shards = _plan(hf_tensors(config), jnp.dtype(dtype).itemsize, max_shard_bytes)
-    writer = jax.process_index() == 0
     _refuse_a_bad_place(folder, sum(size for _, _, size in shards))
+    writer = jax.process_index() == 0
     partial = folder.with_name(f".{folder.name}.partial")
     if writer:
         shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed

@@ -38,12 +38,8 @@ def linear_divergence(
     as in arXiv 2306.13649 (eq. 1). P and Q are softmax(logits / temperature). With `top_k` the teacher's k
     likeliest tokens are told apart (all that tie with the k-th too) and all others count as one. Where the
     heads have different numbers of rows (one tokenizer, padded differently) those that both have are read.
-
     Peak memory is one chunk of logits of each model, [B, chunk, V] float32, forward and backward. The
-    gradient reaches the student alone.
-
-    Raises:
-        ValueError: beta outside [0, 1], or a temperature that is not positive.
+    gradient reaches the student alone. ValueError: beta outside [0, 1], or a temperature not above 0.
     """
     if not 0.0 <= beta <= 1.0:
         raise ValueError(f"beta must be in [0, 1], got {beta}")
