@@ -22,8 +22,8 @@ from jaxrl_llm.metrics import LogConfig
 from jaxrl_llm.models.config import RopeConfig, TransformerConfig
 from jaxrl_llm.optim import OptimConfig
 from jaxrl_llm.rewards.sample import RewardConfig, RewardModelConfig
+from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 from jaxrl_llm.rollout.engine import SamplingConfig
-from jaxrl_llm.rollout.native import RolloutConfig
 from jaxrl_llm.sharding.mesh import MeshConfig
 
 __all__ = [  # all that a recipe needs, besides its algorithm
@@ -41,6 +41,7 @@ __all__ = [  # all that a recipe needs, besides its algorithm
     "RewardModelConfig",
     "RolloutConfig",
     "RopeConfig",
+    "SGLangConfig",
     "SamplingConfig",
     "SourceConfig",
     "TrainConfig",
@@ -161,6 +162,7 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    sglang: SGLangConfig = field(default_factory=SGLangConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,7 +46,16 @@ def check(config: TrainConfig) -> None:
         ConfigError: one line for each thing that is wrong.
     """
     _refuse(list(_wrong_types(config)))  # the other checks compute with the values
-    _refuse([*_ranges(config), *_step(config), *_model(config), *_data(config), *_sampling(config)])
+    _refuse(
+        [
+            *_ranges(config),
+            *_step(config),
+            *_model(config),
+            *_data(config),
+            *_sampling(config),
+            *_rollout(config),
+        ]
+    )
     _refuse(list(_run_dir(config.run_dir)))
 
 
@@ -163,6 +173,24 @@ def _data(config: TrainConfig) -> Iterator[str]:
             "--data.path is empty: set a file or folder, hub:OWNER/NAME, task:NAME (generated) or gym:NAME, "
             "or data.train in the recipe."
         )
+
+
+def _rollout(config: TrainConfig) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.launch < 0:
+        yield f"--rollout.launch is {rollout.launch}: it must be at least 0."
+    if rollout.engine == "native" and (rollout.servers or rollout.launch):
+        yield "--rollout.servers and --rollout.launch are for SGLang: add --rollout.engine sglang."
+    if rollout.engine == "sglang" and bool(rollout.servers) == bool(rollout.launch):
+        yield (
+            "--rollout.engine sglang needs either --rollout.servers http://host:port (running ones) or "
+            "--rollout.launch N (N are started on this machine)."
+        )
+    for url in rollout.servers:
+        if not url.startswith(("http://", "https://")):
+            yield f"--rollout.servers: {url!r} is no address; write http://host:port."
+    if rollout.launch and not shutil.which(config.sglang.python):
+        yield f"--sglang.python is {config.sglang.python!r}: no such program."
 
 
 def _sampling(config: TrainConfig) -> Iterator[str]:

@@ -19,6 +19,7 @@ from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.config_check import check_lengths
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.packing import PackItem
+from jaxrl_llm.engines import make_engine
 from jaxrl_llm.evaluate import Answers, HeldOutLoss
 from jaxrl_llm.experience import DatasetSource, Experience, RolloutSource, Source, dataset_items
 from jaxrl_llm.models import TransformerConfig
@@ -27,7 +28,6 @@ from jaxrl_llm.reward_models import load as load_judge
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.roles import load_model_config, make_trainers, with_heads
 from jaxrl_llm.rollout.engine import Engine
-from jaxrl_llm.rollout.native import NativeEngine
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 from jaxrl_llm.structs import Params, TrainState
@@ -122,11 +122,8 @@ def build(config: TrainConfig, closing: contextlib.ExitStack) -> Parts:
     engine = rewards = None
     if on_policy or (config.eval.every and config.algo.needs_policy):
         ends = hf.end_ids(folder) if folder else ()
-        engine = NativeEngine(config.rollout, model, mesh, tokenizer, ends)
+        engine = make_engine(config, model, mesh, tokenizer, ends, closing)
         rewards = closing.enter_context(RewardPool(config.reward, Path(config.run_dir) / "rewards.log"))
-        if config.rollout.warm_up:
-            samplings = [config.rollout.sampling, config.eval.sampling]
-            engine.warm_up(config.max_prompt_tokens, config.max_response_tokens, samplings)
     loader = make_loader(config, tokenizer)
     if on_policy:
         source = RolloutSource(

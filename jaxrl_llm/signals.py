@@ -8,8 +8,10 @@ SIGINT, nothing saved since the last checkpoint; 1 an error.
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -84,3 +86,13 @@ def agree(value: int) -> int:
     if jax.process_count() == 1:
         return value
     return int(np.max(multihost_utils.process_allgather(np.int32(value))))
+
+
+def share(value: Any) -> Any:
+    """Process 0's value on every process. A collective, as `agree`; the value must be picklable."""
+    if jax.process_count() == 1:
+        return value
+    data = np.frombuffer(pickle.dumps(value), np.uint8) if jax.process_index() == 0 else np.zeros(0, np.uint8)
+    room = np.zeros(agree(len(data)), np.uint8)
+    room[: len(data)] = data
+    return pickle.loads(multihost_utils.broadcast_one_to_all(room).tobytes())

@@ -272,6 +272,34 @@ def test_sampling_out_of_range(config, sampling, message):
     check(replace(drawn, algo=sft.Config()))  # which draws no responses
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"engine": "sglang"}, "--rollout.engine sglang needs either --rollout.servers"),
+        (
+            {"engine": "sglang", "launch": 1, "servers": ("http://a:1",)},
+            "--rollout.engine sglang needs either",
+        ),
+        (
+            {"launch": 1},
+            "--rollout.servers and --rollout.launch are for SGLang: add --rollout.engine sglang.",
+        ),
+        ({"engine": "sglang", "servers": ("a:1",)}, "--rollout.servers: 'a:1' is no address"),
+        ({"engine": "sglang", "launch": -1}, "--rollout.launch is -1: it must be at least 0."),
+    ],
+)
+def test_servers_that_cannot_be(config, settings, message):
+    chosen = replace(config, rollout=replace(config.rollout, **settings))
+    assert refusal(check, chosen).startswith(message)
+
+
+def test_an_interpreter_for_servers_must_exist(config):
+    chosen = replace(config, rollout=replace(config.rollout, engine="sglang", launch=1))
+    check(chosen)
+    missing = replace(chosen, sglang=replace(chosen.sglang, python="/no/python"))
+    assert refusal(check, missing) == "--sglang.python is '/no/python': no such program."
+
+
 def test_several_problems_are_told_at_once(config):
     message = refusal(check, replace(config, responses_per_prompt=1, tokens_per_device=8))
     first, *problems = message.splitlines()

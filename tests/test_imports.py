@@ -35,6 +35,7 @@ ALLOWED: dict[str, str | None] = {
     "data": "structs",
     "checkpoint": "structs signals sharding models",
     "rollout": "jaxrl_kernels structs sharding models",
+    "bridge": "structs signals models checkpoint",
     # what joins them
     "step": "jaxrl_kernels structs algos",
     "learner": "structs sharding models algos data step",
@@ -49,6 +50,7 @@ ALLOWED: dict[str, str | None] = {
     "recipes": "algos overrides config_check config",
     # the top
     "roles": ANY,
+    "engines": ANY,
     "parts": ANY,
     "reference": ANY,
     "train": ANY,

@@ -57,7 +57,7 @@ def save(
         raise ValueError(f"export: dtype={dtype!r} is not supported; supported: {', '.join(DTYPES)}")
     if config.family == "baichuan":
         config = dataclasses.replace(config, family="llama")
-    raw = to_hf_config(config, dtype) | (special_ids(tokenizer) if tokenizer else {})
+    raw = to_hf_config(config, dtype) | _special(tokenizer)
     shards = _plan(hf_tensors(config), jnp.dtype(dtype).itemsize, max_shard_bytes)
     _refuse_a_bad_place(folder, sum(size for _, _, size in shards))
     writer = jax.process_index() == 0
@@ -77,6 +77,22 @@ def save(
             shutil.rmtree(partial, ignore_errors=True)
     agree(0)  # nobody goes on before the folder is there
     return folder
+
+
+def save_description(
+    config: TransformerConfig, folder: Path, tokenizer: Any = None, dtype: str = "bfloat16"
+) -> Path:
+    """Only config and tokenizer: enough for a server that gets its weights later. Process 0 writes."""
+    if config.family == "baichuan":
+        config = dataclasses.replace(config, family="llama")
+    if jax.process_index() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_rest(folder, to_hf_config(config, dtype) | _special(tokenizer), [], tokenizer)
+    return folder
+
+
+def _special(tokenizer: Any) -> dict[str, Any]:
+    return special_ids(tokenizer) if tokenizer else {}
 
 
 def _plan(tensors: list[HFTensor], itemsize: int, limit: int) -> list[tuple[str, list[HFTensor], int]]:

@@ -4,51 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.rollout.checks import check_requests
+from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
 from jaxrl_llm.rollout.generation import Generation, Sample
+from jaxrl_llm.rollout.keys import sample_keys
 from jaxrl_llm.rollout.programs import Programs
 from jaxrl_llm.rollout.sizes import Sizes, bucket, make_sizes
 from jaxrl_llm.rollout.warm_up import warm_up
 from jaxrl_llm.structs import Metrics, Params, Trajectory
-
-KEY_BLOCK = 256  # samples whose keys are made in one call
-
-
-@dataclass(frozen=True)
-class RolloutConfig:
-    """The rollout engine and how it draws."""
-
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    """How responses are drawn."""
-    slots: int = 64
-    """Sequences decoded side by side; more wait for a free slot. Costs cache memory, never changes text."""
-    chunk: int = 32
-    """Tokens decoded between two looks of the host (refill, stop strings)."""
-    prefill_tokens: int = 4096
-    """Prompt tokens, padding included, that one forward reads at most (a longer prompt goes alone)."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights and activations; norms, softmax and log-probs are float32."""
-    cache_dtype: Literal["float32", "bfloat16"] | None = None
-    """Type of cached keys and values; None = dtype."""
-    warm_up: bool = False
-    """Compile every size of every program before the first step, not when a size is first met: a slower
-    start (seconds for a small model, minutes for a large one), and no pause later."""
-    weight_noise: float = 0.0
-    """Noise on the weights that training rolls out with, relative to each weight's own size and new every
-    step: an experiment in how much mismatch between rollout and trainer an algorithm bears."""
-
-    def __post_init__(self):
-        for name in ("slots", "chunk", "prefill_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"rollout.{name} must be at least 1, not {getattr(self, name)}")
 
 
 class NativeEngine:
@@ -76,12 +47,6 @@ class NativeEngine:
         self.metrics: Metrics = {}
         self._published = None
         self._sizes = self._make_sizes(1, 1)
-        self._sample_keys = jax.jit(
-            jax.vmap(
-                lambda key, p, g: jax.random.key_data(jax.random.fold_in(jax.random.fold_in(key, p), g)),
-                in_axes=(None, 0, 0),
-            )
-        )
 
     def publish(self, params: Params, version: int) -> Metrics:
         """Copy the weights into the layout and type of rollout; the caller may donate its own after."""
@@ -102,7 +67,7 @@ class NativeEngine:
         Raises:
             ValueError: no weights published, an impossible request or sampling setting.
         """
-        self._check(requests, sampling)
+        check_requests(requests, sampling, self.model, self.tokenizer)
         if self._published is None:
             raise ValueError("rollout: no weights; call publish(params, version) before generate")
         weights, version = self._published
@@ -130,7 +95,7 @@ class NativeEngine:
             samplings: those that `generate` will be given (filters are programs of their own).
         """
         self._sizes = self._make_sizes(max_prompt_tokens, max_response_tokens)
-        key = self._keys(jax.random.key(0), np.zeros((0, 2), np.int32))
+        key = sample_keys(jax.random.key(0), np.zeros((0, 2), np.int32))
         stops = max((self._stops(sampling) for sampling in samplings), key=len)
         with jax.set_mesh(self.mesh):
             weights = self._published[0] if self._published else self.programs.zero_weights()
@@ -157,16 +122,8 @@ class NativeEngine:
     def _samples(self, requests: list[Request], key: jax.Array) -> list[Sample]:
         pairs = [(request, g) for request in requests for g in range(request.num_responses)]
         names = np.array([(r.prompt_index, g) for r, g in pairs], np.int32).reshape(-1, 2)
-        keys = self._keys(key, names)
+        keys = sample_keys(key, names)
         return [Sample(request, g, k) for (request, g), k in zip(pairs, keys, strict=False)]
-
-    def _keys(self, key: jax.Array, names: np.ndarray) -> np.ndarray:
-        """Key data of the samples (p, g), in blocks of one shape; at least one block."""
-        blocks = max(1, -(-len(names) // KEY_BLOCK))
-        padded = np.zeros((blocks * KEY_BLOCK, 2), np.int32)
-        padded[: len(names)] = names
-        parts = [self._sample_keys(key, *block.T) for block in np.split(padded, blocks)]
-        return np.concatenate(parts)
 
     def _trajectory(self, sample: Sample, version: int) -> Trajectory:
         ids = np.array(sample.ids, np.int32)
@@ -187,39 +144,3 @@ class NativeEngine:
 
     def _stops(self, sampling: SamplingConfig) -> tuple[int, ...]:
         return () if sampling.ignore_eos else (*self.eos_ids, *sampling.stop_tokens)
-
-    def _check(self, requests: list[Request], sampling: SamplingConfig) -> None:
-        if sampling.stop and self.tokenizer is None:
-            raise ValueError("sampling.stop needs a tokenizer: give one to NativeEngine, or use stop_tokens")
-        ranges = {
-            "temperature": (sampling.temperature >= 0, "0 (greedy) or more"),
-            "top_k": (sampling.top_k >= 0, "0 (all tokens) or more"),
-            "top_p": (0 < sampling.top_p <= 1, "above 0 and at most 1 (all tokens)"),
-            "min_p": (0 <= sampling.min_p <= 1, "between 0 (all tokens) and 1"),
-        }
-        for name, (valid, wanted) in ranges.items():
-            if not valid:
-                raise ValueError(f"sampling.{name} must be {wanted}, not {getattr(sampling, name)}")
-        for i, request in enumerate(requests):
-            length = len(request.prompt_ids)
-            if length == 0 or request.max_tokens < 1:
-                raise ValueError(
-                    f"request {i}: a prompt of {length} tokens and max_tokens={request.max_tokens}; "
-                    "both must be at least 1"
-                )
-            if length + request.max_tokens > self.model.max_position:
-                raise ValueError(
-                    f"request {i}: {length} prompt tokens + max_tokens={request.max_tokens} exceed the "
-                    f"model's {self.model.max_position} positions; shorten one of them{_why_not(self.model)}"
-                )
-
-
-def _why_not(model: TransformerConfig) -> str:
-    """Beyond max_position, "dynamic" RoPE turns all keys of a trajectory by its final length, which rollout
-    does not know when it writes them: its log-probs would not be the trainer's."""
-    if model.rope.scaling != "dynamic":
-        return ""
-    return (
-        '. "dynamic" RoPE would go on, but turns the keys anew with every token, and cached keys stay: '
-        'for longer text set rope scaling to "yarn" in the config.json of the model'
-    )

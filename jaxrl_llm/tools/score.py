@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tyro
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_kernels.linear_logprob.chunked import linear_logprob
 from jaxrl_llm.checkpoint import hf
 from jaxrl_llm.data.chat import chat_messages
 from jaxrl_llm.data.files import open_rows
@@ -22,6 +19,7 @@ from jaxrl_llm.data.rows import SourceConfig, normalise
 from jaxrl_llm.data.template import Chat, ChatConfig
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.names import read_config
+from jaxrl_llm.models.scorer import make_scorer
 from jaxrl_llm.rollout.sizes import bucket
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
@@ -81,25 +79,6 @@ def main(argv: list[str]) -> int:
         for tokens, logprobs in zip(rows, scores, strict=True):
             out.write(json.dumps({"tokens": tokens, "logprobs": logprobs}) + "\n")
     return 0
-
-
-def make_scorer(config: TransformerConfig, temperature: float, dtype: str, mesh: Mesh):
-    """Jitted (params, tokens [B, T], lengths [B]) -> log-prob of tokens[:, t + 1] at t; [B, T], nats."""
-
-    def forward(params, tokens, lengths):
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        segments = (positions < lengths[:, None]).astype(jnp.int32)
-        hidden = params(tokens, positions, segments, dtype=jnp.dtype(dtype))
-        return linear_logprob(
-            hidden,
-            params.head.astype(hidden.dtype),
-            jnp.roll(tokens, -1, axis=1),
-            temperature=temperature,
-            softcap=config.logit_softcap,
-            with_entropy=False,
-        )[0]
-
-    return jax.jit(forward, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def read_tokens(args: Args, folder: Path, config: TransformerConfig) -> Iterator[list[int]]:

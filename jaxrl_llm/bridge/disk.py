@@ -1,0 +1,71 @@
+"""Weights on a disk that the servers see too: a Hugging Face folder for each push."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxrl_llm import models
+from jaxrl_llm.checkpoint import hf_export
+from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models.names import hf_tensors
+from jaxrl_llm.signals import agree
+from jaxrl_llm.structs import Params
+
+KEPT = 2  # pushes: a server that was left out reads the newest again while the next is written
+MEMORY = Path("/dev/shm")
+
+
+class DiskTransport:
+    """Writes beside the place and renames, so that no server reads half a push; keeps the last two.
+
+    Args:
+        folder: that every server sees under the same path.
+        dtype: "float32" or "bfloat16", of the weights in the files.
+    """
+
+    def __init__(self, folder: Path, dtype: str, tokenizer: Any = None):
+        self.folder, self.dtype, self.tokenizer = folder, dtype, tokenizer
+        self._written: list[Path] = []
+
+    def write(self, params: Params, label: str) -> tuple[Path, int]:
+        """(folder of the push, bytes of its weights). A collective; one tensor at a time is on the host."""
+        if params.config.value_head:  # it serves training alone
+            params = models.with_heads(params, dataclasses.replace(params.config, value_head=False))
+        path = self.folder / label
+        hf_export.save(params, params.config, path, self.tokenizer, self.dtype)
+        self._written.append(path)
+        while len(self._written) > KEPT:
+            old = self._written.pop(0)
+            if jax.process_index() == 0:
+                shutil.rmtree(old, ignore_errors=True)
+        return path, size_of(params.config, self.dtype)
+
+    def close(self) -> None:
+        """Remove what was written."""
+        if jax.process_index() == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def size_of(config: TransformerConfig, dtype: str) -> int:
+    """Bytes of the weights of one push."""
+    itemsize = {"float32": 4, "bfloat16": 2}[dtype]
+    return sum(itemsize * math.prod(tensor.shape) for tensor in hf_tensors(config))
+
+
+def own_folder(in_memory: bool, run_dir: Path, size: int) -> Path:
+    """A new folder of this run: in memory if that is asked for and three pushes fit, else in the run's.
+
+    A collective: it is the same on every process.
+    """
+    fits = in_memory and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > (KEPT + 1) * size
+    if not fits or agree(jax.process_count()) > 1:
+        return run_dir.absolute() / "weights"
+    return Path(tempfile.mkdtemp(prefix=f"jaxrl_llm_{os.getpid()}_", dir=MEMORY))

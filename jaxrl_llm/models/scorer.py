@@ -1,0 +1,29 @@
+"""Log-probs of given tokens under a model."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_kernels.linear_logprob.chunked import linear_logprob
+from jaxrl_llm.models.config import TransformerConfig
+
+
+def make_scorer(config: TransformerConfig, temperature: float, dtype: str, mesh: Mesh):
+    """Jitted (params, tokens [B, T], lengths [B]) -> log-prob of tokens[:, t + 1] at t; [B, T], nats."""
+
+    def forward(params, tokens, lengths):
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        segments = (positions < lengths[:, None]).astype(jnp.int32)
+        hidden = params(tokens, positions, segments, dtype=jnp.dtype(dtype))
+        return linear_logprob(
+            hidden,
+            params.head.astype(hidden.dtype),
+            jnp.roll(tokens, -1, axis=1),
+            temperature=temperature,
+            softcap=config.logit_softcap,
+            with_entropy=False,
+        )[0]
+
+    return jax.jit(forward, out_shardings=NamedSharding(mesh, PartitionSpec()))

@@ -1,0 +1,66 @@
+"""Settings of the rollout: which engine, and how each of them works."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jaxrl_llm.rollout.engine import SamplingConfig
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """The rollout engine and how it draws."""
+
+    engine: Literal["native", "sglang"] = "native"
+    """Who writes the responses: this process's own devices, or a pool of SGLang servers."""
+    servers: tuple[str, ...] = ()
+    """SGLang servers that run already, as http://host:port."""
+    launch: int = 0
+    """SGLang servers to start on this machine, as child processes; their logs go to the run directory."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """How responses are drawn."""
+    slots: int = 64
+    """Sequences decoded side by side (on each server); more wait. Costs cache memory, never changes text."""
+    chunk: int = 32
+    """Tokens decoded between two looks of the host (refill, stop strings)."""
+    prefill_tokens: int = 4096
+    """Prompt tokens, padding included, that one forward reads at most (a longer prompt goes alone)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and activations; norms, softmax and log-probs are float32."""
+    cache_dtype: Literal["float32", "bfloat16"] | None = None
+    """Type of cached keys and values; None = dtype."""
+    warm_up: bool = False
+    """Compile every size of every program before the first step, not when a size is first met: a slower
+    start (seconds for a small model, minutes for a large one), and no pause later."""
+    weight_noise: float = 0.0
+    """Noise on the weights that training rolls out with, relative to each weight's own size and new every
+    step: an experiment in how much mismatch between rollout and trainer an algorithm bears."""
+
+    def __post_init__(self):
+        for name in ("slots", "chunk", "prefill_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"rollout.{name} must be at least 1, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class SGLangConfig:
+    """How SGLang servers are started, reached and given weights."""
+
+    python: str = sys.executable
+    """Interpreter that has sglang, for servers that are started here."""
+    flags: str = ""
+    """More flags for them, as on SGLang's own command line: "--tp 2 --mem-fraction-static 0.6"."""
+    start_timeout: float = 600.0
+    """Seconds a server may take until it answers."""
+    timeout: float = 600.0
+    """Seconds one response, or one change of weights, may take."""
+    retries: int = 3
+    """Servers that a response is tried on before the run stops."""
+    folder: str = ""
+    """Where the weights are written for the servers to read: a path they see too. "" = a folder in /dev/shm
+    (memory) for servers started here, else in the run directory."""
+    probe_tolerance: float | None = None
+    """Largest mean difference of log-probs, nats, between a server and the trainer on fixed tokens after
+    each change of weights; beyond it the server is left out. None = 1e-3 in float32, 0.1 in bfloat16."""

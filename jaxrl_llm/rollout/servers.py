@@ -1,0 +1,152 @@
+"""A pool of SGLang servers over HTTP: the least busy one is asked, one that fails is left out.
+
+A server is in use only after it has answered with the wanted weights. Whatever goes wrong with it - no
+answer in time, an error, other weights than were sent - takes it out until the next change of weights has
+reached it and been checked: an outcome that is not known is never taken for success.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+Json = dict[str, Any]
+
+
+class ServerError(RuntimeError):
+    """A server, or all of them, cannot be used."""
+
+
+@dataclass
+class Server:
+    """One server and what is known of it."""
+
+    url: str
+    inflight: int = 0
+    usable: bool = False
+    problem: str = "has no weights yet"
+
+    def leave_out(self, problem: str) -> None:
+        self.usable, self.problem = False, problem
+
+
+class ServerPool:
+    """Requests to the servers, from a thread with its own event loop (a notebook has one of its own).
+
+    Args:
+        timeout: seconds that one request may take.
+        retries: servers that a request is tried on.
+        slots: requests at once on one server.
+    """
+
+    def __init__(self, urls: Sequence[str], timeout: float, retries: int, slots: int):
+        self.servers = [Server(url.rstrip("/")) for url in urls]
+        self.timeout, self.retries, self.slots = timeout, retries, slots
+        self.retried = 0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="sglang", daemon=True)
+        self._thread.start()
+        self._session = self.run(self._open())
+        self._free = asyncio.Semaphore(slots * len(self.servers))
+
+    def run(self, work: Coroutine) -> Any:
+        """The result of a coroutine of the pool's loop; an interrupt cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        self.run(self._session.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    @property
+    def usable(self) -> list[Server]:
+        return [server for server in self.servers if server.usable]
+
+    def describe(self) -> str:
+        return "; ".join(f"{s.url} {'in use' if s.usable else s.problem}" for s in self.servers)
+
+    async def ask(self, server: Server, path: str, body: Json | None = None, timeout: float = 0.0) -> Json:
+        """The JSON that the server answers to a POST, or to a GET where there is no body.
+
+        Raises:
+            ServerError: no answer in time, an answer other than 200, or no JSON.
+        """
+        limit = aiohttp.ClientTimeout(total=timeout or self.timeout)
+        method = "GET" if body is None else "POST"
+        try:
+            async with self._session.request(method, server.url + path, json=body, timeout=limit) as answer:
+                text = await answer.text()
+                if answer.status != 200:
+                    raise ServerError(f"answered {answer.status} to {path}: {text:.300}")
+                return await answer.json(content_type=None) if text else {}
+        except TimeoutError:
+            raise ServerError(f"no answer to {path} in {limit.total:g} s") from None
+        except (aiohttp.ClientError, ValueError, OSError) as error:
+            raise ServerError(f"{path}: {type(error).__name__} {error}") from None
+
+    async def generate(self, body: Json, home: dict[int, Server], group: int) -> Json:
+        """An answer to /generate, from the server where the group's other samples are if it is free.
+
+        Args:
+            home: group -> server, kept by the caller: a shared prompt is read once.
+
+        Raises:
+            ServerError: no server gave one.
+        """
+        said: list[str] = []
+        async with self._free:
+            for _ in range(max(self.retries, 1)):
+                server = self._pick(home, group)
+                server.inflight += 1
+                try:
+                    return await self.ask(server, "/generate", body)
+                except ServerError as error:
+                    said.append(f"{server.url} {error}")
+                    server.leave_out(str(error))
+                    self.retried += 1
+                finally:
+                    server.inflight -= 1
+        raise ServerError(f"a response failed on {len(said)} servers: {'; '.join(said)}")
+
+    async def everywhere(self, work: Callable[[Server], Awaitable[Any]]) -> None:
+        """Do `work` with each server at once; those that it fails for are left out, the others put to use.
+
+        Raises:
+            ServerError: none is left.
+        """
+
+        async def one(server: Server) -> None:
+            try:
+                await work(server)
+                server.usable, server.problem = True, ""
+            except ServerError as error:
+                server.leave_out(str(error))
+
+        await asyncio.gather(*map(one, self.servers))
+        if not self.usable:
+            raise ServerError(f"no SGLang server can be used: {self.describe()}")
+
+    def _pick(self, home: dict[int, Server], group: int) -> Server:
+        """The group's own server while it has a free slot, else the least busy one."""
+        if not self.usable:
+            raise ServerError(f"no SGLang server is left: {self.describe()}")
+        least = min(self.usable, key=lambda server: server.inflight)
+        own = home.setdefault(group, least)
+        if own.usable and (own.inflight < self.slots or own.inflight <= least.inflight):
+            return own
+        home[group] = least
+        return least
+
+    async def _open(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))

@@ -1,0 +1,115 @@
+"""A server that speaks SGLang's JSON and computes with the native engine; it can be told to misbehave.
+
+As a script it is what `python -m sglang.launch_server` would be: see stub/sglang/launch_server.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from aiohttp import web
+
+from jaxrl_llm import models
+from jaxrl_llm.checkpoint import hf
+from jaxrl_llm.models.names import read_config
+from jaxrl_llm.models.scorer import make_scorer
+from jaxrl_llm.rollout.engine import Request, SamplingConfig
+from jaxrl_llm.rollout.native import NativeEngine, RolloutConfig
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.rules import TRAIN
+
+
+class FakeServer:
+    """One server in a thread of its own.
+
+    Attributes:
+        deaf: says that it took the weights, and keeps its own. refuses: says that it did not.
+        breaks_after: tokens after which a response is broken off, once a response. down: answers 500.
+        seen: bodies of /generate.
+    """
+
+    def __init__(self, port: int = 0):
+        self.deaf = self.refuses = self.down = False
+        self.breaks_after = 0
+        self.seen: list[dict] = []
+        self.mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+        self.label, self.engine = "default", None
+        self._one_at_a_time = threading.Lock()
+        self._loop = asyncio.new_event_loop()
+        self._started = threading.Event()
+        threading.Thread(target=self._serve, args=(port,), daemon=True).start()
+        self._started.wait()
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def _serve(self, port: int) -> None:
+        async def start():
+            app = web.Application(client_max_size=1 << 30)
+            app.router.add_get("/model_info", self._answer(lambda body: {"weight_version": self.label}))
+            app.router.add_post("/update_weights_from_disk", self._answer(self._update))
+            app.router.add_post("/generate", self._answer(self._generate))
+            runner = web.AppRunner(app)
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", port)
+            await site.start()
+            self.port = site._server.sockets[0].getsockname()[1]
+            self._started.set()
+
+        self._loop.create_task(start())
+        self._loop.run_forever()
+
+    def _answer(self, work):
+        def guarded(body):
+            with self._one_at_a_time:
+                return work(body)
+
+        async def handle(request):
+            if self.down:
+                return web.Response(status=500, text="out of order")
+            body = await request.json() if request.can_read_body else {}
+            return web.json_response(await asyncio.to_thread(guarded, body))
+
+        return handle
+
+    def _update(self, body):
+        if self.refuses:
+            return {"success": False, "message": "no room"}
+        if not self.deaf or self.engine is None:
+            folder = Path(body["model_path"])
+            config = read_config(folder)
+            self.params = hf.load(folder, config, models.shardings(config, self.mesh, TRAIN), jnp.float32)
+            if self.engine is None or self.engine.model != config:
+                self.engine = NativeEngine(RolloutConfig(slots=2), config, self.mesh)
+                self.score = make_scorer(config, 1.0, "float32", self.mesh)
+            self.engine.publish(self.params, 0)
+        self.label = body["weight_version"]
+        return {"success": True, "message": "", "num_paused_requests": 0}
+
+    def _generate(self, body):
+        self.seen.append(body)
+        ids, wanted = np.array(body["input_ids"], np.int32), body["sampling_params"]
+        self.engine.eos_ids = tuple(wanted.get("stop_token_ids", ()))
+        most = wanted["max_new_tokens"]
+        tokens = min(most, self.breaks_after or most)
+        sampling = SamplingConfig(temperature=wanted["temperature"])
+        request = Request(ids, wanted.get("sampling_seed", 0), 1, tokens)
+        (made,) = self.engine.generate([request], sampling, jax.random.key(0))
+        broken = made.finish == "length" and tokens < most
+        self.breaks_after = 0 if broken else self.breaks_after
+        pairs = zip(made.logprobs.tolist(), made.response_ids.tolist(), strict=True)
+        meta = {
+            "weight_version": self.label,
+            "finish_reason": {"type": "abort" if broken else made.finish},
+            "output_token_logprobs": [[logprob, token, None] for logprob, token in pairs],
+        }
+        if body.get("logprob_start_len") == 0:
+            with jax.set_mesh(self.mesh):
+                said = np.asarray(self.score(self.params, ids[None], np.array([len(ids)])))[0, :-1]
+            meta["input_token_logprobs"] = [[None, int(ids[0]), None]] + [
+                [float(x), int(i), None] for x, i in zip(said, ids[1:], strict=True)
+            ]
+        return {"output_ids": made.response_ids.tolist(), "meta_info": meta}

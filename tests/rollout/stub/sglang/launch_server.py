@@ -1,0 +1,18 @@
+"""`python -m sglang.launch_server` of the tests: the fake server."""
+
+import argparse
+import sys
+import threading
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from fake_sglang import FakeServer
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--model-path")
+parser.add_argument("--port", type=int)
+options, _ = parser.parse_known_args()
+assert (Path(options.model_path) / "config.json").is_file()
+FakeServer(options.port)
+print("the fake server is up", flush=True)
+threading.Event().wait()

@@ -1,0 +1,64 @@
+"""Whole runs whose responses come from servers: launched by one process, shared by two."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from distributed import run_processes
+from fake_sglang import FakeServer
+
+from jaxrl_llm.train import main
+
+ARGS = [
+    *("--config", "grpo_tiny.py", "--steps", "2", "--warm_start.steps", "1", "--prompts_per_step", "4"),
+    *(
+        "--responses_per_prompt",
+        "2",
+        "--eval.prompts",
+        "4",
+        "--eval.every",
+        "2",
+        "--rollout.engine",
+        "sglang",
+    ),
+    *("--warm_start.examples_per_step", "8", "--tokens_per_device", "24", "--log.progress", "none"),
+    *("--log.tensorboard", "false", "--reward.workers", "1", "--model.remat", "none"),
+    *("--model.architecture.num_layers", "1", "--mesh.data", "1", "--mesh.fsdp", "8"),
+]
+TRAIN = """
+import sys
+from jaxrl_llm.train import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def rows(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def checked(run_dir):
+    trained = [row for row in rows(run_dir) if row["kind"] == "train"]
+    assert len(trained) == 2
+    assert all(row["mismatch/max_abs"] < 1e-4 for row in trained)
+    # where an evaluation has just sent the weights, the step need not
+    assert {"bridge/probe_mean_abs", "bridge/gigabytes_per_second"} <= trained[-1].keys() | trained[0].keys()
+    assert (run_dir / "hf/config.json").is_file()
+
+
+def test_a_run_starts_its_servers_and_leaves_nothing_of_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "stub"))
+    here = tmp_path / "weights"
+    launched = ["--rollout.launch", "1", "--sglang.python", sys.executable, "--sglang.folder", str(here)]
+    assert main([*ARGS, *launched, "--run_dir", str(tmp_path / "run")]) == 0
+    checked(tmp_path / "run")
+    assert "the fake server is up" in (tmp_path / "run/sglang_0.log").read_text()
+    assert not here.exists()
+
+
+@pytest.mark.slow
+def test_two_processes_share_what_the_first_hears(tmp_path):
+    server = FakeServer()
+    args = [*ARGS, "--rollout.servers", server.url, "--run_dir", str(tmp_path / "run")]
+    run_processes(TRAIN, 2, args, devices=4, initialize=False)
+    checked(tmp_path / "run")
