@@ -89,7 +89,7 @@ class SGLangEngine:
         written = time.perf_counter()
         ids = (np.arange(min(PROBE_TOKENS, self.model.max_position - 1)) * 7919 + 1) % self.model.vocab_size
         expected = self.score(params, ids)
-        differences = self._on_first(lambda: self._push(folder, label, ids, expected))
+        found = self._on_first(lambda: self._push(folder, label, ids, expected))
         self._weights, self._versions[label] = Weights(label, version, leaf), version
         seconds = time.perf_counter() - start
         return {
@@ -97,7 +97,7 @@ class SGLangEngine:
             "rollout/publish_bytes": size,
             "bridge/write_seconds": written - start,
             "bridge/gigabytes_per_second": size / seconds / 1e9,
-            "bridge/probe_mean_abs": max(differences),
+            **found,
         }
 
     def generate(self, requests: list[Request], sampling: SamplingConfig, key: jax.Array) -> list[Trajectory]:
@@ -147,8 +147,8 @@ class SGLangEngine:
         if not said.get("success"):
             raise ServerError(f"did not take the weights in {folder}: {said.get('message', said)!s:.300}")
 
-    def _push(self, folder: Path, label: str, ids: np.ndarray, expected: np.ndarray) -> list[float]:
-        """Mean difference of the log-probs of each server that now computes with the weights."""
+    def _push(self, folder: Path, label: str, ids: np.ndarray, expected: np.ndarray) -> Metrics:
+        """Weights to each server, then fixed tokens: their log-probs must be the trainer's."""
         if self._wait:
             self._wait()
             self._wait = None
@@ -179,7 +179,11 @@ class SGLangEngine:
             differences.append(difference)
 
         self.pool.run(self.pool.everywhere(update_and_check))
-        return differences
+        return {
+            "bridge/probe_mean_abs": max(differences),
+            "servers/usable": len(self.pool.usable),
+            "servers/retried": self.pool.retried,
+        }
 
     def _respond(self, pairs, seeds: list[int], sampling: SamplingConfig) -> list[Trajectory]:
         home: dict[int, Server] = {}
