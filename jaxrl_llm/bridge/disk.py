@@ -21,6 +21,7 @@ from jaxrl_llm.structs import Params
 
 KEPT = 2  # pushes: a server that was left out reads the newest again while the next is written
 MEMORY = Path("/dev/shm")
+PREFIX = "jaxrl_llm_"
 
 
 class DiskTransport:
@@ -65,7 +66,16 @@ def own_folder(in_memory: bool, run_dir: Path, size: int) -> Path:
 
     A collective: it is the same on every process.
     """
+    sweep()
     fits = in_memory and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > (KEPT + 1) * size
     if not fits or agree(jax.process_count()) > 1:
         return run_dir.absolute() / "weights"
-    return Path(tempfile.mkdtemp(prefix=f"jaxrl_llm_{os.getpid()}_", dir=MEMORY))
+    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}_", dir=MEMORY))
+
+
+def sweep() -> None:
+    """Give back the memory of runs that were killed."""
+    for folder in MEMORY.glob(f"{PREFIX}*"):
+        process = folder.name.removeprefix(PREFIX).split("_")[0]
+        if process.isdigit() and not Path("/proc", process).exists():
+            shutil.rmtree(folder, ignore_errors=True)

@@ -14,6 +14,7 @@ import pytest
 from fake_sglang import FakeServer
 
 from jaxrl_llm import models
+from jaxrl_llm.bridge import disk
 from jaxrl_llm.bridge.disk import DiskTransport
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.models import TransformerConfig
@@ -200,6 +201,23 @@ def test_a_value_head_is_not_sent(make):
     model = dataclasses.replace(MODEL, value_head=True)
     engine = make(model=model)
     assert engine.publish(weights(model=model), 1)["bridge/probe_mean_abs"] < 1e-5
+
+
+def test_a_folder_in_memory_is_new_and_those_of_killed_runs_go(tmp_path, monkeypatch):
+    memory = tmp_path / "shm"
+    memory.mkdir()
+    monkeypatch.setattr(disk, "MEMORY", memory)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    (memory / f"jaxrl_llm_{ended.pid}_x").mkdir()
+    (memory / f"jaxrl_llm_{os.getpid()}_y").mkdir()
+    (memory / "somebody_elses").mkdir()
+    found = disk.own_folder(True, tmp_path / "run", size=1)
+    assert found.parent == memory and found.is_dir()
+    names = {path.name for path in memory.iterdir()} - {found.name}
+    assert names == {f"jaxrl_llm_{os.getpid()}_y", "somebody_elses"}
+    assert disk.own_folder(True, tmp_path / "run", size=1 << 60) == tmp_path / "run/weights"
+    assert disk.own_folder(False, tmp_path / "run", size=1) == tmp_path / "run/weights"
 
 
 STUB = str(Path(__file__).parent / "stub")
