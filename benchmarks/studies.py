@@ -42,21 +42,18 @@ def everywhere(bound: float) -> Callable[[Values], bool]:
 
 
 def gains(label: str, over: str, by: float) -> Callable[[Values], bool]:
-    """`label` is above `over` by at least `by`, on the mean of the seeds."""
-    return lambda found: mean(found[label]) - mean(found[over]) >= by
+    """`label` is above `over` in every seed, and by at least `by` on their mean."""
+    gaps = lambda found: [a - b for a, b in zip(found[label], found[over], strict=True)]
+    return lambda found: min(gaps(found)) > 0 and mean(gaps(found)) >= by
 
 
 FLAWED = '--data.train.0.options {{"digits":1,"terms":3,"noise":0.6}}'
 COUNTDOWN = "--data.train.0.path task:countdown --data.train.0.options {{}} --max_prompt_tokens 24"
-WORDS = '--data.train.0.path task:reverse --data.train.0.options {{"length":10}} --max_response_tokens 16'
 STARTS = {
     "sums": Start("adds three digits, and gives one too many as often as it was shown: in 60%", FLAWED),
     "countdown": Start(
         "reaches a number with three others, in a third of the problems",
         f"--warm_start.steps 400 {COUNTDOWN} --max_response_tokens 10",
-    ),
-    "words": Start(
-        "half-trained at writing words of 2 to 10 letters backwards", f"--warm_start.steps 200 {WORDS}"
     ),
 }
 
@@ -64,6 +61,7 @@ FROM = "--model.path {start} --warm_start.steps 0"
 GRPO = f"--config grpo_tiny.py {FROM}"
 PAIRS = f"--config dpo_tiny.py {FROM}"
 BUSY = "--minibatches_per_step 32 --tokens_per_device 384 --optim.learning_rate 2e-4"
+HOT = f"{GRPO} --steps 40 --rollout.sampling.temperature 2.0 --max_response_tokens 64"
 NOISY = f"{GRPO} --rollout.weight_noise 0.5"
 OTHERS = (
     *("dr_grpo", "reinforce", "remax", "opo", "gpg", "passk", "otb", "gdpo", "raft", "online_dpo"),
@@ -126,15 +124,16 @@ STUDIES: dict[str, Study] = {
         after="reward_model",
     ),
     "token_loss": Study(
-        "Token-level loss (DAPO) learns faster than the mean of each response's mean (GRPO) where responses "
-        "differ in length: a token of a long word then counts as much as one of a short word.",
+        "Token-level loss: sampled at temperature 2 some responses ramble. Where every token counts the same "
+        "they are unlearned; as one mean among means a long one is hardly punished: length and entropy grow.",
         {
-            "token": f"{GRPO} {WORDS} --steps 60 --eval.every 5 --algo.aggregation token",
-            "sequence": f"{GRPO} {WORDS} --steps 60 --eval.every 5 --algo.aggregation sequence",
+            "sequence": f"{HOT} --algo.aggregation sequence",
+            "token": f"{HOT} --algo.aggregation token",
         },
-        gains("token", "sequence", 0.0),
-        start="words",
+        gains("sequence", "token", 0.5),
+        metric="response_tokens/mean",
         over_run=True,
+        also=("entropy", "accuracy"),
     ),
     "dynamic_sampling": Study(
         "Dynamic sampling: with nine of ten prompts out of reach, a step still learns from a full batch.",
@@ -147,12 +146,12 @@ STUDIES: dict[str, Study] = {
     ),
     "clip_higher": Study(
         "Clip-higher: with 32 updates a step the clip binds, and the tokens of rare right answers may rise "
-        "further before it does, so that the run learns faster.",
+        "further before it does, so that the run learns faster and its entropy stays up.",
         {
             "0.28": f"{GRPO} {COUNTDOWN} --max_response_tokens 10 {BUSY} --algo.clip_high 0.28",
             "0.2": f"{GRPO} {COUNTDOWN} --max_response_tokens 10 {BUSY} --algo.clip_high 0.2",
         },
-        gains("0.28", "0.2", 0.0),
+        gains("0.28", "0.2", 0.01),
         start="countdown",
         over_run=True,
         also=("entropy", "clip_fraction"),
