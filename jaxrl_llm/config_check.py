@@ -189,6 +189,8 @@ def _rollout(config: TrainConfig) -> Iterator[str]:
     for url in rollout.servers:
         if not url.startswith(("http://", "https://")):
             yield f"--rollout.servers: {url!r} is no address; write http://host:port."
+    if config.sglang.devices and len(config.sglang.devices) != rollout.launch:
+        yield f"--sglang.devices names {len(config.sglang.devices)}, --rollout.launch is {rollout.launch}."
     if rollout.launch and not shutil.which(config.sglang.python):
         yield f"--sglang.python is {config.sglang.python!r}: no such program."
 

@@ -296,6 +296,8 @@ def test_servers_that_cannot_be(config, settings, message):
 def test_an_interpreter_for_servers_must_exist(config):
     chosen = replace(config, rollout=replace(config.rollout, engine="sglang", launch=1))
     check(chosen)
+    named = replace(chosen, sglang=replace(chosen.sglang, devices=("0", "1")))
+    assert refusal(check, named) == "--sglang.devices names 2, --rollout.launch is 1."
     missing = replace(chosen, sglang=replace(chosen.sglang, python="/no/python"))
     assert refusal(check, missing) == "--sglang.python is '/no/python': no such program."
 

@@ -35,7 +35,7 @@ ALLOWED: dict[str, str | None] = {
     "data": "structs",
     "checkpoint": "structs signals sharding models",
     "rollout": "jaxrl_kernels structs sharding models",
-    "bridge": "structs signals models checkpoint",
+    "bridge": "structs models checkpoint",
     # what joins them
     "step": "jaxrl_kernels structs algos",
     "learner": "structs sharding models algos data step",

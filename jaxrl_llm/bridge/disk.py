@@ -16,7 +16,6 @@ from jaxrl_llm import models
 from jaxrl_llm.checkpoint import hf_export
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.names import hf_tensors
-from jaxrl_llm.signals import agree
 from jaxrl_llm.structs import Params
 
 KEPT = 2  # pushes: a server that was left out reads the newest again while the next is written
@@ -64,11 +63,11 @@ def size_of(config: TransformerConfig, dtype: str) -> int:
 def own_folder(in_memory: bool, run_dir: Path, size: int) -> Path:
     """A new folder of this run: in memory if that is asked for and three pushes fit, else in the run's.
 
-    A collective: it is the same on every process.
+    With several processes in the run's, which has one name for all of them.
     """
     sweep()
     fits = in_memory and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > (KEPT + 1) * size
-    if not fits or agree(jax.process_count()) > 1:
+    if not fits or jax.process_count() > 1:
         return run_dir.absolute() / "weights"
     return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}_", dir=MEMORY))
 

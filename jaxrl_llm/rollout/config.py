@@ -52,6 +52,8 @@ class SGLangConfig:
     """Interpreter that has sglang, for servers that are started here."""
     flags: str = ""
     """More flags for them, as on SGLang's own command line: "--tp 2 --mem-fraction-static 0.6"."""
+    devices: tuple[str, ...] = ()
+    """CUDA_VISIBLE_DEVICES of each server started here, such as 0,1 2,3; none given = that of the run."""
     start_timeout: float = 600.0
     """Seconds a server may take until it answers."""
     timeout: float = 600.0

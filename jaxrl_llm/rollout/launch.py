@@ -28,6 +28,7 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit("the run that wanted a server has ended")
 os.execvp(sys.argv[2], sys.argv[2:])
 """
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 POLL = 0.5
 TAIL = 2000  # characters of a log that an error shows
@@ -47,10 +48,12 @@ class Launched:
         self.logs = [logs / f"sglang_{index}.log" for index in range(config.launch)]
         ports = free_ports(config.launch)
         self.urls = [f"http://127.0.0.1:{port}" for port in ports]
-        for port, log in zip(ports, self.logs, strict=True):
+        visible = sglang.devices or [os.environ.get(VISIBLE, "")] * config.launch
+        for port, log, devices in zip(ports, self.logs, visible, strict=True):
             with log.open("ab") as out:
                 process = subprocess.Popen(
                     command(config, sglang, model, port),
+                    env={**os.environ, VISIBLE: devices} if devices else None,
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=out,

@@ -22,6 +22,10 @@ class ServerError(RuntimeError):
     """A server, or all of them, cannot be used."""
 
 
+class Refused(ServerError):
+    """The server is well and does not take the request: another would not either."""
+
+
 @dataclass
 class Server:
     """One server and what is known of it."""
@@ -29,7 +33,7 @@ class Server:
     url: str
     inflight: int = 0
     usable: bool = False
-    problem: str = "has no weights yet"
+    problem: str = "no weights yet"
 
     def leave_out(self, problem: str) -> None:
         self.usable, self.problem = False, problem
@@ -74,7 +78,7 @@ class ServerPool:
         return [server for server in self.servers if server.usable]
 
     def describe(self) -> str:
-        return "; ".join(f"{s.url} {'in use' if s.usable else s.problem}" for s in self.servers)
+        return "; ".join("in use" if s.usable else s.problem for s in self.servers)
 
     async def ask(self, server: Server, path: str, body: Json | None = None, timeout: float = 0.0) -> Json:
         """The JSON that the server answers to a POST, or to a GET where there is no body.
@@ -88,12 +92,13 @@ class ServerPool:
             async with self._session.request(method, server.url + path, json=body, timeout=limit) as answer:
                 text = await answer.text()
                 if answer.status != 200:
-                    raise ServerError(f"answered {answer.status} to {path}: {text:.300}")
+                    kind = Refused if 400 <= answer.status < 500 else ServerError
+                    raise kind(f"{server.url} answered {answer.status} to {path}: {text:.300}")
                 return await answer.json(content_type=None) if text else {}
         except TimeoutError:
-            raise ServerError(f"no answer to {path} in {limit.total:g} s") from None
+            raise ServerError(f"{server.url}: no answer to {path} in {limit.total:g} s") from None
         except (aiohttp.ClientError, ValueError, OSError) as error:
-            raise ServerError(f"{path}: {type(error).__name__} {error}") from None
+            raise ServerError(f"{server.url}{path}: {type(error).__name__} {error}") from None
 
     async def generate(self, body: Json, home: dict[int, Server], group: int) -> Json:
         """An answer to /generate, from the server where the group's other samples are if it is free.
@@ -111,8 +116,10 @@ class ServerPool:
                 server.inflight += 1
                 try:
                     return await self.ask(server, "/generate", body)
+                except Refused:
+                    raise
                 except ServerError as error:
-                    said.append(f"{server.url} {error}")
+                    said.append(str(error))
                     server.leave_out(str(error))
                     self.retried += 1
                 finally:

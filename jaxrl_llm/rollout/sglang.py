@@ -145,38 +145,20 @@ class SGLangEngine:
         }
         said = await self.pool.ask(server, "/update_weights_from_disk", body)
         if not said.get("success"):
-            raise ServerError(f"did not take the weights in {folder}: {said.get('message', said)!s:.300}")
+            raise ServerError(
+                f"{server.url} did not take the weights in {folder}: {said.get('message', said)!s:.300}"
+            )
 
     def _push(self, folder: Path, label: str, ids: np.ndarray, expected: np.ndarray) -> Metrics:
         """Weights to each server, then fixed tokens: their log-probs must be the trainer's."""
         if self._wait:
             self._wait()
             self._wait = None
-        limit = self.sglang.probe_tolerance
-        limit = TOLERANCE[self.config.dtype] if limit is None else limit
         differences: list[float] = []
 
         async def update_and_check(server: Server) -> None:
             await self._update(server, folder, label)
-            body = {
-                "input_ids": ids.tolist(),
-                "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
-                "return_logprob": True,
-                "logprob_start_len": 0,
-            }
-            meta = (await self.pool.ask(server, "/generate", body))["meta_info"]
-            if meta.get("weight_version") != label:
-                raise ServerError(
-                    f"answers with weights {meta.get('weight_version')!r} after {label!r} was sent"
-                )
-            found = np.array([logprob for logprob, *_ in meta["input_token_logprobs"][1:]], np.float32)
-            difference = float(np.abs(found - expected).mean()) if len(found) == len(expected) else np.inf
-            if not difference <= limit:
-                raise ServerError(
-                    f"log-probs differ from the trainer's by {difference:.3g} on average, more than "
-                    f"{limit:g} (--sglang.probe_tolerance): other weights, type or model code"
-                )
-            differences.append(difference)
+            differences.append(await self._probe(server, label, ids, expected))
 
         self.pool.run(self.pool.everywhere(update_and_check))
         return {
@@ -184,6 +166,33 @@ class SGLangEngine:
             "servers/usable": len(self.pool.usable),
             "servers/retried": self.pool.retried,
         }
+
+    async def _probe(self, server: Server, label: str, ids: np.ndarray, expected: np.ndarray) -> float:
+        """Mean difference of the server's log-probs from the trainer's.
+
+        Raises:
+            ServerError: it is too large, or the weights are not those that were sent.
+        """
+        body = {
+            "input_ids": ids.tolist(),
+            "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        meta = (await self.pool.ask(server, "/generate", body))["meta_info"]
+        if meta.get("weight_version") != label:
+            has = meta.get("weight_version")
+            raise ServerError(f"{server.url} answers with weights {has!r} after {label!r} was sent")
+        found = np.array([logprob for logprob, *_ in meta["input_token_logprobs"][1:]], np.float32)
+        difference = float(np.abs(found - expected).mean()) if len(found) == len(expected) else np.inf
+        limit = self.sglang.probe_tolerance
+        limit = TOLERANCE[self.config.dtype] if limit is None else limit
+        if not difference <= limit:
+            raise ServerError(
+                f"{server.url}: log-probs differ from the trainer's by {difference:.3g} on average, more "
+                f"than {limit:g} (--sglang.probe_tolerance): other weights, type or model code"
+            )
+        return difference
 
     def _respond(self, pairs, seeds: list[int], sampling: SamplingConfig) -> list[Trajectory]:
         home: dict[int, Server] = {}
