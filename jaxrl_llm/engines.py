@@ -65,6 +65,8 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing) -> SG
             urls, wait = launched.urls, launched.wait
         pool = ServerPool(urls, sglang.timeout, sglang.retries, rollout.slots)
         closing.callback(pool.close)
+        if rollout.servers:
+            pool.check_reachable()
     scorer = make_scorer(model, 1.0, rollout.dtype, mesh)
 
     def score(params, ids: np.ndarray) -> np.ndarray:

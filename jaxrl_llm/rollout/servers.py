@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 
 Json = dict[str, Any]
+REACHABLE = 10.0  # seconds a running server may take to say what it is
 
 
 class ServerError(RuntimeError):
@@ -99,6 +100,17 @@ class ServerPool:
             raise ServerError(f"{server.url}: no answer to {path} in {limit.total:g} s") from None
         except (aiohttp.ClientError, ValueError, OSError) as error:
             raise ServerError(f"{server.url}{path}: {type(error).__name__} {error}") from None
+
+    def check_reachable(self) -> None:
+        """ValueError if a server does not answer: at the start that is a wrong address."""
+
+        async def ask_all() -> list[Json | BaseException]:
+            asked = [self.ask(server, "/model_info", timeout=REACHABLE) for server in self.servers]
+            return await asyncio.gather(*asked, return_exceptions=True)
+
+        problems = [str(said) for said in self.run(ask_all()) if isinstance(said, BaseException)]
+        if problems:
+            raise ValueError(f"--rollout.servers: {'; '.join(problems)}")
 
     async def generate(self, body: Json, home: dict[int, Server], group: int) -> Json:
         """An answer to /generate, from the server where the group's other samples are if it is free.

@@ -56,6 +56,19 @@ def test_a_run_starts_its_servers_and_leaves_nothing_of_them(tmp_path, monkeypat
     assert not here.exists()
 
 
+def test_an_address_where_no_server_is_is_refused_before_any_step(tmp_path, capsys):
+    assert main([*ARGS, "--rollout.servers", "http://127.0.0.1:9", "--run_dir", str(tmp_path / "run")]) == 2
+    assert "error: --rollout.servers: http://127.0.0.1:9/model_info: Client" in capsys.readouterr().err
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_servers_that_fail_in_the_run_end_it_with_a_message(tmp_path, capsys):
+    server = FakeServer()
+    server.refuses = True
+    assert main([*ARGS, "--rollout.servers", server.url, "--run_dir", str(tmp_path / "run")]) == 1
+    assert "error: no SGLang server can be used: http://127.0.0.1:" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_two_processes_share_what_the_first_hears(tmp_path):
     server = FakeServer()
