@@ -31,6 +31,7 @@ os.execvp(sys.argv[2], sys.argv[2:])
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 POLL = 0.5
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know this machine
 TAIL = 2000  # characters of a log that an error shows
 
 
@@ -114,7 +115,7 @@ def free_ports(count: int) -> list[int]:
 
 def answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/model_info", timeout=5) as answer:
+        with DIRECT.open(f"{url}/model_info", timeout=5) as answer:
             return answer.status == 200
     except (OSError, urllib.error.URLError):
         return False
