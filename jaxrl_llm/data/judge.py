@@ -11,6 +11,7 @@ import zlib
 from jaxrl_llm.data.preference import label_of
 from jaxrl_llm.data.rows import Example
 
+SOURCE = "judgement"
 ONE = "Question:\n{question}\n\nAnswer:\n{answer}\n\nIs the answer right? Reply with Yes or No."
 TWO = (
     "Question:\n{question}\n\nAnswer A:\n{a}\n\nAnswer B:\n{b}\n\nWhich answer is better? Reply with A or B."
@@ -35,6 +36,8 @@ def judgement(example: Example) -> Example:
         text=None,
         response=verdict,
         answer=verdict,
+        source=SOURCE,  # not that of the question: what is asked now is a verdict
+        columns={},
         rejected=None,
     )
 

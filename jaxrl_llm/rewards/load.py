@@ -21,6 +21,7 @@ LIBRARIES = {
 URL = ("http://", "https://")
 USUAL_NAMES = ("reward", "compute_score", "reward_func", "reward_fn", "env_step")
 SOURCES = {  # for "auto": the first key that the name of the data source contains
+    "judgement": "verdict",
     "gym": "gym",
     "gsm8k": "gsm8k",
     "countdown": "countdown",
