@@ -20,7 +20,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxrl_llm import runtime
+from jaxrl_llm import algos, runtime
 from jaxrl_llm.checkpoint import hf
 from jaxrl_llm.checkpoint.lock import hold
 from jaxrl_llm.checkpoint.state import Checkpointer, DiskFullError
@@ -229,7 +229,8 @@ def next_command(run_dir: Path, config: TrainConfig) -> str:
     """Answers of the trained model to the prompts of the run's own samples; RL against a reward model."""
     model, prompts, out = (shlex.quote(str(run_dir / name)) for name in ("hf", "samples.jsonl", "out.jsonl"))
     if not config.algo.needs_policy:
-        return f"python -m jaxrl_llm.train --config ppo_reward_tiny.py --reward.models.0.path {model}"
+        kind = " --reward.models.0.kind process" * (algos.module_of(config.algo) is algos.ALGOS["prm"])
+        return f"python -m jaxrl_llm.train --config ppo_reward_tiny.py --reward.models.0.path {model}{kind}"
     return f"python -m jaxrl_llm generate --model {model} --prompts {prompts} --out {out}"
 
 

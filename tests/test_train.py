@@ -1,11 +1,14 @@
 """Whole runs, small: what they leave behind, how they go on, and how they end when something is wrong."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from jaxrl_llm.train import main
+from jaxrl_llm.algos import prm, reward_model
+from jaxrl_llm.config import TrainConfig
+from jaxrl_llm.train import main, next_command
 
 TINY = [
     *("--config", "grpo_tiny.py", "--prompts_per_step", "4", "--responses_per_prompt", "4"),
@@ -55,6 +58,14 @@ def test_a_run_leaves_what_it_promises(finished):
     ):
         assert (finished / name).is_file(), name
     assert (finished / "curve.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_what_to_try_next_fits_what_was_trained(tmp_path):
+    says = lambda algo: next_command(tmp_path, replace(TrainConfig(), algo=algo))
+    assert says(TrainConfig().algo).startswith(f"python -m jaxrl_llm generate --model {tmp_path}/hf ")
+    against = f"--config ppo_reward_tiny.py --reward.models.0.path {tmp_path}/hf"
+    assert says(reward_model.Config()).endswith(against)
+    assert says(prm.Config()).endswith(f"{against} --reward.models.0.kind process")
 
 
 def test_rollout_and_trainer_agree_on_log_probs(finished):
