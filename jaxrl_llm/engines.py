@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.bridge.disk import DiskTransport, own_folder, size_of
+from jaxrl_llm.bridge.disk import DiskTransport, own_folder, size_of, within
 from jaxrl_llm.checkpoint.hf_export import save_description
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.models import TransformerConfig
@@ -50,8 +50,9 @@ def make_engine(
 def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing) -> SGLangEngine:
     model = dataclasses.replace(model, value_head=False)  # it serves training alone
     rollout, sglang, run_dir = config.rollout, config.sglang, Path(config.run_dir)
-    folder = Path(sglang.folder) if sglang.folder else None
-    if folder is None:
+    if sglang.folder:
+        folder = within(Path(sglang.folder), run_dir)
+    else:
         folder = own_folder(rollout.launch > 0, run_dir, size_of(model, rollout.dtype))
     transport = DiskTransport(folder, rollout.dtype, tokenizer)
     closing.callback(transport.close)

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ class DiskTransport:
     """Writes beside the place and renames, so that no server reads half a push; keeps the last two.
 
     Args:
-        folder: that every server sees under the same path.
+        folder: of this run alone, that every server sees under the same path; `close` removes it.
         dtype: "float32" or "bfloat16", of the weights in the files.
     """
 
@@ -58,6 +59,12 @@ def size_of(config: TransformerConfig, dtype: str) -> int:
     """Bytes of the weights of one push."""
     itemsize = {"float32": 4, "bfloat16": 2}[dtype]
     return sum(itemsize * math.prod(tensor.shape) for tensor in hf_tensors(config))
+
+
+def within(shared: Path, run_dir: Path) -> Path:
+    """This run's own place in a folder that others use too: it alone is cleared at the end."""
+    where = str(run_dir.absolute())
+    return shared.absolute() / f"{run_dir.name}-{zlib.crc32(where.encode()):08x}"
 
 
 def own_folder(in_memory: bool, run_dir: Path, size: int) -> Path:

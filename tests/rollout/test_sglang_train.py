@@ -48,12 +48,13 @@ def checked(run_dir):
 
 def test_a_run_starts_its_servers_and_leaves_nothing_of_them(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "stub"))
-    here = tmp_path / "weights"
+    here = tmp_path / "shared"
+    (here / "of somebody else").mkdir(parents=True)
     launched = ["--rollout.launch", "1", "--sglang.python", sys.executable, "--sglang.folder", str(here)]
     assert main([*ARGS, *launched, "--run_dir", str(tmp_path / "run")]) == 0
     checked(tmp_path / "run")
     assert "the fake server is up" in (tmp_path / "run/sglang_0.log").read_text()
-    assert not here.exists()
+    assert [path.name for path in here.iterdir()] == ["of somebody else"]
 
 
 def test_an_address_where_no_server_is_is_refused_before_any_step(tmp_path, capsys):
