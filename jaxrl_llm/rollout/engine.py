@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -49,3 +50,16 @@ class Engine(Protocol):
     def generate(self, requests: list[Request], sampling: SamplingConfig, key: jax.Array) -> list[Trajectory]:
         """Responses in order (request, response index). Sample (p, g) draws its tokens with
         fold_in(fold_in(key, p), g) alone, so its text does not depend on what else is in flight."""
+
+
+def end_ids(tokenizer: Any, more: Sequence[int] = ()) -> tuple[int, ...]:
+    """Ids that end a response: the tokenizer's end token, and those of a generation_config.json."""
+    own = getattr(tokenizer, "eos_token_id", None)
+    return tuple(dict.fromkeys([*([] if own is None else [own]), *more]))
+
+
+def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
+    """What rewards and people read of a response; "" without a tokenizer."""
+    if tokenizer is None:
+        return ""
+    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

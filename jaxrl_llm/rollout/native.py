@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.rollout.checks import check_requests
 from jaxrl_llm.rollout.config import RolloutConfig
-from jaxrl_llm.rollout.engine import Request, SamplingConfig
+from jaxrl_llm.rollout.engine import Request, SamplingConfig, end_ids, text_of
 from jaxrl_llm.rollout.generation import Generation, Sample
 from jaxrl_llm.rollout.keys import sample_keys
 from jaxrl_llm.rollout.programs import Programs
@@ -41,8 +42,7 @@ class NativeEngine:
         eos_ids: Sequence[int] = (),
     ):
         self.config, self.model, self.mesh, self.tokenizer = config, model, mesh, tokenizer
-        own = getattr(tokenizer, "eos_token_id", None)
-        self.eos_ids = tuple(dict.fromkeys([*([] if own is None else [own]), *eos_ids]))
+        self.eos_ids = end_ids(tokenizer, eos_ids)
         self.programs = Programs(model, mesh, config.dtype, config.cache_dtype or config.dtype, config.chunk)
         self.metrics: Metrics = {}
         self._published = None
@@ -77,7 +77,7 @@ class NativeEngine:
             generation = Generation(
                 self.config.chunk, self._sizes, self.programs, weights, samples, self._stops(sampling)
             )
-            self.metrics = generation.run(sampling, self._decode_text)
+            self.metrics = generation.run(sampling, functools.partial(text_of, self.tokenizer))
         return [self._trajectory(sample, version) for sample in samples]
 
     def warm_up(
@@ -136,11 +136,8 @@ class NativeEngine:
             prompt_index=sample.request.prompt_index,
             response_index=sample.response_index,
             finish=sample.finish,
-            text=self._decode_text(sample.ids) if self.tokenizer is not None else "",
+            text=text_of(self.tokenizer, sample.ids),
         )
-
-    def _decode_text(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _stops(self, sampling: SamplingConfig) -> tuple[int, ...]:
         return () if sampling.ignore_eos else (*self.eos_ids, *sampling.stop_tokens)

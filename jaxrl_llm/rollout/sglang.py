@@ -14,7 +14,7 @@ import numpy as np
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.rollout.checks import check_requests
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
-from jaxrl_llm.rollout.engine import Request, SamplingConfig
+from jaxrl_llm.rollout.engine import Request, SamplingConfig, end_ids, text_of
 from jaxrl_llm.rollout.keys import sample_keys
 from jaxrl_llm.rollout.servers import Json, Server, ServerError, ServerPool
 from jaxrl_llm.structs import Metrics, Params, Trajectory
@@ -65,8 +65,7 @@ class SGLangEngine:
     ):
         self.config, self.sglang, self.model, self.tokenizer = config, sglang, model, tokenizer
         self.pool, self.transport, self.score, self.share = pool, transport, score, share
-        own = getattr(tokenizer, "eos_token_id", None)
-        self.eos_ids = tuple(dict.fromkeys([*([] if own is None else [own]), *eos_ids]))
+        self.eos_ids = end_ids(tokenizer, eos_ids)
         self.metrics: Metrics = {}
         self._wait = wait
         self._pushes = 0
@@ -242,7 +241,7 @@ class SGLangEngine:
             prompt_index=request.prompt_index,
             response_index=g,
             finish=finish,
-            text=self._text(ids),
+            text=text_of(self.tokenizer, ids),
         )
 
     def _token_versions(self, meta: Json, count: int) -> list[int]:
@@ -269,8 +268,3 @@ class SGLangEngine:
             "no_stop_trim": True,
             "sampling_seed": seed,
         }
-
-    def _text(self, ids: Sequence[int]) -> str:
-        if self.tokenizer is None:
-            return ""
-        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
