@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+GLOO = re.compile(r"^\[Gloo\]|connected peer ranks")  # from C++, at will, and not always in one piece
 PREAMBLE = """\
 import os
 import jax
@@ -49,7 +51,7 @@ class Running:
         with self.stdout, self.stderr:
             self.stdout.seek(0)
             self.stderr.seek(0)
-            lines = [line for line in self.stdout if not line.startswith("[Gloo]")]  # from C++, at will
+            lines = [line for line in self.stdout if not GLOO.search(line)]
             return End(self.process.returncode, "".join(lines), self.stderr.read())
 
 
