@@ -55,9 +55,8 @@ def save(
     folder = Path(folder).absolute()
     if dtype not in DTYPES:
         raise ValueError(f"export: dtype={dtype!r} is not supported; supported: {', '.join(DTYPES)}")
-    if config.family == "baichuan":
-        config = dataclasses.replace(config, family="llama")
-    raw = to_hf_config(config, dtype) | _special(tokenizer)
+    config = _as_written(config)
+    raw = _raw(config, dtype, tokenizer)
     shards = _plan(hf_tensors(config), jnp.dtype(dtype).itemsize, max_shard_bytes)
     _refuse_a_bad_place(folder, sum(size for _, _, size in shards))
     writer = jax.process_index() == 0
@@ -83,16 +82,19 @@ def save_description(
     config: TransformerConfig, folder: Path, tokenizer: Any = None, dtype: str = "bfloat16"
 ) -> Path:
     """Only config and tokenizer: enough for a server that gets its weights later. Process 0 writes."""
-    if config.family == "baichuan":
-        config = dataclasses.replace(config, family="llama")
     if jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_rest(folder, to_hf_config(config, dtype) | _special(tokenizer), [], tokenizer)
+        _write_rest(folder, _raw(_as_written(config), dtype, tokenizer), [], tokenizer)
     return folder
 
 
-def _special(tokenizer: Any) -> dict[str, Any]:
-    return special_ids(tokenizer) if tokenizer else {}
+def _as_written(config: TransformerConfig) -> TransformerConfig:
+    return dataclasses.replace(config, family="llama") if config.family == "baichuan" else config
+
+
+def _raw(config: TransformerConfig, dtype: str, tokenizer: Any) -> dict[str, Any]:
+    """What config.json holds."""
+    return to_hf_config(config, dtype) | (special_ids(tokenizer) if tokenizer else {})
 
 
 def _plan(tensors: list[HFTensor], itemsize: int, limit: int) -> list[tuple[str, list[HFTensor], int]]:

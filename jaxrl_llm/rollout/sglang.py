@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -28,14 +28,6 @@ class WeightTransport(Protocol):
 
     def write(self, params: Params, label: str) -> tuple[Path, int]:
         """(what the servers are told to read, bytes). A collective: every process calls it."""
-
-
-class Weights(NamedTuple):
-    """What the servers hold."""
-
-    label: str  # the servers' own word for it; another for every push
-    version: int  # of the policy
-    leaf: jax.Array  # the first weight: pushed again only if it is another
 
 
 class SGLangEngine:
@@ -69,7 +61,7 @@ class SGLangEngine:
         self.metrics: Metrics = {}
         self._wait = wait
         self._pushes = 0
-        self._weights: Weights | None = None
+        self._leaf: jax.Array | None = None  # the first weight that the servers hold
         self._versions: dict[str, int] = {}  # label -> policy version
 
     def publish(self, params: Params, version: int) -> Metrics:
@@ -79,7 +71,7 @@ class SGLangEngine:
             ServerError: no server took them.
         """
         leaf = jax.tree.leaves(params)[0]
-        if self._weights and self._weights.leaf is leaf:
+        if self._leaf is leaf:
             return {}
         start = time.perf_counter()
         self._pushes += 1
@@ -89,7 +81,7 @@ class SGLangEngine:
         ids = (np.arange(min(PROBE_TOKENS, self.model.max_position - 1)) * 7919 + 1) % self.model.vocab_size
         expected = self.score(params, ids)
         found = self._on_first(lambda: self._push(folder, label, ids, expected))
-        self._weights, self._versions[label] = Weights(label, version, leaf), version
+        self._leaf, self._versions[label] = leaf, version
         seconds = time.perf_counter() - start
         return {
             "rollout/publish_seconds": seconds,
@@ -110,7 +102,7 @@ class SGLangEngine:
             ServerError: a response that no server could complete.
         """
         check_requests(requests, sampling, self.model, self.tokenizer)
-        if self._weights is None:
+        if self._leaf is None:
             raise ValueError("rollout: no weights; call publish(params, version) before generate")
         pairs = [(request, g) for request in requests for g in range(request.num_responses)]
         names = np.array([(r.prompt_index, g) for r, g in pairs], np.int32).reshape(-1, 2)
