@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -35,9 +35,12 @@ class Server:
     inflight: int = 0
     usable: bool = False
     problem: str = "no weights yet"
+    failures: int = 0  # times it was left out
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)  # held from new weights to their check
 
     def leave_out(self, problem: str) -> None:
         self.usable, self.problem = False, problem
+        self.failures += 1
 
 
 class ServerPool:
@@ -57,7 +60,7 @@ class ServerPool:
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang", daemon=True)
         self._thread.start()
         self._session = self.run(self._open())
-        self._free = asyncio.Semaphore(slots * len(self.servers))
+        self.slot = asyncio.Semaphore(slots * len(self.servers))  # first come, first served
 
     def run(self, work: Coroutine) -> Any:
         """The result of a coroutine of the pool's loop; an interrupt cancels it."""
@@ -115,6 +118,9 @@ class ServerPool:
     async def generate(self, body: Json, home: dict[int, Server], group: int) -> Json:
         """An answer to /generate, from the server where the group's other samples are if it is free.
 
+        It counts only if the server has not been left out meanwhile, and new weights that came meanwhile
+        have been checked.
+
         Args:
             home: group -> server, kept by the caller: a shared prompt is read once.
 
@@ -122,20 +128,24 @@ class ServerPool:
             ServerError: no server gave one.
         """
         said: list[str] = []
-        async with self._free:
-            for _ in range(max(self.retries, 1)):
-                server = self._pick(home, group)
-                server.inflight += 1
-                try:
-                    return await self.ask(server, "/generate", body)
-                except Refused:
-                    raise
-                except ServerError as error:
-                    said.append(str(error))
-                    server.leave_out(str(error))
-                    self.retried += 1
-                finally:
-                    server.inflight -= 1
+        for _ in range(max(self.retries, 1)):
+            server = self._pick(home, group)
+            failures = server.failures
+            server.inflight += 1
+            try:
+                answer = await self.ask(server, "/generate", body)
+                async with server.changing:
+                    if server.failures == failures:
+                        return answer
+                said.append(f"{server.url} was left out meanwhile: {server.problem}")
+            except Refused:
+                raise
+            except ServerError as error:
+                said.append(str(error))
+                server.leave_out(str(error))
+            finally:
+                server.inflight -= 1
+            self.retried += 1
         raise ServerError(f"a response failed on {len(said)} servers: {'; '.join(said)}")
 
     async def everywhere(self, work: Callable[[Server], Awaitable[Any]]) -> None:

@@ -1,0 +1,135 @@
+"""Weights to a pool of servers: sent, then seen to compute what the trainer computes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.rollout.config import SGLangConfig
+from jaxrl_llm.rollout.servers import Server, ServerError, ServerPool
+from jaxrl_llm.structs import Metrics, Params
+
+PROBE_TOKENS = 24
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
+
+
+class WeightTransport(Protocol):
+    """How weights reach the servers: written once, then read by each of them."""
+
+    def write(self, params: Params, label: str) -> tuple[Path, int]:
+        """(what the servers are told to read, bytes). A collective: every process calls it."""
+
+
+class Publisher:
+    """Sends weights under a label, and checks each server with fixed tokens.
+
+    Args:
+        pool: of process 0; None elsewhere.
+        score: (params, ids [T]) -> the trainer's log-prob of ids[1:], [T - 1].
+        on_first: runs something in process 0 and gives everybody its result, or its error.
+        wait: returns when servers that are being started answer.
+    """
+
+    def __init__(
+        self,
+        dtype: str,
+        sglang: SGLangConfig,
+        model: TransformerConfig,
+        pool: ServerPool | None,
+        transport: WeightTransport,
+        score: Callable[[Params, np.ndarray], np.ndarray],
+        on_first: Callable[[Callable[[], Any]], Any],
+        wait: Callable[[], None] | None = None,
+    ):
+        self.pool, self.transport, self.score, self._on_first, self._wait = (
+            pool,
+            transport,
+            score,
+            on_first,
+            wait,
+        )
+        limit = sglang.probe_tolerance
+        self.tolerance = TOLERANCE[dtype] if limit is None else limit
+        self._ids = (np.arange(min(PROBE_TOKENS, model.max_position - 1)) * 7919 + 1) % model.vocab_size
+
+    def publish(self, params: Params, label: str) -> Metrics:
+        """Give the servers these weights. A collective.
+
+        Raises:
+            ServerError: no server took them.
+        """
+        start = time.perf_counter()
+        folder, size = self.transport.write(params, label)
+        written = time.perf_counter()
+        expected = self.score(params, self._ids)
+        found = self._on_first(lambda: self._push(folder, label, expected))
+        seconds = time.perf_counter() - start
+        return {
+            "rollout/publish_seconds": seconds,
+            "rollout/publish_bytes": size,
+            "bridge/write_seconds": written - start,
+            "bridge/gigabytes_per_second": size / seconds / 1e9,
+            **found,
+        }
+
+    def _push(self, folder: Path, label: str, expected: np.ndarray) -> Metrics:
+        """Weights to each server, then fixed tokens: their log-probs must be the trainer's."""
+        if self._wait:
+            self._wait()
+            self._wait = None
+        differences: list[float] = []
+
+        async def update_and_check(server: Server) -> None:
+            async with server.changing:  # what it writes from here on counts once it has been checked
+                await self._update(server, folder, label)
+                differences.append(await self._probe(server, label, expected))
+
+        self.pool.run(self.pool.everywhere(update_and_check))
+        return {
+            "bridge/probe_mean_abs": max(differences),
+            "servers/usable": len(self.pool.usable),
+            "servers/retried": self.pool.retried,
+        }
+
+    async def _update(self, server: Server, folder: Path, label: str) -> None:
+        body = {
+            "model_path": str(folder),
+            "load_format": "auto",
+            "weight_version": label,
+            "flush_cache": True,
+        }
+        said = await self.pool.ask(server, "/update_weights_from_disk", body)
+        if not said.get("success"):
+            raise ServerError(
+                f"{server.url} did not take the weights in {folder}: {said.get('message', said)!s:.300}"
+            )
+
+    async def _probe(self, server: Server, label: str, expected: np.ndarray) -> float:
+        """Mean difference of the server's log-probs from the trainer's.
+
+        Raises:
+            ServerError: it is too large, or the weights are not those that were sent.
+        """
+        body = {
+            "input_ids": self._ids.tolist(),
+            "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        meta = (await self.pool.ask(server, "/generate", body))["meta_info"]
+        if meta.get("weight_version") != label:
+            has = meta.get("weight_version")
+            raise ServerError(f"{server.url} answers with weights {has!r} after {label!r} was sent")
+        found = np.array([logprob for logprob, *_ in meta["input_token_logprobs"][1:]], np.float32)
+        difference = float(np.abs(found - expected).mean()) if len(found) == len(expected) else np.inf
+        if not difference <= self.tolerance:
+            raise ServerError(
+                f"{server.url}: log-probs differ from the trainer's by {difference:.3g} on average, more "
+                f"than {self.tolerance:g} (--sglang.probe_tolerance): other weights, type or model code"
+            )
+        return difference

@@ -1,0 +1,116 @@
+"""Responses written by a pool of servers: token ids in, token ids, log-probs and versions out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.rollout.engine import Request, SamplingConfig, text_of
+from jaxrl_llm.rollout.servers import Json, Server, ServerError, ServerPool
+from jaxrl_llm.structs import Trajectory
+
+
+@dataclass
+class Draft:
+    """A response in the making: what the servers have written of it."""
+
+    request: Request
+    index: int  # which of the request's responses
+    seed: int
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish: str = ""  # "" = not done
+
+    def append(self, ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:
+        self.ids += ids
+        self.logprobs += logprobs
+        self.versions += versions
+
+
+class Writer:
+    """Writes on the servers of a pool.
+
+    Args:
+        eos_ids: token ids that end a response.
+        versions: label of weights -> policy version, of all that were ever sent.
+    """
+
+    def __init__(self, pool: ServerPool, tokenizer: Any, eos_ids: Sequence[int], versions: dict[str, int]):
+        self.pool, self.tokenizer, self.eos_ids, self.versions = pool, tokenizer, eos_ids, versions
+
+    async def write_all(self, drafts: Sequence[Draft], sampling: SamplingConfig) -> list[Trajectory]:
+        """Finish the drafts; their responses in order."""
+        home: dict[int, Server] = {}
+        try:
+            async with asyncio.TaskGroup() as group:
+                for draft in drafts:
+                    group.create_task(self._finish(draft, sampling, home))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [self._trajectory(draft) for draft in drafts]
+
+    async def _finish(self, draft: Draft, sampling: SamplingConfig, home: dict[int, Server]) -> None:
+        """Write one response, continued for as long as servers break it off."""
+        request, stalled = draft.request, 0
+        while not draft.finish:
+            body = {
+                "input_ids": [*request.prompt_ids.tolist(), *draft.ids],
+                "sampling_params": self._sampling(sampling, request.max_tokens - len(draft.ids), draft.seed),
+                "return_logprob": True,
+            }
+            async with self.pool.slot:
+                meta = (await self.pool.generate(body, home, request.prompt_index))["meta_info"]
+            said = meta["output_token_logprobs"]
+            versions = self._token_versions(meta, len(said))
+            draft.append([token for _, token, *_ in said], [logprob for logprob, *_ in said], versions)
+            finish = meta["finish_reason"]["type"]
+            stalled = 0 if said else stalled + 1
+            if finish != "abort":
+                draft.finish = finish
+            elif len(draft.ids) >= request.max_tokens:
+                draft.finish = "length"
+            elif stalled > self.pool.retries:
+                raise ServerError(f"a response was broken off {stalled} times before its first token")
+
+    def _trajectory(self, draft: Draft) -> Trajectory:
+        return Trajectory(
+            prompt_ids=np.asarray(draft.request.prompt_ids, np.int32),
+            response_ids=np.array(draft.ids, np.int32),
+            logprobs=np.array(draft.logprobs, np.float32),
+            mask=np.ones(len(draft.ids), np.int8),
+            versions=np.array(draft.versions, np.int32),
+            prompt_index=draft.request.prompt_index,
+            response_index=draft.index,
+            finish=draft.finish,
+            text=text_of(self.tokenizer, draft.ids),
+        )
+
+    def _token_versions(self, meta: Json, count: int) -> list[int]:
+        """The policy version that wrote each token."""
+        spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": count}]
+        versions = [
+            self.versions.get(span["version"]) for span in spans for _ in range(span["start"], span["end"])
+        ]
+        if None in versions or len(versions) != count:
+            raise ServerError(f"wrote with weights {spans}, which this run did not send")
+        return versions
+
+    def _sampling(self, sampling: SamplingConfig, max_tokens: int, seed: int) -> Json:
+        return {
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k or -1,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "max_new_tokens": max_tokens,
+            "stop": list(sampling.stop),
+            "stop_token_ids": [] if sampling.ignore_eos else [*self.eos_ids, *sampling.stop_tokens],
+            "ignore_eos": sampling.ignore_eos,
+            "skip_special_tokens": False,
+            "no_stop_trim": True,
+            "sampling_seed": seed,
+        }
