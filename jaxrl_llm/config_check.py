@@ -181,6 +181,11 @@ def _rollout(config: TrainConfig) -> Iterator[str]:
         yield f"--rollout.launch is {rollout.launch}: it must be at least 0."
     if rollout.engine == "native" and (rollout.servers or rollout.launch):
         yield "--rollout.servers and --rollout.launch are for SGLang: add --rollout.engine sglang."
+    if rollout.engine == "native" and rollout.max_staleness:
+        yield (
+            f"--rollout.max_staleness is {rollout.max_staleness}: the native engine writes on the trainer's "
+            "own devices, so nothing is written meanwhile. Set it to 0, or add --rollout.engine sglang."
+        )
     if rollout.engine == "sglang" and bool(rollout.servers) == bool(rollout.launch):
         yield (
             "--rollout.engine sglang needs either --rollout.servers http://host:port (running ones) or "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -18,7 +19,8 @@ from jaxrl_llm.data.packing import PackItem, from_trajectory
 from jaxrl_llm.reward_models import RewardModel, add_scores
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.sample import Result, Sample
-from jaxrl_llm.rollout.engine import Engine, Request, SamplingConfig
+from jaxrl_llm.rollout.engine import Engine, Pending, Request, SamplingConfig, Written
+from jaxrl_llm.rollout.unfinished import pack, unpack
 from jaxrl_llm.structs import Metrics, Outcome, Params, Trajectory
 
 Phase = Callable[[str], contextlib.AbstractContextManager]
@@ -36,10 +38,16 @@ class Experience:
 
 
 class Source(Protocol):
-    """A pure function of (seed, step, weights): resuming needs no cursor."""
+    """A pure function of (seed, step, weights): resuming needs no cursor, only what has been begun."""
 
     def next(self, step: int, params: Params, version: int, phase: Phase) -> Experience:
         """The experience of step 0, 1, ... of a stage; `phase(name)` times its parts."""
+
+    def snapshot(self) -> bytes:
+        """What a checkpoint must hold; b"" = nothing."""
+
+    def resume(self, saved: bytes, params: Params, version: int) -> None:
+        """Go on from a snapshot."""
 
 
 @dataclass
@@ -54,6 +62,12 @@ class DatasetSource:
         with phase("data"):
             items = dataset_items(self.loader, self.algo, step, self.examples)
         return Experience(items, {}, sum(len(item.tokens) for item in items))
+
+    def snapshot(self) -> bytes:
+        return b""
+
+    def resume(self, saved: bytes, params: Params, version: int) -> None:
+        """Nothing is ever begun."""
 
 
 def dataset_items(loader: Loader, algo: AlgoConfig, step: int, size: int) -> list[PackItem]:
@@ -76,8 +90,21 @@ def labelled(ids: np.ndarray, mask: np.ndarray, label: float | np.ndarray) -> Pa
 
 
 @dataclass
+class Drawn:
+    """Prompts, and the responses to them that are being written."""
+
+    prompts: list[Prompt]
+    pending: list[Pending]  # the sampled ones; then, where they are wanted, the greedy ones
+
+
+@dataclass
 class RolloutSource:
-    """Prompts -> rollouts by the current policy -> rewards."""
+    """Prompts -> rollouts by the current policy -> rewards.
+
+    With `max_staleness` k the responses to the prompts of the next k steps are being written while the
+    trainer learns. A step's prompts are those of the synchronous run, whatever is finished first: nothing
+    favours short responses, and no token is older than k steps.
+    """
 
     loader: Loader
     engine: Engine
@@ -90,19 +117,27 @@ class RolloutSource:
     max_tokens: int
     judges: Sequence[RewardModel] = ()
     weight_noise: float = 0.0
+    max_staleness: int = 0  # steps
+    steps: int = 0  # of the run; nothing is begun for later ones
+    ahead: dict[int, Drawn] = field(default_factory=dict)  # draw -> what has been begun
+    ended: float = 0.0  # when the last step's experience was there, seconds
 
     def next(self, step: int, params: Params, version: int, phase: Phase) -> Experience:
+        began = time.perf_counter()
         with phase("rollout"):
             if self.weight_noise:
                 params = perturbed(params, jax.random.fold_in(self.key, step), self.weight_noise)
             metrics = dict(self.engine.publish(params, version))
+            for later in range(step, min(step + self.max_staleness + 1, self.steps)):
+                self._begin(later * self.algo.draws)
         prompts: list[Prompt] = []
         kept: list[Trajectory] = []
         draws, full = self.algo.draws, self.prompts * self.responses
         for draw in range(step * draws, (step + 1) * draws):
-            more = self.loader.batch(draw, self.prompts)
-            drawn = self._draw(more, len(prompts), jax.random.fold_in(self.key, draw), metrics, phase)
-            prompts += more
+            self._begin(draw)
+            more = self.ahead.pop(draw)
+            drawn = self._finish(more, len(prompts), metrics, phase)
+            prompts += more.prompts
             kept += drawn if draws == 1 else [t for group in groups(drawn) if varied(group) for t in group]
             if len(kept) >= full:
                 break
@@ -110,30 +145,62 @@ class RolloutSource:
             metrics["dynamic/draws"] = len(prompts) / self.prompts
             metrics["dynamic/kept_fraction"] = len(kept) / (len(prompts) * self.responses)
         kept = kept[:full] or drawn  # where no group differs there is nothing to learn, and nothing breaks
-        metrics |= statistics(kept)
+        metrics |= statistics(kept) | staleness(kept, version) | self.engine.usage()
+        now, since = time.perf_counter(), self.ended or began
+        metrics["trainer/idle_fraction"] = metrics["rollout/wait_seconds"] / (now - since)
+        self.ended = now
         items = [from_trajectory(t) for t in kept]
         if self.algo.teachers:
             for item, t in zip(items, kept, strict=True):
                 item.signals["labels"] = np.full(len(item.tokens), prompts[t.prompt_index].example.teacher)
         return Experience(items, metrics, sum(t.num_tokens for t in kept), prompts, kept)
 
-    def _draw(self, prompts, first_index: int, key, metrics: Metrics, phase: Phase) -> list[Trajectory]:
+    def snapshot(self) -> bytes:
+        """What has been written for later steps. A collective; the bytes are process 0's."""
+        pending = [one for drawn in self.ahead.values() for one in drawn.pending]
+        if not pending:
+            return b""
+        written = iter(self.engine.snapshot(pending))
+        return pack({draw: [next(written) for _ in drawn.pending] for draw, drawn in self.ahead.items()})
+
+    def resume(self, saved: bytes, params: Params, version: int) -> None:
+        """Go on with what a checkpoint had, as far as it is what this run wants."""
+        self.engine.publish(params, version)
+        for draw, written in unpack(saved).items():
+            if self.max_staleness and len(written[0]) == self.prompts * self.responses:
+                self._begin(draw, written)
+
+    def _begin(self, draw: int, written: Sequence[Sequence[Written]] = ((), ())) -> None:
+        """Have the responses to a batch of prompts written, if they are not yet."""
+        if draw in self.ahead:
+            return
+        prompts, key = self.loader.batch(draw, self.prompts), jax.random.fold_in(self.key, draw)
+        wanted = [(self.responses, self.sampling)]
+        if self.algo.needs_greedy:
+            wanted.append((1, replace(self.sampling, temperature=0.0)))
+        pending = [
+            self.engine.start(make_requests(prompts, n, self.max_tokens), sampling, key, before)
+            for (n, sampling), before in zip(wanted, written, strict=False)
+        ]
+        self.ahead[draw] = Drawn(prompts, pending)
+
+    def _finish(self, drawn: Drawn, first_index: int, metrics: Metrics, phase: Phase) -> list[Trajectory]:
         """Scored responses to these prompts, which are numbered from `first_index`."""
+        start = time.perf_counter()
         with phase("rollout"):
-            drawn = sample(self.engine, prompts, self.responses, self.max_tokens, self.sampling, key)
-            greedy = []
-            if self.algo.needs_greedy:
-                argmax = replace(self.sampling, temperature=0.0)
-                greedy = sample(self.engine, prompts, 1, self.max_tokens, argmax, key)
+            sampled, *greedy = [one.result() for one in drawn.pending]
+        waited = time.perf_counter() - start
+        metrics["rollout/wait_seconds"] = metrics.get("rollout/wait_seconds", 0.0) + waited
         with phase("reward"):
-            everything = [*drawn, *greedy]
-            metrics |= judge(self.rewards, prompts, everything)
-            add_scores(self.judges, everything, [prompt_text(prompts[t.prompt_index]) for t in everything])
-        for trajectory in drawn:
+            everything = [*sampled, *(t for one in greedy for t in one)]
+            metrics |= judge(self.rewards, drawn.prompts, everything)
+            texts = [prompt_text(drawn.prompts[t.prompt_index]) for t in everything]
+            add_scores(self.judges, everything, texts)
+        for trajectory in sampled:
             if greedy:
-                trajectory.greedy_reward = greedy[trajectory.prompt_index].reward
+                trajectory.greedy_reward = greedy[0][trajectory.prompt_index].reward
             trajectory.prompt_index += first_index
-        return drawn
+        return sampled
 
 
 @jax.jit
@@ -164,8 +231,17 @@ def sample(
     engine: Engine, prompts: Sequence[Prompt], responses: int, max_tokens: int, sampling: SamplingConfig, key
 ) -> list[Trajectory]:
     """`responses` to each prompt, in order; their prompt_index is the place in `prompts`."""
-    requests = [Request(p.ids, i, responses, max_tokens) for i, p in enumerate(prompts)]
-    return engine.generate(requests, sampling, key)
+    return engine.generate(make_requests(prompts, responses, max_tokens), sampling, key)
+
+
+def make_requests(prompts: Sequence[Prompt], responses: int, max_tokens: int) -> list[Request]:
+    return [Request(p.ids, i, responses, max_tokens) for i, p in enumerate(prompts)]
+
+
+def staleness(trajectories: Sequence[Trajectory], version: int) -> Metrics:
+    """How many optimizer updates older than the policy the weights were that wrote each token."""
+    ages = version - np.concatenate([t.versions[t.mask > 0] for t in trajectories])
+    return {"staleness/mean": ages.mean(), "staleness/max": ages.max()} if len(ages) else {}
 
 
 def judge(pool: RewardPool, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> Metrics:

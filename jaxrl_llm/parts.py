@@ -131,7 +131,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack) -> Parts:
             jax.random.fold_in(jax.random.key(config.seed), 1),
             config.prompts_per_step, config.responses_per_prompt, config.max_response_tokens,
             [load_judge(one, trainer.policy.config, mesh, tokenizer) for one in config.reward.models],
-            config.rollout.weight_noise,
+            config.rollout.weight_noise, config.rollout.max_staleness, config.steps,
         )  # fmt: skip
     else:
         source = DatasetSource(loader, config.prompts_per_step, config.algo)

@@ -35,6 +35,8 @@ from jaxrl_llm.rollout.servers import ServerError
 from jaxrl_llm.signals import EXIT_STOPPED, Stop
 from jaxrl_llm.structs import Metrics, TrainState
 
+BEGUN = "rollouts.npz"  # in a checkpoint: responses to later steps' prompts, done or not
+
 
 class NonFiniteError(RuntimeError):
     """Several updates in a row had NaN or Inf in loss or gradient."""
@@ -93,6 +95,9 @@ def run(
         log.step(0, evaluate(parts, state, reference, 0, log), tokens=0, kind="start")
     metrics: Metrics = {}
     done, reason = start, None
+    source = parts.stages[-1].source
+    if begun := checkpoints.file(start, BEGUN):
+        source.resume(begun, state.params, int(state.version))
 
     for step in range(start, parts.total):
         if reason := stop.requested(step, checkpoints.longest_save):
@@ -120,10 +125,10 @@ def run(
         log.step(done, metrics, experience.tokens, stage.kind)  # before the checkpoint that vouches for it
         if checkpoint_due(config, done, parts.total):
             with log.phase("checkpoint"):
-                checkpoints.save(done, state, meta, finite(metrics))
+                checkpoints.save(done, state, meta, finite(metrics), {BEGUN: source.snapshot()})
 
     if reason:
-        checkpoints.save(done, state, meta, finite(metrics))
+        checkpoints.save(done, state, meta, finite(metrics), {BEGUN: source.snapshot()})
     checkpoints.wait()
     return Ended(state, done, reason or "")
 

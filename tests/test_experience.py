@@ -16,6 +16,7 @@ from jaxrl_llm.experience import RolloutSource, groups, judge, perturbed, varied
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.sample import Result, RewardConfig
 from jaxrl_llm.rollout.engine import SamplingConfig
+from jaxrl_llm.rollout.native import Later
 from jaxrl_llm.structs import Trajectory
 
 
@@ -38,6 +39,12 @@ class FakeEngine:
 
     def publish(self, params, version):
         self.params = params
+        return {}
+
+    def start(self, requests, sampling, key, written=()):
+        return Later(lambda: self.generate(requests, sampling, key))
+
+    def usage(self):
         return {}
 
     def generate(self, requests, sampling, key):

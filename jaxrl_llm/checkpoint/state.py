@@ -10,9 +10,11 @@ from __future__ import annotations
 import errno
 import json
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
@@ -23,9 +25,7 @@ from jaxrl_llm.checkpoint import folder as folders
 from jaxrl_llm.checkpoint.folder import say
 from jaxrl_llm.checkpoint.manifest import describe, flatten, read_manifest, read_meta, write_manifest
 from jaxrl_llm.checkpoint.resume import check_resume, check_same
-from jaxrl_llm.models import RopeConfig, TransformerConfig, abstract
-from jaxrl_llm.signals import agree
-from jaxrl_llm.structs import Params
+from jaxrl_llm.signals import agree, share
 
 _OK, _DISK_FULL, _FAILED = 0, 1, 2  # how a save ended, worst last
 _NOT_ASKED, _ALL_BAD, _NONE = -3, -2, -1  # process 0 may say these instead of a step
@@ -78,7 +78,14 @@ class Checkpointer:
         if jax.process_index() == 0:
             folders.check_writable(self.folder)
 
-    def save(self, step: int, state: Any, meta: dict[str, Any], metrics: dict[str, float]) -> bool:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        meta: dict[str, Any],
+        metrics: dict[str, float],
+        files: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> bool:
         """Start saving. The arrays are copied before this returns, so that they may be donated.
 
         Args:
@@ -87,6 +94,7 @@ class Checkpointer:
             meta: JSON-able. `meta["config"]` is the resolved config, `meta["model"]` the dict of the
                 TransformerConfig.
             metrics: of this step, for `best`.
+            files: further files of the checkpoint, by name; those of process 0 are written.
 
         Returns: whether the save started; False if there is one of this step, or no room on the disk.
 
@@ -114,7 +122,10 @@ class Checkpointer:
             self._settle(step, error)
             return False
         shapes = {path: describe(x) for path, x in arrays.items()}
-        self._saving = step, self._thread.submit(self._finish, step, start, response, shapes, meta, metrics)
+        self._saving = (
+            step,
+            self._thread.submit(self._finish, step, start, response, shapes, meta, metrics, files),
+        )
         if not self.config.async_save:
             self.wait()
         return True
@@ -139,6 +150,11 @@ class Checkpointer:
     def has(self, step: int) -> bool:
         """Whether this step has a checkpoint; what the first process sees counts for all."""
         return bool(agree(jax.process_index() == 0 and step in self.steps()))
+
+    def file(self, step: int, name: str) -> bytes:
+        """One of the further files of a checkpoint, b"" if it has none of that name. A collective."""
+        path = self.folder / str(step) / name
+        return share(path.read_bytes() if jax.process_index() == 0 and path.is_file() else b"")
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, oldest first."""
@@ -186,7 +202,7 @@ class Checkpointer:
         if compatible is not None:
             for line in check_resume(meta.get("config", {}), compatible):
                 say(f"resuming with {line}")
-        return step, _load(folder, target), meta
+        return step, load(folder, target), meta
 
     def _choose(self) -> int:
         """Sweep what was cut off, choose a checkpoint and set damaged newer ones aside."""
@@ -200,7 +216,7 @@ class Checkpointer:
         return step
 
     def _finish(
-        self, step: int, start: float, response: Any, shapes: dict, meta: dict, metrics: dict
+        self, step: int, start: float, response: Any, shapes: dict, meta: dict, metrics: dict, files
     ) -> float:
         """In the background: when Orbax is done in all processes, process 0 makes the checkpoint exist.
 
@@ -208,7 +224,11 @@ class Checkpointer:
         """
         response.result()
         if jax.process_index() == 0:
-            write_manifest(folders.temporary(self.folder, step), step, shapes, meta, metrics)
+            folder = folders.temporary(self.folder, step)
+            for name, data in files.items():
+                if data:
+                    (folder / name).write_bytes(data)
+            write_manifest(folder, step, shapes, meta, metrics)
             folders.commit(self.folder, step)
             newest = self.steps()[-max(self.config.keep, 1) :]
             folders.retire(self.folder, keep={*newest, *self._ranked()[: self.config.keep_best]})
@@ -248,31 +268,6 @@ class Checkpointer:
         return folders.ranked(self.folder, self.config.best_metric, self.config.best_mode)
 
 
-def restore_params(run_dir: Path, step: int | None = None) -> tuple[int, Params, TransformerConfig]:
-    """The weights alone, as numpy arrays on the host, and the config of their model. Changes nothing.
-
-    Args:
-        run_dir: of the training run.
-        step: which checkpoint; None = the newest that is whole.
-
-    Returns: (step, the tree of `models.init` with numpy leaves as they were saved, config).
-
-    Raises:
-        ValueError: no such checkpoint, or it is damaged.
-    """
-    folder = Path(run_dir).resolve() / "checkpoints"
-    there = folders.steps(folder)
-    if not there:
-        raise ValueError(f"{folder}: no checkpoint; give the run_dir of a run that has saved one")
-    if step is not None and step not in there:
-        raise ValueError(f"{folder}: no checkpoint of step {step}; there are {there}")
-    chosen = folders.newest_whole(folder, there if step is None else [step], checksums=True).step
-    if chosen is None:
-        raise ValueError(f"{folder}: no checkpoint can be used (each is named above with its fault)")
-    config = _transformer_config(read_meta(folder / str(chosen))["model"])
-    return chosen, _load(folder / str(chosen), abstract(config), "params.", on_host=True), config
-
-
 def _uncompressed() -> ocp.Context:
     """Weights and moments hardly compress (12%, for several times the CPU time)."""
     context = ocp.Context()
@@ -280,7 +275,7 @@ def _uncompressed() -> ocp.Context:
     return context
 
 
-def _load(folder: Path, target: Any, prefix: str = "", on_host: bool = False) -> Any:
+def load(folder: Path, target: Any, prefix: str = "", on_host: bool = False) -> Any:
     """The part of a checkpoint below `prefix`, as a tree like `target`."""
     wanted = {prefix + path: leaf for path, leaf in flatten(target).items()}
     saved = read_manifest(folder).arrays
@@ -288,13 +283,3 @@ def _load(folder: Path, target: Any, prefix: str = "", on_host: bool = False) ->
     read = lambda path: np.ndarray if on_host else wanted[path]
     loaded = ocp.load(folder, {path: read(path) if path in wanted else ocp.PLACEHOLDER for path in saved})
     return jax.tree.unflatten(jax.tree.structure(target), [loaded[path] for path in wanted])
-
-
-def _transformer_config(fields: dict[str, Any]) -> TransformerConfig:
-    """From its dict as JSON gives it back: RopeConfig is a dict, tuples are lists."""
-    windows = fields["window_layers"]
-    known = {
-        "rope": RopeConfig(**fields["rope"]),
-        "window_layers": None if windows is None else tuple(windows),
-    }
-    return TransformerConfig(**(fields | known))

@@ -31,6 +31,9 @@ class RolloutConfig:
     """Type of weights and activations; norms, softmax and log-probs are float32."""
     cache_dtype: Literal["float32", "bfloat16"] | None = None
     """Type of cached keys and values; None = dtype."""
+    max_staleness: int = 0
+    """Steps that servers may write ahead of the trainer: while it learns, the responses of the next steps are
+    written, and go on under new weights as these come. 0 = rollout and training take turns."""
     warm_up: bool = False
     """Compile every size of every program before the first step, not when a size is first met: a slower
     start (seconds for a small model, minutes for a large one), and no pause later."""
@@ -42,6 +45,8 @@ class RolloutConfig:
         for name in ("slots", "chunk", "prefill_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout.{name} must be at least 1, not {getattr(self, name)}")
+        if self.max_staleness < 0:
+            raise ValueError(f"rollout.max_staleness must be at least 0, not {self.max_staleness}")
 
 
 @dataclass(frozen=True)

@@ -41,15 +41,50 @@ class Request(NamedTuple):
     max_tokens: int  # response tokens at most
 
 
+class Written(NamedTuple):
+    """What there is of a response; it can be continued."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    mask: tuple[int, ...]
+    versions: tuple[int, ...]
+    finish: str  # "" = not done
+
+
+class Pending(Protocol):
+    """Responses that are being written."""
+
+    def result(self) -> list[Trajectory]:
+        """Wait for all of them. A collective, as `generate`."""
+
+
 class Engine(Protocol):
     """The native engine and a pool of servers look the same to the loop."""
 
     def publish(self, params: Params, version: int) -> Metrics:
         """Roll out with these weights from now on."""
 
+    def start(
+        self,
+        requests: list[Request],
+        sampling: SamplingConfig,
+        key: jax.Array,
+        written: Sequence[Written] = (),
+    ) -> Pending:
+        """Begin to write responses in order (request, response index); `written`, if any, is continued.
+
+        Sample (p, g) draws its tokens with fold_in(fold_in(key, p), g) alone, so its text does not depend
+        on what else is in flight.
+        """
+
     def generate(self, requests: list[Request], sampling: SamplingConfig, key: jax.Array) -> list[Trajectory]:
-        """Responses in order (request, response index). Sample (p, g) draws its tokens with
-        fold_in(fold_in(key, p), g) alone, so its text does not depend on what else is in flight."""
+        """`start`, and wait."""
+
+    def snapshot(self, pending: Sequence[Pending]) -> list[list[Written]]:
+        """What there is of pending responses, in process 0; their writing goes on."""
+
+    def usage(self) -> Metrics:
+        """How busy it was since it was last asked."""
 
 
 def end_ids(tokenizer: Any, more: Sequence[int] = ()) -> tuple[int, ...]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,13 +14,19 @@ from jax.sharding import Mesh
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.rollout.checks import check_requests
 from jaxrl_llm.rollout.config import RolloutConfig
-from jaxrl_llm.rollout.engine import Request, SamplingConfig, end_ids, text_of
+from jaxrl_llm.rollout.engine import Request, SamplingConfig, Written, end_ids, text_of
 from jaxrl_llm.rollout.generation import Generation, Sample
 from jaxrl_llm.rollout.keys import sample_keys
 from jaxrl_llm.rollout.programs import Programs
 from jaxrl_llm.rollout.sizes import Sizes, bucket, make_sizes
 from jaxrl_llm.rollout.warm_up import warm_up
 from jaxrl_llm.structs import Metrics, Params, Trajectory
+
+
+class Later(NamedTuple):
+    """Responses that are written when they are asked for."""
+
+    result: Callable[[], list[Trajectory]]
 
 
 class NativeEngine:
@@ -60,6 +66,17 @@ class NativeEngine:
             "rollout/publish_bytes": sum(w.nbytes for w in jax.tree.leaves(weights)),
         }
 
+    def start(
+        self,
+        requests: list[Request],
+        sampling: SamplingConfig,
+        key: jax.Array,
+        written: Sequence[Written] = (),
+    ) -> Later:
+        """The same devices train: they write when the result is asked for."""
+        assert not written, "nothing is ever half written here"
+        return Later(lambda: self.generate(requests, sampling, key))
+
     def generate(self, requests: list[Request], sampling: SamplingConfig, key: jax.Array) -> list[Trajectory]:
         """Responses in order (request, response index); token i of sample (p, g) is drawn with
         fold_in(fold_in(fold_in(key, p), g), i) alone. `self.metrics` describes the last call.
@@ -79,6 +96,14 @@ class NativeEngine:
             )
             self.metrics = generation.run(sampling, functools.partial(text_of, self.tokenizer))
         return [self._trajectory(sample, version) for sample in samples]
+
+    def snapshot(self, pending: Sequence[Later]) -> list[list[Written]]:
+        """Nothing is ever half written here."""
+        return [[] for _ in pending]
+
+    def usage(self) -> Metrics:
+        """Of the last call of `generate`."""
+        return self.metrics
 
     def warm_up(
         self,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,17 +63,17 @@ class ServerPool:
         self._session = self.run(self._open())
         self.slot = asyncio.Semaphore(slots * len(self.servers))  # first come, first served
 
+    def submit(self, work: Coroutine) -> Future:
+        """Begin a coroutine in the pool's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
     def run(self, work: Coroutine) -> Any:
         """The result of a coroutine of the pool's loop; an interrupt cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        return wait(self.submit(work))
 
     def close(self) -> None:
-        self.run(self._session.close())
+        """Break off what is under way."""
+        self.run(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -177,5 +178,21 @@ class ServerPool:
         home[group] = least
         return least
 
+    async def _close(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self._session.close()
+
     async def _open(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+
+
+def wait(future: Future) -> Any:
+    """Its result; an interrupt cancels it."""
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise

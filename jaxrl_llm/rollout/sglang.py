@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,12 +13,29 @@ import numpy as np
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.rollout.checks import check_requests
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
-from jaxrl_llm.rollout.engine import Request, SamplingConfig, end_ids
+from jaxrl_llm.rollout.engine import Request, SamplingConfig, Written, end_ids
 from jaxrl_llm.rollout.keys import sample_keys
 from jaxrl_llm.rollout.publisher import Publisher, WeightTransport
-from jaxrl_llm.rollout.servers import ServerError, ServerPool
+from jaxrl_llm.rollout.servers import ServerError, ServerPool, wait
 from jaxrl_llm.rollout.writer import Draft, Writer
 from jaxrl_llm.structs import Metrics, Params, Trajectory
+
+
+@dataclass
+class Responses:
+    """Responses that the servers are writing."""
+
+    engine: SGLangEngine
+    drafts: list[Draft]
+    future: Future[list[Trajectory]] | None  # in process 0
+
+    def result(self) -> list[Trajectory]:
+        """All of them, when they are done. A collective.
+
+        Raises:
+            ServerError: one that no server could complete.
+        """
+        return self.engine.on_first(lambda: wait(self.future))
 
 
 class SGLangEngine:
@@ -29,7 +47,7 @@ class SGLangEngine:
         share: gives every process process 0's value (a collective).
         score: (params, ids [T]) -> the trainer's log-prob of ids[1:], [T - 1].
         tokenizer, eos_ids: as of NativeEngine.
-        wait: returns when servers that are being started answer.
+        until_up: returns when servers that are being started answer.
     """
 
     def __init__(
@@ -43,14 +61,15 @@ class SGLangEngine:
         share: Callable[[Any], Any],
         tokenizer: Any = None,
         eos_ids: Sequence[int] = (),
-        wait: Callable[[], None] | None = None,
+        until_up: Callable[[], None] | None = None,
     ):
         self.model, self.tokenizer, self.pool, self.share = model, tokenizer, pool, share
-        self.metrics: Metrics = {}
         self._pushes = 0
         self._leaf: jax.Array | None = None  # the first weight that the servers hold
         self._versions: dict[str, int] = {}  # label -> policy version
-        self._publisher = Publisher(config.dtype, sglang, model, pool, transport, score, self._on_first, wait)
+        self._publisher = Publisher(
+            config.dtype, sglang, model, pool, transport, score, self.on_first, until_up
+        )
         self._writer = Writer(pool, tokenizer, end_ids(tokenizer, eos_ids), self._versions) if pool else None
 
     def publish(self, params: Params, version: int) -> Metrics:
@@ -69,15 +88,23 @@ class SGLangEngine:
         self._leaf = leaf
         return metrics
 
-    def generate(self, requests: list[Request], sampling: SamplingConfig, key: jax.Array) -> list[Trajectory]:
-        """Responses in order (request, response index). Sample (p, g) draws with a seed of its own.
+    def start(
+        self,
+        requests: list[Request],
+        sampling: SamplingConfig,
+        key: jax.Array,
+        written: Sequence[Written] = (),
+    ) -> Responses:
+        """Begin to write responses in order (request, response index); sample (p, g) has a seed of its own.
 
         A response that a server breaks off (its weights change) goes on where it stopped; each token
         carries the version that wrote it.
 
+        Args:
+            written: of each response, to be continued; () = none.
+
         Raises:
             ValueError: no weights published, an impossible request or sampling setting.
-            ServerError: a response that no server could complete.
         """
         check_requests(requests, sampling, self.model, self.tokenizer)
         if self._leaf is None:
@@ -86,13 +113,30 @@ class SGLangEngine:
         names = np.array([(r.prompt_index, g) for r, g in pairs], np.int32).reshape(-1, 2)
         seeds = (sample_keys(key, names)[: len(pairs), 1] & 0x7FFFFFFF).tolist()
         drafts = [Draft(request, g, seed) for (request, g), seed in zip(pairs, seeds, strict=True)]
-        start = time.perf_counter()
-        trajectories = self._on_first(lambda: self.pool.run(self._writer.write_all(drafts, sampling)))
-        tokens = sum(len(t.response_ids) for t in trajectories)
-        self.metrics = {"rollout/tokens_per_second": tokens / max(time.perf_counter() - start, 1e-9)}
-        return trajectories
+        for draft, before in zip(drafts, written, strict=bool(written)):
+            draft.go_on_from(before)
+        future = self.pool.submit(self._writer.write_all(drafts, sampling)) if self.pool else None
+        return Responses(self, drafts, future)
 
-    def _on_first(self, work: Callable[[], Any]) -> Any:
+    def generate(self, requests: list[Request], sampling: SamplingConfig, key: jax.Array) -> list[Trajectory]:
+        """`start`, and wait.
+
+        Raises:
+            ServerError: a response that no server could complete.
+        """
+        return self.start(requests, sampling, key).result()
+
+    def snapshot(self, pending: Sequence[Responses]) -> list[list[Written]]:
+        """What there is of the responses now, in process 0; their writing goes on afterwards."""
+        if self.pool is None:
+            return [[] for _ in pending]
+        return self.pool.run(self._writer.snapshot([one.drafts for one in pending]))
+
+    def usage(self) -> Metrics:
+        """How busy the servers were since it was last asked. A collective."""
+        return self.on_first(lambda: self.pool.run(self._writer.usage()))
+
+    def on_first(self, work: Callable[[], Any]) -> Any:
         """What process 0 gets from `work`; its error is everybody's."""
         if self.pool is None:
             result = None

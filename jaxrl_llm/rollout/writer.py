@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.rollout.engine import Request, SamplingConfig, text_of
+from jaxrl_llm.rollout.engine import Request, SamplingConfig, Written, text_of
+from jaxrl_llm.rollout.meter import Meter
 from jaxrl_llm.rollout.servers import Json, Server, ServerError, ServerPool
-from jaxrl_llm.structs import Trajectory
+from jaxrl_llm.structs import Metrics, Trajectory
+
+ABORT = {"rid": "", "abort_all": True}
+ABORT_SECONDS = 10.0
+SNAPSHOT_SECONDS = 30.0  # after it, what a server has not given is written again
+POLL = 0.05
 
 
 @dataclass
@@ -23,13 +30,26 @@ class Draft:
     seed: int
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)  # 1 = the policy wrote it
     versions: list[int] = field(default_factory=list)
     finish: str = ""  # "" = not done
 
     def append(self, ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:
+        """What the policy wrote."""
         self.ids += ids
         self.logprobs += logprobs
+        self.mask += [1] * len(ids)
         self.versions += versions
+
+    def written(self) -> Written:
+        """A copy of what there is."""
+        lists = (self.ids, self.logprobs, self.mask, self.versions)
+        return Written(*map(tuple, lists), self.finish)
+
+    def go_on_from(self, written: Written) -> None:
+        """Take over what an earlier run had of it."""
+        self.ids, self.logprobs, self.mask, self.versions = map(list, written[:4])
+        self.finish = written.finish or ("length" if len(self.ids) >= self.request.max_tokens else "")
 
 
 class Writer:
@@ -42,6 +62,10 @@ class Writer:
 
     def __init__(self, pool: ServerPool, tokenizer: Any, eos_ids: Sequence[int], versions: dict[str, int]):
         self.pool, self.tokenizer, self.eos_ids, self.versions = pool, tokenizer, eos_ids, versions
+        self.meter = Meter(pool.slots * len(pool.servers))
+        self.breaks = 0  # times that everything was broken off on purpose
+        self._go = asyncio.Event()
+        self._go.set()
 
     async def write_all(self, drafts: Sequence[Draft], sampling: SamplingConfig) -> list[Trajectory]:
         """Finish the drafts; their responses in order."""
@@ -56,7 +80,7 @@ class Writer:
 
     async def _finish(self, draft: Draft, sampling: SamplingConfig, home: dict[int, Server]) -> None:
         """Write one response, continued for as long as servers break it off."""
-        request, stalled = draft.request, 0
+        request, stalled, breaks = draft.request, 0, self.breaks
         while not draft.finish:
             body = {
                 "input_ids": [*request.prompt_ids.tolist(), *draft.ids],
@@ -64,12 +88,15 @@ class Writer:
                 "return_logprob": True,
             }
             async with self.pool.slot:
-                meta = (await self.pool.generate(body, home, request.prompt_index))["meta_info"]
+                await self._go.wait()
+                with self.meter:
+                    meta = (await self.pool.generate(body, home, request.prompt_index))["meta_info"]
             said = meta["output_token_logprobs"]
             versions = self._token_versions(meta, len(said))
             draft.append([token for _, token, *_ in said], [logprob for logprob, *_ in said], versions)
             finish = meta["finish_reason"]["type"]
-            stalled = 0 if said else stalled + 1
+            stalled = 0 if said or breaks != self.breaks else stalled + 1
+            breaks = self.breaks
             if finish != "abort":
                 draft.finish = finish
             elif len(draft.ids) >= request.max_tokens:
@@ -77,12 +104,31 @@ class Writer:
             elif stalled > self.pool.retries:
                 raise ServerError(f"a response was broken off {stalled} times before its first token")
 
+    async def snapshot(self, batches: Sequence[Sequence[Draft]]) -> list[list[Written]]:
+        """What there is of each draft. Servers give what they have; they go on afterwards."""
+        self._go.clear()
+        self.breaks += 1
+        deadline = time.monotonic() + SNAPSHOT_SECONDS
+        while self.meter.running and time.monotonic() < deadline:  # again: some were on their way
+            asked = [
+                self.pool.ask(server, "/abort_request", ABORT, ABORT_SECONDS) for server in self.pool.usable
+            ]
+            await asyncio.gather(*asked, return_exceptions=True)
+            await asyncio.sleep(POLL)
+        found = [[draft.written() for draft in drafts] for drafts in batches]
+        self._go.set()
+        return found
+
+    async def usage(self) -> Metrics:
+        """How busy the servers were since it was last asked."""
+        return self.meter.read()
+
     def _trajectory(self, draft: Draft) -> Trajectory:
         return Trajectory(
             prompt_ids=np.asarray(draft.request.prompt_ids, np.int32),
             response_ids=np.array(draft.ids, np.int32),
             logprobs=np.array(draft.logprobs, np.float32),
-            mask=np.ones(len(draft.ids), np.int8),
+            mask=np.array(draft.mask, np.int8),
             versions=np.array(draft.versions, np.int32),
             prompt_index=draft.request.prompt_index,
             response_index=draft.index,

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxrl_llm.checkpoint import hf
 from jaxrl_llm.checkpoint.hf_export import DTYPES
-from jaxrl_llm.checkpoint.state import restore_params
+from jaxrl_llm.checkpoint.params import restore_params
 from jaxrl_llm.config import ModelConfig
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.hf_config import read_json

@@ -13,8 +13,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.checkpoint.manifest import read_manifest
+from jaxrl_llm.checkpoint.params import restore_params
 from jaxrl_llm.checkpoint.resume import check_resume
-from jaxrl_llm.checkpoint.state import CheckpointConfig, Checkpointer, restore_params
+from jaxrl_llm.checkpoint.state import CheckpointConfig, Checkpointer
 from jaxrl_llm.models import RopeConfig, TransformerConfig, init
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.structs import TrainState

@@ -16,7 +16,7 @@ import pytest
 from distributed import End, Running
 
 from jaxrl_llm.checkpoint.manifest import read_metrics
-from jaxrl_llm.checkpoint.state import restore_params
+from jaxrl_llm.checkpoint.params import restore_params
 from jaxrl_llm.signals import EXIT_STOPPED
 
 RECIPE = '''

@@ -1,0 +1,41 @@
+"""Unfinished responses as bytes, for a checkpoint."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from jaxrl_llm.rollout.engine import Written
+
+PER_TOKEN = (np.int32, np.float32, np.int8, np.int32)  # types of the fields of Written, but the last
+
+
+def pack(batches: Mapping[int, Sequence[Sequence[Written]]]) -> bytes:
+    """Batch number -> its lists of responses, as one .npz."""
+    rows = [(n, k, one) for n, lists in batches.items() for k, each in enumerate(lists) for one in each]
+    arrays = {
+        "batch": np.array([n for n, _, _ in rows], np.int64),
+        "list": np.array([k for _, k, _ in rows], np.int32),
+        "length": np.array([len(one.ids) for _, _, one in rows], np.int32),
+        "finish": np.array([one.finish for _, _, one in rows], "U8"),
+    }
+    for i, dtype in enumerate(PER_TOKEN):
+        arrays[Written._fields[i]] = np.array([x for _, _, one in rows for x in one[i]], dtype)
+    out = io.BytesIO()
+    np.savez(out, **arrays)
+    return out.getvalue()
+
+
+def unpack(data: bytes) -> dict[int, list[list[Written]]]:
+    """The inverse; lists and responses in their order."""
+    arrays = np.load(io.BytesIO(data), allow_pickle=False)
+    ends = np.cumsum(arrays["length"])[:-1]
+    columns = [np.split(arrays[name], ends) for name in Written._fields[:-1]]
+    batches: dict[int, list[list[Written]]] = {}
+    for i, (n, k) in enumerate(zip(arrays["batch"].tolist(), arrays["list"].tolist(), strict=True)):
+        lists = batches.setdefault(n, [])
+        lists += [[] for _ in range(k + 1 - len(lists))]
+        lists[k].append(Written(*(tuple(c[i].tolist()) for c in columns), str(arrays["finish"][i])))
+    return batches
