@@ -30,12 +30,14 @@ class FakeServer:
     Attributes:
         deaf: says that it took the weights, and keeps its own. refuses: says that it did not.
         breaks_after: tokens after which a response is broken off, once a response. down: answers 500.
-        seen: bodies of /generate.
+        holds_after: tokens after which a response waits until everything is aborted; 0 = never.
+        seen: bodies of /generate. held: responses that wait.
     """
 
     def __init__(self, port: int = 0):
         self.deaf = self.refuses = self.down = False
-        self.breaks_after = 0
+        self.breaks_after = self.holds_after = self.held = 0
+        self._aborts = 0
         self.seen: list[dict] = []
         self.mesh = make_mesh(MeshConfig(), jax.devices()[:1])
         self.label, self.engine = "default", None
@@ -51,7 +53,8 @@ class FakeServer:
             app = web.Application(client_max_size=1 << 30)
             app.router.add_get("/model_info", self._answer(lambda body: {"weight_version": self.label}))
             app.router.add_post("/update_weights_from_disk", self._answer(self._update))
-            app.router.add_post("/generate", self._answer(self._generate))
+            app.router.add_post("/generate", self._hold(self._answer(self._generate)))
+            app.router.add_post("/abort_request", self._abort)
             runner = web.AppRunner(app)
             await runner.setup()
             site = web.TCPSite(runner, "127.0.0.1", port)
@@ -75,6 +78,24 @@ class FakeServer:
 
         return handle
 
+    def _hold(self, answer):
+        """Aborts break off what waits; the rest is written when nothing is to be held any more."""
+
+        async def handle(request):
+            said = await answer(request)
+            aborts, waited = self._aborts, False
+            while self.holds_after and self._aborts == aborts and b'"abort"' in said.body:
+                self.held, waited = self.held + (not waited), True
+                await asyncio.sleep(0.01)
+            self.held -= waited
+            return said
+
+        return handle
+
+    async def _abort(self, request):
+        self._aborts += 1
+        return web.Response(text="")
+
     def _update(self, body):
         if self.refuses:
             return {"success": False, "message": "no room"}
@@ -94,7 +115,7 @@ class FakeServer:
         ids, wanted = np.array(body["input_ids"], np.int32), body["sampling_params"]
         self.engine.eos_ids = tuple(wanted.get("stop_token_ids", ()))
         most = wanted["max_new_tokens"]
-        tokens = min(most, self.breaks_after or most)
+        tokens = min(most, self.breaks_after or self.holds_after or most)
         sampling = SamplingConfig(temperature=wanted["temperature"])
         request = Request(ids, wanted.get("sampling_seed", 0), 1, tokens)
         (made,) = self.engine.generate([request], sampling, jax.random.key(0))
