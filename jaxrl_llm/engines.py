@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,24 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.bridge.disk import DiskTransport, own_folder, size_of, within
-from jaxrl_llm.checkpoint.hf_export import save_description
+from jaxrl_llm.bridge.disk import DiskTransport, own_folder, within
+from jaxrl_llm.bridge.group import GroupTransport
+from jaxrl_llm.bridge.ipc import IpcTransport
+from jaxrl_llm.bridge.over_http import HttpTransport
+from jaxrl_llm.bridge.source import WeightSource
+from jaxrl_llm.checkpoint.hf_export import as_written, save_description
+from jaxrl_llm.checkpoint.hf_folder import read_headers, resolve
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models.names import read_config
 from jaxrl_llm.models.scorer import make_scorer
+from jaxrl_llm.rollout.config import SGLangConfig
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.launch import Launched
 from jaxrl_llm.rollout.native import NativeEngine
 from jaxrl_llm.rollout.servers import ServerPool
 from jaxrl_llm.rollout.sglang import SGLangEngine
+from jaxrl_llm.rollout.update import WeightTransport
 from jaxrl_llm.signals import share
 
 
@@ -50,15 +59,17 @@ def make_engine(
 def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing) -> SGLangEngine:
     model = dataclasses.replace(model, value_head=False)  # it serves training alone
     rollout, sglang, run_dir = config.rollout, config.sglang, Path(config.run_dir)
+    source = WeightSource(model, rollout.dtype, sglang.bucket_bytes)
+    _check_names(source, config, model)
     if sglang.folder:
         folder = within(Path(sglang.folder), run_dir)
     else:
-        folder = own_folder(rollout.launch > 0, run_dir, size_of(model, rollout.dtype))
-    transport = DiskTransport(folder, rollout.dtype, tokenizer)
-    closing.callback(transport.close)
+        folder = own_folder(rollout.launch > 0, run_dir, source.size)
+    disk = DiskTransport(folder, rollout.dtype, tokenizer)
+    closing.callback(disk.close)
     pool = wait = None
+    urls: Sequence[str] = rollout.servers
     if jax.process_index() == 0:
-        urls: Sequence[str] = rollout.servers
         if rollout.launch:
             shell = save_description(model, folder / "shell", tokenizer, rollout.dtype)
             launched = Launched(rollout, sglang, shell, run_dir)
@@ -68,6 +79,7 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing) -> SG
         closing.callback(pool.close)
         if rollout.servers:
             pool.check_reachable()
+    transport = disk if sglang.transport == "disk" else _transport(sglang, source, urls, closing)
     scorer = make_scorer(model, 1.0, rollout.dtype, mesh)
 
     def score(params, ids: np.ndarray) -> np.ndarray:
@@ -75,3 +87,36 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing) -> SG
             return np.asarray(scorer(params, ids[None], np.array([len(ids)])))[0, : len(ids) - 1]
 
     return SGLangEngine(rollout, sglang, model, pool, transport, score, share, tokenizer, eos_ids, wait)
+
+
+def _transport(sglang: SGLangConfig, source: WeightSource, urls: Sequence[str], closing) -> WeightTransport:
+    """What sends the weights itself, without files."""
+    if sglang.transport == "group":
+        made = GroupTransport(source, sglang.relay_python, sglang.group_backend, sglang.timeout)
+        closing.callback(made.close)
+        return made
+    if jax.process_index() == 0:
+        print(
+            f"--sglang.transport {sglang.transport}: weights go to the servers as pickles, which SGLang "
+            "reads. Whoever can reach a server can send it one, too: keep it on a private network.",
+            file=sys.stderr,
+        )
+    if sglang.transport == "http":
+        return HttpTransport(source)
+    return IpcTransport(source, dict(zip(urls, sglang.devices or [""] * len(urls), strict=True)))
+
+
+def _check_names(source: WeightSource, config: TrainConfig, model: TransformerConfig) -> None:
+    """Where the model was read from a folder, its files say which tensors there are.
+
+    Otherwise they are those that our table of names gives, and the check of each push is what sees an error.
+    """
+    if not config.model.path:
+        return
+    folder = resolve(config.model.path)
+    stored = read_config(folder)
+    if as_written(stored) != model:  # sent under other names than those of the folder
+        return
+    found = read_headers(folder, stored)
+    left = {"lm_head.weight"} if stored.tie_embeddings else set()
+    source.check({n: entry.shape for n, entry in found.items() if n not in left}, str(folder))

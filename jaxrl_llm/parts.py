@@ -96,9 +96,7 @@ class Parts:
 
     def exported(self, params: Params) -> Params:
         """The weights as others load them: a policy without the value head that helped it learn."""
-        if not (self.config.algo.needs_policy and params.config.value_head):
-            return params
-        return models.with_heads(params, replace(params.config, value_head=False))
+        return models.without_value_head(params) if self.config.algo.needs_policy else params
 
     def initial_state(self) -> TrainState:
         return self.stages[0].trainer.init_state(self.initial_params())

@@ -35,7 +35,7 @@ ALLOWED: dict[str, str | None] = {
     "data": "structs",
     "checkpoint": "structs signals sharding models",
     "rollout": "jaxrl_kernels structs sharding models",
-    "bridge": "structs models checkpoint",
+    "bridge": "structs models checkpoint rollout",
     # what joins them
     "step": "jaxrl_kernels structs algos",
     "learner": "structs sharding models algos data step",

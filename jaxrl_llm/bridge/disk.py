@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import os
 import shutil
 import tempfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxrl_llm import models
 from jaxrl_llm.checkpoint import hf_export
-from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.models.names import hf_tensors
+from jaxrl_llm.rollout.servers import Json
+from jaxrl_llm.rollout.update import Link, Parcel
 from jaxrl_llm.structs import Params
 
 KEPT = 2  # pushes: a server that was left out reads the newest again while the next is written
@@ -32,33 +32,35 @@ class DiskTransport:
         dtype: "float32" or "bfloat16", of the weights in the files.
     """
 
+    session = False
+
     def __init__(self, folder: Path, dtype: str, tokenizer: Any = None):
         self.folder, self.dtype, self.tokenizer = folder, dtype, tokenizer
         self._written: list[Path] = []
 
-    def write(self, params: Params, label: str) -> tuple[Path, int]:
-        """(folder of the push, bytes of its weights). A collective; one tensor at a time is on the host."""
-        if params.config.value_head:  # it serves training alone
-            params = models.with_heads(params, dataclasses.replace(params.config, value_head=False))
-        path = self.folder / label
+    def parcels(self, params: Params, label: str) -> Iterator[Parcel]:
+        """One: the folder of the push, written."""
+        params, path = models.without_value_head(params), self.folder / label
         hf_export.save(params, params.config, path, self.tokenizer, self.dtype)
         self._written.append(path)
         while len(self._written) > KEPT:
             old = self._written.pop(0)
             if jax.process_index() == 0:
                 shutil.rmtree(old, ignore_errors=True)
-        return path, size_of(params.config, self.dtype)
+        itemsize = jnp.dtype(self.dtype).itemsize
+        yield Parcel(path, itemsize * sum(leaf.size for leaf in jax.tree.leaves(params)), last=True)
+
+    async def connect(self, link: Link) -> None:
+        pass
+
+    async def send(self, link: Link, parcel: Parcel, end: Json) -> None:
+        body = {"model_path": str(parcel.content), "load_format": "auto", **end}
+        await link.update("/update_weights_from_disk", body)
 
     def close(self) -> None:
         """Remove what was written."""
         if jax.process_index() == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def size_of(config: TransformerConfig, dtype: str) -> int:
-    """Bytes of the weights of one push."""
-    itemsize = {"float32": 4, "bfloat16": 2}[dtype]
-    return sum(itemsize * math.prod(tensor.shape) for tensor in hf_tensors(config))
 
 
 def within(shared: Path, run_dir: Path) -> Path:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
+import math
 import os
 import shutil
 import struct
@@ -14,12 +14,12 @@ from typing import Any, BinaryIO
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
+from jaxrl_llm.checkpoint.gather import gather, group_by_size
 from jaxrl_llm.checkpoint.hf_folder import INDEX, SINGLE
 from jaxrl_llm.checkpoint.hf_tokenizer import generation_config, save_tokenizer, special_ids
-from jaxrl_llm.models import TransformerConfig, named_leaves
-from jaxrl_llm.models.names import TABLE, HFTensor, hf_tensors, to_hf, to_hf_config
+from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models.names import HFTensor, hf_tensors, to_hf_config
 from jaxrl_llm.signals import agree
 from jaxrl_llm.structs import Params
 
@@ -37,8 +37,9 @@ def save(
 ) -> Path:
     """Write the folder that `transformers` and this project load; an earlier export there is replaced.
 
-    One tensor at a time is gathered to the host. The folder is written beside its place and renamed, so it
-    is never half there. In a multi-process run every process calls this and the first one writes.
+    One tensor at a time is gathered to the host, while the one before is written. The folder is written
+    beside its place and renamed, so it is never half there. In a multi-process run every process calls this
+    and the first one writes.
 
     Baichuan is written as Llama, q, k and v apart: the same decoder, and loads without the folder's own code.
 
@@ -55,7 +56,7 @@ def save(
     folder = Path(folder).absolute()
     if dtype not in DTYPES:
         raise ValueError(f"export: dtype={dtype!r} is not supported; supported: {', '.join(DTYPES)}")
-    config = _as_written(config)
+    config = as_written(config)
     raw = _raw(config, dtype, tokenizer)
     shards = _plan(hf_tensors(config), jnp.dtype(dtype).itemsize, max_shard_bytes)
     _refuse_a_bad_place(folder, sum(size for _, _, size in shards))
@@ -64,10 +65,9 @@ def save(
     if writer:
         shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
         partial.mkdir(parents=True)
-    leaves = dict(named_leaves(params))
     try:
         for name, tensors, _ in shards:
-            _write_shard(partial / name if writer else None, tensors, leaves, dtype)
+            _write_shard(partial / name if writer else None, tensors, params, dtype)
         if writer:
             _write_rest(partial, raw, shards, tokenizer)
             _replace(partial, folder)
@@ -84,11 +84,12 @@ def save_description(
     """Only config and tokenizer: enough for a server that gets its weights later. Process 0 writes."""
     if jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_rest(folder, _raw(_as_written(config), dtype, tokenizer), [], tokenizer)
+        _write_rest(folder, _raw(as_written(config), dtype, tokenizer), [], tokenizer)
     return folder
 
 
-def _as_written(config: TransformerConfig) -> TransformerConfig:
+def as_written(config: TransformerConfig) -> TransformerConfig:
+    """The config of the folder: Baichuan becomes Llama, q, k and v apart."""
     return dataclasses.replace(config, family="llama") if config.family == "baichuan" else config
 
 
@@ -99,15 +100,8 @@ def _raw(config: TransformerConfig, dtype: str, tokenizer: Any) -> dict[str, Any
 
 def _plan(tensors: list[HFTensor], itemsize: int, limit: int) -> list[tuple[str, list[HFTensor], int]]:
     """(file name, its tensors, bytes) of each file, filled in order."""
-    groups: list[list[HFTensor]] = [[]]
-    sizes = [0]
-    for tensor in tensors:
-        size = itemsize * int(np.prod(tensor.shape))
-        if groups[-1] and sizes[-1] + size > limit:
-            groups.append([])
-            sizes.append(0)
-        groups[-1].append(tensor)
-        sizes[-1] += size
+    groups = group_by_size(tensors, itemsize, limit)
+    sizes = [itemsize * sum(math.prod(tensor.shape) for tensor in group) for group in groups]
     n = len(groups)
     names = [SINGLE] if n == 1 else [f"model-{i + 1:05}-of-{n:05}.safetensors" for i in range(n)]
     return list(zip(names, groups, sizes, strict=True))
@@ -138,49 +132,27 @@ def _why_not(folder: Path, size: int) -> str | None:
     return None
 
 
-def _write_shard(path: Path | None, tensors: list[HFTensor], leaves: dict[str, Any], dtype: str) -> None:
+def _write_shard(path: Path | None, tensors: list[HFTensor], params: Params, dtype: str) -> None:
     """One safetensors file, tensor by tensor (the library's writer wants all of them in memory).
 
     Without a path the tensors are only gathered, for the process that writes.
     """
-    gathered = (_gather(tensor, leaves, dtype) for tensor in tensors)
+    gathered = gather(params, [[tensor] for tensor in tensors], dtype)
     if path is None:
-        for _ in gathered:
-            pass
+        for arrays in gathered:
+            jax.block_until_ready(arrays)
         return
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for tensor in tensors:
-        start, end = end, end + jnp.dtype(dtype).itemsize * int(np.prod(tensor.shape))
+        start, end = end, end + jnp.dtype(dtype).itemsize * math.prod(tensor.shape)
         header[tensor.name] = {"dtype": DTYPES[dtype], "shape": tensor.shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for array in gathered:
-            file.write(array.reshape(-1).view(np.uint8))
+        for (array,) in gathered:
+            file.write(np.asarray(array).reshape(-1).view(np.uint8))
         _sync(file)
-
-
-def _gather(tensor: HFTensor, leaves: dict[str, Any], dtype: str) -> np.ndarray:
-    """An HF tensor on the host, contiguous. In a multi-process run a collective."""
-    parts = []
-    for name, layer in tensor.parts:
-        weight = leaves[name]
-        if isinstance(weight, np.ndarray) and layer is not None:
-            weight, layer = weight[layer], None  # or the whole stack would go to the device each time
-        part = _convert(weight, layer, TABLE[name][1], dtype)
-        if not part.is_fully_addressable:
-            part = multihost_utils.process_allgather(part, tiled=True)
-        parts.append(np.asarray(part))
-    return np.concatenate(parts) if len(parts) > 1 else parts[0]
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _convert(weight: jax.Array, layer: int | None, layout: str, dtype: str) -> jax.Array:
-    """On the device, where turning and rounding a large matrix is fast."""
-    if layer is not None:
-        weight = jax.lax.dynamic_index_in_dim(weight, layer, keepdims=False)
-    return to_hf(weight, layout).astype(dtype)
 
 
 def _write_rest(folder: Path, raw: dict[str, Any], shards, tokenizer: Any) -> None:

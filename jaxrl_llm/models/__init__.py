@@ -13,6 +13,7 @@ from jaxrl_llm.models.params import (
     named_leaves,
     shardings,
     with_heads,
+    without_value_head,
 )
 from jaxrl_llm.models.transformer import Transformer
 
@@ -27,4 +28,5 @@ __all__ = [
     "named_leaves",
     "shardings",
     "with_heads",
+    "without_value_head",
 ]

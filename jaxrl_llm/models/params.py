@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -60,6 +61,13 @@ def with_heads(params: Params, config: TransformerConfig) -> Params:
         leaves[name] if name in leaves else jnp.zeros(x.shape, x.dtype) for name, x in named_leaves(shapes)
     ]
     return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+
+def without_value_head(params: Params) -> Params:
+    """The decoder as others load it: the value head serves training alone."""
+    if not params.config.value_head:
+        return params
+    return with_heads(params, dataclasses.replace(params.config, value_head=False))
 
 
 def cast(params: Params, dtype: DTypeLike) -> Params:

@@ -65,6 +65,20 @@ class SGLangConfig:
     """Seconds one response, or one change of weights, may take."""
     retries: int = 3
     """Servers that a response is tried on before the run stops."""
+    transport: Literal["disk", "http", "group", "ipc"] = "disk"
+    """How weights reach the servers: files that they read (disk), in requests (http), over a torch process
+    group (group), or as handles of memory on GPUs that trainer and server share (ipc). http and ipc send
+    pickles to the servers; nothing receives one."""
+    pause: Literal["abort", "retract", "in_place"] = "retract"
+    """What becomes of responses in flight when weights change: broken off and asked for again (abort), back
+    in the server's queue and read anew under the new weights (retract), or gone on with on keys and values of
+    the old weights (in_place: the shortest pause; wants algo.correction)."""
+    bucket_bytes: int = 256 * 2**20
+    """Bytes of weights that http, group and ipc send at once; a larger tensor goes alone."""
+    group_backend: Literal["gloo", "nccl"] = "gloo"
+    """Of the process group: gloo over TCP, nccl between GPUs."""
+    relay_python: str = sys.executable
+    """Interpreter that has torch, for the processes that are the trainer's end of the groups."""
     folder: str = ""
     """Where the weights are written for the servers to read: a path they see too. "" = a folder in /dev/shm
     (memory) for servers started here, else in the run directory."""

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.rollout.config import SGLangConfig
 from jaxrl_llm.rollout.servers import Server, ServerError, ServerPool
+from jaxrl_llm.rollout.update import Update, WeightTransport
 from jaxrl_llm.structs import Metrics, Params
 
 PROBE_TOKENS = 24
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
-
-
-class WeightTransport(Protocol):
-    """How weights reach the servers: written once, then read by each of them."""
-
-    def write(self, params: Params, label: str) -> tuple[Path, int]:
-        """(what the servers are told to read, bytes). A collective: every process calls it."""
 
 
 class Publisher:
@@ -53,6 +46,7 @@ class Publisher:
             on_first,
             wait,
         )
+        self.pause = sglang.pause
         limit = sglang.probe_tolerance
         self.tolerance = TOLERANCE[dtype] if limit is None else limit
         self._ids = (np.arange(min(PROBE_TOKENS, model.max_position - 1)) * 7919 + 1) % model.vocab_size
@@ -64,50 +58,53 @@ class Publisher:
             ServerError: no server took them.
         """
         start = time.perf_counter()
-        folder, size = self.transport.write(params, label)
-        written = time.perf_counter()
         expected = self.score(params, self._ids)
-        found = self._on_first(lambda: self._push(folder, label, expected))
+        self._on_first(self._wait_once)
+        differences: list[float] = []
+
+        async def check(server: Server) -> None:
+            differences.append(await self._probe(server, label, expected))
+
+        update = Update(self.pool, self.transport, self.pause, label, check) if self.pool else None
+        size, gathering, parcels = 0, 0.0, self.transport.parcels(params, label)
+        try:
+            while True:
+                before = time.perf_counter()
+                parcel = next(parcels, None)
+                gathering += time.perf_counter() - before
+                if parcel is None:
+                    break
+                size += parcel.size
+                if update:
+                    update.put(parcel)
+        except BaseException:
+            if update:
+                update.abandon()
+            raise
+        found = self._on_first(lambda: self._finish(update, differences))
         seconds = time.perf_counter() - start
         return {
             "rollout/publish_seconds": seconds,
             "rollout/publish_bytes": size,
-            "bridge/write_seconds": written - start,
+            "bridge/gather_seconds": gathering,
             "bridge/gigabytes_per_second": size / seconds / 1e9,
             **found,
         }
 
-    def _push(self, folder: Path, label: str, expected: np.ndarray) -> Metrics:
-        """Weights to each server, then fixed tokens: their log-probs must be the trainer's."""
+    def _wait_once(self) -> None:
         if self._wait:
             self._wait()
             self._wait = None
-        differences: list[float] = []
 
-        async def update_and_check(server: Server) -> None:
-            async with server.changing:  # what it writes from here on counts once it has been checked
-                await self._update(server, folder, label)
-                differences.append(await self._probe(server, label, expected))
-
-        self.pool.run(self.pool.everywhere(update_and_check))
+    def _finish(self, update: Update, differences: list[float]) -> Metrics:
+        update.finish()
         return {
+            "bridge/wire_seconds": max(update.wire_seconds.values()),
+            "bridge/pause_seconds": max(update.pause_seconds.values()),
             "bridge/probe_mean_abs": max(differences),
             "servers/usable": len(self.pool.usable),
             "servers/retried": self.pool.retried,
         }
-
-    async def _update(self, server: Server, folder: Path, label: str) -> None:
-        body = {
-            "model_path": str(folder),
-            "load_format": "auto",
-            "weight_version": label,
-            "flush_cache": True,
-        }
-        said = await self.pool.ask(server, "/update_weights_from_disk", body)
-        if not said.get("success"):
-            raise ServerError(
-                f"{server.url} did not take the weights in {folder}: {said.get('message', said)!s:.300}"
-            )
 
     async def _probe(self, server: Server, label: str, expected: np.ndarray) -> float:
         """Mean difference of the server's log-probs from the trainer's.

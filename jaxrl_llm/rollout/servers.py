@@ -27,6 +27,10 @@ class ServerError(RuntimeError):
 class Refused(ServerError):
     """The server is well and does not take the request: another would not either."""
 
+    def __init__(self, message: str, status: int = 0):
+        super().__init__(message)
+        self.status = status  # of HTTP
+
 
 @dataclass
 class Server:
@@ -57,6 +61,7 @@ class ServerPool:
         self.servers = [Server(url.rstrip("/")) for url in urls]
         self.timeout, self.retries, self.slots = timeout, retries, slots
         self.retried = 0
+        self.breaks = 0  # times that responses were broken off on purpose
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang", daemon=True)
         self._thread.start()
@@ -85,20 +90,26 @@ class ServerPool:
     def describe(self) -> str:
         return "; ".join("in use" if s.usable else s.problem for s in self.servers)
 
-    async def ask(self, server: Server, path: str, body: Json | None = None, timeout: float = 0.0) -> Json:
+    async def ask(self, server: Server, path: str, body: Any = None, timeout: float = 0.0) -> Json:
         """The JSON that the server answers to a POST, or to a GET where there is no body.
+
+        Args:
+            body: a dict, or JSON as an iterator over its bytes, where it is too large to be built.
 
         Raises:
             ServerError: no answer in time, an answer other than 200, or no JSON.
         """
         limit = aiohttp.ClientTimeout(total=timeout or self.timeout)
         method = "GET" if body is None else "POST"
+        plain = body is None or isinstance(body, dict)
+        sent = {"json": body} if plain else {"data": body, "headers": {"Content-Type": "application/json"}}
         try:
-            async with self._session.request(method, server.url + path, json=body, timeout=limit) as answer:
+            async with self._session.request(method, server.url + path, timeout=limit, **sent) as answer:
                 text = await answer.text()
                 if answer.status != 200:
-                    kind = Refused if 400 <= answer.status < 500 else ServerError
-                    raise kind(f"{server.url} answered {answer.status} to {path}: {text:.300}")
+                    problem = f"{server.url} answered {answer.status} to {path}: {text:.300}"
+                    refused = 400 <= answer.status < 500
+                    raise Refused(problem, answer.status) if refused else ServerError(problem)
                 return await answer.json(content_type=None) if text else {}
         except TimeoutError:
             raise ServerError(f"{server.url}: no answer to {path} in {limit.total:g} s") from None

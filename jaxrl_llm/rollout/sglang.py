@@ -15,8 +15,9 @@ from jaxrl_llm.rollout.checks import check_requests
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 from jaxrl_llm.rollout.engine import Request, SamplingConfig, Written, end_ids
 from jaxrl_llm.rollout.keys import sample_keys
-from jaxrl_llm.rollout.publisher import Publisher, WeightTransport
+from jaxrl_llm.rollout.publisher import Publisher
 from jaxrl_llm.rollout.servers import ServerError, ServerPool, wait
+from jaxrl_llm.rollout.update import WeightTransport
 from jaxrl_llm.rollout.writer import Draft, Writer
 from jaxrl_llm.structs import Metrics, Params, Trajectory
 

@@ -63,7 +63,6 @@ class Writer:
     def __init__(self, pool: ServerPool, tokenizer: Any, eos_ids: Sequence[int], versions: dict[str, int]):
         self.pool, self.tokenizer, self.eos_ids, self.versions = pool, tokenizer, eos_ids, versions
         self.meter = Meter(pool.slots * len(pool.servers))
-        self.breaks = 0  # times that everything was broken off on purpose
         self._go = asyncio.Event()
         self._go.set()
 
@@ -80,7 +79,7 @@ class Writer:
 
     async def _finish(self, draft: Draft, sampling: SamplingConfig, home: dict[int, Server]) -> None:
         """Write one response, continued for as long as servers break it off."""
-        request, stalled, breaks = draft.request, 0, self.breaks
+        request, stalled, breaks = draft.request, 0, self.pool.breaks
         while not draft.finish:
             body = {
                 "input_ids": [*request.prompt_ids.tolist(), *draft.ids],
@@ -95,8 +94,8 @@ class Writer:
             versions = self._token_versions(meta, len(said))
             draft.append([token for _, token, *_ in said], [logprob for logprob, *_ in said], versions)
             finish = meta["finish_reason"]["type"]
-            stalled = 0 if said or breaks != self.breaks else stalled + 1
-            breaks = self.breaks
+            stalled = 0 if said or breaks != self.pool.breaks else stalled + 1
+            breaks = self.pool.breaks
             if finish != "abort":
                 draft.finish = finish
             elif len(draft.ids) >= request.max_tokens:
@@ -107,7 +106,7 @@ class Writer:
     async def snapshot(self, batches: Sequence[Sequence[Draft]]) -> list[list[Written]]:
         """What there is of each draft. Servers give what they have; they go on afterwards."""
         self._go.clear()
-        self.breaks += 1
+        self.pool.breaks += 1
         deadline = time.monotonic() + SNAPSHOT_SECONDS
         while self.meter.running and time.monotonic() < deadline:  # again: some were on their way
             asked = [

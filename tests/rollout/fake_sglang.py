@@ -10,21 +10,16 @@ import threading
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from aiohttp import web
+from fake_weights import FakeWeights
 
-from jaxrl_llm import models
-from jaxrl_llm.checkpoint import hf
-from jaxrl_llm.models.names import read_config
 from jaxrl_llm.models.scorer import make_scorer
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
-from jaxrl_llm.rollout.native import NativeEngine, RolloutConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
-from jaxrl_llm.sharding.rules import TRAIN
 
 
-class FakeServer:
+class FakeServer(FakeWeights):
     """One server in a thread of its own.
 
     Attributes:
@@ -34,14 +29,15 @@ class FakeServer:
         seen: bodies of /generate. held: responses that wait.
     """
 
-    def __init__(self, port: int = 0):
+    def __init__(self, port: int = 0, model_path: Path | None = None):
+        self.model_path = model_path
         self.deaf = self.refuses = self.down = False
         self.breaks_after = self.holds_after = self.held = 0
         self._aborts = 0
         self.seen: list[dict] = []
         self.mesh = make_mesh(MeshConfig(), jax.devices()[:1])
         self.label, self.engine = "default", None
-        self._one_at_a_time = threading.Lock()
+        self.turn = threading.Condition()
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
         threading.Thread(target=self._serve, args=(port,), daemon=True).start()
@@ -52,7 +48,8 @@ class FakeServer:
         async def start():
             app = web.Application(client_max_size=1 << 30)
             app.router.add_get("/model_info", self._answer(lambda body: {"weight_version": self.label}))
-            app.router.add_post("/update_weights_from_disk", self._answer(self._update))
+            for route, work in self.weight_routes():
+                app.router.add_route("*", route, self._answer(work))
             app.router.add_post("/generate", self._hold(self._answer(self._generate)))
             app.router.add_post("/abort_request", self._abort)
             runner = web.AppRunner(app)
@@ -67,7 +64,7 @@ class FakeServer:
 
     def _answer(self, work):
         def guarded(body):
-            with self._one_at_a_time:
+            with self.turn:
                 return work(body)
 
         async def handle(request):
@@ -96,21 +93,11 @@ class FakeServer:
         self._aborts += 1
         return web.Response(text="")
 
-    def _update(self, body):
-        if self.refuses:
-            return {"success": False, "message": "no room"}
-        if not self.deaf or self.engine is None:
-            folder = Path(body["model_path"])
-            config = read_config(folder)
-            self.params = hf.load(folder, config, models.shardings(config, self.mesh, TRAIN), jnp.float32)
-            if self.engine is None or self.engine.model != config:
-                self.engine = NativeEngine(RolloutConfig(slots=2), config, self.mesh)
-                self.score = make_scorer(config, 1.0, "float32", self.mesh)
-            self.engine.publish(self.params, 0)
-        self.label = body["weight_version"]
-        return {"success": True, "message": "", "num_paused_requests": 0}
+    def make_score(self, config):
+        return make_scorer(config, 1.0, "float32", self.mesh)
 
     def _generate(self, body):
+        self.turn.wait_for(lambda: not self.paused)
         self.seen.append(body)
         ids, wanted = np.array(body["input_ids"], np.int32), body["sampling_params"]
         self.engine.eos_ids = tuple(wanted.get("stop_token_ids", ()))

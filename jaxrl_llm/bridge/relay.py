@@ -1,0 +1,52 @@
+"""The trainer's end of a torch process group, in a process of its own: torch and JAX share no CUDA context.
+
+    python relay.py '{"backend": "gloo", "address": "10.0.0.1", "world_size": 2, "group": "g", "timeout": 60}'
+
+says the port of its store, then "joined" once the others have come. From then on it reads 8 bytes, a count,
+and that many bytes, broadcasts them as one tensor, and says "sent"; the end of its input is its own.
+Imports nothing of this project.
+"""
+
+import datetime
+import inspect
+import json
+import sys
+
+import torch
+from torch.distributed import PrefixStore, TCPStore, broadcast, distributed_c10d
+
+
+def say(word) -> None:
+    print(word, flush=True)
+
+
+def join(store, backend: str, world_size: int, group: str, timeout: datetime.timedelta, rank: int = 0):
+    """The group beside torch's default one, spelt as SGLang's `init_custom_process_group` spells it."""
+    make = distributed_c10d._new_process_group_helper
+    options = {"backend_options", "pg_options"} & inspect.signature(make).parameters.keys()
+    made, _ = make(
+        *(world_size, rank, [], distributed_c10d.Backend(backend), PrefixStore(group, store)),
+        **dict.fromkeys(options),
+        group_name=group,
+        timeout=timeout,
+    )
+    distributed_c10d._world.pg_group_ranks[made] = {i: i for i in range(world_size)}
+    return made
+
+
+def main(wanted: dict) -> None:
+    timeout = datetime.timedelta(seconds=wanted["timeout"])
+    size, backend = wanted["world_size"], wanted["backend"]
+    store = TCPStore(wanted["address"], 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
+    say(store.port)
+    made = join(store, backend, size, wanted["group"], timeout)
+    say("joined")
+    device = "cuda" if backend == "nccl" else "cpu"
+    while header := sys.stdin.buffer.read(8):
+        data = sys.stdin.buffer.read(int.from_bytes(header, "little"))
+        broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device), src=0, group=made)
+        say("sent")
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,255 @@
+"""Weights to servers that speak SGLang's JSON: in order, each step ended, and a failure is one server's."""
+
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from fake_sglang import FakeServer
+from test_sglang import GREEDY, KEY, MODEL, TOKENIZER, native, requests, weights
+
+from jaxrl_llm.bridge.disk import DiskTransport
+from jaxrl_llm.bridge.group import GroupTransport, Relay, address_towards
+from jaxrl_llm.bridge.ipc import IpcTransport, shared_devices
+from jaxrl_llm.bridge.over_http import HttpTransport
+from jaxrl_llm.bridge.source import WeightSource
+from jaxrl_llm.checkpoint.hf_export import save_description
+from jaxrl_llm.models.scorer import make_scorer
+from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
+from jaxrl_llm.rollout.servers import ServerError, ServerPool
+from jaxrl_llm.rollout.sglang import SGLangEngine
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory):
+    return save_description(MODEL, tmp_path_factory.mktemp("shell"), dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def both(shell):
+    return [FakeServer(model_path=shell), FakeServer(model_path=shell)]
+
+
+@pytest.fixture
+def servers(both):
+    """The two, well again."""
+    for server in both:
+        server.sessions, server.ranks, server.fails_at = True, 1, ""
+        server.open = server.paused = False
+        server.asked.clear()
+    return both
+
+
+@pytest.fixture
+def make(servers, tmp_path):
+    closing = []
+
+    def engine(transport="http", **settings):
+        config = SGLangConfig(bucket_bytes=12_000, **settings)
+        pool = ServerPool([s.url for s in servers], config.timeout, config.retries, slots=4)
+        closing.append(pool)
+        scorer = make_scorer(MODEL, 1.0, "float32", make_mesh(MeshConfig(), jax.devices()[:1]))
+        score = lambda params, ids: np.asarray(scorer(params, ids[None], np.array([len(ids)])))[0, :-1]
+        made = DiskTransport(tmp_path / "weights", "float32", TOKENIZER)
+        if transport == "http":
+            pytest.importorskip("torch")  # the stand-in reads as SGLang does
+            made = HttpTransport(WeightSource(MODEL, "float32", config.bucket_bytes))
+        if transport == "group":
+            source = WeightSource(MODEL, "float32", config.bucket_bytes)
+            made = GroupTransport(source, sys.executable, "gloo", 30.0)
+            closing.append(made)
+        rollout = RolloutConfig(engine="sglang", servers=("http://x",))
+        return SGLangEngine(rollout, config, MODEL, pool, made, score, lambda value: value, TOKENIZER)
+
+    yield engine
+    for one in closing:
+        one.close()
+
+
+def routes(server):
+    """Of weights, in order; each run of the same one once."""
+    names = [name for name, _ in server.asked]
+    return [name for name, before in zip(names, ["", *names], strict=False) if name != before]
+
+
+def test_tensors_arrive_in_a_session_inside_a_pause_and_compute_what_the_trainer_computes(make, servers):
+    servers[1].ranks = 2
+    engine, params = make(), weights()
+    metrics = engine.publish(params, 5)
+    assert metrics["bridge/probe_mean_abs"] < 1e-5
+    assert metrics["rollout/publish_bytes"] == 4 * sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert (
+        metrics["rollout/publish_seconds"] > metrics["bridge/pause_seconds"] > metrics["bridge/wire_seconds"]
+    )
+    for server in servers:
+        assert routes(server) == [
+            "pause_generation", "begin_weight_update", "update_weights_from_tensor", "end_weight_update",
+            "continue_generation",
+        ]  # fmt: skip
+        sent = [body for name, body in server.asked if name == "update_weights_from_tensor"]
+        assert len(sent) > 3 and sent[-1] == {"flush_cache": True, "weight_version": "5-1"}
+        assert all(body == {"flush_cache": False} for body in sent[:-1])
+    mine, theirs = engine.generate(requests(), GREEDY, KEY), native(params, GREEDY)
+    assert [t.response_ids.tolist() for t in mine] == [t.response_ids.tolist() for t in theirs]
+    engine.publish(weights(1), 6)
+    assert [server.label for server in servers] == ["6-2", "6-2"]
+
+
+@pytest.mark.parametrize("transport", ["disk", "http"])
+@pytest.mark.parametrize("pause", ["abort", "retract", "in_place"])
+def test_what_is_cached_is_dropped_unless_responses_go_on_in_place(make, servers, transport, pause):
+    make(transport, pause=pause).publish(weights(), 1)
+    assert servers[0].asked[0] == ("pause_generation", {"mode": pause})
+    (last,) = [body for _, body in servers[0].asked if "weight_version" in body]
+    assert last["flush_cache"] == (pause != "in_place")
+    assert not servers[0].paused
+
+
+def test_a_server_of_before_sessions_needs_none(make, servers):
+    for server in servers:
+        server.sessions = False
+    engine = make()
+    assert engine.publish(weights(), 1)["servers/usable"] == 2
+    assert "end_weight_update" not in routes(servers[0])
+
+
+def test_a_session_that_a_killed_trainer_left_open_is_ended_first(make, servers):
+    servers[0].open = servers[0].paused = True
+    assert make().publish(weights(), 1)["servers/usable"] == 2
+    assert routes(servers[0])[:4] == [
+        "pause_generation", "begin_weight_update", "end_weight_update", "begin_weight_update"
+    ]  # fmt: skip
+    assert not servers[0].open and not servers[0].paused
+
+
+@pytest.mark.parametrize(
+    "step",
+    ["pause_generation", "begin_weight_update", "update_weights_from_tensor", "end_weight_update"],
+)
+def test_a_server_that_fails_in_a_push_is_left_out_and_goes_on(make, servers, step):
+    engine = make()
+    engine.publish(weights(0), 1)
+    servers[0].fails_at = step
+    servers[0].asked.clear()
+    assert engine.publish(weights(1), 2)["servers/usable"] == 1
+    left = engine.pool.servers[0]
+    assert not left.usable and f"answered 500 to /{step}" in left.problem
+    assert routes(servers[0])[-1] == "continue_generation" and not servers[0].paused
+    assert engine.pool.servers[1].usable and servers[1].label == "2-2"
+    servers[0].fails_at = ""
+    assert engine.publish(weights(2), 3)["servers/usable"] == 2
+
+
+def test_a_server_that_does_not_go_on_is_left_out(make, servers):
+    engine = make()
+    servers[0].fails_at = "continue_generation"
+    assert engine.publish(weights(0), 1)["servers/usable"] == 1
+    assert "answered 500 to /continue_generation" in engine.pool.servers[0].problem
+
+
+def test_no_answer_in_time_is_no_success(make, servers):
+    engine = make()
+    engine.publish(weights(0), 1)
+    engine.pool.timeout = 2.0
+    with servers[0].turn:  # it hangs
+        assert engine.publish(weights(1), 2)["servers/usable"] == 1
+    assert "no answer to /server_info in 2 s" in engine.pool.servers[0].problem
+
+
+def test_a_push_that_the_trainer_breaks_off_leaves_no_server_paused_or_in_use(make, servers):
+    engine = make()
+    engine.publish(weights(0), 1)
+    parcels = engine._publisher.transport.parcels
+
+    def broken(params, label):
+        yield next(parcels(params, label))
+        raise MemoryError
+
+    engine._publisher.transport.parcels = broken
+    with pytest.raises(MemoryError):
+        engine.publish(weights(1), 2)
+    assert not any(server.paused or server.open for server in servers)
+    assert [server.problem for server in engine.pool.servers] == ["a push was broken off"] * 2
+
+
+def test_a_group_needs_torch_and_says_so():
+    source = WeightSource(MODEL, "float32", 1 << 20)
+    with pytest.raises(ValueError, match=r"--sglang.relay_python /bin/false: it has no torch.*Install torch"):
+        GroupTransport(source, "/bin/false", "gloo", 5.0)
+
+
+def test_a_relay_that_cannot_work_says_why():
+    pytest.importorskip("torch")
+    relay = Relay(sys.executable, "no_such_backend", "127.0.0.1", 1, 20.0)
+    assert relay.heard().isdigit()
+    with pytest.raises(ServerError, match=r"(?s)relay of a process group has ended: .*no_such_backend"):
+        relay.heard()
+    relay.kill()
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's making
+def test_a_group_brings_the_weights_and_its_end_is_one_servers_problem(make, servers):
+    pytest.importorskip("torch")
+    engine = make("group")
+    assert engine.publish(weights(), 1)["bridge/probe_mean_abs"] < 1e-5
+    assert engine.publish(weights(1), 2)["servers/usable"] == 2
+    relays = engine._publisher.transport._relays
+    relays[servers[0].url]._process.kill()
+    assert engine.publish(weights(2), 3)["servers/usable"] == 1
+    assert "has ended" in engine.pool.servers[0].problem and not servers[0].paused
+    assert list(relays) == [servers[1].url]
+    assert engine.publish(weights(3), 4)["servers/usable"] == 2
+    assert [server.label for server in servers] == ["4-4", "4-4"]
+
+
+def test_this_machines_address_is_the_one_that_the_server_sees():
+    assert address_towards("http://127.0.0.1:30000") == "127.0.0.1"
+
+
+def test_ipc_without_gpus_is_refused():
+    with pytest.raises(ValueError, match=r"--sglang.transport ipc: .* 1 process\(es\) on cpu. Use --sglang"):
+        IpcTransport(WeightSource(MODEL, "float32", 1 << 20), {})
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "ranks", "found"),
+    [
+        ("", "", 2, [0, 1]),
+        ("2,3", "", 2, [2, 3]),
+        ("2,3", "0,1,2,3", 1, [2]),
+        ("6", "4,6", 1, [1]),
+        ("6", "4,5", 1, [-1]),
+        ("", "4,5", 2, [0, 1]),
+        ("4", "4,5", 2, [0, -1]),
+    ],
+)
+def test_a_rank_is_on_one_of_the_trainers_gpus(theirs, ours, ranks, found):
+    assert shared_devices(theirs, ours, ranks) == found
+
+
+HANDLES = """
+import base64, io, pickle, torch
+from torch.multiprocessing import reductions
+from jaxrl_llm.bridge import ipc
+size, storage = torch.Size([2, 3]), torch.storage.TypedStorage
+arguments = (torch.Tensor, size, (3, 1), 0, storage, torch.float32, 1, b"handle")
+reductions.reduce_tensor = lambda tensor: (reductions.rebuild_cuda_tensor, arguments)
+ipc.uuid_of = lambda device: f"GPU-{device}"
+class Reading(pickle.Unpickler):
+    def find_class(self, module, name):
+        if name == "rebuild_cuda_tensor":
+            return lambda *given: (module, *given[1:4], *given[5:])
+        return super().find_class(module, name)
+made = ipc.handles([("a", torch.zeros(2, 3))])
+print(Reading(io.BytesIO(base64.b64decode(made))).load())
+"""
+
+
+def test_handles_name_a_gpu_by_its_uuid():
+    """What torch would do with CUDA memory is stood in for; the pickle around it is the real one."""
+    pytest.importorskip("torch")
+    out = subprocess.run([sys.executable, "-c", HANDLES], capture_output=True, text=True)
+    expected = "torch.Size([2, 3]), (3, 1), 0, torch.float32, 'GPU-1', b'handle'"
+    assert out.stdout.strip() == f"[('a', ('torch.multiprocessing.reductions', {expected}))]", out.stderr
