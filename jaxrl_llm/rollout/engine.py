@@ -51,6 +51,9 @@ class Engine(Protocol):
         """Responses in order (request, response index). Sample (p, g) draws its tokens with
         fold_in(fold_in(key, p), g) alone, so its text does not depend on what else is in flight."""
 
+    def rest(self) -> None:
+        """Nothing is generated until the next `publish`: memory may go to the trainer."""
+
 
 def end_ids(tokenizer: Any, more: Sequence[int] = ()) -> tuple[int, ...]:
     """Ids that end a response: the tokenizer's end token, and those of a generation_config.json."""

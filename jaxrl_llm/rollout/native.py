@@ -80,6 +80,9 @@ class NativeEngine:
             self.metrics = generation.run(sampling, functools.partial(text_of, self.tokenizer))
         return [self._trajectory(sample, version) for sample in samples]
 
+    def rest(self) -> None:
+        """Keeps its weights: the next evaluation may want them as they are."""
+
     def warm_up(
         self,
         max_prompt_tokens: int,

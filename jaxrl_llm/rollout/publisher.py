@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.rollout.colocated import CACHE, WEIGHTS, wake
 from jaxrl_llm.rollout.config import SGLangConfig
 from jaxrl_llm.rollout.servers import Server, ServerError, ServerPool
 from jaxrl_llm.structs import Metrics, Params
@@ -86,15 +87,13 @@ class Publisher:
 
         async def update_and_check(server: Server) -> None:
             async with server.changing:  # what it writes from here on counts once it has been checked
+                await wake(self.pool, server, WEIGHTS)
                 await self._update(server, folder, label)
+                await wake(self.pool, server, CACHE)
                 differences.append(await self._probe(server, label, expected))
 
-        self.pool.run(self.pool.everywhere(update_and_check))
-        return {
-            "bridge/probe_mean_abs": max(differences),
-            "servers/usable": len(self.pool.usable),
-            "servers/retried": self.pool.retried,
-        }
+        self.pool.run(self.pool.everywhere(update_and_check, label))
+        return {"bridge/probe_mean_abs": max(differences), **self.pool.metrics()}
 
     async def _update(self, server: Server, folder: Path, label: str) -> None:
         body = {

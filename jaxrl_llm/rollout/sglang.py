@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.rollout import colocated
 from jaxrl_llm.rollout.checks import check_requests
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 from jaxrl_llm.rollout.engine import Request, SamplingConfig, end_ids
@@ -46,12 +47,14 @@ class SGLangEngine:
         wait: Callable[[], None] | None = None,
     ):
         self.model, self.tokenizer, self.pool, self.share = model, tokenizer, pool, share
+        self.colocated = sglang.colocated
         self.metrics: Metrics = {}
         self._pushes = 0
         self._leaf: jax.Array | None = None  # the first weight that the servers hold
         self._versions: dict[str, int] = {}  # label -> policy version
         self._publisher = Publisher(config.dtype, sglang, model, pool, transport, score, self._on_first, wait)
-        self._writer = Writer(pool, tokenizer, end_ids(tokenizer, eos_ids), self._versions) if pool else None
+        ends = end_ids(tokenizer, eos_ids)
+        self._writer = Writer(pool, tokenizer, ends, self._versions, model.vocab_size) if pool else None
 
     def publish(self, params: Params, version: int) -> Metrics:
         """Give the servers these weights, and see that each of them computes with them.
@@ -91,6 +94,12 @@ class SGLangEngine:
         tokens = sum(len(t.response_ids) for t in trajectories)
         self.metrics = {"rollout/tokens_per_second": tokens / max(time.perf_counter() - start, 1e-9)}
         return trajectories
+
+    def rest(self) -> None:
+        """Colocated: the servers give their memory back, and with it the weights."""
+        if self.colocated and self._leaf is not None:
+            self._leaf = None
+            self._on_first(lambda: self.pool.run(colocated.rest(self.pool)))
 
     def _on_first(self, work: Callable[[], Any]) -> Any:
         """What process 0 gets from `work`; its error is everybody's."""

@@ -186,7 +186,7 @@ def test_tokens_of_weights_that_were_not_sent_are_refused(make, servers):
 
 def test_a_server_that_does_not_answer_is_left_out_in_time(make):
     engine = make(urls=["http://127.0.0.1:9"], timeout=5.0)
-    with pytest.raises(ServerError, match=r"127.0.0.1:9/update_weights_from_disk: ClientConnectorError"):
+    with pytest.raises(ServerError, match=r"127.0.0.1:9/model_info: ClientConnectorError"):
         engine.publish(weights(), 1)
 
 
