@@ -1,4 +1,4 @@
-"""Who may reach the servers. Keys come from the environment alone; no config, log or command line has them."""
+"""Who may reach the servers. Keys come from the environment alone: no config, log or `ps` has them."""
 
 from __future__ import annotations
 

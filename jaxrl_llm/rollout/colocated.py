@@ -6,6 +6,7 @@ What a server held is lost meanwhile, so weights are always sent again.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import shlex
 from collections.abc import Iterator, Mapping
@@ -50,11 +51,13 @@ def problems(sglang: SGLangConfig, launch: int, environment: Mapping[str, str]) 
     """Why trainer and servers cannot share these GPUs."""
     if not launch:
         yield "--sglang.colocated needs servers that are started here: set --rollout.launch N."
-    flags = shlex.split(sglang.flags)
-    if "cpu" in flags:
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--device")
+    parser.add_argument("--mem-fraction-static")
+    flags, _ = parser.parse_known_args(shlex.split(sglang.flags))
+    if flags.device == "cpu":
         return
-    server = _number(flags, "--mem-fraction-static")
-    if server is None:
+    if flags.mem_fraction_static is None:
         yield (
             "--sglang.colocated needs the servers' share of memory: for example "
             "--sglang.flags='--mem-fraction-static 0.4' with XLA_CLIENT_MEM_FRACTION=0.5 in the environment."
@@ -62,6 +65,7 @@ def problems(sglang: SGLangConfig, launch: int, environment: Mapping[str, str]) 
         return
     if environment.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform":
         return  # jax gives memory back as soon as an array is deleted
+    server = float(flags.mem_fraction_static)
     trainer = float(next((environment[name] for name in SHARE if environment.get(name)), XLA_DEFAULT))
     if server + trainer > ROOM:
         yield (
@@ -69,10 +73,3 @@ def problems(sglang: SGLangConfig, launch: int, environment: Mapping[str, str]) 
             f"(XLA_CLIENT_MEM_FRACTION) are more than {ROOM:g} of a GPU together, and jax never gives "
             "its share back. Lower one of them, or set XLA_PYTHON_CLIENT_ALLOCATOR=platform."
         )
-
-
-def _number(flags: list[str], name: str) -> float | None:
-    for flag, value in zip(flags, [*flags[1:], ""], strict=True):
-        if flag == name or flag.startswith(f"{name}="):
-            return float(flag.partition("=")[2] or value)
-    return None

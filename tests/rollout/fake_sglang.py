@@ -30,13 +30,17 @@ class FakeServer:
     Attributes:
         deaf: says that it took the weights, and keeps its own. refuses: says that it did not.
         breaks_after: tokens after which a response is broken off, once a response. down: answers 500.
-        seen: bodies of /generate.
+        seen: bodies of /generate. calls: (route, its body) of the others.
+        spoil: what becomes of an answer to /generate, but for probes: other JSON, or a web.Response.
+        hangs: nothing is answered to /generate and /health, but for probes.
+        keys: of the routes for all, and for admins; "" = none needed.
     """
 
     def __init__(self, port: int = 0):
-        self.deaf = self.refuses = self.down = False
-        self.breaks_after = 0
         self.seen: list[dict] = []
+        self.calls: list[tuple[str, dict]] = []
+        self.headers: list[dict] = []
+        self.behave()
         self.mesh = make_mesh(MeshConfig(), jax.devices()[:1])
         self.label, self.engine = "default", None
         self._one_at_a_time = threading.Lock()
@@ -46,12 +50,32 @@ class FakeServer:
         self._started.wait()
         self.url = f"http://127.0.0.1:{self.port}"
 
+    def behave(self) -> None:
+        """Do what is asked, from now on."""
+        self.deaf = self.refuses = self.down = self.hangs = False
+        self.breaks_after, self.spoil, self.keys = 0, None, ("", "")
+        self.seen.clear()
+        self.calls.clear()
+        self.headers.clear()
+
+    def restart(self) -> None:
+        """As if the process had been: the weights are gone."""
+        self.label, self.engine = "default", None
+
     def _serve(self, port: int) -> None:
         async def start():
             app = web.Application(client_max_size=1 << 30)
             app.router.add_get("/model_info", self._answer(lambda body: {"weight_version": self.label}))
             app.router.add_post("/update_weights_from_disk", self._answer(self._update))
             app.router.add_post("/generate", self._answer(self._generate))
+            app.router.add_get("/health", self._answer(lambda body: {}))
+            for route in (
+                "abort_request",
+                "flush_cache",
+                "release_memory_occupation",
+                "resume_memory_occupation",
+            ):
+                app.router.add_post(f"/{route}", self._answer(lambda body: None))
             runner = web.AppRunner(app)
             await runner.setup()
             site = web.TCPSite(runner, "127.0.0.1", port)
@@ -68,10 +92,22 @@ class FakeServer:
                 return work(body)
 
         async def handle(request):
+            body = await request.json() if request.can_read_body else {}
+            writes = request.path == "/generate" and "sampling_seed" in body["sampling_params"]
+            if request.path != "/generate":
+                self.calls.append((request.path, body))
+            self.headers.append(dict(request.headers))
+            key = self.keys[request.path not in ("/generate", "/model_info")]
+            if key and request.headers.get("Authorization") != f"Bearer {key}" and request.path != "/health":
+                return web.Response(status=401, text="Unauthorized")
             if self.down:
                 return web.Response(status=500, text="out of order")
-            body = await request.json() if request.can_read_body else {}
-            return web.json_response(await asyncio.to_thread(guarded, body))
+            if self.hangs and (writes or request.path == "/health"):
+                await asyncio.sleep(600)
+            said = await asyncio.to_thread(guarded, body)
+            if self.spoil and writes:
+                said = self.spoil(said)
+            return said if isinstance(said, web.Response) else web.json_response(said)
 
         return handle
 
