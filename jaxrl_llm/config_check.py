@@ -13,7 +13,9 @@ from pathlib import Path
 from jaxrl_llm import algos
 from jaxrl_llm.config import ConfigError, ModelConfig, TrainConfig
 from jaxrl_llm.overrides import conforms, leaves, spell
+from jaxrl_llm.rollout import access, colocated
 from jaxrl_llm.rollout.engine import SamplingConfig
+from jaxrl_llm.rollout.tending import read_list
 
 AT_LEAST = {
     "steps": 0,
@@ -191,13 +193,28 @@ def _rollout(config: TrainConfig) -> Iterator[str]:
             "--rollout.engine sglang needs either --rollout.servers http://host:port (running ones) or "
             "--rollout.launch N (N are started on this machine)."
         )
-    for url in rollout.servers:
-        if not url.startswith(("http://", "https://")):
-            yield f"--rollout.servers: {url!r} is no address; write http://host:port."
+    yield from _addresses(config)
+    if config.sglang.colocated:
+        yield from colocated.problems(config.sglang, rollout.launch, os.environ)
     if config.sglang.devices and len(config.sglang.devices) != rollout.launch:
         yield f"--sglang.devices names {len(config.sglang.devices)}, --rollout.launch is {rollout.launch}."
     if rollout.launch and not shutil.which(config.sglang.python):
         yield f"--sglang.python is {config.sglang.python!r}: no such program."
+
+
+def _addresses(config: TrainConfig) -> Iterator[str]:
+    servers, router = config.rollout.servers, config.sglang.router
+    if any(url.startswith("@") for url in servers):
+        try:
+            (name,) = servers
+            servers = read_list(Path(name[1:]))
+        except (ValueError, OSError) as error:
+            yield f"--rollout.servers {' '.join(servers)}: one @file with one address a line ({error})."
+            return
+    for key, urls in (("rollout.servers", servers), ("sglang.router", [router] if router else [])):
+        for url in urls:
+            if problem := access.problem(url):
+                yield f"--{key}: {problem}"
 
 
 def _sampling(config: TrainConfig) -> Iterator[str]:

@@ -30,6 +30,7 @@ from jaxrl_llm.rollout.launch import Launched
 from jaxrl_llm.rollout.native import NativeEngine
 from jaxrl_llm.rollout.servers import ServerPool
 from jaxrl_llm.rollout.sglang import SGLangEngine
+from jaxrl_llm.rollout.tending import ServerList, tend
 from jaxrl_llm.rollout.update import WeightTransport
 from jaxrl_llm.signals import share
 
@@ -70,15 +71,20 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing) -> SG
     pool = wait = None
     urls: Sequence[str] = rollout.servers
     if jax.process_index() == 0:
+        members = revive = None
+        if rollout.servers and rollout.servers[0].startswith("@"):
+            members = ServerList(Path(rollout.servers[0][1:]))
+            urls = members()
         if rollout.launch:
             shell = save_description(model, folder / "shell", tokenizer, rollout.dtype)
             launched = Launched(rollout, sglang, shell, run_dir)
             closing.callback(launched.close)
-            urls, wait = launched.urls, launched.wait
-        pool = ServerPool(urls, sglang.timeout, sglang.retries, rollout.slots)
+            urls, wait, revive = launched.urls, launched.wait, launched.revive
+        pool = ServerPool(urls, sglang.timeout, sglang.retries, rollout.slots, sglang.patience, sglang.router)
         closing.callback(pool.close)
-        if rollout.servers:
+        if rollout.servers and not members:
             pool.check_reachable()
+        pool.start(tend(pool, members, revive))
     transport = disk if sglang.transport == "disk" else _transport(sglang, source, urls, closing)
     scorer = make_scorer(model, 1.0, rollout.dtype, mesh)
 

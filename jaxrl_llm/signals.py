@@ -1,8 +1,8 @@
 """Stopping on request: SIGTERM, SIGINT and a wall-clock budget, agreed on by all processes.
 
-Exit codes of a training run: 0 finished; EXIT_STOPPED (75, `EX_TEMPFAIL`: "try again") stopped on request
-with its state saved, so the same command continues it; 143 or 130 ended at once by a second SIGTERM or
-SIGINT, nothing saved since the last checkpoint; 1 an error.
+Exit codes of a training run: 0 finished; EXIT_STOPPED (75, `EX_TEMPFAIL`: "try again") stopped on request,
+or for want of its servers, with its state saved, so the same command continues it; 143 or 130 ended at once
+by a second SIGTERM or SIGINT, nothing saved since the last checkpoint; 1 an error.
 """
 
 from __future__ import annotations

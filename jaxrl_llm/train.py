@@ -55,7 +55,7 @@ class Ended(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 1 the run failed, 2 bad input, 75 stopped on request and saved (run it again)."""
+    """Exit code: 0 done, 1 the run failed, 2 bad input, 75 stopped and saved: run it again."""
     argv = list(sys.argv[1:] if argv is None else argv)
     with contextlib.ExitStack() as closing:
         try:
@@ -93,21 +93,24 @@ def run(
     reference = Reference(parts, run_dir)
     if start == 0 and parts.evaluators and not config.warm_start.steps:
         log.step(0, evaluate(parts, state, reference, 0, log), tokens=0, kind="start")
-    metrics: Metrics = {}
-    done, reason = start, None
+    done, reason, metrics = start, None, {}
     source = parts.stages[-1].source
     if begun := checkpoints.file(start, BEGUN):
         source.resume(begun, state.params, int(state.version))
-
     for step in range(start, parts.total):
         if reason := stop.requested(step, checkpoints.longest_save):
             break
         stage = parts.stage(step)
         if step == stage.start and stage is not parts.stages[0]:
             state = stage.trainer.init_state(state.params)
-        version = int(state.version)
 
-        experience = stage.source.next(step - stage.start, state.params, version, log.phase)
+        try:
+            experience = stage.source.next(step - stage.start, state.params, int(state.version), log.phase)
+        except ServerError as error:
+            if done == start:
+                raise  # nothing to save: rather a mistake than an outage
+            reason = f"its servers: {error}"
+            break
         with log.phase("score"):
             frozen = reference.params(stage, step, state.params)
             stage.trainer.score(state, experience.items, stage.minibatches, frozen)
@@ -120,8 +123,7 @@ def run(
         done = step + 1
         if eval_due(parts, done):
             metrics |= evaluate(parts, state, reference, done, log)
-        prompts = [prompt_text(p) for p in experience.prompts]
-        log.samples(done, sample_rows(experience.trajectories, prompts))
+        log.samples(done, sample_rows(experience.trajectories, list(map(prompt_text, experience.prompts))))
         log.step(done, metrics, experience.tokens, stage.kind)  # before the checkpoint that vouches for it
         if checkpoint_due(config, done, parts.total):
             with log.phase("checkpoint"):

@@ -277,7 +277,7 @@ def test_sampling_out_of_range(config, sampling, message):
     [
         ({"engine": "sglang"}, "--rollout.engine sglang needs either --rollout.servers"),
         (
-            {"engine": "sglang", "launch": 1, "servers": ("http://a:1",)},
+            {"engine": "sglang", "launch": 1, "servers": ("http://127.0.0.1:1",)},
             "--rollout.engine sglang needs either",
         ),
         (

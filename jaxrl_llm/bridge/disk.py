@@ -33,6 +33,7 @@ class DiskTransport:
     """
 
     session = False
+    lasting = True
 
     def __init__(self, folder: Path, dtype: str, tokenizer: Any = None):
         self.folder, self.dtype, self.tokenizer = folder, dtype, tokenizer

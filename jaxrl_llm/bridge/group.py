@@ -81,6 +81,7 @@ class GroupTransport:
     """
 
     session = True
+    lasting = False
 
     def __init__(self, source: WeightSource, python: str, backend: str, timeout: float):
         self.source, self.python, self.backend, self.timeout = source, python, backend, timeout

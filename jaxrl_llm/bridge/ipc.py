@@ -36,6 +36,7 @@ class IpcTransport:
     """
 
     session = True
+    lasting = False
 
     def __init__(self, source: WeightSource, devices: dict[str, str]):
         self.source, self.devices = source, devices

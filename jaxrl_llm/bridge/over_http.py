@@ -20,6 +20,7 @@ class HttpTransport:
     of tensor parallelism, since SGLang wants the same bytes for every one of them."""
 
     session = True
+    lasting = False
 
     def __init__(self, source: WeightSource):
         self.source = source

@@ -16,7 +16,8 @@ class RolloutConfig:
     engine: Literal["native", "sglang"] = "native"
     """Who writes the responses: this process's own devices, or a pool of SGLang servers."""
     servers: tuple[str, ...] = ()
-    """SGLang servers that run already, as http://host:port."""
+    """SGLang servers that run already, as http://host:port; or @file, a text file with one address a line,
+    which is read again every second: servers may join and leave."""
     launch: int = 0
     """SGLang servers to start on this machine, as child processes; their logs go to the run directory."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -64,7 +65,7 @@ class SGLangConfig:
     timeout: float = 600.0
     """Seconds one response, or one change of weights, may take."""
     retries: int = 3
-    """Servers that a response is tried on before the run stops."""
+    """Times that a response is tried, on one server or another, before the run stops."""
     transport: Literal["disk", "http", "group", "ipc"] = "disk"
     """How weights reach the servers: files that they read (disk), in requests (http), over a torch process
     group (group), or as handles of memory on GPUs that trainer and server share (ipc). http and ipc send
@@ -79,6 +80,15 @@ class SGLangConfig:
     """Of the process group: gloo over TCP, nccl between GPUs."""
     relay_python: str = sys.executable
     """Interpreter that has torch, for the processes that are the trainer's end of the groups."""
+    patience: float = 300.0
+    """Seconds to wait for a server when none can be used or all are too busy; then the run saves and ends."""
+    restarts: int = 3
+    """Times that a server started here is started again when it ends by itself."""
+    router: str = ""
+    """Address of an SGLang router, http://host:port, that gets what is to be generated; weights still go to
+    each of the servers. "" = each response goes to the least busy server."""
+    colocated: bool = False
+    """Servers started here share their GPUs with the trainer: they give memory back while it trains."""
     folder: str = ""
     """Where the weights are written for the servers to read: a path they see too. "" = a folder in /dev/shm
     (memory) for servers started here, else in the run directory."""

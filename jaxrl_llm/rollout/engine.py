@@ -86,6 +86,9 @@ class Engine(Protocol):
     def usage(self) -> Metrics:
         """How busy it was since it was last asked."""
 
+    def rest(self) -> None:
+        """Nothing is generated until the next `publish`: memory may go to the trainer."""
+
 
 def end_ids(tokenizer: Any, more: Sequence[int] = ()) -> tuple[int, ...]:
     """Ids that end a response: the tokenizer's end token, and those of a generation_config.json."""

@@ -17,6 +17,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from jaxrl_llm.rollout import access, colocated
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 from jaxrl_llm.rollout.servers import ServerError
 
@@ -28,6 +29,22 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit("the run that wanted a server has ended")
 os.execvp(sys.argv[2], sys.argv[2:])
 """
+KEYED = """
+import logging, os, runpy, sys
+keys = {flag: os.environ[name] for flag, name in FLAGS.items() if os.environ.get(name)}
+make = logging.getLogRecordFactory()
+def without_keys(*args, **kwargs):
+    record = make(*args, **kwargs)
+    text = record.getMessage()
+    if any(key in text for key in keys.values()):
+        for key in keys.values():
+            text = text.replace(key, "***")
+        record.msg, record.args = text, ()
+    return record
+logging.setLogRecordFactory(without_keys)
+sys.argv[1:] += [word for pair in keys.items() for word in pair]
+runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+"""  # SGLang takes keys on its command line alone, and logs it: here neither `ps` nor the log shows them
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 POLL = 0.5
@@ -44,23 +61,38 @@ class Launched:
     """
 
     def __init__(self, config: RolloutConfig, sglang: SGLangConfig, model: Path, logs: Path):
-        self.timeout, self.processes = sglang.start_timeout, []
+        self.timeout, self.restarts = sglang.start_timeout, sglang.restarts
         logs.mkdir(parents=True, exist_ok=True)
         self.logs = [logs / f"sglang_{index}.log" for index in range(config.launch)]
         ports = free_ports(config.launch)
         self.urls = [f"http://127.0.0.1:{port}" for port in ports]
-        visible = sglang.devices or [os.environ.get(VISIBLE, "")] * config.launch
-        for port, log, devices in zip(ports, self.logs, visible, strict=True):
-            with log.open("ab") as out:
-                process = subprocess.Popen(
-                    command(config, sglang, model, port),
-                    env={**os.environ, VISIBLE: devices} if devices else None,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=out,
-                    start_new_session=True,  # a group of its own: stopped whole, and Ctrl-C does not reach it
-                )
-            self.processes.append(process)
+        self.commands = [command(config, sglang, model, port) for port in ports]
+        self.visible = sglang.devices or [os.environ.get(VISIBLE, "")] * config.launch
+        self.starts = [0] * config.launch
+        self.processes = [self._start(index) for index in range(config.launch)]
+
+    def revive(self, url: str) -> str:
+        """Start the server of this address again if it has ended: what happened; "" = nothing."""
+        index = self.urls.index(url)
+        code = self.processes[index].poll()
+        if code is None or self.starts[index] > self.restarts:
+            return ""
+        kill_group(self.processes[index])  # its children may hold the port or the accelerator
+        self.processes[index] = self._start(index)
+        return f"the SGLang server at {url} ended with {code} ({self.logs[index]}) and was started again"
+
+    def _start(self, index: int) -> subprocess.Popen:
+        self.starts[index] += 1
+        devices = self.visible[index]
+        with self.logs[index].open("ab") as out:
+            return subprocess.Popen(
+                self.commands[index],
+                env={**os.environ, VISIBLE: devices} if devices else None,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,  # a group of its own: stopped whole, and Ctrl-C does not reach it
+            )
 
     def wait(self) -> None:
         """Until every server answers.
@@ -88,17 +120,24 @@ class Launched:
         for process in self.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(deadline - time.monotonic(), 0))
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_group(process)
             process.wait()
+
+
+def kill_group(process: subprocess.Popen) -> None:
+    """End it and what it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def command(config: RolloutConfig, sglang: SGLangConfig, model: Path, port: int) -> list[str]:
     """What starts one server; `sglang.flags` come last and so have the last word."""
+    module = ("-c", f"FLAGS = {access.FLAGS}{KEYED}") if access.keys() else ("-m", "sglang.launch_server")
     server = [
-        *(sglang.python, "-m", "sglang.launch_server", "--model-path", str(model)),
+        *(sglang.python, *module, "--model-path", str(model)),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", config.dtype),
         *("--load-format", "dummy", "--max-running-requests", str(config.slots), "--skip-server-warmup"),
+        *([colocated.FLAG] if sglang.colocated else []),
         *shlex.split(sglang.flags),
     ]
     return [sys.executable, "-I", "-c", BECOME, str(os.getpid()), *server]
@@ -115,7 +154,8 @@ def free_ports(count: int) -> list[int]:
 
 def answers(url: str) -> bool:
     try:
-        with DIRECT.open(f"{url}/model_info", timeout=5) as answer:
+        asked = urllib.request.Request(f"{url}/model_info", headers=access.headers("/model_info"))
+        with DIRECT.open(asked, timeout=5) as answer:
             return answer.status == 200
     except (OSError, urllib.error.URLError):
         return False

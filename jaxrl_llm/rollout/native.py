@@ -105,6 +105,9 @@ class NativeEngine:
         """Of the last call of `generate`."""
         return self.metrics
 
+    def rest(self) -> None:
+        """Keeps its weights: the next evaluation may want them as they are."""
+
     def warm_up(
         self,
         max_prompt_tokens: int,

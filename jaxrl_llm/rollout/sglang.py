@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.rollout import colocated
 from jaxrl_llm.rollout.checks import check_requests
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 from jaxrl_llm.rollout.engine import Request, SamplingConfig, Written, end_ids
@@ -65,13 +66,15 @@ class SGLangEngine:
         until_up: Callable[[], None] | None = None,
     ):
         self.model, self.tokenizer, self.pool, self.share = model, tokenizer, pool, share
+        self.colocated = sglang.colocated
         self._pushes = 0
         self._leaf: jax.Array | None = None  # the first weight that the servers hold
         self._versions: dict[str, int] = {}  # label -> policy version
         self._publisher = Publisher(
             config.dtype, sglang, model, pool, transport, score, self.on_first, until_up
         )
-        self._writer = Writer(pool, tokenizer, end_ids(tokenizer, eos_ids), self._versions) if pool else None
+        ends = end_ids(tokenizer, eos_ids)
+        self._writer = Writer(pool, tokenizer, ends, self._versions, model.vocab_size) if pool else None
 
     def publish(self, params: Params, version: int) -> Metrics:
         """Give the servers these weights, and see that each of them computes with them.
@@ -116,7 +119,7 @@ class SGLangEngine:
         drafts = [Draft(request, g, seed) for (request, g), seed in zip(pairs, seeds, strict=True)]
         for draft, before in zip(drafts, written, strict=bool(written)):
             draft.go_on_from(before)
-        future = self.pool.submit(self._writer.write_all(drafts, sampling)) if self.pool else None
+        future = self.pool.start(self._writer.write_all(drafts, sampling)) if self.pool else None
         return Responses(self, drafts, future)
 
     def generate(self, requests: list[Request], sampling: SamplingConfig, key: jax.Array) -> list[Trajectory]:
@@ -136,6 +139,12 @@ class SGLangEngine:
     def usage(self) -> Metrics:
         """How busy the servers were since it was last asked. A collective."""
         return self.on_first(lambda: self.pool.run(self._writer.usage()))
+
+    def rest(self) -> None:
+        """Colocated: the servers give their memory back, and with it the weights."""
+        if self.colocated and self._leaf is not None:
+            self._leaf = None
+            self.on_first(lambda: self.pool.run(colocated.rest(self.pool)))
 
     def on_first(self, work: Callable[[], Any]) -> Any:
         """What process 0 gets from `work`; its error is everybody's."""

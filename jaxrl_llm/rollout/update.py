@@ -13,7 +13,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
-from jaxrl_llm.rollout.servers import Json, Refused, Server, ServerError, ServerPool
+from jaxrl_llm.rollout.client import Json
+from jaxrl_llm.rollout.colocated import CACHE, WEIGHTS, wake
+from jaxrl_llm.rollout.server import NoRoute, Refused, Server, ServerError
+from jaxrl_llm.rollout.servers import ServerPool
 from jaxrl_llm.structs import Params
 
 ANSWERS = 30.0  # seconds a server may take to say what it is, or to be told that a push has failed
@@ -60,6 +63,8 @@ class WeightTransport(Protocol):
 
     session: bool
     """Whether `send` wants a session of the server around it."""
+    lasting: bool
+    """Whether parcels can be sent again later, to a server that comes back."""
 
     def parcels(self, params: Params, label: str) -> Iterator[Parcel]:
         """The push, piece by piece. A collective: every process iterates."""
@@ -95,6 +100,7 @@ class Update:
         self.wire_seconds: dict[str, float] = {}  # by address: spent in sending
         self.pause_seconds: dict[str, float] = {}
         self._inboxes: dict[int, asyncio.Queue[Parcel]] = {}
+        self._past: list[Parcel] = []  # where they last
         pool.run(self._start())
 
     def put(self, parcel: Parcel) -> None:
@@ -109,10 +115,13 @@ class Update:
         self.pool.run(self._cancel())
 
     async def _start(self) -> None:
-        self._inboxes = {id(server): asyncio.Queue(1) for server in self.pool.servers}
-        self._task = asyncio.create_task(self.pool.everywhere(self._one))
+        servers = list(self.pool.servers)
+        self._inboxes = {id(server): asyncio.Queue(1) for server in servers}
+        self._task = asyncio.create_task(self.pool.everywhere(self._one, self.label, servers))
 
     async def _put(self, parcel: Parcel) -> None:
+        if self.transport.lasting:
+            self._past.append(parcel)
         await asyncio.gather(*(inbox.put(parcel) for inbox in self._inboxes.values()))
 
     async def _join(self) -> None:
@@ -123,8 +132,13 @@ class Update:
         await asyncio.wait([self._task])
 
     async def _one(self, server: Server) -> None:
+        """The push for one server, while it goes on or, where parcels last, later."""
         if id(server) not in self._inboxes:
-            raise ServerError(f"{server.url} has joined during a push; the next one is for it, too")
+            if not (self._past and self._past[-1].last):
+                raise ServerError(f"{server.url} waits for the next push")
+            self._inboxes[id(server)] = asyncio.Queue()
+            for parcel in self._past:
+                self._inboxes[id(server)].put_nowait(parcel)
         try:
             await self._give(server, self._inboxes[id(server)])
         except asyncio.CancelledError:
@@ -142,12 +156,14 @@ class Update:
         async with server.changing:  # what it writes from here on counts once it has been checked
             began = time.perf_counter()
             around = session(link) if self.transport.session else contextlib.nullcontext()
+            await wake(self.pool, server, WEIGHTS)
             async with paused(link, self.pause), around:
                 await self._send(link, parcel)
                 while not parcel.last:
                     parcel = await inbox.get()
                     await self._send(link, parcel)
             self.pause_seconds[server.url] = time.perf_counter() - began
+            await wake(self.pool, server, CACHE)
             await self.check(server)
 
     async def _send(self, link: Link, parcel: Parcel) -> None:
@@ -201,9 +217,9 @@ async def _begin(link: Link) -> bool:
     """Open a session, after ending one that a killed trainer has left; False = the server has none."""
     try:
         await link.update("/begin_weight_update", {})
+    except NoRoute:
+        return False
     except Refused as refusal:
-        if refusal.status == 404:
-            return False
         if "already open" not in str(refusal):
             raise
         await link.update("/end_weight_update", {})

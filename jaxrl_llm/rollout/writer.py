@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_llm.rollout import answers
 from jaxrl_llm.rollout.engine import Request, SamplingConfig, Written, text_of
 from jaxrl_llm.rollout.meter import Meter
 from jaxrl_llm.rollout.servers import Json, Server, ServerError, ServerPool
@@ -60,8 +62,16 @@ class Writer:
         versions: label of weights -> policy version, of all that were ever sent.
     """
 
-    def __init__(self, pool: ServerPool, tokenizer: Any, eos_ids: Sequence[int], versions: dict[str, int]):
-        self.pool, self.tokenizer, self.eos_ids, self.versions = pool, tokenizer, eos_ids, versions
+    def __init__(
+        self,
+        pool: ServerPool,
+        tokenizer: Any,
+        eos_ids: Sequence[int],
+        versions: dict[str, int],
+        vocab_size: int,
+    ):
+        self.pool, self.tokenizer, self.eos_ids = pool, tokenizer, eos_ids
+        self.versions, self.vocab_size = versions, vocab_size
         self.meter = Meter(pool.slots * len(pool.servers))
         self._go = asyncio.Event()
         self._go.set()
@@ -86,15 +96,20 @@ class Writer:
                 "sampling_params": self._sampling(sampling, request.max_tokens - len(draft.ids), draft.seed),
                 "return_logprob": True,
             }
+            read = functools.partial(
+                answers.read,
+                versions=self.versions,
+                vocab_size=self.vocab_size,
+                most=request.max_tokens - len(draft.ids),
+            )
             async with self.pool.slot:
                 await self._go.wait()
                 with self.meter:
-                    meta = (await self.pool.generate(body, home, request.prompt_index))["meta_info"]
-            said = meta["output_token_logprobs"]
-            versions = self._token_versions(meta, len(said))
-            draft.append([token for _, token, *_ in said], [logprob for logprob, *_ in said], versions)
-            finish = meta["finish_reason"]["type"]
-            stalled = 0 if said or breaks != self.pool.breaks else stalled + 1
+                    ids, logprobs, versions, finish = await self.pool.generate(
+                        body, home, request.prompt_index, read
+                    )
+            draft.append(ids, logprobs, versions)
+            stalled = 0 if ids or breaks != self.pool.breaks else stalled + 1
             breaks = self.pool.breaks
             if finish != "abort":
                 draft.finish = finish
@@ -120,7 +135,7 @@ class Writer:
 
     async def usage(self) -> Metrics:
         """How busy the servers were since it was last asked."""
-        return self.meter.read()
+        return self.meter.read() | self.pool.metrics()
 
     def _trajectory(self, draft: Draft) -> Trajectory:
         return Trajectory(
@@ -134,16 +149,6 @@ class Writer:
             finish=draft.finish,
             text=text_of(self.tokenizer, draft.ids),
         )
-
-    def _token_versions(self, meta: Json, count: int) -> list[int]:
-        """The policy version that wrote each token."""
-        spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": count}]
-        versions = [
-            self.versions.get(span["version"]) for span in spans for _ in range(span["start"], span["end"])
-        ]
-        if None in versions or len(versions) != count:
-            raise ServerError(f"wrote with weights {spans}, which this run did not send")
-        return versions
 
     def _sampling(self, sampling: SamplingConfig, max_tokens: int, seed: int) -> Json:
         return {

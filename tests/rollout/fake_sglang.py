@@ -26,15 +26,19 @@ class FakeServer(FakeWeights):
         deaf: says that it took the weights, and keeps its own. refuses: says that it did not.
         breaks_after: tokens after which a response is broken off, once a response. down: answers 500.
         holds_after: tokens after which a response waits until everything is aborted; 0 = never.
-        seen: bodies of /generate. held: responses that wait.
+        seen: bodies of /generate. calls: (route, its body) of the others. held: responses that wait.
+        spoil: what becomes of an answer to /generate, but for probes: other JSON, or a web.Response.
+        hangs: nothing is answered to /generate and /health, but for probes.
+        keys: of the routes for all, and for admins; "" = none needed.
     """
 
     def __init__(self, port: int = 0, model_path: Path | None = None):
         self.model_path = model_path
-        self.deaf = self.refuses = self.down = False
-        self.breaks_after = self.holds_after = self.held = 0
-        self._aborts = 0
+        self._aborts = self.held = 0
         self.seen: list[dict] = []
+        self.calls: list[tuple[str, dict]] = []
+        self.headers: list[dict] = []
+        self.behave()
         self.mesh = make_mesh(MeshConfig(), jax.devices()[:1])
         self.label, self.engine = "default", None
         self.turn = threading.Condition()
@@ -44,6 +48,19 @@ class FakeServer(FakeWeights):
         self._started.wait()
         self.url = f"http://127.0.0.1:{self.port}"
 
+    def behave(self) -> None:
+        """Do what is asked, from now on."""
+        self.deaf = self.refuses = self.down = self.hangs = False
+        self.breaks_after = self.holds_after = 0
+        self.spoil, self.keys = None, ("", "")
+        self.seen.clear()
+        self.calls.clear()
+        self.headers.clear()
+
+    def restart(self) -> None:
+        """As if the process had been: the weights are gone."""
+        self.label, self.engine = "default", None
+
     def _serve(self, port: int) -> None:
         async def start():
             app = web.Application(client_max_size=1 << 30)
@@ -51,7 +68,10 @@ class FakeServer(FakeWeights):
             for route, work in self.weight_routes():
                 app.router.add_route("*", route, self._answer(work))
             app.router.add_post("/generate", self._hold(self._answer(self._generate)))
-            app.router.add_post("/abort_request", self._abort)
+            app.router.add_post("/abort_request", self._answer(self._abort))
+            app.router.add_get("/health", self._answer(lambda body: {}))
+            for route in ("flush_cache", "release_memory_occupation", "resume_memory_occupation"):
+                app.router.add_post(f"/{route}", self._answer(lambda body: None))
             runner = web.AppRunner(app)
             await runner.setup()
             site = web.TCPSite(runner, "127.0.0.1", port)
@@ -68,10 +88,22 @@ class FakeServer(FakeWeights):
                 return work(body)
 
         async def handle(request):
+            body = await request.json() if request.can_read_body else {}
+            writes = request.path == "/generate" and "sampling_seed" in body["sampling_params"]
+            if request.path != "/generate":
+                self.calls.append((request.path, body))
+            self.headers.append(dict(request.headers))
+            key = self.keys[request.path not in ("/generate", "/model_info")]
+            if key and request.headers.get("Authorization") != f"Bearer {key}" and request.path != "/health":
+                return web.Response(status=401, text="Unauthorized")
             if self.down:
                 return web.Response(status=500, text="out of order")
-            body = await request.json() if request.can_read_body else {}
-            return web.json_response(await asyncio.to_thread(guarded, body))
+            if self.hangs and (writes or request.path == "/health"):
+                await asyncio.sleep(600)
+            said = await asyncio.to_thread(guarded, body)
+            if self.spoil and writes:
+                said = self.spoil(said)
+            return said if isinstance(said, web.Response) else web.json_response(said)
 
         return handle
 
@@ -89,9 +121,8 @@ class FakeServer(FakeWeights):
 
         return handle
 
-    async def _abort(self, request):
+    def _abort(self, body):
         self._aborts += 1
-        return web.Response(text="")
 
     def make_score(self, config):
         return make_scorer(config, 1.0, "float32", self.mesh)

@@ -59,8 +59,7 @@ def make(servers, tmp_path):
         )
 
     for server in servers:
-        server.deaf = server.refuses = server.down = False
-        server.breaks_after, server.seen = 0, []
+        server.behave()
     yield engine
     for pool in pools:
         pool.close()

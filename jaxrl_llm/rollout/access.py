@@ -1,0 +1,52 @@
+"""Who may reach the servers. Keys come from the environment alone: no config, log or `ps` has them."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from urllib.parse import urlsplit
+
+API_KEY, ADMIN_KEY = "JAXRL_SGLANG_API_KEY", "JAXRL_SGLANG_ADMIN_KEY"
+FLAGS = {"--api-key": API_KEY, "--admin-api-key": ADMIN_KEY}  # SGLang's flag -> our variable
+FOR_ALL = ("/generate", "/model_info", "/server_info")  # the other routes that are used are for admins
+
+
+def keys() -> dict[str, str]:
+    """SGLang's flag -> its value, of the keys that are set."""
+    return {flag: os.environ[name] for flag, name in FLAGS.items() if os.environ.get(name)}
+
+
+def headers(path: str) -> dict[str, str]:
+    """What a request to this route carries."""
+    known = keys()
+    api, admin = known.get("--api-key", ""), known.get("--admin-api-key", "")
+    key = api if path in FOR_ALL else admin or api
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def problem(url: str) -> str:
+    """Why nothing may be sent to this address, with the fix; "" = it may."""
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+        parts.port  # noqa: B018 - raises for a port that is none
+    except ValueError:
+        host = ""
+    if not host or parts.scheme not in ("http", "https"):
+        return f"{url!r} is no address; write http://host:port."
+    if parts.username or parts.password:
+        return f"the address of {host} holds a password: set {API_KEY} instead."
+    if parts.scheme == "http" and not is_loopback(host) and not keys():
+        return (
+            f"{url} is plain http to another host, and there is no key: whoever reaches it may change its "
+            f"weights. Start it with --api-key and set {API_KEY} (and {ADMIN_KEY}) to it here, or use https."
+        )
+    return ""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this machine alone hears what is sent there."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,139 @@
+"""One SGLang server, and what is known of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from jaxrl_llm.rollout import access
+
+FIRST_TRY, LONGEST_TRY = 1.0, 15.0  # seconds until a server that was left out is tried again
+
+
+class ServerError(RuntimeError):
+    """A server, or all of them, cannot be used."""
+
+
+class Refused(ServerError):
+    """The server is well and does not take the request: another would not either."""
+
+
+class Unreachable(ServerError):
+    """It does not answer, or says that it failed: it may be well again in a while."""
+
+
+class NoRoute(Unreachable):
+    """It does not know what is asked for."""
+
+
+class Busy(ServerError):
+    """The server is well and has too much to do."""
+
+
+def error_of(url: str, path: str, status: int, text: str) -> ServerError:
+    """What an answer with this status means."""
+    said = f"{url} answered {status} to {path}: {text:.300}"
+    if status in (401, 403):
+        return Refused(f"{said} (set {access.API_KEY} and {access.ADMIN_KEY} to the keys of the server)")
+    if status in (429, 503):
+        return Busy(said)
+    if status == 404:
+        return NoRoute(said)
+    return (Refused if status in (400, 413, 422) else Unreachable)(said)
+
+
+def nonsense(url: str, error: Exception) -> ServerError:
+    return ServerError(f"{url} gave an answer that cannot be used: {type(error).__name__} {error}")
+
+
+class Counts(NamedTuple):
+    """Of a server, since they were last taken."""
+
+    tokens: int
+    busy: float  # seconds with a request
+    left_out: float  # seconds
+    inflight: int  # most requests at once
+
+
+@dataclass(eq=False)
+class Server:
+    """One server. `usable` after it has answered with the wanted weights, until something goes wrong."""
+
+    url: str
+    usable: bool = False
+    problem: str = "no weights yet"
+    gone: bool = False  # the problem is that it does not answer
+    failures: int = 0  # times it was left out
+    label: str = ""  # of the weights that it was last seen to hold
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)  # held from new weights to their check
+    admitting: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while it is brought into use
+    asleep: set[str] = field(default_factory=set)  # what of its memory has been given back: see colocated.py
+    next_try: float = 0.0  # when to bring it back into use
+    last_answer: float = 0.0  # when it was last known to be well
+
+    def __post_init__(self):
+        self.url = self.url.rstrip("/")
+        self._requests: set[asyncio.Task] = set()
+        self._tokens, self._peak, self._busy, self._left_out = 0, 0, 0.0, 0.0
+        self._since: dict[str, float] = {}  # "busy", "left out" -> since when
+        self._pause = FIRST_TRY
+
+    @property
+    def inflight(self) -> int:
+        return len(self._requests)
+
+    def leave_out(self, error: ServerError) -> None:
+        """No more requests for it; those that it has are for others to do."""
+        self.usable, self.problem, self.gone = False, str(error), isinstance(error, Unreachable | Busy)
+        self.failures += 1
+        self.label, self._since["left out"] = "", self._since.get("left out", time.monotonic())
+        if self.gone:
+            self.asleep.clear()  # whatever answers next is another process, or one of which nothing is known
+        self.next_try = time.monotonic() + self._pause
+        self._pause = min(2 * self._pause, LONGEST_TRY)
+        for request in self._requests:
+            request.cancel()
+
+    def put_to_use(self, label: str) -> None:
+        self.usable, self.problem, self.gone, self.label = True, "", False, label
+        self.last_answer = time.monotonic()
+        self._pause = FIRST_TRY
+        self._left_out += self._ended("left out")
+
+    @contextlib.contextmanager
+    def working(self, request: asyncio.Task) -> Iterator[asyncio.Task]:
+        """Counts it among the server's requests; it is cancelled if it has not ended by then."""
+        if not self._requests:
+            self._since["busy"] = self.last_answer = time.monotonic()
+        self._requests.add(request)
+        self._peak = max(self._peak, self.inflight)
+        try:
+            yield request
+        finally:
+            request.cancel()
+            self._requests.discard(request)
+            if not self._requests:
+                self._busy += self._ended("busy")
+
+    def heard(self, said: dict[str, Any]) -> None:
+        """It has answered: this."""
+        self.last_answer = time.monotonic()
+        self._tokens += len(said["meta_info"]["output_token_logprobs"])
+
+    def take_counts(self) -> Counts:
+        """What it did since the last call."""
+        now = time.monotonic()
+        for what in self._since:
+            self._busy += (now - self._since[what]) * (what == "busy")
+            self._left_out += (now - self._since[what]) * (what == "left out")
+            self._since[what] = now
+        counts = Counts(self._tokens, self._busy, self._left_out, self._peak)
+        self._tokens, self._busy, self._left_out, self._peak = 0, 0.0, 0.0, self.inflight
+        return counts
+
+    def _ended(self, what: str) -> float:
+        return time.monotonic() - self._since.pop(what, time.monotonic())
