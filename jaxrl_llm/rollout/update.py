@@ -94,10 +94,10 @@ class Update:
         self.pool, self.transport, self.pause, self.label, self.check = pool, transport, pause, label, check
         self.wire_seconds: dict[str, float] = {}  # by address: spent in sending
         self.pause_seconds: dict[str, float] = {}
-        self._inboxes: dict[int, asyncio.Queue[Parcel]] = {}
+        self._inboxes: dict[int, asyncio.Queue[Parcel | None]] = {}
         pool.run(self._start())
 
-    def put(self, parcel: Parcel) -> None:
+    def put(self, parcel: Parcel | None) -> None:
         self.pool.run(self._put(parcel))
 
     def finish(self) -> None:
@@ -106,49 +106,52 @@ class Update:
 
     def abandon(self) -> None:
         """The rest will not come: the servers go on, left out."""
-        self.pool.run(self._cancel())
+        with contextlib.suppress(ServerError):
+            self.put(
+                None
+            )  # a request that is broken off in the middle might be carried out after the next one
+            self.finish()
 
     async def _start(self) -> None:
         self._inboxes = {id(server): asyncio.Queue(1) for server in self.pool.servers}
         self._task = asyncio.create_task(self.pool.everywhere(self._one))
 
-    async def _put(self, parcel: Parcel) -> None:
+    async def _put(self, parcel: Parcel | None) -> None:
         await asyncio.gather(*(inbox.put(parcel) for inbox in self._inboxes.values()))
 
     async def _join(self) -> None:
         await self._task
-
-    async def _cancel(self) -> None:
-        self._task.cancel()
-        await asyncio.wait([self._task])
 
     async def _one(self, server: Server) -> None:
         if id(server) not in self._inboxes:
             raise ServerError(f"{server.url} has joined during a push; the next one is for it, too")
         try:
             await self._give(server, self._inboxes[id(server)])
-        except asyncio.CancelledError:
-            server.leave_out("a push was broken off")
-            raise
         finally:
             inbox = self._inboxes.pop(id(server))
             if inbox.full():  # nobody waits any longer to put something there
                 inbox.get_nowait()
 
-    async def _give(self, server: Server, inbox: asyncio.Queue[Parcel]) -> None:
+    async def _give(self, server: Server, inbox: asyncio.Queue[Parcel | None]) -> None:
         link = Link(self.pool, server, await ranks_of(self.pool, server))
         await self.transport.connect(link)
-        parcel = await inbox.get()
+        parcel = await self._next(inbox)
         async with server.changing:  # what it writes from here on counts once it has been checked
             began = time.perf_counter()
             around = session(link) if self.transport.session else contextlib.nullcontext()
             async with paused(link, self.pause), around:
                 await self._send(link, parcel)
                 while not parcel.last:
-                    parcel = await inbox.get()
+                    parcel = await self._next(inbox)
                     await self._send(link, parcel)
             self.pause_seconds[server.url] = time.perf_counter() - began
             await self.check(server)
+
+    async def _next(self, inbox: asyncio.Queue[Parcel | None]) -> Parcel:
+        parcel = await inbox.get()
+        if parcel is None:
+            raise ServerError("a push was broken off by the trainer")
+        return parcel
 
     async def _send(self, link: Link, parcel: Parcel) -> None:
         began = time.perf_counter()
