@@ -36,6 +36,7 @@ AT_LEAST = {
     "warm_start.steps": 0,
     "warm_start.examples_per_step": 1,
     "log.samples": 0,
+    "sglang.bucket_bytes": 1,
 }
 COMPARES = {"grpo", "rloo", "opo", "gpg", "gpg_rewards", "passk", "gdpo", "reinforce_pp_baseline", "otb"}
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -200,6 +201,13 @@ def _rollout(config: TrainConfig) -> Iterator[str]:
         yield f"--sglang.devices names {len(config.sglang.devices)}, --rollout.launch is {rollout.launch}."
     if rollout.launch and not shutil.which(config.sglang.python):
         yield f"--sglang.python is {config.sglang.python!r}: no such program."
+    if config.sglang.transport == "ipc" and rollout.servers:
+        yield (
+            "--sglang.transport ipc shares the memory of GPUs with servers that are started here "
+            "(--rollout.launch); for --rollout.servers set disk, http or group."
+        )
+    if config.sglang.transport == "group" and not shutil.which(config.sglang.relay_python):
+        yield f"--sglang.relay_python is {config.sglang.relay_python!r}: no such program."
 
 
 def _addresses(config: TrainConfig) -> Iterator[str]:

@@ -102,6 +102,7 @@ class Publisher:
             "bridge/wire_seconds": max(update.wire_seconds.values()),
             "bridge/pause_seconds": max(update.pause_seconds.values()),
             "bridge/probe_mean_abs": max(differences),
+            "servers/usable": len(self.pool.usable),
         }
 
     async def _probe(self, server: Server, label: str, expected: np.ndarray) -> float:

@@ -94,7 +94,6 @@ class ServerPool:
         found = [server.take_counts() for server in self.servers]
         speeds = [counts.tokens / counts.busy for counts in found if counts.busy] or [0.0]
         return {
-            "servers/usable": len(self.usable),
             "servers/retried": self.retried,
             "servers/failures": sum(server.failures for server in self.servers),
             "servers/left_out_seconds": sum(counts.left_out for counts in found),

@@ -99,11 +99,11 @@ class Update:
         self.pool, self.transport, self.pause, self.label, self.check = pool, transport, pause, label, check
         self.wire_seconds: dict[str, float] = {}  # by address: spent in sending
         self.pause_seconds: dict[str, float] = {}
-        self._inboxes: dict[int, asyncio.Queue[Parcel]] = {}
+        self._inboxes: dict[int, asyncio.Queue[Parcel | None]] = {}
         self._past: list[Parcel] = []  # where they last
         pool.run(self._start())
 
-    def put(self, parcel: Parcel) -> None:
+    def put(self, parcel: Parcel | None) -> None:
         self.pool.run(self._put(parcel))
 
     def finish(self) -> None:
@@ -112,24 +112,22 @@ class Update:
 
     def abandon(self) -> None:
         """The rest will not come: the servers go on, left out."""
-        self.pool.run(self._cancel())
+        with contextlib.suppress(ServerError):
+            self.put(None)  # a request that is broken off in the middle might be carried out after the next
+            self.finish()
 
     async def _start(self) -> None:
         servers = list(self.pool.servers)
         self._inboxes = {id(server): asyncio.Queue(1) for server in servers}
         self._task = asyncio.create_task(self.pool.everywhere(self._one, self.label, servers))
 
-    async def _put(self, parcel: Parcel) -> None:
-        if self.transport.lasting:
+    async def _put(self, parcel: Parcel | None) -> None:
+        if self.transport.lasting and parcel:
             self._past.append(parcel)
         await asyncio.gather(*(inbox.put(parcel) for inbox in self._inboxes.values()))
 
     async def _join(self) -> None:
         await self._task
-
-    async def _cancel(self) -> None:
-        self._task.cancel()
-        await asyncio.wait([self._task])
 
     async def _one(self, server: Server) -> None:
         """The push for one server, while it goes on or, where parcels last, later."""
@@ -141,18 +139,15 @@ class Update:
                 self._inboxes[id(server)].put_nowait(parcel)
         try:
             await self._give(server, self._inboxes[id(server)])
-        except asyncio.CancelledError:
-            server.leave_out("a push was broken off")
-            raise
         finally:
             inbox = self._inboxes.pop(id(server))
             if inbox.full():  # nobody waits any longer to put something there
                 inbox.get_nowait()
 
-    async def _give(self, server: Server, inbox: asyncio.Queue[Parcel]) -> None:
+    async def _give(self, server: Server, inbox: asyncio.Queue[Parcel | None]) -> None:
         link = Link(self.pool, server, await ranks_of(self.pool, server))
         await self.transport.connect(link)
-        parcel = await inbox.get()
+        parcel = await self._next(inbox)
         async with server.changing:  # what it writes from here on counts once it has been checked
             began = time.perf_counter()
             around = session(link) if self.transport.session else contextlib.nullcontext()
@@ -160,11 +155,17 @@ class Update:
             async with paused(link, self.pause), around:
                 await self._send(link, parcel)
                 while not parcel.last:
-                    parcel = await inbox.get()
+                    parcel = await self._next(inbox)
                     await self._send(link, parcel)
             self.pause_seconds[server.url] = time.perf_counter() - began
             await wake(self.pool, server, CACHE)
             await self.check(server)
+
+    async def _next(self, inbox: asyncio.Queue[Parcel | None]) -> Parcel:
+        parcel = await inbox.get()
+        if parcel is None:
+            raise ServerError("a push was broken off by the trainer")
+        return parcel
 
     async def _send(self, link: Link, parcel: Parcel) -> None:
         began = time.perf_counter()

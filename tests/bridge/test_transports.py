@@ -171,7 +171,7 @@ def test_a_push_that_the_trainer_breaks_off_leaves_no_server_paused_or_in_use(ma
     with pytest.raises(MemoryError):
         engine.publish(weights(1), 2)
     assert not any(server.paused or server.open for server in servers)
-    assert [server.problem for server in engine.pool.servers] == ["a push was broken off"] * 2
+    assert [server.problem for server in engine.pool.servers] == ["a push was broken off by the trainer"] * 2
 
 
 def test_a_group_needs_torch_and_says_so():

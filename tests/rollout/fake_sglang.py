@@ -93,7 +93,7 @@ class FakeServer(FakeWeights):
             if request.path != "/generate":
                 self.calls.append((request.path, body))
             self.headers.append(dict(request.headers))
-            key = self.keys[request.path not in ("/generate", "/model_info")]
+            key = self.keys[request.path not in ("/generate", "/model_info", "/server_info")]
             if key and request.headers.get("Authorization") != f"Bearer {key}" and request.path != "/health":
                 return web.Response(status=401, text="Unauthorized")
             if self.down:

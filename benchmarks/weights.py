@@ -1,0 +1,123 @@
+"""How fast weights reach SGLang servers, by each transport.
+
+    python benchmarks/weights.py --sglang .venv-sglang/bin/python --output benchmarks/results/weights.json
+
+Starts servers on the CPU (scripts/sglang_cpu/install.sh), gives them a model of 58 million bfloat16 weights
+(117 MB) a few times by disk (/dev/shm), http and group (gloo), and reports the median push: seconds in all,
+seconds of gathering (disk: writing), on the wire, and of the servers' pause, and gigabytes a second a server.
+The first push of each transport is not counted: it compiles, and joins the groups.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxrl_llm import models
+from jaxrl_llm.bridge.disk import DiskTransport
+from jaxrl_llm.bridge.group import GroupTransport
+from jaxrl_llm.bridge.over_http import HttpTransport
+from jaxrl_llm.bridge.source import WeightSource
+from jaxrl_llm.checkpoint.hf_export import save_description
+from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models.scorer import make_scorer
+from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
+from jaxrl_llm.rollout.launch import Launched
+from jaxrl_llm.rollout.publisher import Publisher
+from jaxrl_llm.rollout.servers import ServerPool
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+
+MODEL = TransformerConfig(
+    vocab_size=32_000, hidden_size=512, mlp_size=1536, num_layers=8, num_heads=8, num_kv_heads=4, head_dim=64,
+    tie_embeddings=False, max_position=256,
+)  # fmt: skip
+DTYPE = "bfloat16"
+FLAGS = (
+    "--device cpu --attention-backend torch_native --sampling-backend pytorch --max-total-tokens 4096 "
+    "--disable-overlap-schedule"
+)
+SHOWN = {
+    "seconds": "rollout/publish_seconds",
+    "gather": "bridge/gather_seconds",
+    "wire": "bridge/wire_seconds",
+    "pause": "bridge/pause_seconds",
+    "GB/s": "bridge/gigabytes_per_second",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sglang", required=True, help="interpreter that has SGLang")
+    parser.add_argument("--servers", type=int, default=1)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--bucket_mb", type=int, default=32)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    with contextlib.ExitStack() as closing:
+        found = measure(options, closing)
+    result = {"command": " ".join(["python", *sys.argv]), "machine": machine(), "transports": found}
+    print(table(result))
+    if options.output:
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def measure(options: argparse.Namespace, closing: contextlib.ExitStack) -> dict[str, dict[str, float]]:
+    """Transport -> medians of SHOWN."""
+    folder = Path(closing.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
+    sglang = SGLangConfig(python=options.sglang, flags=FLAGS)
+    shell = save_description(MODEL, folder / "shell", make_tokenizer(), DTYPE)
+    launched = Launched(RolloutConfig(launch=options.servers, dtype=DTYPE, slots=8), sglang, shell, folder)
+    closing.callback(launched.close)
+    pool = ServerPool(launched.urls, sglang.timeout, sglang.retries, slots=8)
+    closing.callback(pool.close)
+    source = WeightSource(MODEL, DTYPE, options.bucket_mb << 20)
+    group = GroupTransport(source, sys.executable, "gloo", sglang.timeout)
+    closing.callback(group.close)
+    disk = DiskTransport(folder / "weights", DTYPE, make_tokenizer())
+    scorer = make_scorer(MODEL, 1.0, DTYPE, make_mesh(MeshConfig(), jax.devices()[:1]))
+    score = lambda params, ids: np.asarray(scorer(params, ids[None], np.array([len(ids)])))[0, :-1]
+    params = jax.jit(models.init, static_argnums=0)(MODEL, jax.random.key(0))
+    found = {}
+    for name, transport in {"disk": disk, "http": HttpTransport(source), "group": group}.items():
+        publisher = Publisher(
+            DTYPE, sglang, MODEL, pool, transport, score, lambda work: work(), launched.wait
+        )
+        pushes = [publisher.publish(params, f"{name}-{i}") for i in range(options.repetitions + 1)][1:]
+        assert all(push["servers/usable"] == options.servers for push in pushes), pool.describe()
+        found[name] = {key: statistics.median(push[m] for push in pushes) for key, m in SHOWN.items()}
+        found[name]["MB"] = pushes[0]["rollout/publish_bytes"] / 1e6
+    return found
+
+
+def machine() -> str:
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "aiohttp", "torch")]
+    load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
+    cores, python = os.cpu_count(), platform.python_version()
+    return f"{cores} cores, load average {load}; python {python}, {', '.join(versions)}"
+
+
+def table(result: dict) -> str:
+    lines = [f"`{result['command']}`", "", result["machine"], ""]
+    lines += [f"| transport | MB | {' | '.join(SHOWN)} |", "|---" * (len(SHOWN) + 2) + "|"]
+    for name, row in result["transports"].items():
+        lines.append(f"| {name} | {row['MB']:.0f} | {' | '.join(f'{row[key]:.3g}' for key in SHOWN)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
