@@ -31,6 +31,8 @@ AT_LEAST = {
     "eval.every": 0,
     "eval.prompts": 1,
     "eval.samples": 1,
+    "env.max_turns": 1,
+    "env.max_observation_tokens": 1,
     "warm_start.steps": 0,
     "warm_start.examples_per_step": 1,
     "log.samples": 0,
@@ -54,6 +56,7 @@ def check(config: TrainConfig) -> None:
             *_data(config),
             *_sampling(config),
             *_rollout(config),
+            *_env(config),
         ]
     )
     _refuse(list(_run_dir(config.run_dir)))
@@ -193,6 +196,13 @@ def _rollout(config: TrainConfig) -> Iterator[str]:
         yield f"--sglang.devices names {len(config.sglang.devices)}, --rollout.launch is {rollout.launch}."
     if rollout.launch and not shutil.which(config.sglang.python):
         yield f"--sglang.python is {config.sglang.python!r}: no such program."
+
+
+def _env(config: TrainConfig) -> Iterator[str]:
+    if not config.env.tool_timeout > 0:
+        yield f"--env.tool_timeout is {config.env.tool_timeout}: it must be above 0 seconds; 30 is usual."
+    if config.env.name and config.env.tools:
+        yield "--env.name and --env.tools: tools are an environment of their own; give one of the two."
 
 
 def _sampling(config: TrainConfig) -> Iterator[str]:

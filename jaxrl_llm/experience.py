@@ -15,9 +15,11 @@ from jaxrl_llm import algos
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.data.loader import Loader, Prompt
 from jaxrl_llm.data.packing import PackItem, from_trajectory
+from jaxrl_llm.envs.load import Conversations
 from jaxrl_llm.reward_models import RewardModel, add_scores
 from jaxrl_llm.rewards.pool import RewardPool
-from jaxrl_llm.rewards.sample import Result, Sample
+from jaxrl_llm.rewards.sample import Result, RewardConfig, Sample
+from jaxrl_llm.rewards.summary import check_failures
 from jaxrl_llm.rollout.engine import Engine, Request, SamplingConfig
 from jaxrl_llm.structs import Metrics, Outcome, Params, Trajectory
 
@@ -90,6 +92,7 @@ class RolloutSource:
     max_tokens: int
     judges: Sequence[RewardModel] = ()
     weight_noise: float = 0.0
+    env: Conversations | None = None  # answers the policy, where it writes several turns
 
     def next(self, step: int, params: Params, version: int, phase: Phase) -> Experience:
         with phase("rollout"):
@@ -120,11 +123,13 @@ class RolloutSource:
     def _draw(self, prompts, first_index: int, key, metrics: Metrics, phase: Phase) -> list[Trajectory]:
         """Scored responses to these prompts, which are numbered from `first_index`."""
         with phase("rollout"):
-            drawn = sample(self.engine, prompts, self.responses, self.max_tokens, self.sampling, key)
+            drawn = sample(
+                self.engine, prompts, self.responses, self.max_tokens, self.sampling, key, self.env
+            )
             greedy = []
             if self.algo.needs_greedy:
                 argmax = replace(self.sampling, temperature=0.0)
-                greedy = sample(self.engine, prompts, 1, self.max_tokens, argmax, key)
+                greedy = sample(self.engine, prompts, 1, self.max_tokens, argmax, key, self.env)
         with phase("reward"):
             everything = [*drawn, *greedy]
             metrics |= judge(self.rewards, prompts, everything)
@@ -161,11 +166,18 @@ def varied(group: Sequence[Trajectory]) -> bool:
 
 
 def sample(
-    engine: Engine, prompts: Sequence[Prompt], responses: int, max_tokens: int, sampling: SamplingConfig, key
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    responses: int,
+    max_tokens: int,
+    sampling: SamplingConfig,
+    key: jax.Array,
+    env: Conversations | None = None,
 ) -> list[Trajectory]:
     """`responses` to each prompt, in order; their prompt_index is the place in `prompts`."""
     requests = [Request(p.ids, i, responses, max_tokens) for i, p in enumerate(prompts)]
-    return engine.generate(requests, sampling, key)
+    talk = {"dialogue": env.dialogue(prompts, key)} if env else {}
+    return engine.generate(requests, sampling, key, **talk)
 
 
 def judge(pool: RewardPool, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> Metrics:
@@ -184,14 +196,37 @@ def judge(pool: RewardPool, prompts: Sequence[Prompt], trajectories: Sequence[Tr
     for trajectory, (score, outcome, *components) in zip(trajectories, table.tolist(), strict=True):
         trajectory.reward, trajectory.outcome = score, Outcome(int(outcome))
         trajectory.components = tuple(components)
+    settle(trajectories, pool.config)
     return dict(pool.metrics)
+
+
+def settle(trajectories: Sequence[Trajectory], config: RewardConfig) -> None:
+    """What environments say of their conversations, besides or in place of the verifier.
+
+    Raises:
+        RewardFailureError: too many conversations broke off.
+    """
+    held = [(t, t.episode) for t in trajectories if t.episode]
+    for trajectory, episode in held:
+        if episode.failure:
+            trajectory.reward, trajectory.outcome = float("nan"), Outcome.FAILED
+        elif episode.reward is not None and config.env == "add":
+            trajectory.reward += episode.reward
+        elif episode.reward is not None:
+            trajectory.reward = episode.reward
+            right = episode.reward >= config.correct_at
+            trajectory.outcome = Outcome.CORRECT if right else Outcome.WRONG
+    failed = [Result(float("nan"), Outcome.FAILED, e.failure) for _, e in held if e.failure]
+    check_failures(
+        [*failed, *[Result(0.0, Outcome.WRONG)] * (len(held) - len(failed))], config.max_failed_fraction
+    )
 
 
 def as_sample(prompt: Prompt, trajectory: Trajectory) -> Sample:
     """What the verifier reads."""
     example = prompt.example
     return Sample(
-        response=trajectory.text,
+        response=trajectory.text if trajectory.answer is None else trajectory.answer,
         answer=example.answer,
         prompt=prompt_text(prompt),
         messages=example.messages or (),
@@ -212,6 +247,15 @@ def statistics(trajectories: Sequence[Trajectory]) -> Metrics:
     rewards = np.array([t.reward for t in trajectories], np.float64)
     scored = rewards[np.isfinite(rewards)]
     lengths = np.array([len(t.response_ids) for t in trajectories])
+    episodes = [t.episode for t in trajectories if t.episode]
+    made = sum(e.tool_calls for e in episodes)
+    of_env = {
+        "env/turns_mean": np.mean([turns(t) for t in trajectories]),
+        "env/tool_calls": made / len(trajectories),
+        "env/tool_errors": sum(e.tool_errors for e in episodes) / max(made, 1),
+        "env/timeouts": sum(e.timeouts for e in episodes),
+        "env/failed_fraction": sum(bool(e.failure) for e in episodes) / len(trajectories),
+    }
     judged = [t.outcome == Outcome.CORRECT for t in trajectories if t.outcome != Outcome.FAILED]
     return {
         "reward/mean": scored.mean() if len(scored) else float("nan"),
@@ -221,4 +265,10 @@ def statistics(trajectories: Sequence[Trajectory]) -> Metrics:
         "response_tokens/max": lengths.max(),
         "truncated_fraction": np.mean([t.finish == "length" for t in trajectories]),
         "zero_variance_fraction": np.mean([not varied(group) for group in groups(trajectories)]),
+        **(of_env if episodes else {}),
     }
+
+
+def turns(trajectory: Trajectory) -> int:
+    """Turns that the policy wrote."""
+    return int((np.diff(trajectory.mask, prepend=0) > 0).sum())

@@ -12,7 +12,7 @@ import numpy as np
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.rollout.checks import check_requests
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
-from jaxrl_llm.rollout.engine import Request, SamplingConfig, end_ids
+from jaxrl_llm.rollout.engine import Dialogue, DialogueError, Request, SamplingConfig, end_ids
 from jaxrl_llm.rollout.keys import sample_keys
 from jaxrl_llm.rollout.publisher import Publisher, WeightTransport
 from jaxrl_llm.rollout.servers import ServerError, ServerPool
@@ -69,7 +69,13 @@ class SGLangEngine:
         self._leaf = leaf
         return metrics
 
-    def generate(self, requests: list[Request], sampling: SamplingConfig, key: jax.Array) -> list[Trajectory]:
+    def generate(
+        self,
+        requests: list[Request],
+        sampling: SamplingConfig,
+        key: jax.Array,
+        dialogue: Dialogue | None = None,
+    ) -> list[Trajectory]:
         """Responses in order (request, response index). Sample (p, g) draws with a seed of its own.
 
         A response that a server breaks off (its weights change) goes on where it stopped; each token
@@ -78,6 +84,7 @@ class SGLangEngine:
         Raises:
             ValueError: no weights published, an impossible request or sampling setting.
             ServerError: a response that no server could complete.
+            DialogueError: no conversation can go on.
         """
         check_requests(requests, sampling, self.model, self.tokenizer)
         if self._leaf is None:
@@ -87,7 +94,8 @@ class SGLangEngine:
         seeds = (sample_keys(key, names)[: len(pairs), 1] & 0x7FFFFFFF).tolist()
         drafts = [Draft(request, g, seed) for (request, g), seed in zip(pairs, seeds, strict=True)]
         start = time.perf_counter()
-        trajectories = self._on_first(lambda: self.pool.run(self._writer.write_all(drafts, sampling)))
+        write = lambda: self.pool.run(self._writer.write_all(drafts, sampling, dialogue))
+        trajectories = self._on_first(write)
         tokens = sum(len(t.response_ids) for t in trajectories)
         self.metrics = {"rollout/tokens_per_second": tokens / max(time.perf_counter() - start, 1e-9)}
         return trajectories
@@ -99,9 +107,9 @@ class SGLangEngine:
         else:
             try:
                 result = work()
-            except ServerError as error:
+            except (ServerError, DialogueError) as error:
                 result = error
         result = self.share(result)
-        if isinstance(result, ServerError):
+        if isinstance(result, (ServerError, DialogueError)):
             raise result
         return result
