@@ -35,8 +35,8 @@ os.execv(sys.executable, [sys.executable, "-I", "-u", "main.py"])
 NOBODY = "65534"
 START_SECONDS = 60.0
 FIX = (
-    "Install bubblewrap 0.7 or newer (apt-get install bubblewrap) and allow user namespaces; or, on a machine "
-    "with nothing to lose, set allow_unsandboxed to run what a model writes without a sandbox."
+    "Install bubblewrap 0.7 or newer (apt-get install bubblewrap) and allow user namespaces; or, on a "
+    "machine with nothing to lose, set allow_unsandboxed to run what a model writes without a sandbox."
 )
 
 
@@ -209,7 +209,7 @@ def _bubblewrap(config: SandboxConfig) -> list[str]:
     if not python.is_relative_to("/usr"):  # not all of it: it may be a home folder
         system += [str(python / "lib"), str(python / "lib64"), _interpreter()]
     binds = [["--ro-bind-try", path, path] for path in system]
-    binds += [["--dev-bind", path, path] for path in ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")]
+    binds += [["--dev-bind", path, path] for path in ("/dev/null", "/dev/zero", "/dev/urandom")]
     return [
         *(program, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"),
         *("--cap-drop", "ALL", "--uid", NOBODY, "--gid", NOBODY, "--hostname", "sandbox"),
