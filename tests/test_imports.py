@@ -33,6 +33,7 @@ ALLOWED: dict[str, str | None] = {
     "algos": "structs",
     "rewards": "outcome",
     "data": "structs",
+    "envs": "structs outcome data",
     "checkpoint": "structs signals sharding models",
     "rollout": "jaxrl_kernels structs sharding models",
     "envs": "structs data rollout",
