@@ -33,10 +33,9 @@ ALLOWED: dict[str, str | None] = {
     "algos": "structs",
     "rewards": "outcome",
     "data": "structs",
-    "envs": "structs outcome data",
     "checkpoint": "structs signals sharding models",
     "rollout": "jaxrl_kernels structs sharding models",
-    "envs": "structs data rollout",
+    "envs": "structs outcome data rollout",
     "bridge": "structs models checkpoint",
     # what joins them
     "step": "jaxrl_kernels structs algos",
