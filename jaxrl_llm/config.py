@@ -18,6 +18,7 @@ from jaxrl_llm.checkpoint.state import CheckpointConfig
 from jaxrl_llm.data.chat import ChatConfig
 from jaxrl_llm.data.loader import DataConfig
 from jaxrl_llm.data.rows import SourceConfig
+from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.metrics import LogConfig
 from jaxrl_llm.models.config import RopeConfig, TransformerConfig
 from jaxrl_llm.optim import OptimConfig
@@ -32,6 +33,7 @@ __all__ = [  # all that a recipe needs, besides its algorithm
     "ConfigError",
     "CriticConfig",
     "DataConfig",
+    "EnvConfig",
     "EvalConfig",
     "LogConfig",
     "MeshConfig",
@@ -164,6 +166,7 @@ class TrainConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

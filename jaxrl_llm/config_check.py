@@ -33,6 +33,8 @@ AT_LEAST = {
     "eval.every": 0,
     "eval.prompts": 1,
     "eval.samples": 1,
+    "env.max_turns": 1,
+    "env.max_observation_tokens": 1,
     "warm_start.steps": 0,
     "warm_start.examples_per_step": 1,
     "log.samples": 0,
@@ -57,6 +59,7 @@ def check(config: TrainConfig) -> None:
             *_data(config),
             *_sampling(config),
             *_rollout(config),
+            *_env(config),
         ]
     )
     _refuse(list(_run_dir(config.run_dir)))
@@ -223,6 +226,13 @@ def _addresses(config: TrainConfig) -> Iterator[str]:
         for url in urls:
             if problem := access.problem(url):
                 yield f"--{key}: {problem}"
+
+
+def _env(config: TrainConfig) -> Iterator[str]:
+    if not config.env.tool_timeout > 0:
+        yield f"--env.tool_timeout is {config.env.tool_timeout}: it must be above 0 seconds; 30 is usual."
+    if config.env.name and config.env.tools:
+        yield "--env.name and --env.tools: tools are an environment of their own; give one of the two."
 
 
 def _sampling(config: TrainConfig) -> Iterator[str]:

@@ -50,10 +50,12 @@ def make_engine(
     """
     if config.rollout.engine == "sglang":
         return _sglang(config, model, mesh, tokenizer, eos_ids, closing)
-    engine = NativeEngine(config.rollout, model, mesh, tokenizer, eos_ids)
+    engine = NativeEngine(config.rollout, model, mesh, tokenizer, eos_ids, share)
     if config.rollout.warm_up:
         samplings = [config.rollout.sampling, config.eval.sampling]
-        engine.warm_up(config.max_prompt_tokens, config.max_response_tokens, samplings)
+        engine.warm_up(
+            config.max_prompt_tokens, config.max_response_tokens, samplings, turns=config.env.active
+        )
     return engine
 
 

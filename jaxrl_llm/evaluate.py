@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.packing import PackItem
+from jaxrl_llm.envs.load import Conversations
 from jaxrl_llm.experience import judge, sample
 from jaxrl_llm.rewards.extract import find_answer, last_number
 from jaxrl_llm.rewards.pool import RewardPool
@@ -32,12 +33,13 @@ class Answers:
     samples: int
     max_tokens: int
     key: jax.Array
+    env: Conversations | None = None  # the one that training has
 
     def __call__(self, state: TrainState, reference: Reference) -> Metrics:
         """Metrics eval/..."""
         self.engine.publish(state.params, int(state.version))
         trajectories = sample(
-            self.engine, self.prompts, self.samples, self.max_tokens, self.sampling, self.key
+            self.engine, self.prompts, self.samples, self.max_tokens, self.sampling, self.key, self.env
         )
         self.engine.rest()
         judge(self.rewards, self.prompts, trajectories)
@@ -81,6 +83,7 @@ def accuracies(groups: Sequence[Sequence[Trajectory]]) -> Metrics:
 
 def majority(group: Sequence[Trajectory]) -> bool:
     """Whether the commonest answer of the group is correct."""
-    answers = [find_answer(t.text) or last_number(t.text) or t.text.strip() for t in group]
+    texts = [t.text if t.answer is None else t.answer for t in group]
+    answers = [find_answer(text) or last_number(text) or text.strip() for text in texts]
     winner = Counter(answers).most_common(1)[0][0]
     return group[answers.index(winner)].outcome == Outcome.CORRECT

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,12 @@ from jaxrl_llm.config_check import check_lengths
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.engines import make_engine
+from jaxrl_llm.envs.load import Conversations, make_conversations
 from jaxrl_llm.evaluate import Answers, HeldOutLoss
-from jaxrl_llm.experience import DatasetSource, Experience, RolloutSource, Source, dataset_items
+from jaxrl_llm.experience import DatasetSource, Experience, Source, dataset_items
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.names import read_config
+from jaxrl_llm.on_policy import RolloutSource
 from jaxrl_llm.reward_models import load as load_judge
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.roles import load_model_config, make_trainers, with_heads
@@ -118,37 +120,44 @@ def build(config: TrainConfig, closing: contextlib.ExitStack) -> Parts:
     warm_trainer, trainer = make_trainers(config, model, mesh)
     on_policy = algos.module_of(config.algo).INPUT == "rollouts"
     engine = rewards = None
+    env = make_conversations(config.env, tokenizer, config.data.chat)
+    columns = closing.enter_context(env).columns if env else {}
     if on_policy or (config.eval.every and config.algo.needs_policy):
         ends = hf.end_ids(folder) if folder else ()
         engine = make_engine(config, model, mesh, tokenizer, ends, closing)
         rewards = closing.enter_context(RewardPool(config.reward, Path(config.run_dir) / "rewards.log"))
-    loader = make_loader(config, tokenizer)
+    loader = make_loader(config, tokenizer, columns)
     if on_policy:
         source = RolloutSource(
             loader, engine, rewards, config.algo, config.rollout.sampling,
             jax.random.fold_in(jax.random.key(config.seed), 1),
             config.prompts_per_step, config.responses_per_prompt, config.max_response_tokens,
             [load_judge(one, trainer.policy.config, mesh, tokenizer) for one in config.reward.models],
-            config.rollout.weight_noise, config.rollout.max_staleness, config.steps,
+            config.rollout.weight_noise, env, config.rollout.max_staleness, config.steps,
         )  # fmt: skip
     else:
         source = DatasetSource(loader, config.prompts_per_step, config.algo)
     loaders, stages, start = [loader], [], config.warm_start
     if warm_trainer:
         data = replace(config.data, train=start.sources, path="") if start.sources else config.data
-        loaders.append(make_loader(replace(config, data=data), tokenizer))
+        loaders.append(make_loader(replace(config, data=data), tokenizer, columns))
         examples = DatasetSource(loaders[-1], start.examples_per_step, warm_trainer.policy.algo)
         stages.append(Stage("warm_start", 0, start.steps, warm_trainer, examples, 1))
     stages.append(Stage("train", start.steps, config.steps, trainer, source, config.minibatches_per_step))
     evaluators = []
     if config.eval.every:
-        loaders.append(make_loader(config, tokenizer, split="eval"))
-        evaluators = make_evaluators(config, loaders[-1], trainer, engine, rewards)
+        loaders.append(make_loader(config, tokenizer, columns, split="eval"))
+        evaluators = make_evaluators(config, loaders[-1], trainer, engine, rewards, env)
     return Parts(config, mesh, model, tokenizer, folder, stages, evaluators, loaders)
 
 
 def make_evaluators(
-    config: TrainConfig, held_out: Loader, trainer: Trainer, engine: Engine | None, rewards: RewardPool | None
+    config: TrainConfig,
+    held_out: Loader,
+    trainer: Trainer,
+    engine: Engine | None,
+    rewards: RewardPool | None,
+    env: Conversations | None,
 ) -> list[Answers | HeldOutLoss]:
     """Answers to prompts that have one, if a policy learns; loss on examples, if examples are learned."""
     evaluators: list[Answers | HeldOutLoss] = []
@@ -158,7 +167,7 @@ def make_evaluators(
         if prompts:
             sampling, samples = config.eval.sampling, config.eval.samples
             evaluators.append(
-                Answers(prompts, engine, rewards, sampling, samples, config.max_response_tokens, key)
+                Answers(prompts, engine, rewards, sampling, samples, config.max_response_tokens, key, env)
             )
     if algos.module_of(config.algo).INPUT != "rollouts":
         items = dataset_items(held_out, config.algo, 0, config.eval.prompts)
@@ -166,10 +175,11 @@ def make_evaluators(
     return evaluators
 
 
-def make_loader(config: TrainConfig, tokenizer: Any, split: str = "train") -> Loader:
-    return Loader(
-        config.data, tokenizer, config.seed, config.max_prompt_tokens, split, max_tokens=config.max_tokens
-    )
+def make_loader(
+    config: TrainConfig, tokenizer: Any, columns: dict[str, Any], split: Literal["train", "eval"] = "train"
+) -> Loader:
+    longest = config.max_prompt_tokens
+    return Loader(config.data, tokenizer, config.seed, longest, split, config.max_tokens, columns)
 
 
 def data_report(loaders: Sequence[Loader]) -> list[str]:

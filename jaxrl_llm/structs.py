@@ -27,6 +27,18 @@ Params = Any  # a pytree of arrays; outside models/ nobody looks inside
 
 
 @dataclass
+class Episode:
+    """What an environment says of one trajectory."""
+
+    turns: int = 0  # of the policy that it has answered
+    reward: float | None = None  # sum of what its steps gave; None = none gave any
+    failure: str = ""  # why the conversation broke off; the trajectory is then masked
+    tool_calls: int = 0
+    tool_errors: int = 0  # calls that could not be read or that failed, cut-off ones among them
+    timeouts: int = 0  # calls that were cut off
+
+
+@dataclass
 class Trajectory:
     """One response to one prompt, as the engine made it (host, numpy; never re-tokenised text)."""
 
@@ -38,7 +50,9 @@ class Trajectory:
     prompt_index: int  # which prompt of the step; trajectories of one prompt form a group
     response_index: int  # which of the G responses
     finish: str  # "stop" (end token or stop string) or "length"
-    text: str = ""  # response text for rewards and people; training reads only ids
+    text: str = ""  # response text for people; training reads only ids
+    answer: str | None = None  # what rewards read, the last of several turns; None = all of `text`
+    episode: Episode | None = None  # of a conversation with an environment
     reward: float = float("nan")
     outcome: Outcome = Outcome.FAILED
     components: tuple[float, ...] = ()  # the rewards that `reward` is the weighted sum of

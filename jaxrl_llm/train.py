@@ -31,6 +31,7 @@ from jaxrl_llm.parts import Parts, build, data_report
 from jaxrl_llm.recipes import from_command_line
 from jaxrl_llm.reference import Reference
 from jaxrl_llm.rewards.sample import RewardFailureError
+from jaxrl_llm.rollout.engine import DialogueError
 from jaxrl_llm.rollout.servers import ServerError
 from jaxrl_llm.signals import EXIT_STOPPED, Stop
 from jaxrl_llm.structs import Metrics, TrainState
@@ -77,7 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             with contextlib.closing(Stop(launch.config.max_runtime)) as stop:
                 ended = run(parts, checkpoints, log, state, start, stop)
             return finish(parts, checkpoints, log, ended)
-        except (NonFiniteError, RewardFailureError, DiskFullError, UnsavedError, ServerError) as error:
+        except (
+            NonFiniteError, RewardFailureError, DiskFullError, UnsavedError, ServerError, DialogueError
+        ) as error:  # fmt: skip
             print(f"error: {error}", file=sys.stderr)  # said in full; the checkpoints stand
             return 1
 

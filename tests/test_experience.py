@@ -12,7 +12,8 @@ import pytest
 from jaxrl_llm.algos import dapo, gkd, grpo, remax
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.rows import Example
-from jaxrl_llm.experience import RolloutSource, groups, judge, perturbed, varied
+from jaxrl_llm.experience import groups, judge, varied
+from jaxrl_llm.on_policy import RolloutSource, perturbed
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.sample import Result, RewardConfig
 from jaxrl_llm.rollout.engine import SamplingConfig
@@ -41,11 +42,14 @@ class FakeEngine:
         self.params = params
         return {}
 
-    def start(self, requests, sampling, key, written=()):
+    def start(self, requests, sampling, key, dialogue=None, written=()):
         return Later(lambda: self.generate(requests, sampling, key))
 
     def usage(self):
         return {}
+
+    def rest(self):
+        pass
 
     def generate(self, requests, sampling, key):
         made = []

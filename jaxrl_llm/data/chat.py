@@ -24,17 +24,52 @@ def encode_prompt(tokenizer: Any, example: Example, config: ChatConfig) -> np.nd
 
     Assistant turns at the end of a chat are references for supervised training and are left out.
     """
-    messages = chat_messages(example, config)
+    messages = prompt_messages(example, config)
     if messages is None:
         ids = _plain_ids(tokenizer, example, config)
     else:
-        while messages and messages[-1]["role"] == "assistant":
-            messages = messages[:-1]
         chat = Chat(tokenizer, messages, example, config)
         ids = chat.tokenise(chat.render(generation_prompt=True))
     if not ids:
         raise ValueError(f"{example.where}: the prompt has no tokens")
     return np.asarray(ids, np.int32)
+
+
+def encode_observation(
+    tokenizer: Any, example: Example, messages: list[Message], turn: int, config: ChatConfig, ended: bool
+) -> list[int]:
+    """Ids that follow a turn of the policy: what was said to it, and the start of its next turn.
+
+    They are what the template adds after the turn, so all ids before them stay as they are.
+
+    Args:
+      messages: the conversation; messages[turn] is the policy's turn, those after it the observation.
+      ended: whether the policy wrote the end token of its turn, which then does not come again.
+
+    Raises:
+      ValueError: the template writes what was there before in another way.
+    """
+    if prompt_messages(example, config) is None:
+        return _literal_ids(tokenizer, "".join(message["content"] for message in messages[turn + 1 :]))
+    written = len(prompt_messages(example, config))
+    shown = [_stand_in(m) if i >= written and m["role"] == "assistant" else m for i, m in enumerate(messages)]
+    chat = Chat(tokenizer, shown, example, config)
+    before = chat.render(turn, generation_prompt=True) + shown[turn]["content"]
+    text = chat.render(generation_prompt=True)
+    if not text.startswith(before):
+        raise ValueError(
+            "the chat template rewrites earlier turns once more follow, so the policy would not read what it "
+            "wrote. Give one that leaves them as they are (--data.chat.chat_template FILE)"
+        )
+    rest = text[len(before) :]
+    end = next((token for token in chat.controls if rest.startswith(token)), "") if ended else ""
+    return chat.tokenise(rest[len(end) :])
+
+
+def _stand_in(message: Message) -> Message:
+    """A turn in simple words: the policy's own are tokens already, and rendering might change them."""
+    thought = "<think>\nthought\n</think>\n\n" if "</think>" in message["content"] else ""
+    return {**message, "content": f"{thought}words"}
 
 
 def encode_supervised(tokenizer: Any, example: Example, config: ChatConfig) -> tuple[np.ndarray, np.ndarray]:
@@ -55,6 +90,14 @@ def encode_supervised(tokenizer: Any, example: Example, config: ChatConfig) -> t
     return np.asarray(ids, np.int32), np.asarray(mask, np.int8)
 
 
+def prompt_messages(example: Example, config: ChatConfig) -> list[Message] | None:
+    """The chat up to where the policy starts to write; None where there is no template."""
+    messages = chat_messages(example, config)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    return messages
+
+
 def chat_messages(example: Example, config: ChatConfig) -> list[Message] | None:
     """The chat that goes through the template, without `response`; None where there is no template."""
     if config.render == "plain" or (config.render == "auto" and example.messages is None):
@@ -69,21 +112,22 @@ def _chat_pieces(
     tokenizer: Any, messages: list[Message], example: Example, config: ChatConfig
 ) -> Iterator[tuple[list[int], int]]:
     """(ids, 1 = learned) of each piece of a chat, in order, up to the end of its last assistant turn."""
-    last_only = config.loss == "last" or example.response is not None
+    target = example.turns
     if example.response is not None:
-        messages = [*messages, {"role": "assistant", "content": example.response}]
+        target = ({"role": "assistant", "content": example.response},)
+    messages = [*messages, *target]
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         raise ValueError(
             f"{example.where}: nothing to learn: no assistant turn, completion, response or output"
         )
+    learned = sum(message["role"] == "assistant" for message in target) or len(turns)
+    learned = 1 if config.loss == "last" else learned
     chat = Chat(tokenizer, messages[: turns[-1] + 1], example, config)
     marked = GENERATION.search(chat.template) is not None
-    text, spans = (
-        chat.render_marked() if marked else _spans(chat, turns[-1:] if last_only else turns, example)
-    )
+    text, spans = chat.render_marked() if marked else _spans(chat, turns[-learned:], example)
     position = 0
-    for start, end in _with_ends(text, spans[-1:] if last_only else spans, chat.controls):
+    for start, end in _with_ends(text, spans[-learned:], chat.controls):
         yield chat.tokenise(text[position:start]), 0
         yield chat.tokenise(text[start:end]), 1
         position = end
@@ -148,8 +192,13 @@ def _appends_end(tokenizer: Any) -> bool:
 def _plain_target(tokenizer: Any, example: Example) -> list[int]:
     if example.response is None:
         raise ValueError(f"{example.where}: nothing to learn: the row has no completion, response or output")
+    return [*_literal_ids(tokenizer, example.response), _end_id(tokenizer)]
+
+
+def _literal_ids(tokenizer: Any, text: str) -> list[int]:
+    """Ids of text in which control tokens are text."""
     encode = functools.partial(tokenizer, add_special_tokens=False, verbose=False)
-    return [*encode(example.response, split_special_tokens=True)["input_ids"], _end_id(tokenizer)]
+    return list(encode(text, split_special_tokens=True)["input_ids"]) if text else []
 
 
 def _joined(example: Example) -> str:

@@ -82,6 +82,7 @@ class Loader:
       seed: of the order and of generated training problems; held-out problems are the same for every seed.
       max_prompt_tokens: longest prompt; `config.overlong` says what becomes of longer ones.
       max_tokens: longest supervised example, prompt and response; None: no limit.
+      columns: of every row that lacks them, such as the tools that the chat template shows.
 
     Raises:
       ValueError: no source, no usable row, a bad row or an over-long prompt that was to be refused.
@@ -95,6 +96,7 @@ class Loader:
         max_prompt_tokens: int,
         split: Literal["train", "eval"] = "train",
         max_tokens: int | None = None,
+        columns: dict[str, Any] | None = None,
     ):
         self._config, self._tokenizer, self._seed = config, tokenizer, seed
         self._max_prompt_tokens, self._max_tokens = max_prompt_tokens, max_tokens
@@ -102,6 +104,7 @@ class Loader:
         self._sources = [open_source(c, seed if split == "train" else 0, config.bad_rows) for c in configs]
         self._places = _stream(self._sources, configs, seed, config.shuffle) if configs else None
         self._overlong: set[tuple[int, int]] = set()
+        self._columns = columns or {}
 
     def batch(self, step: int, size: int) -> list[Prompt]:
         """The prompts of a step, whatever was read before."""
@@ -150,7 +153,7 @@ class Loader:
             count = min(share, len(source))
             for i in range(count):
                 row = i * len(source) // count
-                example = source[row]
+                example = self._read(source, row)
                 ids = self._prompt(example, (k, row))
                 if ids is not None:
                     prompts.append(Prompt(example, ids, len(prompts)))
@@ -180,7 +183,7 @@ class Loader:
         source = self._sources[k]
         rng = np.random.default_rng([self._seed, position])
         for _ in range(MAX_DRAWS):
-            example = source[row]
+            example = self._read(source, row)
             encoded = encode(example, (k, row))
             if encoded is not None:
                 return example, encoded
@@ -189,6 +192,12 @@ class Loader:
             f"{example.where}: of {MAX_DRAWS} rows tried none fits max_prompt_tokens "
             f"{self._max_prompt_tokens} (max_tokens {self._max_tokens}); raise it, or --data.overlong cut"
         )
+
+    def _read(self, source: Source, row: int) -> Example:
+        example = source[row]
+        if not self._columns:
+            return example
+        return dataclasses.replace(example, columns={**self._columns, **example.columns})
 
     def _prompt(self, example: Example, place: tuple[int, int]) -> np.ndarray | None:
         """Prompt ids within the limit, or None."""

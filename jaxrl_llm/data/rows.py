@@ -106,6 +106,7 @@ class Example:
     margin: float = 0.0  # by how much it is worse
     steps: tuple[tuple[str, float], ...] = ()  # of a worked solution: text, and whether it is right (0 to 1)
     teacher: int = 0  # which of the teachers speaks of it
+    turns: tuple[Message, ...] = ()  # supervised target of several turns, in place of `response`
 
     def __post_init__(self):
         assert (self.messages is None) != (self.text is None), self.where

@@ -162,6 +162,8 @@ class TaskSource:
             teacher=self._config.teacher,
         )
         example = dataclasses.replace(other, response=better, rejected=other)
+        if problem.turns:
+            example = dataclasses.replace(example, response=None, turns=problem.turns[wrong])
         return judgement(example) if self._config.judge else example
 
 

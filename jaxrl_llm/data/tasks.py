@@ -16,23 +16,13 @@ import hashlib
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from jaxrl_llm.data import turn_tasks
+from jaxrl_llm.data.problem import Problem, check, compute, join
+
 HELD_OUT = 10  # one problem in so many
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One problem of a task."""
-
-    key: str  # equal for problems that are the same in another guise: 1+2 and 2+1
-    prompt: str
-    answer: Any
-    response: str  # demonstration
-    mistake: str  # wrong demonstration
-    steps: tuple[tuple[str, float], ...] = ()  # a worked solution, right or not: text, 1 = right so far
-    columns: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -100,8 +90,8 @@ class Steps:
 
 def arithmetic(rng: random.Random, options: Arithmetic) -> Problem:
     """ "12+34=" -> "46". The mistake: one too many."""
-    _check(set(options.operators) <= set("+-*") and options.operators, "operators must be of + - *")
-    _check(options.terms >= 2 and options.digits >= 1, "terms must be at least 2 and digits at least 1")
+    check(set(options.operators) <= set("+-*") and options.operators, "operators must be of + - *")
+    check(options.terms >= 2 and options.digits >= 1, "terms must be at least 2 and digits at least 1")
     operands = [rng.randrange(10**options.digits) for _ in range(options.terms)]
     signs = [rng.choice(options.operators) for _ in operands[1:]]
     value = compute(operands, signs)
@@ -117,8 +107,8 @@ def arithmetic(rng: random.Random, options: Arithmetic) -> Problem:
 
 def countdown(rng: random.Random, options: Countdown) -> Problem:
     """ "3,5,2>13:" -> "3*5-2": each number once, usual precedence. The mistake: a wrong operator."""
-    _check(set(options.operators) <= set("+-*") and len(options.operators) > 1, "operators: 2 or 3 of + - *")
-    _check(options.numbers >= 2 and options.largest >= 3, "numbers must be at least 2 and largest at least 3")
+    check(set(options.operators) <= set("+-*") and len(options.operators) > 1, "operators: 2 or 3 of + - *")
+    check(options.numbers >= 2 and options.largest >= 3, "numbers must be at least 2 and largest at least 3")
     mistakes: list[str] = []
     while not mistakes:  # few draws have no other target within reach of one operator, such as 2*2
         operands = [rng.randint(1, options.largest) for _ in range(options.numbers)]
@@ -139,7 +129,7 @@ def countdown(rng: random.Random, options: Countdown) -> Problem:
 
 def maximum(rng: random.Random, options: Maximum) -> Problem:
     """ "37,52,18>" -> "52". The mistake: the smallest."""
-    _check(
+    check(
         2 <= options.count <= 10**options.digits, "count must be at least 2, and less than there are numbers"
     )
     numbers = rng.sample(range(10**options.digits), options.count)
@@ -154,7 +144,7 @@ def maximum(rng: random.Random, options: Maximum) -> Problem:
 
 def reverse(rng: random.Random, options: Reverse) -> Problem:
     """ "abcd>" -> "dcba". The mistake: the word as it is."""
-    _check(options.length >= 2 and len(set(options.letters)) >= 2, "length and letters must be at least 2")
+    check(options.length >= 2 and len(set(options.letters)) >= 2, "length and letters must be at least 2")
     word = ""
     while word == word[::-1]:
         word = "".join(rng.choices(options.letters, k=rng.randint(2, options.length)))
@@ -176,7 +166,7 @@ def steps(rng: random.Random, options: Steps) -> Problem:
 
     `steps` are the right solution or the mistake, each as often.
     """
-    _check(options.terms >= 2 and options.largest >= 1, "terms must be at least 2 and largest at least 1")
+    check(options.terms >= 2 and options.largest >= 1, "terms must be at least 2 and largest at least 1")
     operands = [rng.randint(1, options.largest) for _ in range(options.terms)]
     sums = list(itertools.accumulate(operands))[1:]
     at = rng.randrange(len(sums))
@@ -202,6 +192,8 @@ TASKS: dict[str, tuple[Callable[[random.Random, Any], Problem], type]] = {
     "reverse": (reverse, Reverse),
     "preference": (preference, Preference),
     "steps": (steps, Steps),
+    "calculate": (turn_tasks.calculate, turn_tasks.Calculate),
+    "guess": (turn_tasks.guess, turn_tasks.Guess),
 }
 
 
@@ -209,22 +201,6 @@ def held_out(key: str) -> bool:
     """Whether a problem belongs to the held-out tenth."""
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % HELD_OUT == 0
-
-
-def compute(operands: list[int], signs: list[str]) -> int:
-    """Value of operands joined by + - *, with the usual precedence."""
-    total, product = 0, operands[0]
-    for sign, operand in zip(signs, operands[1:], strict=True):
-        if sign == "*":
-            product *= operand
-            continue
-        total, product = total + product, operand if sign == "+" else -operand
-    return total + product
-
-
-def join(operands: list[int], signs: list[str]) -> str:
-    """ "3*5-2" of [3, 5, 2] and ["*", "-"]."""
-    return str(operands[0]) + "".join(f"{s}{n}" for s, n in zip(signs, operands[1:], strict=True))
 
 
 def parse_options(settings: type, options: dict[str, Any], where: str) -> Any:
@@ -239,11 +215,6 @@ def parse_options(settings: type, options: dict[str, Any], where: str) -> Any:
         if not isinstance(value, wanted) or isinstance(value, bool):
             raise ValueError(f"{where}: option {key} must be {type(known[key]).__name__}, got {value!r}")
     made = settings(**options)
-    _check(0.0 <= made.noise <= 1.0, "noise must be in [0, 1]")
-    _check(made.size >= 1, "size must be at least 1")
+    check(0.0 <= made.noise <= 1.0, "noise must be in [0, 1]")
+    check(made.size >= 1, "size must be at least 1")
     return made
-
-
-def _check(ok: Any, message: str) -> None:
-    if not ok:
-        raise ValueError(message)

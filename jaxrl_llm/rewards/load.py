@@ -26,6 +26,8 @@ SOURCES = {  # for "auto": the first key that the name of the data source contai
     "gsm8k": "gsm8k",
     "countdown": "countdown",
     "arithmetic": "arithmetic",
+    "task:guess": "exact",
+    "task:calculate": "exact",
     "task:maximum": "exact",
     "task:reverse": "exact",
     "task:preference": "arithmetic",

@@ -39,6 +39,9 @@ class RewardConfig:
     that fits each row's data source."""
     weight: float = 1.0
     """Share of `name` in the reward; 0 = it only says what is correct, and reward models reward."""
+    env: Literal["replace", "add"] = "replace"
+    """What an environment's own reward does to that of `name`: takes its place, or is added. Where it gives
+    none, `name` alone judges."""
     shaping: tuple[tuple[str, float], ...] = ()
     """Further rewards added with their weights, e.g. format 0.2 overlong 1.0. Correct or wrong is said by
     `name` alone."""

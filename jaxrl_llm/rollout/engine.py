@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
-from jaxrl_llm.structs import Metrics, Params, Trajectory
+from jaxrl_llm.structs import Episode, Metrics, Params, Trajectory
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,10 @@ class Request(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What there is of a response; it can be continued."""
+    """What there is of a response of one turn; it can be continued."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    mask: tuple[int, ...]
     versions: tuple[int, ...]
     finish: str  # "" = not done
 
@@ -56,6 +56,39 @@ class Pending(Protocol):
 
     def result(self) -> list[Trajectory]:
         """Wait for all of them. A collective, as `generate`."""
+
+
+class DialogueError(RuntimeError):
+    """No conversation can go on: nobody answers, or the chat template rewrites what was said."""
+
+
+class Reply(NamedTuple):
+    """What an environment answers to a turn of the policy."""
+
+    ids: list[int]  # what the policy reads next, up to where its next turn begins
+    done: bool  # the conversation has ended; `ids` are not used
+    episode: Episode
+    talk: Any = None  # the conversation so far, for the next reply
+
+
+class Dialogue(Protocol):
+    """The other side of the conversations of one `generate`."""
+
+    patience: float
+    """Seconds after which no reply will come."""
+
+    def reply(
+        self, prompt_index: int, response_index: int, talk: Any, ids: Sequence[int], start: int
+    ) -> Future[Reply]:
+        """The answer to the turn ids[start:] of a response; never waits for it.
+
+        Args:
+            talk: that of the reply before; None for the first turn.
+            ids: the response so far, earlier turns and replies included.
+
+        Raises (the future):
+            DialogueError: no conversation can go on. What is wrong with one alone is in its Episode.
+        """
 
 
 class Engine(Protocol):
@@ -69,15 +102,26 @@ class Engine(Protocol):
         requests: list[Request],
         sampling: SamplingConfig,
         key: jax.Array,
+        dialogue: Dialogue | None = None,
         written: Sequence[Written] = (),
     ) -> Pending:
         """Begin to write responses in order (request, response index); `written`, if any, is continued.
 
         Sample (p, g) draws its tokens with fold_in(fold_in(key, p), g) alone, so its text does not depend
         on what else is in flight.
+
+        With a dialogue, a turn that ends before `max_tokens` is answered and the next one written, until
+        the dialogue is done or all of `max_tokens`, replies included, are used up (finish "length"). A
+        reply's tokens have mask 0 and log-prob 0. A slow reply holds up its own conversation alone.
         """
 
-    def generate(self, requests: list[Request], sampling: SamplingConfig, key: jax.Array) -> list[Trajectory]:
+    def generate(
+        self,
+        requests: list[Request],
+        sampling: SamplingConfig,
+        key: jax.Array,
+        dialogue: Dialogue | None = None,
+    ) -> list[Trajectory]:
         """`start`, and wait."""
 
     def snapshot(self, pending: Sequence[Pending]) -> list[list[Written]]:

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,7 +26,9 @@ from jaxrl_llm.rollout.programs import Chunk, Ends, Programs, Slots
 from jaxrl_llm.rollout.sampling import Draw
 from jaxrl_llm.rollout.sizes import Sizes, at_least
 from jaxrl_llm.rollout.stopping import stop_end
-from jaxrl_llm.structs import Metrics
+from jaxrl_llm.rollout.talks import Talks
+from jaxrl_llm.rollout.turns import turn_start
+from jaxrl_llm.structs import Episode, Metrics
 
 
 @dataclass(eq=False)
@@ -33,22 +36,39 @@ class Sample:
     """One response in the making."""
 
     request: Request
-    response_index: int
+    index: int  # which of the request's responses
     key: np.ndarray  # uint32, key data
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: str = "length"
+    observed: list[tuple[int, int]] = field(default_factory=list)  # which of `ids` the environment said
+    talk: Any = None
+    episode: Episode | None = None
+    turn_key: np.ndarray | None = None  # of a later turn than the first
+
+    @property
+    def context(self) -> np.ndarray:
+        """int32 [.], what the policy has read when its present turn begins."""
+        prompt = np.asarray(self.request.prompt_ids, np.int32)
+        return np.concatenate([prompt, np.array(self.ids[: turn_start(self)], np.int32)])
 
 
 class Generation:
-    """The schedule of one call."""
+    """The schedule of one call. With `talks`, a turn that ends is answered while others decode."""
 
     def __init__(
-        self, chunk: int, sizes: Sizes, programs: Programs, weights: DecodeWeights, samples, stop_ids
+        self,
+        chunk: int,
+        sizes: Sizes,
+        programs: Programs,
+        weights: DecodeWeights,
+        samples,
+        stop_ids,
+        talks: Talks | None = None,
     ):
         self.chunk, self.sizes, self.programs, self.weights = chunk, sizes, programs, weights
         self.waiting: deque[Sample] = deque(samples)
-        self.stop_ids = frozenset(stop_ids)
+        self.stop_ids, self.talks = frozenset(stop_ids), talks
         size = sizes.slots[-1]
         self.occupants: list[Sample | None] = [None] * size
         self.slots = empty_slots(size, samples[0].key if samples else np.zeros(2, np.uint32))
@@ -60,8 +80,10 @@ class Generation:
         """Finish every sample."""
         start, tokens = time.perf_counter(), 0
         stops = () if sampling.ignore_eos else sampling.stop
-        while self.waiting or self.slots.active.any():
+        while self._take_replies() or self.waiting or self.slots.active.any():
             self._assign()
+            if not self.slots.active.any():
+                continue  # the replies that came ended their conversations
             self._lengthen()
             self._fill()
             self._shrink()
@@ -77,15 +99,24 @@ class Generation:
             "rollout/slot_occupancy": tokens / max(self.slot_steps, 1),
         }
 
+    def _take_replies(self) -> bool:
+        """The answered conversations wait for a slot. Returns whether others are still unanswered."""
+        if self.talks is None:
+            return False
+        busy = bool(self.waiting) or self.slots.active.any()
+        self.waiting += self.talks.collect(block=not busy)
+        return self.talks.waiting > 0
+
     def _assign(self) -> None:
         """Waiting samples to free slots, evenly over the devices."""
         share = len(self.occupants) // self.programs.ways
         free = [s for s, occupant in enumerate(self.occupants) if occupant is None]
         for slot in sorted(free, key=lambda s: (s % share, s))[: len(self.waiting)]:
             sample = self.waiting.popleft()
-            prompt = sample.request.prompt_ids
+            context, key = sample.context, sample.key if sample.turn_key is None else sample.turn_key
+            room = sample.request.max_tokens - len(sample.ids)
             self.occupants[slot] = sample
-            values = (prompt[-1], len(prompt) - 1, 0, sample.request.max_tokens, True, sample.key)
+            values = (context[-1], len(context) - 1, 0, room, True, key)
             for array, value in zip(self.slots, values, strict=True):
                 array[slot] = value
 
@@ -102,8 +133,8 @@ class Generation:
                 )
 
     def _shrink(self) -> None:
-        """Drop slots once no sample waits for them."""
-        if self.waiting:
+        """Drop slots once no sample waits for them, or can come back for its next turn."""
+        if self.waiting or self.talks:
             return
         ways, size = self.programs.ways, len(self.occupants)
         busiest = self.slots.active.reshape(ways, -1).sum(axis=1).max() * ways
@@ -151,7 +182,7 @@ class Generation:
         batch: dict[bytes, np.ndarray] = {}
         longest = 0
         for sample in samples:
-            ids = sample.request.prompt_ids
+            ids = sample.context
             longer = max(longest, len(ids) - 1)  # decode reads the last one
             room = dict(self.sizes.prompts)[at_least(widths, longer)][-1]
             if len(batch | {_identity(sample): ids}) > room:
@@ -170,7 +201,10 @@ class Generation:
     def _decode(self, sampling: SamplingConfig) -> Chunk:
         size, ways = len(self.occupants), self.programs.ways
         steps = min(self.chunk, self.cache.length - self._longest(), self._remaining())
-        if self.waiting:
+        if self.talks:  # an eighth of those that write: their turns are answered meanwhile
+            busiest = int(self.slots.active.reshape(ways, -1).sum(axis=1).max())
+            idle = busiest - max(1, busiest // 8)
+        elif self.waiting:
             idle = size // ways - max(1, size // ways // 8)
         else:
             idle = max([n for n in self.sizes.slots if n < size], default=0) // ways
@@ -196,14 +230,16 @@ class Generation:
             sample.ids += tokens[s][:produced]
             sample.logprobs += logprobs[s][:produced]
             slots.tokens[s] = sample.ids[-1]
-            end = stop_end(sample.ids, checked, stops, decode_fn) if stops else None
+            end = stop_end(sample.ids, checked, stops, decode_fn, turn_start(sample)) if stops else None
             if end is not None:
                 del sample.ids[end:], sample.logprobs[end:]
                 slots.active[s] = False
-            if end is not None or sample.ids[-1] in self.stop_ids:
-                sample.finish = "stop"
+            stopped = end is not None or sample.ids[-1] in self.stop_ids
+            sample.finish = "stop" if stopped else "length"
             if not slots.active[s]:
                 self.occupants[s] = None
+                if stopped and self.talks:
+                    self.talks.ask(sample)
 
     def _longest(self) -> int:
         return int(self.slots.positions[self.slots.active].max())
@@ -242,4 +278,4 @@ def empty_slots(size: int, key: np.ndarray) -> Slots:
 
 def _identity(sample: Sample) -> bytes:
     """Equal for equal prompts: they share one prefill whatever group they are of."""
-    return np.asarray(sample.request.prompt_ids, np.int32).tobytes()
+    return sample.context.tobytes()

@@ -14,11 +14,13 @@ from jax.sharding import Mesh
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.rollout.checks import check_requests
 from jaxrl_llm.rollout.config import RolloutConfig
-from jaxrl_llm.rollout.engine import Request, SamplingConfig, Written, end_ids, text_of
+from jaxrl_llm.rollout.engine import Dialogue, Request, SamplingConfig, Written, end_ids, text_of
 from jaxrl_llm.rollout.generation import Generation, Sample
 from jaxrl_llm.rollout.keys import sample_keys
 from jaxrl_llm.rollout.programs import Programs
 from jaxrl_llm.rollout.sizes import Sizes, bucket, make_sizes
+from jaxrl_llm.rollout.talks import Talks
+from jaxrl_llm.rollout.turns import answer_of, mask_of
 from jaxrl_llm.rollout.warm_up import warm_up
 from jaxrl_llm.structs import Metrics, Params, Trajectory
 
@@ -37,6 +39,7 @@ class NativeEngine:
     Args:
         tokenizer: gives `eos_token_id` and `decode(ids)`; None = no end token and no text.
         eos_ids: further ids that end a response (`eos_token_id` of a generation_config.json).
+        share: gives every process process 0's value (a collective); only dialogues need it.
     """
 
     def __init__(
@@ -46,13 +49,14 @@ class NativeEngine:
         mesh: Mesh,
         tokenizer: Any = None,
         eos_ids: Sequence[int] = (),
+        share: Callable[[Any], Any] = lambda value: value,
     ):
-        self.config, self.model, self.mesh, self.tokenizer = config, model, mesh, tokenizer
+        self.config, self.model, self.mesh, self.tokenizer, self.share = config, model, mesh, tokenizer, share
         self.eos_ids = end_ids(tokenizer, eos_ids)
         self.programs = Programs(model, mesh, config.dtype, config.cache_dtype or config.dtype, config.chunk)
         self.metrics: Metrics = {}
         self._published = None
-        self._sizes = self._make_sizes(1, 1)
+        self._sizes = self._make_sizes(1, 1, False)
 
     def publish(self, params: Params, version: int) -> Metrics:
         """Copy the weights into the layout and type of rollout; the caller may donate its own after."""
@@ -71,28 +75,38 @@ class NativeEngine:
         requests: list[Request],
         sampling: SamplingConfig,
         key: jax.Array,
+        dialogue: Dialogue | None = None,
         written: Sequence[Written] = (),
     ) -> Later:
         """The same devices train: they write when the result is asked for."""
         assert not written, "nothing is ever half written here"
-        return Later(lambda: self.generate(requests, sampling, key))
+        return Later(lambda: self.generate(requests, sampling, key, dialogue))
 
-    def generate(self, requests: list[Request], sampling: SamplingConfig, key: jax.Array) -> list[Trajectory]:
+    def generate(
+        self,
+        requests: list[Request],
+        sampling: SamplingConfig,
+        key: jax.Array,
+        dialogue: Dialogue | None = None,
+    ) -> list[Trajectory]:
         """Responses in order (request, response index); token i of sample (p, g) is drawn with
-        fold_in(fold_in(fold_in(key, p), g), i) alone. `self.metrics` describes the last call.
+        fold_in(fold_in(fold_in(key, p), g), i) alone, those of later turns with keys of the turn
+        (keys.py). `self.metrics` describes the last call.
 
         Raises:
             ValueError: no weights published, an impossible request or sampling setting.
+            DialogueError: no conversation can go on.
         """
         check_requests(requests, sampling, self.model, self.tokenizer)
         if self._published is None:
             raise ValueError("rollout: no weights; call publish(params, version) before generate")
         weights, version = self._published
-        self._grow_sizes(requests)
+        self._grow_sizes(requests, turns=dialogue is not None)
         samples = self._samples(requests, key)
         with jax.set_mesh(self.mesh):
+            talks = Talks(dialogue, samples, self.share) if dialogue else None
             generation = Generation(
-                self.config.chunk, self._sizes, self.programs, weights, samples, self._stops(sampling)
+                self.config.chunk, self._sizes, self.programs, weights, samples, self._stops(sampling), talks
             )
             self.metrics = generation.run(sampling, functools.partial(text_of, self.tokenizer))
         return [self._trajectory(sample, version) for sample in samples]
@@ -113,6 +127,7 @@ class NativeEngine:
         max_prompt_tokens: int,
         max_response_tokens: int,
         samplings: Sequence[SamplingConfig] = (SamplingConfig(),),
+        turns: bool = False,
     ) -> None:
         """Compile all that prompts and responses of at most these lengths may need, in any number.
 
@@ -121,8 +136,9 @@ class NativeEngine:
 
         Args:
             samplings: those that `generate` will be given (filters are programs of their own).
+            turns: whether it will be given a dialogue.
         """
-        self._sizes = self._make_sizes(max_prompt_tokens, max_response_tokens)
+        self._sizes = self._make_sizes(max_prompt_tokens, max_response_tokens, turns)
         key = sample_keys(jax.random.key(0), np.zeros((0, 2), np.int32))
         stops = max((self._stops(sampling) for sampling in samplings), key=len)
         with jax.set_mesh(self.mesh):
@@ -133,19 +149,20 @@ class NativeEngine:
         """Programs compiled so far; stands still after warm-up."""
         return self.programs.traces
 
-    def _make_sizes(self, max_prompt: int, max_response: int) -> Sizes:
-        ways = self.programs.ways
-        return make_sizes(max_prompt, max_response, self.config.slots, ways, self.config.prefill_tokens)
+    def _make_sizes(self, max_prompt: int, max_response: int, turns: bool) -> Sizes:
+        ways, config = self.programs.ways, self.config
+        self._sized_for = max_prompt, max_response, turns
+        return make_sizes(max_prompt, max_response, config.slots, ways, config.prefill_tokens, turns)
 
-    def _grow_sizes(self, requests: list[Request]) -> None:
+    def _grow_sizes(self, requests: list[Request], turns: bool) -> None:
         """Make room for these; in buckets, so that the next longer request does not change all sizes."""
         prompt = max((len(r.prompt_ids) for r in requests), default=1)
         response = max((r.max_tokens for r in requests), default=1)
-        known = self._sizes.max_prompt_tokens, self._sizes.max_response_tokens
-        if prompt > known[0] or response > known[1]:
+        known = self._sized_for
+        if prompt > known[0] or response > known[1] or turns > known[2]:
             wider = known[0] if prompt <= known[0] else bucket(prompt, least=32)
             longer = known[1] if response <= known[1] else bucket(response, least=32)
-            self._sizes = self._make_sizes(wider, longer)
+            self._sizes = self._make_sizes(wider, longer, turns or known[2])
 
     def _samples(self, requests: list[Request], key: jax.Array) -> list[Sample]:
         pairs = [(request, g) for request in requests for g in range(request.num_responses)]
@@ -159,12 +176,14 @@ class NativeEngine:
             prompt_ids=np.asarray(sample.request.prompt_ids, np.int32),
             response_ids=ids,
             logprobs=np.array(sample.logprobs, np.float32),
-            mask=np.ones(len(ids), np.int8),
+            mask=mask_of(sample),
             versions=np.full(len(ids), version, np.int32),
             prompt_index=sample.request.prompt_index,
-            response_index=sample.response_index,
+            response_index=sample.index,
             finish=sample.finish,
             text=text_of(self.tokenizer, sample.ids),
+            answer=answer_of(sample, self.tokenizer),
+            episode=sample.episode,
         )
 
     def _stops(self, sampling: SamplingConfig) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.rollout import colocated
 from jaxrl_llm.rollout.checks import check_requests
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
-from jaxrl_llm.rollout.engine import Request, SamplingConfig, Written, end_ids
+from jaxrl_llm.rollout.engine import Dialogue, DialogueError, Request, SamplingConfig, Written, end_ids
 from jaxrl_llm.rollout.keys import sample_keys
 from jaxrl_llm.rollout.publisher import Publisher
 from jaxrl_llm.rollout.servers import ServerError, ServerPool, wait
@@ -36,6 +36,7 @@ class Responses:
 
         Raises:
             ServerError: one that no server could complete.
+            DialogueError: no conversation can go on.
         """
         return self.engine.on_first(lambda: wait(self.future))
 
@@ -97,6 +98,7 @@ class SGLangEngine:
         requests: list[Request],
         sampling: SamplingConfig,
         key: jax.Array,
+        dialogue: Dialogue | None = None,
         written: Sequence[Written] = (),
     ) -> Responses:
         """Begin to write responses in order (request, response index); sample (p, g) has a seed of its own.
@@ -119,16 +121,18 @@ class SGLangEngine:
         drafts = [Draft(request, g, seed) for (request, g), seed in zip(pairs, seeds, strict=True)]
         for draft, before in zip(drafts, written, strict=bool(written)):
             draft.go_on_from(before)
-        future = self.pool.start(self._writer.write_all(drafts, sampling)) if self.pool else None
-        return Responses(self, drafts, future)
+        write = lambda: self._writer.write_all(drafts, sampling, dialogue)
+        return Responses(self, drafts, self.pool.start(write()) if self.pool else None)
 
-    def generate(self, requests: list[Request], sampling: SamplingConfig, key: jax.Array) -> list[Trajectory]:
-        """`start`, and wait.
-
-        Raises:
-            ServerError: a response that no server could complete.
-        """
-        return self.start(requests, sampling, key).result()
+    def generate(
+        self,
+        requests: list[Request],
+        sampling: SamplingConfig,
+        key: jax.Array,
+        dialogue: Dialogue | None = None,
+    ) -> list[Trajectory]:
+        """`start`, and wait."""
+        return self.start(requests, sampling, key, dialogue).result()
 
     def snapshot(self, pending: Sequence[Responses]) -> list[list[Written]]:
         """What there is of the responses now, in process 0; their writing goes on afterwards."""
@@ -153,9 +157,9 @@ class SGLangEngine:
         else:
             try:
                 result = work()
-            except ServerError as error:
+            except (ServerError, DialogueError) as error:
                 result = error
         result = self.share(result)
-        if isinstance(result, ServerError):
+        if isinstance(result, (ServerError, DialogueError)):
             raise result
         return result

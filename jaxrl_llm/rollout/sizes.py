@@ -30,17 +30,21 @@ class Sizes:
         return self.prompts[-1][0]
 
 
-def make_sizes(max_prompt: int, max_response: int, slots: int, ways: int, prefill_tokens: int) -> Sizes:
+def make_sizes(
+    max_prompt: int, max_response: int, slots: int, ways: int, prefill_tokens: int, turns: bool = False
+) -> Sizes:
     """Sizes of a run.
 
     Args:
         max_prompt, max_response: tokens at most.
         slots: sequences side by side, rounded up to a multiple of `ways`, the devices that share them.
         prefill_tokens: prompt tokens that one prefill reads, padding included, if more than one prompt.
+        turns: what has been said so far is read again before each turn, so prompts may be as long.
     """
     share = -(-slots // ways)
     shares = {-(-share // part) for part in (1, 2, 4, 8)}  # below an eighth there is little left to save
-    widths = ladder(max_prompt - 1, LEAST, 4)  # decode reads the last one
+    longest = max_prompt + max_response * turns
+    widths = ladder(longest - 1, LEAST, 2 if turns else 4)  # decode reads the last one
     return Sizes(
         max_prompt,
         max_response,

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxrl_llm.rollout.engine import Written
 
-PER_TOKEN = (np.int32, np.float32, np.int8, np.int32)  # types of the fields of Written, but the last
+PER_TOKEN = (np.int32, np.float32, np.int32)  # types of the fields of Written, but the last
 
 
 def pack(batches: Mapping[int, Sequence[Sequence[Written]]]) -> bytes:

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.rollout import answers
-from jaxrl_llm.rollout.engine import Request, SamplingConfig, Written, text_of
+from jaxrl_llm.rollout.engine import Dialogue, Request, SamplingConfig, Written, text_of
 from jaxrl_llm.rollout.meter import Meter
 from jaxrl_llm.rollout.servers import Json, Server, ServerError, ServerPool
-from jaxrl_llm.structs import Metrics, Trajectory
+from jaxrl_llm.rollout.turns import answer_of, ask, follow, mask_of, silent
+from jaxrl_llm.structs import Episode, Metrics, Trajectory
 
 ABORT = {"rid": "", "abort_all": True}
 ABORT_SECONDS = 10.0
@@ -32,25 +33,25 @@ class Draft:
     seed: int
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    mask: list[int] = field(default_factory=list)  # 1 = the policy wrote it
     versions: list[int] = field(default_factory=list)
     finish: str = ""  # "" = not done
+    observed: list[tuple[int, int]] = field(default_factory=list)  # which of `ids` the environment said
+    talk: Any = None
+    episode: Episode | None = None
 
     def append(self, ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:
         """What the policy wrote."""
         self.ids += ids
         self.logprobs += logprobs
-        self.mask += [1] * len(ids)
         self.versions += versions
 
     def written(self) -> Written:
         """A copy of what there is."""
-        lists = (self.ids, self.logprobs, self.mask, self.versions)
-        return Written(*map(tuple, lists), self.finish)
+        return Written(tuple(self.ids), tuple(self.logprobs), tuple(self.versions), self.finish)
 
     def go_on_from(self, written: Written) -> None:
         """Take over what an earlier run had of it."""
-        self.ids, self.logprobs, self.mask, self.versions = map(list, written[:4])
+        self.ids, self.logprobs, self.versions = map(list, written[:3])
         self.finish = written.finish or ("length" if len(self.ids) >= self.request.max_tokens else "")
 
 
@@ -76,31 +77,54 @@ class Writer:
         self._go = asyncio.Event()
         self._go.set()
 
-    async def write_all(self, drafts: Sequence[Draft], sampling: SamplingConfig) -> list[Trajectory]:
+    async def write_all(
+        self, drafts: Sequence[Draft], sampling: SamplingConfig, dialogue: Dialogue | None = None
+    ) -> list[Trajectory]:
         """Finish the drafts; their responses in order."""
         home: dict[int, Server] = {}
         try:
             async with asyncio.TaskGroup() as group:
                 for draft in drafts:
-                    group.create_task(self._finish(draft, sampling, home))
+                    group.create_task(self._finish(draft, sampling, home, dialogue))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [self._trajectory(draft) for draft in drafts]
 
-    async def _finish(self, draft: Draft, sampling: SamplingConfig, home: dict[int, Server]) -> None:
-        """Write one response, continued for as long as servers break it off."""
+    async def _finish(
+        self, draft: Draft, sampling: SamplingConfig, home: dict[int, Server], dialogue: Dialogue | None
+    ) -> None:
+        """Write one response, turn by turn; no server's slot is held while the environment thinks."""
+        await self._write(draft, sampling, home)
+        while dialogue and draft.finish == "stop" and await self._answered(draft, dialogue):
+            await self._write(draft, sampling, home)
+
+    async def _answered(self, draft: Draft, dialogue: Dialogue) -> bool:
+        """Append what the environment says to the turn. Returns whether another turn follows."""
+        reply = asyncio.wrap_future(ask(dialogue, draft))
+        try:
+            goes_on = follow(draft, await asyncio.wait_for(reply, dialogue.patience))
+        except TimeoutError:
+            raise silent(dialogue, 1) from None
+        if goes_on:
+            draft.versions += draft.versions[-1:] * (len(draft.ids) - len(draft.versions))
+            draft.finish = ""
+        return goes_on
+
+    async def _write(self, draft: Draft, sampling: SamplingConfig, home: dict[int, Server]) -> None:
+        """Write one turn, continued for as long as servers break it off."""
         request, stalled, breaks = draft.request, 0, self.pool.breaks
         while not draft.finish:
+            room, seed = request.max_tokens - len(draft.ids), turn_seed(draft)
             body = {
                 "input_ids": [*request.prompt_ids.tolist(), *draft.ids],
-                "sampling_params": self._sampling(sampling, request.max_tokens - len(draft.ids), draft.seed),
+                "sampling_params": self._sampling(sampling, room, seed),
                 "return_logprob": True,
             }
             read = functools.partial(
                 answers.read,
                 versions=self.versions,
                 vocab_size=self.vocab_size,
-                most=request.max_tokens - len(draft.ids),
+                most=room,
             )
             async with self.pool.slot:
                 await self._go.wait()
@@ -142,12 +166,14 @@ class Writer:
             prompt_ids=np.asarray(draft.request.prompt_ids, np.int32),
             response_ids=np.array(draft.ids, np.int32),
             logprobs=np.array(draft.logprobs, np.float32),
-            mask=np.array(draft.mask, np.int8),
+            mask=mask_of(draft),
             versions=np.array(draft.versions, np.int32),
             prompt_index=draft.request.prompt_index,
             response_index=draft.index,
             finish=draft.finish,
             text=text_of(self.tokenizer, draft.ids),
+            answer=answer_of(draft, self.tokenizer),
+            episode=draft.episode,
         )
 
     def _sampling(self, sampling: SamplingConfig, max_tokens: int, seed: int) -> Json:
@@ -164,3 +190,8 @@ class Writer:
             "no_stop_trim": True,
             "sampling_seed": seed,
         }
+
+
+def turn_seed(draft: Draft) -> int:
+    """A seed of its own for each turn; the first one's is the sample's."""
+    return (draft.seed + 0x9E3779B1 * len(draft.observed)) & 0x7FFFFFFF

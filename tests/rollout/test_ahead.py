@@ -16,9 +16,9 @@ from jaxrl_llm.train import main
 
 
 def test_unfinished_responses_survive_being_packed():
-    a = Written((5, 6), (-0.5, -1.5), (1, 0), (3, 4), "")
-    b = Written((), (), (), (), "")
-    c = Written((7,), (-2.0,), (1,), (3,), "length")
+    a = Written((5, 6), (-0.5, -1.5), (3, 4), "")
+    b = Written((), (), (), "")
+    c = Written((7,), (-2.0,), (3,), "length")
     batches = {4: [[a, b]], 6: [[c], [b, c]]}
     assert unpack(pack(batches)) == batches
 
@@ -54,7 +54,7 @@ def test_a_snapshot_has_what_is_written_and_the_writing_goes_on(make, servers):
     for written, t in zip(found, theirs, strict=True):
         assert list(written.ids) == t.response_ids[:4].tolist()
         np.testing.assert_allclose(written.logprobs, t.logprobs[:4], atol=1e-5)
-        assert set(written.versions) <= {3} and set(written.mask) <= {1}
+        assert set(written.versions) <= {3}
     servers[0].holds_after = 0
     assert [t.response_ids.tolist() for t in pending.result()] == [t.response_ids.tolist() for t in theirs]
 
@@ -66,7 +66,7 @@ def test_written_responses_are_continued_and_never_written_again(make, servers):
     long = [len(t.response_ids) > 3 for t in theirs]
     assert long.count(True) > 2
     half = [
-        Written(tuple(t.response_ids[:3].tolist()), (-9.0,) * 3, (1,) * 3, (0,) * 3, "" if more else "stop")
+        Written(tuple(t.response_ids[:3].tolist()), (-9.0,) * 3, (0,) * 3, "" if more else "stop")
         for t, more in zip(theirs, long, strict=True)
     ]
     half[0] = half[0]._replace(finish="stop")
@@ -115,7 +115,7 @@ def test_a_run_ahead_stays_within_its_bound_and_a_killed_one_goes_on_with_what_w
     assert not (run / "checkpoints/4/rollouts.npz").exists()
     for later in (run / "checkpoints/3", run / "checkpoints/4"):
         later.rename(tmp_path / later.name)
-    written = {0: [[Written((40 + i,), (-1.0,), (1,), (0,), "stop") for i in range(8)]]}
+    written = {0: [[Written((40 + i,), (-1.0,), (0,), "stop") for i in range(8)]]}
     replace(begun, pack({1: written[0]}))
     assert main(args) == 0
     again = [row for row in rows(run) if row["kind"] == "train"]

@@ -1,0 +1,35 @@
+"""Settings of environments that answer the policy over several turns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jaxrl_llm.envs.tools.base import ToolsConfig
+
+
+@dataclass(frozen=True)
+class EnvConfig:
+    """Who answers the policy, and within which limits."""
+
+    name: str = ""
+    """A built-in environment (guess), or a file of yours: "my_env.py" or "my_env.py:Class"; "" = none,
+    unless there are tools."""
+    tools: tuple[str, ...] = ()
+    """Tools that the policy may call, by their names, or yours as "my_tools.py:Class"."""
+    format: Literal["auto", "hermes", "llama", "xml"] = "auto"
+    """How calls are written; auto = any of these."""
+    max_turns: int = 8
+    """Turns of the policy at most."""
+    tool_timeout: float = 30.0
+    """Seconds one call of a tool, or one step of your own environment, may take. A call that takes longer
+    is cut off and the policy told; a step of an environment ends its conversation as failed."""
+    max_observation_tokens: int = 1024
+    """Longest reply to one turn; the rest is cut off and the policy told."""
+    toolbox: ToolsConfig = field(default_factory=ToolsConfig)
+    """Settings of the tools in the box."""
+
+    @property
+    def active(self) -> bool:
+        """Whether there are conversations at all."""
+        return bool(self.name or self.tools)

@@ -1,0 +1,287 @@
+"""Tool calls: each format read and written, and what is broken answered with what is wrong."""
+
+import json
+import random
+import string
+import time
+
+import pytest
+
+from jaxrl_llm.envs.calls import FORMATS, BadCall, Call, checked, detect, parse, render
+from jaxrl_llm.envs.formats import SHOWN
+
+ADD = Call("add", {"a": 1, "b": {"c": [1.5, None, True]}})
+SAY = Call("say", {"text": 'braces } { and "quotes" \\ </tool_call> \n <|python_tag|> </function>'})
+
+
+def problem(text, format="hermes"):
+    (bad,) = parse(text, format)
+    assert isinstance(bad, BadCall), bad
+    return bad.problem
+
+
+def test_hermes_reads_several_calls_and_the_text_around_them():
+    text = 'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call> then <tool_call>'
+    text += '{"name":"say","arguments":{"text":"} </tool_call> {"}}</tool_call>'
+    assert parse(text, "hermes") == [Call("add", {"a": 1}), Call("say", {"text": "} </tool_call> {"})]
+    assert parse("no call at all", "hermes") == []
+
+
+def test_json_variants():
+    assert parse('<tool_call>{"name": "now"}</tool_call>', "hermes") == [Call("now", {})]
+    told = '<tool_call>{"type": "function", "name": "f", "parameters": "{\\"x\\": 1}"}</tool_call>'
+    assert parse(told, "hermes") == [Call("f", {"x": 1})]
+    assert parse('<tool_call>{"name": "f", "arguments": {}}', "hermes") == [Call("f", {})]  # a stop string
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"name": "f", "arguments": {"x": }}</tool_call>', "broken at its character 33"),
+        ('{"name": "f", "arguments": {"x": 1}', "cut off: it has no </tool_call>"),
+        ("", "cut off"),
+        ('["f"]</tool_call>', 'a JSON object with "name" and "arguments"'),
+        ('{"name": "f", "args": {}}</tool_call>', "unknown key 'args'"),
+        ('{"arguments": {}}</tool_call>', '"name" must be'),
+        ('{"name": 3, "arguments": {}}</tool_call>', '"name" must be'),
+        ('{"name": "f", "arguments": [1]}</tool_call>', '"arguments" must be an object'),
+        ('{"name": "f", "arguments": "x"}</tool_call>', "a string that is not JSON"),
+        ('{"name": "f", "arguments": {}, "parameters": {}}</tool_call>', "not both"),
+        ('{"name": "f", "arguments": {"x": NaN}}</tool_call>', "NaN is not JSON"),
+        ('{"name": "f", "arguments": {"x": 1e999}}</tool_call>', "not JSON"),
+        ('{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>', "surrogates not allowed"),
+        ('{"name": "f", "arguments": {"x": %s}}</tool_call>' % ("9" * 5000), "4300 digits"),
+        ('{"name": "f", "arguments": {}}}</tool_call>', "'}</tool_call>' after the call"),
+        ('{"name": "f", "arguments": {"x": %s}}</tool_call>' % ("[" * 100_000), "nested too deeply"),
+    ],
+)
+def test_broken_json_says_what_is_wrong(text, said):
+    assert said in problem(f"<tool_call>{text}")
+
+
+def test_a_bad_call_leaves_the_next_one_good():
+    bad, good = parse('<tool_call>{"name": }</tool_call><tool_call>{"name": "f"}</tool_call>', "hermes")
+    assert isinstance(bad, BadCall) and bad.text.startswith('<tool_call>{"name": }')
+    assert good == Call("f", {}) and len(bad.text) <= SHOWN
+
+
+def test_llama():
+    one = '{"name": "f", "parameters": {"x": "} {"}}'
+    expected = Call("f", {"x": "} {"})
+    assert parse(one, "llama") == [expected]
+    assert parse(f"  {one}; {one}\n{one}<|eot|>", "llama") == [expected] * 3
+    assert parse(f"I look. <|python_tag|>{one}<|python_tag|>{one}", "llama") == [expected] * 2
+    assert parse("The set {1, 2} and {3}.", "llama") == parse("{1, 2}", "llama") == []
+    assert "broken" in problem("<|python_tag|>print(1)", "llama")
+    assert "broken" in problem('{"name": "f", "parameters": {"x": ', "llama")
+
+
+def test_xml_reads_values_as_they_stand():
+    text = (
+        "Now.\n<tool_call>\n<function=python>\n<parameter=code>\nif a < b:\n    print('</function>')\n\n"
+        "</parameter>\n<parameter=n>3</parameter>\n</function>\n</tool_call>\n<function=now></function>"
+    )
+    code = "if a < b:\n    print('</function>')\n"
+    assert parse(text, "xml") == [Call("python", {"code": code, "n": "3"}), Call("now", {})]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("<function=f>\n<parameter=x>\n1", "parameter x has no </parameter>"),
+        ("<function=f>\n<parameter=x>\n1\n</parameter>", "no </function>"),
+        ("<function=f>{}</function>", "where <parameter=NAME> or </function> belongs"),
+        ("<function=f><parameter=x>1</parameter><parameter=x>2</parameter></function>", "given twice"),
+        ("<function=>", "begins with <function=NAME>"),
+        ("<function=a b></function>", "begins with <function=NAME>"),
+        ('<tool_call>{"name": "f"}</tool_call>', "begins with <function=NAME>"),
+    ],
+)
+def test_broken_xml_says_what_is_wrong(text, said):
+    assert said in problem(text, "xml")
+
+
+def test_pythonic():
+    text = "[f(x='a)]', n=-1), api.g(y={'k': [1, None, True]})]"
+    expected = [Call("f", {"x": "a)]", "n": -1}), Call("api.g", {"y": {"k": [1, None, True]}})]
+    assert parse(text, "pythonic") == expected
+    assert parse(f"Well: <|python_start|>{text}<|python_end|>", "pythonic") == expected
+    assert parse("[1, 2] is a list", "pythonic") == parse("[a, b]", "pythonic") == []
+    assert "every argument with its name" in problem("[f(1)]", "pythonic")
+    assert "no variables" in problem("[f(x=__import__('os'))]", "pythonic")
+    assert "JSON" in problem("[f(x={1, 2})]", "pythonic")
+    assert "never closed" in problem("[f(x=1", "pythonic")
+    assert "longer than" in problem("[f(x='" + "a" * 30_000 + "')]", "pythonic")
+
+
+def test_calls_in_a_thought_are_none():
+    call = render(ADD, "hermes")
+    assert parse(f"<think>maybe {call}</think>{call}", "hermes") == [ADD]
+    assert parse(f"maybe {call}</think> no", "hermes") == []  # the template opened the thought
+    assert parse(f"<think>maybe {call}", "hermes") == []
+
+
+def test_too_many_calls_are_cut():
+    calls = parse(render(ADD, "hermes") * 1000, "hermes")
+    assert calls[:32] == [ADD] * 32 and "more than 32 calls" in calls[32].problem and len(calls) == 33
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    "piece",
+    [
+        *("<tool_call>", '<tool_call>{"name":', "<tool_call>{", '{"name":', "[f(", "[", "<function=", "{"),
+        *("<|python_tag|>", "<function=f><parameter=x>", "<tool_call> ", "<|python_start|>[f(x=", "-", "\\"),
+        *('{"name":"f","parameters":{}};', "<function=f></function>", '"', "\n", "not ", "f(x="),
+    ],
+)
+def test_no_text_takes_long_or_raises(format, piece):
+    for text in (piece * (500_000 // len(piece)), "<think>" + piece * 1000, "[f(x=" + piece * 2000):
+        started = time.perf_counter()
+        assert len(parse(text, format)) <= 33
+        assert time.perf_counter() - started < 2.0
+
+
+TAGS = [
+    *("<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=x>", "</parameter>"),
+    *("<think>", "</think>", "<|python_tag|>", "<|python_start|>", "<|python_end|>"),
+]
+PIECES = [
+    *(*TAGS, *"[]{}()'\":,;f1 *-\n\\", '"name"', '"arguments"', '"parameters"', "x=", "\\u", "\ud800", "\0"),
+    *('{"name": "f", "arguments": {"x": 1}}', "[f(x=1)]", "f(x=1)", "null", "lambda:", "\u00e9", "0x"),
+]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::DeprecationWarning")  # of Python's own parser
+def test_random_text_never_raises(format):
+    rng = random.Random(0)
+    kinds = set()
+    for _ in range(20_000):
+        text = "".join(rng.choices(PIECES, k=rng.randint(1, 25)))
+        for call in parse(text, format):
+            kinds.add(type(call))
+            assert (isinstance(call, BadCall) and call.problem) or (isinstance(call, Call) and call.name)
+    assert kinds == {Call, BadCall}
+
+
+def random_value(rng, depth=2):
+    kind = rng.randrange(7 if depth else 5)
+    if kind == 0:
+        return rng.choice([None, True, False])
+    if kind == 1:
+        return rng.choice([0, -1, 7, 10**30, 1.5, -2e-9, 1e300])
+    if kind < 5:
+        return "".join(
+            rng.choices([*string.printable, *"\u00e9\u2028\0", "\U0001f600", *TAGS], k=rng.randint(0, 12))
+        )
+    if kind == 5:
+        return [random_value(rng, depth - 1) for _ in range(rng.randint(0, 3))]
+    return {random_value(rng, 0) if depth < 0 else f"k{i}": random_value(rng, depth - 1) for i in range(2)}
+
+
+@pytest.mark.parametrize("format", ["hermes", "llama", "pythonic"])
+def test_what_is_written_is_read_back(format):
+    rng = random.Random(1)
+    for _ in range(3000):
+        calls = [
+            Call(f"tool_{i}", {f"arg{j}": random_value(rng) for j in range(rng.randint(0, 3))})
+            for i in range(rng.randint(1, 3))
+        ]
+        assert parse("\n".join(render(call, format) for call in calls), format) == calls
+
+
+KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+
+
+def test_what_is_written_in_xml_is_read_back_by_its_schema():
+    rng = random.Random(2)
+    for _ in range(3000):
+        call = Call("f", {f"arg{j}": random_value(rng) for j in range(rng.randint(0, 4))})
+        types = {name: {"type": KINDS.get(type(value), "null")} for name, value in call.arguments.items()}
+        schema = {"name": "f", "parameters": {"type": "object", "properties": types}}
+        try:
+            text = render(call, "xml")
+        except ValueError as error:
+            assert "</think>" in str(error)
+            continue
+        (read,) = parse(f"Well. {text}\n", "xml")
+        assert checked(read, schema) == call
+
+
+def test_what_a_format_cannot_write_is_refused():
+    for call in (Call("f", {"x": "</parameter>"}), Call("f g", {}), Call("f", {"a>": 1})):
+        with pytest.raises(ValueError, match="xml call"):
+            render(call, "xml")
+    for call in (Call("f", {"class": 1}), Call("f-g", {}), Call("f", {"a b": 1})):
+        with pytest.raises(ValueError, match="pythonic call"):
+            render(call, "pythonic")
+
+
+SCHEMA = {
+    "name": "f",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "n": {"type": "integer"},
+            "unit": {"type": "string", "enum": ["cm", "inch"]},
+            "tags": {"type": "array", "items": {"type": "number"}},
+            "deep": {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]},
+            "maybe": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+            "any": {},
+        },
+        "required": ["n"],
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"n": 3}, {"n": 3}),
+        ({"n": "3", "tags": "[1, 2.5]", "deep": '{"on": "True"}'},
+         {"n": 3, "tags": [1, 2.5], "deep": {"on": True}}),
+        ({"n": 3.0, "maybe": None, "any": [1, "x"]}, {"n": 3, "maybe": None, "any": [1, "x"]}),
+        ({"n": 3, "maybe": "4", "unit": "cm"}, {"n": 3, "maybe": 4, "unit": "cm"}),
+    ],
+)  # fmt: skip
+def test_arguments_become_what_the_schema_wants(given, kept):
+    assert json.dumps(checked(Call("f", given), SCHEMA).arguments) == json.dumps(kept)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "f: arguments must have n"),
+        ({"n": "three"}, "f: n must be integer, not the text 'three'"),
+        ({"n": 3.5}, "f: n must be integer, not 3.5"),
+        ({"n": True}, "f: n must be integer, not true"),
+        ({"n": 1, "unit": "m"}, 'f: unit must be one of ["cm", "inch"]'),
+        ({"n": 1, "tags": [1, "x"]}, "f: tags[1] must be number, not the text 'x'"),
+        ({"n": 1, "deep": {}}, "f: deep must have on"),
+        ({"n": 1, "maybe": "x"}, "f: maybe must be integer, not the text 'x', or maybe must be null"),
+        ({"n": 1, "m": 2}, "f: arguments may not have 'm', only n, unit, tags, deep, maybe, any"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(given, said):
+    bad = checked(Call("f", given), SCHEMA)
+    assert isinstance(bad, BadCall) and bad.problem.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("template", "format"),
+    [
+        ('<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}', "hermes"),
+        ("<tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>", "xml"),
+        ("""{{- '{"name": "' + tool_call.name + '", ' }}{{- '"parameters": ' }}""", "llama"),
+        ("you MUST put it in the format of [func_name1(params_name1=params_value1), ...]", "pythonic"),
+    ],
+)
+def test_the_format_is_found_in_a_chat_template(template, format):
+    assert detect(template) == format
+
+
+@pytest.mark.parametrize("template", ["", "{{ messages }}", "<tool_call>{name}\\n<arg_key>"])
+def test_an_unknown_template_is_an_error_that_names_the_formats(template):
+    with pytest.raises(ValueError, match="one of xml, hermes, pythonic, llama"):
+        detect(template)

@@ -1,0 +1,280 @@
+"""Responses of several turns: the same on both engines, nobody waits for a slow environment."""
+
+import asyncio
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fake_sglang import FakeServer
+
+from jaxrl_llm import models
+from jaxrl_llm.bridge.disk import DiskTransport
+from jaxrl_llm.data.chat import encode_prompt
+from jaxrl_llm.data.loader import Prompt
+from jaxrl_llm.data.rows import Example
+from jaxrl_llm.data.template import ChatConfig
+from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+from jaxrl_llm.envs.config import EnvConfig
+from jaxrl_llm.envs.env import Step
+from jaxrl_llm.envs.load import Conversations
+from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models.scorer import make_scorer
+from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
+from jaxrl_llm.rollout.engine import DialogueError, Request, SamplingConfig
+from jaxrl_llm.rollout.native import NativeEngine
+from jaxrl_llm.rollout.servers import ServerPool
+from jaxrl_llm.rollout.sglang import SGLangEngine
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+
+TOKENIZER = make_tokenizer()
+MODEL = TransformerConfig(
+    vocab_size=128, hidden_size=32, mlp_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
+    initializer_range=0.3, max_position=256,
+)  # fmt: skip
+KEY = jax.random.key(3)
+ENDS = tuple(range(1, 128, 2))  # many tokens end a turn, so that random weights write short ones
+GREEDY = SamplingConfig(temperature=0.0, stop_tokens=ENDS)
+SAMPLED = SamplingConfig(stop_tokens=ENDS)
+PROMPTS = [Prompt(e, encode_prompt(TOKENIZER, e, ChatConfig()), i) for i, e in enumerate(
+    Example(({"role": "user", "content": text},), None, answer=text) for text in ("3+4=", "hello", "?")
+)]  # fmt: skip
+
+
+class Script:
+    """Answers `turns` turns with "go N!"; the reward is the number of turns."""
+
+    def __init__(self, turns=2):
+        self.turns, self.heard, self.seeds = turns, [], set()
+
+    async def reset(self, example, seed):
+        self.seeds.add(seed)
+        return example.answer
+
+    async def step(self, state, turn):
+        self.heard.append((state, turn.text))
+        if turn.number > self.turns:
+            return Step(reward=float(turn.number), done=True)
+        return Step(f"go {turn.number}!")
+
+
+@functools.cache
+def params():
+    return models.init(MODEL, jax.random.key(0))
+
+
+@functools.cache
+def forward():
+    """Log-probs [160, V] of the training forward; what follows a token does not change its own."""
+
+    def logprobs(tokens):
+        hidden = params()(tokens[None], jnp.arange(len(tokens))[None])
+        return jax.nn.log_softmax(hidden[0] @ params().head.T)
+
+    return jax.jit(logprobs)
+
+
+@functools.cache
+def native(slots=4, chunk=8):
+    rollout = RolloutConfig(slots=slots, chunk=chunk)
+    engine = NativeEngine(rollout, MODEL, make_mesh(MeshConfig(), jax.devices()[:1]), TOKENIZER)
+    engine.publish(params(), 7)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def server():
+    return FakeServer()
+
+
+@pytest.fixture(scope="module")
+def sglang(server, tmp_path_factory):
+    pool = ServerPool([server.url], 60.0, 2, slots=2)
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    scorer = make_scorer(MODEL, 1.0, "float32", mesh)
+    score = lambda params, ids: np.asarray(scorer(params, ids[None], np.array([len(ids)])))[0, :-1]
+    transport = DiskTransport(tmp_path_factory.mktemp("weights") / "here", "float32", TOKENIZER)
+    rollout, settings = RolloutConfig(engine="sglang", servers=("http://x",)), SGLangConfig()
+    share = lambda value: value
+    engine = SGLangEngine(rollout, settings, MODEL, pool, transport, score, share, TOKENIZER)
+    engine.publish(params(), 7)
+    yield engine
+    pool.close()
+
+
+@pytest.fixture(params=["native", "sglang"])
+def engine(request):
+    return native() if request.param == "native" else request.getfixturevalue("sglang")
+
+
+@pytest.fixture
+def talk():
+    """talk(engine, env, sampling, ...) -> trajectories of all prompts."""
+    opened = []
+
+    def run(engine, env, sampling=GREEDY, responses=1, tokens=120, prompts=PROMPTS, patience=60, **limits):
+        opened.append(Conversations(env, EnvConfig(name="x", **limits), TOKENIZER, ChatConfig()))
+        dialogue = opened[-1].dialogue(prompts, KEY)
+        dialogue.patience = patience
+        requests = [Request(p.ids, i, responses, tokens) for i, p in enumerate(prompts)]
+        return engine.generate(requests, sampling, KEY, dialogue)
+
+    yield run
+    for conversations in opened:
+        conversations.__exit__()
+
+
+def observations(trajectory):
+    """Texts between the policy's turns."""
+    cuts = np.flatnonzero(np.diff(trajectory.mask, prepend=1, append=1))
+    ids = trajectory.response_ids
+    return [TOKENIZER.decode(ids[a:b]) for a, b in zip(cuts[::2], cuts[1::2], strict=True)]
+
+
+def test_turns_are_answered_and_the_trainer_agrees_with_every_logprob(engine, talk):
+    made = talk(engine, Script())
+    assert len(made) == 3
+    for t in made:
+        said = [f"\n<|im_start|>user\ngo {n}!<|im_end|>\n<|im_start|>assistant\n" for n in (1, 2)]
+        found = observations(t)
+        assert [text.removeprefix("<|im_end|>") for text in found] == said
+        assert t.finish == "stop" and t.episode.turns == 3 and t.episode.reward == 3.0
+        tokens = np.concatenate([t.prompt_ids, t.response_ids])
+        expected = forward()(np.resize(tokens, 160))[len(t.prompt_ids) - 1 : len(tokens) - 1]
+        expected = np.asarray(expected)[np.arange(len(t.response_ids)), t.response_ids]
+        np.testing.assert_allclose(t.logprobs, np.where(t.mask, expected, 0.0), atol=3e-5)
+        assert t.versions.tolist() == [7] * len(tokens[len(t.prompt_ids) :])
+        last = t.response_ids[np.flatnonzero(t.mask == 0)[-1] + 1 :]
+        assert t.answer == TOKENIZER.decode(last, skip_special_tokens=True)
+        assert t.text == TOKENIZER.decode(t.response_ids, skip_special_tokens=True)
+
+
+def test_both_engines_write_the_same_conversation(sglang, talk):
+    for mine, theirs in zip(talk(native(), Script()), talk(sglang, Script()), strict=True):
+        assert mine.response_ids.tolist() == theirs.response_ids.tolist()
+        assert mine.mask.tolist() == theirs.mask.tolist()
+
+
+def test_the_environment_hears_each_turn_without_its_end_token(talk):
+    env = Script(turns=1)
+    made = talk(native(), env)
+    firsts = [t.response_ids[: np.flatnonzero(t.mask == 0)[0]] for t in made]
+    texts = [TOKENIZER.decode(ids).removesuffix("<|im_end|>") for ids in firsts]
+    heard = {(prompt.example.answer, text) for prompt, text in zip(PROMPTS, texts, strict=True)}
+    assert heard <= set(env.heard) and len(env.heard) == 6 and len(env.seeds) == 3
+
+
+def test_the_budget_holds_replies_too_and_nothing_follows_the_last_turn(engine, talk):
+    free = talk(engine, Script(turns=9))
+    for t, whole in zip(talk(engine, Script(turns=9), tokens=45), free, strict=True):
+        assert t.finish == "length" and len(t.response_ids) <= 45
+        assert t.response_ids.tolist() == whole.response_ids[: len(t.response_ids)].tolist()
+        assert t.mask[-1] == 1 and np.isfinite(t.logprobs).all()
+
+
+def test_turns_are_limited(engine, talk):
+    for t in talk(engine, Script(turns=9), max_turns=2, tokens=200):
+        assert t.finish == "stop" and len(observations(t)) == 1 and t.episode.turns == 2
+
+
+class Waits(Script):
+    """The first prompt is answered once all other conversations have ended."""
+
+    def __init__(self, others):
+        super().__init__(1)
+        self.others, self.ended, self.order = others, asyncio.Event(), []
+
+    async def step(self, state, turn):
+        if state == PROMPTS[0].example.answer and turn.number == 1:
+            await self.ended.wait()
+        step = await super().step(state, turn)
+        self.order.append(state)
+        if step.done:
+            self.others -= 1
+            if not self.others:
+                self.ended.set()
+        return step
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_a_slow_conversation_holds_up_nobody_else(engine, slots, talk):
+    """With as many slow conversations as slots, or more: a slot is not held while the environment thinks."""
+    engine = native(slots) if isinstance(engine, NativeEngine) else engine
+    env = Waits(others=8)
+    made = talk(engine, env, SAMPLED, responses=4)
+    assert len(env.order) == 24 and PROMPTS[0].example.answer not in env.order[:16]
+    assert all(t.episode.turns == 2 for t in made)
+
+
+class Fails(Script):
+    async def step(self, state, turn):
+        if state == "hello" and turn.number == 2:
+            raise OSError("the game crashed")
+        if state == "?":
+            return "higher"
+        return await super().step(state, turn)
+
+
+def test_a_failing_environment_ends_its_own_conversation(engine, talk):
+    fine, crashed, wrong = talk(engine, Fails(), SAMPLED)
+    assert fine.episode.reward == 3.0 and not fine.episode.failure
+    assert crashed.episode.failure == "OSError: the game crashed" and crashed.episode.turns == 2
+    assert wrong.episode.failure == "ValueError: step returned str, not a Step"
+
+
+class Blocks(Script):
+    async def step(self, state, turn):
+        time.sleep(1.5)
+
+
+def test_an_environment_that_blocks_everything_ends_the_call_with_a_message(engine, talk):
+    with pytest.raises(DialogueError, match=r"no environment has answered for 0.3 s, and \d conv.*await"):
+        talk(engine, Blocks(), patience=0.3)
+
+
+class Hangs(Script):
+    async def step(self, state, turn):
+        if state == "hello":
+            await asyncio.Event().wait()
+        return await super().step(state, turn)
+
+
+def test_a_step_that_hangs_is_cut_off(engine, talk, monkeypatch):
+    monkeypatch.setattr("jaxrl_llm.envs.dialogue.GRACE", 0.0)
+    fine, hung, _ = talk(engine, Hangs(), tool_timeout=0.2)
+    assert hung.episode.failure == "the environment took longer than 0.2 s" and fine.episode.reward == 3.0
+
+
+def ids(trajectories):
+    return [t.response_ids.tolist() for t in trajectories]
+
+
+def test_text_depends_neither_on_slots_nor_on_chunks(talk):
+    base = ids(talk(native(), Script(), SAMPLED, responses=4))
+    assert ids(talk(native(slots=3, chunk=5), Script(), SAMPLED, responses=4)) == base
+    assert len({tuple(i) for i in base}) == 12
+
+
+def test_the_first_turn_is_what_it_is_without_an_environment(talk):
+    alone = native().generate([Request(p.ids, i, 4, 120) for i, p in enumerate(PROMPTS)], SAMPLED, KEY)
+    for t, first in zip(talk(native(), Script(), SAMPLED, responses=4), alone, strict=True):
+        assert t.response_ids[: len(first.response_ids)].tolist() == first.response_ids.tolist()
+
+
+def test_each_turn_is_drawn_with_a_seed_of_its_own(server, sglang, talk):
+    del server.seen[:]
+    talk(sglang, Script(), SAMPLED, responses=2)
+    seeds = [body["sampling_params"]["sampling_seed"] for body in server.seen]
+    assert len(seeds) == len(set(seeds)) == 18
+
+
+def test_nothing_compiles_after_warm_up_with_turns(talk):
+    rollout = RolloutConfig(slots=4, chunk=8)
+    engine = NativeEngine(rollout, MODEL, make_mesh(MeshConfig(), jax.devices()[:1]), TOKENIZER)
+    engine.warm_up(16, 120, [SAMPLED], turns=True)
+    engine.publish(params(), 0)
+    before = engine.compile_count()
+    talk(engine, Script(3), SAMPLED, responses=3)
+    assert engine.compile_count() == before
