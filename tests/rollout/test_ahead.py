@@ -70,7 +70,7 @@ def test_written_responses_are_continued_and_never_written_again(make, servers):
         for t, more in zip(theirs, long, strict=True)
     ]
     half[0] = half[0]._replace(finish="stop")
-    mine = engine.start(requests(), GREEDY, KEY, half).result()
+    mine = engine.start(requests(), GREEDY, KEY, written=half).result()
     assert mine[0].response_ids.tolist() == theirs[0].response_ids[:3].tolist()
     for a, b in zip(mine[1:], theirs[1:], strict=True):
         assert a.response_ids.tolist() == b.response_ids.tolist()
