@@ -165,6 +165,9 @@ def test_random_text_never_raises(format):
     assert kinds == {Call, BadCall}
 
 
+LETTERS = [*string.printable, "\u00e9", "\u2028", "\0", "\U0001f600", *TAGS]
+
+
 def random_value(rng, depth=2):
     kind = rng.randrange(7 if depth else 5)
     if kind == 0:
@@ -177,7 +180,7 @@ def random_value(rng, depth=2):
         )
     if kind == 5:
         return [random_value(rng, depth - 1) for _ in range(rng.randint(0, 3))]
-    return {random_value(rng, 0) if depth < 0 else f"k{i}": random_value(rng, depth - 1) for i in range(2)}
+    return {rng.choice(LETTERS): random_value(rng, depth - 1) for _ in range(2)}
 
 
 @pytest.mark.parametrize("format", ["hermes", "llama", "pythonic"])
