@@ -171,7 +171,7 @@ def test_the_kernels_other_doors_are_closed():
 @contained
 def test_memory_is_bounded():
     assert run("x = bytearray(100 << 30)").endswith("MemoryError\n[exit code 1]")
-    assert run("x = []\nwhile True: x.append(bytearray(1 << 20))").endswith("MemoryError\n[exit code 1]")
+    assert "MemoryError" in run("x = []\nwhile True: x.append(bytearray(1 << 20))")
     said = run(
         "import resource\n"
         "resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))"
@@ -231,7 +231,7 @@ def test_a_sleeper_that_ignores_signals_ends():
         "print('still here')\n"
         "time.sleep(1000)"
     )
-    assert run(code, SandboxConfig(seconds=0.7)) == "still here\n[stopped after 0.7 s]"
+    assert run(code, SandboxConfig(seconds=2.5)) == "still here\n[stopped after 2.5 s]"
     assert wait_until(lambda: not descendants(os.getpid()))
 
 
@@ -239,7 +239,9 @@ def test_a_sleeper_that_ignores_signals_ends():
 def test_of_much_output_the_two_ends_are_kept():
     said = run("print('a' * 5_000_000 + 'z' * 5_000_000, end='')", SandboxConfig(output_bytes=1000))
     assert said == "a" * 500 + "\n[9999000 bytes left out]\n" + "z" * 500
-    endless = run("while True: print('x' * 100_000)", SandboxConfig(seconds=1, output_bytes=1000))
+    endless = run(
+        "while True: print('x' * 100_000)", SandboxConfig(cpu_seconds=1, seconds=60, output_bytes=1000)
+    )
     assert len(endless) < 1200 and endless.startswith("x" * 500)
 
 
@@ -294,11 +296,9 @@ def test_calls_run_side_by_side_up_to_the_limit():
 
 @contained
 def test_a_loop_in_another_thread_works():
-    answers = []
+    answers, sleep = [], "import time; time.sleep(99)"
     thread = threading.Thread(
-        target=lambda: answers.extend(
-            [run("print(1)"), run("import time; time.sleep(99)", SandboxConfig(seconds=0.5))]
-        )
+        target=lambda: answers.extend([run("print(1)"), run(sleep, SandboxConfig(seconds=0.5))])
     )
     thread.start()
     thread.join(60)
@@ -307,7 +307,9 @@ def test_a_loop_in_another_thread_works():
 
 def test_without_bubblewrap_it_refuses(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SandboxError, match=r"not on the PATH\. Install bubblewrap .* allow_unsandboxed"):
+    with pytest.raises(
+        SandboxError, match=r"not on the PATH\. Install .* set tools\.python\.allow_unsandboxed"
+    ):
         Sandbox(SandboxConfig())
 
 
@@ -331,8 +333,8 @@ def test_unsandboxed_only_where_it_is_allowed_and_still_limited(monkeypatch, tmp
     if sys.platform == "linux":
         assert "MemoryError" in run("x = bytearray(100 << 30)", config)
     child = "import subprocess, time\nprint(subprocess.Popen(['/bin/sleep', '1000']).pid)\ntime.sleep(1000)"
-    pid, why = run(child, replace(config, seconds=1.0)).splitlines()
-    assert why == "[stopped after 1 s]" and wait_until(lambda: int(pid) not in parents())
+    pid, why = run(child, replace(config, seconds=2.5)).splitlines()
+    assert why == "[stopped after 2.5 s]" and wait_until(lambda: int(pid) not in parents())
 
 
 def test_a_processor_without_a_list_of_calls_is_refused():

@@ -36,7 +36,7 @@ NOBODY = "65534"
 START_SECONDS = 60.0
 FIX = (
     "Install bubblewrap 0.7 or newer (apt-get install bubblewrap) and allow user namespaces; or, on a "
-    "machine with nothing to lose, set allow_unsandboxed to run what a model writes without a sandbox."
+    "machine with nothing to lose, set tools.python.allow_unsandboxed to run programs without a sandbox."
 )
 
 
@@ -55,12 +55,12 @@ class Sandbox:
         self._config = config
         self._turn = asyncio.Semaphore(config.concurrent or os.cpu_count() or 1)
         try:
-            self._filter, self._wrapped = _filter(), _bubblewrap(config)
+            self._wrapped, self._filter = _bubblewrap(config), _filter()
             self._probe()
         except SandboxError:
             if not config.allow_unsandboxed:
                 raise
-            self._filter, self._wrapped = b"", []
+            self._wrapped, self._filter = [], b""
 
     @property
     def contained(self) -> bool:

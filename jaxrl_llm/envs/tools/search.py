@@ -83,13 +83,17 @@ class Index:
 
     def search(self, query: str, results: int) -> list[int]:
         """Numbers of the best texts that share a word with the query, best first, ties in their order."""
-        words = dict.fromkeys(WORD.findall(query.lower())[:MAX_QUERY_WORDS])
-        scores = np.zeros(self._count)
-        for number in (self._words[word] for word in words if word in self._words):
-            at = slice(self._starts[number], self._starts[number + 1])
-            scores[self._owners[at]] += self._scores[at]
+        scores = self.scores(WORD.findall(query.lower())[:MAX_QUERY_WORDS])
         best = np.argsort(-scores, kind="stable")[:results]
         return [int(i) for i in best if scores[i] > 0]
+
+    def scores(self, words: list[str]) -> np.ndarray:
+        """Score of each text, float64 [texts]; 0 = it has none of the words. A word counts once."""
+        scores = np.zeros(self._count)
+        for number in {self._words[word]: None for word in words if word in self._words}:
+            at = slice(self._starts[number], self._starts[number + 1])
+            scores[self._owners[at]] += self._scores[at]
+        return scores
 
 
 def read_corpus(config: SearchConfig) -> Iterator[Passage]:
