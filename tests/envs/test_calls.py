@@ -137,9 +137,9 @@ def test_too_many_calls_are_cut():
 )
 def test_no_text_takes_long_or_raises(format, piece):
     for text in (piece * (500_000 // len(piece)), "<think>" + piece * 1000, "[f(x=" + piece * 2000):
-        started = time.perf_counter()
+        started = time.process_time()
         assert len(parse(text, format)) <= 33
-        assert time.perf_counter() - started < 2.0
+        assert time.process_time() - started < 2.0
 
 
 TAGS = [

@@ -91,34 +91,23 @@ def test_calculator_says_what_is_wrong(expression, said):
 @pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::DeprecationWarning")  # of Python's own parser
 def test_calculator_on_random_text_neither_raises_nor_hangs():
     rng = random.Random(0)
-    pieces = [
-        *"0123456789.+-*/%()^,",
-        "**",
-        "//",
-        "9**9",
-        "factorial(",
-        "sqrt(",
-        "round(",
-        "1e308",
-        "max(",
-        "-" * 99,
-    ]
-    started = time.perf_counter()
+    words = ["**", "//", "9**9", "factorial(", "sqrt(", "round(", "1e308", "max(", "-" * 99]
+    pieces = [*"0123456789.+-*/%()^,", *words]
+    started = time.process_time()
     values = 0
     for _ in range(5000):
         try:
             values += len(evaluate("".join(rng.choices(pieces, k=rng.randint(1, 12))))) > 0
         except ToolError as error:
             assert str(error)
-    assert values > 100 and time.perf_counter() - started < 10
+    assert values > 100 and time.process_time() - started < 10
 
 
 def test_calculator_agrees_with_python():
     rng = random.Random(1)
     for _ in range(500):
-        text = (
-            "".join(f"{rng.randint(1, 99)}{rng.choice(['+', '-', '*', '//', '%'])}" for _ in range(5)) + "7"
-        )
+        signs = rng.choices(["+", "-", "*", "//", "%"], k=5)
+        text = "".join(f"{rng.randint(1, 99)}{sign}" for sign in signs) + "7"
         try:
             expected = str(eval(text))
         except ZeroDivisionError:
@@ -170,11 +159,9 @@ def test_search_a_jsonl_file(tmp_path):
     file = tmp_path / "corpus.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     tool = TOOLS["search"](ToolsConfig(search=SearchConfig(str(file))))
-    assert (
-        asyncio.run(tool.call({"query": "What is the capital of France?"}))
-        == ("[1] Paris\nCapital of France.\n\n[2] \nBerlin is in Germany.")
-        or asyncio.run(tool.call({"query": "France"})) == "[1] Paris\nCapital of France."
-    )
+    both = "[1] Paris\nCapital of France.\n\n[2] \nBerlin is in Germany."
+    assert asyncio.run(tool.call({"query": "Is Paris the capital?"})) == both
+    assert asyncio.run(tool.call({"query": "FRANCE"})) == "[1] Paris\nCapital of France."
     with pytest.raises(ToolError, match="no passage has any of these words"):
         asyncio.run(tool.call({"query": "Rome"}))
 
@@ -227,9 +214,9 @@ def test_ten_thousand_passages_are_indexed_and_searched_quickly():
     rng = np.random.default_rng(0)
     texts = [" ".join(f"w{n}" for n in rng.zipf(1.3, 60) % 20_000) for _ in range(10_000)]
     texts[7] += " needle"
-    started = time.perf_counter()
+    started = time.process_time()
     index = Index(texts)
-    assert time.perf_counter() - started < 20
-    started = time.perf_counter()
+    assert time.process_time() - started < 20
+    started = time.process_time()
     assert index.search("w1 w2 w3 needle", 1) == [7]
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1

@@ -34,6 +34,7 @@ os.execv(sys.executable, [sys.executable, "-I", "-u", "main.py"])
 """  # limits that are set here, before the program is there, cannot be raised by it
 NOBODY = "65534"
 START_SECONDS = 60.0
+MAX_PRINTED = 16 << 20  # bytes; a flood of output would keep the event loop from everything else
 FIX = (
     "Install bubblewrap 0.7 or newer (apt-get install bubblewrap) and allow user namespaces; or, on a "
     "machine with nothing to lose, set tools.python.allow_unsandboxed to run programs without a sandbox."
@@ -145,6 +146,8 @@ class _Program(asyncio.SubprocessProtocol):
         self._head += data[:room]
         self._tail += data[room:]
         del self._tail[:-half]
+        if self._printed > MAX_PRINTED:
+            self._stop()
 
     def process_exited(self) -> None:
         self._exited.set_result(None)
@@ -162,6 +165,8 @@ class _Program(asyncio.SubprocessProtocol):
             async with asyncio.timeout(self._config.seconds):
                 await asyncio.shield(self._closed)
             why = self._why(self._transport.get_returncode())
+            if self._printed > MAX_PRINTED:
+                why = f"stopped after printing {MAX_PRINTED >> 20} MB"
         except TimeoutError:
             why = f"stopped after {self._config.seconds:g} s"
         finally:
@@ -172,10 +177,13 @@ class _Program(asyncio.SubprocessProtocol):
 
     async def _kill(self) -> None:
         if not self._closed.done():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._transport.get_pid(), signal.SIGKILL)
+            self._stop()
         await asyncio.shield(self._exited)
         self._transport.close()
+
+    def _stop(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._transport.get_pid(), signal.SIGKILL)
 
     def _why(self, code: int) -> str:
         """Why it failed, from its exit code (bubblewrap's is 128 + the signal); "" = it did not."""
