@@ -305,7 +305,7 @@ def test_a_loop_in_another_thread_works():
 
 def test_without_bubblewrap_it_refuses(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    said = r"not on the PATH\. Install .* set tools\.python\.allow_unsandboxed"
+    said = r"not on the PATH\. Install .* set --env\.toolbox\.python\.allow_unsandboxed"
     with pytest.raises(SandboxError, match=said):
         Sandbox(SandboxConfig())
 
@@ -341,5 +341,5 @@ def test_a_processor_without_a_list_of_calls_is_refused():
 
 @pytest.mark.parametrize("name", ["seconds", "cpu_seconds", "memory_mb", "output_bytes"])
 def test_a_limit_of_nothing_is_refused(name):
-    with pytest.raises(ValueError, match=f"tools.python.{name} must be above 0"):
+    with pytest.raises(ValueError, match=f"--env.toolbox.python.{name} must be above 0"):
         SandboxConfig(**{name: 0})

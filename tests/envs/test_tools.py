@@ -201,12 +201,12 @@ def test_no_corpus_is_an_error_that_names_the_key(tmp_path):
         (str(tmp_path / "x"), "no file or folder"),
         (str(tmp_path), "no text"),
     ):
-        with pytest.raises(ValueError, match=f"tools.search.path.*{said}"):
+        with pytest.raises(ValueError, match=f"--env.toolbox.search.path.*{said}"):
             TOOLS["search"](ToolsConfig(search=SearchConfig(path)))
     (tmp_path / "a.txt").write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"a\.txt: not UTF-8 at byte 0"):
         TOOLS["search"](ToolsConfig(search=SearchConfig(str(tmp_path))))
-    with pytest.raises(ValueError, match=r"tools\.search\.results must be at least 1"):
+    with pytest.raises(ValueError, match=r"--env.toolbox.search.results must be at least 1"):
         SearchConfig(results=0)
 
 

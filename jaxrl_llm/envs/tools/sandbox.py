@@ -37,7 +37,7 @@ START_SECONDS = 60.0
 MAX_PRINTED = 16 << 20  # bytes; a flood of output would keep the event loop from everything else
 FIX = (
     "Install bubblewrap 0.7 or newer (apt-get install bubblewrap) and allow user namespaces; or, on a "
-    "machine with nothing to lose, set tools.python.allow_unsandboxed to run programs without a sandbox."
+    "machine with nothing to lose, set --env.toolbox.python.allow_unsandboxed to run without a sandbox."
 )
 
 

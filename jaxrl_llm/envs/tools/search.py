@@ -21,6 +21,7 @@ from jaxrl_llm.envs.tools.base import SearchConfig, ToolError, ToolsConfig
 K1, B = 1.2, 0.75
 WORD = re.compile(r"\w+")
 MAX_QUERY_WORDS = 200
+KEY = "--env.toolbox.search.path"
 
 
 @dataclass(frozen=True)
@@ -104,14 +105,14 @@ def read_corpus(config: SearchConfig) -> Iterator[Passage]:
     """
     path = Path(config.path).expanduser()
     if not config.path:
-        raise ValueError("tools.search.path is empty: set a JSONL file or a folder of .txt and .md files")
+        raise ValueError(f"{KEY} is empty: set a JSONL file or a folder of .txt and .md files")
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md") and file.is_file())
         documents = ((str(file.relative_to(path)), _read(file)) for file in files)
     elif path.is_file():
         documents = _lines(path)
     else:
-        raise ValueError(f"tools.search.path: there is no file or folder {config.path}")
+        raise ValueError(f"{KEY}: there is no file or folder {config.path}")
     empty = True
     for title, text in documents:
         words = re.findall(r"\S+\s*", text)
@@ -119,7 +120,7 @@ def read_corpus(config: SearchConfig) -> Iterator[Passage]:
             empty = False
             yield Passage(title, "".join(words[start : start + config.passage_words]).rstrip())
     if empty:
-        raise ValueError(f"tools.search.path: no text in {config.path} (JSONL, or .txt and .md in a folder)")
+        raise ValueError(f"{KEY}: no text in {config.path} (JSONL, or .txt and .md in a folder)")
 
 
 def _read(file: Path) -> str:
