@@ -276,7 +276,7 @@ def test_arguments_that_do_not_fit_are_named(given, said):
     [
         ('<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}', "hermes"),
         ("<tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>", "xml"),
-        ("""{{- '{"name": "' + tool_call.name + '", ' }}{{- '"parameters": ' }}""", "llama"),
+        ('Respond in the format {"name": function name, "parameters": dictionary of argument', "llama"),
         ("you MUST put it in the format of [func_name1(params_name1=params_value1), ...]", "pythonic"),
     ],
 )
@@ -284,7 +284,9 @@ def test_the_format_is_found_in_a_chat_template(template, format):
     assert detect(template) == format
 
 
-@pytest.mark.parametrize("template", ["", "{{ messages }}", "<tool_call>{name}\\n<arg_key>"])
+@pytest.mark.parametrize(
+    "template", ["", "{{ messages }}", '"parameters": {{ tool.parameters }}', "<tool_call>{name}\\n<arg_key>"]
+)
 def test_an_unknown_template_is_an_error_that_names_the_formats(template):
     with pytest.raises(ValueError, match="one of xml, hermes, pythonic, llama"):
         detect(template)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -39,7 +39,7 @@ class Search:
         ValueError: no corpus, or a bad one; names file and line.
     """
 
-    schema = {  # noqa: RUF012
+    schema: ClassVar[dict[str, Any]] = {
         "name": "search",
         "description": "Searches the documents for words and returns the passages that fit best.",
         "parameters": {
@@ -70,11 +70,9 @@ class Index:
         self._count = len(texts)
         split = [WORD.findall(text.lower()) for text in texts]
         lengths = np.array([len(words) for words in split])
-        number = (self._words.setdefault(word, len(self._words)) for words in split for word in words)
-        words = np.fromiter(number, np.int64, lengths.sum())
-        pairs, counts = np.unique(
-            words * self._count + np.repeat(np.arange(self._count), lengths), return_counts=True
-        )
+        numbers = (self._words.setdefault(word, len(self._words)) for words in split for word in words)
+        words, owners = np.fromiter(numbers, np.int64, lengths.sum()), np.repeat(range(self._count), lengths)
+        pairs, counts = np.unique(words * self._count + owners, return_counts=True)
         words, self._owners = np.divmod(pairs, self._count)
         self._starts = np.searchsorted(words, np.arange(len(self._words) + 1))
         having = np.diff(self._starts)[words]
