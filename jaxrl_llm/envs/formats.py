@@ -261,7 +261,7 @@ FORMATS = {
     "llama": Format(
         _llama,
         lambda call: _render_json(call, "parameters"),
-        lambda template: '"parameters"' in template,
+        lambda template: '{"name": function name, "parameters"' in template,
     ),
 }
 """Name -> format, the most telling marks in a chat template first."""

@@ -137,9 +137,9 @@ def test_too_many_calls_are_cut():
 )
 def test_no_text_takes_long_or_raises(format, piece):
     for text in (piece * (500_000 // len(piece)), "<think>" + piece * 1000, "[f(x=" + piece * 2000):
-        started = time.perf_counter()
+        started = time.process_time()
         assert len(parse(text, format)) <= 33
-        assert time.perf_counter() - started < 2.0
+        assert time.process_time() - started < 2.0
 
 
 TAGS = [
@@ -165,6 +165,9 @@ def test_random_text_never_raises(format):
     assert kinds == {Call, BadCall}
 
 
+LETTERS = [*string.printable, "\u00e9", "\u2028", "\0", "\U0001f600", *TAGS]
+
+
 def random_value(rng, depth=2):
     kind = rng.randrange(7 if depth else 5)
     if kind == 0:
@@ -177,7 +180,7 @@ def random_value(rng, depth=2):
         )
     if kind == 5:
         return [random_value(rng, depth - 1) for _ in range(rng.randint(0, 3))]
-    return {random_value(rng, 0) if depth < 0 else f"k{i}": random_value(rng, depth - 1) for i in range(2)}
+    return {rng.choice(LETTERS): random_value(rng, depth - 1) for _ in range(2)}
 
 
 @pytest.mark.parametrize("format", ["hermes", "llama", "pythonic"])
@@ -273,7 +276,7 @@ def test_arguments_that_do_not_fit_are_named(given, said):
     [
         ('<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}', "hermes"),
         ("<tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>", "xml"),
-        ("""{{- '{"name": "' + tool_call.name + '", ' }}{{- '"parameters": ' }}""", "llama"),
+        ('Respond in the format {"name": function name, "parameters": dictionary of argument', "llama"),
         ("you MUST put it in the format of [func_name1(params_name1=params_value1), ...]", "pythonic"),
     ],
 )
@@ -281,7 +284,9 @@ def test_the_format_is_found_in_a_chat_template(template, format):
     assert detect(template) == format
 
 
-@pytest.mark.parametrize("template", ["", "{{ messages }}", "<tool_call>{name}\\n<arg_key>"])
+@pytest.mark.parametrize(
+    "template", ["", "{{ messages }}", '"parameters": {{ tool.parameters }}', "<tool_call>{name}\\n<arg_key>"]
+)
 def test_an_unknown_template_is_an_error_that_names_the_formats(template):
     with pytest.raises(ValueError, match="one of xml, hermes, pythonic, llama"):
         detect(template)

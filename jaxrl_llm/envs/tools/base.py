@@ -49,9 +49,9 @@ class SandboxConfig:
     def __post_init__(self):
         for name in ("seconds", "cpu_seconds", "memory_mb", "disk_mb", "output_bytes", "code_chars"):
             if getattr(self, name) <= 0:
-                raise ValueError(f"tools.python.{name} must be above 0, not {getattr(self, name)}")
+                raise ValueError(f"--env.toolbox.python.{name} must be above 0, not {getattr(self, name)}")
         if self.concurrent < 0:
-            raise ValueError(f"tools.python.concurrent must be 0 or more, not {self.concurrent}")
+            raise ValueError(f"--env.toolbox.python.concurrent must be 0 or more, not {self.concurrent}")
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class SearchConfig:
     def __post_init__(self):
         for name in ("results", "passage_words"):
             if getattr(self, name) < 1:
-                raise ValueError(f"tools.search.{name} must be at least 1, not {getattr(self, name)}")
+                raise ValueError(f"--env.toolbox.search.{name} must be at least 1, not {getattr(self, name)}")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import ast
 import math
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxrl_llm.envs.tools.base import ToolError, ToolsConfig
 
@@ -19,7 +19,7 @@ Number = int | float
 class Calculator:
     """Integers are exact; an integer quotient that comes out even stays an integer."""
 
-    schema = {  # noqa: RUF012
+    schema: ClassVar[dict[str, Any]] = {
         "name": "calculator",
         "description": "Evaluates an arithmetic expression: + - * / // % ** ( ), numbers, pi, e, and the "
         "functions abs, ceil, cos, exp, factorial, floor, gcd, log(x, base), max, min, round(x, digits), "

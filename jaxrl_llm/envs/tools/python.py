@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxrl_llm.envs.tools.base import ToolsConfig
 from jaxrl_llm.envs.tools.sandbox import Sandbox
@@ -15,7 +15,7 @@ class Python:
         SandboxError: no sandbox can be had here (see sandbox.py).
     """
 
-    schema = {  # noqa: RUF012
+    schema: ClassVar[dict[str, Any]] = {
         "name": "python",
         "description": "Runs a Python program and returns what it prints. It has the standard library, no "
         "network and no subprocesses; every call starts afresh.",

@@ -34,9 +34,10 @@ os.execv(sys.executable, [sys.executable, "-I", "-u", "main.py"])
 """  # limits that are set here, before the program is there, cannot be raised by it
 NOBODY = "65534"
 START_SECONDS = 60.0
+MAX_PRINTED = 16 << 20  # bytes; a flood of output would keep the event loop from everything else
 FIX = (
     "Install bubblewrap 0.7 or newer (apt-get install bubblewrap) and allow user namespaces; or, on a "
-    "machine with nothing to lose, set allow_unsandboxed to run what a model writes without a sandbox."
+    "machine with nothing to lose, set --env.toolbox.python.allow_unsandboxed to run without a sandbox."
 )
 
 
@@ -55,12 +56,12 @@ class Sandbox:
         self._config = config
         self._turn = asyncio.Semaphore(config.concurrent or os.cpu_count() or 1)
         try:
-            self._filter, self._wrapped = _filter(), _bubblewrap(config)
+            self._wrapped, self._filter = _bubblewrap(config), _filter()
             self._probe()
         except SandboxError:
             if not config.allow_unsandboxed:
                 raise
-            self._filter, self._wrapped = b"", []
+            self._wrapped, self._filter = [], b""
 
     @property
     def contained(self) -> bool:
@@ -145,6 +146,8 @@ class _Program(asyncio.SubprocessProtocol):
         self._head += data[:room]
         self._tail += data[room:]
         del self._tail[:-half]
+        if self._printed > MAX_PRINTED:
+            self._stop()
 
     def process_exited(self) -> None:
         self._exited.set_result(None)
@@ -162,6 +165,8 @@ class _Program(asyncio.SubprocessProtocol):
             async with asyncio.timeout(self._config.seconds):
                 await asyncio.shield(self._closed)
             why = self._why(self._transport.get_returncode())
+            if self._printed > MAX_PRINTED:
+                why = f"stopped after printing {MAX_PRINTED >> 20} MB"
         except TimeoutError:
             why = f"stopped after {self._config.seconds:g} s"
         finally:
@@ -172,10 +177,13 @@ class _Program(asyncio.SubprocessProtocol):
 
     async def _kill(self) -> None:
         if not self._closed.done():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._transport.get_pid(), signal.SIGKILL)
+            self._stop()
         await asyncio.shield(self._exited)
         self._transport.close()
+
+    def _stop(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._transport.get_pid(), signal.SIGKILL)
 
     def _why(self, code: int) -> str:
         """Why it failed, from its exit code (bubblewrap's is 128 + the signal); "" = it did not."""

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from jaxrl_llm.envs.tools.base import SearchConfig, ToolError, ToolsConfig
 K1, B = 1.2, 0.75
 WORD = re.compile(r"\w+")
 MAX_QUERY_WORDS = 200
+KEY = "--env.toolbox.search.path"
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Search:
         ValueError: no corpus, or a bad one; names file and line.
     """
 
-    schema = {  # noqa: RUF012
+    schema: ClassVar[dict[str, Any]] = {
         "name": "search",
         "description": "Searches the documents for words and returns the passages that fit best.",
         "parameters": {
@@ -69,11 +70,9 @@ class Index:
         self._count = len(texts)
         split = [WORD.findall(text.lower()) for text in texts]
         lengths = np.array([len(words) for words in split])
-        number = (self._words.setdefault(word, len(self._words)) for words in split for word in words)
-        words = np.fromiter(number, np.int64, lengths.sum())
-        pairs, counts = np.unique(
-            words * self._count + np.repeat(np.arange(self._count), lengths), return_counts=True
-        )
+        numbers = (self._words.setdefault(word, len(self._words)) for words in split for word in words)
+        words, owners = np.fromiter(numbers, np.int64, lengths.sum()), np.repeat(range(self._count), lengths)
+        pairs, counts = np.unique(words * self._count + owners, return_counts=True)
         words, self._owners = np.divmod(pairs, self._count)
         self._starts = np.searchsorted(words, np.arange(len(self._words) + 1))
         having = np.diff(self._starts)[words]
@@ -83,13 +82,17 @@ class Index:
 
     def search(self, query: str, results: int) -> list[int]:
         """Numbers of the best texts that share a word with the query, best first, ties in their order."""
-        words = dict.fromkeys(WORD.findall(query.lower())[:MAX_QUERY_WORDS])
-        scores = np.zeros(self._count)
-        for number in (self._words[word] for word in words if word in self._words):
-            at = slice(self._starts[number], self._starts[number + 1])
-            scores[self._owners[at]] += self._scores[at]
+        scores = self.scores(WORD.findall(query.lower())[:MAX_QUERY_WORDS])
         best = np.argsort(-scores, kind="stable")[:results]
         return [int(i) for i in best if scores[i] > 0]
+
+    def scores(self, words: list[str]) -> np.ndarray:
+        """Score of each text, float64 [texts]; 0 = it has none of the words. A word counts once."""
+        scores = np.zeros(self._count)
+        for number in {self._words[word]: None for word in words if word in self._words}:
+            at = slice(self._starts[number], self._starts[number + 1])
+            scores[self._owners[at]] += self._scores[at]
+        return scores
 
 
 def read_corpus(config: SearchConfig) -> Iterator[Passage]:
@@ -100,14 +103,14 @@ def read_corpus(config: SearchConfig) -> Iterator[Passage]:
     """
     path = Path(config.path).expanduser()
     if not config.path:
-        raise ValueError("tools.search.path is empty: set a JSONL file or a folder of .txt and .md files")
+        raise ValueError(f"{KEY} is empty: set a JSONL file or a folder of .txt and .md files")
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md") and file.is_file())
         documents = ((str(file.relative_to(path)), _read(file)) for file in files)
     elif path.is_file():
         documents = _lines(path)
     else:
-        raise ValueError(f"tools.search.path: there is no file or folder {config.path}")
+        raise ValueError(f"{KEY}: there is no file or folder {config.path}")
     empty = True
     for title, text in documents:
         words = re.findall(r"\S+\s*", text)
@@ -115,7 +118,7 @@ def read_corpus(config: SearchConfig) -> Iterator[Passage]:
             empty = False
             yield Passage(title, "".join(words[start : start + config.passage_words]).rstrip())
     if empty:
-        raise ValueError(f"tools.search.path: no text in {config.path} (JSONL, or .txt and .md in a folder)")
+        raise ValueError(f"{KEY}: no text in {config.path} (JSONL, or .txt and .md in a folder)")
 
 
 def _read(file: Path) -> str:

@@ -1,0 +1,108 @@
+"""Tools of a Model Context Protocol server: an extra, `pip install 'jaxrl-llm[mcp]'`."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import shlex
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jaxrl_llm.envs.tools.base import ToolError
+
+if TYPE_CHECKING:
+    from mcp import Client
+
+SECONDS = 60.0  # that a server may take to start, and to answer a call
+CLOSE_SECONDS = 15.0  # more than the SDK gives a server to end before it kills it
+
+
+class McpServer:
+    """A server started by `command` and spoken to over its standard input and output; `tools` are its tools.
+
+    It runs with your rights, outside any sandbox, and sees of the environment only PATH, HOME and the like.
+    It ends with this process. The connection has a thread of its own, so its tools serve any event loop.
+
+    Raises:
+        ValueError: the SDK is not installed, or the server does not start or answer.
+    """
+
+    def __init__(self, command: str, seconds: float = SECONDS):
+        started: concurrent.futures.Future[list[McpTool]] = concurrent.futures.Future()
+        self._loop = asyncio.new_event_loop()
+        self._over = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, args=(command, seconds, started), daemon=True)
+        self._thread.start()
+        try:
+            self.tools = started.result(seconds + CLOSE_SECONDS)
+        except ImportError:
+            raise ValueError("tools of an MCP server need its SDK: pip install 'jaxrl-llm[mcp]'") from None
+        except Exception as error:  # whatever the SDK raises: the server never came up
+            while isinstance(error, ExceptionGroup):
+                error = error.exceptions[0]
+            why = f"no answer in {seconds:g} s" if isinstance(error, TimeoutError) else error
+            raise ValueError(f"the MCP server {command!r} does not start: {why}") from error
+
+    def close(self) -> None:
+        """End the server."""
+        with contextlib.suppress(RuntimeError):  # it has ended before
+            self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join(CLOSE_SECONDS)
+
+    def _run(self, command: str, seconds: float, started: concurrent.futures.Future) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            try:
+                runner.run(self._serve(command, seconds, started))
+            except Exception as error:
+                if not started.done():
+                    started.set_exception(error)
+
+    async def _serve(self, command: str, seconds: float, started: concurrent.futures.Future) -> None:
+        """Holds the connection until the end: the SDK wants it opened and closed by one task."""
+        from mcp import Client, StdioServerParameters
+
+        program, *arguments = shlex.split(command)
+        server = StdioServerParameters(command=program, args=arguments)
+        async with contextlib.AsyncExitStack() as stack:
+            async with asyncio.timeout(seconds):
+                client = await stack.enter_async_context(Client(server, read_timeout_seconds=seconds))
+                tools = [McpTool(_schema(tool), client, self._loop) async for tool in _list(client)]
+            started.set_result(tools)
+            await self._over.wait()
+
+
+@dataclass(frozen=True)
+class McpTool:
+    """One tool of a server."""
+
+    schema: dict[str, Any]
+    client: Client
+    loop: asyncio.AbstractEventLoop
+
+    async def call(self, arguments: dict[str, Any]) -> str:
+        request = self.client.call_tool(self.schema["name"], arguments)
+        try:
+            answer = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(request, self.loop))
+        except Exception as error:  # whatever the SDK raises: an answer that is none, a server that is gone
+            raise ToolError(f"the tool did not answer: {error or type(error).__name__}") from error
+        text = "\n".join(getattr(block, "text", f"[{block.type}]") for block in answer.content)
+        if answer.is_error:
+            raise ToolError(text)
+        return text
+
+
+def _schema(tool: Any) -> dict[str, Any]:
+    return {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+
+
+async def _list(client: Client):
+    cursor = None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        for tool in page.tools:
+            yield tool
+        cursor = page.next_cursor
+        if not cursor:
+            return
