@@ -2,10 +2,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+SGLANG_VENV ?= .venv-sglang
 # The newest interpreter at hand, for `make test-newest`.
 NEWEST ?= $(shell sh scripts/newest_python.sh)
 
-.PHONY: quickstart learn test test-all test-newest lint clean
+.PHONY: quickstart learn test test-all test-newest test-sglang lint clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m jaxrl_llm.train --config grpo_tiny.py
@@ -24,6 +25,10 @@ test-newest:
 	@echo "testing on $$($(NEWEST) --version)"
 	$(MAKE) test PYTHON=$(NEWEST) VENV=.venv-newest
 
+# Everything that needs SGLang servers, on the CPU; SGLANG_PYTHON=/path/to/python3.11 where it has another name.
+test-sglang: $(VENV)/.installed-test $(SGLANG_VENV)/.installed
+	JAXRL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(BIN)/python -m pytest -q -s $$(find tests -name "test_*_real.py")
+
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -39,5 +44,9 @@ $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install -q -e '.[test]'
 	touch $@ $(VENV)/.installed
 
+$(SGLANG_VENV)/.installed: scripts/sglang_cpu/install.sh
+	PYTHON=$(or $(SGLANG_PYTHON),python3.11) scripts/sglang_cpu/install.sh $(SGLANG_VENV)
+	touch $@
+
 clean:
-	rm -rf $(VENV) .venv-newest build dist *.egg-info
+	rm -rf $(VENV) .venv-newest $(SGLANG_VENV) build dist *.egg-info

@@ -120,7 +120,8 @@ class NativeEngine:
         return self.metrics
 
     def rest(self) -> None:
-        """Keeps its weights: the next evaluation may want them as they are."""
+        """Free the copy of the weights; with the trainer's own it could not share, which donates them."""
+        self._published = None
 
     def warm_up(
         self,

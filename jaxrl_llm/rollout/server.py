@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,6 +13,10 @@ from typing import Any, NamedTuple
 from jaxrl_llm.rollout import access
 
 FIRST_TRY, LONGEST_TRY = 1.0, 15.0  # seconds until a server that was left out is tried again
+
+
+def say(text: str) -> None:
+    print(f"sglang: {text}", file=sys.stderr, flush=True)
 
 
 class ServerError(RuntimeError):
@@ -88,6 +93,8 @@ class Server:
 
     def leave_out(self, error: ServerError) -> None:
         """No more requests for it; those that it has are for others to do."""
+        if self.usable:
+            say(f"a server is left out: {error}")
         self.usable, self.problem, self.gone = False, str(error), isinstance(error, Unreachable | Busy)
         self.failures += 1
         self.label, self._since["left out"] = "", self._since.get("left out", time.monotonic())
@@ -99,6 +106,8 @@ class Server:
             request.cancel()
 
     def put_to_use(self, label: str) -> None:
+        if self.failures and not self.usable:
+            say(f"{self.url} is in use again")
         self.usable, self.problem, self.gone, self.label = True, "", False, label
         self.last_answer = time.monotonic()
         self._pause = FIRST_TRY

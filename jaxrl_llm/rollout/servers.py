@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -19,7 +18,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from jaxrl_llm.rollout.client import Client, Json
-from jaxrl_llm.rollout.server import Busy, Refused, Server, ServerError, nonsense
+from jaxrl_llm.rollout.server import Busy, Refused, Server, ServerError, nonsense, say
 from jaxrl_llm.structs import Metrics
 
 Result = TypeVar("Result")
@@ -250,7 +249,7 @@ class ServerPool:
         """A word about a wait, now and then."""
         if time.monotonic() >= self._next_word:
             self._next_word = time.monotonic() + WORD
-            print(f"sglang: {text}", file=sys.stderr, flush=True)
+            say(text)
 
     async def _open(self, timeout: float) -> Client:
         return Client(timeout)

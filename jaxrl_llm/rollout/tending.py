@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxrl_llm.rollout import access
-from jaxrl_llm.rollout.server import Server, ServerError, Unreachable
+from jaxrl_llm.rollout.server import Server, ServerError, Unreachable, say
 from jaxrl_llm.rollout.servers import ServerPool
 
 LOOK = 1.0  # seconds between two looks
@@ -41,6 +40,7 @@ async def tend(
             if pool.resting or not pool.label:
                 continue
             if revive and (problem := revive(server.url)):
+                say(problem)
                 server.leave_out(Unreachable(problem))
             elif job := _due(pool, server):
                 jobs.add(task := asyncio.create_task(job))
@@ -93,7 +93,7 @@ class ServerList:
     def _tell(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
-            print(f"sglang: {text}", file=sys.stderr, flush=True)
+            say(text)
 
 
 def read_list(path: Path) -> list[str]:

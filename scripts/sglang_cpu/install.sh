@@ -5,7 +5,12 @@
 set -euo pipefail
 dir=${1:?"give the directory of the virtual environment"}
 here=$(cd "$(dirname "$0")" && pwd)
-"${PYTHON:-python3.11}" -m venv "$dir"
+python=${PYTHON:-python3.11}
+if ! "$python" -c "import sys; sys.exit(sys.version_info[:2] != (3, 11))" 2>/dev/null; then
+  echo "SGLang's packages are pinned for Python 3.11, and $python is none. Install it, or name it: PYTHON=/path/to/python3.11 $0 $dir" >&2
+  exit 1
+fi
+"$python" -m venv "$dir"
 pip="$dir/bin/python -m pip install -q"
 $pip torch==2.13.0
 $pip transformers==5.12.1 tokenizers==0.22.2 numpy aiohttp fastapi uvicorn uvloop orjson pyzmq requests psutil \

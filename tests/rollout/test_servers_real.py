@@ -1,0 +1,178 @@
+"""Faults of real SGLang servers on a CPU (JAXRL_SGLANG_PYTHON), which ask for keys all along."""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+from test_sglang import KEY, TOKENIZER, native
+from test_sglang_real import FLAGS, MODEL, PYTHON
+
+from jaxrl_llm import models
+from jaxrl_llm.bridge.disk import DiskTransport
+from jaxrl_llm.checkpoint.hf_export import save_description
+from jaxrl_llm.models.scorer import make_scorer
+from jaxrl_llm.rollout import access
+from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
+from jaxrl_llm.rollout.engine import Request, SamplingConfig
+from jaxrl_llm.rollout.launch import Launched, answers
+from jaxrl_llm.rollout.servers import ServerError, ServerPool
+from jaxrl_llm.rollout.sglang import SGLangEngine
+from jaxrl_llm.rollout.tending import tend
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+
+pytestmark = pytest.mark.skipif(not PYTHON, reason="JAXRL_SGLANG_PYTHON names no interpreter with SGLang")
+KEYS = {access.API_KEY: "tell-me-4711", access.ADMIN_KEY: "change-it-0815"}
+GREEDY = SamplingConfig(temperature=0.0, ignore_eos=True)
+BACK = 240.0  # seconds that a server may take to start on a busy machine
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """(engine, launched, future of those who care for the servers): two servers of our own."""
+    folder = tmp_path_factory.mktemp("sglang")
+    config = RolloutConfig(engine="sglang", launch=2, slots=8)
+    sglang = SGLangConfig(python=PYTHON, flags=FLAGS, patience=BACK, restarts=9)
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in {**KEYS, "SGLANG_USE_CPU_ENGINE": "1"}.items():
+            environment.setenv(name, value)
+        shell = save_description(MODEL, folder / "shell", TOKENIZER, "float32")
+        launched = Launched(config, sglang, shell, folder)
+        try:
+            pool = ServerPool(launched.urls, sglang.timeout, sglang.retries, config.slots, sglang.patience)
+            scorer = make_scorer(MODEL, 1.0, "float32", make_mesh(MeshConfig(), jax.devices()[:1]))
+            score = lambda params, ids: np.asarray(scorer(params, ids[None], np.array([len(ids)])))[0, :-1]
+            transport = DiskTransport(folder / "weights", "float32", TOKENIZER)
+            yield (
+                SGLangEngine(
+                    config, sglang, MODEL, pool, transport, score, lambda value: value, TOKENIZER, (),
+                    launched.wait,
+                ),
+                launched,
+            )  # fmt: skip
+            pool.close()
+        finally:
+            launched.close()
+
+
+@pytest.fixture
+def tended(run):
+    """Somebody cares for the servers during the test; both are in use before and after it."""
+    engine, launched = run
+    future = engine.pool.start(tend(engine.pool, None, launched.revive))
+    engine.publish(models.init(MODEL, jax.random.key(0)), 7)
+    until(lambda: len(engine.pool.usable) == 2)
+    yield engine, launched
+    until(lambda: len(engine.pool.usable) == 2)
+    future.cancel()
+
+
+def until(true):
+    deadline = time.monotonic() + BACK
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def kill(launched, index):
+    """End a server with its children, at once."""
+    os.killpg(launched.processes[index].pid, signal.SIGKILL)
+    launched.processes[index].wait()
+
+
+def requests(prompts=4, responses=4, tokens=120):
+    rng = np.random.default_rng(1)
+    return [
+        Request(rng.integers(2, 120, 5 + i).astype(np.int32), i, responses, tokens) for i in range(prompts)
+    ]
+
+
+def written(engine, todo):
+    """All of it, whole, by the newest weights alone, and as the native engine writes it."""
+    made = engine.generate(todo, GREEDY, KEY)
+    params = models.init(MODEL, jax.random.key(0))
+    for mine, theirs in zip(made, native(params, GREEDY, todo, MODEL), strict=True):
+        assert mine.response_ids.tolist() == theirs.response_ids.tolist()
+        np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-5)
+    assert {version for one in made for version in one.versions.tolist()} == {7}
+    return made
+
+
+def test_keys_are_asked_for_and_neither_ps_nor_the_logs_show_them(tended, monkeypatch):
+    engine, launched = tended
+    commands = subprocess.run(["ps", "axww", "-o", "command"], capture_output=True, text=True).stdout
+    assert "sglang.launch_server" in commands
+    for log in launched.logs:
+        assert "'api_key': '***'" in log.read_text()
+        assert not any(key in commands + log.read_text() for key in KEYS.values())
+    monkeypatch.setenv(access.ADMIN_KEY, "guessed")
+    with pytest.raises(ServerError, match="answered 401 to /update_weights_from_disk"):
+        engine.publish(models.init(MODEL, jax.random.key(0)), 7)
+    monkeypatch.delenv(access.API_KEY)
+    assert not answers(launched.urls[0])
+    monkeypatch.undo()
+
+
+def test_a_server_that_is_killed_while_it_writes_costs_nothing_and_comes_back(tended):
+    engine, launched = tended
+    victim = engine.pool.servers[0]
+
+    def strike():
+        until(lambda: victim.inflight)
+        time.sleep(0.5)
+        assert victim.inflight
+        kill(launched, 0)
+
+    striking = threading.Thread(target=strike)
+    striking.start()
+    made = written(engine, requests())
+    striking.join()
+    assert len(made) == 16 and victim.failures and engine.pool.retried
+    until(lambda: victim.usable)  # started again with other weights, and given the newest
+    assert engine.pool.metrics()["servers/left_out_seconds"] > 0
+    written(engine, requests(tokens=8))
+
+
+def test_a_server_that_was_restarted_unseen_is_noticed_and_given_the_weights(run):
+    engine, launched = run
+    engine.publish(models.init(MODEL, jax.random.key(0)), 7)
+    kill(launched, 1)
+    launched.processes[1] = launched._start(1)
+    until(lambda: answers(launched.urls[1]))
+    server, problems = engine.pool.servers[1], []
+    leave_out = server.leave_out
+    server.leave_out = lambda error: (problems.append(str(error)), leave_out(error))
+    caring = engine.pool.start(tend(engine.pool, None, launched.revive))
+    written(engine, requests(tokens=16))
+    del server.leave_out
+    assert "wrote with weights ['default'], which this run did not send" in problems[0]
+    until(lambda: server.usable)
+    written(engine, requests(tokens=16))
+    caring.cancel()
+
+
+def test_all_are_killed_and_come_back(tended, capsys):
+    engine, launched = tended
+    for index in range(2):
+        kill(launched, index)
+    assert len(written(engine, requests(tokens=16))) == 16
+    said = capsys.readouterr().err
+    assert "sglang: no server can be used; waiting 240 s for one" in said and "was started again" in said
+
+
+def test_turns_on_shared_memory_are_taken_in_an_order_that_servers_accept(tended):
+    """On a CPU nothing is freed: that the order works is all that is seen here."""
+    engine, _ = tended
+    engine.colocated = True
+    params = models.init(MODEL, jax.random.key(0))
+    for _ in range(2):
+        engine.rest()
+        assert all(server.asleep == {"kv_cache", "weights"} for server in engine.pool.servers)
+        engine.publish(params, 7)
+        assert not any(server.asleep for server in engine.pool.servers)
+        written(engine, requests(tokens=8))
+    engine.colocated = False
