@@ -210,7 +210,7 @@ def test_this_machines_address_is_the_one_that_the_server_sees():
 
 def test_ipc_without_gpus_is_refused():
     with pytest.raises(ValueError, match=r"--sglang.transport ipc: .* 1 process\(es\) on cpu. Use --sglang"):
-        IpcTransport(WeightSource(MODEL, "float32", 1 << 20), {})
+        IpcTransport(WeightSource(MODEL, "float32", 1 << 20))
 
 
 @pytest.mark.parametrize(
