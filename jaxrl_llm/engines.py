@@ -19,7 +19,7 @@ from jaxrl_llm.bridge.ipc import IpcTransport
 from jaxrl_llm.bridge.over_http import HttpTransport
 from jaxrl_llm.bridge.source import WeightSource
 from jaxrl_llm.checkpoint.hf_export import as_written, save_description
-from jaxrl_llm.checkpoint.hf_folder import read_headers, resolve
+from jaxrl_llm.checkpoint.hf_folder import read_headers
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.names import read_config
@@ -42,14 +42,16 @@ def make_engine(
     tokenizer: Any,
     eos_ids: Sequence[int],
     closing: contextlib.ExitStack,
+    folder: Path | None = None,
 ) -> Engine:
     """The native engine, or a pool of SGLang servers, which are started here if they are to be.
 
     Args:
         closing: gets what must be closed at the end.
+        folder: that the model is read from.
     """
     if config.rollout.engine == "sglang":
-        return _sglang(config, model, mesh, tokenizer, eos_ids, closing)
+        return _sglang(config, model, mesh, tokenizer, eos_ids, closing, folder)
     engine = NativeEngine(config.rollout, model, mesh, tokenizer, eos_ids, share)
     if config.rollout.warm_up:
         samplings = [config.rollout.sampling, config.eval.sampling]
@@ -59,20 +61,22 @@ def make_engine(
     return engine
 
 
-def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing) -> SGLangEngine:
+def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing, stored) -> SGLangEngine:
     model = dataclasses.replace(model, value_head=False)  # it serves training alone
     rollout, sglang, run_dir = config.rollout, config.sglang, Path(config.run_dir)
     source = WeightSource(model, rollout.dtype, sglang.bucket_bytes)
-    _check_names(source, config, model)
+    if stored is not None:
+        _check_names(source, model, stored)
     if sglang.folder:
         folder = within(Path(sglang.folder), run_dir)
     else:
         folder = own_folder(rollout.launch > 0, run_dir, source.size)
     disk = DiskTransport(folder, rollout.dtype, tokenizer)
     closing.callback(disk.close)
+    transport = disk if sglang.transport == "disk" else _transport(sglang, source, closing)
     pool = wait = None
-    urls: Sequence[str] = rollout.servers
     if jax.process_index() == 0:
+        urls: Sequence[str] = rollout.servers
         members = revive = None
         if rollout.servers and rollout.servers[0].startswith("@"):
             members = ServerList(Path(rollout.servers[0][1:]))
@@ -87,7 +91,6 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing) -> SG
         if rollout.servers and not members:
             pool.check_reachable()
         pool.start(tend(pool, members, revive))
-    transport = disk if sglang.transport == "disk" else _transport(sglang, source, urls, closing)
     scorer = make_scorer(model, 1.0, rollout.dtype, mesh)
 
     def score(params, ids: np.ndarray) -> np.ndarray:
@@ -97,7 +100,7 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing) -> SG
     return SGLangEngine(rollout, sglang, model, pool, transport, score, share, tokenizer, eos_ids, wait)
 
 
-def _transport(sglang: SGLangConfig, source: WeightSource, urls: Sequence[str], closing) -> WeightTransport:
+def _transport(sglang: SGLangConfig, source: WeightSource, closing) -> WeightTransport:
     """What sends the weights itself, without files."""
     if sglang.transport == "group":
         made = GroupTransport(source, sglang.relay_python, sglang.group_backend, sglang.timeout)
@@ -111,20 +114,13 @@ def _transport(sglang: SGLangConfig, source: WeightSource, urls: Sequence[str], 
         )
     if sglang.transport == "http":
         return HttpTransport(source)
-    return IpcTransport(source, dict(zip(urls, sglang.devices or [""] * len(urls), strict=True)))
+    return IpcTransport(source, sglang.devices)
 
 
-def _check_names(source: WeightSource, config: TrainConfig, model: TransformerConfig) -> None:
-    """Where the model was read from a folder, its files say which tensors there are.
-
-    Otherwise they are those that our table of names gives, and the check of each push is what sees an error.
-    """
-    if not config.model.path:
-        return
-    folder = resolve(config.model.path)
+def _check_names(source: WeightSource, model: TransformerConfig, folder: Path) -> None:
+    """The files that the model was read from say which tensors there are."""
     stored = read_config(folder)
     if as_written(stored) != model:  # sent under other names than those of the folder
         return
     found = read_headers(folder, stored)
-    left = {"lm_head.weight"} if stored.tie_embeddings else set()
-    source.check({n: entry.shape for n, entry in found.items() if n not in left}, str(folder))
+    source.check({name: entry.shape for name, entry in found.items()}, str(folder))

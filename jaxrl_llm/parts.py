@@ -124,7 +124,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack) -> Parts:
     columns = closing.enter_context(env).columns if env else {}
     if on_policy or (config.eval.every and config.algo.needs_policy):
         ends = hf.end_ids(folder) if folder else ()
-        engine = make_engine(config, model, mesh, tokenizer, ends, closing)
+        engine = make_engine(config, model, mesh, tokenizer, ends, closing, folder)
         rewards = closing.enter_context(RewardPool(config.reward, Path(config.run_dir) / "rewards.log"))
     loader = make_loader(config, tokenizer, columns)
     if on_policy:

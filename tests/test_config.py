@@ -300,6 +300,14 @@ def test_an_interpreter_for_servers_must_exist(config):
     assert refusal(check, named) == "--sglang.devices names 2, --rollout.launch is 1."
     missing = replace(chosen, sglang=replace(chosen.sglang, python="/no/python"))
     assert refusal(check, missing) == "--sglang.python is '/no/python': no such program."
+    relayed = replace(chosen, sglang=replace(chosen.sglang, transport="group", relay_python="/no/python"))
+    assert refusal(check, relayed) == "--sglang.relay_python is '/no/python': no such program."
+
+
+def test_memory_is_shared_with_servers_that_are_started_here_alone(config):
+    rollout = replace(config.rollout, engine="sglang", servers=("http://a:1",))
+    shared = replace(config, rollout=rollout, sglang=replace(config.sglang, transport="ipc"))
+    assert refusal(check, shared).startswith("--sglang.transport ipc shares the memory of GPUs with servers")
 
 
 def test_several_problems_are_told_at_once(config):

@@ -29,7 +29,7 @@ class IpcTransport:
     """A few kilobytes of handles in a request; the weights stay on the GPUs.
 
     Args:
-        devices: of each server, by its address: CUDA_VISIBLE_DEVICES as it was started with ("" = the run's).
+        devices: CUDA_VISIBLE_DEVICES that each server of the pool was started with; () = the run's own.
 
     Raises:
         ValueError: no CUDA devices in jax or torch, several processes.
@@ -38,7 +38,7 @@ class IpcTransport:
     session = True
     lasting = False
 
-    def __init__(self, source: WeightSource, devices: dict[str, str]):
+    def __init__(self, source: WeightSource, devices: Sequence[str] = ()):
         self.source, self.devices = source, devices
         need = "--sglang.transport ipc: trainer and servers share GPUs of one machine, in one process"
         if jax.default_backend() != "gpu" or jax.process_count() > 1:
@@ -64,7 +64,7 @@ class IpcTransport:
 
     async def send(self, link: Link, parcel: Parcel, end: Json) -> None:
         """The memory is kept by the parcel until the server has answered."""
-        theirs = self.devices.get(link.server.url, "")
+        theirs = self.devices[link.pool.servers.index(link.server)] if self.devices else ""
         places = shared_devices(theirs, os.environ.get(VISIBLE, ""), link.ranks)
         if not set(places) <= parcel.content.keys():
             raise ServerError(f"{link.server.url}: on GPUs {theirs!r} where the trainer is not")

@@ -59,7 +59,7 @@ def resolve(path_or_hub_name: str | Path) -> Path:
 
 
 def read_headers(folder: Path, config: TransformerConfig) -> dict[str, Stored]:
-    """All tensors of the folder, found to be those of the model in name, shape and type.
+    """The weights of the folder, found to be those of the model in name, shape and type.
 
     Raises:
         ValueError: see `_weight_files`, `_read_header`; or tensors are missing, unexpected, of another shape
@@ -102,7 +102,7 @@ def read_headers(folder: Path, config: TransformerConfig) -> dict[str, Stored]:
         raise ValueError(
             f"{folder}: not the weights that its {config.family} config.json describes; {listed}"
         )
-    return stored
+    return {name: stored[name] for name in expected}
 
 
 def refuse_remote_code(folder: Path) -> None:

@@ -152,11 +152,16 @@ class Update:
             began = time.perf_counter()
             around = session(link) if self.transport.session else contextlib.nullcontext()
             await wake(self.pool, server, WEIGHTS)
-            async with paused(link, self.pause), around:
-                await self._send(link, parcel)
-                while not parcel.last:
-                    parcel = await self._next(inbox)
+            async with paused(link, self.pause):
+                async with around:
                     await self._send(link, parcel)
+                    while not parcel.last:
+                        parcel = await self._next(inbox)
+                        await self._send(link, parcel)
+                if self.pause == "in_place":
+                    # Refused while responses in flight read what is cached, and answered in plain text.
+                    with contextlib.suppress(ServerError):
+                        await link.ask("/flush_cache", {})
             self.pause_seconds[server.url] = time.perf_counter() - began
             await wake(self.pool, server, CACHE)
             await self.check(server)
@@ -169,8 +174,8 @@ class Update:
 
     async def _send(self, link: Link, parcel: Parcel) -> None:
         began = time.perf_counter()
-        # Cached keys and values are of the old weights. In place they stay, by that mode's meaning: SGLang
-        # cannot drop what responses in flight still read.
+        # Cached keys and values are of the old weights. To drop them in place would end the server: an
+        # assertion of SGLang's fails where responses in flight still read them.
         end: Json = {"flush_cache": parcel.last and self.pause != "in_place"}
         if parcel.last:
             end["weight_version"] = self.label

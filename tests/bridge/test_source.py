@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from distributed import run_processes
 from safetensors.numpy import load_file
 
 from jaxrl_llm import models
@@ -109,3 +110,43 @@ def test_torch_reads_the_pickle_that_is_written_without_it(dtype):
         "torch.storage._load_from_bytes", "torch._utils._rebuild_tensor_v2", "collections.OrderedDict"
     }  # fmt: skip
     assert len(pickled(bucket)) < sum(array.nbytes for array in bucket.arrays) + 10_000
+
+
+TWO_PROCESSES = """
+import sys
+import numpy as np
+from jaxrl_llm import models
+from jaxrl_llm.bridge.source import WeightSource
+from jaxrl_llm.checkpoint import hf_export
+from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.rules import TRAIN
+
+config = TransformerConfig(
+    vocab_size=64, hidden_size=16, mlp_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4
+)
+layout = models.shardings(config, make_mesh(MeshConfig(data=1, fsdp=4, tensor=2)), TRAIN)
+params = jax.jit(models.init, static_argnums=0, out_shardings=layout)(config, jax.random.key(0))
+assert not jax.tree.leaves(params)[0].is_fully_addressable
+hf_export.save(params, config, sys.argv[1], dtype="float32")
+parcels = list(WeightSource(config, "float32", 5_000).parcels(params))
+if jax.process_index() == 0:
+    from safetensors.numpy import load_file
+    stored = load_file(sys.argv[1] + "/model.safetensors")
+    found = {t.name: a for p in parcels for t, a in zip(p.content.tensors, p.content.arrays)}
+    reference = models.init(config, jax.random.key(0))
+    from jaxrl_llm.models.names import state_dict
+    expected = state_dict(config, reference)
+    assert found.keys() == stored.keys() == expected.keys()
+    for name in expected:
+        assert (found[name] == stored[name]).all(), name
+        np.testing.assert_allclose(found[name], expected[name], atol=1e-6)
+print(len(parcels), [p.content is None for p in parcels].count(True))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_gather_and_the_first_one_sends(tmp_path):
+    first, second = run_processes(TWO_PROCESSES, 2, [str(tmp_path / "hf")])
+    count = int(first.split()[0])
+    assert count > 3 and first.split() == [str(count), "0"] and second.split() == [str(count)] * 2

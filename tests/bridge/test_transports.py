@@ -1,5 +1,6 @@
 """Weights to servers that speak SGLang's JSON: in order, each step ended, and a failure is one server's."""
 
+import contextlib
 import subprocess
 import sys
 
@@ -9,12 +10,13 @@ import pytest
 from fake_sglang import FakeServer
 from test_sglang import GREEDY, KEY, MODEL, TOKENIZER, native, requests, weights
 
+from jaxrl_llm import engines
 from jaxrl_llm.bridge.disk import DiskTransport
 from jaxrl_llm.bridge.group import GroupTransport, Relay, address_towards
 from jaxrl_llm.bridge.ipc import IpcTransport, shared_devices
 from jaxrl_llm.bridge.over_http import HttpTransport
 from jaxrl_llm.bridge.source import WeightSource
-from jaxrl_llm.checkpoint.hf_export import save_description
+from jaxrl_llm.checkpoint import hf_export
 from jaxrl_llm.models.scorer import make_scorer
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 from jaxrl_llm.rollout.servers import ServerError, ServerPool
@@ -24,7 +26,7 @@ from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory):
-    return save_description(MODEL, tmp_path_factory.mktemp("shell"), dtype="float32")
+    return hf_export.save_description(MODEL, tmp_path_factory.mktemp("shell"), dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +104,12 @@ def test_tensors_arrive_in_a_session_inside_a_pause_and_compute_what_the_trainer
 def test_what_is_cached_is_dropped_unless_responses_go_on_in_place(make, servers, transport, pause):
     make(transport, pause=pause).publish(weights(), 1)
     assert servers[0].asked[0] == ("pause_generation", {"mode": pause})
-    (last,) = [body for _, body in servers[0].asked if "weight_version" in body]
+    ((last_route, last),) = [(name, body) for name, body in servers[0].asked if "weight_version" in body]
     assert last["flush_cache"] == (pause != "in_place")
+    assert routes(servers[0])[-2:] == [
+        "flush_cache" if pause == "in_place" else "end_weight_update" if transport == "http" else last_route,
+        "continue_generation",
+    ]
     assert not servers[0].paused
 
 
@@ -210,7 +216,7 @@ def test_this_machines_address_is_the_one_that_the_server_sees():
 
 def test_ipc_without_gpus_is_refused():
     with pytest.raises(ValueError, match=r"--sglang.transport ipc: .* 1 process\(es\) on cpu. Use --sglang"):
-        IpcTransport(WeightSource(MODEL, "float32", 1 << 20), {})
+        IpcTransport(WeightSource(MODEL, "float32", 1 << 20))
 
 
 @pytest.mark.parametrize(
@@ -253,3 +259,21 @@ def test_handles_name_a_gpu_by_its_uuid():
     out = subprocess.run([sys.executable, "-c", HANDLES], capture_output=True, text=True)
     expected = "torch.Size([2, 3]), (3, 1), 0, torch.float32, 'GPU-1', b'handle'"
     assert out.stdout.strip() == f"[('a', ('torch.multiprocessing.reductions', {expected}))]", out.stderr
+
+
+def test_the_transport_of_the_config_and_its_warning(capsys, tmp_path):
+    source = WeightSource(MODEL, "float32", 1 << 20)
+    with contextlib.ExitStack() as closing:
+        assert isinstance(engines._transport(SGLangConfig(transport="http"), source, closing), HttpTransport)
+        assert "--sglang.transport http: weights go to the servers as pickles" in capsys.readouterr().err
+        with pytest.raises(ValueError, match=r"--sglang.transport ipc: trainer and"):
+            engines._transport(SGLangConfig(transport="ipc"), source, closing)
+
+
+def test_what_is_sent_is_what_the_models_folder_holds(tmp_path):
+    hf_export.save(weights(), MODEL, tmp_path / "hf", dtype="float32")
+    source = WeightSource(MODEL, "float32", 1 << 20)
+    engines._check_names(source, MODEL, tmp_path / "hf")
+    source.tensors = [t._replace(name=t.name.replace("mlp.up", "mlp.gate_up")) for t in source.tensors]
+    with pytest.raises(ValueError, match=r"hf: 2 missing: .*mlp.up_proj.*; 2 unknown: .*mlp.gate_up_proj"):
+        engines._check_names(source, MODEL, tmp_path / "hf")

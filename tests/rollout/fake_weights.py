@@ -39,6 +39,7 @@ class FakeWeights:
             "continue_generation": self._continue,
             "begin_weight_update": self._begin,
             "end_weight_update": self._end,
+            "flush_cache": lambda body: None,
             "update_weights_from_disk": self._from_disk,
             "update_weights_from_tensor": self._from_tensor,
             "init_weights_update_group": self._join,
