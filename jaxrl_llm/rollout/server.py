@@ -35,6 +35,24 @@ class Busy(ServerError):
     """The server is well and has too much to do."""
 
 
+class Outage:
+    """A context that servers may leave: the reason to end the run, with all that was reached saved."""
+
+    error: ServerError | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, trace) -> bool:
+        if isinstance(error, ServerError):
+            self.error = error
+        return isinstance(error, ServerError)
+
+    @property
+    def reason(self) -> str:
+        return f"its servers: {self.error}" if self.error else ""
+
+
 def error_of(url: str, path: str, status: int, text: str) -> ServerError:
     """What an answer with this status means."""
     said = f"{url} answered {status} to {path}: {text:.300}"

@@ -5,13 +5,14 @@ import functools
 import json
 import math
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from aiohttp import web
 from fake_sglang import FakeServer
-from test_sglang import GREEDY, KEY, MODEL, TOKENIZER, native, requests, weights
+from test_sglang import GREEDY, KEY, MODEL, STUB, TOKENIZER, launch, native, requests, weights
 
 from jaxrl_llm.bridge.disk import DiskTransport
 from jaxrl_llm.models.scorer import make_scorer
@@ -382,3 +383,38 @@ def test_sizes_on_shared_gpus_must_fit_together(flags, environment, expected):
     assert [text.startswith(expected) for text in found] == ([True] if expected else [])
     (alone,) = colocated.problems(SGLangConfig(flags="--device cpu"), 0, {})
     assert alone.endswith("set --rollout.launch N.")
+
+
+def test_a_launched_server_that_ends_is_started_again_a_few_times(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", STUB)
+    launched = launch(tmp_path, restarts=2)
+    (url,) = launched.urls
+    try:
+        assert launched.revive(url) == ""
+        for starts in (2, 3):
+            launched.processes[0].kill()
+            launched.processes[0].wait()
+            assert launched.revive(url) == (
+                f"the SGLang server at {url} ended with -9 ({launched.logs[0]}) and was started again"
+            )
+            assert launched.starts == [starts]
+        launched.processes[0].kill()
+        launched.processes[0].wait()
+        assert launched.revive(url) == "" and launched.processes[0].poll() == -9
+    finally:
+        launched.close()
+
+
+def test_a_launched_server_gets_its_keys_and_nobody_sees_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", STUB)
+    monkeypatch.setenv(access.API_KEY, "tell-4711")
+    monkeypatch.setenv(access.ADMIN_KEY, "change-0815")
+    launched = launch(tmp_path)
+    try:
+        launched.wait()
+        command = Path(f"/proc/{launched.processes[0].pid}/cmdline").read_text()
+        log = launched.logs[0].read_text()
+    finally:
+        launched.close()
+    assert "'--api-key', '***', '--admin-api-key', '***'" in log and "sglang.launch_server" in command
+    assert not any(key in command + log for key in ("4711", "0815"))
