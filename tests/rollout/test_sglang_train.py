@@ -9,6 +9,7 @@ from aiohttp import web
 from distributed import run_processes
 from fake_sglang import FakeServer
 
+from jaxrl_llm.rollout import access
 from jaxrl_llm.train import main
 
 ARGS = [
@@ -49,6 +50,8 @@ def checked(run_dir):
 
 def test_a_run_starts_its_servers_and_leaves_nothing_of_them(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "stub"))
+    monkeypatch.setenv(access.API_KEY, "tell-4711")
+    monkeypatch.setenv(access.ADMIN_KEY, "change-4711")
     here = tmp_path / "shared"
     (here / "of somebody else").mkdir(parents=True)
     launched = ["--rollout.launch", "1", "--sglang.python", sys.executable, "--sglang.folder", str(here)]
@@ -56,6 +59,7 @@ def test_a_run_starts_its_servers_and_leaves_nothing_of_them(tmp_path, monkeypat
     checked(tmp_path / "run")
     assert "the fake server is up" in (tmp_path / "run/sglang_0.log").read_text()
     assert [path.name for path in here.iterdir()] == ["of somebody else"]
+    assert not any(b"4711" in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
 
 
 def test_an_address_where_no_server_is_is_refused_before_any_step(tmp_path, capsys):
