@@ -105,10 +105,10 @@ class Server:
 
     def leave_out(self, error: ServerError) -> None:
         """No more requests for it; those that it has are for others to do."""
-        if self.usable:
+        if "left out" not in self._since:
             say(f"a server is left out: {error}")
+            self.failures += 1
         self.usable, self.problem, self.gone = False, str(error), isinstance(error, Unreachable | Busy)
-        self.failures += 1
         self.label, self._since["left out"] = "", self._since.get("left out", time.monotonic())
         if self.gone:
             self.asleep.clear()  # whatever answers next is another process, or one of which nothing is known
@@ -118,7 +118,7 @@ class Server:
             request.cancel()
 
     def put_to_use(self, label: str) -> None:
-        if self.failures and not self.usable:
+        if "left out" in self._since:
             say(f"{self.url} is in use again")
         self.usable, self.problem, self.gone, self.label = True, "", False, label
         self.last_answer = time.monotonic()
