@@ -84,7 +84,8 @@ class RolloutSource:
             kept += drawn if draws == 1 else [t for group in groups(drawn) if varied(group) for t in group]
             if len(kept) >= full:
                 break
-        self.engine.rest()
+        with phase("rollout"):
+            self.engine.rest()
         if draws > 1:
             metrics["dynamic/draws"] = len(prompts) / self.prompts
             metrics["dynamic/kept_fraction"] = len(kept) / (len(prompts) * self.responses)

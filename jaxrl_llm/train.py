@@ -32,7 +32,7 @@ from jaxrl_llm.recipes import from_command_line
 from jaxrl_llm.reference import Reference
 from jaxrl_llm.rewards.sample import RewardFailureError
 from jaxrl_llm.rollout.engine import DialogueError
-from jaxrl_llm.rollout.servers import ServerError
+from jaxrl_llm.rollout.server import Outage, ServerError
 from jaxrl_llm.signals import EXIT_STOPPED, Stop
 from jaxrl_llm.structs import Metrics, TrainState
 
@@ -96,23 +96,20 @@ def run(
     reference = Reference(parts, run_dir)
     if start == 0 and parts.evaluators and not config.warm_start.steps:
         log.step(0, evaluate(parts, state, reference, 0, log), tokens=0, kind="start")
-    done, reason, metrics = start, None, {}
+    done, reason, metrics, outage = start, None, {}, Outage()
     source = parts.stages[-1].source
     if begun := checkpoints.file(start, BEGUN):
         source.resume(begun, state.params, int(state.version))
     for step in range(start, parts.total):
-        if reason := stop.requested(step, checkpoints.longest_save):
+        if reason := outage.reason or stop.requested(step, checkpoints.longest_save):
             break
         stage = parts.stage(step)
         if step == stage.start and stage is not parts.stages[0]:
             state = stage.trainer.init_state(state.params)
 
-        try:
+        with outage:
             experience = stage.source.next(step - stage.start, state.params, int(state.version), log.phase)
-        except ServerError as error:
-            if done == start:
-                raise  # nothing to save: rather a mistake than an outage
-            reason = f"its servers: {error}"
+        if outage.reason:
             break
         with log.phase("score"):
             frozen = reference.params(stage, step, state.params)
@@ -125,14 +122,17 @@ def run(
 
         done = step + 1
         if eval_due(parts, done):
-            metrics |= evaluate(parts, state, reference, done, log)
+            with outage:
+                metrics |= evaluate(parts, state, reference, done, log)
         log.samples(done, sample_rows(experience.trajectories, list(map(prompt_text, experience.prompts))))
         log.step(done, metrics, experience.tokens, stage.kind)  # before the checkpoint that vouches for it
         if checkpoint_due(config, done, parts.total):
             with log.phase("checkpoint"):
                 checkpoints.save(done, state, meta, finite(metrics), {BEGUN: source.snapshot()})
 
-    if reason:
+    if outage.error and done == start:
+        raise outage.error  # nothing was reached: rather a mistake than an outage
+    if reason := outage.reason or reason:
         checkpoints.save(done, state, meta, finite(metrics), {BEGUN: source.snapshot()})
     checkpoints.wait()
     return Ended(state, done, reason or "")

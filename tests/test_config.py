@@ -285,12 +285,31 @@ def test_sampling_out_of_range(config, sampling, message):
             "--rollout.servers and --rollout.launch are for SGLang: add --rollout.engine sglang.",
         ),
         ({"engine": "sglang", "servers": ("a:1",)}, "--rollout.servers: 'a:1' is no address"),
+        (
+            {"engine": "sglang", "servers": ("http://10.1.2.3:1",)},
+            "--rollout.servers: http://10.1.2.3:1 is plain http to another host, and there is no key",
+        ),
+        ({"engine": "sglang", "servers": ("@none.txt",)}, "--rollout.servers @none.txt: one @file with one"),
+        (
+            {"engine": "sglang", "servers": ("@a.txt", "http://127.0.0.1:1")},
+            "--rollout.servers @a.txt http://127.0.0.1:1: one @file with one address a line",
+        ),
         ({"engine": "sglang", "launch": -1}, "--rollout.launch is -1: it must be at least 0."),
     ],
 )
 def test_servers_that_cannot_be(config, settings, message):
     chosen = replace(config, rollout=replace(config.rollout, **settings))
     assert refusal(check, chosen).startswith(message)
+
+
+def test_addresses_in_a_file_are_checked_too(config, tmp_path):
+    file = tmp_path / "servers.txt"
+    file.write_text("http://127.0.0.1:1\nhost:1\n")
+    chosen = replace(config, rollout=replace(config.rollout, engine="sglang", servers=(f"@{file}",)))
+    assert refusal(check, chosen) == "--rollout.servers: 'host:1' is no address; write http://host:port."
+    alone = replace(chosen, sglang=replace(chosen.sglang, colocated=True, flags="--device cpu"))
+    file.write_text("http://127.0.0.1:1\n")
+    assert refusal(check, alone).startswith("--sglang.colocated needs servers that are started here")
 
 
 def test_an_interpreter_for_servers_must_exist(config):

@@ -39,6 +39,24 @@ class Busy(ServerError):
     """The server is well and has too much to do."""
 
 
+class Outage:
+    """A context that servers may leave: the reason to end the run, with all that was reached saved."""
+
+    error: ServerError | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, trace) -> bool:
+        if isinstance(error, ServerError):
+            self.error = error
+        return isinstance(error, ServerError)
+
+    @property
+    def reason(self) -> str:
+        return f"its servers: {self.error}" if self.error else ""
+
+
 def error_of(url: str, path: str, status: int, text: str) -> ServerError:
     """What an answer with this status means."""
     said = f"{url} answered {status} to {path}: {text:.300}"
@@ -93,10 +111,10 @@ class Server:
 
     def leave_out(self, error: ServerError) -> None:
         """No more requests for it; those that it has are for others to do."""
-        if self.usable:
+        if "left out" not in self._since:
             say(f"a server is left out: {error}")
+            self.failures += 1
         self.usable, self.problem, self.gone = False, str(error), isinstance(error, Unreachable | Busy)
-        self.failures += 1
         self.label, self._since["left out"] = "", self._since.get("left out", time.monotonic())
         if self.gone:
             self.asleep.clear()  # whatever answers next is another process, or one of which nothing is known
@@ -106,7 +124,7 @@ class Server:
             request.cancel()
 
     def put_to_use(self, label: str) -> None:
-        if self.failures and not self.usable:
+        if "left out" in self._since:
             say(f"{self.url} is in use again")
         self.usable, self.problem, self.gone, self.label = True, "", False, label
         self.last_answer = time.monotonic()

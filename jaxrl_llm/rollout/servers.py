@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from jaxrl_llm.rollout.client import Client, Json
-from jaxrl_llm.rollout.server import Busy, Refused, Server, ServerError, nonsense, say
+from jaxrl_llm.rollout.server import Busy, Refused, Server, ServerError, Unreachable, nonsense, say
 from jaxrl_llm.structs import Metrics
 
 Result = TypeVar("Result")
@@ -136,15 +136,17 @@ class ServerPool:
             failures = server.failures
             try:
                 return await self._generate_on(server, body, group, read)
-            except Refused:
-                raise
-            except Busy as error:
-                if time.monotonic() > deadline:
-                    raise
-                self._tell(f"{error}; trying again for {self.patience:g} s")
-                await asyncio.sleep(pause * random.uniform(0.5, 1))
-                pause = min(2 * pause, 8.0)
             except ServerError as error:
+                down = server is self.router and isinstance(error, Unreachable)
+                if isinstance(error, Refused):
+                    raise
+                if isinstance(error, Busy) or down:
+                    if time.monotonic() > deadline:
+                        raise
+                    self._tell(f"{error}; trying again for {self.patience:g} s")
+                    await asyncio.sleep(pause * random.uniform(0.5, 1))
+                    pause = min(2 * pause, 8.0)
+                    continue
                 said.append(str(error))
                 if server.failures == failures and server is not self.router:
                     server.leave_out(error)

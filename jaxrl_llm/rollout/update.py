@@ -19,6 +19,7 @@ from jaxrl_llm.rollout.server import NoRoute, Refused, Server, ServerError
 from jaxrl_llm.rollout.servers import ServerPool
 from jaxrl_llm.structs import Params
 
+AGAIN = 5.0  # seconds that one which did not answer before may take
 ANSWERS = 30.0  # seconds a server may take to say what it is, or to be told that a push has failed
 
 
@@ -186,7 +187,8 @@ class Update:
 
 async def ranks_of(pool: ServerPool, server: Server) -> int:
     """Its tensor parallelism. One that cannot say so in time need not be given weights."""
-    said = await pool.ask(server, "/server_info", timeout=min(ANSWERS, pool.timeout))
+    limit = AGAIN if server.gone else ANSWERS
+    said = await pool.ask(server, "/server_info", timeout=min(limit, pool.timeout))
     return int(said.get("tp_size", 1))
 
 

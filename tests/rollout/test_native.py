@@ -268,10 +268,9 @@ def test_no_slots_no_engine():
 
 def test_an_engine_at_rest_gives_its_copy_of_the_weights_back():
     held = lambda: sum(x.nbytes for x in jax.live_arrays())
-    resting = new_engine()
+    resting, size = new_engine(), 4 * sum(w.size for w in jax.tree.leaves(params()))
     before = held()
-    size = resting.publish(params(), 1)["rollout/publish_bytes"]
-    assert held() - before == size == 4 * sum(w.size for w in jax.tree.leaves(params()))
+    assert resting.publish(params(), 1)["rollout/publish_bytes"] == held() - before == size
     resting.rest()
     assert held() == before
     with pytest.raises(ValueError, match=r"no weights; call publish"):

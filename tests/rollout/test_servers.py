@@ -5,13 +5,14 @@ import functools
 import json
 import math
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from aiohttp import web
 from fake_sglang import FakeServer
-from test_sglang import GREEDY, KEY, MODEL, TOKENIZER, native, requests, weights
+from test_sglang import GREEDY, KEY, MODEL, STUB, TOKENIZER, launch, native, requests, weights
 
 from jaxrl_llm.bridge.disk import DiskTransport
 from jaxrl_llm.models.scorer import make_scorer
@@ -289,11 +290,12 @@ def test_a_router_gets_what_is_to_be_generated_and_the_servers_their_weights(mak
     servers[1].engine = None
     make(urls=[servers[1].url]).publish(params, 1)  # what is behind the router
     engine.publish(params, 1)
-    asked = len(servers[0].seen)
+    asked, down = len(servers[0].seen), [500] * 3
+    servers[1].spoil = lambda said: web.Response(status=down.pop()) if down else said
     assert ids(engine.generate(requests(), GREEDY, KEY)) == expected()
     assert len(servers[0].seen) == asked
-    groups = [headers.get("X-SMG-Routing-Key") for headers in servers[1].headers[-6:]]
-    assert sorted(groups) == ["0", "0", "1", "1", "2", "2"]
+    groups = [headers.get("X-SMG-Routing-Key") for headers in servers[1].headers[-9:]]
+    assert sorted(set(groups)) == ["0", "1", "2"] and len(groups) == 9 and engine.pool.retried == 0
 
 
 def test_keys_come_from_the_environment_and_each_route_gets_its_own(make, servers, monkeypatch):
@@ -383,3 +385,38 @@ def test_sizes_on_shared_gpus_must_fit_together(flags, environment, expected):
     assert [text.startswith(expected) for text in found] == ([True] if expected else [])
     (alone,) = colocated.problems(SGLangConfig(flags="--device cpu"), 0, {})
     assert alone.endswith("set --rollout.launch N.")
+
+
+def test_a_launched_server_that_ends_is_started_again_a_few_times(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", STUB)
+    launched = launch(tmp_path, restarts=2)
+    (url,) = launched.urls
+    try:
+        assert launched.revive(url) == ""
+        for starts in (2, 3):
+            launched.processes[0].kill()
+            launched.processes[0].wait()
+            assert launched.revive(url) == (
+                f"the SGLang server at {url} ended with -9 ({launched.logs[0]}) and was started again"
+            )
+            assert launched.starts == [starts]
+        launched.processes[0].kill()
+        launched.processes[0].wait()
+        assert launched.revive(url) == "" and launched.processes[0].poll() == -9
+    finally:
+        launched.close()
+
+
+def test_a_launched_server_gets_its_keys_and_nobody_sees_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", STUB)
+    monkeypatch.setenv(access.API_KEY, "tell-4711")
+    monkeypatch.setenv(access.ADMIN_KEY, "change-0815")
+    launched = launch(tmp_path)
+    try:
+        launched.wait()
+        command = Path(f"/proc/{launched.processes[0].pid}/cmdline").read_text()
+        log = launched.logs[0].read_text()
+    finally:
+        launched.close()
+    assert "'--api-key', '***', '--admin-api-key', '***'" in log and "sglang.launch_server" in command
+    assert not any(key in command + log for key in ("4711", "0815"))

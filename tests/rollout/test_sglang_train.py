@@ -5,9 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from distributed import run_processes
 from fake_sglang import FakeServer
 
+from jaxrl_llm.rollout import access
 from jaxrl_llm.train import main
 
 ARGS = [
@@ -48,6 +50,8 @@ def checked(run_dir):
 
 def test_a_run_starts_its_servers_and_leaves_nothing_of_them(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "stub"))
+    monkeypatch.setenv(access.API_KEY, "tell-4711")
+    monkeypatch.setenv(access.ADMIN_KEY, "change-4711")
     here = tmp_path / "shared"
     (here / "of somebody else").mkdir(parents=True)
     launched = ["--rollout.launch", "1", "--sglang.python", sys.executable, "--sglang.folder", str(here)]
@@ -55,6 +59,7 @@ def test_a_run_starts_its_servers_and_leaves_nothing_of_them(tmp_path, monkeypat
     checked(tmp_path / "run")
     assert "the fake server is up" in (tmp_path / "run/sglang_0.log").read_text()
     assert [path.name for path in here.iterdir()] == ["of somebody else"]
+    assert not any(b"4711" in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
 
 
 def test_an_address_where_no_server_is_is_refused_before_any_step(tmp_path, capsys):
@@ -68,6 +73,26 @@ def test_servers_that_fail_in_the_run_end_it_with_a_message(tmp_path, capsys):
     server.refuses = True
     assert main([*ARGS, "--rollout.servers", server.url, "--run_dir", str(tmp_path / "run")]) == 1
     assert "error: no SGLang server can be used: http://127.0.0.1:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("during", [1, 2], ids=["a step", "the last evaluation"])
+def test_servers_that_go_away_end_it_saved_and_the_same_command_goes_on(tmp_path, capsys, during):
+    server, run_dir = FakeServer(), tmp_path / "run"
+    steps = lambda: len(rows(run_dir)) if (run_dir / "metrics.jsonl").exists() else 0
+
+    def goes_away(said):
+        server.down = steps() == during
+        return said if not server.down or during == 2 else web.Response(status=500)
+
+    server.spoil = goes_away
+    args = [*ARGS, "--rollout.servers", server.url, "--sglang.patience", "1", "--run_dir", str(run_dir)]
+    assert main(args) == 75
+    said = capsys.readouterr()
+    assert "stopped by its servers: no SGLang server can be used for 1 s" in said.out + said.err
+    assert steps() == during + (during == 2) and (run_dir / f"checkpoints/{steps()}").is_dir()
+    server.behave()
+    assert main(args) == 0
+    checked(run_dir)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """`python -m sglang.launch_server` of the tests: the fake server."""
 
 import argparse
+import logging
 import sys
 import threading
 from pathlib import Path
@@ -8,6 +9,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from fake_sglang import FakeServer
 
+logging.basicConfig()
+logging.warning("arguments: %s", sys.argv[1:])  # as SGLang does
 parser = argparse.ArgumentParser()
 parser.add_argument("--model-path")
 parser.add_argument("--port", type=int)
