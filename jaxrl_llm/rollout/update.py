@@ -107,9 +107,7 @@ class Update:
     def abandon(self) -> None:
         """The rest will not come: the servers go on, left out."""
         with contextlib.suppress(ServerError):
-            self.put(
-                None
-            )  # a request that is broken off in the middle might be carried out after the next one
+            self.put(None)  # not cancelled: a request that is cut off may be carried out after the next one
             self.finish()
 
     async def _start(self) -> None:
