@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -70,7 +71,11 @@ def main() -> None:
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     with contextlib.ExitStack() as closing:
         found = measure(options, closing)
-    result = {"command": " ".join(["python", *sys.argv]), "machine": machine(), "transports": found}
+    chosen = (
+        f"--servers {options.servers} --repetitions {options.repetitions} --bucket_mb {options.bucket_mb}"
+    )
+    command = f"python benchmarks/weights.py --sglang .venv-sglang/bin/python {chosen}"
+    result = {"command": command, "machine": machine(options.sglang), "transports": found}
     print(table(result))
     if options.output:
         options.output.write_text(json.dumps(result, indent=1) + "\n")
@@ -104,11 +109,13 @@ def measure(options: argparse.Namespace, closing: contextlib.ExitStack) -> dict[
     return found
 
 
-def machine() -> str:
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "aiohttp", "torch")]
+def machine(python: str) -> str:
+    say = "import importlib.metadata as m; print(m.version('sglang'))"
+    sglang = subprocess.run([python, "-c", say], capture_output=True, text=True, check=True).stdout.strip()
+    ours = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "aiohttp", "torch")]
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
-    cores, python = os.cpu_count(), platform.python_version()
-    return f"{cores} cores, load average {load}; python {python}, {', '.join(versions)}"
+    versions = [f"python {platform.python_version()}", *ours, f"sglang {sglang}"]
+    return f"{os.cpu_count()} cores, load average at the end {load}; {', '.join(versions)}"
 
 
 def table(result: dict) -> str:

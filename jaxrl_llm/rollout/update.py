@@ -19,7 +19,7 @@ from jaxrl_llm.rollout.server import NoRoute, Refused, Server, ServerError
 from jaxrl_llm.rollout.servers import ServerPool
 from jaxrl_llm.structs import Params
 
-AGAIN = 5.0  # seconds that one which did not answer before may take
+AGAIN = 10.0  # seconds that one which did not answer last time may take
 ANSWERS = 30.0  # seconds a server may take to say what it is, or to be told that a push has failed
 
 
@@ -114,7 +114,7 @@ class Update:
     def abandon(self) -> None:
         """The rest will not come: the servers go on, left out."""
         with contextlib.suppress(ServerError):
-            self.put(None)  # a request that is broken off in the middle might be carried out after the next
+            self.put(None)  # not cancelled: a request that is cut off may be carried out after the next one
             self.finish()
 
     async def _start(self) -> None:
