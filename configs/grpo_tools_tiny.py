@@ -6,7 +6,7 @@ Time:      TODO
 Expected:  TODO
 
 Products of two numbers of three digits are beyond this model: it must write a call, read the result and copy
-it. The supervised start shows that in 30% of its demonstrations; the others guess, and call nothing.
+it. The supervised start shows that in 30% of its demonstrations; the others give up.
 """
 
 from jaxrl_llm.algos import grpo
@@ -27,7 +27,7 @@ from jaxrl_llm.config import (
 def get_config() -> TrainConfig:
     return TrainConfig(
         run_dir="runs/grpo_tools_tiny",
-        steps=40,
+        steps=30,
         algo=grpo.Config(kl_coef=0.0, aggregation="token"),
         prompts_per_step=16,
         responses_per_prompt=8,
@@ -53,6 +53,6 @@ def get_config() -> TrainConfig:
         data=DataConfig(train=(SourceConfig(path="task:calculate", options='{"digits": 3, "noise": 0.7}'),)),
         env=EnvConfig(tools=("calculator",), format="hermes", max_turns=3),
         eval=EvalConfig(every=10, prompts=128),
-        checkpoint=CheckpointConfig(every=40),
-        warm_start=WarmStartConfig(steps=600, learning_rate=2e-3, examples_per_step=64),
+        checkpoint=CheckpointConfig(every=30),
+        warm_start=WarmStartConfig(steps=500, learning_rate=2e-3, examples_per_step=64),
     )
