@@ -2,8 +2,11 @@
 
 Command:   python -m jaxrl_llm.train --config grpo_tools_tiny.py
 Hardware:  any CPU with 2 cores
-Time:      TODO
-Expected:  TODO
+Time:      about 4 minutes of CPU time
+Expected:  held-out accuracy 0 after the supervised start, at least 0.9 at the end (seed 0: 0.00, after 10 steps
+           0.97, after 20 and 30 1.00); env/tool_calls rises from about 0.4 to 0.8 a response
+
+With `--rollout.engine sglang --rollout.launch 1` the same, on servers: docs/sglang.md says how on a CPU.
 
 Products of two numbers of three digits are beyond this model: it must write a call, read the result and copy
 it. The supervised start shows that in 30% of its demonstrations; the others give up.
