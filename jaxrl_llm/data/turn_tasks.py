@@ -15,7 +15,7 @@ class Calculate:
 
     digits: int = 3  # of both operands
     operators: str = "*"
-    noise: float = 0.0  # share of demonstrations that guess
+    noise: float = 0.0  # share of demonstrations that give up
     size: int = 1_000_000
 
 
@@ -29,17 +29,16 @@ class Guess:
 
 
 def calculate(rng: random.Random, options: Calculate) -> Problem:
-    """ "317*442=" -> a call of the tool calculator, then its result. The mistake: a guess, no call."""
+    """ "317*442=" -> a call of the tool calculator, then its result. The mistake: it gives up."""
     check(set(options.operators) <= set("+-*") and options.operators, "operators must be of + - *")
     check(options.digits >= 1, "digits must be at least 1")
     operands = [rng.randrange(10 ** (options.digits - 1), 10**options.digits) for _ in range(2)]
     signs = [rng.choice(options.operators)]
     expression, value = join(operands, signs), str(compute(operands, signs))
-    guess = str(rng.randrange(10 ** len(value)))
     call = json.dumps({"name": "calculator", "arguments": {"expression": expression}})
     called = ("assistant", f"<tool_call>{call}</tool_call>"), ("tool", value), ("assistant", value)
-    turns = spoken(*called), spoken(("assistant", guess))
-    return Problem(expression, f"{expression}=", value, value, guess, turns=turns)
+    turns = spoken(*called), spoken(("assistant", "?"))
+    return Problem(expression, f"{expression}=", value, value, "?", turns=turns)
 
 
 def guess(rng: random.Random, options: Guess) -> Problem:

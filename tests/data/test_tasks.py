@@ -3,11 +3,14 @@
 import json
 import random
 
+import numpy as np
 import pytest
 
 from jaxrl_llm.data import tasks
 from jaxrl_llm.data.rows import SourceConfig
 from jaxrl_llm.data.sources import open_source
+from jaxrl_llm.envs import calls
+from jaxrl_llm.envs.calls import Call
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards import countdown, exact, number
 from jaxrl_llm.rewards.sample import Sample
@@ -19,6 +22,7 @@ VERIFIERS = {
     "reverse": exact.reward,
     "preference": number.reward,
     "steps": number.reward,
+    "calculate": exact.reward,
 }
 
 
@@ -27,11 +31,12 @@ def opened(name, seed=0, split="train", **options):
 
 
 def verdict(example):
-    sample = Sample(example.response, example.answer, columns=example.columns, source=example.source)
+    response = example.turns[-1]["content"] if example.turns else example.response
+    sample = Sample(response, example.answer, columns=example.columns, source=example.source)
     return VERIFIERS[example.source.removeprefix("task:")](sample)[1]
 
 
-@pytest.mark.parametrize("name", tasks.TASKS)
+@pytest.mark.parametrize("name", VERIFIERS)
 def test_demonstrations_are_right_and_mistakes_wrong(name):
     right, wrong = opened(name), opened(name, noise=1.0)
     for i in range(200):
@@ -40,7 +45,7 @@ def test_demonstrations_are_right_and_mistakes_wrong(name):
         assert verdict(wrong[i]) is not Outcome.CORRECT, wrong[i]
 
 
-@pytest.mark.parametrize("name", tasks.TASKS)
+@pytest.mark.parametrize("name", VERIFIERS)
 def test_noise_is_the_share_of_wrong_demonstrations(name):
     source = opened(name, noise=0.3)
     wrong = sum(verdict(source[i]) is not Outcome.CORRECT for i in range(1000))
@@ -69,7 +74,7 @@ def test_held_out_sums_are_never_trained_on_in_any_order():
     assert len(keys(test)) >= 3
 
 
-@pytest.mark.parametrize("name", tasks.TASKS)
+@pytest.mark.parametrize("name", VERIFIERS)
 def test_held_out_prompts_are_never_trained_on(name):
     sources = {split: opened(name, split=split) for split in ("train", "test")}
     prompts = lambda split: {sources[split][i].messages[0]["content"] for i in range(500)}
@@ -86,6 +91,7 @@ def test_prompts_and_answers_are_short():
     }
     assert lengths == {
         "arithmetic": 6, "countdown": 10, "maximum": 9, "reverse": 5, "preference": 6, "steps": 8,
+        "calculate": 8, "guess": 4,
     }  # fmt: skip
 
 
@@ -150,3 +156,29 @@ def test_steps_are_right_up_to_the_slip():
         assert labels == sorted(labels, reverse=True)  # once wrong, wrong to the end
         whole += all(labels)
     assert 75 <= whole <= 125
+
+
+def test_the_calculator_is_called_as_the_format_wants_and_its_result_copied():
+    for i in range(20):
+        example = opened("calculate")[i]
+        expression = example.messages[0]["content"].rstrip("=")
+        call, result, answer = example.turns
+        assert calls.parse(call["content"], "hermes") == [Call("calculator", {"expression": expression})]
+        assert result["role"] == "tool" and int(result["content"]) == eval(expression)
+        assert answer["content"] == result["content"] == example.answer
+
+
+def test_games_end_with_the_number_and_those_that_listen_are_short():
+    def guesses(noise):
+        for i in range(100):
+            example = opened("guess", noise=noise)[i]
+            mine = [int(turn["content"]) for turn in example.turns if turn["role"] == "assistant"]
+            told = [turn["content"] for turn in example.turns if turn["role"] == "user"]
+            number = int(example.answer)
+            assert mine[-1] == number and number not in mine[:-1]
+            assert told == ["higher" if guess < number else "lower" for guess in mine[:-1]]
+            yield mine
+
+    listens, does_not = list(guesses(0.0)), list(guesses(1.0))
+    assert all(len(set(mine)) == len(mine) for mine in listens)
+    assert np.mean(list(map(len, listens))) < 5 < 10 < np.mean(list(map(len, does_not)))

@@ -2,12 +2,16 @@
 
 import asyncio
 import functools
+import json
+import os
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from distributed import run_processes
 from fake_sglang import FakeServer
 
 from jaxrl_llm import models
@@ -278,3 +282,43 @@ def test_nothing_compiles_after_warm_up_with_turns(talk):
     before = engine.compile_count()
     talk(engine, Script(3), SAMPLED, responses=3)
     assert engine.compile_count() == before
+
+
+TWO = """
+import json, sys
+import jax, numpy as np
+from test_turns import MODEL, PROMPTS, SAMPLED, Script, TOKENIZER
+from jaxrl_llm import models
+from jaxrl_llm.data.template import ChatConfig
+from jaxrl_llm.envs.config import EnvConfig
+from jaxrl_llm.envs.load import Conversations
+from jaxrl_llm.rollout.config import RolloutConfig
+from jaxrl_llm.rollout.engine import DialogueError, Request
+from jaxrl_llm.rollout.native import NativeEngine
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.rules import TRAIN
+from jaxrl_llm.signals import share
+
+mesh = make_mesh(MeshConfig(*json.loads(sys.argv[1])))
+make = jax.jit(models.init, static_argnums=0, out_shardings=models.shardings(MODEL, mesh, TRAIN))
+engine = NativeEngine(RolloutConfig(slots=4, chunk=8), MODEL, mesh, TOKENIZER, share=share)
+engine.publish(make(MODEL, jax.random.key(0)), 0)
+requests = [Request(p.ids, i, 2, 120) for i, p in enumerate(PROMPTS)]
+env = Script()
+with Conversations(env, EnvConfig(name="x"), TOKENIZER, ChatConfig()) as made:
+    out = engine.generate(requests, SAMPLED, jax.random.key(1), made.dialogue(PROMPTS, jax.random.key(1)))
+print(len(env.heard))
+print(json.dumps([[t.response_ids.tolist(), t.mask.tolist(), t.episode.turns] for t in out]))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_share_what_the_first_one_hears(monkeypatch):
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    )
+    both = run_processes(TWO, 2, ["[2, 1, 2]"], devices=2)
+    alone = run_processes(TWO, 1, ["[1, 1, 1]"], devices=1)
+    first, second, expected = (json.loads(out.splitlines()[-1]) for out in both + alone)
+    assert first == second == expected and len(expected) == 6
+    assert [int(out.splitlines()[-2]) > 0 for out in both] == [True, False]

@@ -1,0 +1,30 @@
+"""GRPO on a game of several turns: a small Qwen3 from random weights learns to search for a number.
+
+Command:   python -m jaxrl_llm.train --config grpo_guess_tiny.py
+Hardware:  any CPU with 2 cores
+Time:      TODO
+Expected:  TODO
+
+The environment answers a guess with "higher" or "lower"; the fifth guess is the last. The supervised start
+shows games, and in 70% of them nobody listens.
+"""
+
+import dataclasses
+
+from jaxrl_llm.config import DataConfig, EnvConfig, EvalConfig, SourceConfig, TrainConfig
+from jaxrl_llm.configs import grpo_tools_tiny
+
+
+def get_config() -> TrainConfig:
+    tools = grpo_tools_tiny.get_config()
+    return dataclasses.replace(
+        tools,
+        run_dir="runs/grpo_guess_tiny",
+        steps=60,
+        max_prompt_tokens=16,
+        max_response_tokens=96,
+        data=DataConfig(train=(SourceConfig(path="task:guess", options='{"largest": 15, "noise": 0.7}'),)),
+        env=EnvConfig(name="guess", max_turns=5),
+        eval=EvalConfig(every=20, prompts=128),
+        warm_start=dataclasses.replace(tools.warm_start, steps=200),
+    )

@@ -1,0 +1,160 @@
+"""Environments and tools in files of the user, in our convention and in RL2's."""
+
+import asyncio
+import time
+
+import jax
+import pytest
+
+from jaxrl_llm.data.chat import encode_prompt
+from jaxrl_llm.data.loader import Prompt
+from jaxrl_llm.data.rows import Example
+from jaxrl_llm.data.template import ChatConfig
+from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+from jaxrl_llm.envs.config import EnvConfig
+from jaxrl_llm.envs.load import make_conversations
+from jaxrl_llm.envs.python_file import called, load_env
+
+TOKENIZER = make_tokenizer()
+CLASS = """
+from jaxrl_llm.envs.env import Step
+
+class Guess:
+    async def reset(self, example, seed):
+        return {"number": int(example.answer), "tries": 0}
+
+    async def step(self, state, turn):
+        state["tries"] += 1
+        if turn.text == str(state["number"]):
+            return Step(reward=1.0 / state["tries"], done=True)
+        return Step("higher" if int(turn.text) < state["number"] else "lower")
+"""
+PLAIN_CLASS = CLASS.replace("async def", "def")
+INTERACT = """
+import re
+
+def interact(messages):
+    found = re.findall(r"<search>(.*?)</search>", messages[-1]["content"])
+    return [{"role": "tool", "content": f"about {query}"} for query in found]
+
+def reward_fn(messages, answer):
+    return messages[-1]["content"] == answer
+"""
+ENV_STEP = """
+async def env_step(state, action, extra_info):
+    done = action == extra_info["answer"]
+    if not done:
+        extra_info = {**extra_info, "tries": extra_info.get("tries", 0) + 1}
+    passage = f"\\n<|im_start|>no {extra_info.get('tries')}\\n"
+    return {"next_state": state + action + passage, "reward": float(done), "score": 1.0, "done": done,
+            "extra_info": extra_info}
+"""
+ENV_STEP_OF_SAMPLE = """
+async def env_step(sample):
+    if sample.action_text == sample.sample["answer"]:
+        return {"next_state": None, "done": True, "reward": 1.0}
+    return {"next_state": sample.state_text + sample.action_text + "\\nno 1\\n", "done": False, "reward": 0.0}
+"""
+
+
+@pytest.fixture
+def talk(tmp_path):
+    """talk(source, turns, ...) -> (replies as text, the last episode)."""
+    opened = []
+
+    def run(source, *turns, answer="42", name="env.py", text=None):
+        file = tmp_path / f"env_{len(opened)}_{time.monotonic_ns()}.py"
+        file.write_text(source)
+        config = EnvConfig(name=name.replace("env.py", str(file)), max_turns=4)
+        opened.append(make_conversations(config, TOKENIZER, ChatConfig()))
+        messages = None if text else ({"role": "user", "content": "6*7="},)
+        example = Example(messages, text, answer=answer)
+        prompt = Prompt(example, encode_prompt(TOKENIZER, example, ChatConfig()), 0)
+        dialogue, ids, reply, said = opened[-1].dialogue([prompt], jax.random.key(0)), [], None, []
+        for turn in turns:
+            start = len(ids)
+            ids += TOKENIZER(turn, add_special_tokens=False)["input_ids"]
+            reply = dialogue.reply(0, 0, reply and reply.talk, ids, start).result(timeout=20)
+            said.append("done" if reply.done else TOKENIZER.decode(reply.ids))
+            ids += reply.ids
+        return said, reply.episode
+
+    yield run
+    for conversations in opened:
+        conversations.__exit__()
+
+
+def shown(text, role="user"):
+    return f"\n<|im_start|>{role}\n{text}<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("source", [CLASS, PLAIN_CLASS], ids=["async", "plain"])
+@pytest.mark.parametrize("name", ["env.py", "env.py:Guess"])
+def test_a_class(talk, source, name):
+    said, episode = talk(source, "40<|im_end|>", "44<|im_end|>", "42<|im_end|>", name=name)
+    assert said == [shown("higher"), shown("lower"), "done"]
+    assert episode.reward == pytest.approx(1 / 3) and episode.turns == 3
+
+
+def test_rl2_interact_and_reward_fn(talk):
+    said, episode = talk(INTERACT, "<search>life</search><|im_end|>", "42<|im_end|>")
+    assert said == [shown("about life", "tool"), "done"] and episode.reward == 1.0
+    said, episode = talk(INTERACT.split("def reward_fn")[0], "42<|im_end|>")
+    assert said == ["done"] and episode.reward is None  # the verifier judges
+
+
+def test_rl2_env_step_text_goes_on_as_it_is(talk):
+    said, episode = talk(ENV_STEP, "40", "41", "42", text="6*7=")
+    assert said == ["\n<|im_start|>no 1\n", "\n<|im_start|>no 2\n", "done"] and episode.reward == 1.0
+    said, episode = talk(ENV_STEP_OF_SAMPLE, "40", "42", text="6*7=")
+    assert said == ["\nno 1\n", "done"] and episode.reward == 1.0
+
+
+def test_rl2_env_step_that_rewrites_what_was_said_ends_the_conversation(talk):
+    _, episode = talk(ENV_STEP.replace("state + action +", "'summary' +"), "40", text="6*7=")
+    assert "next_state does not begin with state + action" in episode.failure
+
+
+def test_an_exception_ends_the_conversation(talk):
+    said, episode = talk(CLASS, "forty")
+    assert said == ["done"] and episode.failure.startswith("ValueError: invalid literal for int()")
+    _, episode = talk(CLASS.replace('state["tries"] += 1', "raise SystemExit(3)"), "40")
+    assert episode.failure == "SystemExit: 3"
+
+
+@pytest.mark.parametrize(
+    "source, name, message",
+    [
+        ("x = 1", "", "no class with a method step, and no function interact or env_step"),
+        ("def reward_fn(messages, answer): ...", "", "for a reward alone there is --reward.name"),
+        (CLASS + CLASS.replace("class Guess", "class Other"), "", "which of Guess, Other.*py:Guess"),
+        (CLASS, ":Chess", "there is no Chess in"),
+        ("import nothing_of_the_kind", "", "ModuleNotFoundError: No module named 'nothing_of_the_kind'"),
+        ("def step(text): ...", ":step", "takes neither messages nor state, action"),
+    ],
+)
+def test_what_is_no_environment_is_refused_with_the_fix(tmp_path, source, name, message):
+    (tmp_path / "mine.py").write_text(source)
+    with pytest.raises(ValueError, match=message):
+        load_env(f"{tmp_path / 'mine.py'}{name}")
+
+
+def test_a_tool_of_the_user(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "class Clock:\n    schema = {'name': 'clock', 'parameters': {}}\n"
+        "    async def call(self, arguments): return 'noon'\n"
+    )
+    config = EnvConfig(tools=(f"{tmp_path / 'mine.py'}:Clock",), format="hermes")
+    with make_conversations(config, TOKENIZER, ChatConfig()) as made:
+        assert list(made.env.tools) == ["clock"]
+        assert asyncio.run(made.env.tools["clock"].call({})) == "noon"
+
+
+def test_plain_functions_that_hang_neither_block_the_others_nor_the_end():
+    async def both():
+        hung = asyncio.create_task(called(time.sleep, 30))
+        done = await asyncio.gather(*(called(lambda n: n * n, n) for n in range(20)))
+        hung.cancel()
+        return done
+
+    assert asyncio.run(both()) == [n * n for n in range(20)]
