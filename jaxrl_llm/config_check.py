@@ -200,8 +200,8 @@ def _rollout(config: TrainConfig) -> Iterator[str]:
     yield from _addresses(config)
     if config.sglang.colocated and rollout.max_staleness:
         yield (
-            "--sglang.colocated and --rollout.max_staleness exclude each other: servers that give their GPUs to "
-            "the trainer write nothing meanwhile."
+            "--sglang.colocated and --rollout.max_staleness exclude each other: servers that give their GPUs "
+            "to the trainer write nothing meanwhile."
         )
     if config.sglang.colocated:
         yield from colocated.problems(config.sglang, rollout.launch, os.environ)
