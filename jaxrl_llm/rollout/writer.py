@@ -119,6 +119,7 @@ class Writer:
                 "input_ids": [*request.prompt_ids.tolist(), *draft.ids],
                 "sampling_params": self._sampling(sampling, room, seed),
                 "return_logprob": True,
+                "extra_key": self.pool.label,  # keys cached under older weights are no use
             }
             read = functools.partial(
                 answers.read,
