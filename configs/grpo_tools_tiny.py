@@ -3,8 +3,8 @@
 Command:   python -m jaxrl_llm.train --config grpo_tools_tiny.py
 Hardware:  any CPU with 2 cores
 Time:      about 4 minutes of CPU time
-Expected:  held-out accuracy 0 after the supervised start, at least 0.9 at the end (seed 0: 0.00, after 10 steps
-           0.97, after 20 and 30 1.00); env/tool_calls rises from about 0.4 to 0.8 a response
+Expected:  held-out accuracy 0 after the supervised start, at least 0.9 at the end (seed 0: 0.00, then 0.97
+           after 10 steps and 1.00 after 20); calls a response rise from about 0.4 to 0.8
 
 With `--rollout.engine sglang --rollout.launch 1` the same, on servers: docs/sglang.md says how on a CPU.
 

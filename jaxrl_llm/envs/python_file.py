@@ -72,6 +72,8 @@ def load(name: str) -> tuple[ModuleType, str]:
 def _adapted(found: Any, name: str) -> Env:
     """An environment of a class or of a function in one of the known conventions."""
     if inspect.isclass(found):
+        if missing := [method for method in ("reset", "step") if not hasattr(found, method)]:
+            raise ValueError(f"--env.name {name}: {found.__name__} has no method {' and no '.join(missing)}")
         return found() if inspect.iscoroutinefunction(found.step) else Threaded(found())
     names = set(inspect.signature(found).parameters)
     if "messages" in names:

@@ -188,4 +188,5 @@ class NativeEngine:
         )
 
     def _stops(self, sampling: SamplingConfig) -> tuple[int, ...]:
-        return () if sampling.ignore_eos else (*self.eos_ids, *sampling.stop_tokens)
+        ids = () if sampling.ignore_eos else (*self.eos_ids, *sampling.stop_tokens)
+        return tuple(dict.fromkeys(ids))  # their number is part of a program's shape

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.data.chat import encode_prompt, encode_supervised
-from jaxrl_llm.data.loader import Prompt
+from jaxrl_llm.data.loader import DataConfig, Loader, Prompt
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.template import ChatConfig
 from jaxrl_llm.data.tiny_tokenizer import TEMPLATE, make_tokenizer
@@ -200,6 +200,14 @@ def test_the_tools_are_shown_to_the_template():
     (tool,) = made.columns["tools"]
     assert tool["type"] == "function" and tool["function"]["name"] == "calculator"
     made.__exit__()
+
+
+def test_every_prompt_of_the_run_shows_the_tools(tmp_path):
+    (tmp_path / "chat.jinja").write_text("{{ tools[0].name }}" + TEMPLATE)
+    config = DataConfig(path="task:calculate", chat=ChatConfig(chat_template=str(tmp_path / "chat.jinja")))
+    loader = Loader(config, TOKENIZER, 0, 64, columns={"tools": [{"name": "abacus"}]})
+    for prompt in loader.batch(0, 2):
+        assert TOKENIZER.decode(prompt.ids).startswith("abacus<|im_start|>user")
 
 
 @pytest.mark.parametrize(

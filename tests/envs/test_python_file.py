@@ -128,6 +128,7 @@ def test_an_exception_ends_the_conversation(talk):
         ("x = 1", "", "no class with a method step, and no function interact or env_step"),
         ("def reward_fn(messages, answer): ...", "", "for a reward alone there is --reward.name"),
         (CLASS + CLASS.replace("class Guess", "class Other"), "", "which of Guess, Other.*py:Guess"),
+        ("class Game:\n    def step(self, state, turn): ...", "", "Game has no method reset"),
         (CLASS, ":Chess", "there is no Chess in"),
         ("import nothing_of_the_kind", "", "ModuleNotFoundError: No module named 'nothing_of_the_kind'"),
         ("def step(text): ...", ":step", "takes neither messages nor state, action"),
