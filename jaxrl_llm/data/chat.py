@@ -16,6 +16,7 @@ import numpy as np
 from jaxrl_llm.data.rows import Example, Message
 from jaxrl_llm.data.template import Chat, ChatConfig
 
+STAND_IN = "turn f3a94c of the policy"  # what nobody says
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -36,7 +37,13 @@ def encode_prompt(tokenizer: Any, example: Example, config: ChatConfig) -> np.nd
 
 
 def encode_observation(
-    tokenizer: Any, example: Example, messages: list[Message], turn: int, config: ChatConfig, ended: bool
+    tokenizer: Any,
+    example: Example,
+    messages: list[Message],
+    turn: int,
+    config: ChatConfig,
+    ended: bool,
+    strict: bool = True,
 ) -> list[int]:
     """Ids that follow a turn of the policy: what was said to it, and the start of its next turn.
 
@@ -45,6 +52,8 @@ def encode_observation(
     Args:
       messages: the conversation; messages[turn] is the policy's turn, those after it the observation.
       ended: whether the policy wrote the end token of its turn, which then does not come again.
+      strict: refuse a template that writes what was there before in another way. Otherwise what it writes
+        after the turn follows the turn as the policy wrote it.
 
     Raises:
       ValueError: the template writes what was there before in another way.
@@ -56,12 +65,16 @@ def encode_observation(
     chat = Chat(tokenizer, shown, example, config)
     before = chat.render(turn, generation_prompt=True) + shown[turn]["content"]
     text = chat.render(generation_prompt=True)
-    if not text.startswith(before):
+    if text.startswith(before):
+        rest = text[len(before) :]
+    elif STAND_IN in text and not strict:
+        rest = text[text.rindex(STAND_IN) + len(STAND_IN) :]
+    else:
         raise ValueError(
             "the chat template rewrites earlier turns once more follow, so the policy would not read what it "
-            "wrote. Give one that leaves them as they are (--data.chat.chat_template FILE)"
+            "wrote. Give one that leaves them as they are (--data.chat.chat_template FILE), or keep them as "
+            "they were written (--env.history keep)"
         )
-    rest = text[len(before) :]
     end = next((token for token in chat.controls if rest.startswith(token)), "") if ended else ""
     return chat.tokenise(rest[len(end) :])
 
@@ -69,7 +82,7 @@ def encode_observation(
 def _stand_in(message: Message) -> Message:
     """A turn in simple words: the policy's own are tokens already, and rendering might change them."""
     thought = "<think>\nthought\n</think>\n\n" if "</think>" in message["content"] else ""
-    return {**message, "content": f"{thought}words"}
+    return {**message, "content": f"{thought}{STAND_IN}"}
 
 
 def encode_supervised(tokenizer: Any, example: Example, config: ChatConfig) -> tuple[np.ndarray, np.ndarray]:

@@ -16,9 +16,13 @@ class EnvConfig:
     """A built-in environment (guess), or a file of yours: "my_env.py" or "my_env.py:Class"; "" = none,
     unless there are tools."""
     tools: tuple[str, ...] = ()
-    """Tools that the policy may call, by their names, or yours as "my_tools.py:Class"."""
-    format: Literal["auto", "hermes", "llama", "xml"] = "auto"
-    """How calls are written; auto = any of these."""
+    """Tools that the policy may call, by their names; yours as "my_tools.py:Class", those of an MCP server as
+    "mcp:COMMAND"."""
+    format: Literal["auto", "hermes", "llama", "xml", "pythonic"] = "auto"
+    """How calls are written; auto = as the chat template writes them."""
+    history: Literal["strict", "keep"] = "strict"
+    """A chat template that writes earlier turns in another way once more follow (some drop thoughts) is
+    refused (strict), or what it adds follows the turns as they were written (keep)."""
     max_turns: int = 8
     """Turns of the policy at most."""
     tool_timeout: float = 30.0

@@ -102,7 +102,10 @@ class EnvDialogue:
             DialogueError: the chat template cannot add to what was said.
         """
         try:
-            return encode_observation(self.tokenizer, prompt.example, messages, seen, self.chat, ended)
+            strict = self.config.history == "strict"
+            return encode_observation(
+                self.tokenizer, prompt.example, messages, seen, self.chat, ended, strict
+            )
         except ValueError as error:
             raise DialogueError(str(error)) from error
 
@@ -125,7 +128,9 @@ class EnvDialogue:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def check_template(tokenizer: Any, chat: ChatConfig, role: str, columns: dict[str, Any]) -> None:
+def check_template(
+    tokenizer: Any, chat: ChatConfig, role: str, columns: dict[str, Any], strict: bool
+) -> None:
     """Whether a second turn can follow the first.
 
     Raises:
@@ -141,7 +146,7 @@ def check_template(tokenizer: Any, chat: ChatConfig, role: str, columns: dict[st
         {"role": "assistant", "content": "turn"},
         {"role": role, "content": "answer"},
     ]
-    encode_observation(tokenizer, example, messages, len(messages) - 2, chat, ended=True)
+    encode_observation(tokenizer, example, messages, len(messages) - 2, chat, ended=True, strict=strict)
 
 
 def checked(step: Any) -> Step:

@@ -22,6 +22,7 @@ from jaxrl_llm.envs.python_file import load, load_env
 from jaxrl_llm.envs.tool_env import ToolEnv
 from jaxrl_llm.envs.tools import TOOLS
 from jaxrl_llm.envs.tools.base import Tool, ToolsConfig
+from jaxrl_llm.envs.tools.mcp_server import McpServer
 
 ENVS = {"guess": Guess}
 
@@ -91,7 +92,7 @@ def make_conversations(config: EnvConfig, tokenizer: Any, chat: ChatConfig) -> C
             f"--env.name {config.name}: unknown. There is {', '.join(ENVS)}; yours is the path of a .py file"
         )
     if role := getattr(env, "role", ""):
-        check_template(tokenizer, chat, role, columns)
+        check_template(tokenizer, chat, role, columns, config.history == "strict")
     return Conversations(env, config, tokenizer, chat, columns)
 
 
@@ -101,13 +102,15 @@ def make_tools(names: Sequence[str], config: ToolsConfig) -> dict[str, Tool]:
     for name in names:
         if name in TOOLS:
             tools.append(TOOLS[name](config))
+        elif name.startswith("mcp:"):
+            tools += McpServer(name.removeprefix("mcp:")).tools
         elif ".py:" in name:
             module, wanted = load(name)
             tools.append(getattr(module, wanted)())
         else:
             known = ", ".join(TOOLS)
             raise ValueError(
-                f"--env.tools {name}: unknown; there are {known}, and yours is my_tools.py:Class"
+                f"--env.tools {name}: unknown; there are {known}, mcp:COMMAND, and yours: my_tools.py:Class"
             )
     return {tool.schema["name"]: tool for tool in tools}
 

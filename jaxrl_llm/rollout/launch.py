@@ -83,11 +83,15 @@ class Launched:
 
     def _start(self, index: int) -> subprocess.Popen:
         self.starts[index] += 1
-        devices = self.visible[index]
+        environment = dict(os.environ)
+        if devices := self.visible[index]:
+            environment[VISIBLE] = devices
+        if "cpu" in self.commands[index]:  # servers whose threads wait for each other's cores crawl
+            environment.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // len(self.urls), 1)))
         with self.logs[index].open("ab") as out:
             return subprocess.Popen(
                 self.commands[index],
-                env={**os.environ, VISIBLE: devices} if devices else None,
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,

@@ -113,6 +113,20 @@ def test_a_template_that_rewrites_earlier_turns_is_an_error_where_it_matters(say
         say(Says(Step("go")), "<think>hm</think>40<|im_end|>", chat=chat)
 
 
+def test_turns_may_be_kept_as_they_were_written_whatever_the_template_makes_of_them(say, tmp_path):
+    """As that of Qwen3 does, which drops thoughts of earlier turns."""
+    drops = "{{ message.content if loop.last else message.content.split('</think>')[-1] | trim }}"
+    rewrites = TEMPLATE.replace("{{ message.content }}<|im_end|>{% endg", drops + "<|im_end|>{% endg")
+    (tmp_path / "chat.jinja").write_text(rewrites)
+    chat = ChatConfig(chat_template=str(tmp_path / "chat.jinja"))
+    turns = "<think>hm</think>40<|im_end|>", "<think>so</think>41<|im_end|>"
+    with pytest.raises(DialogueError, match=r"--env.history keep"):
+        say(Says(Step("go"), Step("on")), *turns, chat=chat)
+    said = texts(say(Says(Step("go"), Step("on")), *turns, chat=chat, history="keep"))
+    follows = "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    assert said == [follows.format("go"), follows.format("on")]
+
+
 def test_a_template_without_the_role_of_the_answers_is_refused_before_the_run(tmp_path):
     refuses = "{% if 'tool' in messages|map(attribute='role') %}{{ raise_exception('no tools') }}{% endif %}"
     (tmp_path / "chat.jinja").write_text(refuses + TEMPLATE)

@@ -6,6 +6,8 @@ As a script it is what `python -m sglang.launch_server` would be: see stub/sglan
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import threading
 from pathlib import Path
 
@@ -25,6 +27,7 @@ class FakeServer(FakeWeights):
     Attributes:
         deaf: says that it took the weights, and keeps its own. refuses: says that it did not.
         breaks_after: tokens after which a response is broken off, once a response. down: answers 500.
+        pace: seconds a token takes, however many responses are written.
         holds_after: tokens after which a response waits until everything is aborted; 0 = never.
         seen: bodies of /generate. calls: (route, its body) of the others. held: responses that wait.
         spoil: what becomes of an answer to /generate, but for probes: other JSON, or a web.Response.
@@ -34,6 +37,7 @@ class FakeServer(FakeWeights):
 
     def __init__(self, port: int = 0, model_path: Path | None = None):
         self.model_path = model_path
+        self.pace = float(os.environ.get("FAKE_SGLANG_PACE", "0"))
         self._aborts = self.held = 0
         self.seen: list[dict] = []
         self.calls: list[tuple[str, dict]] = []
@@ -112,6 +116,9 @@ class FakeServer(FakeWeights):
 
         async def handle(request):
             said = await answer(request)
+            await asyncio.sleep(
+                self.pace * len(json.loads(said.body).get("output_ids", ())) if self.pace else 0
+            )
             aborts, waited = self._aborts, False
             while self.holds_after and self._aborts == aborts and b'"abort"' in said.body:
                 self.held, waited = self.held + (not waited), True
