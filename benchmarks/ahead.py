@@ -3,8 +3,8 @@
     python benchmarks/ahead.py                       # 3 seeds, about 15 minutes on 2 quiet cores
 
 Two stand-in servers (those of the tests: our own engine behind SGLang's JSON) take 20 ms a token however many
-responses they write, as accelerators do; so their time costs the trainer nothing. Weights, tokens and learning
-are real. Of 32 prompts one wants a long response (configs/grpo_async.py).
+responses they write, as accelerators do; so their time costs the trainer nothing. Weights, tokens and
+learning are real. Of 32 prompts one wants a long response (configs/grpo_async.py).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ PACE = "0.02"
 SEEDS, WINDOW, STEPS, SKIPPED = (0, 1, 2), 2, 24, 4
 MEASURED = (
     "time/step",
+    "tokens_per_second",
     "trainer/idle_fraction",
     "servers/idle_fraction",
     "servers/occupancy",
