@@ -134,10 +134,10 @@ class RolloutSource:
 
     def _finish(self, drawn: Drawn, first_index: int, metrics: Metrics, phase: Phase) -> list[Trajectory]:
         """Scored responses to these prompts, which are numbered from `first_index`."""
-        start = time.perf_counter()
+        began = time.perf_counter()
         with phase("rollout"):
             sampled, *greedy = [one.result() for one in drawn.pending]
-        waited = time.perf_counter() - start
+        waited = time.perf_counter() - began
         metrics["rollout/wait_seconds"] = metrics.get("rollout/wait_seconds", 0.0) + waited
         with phase("reward"):
             everything = [*sampled, *(t for one in greedy for t in one)]

@@ -12,12 +12,11 @@ class Meter:
     """Entered for each request; all from one thread.
 
     Args:
-        slots: requests that could run at once.
         clock: seconds.
     """
 
-    def __init__(self, slots: int, clock: Callable[[], float] = time.perf_counter):
-        self.slots, self.clock, self.running = slots, clock, 0
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self.clock, self.running = clock, 0
         self._since = self._last = clock()
         self._work = self._idle = 0.0
 
@@ -27,12 +26,16 @@ class Meter:
     def __exit__(self, *_: object) -> None:
         self._advance(-1)
 
-    def read(self) -> Metrics:
-        """Of the time since the last reading: the share of slots in use, and of time with nothing to do."""
+    def read(self, slots: int) -> Metrics:
+        """Of the time since the last reading: the share of slots in use, and of time with nothing to do.
+
+        Args:
+            slots: requests that could run at once.
+        """
         self._advance(0)
         elapsed = max(self._last - self._since, 1e-9)
         found = {
-            "servers/occupancy": self._work / elapsed / self.slots,
+            "servers/occupancy": self._work / elapsed / max(slots, 1),
             "servers/idle_fraction": self._idle / elapsed,
         }
         self._since, self._work, self._idle = self._last, 0.0, 0.0

@@ -39,13 +39,8 @@ class Publisher:
         on_first: Callable[[Callable[[], Any]], Any],
         wait: Callable[[], None] | None = None,
     ):
-        self.pool, self.transport, self.score, self._on_first, self._wait = (
-            pool,
-            transport,
-            score,
-            on_first,
-            wait,
-        )
+        self.pool, self.transport, self.score = pool, transport, score
+        self._on_first, self._wait = on_first, wait
         self.pause = sglang.pause
         limit = sglang.probe_tolerance
         self.tolerance = TOLERANCE[dtype] if limit is None else limit

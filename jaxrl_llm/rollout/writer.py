@@ -73,7 +73,7 @@ class Writer:
     ):
         self.pool, self.tokenizer, self.eos_ids = pool, tokenizer, eos_ids
         self.versions, self.vocab_size = versions, vocab_size
-        self.meter = Meter(pool.slots * len(pool.servers))
+        self.meter = Meter()
         self._go = asyncio.Event()
         self._go.set()
 
@@ -160,7 +160,7 @@ class Writer:
 
     async def usage(self) -> Metrics:
         """How busy the servers were since it was last asked."""
-        return self.meter.read() | self.pool.metrics()
+        return self.meter.read(self.pool.slots * len(self.pool.servers)) | self.pool.metrics()
 
     def _trajectory(self, draft: Draft) -> Trajectory:
         return Trajectory(

@@ -25,15 +25,15 @@ def test_unfinished_responses_survive_being_packed():
 
 def test_the_meter_integrates_requests_over_time():
     now = 0.0
-    meter = Meter(slots=4, clock=lambda: now)
+    meter = Meter(clock=lambda: now)
     now = 1.0  # nothing to do for a second
     with meter:
         now = 2.0
         with meter:
             now = 4.0
-    assert meter.read() == {"servers/occupancy": (1 + 2 * 2) / 4 / 4, "servers/idle_fraction": 1 / 4}
+    assert meter.read(4) == {"servers/occupancy": (1 + 2 * 2) / 4 / 4, "servers/idle_fraction": 1 / 4}
     now = 6.0
-    assert meter.read() == {"servers/occupancy": 0.0, "servers/idle_fraction": 1.0}
+    assert meter.read(4) == {"servers/occupancy": 0.0, "servers/idle_fraction": 1.0}
 
 
 def until(condition, seconds=20):
