@@ -13,57 +13,40 @@ meanwhile, and truncated importance sampling weighs tokens that older weights wr
 --rollout.max_staleness 0 is the synchronous run.
 """
 
-from jaxrl_llm.algos import grpo
+import dataclasses
+
 from jaxrl_llm.algos.correction import Correction
 from jaxrl_llm.config import (
     CheckpointConfig,
     DataConfig,
     EvalConfig,
-    ModelConfig,
-    OptimConfig,
     RolloutConfig,
     SGLangConfig,
     SourceConfig,
     TrainConfig,
-    TransformerConfig,
-    WarmStartConfig,
 )
+from jaxrl_llm.configs import grpo_tiny
 
 CPU = "--device cpu --attention-backend torch_native --sampling-backend pytorch --max-total-tokens 16384"
 
 
 def get_config() -> TrainConfig:
+    base = grpo_tiny.get_config()
+    longer = dataclasses.replace(base.model.architecture, max_position=320)
     short = SourceConfig(path="task:arithmetic", options='{"digits": 1, "terms": 3, "noise": 0.7}', weight=31)
     long = SourceConfig(path="task:steps", options='{"terms": 48}', weight=1)
-    return TrainConfig(
+    return dataclasses.replace(
+        base,
         run_dir="runs/grpo_async",
         steps=60,
-        algo=grpo.Config(kl_coef=0.0, aggregation="token", correction=Correction(weight="token")),
-        prompts_per_step=32,
-        responses_per_prompt=8,
+        algo=dataclasses.replace(base.algo, correction=Correction(weight="token")),
         tokens_per_device=1280,
         max_prompt_tokens=104,
         max_response_tokens=216,
-        model=ModelConfig(
-            architecture=TransformerConfig(
-                vocab_size=128,
-                hidden_size=64,
-                mlp_size=256,
-                num_layers=2,
-                num_heads=4,
-                num_kv_heads=2,
-                head_dim=16,
-                max_position=320,
-            ),
-            tokenizer="tiny",
-            dtype="float32",
-            remat="dots",
-        ),
-        optim=OptimConfig(learning_rate=5e-4, schedule="linear", b2=0.99),
+        model=dataclasses.replace(base.model, architecture=longer),
         rollout=RolloutConfig(engine="sglang", launch=2, slots=16, max_staleness=2),
         sglang=SGLangConfig(flags=f"{CPU} --disable-overlap-schedule"),
         data=DataConfig(train=(short, long), eval=(short,)),
         eval=EvalConfig(every=20, prompts=128),
         checkpoint=CheckpointConfig(every=60),
-        warm_start=WarmStartConfig(steps=600, learning_rate=2e-3, examples_per_step=64),
     )

@@ -12,50 +12,25 @@ Products of two numbers of three digits are beyond this model: it must write a c
 it. The supervised start shows that in 30% of its demonstrations; the others give up.
 """
 
-from jaxrl_llm.algos import grpo
-from jaxrl_llm.config import (
-    CheckpointConfig,
-    DataConfig,
-    EnvConfig,
-    EvalConfig,
-    ModelConfig,
-    OptimConfig,
-    SourceConfig,
-    TrainConfig,
-    TransformerConfig,
-    WarmStartConfig,
-)
+import dataclasses
+
+from jaxrl_llm.config import CheckpointConfig, DataConfig, EnvConfig, EvalConfig, SourceConfig, TrainConfig
+from jaxrl_llm.configs import grpo_tiny
 
 
 def get_config() -> TrainConfig:
-    return TrainConfig(
+    base = grpo_tiny.get_config()
+    return dataclasses.replace(
+        base,
         run_dir="runs/grpo_tools_tiny",
         steps=30,
-        algo=grpo.Config(kl_coef=0.0, aggregation="token"),
         prompts_per_step=16,
-        responses_per_prompt=8,
         tokens_per_device=4096,
         max_prompt_tokens=24,
         max_response_tokens=120,
-        model=ModelConfig(
-            architecture=TransformerConfig(
-                vocab_size=128,
-                hidden_size=64,
-                mlp_size=256,
-                num_layers=2,
-                num_heads=4,
-                num_kv_heads=2,
-                head_dim=16,
-                max_position=256,
-            ),
-            tokenizer="tiny",
-            dtype="float32",
-            remat="dots",  # on a CPU, keeping less is faster
-        ),
-        optim=OptimConfig(learning_rate=5e-4, schedule="linear", b2=0.99),
         data=DataConfig(train=(SourceConfig(path="task:calculate", options='{"digits": 3, "noise": 0.7}'),)),
         env=EnvConfig(tools=("calculator",), format="hermes", max_turns=3),
         eval=EvalConfig(every=10, prompts=128),
         checkpoint=CheckpointConfig(every=30),
-        warm_start=WarmStartConfig(steps=500, learning_rate=2e-3, examples_per_step=64),
+        warm_start=dataclasses.replace(base.warm_start, steps=500),
     )

@@ -109,7 +109,8 @@ class Checkpointer:
         self._sweep(step)  # what a killed run left of this very step; nobody writes before all agree
         if agree(step in self.steps()):
             return False
-        needed = int(1.05 * sum(x.nbytes for x in arrays.values())) + 2**20
+        size = sum(x.nbytes for x in arrays.values()) + sum(map(len, files.values()))
+        needed = int(1.05 * size) + 2**20
         free = folders.free_bytes(self.folder) if jax.process_index() == 0 else needed
         if agree(free < needed):
             self._give_up(step, f"it needs {needed / 1e6:,.0f} MB and {free / 1e6:,.0f} MB are free")
@@ -122,10 +123,8 @@ class Checkpointer:
             self._settle(step, error)
             return False
         shapes = {path: describe(x) for path, x in arrays.items()}
-        self._saving = (
-            step,
-            self._thread.submit(self._finish, step, start, response, shapes, meta, metrics, files),
-        )
+        finishing = self._thread.submit(self._finish, step, start, response, shapes, meta, metrics, files)
+        self._saving = step, finishing
         if not self.config.async_save:
             self.wait()
         return True

@@ -38,8 +38,7 @@ class Step:
 class Env(Protocol):
     """The other side of many conversations at once.
 
-    What belongs to one of them lives in its state, which must be picklable where unfinished responses are
-    to be kept in checkpoints. An exception ends the one conversation, as failed.
+    What belongs to one of them lives in its state. An exception ends the one conversation, as failed.
     """
 
     async def reset(self, example: Example, seed: int) -> Any:
