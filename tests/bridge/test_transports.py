@@ -204,7 +204,7 @@ def test_a_group_brings_the_weights_and_its_end_is_one_servers_problem(make, ser
     relays = engine._publisher.transport._relays
     relays[servers[0].url]._process.kill()
     assert engine.publish(weights(2), 3)["servers/usable"] == 1
-    assert "has ended" in engine.pool.servers[0].problem and not servers[0].paused
+    assert not engine.pool.servers[0].usable and not servers[0].paused
     assert list(relays) == [servers[1].url]
     assert engine.publish(weights(3), 4)["servers/usable"] == 2
     assert [server.label for server in servers] == ["4-4", "4-4"]
