@@ -38,9 +38,11 @@ RECIPES = (
     "dapo_tiny.py",
     "dpo_tiny.py",
     "gkd_tiny.py",
+    "grpo_async.py",
     "grpo_guess_tiny.py",
     "grpo_qwen.py",
     "grpo_qwen_gym.py",
+    "grpo_qwen_sglang.py",
     "grpo_tiny.py",
     "grpo_tools_tiny.py",
     "ppo_reward_tiny.py",
@@ -326,7 +328,7 @@ def test_an_interpreter_for_servers_must_exist(config):
 
 
 def test_memory_is_shared_with_servers_that_are_started_here_alone(config):
-    rollout = replace(config.rollout, engine="sglang", servers=("http://a:1",))
+    rollout = replace(config.rollout, engine="sglang", servers=("http://127.0.0.1:1",))
     shared = replace(config, rollout=rollout, sglang=replace(config.sglang, transport="ipc"))
     assert refusal(check, shared).startswith("--sglang.transport ipc shares the memory of GPUs with servers")
 

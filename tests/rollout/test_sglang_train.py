@@ -71,7 +71,8 @@ def test_an_address_where_no_server_is_is_refused_before_any_step(tmp_path, caps
 def test_servers_that_fail_in_the_run_end_it_with_a_message(tmp_path, capsys):
     server = FakeServer()
     server.refuses = True
-    assert main([*ARGS, "--rollout.servers", server.url, "--run_dir", str(tmp_path / "run")]) == 1
+    at_once = ["--warm_start.steps", "0", "--run_dir", str(tmp_path / "run")]
+    assert main([*ARGS, "--rollout.servers", server.url, *at_once]) == 1  # nothing to save
     assert "error: no SGLang server can be used: http://127.0.0.1:" in capsys.readouterr().err
 
 
