@@ -27,7 +27,7 @@ def digits(solution_str, ground_truth):  # unlike whether a sum is right, it dif
 
 def metrics(folder):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    timed = ("time/", "tokens_per_second", "rollout/", "reward/wall", "reward/seconds")
+    timed = ("time/", "trainer/idle", "tokens_per_second", "rollout/", "reward/wall", "reward/seconds")
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]
 
 

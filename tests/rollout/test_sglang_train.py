@@ -59,7 +59,7 @@ def test_a_run_starts_its_servers_and_leaves_nothing_of_them(tmp_path, monkeypat
     checked(tmp_path / "run")
     assert "the fake server is up" in (tmp_path / "run/sglang_0.log").read_text()
     assert [path.name for path in here.iterdir()] == ["of somebody else"]
-    assert not any(b"4711" in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
+    assert not any(b"-4711" in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
 
 
 def test_an_address_where_no_server_is_is_refused_before_any_step(tmp_path, capsys):
