@@ -129,12 +129,6 @@ def start(
     return engine.start(requests, sampling, key, env and env.dialogue(prompts, key), written)
 
 
-def staleness(trajectories: Sequence[Trajectory], version: int) -> Metrics:
-    """How many optimizer updates older than the policy the weights were that wrote each token."""
-    ages = version - np.concatenate([t.versions[t.mask > 0] for t in trajectories])
-    return {"staleness/mean": ages.mean(), "staleness/max": ages.max()} if len(ages) else {}
-
-
 def judge(pool: RewardPool, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> Metrics:
     """Write reward and outcome into each trajectory. Process 0 scores and tells the others."""
     if pool.config.name == "none":  # reward models alone judge: nothing is correct or wrong

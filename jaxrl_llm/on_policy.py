@@ -19,7 +19,6 @@ from jaxrl_llm.experience import (
     groups,
     judge,
     prompt_text,
-    staleness,
     start,
     statistics,
     varied,
@@ -149,6 +148,12 @@ class RolloutSource:
                 trajectory.greedy_reward = greedy[0][trajectory.prompt_index].reward
             trajectory.prompt_index += first_index
         return sampled
+
+
+def staleness(trajectories: Sequence[Trajectory], version: int) -> Metrics:
+    """How many optimizer updates older than the policy the weights were that wrote each token."""
+    ages = version - np.concatenate([t.versions[t.mask > 0] for t in trajectories])
+    return {"staleness/mean": ages.mean(), "staleness/max": ages.max()} if len(ages) else {}
 
 
 @jax.jit

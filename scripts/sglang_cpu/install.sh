@@ -20,7 +20,8 @@ $pip transformers==5.12.1 tokenizers==0.22.2 numpy aiohttp fastapi uvicorn uvloo
   easydict python-dateutil dill sentencepiece
 # Without their dependencies: those are CUDA packages, and nothing on a CPU calls them.
 $pip --no-deps sglang==0.5.21 triton==3.7.1 torchvision==0.28.0 compressed-tensors==0.18.0 xgrammar==0.2.7 \
-  outlines==0.1.11 outlines_core==0.1.26 soundfile==0.13.1 cffi apache-tvm-ffi==0.1.11 gguf torch_memory_saver
+  outlines==0.1.11 outlines_core==0.1.26 soundfile==0.13.1 cffi apache-tvm-ffi==0.1.11 gguf torch_memory_saver \
+  sglang-router==0.3.2
 site=$("$dir/bin/python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 cp -r "$here/shim/sgl_kernel" "$here/shim/sitecustomize.py" "$site/"
 echo "$dir/bin/python has SGLang"

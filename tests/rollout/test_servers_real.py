@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -9,6 +10,9 @@ import time
 import jax
 import numpy as np
 import pytest
+from aiohttp import web
+from proxy import Proxy
+from test_servers import BROKEN
 from test_sglang import KEY, TOKENIZER, native
 from test_sglang_real import FLAGS, MODEL, PYTHON
 
@@ -16,13 +20,13 @@ from jaxrl_llm import models
 from jaxrl_llm.bridge.disk import DiskTransport
 from jaxrl_llm.checkpoint.hf_export import save_description
 from jaxrl_llm.models.scorer import make_scorer
-from jaxrl_llm.rollout import access
+from jaxrl_llm.rollout import access, tending
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
 from jaxrl_llm.rollout.launch import Launched, answers
 from jaxrl_llm.rollout.servers import ServerError, ServerPool
 from jaxrl_llm.rollout.sglang import SGLangEngine
-from jaxrl_llm.rollout.tending import tend
+from jaxrl_llm.rollout.tending import ServerList, tend
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
 pytestmark = pytest.mark.skipif(not PYTHON, reason="JAXRL_SGLANG_PYTHON names no interpreter with SGLang")
@@ -43,20 +47,36 @@ def run(tmp_path_factory):
         shell = save_description(MODEL, folder / "shell", TOKENIZER, "float32")
         launched = Launched(config, sglang, shell, folder)
         try:
-            pool = ServerPool(launched.urls, sglang.timeout, sglang.retries, config.slots, sglang.patience)
-            scorer = make_scorer(MODEL, 1.0, "float32", make_mesh(MeshConfig(), jax.devices()[:1]))
-            score = lambda params, ids: np.asarray(scorer(params, ids[None], np.array([len(ids)])))[0, :-1]
-            transport = DiskTransport(folder / "weights", "float32", TOKENIZER)
-            yield (
-                SGLangEngine(
-                    config, sglang, MODEL, pool, transport, score, lambda value: value, TOKENIZER, (),
-                    launched.wait,
-                ),
-                launched,
-            )  # fmt: skip
-            pool.close()
+            engine = engine_on(launched.urls, sglang, folder / "weights", launched.wait)
+            yield engine, launched
+            engine.pool.close()
         finally:
             launched.close()
+
+
+def engine_on(urls, sglang, folder, wait=lambda: None):
+    """An engine that uses these servers, with a pool of its own."""
+    config = RolloutConfig(engine="sglang", launch=2, slots=8)
+    pool = ServerPool(urls, sglang.timeout, sglang.retries, config.slots, sglang.patience, sglang.router)
+    scorer = make_scorer(MODEL, 1.0, "float32", make_mesh(MeshConfig(), jax.devices()[:1]))
+    score = lambda params, ids: np.asarray(scorer(params, ids[None], np.array([len(ids)])))[0, :-1]
+    transport = DiskTransport(folder, "float32", TOKENIZER)
+    return SGLangEngine(
+        config, sglang, MODEL, pool, transport, score, lambda value: value, TOKENIZER, (), wait
+    )
+
+
+@pytest.fixture
+def between(run, tmp_path):
+    """(engine, proxies): an engine that reaches the two servers through proxies."""
+    proxies = [Proxy(url) for url in run[1].urls]
+    settings = SGLangConfig(python=PYTHON, flags=FLAGS, patience=BACK)
+    engine = engine_on([proxy.url for proxy in proxies], settings, tmp_path / "weights")
+    engine.publish(models.init(MODEL, jax.random.key(0)), 7)
+    yield engine, proxies
+    engine.pool.close()
+    for proxy in proxies:
+        proxy.close()
 
 
 @pytest.fixture
@@ -176,3 +196,74 @@ def test_turns_on_shared_memory_are_taken_in_an_order_that_servers_accept(tended
         assert not any(server.asleep for server in engine.pool.servers)
         written(engine, requests(tokens=8))
     engine.colocated = False
+
+
+@pytest.mark.parametrize("kind", [kind for kind in BROKEN if kind not in ("base weights", "elsewhere")])
+def test_a_broken_answer_costs_its_server_its_place_and_nothing_else(between, kind):
+    engine, proxies = between
+    proxies[0].spoil = BROKEN[kind]
+    written(engine, requests(prompts=2, responses=1, tokens=8))
+    assert [server.usable for server in engine.pool.servers] == [False, True]
+    assert engine.pool.retried >= 1
+
+
+def test_a_busy_server_is_asked_again(between):
+    engine, proxies = between
+    left = [503, 429, 503]
+    for proxy in proxies:
+        proxy.spoil = lambda said: web.Response(status=left.pop()) if left else said
+    written(engine, requests(prompts=2, responses=1, tokens=8))
+    assert not left and len(engine.pool.usable) == 2
+
+
+def test_a_server_that_hangs_is_found_and_its_requests_go_elsewhere(between, monkeypatch):
+    monkeypatch.setattr(tending, "QUIET", 3.0)
+    monkeypatch.setattr(tending, "HEALTH", 3.0)
+    engine, proxies = between
+    caring = engine.pool.start(tend(engine.pool))
+    proxies[0].hangs = True
+    began = time.monotonic()
+    written(engine, requests(tokens=8))
+    assert time.monotonic() - began < BACK
+    assert engine.pool.servers[0].failures == 1
+    proxies[0].hangs = False
+    until(lambda: len(engine.pool.usable) == 2)
+    caring.cancel()
+
+
+def test_servers_join_and_leave_by_their_file(between, tmp_path):
+    engine, proxies = between
+    file = tmp_path / "servers.txt"
+    file.write_text(proxies[0].url)
+    caring = engine.pool.start(tend(engine.pool, ServerList(file)))
+    until(lambda: [server.url for server in engine.pool.usable] == [proxies[0].url])
+    written(engine, requests(tokens=8))
+    file.write_text(f"{proxies[0].url}\n{proxies[1].url}  # joins\n")
+    until(lambda: len(engine.pool.usable) == 2)
+    file.write_text(proxies[1].url)
+    until(lambda: [server.url for server in engine.pool.servers] == [proxies[1].url])
+    written(engine, requests(tokens=8))
+    caring.cancel()
+
+
+def test_a_router_of_sglangs_own_shares_out_what_is_to_be_generated(run, tmp_path):
+    urls = run[1].urls
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [PYTHON, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--worker-urls", *urls, "--policy", "round_robin", "--api-key", KEYS[access.API_KEY]]
+    with (tmp_path / "router.log").open("wb") as log:
+        router = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    address = f"http://127.0.0.1:{port}"
+    settings = SGLangConfig(python=PYTHON, flags=FLAGS, patience=BACK, router=address)
+    engine = engine_on(urls, settings, tmp_path / "weights")
+    try:
+        until(lambda: router.poll() is not None or answers(address))
+        assert router.poll() is None, (tmp_path / "router.log").read_text()
+        engine.publish(models.init(MODEL, jax.random.key(0)), 7)
+        written(engine, requests(tokens=8))
+    finally:
+        engine.pool.close()
+        os.killpg(router.pid, signal.SIGTERM)
+        router.wait()

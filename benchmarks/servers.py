@@ -1,17 +1,20 @@
-"""How fast weights reach SGLang servers, by each transport.
+"""How fast weights reach SGLang servers, by each transport, and how fast tokens come from them.
 
-    python benchmarks/weights.py --sglang .venv-sglang/bin/python --output benchmarks/results/weights.json
+    python benchmarks/servers.py --sglang .venv-sglang/bin/python --output benchmarks/results/servers.json
 
 Starts servers on the CPU (scripts/sglang_cpu/install.sh), gives them a model of 58 million bfloat16 weights
 (117 MB) a few times by disk (/dev/shm), http and group (gloo), and reports the median push: seconds in all,
 seconds of gathering (disk: writing), on the wire, and of the servers' pause, and gigabytes a second a server.
-The first push of each transport is not counted: it compiles, and joins the groups.
+The first push of each transport is not counted: it compiles, and joins the groups. Then it has them write
+32 responses of 64 tokens, greedily and with log-probs, and the native engine in this process the same:
+medians of tokens a second after a first call that is not counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -20,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import jax
@@ -35,9 +39,12 @@ from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.scorer import make_scorer
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
+from jaxrl_llm.rollout.engine import Engine, Request, SamplingConfig
 from jaxrl_llm.rollout.launch import Launched
+from jaxrl_llm.rollout.native import NativeEngine
 from jaxrl_llm.rollout.publisher import Publisher
 from jaxrl_llm.rollout.servers import ServerPool
+from jaxrl_llm.rollout.sglang import SGLangEngine
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
 MODEL = TransformerConfig(
@@ -45,6 +52,7 @@ MODEL = TransformerConfig(
     tie_embeddings=False, max_position=256,
 )  # fmt: skip
 DTYPE = "bfloat16"
+RESPONSES, TOKENS = 32, 64
 FLAGS = (
     "--device cpu --attention-backend torch_native --sampling-backend pytorch --max-total-tokens 4096 "
     "--disable-overlap-schedule"
@@ -70,31 +78,34 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     with contextlib.ExitStack() as closing:
-        found = measure(options, closing)
+        transports, tokens = measure(options, closing)
     chosen = (
         f"--servers {options.servers} --repetitions {options.repetitions} --bucket_mb {options.bucket_mb}"
     )
-    command = f"python benchmarks/weights.py --sglang .venv-sglang/bin/python {chosen}"
-    result = {"command": command, "machine": machine(options.sglang), "transports": found}
+    command = f"python benchmarks/servers.py --sglang .venv-sglang/bin/python {chosen}"
+    result = {"command": command, "machine": machine(options.sglang)}
+    result |= {"transports": transports, "tokens_per_second": tokens}
     print(table(result))
     if options.output:
         options.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def measure(options: argparse.Namespace, closing: contextlib.ExitStack) -> dict[str, dict[str, float]]:
-    """Transport -> medians of SHOWN."""
+def measure(options: argparse.Namespace, closing: contextlib.ExitStack) -> tuple[dict, dict[str, float]]:
+    """(transport -> medians of SHOWN, engine -> tokens a second)."""
     folder = Path(closing.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
     sglang = SGLangConfig(python=options.sglang, flags=FLAGS)
     shell = save_description(MODEL, folder / "shell", make_tokenizer(), DTYPE)
-    launched = Launched(RolloutConfig(launch=options.servers, dtype=DTYPE, slots=8), sglang, shell, folder)
+    rollout = RolloutConfig(engine="sglang", launch=options.servers, dtype=DTYPE, slots=RESPONSES)
+    launched = Launched(rollout, sglang, shell, folder)
     closing.callback(launched.close)
-    pool = ServerPool(launched.urls, sglang.timeout, sglang.retries, slots=8)
+    pool = ServerPool(launched.urls, sglang.timeout, sglang.retries, slots=RESPONSES)
     closing.callback(pool.close)
     source = WeightSource(MODEL, DTYPE, options.bucket_mb << 20)
     group = GroupTransport(source, sys.executable, "gloo", sglang.timeout)
     closing.callback(group.close)
     disk = DiskTransport(folder / "weights", DTYPE, make_tokenizer())
-    scorer = make_scorer(MODEL, 1.0, DTYPE, make_mesh(MeshConfig(), jax.devices()[:1]))
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    scorer = make_scorer(MODEL, 1.0, DTYPE, mesh)
     score = lambda params, ids: np.asarray(scorer(params, ids[None], np.array([len(ids)])))[0, :-1]
     params = jax.jit(models.init, static_argnums=0)(MODEL, jax.random.key(0))
     found = {}
@@ -106,7 +117,28 @@ def measure(options: argparse.Namespace, closing: contextlib.ExitStack) -> dict[
         assert all(push["servers/usable"] == options.servers for push in pushes), pool.describe()
         found[name] = {key: statistics.median(push[m] for push in pushes) for key, m in SHOWN.items()}
         found[name]["MB"] = pushes[0]["rollout/publish_bytes"] / 1e6
-    return found
+    servers = SGLangEngine(rollout, sglang, MODEL, pool, disk, score, lambda value: value, make_tokenizer())
+    native = NativeEngine(dataclasses.replace(rollout, engine="native"), MODEL, mesh, make_tokenizer())
+    speeds = {
+        name: tokens_per_second(engine, params, options.repetitions)
+        for name, engine in {"sglang": servers, "native": native}.items()
+    }
+    return found, speeds
+
+
+def tokens_per_second(engine: Engine, params: models.Transformer, repetitions: int) -> float:
+    """The median, of responses that all have TOKENS tokens."""
+    engine.publish(params, 1)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(2, 1000, 16).astype(np.int32) for _ in range(RESPONSES)]
+    todo = [Request(prompt, i, 1, TOKENS) for i, prompt in enumerate(prompts)]
+    seconds = []
+    for _ in range(repetitions + 1):
+        began = time.perf_counter()
+        made = engine.generate(todo, SamplingConfig(temperature=0.0, ignore_eos=True), jax.random.key(0))
+        seconds.append(time.perf_counter() - began)
+    assert sum(len(one.response_ids) for one in made) == RESPONSES * TOKENS
+    return RESPONSES * TOKENS / statistics.median(seconds[1:])
 
 
 def machine(python: str) -> str:
@@ -123,6 +155,8 @@ def table(result: dict) -> str:
     lines += [f"| transport | MB | {' | '.join(SHOWN)} |", "|---" * (len(SHOWN) + 2) + "|"]
     for name, row in result["transports"].items():
         lines.append(f"| {name} | {row['MB']:.0f} | {' | '.join(f'{row[key]:.3g}' for key in SHOWN)} |")
+    lines += ["", "| engine | tokens a second |", "|---|---|"]
+    lines += [f"| {name} | {speed:.0f} |" for name, speed in result["tokens_per_second"].items()]
     return "\n".join(lines)
 
 
