@@ -1,25 +1,37 @@
 """Responses ahead of the trainer against taking turns: time of a step, idle time, and what is learned.
 
     python benchmarks/ahead.py                       # 3 seeds, about 15 minutes on 2 quiet cores
+    python benchmarks/ahead.py --sglang .venv-sglang/bin/python      # the same, about 20 minutes
 
-Two stand-in servers (those of the tests: our own engine behind SGLang's JSON) take 20 ms a token however many
-responses they write, as accelerators do; so their time costs the trainer nothing. Weights, tokens and
-learning are real. Of 32 prompts one wants a long response (configs/grpo_async.py).
+Without `--sglang`, two stand-in servers (those of the tests: our own engine behind SGLang's JSON) take 20 ms
+a token however many responses they write, as accelerators do; so their time costs the trainer nothing. With
+it, two servers of SGLang's own have one core, and the trainer another. Weights, tokens and learning are real
+in both. Of 32 prompts one wants a long response (configs/grpo_async.py).
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+from jaxrl_llm.checkpoint.hf_export import save_description
+from jaxrl_llm.configs import grpo_async
+from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
+from jaxrl_llm.rollout.launch import Launched
+
 ROOT = Path(__file__).parents[1]
-OUT, RESULT = Path("runs/ahead"), ROOT / "benchmarks/results/ahead.json"
+OUT, RESULTS = Path("runs/ahead"), ROOT / "benchmarks/results"
 PACE = "0.02"
-SEEDS, WINDOW, STEPS, SKIPPED = (0, 1, 2), 2, 24, 4
+SEEDS, STEPS, SKIPPED = (0, 1, 2), 24, 4
 MEASURED = (
     "time/step",
     "tokens_per_second",
@@ -27,6 +39,7 @@ MEASURED = (
     "servers/idle_fraction",
     "servers/occupancy",
     "staleness/mean",
+    "staleness/max",
 )
 
 
@@ -40,38 +53,68 @@ def train(run_dir: Path, *arguments: str) -> list[dict]:
 
 
 def measured(rows: list[dict]) -> dict[str, float]:
-    """Medians over the steps after the first few, and where the run ended."""
-    steps = [row for row in rows if row["kind"] == "train"][SKIPPED:]
-    found = {name: statistics.median(row[name] for row in steps) for name in MEASURED}
+    """The time of all steps, medians over those after the first few, and where the run ended."""
+    steps = [row for row in rows if row["kind"] == "train"]
+    found = {"all steps, s": sum(row["time/step"] for row in steps)}
+    found |= {name: statistics.median(row[name] for row in steps[SKIPPED:]) for name in MEASURED}
     passed = [row["eval/pass@1"] for row in rows if "eval/pass@1" in row]
     return {**found, "pass@1 before": passed[0], "pass@1 after": passed[-1]}
 
 
-def main() -> None:
+@contextlib.contextmanager
+def on_a_core_of_their_own(python: str) -> Iterator[tuple[str, ...]]:
+    """Two servers on one core; whoever is started inside has another. Yields the trainer's arguments."""
+    config = grpo_async.get_config()
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    with tempfile.TemporaryDirectory() as folder:
+        shell = save_description(
+            config.model.architecture, Path(folder) / "shell", make_tokenizer(), config.rollout.dtype
+        )
+        settings = SGLangConfig(python=python, flags=config.sglang.flags)
+        os.sched_setaffinity(0, {second})
+        launched = Launched(RolloutConfig(engine="sglang", launch=2), settings, shell, Path(folder))
+        os.sched_setaffinity(0, {first})
+        try:
+            launched.wait()
+            yield ("--rollout.launch", "0", "--rollout.servers", *launched.urls, "--rollout.slots", "32")
+        finally:
+            launched.close()
+
+
+def compare(servers: tuple[str, ...], window: int) -> dict[str, list[dict[str, float]]]:
+    """Label -> what was measured of each seed."""
     results: dict[str, list] = {"take turns": [], "ahead": []}
     for seed in SEEDS:
         start, own = OUT / f"start_{seed}", ("--seed", str(seed))
         alone = ("--rollout.engine", "native", "--rollout.launch", "0", "--rollout.max_staleness", "0")
         train(start, *own, *alone, "--steps", "0")
-        begin = (
-            *own,
-            "--model.path",
-            str(start / "hf"),
-            "--model.tokenizer",
-            "tiny",
-            "--warm_start.steps",
-            "0",
-        )
-        for label, window in (("take turns", 0), ("ahead", WINDOW)):
-            more = ("--rollout.max_staleness", str(window), "--sglang.python", sys.executable)
+        begin = ("--model.path", str(start / "hf"), "--model.tokenizer", "tiny", "--warm_start.steps", "0")
+        for label, steps_ahead in (("take turns", 0), ("ahead", window)):
+            more = ("--rollout.max_staleness", str(steps_ahead), *servers)
             often = ("--steps", str(STEPS), "--eval.every", str(STEPS))
-            rows = train(OUT / f"{label.replace(' ', '_')}_{seed}", *begin, *more, *often)
+            rows = train(OUT / f"{label.replace(' ', '_')}_{seed}", *own, *begin, *more, *often)
             results[label].append(measured(rows))
-    step = {label: [run["time/step"] for run in runs] for label, runs in results.items()}
-    ratios = [slow / fast for slow, fast in zip(*step.values(), strict=True)]
-    report = {"pace_seconds": float(PACE), "max_staleness": WINDOW, "speedup": ratios, "runs": results}
-    RESULT.write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps(report, indent=2))
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sglang", help="interpreter that has SGLang; without it stand-ins take its place")
+    real = parser.parse_args().sglang
+    window = 4 if real else 2
+    stand_ins = contextlib.nullcontext(("--sglang.python", sys.executable))
+    with on_a_core_of_their_own(real) if real else stand_ins as servers:
+        results = compare(servers, window)
+    taken = {label: [run["all steps, s"] for run in runs] for label, runs in results.items()}
+    ratios = [slow / fast for slow, fast in zip(*taken.values(), strict=True)]
+    report = {"pace_seconds": None if real else float(PACE), "max_staleness": window, "speedup": ratios}
+    report["runs"] = results
+    text = json.dumps(report, indent=2)
+    (RESULTS / ("ahead_real.json" if real else "ahead.json")).write_text(text + "\n")
+    print(text)
 
 
 if __name__ == "__main__":

@@ -21,11 +21,10 @@ def get_config() -> TrainConfig:
     return dataclasses.replace(
         tools,
         run_dir="runs/grpo_guess_tiny",
-        steps=60,
+        steps=120,
         max_prompt_tokens=16,
         max_response_tokens=96,
         data=DataConfig(train=(SourceConfig(path="task:guess", options='{"largest": 15, "noise": 0.7}'),)),
         env=EnvConfig(name="guess", max_turns=5),
-        eval=EvalConfig(every=20, prompts=128),
-        warm_start=dataclasses.replace(tools.warm_start, steps=200),
+        eval=EvalConfig(every=40, prompts=128),
     )
