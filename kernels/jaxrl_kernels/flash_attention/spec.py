@@ -1,0 +1,37 @@
+"""What every implementation of attention here is told. Each has `forward` and `backward` of one signature."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+NOTHING = -1e30
+"""The log-sum-exp of a query that sees no key: finite, so that combining two of them makes no NaN."""
+EVERYTHING = 2**30
+"""The window of a layer that has none."""
+
+
+class Spec(NamedTuple):
+    """Known when compiling."""
+
+    scale: float
+    causal: bool = True
+    softcap: float | None = None
+
+
+class Place(NamedTuple):
+    """Known when running: a scanned stack of layers has a window each, a ring a place each.
+
+    The query at row index i sees the key at row index j of the same segment if
+    kv_start + j <= q_start + i (where causal) and (q_start + i) - (kv_start + j) < window.
+    """
+
+    q_start: int | Int[Array, ""] = 0
+    kv_start: int | Int[Array, ""] = 0
+    window: int | Int[Array, ""] = EVERYTHING
+
+    def array(self) -> Int[Array, "3"]:
+        """The three as one array, as kernels take them."""
+        return jnp.stack([jnp.asarray(x, jnp.int32) for x in self])
