@@ -195,7 +195,7 @@ def derived(config: TrainConfig, num_devices: int) -> dict[str, int]:
 
     Rows are divided among data x fsdp; a micro-batch has no more of them than an update has trajectories.
     """
-    sizes = dataclasses.asdict(config.mesh)
+    sizes = config.mesh.sizes
     fixed = math.prod(size for size in sizes.values() if size != -1)
     sizes = {name: max(num_devices // fixed, 1) if size == -1 else size for name, size in sizes.items()}
     replicas = sizes["data"] * sizes["fsdp"]

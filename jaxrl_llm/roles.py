@@ -114,6 +114,7 @@ def make_learner(
         rows=derived(config, mesh.size)["rows_per_microbatch"],
         dtype=config.model.dtype,
         remat=config.model.remat,
+        sequence_parallel=config.mesh.sequence_parallel,
         temperature=temperature if algos.module_of(algo).INPUT == "rollouts" else 1.0,
         chunk=config.model.logprob_chunk,
         max_grad_norm=optim.max_grad_norm,

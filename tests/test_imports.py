@@ -28,7 +28,7 @@ ALLOWED: dict[str, str | None] = {
     "curve": "jsonl",
     "metrics": "structs jsonl curve loggers progress",
     # the parts
-    "sharding": "structs",
+    "sharding": "jaxrl_kernels structs",
     "models": "jaxrl_kernels structs sharding",
     "algos": "structs",
     "rewards": "outcome",
