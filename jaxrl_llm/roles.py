@@ -80,7 +80,8 @@ def load_teachers(config: TrainConfig, model: TransformerConfig, mesh: Mesh) -> 
 def make_critic(config: TrainConfig, model: TransformerConfig, updates: int) -> dict[str, Any]:
     """The critic's fields of a Trainer: a backbone, mesh and optimizer of its own."""
     critic = config.critic
-    mesh = make_mesh(critic.mesh or config.mesh)
+    config = replace(config, mesh=critic.mesh or config.mesh)
+    mesh = make_mesh(config.mesh)
     found = {"critic_warmup": critic.warmup_steps}
     if critic.path:
         folder = hf.resolve(critic.path)

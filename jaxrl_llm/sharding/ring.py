@@ -136,9 +136,7 @@ def _swap_on_odd(a, b, axis: str):
     return jnp.where(odd, b, a), jnp.where(odd, a, b)
 
 
-def _meet(
-    place: Place, q_segments: Int[Array, "B Q"], kv_segments: Int[Array, "B C"]
-) -> Bool[Array, ""]:
+def _meet(place: Place, q_segments: Int[Array, "B Q"], kv_segments: Int[Array, "B C"]) -> Bool[Array, ""]:
     """Whether a query may see a key, from where the chunks lie and the range of their segments."""
     apart = place.q_start - place.kv_start
     near = (apart > -q_segments.shape[1]) & (apart - kv_segments.shape[1] + 1 < place.window)

@@ -19,7 +19,7 @@ TRAIN: Rules = {
     "hidden": None,
     # weights
     "layers": None,
-    "embed": "fsdp",
+    "embed": ("fsdp", "sequence"),
     "heads": "tensor",
     "kv_heads": "tensor",
     "head_dim": None,
@@ -27,7 +27,7 @@ TRAIN: Rules = {
     "vocab": "tensor",
     "norm": None,
 }
-"""Training and scoring: weights divided over fsdp and tensor, rows over data and fsdp."""
+"""Training and scoring: weights divided over fsdp, sequence and tensor, rows over data and fsdp."""
 
 ROLLOUT: Rules = {**TRAIN, "embed": None}
 """Decoding reads every weight for every token: whole on each replica, divided over tensor only."""

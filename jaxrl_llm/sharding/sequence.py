@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
@@ -18,15 +19,11 @@ from jaxrl_kernels.flash_attention import api
 from jaxrl_kernels.flash_attention.spec import Place, Spec
 from jaxrl_llm.sharding.ring import Ring, unzigzag, zigzag
 from jaxrl_llm.sharding.rules import TRAIN, Rules, fitted, ways
+from jaxrl_llm.sharding.ulysses import Ulysses
 
 Layout = Literal["whole", "ring", "ulysses"]
-LAYOUTS: dict[Layout, Rules] = {
-    "whole": {**TRAIN, "sequence": None},
-    "ring": TRAIN,
-    "ulysses": {**TRAIN, "sequence": None, "heads": ("tensor", "sequence")},
-}
-"""How attention divides its arrays. Ulysses (arXiv 2309.14509) is no more than its line: where q, k and v come
-divided by tokens and are wanted divided by heads, the partitioner exchanges them all-to-all."""
+WHOLE: Rules = {**TRAIN, "sequence": None}
+DIVIDED = {"ring": Ring, "ulysses": Ulysses}
 ROWS = ("batch", "sequence", "heads", "head_dim")
 
 
@@ -72,16 +69,16 @@ def row_attention(
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return api.flash_attention(q, k, v, segments, scale=scale, window=window, softcap=softcap)
-    parts = ways(mesh, LAYOUTS[layout]["heads"])
-    if layout == "ulysses" and q.shape[2] % parts:
-        raise ValueError(heads_problem(q.shape[2], parts))
-    rows = fitted(mesh, ROWS, q.shape, LAYOUTS[layout])
+    rows = fitted(mesh, ROWS, q.shape, WHOLE if layout == "whole" else TRAIN)
+    tensor, parts = ways(mesh, rows[2]), ways(mesh, rows[1])
+    if layout == "ulysses" and q.shape[2] % (tensor * parts):
+        raise ValueError(heads_problem(q.shape[2], tensor * parts))
     # A key head is repeated only until every device has one: its query heads are then all of one group.
-    repeats = ways(mesh, rows[2]) // math.gcd(k.shape[2], ways(mesh, rows[2]))
+    repeats = tensor // math.gcd(k.shape[2], tensor)
     k, v = (x if repeats == 1 else jnp.repeat(x, repeats, axis=2) for x in (k, v))
-    implementation = api.implementation_of(q, k)
-    if layout == "ring":
-        implementation = Ring(implementation, TRAIN["sequence"])
+    implementation = api.IMPLEMENTATIONS[api.choose(q, k)[0]]
+    if layout in DIVIDED:
+        implementation = DIVIDED[layout](implementation, TRAIN["sequence"])
     return _attend(_Divided(implementation, Spec(scale, True, softcap), rows), q, k, v, segments, window)
 
 
@@ -89,7 +86,8 @@ def heads_problem(heads: int, parts: int) -> str:
     """What to say of heads that Ulysses cannot divide."""
     return (
         f"--mesh.sequence_parallel ulysses divides the {heads} query heads among tensor x sequence = {parts} "
-        "devices, which does not come out even. Set --mesh.sequence_parallel ring, or a smaller --mesh.sequence."
+        "devices, which does not come out even. Set --mesh.sequence_parallel ring, or a smaller "
+        "--mesh.sequence."
     )
 
 
@@ -124,7 +122,8 @@ def _forward(divided: _Divided, q, k, v, segments, window):
         return divided.implementation.forward(divided.spec, q, k, v, segments, segments, place)
 
     window = jnp.asarray(window, jnp.int32)
-    out, lse = divided.map(local, "rrrsw", "rl")(q, k, v, segments, window)
+    found = divided.map(local, "rrrsw", "rl")(q, k, v, segments, window)
+    out, lse = [checkpoint_name(x, api.SAVED) for x in found]
     return out, (q, k, v, segments, window, out, lse)
 
 
