@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Float, Shaped
 
+from jaxrl_kernels.flash_attention.blocks import needed, segments_of
 from jaxrl_kernels.flash_attention.spec import NOTHING, Place, Spec
 
 PAIRS = ((0, 0), (1, 0), (1, 1))
@@ -40,7 +41,7 @@ class Ring(NamedTuple):
         def step(s, carry):
             kv, found = carry
             following = self._pass_on(kv)  # on its way while this one is computed
-            for i, _, meet, operands in self._pairs(s, q, q_segments, kv, place):
+            for i, _, meet, operands in self._pairs(spec, s, q, q_segments, kv, place):
                 seen = jax.lax.cond(meet, look, lambda found, _: found, found[i], operands)
                 found = (seen, found[1]) if i == 0 else (found[0], seen)
             return following, found
@@ -72,7 +73,7 @@ class Ring(NamedTuple):
             kv, d_kv, d_q = carry
             following, arrived = self._pass_on((kv, d_kv))
             parts = [[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]  # of dq, dk, dv: early and late chunk
-            for i, j, meet, operands in self._pairs(s, q, q_segments, kv, place):
+            for i, j, meet, operands in self._pairs(spec, s, q, q_segments, kv, place):
                 found = jax.lax.cond(meet, look, skip, operands, results[i])
                 for part, chunk, more in zip(parts, (i, j, j), found, strict=True):
                     part[chunk] = part[chunk] + more
@@ -93,7 +94,7 @@ class Ring(NamedTuple):
         n = jax.lax.axis_size(self.axis)
         return jax.lax.ppermute(tree, self.axis, [(i, (i + 1) % n) for i in range(n)])
 
-    def _pairs(self, s, q, q_segments, kv, place: Place):
+    def _pairs(self, spec: Spec, s, q, q_segments, kv, place: Place):
         """Of step s: (query chunk, key chunk, whether they meet, what `forward` takes after the spec)."""
         n, here = jax.lax.axis_size(self.axis), jax.lax.axis_index(self.axis)
         length = q.shape[1] // 2
@@ -103,7 +104,8 @@ class Ring(NamedTuple):
         for i, j in PAIRS:
             (q_i, q_segments_i), (k_j, v_j, kv_segments_j) = queries[i], keys[j]
             there = Place(start(here, i), start((here - s) % n, j), place.window)
-            meet = _meet(there, q_segments_i, kv_segments_j)
+            of = [segments_of(x, length) for x in (q_segments_i, kv_segments_j)]
+            meet = jnp.any(needed(spec, there, *of, (length, length)))
             yield i, j, meet, (q_i, k_j, v_j, q_segments_i, kv_segments_j, there)
 
 
@@ -134,16 +136,6 @@ def _swap_on_odd(a, b, axis: str):
     """A device of odd index holds an odd early chunk and an even late one."""
     odd = jax.lax.axis_index(axis) % 2 == 1
     return jnp.where(odd, b, a), jnp.where(odd, a, b)
-
-
-def _meet(place: Place, q_segments: Int[Array, "B Q"], kv_segments: Int[Array, "B C"]) -> Bool[Array, ""]:
-    """Whether a query may see a key, from where the chunks lie and the range of their segments."""
-    apart = place.q_start - place.kv_start
-    near = (apart > -q_segments.shape[1]) & (apart - kv_segments.shape[1] + 1 < place.window)
-    first = lambda x: jnp.min(jnp.where(x > 0, x, jnp.iinfo(jnp.int32).max), axis=1)
-    last = lambda x: jnp.max(x, axis=1)
-    shared = (first(q_segments) <= last(kv_segments)) & (first(kv_segments) <= last(q_segments))
-    return near & jnp.any(shared)
 
 
 def _join(

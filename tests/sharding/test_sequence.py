@@ -10,7 +10,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_kernels.attention.reference import attention
+from jaxrl_kernels.flash_attention.reference import attention
 from jaxrl_kernels.flash_attention.spec import Place, Spec
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
