@@ -80,14 +80,14 @@ def load_teachers(config: TrainConfig, model: TransformerConfig, mesh: Mesh) -> 
 def make_critic(config: TrainConfig, model: TransformerConfig, updates: int) -> dict[str, Any]:
     """The critic's fields of a Trainer: a backbone, mesh and optimizer of its own."""
     critic = config.critic
-    config = replace(config, mesh=critic.mesh or config.mesh)
-    mesh = make_mesh(config.mesh)
+    mesh = make_mesh(critic.mesh or config.mesh)
     found = {"critic_warmup": critic.warmup_steps}
     if critic.path:
         folder = hf.resolve(critic.path)
         model = read_config(folder)
         found["folder"] = folder
     model = with_heads(model, critic.loss)
+    config = replace(config, mesh=critic.mesh or config.mesh)
     learner = make_learner(config, critic.loss, critic.optim, updates, model, mesh)
     if critic.path:
         found["critic_params"] = hf.load(found.pop("folder"), model, learner.param_shardings, jnp.float32)
