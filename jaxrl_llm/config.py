@@ -84,8 +84,9 @@ class ModelConfig:
     """Folder or hub name; "" = beside the model; "tiny" = the built-in character tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type that the forward and backward pass compute in; master weights are float32."""
-    remat: Literal["none", "dots", "full"] = "none"
-    """What the backward pass recomputes: nothing, all but matrix products, or all but layer inputs."""
+    remat: Literal["none", "dots", "attention", "full"] = "none"
+    """What the backward pass recomputes: nothing; all but matrix products and attention; all but attention and
+    layer inputs (for long rows); or all but layer inputs."""
     logprob_chunk: int = 128
     """Tokens of a row whose logits exist at once."""
 

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxrl_kernels.flash_attention import api as flash_attention
 from jaxrl_kernels.flash_attention.spec import EVERYTHING
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.rope import apply_rope, rope_tables
@@ -21,10 +22,14 @@ ACTIVATIONS = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
 }
+SAVED = jax.checkpoint_policies.save_only_these_names(flash_attention.SAVED)
 REMAT = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "attention": SAVED,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        SAVED, jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    ),
 }
 
 
@@ -101,7 +106,8 @@ class Transformer(nnx.Module):
             tokens, positions: ids and their place in the trajectory (0-based).
             segments: which trajectory of the row each token belongs to, 0 = padding; None = one a row.
             dtype: of activations and products; norms, softmax and RoPE are float32.
-            remat: what the backward pass keeps: "none" = everything, "dots", "full" = layer inputs only.
+            remat: what the backward pass keeps: "none" = everything; "full" = layer inputs only; "attention" =
+                those and what attention found; "dots" = these and matrix products.
             sequence_parallel: how attention works where the mesh divides the tokens of a row.
         """
         c, windows = self.config, window_sizes(self.config)

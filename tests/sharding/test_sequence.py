@@ -228,3 +228,16 @@ def test_ulysses_refuses_heads_that_do_not_divide():
         pytest.raises(ValueError, match="the 6 query heads among tensor x sequence = 4 devices"),
     ):
         sequence.row_attention(x, x, x, jnp.ones((2, 16), jnp.int32), scale=1.0, window=8, layout="ulysses")
+
+
+def test_what_attention_found_may_be_kept():
+    """The backward pass of remat "attention" and "dots" does not go around the ring again for the output."""
+    tokens = jnp.ones((4, ROW), jnp.int32)
+
+    def exchanges(remat):
+        loss = lambda params: params(tokens, tokens, tokens, remat=remat).sum()
+        with jax.set_mesh(make_mesh(MeshConfig(sequence=4))):
+            return str(jax.make_jaxpr(jax.grad(loss))(models.abstract(MODEL))).count("ppermute")
+
+    assert exchanges("full") - exchanges("attention") == exchanges("full") - exchanges("dots") > 0
+    assert exchanges("attention") == exchanges("none")
