@@ -85,8 +85,8 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type that the forward and backward pass compute in; master weights are float32."""
     remat: Literal["none", "dots", "attention", "full"] = "none"
-    """What the backward pass recomputes: nothing; all but matrix products and attention; all but attention and
-    layer inputs (for long rows); or all but layer inputs."""
+    """What the backward pass recomputes: nothing; all but matrix products and attention; all but attention
+    and layer inputs (for long rows); or all but layer inputs."""
     logprob_chunk: int = 128
     """Tokens of a row whose logits exist at once."""
 

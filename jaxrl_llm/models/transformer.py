@@ -106,8 +106,8 @@ class Transformer(nnx.Module):
             tokens, positions: ids and their place in the trajectory (0-based).
             segments: which trajectory of the row each token belongs to, 0 = padding; None = one a row.
             dtype: of activations and products; norms, softmax and RoPE are float32.
-            remat: what the backward pass keeps: "none" = everything; "full" = layer inputs only; "attention" =
-                those and what attention found; "dots" = these and matrix products.
+            remat: what the backward pass keeps: "none" = everything; "full" = layer inputs only; "attention"
+                = those and what attention found; "dots" = these and matrix products.
             sequence_parallel: how attention works where the mesh divides the tokens of a row.
         """
         c, windows = self.config, window_sizes(self.config)

@@ -1,4 +1,4 @@
-"""Training steps of long rows, compiled for TPU slices that are not here. Needs libtpu: `make test-compilers`."""
+"""Training steps of long rows, compiled for TPU slices that are not here (`make test-compilers`)."""
 
 import re
 from functools import cache
