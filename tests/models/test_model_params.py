@@ -110,8 +110,8 @@ def test_init_makes_each_device_only_its_shard():
 def test_a_dim_that_does_not_divide_stays_whole():
     mesh = make_mesh(MeshConfig(fsdp=1, tensor=8))
     layout = dict(models.named_leaves(models.shardings(CONFIG, mesh, TRAIN)))
-    assert tuple(layout["layers.gate"].spec) == (None, "fsdp", "tensor")
-    assert tuple(layout["layers.k"].spec) == (None, "fsdp", None, None)  # 2 heads on 8
+    assert tuple(layout["layers.gate"].spec) == (None, ("fsdp", "sequence"), "tensor")
+    assert tuple(layout["layers.k"].spec) == (None, ("fsdp", "sequence"), None, None)  # 2 heads on 8
 
 
 def test_rollout_rules_keep_weights_whole_over_fsdp():
