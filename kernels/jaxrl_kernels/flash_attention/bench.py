@@ -1,4 +1,4 @@
-"""Time of attention, ours and others', on the device at hand: python -m jaxrl_kernels.flash_attention.bench"""
+"""Time of attention, ours and others', where it runs: python -m jaxrl_kernels.flash_attention.bench"""
 
 from __future__ import annotations
 
