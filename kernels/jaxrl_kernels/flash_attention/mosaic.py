@@ -81,7 +81,7 @@ class Cores:
         return pl.run_scoped(body, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
     def accumulate(self, body: Callable, accs: Sequence[jax.Array], others: Sequence[jax.Array] = ()) -> list:
-        """body(*refs), the first refs accumulators that begin as `accs`; what all hold once products are done."""
+        """body(*refs), the first refs accumulators that begin as `accs`; what all hold at its end."""
         if self.interpret:
             cells = [Cell(x) for x in (*accs, *others)]
             body(*cells)
@@ -90,10 +90,14 @@ class Cores:
         return list(pl.run_state(lambda refs: body(*refs))(begin))
 
 
-def matrix_memory(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory [..., rows, columns], tiled and swizzled as TMA writes it and wgmma reads it."""
+def matrix_memory(shape: tuple[int, ...], dtype: Any, stripe: int) -> Any:
+    """Shared memory [..., rows, columns], tiled and swizzled as TMA writes it and wgmma reads it.
+
+    Args:
+        stripe: the swizzled stripes of a row divide this number of columns.
+    """
     bits = jnp.dtype(dtype).itemsize * 8
-    swizzle = plgpu.find_swizzle(shape[-1] * bits)
+    swizzle = plgpu.find_swizzle(stripe * bits)
     transforms = (plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
