@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_kernels.attention.reference import attention
+from jaxrl_kernels.flash_attention.reference import attention
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.params import shardings
 from jaxrl_llm.models.rope import rope_tables
