@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
+from jaxrl_kernels.flash_attention.blocks import bounds, needed, segments_of
 from jaxrl_kernels.flash_attention.mosaic import (
     PER_COLUMN,
     PER_ROW,
@@ -141,46 +142,27 @@ def walks(
     Segments need not be in order: blocks between the first and the last visible one are read. A tile that
     sees nothing reads one block.
     """
-    q_low, q_high, q_whole = _ids(q_segments, q_block)
-    k_low, k_high, k_whole = _ids(kv_segments, kv_block)
-    q_low, q_high, q_whole = q_low[:, :, None], q_high[:, :, None], q_whole[:, :, None]
-    k_low, k_high, k_whole = k_low[:, None], k_high[:, None], k_whole[:, None]
-    q_first = place.q_start + jnp.arange(q_low.shape[1])[:, None] * q_block
-    k_first = place.kv_start + jnp.arange(k_low.shape[2]) * kv_block
-    q_last, k_last = q_first + q_block - 1, k_first + kv_block - 1
-    some = (q_high >= k_low) & (k_high >= q_low) & (q_first - k_last < place.window)
-    full = q_whole & k_whole & (q_low == k_low) & (q_last - k_first < place.window)
+    q, kv = segments_of(q_segments, q_block), segments_of(kv_segments, kv_block)
+    some = needed(spec, place, q, kv, (q_block, kv_block))
+    q_first = place.q_start + jnp.arange(some.shape[1])[:, None] * q_block
+    kv_first = place.kv_start + jnp.arange(some.shape[2]) * kv_block
+    full = (q.only[:, :, None] == kv.only[:, None]) & (q.only > 0)[:, :, None]
+    full &= q_first + q_block - 1 - kv_first < place.window
     if spec.causal:
-        some, full = some & (k_first <= q_last), full & (k_last <= q_first)
+        full &= kv_first + kv_block - 1 <= q_first
     if of_keys:
         some, full = jnp.swapaxes(some, 1, 2), jnp.swapaxes(full, 1, 2)
-    return _ranges(some, full)
-
-
-def _ids(segments: Int[Array, "B T"], block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of every block the lowest and highest id that is not padding, and whether all are one such id."""
-    ids = segments.reshape(segments.shape[0], -1, block)
-    low = jnp.min(jnp.where(ids > 0, ids, jnp.iinfo(jnp.int32).max), axis=-1)
-    high = jnp.max(ids, axis=-1)
-    return low, high, (low == high) & (jnp.min(ids, axis=-1) > 0)
-
-
-def _ranges(some: jax.Array, full: jax.Array) -> Int[Array, "B tiles 4"]:
-    """From the first to the last that is true in `some`, [0, 1) if none is; the first run of `full` within."""
-    count = some.shape[-1]
-    index = jnp.arange(count)
-    first = jnp.min(jnp.where(some, index, count), axis=-1)
-    end = jnp.max(jnp.where(some, index + 1, 0), axis=-1)
-    first, end = jnp.where(end == 0, 0, first), jnp.maximum(end, 1)
-    first_full = jnp.min(jnp.where(full, index, count), axis=-1)
-    end_full = jnp.min(jnp.where(full | (index < first_full[..., None]), count, index), axis=-1)
-    none = first_full == count
+    first, end = bounds(some)
+    first_full = jnp.argmax(full, axis=-1)
+    run = full | (jnp.arange(full.shape[-1]) < first_full[..., None])
+    end_full = jnp.where(run.all(-1), full.shape[-1], jnp.argmin(run, axis=-1))
+    none = ~full.any(-1)
     first_full, end_full = jnp.where(none, first, first_full), jnp.where(none, first, end_full)
-    return jnp.stack([first, first_full, end_full, end], axis=-1).astype(jnp.int32)
+    return jnp.stack([first, first_full, end_full, jnp.maximum(end, 1)], axis=-1).astype(jnp.int32)
 
 
 class Inputs(NamedTuple):
-    """Of every kernel, in this order: arrays, and references to them within. The last three of the backward."""
+    """Of every kernel, in this order: arrays, or references to them. The last three are of the backward."""
 
     q: Any
     k: Any
@@ -258,7 +240,7 @@ def over_rows(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
 
 
 def copy_blocks(plan: Plan, count: jax.Array, rings: tuple) -> None:
-    """By the copying warpgroup: `count` blocks into rings, each (ready, free, ((where block i is, buffer), ...))."""
+    """By the copying warpgroup: `count` blocks into rings (ready, free, ((where a block is, buffer), ...))."""
 
     @pl.loop(0, count)
     def _(i):
