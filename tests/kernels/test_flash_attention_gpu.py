@@ -1,0 +1,174 @@
+"""The Hopper kernels: values and gradients in Pallas' interpreter, and what the compilers say without a GPU.
+
+In the interpreter copies, barriers and warpgroups are the kernels'; a product on the tensor cores is jnp's.
+"""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_kernels import gpu_target
+from jaxrl_kernels.flash_attention import gpu_plan, mosaic, pallas_gpu, reference
+from jaxrl_kernels.flash_attention.spec import EVERYTHING, NOTHING, Place, Spec
+
+PACKED = ((3, 70), (1, 60), (0, 6), (2, 94))
+"""(segment, tokens): ids out of order, padding in the middle; 230 tokens, no whole tile."""
+
+
+def packed(*parts):
+    return jnp.concatenate([jnp.full((1, count), segment, jnp.int32) for segment, count in parts], axis=1)
+
+
+def inputs(q_length, kv_length, heads, kv_heads, dim, dtype=jnp.bfloat16):
+    keys = jax.random.split(jax.random.key(0), 4)
+    lengths = (q_length, heads), (kv_length, kv_heads), (kv_length, kv_heads), (q_length, heads)
+    return [
+        jax.random.normal(key, (1, *size, dim)).astype(dtype) for key, size in zip(keys, lengths, strict=True)
+    ]
+
+
+def close(got, want, tolerance):
+    """Of values of about 1: what bfloat16 weights and results are off by."""
+    scale = max(float(jnp.abs(want).max()), 1.0)
+    np.testing.assert_allclose(np.float32(got), np.float32(want), atol=tolerance * scale, rtol=0)
+
+
+CASES = {
+    # Two heads share keys, tiles of several segments, two query and two key tiles.
+    "packed": (Spec(0.125), Place(), (230, 230, 2, 1, 64), (packed(*PACKED), packed(*PACKED))),
+    # A part of a ring: queries 150.. see at most 100 back of keys 20.., some of which nobody does.
+    "placed": (
+        Spec(96**-0.5, softcap=2.0),
+        Place(150, 20, 100),
+        (130, 300, 1, 1, 96),
+        (packed((1, 130)), packed((1, 300))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_those_of_the_definition(name):
+    spec, place, shape, segments = CASES[name]
+    q, k, v, d_out = inputs(*shape)
+    place = jax.tree.map(jnp.int32, place)  # traced: one compilation serves every place
+    d_lse = jax.random.normal(jax.random.key(1), (1, shape[2], shape[0]))
+    out, lse = jax.jit(functools.partial(pallas_gpu.forward, spec, interpret=True))(q, k, v, *segments, place)
+    want_out, want_lse = reference.forward(
+        spec, *(x.astype(jnp.float32) for x in (q, k, v)), *segments, place
+    )
+    assert out.dtype == q.dtype and lse.dtype == jnp.float32
+    close(out, want_out, 0.01)
+    close(lse, want_lse, 1e-3)
+    blind = np.asarray(want_lse)[0, 0] == NOTHING
+    assert (
+        blind.any()
+        and not np.asarray(out)[0, blind].any()
+        and (np.asarray(lse)[0, :, blind] == NOTHING).all()
+    )
+
+    backward = jax.jit(functools.partial(pallas_gpu.backward, spec, interpret=True))
+    got = backward(q, k, v, *segments, place, out, lse, d_out, d_lse)
+    exact = (x.astype(jnp.float32) for x in (q, k, v))
+    want = reference.backward(spec, *exact, *segments, place, want_out, want_lse, d_out, d_lse)
+    for x, y in zip(got, want, strict=True):
+        close(x, y, 0.02)
+
+
+def test_blocks_a_tile_reads():
+    """512 tokens, the first 256 one segment: tiles of 128 queries against blocks of 64 keys."""
+    segments = packed((1, 256), (2, 200), (0, 56))
+    find = functools.partial(gpu_plan.walks, Spec(1.0), Place(), segments, segments)
+    walks = np.asarray(find(128, 64, of_keys=False))[0].tolist()  # first, [first full, end full), end
+    assert walks == [[0, 0, 0, 2], [0, 0, 2, 4], [4, 4, 4, 6], [4, 4, 6, 8]]
+    of_keys = np.asarray(find(64, 128, of_keys=True))[0].tolist()
+    assert of_keys == [[0, 2, 4, 4], [2, 2, 2, 4], [4, 6, 7, 8], [6, 6, 6, 8]]
+    walk = gpu_plan.Walk(*jnp.array([2, 4, 7, 9]))  # 2, 3 and 7, 8 hide something
+    assert int(walk.masked) == 4 and [int(walk.block(jnp.int32(i))) for i in range(7)] == [
+        2,
+        3,
+        7,
+        8,
+        4,
+        5,
+        6,
+    ]
+
+
+def test_a_window_leaves_blocks_out_and_nothing_visible_reads_one():
+    ones = jnp.ones((1, 512), jnp.int32)
+    find = functools.partial(gpu_plan.walks, Spec(1.0), q_segments=ones, kv_segments=ones, of_keys=False)
+    walks = np.asarray(find(place=Place(window=130), q_block=128, kv_block=64))[0].tolist()
+    assert walks[3] == [3, 3, 3, 8]  # keys 255 to 511; no block is seen whole by all 128 queries
+    walks = np.asarray(find(place=Place(0, 512, EVERYTHING), q_block=128, kv_block=64))[0].tolist()
+    assert walks == [[0, 0, 0, 1]] * 4
+
+
+def test_bad_input_is_named():
+    q, k, v, _ = inputs(16, 16, 1, 1, 64, jnp.float32)
+    ones = jnp.ones((1, 16), jnp.int32)
+    with pytest.raises(ValueError, match="bfloat16 and float16, not float32; take another implementation"):
+        pallas_gpu.forward(Spec(1.0), q, k, v, ones, ones, Place())
+    assert "head_dim 320 is over 256" in pallas_gpu.unsupported(320, jnp.bfloat16)
+    assert pallas_gpu.unsupported(256, jnp.float16) is None
+    q, k, v = (x.astype(jnp.bfloat16) for x in inputs(16, 16, 1, 1, 256)[:3])
+    big = pallas_gpu.Blocks(128, 64, 64)
+    with pytest.raises(
+        ValueError, match=r"head_dim 256: two blocks of 128 rows .* lengths that fit: \[32, 64\]"
+    ):
+        pallas_gpu.forward(Spec(1.0), q, k, v, ones, ones, Place(), blocks=big)
+
+
+def test_stages_are_as_many_as_fit():
+    assert mosaic.stages_that_fit("x", 64, 0, 512) == 4  # at most
+    assert mosaic.stages_that_fit("x", 128, 100_000, 512) == 1 + 62_000 // 65536 + 1
+    with pytest.raises(ValueError, match=r"48 rows .* lengths that fit: \[32, 64, 128\]"):
+        mosaic.stages_that_fit("x", 48, 0, 512)
+
+
+def program(dim, dtype=jnp.bfloat16, softcap=None, sharding=None):
+    """(forward and backward of two layers' worth of traced scalars, its abstract arguments)."""
+    spec = Spec(dim**-0.5, softcap=softcap)
+
+    def both(q, k, v, segments, place, d_out):
+        out, lse = pallas_gpu.forward(spec, q, k, v, segments, segments, Place(*place))
+        return pallas_gpu.backward(spec, q, k, v, segments, segments, Place(*place), out, lse, d_out)
+
+    array = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+    q, kv = array((2, 1024, 4, dim), dtype), array((2, 1024, 2, dim), dtype)
+    return both, (q, kv, kv, array((2, 1024), jnp.int32), array((3,), jnp.int32), q)
+
+
+@pytest.mark.parametrize("dim, dtype, softcap", [(96, jnp.float16, None), (256, jnp.bfloat16, 30.0)])
+def test_lowers_for_cuda_without_one(dim, dtype, softcap):
+    both, args = program(dim, dtype, softcap)
+    text = jax.jit(both).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    calls = 4 if dim > gpu_plan.JOINT_DIM else 3  # forward, dq, dk and dv together or each
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == calls
+
+
+@pytest.mark.compilers
+@pytest.mark.parametrize("dim, softcap", [(64, None), (96, None), (128, 30.0), (128, None), (256, None)])
+def test_compiles_for_an_h100_that_is_not_here(dim, softcap):
+    if why := gpu_target.unavailable():
+        pytest.skip(why)
+    devices = np.array(gpu_target.gpu_topology("h100").devices)
+    mesh = jax.sharding.Mesh(devices, ("x",))
+    both, args = program(
+        dim, softcap=softcap, sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    )
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        compiled = jax.jit(both).trace(*args).lower(lowering_platforms=("cuda",)).compile()
+    assert compiled.memory_analysis().output_size_in_bytes == 2 * 2 * 1024 * (4 + 2 + 2) * dim
+
+
+def test_targets_are_named(monkeypatch):
+    with pytest.raises(ValueError, match="no GPU kind 'a100': one of h100, h200"):
+        gpu_target.gpu_topology("a100")
+    finder = types.SimpleNamespace(find_spec=lambda name: None)
+    monkeypatch.setattr(gpu_target, "importlib", types.SimpleNamespace(util=finder))
+    with pytest.raises(RuntimeError, match="pip install jax-cuda13-plugin"):
+        gpu_target.gpu_topology("h100")
