@@ -6,7 +6,7 @@ SGLANG_VENV ?= .venv-sglang
 # The newest interpreter at hand, for `make test-newest`.
 NEWEST ?= $(shell sh scripts/newest_python.sh)
 
-.PHONY: quickstart learn test test-all test-newest test-sglang lint clean
+.PHONY: quickstart learn test test-all test-newest test-sglang fit lint clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m jaxrl_llm.train --config grpo_tiny.py
@@ -28,6 +28,11 @@ test-newest:
 # Everything that needs SGLang servers, on the CPU; SGLANG_PYTHON=/path/to/python3.11 where it has another name.
 test-sglang: $(VENV)/.installed-test $(SGLANG_VENV)/.installed
 	JAXRL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(BIN)/python -m pytest -q -s $$(find tests -name "test_*_real.py")
+
+# docs/fit.md anew where docs/fit/ lacks a case; takes the compilers of the extra `plan`, and minutes a case.
+fit: $(VENV)/.installed
+	$(BIN)/python -m pip install -q -e '.[plan]'
+	$(BIN)/python scripts/fit.py
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -90,11 +90,12 @@ def _reference(config: TrainConfig, learner: Learner) -> Any:
 def _rollout(config: TrainConfig, model, mesh: Mesh, params, base: Held) -> Iterator[Phase]:
     rollout, engine = config.rollout, NativeEngine(config.rollout, model, mesh)
     prompt, response = config.max_prompt_tokens, config.max_response_tokens
-    calls = engine.largest_calls(params, prompt, response, rollout.sampling, config.env.active)
+    calls = engine.largest_calls(
+        params, prompt, response, config.prompts_per_step, rollout.sampling, config.env.active
+    )
     weights, cache, *_ = calls["decode"].args
     slots, width = cache.k[0].shape[-4], calls["prefill"].args[1].shape
-    prompts = jax.eval_shape(calls["prefill"].fn, *calls["prefill"].args)
-    spread = calls["insert"].args[1]
+    prompts, spread = calls["spread"].args[0], calls["insert"].args[1]
     base = base | ({"rollout weights": params} if rollout.weight_noise else {})
     held = base | {"rollout weights": [weights, base.get("rollout weights")]}
     full = held | {"KV cache": [cache, prompts]}

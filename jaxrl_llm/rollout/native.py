@@ -151,6 +151,7 @@ class NativeEngine:
         params: Params,
         max_prompt_tokens: int,
         max_response_tokens: int,
+        prompts: int,
         sampling: SamplingConfig,
         turns: bool,
     ) -> dict[str, Call]:
@@ -158,13 +159,14 @@ class NativeEngine:
 
         Args:
             params: the trainer's weights, abstract.
+            prompts: of one call of `generate`.
         """
         if not self.config.warm_up:  # sizes then grow in buckets
             max_prompt_tokens, max_response_tokens = (
                 bucket(length, least=32) for length in (max_prompt_tokens, max_response_tokens)
             )
         sizes = self._make_sizes(max_prompt_tokens, max_response_tokens, turns)
-        return largest_calls(self.programs, sizes, params, sampling, self._stops(sampling))
+        return largest_calls(self.programs, sizes, params, prompts, sampling, self._stops(sampling))
 
     def compile_count(self) -> int:
         """Programs compiled so far; stands still after warm-up."""

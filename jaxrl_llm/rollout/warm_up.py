@@ -12,7 +12,7 @@ from jaxrl_llm.models.decode import DecodeWeights
 from jaxrl_llm.rollout.engine import SamplingConfig
 from jaxrl_llm.rollout.generation import empty_slots, is_filtered, make_draw, make_ends
 from jaxrl_llm.rollout.programs import Programs
-from jaxrl_llm.rollout.sizes import Sizes
+from jaxrl_llm.rollout.sizes import Sizes, at_least
 from jaxrl_llm.sharding.rules import laid_out
 from jaxrl_llm.structs import Call, Params
 
@@ -56,23 +56,30 @@ def warm_up(
 
 
 def largest_calls(
-    programs: Programs, sizes: Sizes, params: Params, sampling: SamplingConfig, stop_ids: Collection[int]
+    programs: Programs,
+    sizes: Sizes,
+    params: Params,
+    prompts: int,
+    sampling: SamplingConfig,
+    stop_ids: Collection[int],
 ) -> dict[str, Call]:
     """Each program's largest call under these sizes, on abstract arguments.
 
     Args:
         params: the weights as the trainer holds them, abstract.
+        prompts: different ones that are read in one go at most.
     """
     lay, most = programs.layouts, sizes.slots[-1]
     key = np.zeros(2, np.uint32)
     width, counts = sizes.prompts[-1]
-    tokens, lengths = np.zeros((counts[-1], width), np.int32), np.zeros(counts[-1], np.int32)
+    rows = at_least(counts, min(prompts, counts[-1]))
+    tokens, lengths = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
     state, chosen = empty_slots(most, key), np.zeros(most, np.int32)
     with jax.set_mesh(programs.mesh):
         shape = lambda fn, *args, **kwargs: jax.eval_shape(partial(fn, **kwargs), *args)
         weights = laid_out(shape(programs.publish, params), lay["weights"])
-        prompts = laid_out(shape(programs.prefill, weights, tokens, lengths), lay["prompts"])
-        spread = laid_out(shape(programs.spread, prompts, chosen, width=width), lay["cache"][:2])
+        read = laid_out(shape(programs.prefill, weights, tokens, lengths), lay["prompts"])
+        spread = laid_out(shape(programs.spread, read, chosen, width=width), lay["cache"][:2])
         caches = [
             laid_out(jax.eval_shape(partial(programs.empty_cache, most, length)), lay["cache"])
             for length in sizes.lengths[-2:]
@@ -81,6 +88,7 @@ def largest_calls(
     calls = {
         "publish": Call(programs.publish, (params,), {}),
         "prefill": Call(programs.prefill, (weights, tokens, lengths), {}),
+        "spread": Call(programs.spread, (read, chosen), {"width": width}),
         "insert": Call(programs.insert, (caches[-1], spread, np.zeros(most, bool)), {}),
         "decode": Call(
             programs.decode,
