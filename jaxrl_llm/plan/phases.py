@@ -108,9 +108,9 @@ def _rollout(config: TrainConfig, model, mesh: Mesh, params, base: Held) -> Iter
     if "lengthen" in calls:
         short = calls["lengthen"].args[0]
         yield Phase("rollout: lengthen", calls["lengthen"], held | {"KV cache": [short, prompts]}, 1, 0.0)
-    yield Phase(
-        "rollout: insert", calls["insert"], held | {"KV cache": [cache, prompts, spread]}, rounds, 0.0
-    )
+    yield Phase("rollout: spread", calls["spread"], full, rounds, 0.0)
+    copied = held | {"KV cache": [cache, prompts, spread]}
+    yield Phase("rollout: insert", calls["insert"], copied, rounds, 0.0)
     one = flops.forward(model, slots, cache.length) + flops.head(model, slots)
     yield Phase("rollout: decode", calls["decode"], full, rounds * response, one, "token")
 
