@@ -33,26 +33,32 @@ class Case(NamedTuple):
     def name(self) -> str:
         return f"{self.model.split('/')[1]}-{self.topology}".lower().replace(":", "-")
 
+    @property
+    def slots(self) -> str:
+        """Sequences written side by side."""
+        words = self.flags.split()
+        return words[words.index("--rollout.slots") + 1] if "--rollout.slots" in words else "64"
+
 
 CASES = [
     Case("Qwen/Qwen3-0.6B", "h100"),
-    Case("Qwen/Qwen3-0.6B", "v5e-8"),
-    Case("Qwen/Qwen3-0.6B", "v6e-4"),
-    Case("Qwen/Qwen3-4B", "h100x8"),
-    Case("Qwen/Qwen3-4B", "v5e-16", "--mesh.tensor 2"),
-    Case("Qwen/Qwen3-8B", "h100x8"),
-    Case("Qwen/Qwen3-8B", "v6e-16"),
-    Case("Qwen/Qwen3-8B", "v5e-64", "--mesh.tensor 4"),
-    Case("Qwen/Qwen3-32B", "h200x8", "--mesh.tensor 4"),
-    Case("Qwen/Qwen3-32B", "v5p-64", "--mesh.tensor 4"),
-    Case("meta-llama/Llama-3.1-70B", "v5p-256", "--mesh.tensor 8"),
-    Case("meta-llama/Llama-3.1-70B", "v6e-256", "--mesh.tensor 8"),
+    Case("Qwen/Qwen3-0.6B", "v5e-8", "--rollout.slots 128"),
+    Case("Qwen/Qwen3-0.6B", "v6e-4", "--rollout.slots 128"),
+    Case("Qwen/Qwen3-4B", "h100x8", "--rollout.slots 256"),
+    Case("Qwen/Qwen3-4B", "v5e-16", "--rollout.slots 128 --mesh.tensor 2"),
+    Case("Qwen/Qwen3-8B", "h100x8", "--rollout.slots 256"),
+    Case("Qwen/Qwen3-8B", "v6e-16", "--rollout.slots 256"),
+    Case("Qwen/Qwen3-8B", "v5e-64", "--rollout.slots 256 --mesh.tensor 4"),
+    Case("Qwen/Qwen3-32B", "h200x8", "--rollout.slots 256 --mesh.tensor 4"),
+    Case("Qwen/Qwen3-32B", "v5p-64", "--rollout.slots 256 --mesh.tensor 4"),
+    Case("meta-llama/Llama-3.1-70B", "v5p-256", "--rollout.slots 256 --mesh.tensor 8"),
+    Case("meta-llama/Llama-3.1-70B", "v6e-256", "--rollout.slots 256 --mesh.tensor 8"),
 ]
 INTRO = """\
 # What fits where
 
 GRPO as in `configs/grpo_qwen.py` (64 prompts x 8 responses, 512 + 1024 tokens, old and reference log-probs,
-native rollout), with `--model.remat full --rollout.dtype bfloat16` and the mesh of each line. **Compiled,
+native rollout), with `--model.remat full --rollout.dtype bfloat16` and the mesh and slots of each line. **Compiled,
 not run**: every program of a step went through the real compiler for these devices on a machine that has
 none of them. That proves that it compiles and how much memory it takes; it proves no speed. The estimate is
 a roofline, a lower bound of a step in which every response has its full length: for each program the
@@ -69,7 +75,7 @@ prints memory by phase and device, collectives, FLOPs, the estimate, and what to
 (exit code 1). Keys are those of training. Names: v4-N, v5e-N, v5p-N, v6e-N, tpu7x-N, shapes such as
 v5e:4x4, h100, h100xN, h200xN, cpu.
 
-| model | devices | mesh | state | rollout weights | KV cache | activations | peak | fits | step at least |
+| model | devices | mesh, slots | state | rollout weights | KV cache | activations | peak | fits | step at least |
 |---|---|---|---|---|---|---|---|---|---|
 """
 NOTES = """
@@ -103,7 +109,7 @@ def line(case: Case) -> str:
     cells = [
         case.model,
         case.topology,
-        mesh,
+        f"{mesh}; {case.slots} slots",
         f"{state:.2f}",
         f"{most('rollout weights'):.2f}",
         f"{most('KV cache'):.2f}",
