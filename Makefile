@@ -7,7 +7,7 @@ COMPILERS_VENV ?= .venv-compilers
 # The newest interpreter at hand, for `make test-newest`.
 NEWEST ?= $(shell sh scripts/newest_python.sh)
 
-.PHONY: quickstart learn test test-all test-newest test-sglang test-compilers lint clean
+.PHONY: quickstart learn test test-all test-newest test-sglang test-compilers fit lint clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m jaxrl_llm.train --config grpo_tiny.py
@@ -33,6 +33,11 @@ test-sglang: $(VENV)/.installed-test $(SGLANG_VENV)/.installed
 # The real TPU and CUDA compilers on our kernels; no accelerator is needed. 3 GB of wheels.
 test-compilers: $(COMPILERS_VENV)/.installed
 	$(COMPILERS_VENV)/bin/python -m pytest -q -m compilers
+
+# docs/fit.md anew where docs/fit/ lacks a case; takes the compilers of the extra `plan`, and minutes a case.
+fit: $(VENV)/.installed
+	$(BIN)/python -m pip install -q -e '.[plan]'
+	$(BIN)/python scripts/fit.py
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

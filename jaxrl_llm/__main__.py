@@ -11,6 +11,10 @@ from pathlib import Path
 
 COMMANDS = {
     "train": ("jaxrl_llm.train", "train a model as a recipe says"),
+    "plan": (
+        "jaxrl_llm.tools.plan",
+        "whether a recipe fits devices that need not be here, and what it takes",
+    ),
     "generate": ("jaxrl_llm.tools.generate", "responses of a model to the prompts of a file"),
     "score": ("jaxrl_llm.tools.score", "log-probabilities of given tokens under a model"),
     "export": ("jaxrl_llm.tools.export", "a Hugging Face folder from a run's checkpoint"),

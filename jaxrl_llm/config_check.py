@@ -45,8 +45,11 @@ COMPARES = {"grpo", "rloo", "opo", "gpg", "gpg_rewards", "passk", "gdpo", "reinf
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
-def check(config: TrainConfig) -> None:
+def check(config: TrainConfig, writes: bool = True) -> None:
     """Refuse what cannot work. Reads config.json of a local model; starts no jax backend.
+
+    Args:
+        writes: whether a run directory is going to be needed; then it is made.
 
     Raises:
         ConfigError: one line for each thing that is wrong.
@@ -63,7 +66,8 @@ def check(config: TrainConfig) -> None:
             *_env(config),
         ]
     )
-    _refuse(list(_run_dir(config.run_dir)))
+    if writes:
+        _refuse(list(_run_dir(config.run_dir)))
 
 
 def check_model(config: TrainConfig, sizes: Mapping[str, int], max_position: int, heads: int) -> None:

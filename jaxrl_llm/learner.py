@@ -14,9 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm import algos, models
 from jaxrl_llm.algos.contract import AlgoConfig
-from jaxrl_llm.data.packing import PackItem, counts, pack, unpack
+from jaxrl_llm.data.packing import PackItem, counts, empty_batch, pack, unpack
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.sharding.rules import TRAIN, put_rows
+from jaxrl_llm.sharding.rules import TRAIN, laid_out, put_rows, row_sharding
 from jaxrl_llm.step import (
     StepConfig,
     accumulate,
@@ -27,7 +27,7 @@ from jaxrl_llm.step import (
     loss_and_metrics,
     outputs,
 )
-from jaxrl_llm.structs import Batch, Metrics, Params, TrainState, Whole
+from jaxrl_llm.structs import Batch, Call, Metrics, Params, TrainState, Whole
 
 
 class Learner:
@@ -71,8 +71,32 @@ class Learner:
 
     def abstract_state(self) -> TrainState:
         """Shapes, types and shardings of the TrainState: what a checkpoint is restored into."""
-        put = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-        return jax.tree.map(put, self.state_shapes, self.state_shardings)
+        return laid_out(self.state_shapes, self.state_shardings)
+
+    def abstract_batch(self, signals: Sequence[str] = ()) -> Batch:
+        """Shapes, types and shardings of a micro-batch with these optional arrays."""
+        empty = empty_batch(self.config.rows, self.config.row_tokens, signals)
+        return laid_out(empty, jax.tree.map(lambda x: row_sharding(self.mesh, x.shape), empty))
+
+    def score_call(self, params: Params, wants: tuple[str, ...]) -> Call:
+        """What `score` calls for each micro-batch."""
+        return Call(self._score, (params, self.abstract_batch()), {"wants": wants})
+
+    def update_calls(self, signals: Sequence[str], teachers: Sequence[Params] = ()) -> dict[str, Call]:
+        """What `update` calls for each micro-batch ("accumulate") and at its end ("apply")."""
+        state, batch = self.abstract_state(), self.abstract_batch(signals)
+        number = jax.ShapeDtypeStruct((), jnp.float32)
+        whole = Whole(number, number, state.kl_coef)
+        with jax.set_mesh(self.mesh):
+            if hasattr(algos.module_of(self.algo), "baseline"):
+                whole = replace(whole, baseline=jax.eval_shape(self._baseline, batch, whole))
+            args = (state.params, state.params, batch, whole, tuple(teachers))  # gradients are like weights
+            _, metrics = jax.eval_shape(self._accumulate, *args)
+        metrics = laid_out(metrics, jax.tree.map(lambda _: self.replicated, metrics))
+        return {
+            "accumulate": Call(self._accumulate, args, {}),
+            "apply": Call(self._apply, (state, state.params, metrics, number), {}),
+        }
 
     def init_state(self, params: Params) -> TrainState:
         """Optimizer state for these (sharded, float32) weights; the weights are taken over, not copied."""

@@ -40,8 +40,13 @@ class Launch(NamedTuple):
     recipe: str  # path of the recipe file
 
 
-def from_command_line(argv: list[str], prog: str = "python -m jaxrl_llm.train") -> Launch:
+def from_command_line(
+    argv: list[str], prog: str = "python -m jaxrl_llm.train", writes: bool = True
+) -> Launch:
     """The checked config of `--config RECIPE [--algo A] [--a.b value ...]`. Starts no jax backend.
+
+    Args:
+        writes: whether the run directory is going to be needed.
 
     `--help` and `--list` print and raise SystemExit(0).
 
@@ -64,7 +69,7 @@ def from_command_line(argv: list[str], prog: str = "python -m jaxrl_llm.train") 
         print(USAGE, list_text(), sep="\n")
         print_help(config, prog)
         raise SystemExit(0)
-    check(config)
+    check(config, writes)
     return Launch(config, str(path))
 
 

@@ -12,6 +12,7 @@ from jaxrl_llm import algos, models
 from jaxrl_llm.algos import sft
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.checkpoint import hf
+from jaxrl_llm.checkpoint.stored import STORED, Stored
 from jaxrl_llm.config import ConfigError, ModelConfig, TrainConfig, derived
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.learner import Learner
@@ -42,13 +43,17 @@ def load_model_config(config: ModelConfig) -> tuple[TransformerConfig, Any, Any]
 
 
 def make_trainers(
-    config: TrainConfig, model: TransformerConfig, mesh: Mesh
+    config: TrainConfig, model: TransformerConfig, mesh: Mesh, stored: Stored = STORED
 ) -> tuple[Trainer | None, Trainer]:
-    """(of the supervised start, if there is one; of the run). Their states have the same shapes."""
+    """(of the supervised start, if there is one; of the run). Their states have the same shapes.
+
+    Args:
+        stored: where teachers and a pretrained critic come from.
+    """
     updates = config.steps * config.minibatches_per_step
     policy = make_learner(config, config.algo, config.optim, updates, model, mesh)
-    critic = make_critic(config, model, updates) if config.algo.needs_critic else {}
-    trainer = Trainer(policy, **critic, teachers=load_teachers(config, model, mesh))
+    critic = make_critic(config, model, mesh, updates, stored) if config.algo.needs_critic else {}
+    trainer = Trainer(policy, **critic, teachers=load_teachers(config, model, mesh, stored))
     if not config.warm_start.steps:
         return None, trainer
     start = config.warm_start
@@ -57,7 +62,9 @@ def make_trainers(
     return Trainer(learner, **critic, updates_critic=False), trainer
 
 
-def load_teachers(config: TrainConfig, model: TransformerConfig, mesh: Mesh) -> tuple[Params, ...]:
+def load_teachers(
+    config: TrainConfig, model: TransformerConfig, mesh: Mesh, stored: Stored
+) -> tuple[Params, ...]:
     """The weights of the teachers, in the compute type.
 
     Raises:
@@ -65,33 +72,31 @@ def load_teachers(config: TrainConfig, model: TransformerConfig, mesh: Mesh) -> 
     """
     loaded = []
     for path in config.algo.teachers:
-        folder = hf.resolve(path)
-        teacher = read_config(folder)
+        teacher = stored.config(path)
         if abs(teacher.vocab_size - model.vocab_size) > 1024:  # paddings of one tokenizer differ by less
             raise ConfigError(
                 f"the teacher {path} has a vocabulary of {teacher.vocab_size}, the model one of "
                 f"{model.vocab_size}: distillation compares tokens, so both must have the same tokenizer."
             )
         shardings = models.shardings(teacher, mesh, TRAIN)
-        loaded.append(hf.load(folder, teacher, shardings, jnp.dtype(config.model.dtype)))
+        loaded.append(stored.params(path, teacher, shardings, jnp.dtype(config.model.dtype)))
     return tuple(loaded)
 
 
-def make_critic(config: TrainConfig, model: TransformerConfig, updates: int) -> dict[str, Any]:
-    """The critic's fields of a Trainer: a backbone, mesh and optimizer of its own."""
+def make_critic(
+    config: TrainConfig, model: TransformerConfig, mesh: Mesh, updates: int, stored: Stored
+) -> dict[str, Any]:
+    """The critic's fields of a Trainer: a backbone, mesh (same devices) and optimizer of its own."""
     critic = config.critic
-    mesh = make_mesh(critic.mesh or config.mesh)
-    found = {"critic_warmup": critic.warmup_steps}
-    if critic.path:
-        folder = hf.resolve(critic.path)
-        model = read_config(folder)
-        found["folder"] = folder
-    model = with_heads(model, critic.loss)
+    if critic.mesh:
+        mesh = make_mesh(critic.mesh, list(mesh.devices.flat))
+    model = with_heads(stored.config(critic.path) if critic.path else model, critic.loss)
     config = replace(config, mesh=critic.mesh or config.mesh)
     learner = make_learner(config, critic.loss, critic.optim, updates, model, mesh)
+    params = None
     if critic.path:
-        found["critic_params"] = hf.load(found.pop("folder"), model, learner.param_shardings, jnp.float32)
-    return {"critic": learner, **found}
+        params = stored.params(critic.path, model, learner.param_shardings, jnp.float32)
+    return {"critic": learner, "critic_warmup": critic.warmup_steps, "critic_params": params}
 
 
 def with_heads(model: TransformerConfig, algo: AlgoConfig) -> TransformerConfig:

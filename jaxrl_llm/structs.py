@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -161,3 +161,11 @@ class TrainState:
     nonfinite: Int[Array, ""]  # updates skipped in a row for NaN or Inf
     kl_coef: Float[Array, ""]  # of the KL controller
     critic: TrainState | None = None  # of the critic that learns beside it
+
+
+class Call(NamedTuple):
+    """A jitted function and what it is called with, abstract: to be compiled without being run."""
+
+    fn: Any
+    args: tuple
+    static: dict[str, Any]

@@ -55,9 +55,7 @@ class Trainer:
         if algo.bypass_old:
             for item in items:
                 item.signals["old"] = item.signals["rollout"]
-        wants = ("policy",) * needs_old(algo, updates) + ("square",) * algo.needs_square
-        wants += ("values",) * algo.needs_values
-        if wants:
+        if wants := asked(algo, updates):
             self._ask(self.policy, state.params, items, wants)
         if self.critic and self.updates_critic:
             self._ask(self.critic, state.critic.params, items, ("values",))
@@ -113,6 +111,12 @@ class Trainer:
             self.seen |= {keys[i]: answer for i, answer in said.items()}
         for i, item in enumerate(items):
             item.signals["reference"] = said[i] if i in said else self.seen[keys[i]]
+
+
+def asked(algo: AlgoConfig, updates: int) -> tuple[str, ...]:
+    """What the policy is asked before the first of so many updates."""
+    wants = ("policy",) * needs_old(algo, updates) + ("square",) * algo.needs_square
+    return wants + ("values",) * algo.needs_values
 
 
 def needs_old(algo: AlgoConfig, updates: int) -> bool:

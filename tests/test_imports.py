@@ -56,6 +56,7 @@ ALLOWED: dict[str, str | None] = {
     "parts": ANY,
     "reference": ANY,
     "train": ANY,
+    "plan": ANY,
     "tools": ANY,
     "__main__": ANY,
 }

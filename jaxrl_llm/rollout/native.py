@@ -21,8 +21,8 @@ from jaxrl_llm.rollout.programs import Programs
 from jaxrl_llm.rollout.sizes import Sizes, bucket, make_sizes
 from jaxrl_llm.rollout.talks import Talks
 from jaxrl_llm.rollout.turns import answer_of, mask_of
-from jaxrl_llm.rollout.warm_up import warm_up
-from jaxrl_llm.structs import Metrics, Params, Trajectory
+from jaxrl_llm.rollout.warm_up import largest_calls, warm_up
+from jaxrl_llm.structs import Call, Metrics, Params, Trajectory
 
 
 class Later(NamedTuple):
@@ -145,6 +145,28 @@ class NativeEngine:
         with jax.set_mesh(self.mesh):
             weights = self._published[0] if self._published else self.programs.zero_weights()
             warm_up(self.programs, self._sizes, weights, samplings, stops, key[0])
+
+    def largest_calls(
+        self,
+        params: Params,
+        max_prompt_tokens: int,
+        max_response_tokens: int,
+        prompts: int,
+        sampling: SamplingConfig,
+        turns: bool,
+    ) -> dict[str, Call]:
+        """What a run with such prompts and responses calls, by program, in the largest size.
+
+        Args:
+            params: the trainer's weights, abstract.
+            prompts: of one call of `generate`.
+        """
+        if not self.config.warm_up:  # sizes then grow in buckets
+            max_prompt_tokens, max_response_tokens = (
+                bucket(length, least=32) for length in (max_prompt_tokens, max_response_tokens)
+            )
+        sizes = self._make_sizes(max_prompt_tokens, max_response_tokens, turns)
+        return largest_calls(self.programs, sizes, params, prompts, sampling, self._stops(sampling))
 
     def compile_count(self) -> int:
         """Programs compiled so far; stands still after warm-up."""

@@ -63,10 +63,12 @@ class Programs:
         shapes = jax.eval_shape(lambda: decode.ring_cache(config, self.ways, 1, self.cache_dtype))
         cache = RingCache(*self._layouts(shapes, "batch"), everywhere)
         weights = decode.decode_shardings(config, mesh, ROLLOUT)
+        prompts = self._layouts(shapes, None)
+        self.layouts = {"weights": weights, "cache": cache, "prompts": prompts, "everywhere": everywhere}
         self.publish = jax.jit(self._publish, out_shardings=weights)
         self.zero_weights = jax.jit(self._zero_weights, out_shardings=weights)
         self.empty_cache = jax.jit(self._empty_cache, static_argnums=(0, 1), out_shardings=cache)
-        self.prefill = jax.jit(self._prefill, out_shardings=self._layouts(shapes, None))
+        self.prefill = jax.jit(self._prefill, out_shardings=prompts)
         self.spread = jax.jit(self._spread, static_argnames="width", out_shardings=cache[:2])
         self.insert = jax.jit(self._insert, donate_argnums=0, out_shardings=cache)
         self.resize = jax.jit(self._resize, static_argnames="length", out_shardings=cache)

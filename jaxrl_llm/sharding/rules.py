@@ -80,7 +80,17 @@ def put_rows(mesh: Mesh, batch: Any) -> Any:
     """Host arrays [B, T] to the devices, rows divided among them; every process holds the whole batch."""
 
     def place(x: np.ndarray) -> jax.Array:
-        sharding = fit(mesh, ("batch", "sequence"), x.shape, TRAIN)
-        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+        return jax.make_array_from_callback(x.shape, row_sharding(mesh, x.shape), lambda index: x[index])
 
     return jax.tree.map(place, batch)
+
+
+def row_sharding(mesh: Mesh, shape: tuple[int, int]) -> NamedSharding:
+    """Where rows of tokens [B, T] lie."""
+    return fit(mesh, ("batch", "sequence"), shape, TRAIN)
+
+
+def laid_out(shapes: Any, shardings: Any) -> Any:
+    """A tree of `jax.ShapeDtypeStruct` with these shardings, each of which may stand for a whole subtree."""
+    put = lambda s, x: jax.tree.map(lambda y: jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=s), x)
+    return jax.tree.map(put, shardings, shapes)

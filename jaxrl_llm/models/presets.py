@@ -1,0 +1,54 @@
+"""Shapes of well-known models by hub name, so that they can be planned for without a download."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxrl_llm.models.config import RopeConfig, TransformerConfig
+
+
+def _qwen3(hidden: int, mlp: int, layers: int, heads: int, tied: bool) -> TransformerConfig:
+    return TransformerConfig(
+        hidden_size=hidden, mlp_size=mlp, num_layers=layers, num_heads=heads, tie_embeddings=tied
+    )
+
+
+def _llama3(hidden: int, mlp: int, layers: int, heads: int) -> TransformerConfig:
+    return TransformerConfig(
+        family="llama",
+        vocab_size=128_256,
+        hidden_size=hidden,
+        mlp_size=mlp,
+        num_layers=layers,
+        num_heads=heads,
+        qk_norm=False,
+        norm_eps=1e-5,
+        tie_embeddings=False,
+        rope=RopeConfig(theta=500_000.0),
+        max_position=8192,
+    )
+
+
+_LLAMA_8B, _LLAMA_70B = _llama3(4096, 14_336, 32, 32), _llama3(8192, 28_672, 80, 64)
+_LONG = {
+    "rope": RopeConfig(500_000.0, "llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0),
+    "max_position": 131_072,
+}
+PRESETS: dict[str, TransformerConfig] = {
+    "Qwen/Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, True),
+    "Qwen/Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, True),
+    "Qwen/Qwen3-4B": _qwen3(2560, 9728, 36, 32, True),
+    "Qwen/Qwen3-8B": _qwen3(4096, 12_288, 36, 32, False),
+    "Qwen/Qwen3-14B": _qwen3(5120, 17_408, 40, 40, False),
+    "Qwen/Qwen3-32B": _qwen3(5120, 25_600, 64, 64, False),
+    "meta-llama/Meta-Llama-3-8B": _LLAMA_8B,
+    "meta-llama/Meta-Llama-3-70B": _LLAMA_70B,
+    "meta-llama/Llama-3.1-8B": replace(_LLAMA_8B, **_LONG),
+    "meta-llama/Llama-3.1-70B": replace(_LLAMA_70B, **_LONG),
+}
+"""As their config.json says; a suffix such as -Instruct or -Base changes nothing."""
+
+
+def preset(name: str) -> TransformerConfig | None:
+    """The shape of a model that is known here."""
+    return PRESETS.get(name.removesuffix("-Instruct").removesuffix("-Base"))

@@ -1,0 +1,181 @@
+"""A recipe's step as phases: which program runs, what lies in memory meanwhile, how often, how much work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_llm import algos, models
+from jaxrl_llm.config import TrainConfig, derived
+from jaxrl_llm.config_check import check_lengths
+from jaxrl_llm.learner import Learner
+from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.plan import flops
+from jaxrl_llm.plan.models import SHAPES, shape_of
+from jaxrl_llm.roles import make_trainers, with_heads
+from jaxrl_llm.rollout.native import NativeEngine
+from jaxrl_llm.sharding.rules import TRAIN
+from jaxrl_llm.structs import Call
+from jaxrl_llm.trainer import Trainer, asked
+
+Held = dict[str, Any]
+"""What of it lies in memory -> tree of abstract arrays."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One program of a step."""
+
+    name: str
+    call: Call
+    held: Held  # all that lies in memory while it runs, its arguments included; no activations
+    times: int  # calls a step at most; of "decode", tokens that a slot writes
+    flops: float  # of one call, all devices together
+    per: str = "call"  # what one of `times` is
+
+
+def phases(config: TrainConfig, mesh: Mesh) -> list[Phase]:
+    """The phases of a training step, in their order. Traces the programs, compiles and makes nothing.
+
+    Numbers of calls and FLOPs are those of a step whose prompts and responses all have their full length.
+
+    Raises:
+        ConfigError, ValueError: the recipe cannot run on this mesh, with the fix.
+    """
+    model = shape_of(config.model)
+    check_lengths(config, model.max_position)
+    model = with_heads(model, config.algo)
+    _, trainer = make_trainers(config, model, mesh, SHAPES)
+    base = _resident(config, model, trainer)
+    found = []
+    rolls_out = algos.module_of(config.algo).INPUT == "rollouts"
+    if rolls_out and config.rollout.engine == "native":
+        found += _rollout(config, model, mesh, trainer.policy.abstract_state().params, base)
+    found += _score(config, trainer, base)
+    if trainer.critic:
+        found += _update("critic", config, trainer.critic, trainer, base)
+    found += _update("update", config, trainer.policy, trainer, base)
+    return found
+
+
+def _resident(config: TrainConfig, model: TransformerConfig, trainer: Trainer) -> Held:
+    """What is there from the first step to the last."""
+    state = trainer.policy.abstract_state()
+    held: Held = {"parameters": [state.params], "optimizer": [state.opt_state], "frozen models": []}
+    if trainer.critic:
+        critic = trainer.critic.abstract_state()
+        held["parameters"].append(critic.params)
+        held["optimizer"].append(critic.opt_state)
+    held["frozen models"] += trainer.teachers
+    if config.algo.needs_reference and not trainer.teachers:
+        held["frozen models"].append(_reference(config, trainer.policy))
+    for judge in config.reward.models:
+        shape = SHAPES.config(judge.path)
+        shardings = models.shardings(shape, trainer.policy.mesh, TRAIN)
+        held["frozen models"].append(SHAPES.params(judge.path, shape, shardings, config.model.dtype))
+    return held
+
+
+def _reference(config: TrainConfig, learner: Learner) -> Any:
+    return SHAPES.params("", learner.model, learner.param_shardings, jnp.dtype(config.model.dtype))
+
+
+def _rollout(config: TrainConfig, model, mesh: Mesh, params, base: Held) -> Iterator[Phase]:
+    rollout, engine = config.rollout, NativeEngine(config.rollout, model, mesh)
+    prompt, response = config.max_prompt_tokens, config.max_response_tokens
+    calls = engine.largest_calls(
+        params, prompt, response, config.prompts_per_step, rollout.sampling, config.env.active
+    )
+    weights, cache, *_ = calls["decode"].args
+    slots, width = cache.k[0].shape[-4], calls["prefill"].args[1].shape
+    prompts, spread = calls["spread"].args[0], calls["insert"].args[1]
+    base = base | ({"rollout weights": params} if rollout.weight_noise else {})
+    held = base | {"rollout weights": [weights, base.get("rollout weights")]}
+    full = held | {"KV cache": [cache, prompts]}
+    samples = config.prompts_per_step * config.responses_per_prompt * config.algo.draws
+    rounds = math.ceil(samples / slots)
+    read = math.ceil(config.prompts_per_step * config.algo.draws / width[0])
+    yield Phase("rollout: publish", calls["publish"], base, 1, 0.0)
+    one = flops.forward(model, width[0] * width[1], width[1] / 2)
+    yield Phase("rollout: prefill", calls["prefill"], full, read, one)
+    if "lengthen" in calls:
+        short = calls["lengthen"].args[0]
+        yield Phase("rollout: lengthen", calls["lengthen"], held | {"KV cache": [short, prompts]}, 1, 0.0)
+    yield Phase("rollout: spread", calls["spread"], full, rounds, 0.0)
+    copied = held | {"KV cache": [cache, prompts, spread]}
+    yield Phase("rollout: insert", calls["insert"], copied, rounds, 0.0)
+    one = flops.forward(model, slots, cache.length) + flops.head(model, slots)
+    yield Phase("rollout: decode", calls["decode"], full, rounds * response, one, "token")
+
+
+def _score(config: TrainConfig, trainer: Trainer, base: Held) -> Iterator[Phase]:
+    """Questions to the models before the first update."""
+    algo, learner = config.algo, trainer.policy
+    rows, times = _microbatches(config, learner)
+    scored = lambda model, speaks: (
+        flops.forward(model, rows * config.row_tokens, config.row_tokens / 2)
+        + flops.head(model, rows * config.row_tokens) * speaks
+    )
+
+    def phase(name, learner, params, wants):
+        call = learner.score_call(params, wants)
+        held = base | {"batch": [call.args[1]] * times}
+        return Phase(f"score: {name}", call, held, times, scored(learner.model, wants != ("values",)))
+
+    if wants := asked(algo, config.minibatches_per_step):
+        yield phase("policy", learner, learner.abstract_state().params, wants)
+    if trainer.critic:
+        yield phase("critic", trainer.critic, trainer.critic.abstract_state().params, ("values",))
+    if algo.needs_reference and not trainer.teachers:
+        yield phase("reference", learner, _reference(config, learner), ("policy",))
+
+
+def _update(
+    name: str, config: TrainConfig, learner: Learner, trainer: Trainer, base: Held
+) -> Iterator[Phase]:
+    teachers = trainer.teachers if learner is trainer.policy else ()
+    calls = learner.update_calls(_signals(config, trainer), teachers)
+    grads, batch = calls["accumulate"].args[1:3]
+    rows, times = _microbatches(config, learner)
+    a_minibatch = times // config.minibatches_per_step
+    held = base | {"gradients": grads, "batch": [batch] * a_minibatch}
+    tokens, speaks = rows * config.row_tokens, learner.algo.needs_policy
+    one = flops.update(learner.model, tokens, config.row_tokens / 2, config.model.remat, speaks)
+    yield Phase(f"{name}: accumulate", calls["accumulate"], held, times, one)
+    weights = sum(math.prod(x.shape) for x in jax.tree.leaves(grads))
+    yield Phase(f"{name}: apply", calls["apply"], held, config.minibatches_per_step, 15.0 * weights)
+
+
+def _microbatches(config: TrainConfig, learner: Learner) -> tuple[int, int]:
+    """(rows of one, how many a step has at most)."""
+    found = derived(config, learner.mesh.size)
+    return learner.config.rows, found["microbatches_per_update_at_most"] * config.minibatches_per_step
+
+
+def _signals(config: TrainConfig, trainer: Trainer) -> tuple[str, ...]:
+    """The optional arrays that a micro-batch of the update has."""
+    algo, kind = config.algo, algos.module_of(config.algo).INPUT
+    names = ["rollout", "advantages"] if kind == "rollouts" else ["labels"] * (kind != "tokens")
+    wants = asked(algo, config.minibatches_per_step)
+    names += ["old"] * (algo.bypass_old or "policy" in wants)
+    names += ["values", "returns"] * bool(trainer.critic or "values" in wants)
+    names += ["reference"] * algo.needs_reference
+    return tuple(dict.fromkeys(names + ["labels"] * bool(trainer.teachers)))
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Of abstract or host arrays; one without a sharding is whole everywhere. Padding is not counted."""
+
+    def one(x) -> int:
+        sharding = getattr(x, "sharding", None)
+        shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
+        return math.prod(shape) * np.dtype(x.dtype).itemsize
+
+    return sum(map(one, jax.tree.leaves(tree)))

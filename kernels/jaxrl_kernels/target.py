@@ -1,0 +1,16 @@
+"""What a program is made for while it is traced: the devices of its mesh, which need not be here."""
+
+from __future__ import annotations
+
+import jax
+
+
+def device() -> tuple[str, str]:
+    """(platform, kind) of the devices of `jax.set_mesh`, without a mesh those of the process: ("tpu", "TPU v5
+    lite"), ("gpu", "NVIDIA H100 80GB HBM3"), ("cpu", "cpu").
+
+    Code that differs between devices asks here, not `jax.default_backend()` or `jax.devices()`: programs are
+    also compiled for devices that the process does not have (`python -m jaxrl_llm plan`).
+    """
+    found = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    return "gpu" if found.platform == "cuda" else found.platform, found.device_kind

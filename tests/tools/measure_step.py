@@ -1,0 +1,107 @@
+"""Prints, as JSON, the peak memory of a step's phases as planned and as this process measures them.
+
+Measured is the growth of the resident set (VmHWM, reset before each phase) over what is left of it when all
+arrays are gone. Run in a process of its own with MALLOC_MMAP_THRESHOLD_ set, so that freed arrays are
+returned to the system at once.
+"""
+
+import contextlib
+import ctypes
+import gc
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxrl_llm import models
+from jaxrl_llm.algos import grpo
+from jaxrl_llm.config import ModelConfig, RolloutConfig, TrainConfig, TransformerConfig
+from jaxrl_llm.data.packing import PackItem
+from jaxrl_llm.plan.plan import make_plan
+from jaxrl_llm.plan.target import open_target, parse
+from jaxrl_llm.roles import make_trainers
+from jaxrl_llm.rollout.engine import Request
+from jaxrl_llm.rollout.native import NativeEngine
+from jaxrl_llm.sharding.mesh import make_mesh
+
+MODEL = TransformerConfig(
+    vocab_size=4096, hidden_size=512, mlp_size=2048, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=64
+)
+CONFIG = TrainConfig(
+    algo=grpo.Config(kl_coef=0.0),
+    prompts_per_step=2,
+    responses_per_prompt=8,
+    minibatches_per_step=2,
+    tokens_per_device=512,
+    max_prompt_tokens=64,
+    max_response_tokens=64,
+    model=ModelConfig(architecture=MODEL, tokenizer="tiny", dtype="float32"),
+    rollout=RolloutConfig(slots=16, warm_up=True),
+)
+
+
+def resident(name: str) -> int:
+    """Bytes: VmRSS (now) or VmHWM (at most, since `forget`)."""
+    (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def settle() -> None:
+    """Give back what is not used."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+@contextlib.contextmanager
+def measured(found: dict[str, int], name: str):
+    settle()
+    Path("/proc/self/clear_refs").write_text("5")
+    yield
+    found[name] = resident("VmHWM")
+
+
+def items() -> list[PackItem]:
+    rng = np.random.default_rng(0)
+    ones, length = np.ones(CONFIG.max_tokens, np.float32), CONFIG.max_tokens
+    ids = lambda: rng.integers(0, MODEL.vocab_size, length).astype(np.int32)
+    return [
+        PackItem(ids(), ones, {"rollout": -8 * ones, "advantages": ones})
+        for _ in range(CONFIG.trajectories_per_step)
+    ]
+
+
+def main() -> None:
+    mesh = make_mesh(CONFIG.mesh)
+    plan = make_plan(CONFIG, open_target(parse("cpu")))
+    planned: dict[str, float] = {}
+    for row in plan.rows:
+        group = row.name.split(":")[0]
+        planned[group] = max(planned.get(group, 0.0), row.peak)
+    _, trainer = make_trainers(CONFIG, MODEL, mesh)
+    engine = NativeEngine(CONFIG.rollout, MODEL, mesh)
+    with jax.set_mesh(mesh):
+        make = jax.jit(models.init, static_argnums=0, out_shardings=trainer.policy.param_shardings)
+        state = trainer.init_state(make(MODEL, jax.random.key(0)))
+    prompts = [Request(tuple(range(1, CONFIG.max_prompt_tokens + 1)), i, 8, 64) for i in range(2)]
+    engine.warm_up(CONFIG.max_prompt_tokens, CONFIG.max_response_tokens, [CONFIG.rollout.sampling])
+    for _ in range(2):  # the first step compiles
+        found: dict[str, int] = {}
+        with measured(found, "rollout"):
+            engine.publish(state.params, 0)
+            engine.generate(prompts, CONFIG.rollout.sampling, jax.random.key(0))
+        engine.rest()
+        batch = items()
+        with measured(found, "score"):
+            trainer.score(state, batch, CONFIG.minibatches_per_step, None)
+        with measured(found, "update"):
+            state, metrics = trainer.update(state, [batch[:8], batch[8:]], 0)
+            jax.block_until_ready((state, metrics))
+    del state, metrics, make
+    settle()
+    base = resident("VmRSS")
+    print(json.dumps({name: [planned[name], found[name] - base] for name in found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,312 @@
+"""`python -m jaxrl_llm plan`: names of topologies, what is read from HLO, and a whole plan on the CPU."""
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxrl_kernels import target as kernel_target
+from jaxrl_llm import models
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models.presets import preset
+from jaxrl_llm.plan import flops
+from jaxrl_llm.plan.chips import CHIPS, GIB
+from jaxrl_llm.plan.collectives import collectives, size
+from jaxrl_llm.plan.compiled import overflow
+from jaxrl_llm.plan.target import parse
+from jaxrl_llm.tools import plan as command
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "platform", "kind", "shape"),
+    [
+        ("v5e-16", "tpu", "v5e", (4, 4)),
+        ("v5litepod-8", "tpu", "v5e", (2, 4)),
+        ("v6e-256", "tpu", "v6e", (16, 16)),
+        ("v4-8", "tpu", "v4", (2, 2, 1)),
+        ("v5p-256", "tpu", "v5p", (4, 4, 8)),
+        ("tpu7x-16", "tpu", "tpu7x", (2, 2, 2)),
+        ("v5e:4x4", "tpu", "v5e", (4, 4)),
+        ("v5p:4x4x12", "tpu", "v5p", (4, 4, 12)),
+        ("h100", "cuda", "h100", (1,)),
+        ("h200x8", "cuda", "h200", (8,)),
+        ("cpu", "cpu", "cpu", ()),
+    ],
+)
+def test_names_of_topologies(name, platform, kind, shape):
+    assert parse(name)[1:] == (platform, kind, shape)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("v5e-12", r"no such slice; v5e-1, v5e-4, v5e-8, v5e-16, .*v5e:AxB"),
+        ("v5p-4", "no such slice; v5p-2, v5p-8"),
+        ("v5e:2x2x1", "a shape of v5e has 2 numbers"),
+        ("h100x16", "1 to 8 GPUs of one host"),
+        ("v9-8", "unknown. Known: v4-N"),
+    ],
+)
+def test_another_name_is_refused_with_those_that_exist(name, says):
+    with pytest.raises(ConfigError, match=says):
+        parse(name)
+
+
+def test_the_chip_table_is_of_devices():
+    assert {kind: chip.flops for kind, chip in CHIPS.items()} == {
+        "v4": 275e12, "v5e": 197e12, "v5p": 459e12, "v6e": 918e12, "tpu7x": 2307e12 / 2,
+        "h100": 989.4e12, "h200": 989.4e12,
+    }  # fmt: skip
+    assert CHIPS["v5e"].memory == 15.75 * GIB
+    published = {"v4": 32, "v5e": 16, "v5p": 95, "v6e": 32, "tpu7x": 192}
+    for kind, chip in CHIPS.items():
+        assert chip.source, kind
+        if kind in published:
+            assert 0.9 < chip.memory * chip.devices / GIB / published[kind] <= 1.01
+
+
+HLO = """\
+HloModule jit_step
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%all-reduce-scatter.1 (input: f32[8,16]) -> f32[2,16] {
+  %input = f32[8,16]{1,0:T(8,128)} parameter(0)
+  %all-reduce.3 = f32[8,16]{1,0:T(8,128)} all-reduce(%input), channel_id=5, replica_groups={{0,1,2,3}}, to_apply=%add
+  ROOT %slice = f32[2,16]{1,0:T(8,128)S(1)} dynamic-slice(%all-reduce.3), dynamic_slice_sizes={2,16}
+}
+
+%async.1 (p: bf16[4,16]) -> (bf16[4,16], bf16[16,16]) {
+  %p = bf16[4,16]{1,0} parameter(0)
+  %all-gather.1 = bf16[16,16]{1,0:T(8,128)(2,1)} all-gather(%p), channel_id=7, replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1'}, dimensions={0}
+  ROOT %start = (bf16[4,16], bf16[16,16]) custom-call(%all-gather.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%async.2 (q: bf16[4,16]) -> bf16[16,16] {
+  %q = bf16[4,16]{1,0} parameter(0)
+  ROOT %all-gather.2 = bf16[16,16]{1,0} all-gather(%q), channel_id=7, replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1'}, dimensions={0}
+}
+
+%body (x: (s32[], bf16[4,16], f32[8,16])) -> (s32[], bf16[4,16], f32[8,16]) {
+  %x = (s32[]{:T(128)}, bf16[4,16]{1,0}, /*index=2*/f32[8,16]{1,0}) parameter(0)
+  %w = bf16[4,16]{1,0} get-tuple-element(%x), index=1
+  %g = f32[8,16]{1,0} get-tuple-element(%x), index=2
+  %fusion.1 = (bf16[4,16], bf16[16,16]) fusion(%w), kind=kCustom, calls=%async.1
+  %fusion.2 = bf16[16,16]{1,0} fusion(%w), kind=kCustom, calls=%async.2
+  %fusion.3 = f32[2,16]{1,0} fusion(%g), kind=kCustom, calls=%all-reduce-scatter.1
+  ROOT %out = (s32[], bf16[4,16], f32[8,16]) tuple(%x, %w, %g)
+}
+
+%condition (y: (s32[], bf16[4,16], f32[8,16])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(28)
+  %y = (s32[]{:T(128)}, bf16[4,16]{1,0}, f32[8,16]{1,0}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%y), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%i, %limit), direction=LT
+}
+
+ENTRY %main (t: (s32[], bf16[4,16], f32[8,16])) -> f32[8,16] {
+  %t = (s32[]{:T(128)}, bf16[4,16]{1,0}, f32[8,16]{1,0}) parameter(0)
+  %loop = (s32[]{:T(128)}, bf16[4,16]{1,0}, f32[8,16]{1,0}) while(%t), condition=%condition, body=%body
+  %g = f32[8,16]{1,0} get-tuple-element(%loop), index=2
+  %start = (f32[8,16]{1,0}, f32[8,16]{1,0}) collective-permute-start(f32[8,16]{1,0} %g), channel_id=9, source_target_pairs={{0,1},{1,0}}
+  %done = f32[8,16]{1,0} collective-permute-done(%start)
+  ROOT %all = f32[8,16]{1,0} all-reduce(%done), replica_groups=[1,8]<=[8], to_apply=%add
+}
+"""  # noqa: E501
+
+
+def test_collectives_are_counted_with_their_loops_and_asynchronous_ones_once():
+    found = collectives(HLO, devices=8)
+    assert found == {
+        "all-gather": (28, 28 * 4 * 16 * 2 * 3),  # 4 devices: its own part to 3 others
+        "reduce-scatter": (28, 28 * 8 * 16 * 4 * 3 / 4),
+        "collective-permute": (1, 8 * 16 * 4),
+        "all-reduce": (1, 2 * 8 * 16 * 4 * 7 / 8),
+    }
+
+
+def test_a_loop_that_the_compiler_has_counted_and_one_of_unknown_length():
+    counted = HLO.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"5"}}')
+    assert collectives(counted, 8)["all-gather"].count == 5
+    unknown = HLO.replace("direction=LT", "direction=NE")
+    assert collectives(unknown, 8)["all-gather"].count == 1
+
+
+def test_sizes_of_shapes():
+    assert size("(f32[2,3]{1,0:T(8,128)}, bf16[4], pred[], s8[16]{0}, u32[]{:S(2)})") == 24 + 8 + 1 + 16 + 4
+
+
+@pytest.mark.parametrize(
+    ("message", "needed"),
+    [
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory. Used 34.63G of 15.75G hbm. Exceeded by 18.88G.",
+            34.63 * 2**30,
+        ),
+        ("RESOURCE_EXHAUSTED: E1000: HLO temporaries (300.00G) exceeds available HBM (15.75G).", 300 * 2**30),
+        ("RESOURCE_EXHAUSTED: E1001: scoped vmem limit", None),
+        ("INVALID_ARGUMENT: 3G exceeds available HBM", None),
+    ],
+)
+def test_a_refusal_for_memory_has_its_number(message, needed):
+    assert overflow(message) == needed
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("Qwen/Qwen3-0.6B", 0.596),
+        ("Qwen/Qwen3-4B", 4.022),
+        ("Qwen/Qwen3-8B-Base", 8.191),
+        ("Qwen/Qwen3-32B", 32.762),
+        ("meta-llama/Llama-3.1-70B-Instruct", 70.554),
+    ],
+)
+def test_shapes_that_are_known_have_the_published_number_of_weights(name, billions):
+    weights = sum(math.prod(x.shape) for x in jax.tree.leaves(models.abstract(preset(name))))
+    assert weights / 1e9 == pytest.approx(billions, abs=5e-4)
+
+
+def test_flops_are_those_of_xla():
+    """XLA counts the same for an unrolled layer and head without attention's causality."""
+    c = TransformerConfig(
+        vocab_size=128, hidden_size=64, mlp_size=96, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16
+    )
+    tokens = 128
+
+    def forward(params):
+        ids = jnp.zeros((1, tokens), jnp.int32)
+        return params(ids, ids) @ params.head.T
+
+    counted = jax.jit(forward).lower(models.abstract(c)).compile().cost_analysis()["flops"]
+    written = flops.forward(c, tokens, tokens) + flops.head(c, tokens)
+    assert counted == pytest.approx(written, rel=0.05)
+    assert flops.update(c, 8, 4, "full", True) == 4 * flops.forward(c, 8, 4) + 4 * flops.head(c, 8)
+
+
+def test_code_that_asks_for_the_platform_follows_the_mesh():
+    assert kernel_target.device() == ("cpu", "cpu")
+    abstract = jax.sharding.AbstractMesh(
+        (1,), ("x",), abstract_device=jax.sharding.AbstractDevice("TPU v5 lite", 1, platform="tpu")
+    )
+    with jax.sharding.use_abstract_mesh(abstract):
+        assert kernel_target.device() == ("tpu", "TPU v5 lite")
+
+
+@pytest.mark.parametrize(("devices", "mesh"), [(1, ["--mesh.fsdp", "1"]), (8, ["--mesh.tensor", "2"])])
+def test_a_plan_on_the_cpu(devices, mesh, tmp_path, monkeypatch, capsys):
+    here = jax.devices()[:devices]
+    monkeypatch.setattr(jax, "devices", lambda *_: here)
+    out = tmp_path / "plan.json"
+    argv = ["--config", "grpo_tiny.py", "--topology", "cpu", "--json", str(out), *mesh]
+    assert command.main([*argv, "--run_dir", str(tmp_path / "run")]) == 0
+    assert not (tmp_path / "run").exists()
+    plan = json.loads(out.read_text())
+    assert plan["label"] == "compiled, not run" and plan["fits"]
+    rows = {row["name"]: row for row in plan["rows"]}
+    assert list(rows) == [
+        "rollout: publish", "rollout: prefill", "rollout: spread", "rollout: insert", "rollout: decode",
+        "update: accumulate", "update: apply",
+    ]  # fmt: skip
+    weights = 131_456  # of the recipe's model; divided over 4 fsdp x 2 tensor all but the norms are
+    held = rows["update: accumulate"]["memory"]
+    if devices == 1:
+        assert held["parameters"] == held["gradients"] == 4 * weights
+        assert held["optimizer"] == pytest.approx(8 * weights, abs=16)
+        assert all(row["traffic"] == {} for row in plan["rows"])
+    else:
+        assert held["parameters"] == pytest.approx(4 * weights / 8, rel=0.02)
+        assert "all-gather" in rows["update: accumulate"]["traffic"]
+        assert rows["rollout: decode"]["memory"]["rollout weights"] == pytest.approx(
+            4 * weights / 2, rel=0.02
+        )
+    table = capsys.readouterr().out
+    assert "compiled, not run" in table and "update: accumulate" in table and "Fits: at most" in table
+
+
+def test_what_does_not_fit_says_what_to_change(tmp_path, monkeypatch, capsys):
+    here = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *_: here)
+    monkeypatch.setattr("jaxrl_llm.plan.target._host_memory", lambda: 5 * 2**20)
+    argv = ["--config", "grpo_tiny.py", "--topology", "cpu", "--only", "decode,accumulate"]
+    assert command.main(argv) == 1
+    out = capsys.readouterr().out
+    assert "Does not fit: " in out and "What to change, in this order:" in out
+    assert out.index("--model.remat full: may be enough") < out.index("--tokens_per_device")
+    assert out.index("--tokens_per_device") < out.index("--rollout.dtype bfloat16: saves")
+    assert "--rollout.slots" in out
+
+
+def test_a_missing_compiler_is_said_with_the_fix(monkeypatch, capsys):
+    from jaxrl_llm.__main__ import run
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "libtpu" else find(name))
+    assert run(command.main, ["--config", "grpo_tiny.py", "--topology", "v5e-16"]) == 2
+    assert "pip install 'jaxrl-llm[plan]'" in capsys.readouterr().err
+
+
+def test_an_unknown_model_is_said_before_anything_is_compiled(capsys):
+    from jaxrl_llm.__main__ import run
+
+    argv = ["--config", "grpo_qwen.py", "--model.path", "nobody/nothing", "--topology", "cpu"]
+    assert run(command.main, argv) == 2
+    assert "Qwen/Qwen3-0.6B" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_predicted_peak_is_within_a_tenth_of_what_the_process_measures():
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    env |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+    script = [sys.executable, str(ROOT / "tests/tools/measure_step.py")]
+    out = subprocess.run(script, env=env, capture_output=True, text=True, check=True, cwd=ROOT)
+    found = json.loads(out.stdout.splitlines()[-1])
+    assert set(found) == {"rollout", "score", "update"}
+    for phase, (planned, measured) in found.items():
+        assert measured == pytest.approx(planned, rel=0.1), phase
+
+
+@pytest.mark.compilers
+@pytest.mark.parametrize("topology", ["v5e-4", "v4-8", "v5p-8", "v6e-4", "tpu7x-8", "h100x8", "h200"])
+def test_a_real_compiler_plans_the_tiny_recipe(topology, tmp_path):
+    out = tmp_path / "plan.json"
+    pytest.importorskip("libtpu")
+    argv = ["-m", "jaxrl_llm", "plan", "--config", "grpo_tiny.py", "--topology", topology, "--json", str(out)]
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    done = subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    plan = json.loads(out.read_text())
+    assert plan["fits"] and plan["step_seconds"] > 0
+    rows = {row["name"]: row for row in plan["rows"]}
+    assert set(rows) >= {"rollout: decode", "update: accumulate", "update: apply"}
+    assert ("all-gather" in rows["update: accumulate"]["traffic"]) == (
+        topology != "h200"
+    )  # that is one device
+
+
+@pytest.mark.compilers
+def test_a_program_too_large_for_the_chip_is_an_answer(tmp_path):
+    out = tmp_path / "plan.json"
+    argv = ["-m", "jaxrl_llm", "plan", "--config", "grpo_tiny.py", "--topology", "v5e-1", "--json", str(out)]
+    argv += ["--rollout.slots", "8388608", "--only", "decode"]
+    pytest.importorskip("libtpu")
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    done = subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1, done.stdout + done.stderr
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["refused"].startswith("RESOURCE_EXHAUSTED") and row["peak"] > 16 * GIB
+    assert "--rollout.slots" in done.stdout
