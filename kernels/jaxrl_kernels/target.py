@@ -13,4 +13,4 @@ def device() -> tuple[str, str]:
     also compiled for devices that the process does not have (`python -m jaxrl_llm plan`).
     """
     found = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
-    return "gpu" if found.platform == "cuda" else found.platform, found.device_kind
+    return "gpu" if found.platform in ("cuda", "rocm") else found.platform, found.device_kind

@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxrl_kernels import target
 from jaxrl_kernels.flash_attention import shapes
 from jaxrl_kernels.flash_attention.spec import EVERYTHING, Place, Spec
 
@@ -77,7 +78,7 @@ def flash_attention(
 
 def choose(head_dim: int, dtype: DTypeLike) -> tuple[str, str]:
     """(implementation, why) for the device that is traced for: that of the mesh in use, or the default."""
-    platform, kind = shapes.device()
+    platform, kind = target.device()
     if platform == "tpu":
         problem = shapes.unsupported(head_dim, dtype)
         return ("blockwise", problem) if problem else ("pallas_tpu", f"{kind}: Pallas kernels for TPU")

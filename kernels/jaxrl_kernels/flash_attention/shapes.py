@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+
+from jaxrl_kernels import target
 
 HEAD_DIMS = (64, 96, 128, 256)
 """Of the TPU kernels, as they lie in memory. One in between is filled up with zeros."""
@@ -39,18 +40,9 @@ KINDS = {
 """Device kind, as JAX calls it -> generation."""
 
 
-def device() -> tuple[str, str]:
-    """(platform, device kind) that is traced for: of the mesh in use, else of the default device."""
-    abstract = jax.sharding.get_abstract_mesh().abstract_device
-    if abstract is not None:
-        return "tpu" if abstract.device_kind.startswith("TPU") else abstract.platform, abstract.device_kind
-    first = jax.devices()[0]
-    return first.platform, first.device_kind
-
-
 def generation() -> str:
     """Of the TPU that is traced for; the one with the least memory where it is none we know."""
-    return KINDS.get(device()[1], "v4")
+    return KINDS.get(target.device()[1], "v4")
 
 
 def unsupported(head_dim: int, dtype: DTypeLike) -> str | None:

@@ -1,0 +1,202 @@
+"""Attention over a paged cache on TPU: only pages in use are read, each once, while the last ones compute.
+
+One program takes one slot, all its heads, and a part of its context. It goes through the context in blocks
+of pages; page table and lengths lie in scalar memory and say which pages to copy from HBM. There are two
+buffers: while a block is computed the next one is on its way, and at a slot's last block that is the first
+block of the next slot, so that short contexts overlap as well as long ones.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int, Num
+
+NOTHING = -1e30
+"""The log-sum-exp of a part that sees no key: finite, so that combining two of them makes no NaN."""
+
+
+def decode_attention(
+    q: Float[Array, "S H E"],
+    k_pages: Num[Array, "P K page E"],
+    v_pages: Num[Array, "P K page E"],
+    page_table: Int[Array, "S N"],
+    lengths: Int[Array, "S"],
+    *,
+    scale: float,
+    window: int | Int[Array, ""],
+    softcap: float | None = None,
+    k_scales: Float[Array, "P K page"] | None = None,
+    v_scales: Float[Array, "P K page"] | None = None,
+    splits: int = 1,
+    block: int,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> Float[Array, "S H E"]:
+    """As `api.decode_attention`.
+
+    Args:
+        splits: parts of every context. Cores of one device share the parts.
+        block: tokens that are computed at once, a multiple of the page.
+    """
+    slots, heads, dim = q.shape
+    _, kv_heads, page, _ = k_pages.shape
+    group = heads // kv_heads
+    quantized = k_scales is not None
+    tensors = [k_pages, v_pages] + ([k_scales, v_scales] if quantized else [])
+    buffers = [pltpu.VMEM((2, *_buffer_shape(x, block)), x.dtype) for x in tensors]
+    # Blocks of the last two dims are whole, so no head count or head_dim needs padding.
+    mine = lambda *shape: pl.BlockSpec((None, None, *shape), lambda part, slot, *_: (part, slot, 0, 0, 0))
+    out, lse = pl.pallas_call(
+        functools.partial(
+            _kernel, scale=scale, softcap=softcap, block=block, page=page, splits=splits, tensors=len(tensors)
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(splits, slots),
+            in_specs=[
+                pl.BlockSpec((None, kv_heads, group, dim), lambda part, slot, *_: (slot, 0, 0, 0)),
+                *(pl.BlockSpec(memory_space=pl.ANY) for _ in tensors),
+            ],
+            out_specs=[mine(kv_heads, group, dim), mine(kv_heads, group, 1)],
+            scratch_shapes=[
+                *buffers,
+                pltpu.SemaphoreType.DMA((2, len(tensors))),
+                pltpu.SMEM((1,), jnp.int32),
+                *(pltpu.VMEM((kv_heads, group, n), jnp.float32) for n in (1, 1, dim)),
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct(
+                (splits, slots, kv_heads, group, dim), q.dtype if splits == 1 else jnp.float32
+            ),
+            jax.ShapeDtypeStruct((splits, slots, kv_heads, group, 1), jnp.float32),
+        ],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        interpret=interpret,
+        name="decode_attention",
+    )(
+        page_table.reshape(-1),  # one dim: scalar memory pads rows
+        lengths,
+        jnp.asarray(window, jnp.int32).reshape(1),
+        q.reshape(slots, kv_heads, group, dim),
+        *tensors,
+    )
+    return combine(out, lse).astype(q.dtype).reshape(q.shape)
+
+
+def combine(out: Float[Array, "N *R E"], lse: Float[Array, "N *R 1"]) -> Float[Array, "*R E"]:
+    """Attention over N parts of the keys, from that over each part and its log-sum-exp."""
+    if len(out) == 1:
+        return out[0]
+    weights = jax.nn.softmax(lse, axis=0)
+    return jnp.sum(weights * out.astype(jnp.float32), axis=0)
+
+
+def _buffer_shape(pages: Array, block: int) -> tuple[int, ...]:
+    """Of a block of pages [P, K, page, E] or scales [P, K, page] in VMEM."""
+    return (pages.shape[1], block, *pages.shape[3:])
+
+
+def _kernel(table, lengths, window, q, *refs, scale, softcap, block, page, splits, tensors):
+    """One part of one slot's context; see the top of this file."""
+    pages, (out, lse), refs = refs[:tensors], refs[tensors : tensors + 2], refs[tensors + 2 :]
+    buffers, (copied, first_buffer, top, total, acc) = refs[:tensors], refs[tensors:]
+    part, slot = pl.program_id(0), pl.program_id(1)
+    slots = pl.num_programs(1)
+    row = table.shape[0] // slots
+    kv_heads, group, _ = q.shape
+
+    def seen(slot):
+        """First position that the slot sees, and one past the last."""
+        length = lengths[slot]
+        return jnp.maximum(length - window[0], 0), length
+
+    def blocks(slot):
+        """First block of this part, and one past the last: at least one, so that every program has a turn."""
+        begin, end = seen(slot)
+        first, last = begin // block, pl.cdiv(end, block)
+        share = pl.cdiv(last - first, splits)
+        start = first + part * share
+        return start, jnp.maximum(jnp.minimum(start + share, last), start + 1)
+
+    def each_copy(slot, index, buffer, do):
+        """`do` every copy of the pages of the slot's block `index` that it sees."""
+        begin, end = seen(slot)
+        per_block = block // page
+
+        def one(i, _):
+            number = table[slot * row + i]
+            at = pl.ds(pl.multiple_of((i - index * per_block) * page, page), page)
+            for n in range(tensors):
+                do(
+                    pltpu.make_async_copy(
+                        pages[n].at[number], buffers[n].at[buffer, :, at], copied.at[buffer, n]
+                    )
+                )
+            return 0
+
+        low = jnp.maximum(index * per_block, begin // page)
+        jax.lax.fori_loop(low, jnp.minimum((index + 1) * per_block, pl.cdiv(end, page)), one, 0)
+
+    start, stop = blocks(slot)
+
+    @pl.when(slot == 0)
+    def _():
+        first_buffer[0] = 0
+        for buffer in buffers[1::2]:  # what is not copied is weighed with 0, and must not be a NaN
+            buffer[...] = jnp.zeros_like(buffer)
+        each_copy(slot, start, 0, lambda copy: copy.start())
+
+    begin, end = seen(slot)
+
+    def one_head(head, block_refs, visible):
+        """The online softmax takes in a block of one kv head, for all its query heads at once."""
+        k, v, *scales = (ref[...] for ref in block_refs)
+        scores = _product("ge,te->gt", q[head], k) * scale
+        if scales:
+            scores = scores * scales[0][None]
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
+        new_top = jnp.maximum(top[head], jnp.max(jnp.where(visible, scores, NOTHING), axis=1, keepdims=True))
+        weights = jnp.where(visible, jnp.exp(scores - new_top), 0.0)
+        shrink = jnp.exp(top[head] - new_top)
+        top[head] = new_top
+        total[head] = shrink * total[head] + jnp.sum(weights, axis=1, keepdims=True)
+        if scales:
+            weights = weights * scales[1][None]
+        acc[head] = shrink * acc[head] + _product("gt,te->ge", weights.astype(q.dtype), v)
+
+    def one_block(index, _):
+        buffer = (first_buffer[0] + index - start) % 2
+        last = index + 1 == stop
+        next_slot = jnp.where(last, slot + 1, slot)
+
+        @pl.when(next_slot < slots)
+        def _():
+            next_index = jnp.where(last, blocks(jnp.minimum(next_slot, slots - 1))[0], index + 1)
+            each_copy(next_slot, next_index, 1 - buffer, lambda copy: copy.start())
+
+        each_copy(slot, index, buffer, lambda copy: copy.wait())
+        position = index * block + jax.lax.broadcasted_iota(jnp.int32, (group, block), 1)
+        visible = (position >= begin) & (position < end)
+        for head in range(kv_heads):  # unrolled: the products of several heads overlap
+            one_head(head, [ref.at[buffer, head] for ref in buffers], visible)
+        return 0
+
+    top[...], total[...] = jnp.full_like(top, NOTHING), jnp.zeros_like(total)
+    acc[...] = jnp.zeros_like(acc)
+    jax.lax.fori_loop(start, stop, one_block, 0)
+    first_buffer[0] = (first_buffer[0] + stop - start) % 2
+    some = jnp.where(total[...] == 0, 1, total[...])
+    out[...] = (acc[...] / some).astype(out.dtype)
+    lse[...] = jnp.where(total[...] == 0, NOTHING, top[...] + jnp.log(some))
+
+
+def _product(pattern: str, a: Array, b: Array) -> Array:
+    """In the type of a, exact in float32, summed in float32."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(pattern, a, b.astype(a.dtype), precision=precision, preferred_element_type=jnp.float32)

@@ -1,0 +1,46 @@
+"""The definition of attention over a paged cache: gather the pages, then dense attention."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+from jaxrl_kernels.flash_attention.reference import attention
+
+EVERYTHING = 2**30
+"""The window of a layer that has none."""
+
+
+def decode_attention(
+    q: Float[Array, "S H E"],
+    k_pages: Num[Array, "P K page E"],
+    v_pages: Num[Array, "P K page E"],
+    page_table: Int[Array, "S N"],
+    lengths: Int[Array, "S"],
+    *,
+    scale: float,
+    window: int | Int[Array, ""] = EVERYTHING,
+    softcap: float | None = None,
+    k_scales: Float[Array, "P K page"] | None = None,
+    v_scales: Float[Array, "P K page"] | None = None,
+) -> Float[Array, "S H E"]:
+    """As `api.decode_attention`, in plain JAX: reads whole rows of the page table, however short a slot."""
+    k = gather(k_pages, k_scales, page_table).astype(q.dtype)
+    v = gather(v_pages, v_scales, page_table).astype(q.dtype)
+    position = jnp.arange(k.shape[1])
+    last = lengths[:, None] - 1
+    visible = (position <= last) & (last - position < window)
+    return attention(q[:, None], k, v, visible[:, None], scale=scale, softcap=softcap)[:, 0]
+
+
+def gather(
+    pages: Num[Array, "P K page E"],
+    scales: Float[Array, "P K page"] | None,
+    page_table: Int[Array, "S N"],
+) -> Num[Array, "S C K E"]:
+    """The slots' keys or values, C = N page of each in order, with their scales applied."""
+    if scales is not None:
+        pages = pages.astype(jnp.float32) * scales[..., None]
+    slots, count = page_table.shape
+    _, heads, size, dim = pages.shape
+    return jnp.moveaxis(pages[page_table], 2, 3).reshape(slots, count * size, heads, dim)

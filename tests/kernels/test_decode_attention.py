@@ -1,0 +1,215 @@
+"""Attention over a paged cache: the definition against hand numbers, the kernels against the definition."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxrl_kernels.flash_attention.reference import attention
+from jaxrl_kernels.decode_attention import api, pallas_tpu, reference
+
+TOLERANCE = {jnp.float32: 2e-6, jnp.bfloat16: 2e-2}
+RACES = pltpu.InterpretParams(detect_races=True)
+
+
+def inputs(dtype=jnp.float32, *, heads=4, kv_heads=2, dim=64, page=16, row=4, lengths=(0, 1, 16, 64, 37)):
+    """Slots of these lengths, pages in any order; what no token has written is large, but finite."""
+    rng = np.random.default_rng(0)
+    slots, pages = len(lengths), len(lengths) * row + 2
+    q = rng.normal(size=(slots, heads, dim))
+    k, v = rng.normal(size=(2, pages, kv_heads, page, dim))
+    table = rng.permutation(pages)[: slots * row].reshape(slots, row).astype(np.int32)
+    for s, length in enumerate(lengths):
+        for i in range(length, row * page):
+            k[table[s, i // page], :, i % page] = v[table[s, i // page], :, i % page] = 1e4
+    arrays = [jnp.asarray(x, dtype) for x in (q, k, v)]
+    return *arrays, jnp.asarray(table), jnp.asarray(lengths, jnp.int32)
+
+
+def quantized(dtype, **shape):
+    """The same, k and v in 8 bits with a scale a token and head."""
+    q, k, v, table, lengths = inputs(jnp.bfloat16, **shape)
+    most = 127 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
+    scales = [jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1) / most for x in (k, v)]
+    narrow = [x.astype(jnp.float32) / s[..., None] for x, s in zip((k, v), scales, strict=True)]
+    narrow = [(jnp.round(x) if dtype == jnp.int8 else x).astype(dtype) for x in narrow]
+    return (q, *narrow, table, lengths), dict(k_scales=scales[0], v_scales=scales[1])
+
+
+def close(got, expected, dtype=jnp.float32):
+    assert got.dtype == expected.dtype
+    got, expected = got.astype(jnp.float32), expected.astype(jnp.float32)
+    np.testing.assert_allclose(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_the_definition_by_hand():
+    """Pages of 2 tokens, out of order: scores 0 and ln 3 weigh 1/4 and 3/4; nobody is in slot 2."""
+    k = jnp.array([50.0, 50.0, 9.0, 9.0, 0.0, np.log(3.0)]).reshape(3, 1, 2, 1)
+    v = jnp.array([1e3, 1e3, 7.0, 7.0, 8.0, 4.0]).reshape(3, 1, 2, 1)
+    table = jnp.array([[2, 0], [1, 0], [1, 1]], jnp.int32)
+    out = api.decode_attention(
+        jnp.full((3, 1, 1), 2.0), k, v, table, jnp.array([2, 1, 0], jnp.int32), scale=0.5
+    )
+    np.testing.assert_allclose(out.ravel(), [0.25 * 8 + 0.75 * 4, 7, 0], rtol=1e-6)
+
+
+def test_the_definition_is_dense_attention_of_the_last_token():
+    q, k, v, table, lengths = inputs(lengths=(37,))
+    flat = lambda pages: jnp.concatenate(list(pages[table[0]]), axis=1)[:, :37].swapaxes(0, 1)[None]
+    for window in (2**30, 5):
+        visible = (36 - jnp.arange(37) < window)[None, None]
+        expected = attention(q[:, None], flat(k), flat(v), visible, scale=0.3, softcap=4.0)[:, 0]
+        got = reference.decode_attention(q, k, v, table, lengths, scale=0.3, window=window, softcap=4.0)
+        close(got, expected)
+
+
+CASES = {
+    "one kv head a query head": dict(heads=2, kv_heads=2),
+    "gqa, head_dim 128": dict(heads=8, kv_heads=2, dim=128),
+    "head_dim 96": dict(dim=96),
+    "head_dim 256": dict(heads=2, kv_heads=1, dim=256),
+    "window": dict(window=20),
+    "window in two parts": dict(window=40, splits=2),
+    "softcap": dict(softcap=3.0),
+    "three parts": dict(splits=3),
+    "one page a block": dict(block=16, splits=2),
+}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda d: d.__name__)
+@pytest.mark.parametrize("case", CASES)
+def test_tpu_kernel_equals_the_definition(case, dtype):
+    shape = {k: v for k, v in CASES[case].items() if k in ("heads", "kv_heads", "dim")}
+    options = {"scale": 0.2, "window": 2**30} | {k: v for k, v in CASES[case].items() if k not in shape}
+    tiling = {"block": options.pop("block", 32), "splits": options.pop("splits", 1)}
+    arrays = inputs(dtype, **shape)
+    kernel = functools.partial(pallas_tpu.decode_attention, interpret=True, **options, **tiling)
+    got = jax.jit(kernel)(*arrays)
+    close(got, reference.decode_attention(*arrays, **options), dtype)
+    assert (got[0] == 0).all()  # a slot of length 0
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn], ids=lambda d: d.__name__)
+def test_tpu_kernel_reads_8_bits_with_scales(dtype):
+    arrays, scales = quantized(dtype, page=128, row=2, lengths=(200, 3))
+    got = pallas_tpu.decode_attention(
+        *arrays, **scales, scale=0.2, window=2**30, block=128, splits=2, interpret=True
+    )
+    close(got, reference.decode_attention(*arrays, **scales, scale=0.2), jnp.bfloat16)
+    exact = reference.decode_attention(*inputs(jnp.bfloat16, page=128, row=2, lengths=(200, 3)), scale=0.2)
+    np.testing.assert_allclose(got.astype(jnp.float32), exact.astype(jnp.float32), atol=0.1)
+
+
+def test_tpu_kernel_has_no_race_and_reads_no_unwritten_memory():
+    """The interpreter that checks: buffers begin as NaN, and copies are ordered by their semaphores alone."""
+    arrays = inputs(lengths=(0, 37, 64, 5), kv_heads=1)
+    got = pallas_tpu.decode_attention(*arrays, scale=0.2, window=45, block=32, splits=2, interpret=RACES)
+    close(got, reference.decode_attention(*arrays, scale=0.2, window=45))
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    assert not interpret_pallas_call.races.races_found
+
+
+def test_window_may_be_traced():
+    arrays = inputs()
+    run = jax.jit(
+        lambda w: pallas_tpu.decode_attention(*arrays, scale=0.2, window=w, block=32, interpret=True)
+    )
+    close(run(7), reference.decode_attention(*arrays, scale=0.2, window=7))
+    close(run(2**30), reference.decode_attention(*arrays, scale=0.2))
+
+
+SHAPES = {
+    "bf16 64": (jnp.bfloat16, 16, 8, 64, 64),
+    "bf16 96": (jnp.bfloat16, 16, 4, 96, 32),
+    "bf16 128": (jnp.bfloat16, 32, 8, 128, 64),
+    "bf16 256": (jnp.bfloat16, 8, 4, 256, 64),
+    "mha bf16 128": (jnp.bfloat16, 16, 16, 128, 16),
+    "float32 128": (jnp.float32, 8, 4, 128, 64),
+    "int8 128": (jnp.int8, 32, 8, 128, 128),
+    "fp8 128": (jnp.float8_e4m3fn, 32, 8, 128, 128),
+    "int8 64": (jnp.int8, 32, 8, 64, 128),
+}
+"""Type of the pages, query heads, kv heads, head_dim, page."""
+
+
+def abstract(case, slots=8, row=32):
+    dtype, heads, kv_heads, dim, page = SHAPES[case]
+    spec = jax.ShapeDtypeStruct
+    pages = spec((100, kv_heads, page, dim), dtype)
+    scale = spec(pages.shape[:3], jnp.float32) if dtype.dtype.itemsize == 1 else None
+    q = spec((slots, heads, dim), jnp.float32 if dtype == jnp.float32 else jnp.bfloat16)
+    return q, pages, pages, spec((slots, row), jnp.int32), spec((slots,), jnp.int32), scale, scale
+
+
+def run(splits, q, k, v, table, lengths, k_scales, v_scales):
+    return api.decode_attention(
+        q, k, v, table, lengths, scale=0.1, window=1000, softcap=30.0, k_scales=k_scales, v_scales=v_scales,
+        implementation="pallas_tpu", splits=splits,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ["bf16 96", "int8 128"])
+def test_lowers_for_tpu(case):
+    lowered = jax.jit(functools.partial(run, 2)).trace(*abstract(case)).lower(lowering_platforms=("tpu",))
+    assert "tpu_custom_call" in lowered.as_text()
+
+
+def test_who_is_chosen_and_why():
+    q, k, _, table, _, *_ = abstract("bf16 128")
+    assert api.choose(q, k, table) == ("reference", "on cpu there is no other")
+    assert api.tpu_block(k) == 512 and api.tpu_obstacle(q, k, table) is None
+    assert api.tpu_block(abstract("float32 128")[1]) == 512
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (dict(dim=80), 'head_dim 80 is not one of 64, 96, 128, 256, or use implementation="reference"'),
+        (dict(page=12), "pages of 12 tokens of type float32: the page must be a multiple of 8"),
+        (dict(kv_heads=64, heads=64, page=64, dim=128), "more than 4194304: give pages of at most 32 tokens"),
+        (dict(row=40000), r"page table \(5, 40000\) takes 800000 bytes of scalar memory"),
+        (dict(heads=3), "3 query heads over 2 kv heads: must be a multiple"),
+    ],
+    ids=lambda x: str(x)[:24],
+)
+def test_refusals_name_what_fits(shape, message):
+    spec = jax.ShapeDtypeStruct
+    o = dict(heads=4, kv_heads=2, page=16, dim=64, row=4) | shape
+    pages = spec((9, o["kv_heads"], o["page"], o["dim"]), jnp.float32)
+    arrays = spec((5, o["heads"], o["dim"]), jnp.float32), pages, pages, spec((5, o["row"]), jnp.int32)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(functools.partial(run, 1), *arrays, spec((5,), jnp.int32), None, None)
+
+
+def test_refuses_8_bits_without_scales():
+    (q, k, v, table, lengths), scales = quantized(jnp.int8)
+    with pytest.raises(ValueError, match="pages of int8 need k_scales and v_scales"):
+        api.decode_attention(q, k, v, table, lengths, scale=1.0)
+    with pytest.raises(ValueError, match="scales must be"):
+        wrong = {name: x[..., :-1] for name, x in scales.items()}
+        api.decode_attention(q, k, v, table, lengths, scale=1.0, **wrong)
+
+
+CHIPS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+
+
+@pytest.mark.compilers
+@pytest.mark.parametrize("case", SHAPES)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_compiles_for_tpu(chip, case):
+    """With the real compiler; nothing runs."""
+    from jax.experimental import topologies
+
+    options = dict(chip_config_name="megacore") if chip in ("v4", "v5p") else {}
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip], **options).devices
+    mesh = jax.sharding.Mesh(np.array(devices[:1]), ("x",))
+    where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    put = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+    for splits in (1, 2):
+        traced = jax.jit(functools.partial(run, splits)).trace(*jax.tree.map(put, abstract(case)))
+        compiled = traced.lower(lowering_platforms=("tpu",)).compile()
+        assert "tpu_custom_call" in compiled.as_text()
