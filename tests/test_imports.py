@@ -48,7 +48,8 @@ ALLOWED: dict[str, str | None] = {
     "evaluate": "structs data rewards rollout envs experience trainer",
     "config": "structs metrics optim sharding models algos data rewards rollout envs checkpoint",
     "overrides": "config",
-    "config_check": "sharding algos rollout overrides config",
+    "config_check_rollout": "algos rollout config",
+    "config_check": "sharding overrides config config_check_rollout",
     "recipes": "algos overrides config_check config",
     # the top
     "roles": ANY,

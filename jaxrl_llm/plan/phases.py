@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
 from jaxrl_llm.config import TrainConfig, derived
-from jaxrl_llm.config_check import check_lengths
+from jaxrl_llm.config_check import check_model
 from jaxrl_llm.learner import Learner
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.plan import flops
@@ -50,7 +50,7 @@ def phases(config: TrainConfig, mesh: Mesh) -> list[Phase]:
         ConfigError, ValueError: the recipe cannot run on this mesh, with the fix.
     """
     model = shape_of(config.model)
-    check_lengths(config, model.max_position)
+    check_model(config, mesh.shape, model.max_position, model.num_heads)
     model = with_heads(model, config.algo)
     _, trainer = make_trainers(config, model, mesh, SHAPES)
     base = _resident(config, model, trainer)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxrl_kernels.flash_attention.reference import attention
 from jaxrl_kernels.decode_attention import api, pallas_tpu, reference
+from jaxrl_kernels.flash_attention.reference import attention
 
 TOLERANCE = {jnp.float32: 2e-6, jnp.bfloat16: 2e-2}
 RACES = pltpu.InterpretParams(detect_races=True)
