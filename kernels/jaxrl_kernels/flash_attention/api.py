@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import importlib
 from functools import partial
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxrl_kernels.flash_attention import blockwise, reference
+from jaxrl_kernels.flash_attention import shapes
 from jaxrl_kernels.flash_attention.spec import EVERYTHING, Place, Spec
 
-IMPLEMENTATIONS = {"reference": reference, "blockwise": blockwise}
-"""Name -> module with `forward` and `backward`."""
+NAMES = ("reference", "blockwise", "pallas_tpu", "pallas_gpu")
+"""Of the modules here with `forward` and `backward`."""
 SAVED = "flash_attention"
 """The name of what the backward pass needs of the forward pass, for `jax.checkpoint` policies: keeping it
-(small: the size of q and a number a head and token) saves the second forward pass."""
+(as much as q, and a number a head and token) saves the second forward pass."""
+HOPPER = ("H100", "H200", "H800", "H20", "GH200")
+
+
+class _Implementations(dict):
+    """Name -> module, imported when first asked for: one chip's kernels may need what another lacks."""
+
+    def __missing__(self, name: str) -> ModuleType:
+        if name not in NAMES:
+            raise ValueError(f'no attention is called "{name}"; there are {", ".join(NAMES)}, cudnn, auto')
+        return self.setdefault(name, importlib.import_module(f"jaxrl_kernels.flash_attention.{name}"))
+
+
+IMPLEMENTATIONS = _Implementations()
 
 
 def flash_attention(
@@ -36,19 +52,39 @@ def flash_attention(
 
     Args:
         segments: which sequence of the row each token belongs to, 0 = padding; None = one a row.
-        window: tokens that a token sees at most, itself included; may be traced. None = all.
+        causal: False: also the later ones.
+        window: how far back a token sees, itself included; may be traced. None = everything.
         softcap: c: scores become c * tanh(score / c) (Gemma 2, arXiv 2408.00118, section 2).
-        implementation: a name of IMPLEMENTATIONS, or "auto" for what `choose` says.
+        implementation: one of NAMES, "cudnn", or "auto" for what `choose` says.
         return_lse: also return the log-sum-exp of the scores, float32, in nats.
 
     Returns: like q, 0 for a token that sees nothing; with `return_lse` (out, lse).
+
+    Raises: ValueError for what an implementation cannot do, naming one that can.
     """
-    if segments is None:
-        segments = jnp.ones(q.shape[:2], jnp.int32)
-    name = "blockwise" if implementation == "auto" else implementation
-    place = Place(0, 0, EVERYTHING if window is None else window).array()
-    out, lse = _attention(name, Spec(scale, causal, softcap), q, k, v, segments, place)
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads cannot share {kv_heads} key heads: it is no multiple")
+    spec = Spec(scale, causal, softcap)
+    name = choose(q.shape[3], q.dtype)[0] if implementation == "auto" else implementation
+    if name == "cudnn":
+        return _cudnn(spec, q, k, v, segments, window, return_lse)
+    segments = jnp.ones(q.shape[:2], jnp.int32) if segments is None else segments
+    place = Place(window=EVERYTHING if window is None else window).array()
+    out, lse = _attention(name, spec, q, k, v, segments, place)
     return (out, lse) if return_lse else out
+
+
+def choose(head_dim: int, dtype: DTypeLike) -> tuple[str, str]:
+    """(implementation, why) for the device that is traced for: that of the mesh in use, or the default."""
+    platform, kind = shapes.device()
+    if platform == "tpu":
+        problem = shapes.unsupported(head_dim, dtype)
+        return ("blockwise", problem) if problem else ("pallas_tpu", f"{kind}: Pallas kernels for TPU")
+    if any(name in kind for name in HOPPER):
+        problem = IMPLEMENTATIONS["pallas_gpu"].unsupported(head_dim, dtype)
+        return ("blockwise", problem) if problem else ("pallas_gpu", f"{kind}: Pallas kernels for Hopper")
+    return "blockwise", f"{kind}: plain JAX by blocks, there are no kernels for it"
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -57,15 +93,38 @@ def _attention(name: str, spec: Spec, q, k, v, segments, place):
 
 
 def _attention_forward(name: str, spec: Spec, q, k, v, segments, place):
-    out, lse = _attention(name, spec, q, k, v, segments, place)
-    out, lse = checkpoint_name(out, SAVED), checkpoint_name(lse, SAVED)
+    out, lse = (checkpoint_name(x, SAVED) for x in _attention(name, spec, q, k, v, segments, place))
     return (out, lse), (q, k, v, segments, place, out, lse)
 
 
 def _attention_backward(name: str, spec: Spec, residuals, gradients):
-    q, k, v, segments, place, out, lse = residuals
-    d = IMPLEMENTATIONS[name].backward(spec, q, k, v, segments, segments, Place(*place), out, lse, *gradients)
+    q, k, v, segments, place, *results = residuals
+    d = IMPLEMENTATIONS[name].backward(spec, q, k, v, segments, segments, Place(*place), *results, *gradients)
     return *d, None, None
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
+
+
+def _cudnn(spec: Spec, q, k, v, segments, window, return_lse: bool):
+    """NVIDIA's kernels, as far as JAX's public function reaches them."""
+    cannot = {
+        "packed segments": segments is not None,
+        "a float32 log-sum-exp": return_lse,
+        "a softcap": spec.softcap is not None,
+        "a traced window": isinstance(window, jax.core.Tracer),
+        "a window without causal order": window is not None and not spec.causal,
+        f"{q.dtype} (bfloat16 and float16 only)": q.dtype not in (jnp.bfloat16, jnp.float16),
+        f"head_dim={q.shape[3]} (multiples of 8 up to 256 only)": q.shape[3] % 8 or q.shape[3] > 256,
+    }
+    if wrong := [what for what, is_so in cannot.items() if is_so]:
+        raise ValueError(f'implementation="cudnn" cannot do {", ".join(wrong)}; "auto" can')
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        scale=spec.scale,
+        is_causal=spec.causal,
+        local_window_size=None if window is None else (int(window) - 1, 0),
+        implementation="cudnn",
+    )
