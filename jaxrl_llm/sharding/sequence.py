@@ -76,7 +76,7 @@ def row_attention(
     # A key head is repeated only until every device has one: its query heads are then all of one group.
     repeats = tensor // math.gcd(k.shape[2], tensor)
     k, v = (x if repeats == 1 else jnp.repeat(x, repeats, axis=2) for x in (k, v))
-    implementation = api.IMPLEMENTATIONS["blockwise"]
+    implementation = api.IMPLEMENTATIONS[api.choose(q.shape[3], q.dtype)[0]]
     if layout in DIVIDED:
         implementation = DIVIDED[layout](implementation, TRAIN["sequence"])
     return _attend(_Divided(implementation, Spec(scale, True, softcap), rows), q, k, v, segments, window)
