@@ -239,4 +239,4 @@ def test_what_attention_found_may_be_kept():
         with jax.set_mesh(make_mesh(MeshConfig(sequence=4))):
             return str(jax.make_jaxpr(jax.grad(loss))(models.abstract(MODEL))).count("ppermute")
 
-    assert exchanges("full") - exchanges("attention") == 6  # keys, values, segments: in the loop, and last
+    assert exchanges("full") - exchanges("attention") == 3  # keys, values, segments
