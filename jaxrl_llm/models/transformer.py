@@ -15,7 +15,7 @@ from jaxrl_kernels.flash_attention.spec import EVERYTHING
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.rope import apply_rope, rope_tables
 from jaxrl_llm.sharding.rules import constrain
-from jaxrl_llm.sharding.sequence import Layout, into_layout, out_of_layout, row_attention, row_layout
+from jaxrl_llm.sharding.sequence import Division, arrange_rows, restore_rows, row_attention, row_division
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -96,7 +96,7 @@ class Transformer(nnx.Module):
         *,
         dtype: DTypeLike = jnp.float32,
         remat: str = "none",
-        sequence_parallel: Layout = "ring",
+        sequence_parallel: Division = "ring",
     ) -> Float[Array, "B T D"]:
         """Hidden states after the final norm. A token sees the earlier tokens of its own segment.
 
@@ -113,30 +113,33 @@ class Transformer(nnx.Module):
         c, windows = self.config, window_sizes(self.config)
         if segments is None:
             segments = jnp.ones_like(tokens)
-        layout = row_layout(tokens.shape[1], sequence_parallel)
-        tokens, positions, segments = [into_layout(x, layout) for x in (tokens, positions, segments)]
+        division = row_division(tokens.shape[1], sequence_parallel)
+        tokens, positions, segments = [arrange_rows(x, division) for x in (tokens, positions, segments)]
         tables = rope_tables(c, positions, trajectory_lengths(c, positions, segments))
         table = constrain(self.embed[...].astype(dtype), "vocab", "hidden")  # looked up by whole rows
         x = constrain(table[tokens], "batch", "sequence", "hidden")
 
         def body(x, layer_and_window):
             layer, window = layer_and_window
-            return block(c, layer, x, tables, attend_row(c, segments, window, layout))[0], None
+            return block(c, layer, x, tables, attend_row(c, segments, window, division))[0], None
 
         if remat != "none":
             body = jax.checkpoint(body, policy=REMAT[remat], prevent_cse=False)
         x, _ = jax.lax.scan(body, x, (self.layers, jnp.asarray(windows)))
-        return out_of_layout(rms_norm(x, self.norm[...], c.norm_eps), layout)
+        return restore_rows(rms_norm(x, self.norm[...], c.norm_eps), division)
 
 
 def attend_row(
-    c: TransformerConfig, segments: Int[Array, "B T"], window: int | Int[Array, ""], layout: Layout = "whole"
+    c: TransformerConfig,
+    segments: Int[Array, "B T"],
+    window: int | Int[Array, ""],
+    division: Division = "whole",
 ):
     """`attend` of `block` for tokens that see the earlier ones of their segment; its kv are the row's."""
     settings = {"scale": 1 / math.sqrt(c.head_dim), "softcap": c.attention_softcap}
 
     def attend(q, k, v):
-        return row_attention(q, k, v, segments, window=window, layout=layout, **settings), (k, v)
+        return row_attention(q, k, v, segments, window=window, division=division, **settings), (k, v)
 
     return attend
 

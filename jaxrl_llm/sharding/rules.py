@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Rules = Mapping[str, str | tuple[str, ...] | None]
 
@@ -49,31 +49,38 @@ def spec(axes: tuple[str | None, ...], rules: Rules) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
-def fitted(
-    mesh: Mesh | AbstractMesh, axes: tuple[str | None, ...], shape: tuple[int, ...], rules: Rules
-) -> PartitionSpec:
-    """`spec` of one array; a dim that its mesh axes do not divide stays whole (2 kv heads on tensor=4)."""
-    entries = zip(shape, spec(axes, rules), strict=True)
-    return PartitionSpec(*[entry if size % ways(mesh, entry) == 0 else None for size, entry in entries])
-
-
 def fit(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...], rules: Rules) -> NamedSharding:
-    """Sharding of one array, as `fitted`."""
-    return NamedSharding(mesh, fitted(mesh, axes, shape, rules))
+    """Sharding of one array; a dim that its mesh axes do not divide stays whole (2 kv heads on tensor=4)."""
+    return NamedSharding(mesh, _divided(mesh, axes, shape, rules))
+
+
+def _divided(mesh, axes, shape, rules: Rules) -> PartitionSpec:
+    entries = []
+    for size, entry in zip(shape, spec(axes, rules), strict=True):
+        names = () if entry is None else ((entry,) if isinstance(entry, str) else entry)
+        ways = math.prod(mesh.shape[name] for name in names)
+        entries.append(entry if size % ways == 0 else None)
+    return PartitionSpec(*entries)
+
+
+def layout(
+    axes: tuple[str | None, ...], shape: tuple[int, ...], rules: Rules = TRAIN
+) -> PartitionSpec | None:
+    """As `fit`, under the current mesh (`jax.set_mesh`); None where there is one device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty or mesh.size == 1 else _divided(mesh, axes, shape, rules)
 
 
 def constrain(x: jax.Array, *axes: str | None, rules: Rules = TRAIN) -> jax.Array:
-    """Pin an activation's layout under the current mesh (`jax.set_mesh`); without one, a no-op."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return x
-    return jax.lax.with_sharding_constraint(x, fitted(mesh, axes, x.shape, rules))
+    """Pin an activation's layout under the current mesh; on one device, a no-op."""
+    found = layout(axes, x.shape, rules)
+    return x if found is None else jax.lax.with_sharding_constraint(x, found)
 
 
-def ways(mesh: Mesh | AbstractMesh, entry: str | tuple[str, ...] | None) -> int:
-    """Among how many devices an entry of a PartitionSpec divides its dim."""
-    names = () if entry is None else ((entry,) if isinstance(entry, str) else entry)
-    return math.prod(mesh.shape[name] for name in names)
+def prediction_layout(hidden: jax.Array, head: jax.Array) -> tuple[PartitionSpec, PartitionSpec] | None:
+    """`layout` of jaxrl_kernels.linear_logprob for [B, T, D] and [V, D] under the current mesh."""
+    found = layout(("batch", "sequence", "hidden"), hidden.shape)
+    return None if found is None else (found, layout(("vocab", "embed"), head.shape))
 
 
 def put_rows(mesh: Mesh, batch: Any) -> Any:

@@ -12,37 +12,38 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxrl_kernels.flash_attention import api
 from jaxrl_kernels.flash_attention.spec import Place, Spec
 from jaxrl_llm.sharding.ring import Ring, unzigzag, zigzag
-from jaxrl_llm.sharding.rules import TRAIN, Rules, fitted, ways
+from jaxrl_llm.sharding.rules import TRAIN, Rules, layout
 from jaxrl_llm.sharding.ulysses import Ulysses
 
-Layout = Literal["whole", "ring", "ulysses"]
+Division = Literal["whole", "ring", "ulysses"]
 WHOLE: Rules = {**TRAIN, "sequence": None}
 DIVIDED = {"ring": Ring, "ulysses": Ulysses}
+AXIS = TRAIN["sequence"]
 ROWS = ("batch", "sequence", "heads", "head_dim")
 
 
-def row_layout(length: int, wanted: Layout) -> Layout:
-    """The layout of rows of `length` tokens: "whole" where nothing divides them or they divide unevenly."""
+def row_division(length: int, wanted: Division) -> Division:
+    """The division of rows of `length` tokens: "whole" where nothing divides them or they divide unevenly."""
     mesh = jax.sharding.get_abstract_mesh()
-    parts = 1 if mesh.empty else ways(mesh, TRAIN["sequence"])
+    parts = 1 if mesh.empty else mesh.shape[AXIS]
     chunks = 2 * parts if wanted == "ring" else parts
     return "whole" if parts == 1 or length % chunks else wanted
 
 
-def into_layout(x: Shaped[Array, "B T ..."], layout: Layout) -> Shaped[Array, "B T ..."]:
+def arrange_rows(x: Shaped[Array, "B T ..."], division: Division) -> Shaped[Array, "B T ..."]:
     """Rows in the order in which attention wants them: zigzag for a ring, otherwise as they are."""
-    return _reorder(zigzag, x) if layout == "ring" else x
+    return _reorder(zigzag, x) if division == "ring" else x
 
 
-def out_of_layout(x: Shaped[Array, "B T ..."], layout: Layout) -> Shaped[Array, "B T ..."]:
-    """The inverse of `into_layout`."""
-    return _reorder(unzigzag, x) if layout == "ring" else x
+def restore_rows(x: Shaped[Array, "B T ..."], division: Division) -> Shaped[Array, "B T ..."]:
+    """The inverse of `arrange_rows`."""
+    return _reorder(unzigzag, x) if division == "ring" else x
 
 
 def row_attention(
@@ -54,31 +55,31 @@ def row_attention(
     scale: float,
     window: int | Int[Array, ""],
     softcap: float | None = None,
-    layout: Layout = "whole",
+    division: Division = "whole",
 ) -> Float[Array, "B T H E"]:
     """Causal attention within the segments of each row, on every device of the current mesh.
 
     Args:
         segments: 0 = padding.
         window: tokens that a token sees, itself included.
-        layout: of `row_layout`; q, k, v and segments are in its order (`into_layout`).
+        division: of `row_division`; q, k, v and segments are in its order (`arrange_rows`).
 
     Raises:
         ValueError: Ulysses with heads that its devices do not divide.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    rows = layout(ROWS, q.shape, WHOLE if division == "whole" else TRAIN)
+    if rows is None:
         return api.flash_attention(q, k, v, segments, scale=scale, window=window, softcap=softcap)
-    rows = fitted(mesh, ROWS, q.shape, WHOLE if layout == "whole" else TRAIN)
-    tensor, parts = ways(mesh, rows[2]), ways(mesh, rows[1])
-    if layout == "ulysses" and q.shape[2] % (tensor * parts):
-        raise ValueError(heads_problem(q.shape[2], tensor * parts))
+    mesh = jax.sharding.get_abstract_mesh()
+    tensor = q.shape[2] // NamedSharding(mesh, rows).shard_shape(q.shape)[2]
+    if division == "ulysses" and q.shape[2] % (tensor * mesh.shape[AXIS]):
+        raise ValueError(heads_problem(q.shape[2], tensor * mesh.shape[AXIS]))
     # A key head is repeated only until every device has one: its query heads are then all of one group.
     repeats = tensor // math.gcd(k.shape[2], tensor)
     k, v = (x if repeats == 1 else jnp.repeat(x, repeats, axis=2) for x in (k, v))
     implementation = api.IMPLEMENTATIONS[api.choose(q.shape[3], q.dtype)[0]]
-    if layout in DIVIDED:
-        implementation = DIVIDED[layout](implementation, TRAIN["sequence"])
+    if division in DIVIDED:
+        implementation = DIVIDED[division](implementation, AXIS)
     return _attend(_Divided(implementation, Spec(scale, True, softcap), rows), q, k, v, segments, window)
 
 
@@ -141,7 +142,6 @@ _attend.defvjp(_forward, _backward)
 
 
 def _reorder(function, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
-    mesh = jax.sharding.get_abstract_mesh()
-    spec = fitted(mesh, (*ROWS[:2], *(None,) * (x.ndim - 2)), x.shape, TRAIN)
-    move = functools.partial(function, axis=TRAIN["sequence"])
+    spec = layout((*ROWS[:2], *(None,) * (x.ndim - 2)), x.shape)
+    move = functools.partial(function, axis=AXIS)
     return jax.shard_map(move, in_specs=spec, out_specs=spec)(x)
