@@ -58,12 +58,12 @@ INTRO = """\
 # What fits where
 
 GRPO as in `configs/grpo_qwen.py` (64 prompts x 8 responses, 512 + 1024 tokens, old and reference log-probs,
-native rollout), with `--model.remat full --rollout.dtype bfloat16` and the mesh and slots of each line. **Compiled,
-not run**: every program of a step went through the real compiler for these devices on a machine that has
-none of them. That proves that it compiles and how much memory it takes; it proves no speed. The estimate is
-a roofline, a lower bound of a step in which every response has its full length: for each program the
-slowest of arithmetic at the published peak, of memory and of the links, so a real step takes longer.
-Written by `make fit`; the numbers of every phase are in [docs/fit](fit).
+native rollout), with `--model.remat full --rollout.dtype bfloat16` and the mesh and slots of each line.
+**Compiled, not run**: every program of a step went through the real compiler for these devices on a machine
+that has none of them. That proves that it compiles and how much memory it takes; it proves no speed. The
+estimate is a roofline, a lower bound of a step in which every response has its full length: for each
+program the slowest of arithmetic at the published peak, of memory and of the links, so a real step takes
+longer. Written by `make fit`; the numbers of every phase are in [docs/fit](fit).
 
 Your own recipe on your own slice:
 
@@ -75,7 +75,7 @@ prints memory by phase and device, collectives, FLOPs, the estimate, and what to
 (exit code 1). Keys are those of training. Names: v4-N, v5e-N, v5p-N, v6e-N, tpu7x-N, shapes such as
 v5e:4x4, h100, h100xN, h200xN, cpu.
 
-| model | devices | mesh, slots | state | rollout weights | KV cache | activations | peak | fits | step at least |
+| model | devices | mesh, slots | state | rollout weights | KV cache | activations | peak | fits | step |
 |---|---|---|---|---|---|---|---|---|---|
 """
 NOTES = """
@@ -88,7 +88,6 @@ it is no sum of the line.
 
 def compile_case(case: Case) -> None:
     """Plan it in a process of its own; what the compiler says goes to the terminal."""
-    FOLDER.mkdir(exist_ok=True)
     argv = [sys.executable, "-m", "jaxrl_llm", "plan", *RECIPE, "--model.path", case.model, "--topology"]
     argv += [case.topology, "--json", str(FOLDER / f"{case.name}.json"), *case.flags.split()]
     print(" ".join(argv), flush=True)
@@ -133,6 +132,7 @@ def main(argv: list[str]) -> None:
     known = {case.name: case for case in CASES}
     if unknown := set(argv) - {*known, "--render"}:
         raise SystemExit(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
+    FOLDER.mkdir(exist_ok=True)
     wanted = [known[name] for name in argv if name in known]
     missing = [case for case in CASES if not (FOLDER / f"{case.name}.json").exists()]
     for case in [] if "--render" in argv else wanted or missing:

@@ -24,9 +24,9 @@ _DOCS = "https://docs.cloud.google.com/tpu/docs/"
 CHIPS = {
     "v4": Chip("TPU v4", 30.75 * GIB, 275e12, 1200e9, 300e9, 1, 2, f"{_DOCS}v4; arXiv 2304.01433, table 4"),
     "v5e": Chip("TPU v5e", 15.75 * GIB, 197e12, 819e9, 200e9, 1, 1, f"{_DOCS}v5e"),
-    "v5p": Chip("TPU v5p", 94.75 * GIB, 459e12, 2765e9, 600e9, 1, 2, f"{_DOCS}v5p"),
-    "v6e": Chip("TPU v6e", 31.25 * GIB, 918e12, 1638e9, 400e9, 1, 1, f"{_DOCS}v6e"),
-    "tpu7x": Chip("TPU7x", 94.75 * GIB, 1153.5e12, 3690e9, 300e9, 2, 2, f"{_DOCS}tpu7x"),
+    "v5p": Chip("TPU v5p", 95.73 * GIB, 459e12, 2765e9, 600e9, 1, 2, f"{_DOCS}v5p"),
+    "v6e": Chip("TPU v6e", 31.24 * GIB, 918e12, 1638e9, 400e9, 1, 1, f"{_DOCS}v6e"),
+    "tpu7x": Chip("TPU7x", 94.74 * GIB, 1153.5e12, 3690e9, 300e9, 2, 2, f"{_DOCS}tpu7x"),
     "h100": Chip("H100 SXM", 84_942_979_072, 989.4e12, 3350e9, 450e9, 1, 1, "NVIDIA H100 data sheet"),
     "h200": Chip("H200 SXM", 150_109_880_320, 989.4e12, 4800e9, 450e9, 1, 1, "NVIDIA H200 data sheet"),
 }

@@ -66,7 +66,8 @@ def parse(name: str) -> Topology:
         return Topology(name, "cuda", found[1], (count,))
     found = re.fullmatch(r"(v4|v5e|v5litepod|v5p|v6e|tpu7x)(?:-(\d+)|:(\d+(?:x\d+)+))", name)
     if not found:
-        raise ConfigError(f"--topology {name}: unknown. Known: {KNOWN}.")
+        what = f"{name}: unknown" if name else "is missing"
+        raise ConfigError(f"--topology {what}. Known: {KNOWN}.")
     kind = found[1].replace("v5litepod", "v5e")
     shapes = {math.prod(s): s for s in map(_sizes, SHAPES[kind in FLAT].split())}
     if found[3]:
@@ -91,7 +92,7 @@ def open_target(topology: Topology) -> Target:
     """
     if topology.platform == "cpu":
         devices = jax.devices("cpu")
-        return Target(topology, devices, _host_memory() / len(devices), None, f"jax {jax.__version__}")
+        return Target(topology, devices, _host_memory() / len(devices), None, _version("jaxlib"))
     chip = CHIPS[topology.kind]
     os.environ["JAX_PLATFORMS"] = "cpu"  # an accelerator that is here stays free
     jax.config.update("jax_platforms", "cpu")
@@ -106,8 +107,13 @@ def open_target(topology: Topology) -> Target:
             f"--topology {topology.name}: the TPU compiler (libtpu) is not installed. It needs no TPU: "
             "pip install 'jaxrl-llm[plan]'."
         )
-    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # plans side by side
+    named = topology.kind.replace("v5e", "v5litepod")
+    os.environ |= {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": f"{named}-{topology.chips * chip.cores}",  # else it warns that it knows none
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # plans side by side
+    }
     shape = "x".join(map(str, topology.shape))
     devices = topologies.get_topology_desc(
         platform="tpu", topology_name=f"{topology.kind}:{shape}", **_layout(topology)

@@ -151,12 +151,12 @@ def pick_dtype(dtype: Dtype) -> str:
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, key: str = "--out") -> None:
     """Before minutes of work, not after."""
     if not path.absolute().parent.is_dir():
-        raise ValueError(f"--out {path}: the folder {path.absolute().parent} does not exist; make it first")
+        raise ValueError(f"{key} {path}: the folder {path.absolute().parent} does not exist; make it first")
     if path.is_dir():
-        raise ValueError(f"--out {path}: a folder; give a file name in it")
+        raise ValueError(f"{key} {path}: a folder; give a file name in it")
 
 
 def open_out(path: Path):

@@ -16,6 +16,7 @@ from jaxrl_llm.plan.plan import make_plan
 from jaxrl_llm.plan.report import show
 from jaxrl_llm.plan.target import open_target, parse
 from jaxrl_llm.recipes import from_command_line
+from jaxrl_llm.tools.generate import check_writable
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Args:
     Qwen/Qwen3-8B, ... Nothing is run, no weight is made, nothing is downloaded.
     """
 
-    topology: str
+    topology: str = ""
     """What to compile for: v4-N, v5e-N, v5p-N, v6e-N, tpu7x-N, a shape such as v5e:4x4, h100, h100xN, h200xN,
     or cpu (the devices of this process)."""
     json: Path | None = None
@@ -45,6 +46,8 @@ def main(argv: list[str]) -> int:
         argv = ["--help"]  # the recipe's keys have a help of their own
     args, rest = tyro.cli(Args, args=argv, prog="python -m jaxrl_llm plan", return_unknown_args=True)
     topology = parse(args.topology)
+    if args.json:
+        check_writable(args.json, "--json")
     config = from_command_line(rest, "python -m jaxrl_llm plan", writes=False).config
     target = open_target(topology)
     plan = make_plan(config, target, args.only, say=lambda text: print(text, file=sys.stderr, flush=True))

@@ -55,6 +55,7 @@ def test_names_of_topologies(name, platform, kind, shape):
         ("v5e:2x2x1", "a shape of v5e has 2 numbers"),
         ("h100x16", "1 to 8 GPUs of one host"),
         ("v9-8", "unknown. Known: v4-N"),
+        ("", "--topology is missing. Known: v4-N"),
     ],
 )
 def test_another_name_is_refused_with_those_that_exist(name, says):
