@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 Rules = Mapping[str, str | tuple[str, ...] | None]
 
@@ -18,7 +19,7 @@ TRAIN: Rules = {
     "hidden": None,
     # weights
     "layers": None,
-    "embed": "fsdp",
+    "embed": ("fsdp", "sequence"),
     "heads": "tensor",
     "kv_heads": "tensor",
     "head_dim": None,
@@ -26,7 +27,7 @@ TRAIN: Rules = {
     "vocab": "tensor",
     "norm": None,
 }
-"""Training and scoring: weights divided over fsdp and tensor, rows over data and fsdp."""
+"""Training and scoring: weights divided over fsdp, sequence and tensor, rows over data and fsdp."""
 
 ROLLOUT: Rules = {**TRAIN, "embed": None}
 """Decoding reads every weight for every token: whole on each replica, divided over tensor only."""
@@ -48,16 +49,17 @@ def spec(axes: tuple[str | None, ...], rules: Rules) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
+def fitted(
+    mesh: Mesh | AbstractMesh, axes: tuple[str | None, ...], shape: tuple[int, ...], rules: Rules
+) -> PartitionSpec:
+    """`spec` of one array; a dim that its mesh axes do not divide stays whole (2 kv heads on tensor=4)."""
+    entries = zip(shape, spec(axes, rules), strict=True)
+    return PartitionSpec(*[entry if size % ways(mesh, entry) == 0 else None for size, entry in entries])
+
+
 def fit(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...], rules: Rules) -> NamedSharding:
-    """Sharding of one array; a dim that its mesh axes do not divide stays whole (2 kv heads on tensor=4)."""
-    entries = []
-    for size, entry in zip(shape, spec(axes, rules), strict=True):
-        names = () if entry is None else ((entry,) if isinstance(entry, str) else tuple(entry))
-        ways = 1
-        for name in names:
-            ways *= mesh.shape[name]
-        entries.append(entry if size % ways == 0 else None)
-    return NamedSharding(mesh, PartitionSpec(*entries))
+    """Sharding of one array, as `fitted`."""
+    return NamedSharding(mesh, fitted(mesh, axes, shape, rules))
 
 
 def constrain(x: jax.Array, *axes: str | None, rules: Rules = TRAIN) -> jax.Array:
@@ -65,18 +67,13 @@ def constrain(x: jax.Array, *axes: str | None, rules: Rules = TRAIN) -> jax.Arra
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
-    entries = [
-        entry if x.shape[i] % _ways(mesh, entry) == 0 else None for i, entry in enumerate(spec(axes, rules))
-    ]
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
+    return jax.lax.with_sharding_constraint(x, fitted(mesh, axes, x.shape, rules))
 
 
-def _ways(mesh, entry) -> int:
+def ways(mesh: Mesh | AbstractMesh, entry: str | tuple[str, ...] | None) -> int:
+    """Among how many devices an entry of a PartitionSpec divides its dim."""
     names = () if entry is None else ((entry,) if isinstance(entry, str) else entry)
-    ways = 1
-    for name in names:
-        ways *= mesh.shape[name]
-    return ways
+    return math.prod(mesh.shape[name] for name in names)
 
 
 def put_rows(mesh: Mesh, batch: Any) -> Any:

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_kernels.attention import causal, reference
+from jaxrl_kernels.attention import causal
+from jaxrl_kernels.flash_attention import reference
 
 FAST = {"xla_backend_optimization_level": 0}  # of compilation
 quick = functools.partial(jax.jit, static_argnames=("scale", "softcap"))

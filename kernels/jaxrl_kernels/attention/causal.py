@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxrl_kernels.attention.reference import attention
+from jaxrl_kernels.flash_attention.reference import attention
 
 BLOCKS = 4
 """5/8 of the products of a full square. More blocks save little more and compile longer."""
