@@ -1,6 +1,7 @@
 """Strict mode: what the rollout says of its own tokens is what training says of them, to the last bit."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -11,10 +12,12 @@ from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
 from jaxrl_llm.data.packing import from_trajectory
 from jaxrl_llm.learner import Learner
+from jaxrl_llm.rollout.checks import not_strict
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
 from jaxrl_llm.rollout.native import NativeEngine, RolloutConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.step import StepConfig
+from jaxrl_llm.train import main
 
 QWEN = models.TransformerConfig(
     vocab_size=100, hidden_size=32, mlp_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
@@ -93,3 +96,48 @@ def test_gradients_are_those_of_the_plain_model():
     assert 0 < metrics["mismatch/max_abs"] < 1e-4
     for one, other in zip(jax.tree.leaves(strict), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5 * np.abs(other).max() + 1e-9)
+
+
+def test_a_whole_run_of_several_turns_has_no_mismatch(tmp_path, monkeypatch):
+    """Two updates a step on rows of several trajectories; the old log-probs are scored, not the update's."""
+    monkeypatch.setattr("jaxrl_llm.parts.make_mesh", lambda config: one_device())
+    code = main([
+        *("--config", "grpo_tools_tiny.py", "--run_dir", str(tmp_path), "--strict", "true", "--steps", "2"),
+        *("--prompts_per_step", "4", "--responses_per_prompt", "4", "--minibatches_per_step", "2"),
+        *("--warm_start.steps", "60", "--eval.every", "0", "--log.progress", "none", "--reward.workers", "1"),
+        *("--rollout.slots", "8", "--tokens_per_device", "600", "--max_response_tokens", "60"),
+    ])  # fmt: skip
+    assert code == 0
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()][-2:]
+    assert [line["mismatch/max_abs"] for line in lines] == [0.0, 0.0]
+    assert all(line["env/turns_mean"] >= 1 and line["entropy"] > 0 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype", "devices", "message"),
+    [
+        (
+            {"engine": "sglang"},
+            "float32",
+            1,
+            "--strict and --rollout.engine sglang exclude each other: servers",
+        ),
+        (
+            {"dtype": "float32"},
+            "bfloat16",
+            1,
+            "--strict: --rollout.dtype is float32, --model.dtype is bfloat16",
+        ),
+        (
+            {"cache_dtype": "bfloat16"},
+            "float32",
+            1,
+            "--strict: --rollout.cache_dtype is bfloat16, --model.dty",
+        ),
+        ({"weight_noise": 0.1}, "float32", 1, "--strict and --rollout.weight_noise exclude each other"),
+        ({}, "float32", 4, "--strict works on one device, and the mesh has 4"),
+    ],
+)
+def test_what_cannot_be_strict_is_refused(settings, dtype, devices, message):
+    assert not list(not_strict(RolloutConfig(dtype=dtype), dtype, 1))
+    assert next(not_strict(RolloutConfig(**settings), dtype, devices)).startswith(message)
