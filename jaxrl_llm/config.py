@@ -158,6 +158,9 @@ class TrainConfig:
     """Longest prompt."""
     max_response_tokens: int = 1024
     """Longest response; a row holds the longest prompt and response together."""
+    strict: bool = False
+    """Rollout (native engine) and trainer compute the same log-probs, to the last bit: mismatch/max_abs is 0.
+    Slower; for experiments, and to tell a mistake from rounding. One device."""
     max_runtime: float = 0.0
     """Seconds after which the run saves and stops; 0 = no limit."""
     model: ModelConfig = field(default_factory=ModelConfig)

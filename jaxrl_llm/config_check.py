@@ -12,6 +12,7 @@ from pathlib import Path
 from jaxrl_llm.config import ConfigError, ModelConfig, TrainConfig
 from jaxrl_llm.config_check_rollout import rollout_problems
 from jaxrl_llm.overrides import conforms, leaves, spell
+from jaxrl_llm.rollout.checks import not_strict
 from jaxrl_llm.sharding.sequence import heads_problem
 
 AT_LEAST = {
@@ -124,7 +125,9 @@ def _step(config: TrainConfig) -> Iterator[str]:
 
 
 def _divided(config: TrainConfig, sizes: Mapping[str, int]) -> Iterator[str]:
-    """A ring's devices hold two chunks of a row each; -1 is not known yet."""
+    """A ring's devices hold two chunks of a row each; strict mode divides nothing. -1 is not known yet."""
+    if config.strict:
+        yield from not_strict(config.rollout, config.model.dtype, math.prod(sizes.values()))
     ring = config.mesh.sequence_parallel == "ring"
     chunks = sizes["sequence"] * (2 if ring else 1)
     if sizes["sequence"] > 1 and config.row_tokens % chunks:

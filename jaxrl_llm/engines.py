@@ -52,7 +52,7 @@ def make_engine(
     """
     if config.rollout.engine == "sglang":
         return _sglang(config, model, mesh, tokenizer, eos_ids, closing, folder)
-    engine = NativeEngine(config.rollout, model, mesh, tokenizer, eos_ids, share)
+    engine = NativeEngine(config.rollout, model, mesh, tokenizer, eos_ids, share, config.strict)
     if config.rollout.warm_up:
         samplings = [config.rollout.sampling, config.eval.sampling]
         engine.warm_up(

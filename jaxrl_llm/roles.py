@@ -115,13 +115,15 @@ def make_learner(
 ) -> Learner:
     """A model under an algorithm; micro-batches have the same shape whoever learns."""
     temperature = config.rollout.sampling.temperature or 1.0
+    on_policy = algos.module_of(algo).INPUT == "rollouts"
     step = StepConfig(
         row_tokens=config.row_tokens,
         rows=derived(config, mesh.size)["rows_per_microbatch"],
         dtype=config.model.dtype,
         remat=config.model.remat,
         sequence_parallel=config.mesh.sequence_parallel,
-        temperature=temperature if algos.module_of(algo).INPUT == "rollouts" else 1.0,
+        strict=config.strict and on_policy and algo.needs_policy,
+        temperature=temperature if on_policy else 1.0,
         chunk=config.model.logprob_chunk,
         max_grad_norm=optim.max_grad_norm,
     )

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
+from jaxrl_kernels import batch_invariant
 from jaxrl_kernels.linear_divergence.chunked import linear_divergence
 from jaxrl_kernels.linear_logprob.chunked import linear_logprob
 from jaxrl_kernels.linear_logprob.square import linear_square
@@ -36,6 +37,7 @@ class StepConfig:
     dtype: str = "float32"
     remat: str = "none"
     sequence_parallel: str = "ring"  # where the mesh divides the tokens of a row
+    strict: bool = False  # every bit of a log-prob depends on its trajectory alone
     temperature: float = 1.0  # that of the rollout: log-probs must speak of the same distribution
     chunk: int = 128  # tokens of a row whose logits exist at once
     max_grad_norm: float = 1.0  # 0 = no clipping
@@ -59,16 +61,17 @@ def outputs(
         divergence: settings of `linear_divergence`.
     """
     dtype = jnp.dtype(config.dtype)
-    how = {"dtype": dtype, "remat": config.remat, "sequence_parallel": config.sequence_parallel}
+    how = {"dtype": dtype, **{n: getattr(config, n) for n in ("remat", "sequence_parallel", "strict")}}
     read = lambda model: model(batch.tokens, batch.positions, batch.segments, **how)
-    hidden, head, found = read(params), params.head.astype(dtype), {}
+    hidden, head, found = read(params), batch_invariant.rounded(params.head, dtype), {}
     settings = {
         "temperature": config.temperature,
         "softcap": params.config.logit_softcap,
         "chunk": config.chunk,
     }
     if "policy" in wants:
-        found["policy"], found["entropy"] = linear_logprob(
+        logprob = batch_invariant.linear_logprob if config.strict else linear_logprob
+        found["policy"], found["entropy"] = logprob(
             hidden, head, batch.targets, batch.mask, with_entropy="entropy" in wants, **settings
         )
     if "square" in wants:

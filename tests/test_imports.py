@@ -49,7 +49,7 @@ ALLOWED: dict[str, str | None] = {
     "config": "structs metrics optim sharding models algos data rewards rollout envs checkpoint",
     "overrides": "config",
     "config_check_rollout": "algos rollout config",
-    "config_check": "sharding overrides config config_check_rollout",
+    "config_check": "sharding rollout overrides config config_check_rollout",
     "recipes": "algos overrides config_check config",
     # the top
     "roles": ANY,

@@ -14,13 +14,23 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
+from jaxrl_kernels import batch_invariant
 from jaxrl_kernels.flash_attention.reference import attention
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.params import shardings
-from jaxrl_llm.models.rope import rope_tables
-from jaxrl_llm.models.transformer import Layers, Transformer, attend_row, block, rms_norm, window_sizes
+from jaxrl_llm.models.transformer import (
+    Layers,
+    Transformer,
+    attend_row,
+    block,
+    computed_with,
+    final_norm,
+    rope_of,
+    row_wise,
+    window_sizes,
+)
 from jaxrl_llm.sharding.rules import Rules, constrain
 
 UNROLLED = 12
@@ -64,11 +74,7 @@ def decode_weights(params: Transformer, dtype: DTypeLike) -> DecodeWeights:
     Always a copy, so that the trainer may donate its own.
     """
 
-    def cast(path, w):
-        norm = "norm" in jax.tree_util.keystr(path)
-        return jnp.copy(w if norm else w.astype(dtype))
-
-    params = jax.tree_util.tree_map_with_path(cast, params)
+    params = jax.tree.map(jnp.copy, computed_with(params, dtype))
     c, layers = params.config, (params.layers,)
     if is_unrolled(c):
         layers = tuple(jax.tree.map(lambda w, i=i: w[i], params.layers) for i in range(c.num_layers))
@@ -96,15 +102,21 @@ def ring_cache(c: TransformerConfig, slots: int, length: int, dtype: DTypeLike) 
     return RingCache(k, v, jnp.int32(0))
 
 
-def logits(c: TransformerConfig, weights: DecodeWeights, hidden: Float[Array, "S D"]) -> Float[Array, "S V"]:
+def logits(
+    c: TransformerConfig, weights: DecodeWeights, hidden: Float[Array, "S D"], strict: bool = False
+) -> Float[Array, "S V"]:
     """Next-token logits, float32, soft-capped where the model is."""
     head = weights.embed if weights.head is None else weights.head
-    out = jnp.einsum("sd,vd->sv", hidden, head, preferred_element_type=jnp.float32)
-    return out if c.logit_softcap is None else c.logit_softcap * jnp.tanh(out / c.logit_softcap)
+    found = row_wise(strict)(batch_invariant.logits_with(c.logit_softcap), head, hidden[:, None])
+    return found[:, 0]
 
 
 def prefill(
-    c: TransformerConfig, weights: DecodeWeights, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
+    c: TransformerConfig,
+    weights: DecodeWeights,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    strict: bool = False,
 ) -> tuple[tuple[Float[Array, "*L B K E T"], ...], tuple[Float[Array, "*L B K T E"], ...]]:
     """Keys and values of prompts that end at the right edge of their rows.
 
@@ -114,11 +126,12 @@ def prefill(
     Returns: (k, v), arrays laid out as in `RingCache`; what lies left of a prompt is noise.
     """
     positions = jnp.arange(tokens.shape[1]) - (tokens.shape[1] - lengths)[:, None]
-    segments = (positions >= 0).astype(jnp.int32)
-    tables = rope_tables(c, jnp.maximum(positions, 0))
+    segments, positions = (positions >= 0).astype(jnp.int32), jnp.maximum(positions, 0)
+    tables = row_wise(strict)(rope_of(c), None, positions)
 
     def layer(x, w, window, *_):
-        x, (k, v) = block(c, w, x, tables, attend_row(c, segments, window))
+        attend = attend_row(c, segments, positions, window, strict=strict)
+        x, (k, v) = block(c, w, x, tables, attend, strict)
         return x, (k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
 
     x = constrain(weights.embed[tokens], "batch", "sequence", "hidden")
@@ -132,22 +145,22 @@ def decode(
     cache: RingCache,
     tokens: Int[Array, "S"],
     positions: Int[Array, "S"],
+    strict: bool = False,
 ) -> tuple[Float[Array, "S D"], RingCache]:
     """Read one token a slot. Returns (hidden after the final norm, cache with the token in it)."""
-    tables = rope_tables(c, positions[:, None])
-    age = jnp.mod(cache.cursor - jnp.arange(cache.length), cache.length)
-    visible = age <= positions[:, None]
+    by_row, positions = row_wise(strict), positions[:, None]
+    tables = by_row(rope_of(c), None, positions)
 
     def layer(carry, w, window, array, place):
         x, ks, vs = carry
-        attend = _attend_ring(c, (ks[array], vs[array]), place, cache.cursor, visible & (age < window))
-        x, (k, v) = block(c, w, x, tables, attend)
+        attend = _attend_ring(c, (ks[array], vs[array]), place, cache.cursor, positions, window, strict)
+        x, (k, v) = block(c, w, x, tables, attend, strict)
         put = lambda arrays, new: (*arrays[:array], new, *arrays[array + 1 :])
         return (x, put(ks, k), put(vs, v)), None
 
     x = constrain(weights.embed[tokens][:, None], "batch", "sequence", "hidden")
     (x, ks, vs), _ = _through_layers(c, weights.layers, layer, (x, cache.k, cache.v))
-    hidden = rms_norm(x, weights.norm, c.norm_eps)[:, 0]
+    hidden = by_row(final_norm(c), weights.norm, x)[:, 0]
     return hidden, RingCache(ks, vs, jnp.mod(cache.cursor + 1, cache.length))
 
 
@@ -171,7 +184,9 @@ def _through_layers(c: TransformerConfig, layers: tuple[Layers, ...], layer, car
     return carry, [outs]
 
 
-def _attend_ring(c: TransformerConfig, kv, place: tuple, cursor, visible: Bool[Array, "S C"]):
+def _attend_ring(
+    c: TransformerConfig, kv, place: tuple, cursor, positions: Int[Array, "S 1"], window, strict: bool
+):
     """`attend` of `block`: write the new key and value at the cursor, look at the slot's own past."""
 
     def write(cache, column, at):
@@ -179,17 +194,17 @@ def _attend_ring(c: TransformerConfig, kv, place: tuple, cursor, visible: Bool[A
         cache = jax.lax.dynamic_update_slice(cache, column, (*place, *at))
         return cache, jax.lax.dynamic_index_in_dim(cache, *place, keepdims=False) if place else cache
 
+    settings = {"scale": 1 / math.sqrt(c.head_dim), "softcap": c.attention_softcap}
+
     def attend(q, k, v):
         ks, k = write(kv[0], k.transpose(0, 2, 3, 1), (0, 0, 0, cursor))
         vs, v = write(kv[1], v.transpose(0, 2, 1, 3), (0, 0, cursor, 0))
-        out = attention(
-            q,
-            k.transpose(0, 3, 1, 2).astype(q.dtype),
-            v.transpose(0, 2, 1, 3).astype(q.dtype),
-            visible[:, None],
-            scale=1 / math.sqrt(c.head_dim),
-            softcap=c.attention_softcap,
-        )
-        return out, (ks, vs)
+        k, v = k.transpose(0, 3, 1, 2).astype(q.dtype), v.transpose(0, 2, 1, 3).astype(q.dtype)
+        if strict:
+            start = cursor - positions
+            return batch_invariant.attention(q, k, v, start, positions, window, **settings), (ks, vs)
+        age = jnp.mod(cursor - jnp.arange(k.shape[1]), k.shape[1])
+        visible = (age <= positions) & (age < window)
+        return attention(q, k, v, visible[:, None], **settings), (ks, vs)
 
     return attend

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -10,6 +11,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxrl_kernels import batch_invariant
+from jaxrl_kernels.batch_invariant import rounded
 from jaxrl_kernels.flash_attention import api as flash_attention
 from jaxrl_kernels.flash_attention.spec import EVERYTHING
 from jaxrl_llm.models.config import TransformerConfig
@@ -97,6 +100,7 @@ class Transformer(nnx.Module):
         dtype: DTypeLike = jnp.float32,
         remat: str = "none",
         sequence_parallel: Division = "ring",
+        strict: bool = False,
     ) -> Float[Array, "B T D"]:
         """Hidden states after the final norm. A token sees the earlier tokens of its own segment.
 
@@ -109,69 +113,111 @@ class Transformer(nnx.Module):
             remat: what the backward pass keeps: "none" = everything; "full" = layer inputs only; "attention"
                 = those and what attention found; "dots" = these and matrix products.
             sequence_parallel: how attention works where the mesh divides the tokens of a row.
+            strict: every bit of a token depends on its trajectory alone, and is the one that decoding finds
+                (`jaxrl_kernels.batch_invariant`); one device.
         """
         c, windows = self.config, window_sizes(self.config)
         if segments is None:
             segments = jnp.ones_like(tokens)
         division = row_division(tokens.shape[1], sequence_parallel)
         tokens, positions, segments = [arrange_rows(x, division) for x in (tokens, positions, segments)]
-        tables = rope_tables(c, positions, trajectory_lengths(c, positions, segments))
-        table = constrain(self.embed[...].astype(dtype), "vocab", "hidden")  # looked up by whole rows
+        by_row = row_wise(strict)
+        tables = by_row(rope_of(c), None, positions, trajectory_lengths(c, positions, segments))
+        table = constrain(rounded(self.embed[...], dtype), "vocab", "hidden")  # looked up by whole rows
         x = constrain(table[tokens], "batch", "sequence", "hidden")
 
         def body(x, layer_and_window):
             layer, window = layer_and_window
-            return block(c, layer, x, tables, attend_row(c, segments, window, division))[0], None
+            attend = attend_row(c, segments, positions, window, division, strict)
+            return block(c, computed_with(layer, dtype), x, tables, attend, strict)[0], None
 
         if remat != "none":
             body = jax.checkpoint(body, policy=REMAT[remat], prevent_cse=False)
         x, _ = jax.lax.scan(body, x, (self.layers, jnp.asarray(windows)))
-        return restore_rows(rms_norm(x, self.norm[...], c.norm_eps), division)
+        return restore_rows(by_row(final_norm(c), self.norm[...], x), division)
 
 
 def attend_row(
     c: TransformerConfig,
     segments: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
     window: int | Int[Array, ""],
     division: Division = "whole",
+    strict: bool = False,
 ):
     """`attend` of `block` for tokens that see the earlier ones of their segment; its kv are the row's."""
     settings = {"scale": 1 / math.sqrt(c.head_dim), "softcap": c.attention_softcap}
 
-    def attend(q, k, v):
-        return row_attention(q, k, v, segments, window=window, division=division, **settings), (k, v)
+    def at_once(q, k, v, segments, positions, window):
+        return row_attention(q, k, v, segments, window=window, division=division, **settings)
 
-    return attend
+    def in_order(q, k, v, segments, positions, window):
+        start = jnp.arange(q.shape[1]) - positions
+        return batch_invariant.attention(q, k, v, start, positions, window, **settings)
+
+    how = functools.partial(batch_invariant.with_gradient_of, at_once, in_order) if strict else at_once
+    return lambda q, k, v: (how(q, k, v, segments, positions, jnp.asarray(window)), (k, v))
 
 
-def block(c: TransformerConfig, w: Layers, x, tables, attend):
-    """One decoder layer. `attend(q, k, v) -> (out, kv)` decides who sees whom. Returns (x, kv)."""
-    dtype = x.dtype
-    cast = lambda name: getattr(w, name)[...].astype(dtype)
-    bias = lambda name: cast(name) if hasattr(w, name) else 0
+def block(c: TransformerConfig, w: Layers, x, tables, attend, strict: bool = False):
+    """One decoder layer. `attend(q, k, v) -> (out, kv)` decides who sees whom. Returns (x, kv).
 
-    with jax.named_scope("attention"):
+    The weights are `computed_with` the type of x.
+    """
+
+    def bias(w, name):
+        return getattr(w, name)[...] if hasattr(w, name) else 0
+
+    def before(w, x, tables):
         h = rms_norm(x, w.attention_norm[...], c.norm_eps)
-        q = project(h, cast("q")) + bias("q_bias")
-        k = project(h, cast("k")) + bias("k_bias")
-        v = project(h, cast("v")) + bias("v_bias")
+        q = project(h, w.q[...]) + bias(w, "q_bias")
+        k = project(h, w.k[...]) + bias(w, "k_bias")
+        v = project(h, w.v[...]) + bias(w, "v_bias")
         if c.qk_norm:
             q = rms_norm(q, w.q_norm[...], c.norm_eps)
             k = rms_norm(k, w.k_norm[...], c.norm_eps)
-        q, k = apply_rope(q, *tables), apply_rope(k, *tables)
-        q = constrain(q, "batch", "sequence", "heads", "head_dim")
-        out, kv = attend(q, k, v)
-        x = x + project(out, cast("o")) + bias("o_bias")
-        x = constrain(x, "batch", "sequence", "hidden")
+        return apply_rope(q, *tables), apply_rope(k, *tables), v
 
-    with jax.named_scope("mlp"):
-        h = rms_norm(x, w.mlp_norm[...], c.norm_eps)
-        gate = project(h, cast("gate")) + bias("gate_bias")
-        up = project(h, cast("up")) + bias("up_bias")
-        hidden = constrain(ACTIVATIONS[c.activation](gate) * up, "batch", "sequence", "mlp")
-        x = x + project(hidden, cast("down")) + bias("down_bias")
+    def after(w, x, out):
+        x = x + project(out, w.o[...]) + bias(w, "o_bias")
         x = constrain(x, "batch", "sequence", "hidden")
-    return x, kv
+        with jax.named_scope("mlp"):
+            h = rms_norm(x, w.mlp_norm[...], c.norm_eps)
+            gate = project(h, w.gate[...]) + bias(w, "gate_bias")
+            up = project(h, w.up[...]) + bias(w, "up_bias")
+            hidden = constrain(ACTIVATIONS[c.activation](gate) * up, "batch", "sequence", "mlp")
+            x = x + project(hidden, w.down[...]) + bias(w, "down_bias")
+            return constrain(x, "batch", "sequence", "hidden")
+
+    by_row = row_wise(strict)
+    with jax.named_scope("attention"):
+        q, k, v = by_row(before, w, x, tables)
+        out, kv = attend(constrain(q, "batch", "sequence", "heads", "head_dim"), k, v)
+    return by_row(after, w, x, out), kv
+
+
+def row_wise(strict: bool):
+    """How f(weights, *arrays [B, T, ...]), which treats every token alike, is called."""
+    return batch_invariant.rows if strict else lambda f, weights, *xs: f(weights, *xs)
+
+
+def rope_of(c: TransformerConfig):
+    """`rope_tables` for `row_wise`."""
+    return lambda _, positions, lengths=None: rope_tables(c, positions, lengths)
+
+
+def final_norm(c: TransformerConfig):
+    """The norm of the last hidden states for `row_wise`."""
+    return lambda weight, x: rms_norm(x, weight, c.norm_eps)
+
+
+def computed_with(weights: Layers, dtype: DTypeLike) -> Layers:
+    """Norms as they are, all others in `dtype`."""
+
+    def cast(path, w):
+        return w if "norm" in jax.tree_util.keystr(path) else rounded(w, dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, weights)
 
 
 def project(x: Float[Array, "B T *I"], w: Float[Array, "*I_and_O"]) -> Float[Array, "B T *O"]:

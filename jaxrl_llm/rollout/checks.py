@@ -1,11 +1,12 @@
-"""Requests and sampling settings that no engine can do are refused before any work."""
+"""Requests and settings that no engine can do are refused before any work."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
 
 
@@ -40,6 +41,29 @@ def check_requests(
                 f"request {i}: {length} prompt tokens + max_tokens={request.max_tokens} exceed the "
                 f"model's {model.max_position} positions; shorten one of them{_why_not(model)}"
             )
+
+
+def not_strict(rollout: RolloutConfig, dtype: str, devices: int) -> Iterator[str]:
+    """What makes the rollout's log-probs others than those of a trainer that computes in `dtype`."""
+    if devices > 1:
+        yield (
+            f"--strict works on one device, and the mesh has {devices}: what is divided is summed in another "
+            "order. Show the run one device (XLA_FLAGS, CUDA_VISIBLE_DEVICES) and leave --mesh as it is."
+        )
+    if rollout.engine != "native":
+        yield (
+            f"--strict and --rollout.engine {rollout.engine} exclude each other: servers sum in an order of "
+            "their own. Set --rollout.engine native."
+        )
+    for name in ("dtype", "cache_dtype"):
+        found = getattr(rollout, name) or rollout.dtype
+        if found != dtype:
+            yield (
+                f"--strict: --rollout.{name} is {found}, --model.dtype is {dtype}, so the two would round "
+                f"differently. Set --rollout.{name} {dtype}."
+            )
+    if rollout.weight_noise:
+        yield "--strict and --rollout.weight_noise exclude each other: noise is there to make a mismatch."
 
 
 def _why_not(model: TransformerConfig) -> str:

@@ -40,6 +40,7 @@ class NativeEngine:
         tokenizer: gives `eos_token_id` and `decode(ids)`; None = no end token and no text.
         eos_ids: further ids that end a response (`eos_token_id` of a generation_config.json).
         share: gives every process process 0's value (a collective); only dialogues need it.
+        strict: log-probs have every bit of those that strict training finds.
     """
 
     def __init__(
@@ -50,10 +51,12 @@ class NativeEngine:
         tokenizer: Any = None,
         eos_ids: Sequence[int] = (),
         share: Callable[[Any], Any] = lambda value: value,
+        strict: bool = False,
     ):
         self.config, self.model, self.mesh, self.tokenizer, self.share = config, model, mesh, tokenizer, share
         self.eos_ids = end_ids(tokenizer, eos_ids)
-        self.programs = Programs(model, mesh, config.dtype, config.cache_dtype or config.dtype, config.chunk)
+        cache = config.cache_dtype or config.dtype
+        self.programs = Programs(model, mesh, config.dtype, cache, config.chunk, strict)
         self.metrics: Metrics = {}
         self._published = None
         self._sizes = self._make_sizes(1, 1, False)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_llm import models
 from jaxrl_llm.models import TransformerConfig, decode
 from jaxrl_llm.models.decode import DecodeWeights, RingCache
-from jaxrl_llm.rollout.sampling import Draw, sample, uniforms
+from jaxrl_llm.rollout.sampling import Draw, sample, sample_strictly, uniforms
 from jaxrl_llm.sharding.rules import ROLLOUT, fit
 from jaxrl_llm.structs import Params
 
@@ -51,8 +51,16 @@ class Ends(NamedTuple):
 class Programs:
     """Jitted functions of one model on one mesh. `traces` counts compilations."""
 
-    def __init__(self, config: TransformerConfig, mesh: Mesh, dtype: str, cache_dtype: str, chunk: int):
-        self.config, self.mesh, self.chunk = config, mesh, chunk
+    def __init__(
+        self,
+        config: TransformerConfig,
+        mesh: Mesh,
+        dtype: str,
+        cache_dtype: str,
+        chunk: int,
+        strict: bool = False,
+    ):
+        self.config, self.mesh, self.chunk, self.strict = config, mesh, chunk, strict
         self.dtype, self.cache_dtype = jnp.dtype(dtype), jnp.dtype(cache_dtype)
         share = fit(mesh, ("batch",), (mesh.size,), ROLLOUT).shard_shape((mesh.size,))[0]
         self.ways = mesh.size // share  # slots are divided among so many devices
@@ -105,7 +113,7 @@ class Programs:
     def _prefill(self, weights: DecodeWeights, tokens, lengths) -> PromptKV:
         """Right-aligned prompts to their keys and values; any slot may want them, so no row is divided."""
         self.traces += 1
-        kv = decode.prefill(self.config, weights, tokens, lengths)
+        kv = decode.prefill(self.config, weights, tokens, lengths, self.strict)
         return jax.tree.map(lambda x: x.astype(self.cache_dtype), kv)
 
     def _spread(self, prompts: PromptKV, rows, *, width: int) -> PromptKV:
@@ -171,9 +179,13 @@ class Programs:
 
         def body(carry):
             step, cache, state, (tokens, logprobs) = carry
-            hidden, cache = decode.decode(self.config, weights, cache, state.tokens, state.positions)
-            logits = decode.logits(self.config, weights, hidden)
-            token, logprob = sample(logits, uniform[step], draw, filtered)
+            hidden, cache = decode.decode(
+                self.config, weights, cache, state.tokens, state.positions, self.strict
+            )
+            logits = decode.logits(self.config, weights, hidden, self.strict)
+            token, logprob = (sample_strictly if self.strict else sample)(
+                logits, uniform[step], draw, filtered
+            )
             one = state.active.astype(jnp.int32)
             counts = state.counts + one
             ended = jnp.any(token[:, None] == ends.tokens, axis=1) | (counts >= state.limits)

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+from jaxrl_kernels import batch_invariant
+
 BLOCK = 64  # vocabulary entries of the lower level
 
 
@@ -47,6 +49,17 @@ def sample(
     token = jnp.where(greedy, jnp.argmax(logits, axis=-1), drawn).astype(jnp.int32)
     chosen = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
     return token, chosen - top[:, 0] - jnp.log(jnp.sum(weights, axis=-1))
+
+
+def sample_strictly(
+    logits: Float[Array, "S V"], uniform: Float[Array, "S"], draw: Draw, filtered: bool
+) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
+    """`sample` with log-probs whose every bit is that of training (`batch_invariant.linear_logprob`)."""
+    token_of = lambda draw, logits, uniform: sample(logits[0], uniform[0], draw, filtered)[0][None]
+    token = batch_invariant.rows(token_of, draw, logits[:, None], uniform[:, None])
+    temperature = jnp.where(draw.temperature == 0, 1.0, draw.temperature)
+    logprob, _ = batch_invariant.rows(batch_invariant.logprob, temperature, logits[:, None], token)
+    return token[:, 0], logprob[:, 0]
 
 
 def keep(weights: Float[Array, "S V"], draw: Draw) -> Float[Array, "S V"]:

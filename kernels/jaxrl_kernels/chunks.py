@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Shaped
 
 
 def split(x: Shaped[Array, "B T ..."], chunk: int) -> Shaped[Array, "S B C ..."]:
@@ -21,12 +22,11 @@ def join(x: Shaped[Array, "S B C"], length: int) -> Shaped[Array, "B T"]:
     return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)[:, :length]
 
 
-def map_chunks(
-    one: Callable[..., Float[Array, "B C"]], chunk: int, *inputs: Shaped[Array, "B T ..."]
-) -> Float[Array, "B T"]:
-    """`one` of each chunk of the inputs, one chunk after the other."""
+def map_chunks(one: Callable[..., Any], chunk: int, *inputs: Shaped[Array, "B T ..."]) -> Any:
+    """`one` of each chunk of the inputs, one chunk after the other: a tree of arrays [B, T]."""
     length = inputs[0].shape[1]
     if chunk >= length:
         return one(*inputs)
     pieces = tuple(split(x, chunk) for x in inputs)
-    return join(jax.lax.map(lambda xs: one(*xs), pieces), length)
+    found = jax.lax.map(lambda xs: one(*xs), pieces)
+    return jax.tree.map(lambda x: join(x, length), found)

@@ -1,0 +1,181 @@
+"""The same bits for a token whatever is computed beside it, in whatever program.
+
+XLA chooses by the shape of a product how it sums, so a row of a larger batch has other bits than the same
+row alone. Here every number is made in the body of a loop whose shapes never change: TILE rows at a time,
+KEYS keys at a time, in the order of their positions, whatever the batch. What surrounds a loop is compiled
+apart from its body, so programs that decode, score and train do the same arithmetic.
+
+Only values are made so. Gradients are those of the plain functions at the same inputs: nothing is compared
+with them bit by bit, and their products may be as large as the batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Num
+
+from jaxrl_kernels.chunks import map_chunks
+from jaxrl_kernels.linear_logprob.chunked import linear_logprob as plain_linear_logprob
+
+TILE = 16
+"""Rows computed together."""
+KEYS = 32
+"""Keys of each row that attention looks at together."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def with_gradient_of(plain: Callable[..., Any], exact: Callable[..., Any], *args: Any) -> Any:
+    """exact(*args), with the gradient of plain(*args), which is the same to rounding."""
+    return exact(*args)
+
+
+def _forward(plain, exact, *args):
+    return exact(*args), args
+
+
+def _backward(plain, exact, args, cotangents):
+    return jax.vjp(plain, *args)[1](cotangents)
+
+
+with_gradient_of.defvjp(_forward, _backward)
+
+
+def rows(f: Callable[..., Any], weights: Any, *xs: Any) -> Any:
+    """f(weights, *xs), TILE tokens at a time, for an f that treats every token alike.
+
+    Args:
+        xs: trees of arrays [B, T, ...]; f is given [1, TILE, ...] of each.
+    """
+    return with_gradient_of(f, functools.partial(_in_tiles, f), weights, *xs)
+
+
+def _in_tiles(f, weights, *xs):
+    outer = jax.tree.leaves(xs)[0].shape[:2]
+    count = outer[0] * outer[1]
+    tiles = max(-(-count // TILE), 2)  # XLA would inline a loop of one trip
+
+    def cut(x):
+        x = x.reshape(count, *x.shape[2:])
+        x = jnp.pad(x, ((0, tiles * TILE - count), *((0, 0),) * (x.ndim - 1)))
+        return x.reshape(tiles, 1, TILE, *x.shape[1:])
+
+    def join(x):
+        return x.reshape(tiles * TILE, *x.shape[3:])[:count].reshape(*outer, *x.shape[3:])
+
+    out = jax.lax.map(lambda xs: f(weights, *xs), jax.tree.map(cut, xs))
+    return jax.tree.map(join, out)
+
+
+def attention(
+    q: Float[Array, "B T H E"],
+    k: Float[Array, "B C K E"],
+    v: Float[Array, "B C K E"],
+    start: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    window: int | Int[Array, ""],
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> Float[Array, "B T H E"]:
+    """Softmax attention of each query to its trajectory's keys, up to its own position. No gradient.
+
+    Args:
+        start: the key of position p is at place (start + p) mod C of the query's row.
+        window: keys that a query sees at most, its own included.
+    """
+    batch, length, kv_heads, dim = k.shape
+    row = jnp.broadcast_to(jnp.arange(batch)[:, None] * length, positions.shape)
+    kv = tuple(x.reshape(batch * length, kv_heads, dim) for x in (k, v))
+
+    def tile(shared, q, row, start, positions):
+        q = q.reshape(TILE, kv_heads, -1, dim)
+        row, start, last = (x.reshape(TILE, 1) for x in (row, start, positions))
+        (keys, values), window = shared
+
+        def look(step, carry):
+            top, total, out = carry
+            at = step * KEYS + jnp.arange(KEYS)
+            place = row + (start + at) % length
+            seen = (at <= last) & (last - at < window)
+            scores = jnp.einsum("rkge,rcke->rkgc", q, keys[place], preferred_element_type=jnp.float32)
+            scores = scores * scale
+            if softcap is not None:
+                scores = softcap * jnp.tanh(scores / softcap)
+            scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+            higher = jnp.maximum(top, jnp.max(scores, axis=-1))
+            weights = jnp.exp(scores - higher[..., None])  # keys that are not seen add exact zeros
+            shrink = jnp.exp(top - higher)
+            found = jnp.einsum(
+                "rkgc,rcke->rkge", weights.astype(v.dtype), values[place], preferred_element_type=jnp.float32
+            )
+            total = total * shrink + jnp.sum(weights, axis=-1)
+            return higher, total, out * shrink[..., None] + found
+
+        zeros = jnp.zeros(q.shape, jnp.float32)
+        carry = zeros[..., 0] - 1e30, zeros[..., 0], zeros
+        first = jnp.maximum(jnp.min(last) - window + 1, 0) // KEYS
+        _, total, out = jax.lax.fori_loop(first, jnp.max(last) // KEYS + 1, look, carry)
+        return (out / total[..., None]).astype(q.dtype).reshape(1, TILE, -1, dim)
+
+    return _in_tiles(tile, (kv, jnp.asarray(window)), q, row, start, positions)
+
+
+def logits_with(softcap: float | None) -> Callable[..., Float[Array, "B T V"]]:
+    """(head [V, D], hidden [B, T, D]) -> logits, float32; for `rows`."""
+
+    def logits(head, hidden):
+        out = jnp.einsum("btd,vd->btv", hidden, head, preferred_element_type=jnp.float32)
+        return out if softcap is None else softcap * jnp.tanh(out / softcap)
+
+    return logits
+
+
+def logprob(
+    temperature: Float[Array, ""], logits: Float[Array, "B T V"], targets: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """(log softmax(logits / temperature) at the targets, its entropy), nats; for `rows`."""
+    logits = logits / temperature
+    below = logits - jnp.max(logits, axis=-1, keepdims=True)
+    weights = jnp.exp(below)
+    total = jnp.sum(weights, axis=-1)
+    at_target = targets[..., None] == jnp.arange(logits.shape[-1])
+    found = jnp.sum(jnp.where(at_target, below, 0), axis=-1) - jnp.log(total)
+    return found, jnp.log(total) - jnp.sum(weights * below, axis=-1) / total
+
+
+def linear_logprob(
+    hidden: Float[Array, "B T D"],
+    head: Float[Array, "V D"],
+    targets: Int[Array, "B T"],
+    mask: Num[Array, "B T"] | None = None,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    chunk: int = 128,
+    with_entropy: bool = True,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"] | None]:
+    """The plain `linear_logprob`, of tiles of rows."""
+    mask = jnp.ones(targets.shape) if mask is None else mask
+    settings = {"temperature": temperature, "softcap": softcap, "chunk": chunk, "with_entropy": with_entropy}
+
+    def exact(hidden, head, targets, mask):
+        def one(hidden, targets):
+            return rows(logprob, jnp.float32(temperature), rows(logits_with(softcap), head, hidden), targets)
+
+        found, entropy = (jnp.where(mask > 0, x, 0) for x in map_chunks(one, chunk, hidden, targets))
+        return found, entropy if with_entropy else None
+
+    plain = functools.partial(plain_linear_logprob, **settings)
+    return with_gradient_of(plain, exact, hidden, head, targets, mask)
+
+
+def rounded(x: Float[Array, "*dims"], dtype: DTypeLike) -> Float[Array, "*dims"]:
+    """x in `dtype`. After a mere cast XLA may compute with the bits that it was to lose."""
+    kind = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(x, kind.nexp, kind.nmant).astype(dtype)

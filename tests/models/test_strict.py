@@ -1,0 +1,143 @@
+"""Strict mode: what the rollout says of its own tokens is what training says of them, to the last bit."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jaxrl_llm import models
+from jaxrl_llm.algos import grpo
+from jaxrl_llm.data.packing import from_trajectory
+from jaxrl_llm.learner import Learner
+from jaxrl_llm.rollout.checks import not_strict
+from jaxrl_llm.rollout.engine import Request, SamplingConfig
+from jaxrl_llm.rollout.native import NativeEngine, RolloutConfig
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.step import StepConfig
+from jaxrl_llm.train import main
+
+QWEN = models.TransformerConfig(
+    vocab_size=100, hidden_size=32, mlp_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
+    initializer_range=0.2, max_position=128,
+)  # fmt: skip
+OTHERS = dataclasses.replace(
+    QWEN, sliding_window=7, window_layers=(True, False), qkv_bias=True, qk_norm=False, tie_embeddings=False,
+    attention_softcap=2.0, logit_softcap=3.0, num_heads=3, num_kv_heads=3,
+)  # fmt: skip
+TEMPERATURE = 0.7
+
+
+def one_device():
+    return make_mesh(MeshConfig(), jax.devices()[:1])
+
+
+def written(config, dtype, slots, groups=3, chunk=8):
+    """Responses to prompts of 1 to 40 tokens, of up to 30 tokens each."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(2, 100, n).astype(np.int32) for n in (5, 1, 40, 17)]
+    requests = [Request(prompt, i, groups, 12 + 6 * i) for i, prompt in enumerate(prompts)]
+    rollout = RolloutConfig(slots=slots, dtype=dtype, chunk=chunk)
+    engine = NativeEngine(rollout, config, one_device(), eos_ids=(1,), strict=True)
+    engine.publish(models.init(config, jax.random.key(0)), version=0)
+    return engine.generate(requests, SamplingConfig(temperature=TEMPERATURE), jax.random.key(1))
+
+
+def learner(config, dtype, row_tokens, rows, remat="none", strict=True):
+    step = StepConfig(row_tokens, rows, dtype, remat, strict=strict, temperature=TEMPERATURE)
+    return Learner(grpo.Config(kl_coef=0.0), config, optax.sgd(1.0), step, one_device())
+
+
+def one_update(built, items):
+    """(metrics, gradient) with advantages 1, -1, 1, ..."""
+    for i, item in enumerate(items):
+        item.signals["advantages"] = np.full(len(item.tokens), 1.0 - 2.0 * (i % 2), np.float32)
+    with jax.set_mesh(built.mesh):
+        params = models.init(built.model, jax.random.key(0))
+        before = jax.tree.map(np.array, params)
+        state, metrics = built.update(built.init_state(params), [items])
+    change = jax.tree.map(lambda a, b: np.array(a) - np.array(b), before, state.params)
+    return jax.device_get(metrics), change
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [(QWEN, "float32"), (QWEN, "bfloat16"), (OTHERS, "float32")],
+    ids=["qwen3", "qwen3 bfloat16", "windows, caps, biases"],
+)
+def test_scored_and_trained_log_probs_are_those_of_the_rollout(config, dtype):
+    trajectories = written(config, dtype, slots=4)
+    items = [from_trajectory(t) for t in trajectories]
+    params = models.init(config, jax.random.key(0))
+    for shape, order in (((64, 3), range(12)), ((150, 2), np.random.default_rng(2).permutation(12))):
+        ordered = [items[i] for i in order]
+        found = learner(config, dtype, *shape).score(params, ordered)
+        for item, scored in zip(ordered, found, strict=True):
+            on = item.mask > 0
+            np.testing.assert_array_equal(scored["policy"][on], item.signals["rollout"][on])
+    for remat in ("none", "full"):
+        metrics, _ = one_update(learner(config, dtype, 128, 2, remat), items)
+        assert metrics["mismatch/max_abs"] == 0.0 and metrics["mismatch/mean_abs"] == 0.0
+
+
+def test_text_and_log_probs_do_not_depend_on_who_else_is_written():
+    few, many = written(QWEN, "float32", slots=2, chunk=5), written(QWEN, "float32", slots=32)
+    for one, other in zip(few, many, strict=True):
+        np.testing.assert_array_equal(one.response_ids, other.response_ids)
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+
+
+def test_gradients_are_those_of_the_plain_model():
+    items = [from_trajectory(t) for t in written(OTHERS, "float32", slots=4)]
+    _, strict = one_update(learner(OTHERS, "float32", 128, 2, "dots"), items)
+    metrics, plain = one_update(learner(OTHERS, "float32", 128, 2, "dots", strict=False), items)
+    assert 0 < metrics["mismatch/max_abs"] < 1e-4
+    for one, other in zip(jax.tree.leaves(strict), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5 * np.abs(other).max() + 1e-9)
+
+
+def test_a_whole_run_of_several_turns_has_no_mismatch(tmp_path, monkeypatch):
+    """Two updates a step on rows of several trajectories; the old log-probs are scored, not the update's."""
+    monkeypatch.setattr("jaxrl_llm.parts.make_mesh", lambda config: one_device())
+    code = main([
+        *("--config", "grpo_tools_tiny.py", "--run_dir", str(tmp_path), "--strict", "true", "--steps", "2"),
+        *("--prompts_per_step", "4", "--responses_per_prompt", "4", "--minibatches_per_step", "2"),
+        *("--warm_start.steps", "60", "--eval.every", "0", "--log.progress", "none", "--reward.workers", "1"),
+        *("--rollout.slots", "8", "--tokens_per_device", "600", "--max_response_tokens", "60"),
+    ])  # fmt: skip
+    assert code == 0
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()][-2:]
+    assert [line["mismatch/max_abs"] for line in lines] == [0.0, 0.0]
+    assert all(line["env/turns_mean"] >= 1 and line["entropy"] > 0 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype", "devices", "message"),
+    [
+        (
+            {"engine": "sglang"},
+            "float32",
+            1,
+            "--strict and --rollout.engine sglang exclude each other: servers",
+        ),
+        (
+            {"dtype": "float32"},
+            "bfloat16",
+            1,
+            "--strict: --rollout.dtype is float32, --model.dtype is bfloat16",
+        ),
+        (
+            {"cache_dtype": "bfloat16"},
+            "float32",
+            1,
+            "--strict: --rollout.cache_dtype is bfloat16, --model.dty",
+        ),
+        ({"weight_noise": 0.1}, "float32", 1, "--strict and --rollout.weight_noise exclude each other"),
+        ({}, "float32", 4, "--strict works on one device, and the mesh has 4"),
+    ],
+)
+def test_what_cannot_be_strict_is_refused(settings, dtype, devices, message):
+    assert not list(not_strict(RolloutConfig(dtype=dtype), dtype, 1))
+    assert next(not_strict(RolloutConfig(**settings), dtype, devices)).startswith(message)
