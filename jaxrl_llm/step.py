@@ -18,11 +18,12 @@ from jaxtyping import Array, Float
 
 from jaxrl_kernels import batch_invariant
 from jaxrl_kernels.linear_divergence.chunked import linear_divergence
-from jaxrl_kernels.linear_logprob.chunked import linear_logprob
+from jaxrl_kernels.linear_logprob import api
 from jaxrl_kernels.linear_logprob.square import linear_square
 from jaxrl_llm import algos
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.algos.reduce import token_mean
+from jaxrl_llm.sharding.rules import prediction_layout
 from jaxrl_llm.structs import Batch, Metrics, Params, Signals, TrainState, Whole
 
 Outputs = dict[str, Float[Array, "B T"]]
@@ -70,9 +71,9 @@ def outputs(
         "chunk": config.chunk,
     }
     if "policy" in wants:
-        logprob = batch_invariant.linear_logprob if config.strict else linear_logprob
-        found["policy"], found["entropy"] = logprob(
-            hidden, head, batch.targets, batch.mask, with_entropy="entropy" in wants, **settings
+        layout = {} if config.strict else {"layout": prediction_layout(hidden, head)}
+        found["policy"], found["entropy"] = (batch_invariant if config.strict else api).linear_logprob(
+            hidden, head, batch.targets, batch.mask, with_entropy="entropy" in wants, **layout, **settings
         )
     if "square" in wants:
         found["square"] = linear_square(hidden, head, **settings)

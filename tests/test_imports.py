@@ -38,7 +38,7 @@ ALLOWED: dict[str, str | None] = {
     "envs": "structs outcome data rollout",
     "bridge": "structs models checkpoint rollout",
     # what joins them
-    "step": "jaxrl_kernels structs algos",
+    "step": "jaxrl_kernels structs sharding algos",
     "learner": "structs sharding models algos data step",
     "trainer": "structs models algos data learner",
     "credit": "structs algos data",

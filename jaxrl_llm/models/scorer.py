@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_kernels.linear_logprob.chunked import linear_logprob
+from jaxrl_kernels.linear_logprob.api import linear_logprob
 from jaxrl_llm.models.config import TransformerConfig
+from jaxrl_llm.sharding.rules import prediction_layout
 
 
 def make_scorer(config: TransformerConfig, temperature: float, dtype: str, mesh: Mesh):
@@ -17,13 +18,15 @@ def make_scorer(config: TransformerConfig, temperature: float, dtype: str, mesh:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         segments = (positions < lengths[:, None]).astype(jnp.int32)
         hidden = params(tokens, positions, segments, dtype=jnp.dtype(dtype))
+        head = params.head.astype(hidden.dtype)
         return linear_logprob(
             hidden,
-            params.head.astype(hidden.dtype),
+            head,
             jnp.roll(tokens, -1, axis=1),
             temperature=temperature,
             softcap=config.logit_softcap,
             with_entropy=False,
+            layout=prediction_layout(hidden, head),
         )[0]
 
     return jax.jit(forward, out_shardings=NamedSharding(mesh, PartitionSpec()))

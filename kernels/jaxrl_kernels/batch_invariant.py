@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
 from jaxrl_kernels.chunks import map_chunks
-from jaxrl_kernels.linear_logprob.chunked import linear_logprob as plain_linear_logprob
+from jaxrl_kernels.linear_logprob.api import linear_logprob as plain_linear_logprob
 
 TILE = 16
 """Rows computed together."""

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_kernels.linear_logprob.chunked import linear_logprob
+from jaxrl_kernels.linear_logprob.api import linear_logprob
 
 B, T, D, V = 2, 12, 8, 50
 

@@ -20,7 +20,7 @@ from hf_oracle import (
     torch,
 )
 
-from jaxrl_kernels.linear_logprob.chunked import linear_logprob
+from jaxrl_kernels.linear_logprob.api import linear_logprob
 from jaxrl_llm.models.names import read_config
 
 SCALED = {"rope_theta": 100.0, "max_position_embeddings": 32}

@@ -1,0 +1,315 @@
+"""Hopper kernels (H100, H200): Pallas Mosaic GPU with TMA, wgmma and specialised warpgroups.
+
+One warpgroup does nothing but copy blocks of hidden and head into a ring in shared memory, on through all the
+tiles of its SM; two others multiply 64 tokens each with the same 256 rows of the head. What is wanted of a
+finished tile of logits is taken from the registers while the ring fills for the next: in the forward pass
+log-prob, entropy and log-sum-exp of these 256 rows, which `reference.merge` joins; in the backward pass
+the gradient of the logits of some tokens, from which two plain products follow (chunked.backward).
+
+bfloat16 and float16 only: wgmma multiplies float32 as TF32, which is no float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jaxrl_kernels.linear_logprob.reference import Found, Spec, merge
+
+LOWEST = -1e30
+COMPUTE = 2
+"""Warpgroups that compute."""
+ROWS, WIDTH, DEPTH = 64, 256, 64
+"""A step of one of them: tokens, rows of the head, numbers of each. The sums take 128 registers a lane."""
+TOKENS = COMPUTE * ROWS
+STAGES = 4
+"""Steps in the ring: 4 * (128 + 256) * 64 * 2 bytes = 192 KiB of the 227 of an SM."""
+SLICE = 64
+"""Columns of a tile of logits that are looked at, and of the gradient that are written, at a time."""
+GROUP = 16
+"""Tiles of tokens that share tiles of the head while those are in the level-2 cache."""
+SMS = 132
+FEW_REGISTERS, MANY_REGISTERS = 40, 232
+MATRIX = plgpu.Layout.WGMMA
+PER_ROW = plgpu.Layout.WGMMA.reduce(1)
+
+
+def unsupported(dim: int, dtype: Any) -> str | None:
+    """Why it cannot do this, or None."""
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"multiplies bfloat16 and float16, not {dtype}"
+    return None
+
+
+def forward(
+    spec: Spec,
+    hidden: Float[Array, "M D"],
+    head: Float[Array, "V D"],
+    targets: Int[Array, "M"],
+    count: int | Int[Array, ""],
+    interpret: bool = False,
+) -> Found:
+    plan = _plan(spec, hidden, head, interpret)
+    part = jax.ShapeDtypeStruct((plan.vocab_tiles, plan.tokens), jnp.float32)
+    scratch = {"found": plgpu.SMEM((COMPUTE, 3, ROWS), jnp.float32)}
+    parts = _call(plan, _forward_tile, (part,) * 3, scratch, count, hidden, head, [targets])
+    parts = [x[:, : targets.shape[0]] for x in parts]
+    tile = jnp.where((targets >= 0) & (targets < plan.vocab), targets // WIDTH, -1)
+    has_target = tile == jnp.arange(plan.vocab_tiles)[:, None]
+    found = jax.vmap(lambda *x: merge(x[:3], x[3], "tiles"), axis_name="tiles", out_axes=None)(
+        *parts, has_target
+    )
+    return found[0], found[1] if spec.entropy else None, found[2]
+
+
+def d_logits(
+    spec: Spec,
+    hidden: Float[Array, "M D"],
+    head: Float[Array, "V D"],
+    targets: Int[Array, "M"],
+    *columns: Float[Array, "M"] | None,
+    interpret: bool = False,
+) -> Float[Array, "M V"]:
+    plan = _plan(spec, hidden, head, interpret)
+    out = jax.ShapeDtypeStruct((plan.tokens, _up(plan.rows, SLICE)), hidden.dtype)
+    scratch = {"found": _matrix((COMPUTE, ROWS, SLICE), hidden.dtype)}
+    columns = [targets, *(x for x in columns if x is not None)]
+    (slope,) = _call(plan, _slope_tile, (out,), scratch, targets.shape[0], hidden, head, columns)
+    return slope[: targets.shape[0], : head.shape[0]]
+
+
+class _Plan(NamedTuple):
+    """What a kernel knows when it is compiled."""
+
+    spec: Spec
+    vocab: int
+    """Rows of the head."""
+    rows: int
+    """With those added so that TMA can write them: a multiple of 8, at least WIDTH."""
+    tokens: int
+    dim: int
+    interpret: bool
+
+    @property
+    def vocab_tiles(self) -> int:
+        return pl.cdiv(self.rows, WIDTH)
+
+    def start(self, tile):
+        """The first row of a tile; the last tile ends with the head and repeats some rows."""
+        return jnp.minimum(tile * WIDTH, self.rows - WIDTH)
+
+    def layout(self, x, layout):
+        return x if self.interpret else plgpu.layout_cast(x, layout)
+
+
+def _plan(spec: Spec, hidden, head, interpret: bool) -> _Plan:
+    (tokens, dim), vocab = hidden.shape, head.shape[0]
+    return _Plan(spec, vocab, max(_up(vocab, 8), WIDTH), _up(tokens, TOKENS), _up(dim, DEPTH), interpret)
+
+
+def _up(x: int, to: int) -> int:
+    """The next multiple of `to`."""
+    return -(-x // to) * to
+
+
+def _call(plan: _Plan, tile_fn, outputs, scratch, count, hidden, head, columns):
+    """tile_fn of each tile of logits. `columns` are numbers of each token, the first its target."""
+    fill = lambda x, *shape: jnp.pad(x, [(0, to - size) for size, to in zip(x.shape, shape, strict=True)])
+    columns = jnp.stack([fill(x.astype(jnp.float32), plan.tokens) for x in columns])
+    hidden, head = fill(hidden, plan.tokens, plan.dim), fill(head, plan.rows, plan.dim)
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, plan, tile_fn, len(outputs)),
+        out_type=outputs,
+        scratch_types={
+            **scratch,
+            "a": _matrix((STAGES, TOKENS, DEPTH), hidden.dtype),
+            "b": _matrix((STAGES, WIDTH, DEPTH), hidden.dtype),
+            "of_tokens": plgpu.SMEM((columns.shape[0], TOKENS), jnp.float32),
+            "ready": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+            "free": plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=STAGES),
+            "columns_ready": plgpu.Barrier(),
+            "columns_free": plgpu.Barrier(num_arrivals=COMPUTE),
+        },
+        grid=(1 if plan.interpret else _sms(),),
+        grid_names=("sm",),
+        num_threads=COMPUTE + 1,
+        thread_name="group",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        interpret=_interpreter() if plan.interpret else None,
+    )
+    return kernel(jnp.asarray(count, jnp.int32)[None], columns, hidden, head)
+
+
+def _kernel(plan: _Plan, tile_fn, num_outputs: int, count, columns, hidden, head, *refs, a, b, of_tokens,
+            found, ready, free, columns_ready, columns_free):  # fmt: skip
+    outputs = refs[:num_outputs]
+    me, sm = lax.axis_index("group"), lax.axis_index("sm")
+    steps = plan.dim // DEPTH
+    token_tiles = pl.cdiv(count[0], TOKENS)
+    tiles = token_tiles * plan.vocab_tiles
+    mine = jnp.maximum(pl.cdiv(tiles - sm, lax.axis_size("sm")), 0)
+
+    def place(n):
+        """(tile of tokens, tile of the vocabulary) of this SM's n-th."""
+        n = sm + n * lax.axis_size("sm")
+        size = jnp.int32(GROUP * plan.vocab_tiles)
+        first = lax.div(n, size) * GROUP
+        wide, rest = jnp.minimum(token_tiles - first, GROUP), lax.rem(n, size)
+        return first + lax.rem(rest, wide), lax.div(rest, wide)
+
+    @pl.when(me == COMPUTE)
+    def _copy():
+        plgpu.set_max_registers(FEW_REGISTERS, action="decrease")
+
+        @pl.loop(0, mine)
+        def _(n):
+            i, j = place(n)
+            rows, width = pl.ds(i * TOKENS, TOKENS), pl.ds(plan.start(j), WIDTH)
+
+            @pl.loop(0, steps)
+            def _(k):
+                step = n * steps + k
+                slot, depth = lax.rem(step, jnp.int32(STAGES)), pl.ds(k * DEPTH, DEPTH)
+                pl.when(step >= STAGES)(functools.partial(plgpu.barrier_wait, free.at[slot]))
+                plgpu.copy_gmem_to_smem(hidden.at[rows, depth], a.at[slot], ready.at[slot])
+                plgpu.copy_gmem_to_smem(head.at[width, depth], b.at[slot], ready.at[slot])
+
+            pl.when(n > 0)(functools.partial(plgpu.barrier_wait, columns_free))
+            plgpu.copy_gmem_to_smem(columns.at[:, rows], of_tokens, columns_ready)
+
+        @pl.loop(jnp.maximum(mine * steps - STAGES, 0), mine * steps)  # every phase is waited for
+        def _(step):
+            plgpu.barrier_wait(free.at[lax.rem(step, jnp.int32(STAGES))])
+
+        pl.when(mine > 0)(functools.partial(plgpu.barrier_wait, columns_free))
+
+    @pl.when(me < COMPUTE)
+    def _compute():
+        plgpu.set_max_registers(MANY_REGISTERS, action="increase")
+        own = pl.ds(me * ROWS, ROWS)
+
+        @pl.loop(0, mine)
+        def _(n):
+            i, j = place(n)
+            product = _product(plan, a.at[:, own], b, ready, free, n * steps, steps)
+            plgpu.barrier_wait(columns_ready)
+            of_mine = [plan.layout(of_tokens[c, own], PER_ROW) for c in range(columns.shape[0])]
+            plgpu.barrier_arrive(columns_free)
+            rows = pl.ds(i * TOKENS + me * ROWS, ROWS)
+            tile_fn(plan, j, product, of_mine, found.at[me], rows, outputs)
+
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _product(plan: _Plan, a, b, ready, free, first, steps: int):
+    """[ROWS, WIDTH] float32, of `steps` blocks of the ring from the one of step `first` on."""
+    slot = lambda step: lax.rem(step, jnp.int32(STAGES))
+
+    def interpreted(k, acc):
+        here = slot(first + k)
+        plgpu.barrier_wait(ready.at[here])
+        both = (((1,), (1,)), ((), ()))
+        acc += lax.dot_general(a[here], b[here], both, preferred_element_type=jnp.float32)
+        plgpu.barrier_arrive(free.at[here])
+        return acc
+
+    if plan.interpret:
+        return lax.fori_loop(0, steps, interpreted, jnp.zeros((ROWS, WIDTH), jnp.float32))
+
+    def whole(acc):
+        @pl.loop(0, steps)
+        def _(k):
+            here = slot(first + k)
+            plgpu.barrier_wait(ready.at[here])
+            plgpu.wgmma(acc, a.at[here], b.at[here].transpose((1, 0)))
+            plgpu.wgmma_wait(1)  # the step before this one is done
+            pl.when(k > 0)(lambda: plgpu.barrier_arrive(free.at[slot(first + k - 1)]))
+
+        done = acc[...]
+        plgpu.barrier_arrive(free.at[slot(first + steps - 1)])
+        return done
+
+    return pl.run_scoped(whole, plgpu.ACC((ROWS, WIDTH), jnp.float32))
+
+
+def _slices(plan: _Plan, j, product):
+    """(where it begins, its logits, which rows of the head they are of) of one slice of a tile after another:
+    the arithmetic on one needs few registers."""
+    lanes = plan.layout(lax.broadcasted_iota(jnp.int32, (ROWS, SLICE), 1), MATRIX)
+    for place in range(0, WIDTH, SLICE):
+        index = lanes + (plan.start(j) + place)
+        yield place, plan.spec.logits(product[:, place : place + SLICE]), index
+
+
+def _forward_tile(plan: _Plan, j, product, of_tokens, found, rows, outputs):
+    """Log-prob, entropy and lse of these rows of the head alone."""
+    first = j * WIDTH  # those before it are the tile's before
+    slices = [
+        (jnp.where((index >= first) & (index < plan.vocab), logits, LOWEST), index)
+        for _, logits, index in _slices(plan, j, product)
+    ]
+    top = functools.reduce(jnp.maximum, [jnp.max(logits, axis=1) for logits, _ in slices])
+    target = of_tokens[0].astype(jnp.int32)
+    target = jnp.where((target >= first) & (target < plan.vocab), target, -1)
+    total, weighted, logprob = 0.0, 0.0, 0.0
+    for logits, index in slices:
+        below = logits - _over_rows(top)
+        weights = jnp.exp(below)
+        total += jnp.sum(weights, axis=1)
+        weighted += jnp.sum(weights * below, axis=1)
+        logprob += jnp.sum(jnp.where(index == _over_rows(target), below, 0.0), axis=1)
+    log_total = jnp.log(total)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for place, x in enumerate((logprob - log_total, log_total - weighted / total, log_total + top)):
+        found[place] = x
+    plgpu.commit_smem()
+    for place, out in enumerate(outputs):
+        plgpu.copy_smem_to_gmem(found.at[place], out.at[j, rows])
+
+
+def _slope_tile(plan: _Plan, j, product, of_tokens, found, rows, outputs):
+    """The gradient of these logits. Rows that two tiles have are written twice, alike."""
+    target, *columns = [_over_rows(x) for x in (of_tokens[0].astype(jnp.int32), *of_tokens[1:])]
+    lse, *rest = columns  # and entropy, d_logprob, d_entropy; or d_logprob alone
+    entropy, d_logprob, d_entropy = rest if plan.spec.entropy else (None, rest[0], None)
+    for place, logits, index in _slices(plan, j, product):
+        slope = plan.spec.slope(logits, index == target, lse, entropy, d_logprob, d_entropy)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        found[...] = slope.astype(outputs[0].dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(found, outputs[0].at[rows, pl.ds(plan.start(j) + place, SLICE)])
+
+
+def _over_rows(x: Float[Array, "R"] | Int[Array, "R"]) -> Array:
+    return lax.broadcast_in_dim(x, (ROWS, SLICE), [0])
+
+
+def _matrix(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory [..., rows, columns], tiled and swizzled as TMA writes it and wgmma reads it."""
+    bits = jnp.dtype(dtype).itemsize * 8
+    swizzle = plgpu.find_swizzle(shape[-1] * bits)
+    transforms = (plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def _sms() -> int:
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None and device.platform == "gpu":
+        return device.num_cores
+    return getattr(jax.devices()[0], "core_count", SMS)
+
+
+def _interpreter() -> Any:
+    params = getattr(plgpu, "InterpretGPUParams", None)
+    if params is None:  # jax 0.10 and 0.11 have it, unnamed
+        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams as params
+    return params(detect_races=True)

@@ -1,0 +1,184 @@
+"""TPU kernels: the product hidden head^T tile by tile on the chip, and what is wanted of it before the next.
+
+Forward: the running maximum, sum, entropy and target logit of a tile of tokens while the vocabulary passes
+by. Backward: the gradient of the logits of some tokens, from the saved log-sum-exp; what follows from it are
+two plain products (chunked.backward), which XLA does as well as a kernel could.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from jaxrl_kernels.linear_logprob import shapes
+from jaxrl_kernels.linear_logprob.reference import Found, Spec
+from jaxrl_kernels.linear_logprob.shapes import LANES, STRIP, Tiles
+
+LOWEST = -1e30
+
+
+def unsupported(dim: int, dtype) -> str | None:
+    """Why it cannot do this, or None."""
+    if dtype not in (jnp.bfloat16, jnp.float32):
+        return f"takes bfloat16 and float32, not {dtype}"
+    return None
+
+
+def forward(
+    spec: Spec,
+    hidden: Float[Array, "M D"],
+    head: Float[Array, "V D"],
+    targets: Int[Array, "M"],
+    count: int | Int[Array, ""],
+    tiles: Tiles | None = None,
+    interpret: bool = False,
+) -> Found:
+    column = jax.ShapeDtypeStruct((hidden.shape[0], 1), jnp.float32)
+    kernel = functools.partial(_forward_kernel, spec, head.shape[0])
+    found = _call(kernel, [column] * 3, tiles, interpret, count, hidden, head, [targets], scratch=1)
+    logprob, entropy, lse = [x[:, 0] for x in found]
+    return logprob, entropy if spec.entropy else None, lse
+
+
+def d_logits(
+    spec: Spec,
+    hidden: Float[Array, "M D"],
+    head: Float[Array, "V D"],
+    targets: Int[Array, "M"],
+    *columns: Float[Array, "M"] | None,
+    tiles: Tiles | None = None,
+    interpret: bool = False,
+) -> Float[Array, "M V"]:
+    out = jax.ShapeDtypeStruct((hidden.shape[0], head.shape[0]), hidden.dtype)
+    columns = [x for x in columns if x is not None]
+    kernel = functools.partial(_slope_kernel, spec)
+    return _call(kernel, [out], tiles, interpret, hidden.shape[0], hidden, head, [targets, *columns])[0]
+
+
+def _call(kernel, outputs, tiles, interpret, count, hidden, head, columns, scratch: int = 0):
+    """The kernel over (tokens, vocabulary, depth); it sees each finished tile of the product once."""
+    (tokens, dim), vocab = hidden.shape, head.shape[0]
+    if dim % LANES:  # what lies beyond the end of an array is anything; in the depth it must be 0
+        hidden, head = [jnp.pad(x, ((0, 0), (0, -dim % LANES))) for x in (hidden, head)]
+        dim = hidden.shape[1]
+    kind = _kind()
+    if tiles is None:
+        tiles = shapes.tiles(kind, tokens, vocab, dim, hidden.dtype.itemsize)
+    shapes.check(kind, tiles, hidden.dtype.itemsize)
+    rows, width, depth = tiles
+    grid = pl.cdiv(tokens, rows), pl.cdiv(vocab, width), dim // depth
+
+    def when_wanted(place):
+        """Tiles of tokens that are not wanted read nothing new."""
+
+        def index(i, j, k, count):
+            last = jnp.maximum(pl.cdiv(count[0], rows) - 1, 0)
+            skip = i > last
+            ends = [jnp.where(skip, end - 1, x) for x, end in ((j, grid[1]), (k, grid[2]))]
+            return place(jnp.minimum(i, last), *ends)
+
+        return index
+
+    a_token = pl.BlockSpec((rows, 1), lambda i, j, k, count: (i, 0))
+    a_logit = pl.BlockSpec((rows, width), lambda i, j, k, count: (i, j))
+    return pl.pallas_call(
+        functools.partial(_product, kernel),
+        out_shape=outputs,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=grid,
+            in_specs=[
+                pl.BlockSpec((rows, depth), when_wanted(lambda i, j, k: (i, k))),
+                pl.BlockSpec((width, depth), when_wanted(lambda i, j, k: (j, k))),
+                *[a_token] * len(columns),
+            ],
+            out_specs=[a_token if out.shape[1] == 1 else a_logit for out in outputs],
+            scratch_shapes=[pltpu.VMEM((rows, size), jnp.float32) for size in (*[1] * scratch, width)],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=shapes.needed(tiles, hidden.dtype.itemsize),
+        ),
+        interpret=interpret,
+        name=kernel.func.__name__.strip("_"),
+    )(jnp.asarray(count, jnp.int32)[None], hidden, head, *[x[:, None] for x in columns])
+
+
+def _product(kernel, count, hidden, head, *refs):
+    """Add one step of the depth; after the last, `kernel` of each strip of tokens.
+
+    refs: columns, outputs, scratch, the product; `kernel` gets them cut to the strip.
+    """
+    i, j, k = (pl.program_id(dim) for dim in range(3))
+    product = refs[-1]
+    rows = product.shape[0]
+
+    @pl.when(i * rows < count[0])
+    def _():
+        step = jax.lax.dot_general(
+            hidden[...], head[...], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        )
+        product[...] = jnp.where(k == 0, 0.0, product[...]) + step
+
+        @pl.when(k == pl.num_programs(2) - 1)
+        def _():
+            @pl.loop(0, rows, step=STRIP)
+            def _(start):
+                strip = [x.at[pl.ds(start, STRIP)] for x in refs]
+                kernel(j, *strip)
+
+
+def _forward_kernel(spec: Spec, vocab: int, j, targets, logprob, entropy, lse, total, product):
+    """Until the end `logprob` holds the target's logit, `lse` the maximum, `total` the sum of
+    exp(logit - maximum), and `entropy` that of exp(logit - maximum) * (logit - maximum)."""
+
+    @pl.when(j == 0)
+    def _():
+        lse[...] = jnp.full(lse.shape, LOWEST, jnp.float32)
+        for x in (logprob, entropy, total):
+            x[...] = jnp.zeros(x.shape, jnp.float32)
+
+    width = product.shape[1]
+    index = j * width + jax.lax.broadcasted_iota(jnp.int32, product.shape, 1)
+    logits = jnp.where(index < vocab, spec.logits(product[...]), LOWEST)
+    old = lse[...]
+    top = jnp.maximum(old, jnp.max(logits, axis=1, keepdims=True))
+    below, change = logits - top, old - top
+    weights, keep = jnp.exp(below), jnp.exp(change)
+    entropy[...] = keep * (entropy[...] + change * total[...]) + _sum(weights * below)
+    total[...] = keep * total[...] + _sum(weights)
+    logprob[...] += _sum(jnp.where(index == targets[...], logits, 0.0))
+    lse[...] = top
+
+    @pl.when(j == pl.num_programs(1) - 1)
+    def _():
+        log_total = jnp.log(total[...])
+        here = (targets[...] >= 0) & (targets[...] < vocab)
+        logprob[...] = jnp.where(here, logprob[...] - lse[...] - log_total, 0.0)
+        entropy[...] = log_total - entropy[...] / total[...]
+        lse[...] += log_total
+
+
+def _slope_kernel(spec: Spec, j, targets, lse, *refs):
+    *columns, out, product = refs  # entropy, d_logprob, d_entropy; or d_logprob alone
+    entropy, d_logprob, d_entropy = columns if spec.entropy else (None, columns[0], None)
+    index = j * product.shape[1] + jax.lax.broadcasted_iota(jnp.int32, product.shape, 1)
+    read = lambda ref: None if ref is None else ref[...]
+    slope = spec.slope(
+        spec.logits(product[...]), index == targets[...], *map(read, (lse, entropy, d_logprob, d_entropy))
+    )
+    out[...] = slope.astype(out.dtype)
+
+
+def _sum(x):
+    return jnp.sum(x, axis=1, keepdims=True)
+
+
+def _kind() -> str:
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    return device.device_kind
