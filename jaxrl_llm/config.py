@@ -84,8 +84,9 @@ class ModelConfig:
     """Folder or hub name; "" = beside the model; "tiny" = the built-in character tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type that the forward and backward pass compute in; master weights are float32."""
-    remat: Literal["none", "dots", "full"] = "none"
-    """What the backward pass recomputes: nothing, all but matrix products, or all but layer inputs."""
+    remat: Literal["none", "dots", "attention", "full"] = "none"
+    """What the backward pass recomputes: nothing; all but matrix products and attention; all but attention
+    and layer inputs (for long rows); or all but layer inputs."""
     logprob_chunk: int = 128
     """Tokens of a row whose logits exist at once."""
 
@@ -195,7 +196,7 @@ def derived(config: TrainConfig, num_devices: int) -> dict[str, int]:
 
     Rows are divided among data x fsdp; a micro-batch has no more of them than an update has trajectories.
     """
-    sizes = dataclasses.asdict(config.mesh)
+    sizes = config.mesh.sizes
     fixed = math.prod(size for size in sizes.values() if size != -1)
     sizes = {name: max(num_devices // fixed, 1) if size == -1 else size for name, size in sizes.items()}
     replicas = sizes["data"] * sizes["fsdp"]

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from jaxrl_llm import algos
@@ -16,6 +16,7 @@ from jaxrl_llm.overrides import conforms, leaves, spell
 from jaxrl_llm.rollout import access, colocated
 from jaxrl_llm.rollout.engine import SamplingConfig
 from jaxrl_llm.rollout.tending import read_list
+from jaxrl_llm.sharding.sequence import heads_problem
 
 AT_LEAST = {
     "steps": 0,
@@ -65,13 +66,15 @@ def check(config: TrainConfig) -> None:
     _refuse(list(_run_dir(config.run_dir)))
 
 
-def check_lengths(config: TrainConfig, max_position: int) -> None:
-    """Refuse rows that the model has no positions for; `check` does it where config.json is at hand.
+def check_model(config: TrainConfig, sizes: Mapping[str, int], max_position: int, heads: int) -> None:
+    """Refuse rows that the model has no positions for, and rows and heads that the mesh does not divide.
+
+    `check` does it where config.json is at hand and `sizes`, those of the mesh, have no -1.
 
     Raises:
-        ConfigError: prompt and response are longer together than the model's context.
+        ConfigError: one line for each thing that is wrong.
     """
-    _refuse(list(_lengths(config, max_position)))
+    _refuse([*_divided(config, sizes), *_shape(config, sizes, max_position, heads)])
 
 
 def _refuse(problems: list[str]) -> None:
@@ -119,10 +122,20 @@ def _step(config: TrainConfig) -> Iterator[str]:
             "(max_prompt_tokens + max_response_tokens). "
             f"Set --tokens_per_device {-(-row // max(sequence, 1))} or more."
         )
-    if sequence > 1 and row % sequence:
+    yield from _divided(config, config.mesh.sizes)
+
+
+def _divided(config: TrainConfig, sizes: Mapping[str, int]) -> Iterator[str]:
+    """A ring's devices hold two chunks of a row each; -1 is not known yet."""
+    ring = config.mesh.sequence_parallel == "ring"
+    chunks = sizes["sequence"] * (2 if ring else 1)
+    if sizes["sequence"] > 1 and config.row_tokens % chunks:
+        unit = config.row_tokens // config.max_tokens
+        more = next(n for n in range(chunks) if unit * (config.max_tokens + n) % chunks == 0)
         yield (
-            f"--mesh.sequence {sequence} does not divide a row of {row} tokens (max_prompt_tokens + "
-            f"max_response_tokens). Set --max_response_tokens {config.max_response_tokens + -row % sequence}."
+            f"--mesh.sequence {sizes['sequence']} does not divide a row of {config.row_tokens} tokens "
+            f"(max_prompt_tokens + max_response_tokens){' into two chunks a device' if ring else ''}. "
+            f"Set --max_response_tokens {config.max_response_tokens + more}."
         )
 
 
@@ -134,7 +147,8 @@ def _model(config: TrainConfig) -> Iterator[str]:
             return
         if not model.tokenizer:
             yield '--model.tokenizer is empty: random weights bring none. Set a folder, a hub name or "tiny".'
-        yield from _lengths(config, model.architecture.max_position)
+        shape = model.architecture
+        yield from _shape(config, config.mesh.sizes, shape.max_position, shape.num_heads)
         return
     folder = Path(model.path).expanduser()
     if not folder.is_dir():
@@ -145,12 +159,13 @@ def _model(config: TrainConfig) -> Iterator[str]:
         yield f"--model.path {model.path}: no config.json in it, so it is no Hugging Face model folder."
         return
     try:
-        found = json.loads(file.read_text()).get("max_position_embeddings")
+        found = json.loads(file.read_text())
     except ValueError as error:
         yield f"--model.path {model.path}: {file} is not JSON ({error}). Download the model again."
         return
-    if isinstance(found, int):
-        yield from _lengths(config, found)
+    known = [found.get(name, 0) for name in ("max_position_embeddings", "num_attention_heads")]
+    if all(isinstance(number, int) for number in known):
+        yield from _shape(config, config.mesh.sizes, *known)
 
 
 def _missing(model: ModelConfig) -> Iterator[str]:
@@ -163,14 +178,18 @@ def _missing(model: ModelConfig) -> Iterator[str]:
         )
 
 
-def _lengths(config: TrainConfig, max_position: int) -> Iterator[str]:
-    if config.row_tokens > max_position:
+def _shape(config: TrainConfig, sizes: Mapping[str, int], max_position: int, heads: int) -> Iterator[str]:
+    """Of the model; 0 = not known."""
+    if 0 < max_position < config.row_tokens:
         room = max_position - config.max_prompt_tokens
         fix = f"--max_response_tokens {room} or less" if room > 0 else "both smaller"
         yield (
             f"--max_prompt_tokens {config.max_prompt_tokens} + --max_response_tokens "
             f"{config.max_response_tokens} is more than the model's {max_position} positions. Set {fix}."
         )
+    parts = sizes["tensor"] * sizes["sequence"]
+    if config.mesh.sequence_parallel == "ulysses" and parts > sizes["tensor"] > 0 and heads % parts:
+        yield heads_problem(heads, parts)
 
 
 def _data(config: TrainConfig) -> Iterator[str]:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxrl_llm import algos, credit, models
 from jaxrl_llm.checkpoint import hf
 from jaxrl_llm.config import TrainConfig
-from jaxrl_llm.config_check import check_lengths
+from jaxrl_llm.config_check import check_model
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.engines import make_engine
@@ -115,7 +115,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack) -> Parts:
     """
     mesh = make_mesh(config.mesh)
     model, tokenizer, folder = load_model_config(config.model)
-    check_lengths(config, model.max_position)
+    check_model(config, mesh.shape, model.max_position, model.num_heads)
     model = with_heads(model, config.algo)
     warm_trainer, trainer = make_trainers(config, model, mesh)
     on_policy = algos.module_of(config.algo).INPUT == "rollouts"

@@ -87,6 +87,7 @@ def make_critic(config: TrainConfig, model: TransformerConfig, updates: int) -> 
         model = read_config(folder)
         found["folder"] = folder
     model = with_heads(model, critic.loss)
+    config = replace(config, mesh=critic.mesh or config.mesh)
     learner = make_learner(config, critic.loss, critic.optim, updates, model, mesh)
     if critic.path:
         found["critic_params"] = hf.load(found.pop("folder"), model, learner.param_shardings, jnp.float32)
@@ -114,6 +115,7 @@ def make_learner(
         rows=derived(config, mesh.size)["rows_per_microbatch"],
         dtype=config.model.dtype,
         remat=config.model.remat,
+        sequence_parallel=config.mesh.sequence_parallel,
         temperature=temperature if algos.module_of(algo).INPUT == "rollouts" else 1.0,
         chunk=config.model.logprob_chunk,
         max_grad_norm=optim.max_grad_norm,

@@ -35,6 +35,7 @@ class StepConfig:
     rows: int
     dtype: str = "float32"
     remat: str = "none"
+    sequence_parallel: str = "ring"  # where the mesh divides the tokens of a row
     temperature: float = 1.0  # that of the rollout: log-probs must speak of the same distribution
     chunk: int = 128  # tokens of a row whose logits exist at once
     max_grad_norm: float = 1.0  # 0 = no clipping
@@ -58,7 +59,8 @@ def outputs(
         divergence: settings of `linear_divergence`.
     """
     dtype = jnp.dtype(config.dtype)
-    read = lambda model: model(batch.tokens, batch.positions, batch.segments, dtype=dtype, remat=config.remat)
+    how = {"dtype": dtype, "remat": config.remat, "sequence_parallel": config.sequence_parallel}
+    read = lambda model: model(batch.tokens, batch.positions, batch.segments, **how)
     hidden, head, found = read(params), params.head.astype(dtype), {}
     settings = {
         "temperature": config.temperature,

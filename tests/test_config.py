@@ -30,7 +30,7 @@ from jaxrl_llm.config import (
     describe_run,
     dump,
 )
-from jaxrl_llm.config_check import check, check_lengths
+from jaxrl_llm.config_check import check, check_model
 from jaxrl_llm.overrides import leaves, override, split
 from jaxrl_llm.recipes import from_command_line
 
@@ -128,7 +128,7 @@ def test_an_unknown_key_is_answered_with_the_nearest(config, typed, nearest):
 def test_keys_that_are_no_fields(config):
     assert refusal(changed, config, "--mesh 4") == (
         "--mesh: unknown key. mesh is a group; set its fields: "
-        "--mesh.data, --mesh.fsdp, --mesh.sequence, --mesh.tensor."
+        "--mesh.data, --mesh.fsdp, --mesh.sequence, --mesh.sequence_parallel, --mesh.tensor."
     )
     assert refusal(changed, config, "--data.eval.0.path x") == (
         "--data.eval.0.path: unknown key. data.eval is not set in this recipe, so it has no fields; "
@@ -222,8 +222,13 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
         ),
         (
             dict(mesh=MeshConfig(sequence=5)),
-            "--mesh.sequence 5 does not divide a row of 32 tokens (max_prompt_tokens + max_response_tokens). "
-            "Set --max_response_tokens 19.",
+            "--mesh.sequence 5 does not divide a row of 32 tokens (max_prompt_tokens + max_response_tokens) "
+            "into two chunks a device. Set --max_response_tokens 24.",
+        ),
+        (
+            dict(mesh=MeshConfig(tensor=2, sequence=4, sequence_parallel="ulysses")),
+            "--mesh.sequence_parallel ulysses divides the 4 query heads among tensor x sequence = 8 devices, "
+            "which does not come out even. Set --mesh.sequence_parallel ring, or a smaller --mesh.sequence.",
         ),
         (
             dict(model=ModelConfig()),
@@ -363,7 +368,9 @@ def test_a_local_model_is_checked_by_its_config_json(config, tmp_path):
     )
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 32}))
     check(here)
-    assert "more than the model's 31 positions" in refusal(check_lengths, config, 31)
+    assert "more than the model's 31 positions" in refusal(
+        check_model, config, MeshConfig(fsdp=8).sizes, 31, 4
+    )
 
 
 def test_a_hub_name_is_no_missing_folder(config, tmp_path, monkeypatch):

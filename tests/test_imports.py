@@ -28,7 +28,7 @@ ALLOWED: dict[str, str | None] = {
     "curve": "jsonl",
     "metrics": "structs jsonl curve loggers progress",
     # the parts
-    "sharding": "structs",
+    "sharding": "jaxrl_kernels structs",
     "models": "jaxrl_kernels structs sharding",
     "algos": "structs",
     "rewards": "outcome",
@@ -48,7 +48,7 @@ ALLOWED: dict[str, str | None] = {
     "evaluate": "structs data rewards rollout envs experience trainer",
     "config": "structs metrics optim sharding models algos data rewards rollout envs checkpoint",
     "overrides": "config",
-    "config_check": "algos rollout overrides config",
+    "config_check": "sharding algos rollout overrides config",
     "recipes": "algos overrides config_check config",
     # the top
     "roles": ANY,

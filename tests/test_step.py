@@ -41,7 +41,7 @@ def trajectories(n=16, seed=0, longest=24):
 
 
 def learner(mesh=ONE, rows=4, row_tokens=32, algo=None, optimizer=None, **settings):
-    devices = jax.devices()[: abs(math.prod(dataclasses.astuple(mesh)))]
+    devices = jax.devices()[: abs(math.prod(mesh.sizes.values()))]
     config = StepConfig(row_tokens=row_tokens, rows=rows, **settings)
     algo = algo or grpo.Config(kl_coef=0.0)
     # SGD with rate 1: the change of the weights is the gradient.

@@ -114,13 +114,11 @@ def prefill(
     Returns: (k, v), arrays laid out as in `RingCache`; what lies left of a prompt is noise.
     """
     positions = jnp.arange(tokens.shape[1]) - (tokens.shape[1] - lengths)[:, None]
-    inside = positions >= 0
-    distance = positions[:, :, None] - positions[:, None, :]
-    visible = inside[:, :, None] & inside[:, None, :] & (distance >= 0)
+    segments = (positions >= 0).astype(jnp.int32)
     tables = rope_tables(c, jnp.maximum(positions, 0))
 
     def layer(x, w, window, *_):
-        x, (k, v) = block(c, w, x, tables, attend_row(c, visible & (distance < window)))
+        x, (k, v) = block(c, w, x, tables, attend_row(c, segments, window))
         return x, (k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
 
     x = constrain(weights.embed[tokens], "batch", "sequence", "hidden")

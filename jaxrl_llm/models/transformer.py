@@ -8,22 +8,28 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from jaxrl_kernels.attention.causal import causal_attention
+from jaxrl_kernels.flash_attention import api as flash_attention
+from jaxrl_kernels.flash_attention.spec import EVERYTHING
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.rope import apply_rope, rope_tables
 from jaxrl_llm.sharding.rules import constrain
+from jaxrl_llm.sharding.sequence import Division, arrange_rows, restore_rows, row_attention, row_division
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
 }
+SAVED = jax.checkpoint_policies.save_only_these_names(flash_attention.SAVED)
 REMAT = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "attention": SAVED,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        SAVED, jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    ),
 }
 
 
@@ -90,6 +96,7 @@ class Transformer(nnx.Module):
         *,
         dtype: DTypeLike = jnp.float32,
         remat: str = "none",
+        sequence_parallel: Division = "ring",
     ) -> Float[Array, "B T D"]:
         """Hidden states after the final norm. A token sees the earlier tokens of its own segment.
 
@@ -99,36 +106,40 @@ class Transformer(nnx.Module):
             tokens, positions: ids and their place in the trajectory (0-based).
             segments: which trajectory of the row each token belongs to, 0 = padding; None = one a row.
             dtype: of activations and products; norms, softmax and RoPE are float32.
-            remat: what the backward pass keeps: "none" = everything, "dots", "full" = layer inputs only.
+            remat: what the backward pass keeps: "none" = everything; "full" = layer inputs only; "attention"
+                = those and what attention found; "dots" = these and matrix products.
+            sequence_parallel: how attention works where the mesh divides the tokens of a row.
         """
         c, windows = self.config, window_sizes(self.config)
         if segments is None:
             segments = jnp.ones_like(tokens)
+        division = row_division(tokens.shape[1], sequence_parallel)
+        tokens, positions, segments = [arrange_rows(x, division) for x in (tokens, positions, segments)]
         tables = rope_tables(c, positions, trajectory_lengths(c, positions, segments))
         table = constrain(self.embed[...].astype(dtype), "vocab", "hidden")  # looked up by whole rows
         x = constrain(table[tokens], "batch", "sequence", "hidden")
-        distance = jnp.arange(x.shape[1])[:, None] - jnp.arange(x.shape[1])
-        visible = (segments[:, :, None] == segments[:, None, :]) & (segments[:, :, None] > 0)
-        visible = visible & (distance >= 0) & (distance < max(windows))
-        one_window = len(set(windows)) == 1
 
         def body(x, layer_and_window):
             layer, window = layer_and_window
-            seen = visible if one_window else visible & (distance < window)
-            return block(c, layer, x, tables, attend_row(c, seen))[0], None
+            return block(c, layer, x, tables, attend_row(c, segments, window, division))[0], None
 
         if remat != "none":
             body = jax.checkpoint(body, policy=REMAT[remat], prevent_cse=False)
         x, _ = jax.lax.scan(body, x, (self.layers, jnp.asarray(windows)))
-        return rms_norm(x, self.norm[...], c.norm_eps)
+        return restore_rows(rms_norm(x, self.norm[...], c.norm_eps), division)
 
 
-def attend_row(c: TransformerConfig, visible: Bool[Array, "B T T"]):
-    """`attend` of `block` for tokens that see only earlier tokens of their own row; its kv are the row's."""
+def attend_row(
+    c: TransformerConfig,
+    segments: Int[Array, "B T"],
+    window: int | Int[Array, ""],
+    division: Division = "whole",
+):
+    """`attend` of `block` for tokens that see the earlier ones of their segment; its kv are the row's."""
+    settings = {"scale": 1 / math.sqrt(c.head_dim), "softcap": c.attention_softcap}
 
     def attend(q, k, v):
-        scale = 1 / math.sqrt(c.head_dim)
-        return causal_attention(q, k, v, visible, scale=scale, softcap=c.attention_softcap), (k, v)
+        return row_attention(q, k, v, segments, window=window, division=division, **settings), (k, v)
 
     return attend
 
@@ -190,15 +201,14 @@ def trajectory_lengths(
     """How long the trajectory of each token is, as far as these tokens tell. None where RoPE never asks."""
     if c.rope.scaling != "dynamic":
         return None
-    same = segments[:, :, None] == segments[:, None, :]
-    return jnp.max(jnp.where(same, positions[:, None, :], 0), axis=-1) + 1
+    last = jax.vmap(lambda row, ids: jax.ops.segment_max(row, ids, row.size + 1))(positions, segments)
+    return jnp.take_along_axis(last, segments, axis=1) + 1
 
 
 def window_sizes(c: TransformerConfig) -> list[int]:
     """Per layer, how many tokens a token sees, itself included."""
-    everything = 2**30
     layers = c.window_layers or (True,) * c.num_layers
-    return [c.sliding_window if on and c.sliding_window else everything for on in layers]
+    return [c.sliding_window if on and c.sliding_window else EVERYTHING for on in layers]
 
 
 class _Initializer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import numpy as np
@@ -23,7 +24,14 @@ class MeshConfig:
     tensor: int = 1
     """Heads, feed-forward and vocabulary are divided among these."""
     sequence: int = 1
-    """Tokens of a row are divided among these."""
+    """Tokens of a row are divided among these; parameters, gradients and optimizer too."""
+    sequence_parallel: Literal["ring", "ulysses"] = "ring"
+    """How attention sees a divided row: keys travel around a ring, or each device takes some heads whole."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis -> size, in the order of the mesh."""
+        return {name: getattr(self, name) for name in AXES}
 
 
 def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
@@ -33,7 +41,7 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
         ValueError: the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = [getattr(config, name) for name in AXES]
+    sizes = list(config.sizes.values())
     if sizes.count(-1) > 1 or any(s < 1 and s != -1 for s in sizes):
         raise ValueError(f"mesh: sizes must be positive, at most one -1; got {_spell(sizes)}")
     fixed = math.prod(s for s in sizes if s != -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ TRAIN: Rules = {
     "hidden": None,
     # weights
     "layers": None,
-    "embed": "fsdp",
+    "embed": ("fsdp", "sequence"),
     "heads": "tensor",
     "kv_heads": "tensor",
     "head_dim": None,
@@ -26,7 +27,7 @@ TRAIN: Rules = {
     "vocab": "tensor",
     "norm": None,
 }
-"""Training and scoring: weights divided over fsdp and tensor, rows over data and fsdp."""
+"""Training and scoring: weights divided over fsdp, sequence and tensor, rows over data and fsdp."""
 
 ROLLOUT: Rules = {**TRAIN, "embed": None}
 """Decoding reads every weight for every token: whole on each replica, divided over tensor only."""
@@ -50,33 +51,36 @@ def spec(axes: tuple[str | None, ...], rules: Rules) -> PartitionSpec:
 
 def fit(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...], rules: Rules) -> NamedSharding:
     """Sharding of one array; a dim that its mesh axes do not divide stays whole (2 kv heads on tensor=4)."""
+    return NamedSharding(mesh, _divided(mesh, axes, shape, rules))
+
+
+def _divided(mesh, axes, shape, rules: Rules) -> PartitionSpec:
     entries = []
     for size, entry in zip(shape, spec(axes, rules), strict=True):
-        names = () if entry is None else ((entry,) if isinstance(entry, str) else tuple(entry))
-        ways = 1
-        for name in names:
-            ways *= mesh.shape[name]
+        names = () if entry is None else ((entry,) if isinstance(entry, str) else entry)
+        ways = math.prod(mesh.shape[name] for name in names)
         entries.append(entry if size % ways == 0 else None)
-    return NamedSharding(mesh, PartitionSpec(*entries))
+    return PartitionSpec(*entries)
+
+
+def layout(
+    axes: tuple[str | None, ...], shape: tuple[int, ...], rules: Rules = TRAIN
+) -> PartitionSpec | None:
+    """As `fit`, under the current mesh (`jax.set_mesh`); None where there is one device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty or mesh.size == 1 else _divided(mesh, axes, shape, rules)
 
 
 def constrain(x: jax.Array, *axes: str | None, rules: Rules = TRAIN) -> jax.Array:
-    """Pin an activation's layout under the current mesh (`jax.set_mesh`); without one, a no-op."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return x
-    entries = [
-        entry if x.shape[i] % _ways(mesh, entry) == 0 else None for i, entry in enumerate(spec(axes, rules))
-    ]
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
+    """Pin an activation's layout under the current mesh; on one device, a no-op."""
+    found = layout(axes, x.shape, rules)
+    return x if found is None else jax.lax.with_sharding_constraint(x, found)
 
 
-def _ways(mesh, entry) -> int:
-    names = () if entry is None else ((entry,) if isinstance(entry, str) else entry)
-    ways = 1
-    for name in names:
-        ways *= mesh.shape[name]
-    return ways
+def prediction_layout(hidden: jax.Array, head: jax.Array) -> tuple[PartitionSpec, PartitionSpec] | None:
+    """`layout` of jaxrl_kernels.linear_logprob for [B, T, D] and [V, D] under the current mesh."""
+    found = layout(("batch", "sequence", "hidden"), hidden.shape)
+    return None if found is None else (found, layout(("vocab", "embed"), head.shape))
 
 
 def put_rows(mesh: Mesh, batch: Any) -> Any:

@@ -33,7 +33,9 @@ def test_a_mesh_that_does_not_fit_says_how_it_would(config, message):
 
 
 def test_specs_by_hand():
-    assert spec(("layers", "embed", "heads", "head_dim"), TRAIN) == P(None, "fsdp", "tensor", None)
+    assert spec(("layers", "embed", "heads", "head_dim"), TRAIN) == P(
+        None, ("fsdp", "sequence"), "tensor", None
+    )
     assert spec(("batch", "sequence", "hidden"), TRAIN) == P(("data", "fsdp"), "sequence", None)
     assert spec(("vocab", "embed"), ROLLOUT) == P("tensor", None)
 
@@ -47,8 +49,8 @@ def test_unknown_and_twice_used_axes_are_refused():
 
 def test_a_dim_that_is_not_divided_evenly_stays_whole():
     mesh = make_mesh(MeshConfig(fsdp=2, tensor=4))
-    assert fit(mesh, ("embed", "kv_heads"), (32, 2), TRAIN).spec == P("fsdp", None)
-    assert fit(mesh, ("embed", "kv_heads"), (32, 4), TRAIN).spec == P("fsdp", "tensor")
+    assert fit(mesh, ("embed", "kv_heads"), (32, 2), TRAIN).spec == P(("fsdp", "sequence"), None)
+    assert fit(mesh, ("embed", "kv_heads"), (32, 4), TRAIN).spec == P(("fsdp", "sequence"), "tensor")
 
 
 def test_constrain_lays_out_under_a_mesh_and_is_nothing_without():

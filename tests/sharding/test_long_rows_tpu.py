@@ -1,0 +1,83 @@
+"""Training steps of long rows, compiled for TPU slices that are not here (`make test-compilers`)."""
+
+import re
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental import topologies
+
+from jaxrl_llm import models
+from jaxrl_llm.algos import grpo
+from jaxrl_llm.data.packing import empty_batch
+from jaxrl_llm.learner import Learner
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.rules import TRAIN, fit
+from jaxrl_llm.step import StepConfig
+from jaxrl_llm.structs import Whole
+
+pytestmark = pytest.mark.compilers
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def no_machine_beside_this_one(monkeypatch):
+    pytest.importorskip("libtpu")
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
+
+
+def qwen3(layers: int) -> models.TransformerConfig:
+    """Qwen3-0.6B, but for its depth."""
+    return models.TransformerConfig(
+        vocab_size=151936, hidden_size=1024, mlp_size=3072, num_layers=layers, num_heads=16, num_kv_heads=8,
+        head_dim=128, qk_norm=True, tie_embeddings=True, max_position=2**20,
+    )  # fmt: skip
+
+
+@cache
+def compiled(topology: str, mesh_config: MeshConfig, tokens: int, layers: int):
+    """Forward and backward of one row a replica, GRPO, bfloat16, full rematerialisation."""
+    settings = {"chip_config_name": "megacore"} if topology.startswith(("v4", "v5p")) else {}
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, **settings).devices
+    mesh = make_mesh(mesh_config, devices)
+    rows = mesh.shape["data"] * mesh.shape["fsdp"]
+    how = mesh_config.sequence_parallel
+    step = StepConfig(tokens, rows, dtype="bfloat16", remat="full", sequence_parallel=how)
+    learner = Learner(grpo.Config(kl_coef=0.0), qwen3(layers), optax.adam(1e-6), step, mesh)
+    params = learner.abstract_state().params
+    place = fit(mesh, ("batch", "sequence"), (rows, tokens), TRAIN)
+    batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((rows, tokens), x.dtype, sharding=place),
+        empty_batch(1, 1, ("advantages", "rollout")),
+    )
+    number = jax.ShapeDtypeStruct((), jnp.float32, sharding=learner.replicated)
+    with jax.set_mesh(mesh):
+        traced = learner._accumulate.trace(params, params, batch, Whole(number, number, number), ())
+        return traced.lower(lowering_platforms=("tpu",)).compile()
+
+
+def largest(program, operation: str) -> int:
+    """Elements of the largest result of an operation."""
+    shapes = re.findall(rf"= \(?\w+\[([\d,]+)\].* {operation}(?:-start)?\(", program.as_text())
+    return max([int(np.prod([int(n) for n in shape.split(",")])) for shape in shapes], default=0)
+
+
+@pytest.mark.parametrize("how", ["ring", "ulysses"])
+def test_a_long_row_compiles_for_four_chips(how):
+    """64k tokens over 4 chips of 16 GiB: what is one row's, only exchanges of parts of it move."""
+    program = compiled("v5e:2x2", MeshConfig(fsdp=1, sequence=4, sequence_parallel=how), 2**16, 2)
+    row = 2**16 * 1024
+    assert program.memory_analysis().peak_memory_in_bytes < 15.75 * GIB
+    assert largest(program, "all-gather") < row
+    moves = {"ring": "collective-permute", "ulysses": "all-to-all"}[how]
+    assert largest(program, moves) > 0
+
+
+@pytest.mark.slow
+def test_a_million_tokens_compile_for_a_v5p_slice():
+    program = compiled("v5p:4x4x8", MeshConfig(fsdp=1, sequence=128), 2**20, 28)
+    assert program.memory_analysis().peak_memory_in_bytes < 95 * GIB
