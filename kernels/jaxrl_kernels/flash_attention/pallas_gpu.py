@@ -94,7 +94,7 @@ def _softmax(
     new = jnp.maximum(top, jnp.max(scores, axis=1) * plan.unit)
     weights = jnp.exp2(scores * plan.unit - over_columns(new, scores.shape))
     decay = jnp.exp2(top - new)
-    return new, total * decay + jnp.sum(weights, axis=1), decay, weights.astype(plan.dtype)
+    return new, total * decay + jnp.sum(weights, axis=1), decay, weights
 
 
 def _attend(plan: Plan, here: Here, memory: Any, mask: Mask) -> tuple:
@@ -115,6 +115,7 @@ def _attend(plan: Plan, here: Here, memory: Any, mask: Mask) -> tuple:
     top, total = cores.full((ROWS,), NOTHING, PER_ROW), cores.full((ROWS,), 0.0, PER_ROW)
     seen = mask(jnp.int32(0), here.walk.block(jnp.int32(0)))
     top, total, _, weights = _softmax(plan, product, top, total, seen)
+    weights = weights.astype(plan.dtype)
     plgpu.barrier_arrive(memory.k_free.at[0])
 
     def step(i, carry, masked):
@@ -137,8 +138,11 @@ def _attend(plan: Plan, here: Here, memory: Any, mask: Mask) -> tuple:
                 ref[...] = new
             plgpu.barrier_arrive(memory.k_free.at[slot])
 
-        acc, top, total, decay, weights = cores.accumulate(overlap, [acc], [top, total, total, weights])
+        others = [top, total, total, cores.full(shape, 0.0)]
+        acc, top, total, decay, later = cores.accumulate(overlap, [acc], others)
         plgpu.barrier_arrive(memory.v_free.at[last])
+        # Not packed before the product of those in use is done: it would make ptxas run products in turn.
+        weights = lax.optimization_barrier(later).astype(plan.dtype)
         return acc * over_columns(decay, acc.shape), top, total, weights
 
     carry = cores.full((ROWS, plan.dim), 0.0), top, total, weights
