@@ -9,9 +9,9 @@ share keys: nothing is added atomically, so the same inputs give the same bits.
 bfloat16 and float16 only: wgmma multiplies float32 as TF32, which is no float32. `api.choose` takes
 another implementation for float32.
 
-Compiled for an H100 and run in Pallas' interpreter, not yet on a GPU: speed and the best blocks are not known.
-The blocks are what registers hold: where ptxas honours setmaxnreg, no kernel spills more than 56 bytes a lane
-and no products are serialised. MOSAIC_GPU_DUMP_PTXAS=1 prints whether it does (C7504: it does not).
+Compiled for an H100 and run in Pallas' interpreter, not yet on a GPU: speed and best blocks are not known.
+The blocks are what registers hold: where ptxas honours setmaxnreg, no kernel spills more than 56 bytes a
+lane and no products are serialised. MOSAIC_GPU_DUMP_PTXAS=1 prints whether it does (C7504: it does not).
 """
 
 from __future__ import annotations
