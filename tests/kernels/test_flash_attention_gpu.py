@@ -4,19 +4,18 @@ In the interpreter copies, barriers and warpgroups are the kernels'; a product o
 """
 
 import functools
+import threading
 import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic.interpret import thread_map
 
 from jaxrl_kernels import gpu_target
 from jaxrl_kernels.flash_attention import gpu_plan, mosaic, pallas_gpu, reference
 from jaxrl_kernels.flash_attention.spec import EVERYTHING, NOTHING, Place, Spec
-
-PACKED = ((3, 70), (1, 60), (0, 6), (2, 94))
-"""(segment, tokens): ids out of order, padding in the middle; 230 tokens, no whole tile."""
 
 
 def packed(*parts):
@@ -32,34 +31,61 @@ def inputs(q_length, kv_length, heads, kv_heads, dim, dtype=jnp.bfloat16):
 
 
 def close(got, want, tolerance):
-    """Of values of about 1: what bfloat16 weights and results are off by."""
-    scale = max(float(jnp.abs(want).max()), 1.0)
-    np.testing.assert_allclose(np.float32(got), np.float32(want), atol=tolerance * scale, rtol=0)
+    """To a part of the largest value, which NOTHING is not."""
+    want = np.float32(want)
+    scale = max(np.abs(want[want != NOTHING]).max(), 1.0)
+    np.testing.assert_allclose(np.float32(got), want, atol=tolerance * scale, rtol=0)
 
 
+PACKED = packed((3, 70), (1, 60), (0, 6), (2, 94))
+"""Ids out of order, padding in the middle; 230 tokens, no whole tiles of 128."""
 CASES = {
-    # Two heads share keys, tiles of several segments, two query and two key tiles.
-    "packed": (Spec(0.125), Place(), (230, 230, 2, 1, 64), (packed(*PACKED), packed(*PACKED))),
-    # A part of a ring: queries 150.. see at most 100 back of keys 20.., some of which nobody does.
-    "placed": (
-        Spec(96**-0.5, softcap=2.0),
-        Place(150, 20, 100),
-        (130, 300, 1, 1, 96),
-        (packed((1, 130)), packed((1, 300))),
+    # The last 100 queries of 230 tokens, as if of a ring; two heads share keys; some see nothing.
+    "quick": (
+        Spec(0.125, softcap=2.0),
+        Place(130, 0, 90),
+        (100, 230, 2, 1, 64),
+        (PACKED[:, 130:], PACKED),
+    ),
+    "packed": (Spec(96**-0.5), Place(), (230, 230, 2, 1, 96), (PACKED, PACKED)),
+    "both directions": (
+        Spec(1 / 16, causal=False),
+        Place(),
+        (200, 130, 1, 1, 256),
+        (PACKED[:, :200], PACKED[:, 100:]),
     ),
 }
+"""Name -> spec, place, (queries, keys, heads, key heads, head dim), segments of both."""
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients_are_those_of_the_definition(name):
+@pytest.fixture
+def compiled_once(monkeypatch):
+    """The interpreter compiles a kernel's program anew for every warpgroup of every tile; here once."""
+    programs, lock = {}, threading.Lock()
+
+    def run(jaxpr, consts, *args):
+        with lock:
+            if id(jaxpr) not in programs:
+                program = jax.jit(lambda consts, *args: jax.core.eval_jaxpr(jaxpr, consts, *args))
+                programs[id(jaxpr)] = jaxpr, program.lower(consts, *args).compile()
+        programs[id(jaxpr)][1](consts, *args)
+
+    monkeypatch.setattr(thread_map, "_run_jaxpr", run)
+
+
+@pytest.mark.parametrize(
+    "name", ["quick", *(pytest.param(name, marks=pytest.mark.slow) for name in ("packed", "both directions"))]
+)
+def test_values_and_gradients_are_those_of_the_definition(name, compiled_once):
     spec, place, shape, segments = CASES[name]
     q, k, v, d_out = inputs(*shape)
     place = jax.tree.map(jnp.int32, place)  # traced: one compilation serves every place
     d_lse = jax.random.normal(jax.random.key(1), (1, shape[2], shape[0]))
-    out, lse = jax.jit(functools.partial(pallas_gpu.forward, spec, interpret=True))(q, k, v, *segments, place)
-    want_out, want_lse = reference.forward(
-        spec, *(x.astype(jnp.float32) for x in (q, k, v)), *segments, place
-    )
+    ours = functools.partial(jax.jit, static_argnums=0, static_argnames="interpret")
+    out, lse = ours(pallas_gpu.forward)(spec, q, k, v, *segments, place, interpret=True)
+    exact = [x.astype(jnp.float32) for x in (q, k, v)]
+    definition = functools.partial(jax.jit, static_argnums=0)
+    want_out, want_lse = definition(reference.forward)(spec, *exact, *segments, place)
     assert out.dtype == q.dtype and lse.dtype == jnp.float32
     close(out, want_out, 0.01)
     close(lse, want_lse, 1e-3)
@@ -70,10 +96,8 @@ def test_values_and_gradients_are_those_of_the_definition(name):
         and (np.asarray(lse)[0, :, blind] == NOTHING).all()
     )
 
-    backward = jax.jit(functools.partial(pallas_gpu.backward, spec, interpret=True))
-    got = backward(q, k, v, *segments, place, out, lse, d_out, d_lse)
-    exact = (x.astype(jnp.float32) for x in (q, k, v))
-    want = reference.backward(spec, *exact, *segments, place, want_out, want_lse, d_out, d_lse)
+    got = ours(pallas_gpu.backward)(spec, q, k, v, *segments, place, out, lse, d_out, d_lse, interpret=True)
+    want = definition(reference.backward)(spec, *exact, *segments, place, want_out, want_lse, d_out, d_lse)
     for x, y in zip(got, want, strict=True):
         close(x, y, 0.02)
 
@@ -82,8 +106,9 @@ def test_blocks_a_tile_reads():
     """512 tokens, the first 256 one segment: tiles of 128 queries against blocks of 64 keys."""
     segments = packed((1, 256), (2, 200), (0, 56))
     find = functools.partial(gpu_plan.walks, Spec(1.0), Place(), segments, segments)
+    find = jax.jit(find, static_argnums=(0, 1), static_argnames="of_keys")
     walks = np.asarray(find(128, 64, of_keys=False))[0].tolist()  # first, [first full, end full), end
-    assert walks == [[0, 0, 0, 2], [0, 0, 2, 4], [4, 4, 4, 6], [4, 4, 6, 8]]
+    assert walks == [[0, 0, 0, 2], [0, 0, 2, 4], [4, 4, 4, 6], [4, 4, 4, 8]]
     of_keys = np.asarray(find(64, 128, of_keys=True))[0].tolist()
     assert of_keys == [[0, 2, 4, 4], [2, 2, 2, 4], [4, 6, 7, 8], [6, 6, 6, 8]]
     walk = gpu_plan.Walk(*jnp.array([2, 4, 7, 9]))  # 2, 3 and 7, 8 hide something
@@ -108,13 +133,13 @@ def test_a_window_leaves_blocks_out_and_nothing_visible_reads_one():
 
 
 def test_bad_input_is_named():
-    q, k, v, _ = inputs(16, 16, 1, 1, 64, jnp.float32)
+    q = k = v = jnp.zeros((1, 16, 1, 64))
     ones = jnp.ones((1, 16), jnp.int32)
     with pytest.raises(ValueError, match="bfloat16 and float16, not float32; take another implementation"):
         pallas_gpu.forward(Spec(1.0), q, k, v, ones, ones, Place())
     assert "head_dim 320 is over 256" in pallas_gpu.unsupported(320, jnp.bfloat16)
     assert pallas_gpu.unsupported(256, jnp.float16) is None
-    q, k, v = (x.astype(jnp.bfloat16) for x in inputs(16, 16, 1, 1, 256)[:3])
+    q = k = v = jnp.zeros((1, 16, 1, 256), jnp.bfloat16)
     big = pallas_gpu.Blocks(128, 64, 64)
     with pytest.raises(
         ValueError, match=r"head_dim 256: two blocks of 128 rows .* lengths that fit: \[32, 64\]"
@@ -124,7 +149,7 @@ def test_bad_input_is_named():
 
 def test_stages_are_as_many_as_fit():
     assert mosaic.stages_that_fit("x", 64, 0, 512) == 4  # at most
-    assert mosaic.stages_that_fit("x", 128, 100_000, 512) == 1 + 62_000 // 65536 + 1
+    assert mosaic.stages_that_fit("x", 128, 90_000, 512) == 2  # 138,352 bytes for 65,536 each
     with pytest.raises(ValueError, match=r"48 rows .* lengths that fit: \[32, 64, 128\]"):
         mosaic.stages_that_fit("x", 48, 0, 512)
 
@@ -151,7 +176,7 @@ def test_lowers_for_cuda_without_one(dim, dtype, softcap):
 
 
 @pytest.mark.compilers
-@pytest.mark.parametrize("dim, softcap", [(64, None), (96, None), (128, 30.0), (128, None), (256, None)])
+@pytest.mark.parametrize("dim, softcap", [(96, None), (128, 30.0), (256, None)])
 def test_compiles_for_an_h100_that_is_not_here(dim, softcap):
     if why := gpu_target.unavailable():
         pytest.skip(why)
@@ -162,7 +187,8 @@ def test_compiles_for_an_h100_that_is_not_here(dim, softcap):
     )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         compiled = jax.jit(both).trace(*args).lower(lowering_platforms=("cuda",)).compile()
-    assert compiled.memory_analysis().output_size_in_bytes == 2 * 2 * 1024 * (4 + 2 + 2) * dim
+    gradients = 2 * 1024 * (4 + 2 + 2) * dim
+    assert compiled.memory_analysis().output_size_in_bytes == 2 * gradients + 3 * 8  # and three pointers
 
 
 def test_targets_are_named(monkeypatch):

@@ -240,7 +240,7 @@ def over_rows(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
 
 
 def copy_blocks(plan: Plan, count: jax.Array, rings: tuple) -> None:
-    """By the copying warpgroup: `count` blocks into rings (ready, free, ((where a block is, buffer), ...))."""
+    """By the copying warpgroup: `count` blocks into rings (ready, free, ((where one is, buffer), ...))."""
 
     @pl.loop(0, count)
     def _(i):
@@ -271,7 +271,14 @@ def pad_to(x: jax.Array, multiples: dict[int, int]) -> jax.Array:
 def padded_inputs(
     q: jax.Array, k: jax.Array, v: jax.Array, q_segments: jax.Array, kv_segments: jax.Array, place: Place
 ) -> Inputs:
-    """Lengths to whole tiles, of segment 0; the head dim to what TMA swizzles, of zeros."""
+    """Lengths to whole tiles, of segment 0; the head dim to what TMA swizzles, of zeros.
+
+    Raises: ValueError for what the kernels do not take.
+    """
+    if why := unsupported(q.shape[3], q.dtype):
+        raise ValueError(f"flash attention on Hopper: {why}; take another implementation")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"{q.shape[2]} query heads cannot share {k.shape[2]} key heads: it is no multiple")
     q, k, v = (pad_to(x, {1: TILE, 3: 32}) for x in (q, k, v))
     segments = (pad_to(x.astype(jnp.int32), {1: TILE}) for x in (q_segments, kv_segments))
     return Inputs(q, k, v, *segments, place.array())
@@ -281,10 +288,6 @@ def plan_for(spec: Spec, inputs: Inputs, what: str, blocks: Blocks | None, inter
     """How the kernel `what` (a field of `Blocks`) is cut."""
     q, k = inputs.q, inputs.k
     dim, size = q.shape[-1], q.dtype.itemsize
-    if why := unsupported(dim, q.dtype):
-        raise ValueError(f"flash_attention on Hopper: {why}; take another implementation")
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(f"{q.shape[2]} query heads cannot share {k.shape[2]} key heads evenly")
     block = getattr(blocks or default_blocks(dim), what)
     resident, statistics = (1, 2) if what == "forward" else (2, 3)
     fixed = TILE * (resident * dim * size + 4 * statistics)

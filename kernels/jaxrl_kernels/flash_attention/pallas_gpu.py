@@ -6,8 +6,12 @@ beside the products of the other; within one, the product of weights and values 
 The backward is two kernels, one a query tile for dq, one a key tile for dk and dv, which sums the heads that
 share keys: nothing is added atomically, so the same inputs give the same bits.
 
-bfloat16 and float16 only: wgmma multiplies float32 as TF32, which is no float32. `api.choose` takes another
-implementation for float32.
+bfloat16 and float16 only: wgmma multiplies float32 as TF32, which is no float32. `api.choose` takes
+another implementation for float32.
+
+Compiled for an H100 and run in Pallas' interpreter, not yet on a GPU: speed and best blocks are not known.
+The blocks are what registers hold: where ptxas honours setmaxnreg, no kernel spills more than 56 bytes a
+lane and no products are serialised. MOSAIC_GPU_DUMP_PTXAS=1 prints whether it does (C7504: it does not).
 """
 
 from __future__ import annotations
@@ -94,7 +98,7 @@ def _softmax(
     new = jnp.maximum(top, jnp.max(scores, axis=1) * plan.unit)
     weights = jnp.exp2(scores * plan.unit - over_columns(new, scores.shape))
     decay = jnp.exp2(top - new)
-    return new, total * decay + jnp.sum(weights, axis=1), decay, weights.astype(plan.dtype)
+    return new, total * decay + jnp.sum(weights, axis=1), decay, weights
 
 
 def _attend(plan: Plan, here: Here, memory: Any, mask: Mask) -> tuple:
@@ -114,8 +118,9 @@ def _attend(plan: Plan, here: Here, memory: Any, mask: Mask) -> tuple:
     product = cores.scratch(first, shape)
     top, total = cores.full((ROWS,), NOTHING, PER_ROW), cores.full((ROWS,), 0.0, PER_ROW)
     seen = mask(jnp.int32(0), here.walk.block(jnp.int32(0)))
-    top, total, _, weights = _softmax(plan, product, top, total, seen)
     plgpu.barrier_arrive(memory.k_free.at[0])
+    top, total, _, weights = _softmax(plan, product, top, total, seen)
+    weights = weights.astype(plan.dtype)
 
     def step(i, carry, masked):
         acc, top, total, weights = carry
@@ -133,12 +138,15 @@ def _attend(plan: Plan, here: Here, memory: Any, mask: Mask) -> tuple:
             plgpu.barrier_wait(memory.turn.at[me])
             product = cores.scratch(functools.partial(both, acc_ref), shape)
             seen = mask(slot, here.walk.block(i)) if masked else None
+            plgpu.barrier_arrive(memory.k_free.at[slot])
             for ref, new in zip(softmax_refs, _softmax(plan, product, top, total, seen), strict=True):
                 ref[...] = new
-            plgpu.barrier_arrive(memory.k_free.at[slot])
 
-        acc, top, total, decay, weights = cores.accumulate(overlap, [acc], [top, total, total, weights])
+        others = [top, total, total, cores.full(shape, 0.0)]
+        acc, top, total, decay, later = cores.accumulate(overlap, [acc], others)
         plgpu.barrier_arrive(memory.v_free.at[last])
+        # Not packed before the product of those in use is done: it would make ptxas run products in turn.
+        weights = lax.optimization_barrier(later).astype(plan.dtype)
         return acc * over_columns(decay, acc.shape), top, total, weights
 
     carry = cores.full((ROWS, plan.dim), 0.0), top, total, weights
