@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SGLANG_VENV ?= .venv-sglang
+COMPILERS_VENV ?= .venv-compilers
 # The newest interpreter at hand, for `make test-newest`.
 NEWEST ?= $(shell sh scripts/newest_python.sh)
 
-.PHONY: quickstart learn test test-all test-newest test-sglang lint clean
+.PHONY: quickstart learn test test-all test-newest test-sglang test-compilers lint clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m jaxrl_llm.train --config grpo_tiny.py
@@ -15,7 +16,7 @@ learn: $(VENV)/.installed
 	$(BIN)/python benchmarks/learn.py
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "not slow" -q
+	$(BIN)/python -m pytest -m "not slow and not compilers" -q
 
 test-all: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -q
@@ -28,6 +29,10 @@ test-newest:
 # Everything that needs SGLang servers, on the CPU; SGLANG_PYTHON=/path/to/python3.11 where it has another name.
 test-sglang: $(VENV)/.installed-test $(SGLANG_VENV)/.installed
 	JAXRL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(BIN)/python -m pytest -q -s $$(find tests -name "test_*_real.py")
+
+# The real TPU and CUDA compilers on our kernels; no accelerator is needed. 3 GB of wheels.
+test-compilers: $(COMPILERS_VENV)/.installed
+	$(COMPILERS_VENV)/bin/python -m pytest -q -m compilers
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -48,5 +53,10 @@ $(SGLANG_VENV)/.installed: scripts/sglang_cpu/install.sh
 	PYTHON=$(or $(SGLANG_PYTHON),python3.11) scripts/sglang_cpu/install.sh $(SGLANG_VENV)
 	touch $@
 
+$(COMPILERS_VENV)/.installed: pyproject.toml
+	test -x $(COMPILERS_VENV)/bin/python || $(or $(NEWEST),$(PYTHON)) -m venv $(COMPILERS_VENV)
+	$(COMPILERS_VENV)/bin/python -m pip install -q -e '.[test,plan]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) .venv-newest $(SGLANG_VENV) build dist *.egg-info
+	rm -rf $(VENV) .venv-newest $(SGLANG_VENV) $(COMPILERS_VENV) build dist *.egg-info

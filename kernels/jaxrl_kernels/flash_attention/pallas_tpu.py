@@ -74,54 +74,41 @@ def backward(
     delta = delta if d_lse is None else delta - d_lse
     known = spec, q, k, v, q_segments, kv_segments, place
     gradients = d_out.astype(q.dtype), lse, delta
-    return _d_queries(_lay_out("dq", *known), known, *gradients), *_d_keys(
-        _lay_out("dkv", *known), known, *gradients
-    )
+    dq = _d_queries(spec, _lay_out("dq", *known), *gradients)
+    dk, dv = _d_keys(spec, _lay_out("dkv", *known), *gradients)
+    return _tokens(dq, q), _tokens(dk, k), _tokens(dv, v)
 
 
-def _d_queries(laid: _Laid, known: tuple, d_out, lse, delta):
-    spec, q, *_ = known
+def _d_queries(spec: Spec, laid: _Laid, d_out, lse, delta):
     (batch, heads, _, dim), block = laid.q.shape, laid.blocks.q
     of_q, of_kv = laid.specs_by_query()
-    dq = _call(
+    return _call(
         partial(_dq_kernel, spec, laid.blocks),
         (batch, heads, *laid.counts),
         ins=_backward_specs(of_q, of_kv),
         outs=of_q.tokens,
-        out_shape=jax.ShapeDtypeStruct(laid.q.shape, q.dtype),
+        out_shape=jax.ShapeDtypeStruct(laid.q.shape, laid.q.dtype),
         scratch=[_scratch(block, dim), *[_scratch(block, LANES)] * 2, _scratch(block, LANES, jnp.int32)],
     )(*_backward_inputs(laid, d_out, lse, delta))
-    return _tokens(dq, q)
 
 
-def _d_keys(laid: _Laid, known: tuple, d_out, lse, delta):
-    spec, q, k, v, *_ = known
+def _d_keys(spec: Spec, laid: _Laid, d_out, lse, delta):
     (batch, kv_heads, _, dim), block = laid.k.shape, laid.blocks.kv
     of_q, of_kv = laid.specs_by_key()
-    dk, dv = _call(
+    return _call(
         partial(_dkv_kernel, spec, laid.blocks),
-        (batch, kv_heads, laid.counts[1], q.shape[2] // kv_heads, laid.counts[0]),
+        (batch, kv_heads, laid.counts[1], laid.q.shape[1] // kv_heads, laid.counts[0]),
         ins=_backward_specs(of_q, of_kv),
         outs=(of_kv.tokens, of_kv.tokens),
-        out_shape=(jax.ShapeDtypeStruct(laid.k.shape, k.dtype),) * 2,
+        out_shape=(jax.ShapeDtypeStruct(laid.k.shape, laid.k.dtype),) * 2,
         scratch=[*[_scratch(block, dim)] * 2, _scratch(block, LANES, jnp.int32)],
     )(*_backward_inputs(laid, d_out, lse, delta))
-    return _tokens(dk, k), _tokens(dv, v)
 
 
 def _backward_specs(of_q: _Specs, of_kv: _Specs) -> tuple[pl.BlockSpec, ...]:
     """Of q, k, v, d_out, lse, delta and the segments, in the order of `_backward_inputs`."""
-    numbers = of_q.numbers
-    return (
-        of_q.tokens,
-        of_kv.tokens,
-        of_kv.tokens,
-        of_q.tokens,
-        numbers,
-        numbers,
-        of_q.segments,
-        of_kv.segments,
-    )
+    tokens = of_q.tokens, of_kv.tokens, of_kv.tokens, of_q.tokens
+    return *tokens, of_q.numbers, of_q.numbers, of_q.segments, of_kv.segments
 
 
 def _backward_inputs(laid: _Laid, d_out, lse, delta) -> tuple[Array, ...]:
@@ -322,7 +309,7 @@ class _Laid(NamedTuple):
         """Of queries and keys, on the grid (row, head, block of queries, block of keys)."""
         group, count = self.q.shape[1] // self.k.shape[1], self.counts[0]
         q = lambda b, h, i, j, *_: (b, h, i)
-        kv = lambda b, h, i, j, place, q_info, _: (b, h // group, _near(j, q_info, b * count + i))
+        kv = lambda b, h, i, j, place, q_info, _: (b, jax.lax.div(h, group), _near(j, q_info, b * count + i))
         return _specs(q, self.blocks.q, self.q.shape[3]), _specs(kv, self.blocks.kv, self.q.shape[3])
 
     def specs_by_key(self) -> tuple[_Specs, _Specs]:

@@ -1,4 +1,4 @@
-"""The dense definition by hand numbers, and the causal form against it."""
+"""The dense definition of attention by hand numbers."""
 
 import functools
 
@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_kernels.attention import causal
 from jaxrl_kernels.flash_attention import reference
 
 FAST = {"xla_backend_optimization_level": 0}  # of compilation
@@ -80,39 +79,6 @@ def test_is_softmax_attention_written_plainly():
     wanted = np.einsum("bhtc,bche->bthe", weights, v.repeat(2, axis=2))
     out = attention(*inputs(length=9), triangle(9), scale=0.3)
     np.testing.assert_allclose(out, wanted, atol=1e-6)
-
-
-@pytest.mark.parametrize("length", [1, 31, 33, 70, 130])
-def test_causal_blocks_equal_the_whole_forward_and_backward(length, monkeypatch):
-    """With segments, a window and padding in `visible`; lengths that blocks do not divide."""
-    monkeypatch.setattr(causal, "SHORTEST", 32)
-    q, k, v = inputs(length)
-    index = jnp.arange(length)
-    segments = jnp.stack([index // 40, jnp.where(index < 50, 0, index)])
-    visible = triangle(length) & (segments[:, :, None] == segments[:, None]) & (index[:, None] - index < 20)
-    visible = visible.at[1, length // 2].set(False)
-
-    def run(fn):
-        loss = lambda *qkv: jnp.sin(fn(*qkv, visible, scale=0.3, softcap=5.0)).sum()
-        return jax.jit(jax.value_and_grad(loss, (0, 1, 2)), compiler_options=FAST)(q, k, v)
-
-    for ours, wanted in zip(
-        jax.tree.leaves(run(causal.causal_attention)), jax.tree.leaves(run(attention)), strict=True
-    ):
-        np.testing.assert_allclose(ours, wanted, atol=2e-6, rtol=1e-5)
-
-
-def test_causal_blocks_skip_work_above_the_diagonal():
-    """Four blocks of 256 in 1024: (1 + 2 + 3 + 4) / 16 of the products of the square."""
-    q, k, v = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs(1024))
-    visible = jax.ShapeDtypeStruct((2, 1024, 1024), jnp.bool_)
-
-    def products(fn):
-        jaxpr = jax.make_jaxpr(lambda *a: fn(*a, scale=1.0))(q, k, v, visible)
-        dots = [e for e in jaxpr.eqns if e.primitive.name == "dot_general"]
-        return sum(np.prod(e.outvars[0].aval.shape) for e in dots[::2])  # scores only
-
-    assert products(causal.causal_attention) / products(reference.attention) == 10 / 16
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -1,0 +1,81 @@
+"""The TPU kernels of attention through the real compiler, for every generation: `make test-compilers`.
+
+Compiled, not run: it says that the blocks fit and that every operation is one the chip has.
+"""
+
+import importlib.util
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_kernels.flash_attention import api, shapes
+
+pytestmark = [
+    pytest.mark.compilers,
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs jaxrl-llm[plan]"),
+]
+MEGACORE = {"chip_config_name": "megacore"}
+TOPOLOGIES = {
+    "v4": ("v4:2x2x1", MEGACORE),
+    "v5e": ("v5e:2x2", {}),
+    "v5p": ("v5p:2x2x1", MEGACORE),
+    "v6e": ("v6e:2x2", {}),
+    "tpu7x": ("tpu7x:2x2x1", {}),
+}
+CHIPS = pytest.mark.parametrize("chip", shapes.VMEM)
+
+
+@pytest.fixture
+def mesh(chip, monkeypatch):
+    """One device of a chip that is not here."""
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
+    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    name, options = TOPOLOGIES[chip]
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+    return Mesh(np.array(topology.devices[:1]), ("x",))
+
+
+def compiled(mesh, dim, dtype, *, length=4096, spec=None, heads=(8, 2)) -> str:
+    """The program of attention and its gradients, packed rows, a traced window."""
+    array = lambda *shape, kind=dtype: jax.ShapeDtypeStruct(
+        shape, kind, sharding=NamedSharding(mesh, PartitionSpec())
+    )
+    q, k = (array(1, length, count, dim) for count in heads)
+    segments, window = array(1, length, kind=jnp.int32), array(kind=jnp.int32)
+
+    def loss(q, k, v, segments, window):
+        out, lse = api.flash_attention(
+            q, k, v, segments, scale=0.1, window=window, return_lse=True, **(spec or {})
+        )
+        return out.astype(jnp.float32).sum() + lse.sum()
+
+    with jax.set_mesh(mesh):
+        traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, k, segments, window)
+        return traced.lower(lowering_platforms=("tpu",)).compile().as_text()
+
+
+@CHIPS
+@pytest.mark.parametrize(("dim", "dtype"), [*((d, "bfloat16") for d in shapes.HEAD_DIMS), (256, "float32")])
+def test_every_head_dim_compiles(mesh, dim, dtype):
+    """`choose` takes the kernels under a mesh of such a chip, and all three of them are in the program."""
+    assert len(re.findall(r'custom_call_target="tpu_custom_call"', compiled(mesh, dim, dtype))) == 3
+
+
+@CHIPS
+def test_softcap_without_order_and_an_odd_length_compile(mesh):
+    compiled(mesh, 80, "float32", length=700, spec={"softcap": 30.0, "causal": False}, heads=(2, 2))
+
+
+@CHIPS
+@pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
+def test_what_our_check_lets_pass_the_compiler_does_too(mesh, chip, kernel, monkeypatch):
+    """The largest blocks of `fitting`: an overflow of VMEM is ours to report, never the compiler's."""
+    blocks = [shapes.Blocks(*b) for b in shapes.fitting(kernel, 128, "bfloat16", chip)]
+    monkeypatch.setattr(shapes, "SIZES", (*blocks[len(blocks) // 2 :][:1], shapes.Blocks(128, 128)))
+    compiled(mesh, 128, "bfloat16")
