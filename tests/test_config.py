@@ -227,8 +227,9 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
         ),
         (
             dict(mesh=MeshConfig(tensor=3, sequence=4, sequence_parallel="ulysses")),
-            "--mesh.sequence_parallel ulysses divides the 16 query heads among tensor x sequence = 12 devices, "
-            "which does not come out even. Set --mesh.sequence_parallel ring, or a smaller --mesh.sequence.",
+            "--mesh.sequence_parallel ulysses divides the 16 query heads among tensor x sequence = 12 "
+            "devices, which does not come out even. Set --mesh.sequence_parallel ring, or a smaller "
+            "--mesh.sequence.",
         ),
         (
             dict(model=ModelConfig()),
