@@ -98,7 +98,6 @@ ATTENTION = {
     "ring of 2 x tensor 4, more than kv heads": ("ring", MeshConfig(sequence=2, tensor=4)),
     "ring of 3 x data 2": ("ring", MeshConfig(sequence=3, fsdp=2)),
     "ulysses of 8, more than kv heads": ("ulysses", MeshConfig(sequence=8)),
-    "whole x tensor 4": ("whole", MeshConfig(tensor=4)),
 }
 
 
