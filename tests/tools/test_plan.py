@@ -1,5 +1,6 @@
 """`python -m jaxrl_llm plan`: names of topologies, what is read from HLO, and a whole plan on the CPU."""
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -10,21 +11,37 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxrl_kernels import target as kernel_target
 from jaxrl_llm import models
-from jaxrl_llm.config import ConfigError
+from jaxrl_llm.algos import grpo
+from jaxrl_llm.config import ConfigError, ModelConfig, RolloutConfig, SamplingConfig, TrainConfig
+from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.presets import preset
 from jaxrl_llm.plan import flops
 from jaxrl_llm.plan.chips import CHIPS, GIB
 from jaxrl_llm.plan.collectives import collectives, size
 from jaxrl_llm.plan.compiled import overflow
+from jaxrl_llm.plan.phases import phases
 from jaxrl_llm.plan.target import parse
+from jaxrl_llm.reference import freeze
+from jaxrl_llm.roles import make_trainers
+from jaxrl_llm.rollout.native import NativeEngine
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.tools import plan as command
 
 ROOT = Path(__file__).parents[2]
+SMALL = TransformerConfig(
+    vocab_size=64, hidden_size=32, mlp_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
+)
+CONFIG = TrainConfig(
+    algo=grpo.Config(kl_coef=0.1), prompts_per_step=2, responses_per_prompt=8, minibatches_per_step=2,
+    tokens_per_device=16, max_prompt_tokens=4, max_response_tokens=4,
+    model=ModelConfig(architecture=SMALL, tokenizer="tiny"), rollout=RolloutConfig(slots=4, prefill_tokens=64, warm_up=True),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -206,6 +223,63 @@ def test_code_that_asks_for_the_platform_follows_the_mesh():
     )
     with jax.sharding.use_abstract_mesh(abstract):
         assert kernel_target.device() == ("tpu", "TPU v5 lite")
+
+
+def described(tree):
+    """Shape, type and place of every array; host numbers have no place."""
+
+    def one(x):
+        sharding = getattr(x, "sharding", None)
+        return x.shape, np.dtype(x.dtype), sharding and str(sharding.devices_indices_map(x.shape))
+
+    return [one(x) for x in jax.tree.leaves(tree)]
+
+
+def test_a_plan_compiles_what_training_calls(monkeypatch):
+    config = dataclasses.replace(CONFIG, mesh=MeshConfig(fsdp=4, tensor=2))
+    mesh = make_mesh(config.mesh)
+    planned = {phase.name: described(phase.call.args) for phase in phases(config, mesh)}
+    learner = (trainer := make_trainers(config, SMALL, mesh)[1]).policy
+    called = {}
+
+    def spy(name):
+        run = getattr(learner, name)
+
+        def recorded(*args, **static):
+            called.setdefault(name, []).append(described(args))
+            return run(*args, **static)
+
+        monkeypatch.setattr(learner, name, recorded)
+
+    for name in ("_score", "_accumulate", "_apply"):
+        spy(name)
+    ones = np.ones(8, np.float32)
+    items = [PackItem(np.ones(8, np.int32), ones, {"rollout": ones, "advantages": ones}) for _ in range(16)]
+    with jax.set_mesh(mesh):
+        make = jax.jit(models.init, static_argnums=0, out_shardings=learner.param_shardings)
+        state = trainer.init_state(make(SMALL, jax.random.key(0)))
+        trainer.score(state, items, 2, freeze(state.params, "bfloat16"))
+        trainer.update(state, [items[:8], items[8:]], 0)
+    assert called["_score"][0] == planned["score: policy"]
+    assert called["_score"][-1] == planned["score: reference"]
+    assert set(map(str, called["_accumulate"])) == {str(planned["update: accumulate"])}
+    assert set(map(str, called["_apply"])) == {str(planned["update: apply"])}
+
+
+def test_a_plan_compiles_what_rollout_calls():
+    """Tracing the planned calls after a warm-up finds every one of them traced."""
+    config = dataclasses.replace(CONFIG, mesh=MeshConfig(fsdp=1, tensor=2))
+    mesh = make_mesh(config.mesh, jax.devices()[:2])
+    engine = NativeEngine(config.rollout, SMALL, mesh)
+    engine.warm_up(config.max_prompt_tokens, config.max_response_tokens)
+    before = engine.compile_count()
+    params = make_trainers(config, SMALL, mesh)[1].policy.abstract_state().params
+    calls = engine.largest_calls(params, 4, 4, 2, SamplingConfig(), turns=False)
+    assert set(calls) == {"publish", "prefill", "spread", "insert", "decode"}
+    with jax.set_mesh(mesh):
+        for call in calls.values():
+            call.fn.trace(*call.args, **call.static)
+    assert engine.compile_count() == before + 1  # `publish`, which a warm-up has no weights for
 
 
 @pytest.mark.parametrize(("devices", "mesh"), [(1, ["--mesh.fsdp", "1"]), (8, ["--mesh.tensor", "2"])])
