@@ -40,7 +40,8 @@ SMALL = TransformerConfig(
 CONFIG = TrainConfig(
     algo=grpo.Config(kl_coef=0.1), prompts_per_step=2, responses_per_prompt=8, minibatches_per_step=2,
     tokens_per_device=16, max_prompt_tokens=4, max_response_tokens=4,
-    model=ModelConfig(architecture=SMALL, tokenizer="tiny"), rollout=RolloutConfig(slots=4, prefill_tokens=64, warm_up=True),
+    model=ModelConfig(architecture=SMALL, tokenizer="tiny"),
+    rollout=RolloutConfig(slots=4, prefill_tokens=64, warm_up=True),
 )  # fmt: skip
 
 
