@@ -3,6 +3,7 @@
     python scripts/fit.py               # compiles what docs/fit/ lacks, then writes the page
     python scripts/fit.py --render      # only writes the page
     python scripts/fit.py NAME ...      # compiles these anew
+    python scripts/fit.py NAME --only update,decode     # these phases alone
 
 Needs `pip install 'jaxrl-llm[plan]'` and no accelerator; minutes a case, the largest longest.
 """
@@ -86,10 +87,10 @@ it is no sum of the line.
 """
 
 
-def compile_case(case: Case) -> None:
+def compile_case(case: Case, only: str) -> None:
     """Plan it in a process of its own; what the compiler says goes to the terminal."""
     argv = [sys.executable, "-m", "jaxrl_llm", "plan", *RECIPE, "--model.path", case.model, "--topology"]
-    argv += [case.topology, "--json", str(FOLDER / f"{case.name}.json"), *case.flags.split()]
+    argv += [case.topology, "--only", only, "--json", str(FOLDER / f"{case.name}.json"), *case.flags.split()]
     print(" ".join(argv), flush=True)
     env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     subprocess.run(argv, env=env, cwd=ROOT)
@@ -114,7 +115,7 @@ def line(case: Case) -> str:
         f"{most('KV cache'):.2f}",
         f"{most('activations'):.2f}",
         f"{peak['bytes'] / GIB:.2f} of {plan['memory'] / GIB:.2f}, {peak['phase']}",
-        "yes" if plan["fits"] else "**no**",
+        ("yes" if plan["fits"] else "**no**") + f" ({len(rows)} phases)" * bool(plan["only"]),
         f"{plan['step_seconds']:.1f} s",
     ]
     return "| " + " | ".join(cells) + " |"
@@ -129,14 +130,15 @@ def render() -> None:
 
 
 def main(argv: list[str]) -> None:
+    only = argv.pop(argv.index("--only") + 1) if "--only" in argv else ""
     known = {case.name: case for case in CASES}
-    if unknown := set(argv) - {*known, "--render"}:
+    if unknown := set(argv) - {*known, "--render", "--only"}:
         raise SystemExit(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
     FOLDER.mkdir(exist_ok=True)
     wanted = [known[name] for name in argv if name in known]
     missing = [case for case in CASES if not (FOLDER / f"{case.name}.json").exists()]
     for case in [] if "--render" in argv else wanted or missing:
-        compile_case(case)
+        compile_case(case, only)
     render()
 
 

@@ -53,6 +53,7 @@ class Plan:
     rows: list[Row]
     derived: dict[str, int]
     versions: dict[str, str]
+    only: str = ""  # words of the phases that were asked for; "" = all
     advice: list[str] = field(default_factory=list)
 
     @property
@@ -112,6 +113,7 @@ def make_plan(
         rows,
         derived(config, mesh.size),
         {"jax": jax.__version__, "compiler": target.compiler},
+        only,
     )
 
 

@@ -1,5 +1,7 @@
 """`python -m jaxrl_llm plan`: names of topologies, what is read from HLO, and a whole plan on the CPU."""
 
+import dataclasses
+import functools
 import importlib.util
 import json
 import math
@@ -10,21 +12,38 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxrl_kernels import target as kernel_target
 from jaxrl_llm import models
-from jaxrl_llm.config import ConfigError
+from jaxrl_llm.algos import grpo
+from jaxrl_llm.config import ConfigError, ModelConfig, RolloutConfig, SamplingConfig, TrainConfig
+from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.presets import preset
 from jaxrl_llm.plan import flops
 from jaxrl_llm.plan.chips import CHIPS, GIB
 from jaxrl_llm.plan.collectives import collectives, size
 from jaxrl_llm.plan.compiled import overflow
+from jaxrl_llm.plan.phases import phases
 from jaxrl_llm.plan.target import parse
+from jaxrl_llm.reference import freeze
+from jaxrl_llm.roles import make_trainers
+from jaxrl_llm.rollout.native import NativeEngine
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.tools import plan as command
 
 ROOT = Path(__file__).parents[2]
+SMALL = TransformerConfig(
+    vocab_size=64, hidden_size=32, mlp_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
+)
+CONFIG = TrainConfig(
+    algo=grpo.Config(kl_coef=0.1), prompts_per_step=2, responses_per_prompt=8, minibatches_per_step=2,
+    tokens_per_device=16, max_prompt_tokens=4, max_response_tokens=4,
+    model=ModelConfig(architecture=SMALL, tokenizer="tiny"),
+    rollout=RolloutConfig(slots=4, prefill_tokens=64, warm_up=True),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -208,35 +227,117 @@ def test_code_that_asks_for_the_platform_follows_the_mesh():
         assert kernel_target.device() == ("tpu", "TPU v5 lite")
 
 
-@pytest.mark.parametrize(("devices", "mesh"), [(1, ["--mesh.fsdp", "1"]), (8, ["--mesh.tensor", "2"])])
-def test_a_plan_on_the_cpu(devices, mesh, tmp_path, monkeypatch, capsys):
+def described(tree):
+    """Shape, type and place of every array; host numbers have no place."""
+
+    def one(x):
+        sharding = getattr(x, "sharding", None)
+        return x.shape, np.dtype(x.dtype), sharding and str(sharding.devices_indices_map(x.shape))
+
+    return [one(x) for x in jax.tree.leaves(tree)]
+
+
+def test_a_plan_compiles_what_training_calls(monkeypatch):
+    config = dataclasses.replace(CONFIG, mesh=MeshConfig(fsdp=4, tensor=2))
+    mesh = make_mesh(config.mesh)
+    planned = {phase.name: described(phase.call.args) for phase in phases(config, mesh)}
+    learner = (trainer := make_trainers(config, SMALL, mesh)[1]).policy
+    called = {}
+
+    def spy(name):
+        run = getattr(learner, name)
+
+        def recorded(*args, **static):
+            called.setdefault(name, []).append(described(args))
+            return run(*args, **static)
+
+        monkeypatch.setattr(learner, name, recorded)
+
+    for name in ("_score", "_accumulate", "_apply"):
+        spy(name)
+    ones = np.ones(8, np.float32)
+    items = [PackItem(np.ones(8, np.int32), ones, {"rollout": ones, "advantages": ones}) for _ in range(16)]
+    with jax.set_mesh(mesh):
+        make = jax.jit(models.init, static_argnums=0, out_shardings=learner.param_shardings)
+        state = trainer.init_state(make(SMALL, jax.random.key(0)))
+        trainer.score(state, items, 2, freeze(state.params, "bfloat16"))
+        trainer.update(state, [items[:8], items[8:]], 0)
+    assert called["_score"][0] == planned["score: policy"]
+    assert called["_score"][-1] == planned["score: reference"]
+    assert set(map(str, called["_accumulate"])) == {str(planned["update: accumulate"])}
+    assert set(map(str, called["_apply"])) == {str(planned["update: apply"])}
+
+
+def test_a_plan_compiles_what_rollout_calls(monkeypatch):
+    """Every planned call is one that a warm-up makes, which is all that a run makes; nothing is compiled."""
+    engine = NativeEngine(CONFIG.rollout, SMALL, make_mesh(MeshConfig(fsdp=1), jax.devices()[:1]))
+    shapes = lambda args, static: str(
+        [(x.shape, np.dtype(x.dtype)) for x in jax.tree.leaves(args)] + [static]
+    )
+    params = models.abstract(SMALL)
+    planned = engine.largest_calls(params, 40, 60, 2, SamplingConfig(), turns=False)
+    assert set(planned) == {"publish", "prefill", "spread", "lengthen", "insert", "decode"}
+    warmed = {}
+
+    def fake(name):
+        real, warmed[name] = getattr(engine.programs, name), set()
+
+        def called(*args, **static):
+            warmed[name].add(shapes(args, static))
+            fixed = name == "empty_cache"  # its arguments are static
+            make = functools.partial(real, *args * fixed, **static)
+            return jax.tree.map(
+                lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(make, *args * (not fixed))
+            )
+
+        monkeypatch.setattr(engine.programs, name, called)
+
+    for name in ("zero_weights", "prefill", "spread", "insert", "resize", "decode", "uniforms"):
+        fake(name)
+    engine.warm_up(40, 60)
+    for name, call in planned.items():
+        if name != "publish":  # for which a warm-up has no weights
+            name = {"lengthen": "resize"}.get(name, name)
+            assert shapes(call.args, call.static) in warmed[name], name
+
+
+ROLLOUT = [f"rollout: {name}" for name in ("publish", "prefill", "spread", "insert", "decode")]
+WEIGHTS = 131_456  # of the tiny recipe's model
+
+
+def planned(devices, argv, tmp_path, monkeypatch):
+    """Exit code, and the rows by name."""
     here = jax.devices()[:devices]
     monkeypatch.setattr(jax, "devices", lambda *_: here)
     out = tmp_path / "plan.json"
-    argv = ["--config", "grpo_tiny.py", "--topology", "cpu", "--json", str(out), *mesh]
-    assert command.main([*argv, "--run_dir", str(tmp_path / "run")]) == 0
+    argv = ["--config", "grpo_tiny.py", "--topology", "cpu", "--json", str(out), *argv]
+    code = command.main([*argv, "--run_dir", str(tmp_path / "run")])
     assert not (tmp_path / "run").exists()
     plan = json.loads(out.read_text())
-    assert plan["label"] == "compiled, not run" and plan["fits"]
-    rows = {row["name"]: row for row in plan["rows"]}
-    assert list(rows) == [
-        "rollout: publish", "rollout: prefill", "rollout: spread", "rollout: insert", "rollout: decode",
-        "update: accumulate", "update: apply",
-    ]  # fmt: skip
-    weights = 131_456  # of the recipe's model; divided over 4 fsdp x 2 tensor all but the norms are
+    assert plan["label"] == "compiled, not run"
+    return code, {row["name"]: row for row in plan["rows"]}
+
+
+def test_a_plan_on_one_cpu(tmp_path, monkeypatch, capsys):
+    code, rows = planned(1, [], tmp_path, monkeypatch)
+    assert code == 0 and list(rows) == [*ROLLOUT, "update: accumulate", "update: apply"]
     held = rows["update: accumulate"]["memory"]
-    if devices == 1:
-        assert held["parameters"] == held["gradients"] == 4 * weights
-        assert held["optimizer"] == pytest.approx(8 * weights, abs=16)
-        assert all(row["traffic"] == {} for row in plan["rows"])
-    else:
-        assert held["parameters"] == pytest.approx(4 * weights / 8, rel=0.02)
-        assert "all-gather" in rows["update: accumulate"]["traffic"]
-        assert rows["rollout: decode"]["memory"]["rollout weights"] == pytest.approx(
-            4 * weights / 2, rel=0.02
-        )
+    assert held["parameters"] == held["gradients"] == 4 * WEIGHTS
+    assert held["optimizer"] == pytest.approx(8 * WEIGHTS, abs=16)
+    assert held["activations"] > 10 * 2**20
+    assert all(row["traffic"] == {} for row in rows.values())
     table = capsys.readouterr().out
     assert "compiled, not run" in table and "update: accumulate" in table and "Fits: at most" in table
+
+
+def test_a_plan_on_eight_cpus(tmp_path, monkeypatch):
+    argv = ["--mesh.tensor", "2", "--only", "decode,accumulate"]
+    code, rows = planned(8, argv, tmp_path, monkeypatch)
+    assert code == 0 and list(rows) == ["rollout: decode", "update: accumulate"]
+    update = rows["update: accumulate"]
+    assert update["memory"]["parameters"] == pytest.approx(4 * WEIGHTS / 8, rel=0.02)  # norms are whole
+    assert update["traffic"]["all-gather"]["count"] >= 7 * 2  # matrices of two layers
+    assert rows["rollout: decode"]["memory"]["rollout weights"] == pytest.approx(4 * WEIGHTS / 2, rel=0.02)
 
 
 def test_what_does_not_fit_says_what_to_change(tmp_path, monkeypatch, capsys):
