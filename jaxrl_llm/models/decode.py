@@ -73,7 +73,6 @@ def decode_weights(params: Transformer, dtype: DTypeLike) -> DecodeWeights:
 
     Always a copy, so that the trainer may donate its own.
     """
-
     params = jax.tree.map(jnp.copy, computed_with(params, dtype))
     c, layers = params.config, (params.layers,)
     if is_unrolled(c):

@@ -211,7 +211,7 @@ def final_norm(c: TransformerConfig):
     return lambda weight, x: rms_norm(x, weight, c.norm_eps)
 
 
-def computed_with(weights: Layers, dtype: DTypeLike) -> Layers:
+def computed_with(weights: nnx.Module, dtype: DTypeLike) -> nnx.Module:
     """Norms as they are, all others in `dtype`."""
 
     def cast(path, w):

@@ -98,19 +98,19 @@ def test_gradients_are_those_of_the_plain_model():
         np.testing.assert_allclose(one, other, atol=2e-5 * np.abs(other).max() + 1e-9)
 
 
-def test_a_whole_run_of_several_turns_has_no_mismatch(tmp_path, monkeypatch):
+def test_a_whole_run_has_no_mismatch(tmp_path, monkeypatch):
     """Two updates a step on rows of several trajectories; the old log-probs are scored, not the update's."""
     monkeypatch.setattr("jaxrl_llm.parts.make_mesh", lambda config: one_device())
     code = main([
-        *("--config", "grpo_tools_tiny.py", "--run_dir", str(tmp_path), "--strict", "true", "--steps", "2"),
+        *("--config", "grpo_tiny.py", "--run_dir", str(tmp_path), "--strict", "true", "--steps", "2"),
         *("--prompts_per_step", "4", "--responses_per_prompt", "4", "--minibatches_per_step", "2"),
-        *("--warm_start.steps", "60", "--eval.every", "0", "--log.progress", "none", "--reward.workers", "1"),
-        *("--rollout.slots", "8", "--tokens_per_device", "600", "--max_response_tokens", "60"),
+        *("--warm_start.steps", "1", "--eval.every", "0", "--log.progress", "none", "--reward.workers", "1"),
+        *("--rollout.slots", "8", "--tokens_per_device", "144", "--log.tensorboard", "false"),
     ])  # fmt: skip
     assert code == 0
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()][-2:]
     assert [line["mismatch/max_abs"] for line in lines] == [0.0, 0.0]
-    assert all(line["env/turns_mean"] >= 1 and line["entropy"] > 0 for line in lines)
+    assert all(line["entropy"] > 0 for line in lines)
 
 
 @pytest.mark.parametrize(
