@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import jax
 
+HOPPER = ("H100", "H200", "H800", "H20", "GH200")
+"""In the kinds of the GPUs that our GPU kernels are for."""
+
 
 def device() -> tuple[str, str]:
     """(platform, kind) of the devices of `jax.set_mesh`, without a mesh those of the process: ("tpu", "TPU v5

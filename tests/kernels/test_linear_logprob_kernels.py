@@ -10,6 +10,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
 from jaxrl_kernels.linear_logprob import pallas_gpu, pallas_tpu, reference, shapes
 from jaxrl_kernels.linear_logprob.api import choose, linear_logprob
+from jaxrl_kernels.linear_logprob.bench import measure
 from jaxrl_kernels.linear_logprob.reference import Spec
 from jaxrl_kernels.linear_logprob.shapes import Tiles
 
@@ -142,3 +143,12 @@ def test_tiles_that_do_not_fit_are_refused_by_name():
     for kind in shapes.VMEM:
         for size in (2, 4):
             assert shapes.tiles(kind, 16384, 151936, 4096, size).depth <= 512
+
+
+def test_bench_counts_the_work():
+    """6 M D V FLOPs a step, 2 of them forward; 8 done."""
+    found = measure("auto", 64, 16, 100, "float32", repeat=1)
+    assert found["implementation"] == "chunked"
+    np.testing.assert_allclose(found["forward_tflops"] * found["forward_s"], 2e-12 * 64 * 16 * 100)
+    np.testing.assert_allclose(found["tflops"] * found["step_s"], 6e-12 * 64 * 16 * 100)
+    np.testing.assert_allclose(found["tflops_done"] * found["step_s"], 8e-12 * 64 * 16 * 100)

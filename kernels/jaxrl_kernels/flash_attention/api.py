@@ -21,7 +21,6 @@ NAMES = ("reference", "blockwise", "pallas_tpu", "pallas_gpu")
 SAVED = "flash_attention"
 """The name of what the backward pass needs of the forward pass, for `jax.checkpoint` policies: keeping it
 (as much as q, and a number a head and token) saves the second forward pass."""
-HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 
 
 class _Implementations(dict):
@@ -82,7 +81,7 @@ def choose(head_dim: int, dtype: DTypeLike) -> tuple[str, str]:
     if platform == "tpu":
         problem = shapes.unsupported(head_dim, dtype)
         return ("blockwise", problem) if problem else ("pallas_tpu", f"{kind}: Pallas kernels for TPU")
-    if any(name in kind for name in HOPPER):
+    if any(name in kind for name in target.HOPPER):
         problem = IMPLEMENTATIONS["pallas_gpu"].unsupported(head_dim, dtype)
         return ("blockwise", problem) if problem else ("pallas_gpu", f"{kind}: Pallas kernels for Hopper")
     return "blockwise", f"{kind}: plain JAX by blocks, there are no kernels for it"

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Num
 
+from jaxrl_kernels import target
 from jaxrl_kernels.linear_logprob import chunked
 from jaxrl_kernels.linear_logprob.reference import Spec, merge
 
 IMPLEMENTATIONS = ("reference", "chunked", "pallas_tpu", "pallas_gpu")
 """Modules here. They are imported when first asked for: one chip's kernels may need what another lacks."""
-HOPPER = ("H100", "H200", "H800", "H20")
 FAR_ABOVE = 1e30
 """The log-sum-exp of a token that is not wanted: exp(logit - it) is 0."""
 PIECE = 512
@@ -66,7 +66,8 @@ def linear_logprob(
     if temperature <= 0:
         raise ValueError(f"temperature must be more than 0, got {temperature}")
     name, _ = choose(hidden.shape[-1], hidden.dtype, implementation)
-    layout = None if layout is None else _Layout(*layout)
+    if layout is not None:  # a PartitionSpec may be shorter than its array's shape
+        layout = _Layout(*(PartitionSpec(*spec, *(None,) * (3 - len(spec))) for spec in layout))
     settings = _Settings(Spec(temperature, softcap, with_entropy), name, chunk, layout)
     logprob, entropy = _logprob(settings, hidden, head, targets, mask)
     wanted = lambda x: x if mask is None else jnp.where(mask > 0, x, 0.0)
@@ -89,11 +90,11 @@ def choose(dim: int, dtype, implementation: str = "auto") -> tuple[str, str]:
         if wrong := refusal(implementation):
             raise ValueError(f"linear_logprob: {implementation} {wrong}. Use implementation='chunked'.")
         return implementation, "asked for"
-    platform, kind = _device()
+    platform, kind = target.device()
     if platform not in ("tpu", "gpu"):
         return "chunked", f"there is no kernel for {platform}"
-    if platform == "gpu" and not any(name in kind for name in HOPPER):
-        return "chunked", f"the GPU kernel is for {', '.join(HOPPER)}, not {kind}"
+    if platform == "gpu" and not any(name in kind for name in target.HOPPER):
+        return "chunked", f"the GPU kernel is for {', '.join(target.HOPPER)}, not {kind}"
     name = f"pallas_{platform}"
     if wrong := refusal(name):
         return "chunked", f"{name} {wrong}"
@@ -102,12 +103,6 @@ def choose(dim: int, dtype, implementation: str = "auto") -> tuple[str, str]:
 
 def _module(implementation: str) -> ModuleType:
     return importlib.import_module(f"jaxrl_kernels.linear_logprob.{implementation}")
-
-
-def _device() -> tuple[str, str]:
-    """(platform, kind) of the devices that are computed for, which need not be at hand."""
-    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
-    return device.platform, device.device_kind
 
 
 class _Layout(NamedTuple):
