@@ -226,9 +226,10 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
             "into two chunks a device. Set --max_response_tokens 24.",
         ),
         (
-            dict(mesh=MeshConfig(tensor=2, sequence=4, sequence_parallel="ulysses")),
-            "--mesh.sequence_parallel ulysses divides the 4 query heads among tensor x sequence = 8 devices, "
-            "which does not come out even. Set --mesh.sequence_parallel ring, or a smaller --mesh.sequence.",
+            dict(mesh=MeshConfig(tensor=3, sequence=4, sequence_parallel="ulysses")),
+            "--mesh.sequence_parallel ulysses divides the 16 query heads among tensor x sequence = 12 "
+            "devices, which does not come out even. Set --mesh.sequence_parallel ring, or a smaller "
+            "--mesh.sequence.",
         ),
         (
             dict(model=ModelConfig()),

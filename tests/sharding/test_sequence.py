@@ -96,9 +96,8 @@ def test_a_divided_row_gives_the_loss_and_gradients_of_a_whole_one(config):
 
 ATTENTION = {
     "ring of 2 x tensor 4, more than kv heads": ("ring", MeshConfig(sequence=2, tensor=4)),
-    "ring of 3 x data 2": ("ring", MeshConfig(sequence=3, fsdp=2)),
+    "ring of 3 x fsdp 2": ("ring", MeshConfig(sequence=3, fsdp=2)),
     "ulysses of 8, more than kv heads": ("ulysses", MeshConfig(sequence=8)),
-    "whole x tensor 4": ("whole", MeshConfig(tensor=4)),
 }
 
 
