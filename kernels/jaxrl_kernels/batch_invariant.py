@@ -140,7 +140,7 @@ def logprob(
     temperature: Float[Array, ""], logits: Float[Array, "B T V"], targets: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """(log softmax(logits / temperature) at the targets, its entropy), nats; for `rows`."""
-    logits = logits / temperature
+    logits = logits * (1 / temperature)  # which XLA makes of a division by a constant, and only by one
     below = logits - jnp.max(logits, axis=-1, keepdims=True)
     weights = jnp.exp(below)
     total = jnp.sum(weights, axis=-1)
