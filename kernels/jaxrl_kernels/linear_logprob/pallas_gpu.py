@@ -149,77 +149,96 @@ def _call(plan: _Plan, tile_fn, outputs, scratch, count, hidden, head, columns):
     return kernel(jnp.asarray(count, jnp.int32)[None], columns, hidden, head)
 
 
-def _kernel(plan: _Plan, tile_fn, num_outputs: int, count, columns, hidden, head, *refs, a, b, of_tokens,
-            found, ready, free, columns_ready, columns_free):  # fmt: skip
-    outputs = refs[:num_outputs]
-    me, sm = lax.axis_index("group"), lax.axis_index("sm")
-    steps = plan.dim // DEPTH
-    token_tiles = pl.cdiv(count[0], TOKENS)
-    tiles = token_tiles * plan.vocab_tiles
-    mine = jnp.maximum(pl.cdiv(tiles - sm, lax.axis_size("sm")), 0)
+class _Ring(NamedTuple):
+    """Shared memory between the warpgroup that copies and those that compute."""
 
-    def place(n):
-        """(tile of tokens, tile of the vocabulary) of this SM's n-th."""
-        n = sm + n * lax.axis_size("sm")
-        size = jnp.int32(GROUP * plan.vocab_tiles)
-        first = lax.div(n, size) * GROUP
-        wide, rest = jnp.minimum(token_tiles - first, GROUP), lax.rem(n, size)
-        return first + lax.rem(rest, wide), lax.div(rest, wide)
+    a: Any
+    b: Any
+    ready: Any
+    free: Any
+    of_tokens: Any
+    columns_ready: Any
+    columns_free: Any
+
+
+def _kernel(plan: _Plan, tile_fn, num_outputs: int, count, columns, hidden, head, *refs, found, **ring):
+    outputs, ring = refs[:num_outputs], _Ring(**ring)
+    me, steps = lax.axis_index("group"), plan.dim // DEPTH
+    mine, place = _share(plan, count[0])
 
     @pl.when(me == COMPUTE)
-    def _copy():
+    def _():
         plgpu.set_max_registers(FEW_REGISTERS, action="decrease")
-
-        @pl.loop(0, mine)
-        def _(n):
-            i, j = place(n)
-            rows, width = pl.ds(i * TOKENS, TOKENS), pl.ds(plan.start(j), WIDTH)
-
-            @pl.loop(0, steps)
-            def _(k):
-                step = n * steps + k
-                slot, depth = lax.rem(step, jnp.int32(STAGES)), pl.ds(k * DEPTH, DEPTH)
-                pl.when(step >= STAGES)(functools.partial(plgpu.barrier_wait, free.at[slot]))
-                plgpu.copy_gmem_to_smem(hidden.at[rows, depth], a.at[slot], ready.at[slot])
-                plgpu.copy_gmem_to_smem(head.at[width, depth], b.at[slot], ready.at[slot])
-
-            pl.when(n > 0)(functools.partial(plgpu.barrier_wait, columns_free))
-            plgpu.copy_gmem_to_smem(columns.at[:, rows], of_tokens, columns_ready)
-
-        @pl.loop(jnp.maximum(mine * steps - STAGES, 0), mine * steps)  # every phase is waited for
-        def _(step):
-            plgpu.barrier_wait(free.at[lax.rem(step, jnp.int32(STAGES))])
-
-        pl.when(mine > 0)(functools.partial(plgpu.barrier_wait, columns_free))
+        _copy(plan, ring, mine, place, columns, hidden, head)
 
     @pl.when(me < COMPUTE)
-    def _compute():
+    def _():
         plgpu.set_max_registers(MANY_REGISTERS, action="increase")
         own = pl.ds(me * ROWS, ROWS)
 
         @pl.loop(0, mine)
         def _(n):
             i, j = place(n)
-            product = _product(plan, a.at[:, own], b, ready, free, n * steps, steps)
-            plgpu.barrier_wait(columns_ready)
-            of_mine = [plan.layout(of_tokens[c, own], PER_ROW) for c in range(columns.shape[0])]
-            plgpu.barrier_arrive(columns_free)
+            product = _product(plan, ring.a.at[:, own], ring, n * steps, steps)
+            plgpu.barrier_wait(ring.columns_ready)
+            of_mine = [plan.layout(ring.of_tokens[c, own], PER_ROW) for c in range(columns.shape[0])]
+            plgpu.barrier_arrive(ring.columns_free)
             rows = pl.ds(i * TOKENS + me * ROWS, ROWS)
             tile_fn(plan, j, product, of_mine, found.at[me], rows, outputs)
 
         plgpu.wait_smem_to_gmem(0)
 
 
-def _product(plan: _Plan, a, b, ready, free, first, steps: int):
+def _share(plan: _Plan, count):
+    """(how many tiles of logits are this SM's, n -> (tile of tokens, tile of the vocabulary) of its n-th)"""
+    sm, sms = lax.axis_index("sm"), lax.axis_size("sm")
+    token_tiles = pl.cdiv(count, TOKENS)
+
+    def place(n):
+        n, size = sm + n * sms, jnp.int32(GROUP * plan.vocab_tiles)
+        first = lax.div(n, size) * GROUP
+        wide, rest = jnp.minimum(token_tiles - first, GROUP), lax.rem(n, size)
+        return first + lax.rem(rest, wide), lax.div(rest, wide)
+
+    return jnp.maximum(pl.cdiv(token_tiles * plan.vocab_tiles - sm, sms), 0), place
+
+
+def _copy(plan: _Plan, ring: _Ring, mine, place, columns, hidden, head):
+    steps, slot = plan.dim // DEPTH, lambda step: lax.rem(step, jnp.int32(STAGES))
+
+    @pl.loop(0, mine)
+    def _(n):
+        i, j = place(n)
+        rows, width = pl.ds(i * TOKENS, TOKENS), pl.ds(plan.start(j), WIDTH)
+
+        @pl.loop(0, steps)
+        def _(k):
+            step = n * steps + k
+            here, depth = slot(step), pl.ds(k * DEPTH, DEPTH)
+            pl.when(step >= STAGES)(functools.partial(plgpu.barrier_wait, ring.free.at[here]))
+            plgpu.copy_gmem_to_smem(hidden.at[rows, depth], ring.a.at[here], ring.ready.at[here])
+            plgpu.copy_gmem_to_smem(head.at[width, depth], ring.b.at[here], ring.ready.at[here])
+
+        pl.when(n > 0)(functools.partial(plgpu.barrier_wait, ring.columns_free))
+        plgpu.copy_gmem_to_smem(columns.at[:, rows], ring.of_tokens, ring.columns_ready)
+
+    @pl.loop(jnp.maximum(mine * steps - STAGES, 0), mine * steps)  # every phase is waited for
+    def _(step):
+        plgpu.barrier_wait(ring.free.at[slot(step)])
+
+    pl.when(mine > 0)(functools.partial(plgpu.barrier_wait, ring.columns_free))
+
+
+def _product(plan: _Plan, a, ring: _Ring, first, steps: int):
     """[ROWS, WIDTH] float32, of `steps` blocks of the ring from the one of step `first` on."""
     slot = lambda step: lax.rem(step, jnp.int32(STAGES))
 
     def interpreted(k, acc):
         here = slot(first + k)
-        plgpu.barrier_wait(ready.at[here])
+        plgpu.barrier_wait(ring.ready.at[here])
         both = (((1,), (1,)), ((), ()))
-        acc += lax.dot_general(a[here], b[here], both, preferred_element_type=jnp.float32)
-        plgpu.barrier_arrive(free.at[here])
+        acc += lax.dot_general(a[here], ring.b[here], both, preferred_element_type=jnp.float32)
+        plgpu.barrier_arrive(ring.free.at[here])
         return acc
 
     if plan.interpret:
@@ -229,13 +248,13 @@ def _product(plan: _Plan, a, b, ready, free, first, steps: int):
         @pl.loop(0, steps)
         def _(k):
             here = slot(first + k)
-            plgpu.barrier_wait(ready.at[here])
-            plgpu.wgmma(acc, a.at[here], b.at[here].transpose((1, 0)))
+            plgpu.barrier_wait(ring.ready.at[here])
+            plgpu.wgmma(acc, a.at[here], ring.b.at[here].transpose((1, 0)))
             plgpu.wgmma_wait(1)  # the step before this one is done
-            pl.when(k > 0)(lambda: plgpu.barrier_arrive(free.at[slot(first + k - 1)]))
+            pl.when(k > 0)(lambda: plgpu.barrier_arrive(ring.free.at[slot(first + k - 1)]))
 
         done = acc[...]
-        plgpu.barrier_arrive(free.at[slot(first + steps - 1)])
+        plgpu.barrier_arrive(ring.free.at[slot(first + steps - 1)])
         return done
 
     return pl.run_scoped(whole, plgpu.ACC((ROWS, WIDTH), jnp.float32))
