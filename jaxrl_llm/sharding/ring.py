@@ -7,7 +7,6 @@ two diagonals among them), whereas in the natural order the first device would w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,9 +16,8 @@ from jaxtyping import Array, Float, Shaped
 from jaxrl_kernels.flash_attention.blocks import needed, segments_of
 from jaxrl_kernels.flash_attention.spec import NOTHING, Place, Spec
 
-PAIRS = 3
-"""Of chunks of two devices, (query, key), 0 = the early one: (0, 0), (1, 0), (1, 1). An early chunk never
-sees a late one. They are gone through in a loop, so that their kernels are compiled once."""
+PAIRS = ((0, 0), (1, 0), (1, 1))
+"""(Query chunk, key chunk) of two devices, 0 = the early one: an early chunk never sees a late one."""
 
 
 class Ring(NamedTuple):
@@ -43,29 +41,26 @@ class Ring(NamedTuple):
         def step(s, carry):
             kv, found = carry
             following = self._pass_on(kv)  # on its way while this one is computed
-            pair_of = self._pairs(spec, s, q, q_segments, kv, place)
-
-            def add(pair, found):
-                i, _, meet, operands = pair_of(pair)
-                seen = jax.lax.cond(meet, look, lambda old, _: old, [x[i] for x in found], operands)
-                return [x.at[i].set(y) for x, y in zip(found, seen, strict=True)]
-
-            return following, jax.lax.fori_loop(0, PAIRS, add, found)
+            for i, _, meet, operands in self._pairs(spec, s, q, q_segments, kv, place):
+                seen = jax.lax.cond(meet, look, lambda found, _: found, found[i], operands)
+                found = (seen, found[1]) if i == 0 else (found[0], seen)
+            return following, found
 
         batch, length, heads, dim = q.shape
-        blind = [
-            jnp.zeros((2, batch, length // 2, heads, dim), jnp.float32),
-            jnp.full((2, batch, heads, length // 2), NOTHING, jnp.float32),
-        ]
-        _, (out, lse) = self._around(step, ((k, v, kv_segments), blind))
-        return _whole(out).astype(q.dtype), _whole(lse, 2)
+        blind = (
+            jnp.zeros((batch, length // 2, heads, dim), jnp.float32),
+            jnp.full((batch, heads, length // 2), NOTHING, jnp.float32),
+        )
+        _, (early, late) = self._around(step, ((k, v, kv_segments), (blind, blind)))
+        out = jnp.concatenate([early[0], late[0]], axis=1).astype(q.dtype)
+        return out, jnp.concatenate([early[1], late[1]], axis=2)
 
     def backward(
         self, spec: Spec, q, k, v, q_segments, kv_segments, place: Place, out, lse, d_out, d_lse=None
     ):
         """(dq, dk, dv); dk and dv follow their keys around the ring, one step behind, in float32."""
         d_lse = jnp.zeros_like(lse) if d_lse is None else d_lse
-        results = _halves(out), _halves(lse, 2), _halves(d_out), _halves(d_lse, 2)
+        results = list(zip(_halves(out), _halves(lse, 2), _halves(d_out), _halves(d_lse, 2), strict=True))
 
         def look(operands, result):
             found = self.implementation.backward(spec, *operands, *result)
@@ -77,15 +72,12 @@ class Ring(NamedTuple):
         def step(s, carry):
             kv, d_kv, d_q = carry
             following, arrived = self._pass_on((kv, d_kv))
-            pair_of = self._pairs(spec, s, q, q_segments, kv, place)
-
-            def add(pair, parts):
-                i, j, meet, operands = pair_of(pair)
-                found = jax.lax.cond(meet, look, skip, operands, [x[i] for x in results])
-                return [x.at[at].add(y) for x, at, y in zip(parts, (i, j, j), found, strict=True)]
-
-            empty = [jnp.zeros(_halves(x).shape, jnp.float32) for x in (q, k, v)]
-            d_q_part, *d_kv_part = [_whole(x) for x in jax.lax.fori_loop(0, PAIRS, add, empty)]
+            parts = [[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]  # of dq, dk, dv: early and late chunk
+            for i, j, meet, operands in self._pairs(spec, s, q, q_segments, kv, place):
+                found = jax.lax.cond(meet, look, skip, operands, results[i])
+                for part, chunk, more in zip(parts, (i, j, j), found, strict=True):
+                    part[chunk] = part[chunk] + more
+            d_q_part, *d_kv_part = [jnp.concatenate(part, axis=1) for part in parts]
             return following, jax.tree.map(jnp.add, arrived, d_kv_part), d_q + d_q_part
 
         d_q, *d_kv = [jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)]
@@ -103,21 +95,18 @@ class Ring(NamedTuple):
         return jax.lax.ppermute(tree, self.axis, [(i, (i + 1) % n) for i in range(n)])
 
     def _pairs(self, spec: Spec, s, q, q_segments, kv, place: Place):
-        """Of step s: pair -> (query chunk, key chunk, whether they meet, what `forward` takes)."""
+        """Of step s: (query chunk, key chunk, whether they meet, what `forward` takes after the spec)."""
         n, here = jax.lax.axis_size(self.axis), jax.lax.axis_index(self.axis)
         length = q.shape[1] // 2
-        start = lambda device, chunk: length * jnp.where(chunk == 1, 2 * n - 1 - device, device)
-        queries, keys = [_halves(x) for x in (q, q_segments)], [_halves(x) for x in kv]
-
-        def pair_of(pair):
-            i, j = (pair + 1) // 2, pair // 2
-            (q, q_segments), (k, v, kv_segments) = [x[i] for x in queries], [x[j] for x in keys]
+        start = lambda device, chunk: length * (2 * n - 1 - device if chunk else device)
+        queries = list(zip(_halves(q), _halves(q_segments), strict=True))
+        keys = list(zip(*[_halves(x) for x in kv], strict=True))
+        for i, j in PAIRS:
+            (q_i, q_segments_i), (k_j, v_j, kv_segments_j) = queries[i], keys[j]
             there = Place(start(here, i), start((here - s) % n, j), place.window)
-            of = [segments_of(x, length) for x in (q_segments, kv_segments)]
+            of = [segments_of(x, length) for x in (q_segments_i, kv_segments_j)]
             meet = jnp.any(needed(spec, there, *of, (length, length)))
-            return i, j, meet, (q, k, v, q_segments, kv_segments, there)
-
-        return pair_of
+            yield i, j, meet, (q_i, k_j, v_j, q_segments_i, kv_segments_j, there)
 
 
 def zigzag(x: Shaped[Array, "B T ..."], axis: str) -> Shaped[Array, "B T ..."]:
@@ -150,20 +139,14 @@ def _swap_on_odd(a, b, axis: str):
 
 
 def _join(
-    a: Sequence[Float[Array, "B T H E"] | Float[Array, "B H T"]],
-    b: Sequence[Float[Array, "B T H E"] | Float[Array, "B H T"]],
-) -> list[Float[Array, "B T H E"] | Float[Array, "B H T"]]:
+    a: tuple[Float[Array, "B T H E"], Float[Array, "B H T"]],
+    b: tuple[Float[Array, "B T H E"], Float[Array, "B H T"]],
+) -> tuple[Float[Array, "B T H E"], Float[Array, "B H T"]]:
     """(out, lse) over the keys of both, from those over the keys of each; float32."""
     lse = jnp.logaddexp(a[1], b[1])
     weigh = lambda out, part: out * jnp.exp(part - lse).transpose(0, 2, 1)[..., None]
-    return [weigh(*a) + weigh(*b), lse]
+    return weigh(a[0], a[1]) + weigh(b[0], b[1]), lse
 
 
-def _halves(x: Array, axis: int = 1) -> Array:
-    """The early and the late chunk, stacked in front."""
-    return jnp.stack(jnp.split(x, 2, axis=axis))
-
-
-def _whole(x: Array, axis: int = 1) -> Array:
-    """The inverse of `_halves`."""
-    return jnp.concatenate([x[0], x[1]], axis=axis)
+def _halves(x: Array, axis: int = 1) -> list[Array]:
+    return jnp.split(x, 2, axis=axis)
