@@ -70,7 +70,7 @@ def unavailable() -> str | None:
 
 
 def gpu_topology(kind: str = "h100", count: int = 1) -> Any:
-    """`count` GPUs of a `kind` on one host, of which there need be none: their `devices` make a mesh to compile for.
+    """`count` GPUs of a `kind` on one host, of which there need be none; its `devices` make a mesh.
 
     Trace under `jax.sharding.use_abstract_mesh(mesh.abstract_mesh)` and compile with
     `.lower(lowering_platforms=("cuda",)).compile()`. Must be the first that the process asks of the CUDA
