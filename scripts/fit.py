@@ -83,7 +83,7 @@ NOTES = """
 All bytes are GiB of each device. State: weights, optimizer, gradients and the frozen reference;
 activations: the largest of any phase; peak: of the phase that needs most, against what a run may use there
 (on a TPU what the compiler grants, on a GPU three quarters, XLA's default). A peak comes from one phase, so
-it is no sum of the line.
+it is no sum of the line. Where a number of phases is given, the other phases of the step were not compiled.
 """
 
 
@@ -125,8 +125,8 @@ def render() -> None:
     """docs/fit.md from what has been compiled."""
     plans = [json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json"))]
     versions = sorted({", ".join(f"{k} {v}" for k, v in plan["versions"].items()) for plan in plans})
-    page = INTRO + "\n".join(map(line, CASES)) + "\n" + NOTES + f"Compiled with: {'; '.join(versions)}.\n"
-    PAGE.write_text(page)
+    compiler = f"Compiled with {'; '.join(versions)}.\n" if versions else "Nothing has been compiled yet.\n"
+    PAGE.write_text(INTRO + "\n".join(map(line, CASES)) + "\n" + NOTES + compiler)
 
 
 def main(argv: list[str]) -> None:
