@@ -126,6 +126,7 @@ def test_blocks_a_tile_reads():
 def test_a_window_leaves_blocks_out_and_nothing_visible_reads_one():
     ones = jnp.ones((1, 512), jnp.int32)
     find = functools.partial(gpu_plan.walks, Spec(1.0), q_segments=ones, kv_segments=ones, of_keys=False)
+    find = jax.jit(find, static_argnames=("q_block", "kv_block"))
     walks = np.asarray(find(place=Place(window=130), q_block=128, kv_block=64))[0].tolist()
     assert walks[3] == [3, 3, 3, 8]  # keys 255 to 511; no block is seen whole by all 128 queries
     walks = np.asarray(find(place=Place(0, 512, EVERYTHING), q_block=128, kv_block=64))[0].tolist()
