@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from jaxrl_kernels import target
-from jaxrl_kernels.decode_attention import pallas_tpu, reference
+from jaxrl_kernels.decode_attention import pallas_gpu, pallas_tpu, reference
 from jaxrl_kernels.decode_attention.reference import EVERYTHING
 
-Implementation = Literal["reference", "pallas_tpu"]
+Implementation = Literal["reference", "pallas_tpu", "pallas_gpu"]
 Shaped = Array | jax.ShapeDtypeStruct
 HEAD_DIMS = 64, 96, 128, 256
 BUFFERS = 4 * 2**20
@@ -50,7 +50,7 @@ def decode_attention(
         window: tokens that are seen, the newest included; may be traced.
         softcap: c of c * tanh(score / c).
         k_scales, v_scales: float32, what each token's key (value) is multiplied with.
-        splits: of every context, for cores of a device to share; None = as many as it has.
+        splits: of every context, for cores of a device to share; None = as many as keep them all busy.
 
     Returns: the type of q; softmax and sums are float32.
 
@@ -63,22 +63,28 @@ def decode_attention(
     options = dict(scale=scale, window=window, softcap=softcap, k_scales=k_scales, v_scales=v_scales)
     if implementation == "reference":
         return reference.decode_attention(q, k_pages, v_pages, page_table, lengths, **options)
-    if why := tpu_obstacle(q, k_pages, page_table):
+    if why := OBSTACLES[implementation](q, k_pages, page_table):
         raise ValueError(f'decode_attention: {why}, or use implementation="reference"')
-    splits = _cores() if splits is None else splits
+    if implementation == "pallas_gpu":
+        splits = splits or pallas_gpu.splits_for(len(q) * k_pages.shape[1], page_table.shape[1])
+        del options["k_scales"], options["v_scales"]
+        return pallas_gpu.decode_attention(q, k_pages, v_pages, page_table, lengths, **options, splits=splits)
+    splits, block = splits or _cores(), tpu_block(k_pages)
     return pallas_tpu.decode_attention(
-        q, k_pages, v_pages, page_table, lengths, **options, splits=splits, block=tpu_block(k_pages)
+        q, k_pages, v_pages, page_table, lengths, **options, splits=splits, block=block
     )
 
 
 def choose(q: Shaped, k_pages: Shaped, page_table: Shaped) -> tuple[Implementation, str]:
-    """(implementation, why) of "auto" for these shapes and types, on the platform that is compiled for."""
-    platform = target.device()[0]
-    if platform != "tpu":
-        return "reference", f"on {platform} there is no other"
-    if why := tpu_obstacle(q, k_pages, page_table):
-        return "reference", why
-    return "pallas_tpu", f"blocks of {tpu_block(k_pages)} tokens"
+    """(implementation, why) of "auto" for these shapes and types, on the device that is compiled for."""
+    platform, kind = target.device()
+    if platform == "tpu":
+        why = tpu_obstacle(q, k_pages, page_table)
+        return ("reference", why) if why else ("pallas_tpu", f"{kind}: Pallas kernel for TPU")
+    if any(name in kind for name in target.HOPPER):
+        why = gpu_obstacle(q, k_pages, page_table)
+        return ("reference", why) if why else ("pallas_gpu", f"{kind}: Pallas kernel for Hopper")
+    return "reference", f"{kind}: plain JAX, there is no kernel for it"
 
 
 def tpu_block(k_pages: Shaped) -> int:
@@ -95,7 +101,7 @@ def tpu_obstacle(q: Shaped, k_pages: Shaped, page_table: Shaped) -> str | None:
     multiple = {32: 8, 16: 16, 8: 128}.get(bits)
     table = page_table.shape[0] * page_table.shape[1] * 4
     if dim not in HEAD_DIMS:
-        return f"head_dim {dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
+        return _wrong_dim(dim)
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"queries of type {q.dtype.name}: give float32 or bfloat16"
     if multiple is None or page % multiple or page > LONGEST_BLOCK:
@@ -115,6 +121,21 @@ def tpu_obstacle(q: Shaped, k_pages: Shaped, page_table: Shaped) -> str | None:
             f"{TABLE}: give larger pages or fewer slots"
         )
     return None
+
+
+def gpu_obstacle(q: Shaped, k_pages: Shaped, page_table: Shaped) -> str | None:
+    """As `tpu_obstacle`, of the kernel for Hopper."""
+    _, kv_heads, page, dim = k_pages.shape
+    if dim not in HEAD_DIMS:
+        return _wrong_dim(dim)
+    return pallas_gpu.unsupported(q.shape[1], kv_heads, dim, page, q.dtype, k_pages.dtype)
+
+
+OBSTACLES = {"pallas_tpu": tpu_obstacle, "pallas_gpu": gpu_obstacle}
+
+
+def _wrong_dim(dim: int) -> str:
+    return f"head_dim {dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
 
 
 def _cores() -> int:

@@ -16,8 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Num
 
-NOTHING = -1e30
-"""The log-sum-exp of a part that sees no key: finite, so that combining two of them makes no NaN."""
+from jaxrl_kernels.decode_attention.parts import NOTHING, combine
 
 
 def decode_attention(
@@ -86,14 +85,6 @@ def decode_attention(
         *tensors,
     )
     return combine(out, lse).astype(q.dtype).reshape(q.shape)
-
-
-def combine(out: Float[Array, "N *R E"], lse: Float[Array, "N *R 1"]) -> Float[Array, "*R E"]:
-    """Attention over N parts of the keys, from that over each part and its log-sum-exp."""
-    if len(out) == 1:
-        return out[0]
-    weights = jax.nn.softmax(lse, axis=0)
-    return jnp.sum(weights * out.astype(jnp.float32), axis=0)
 
 
 def _buffer_shape(pages: Array, block: int) -> tuple[int, ...]:

@@ -1,0 +1,200 @@
+"""Attention over a paged cache on Hopper GPUs (H100, H200): Pallas Mosaic GPU, TMA copies and wgmma.
+
+A block of threads takes one kv head of one slot, all query heads that share it, and a part of its context:
+one warpgroup copies the pages in use into a ring in shared memory, the other computes. A wgmma has 64 rows,
+of which the query heads fill a few: memory is what decoding waits for. Contexts are split into as many parts
+as fill the card.
+
+bfloat16 and float16 only, as in `flash_attention.pallas_gpu`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jaxrl_kernels.decode_attention.parts import NOTHING, combine
+from jaxrl_kernels.flash_attention.mosaic import (
+    PER_ROW,
+    ROWS,
+    Cores,
+    add_product,
+    launch,
+    matrix_memory,
+    read,
+    stages_that_fit,
+)
+
+HEADS = 8
+"""Query heads of a kv head are padded to a multiple: the rows of a tile in shared memory."""
+
+
+class Plan(NamedTuple):
+    """What the kernel knows when it is compiled."""
+
+    scale: float
+    softcap: float | None
+    rows: int
+    page: int
+    stages: int
+    splits: int
+    dtype: Any
+    cores: Cores
+
+
+def decode_attention(
+    q: Float[Array, "S H E"],
+    k_pages: Float[Array, "P K page E"],
+    v_pages: Float[Array, "P K page E"],
+    page_table: Int[Array, "S N"],
+    lengths: Int[Array, "S"],
+    *,
+    scale: float,
+    window: int | Int[Array, ""],
+    softcap: float | None = None,
+    splits: int = 1,
+    interpret: bool = False,
+) -> Float[Array, "S H E"]:
+    """As `api.decode_attention`.
+
+    Args:
+        splits: parts of every context, each for a block of threads of its own.
+
+    Raises:
+        ValueError: pages that do not fit into shared memory.
+    """
+    slots, heads, dim = q.shape
+    _, kv_heads, page, _ = k_pages.shape
+    group = heads // kv_heads
+    rows = -(-group // HEADS) * HEADS
+    grouped = jnp.pad(q.reshape(slots, kv_heads, group, dim), ((0, 0), (0, 0), (0, rows - group), (0, 0)))
+    stages = _stages(dim, page)
+    plan = Plan(scale, softcap, rows, page, stages, splits, q.dtype, Cores(interpret))
+    matrix = lambda *shape: matrix_memory((*shape, dim), q.dtype, math.gcd(dim, page))
+    scratch = {
+        "q": matrix(ROWS),
+        "k": matrix(stages, page),
+        "v": matrix(stages, page),
+        "out": matrix_memory((ROWS, dim), jnp.float32, dim),
+        "lse": plgpu.SMEM((ROWS,), jnp.float32),
+        "q_ready": plgpu.Barrier(),
+        "ready": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        "free": plgpu.Barrier(num_barriers=stages),
+    }
+    shape = (splits, slots, kv_heads, rows)
+    results = [jax.ShapeDtypeStruct((*shape, *more), jnp.float32) for more in ((dim,), ())]
+    grid = {"part": splits, "head": kv_heads, "slot": slots}
+    kernel = launch(functools.partial(_kernel, plan), tuple(results), scratch, grid, 1, interpret)
+    window = jnp.asarray(window, jnp.int32).reshape(1)
+    out, lse = kernel(page_table, lengths, window, grouped, k_pages, v_pages)
+    return combine(out, lse[..., None])[:, :, :group].astype(q.dtype).reshape(q.shape)
+
+
+def unsupported(heads: int, kv_heads: int, dim: int, page: int, dtype: Any, page_dtype: Any) -> str | None:
+    """Why the kernel does not take queries and pages of such shapes and types, or None."""
+    if dtype != page_dtype or dtype not in (jnp.bfloat16, jnp.float16):
+        return f"queries of {dtype}, pages of {page_dtype}: give both bfloat16 or both float16"
+    if heads > ROWS * kv_heads:
+        return f"{heads // kv_heads} query heads to a kv head are more than {ROWS}"
+    try:
+        _stages(dim, page)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _stages(dim: int, page: int) -> int:
+    """Pages of keys and values in the ring, beside the queries and the results."""
+    return stages_that_fit(f"decode_attention at head_dim {dim}", page, ROWS * (6 * dim + 4), 4 * dim)
+
+
+def splits_for(blocks: int, pages: int, cores: int = 132) -> int:
+    """Parts that a context is cut into: enough for two blocks of threads a core, no more than pages."""
+    return max(1, min(-(-2 * cores // blocks), pages))
+
+
+def _kernel(plan: Plan, *refs: Any, **memory: Any) -> None:
+    """One part of one slot's context, for one kv head; see the top of this file."""
+    (table, lengths, window, q, k, v, out, lse), memory = refs, SimpleNamespace(**memory)
+    part, head, slot, me = (lax.axis_index(name) for name in ("part", "head", "slot", "group"))
+    end = lengths[slot]
+    begin = jnp.maximum(end - window[0], 0)
+    page, stages = jnp.int32(plan.page), jnp.int32(plan.stages)
+    first, last = lax.div(begin, page), lax.div(end + page - 1, page)
+    share = lax.div(last - first + plan.splits - 1, jnp.int32(plan.splits))
+    start = first + part * share
+    count = jnp.maximum(jnp.minimum(start + share, last) - start, 0)
+
+    @pl.when(me == 1)
+    def _copy():
+        plgpu.copy_gmem_to_smem(q.at[slot, head], memory.q.at[pl.ds(0, plan.rows)], memory.q_ready)
+
+        @pl.loop(0, count)
+        def _(i):
+            stage = lax.rem(i, stages)
+            pl.when(i >= plan.stages)(functools.partial(plgpu.barrier_wait, memory.free.at[stage]))
+            number = table[slot, start + i]
+            plgpu.copy_gmem_to_smem(k.at[number, head], memory.k.at[stage], memory.ready.at[stage])
+            plgpu.copy_gmem_to_smem(v.at[number, head], memory.v.at[stage], memory.ready.at[stage])
+
+        @pl.loop(jnp.maximum(count - plan.stages, 0), count)  # every phase of a barrier is waited for
+        def _(i):
+            plgpu.barrier_wait(memory.free.at[lax.rem(i, stages)])
+
+    @pl.when(me == 0)
+    def _compute():
+        plgpu.barrier_wait(memory.q_ready)
+        acc, top, total = _attend(plan, memory, start, count, begin, end)
+        seen = total > 0.0
+        total = jnp.where(seen, total, 1.0)
+        memory.out[...] = acc * lax.broadcast_in_dim(1.0 / total, acc.shape, [0])
+        memory.lse[...] = jnp.where(seen, top + jnp.log(total), NOTHING)
+        plgpu.commit_smem()
+        mine = pl.ds(0, plan.rows)
+        plgpu.copy_smem_to_gmem(memory.out.at[mine], out.at[part, slot, head])
+        plgpu.copy_smem_to_gmem(memory.lse.at[mine], lse.at[part, slot, head])
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _attend(plan: Plan, memory: Any, start, count, begin, end) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sums of weighted values [ROWS, E], the highest score and the sum of weights [ROWS] of `count` pages."""
+    cores, shape = plan.cores, (ROWS, plan.page)
+    wide = lambda x, shape: lax.broadcast_in_dim(x, shape, [0])
+
+    def step(i, carry):
+        acc, top, total = carry
+        stage = lax.rem(i, jnp.int32(plan.stages))
+        plgpu.barrier_wait(memory.ready.at[stage])
+
+        def product(ref):
+            add_product(ref, memory.q, memory.k.at[stage], transpose=True)
+            return read(ref)
+
+        scores = cores.scratch(product, shape) * plan.scale
+        if plan.softcap is not None:
+            scores = plan.softcap * jnp.tanh(scores / plan.softcap)
+        position = cores.iota(shape, 1) + (start + i) * plan.page
+        visible = (position >= begin) & (position < end)
+        scores = jnp.where(visible, scores, NOTHING)
+        new = jnp.maximum(top, jnp.max(scores, axis=1))
+        weights = jnp.where(visible, jnp.exp(scores - wide(new, shape)), 0.0)
+        shrink = jnp.exp(top - new)
+        total = total * shrink + jnp.sum(weights, axis=1)
+        acc = acc * wide(shrink, acc.shape)
+        weights = weights.astype(plan.dtype)
+        (acc,) = cores.accumulate(lambda ref: add_product(ref, weights, memory.v.at[stage]), [acc])
+        plgpu.barrier_arrive(memory.free.at[stage])
+        return acc, new, total
+
+    dim = memory.q.shape[1]
+    top, total = (cores.full((ROWS,), value, PER_ROW) for value in (NOTHING, 0.0))
+    return lax.fori_loop(jnp.int32(0), count, step, (cores.full((ROWS, dim), 0.0), top, total))
