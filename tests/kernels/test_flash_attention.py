@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxrl_kernels import target
 from jaxrl_kernels.flash_attention import api, blocks, blockwise, pallas_tpu, reference, shapes
 from jaxrl_kernels.flash_attention.spec import EVERYTHING, NOTHING, Place, Spec
 
@@ -208,7 +209,7 @@ def test_what_the_backward_pass_needs_can_be_kept():
 
 
 def on(monkeypatch, platform, kind):
-    monkeypatch.setattr(shapes, "device", lambda: (platform, kind))
+    monkeypatch.setattr(target, "device", lambda: (platform, kind))
 
 
 def test_the_choice_says_why(monkeypatch):
