@@ -9,6 +9,7 @@ block of the next slot, so that short contexts overlap as well as long ones.
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,30 +45,12 @@ def decode_attention(
     slots, heads, dim = q.shape
     _, kv_heads, page, _ = k_pages.shape
     group = heads // kv_heads
-    quantized = k_scales is not None
-    tensors = [k_pages, v_pages] + ([k_scales, v_scales] if quantized else [])
-    buffers = [pltpu.VMEM((2, *_buffer_shape(x, block)), x.dtype) for x in tensors]
-    # Blocks of the last two dims are whole, so no head count or head_dim needs padding.
-    mine = lambda *shape: pl.BlockSpec((None, None, *shape), lambda part, slot, *_: (part, slot, 0, 0, 0))
+    tensors = [k_pages, v_pages] + ([] if k_scales is None else [k_scales, v_scales])
     out, lse = pl.pallas_call(
         functools.partial(
             _kernel, scale=scale, softcap=softcap, block=block, page=page, splits=splits, tensors=len(tensors)
         ),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
-            grid=(splits, slots),
-            in_specs=[
-                pl.BlockSpec((None, kv_heads, group, dim), lambda part, slot, *_: (slot, 0, 0, 0)),
-                *(pl.BlockSpec(memory_space=pl.ANY) for _ in tensors),
-            ],
-            out_specs=[mine(kv_heads, group, dim), mine(kv_heads, group, 1)],
-            scratch_shapes=[
-                *buffers,
-                pltpu.SemaphoreType.DMA((2, len(tensors))),
-                pltpu.SMEM((1,), jnp.int32),
-                *(pltpu.VMEM((kv_heads, group, n), jnp.float32) for n in (1, 1, dim)),
-            ],
-        ),
+        grid_spec=_grid_spec((kv_heads, group, dim), tensors, block, (splits, slots)),
         out_shape=[
             jax.ShapeDtypeStruct(
                 (splits, slots, kv_heads, group, dim), q.dtype if splits == 1 else jnp.float32
@@ -87,79 +70,126 @@ def decode_attention(
     return combine(out, lse).astype(q.dtype).reshape(q.shape)
 
 
+def _grid_spec(queries: tuple[int, int, int], tensors: list[Array], block: int, grid: tuple[int, int]):
+    """A program takes the [K, G, E] queries of a slot. Pages stay in HBM, two buffers of each are in VMEM."""
+    # Blocks of the last two dims are whole, so no head count or head_dim needs padding.
+    mine = lambda *shape: pl.BlockSpec((None, None, *shape), lambda part, slot, *_: (part, slot, 0, 0, 0))
+    return pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=3,
+        grid=grid,
+        in_specs=[
+            pl.BlockSpec((None, *queries), lambda part, slot, *_: (slot, 0, 0, 0)),
+            *(pl.BlockSpec(memory_space=pl.ANY) for _ in tensors),
+        ],
+        out_specs=[mine(*queries), mine(*queries[:2], 1)],
+        scratch_shapes=[
+            *(pltpu.VMEM((2, *_buffer_shape(x, block)), x.dtype) for x in tensors),
+            pltpu.SemaphoreType.DMA((2, len(tensors))),
+            pltpu.SMEM((1,), jnp.int32),
+            *(pltpu.VMEM((*queries[:2], n), jnp.float32) for n in (1, 1, queries[2])),
+        ],
+    )
+
+
 def _buffer_shape(pages: Array, block: int) -> tuple[int, ...]:
     """Of a block of pages [P, K, page, E] or scales [P, K, page] in VMEM."""
     return (pages.shape[1], block, *pages.shape[3:])
 
 
-def _kernel(table, lengths, window, q, *refs, scale, softcap, block, page, splits, tensors):
-    """One part of one slot's context; see the top of this file."""
-    pages, (out, lse), refs = refs[:tensors], refs[tensors : tensors + 2], refs[tensors + 2 :]
-    buffers, (copied, first_buffer, top, total, acc) = refs[:tensors], refs[tensors:]
-    part, slot = pl.program_id(0), pl.program_id(1)
-    slots = pl.num_programs(1)
-    row = table.shape[0] // slots
-    kv_heads, group, _ = q.shape
+class _Work(NamedTuple):
+    """What a program reads of one part of the contexts. Fields that are not numbers are refs."""
 
-    def seen(slot):
+    table: Any  # [S * N]
+    lengths: Any  # [S]
+    window: Any  # [1]
+    pages: tuple[Any, ...]  # keys, values, and where they have some their scales
+    buffers: tuple[Any, ...]  # two blocks of each
+    copied: Any  # semaphores, [2, tensors]
+    part: Int[Array, ""]
+    slots: int
+    block: int
+    page: int
+    splits: int
+
+    def seen(self, slot):
         """First position that the slot sees, and one past the last."""
-        length = lengths[slot]
-        return jnp.maximum(length - window[0], 0), length
+        length = self.lengths[slot]
+        return jnp.maximum(length - self.window[0], 0), length
 
-    def blocks(slot):
+    def blocks(self, slot):
         """First block of this part, and one past the last: at least one, so that every program has a turn."""
-        begin, end = seen(slot)
-        first, last = begin // block, pl.cdiv(end, block)
-        share = pl.cdiv(last - first, splits)
-        start = first + part * share
+        begin, end = self.seen(slot)
+        first, last = begin // self.block, pl.cdiv(end, self.block)
+        share = pl.cdiv(last - first, self.splits)
+        start = first + self.part * share
         return start, jnp.maximum(jnp.minimum(start + share, last), start + 1)
 
-    def each_copy(slot, index, buffer, do):
+    def each_copy(self, slot, index, buffer, do):
         """`do` every copy of the pages of the slot's block `index` that it sees."""
-        begin, end = seen(slot)
-        per_block = block // page
+        begin, end = self.seen(slot)
+        per_block, row = self.block // self.page, self.table.shape[0] // self.slots
 
         def one(i, _):
-            number = table[slot * row + i]
-            at = pl.ds(pl.multiple_of((i - index * per_block) * page, page), page)
-            for n in range(tensors):
+            number = self.table[slot * row + i]
+            at = pl.ds(pl.multiple_of((i - index * per_block) * self.page, self.page), self.page)
+            for n, (pages, buffers) in enumerate(zip(self.pages, self.buffers, strict=True)):
                 do(
                     pltpu.make_async_copy(
-                        pages[n].at[number], buffers[n].at[buffer, :, at], copied.at[buffer, n]
+                        pages.at[number], buffers.at[buffer, :, at], self.copied.at[buffer, n]
                     )
                 )
             return 0
 
-        low = jnp.maximum(index * per_block, begin // page)
-        jax.lax.fori_loop(low, jnp.minimum((index + 1) * per_block, pl.cdiv(end, page)), one, 0)
+        low = jnp.maximum(index * per_block, begin // self.page)
+        jax.lax.fori_loop(low, jnp.minimum((index + 1) * per_block, pl.cdiv(end, self.page)), one, 0)
 
-    start, stop = blocks(slot)
+
+class _Softmax(NamedTuple):
+    """The online softmax of one slot; refs of float32 [K, G, .]."""
+
+    top: Any
+    total: Any
+    acc: Any
+
+    def clear(self) -> None:
+        self.top[...] = jnp.full_like(self.top, NOTHING)
+        self.total[...], self.acc[...] = jnp.zeros_like(self.total), jnp.zeros_like(self.acc)
+
+    def take_in(self, head: int, q, tensors, visible, scale: float, softcap: float | None) -> None:
+        """A block of one kv head, for all its query heads at once."""
+        k, v, *scales = (ref[...] for ref in tensors)
+        scores = _product("ge,te->gt", q, k) * scale
+        if scales:
+            scores = scores * scales[0][None]
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
+        old = self.top[head]
+        new = jnp.maximum(old, jnp.max(jnp.where(visible, scores, NOTHING), axis=1, keepdims=True))
+        weights = jnp.where(visible, jnp.exp(scores - new), 0.0)
+        shrink = jnp.exp(old - new)
+        self.top[head] = new
+        self.total[head] = shrink * self.total[head] + jnp.sum(weights, axis=1, keepdims=True)
+        if scales:
+            weights = weights * scales[1][None]
+        self.acc[head] = shrink * self.acc[head] + _product("gt,te->ge", weights.astype(q.dtype), v)
+
+
+def _kernel(table, lengths, window, q, *refs, scale, softcap, block, page, splits, tensors):
+    """One part of one slot's context; see the top of this file."""
+    pages, (out, lse), refs = refs[:tensors], refs[tensors : tensors + 2], refs[tensors + 2 :]
+    buffers, (copied, first_buffer, *statistics) = refs[:tensors], refs[tensors:]
+    slot, slots, softmax = pl.program_id(1), pl.num_programs(1), _Softmax(*statistics)
+    of_part = (pl.program_id(0), slots, block, page, splits)
+    work = _Work(table, lengths, window, pages, buffers, copied, *of_part)
+    kv_heads, group, _ = q.shape
+    (start, stop), (begin, end) = work.blocks(slot), work.seen(slot)
 
     @pl.when(slot == 0)
     def _():
         first_buffer[0] = 0
         for buffer in buffers[1::2]:  # what is not copied is weighed with 0, and must not be a NaN
             buffer[...] = jnp.zeros_like(buffer)
-        each_copy(slot, start, 0, lambda copy: copy.start())
-
-    begin, end = seen(slot)
-
-    def one_head(head, block_refs, visible):
-        """The online softmax takes in a block of one kv head, for all its query heads at once."""
-        k, v, *scales = (ref[...] for ref in block_refs)
-        scores = _product("ge,te->gt", q[head], k) * scale
-        if scales:
-            scores = scores * scales[0][None]
-        if softcap is not None:
-            scores = softcap * jnp.tanh(scores / softcap)
-        new_top = jnp.maximum(top[head], jnp.max(jnp.where(visible, scores, NOTHING), axis=1, keepdims=True))
-        weights = jnp.where(visible, jnp.exp(scores - new_top), 0.0)
-        shrink = jnp.exp(top[head] - new_top)
-        top[head] = new_top
-        total[head] = shrink * total[head] + jnp.sum(weights, axis=1, keepdims=True)
-        if scales:
-            weights = weights * scales[1][None]
-        acc[head] = shrink * acc[head] + _product("gt,te->ge", weights.astype(q.dtype), v)
+        work.each_copy(slot, start, 0, lambda copy: copy.start())
 
     def one_block(index, _):
         buffer = (first_buffer[0] + index - start) % 2
@@ -168,23 +198,23 @@ def _kernel(table, lengths, window, q, *refs, scale, softcap, block, page, split
 
         @pl.when(next_slot < slots)
         def _():
-            next_index = jnp.where(last, blocks(jnp.minimum(next_slot, slots - 1))[0], index + 1)
-            each_copy(next_slot, next_index, 1 - buffer, lambda copy: copy.start())
+            next_index = jnp.where(last, work.blocks(jnp.minimum(next_slot, slots - 1))[0], index + 1)
+            work.each_copy(next_slot, next_index, 1 - buffer, lambda copy: copy.start())
 
-        each_copy(slot, index, buffer, lambda copy: copy.wait())
+        work.each_copy(slot, index, buffer, lambda copy: copy.wait())
         position = index * block + jax.lax.broadcasted_iota(jnp.int32, (group, block), 1)
         visible = (position >= begin) & (position < end)
         for head in range(kv_heads):  # unrolled: the products of several heads overlap
-            one_head(head, [ref.at[buffer, head] for ref in buffers], visible)
+            softmax.take_in(head, q[head], [ref.at[buffer, head] for ref in buffers], visible, scale, softcap)
         return 0
 
-    top[...], total[...] = jnp.full_like(top, NOTHING), jnp.zeros_like(total)
-    acc[...] = jnp.zeros_like(acc)
+    softmax.clear()
     jax.lax.fori_loop(start, stop, one_block, 0)
     first_buffer[0] = (first_buffer[0] + stop - start) % 2
-    some = jnp.where(total[...] == 0, 1, total[...])
-    out[...] = (acc[...] / some).astype(out.dtype)
-    lse[...] = jnp.where(total[...] == 0, NOTHING, top[...] + jnp.log(some))
+    total = softmax.total[...]
+    some = jnp.where(total == 0, 1, total)
+    out[...] = (softmax.acc[...] / some).astype(out.dtype)
+    lse[...] = jnp.where(total == 0, NOTHING, softmax.top[...] + jnp.log(some))
 
 
 def _product(pattern: str, a: Array, b: Array) -> Array:
