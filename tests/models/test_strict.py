@@ -86,6 +86,7 @@ def test_scored_and_trained_log_probs_are_those_of_the_rollout(config, dtype):
     assert metrics["mismatch/max_abs"] == 0.0 and metrics["mismatch/mean_abs"] == 0.0
 
 
+@pytest.mark.slow
 def test_text_and_log_probs_do_not_depend_on_who_else_is_written():
     few, many = written(QWEN, "float32", slots=4), written(QWEN, "float32", slots=12, chunk=5)
     for one, other in zip(few, many, strict=True):

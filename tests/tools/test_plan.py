@@ -241,6 +241,7 @@ def described(tree):
     return [one(x) for x in jax.tree.leaves(tree)]
 
 
+@pytest.mark.slow
 def test_a_plan_compiles_what_training_calls(monkeypatch):
     config = dataclasses.replace(CONFIG, mesh=MeshConfig(fsdp=4, tensor=2))
     mesh = make_mesh(config.mesh)
@@ -336,6 +337,7 @@ def test_a_plan_on_one_cpu(tmp_path, monkeypatch, capsys):
     assert "compiled, not run" in table and "update: accumulate" in table and "Fits: at most" in table
 
 
+@pytest.mark.slow
 def test_a_plan_on_eight_cpus(tmp_path, monkeypatch):
     argv = ["--mesh.tensor", "2", "--only", "decode,accumulate"]
     code, rows = planned(8, argv, tmp_path, monkeypatch)
