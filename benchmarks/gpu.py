@@ -38,6 +38,7 @@ from jaxrl_llm.algos import grpo
 from jaxrl_llm.config import DataConfig, ModelConfig, RolloutConfig, SourceConfig, TrainConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.plan.chips import CHIPS
 from jaxrl_llm.plan.plan import make_plan
 from jaxrl_llm.plan.target import open_target, parse
 from jaxrl_llm.roles import make_trainers
@@ -49,7 +50,6 @@ RESULTS = Path(__file__).parent / "results"
 QWEN = TransformerConfig()  # the shape of Qwen3-0.6B
 TINY = replace(QWEN, vocab_size=512, hidden_size=64, mlp_size=128, num_layers=2, num_heads=4, num_kv_heads=2,
                head_dim=16)  # fmt: skip
-GB_PER_SECOND = {"NVIDIA H100 80GB HBM3": 3350, "NVIDIA H200": 4800}
 
 
 def recipe(model: TransformerConfig, tokens: int, prompt: int, response: int, slots: int) -> TrainConfig:
@@ -128,8 +128,9 @@ def measure_rollout(config: TrainConfig, requests: int, repeat: int) -> dict[str
     cache = 4 * model.num_layers * model.num_kv_heads * model.head_dim * (prompt + response / 2)
     moved = speed * (weights / slots + cache)  # bytes a second that decoding cannot do without
     found = {"slots": slots, "tokens_per_second": speed, "gigabytes_per_second": moved / 1e9}
-    if bandwidth := GB_PER_SECOND.get(jax.devices()[0].device_kind):
-        found["of_bandwidth"] = moved / 1e9 / bandwidth
+    for name, chip in CHIPS.items():
+        if name.upper() in jax.devices()[0].device_kind:
+            found["of_bandwidth"] = moved / chip.bandwidth
     return found
 
 

@@ -73,7 +73,7 @@ def check_model(config: TrainConfig, sizes: Mapping[str, int], max_position: int
     Raises:
         ConfigError: one line for each thing that is wrong.
     """
-    _refuse([*_divided(config, sizes), *_shape(config, sizes, max_position, heads)])
+    _refuse([*_strict(config, sizes), *_divided(config, sizes), *_shape(config, sizes, max_position, heads)])
 
 
 def _refuse(problems: list[str]) -> None:
@@ -121,13 +121,18 @@ def _step(config: TrainConfig) -> Iterator[str]:
             "(max_prompt_tokens + max_response_tokens). "
             f"Set --tokens_per_device {-(-row // max(sequence, 1))} or more."
         )
+    yield from _strict(config, config.mesh.sizes)
     yield from _divided(config, config.mesh.sizes)
 
 
-def _divided(config: TrainConfig, sizes: Mapping[str, int]) -> Iterator[str]:
-    """A ring's devices hold two chunks of a row each; strict mode divides nothing. -1 is not known yet."""
+def _strict(config: TrainConfig, sizes: Mapping[str, int]) -> Iterator[str]:
+    """-1 is not known yet."""
     if config.strict:
         yield from not_strict(config.rollout, config.model.dtype, math.prod(sizes.values()))
+
+
+def _divided(config: TrainConfig, sizes: Mapping[str, int]) -> Iterator[str]:
+    """A ring's devices hold two chunks of a row each; -1 is not known yet."""
     ring = config.mesh.sequence_parallel == "ring"
     chunks = sizes["sequence"] * (2 if ring else 1)
     if sizes["sequence"] > 1 and config.row_tokens % chunks:

@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
 from jaxrl_kernels.chunks import map_chunks
+from jaxrl_kernels.flash_attention.spec import NOTHING
 from jaxrl_kernels.linear_logprob.api import linear_logprob as plain_linear_logprob
 
 TILE = 16
@@ -118,7 +119,7 @@ def attention(
             return higher, total, out * shrink[..., None] + found
 
         zeros = jnp.zeros(q.shape, jnp.float32)
-        carry = zeros[..., 0] - 1e30, zeros[..., 0], zeros
+        carry = zeros[..., 0] + NOTHING, zeros[..., 0], zeros
         first = jnp.maximum(jnp.min(last) - window + 1, 0) // KEYS
         _, total, out = jax.lax.fori_loop(first, jnp.max(last) // KEYS + 1, look, carry)
         return (out / total[..., None]).astype(q.dtype).reshape(1, TILE, -1, dim)

@@ -15,5 +15,19 @@ def device() -> tuple[str, str]:
     Code that differs between devices asks here, not `jax.default_backend()` or `jax.devices()`: programs are
     also compiled for devices that the process does not have (`python -m jaxrl_llm plan`).
     """
-    found = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    found = _device()
     return "gpu" if found.platform in ("cuda", "rocm") else found.platform, found.device_kind
+
+
+def cores() -> int:
+    """Of one device: two on TPU v4 and v5p."""
+    return getattr(_device(), "num_cores", None) or 1
+
+
+def is_hopper(kind: str) -> bool:
+    """Whether our GPU kernels are for devices of this kind."""
+    return any(name in kind for name in HOPPER)
+
+
+def _device():
+    return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from jaxrl_kernels import target
 from jaxrl_kernels.decode_attention import pallas_gpu, pallas_tpu, reference
-from jaxrl_kernels.decode_attention.reference import EVERYTHING
+from jaxrl_kernels.flash_attention.spec import EVERYTHING
 
 Implementation = Literal["reference", "pallas_tpu", "pallas_gpu"]
 Shaped = Array | jax.ShapeDtypeStruct
@@ -69,7 +69,7 @@ def decode_attention(
         splits = splits or pallas_gpu.splits_for(len(q) * k_pages.shape[1], page_table.shape[1])
         del options["k_scales"], options["v_scales"]
         return pallas_gpu.decode_attention(q, k_pages, v_pages, page_table, lengths, **options, splits=splits)
-    splits, block = splits or _cores(), tpu_block(k_pages)
+    splits, block = splits or target.cores(), tpu_block(k_pages)
     return pallas_tpu.decode_attention(
         q, k_pages, v_pages, page_table, lengths, **options, splits=splits, block=block
     )
@@ -81,7 +81,7 @@ def choose(q: Shaped, k_pages: Shaped, page_table: Shaped) -> tuple[Implementati
     if platform == "tpu":
         why = tpu_obstacle(q, k_pages, page_table)
         return ("reference", why) if why else ("pallas_tpu", f"{kind}: Pallas kernel for TPU")
-    if any(name in kind for name in target.HOPPER):
+    if target.is_hopper(kind):
         why = gpu_obstacle(q, k_pages, page_table)
         return ("reference", why) if why else ("pallas_gpu", f"{kind}: Pallas kernel for Hopper")
     return "reference", f"{kind}: plain JAX, there is no kernel for it"
@@ -136,12 +136,6 @@ OBSTACLES = {"pallas_tpu": tpu_obstacle, "pallas_gpu": gpu_obstacle}
 
 def _wrong_dim(dim: int) -> str:
     return f"head_dim {dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
-
-
-def _cores() -> int:
-    """Of one device that is compiled for: two on TPU v4 and v5p."""
-    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
-    return getattr(device, "num_cores", None) or 1
 
 
 def _page_bytes(k_pages: Shaped) -> int:

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jaxrl_kernels.decode_attention.parts import NOTHING, combine
+from jaxrl_kernels.decode_attention.parts import combine
 from jaxrl_kernels.flash_attention.mosaic import (
     PER_ROW,
     ROWS,
@@ -33,6 +33,7 @@ from jaxrl_kernels.flash_attention.mosaic import (
     read,
     stages_that_fit,
 )
+from jaxrl_kernels.flash_attention.spec import NOTHING
 
 HEADS = 8
 """Query heads of a kv head are padded to a multiple: the rows of a tile in shared memory."""

@@ -17,7 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Num
 
-from jaxrl_kernels.decode_attention.parts import NOTHING, combine
+from jaxrl_kernels.decode_attention.parts import combine
+from jaxrl_kernels.flash_attention.spec import NOTHING
 
 
 def decode_attention(

@@ -6,9 +6,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-NOTHING = -1e30
-"""The log-sum-exp of a part that sees no key: finite, so that combining two of them makes no NaN."""
-
 
 def combine(out: Float[Array, "N *R E"], lse: Float[Array, "N *R 1"]) -> Float[Array, "*R E"]:
     """Attention over N parts of the keys, from that over each part and its log-sum-exp."""

@@ -6,9 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from jaxrl_kernels.flash_attention.reference import attention
-
-EVERYTHING = 2**30
-"""The window of a layer that has none."""
+from jaxrl_kernels.flash_attention.spec import EVERYTHING
 
 
 def decode_attention(

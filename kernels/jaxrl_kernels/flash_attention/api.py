@@ -81,7 +81,7 @@ def choose(head_dim: int, dtype: DTypeLike) -> tuple[str, str]:
     if platform == "tpu":
         problem = shapes.unsupported(head_dim, dtype)
         return ("blockwise", problem) if problem else ("pallas_tpu", f"{kind}: Pallas kernels for TPU")
-    if any(name in kind for name in target.HOPPER):
+    if target.is_hopper(kind):
         problem = IMPLEMENTATIONS["pallas_gpu"].unsupported(head_dim, dtype)
         return ("blockwise", problem) if problem else ("pallas_gpu", f"{kind}: Pallas kernels for Hopper")
     return "blockwise", f"{kind}: plain JAX by blocks, there are no kernels for it"

@@ -93,7 +93,7 @@ def choose(dim: int, dtype, implementation: str = "auto") -> tuple[str, str]:
     platform, kind = target.device()
     if platform not in ("tpu", "gpu"):
         return "chunked", f"there is no kernel for {platform}"
-    if platform == "gpu" and not any(name in kind for name in target.HOPPER):
+    if platform == "gpu" and not target.is_hopper(kind):
         return "chunked", f"the GPU kernel is for {', '.join(target.HOPPER)}, not {kind}"
     name = f"pallas_{platform}"
     if wrong := refusal(name):
