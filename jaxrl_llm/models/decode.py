@@ -134,7 +134,7 @@ def prefill(
         return x, (k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
 
     x = constrain(weights.embed[tokens], "batch", "sequence", "hidden")
-    _, kv = _through_layers(c, weights.layers, layer, x)
+    _, kv = through_layers(c, weights.layers, layer, x)
     return tuple(k for k, _ in kv), tuple(v for _, v in kv)
 
 
@@ -158,12 +158,12 @@ def decode(
         return (x, put(ks, k), put(vs, v)), None
 
     x = constrain(weights.embed[tokens][:, None], "batch", "sequence", "hidden")
-    (x, ks, vs), _ = _through_layers(c, weights.layers, layer, (x, cache.k, cache.v))
+    (x, ks, vs), _ = through_layers(c, weights.layers, layer, (x, cache.k, cache.v))
     hidden = by_row(final_norm(c), weights.norm, x)[:, 0]
     return hidden, RingCache(ks, vs, jnp.mod(cache.cursor + 1, cache.length))
 
 
-def _through_layers(c: TransformerConfig, layers: tuple[Layers, ...], layer, carry):
+def through_layers(c: TransformerConfig, layers: tuple[Layers, ...], layer, carry):
     """`layer(carry, weights, window, array, place) -> (carry, out)` for all layers in order.
 
     `array` and `place` say where the layer's cache is: in place () of array 0, 1, ... where each has its

@@ -93,9 +93,11 @@ def _rollout(config: TrainConfig, model, mesh: Mesh, params, base: Held) -> Iter
     calls = engine.largest_calls(
         params, prompt, response, config.prompts_per_step, rollout.sampling, config.env.active
     )
-    weights, cache, *_ = calls["decode"].args
-    slots, width = cache.k[0].shape[-4], calls["prefill"].args[1].shape
-    prompts, spread = calls["spread"].args[0], calls["insert"].args[1]
+    weights, cache, state, *_, last = calls["decode"].args
+    slots, width = len(state.tokens), calls["prefill"].args[1].shape
+    paged = "write" in calls
+    prompts = calls["write"].args[1] if paged else calls["spread"].args[0]
+    longest = last.shape[1] * rollout.page if paged else cache.length
     base = base | ({"rollout weights": params} if rollout.weight_noise else {})
     held = base | {"rollout weights": [weights, base.get("rollout weights")]}
     full = held | {"KV cache": [cache, prompts]}
@@ -108,10 +110,14 @@ def _rollout(config: TrainConfig, model, mesh: Mesh, params, base: Held) -> Iter
     if "lengthen" in calls:
         short = calls["lengthen"].args[0]
         yield Phase("rollout: lengthen", calls["lengthen"], held | {"KV cache": [short, prompts]}, 1, 0.0)
-    yield Phase("rollout: spread", calls["spread"], full, rounds, 0.0)
-    copied = held | {"KV cache": [cache, prompts, spread]}
-    yield Phase("rollout: insert", calls["insert"], copied, rounds, 0.0)
-    one = flops.forward(model, slots, cache.length) + flops.head(model, slots)
+    if paged:
+        yield Phase("rollout: write", calls["write"], full, read, 0.0)
+        yield Phase("rollout: copy", calls["copy"], full, rounds, 0.0)
+    else:
+        yield Phase("rollout: spread", calls["spread"], full, rounds, 0.0)
+        copied = held | {"KV cache": [cache, prompts, calls["insert"].args[1]]}
+        yield Phase("rollout: insert", calls["insert"], copied, rounds, 0.0)
+    one = flops.forward(model, slots, longest) + flops.head(model, slots)
     yield Phase("rollout: decode", calls["decode"], full, rounds * response, one, "token")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
+from jaxrl_llm.rollout.sizes import most_pages
 
 
 def check_requests(
@@ -43,6 +44,23 @@ def check_requests(
             )
 
 
+def check_pages(requests: Sequence[Request], page: int, pages: int) -> None:
+    """Refuse a response that the paged cache cannot hold even alone.
+
+    Raises:
+        ValueError: which, and how many pages it takes.
+    """
+    for i, request in enumerate(requests):
+        length = len(request.prompt_ids)
+        needed = most_pages(length + request.max_tokens, page)
+        if needed >= pages:
+            raise ValueError(
+                f"request {i}: {length} prompt tokens + max_tokens={request.max_tokens} take {needed} pages "
+                f"of {page} tokens, and a device has {pages - 1}: shorten it, raise rollout.pages, take a "
+                "rollout.cache_dtype of fewer bits, or divide the heads over more devices (mesh.tensor)"
+            )
+
+
 def not_strict(rollout: RolloutConfig, dtype: str, devices: int) -> Iterator[str]:
     """What makes the rollout's log-probs others than those of a trainer that computes in `dtype`."""
     if devices > 1:
@@ -62,6 +80,8 @@ def not_strict(rollout: RolloutConfig, dtype: str, devices: int) -> Iterator[str
                 f"--strict: --rollout.{name} is {found}, --model.dtype is {dtype}, so the two would round "
                 f"differently. Set --rollout.{name} {dtype}."
             )
+    if rollout.cache == "paged":
+        yield "--strict and --rollout.cache paged exclude each other: pages are summed in another order."
     if rollout.weight_noise:
         yield "--strict and --rollout.weight_noise exclude each other: noise is there to make a mismatch."
 

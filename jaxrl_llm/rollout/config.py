@@ -30,8 +30,18 @@ class RolloutConfig:
     """Prompt tokens, padding included, that one forward reads at most (a longer prompt goes alone)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations; norms, softmax and log-probs are float32."""
-    cache_dtype: Literal["float32", "bfloat16"] | None = None
-    """Type of cached keys and values; None = dtype."""
+    cache: Literal["auto", "ring", "paged"] = "auto"
+    """Keys and values in a ring, with room for the longest sequence in every slot; or in pages, for as many
+    tokens as there are, a prompt's shared by its samples. auto = paged where a kernel reads pages (TPU,
+    Hopper), else ring, which plain JAX reads faster."""
+    cache_dtype: Literal["float32", "bfloat16", "int8", "float8_e4m3fn"] | None = None
+    """Type of cached keys and values; None = dtype. Those of 8 bits (a scale for each token and head) need
+    pages; log-probs then differ more from the trainer's."""
+    page: int = 128
+    """Tokens of a page of the paged cache."""
+    pages: int | None = None
+    """Pages that each device has; None = enough for all slots, or what its memory can hold. With fewer,
+    samples wait for others to end."""
     max_staleness: int = 0
     """Steps that servers may write ahead of the trainer: while it learns, the responses of the next steps are
     written, and go on under new weights as these come. 0 = rollout and training take turns."""
@@ -43,9 +53,12 @@ class RolloutConfig:
     step: an experiment in how much mismatch between rollout and trainer an algorithm bears."""
 
     def __post_init__(self):
-        for name in ("slots", "chunk", "prefill_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"rollout.{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("slots", "chunk", "prefill_tokens", "page", "pages"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"rollout.{name} must be at least 1, not {value}")
+        if self.cache == "ring" and self.cache_dtype in ("int8", "float8_e4m3fn"):
+            raise ValueError(f'rollout.cache_dtype={self.cache_dtype} needs rollout.cache="paged"')
         if self.max_staleness < 0:
             raise ValueError(f"rollout.max_staleness must be at least 0, not {self.max_staleness}")
 

@@ -1,9 +1,10 @@
 """One call of `generate` on the host: which sample sits in which slot, and how large the cache is.
 
 The device runs a chunk of tokens; then the host reads what was written, gives free slots to waiting
-samples, and fits the cache. While samples wait, a chunk ends early once an eighth of the slots is free;
-when none wait, once half are, and the cache is halved: a few long responses do not pay for the many that
-have ended. The cache holds no more tokens than the longest sequence needs by the end of the chunk.
+samples, and fits the cache (`ring_memory.py`, `paged_memory.py`). While samples wait, a chunk ends early
+once an eighth of those that write have ended; when none wait, once half of the slots are free, and the slots
+are halved: a few long responses do not pay for the many that have ended. A ring holds no more tokens than
+the longest sequence needs by the end of the chunk, pages no more than each sequence needs.
 Sizes come from short ladders (`sizes.py`), so programs are few and are compiled once: samples enter only
 while all slots are there, and slots and lengths change one rung at a time.
 """
@@ -22,7 +23,9 @@ import numpy as np
 
 from jaxrl_llm.models.decode import DecodeWeights
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
+from jaxrl_llm.rollout.paged_memory import PagedMemory
 from jaxrl_llm.rollout.programs import Chunk, Ends, Programs, Slots
+from jaxrl_llm.rollout.ring_memory import RingMemory
 from jaxrl_llm.rollout.sampling import Draw
 from jaxrl_llm.rollout.sizes import Sizes, at_least
 from jaxrl_llm.rollout.stopping import stop_end
@@ -72,8 +75,10 @@ class Generation:
         size = sizes.slots[-1]
         self.occupants: list[Sample | None] = [None] * size
         self.slots = empty_slots(size, samples[0].key if samples else np.zeros(2, np.uint32))
-        self.cache = None
+        paged = PagedMemory(programs, size, sizes.pages, sizes.lengths) if programs.page else None
+        self.memory = paged or RingMemory(programs, sizes)
         self.prompts, self.prompt_rows = None, {}  # the last prefilled batch: KV, prompt -> row
+        self.prompt_lengths = np.zeros(0, np.int32)
         self.prefill_seconds, self.slot_steps = 0.0, 0
 
     def run(self, sampling: SamplingConfig, decode_fn: Callable[[Sequence[int]], str]) -> Metrics:
@@ -84,7 +89,7 @@ class Generation:
             self._assign()
             if not self.slots.active.any():
                 continue  # the replies that came ended their conversations
-            self._lengthen()
+            self.memory.lengthen(self.slots, min(self.chunk, self._remaining()))
             self._fill()
             self._shrink()
             chunk = self._decode(sampling)
@@ -111,26 +116,19 @@ class Generation:
         """Waiting samples to free slots, evenly over the devices."""
         share = len(self.occupants) // self.programs.ways
         free = [s for s, occupant in enumerate(self.occupants) if occupant is None]
-        for slot in sorted(free, key=lambda s: (s % share, s))[: len(self.waiting)]:
-            sample = self.waiting.popleft()
+        for slot in sorted(free, key=lambda s: (s % share, s)):
+            if not self.waiting:
+                break
+            sample = self.waiting[0]
             context, key = sample.context, sample.key if sample.turn_key is None else sample.turn_key
             room = sample.request.max_tokens - len(sample.ids)
+            if not self.memory.admit(slot, _identity(sample), len(context), room):
+                continue  # another device may have room
+            self.waiting.popleft()
             self.occupants[slot] = sample
             values = (context[-1], len(context) - 1, 0, room, True, key)
             for array, value in zip(self.slots, values, strict=True):
                 array[slot] = value
-
-    def _lengthen(self) -> None:
-        """Make the cache as long as the next chunk needs."""
-        needed = self._longest() + min(self.chunk, self._remaining())
-        if self.cache is None:
-            length = at_least(self.sizes.lengths, needed)
-            self.cache = self.programs.empty_cache(len(self.occupants), length)
-        for length in self.sizes.lengths:
-            if self.cache.length < length and self.cache.length < needed:
-                self.cache = self.programs.resize(
-                    self.cache, self._keep_active(len(self.occupants)), length=length
-                )
 
     def _shrink(self) -> None:
         """Drop slots once no sample waits for them, or can come back for its next turn."""
@@ -140,21 +138,18 @@ class Generation:
         busiest = self.slots.active.reshape(ways, -1).sum(axis=1).max() * ways
         for slots in reversed(self.sizes.slots):
             if busiest <= slots < size:
-                take = self._keep_active(slots)
-                self.cache = self.programs.resize(self.cache, take, length=self.cache.length)
+                self.memory.keep(self._keep_active(slots))
 
     def _keep_active(self, size: int) -> np.ndarray:
-        """Renumber to `size` slots, none leaves its device. Returns the old slot of each within its share."""
+        """Renumber to `size` slots, none leaves its device. Returns the old slot of each."""
         ways, old = self.programs.ways, len(self.occupants)
-        if size == old:
-            return np.tile(np.arange(old // ways, dtype=np.int32), ways)
         active = self.slots.active.reshape(ways, -1)
         # Active slots first, in order; the others follow and fill up.
         order = np.argsort(~active, axis=1, kind="stable")[:, : size // ways].astype(np.int32)
         flat = (order + np.arange(ways)[:, None] * (old // ways)).ravel()
         self.occupants = [self.occupants[s] for s in flat]
         self.slots = Slots(*(array[flat] for array in self.slots))
-        return order.ravel()
+        return flat
 
     def _fill(self) -> None:
         """Prefill the prompts of new samples, each once for its group, and copy them into the slots."""
@@ -162,18 +157,15 @@ class Generation:
         fresh = np.flatnonzero(self.slots.active & (self.slots.counts == 0))
         ahead = [self.occupants[s] for s in fresh] + list(itertools.islice(self.waiting, 8 * len(rows)))
         for i, slot in enumerate(fresh):
+            if not self.memory.wants(slot):
+                continue
             prompt = _identity(self.occupants[slot])
             if prompt not in self.prompt_rows:
-                self._insert(rows)
+                self.memory.insert(self.prompts, self.prompt_lengths, rows)
                 rows[:] = -1
                 self._prefill(ahead[i:])
             rows[slot] = self.prompt_rows[prompt]
-        self._insert(rows)
-
-    def _insert(self, rows: np.ndarray) -> None:
-        if (rows >= 0).any():
-            prompts = self.programs.spread(self.prompts, rows.copy(), width=self.sizes.width)
-            self.cache = self.programs.insert(self.cache, prompts, rows >= 0)
+        self.memory.insert(self.prompts, self.prompt_lengths, rows)
 
     def _prefill(self, samples: list[Sample]) -> None:
         """One forward over the first prompts of these, as many as fit."""
@@ -196,23 +188,22 @@ class Generation:
             tokens[row, width - len(ids) :] = ids
         self.prompts = jax.block_until_ready(self.programs.prefill(self.weights, tokens, lengths))
         self.prompt_rows = {prompt: row for row, prompt in enumerate(batch)}
+        self.prompt_lengths = lengths
         self.prefill_seconds += time.perf_counter() - start
 
     def _decode(self, sampling: SamplingConfig) -> Chunk:
         size, ways = len(self.occupants), self.programs.ways
-        steps = min(self.chunk, self.cache.length - self._longest(), self._remaining())
-        if self.talks:  # an eighth of those that write: their turns are answered meanwhile
+        steps = min(self.chunk, self.memory.room(self.slots), self._remaining())
+        if self.talks or self.waiting:  # an eighth of those that write; turns are answered meanwhile
             busiest = int(self.slots.active.reshape(ways, -1).sum(axis=1).max())
             idle = busiest - max(1, busiest // 8)
-        elif self.waiting:
-            idle = size // ways - max(1, size // ways // 8)
         else:
             idle = max([n for n in self.sizes.slots if n < size], default=0) // ways
         uniform = self.programs.uniforms(self.slots)
-        self.cache, chunk = self.programs.decode(
-            self.weights, self.cache, self.slots, uniform, make_draw(sampling),
-            make_ends(self.stop_ids, steps, idle), filtered=is_filtered(sampling),
-        )  # fmt: skip
+        draw, ends = make_draw(sampling), make_ends(self.stop_ids, steps, idle)
+        chunk = self.memory.decode(
+            self.weights, self.slots, uniform, draw, ends, filtered=is_filtered(sampling)
+        )
         chunk = Chunk(*jax.device_get(chunk))
         self.slot_steps += int(chunk.steps) * size
         return chunk
@@ -238,11 +229,9 @@ class Generation:
             sample.finish = "stop" if stopped else "length"
             if not slots.active[s]:
                 self.occupants[s] = None
+                self.memory.release(s)
                 if stopped and self.talks:
                     self.talks.ask(sample)
-
-    def _longest(self) -> int:
-        return int(self.slots.positions[self.slots.active].max())
 
     def _remaining(self) -> int:
         return int((self.slots.limits - self.slots.counts)[self.slots.active].max())

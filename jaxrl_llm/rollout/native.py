@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -12,11 +13,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.rollout.checks import check_requests
+from jaxrl_llm.models.paged import NOBODYS
+from jaxrl_llm.rollout.checks import check_pages, check_requests
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import Dialogue, Request, SamplingConfig, Written, end_ids, text_of
 from jaxrl_llm.rollout.generation import Generation, Sample
 from jaxrl_llm.rollout.keys import sample_keys
+from jaxrl_llm.rollout.pages import is_paged, pages_that_fit, pages_wanted
 from jaxrl_llm.rollout.programs import Programs
 from jaxrl_llm.rollout.sizes import Sizes, bucket, make_sizes
 from jaxrl_llm.rollout.talks import Talks
@@ -55,8 +58,9 @@ class NativeEngine:
     ):
         self.config, self.model, self.mesh, self.tokenizer, self.share = config, model, mesh, tokenizer, share
         self.eos_ids = end_ids(tokenizer, eos_ids)
-        cache = config.cache_dtype or config.dtype
-        self.programs = Programs(model, mesh, config.dtype, cache, config.chunk, strict)
+        cache_dtype = config.cache_dtype or config.dtype
+        page = config.page if not strict and is_paged(config, model, mesh) else 0
+        self.programs = Programs(model, mesh, config.dtype, cache_dtype, config.chunk, strict, page)
         self.metrics: Metrics = {}
         self._published = None
         self._sizes = self._make_sizes(1, 1, False)
@@ -105,6 +109,8 @@ class NativeEngine:
             raise ValueError("rollout: no weights; call publish(params, version) before generate")
         weights, version = self._published
         self._grow_sizes(requests, turns=dialogue is not None)
+        if self.programs.page:
+            check_pages(requests, self.programs.page, self._sizes.pages)
         samples = self._samples(requests, key)
         with jax.set_mesh(self.mesh):
             talks = Talks(dialogue, samples, self.share) if dialogue else None
@@ -178,7 +184,12 @@ class NativeEngine:
     def _make_sizes(self, max_prompt: int, max_response: int, turns: bool) -> Sizes:
         ways, config = self.programs.ways, self.config
         self._sized_for = max_prompt, max_response, turns
-        return make_sizes(max_prompt, max_response, config.slots, ways, config.prefill_tokens, turns)
+        sizes = make_sizes(max_prompt, max_response, config.slots, ways, config.prefill_tokens, turns)
+        if not self.programs.page:
+            return sizes
+        pages = pages_wanted(sizes, ways, self.programs.page)
+        most = config.pages or self.share(pages_that_fit(self.programs, held=self._published is None))
+        return dataclasses.replace(sizes, pages=NOBODYS + 1 + min(pages, most or pages))
 
     def _grow_sizes(self, requests: list[Request], turns: bool) -> None:
         """Make room for these; in buckets, so that the next longer request does not change all sizes."""

@@ -1,4 +1,4 @@
-"""What rollout runs on the device: a few jitted programs around the ring cache."""
+"""What rollout runs on the device: a few jitted programs around the ring cache or the paged one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm import models
-from jaxrl_llm.models import TransformerConfig, decode
+from jaxrl_llm.models import TransformerConfig, decode, paged
 from jaxrl_llm.models.decode import DecodeWeights, RingCache
+from jaxrl_llm.models.paged import PagedCache
 from jaxrl_llm.rollout.sampling import Draw, sample, sample_strictly, uniforms
 from jaxrl_llm.sharding.rules import ROLLOUT, fit
 from jaxrl_llm.structs import Params
@@ -49,7 +50,11 @@ class Ends(NamedTuple):
 
 
 class Programs:
-    """Jitted functions of one model on one mesh. `traces` counts compilations."""
+    """Jitted functions of one model on one mesh. `traces` counts compilations.
+
+    Args:
+        page: tokens of a page of the paged cache; 0 = the ring cache.
+    """
 
     def __init__(
         self,
@@ -59,8 +64,9 @@ class Programs:
         cache_dtype: str,
         chunk: int,
         strict: bool = False,
+        page: int = 0,
     ):
-        self.config, self.mesh, self.chunk, self.strict = config, mesh, chunk, strict
+        self.config, self.mesh, self.chunk, self.strict, self.page = config, mesh, chunk, strict, page
         self.dtype, self.cache_dtype = jnp.dtype(dtype), jnp.dtype(cache_dtype)
         share = fit(mesh, ("batch",), (mesh.size,), ROLLOUT).shard_shape((mesh.size,))[0]
         self.ways = mesh.size // share  # slots are divided among so many devices
@@ -72,10 +78,14 @@ class Programs:
         cache = RingCache(*self._layouts(shapes, "batch"), everywhere)
         weights = decode.decode_shardings(config, mesh, ROLLOUT)
         prompts = self._layouts(shapes, None)
+        if page:
+            cache = self.page_layouts()
         self.layouts = {"weights": weights, "cache": cache, "prompts": prompts, "everywhere": everywhere}
         self.publish = jax.jit(self._publish, out_shardings=weights)
         self.zero_weights = jax.jit(self._zero_weights, out_shardings=weights)
         self.empty_cache = jax.jit(self._empty_cache, static_argnums=(0, 1), out_shardings=cache)
+        self.write = jax.jit(self._write, donate_argnums=0, out_shardings=cache)
+        self.copy = jax.jit(self._copy, donate_argnums=0, out_shardings=cache)
         self.prefill = jax.jit(self._prefill, out_shardings=prompts)
         self.spread = jax.jit(self._spread, static_argnames="width", out_shardings=cache[:2])
         self.insert = jax.jit(self._insert, donate_argnums=0, out_shardings=cache)
@@ -97,6 +107,14 @@ class Programs:
 
         return jax.tree.map(lie, (shapes.k, shapes.v))
 
+    def page_layouts(self) -> PagedCache:
+        """Shardings: each device share of the slots has pages of its own, heads are over tensor."""
+        shapes = jax.eval_shape(
+            lambda: paged.paged_cache(self.config, self.ways, self.page, self.cache_dtype)
+        )
+        lie = lambda x: ("batch", "kv_heads", *(None,) * (x.ndim - 2))
+        return jax.tree.map(lambda x: fit(self.mesh, lie(x), x.shape, ROLLOUT), shapes)
+
     def _publish(self, params: Params) -> DecodeWeights:
         self.traces += 1
         return decode.decode_weights(params, self.dtype)
@@ -106,15 +124,27 @@ class Programs:
         shapes = jax.eval_shape(self._publish, models.abstract(self.config))
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-    def _empty_cache(self, slots: int, length: int) -> RingCache:
+    def _empty_cache(self, slots: int, length: int) -> RingCache | PagedCache:
+        """A ring of so many slots and tokens; or so many pages, of so many tokens."""
         self.traces += 1
+        if self.page:
+            return paged.paged_cache(self.config, slots, length, self.cache_dtype)
         return decode.ring_cache(self.config, slots, length, self.cache_dtype)
 
     def _prefill(self, weights: DecodeWeights, tokens, lengths) -> PromptKV:
         """Right-aligned prompts to their keys and values; any slot may want them, so no row is divided."""
         self.traces += 1
         kv = decode.prefill(self.config, weights, tokens, lengths, self.strict)
-        return jax.tree.map(lambda x: x.astype(self.cache_dtype), kv)
+        narrow = self.cache_dtype.itemsize == 1  # 8 bits get their scales when they are written
+        return jax.tree.map(lambda x: x.astype(self.dtype if narrow else self.cache_dtype), kv)
+
+    def _write(self, cache: PagedCache, prompts: PromptKV, lengths, numbers) -> PagedCache:
+        self.traces += 1
+        return paged.write(self.config, cache, prompts, lengths, numbers)
+
+    def _copy(self, cache: PagedCache, sources, targets) -> PagedCache:
+        self.traces += 1
+        return paged.copy(self.config, cache, sources, targets)
 
     def _spread(self, prompts: PromptKV, rows, *, width: int) -> PromptKV:
         """A copy of prompt rows[s] for slot s, `width` columns wide. Apart from `insert`: its programs
@@ -166,9 +196,13 @@ class Programs:
         return jax.vmap(uniforms, in_axes=(None, 0))(jax.random.wrap_key_data(slots.keys), index)
 
     def _decode(
-        self, weights: DecodeWeights, cache: RingCache, slots: Slots, uniform, draw: Draw, ends, *, filtered
-    ) -> tuple[RingCache, Chunk]:
-        """Write tokens until ends.steps, or until no share of slots has more than ends.idle active."""
+        self, weights: DecodeWeights, cache, slots: Slots, uniform, draw: Draw, ends, table=None, *, filtered
+    ) -> tuple[RingCache | PagedCache, Chunk]:
+        """Write tokens until ends.steps, or until no share of slots has more than ends.idle active.
+
+        Args:
+            table: int32 [S, N], each slot's pages, of the paged cache.
+        """
         self.traces += 1
         size = slots.tokens.shape[0]
 
@@ -179,9 +213,11 @@ class Programs:
 
         def body(carry):
             step, cache, state, (tokens, logprobs) = carry
-            hidden, cache = decode.decode(
-                self.config, weights, cache, state.tokens, state.positions, self.strict
-            )
+            place = (state.tokens, state.positions)
+            if table is None:
+                hidden, cache = decode.decode(self.config, weights, cache, *place, self.strict)
+            else:
+                hidden, cache = paged.decode(self.config, weights, cache, table, *place, state.active)
             logits = decode.logits(self.config, weights, hidden, self.strict)
             token, logprob = (sample_strictly if self.strict else sample)(
                 logits, uniform[step], draw, filtered

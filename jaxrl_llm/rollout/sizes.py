@@ -23,6 +23,8 @@ class Sizes:
     """Tokens that a slot of the cache holds."""
     prompts: tuple[tuple[int, tuple[int, ...]], ...]
     """(width, numbers of rows) of the prompts that one prefill reads."""
+    pages: int = 0
+    """Of each device share of the slots, in the paged cache."""
 
     @property
     def width(self) -> int:
@@ -52,6 +54,17 @@ def make_sizes(
         ladder(max_prompt + max_response, 2 * LEAST, 1.5)[-5:],
         tuple((width, row_counts(prefill_tokens // width)) for width in widths),
     )
+
+
+def pages_of(tokens: int, page: int) -> int:
+    """Pages that so many tokens take."""
+    return -(-tokens // page)
+
+
+def most_pages(tokens: int, page: int) -> int:
+    """Pages that a sample of so many tokens, its prompt included, needs when nobody else is there: the last
+    page of its prompt is there twice, and its last token is never read."""
+    return pages_of(tokens - 1, page) + 1
 
 
 def ladder(top: int, least: int, factor: float) -> tuple[int, ...]:

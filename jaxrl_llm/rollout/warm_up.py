@@ -8,11 +8,12 @@ from functools import partial
 import jax
 import numpy as np
 
-from jaxrl_llm.models.decode import DecodeWeights
+from jaxrl_llm.models.decode import DecodeWeights, RingCache
+from jaxrl_llm.models.paged import PagedCache
 from jaxrl_llm.rollout.engine import SamplingConfig
 from jaxrl_llm.rollout.generation import empty_slots, is_filtered, make_draw, make_ends
 from jaxrl_llm.rollout.programs import Programs
-from jaxrl_llm.rollout.sizes import Sizes, at_least
+from jaxrl_llm.rollout.sizes import Sizes, at_least, pages_of
 from jaxrl_llm.sharding.rules import laid_out
 from jaxrl_llm.structs import Call, Params
 
@@ -33,12 +34,24 @@ def warm_up(
         key: any key data, for its shape.
     """
     most = sizes.slots[-1]
+    filters = {is_filtered(sampling): sampling for sampling in samplings}
+
+    def decode(cache, slots, *table):
+        state = empty_slots(slots, key)
+        uniform = programs.uniforms(state)
+        for filtered, sampling in filters.items():
+            draw, ends = make_draw(sampling), make_ends(stop_ids, 0, 0)
+            cache, _ = programs.decode(weights, cache, state, uniform, draw, ends, *table, filtered=filtered)
+        return cache
+
+    if programs.page:
+        _warm_up_paged(programs, sizes, weights, decode)
+        return
     for width, counts in sizes.prompts:
         for count in counts:
             tokens, lengths = np.zeros((count, width), np.int32), np.zeros(count, np.int32)
             prompts = programs.prefill(weights, tokens, lengths)
             prompts = programs.spread(prompts, np.zeros(most, np.int32), width=sizes.width)
-    filters = {is_filtered(sampling): sampling for sampling in samplings}
     for i, length in enumerate(sizes.lengths):
         cache = programs.empty_cache(most, length)
         cache = programs.insert(cache, prompts, np.zeros(most, bool))
@@ -47,12 +60,23 @@ def warm_up(
                 cache = programs.resize(cache, np.zeros(slots, np.int32), length=length)
             for longer in sizes.lengths[i + 1 : i + 2]:
                 programs.resize(cache, np.zeros(slots, np.int32), length=longer)
-            state = empty_slots(slots, key)
-            uniform = programs.uniforms(state)
-            for filtered, sampling in filters.items():
-                draw, ends = make_draw(sampling), make_ends(stop_ids, 0, 0)
-                cache, _ = programs.decode(weights, cache, state, uniform, draw, ends, filtered=filtered)
+            cache = decode(cache, slots)
         jax.block_until_ready(cache)
+
+
+def _warm_up_paged(programs: Programs, sizes: Sizes, weights: DecodeWeights, decode) -> None:
+    cache = programs.empty_cache(programs.ways * sizes.pages, programs.page)
+    for width, counts in sizes.prompts:
+        for count in counts:
+            lengths = _nobodys(count)
+            prompts = programs.prefill(weights, _nobodys(count, width), lengths)
+            numbers = _nobodys(programs.ways * count, pages_of(width, programs.page))
+            cache = programs.write(cache, prompts, lengths, numbers)
+    cache = programs.copy(cache, _nobodys(sizes.slots[-1]), _nobodys(sizes.slots[-1]))
+    for columns in {pages_of(length, programs.page) for length in sizes.lengths}:
+        for slots in sizes.slots:
+            cache = decode(cache, slots, _nobodys(slots, columns))
+    jax.block_until_ready(cache)
 
 
 def largest_calls(
@@ -73,29 +97,52 @@ def largest_calls(
     key = np.zeros(2, np.uint32)
     width, counts = sizes.prompts[-1]
     rows = at_least(counts, min(prompts, counts[-1]))
-    tokens, lengths = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
-    state, chosen = empty_slots(most, key), np.zeros(most, np.int32)
+    tokens, lengths = _nobodys(rows, width), _nobodys(rows)
+    state = empty_slots(most, key)
     with jax.set_mesh(programs.mesh):
-        shape = lambda fn, *args, **kwargs: jax.eval_shape(partial(fn, **kwargs), *args)
-        weights = laid_out(shape(programs.publish, params), lay["weights"])
-        read = laid_out(shape(programs.prefill, weights, tokens, lengths), lay["prompts"])
-        spread = laid_out(shape(programs.spread, read, chosen, width=width), lay["cache"][:2])
-        caches = [
-            laid_out(jax.eval_shape(partial(programs.empty_cache, most, length)), lay["cache"])
-            for length in sizes.lengths[-2:]
-        ]
-        uniform = laid_out(shape(programs.uniforms, state), lay["everywhere"])
-    calls = {
+        weights = laid_out(jax.eval_shape(programs.publish, params), lay["weights"])
+        read = laid_out(jax.eval_shape(programs.prefill, weights, tokens, lengths), lay["prompts"])
+        uniform = laid_out(jax.eval_shape(programs.uniforms, state), lay["everywhere"])
+        cache, calls = (_paged_calls if programs.page else _ring_calls)(programs, sizes, read, lengths)
+    drawn = state, uniform, make_draw(sampling), make_ends(stop_ids, 0, 0)
+    table = (_nobodys(most, pages_of(sizes.lengths[-1], programs.page)),) if programs.page else ()
+    options = {"filtered": is_filtered(sampling)}
+    return {
         "publish": Call(programs.publish, (params,), {}),
         "prefill": Call(programs.prefill, (weights, tokens, lengths), {}),
+        **calls,
+        "decode": Call(programs.decode, (weights, cache, *drawn, *table), options),
+    }
+
+
+def _ring_calls(programs: Programs, sizes: Sizes, read, lengths) -> tuple[RingCache, dict[str, Call]]:
+    """The cache, and what else is done with it."""
+    lay, most, width = programs.layouts["cache"], sizes.slots[-1], sizes.width
+    chosen = _nobodys(most)
+    spread = laid_out(jax.eval_shape(partial(programs.spread, width=width), read, chosen), lay[:2])
+    caches = [
+        laid_out(jax.eval_shape(partial(programs.empty_cache, most, length)), lay)
+        for length in sizes.lengths[-2:]
+    ]
+    calls = {
         "spread": Call(programs.spread, (read, chosen), {"width": width}),
         "insert": Call(programs.insert, (caches[-1], spread, np.zeros(most, bool)), {}),
-        "decode": Call(
-            programs.decode,
-            (weights, caches[-1], state, uniform, make_draw(sampling), make_ends(stop_ids, 0, 0)),
-            {"filtered": is_filtered(sampling)},
-        ),
     }
     if len(caches) > 1:
         calls["lengthen"] = Call(programs.resize, (caches[0], chosen), {"length": sizes.lengths[-1]})
-    return calls
+    return caches[-1], calls
+
+
+def _paged_calls(programs: Programs, sizes: Sizes, read, lengths) -> tuple[PagedCache, dict[str, Call]]:
+    make = partial(programs.empty_cache, programs.ways * sizes.pages, programs.page)
+    cache = laid_out(jax.eval_shape(make), programs.layouts["cache"])
+    numbers = _nobodys(programs.ways * len(lengths), pages_of(sizes.width, programs.page))
+    chosen = _nobodys(sizes.slots[-1])
+    return cache, {
+        "write": Call(programs.write, (cache, read, lengths, numbers), {}),
+        "copy": Call(programs.copy, (cache, chosen, chosen), {}),
+    }
+
+
+def _nobodys(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.int32)
