@@ -16,29 +16,37 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from jaxrl_kernels.decode_attention.api import decode_attention
+from jaxrl_kernels import target
+from jaxrl_kernels.decode_attention.api import choose, decode_attention
+from jaxrl_kernels.decode_attention.api import write as write_token
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.decode import DecodeWeights, through_layers
 from jaxrl_llm.models.rope import rope_tables
 from jaxrl_llm.models.transformer import block, final_norm
 from jaxrl_llm.sharding.rules import ROLLOUT, constrain, layout
 
+LANES = 128
 NOBODYS = 0
 """The page of each layer that slots write to when they have none; never read."""
 
 
 class PagedCache(NamedTuple):
-    """X = ways L P: each device share of the slots has P pages a layer, page n of layer l at l P + n."""
+    """X = ways L P: each device share of the slots has P pages a layer, page n of layer l at l P + n.
 
-    k: Num[Array, "X K page E"]
-    v: Num[Array, "X K page E"]
+    R is head_dim, on TPU rounded up to LANES: memory has that room anyway, and without it the compiler would
+    now and then lay out the pages with other dims last, and copy them all for the kernels.
+    """
+
+    k: Num[Array, "X K page R"]
+    v: Num[Array, "X K page R"]
     k_scales: Float[Array, "X K page"] | None  # of pages in 8 bits
     v_scales: Float[Array, "X K page"] | None
 
 
 def paged_cache(c: TransformerConfig, pages: int, page: int, dtype: DTypeLike) -> PagedCache:
     """Room for `pages` pages of `page` tokens, of all device shares together."""
-    shape = (c.num_layers * pages, c.num_kv_heads, page, c.head_dim)
+    lanes = LANES if target.device()[0] == "tpu" else 1
+    shape = (c.num_layers * pages, c.num_kv_heads, page, -(-c.head_dim // lanes) * lanes)
     narrow = jnp.dtype(dtype).itemsize == 1
     scales = lambda: jnp.zeros(shape[:3], jnp.float32) if narrow else None
     return PagedCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), scales(), scales())
@@ -115,9 +123,10 @@ def _attend(c, cache: PagedCache, new, table, lengths, layer, window):
     at = lengths - 1
     number = jnp.take_along_axis(table, at[:, None] // page, axis=1, mode="fill", fill_value=NOBODYS)[:, 0]
     number = start + jnp.where(lengths > 0, number, NOBODYS)
-    cache = _put(cache, (number, slice(None), at % page), (k, v))
+    implementation, _ = choose(q, cache.k, table)
+    cache = write_token(cache, _stored(cache, (k, v)), number, at % page, implementation)
     out = decode_attention(
-        q,
+        _widened(q, cache),
         cache.k,
         cache.v,
         table + start,
@@ -127,13 +136,14 @@ def _attend(c, cache: PagedCache, new, table, lengths, layer, window):
         softcap=c.attention_softcap,
         k_scales=cache.k_scales,
         v_scales=cache.v_scales,
+        implementation=implementation,
     )
-    return out, cache
+    return out[..., : c.head_dim], cache
 
 
 def _write(c, cache: PagedCache, new, numbers):
     layers = jnp.arange(c.num_layers)[:, None, None] * _pages(c, cache)
-    return _put(cache, (layers + numbers,), new)
+    return jax.tree.map(lambda x, y: x.at[layers + numbers].set(y), cache, _stored(cache, new))
 
 
 def _copy(c, cache: PagedCache, _, sources, targets):
@@ -146,14 +156,17 @@ def _pages(c: TransformerConfig, cache: PagedCache) -> int:
     return cache.k.shape[0] // c.num_layers
 
 
-def _put(cache: PagedCache, at: tuple, new: tuple[Array, Array]) -> PagedCache:
-    """New keys and values in the places `at`, in the cache's type."""
+def _stored(cache: PagedCache, new: tuple[Array, Array]) -> PagedCache:
+    """Keys and values as the cache holds them."""
+    new = [_widened(x, cache) for x in new]
     if cache.k_scales is None:
-        k, v = (pages.at[at].set(x.astype(pages.dtype)) for pages, x in zip(cache[:2], new, strict=True))
-        return cache._replace(k=k, v=v)
-    narrow = [quantize(x, cache.k.dtype) for x in new]
-    values = (*(x for x, _ in narrow), *(scale for _, scale in narrow))
-    return PagedCache(*(pages.at[at].set(x) for pages, x in zip(cache, values, strict=True)))
+        return PagedCache(*(x.astype(cache.k.dtype) for x in new), None, None)
+    (k, k_scales), (v, v_scales) = (quantize(x, cache.k.dtype) for x in new)
+    return PagedCache(k, v, k_scales, v_scales)
+
+
+def _widened(x: Float[Array, "*B E"], cache: PagedCache) -> Float[Array, "*B R"]:
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, cache.k.shape[3] - x.shape[-1])])
 
 
 def quantize(x: Float[Array, "*R E"], dtype: DTypeLike) -> tuple[Num[Array, "*R E"], Float[Array, "*R"]]:

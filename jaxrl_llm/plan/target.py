@@ -96,6 +96,7 @@ def open_target(topology: Topology) -> Target:
     chip = CHIPS[topology.kind]
     os.environ["JAX_PLATFORMS"] = "cpu"  # an accelerator that is here stays free
     jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)  # what is for other machines is never read back
     if topology.platform == "cuda":
         if why := gpu_target.unavailable():
             raise ConfigError(f"--topology {topology.name}: {why}; or pip install 'jaxrl-llm[plan]'.")

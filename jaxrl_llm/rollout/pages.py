@@ -13,7 +13,7 @@ from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.paged import paged_cache
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.programs import Programs
-from jaxrl_llm.rollout.sizes import Sizes, most_pages, pages_of
+from jaxrl_llm.rollout.sizes import Sizes, most_pages
 
 SHARE = 0.8
 """Of the free memory; prefill and the logits take some."""
@@ -55,12 +55,9 @@ def pages_that_fit(programs: Programs, held: bool) -> int | None:
 
 def page_bytes(programs: Programs) -> int:
     """Of a page in all layers, on one device."""
-    shapes = jax.eval_shape(
-        lambda: paged_cache(programs.config, programs.ways, programs.page, programs.cache_dtype)
-    )
+    with jax.set_mesh(programs.mesh):
+        shapes = jax.eval_shape(
+            lambda: paged_cache(programs.config, programs.ways, programs.page, programs.cache_dtype)
+        )
     parts = jax.tree.map(lambda x, lie: math.prod(lie.shard_shape(x.shape)), shapes, programs.page_layouts())
-    padding = 1
-    if programs.mesh.devices.flat[0].platform == "tpu":  # rows are padded to 128
-        padding = pages_of(programs.config.head_dim, 128) * 128 / programs.config.head_dim
-    sizes = jax.tree.map(lambda x, part: part * x.dtype.itemsize, shapes, parts)
-    return math.ceil(padding * sum(jax.tree.leaves(sizes)))
+    return sum(jax.tree.leaves(jax.tree.map(lambda x, part: part * x.dtype.itemsize, shapes, parts)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import jax
 
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
@@ -17,6 +19,27 @@ def device() -> tuple[str, str]:
     """
     found = _device()
     return "gpu" if found.platform in ("cuda", "rocm") else found.platform, found.device_kind
+
+
+def kernels() -> tuple[str | None, str]:
+    """(which of our kernels there are for the devices that are traced for, why); None = plain JAX.
+
+    JAXRL_KERNELS=jax in the environment means plain JAX everywhere: to tell a fault of a kernel from another.
+
+    Raises:
+        ValueError: JAXRL_KERNELS is neither "auto" nor "jax".
+    """
+    asked = os.environ.get("JAXRL_KERNELS", "auto")
+    if asked not in ("auto", "jax"):
+        raise ValueError(f'JAXRL_KERNELS={asked}: must be "auto" or "jax" (plain JAX everywhere)')
+    platform, kind = device()
+    if asked == "jax":
+        return None, f"{kind}: plain JAX, as JAXRL_KERNELS says"
+    if platform == "tpu":
+        return "pallas_tpu", f"{kind}: Pallas kernels for TPU"
+    if is_hopper(kind):
+        return "pallas_gpu", f"{kind}: Pallas kernels for Hopper"
+    return None, f"{kind}: plain JAX, there are no kernels for it"
 
 
 def cores() -> int:

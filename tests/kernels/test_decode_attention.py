@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxrl_kernels import gpu_target
 from jaxrl_kernels.decode_attention import api, pallas_gpu, pallas_tpu, reference
+from jaxrl_kernels.flash_attention import shapes
 from jaxrl_kernels.flash_attention.reference import attention
 
 TOLERANCE = {jnp.float32: 2e-6, jnp.bfloat16: 2e-2}
@@ -103,6 +103,29 @@ def test_tpu_kernel_reads_8_bits_with_scales(dtype):
     close(got, reference.decode_attention(*arrays, **scales, scale=0.2), jnp.bfloat16)
     exact = reference.decode_attention(*inputs(jnp.bfloat16, page=128, row=2, lengths=(200, 3)), scale=0.2)
     np.testing.assert_allclose(got.astype(jnp.float32), exact.astype(jnp.float32), atol=0.1)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8], ids=lambda d: d.__name__)
+def test_a_token_of_each_slot_is_written(dtype):
+    """By scatter and by the TPU's kernel, the latter without races; every other number stays."""
+    if dtype == jnp.int8:
+        (_, k, v, *_), scales = quantized(dtype, page=128, row=1, lengths=(100, 3))
+        pages = {"k": k, "v": v, **scales}
+    else:
+        pages = dict(zip("kv", inputs(dtype)[1:3], strict=True))
+    new = {name: -x[:2, :, 5] for name, x in pages.items()}
+    numbers, offsets = jnp.array([3, 1], jnp.int32), jnp.array([7, 0], jnp.int32)
+    expected = {name: np.array(x) for name, x in pages.items()}
+    for name, x in expected.items():
+        x[3, :, 7], x[1, :, 0] = new[name]
+    for got in (
+        api.write(pages, new, numbers, offsets, "reference"),
+        pallas_tpu.write(pages, new, numbers, offsets, interpret=RACES),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, got, expected)
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    assert not interpret_pallas_call.races.races_found
 
 
 def test_tpu_kernel_has_no_race_and_reads_no_unwritten_memory():
@@ -227,27 +250,43 @@ def test_refuses_8_bits_without_scales():
         api.decode_attention(q, k, v, table, lengths, scale=1.0)
 
 
-CHIPS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+@pytest.fixture(params=shapes.VMEM)
+def compiled(request, tpu):
+    """`compiled(function, *arrays)` with the real compiler for one TPU; the first argument is donated."""
+    mesh = jax.sharding.Mesh(np.array(tpu(request.param)[:1]), ("x",))
+    where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    put = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    def compile_it(function, *arrays):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            traced = jax.jit(function, donate_argnums=0).trace(*jax.tree.map(put, arrays))
+            return traced.lower(lowering_platforms=("tpu",)).compile()
+
+    return compile_it
 
 
 @pytest.mark.compilers
 @pytest.mark.parametrize("case", SHAPES)
-@pytest.mark.parametrize("chip", CHIPS)
-def test_compiles_for_tpu(chip, case, monkeypatch):
+def test_compiles_for_tpu(compiled, case):
     """With the real compiler; nothing runs."""
-    pytest.importorskip("libtpu")
-    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
-    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
-    options = dict(chip_config_name="megacore") if chip in ("v4", "v5p") else {}
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip], **options).devices
-    mesh = jax.sharding.Mesh(np.array(devices[:1]), ("x",))
-    where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    put = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
     for splits in (1, 2):
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            traced = jax.jit(functools.partial(run, splits)).trace(*jax.tree.map(put, abstract(case)))
-            lowered = traced.lower(lowering_platforms=("tpu",))
-        assert "tpu_custom_call" in lowered.compile().as_text()
+        assert "tpu_custom_call" in compiled(functools.partial(run, splits), *abstract(case)).as_text()
+
+
+@pytest.mark.compilers
+@pytest.mark.parametrize("case", [case for case in SHAPES if SHAPES[case][3] % 128 == 0])
+def test_a_step_on_tpu_copies_no_pages(compiled, case):
+    """Write a token of each slot, then look at all: nothing wants the pages in another layout."""
+    q, k, v, table, lengths, *scales = abstract(case)
+    token = jax.ShapeDtypeStruct((len(table), k.shape[1], k.shape[3]), k.dtype)
+    scale = scales[0] and jax.ShapeDtypeStruct(token.shape[:2], jnp.float32)
+
+    def step(pages, new, q, table, lengths):
+        pages = api.write(pages, new, table[:, 0], lengths % k.shape[2], "pallas_tpu")
+        return pages, run(None, q, *pages[:2], table, lengths, *pages[2:])
+
+    found = compiled(step, (k, v, *scales), (token, token, scale, scale), q, table, lengths)
+    assert found.memory_analysis().temp_size_in_bytes < k.size * k.dtype.itemsize / 4
 
 
 @pytest.mark.compilers

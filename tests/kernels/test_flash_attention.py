@@ -219,6 +219,12 @@ def test_the_choice_says_why(monkeypatch):
     name, why = api.choose(512, jnp.bfloat16)
     assert name == "blockwise" and "head_dim 512" in why and "256" in why
     assert "float16" in api.choose(64, jnp.float16)[1]
+    monkeypatch.setenv("JAXRL_KERNELS", "jax")
+    assert api.choose(64, jnp.bfloat16) == ("blockwise", "TPU v5 lite: plain JAX, as JAXRL_KERNELS says")
+    monkeypatch.setenv("JAXRL_KERNELS", "pallas")
+    with pytest.raises(ValueError, match='JAXRL_KERNELS=pallas: must be "auto" or "jax"'):
+        api.choose(64, jnp.bfloat16)
+    monkeypatch.delenv("JAXRL_KERNELS")
     on(monkeypatch, "gpu", "NVIDIA A100-SXM4-80GB")
     assert api.choose(64, jnp.bfloat16)[0] == "blockwise"
 

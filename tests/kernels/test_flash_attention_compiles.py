@@ -3,42 +3,24 @@
 Compiled, not run: it says that the blocks fit and that every operation is one the chip has.
 """
 
-import importlib.util
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_kernels.flash_attention import api, shapes
 
-pytestmark = [
-    pytest.mark.compilers,
-    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs jaxrl-llm[plan]"),
-]
-MEGACORE = {"chip_config_name": "megacore"}
-TOPOLOGIES = {
-    "v4": ("v4:2x2x1", MEGACORE),
-    "v5e": ("v5e:2x2", {}),
-    "v5p": ("v5p:2x2x1", MEGACORE),
-    "v6e": ("v6e:2x2", {}),
-    "tpu7x": ("tpu7x:2x2x1", {}),
-}
+pytestmark = pytest.mark.compilers
 CHIPS = pytest.mark.parametrize("chip", shapes.VMEM)
 
 
 @pytest.fixture
-def mesh(chip, monkeypatch):
+def mesh(chip, tpu):
     """One device of a chip that is not here."""
-    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
-    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
-    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    name, options = TOPOLOGIES[chip]
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
-    return Mesh(np.array(topology.devices[:1]), ("x",))
+    return Mesh(np.array(tpu(chip)[:1]), ("x",))
 
 
 def compiled(mesh, dim, dtype, *, length=4096, spec=None, heads=(8, 2)) -> str:

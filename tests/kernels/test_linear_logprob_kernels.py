@@ -127,7 +127,7 @@ def test_lowers_for(platform, call):
 
 
 def test_what_is_chosen_and_why():
-    assert choose(64, jnp.float32) == ("chunked", "there is no kernel for cpu")
+    assert choose(64, jnp.float32) == ("chunked", "cpu: plain JAX, there are no kernels for it")
     assert choose(64, jnp.float32, "reference") == ("reference", "asked for")
     with pytest.raises(
         ValueError, match="no implementation 'fast'; known: auto, reference, chunked, pallas_tpu"

@@ -137,12 +137,16 @@ def test_nothing_compiles_after_warm_up():
     assert busy.compile_count() == before
 
 
-def test_a_scanned_model_keeps_its_pages_in_place(monkeypatch):
-    """Layers beyond UNROLLED share one scan; the tokens one by one equal the ring's."""
+@pytest.mark.parametrize("lanes", [1, 128])
+def test_a_scanned_model_keeps_its_pages_in_place(monkeypatch, lanes):
+    """Layers beyond UNROLLED share one scan; the tokens one by one equal the ring's, also in wider pages."""
     monkeypatch.setattr(decode, "UNROLLED", 1)
     weights = decode.decode_weights(params(), jnp.float32)
     old = decode.ring_cache(TINY, 2, 24, jnp.float32)
-    new = paged.paged_cache(TINY, 7, PAGE, jnp.float32)
+    with monkeypatch.context() as there:
+        there.setattr(paged.target, "device", lambda: ("tpu" if lanes > 1 else "cpu", ""))
+        new = paged.paged_cache(TINY, 7, PAGE, jnp.float32)
+    assert new.k.shape[3] == max(TINY.head_dim, lanes)
     table, active = jnp.array([[3, 1, 6], [2, 5, 4]], jnp.int32), jnp.ones(2, bool)
     one = jax.jit(lambda cache, *args: decode.decode(TINY, weights, cache, *args))
     other = jax.jit(lambda cache, *args: paged.decode(TINY, weights, cache, table, *args, active))

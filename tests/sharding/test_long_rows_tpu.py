@@ -1,14 +1,12 @@
 """Training steps of long rows, compiled for TPU slices that are not here (`make test-compilers`)."""
 
 import re
-from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental import topologies
 
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
@@ -23,13 +21,6 @@ pytestmark = pytest.mark.compilers
 GIB = 2**30
 
 
-@pytest.fixture(autouse=True)
-def no_machine_beside_this_one(monkeypatch):
-    pytest.importorskip("libtpu")
-    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
-    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
-
-
 def qwen3(layers: int) -> models.TransformerConfig:
     """Qwen3-0.6B, but for its depth."""
     return models.TransformerConfig(
@@ -38,11 +29,8 @@ def qwen3(layers: int) -> models.TransformerConfig:
     )  # fmt: skip
 
 
-@cache
-def compiled(topology: str, mesh_config: MeshConfig, tokens: int, layers: int):
+def compiled(devices: list, mesh_config: MeshConfig, tokens: int, layers: int):
     """Forward and backward of one row a replica, GRPO, bfloat16, full rematerialisation."""
-    settings = {"chip_config_name": "megacore"} if topology.startswith(("v4", "v5p")) else {}
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, **settings).devices
     mesh = make_mesh(mesh_config, devices)
     rows = mesh.shape["data"] * mesh.shape["fsdp"]
     how = mesh_config.sequence_parallel
@@ -67,9 +55,9 @@ def largest(program, operation: str) -> int:
 
 
 @pytest.mark.parametrize("how", ["ring", "ulysses"])
-def test_a_long_row_compiles_for_four_chips(how):
+def test_a_long_row_compiles_for_four_chips(how, tpu):
     """64k tokens over 4 chips of 16 GiB: what is one row's, only exchanges of parts of it move."""
-    program = compiled("v5e:2x2", MeshConfig(fsdp=1, sequence=4, sequence_parallel=how), 2**16, 2)
+    program = compiled(tpu("v5e:2x2"), MeshConfig(fsdp=1, sequence=4, sequence_parallel=how), 2**16, 2)
     row = 2**16 * 1024
     assert program.memory_analysis().peak_memory_in_bytes < 15.75 * GIB
     assert largest(program, "all-gather") < row
@@ -78,6 +66,6 @@ def test_a_long_row_compiles_for_four_chips(how):
 
 
 @pytest.mark.slow
-def test_a_million_tokens_compile_for_a_v5p_slice():
-    program = compiled("v5p:4x4x8", MeshConfig(fsdp=1, sequence=128), 2**20, 28)
+def test_a_million_tokens_compile_for_a_v5p_slice(tpu):
+    program = compiled(tpu("v5p:4x4x8"), MeshConfig(fsdp=1, sequence=128), 2**20, 28)
     assert program.memory_analysis().peak_memory_in_bytes < 95 * GIB

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from jaxrl_kernels import target
 from jaxrl_kernels.decode_attention import pallas_gpu, pallas_tpu, reference
+from jaxrl_kernels.decode_attention.reference import Pages
 from jaxrl_kernels.flash_attention.spec import EVERYTHING
 
 Implementation = Literal["reference", "pallas_tpu", "pallas_gpu"]
@@ -43,7 +44,8 @@ def decode_attention(
     A page holds `page` consecutive tokens of all kv heads, one piece of memory. Any slots may share pages.
 
     Args:
-        k_pages, v_pages: float, or int8 or float8 with scales; finite even where no token is.
+        k_pages, v_pages: float, or int8 or float8 with scales; finite even where no token is. On TPU rows of
+            128 numbers stay where they are; shorter ones the compiler may lay out in another way, and copy.
         page_table: int32, token t of slot s is in page page_table[s, t // page]. Entries past a slot's
             length must be page numbers too, and are not read.
         lengths: int32, tokens that the slot has, its newest included; 0 = nobody there, the result is 0.
@@ -75,16 +77,30 @@ def decode_attention(
     )
 
 
+def write(
+    pages: Pages,
+    new: Pages,
+    numbers: Int[Array, "S"],
+    offsets: Int[Array, "S"],
+    implementation: Implementation,
+) -> Pages:
+    """A new token of each slot put into its page; in place where the pages are not used any more.
+
+    Args:
+        pages: keys and values [P, K, page, E], and where they have some their scales [P, K, page].
+        new: the same tree of [S, K, E] and [S, K], in the types of the pages.
+        numbers, offsets: int32, each slot's page and the place in it. Slots of one page leave anything there.
+        implementation: what `choose` says.
+    """
+    where = pallas_tpu if implementation == "pallas_tpu" else reference
+    return where.write(pages, new, numbers, offsets)
+
+
 def choose(q: Shaped, k_pages: Shaped, page_table: Shaped) -> tuple[Implementation, str]:
     """(implementation, why) of "auto" for these shapes and types, on the device that is compiled for."""
-    platform, kind = target.device()
-    if platform == "tpu":
-        why = tpu_obstacle(q, k_pages, page_table)
-        return ("reference", why) if why else ("pallas_tpu", f"{kind}: Pallas kernel for TPU")
-    if target.is_hopper(kind):
-        why = gpu_obstacle(q, k_pages, page_table)
-        return ("reference", why) if why else ("pallas_gpu", f"{kind}: Pallas kernel for Hopper")
-    return "reference", f"{kind}: plain JAX, there is no kernel for it"
+    name, why = target.kernels()
+    problem = OBSTACLES[name](q, k_pages, page_table) if name else why
+    return ("reference", problem) if problem else (name, why)
 
 
 def tpu_block(k_pages: Shaped) -> int:

@@ -1,9 +1,12 @@
-"""Attention over a paged cache on TPU: only pages in use are read, each once, while the last ones compute.
+"""A paged cache on TPU. Attention reads the pages in use, each once, while the last ones compute.
 
 One program takes one slot, all its heads, and a part of its context. It goes through the context in blocks
 of pages; page table and lengths lie in scalar memory and say which pages to copy from HBM. There are two
 buffers: while a block is computed the next one is on its way, and at a slot's last block that is the first
 block of the next slot, so that short contexts overlap as well as long ones.
+
+`write` is a kernel because XLA's scatter wants pages laid out in another way than attention does: the whole
+cache would be copied there and back for each token.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Num
 
 from jaxrl_kernels.decode_attention.parts import combine
+from jaxrl_kernels.decode_attention.reference import Pages
 from jaxrl_kernels.flash_attention.spec import NOTHING
 
 
@@ -95,6 +99,61 @@ def _grid_spec(queries: tuple[int, int, int], tensors: list[Array], block: int, 
 def _buffer_shape(pages: Array, block: int) -> tuple[int, ...]:
     """Of a block of pages [P, K, page, E] or scales [P, K, page] in VMEM."""
     return (pages.shape[1], block, *pages.shape[3:])
+
+
+def write(
+    pages: Pages,
+    new: Pages,
+    numbers: Int[Array, "S"],
+    offsets: Int[Array, "S"],
+    interpret: bool | pltpu.InterpretParams = False,
+) -> Pages:
+    """As `api.write`: each program reads the tile where the token of one slot goes, and writes it back."""
+    arrays, tree = jax.tree.flatten(pages)
+    tokens = [jnp.expand_dims(x, 2) for x in jax.tree.leaves(new)]
+    tiles = [_tile(x) for x in arrays]
+    whole = [_tile_spec(x, tile) for x, tile in zip(arrays, tiles, strict=True)]
+    of_slot = lambda x: pl.BlockSpec((None, *x.shape[1:]), lambda slot, *_: (slot, *(0,) * (x.ndim - 1)))
+    grid_spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=2,
+        grid=(len(numbers),),
+        in_specs=[*map(of_slot, tokens), *whole],
+        out_specs=whole,
+    )
+    written = pl.pallas_call(
+        functools.partial(_write_kernel, tiles),
+        grid_spec=grid_spec,
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays],
+        input_output_aliases={2 + len(tokens) + i: i for i in range(len(arrays))},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        interpret=interpret,
+        name="write_token",
+    )(numbers, offsets, *tokens, *arrays)
+    return jax.tree.unflatten(tree, written)
+
+
+def _tile(pages: Array) -> int:
+    """Tokens of a page that are read and written together: the rows of a tile; of scales the whole page."""
+    return 32 // pages.dtype.itemsize if pages.ndim == 4 else pages.shape[2]
+
+
+def _tile_spec(pages: Array, tile: int) -> pl.BlockSpec:
+    rest = pages.shape[3:]
+
+    def place(slot, numbers, offsets):
+        return numbers[slot], 0, offsets[slot] // tile, *(0 for _ in rest)
+
+    return pl.BlockSpec((None, pages.shape[1], tile, *rest), place)
+
+
+def _write_kernel(tiles: list[int], numbers, offsets, *refs) -> None:
+    """The tile with the token in its row. Refs: of the tokens, of the tiles as they are, as they become."""
+    count, offset = len(tiles), offsets[pl.program_id(0)]
+    triples = zip(refs[:count], refs[count : 2 * count], refs[2 * count :], strict=True)
+    for tile, (token, old, out) in zip(tiles, triples, strict=True):
+        wide = jnp.int32 if jnp.issubdtype(old.dtype, jnp.integer) else jnp.float32  # exact, there and back
+        here = jax.lax.broadcasted_iota(jnp.int32, old.shape, 1) == offset % tile
+        out[...] = jnp.where(here, token[...].astype(wide), old[...].astype(wide)).astype(out.dtype)
 
 
 class _Work(NamedTuple):

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from jaxrl_kernels.flash_attention.reference import attention
 from jaxrl_kernels.flash_attention.spec import EVERYTHING
+
+Pages = TypeVar("Pages")
+"""A tree of arrays: keys, values, and where they have some their scales."""
 
 
 def decode_attention(
@@ -29,6 +35,11 @@ def decode_attention(
     last = lengths[:, None] - 1
     visible = (position <= last) & (last - position < window)
     return attention(q[:, None], k, v, visible[:, None], scale=scale, softcap=softcap)[:, 0]
+
+
+def write(pages: Pages, new: Pages, numbers: Int[Array, "S"], offsets: Int[Array, "S"]) -> Pages:
+    """As `api.write`."""
+    return jax.tree.map(lambda x, token: x.at[numbers, :, offsets].set(token), pages, new)
 
 
 def gather(

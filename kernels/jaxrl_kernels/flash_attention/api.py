@@ -13,7 +13,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxrl_kernels import target
-from jaxrl_kernels.flash_attention import shapes
 from jaxrl_kernels.flash_attention.spec import EVERYTHING, Place, Spec
 
 NAMES = ("reference", "blockwise", "pallas_tpu", "pallas_gpu")
@@ -77,14 +76,9 @@ def flash_attention(
 
 def choose(head_dim: int, dtype: DTypeLike) -> tuple[str, str]:
     """(implementation, why) for the device that is traced for: that of the mesh in use, or the default."""
-    platform, kind = target.device()
-    if platform == "tpu":
-        problem = shapes.unsupported(head_dim, dtype)
-        return ("blockwise", problem) if problem else ("pallas_tpu", f"{kind}: Pallas kernels for TPU")
-    if target.is_hopper(kind):
-        problem = IMPLEMENTATIONS["pallas_gpu"].unsupported(head_dim, dtype)
-        return ("blockwise", problem) if problem else ("pallas_gpu", f"{kind}: Pallas kernels for Hopper")
-    return "blockwise", f"{kind}: plain JAX by blocks, there are no kernels for it"
+    name, why = target.kernels()
+    problem = IMPLEMENTATIONS[name].unsupported(head_dim, dtype) if name else why
+    return ("blockwise", problem) if problem else (name, why)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -19,9 +19,18 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxrl_kernels.flash_attention.blocks import bounds, needed, segments_of
-from jaxrl_kernels.flash_attention.shapes import LANES, VMEM, Blocks, blocks_for, generation, padded_head_dim
+from jaxrl_kernels.flash_attention.shapes import (
+    LANES,
+    VMEM,
+    Blocks,
+    blocks_for,
+    generation,
+    padded_head_dim,
+    unsupported,
+)
 from jaxrl_kernels.flash_attention.spec import NOTHING, Place, Spec, cap, uncap, visible
 
+__all__ = ["backward", "forward", "unsupported"]
 INTERPRET = False
 """Tests set it: True or a `pltpu.InterpretParams` runs the kernels on any machine, slowly."""
 FIRST, END, LOW, HIGH, ONLY, FIELDS = range(6)

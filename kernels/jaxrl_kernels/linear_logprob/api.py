@@ -80,25 +80,21 @@ def choose(dim: int, dtype, implementation: str = "auto") -> tuple[str, str]:
     Raises:
         ValueError: the named implementation does not exist or cannot do it.
     """
-    refusal = lambda name: (
-        _module(name).unsupported(dim, jnp.dtype(dtype)) if name.startswith("pallas") else None
-    )
+
+    def refusal(name: str) -> str:
+        wrong = name.startswith("pallas") and _module(name).unsupported(dim, jnp.dtype(dtype))
+        return f"{name} {wrong}" if wrong else ""
+
     if implementation != "auto":
         if implementation not in IMPLEMENTATIONS:
             known = ", ".join(("auto", *IMPLEMENTATIONS))
             raise ValueError(f"linear_logprob: no implementation {implementation!r}; known: {known}")
         if wrong := refusal(implementation):
-            raise ValueError(f"linear_logprob: {implementation} {wrong}. Use implementation='chunked'.")
+            raise ValueError(f"linear_logprob: {wrong}. Use implementation='chunked'.")
         return implementation, "asked for"
-    platform, kind = target.device()
-    if platform not in ("tpu", "gpu"):
-        return "chunked", f"there is no kernel for {platform}"
-    if platform == "gpu" and not target.is_hopper(kind):
-        return "chunked", f"the GPU kernel is for {', '.join(target.HOPPER)}, not {kind}"
-    name = f"pallas_{platform}"
-    if wrong := refusal(name):
-        return "chunked", f"{name} {wrong}"
-    return name, f"the kernel for {kind}"
+    name, why = target.kernels()
+    problem = refusal(name) if name else why
+    return ("chunked", problem) if problem else (name, why)
 
 
 def _module(implementation: str) -> ModuleType:
