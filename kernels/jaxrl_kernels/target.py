@@ -9,6 +9,18 @@ import jax
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 """In the kinds of the GPUs that our GPU kernels are for."""
 
+GENERATIONS = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "tpu7x",
+}
+"""Kind of a TPU, as JAX calls it -> generation."""
+
 
 def device() -> tuple[str, str]:
     """(platform, kind) of the devices of `jax.set_mesh`, without a mesh those of the process: ("tpu", "TPU v5
@@ -40,6 +52,11 @@ def kernels() -> tuple[str | None, str]:
     if is_hopper(kind):
         return "pallas_gpu", f"{kind}: Pallas kernels for Hopper"
     return None, f"{kind}: plain JAX, there are no kernels for it"
+
+
+def generation() -> str:
+    """Of the TPU that is traced for; the one with the least memory where it is none we know."""
+    return GENERATIONS.get(device()[1], "v4")
 
 
 def cores() -> int:

@@ -138,11 +138,11 @@ def test_what_is_chosen_and_why():
 
 
 def test_tiles_that_do_not_fit_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"needs .* MiB of vector memory, TPU v4 has 16; Tiles\(.*\) fits"):
-        shapes.check("TPU v4", Tiles(2048, 2048, 512), 2)
-    for kind in shapes.VMEM:
+    with pytest.raises(ValueError, match=r"needs .* MiB of vector memory, v4 has 16; Tiles\(.*\) fits"):
+        shapes.check("v4", Tiles(2048, 2048, 512), 2)
+    for chip in shapes.VMEM:
         for size in (2, 4):
-            assert shapes.tiles(kind, 16384, 151936, 4096, size).depth <= 512
+            assert shapes.tiles(chip, 16384, 151936, 4096, size).depth <= 512
 
 
 def test_bench_counts_the_work():

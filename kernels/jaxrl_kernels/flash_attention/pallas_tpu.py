@@ -18,16 +18,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Shaped
 
+from jaxrl_kernels import target
 from jaxrl_kernels.flash_attention.blocks import bounds, needed, segments_of
-from jaxrl_kernels.flash_attention.shapes import (
-    LANES,
-    VMEM,
-    Blocks,
-    blocks_for,
-    generation,
-    padded_head_dim,
-    unsupported,
-)
+from jaxrl_kernels.flash_attention.shapes import LANES, VMEM, Blocks, blocks_for, padded_head_dim, unsupported
 from jaxrl_kernels.flash_attention.spec import NOTHING, Place, Spec, cap, uncap, visible
 
 __all__ = ["backward", "forward", "unsupported"]
@@ -377,7 +370,7 @@ def _call(kernel: Callable, grid: tuple[int, ...], *, ins, outs, out_shape, scra
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",) * 3 + ("arbitrary",) * summed,
-            vmem_limit_bytes=VMEM[generation()],
+            vmem_limit_bytes=VMEM[target.generation()],
         ),
         interpret=INTERPRET,
     )

@@ -27,22 +27,6 @@ VMEM = {"v4": 16 * MIB, "v5e": 32 * MIB, "v5p": 32 * MIB, "v6e": 32 * MIB, "tpu7
 """Generation -> bytes that we let one kernel use."""
 SIZES = (Blocks(512, 1024), Blocks(512, 512), Blocks(256, 512), Blocks(256, 256), Blocks(128, 128))
 """Blocks from the most wanted: a kernel takes the first that fits. Compiled for all, timed on none."""
-KINDS = {
-    "TPU v4": "v4",
-    "TPU v5 lite": "v5e",
-    "TPU v5e": "v5e",
-    "TPU v5": "v5p",
-    "TPU v5p": "v5p",
-    "TPU v6 lite": "v6e",
-    "TPU v6e": "v6e",
-    "TPU7x": "tpu7x",
-}
-"""Device kind, as JAX calls it -> generation."""
-
-
-def generation() -> str:
-    """Of the TPU that is traced for; the one with the least memory where it is none we know."""
-    return KINDS.get(target.device()[1], "v4")
 
 
 def unsupported(head_dim: int, dtype: DTypeLike) -> str | None:
@@ -82,7 +66,7 @@ def blocks_for(kernel: str, queries: int, keys: int, head_dim: int, dtype: DType
     """
     if problem := unsupported(head_dim, dtype):
         raise ValueError(f'{problem}; use implementation="blockwise"')
-    chip, dim = generation(), padded_head_dim(head_dim)
+    chip, dim = target.generation(), padded_head_dim(head_dim)
     fits = (b for b in SIZES if vmem_bytes(kernel, b, dim, dtype) <= VMEM[chip])
     largest = next(fits, SIZES[-1])
     check(kernel, largest, dim, dtype, chip)

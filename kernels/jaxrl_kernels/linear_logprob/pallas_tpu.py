@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from jaxrl_kernels import target
 from jaxrl_kernels.linear_logprob import shapes
 from jaxrl_kernels.linear_logprob.reference import Found, Spec
 from jaxrl_kernels.linear_logprob.shapes import LANES, STRIP, Tiles
@@ -66,10 +67,10 @@ def _call(kernel, outputs, tiles, interpret, count, hidden, head, columns, scrat
     if dim % LANES:  # what lies beyond the end of an array is anything; in the depth it must be 0
         hidden, head = [jnp.pad(x, ((0, 0), (0, -dim % LANES))) for x in (hidden, head)]
         dim = hidden.shape[1]
-    kind = _kind()
+    chip, itemsize = target.generation(), hidden.dtype.itemsize
     if tiles is None:
-        tiles = shapes.tiles(kind, tokens, vocab, dim, hidden.dtype.itemsize)
-    shapes.check(kind, tiles, hidden.dtype.itemsize)
+        tiles = shapes.tiles(chip, tokens, vocab, dim, itemsize)
+    shapes.check(chip, tiles, itemsize)
     rows, width, depth = tiles
     grid = pl.cdiv(tokens, rows), pl.cdiv(vocab, width), dim // depth
 
@@ -102,7 +103,7 @@ def _call(kernel, outputs, tiles, interpret, count, hidden, head, columns, scrat
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=shapes.needed(tiles, hidden.dtype.itemsize),
+            vmem_limit_bytes=shapes.needed(tiles, itemsize),
         ),
         interpret=interpret,
         name=kernel.func.__name__.strip("_"),
@@ -177,8 +178,3 @@ def _slope_kernel(spec: Spec, j, targets, lse, *refs):
 
 def _sum(x):
     return jnp.sum(x, axis=1, keepdims=True)
-
-
-def _kind() -> str:
-    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
-    return device.device_kind

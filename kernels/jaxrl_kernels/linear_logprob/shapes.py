@@ -18,40 +18,23 @@ class Tiles(NamedTuple):
 
 
 MIB = 2**20
-VMEM = {
-    "TPU v4": 16 * MIB,
-    "TPU v5 lite": 128 * MIB,
-    "TPU v5e": 128 * MIB,
-    "TPU v5": 64 * MIB,
-    "TPU v5p": 64 * MIB,
-    "TPU v6 lite": 128 * MIB,
-    "TPU v6e": 128 * MIB,
-    "TPU7x": 64 * MIB,
-}
-"""Bytes of vector memory of a core, by device kind."""
+VMEM = {"v4": 16 * MIB, "v5e": 128 * MIB, "v5p": 64 * MIB, "v6e": 128 * MIB, "tpu7x": 64 * MIB}
+"""Generation -> bytes of vector memory of a core."""
 SMALL, MEDIUM, LARGE = Tiles(512, 512, 512), Tiles(1024, 1024, 512), Tiles(2048, 1024, 512)
-WANTED = {
-    "TPU v5 lite": MEDIUM,
-    "TPU v5e": MEDIUM,
-    "TPU v5": MEDIUM,
-    "TPU v5p": MEDIUM,
-    "TPU v6 lite": LARGE,
-    "TPU v6e": LARGE,
-    "TPU7x": MEDIUM,
-}
+WANTED = {"v4": SMALL, "v5e": MEDIUM, "v5p": MEDIUM, "v6e": LARGE, "tpu7x": MEDIUM}
 """FLOPs a byte of bfloat16, tokens * vocab / (tokens + vocab), should exceed the chip's ratio of the two."""
 
 
-def tiles(kind: str, tokens: int, vocab: int, dim: int, itemsize: int) -> Tiles:
-    """For an array of this size on this kind of device: those wanted, or smaller ones where there is less.
+def tiles(chip: str, tokens: int, vocab: int, dim: int, itemsize: int) -> Tiles:
+    """Those wanted on a chip of this generation, or smaller ones where the array is.
 
-    `dim` is a multiple of LANES. A kind that is not in VMEM gets what fits everywhere.
+    `dim` is a multiple of LANES.
     """
-    most = WANTED.get(kind, SMALL)
+    most = WANTED[chip]
     depth = max(d for d in range(LANES, most.depth + 1, LANES) if dim % d == 0)
     up = lambda x, to: -(-x // to) * to
     found = Tiles(min(most.tokens, up(tokens, STRIP)), min(most.vocab, up(vocab, LANES)), depth)
-    check(kind, found, itemsize)
+    check(chip, found, itemsize)
     return found
 
 
@@ -66,15 +49,15 @@ def needed(t: Tiles, itemsize: int) -> int:
     return read + product + strip + columns + 2 * t.tokens * t.vocab * itemsize + MIB
 
 
-def check(kind: str, t: Tiles, itemsize: int) -> None:
+def check(chip: str, t: Tiles, itemsize: int) -> None:
     """ValueError that names tiles that fit, where these do not fit the device's vector memory."""
-    limit = VMEM.get(kind, min(VMEM.values()))
+    limit = VMEM[chip]
     if needed(t, itemsize) <= limit:
         return
     smaller = t
     while needed(smaller, itemsize) > limit:
         smaller = Tiles(max(smaller.tokens // 2, LANES), max(smaller.vocab // 2, LANES), smaller.depth)
     raise ValueError(
-        f"linear_logprob: {t} needs {needed(t, itemsize) / MIB:.1f} MiB of vector memory, {kind} has "
+        f"linear_logprob: {t} needs {needed(t, itemsize) / MIB:.1f} MiB of vector memory, {chip} has "
         f"{limit / MIB:.0f}; {smaller} fits ({needed(smaller, itemsize) / MIB:.1f} MiB)"
     )
