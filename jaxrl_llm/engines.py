@@ -73,7 +73,7 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing, store
         folder = own_folder(rollout.launch > 0, run_dir, source.size)
     disk = DiskTransport(folder, rollout.dtype, tokenizer)
     closing.callback(disk.close)
-    transport = disk if sglang.transport == "disk" else _transport(sglang, source, closing)
+    transport = disk if sglang.transport == "disk" else _transport(sglang, source)
     pool = wait = None
     if jax.process_index() == 0:
         urls: Sequence[str] = rollout.servers
@@ -88,6 +88,8 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing, store
             urls, wait, revive = launched.urls, launched.wait, launched.revive
         pool = ServerPool(urls, sglang.timeout, sglang.retries, rollout.slots, sglang.patience, sglang.router)
         closing.callback(pool.close)
+        if isinstance(transport, GroupTransport):
+            closing.callback(transport.close)
         if rollout.servers and not members:
             pool.check_reachable()
         pool.start(tend(pool, members, revive))
@@ -100,12 +102,10 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing, store
     return SGLangEngine(rollout, sglang, model, pool, transport, score, share, tokenizer, eos_ids, wait)
 
 
-def _transport(sglang: SGLangConfig, source: WeightSource, closing) -> WeightTransport:
+def _transport(sglang: SGLangConfig, source: WeightSource) -> WeightTransport:
     """What sends the weights itself, without files."""
     if sglang.transport == "group":
-        made = GroupTransport(source, sglang.relay_python, sglang.group_backend, sglang.timeout)
-        closing.callback(made.close)
-        return made
+        return GroupTransport(source, sglang.relay_python, sglang.group_backend, sglang.timeout)
     if jax.process_index() == 0:
         print(
             f"--sglang.transport {sglang.transport}: weights go to the servers as pickles, which SGLang "

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from jaxrl_llm.bridge.source import Bucket, WeightSource
 from jaxrl_llm.rollout.servers import Json, ServerError
-from jaxrl_llm.rollout.update import Link, Parcel
+from jaxrl_llm.rollout.update import AGAIN, Link, Parcel
 from jaxrl_llm.structs import Params
 
 RELAY = Path(__file__).with_name("relay.py")
@@ -86,6 +86,7 @@ class GroupTransport:
     def __init__(self, source: WeightSource, python: str, backend: str, timeout: float):
         self.source, self.python, self.backend, self.timeout = source, python, backend, timeout
         self._relays: dict[str, Relay] = {}
+        self._links: dict[str, Link] = {}
         if not shutil.which(python) or subprocess.run([python, "-I", "-c", HAS_TORCH]).returncode:
             raise ValueError(
                 f"--sglang.relay_python {python}: it has no torch, which --sglang.transport group needs. "
@@ -102,7 +103,7 @@ class GroupTransport:
         relay = await asyncio.to_thread(
             Relay, self.python, self.backend, address_towards(link.server.url), link.ranks, self.timeout
         )
-        self._relays[link.server.url] = relay
+        self._relays[link.server.url], self._links[link.server.url] = relay, link
         async with self._or_apart(link):
             body = {"master_address": relay.address, "master_port": int(await self._heard(relay))}
             body |= {"rank_offset": 1, "world_size": link.ranks + 1}
@@ -126,7 +127,12 @@ class GroupTransport:
             both.create_task(asyncio.to_thread(relay.send, bucket))
 
     def close(self) -> None:
-        for relay in self._relays.values():
+        """The servers, which may go on without this run, leave their groups; the pool must still be open."""
+        for url, relay in self._relays.items():
+            link = self._links[url]
+            with contextlib.suppress(ServerError):
+                body = {"group_name": relay.name}
+                link.pool.run(link.ask("/destroy_weights_update_group", body, AGAIN))
             relay.kill()
         self._relays.clear()
 

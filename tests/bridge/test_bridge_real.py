@@ -61,16 +61,17 @@ def make(launched, tmp_path):
             made = HttpTransport(source)
         else:
             made = GroupTransport(source, sys.executable, "gloo", 60.0)
-            closing.append(made)
         pool = ServerPool(urls or launched.urls, sglang.timeout, sglang.retries, slots=8)
         closing.append(pool)
+        if transport == "group":
+            closing.append(made)
         scorer = make_scorer(MODEL, 1.0, "float32", make_mesh(MeshConfig(), jax.devices()[:1]))
         score = lambda params, ids: np.asarray(scorer(params, ids[None], np.array([len(ids)])))[0, :-1]
         config = RolloutConfig(engine="sglang", servers=("http://x",))
         return SGLangEngine(config, sglang, MODEL, pool, made, score, lambda value: value, TOKENIZER)
 
     yield engine
-    for one in closing:
+    for one in reversed(closing):
         one.close()
 
 

@@ -1,6 +1,5 @@
 """Weights to servers that speak SGLang's JSON: in order, each step ended, and a failure is one server's."""
 
-import contextlib
 import subprocess
 import sys
 
@@ -66,7 +65,7 @@ def make(servers, tmp_path):
         return SGLangEngine(rollout, config, MODEL, pool, made, score, lambda value: value, TOKENIZER)
 
     yield engine
-    for one in closing:
+    for one in reversed(closing):
         one.close()
 
 
@@ -208,6 +207,9 @@ def test_a_group_brings_the_weights_and_its_end_is_one_servers_problem(make, ser
     assert list(relays) == [servers[1].url]
     assert engine.publish(weights(3), 4)["servers/usable"] == 2
     assert [server.label for server in servers] == ["4-4", "4-4"]
+    engine._publisher.transport.close()
+    assert [routes(server)[-1] for server in servers] == ["destroy_weights_update_group"] * 2
+    assert not relays and [server.group for server in servers] == [None, None]
 
 
 def test_this_machines_address_is_the_one_that_the_server_sees():
@@ -261,13 +263,12 @@ def test_handles_name_a_gpu_by_its_uuid():
     assert out.stdout.strip() == f"[('a', ('torch.multiprocessing.reductions', {expected}))]", out.stderr
 
 
-def test_the_transport_of_the_config_and_its_warning(capsys, tmp_path):
+def test_the_transport_of_the_config_and_its_warning(capsys):
     source = WeightSource(MODEL, "float32", 1 << 20)
-    with contextlib.ExitStack() as closing:
-        assert isinstance(engines._transport(SGLangConfig(transport="http"), source, closing), HttpTransport)
-        assert "--sglang.transport http: weights go to the servers as pickles" in capsys.readouterr().err
-        with pytest.raises(ValueError, match=r"--sglang.transport ipc: trainer and"):
-            engines._transport(SGLangConfig(transport="ipc"), source, closing)
+    assert isinstance(engines._transport(SGLangConfig(transport="http"), source), HttpTransport)
+    assert "--sglang.transport http: weights go to the servers as pickles" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"--sglang.transport ipc: trainer and"):
+        engines._transport(SGLangConfig(transport="ipc"), source)
 
 
 def test_what_is_sent_is_what_the_models_folder_holds(tmp_path):

@@ -44,6 +44,7 @@ class FakeWeights:
             "update_weights_from_tensor": self._from_tensor,
             "init_weights_update_group": self._join,
             "update_weights_from_distributed": self._from_distributed,
+            "destroy_weights_update_group": self._leave,
         }.items():
             yield f"/{name}", lambda body, name=name, work=work: self._weights(name, work, body)
 
@@ -98,6 +99,12 @@ class FakeWeights:
         )
         store = torch.distributed.TCPStore(*where, size, is_master=False, timeout=time)
         self.group = join(store, body["backend"], size, body["group_name"], time, body["rank_offset"])
+
+    def _leave(self, body):
+        import torch.distributed
+
+        torch.distributed.destroy_process_group(self.group)
+        self.group = None
 
     def _from_distributed(self, body):
         import torch
