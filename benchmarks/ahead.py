@@ -31,7 +31,7 @@ from jaxrl_llm.rollout.launch import Launched
 ROOT = Path(__file__).parents[1]
 OUT, RESULTS = Path("runs/ahead"), ROOT / "benchmarks/results"
 PACE = "0.02"
-SEEDS, STEPS, SKIPPED = (0, 1, 2), 24, 4
+SEEDS, STEPS, SKIPPED, WINDOW = (0, 1, 2), 24, 4, 2
 MEASURED = (
     "time/step",
     "tokens_per_second",
@@ -82,7 +82,7 @@ def on_a_core_of_their_own(python: str) -> Iterator[tuple[str, ...]]:
             launched.close()
 
 
-def compare(servers: tuple[str, ...], window: int) -> dict[str, list[dict[str, float]]]:
+def compare(servers: tuple[str, ...]) -> dict[str, list[dict[str, float]]]:
     """Label -> what was measured of each seed."""
     results: dict[str, list] = {"take turns": [], "ahead": []}
     for seed in SEEDS:
@@ -90,7 +90,7 @@ def compare(servers: tuple[str, ...], window: int) -> dict[str, list[dict[str, f
         alone = ("--rollout.engine", "native", "--rollout.launch", "0", "--rollout.max_staleness", "0")
         train(start, *own, *alone, "--steps", "0")
         begin = ("--model.path", str(start / "hf"), "--model.tokenizer", "tiny", "--warm_start.steps", "0")
-        for label, steps_ahead in (("take turns", 0), ("ahead", window)):
+        for label, steps_ahead in (("take turns", 0), ("ahead", WINDOW)):
             more = ("--rollout.max_staleness", str(steps_ahead), *servers)
             often = ("--steps", str(STEPS), "--eval.every", str(STEPS))
             rows = train(OUT / f"{label.replace(' ', '_')}_{seed}", *own, *begin, *more, *often)
@@ -104,13 +104,12 @@ def main() -> None:
     )
     parser.add_argument("--sglang", help="interpreter that has SGLang; without it stand-ins take its place")
     real = parser.parse_args().sglang
-    window = 4 if real else 2
     stand_ins = contextlib.nullcontext(("--sglang.python", sys.executable))
     with on_a_core_of_their_own(real) if real else stand_ins as servers:
-        results = compare(servers, window)
+        results = compare(servers)
     taken = {label: [run["all steps, s"] for run in runs] for label, runs in results.items()}
     ratios = [slow / fast for slow, fast in zip(*taken.values(), strict=True)]
-    report = {"pace_seconds": None if real else float(PACE), "max_staleness": window, "speedup": ratios}
+    report = {"pace_seconds": None if real else float(PACE), "max_staleness": WINDOW, "speedup": ratios}
     report["runs"] = results
     text = json.dumps(report, indent=2)
     (RESULTS / ("ahead_real.json" if real else "ahead.json")).write_text(text + "\n")

@@ -28,6 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_kernels.flash_attention import bench as attention
 from jaxrl_kernels.flash_attention.bench import Shape
@@ -177,7 +178,8 @@ def compile_for(kind: str) -> dict[str, Any]:
     target = open_target(parse(kind))
     mesh = make_mesh(MeshConfig(), target.devices)
     found: dict[str, Any] = {"label": "compiled, not run", "device": kind, "jax": jax.__version__}
-    bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    there = NamedSharding(mesh, PartitionSpec())
+    bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=there)
     for packed in (1, 4):
         shape = Shape(packed=packed)
         q, kv = (bf16(shape.batch, shape.length, n, shape.head_dim) for n in (shape.heads, shape.kv_heads))
