@@ -43,16 +43,18 @@ def make_engine(
     eos_ids: Sequence[int],
     closing: contextlib.ExitStack,
     folder: Path | None = None,
+    resident: int = 0,
 ) -> Engine:
     """The native engine, or a pool of SGLang servers, which are started here if they are to be.
 
     Args:
         closing: gets what must be closed at the end.
         folder: that the model is read from.
+        resident: bytes that the trainer will hold on each device.
     """
     if config.rollout.engine == "sglang":
         return _sglang(config, model, mesh, tokenizer, eos_ids, closing, folder)
-    engine = NativeEngine(config.rollout, model, mesh, tokenizer, eos_ids, share, config.strict)
+    engine = NativeEngine(config.rollout, model, mesh, tokenizer, eos_ids, share, config.strict, resident)
     if config.rollout.warm_up:
         samplings = [config.rollout.sampling, config.eval.sampling]
         engine.warm_up(

@@ -31,7 +31,7 @@ from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.roles import load_model_config, make_trainers, with_heads
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.sharding.rules import TRAIN
+from jaxrl_llm.sharding.rules import TRAIN, bytes_per_device
 from jaxrl_llm.structs import Params, TrainState
 from jaxrl_llm.trainer import Trainer
 
@@ -124,7 +124,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack) -> Parts:
     columns = closing.enter_context(env).columns if env else {}
     if on_policy or (config.eval.every and config.algo.needs_policy):
         ends = hf.end_ids(folder) if folder else ()
-        engine = make_engine(config, model, mesh, tokenizer, ends, closing, folder)
+        engine = make_engine(config, model, mesh, tokenizer, ends, closing, folder, resident(config, trainer))
         rewards = closing.enter_context(RewardPool(config.reward, Path(config.run_dir) / "rewards.log"))
     loader = make_loader(config, tokenizer, columns)
     if on_policy:
@@ -149,6 +149,15 @@ def build(config: TrainConfig, closing: contextlib.ExitStack) -> Parts:
         loaders.append(make_loader(config, tokenizer, columns, split="eval"))
         evaluators = make_evaluators(config, loaders[-1], trainer, engine, rewards, env)
     return Parts(config, mesh, model, tokenizer, folder, stages, evaluators, loaders)
+
+
+def resident(config: TrainConfig, trainer: Trainer) -> int:
+    """Bytes that each device holds from the first step to the last: states, and the frozen reference."""
+    state = trainer.abstract_state()
+    found = bytes_per_device(state)
+    if config.algo.needs_reference and not trainer.teachers:
+        found += bytes_per_device(state.params) * jnp.dtype(config.model.dtype).itemsize // 4
+    return found
 
 
 def make_evaluators(

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl_llm.plan.collectives import Traffic, collectives
-from jaxrl_llm.plan.phases import bytes_per_device
+from jaxrl_llm.sharding.rules import bytes_per_device
 from jaxrl_llm.structs import Call
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
@@ -174,14 +173,3 @@ def _signals(config: TrainConfig, trainer: Trainer) -> tuple[str, ...]:
     names += ["values", "returns"] * bool(trainer.critic or "values" in wants)
     names += ["reference"] * algo.needs_reference
     return tuple(dict.fromkeys(names + ["labels"] * bool(trainer.teachers)))
-
-
-def bytes_per_device(tree: Any) -> int:
-    """Of abstract or host arrays; one without a sharding is whole everywhere. Padding is not counted."""
-
-    def one(x) -> int:
-        sharding = getattr(x, "sharding", None)
-        shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
-        return math.prod(shape) * np.dtype(x.dtype).itemsize
-
-    return sum(map(one, jax.tree.leaves(tree)))

@@ -10,9 +10,10 @@ import jax
 
 from jaxrl_llm.config import TrainConfig, derived
 from jaxrl_llm.plan.compiled import Compiled, compile_call
-from jaxrl_llm.plan.phases import Phase, bytes_per_device, phases
+from jaxrl_llm.plan.phases import Phase, phases
 from jaxrl_llm.plan.target import Target
 from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.rules import bytes_per_device
 
 PARTS = ("parameters", "optimizer", "gradients", "frozen models", "rollout weights", "KV cache", "batch")
 

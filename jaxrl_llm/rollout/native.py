@@ -19,7 +19,7 @@ from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import Dialogue, Request, SamplingConfig, Written, end_ids, text_of
 from jaxrl_llm.rollout.generation import Generation, Sample
 from jaxrl_llm.rollout.keys import sample_keys
-from jaxrl_llm.rollout.pages import is_paged, pages_that_fit, pages_wanted
+from jaxrl_llm.rollout.pages import is_paged, pages_that_fit, pages_wanted, weight_bytes
 from jaxrl_llm.rollout.programs import Programs
 from jaxrl_llm.rollout.sizes import Sizes, bucket, make_sizes
 from jaxrl_llm.rollout.talks import Talks
@@ -44,6 +44,8 @@ class NativeEngine:
         eos_ids: further ids that end a response (`eos_token_id` of a generation_config.json).
         share: gives every process process 0's value (a collective); only dialogues need it.
         strict: log-probs have every bit of those that strict training finds.
+        resident: bytes that the trainer will hold on each device, but does not yet; room that the paged
+            cache leaves until the first `publish`.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class NativeEngine:
         eos_ids: Sequence[int] = (),
         share: Callable[[Any], Any] = lambda value: value,
         strict: bool = False,
+        resident: int = 0,
     ):
         self.config, self.model, self.mesh, self.tokenizer, self.share = config, model, mesh, tokenizer, share
         self.eos_ids = end_ids(tokenizer, eos_ids)
@@ -62,7 +65,7 @@ class NativeEngine:
         page = config.page if not strict and is_paged(config, model, mesh) else 0
         self.programs = Programs(model, mesh, config.dtype, cache_dtype, config.chunk, strict, page)
         self.metrics: Metrics = {}
-        self._published = None
+        self._published, self._resident = None, resident
         self._sizes = self._make_sizes(1, 1, False)
 
     def publish(self, params: Params, version: int) -> Metrics:
@@ -188,7 +191,8 @@ class NativeEngine:
         if not self.programs.page:
             return sizes
         pages = pages_wanted(sizes, ways, self.programs.page)
-        most = config.pages or self.share(pages_that_fit(self.programs, held=self._published is None))
+        to_come = 0 if self._published else self._resident + weight_bytes(self.programs)
+        most = config.pages or self.share(pages_that_fit(self.programs, to_come))
         return dataclasses.replace(sizes, pages=NOBODYS + 1 + min(pages, most or pages))
 
     def _grow_sizes(self, requests: list[Request], turns: bool) -> None:

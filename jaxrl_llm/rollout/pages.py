@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -14,6 +12,7 @@ from jaxrl_llm.models.paged import paged_cache
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.programs import Programs
 from jaxrl_llm.rollout.sizes import Sizes, most_pages
+from jaxrl_llm.sharding.rules import bytes_per_device, laid_out
 
 SHARE = 0.8
 """Of the free memory; prefill and the logits take some."""
@@ -36,21 +35,29 @@ def pages_wanted(sizes: Sizes, ways: int, page: int) -> int:
     return sizes.slots[-1] // ways * most_pages(longest, page)
 
 
-def pages_that_fit(programs: Programs, held: bool) -> int | None:
+def pages_that_fit(programs: Programs, to_come: int) -> int | None:
     """Pages that each device has memory for, None where they do not tell.
 
     Args:
-        held: the copy of the weights is yet to come; leave room for it.
+        to_come: bytes of other things that each device will hold.
     """
+    free = free_bytes(programs)
+    return None if free is None else max(int(SHARE * (free - to_come)) // page_bytes(programs), 1)
+
+
+def weight_bytes(programs: Programs) -> int:
+    """Of the copy of the weights that rollout has, on one device."""
+    weights = jax.eval_shape(programs.zero_weights)
+    return bytes_per_device(laid_out(weights, programs.layouts["weights"]))
+
+
+def free_bytes(programs: Programs) -> int | None:
+    """Of one device of this process, None where it does not tell."""
     mine = [device for device in jax.local_devices() if device in programs.mesh.devices]
     stats = mine[0].memory_stats() if mine else None  # a plan is for devices that are not here
     if not stats or "bytes_limit" not in stats:
         return None
-    free = stats["bytes_limit"] - stats["bytes_in_use"]
-    if held:
-        weights = jax.eval_shape(programs.zero_weights)
-        free -= sum(w.size * w.dtype.itemsize for w in jax.tree.leaves(weights)) // programs.mesh.size
-    return max(int(SHARE * free) // page_bytes(programs), 1)
+    return stats["bytes_limit"] - stats["bytes_in_use"]
 
 
 def page_bytes(programs: Programs) -> int:
@@ -59,5 +66,4 @@ def page_bytes(programs: Programs) -> int:
         shapes = jax.eval_shape(
             lambda: paged_cache(programs.config, programs.ways, programs.page, programs.cache_dtype)
         )
-    parts = jax.tree.map(lambda x, lie: math.prod(lie.shard_shape(x.shape)), shapes, programs.page_layouts())
-    return sum(jax.tree.leaves(jax.tree.map(lambda x, part: part * x.dtype.itemsize, shapes, parts)))
+    return bytes_per_device(laid_out(shapes, programs.page_layouts()))

@@ -101,3 +101,14 @@ def laid_out(shapes: Any, shardings: Any) -> Any:
     """A tree of `jax.ShapeDtypeStruct` with these shardings, each of which may stand for a whole subtree."""
     put = lambda s, x: jax.tree.map(lambda y: jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=s), x)
     return jax.tree.map(put, shardings, shapes)
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Of abstract or host arrays; one without a sharding is whole everywhere. Padding is not counted."""
+
+    def one(x) -> int:
+        sharding = getattr(x, "sharding", None)
+        shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
+        return math.prod(shape) * np.dtype(x.dtype).itemsize
+
+    return sum(map(one, jax.tree.leaves(tree)))

@@ -12,6 +12,7 @@ import pytest
 from jaxrl_llm import models
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.models import TransformerConfig, decode, paged
+from jaxrl_llm.rollout import pages
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import Reply, Request, SamplingConfig
 from jaxrl_llm.rollout.native import NativeEngine
@@ -203,6 +204,20 @@ def test_pages_for_a_chunk_are_those_it_can_fill():
     memory.lengthen(slots, 8)
     assert [len(seat.pages) for seat in memory.seats] == [3, 1]  # 12 tokens; 2 tokens
     assert memory._table().tolist() == [[*memory.seats[0].pages, 0], [*memory.seats[1].pages, 0, 0, 0]]
+
+
+def test_pages_leave_room_for_what_the_trainer_will_hold(monkeypatch):
+    """Until the first publish; a page is 2 layers x 2 arrays x 2 heads x 8 tokens x 8 numbers of 4 bytes."""
+    weights = sum(x.size * 4 for x in jax.tree.leaves(params()))
+    monkeypatch.setattr(pages, "free_bytes", lambda programs: 5_000 + weights + 100 * 2048 / pages.SHARE)
+    config, mesh = (
+        RolloutConfig(slots=4, cache="paged", page=PAGE),
+        make_mesh(MeshConfig(), jax.devices()[:1]),
+    )
+    narrow = NativeEngine(config, TINY, mesh, resident=5_000)
+    assert narrow._make_sizes(100, 100, False).pages == 100 + 1
+    narrow.publish(params(), 1)
+    assert narrow._make_sizes(100, 100, False).pages > 101
 
 
 def test_auto_is_a_ring_on_a_cpu():
