@@ -68,15 +68,25 @@ def is_unrolled(c: TransformerConfig) -> bool:
     return c.num_layers <= UNROLLED
 
 
-def decode_weights(params: Transformer, dtype: DTypeLike) -> DecodeWeights:
+def decode_weights(
+    params: Transformer, dtype: DTypeLike, where: DecodeWeights | None = None
+) -> DecodeWeights:
     """A copy of the weights for decoding: norms as they are, all others in `dtype`.
 
     Always a copy, so that the trainer may donate its own.
+
+    Args:
+        where: `decode_shardings` of the copy. Layers in one array then travel one by one: all at once, a TPU
+            would hold what it has gathered and the copy of it.
     """
     params = jax.tree.map(jnp.copy, computed_with(params, dtype))
     c, layers = params.config, (params.layers,)
     if is_unrolled(c):
         layers = tuple(jax.tree.map(lambda w, i=i: w[i], params.layers) for i in range(c.num_layers))
+    elif where is not None:
+        there = jax.tree.map(_of_one_layer, where.layers[0])
+        move = lambda layer: jax.tree.map(jax.lax.with_sharding_constraint, layer, there)
+        layers = (jax.lax.map(move, params.layers),)
     head = None if c.tie_embeddings else params.lm_head[...]
     return DecodeWeights(params.embed[...], params.norm[...], head, layers)
 
@@ -86,10 +96,13 @@ def decode_shardings(c: TransformerConfig, mesh: Mesh, rules: Rules) -> DecodeWe
     tree = shardings(c, mesh, rules)
     layers = (tree.layers,)
     if is_unrolled(c):
-        one = jax.tree.map(lambda s: NamedSharding(mesh, PartitionSpec(*s.spec[1:])), tree.layers)
-        layers = (one,) * c.num_layers
+        layers = (jax.tree.map(_of_one_layer, tree.layers),) * c.num_layers
     head = None if c.tie_embeddings else tree.lm_head.get_value()
     return DecodeWeights(tree.embed.get_value(), tree.norm.get_value(), head, layers)
+
+
+def _of_one_layer(stack: NamedSharding) -> NamedSharding:
+    return NamedSharding(stack.mesh, PartitionSpec(*stack.spec[1:]))
 
 
 def ring_cache(c: TransformerConfig, slots: int, length: int, dtype: DTypeLike) -> RingCache:

@@ -117,7 +117,7 @@ class Programs:
 
     def _publish(self, params: Params) -> DecodeWeights:
         self.traces += 1
-        return decode.decode_weights(params, self.dtype)
+        return decode.decode_weights(params, self.dtype, self.layouts["weights"])
 
     def _zero_weights(self) -> DecodeWeights:
         """As many zeros as `publish` gives weights."""

@@ -10,7 +10,7 @@ import pytest
 from jaxrl_llm import models
 from jaxrl_llm.models import decode
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
-from jaxrl_llm.sharding.rules import ROLLOUT
+from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN
 
 TINY = models.TransformerConfig(
     vocab_size=64, hidden_size=32, mlp_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
@@ -80,6 +80,21 @@ def test_weights_are_a_copy_and_norms_keep_their_type():
     same = jax.jit(lambda p: decode.decode_weights(p, jnp.float32))(params)
     jax.tree.map(lambda w: w.delete(), params)
     assert np.isfinite(np.asarray(same.embed)).all() and same.norm.sum() == 32
+
+
+def test_stacked_weights_travel_layer_by_layer_to_the_same_place(monkeypatch):
+    """From the trainer's layout to that of rollout on 2 x 2 x 2 devices, layers in one array."""
+    monkeypatch.setattr(decode, "UNROLLED", 1)
+    mesh = make_mesh(MeshConfig(2, 2, 2), jax.devices()[:8])
+    params = models.init(TINY, jax.random.key(0))
+    there = decode.decode_shardings(TINY, mesh, ROLLOUT)
+    moved = jax.device_put(params, models.shardings(TINY, mesh, TRAIN))
+    publish = jax.jit(lambda p: decode.decode_weights(p, jnp.bfloat16, there), out_shardings=there)
+    with jax.set_mesh(mesh):
+        found, text = publish(moved), publish.lower(moved).as_text()
+    jax.tree.map(np.testing.assert_array_equal, found, decode.decode_weights(params, jnp.bfloat16))
+    assert jax.tree.all(jax.tree.map(lambda x, where: x.sharding == where, found, there))
+    assert "stablehlo.while" in text
 
 
 @pytest.mark.parametrize("program", ["prefill", "decode"])
