@@ -62,9 +62,10 @@ GRPO as in `configs/grpo_qwen.py` (64 prompts x 8 responses, 512 + 1024 tokens, 
 native rollout), with `--model.remat full --rollout.dtype bfloat16` and the mesh and slots of each line.
 **Compiled, not run**: every program of a step went through the real compiler for these devices on a machine
 that has none of them. That proves that it compiles and how much memory it takes; it proves no speed. The
-estimate is a roofline, a lower bound of a step in which every response has its full length: for each
-program the slowest of arithmetic at the published peak, of memory and of the links, so a real step takes
-longer. Written by `make fit`; the numbers of every phase are in [docs/fit](fit).
+estimate is a roofline of a step in which every response has its full length: for each program the slowest of
+arithmetic at the published peak, of memory and of the links, so a real step takes longer. Decoding counts as
+if each token read the whole cache; of pages it reads those in use, some two thirds over a step.
+Written by `make fit`; the numbers of every phase are in [docs/fit](fit).
 
 Your own recipe on your own slice:
 

@@ -59,7 +59,8 @@ def test_a_long_row_compiles_for_four_chips(how, tpu):
     program = compiled(tpu("v5e:2x2"), MeshConfig(fsdp=1, sequence=4, sequence_parallel=how), 2**16, 2)
     assert program.memory_analysis().peak_memory_in_bytes < 15.75 * GIB
     gathered = results(program, "all-gather")
-    assert gathered and not any(2**16 in shape for shape in gathered)  # weights, never the tokens of a row
+    # Weights, and at most a number a token: never the hidden states of a row.
+    assert gathered and not any(2**16 in shape and len(shape) > 2 for shape in gathered)
     assert results(program, {"ring": "collective-permute", "ulysses": "all-to-all"}[how])
 
 
