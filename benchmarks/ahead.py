@@ -31,7 +31,7 @@ from jaxrl_llm.rollout.launch import Launched
 ROOT = Path(__file__).parents[1]
 OUT, RESULTS = Path("runs/ahead"), ROOT / "benchmarks/results"
 PACE = "0.02"
-SEEDS, STEPS, SKIPPED, WINDOW = (0, 1, 2), 24, 4, 2
+SEEDS, STEPS, SKIPPED, WINDOW = (0, 1, 2), 16, 4, 2
 MEASURED = (
     "time/step",
     "tokens_per_second",

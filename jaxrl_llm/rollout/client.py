@@ -14,6 +14,9 @@ from jaxrl_llm.rollout.server import Server, ServerError, Unreachable, error_of
 
 Json = dict[str, Any]
 JSON = {"Content-Type": "application/json"}
+IDLE = 2.0
+"""Seconds after which an unused connection is closed. SGLang closes them after 5: a request that meets that
+would say that the server is down."""
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
@@ -26,7 +29,7 @@ class Client:
 
     def __init__(self, timeout: float):
         self.timeout = timeout
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE))
 
     async def close(self) -> None:
         await self._session.close()

@@ -16,8 +16,9 @@ from test_sglang import GREEDY, KEY, MODEL, STUB, TOKENIZER, launch, native, req
 
 from jaxrl_llm.bridge.disk import DiskTransport
 from jaxrl_llm.models.scorer import make_scorer
-from jaxrl_llm.rollout import access, answers, colocated, tending
+from jaxrl_llm.rollout import access, answers, client, colocated, tending
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
+from jaxrl_llm.rollout.server import Server
 from jaxrl_llm.rollout.servers import ServerError, ServerPool
 from jaxrl_llm.rollout.sglang import SGLangEngine
 from jaxrl_llm.rollout.tending import ServerList, tend
@@ -158,6 +159,33 @@ def test_broken_answers_everywhere_end_in_bounded_time_with_the_reason(make, ser
         ServerError, match=r"a response failed 2 times: .*cannot be used: ValueError log-prob nan"
     ):
         engine.generate(requests(prompts=1, responses=1), GREEDY, KEY)
+
+
+def test_an_idle_connection_is_not_used_again(monkeypatch):
+    """The server closes it after 5 s, perhaps just when the next request is on its way."""
+    assert client.IDLE < 5
+    monkeypatch.setattr(client, "IDLE", 0.2)
+    used = []
+
+    async def answer(request):
+        used.append(request.transport)
+        return web.json_response({})
+
+    async def ask_three_times():
+        app = web.Application()
+        app.router.add_post("/flush_cache", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        mine, server = client.Client(5.0), Server(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        for pause in (0, 0, 0.5):
+            await asyncio.sleep(pause)
+            await mine.ask(server, "/flush_cache", {})
+        await mine.close()
+        await runner.cleanup()
+
+    asyncio.run(ask_three_times())
+    assert used[0] is used[1] and used[1] is not used[2]
 
 
 @pytest.mark.parametrize("status", [429, 503])
