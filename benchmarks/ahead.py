@@ -31,7 +31,8 @@ from jaxrl_llm.rollout.launch import Launched
 ROOT = Path(__file__).parents[1]
 OUT, RESULTS = Path("runs/ahead"), ROOT / "benchmarks/results"
 PACE = "0.02"
-SEEDS, STEPS, SKIPPED, WINDOW = (0, 1, 2), 16, 4, 2
+TAKEN = "steps but the first, s"
+SEEDS, STEPS, SKIPPED = (0, 1, 2), 16, 4
 MEASURED = (
     "time/step",
     "tokens_per_second",
@@ -53,9 +54,9 @@ def train(run_dir: Path, *arguments: str) -> list[dict]:
 
 
 def measured(rows: list[dict]) -> dict[str, float]:
-    """The time of all steps, medians over those after the first few, and where the run ended."""
+    """Seconds of all steps but the first, which compiles; medians after the first few; where it ended."""
     steps = [row for row in rows if row["kind"] == "train"]
-    found = {"all steps, s": sum(row["time/step"] for row in steps)}
+    found = {TAKEN: sum(row["time/step"] for row in steps[1:])}
     found |= {name: statistics.median(row[name] for row in steps[SKIPPED:]) for name in MEASURED}
     passed = [row["eval/pass@1"] for row in rows if "eval/pass@1" in row]
     return {**found, "pass@1 before": passed[0], "pass@1 after": passed[-1]}
@@ -82,7 +83,7 @@ def on_a_core_of_their_own(python: str) -> Iterator[tuple[str, ...]]:
             launched.close()
 
 
-def compare(servers: tuple[str, ...]) -> dict[str, list[dict[str, float]]]:
+def compare(servers: tuple[str, ...], window: int) -> dict[str, list[dict[str, float]]]:
     """Label -> what was measured of each seed."""
     results: dict[str, list] = {"take turns": [], "ahead": []}
     for seed in SEEDS:
@@ -90,7 +91,7 @@ def compare(servers: tuple[str, ...]) -> dict[str, list[dict[str, float]]]:
         alone = ("--rollout.engine", "native", "--rollout.launch", "0", "--rollout.max_staleness", "0")
         train(start, *own, *alone, "--steps", "0")
         begin = ("--model.path", str(start / "hf"), "--model.tokenizer", "tiny", "--warm_start.steps", "0")
-        for label, steps_ahead in (("take turns", 0), ("ahead", WINDOW)):
+        for label, steps_ahead in (("take turns", 0), ("ahead", window)):
             more = ("--rollout.max_staleness", str(steps_ahead), *servers)
             often = ("--steps", str(STEPS), "--eval.every", str(STEPS))
             rows = train(OUT / f"{label.replace(' ', '_')}_{seed}", *own, *begin, *more, *often)
@@ -103,16 +104,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sglang", help="interpreter that has SGLang; without it stand-ins take its place")
-    real = parser.parse_args().sglang
+    parser.add_argument("--window", type=int, default=2, help="--rollout.max_staleness of those ahead")
+    options = parser.parse_args()
+    real = options.sglang
     stand_ins = contextlib.nullcontext(("--sglang.python", sys.executable))
     with on_a_core_of_their_own(real) if real else stand_ins as servers:
-        results = compare(servers)
-    taken = {label: [run["all steps, s"] for run in runs] for label, runs in results.items()}
+        results = compare(servers, options.window)
+    taken = {label: [run[TAKEN] for run in runs] for label, runs in results.items()}
     ratios = [slow / fast for slow, fast in zip(*taken.values(), strict=True)]
-    report = {"pace_seconds": None if real else float(PACE), "max_staleness": WINDOW, "speedup": ratios}
-    report["runs"] = results
+    report = {"pace_seconds": None if real else float(PACE), "max_staleness": options.window}
+    report |= {"speedup": ratios, "runs": results}
     text = json.dumps(report, indent=2)
-    (RESULTS / ("ahead_real.json" if real else "ahead.json")).write_text(text + "\n")
+    (RESULTS / (f"ahead_real_{options.window}.json" if real else "ahead.json")).write_text(text + "\n")
     print(text)
 
 
