@@ -103,20 +103,20 @@ def test_a_push_during_generation_gives_each_token_the_version_that_wrote_it(mak
     engine = make(transport, pause=pause, timeout=120.0)
     engine.publish(weights(0), 10)
     rng, made = np.random.default_rng(1), []
-    todo = [Request(rng.integers(2, 120, 5).astype(np.int32), i, 1, 64) for i in range(4)]
+    todo = [Request(rng.integers(2, 120, 5).astype(np.int32), i, 1, 160) for i in range(4)]
     sampling = SamplingConfig(ignore_eos=True)
     thread = threading.Thread(target=lambda: made.extend(engine.generate(todo, sampling, KEY)))
     thread.start()
     while not all(server.inflight for server in engine.pool.servers):
         time.sleep(0.01)
-    time.sleep(0.2)
+    time.sleep(0.1)
     metrics = engine.publish(weights(1), 11)
     thread.join()
     print(transport, pause, {name: float(f"{value:.3g}") for name, value in metrics.items()})
     assert metrics["servers/usable"] == 2 and metrics["bridge/probe_mean_abs"] < 1e-5
     assert len(made) == 4 and not engine.pool.retried
     for t in made:
-        assert len(t.response_ids) == 64 and set(t.versions) == {10, 11}
+        assert len(t.response_ids) == 160 and set(t.versions) == {10, 11}
         assert (np.diff(t.versions) >= 0).all()
     scorer = make_scorer(MODEL, 1.0, "float32", make_mesh(MeshConfig(), jax.devices()[:1]))
     for t in made:
