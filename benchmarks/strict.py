@@ -3,7 +3,7 @@
     python benchmarks/strict.py        # benchmarks/results/strict.json, about 10 minutes on 2 quiet cores
 
 Mismatch: the largest difference between a log-prob of the rollout and the trainer's, in nats, over all tokens
-of all steps. Seconds: medians of the steps after the first ten, of wall and of processor time.
+of all steps. Seconds: medians of the steps after the first ten.
 """
 
 from __future__ import annotations

@@ -19,13 +19,13 @@ from jaxtyping import Array, Bool, Float, Int, Num
 from jaxrl_kernels import target
 from jaxrl_kernels.decode_attention.api import choose, decode_attention
 from jaxrl_kernels.decode_attention.api import write as write_token
+from jaxrl_kernels.flash_attention.shapes import LANES
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.decode import DecodeWeights, through_layers
 from jaxrl_llm.models.rope import rope_tables
 from jaxrl_llm.models.transformer import block, final_norm
 from jaxrl_llm.sharding.rules import ROLLOUT, constrain, layout
 
-LANES = 128
 NOBODYS = 0
 """The page of each layer that slots write to when they have none; never read."""
 

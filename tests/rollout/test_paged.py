@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_native import KEY
+from test_native import requests as native_requests
 
 from jaxrl_llm import models
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
@@ -24,7 +26,6 @@ TINY = TransformerConfig(
     vocab_size=64, hidden_size=32, mlp_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
     initializer_range=0.3, max_position=128, sliding_window=11, window_layers=(True, False),
 )  # fmt: skip
-KEY = jax.random.key(7)
 PAGE = 8
 FEWEST = 9
 """Pages that one response to the longest prompt needs: 63 tokens in 8, the last one of its prompt twice."""
@@ -50,9 +51,8 @@ def engine(cache, mesh=(1, 1, 1), **settings):
 @functools.cache
 def requests():
     """The last one again: its samples share the pages of the other's prompt."""
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(2, 64, n).astype(np.int32) for n in (5, 1, 9, 40)]
-    return [Request(prompt, 10 + i, 3, 24) for i, prompt in enumerate([*prompts, prompts[-1]])]
+    four = native_requests()
+    return [*four, Request(four[-1].prompt_ids, 14, 3, 24)]
 
 
 @functools.cache
