@@ -77,6 +77,8 @@ def _addresses(config: TrainConfig) -> Iterator[str]:
 def _env(config: TrainConfig) -> Iterator[str]:
     if not config.env.tool_timeout > 0:
         yield f"--env.tool_timeout is {config.env.tool_timeout}: it must be above 0 seconds; 30 is usual."
+    if config.env.max_calls < 1:
+        yield f"--env.max_calls is {config.env.max_calls}: it must be at least 1; 16 is usual."
     if config.env.name and config.env.tools:
         yield "--env.name and --env.tools: tools are an environment of their own; give one of the two."
 

@@ -25,9 +25,12 @@ class EnvConfig:
     refused (strict), or what it adds follows the turns as they were written (keep)."""
     max_turns: int = 8
     """Turns of the policy at most."""
+    max_calls: int = 16
+    """Calls of tools that are carried out of one turn; the policy is told that the others were not."""
     tool_timeout: float = 30.0
-    """Seconds one call of a tool, or one step of your own environment, may take. A call that takes longer
-    is cut off and the policy told; a step of an environment ends its conversation as failed."""
+    """Seconds one call of a tool, or one step of your own environment, may take, without the time that it
+    waits for a free sandbox. A call that takes longer is cut off and the policy told; a step of an
+    environment ends its conversation as failed."""
     max_observation_tokens: int = 1024
     """Longest reply to one turn; the rest is cut off and the policy told."""
     toolbox: ToolsConfig = field(default_factory=ToolsConfig)

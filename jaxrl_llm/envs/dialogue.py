@@ -52,6 +52,7 @@ class EnvDialogue:
     ):
         self.env, self.config, self.prompts, self.tokenizer = env, config, prompts, tokenizer
         self.chat, self.seed, self.loop = chat, seed, loop
+        self.limit = None if getattr(env, "own_limits", False) else config.tool_timeout + GRACE
         self.patience = config.tool_timeout + GRACE + PATIENCE
         self._controls = frozenset(tokenizer.convert_tokens_to_ids(list(control_tokens(tokenizer))))
 
@@ -63,11 +64,11 @@ class EnvDialogue:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     async def _reply(self, p: int, g: int, talk: Talk | None, ids: list[int], start: int) -> Reply:
-        prompt, limit = self.prompts[p], self.config.tool_timeout + GRACE
+        prompt = self.prompts[p]
         ended = ids[-1] in self._controls
         text = self._decode(ids[start : len(ids) - ended])
         try:
-            async with asyncio.timeout(limit):
+            async with asyncio.timeout(self.limit):
                 if talk is None:
                     seed = ((self.seed * 1_000_003 + p) * 1_000_003 + g) & 0x7FFFFFFF
                     messages = prompt_messages(prompt.example, self.chat) or _plain(prompt)
@@ -78,7 +79,7 @@ class EnvDialogue:
                 turn = Turn(text, messages, number, number >= self.config.max_turns, read)
                 step = checked(await self.env.step(talk.state, turn))
         except TimeoutError:
-            return self._failed(talk, f"the environment took longer than {limit:g} s")
+            return self._failed(talk, f"the environment took longer than {self.limit:g} s")
         except (Exception, SystemExit) as error:  # the user's code
             return self._failed(talk, f"{type(error).__name__}: {error}")
         episode = counted(talk.episode, step)

@@ -38,7 +38,8 @@ class Step:
 class Env(Protocol):
     """The other side of many conversations at once.
 
-    What belongs to one of them lives in its state. An exception ends the one conversation, as failed.
+    What belongs to one of them lives in its state. An exception ends the one conversation, as failed; so
+    does a step that takes longer than --env.tool_timeout, unless the environment says `own_limits = True`.
     """
 
     async def reset(self, example: Example, seed: int) -> Any:

@@ -82,7 +82,8 @@ def make_conversations(config: EnvConfig, tokenizer: Any, chat: ChatConfig) -> C
     if config.tools:
         tools = make_tools(config.tools, config.toolbox)
         columns["tools"] = [{"type": "function", "function": tool.schema} for tool in tools.values()]
-        env: Env = ToolEnv(tools, _format(config, tokenizer, chat), config.tool_timeout)
+        form = _format(config, tokenizer, chat)
+        env: Env = ToolEnv(tools, form, config.tool_timeout, config.max_calls)
     elif config.name in ENVS:
         env = ENVS[config.name]()
     elif ".py" in config.name:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -24,18 +25,20 @@ class Result(NamedTuple):
 class ToolEnv:
     """A turn without a call is the answer; the verifier judges it.
 
-    `role` is that of its messages.
+    `role` is that of its messages. It limits the time of each call itself (`own_limits`).
 
     Args:
         tools: by name.
         form: how calls are written, a key of calls.FORMATS.
         timeout: seconds one call may take.
+        most: calls of one turn that are carried out.
     """
 
     role = "tool"
+    own_limits = True
 
-    def __init__(self, tools: Mapping[str, Tool], form: str, timeout: float):
-        self.tools, self.form, self.timeout = tools, form, timeout
+    def __init__(self, tools: Mapping[str, Tool], form: str, timeout: float, most: int = 16):
+        self.tools, self.form, self.timeout, self.most = tools, form, timeout, most
 
     async def reset(self, example: Example, seed: int) -> None:
         return None
@@ -44,7 +47,9 @@ class ToolEnv:
         made = calls.parse(turn.text, self.form)
         if not made or turn.last:
             return Step(done=True, tool_calls=len(made))
-        results = await asyncio.gather(*map(self._run, made))
+        results = await asyncio.gather(*map(self._run, made[: self.most]))
+        too_many = Result(f"error: only the first {self.most} calls of a turn are carried out", error=True)
+        results += [too_many] * (len(made) - len(results))
         messages = [
             {"role": "tool", "name": getattr(call, "name", ""), "content": result.text}
             for call, result in zip(made, results, strict=True)
@@ -61,9 +66,10 @@ class ToolEnv:
             call = calls.checked(call, self.tools[call.name].schema)
         if isinstance(call, BadCall):
             return Result(f"error: {call.problem}", error=True)
+        tool = self.tools[call.name]
         try:
-            async with asyncio.timeout(self.timeout):
-                return Result(await self.tools[call.name].call(call.arguments))
+            async with getattr(tool, "turn", contextlib.nullcontext()), asyncio.timeout(self.timeout):
+                return Result(await tool.call(call.arguments))
         except TimeoutError:
             return Result(f"error: stopped after {self.timeout:g} s without a result", True, True)
         except ToolError as error:

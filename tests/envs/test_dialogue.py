@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from jaxrl_llm.data.tiny_tokenizer import TEMPLATE, make_tokenizer
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.envs.env import Step
 from jaxrl_llm.envs.load import Conversations, make_conversations
+from jaxrl_llm.envs.tool_env import ToolEnv
 from jaxrl_llm.rollout.engine import DialogueError
 
 TOKENIZER = make_tokenizer()
@@ -255,3 +257,27 @@ def test_conversations_of_one_key_have_the_same_seeds_and_others_have_not():
     )
     assert np.isscalar(made.dialogue([], KEY).seed)
     made.__exit__()
+
+
+class Slow:
+    """A tool of which one call runs at a time, for half a second."""
+
+    schema: ClassVar = {"name": "slow", "parameters": {"type": "object", "properties": {}}}
+
+    def __init__(self):
+        self.turn = asyncio.Semaphore(1)
+
+    async def call(self, arguments):
+        await asyncio.sleep(0.5)
+        return "done"
+
+
+def test_waiting_for_a_turn_costs_a_call_no_time(say, monkeypatch):
+    monkeypatch.setattr("jaxrl_llm.envs.dialogue.GRACE", 0.0)
+    call = '<tool_call>{"name": "slow", "arguments": {}}</tool_call>'
+    env = ToolEnv({"slow": Slow()}, "hermes", timeout=1.2, most=4)
+    (reply,) = say(env, call * 5 + "<|im_end|>", tool_timeout=1.2)
+    assert not reply.episode.failure and reply.episode.tool_calls == 5
+    assert (reply.episode.tool_errors, reply.episode.timeouts) == (1, 0)
+    (text,) = texts([reply])
+    assert text.count("done") == 4 and "error: only the first 4 calls of a turn are carried out" in text

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import json
 import os
 import signal
 import socket
@@ -15,7 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm.envs.tools import SandboxConfig, ToolError
+from jaxrl_llm.envs.env import Turn
+from jaxrl_llm.envs.tool_env import ToolEnv
+from jaxrl_llm.envs.tools import SandboxConfig, ToolError, ToolsConfig
+from jaxrl_llm.envs.tools.python import Python
 from jaxrl_llm.envs.tools.sandbox import Sandbox, SandboxError
 from jaxrl_llm.envs.tools.syscalls import ARCHITECTURES, REFUSED, refuse_filter
 
@@ -290,10 +294,13 @@ def test_a_cancelled_call_leaves_nothing_behind():
 def test_calls_run_side_by_side_up_to_the_limit():
     async def overlap() -> int:
         """How many of four programs ran at once; each prints when it began and ended."""
-        sandbox = Sandbox(SandboxConfig(concurrent=2))
+        env = ToolEnv({"python": Python(ToolsConfig(SandboxConfig(concurrent=2)))}, "hermes", 30.0)
         code = "import time; print(time.time()); time.sleep(1); print(time.time())"
-        said = await asyncio.gather(*(sandbox.run(code) for _ in range(4)))
-        spans = [tuple(map(float, text.split())) for text in said]
+        call = json.dumps({"name": "python", "arguments": {"code": code}})
+        text = f"<tool_call>{call}</tool_call>" * 4
+        step = await env.step(None, Turn(text, [], 1, False, str))
+        spans = [tuple(map(float, message["content"].split())) for message in step.says]
+        assert len(spans) == 4
         return max(sum(a <= start < b for a, b in spans) for start, _ in spans)
 
     assert asyncio.run(overlap()) == 2

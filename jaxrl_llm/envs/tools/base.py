@@ -11,7 +11,10 @@ class ToolError(Exception):
 
 
 class Tool(Protocol):
-    """Something that a model may call. One instance serves many conversations of one event loop."""
+    """Something that a model may call. One instance serves many conversations of one event loop.
+
+    One of which only so many calls run at once has a semaphore `turn`: to wait for it costs a call no time.
+    """
 
     schema: dict[str, Any]
     """OpenAI's function schema: {"name", "description", "parameters": a JSON schema}."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from typing import Any, ClassVar
 
 from jaxrl_llm.envs.tools.base import ToolsConfig
@@ -28,6 +30,7 @@ class Python:
 
     def __init__(self, config: ToolsConfig):
         self._sandbox = Sandbox(config.python)
+        self.turn = asyncio.Semaphore(config.python.concurrent or os.cpu_count() or 1)
 
     async def call(self, arguments: dict[str, Any]) -> str:
         return await self._sandbox.run(arguments["code"])

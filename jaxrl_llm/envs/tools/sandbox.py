@@ -46,7 +46,7 @@ class SandboxError(ValueError):
 
 
 class Sandbox:
-    """Runs programs, at most `config.concurrent` at once.
+    """Runs programs, as many at once as are asked for.
 
     Raises:
         SandboxError: bubblewrap is missing or may not work here, and `allow_unsandboxed` is not set.
@@ -54,7 +54,6 @@ class Sandbox:
 
     def __init__(self, config: SandboxConfig):
         self._config = config
-        self._turn = asyncio.Semaphore(config.concurrent or os.cpu_count() or 1)
         try:
             self._wrapped, self._filter = _bubblewrap(config), _filter()
             self._probe()
@@ -77,13 +76,12 @@ class Sandbox:
         limits = self._config
         if len(code) > limits.code_chars:
             raise ToolError(f"the program is longer than {limits.code_chars} characters")
-        async with self._turn:
-            with contextlib.ExitStack() as stack:
-                folder = "/"
-                if not self.contained:
-                    folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
-                program = await self._start(folder)
-                return await program.finish(code.encode(errors="replace"))
+        with contextlib.ExitStack() as stack:
+            folder = "/"
+            if not self.contained:
+                folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+            program = await self._start(folder)
+            return await program.finish(code.encode(errors="replace"))
 
     async def _start(self, folder: str) -> _Program:
         """A program that waits for its text; it is killed whole when this process ends."""
