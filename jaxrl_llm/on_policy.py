@@ -100,12 +100,9 @@ class RolloutSource:
         return Experience(items, metrics, sum(t.num_tokens for t in kept), prompts, kept)
 
     def snapshot(self) -> bytes:
-        """What has been written for later steps. A collective; the bytes are process 0's.
-
-        Conversations are not in it: their environments cannot be kept, so they begin anew.
-        """
+        """What has been written for later steps. A collective; the bytes are process 0's."""
         pending = [one for drawn in self.ahead.values() for one in drawn.pending]
-        if self.env or not pending:
+        if not pending:
             return b""
         written = iter(self.engine.snapshot(pending))
         return pack({draw: [next(written) for _ in drawn.pending] for draw, drawn in self.ahead.items()})

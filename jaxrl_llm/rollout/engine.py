@@ -43,12 +43,13 @@ class Request(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What there is of a response of one turn; it can be continued."""
+    """What there is of a response; it can be continued."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     finish: str  # "" = not done
+    observed: tuple[tuple[int, int], ...] = ()  # which of `ids` the environment said
 
 
 class Pending(Protocol):
@@ -75,7 +76,7 @@ class Dialogue(Protocol):
     """The other side of the conversations of one `generate`."""
 
     patience: float
-    """Seconds after which no reply will come."""
+    """Seconds without any reply after which none will come."""
 
     def reply(
         self, prompt_index: int, response_index: int, talk: Any, ids: Sequence[int], start: int
@@ -106,6 +107,8 @@ class Engine(Protocol):
         written: Sequence[Written] = (),
     ) -> Pending:
         """Begin to write responses in order (request, response index); `written`, if any, is continued.
+        A conversation's turns are told to the dialogue again; where it now says something else, what
+        followed is written anew.
 
         Sample (p, g) draws its tokens with fold_in(fold_in(key, p), g) alone, so its text does not depend
         on what else is in flight.

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxrl_llm.rollout.engine import Written
 
-PER_TOKEN = (np.int32, np.float32, np.int32)  # types of the fields of Written, but the last
+PER_TOKEN = (np.int32, np.float32, np.int32)  # types of the first fields of Written
 
 
 def pack(batches: Mapping[int, Sequence[Sequence[Written]]]) -> bytes:
@@ -21,6 +21,8 @@ def pack(batches: Mapping[int, Sequence[Sequence[Written]]]) -> bytes:
         "length": np.array([len(one.ids) for _, _, one in rows], np.int32),
         "finish": np.array([one.finish for _, _, one in rows], "U8"),
     }
+    spans = [(row, *span) for row, (_, _, one) in enumerate(rows) for span in one.observed]
+    arrays["observed"] = np.array(spans, np.int32).reshape(-1, 3)
     for i, dtype in enumerate(PER_TOKEN):
         arrays[Written._fields[i]] = np.array([x for _, _, one in rows for x in one[i]], dtype)
     out = io.BytesIO()
@@ -32,10 +34,14 @@ def unpack(data: bytes) -> dict[int, list[list[Written]]]:
     """The inverse; lists and responses in their order."""
     arrays = np.load(io.BytesIO(data), allow_pickle=False)
     ends = np.cumsum(arrays["length"])[:-1]
-    columns = [np.split(arrays[name], ends) for name in Written._fields[:-1]]
+    columns = [np.split(arrays[name], ends) for name in Written._fields[: len(PER_TOKEN)]]
+    observed: list[list[tuple[int, int]]] = [[] for _ in arrays["length"]]
+    for row, start, end in arrays["observed"].tolist():
+        observed[row].append((start, end))
     batches: dict[int, list[list[Written]]] = {}
     for i, (n, k) in enumerate(zip(arrays["batch"].tolist(), arrays["list"].tolist(), strict=True)):
         lists = batches.setdefault(n, [])
         lists += [[] for _ in range(k + 1 - len(lists))]
-        lists[k].append(Written(*(tuple(c[i].tolist()) for c in columns), str(arrays["finish"][i])))
+        per_token = (tuple(column[i].tolist()) for column in columns)
+        lists[k].append(Written(*per_token, str(arrays["finish"][i]), tuple(observed[i])))
     return batches

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.rollout import answers
-from jaxrl_llm.rollout.engine import Dialogue, Request, SamplingConfig, Written, text_of
+from jaxrl_llm.rollout.engine import Dialogue, Reply, Request, SamplingConfig, Written, text_of
 from jaxrl_llm.rollout.meter import Meter
 from jaxrl_llm.rollout.servers import Json, Server, ServerError, ServerPool
 from jaxrl_llm.rollout.turns import answer_of, ask, follow, mask_of, silent
@@ -47,11 +47,13 @@ class Draft:
 
     def written(self) -> Written:
         """A copy of what there is."""
-        return Written(tuple(self.ids), tuple(self.logprobs), tuple(self.versions), self.finish)
+        per_token = tuple(self.ids), tuple(self.logprobs), tuple(self.versions)
+        return Written(*per_token, self.finish, tuple(self.observed))
 
     def go_on_from(self, written: Written) -> None:
         """Take over what an earlier run had of it."""
         self.ids, self.logprobs, self.versions = map(list, written[:3])
+        self.observed = list(written.observed)
         self.finish = written.finish or ("length" if len(self.ids) >= self.request.max_tokens else "")
 
 
@@ -74,6 +76,7 @@ class Writer:
         self.pool, self.tokenizer, self.eos_ids = pool, tokenizer, eos_ids
         self.versions, self.vocab_size = versions, vocab_size
         self.meter = Meter()
+        self._heard = 0.0  # when an environment answered last
         self._go = asyncio.Event()
         self._go.set()
 
@@ -94,21 +97,51 @@ class Writer:
         self, draft: Draft, sampling: SamplingConfig, home: dict[int, Server], dialogue: Dialogue | None
     ) -> None:
         """Write one response, turn by turn; no server's slot is held while the environment thinks."""
+        if dialogue and draft.observed and not await self._retold(draft, dialogue):
+            return
         await self._write(draft, sampling, home)
         while dialogue and draft.finish == "stop" and await self._answered(draft, dialogue):
             await self._write(draft, sampling, home)
 
+    async def _retold(self, draft: Draft, dialogue: Dialogue) -> bool:
+        """Tell a new environment the turns that an earlier run's has heard. Returns whether it goes on.
+
+        As long as it gives the same answers, the draft stays as it was; another answer takes the place of
+        all that followed.
+        """
+        old = draft.written()
+        draft.observed = []
+        for start, end in old.observed:
+            draft.ids, draft.logprobs, draft.versions = (list(each[:start]) for each in old[:3])
+            draft.finish = "stop"
+            if not await self._answered(draft, dialogue):
+                return False
+            if tuple(draft.ids) != old.ids[:end]:
+                return True
+        draft.go_on_from(old)
+        return True
+
     async def _answered(self, draft: Draft, dialogue: Dialogue) -> bool:
         """Append what the environment says to the turn. Returns whether another turn follows."""
-        reply = asyncio.wrap_future(ask(dialogue, draft))
-        try:
-            goes_on = follow(draft, await asyncio.wait_for(reply, dialogue.patience))
-        except TimeoutError:
-            raise silent(dialogue, 1) from None
+        goes_on = follow(draft, await self._reply(draft, dialogue))
         if goes_on:
             draft.versions += draft.versions[-1:] * (len(draft.ids) - len(draft.versions))
             draft.finish = ""
         return goes_on
+
+    async def _reply(self, draft: Draft, dialogue: Dialogue) -> Reply:
+        """Waits for as long as any conversation is answered."""
+        reply, asked = asyncio.wrap_future(ask(dialogue, draft)), time.monotonic()
+        try:
+            while not reply.done():
+                patience = dialogue.patience - (time.monotonic() - max(asked, self._heard))
+                if patience <= 0:
+                    raise silent(dialogue, 1)
+                await asyncio.wait([reply], timeout=patience)
+        finally:
+            reply.cancel()
+        self._heard = time.monotonic()
+        return reply.result()
 
     async def _write(self, draft: Draft, sampling: SamplingConfig, home: dict[int, Server]) -> None:
         """Write one turn, continued for as long as servers break it off."""

@@ -18,7 +18,7 @@ from jaxrl_llm.train import main
 def test_unfinished_responses_survive_being_packed():
     a = Written((5, 6), (-0.5, -1.5), (3, 4), "")
     b = Written((), (), (), "")
-    c = Written((7,), (-2.0,), (3,), "length")
+    c = Written((7, 8, 9, 10), (-2.0, 0.0, 0.0, -1.0), (3,) * 4, "length", ((1, 2), (2, 3)))
     batches = {4: [[a, b]], 6: [[c], [b, c]]}
     assert unpack(pack(batches)) == batches
 
@@ -121,6 +121,30 @@ def test_a_run_ahead_stays_within_its_bound_and_a_killed_one_goes_on_with_what_w
     again = [row for row in rows(run) if row["kind"] == "train"]
     assert again[1]["response_tokens/max"] == 1  # of what the checkpoint had, nothing is written anew
     assert again[1]["staleness/max"] == 1 and again[2]["response_tokens/max"] > 1
+
+
+ENV = """
+from jaxrl_llm.envs.env import Step
+
+class Twice:
+    async def reset(self, example, seed): pass
+    async def step(self, state, turn): return Step("go on", 1.0, done=turn.number == 2)
+"""
+
+
+def test_a_checkpoint_holds_conversations_too(tmp_path):
+    (tmp_path / "env.py").write_text(ENV)
+    run, server = tmp_path / "run", FakeServer()
+    env = ["--env.name", f"{tmp_path / 'env.py'}:Twice", "--max_response_tokens", "60"]
+    env += ["--tokens_per_device", "80"]
+    args = [*ARGS, "--rollout.servers", server.url, *AHEAD, *env, "--run_dir", str(run)]
+    assert main(args) == 0
+    (saved,) = unpack((run / "checkpoints/2/rollouts.npz").read_bytes()).values()
+    assert len(saved[0]) == 8
+    (run / "checkpoints/3").rename(tmp_path / "3")
+    assert main(args) == 0
+    last = [row for row in rows(run) if row["kind"] == "train"][-1]
+    assert last["step"] == 3 and 1 <= last["env/turns_mean"] <= 2
 
 
 def replace(file, data):

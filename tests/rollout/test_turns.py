@@ -27,7 +27,7 @@ from jaxrl_llm.envs.load import Conversations
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.scorer import make_scorer
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
-from jaxrl_llm.rollout.engine import DialogueError, Request, SamplingConfig
+from jaxrl_llm.rollout.engine import DialogueError, Request, SamplingConfig, Written
 from jaxrl_llm.rollout.native import NativeEngine
 from jaxrl_llm.rollout.servers import ServerPool
 from jaxrl_llm.rollout.sglang import SGLangEngine
@@ -50,8 +50,8 @@ PROMPTS = [Prompt(e, encode_prompt(TOKENIZER, e, ChatConfig()), i) for i, e in e
 class Script:
     """Answers `turns` turns with "go N!"; the reward is the number of turns."""
 
-    def __init__(self, turns=2):
-        self.turns, self.heard, self.seeds = turns, [], set()
+    def __init__(self, turns=2, says="go {}!"):
+        self.turns, self.says, self.heard, self.seeds = turns, says, [], set()
 
     async def reset(self, example, seed):
         self.seeds.add(seed)
@@ -61,7 +61,7 @@ class Script:
         self.heard.append((state, turn.text))
         if turn.number > self.turns:
             return Step(reward=float(turn.number), done=True)
-        return Step(f"go {turn.number}!")
+        return Step(self.says.format(turn.number))
 
 
 @functools.cache
@@ -118,12 +118,22 @@ def talk():
     """talk(engine, env, sampling, ...) -> trajectories of all prompts."""
     opened = []
 
-    def run(engine, env, sampling=GREEDY, responses=1, tokens=120, prompts=PROMPTS, patience=60, **limits):
+    def run(
+        engine,
+        env,
+        sampling=GREEDY,
+        responses=1,
+        tokens=120,
+        prompts=PROMPTS,
+        patience=60,
+        written=(),
+        **limits,
+    ):
         opened.append(Conversations(env, EnvConfig(name="x", **limits), TOKENIZER, ChatConfig()))
         dialogue = opened[-1].dialogue(prompts, KEY)
         dialogue.patience = patience
         requests = [Request(p.ids, i, responses, tokens) for i, p in enumerate(prompts)]
-        return engine.generate(requests, sampling, KEY, dialogue)
+        return engine.start(requests, sampling, KEY, dialogue, written).result()
 
     yield run
     for conversations in opened:
@@ -181,6 +191,39 @@ def test_the_budget_holds_replies_too_and_nothing_follows_the_last_turn(engine, 
 def test_turns_are_limited(engine, talk):
     for t in talk(engine, Script(turns=9), max_turns=2, tokens=200):
         assert t.finish == "stop" and len(observations(t)) == 1 and t.episode.turns == 2
+
+
+def begun(trajectory):
+    """Its first turn, the answer to it, and one token more, as if an older version had written them."""
+    turn, *_, end = np.flatnonzero(np.diff(trajectory.mask, prepend=1))[:2]
+    kept = trajectory.response_ids[: end + 1].tolist(), trajectory.logprobs[: end + 1].tolist()
+    finish = "stop" if kept[0][-1] in ENDS else ""
+    return Written(*map(tuple, kept), (3,) * (end + 1), finish, ((int(turn), int(end)),))
+
+
+def test_conversations_of_an_earlier_run_go_on_with_a_new_environment(server, sglang, talk):
+    whole, env = talk(sglang, Script()), Script()
+    written = [begun(t) for t in whole]
+    del server.seen[:]
+    again = talk(sglang, env, written=written)
+    assert ids(again) == ids(whole)
+    turns = 3 * len(whole) - sum(bool(had.finish) for had in written)  # two, where the second is there
+    assert len(server.seen) == turns - len(whole)  # no first turn is written again
+    for now, then, had in zip(again, whole, written, strict=True):
+        assert now.mask.tolist() == then.mask.tolist() and now.episode == then.episode
+        versions = np.where(np.arange(len(now.mask)) < len(had.ids), 3, 7)
+        assert now.versions[now.mask > 0].tolist() == versions[now.mask > 0].tolist()
+    assert len(env.heard) == 3 * len(whole) and len(env.seeds) == len(whole)
+
+
+def test_another_answer_than_before_takes_the_place_of_what_followed(sglang, talk):
+    written, other = [begun(t) for t in talk(sglang, Script())], functools.partial(Script, says="stay {}!")
+    again = talk(sglang, other(), written=written)
+    assert ids(again) == ids(talk(sglang, other()))
+    assert all(t.versions[0] == 3 and t.versions[-1] == 7 for t in again)
+    for ended, had in zip(talk(sglang, Script(turns=0), written=written), written, strict=True):
+        assert ended.response_ids.tolist() == list(had.ids[: had.observed[0][0]]) and ended.mask.all()
+        assert ended.episode.turns == 1 and ended.finish == "stop"
 
 
 class Waits(Script):
