@@ -22,6 +22,7 @@ from jaxrl_llm.config import (
     ModelConfig,
     OptimConfig,
     RewardConfig,
+    RolloutConfig,
     SamplingConfig,
     SourceConfig,
     TrainConfig,
@@ -43,6 +44,7 @@ def get_config() -> TrainConfig:
         max_prompt_tokens=512,
         max_response_tokens=1024,
         model=ModelConfig(path="Qwen/Qwen3-0.6B", dtype="bfloat16", remat="dots"),
+        rollout=RolloutConfig(dtype="bfloat16"),
         optim=OptimConfig(learning_rate=1e-6, warmup_steps=10, weight_decay=0.01),
         data=DataConfig(
             train=(SourceConfig(path=gsm8k, subset="main"),),

@@ -21,6 +21,7 @@ from jaxrl_llm.config import (
     ModelConfig,
     OptimConfig,
     RewardConfig,
+    RolloutConfig,
     SamplingConfig,
     SourceConfig,
     TrainConfig,
@@ -41,6 +42,7 @@ def get_config() -> TrainConfig:
         max_prompt_tokens=512,
         max_response_tokens=1024,
         model=ModelConfig(path="Qwen/Qwen3-0.6B", dtype="bfloat16", remat="dots"),
+        rollout=RolloutConfig(dtype="bfloat16"),
         optim=OptimConfig(learning_rate=1e-6, warmup_steps=10),
         data=DataConfig(
             train=(SourceConfig(path="gym:chain_sum"),),

@@ -182,6 +182,7 @@ def _kernel(plan: _Plan, tile_fn, num_outputs: int, count, columns, hidden, head
             product = _product(plan, ring.a.at[:, own], ring, n * steps, steps)
             plgpu.barrier_wait(ring.columns_ready)
             of_mine = [plan.layout(ring.of_tokens[c, own], PER_ROW) for c in range(columns.shape[0])]
+            plgpu.commit_smem()  # what was read has been read, before TMA writes there again
             plgpu.barrier_arrive(ring.columns_free)
             rows = pl.ds(i * TOKENS + me * ROWS, ROWS)
             tile_fn(plan, j, product, of_mine, found.at[me], rows, outputs)
@@ -238,6 +239,7 @@ def _product(plan: _Plan, a, ring: _Ring, first, steps: int):
         plgpu.barrier_wait(ring.ready.at[here])
         both = (((1,), (1,)), ((), ()))
         acc += lax.dot_general(a[here], ring.b[here], both, preferred_element_type=jnp.float32)
+        plgpu.commit_smem()  # wgmma would need none
         plgpu.barrier_arrive(ring.free.at[here])
         return acc
 
