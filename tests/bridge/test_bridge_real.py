@@ -1,5 +1,6 @@
 """Weights to real SGLang servers on a CPU, of the interpreter JAXRL_SGLANG_PYTHON, by every transport."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -9,24 +10,20 @@ import time
 import jax
 import numpy as np
 import pytest
+from real_sglang import MODEL, NEEDED, engine_on, started
 from test_sglang import KEY, TOKENIZER, native
-from test_sglang_real import FLAGS, MODEL, PYTHON, requests
+from test_sglang_real import requests
 
 from jaxrl_llm import models
 from jaxrl_llm.bridge.disk import DiskTransport
 from jaxrl_llm.bridge.group import GroupTransport
 from jaxrl_llm.bridge.over_http import HttpTransport
 from jaxrl_llm.bridge.source import WeightSource
-from jaxrl_llm.checkpoint.hf_export import save_description
 from jaxrl_llm.models.scorer import make_scorer
-from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
-from jaxrl_llm.rollout.launch import Launched
-from jaxrl_llm.rollout.servers import ServerPool
-from jaxrl_llm.rollout.sglang import SGLangEngine
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
-pytestmark = pytest.mark.skipif(not PYTHON, reason="JAXRL_SGLANG_PYTHON names no interpreter with SGLang")
+pytestmark = NEEDED
 GREEDY = SamplingConfig(temperature=0.0)
 TRANSPORTS = ["disk", "http", "group"]
 BUCKET = 40_000  # bytes: some ten of the model's
@@ -35,44 +32,31 @@ BUCKET = 40_000  # bytes: some ten of the model's
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
     """Two servers; the last test kills one."""
-    folder = tmp_path_factory.mktemp("sglang")
-    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-    shell = save_description(MODEL, folder / "shell", TOKENIZER, "float32")
-    config = RolloutConfig(engine="sglang", launch=2, slots=8)
-    started = Launched(config, SGLangConfig(python=PYTHON, flags=FLAGS), shell, folder)
-    try:
-        started.wait()
-        yield started
-    finally:
-        started.close()
+    with started(tmp_path_factory.mktemp("sglang")) as servers:
+        yield servers
 
 
 @pytest.fixture
 def make(launched, tmp_path):
     """make(transport, **settings) -> an engine on both servers."""
-    closing = []
+    with contextlib.ExitStack() as closing:
+        yield lambda transport, **settings: engine_by(transport, launched.urls, tmp_path, closing, **settings)
 
-    def engine(transport, urls=None, **settings):
-        sglang = SGLangConfig(**settings)
-        source = WeightSource(MODEL, "float32", BUCKET)
-        if transport == "disk":
-            made = DiskTransport(tmp_path / "weights", "float32", TOKENIZER)
-        elif transport == "http":
-            made = HttpTransport(source)
-        else:
-            made = GroupTransport(source, sys.executable, "gloo", 60.0)
-        pool = ServerPool(urls or launched.urls, sglang.timeout, sglang.retries, slots=8)
-        closing.append(pool)
-        if transport == "group":
-            closing.append(made)
-        scorer = make_scorer(MODEL, 1.0, "float32", make_mesh(MeshConfig(), jax.devices()[:1]))
-        score = lambda params, ids: np.asarray(scorer(params, ids[None], np.array([len(ids)])))[0, :-1]
-        config = RolloutConfig(engine="sglang", servers=("http://x",))
-        return SGLangEngine(config, sglang, MODEL, pool, made, score, lambda value: value, TOKENIZER)
 
-    yield engine
-    for one in reversed(closing):
-        one.close()
+def engine_by(name, urls, folder, closing, **settings):
+    """An engine whose weights go by the transport of this name."""
+    source = WeightSource(MODEL, "float32", BUCKET)
+    if name == "disk":
+        transport = DiskTransport(folder / "weights", "float32", TOKENIZER)
+    elif name == "http":
+        transport = HttpTransport(source)
+    else:
+        transport = GroupTransport(source, sys.executable, "gloo", 60.0)
+    engine = engine_on(urls, transport, **settings)
+    closing.callback(engine.pool.close)
+    if name == "group":
+        closing.callback(transport.close)
+    return engine
 
 
 def weights(seed):
@@ -81,11 +65,14 @@ def weights(seed):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_two_pushes_and_the_text_is_that_of_the_native_engine(make, transport):
-    engine = make(transport)
+    check_two_pushes(make(transport), usable=2)
+
+
+def check_two_pushes(engine, usable):
     for seed in (0, 1):
         metrics = engine.publish(weights(seed), seed)
-        print(transport, {name: float(f"{value:.3g}") for name, value in metrics.items()})
-        assert metrics["bridge/probe_mean_abs"] < 1e-5 and metrics["servers/usable"] == 2
+        print({name: float(f"{value:.3g}") for name, value in metrics.items()})
+        assert metrics["bridge/probe_mean_abs"] < 1e-5 and metrics["servers/usable"] == usable
         mine, theirs = (
             engine.generate(requests(), GREEDY, KEY),
             native(weights(seed), GREEDY, requests(), MODEL),

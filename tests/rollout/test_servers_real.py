@@ -12,24 +12,19 @@ import numpy as np
 import pytest
 from aiohttp import web
 from proxy import Proxy
+from real_sglang import MODEL, NEEDED, PYTHON, engine_on, started
 from test_servers import BROKEN
 from test_sglang import KEY, TOKENIZER, native
-from test_sglang_real import FLAGS, MODEL, PYTHON
 
 from jaxrl_llm import models
 from jaxrl_llm.bridge.disk import DiskTransport
-from jaxrl_llm.checkpoint.hf_export import save_description
-from jaxrl_llm.models.scorer import make_scorer
 from jaxrl_llm.rollout import access, tending
-from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
-from jaxrl_llm.rollout.launch import DIRECT, Launched, answers
-from jaxrl_llm.rollout.servers import ServerError, ServerPool
-from jaxrl_llm.rollout.sglang import SGLangEngine
+from jaxrl_llm.rollout.launch import DIRECT, answers
+from jaxrl_llm.rollout.servers import ServerError
 from jaxrl_llm.rollout.tending import ServerList, tend
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
-pytestmark = pytest.mark.skipif(not PYTHON, reason="JAXRL_SGLANG_PYTHON names no interpreter with SGLang")
+pytestmark = NEEDED
 KEYS = {access.API_KEY: "tell-me-4711", access.ADMIN_KEY: "change-it-0815"}
 GREEDY = SamplingConfig(temperature=0.0, ignore_eos=True)
 BACK = 240.0  # seconds that a server may take to start on a busy machine
@@ -37,41 +32,26 @@ BACK = 240.0  # seconds that a server may take to start on a busy machine
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """(engine, launched, future of those who care for the servers): two servers of our own."""
+    """(engine, launched): two servers of our own."""
     folder = tmp_path_factory.mktemp("sglang")
-    config = RolloutConfig(engine="sglang", launch=2, slots=8)
-    sglang = SGLangConfig(python=PYTHON, flags=FLAGS, patience=BACK, restarts=9)
     with pytest.MonkeyPatch.context() as environment:
-        for name, value in {**KEYS, "SGLANG_USE_CPU_ENGINE": "1"}.items():
+        for name, value in KEYS.items():
             environment.setenv(name, value)
-        shell = save_description(MODEL, folder / "shell", TOKENIZER, "float32")
-        launched = Launched(config, sglang, shell, folder)
-        try:
-            engine = engine_on(launched.urls, sglang, folder / "weights", launched.wait)
+        with started(folder, patience=BACK, restarts=9) as launched:
+            engine = engine_on(launched.urls, disk(folder), patience=BACK)
             yield engine, launched
             engine.pool.close()
-        finally:
-            launched.close()
 
 
-def engine_on(urls, sglang, folder, wait=lambda: None):
-    """An engine that uses these servers, with a pool of its own."""
-    config = RolloutConfig(engine="sglang", launch=2, slots=8)
-    pool = ServerPool(urls, sglang.timeout, sglang.retries, config.slots, sglang.patience, sglang.router)
-    scorer = make_scorer(MODEL, 1.0, "float32", make_mesh(MeshConfig(), jax.devices()[:1]))
-    score = lambda params, ids: np.asarray(scorer(params, ids[None], np.array([len(ids)])))[0, :-1]
-    transport = DiskTransport(folder, "float32", TOKENIZER)
-    return SGLangEngine(
-        config, sglang, MODEL, pool, transport, score, lambda value: value, TOKENIZER, (), wait
-    )
+def disk(folder):
+    return DiskTransport(folder / "weights", "float32", TOKENIZER)
 
 
 @pytest.fixture
 def between(run, tmp_path):
     """(engine, proxies): an engine that reaches the two servers through proxies."""
     proxies = [Proxy(url) for url in run[1].urls]
-    settings = SGLangConfig(python=PYTHON, flags=FLAGS, patience=BACK)
-    engine = engine_on([proxy.url for proxy in proxies], settings, tmp_path / "weights")
+    engine = engine_on([proxy.url for proxy in proxies], disk(tmp_path), patience=BACK)
     engine.publish(models.init(MODEL, jax.random.key(0)), 7)
     yield engine, proxies
     engine.pool.close()
@@ -265,8 +245,7 @@ def test_a_router_of_sglangs_own_shares_out_what_is_to_be_generated(run, tmp_pat
     with (tmp_path / "router.log").open("wb") as log:
         router = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     address = f"http://127.0.0.1:{port}"
-    settings = SGLangConfig(python=PYTHON, flags=FLAGS, patience=BACK, router=address)
-    engine = engine_on(urls, settings, tmp_path / "weights")
+    engine = engine_on(urls, disk(tmp_path), patience=BACK, router=address)
     try:
         until(lambda: router.poll() is not None or is_healthy(address))
         assert router.poll() is None, (tmp_path / "router.log").read_text()

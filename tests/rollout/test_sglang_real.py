@@ -1,62 +1,34 @@
-"""Real SGLang servers on a CPU, of the interpreter JAXRL_SGLANG_PYTHON (scripts/sglang_cpu/install.sh)."""
-
-import os
+"""The SGLang engine on real servers: what it writes, with which log-probs."""
 
 import jax
 import numpy as np
 import pytest
+from real_sglang import MODEL, NEEDED, engine_on, started
 from test_sglang import KEY, TOKENIZER, native
 from test_turns import GREEDY, PROMPTS, Script, begun
 
 from jaxrl_llm import models
 from jaxrl_llm.bridge.disk import DiskTransport
-from jaxrl_llm.checkpoint.hf_export import save_description
 from jaxrl_llm.data.template import ChatConfig
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.envs.load import Conversations
-from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.scorer import make_scorer
-from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
+from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
-from jaxrl_llm.rollout.launch import Launched
 from jaxrl_llm.rollout.native import NativeEngine
-from jaxrl_llm.rollout.servers import ServerPool
-from jaxrl_llm.rollout.sglang import SGLangEngine
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
-PYTHON = os.environ.get("JAXRL_SGLANG_PYTHON", "")
-pytestmark = pytest.mark.skipif(not PYTHON, reason="JAXRL_SGLANG_PYTHON names no interpreter with SGLang")
-FLAGS = (
-    "--device cpu --attention-backend torch_native --sampling-backend pytorch --max-total-tokens 4096 "
-    "--disable-overlap-schedule"
-)
-MODEL = TransformerConfig(
-    vocab_size=128, hidden_size=64, mlp_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
-    initializer_range=0.3, max_position=256,
-)  # fmt: skip
+pytestmark = NEEDED
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    """Two servers of SGLang's own, started by us."""
+    """On two servers of SGLang's own, started by us."""
     folder = tmp_path_factory.mktemp("sglang")
-    config = RolloutConfig(engine="sglang", launch=2, slots=8)
-    sglang = SGLangConfig(python=PYTHON, flags=FLAGS)
-    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-    launched = Launched(
-        config, sglang, save_description(MODEL, folder / "shell", TOKENIZER, "float32"), folder
-    )
-    try:
-        pool = ServerPool(launched.urls, sglang.timeout, sglang.retries, config.slots)
-        scorer = make_scorer(MODEL, 1.0, "float32", make_mesh(MeshConfig(), jax.devices()[:1]))
-        score = lambda params, ids: np.asarray(scorer(params, ids[None], np.array([len(ids)])))[0, :-1]
-        transport = DiskTransport(folder / "weights", "float32", TOKENIZER)
-        yield SGLangEngine(
-            config, sglang, MODEL, pool, transport, score, lambda value: value, TOKENIZER, (), launched.wait
-        )
-        pool.close()
-    finally:
-        launched.close()
+    with started(folder) as launched:
+        made = engine_on(launched.urls, DiskTransport(folder / "weights", "float32", TOKENIZER))
+        yield made
+        made.pool.close()
 
 
 def requests(tokens=24):
