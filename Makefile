@@ -28,7 +28,7 @@ test-newest:
 
 # Everything that needs SGLang servers, on the CPU; SGLANG_PYTHON=/path/to/python3.11 where it has another name.
 test-sglang: $(VENV)/.installed-test $(SGLANG_VENV)/.installed
-	JAXRL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(BIN)/python -m pytest -q -s $$(find tests -name "test_*_real.py")
+	JAXRL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(BIN)/python -m pytest -q -s $(PYTEST_FLAGS) $$(find tests -name "test_*_real.py")
 
 # The real TPU and CUDA compilers on our kernels; no accelerator is needed. 3 GB of wheels.
 test-compilers: $(COMPILERS_VENV)/.installed

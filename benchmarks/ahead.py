@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -94,7 +95,9 @@ def compare(servers: tuple[str, ...], window: int) -> dict[str, list[dict[str, f
         for label, steps_ahead in (("take turns", 0), ("ahead", window)):
             more = ("--rollout.max_staleness", str(steps_ahead), *servers)
             often = ("--steps", str(STEPS), "--eval.every", str(STEPS))
-            rows = train(OUT / f"{label.replace(' ', '_')}_{seed}", *own, *begin, *more, *often)
+            run_dir = OUT / f"{label.replace(' ', '_')}_{seed}"
+            shutil.rmtree(run_dir, ignore_errors=True)  # a run of before would be continued
+            rows = train(run_dir, *own, *begin, *more, *often)
             results[label].append(measured(rows))
     return results
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -140,6 +141,7 @@ def learn(steps: int) -> dict[str, Any]:
     sizes = {"hidden_size": 256, "mlp_size": 1024, "head_dim": 64}
     size = " ".join(f"--model.architecture.{name} {value}" for name, value in sizes.items())
     flags = f"--config grpo_tiny.py --steps {steps} --run_dir runs/gpu_grpo --log.progress none {size}"
+    shutil.rmtree("runs/gpu_grpo", ignore_errors=True)  # a run of before would be continued
     subprocess.run([sys.executable, "-m", "jaxrl_llm.train", *flags.split()], check=True)
     rows = [json.loads(line) for line in Path("runs/gpu_grpo/metrics.jsonl").read_text().splitlines()]
     passed = [row["eval/pass@1"] for row in rows if "eval/pass@1" in row]

@@ -6,8 +6,8 @@ Starts servers on the CPU (scripts/sglang_cpu/install.sh), gives them a model of
 (117 MB) a few times by disk (/dev/shm), http and group (gloo), and reports the median push: seconds in all,
 seconds of gathering (disk: writing), on the wire, and of the servers' pause, and gigabytes a second a server.
 The first push of each transport is not counted: it compiles, and joins the groups. Then it has them write
-32 responses of 64 tokens, greedily and with log-probs, and the native engine in this process the same:
-medians of tokens a second after a first call that is not counted.
+32 responses of 64 tokens, greedily and with log-probs, as the native engine in this process did before they
+were started: medians of tokens a second after a first call that is not counted.
 """
 
 from __future__ import annotations
@@ -96,6 +96,10 @@ def measure(options: argparse.Namespace, closing: contextlib.ExitStack) -> tuple
     sglang = SGLangConfig(python=options.sglang, flags=FLAGS)
     shell = save_description(MODEL, folder / "shell", make_tokenizer(), DTYPE)
     rollout = RolloutConfig(engine="sglang", launch=options.servers, dtype=DTYPE, slots=RESPONSES)
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    params = jax.jit(models.init, static_argnums=0)(MODEL, jax.random.key(0))
+    native = NativeEngine(dataclasses.replace(rollout, engine="native"), MODEL, mesh, make_tokenizer())
+    speeds = {"native": tokens_per_second(native, params, options.repetitions)}  # idle servers would poll
     launched = Launched(rollout, sglang, shell, folder)
     closing.callback(launched.close)
     pool = ServerPool(launched.urls, sglang.timeout, sglang.retries, slots=RESPONSES)
@@ -104,10 +108,8 @@ def measure(options: argparse.Namespace, closing: contextlib.ExitStack) -> tuple
     group = GroupTransport(source, sys.executable, "gloo", sglang.timeout)
     closing.callback(group.close)
     disk = DiskTransport(folder / "weights", DTYPE, make_tokenizer())
-    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     scorer = make_scorer(MODEL, 1.0, DTYPE, mesh)
     score = lambda params, ids: np.asarray(scorer(params, ids[None], np.array([len(ids)])))[0, :-1]
-    params = jax.jit(models.init, static_argnums=0)(MODEL, jax.random.key(0))
     found = {}
     for name, transport in {"disk": disk, "http": HttpTransport(source), "group": group}.items():
         publisher = Publisher(
@@ -118,12 +120,7 @@ def measure(options: argparse.Namespace, closing: contextlib.ExitStack) -> tuple
         found[name] = {key: statistics.median(push[m] for push in pushes) for key, m in SHOWN.items()}
         found[name]["MB"] = pushes[0]["rollout/publish_bytes"] / 1e6
     servers = SGLangEngine(rollout, sglang, MODEL, pool, disk, score, lambda value: value, make_tokenizer())
-    native = NativeEngine(dataclasses.replace(rollout, engine="native"), MODEL, mesh, make_tokenizer())
-    speeds = {
-        name: tokens_per_second(engine, params, options.repetitions)
-        for name, engine in {"sglang": servers, "native": native}.items()
-    }
-    return found, speeds
+    return found, speeds | {"sglang": tokens_per_second(servers, params, options.repetitions)}
 
 
 def tokens_per_second(engine: Engine, params: models.Transformer, repetitions: int) -> float:

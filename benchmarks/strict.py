@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -28,6 +29,7 @@ def train(dtype: str, strict: bool) -> list[dict]:
     words = ["--config", "grpo_tiny.py", "--run_dir", str(run_dir), "--steps", str(STEPS)]
     words += ["--strict", str(strict), "--model.dtype", dtype, "--rollout.dtype", dtype]
     words += ["--eval.every", str(STEPS), "--log.progress", "none", "--log.tensorboard", "false"]
+    shutil.rmtree(run_dir, ignore_errors=True)  # a run of before would be continued
     subprocess.run([sys.executable, "-m", "jaxrl_llm.train", *words], check=True)
     rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return [row for row in rows if row["kind"] == "train"]
