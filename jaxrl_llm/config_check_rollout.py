@@ -77,8 +77,9 @@ def _addresses(config: TrainConfig) -> Iterator[str]:
 def _env(config: TrainConfig) -> Iterator[str]:
     if not config.env.tool_timeout > 0:
         yield f"--env.tool_timeout is {config.env.tool_timeout}: it must be above 0 seconds; 30 is usual."
-    if config.env.max_calls < 1:
-        yield f"--env.max_calls is {config.env.max_calls}: it must be at least 1; 16 is usual."
+    for name, usual in (("max_turns", 8), ("max_calls", 16), ("max_observation_tokens", 1024)):
+        if (value := getattr(config.env, name)) < 1:
+            yield f"--env.{name} is {value}: it must be at least 1; {usual} is usual."
     if config.env.name and config.env.tools:
         yield "--env.name and --env.tools: tools are an environment of their own; give one of the two."
 

@@ -16,6 +16,7 @@ from jaxrl_llm.algos import grpo, sft
 from jaxrl_llm.config import (
     ConfigError,
     DataConfig,
+    EnvConfig,
     EvalConfig,
     LogConfig,
     MeshConfig,
@@ -248,6 +249,14 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
             dict(data=DataConfig()),
             "--data.path is empty: set a file or folder, hub:OWNER/NAME, task:NAME (generated) or gym:NAME, "
             "or data.train in the recipe.",
+        ),
+        (
+            dict(env=EnvConfig(tool_timeout=0.0)),
+            "--env.tool_timeout is 0.0: it must be above 0 seconds; 30 is usual.",
+        ),
+        (
+            dict(env=EnvConfig(max_calls=0)),
+            "--env.max_calls is 0: it must be at least 1; 16 is usual.",
         ),
         (dict(run_dir=""), "--run_dir is empty. Set --run_dir to a folder that can be written."),
         (dict(steps="3"), "--steps is '3' (str): expected a whole number."),

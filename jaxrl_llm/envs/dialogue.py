@@ -78,9 +78,9 @@ class EnvDialogue:
                 read = functools.partial(self._decode, [*prompt.ids.tolist(), *ids[:start]])
                 turn = Turn(text, messages, number, number >= self.config.max_turns, read)
                 step = checked(await self.env.step(talk.state, turn))
-        except TimeoutError:
-            return self._failed(talk, f"the environment took longer than {self.limit:g} s")
         except (Exception, SystemExit) as error:  # the user's code
+            if isinstance(error, TimeoutError) and self.limit:
+                return self._failed(talk, f"the environment took longer than {self.limit:g} s")
             return self._failed(talk, f"{type(error).__name__}: {error}")
         episode = counted(talk.episode, step)
         if step.done or turn.last:
