@@ -27,4 +27,5 @@ def get_config() -> TrainConfig:
         data=DataConfig(train=(SourceConfig(path="task:guess", options='{"largest": 15, "noise": 0.7}'),)),
         env=EnvConfig(name="guess", max_turns=5),
         eval=EvalConfig(every=40, prompts=128),
+        warm_start=dataclasses.replace(tools.warm_start, steps=500),
     )

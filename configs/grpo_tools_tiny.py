@@ -2,14 +2,15 @@
 
 Command:   python -m jaxrl_llm.train --config grpo_tools_tiny.py
 Hardware:  any CPU with 2 cores
-Time:      about 4 minutes of CPU time
-Expected:  held-out accuracy 0 after the supervised start, at least 0.9 at the end (seed 0: 0.00, then 0.97
-           after 10 steps and 1.00 after 20); calls a response rise from about 0.4 to 0.8
+Time:      about 5 minutes of CPU time
+Expected:  held-out accuracy 0 after the supervised start, at least 0.9 at the end (seeds 0, 1 and 2: 1.00
+           after 10 steps and at the end); calls a response rise from about 0.4 to 0.8
 
 With `--rollout.engine sglang --rollout.launch 1` the same, on servers: docs/sglang.md says how on a CPU.
 
 Products of two numbers of three digits are beyond this model: it must write a call, read the result and copy
-it. The supervised start shows that in 30% of its demonstrations; the others give up.
+it. The supervised start shows that in 30% of its demonstrations; the others give up. After 500 steps of it,
+not 800, one seed of three copies digits badly still, and ends at 0.8.
 """
 
 import dataclasses
@@ -32,5 +33,5 @@ def get_config() -> TrainConfig:
         env=EnvConfig(tools=("calculator",), format="hermes", max_turns=3),
         eval=EvalConfig(every=10, prompts=128),
         checkpoint=CheckpointConfig(every=30),
-        warm_start=dataclasses.replace(base.warm_start, steps=500),
+        warm_start=dataclasses.replace(base.warm_start, steps=800),
     )
