@@ -45,16 +45,17 @@ def _branch(key: str, hint: Any, value: Any) -> Iterator[tuple[str, Leaf]]:
 
 
 def split(argv: list[str]) -> list[tuple[str, list[str]]]:
-    """["--a.b", "1", "--c=2"] -> [("a.b", ["1"]), ("c", ["2"])]. A negative number is a value.
+    """["--a.b", "1", "--c=2"] -> [("a.b", ["1"]), ("c", ["2"])]. A negative number is a value, and so is
+    what has a space where a key would stand: --sglang.flags "--tp 2".
 
     Raises:
         ConfigError: a value without a key before it.
     """
     pairs: list[tuple[str, list[str]]] = []
     for word in argv:
-        if word.startswith("--"):
-            key, equals, value = word[2:].partition("=")
-            pairs.append((key, [value] if equals else []))
+        key, equals, value = word.partition("=")
+        if key.startswith("--") and not (pairs and " " in key):
+            pairs.append((key[2:], [value] if equals else []))
         elif pairs:
             pairs[-1][1].append(word)
         else:

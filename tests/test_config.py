@@ -73,6 +73,8 @@ def test_every_kind_of_field_is_set_from_text(config):
     assert (stops.eval.sampling.stop, stops.eval.sampling.stop_tokens) == (("a b", "c"), (-1, 5))
     assert override(config, [("eval.sampling.stop", [])]).eval.sampling.stop == ()
     assert override(config, split(["--data.train.0.options=--x 1"])).data.train[0].options == "--x 1"
+    spaced = override(config, split(["--sglang.flags", "--tp 2 --device cpu", "--steps", "3"]))
+    assert (spaced.sglang.flags, spaced.steps) == ("--tp 2 --device cpu", 3)
     assert changed(config, "--model.architecture.rope.theta 5").model.architecture.rope.theta == 5.0
 
 
