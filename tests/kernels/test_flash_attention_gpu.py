@@ -172,15 +172,28 @@ def program(dim, dtype=jnp.bfloat16, softcap=None, sharding=None):
 def test_lowers_for_cuda_without_one(dim, dtype, softcap):
     both, args = program(dim, dtype, softcap)
     text = jax.jit(both).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    calls = 4 if dim > gpu_plan.JOINT_DIM else 3  # forward, dq, dk and dv together or each
-    assert text.count("stablehlo.custom_call @mosaic_gpu") == calls
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 2 + len(gpu_plan.passes(dim))  # forward, dq
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_blocks_are_what_the_registers_hold(divided, monkeypatch):
+    """Sums, scores and weights: of 232 registers a lane beside a warpgroup that copies, or of 168."""
+    monkeypatch.setattr(gpu_plan, "registers_divided", lambda: divided)
+    for dim in (64, 96, 128):
+        forward, _, dkv = gpu_plan.default_blocks(dim)
+        most = 232 if divided else 168
+        sums, scores, weights = dim // 2, forward // 2, forward // 4  # of 64 rows, over 128 lanes; 16 bits
+        assert sums + scores + weights <= most - 32  # for statistics and indices
+        assert len(gpu_plan.passes(dim)[0]) * sums + 2 * dkv // 2 <= most - 32
+    assert gpu_plan.default_blocks(256) == (64, 32, 32) and len(gpu_plan.passes(256)) == 2
 
 
 @pytest.mark.compilers
-@pytest.mark.parametrize("dim, softcap", [(96, None), (128, 30.0), (256, None)])
-def test_compiles_for_an_h100_that_is_not_here(dim, softcap):
+@pytest.mark.parametrize("dim, softcap", [(64, None), (96, None), (128, None), (128, 30.0), (256, None)])
+def test_compiles_for_an_h100_that_is_not_here(dim, softcap, monkeypatch, capfd):
     if why := gpu_target.unavailable():
         pytest.skip(why)
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     devices = np.array(gpu_target.gpu_topology("h100").devices)
     mesh = jax.sharding.Mesh(devices, ("x",))
     both, args = program(
@@ -190,6 +203,10 @@ def test_compiles_for_an_h100_that_is_not_here(dim, softcap):
         compiled = jax.jit(both).trace(*args).lower(lowering_platforms=("cuda",)).compile()
     gradients = 2 * 1024 * (4 + 2 + 2) * dim
     assert compiled.memory_analysis().output_size_in_bytes == 2 * gradients + 3 * 8  # and three pointers
+    said = capfd.readouterr().out
+    assert said.count("Compiling entry function") == 2 + len(gpu_plan.passes(dim))
+    assert gpu_plan.registers_divided() == ("C7504" not in said), "whether set_max_registers is heeded"
+    assert dim > 128 or "C7512" not in said, "products run in turn, for want of registers"
 
 
 def test_targets_are_named(monkeypatch):

@@ -22,6 +22,7 @@ from jaxrl_kernels.flash_attention.mosaic import (
     ROWS,
     Cores,
     matrix_memory,
+    registers_divided,
     stages_that_fit,
 )
 from jaxrl_kernels.flash_attention.spec import Place, Spec
@@ -32,8 +33,6 @@ TILE = COMPUTE * ROWS
 """Queries (keys, for their gradients) of a block of threads; what lengths are padded to."""
 LOG2E, LN2 = math.log2(math.e), math.log(2)
 LARGEST_DIM = 256
-JOINT_DIM = 128
-"""To this head dim a warpgroup's registers hold the sums of both dk and dv; above, each has a pass."""
 FEW_REGISTERS, MANY_REGISTERS = 40, 232
 """Of the warpgroup that copies and of those that compute: 40 + 2 * 232 = 504, of 512 a lane of each has."""
 
@@ -48,7 +47,12 @@ class Blocks(NamedTuple):
 
 def default_blocks(dim: int) -> Blocks:
     """What the registers hold: 64 x block scores beside 64 x dim sums."""
-    return Blocks(128, 64, 64) if dim <= JOINT_DIM else Blocks(64, 32, 32)
+    return Blocks(128 if registers_divided() else 64, 64, 64) if dim <= 128 else Blocks(64, 32, 32)
+
+
+def passes(dim: int) -> list[tuple[str, ...]]:
+    """dk and dv in one pass where a warpgroup's registers hold the sums of both, else in one each."""
+    return [("dk", "dv")] if dim <= (128 if registers_divided() else 64) else [("dk",), ("dv",)]
 
 
 def unsupported(dim: int, dtype: Any) -> str | None:

@@ -122,6 +122,15 @@ def stages_that_fit(what: str, length: int, fixed: int, per_row: int, most: int 
     return min(most, room // (length * per_row))
 
 
+def registers_divided() -> bool:
+    """Whether ptxas heeds `set_max_registers`.
+
+    jax 0.12 has nvJitLink compile Mosaic kernels, for linking. There ptxas ignores it (C7504): each of three
+    warpgroups has 168 registers a lane, and one that needs more spills and runs its products in turn (C7512).
+    """
+    return jax.__version_info__ < (0, 12)
+
+
 def launch(
     body: Callable, out: Any, scratch: dict, grid: dict[str, int], compute: int, interpret: bool
 ) -> Callable:

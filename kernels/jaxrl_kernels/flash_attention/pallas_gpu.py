@@ -10,8 +10,9 @@ bfloat16 and float16 only: wgmma multiplies float32 as TF32, which is no float32
 another implementation for float32.
 
 Compiled for an H100 and run in Pallas' interpreter, not yet on a GPU: speed and best blocks are not known.
-The blocks are what registers hold: where ptxas honours setmaxnreg, no kernel spills more than 56 bytes a
-lane and no products are serialised. MOSAIC_GPU_DUMP_PTXAS=1 prints whether it does (C7504: it does not).
+The blocks are what registers hold (`mosaic.registers_divided`): to head_dim 128 no kernel spills more than 76
+bytes a lane and no products are serialised; MOSAIC_GPU_DUMP_PTXAS=1 prints it. Above, where registers are
+not divided, products run in turn.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from jaxrl_kernels.flash_attention.gpu_backward import dkv, dq
 from jaxrl_kernels.flash_attention.gpu_plan import (
     COMPUTE,
     FEW_REGISTERS,
-    JOINT_DIM,
     LN2,
     LOG2E,
     MANY_REGISTERS,
@@ -48,6 +48,7 @@ from jaxrl_kernels.flash_attention.gpu_plan import (
     over_columns,
     pad_to,
     padded_inputs,
+    passes,
     plan_for,
     store_tile,
     unsupported,
@@ -231,6 +232,5 @@ def backward(
     )
     d_q = dq(plan_for(spec, inputs, "dq", blocks, interpret), inputs, place)
     plan = plan_for(spec, inputs, "dkv", blocks, interpret)
-    passes = [("dk", "dv")] if plan.dim <= JOINT_DIM else [("dk",), ("dv",)]
-    d_k, d_v = (x for wanted in passes for x in dkv(plan, wanted, inputs, place))
+    d_k, d_v = (x for wanted in passes(plan.dim) for x in dkv(plan, wanted, inputs, place))
     return d_q[:, : q.shape[1], :, : q.shape[3]], *(x[:, : k.shape[1], :, : k.shape[3]] for x in (d_k, d_v))
