@@ -11,8 +11,8 @@ another implementation for float32.
 
 Compiled for an H100 and run in Pallas' interpreter, not yet on a GPU: speed and best blocks are not known.
 The blocks are what registers hold (`mosaic.registers_divided`): to head_dim 128 no kernel spills more than 76
-bytes a lane and no products are serialised; MOSAIC_GPU_DUMP_PTXAS=1 prints it. Above, where registers are
-not divided, products run in turn.
+bytes a lane, with a soft-cap 264, and no products are serialised; MOSAIC_GPU_DUMP_PTXAS=1 prints it. Above,
+where registers are not divided, products run in turn.
 """
 
 from __future__ import annotations
