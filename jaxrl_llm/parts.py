@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -69,7 +68,7 @@ class Parts:
     folder: Path | None  # of the pretrained weights
     stages: list[Stage]
     evaluators: list[Answers | HeldOutLoss]
-    loaders: list[Loader]
+    loaders: dict[str, Loader]  # by what they are for
 
     @property
     def total(self) -> int:
@@ -137,17 +136,17 @@ def build(config: TrainConfig, closing: contextlib.ExitStack) -> Parts:
         )  # fmt: skip
     else:
         source = DatasetSource(loader, config.prompts_per_step, config.algo)
-    loaders, stages, start = [loader], [], config.warm_start
+    loaders, stages, start = {"train": loader}, [], config.warm_start
     if warm_trainer:
         data = replace(config.data, train=start.sources, path="") if start.sources else config.data
-        loaders.append(make_loader(replace(config, data=data), tokenizer, columns))
-        examples = DatasetSource(loaders[-1], start.examples_per_step, warm_trainer.policy.algo)
+        loaders["warm_start"] = make_loader(replace(config, data=data), tokenizer, columns)
+        examples = DatasetSource(loaders["warm_start"], start.examples_per_step, warm_trainer.policy.algo)
         stages.append(Stage("warm_start", 0, start.steps, warm_trainer, examples, 1))
     stages.append(Stage("train", start.steps, config.steps, trainer, source, config.minibatches_per_step))
     evaluators = []
     if config.eval.every:
-        loaders.append(make_loader(config, tokenizer, columns, split="eval"))
-        evaluators = make_evaluators(config, loaders[-1], trainer, engine, rewards, env)
+        loaders["eval"] = make_loader(config, tokenizer, columns, split="eval")
+        evaluators = make_evaluators(config, loaders["eval"], trainer, engine, rewards, env)
     return Parts(config, mesh, model, tokenizer, folder, stages, evaluators, loaders)
 
 
@@ -191,6 +190,7 @@ def make_loader(
     return Loader(config.data, tokenizer, config.seed, longest, split, config.max_tokens, columns)
 
 
-def data_report(loaders: Sequence[Loader]) -> list[str]:
+def data_report(loaders: dict[str, Loader]) -> list[str]:
     """One line a loader: rows, and how many were left out and why."""
-    return [", ".join(f"{name} {count}" for name, count in loader.stats().items()) for loader in loaders]
+    said = lambda counts: ", ".join(f"{name} {count:,}" for name, count in counts.items())
+    return [f"{name}: {said(loader.stats())}" for name, loader in loaders.items()]

@@ -27,6 +27,7 @@ from jaxrl_llm.checkpoint.state import Checkpointer, DiskFullError
 from jaxrl_llm.config import TrainConfig, derived, describe_run, dump
 from jaxrl_llm.experience import Experience, prompt_text
 from jaxrl_llm.metrics import RunLog, sample_rows
+from jaxrl_llm.models.kernels import describe
 from jaxrl_llm.parts import Parts, build, data_report
 from jaxrl_llm.recipes import from_command_line
 from jaxrl_llm.reference import Reference
@@ -174,17 +175,17 @@ def restore(parts: Parts, checkpoints: Checkpointer) -> tuple[TrainState | None,
 def introduce(log: RunLog, parts: Parts, description: dict, start: int) -> None:
     """Write config.json, and say what is about to happen."""
     log.config(description)
-    weights = sum(
-        math.prod(w.shape) for w in jax.tree.leaves(parts.stages[0].trainer.abstract_state().params)
-    )
+    trainer, config = parts.stages[0].trainer, parts.config
+    weights = sum(math.prod(w.shape) for w in jax.tree.leaves(trainer.abstract_state().params))
     mesh = " x ".join(f"{name} {size}" for name, size in parts.mesh.shape.items())
     device = jax.devices()[0].device_kind
     log.message(f"{weights / 1e6:,.1f}M weights on {parts.mesh.size} {device} device(s): {mesh}")
-    log.message(", ".join(f"{k} {v:,}" for k, v in derived(parts.config, parts.mesh.size).items()))
+    log.message(describe(trainer.policy.model, config.model.dtype, parts.mesh, config.strict))
+    log.message(", ".join(f"{k} {v:,}" for k, v in derived(config, parts.mesh.size).items()))
     for line in data_report(parts.loaders):
-        log.message(f"data: {line}")
+        log.message(f"data for {line}")
     if start:
-        log.message(f"continuing {parts.config.run_dir} after step {start}")
+        log.message(f"continuing {config.run_dir} after step {start}")
 
 
 def eval_due(parts: Parts, done: int) -> bool:

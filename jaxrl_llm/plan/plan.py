@@ -9,7 +9,9 @@ from typing import Any
 import jax
 
 from jaxrl_llm.config import TrainConfig, derived
+from jaxrl_llm.models.kernels import describe
 from jaxrl_llm.plan.compiled import Compiled, compile_call
+from jaxrl_llm.plan.models import shape_of
 from jaxrl_llm.plan.phases import Phase, phases
 from jaxrl_llm.plan.target import Target
 from jaxrl_llm.sharding.mesh import make_mesh
@@ -54,6 +56,7 @@ class Plan:
     rows: list[Row]
     derived: dict[str, int]
     versions: dict[str, str]
+    kernels: str = ""  # what computes attention and log-probs, and why
     only: str = ""  # words of the phases that were asked for; "" = all
     advice: list[str] = field(default_factory=list)
 
@@ -114,6 +117,7 @@ def make_plan(
         rows,
         derived(config, mesh.size),
         {"jax": jax.__version__, "compiler": target.compiler},
+        describe(shape_of(config.model), config.model.dtype, mesh, config.strict),
         only,
     )
 

@@ -20,6 +20,7 @@ def show(plan: Plan, console: Console) -> None:
     mesh = " x ".join(f"{name} {size}" for name, size in plan.mesh.items() if size > 1) or "1 device"
     versions = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
     console.print(f"{plan.model} on {plan.topology} ({mesh}); compiled, not run ({versions})")
+    console.print(plan.kernels, highlight=False, soft_wrap=True)
     console.print(memory_table(plan))
     console.print(work_table(plan))
     for line in verdict(plan):

@@ -8,7 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_kernels import target
 from jaxrl_llm import models
+from jaxrl_llm.models.kernels import describe
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
 CONFIG = models.TransformerConfig(
     vocab_size=64,
@@ -117,3 +120,32 @@ def equations(jaxpr):
         for inner in jax.tree.leaves(list(equation.params.values())):
             if hasattr(inner, "eqns"):
                 yield from equations(inner)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "said"),
+    [
+        (
+            "cpu",
+            "float32",
+            "attention blockwise, log-probs chunked (cpu: plain JAX, there are no kernels for it)",
+        ),
+        (
+            "NVIDIA H100 80GB HBM3",
+            "bfloat16",
+            "attention pallas_gpu, log-probs pallas_gpu (NVIDIA H100 80GB HBM3: Pallas kernels for Hopper)",
+        ),
+        (
+            "NVIDIA H100 80GB HBM3",
+            "float32",
+            "attention blockwise (wgmma multiplies bfloat16 and float16, not float32), "
+            "log-probs chunked (pallas_gpu multiplies bfloat16 and float16, not float32)",
+        ),
+    ],
+)
+def test_a_run_says_which_kernels_it_has_and_why(kind, dtype, said, monkeypatch):
+    platform = "cpu" if kind == "cpu" else "gpu"
+    monkeypatch.setattr(target, "device", lambda: (platform, kind))
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    assert describe(models.TransformerConfig(), dtype, mesh) == said
+    assert "--strict" in describe(models.TransformerConfig(), dtype, mesh, strict=True)

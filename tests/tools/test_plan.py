@@ -335,6 +335,7 @@ def test_a_plan_on_one_cpu(tmp_path, monkeypatch, capsys):
     assert all(row["traffic"] == {} for row in rows.values())
     table = capsys.readouterr().out
     assert "compiled, not run" in table and "update: accumulate" in table and "Fits: at most" in table
+    assert "attention blockwise, log-probs chunked (cpu: plain JAX, there are no kernels for it)" in table
 
 
 @pytest.mark.slow
@@ -431,6 +432,9 @@ def test_a_real_compiler_plans_the_tiny_recipe(topology, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     plan = json.loads(out.read_text())
     assert plan["fits"] and plan["step_seconds"] > 0
+    tpu = not topology.startswith("h")  # the recipe's float32 is no type of wgmma
+    kernels = "attention pallas_tpu, log-probs pallas_tpu (" if tpu else "attention blockwise (wgmma"
+    assert plan["kernels"].startswith(kernels)
     rows = {row["name"]: row for row in plan["rows"]}
     assert set(rows) >= {"rollout: decode", "update: accumulate", "update: apply"}
     assert ("all-gather" in rows["update: accumulate"]["traffic"]) == (
