@@ -195,12 +195,15 @@ def quick_to_compile():
 
 def test_hopper_kernel_equals_the_definition(quick_to_compile):
     """A slot of nobody, pages that the window hides, a part without any page; 2 of 8 rows are query heads."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
     arrays = inputs(jnp.bfloat16, heads=2, kv_heads=1, page=32, row=3, lengths=(0, 80))
     kernel = functools.partial(pallas_gpu.decode_attention, scale=0.2, softcap=3.0, splits=2, interpret=True)
     for window in (40, 10):
         got = jax.jit(kernel)(*arrays, window=jnp.int32(window))
         close(got, reference.decode_attention(*arrays, scale=0.2, softcap=3.0, window=window), jnp.bfloat16)
     assert (got[0] == 0).all()
+    assert not interpret_pallas_call.get_races().races_found
 
 
 def test_hopper_parts_fill_the_card():

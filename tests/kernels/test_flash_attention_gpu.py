@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic.interpret import thread_map
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
-from jaxrl_kernels import gpu_target
-from jaxrl_kernels.flash_attention import gpu_plan, mosaic, pallas_gpu, reference
+from jaxrl_kernels import gpu_target, hopper
+from jaxrl_kernels.flash_attention import gpu_plan, pallas_gpu, reference
 from jaxrl_kernels.flash_attention.spec import EVERYTHING, NOTHING, Place, Spec
 
 
@@ -86,6 +87,7 @@ def test_values_and_gradients_are_those_of_the_definition(name, compiled_once):
     exact = [x.astype(jnp.float32) for x in (q, k, v)]
     definition = functools.partial(jax.jit, static_argnums=0)
     want_out, want_lse = definition(reference.forward)(spec, *exact, *segments, place)
+    assert not interpret_pallas_call.get_races().races_found
     assert out.dtype == q.dtype and lse.dtype == jnp.float32
     close(out, want_out, 0.01)
     close(lse, want_lse, 1e-3)
@@ -100,6 +102,7 @@ def test_values_and_gradients_are_those_of_the_definition(name, compiled_once):
     want = definition(reference.backward)(spec, *exact, *segments, place, want_out, want_lse, d_out, d_lse)
     for x, y in zip(got, want, strict=True):
         close(x, y, 0.02)
+    assert not interpret_pallas_call.get_races().races_found
 
 
 def test_blocks_a_tile_reads():
@@ -149,10 +152,10 @@ def test_bad_input_is_named():
 
 
 def test_stages_are_as_many_as_fit():
-    assert mosaic.stages_that_fit("x", 64, 0, 512) == 4  # at most
-    assert mosaic.stages_that_fit("x", 128, 90_000, 512) == 2  # 138,352 bytes for 65,536 each
+    assert hopper.stages_that_fit("x", 64, 0, 512) == 4  # at most
+    assert hopper.stages_that_fit("x", 128, 90_000, 512) == 2  # 138,352 bytes for 65,536 each
     with pytest.raises(ValueError, match=r"48 rows .* lengths that fit: \[32, 64, 128\]"):
-        mosaic.stages_that_fit("x", 48, 0, 512)
+        hopper.stages_that_fit("x", 48, 0, 512)
 
 
 def program(dim, dtype=jnp.bfloat16, softcap=None, sharding=None):

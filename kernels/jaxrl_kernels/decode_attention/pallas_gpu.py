@@ -23,7 +23,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jaxrl_kernels.decode_attention.parts import combine
-from jaxrl_kernels.flash_attention.mosaic import (
+from jaxrl_kernels.flash_attention.spec import NOTHING
+from jaxrl_kernels.hopper import (
     PER_ROW,
     ROWS,
     Cores,
@@ -33,7 +34,6 @@ from jaxrl_kernels.flash_attention.mosaic import (
     read,
     stages_that_fit,
 )
-from jaxrl_kernels.flash_attention.spec import NOTHING
 
 HEADS = 8
 """Query heads of a kv head are padded to a multiple: the rows of a tile in shared memory."""

@@ -30,8 +30,8 @@ from jaxrl_kernels.flash_attention.gpu_plan import (
     store_tile,
     walks,
 )
-from jaxrl_kernels.flash_attention.mosaic import PER_COLUMN, PER_ROW, ROWS, add_product, launch, read
 from jaxrl_kernels.flash_attention.spec import Place
+from jaxrl_kernels.hopper import PER_COLUMN, PER_ROW, ROWS, add_product, launch, read
 
 
 def dq(plan: Plan, inputs: Inputs, place: Place) -> jax.Array:
@@ -226,6 +226,7 @@ def _dkv_step(
             add_product(ref, factor, (memory.q if name == "dk" else memory.d_out).at[slot])
 
     totals = cores.accumulate(add, totals)
+    plgpu.commit_smem()  # the statistics have been read, before TMA writes there again
     plgpu.barrier_arrive(memory.q_free.at[slot])
     plgpu.barrier_arrive(memory.d_out_free.at[slot])
     return totals

@@ -16,7 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
 from jaxrl_kernels.flash_attention.blocks import bounds, needed, segments_of
-from jaxrl_kernels.flash_attention.mosaic import (
+from jaxrl_kernels.flash_attention.spec import Place, Spec
+from jaxrl_kernels.hopper import (
     PER_COLUMN,
     PER_ROW,
     ROWS,
@@ -25,7 +26,6 @@ from jaxrl_kernels.flash_attention.mosaic import (
     registers_divided,
     stages_that_fit,
 )
-from jaxrl_kernels.flash_attention.spec import Place, Spec
 
 COMPUTE = 2
 """Warpgroups that compute."""
@@ -227,6 +227,7 @@ class Mask(NamedTuple):
         """Of the [ROWS, block] pairs, which are visible."""
         cores, shape = self.plan.cores, (ROWS, self.plan.block)
         columns = cores.layout(self.segments[slot], PER_COLUMN)
+        plgpu.commit_smem()  # has been read, before TMA writes there again
         ahead = cores.iota(shape, 0) - cores.iota(shape, 1) + (self.start - block * self.plan.block)
         back = -ahead if self.of_keys else ahead
         seen = (over_columns(self.row_segments, shape) == over_rows(columns, shape)) & (back < self.window)

@@ -10,7 +10,7 @@ bfloat16 and float16 only: wgmma multiplies float32 as TF32, which is no float32
 another implementation for float32.
 
 Compiled for an H100 and run in Pallas' interpreter, not yet on a GPU: speed and best blocks are not known.
-The blocks are what registers hold (`mosaic.registers_divided`): to head_dim 128 no kernel spills more than 76
+The blocks are what registers hold (`hopper.registers_divided`): to head_dim 128 no kernel spills more than 76
 bytes a lane, with a soft-cap 264, and no products are serialised; MOSAIC_GPU_DUMP_PTXAS=1 prints it. Above,
 where registers are not divided, products run in turn.
 """
@@ -54,8 +54,8 @@ from jaxrl_kernels.flash_attention.gpu_plan import (
     unsupported,
     walks,
 )
-from jaxrl_kernels.flash_attention.mosaic import PER_ROW, ROWS, add_product, launch, read
 from jaxrl_kernels.flash_attention.spec import NOTHING, Place, Spec
+from jaxrl_kernels.hopper import PER_ROW, ROWS, add_product, launch, read
 
 __all__ = ["Blocks", "backward", "forward", "unsupported"]
 

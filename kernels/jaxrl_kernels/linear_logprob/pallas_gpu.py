@@ -21,13 +21,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jaxrl_kernels.hopper import MATRIX, PER_ROW, ROWS, launch, matrix_memory
 from jaxrl_kernels.linear_logprob.reference import Found, Spec, merge
 
 LOWEST = -1e30
 COMPUTE = 2
 """Warpgroups that compute."""
-ROWS, WIDTH, DEPTH = 64, 256, 64
-"""A step of one of them: tokens, rows of the head, numbers of each. The sums take 128 registers a lane."""
+WIDTH, DEPTH = 256, 64
+"""Of a step, which has ROWS tokens: rows of the head, numbers of each. Its sums take 128 registers a lane."""
 TOKENS = COMPUTE * ROWS
 STAGES = 4
 """Steps in the ring: 4 * (128 + 256) * 64 * 2 bytes = 192 KiB of the 227 of an SM."""
@@ -37,8 +38,6 @@ GROUP = 16
 """Tiles of tokens that share tiles of the head while those are in the level-2 cache."""
 SMS = 132
 FEW_REGISTERS, MANY_REGISTERS = 40, 232
-MATRIX = plgpu.Layout.WGMMA
-PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 def unsupported(dim: int, dtype: Any) -> str | None:
@@ -79,7 +78,7 @@ def d_logits(
 ) -> Float[Array, "M V"]:
     plan = _plan(spec, hidden, head, interpret)
     out = jax.ShapeDtypeStruct((plan.tokens, _up(plan.rows, SLICE)), hidden.dtype)
-    scratch = {"found": _matrix((COMPUTE, ROWS, SLICE), hidden.dtype)}
+    scratch = {"found": matrix_memory((COMPUTE, ROWS, SLICE), hidden.dtype, SLICE)}
     columns = [targets, *(x for x in columns if x is not None)]
     (slope,) = _call(plan, _slope_tile, (out,), scratch, targets.shape[0], hidden, head, columns)
     return slope[: targets.shape[0], : head.shape[0]]
@@ -124,28 +123,19 @@ def _call(plan: _Plan, tile_fn, outputs, scratch, count, hidden, head, columns):
     fill = lambda x, *shape: jnp.pad(x, [(0, to - size) for size, to in zip(x.shape, shape, strict=True)])
     columns = jnp.stack([fill(x.astype(jnp.float32), plan.tokens) for x in columns])
     hidden, head = fill(hidden, plan.tokens, plan.dim), fill(head, plan.rows, plan.dim)
-    kernel = plgpu.kernel(
-        functools.partial(_kernel, plan, tile_fn, len(outputs)),
-        out_type=outputs,
-        scratch_types={
-            **scratch,
-            "a": _matrix((STAGES, TOKENS, DEPTH), hidden.dtype),
-            "b": _matrix((STAGES, WIDTH, DEPTH), hidden.dtype),
-            "of_tokens": plgpu.SMEM((columns.shape[0], TOKENS), jnp.float32),
-            "ready": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-            "free": plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=STAGES),
-            "columns_ready": plgpu.Barrier(),
-            "columns_free": plgpu.Barrier(num_arrivals=COMPUTE),
-        },
-        grid=(1 if plan.interpret else _sms(),),
-        grid_names=("sm",),
-        num_threads=COMPUTE + 1,
-        thread_name="group",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
-        interpret=_interpreter() if plan.interpret else None,
-    )
+    scratch = {
+        **scratch,
+        "a": matrix_memory((STAGES, TOKENS, DEPTH), hidden.dtype, DEPTH),
+        "b": matrix_memory((STAGES, WIDTH, DEPTH), hidden.dtype, DEPTH),
+        "of_tokens": plgpu.SMEM((columns.shape[0], TOKENS), jnp.float32),
+        "ready": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        "free": plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=STAGES),
+        "columns_ready": plgpu.Barrier(),
+        "columns_free": plgpu.Barrier(num_arrivals=COMPUTE),
+    }
+    grid = {"sm": 1 if plan.interpret else _sms()}
+    body = functools.partial(_kernel, plan, tile_fn, len(outputs))
+    kernel = launch(body, outputs, scratch, grid, COMPUTE, plan.interpret)
     return kernel(jnp.asarray(count, jnp.int32)[None], columns, hidden, head)
 
 
@@ -304,7 +294,7 @@ def _slope_tile(plan: _Plan, j, product, of_tokens, found, rows, outputs):
     entropy, d_logprob, d_entropy = rest if plan.spec.entropy else (None, rest[0], None)
     for place, logits, index in _slices(plan, j, product):
         slope = plan.spec.slope(logits, index == target, lse, entropy, d_logprob, d_entropy)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=not plan.interpret)  # it minds what is written twice, alike
         found[...] = slope.astype(outputs[0].dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(found, outputs[0].at[rows, pl.ds(plan.start(j) + place, SLICE)])
@@ -314,23 +304,8 @@ def _over_rows(x: Float[Array, "R"] | Int[Array, "R"]) -> Array:
     return lax.broadcast_in_dim(x, (ROWS, SLICE), [0])
 
 
-def _matrix(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory [..., rows, columns], tiled and swizzled as TMA writes it and wgmma reads it."""
-    bits = jnp.dtype(dtype).itemsize * 8
-    swizzle = plgpu.find_swizzle(shape[-1] * bits)
-    transforms = (plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-
 def _sms() -> int:
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None and device.platform == "gpu":
         return device.num_cores
     return getattr(jax.devices()[0], "core_count", SMS)
-
-
-def _interpreter() -> Any:
-    params = getattr(plgpu, "InterpretGPUParams", None)
-    if params is None:  # jax 0.10 and 0.11 have it, unnamed
-        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams as params
-    return params(detect_races=True)

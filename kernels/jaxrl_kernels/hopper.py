@@ -49,6 +49,7 @@ def add_product(acc: Any, a: Any, b: Any, transpose: bool = False) -> None:
         return
     contracted = (((1,), (1 if transpose else 0,)), ((), ()))
     acc.value += lax.dot_general(a[...], b[...], contracted, preferred_element_type=jnp.float32)
+    plgpu.commit_smem()  # what was read has been read, before TMA writes there again; wgmma needs none
 
 
 def read(acc: Any, unfinished: int = 0) -> jax.Array:
@@ -154,4 +155,4 @@ def _interpreter() -> Any:
     params = getattr(plgpu, "InterpretGPUParams", None)
     if params is None:  # jax 0.10 and 0.11 have it, unnamed
         from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams as params
-    return params()
+    return params(detect_races=True)
