@@ -20,6 +20,10 @@ from jaxrl_kernels.gpu_target import SHARED_MEMORY
 
 ROWS = 64
 """Of a wgmma, which one warpgroup issues."""
+COMPUTE = 2
+"""Warpgroups that compute, beside the one that copies (to decode, one does)."""
+FEW_REGISTERS, MANY_REGISTERS = 40, 232
+"""Of the warpgroup that copies and of the two that compute: 40 + 2 * 232 = 504, of 512 a lane of each has."""
 RESERVED = 4096
 """Bytes of shared memory left to the compiler: reductions and barriers."""
 LENGTHS = (32, 64, 128)

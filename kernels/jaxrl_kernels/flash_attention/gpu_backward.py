@@ -13,9 +13,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxrl_kernels.flash_attention.gpu_plan import (
-    COMPUTE,
-    FEW_REGISTERS,
-    MANY_REGISTERS,
     TILE,
     Here,
     Inputs,
@@ -31,7 +28,17 @@ from jaxrl_kernels.flash_attention.gpu_plan import (
     walks,
 )
 from jaxrl_kernels.flash_attention.spec import Place
-from jaxrl_kernels.hopper import PER_COLUMN, PER_ROW, ROWS, add_product, launch, read
+from jaxrl_kernels.hopper import (
+    COMPUTE,
+    FEW_REGISTERS,
+    MANY_REGISTERS,
+    PER_COLUMN,
+    PER_ROW,
+    ROWS,
+    add_product,
+    launch,
+    read,
+)
 
 
 def dq(plan: Plan, inputs: Inputs, place: Place) -> jax.Array:

@@ -18,6 +18,7 @@ from jaxtyping import Array, Int
 from jaxrl_kernels.flash_attention.blocks import bounds, needed, segments_of
 from jaxrl_kernels.flash_attention.spec import Place, Spec
 from jaxrl_kernels.hopper import (
+    COMPUTE,
     PER_COLUMN,
     PER_ROW,
     ROWS,
@@ -27,14 +28,10 @@ from jaxrl_kernels.hopper import (
     stages_that_fit,
 )
 
-COMPUTE = 2
-"""Warpgroups that compute."""
 TILE = COMPUTE * ROWS
 """Queries (keys, for their gradients) of a block of threads; what lengths are padded to."""
 LOG2E, LN2 = math.log2(math.e), math.log(2)
 LARGEST_DIM = 256
-FEW_REGISTERS, MANY_REGISTERS = 40, 232
-"""Of the warpgroup that copies and of those that compute: 40 + 2 * 232 = 504, of 512 a lane of each has."""
 
 
 class Blocks(NamedTuple):

@@ -30,11 +30,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_kernels.flash_attention.gpu_backward import dkv, dq
 from jaxrl_kernels.flash_attention.gpu_plan import (
-    COMPUTE,
-    FEW_REGISTERS,
     LN2,
     LOG2E,
-    MANY_REGISTERS,
     TILE,
     Blocks,
     Here,
@@ -55,7 +52,16 @@ from jaxrl_kernels.flash_attention.gpu_plan import (
     walks,
 )
 from jaxrl_kernels.flash_attention.spec import NOTHING, Place, Spec
-from jaxrl_kernels.hopper import PER_ROW, ROWS, add_product, launch, read
+from jaxrl_kernels.hopper import (
+    COMPUTE,
+    FEW_REGISTERS,
+    MANY_REGISTERS,
+    PER_ROW,
+    ROWS,
+    add_product,
+    launch,
+    read,
+)
 
 __all__ = ["Blocks", "backward", "forward", "unsupported"]
 

@@ -21,12 +21,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jaxrl_kernels.hopper import MATRIX, PER_ROW, ROWS, launch, matrix_memory
+from jaxrl_kernels.hopper import (
+    COMPUTE,
+    FEW_REGISTERS,
+    MANY_REGISTERS,
+    MATRIX,
+    PER_ROW,
+    ROWS,
+    launch,
+    matrix_memory,
+)
 from jaxrl_kernels.linear_logprob.reference import Found, Spec, merge
 
 LOWEST = -1e30
-COMPUTE = 2
-"""Warpgroups that compute."""
 WIDTH, DEPTH = 256, 64
 """Of a step, which has ROWS tokens: rows of the head, numbers of each. Its sums take 128 registers a lane."""
 TOKENS = COMPUTE * ROWS
@@ -37,7 +44,6 @@ SLICE = 64
 GROUP = 16
 """Tiles of tokens that share tiles of the head while those are in the level-2 cache."""
 SMS = 132
-FEW_REGISTERS, MANY_REGISTERS = 40, 232
 
 
 def unsupported(dim: int, dtype: Any) -> str | None:
