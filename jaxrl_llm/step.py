@@ -65,11 +65,7 @@ def outputs(
     how = {"dtype": dtype, **{n: getattr(config, n) for n in ("remat", "sequence_parallel", "strict")}}
     read = lambda model: model(batch.tokens, batch.positions, batch.segments, **how)
     hidden, head, found = read(params), batch_invariant.rounded(params.head, dtype), {}
-    settings = {
-        "temperature": config.temperature,
-        "softcap": params.config.logit_softcap,
-        "chunk": config.chunk,
-    }
+    settings = dict(temperature=config.temperature, softcap=params.config.logit_softcap, chunk=config.chunk)
     if "policy" in wants:
         layout = {} if config.strict else {"layout": prediction_layout(hidden, head)}
         found["policy"], found["entropy"] = (batch_invariant if config.strict else api).linear_logprob(

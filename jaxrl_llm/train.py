@@ -92,8 +92,7 @@ def run(
     """Steps from the newest checkpoint to the last, or until asked to stop."""
     config, run_dir = parts.config, Path(parts.config.run_dir)
     meta = {"config": dump(config), "model": dataclasses.asdict(parts.model)}
-    if state is None:
-        state = parts.initial_state()
+    state = parts.initial_state() if state is None else state
     reference = Reference(parts, run_dir)
     if start == 0 and parts.evaluators and not config.warm_start.steps:
         log.step(0, evaluate(parts, state, reference, 0, log), tokens=0, kind="start")

@@ -93,6 +93,7 @@ def attention(
     batch, length, kv_heads, dim = k.shape
     row = jnp.broadcast_to(jnp.arange(batch)[:, None] * length, positions.shape)
     kv = tuple(x.reshape(batch * length, kv_heads, dim) for x in (k, v))
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def tile(shared, q, row, start, positions):
         q = q.reshape(TILE, kv_heads, -1, dim)
@@ -104,17 +105,14 @@ def attention(
             at = step * KEYS + jnp.arange(KEYS)
             place = row + (start + at) % length
             seen = (at <= last) & (last - at < window)
-            scores = jnp.einsum("rkge,rcke->rkgc", q, keys[place], preferred_element_type=jnp.float32)
-            scores = scores * scale
+            scores = product("rkge,rcke->rkgc", q, keys[place]) * scale
             if softcap is not None:
                 scores = softcap * jnp.tanh(scores / softcap)
             scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
             higher = jnp.maximum(top, jnp.max(scores, axis=-1))
             weights = jnp.exp(scores - higher[..., None])  # keys that are not seen add exact zeros
             shrink = jnp.exp(top - higher)
-            found = jnp.einsum(
-                "rkgc,rcke->rkge", weights.astype(v.dtype), values[place], preferred_element_type=jnp.float32
-            )
+            found = product("rkgc,rcke->rkge", weights.astype(v.dtype), values[place])
             total = total * shrink + jnp.sum(weights, axis=-1)
             return higher, total, out * shrink[..., None] + found
 

@@ -60,8 +60,7 @@ def decode_attention(
         ValueError: shapes that do not fit, or what the implementation asked for cannot do.
     """
     _check(q, k_pages, v_pages, page_table, lengths, k_scales, v_scales)
-    if implementation == "auto":
-        implementation, _ = choose(q, k_pages, page_table)
+    implementation = choose(q, k_pages, page_table)[0] if implementation == "auto" else implementation
     options = dict(scale=scale, window=window, softcap=softcap, k_scales=k_scales, v_scales=v_scales)
     if implementation == "reference":
         return reference.decode_attention(q, k_pages, v_pages, page_table, lengths, **options)

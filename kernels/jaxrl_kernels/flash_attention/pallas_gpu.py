@@ -108,6 +108,23 @@ def _softmax(
     return new, total * decay + jnp.sum(weights, axis=1), decay, weights
 
 
+def _first_block(plan: Plan, here: Here, memory: Any, mask: Mask) -> tuple:
+    """The highest scores, the sums and the weights of the first block of keys alone."""
+    cores = plan.cores
+
+    def scores(product):
+        plgpu.barrier_wait(memory.k_ready.at[0])
+        add_product(product, memory.q.at[here.me], memory.k.at[0], transpose=True)
+        return read(product)
+
+    product = cores.scratch(scores, (ROWS, plan.block))
+    seen = mask(jnp.int32(0), here.walk.block(jnp.int32(0)))
+    plgpu.barrier_arrive(memory.k_free.at[0])
+    top, total = cores.full((ROWS,), NOTHING, PER_ROW), cores.full((ROWS,), 0.0, PER_ROW)
+    top, total, _, weights = _softmax(plan, product, top, total, seen)
+    return top, total, weights.astype(plan.dtype)
+
+
 def _attend(plan: Plan, here: Here, memory: Any, mask: Mask) -> tuple:
     """Weights times values [ROWS, dim], the highest score (in powers of two) and the sum of weights [ROWS].
 
@@ -115,19 +132,8 @@ def _attend(plan: Plan, here: Here, memory: Any, mask: Mask) -> tuple:
     block i while the second runs.
     """
     cores, shape, stages, me = plan.cores, (ROWS, plan.block), jnp.int32(plan.stages), here.me
-
-    def first(product):
-        plgpu.barrier_wait(memory.k_ready.at[0])
-        add_product(product, memory.q.at[me], memory.k.at[0], transpose=True)
-        return read(product)
-
     pl.when(me == 1)(functools.partial(plgpu.barrier_arrive, memory.turn.at[0]))
-    product = cores.scratch(first, shape)
-    top, total = cores.full((ROWS,), NOTHING, PER_ROW), cores.full((ROWS,), 0.0, PER_ROW)
-    seen = mask(jnp.int32(0), here.walk.block(jnp.int32(0)))
-    plgpu.barrier_arrive(memory.k_free.at[0])
-    top, total, _, weights = _softmax(plan, product, top, total, seen)
-    weights = weights.astype(plan.dtype)
+    top, total, weights = _first_block(plan, here, memory, mask)
 
     def step(i, carry, masked):
         acc, top, total, weights = carry
