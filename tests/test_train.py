@@ -90,6 +90,7 @@ def test_a_changed_seed_is_refused(finished, capsys):
     assert "seed: was 0, now 5" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_reference_after_a_supervised_start_survives_a_restart(tmp_path):
     """KL is measured against the weights after the start, also by a run that comes back later."""
     more = [
@@ -111,6 +112,7 @@ def test_reference_after_a_supervised_start_survives_a_restart(tmp_path):
     assert [r["kl"] for r in parts] == [r["kl"] for r in whole]
 
 
+@pytest.mark.slow
 def test_several_minibatches_train(tmp_path):
     more = ["--minibatches_per_step", "2", "--steps", "1", "--warm_start.steps", "0", "--eval.every", "5"]
     assert train(tmp_path, *more) == 0
