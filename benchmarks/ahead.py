@@ -23,11 +23,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxrl_llm.checkpoint.hf_export import save_description
 from jaxrl_llm.configs import grpo_async
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+from jaxrl_llm.hf.export import save_description
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
-from jaxrl_llm.rollout.launch import Launched
+from jaxrl_llm.rollout.sglang.launch import Launched
 
 ROOT = Path(__file__).parents[1]
 OUT, RESULTS = Path("runs/ahead"), ROOT / "benchmarks/results"

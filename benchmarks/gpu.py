@@ -37,15 +37,15 @@ from jaxrl_kernels.linear_logprob import bench as logprob
 from jaxrl_kernels.linear_logprob.api import linear_logprob
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
+from jaxrl_llm.build.models import make_trainers
 from jaxrl_llm.config import DataConfig, ModelConfig, RolloutConfig, SourceConfig, TrainConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.plan.chips import CHIPS
 from jaxrl_llm.plan.plan import make_plan
 from jaxrl_llm.plan.target import open_target, parse
-from jaxrl_llm.roles import make_trainers
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
-from jaxrl_llm.rollout.native import NativeEngine
+from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
 RESULTS = Path(__file__).parent / "results"

@@ -30,21 +30,21 @@ import jax
 import numpy as np
 
 from jaxrl_llm import models
-from jaxrl_llm.bridge.disk import DiskTransport
-from jaxrl_llm.bridge.group import GroupTransport
-from jaxrl_llm.bridge.over_http import HttpTransport
-from jaxrl_llm.bridge.source import WeightSource
-from jaxrl_llm.checkpoint.hf_export import save_description
+from jaxrl_llm.bridge.buckets import WeightSource
+from jaxrl_llm.bridge.push import Publisher
+from jaxrl_llm.bridge.transports.disk import DiskTransport
+from jaxrl_llm.bridge.transports.over_http import HttpTransport
+from jaxrl_llm.bridge.transports.process_group import GroupTransport
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+from jaxrl_llm.hf.export import save_description
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.scorer import make_scorer
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 from jaxrl_llm.rollout.engine import Engine, Request, SamplingConfig
-from jaxrl_llm.rollout.launch import Launched
-from jaxrl_llm.rollout.native import NativeEngine
-from jaxrl_llm.rollout.publisher import Publisher
-from jaxrl_llm.rollout.servers import ServerPool
-from jaxrl_llm.rollout.sglang import SGLangEngine
+from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.rollout.sglang.engine import SGLangEngine
+from jaxrl_llm.rollout.sglang.launch import Launched
+from jaxrl_llm.rollout.sglang.pool import ServerPool
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
 MODEL = TransformerConfig(

@@ -10,15 +10,15 @@ import dataclasses
 import jax
 
 from jaxrl_llm.algos import sft
+from jaxrl_llm.build.models import load_model_config, make_learner
 from jaxrl_llm.config import RewardConfig, SamplingConfig, SourceConfig
 from jaxrl_llm.configs import grpo_tiny
 from jaxrl_llm.data.loader import DataConfig, Loader
 from jaxrl_llm.data.packing import PackItem, from_trajectory
-from jaxrl_llm.experience import judge, sample
+from jaxrl_llm.experience.source import judge, sample
 from jaxrl_llm.models import init
 from jaxrl_llm.rewards.pool import RewardPool
-from jaxrl_llm.roles import load_model_config, make_learner
-from jaxrl_llm.rollout.native import NativeEngine
+from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.mesh import make_mesh
 
 WARM, STEPS, PROMPTS, TRIES = 500, 40, 64, 4

@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
-import traceback
 from collections.abc import Callable
-from pathlib import Path
+
+from jaxrl_llm.errors import RunError, UserError
 
 COMMANDS = {
     "train": ("jaxrl_llm.train", "train a model as a recipe says"),
@@ -22,7 +22,7 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; a user's mistake (ValueError) is one message and exit code 2, not a traceback."""
+    """Run the command; a mistake of the user is one message and exit code 2, not a traceback."""
     argv = sys.argv[1:] if argv is None else argv
     command, *rest = argv or ["--help"]
     if command in ("-h", "--help", "help"):
@@ -32,25 +32,22 @@ def main(argv: list[str] | None = None) -> int:
         near = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0.0)[0]
         print(f"error: {command}: unknown command. Did you mean {near}?\n\n{usage()}", file=sys.stderr)
         return 2
-    runtime = importlib.import_module("jaxrl_llm.runtime")
+    runtime = importlib.import_module("jaxrl_llm.host.start")
     runtime.quiet_transformers()
     module = importlib.import_module(COMMANDS[command][0])
     return run(module.main, rest)
 
 
 def run(command_main: Callable[[list[str]], int | None], argv: list[str]) -> int:
-    """Exit code of `command_main(argv)`: 2, with the message alone, where this package refuses its input.
-
-    A ValueError from inside another library is no such refusal and keeps its traceback.
-    """
+    """Return the exit code of `command_main(argv)`; print a UserError (2) or RunError (1) as a message."""
     try:
         return command_main(argv) or 0
-    except ValueError as error:
-        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-        if Path(__file__).parent not in raised_in.parents:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except UserError as error:
+        code, message = 2, error
+    except RunError as error:
+        code, message = 1, error
+    print(f"error: {message}", file=sys.stderr)
+    return code
 
 
 def usage() -> str:

@@ -19,9 +19,9 @@ from jaxrl_llm.data.chat import ChatConfig
 from jaxrl_llm.data.loader import DataConfig
 from jaxrl_llm.data.rows import SourceConfig
 from jaxrl_llm.envs.config import EnvConfig
-from jaxrl_llm.metrics import LogConfig
+from jaxrl_llm.learn.optim import OptimConfig
 from jaxrl_llm.models.config import RopeConfig, TransformerConfig
-from jaxrl_llm.optim import OptimConfig
+from jaxrl_llm.report.log import LogConfig
 from jaxrl_llm.rewards.sample import RewardConfig, RewardModelConfig
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 from jaxrl_llm.rollout.engine import SamplingConfig
@@ -30,7 +30,6 @@ from jaxrl_llm.sharding.mesh import MeshConfig
 __all__ = [  # all that a recipe needs, besides its algorithm
     "ChatConfig",
     "CheckpointConfig",
-    "ConfigError",
     "CriticConfig",
     "DataConfig",
     "EnvConfig",
@@ -66,10 +65,6 @@ SECRET_NAME = re.compile(
     r"(^|_)(api_?key|(access|secret|private|auth)_?key|token|secret|password|credential)$", re.I
 )
 MASKED = "***"
-
-
-class ConfigError(ValueError):
-    """A mistake in a recipe or on the command line; the message names the key and the fix."""
 
 
 @dataclass(frozen=True)

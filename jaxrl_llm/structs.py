@@ -114,7 +114,7 @@ class Batch:
 
 
 @pytree
-class Whole:
+class BatchTotals:
     """Numbers of a whole mini-batch: what its micro-batches cannot know by themselves."""
 
     num_tokens: Float[Array, ""]  # trained tokens
@@ -124,7 +124,7 @@ class Whole:
 
 
 @pytree
-class Signals:
+class LossInputs:
     """All that a loss may look at. [B, T] float32, log-probs in nats, aligned with `targets`.
 
     The denominators are global: over all micro-batches and devices of one optimizer update, so that
@@ -163,7 +163,7 @@ class TrainState:
     critic: TrainState | None = None  # of the critic that learns beside it
 
 
-class Call(NamedTuple):
+class Program(NamedTuple):
     """A jitted function and what it is called with, abstract: to be compiled without being run."""
 
     fn: Any

@@ -20,31 +20,31 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxrl_llm import algos, runtime
-from jaxrl_llm.checkpoint import hf
-from jaxrl_llm.checkpoint.lock import hold
-from jaxrl_llm.checkpoint.state import Checkpointer, DiskFullError
+from jaxrl_llm import algos
+from jaxrl_llm.build.run import Parts, Stage, build, data_report
+from jaxrl_llm.checkpoint.state import Checkpointer
 from jaxrl_llm.config import TrainConfig, derived, describe_run, dump
-from jaxrl_llm.experience import Experience, prompt_text
-from jaxrl_llm.metrics import RunLog, sample_rows
+from jaxrl_llm.errors import RunError
+from jaxrl_llm.experience.source import Experience, prompt_text
+from jaxrl_llm.hf.export import save_model
+from jaxrl_llm.host.lock import hold
+from jaxrl_llm.host.start import start_host
+from jaxrl_llm.host.stop import EXIT_STOPPED, Stop
+from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.models.kernels import describe
-from jaxrl_llm.parts import Parts, build, data_report
-from jaxrl_llm.recipes import from_command_line
-from jaxrl_llm.reference import Reference
-from jaxrl_llm.rewards.sample import RewardFailureError
-from jaxrl_llm.rollout.engine import DialogueError
-from jaxrl_llm.rollout.server import Outage, ServerError
-from jaxrl_llm.signals import EXIT_STOPPED, Stop
-from jaxrl_llm.structs import Metrics, TrainState
+from jaxrl_llm.recipe.load import from_command_line
+from jaxrl_llm.report.log import RunLog, sample_rows
+from jaxrl_llm.rollout.sglang.server import Outage
+from jaxrl_llm.structs import Metrics, Params, TrainState
 
 BEGUN = "rollouts.npz"  # in a checkpoint: responses to later steps' prompts, done or not
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(RunError):
     """Several updates in a row had NaN or Inf in loss or gradient."""
 
 
-class UnsavedError(RuntimeError):
+class UnsavedError(RunError):
     """The run came to its end, but not all of what it made is on the disk."""
 
 
@@ -62,38 +62,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     with contextlib.ExitStack() as closing:
         try:
             launch = from_command_line(argv)
-            runtime.start()
+            start_host()
             closing.enter_context(hold(Path(launch.config.run_dir)))
             parts = build(launch.config, closing)
             closing.enter_context(jax.set_mesh(parts.mesh))
             checkpoints = Checkpointer(launch.config.checkpoint, Path(launch.config.run_dir))
             closing.enter_context(contextlib.closing(checkpoints))
             state, start = restore(parts, checkpoints)
-        except ValueError as error:  # the user's input; errors of the run itself keep their traceback
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-        log = RunLog(launch.config.run_dir, launch.config.log, parts.total, resume_step=start or -1)
-        closing.enter_context(contextlib.closing(log))
-        introduce(log, parts, describe_run(launch.config, launch.recipe, argv), start)
-        try:
+            log = RunLog(launch.config.run_dir, launch.config.log, parts.total, resume_step=start or -1)
+            closing.enter_context(contextlib.closing(log))
+            introduce(log, parts, describe_run(launch.config, launch.recipe, argv), start)
             with contextlib.closing(Stop(launch.config.max_runtime)) as stop:
                 ended = run(parts, checkpoints, log, state, start, stop)
             return finish(parts, checkpoints, log, ended)
-        except (
-            NonFiniteError, RewardFailureError, DiskFullError, UnsavedError, ServerError, DialogueError
-        ) as error:  # fmt: skip
-            print(f"error: {error}", file=sys.stderr)  # said in full; the checkpoints stand
-            return 1
+        except UserError as error:
+            code, message = 2, error
+        except RunError as error:
+            code, message = 1, error
+    print(f"error: {message}", file=sys.stderr)
+    return code
 
 
 def run(
     parts: Parts, checkpoints: Checkpointer, log: RunLog, state: TrainState | None, start: int, stop: Stop
 ) -> Ended:
     """Steps from the newest checkpoint to the last, or until asked to stop."""
-    config, run_dir = parts.config, Path(parts.config.run_dir)
+    config = parts.config
     meta = {"config": dump(config), "model": dataclasses.asdict(parts.model)}
     state = parts.initial_state() if state is None else state
-    reference = Reference(parts, run_dir)
+    reference = parts.reference()
     if start == 0 and parts.evaluators and not config.warm_start.steps:
         log.step(0, evaluate(parts, state, reference, 0, log), tokens=0, kind="start")
     done, reason, metrics, outage = start, None, {}, Outage()
@@ -112,7 +109,7 @@ def run(
         if outage.reason:
             break
         with log.phase("score"):
-            frozen = reference.params(stage, step, state.params)
+            frozen = reference_of(stage, reference, step, state)
             stage.trainer.score(state, experience.items, stage.minibatches, frozen)
             minibatches = stage.assign(experience, float(state.kl_coef), seed=step)
         with log.phase("update"):
@@ -154,7 +151,7 @@ def finish(parts: Parts, checkpoints: Checkpointer, log: RunLog, ended: Ended) -
     if not ended.reason:
         try:
             params, dtype = parts.exported(ended.state.params), parts.config.model.dtype
-            hf.save(params, params.config, run_dir / "hf", parts.tokenizer, dtype=dtype)
+            save_model(params, params.config, run_dir / "hf", parts.tokenizer, dtype=dtype)
         except (OSError, ValueError) as error:  # the checkpoint, or the message about it, matters more
             lost.append(f"The model is not exported: {error}")
     stopped = ended.reason or ("a failed save" if lost else "")
@@ -198,11 +195,18 @@ def eval_due(parts: Parts, done: int) -> bool:
 def evaluate(parts: Parts, state: TrainState, reference: Reference, done: int, log: RunLog) -> Metrics:
     """What is found on held-out data now."""
     metrics: Metrics = {}
-    frozen = functools.partial(reference.params, parts.stages[-1], done, state.params)
+    frozen = functools.partial(reference_of, parts.stages[-1], reference, done, state)
     with log.phase("evaluation"):
         for evaluator in parts.evaluators:
             metrics |= evaluator(state, frozen)
     return metrics
+
+
+def reference_of(stage: Stage, reference: Reference, step: int, state: TrainState) -> Params | None:
+    """Return the reference weights of a stage, or None where its algorithm needs none."""
+    if not stage.trainer.policy.algo.needs_reference:
+        return None
+    return reference.params(stage.start, step, state.params)
 
 
 def checkpoint_due(config: TrainConfig, done: int, total: int) -> bool:

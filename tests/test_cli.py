@@ -9,7 +9,7 @@ import types
 import pytest
 
 from jaxrl_llm import __main__ as cli
-from jaxrl_llm.config import ConfigError
+from jaxrl_llm.errors import ConfigError
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_arguments_and_exit_codes_pass_through(command):
 
 
 def test_a_refusal_of_this_package_is_one_message(command, capsys):
-    from jaxrl_llm.recipes import from_command_line
+    from jaxrl_llm.recipe.load import from_command_line
 
     command(from_command_line)
     assert cli.main(["train", "--config", "grpo_tiny.py", "--stpes", "3"]) == 2

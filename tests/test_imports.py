@@ -15,47 +15,31 @@ ALL_FILES = [file for folder in CHECKED for file in sorted((ROOT / folder).rglob
 
 ANY = None
 ALLOWED: dict[str, str | None] = {
-    # the nouns, and small tools that know no other part
+    # the nouns, and what knows no other part
     "jaxrl_kernels": "",
+    "errors": "",
     "outcome": "",
-    "signals": "",
-    "runtime": "",
-    "jsonl": "",
-    "loggers": "",
-    "progress": "",
-    "optim": "",
     "structs": "outcome",
-    "curve": "jsonl",
-    "metrics": "structs jsonl curve loggers progress",
+    "host": "errors",
+    "report": "errors structs",
     # the parts
-    "sharding": "jaxrl_kernels structs",
-    "models": "jaxrl_kernels structs sharding",
+    "sharding": "errors jaxrl_kernels structs",
+    "models": "errors jaxrl_kernels structs sharding",
     "algos": "structs",
-    "rewards": "outcome",
-    "data": "structs",
-    "checkpoint": "structs signals sharding models",
-    "rollout": "jaxrl_kernels structs sharding models",
-    "envs": "structs outcome data rollout",
-    "bridge": "structs models checkpoint rollout",
+    "rewards": "errors outcome",
+    "data": "errors structs",
+    "hf": "errors structs host sharding models",
+    "checkpoint": "errors structs host models",
+    "bridge": "errors structs models hf",
+    "rollout": "jaxrl_kernels errors structs sharding models bridge",
+    "envs": "errors structs outcome data rollout",
     # what joins them
-    "step": "jaxrl_kernels structs sharding algos",
-    "learner": "structs sharding models algos data step",
-    "trainer": "structs models algos data learner",
-    "credit": "structs algos data",
-    "reward_models": "structs sharding models checkpoint rewards data step",
-    "experience": "structs algos data rewards rollout envs reward_models",
-    "on_policy": "structs algos data envs rewards rollout reward_models experience",
-    "evaluate": "structs data rewards rollout envs experience trainer",
-    "config": "structs metrics optim sharding models algos data rewards rollout envs checkpoint",
-    "overrides": "config",
-    "config_check_rollout": "algos rollout config",
-    "config_check": "sharding rollout overrides config config_check_rollout",
-    "recipes": "algos overrides config_check config",
+    "learn": "jaxrl_kernels errors structs sharding models algos data checkpoint",
+    "experience": "errors structs sharding models algos data rewards rollout envs hf learn",
+    "config": "errors structs report learn sharding models algos data rewards rollout envs checkpoint",
+    "recipe": "errors algos sharding rollout config",
     # the top
-    "roles": ANY,
-    "engines": ANY,
-    "parts": ANY,
-    "reference": ANY,
+    "build": ANY,
     "train": ANY,
     "plan": ANY,
     "tools": ANY,
@@ -138,7 +122,7 @@ def test_reward_workers_start_without_jax():
 def test_files_are_small_plain_and_well_named(file):
     text = file.read_text()
     assert text.isascii(), next(x for x in text.splitlines() if not x.isascii())
-    limit = 600 if relative(file).startswith(("kernels", "tests", "benchmarks")) else 300
+    limit = 600 if relative(file).startswith(("kernels", "tests", "benchmarks")) else 400
     assert len(text.splitlines()) <= limit
     assert file.stem not in sys.stdlib_module_names, "hides a module of the standard library"
     for node in ast.walk(ast.parse(text)):

@@ -18,16 +18,17 @@ import optax
 import work
 from serve import serve
 
-from jaxrl_llm import credit, models
+from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
 from jaxrl_llm.data.packing import PackItem, from_trajectory
-from jaxrl_llm.learner import Learner
+from jaxrl_llm.learn import credit
+from jaxrl_llm.learn.learner import Learner
+from jaxrl_llm.learn.optim import decayed
+from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import RopeConfig, TransformerConfig
-from jaxrl_llm.optim import decayed
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
-from jaxrl_llm.rollout.native import NativeEngine, RolloutConfig
+from jaxrl_llm.rollout.native.engine import NativeEngine, RolloutConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
-from jaxrl_llm.step import StepConfig
 
 MODEL = TransformerConfig(
     vocab_size=work.VOCAB,

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.algos.policy_gradient import PolicyConfig, advantages, finish, returns, select
 from jaxrl_llm.algos.policy_losses import log_ratio
-from jaxrl_llm.structs import Metrics, Signals
+from jaxrl_llm.structs import LossInputs, Metrics
 
 __all__ = ["INPUT", "Config", "advantages", "loss", "returns", "select"]
 
@@ -31,7 +31,7 @@ class Config(PolicyConfig):
     """The weight is at most 1 + clip_high."""
 
 
-def loss(signals: Signals, config: Config) -> tuple[Float[Array, ""], Metrics]:
+def loss(signals: LossInputs, config: Config) -> tuple[Float[Array, ""], Metrics]:
     """-sg[clip(r)] A log pi."""
     ratio = jax.lax.stop_gradient(jnp.exp(log_ratio(signals.policy, signals.old)))
     weight = jnp.clip(ratio, 1 - config.clip_low, 1 + config.clip_high)

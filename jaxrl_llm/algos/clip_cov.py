@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from jaxrl_llm.algos.clipped import ClippedConfig, surrogate
 from jaxrl_llm.algos.covariance import covariance, lottery
 from jaxrl_llm.algos.policy_gradient import advantages, finish, returns, select
-from jaxrl_llm.structs import Metrics, Signals
+from jaxrl_llm.structs import LossInputs, Metrics
 
 __all__ = ["INPUT", "Config", "advantages", "loss", "returns", "select"]
 
@@ -34,7 +34,7 @@ class Config(ClippedConfig):
     """Only tokens of a smaller covariance are dropped."""
 
 
-def loss(signals: Signals, config: Config) -> tuple[Float[Array, ""], Metrics]:
+def loss(signals: LossInputs, config: Config) -> tuple[Float[Array, ""], Metrics]:
     """The clipped surrogate, 0 where the token is dropped."""
     per_token, clipped = surrogate(signals, config)
     cov = covariance(signals)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algos.policy_gradient import PolicyConfig, finish
 from jaxrl_llm.algos.policy_losses import ppo_clip
-from jaxrl_llm.structs import Metrics, Signals
+from jaxrl_llm.structs import LossInputs, Metrics
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class ClippedConfig(PolicyConfig):
     """Bound on the loss of every token (ChatLearn: 3.0); None = none."""
 
 
-def surrogate(signals: Signals, config: ClippedConfig) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+def surrogate(signals: LossInputs, config: ClippedConfig) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
     """(max(-A r, -A clip(r, 1 - low, 1 + high)) of each token, where the clip took the gradient away)."""
     return ppo_clip(
         signals.policy,
@@ -38,7 +38,7 @@ def surrogate(signals: Signals, config: ClippedConfig) -> tuple[Float[Array, "B 
     )
 
 
-def loss(signals: Signals, config: ClippedConfig) -> tuple[Float[Array, ""], Metrics]:
+def loss(signals: LossInputs, config: ClippedConfig) -> tuple[Float[Array, ""], Metrics]:
     """The clipped surrogate, r = exp(policy - old); with one update a step r is 1."""
     per_token, clipped = surrogate(signals, config)
     return finish(per_token, {"clip_fraction": clipped}, signals, config)

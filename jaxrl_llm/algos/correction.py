@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.algos.reduce import aggregate, segment_sums, token_mean
-from jaxrl_llm.structs import Metrics, Signals
+from jaxrl_llm.structs import LossInputs, Metrics
 
 Rule = Literal[
     "token_k1", "token_k2", "token_k3", "token_tv", "token_binary_kl",
@@ -149,7 +149,7 @@ def _sequence_max(
     return jnp.take_along_axis(largest, segments, axis=1)
 
 
-def correct(signals: Signals, config: Correction) -> tuple[Float[Array, "B T"], Metrics]:
+def correct(signals: LossInputs, config: Correction) -> tuple[Float[Array, "B T"], Metrics]:
     """(weight of each token's policy loss, metrics). No gradient flows through the weights.
 
     A rejected token weighs 0 and the denominators stay (veRL shrinks them; OpenRLHF does not). The effective
@@ -180,7 +180,7 @@ def correct(signals: Signals, config: Correction) -> tuple[Float[Array, "B T"], 
     return weights, metrics
 
 
-def diagnostics(old: Float[Array, "B T"], signals: Signals) -> Metrics:
+def diagnostics(old: Float[Array, "B T"], signals: LossInputs) -> Metrics:
     """How far the rollout's distribution is from the trainer's; all add up over micro-batches.
 
     kl and k3_kl estimate KL(rollout || old), nats a token; ppl_ratio is the mean over sequences of the

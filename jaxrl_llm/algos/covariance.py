@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxrl_llm.algos.reduce import masked_sum
-from jaxrl_llm.structs import Signals
+from jaxrl_llm.structs import LossInputs
 
 
-def covariance(signals: Signals) -> Float[Array, "B T"]:
+def covariance(signals: LossInputs) -> Float[Array, "B T"]:
     """(A - mean A) (log pi - mean log pi) of each token, without gradient.
 
     The means are over this micro-batch's tokens, as in the authors' code: with micro-batches of different

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.algos.preference import chosen_nll, over_pairs, pair_metrics, sigmoid_loss
 from jaxrl_llm.algos.reduce import pair_sums
-from jaxrl_llm.structs import Metrics, Signals
+from jaxrl_llm.structs import LossInputs, Metrics
 
 INPUT = "pairs"
 UNIT = 2
@@ -32,7 +32,7 @@ class Config(AlgoConfig):
     """Weight of the chosen response's mean -log p(token)."""
 
 
-def loss(signals: Signals, config: Config) -> tuple[Float[Array, ""], Metrics]:
+def loss(signals: LossInputs, config: Config) -> tuple[Float[Array, ""], Metrics]:
     """Mean over pairs of the preference and the likelihood term."""
     chosen, rejected = [config.beta * total for total in pair_sums(signals.policy, signals)]
     metrics = pair_metrics(chosen, rejected, signals)

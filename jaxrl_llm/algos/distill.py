@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.algos.reduce import Aggregation, aggregate, token_mean
-from jaxrl_llm.structs import Metrics, Signals
+from jaxrl_llm.structs import LossInputs, Metrics
 
 INPUT = "tokens"
 DATA = "teachers"  # labels say which of the teachers a row has
@@ -44,7 +44,7 @@ class Config(AlgoConfig):
         return {"beta": self.beta, "temperature": self.temperature, "top_k": self.top_k}
 
 
-def loss(signals: Signals, config: Config) -> tuple[Float[Array, ""], Metrics]:
+def loss(signals: LossInputs, config: Config) -> tuple[Float[Array, ""], Metrics]:
     """Mean divergence, plus the NLL term."""
     metrics = {
         "divergence": token_mean(signals.divergence, signals),

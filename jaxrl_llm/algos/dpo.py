@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.algos.preference import chosen_nll, over_pairs, pair_means, pair_metrics, sigmoid_loss
 from jaxrl_llm.algos.reduce import pair_sums
-from jaxrl_llm.structs import Metrics, Signals
+from jaxrl_llm.structs import LossInputs, Metrics
 
 INPUT = "pairs"
 UNIT = 2
@@ -48,7 +48,7 @@ class Config(AlgoConfig):
         return not self.reference_free
 
 
-def loss(signals: Signals, config: Config) -> tuple[Float[Array, ""], Metrics]:
+def loss(signals: LossInputs, config: Config) -> tuple[Float[Array, ""], Metrics]:
     """Mean over pairs of the loss of h, plus the NLL term."""
     ratio = signals.policy if config.reference_free else signals.policy - signals.reference
     chosen, rejected = (pair_means if config.length_normalized else pair_sums)(ratio, signals)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algos.policy_gradient import Old, PolicyConfig, advantages, finish, returns, select
 from jaxrl_llm.algos.policy_losses import log_ratio
-from jaxrl_llm.structs import Metrics, Signals
+from jaxrl_llm.structs import LossInputs, Metrics
 
 __all__ = ["INPUT", "Config", "advantages", "loss", "returns", "select"]
 
@@ -38,7 +38,7 @@ class Config(PolicyConfig):
     old: Old = "rollout"
 
 
-def loss(signals: Signals, config: Config) -> tuple[Float[Array, ""], Metrics]:
+def loss(signals: LossInputs, config: Config) -> tuple[Float[Array, ""], Metrics]:
     """-M sg[min(r, cap)] A log pi."""
     ratio = jnp.exp(jax.lax.stop_gradient(log_ratio(signals.policy, signals.old)))
     keep = trusted(jax.lax.stop_gradient(signals.policy), signals, config)
@@ -46,7 +46,7 @@ def loss(signals: Signals, config: Config) -> tuple[Float[Array, ""], Metrics]:
     return finish(jnp.where(keep, surrogate, 0.0), {"clip_fraction": ~keep}, signals, config)
 
 
-def trusted(policy: Float[Array, "B T"], signals: Signals, config: Config) -> Bool[Array, "B T"]:
+def trusted(policy: Float[Array, "B T"], signals: LossInputs, config: Config) -> Bool[Array, "B T"]:
     """True where the divergence is small enough, or the advantage reduces it."""
     now, before = jnp.exp(policy), jnp.exp(signals.old)
     if config.divergence_of == "tv":

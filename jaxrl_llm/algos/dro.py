@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.algos.policy_gradient import PolicyConfig, advantages, finish, returns, select
 from jaxrl_llm.algos.policy_losses import log_ratio
-from jaxrl_llm.structs import Metrics, Signals
+from jaxrl_llm.structs import LossInputs, Metrics
 
 __all__ = ["INPUT", "Config", "advantages", "loss", "returns", "select"]
 
@@ -28,7 +28,7 @@ class Config(PolicyConfig):
     """Weight of the squared log-ratio."""
 
 
-def loss(signals: Signals, config: Config) -> tuple[Float[Array, ""], Metrics]:
+def loss(signals: LossInputs, config: Config) -> tuple[Float[Array, ""], Metrics]:
     """-A log pi + beta / 2 (policy - old)^2."""
     square = jnp.square(log_ratio(signals.policy, signals.old))
     surrogate = -signals.advantages * signals.policy + 0.5 * config.beta * square

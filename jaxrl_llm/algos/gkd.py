@@ -19,7 +19,7 @@ from jaxrl_llm.algos.advantages import group_advantages
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.algos.policy_losses import ppo_clip
 from jaxrl_llm.algos.reduce import token_mean
-from jaxrl_llm.structs import Metrics, Rollouts, Signals
+from jaxrl_llm.structs import LossInputs, Metrics, Rollouts
 
 INPUT = "rollouts"
 
@@ -72,7 +72,7 @@ def advantages(rollouts: Rollouts, config: Config) -> Float[Array, "N R"]:
     return total
 
 
-def loss(signals: Signals, config: Config) -> tuple[Float[Array, ""], Metrics]:
+def loss(signals: LossInputs, config: Config) -> tuple[Float[Array, ""], Metrics]:
     """Token mean of the divergence, of the clipped surrogate, or of both."""
     total, metrics = jnp.zeros(()), {}
     if config.form == "divergence":

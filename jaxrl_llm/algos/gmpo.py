@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from jaxrl_llm.algos.policy_gradient import PolicyConfig, advantages, finish, returns, select
 from jaxrl_llm.algos.policy_losses import log_ratio
 from jaxrl_llm.algos.reduce import Aggregation, sequence_mean
-from jaxrl_llm.structs import Metrics, Signals
+from jaxrl_llm.structs import LossInputs, Metrics
 
 __all__ = ["INPUT", "Config", "advantages", "loss", "returns", "select"]
 
@@ -32,7 +32,7 @@ class Config(PolicyConfig):
     aggregation: Aggregation = "sequence"
 
 
-def loss(signals: Signals, config: Config) -> tuple[Float[Array, ""], Metrics]:
+def loss(signals: LossInputs, config: Config) -> tuple[Float[Array, ""], Metrics]:
     """-A times the geometric mean of the clipped ratios, the same at each token of a response."""
     change = log_ratio(signals.policy, signals.old)
     bounded = jnp.clip(change, -config.clip_low, config.clip_high)

@@ -17,7 +17,7 @@ from jaxrl_llm.algos.clipped import ClippedConfig
 from jaxrl_llm.algos.policy_gradient import advantages, finish, returns, select
 from jaxrl_llm.algos.policy_losses import BOUND, clip
 from jaxrl_llm.algos.reduce import Aggregation, sequence_mean
-from jaxrl_llm.structs import Metrics, Signals
+from jaxrl_llm.structs import LossInputs, Metrics
 
 __all__ = ["INPUT", "Config", "advantages", "loss", "returns", "select"]
 
@@ -33,7 +33,7 @@ class Config(ClippedConfig):
     aggregation: Aggregation = "sequence"
 
 
-def loss(signals: Signals, config: Config) -> tuple[Float[Array, ""], Metrics]:
+def loss(signals: LossInputs, config: Config) -> tuple[Float[Array, ""], Metrics]:
     """The clipped surrogate of the sequence's ratio."""
     mean = sequence_mean(signals.policy - signals.old, signals)
     fixed = jax.lax.stop_gradient(jnp.clip(mean, -BOUND, BOUND) - signals.policy)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float
 from jaxrl_llm.algos.covariance import covariance
 from jaxrl_llm.algos.policy_gradient import PolicyConfig, advantages, finish, returns, select
 from jaxrl_llm.algos.policy_losses import log_ratio
-from jaxrl_llm.structs import Metrics, Signals
+from jaxrl_llm.structs import LossInputs, Metrics
 
 __all__ = ["INPUT", "Config", "advantages", "loss", "returns", "select"]
 
@@ -31,7 +31,7 @@ class Config(PolicyConfig):
     """Weight of |policy - old| there (veRL: 0.1)."""
 
 
-def loss(signals: Signals, config: Config) -> tuple[Float[Array, ""], Metrics]:
+def loss(signals: LossInputs, config: Config) -> tuple[Float[Array, ""], Metrics]:
     """-A r, with the penalty on the chosen tokens."""
     change = log_ratio(signals.policy, signals.old)
     chosen = largest(covariance(signals), signals.mask, config.fraction)

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.algos.preference import over_pairs, pair_means
 from jaxrl_llm.algos.reduce import pair_sums
-from jaxrl_llm.structs import Metrics, Signals
+from jaxrl_llm.structs import LossInputs, Metrics
 
 INPUT = "labels"
 UNIT = 2
@@ -51,7 +51,7 @@ class Config(AlgoConfig):
         return True
 
 
-def baseline(signals: Signals, config: Config) -> Float[Array, "*shape"]:
+def baseline(signals: LossInputs, config: Config) -> Float[Array, "*shape"]:
     """This micro-batch's part of z before max; of "other_label" sums and counts of either label, [4]."""
     ratio, mismatched = pair_sums(signals.old - signals.reference, signals)
     if config.baseline == "mismatched":
@@ -61,7 +61,7 @@ def baseline(signals: Signals, config: Config) -> Float[Array, "*shape"]:
     return jnp.stack([over_pairs(x, signals) for x in (*of_label(ratio), *of_label(jnp.ones_like(ratio)))])
 
 
-def loss(signals: Signals, config: Config) -> tuple[Float[Array, ""], Metrics]:
+def loss(signals: LossInputs, config: Config) -> tuple[Float[Array, ""], Metrics]:
     """Mean over responses of their weighted distance from full value; `signals.baseline` is z before max."""
     ratio = pair_sums(signals.policy - signals.reference, signals)[0]
     desirable = pair_means(signals.labels, signals)[0] > 0.5

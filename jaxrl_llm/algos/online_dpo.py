@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.algos import dpo
 from jaxrl_llm.algos.contract import AlgoConfig
-from jaxrl_llm.structs import Metrics, Rollouts, Signals
+from jaxrl_llm.structs import LossInputs, Metrics, Rollouts
 
 INPUT = "rollouts"
 UNIT = 2
@@ -49,6 +49,6 @@ def select(rollouts: Rollouts, config: Config, rng: np.random.Generator) -> np.n
     return np.asarray(chosen, np.int64)
 
 
-def loss(signals: Signals, config: Config) -> tuple[Float[Array, ""], Metrics]:
+def loss(signals: LossInputs, config: Config) -> tuple[Float[Array, ""], Metrics]:
     """That of DPO."""
     return dpo.loss(signals, config.dpo)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.algos.preference import chosen_nll, over_pairs, pair_means, pair_metrics
-from jaxrl_llm.structs import Metrics, Signals
+from jaxrl_llm.structs import LossInputs, Metrics
 
 INPUT = "pairs"
 UNIT = 2
@@ -37,7 +37,7 @@ def log_odds(logprob: Float[Array, "B H"]) -> Float[Array, "B H"]:
     return logprob - jnp.log(-jnp.expm1(logprob))
 
 
-def loss(signals: Signals, config: Config) -> tuple[Float[Array, ""], Metrics]:
+def loss(signals: LossInputs, config: Config) -> tuple[Float[Array, ""], Metrics]:
     """Mean over pairs of the likelihood and the odds ratio term."""
     chosen, rejected = pair_means(signals.policy, signals)
     ratio = log_odds(chosen) - log_odds(rejected)

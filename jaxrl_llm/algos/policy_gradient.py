@@ -22,7 +22,7 @@ from jaxrl_llm.algos.kl import Estimator, kl, next_kl_coef
 from jaxrl_llm.algos.reduce import Aggregation, aggregate, token_mean
 from jaxrl_llm.algos.returns import Gaps, gae, on_last_token, return_to_go, whiten
 from jaxrl_llm.algos.value import value_loss
-from jaxrl_llm.structs import Metrics, Rollouts, Signals
+from jaxrl_llm.structs import LossInputs, Metrics, Rollouts
 
 KLPlace = Literal["loss", "reward", "advantage"]
 Old = Literal["auto", "recompute", "rollout"]
@@ -131,7 +131,7 @@ class PolicyConfig(AlgoConfig):
             return kl_coef
         return next_kl_coef(kl_coef, metrics["kl"], num_sequences, self.kl_target, self.kl_horizon)
 
-    def present_kl_coef(self, x: Rollouts | Signals) -> Float[Array, ""] | float:
+    def present_kl_coef(self, x: Rollouts | LossInputs) -> Float[Array, ""] | float:
         return self.kl_coef if self.kl_target is None else x.kl_coef
 
 
@@ -194,7 +194,7 @@ def _rollout_kl(rollouts: Rollouts, config: PolicyConfig) -> Float[Array, "N R"]
 
 
 def finish(
-    loss: Float[Array, "B T"], marks: Mapping[str, Array], signals: Signals, config: PolicyConfig
+    loss: Float[Array, "B T"], marks: Mapping[str, Array], signals: LossInputs, config: PolicyConfig
 ) -> tuple[Float[Array, ""], Metrics]:
     """The end of every policy loss: correct for the rollout, add KL, entropy and value loss, aggregate.
 

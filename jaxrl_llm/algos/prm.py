@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.algos.reduce import Aggregation, aggregate, token_mean
-from jaxrl_llm.structs import Metrics, Signals
+from jaxrl_llm.structs import LossInputs, Metrics
 
 INPUT = "tokens"
 DATA = "steps"  # the mask marks what follows each step; labels say whether the step was right
@@ -37,7 +37,7 @@ class Config(AlgoConfig):
         return True
 
 
-def loss(signals: Signals, config: Config) -> tuple[Float[Array, ""], Metrics]:
+def loss(signals: LossInputs, config: Config) -> tuple[Float[Array, ""], Metrics]:
     """Binary cross-entropy of the steps."""
     v, y = signals.values, signals.labels
     each = -(y * jax.nn.log_sigmoid(v) + (1 - y) * jax.nn.log_sigmoid(-v))

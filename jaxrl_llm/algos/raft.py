@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.algos.reduce import Aggregation, aggregate
-from jaxrl_llm.structs import Metrics, Rollouts, Signals
+from jaxrl_llm.structs import LossInputs, Metrics, Rollouts
 
 INPUT = "rollouts"
 
@@ -50,6 +50,6 @@ def select(rollouts: Rollouts, config: Config, rng: np.random.Generator) -> np.n
     return np.sort(np.array(kept, np.int64))
 
 
-def loss(signals: Signals, config: Config) -> tuple[Float[Array, ""], Metrics]:
+def loss(signals: LossInputs, config: Config) -> tuple[Float[Array, ""], Metrics]:
     """-log pi."""
     return aggregate(-signals.policy, signals, config.aggregation), {}

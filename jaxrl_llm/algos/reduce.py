@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.structs import Signals
+from jaxrl_llm.structs import LossInputs
 
 Aggregation = Literal["token", "sequence", "sequence_sum", "constant"]
 
@@ -18,13 +18,13 @@ def masked_sum(x: Float[Array, "..."], mask: Float[Array, "..."]) -> Float[Array
     return jnp.sum(jnp.where(mask > 0, x * mask, 0.0))
 
 
-def token_mean(x: Float[Array, "B T"], signals: Signals) -> Float[Array, ""]:
+def token_mean(x: Float[Array, "B T"], signals: LossInputs) -> Float[Array, ""]:
     """This micro-batch's part of the mean over all trained tokens of the mini-batch."""
     return masked_sum(x, signals.mask) / signals.num_tokens
 
 
 def aggregate(
-    x: Float[Array, "B T"], signals: Signals, how: Aggregation, constant: float = 1.0
+    x: Float[Array, "B T"], signals: LossInputs, how: Aggregation, constant: float = 1.0
 ) -> Float[Array, ""]:
     """This micro-batch's part of the loss of the mini-batch.
 
@@ -55,13 +55,13 @@ def segment_sums(
     return sums[:, 1:]
 
 
-def sequence_mean(x: Float[Array, "B T"], signals: Signals) -> Float[Array, "B T"]:
+def sequence_mean(x: Float[Array, "B T"], signals: LossInputs) -> Float[Array, "B T"]:
     """At each token, the mean of x over the trained tokens of its sequence."""
     sums = segment_sums(x, signals.segments, signals.mask)
     return jnp.take_along_axis(sums, jnp.maximum(signals.segments - 1, 0), axis=1) / signals.lengths
 
 
-def pair_sums(x: Float[Array, "B T"], signals: Signals) -> tuple[Float[Array, "B H"], Float[Array, "B H"]]:
+def pair_sums(x: Float[Array, "B T"], signals: LossInputs) -> tuple[Float[Array, "B H"], Float[Array, "B H"]]:
     """Sums of x over the chosen (segments 1, 3, ...) and the rejected (2, 4, ...) sequences; H = T // 2.
 
     Columns without a pair read 0; `pair_sums(ones, signals)` are the lengths.

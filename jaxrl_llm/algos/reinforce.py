@@ -15,7 +15,7 @@ from jaxrl_llm.algos.advantages import Scale
 from jaxrl_llm.algos.estimators import Advantage
 from jaxrl_llm.algos.policy_gradient import PolicyConfig, advantages, finish, returns, select
 from jaxrl_llm.algos.reduce import Aggregation
-from jaxrl_llm.structs import Metrics, Signals
+from jaxrl_llm.structs import LossInputs, Metrics
 
 __all__ = ["INPUT", "Config", "advantages", "loss", "returns", "select"]
 
@@ -31,6 +31,6 @@ class Config(PolicyConfig):
     aggregation: Aggregation = "sequence_sum"
 
 
-def loss(signals: Signals, config: PolicyConfig) -> tuple[Float[Array, ""], Metrics]:
+def loss(signals: LossInputs, config: PolicyConfig) -> tuple[Float[Array, ""], Metrics]:
     """-A log pi."""
     return finish(-signals.advantages * signals.policy, {}, signals, config)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.algos.preference import last_values, over_pairs, pair_means, pair_metrics, sigmoid_loss
-from jaxrl_llm.structs import Metrics, Signals
+from jaxrl_llm.structs import LossInputs, Metrics
 
 INPUT = "pairs"
 UNIT = 2
@@ -40,7 +40,7 @@ class Config(AlgoConfig):
         return True
 
 
-def loss(signals: Signals, config: Config) -> tuple[Float[Array, ""], Metrics]:
+def loss(signals: LossInputs, config: Config) -> tuple[Float[Array, ""], Metrics]:
     """Mean over pairs."""
     chosen, rejected = last_values(signals)
     logits = chosen - rejected

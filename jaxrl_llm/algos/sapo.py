@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from jaxrl_llm.algos.policy_gradient import PolicyConfig, advantages, finish, returns, select
 from jaxrl_llm.algos.policy_losses import log_ratio
 from jaxrl_llm.algos.reduce import Aggregation
-from jaxrl_llm.structs import Metrics, Signals
+from jaxrl_llm.structs import LossInputs, Metrics
 
 __all__ = ["INPUT", "Config", "advantages", "loss", "returns", "select"]
 
@@ -33,7 +33,7 @@ class Config(PolicyConfig):
     aggregation: Aggregation = "sequence"
 
 
-def loss(signals: Signals, config: Config) -> tuple[Float[Array, ""], Metrics]:
+def loss(signals: LossInputs, config: Config) -> tuple[Float[Array, ""], Metrics]:
     """-A times the gate; the gate's derivative at r = 1 is 1."""
     ratio = jnp.exp(log_ratio(signals.policy, signals.old))
     tau = jnp.where(signals.advantages > 0, config.tau_positive, config.tau_negative)

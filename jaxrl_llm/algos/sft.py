@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.algos.reduce import Aggregation, aggregate
-from jaxrl_llm.structs import Metrics, Signals
+from jaxrl_llm.structs import LossInputs, Metrics
 
 INPUT = "tokens"
 
@@ -21,6 +21,6 @@ class Config(AlgoConfig):
     """How token losses become one: token (every token counts the same) or sequence (every row does)."""
 
 
-def loss(signals: Signals, config: Config) -> tuple[Float[Array, ""], Metrics]:
+def loss(signals: LossInputs, config: Config) -> tuple[Float[Array, ""], Metrics]:
     """-log p(token), averaged over the tokens whose mask is 1."""
     return aggregate(-signals.policy, signals, config.aggregation), {}

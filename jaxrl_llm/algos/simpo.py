@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.algos.preference import chosen_nll, over_pairs, pair_means, pair_metrics, sigmoid_loss
-from jaxrl_llm.structs import Metrics, Signals
+from jaxrl_llm.structs import LossInputs, Metrics
 
 INPUT = "pairs"
 UNIT = 2
@@ -31,7 +31,7 @@ class Config(AlgoConfig):
     """Weight of the chosen response's mean -log p(token)."""
 
 
-def loss(signals: Signals, config: Config) -> tuple[Float[Array, ""], Metrics]:
+def loss(signals: LossInputs, config: Config) -> tuple[Float[Array, ""], Metrics]:
     """Mean over pairs, plus the NLL term."""
     chosen, rejected = [config.beta * mean for mean in pair_means(signals.policy, signals)]
     total = over_pairs(sigmoid_loss(chosen - rejected - config.gamma), signals)

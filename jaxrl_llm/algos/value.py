@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.algos.reduce import Aggregation, aggregate, token_mean
-from jaxrl_llm.structs import Metrics, Signals
+from jaxrl_llm.structs import LossInputs, Metrics
 
 INPUT = "rollouts"
 
@@ -49,7 +49,7 @@ def value_loss(
     return factor * jnp.maximum(plain, clipped), clipped > plain
 
 
-def loss(signals: Signals, config: Config) -> tuple[Float[Array, ""], Metrics]:
+def loss(signals: LossInputs, config: Config) -> tuple[Float[Array, ""], Metrics]:
     """The clipped squared error, and how much of the returns' variance the values explain.
 
     Explained variance of the whole is 1 - value_error / (return_square - return^2).

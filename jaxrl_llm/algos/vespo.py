@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from jaxrl_llm.algos.correction import over_sequence
 from jaxrl_llm.algos.policy_gradient import PolicyConfig, advantages, finish, returns, select
 from jaxrl_llm.algos.policy_losses import BOUND
-from jaxrl_llm.structs import Metrics, Signals
+from jaxrl_llm.structs import LossInputs, Metrics
 
 __all__ = ["INPUT", "Config", "advantages", "loss", "returns", "select"]
 
@@ -37,13 +37,13 @@ class Config(PolicyConfig):
     """Decay in W where the advantage is negative."""
 
 
-def loss(signals: Signals, config: Config) -> tuple[Float[Array, ""], Metrics]:
+def loss(signals: LossInputs, config: Config) -> tuple[Float[Array, ""], Metrics]:
     """-sg[phi(W)] A log pi."""
     weight = phi(jax.lax.stop_gradient(signals.policy), signals, config)
     return finish(-weight * signals.advantages * signals.policy, {"phi": weight}, signals, config)
 
 
-def phi(policy: Float[Array, "B T"], signals: Signals, config: Config) -> Float[Array, "B T"]:
+def phi(policy: Float[Array, "B T"], signals: LossInputs, config: Config) -> Float[Array, "B T"]:
     """The weight of each token's response."""
     total = over_sequence(policy - signals.old, signals.mask, signals.segments)
     log_w = jnp.clip(total, -BOUND, BOUND)

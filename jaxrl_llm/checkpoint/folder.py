@@ -19,6 +19,7 @@ from typing import NamedTuple
 import jax
 
 from jaxrl_llm.checkpoint.manifest import fault, read_metrics
+from jaxrl_llm.errors import UserError
 
 
 class Choice(NamedTuple):
@@ -98,7 +99,7 @@ def check_writable(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"checkpoints cannot be written to {folder}: {error.strerror}. "
             "Set --run_dir to a folder that you may write to."
         ) from error

@@ -17,6 +17,8 @@ from typing import Any
 
 import jax
 
+from jaxrl_llm.errors import UserError
+
 MANIFEST = "manifest.json"
 META = "meta.json"
 LIBRARIES = ("jaxrl-llm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -61,14 +63,14 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     if not path.exists():
-        raise ValueError(f"{MANIFEST} is missing")
+        raise UserError(f"{MANIFEST} is missing")
     try:
         body = json.loads(path.read_bytes())
         expected = body.pop("crc32")
     except (ValueError, KeyError, AttributeError):  # not JSON, or other JSON
-        raise ValueError(f"{MANIFEST} is corrupt: not the JSON that was written") from None
+        raise UserError(f"{MANIFEST} is corrupt: not the JSON that was written") from None
     if fingerprint(body) != expected:
-        raise ValueError(f"{MANIFEST} is corrupt: its own crc32 differs")
+        raise UserError(f"{MANIFEST} is corrupt: its own crc32 differs")
     return Manifest(**body)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from jaxrl_llm.checkpoint import folder as folders
 from jaxrl_llm.checkpoint.manifest import read_meta
 from jaxrl_llm.checkpoint.state import load
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import RopeConfig, TransformerConfig, abstract
 from jaxrl_llm.structs import Params
 
@@ -27,12 +28,12 @@ def restore_params(run_dir: Path, step: int | None = None) -> tuple[int, Params,
     folder = Path(run_dir).resolve() / "checkpoints"
     there = folders.steps(folder)
     if not there:
-        raise ValueError(f"{folder}: no checkpoint; give the run_dir of a run that has saved one")
+        raise UserError(f"{folder}: no checkpoint; give the run_dir of a run that has saved one")
     if step is not None and step not in there:
-        raise ValueError(f"{folder}: no checkpoint of step {step}; there are {there}")
+        raise UserError(f"{folder}: no checkpoint of step {step}; there are {there}")
     chosen = folders.newest_whole(folder, there if step is None else [step], checksums=True).step
     if chosen is None:
-        raise ValueError(f"{folder}: no checkpoint can be used (each is named above with its fault)")
+        raise UserError(f"{folder}: no checkpoint can be used (each is named above with its fault)")
     config = _transformer_config(read_meta(folder / str(chosen))["model"])
     return chosen, load(folder / str(chosen), abstract(config), "params.", on_host=True), config
 

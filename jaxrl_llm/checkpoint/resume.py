@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jaxrl_llm.checkpoint.manifest import describe
+from jaxrl_llm.errors import UserError
 
 SHOWN = 20  # lines of a difference that are printed
 
@@ -47,7 +48,7 @@ def check_resume(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         lines = refused if fixed and ABSENT not in (was, now) else harmless
         lines.append(f"{key}: was {_spell(was)}, now {_spell(now)}")
     if refused:
-        raise ValueError(
+        raise UserError(
             "the checkpoints in this run directory were made with other settings, which a run cannot change:"
             f"{_shown(refused)}\nPut the old values back, or start a new run with another --run_dir."
         )
@@ -70,7 +71,7 @@ def check_same(folder: Path, saved: dict[str, str], wanted: dict[str, jax.ShapeD
         elif saved[path] != now[path]:
             lines.append(f"{path}: saved {saved[path]}, this run wants {now[path]}")
     if lines:
-        raise ValueError(
+        raise UserError(
             f"{folder} holds the state of another model or optimizer:{_shown(lines)}\n"
             "Put the settings it was saved with back, or start a new run with another --run_dir."
         )

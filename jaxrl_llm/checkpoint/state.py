@@ -25,13 +25,14 @@ from jaxrl_llm.checkpoint import folder as folders
 from jaxrl_llm.checkpoint.folder import say
 from jaxrl_llm.checkpoint.manifest import describe, flatten, read_manifest, read_meta, write_manifest
 from jaxrl_llm.checkpoint.resume import check_resume, check_same
-from jaxrl_llm.signals import agree, share
+from jaxrl_llm.errors import RunError, UserError
+from jaxrl_llm.host.processes import agree, share
 
 _OK, _DISK_FULL, _FAILED = 0, 1, 2  # how a save ended, worst last
 _NOT_ASKED, _ALL_BAD, _NONE = -3, -2, -1  # process 0 may say these instead of a step
 
 
-class DiskFullError(OSError):
+class DiskFullError(RunError, OSError):
     """A save did not fit, and `on_full_disk` is "stop"."""
 
 
@@ -187,13 +188,13 @@ class Checkpointer:
         if step == _NONE:
             return None
         if step == _ALL_BAD:
-            raise ValueError(
+            raise UserError(
                 f"no checkpoint in {self.folder} can be used (each is named above with its fault). "
                 "Put a good copy there, or move the folder away to start the run from its beginning."
             )
         folder = self.folder / str(step)
         if not folder.is_dir():
-            raise ValueError(
+            raise UserError(
                 f"process {jax.process_index()} does not see {folder}: set --run_dir to storage that all "
                 "processes share."
             )

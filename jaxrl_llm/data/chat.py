@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxrl_llm.data.rows import Example, Message
 from jaxrl_llm.data.template import Chat, ChatConfig
+from jaxrl_llm.errors import UserError
 
 STAND_IN = "turn f3a94c of the policy"  # what nobody says
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -32,7 +33,7 @@ def encode_prompt(tokenizer: Any, example: Example, config: ChatConfig) -> np.nd
         chat = Chat(tokenizer, messages, example, config)
         ids = chat.tokenise(chat.render(generation_prompt=True))
     if not ids:
-        raise ValueError(f"{example.where}: the prompt has no tokens")
+        raise UserError(f"{example.where}: the prompt has no tokens")
     return np.asarray(ids, np.int32)
 
 
@@ -70,7 +71,7 @@ def encode_observation(
     elif STAND_IN in text and not strict:
         rest = text[text.rindex(STAND_IN) + len(STAND_IN) :]
     else:
-        raise ValueError(
+        raise UserError(
             "the chat template rewrites earlier turns once more follow, so the policy would not read what it "
             "wrote. Give one that leaves them as they are (--data.chat.chat_template FILE), or keep them as "
             "they were written (--env.history keep)"
@@ -131,7 +132,7 @@ def _chat_pieces(
     messages = [*messages, *target]
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
-        raise ValueError(
+        raise UserError(
             f"{example.where}: nothing to learn: no assistant turn, completion, response or output"
         )
     learned = sum(message["role"] == "assistant" for message in target) or len(turns)
@@ -145,9 +146,7 @@ def _chat_pieces(
         yield chat.tokenise(text[start:end]), 1
         position = end
     if position == 0:
-        raise ValueError(
-            f"{example.where}: the chat template's {{% generation %}} marks nothing in this chat"
-        )
+        raise UserError(f"{example.where}: the chat template's {{% generation %}} marks nothing in this chat")
     if not text[:position].endswith(chat.controls):
         yield [_end_id(tokenizer)], 1
 
@@ -159,7 +158,7 @@ def _spans(chat: Chat, turns: list[int], example: Example) -> tuple[str, list[tu
         before = chat.render(turn, generation_prompt=True)
         after = chat.render(turn + 1)
         if not (text.startswith(after) and after.startswith(before)):
-            raise ValueError(
+            raise UserError(
                 f"{example.where}: the chat template writes message {turn} in another way once its answer or "
                 "more turns follow, so what the policy writes cannot be told apart. Mark it in the template "
                 "with {% generation %} (--data.chat.chat_template FILE), or try --data.chat.loss last"
@@ -204,7 +203,7 @@ def _appends_end(tokenizer: Any) -> bool:
 
 def _plain_target(tokenizer: Any, example: Example) -> list[int]:
     if example.response is None:
-        raise ValueError(f"{example.where}: nothing to learn: the row has no completion, response or output")
+        raise UserError(f"{example.where}: nothing to learn: the row has no completion, response or output")
     return [*_literal_ids(tokenizer, example.response), _end_id(tokenizer)]
 
 
@@ -220,13 +219,11 @@ def _joined(example: Example) -> str:
     while messages[-1]["role"] == "assistant":
         messages.pop()
     if any(message["role"] == "assistant" for message in messages):
-        raise ValueError(
-            f"{example.where}: a chat of several turns needs a template: --data.chat.render chat"
-        )
+        raise UserError(f"{example.where}: a chat of several turns needs a template: --data.chat.render chat")
     return "\n\n".join(message["content"] for message in messages)
 
 
 def _end_id(tokenizer: Any) -> int:
     if tokenizer.eos_token_id is None:
-        raise ValueError("the tokenizer has no eos_token: set it in its tokenizer_config.json")
+        raise UserError("the tokenizer has no eos_token: set it in its tokenizer_config.json")
     return tokenizer.eos_token_id

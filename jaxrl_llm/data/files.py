@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.data.rows import SourceConfig
+from jaxrl_llm.errors import UserError
 
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 SCHEMES = ("hub:", "task:", "gym:")
@@ -39,7 +40,7 @@ def open_rows(config: SourceConfig) -> list[Rows]:
         return [hub_rows(config)]
     path = Path(config.path).expanduser()
     if not path.exists():
-        raise ValueError(
+        raise UserError(
             f"there is no file or folder {path}. Other sources are {', '.join(SCHEMES)} "
             f"(a Hugging Face dataset is hub:{config.path})"
         )
@@ -66,17 +67,17 @@ def folder_files(path: Path, config: SourceConfig) -> list[Path]:
     files = sorted(file for file in root.rglob("*") if suffix(file) in READERS and file.is_file())
     files = [file for file in files if not hidden(file)]
     if not files:
-        raise ValueError(f"{root} holds no data file; read are {', '.join(READERS)} and saved datasets")
+        raise UserError(f"{root} holds no data file; read are {', '.join(READERS)} and saved datasets")
     labels = {file: _label(file.relative_to(root)) for file in files}
     if any(labels.values()):
         found = sorted({label for label in labels.values() if label})
         files = [file for file in files if labels[file] == config.split]
         if not files:
-            raise ValueError(f"{root} has no split {config.split!r}; it has {', '.join(found)}")
+            raise UserError(f"{root} has no split {config.split!r}; it has {', '.join(found)}")
     folders = sorted({file.relative_to(root).parts[0] for file in files if file.parent != root})
     folders = [folder for folder in folders if not _label(Path(folder)) and folder != "data"]
     if len(folders) > 1:
-        raise ValueError(f"{root} holds several datasets; set subset to one of {', '.join(folders)}")
+        raise UserError(f"{root} holds several datasets; set subset to one of {', '.join(folders)}")
     return files
 
 
@@ -116,7 +117,7 @@ def json_file(path: Path) -> Rows:
     value = _json(data, str(path)) if data else []
     rows = value.get("data", [value]) if isinstance(value, dict) else value
     if not isinstance(rows, list):
-        raise ValueError(f"{path} must hold a list of objects, got {type(rows).__name__}")
+        raise UserError(f"{path} must hold a list of objects, got {type(rows).__name__}")
     return Rows(len(rows), rows.__getitem__, lambda i: f"{path}:{i + 1}")
 
 
@@ -132,7 +133,7 @@ def csv_file(path: Path) -> Rows:
 
     def get(i: int) -> dict:
         if None in rows[i] or None in rows[i].values():
-            raise ValueError(f"{path}:{numbers[i]}: not as many cells as the header has")
+            raise UserError(f"{path}:{numbers[i]}: not as many cells as the header has")
         return rows[i]
 
     return Rows(len(rows), get, lambda i: f"{path}:{numbers[i]}")
@@ -163,7 +164,7 @@ def _table_rows(path: Path, read: Callable[[], Any]) -> Rows:
     try:
         table = read()
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path} cannot be read as {suffix(path)[1:]}: {error}") from error
+        raise UserError(f"{path} cannot be read as {suffix(path)[1:]}: {error}") from error
     get = lambda i: table.slice(i, 1).to_pylist()[0]
     return Rows(table.num_rows, get, lambda i: f"{path}:{i + 1}")
 
@@ -175,7 +176,7 @@ def saved_rows(path: Path, split: str) -> Rows:
     loaded = datasets.load_from_disk(str(path))
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:
-            raise ValueError(f"{path} has no split {split!r}; it has {', '.join(loaded)}")
+            raise UserError(f"{path} has no split {split!r}; it has {', '.join(loaded)}")
         loaded = loaded[split]
     return Rows(len(loaded), loaded.__getitem__, lambda i: f"{path}:{i + 1}")
 
@@ -188,7 +189,7 @@ def hub_rows(config: SourceConfig) -> Rows:
     try:
         loaded = datasets.load_dataset(name, config.subset or None, split=config.split)
     except Exception as error:  # network, cache, split and configuration errors of three libraries
-        raise ValueError(
+        raise UserError(
             f"hub:{name} (subset {config.subset or 'none'}, split {config.split}) cannot be loaded: {error}. "
             f"Without a network: run `hf download --repo-type dataset {name} --local-dir DIR` where there is "
             "one, copy DIR here and give its path"
@@ -207,7 +208,7 @@ READERS: dict[str, Callable[[Path], Rows]] = {
 
 
 def _unknown(path: Path):
-    raise ValueError(f"{path}: the ending {suffix(path)!r} is unknown; read are {', '.join(READERS)}")
+    raise UserError(f"{path}: the ending {suffix(path)!r} is unknown; read are {', '.join(READERS)}")
 
 
 def _bytes(path: Path) -> bytes | mmap.mmap:
@@ -216,7 +217,7 @@ def _bytes(path: Path) -> bytes | mmap.mmap:
         try:
             return gzip.decompress(path.read_bytes())
         except (OSError, EOFError) as error:
-            raise ValueError(f"{path} is not a whole gzip file: {error}") from error
+            raise UserError(f"{path} is not a whole gzip file: {error}") from error
     if path.stat().st_size == 0:
         return b""
     with path.open("rb") as file:
@@ -228,8 +229,8 @@ def _json(data: bytes, where: str) -> Any:
         return json.loads(data.decode("utf-8-sig"))
     except json.JSONDecodeError as error:
         line = f" (line {error.lineno})" if error.lineno > 1 else ""
-        raise ValueError(f"{where}: not JSON: {error.msg} at character {error.pos}{line}") from error
+        raise UserError(f"{where}: not JSON: {error.msg} at character {error.pos}{line}") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: not UTF-8 at byte {error.start}") from error
+        raise UserError(f"{where}: not UTF-8 at byte {error.start}") from error
     except RecursionError as error:
-        raise ValueError(f"{where}: nested too deeply") from error
+        raise UserError(f"{where}: nested too deeply") from error

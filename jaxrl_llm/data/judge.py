@@ -10,6 +10,7 @@ import zlib
 
 from jaxrl_llm.data.preference import label_of
 from jaxrl_llm.data.rows import Example
+from jaxrl_llm.errors import UserError
 
 SOURCE = "judgement"
 ONE = "Question:\n{question}\n\nAnswer:\n{answer}\n\nIs the answer right? Reply with Yes or No."
@@ -66,5 +67,5 @@ def _response(example: Example) -> str:
     if example.response is not None:
         return example.response
     if example.messages is None or example.messages[-1]["role"] != "assistant":
-        raise ValueError(f"{example.where}: nothing to judge: the row has no response")
+        raise UserError(f"{example.where}: nothing to judge: the row has no response")
     return example.messages[-1]["content"]

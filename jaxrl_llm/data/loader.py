@@ -21,6 +21,7 @@ from jaxrl_llm.data.preference import encode_steps, label_of, mismatched
 from jaxrl_llm.data.rows import Example, SourceConfig
 from jaxrl_llm.data.sources import BadRows, Source, open_source
 from jaxrl_llm.data.template import ChatConfig
+from jaxrl_llm.errors import UserError
 
 MAX_DRAWS = 1000  # rows looked at for one that fits
 GENERATED = ("task:", "gym:")
@@ -130,7 +131,7 @@ class Loader:
         """
         rows = [encoded for _, encoded in self._drawn(step, size, self._labelled)]
         if size < 2:
-            raise ValueError("KTO needs the response to another prompt: at least 2 rows a step")
+            raise UserError("KTO needs the response to another prompt: at least 2 rows a step")
         samples = [sample for row in rows for sample in row]
         firsts = np.cumsum([0] + [len(row) for row in rows[:-1]])
         other = [int(firsts[(i + 1) % size]) for i, row in enumerate(rows) for _ in row]
@@ -178,7 +179,7 @@ class Loader:
         favoured and nothing depends on what was read before.
         """
         if self._places is None:
-            raise ValueError("this split has no source: give --data.eval_path FILE")
+            raise UserError("this split has no source: give --data.eval_path FILE")
         k, row = self._places[position]
         source = self._sources[k]
         rng = np.random.default_rng([self._seed, position])
@@ -188,7 +189,7 @@ class Loader:
             if encoded is not None:
                 return example, encoded
             row = int(rng.integers(len(source))) if self._config.shuffle else (row + 1) % len(source)
-        raise ValueError(
+        raise UserError(
             f"{example.where}: of {MAX_DRAWS} rows tried none fits max_prompt_tokens "
             f"{self._max_prompt_tokens} (max_tokens {self._max_tokens}); raise it, or --data.overlong cut"
         )
@@ -216,7 +217,7 @@ class Loader:
     def _pair(self, example: Example, place: tuple[int, int]) -> tuple[Supervised, Supervised] | None:
         """Chosen and rejected, or None where either does not fit."""
         if example.rejected is None:
-            raise ValueError(f"{example.where}: not a pair: a row needs chosen and rejected responses")
+            raise UserError(f"{example.where}: not a pair: a row needs chosen and rejected responses")
         sides = [self._supervised(side, place) for side in (example, example.rejected)]
         return None if any(side is None for side in sides) else tuple(sides)
 
@@ -244,7 +245,7 @@ class Loader:
             return ids
         self._overlong.add(place)
         if self._config.overlong == "fail":
-            raise ValueError(
+            raise UserError(
                 f"{example.where}: {ids.shape[-1]} tokens, more than {limit}; "
                 "--data.overlong filter leaves such rows out, cut shortens them"
             )
@@ -279,7 +280,7 @@ def _stream(
     streams = []
     for k, (source, config) in enumerate(zip(sources, configs, strict=True)):
         if config.weight <= 0:
-            raise ValueError(f"{config.path}: weight must be more than 0, got {config.weight}")
+            raise UserError(f"{config.path}: weight must be more than 0, got {config.weight}")
         random_already = config.path.startswith(GENERATED)
         streams.append(grain.MapDataset.source(Places(k, len(source), seed, shuffle and not random_already)))
     return grain.MapDataset.mix(streams, weights=[config.weight for config in configs])

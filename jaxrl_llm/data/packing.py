@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.structs import Batch, Trajectory
 
 # Optional per-token inputs of a Batch that the host provides.
@@ -91,7 +92,7 @@ def first_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         length = lengths[index]
         if length > row_length:
-            raise ValueError(
+            raise UserError(
                 f"a sequence of {length} tokens does not fit a row of {row_length}; raise "
                 "--max_prompt_tokens or --max_response_tokens, or filter it (--data.overlong filter)"
             )

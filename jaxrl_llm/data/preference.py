@@ -28,6 +28,7 @@ from jaxrl_llm.data.rows import (
     normalise,
 )
 from jaxrl_llm.data.template import ChatConfig
+from jaxrl_llm.errors import UserError
 
 Encoded = tuple[np.ndarray, np.ndarray]  # ids int32 [.], mask int8 [.] with 1 = learned
 LABEL_KEYS = ("labels", "label", "values", "value")
@@ -49,14 +50,14 @@ def read_pair(row: dict, where: str, config: SourceConfig) -> Example:
     chosen, rejected = _pair(row, config)
     if chosen is None or rejected is None:
         wanted = " and ".join(_pair_keys(config))
-        raise ValueError(f"{where}: a pair needs {wanted}: the columns are {names(row)}")
+        raise UserError(f"{where}: a pair needs {wanted}: the columns are {names(row)}")
     if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
-        raise ValueError(
+        raise UserError(
             f"{where}: chosen and rejected must both be text or both messages, got {kind(chosen)} and "
             f"{kind(rejected)}"
         )
     if chosen == rejected:
-        raise ValueError(f"{where}: chosen and rejected are the same")
+        raise UserError(f"{where}: chosen and rejected are the same")
     others = {key: value for key, value in row.items() if key not in _pair_keys(config)}
     if isinstance(chosen, list) and (shared := _shared_messages(chosen, rejected)):
         others = {**{k: v for k, v in others.items() if k not in PROMPT_KEYS}, "messages": chosen[:shared]}
@@ -71,7 +72,7 @@ def read_pair(row: dict, where: str, config: SourceConfig) -> Example:
     for name, response in (("chosen", chosen), ("rejected", rejected)):
         side = normalise({**others, "completion": response}, where, config)
         if side.response is None and not (side.messages and side.messages[-1]["role"] == "assistant"):
-            raise ValueError(f"{where}: the {name} response is empty")
+            raise UserError(f"{where}: the {name} response is empty")
         sides.append(side)
     return dataclasses.replace(sides[0], rejected=sides[1], margin=_margin(row, where))
 
@@ -86,7 +87,7 @@ def read_steps(row: dict, where: str, config: SourceConfig) -> Example:
     keys = (config.answer_key,) if config.answer_key else LABEL_KEYS
     labels = next((found for key in keys if (found := lookup(row, key)) is not None), None)
     if labels is None:
-        raise ValueError(f"{where}: steps need one of {', '.join(keys)}: the columns are {names(row)}")
+        raise UserError(f"{where}: steps need one of {', '.join(keys)}: the columns are {names(row)}")
     if config.step_mark:
         text = _prompt(row, config)
         check_text(text, f"{where}: the solution")
@@ -102,7 +103,7 @@ def read_steps(row: dict, where: str, config: SourceConfig) -> Example:
     if isinstance(labels, str):
         labels = _signs(texts, labels, where)
     if not texts or len(labels) != len(texts):
-        raise ValueError(f"{where}: {len(texts)} steps and {len(labels)} labels: each step needs one")
+        raise UserError(f"{where}: {len(texts)} steps and {len(labels)} labels: each step needs one")
     steps = zip(texts, [to_label(label, where, soft=True) for label in labels], strict=True)
     return dataclasses.replace(example, steps=tuple(steps))
 
@@ -112,9 +113,9 @@ def to_label(value: Any, where: str, soft: bool = False) -> float:
     value = SIGNS.get(value, value) if isinstance(value, str) else value
     wanted = "a number from 0 to 1" if soft else "true or false, 1 or 0"
     if not isinstance(value, bool | int | float | np.bool_) or not 0 <= value <= 1:
-        raise ValueError(f"{where}: a label must be {wanted}, got {value!r}")
+        raise UserError(f"{where}: a label must be {wanted}, got {value!r}")
     if not soft and value not in (0, 1):
-        raise ValueError(f"{where}: a label must be {wanted}, got {value!r}")
+        raise UserError(f"{where}: a label must be {wanted}, got {value!r}")
     return float(value)
 
 
@@ -122,7 +123,7 @@ def label_of(example: Example) -> float:
     """Whether the response of a row without a rejected one is desirable."""
     label = example.columns.get("label", example.answer)
     if label is None:
-        raise ValueError(
+        raise UserError(
             f"{example.where}: no label: a row needs prompt, completion and label, or chosen and rejected"
         )
     return to_label(label, example.where)
@@ -147,7 +148,7 @@ def encode_steps(tokenizer: Any, example: Example, config: ChatConfig) -> tuple[
     the last.
     """
     if not example.steps:
-        raise ValueError(f"{example.where}: no steps: a row needs prompt, completions and labels")
+        raise UserError(f"{example.where}: no steps: a row needs prompt, completions and labels")
     has_prompt = example.messages is not None or example.text
     ids = encode_prompt(tokenizer, example, config).tolist() if has_prompt else []
     ends = []
@@ -199,7 +200,7 @@ def _margin(row: dict, where: str) -> float:
     if margin is None:
         return 0.0
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
-        raise ValueError(f"{where}: margin must be a number, got {margin!r}")
+        raise UserError(f"{where}: margin must be a number, got {margin!r}")
     return float(margin)
 
 
@@ -208,7 +209,7 @@ def _signs(texts: Sequence[str], labelled: str, where: str) -> list[str]:
     signs = []
     for i, text in enumerate(texts):
         if not labelled.startswith(text) or labelled[len(text) : len(text) + 1] not in SIGNS:
-            raise ValueError(
+            raise UserError(
                 f"{where}: the label must repeat the steps, + or - for each mark; step {i} does not"
             )
         signs.append(labelled[len(text)])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxrl_llm.errors import UserError
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -38,4 +40,4 @@ def join(operands: list[int], signs: list[str]) -> str:
 
 def check(ok: Any, message: str) -> None:
     if not ok:
-        raise ValueError(message)
+        raise UserError(message)

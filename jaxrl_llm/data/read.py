@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxrl_llm.data import judge, preference
 from jaxrl_llm.data.rows import Example, SourceConfig, kind, lookup, names, normalise
+from jaxrl_llm.errors import UserError
 
 
 def read(row: Any, where: str, config: SourceConfig) -> Example:
@@ -39,7 +40,7 @@ def _tell_score(example: Example, row: dict, config: SourceConfig) -> Example:
     """The row's score at the end of the prompt, and of the rejected response's."""
     score = lookup(row, config.score_key)
     if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
-        raise ValueError(
+        raise UserError(
             f"{example.where}: score_key {config.score_key!r} must hold a number, got {kind(score)} "
             f"{score!r}; the columns are {names(row)}"
         )

@@ -22,6 +22,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxrl_llm.errors import UserError
+
 PROMPT_KEYS = ("conversations", "messages", "prompt", "question", "problem", "instruction", "input", "text")
 ANSWER_KEYS = (
     "reward_model.ground_truth",  # veRL
@@ -119,14 +121,14 @@ def normalise(row: Any, where: str, config: SourceConfig) -> Example:
       ValueError: unknown shape, wrong type, empty prompt, NUL byte or lone surrogate; says where and why.
     """
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: a row must be an object with named columns, got {kind(row)}")
+        raise UserError(f"{where}: a row must be an object with named columns, got {kind(row)}")
     present = {key: value for key, value in row.items() if value is not None}
     key, prompt = _prompt(present, where, config)
     messages, text = _chat_or_text(key, prompt, present, where, config)
     answer, worked = _answer(present, where, config)
     response, turns = _response(present, where, config)
     if turns and messages is None:
-        raise ValueError(f"{where}: the target is a list of messages but the prompt is plain text")
+        raise UserError(f"{where}: the target is a list of messages but the prompt is plain text")
     if turns:
         messages = (*messages, *turns)
     if text is not None and key == "text" and not config.prompt_key:
@@ -164,7 +166,7 @@ def _prompt(row: dict, where: str, config: SourceConfig) -> tuple[str, Any]:
         if value is not None:
             return key, value
     wanted = f"prompt_key {config.prompt_key!r}" if config.prompt_key else f"one of {', '.join(PROMPT_KEYS)}"
-    raise ValueError(f"{where}: no prompt: the columns are {names(row)}, wanted {wanted}")
+    raise UserError(f"{where}: no prompt: the columns are {names(row)}, wanted {wanted}")
 
 
 def _chat_or_text(
@@ -178,7 +180,7 @@ def _chat_or_text(
         return messages, None
     check_text(prompt, f"{where}: {key}")
     if not prompt.strip():
-        raise ValueError(f"{where}: {key} is empty")
+        raise UserError(f"{where}: {key} is empty")
     if key == "instruction" and row.get("input"):
         check_text(row["input"], f"{where}: input")
         prompt = f"{prompt}\n\n{row['input']}"
@@ -195,7 +197,7 @@ def _answer(row: dict, where: str, config: SourceConfig) -> tuple[Any, str | Non
     found = [lookup(row, key) for key in keys]
     answer = next((value for value in found if value is not None), None)
     if answer is None and config.answer_key:
-        raise ValueError(f"{where}: no answer_key {config.answer_key!r}: the columns are {names(row)}")
+        raise UserError(f"{where}: no answer_key {config.answer_key!r}: the columns are {names(row)}")
     worked = row.get("solution") if isinstance(row.get("solution"), str) else None
     if isinstance(answer, str):
         check_text(answer, f"{where}: answer")
@@ -217,7 +219,7 @@ def _response(row: dict, where: str, config: SourceConfig) -> tuple[str | None, 
             check_text(value, f"{where}: {key}")
             return value, ()
     if config.response_key:
-        raise ValueError(f"{where}: no response_key {config.response_key!r}: the columns are {names(row)}")
+        raise UserError(f"{where}: no response_key {config.response_key!r}: the columns are {names(row)}")
     return None, ()
 
 
@@ -229,17 +231,17 @@ def _messages(value: list, where: str) -> tuple[Message, ...]:
     """A chat in which somebody besides the policy speaks."""
     messages = _turns(value, where)
     if not any(m["content"].strip() for m in messages if m["role"] != "assistant"):
-        raise ValueError(f"{where} is empty: no message of a user, the system or a tool has any text")
+        raise UserError(f"{where} is empty: no message of a user, the system or a tool has any text")
     return messages
 
 
 def _message(item: Any, where: str) -> Message:
     if not isinstance(item, dict):
-        raise ValueError(f"{where} must be an object with role and content, got {kind(item)}")
+        raise UserError(f"{where} must be an object with role and content, got {kind(item)}")
     item = {key: value for key, value in item.items() if value is not None}
     role = item.pop("role", None) or SHAREGPT_ROLES.get(item.get("from"))
     if not isinstance(role, str):
-        raise ValueError(f"{where} has no known role: its keys are {sorted(item)}, from={item.get('from')!r}")
+        raise UserError(f"{where} has no known role: its keys are {sorted(item)}, from={item.get('from')!r}")
     content = item.pop("content", item.get("value", "" if item.get("tool_calls") else None))
     if isinstance(content, list):
         content = _join_parts(content, where)
@@ -252,17 +254,17 @@ def _join_parts(parts: list, where: str) -> str:
     """Text of a message whose content is a list of parts."""
     texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"{where}.content has parts that are not text")
+        raise UserError(f"{where}.content has parts that are not text")
     return "".join(texts)
 
 
 def check_text(value: Any, where: str) -> None:
     if not isinstance(value, str):
-        raise ValueError(f"{where} must be text, got {kind(value)}")
+        raise UserError(f"{where} must be text, got {kind(value)}")
     if "\0" in value:
-        raise ValueError(f"{where} holds a NUL character")
+        raise UserError(f"{where} holds a NUL character")
     if SURROGATE.search(value):
-        raise ValueError(f"{where} holds a lone surrogate or bytes that are not UTF-8")
+        raise UserError(f"{where} holds a lone surrogate or bytes that are not UTF-8")
 
 
 def names(row: dict) -> str:

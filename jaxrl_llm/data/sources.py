@@ -19,6 +19,7 @@ from jaxrl_llm.data.files import Rows, open_rows
 from jaxrl_llm.data.judge import judgement
 from jaxrl_llm.data.read import read
 from jaxrl_llm.data.rows import Example, SourceConfig
+from jaxrl_llm.errors import UserError
 
 BadRows = Literal["skip", "fail"]
 MAX_REPORTS = 5  # bad rows told one by one
@@ -45,15 +46,13 @@ def open_source(config: SourceConfig, seed: int, bad_rows: BadRows = "fail") -> 
       ValueError: nothing to read, no usable row, or (bad_rows "fail") a bad row; names file, line and reason.
     """
     if not config.path:
-        raise ValueError(
-            "a source has no path: give --data.path FILE (or a folder, hub:, task: or gym: name)"
-        )
+        raise UserError("a source has no path: give --data.path FILE (or a folder, hub:, task: or gym: name)")
     if config.path.startswith("task:"):
         return TaskSource(config, seed)
     if config.path.startswith("gym:"):
         return GymSource(config, seed)
     if config.options:
-        raise ValueError(f"options are for task: and gym: sources, not for {config.path}")
+        raise UserError(f"options are for task: and gym: sources, not for {config.path}")
     return FileSource(config, bad_rows)
 
 
@@ -102,15 +101,15 @@ def _fault(file: Rows, row: int, config: SourceConfig) -> str | None:
 
 def _report(reports: list[str], total: int, path: str, bad_rows: BadRows) -> None:
     if total == 0:
-        raise ValueError(f"{path} has no rows")
+        raise UserError(f"{path} has no rows")
     if not reports:
         return
     more = f"\n  and {len(reports) - MAX_REPORTS} more" if len(reports) > MAX_REPORTS else ""
     told = "\n  " + "\n  ".join(reports[:MAX_REPORTS]) + more
     if len(reports) == total:
-        raise ValueError(f"{path}: none of the {total} rows can be used:{told}")
+        raise UserError(f"{path}: none of the {total} rows can be used:{told}")
     if bad_rows == "fail":
-        raise ValueError(
+        raise UserError(
             f"{path}: {len(reports)} of {total} rows are bad (--data.bad_rows skip skips them):{told}"
         )
     log.warning("%s: %d of %d rows skipped:%s", path, len(reports), total, told)
@@ -127,7 +126,7 @@ class TaskSource:
     def __init__(self, config: SourceConfig, seed: int):
         self._name = config.path.removeprefix("task:")
         if self._name not in tasks.TASKS:
-            raise ValueError(f"there is no {config.path}; built-in tasks are {', '.join(tasks.TASKS)}")
+            raise UserError(f"there is no {config.path}; built-in tasks are {', '.join(tasks.TASKS)}")
         self._make, settings = tasks.TASKS[self._name]
         self._options = tasks.parse_options(settings, _options(config), config.path)
         self._config, self._seed = config, seed
@@ -145,7 +144,7 @@ class TaskSource:
             if tasks.held_out(problem.key) != (self._config.split == "train"):
                 break
         else:
-            raise ValueError(
+            raise UserError(
                 f"{self._config.path} has no problem of split {self._config.split!r}: make it larger"
             )
         wrong = rng.random() < self._options.noise
@@ -178,7 +177,7 @@ class GymSource:
 
     def __init__(self, config: SourceConfig, seed: int):
         if importlib.util.find_spec("reasoning_gym") is None:
-            raise ValueError(f"{config.path} needs reasoning-gym: pip install 'jaxrl-llm[tasks]'")
+            raise UserError(f"{config.path} needs reasoning-gym: pip install 'jaxrl-llm[tasks]'")
         gym = importlib.import_module("reasoning_gym")
         name, options = config.path.removeprefix("gym:"), _options(config)
         self._size = options.pop("size", 20_000)
@@ -190,7 +189,7 @@ class GymSource:
         try:
             self._tasks = gym.create_dataset(name, seed=seed, size=self._size, **options)
         except Exception as error:  # a hundred tasks, each with its own way to refuse
-            raise ValueError(f"{config.path}: {error}; size was {self._size}, options {options}") from error
+            raise UserError(f"{config.path}: {error}; size was {self._size}, options {options}") from error
         self._config = config
 
     def __len__(self) -> int:
@@ -204,7 +203,7 @@ class GymSource:
             if tasks.held_out(entry["question"]) != (self._config.split == "train"):
                 break
         else:
-            raise ValueError(
+            raise UserError(
                 f"{self._config.path}: no question of split {self._config.split!r}: raise option size"
             )
         answer = entry["answer"]
@@ -225,7 +224,7 @@ def _options(config: SourceConfig) -> dict[str, Any]:
     try:
         options = json.loads(config.options or "{}")
     except json.JSONDecodeError as error:
-        raise ValueError(f"options of {config.path} are not JSON: {config.options!r}: {error}") from error
+        raise UserError(f"options of {config.path} are not JSON: {config.options!r}: {error}") from error
     if not isinstance(options, dict):
-        raise ValueError(f"options of {config.path} must be a JSON object, got {config.options!r}")
+        raise UserError(f"options of {config.path} must be a JSON object, got {config.options!r}")
     return options

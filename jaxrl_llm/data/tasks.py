@@ -21,6 +21,7 @@ from typing import Any
 
 from jaxrl_llm.data import turn_tasks
 from jaxrl_llm.data.problem import Problem, check, compute, join
+from jaxrl_llm.errors import UserError
 
 HELD_OUT = 10  # one problem in so many
 
@@ -210,10 +211,10 @@ def parse_options(settings: type, options: dict[str, Any], where: str) -> Any:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{where} has no option {key!r}{hint} Its options: {', '.join(known)}")
+            raise UserError(f"{where} has no option {key!r}{hint} Its options: {', '.join(known)}")
         wanted = (int, float) if isinstance(known[key], float) else type(known[key])
         if not isinstance(value, wanted) or isinstance(value, bool):
-            raise ValueError(f"{where}: option {key} must be {type(known[key]).__name__}, got {value!r}")
+            raise UserError(f"{where}: option {key} must be {type(known[key]).__name__}, got {value!r}")
     made = settings(**options)
     check(0.0 <= made.noise <= 1.0, "noise must be in [0, 1]")
     check(made.size >= 1, "size must be at least 1")

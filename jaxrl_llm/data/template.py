@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxrl_llm.data.rows import Example, Message
+from jaxrl_llm.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Chat:
                 [messages], chat_template=self.template, **self._options, **arguments
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise ValueError(f"{self._where}: the chat template cannot render this chat: {error}") from error
+            raise UserError(f"{self._where}: the chat template cannot render this chat: {error}") from error
         return texts[0], [tuple(span) for span in spans[0]] if spans else []
 
 
@@ -128,7 +129,7 @@ def find_template(tokenizer: Any, config: ChatConfig, tools: Any = None) -> str:
     if config.chat_template:
         return _read_template(config.chat_template)
     if not tokenizer.chat_template:
-        raise ValueError(
+        raise UserError(
             "the tokenizer has no chat template: give one with --data.chat.chat_template FILE, or train on "
             "plain text with --data.chat.render plain"
         )
@@ -138,7 +139,7 @@ def find_template(tokenizer: Any, config: ChatConfig, tools: Any = None) -> str:
 @functools.lru_cache(maxsize=8)
 def _read_template(path: str) -> str:
     if not Path(path).is_file():
-        raise ValueError(f"data.chat.chat_template: there is no file {path}")
+        raise UserError(f"data.chat.chat_template: there is no file {path}")
     return Path(path).read_text(encoding="utf-8")
 
 
@@ -148,7 +149,7 @@ def read_options(text: str) -> dict[str, Any]:
     try:
         options = json.loads(text or "{}")
     except json.JSONDecodeError as error:
-        raise ValueError(f"data.chat.template_options is not JSON: {text!r}: {error}") from error
+        raise UserError(f"data.chat.template_options is not JSON: {text!r}: {error}") from error
     if not isinstance(options, dict):
-        raise ValueError(f"data.chat.template_options must be a JSON object, got {text!r}")
+        raise UserError(f"data.chat.template_options must be a JSON object, got {text!r}")
     return options

@@ -11,6 +11,7 @@ import json
 from typing import Any
 
 from jaxrl_llm.envs.formats import FORMATS, BadCall, Call
+from jaxrl_llm.errors import UserError
 
 __all__ = ["FORMATS", "BadCall", "Call", "checked", "detect", "parse", "render"]
 
@@ -48,7 +49,7 @@ def detect(template: str) -> str:
     for name, known in FORMATS.items():
         if known.used_by(template):
             return name
-    raise ValueError(
+    raise UserError(
         "the chat template shows no format of tool calls that is known here: name it, one of "
         f"{', '.join(FORMATS)}"
     )
@@ -84,7 +85,7 @@ def _conform(value: Any, schema: dict[str, Any], where: str) -> Any:
         return _first(value, options, where)
     value = _typed(value, schema.get("type", list(TYPES)), where)
     if "enum" in schema and value not in schema["enum"]:
-        raise ValueError(f"{where} must be one of {json.dumps(schema['enum'])}")
+        raise UserError(f"{where} must be one of {json.dumps(schema['enum'])}")
     if isinstance(value, list | tuple):
         return [_conform(item, schema.get("items", {}), f"{where}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, dict) and "properties" in schema:
@@ -98,12 +99,12 @@ def _typed(value: Any, wanted: str | list[str], where: str) -> Any:
         try:
             value = json.loads(PYTHON.get(value, value))
         except (ValueError, RecursionError):
-            raise ValueError(f"{where} must be {' or '.join(names)}, not the text {value[:40]!r}") from None
+            raise UserError(f"{where} must be {' or '.join(names)}, not the text {value[:40]!r}") from None
     if "integer" in names and isinstance(value, float) and value.is_integer():
         value = int(value)
     kinds = tuple(kind for name in names for kind in TYPES[name])
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        raise ValueError(f"{where} must be {' or '.join(names)}, not {json.dumps(value)[:40]}")
+        raise UserError(f"{where} must be {' or '.join(names)}, not {json.dumps(value)[:40]}")
     return value
 
 
@@ -114,16 +115,16 @@ def _first(value: Any, options: list[dict[str, Any]], where: str) -> Any:
             return _conform(value, option, where)
         except ValueError as problem:
             problems.append(str(problem))
-    raise ValueError(", or ".join(problems))
+    raise UserError(", or ".join(problems))
 
 
 def _object(value: dict[str, Any], schema: dict[str, Any], where: str) -> dict[str, Any]:
     properties = schema["properties"]
     if missing := [name for name in schema.get("required", ()) if name not in value]:
-        raise ValueError(f"{where} must have {', '.join(missing)}")
+        raise UserError(f"{where} must have {', '.join(missing)}")
     unknown = [name for name in value if name not in properties]
     if unknown and not schema.get("additionalProperties"):
-        raise ValueError(
+        raise UserError(
             f"{where} may not have {unknown[0][:40]!r}, only {', '.join(properties) or 'nothing'}"
         )
     return {name: _conform(item, properties.get(name, {}), name) for name, item in value.items()}

@@ -16,6 +16,7 @@ from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.template import ChatConfig, control_tokens
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.envs.env import Env, Message, Step, Turn
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.engine import DialogueError, Reply
 from jaxrl_llm.structs import Episode
 
@@ -153,12 +154,12 @@ def check_template(
 def checked(step: Any) -> Step:
     """What an environment's step returned. Raises ValueError saying what is wrong with it."""
     if not isinstance(step, Step):
-        raise ValueError(f"step returned {type(step).__name__}, not a Step")
+        raise UserError(f"step returned {type(step).__name__}, not a Step")
     if step.reward is not None and not math.isfinite(step.reward):
-        raise ValueError(f"step gave the reward {step.reward}")
+        raise UserError(f"step gave the reward {step.reward}")
     for message in _listed(step):
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            raise ValueError(f"a message needs role and content as text, not {message!r:.200}")
+            raise UserError(f"a message needs role and content as text, not {message!r:.200}")
     return step
 
 

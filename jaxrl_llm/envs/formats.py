@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from jaxrl_llm.errors import UserError
+
 MAX_PYTHON = 20_000  # characters given to Python's parser
 SHOWN = 200  # characters of a bad call that are kept
 
@@ -51,7 +53,7 @@ class Format:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
+    raise UserError(f"{name} is not JSON")
 
 
 DECODER = json.JSONDecoder(parse_constant=_no_constant)
@@ -68,35 +70,35 @@ def _read_json(text: str, at: int) -> tuple[Any, int]:
     try:
         return DECODER.raw_decode(text, at)
     except json.JSONDecodeError as error:
-        raise ValueError(f"the JSON is broken at its character {error.pos - at}: {error.msg}") from None
+        raise UserError(f"the JSON is broken at its character {error.pos - at}: {error.msg}") from None
 
 
 def _json_call(text: str, at: int) -> tuple[Call, int]:
     value, end = _read_json(text, _skip(text, at))
     if not isinstance(value, dict):
-        raise ValueError('a call is a JSON object with "name" and "arguments"')
+        raise UserError('a call is a JSON object with "name" and "arguments"')
     if unknown := sorted(value.keys() - CALL_KEYS):
-        raise ValueError(f'unknown key {unknown[0][:SHOWN]!r}: a call has "name" and "arguments"')
+        raise UserError(f'unknown key {unknown[0][:SHOWN]!r}: a call has "name" and "arguments"')
     if "arguments" in value and "parameters" in value:
-        raise ValueError('give "arguments" or "parameters", not both')
+        raise UserError('give "arguments" or "parameters", not both')
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         try:
             arguments = DECODER.decode(arguments)
         except ValueError as error:
-            raise ValueError(f'"arguments" is a string that is not JSON: {error}') from None
+            raise UserError(f'"arguments" is a string that is not JSON: {error}') from None
     return _call(value.get("name"), arguments), end
 
 
 def _call(name: Any, arguments: Any) -> Call:
     if not isinstance(name, str) or not name:
-        raise ValueError('"name" must be the name of a tool')
+        raise UserError('"name" must be the name of a tool')
     if not isinstance(arguments, dict):
-        raise ValueError('"arguments" must be an object')
+        raise UserError('"arguments" must be an object')
     try:
         json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError) as error:  # a lone surrogate, 1e999, a set
-        raise ValueError(f"not JSON: {error}") from None
+        raise UserError(f"not JSON: {error}") from None
     return Call(name, arguments)
 
 
@@ -132,13 +134,13 @@ def _closed(text: str, at: int, closing: str) -> int:
     """Where the text goes on after `closing`; the end of the text closes too, as when a stop string did."""
     at = _skip(text, at)
     if at < len(text) and not text.startswith(closing, at):
-        raise ValueError(f"{text[at : at + 20]!r} after the call, where {closing} belongs")
+        raise UserError(f"{text[at : at + 20]!r} after the call, where {closing} belongs")
     return at + len(closing)
 
 
 def _check_end(text: str, at: int, closing: str) -> None:
     if text.find(closing, at) < 0:
-        raise ValueError(f"the call was cut off: it has no {closing}")
+        raise UserError(f"the call was cut off: it has no {closing}")
 
 
 def _hermes(text: str, match: re.Match) -> tuple[Call, int]:
@@ -176,21 +178,21 @@ PARAMETER = re.compile(r"\s*(?:<parameter=([^\s<>]+)>|</function>)")
 def _xml(text: str, match: re.Match) -> tuple[Call, int]:
     name, at, arguments = match[1], match.end(), {}
     if not name or not text.startswith(">", at):
-        raise ValueError("a call begins with <function=NAME>, where NAME is the name of a tool")
+        raise UserError("a call begins with <function=NAME>, where NAME is the name of a tool")
     at += 1
     while True:
         tag = PARAMETER.match(text, at)
         if tag is None:
             _check_end(text, at, "</function>")
             at = _skip(text, at)
-            raise ValueError(f"{text[at : at + 20]!r} where <parameter=NAME> or </function> belongs")
+            raise UserError(f"{text[at : at + 20]!r} where <parameter=NAME> or </function> belongs")
         if tag[1] is None:
             return _call(name, arguments), tag.end()
         end = text.find("</parameter>", tag.end())
         if end < 0:
-            raise ValueError(f"the call was cut off: parameter {tag[1]} has no </parameter>")
+            raise UserError(f"the call was cut off: parameter {tag[1]} has no </parameter>")
         if tag[1] in arguments:
-            raise ValueError(f"parameter {tag[1]} is given twice")
+            raise UserError(f"parameter {tag[1]} is given twice")
         arguments[tag[1]] = text[tag.end() : end].removeprefix("\n").removesuffix("\n")
         at = end + len("</parameter>")
 
@@ -200,10 +202,10 @@ def _render_xml(call: Call) -> str:
     for key, value in call.arguments.items():
         said = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         if "</parameter>" in said or "</think>" in said:
-            raise ValueError(f"{call.name}: no xml call can have </parameter> or </think> in {key}")
+            raise UserError(f"{call.name}: no xml call can have </parameter> or </think> in {key}")
         lines.append(f"<parameter={key}>\n{said}\n</parameter>")
     if bad := [word for word in (call.name, *call.arguments) if not NAME.fullmatch(word)]:
-        raise ValueError(f"{bad[0]!r} cannot be a name in an xml call")
+        raise UserError(f"{bad[0]!r} cannot be a name in an xml call")
     return "\n".join([*lines, "</function>\n</tool_call>"])
 
 
@@ -219,10 +221,10 @@ def _pythonic(text: str) -> Iterator[Call | BadCall]:
     body = text[match.end() :].strip().removesuffix("<|python_end|>")
     try:
         if len(body) > MAX_PYTHON:
-            raise ValueError(f"the calls are longer than {MAX_PYTHON} characters")
+            raise UserError(f"the calls are longer than {MAX_PYTHON} characters")
         for statement in ast.parse(body).body:
             if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.List):
-                raise ValueError("calls are a list: [name(argument=value), ...]")
+                raise UserError("calls are a list: [name(argument=value), ...]")
             yield from [_python_call(node) for node in statement.value.elts]
     except CANNOT_READ as error:
         yield _bad(text, match.end(), error)
@@ -230,18 +232,18 @@ def _pythonic(text: str) -> Iterator[Call | BadCall]:
 
 def _python_call(node: ast.expr) -> Call:
     if not isinstance(node, ast.Call) or node.args or not all(k.arg for k in node.keywords):
-        raise ValueError("a call is name(argument=value, ...), every argument with its name")
+        raise UserError("a call is name(argument=value, ...), every argument with its name")
     try:
         arguments = {k.arg: ast.literal_eval(k.value) for k in node.keywords}
     except (ValueError, TypeError):
-        raise ValueError("a value must be written out: no variables, no computation") from None
+        raise UserError("a value must be written out: no variables, no computation") from None
     return _call(ast.unparse(node.func), arguments)
 
 
 def _render_pythonic(call: Call) -> str:
     words = [*call.name.split("."), *call.arguments]
     if bad := [word for word in words if not IDENTIFIER.fullmatch(word) or keyword.iskeyword(word)]:
-        raise ValueError(f"{bad[0]!r} cannot be a name in a pythonic call")
+        raise UserError(f"{bad[0]!r} cannot be a name in a pythonic call")
     values = ", ".join(f"{key}={value!r}" for key, value in call.arguments.items())
     return f"[{call.name}({values})]".replace("</think>", "<\\x2fthink>")
 

@@ -23,6 +23,7 @@ from jaxrl_llm.envs.tool_env import ToolEnv
 from jaxrl_llm.envs.tools import TOOLS
 from jaxrl_llm.envs.tools.base import Tool, ToolsConfig
 from jaxrl_llm.envs.tools.mcp_server import McpServer
+from jaxrl_llm.errors import UserError
 
 ENVS = {"guess": Guess}
 
@@ -89,7 +90,7 @@ def make_conversations(config: EnvConfig, tokenizer: Any, chat: ChatConfig) -> C
     elif ".py" in config.name:
         env = load_env(config.name)
     else:
-        raise ValueError(
+        raise UserError(
             f"--env.name {config.name}: unknown. There is {', '.join(ENVS)}; yours is the path of a .py file"
         )
     if role := getattr(env, "role", ""):
@@ -110,7 +111,7 @@ def make_tools(names: Sequence[str], config: ToolsConfig) -> dict[str, Tool]:
             tools.append(getattr(module, wanted)())
         else:
             known = ", ".join(TOOLS)
-            raise ValueError(
+            raise UserError(
                 f"--env.tools {name}: unknown; there are {known}, mcp:COMMAND, and yours: my_tools.py:Class"
             )
     return {tool.schema["name"]: tool for tool in tools}
@@ -123,4 +124,4 @@ def _format(config: EnvConfig, tokenizer: Any, chat: ChatConfig) -> str:
     try:
         return calls.detect(find_template(tokenizer, chat, tools=[{}]))
     except ValueError as error:
-        raise ValueError(f"--env.format auto: {error}") from error
+        raise UserError(f"--env.format auto: {error}") from error

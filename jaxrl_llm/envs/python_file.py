@@ -22,6 +22,7 @@ from typing import Any
 
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.envs.env import Env, Step, Turn
+from jaxrl_llm.errors import UserError
 
 
 def load_env(name: str) -> Env:
@@ -37,14 +38,14 @@ def load_env(name: str) -> Env:
     classes = [x for x in own if inspect.isclass(x) and hasattr(x, "step")]
     if len(classes) > 1:
         names = ", ".join(x.__name__ for x in classes)
-        raise ValueError(f"--env.name {name}: which of {names}? Write {name}:{classes[0].__name__}")
+        raise UserError(f"--env.name {name}: which of {names}? Write {name}:{classes[0].__name__}")
     if classes:
         return _adapted(classes[0], name)
     if hasattr(module, "interact"):
         return Interact(module.interact, getattr(module, "reward_fn", None))
     if hasattr(module, "env_step"):
         return EnvStep(module.env_step)
-    raise ValueError(
+    raise UserError(
         f"--env.name {name}: no class with a method step, and no function interact or env_step in it"
         + ("; for a reward alone there is --reward.name" if hasattr(module, "reward_fn") else "")
     )
@@ -56,16 +57,16 @@ def load(name: str) -> tuple[ModuleType, str]:
     path, wanted = (path, wanted) if colon and path.endswith(".py") else (name, "")
     file = Path(path).expanduser().resolve()
     if not file.is_file():
-        raise ValueError(f"{name}: there is no file {file}")
+        raise UserError(f"{name}: there is no file {file}")
     sys.path.insert(0, str(file.parent))  # it may import its neighbours
     spec = importlib.util.spec_from_file_location(f"jaxrl_llm_user_{file.stem}", file)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # the user's code
-        raise ValueError(f"{name}: {type(error).__name__}: {error}") from error
+        raise UserError(f"{name}: {type(error).__name__}: {error}") from error
     if wanted and not hasattr(module, wanted):
-        raise ValueError(f"{name}: there is no {wanted} in {file}")
+        raise UserError(f"{name}: there is no {wanted} in {file}")
     return module, wanted
 
 
@@ -73,16 +74,14 @@ def _adapted(found: Any, name: str) -> Env:
     """An environment of a class or of a function in one of the known conventions."""
     if inspect.isclass(found):
         if missing := [method for method in ("reset", "step") if not hasattr(found, method)]:
-            raise ValueError(f"--env.name {name}: {found.__name__} has no method {' and no '.join(missing)}")
+            raise UserError(f"--env.name {name}: {found.__name__} has no method {' and no '.join(missing)}")
         return found() if inspect.iscoroutinefunction(found.step) else Threaded(found())
     names = set(inspect.signature(found).parameters)
     if "messages" in names:
         return Interact(found, None)
     if {"state", "action"} <= names or "sample" in names:
         return EnvStep(found)
-    raise ValueError(
-        f"--env.name {name}: {found!r} is no class, and takes neither messages nor state, action"
-    )
+    raise UserError(f"--env.name {name}: {found!r} is no class, and takes neither messages nor state, action")
 
 
 class Threaded:
@@ -146,7 +145,7 @@ class EnvStep:
         if done or after is None:
             return Step(reward=reward, done=True)
         if not after.startswith(before + turn.text):
-            raise ValueError("next_state does not begin with state + action: a conversation can only grow")
+            raise UserError("next_state does not begin with state + action: a conversation can only grow")
         return Step(after[len(before + turn.text) :], reward, raw=True)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxrl_llm.errors import UserError
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -92,12 +94,12 @@ class TransformerConfig:
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
+            raise UserError(
                 f"model: num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}"
             )
         if self.head_dim % 2:
-            raise ValueError(f"model: head_dim={self.head_dim} is odd, but RoPE rotates pairs")
+            raise UserError(f"model: head_dim={self.head_dim} is odd, but RoPE rotates pairs")
         if self.window_layers is not None and len(self.window_layers) != self.num_layers:
-            raise ValueError(
+            raise UserError(
                 f"model: window_layers has {len(self.window_layers)} entries for num_layers={self.num_layers}"
             )

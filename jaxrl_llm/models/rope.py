@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.config import RopeConfig, TransformerConfig
 
 
@@ -65,7 +66,7 @@ def rope_frequencies(config: TransformerConfig) -> tuple[np.ndarray, float]:
             return _yarn(rope, frequencies, original), _yarn_attention_factor(rope)
         case "llama3":
             return _llama3(rope, frequencies, original), 1.0
-    raise ValueError(
+    raise UserError(
         f"model: unknown rope.scaling {rope.scaling!r}; known: default, linear, dynamic, yarn, llama3"
     )
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.plan.collectives import Traffic, collectives
 from jaxrl_llm.sharding.rules import bytes_per_device
-from jaxrl_llm.structs import Call
+from jaxrl_llm.structs import Program
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 REFUSED = (
@@ -32,7 +32,7 @@ class Compiled(NamedTuple):
     refused: str = ""  # the compiler's words, where the program is too large for the device by itself
 
 
-def compile_call(call: Call, mesh: Mesh, platform: str) -> Compiled:
+def compile_call(call: Program, mesh: Mesh, platform: str) -> Compiled:
     """Compile for the devices of `mesh`, as a run on them would.
 
     Args:

@@ -8,9 +8,10 @@ import jax
 from jax.typing import DTypeLike
 
 from jaxrl_llm import models
-from jaxrl_llm.config import ConfigError, ModelConfig
+from jaxrl_llm.config import ModelConfig
+from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.hf.names import read_config
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.models.names import read_config
 from jaxrl_llm.models.presets import PRESETS, preset
 from jaxrl_llm.sharding.rules import laid_out
 from jaxrl_llm.structs import Params

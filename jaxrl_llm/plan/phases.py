@@ -12,17 +12,17 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
+from jaxrl_llm.build.models import make_trainers, with_heads
 from jaxrl_llm.config import TrainConfig, derived
-from jaxrl_llm.config_check import check_model
-from jaxrl_llm.learner import Learner
+from jaxrl_llm.learn.learner import Learner
+from jaxrl_llm.learn.trainer import Trainer, asked
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.plan import flops
 from jaxrl_llm.plan.models import SHAPES, shape_of
-from jaxrl_llm.roles import make_trainers, with_heads
-from jaxrl_llm.rollout.native import NativeEngine
+from jaxrl_llm.recipe.checks import check_model
+from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.rules import TRAIN
-from jaxrl_llm.structs import Call
-from jaxrl_llm.trainer import Trainer, asked
+from jaxrl_llm.structs import Program
 
 Held = dict[str, Any]
 """What of it lies in memory -> tree of abstract arrays."""
@@ -33,7 +33,7 @@ class Phase:
     """One program of a step."""
 
     name: str
-    call: Call
+    call: Program
     held: Held  # all that lies in memory while it runs, its arguments included; no activations
     times: int  # calls a step at most; of "decode", tokens that a slot writes
     flops: float  # of one call, all devices together

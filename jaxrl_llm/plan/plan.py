@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxrl_llm.config import TrainConfig, derived
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.kernels import describe
 from jaxrl_llm.plan.compiled import Compiled, compile_call
 from jaxrl_llm.plan.models import shape_of
@@ -108,7 +109,7 @@ def make_plan(
         say(f"compiling {phase.name}")
         rows.append(make_row(phase, compile_call(phase.call, mesh, target.topology.platform), target))
     if not rows:
-        raise ValueError(f"--only {only}: no phase of this recipe has such a name")
+        raise UserError(f"--only {only}: no phase of this recipe has such a name")
     return Plan(
         config.model.path or "architecture of the recipe",
         target.topology.name,

@@ -13,7 +13,7 @@ import jax
 from jax.experimental import topologies
 
 from jaxrl_kernels import gpu_target
-from jaxrl_llm.config import ConfigError
+from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.plan.chips import CHIPS, Chip
 
 FLAT = ("v5e", "v6e")

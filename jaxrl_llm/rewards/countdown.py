@@ -13,6 +13,7 @@ import re
 from fractions import Fraction
 from typing import Any
 
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.exact import judge
 from jaxrl_llm.rewards.extract import find_answer
@@ -53,7 +54,7 @@ def task(sample: Sample) -> tuple[list[int], Fraction]:
     numbers = row.get("numbers", row.get("nums"))
     target = row.get("target", sample.answer)
     if numbers is None or target is None or isinstance(target, dict):
-        raise ValueError(
+        raise UserError(
             f"countdown needs the columns numbers (or nums) and target; the row has {sorted(row)}"
         )
     return [int(number) for number in numbers], Fraction(str(target))
@@ -74,7 +75,7 @@ def find_expression(response: str) -> str | None:
 def evaluate(expression: str) -> tuple[Fraction, list[int]]:
     """(exact value, the numbers used). Raises ValueError or SyntaxError on all but + - * / of integers."""
     if len(expression) > MAX_LENGTH:
-        raise ValueError("the expression is too long")
+        raise UserError("the expression is too long")
     used: list[int] = []
     return _value(ast.parse(expression, mode="eval").body, used), used
 
@@ -87,4 +88,4 @@ def _value(node: ast.expr, used: list[int]) -> Fraction:
         return -_value(node.operand, used)
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         return OPERATORS[type(node.op)](_value(node.left, used), _value(node.right, used))
-    raise ValueError(f"not allowed in an expression: {ast.unparse(node)}")
+    raise UserError(f"not allowed in an expression: {ast.unparse(node)}")

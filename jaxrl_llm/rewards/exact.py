@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.extract import find_answer, last_number, normalize, to_number
 from jaxrl_llm.rewards.sample import Sample
@@ -29,7 +30,7 @@ def answers(answer: Any) -> list[str]:
     listed = list(answer) if isinstance(answer, list | tuple) else [answer]
     texts = [str(item) for item in listed if item is not None and str(item).strip()]
     if not texts:
-        raise ValueError("the row has no answer to compare with")
+        raise UserError("the row has no answer to compare with")
     return texts
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.extract import find_answer
 from jaxrl_llm.rewards.sample import Sample
@@ -18,7 +19,7 @@ def reward(sample: Sample) -> tuple[float, Outcome]:
     """
     metadata = sample.columns.get("metadata")
     if not isinstance(metadata, dict) or "source_dataset" not in metadata:
-        raise ValueError('gym needs the column metadata with "source_dataset", as reasoning-gym makes it')
+        raise UserError('gym needs the column metadata with "source_dataset", as reasoning-gym makes it')
     scorer = _scorer(metadata["source_dataset"])
     marked = find_answer(sample.response)
     given = sample.response.strip() if marked is None else marked

@@ -6,6 +6,7 @@ import functools
 import logging
 from typing import Any
 
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.exact import answers, judge
 from jaxrl_llm.rewards.sample import Sample
@@ -21,7 +22,7 @@ def reward(sample: Sample) -> tuple[float, Outcome]:
 
     accepted = [gold for text in answers(sample.answer) if (gold := _gold(text))]
     if not accepted:
-        raise ValueError(f"math-verify cannot read the row's answer {str(sample.answer)[:80]!r}")
+        raise UserError(f"math-verify cannot read the row's answer {str(sample.answer)[:80]!r}")
     given = parse(sample.response)
     if not given:
         return 0.0, Outcome.UNPARSED

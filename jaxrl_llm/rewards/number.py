@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.exact import answers, judge
 from jaxrl_llm.rewards.extract import find_answer, last_number, to_number
@@ -17,7 +18,7 @@ def reward(sample: Sample) -> tuple[float, Outcome]:
     """
     accepted = [_value(text.rpartition("####")[2]) for text in answers(sample.answer)]
     if None in accepted:
-        raise ValueError(f"the row's answer {str(sample.answer)[:80]!r} is not a number")
+        raise UserError(f"the row's answer {str(sample.answer)[:80]!r} is not a number")
     given = find_answer(sample.response)
     value = _value(sample.response if given is None else given)
     if value is None:

@@ -124,7 +124,7 @@ class Worker:
         if code is None:
             return "the worker closed its line or sent nonsense"
         if code < 0:
-            name = signal.Signals(-code).name
+            name = signal.LossInputs(-code).name
             return f"the worker was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
         return f"the worker exited with code {code}"
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.outcome import Outcome
 
 ABSTAINED = "the reward abstained (returned None)"
@@ -106,9 +107,9 @@ class Result:
         return self.reason == ABSTAINED
 
 
-class RewardLoadError(ValueError):
+class RewardLoadError(UserError):
     """The reward function cannot be found or imported."""
 
 
-class RewardFailureError(RuntimeError):
+class RewardFailureError(RunError):
     """Too many samples could not be scored."""

@@ -18,6 +18,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.rewards.sample import Sample
 from jaxrl_llm.rewards.signatures import Scorer
 
@@ -44,14 +45,12 @@ def ask(url: str, samples: list[Sample], timeout: float) -> list[Any]:
         with urllib.request.urlopen(request, timeout=timeout) as answer:
             said = json.loads(answer.read(MAX_ANSWER))
     except urllib.error.HTTPError as error:
-        raise ValueError(f"{url} answered {error.code} {error.reason}") from None
+        raise UserError(f"{url} answered {error.code} {error.reason}") from None
     except (OSError, ValueError) as error:
-        raise ValueError(f"{url}: {error}") from None
+        raise UserError(f"{url}: {error}") from None
     scores = said.get("scores", said.get("rewards")) if isinstance(said, dict) else said
     if not isinstance(scores, list) or len(scores) != len(samples):
-        raise ValueError(
-            f'{url}: expected {{"scores": [...]}} with {len(samples)} of them, got {said!r:.200}'
-        )
+        raise UserError(f'{url}: expected {{"scores": [...]}} with {len(samples)} of them, got {said!r:.200}')
     return scores
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.rewards.sample import RewardConfig, Sample
 
 FORMAT = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
@@ -25,6 +26,6 @@ def overlong_reward(sample: Sample, config: RewardConfig) -> float:
     DAPO's soft overlong punishment, arXiv:2503.14476, eq. 13.
     """
     if not 0 < config.overlong_from < config.overlong_to:
-        raise ValueError("overlong needs 0 < reward.overlong_from < reward.overlong_to")
+        raise UserError("overlong needs 0 < reward.overlong_from < reward.overlong_to")
     exceeded = len(sample.response_ids) - config.overlong_from
     return -min(max(exceeded, 0) / (config.overlong_to - config.overlong_from), 1.0)

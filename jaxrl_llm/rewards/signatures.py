@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.sample import RewardConfig, RewardLoadError, Sample
 
@@ -96,13 +97,13 @@ def _outcome(value: float, correct_at: float) -> Outcome:
 def _number(raw: Any, bools: bool) -> float:
     value = raw.item() if hasattr(raw, "item") else raw  # numpy and torch scalars
     if isinstance(value, bool) and not bools:
-        raise ValueError("returned a bool; return float(...) of it")
+        raise UserError("returned a bool; return float(...) of it")
     if not isinstance(value, int | float):
-        raise ValueError(f"returned {type(value).__name__} instead of a number")
+        raise UserError(f"returned {type(value).__name__} instead of a number")
     if not math.isfinite(value) if isinstance(value, float) else value.bit_length() > 64:
-        raise ValueError("returned " + (str(value) if isinstance(value, float) else "a huge integer"))
+        raise UserError("returned " + (str(value) if isinstance(value, float) else "a huge integer"))
     if abs(value) > MAX_SCORE:
-        raise ValueError(f"returned {value:g}, beyond +-{MAX_SCORE:g}")
+        raise UserError(f"returned {value:g}, beyond +-{MAX_SCORE:g}")
     return float(value)
 
 
@@ -117,7 +118,7 @@ async def _awaited(value: Any) -> Any:
 def _listed(raw: Any) -> list[Any]:
     values = raw.tolist() if hasattr(raw, "tolist") else raw
     if not isinstance(values, list | tuple):
-        raise ValueError(f"returned {type(raw).__name__} instead of a list of scores")
+        raise UserError(f"returned {type(raw).__name__} instead of a list of scores")
     return [value[0] if isinstance(value, list) and len(value) == 1 else value for value in values]
 
 
@@ -167,7 +168,7 @@ def _rewards_and_scores(raw: Any) -> list[Any]:
     rewards = _listed(raw.get("rewards"))
     scores = _listed(raw["scores"]) if raw.get("scores") is not None else rewards
     if len(scores) != len(rewards):
-        raise ValueError(f"returned {len(rewards)} rewards and {len(scores)} scores")
+        raise UserError(f"returned {len(rewards)} rewards and {len(scores)} scores")
     return [{"score": reward, "judged": score} for reward, score in zip(rewards, scores, strict=True)]
 
 

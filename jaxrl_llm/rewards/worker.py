@@ -18,6 +18,7 @@ import time
 import traceback
 from typing import Any
 
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.load import load
 from jaxrl_llm.rewards.sample import ABSTAINED, RewardConfig, RewardLoadError, Sample
@@ -63,7 +64,7 @@ def _score(group: list[Sample], used: list[tuple[float, Scorer]], correct_at: fl
         columns = [(weight, scorer, scorer.call(group)) for weight, scorer in used]
         for _, _, raws in columns:
             if len(raws) != len(group):
-                raise ValueError(f"returned {len(raws)} scores for {len(group)} samples")
+                raise UserError(f"returned {len(raws)} scores for {len(group)} samples")
     except BaseException as error:  # also SystemExit and KeyboardInterrupt: they are the reward's, not ours
         return {"error": _describe(error)}
     rows = [[(weight, scorer, raws[i]) for weight, scorer, raws in columns] for i in range(len(group))]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
-from jaxrl_llm.rollout.sizes import most_pages
+from jaxrl_llm.rollout.native.shapes import most_pages
 
 
 def check_requests(
@@ -20,7 +21,7 @@ def check_requests(
         ValueError: an impossible request or sampling setting, with the fix.
     """
     if sampling.stop and tokenizer is None:
-        raise ValueError("sampling.stop needs a tokenizer: give one to the engine, or use stop_tokens")
+        raise UserError("sampling.stop needs a tokenizer: give one to the engine, or use stop_tokens")
     ranges = {
         "temperature": (sampling.temperature >= 0, "0 (greedy) or more"),
         "top_k": (sampling.top_k >= 0, "0 (all tokens) or more"),
@@ -29,16 +30,16 @@ def check_requests(
     }
     for name, (valid, wanted) in ranges.items():
         if not valid:
-            raise ValueError(f"sampling.{name} must be {wanted}, not {getattr(sampling, name)}")
+            raise UserError(f"sampling.{name} must be {wanted}, not {getattr(sampling, name)}")
     for i, request in enumerate(requests):
         length = len(request.prompt_ids)
         if length == 0 or request.max_tokens < 1:
-            raise ValueError(
+            raise UserError(
                 f"request {i}: a prompt of {length} tokens and max_tokens={request.max_tokens}; "
                 "both must be at least 1"
             )
         if length + request.max_tokens > model.max_position:
-            raise ValueError(
+            raise UserError(
                 f"request {i}: {length} prompt tokens + max_tokens={request.max_tokens} exceed the "
                 f"model's {model.max_position} positions; shorten one of them{_why_not(model)}"
             )
@@ -54,7 +55,7 @@ def check_pages(requests: Sequence[Request], page: int, pages: int) -> None:
         length = len(request.prompt_ids)
         needed = most_pages(length + request.max_tokens, page)
         if needed >= pages:
-            raise ValueError(
+            raise UserError(
                 f"request {i}: {length} prompt tokens + max_tokens={request.max_tokens} take {needed} pages "
                 f"of {page} tokens, and a device has {pages - 1}: shorten it, raise rollout.pages, take a "
                 "rollout.cache_dtype of fewer bits, or divide the heads over more devices (mesh.tensor)"

@@ -6,6 +6,8 @@ import sys
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jaxrl_llm.bridge.update import Pause
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.engine import SamplingConfig
 
 
@@ -56,11 +58,11 @@ class RolloutConfig:
         for name in ("slots", "chunk", "prefill_tokens", "page", "pages"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"rollout.{name} must be at least 1, not {value}")
+                raise UserError(f"rollout.{name} must be at least 1, not {value}")
         if self.cache == "ring" and self.cache_dtype in ("int8", "float8_e4m3fn"):
-            raise ValueError(f'rollout.cache_dtype={self.cache_dtype} needs rollout.cache="paged"')
+            raise UserError(f'rollout.cache_dtype={self.cache_dtype} needs rollout.cache="paged"')
         if self.max_staleness < 0:
-            raise ValueError(f"rollout.max_staleness must be at least 0, not {self.max_staleness}")
+            raise UserError(f"rollout.max_staleness must be at least 0, not {self.max_staleness}")
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class SGLangConfig:
     """How weights reach the servers: files that they read (disk), in requests (http), over a torch process
     group (group), or as handles of memory on GPUs that trainer and server share (ipc). http and ipc send
     pickles to the servers; nothing receives one."""
-    pause: Literal["abort", "retract", "in_place"] = "retract"
+    pause: Pause = "retract"
     """What becomes of responses in flight when weights change: broken off and asked for again (abort), back
     in the server's queue and read anew under the new weights (retract), or gone on with on keys and values of
     the old weights (in_place: the shortest pause; wants algo.correction)."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
+from jaxrl_llm.errors import RunError
 from jaxrl_llm.structs import Episode, Metrics, Params, Trajectory
 
 
@@ -42,7 +43,7 @@ class Request(NamedTuple):
     max_tokens: int  # response tokens at most
 
 
-class Written(NamedTuple):
+class PartialResponse(NamedTuple):
     """What there is of a response; it can be continued."""
 
     ids: tuple[int, ...]
@@ -59,7 +60,7 @@ class Pending(Protocol):
         """Wait for all of them. A collective, as `generate`."""
 
 
-class DialogueError(RuntimeError):
+class DialogueError(RunError):
     """No conversation can go on: nobody answers, or the chat template rewrites what was said."""
 
 
@@ -104,7 +105,7 @@ class Engine(Protocol):
         sampling: SamplingConfig,
         key: jax.Array,
         dialogue: Dialogue | None = None,
-        written: Sequence[Written] = (),
+        written: Sequence[PartialResponse] = (),
     ) -> Pending:
         """Begin to write responses in order (request, response index); `written`, if any, is continued.
         A conversation's turns are told to the dialogue again; where it now says something else, what
@@ -127,7 +128,7 @@ class Engine(Protocol):
     ) -> list[Trajectory]:
         """`start`, and wait."""
 
-    def snapshot(self, pending: Sequence[Pending]) -> list[list[Written]]:
+    def snapshot(self, pending: Sequence[Pending]) -> list[list[PartialResponse]]:
         """What there is of pending responses, in process 0; their writing goes on."""
 
     def usage(self) -> Metrics:

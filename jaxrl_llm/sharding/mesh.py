@@ -10,6 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from jaxrl_llm.errors import UserError
+
 AXES = ("data", "fsdp", "tensor", "sequence")
 
 
@@ -43,12 +45,12 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
     devices = jax.devices() if devices is None else devices
     sizes = list(config.sizes.values())
     if sizes.count(-1) > 1 or any(s < 1 and s != -1 for s in sizes):
-        raise ValueError(f"mesh: sizes must be positive, at most one -1; got {_spell(sizes)}")
+        raise UserError(f"mesh: sizes must be positive, at most one -1; got {_spell(sizes)}")
     fixed = math.prod(s for s in sizes if s != -1)
     if -1 in sizes and len(devices) % fixed == 0:
         sizes[sizes.index(-1)] = len(devices) // fixed
     if math.prod(sizes) != len(devices):
-        raise ValueError(
+        raise UserError(
             f"mesh: {_spell(sizes)} needs {fixed} devices or a multiple, but {len(devices)} "
             f"{devices[0].platform} devices are visible. Set one of --mesh.data / fsdp / tensor / sequence "
             f"to -1 to use what is there, or make the product {len(devices)}."

@@ -10,6 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl_llm.errors import UserError
+
 Rules = Mapping[str, str | tuple[str, ...] | None]
 
 TRAIN: Rules = {
@@ -41,11 +43,11 @@ def spec(axes: tuple[str | None, ...], rules: Rules) -> PartitionSpec:
     """
     unknown = [a for a in axes if a is not None and a not in rules]
     if unknown:
-        raise ValueError(f"sharding: no rule for logical axis {unknown[0]!r}; known: {sorted(rules)}")
+        raise UserError(f"sharding: no rule for logical axis {unknown[0]!r}; known: {sorted(rules)}")
     entries = [None if a is None else rules[a] for a in axes]
     used = [m for e in entries if e for m in ((e,) if isinstance(e, str) else e)]
     if len(used) != len(set(used)):
-        raise ValueError(f"sharding: {axes} maps a mesh axis to two dims: {entries}")
+        raise UserError(f"sharding: {axes} maps a mesh axis to two dims: {entries}")
     return PartitionSpec(*entries)
 
 

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jaxrl_kernels.flash_attention import api
 from jaxrl_kernels.flash_attention.spec import Place, Spec
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.sharding.ring import Ring, unzigzag, zigzag
 from jaxrl_llm.sharding.rules import TRAIN, Rules, layout
 from jaxrl_llm.sharding.ulysses import Ulysses
@@ -73,7 +74,7 @@ def row_attention(
     mesh = jax.sharding.get_abstract_mesh()
     tensor = q.shape[2] // NamedSharding(mesh, rows).shard_shape(q.shape)[2]
     if division == "ulysses" and q.shape[2] % (tensor * mesh.shape[AXIS]):
-        raise ValueError(heads_problem(q.shape[2], tensor * mesh.shape[AXIS]))
+        raise UserError(heads_problem(q.shape[2], tensor * mesh.shape[AXIS]))
     # A key head is repeated only until every device has one: its query heads are then all of one group.
     repeats = tensor // math.gcd(k.shape[2], tensor)
     k, v = (x if repeats == 1 else jnp.repeat(x, repeats, axis=2) for x in (k, v))

@@ -6,13 +6,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.checkpoint import hf
-from jaxrl_llm.checkpoint.hf_export import DTYPES
+from jaxrl_llm.build.run import load_model_config
 from jaxrl_llm.checkpoint.params import restore_params
 from jaxrl_llm.config import ModelConfig
+from jaxrl_llm.hf.config import read_json
+from jaxrl_llm.hf.export import DTYPES, save_model
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.models.hf_config import read_json
-from jaxrl_llm.parts import load_model_config
 
 
 def main(argv: list[str]) -> int:
@@ -24,7 +23,7 @@ def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     step, params, config = restore_params(args.checkpoint, args.step)
     tokenizer = run_tokenizer(args.checkpoint, config, args.tokenizer)
-    folder = hf.save(params, config, args.out, tokenizer, args.dtype)
+    folder = save_model(params, config, args.out, tokenizer, args.dtype)
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"step {step} of {args.checkpoint} -> {folder} ({args.dtype}, {size / 2**20:,.1f} MiB)")
     return 0

@@ -14,14 +14,17 @@ import tyro
 from jax.sharding import Mesh
 
 from jaxrl_llm import models
-from jaxrl_llm.checkpoint import hf
 from jaxrl_llm.data.chat import encode_prompt
 from jaxrl_llm.data.rows import Example, SourceConfig
 from jaxrl_llm.data.sources import open_source
 from jaxrl_llm.data.template import ChatConfig
-from jaxrl_llm.models.names import read_config
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.folder import resolve
+from jaxrl_llm.hf.load import load_params
+from jaxrl_llm.hf.names import read_config
+from jaxrl_llm.hf.tokenizer import end_ids, load_tokenizer
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
-from jaxrl_llm.rollout.native import NativeEngine, RolloutConfig
+from jaxrl_llm.rollout.native.engine import NativeEngine, RolloutConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT, Rules
 from jaxrl_llm.structs import Params, Trajectory
@@ -73,17 +76,17 @@ def main(argv: list[str]) -> int:
     """
     args = tyro.cli(Args, args=argv, prog="python -m jaxrl_llm generate")
     if args.n < 1:
-        raise ValueError(f"--n must be at least 1, not {args.n}")
+        raise UserError(f"--n must be at least 1, not {args.n}")
     mesh = make_mesh(args.mesh)
     examples = read_examples(args.prompts)
     check_writable(args.out)
-    folder = hf.resolve(args.model)
+    folder = resolve(args.model)
     config = read_config(folder)
-    tokenizer = hf.load_tokenizer(folder, config)
+    tokenizer = load_tokenizer(folder, config)
     requests = [make_request(args, config, tokenizer, i, example) for i, example in enumerate(examples)]
     dtype = pick_dtype(args.dtype)
     rollout = RolloutConfig(slots=args.slots, dtype=dtype)
-    engine = NativeEngine(rollout, config, mesh, tokenizer, hf.end_ids(folder))
+    engine = NativeEngine(rollout, config, mesh, tokenizer, end_ids(folder))
     engine.publish(load_params(folder, config, mesh, ROLLOUT, dtype), version=0)
     sampling = SamplingConfig(args.temperature, args.top_k, args.top_p, args.min_p, args.stop)
     window = max(1, 8 * args.slots // args.n)  # rows between two writes
@@ -107,7 +110,7 @@ def make_request(args: Args, config: models.TransformerConfig, tokenizer: Any, i
     """
     ids = encode_prompt(tokenizer, example, args.chat)
     if len(ids) + args.max_tokens > config.max_position:
-        raise ValueError(
+        raise UserError(
             f"{example.where}: a prompt of {len(ids)} tokens and --max_tokens {args.max_tokens} exceed the "
             f"model's {config.max_position} positions; shorten the prompt or lower --max_tokens"
         )
@@ -136,12 +139,12 @@ def read_examples(path: Path) -> list[Example]:
     return [source[i] for i in range(len(source))]
 
 
-def load_params(
+def load_sharded(
     folder: Path, config: models.TransformerConfig, mesh: Mesh, rules: Rules, dtype: str
 ) -> Params:
     """The weights, each device reading only its shard."""
     say(f"loading {folder} as {dtype} on {mesh.size} {mesh.devices.flat[0].platform} device(s)")
-    return hf.load(folder, config, models.shardings(config, mesh, rules), jnp.dtype(dtype))
+    return load_params(folder, config, models.shardings(config, mesh, rules), jnp.dtype(dtype))
 
 
 def pick_dtype(dtype: Dtype) -> str:
@@ -154,9 +157,9 @@ def pick_dtype(dtype: Dtype) -> str:
 def check_writable(path: Path, key: str = "--out") -> None:
     """Before minutes of work, not after."""
     if not path.absolute().parent.is_dir():
-        raise ValueError(f"{key} {path}: the folder {path.absolute().parent} does not exist; make it first")
+        raise UserError(f"{key} {path}: the folder {path.absolute().parent} does not exist; make it first")
     if path.is_dir():
-        raise ValueError(f"{key} {path}: a folder; give a file name in it")
+        raise UserError(f"{key} {path}: a folder; give a file name in it")
 
 
 def open_out(path: Path):

@@ -15,7 +15,7 @@ from jaxrl_llm.plan.advice import advise
 from jaxrl_llm.plan.plan import make_plan
 from jaxrl_llm.plan.report import show
 from jaxrl_llm.plan.target import open_target, parse
-from jaxrl_llm.recipes import from_command_line
+from jaxrl_llm.recipe.load import from_command_line
 from jaxrl_llm.tools.generate import check_writable
 
 

@@ -12,15 +12,17 @@ import jax
 import numpy as np
 import tyro
 
-from jaxrl_llm.checkpoint import hf
 from jaxrl_llm.data.chat import chat_messages
 from jaxrl_llm.data.files import open_rows
 from jaxrl_llm.data.rows import SourceConfig, normalise
 from jaxrl_llm.data.template import Chat, ChatConfig
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.folder import resolve
+from jaxrl_llm.hf.names import read_config
+from jaxrl_llm.hf.tokenizer import load_tokenizer
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.models.names import read_config
 from jaxrl_llm.models.scorer import make_scorer
-from jaxrl_llm.rollout.sizes import bucket
+from jaxrl_llm.rollout.native.shapes import bucket
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 from jaxrl_llm.tools.generate import Dtype, check_writable, load_params, open_out, pick_dtype, say
@@ -56,10 +58,10 @@ def main(argv: list[str]) -> int:
     """
     args = tyro.cli(Args, args=argv, prog="python -m jaxrl_llm score")
     if args.temperature <= 0:
-        raise ValueError(f"--temperature must be above 0, not {args.temperature}")
+        raise UserError(f"--temperature must be above 0, not {args.temperature}")
     mesh = make_mesh(args.mesh)
     check_writable(args.out)
-    folder = hf.resolve(args.model)
+    folder = resolve(args.model)
     config = read_config(folder)
     rows = list(read_tokens(args, folder, config))
     dtype = pick_dtype(args.dtype)
@@ -90,10 +92,10 @@ def read_tokens(args: Args, folder: Path, config: TransformerConfig) -> Iterator
             if isinstance(row, dict) and "tokens" in row:
                 ids = row["tokens"]
             elif isinstance(row, dict) and "messages" in row:
-                tokenizer = tokenizer or hf.load_tokenizer(folder, config)
+                tokenizer = tokenizer or load_tokenizer(folder, config)
                 ids = chat_tokens(tokenizer, row, where, args.chat)
             else:
-                raise ValueError(f'{where}: a row needs "tokens" (ids) or "messages" (a chat)')
+                raise UserError(f'{where}: a row needs "tokens" (ids) or "messages" (a chat)')
             check_tokens(ids, where, config)
             yield ids
 
@@ -109,12 +111,12 @@ def check_tokens(ids: Any, where: str, config: TransformerConfig) -> None:
     """Refuse what is no sequence of this model's ids."""
     whole = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
     if not whole or not ids:
-        raise ValueError(f'{where}: "tokens" must be a list of at least one integer')
+        raise UserError(f'{where}: "tokens" must be a list of at least one integer')
     outside = next((i for i in ids if not 0 <= i < config.vocab_size), None)
     if outside is not None:
-        raise ValueError(f"{where}: token {outside} is outside the model's vocabulary of {config.vocab_size}")
+        raise UserError(f"{where}: token {outside} is outside the model's vocabulary of {config.vocab_size}")
     if len(ids) > config.max_position:
-        raise ValueError(
+        raise UserError(
             f"{where}: {len(ids)} tokens exceed the model's {config.max_position} positions; shorten the row"
         )
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.structs import Rollouts, Signals
+from jaxrl_llm.structs import LossInputs, Rollouts
 
 POLICY = jnp.array([[-0.5, -1, -2, -0.1], [-1.5, -0.3, -0.7, -0.2]])
 OLD = jnp.array([[-0.7, -0.9, -2.5, -0.1], [-1, -0.3, -1.2, -0.9]])
@@ -26,7 +26,7 @@ def signals(policy=POLICY, **kwargs):
         reference=OLD,
         entropy=jnp.ones((2, 4)),
     )
-    return Signals(policy=policy, **{**fields, **kwargs})
+    return LossInputs(policy=policy, **{**fields, **kwargs})
 
 
 LENGTHS = np.array([3, 5, 2, 4])

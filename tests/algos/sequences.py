@@ -1,16 +1,16 @@
-"""Signals laid out by hand: which sequence lies in which row of which micro-batch, NaN wherever none does."""
+"""Loss inputs laid out by hand: which sequence lies in which row of which micro-batch, NaN elsewhere."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.structs import Signals
+from jaxrl_llm.structs import LossInputs
 
 T = 24
 
 
 def lay_out(lengths, rows, **per_token):
-    """Signals of one micro-batch as a function of the policy's log-probs of all trained tokens, end to end.
+    """Inputs of one micro-batch as a function of the policy's log-probs of all trained tokens, end to end.
 
     A sequence of n trained tokens takes n + 2 places: one of the prompt, n, and a last one without target.
 
@@ -36,7 +36,7 @@ def lay_out(lengths, rows, **per_token):
             at = end
 
     def signals(policy, num_tokens, num_sequences, **more):
-        return Signals(
+        return LossInputs(
             policy=jnp.where(place >= 0, policy[place], jnp.nan),
             mask=jnp.asarray(place >= 0, jnp.float32),
             segments=jnp.asarray(segments),

@@ -9,7 +9,7 @@ from jaxrl_llm.algos import grpo, sft
 from jaxrl_llm.algos.kl import kl
 from jaxrl_llm.algos.policy_losses import ppo_clip
 from jaxrl_llm.algos.reduce import aggregate, masked_sum
-from jaxrl_llm.structs import Signals
+from jaxrl_llm.structs import LossInputs
 
 POLICY = jnp.array([[-0.5, -1, -2, -0.1], [-1.5, -0.3, -0.7, -0.2]])
 OLD = jnp.array([[-0.7, -0.9, -2.5, -0.1], [-1, -0.3, -1.2, -0.9]])
@@ -30,7 +30,7 @@ def signals(policy=POLICY, **kwargs):
         reference=OLD,
         entropy=jnp.ones((2, 4)),
     )
-    return Signals(policy=policy, **{**fields, **kwargs})
+    return LossInputs(policy=policy, **{**fields, **kwargs})
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_rows_apart_sum_to_rows_together(aggregation):
 def test_doubling_the_padding_changes_nothing():
     pad = lambda x: jnp.pad(x, ((0, 0), (0, 4)), constant_values=1) if x.ndim else x
     padded = jax.tree.map(pad, signals())
-    padded = Signals(**{**padded.__dict__, "mask": jnp.pad(MASK, ((0, 0), (0, 4)))})
+    padded = LossInputs(**{**padded.__dict__, "mask": jnp.pad(MASK, ((0, 0), (0, 4)))})
     for aggregation in ("token", "sequence", "sequence_sum", "constant"):
         config = grpo.Config(aggregation=aggregation)
         assert float(grpo.loss(padded, config)[0]) == pytest.approx(

@@ -8,7 +8,7 @@ import pytest
 from sequences import run
 
 from jaxrl_llm.algos import distill, gkd, prm, sft
-from jaxrl_llm.structs import Rollouts, Signals
+from jaxrl_llm.structs import LossInputs, Rollouts
 
 POLICY = [[-0.5, -1.0, -2.0], [-1.5]]
 TOGETHER, APART = [[[0, 1]]], [[[1]], [[0]]]
@@ -26,10 +26,10 @@ def test_sft_counts_tokens_or_rows(aggregation, expected, slope):
 
 
 def steps(values, labels):
-    """Signals of one row with a step at each place, and NaN in the padding after."""
+    """LossInputs of one row with a step at each place, and NaN in the padding after."""
     padded = lambda x: jnp.asarray([[*x, math.nan]], jnp.float32)
     ones = jnp.ones((1, len(values) + 1))
-    return Signals(
+    return LossInputs(
         policy=0 * ones, mask=ones.at[0, -1].set(0), segments=ones.astype(int).at[0, -1].set(0),
         lengths=len(values) * ones, num_tokens=jnp.float32(len(values)), num_sequences=jnp.float32(1),
         values=padded(values), labels=padded(labels),

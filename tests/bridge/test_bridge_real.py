@@ -15,10 +15,10 @@ from test_sglang import KEY, TOKENIZER, native
 from test_sglang_real import requests
 
 from jaxrl_llm import models
-from jaxrl_llm.bridge.disk import DiskTransport
-from jaxrl_llm.bridge.group import GroupTransport
-from jaxrl_llm.bridge.over_http import HttpTransport
-from jaxrl_llm.bridge.source import WeightSource
+from jaxrl_llm.bridge.buckets import WeightSource
+from jaxrl_llm.bridge.transports.disk import DiskTransport
+from jaxrl_llm.bridge.transports.over_http import HttpTransport
+from jaxrl_llm.bridge.transports.process_group import GroupTransport
 from jaxrl_llm.models.scorer import make_scorer
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh

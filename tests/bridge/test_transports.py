@@ -9,23 +9,24 @@ import pytest
 from fake_sglang import FakeServer
 from test_sglang import GREEDY, KEY, MODEL, TOKENIZER, native, requests, weights
 
-from jaxrl_llm import engines
-from jaxrl_llm.bridge.disk import DiskTransport
-from jaxrl_llm.bridge.group import GroupTransport, Relay, address_towards
-from jaxrl_llm.bridge.ipc import IpcTransport, shared_devices
-from jaxrl_llm.bridge.over_http import HttpTransport
-from jaxrl_llm.bridge.source import WeightSource
-from jaxrl_llm.checkpoint import hf_export
+from jaxrl_llm.bridge.buckets import WeightSource
+from jaxrl_llm.bridge.transports.cuda_ipc import IpcTransport, shared_devices
+from jaxrl_llm.bridge.transports.disk import DiskTransport
+from jaxrl_llm.bridge.transports.over_http import HttpTransport
+from jaxrl_llm.bridge.transports.process_group import GroupTransport, Relay, address_towards
+from jaxrl_llm.build import engines
+from jaxrl_llm.errors import ServerError
+from jaxrl_llm.hf import export
 from jaxrl_llm.models.scorer import make_scorer
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
-from jaxrl_llm.rollout.servers import ServerError, ServerPool
-from jaxrl_llm.rollout.sglang import SGLangEngine
+from jaxrl_llm.rollout.sglang.engine import SGLangEngine
+from jaxrl_llm.rollout.sglang.pool import ServerPool
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
 
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory):
-    return hf_export.save_description(MODEL, tmp_path_factory.mktemp("shell"), dtype="float32")
+    return export.save_description(MODEL, tmp_path_factory.mktemp("shell"), dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +273,7 @@ def test_the_transport_of_the_config_and_its_warning(capsys):
 
 
 def test_what_is_sent_is_what_the_models_folder_holds(tmp_path):
-    hf_export.save(weights(), MODEL, tmp_path / "hf", dtype="float32")
+    export.save_model(weights(), MODEL, tmp_path / "hf", dtype="float32")
     source = WeightSource(MODEL, "float32", 1 << 20)
     engines._check_names(source, MODEL, tmp_path / "hf")
     source.tensors = [t._replace(name=t.name.replace("mlp.up", "mlp.gate_up")) for t in source.tensors]

@@ -5,17 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm import credit, models
+from jaxrl_llm import models
 from jaxrl_llm.algos import grpo, gspo, reinforce_pp
 from jaxrl_llm.algos.correction import Correction
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.packing import counts, from_trajectory, pack
 from jaxrl_llm.data.rows import Example
-from jaxrl_llm.experience import as_sample, settle, statistics, turns
+from jaxrl_llm.experience.source import as_sample, settle, statistics, turns
+from jaxrl_llm.learn import credit
+from jaxrl_llm.learn.update import StepConfig, loss_and_metrics
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.sample import RewardConfig, RewardFailureError
-from jaxrl_llm.step import StepConfig, loss_and_metrics
-from jaxrl_llm.structs import Episode, Trajectory, Whole
+from jaxrl_llm.structs import BatchTotals, Episode, Trajectory
 
 
 def trajectory(mask, reward=0.0, episode=None, index=0, **fields):
@@ -92,7 +93,7 @@ def batch_of(algo, garbage):
             item.signals[name][(item.mask == 0) & (np.arange(len(item.mask)) > 2)] = garbage
     items = credit.assign(algo, items, made, 0.1, 0)
     (batch,) = pack(items, 16, 4)
-    return jax.tree.map(jnp.asarray, batch), Whole(*map(jnp.float32, counts(items)), jnp.float32(0.1))
+    return jax.tree.map(jnp.asarray, batch), BatchTotals(*map(jnp.float32, counts(items)), jnp.float32(0.1))
 
 
 @pytest.mark.parametrize("algo", ALGORITHMS, ids=lambda a: type(a).__module__.rsplit(".", 1)[1])

@@ -17,7 +17,7 @@ from distributed import End, Running
 
 from jaxrl_llm.checkpoint.manifest import read_metrics
 from jaxrl_llm.checkpoint.params import restore_params
-from jaxrl_llm.signals import EXIT_STOPPED
+from jaxrl_llm.host.stop import EXIT_STOPPED
 
 RECIPE = '''
 """A few steps of everything."""
@@ -26,8 +26,8 @@ from pathlib import Path
 
 from jaxrl_llm.algos import grpo
 from jaxrl_llm.config import (
-    CheckpointConfig, DataConfig, EvalConfig, LogConfig, ModelConfig, OptimConfig, RewardConfig, SourceConfig,
-    TrainConfig, TransformerConfig, WarmStartConfig,
+    CheckpointConfig, DataConfig, EvalConfig, LogConfig, ModelConfig, OptimConfig,
+    RewardConfig, SourceConfig, TrainConfig, TransformerConfig, WarmStartConfig,
 )
 
 
@@ -107,7 +107,7 @@ def train(folder: Path, *more: str) -> End:
     return run("-m", "jaxrl_llm.train", *command(folder, *more))
 
 
-def train_with_signal(folder: Path, place: str, count: int, number: signal.Signals) -> End:
+def train_with_signal(folder: Path, place: str, count: int, number: signal.LossInputs) -> End:
     return run("-c", SIGNALLER, place, str(count), str(int(number)), *command(folder))
 
 

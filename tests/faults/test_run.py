@@ -12,7 +12,8 @@ import pytest
 from distributed import Running
 
 from jaxrl_llm.checkpoint import folder as folders
-from jaxrl_llm.checkpoint import hf_export, lock
+from jaxrl_llm.hf import export
+from jaxrl_llm.host import lock
 from jaxrl_llm.train import main
 
 SUPERVISED = [
@@ -57,7 +58,7 @@ def test_a_last_step_that_does_not_fit_fails_the_run(tmp_path, capsys, monkeypat
 
 def test_no_room_for_the_export_either(tmp_path, capsys, monkeypatch, full_after_one_save):
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(hf_export.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    monkeypatch.setattr(export.shutil, "disk_usage", lambda path: usage._replace(free=1000))
     assert train(tmp_path) == 1
     said = capsys.readouterr().err
     assert "step 2, the last, is not saved" in said

@@ -22,7 +22,7 @@ from transformers import (  # noqa: E402
 )
 
 from jaxrl_llm import models  # noqa: E402
-from jaxrl_llm.models.names import params_from_state_dict, read_config  # noqa: E402
+from jaxrl_llm.hf.names import params_from_state_dict, read_config  # noqa: E402
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),

@@ -6,7 +6,7 @@ import pytest
 from hf_oracle import hf_model, our_model, random_tokens, raw_config, state_dict, torch
 
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
-from jaxrl_llm.rollout.native import NativeEngine, RolloutConfig
+from jaxrl_llm.rollout.native.engine import NativeEngine, RolloutConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
 PROMPT, NEW = 10, 24

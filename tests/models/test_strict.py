@@ -12,12 +12,12 @@ import pytest
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
 from jaxrl_llm.data.packing import from_trajectory
-from jaxrl_llm.learner import Learner
+from jaxrl_llm.learn.learner import Learner
+from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.rollout.checks import not_strict
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
-from jaxrl_llm.rollout.native import NativeEngine, RolloutConfig
+from jaxrl_llm.rollout.native.engine import NativeEngine, RolloutConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
-from jaxrl_llm.step import StepConfig
 from jaxrl_llm.train import main
 
 QWEN = models.TransformerConfig(
@@ -106,7 +106,7 @@ def test_gradients_are_those_of_the_plain_model():
 @pytest.mark.slow
 def test_a_whole_run_has_no_mismatch(tmp_path, monkeypatch):
     """Two updates a step on rows of several trajectories; the old log-probs are scored, not the update's."""
-    monkeypatch.setattr("jaxrl_llm.parts.make_mesh", lambda config: one_device())
+    monkeypatch.setattr("jaxrl_llm.build.run.make_mesh", lambda config: one_device())
     code = main([
         *("--config", "grpo_tiny.py", "--run_dir", str(tmp_path), "--strict", "true", "--steps", "2"),
         *("--prompts_per_step", "4", "--responses_per_prompt", "4", "--minibatches_per_step", "2"),

@@ -13,9 +13,9 @@ import numpy as np
 from aiohttp import web
 
 from jaxrl_llm import models
-from jaxrl_llm.checkpoint import hf
-from jaxrl_llm.models.names import hf_tensors, params_from_state_dict, read_config
-from jaxrl_llm.rollout.native import NativeEngine, RolloutConfig
+from jaxrl_llm.hf.load import load_params
+from jaxrl_llm.hf.names import hf_tensors, params_from_state_dict, read_config
+from jaxrl_llm.rollout.native.engine import NativeEngine, RolloutConfig
 from jaxrl_llm.sharding.rules import TRAIN
 
 
@@ -80,7 +80,7 @@ class FakeWeights:
         folder = Path(body["model_path"])
         config = read_config(folder)
         made = models.shardings(config, self.mesh, TRAIN)
-        self._use(config, lambda: hf.load(folder, config, made, jnp.float32), body)
+        self._use(config, lambda: load_params(folder, config, made, jnp.float32), body)
 
     def _from_tensor(self, body):
         payloads = body["serialized_named_tensors"]
@@ -90,7 +90,7 @@ class FakeWeights:
     def _join(self, body):
         import torch.distributed
 
-        from jaxrl_llm.bridge.relay import join
+        from jaxrl_llm.bridge.transports.relay import join
 
         where, size, time = (
             (body["master_address"], body["master_port"]),

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from test_sglang import TOKENIZER
 
-from jaxrl_llm.checkpoint.hf_export import save_description
+from jaxrl_llm.hf.export import save_description
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.scorer import make_scorer
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
-from jaxrl_llm.rollout.launch import Launched
-from jaxrl_llm.rollout.servers import ServerPool
-from jaxrl_llm.rollout.sglang import SGLangEngine
+from jaxrl_llm.rollout.sglang.engine import SGLangEngine
+from jaxrl_llm.rollout.sglang.launch import Launched
+from jaxrl_llm.rollout.sglang.pool import ServerPool
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
 PYTHON = os.environ.get("JAXRL_SGLANG_PYTHON", "")

@@ -9,16 +9,16 @@ from fake_sglang import FakeServer
 from test_sglang import GREEDY, KEY, make, native, requests, servers, weights  # noqa: F401
 from test_sglang_train import ARGS, rows
 
-from jaxrl_llm.rollout.engine import Written
-from jaxrl_llm.rollout.meter import Meter
-from jaxrl_llm.rollout.unfinished import pack, unpack
+from jaxrl_llm.rollout.engine import PartialResponse
+from jaxrl_llm.rollout.partial import pack, unpack
+from jaxrl_llm.rollout.sglang.meter import Meter
 from jaxrl_llm.train import main
 
 
 def test_unfinished_responses_survive_being_packed():
-    a = Written((5, 6), (-0.5, -1.5), (3, 4), "")
-    b = Written((), (), (), "")
-    c = Written((7, 8, 9, 10), (-2.0, 0.0, 0.0, -1.0), (3,) * 4, "length", ((1, 2), (2, 3)))
+    a = PartialResponse((5, 6), (-0.5, -1.5), (3, 4), "")
+    b = PartialResponse((), (), (), "")
+    c = PartialResponse((7, 8, 9, 10), (-2.0, 0.0, 0.0, -1.0), (3,) * 4, "length", ((1, 2), (2, 3)))
     batches = {4: [[a, b]], 6: [[c], [b, c]]}
     assert unpack(pack(batches)) == batches
 
@@ -66,7 +66,7 @@ def test_written_responses_are_continued_and_never_written_again(make, servers):
     long = [len(t.response_ids) > 3 for t in theirs]
     assert long.count(True) > 2
     half = [
-        Written(tuple(t.response_ids[:3].tolist()), (-9.0,) * 3, (0,) * 3, "" if more else "stop")
+        PartialResponse(tuple(t.response_ids[:3].tolist()), (-9.0,) * 3, (0,) * 3, "" if more else "stop")
         for t, more in zip(theirs, long, strict=True)
     ]
     half[0] = half[0]._replace(finish="stop")
@@ -115,7 +115,7 @@ def test_a_run_ahead_stays_within_its_bound_and_a_killed_one_goes_on_with_what_w
     assert not (run / "checkpoints/4/rollouts.npz").exists()
     for later in (run / "checkpoints/3", run / "checkpoints/4"):
         later.rename(tmp_path / later.name)
-    written = {0: [[Written((40 + i,), (-1.0,), (0,), "stop") for i in range(8)]]}
+    written = {0: [[PartialResponse((40 + i,), (-1.0,), (0,), "stop") for i in range(8)]]}
     replace(begun, pack({1: written[0]}))
     assert main(args) == 0
     again = [row for row in rows(run) if row["kind"] == "train"]

@@ -14,11 +14,11 @@ from test_native import requests as native_requests
 from jaxrl_llm import models
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.models import TransformerConfig, decode, paged
-from jaxrl_llm.rollout import pages
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import Reply, Request, SamplingConfig
-from jaxrl_llm.rollout.native import NativeEngine
-from jaxrl_llm.rollout.paged_memory import PagedMemory
+from jaxrl_llm.rollout.native import page_budget
+from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.rollout.native.paged_cache import PagedMemory
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.structs import Episode
 
@@ -209,7 +209,9 @@ def test_pages_for_a_chunk_are_those_it_can_fill():
 def test_pages_leave_room_for_what_the_trainer_will_hold(monkeypatch):
     """Until the first publish; a page is 2 layers x 2 arrays x 2 heads x 8 tokens x 8 numbers of 4 bytes."""
     weights = sum(x.size * 4 for x in jax.tree.leaves(params()))
-    monkeypatch.setattr(pages, "free_bytes", lambda programs: 5_000 + weights + 100 * 2048 / pages.SHARE)
+    monkeypatch.setattr(
+        page_budget, "free_bytes", lambda programs: 5_000 + weights + 100 * 2048 / page_budget.SHARE
+    )
     config, mesh = (
         RolloutConfig(slots=4, cache="paged", page=PAGE),
         make_mesh(MeshConfig(), jax.devices()[:1]),

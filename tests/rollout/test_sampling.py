@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.rollout.sampling import Draw, inverse_cdf, keep, sample, uniforms
+from jaxrl_llm.rollout.native.sampling import Draw, inverse_cdf, keep, sample, uniforms
 
 PROBS = np.array([0.1, 0.4, 0.2, 0.05, 0.25], np.float32)  # order of likelihood: 1, 4, 2, 0, 3
 

@@ -14,14 +14,15 @@ from aiohttp import web
 from fake_sglang import FakeServer
 from test_sglang import GREEDY, KEY, MODEL, STUB, TOKENIZER, launch, native, requests, weights
 
-from jaxrl_llm.bridge.disk import DiskTransport
+from jaxrl_llm.bridge.transports.disk import DiskTransport
+from jaxrl_llm.errors import ServerError
 from jaxrl_llm.models.scorer import make_scorer
-from jaxrl_llm.rollout import access, answers, client, colocated, tending
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
-from jaxrl_llm.rollout.server import Server
-from jaxrl_llm.rollout.servers import ServerError, ServerPool
-from jaxrl_llm.rollout.sglang import SGLangEngine
-from jaxrl_llm.rollout.tending import ServerList, tend
+from jaxrl_llm.rollout.sglang import auth, client, colocated, health, validate
+from jaxrl_llm.rollout.sglang.engine import SGLangEngine
+from jaxrl_llm.rollout.sglang.health import ServerList, tend
+from jaxrl_llm.rollout.sglang.pool import ServerPool
+from jaxrl_llm.rollout.sglang.server import Server
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
 
@@ -32,8 +33,8 @@ def servers():
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(tending, "LOOK", 0.05)
-    monkeypatch.setattr("jaxrl_llm.rollout.server.FIRST_TRY", 0.1)
+    monkeypatch.setattr(health, "LOOK", 0.05)
+    monkeypatch.setattr("jaxrl_llm.rollout.sglang.server.FIRST_TRY", 0.1)
 
 
 @pytest.fixture
@@ -145,9 +146,9 @@ def test_older_weights_than_a_server_was_given_are_refused():
         ]
     }
     versions = {"1-1": 1, "2-2": 2}
-    assert answers.token_versions(said, 3, "1-1", versions) == [1, 1, 2]
+    assert validate.token_versions(said, 3, "1-1", versions) == [1, 1, 2]
     with pytest.raises(ValueError, match="wrote with weights of version 1 after '2-2' was sent"):
-        answers.token_versions(said, 3, "2-2", versions)
+        validate.token_versions(said, 3, "2-2", versions)
 
 
 def test_broken_answers_everywhere_end_in_bounded_time_with_the_reason(make, servers):
@@ -278,8 +279,8 @@ def test_a_wait_for_servers_that_stay_away_ends_and_says_why(make, servers, publ
 
 
 def test_a_server_that_hangs_is_found_and_its_requests_go_elsewhere(make, servers, monkeypatch):
-    monkeypatch.setattr(tending, "QUIET", 0.3)
-    monkeypatch.setattr(tending, "HEALTH", 0.3)
+    monkeypatch.setattr(health, "QUIET", 0.3)
+    monkeypatch.setattr(health, "HEALTH", 0.3)
     engine = make(timeout=300.0)
     engine.publish(weights(), 1)
     engine.generate(requests(), GREEDY, KEY)  # compiled
@@ -332,8 +333,8 @@ def test_keys_come_from_the_environment_and_each_route_gets_its_own(make, server
     engine = make(patience=1.0)
     with pytest.raises(ServerError, match=r"answered 401 .*set JAXRL_SGLANG_API_KEY and JAXRL_SGLANG_A"):
         engine.publish(weights(), 1)
-    monkeypatch.setenv(access.API_KEY, "tell")
-    monkeypatch.setenv(access.ADMIN_KEY, "change")
+    monkeypatch.setenv(auth.API_KEY, "tell")
+    monkeypatch.setenv(auth.ADMIN_KEY, "change")
     engine.publish(weights(1), 2)
     assert len(engine.generate(requests(), GREEDY, KEY)) == 6
 
@@ -353,8 +354,8 @@ def test_keys_come_from_the_environment_and_each_route_gets_its_own(make, server
     ],
 )
 def test_addresses_that_may_be_used(monkeypatch, url, key, expected):
-    monkeypatch.setenv(access.API_KEY, key)
-    found = access.problem(url)
+    monkeypatch.setenv(auth.API_KEY, key)
+    found = auth.problem(url)
     assert found.startswith(expected) and bool(found) == bool(expected) and "secret" not in found
 
 
@@ -437,8 +438,8 @@ def test_a_launched_server_that_ends_is_started_again_a_few_times(tmp_path, monk
 
 def test_a_launched_server_gets_its_keys_and_nobody_sees_them(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", STUB)
-    monkeypatch.setenv(access.API_KEY, "tell-4711")
-    monkeypatch.setenv(access.ADMIN_KEY, "change-0815")
+    monkeypatch.setenv(auth.API_KEY, "tell-4711")
+    monkeypatch.setenv(auth.ADMIN_KEY, "change-0815")
     launched = launch(tmp_path)
     try:
         launched.wait()

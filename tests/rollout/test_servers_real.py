@@ -17,15 +17,15 @@ from test_servers import BROKEN
 from test_sglang import KEY, TOKENIZER, native
 
 from jaxrl_llm import models
-from jaxrl_llm.bridge.disk import DiskTransport
-from jaxrl_llm.rollout import access, tending
+from jaxrl_llm.bridge.transports.disk import DiskTransport
+from jaxrl_llm.errors import ServerError
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
-from jaxrl_llm.rollout.launch import DIRECT, answers
-from jaxrl_llm.rollout.servers import ServerError
-from jaxrl_llm.rollout.tending import ServerList, tend
+from jaxrl_llm.rollout.sglang import auth, health
+from jaxrl_llm.rollout.sglang.health import ServerList, tend
+from jaxrl_llm.rollout.sglang.launch import DIRECT, answers
 
 pytestmark = NEEDED
-KEYS = {access.API_KEY: "tell-me-4711", access.ADMIN_KEY: "change-it-0815"}
+KEYS = {auth.API_KEY: "tell-me-4711", auth.ADMIN_KEY: "change-it-0815"}
 GREEDY = SamplingConfig(temperature=0.0, ignore_eos=True)
 BACK = 240.0  # seconds that a server may take to start on a busy machine
 
@@ -118,10 +118,10 @@ def test_keys_are_asked_for_and_neither_ps_nor_the_logs_show_them(tended, monkey
     for log in launched.logs:
         assert "'api_key': '***'" in log.read_text()
         assert not any(key in commands + log.read_text() for key in KEYS.values())
-    monkeypatch.setenv(access.ADMIN_KEY, "guessed")
+    monkeypatch.setenv(auth.ADMIN_KEY, "guessed")
     with pytest.raises(ServerError, match=r"answered 401 to /(pause_generation|update_weights)"):
         engine.publish(models.init(MODEL, jax.random.key(0)), 7)
-    monkeypatch.delenv(access.API_KEY)
+    monkeypatch.delenv(auth.API_KEY)
     assert not answers(launched.urls[0])
     monkeypatch.undo()
 
@@ -206,8 +206,8 @@ def test_a_busy_server_is_asked_again(between):
 
 
 def test_a_server_that_hangs_is_found_and_its_requests_go_elsewhere(between, monkeypatch):
-    monkeypatch.setattr(tending, "QUIET", 3.0)
-    monkeypatch.setattr(tending, "HEALTH", 3.0)
+    monkeypatch.setattr(health, "QUIET", 3.0)
+    monkeypatch.setattr(health, "HEALTH", 3.0)
     engine, proxies = between
     caring = engine.pool.start(tend(engine.pool))
     proxies[0].hangs = True
@@ -241,7 +241,7 @@ def test_a_router_of_sglangs_own_shares_out_what_is_to_be_generated(run, tmp_pat
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [PYTHON, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--worker-urls", *urls, "--policy", "round_robin", "--api-key", KEYS[access.API_KEY]]
+    command += ["--worker-urls", *urls, "--policy", "round_robin", "--api-key", KEYS[auth.API_KEY]]
     with (tmp_path / "router.log").open("wb") as log:
         router = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     address = f"http://127.0.0.1:{port}"

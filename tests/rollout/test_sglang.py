@@ -14,17 +14,18 @@ import pytest
 from fake_sglang import FakeServer
 
 from jaxrl_llm import models
-from jaxrl_llm.bridge import disk
-from jaxrl_llm.bridge.disk import DiskTransport
+from jaxrl_llm.bridge.transports import disk
+from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+from jaxrl_llm.errors import ServerError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.scorer import make_scorer
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
-from jaxrl_llm.rollout.launch import Launched
-from jaxrl_llm.rollout.native import NativeEngine
-from jaxrl_llm.rollout.servers import ServerError, ServerPool
-from jaxrl_llm.rollout.sglang import SGLangEngine
+from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.rollout.sglang.engine import SGLangEngine
+from jaxrl_llm.rollout.sglang.launch import Launched
+from jaxrl_llm.rollout.sglang.pool import ServerPool
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
 TOKENIZER = make_tokenizer()

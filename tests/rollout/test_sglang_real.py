@@ -8,14 +8,14 @@ from test_sglang import KEY, TOKENIZER, native
 from test_turns import GREEDY, PROMPTS, Script, begun
 
 from jaxrl_llm import models
-from jaxrl_llm.bridge.disk import DiskTransport
+from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.data.template import ChatConfig
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.envs.load import Conversations
 from jaxrl_llm.models.scorer import make_scorer
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
-from jaxrl_llm.rollout.native import NativeEngine
+from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
 pytestmark = NEEDED

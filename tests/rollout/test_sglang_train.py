@@ -9,7 +9,7 @@ from aiohttp import web
 from distributed import run_processes
 from fake_sglang import FakeServer
 
-from jaxrl_llm.rollout import access
+from jaxrl_llm.rollout.sglang import auth
 from jaxrl_llm.train import main
 
 ARGS = [
@@ -50,8 +50,8 @@ def checked(run_dir):
 
 def test_a_run_starts_its_servers_and_leaves_nothing_of_them(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "stub"))
-    monkeypatch.setenv(access.API_KEY, "tell-4711")
-    monkeypatch.setenv(access.ADMIN_KEY, "change-4711")
+    monkeypatch.setenv(auth.API_KEY, "tell-4711")
+    monkeypatch.setenv(auth.ADMIN_KEY, "change-4711")
     here = tmp_path / "shared"
     (here / "of somebody else").mkdir(parents=True)
     launched = ["--rollout.launch", "1", "--sglang.python", sys.executable, "--sglang.folder", str(here)]

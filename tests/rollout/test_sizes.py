@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl_llm.rollout.sizes import at_least, bucket, ladder, make_sizes, row_counts
+from jaxrl_llm.rollout.native.shapes import at_least, bucket, ladder, make_sizes, row_counts
 
 
 def test_sizes_of_a_run():

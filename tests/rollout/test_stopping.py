@@ -1,4 +1,4 @@
-from jaxrl_llm.rollout.stopping import stop_end
+from jaxrl_llm.rollout.native.stopping import stop_end
 
 decode = lambda ids: "".join(chr(i) for i in ids)
 ids_of = lambda text: [ord(c) for c in text]

@@ -15,7 +15,7 @@ from distributed import run_processes
 from fake_sglang import FakeServer
 
 from jaxrl_llm import models
-from jaxrl_llm.bridge.disk import DiskTransport
+from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.data.chat import encode_prompt
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.rows import Example
@@ -27,10 +27,10 @@ from jaxrl_llm.envs.load import Conversations
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.scorer import make_scorer
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
-from jaxrl_llm.rollout.engine import DialogueError, Request, SamplingConfig, Written
-from jaxrl_llm.rollout.native import NativeEngine
-from jaxrl_llm.rollout.servers import ServerPool
-from jaxrl_llm.rollout.sglang import SGLangEngine
+from jaxrl_llm.rollout.engine import DialogueError, PartialResponse, Request, SamplingConfig
+from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.rollout.sglang.engine import SGLangEngine
+from jaxrl_llm.rollout.sglang.pool import ServerPool
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
 TOKENIZER = make_tokenizer()
@@ -198,7 +198,7 @@ def begun(trajectory):
     turn, *_, end = np.flatnonzero(np.diff(trajectory.mask, prepend=1))[:2]
     kept = trajectory.response_ids[: end + 1].tolist(), trajectory.logprobs[: end + 1].tolist()
     finish = "stop" if kept[0][-1] in ENDS else ""
-    return Written(*map(tuple, kept), (3,) * (end + 1), finish, ((int(turn), int(end)),))
+    return PartialResponse(*map(tuple, kept), (3,) * (end + 1), finish, ((int(turn), int(end)),))
 
 
 def test_conversations_of_an_earlier_run_go_on_with_a_new_environment(server, sglang, talk):

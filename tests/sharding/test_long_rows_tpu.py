@@ -10,11 +10,11 @@ import pytest
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
 from jaxrl_llm.data.packing import empty_batch
-from jaxrl_llm.learner import Learner
+from jaxrl_llm.learn.learner import Learner
+from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN, fit
-from jaxrl_llm.step import StepConfig
-from jaxrl_llm.structs import Whole
+from jaxrl_llm.structs import BatchTotals
 
 pytestmark = pytest.mark.compilers
 GIB = 2**30
@@ -43,7 +43,7 @@ def compiled(devices: list, mesh_config: MeshConfig, tokens: int, layers: int):
     )
     number = jax.ShapeDtypeStruct((), jnp.float32, sharding=learner.replicated)
     with jax.set_mesh(mesh):
-        traced = learner._accumulate.trace(params, params, batch, Whole(number, number, number), ())
+        traced = learner._accumulate.trace(params, params, batch, BatchTotals(number, number, number), ())
         return traced.lower(lowering_platforms=("tpu",)).compile()
 
 

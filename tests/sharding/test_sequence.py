@@ -15,12 +15,12 @@ from jaxrl_kernels.flash_attention.spec import Place, Spec
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
 from jaxrl_llm.data.packing import PackItem, counts, pack
+from jaxrl_llm.learn.update import StepConfig, loss_and_metrics
 from jaxrl_llm.sharding import sequence
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.ring import Ring
 from jaxrl_llm.sharding.rules import TRAIN, put_rows
-from jaxrl_llm.step import StepConfig, loss_and_metrics
-from jaxrl_llm.structs import Whole
+from jaxrl_llm.structs import BatchTotals
 
 MODEL = models.TransformerConfig(
     vocab_size=64,
@@ -67,7 +67,7 @@ def update(config: MeshConfig, devices: int):
         "config": StepConfig(ROW, ROWS, sequence_parallel=config.sequence_parallel, chunk=48),
     }
     layout = models.shardings(MODEL, mesh, TRAIN)
-    whole = Whole(*[np.float32(x) for x in counts(items())], np.float32(0))
+    whole = BatchTotals(*[np.float32(x) for x in counts(items())], np.float32(0))
     loss = functools.partial(loss_and_metrics, **settings)
     with jax.set_mesh(mesh):
         params = jax.device_put(initial(), layout)

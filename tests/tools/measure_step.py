@@ -16,13 +16,13 @@ import numpy as np
 
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
+from jaxrl_llm.build.models import make_trainers
 from jaxrl_llm.config import ModelConfig, RolloutConfig, TrainConfig, TransformerConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.plan.plan import make_plan
 from jaxrl_llm.plan.target import open_target, parse
-from jaxrl_llm.roles import make_trainers
 from jaxrl_llm.rollout.engine import Request
-from jaxrl_llm.rollout.native import NativeEngine
+from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.mesh import make_mesh
 
 MODEL = TransformerConfig(

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import models
-from jaxrl_llm.checkpoint import hf
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.tools import generate, score
 
 ARGS = ["--max_tokens", "6", "--seed", "3", "--slots", "8", "--mesh.data", "1", "--mesh.fsdp", "8"]
@@ -19,7 +19,7 @@ def model(tmp_path_factory):
         initializer_range=0.3, max_position=256,
     )  # fmt: skip
     folder = tmp_path_factory.mktemp("tiny") / "model"
-    hf.save(models.init(config, jax.random.key(0)), config, folder, make_tokenizer(), "float32")
+    save_model(models.init(config, jax.random.key(0)), config, folder, make_tokenizer(), "float32")
     return str(folder)
 
 

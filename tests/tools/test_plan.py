@@ -18,8 +18,11 @@ import pytest
 from jaxrl_kernels import target as kernel_target
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
-from jaxrl_llm.config import ConfigError, ModelConfig, RolloutConfig, SamplingConfig, TrainConfig
+from jaxrl_llm.build.models import make_trainers
+from jaxrl_llm.config import ModelConfig, RolloutConfig, SamplingConfig, TrainConfig
 from jaxrl_llm.data.packing import PackItem
+from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.learn.reference import freeze
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.presets import preset
 from jaxrl_llm.plan import flops
@@ -30,9 +33,7 @@ from jaxrl_llm.plan.compiled import overflow
 from jaxrl_llm.plan.phases import phases
 from jaxrl_llm.plan.plan import PARTS, Plan, Row
 from jaxrl_llm.plan.target import parse
-from jaxrl_llm.reference import freeze
-from jaxrl_llm.roles import make_trainers
-from jaxrl_llm.rollout.native import NativeEngine
+from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.tools import plan as command
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import models
-from jaxrl_llm.checkpoint import hf
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+from jaxrl_llm.hf.export import save_model
+from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.tools import score
 
 CONFIG = models.TransformerConfig(
@@ -19,7 +20,7 @@ CONFIG = models.TransformerConfig(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny") / "model"
-    hf.save(models.init(CONFIG, jax.random.key(0)), CONFIG, folder, make_tokenizer(), "float32")
+    save_model(models.init(CONFIG, jax.random.key(0)), CONFIG, folder, make_tokenizer(), "float32")
     return folder
 
 
@@ -32,7 +33,7 @@ def run(folder, tmp_path, lines, *arguments):
 
 
 def test_logprobs_in_order_of_the_rows_whatever_their_lengths(folder, tmp_path):
-    params = hf.load(folder, CONFIG)
+    params = load_params(folder, CONFIG)
     rng = np.random.default_rng(0)
     rows = [rng.integers(0, 128, n).tolist() for n in (3, 100, 1, 64)]
     found = run(folder, tmp_path, [json.dumps({"tokens": row}) for row in rows], "--temperature", "0.8")

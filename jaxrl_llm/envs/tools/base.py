@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from jaxrl_llm.errors import UserError
+
 
 class ToolError(Exception):
     """A call that failed; the model reads the text."""
@@ -52,9 +54,9 @@ class SandboxConfig:
     def __post_init__(self):
         for name in ("seconds", "cpu_seconds", "memory_mb", "disk_mb", "output_bytes", "code_chars"):
             if getattr(self, name) <= 0:
-                raise ValueError(f"--env.toolbox.python.{name} must be above 0, not {getattr(self, name)}")
+                raise UserError(f"--env.toolbox.python.{name} must be above 0, not {getattr(self, name)}")
         if self.concurrent < 0:
-            raise ValueError(f"--env.toolbox.python.concurrent must be 0 or more, not {self.concurrent}")
+            raise UserError(f"--env.toolbox.python.concurrent must be 0 or more, not {self.concurrent}")
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class SearchConfig:
     def __post_init__(self):
         for name in ("results", "passage_words"):
             if getattr(self, name) < 1:
-                raise ValueError(f"--env.toolbox.search.{name} must be at least 1, not {getattr(self, name)}")
+                raise UserError(f"--env.toolbox.search.{name} must be at least 1, not {getattr(self, name)}")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm.envs.tools.base import ToolError
+from jaxrl_llm.errors import UserError
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -38,12 +39,12 @@ class McpServer:
         try:
             self.tools = started.result(seconds + CLOSE_SECONDS)
         except ImportError:
-            raise ValueError("tools of an MCP server need its SDK: pip install 'jaxrl-llm[mcp]'") from None
+            raise UserError("tools of an MCP server need its SDK: pip install 'jaxrl-llm[mcp]'") from None
         except Exception as error:  # whatever the SDK raises: the server never came up
             while isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]
             why = f"no answer in {seconds:g} s" if isinstance(error, TimeoutError) else error
-            raise ValueError(f"the MCP server {command!r} does not start: {why}") from error
+            raise UserError(f"the MCP server {command!r} does not start: {why}") from error
 
     def close(self) -> None:
         """End the server."""

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from jaxrl_llm.envs.tools.base import SandboxConfig, ToolError
 from jaxrl_llm.envs.tools.syscalls import refuse_filter
+from jaxrl_llm.errors import UserError
 
 BOOT = """
 import json, os, resource, sys
@@ -41,7 +42,7 @@ FIX = (
 )
 
 
-class SandboxError(ValueError):
+class SandboxError(UserError):
     """No sandbox can be had on this machine; says why, and the fix."""
 
 

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxrl_llm.envs.tools.base import SearchConfig, ToolError, ToolsConfig
+from jaxrl_llm.errors import UserError
 
 K1, B = 1.2, 0.75
 WORD = re.compile(r"\w+")
@@ -103,14 +104,14 @@ def read_corpus(config: SearchConfig) -> Iterator[Passage]:
     """
     path = Path(config.path).expanduser()
     if not config.path:
-        raise ValueError(f"{KEY} is empty: set a JSONL file or a folder of .txt and .md files")
+        raise UserError(f"{KEY} is empty: set a JSONL file or a folder of .txt and .md files")
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md") and file.is_file())
         documents = ((str(file.relative_to(path)), _read(file)) for file in files)
     elif path.is_file():
         documents = _lines(path)
     else:
-        raise ValueError(f"{KEY}: there is no file or folder {config.path}")
+        raise UserError(f"{KEY}: there is no file or folder {config.path}")
     empty = True
     for title, text in documents:
         words = re.findall(r"\S+\s*", text)
@@ -118,14 +119,14 @@ def read_corpus(config: SearchConfig) -> Iterator[Passage]:
             empty = False
             yield Passage(title, "".join(words[start : start + config.passage_words]).rstrip())
     if empty:
-        raise ValueError(f"{KEY}: no text in {config.path} (JSONL, or .txt and .md in a folder)")
+        raise UserError(f"{KEY}: no text in {config.path} (JSONL, or .txt and .md in a folder)")
 
 
 def _read(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: not UTF-8 at byte {error.start}") from None
+        raise UserError(f"{file}: not UTF-8 at byte {error.start}") from None
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
@@ -137,10 +138,10 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise ValueError(f"{where}: not JSON: {error}") from None
+                raise UserError(f"{where}: not JSON: {error}") from None
             if not isinstance(row, dict):
-                raise ValueError(f'{where}: a line is an object with "text" and "title"')
+                raise UserError(f'{where}: a line is an object with "text" and "title"')
             text, title = row.get("text", row.get("contents")), row.get("title", "")
             if not isinstance(text, str) or not isinstance(title, str):
-                raise ValueError(f'{where}: "text" (or "contents") and "title" must be strings')
+                raise UserError(f'{where}: "text" (or "contents") and "title" must be strings')
             yield title, text

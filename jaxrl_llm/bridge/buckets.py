@@ -1,0 +1,99 @@
+"""The weights as servers want them: tensors of a Hugging Face folder, of one type, in buckets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm import models
+from jaxrl_llm.bridge.update import Parcel
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.export import as_written
+from jaxrl_llm.hf.gather import gather, group_by_size
+from jaxrl_llm.hf.names import HFTensor, hf_tensors
+from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.structs import Params
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2}
+SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that travel together."""
+
+    tensors: list[HFTensor]
+    arrays: list[Any]  # of those tensors: numpy on the host, jax on every device
+    dtype: str
+
+    def bytes(self) -> list[memoryview]:
+        """Their memory, one after the other; on the host."""
+        return [array.reshape(-1).view(np.uint8).data for array in self.arrays]
+
+
+class WeightSource:
+    """Buckets of a model's weights; a value head, which serves training alone, is not among them.
+
+    Args:
+        dtype: "float32" or "bfloat16", of what is sent.
+        limit: bytes of a bucket; a larger tensor is a bucket of its own.
+    """
+
+    def __init__(self, config: TransformerConfig, dtype: str, limit: int):
+        self.tensors = [t for t in hf_tensors(as_written(config)) if t.name != "score.weight"]
+        self.dtype, self.itemsize = dtype, ITEMSIZE[dtype]
+        self.groups = group_by_size(self.tensors, self.itemsize, limit)
+
+    @property
+    def size(self) -> int:
+        """Bytes of one push."""
+        return sum(map(self._size, self.groups))
+
+    def check(self, wanted: Mapping[str, tuple[int, ...]], where: str) -> None:
+        """Compare with the tensors that a model has: a server drops a name that it does not know in silence.
+
+        Args:
+            wanted: name -> shape.
+            where: what they were read from, for the message.
+
+        Raises:
+            ValueError: names are missing or unknown, or shapes differ.
+        """
+        sent = {tensor.name: tensor.shape for tensor in self.tensors}
+        both = sent.keys() & wanted.keys()
+        problems = {
+            "missing": sorted(wanted.keys() - sent.keys()),
+            "unknown": sorted(sent.keys() - wanted.keys()),
+            "of another shape": sorted(name for name in both if tuple(wanted[name]) != tuple(sent[name])),
+        }
+        said = [
+            f"{len(names)} {what}: {', '.join(names[:SHOWN])}" for what, names in problems.items() if names
+        ]
+        if said:
+            raise UserError(f"the weights for the servers are not those of {where}: {'; '.join(said)}")
+
+    def parcels(self, params: Params, on_device: bool = False) -> Iterator[Parcel]:
+        """A `Bucket` each; two are in memory. In a multi-process run a collective, and only process 0 gets
+        the contents.
+
+        Args:
+            on_device: every device gets whole tensors, and nothing comes to the host.
+        """
+        params = models.without_value_head(params)
+        first = jax.process_index() == 0
+        arrays_of = gather(params, self.groups, self.dtype, replicated=on_device)
+        for i, (tensors, arrays) in enumerate(zip(self.groups, arrays_of, strict=True)):
+            if first and not on_device:
+                arrays = [np.ascontiguousarray(array) for array in arrays]
+            else:
+                jax.block_until_ready(arrays)  # or the devices would fill up with what is to come
+            content = Bucket(tensors, arrays, self.dtype) if first else None
+            yield Parcel(content, self._size(tensors), i == len(self.groups) - 1)
+
+    def _size(self, tensors: list[HFTensor]) -> int:
+        return self.itemsize * sum(math.prod(tensor.shape) for tensor in tensors)

@@ -1,0 +1,75 @@
+"""The pickle that SGLang reads tensors from, written without torch.
+
+It is what `pickle.dumps([(name, tensor), ...])` gives for CPU tensors that share one storage, and passes
+SGLang's list of what a pickle may name: the storage is a file of `torch.save` in its older form, and each
+tensor a view of it.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import sys
+from typing import Any
+
+from jaxrl_llm.bridge.buckets import Bucket
+
+STORAGE = {"float32": "FloatStorage", "bfloat16": "BFloat16Storage"}
+MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001  # of files of torch.save
+SIZES = {"short": 2, "int": 4, "long": 4}
+MEMO = 1000  # where the storage is remembered: out of the way of `_value`, which counts from 0
+
+
+def pickled(bucket: Bucket) -> bytes:
+    """[(name, tensor), ...] of a bucket on the host."""
+    parts = [
+        *(pickle.PROTO, b"\x04"),
+        *_call("torch.storage._load_from_bytes", _blob(_saved(bucket))),
+        *(pickle.LONG_BINPUT, struct.pack("<I", MEMO), pickle.POP),
+        *(pickle.EMPTY_LIST, pickle.MARK),
+    ]
+    start = 0
+    for tensor, array in zip(bucket.tensors, bucket.arrays, strict=True):
+        strides = tuple(stride // array.itemsize for stride in array.strides)
+        place = _value(start) + _value(tuple(array.shape)) + _value(strides) + pickle.NEWFALSE
+        storage = pickle.LONG_BINGET + struct.pack("<I", MEMO)
+        hooks = b"".join(_call("collections.OrderedDict", []))
+        rebuilt = _call("torch._utils._rebuild_tensor_v2", [storage, place, hooks])
+        parts += [_value(tensor.name), *rebuilt, pickle.TUPLE2]
+        start += array.size
+    return b"".join([*parts, pickle.APPENDS, pickle.STOP])
+
+
+def _saved(bucket: Bucket) -> list[bytes | memoryview]:
+    """What `torch.save(storage, _use_new_zipfile_serialization=False)` writes."""
+    assert sys.byteorder == "little"
+    count = sum(array.size for array in bucket.arrays)
+    storage = _global(f"torch.{STORAGE[bucket.dtype]}")
+    system = {"protocol_version": VERSION, "little_endian": True, "type_sizes": SIZES}
+    named = [_value("storage"), storage, *map(_value, ("0", "cpu", count, None))]
+    return [
+        *(pickle.dumps(value, 2) for value in (MAGIC, VERSION, system)),
+        *(pickle.PROTO, b"\x02", pickle.MARK, *named, pickle.TUPLE, pickle.BINPERSID, pickle.STOP),
+        pickle.dumps(["0"], 2),
+        struct.pack("<q", count),
+        *bucket.bytes(),
+    ]
+
+
+def _call(name: str, arguments: list[bytes | memoryview]) -> list[bytes | memoryview]:
+    return [_global(name), pickle.MARK, *arguments, pickle.TUPLE, pickle.REDUCE]
+
+
+def _blob(parts: list[bytes | memoryview]) -> list[bytes | memoryview]:
+    size = sum(map(len, parts))
+    return [pickle.BINBYTES8, struct.pack("<Q", size), *parts]
+
+
+def _global(name: str) -> bytes:
+    module, _, attribute = name.rpartition(".")
+    return pickle.GLOBAL + f"{module}\n{attribute}\n".encode()
+
+
+def _value(value: Any) -> bytes:
+    """What puts a plain value on the unpickler's stack."""
+    return pickle.dumps(value, 2)[2:-1]

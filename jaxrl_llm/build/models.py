@@ -1,0 +1,132 @@
+"""Config -> the models of a run: who learns by which algorithm, with which optimizer, on which mesh."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl_llm import algos, models
+from jaxrl_llm.algos import sft
+from jaxrl_llm.algos.contract import AlgoConfig
+from jaxrl_llm.config import ModelConfig, TrainConfig, derived
+from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.hf.folder import resolve
+from jaxrl_llm.hf.names import read_config
+from jaxrl_llm.hf.source import STORED, Stored
+from jaxrl_llm.hf.tokenizer import load_tokenizer
+from jaxrl_llm.learn.learner import Learner
+from jaxrl_llm.learn.optim import OptimConfig, make_optimizer
+from jaxrl_llm.learn.trainer import Trainer
+from jaxrl_llm.learn.update import StepConfig
+from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.rules import TRAIN
+from jaxrl_llm.structs import Params
+
+
+def load_model_config(config: ModelConfig) -> tuple[TransformerConfig, Any, Any]:
+    """(model config, tokenizer, folder of the weights or None); reads no weights."""
+    folder = resolve(config.path) if config.path else None
+    model = read_config(folder) if folder else config.architecture
+    if config.tokenizer == "tiny" or not (config.tokenizer or folder):
+        tokenizer = make_tokenizer()
+    else:
+        tokenizer = load_tokenizer(resolve(config.tokenizer) if config.tokenizer else folder)
+    if len(tokenizer) > model.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {len(tokenizer)} tokens but the model's vocabulary is {model.vocab_size}: "
+            "they do not belong together; set --model.tokenizer to the folder of this model's tokenizer."
+        )
+    return model, tokenizer, folder
+
+
+def make_trainers(
+    config: TrainConfig, model: TransformerConfig, mesh: Mesh, stored: Stored = STORED
+) -> tuple[Trainer | None, Trainer]:
+    """(of the supervised start, if there is one; of the run). Their states have the same shapes.
+
+    Args:
+        stored: where teachers and a pretrained critic come from.
+    """
+    updates = config.steps * config.minibatches_per_step
+    policy = make_learner(config, config.algo, config.optim, updates, model, mesh)
+    critic = make_critic(config, model, mesh, updates, stored) if config.algo.needs_critic else {}
+    trainer = Trainer(policy, **critic, teachers=load_teachers(config, model, mesh, stored))
+    if not config.warm_start.steps:
+        return None, trainer
+    start = config.warm_start
+    optim = replace(config.optim, learning_rate=start.learning_rate, schedule="constant", warmup_steps=0)
+    learner = make_learner(config, sft.Config(), optim, start.steps, model, mesh)
+    return Trainer(learner, **critic, updates_critic=False), trainer
+
+
+def load_teachers(
+    config: TrainConfig, model: TransformerConfig, mesh: Mesh, stored: Stored
+) -> tuple[Params, ...]:
+    """The weights of the teachers, in the compute type.
+
+    Raises:
+        ConfigError: a teacher reads other tokens than the model.
+    """
+    loaded = []
+    for path in config.algo.teachers:
+        teacher = stored.config(path)
+        if abs(teacher.vocab_size - model.vocab_size) > 1024:  # paddings of one tokenizer differ by less
+            raise ConfigError(
+                f"the teacher {path} has a vocabulary of {teacher.vocab_size}, the model one of "
+                f"{model.vocab_size}: distillation compares tokens, so both must have the same tokenizer."
+            )
+        shardings = models.shardings(teacher, mesh, TRAIN)
+        loaded.append(stored.params(path, teacher, shardings, jnp.dtype(config.model.dtype)))
+    return tuple(loaded)
+
+
+def make_critic(
+    config: TrainConfig, model: TransformerConfig, mesh: Mesh, updates: int, stored: Stored
+) -> dict[str, Any]:
+    """The critic's fields of a Trainer: a backbone, mesh (same devices) and optimizer of its own."""
+    critic = config.critic
+    if critic.mesh:
+        mesh = make_mesh(critic.mesh, list(mesh.devices.flat))
+    model = with_heads(stored.config(critic.path) if critic.path else model, critic.loss)
+    config = replace(config, mesh=critic.mesh or config.mesh)
+    learner = make_learner(config, critic.loss, critic.optim, updates, model, mesh)
+    params = None
+    if critic.path:
+        params = stored.params(critic.path, model, learner.param_shardings, jnp.float32)
+    return {"critic": learner, "critic_warmup": critic.warmup_steps, "critic_params": params}
+
+
+def with_heads(model: TransformerConfig, algo: AlgoConfig) -> TransformerConfig:
+    """The model with the heads that the algorithm reads; what never speaks has no head of its own for it."""
+    tied = model.tie_embeddings or not algo.needs_policy
+    return replace(model, value_head=algo.needs_values, tie_embeddings=tied)
+
+
+def make_learner(
+    config: TrainConfig,
+    algo: AlgoConfig,
+    optim: OptimConfig,
+    updates: int,
+    model: TransformerConfig,
+    mesh: Mesh,
+) -> Learner:
+    """A model under an algorithm; micro-batches have the same shape whoever learns."""
+    temperature = config.rollout.sampling.temperature or 1.0
+    on_policy = algos.module_of(algo).INPUT == "rollouts"
+    step = StepConfig(
+        row_tokens=config.row_tokens,
+        rows=derived(config, mesh.size)["rows_per_microbatch"],
+        dtype=config.model.dtype,
+        remat=config.model.remat,
+        sequence_parallel=config.mesh.sequence_parallel,
+        strict=config.strict and on_policy and algo.needs_policy,
+        temperature=temperature if on_policy else 1.0,
+        chunk=config.model.logprob_chunk,
+        max_grad_norm=optim.max_grad_norm,
+    )
+    return Learner(algo, model, make_optimizer(optim, updates), step, mesh)

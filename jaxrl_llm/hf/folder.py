@@ -1,0 +1,176 @@
+"""What a Hugging Face folder holds, checked before a byte of it is used."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.config import read_json
+from jaxrl_llm.hf.names import hf_tensors
+from jaxrl_llm.models import TransformerConfig
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
+"""Types of weights that are read, in the spelling of safetensors, and their bytes an element."""
+
+_DOWNLOAD = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model"]
+_SKIP = ["*/*", "consolidated*"]  # other formats' copies of the same weights
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")  # buffers that old checkpoints carry along
+_SHOWN = 8
+
+
+class Stored(NamedTuple):
+    """A tensor as its file declares it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str  # "BF16", ...
+
+
+def resolve(path_or_hub_name: str | Path) -> Path:
+    """A local model folder as it is, else the folder of a download from the hub (weights, JSON, tokenizer).
+
+    Raises:
+        ValueError: neither; says what was looked for.
+    """
+    path = Path(path_or_hub_name).expanduser()
+    if path.is_dir():
+        return path
+    name = str(path_or_hub_name)
+    if path.exists():
+        raise UserError(f"{path}: a file, but a model is a folder (config.json and *.safetensors)")
+    if not _HUB_NAME.fullmatch(name):
+        raise UserError(f"{path.absolute()}: no such folder; give a model folder or a hub name (org/model)")
+    from huggingface_hub import snapshot_download  # slow to import, and not needed for a local folder
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_DOWNLOAD, ignore_patterns=_SKIP))
+    except Exception as error:  # whatever the network, the hub or its cache raise
+        raise UserError(
+            f"{name}: no folder {path.absolute()}, and the hub has not delivered it "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}). "
+            "Check the name; without a network, copy the model here and give its folder."
+        ) from error
+
+
+def read_headers(folder: Path, config: TransformerConfig) -> dict[str, Stored]:
+    """The weights of the folder, found to be those of the model in name, shape and type.
+
+    Raises:
+        ValueError: see `_weight_files`, `_read_header`; or tensors are missing, unexpected, of another shape
+            or quantized: all of them in one message.
+    """
+    stored: dict[str, Stored] = {}
+    for file in _weight_files(folder):
+        for name, entry in _read_header(file).items():
+            if name in stored:
+                raise UserError(
+                    f"{file}: {name} is also in {stored[name].file.name}; one of the files is stale"
+                )
+            stored[name] = entry
+    expected = {tensor.name: tensor.shape for tensor in hf_tensors(config)}
+    ignored = {"lm_head.weight"} if config.tie_embeddings else set()
+    extra = [n for n in stored if n not in expected and n not in ignored and not _DERIVED.fullmatch(n)]
+    both = [name for name in expected if name in stored]
+    problems = [
+        _list("missing", [f"{n} {list(expected[n])}" for n in expected if n not in stored]),
+        _list("unexpected", [f"{n} {list(stored[n].shape)} in {stored[n].file.name}" for n in extra]),
+        _list(
+            "of another shape",
+            [
+                f"{n} {list(stored[n].shape)} in {stored[n].file.name}, config.json says {list(expected[n])}"
+                for n in both
+                if stored[n].shape != expected[n]
+            ],
+        ),
+        _list(
+            f"of a type other than {', '.join(FLOATS)}",
+            [
+                f"{n} {stored[n].dtype} in {stored[n].file.name}"
+                for n in both
+                if stored[n].dtype not in FLOATS
+            ],
+        ),
+    ]
+    if any(problems):
+        listed = "; ".join(problem for problem in problems if problem)
+        raise UserError(f"{folder}: not the weights that its {config.family} config.json describes; {listed}")
+    return {name: stored[name] for name in expected}
+
+
+def refuse_remote_code(folder: Path) -> None:
+    """Nothing from a model folder is ever run. Where its files ask for that, say so rather than guess.
+
+    Baichuan always brings code; its decoder is built in here, so config.json may ask.
+
+    Raises:
+        ValueError: config.json names classes of the folder's own Python files.
+    """
+    raw = read_json(folder / "config.json")
+    if raw.get("auto_map") and raw.get("model_type") != "baichuan":
+        raise UserError(
+            f"{folder / 'config.json'}: auto_map={raw['auto_map']} asks for the folder's own code, which is "
+            f"never run. If the model is a plain {raw.get('model_type')}, remove auto_map to use it."
+        )
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder: those its index names, or the single one.
+
+    Raises:
+        ValueError: none, pickle files only, one that is missing, or a path that leads out of the folder.
+    """
+    if (folder / INDEX).is_file():
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+            raise UserError(f"{folder / INDEX}: weight_map must map tensor names to file names")
+        return [_inside(folder, name) for name in sorted(set(weight_map.values()))]
+    if (folder / SINGLE).exists():
+        return [_inside(folder, SINGLE)]
+    pickles = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    if pickles:
+        raise UserError(
+            f"{folder}: only pickle weights ({pickles[0]}), which can run code when read and are refused. "
+            "Convert them: transformers.AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+        )
+    raise UserError(f"{folder}: no weights; looked for {SINGLE} and {INDEX}")
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """The file of this name, if it is a plain name and no link out of the folder (or its hub cache)."""
+    path = folder / name
+    if Path(name).name != name or Path(name).suffix != ".safetensors":
+        raise UserError(f"{folder / INDEX}: {name!r} is no name of a safetensors file in this folder")
+    home = folder.resolve()
+    allowed = [home]
+    if home.parent.name == "snapshots":  # the hub's cache: snapshots/<revision>/file -> blobs/<hash>
+        allowed.append(home.parent.parent / "blobs")
+    if path.resolve().parent not in allowed:
+        raise UserError(f"{path}: a link out of the folder, to {path.resolve()}; copy the file instead")
+    if not path.is_file():
+        raise UserError(f"{path}: missing; {INDEX} names it. Copy or download the model again.")
+    return path
+
+
+def _read_header(file: Path) -> dict[str, Stored]:
+    """Names, shapes and types. The library checks that offsets, shapes and the file's size agree."""
+    try:
+        with safe_open(file, framework="np") as handle:
+            slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
+            return {n: Stored(file, tuple(s.get_shape()), s.get_dtype()) for n, s in slices.items()}
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{file}: truncated or damaged ({error}); its {file.stat().st_size:,} bytes are not what its "
+            "header says. Copy or download it again."
+        ) from error
+
+
+def _list(what: str, names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{more}" if names else ""

@@ -1,0 +1,80 @@
+"""From weights of any layout to Hugging Face tensors, in groups: for folders and for servers."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrl_llm.hf.names import TABLE, HFTensor, to_hf
+from jaxrl_llm.models import named_leaves
+from jaxrl_llm.structs import Params
+
+
+def group_by_size(tensors: Sequence[HFTensor], itemsize: int, limit: int) -> list[list[HFTensor]]:
+    """The tensors in order, in groups of at most `limit` bytes; a larger tensor is a group of its own."""
+    groups: list[list[HFTensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        own = itemsize * math.prod(tensor.shape)
+        if groups[-1] and size + own > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += own
+    return groups
+
+
+def gather(
+    params: Params, groups: Sequence[Sequence[HFTensor]], dtype: str, replicated: bool = False
+) -> Iterator[list[jax.Array]]:
+    """The tensors of each group, whole and of type `dtype`; `np.asarray` brings one to the host.
+
+    While one group is used the next one is on its way to the host, so two of them are in memory. In a
+    multi-process run a collective: every process iterates.
+
+    Args:
+        replicated: every device holds whole tensors, not only (with several processes) every process.
+    """
+    leaves = dict(named_leaves(params))
+    ahead: list[jax.Array] = []
+    for group in groups:
+        coming = [_start(tensor, leaves, dtype, replicated) for tensor in group]
+        if ahead:
+            yield ahead
+        ahead = coming
+    yield ahead
+
+
+def _start(tensor: HFTensor, leaves: dict, dtype: str, replicated: bool) -> jax.Array:
+    """An HF tensor, under way: what is done here is done by the devices while the host goes on."""
+    weights, layer = [leaves[name] for name, _ in tensor.parts], tensor.parts[0][1]
+    if isinstance(weights[0], np.ndarray) and layer is not None:
+        # or the whole stack would go to the device each time
+        weights, layer = [weight[layer] for weight in weights], None
+    sharding = getattr(weights[0], "sharding", None)
+    whole = None
+    if isinstance(sharding, NamedSharding) and (replicated or not sharding.is_fully_addressable):
+        whole = NamedSharding(sharding.mesh, PartitionSpec())
+    array = _converter(tuple(TABLE[name][1] for name, _ in tensor.parts), dtype, whole)(weights, layer)
+    if not replicated:
+        array.copy_to_host_async()
+    return array
+
+
+@functools.cache
+def _converter(layouts: tuple[str, ...], dtype: str, sharding: NamedSharding | None):
+    """On the device, where turning and rounding a large matrix is fast."""
+
+    def convert(weights: list[jax.Array], layer: int | None) -> jax.Array:
+        if layer is not None:
+            weights = [jax.lax.dynamic_index_in_dim(weight, layer, keepdims=False) for weight in weights]
+        parts = [to_hf(weight, layout) for weight, layout in zip(weights, layouts, strict=True)]
+        return (jnp.concatenate(parts) if len(parts) > 1 else parts[0]).astype(dtype)
+
+    return jax.jit(convert, out_shardings=sharding)

@@ -1,0 +1,136 @@
+"""Hugging Face folders: weights streamed in and out, a layer of a weight at a time."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from safetensors import safe_open
+
+from jaxrl_llm.hf.folder import FLOATS, Stored, read_headers, refuse_remote_code
+from jaxrl_llm.hf.names import Place, from_hf, parse_layout, places
+from jaxrl_llm.models import TransformerConfig, abstract, named_leaves
+from jaxrl_llm.structs import Params
+
+_MAX_READ = 16 * 2**20  # bytes of a file that are mapped at once
+_MIN_READ = 2**20
+
+
+def load_params(
+    folder: Path | str,
+    config: TransformerConfig,
+    shardings: Params | None = None,
+    dtype: jnp.dtype = jnp.float32,
+) -> Params:
+    """Weights of an HF folder, each device's shard read straight from the files.
+
+    Beyond the weights themselves the host holds one layer of one weight at a time: at most 1.2 times the
+    largest tensor. In a multi-process run each process reads only what its own devices hold.
+
+    Args:
+        folder: config.json and safetensors, one file or sharded; bf16, fp16 or fp32.
+        config: of the model, as `read_config(folder)` gives it.
+        shardings: tree of `models.shardings`; None = all on one device.
+        dtype: of the weights in memory.
+
+    Raises:
+        ValueError: weights missing, unexpected, misshapen, damaged, pickled, or outside the folder; the
+            folder wants its own code run.
+    """
+    folder = Path(folder)
+    refuse_remote_code(folder)
+    stored = read_headers(folder, config)
+    shapes = abstract(config)
+    one_device = SingleDeviceSharding(jax.local_devices()[0])
+    layouts = [one_device] * len(jax.tree.leaves(shapes)) if shardings is None else jax.tree.leaves(shardings)
+    found = places(config)
+    leaves = []
+    for (name, leaf), sharding in zip(named_leaves(shapes), layouts, strict=True):
+        leaves.append(_load_weight(stored, found[name], name, leaf.shape, sharding, jnp.dtype(dtype)))
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+
+def _load_weight(stored, found: list[Place], name: str, shape, sharding: Sharding, dtype) -> jax.Array:
+    """One weight. A stacked one is filled layer by layer in place: no second copy of the stack exists."""
+    if not name.startswith("layers."):
+        return _read_global(stored, found[0], shape, sharding, dtype)
+    one_layer = sharding
+    if isinstance(sharding, NamedSharding):
+        one_layer = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+    stack, set_layer = _make_zeros(sharding)(shape, dtype), _make_set_layer(sharding)
+    for i, place in enumerate(found):
+        layer = _read_global(stored, place, shape[1:], one_layer, dtype)
+        stack = set_layer(stack, layer, i)
+    return stack
+
+
+def _read_global(stored, place: Place, shape, sharding: Sharding, dtype) -> jax.Array:
+    shards: dict[tuple, np.ndarray] = {}  # devices that hold the same shard share one reading
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
+        if bounds not in shards:
+            shards[bounds] = read_slice(stored[place.name], place, shape, bounds, dtype)
+        return shards[bounds]
+
+    array = jax.make_array_from_callback(tuple(shape), sharding, read)
+    return array.block_until_ready()  # or reading would run ahead of the transfers, filling the host
+
+
+def read_slice(
+    stored: Stored,
+    place: Place,
+    shape: tuple[int, ...],
+    bounds: tuple[tuple[int, int], ...],
+    dtype: jnp.dtype,
+) -> np.ndarray:
+    """Part of one layer of a weight, [start, stop) of each of our dims, from its HF tensor's file.
+
+    Rows are read a few at a time and the file is unmapped in between, so that hardly more than the result
+    is in memory.
+    """
+    dims, groups = parse_layout(place.layout)
+    size, bound = dict(zip(dims, shape, strict=True)), dict(zip(dims, bounds, strict=True))
+    # HF's dim (h e) is read for whole heads h, its first dim; what is wanted of e is cut out afterwards.
+    lead = [group[0] for group in groups]
+    inner = [int(np.prod([size[dim] for dim in group[1:]])) for group in groups]
+    columns = tuple(slice(bound[d][0] * n, bound[d][1] * n) for d, n in zip(lead[1:], inner[1:], strict=True))
+    cut = tuple(slice(None) if dim in lead else slice(*bound[dim]) for dim in dims)
+    out = aligned_empty(tuple(stop - start for start, stop in bounds), dtype)
+    rows_axis, (first, last) = dims.index(lead[0]), bound[lead[0]]
+    row_bytes = inner[0] * int(np.prod(stored.shape[1:])) * FLOATS[stored.dtype]
+    budget = min(max(row_bytes * (last - first) // 16, _MIN_READ), _MAX_READ)
+    step = max(1, budget // row_bytes)
+    for start in range(first, last, step):
+        stop = min(start + step, last)
+        rows = slice(place.start + start * inner[0], place.start + stop * inner[0])
+        with safe_open(stored.file, framework="np") as handle:
+            block = handle.get_slice(place.name)[(rows, *columns)]
+        sizes = size | {dim: bound[dim][1] - bound[dim][0] for dim in lead[1:]} | {lead[0]: stop - start}
+        target = [slice(None)] * len(dims)
+        target[rows_axis] = slice(start - first, stop - first)
+        out[tuple(target)] = from_hf(block, place.layout, tuple(sizes[dim] for dim in dims))[cut]
+    return out
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:
+    """np.empty at a multiple of 64 bytes: on CPU JAX takes such memory over instead of copying it."""
+    size = int(np.prod(shape)) * dtype.itemsize
+    raw = np.empty(size + 64, np.uint8)
+    offset = -raw.ctypes.data % 64
+    return raw[offset : offset + size].view(dtype).reshape(shape)
+
+
+@functools.cache
+def _make_zeros(sharding: Sharding):
+    return jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding)
+
+
+@functools.cache
+def _make_set_layer(sharding: Sharding):
+    set_layer = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=0)
+    return jax.jit(set_layer, donate_argnums=0, out_shardings=sharding)

@@ -1,0 +1,176 @@
+"""Our weights <-> Hugging Face's: one table of names and layouts, and the two directions in memory.
+
+Ours are stacked over layers and keep heads apart ("layers.q" is [L, D, H, E]); HF has one matrix a layer,
+[outputs, inputs] ("model.layers.3.self_attn.q_proj.weight" is [H*E, D]).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.hf.config import read_config, to_hf_config
+from jaxrl_llm.models.config import TransformerConfig
+from jaxrl_llm.models.params import abstract, named_leaves
+from jaxrl_llm.structs import Params
+
+__all__ = [
+    "HFTensor",
+    "Place",
+    "from_hf",
+    "hf_tensors",
+    "params_from_state_dict",
+    "parse_layout",
+    "places",
+    "read_config",
+    "state_dict",
+    "to_hf",
+    "to_hf_config",
+]
+
+TABLE: dict[str, tuple[str, str]] = {
+    # ours, without L        HF name ({} = layer)                               layout, ours -> HF
+    "embed": ("model.embed_tokens.weight", "v d -> v d"),
+    "norm": ("model.norm.weight", "d -> d"),
+    "lm_head": ("lm_head.weight", "v d -> v d"),
+    "value": ("score.weight", "n d -> n d"),
+    "layers.attention_norm": ("model.layers.{}.input_layernorm.weight", "d -> d"),
+    "layers.q": ("model.layers.{}.self_attn.q_proj.weight", "d h e -> (h e) d"),
+    "layers.k": ("model.layers.{}.self_attn.k_proj.weight", "d k e -> (k e) d"),
+    "layers.v": ("model.layers.{}.self_attn.v_proj.weight", "d k e -> (k e) d"),
+    "layers.o": ("model.layers.{}.self_attn.o_proj.weight", "h e d -> d (h e)"),
+    "layers.q_bias": ("model.layers.{}.self_attn.q_proj.bias", "h e -> (h e)"),
+    "layers.k_bias": ("model.layers.{}.self_attn.k_proj.bias", "k e -> (k e)"),
+    "layers.v_bias": ("model.layers.{}.self_attn.v_proj.bias", "k e -> (k e)"),
+    "layers.o_bias": ("model.layers.{}.self_attn.o_proj.bias", "d -> d"),
+    "layers.q_norm": ("model.layers.{}.self_attn.q_norm.weight", "e -> e"),
+    "layers.k_norm": ("model.layers.{}.self_attn.k_norm.weight", "e -> e"),
+    "layers.mlp_norm": ("model.layers.{}.post_attention_layernorm.weight", "d -> d"),
+    "layers.gate": ("model.layers.{}.mlp.gate_proj.weight", "d f -> f d"),
+    "layers.up": ("model.layers.{}.mlp.up_proj.weight", "d f -> f d"),
+    "layers.down": ("model.layers.{}.mlp.down_proj.weight", "f d -> d f"),
+    "layers.gate_bias": ("model.layers.{}.mlp.gate_proj.bias", "f -> f"),
+    "layers.up_bias": ("model.layers.{}.mlp.up_proj.bias", "f -> f"),
+    "layers.down_bias": ("model.layers.{}.mlp.down_proj.bias", "d -> d"),
+}
+FUSED: dict[str, dict[str, tuple[str, ...]]] = {
+    "baichuan": {"model.layers.{}.self_attn.W_pack.weight": ("layers.q", "layers.k", "layers.v")},
+}
+"""HF matrices that hold several of ours, their rows one after the other."""
+
+
+class Place(NamedTuple):
+    """Where one layer of one of our weights lies: rows [start, start + rows) of an HF tensor."""
+
+    name: str  # HF name
+    layout: str
+    start: int
+    rows: int
+
+
+class HFTensor(NamedTuple):
+    """One tensor of an HF folder and the weights of ours it is made of, in the order of its rows."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[tuple[str, int | None], ...]  # (our name, layer or None)
+
+
+def places(config: TransformerConfig) -> dict[str, list[Place]]:
+    """Our name, in the order of the leaves -> its places, one a layer (one in all if not stacked)."""
+    found = {ours: [] for ours in _shapes(config)}
+    for tensor in hf_tensors(config):
+        start = 0
+        for ours, _ in tensor.parts:
+            layout = TABLE[ours][1]
+            rows = _hf_shape(_layer_shape(config, ours), layout)[0]
+            found[ours].append(Place(tensor.name, layout, start, rows))
+            start += rows
+    return found
+
+
+def hf_tensors(config: TransformerConfig) -> list[HFTensor]:
+    """All tensors of the model's HF folder, layer by layer; a tied head has none of its own."""
+    names = _shapes(config)
+    fused = FUSED.get(config.family, {})
+    groups = [((ours,), TABLE[ours][0]) for ours in TABLE if ours in names]
+    inside = {ours for members in fused.values() for ours in members}
+    groups = [g for g in groups if g[0][0] not in inside] + [(members, hf) for hf, members in fused.items()]
+    tensors = []
+    for layer in [None, *range(config.num_layers)]:
+        for members, hf in groups:
+            if members[0].startswith("layers.") != (layer is not None):
+                continue
+            shapes = [_hf_shape(_layer_shape(config, ours), TABLE[ours][1]) for ours in members]
+            shape = (sum(s[0] for s in shapes), *shapes[0][1:])
+            tensors.append(HFTensor(hf.format(layer), shape, tuple((ours, layer) for ours in members)))
+    return tensors
+
+
+def params_from_state_dict(config: TransformerConfig, tensors: dict[str, np.ndarray]) -> Params:
+    """Weights from all of a model's HF tensors in memory; see `checkpoint.hf.load` for files.
+
+    Raises:
+        KeyError: a tensor is missing.
+    """
+    leaves = []
+    for ours, found in places(config).items():
+        shape = _layer_shape(config, ours)
+        rows = [np.asarray(tensors[p.name])[p.start : p.start + p.rows] for p in found]
+        layers = [from_hf(piece, found[0].layout, shape) for piece in rows]
+        leaves.append(jnp.asarray(np.stack(layers) if ours.startswith("layers.") else layers[0]))
+    return jax.tree.unflatten(jax.tree.structure(abstract(config)), leaves)
+
+
+def state_dict(config: TransformerConfig, params: Params) -> dict[str, np.ndarray]:
+    """All HF tensors of the weights, in memory."""
+    leaves = dict(named_leaves(params))
+    take = lambda ours, layer: np.asarray(leaves[ours] if layer is None else leaves[ours][layer])
+    return {
+        tensor.name: np.concatenate([to_hf(take(*part), TABLE[part[0]][1]) for part in tensor.parts])
+        for tensor in hf_tensors(config)
+    }
+
+
+def to_hf(ours: np.ndarray | jax.Array, layout: str) -> np.ndarray | jax.Array:
+    """One layer of a weight in HF's layout: "d h e -> (h e) d" turns [D, H, E] into [H*E, D]."""
+    source, groups = parse_layout(layout)
+    order = [source.index(dim) for group in groups for dim in group]
+    return ours.transpose(order).reshape(_hf_shape(ours.shape, layout))
+
+
+def from_hf(tensor: np.ndarray, layout: str, shape: tuple[int, ...]) -> np.ndarray:
+    """The inverse of `to_hf`: a view in our layout, of shape `shape`."""
+    source, groups = parse_layout(layout)
+    flat = [dim for group in groups for dim in group]
+    sizes = dict(zip(source, shape, strict=True))
+    return tensor.reshape([sizes[dim] for dim in flat]).transpose([flat.index(dim) for dim in source])
+
+
+@functools.cache
+def parse_layout(layout: str) -> tuple[list[str], list[list[str]]]:
+    """ "d h e -> (h e) d" -> (["d", "h", "e"], [["h", "e"], ["d"]])."""
+    source, target = layout.split(" -> ")
+    return source.split(), [(a or b).split() for a, b in re.findall(r"\(([^)]*)\)|(\S+)", target)]
+
+
+def _hf_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
+    source, groups = parse_layout(layout)
+    sizes = dict(zip(source, shape, strict=True))
+    return tuple(math.prod(sizes[dim] for dim in group) for group in groups)
+
+
+def _layer_shape(config: TransformerConfig, ours: str) -> tuple[int, ...]:
+    shape = _shapes(config)[ours]
+    return shape[1:] if ours.startswith("layers.") else shape
+
+
+@functools.cache
+def _shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
+    return {name: leaf.shape for name, leaf in named_leaves(abstract(config))}

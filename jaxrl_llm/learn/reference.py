@@ -1,0 +1,65 @@
+"""The frozen policy that KL is measured against."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.checkpoint.state import CheckpointConfig, Checkpointer
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.structs import Params
+
+
+class Reference:
+    """The weights with which the last stage of a run starts, in the compute type.
+
+    Without an SFT warm-up they are the initial weights and are made again when needed; after one they are
+    saved once, in run_dir/reference.
+
+    Args:
+        initial: makes the initial weights.
+        abstract: shapes and shardings of the weights, to restore them into.
+    """
+
+    def __init__(self, run_dir: Path, dtype: str, initial: Callable[[], Params], abstract: Params):
+        self.run_dir, self.dtype, self.initial, self.abstract = run_dir, dtype, initial, abstract
+        self.weights: Params | None = None
+
+    def params(self, start: int, step: int, current: Params) -> Params:
+        """Return the reference of a stage.
+
+        Args:
+            start: first step of the stage.
+            step: the step about to be taken.
+            current: weights of the policy now.
+        """
+        if self.weights is None:
+            self.weights = (
+                self._saved(step == start, current) if start else freeze(self.initial(), self.dtype)
+            )
+        return self.weights
+
+    def _saved(self, is_start: bool, current: Params) -> Params:
+        settings = CheckpointConfig(keep=1, async_save=False, on_full_disk="stop")
+        with contextlib.closing(Checkpointer(settings, self.run_dir / "reference")) as keeper:
+            if is_start:
+                keeper.save(0, current, {}, {})
+                return freeze(current, self.dtype)
+            restored = keeper.restore(self.abstract)
+            if restored is None:
+                raise UserError(
+                    f"{self.run_dir / 'reference'} is gone: this run cannot restore its reference model; "
+                    "start a new run with another --run_dir."
+                )
+            return freeze(restored[1], self.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def freeze(params: Params, dtype: str) -> Params:
+    """A copy in the compute type; the original will be donated to the next update."""
+    return jax.tree.map(lambda w: jnp.copy(w).astype(dtype), params)

@@ -1,0 +1,136 @@
+"""curve.png: how a run went, in one picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxrl_llm.report import jsonl
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#767676"  # told apart by colour-blind people
+HELD_OUT = ("eval/pass@1", "eval/accuracy")  # of answers; of which of a pair is right
+
+
+def draw(run_dir: Path) -> Path | None:
+    """Draw run_dir/curve.png from metrics.jsonl: training accuracy and reward (loss, where nothing is
+    rewarded), held-out accuracy, the supervised start shaded.
+
+    Returns: the picture, or None where there is not a point to draw.
+    """
+    from matplotlib.figure import Figure  # half a second that --help and the workers need not wait
+
+    rows = jsonl.read(run_dir / "metrics.jsonl")
+    train = [row for row in rows if row.get("kind") != "warm_start"]
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    _style(axes)
+    accuracy, reward, held_out = (
+        series(train, "accuracy"),
+        series(train, "reward/mean"),
+        max((series(rows, key) for key in HELD_OUT), key=len),
+    )
+    if len(accuracy):
+        _line(axes, accuracy, BLUE, "training accuracy")
+    if len(reward) and not (reward.shape == accuracy.shape and np.allclose(reward, accuracy)):
+        _line(axes, reward, ORANGE, "training reward")
+    if len(held_out):
+        _points(axes, held_out)
+    loss = series(rows, "loss")
+    if not len(accuracy) and not len(reward) and len(loss):
+        _loss(axes, loss, beside=len(held_out) > 0)
+    elif not len(accuracy) + len(reward) + len(held_out):
+        return None
+    warm = [row["step"] for row in rows if row.get("kind") == "warm_start"]
+    first, last = max(rows[0]["step"] - 1, 0), rows[-1]["step"] + 1
+    if warm and max(warm) < last - 1:  # a long supervised start is cut: the run itself gets most of the room
+        first = max(first, max(warm) - (last - max(warm)) // 3)
+    if warm:
+        _shade(axes, max(min(warm) - 1, first), max(warm))
+    axes.set_xlim(first, last)
+    axes.set_title(run_dir.resolve().name, loc="left", fontsize=13, fontweight="bold")
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    path = run_dir / "curve.png"
+    beside = path.with_name(".curve.tmp.png")
+    figure.savefig(beside)
+    beside.replace(path)
+    return path
+
+
+def series(rows: list[jsonl.Row], key: str) -> np.ndarray:
+    """[n, 2] of (step, value), steps without a number left out."""
+    pairs = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
+    return np.asarray(pairs, np.float64).reshape(-1, 2)
+
+
+def smooth(values: np.ndarray) -> np.ndarray:
+    """Centred mean over about a twentieth of the run; the window shrinks at the ends."""
+    half = len(values) // 40
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    index = np.arange(len(values))
+    low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, len(values))
+    return (total[high] - total[low]) / (high - low)
+
+
+def _style(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(GREY)
+    axes.grid(axis="y", color=GREY, alpha=0.2, lw=0.8)
+    axes.tick_params(colors=GREY, labelcolor="black")
+    axes.set_xlabel("step")
+
+
+def _shade(axes: Axes, start: int, end: int) -> None:
+    """The supervised start: a band with its name at the top."""
+    axes.axvspan(start, end, color=GREY, alpha=0.12, lw=0)
+    place = axes.get_xaxis_transform()
+    axes.text(
+        (start + end) / 2,
+        0.98,
+        "supervised\nstart",
+        transform=place,
+        color=GREY,
+        ha="center",
+        va="top",
+        fontsize=9,
+    )
+
+
+def _line(axes: Axes, points: np.ndarray, color: str, label: str) -> None:
+    """The steps themselves faint, their running mean on top."""
+    steps, values = points.T
+    axes.plot(steps, values, color=color, alpha=0.25, lw=1)
+    axes.plot(steps, smooth(values), color=color, lw=2, label=label)
+
+
+def _points(axes: Axes, points: np.ndarray) -> None:
+    """Held-out accuracy, with the last value written beside its point."""
+    axes.plot(
+        *points.T, color=GREEN, marker="o", ms=6, lw=1.5, mec="white", label="held-out accuracy", zorder=4
+    )
+    step, value = points[-1]
+    axes.annotate(
+        f"{value:.1%}",
+        (step, value),
+        xytext=(0, 8),
+        textcoords="offset points",
+        color=GREEN,
+        fontweight="bold",
+        ha="right",
+    )
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, 0.0), max(high, 1.08))
+
+
+def _loss(axes: Axes, points: np.ndarray, beside: bool) -> None:
+    """Loss on its own axis: the right one where accuracy holds the left."""
+    if beside:
+        axes.set_ylabel("accuracy")
+        axes = axes.twinx()
+        axes.spines[["top", "left"]].set_visible(False)
+    _line(axes, points, BLUE, "loss")
+    axes.set_ylabel("loss")

@@ -1,0 +1,220 @@
+"""The run's log: metrics.jsonl and samples.jsonl always; tensorboard, wandb, mlflow; progress; the summary.
+
+A logger that fails (full disk, no network) is reported once and left alone: training never stops for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from jaxrl_llm.report import curve, jsonl, loggers
+from jaxrl_llm.report.progress import Progress, clock
+from jaxrl_llm.structs import Metrics, Trajectory
+
+PHASES = ("rollout", "reward", "update", "checkpoint")  # their times are in every line
+
+PLACES = {
+    "curve": "curve.png",
+    "metrics": "metrics.jsonl",
+    "samples": "samples.jsonl",
+    "checkpoints": "checkpoints",
+    "Hugging Face": "hf",
+}
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is shown and kept of a run, besides metrics.jsonl."""
+
+    progress: Literal["auto", "rich", "plain", "none"] = "auto"
+    """How progress is shown; auto = rich on a terminal, else plain lines."""
+    samples: int = 4
+    """Responses of each step kept in samples.jsonl."""
+    tensorboard: bool = True
+    """Write tensorboard events into the run directory."""
+    wandb: str = ""
+    """Weights & Biases project; "" = off (needs the extra "wandb")."""
+    mlflow: str = ""
+    """MLflow experiment; "" = off (needs the extra "mlflow")."""
+
+
+class RunLog:
+    """What a run leaves behind for people. Only process 0 writes.
+
+        log = RunLog(run_dir, config.log, total_steps, resume_step=restored)
+        with log.phase("rollout"): ...
+        log.samples(step, sample_rows(trajectories, prompts))
+        log.step(step, metrics, tokens=n)      # before the step's checkpoint: a resumed run keeps the line
+        log.finish(next_command="...")         # and in any case: log.close()
+
+    On resume, lines later than `resume_step` (-1: all) are dropped: the files of a killed and rerun
+    training are those of an uninterrupted one (but for times).
+    """
+
+    def __init__(self, run_dir: str | Path, config: LogConfig, total_steps: int, resume_step: int = 0):
+        self.run_dir, self.num_samples = Path(run_dir), config.samples
+        self.is_writer = jax.process_index() == 0
+        self.warned: set[str] = set()
+        self.loggers: dict[str, loggers.Logger] = {}
+        self.total_steps, self.last_step = total_steps, max(resume_step, 0)
+        self.progress = Progress(
+            config.progress if self.is_writer else "none", total_steps, max(resume_step, 0)
+        )
+        self.started = self.step_started = time.perf_counter()
+        self.times = dict.fromkeys(PHASES, 0.0)
+        self._try("run directory", lambda: self.run_dir.mkdir(parents=True, exist_ok=True))
+        for file in ("metrics.jsonl", "samples.jsonl"):
+            self._try(file, lambda file=file: jsonl.truncate(self.run_dir / file, resume_step))
+        if config.tensorboard:
+            self._open("tensorboard", lambda: loggers.Tensorboard(self.run_dir, resume_step))
+        if config.wandb:
+            self._open("wandb", lambda: loggers.Wandb(self.run_dir, config.wandb))
+        if config.mlflow:
+            self._open("mlflow", lambda: loggers.Mlflow(self.run_dir, config.mlflow))
+
+    def config(self, tree: dict[str, Any]) -> None:
+        """Write config.json, and tell the loggers."""
+        self._try(
+            "config.json",
+            lambda: jsonl.replace_text(self.run_dir / "config.json", json.dumps(tree, indent=2)),
+        )
+        for name, logger in list(self.loggers.items()):
+            self._try(name, lambda logger=logger: logger.config(tree))
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time spent inside is added to time/NAME of the step that ends next."""
+        self.progress.phase(name)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.times[name] = self.times.get(name, 0.0) + time.perf_counter() - start
+            self.progress.phase("")
+
+    def step(self, step: int, metrics: Metrics, tokens: int, kind: str = "train") -> dict[str, Any]:
+        """End a step: its line {"step", "kind", metrics, time/PHASE, time/step, tokens_per_second}.
+
+        Args:
+            metrics: scalars by name (Python, numpy, jax); NaN and Inf become null.
+            tokens: prompt and response tokens of the step, for tokens_per_second.
+            kind: "train", or "warm_start" for a step of the supervised start.
+        """
+        now = time.perf_counter()
+        seconds, self.step_started = now - self.step_started, now
+        times = {f"time/{name}": value for name, value in self.times.items()}
+        speed = {"time/step": seconds, "tokens_per_second": tokens / max(seconds, 1e-9)}
+        row = {"step": step, "kind": kind, **{k: plain(v) for k, v in {**metrics, **times, **speed}.items()}}
+        self.times, self.last_step = dict.fromkeys(PHASES, 0.0), step
+        self._try("metrics.jsonl", lambda: jsonl.append(self.run_dir / "metrics.jsonl", [row]))
+        for name, logger in list(self.loggers.items()):
+            self._try(name, lambda logger=logger: logger.step(step, row))
+        self.progress.step(step, row)
+        return row
+
+    def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        """Keep the first `config.samples` rows; see `sample_rows`."""
+        kept = [{"step": step, **row} for row in rows[: self.num_samples]]
+        self._try("samples.jsonl", lambda: jsonl.append(self.run_dir / "samples.jsonl", kept))
+
+    def message(self, text: str) -> None:
+        """Say something on process 0."""
+        if self.is_writer:
+            self.progress.message(text)
+
+    def warn(self, text: str) -> None:
+        self.message(f"warning: {text}")
+
+    def finish(self, stopped: str = "", next_command: str = "") -> None:
+        """Draw the curve, close everything, say what was reached.
+
+        Args:
+            stopped: why the run ended early, such as "SIGTERM"; "" = it is complete.
+            next_command: what to try next; "" = none.
+        """
+        self._try("curve.png", lambda: curve.draw(self.run_dir))
+        self.close()
+        seconds = time.perf_counter() - self.started
+        head = (
+            f"{f'stopped by {stopped}' if stopped else 'done'}: step {self.last_step} of {self.total_steps}"
+        )
+        self.message(f"\n{head}, {clock(seconds)} since the start")
+        self.message(summary(self.run_dir))
+        if stopped:
+            self.message("The same command again continues from the last checkpoint.")
+        if next_command:
+            self.message(f"\nnext:  {next_command}")
+
+    def close(self) -> None:
+        """Give the terminal back and flush the loggers; a second call does nothing."""
+        self.progress.close()
+        for name, logger in list(self.loggers.items()):
+            self._try(name, logger.close)
+        self.loggers.clear()
+
+    def _open(self, name: str, make: Callable[[], loggers.Logger]) -> None:
+        made = self._try(name, make)
+        if made is not None:
+            self.loggers[name] = made
+
+    def _try(self, name: str, action: Callable[[], Any]) -> Any:
+        """Disks fill, servers go away: warn once. A logger is left alone from then on, a file tried again."""
+        if not self.is_writer:
+            return None
+        try:
+            return action()
+        except Exception as error:
+            self.loggers.pop(name, None)
+            if name not in self.warned:
+                self.warned.add(name)
+                self.warn(f"{name} cannot be written ({type(error).__name__}: {error}); training goes on.")
+            return None
+
+
+def plain(value: Any) -> Any:
+    """A metric as JSON has it: a finite number, text, or null."""
+    if isinstance(value, str | bool | None):
+        return value
+    number = np.asarray(value).item()
+    return number if isinstance(number, int) or math.isfinite(number) else None
+
+
+def sample_rows(trajectories: Sequence[Trajectory], prompts: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows of samples.jsonl. `prompts[t.prompt_index]` is the text of a trajectory's prompt."""
+    return [
+        {
+            "prompt": prompts[t.prompt_index],
+            "response": t.text,
+            "reward": plain(t.reward),
+            "outcome": t.outcome.name.lower(),
+            "finish": t.finish,
+            "response_tokens": len(t.response_ids),
+        }
+        for t in trajectories
+    ]
+
+
+def summary(run_dir: Path) -> str:
+    """What the run reached, first to last, and where things lie."""
+    rows = jsonl.read(run_dir / "metrics.jsonl")
+    train = [row for row in rows if row.get("kind") != "warm_start"]
+    lines = []
+    rewarded = any("reward/mean" in row for row in train)  # else the loss is what people follow
+    followed = ("reward/mean", "accuracy") if rewarded else ("loss",)
+    for key, chosen in (*((key, rows) for key in curve.HELD_OUT), *((key, train) for key in followed)):
+        points = curve.series(chosen, key)
+        if len(points):
+            (step, first), (_, last) = points[0], points[-1]
+            lines.append(f"  {key:<14} {first:.3f} (step {step:.0f}) -> {last:.3f}")
+    places = [(name, run_dir / file) for name, file in PLACES.items() if (run_dir / file).exists()]
+    return "\n".join([*lines, *(f"  {name:<14} {path}" for name, path in places)])

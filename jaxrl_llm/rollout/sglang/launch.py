@@ -1,0 +1,169 @@
+"""SGLang servers as child processes: started together, waited for, stopped with the run that started them.
+
+Linux ends them with the run: one that is killed leaves no server behind on the accelerator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from jaxrl_llm.errors import ServerError
+from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
+from jaxrl_llm.rollout.sglang import auth, colocated
+
+BECOME = """
+import contextlib, ctypes, os, signal, sys
+with contextlib.suppress(OSError, AttributeError):  # Linux alone has it: 1 is PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the run that wanted a server has ended")
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+KEYED = """
+import logging, os, runpy, sys
+keys = {flag: os.environ[name] for flag, name in FLAGS.items() if os.environ.get(name)}
+make = logging.getLogRecordFactory()
+def without_keys(*args, **kwargs):
+    record = make(*args, **kwargs)
+    text = record.getMessage()
+    if any(key in text for key in keys.values()):
+        for key in keys.values():
+            text = text.replace(key, "***")
+        record.msg, record.args = text, ()
+    return record
+logging.setLogRecordFactory(without_keys)
+sys.argv[1:] += [word for pair in keys.items() for word in pair]
+runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+"""  # SGLang takes keys on its command line alone, and logs it: here neither `ps` nor the log shows them
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+GRACE = 10.0  # seconds between SIGTERM and SIGKILL
+POLL = 0.5
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know this machine
+TAIL = 2000  # characters of a log that an error shows
+
+
+class Launched:
+    """Servers of this run. `urls` are known at once; `wait` returns when all answer.
+
+    Args:
+        model: folder with config and tokenizer; its weights, if any, are read later.
+        logs: directory for sglang_0.log, sglang_1.log, ...
+    """
+
+    def __init__(self, config: RolloutConfig, sglang: SGLangConfig, model: Path, logs: Path):
+        self.timeout, self.restarts = sglang.start_timeout, sglang.restarts
+        logs.mkdir(parents=True, exist_ok=True)
+        self.logs = [logs / f"sglang_{index}.log" for index in range(config.launch)]
+        ports = free_ports(config.launch)
+        self.urls = [f"http://127.0.0.1:{port}" for port in ports]
+        self.commands = [command(config, sglang, model, port) for port in ports]
+        self.visible = sglang.devices or [os.environ.get(VISIBLE, "")] * config.launch
+        self.starts = [0] * config.launch
+        self.processes = [self._start(index) for index in range(config.launch)]
+
+    def revive(self, url: str) -> str:
+        """Start the server of this address again if it has ended: what happened; "" = nothing."""
+        index = self.urls.index(url)
+        code = self.processes[index].poll()
+        if code is None or self.starts[index] > self.restarts:
+            return ""
+        kill_group(self.processes[index])  # its children may hold the port or the accelerator
+        self.processes[index] = self._start(index)
+        return f"the SGLang server at {url} ended with {code} ({self.logs[index]}) and was started again"
+
+    def _start(self, index: int) -> subprocess.Popen:
+        self.starts[index] += 1
+        environment = dict(os.environ)
+        if devices := self.visible[index]:
+            environment[VISIBLE] = devices
+        if "cpu" in self.commands[index]:  # servers whose threads wait for each other's cores crawl
+            environment.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // len(self.urls), 1)))
+        with self.logs[index].open("ab") as out:
+            return subprocess.Popen(
+                self.commands[index],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,  # a group of its own: stopped whole, and Ctrl-C does not reach it
+            )
+
+    def wait(self) -> None:
+        """Until every server answers.
+
+        Raises:
+            ServerError: one ended, or did not answer in time; with the end of its log.
+        """
+        deadline = time.monotonic() + self.timeout
+        for url, process, log in zip(self.urls, self.processes, self.logs, strict=True):
+            while not answers(url):
+                problem = ""
+                if process.poll() is not None:
+                    problem = f"the SGLang server ended with {process.returncode}"
+                elif time.monotonic() > deadline:
+                    problem = f"no answer from {url} in {self.timeout:g} s (--sglang.start_timeout)"
+                if problem:
+                    raise ServerError(f"{problem}; {log} ends:\n{tail(log)}")
+                time.sleep(POLL)
+
+    def close(self) -> None:
+        """End them all, with their children."""
+        for process in self.processes:
+            process.terminate()  # it alone: SGLang takes a child that ends by itself for a crash
+        deadline = time.monotonic() + GRACE
+        for process in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline - time.monotonic(), 0))
+            kill_group(process)
+            process.wait()
+
+
+def kill_group(process: subprocess.Popen) -> None:
+    """End it and what it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def command(config: RolloutConfig, sglang: SGLangConfig, model: Path, port: int) -> list[str]:
+    """What starts one server; `sglang.flags` come last and so have the last word."""
+    module = ("-c", f"FLAGS = {auth.FLAGS}{KEYED}") if auth.keys() else ("-m", "sglang.launch_server")
+    server = [
+        *(sglang.python, *module, "--model-path", str(model)),
+        *("--host", "127.0.0.1", "--port", str(port), "--dtype", config.dtype),
+        *("--load-format", "dummy", "--max-running-requests", str(config.slots), "--skip-server-warmup"),
+        *([colocated.FLAG] if sglang.colocated else []),
+        *shlex.split(sglang.flags),
+    ]
+    return [sys.executable, "-I", "-c", BECOME, str(os.getpid()), *server]
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on, far enough apart for what SGLang opens beside its own."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def answers(url: str) -> bool:
+    try:
+        asked = urllib.request.Request(f"{url}/model_info", headers=auth.headers("/model_info"))
+        with DIRECT.open(asked, timeout=5) as answer:
+            return answer.status == 200
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+def tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-TAIL:]

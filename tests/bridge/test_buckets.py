@@ -1,0 +1,152 @@
+"""Buckets of weights: the bytes of an exported folder, from any layout, a few tensors at a time."""
+
+import dataclasses
+import functools
+import io
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from distributed import run_processes
+from safetensors.numpy import load_file
+
+from jaxrl_llm import models
+from jaxrl_llm.bridge.buckets import WeightSource
+from jaxrl_llm.bridge.transports.torch_pickle import pickled
+from jaxrl_llm.hf import export
+from jaxrl_llm.hf.names import hf_tensors
+from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.rules import TRAIN
+
+MODEL = TransformerConfig(
+    vocab_size=128, hidden_size=32, mlp_size=48, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8,
+    tie_embeddings=False,
+)  # fmt: skip
+BIASED = dataclasses.replace(
+    MODEL, family="qwen2", qk_norm=False, qkv_bias=True, tie_embeddings=True, value_head=True
+)
+BAICHUAN = dataclasses.replace(MODEL, family="baichuan", num_kv_heads=4, qk_norm=False)
+
+
+@functools.cache
+def sharded(config):
+    mesh = make_mesh(MeshConfig(data=1, fsdp=4, tensor=2))
+    made = models.init(config, jax.random.key(0))
+    return jax.device_put(made, models.shardings(config, mesh, TRAIN))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("config", [MODEL, BIASED, BAICHUAN], ids=["plain", "tied", "baichuan"])
+def test_buckets_of_sharded_weights_hold_the_bytes_of_the_exported_folder(config, dtype, tmp_path):
+    params = sharded(config)
+    assert any(not leaf.is_fully_replicated for leaf in jax.tree.leaves(params))
+    source = WeightSource(config, dtype, limit=20_000)
+    parcels = list(source.parcels(params))
+    assert len(parcels) > 2 and [p.last for p in parcels] == [False] * (len(parcels) - 1) + [True]
+    assert all(p.size <= 20_000 or len(p.content.tensors) == 1 for p in parcels)
+    assert sum(p.size for p in parcels) == source.size
+    plain = models.without_value_head(params)
+    export.save_model(plain, plain.config, tmp_path / "hf", dtype=dtype)
+    expected = load_file(tmp_path / "hf/model.safetensors")
+    found = {t.name: a for p in parcels for t, a in zip(p.content.tensors, p.content.arrays, strict=True)}
+    assert found.keys() == expected.keys()
+    for name, array in found.items():
+        assert array.dtype == expected[name].dtype and array.tobytes() == expected[name].tobytes(), name
+
+
+def test_the_next_bucket_is_on_its_way_and_no_other(monkeypatch):
+    """Never the whole model: what is asked of the devices is one bucket ahead of what is used."""
+    started = []
+    array = type(jnp.zeros(1))
+    begin = array.copy_to_host_async
+    monkeypatch.setattr(array, "copy_to_host_async", lambda self: started.append(self) or begin(self))
+    source = WeightSource(MODEL, "float32", limit=20_000)
+    counts = [len(group) for group in source.groups]
+    for i, _ in enumerate(source.parcels(sharded(MODEL))):
+        assert len(started) == sum(counts[: i + 2])
+
+
+def test_on_the_devices_every_one_has_whole_tensors():
+    params = sharded(MODEL)
+    host = list(WeightSource(MODEL, "float32", 50_000).parcels(params))
+    for here, there in zip(host, WeightSource(MODEL, "float32", 50_000).parcels(params, True), strict=True):
+        for array, copies in zip(here.content.arrays, there.content.arrays, strict=True):
+            assert len(copies.addressable_shards) == 8 and copies.is_fully_replicated
+            assert (np.asarray(copies.addressable_shards[5].data) == array).all()
+
+
+def test_names_that_a_model_lacks_or_that_are_not_sent_are_said():
+    source = WeightSource(MODEL, "float32", 1 << 20)
+    wanted = {tensor.name: tensor.shape for tensor in hf_tensors(MODEL)}
+    source.check(wanted, "it")
+    wanted["model.norm.bias"] = wanted.pop("model.norm.weight")
+    wanted["lm_head.weight"] = (128, 33)
+    message = "of it: 1 missing: model.norm.bias; 1 unknown: model.norm.weight; 1 of another shape: lm_head"
+    with pytest.raises(ValueError, match=message):
+        source.check(wanted, "it")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_torch_reads_the_pickle_that_is_written_without_it(dtype):
+    torch = pytest.importorskip("torch")
+    bucket = next(WeightSource(MODEL, dtype, 1 << 20).parcels(sharded(MODEL))).content
+    named = []
+
+    class Listing(pickle.Unpickler):
+        def find_class(self, module, name):
+            named.append(f"{module}.{name}")
+            return super().find_class(module, name)
+
+    read = Listing(io.BytesIO(pickled(bucket))).load()
+    assert [name for name, _ in read] == [tensor.name for tensor in bucket.tensors]
+    for (_, tensor), array in zip(read, bucket.arrays, strict=True):
+        assert tensor.dtype == getattr(torch, dtype) and tuple(tensor.shape) == array.shape
+        assert (tensor.float().numpy() == array.astype(np.float32)).all()
+    assert len({tensor.untyped_storage().data_ptr() for _, tensor in read}) == 1
+    assert set(named) == {
+        "torch.storage._load_from_bytes", "torch._utils._rebuild_tensor_v2", "collections.OrderedDict"
+    }  # fmt: skip
+    assert len(pickled(bucket)) < sum(array.nbytes for array in bucket.arrays) + 10_000
+
+
+TWO_PROCESSES = """
+import sys
+import numpy as np
+from jaxrl_llm import models
+from jaxrl_llm.bridge.source import WeightSource
+from jaxrl_llm.checkpoint import hf_export
+from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.rules import TRAIN
+
+config = TransformerConfig(
+    vocab_size=64, hidden_size=16, mlp_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4
+)
+layout = models.shardings(config, make_mesh(MeshConfig(data=1, fsdp=4, tensor=2)), TRAIN)
+params = jax.jit(models.init, static_argnums=0, out_shardings=layout)(config, jax.random.key(0))
+assert not jax.tree.leaves(params)[0].is_fully_addressable
+hf_export.save(params, config, sys.argv[1], dtype="float32")
+parcels = list(WeightSource(config, "float32", 5_000).parcels(params))
+if jax.process_index() == 0:
+    from safetensors.numpy import load_file
+    stored = load_file(sys.argv[1] + "/model.safetensors")
+    found = {t.name: a for p in parcels for t, a in zip(p.content.tensors, p.content.arrays)}
+    reference = models.init(config, jax.random.key(0))
+    from jaxrl_llm.models.names import state_dict
+    expected = state_dict(config, reference)
+    assert found.keys() == stored.keys() == expected.keys()
+    for name in expected:
+        assert (found[name] == stored[name]).all(), name
+        np.testing.assert_allclose(found[name], expected[name], atol=1e-6)
+print(len(parcels), [p.content is None for p in parcels].count(True))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_gather_and_the_first_one_sends(tmp_path):
+    first, second = run_processes(TWO_PROCESSES, 2, [str(tmp_path / "hf")])
+    count = int(first.split()[0])
+    assert count > 3 and first.split() == [str(count), "0"] and second.split() == [str(count)] * 2

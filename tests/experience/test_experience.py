@@ -1,0 +1,151 @@
+"""What a step learns from, with an engine and a judge made of arithmetic."""
+
+import contextlib
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.algos import dapo, gkd, grpo, remax
+from jaxrl_llm.data.loader import Prompt
+from jaxrl_llm.data.rows import Example
+from jaxrl_llm.experience.rollouts import RolloutSource, perturbed
+from jaxrl_llm.experience.source import groups, judge, varied
+from jaxrl_llm.outcome import Outcome
+from jaxrl_llm.rewards.sample import Result, RewardConfig
+from jaxrl_llm.rollout.engine import SamplingConfig
+from jaxrl_llm.rollout.native.engine import Later
+from jaxrl_llm.structs import Trajectory
+
+
+class FakeLoader:
+    """Prompt number i asks for i; `asked` are the batches read."""
+
+    def __init__(self):
+        self.asked = []
+
+    def batch(self, step, size):
+        self.asked.append(step)
+        return [
+            Prompt(Example(None, str(i), answer=str(i), teacher=i % 2), np.array([i + 1]), i)
+            for i in range(step * size, (step + 1) * size)
+        ]
+
+
+class FakeEngine:
+    """The answer to prompt i is "right" for its first i % 3 responses; greedy ones are right."""
+
+    def publish(self, params, version):
+        self.params = params
+        return {}
+
+    def start(self, requests, sampling, key, dialogue=None, written=()):
+        return Later(lambda: self.generate(requests, sampling, key))
+
+    def usage(self):
+        return {}
+
+    def rest(self):
+        pass
+
+    def generate(self, requests, sampling, key):
+        made = []
+        for request in requests:
+            number = int(request.prompt_ids[0]) - 1
+            for g in range(request.num_responses):
+                right = sampling.temperature == 0 or g < number % 3
+                made.append(
+                    Trajectory(
+                        prompt_ids=request.prompt_ids, response_ids=np.array([5, 9]), logprobs=np.zeros(2),
+                        mask=np.ones(2), versions=np.zeros(2), prompt_index=request.prompt_index,
+                        response_index=g, finish="stop", text="right" if right else "wrong",
+                    )
+                )  # fmt: skip
+        return made
+
+
+class FakePool:
+    config = RewardConfig()
+    metrics: dict = {}  # noqa: RUF012
+
+    def score(self, samples):
+        right = [s.response == "right" for s in samples]
+        return [
+            Result(float(r), Outcome.CORRECT if r else Outcome.WRONG, components=(float(r),)) for r in right
+        ]
+
+
+def source(algo, **fields):
+    return RolloutSource(
+        FakeLoader(), FakeEngine(), FakePool(), algo, SamplingConfig(), jax.random.key(0), prompts=3,
+        responses=2, max_tokens=4, **fields,
+    )  # fmt: skip
+
+
+def step(built, number=0):
+    return built.next(number, {}, 0, lambda name: contextlib.nullcontext())
+
+
+def test_one_draw_is_one_batch_in_its_order():
+    built = source(grpo.Config())
+    found = step(built, 2)
+    assert built.loader.asked == [2]
+    assert [t.prompt_index for t in found.trajectories] == [0, 0, 1, 1, 2, 2]
+    assert [t.reward for t in found.trajectories] == [0, 0, 1, 0, 1, 1]
+    assert found.metrics["zero_variance_fraction"] == pytest.approx(2 / 3)
+    assert found.metrics["accuracy"] == 0.5 and found.tokens == 18
+
+
+def test_dynamic_sampling_draws_until_the_step_is_full_of_groups_that_differ():
+    """Of prompts 0, 1, 2, ... only every third (1, 4, 7) has one right and one wrong response of two."""
+    built = source(dapo.Config(max_draws=4))
+    found = step(built)
+    assert built.loader.asked == [0, 1, 2]
+    assert [int(t.prompt_ids[0]) - 1 for t in found.trajectories] == [1, 1, 4, 4, 7, 7]
+    assert [t.prompt_index for t in found.trajectories] == [1, 1, 4, 4, 7, 7]
+    assert all(varied(group) for group in groups(found.trajectories))
+    assert found.metrics["dynamic/draws"] == 3
+    assert found.metrics["dynamic/kept_fraction"] == pytest.approx(1 / 3)
+    assert [p.example.answer for p in found.prompts] == [str(i) for i in range(9)]
+
+
+def test_dynamic_sampling_gives_up_after_max_draws_with_what_it_has():
+    built = source(dapo.Config(max_draws=2))
+    found = step(built, 1)
+    assert built.loader.asked == [2, 3]
+    assert len(found.trajectories) == 4
+
+
+def test_a_greedy_response_is_a_baseline_and_is_not_learned_from():
+    found = step(source(remax.Config()))
+    assert len(found.items) == 6
+    assert all(t.greedy_reward == 1.0 for t in found.trajectories)
+
+
+def test_the_teacher_of_a_prompt_goes_with_its_tokens():
+    found = step(source(gkd.Config(teachers=("a", "b"))))
+    assert [item.signals["labels"].tolist() for item in found.items[::2]] == [[0] * 3, [1] * 3, [0] * 3]
+
+
+def test_noise_on_the_weights_is_relative_and_new_every_step():
+    weights = {"w": jnp.array([1.0, 100.0]), "zero": jnp.zeros(3)}
+    built = source(grpo.Config(), weight_noise=0.1)
+    seen = []
+    for number in (0, 1, 0):
+        built.next(number, weights, 0, lambda name: contextlib.nullcontext())
+        seen.append(np.asarray(built.engine.params["w"]))
+    assert not np.allclose(seen[0], seen[1]) and np.array_equal(seen[0], seen[2])
+    many = perturbed({"w": jnp.full(20000, 3.0)}, jax.random.key(1), 0.1)["w"]
+    assert float(many.std()) == pytest.approx(0.3, rel=0.03)
+    assert not np.asarray(built.engine.params["zero"]).any()
+
+
+def test_without_a_verifier_nothing_is_correct_or_wrong():
+    pool = SimpleNamespace(config=dataclasses.replace(RewardConfig(), name="none"), metrics={})
+    found = step(source(grpo.Config()))
+    judge(pool, found.prompts, found.trajectories)
+    assert {t.outcome for t in found.trajectories} == {Outcome.FAILED}
+    assert {t.reward for t in found.trajectories} == {0.0}

@@ -1,0 +1,328 @@
+"""Names, layouts and config.json against transformers, and against numbers written out here."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+import transformers
+
+from jaxrl_llm.hf.config import DEFAULTS
+from jaxrl_llm.hf.names import (
+    TABLE,
+    from_hf,
+    hf_tensors,
+    params_from_state_dict,
+    places,
+    read_config,
+    state_dict,
+    to_hf,
+    to_hf_config,
+)
+from jaxrl_llm.models import RopeConfig, TransformerConfig, init, named_leaves
+
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+HF_CLASSES = {
+    "qwen2": transformers.Qwen2Config,
+    "qwen3": transformers.Qwen3Config,
+    "llama": transformers.LlamaConfig,
+    "mistral": transformers.MistralConfig,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 16.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+
+
+def tiny(family="qwen3", **extra):
+    return {"model_type": family, **TINY, **extra}
+
+
+# --- weights
+
+
+@pytest.mark.parametrize(
+    "family, extra",
+    [
+        ("qwen2", {}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("qwen3", {"head_dim": 16}),
+        ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("mistral", {"head_dim": 16}),
+    ],
+)
+def test_names_and_shapes_are_those_of_transformers_and_bytes_survive(family, extra):
+    torch = pytest.importorskip("torch")
+    model = transformers.AutoModelForCausalLM.from_config(HF_CLASSES[family](**TINY, **extra))
+    for parameter in model.parameters():  # biases and norms too, or a swap would go unseen
+        torch.nn.init.normal_(parameter)
+    config = read_config(tiny(family, **extra))
+    tensors = {name: value.detach().numpy() for name, value in model.state_dict().items()}
+    if config.tie_embeddings:
+        del tensors["lm_head.weight"]
+    assert {t.name: t.shape for t in hf_tensors(config)} == {n: v.shape for n, v in tensors.items()}
+    back = state_dict(config, params_from_state_dict(config, tensors))
+    assert back.keys() == tensors.keys()
+    for name, value in tensors.items():
+        np.testing.assert_array_equal(back[name], value, err_msg=name)
+
+
+def test_layouts_element_by_element():
+    config = read_config(tiny())
+    heads, kv, e, d = config.num_heads, config.num_kv_heads, config.head_dim, config.hidden_size
+    params = init(config, jax.random.key(0))
+    ours, theirs = dict(named_leaves(params)), state_dict(config, params)
+    q, k, o = (np.asarray(ours[f"layers.{name}"]) for name in "qko")
+    layer = "model.layers.1."
+    assert theirs[layer + "self_attn.q_proj.weight"].shape == (heads * e, d)
+    assert theirs[layer + "self_attn.q_proj.weight"][2 * e + 5, 7] == q[1, 7, 2, 5]
+    assert theirs[layer + "self_attn.k_proj.weight"].shape == (kv * e, d)
+    assert theirs[layer + "self_attn.k_proj.weight"][1 * e + 5, 7] == k[1, 7, 1, 5]
+    assert theirs[layer + "self_attn.o_proj.weight"][7, 2 * e + 5] == o[1, 2, 5, 7]
+    assert theirs[layer + "mlp.down_proj.weight"][3, 40] == np.asarray(ours["layers.down"])[1, 40, 3]
+    assert theirs["model.embed_tokens.weight"][63, 31] == np.asarray(ours["embed"])[63, 31]
+
+
+@pytest.mark.parametrize("layout", sorted({layout for _, layout in TABLE.values()}))
+def test_from_hf_undoes_to_hf(layout):
+    shape = tuple(range(2, 2 + len(layout.split(" -> ")[0].split())))
+    weight = np.arange(np.prod(shape)).reshape(shape)
+    np.testing.assert_array_equal(from_hf(to_hf(weight, layout), layout, shape), weight)
+
+
+def test_baichuan_packs_queries_keys_and_values_in_one_matrix():
+    config = read_config(tiny("baichuan", max_position_embeddings=128))
+    assert config.num_kv_heads == 4 and config.head_dim == 8
+    params = init(config, jax.random.key(0))
+    fused = state_dict(config, params)
+    plain = state_dict(dataclasses.replace(config, family="llama"), params)
+    packed = fused.pop("model.layers.1.self_attn.W_pack.weight")
+    assert packed.shape == (96, 32)
+    for i, name in enumerate("qkv"):
+        part = plain.pop(f"model.layers.1.self_attn.{name}_proj.weight")
+        np.testing.assert_array_equal(packed[32 * i : 32 * (i + 1)], part)
+    assert [(p.start, p.rows) for p in places(config)["layers.v"]] == [(64, 32), (64, 32)]
+    fused["model.layers.1.self_attn.W_pack.weight"] = packed
+    again = params_from_state_dict(config, fused)
+    for (name, a), (_, b) in zip(named_leaves(params), named_leaves(again), strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+def test_a_missing_tensor_is_named():
+    config = read_config(tiny())
+    tensors = state_dict(config, init(config, jax.random.key(0)))
+    del tensors["model.norm.weight"]
+    with pytest.raises(KeyError, match=r"model\.norm\.weight"):
+        params_from_state_dict(config, tensors)
+
+
+# --- config.json
+
+
+@pytest.mark.parametrize("family", HF_CLASSES)
+def test_absent_keys_mean_what_they_mean_to_transformers(family):
+    config, theirs = read_config({"model_type": family}), HF_CLASSES[family]()
+    assert config == read_config({"model_type": family, **theirs.to_dict()})
+    assert config.vocab_size == theirs.vocab_size
+    assert config.hidden_size == theirs.hidden_size
+    assert config.mlp_size == theirs.intermediate_size
+    assert config.num_layers == theirs.num_hidden_layers
+    assert config.num_kv_heads == theirs.num_key_value_heads
+    assert config.max_position == theirs.max_position_embeddings
+    assert config.norm_eps == theirs.rms_norm_eps
+    assert config.rope == RopeConfig(theta=10_000.0)
+    assert config.head_dim == {"qwen3": 128}.get(family, theirs.hidden_size // theirs.num_attention_heads)
+    assert config.sliding_window == {"mistral": 4096}.get(family)
+    assert not config.tie_embeddings
+
+
+@pytest.mark.parametrize(
+    "family, extra, expected",
+    [
+        ("qwen2", {}, (True, False, False, False)),
+        ("qwen2", {"attention_bias": False}, (True, False, False, False)),
+        ("qwen3", {}, (False, False, False, True)),
+        ("qwen3", {"attention_bias": True}, (True, True, False, True)),
+        ("llama", {"attention_bias": True, "mlp_bias": True}, (True, True, True, False)),
+        ("mistral", {"attention_bias": True, "mlp_bias": True}, (False, False, False, False)),
+    ],
+)
+def test_biases_and_qk_norm_of_each_family(family, extra, expected):
+    config = read_config(tiny(family, **extra))
+    assert (config.qkv_bias, config.out_bias, config.mlp_bias, config.qk_norm) == expected
+
+
+@pytest.mark.parametrize(
+    "old, new, rope",
+    [
+        ({"rope_theta": 5e5}, {"rope_theta": 5e5, "rope_type": "default"}, RopeConfig(5e5)),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+            RopeConfig(1e4, "linear", 2.0),
+        ),
+        (
+            {"rope_theta": 1e6, "rope_scaling": {"rope_type": "dynamic", "factor": 3.0}},
+            {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 1e6},
+            RopeConfig(1e6, "dynamic", 3.0),
+        ),
+        (
+            {"rope_theta": 1e6, "rope_scaling": YARN},
+            {**YARN, "rope_theta": 1e6},
+            RopeConfig(1e6, "yarn", 4.0, original_max_position=512, beta_fast=16.0),
+        ),
+        (
+            {"rope_theta": 5e5, "rope_scaling": LLAMA3},
+            {**LLAMA3, "rope_theta": 5e5},
+            RopeConfig(5e5, "llama3", 8.0, original_max_position=512),
+        ),
+    ],
+)
+def test_both_spellings_of_rope_say_the_same(old, new, rope):
+    assert read_config(tiny("llama", **old)).rope == rope
+    assert read_config(tiny("llama", rope_parameters=new)).rope == rope
+    # transformers reads what we write as it reads the original
+    written = to_hf_config(read_config(tiny("llama", **old)))
+    assert transformers.LlamaConfig(**written).rope_parameters["rope_theta"] == rope.theta
+    theirs = transformers.LlamaConfig(**TINY, max_position_embeddings=2048, rope_parameters=dict(new))
+    spoken = transformers.LlamaConfig(**written).rope_parameters
+    assert {key: spoken[key] for key in theirs.rope_parameters} == theirs.rope_parameters
+    # and a reader of transformers 4 finds its own spelling
+    assert written["rope_theta"] == rope.theta
+    assert (written["rope_scaling"] or {}).get("type", "default") == rope.scaling
+    assert (written["rope_scaling"] or {}).get("rope_type", "default") == rope.scaling
+
+
+def test_yarn_and_llama3_fall_back_to_the_length_of_the_model():
+    rope = {"rope_type": "yarn", "factor": 2.0}
+    assert read_config(tiny(max_position_embeddings=300, rope_scaling=rope)).rope.original_max_position == 300
+    top = {"original_max_position_embeddings": 200}
+    assert read_config(tiny(rope_scaling=YARN, **top)).rope.original_max_position == 200
+
+
+@pytest.mark.parametrize(
+    "extra, window, layers",
+    [
+        ({"sliding_window": 8}, None, None),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}, None, None),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, 8, (False, True)),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, 8, None),
+        (
+            {
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            8,
+            (True, False),
+        ),
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_sliding_windows_of_qwen(family, extra, window, layers):
+    config = read_config(tiny(family, **extra))
+    assert (config.sliding_window, config.window_layers) == (window, layers)
+    theirs = HF_CLASSES[family](**TINY, **extra)
+    kinds = ["sliding_attention" if on else "full_attention" for on in layers or (window is not None,) * 2]
+    assert theirs.layer_types == kinds
+
+
+CASES = [
+    *[(family, {}) for family in DEFAULTS if family != "baichuan"],
+    ("baichuan", {"max_position_embeddings": 4096, "num_key_value_heads": 4}),
+    ("qwen3", {"attention_bias": True, "rope_scaling": YARN, "rope_theta": 1e6, "hidden_act": "gelu"}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    ("llama", {"rope_scaling": LLAMA3, "mlp_bias": True, "hidden_act": "gelu_pytorch_tanh"}),
+    ("mistral", {"sliding_window": None, "head_dim": 16, "initializer_range": 0.01}),
+    ("llama", {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
+]
+
+
+@pytest.mark.parametrize("family, extra", CASES)
+def test_what_is_written_reads_back_here_and_in_transformers(family, extra, caplog):
+    config = read_config(tiny(family, **extra))
+    raw = json.loads(json.dumps(to_hf_config(config, "float16")))
+    assert read_config(raw) == config
+    assert raw["dtype"] == raw["torch_dtype"] == "float16"
+    if family == "baichuan":
+        return
+    theirs = HF_CLASSES[family](**{key: value for key, value in raw.items() if key != "model_type"})
+    assert read_config(theirs.to_dict() | {"model_type": family}) == config
+    assert theirs.architectures == [HF_CLASSES[family].__name__.replace("Config", "ForCausalLM")]
+    assert not caplog.records  # transformers found nothing to warn about
+
+
+@pytest.mark.parametrize(
+    "raw, message",
+    [
+        ({}, r"model_type=None is not supported; supported: qwen2, qwen3, llama, mistral, baichuan"),
+        (tiny("gpt2"), r"model_type='gpt2' is not supported"),
+        (tiny(hidden_act="relu"), r"hidden_act='relu' is not supported; supported: silu, swish, gelu"),
+        (tiny(rope_scaling={"type": "longrope", "factor": 2.0}), r"rope_type='longrope' .*: default, linear"),
+        (tiny(rope_scaling={"type": "linear"}), r"rope_type='linear' needs 'factor'"),
+        (tiny(rope_scaling={"type": "llama3", "factor": 2.0}), r"needs 'low_freq_factor'"),
+        (tiny(rope_parameters={"full_attention": {"rope_type": "default"}}), r"not one a layer type"),
+        (tiny(partial_rotary_factor=0.5), r"partial_rotary_factor=0.5 is not supported"),
+        (tiny(quantization_config={"bits": 4}), r"quantization_config is set"),
+        (tiny(hidden_size="32"), r"hidden_size='32' must be a positive integer"),
+        (tiny(num_hidden_layers=0), r"num_hidden_layers=0 must be"),
+        (tiny(num_key_value_heads=3), r"num_heads=4 is no multiple of num_kv_heads=3"),
+        (tiny(use_sliding_window=True, layer_types=["full_attention"]), r"layer_types has 1 entries for 2"),
+        (tiny(use_sliding_window=True, layer_types=["chunked_attention"] * 2), r"layer_types='chunked_att"),
+        (tiny("baichuan"), r"13B model, which uses ALiBi"),
+        (tiny("baichuan", max_position_embeddings=64, vocab_size=125_696), r"Baichuan 2, whose head normal"),
+    ],
+)
+def test_what_the_decoder_lacks_is_refused_by_name(raw, message):
+    with pytest.raises(ValueError, match=message):
+        read_config(raw)
+
+
+def test_config_files_that_are_missing_or_broken(tmp_path):
+    with pytest.raises(ValueError, match=r"config\.json: no such file"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json: not JSON"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"must hold a JSON object, not list"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(tiny()))
+    assert read_config(tmp_path).num_layers == 2
+
+
+@pytest.mark.parametrize(
+    "family, change, message",
+    [
+        ("mistral", {"qkv_bias": True}, r"a mistral config.json cannot express qkv_bias=True \(would read"),
+        ("llama", {"qkv_bias": True, "out_bias": False}, r"cannot express out_bias=False"),
+        ("llama", {"sliding_window": 8}, r"cannot express sliding_window=8"),
+        ("qwen2", {"qk_norm": True}, r"cannot express qk_norm=True"),
+    ],
+)  # fmt: skip
+def test_what_a_family_cannot_express_is_not_dropped_silently(family, change, message):
+    config = dataclasses.replace(read_config(tiny(family)), **change)
+    with pytest.raises(ValueError, match=message):
+        to_hf_config(config)
+
+
+def test_settings_without_effect_do_not_stop_an_export():
+    config = TransformerConfig(
+        num_layers=2, sliding_window=8, window_layers=(True, True), rope=RopeConfig(1e6, factor=3.0)
+    )
+    assert read_config(to_hf_config(config)) == dataclasses.replace(
+        config, window_layers=None, rope=RopeConfig(1e6)
+    )

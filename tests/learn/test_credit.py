@@ -1,0 +1,74 @@
+"""Credit by hand: what of a response is learned from, and what its tokens are worth."""
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.algos import grpo, online_dpo
+from jaxrl_llm.data.packing import PackItem, counts, from_trajectory
+from jaxrl_llm.learn.credit import assign, side_by_side, split
+from jaxrl_llm.learn.trainer import Trainer
+from jaxrl_llm.structs import TrainState, Trajectory
+
+
+def trajectory(reward, response, prompt_index=0, finish="stop", **fields):
+    n = len(response)
+    return Trajectory(
+        prompt_ids=np.array([1, 2]), response_ids=np.array(response), logprobs=np.full(n, -0.5),
+        mask=np.ones(n, np.int8), versions=np.zeros(n), prompt_index=prompt_index, response_index=0,
+        finish=finish, reward=reward, **fields,
+    )  # fmt: skip
+
+
+def assigned(trajectories, algo=None):
+    items = [from_trajectory(t) for t in trajectories]
+    return assign(algo or grpo.Config(kl_coef=0.0), items, trajectories, 0.0, seed=0)
+
+
+def test_every_token_of_a_response_gets_its_advantage():
+    first, second = assigned([trajectory(1.0, [5, 6, 9]), trajectory(0.0, [5, 9])])
+    np.testing.assert_allclose(first.signals["advantages"], [0, 0, 0.7071, 0.7071, 0.7071], atol=1e-4)
+    np.testing.assert_allclose(second.signals["advantages"], [0, 0, -0.7071, -0.7071], atol=1e-4)
+
+
+def test_failed_rewards_are_masked_and_not_counted():
+    """Nothing is learned from a response that could not be judged, and it does not move the baseline."""
+    kept = assigned([trajectory(r, [5, 9]) for r in (1.0, 0.0, float("nan"))])
+    assert len(kept) == 2 and counts(kept) == (4.0, 2.0)
+    np.testing.assert_allclose(kept[0].signals["advantages"][2], 0.70711, atol=1e-4)
+
+
+def test_groups_are_numbered_from_zero_whatever_the_prompts_are():
+    trajectories = [trajectory(float(i), [5, 9], prompt_index=p) for i, p in enumerate([7, 7, 40, 40])]
+    rollouts = side_by_side([from_trajectory(t) for t in trajectories], trajectories)
+    np.testing.assert_array_equal(rollouts.group, [0, 0, 1, 1])
+    np.testing.assert_array_equal(rollouts.rollout, np.full((4, 2), -0.5))
+    np.testing.assert_array_equal(rollouts.truncated, np.zeros(4))
+
+
+def test_nothing_is_learned_where_nothing_was_selected():
+    """Online DPO with no group that differs: no items, no mini-batch, no update."""
+    same = [trajectory(1.0, [5, 9], prompt_index=p) for p in (0, 0, 1, 1)]
+    assert assigned(same, online_dpo.Config()) == []
+    state = TrainState({}, (), 0, 0, 0.0)
+    assert Trainer(policy=None).update(state, [], step=0) == (state, {})
+
+
+def test_minibatches_share_out_whole_units():
+    items = [PackItem(np.array([i]), np.ones(1)) for i in range(10)]
+    parts = split(items, 3, seed=1, unit=2)
+    numbers = [[int(item.tokens[0]) for item in part] for part in parts]
+    assert sorted(n for part in numbers for n in part) == list(range(10))
+    assert all(
+        b == a + 1 and a % 2 == 0 for part in numbers for a, b in zip(part[::2], part[1::2], strict=True)
+    )
+    assert [len(part) for part in parts] == [4, 4, 2]
+    assert split(items, 1, seed=1) == [items] and split([], 1, seed=1) == split([], 2, seed=1) == []
+    assert len(split(items[:2], 3, seed=1)) == 2
+
+
+@pytest.mark.parametrize("lengths", [(3, 5), (1, 1)])
+def test_rollouts_are_padded_to_a_power_of_two(lengths):
+    trajectories = [trajectory(1.0, [5] * n) for n in lengths]
+    rollouts = side_by_side([from_trajectory(t) for t in trajectories], trajectories)
+    assert rollouts.mask.shape == (2, 8 if max(lengths) == 5 else 1)
+    np.testing.assert_array_equal(rollouts.mask.sum(1), lengths)

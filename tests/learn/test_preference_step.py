@@ -1,0 +1,92 @@
+"""Preference, reward-model and distillation losses from rows of data to gradients: no layout changes them."""
+
+import json
+from dataclasses import replace
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jaxrl_llm import algos, models
+from jaxrl_llm.algos import distill, dpo, kto, reward_model
+from jaxrl_llm.data.loader import DataConfig, Loader
+from jaxrl_llm.data.rows import SourceConfig
+from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+from jaxrl_llm.experience.source import dataset_items
+from jaxrl_llm.learn.learner import Learner
+from jaxrl_llm.learn.trainer import Trainer
+from jaxrl_llm.learn.update import StepConfig
+from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+
+MODEL = TransformerConfig(
+    vocab_size=128, hidden_size=16, mlp_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8
+)
+CASES = {
+    "dpo": (dpo.Config(nll_coef=0.1), ("preference",)),
+    "kto": (kto.Config(), ("preference", "reverse")),
+    "reward_model": (reward_model.Config(center_coef=0.1), ("preference",)),
+    "distill": (distill.Config(beta=0.3, top_k=5, nll_coef=0.1), ("preference", "reverse")),
+}
+
+
+def items_of(algo, tasks, size):
+    options = {"preference": {"digits": 1}}
+    sources = tuple(
+        SourceConfig(path=f"task:{name}", options=json.dumps(options.get(name, {})), teacher=i)
+        for i, name in enumerate(tasks)
+    )
+    loader = Loader(DataConfig(train=sources), make_tokenizer(), 0, 24, max_tokens=32)
+    return dataset_items(loader, algo, 0, size)
+
+
+def weights(built, seed):
+    make = jax.jit(models.init, static_argnums=0, out_shardings=built.param_shardings)
+    return make(built.model, jax.random.key(seed))
+
+
+def gradient(algo, items, devices=1, **settings):
+    """(metrics, gradient) of one update; SGD of rate 1, so that the change of the weights is the gradient."""
+    model = replace(MODEL, value_head=algo.needs_values)
+    mesh = make_mesh(MeshConfig(fsdp=devices), jax.devices()[:devices])
+    built = Learner(algo, model, optax.sgd(1.0), StepConfig(max_grad_norm=0.0, **settings), mesh)
+    with jax.set_mesh(mesh):
+        params, before = weights(built, 0), jax.tree.map(np.asarray, weights(built, 0))
+        teachers = (weights(built, 1), weights(built, 2)) if algo.divergence else ()
+        trainer, state = Trainer(built, teachers=teachers), built.init_state(params)
+        trainer.score(state, items, 1, weights(built, 3) if algo.needs_reference else None)
+        state, metrics = trainer.update(state, [items], step=0)
+        after = jax.tree.map(np.asarray, state.params)
+    return {k: float(v) for k, v in metrics.items()}, jax.tree.map(lambda a, b: a - b, before, after)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_packing_order_and_devices_change_nothing(name):
+    algo, tasks = CASES[name]
+    wanted, wanted_gradient = gradient(algo, items_of(algo, tasks, 6), rows=2, row_tokens=64)
+    assert wanted["grad_norm"] > 1e-3
+    turned = items_of(algo, tasks, 6)
+    unit = algos.unit(algo)
+    turned = [item for i in range(len(turned) - unit, -1, -unit) for item in turned[i : i + unit]]
+    metrics, found = gradient(algo, turned, rows=4, row_tokens=72, chunk=7, devices=2)
+    assert metrics == {k: pytest.approx(v, rel=2e-5, abs=2e-6) for k, v in wanted.items()}
+    apart = optax.tree.norm(jax.tree.map(lambda a, b: a - b, found, wanted_gradient))
+    assert float(apart) < 3e-5 * wanted["grad_norm"]
+
+
+def test_a_policy_that_is_its_reference_has_the_loss_of_a_coin():
+    algo = dpo.Config()
+    mesh = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
+    built = Learner(algo, MODEL, optax.adam(2e-2), StepConfig(row_tokens=64, rows=4), mesh)
+    items = items_of(algo, ("preference",), 4)
+    with jax.set_mesh(mesh):
+        reference, state = weights(built, 0), built.init_state(weights(built, 0))
+        trainer, seen = Trainer(built), []
+        for step in range(60):
+            trainer.score(state, items, 1, reference)
+            state, metrics = trainer.update(state, [items], step)
+            seen.append({k: float(v) for k, v in metrics.items()})
+    assert seen[0]["loss"] == pytest.approx(np.log(2), rel=1e-6)
+    assert seen[0]["margin"] == pytest.approx(0.0, abs=1e-6)
+    assert seen[-1]["accuracy"] == 1.0 and seen[-1]["margin"] > 0.5 and seen[-1]["loss"] < 0.5

@@ -1,0 +1,270 @@
+"""The layout never changes the answer: meshes, micro-batches, packing and padding give one gradient."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxrl_llm import models
+from jaxrl_llm.algos import grpo, sft
+from jaxrl_llm.data.packing import PackItem, counts, pack
+from jaxrl_llm.learn.learner import Learner
+from jaxrl_llm.learn.optim import OptimConfig, make_optimizer, make_schedule
+from jaxrl_llm.learn.trainer import Trainer
+from jaxrl_llm.learn.update import StepConfig, combine, loss_inputs, outputs
+from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.structs import BatchTotals
+
+MODEL = TransformerConfig(
+    vocab_size=64, hidden_size=32, mlp_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
+)
+ONE = MeshConfig(fsdp=1)
+
+
+def trajectories(n=16, seed=0, longest=24):
+    rng = np.random.default_rng(seed)
+    items = []
+    for length in rng.integers(5, longest, n):
+        mask = np.ones(length, np.float32)
+        mask[:3] = 0
+        signals = {
+            "advantages": np.full(length, rng.normal(), np.float32),
+            "rollout": rng.normal(-4, 0.1, length).astype(np.float32),
+        }
+        items.append(PackItem(rng.integers(0, 64, length).astype(np.int32), mask, signals))
+    return items
+
+
+def learner(mesh=ONE, rows=4, row_tokens=32, algo=None, optimizer=None, **settings):
+    devices = jax.devices()[: abs(math.prod(mesh.sizes.values()))]
+    config = StepConfig(row_tokens=row_tokens, rows=rows, **settings)
+    algo = algo or grpo.Config(kl_coef=0.0)
+    # SGD with rate 1: the change of the weights is the gradient.
+    optimizer = optimizer or optax.sgd(1.0)
+    return Learner(algo, MODEL, optimizer, config, make_mesh(mesh, devices))
+
+
+def one_update(built, items=None, minibatches=1):
+    """(loss, gradient) of one update from the same initial weights."""
+    items = items or trajectories()
+    with jax.set_mesh(built.mesh):
+        make = jax.jit(models.init, static_argnums=0, out_shardings=built.param_shardings)
+        params = make(MODEL, jax.random.key(0))
+        before = jax.tree.map(np.asarray, params)
+        reference = before if built.algo.needs_reference else None
+        state, metrics = full_step(built, built.init_state(params), [items] * minibatches, reference)
+        after = jax.tree.map(np.asarray, state.params)
+    return {k: float(v) for k, v in metrics.items()}, jax.tree.map(lambda a, b: a - b, before, after)
+
+
+def full_step(built, state, minibatches, reference=None):
+    """Scores before the first update, then the updates."""
+    trainer = Trainer(built)
+    trainer.score(state, [i for items in minibatches for i in items], len(minibatches), reference)
+    return trainer.update(state, minibatches, step=0)
+
+
+def assert_same(got, wanted, rel=1e-5):
+    (metrics, gradient), (metrics_0, gradient_0) = got, wanted
+    assert metrics["loss"] == pytest.approx(metrics_0["loss"], rel=rel, abs=1e-7)
+    assert metrics["grad_norm"] == pytest.approx(metrics_0["grad_norm"], rel=rel)
+    size = float(optax.tree.norm(gradient_0))
+    apart = float(optax.tree.norm(jax.tree.map(lambda a, b: a - b, gradient, gradient_0)))
+    assert apart <= rel * size
+
+
+@pytest.fixture(scope="module")
+def reference_update():
+    return one_update(learner(max_grad_norm=0.0))
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        MeshConfig(data=8, fsdp=1),
+        MeshConfig(fsdp=8),
+        MeshConfig(data=2, fsdp=2, tensor=2),
+        MeshConfig(fsdp=2, tensor=4),
+        MeshConfig(fsdp=4, sequence=2),
+        MeshConfig(fsdp=1, tensor=8),
+    ],
+    ids=str,
+)
+def test_every_mesh_gives_the_gradient_of_one_device(mesh, reference_update):
+    assert_same(one_update(learner(mesh, rows=8, max_grad_norm=0.0)), reference_update)
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_tokens"), [(1, 24), (2, 32), (16, 32), (3, 64), (1, 512)], ids=lambda x: str(x)
+)
+def test_microbatches_packing_and_padding_change_nothing(rows, row_tokens, reference_update):
+    assert_same(one_update(learner(rows=rows, row_tokens=row_tokens, max_grad_norm=0.0)), reference_update)
+
+
+@pytest.mark.parametrize("settings", [{"remat": "full"}, {"remat": "dots"}, {"chunk": 7}], ids=str)
+def test_what_is_recomputed_changes_nothing(settings, reference_update):
+    assert_same(one_update(learner(max_grad_norm=0.0, **settings)), reference_update)
+
+
+def test_order_of_the_trajectories_changes_nothing(reference_update):
+    assert_same(one_update(learner(max_grad_norm=0.0), trajectories()[::-1]), reference_update)
+
+
+@pytest.mark.parametrize(
+    "aggregation",
+    ["token", "sequence", *(pytest.param(x, marks=pytest.mark.slow) for x in ("sequence_sum", "constant"))],
+)
+def test_aggregations_keep_the_promise_too(aggregation):
+    algo = grpo.Config(kl_coef=0.1, aggregation=aggregation, constant=24.0)
+    wanted = one_update(learner(rows=16, algo=algo, max_grad_norm=0.0))
+    got = one_update(learner(MeshConfig(fsdp=2, tensor=2), 2, 64, algo, max_grad_norm=0.0))
+    assert_same(got, wanted)
+
+
+def test_bfloat16_stays_near_float32(reference_update):
+    metrics, gradient = one_update(
+        learner(MeshConfig(fsdp=4, tensor=2), 8, dtype="bfloat16", max_grad_norm=0.0)
+    )
+    assert metrics["loss"] == pytest.approx(reference_update[0]["loss"], abs=2e-2)
+    assert metrics["grad_norm"] == pytest.approx(reference_update[0]["grad_norm"], rel=2e-2)
+    assert {x.dtype for x in jax.tree.leaves(gradient)} == {np.dtype("float32")}
+
+
+def test_old_log_probs_of_later_minibatches_are_those_before_the_first():
+    """With a ratio of one everywhere nothing is clipped; after a large first update much is."""
+    algo = grpo.Config(kl_coef=0.0, clip_low=0.01, clip_high=0.01)
+    single, _ = one_update(learner(algo=algo))
+    assert single["clip_fraction"] == 0.0
+    assert single["policy_kl"] == 0.0
+    double, _ = one_update(learner(algo=algo), minibatches=2)
+    assert double["clip_fraction"] > 0.05
+    assert double["policy_kl"] != 0.0
+
+
+def test_kl_to_the_reference_starts_at_zero():
+    metrics, _ = one_update(learner(algo=grpo.Config(kl_coef=0.1)))
+    assert metrics["kl"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_mismatch_is_measured_on_trained_tokens():
+    """Rollout log-probs that are off by 0.25 on one token show as such."""
+    built = learner()
+    items = trajectories(4)
+    (batch,) = pack(items, 32, 4)
+    with jax.set_mesh(built.mesh):
+        params = models.init(MODEL, jax.random.key(0))
+        exact = np.array(outputs(params, built.put(batch), built.config, ("policy",))["policy"])
+    exact[0, np.flatnonzero(batch.mask[0])[0]] += 0.25
+    batch = dataclasses.replace(batch, rollout=exact, advantages=np.ones_like(exact))
+    with jax.set_mesh(built.mesh):
+        tokens, sequences = counts(items)
+        _, metrics = built.update_minibatch(built.init_state(params), [built.put(batch)], tokens, sequences)
+    assert float(metrics["mismatch/max_abs"]) == pytest.approx(0.25, abs=1e-5)
+    assert float(metrics["mismatch/mean_abs"]) == pytest.approx(0.25 / tokens, rel=1e-3)
+
+
+def test_padding_under_the_mask_reaches_no_gradient():
+    (batch,) = jax.tree.map(jnp.asarray, pack(trajectories(3), 32, 4))
+    spoilt = dataclasses.replace(batch, rollout=jnp.where(batch.mask > 0, batch.rollout, jnp.nan))
+    policy = jnp.where(batch.mask > 0, -1.0, jnp.nan)
+
+    def loss(policy):
+        whole = BatchTotals(jnp.float32(9), jnp.float32(3), jnp.float32(0))
+        signals = loss_inputs(spoilt, {"policy": policy, "entropy": policy}, whole)
+        return grpo.loss(signals, grpo.Config(kl_coef=0.0))[0]
+
+    assert jnp.isfinite(jax.grad(loss)(policy)).all()
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_a_nonfinite_step_is_skipped_and_counted(poison):
+    built = learner(optimizer=make_optimizer(OptimConfig(learning_rate=0.1), 10))
+    bad = trajectories()
+    bad[3].signals["advantages"][:] = poison
+    with jax.set_mesh(built.mesh):
+        state = built.init_state(models.init(MODEL, jax.random.key(0)))
+        before = jax.tree.map(np.asarray, (state.params, state.opt_state))
+        for skipped in (1, 2):
+            state, metrics = built.update(state, [bad])
+            assert (int(state.nonfinite), int(state.version)) == (skipped, 0)
+            assert float(metrics["nonfinite"]) == 1.0
+        same = jax.tree.map(
+            lambda a, b: bool((a == np.asarray(b)).all()), before, (state.params, state.opt_state)
+        )
+        assert all(jax.tree.leaves(same))
+        state, metrics = built.update(state, [trajectories()])
+    assert (int(state.nonfinite), int(state.version), float(metrics["nonfinite"])) == (0, 1, 0.0)
+
+
+def test_gradients_are_clipped_to_the_norm():
+    metrics, clipped = one_update(learner(max_grad_norm=0.01))
+    assert metrics["grad_norm"] > 0.1  # reported before clipping
+    assert float(optax.tree.norm(clipped)) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_nothing_compiles_after_the_first_step():
+    """Lengths, counts and the number of micro-batches vary; shapes do not."""
+    built = learner(rows=2, algo=grpo.Config(kl_coef=0.1))
+    with jax.set_mesh(built.mesh):
+        params = models.init(MODEL, jax.random.key(0))
+        frozen = jax.tree.map(jnp.copy, params)
+        start = built.init_state(params)
+        state, _ = full_step(built, start, [trajectories(12), trajectories(12, 1)], frozen)
+        sizes = [f._cache_size() for f in (built._score, built._accumulate, built._apply, built._zeros)]
+        for seed in range(2, 5):
+            items = trajectories(10 + seed, seed)
+            state, _ = full_step(built, state, [items[:6], items[6:]], frozen)
+    assert [f._cache_size() for f in (built._score, built._accumulate, built._apply, built._zeros)] == sizes
+
+
+def test_state_is_donated():
+    built = learner()
+    with jax.set_mesh(built.mesh):
+        state = built.init_state(models.init(MODEL, jax.random.key(0)))
+        built.update(state, [trajectories()])
+    assert all(x.is_deleted() for x in jax.tree.leaves(state.params))
+
+
+def test_optimizer_state_lies_where_the_weights_lie():
+    built = learner(MeshConfig(fsdp=8), rows=8, optimizer=make_optimizer(OptimConfig(), 10))
+    abstract = built.abstract_state()
+    moments = [x for x in jax.tree.leaves(abstract.opt_state) if x.shape == (2, 32, 64)]
+    assert len(moments) == 4  # mean and square of gate and up
+    assert {tuple(x.sharding.spec) for x in moments} == {(None, ("fsdp", "sequence"), "tensor")}
+
+
+def test_sft_learns_a_short_text_by_heart():
+    built = learner(algo=sft.Config(), optimizer=make_optimizer(OptimConfig(learning_rate=1e-2), 10))
+    items = trajectories(4)
+    with jax.set_mesh(built.mesh):
+        state = built.init_state(models.init(MODEL, jax.random.key(0)))
+        losses = []
+        for _ in range(30):
+            state, metrics = built.update(state, [items])
+            losses.append(float(metrics["loss"]))
+    assert losses[0] == pytest.approx(math.log(64), abs=0.3)
+    assert losses[-1] < 0.5
+
+
+def test_metrics_of_microbatches_add_or_take_the_maximum():
+    parts = [{"loss": 1.0, "x/max": 2.0}, {"loss": 3.0, "x/max": 1.0}]
+    assert combine(parts) == {"loss": 4.0, "x/max": 2.0}
+
+
+def test_schedules():
+    rate = make_schedule(OptimConfig(learning_rate=1.0, schedule="cosine", warmup_steps=10), 110)
+    assert [float(rate(i)) for i in (0, 5, 10, 60, 110)] == pytest.approx([0, 0.5, 1, 0.55, 0.1], abs=1e-6)
+    assert float(make_schedule(OptimConfig(learning_rate=0.5), 9)(7)) == 0.5
+
+
+def test_decay_spares_norms_and_biases():
+    params = models.init(dataclasses.replace(MODEL, qkv_bias=True), jax.random.key(0))
+    optimizer = make_optimizer(OptimConfig(learning_rate=1.0, weight_decay=0.1), 10)
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    moved = {name for name, u in models.named_leaves(updates) if float(jnp.abs(u).max()) > 0}
+    assert moved == {"embed", *(f"layers.{w}" for w in ("q", "k", "v", "o", "gate", "up", "down"))}
