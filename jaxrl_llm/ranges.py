@@ -1,0 +1,97 @@
+"""Ranges of config fields, declared where the field is: `b1: Annotated[float, Range(0, 1, open_high=True)]`.
+
+`problems(config)` compares every number of a Config with its range and asks the Config for the rest: rules
+across its own fields stand in its `problems()` method. `recipe/checks.py` walks all Configs of a run and adds
+the key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+LARGEST = 2**31 - 1  # what an int32 holds: steps, tokens, indices on the device
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers that a field may have. Infinity is allowed only where a bound is infinite and closed."""
+
+    low: float
+    high: float
+    open_low: bool = False
+    """`low` itself is not allowed."""
+    open_high: bool = False
+    """`high` itself is not allowed."""
+    usual: str = ""
+    """What people set, for the message: "0.9 is usual"."""
+
+    def __contains__(self, value: float) -> bool:
+        above = value > self.low or (value == self.low and not self.open_low)
+        below = value < self.high or (value == self.high and not self.open_high)
+        return above and below
+
+    def __str__(self) -> str:
+        """In words: "above 0 and at most 1"."""
+        parts = []
+        if self.low > -math.inf:
+            parts.append(f"{'above' if self.open_low else 'at least'} {_number(self.low)}")
+        if self.high < math.inf:
+            parts.append(f"{'below' if self.open_high else 'at most'} {_number(self.high)}")
+        return " and ".join(parts) or "finite"
+
+
+Fraction = Annotated[float, Range(0.0, 1.0)]
+Count = Annotated[int, Range(1, LARGEST)]
+CountOrZero = Annotated[int, Range(0, LARGEST)]
+Weight = Annotated[float, Range(0.0, 1e6)]
+"""A coefficient of a loss or reward, 0 = off."""
+Seconds = Annotated[float, Range(0.0, 1e9, open_low=True)]
+SecondsOrZero = Annotated[float, Range(0.0, 1e9)]
+
+
+def problems(config: Any) -> Iterator[tuple[str, str]]:
+    """Yield (field, what is wrong with it) of one Config, nested Configs left out."""
+    hints = typing.get_type_hints(type(config), include_extras=True)
+    found = False
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if problem := _out_of_range(value, range_of(hints[field.name])):
+            found = True
+            yield field.name, problem
+    if not found and hasattr(config, "problems"):  # rules across fields compute with the values
+        yield from config.problems()
+
+
+def range_of(hint: Any) -> Range | None:
+    """Return the Range in a type hint, also inside unions and tuples; None = the hint has none."""
+    for extra in getattr(hint, "__metadata__", ()):
+        if isinstance(extra, Range):
+            return extra
+    return next((found for arg in typing.get_args(hint) if (found := range_of(arg))), None)
+
+
+def _out_of_range(value: Any, allowed: Range | None) -> str:
+    if isinstance(value, tuple):
+        return next((problem for item in value if (problem := _out_of_range(item, allowed))), "")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return ""
+    if allowed is None:
+        return "" if math.isfinite(value) else f"is {value}: it must be finite."
+    if not math.isnan(value) and value in allowed and (math.isfinite(value) or _closed(value, allowed)):
+        return ""
+    usual = f"; {allowed.usual}" if allowed.usual else ""
+    return f"is {value}: it must be {allowed}{usual}."
+
+
+def _closed(value: float, allowed: Range) -> bool:
+    """Infinity is a bound of the range that was declared on purpose."""
+    return value == allowed.high or value == allowed.low
+
+
+def _number(value: float) -> str:
+    return f"{value:g}" if abs(value) < 1e6 or value >= LARGEST * 2 else f"{value:,.0f}"
