@@ -212,19 +212,29 @@ def apply(
     optimizer: optax.GradientTransformation,
     max_grad_norm: float,
 ) -> tuple[TrainState, Metrics]:
-    """Clip, step, and keep everything as it was if loss or gradient is not finite."""
-    norm = optax.tree.norm(grads)
-    finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"])
+    """Clip the gradient, apply one optimizer update, and count it; skip it unless everything stays finite.
+
+    Loss, gradient, update and new weights are checked: a NaN or Inf in any of them leaves weights, moments,
+    version and KL coefficient as they were.
+    """
+    grad_norm = optax.tree.norm(grads)
     if max_grad_norm:
-        scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, 1e-12))
+        scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(grad_norm, 1e-12))
         grads = jax.tree.map(lambda g: g * scale, grads)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    norms = {
+        "grad_norm": grad_norm,
+        "update_norm": optax.tree.norm(updates),
+        "param_norm": optax.tree.norm(params),
+    }
+    finite = jnp.isfinite(metrics["loss"]) & jnp.all(jnp.isfinite(jnp.stack(list(norms.values()))))
     keep = lambda new, old: jnp.where(finite, new, old)
     new_state = TrainState(
-        params=jax.tree.map(lambda p, u: keep(p + u, p), state.params, updates),
+        params=jax.tree.map(keep, params, state.params),
         opt_state=jax.tree.map(keep, opt_state, state.opt_state),
         version=state.version + finite.astype(jnp.int32),
         nonfinite=jnp.where(finite, 0, state.nonfinite + 1),
         kl_coef=keep(algo.next_kl_coef(state.kl_coef, metrics, num_sequences), state.kl_coef),
     )
-    return new_state, {**metrics, "grad_norm": norm, "nonfinite": 1.0 - finite}
+    return new_state, {**metrics, **norms, "nonfinite": 1.0 - finite}

@@ -13,7 +13,7 @@ from jaxrl_llm import models
 from jaxrl_llm.algos import grpo, sft
 from jaxrl_llm.data.packing import PackItem, counts, pack
 from jaxrl_llm.learn.learner import Learner
-from jaxrl_llm.learn.optim import OptimConfig, make_optimizer, make_schedule
+from jaxrl_llm.learn.optim import OptimConfig, make_optimizer
 from jaxrl_llm.learn.trainer import Trainer
 from jaxrl_llm.learn.update import StepConfig, combine, loss_inputs, outputs
 from jaxrl_llm.models import TransformerConfig
@@ -254,17 +254,3 @@ def test_sft_learns_a_short_text_by_heart():
 def test_metrics_of_microbatches_add_or_take_the_maximum():
     parts = [{"loss": 1.0, "x/max": 2.0}, {"loss": 3.0, "x/max": 1.0}]
     assert combine(parts) == {"loss": 4.0, "x/max": 2.0}
-
-
-def test_schedules():
-    rate = make_schedule(OptimConfig(learning_rate=1.0, schedule="cosine", warmup_steps=10), 110)
-    assert [float(rate(i)) for i in (0, 5, 10, 60, 110)] == pytest.approx([0, 0.5, 1, 0.55, 0.1], abs=1e-6)
-    assert float(make_schedule(OptimConfig(learning_rate=0.5), 9)(7)) == 0.5
-
-
-def test_decay_spares_norms_and_biases():
-    params = models.init(dataclasses.replace(MODEL, qkv_bias=True), jax.random.key(0))
-    optimizer = make_optimizer(OptimConfig(learning_rate=1.0, weight_decay=0.1), 10)
-    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
-    moved = {name for name, u in models.named_leaves(updates) if float(jnp.abs(u).max()) > 0}
-    assert moved == {"embed", *(f"layers.{w}" for w in ("q", "k", "v", "o", "gate", "up", "down"))}
