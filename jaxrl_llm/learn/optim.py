@@ -40,7 +40,7 @@ class OptimConfig:
     max_grad_norm: Annotated[float, Range(0, 1e9)] = 1.0
     """Global norm that gradients are clipped to; 0 = no clipping."""
     max_nonfinite: Count = 5
-    """Updates with NaN or Inf in loss, gradient or weights are skipped; after this many in a row the run ends."""
+    """Updates with NaN or Inf in loss, gradient or weights are skipped; so many in a row end the run."""
 
 
 def make_schedule(config: OptimConfig, total_updates: int) -> optax.Schedule:
