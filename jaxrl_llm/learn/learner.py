@@ -26,7 +26,7 @@ from jaxrl_llm.learn.update import (
     outputs,
 )
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.sharding.rules import TRAIN, laid_out, put_rows, row_sharding
+from jaxrl_llm.sharding.rules import TRAIN, with_shardings, put_rows, row_sharding
 from jaxrl_llm.structs import Batch, BatchTotals, Metrics, Params, Program, TrainState
 
 
@@ -71,12 +71,12 @@ class Learner:
 
     def abstract_state(self) -> TrainState:
         """Shapes, types and shardings of the TrainState: what a checkpoint is restored into."""
-        return laid_out(self.state_shapes, self.state_shardings)
+        return with_shardings(self.state_shapes, self.state_shardings)
 
     def abstract_batch(self, signals: Sequence[str] = ()) -> Batch:
         """Shapes, types and shardings of a micro-batch with these optional arrays."""
         empty = empty_batch(self.config.rows, self.config.row_tokens, signals)
-        return laid_out(empty, jax.tree.map(lambda x: row_sharding(self.mesh, x.shape), empty))
+        return with_shardings(empty, jax.tree.map(lambda x: row_sharding(self.mesh, x.shape), empty))
 
     def score_call(self, params: Params, wants: tuple[str, ...]) -> Call:
         """What `score` calls for each micro-batch."""
@@ -92,7 +92,7 @@ class Learner:
                 whole = replace(whole, baseline=jax.eval_shape(self._baseline, batch, whole))
             args = (state.params, state.params, batch, whole, tuple(teachers))  # gradients are like weights
             _, metrics = jax.eval_shape(self._accumulate, *args)
-        metrics = laid_out(metrics, jax.tree.map(lambda _: self.replicated, metrics))
+        metrics = with_shardings(metrics, jax.tree.map(lambda _: self.replicated, metrics))
         return {
             "accumulate": Program(self._accumulate, args, {}),
             "apply": Program(self._apply, (state, state.params, metrics, number), {}),

@@ -23,7 +23,7 @@ from jaxrl_kernels.linear_logprob.square import linear_square
 from jaxrl_llm import algos
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.algos.reduce import token_mean
-from jaxrl_llm.sharding.rules import prediction_layout
+from jaxrl_llm.sharding.rules import logprob_specs
 from jaxrl_llm.structs import Batch, BatchTotals, LossInputs, Metrics, Params, TrainState
 
 Outputs = dict[str, Float[Array, "B T"]]
@@ -67,7 +67,7 @@ def outputs(
     hidden, head, found = read(params), batch_invariant.rounded(params.head, dtype), {}
     settings = dict(temperature=config.temperature, softcap=params.config.logit_softcap, chunk=config.chunk)
     if "policy" in wants:
-        layout = {} if config.strict else {"layout": prediction_layout(hidden, head)}
+        layout = {} if config.strict else {"partition_specs": logprob_specs(hidden, head)}
         found["policy"], found["entropy"] = (batch_invariant if config.strict else api).linear_logprob(
             hidden, head, batch.targets, batch.mask, with_entropy="entropy" in wants, **layout, **settings
         )

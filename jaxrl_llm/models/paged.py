@@ -16,15 +16,15 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from jaxrl_kernels import target
-from jaxrl_kernels.decode_attention.api import choose, decode_attention
+from jaxrl_kernels.decode_attention.api import decode_attention
 from jaxrl_kernels.decode_attention.api import write as write_token
+from jaxrl_kernels.dispatch import choose, device
 from jaxrl_kernels.flash_attention.shapes import LANES
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.decode import DecodeWeights, through_layers
 from jaxrl_llm.models.rope import rope_tables
-from jaxrl_llm.models.transformer import block, final_norm
-from jaxrl_llm.sharding.rules import ROLLOUT, constrain, layout
+from jaxrl_llm.models.transformer import block, final_norm_fn
+from jaxrl_llm.sharding.rules import ROLLOUT, constrain, current_spec
 
 NOBODYS = 0
 """The page of each layer that slots write to when they have none; never read."""
@@ -45,7 +45,7 @@ class PagedCache(NamedTuple):
 
 def paged_cache(c: TransformerConfig, pages: int, page: int, dtype: DTypeLike) -> PagedCache:
     """Room for `pages` pages of `page` tokens, of all device shares together."""
-    lanes = LANES if target.device()[0] == "tpu" else 1
+    lanes = LANES if device()[0] == "tpu" else 1
     shape = (c.num_layers * pages, c.num_kv_heads, page, -(-c.head_dim // lanes) * lanes)
     narrow = jnp.dtype(dtype).itemsize == 1
     scales = lambda: jnp.zeros(shape[:3], jnp.float32) if narrow else None
@@ -79,7 +79,7 @@ def decode(
 
     x = constrain(weights.embed[tokens][:, None], "batch", "sequence", "hidden")
     (x, cache), _ = through_layers(c, weights.layers, layer, (x, cache))
-    return final_norm(c)(weights.norm, x)[:, 0], cache
+    return final_norm_fn(c)(weights.norm, x)[:, 0], cache
 
 
 def write(
@@ -123,7 +123,7 @@ def _attend(c, cache: PagedCache, new, table, lengths, layer, window):
     at = lengths - 1
     number = jnp.take_along_axis(table, at[:, None] // page, axis=1, mode="fill", fill_value=NOBODYS)[:, 0]
     number = start + jnp.where(lengths > 0, number, NOBODYS)
-    implementation, _ = choose(q, cache.k, table)
+    implementation, _ = choose("decode_attention", q, cache.k, table)
     cache = write_token(cache, _stored(cache, (k, v)), number, at % page, implementation)
     out = decode_attention(
         _widened(q, cache),
@@ -181,7 +181,7 @@ def quantize(x: Float[Array, "*R E"], dtype: DTypeLike) -> tuple[Num[Array, "*R 
 
 def _on_devices(c, fn, cache: PagedCache, new: tuple, *rest):
     """`fn(c, cache, new, *rest)` on each device with its own pages, slots and heads."""
-    found = layout(("batch", "kv_heads"), cache.k.shape[:2], ROLLOUT)
+    found = current_spec(("batch", "kv_heads"), cache.k.shape[:2], ROLLOUT)
     if found is None:
         return fn(c, cache, new, *rest)
     batch, heads = found

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jaxrl_llm.config import TrainConfig
+from jaxrl_llm.models.transformer import REMAT
 from jaxrl_llm.plan.plan import Plan, Row
 from jaxrl_llm.plan.report import size
 
@@ -36,9 +37,9 @@ def _learning(plan: Plan, config: TrainConfig, tight: list[Row]) -> Iterator[str
         yield f"Activations are not the matter: what {worst.name} holds besides is {size(fixed)} (see below)."
         return
     room = f"activations of {worst.name} may be {size(plan.memory - fixed)}, now {_activations(worst)}"
-    if config.model.remat != "full" and any("accumulate" in row.name for row in tight):
-        other = {"none": "dots, then full", "dots": "full"}[config.model.remat]
-        yield f"--model.remat {other}: may be enough ({room})."
+    smaller = list(REMAT)[list(REMAT).index(config.model.remat) + 1 :]
+    if smaller and any("accumulate" in row.name for row in tight):
+        yield f"--model.remat {', then '.join(smaller)}: may be enough ({room})."
     row, now = config.row_tokens, config.tokens_per_device
     least = -(-row // plan.mesh["sequence"])
     if now // least > 1:

@@ -13,7 +13,7 @@ from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.hf.names import read_config
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.presets import PRESETS, preset
-from jaxrl_llm.sharding.rules import laid_out
+from jaxrl_llm.sharding.rules import with_shardings
 from jaxrl_llm.structs import Params
 
 
@@ -39,7 +39,7 @@ class Shapes:
     def params(self, path: str, config: TransformerConfig, shardings: Params, dtype: DTypeLike) -> Params:
         """Abstract weights."""
         shapes = jax.eval_shape(lambda weights: models.cast(weights, dtype), models.abstract(config))
-        return laid_out(shapes, shardings)
+        return with_shardings(shapes, shardings)
 
 
 SHAPES = Shapes()

@@ -14,7 +14,7 @@ from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.recipe.overrides import conforms, leaves, spell
 from jaxrl_llm.recipe.rollout_checks import rollout_problems
 from jaxrl_llm.rollout.checks import not_strict
-from jaxrl_llm.sharding.sequence import heads_problem
+from jaxrl_llm.sharding.attention import heads_problem
 
 AT_LEAST = {
     "steps": 0,

@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl_llm import models
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
-from jaxrl_llm.sharding.rules import TRAIN, fit
+from jaxrl_llm.sharding.rules import TRAIN, sharding_for
 
 CONFIG = models.TransformerConfig(
     vocab_size=64,
@@ -63,7 +63,7 @@ def test_eight_devices_give_the_logits_of_one(mesh_config):
     mesh = make_mesh(mesh_config)
     layout = models.shardings(CONFIG, mesh, TRAIN)
     params = jax.device_put(weights(), layout)
-    batch = [jax.device_put(x, fit(mesh, ("batch", "sequence"), x.shape, TRAIN)) for x in rows()]
+    batch = [jax.device_put(x, sharding_for(mesh, ("batch", "sequence"), x.shape, TRAIN)) for x in rows()]
     with jax.set_mesh(mesh):
         found = logits(params, *batch)
     assert len(found.sharding.device_set) == 8

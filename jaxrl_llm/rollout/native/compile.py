@@ -14,7 +14,7 @@ from jaxrl_llm.rollout.engine import SamplingConfig
 from jaxrl_llm.rollout.native.programs import Programs
 from jaxrl_llm.rollout.native.schedule import empty_slots, is_filtered, make_draw, make_ends
 from jaxrl_llm.rollout.native.shapes import Sizes, at_least, pages_of
-from jaxrl_llm.sharding.rules import laid_out
+from jaxrl_llm.sharding.rules import with_shardings
 from jaxrl_llm.structs import Params, Program
 
 
@@ -100,9 +100,9 @@ def largest_calls(
     tokens, lengths = _nobodys(rows, width), _nobodys(rows)
     state = empty_slots(most, key)
     with jax.set_mesh(programs.mesh):
-        weights = laid_out(jax.eval_shape(programs.publish, params), lay["weights"])
-        read = laid_out(jax.eval_shape(programs.prefill, weights, tokens, lengths), lay["prompts"])
-        uniform = laid_out(jax.eval_shape(programs.uniforms, state), lay["everywhere"])
+        weights = with_shardings(jax.eval_shape(programs.publish, params), lay["weights"])
+        read = with_shardings(jax.eval_shape(programs.prefill, weights, tokens, lengths), lay["prompts"])
+        uniform = with_shardings(jax.eval_shape(programs.uniforms, state), lay["everywhere"])
         cache, calls = (_paged_calls if programs.page else _ring_calls)(programs, sizes, read, lengths)
     drawn = state, uniform, make_draw(sampling), make_ends(stop_ids, 0, 0)
     table = (_nobodys(most, pages_of(sizes.lengths[-1], programs.page)),) if programs.page else ()
@@ -119,9 +119,9 @@ def _ring_calls(programs: Programs, sizes: Sizes, read, lengths) -> tuple[RingCa
     """The cache, and what else is done with it."""
     lay, most, width = programs.layouts["cache"], sizes.slots[-1], sizes.width
     chosen = _nobodys(most)
-    spread = laid_out(jax.eval_shape(partial(programs.spread, width=width), read, chosen), lay[:2])
+    spread = with_shardings(jax.eval_shape(partial(programs.spread, width=width), read, chosen), lay[:2])
     caches = [
-        laid_out(jax.eval_shape(partial(programs.empty_cache, most, length)), lay)
+        with_shardings(jax.eval_shape(partial(programs.empty_cache, most, length)), lay)
         for length in sizes.lengths[-2:]
     ]
     calls = {
@@ -135,7 +135,7 @@ def _ring_calls(programs: Programs, sizes: Sizes, read, lengths) -> tuple[RingCa
 
 def _paged_calls(programs: Programs, sizes: Sizes, read, lengths) -> tuple[PagedCache, dict[str, Program]]:
     make = partial(programs.empty_cache, programs.ways * sizes.pages, programs.page)
-    cache = laid_out(jax.eval_shape(make), programs.layouts["cache"])
+    cache = with_shardings(jax.eval_shape(make), programs.layouts["cache"])
     numbers = _nobodys(programs.ways * len(lengths), pages_of(sizes.width, programs.page))
     chosen = _nobodys(sizes.slots[-1])
     return cache, {

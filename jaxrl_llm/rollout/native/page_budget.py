@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_kernels.decode_attention.api import choose
+from jaxrl_kernels.dispatch import choose
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.paged import paged_cache
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.native.programs import Programs
 from jaxrl_llm.rollout.native.shapes import Sizes, most_pages
-from jaxrl_llm.sharding.rules import bytes_per_device, laid_out
+from jaxrl_llm.sharding.rules import bytes_per_device, with_shardings
 
 SHARE = 0.8
 """Of the free memory; prefill and the logits take some."""
@@ -26,7 +26,7 @@ def is_paged(config: RolloutConfig, model: TransformerConfig, mesh: Mesh) -> boo
     pages = jax.ShapeDtypeStruct((1, model.num_kv_heads, config.page, model.head_dim), dtype)
     q = jax.ShapeDtypeStruct((1, model.num_heads, model.head_dim), jnp.dtype(config.dtype))
     with jax.set_mesh(mesh):
-        return choose(q, pages, jax.ShapeDtypeStruct((1, 1), jnp.int32))[0] != "reference"
+        return choose("decode_attention", q, pages, jax.ShapeDtypeStruct((1, 1), jnp.int32))[0] != "reference"
 
 
 def pages_wanted(sizes: Sizes, ways: int, page: int) -> int:
@@ -48,7 +48,7 @@ def pages_that_fit(programs: Programs, to_come: int) -> int | None:
 def weight_bytes(programs: Programs) -> int:
     """Of the copy of the weights that rollout has, on one device."""
     weights = jax.eval_shape(programs.zero_weights)
-    return bytes_per_device(laid_out(weights, programs.layouts["weights"]))
+    return bytes_per_device(with_shardings(weights, programs.layouts["weights"]))
 
 
 def free_bytes(programs: Programs) -> int | None:
@@ -66,4 +66,4 @@ def page_bytes(programs: Programs) -> int:
         shapes = jax.eval_shape(
             lambda: paged_cache(programs.config, programs.ways, programs.page, programs.cache_dtype)
         )
-    return bytes_per_device(laid_out(shapes, programs.page_layouts()))
+    return bytes_per_device(with_shardings(shapes, programs.page_layouts()))

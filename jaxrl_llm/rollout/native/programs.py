@@ -14,7 +14,7 @@ from jaxrl_llm.models import TransformerConfig, decode, paged
 from jaxrl_llm.models.decode import DecodeWeights, RingCache
 from jaxrl_llm.models.paged import PagedCache
 from jaxrl_llm.rollout.native.sampling import Draw, sample, sample_strictly, uniforms
-from jaxrl_llm.sharding.rules import ROLLOUT, fit
+from jaxrl_llm.sharding.rules import ROLLOUT, sharding_for
 from jaxrl_llm.structs import Params
 
 PromptKV = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
@@ -68,7 +68,7 @@ class Programs:
     ):
         self.config, self.mesh, self.chunk, self.strict, self.page = config, mesh, chunk, strict, page
         self.dtype, self.cache_dtype = jnp.dtype(dtype), jnp.dtype(cache_dtype)
-        share = fit(mesh, ("batch",), (mesh.size,), ROLLOUT).shard_shape((mesh.size,))[0]
+        share = sharding_for(mesh, ("batch",), (mesh.size,), ROLLOUT).shard_shape((mesh.size,))[0]
         self.ways = mesh.size // share  # slots are divided among so many devices
         self.traces = 0
         everywhere = NamedSharding(mesh, PartitionSpec())
@@ -103,7 +103,7 @@ class Programs:
 
         def lie(x):
             axes = (rows, "kv_heads", None, None)
-            return fit(self.mesh, (None,) * (x.ndim - 4) + axes, x.shape, ROLLOUT)
+            return sharding_for(self.mesh, (None,) * (x.ndim - 4) + axes, x.shape, ROLLOUT)
 
         return jax.tree.map(lie, (shapes.k, shapes.v))
 
@@ -113,7 +113,7 @@ class Programs:
             lambda: paged.paged_cache(self.config, self.ways, self.page, self.cache_dtype)
         )
         lie = lambda x: ("batch", "kv_heads", *(None,) * (x.ndim - 2))
-        return jax.tree.map(lambda x: fit(self.mesh, lie(x), x.shape, ROLLOUT), shapes)
+        return jax.tree.map(lambda x: sharding_for(self.mesh, lie(x), x.shape, ROLLOUT), shapes)
 
     def _publish(self, params: Params) -> DecodeWeights:
         self.traces += 1

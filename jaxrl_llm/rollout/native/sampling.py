@@ -56,9 +56,9 @@ def sample_strictly(
 ) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
     """`sample` with log-probs whose every bit is that of training (`batch_invariant.linear_logprob`)."""
     token_of = lambda draw, logits, uniform: sample(logits[0], uniform[0], draw, filtered)[0][None]
-    token = batch_invariant.rows(token_of, draw, logits[:, None], uniform[:, None])
+    token = batch_invariant.map_tokens(token_of, draw, logits[:, None], uniform[:, None])
     temperature = jnp.where(draw.temperature == 0, 1.0, draw.temperature)
-    logprob, _ = batch_invariant.rows(batch_invariant.logprob, temperature, logits[:, None], token)
+    logprob, _ = batch_invariant.map_tokens(batch_invariant.logprob, temperature, logits[:, None], token)
     return token[:, 0], logprob[:, 0]
 
 
