@@ -26,7 +26,7 @@ from jaxrl_llm.learn.update import (
     outputs,
 )
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.sharding.rules import TRAIN, with_shardings, put_rows, row_sharding
+from jaxrl_llm.sharding.rules import TRAIN, put_rows, row_sharding, with_shardings
 from jaxrl_llm.structs import Batch, BatchTotals, Metrics, Params, Program, TrainState
 
 

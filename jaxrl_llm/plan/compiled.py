@@ -90,7 +90,7 @@ def compile_program(program: Program, mesh: Mesh, platform: str) -> CompiledStat
 
 
 def bytes_needed(message: str) -> float | None:
-    """Parse the bytes a program needs from the compiler's out-of-memory error; None if it is another error."""
+    """Parse the bytes that a program needs from an out-of-memory error; None if it is another error."""
     if "RESOURCE_EXHAUSTED" not in message:
         return None
     for pattern in OUT_OF_MEMORY:

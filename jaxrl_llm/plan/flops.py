@@ -37,7 +37,8 @@ RECOMPUTED: dict[str, Callable[[TransformerConfig, float, float], float]] = {
     "attention": lambda c, tokens, context: 2.0 * tokens * layer_weights(c),
     "full": forward,
 }
-"""`--model.remat` -> FLOPs of matrix products that the backward pass computes again ("dots" recomputes what is
+"""`--model.remat` -> FLOPs of matrix products that the backward pass computes again ("dots" recomputes what
+is
 elementwise, "attention" all but attention)."""
 
 
