@@ -64,13 +64,13 @@ speed.
 
 ## Requirements
 
-pip install 'jaxrl-llm[plan]' # the TPU and CUDA compilers; no accelerator is needed python -m jaxrl_llm
-plan --config grpo_qwen.py --topology v5e-16 python -m jaxrl_llm plan --config grpo_qwen.py --model.path
-Qwen/Qwen3-8B --topology v5p-16
+    pip install 'jaxrl-llm[plan]'    # the TPU and CUDA compilers; no accelerator is needed
+    python -m jaxrl_llm plan --config grpo_qwen.py --topology v5e-16
+    python -m jaxrl_llm plan --config grpo_qwen.py --model.path Qwen/Qwen3-8B --topology v5p-16
 
-print memory by phase and kind, collectives, FLOPs, the roofline, and what to change if it does not fit
-(exit code 1), for any recipe and the flags of training. Topologies: v4-N, v5e-N, v5p-N, v6e-N, tpu7x-N,
-shapes such as v5e:4x4, h100, h100xN, h200xN, cpu.
+The last two commands print memory by phase and kind, collectives, FLOPs, the roofline, and what to change
+if it does not fit (exit code 1), for any recipe and the flags of training. Topologies: v4-N, v5e-N, v5p-N,
+v6e-N, tpu7x-N, shapes such as v5e:4x4, h100, h100xN, h200xN, cpu.
 
 The table below is GRPO as in `configs/grpo_qwen.py` (64 prompts x 8 responses, 512 + 1024 tokens, old and
 reference log-probs, native rollout), with `--model.remat full --rollout.dtype bfloat16` and the mesh and

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxrl_kernels.chunks import map_chunks
-from jaxrl_kernels.linear_divergence.reference import divergence, log_probs
+from jaxrl_kernels.linear_divergence.reference import divergence, log_probs, top_tokens
 
 
 @functools.partial(
@@ -63,8 +64,10 @@ def linear_divergence(
 
     @jax.checkpoint
     def one(student, teacher):
-        log_q = log_probs(student, student_head, temperature, student_softcap)
-        log_p = log_probs(teacher, teacher_head, temperature, teacher_softcap)
-        return divergence(log_p, log_q, beta, top_k)
+        product = functools.partial(jnp.einsum, "btd,vd->btv", preferred_element_type=jnp.float32)
+        of_student, of_teacher = product(student, student_head), product(teacher, teacher_head)
+        log_q = log_probs(of_student, temperature, student_softcap)
+        log_p = log_probs(of_teacher, temperature, teacher_softcap)
+        return divergence(log_p, log_q, beta, top_tokens(of_teacher, top_k))
 
     return map_chunks(one, chunk, student_hidden, teacher_hidden).reshape(shape)

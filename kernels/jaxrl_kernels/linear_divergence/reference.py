@@ -4,35 +4,47 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 MASKED_LOGIT = -1e30  # of a token without mass; finite, so that no gradient becomes NaN
 
 
 def divergence(
-    log_p: Float[Array, "*B V"], log_q: Float[Array, "*B V"], beta: float, top_k: int = 0
+    log_p: Float[Array, "*B V"],
+    log_q: Float[Array, "*B V"],
+    beta: float,
+    kept: Bool[Array, "*B V"] | None = None,
 ) -> Float[Array, "*B"]:
     """Compute the generalised Jensen-Shannon divergence (see `chunked.linear_divergence`), nats.
 
     Args:
         log_p, log_q: log-probs of teacher and student.
-        top_k: keep the teacher's k likeliest tokens, pool the rest; 0 = keep all.
+        kept: of `top_tokens`; the others are pooled into one outcome. None = all are kept.
     """
-    if not 0 < top_k < log_p.shape[-1]:
+    if kept is None:
         return jnp.sum(_terms(log_p, log_q, beta), axis=-1)
-    kept = log_p >= jax.lax.top_k(log_p, top_k)[0][..., -1:]
     pooled = lambda log: jax.nn.logsumexp(jnp.where(kept, MASKED_LOGIT, log), axis=-1)
     of_kept = jnp.sum(jnp.where(kept, _terms(log_p, log_q, beta), 0.0), axis=-1)
     return of_kept + _terms(pooled(log_p), pooled(log_q), beta)
 
 
+def top_tokens(products: Float[Array, "*B V"], k: int) -> Bool[Array, "*B V"] | None:
+    """Return which tokens are the k likeliest, with all that tie with the k-th; None if k is 0 or keeps all.
+
+    Args:
+        products: hidden head^T. XLA may compute what follows from them, such as log-probs, twice and with
+            other rounding: compared with the k-th of these, the k-th itself could be lost.
+    """
+    if not 0 < k < products.shape[-1]:
+        return None
+    return products >= jax.lax.top_k(products, k)[0][..., -1:]
+
+
 def log_probs(
-    hidden: Float[Array, "B T D"], head: Float[Array, "V D"], temperature: float, softcap: float | None
-) -> Float[Array, "B T V"]:
-    """Compute log softmax(hidden head^T / temperature), float32, soft-capped where the model is."""
-    logits = jnp.einsum("btd,vd->btv", hidden, head, preferred_element_type=jnp.float32)
-    if softcap is not None:
-        logits = softcap * jnp.tanh(logits / softcap)
+    products: Float[Array, "*B V"], temperature: float, softcap: float | None
+) -> Float[Array, "*B V"]:
+    """Compute log softmax(logits / temperature), logits being the products, soft-capped where the model is."""
+    logits = products if softcap is None else softcap * jnp.tanh(products / softcap)
     return jax.nn.log_softmax(logits / temperature)
 
 
