@@ -18,7 +18,9 @@ def test_minus_one_takes_the_rest():
 
 
 WRONG = {
-    r"^--mesh: data=3 x fsdp=1 x tensor=1 x sequence=1 .* 8 cpu device.* Set --mesh.data 8.$": MeshConfig(3, 1),
+    r"^--mesh: data=3 x fsdp=1 x tensor=1 x sequence=1 .* 8 cpu device.* Set --mesh.data 8.$": MeshConfig(
+        3, 1
+    ),
     r"Set --mesh.fsdp 2.$": MeshConfig(fsdp=4, tensor=4),
     r"Set --mesh.tensor 2.$": MeshConfig(tensor=3),
     r"divisors of 8 \(1, 2, 4, 8\) and one axis, such as --mesh.fsdp, to -1": MeshConfig(data=3, tensor=3),
