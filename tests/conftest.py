@@ -30,7 +30,7 @@ install_import_hook(
 
 @pytest.fixture
 def tpu():
-    """`tpu(name)`: the devices of a TPU slice that this machine lacks, of a shape ("v5p:4x4x8") or four chips."""
+    """`tpu(name)`: devices of a TPU slice that this machine lacks, of a shape ("v5p:4x4x8") or four chips."""
     from jaxrl_kernels.chips import CHIPS
     from jaxrl_kernels.topology import tpu_devices
 

@@ -18,7 +18,8 @@ def assert_close(got, expected, dtype="float32", name=""):
     finite = expected[expected > MASKED_LSE]
     scale = max(1.0, np.abs(finite).max(initial=0.0))
     got = np.asarray(got).astype(np.float64)
-    np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE[jnp.dtype(dtype).name] * scale, err_msg=name)
+    tolerance = TOLERANCE[jnp.dtype(dtype).name] * scale
+    np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance, err_msg=name)
 
 
 def visible(spec, mask, q_segments, kv_segments):

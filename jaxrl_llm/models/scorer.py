@@ -12,7 +12,10 @@ from jaxrl_llm.sharding.rules import logprob_specs
 
 
 def make_scorer(config: TransformerConfig, temperature: float, dtype: str, mesh: Mesh):
-    """Return a jitted (params, tokens [B, T], lengths [B]) -> log-prob [B, T] of tokens[:, t + 1] at t, nats."""
+    """Return a jitted (params, tokens [B, T], lengths [B]) -> log-probs [B, T], nats.
+
+    Position t has the log-prob of tokens[:, t + 1].
+    """
 
     def forward(params, tokens, lengths):
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)

@@ -4,8 +4,8 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import kernel_oracles as oracles
+import numpy as np
 import pytest
 from kernel_oracles import assert_close
 

@@ -258,7 +258,9 @@ def test_errors_name_what_would_do(monkeypatch):
         run = functools.partial(flash_attention, scale=1.0, implementation=implementation, **options)
         return jax.eval_shape(run, q, k or q, k or q, segments)
 
-    with pytest.raises(ValueError, match=r"'flash'; known: auto, reference, blockwise, pallas_tpu, pallas_gpu"):
+    with pytest.raises(
+        ValueError, match=r"'flash'; known: auto, reference, blockwise, pallas_tpu, pallas_gpu"
+    ):
         attend("flash", q)
     with pytest.raises(ValueError, match="4 query heads cannot share 3"):
         attend("auto", q, k)

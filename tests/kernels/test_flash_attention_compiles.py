@@ -59,7 +59,7 @@ def test_softcap_without_order_and_an_odd_length_compile(mesh):
 @CHIPS
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
 def test_what_our_check_lets_pass_the_compiler_does_too(mesh, chip, kernel, monkeypatch):
-    """The largest blocks of `largest_blocks`: our own check reports an overflow of VMEM, never the compiler."""
+    """The largest blocks: our own check reports an overflow of VMEM, never the compiler."""
     blocks = [shapes.Blocks(*b) for b in shapes.largest_blocks(kernel, 128, "bfloat16", chip)]
     monkeypatch.setattr(shapes, "SIZES", (*blocks[len(blocks) // 2 :][:1], shapes.Blocks(128, 128)))
     compiled(mesh, 128, "bfloat16")

@@ -39,7 +39,8 @@ def check(run, mask, **settings):
     weights = np.linspace(-1, 1, B * T).reshape(B, T).astype(np.float32), np.float32(0.3)
     gradients, found = run(*inputs(), mask, *weights)
     wanted = oracles.logprob(*inputs(), **settings, d_logprob=weights[0] * mask, d_entropy=weights[1] * mask)
-    for got, expected in zip((*found, *gradients), (*(x * mask for x in wanted[:2]), *wanted[2:]), strict=True):
+    wanted = *(x * mask for x in wanted[:2]), *wanted[2:]
+    for got, expected in zip((*found, *gradients), wanted, strict=True):
         assert_close(got, expected)
 
 

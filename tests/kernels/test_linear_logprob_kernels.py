@@ -93,9 +93,7 @@ def test_a_kernel_through_the_api(monkeypatch):
 
     def total(hidden, head):
         settings = {"temperature": 1.3, "softcap": 3.0, "with_entropy": False}
-        found, entropy = linear_logprob(
-            hidden, head, targets, mask, **settings, implementation="pallas_tpu"
-        )
+        found, entropy = linear_logprob(hidden, head, targets, mask, **settings, implementation="pallas_tpu")
         assert entropy is None
         return jnp.sum(weights * found), found
 

@@ -50,7 +50,9 @@ def on_mesh(config, arrays):
     """(the compiled step, its sharded arguments)"""
     mesh = make_mesh(config)
     axes = [("batch", "sequence", "hidden"), ("vocab", "embed"), ("batch", "sequence"), ("batch", "sequence")]
-    shardings = tuple(sharding_for(mesh, names, x.shape, TRAIN) for names, x in zip(axes, arrays, strict=True))
+    shardings = tuple(
+        sharding_for(mesh, names, x.shape, TRAIN) for names, x in zip(axes, arrays, strict=True)
+    )
     with jax.set_mesh(mesh):
         run = jax.jit(
             lambda *x: step(*x, partition_specs=logprob_specs(*x[:2])),
@@ -71,7 +73,8 @@ def test_eight_devices_give_the_log_probs_and_gradients_of_the_oracle(name, dtyp
     gradients, found = run(*arguments)
     weights = WEIGHTS * mask
     wanted = oracles.logprob(hidden, head, targets, 0.7, 4.0, d_logprob=weights, d_entropy=0.3 * weights)
-    for got, expected in zip((*found, *gradients), (*(x * mask for x in wanted[:2]), *wanted[2:]), strict=True):
+    wanted = *(x * mask for x in wanted[:2]), *wanted[2:]
+    for got, expected in zip((*found, *gradients), wanted, strict=True):
         assert_close(got, expected, dtype)
     assert all(x.dtype == dtype for x in gradients) and all(x.dtype == jnp.float32 for x in found)
 

@@ -43,7 +43,7 @@ def top_tokens(products: Float[Array, "*B V"], k: int) -> Bool[Array, "*B V"] | 
 def log_probs(
     products: Float[Array, "*B V"], temperature: float, softcap: float | None
 ) -> Float[Array, "*B V"]:
-    """Compute log softmax(logits / temperature), logits being the products, soft-capped where the model is."""
+    """Compute log softmax(logits / temperature); logits are the products, soft-capped where the model is."""
     logits = products if softcap is None else softcap * jnp.tanh(products / softcap)
     return jax.nn.log_softmax(logits / temperature)
 
