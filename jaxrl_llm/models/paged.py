@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Num
 
+from jaxrl_kernels.chips import LANES
 from jaxrl_kernels.decode_attention.api import decode_attention
 from jaxrl_kernels.decode_attention.api import write as write_token
 from jaxrl_kernels.dispatch import choose, device
-from jaxrl_kernels.flash_attention.shapes import LANES
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.decode import DecodeWeights, through_layers
 from jaxrl_llm.models.rope import rope_tables

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 MIB, GIB = 2**20, 2**30
+LANES = 128
+"""Lanes of a TPU's vector registers: the last dim of arrays in VMEM is padded to a multiple."""
 
 
 class Chip(NamedTuple):

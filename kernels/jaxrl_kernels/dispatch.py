@@ -85,19 +85,28 @@ def kernel_family() -> tuple[str | None, str]:
     JAXRL_KERNELS=jax in the environment selects plain JAX everywhere, to tell whether a kernel is at fault.
 
     Raises:
-        ValueError: JAXRL_KERNELS is neither "auto" nor "jax".
+        ValueError: see `kernels_setting`.
     """
-    setting = os.environ.get("JAXRL_KERNELS", "auto")
-    if setting not in ("auto", "jax"):
-        raise ValueError(f'JAXRL_KERNELS={setting}: must be "auto" or "jax" (plain JAX everywhere)')
     platform, kind = device()
-    if setting == "jax":
+    if kernels_setting() == "jax":
         return None, f"{kind}: plain JAX, as JAXRL_KERNELS says"
     if platform == "tpu":
         return "pallas_tpu", f"{kind}: Pallas kernels for TPU"
     if is_hopper(kind):
         return "pallas_gpu", f"{kind}: Pallas kernels for Hopper"
     return None, f"{kind}: plain JAX, there are no kernels for it"
+
+
+def kernels_setting() -> str:
+    """Return JAXRL_KERNELS of the environment.
+
+    Raises:
+        ValueError: it is neither "auto" nor "jax".
+    """
+    setting = os.environ.get("JAXRL_KERNELS", "auto")
+    if setting not in ("auto", "jax"):
+        raise ValueError(f'JAXRL_KERNELS={setting}: must be "auto" or "jax" (plain JAX everywhere)')
+    return setting
 
 
 def tpu_generation() -> str:

@@ -105,7 +105,7 @@ def test_bad_input_is_named():
     assert "head_dim 320 is over 256" in pallas_gpu.unsupported(320, jnp.bfloat16)
     assert pallas_gpu.unsupported(256, jnp.float16) is None
     q = k = v = jnp.zeros((1, 16, 1, 256), jnp.bfloat16)
-    big = pallas_gpu.Blocks(128, 64, 64)
+    big = gpu_plan.RingBlocks(128, 64, 64)
     with pytest.raises(
         ValueError, match=r"head_dim 256: two blocks of 128 rows .* lengths that fit: \[32, 64\]"
     ):

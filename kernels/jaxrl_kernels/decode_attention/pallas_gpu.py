@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jaxrl_kernels.chips import HOPPER_SMS
-from jaxrl_kernels.decode_attention.reference import Shaped, merge_splits
+from jaxrl_kernels.decode_attention.reference import ArrayOrShape, merge_splits
 from jaxrl_kernels.flash_attention.shapes import HEAD_DIMS
 from jaxrl_kernels.flash_attention.spec import MASKED_LSE
 from jaxrl_kernels.hopper import (
@@ -41,7 +41,7 @@ HEADS = 8
 """Query heads of a kv head are padded to a multiple: the rows of a tile in shared memory."""
 
 
-class Plan(NamedTuple):
+class _Plan(NamedTuple):
     """Static parameters of the kernel."""
 
     scale: float
@@ -83,7 +83,7 @@ def decode_attention(
     rows = -(-group // HEADS) * HEADS
     grouped = jnp.pad(q.reshape(slots, kv_heads, group, dim), ((0, 0), (0, 0), (0, rows - group), (0, 0)))
     stages = _stages(dim, page)
-    plan = Plan(scale, softcap, rows, page, stages, splits, q.dtype, WarpgroupOps(interpret))
+    plan = _Plan(scale, softcap, rows, page, stages, splits, q.dtype, WarpgroupOps(interpret))
     matrix = lambda *shape: matrix_memory((*shape, dim), q.dtype, math.gcd(dim, page))
     scratch = {
         "q": matrix(ROWS),
@@ -104,7 +104,7 @@ def decode_attention(
     return merge_splits(out, lse[..., None])[:, :, :group].astype(q.dtype).reshape(q.shape)
 
 
-def unsupported(q: Shaped, k_pages: Shaped, page_table: Shaped) -> str | None:
+def unsupported(q: ArrayOrShape, k_pages: ArrayOrShape, page_table: ArrayOrShape) -> str | None:
     """Return why the kernel does not take queries and pages of such shapes and types, or None."""
     _, kv_heads, page, dim = k_pages.shape
     if dim not in HEAD_DIMS:
@@ -130,7 +130,7 @@ def splits_for(blocks: int, pages: int) -> int:
     return max(1, min(-(-2 * HOPPER_SMS // blocks), pages))
 
 
-def _kernel(plan: Plan, *refs: Any, **memory: Any) -> None:
+def _kernel(plan: _Plan, *refs: Any, **memory: Any) -> None:
     """Compute one split of one slot's context, for one kv head."""
     (table, lengths, window, q, k, v, out, lse), memory = refs, SimpleNamespace(**memory)
     part, head, slot, warpgroup = (lax.axis_index(name) for name in ("part", "head", "slot", "group"))
@@ -173,7 +173,7 @@ def _kernel(plan: Plan, *refs: Any, **memory: Any) -> None:
         plgpu.wait_smem_to_gmem(0)
 
 
-def _attend(plan: Plan, memory: Any, start, count, begin, end) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _attend(plan: _Plan, memory: Any, start, count, begin, end) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the sums of weighted values [ROWS, E], maxima and sums of weights [ROWS] of `count` pages."""
     ops, shape = plan.ops, (ROWS, plan.page)
     wide = lambda x, shape: lax.broadcast_in_dim(x, shape, [0])

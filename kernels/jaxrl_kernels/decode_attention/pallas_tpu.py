@@ -21,8 +21,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Num
 
 from jaxrl_kernels import dispatch
-from jaxrl_kernels.decode_attention.reference import Pages, Shaped, merge_splits
-from jaxrl_kernels.flash_attention.shapes import HEAD_DIMS, LANES
+from jaxrl_kernels.chips import LANES
+from jaxrl_kernels.decode_attention.reference import ArrayOrShape, Pages, merge_splits
+from jaxrl_kernels.flash_attention.shapes import HEAD_DIMS
 from jaxrl_kernels.flash_attention.spec import MASKED_LSE
 
 BUFFERS = 4 * 2**20
@@ -33,7 +34,7 @@ MAX_TABLE = 2**19
 """Bytes of scalar memory for the page table, half of a chip's."""
 
 
-def unsupported(q: Shaped, k_pages: Shaped, page_table: Shaped) -> str | None:
+def unsupported(q: ArrayOrShape, k_pages: ArrayOrShape, page_table: ArrayOrShape) -> str | None:
     """Return why the kernel does not take queries and pages of such shapes and types, or None."""
     _, kv_heads, page, dim = k_pages.shape
     name = k_pages.dtype.name
@@ -62,14 +63,14 @@ def unsupported(q: Shaped, k_pages: Shaped, page_table: Shaped) -> str | None:
     return None
 
 
-def block_tokens(k_pages: Shaped) -> int:
+def block_tokens(k_pages: ArrayOrShape) -> int:
     """Return the tokens of a block: as many pages as BUFFERS and MAX_BLOCK allow, 0 if not one."""
     page = k_pages.shape[2]
     tokens = min(BUFFERS // (4 * _page_bytes(k_pages)) * page, MAX_BLOCK)
     return tokens // page * page
 
 
-def _page_bytes(k_pages: Shaped) -> int:
+def _page_bytes(k_pages: ArrayOrShape) -> int:
     """Return the bytes of a page in VMEM, where rows are padded to LANES."""
     _, heads, page, dim = k_pages.shape
     return heads * page * -(-dim // LANES) * LANES * k_pages.dtype.itemsize

@@ -13,7 +13,7 @@ from jaxrl_kernels.flash_attention.spec import NO_WINDOW
 
 Pages = TypeVar("Pages")
 """A tree of arrays: keys, values, and for 8-bit pages their scales."""
-Shaped = Array | jax.ShapeDtypeStruct
+ArrayOrShape = Array | jax.ShapeDtypeStruct
 
 
 def decode_attention(

@@ -16,7 +16,7 @@ from jaxrl_kernels.flash_attention.gpu_plan import (
     TILE,
     BlockMask,
     Inputs,
-    Plan,
+    TilePlan,
     Work,
     block_ranges,
     copy_blocks,
@@ -41,7 +41,7 @@ from jaxrl_kernels.hopper import (
 )
 
 
-def dq(plan: Plan, inputs: Inputs, mask: DynamicMask) -> jax.Array:
+def dq(plan: TilePlan, inputs: Inputs, mask: DynamicMask) -> jax.Array:
     """Return dq [B, Tq, H, E] of padded inputs."""
     batch, length, heads, _ = inputs.q.shape
     scratch = {
@@ -64,7 +64,7 @@ def dq(plan: Plan, inputs: Inputs, mask: DynamicMask) -> jax.Array:
     return kernel(*inputs._replace(ranges=ranges))
 
 
-def _dq_kernel(plan: Plan, *refs: Any, **memory: Any) -> None:
+def _dq_kernel(plan: TilePlan, *refs: Any, **memory: Any) -> None:
     inputs, out, memory = Inputs(*refs[:-1]), refs[-1], SimpleNamespace(**memory)
     work = Work.from_grid(inputs, longest_first=True)
 
@@ -98,13 +98,13 @@ def _dq_kernel(plan: Plan, *refs: Any, **memory: Any) -> None:
         plgpu.wait_smem_to_gmem(0)
 
 
-def _statistics(plan: Plan, memory: Any, index: jax.Array, layout: Any) -> tuple[jax.Array, jax.Array]:
+def _statistics(plan: TilePlan, memory: Any, index: jax.Array, layout: Any) -> tuple[jax.Array, jax.Array]:
     """Return the log-sum-exp and the delta of some queries."""
     return plan.ops.layout(memory.lse[index], layout), plan.ops.layout(memory.delta[index], layout)
 
 
 def _dq_step(
-    plan: Plan,
+    plan: TilePlan,
     work: Work,
     memory: Any,
     mask: BlockMask,
@@ -134,7 +134,7 @@ def _dq_step(
     return total
 
 
-def dkv(plan: Plan, outputs: tuple[str, ...], inputs: Inputs, mask: DynamicMask) -> list[jax.Array]:
+def dkv(plan: TilePlan, outputs: tuple[str, ...], inputs: Inputs, mask: DynamicMask) -> list[jax.Array]:
     """Return those of "dk" and "dv" in `outputs`, [B, Tk, K, E], of padded inputs."""
     batch, length, heads, _ = inputs.k.shape
     scratch = {
@@ -157,7 +157,7 @@ def dkv(plan: Plan, outputs: tuple[str, ...], inputs: Inputs, mask: DynamicMask)
     return launch(body, shapes, scratch, grid, CONSUMERS, plan.interpret)(*inputs._replace(ranges=ranges))
 
 
-def _dkv_kernel(plan: Plan, outputs: tuple[str, ...], *refs: Any, **memory: Any) -> None:
+def _dkv_kernel(plan: TilePlan, outputs: tuple[str, ...], *refs: Any, **memory: Any) -> None:
     count = len(Inputs._fields)
     inputs, outs, memory = Inputs(*refs[:count]), refs[count:], SimpleNamespace(**memory)
     work = Work.from_grid(inputs)
@@ -191,7 +191,7 @@ def _dkv_kernel(plan: Plan, outputs: tuple[str, ...], *refs: Any, **memory: Any)
         plgpu.wait_smem_to_gmem(0)
 
 
-def _query_rings(plan: Plan, work: Work, inputs: Inputs, memory: Any) -> tuple:
+def _query_rings(plan: TilePlan, work: Work, inputs: Inputs, memory: Any) -> tuple:
     """Return what a key tile reads of queries, for `copy_blocks`: each block once a head that shares keys."""
 
     def rows(i):
@@ -211,7 +211,7 @@ def _query_rings(plan: Plan, work: Work, inputs: Inputs, memory: Any) -> tuple:
 
 
 def _dkv_step(
-    plan: Plan,
+    plan: TilePlan,
     work: Work,
     memory: Any,
     mask: BlockMask,

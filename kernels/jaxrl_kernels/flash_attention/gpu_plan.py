@@ -34,7 +34,7 @@ LOG2E, LN2 = math.log2(math.e), math.log(2)
 MAX_HEAD_DIM = 256
 
 
-class Blocks(NamedTuple):
+class RingBlocks(NamedTuple):
     """Rows of the blocks that pass through the ring of each kernel: 32, 64 or 128."""
 
     forward: int
@@ -42,9 +42,11 @@ class Blocks(NamedTuple):
     dkv: int
 
 
-def default_blocks(dim: int) -> Blocks:
+def default_blocks(dim: int) -> RingBlocks:
     """Return the blocks that registers hold: 64 x block scores beside 64 x dim sums."""
-    return Blocks(128 if has_register_reallocation() else 64, 64, 64) if dim <= 128 else Blocks(64, 32, 32)
+    if dim > 128:
+        return RingBlocks(64, 32, 32)
+    return RingBlocks(128 if has_register_reallocation() else 64, 64, 64)
 
 
 def passes(dim: int) -> list[tuple[str, ...]]:
@@ -53,7 +55,7 @@ def passes(dim: int) -> list[tuple[str, ...]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class TilePlan:
     """Static parameters of a kernel."""
 
     spec: AttentionSpec
@@ -183,7 +185,7 @@ class Work(NamedTuple):
 
     @staticmethod
     def from_grid(inputs: Inputs, longest_first: bool = False) -> Work:
-        """Return it. Of causal query tiles the last reads most: `longest_first` starts with it."""
+        """Return this program's work; of causal query tiles `longest_first` starts with the last."""
         batch, head, tile = (lax.axis_index(name) for name in ("batch", "head", "tile"))
         tile = inputs.ranges.shape[1] - 1 - tile if longest_first else tile
         blocks = BlockRange(*(inputs.ranges[batch, tile, i] for i in range(4)))
@@ -198,7 +200,7 @@ class Work(NamedTuple):
 class BlockMask(NamedTuple):
     """The mask of a warpgroup's rows (queries, or keys) and a block, from segments in shared memory."""
 
-    plan: Plan
+    plan: TilePlan
     row_segments: jax.Array
     """[ROWS], -1 for padding."""
     segments: Any
@@ -210,8 +212,9 @@ class BlockMask(NamedTuple):
 
     @staticmethod
     def of_rows(
-        plan: Plan, work: Work, inputs: Inputs, rows: Any, segments: Any, of_keys: bool = False
+        plan: TilePlan, work: Work, inputs: Inputs, rows: Any, segments: Any, of_keys: bool = False
     ) -> BlockMask:
+        """Return the mask of this warpgroup's rows, from the segments of rows and columns."""
         ids = plan.ops.layout(rows[work.warpgroup], PER_ROW)
         mask = inputs.mask
         start = (mask[1] - mask[0]) if of_keys else (mask[0] - mask[1])
@@ -239,7 +242,7 @@ def over_rows(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
     return lax.broadcast_in_dim(x, shape, [1])
 
 
-def copy_blocks(plan: Plan, count: jax.Array, rings: tuple) -> None:
+def copy_blocks(plan: TilePlan, count: jax.Array, rings: tuple) -> None:
     """Copy `count` blocks into rings (ready, free, ((source of block i, buffer), ...)); by the producer."""
 
     @pl.loop(0, count)
@@ -283,16 +286,16 @@ def padded_inputs(
 
 
 def plan_for(
-    spec: AttentionSpec, inputs: Inputs, kernel: str, blocks: Blocks | None, interpret: bool
-) -> Plan:
-    """Return the tiling of a kernel (a field of `Blocks`)."""
+    spec: AttentionSpec, inputs: Inputs, kernel: str, blocks: RingBlocks | None, interpret: bool
+) -> TilePlan:
+    """Return the tiling of a kernel (a field of `RingBlocks`)."""
     q, k = inputs.q, inputs.k
     dim, size = q.shape[-1], q.dtype.itemsize
     block = getattr(blocks or default_blocks(dim), kernel)
     resident, statistics = (1, 2) if kernel == "forward" else (2, 3)
     fixed = TILE * (resident * dim * size + 4 * statistics)
     stages = stages_that_fit(f"{kernel} at head_dim {dim}", block, fixed, 2 * dim * size + 4 * statistics)
-    return Plan(spec, dim, q.dtype, q.shape[2] // k.shape[2], block, stages, interpret)
+    return TilePlan(spec, dim, q.dtype, q.shape[2] // k.shape[2], block, stages, interpret)
 
 
 def copy_tile(work: Work, barrier: Any, *pieces: tuple[Callable, Any]) -> None:
@@ -303,7 +306,7 @@ def copy_tile(work: Work, barrier: Any, *pieces: tuple[Callable, Any]) -> None:
             plgpu.copy_gmem_to_smem(source(rows), buffer.at[g], barrier)
 
 
-def key_rings(plan: Plan, work: Work, inputs: Inputs, memory: Any) -> tuple:
+def key_rings(plan: TilePlan, work: Work, inputs: Inputs, memory: Any) -> tuple:
     """Return the keys and values that a query tile reads, for `copy_blocks`."""
     head = lax.div(work.head, jnp.int32(plan.group))
 

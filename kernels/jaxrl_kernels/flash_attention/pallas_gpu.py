@@ -36,9 +36,9 @@ from jaxrl_kernels.flash_attention.gpu_plan import (
     MAX_HEAD_DIM,
     TILE,
     BlockMask,
-    Blocks,
     Inputs,
-    Plan,
+    RingBlocks,
+    TilePlan,
     Work,
     block_ranges,
     copy_blocks,
@@ -73,7 +73,7 @@ def unsupported(head_dim: int, dtype: DTypeLike) -> str | None:
     return f"head_dim {head_dim} is over {MAX_HEAD_DIM}" if head_dim > MAX_HEAD_DIM else None
 
 
-def _kernel(plan: Plan, *refs: Any, **memory: Any) -> None:
+def _kernel(plan: TilePlan, *refs: Any, **memory: Any) -> None:
     """Compute the output and log-sum-exp of a query tile."""
     inputs, (out, lse), memory = Inputs(*refs[:7]), refs[7:], SimpleNamespace(**memory)
     work = Work.from_grid(inputs, longest_first=True)
@@ -104,7 +104,7 @@ def _kernel(plan: Plan, *refs: Any, **memory: Any) -> None:
 
 
 def _softmax(
-    plan: Plan, product: jax.Array, top: jax.Array, total: jax.Array, visible: jax.Array | None
+    plan: TilePlan, product: jax.Array, top: jax.Array, total: jax.Array, visible: jax.Array | None
 ) -> tuple:
     """Return the running maximum (base 2) and sum, the decay of the sums so far, and the weights."""
     scores = plan.scores(product)
@@ -115,7 +115,7 @@ def _softmax(
     return new, total * decay + jnp.sum(weights, axis=1), decay, weights
 
 
-def _first_block(plan: Plan, work: Work, memory: Any, mask: BlockMask) -> tuple:
+def _first_block(plan: TilePlan, work: Work, memory: Any, mask: BlockMask) -> tuple:
     """Return the maxima, the sums and the weights of the first block of keys alone."""
     ops = plan.ops
 
@@ -132,7 +132,7 @@ def _first_block(plan: Plan, work: Work, memory: Any, mask: BlockMask) -> tuple:
     return top, total, weights.astype(plan.dtype)
 
 
-def _attend(plan: Plan, work: Work, memory: Any, mask: BlockMask) -> tuple:
+def _attend(plan: TilePlan, work: Work, memory: Any, mask: BlockMask) -> tuple:
     """Return weights times values [ROWS, dim], the highest score (base 2) and the sum of weights [ROWS].
 
     Step i starts the scores of block i, then the weighted values of block i - 1, and computes the softmax of
@@ -187,7 +187,7 @@ def forward(
     kv_segments: Int[Array, "B Tk"],
     mask: DynamicMask,
     *,
-    blocks: Blocks | None = None,
+    blocks: RingBlocks | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B Tq H E"], Float[Array, "B H Tq"]]:
     """Compute `reference.forward`.
@@ -235,7 +235,7 @@ def backward(
     d_out: Float[Array, "B Tq H E"],
     d_lse: Float[Array, "B H Tq"] | None = None,
     *,
-    blocks: Blocks | None = None,
+    blocks: RingBlocks | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B Tq H E"], Float[Array, "B Tk K E"], Float[Array, "B Tk K E"]]:
     """Compute `reference.backward`; `blocks`, `interpret` and errors as in `forward`."""

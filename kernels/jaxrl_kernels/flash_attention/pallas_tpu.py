@@ -20,11 +20,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxrl_kernels import dispatch
+from jaxrl_kernels.chips import LANES
 from jaxrl_kernels.flash_attention.blocks import block_range, block_segments, visible_blocks
 from jaxrl_kernels.flash_attention.shapes import (
     DTYPES,
     HEAD_DIMS,
-    LANES,
     Blocks,
     blocks_for,
     padded_head_dim,

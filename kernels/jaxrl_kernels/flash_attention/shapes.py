@@ -8,12 +8,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxrl_kernels import dispatch
-from jaxrl_kernels.chips import CHIPS, MIB
+from jaxrl_kernels.chips import CHIPS, LANES, MIB
 
 HEAD_DIMS = (64, 96, 128, 256)
 """As the TPU kernels store them. One in between is padded with zeros."""
 DTYPES = ("bfloat16", "float32")
-LANES = 128
 
 
 class Blocks(NamedTuple):

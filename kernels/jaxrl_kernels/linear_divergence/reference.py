@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-MASKED_LOGIT = -1e30  # of a token without mass; finite, so that no gradient becomes NaN
+from jaxrl_kernels.linear_logprob.reference import MASKED_LOGIT
 
 
 def divergence(

@@ -15,8 +15,8 @@ from jaxrl_kernels.dispatch import choose, load_implementation
 from jaxrl_kernels.linear_logprob import chunked
 from jaxrl_kernels.linear_logprob.reference import LogprobSpec, merge_shards
 
-MASKED_LSE = 1e30
-"""The log-sum-exp of a masked token: exp(logit - it) is 0."""
+SKIPPED_LSE = 1e30
+"""The log-sum-exp of a token outside the mask: exp(logit - it) is 0."""
 MAX_CHUNK = 512
 """Maximum tokens whose logits are in memory at once on one device: fills its matrix units and fits caches."""
 
@@ -163,7 +163,7 @@ def _local_forward(s: _Static, hidden, head, targets, mask):
         computed = jnp.arange(targets.size) < count
         outputs = [
             None if x is None else jnp.where(computed, x, fill)
-            for x, fill in zip(outputs, (0.0, 0.0, MASKED_LSE), strict=True)
+            for x, fill in zip(outputs, (0.0, 0.0, SKIPPED_LSE), strict=True)
         ]
     return tuple(restore(x) for x in outputs)
 

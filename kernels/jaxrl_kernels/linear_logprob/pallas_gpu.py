@@ -33,9 +33,8 @@ from jaxrl_kernels.hopper import (
     matrix_memory,
     unsupported_dtype,
 )
-from jaxrl_kernels.linear_logprob.reference import LogprobOutputs, LogprobSpec, merge_shards
+from jaxrl_kernels.linear_logprob.reference import MASKED_LOGIT, LogprobOutputs, LogprobSpec, merge_shards
 
-MASKED_LOGIT = -1e30
 WIDTH, DEPTH = 256, 64
 """Rows of the head and contracted depth of a step; the sums of ROWS tokens take 128 registers a lane."""
 TOKENS = CONSUMERS * ROWS

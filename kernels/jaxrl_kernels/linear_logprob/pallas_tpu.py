@@ -16,11 +16,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from jaxrl_kernels import dispatch
+from jaxrl_kernels.chips import LANES
 from jaxrl_kernels.linear_logprob import shapes
-from jaxrl_kernels.linear_logprob.reference import LogprobOutputs, LogprobSpec
-from jaxrl_kernels.linear_logprob.shapes import LANES, STRIP, Tiles
-
-MASKED_LOGIT = -1e30
+from jaxrl_kernels.linear_logprob.reference import MASKED_LOGIT, LogprobOutputs, LogprobSpec
+from jaxrl_kernels.linear_logprob.shapes import STRIP, Tiles
 
 
 def unsupported(dim: int, dtype) -> str | None:

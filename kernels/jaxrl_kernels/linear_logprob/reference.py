@@ -19,6 +19,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+MASKED_LOGIT = -1e30
+"""A logit without mass; finite, so that no difference or gradient becomes NaN."""
+
 
 class LogprobSpec(NamedTuple):
     """Static arguments. logits = softcap * tanh(hidden head^T / softcap) / temperature."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jaxrl_kernels.chips import CHIPS, MIB
+from jaxrl_kernels.chips import CHIPS, LANES, MIB
 
-LANES = 128
 STRIP = 128
 """Rows of a tile of logits that the arithmetic after the product computes together."""
 
