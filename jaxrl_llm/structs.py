@@ -90,7 +90,7 @@ class Rollouts:
     old: Float[Array, "N R"] | None = None  # log-probs of the policy before this step's updates
     reference: Float[Array, "N R"] | None = None  # log-probs of the frozen reference
     values: Float[Array, "N R"] | None = None  # the critic's, of the state in which the token was chosen
-    square: Float[Array, "N R"] | None = None  # sum over the vocabulary of the policy's p^2
+    sum_pi_squared: Float[Array, "N R"] | None = None  # sum over the vocabulary of the policy's p^2
     kl_coef: Float[Array, ""] | None = None  # the KL controller's present coefficient
 
 

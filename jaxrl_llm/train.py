@@ -204,7 +204,7 @@ def evaluate(parts: Parts, state: TrainState, reference: Reference, done: int, l
 
 def reference_of(stage: Stage, reference: Reference, step: int, state: TrainState) -> Params | None:
     """Return the reference weights of a stage, or None where its algorithm needs none."""
-    if not stage.trainer.policy.algo.needs_reference:
+    if not algos.requirements(stage.trainer.policy.algo).reference:
         return None
     return reference.params(stage.start, step, state.params)
 
@@ -242,8 +242,8 @@ def finite(metrics: Metrics) -> Metrics:
 def next_command(run_dir: Path, config: TrainConfig) -> str:
     """Answers of the trained model to the prompts of the run's own samples; RL against a reward model."""
     model, prompts, out = (shlex.quote(str(run_dir / name)) for name in ("hf", "samples.jsonl", "out.jsonl"))
-    if not config.algo.needs_policy:
-        kind = " --reward.models.0.kind process" * (algos.module_of(config.algo) is algos.ALGOS["prm"])
+    if not algos.requirements(config.algo).policy:
+        kind = " --reward.models.0.kind process" * (config.algo.algorithm == "prm")
         return f"python -m jaxrl_llm.train --config ppo_reward_tiny.py --reward.models.0.path {model}{kind}"
     return f"python -m jaxrl_llm generate --model {model} --prompts {prompts} --out {out}"
 

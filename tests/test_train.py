@@ -138,8 +138,8 @@ class Config(AlgoConfig):
     "Spoils every loss."
     factor: float = float("nan")
     "What the loss is multiplied by."
-def loss(signals, config):
-    value, metrics = sft.loss(signals, sft.Config())
+def loss(inputs, config):
+    value, metrics = sft.loss(inputs, sft.Config())
     return value * config.factor, metrics
 """
 

@@ -54,7 +54,9 @@ def make_trainers(
     """
     updates = config.steps * config.minibatches_per_step
     policy = make_learner(config, config.algo, config.optim, updates, model, mesh)
-    critic = make_critic(config, model, mesh, updates, stored) if config.algo.needs_critic else {}
+    critic = (
+        make_critic(config, model, mesh, updates, stored) if algos.requirements(config.algo).critic else {}
+    )
     trainer = Trainer(policy, **critic, teachers=load_teachers(config, model, mesh, stored))
     if not config.warm_start.steps:
         return None, trainer
@@ -73,7 +75,7 @@ def load_teachers(
         ConfigError: a teacher reads other tokens than the model.
     """
     loaded = []
-    for path in config.algo.teachers:
+    for path in algos.requirements(config.algo).teachers:
         teacher = stored.config(path)
         if abs(teacher.vocab_size - model.vocab_size) > 1024:  # paddings of one tokenizer differ by less
             raise ConfigError(
@@ -102,9 +104,11 @@ def make_critic(
 
 
 def with_heads(model: TransformerConfig, algo: AlgoConfig) -> TransformerConfig:
-    """The model with the heads that the algorithm reads; what never speaks has no head of its own for it."""
-    tied = model.tie_embeddings or not algo.needs_policy
-    return replace(model, value_head=algo.needs_values, tie_embeddings=tied)
+    """Return the model with the heads that the algorithm reads; critics and reward models share the
+    embedding as LM head."""
+    requires = algos.requirements(algo)
+    tied = model.tie_embeddings or not requires.policy
+    return replace(model, value_head=requires.values, tie_embeddings=tied)
 
 
 def make_learner(
@@ -117,15 +121,15 @@ def make_learner(
 ) -> Learner:
     """A model under an algorithm; micro-batches have the same shape whoever learns."""
     temperature = config.rollout.sampling.temperature or 1.0
-    on_policy = algos.module_of(algo).INPUT == "rollouts"
+    on_rollouts = algos.of(algo).on_rollouts
     step = StepConfig(
         row_tokens=config.row_tokens,
         rows=derived(config, mesh.size)["rows_per_microbatch"],
         dtype=config.model.dtype,
         remat=config.model.remat,
         sequence_parallel=config.mesh.sequence_parallel,
-        strict=config.strict and on_policy and algo.needs_policy,
-        temperature=temperature if on_policy else 1.0,
+        strict=config.strict and on_rollouts and algos.requirements(algo).policy,
+        temperature=temperature if on_rollouts else 1.0,
         chunk=config.model.logprob_chunk,
         max_grad_norm=optim.max_grad_norm,
     )

@@ -57,7 +57,7 @@ class Stage:
         """Mini-batches of what is learned from, with their advantages."""
         learner = self.trainer.policy
         items = credit.assign(learner.algo, experience.items, experience.trajectories, kl_coef, seed)
-        return credit.split(items, self.minibatches, seed, learner.unit)
+        return credit.split(items, self.minibatches, seed, learner.group_size)
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Parts:
 
     def exported(self, params: Params) -> Params:
         """The weights as others load them: a policy without the value head that helped it learn."""
-        return models.without_value_head(params) if self.config.algo.needs_policy else params
+        return models.without_value_head(params) if algos.requirements(self.config.algo).policy else params
 
     def reference(self) -> Reference:
         """Make the frozen reference of the last stage; its weights are loaded when first asked for."""
@@ -125,16 +125,16 @@ def build(config: TrainConfig, closing: contextlib.ExitStack) -> Parts:
     check_model(config, mesh.shape, model.max_position, model.num_heads)
     model = with_heads(model, config.algo)
     warm_trainer, trainer = make_trainers(config, model, mesh)
-    on_policy = algos.module_of(config.algo).INPUT == "rollouts"
+    on_rollouts = algos.of(config.algo).on_rollouts
     engine = rewards = None
     env = make_conversations(config.env, tokenizer, config.data.chat)
     columns = closing.enter_context(env).columns if env else {}
-    if on_policy or (config.eval.every and config.algo.needs_policy):
+    if on_rollouts or (config.eval.every and algos.requirements(config.algo).policy):
         ends = end_ids(folder) if folder else ()
         engine = make_engine(config, model, mesh, tokenizer, ends, closing, folder, resident(config, trainer))
         rewards = closing.enter_context(RewardPool(config.reward, Path(config.run_dir) / "rewards.log"))
     loader = make_loader(config, tokenizer, columns)
-    if on_policy:
+    if on_rollouts:
         source = RolloutSource(
             loader, engine, rewards, config.algo, config.rollout.sampling,
             jax.random.fold_in(jax.random.key(config.seed), 1),
@@ -162,7 +162,7 @@ def resident(config: TrainConfig, trainer: Trainer) -> int:
     """Bytes that each device holds from the first step to the last: states, and the frozen reference."""
     state = trainer.abstract_state()
     found = bytes_per_device(state)
-    if config.algo.needs_reference and not trainer.teachers:
+    if algos.requirements(config.algo).reference and not trainer.teachers:
         found += bytes_per_device(state.params) * jnp.dtype(config.model.dtype).itemsize // 4
     return found
 
@@ -185,7 +185,7 @@ def make_evaluators(
             evaluators.append(
                 Answers(prompts, engine, rewards, sampling, samples, config.max_response_tokens, key, env)
             )
-    if algos.module_of(config.algo).INPUT != "rollouts":
+    if not algos.of(config.algo).on_rollouts:
         items = dataset_items(held_out, config.algo, 0, config.eval.prompts)
         evaluators.append(HeldOutLoss(items, trainer))
     return evaluators

@@ -41,19 +41,19 @@ def counts(sequences: Sequence[PackItem]) -> tuple[float, float]:
     return max(sum(trained), 1.0), max(float(sum(t > 0 for t in trained)), 1.0)
 
 
-def pack(sequences: Sequence[PackItem], row_length: int, rows: int, unit: int = 1) -> list[Batch]:
+def pack(sequences: Sequence[PackItem], row_length: int, rows: int, group_size: int = 1) -> list[Batch]:
     """First-fit decreasing into rows of `row_length`, `rows` rows a micro-batch, the last one padded.
 
     Rows are dealt to micro-batches longest first, and nothing depends on anything but the lengths, so the
     same sequences always pack the same way.
 
     Args:
-        unit: so many consecutive sequences stay side by side in one row (2 = a pair).
+        group_size: consecutive sequences that stay side by side in one row (2 = a pair).
 
     Raises:
-        ValueError: a unit longer than a row.
+        ValueError: a group longer than a row.
     """
-    packed = arrange(sequences, row_length, unit)
+    packed = arrange(sequences, row_length, group_size)
     batches = []
     for start in range(0, len(packed), rows):
         batches.append(_lay_out(sequences, packed[start : start + rows], row_length, rows))
@@ -61,7 +61,7 @@ def pack(sequences: Sequence[PackItem], row_length: int, rows: int, unit: int = 
 
 
 def unpack(
-    values: Sequence[np.ndarray], sequences: Sequence[PackItem], row_length: int, unit: int = 1
+    values: Sequence[np.ndarray], sequences: Sequence[PackItem], row_length: int, group_size: int = 1
 ) -> list[np.ndarray]:
     """The inverse for what was computed from the batches of `pack`: [B, T] of each -> [t] of each sequence.
 
@@ -69,7 +69,7 @@ def unpack(
     """
     found: list[np.ndarray] = [np.zeros(0)] * len(sequences)
     rows = itertools.chain.from_iterable(values)
-    for members, row in zip(arrange(sequences, row_length, unit), rows, strict=False):
+    for members, row in zip(arrange(sequences, row_length, group_size), rows, strict=False):
         start = 0
         for index in members:
             end = start + len(sequences[index].tokens)
@@ -78,11 +78,13 @@ def unpack(
     return found
 
 
-def arrange(sequences: Sequence[PackItem], row_length: int, unit: int = 1) -> list[list[int]]:
-    """Rows, each the indices of the sequences it holds, units whole and in their order."""
+def arrange(sequences: Sequence[PackItem], row_length: int, group_size: int = 1) -> list[list[int]]:
+    """Rows, each the indices of the sequences it holds, groups complete and in their order."""
     lengths = [len(s.tokens) for s in sequences]
-    rows = first_fit([sum(lengths[i : i + unit]) for i in range(0, len(lengths), unit)], row_length)
-    return [[unit * member + i for member in row for i in range(unit)] for row in rows]
+    rows = first_fit(
+        [sum(lengths[i : i + group_size]) for i in range(0, len(lengths), group_size)], row_length
+    )
+    return [[group_size * member + i for member in row for i in range(group_size)] for row in rows]
 
 
 def first_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:

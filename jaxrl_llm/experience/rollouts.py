@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import jax
 import numpy as np
 
+from jaxrl_llm import algos
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.data.loader import Loader, Prompt
 from jaxrl_llm.data.packing import from_trajectory
@@ -71,10 +72,10 @@ class RolloutSource:
                 params = perturbed(params, jax.random.fold_in(self.key, step), self.weight_noise)
             metrics = dict(self.engine.publish(params, version))
             for later in range(step, min(step + self.max_staleness + 1, self.steps)):
-                self._begin(later * self.algo.draws)
+                self._begin(later * algos.requirements(self.algo).draws)
         prompts: list[Prompt] = []
         kept: list[Trajectory] = []
-        draws, full = self.algo.draws, self.prompts * self.responses
+        draws, full = algos.requirements(self.algo).draws, self.prompts * self.responses
         for draw in range(step * draws, (step + 1) * draws):
             self._begin(draw)
             more = self.ahead.pop(draw)
@@ -94,7 +95,7 @@ class RolloutSource:
         metrics["trainer/idle_fraction"] = metrics["rollout/wait_seconds"] / (now - since)
         self.ended = now
         items = [from_trajectory(t) for t in kept]
-        if self.algo.teachers:
+        if algos.requirements(self.algo).teachers:
             for item, t in zip(items, kept, strict=True):
                 item.signals["labels"] = np.full(len(item.tokens), prompts[t.prompt_index].example.teacher)
         return Experience(items, metrics, sum(t.num_tokens for t in kept), prompts, kept)
@@ -120,7 +121,7 @@ class RolloutSource:
             return
         prompts, key = self.loader.batch(draw, self.prompts), jax.random.fold_in(self.key, draw)
         wanted = [(self.responses, self.sampling)]
-        if self.algo.needs_greedy:
+        if algos.requirements(self.algo).greedy:
             wanted.append((1, replace(self.sampling, temperature=0.0)))
         pending = [
             start(self.engine, prompts, n, self.max_tokens, sampling, key, self.env, before)

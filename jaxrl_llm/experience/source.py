@@ -71,7 +71,7 @@ class DatasetSource:
 
 def dataset_items(loader: Loader, algo: AlgoConfig, step: int, size: int) -> list[PackItem]:
     """`size` examples of a dataset; a pair is two items, chosen and rejected."""
-    kind = algos.data(algo)
+    kind = algos.of(algo).data
     if kind == "tokens":
         return [PackItem(ids, mask) for ids, mask in loader.supervised_batch(step, size)]
     if kind in ("pairs", "labels"):

@@ -14,7 +14,7 @@ from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.structs import Rollouts, Trajectory
 
-PER_TOKEN = ("rollout", "old", "reference", "values", "square")
+PER_TOKEN = ("rollout", "old", "reference", "values", "sum_pi_squared")
 
 
 def assign(
@@ -26,7 +26,7 @@ def assign(
     """
     if not trajectories:
         return list(items)
-    module = algos.module_of(algo)
+    algorithm = algos.of(algo)
     rollouts = side_by_side(items, trajectories, kl_coef)
     found = {name: np.asarray(array) for name, array in _per_token(rollouts, algo).items()}
     for i, (item, trajectory) in enumerate(zip(items, trajectories, strict=True)):
@@ -36,8 +36,8 @@ def assign(
             item.signals[name] = np.concatenate([lead, rows[i, :response]])
         if not np.isfinite(trajectory.reward):
             item.mask = np.zeros_like(item.mask)
-    if hasattr(module, "select"):
-        chosen = module.select(jax.tree.map(np.asarray, rollouts), algo, np.random.default_rng(seed))
+    if algorithm.select:
+        chosen = algorithm.select(jax.tree.map(np.asarray, rollouts), algo, np.random.default_rng(seed))
         return [items[i] for i in chosen]
     return list(items)
 
@@ -80,17 +80,17 @@ def side_by_side(
 
 @functools.partial(jax.jit, static_argnums=1)
 def _per_token(rollouts: Rollouts, algo: AlgoConfig) -> dict[str, jax.Array]:
-    module = algos.module_of(algo)
-    found = {"advantages": module.advantages(rollouts, algo)}
-    if rollouts.values is not None and hasattr(module, "returns"):
-        found["returns"] = module.returns(rollouts, algo)
+    algorithm = algos.of(algo)
+    found = {"advantages": algorithm.advantages(rollouts, algo)}
+    if rollouts.values is not None and algorithm.returns:
+        found["returns"] = algorithm.returns(rollouts, algo)
     return found
 
 
-def split(items: Sequence[PackItem], parts: int, seed: int, unit: int = 1) -> list[list[PackItem]]:
-    """Mini-batches of a shuffled step, units whole, none empty; a single one keeps its order."""
+def split(items: Sequence[PackItem], parts: int, seed: int, group_size: int = 1) -> list[list[PackItem]]:
+    """Mini-batches of a shuffled step, groups complete, none empty; a single one keeps its order."""
     if parts == 1:
         return [list(items)] if items else []
-    order = np.random.default_rng(seed).permutation(len(items) // unit)
+    order = np.random.default_rng(seed).permutation(len(items) // group_size)
     cut = [part for part in np.array_split(order, parts) if len(part)]
-    return [[items[unit * u + i] for u in part for i in range(unit)] for part in cut]
+    return [[items[group_size * g + i] for g in part for i in range(group_size)] for part in cut]

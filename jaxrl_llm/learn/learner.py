@@ -42,7 +42,7 @@ class Learner:
         mesh: Mesh,
     ):
         self.algo, self.model, self.optimizer, self.config, self.mesh = algo, model, optimizer, config, mesh
-        self.unit = algos.unit(algo)
+        self.group_size = algos.of(algo).group_size
         self.param_shardings = models.shardings(model, mesh, TRAIN)
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.state_shapes = jax.eval_shape(self._fresh, models.abstract(model))
@@ -88,7 +88,7 @@ class Learner:
         number = jax.ShapeDtypeStruct((), jnp.float32)
         whole = BatchTotals(number, number, state.kl_coef)
         with jax.set_mesh(self.mesh):
-            if hasattr(algos.module_of(self.algo), "baseline"):
+            if algos.of(self.algo).baseline:
                 whole = replace(whole, baseline=jax.eval_shape(self._baseline, batch, whole))
             args = (state.params, state.params, batch, whole, tuple(teachers))  # gradients are like weights
             _, metrics = jax.eval_shape(self._accumulate, *args)
@@ -115,7 +115,7 @@ class Learner:
         with jax.set_mesh(self.mesh):
             found = [self._score(params, batch, wants=wants) for batch in self._batches(bare)]
         by_name = {
-            name: unpack([np.asarray(f[name]) for f in found], bare, self.config.row_tokens, self.unit)
+            name: unpack([np.asarray(f[name]) for f in found], bare, self.config.row_tokens, self.group_size)
             for name in wants
         }
         return [dict(zip(wants, arrays, strict=True)) for arrays in zip(*by_name.values(), strict=True)]
@@ -160,13 +160,13 @@ class Learner:
             return combine([self._measure(state.params, b, whole, tuple(teachers))[1] for b in batches])
 
     def _batches(self, items: Sequence[PackItem]) -> list[Batch]:
-        return [self.put(b) for b in pack(items, self.config.row_tokens, self.config.rows, self.unit)]
+        return [self.put(b) for b in pack(items, self.config.row_tokens, self.config.rows, self.group_size)]
 
     def _whole(
         self, batches: Sequence[Batch], num_tokens: float, num_sequences: float, kl_coef
     ) -> BatchTotals:
         whole = BatchTotals(np.float32(num_tokens), np.float32(num_sequences), kl_coef)
-        if not hasattr(algos.module_of(self.algo), "baseline"):
+        if not algos.of(self.algo).baseline:
             return whole
         return replace(whole, baseline=sum(self._baseline(batch, whole) for batch in batches))
 

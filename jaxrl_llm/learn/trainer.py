@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import algos, models
-from jaxrl_llm.algos.contract import AlgoConfig
+from jaxrl_llm.algos.contract import AlgoConfig, old_logprobs
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.structs import Metrics, Params, TrainState
@@ -52,14 +52,15 @@ class Trainer:
             reference: weights of the frozen reference; None where the algorithm needs none.
         """
         algo = self.policy.algo
-        if algo.bypass_old:
+        requires = algos.requirements(algo)
+        if old_logprobs(algos.of(algo), requires, updates) == "rollout":
             for item in items:
                 item.signals["old"] = item.signals["rollout"]
-        if wants := asked(algo, updates):
+        if wants := scores_before_update(algo, updates):
             self._ask(self.policy, state.params, items, wants)
         if self.critic and self.updates_critic:
             self._ask(self.critic, state.critic.params, items, ("values",))
-        if algo.needs_reference and self.teachers:
+        if requires.reference and self.teachers:
             self._ask_teachers(items)
         elif reference is not None:
             self._ask_reference(reference, items)
@@ -102,9 +103,9 @@ class Trainer:
     def _ask_reference(self, reference: Params, items: Sequence[PackItem]) -> None:
         """Rows of a dataset come again every epoch, and the reference says the same of them: asked once."""
         keys = [item.tokens.tobytes() for item in items]
-        fixed = algos.module_of(self.policy.algo).INPUT != "rollouts"
+        fixed = not algos.of(self.policy.algo).on_rollouts
         new = [i for i, key in enumerate(keys) if not (fixed and key in self.seen)]
-        new = whole_units(new, self.policy.unit)
+        new = complete_groups(new, self.policy.group_size)
         answers = self.policy.score(reference, [items[i] for i in new]) if new else []
         said = {i: found["policy"] for i, found in zip(new, answers, strict=True)}
         if fixed:
@@ -113,18 +114,18 @@ class Trainer:
             item.signals["reference"] = said[i] if i in said else self.seen[keys[i]]
 
 
-def asked(algo: AlgoConfig, updates: int) -> tuple[str, ...]:
-    """What the policy is asked before the first of so many updates."""
-    wants = ("policy",) * needs_old(algo, updates) + ("square",) * algo.needs_square
-    return wants + ("values",) * algo.needs_values
+def scores_before_update(algo: AlgoConfig, updates: int) -> tuple[str, ...]:
+    """Return the outputs of the policy that are computed before the first of so many updates."""
+    requires = algos.requirements(algo)
+    recompute = old_logprobs(algos.of(algo), requires, updates) == "recompute"
+    return (
+        ("policy",) * recompute
+        + ("sum_pi_squared",) * requires.sum_pi_squared
+        + ("values",) * requires.values
+    )
 
 
-def needs_old(algo: AlgoConfig, updates: int) -> bool:
-    """Whether a forward pass for the old log-probs is due."""
-    on_policy = algos.module_of(algo).INPUT == "rollouts"
-    return not algo.bypass_old and (algo.needs_old or (on_policy and updates > 1))
-
-
-def whole_units(indices: Sequence[int], unit: int) -> list[int]:
-    """All members of the units that these belong to."""
-    return [unit * u + i for u in sorted({index // unit for index in indices}) for i in range(unit)]
+def complete_groups(indices: Sequence[int], group_size: int) -> list[int]:
+    """Return all members of the groups that these belong to."""
+    groups = sorted({index // group_size for index in indices})
+    return [group_size * group + i for group in groups for i in range(group_size)]

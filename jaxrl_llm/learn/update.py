@@ -1,4 +1,4 @@
-"""What a device computes: forward -> signals -> algo.loss -> gradients -> optax. Pure functions.
+"""What a device computes: forward -> LossInputs -> algorithm.loss -> gradients -> optax. Pure functions.
 
 An update is as many `accumulate` calls as the mini-batch has micro-batches, then one `apply`. All
 micro-batches have one shape, so each function compiles once whatever the lengths of the samples.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from jaxrl_kernels.linear_divergence.chunked import linear_divergence
 from jaxrl_kernels.linear_logprob import api
 from jaxrl_kernels.linear_logprob.square import linear_square
 from jaxrl_llm import algos
-from jaxrl_llm.algos.contract import AlgoConfig
+from jaxrl_llm.algos.contract import AlgoConfig, Divergence
 from jaxrl_llm.algos.reduce import token_mean
 from jaxrl_llm.sharding.rules import prediction_layout
 from jaxrl_llm.structs import Batch, BatchTotals, LossInputs, Metrics, Params, TrainState
@@ -50,14 +49,14 @@ def outputs(
     config: StepConfig,
     wants: Sequence[str],
     teachers: Sequence[Params] = (),
-    divergence: dict[str, Any] | None = None,
+    divergence: Divergence | None = None,
 ) -> Outputs:
     """What a model says at each token, [B, T] float32. The one scoring function.
 
     Args:
-        wants: of "policy" (log-prob of the target, nats), "entropy" (of the prediction, nats), "square"
-            (sum over the vocabulary of p^2), "values" (of the value head) and "divergence" (from the
-            teacher's prediction).
+        wants: of "policy" (log-prob of the target, nats), "entropy" (of the prediction, nats),
+            "sum_pi_squared" (sum over the vocabulary of p^2), "values" (of the value head) and
+            "divergence" (from the teacher's prediction).
         teachers: models, for "divergence"; `batch.labels` says which of several speaks of a token.
         divergence: settings of `linear_divergence`.
     """
@@ -71,8 +70,8 @@ def outputs(
         found["policy"], found["entropy"] = (batch_invariant if config.strict else api).linear_logprob(
             hidden, head, batch.targets, batch.mask, with_entropy="entropy" in wants, **layout, **settings
         )
-    if "square" in wants:
-        found["square"] = linear_square(hidden, head, **settings)
+    if "sum_pi_squared" in wants:
+        found["sum_pi_squared"] = linear_square(hidden, head, **settings)
     if "values" in wants:
         found["values"] = params.values(hidden)
     if "divergence" in wants:
@@ -85,7 +84,7 @@ def outputs(
                 student_softcap=params.config.logit_softcap,
                 teacher_softcap=teacher.config.logit_softcap,
                 chunk=config.chunk,
-                **divergence,
+                **divergence._asdict(),
             )
             for teacher in teachers
         ]
@@ -96,10 +95,11 @@ def outputs(
 
 def wanted(algo: AlgoConfig) -> tuple[str, ...]:
     """The outputs that the algorithm's loss looks at."""
+    requires = algos.requirements(algo)
     return (
-        ("policy", "entropy") * algo.needs_policy
-        + ("values",) * algo.needs_values
-        + ("divergence",) * (algo.divergence is not None)
+        ("policy", "entropy") * requires.policy
+        + ("values",) * requires.values
+        + ("divergence",) * (requires.divergence is not None)
     )
 
 
@@ -113,12 +113,13 @@ def loss_and_metrics(
     config: StepConfig,
 ) -> tuple[Float[Array, ""], Metrics]:
     """One micro-batch's part of the loss of the mini-batch."""
-    found = outputs(params, batch, config, wanted(algo), teachers, algo.divergence)
-    if "entropy" in found and not algo.needs_entropy:
+    requires = algos.requirements(algo)
+    found = outputs(params, batch, config, wanted(algo), teachers, requires.divergence)
+    if "entropy" in found and not requires.entropy:
         found["entropy"] = jax.lax.stop_gradient(found["entropy"])
-    signals = loss_inputs(batch, found, whole)
-    loss, metrics = algos.module_of(algo).loss(signals, algo)
-    return loss, jax.lax.stop_gradient({"loss": loss, **metrics, **monitor(signals)})
+    inputs = loss_inputs(batch, found, whole)
+    loss, metrics = algos.of(algo).loss(inputs, algo)
+    return loss, jax.lax.stop_gradient({"loss": loss, **metrics, **monitor(inputs)})
 
 
 def accumulate(
@@ -141,7 +142,7 @@ def accumulate(
 
 def baseline(batch: Batch, whole: BatchTotals, *, algo: AlgoConfig) -> Float[Array, "*shape"]:
     """One micro-batch's part of the algorithm's baseline, from what was scored before the update."""
-    return algos.module_of(algo).baseline(loss_inputs(batch, {}, whole), algo)
+    return algos.of(algo).baseline(loss_inputs(batch, {}, whole), algo)
 
 
 def loss_inputs(batch: Batch, found: Outputs, whole: BatchTotals) -> LossInputs:
@@ -174,15 +175,15 @@ def loss_inputs(batch: Batch, found: Outputs, whole: BatchTotals) -> LossInputs:
     )
 
 
-def monitor(signals: LossInputs) -> Metrics:
+def monitor(inputs: LossInputs) -> Metrics:
     """What every run watches, whatever its loss."""
-    if signals.entropy is None:
+    if inputs.entropy is None:
         return {}
-    metrics = {"entropy": token_mean(signals.entropy, signals)}
-    if signals.rollout is not None:  # how far the rollout engine's log-probs are from the trainer's
-        gap = jnp.abs(signals.old - signals.rollout)
-        metrics["mismatch/mean_abs"] = token_mean(gap, signals)
-        metrics["mismatch/max_abs"] = jnp.max(gap, where=signals.mask > 0, initial=0.0)
+    metrics = {"entropy": token_mean(inputs.entropy, inputs)}
+    if inputs.rollout is not None:  # how far the rollout engine's log-probs are from the trainer's
+        gap = jnp.abs(inputs.old - inputs.rollout)
+        metrics["mismatch/mean_abs"] = token_mean(gap, inputs)
+        metrics["mismatch/max_abs"] = jnp.max(gap, where=inputs.mask > 0, initial=0.0)
     return metrics
 
 

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
+from jaxrl_llm.algos.contract import old_logprobs
 from jaxrl_llm.build.models import make_trainers, with_heads
 from jaxrl_llm.config import TrainConfig, derived
 from jaxrl_llm.learn.learner import Learner
-from jaxrl_llm.learn.trainer import Trainer, asked
+from jaxrl_llm.learn.trainer import Trainer, scores_before_update
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.plan import flops
 from jaxrl_llm.plan.models import SHAPES, shape_of
@@ -54,8 +55,7 @@ def phases(config: TrainConfig, mesh: Mesh) -> list[Phase]:
     _, trainer = make_trainers(config, model, mesh, SHAPES)
     base = _resident(config, model, trainer)
     found = []
-    rolls_out = algos.module_of(config.algo).INPUT == "rollouts"
-    if rolls_out and config.rollout.engine == "native":
+    if algos.of(config.algo).on_rollouts and config.rollout.engine == "native":
         found += _rollout(config, model, mesh, trainer.policy.abstract_state().params, base)
     found += _score(config, trainer, base)
     if trainer.critic:
@@ -73,7 +73,7 @@ def _resident(config: TrainConfig, model: TransformerConfig, trainer: Trainer) -
         held["parameters"].append(critic.params)
         held["optimizer"].append(critic.opt_state)
     held["frozen models"] += trainer.teachers
-    if config.algo.needs_reference and not trainer.teachers:
+    if algos.requirements(config.algo).reference and not trainer.teachers:
         held["frozen models"].append(_reference(config, trainer.policy))
     for judge in config.reward.models:
         shape = SHAPES.config(judge.path)
@@ -100,9 +100,10 @@ def _rollout(config: TrainConfig, model, mesh: Mesh, params, base: Held) -> Iter
     base = base | ({"rollout weights": params} if rollout.weight_noise else {})
     held = base | {"rollout weights": [weights, base.get("rollout weights")]}
     full = held | {"KV cache": [cache, prompts]}
-    samples = config.prompts_per_step * config.responses_per_prompt * config.algo.draws
+    draws = algos.requirements(config.algo).draws
+    samples = config.prompts_per_step * config.responses_per_prompt * draws
     rounds = math.ceil(samples / slots)
-    read = math.ceil(config.prompts_per_step * config.algo.draws / width[0])
+    read = math.ceil(config.prompts_per_step * draws / width[0])
     yield Phase("rollout: publish", calls["publish"], base, 1, 0.0)
     one = flops.forward(model, width[0] * width[1], width[1] / 2)
     yield Phase("rollout: prefill", calls["prefill"], full, read, one)
@@ -134,11 +135,11 @@ def _score(config: TrainConfig, trainer: Trainer, base: Held) -> Iterator[Phase]
         held = base | {"batch": [call.args[1]] * times}
         return Phase(f"score: {name}", call, held, times, scored(learner.model, wants != ("values",)))
 
-    if wants := asked(algo, config.minibatches_per_step):
+    if wants := scores_before_update(algo, config.minibatches_per_step):
         yield phase("policy", learner, learner.abstract_state().params, wants)
     if trainer.critic:
         yield phase("critic", trainer.critic, trainer.critic.abstract_state().params, ("values",))
-    if algo.needs_reference and not trainer.teachers:
+    if algos.requirements(algo).reference and not trainer.teachers:
         yield phase("reference", learner, _reference(config, learner), ("policy",))
 
 
@@ -151,7 +152,7 @@ def _update(
     rows, times = _microbatches(config, learner)
     a_minibatch = times // config.minibatches_per_step
     held = base | {"gradients": grads, "batch": [batch] * a_minibatch}
-    tokens, speaks = rows * config.row_tokens, learner.algo.needs_policy
+    tokens, speaks = rows * config.row_tokens, algos.requirements(learner.algo).policy
     one = flops.update(learner.model, tokens, config.row_tokens / 2, config.model.remat, speaks)
     yield Phase(f"{name}: accumulate", calls["accumulate"], held, times, one)
     weights = sum(math.prod(x.shape) for x in jax.tree.leaves(grads))
@@ -166,10 +167,13 @@ def _microbatches(config: TrainConfig, learner: Learner) -> tuple[int, int]:
 
 def _signals(config: TrainConfig, trainer: Trainer) -> tuple[str, ...]:
     """The optional arrays that a micro-batch of the update has."""
-    algo, kind = config.algo, algos.module_of(config.algo).INPUT
-    names = ["rollout", "advantages"] if kind == "rollouts" else ["labels"] * (kind != "tokens")
-    wants = asked(algo, config.minibatches_per_step)
-    names += ["old"] * (algo.bypass_old or "policy" in wants)
+    algorithm, requires = algos.of(config.algo), algos.requirements(config.algo)
+    updates = config.minibatches_per_step
+    names = ["labels"] * (algorithm.input != "tokens")
+    if algorithm.on_rollouts:
+        names = ["rollout", "advantages"]
+    wants = scores_before_update(config.algo, updates)
+    names += ["old"] * (old_logprobs(algorithm, requires, updates) != "policy")
     names += ["values", "returns"] * bool(trainer.critic or "values" in wants)
-    names += ["reference"] * algo.needs_reference
+    names += ["reference"] * requires.reference
     return tuple(dict.fromkeys(names + ["labels"] * bool(trainer.teachers)))

@@ -53,9 +53,9 @@ def test_nothing_is_learned_where_nothing_was_selected():
     assert Trainer(policy=None).update(state, [], step=0) == (state, {})
 
 
-def test_minibatches_share_out_whole_units():
+def test_minibatches_keep_groups_together():
     items = [PackItem(np.array([i]), np.ones(1)) for i in range(10)]
-    parts = split(items, 3, seed=1, unit=2)
+    parts = split(items, 3, seed=1, group_size=2)
     numbers = [[int(item.tokens[0]) for item in part] for part in parts]
     assert sorted(n for part in numbers for n in part) == list(range(10))
     assert all(

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from jaxrl_llm import models
-from jaxrl_llm.algos import grpo, sft
+from jaxrl_llm.algos import grpo, requirements, sft
 from jaxrl_llm.data.packing import PackItem, counts, pack
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.optim import OptimConfig, make_optimizer
@@ -56,7 +56,7 @@ def one_update(built, items=None, minibatches=1):
         make = jax.jit(models.init, static_argnums=0, out_shardings=built.param_shardings)
         params = make(MODEL, jax.random.key(0))
         before = jax.tree.map(np.asarray, params)
-        reference = before if built.algo.needs_reference else None
+        reference = before if requirements(built.algo).reference else None
         state, metrics = full_step(built, built.init_state(params), [items] * minibatches, reference)
         after = jax.tree.map(np.asarray, state.params)
     return {k: float(v) for k, v in metrics.items()}, jax.tree.map(lambda a, b: a - b, before, after)
@@ -175,8 +175,8 @@ def test_padding_under_the_mask_reaches_no_gradient():
 
     def loss(policy):
         whole = BatchTotals(jnp.float32(9), jnp.float32(3), jnp.float32(0))
-        signals = loss_inputs(spoilt, {"policy": policy, "entropy": policy}, whole)
-        return grpo.loss(signals, grpo.Config(kl_coef=0.0))[0]
+        inputs = loss_inputs(spoilt, {"policy": policy, "entropy": policy}, whole)
+        return grpo.loss(inputs, grpo.Config(kl_coef=0.0))[0]
 
     assert jnp.isfinite(jax.grad(loss)(policy)).all()
 
