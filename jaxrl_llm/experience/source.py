@@ -16,9 +16,9 @@ from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.data.loader import Loader, Prompt
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.envs.load import Conversations
+from jaxrl_llm.rewards.config import RewardConfig
 from jaxrl_llm.rewards.pool import RewardPool
-from jaxrl_llm.rewards.sample import Result, RewardConfig, Sample
-from jaxrl_llm.rewards.summary import check_failures
+from jaxrl_llm.rewards.sample import RewardResult, RewardSample, check_failures
 from jaxrl_llm.rollout.engine import Engine, PartialResponse, Pending, Request, SamplingConfig
 from jaxrl_llm.structs import Metrics, Outcome, Params, Trajectory
 
@@ -131,12 +131,10 @@ def start(
 
 def judge(pool: RewardPool, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> Metrics:
     """Write reward and outcome into each trajectory. Process 0 scores and tells the others."""
-    if pool.config.name == "none":  # reward models alone judge: nothing is correct or wrong
-        results = [Result(0.0, Outcome.FAILED)] * len(trajectories)
-    elif jax.process_index() == 0:
+    if jax.process_index() == 0:
         results = pool.score([as_sample(prompts[t.prompt_index], t) for t in trajectories])
     else:
-        results = [Result(float("nan"), Outcome.FAILED)] * len(trajectories)
+        results = [RewardResult(float("nan"), Outcome.FAILED)] * len(trajectories)
     width = 1 + len(pool.config.shaping)
     none = (float("nan"),) * width
     table = np.array([(r.score, r.outcome, *(r.components or none)) for r in results], np.float32)
@@ -165,16 +163,16 @@ def settle(trajectories: Sequence[Trajectory], config: RewardConfig) -> None:
             trajectory.reward = episode.reward
             right = episode.reward >= config.correct_at
             trajectory.outcome = Outcome.CORRECT if right else Outcome.WRONG
-    failed = [Result(float("nan"), Outcome.FAILED, e.failure) for _, e in held if e.failure]
+    failed = [RewardResult(float("nan"), Outcome.FAILED, e.failure) for _, e in held if e.failure]
     check_failures(
-        [*failed, *[Result(0.0, Outcome.WRONG)] * (len(held) - len(failed))], config.max_failed_fraction
+        [*failed, *[RewardResult(0.0, Outcome.WRONG)] * (len(held) - len(failed))], config.max_failed_fraction
     )
 
 
-def as_sample(prompt: Prompt, trajectory: Trajectory) -> Sample:
+def as_sample(prompt: Prompt, trajectory: Trajectory) -> RewardSample:
     """What the verifier reads."""
     example = prompt.example
-    return Sample(
+    return RewardSample(
         response=trajectory.text if trajectory.answer is None else trajectory.answer,
         answer=example.answer,
         prompt=prompt_text(prompt),

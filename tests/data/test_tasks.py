@@ -12,17 +12,17 @@ from jaxrl_llm.data.sources import open_source
 from jaxrl_llm.envs import calls
 from jaxrl_llm.envs.calls import Call
 from jaxrl_llm.outcome import Outcome
-from jaxrl_llm.rewards import countdown, exact, number
-from jaxrl_llm.rewards.sample import Sample
+from jaxrl_llm.rewards.builtin import countdown_reward, exact_reward, number_reward
+from jaxrl_llm.rewards.sample import RewardSample
 
 VERIFIERS = {
-    "arithmetic": number.reward,
-    "countdown": countdown.reward,
-    "maximum": exact.reward,
-    "reverse": exact.reward,
-    "preference": number.reward,
-    "steps": number.reward,
-    "calculate": exact.reward,
+    "arithmetic": number_reward,
+    "countdown": countdown_reward,
+    "maximum": exact_reward,
+    "reverse": exact_reward,
+    "preference": number_reward,
+    "steps": number_reward,
+    "calculate": exact_reward,
 }
 
 
@@ -32,7 +32,7 @@ def opened(name, seed=0, split="train", **options):
 
 def verdict(example):
     response = example.turns[-1]["content"] if example.turns else example.response
-    sample = Sample(response, example.answer, columns=example.columns, source=example.source)
+    sample = RewardSample(response, example.answer, columns=example.columns, source=example.source)
     return VERIFIERS[example.source.removeprefix("task:")](sample)[1]
 
 

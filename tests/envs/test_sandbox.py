@@ -232,7 +232,7 @@ def test_an_endless_loop_ends():
 def test_a_sleeper_that_ignores_signals_ends():
     code = (
         "import os, signal, time\n"
-        "for number in set(signal.LossInputs) - {signal.SIGKILL, signal.SIGSTOP}:\n"
+        "for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:\n"
         "    signal.signal(number, signal.SIG_IGN)\n"
         "for process in (-1, 0, os.getppid(), os.getpid()):\n"
         "    try: os.kill(process, signal.SIGTERM)\n"

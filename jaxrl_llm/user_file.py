@@ -1,0 +1,126 @@
+"""Python files of the user (rewards, environments, tools): import, and errors with file and line.
+
+Imports neither jax nor numpy, so that reward workers start quickly.
+"""
+
+from __future__ import annotations
+
+import builtins
+import difflib
+import importlib.util
+import pkgutil
+import sys
+import traceback
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from jaxrl_llm.errors import UserError
+
+
+def split_name(name: str) -> tuple[Path, str]:
+    """Return (file, name in it or "") of "folder/file.py:name" or "folder/file.py"."""
+    path, colon, attribute = name.rpartition(":")
+    if not (colon and path.endswith(".py")):
+        path, attribute = name, ""
+    return Path(path).expanduser(), attribute
+
+
+def import_user_file(path: Path, key: str) -> ModuleType:
+    """Import a file; its folder joins sys.path, so it may import its neighbours.
+
+    Args:
+        key: the field that names the file, for messages: "reward.name".
+
+    Raises:
+        UserError: there is no such file, or importing it raises; names file and line.
+    """
+    path = path.expanduser().resolve()
+    if problem := missing_file(path):
+        raise UserError(f"--{key}: {problem}")
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    name = f"jaxrl_llm_user_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise UserError(f"--{key}: {explain(error, path)}") from error
+    return module
+
+
+def missing_file(path: Path) -> str:
+    """Return "there is no file ..." with the nearest name in its folder; "" where there is one."""
+    if path.is_file():
+        return ""
+    path = path.resolve()
+    beside = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    return f"there is no file {path}.{did_you_mean(path.name, beside)}"
+
+
+def get_attribute(module: ModuleType, name: str, key: str) -> Any:
+    """Return a callable of the module.
+
+    Raises:
+        UserError: it has none of that name; says which it has.
+    """
+    value = getattr(module, name, None)
+    if callable(value):
+        return value
+    own = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
+    problem = f"has no function or class {name}; it has {', '.join(own) or 'none'}"
+    raise UserError(f"--{key}: {module.__file__} {problem}.{did_you_mean(name, own)}")
+
+
+def explain(error: BaseException, path: Path | None = None) -> str:
+    """Return "file:line: Type: message" of an error in a user's code, with the nearest known name.
+
+    Args:
+        path: the user's file; the innermost line in its folder is named. None = the innermost line outside
+            this package and Python's own.
+    """
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    place = error_line(error, path)
+    return f"{place + ': ' if place else ''}{type(error).__name__}: {text}{_suggestion(error)}"
+
+
+def error_line(error: BaseException, path: Path | None = None) -> str:
+    """Return "file:line" where the user's code raised; "" where no such line is known."""
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f"{frame.filename}:{frame.lineno}" for frame in frames if _of_user(frame.filename, path)]
+    return lines[-1] if lines else str(path or "")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return " Did you mean ...?" with the nearest of the known words, or ""."""
+    near = difflib.get_close_matches(word, [k for k in known if k != word], 1)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+def _of_user(filename: str, path: Path | None) -> bool:
+    if path is not None:
+        return Path(filename).is_relative_to(path.parent)
+    ours = (str(Path(__file__).parent), sys.prefix, sys.base_prefix, "<frozen")
+    return not filename.startswith(ours)
+
+
+def _suggestion(error: BaseException) -> str:
+    """Return the nearest name for a misspelt variable, attribute or module."""
+    name = getattr(error, "name", None)
+    if not isinstance(name, str):
+        return ""
+    if isinstance(error, NameError):
+        frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+        return did_you_mean(name, {*frame.f_locals, *frame.f_globals, *dir(builtins)})
+    if isinstance(error, AttributeError):
+        return did_you_mean(name, dir(error.obj))
+    if isinstance(error, ModuleNotFoundError):
+        installed = (module.name for module in pkgutil.iter_modules())
+        return did_you_mean(name, {*sys.stdlib_module_names, *installed})
+    return ""
