@@ -1,4 +1,4 @@
-"""Python files of the user (rewards, environments, tools): import, and errors with file and line.
+"""Code of the user (rewards, environments, tools): import, errors with file and line, its processes.
 
 Imports neither jax nor numpy, so that reward workers start quickly.
 """
@@ -6,8 +6,10 @@ Imports neither jax nor numpy, so that reward workers start quickly.
 from __future__ import annotations
 
 import builtins
+import ctypes
 import difflib
 import importlib.util
+import os
 import pkgutil
 import sys
 import traceback
@@ -18,6 +20,9 @@ from types import ModuleType
 from typing import Any
 
 from jaxrl_llm.errors import UserError
+
+PR_SET_PDEATHSIG = 1
+MAX_TEXT = 200  # characters of an error's message
 
 
 def split_name(name: str) -> tuple[Path, str]:
@@ -88,6 +93,12 @@ def explain(error: BaseException, path: Path | None = None) -> str:
     return f"{place + ': ' if place else ''}{type(error).__name__}: {text}{_suggestion(error)}"
 
 
+def describe_error(error: BaseException) -> str:
+    """Return "Type: message (file:line)" with the innermost line outside this package and Python's own."""
+    line = error_line(error)
+    return f"{type(error).__name__}: {str(error)[:MAX_TEXT]}" + (f" ({line})" if line else "")
+
+
 def error_line(error: BaseException, path: Path | None = None) -> str:
     """Return "file:line" where the user's code raised; "" where no such line is known."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
@@ -99,8 +110,16 @@ def error_line(error: BaseException, path: Path | None = None) -> str:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return " Did you mean ...?" with the nearest of the known words, or ""."""
-    near = difflib.get_close_matches(word, [k for k in known if k != word], 1)
+    near = difflib.get_close_matches(word, [k for k in known if k != word], 1, cutoff=0.7)
     return f" Did you mean {near[0]}?" if near else ""
+
+
+def end_with_parent(parent: int, number: int) -> None:
+    """Get the signal `number` when the thread that started this process ends, however it ends (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 def _of_user(filename: str, path: Path | None) -> bool:

@@ -33,11 +33,11 @@ from jaxrl_llm.rewards.messages import (
 )
 from jaxrl_llm.rewards.sample import ABSTAINED, RewardLoadError, RewardResult, RewardSample
 from jaxrl_llm.rewards.signatures import InvalidScoreError, Score, Scorer, parse_score
-from jaxrl_llm.user_file import error_line, explain
+from jaxrl_llm.user_file import describe_error, end_with_parent, explain
 
 GRACE = 0.5  # seconds between SIGTERM and SIGKILL of the child
 SWEEP_SECONDS = 3.0  # that killing what is left of its descendants may take
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_CHILD_SUBREAPER = 36
 WATCHED = {signal.SIGTERM, signal.SIGCHLD}
 
 
@@ -50,14 +50,14 @@ def main(fd: int, parent: int) -> None:
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    _end_with(parent, signal.SIGTERM)
+    end_with_parent(parent, signal.SIGTERM)
     supervisor = os.getpid()
     child = os.fork()
     if child:
         connection.close()
         _exit_as(supervise(child))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
-    _end_with(supervisor, signal.SIGKILL)
+    end_with_parent(supervisor, signal.SIGKILL)
     serve(connection)
 
 
@@ -153,7 +153,7 @@ def _score(group: list[RewardSample], used: list[Scorer], setup: Setup) -> Reply
             if len(raws) != len(group):
                 raise InvalidScoreError(f"returned {len(raws)} scores for {len(group)} samples")
     except BaseException as error:  # also SystemExit and KeyboardInterrupt: they are the reward's, not ours
-        return Failed(type(error).__name__, _describe(error))
+        return Failed(type(error).__name__, describe_error(error))
     seconds = (time.perf_counter() - started) / len(group)
     return Scored(tuple(_combine(raws, used, setup, seconds) for raws in zip(*columns, strict=True)))
 
@@ -181,19 +181,6 @@ def _scorer(name: str, scorers: dict[str, Scorer], setup: Setup) -> Scorer:
     if name not in scorers:
         scorers[name] = load_scorer(name, setup.config, setup.function)
     return scorers[name]
-
-
-def _describe(error: BaseException) -> str:
-    """Return "Type: message (file:line)" with the innermost line of the user's code."""
-    line = error_line(error)
-    return f"{type(error).__name__}: {str(error)[:200]}" + (f" ({line})" if line else "")
-
-
-def _end_with(parent: int, number: int) -> None:
-    """Get a signal when the parent's thread that started us ends, however it ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _limit_memory(gigabytes: float) -> None:
