@@ -67,7 +67,7 @@ class RewardConfig:
     """`overlong` shaping: response tokens from which the penalty is -1."""
     correct_at: Annotated[float, Range(-MAX_SCORE, MAX_SCORE)] = 1.0
     """A score of at least this counts as correct where a function returns a score only."""
-    workers: Annotated[int, Range(1, 1024, usual="one a processor at most is usual")] = 2
+    workers: Annotated[int, Range(1, 1024, usual="one a processor is usual")] = 2
     """Worker processes."""
     timeout: TimeLimit = 10.0
     """Seconds one sample may take. A function that scores lists gets a tenth of it more per further sample;
