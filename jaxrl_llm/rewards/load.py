@@ -13,8 +13,8 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.rewards.builtin import REWARDS
 from jaxrl_llm.rewards.config import URL, RewardConfig
 from jaxrl_llm.rewards.sample import RewardLoadError, RewardSample
-from jaxrl_llm.rewards.service import service_scorer
-from jaxrl_llm.rewards.signatures import Scorer, adapt
+from jaxrl_llm.rewards.service import service_reward
+from jaxrl_llm.rewards.signatures import AdaptedReward, adapt
 from jaxrl_llm.user_file import explain, get_attribute, import_user_file, split_name
 
 LIBRARIES = {  # slow: imported before any deadline
@@ -84,8 +84,8 @@ def choose_reward(config: RewardConfig, rows: Sequence[RewardSample], required: 
     return config
 
 
-def load_scorer(name: str, config: RewardConfig, function: bytes = b"") -> Scorer:
-    """Return the Scorer of a built-in, a service, the user's file, or of `function` (for PICKLED).
+def load_reward(name: str, config: RewardConfig, function: bytes = b"") -> AdaptedReward:
+    """Return the AdaptedReward of a built-in, a service, the user's file, or of `function` (for PICKLED).
 
     Raises:
         RewardLoadError: it cannot be loaded; names file, line and fix.
@@ -93,7 +93,7 @@ def load_scorer(name: str, config: RewardConfig, function: bytes = b"") -> Score
     if name == PICKLED:
         return adapt(_unpickle(function), "function", config)
     if name.startswith(URL):
-        return service_scorer(name, config.timeout)
+        return service_reward(name, config.timeout)
     if name not in REWARDS:
         return adapt(_user_function(name), name, config)
     library = LIBRARIES.get(name)

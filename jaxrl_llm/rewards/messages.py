@@ -39,7 +39,7 @@ class ScoreRequest:
     """Samples to score with one reward; no samples = load it only."""
 
     id: int
-    name: str  # of a reward, as `load.load_scorer` takes it
+    name: str  # of a reward, as `load.load_reward` takes it
     samples: Sequence[RewardSample]
 
 

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from jaxrl_llm.errors import RunError
 from jaxrl_llm.rewards.sample import RewardSample
-from jaxrl_llm.rewards.signatures import Scorer
+from jaxrl_llm.rewards.signatures import AdaptedReward
 
 TOKEN = "JAXRL_REWARD_TOKEN"
 MAX_REPLY = 1 << 24  # bytes
@@ -37,9 +37,9 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def service_scorer(url: str, timeout: float) -> Scorer:
-    """Return the Scorer that posts to `url`; a request may take `timeout` seconds."""
-    return Scorer(lambda samples: request_scores(url, samples, timeout), batched=True, abstains=True)
+def service_reward(url: str, timeout: float) -> AdaptedReward:
+    """Return the AdaptedReward that posts to `url`; a request may take `timeout` seconds."""
+    return AdaptedReward(lambda samples: request_scores(url, samples, timeout), batched=True, abstains=True)
 
 
 def request_scores(url: str, samples: list[RewardSample], timeout: float) -> list[Any]:

@@ -49,7 +49,7 @@ class InvalidScoreError(ValueError):
 
 
 @dataclass(frozen=True)
-class Scorer:
+class AdaptedReward:
     """A reward function in the one form that workers call."""
 
     call: Callable[[list[RewardSample]], list[Any]]
@@ -58,8 +58,8 @@ class Scorer:
     abstains: bool = False  # None means: no opinion
 
 
-def adapt(function: Callable[..., Any], name: str, config: RewardConfig) -> Scorer:
-    """Return the Scorer of a reward function.
+def adapt(function: Callable[..., Any], name: str, config: RewardConfig) -> AdaptedReward:
+    """Return the AdaptedReward of a reward function.
 
     Raises:
         RewardLoadError: its parameters fit no convention; lists those that there are.
@@ -71,48 +71,48 @@ def adapt(function: Callable[..., Any], name: str, config: RewardConfig) -> Scor
     names = set(parameters)
     call = _caller(function, parameters)
     if "completions" in names:
-        return Scorer(lambda samples: _listed(call(_trl(samples))), batched=True, abstains=True)
+        return AdaptedReward(lambda samples: _listed(call(_trl(samples))), batched=True, abstains=True)
     if {"solution_str", "ground_truth"} <= names:
-        return Scorer(lambda samples: [call(_verl(s)) for s in samples], bools=True)
+        return AdaptedReward(lambda samples: [call(_verl(s)) for s in samples], bools=True)
     if {"queries", "prompts"} <= names:
-        return Scorer(lambda samples: _rewards_and_scores(call(_openrlhf(samples))), batched=True)
+        return AdaptedReward(lambda samples: _rewards_and_scores(call(_openrlhf(samples))), batched=True)
     if {"messages", "answer"} <= names:
-        return Scorer(
+        return AdaptedReward(
             lambda samples: [call({"messages": _chat(s), "answer": s.answer}) for s in samples], bools=True
         )
     if {"state", "action", "extra_info"} <= names:
-        return Scorer(lambda samples: [call(_env_step(s)) for s in samples], bools=True)
+        return AdaptedReward(lambda samples: [call(_env_step(s)) for s in samples], bools=True)
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = [p.name for p in parameters.values() if p.default is p.empty and p.kind in positional]
     keywords = [p for p in parameters.values() if p.default is p.empty and p.kind is p.KEYWORD_ONLY]
     if required == ["sample", "config"] and not keywords:
-        return Scorer(lambda samples: [_awaited(function(s, config)) for s in samples])
+        return AdaptedReward(lambda samples: [_awaited(function(s, config)) for s in samples])
     if len(required) == 1 and not keywords and required[0] not in TEXT:
-        return Scorer(lambda samples: [_awaited(function(s)) for s in samples])
+        return AdaptedReward(lambda samples: [_awaited(function(s)) for s in samples])
     raise RewardLoadError(_no_convention(name, parameters))
 
 
-def parse_score(raw: Any, scorer: Scorer, correct_at: float) -> Score:
+def parse_score(raw: Any, reward: AdaptedReward, correct_at: float) -> Score:
     """Return score and outcome of a raw value.
 
     Raises:
         InvalidScoreError: it is of a type that is no score.
         ValueError: it is a number that can be none: NaN, infinite, huge; or no Outcome.
     """
-    if raw is None and scorer.abstains:
+    if raw is None and reward.abstains:
         return Score(None, Outcome.FAILED)
     if isinstance(raw, dict):
-        value = _number(raw.get("score", raw.get("reward")), scorer.bools)
+        value = _number(raw.get("score", raw.get("reward")), reward.bools)
         judged = raw.get("judged", raw.get("acc"))
         if isinstance(judged, bool):
             return Score(value, Outcome.CORRECT if judged else Outcome.WRONG)
         return Score(value, _outcome(value if judged is None else _number(judged, True), correct_at))
     if isinstance(raw, tuple) and len(raw) == 2:
-        value, outcome = _number(raw[0], scorer.bools), Outcome(raw[1])
+        value, outcome = _number(raw[0], reward.bools), Outcome(raw[1])
         if outcome is Outcome.FAILED:
             raise ValueError("returned Outcome.FAILED")
         return Score(value, outcome)
-    value = _number(raw, scorer.bools)
+    value = _number(raw, reward.bools)
     return Score(value, _outcome(value, correct_at))
 
 

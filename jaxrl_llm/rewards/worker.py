@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxrl_llm.outcome import Outcome
-from jaxrl_llm.rewards.load import load_scorer
+from jaxrl_llm.rewards.load import load_reward
 from jaxrl_llm.rewards.messages import (
     Broken,
     Failed,
@@ -32,7 +32,7 @@ from jaxrl_llm.rewards.messages import (
     encode_reply,
 )
 from jaxrl_llm.rewards.sample import ABSTAINED, RewardLoadError, RewardResult, RewardSample
-from jaxrl_llm.rewards.signatures import InvalidScoreError, Score, Scorer, parse_score
+from jaxrl_llm.rewards.signatures import AdaptedReward, InvalidScoreError, Score, parse_score
 from jaxrl_llm.user_file import describe_error, end_with_parent, explain
 
 GRACE = 0.5  # seconds between SIGTERM and SIGKILL of the child
@@ -123,16 +123,16 @@ def serve(connection: socket.socket) -> None:
     setup: Setup = _receive(connection)
     config = setup.config
     _limit_memory(config.memory_gb)
-    scorers: dict[str, Scorer] = {}
+    rewards: dict[str, AdaptedReward] = {}
     while (request := _receive(connection)) is not None:
         try:
-            used = [_scorer(name, scorers, setup) for name in (request.name, *config.used[1:])]
+            used = [_loaded(name, rewards, setup) for name in (request.name, *config.used[1:])]
         except BaseException as error:  # also SystemExit: it is the user's
             known = isinstance(error, RewardLoadError)
             text = str(error) if known else f"the reward {request.name} cannot be loaded: {explain(error)}"
             _send(connection, request, Broken(text))
             continue
-        batched = any(scorer.batched for scorer in used)
+        batched = any(reward.batched for reward in used)
         _send(connection, request, Loaded(batched))
         samples = request.samples
         for group in [samples] if batched else [[sample] for sample in samples]:
@@ -144,11 +144,11 @@ def serve(connection: socket.socket) -> None:
         sys.stdout.flush()
 
 
-def _score(group: list[RewardSample], used: list[Scorer], setup: Setup) -> Reply:
+def _score(group: list[RewardSample], used: list[AdaptedReward], setup: Setup) -> Reply:
     """Return the results of a group, or the failure of a call."""
     started = time.perf_counter()
     try:
-        columns = [scorer.call(group) for scorer in used]
+        columns = [reward.call(group) for reward in used]
         for raws in columns:
             if len(raws) != len(group):
                 raise InvalidScoreError(f"returned {len(raws)} scores for {len(group)} samples")
@@ -158,7 +158,7 @@ def _score(group: list[RewardSample], used: list[Scorer], setup: Setup) -> Reply
     return Scored(tuple(_combine(raws, used, setup, seconds) for raws in zip(*columns, strict=True)))
 
 
-def _combine(raws: tuple[Any, ...], used: list[Scorer], setup: Setup, seconds: float) -> RewardResult:
+def _combine(raws: tuple[Any, ...], used: list[AdaptedReward], setup: Setup, seconds: float) -> RewardResult:
     """Return the weighted sum; the first reward says correct or wrong; shaping that abstains adds nothing."""
     config = setup.config
     try:
@@ -177,10 +177,10 @@ def _weighted(scores: list[Score], weights: tuple[float, ...], seconds: float) -
     return RewardResult(total, scores[0].outcome, "", seconds, values)
 
 
-def _scorer(name: str, scorers: dict[str, Scorer], setup: Setup) -> Scorer:
-    if name not in scorers:
-        scorers[name] = load_scorer(name, setup.config, setup.function)
-    return scorers[name]
+def _loaded(name: str, rewards: dict[str, AdaptedReward], setup: Setup) -> AdaptedReward:
+    if name not in rewards:
+        rewards[name] = load_reward(name, setup.config, setup.function)
+    return rewards[name]
 
 
 def _limit_memory(gigabytes: float) -> None:

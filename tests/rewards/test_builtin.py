@@ -314,13 +314,13 @@ LIMITS = RewardConfig(timeout=3.0, overlong_from=1, overlong_to=2)
 
 @pytest.mark.parametrize("name", sorted(REWARDS.keys() - {"gym", "math"}))
 def test_no_response_raises_or_takes_long(name):
-    scorer = adapt(REWARDS[name], name, LIMITS)
+    reward = adapt(REWARDS[name], name, LIMITS)
     rng = random.Random(0)
     noise = ["".join(rng.choices(PIECES, k=rng.randint(1, 20))) for _ in range(1500)]
     for text in [*HOSTILE.values(), *noise]:
         started = time.process_time()
-        (raw,) = scorer.call([sample(text, answer="29", **ROWS.get(name, {}))])
-        value, outcome = parse_score(raw, scorer, 1.0)
+        (raw,) = reward.call([sample(text, answer="29", **ROWS.get(name, {}))])
+        value, outcome = parse_score(raw, reward, 1.0)
         assert time.process_time() - started < 2.0, text[:80]
         assert -1.0 <= value <= 1.0 and outcome is not Outcome.FAILED
 

@@ -26,8 +26,8 @@ CHAT = [
 
 
 def run(function, samples=PLAIN):
-    scorer = adapt(function, "f", CONFIG)
-    return [parse_score(raw, scorer, CONFIG.correct_at) for raw in scorer.call(samples)]
+    reward = adapt(function, "f", CONFIG)
+    return [parse_score(raw, reward, CONFIG.correct_at) for raw in reward.call(samples)]
 
 
 def right_then_wrong(verdicts):
@@ -137,15 +137,15 @@ def test_an_unknown_signature_lists_the_accepted_ones():
     ],
 )
 def test_nonsense_is_named(value, message):
-    scorer = adapt(lambda sample: value, "f", CONFIG)
+    reward = adapt(lambda sample: value, "f", CONFIG)
     with pytest.raises(ValueError, match=message):
-        parse_score(value, scorer, 1.0)
+        parse_score(value, reward, 1.0)
 
 
 def test_numpy_scalars_are_numbers():
     np = pytest.importorskip("numpy")
-    scorer = adapt(lambda sample: 0, "f", CONFIG)
-    assert parse_score(np.float32(0.5), scorer, 0.5) == (0.5, Outcome.CORRECT)
+    reward = adapt(lambda sample: 0, "f", CONFIG)
+    assert parse_score(np.float32(0.5), reward, 0.5) == (0.5, Outcome.CORRECT)
     with pytest.raises(ValueError, match="bool"):
-        parse_score(np.bool_(True), scorer, 0.5)
-    assert math.isclose(parse_score(np.float64(0.1), scorer, 1.0)[0], 0.1)
+        parse_score(np.bool_(True), reward, 0.5)
+    assert math.isclose(parse_score(np.float64(0.1), reward, 1.0)[0], 0.1)
