@@ -1,6 +1,7 @@
 """Environments and tools in files of the user, in our convention and in RL2's."""
 
 import asyncio
+import re
 import time
 from pathlib import Path
 
@@ -154,6 +155,16 @@ def test_what_is_no_environment_is_refused_with_the_fix(tmp_path, source, name, 
     if "_exit" not in source and "while" not in source:
         with pytest.raises(UserError, match=message):
             load_env(f"{tmp_path / 'mine.py'}{name}")
+
+
+def test_the_environment_of_the_guide_works(talk, tmp_path):
+    guide = (Path(__file__).parents[2] / "docs/agents.md").read_text()
+    source = re.search(r"```python\n(.*?)```", guide, re.S)[1]
+    (tmp_path / "my_env.py").write_text(source)
+    check_env(EnvConfig(name=str(tmp_path / "my_env.py")), [Example(None, "x", answer="42")])
+    observations, episode = talk(source, "40<|im_end|>", "what<|im_end|>", "42<|im_end|>")
+    assert observations == [shown("higher"), shown("Write a number."), "done"]
+    assert episode.reward == pytest.approx(1 / 3)
 
 
 ROWS = [Example(None, "x", answer=answer) for answer in ("forty", None, "41")]
