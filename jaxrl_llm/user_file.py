@@ -71,7 +71,7 @@ def get_attribute(module: ModuleType, name: str, key: str) -> Any:
     """Return a callable of the module.
 
     Raises:
-        UserError: it has none of that name; says which it has.
+        UserError: it has none of that name; lists those it has.
     """
     value = getattr(module, name, None)
     if callable(value):
@@ -82,11 +82,10 @@ def get_attribute(module: ModuleType, name: str, key: str) -> Any:
 
 
 def explain(error: BaseException, path: Path | None = None) -> str:
-    """Return "file:line: Type: message" of an error in a user's code, with the nearest known name.
+    """Return "file:line: Type: message" of an error in the user's code, with the nearest known name.
 
     Args:
-        path: the user's file; the innermost line in its folder is named. None = the innermost line outside
-            this package and Python's own.
+        path: the user's file, if there is one; its lines count wherever it lies.
     """
     text = error.msg if isinstance(error, SyntaxError) else str(error)
     place = error_line(error, path)
@@ -94,13 +93,13 @@ def explain(error: BaseException, path: Path | None = None) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return "Type: message (file:line)" with the innermost line outside this package and Python's own."""
+    """Return "Type: message (file:line)" of an error in the user's code, for a list of reasons."""
     line = error_line(error)
     return f"{type(error).__name__}: {str(error)[:MAX_TEXT]}" + (f" ({line})" if line else "")
 
 
 def error_line(error: BaseException, path: Path | None = None) -> str:
-    """Return "file:line" where the user's code raised; "" where no such line is known."""
+    """Return "file:line", the innermost of the user's code; "" where there is none."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -123,10 +122,10 @@ def end_with_parent(parent: int, number: int) -> None:
 
 
 def _of_user(filename: str, path: Path | None) -> bool:
-    if path is not None:
-        return Path(filename).is_relative_to(path.parent)
-    ours = (str(Path(__file__).parent), sys.prefix, sys.base_prefix, "<frozen")
-    return not filename.startswith(ours)
+    """Return whether a file is neither of this package nor of Python and what is installed."""
+    folders = (Path(__file__).parent, Path(sys.prefix), Path(sys.base_prefix))
+    ours = any(Path(filename).is_relative_to(folder) for folder in folders) or filename.startswith("<frozen")
+    return filename == str(path) or not ours
 
 
 def _suggestion(error: BaseException) -> str:

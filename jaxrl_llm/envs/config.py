@@ -58,7 +58,7 @@ class ToolsConfig:
 
 @dataclass(frozen=True)
 class EnvConfig:
-    """The environment or the tools that the policy talks to, and their limits."""
+    """The environment or the tools of a run, and their limits."""
 
     name: str = ""
     """A built-in environment (guess), or a file of yours: "my_env.py" or "my_env.py:Class"; "" = none,
@@ -74,13 +74,13 @@ class EnvConfig:
     max_turns: Annotated[int, Range(1, 10_000, usual="8 is usual")] = 8
     """Turns of the policy at most."""
     max_calls: Annotated[int, Range(1, 10_000, usual="16 is usual")] = 16
-    """Tool calls that are carried out of one turn; the policy is told that the others were not."""
+    """Tool calls that are carried out of one turn; the policy reads that the others were not."""
     tool_timeout: Annotated[float, Range(0.0, 1e6, open_low=True, usual="30 is usual")] = 30.0
     """Seconds one tool call, or one step of your own environment, may take, without the time that it waits
-    for a free sandbox. A call that takes longer is cut off and the policy told; a step of an environment
-    ends its conversation as failed."""
+    for a free sandbox. A call that takes longer is cut off, and the policy reads so; a step of an
+    environment ends its conversation as failed."""
     max_observation_tokens: Annotated[int, Range(1, 10_000_000, usual="1024 is usual")] = 1024
-    """Longest observation after one turn; the rest is cut off and the policy told."""
+    """Longest observation after one turn; the rest is cut off, and the policy reads so."""
     toolbox: ToolsConfig = field(default_factory=ToolsConfig)
     """Settings of the built-in tools."""
 

@@ -72,7 +72,7 @@ class Tool(Protocol):
 
 
 class Guess:
-    """A game for rows whose answer is a whole number, such as task:guess: 1 if it is found, else 0."""
+    """A game for rows whose answer is a whole number, such as task:guess: reward 1 once it is guessed."""
 
     role = "user"
 

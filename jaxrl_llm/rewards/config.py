@@ -31,7 +31,7 @@ class RewardModelConfig:
     """Its share in the reward, which it is added to."""
     kind: Literal["outcome", "process", "generative"] = "outcome"
     """outcome: one score a response, at its last token; process: one a step, at the end of each line;
-    generative: asked whether the answer is right, the probability that it says Yes and not No."""
+    generative: the probability of Yes against No, after a prompt with question and answer."""
     mean: Annotated[float, Range(-1e6, 1e6)] = 0.0
     """Taken off its scores, so that they are around 0."""
     scale: Annotated[float, Range(1e-6, 1e6)] = 1.0
@@ -52,13 +52,13 @@ class RewardConfig:
     "my_rewards.py:my_reward", the URL of a service, "none" (reward models or an environment alone), or
     "auto": the built-in that fits each row's data source, and none where nothing needs one."""
     weight: Factor = 1.0
-    """Share of `name` in the reward; 0 = it only says what is correct, and reward models reward."""
+    """Share of `name` in the reward; 0 = it only decides what is correct, and reward models reward."""
     env: Literal["replace", "add"] = "replace"
     """What an environment's own reward does to that of `name`: takes its place, or is added. Where it gives
     none, `name` alone decides."""
     shaping: tuple[tuple[str, Factor], ...] = ()
-    """Further rewards added with their weights, e.g. format 0.2 overlong 1.0. Correct or wrong is said by
-    `name` alone."""
+    """Further rewards added with their weights, e.g. format 0.2 overlong 1.0. `name` alone decides what is
+    correct."""
     models: tuple[RewardModelConfig, ...] = ()
     """Reward models whose scores are added."""
     overlong_from: CountOrZero = 0

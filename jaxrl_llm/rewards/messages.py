@@ -110,7 +110,7 @@ def parse_reply(line: bytes, expected: Expected | None, config: RewardConfig) ->
     """Return the reply that a line from a worker holds.
 
     Args:
-        expected: the request that it must answer; None = the worker was asked nothing.
+        expected: the request that it must answer; None = there is none.
 
     Raises:
         InvalidReplyError: whatever else the line is.

@@ -93,7 +93,7 @@ class RewardPool:
         Raises:
             RewardLoadError: a setting is wrong, or the function cannot be pickled.
         """
-        if function is not None and config.name != "auto":
+        if function is not None:
             config = dataclasses.replace(config, name="auto")
         if wrong := [f"--reward.{name} {problem}" for name, problem in problems(config)]:
             raise RewardLoadError("\n".join(wrong))

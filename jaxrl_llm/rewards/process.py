@@ -161,7 +161,7 @@ class Worker:
     def _kill_group(self) -> None:
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):  # gone already (macOS says EPERM of a zombie)
+        except (ProcessLookupError, PermissionError):  # gone already (EPERM for a zombie on macOS)
             return
 
 

@@ -1,4 +1,4 @@
-"""A reward behind HTTP: a reward model on another machine, or any scorer that speaks JSON.
+"""A reward behind HTTP: a reward model on another machine, or any other that takes and returns JSON.
 
 One POST carries a list of samples and gets a list of scores in their order:
 

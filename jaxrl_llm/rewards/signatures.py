@@ -38,7 +38,7 @@ TEXT = ("response", "completion", "completions", "text", "prompt", "output", "an
 
 
 class Score(NamedTuple):
-    """What one reward function says of one sample."""
+    """Score of one reward function for one sample."""
 
     value: float | None  # None: it abstains
     outcome: Outcome

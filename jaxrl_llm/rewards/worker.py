@@ -159,7 +159,7 @@ def _score(group: list[RewardSample], used: list[AdaptedReward], setup: Setup) -
 
 
 def _combine(raws: tuple[Any, ...], used: list[AdaptedReward], setup: Setup, seconds: float) -> RewardResult:
-    """Return the weighted sum; the first reward says correct or wrong; shaping that abstains adds nothing."""
+    """Return the weighted sum; the first reward decides the outcome; shaping that abstains adds nothing."""
     config = setup.config
     try:
         scores = [parse_score(raw, s, config.correct_at) for raw, s in zip(raws, used, strict=True)]

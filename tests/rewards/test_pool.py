@@ -80,23 +80,28 @@ def samples(*responses):
         ("memory", "MemoryError"),
         ("_exit", "exited with code 7"),
         ("kill", "killed by SIGKILL"),
-        ("endless", "took longer than 1 s"),
-        ("backtrack", "took longer than 1 s"),
-        ("power", "took longer than 1 s"),
-        ("stubborn", "took longer than 1 s"),
-        ("flood", "took longer than 1 s"),
     ],
 )
 def test_a_fault_costs_its_own_sample_only(write, fault, reason):
-    timeout = 1.0 if "longer" in reason else 60.0
-    with RewardPool(RewardConfig(name=write(FAULTS), timeout=timeout, **ONCE)) as pool:
+    with RewardPool(RewardConfig(name=write(FAULTS), timeout=60.0, **ONCE)) as pool:
         results = pool.score(samples("a", fault, "b", "c", "d"))
         assert [r.score for r in results if r.valid] == [1.0] * 4
         assert not results[1].valid and results[1].outcome is Outcome.FAILED
         assert reason in results[1].reason
         assert pool.metrics["reward/failed_fraction"] == 0.2
         assert pool.metrics["reward/correct_fraction"] == 0.8
-        assert pool.metrics["reward/timeouts"] == float("longer" in reason)
+        assert pool.metrics["reward/timeouts"] == 0.0
+        assert all(r.score == 1.0 for r in pool.score(samples("a", "b", "c")))
+
+
+def test_what_takes_too_long_costs_its_own_sample_only(write):
+    """An endless loop, a regular expression, one long instruction, ignored signals, endless printing."""
+    endless = ("endless", "backtrack", "power", "stubborn", "flood")
+    with RewardPool(RewardConfig(name=write(FAULTS), timeout=1.0, workers=6, **ONCE)) as pool:
+        results = pool.score(samples("a", *endless, "b"))
+        assert [r.valid for r in results] == [True, *[False] * 5, True]
+        assert all("took longer than 1 s" in r.reason for r in results[1:-1])
+        assert pool.metrics["reward/timeouts"] == 5.0
         assert all(r.score == 1.0 for r in pool.score(samples("a", "b", "c")))
 
 
@@ -315,10 +320,11 @@ time.sleep(300)
 def escaping(folder, then):
     """A reward that leaves a daemon and a child in a session of its own behind, and then does `then`."""
     return f"""
-        import os, subprocess, sys
+        import os, subprocess, sys, time
         def reward(sample):
-            code = {ESCAPE!r}.format(file={str(folder)!r} + "/pid" + sample.response)
-            subprocess.run([sys.executable, "-c", code], start_new_session=True)
+            file = {str(folder)!r} + "/pid" + sample.response
+            subprocess.run([sys.executable, "-c", {ESCAPE!r}.format(file=file)], start_new_session=True)
+            while not os.path.exists(file) or not os.path.getsize(file): time.sleep(0.01)
             subprocess.Popen(["sleep", "{SLEEP}"], start_new_session=True)
             {then}
     """

@@ -134,6 +134,7 @@ def test_an_unknown_signature_lists_the_accepted_ones():
         (10**400, "a huge integer"),
         ({}, "returned NoneType"),
         ((1.0, 9), "9 is not a valid Outcome"),
+        ((1.0, Outcome.FAILED), "returned Outcome.FAILED"),
     ],
 )
 def test_nonsense_is_named(value, message):
