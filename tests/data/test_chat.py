@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.data.chat import encode_prompt, encode_supervised
+from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.rows import Example
-from jaxrl_llm.data.template import ChatConfig
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 
 PLAIN_CHATML = (
@@ -243,7 +243,7 @@ def test_mistakes_name_the_fix(tokenizer, example, config, message):
 def test_missing_template_and_refusing_template_and_missing_eos(tokenizer):
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(
-        ValueError, match=r"f.jsonl:12: the chat template cannot render this chat: roles must"
+        ValueError, match=r"f.jsonl:12: the tokenizer.s chat template cannot render this chat: roles must"
     ):
         encode_prompt(tokenizer, chat(user("a")), ChatConfig())
     tokenizer.chat_template = None

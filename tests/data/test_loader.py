@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import tyro
 
-from jaxrl_llm.data.loader import DataConfig, Loader
-from jaxrl_llm.data.rows import SourceConfig
-from jaxrl_llm.data.template import ChatConfig
+from jaxrl_llm.data.config import ChatConfig, DataConfig, SourceConfig
+from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 
 PLAIN = ChatConfig(render="plain")

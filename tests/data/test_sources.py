@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from jaxrl_llm.data.rows import SourceConfig
+from jaxrl_llm.data.config import SourceConfig
 from jaxrl_llm.data.sources import open_source
 
 ROWS = [{"question": f"{i}+1?", "answer": f"#### {i + 1}"} for i in range(5)]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.data import tasks
-from jaxrl_llm.data.rows import SourceConfig
+from jaxrl_llm.data.config import SourceConfig
 from jaxrl_llm.data.sources import open_source
 from jaxrl_llm.envs import calls
 from jaxrl_llm.envs.calls import Call
@@ -82,7 +82,7 @@ def test_held_out_prompts_are_never_trained_on(name):
 
 
 def test_a_tenth_is_held_out():
-    assert 900 <= sum(tasks.held_out(f"{i}+{i}") for i in range(10_000)) <= 1100
+    assert 900 <= sum(tasks.is_held_out(f"{i}+{i}") for i in range(10_000)) <= 1100
 
 
 def test_prompts_and_answers_are_short():
@@ -110,8 +110,8 @@ def test_settings_shape_the_problems():
     [([3, 5, 2], "*-", 13), ([2, 3, 4], "+*", 14), ([2, 3, 4, 5], "-*+", -5), ([7], "", 7)],
 )
 def test_compute_keeps_the_usual_precedence(operands, signs, value):
-    assert tasks.compute(operands, list(signs)) == value
-    assert eval(tasks.join(operands, list(signs))) == value
+    assert tasks.evaluate_expression(operands, list(signs)) == value
+    assert eval(tasks.format_expression(operands, list(signs))) == value
 
 
 def test_impossible_settings_fail():

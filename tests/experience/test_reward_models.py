@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl_llm import models
 from jaxrl_llm.data.chat import encode_prompt
-from jaxrl_llm.data.judge import ask_one
+from jaxrl_llm.data.preference import ask_one
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.template import ChatConfig
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer

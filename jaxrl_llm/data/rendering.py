@@ -1,0 +1,189 @@
+"""Chat templates rendered in a child process, under the kernel's limits of time and memory.
+
+A template comes with a model folder, so it is a stranger's code. The sandbox of jinja2 keeps it away from the
+machine, but does not bound it: loops nest, strings double, and one `10 ** 10 ** 9` never returns to the
+interpreter, where a counter could stop it or an exception could reach a thread. The limits of a process bound
+all of these. Each chat is rendered there, not only a first one as a trial, because a template can
+depend on the chat, on chance and on the time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import pickle
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from jaxrl_llm.data.rows import RowError
+from jaxrl_llm.errors import RunError, UserError
+
+CPU_SECONDS = 3.0  # for one chat; milliseconds are usual
+MEMORY = 2 << 30  # bytes of address space beyond those of the idle process
+MAX_CHARACTERS = 1 << 24  # of one rendered chat
+MAX_REASON = 500  # characters of a template's own error message
+START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from jaxrl_llm.data.rendering import serve; serve()"
+)
+KEPT_ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR", "TZ")
+HEADER = struct.Struct("!I")
+Rendered = tuple[str, list[tuple[int, int]]]
+"""Text, and the character spans inside {% generation %}."""
+
+
+class TemplateLimitError(RowError):
+    """A chat template that took too long, or too much memory, or wrote too much."""
+
+
+class TemplateProcess:
+    """The child process: started by the first chat, and started again after one that it did not survive."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen | None = None
+        self._errors: Any = None  # a file: the standard error of the process
+
+    def render(self, template: str, calls: Sequence[dict[str, Any]], name: str, where: str) -> list[Rendered]:
+        """Return what the template makes of each call's arguments.
+
+        Args:
+            template: Jinja text.
+            calls: keyword arguments of `transformers.utils.chat_template_utils.render_jinja_template`.
+            name: of the template, for messages: "the chat template t.jinja".
+            where: the row, for messages.
+
+        Raises:
+            RowError: the template refuses this chat, or exceeds a limit on it (TemplateLimitError).
+            UserError: the template is not valid Jinja.
+            RunError: the process cannot be started.
+        """
+        with self._lock:
+            reply = self._exchange(pickle_request(template, calls, where), name, where)
+        if "rendered" in reply:
+            return [(text, [tuple(span) for span in spans]) for text, spans in reply["rendered"]]
+        if "syntax" in reply:
+            raise UserError(f"{name} is not a valid Jinja template: {reply['syntax']}")
+        if "limit" in reply:
+            raise TemplateLimitError(f"{where}: {name} {reply['limit']} for this chat")
+        raise RowError(f"{where}: {name} cannot render this chat: {reply['error']}")
+
+    def close(self) -> None:
+        """End the process; the next chat starts another."""
+        if self._process is None:
+            return
+        self._process.kill()
+        for file in (self._process.stdin, self._process.stdout, self._errors):
+            with contextlib.suppress(BrokenPipeError):
+                file.close()
+        self._process.wait()
+        self._process = None
+
+    def _exchange(self, request: bytes, name: str, where: str) -> dict[str, Any]:
+        if self._process is None:
+            self._start()
+        try:
+            with contextlib.suppress(BrokenPipeError):  # it died; there is no reply then
+                self._process.stdin.write(HEADER.pack(len(request)) + request)
+                self._process.stdin.flush()
+            header = self._process.stdout.read(HEADER.size)
+            if len(header) == HEADER.size:
+                return json.loads(self._process.stdout.read(*HEADER.unpack(header)))
+            return self._reason_of_death()
+        except BaseException:  # Ctrl-C between request and reply: the next reply would be the wrong one
+            self.close()
+            raise
+
+    def _start(self) -> None:
+        kept = {key: os.environ[key] for key in KEPT_ENVIRONMENT if key in os.environ}
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115, closed by close
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", START, json.dumps([entry or os.getcwd() for entry in sys.path])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            # One thread: the buffers of many would be counted as memory. No secrets, no accelerators.
+            env={
+                **kept,
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+                "TRANSFORMERS_VERBOSITY": "error",
+            },
+            start_new_session=True,  # Ctrl-C does not reach it; it ends when its standard input closes
+        )
+        atexit.unregister(self.close)
+        atexit.register(self.close)
+
+    def _reason_of_death(self) -> dict[str, str]:
+        """Wait for the process, which has closed its output, and return the limit that ended it."""
+        code = self._process.wait()
+        self._errors.seek(0)
+        errors = self._errors.read()[-2000:].decode(errors="replace")
+        self.close()
+        if code == -signal.SIGPROF:
+            return {"limit": f"takes more than {CPU_SECONDS:g} s"}
+        if code < 0:
+            return {"limit": f"ends the process that renders it ({signal.Signals(-code).name})"}
+        raise RunError(f"the process that renders chat templates ended with code {code}: {errors}")
+
+
+def pickle_request(template: str, calls: Sequence[dict[str, Any]], where: str) -> bytes:
+    """Return a request for `serve`; columns of a row may hold what pickle refuses."""
+    try:
+        return pickle.dumps((template, list(calls)), protocol=pickle.HIGHEST_PROTOCOL)
+    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+        raise RowError(f"{where}: the chat is not plain data: {error}") from error
+
+
+def serve() -> None:
+    """Render the requests of standard input until it closes; the body of the child process."""
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints is no reply
+
+    _limit_memory()
+    while len(header := sys.stdin.buffer.read(HEADER.size)) == HEADER.size:
+        request = sys.stdin.buffer.read(*HEADER.unpack(header))
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # SIGPROF ends the process, inside C code too
+        reply = json.dumps(_render(request)).encode()
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        replies.write(HEADER.pack(len(reply)) + reply)
+        replies.flush()
+
+
+def _limit_memory() -> None:
+    import resource  # not on Windows
+
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+
+
+def _render(request: bytes) -> dict[str, Any]:
+    import jinja2
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    rendered = []
+    try:
+        template, calls = pickle.loads(request)
+        for arguments in calls:
+            (text,), spans = render_jinja_template(chat_template=template, **arguments)
+            if len(text) > MAX_CHARACTERS:
+                return {"limit": f"writes more than {MAX_CHARACTERS:,} characters"}
+            rendered.append((text, spans[0] if spans else []))
+    except MemoryError:
+        return {"limit": f"needs more than {MEMORY >> 30} GiB"}
+    except jinja2.TemplateSyntaxError as error:
+        return {"syntax": f"{error.message:.{MAX_REASON}} (line {error.lineno})"}
+    except jinja2.TemplateError as error:  # the template's own raise_exception, undefined values
+        return {"error": f"{error.message or type(error).__name__:.{MAX_REASON}}"}
+    except Exception as error:  # any other that its expressions raise
+        return {"error": f"{type(error).__name__}: {error!s:.{MAX_REASON}}"}
+    return {"rendered": rendered}
