@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.data.config import ChatConfig
-from jaxrl_llm.data.rows import Example, Message, RowError
+from jaxrl_llm.data.rows import Example, Message, RowError, template_columns
 from jaxrl_llm.data.template import ChatRenderer, read_options, token_ids
 from jaxrl_llm.errors import UserError
 
@@ -183,11 +183,8 @@ def prompt_row(example: Example, config: ChatConfig) -> dict[str, Any]:
     messages = prompt_messages(example, config)
     if messages is None:
         return {"prompt": _plain_text(example, config)}
-    kwargs = {
-        **read_options(config),
-        **(example.columns.get("chat_template_kwargs") or {}),
-    }
-    given = {"tools": example.columns.get("tools"), "chat_template_kwargs": kwargs}
+    tools, options = template_columns(example.columns, example.where)
+    given = {"tools": tools, "chat_template_kwargs": {**read_options(config), **options}}
     return {"messages": messages, **{key: value for key, value in given.items() if value}}
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.data.config import SourceConfig
-from jaxrl_llm.data.rows import MAX_CHARACTERS, SURROGATE, RowError, RowFile, no_rows
+from jaxrl_llm.data.rows import MAX_CHARACTERS, SURROGATE, Damage, RowError, RowFile, no_rows
 from jaxrl_llm.data.tables import arrow_file, hub_rows, parquet_file, saved_rows
 from jaxrl_llm.errors import UserError
 
@@ -114,8 +114,7 @@ def json_lines(path: Path) -> RowFile:
             raise RowError(f"{where}: a line of {size:,} bytes, more than {MAX_LINE:,}")
         return _parse_json(data[starts[i] : ends[i]], where)
 
-    damage = damage and f"{path}:{number + 1}: {damage}"
-    return RowFile(len(starts), get, lambda i: f"{path}:{numbers[i]}", damage)
+    return RowFile(len(starts), get, lambda i: f"{path}:{numbers[i]}", _damage(path, number + 1, damage))
 
 
 def json_file(path: Path) -> RowFile:
@@ -133,10 +132,10 @@ def json_file(path: Path) -> RowFile:
         value, damage = rows, damage or reason
     rows = value.get("data", [value]) if isinstance(value, dict) else value
     if not isinstance(rows, list):
-        raise UserError(f"{path} must hold a list of objects, got {type(rows).__name__}")
+        return no_rows(path, f"{path} must hold a list of objects, got {type(rows).__name__}")
     where = lambda i: f"{path}:{i + 1}"
     get = lambda i: rows[i] if clean else _without_surrogates(rows[i], where(i))
-    return RowFile(len(rows), get, where, damage and f"{where(len(rows))}: {damage}")
+    return RowFile(len(rows), get, where, _damage(path, len(rows) + 1, damage))
 
 
 def csv_file(path: Path) -> RowFile:
@@ -159,8 +158,7 @@ def csv_file(path: Path) -> RowFile:
         row = dict(zip(header, cells, strict=True))
         return row if clean else _without_surrogates(row, where(i))
 
-    last = lines[-1] + 1 if lines else 2
-    return RowFile(len(lines), get, where, damage and f"{path}:{last}: {damage}")
+    return RowFile(len(lines), get, where, _damage(path, lines[-1] + 1 if lines else 2, damage))
 
 
 READERS: dict[str, Callable[[Path], RowFile]] = {
@@ -185,6 +183,10 @@ def _split_label(path: Path) -> str | None:
         if word in SPLITS:
             return word
     return None
+
+
+def _damage(path: Path, line: int, reason: str) -> tuple[Damage, ...]:
+    return (Damage(f"{path}:{line}: {reason}"),) if reason else ()
 
 
 def _contents(path: Path) -> tuple[bytes | mmap.mmap, str]:

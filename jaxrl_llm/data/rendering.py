@@ -13,29 +13,28 @@ import atexit
 import contextlib
 import json
 import os
-import pickle
 import signal
 import struct
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, BinaryIO
 
 from jaxrl_llm.data.rows import RowError
 from jaxrl_llm.errors import RunError, UserError
 
-CPU_SECONDS = 3.0  # for one chat; milliseconds are usual
+CPU_SECONDS = 3.0  # of the processor, for one chat; a millisecond is usual
 MEMORY = 2 << 30  # bytes of address space beyond those of the idle process
 MAX_CHARACTERS = 1 << 24  # of one rendered chat
 MAX_REASON = 500  # characters of a template's own error message
 START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from jaxrl_llm.data.rendering import serve; serve()"
+    "from jaxrl_llm.data.rendering import serve; serve(float(sys.argv[2]))"
 )
 KEPT_ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR", "TZ")
-HEADER = struct.Struct("!I")
+HEADER = struct.Struct("!Q")
 Rendered = tuple[str, list[tuple[int, int]]]
 """Text, and the character spans inside {% generation %}."""
 
@@ -45,9 +44,14 @@ class TemplateLimitError(RowError):
 
 
 class TemplateProcess:
-    """The child process: started by the first chat, and started again after one that it did not survive."""
+    """The child process: started by the first chat, and started again after one that it did not survive.
 
-    def __init__(self):
+    Args:
+        seconds: of the processor, for one chat.
+    """
+
+    def __init__(self, seconds: float = CPU_SECONDS):
+        self._seconds = seconds
         self._lock = threading.Lock()
         self._process: subprocess.Popen | None = None
         self._errors: Any = None  # a file: the standard error of the process
@@ -67,7 +71,7 @@ class TemplateProcess:
             RunError: the process cannot be started.
         """
         with self._lock:
-            reply = self._exchange(pickle_request(template, calls, where), name, where)
+            reply = self._exchange(_request(template, calls, where))
         if "rendered" in reply:
             return [(text, [tuple(span) for span in spans]) for text, spans in reply["rendered"]]
         if "syntax" in reply:
@@ -87,17 +91,14 @@ class TemplateProcess:
         self._process.wait()
         self._process = None
 
-    def _exchange(self, request: bytes, name: str, where: str) -> dict[str, Any]:
+    def _exchange(self, request: bytes) -> dict[str, Any]:
         if self._process is None:
             self._start()
         try:
-            with contextlib.suppress(BrokenPipeError):  # it died; there is no reply then
-                self._process.stdin.write(HEADER.pack(len(request)) + request)
-                self._process.stdin.flush()
-            header = self._process.stdout.read(HEADER.size)
-            if len(header) == HEADER.size:
-                return json.loads(self._process.stdout.read(*HEADER.unpack(header)))
-            return self._reason_of_death()
+            with contextlib.suppress(BrokenPipeError):  # it died, and there will be no reply
+                _write(self._process.stdin, request)
+            reply = _read(self._process.stdout)
+            return self._reason_of_death() if reply is None else json.loads(reply)
         except BaseException:  # Ctrl-C between request and reply: the next reply would be the wrong one
             self.close()
             raise
@@ -105,18 +106,15 @@ class TemplateProcess:
     def _start(self) -> None:
         kept = {key: os.environ[key] for key in KEPT_ENVIRONMENT if key in os.environ}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115, closed by close
+        path = json.dumps([entry or os.getcwd() for entry in sys.path])
+        # One thread, as the buffers of many count as memory. No secrets, no accelerators.
+        settings = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", START, json.dumps([entry or os.getcwd() for entry in sys.path])],
+            [sys.executable, "-P", "-c", START, path, str(self._seconds)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            # One thread: the buffers of many would be counted as memory. No secrets, no accelerators.
-            env={
-                **kept,
-                "OMP_NUM_THREADS": "1",
-                "OPENBLAS_NUM_THREADS": "1",
-                "TRANSFORMERS_VERBOSITY": "error",
-            },
+            env=kept | settings,
             start_new_session=True,  # Ctrl-C does not reach it; it ends when its standard input closes
         )
         atexit.unregister(self.close)
@@ -129,52 +127,43 @@ class TemplateProcess:
         errors = self._errors.read()[-2000:].decode(errors="replace")
         self.close()
         if code == -signal.SIGPROF:
-            return {"limit": f"takes more than {CPU_SECONDS:g} s"}
+            return {"limit": f"takes more than {self._seconds:g} s of processor time"}
         if code < 0:
             return {"limit": f"ends the process that renders it ({signal.Signals(-code).name})"}
         raise RunError(f"the process that renders chat templates ended with code {code}: {errors}")
 
 
-def pickle_request(template: str, calls: Sequence[dict[str, Any]], where: str) -> bytes:
-    """Return a request for `serve`; columns of a row may hold what pickle refuses."""
-    try:
-        return pickle.dumps((template, list(calls)), protocol=pickle.HIGHEST_PROTOCOL)
-    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
-        raise RowError(f"{where}: the chat is not plain data: {error}") from error
-
-
-def serve() -> None:
+def serve(seconds: float) -> None:
     """Render the requests of standard input until it closes; the body of the child process."""
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no reply
+    from transformers.utils.chat_template_utils import render_jinja_template  # before the limits
 
     _limit_memory()
-    while len(header := sys.stdin.buffer.read(HEADER.size)) == HEADER.size:
-        request = sys.stdin.buffer.read(*HEADER.unpack(header))
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # SIGPROF ends the process, inside C code too
-        reply = json.dumps(_render(request)).encode()
+    while (request := _read(sys.stdin.buffer)) is not None:
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process, inside C code too
+        reply = json.dumps(_render(render_jinja_template, request)).encode()
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-        replies.write(HEADER.pack(len(reply)) + reply)
-        replies.flush()
+        _write(replies, reply)
 
 
 def _limit_memory() -> None:
-    import resource  # not on Windows
+    """Limit the address space to MEMORY more than now; macOS has neither the file nor the limit."""
+    import resource  # Unix has it
 
-    with open("/proc/self/statm") as file:
-        used = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+    with contextlib.suppress(FileNotFoundError), open("/proc/self/statm") as file:
+        limit = int(file.read().split()[0]) * resource.getpagesize() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _render(request: bytes) -> dict[str, Any]:
+def _render(render: Callable, request: bytes) -> dict[str, Any]:
     import jinja2
-    from transformers.utils.chat_template_utils import render_jinja_template
 
     rendered = []
     try:
-        template, calls = pickle.loads(request)
+        template, calls = json.loads(request)
         for arguments in calls:
-            (text,), spans = render_jinja_template(chat_template=template, **arguments)
+            (text,), spans = render(chat_template=template, **arguments)
             if len(text) > MAX_CHARACTERS:
                 return {"limit": f"writes more than {MAX_CHARACTERS:,} characters"}
             rendered.append((text, spans[0] if spans else []))
@@ -187,3 +176,25 @@ def _render(request: bytes) -> dict[str, Any]:
     except Exception as error:  # any other that its expressions raise
         return {"error": f"{type(error).__name__}: {error!s:.{MAX_REASON}}"}
     return {"rendered": rendered}
+
+
+def _request(template: str, calls: Sequence[dict[str, Any]], where: str) -> bytes:
+    try:
+        return json.dumps((template, list(calls))).encode()
+    except (TypeError, ValueError, RecursionError) as error:  # messages of an environment hold anything
+        raise RowError(f"{where}: the chat holds what JSON cannot: {error}") from error
+
+
+def _write(file: BinaryIO, message: bytes) -> None:
+    file.write(HEADER.pack(len(message)) + message)
+    file.flush()
+
+
+def _read(file: BinaryIO) -> bytes | None:
+    """Return the next message; None at the end of the file."""
+    header = file.read(HEADER.size)
+    if len(header) < HEADER.size:
+        return None
+    (size,) = HEADER.unpack(header)
+    message = file.read(size)
+    return message if len(message) == size else None

@@ -62,13 +62,21 @@ class RowError(UserError):
 
 
 @dataclass(frozen=True)
+class Damage:
+    """A part of a file that cannot be read."""
+
+    reason: str  # with its place: "file.jsonl.gz:12: ..."
+    rows: int = 1  # lost, as far as that is known
+
+
+@dataclass(frozen=True)
 class RowFile:
-    """The rows of one file or dataset."""
+    """The rows of one file or dataset that can be told apart."""
 
     size: int
     get: Callable[[int], Any]  # raises RowError, or what its library raises, where the row is damaged
     where: Callable[[int], str]  # "file.jsonl:12"
-    damage: str = ""  # what is wrong with the rest of the file, with its place; "" = nothing
+    damage: tuple[Damage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,9 +100,9 @@ class Example:
         assert (self.messages is None) != (self.text is None), self.where
 
 
-def no_rows(path: Path, damage: str) -> RowFile:
+def no_rows(path: Path, reason: str) -> RowFile:
     """Return a file of which nothing can be read."""
-    return RowFile(0, lambda i: None, lambda i: str(path), damage)
+    return RowFile(0, lambda i: None, lambda i: str(path), (Damage(reason),))
 
 
 def read_prompt_row(row: dict[str, Any], where: str, config: SourceConfig) -> Example:
@@ -113,7 +121,7 @@ def read_prompt_row(row: dict[str, Any], where: str, config: SourceConfig) -> Ex
     if turns:
         messages = (*messages, *turns)
     if messages is not None:
-        _check_template_columns(present, where)
+        template_columns(row, where)
     if text is not None and key == "text" and not config.prompt_key:
         text, response = "", text
     source = present.get("data_source", "")
@@ -179,6 +187,25 @@ def lookup(row: dict, key: str) -> Any:
     head, _, rest = key.partition(".")
     inner = row.get(head) if rest else None
     return lookup(inner, rest) if isinstance(inner, dict) else None
+
+
+def template_columns(columns: dict[str, Any], where: str) -> tuple[list[dict] | None, dict[str, Any]]:
+    """Return (tools, options), the columns of a row that its chat template gets.
+
+    Raises:
+      RowError: they are not what a chat template can read.
+    """
+    tools, options = columns.get("tools"), columns.get("chat_template_kwargs")
+    tools, options = None if _is_null(tools) else tools, {} if _is_null(options) else options
+    if tools is not None and (not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools)):
+        raise RowError(f"{where}: tools must be a list of JSON schemas, got {tools!r:.100}")
+    if not isinstance(options, dict):
+        raise RowError(f"{where}: chat_template_kwargs must be an object, got {type_name(options)}")
+    if reserved := RESERVED_OPTIONS & options.keys():
+        raise RowError(f"{where}: chat_template_kwargs may not set {', '.join(sorted(reserved))}")
+    check_json(tools, f"{where}: tools")
+    check_json(options, f"{where}: chat_template_kwargs")
+    return tools or None, options
 
 
 def first_column(row: dict, keys: tuple[str, ...]) -> Any:
@@ -319,20 +346,6 @@ def _join_parts(parts: list, where: str) -> str:
     if not all(isinstance(text, str) for text in texts):
         raise RowError(f"{where}.content has parts that are not text")
     return "".join(texts)
-
-
-def _check_template_columns(row: dict, where: str) -> None:
-    """Raise RowError unless the columns that a chat template reads are what it can read."""
-    tools = row.get("tools", [])
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RowError(f"{where}: tools must be a list of JSON schemas, got {tools!r:.100}")
-    options = row.get("chat_template_kwargs", {})
-    if not isinstance(options, dict):
-        raise RowError(f"{where}: chat_template_kwargs must be an object, got {type_name(options)}")
-    if reserved := RESERVED_OPTIONS & options.keys():
-        raise RowError(f"{where}: chat_template_kwargs may not set {', '.join(sorted(reserved))}")
-    check_json(tools, f"{where}: tools")
-    check_json(options, f"{where}: chat_template_kwargs")
 
 
 def _source_name(path: str) -> str:

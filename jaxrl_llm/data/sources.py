@@ -11,13 +11,14 @@ import json
 import logging
 import random
 from array import array
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from jaxrl_llm.data import tasks
 from jaxrl_llm.data.config import BadRows, SourceConfig
 from jaxrl_llm.data.files import open_rows
 from jaxrl_llm.data.preference import judgement, read_example
-from jaxrl_llm.data.rows import Example, RowError, RowFile
+from jaxrl_llm.data.rows import Damage, Example, RowError, RowFile
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.ranges import LARGEST
 
@@ -61,19 +62,7 @@ class FileSource:
         self._files = open_rows(config)
         self._good = array("q")  # row numbers over all files, bad rows left out
         self._starts = [0, *itertools.accumulate(file.size for file in self._files)]
-        self.num_bad, reports = 0, []
-        for file, start in zip(self._files, self._starts, strict=False):
-            for row in range(file.size):
-                try:
-                    self._read(file, row)
-                    self._good.append(start + row)
-                except RowError as error:
-                    self.num_bad += 1
-                    reports += [str(error)] * (len(reports) < MAX_REPORTS)
-            if file.damage:
-                self.num_bad += 1
-                reports.append(file.damage)
-        self._report(reports, bad_rows)
+        self.num_bad = self._scan(bad_rows)
 
     def __len__(self) -> int:
         return len(self._good)
@@ -93,22 +82,38 @@ class FileSource:
             raise RowError(f"{where}: cannot be read ({type(error).__name__}: {error!s:.300})") from error
         return read_example(value, where, self._config)
 
-    def _report(self, reports: list[str], bad_rows: BadRows) -> None:
-        """Raise UserError if bad rows are not allowed or no row is good, else warn of them."""
-        path, total = self._config.path, len(self) + self.num_bad
+    def _scan(self, bad_rows: BadRows) -> int:
+        """Fill `_good`, return the number of bad rows; warn of them or, if not allowed, raise UserError."""
+        path, num_bad, listed = self._config.path, 0, []
+        for damage in self._bad_rows():
+            num_bad += damage.rows
+            if len(listed) < MAX_REPORTS:
+                listed.append(damage)
+        total, more = len(self) + num_bad, num_bad - sum(damage.rows for damage in listed)
         if total == 0:
             raise UserError(f"{path} has no rows")
-        if not self.num_bad:
-            return
-        more = [f"and {self.num_bad - len(reports)} more"] if self.num_bad > len(reports) else []
-        listed = "".join(f"\n  {line}" for line in [*reports, *more])
+        lines = [damage.reason for damage in listed] + [f"and {more} more"] * (more > 0)
+        report = "".join(f"\n  {line}" for line in lines)
         if not len(self):
-            raise UserError(f"{path}: none of the {total} rows can be used:{listed}")
-        if bad_rows == "fail":
+            raise UserError(f"{path}: none of the {total} rows can be used:{report}")
+        if num_bad and bad_rows == "fail":
             raise UserError(
-                f"{path}: {self.num_bad} of {total} rows are bad (--data.bad_rows skip skips them):{listed}"
+                f"{path}: {num_bad} of {total} rows are bad (--data.bad_rows skip skips them):{report}"
             )
-        log.warning("%s: %d of %d rows skipped:%s", path, self.num_bad, total, listed)
+        if num_bad:
+            log.warning("%s: %d of %d rows skipped:%s", path, num_bad, total, report)
+        return num_bad
+
+    def _bad_rows(self) -> Iterator[Damage]:
+        """Read every row once: add the good ones to `_good`, yield the others."""
+        for file, start in zip(self._files, self._starts, strict=False):
+            for row in range(file.size):
+                try:
+                    self._read(file, row)
+                    self._good.append(start + row)
+                except RowError as error:
+                    yield Damage(str(error))
+            yield from file.damage
 
 
 class TaskSource:

@@ -1,4 +1,7 @@
-"""Tables as random-access rows: Parquet and Arrow files, saved datasets, datasets of the Hugging Face hub."""
+"""Tables as random-access rows: Parquet and Arrow files, saved datasets, datasets of the Hugging Face hub.
+
+A file is read by its row groups or record batches: one that is damaged is lost, the others are used.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.data.config import SourceConfig
-from jaxrl_llm.data.rows import RowError, RowFile, no_rows
+from jaxrl_llm.data.rows import Damage, RowFile, no_rows
 from jaxrl_llm.errors import UserError
 
 
 def parquet_file(path: Path) -> RowFile:
-    """Read a Parquet file by its row groups; the rows of a damaged one are damaged, the others are used."""
+    """Read a Parquet file by its row groups."""
     import pyarrow.parquet
 
     try:
@@ -22,13 +25,13 @@ def parquet_file(path: Path) -> RowFile:
         sizes = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
     except Exception as error:  # pyarrow raises half a dozen types for damaged files
         return _unreadable(path, error)
-    groups: list[Any] = []
-    for i in range(len(sizes)):
+    parts: list[Any] = []
+    for i, size in enumerate(sizes):
         try:
-            groups.append(file.read_row_group(i))
+            parts.append(file.read_row_group(i))
         except Exception as error:  # as above
-            groups.append(f"row group {i} is damaged: {error!s:.300}")
-    return _table_rows(path, groups, sizes)
+            parts.append(Damage(f"row group {i} of {size:,} rows is damaged: {error!s:.300}", max(size, 1)))
+    return _table_rows(path, parts)
 
 
 def arrow_file(path: Path) -> RowFile:
@@ -38,55 +41,68 @@ def arrow_file(path: Path) -> RowFile:
     """
     import pyarrow
 
-    batches: list[Any] = []
     try:
         mapped = pyarrow.memory_map(str(path))
         is_file = mapped.read(8) == b"ARROW1\0\0"
         try:
             reader = pyarrow.ipc.open_file(mapped)
-            batches = [_batch(reader, i) for i in range(reader.num_record_batches)]
-            return _table_rows(path, batches, [0 if isinstance(b, str) else b.num_rows for b in batches])
+            return _table_rows(path, [_batch(reader, i) for i in range(reader.num_record_batches)])
         except pyarrow.ArrowInvalid:  # a stream, or a file without its end
             mapped.seek(8 if is_file else 0)
         reader = pyarrow.ipc.open_stream(mapped)
     except Exception as error:  # as in parquet_file
         return _unreadable(path, error)
-    damage = "the file ends too soon" if is_file else ""
+    parts: list[Any] = []
     while True:
         try:
-            batches.append(reader.read_next_batch())
+            batch = reader.read_next_batch()
+            batch.validate()
+            parts.append(batch)
         except StopIteration:
-            break
+            parts += [Damage("the file ends too soon")] * is_file
+            return _table_rows(path, parts)
         except Exception as error:  # as in parquet_file
-            damage = f"the file is damaged from here: {error!s:.300}"
-            break
-    return _table_rows(path, batches, [batch.num_rows for batch in batches], damage)
+            return _table_rows(path, [*parts, Damage(f"the file is damaged from here: {error!s:.300}")])
 
 
 def _batch(reader: Any, i: int) -> Any:
-    """Return batch `i` of an Arrow file, or why it cannot be read."""
+    """Return batch `i` of an Arrow file, or Damage."""
     try:
-        return reader.get_batch(i)
+        batch = reader.get_batch(i)
+        batch.validate()
+        return batch
     except Exception as error:  # as in parquet_file
-        return f"record batch {i} is damaged: {error!s:.300}"
+        return Damage(f"record batch {i} is damaged: {error!s:.300}")
 
 
-def _table_rows(path: Path, parts: Sequence[Any], sizes: Sequence[int], damage: str = "") -> RowFile:
-    """Return the rows of tables or batches of these sizes; a text in the place of one says why it is lost."""
-    starts = [0, *itertools.accumulate(sizes)]
-    where = lambda i: f"{path}:{i + 1}"
+def _table_rows(path: Path, parts: Sequence[Any]) -> RowFile:
+    """Return the rows of tables or batches, some of them Damage in their place."""
+    whole = [part for part in parts if not isinstance(part, Damage)]
+    starts = [0, *itertools.accumulate(part.num_rows for part in whole)]
+    first, firsts, damage = 1, [], []  # numbers of rows in the file count what is lost
+    for part in parts:
+        if isinstance(part, Damage):
+            damage.append(Damage(f"{path}:{first}: {part.reason}", part.rows))
+            first += part.rows
+        else:
+            firsts.append(first)
+            first += part.num_rows
+
+    def find(i: int) -> tuple[int, int]:
+        which = bisect.bisect_right(starts, i) - 1
+        return which, i - starts[which]
 
     def get(i: int) -> dict[str, Any]:
-        part = bisect.bisect_right(starts, i) - 1
-        if isinstance(parts[part], str):
-            raise RowError(f"{where(i)}: {parts[part]}")
-        row = parts[part].slice(i - starts[part], 1)
-        row.validate(full=True)  # offsets of a damaged file may point anywhere
-        return row.to_pylist()[0]
+        which, row = find(i)
+        table = whole[which].slice(row, 1)
+        table.validate(full=True)  # offsets of a damaged file may point anywhere
+        return table.to_pylist()[0]
 
-    empty = [part for part, size in zip(parts, sizes, strict=True) if isinstance(part, str) and not size]
-    damage = "; ".join([*empty, *([damage] if damage else [])])
-    return RowFile(starts[-1], get, where, damage and f"{where(starts[-1])}: {damage}")
+    def where(i: int) -> str:
+        which, row = find(i)
+        return f"{path}:{firsts[which] + row}"
+
+    return RowFile(starts[-1], get, where, tuple(damage))
 
 
 def saved_rows(path: Path, split: str) -> list[RowFile]:
@@ -107,13 +123,12 @@ def saved_rows(path: Path, split: str) -> list[RowFile]:
 def _damaged_dataset(path: Path, split: str, error: Exception) -> list[RowFile]:
     """Return the rows of the Arrow files of a saved dataset that the datasets library cannot load."""
     folder = path / split if (path / "dataset_dict.json").exists() else path
-    files = sorted(folder.glob("data-*.arrow"))
+    files = [arrow_file(file) for file in sorted(folder.glob("data-*.arrow"))]
     if not files:
         raise UserError(f"{path} is no saved dataset that can be loaded: {error!s:.300}") from error
-    parts = [arrow_file(file) for file in files]
-    if not any(part.damage for part in parts):
-        parts.append(no_rows(path, f"{path} cannot be loaded, its Arrow files are read: {error!s:.300}"))
-    return parts
+    if not any(file.damage for file in files):
+        files.append(no_rows(path, f"{path} is damaged, its Arrow files are read: {error!s:.300}"))
+    return files
 
 
 def hub_rows(config: SourceConfig) -> RowFile:

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxrl_llm.data.config import ChatConfig, template_options_problem
 from jaxrl_llm.data.rendering import Rendered, TemplateProcess
-from jaxrl_llm.data.rows import SURROGATE, Example, Message, RowError
+from jaxrl_llm.data.rows import SURROGATE, Example, Message, RowError, template_columns
 from jaxrl_llm.errors import UserError
 
 MAX_TEMPLATE = 1 << 20  # characters; those of large models have ten thousand
@@ -30,12 +30,12 @@ class ChatRenderer:
     def __init__(self, tokenizer: Any, messages: list[Message], example: Example, config: ChatConfig):
         self.controls = control_tokens(tokenizer)
         self._tokenizer, self._where = tokenizer, example.where or "a chat"
-        contents = [messages, example.columns.get("tools"), example.columns.get("chat_template_kwargs")]
+        contents = [messages, *template_columns(example.columns, self._where)]
         (self._messages, tools, options), self._hidden = hide(contents, self.controls, self._where)
         self.template = find_template(tokenizer, config, tools)
         self._name = template_name(tokenizer, config)
-        options = {**read_options(config), **(options or {})}
-        self._options = {**tokenizer.special_tokens_map, **options, "tools": tools or None}
+        options = {**read_options(config), **options}
+        self._options = {**tokenizer.special_tokens_map, **options, "tools": tools}
 
     def render(self, count: int | None = None, generation_prompt: bool = False) -> str:
         """Return the text of the first `count` messages (None: of all)."""

@@ -98,8 +98,8 @@ def read_tokens(args: Args, folder: Path, config: TransformerConfig) -> Iterator
                 raise UserError(f'{where}: a row needs "tokens" (ids) or "messages" (a chat)')
             check_tokens(ids, where, config)
             yield ids
-        if source.damage:
-            raise UserError(source.damage)
+        for damage in source.damage:
+            raise UserError(damage.reason)
 
 
 def chat_tokens(tokenizer: Any, row: dict, where: str, config: ChatConfig) -> list[int]:
