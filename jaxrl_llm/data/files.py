@@ -219,7 +219,7 @@ def _unpack_gzip(path: Path) -> tuple[bytes, str]:
                     unpacked.append(stream.decompress(packed))
                 except zlib.error as error:
                     unpacked += _until_damage(before, packed)
-                    return b"".join(unpacked), f"the gzip data is damaged from here: {error}"
+                    return b"".join(unpacked), f"the gzip data is damaged here or before: {error}"
                 packed = stream.unused_data
     damage = "the gzip data ends too soon" if started and not stream.eof else ""
     return b"".join(unpacked), damage

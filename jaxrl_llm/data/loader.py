@@ -301,6 +301,7 @@ class Loader:
 
     def _nothing_fits(self, k: int, reasons: list[RowError], kind: RowKind) -> UserError:
         """Return the error of a source of which no row can be used."""
+        reasons = list({str(reason): reason for reason in reasons}.values())  # rows are drawn repeatedly
         lengths = [reason.tokens for reason in reasons if isinstance(reason, OverlongError)]
         bad = [reason for reason in reasons if not isinstance(reason, OverlongError)]
         all_rows = "" if len(reasons) >= len(self._sources[k]) else " tried"

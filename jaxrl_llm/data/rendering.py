@@ -92,6 +92,8 @@ class TemplateProcess:
         self._process = None
 
     def _exchange(self, request: bytes) -> dict[str, Any]:
+        if self._process and self._process.poll() is not None:  # it was killed while idle
+            self.close()
         if self._process is None:
             self._start()
         try:

@@ -105,7 +105,9 @@ class FileSource:
         return num_bad
 
     def _bad_rows(self) -> Iterator[Damage]:
-        """Read every row once: add the good ones to `_good`, yield the others."""
+        """Read every row once; yield the damage of files and bad rows, add good ones to `_good`."""
+        for file in self._files:
+            yield from file.damage
         for file, start in zip(self._files, self._starts, strict=False):
             for row in range(file.size):
                 try:
@@ -113,7 +115,6 @@ class FileSource:
                     self._good.append(start + row)
                 except RowError as error:
                     yield Damage(str(error))
-            yield from file.damage
 
 
 class TaskSource:

@@ -131,9 +131,9 @@ def test_dialogues_differ_in_their_last_turns():
         (
             {"prompt": "a", "response": "b", "score": "5"},
             {"score_key": "score"},
-            "must hold a number, got str '5'",
+            "must hold a number, got '5'",
         ),
-        ({"prompt": "a", "response": "b"}, {"score_key": "score"}, "must hold a number, got NoneType"),
+        ({"prompt": "a", "response": "b"}, {"score_key": "score"}, "must hold a number, got None"),
     ],
 )
 def test_rows_that_lack_something_are_refused_with_their_place(row, settings, message):

@@ -145,7 +145,7 @@ BAD = {
         "messages[0] must be an object with role and content, got str",
     ),
     "no role": ({"messages": [{"content": "hi"}]}, {}, "messages[0] has no known role"),
-    "strange speaker": ({"conversations": [{"from": "bard", "value": "x"}]}, {}, "from='bard'"),
+    "strange speaker": ({"conversations": [{"from": "bard", "value": "x"}]}, {}, "'from': 'bard'"),
     "no content": (
         {"messages": [USER, {"role": "user"}]},
         {},
