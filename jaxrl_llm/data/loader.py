@@ -321,10 +321,8 @@ class Loader:
 
     def _eval_note(self, used: str) -> str:
         counts = self.stats()
-        left_out = f"{counts['overlong']:,} are too long and {counts['bad_rows']:,} bad"
-        return (
-            f"the held-out data gives {used}, and all are used (it has {counts['rows']:,} rows, {left_out})"
-        )
+        left_out = f"{counts['overlong']:,} of those read too long, {counts['bad_rows']:,} bad"
+        return f"{used} are used; the held-out data has {counts['rows']:,} rows, {left_out}"
 
 
 class Places:
