@@ -85,7 +85,7 @@ def _env(config: TrainConfig) -> Iterator[str]:
 
 
 def _sampling(config: TrainConfig) -> Iterator[str]:
-    if algos.module_of(config.algo).INPUT == "rollouts":
+    if algos.of(config.algo).on_rollouts:
         yield from _draws("rollout", config.rollout.sampling, config.responses_per_prompt)
     if config.eval.every:
         yield from _draws("eval.sampling", config.eval.sampling, config.eval.samples)

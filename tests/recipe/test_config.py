@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl_llm.algos import grpo, sft
+from jaxrl_llm.algos.clipped import ClippedConfig
 from jaxrl_llm.config import (
     DataConfig,
     EnvConfig,
@@ -425,14 +426,14 @@ def test_the_dump_is_json_and_complete(config):
     tree = json.loads(json.dumps(dump(config), allow_nan=False))
     assert {f.name for f in dataclasses.fields(TrainConfig)} == set(tree)
     as_json = json.loads(json.dumps(dataclasses.asdict(grpo.Config())))
-    assert tree["algo"] == {"name": "grpo", **as_json}
+    assert tree["algo"] == {"name": as_json.pop("algorithm"), **as_json}
     assert tree["model"]["architecture"]["max_position"] == 64
     assert tree["data"]["train"][1]["path"] == "b.jsonl"
     assert dump(replace(config, max_runtime=float("inf")))["max_runtime"] == "inf"
 
 
 @dataclasses.dataclass(frozen=True)
-class Secretive(grpo.Config):
+class Secretive(ClippedConfig):
     api_key: str = "abc123"
     auth_token: str = "abc123"
     password: str = ""
@@ -442,7 +443,6 @@ class Secretive(grpo.Config):
 
 def test_secrets_are_masked(config, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hunter2")
-    monkeypatch.setattr(sys.modules[__name__], "INPUT", "rollouts", raising=False)
     config = replace(config, algo=Secretive(), model=replace(config.model, path="https://u:hunter2@host/m"))
     run = describe_run(config, "r.py", ["--model.path", "https://u:hunter2@host/m"])
     text = json.dumps(run)
