@@ -28,14 +28,12 @@ from jaxrl_llm.data.chat import (
 )
 from jaxrl_llm.data.config import GENERATED, DataConfig, SourceConfig
 from jaxrl_llm.data.preference import label_of
-from jaxrl_llm.data.rendering import TemplateLimitError
 from jaxrl_llm.data.rows import Example, RowError
 from jaxrl_llm.data.sources import ExampleSource, open_source
 from jaxrl_llm.errors import UserError
 
 MAX_ROWS_DRAWN = 1000  # rows tried for one that fits
 MAX_ROWS_CHECKED = 500  # rows of each source tried before a run
-MAX_LIMITS = 3  # chats on which the template may exceed its limits; each takes seconds
 log = logging.getLogger(__name__)
 Place = tuple[int, int]
 """(source, row)."""
@@ -96,7 +94,6 @@ class Loader:
         self._columns = columns or {}
         self._overlong: set[Place] = set()
         self._bad: set[Place] = set()  # found bad when rendered and tokenized
-        self._over_limits: set[Place] = set()
 
     def prompts(self, start: int, count: int) -> list[Prompt]:
         """Return the prompts at positions start to start + count - 1 of the stream.
@@ -240,9 +237,7 @@ class Loader:
             reasons.append(error)
         except RowError as error:
             self._bad.add(place)
-            if isinstance(error, TemplateLimitError):
-                self._over_limits.add(place)
-            if self._config.bad_rows == "fail" or len(self._over_limits) > MAX_LIMITS:
+            if self._config.bad_rows == "fail":
                 raise
             reasons.append(error)
         return None
@@ -286,8 +281,10 @@ class Loader:
         encoded = np.stack(encode(self._tokenizer, example, self._config.chat))
         tokens = encoded.shape[1]
         fitted = self._fit(encoded, self._max_tokens or tokens, example, place)
-        if not fitted[1].any():  # all that is learned was cut off
-            raise OverlongError(example.where, tokens, self._max_tokens or tokens)
+        if not fitted[1].any():
+            if fitted.shape == encoded.shape:
+                raise RowError(f"{example.where}: nothing to learn: the target has no tokens")
+            raise OverlongError(example.where, tokens, fitted.shape[1])  # all that is learned was cut off
         return fitted
 
     def _fit(self, ids: np.ndarray, limit: int, example: Example, place: Place) -> np.ndarray:

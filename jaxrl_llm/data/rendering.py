@@ -22,12 +22,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
-from jaxrl_llm.data.rows import RowError
+from jaxrl_llm.data.rows import MAX_CHARACTERS, RowError
 from jaxrl_llm.errors import RunError, UserError
 
 CPU_SECONDS = 3.0  # of the processor, for one chat; a millisecond is usual
 MEMORY = 2 << 30  # bytes of address space beyond those of the idle process
-MAX_CHARACTERS = 1 << 24  # of one rendered chat
+MAX_RENDERED = 2 * MAX_CHARACTERS  # of one chat
 MAX_REASON = 500  # characters of a template's own error message
 START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -39,8 +39,11 @@ Rendered = tuple[str, list[tuple[int, int]]]
 """Text, and the character spans inside {% generation %}."""
 
 
-class TemplateLimitError(RowError):
-    """A chat template that took too long, or too much memory, or wrote too much."""
+class TemplateLimitError(UserError):
+    """A chat template that takes too long, needs too much memory or writes too much.
+
+    Not a RowError: a skipped row must be skipped in every process and in every run, and time differs.
+    """
 
 
 class TemplateProcess:
@@ -66,8 +69,8 @@ class TemplateProcess:
             where: the row, for messages.
 
         Raises:
-            RowError: the template refuses this chat, or exceeds a limit on it (TemplateLimitError).
-            UserError: the template is not valid Jinja.
+            RowError: the template refuses this chat.
+            UserError: the template is not valid Jinja, or exceeds a limit (TemplateLimitError).
             RunError: the process cannot be started.
         """
         with self._lock:
@@ -117,7 +120,7 @@ class TemplateProcess:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             env=kept | settings,
-            start_new_session=True,  # Ctrl-C does not reach it; it ends when its standard input closes
+            start_new_session=True,  # the terminal's signals do not reach it
         )
         atexit.unregister(self.close)
         atexit.register(self.close)
@@ -137,6 +140,8 @@ class TemplateProcess:
 
 def serve(seconds: float) -> None:
     """Render the requests of standard input until it closes; the body of the child process."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # it ends with its standard input
+        signal.signal(number, signal.SIG_IGN)
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no reply
     from transformers.utils.chat_template_utils import render_jinja_template  # before the limits
@@ -166,8 +171,8 @@ def _render(render: Callable, request: bytes) -> dict[str, Any]:
         template, calls = json.loads(request)
         for arguments in calls:
             (text,), spans = render(chat_template=template, **arguments)
-            if len(text) > MAX_CHARACTERS:
-                return {"limit": f"writes more than {MAX_CHARACTERS:,} characters"}
+            if len(text) > MAX_RENDERED:
+                return {"limit": f"writes more than {MAX_RENDERED:,} characters"}
             rendered.append((text, spans[0] if spans else []))
     except MemoryError:
         return {"limit": f"needs more than {MEMORY >> 30} GiB"}

@@ -52,7 +52,7 @@ SHAREGPT_ROLES = {
     "observation": "tool",
 }
 SURROGATE = re.compile(r"[\ud800-\udfff]")
-MAX_CHARACTERS = 1 << 24  # of one text: 4M tokens
+MAX_CHARACTERS = 1 << 24  # of one text or rendered chat: about 4M tokens
 MAX_NESTING = 64  # levels of lists and objects in a row; pickle and jinja2 recurse
 Message = dict[str, Any]
 

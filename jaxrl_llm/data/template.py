@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxrl_llm.data.config import ChatConfig, template_options_problem
 from jaxrl_llm.data.rendering import Rendered, TemplateProcess
-from jaxrl_llm.data.rows import SURROGATE, Example, Message, RowError, template_columns
+from jaxrl_llm.data.rows import MAX_CHARACTERS, SURROGATE, Example, Message, RowError, template_columns
 from jaxrl_llm.errors import UserError
 
 MAX_TEMPLATE = 1 << 20  # characters; those of large models have ten thousand
@@ -101,9 +101,11 @@ def hide(contents: Any, controls: tuple[str, ...], where: str) -> tuple[Any, dic
     The replacements are private-use characters, which pass through any template unchanged.
 
     Raises:
-        RowError: the contents leave no private-use character.
+        RowError: the contents are too long, or leave no private-use character.
     """
     text = "\n".join(_strings(contents))
+    if len(text) > MAX_CHARACTERS:
+        raise RowError(f"{where}: the chat has {len(text):,} characters, more than {MAX_CHARACTERS:,}")
     present = [token for token in controls if token in text]
     if not present:
         return contents, {}

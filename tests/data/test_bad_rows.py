@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from jaxrl_llm.data import files, rows
+from jaxrl_llm.data import files, rows, template
 from jaxrl_llm.data.chat import encode_prompt, encode_steps, encode_supervised, prompt_row
 from jaxrl_llm.data.config import ChatConfig, DataConfig, SourceConfig
 from jaxrl_llm.data.loader import Loader
@@ -93,6 +93,23 @@ def test_a_long_text_and_a_long_line_are_bad_rows(tmp_path, monkeypatch):
     assert [len(opened(tmp_path / "a.jsonl")), opened(tmp_path / "a.jsonl").num_bad] == [2, 1]
     with pytest.raises(UserError, match=r"a.jsonl:2: a line of 114 bytes, more than 100"):
         opened(tmp_path / "a.jsonl", "fail")
+
+
+def test_a_long_chat_is_a_bad_row(monkeypatch):
+    monkeypatch.setattr(template, "MAX_CHARACTERS", 50)
+    example = read_example({"messages": [{"role": "user", "content": "x" * 30}] * 2}, "f:1", SourceConfig())
+    with pytest.raises(RowError, match=r"f:1: the chat has \d+ characters, more than 50"):
+        encode_prompt(TOKENIZER, example, ChatConfig())
+
+
+def test_a_target_without_tokens_is_a_bad_row(tmp_path):
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}<|im_end|>{% generation %}{% endgeneration %}{% endfor %}x"
+    )
+    chat = ChatConfig(chat_template=str(tmp_path / "t.jinja"))
+    path = write(tmp_path / "a.jsonl", [{"messages": [USER, ASSISTANT]}])
+    with pytest.raises(UserError, match=r"a.jsonl:1: nothing to learn: the target has no tokens"):
+        loader(path, chat=chat, bad_rows="fail").supervised_batch(0, 1)
 
 
 def test_missing_numbers_of_a_table_are_missing():

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import tyro
 
-from jaxrl_llm.data import loader as loader_module
 from jaxrl_llm.data import template
 from jaxrl_llm.data.config import ChatConfig, DataConfig, SourceConfig
 from jaxrl_llm.data.loader import Loader
@@ -276,7 +275,6 @@ def test_a_template_that_refuses_everything_is_found_before_the_run(tmp_path, se
 def test_a_template_that_never_ends_stops_a_run_that_skips_bad_rows(tmp_path, seven, monkeypatch):
     process = TemplateProcess(seconds=0.1)
     monkeypatch.setattr(template, "PROCESS", process)
-    monkeypatch.setattr(loader_module, "MAX_LIMITS", 1)
     (tmp_path / "t.jinja").write_text(
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     )
@@ -284,7 +282,6 @@ def test_a_template_that_never_ends_stops_a_run_that_skips_bad_rows(tmp_path, se
     drawn = loader(seven, chat=chat, bad_rows="skip")
     with pytest.raises(UserError, match=r"t.jinja takes more than 0.1 s"):
         drawn.check_first_rows()
-    assert drawn.stats()["bad_rows"] == 2
     process.close()
 
 
