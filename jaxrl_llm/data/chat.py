@@ -246,7 +246,7 @@ def _spans(chat: ChatRenderer, turns: list[int], example: Example) -> tuple[str,
         if not (text.startswith(after) and after.startswith(before)):
             raise RowError(
                 f"{example.where}: the chat template renders message {turn} in another way once its answer "
-                "or more turns follow, so the policy's text cannot be told apart. Mark it in the template "
+                "or more turns follow, so the policy's text cannot be located. Mark it in the template "
                 "with {% generation %} (--data.chat.chat_template FILE), or try --data.chat.loss last"
             )
         spans.append((len(before), len(after)))

@@ -27,7 +27,7 @@ from jaxrl_llm.errors import UserError
 
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 SCHEMES = ("hub:", "task:", "gym:")
-MAX_LINE = 4 * MAX_CHARACTERS  # bytes of one row of text
+MAX_LINE_BYTES = 4 * MAX_CHARACTERS  # bytes of one row of text
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 BLANK = b" \t\r\n" + codecs.BOM_UTF8
 NOT_UTF8 = "not UTF-8"
@@ -102,7 +102,7 @@ def json_lines(path: Path) -> RowFile:
         end = data.find(b"\n", position)
         end = end_of_data if end < 0 else end
         number += 1
-        if end - position > MAX_LINE or data[position:end].strip(BLANK):
+        if end - position > MAX_LINE_BYTES or data[position:end].strip(BLANK):
             starts.append(position)
             ends.append(end)
             numbers.append(number)
@@ -110,8 +110,8 @@ def json_lines(path: Path) -> RowFile:
 
     def get(i: int) -> Any:
         size, where = ends[i] - starts[i], f"{path}:{numbers[i]}"
-        if size > MAX_LINE:
-            raise RowError(f"{where}: a line of {size:,} bytes, more than {MAX_LINE:,}")
+        if size > MAX_LINE_BYTES:
+            raise RowError(f"{where}: a line of {size:,} bytes, more than {MAX_LINE_BYTES:,}")
         return _parse_json(data[starts[i] : ends[i]], where)
 
     return RowFile(len(starts), get, lambda i: f"{path}:{numbers[i]}", _damage(path, number + 1, damage))

@@ -1,6 +1,6 @@
 """Batches as a pure function of (seed, position): a resumed run needs no cursor.
 
-The stream of a split is an endless list of places (source, row): each source shuffled anew every epoch, the
+The stream of a split is an endless list of rows (source, row): each source shuffled anew every epoch, the
 sources interleaved in proportion to their weights. Step s of size n reads positions s*n to s*n + n - 1;
 prompts can also be read by position, for steps that use a varying number of them.
 """
@@ -35,7 +35,7 @@ from jaxrl_llm.errors import UserError
 MAX_ROWS_DRAWN = 1000  # rows tried for one that fits
 MAX_ROWS_CHECKED = 500  # rows of each source tried before a run
 log = logging.getLogger(__name__)
-Place = tuple[int, int]
+RowIndex = tuple[int, int]
 """(source, row)."""
 RowKind = Literal["prompts", "tokens", "teachers", "pairs", "labels", "steps"]
 """The form in which an algorithm reads rows: prompts to answer, or one of `algos.data`."""
@@ -92,8 +92,8 @@ class Loader:
         self._sources = [open_source(source, source_seed, config.bad_rows) for source in self._configs]
         self._stream = _stream(self._sources, self._configs, seed, config.shuffle) if self._sources else None
         self._columns = columns or {}
-        self._overlong: set[Place] = set()
-        self._bad: set[Place] = set()  # found bad when rendered and tokenized
+        self._overlong: set[RowIndex] = set()
+        self._bad: set[RowIndex] = set()  # that cannot be rendered or tokenized
 
     def prompts(self, start: int, count: int) -> list[Prompt]:
         """Return the prompts at positions start to start + count - 1 of the stream.
@@ -193,8 +193,10 @@ class Loader:
         return fitting
 
     def stats(self) -> dict[str, int]:
-        """Return counts: rows, bad_rows (skipped; those that fail to render are found when drawn), overlong
-        (different rows met so far)."""
+        """Return counts of rows: good ones, bad_rows (skipped) and overlong.
+
+        Rows that cannot be rendered or tokenized and overlong ones are counted when they are first drawn.
+        """
         return {
             "rows": sum(len(source) for source in self._sources),
             "bad_rows": sum(source.num_bad for source in self._sources) + len(self._bad),
@@ -223,77 +225,77 @@ class Loader:
         raise self._nothing_fits(k, reasons, "prompts" if encode == self._prompt else "tokens")
 
     def _try(
-        self, place: Place, encode: Callable, reasons: list[RowError] | None = None
+        self, index: RowIndex, encode: Callable, reasons: list[RowError] | None = None
     ) -> tuple[Example, Any] | None:
         """Return a row and what `encode` makes of it; None, with the reason, where it is left out."""
         reasons = [] if reasons is None else reasons
         try:
-            example = self._read(place)
-            return example, encode(example, place)
+            example = self._read(index)
+            return example, encode(example, index)
         except OverlongError as error:
-            self._overlong.add(place)
+            self._overlong.add(index)
             if self._config.overlong == "fail":
                 raise
             reasons.append(error)
         except RowError as error:
-            self._bad.add(place)
+            self._bad.add(index)
             if self._config.bad_rows == "fail":
                 raise
             reasons.append(error)
         return None
 
-    def _read(self, place: Place) -> Example:
-        example = self._sources[place[0]][place[1]]
+    def _read(self, index: RowIndex) -> Example:
+        example = self._sources[index[0]][index[1]]
         if not self._columns:
             return example
         return dataclasses.replace(example, columns={**self._columns, **example.columns})
 
-    def _prompt(self, example: Example, place: Place) -> np.ndarray:
+    def _prompt(self, example: Example, index: RowIndex) -> np.ndarray:
         """Return prompt ids within the limit."""
         ids = encode_prompt(self._tokenizer, example, self._config.chat)
-        return self._fit(ids, self._max_prompt_tokens, example, place)
+        return self._fit(ids, self._max_prompt_tokens, example, index)
 
-    def _supervised(self, example: Example, place: Place) -> Encoded:
+    def _supervised(self, example: Example, index: RowIndex) -> Encoded:
         """Return (ids, mask) within the limit and with something left to learn."""
-        ids, mask = self._fit_learned(encode_supervised, example, place)
+        ids, mask = self._fit_learned(encode_supervised, example, index)
         return ids, mask.astype(np.int8)
 
-    def _pair(self, example: Example, place: Place) -> tuple[Encoded, Encoded]:
+    def _pair(self, example: Example, index: RowIndex) -> tuple[Encoded, Encoded]:
         """Return the chosen and the rejected response within the limit."""
         if example.rejected is None:
             raise RowError(f"{example.where}: not a pair: a row needs chosen and rejected responses")
-        return self._supervised(example, place), self._supervised(example.rejected, place)
+        return self._supervised(example, index), self._supervised(example.rejected, index)
 
-    def _labelled(self, example: Example, place: Place) -> list[tuple[Encoded, float]]:
+    def _labelled(self, example: Example, index: RowIndex) -> list[tuple[Encoded, float]]:
         """Return the responses of a row within the limit, each with its label."""
         if example.rejected is None:
-            return [(self._supervised(example, place), label_of(example))]
-        chosen, rejected = self._pair(example, place)
+            return [(self._supervised(example, index), label_of(example))]
+        chosen, rejected = self._pair(example, index)
         return [(chosen, 1.0), (rejected, 0.0)]
 
-    def _steps(self, example: Example, place: Place) -> tuple[np.ndarray, ...]:
+    def _steps(self, example: Example, index: RowIndex) -> tuple[np.ndarray, ...]:
         """Return (ids, mask, labels) within the limit and with a step left."""
-        ids, mask, labels = self._fit_learned(encode_steps, example, place)
+        ids, mask, labels = self._fit_learned(encode_steps, example, index)
         return ids.astype(np.int32), mask.astype(np.int8), labels.astype(np.float32)
 
-    def _fit_learned(self, encode: Callable, example: Example, place: Place) -> np.ndarray:
+    def _fit_learned(self, encode: Callable, example: Example, index: RowIndex) -> np.ndarray:
         """Return arrays of a supervised example, stacked, within the limit; the second is the mask."""
         encoded = np.stack(encode(self._tokenizer, example, self._config.chat))
         tokens = encoded.shape[1]
-        fitted = self._fit(encoded, self._max_tokens or tokens, example, place)
+        fitted = self._fit(encoded, self._max_tokens or tokens, example, index)
         if not fitted[1].any():
             if fitted.shape == encoded.shape:
                 raise RowError(f"{example.where}: nothing to learn: the target has no tokens")
             raise OverlongError(example.where, tokens, fitted.shape[1])  # all that is learned was cut off
         return fitted
 
-    def _fit(self, ids: np.ndarray, limit: int, example: Example, place: Place) -> np.ndarray:
+    def _fit(self, ids: np.ndarray, limit: int, example: Example, index: RowIndex) -> np.ndarray:
         """Return `ids` [..., .] with at most `limit` tokens. Raises OverlongError unless they may be cut."""
         if ids.shape[-1] <= limit:
             return ids
         if self._config.overlong != "cut":
             raise OverlongError(example.where, ids.shape[-1], limit)
-        self._overlong.add(place)
+        self._overlong.add(index)
         return ids[..., -limit:] if self._config.cut_side == "left" else ids[..., :limit]
 
     def _nothing_fits(self, k: int, reasons: list[RowError], kind: RowKind) -> UserError:
@@ -322,7 +324,7 @@ class Loader:
         return f"{used} are used; the held-out data has {counts['rows']:,} rows, {left_out}"
 
 
-class Places:
+class EpochOrder:
     """Endless rows of source number `k`: epochs in order, or each in a new order.
 
     grain's own shuffle walks a cycle of 2^16 to find an index, which takes 20 ms a row where rows are few.
@@ -336,7 +338,7 @@ class Places:
     def __len__(self) -> int:
         return sys.maxsize
 
-    def __getitem__(self, position: int) -> Place:
+    def __getitem__(self, position: int) -> RowIndex:
         epoch, row = divmod(position, self._num_rows)
         return self._k, int(self._order(epoch)[row]) if self._shuffle else row
 
@@ -350,9 +352,11 @@ def _spread(size: int, count: int) -> Iterator[int]:
 def _stream(
     sources: list[ExampleSource], configs: tuple[SourceConfig, ...], seed: int, shuffle: bool
 ) -> grain.MapDataset:
-    """Return endless random-access places, the sources interleaved in proportion to their weights."""
+    """Return endless random-access (source, row), the sources interleaved in proportion to their weights."""
     streams = []
     for k, (source, config) in enumerate(zip(sources, configs, strict=True)):
         random_already = config.path.startswith(GENERATED)
-        streams.append(grain.MapDataset.source(Places(k, len(source), seed, shuffle and not random_already)))
+        streams.append(
+            grain.MapDataset.source(EpochOrder(k, len(source), seed, shuffle and not random_already))
+        )
     return grain.MapDataset.mix(streams, weights=[config.weight for config in configs])

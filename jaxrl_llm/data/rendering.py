@@ -1,10 +1,10 @@
 """Chat templates rendered in a child process, under the kernel's limits of time and memory.
 
-A template comes with a model folder, so it is a stranger's code. The sandbox of jinja2 keeps it away from the
-machine, but does not bound it: loops nest, strings double, and one `10 ** 10 ** 9` never returns to the
+A template comes with a model folder, so it is untrusted code. The sandbox of jinja2 keeps it away from the
+machine but does not bound it: loops nest, strings double, and one large power never returns to the
 interpreter, where a counter could stop it or an exception could reach a thread. The limits of a process bound
-all of these. Each chat is rendered there, not only a first one as a trial, because a template can
-depend on the chat, on chance and on the time.
+all of these. Every chat is rendered there, not only a first one as a trial, because a template can depend on
+the chat, on chance and on the time.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from jaxrl_llm.data.rows import MAX_CHARACTERS, RowError
 from jaxrl_llm.errors import RunError, UserError
 
 CPU_SECONDS = 3.0  # of the processor, for one chat; a millisecond is usual
-MEMORY = 2 << 30  # bytes of address space beyond those of the idle process
+MAX_MEMORY = 2 << 30  # bytes of address space beyond those of the idle process
 MAX_RENDERED = 2 * MAX_CHARACTERS  # of one chat
-MAX_REASON = 500  # characters of a template's own error message
+MAX_ERROR_CHARACTERS = 500  # characters of a template's own error message
 START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from jaxrl_llm.data.rendering import serve; serve(float(sys.argv[2]))"
@@ -155,11 +155,11 @@ def serve(seconds: float) -> None:
 
 
 def _limit_memory() -> None:
-    """Limit the address space to MEMORY more than now; macOS has neither the file nor the limit."""
+    """Limit the address space to MAX_MEMORY more than now; macOS has neither the file nor the limit."""
     import resource  # Unix has it
 
     with contextlib.suppress(FileNotFoundError), open("/proc/self/statm") as file:
-        limit = int(file.read().split()[0]) * resource.getpagesize() + MEMORY
+        limit = int(file.read().split()[0]) * resource.getpagesize() + MAX_MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
@@ -175,13 +175,13 @@ def _render(render: Callable, request: bytes) -> dict[str, Any]:
                 return {"limit": f"writes more than {MAX_RENDERED:,} characters"}
             rendered.append((text, spans[0] if spans else []))
     except MemoryError:
-        return {"limit": f"needs more than {MEMORY >> 30} GiB"}
+        return {"limit": f"needs more than {MAX_MEMORY >> 30} GiB"}
     except jinja2.TemplateSyntaxError as error:
-        return {"syntax": f"{error.message:.{MAX_REASON}} (line {error.lineno})"}
+        return {"syntax": f"{error.message:.{MAX_ERROR_CHARACTERS}} (line {error.lineno})"}
     except jinja2.TemplateError as error:  # the template's own raise_exception, undefined values
-        return {"error": f"{error.message or type(error).__name__:.{MAX_REASON}}"}
+        return {"error": f"{error.message or type(error).__name__:.{MAX_ERROR_CHARACTERS}}"}
     except Exception as error:  # any other that its expressions raise
-        return {"error": f"{type(error).__name__}: {error!s:.{MAX_REASON}}"}
+        return {"error": f"{type(error).__name__}: {error!s:.{MAX_ERROR_CHARACTERS}}"}
     return {"rendered": rendered}
 
 

@@ -71,7 +71,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class RowFile:
-    """The rows of one file or dataset that can be told apart."""
+    """The rows of one file or dataset, without what is lost of it."""
 
     size: int
     get: Callable[[int], Any]  # raises RowError, or what its library raises, where the row is damaged

@@ -168,7 +168,7 @@ class TaskSource:
 
 
 class GymSource:
-    """A reasoning-gym task; its entries go whole into `columns`, for its own scorer.
+    """A reasoning-gym task; its entries go into `columns` as they are, for its own scorer.
 
     Many tasks have several right answers and give none (answer None). A tenth of the questions is held
     out of split train; an index that falls on a question of another split stands for a later one.

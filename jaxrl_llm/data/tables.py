@@ -77,8 +77,8 @@ def _batch(reader: Any, i: int) -> Any:
 
 def _table_rows(path: Path, parts: Sequence[Any]) -> RowFile:
     """Return the rows of tables or batches, some of them Damage in their place."""
-    whole = [part for part in parts if not isinstance(part, Damage)]
-    starts = [0, *itertools.accumulate(part.num_rows for part in whole)]
+    intact = [part for part in parts if not isinstance(part, Damage)]
+    starts = [0, *itertools.accumulate(part.num_rows for part in intact)]
     first, firsts, damage = 1, [], []  # numbers of rows in the file count what is lost
     for part in parts:
         if isinstance(part, Damage):
@@ -94,7 +94,7 @@ def _table_rows(path: Path, parts: Sequence[Any]) -> RowFile:
 
     def get(i: int) -> dict[str, Any]:
         which, row = find(i)
-        table = whole[which].slice(row, 1)
+        table = intact[which].slice(row, 1)
         table.validate(full=True)  # offsets of a damaged file may point anywhere
         return table.to_pylist()[0]
 

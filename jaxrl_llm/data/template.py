@@ -149,7 +149,8 @@ def find_template(tokenizer: Any, config: ChatConfig, tools: Any = None) -> str:
         path = Path(config.chat_template)
         if not path.is_file():
             raise UserError(f"data.chat.chat_template: there is no file {path}")
-        return _read_template(path, path.stat().st_mtime_ns)
+        status = path.stat()
+        return _read_template(path, status.st_mtime_ns, status.st_size)
     if not tokenizer.chat_template:
         raise UserError(
             "the tokenizer has no chat template: give one with --data.chat.chat_template FILE, or train on "
@@ -172,9 +173,11 @@ def template_name(tokenizer: Any, config: ChatConfig) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _read_template(path: Path, modified: int) -> str:
+def _read_template(path: Path, modified: int, size: int) -> str:
     """Return the text of a file, read again when it has been modified."""
     name = f"the chat template {path}"
+    if size > 4 * MAX_TEMPLATE:
+        raise UserError(f"{name} has {size:,} bytes, more than {MAX_TEMPLATE:,}")
     try:
         return _checked_template(path.read_text(encoding="utf-8"), name)
     except (OSError, UnicodeDecodeError) as error:

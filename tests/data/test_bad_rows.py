@@ -88,7 +88,7 @@ def test_a_long_text_and_a_long_line_are_bad_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "MAX_CHARACTERS", 1000)
     with pytest.raises(RowError, match="f:1: prompt has 1,001 characters, more than 1,000"):
         read_example({"prompt": "x" * 1001}, "f:1", SourceConfig())
-    monkeypatch.setattr(files, "MAX_LINE", 100)
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 100)
     (tmp_path / "a.jsonl").write_text(f'{{"prompt": "a"}}\n{{"prompt": "{"b" * 100}"}}\n{{"prompt": "c"}}\n')
     assert [len(opened(tmp_path / "a.jsonl")), opened(tmp_path / "a.jsonl").num_bad] == [2, 1]
     with pytest.raises(UserError, match=r"a.jsonl:2: a line of 114 bytes, more than 100"):

@@ -154,6 +154,9 @@ def test_a_template_file_is_read_again_when_it_changes_and_belongs_to_no_tokeniz
         os.utime(file, ns=(0, i))
         assert tokenizer.decode(encode_prompt(tokenizer, EXAMPLE, config)) == text
     assert tokenizer.decode(encode_prompt(tokenizer, EXAMPLE, ChatConfig())).startswith("<|im_start|>user")
+    os.truncate(file, 1 << 33)  # sparse
+    with pytest.raises(UserError, match=f"the chat template {file} has 8,589,934,592 bytes"):
+        encode_prompt(tokenizer, EXAMPLE, config)
     file.write_bytes(b"\xff")
     with pytest.raises(UserError, match=f"the chat template {file} cannot be read"):
         encode_prompt(tokenizer, EXAMPLE, config)
