@@ -54,6 +54,9 @@ class PartialResponse:
     observed: list[tuple[int, int]] = field(default_factory=list)
     """Spans of `ids` that are observations: the environment's replies between the policy's turns."""
     # Not in a checkpoint: `new_responses` sets them for the run that continues it.
+    servers: list[str] = field(
+        default_factory=list
+    )  # addresses of those that generated it; [] = this process
     request: Request | None = None
     index: int = 0  # which of the request's responses
     key: np.ndarray | None = None  # uint32 [2], random key data: what is drawn follows from it alone
@@ -71,6 +74,14 @@ class PartialResponse:
         prompt = np.asarray(self.request.prompt_ids, np.int32)
         return np.concatenate([prompt, np.array(self.ids[: self.turn_start], np.int32)])
 
+    @property
+    def mask(self) -> np.ndarray:
+        """1 where the policy generated the token, 0 on observations, int8 [R']."""
+        mask = np.ones(len(self.ids), np.int8)
+        for start, end in self.observed:
+            mask[start:end] = 0
+        return mask
+
     def append(self, ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int] = ()) -> None:
         """Add tokens of the policy."""
         self.ids += ids
@@ -79,8 +90,12 @@ class PartialResponse:
 
     def copy(self) -> PartialResponse:
         """Return the response as it is now; the original may grow."""
-        lists = {name: [*getattr(self, name)] for name in ("ids", "logprobs", "versions", "observed")}
-        return replace(self, **lists)
+        names = ("ids", "logprobs", "versions", "observed", "servers")
+        return replace(self, **{name: [*getattr(self, name)] for name in names})
+
+    def restarted(self) -> PartialResponse:
+        """Return an empty response to the same request."""
+        return PartialResponse(request=self.request, index=self.index, key=self.key)
 
 
 class Pending(Protocol):
@@ -163,7 +178,17 @@ class Engine(Protocol):
         """Return copies of pending responses as they are now, in process 0; generation goes on."""
 
     def usage(self) -> Metrics:
-        """How busy it was since it was last asked."""
+        """Return how busy the engine was since the last call."""
+
+    def report_mismatch(
+        self, trajectories: Sequence[Trajectory], logprobs: Sequence[np.ndarray], version: int, dtype: str
+    ) -> list[int]:
+        """Compare the trajectories' log-probs with the trainer's own, which it computed with the weights of
+        `version` in `dtype`. Returns places of trajectories that must not be trained on. A collective."""
+
+    def spot_check(self, params: Params) -> None:
+        """Compare pending responses with the trainer's own log-probs, with the weights published last: to be
+        called before these are updated. A collective."""
 
     def release_memory(self) -> None:
         """Give memory to the trainer: nothing is generated until the next `publish`."""

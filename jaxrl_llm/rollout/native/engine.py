@@ -12,7 +12,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.paged import NOBODYS
 from jaxrl_llm.rollout.checks import check_pages, check_requests
@@ -110,7 +109,7 @@ class NativeEngine:
         """
         check_requests(requests, sampling, self.model, self.tokenizer)
         if self._published is None:
-            raise UserError("rollout: no weights; call publish(params, version) before generate")
+            raise ValueError("rollout: no weights; call publish(params, version) before generate")
         weights, version = self._published
         self._grow_sizes(requests, turns=dialogue is not None)
         if self.programs.page:
@@ -139,6 +138,15 @@ class NativeEngine:
     def usage(self) -> Metrics:
         """Of the last call of `generate`."""
         return self.metrics
+
+    def report_mismatch(
+        self, trajectories: Sequence[Trajectory], logprobs: Sequence[np.ndarray], version: int, dtype: str
+    ) -> list[int]:
+        """Return nothing: these log-probs are the trainer's own arithmetic."""
+        return []
+
+    def spot_check(self, params: Params) -> None:
+        """Do nothing, as `report_mismatch`."""
 
     def release_memory(self) -> None:
         """Free the copy of the weights; with the trainer's own it could not share, which donates them."""

@@ -1,17 +1,17 @@
-"""Responses that are written ahead of the trainer: snapshots, continuation, whole runs."""
+"""Asynchronous rollout: snapshots, partial rollouts continued, whole runs."""
 # ruff: noqa: F811
 
 import json
-import time
 
 import numpy as np
 from fake_sglang import FakeServer
-from test_sglang import GREEDY, KEY, make, native, requests, servers, weights  # noqa: F401
+from sglang_shared import GREEDY, KEY, native, requests, until, weights
+from test_sglang import make, servers  # noqa: F401
 from test_sglang_train import ARGS, rows
 
 from jaxrl_llm.rollout.engine import PartialResponse
 from jaxrl_llm.rollout.partial import pack, unpack
-from jaxrl_llm.rollout.sglang.meter import Meter
+from jaxrl_llm.rollout.sglang.generate import Meter
 from jaxrl_llm.train import main
 
 
@@ -26,13 +26,6 @@ def test_the_meter_integrates_requests_over_time():
     assert meter.read(4) == {"servers/occupancy": (1 + 2 * 2) / 4 / 4, "servers/idle_fraction": 1 / 4}
     now = 6.0
     assert meter.read(4) == {"servers/occupancy": 0.0, "servers/idle_fraction": 1.0}
-
-
-def until(condition, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_snapshot_has_what_is_written_and_the_writing_goes_on(make, servers):
@@ -153,4 +146,4 @@ def replace(file, data):
 def test_the_native_engine_cannot_write_ahead(tmp_path, capsys):
     native_args = [word for word in ARGS if word not in ("--rollout.engine", "sglang")]
     assert main([*native_args, *AHEAD, "--run_dir", str(tmp_path)]) == 2
-    assert "--rollout.max_staleness is 1: the native engine writes on" in capsys.readouterr().err
+    assert "--rollout.max_staleness is 1: the native engine generates on" in capsys.readouterr().err

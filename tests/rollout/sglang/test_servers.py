@@ -7,23 +7,30 @@ import math
 import time
 from pathlib import Path
 
-import jax
-import numpy as np
 import pytest
 from aiohttp import web
 from fake_sglang import FakeServer
-from test_sglang import GREEDY, KEY, MODEL, STUB, TOKENIZER, launch, native, requests, weights
+from sglang_shared import (
+    GREEDY,
+    KEY,
+    MODEL,
+    STUB,
+    TOKENIZER,
+    engine_for,
+    ids,
+    launch,
+    native,
+    requests,
+    until,
+    weights,
+)
 
 from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.errors import ServerError
-from jaxrl_llm.models.scorer import make_scorer
-from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
+from jaxrl_llm.rollout.config import SGLangConfig
 from jaxrl_llm.rollout.sglang import auth, client, colocated, health, validate
-from jaxrl_llm.rollout.sglang.engine import SGLangEngine
-from jaxrl_llm.rollout.sglang.health import ServerList, tend
-from jaxrl_llm.rollout.sglang.pool import ServerPool
+from jaxrl_llm.rollout.sglang.health import ServerList, run_health_checks
 from jaxrl_llm.rollout.sglang.server import Server
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
 
 @pytest.fixture(scope="module")
@@ -33,25 +40,23 @@ def servers():
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(health, "LOOK", 0.05)
-    monkeypatch.setattr("jaxrl_llm.rollout.sglang.server.FIRST_TRY", 0.1)
+    monkeypatch.setattr(health, "CHECK_INTERVAL", 0.05)
+    monkeypatch.setattr("jaxrl_llm.rollout.sglang.server.FIRST_RETRY", 0.1)
 
 
 @pytest.fixture
 def make(servers, tmp_path):
-    """make(**settings of SGLangConfig) -> an engine on both servers, with somebody who cares for them."""
+    """make(**settings of SGLangConfig) -> an engine on both servers, with health checks."""
     pools = []
 
-    def engine(urls=None, members=None, tended=True, slots=4, **settings):
-        config = SGLangConfig(**{"timeout": 60.0, "patience": 20.0, **settings})
-        where = [s.url for s in servers] if urls is None else urls
-        pool = ServerPool(where, config.timeout, config.retries, slots, config.patience, config.router)
-        pools.append(pool)
-        if tended:
-            pool.start(tend(pool, members))
+    def engine(urls=None, members=None, checked=True, **settings):
         transport = DiskTransport(tmp_path / "weights", "float32", TOKENIZER)
-        rollout = RolloutConfig(engine="sglang", servers=("http://x",))
-        return SGLangEngine(rollout, config, MODEL, pool, transport, score, lambda value: value, TOKENIZER)
+        where = [s.url for s in servers] if urls is None else urls
+        made = engine_for(where, transport, **{"timeout": 60.0, "patience": 20.0, **settings})
+        pools.append(made.pool)
+        if checked:
+            made.pool.start(run_health_checks(made.pool, members))
+        return made
 
     for server in servers:
         server.behave()
@@ -63,29 +68,9 @@ def make(servers, tmp_path):
 
 
 @functools.cache
-def scorer():
-    return make_scorer(MODEL, 1.0, "float32", make_mesh(MeshConfig(), jax.devices()[:1]))
-
-
-def score(params, ids):
-    return np.asarray(scorer()(params, ids[None], np.array([len(ids)])))[0, :-1]
-
-
-@functools.cache
 def expected(prompts=3, responses=2):
     """Greedy text of the native engine with the weights of seed 0."""
     return ids(native(weights(), GREEDY, requests(prompts, responses)))
-
-
-def ids(trajectories):
-    return [t.response_ids.tolist() for t in trajectories]
-
-
-def until(true, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def changed(**values):
@@ -129,7 +114,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("kind", BROKEN)
 def test_a_broken_answer_is_that_servers_failure_and_the_response_is_written_elsewhere(make, servers, kind):
-    engine = make(tended=False)
+    engine = make(checked=False)
     engine.publish(weights(), 1)
     servers[0].spoil = BROKEN[kind]
     mine = engine.generate(requests(prompts=2, responses=1), GREEDY, KEY)
@@ -164,8 +149,8 @@ def test_broken_answers_everywhere_end_in_bounded_time_with_the_reason(make, ser
 
 def test_an_idle_connection_is_not_used_again(monkeypatch):
     """The server closes it after 5 s, perhaps just when the next request is on its way."""
-    assert client.IDLE < 5
-    monkeypatch.setattr(client, "IDLE", 0.2)
+    assert client.KEEP_ALIVE < 5
+    monkeypatch.setattr(client, "KEEP_ALIVE", 0.2)
     used = []
 
     async def answer(request):
@@ -181,7 +166,7 @@ def test_an_idle_connection_is_not_used_again(monkeypatch):
         mine, server = client.Client(5.0), Server(f"http://127.0.0.1:{runner.addresses[0][1]}")
         for pause in (0, 0, 0.5):
             await asyncio.sleep(pause)
-            await mine.ask(server, "/flush_cache", {})
+            await mine.request(server, "/flush_cache", {})
         await mine.close()
         await runner.cleanup()
 
@@ -238,7 +223,7 @@ def test_a_server_that_was_restarted_is_noticed_by_its_version_and_gets_the_weig
 
     engine.pool.servers[0].leave_out = noted
     assert ids(engine.generate(requests(prompts=1), GREEDY, KEY)) == expected(prompts=1)
-    assert problems and all("['default'], which this run did not send" in problem for problem in problems)
+    assert problems and all("'default', which this run did not send" in problem for problem in problems)
     assert [path for path, _ in servers[0].calls].count("/update_weights_from_disk") == 2
 
 
@@ -279,8 +264,8 @@ def test_a_wait_for_servers_that_stay_away_ends_and_says_why(make, servers, publ
 
 
 def test_a_server_that_hangs_is_found_and_its_requests_go_elsewhere(make, servers, monkeypatch):
-    monkeypatch.setattr(health, "QUIET", 0.3)
-    monkeypatch.setattr(health, "HEALTH", 0.3)
+    monkeypatch.setattr(health, "QUIET_LIMIT", 0.3)
+    monkeypatch.setattr(health, "HEALTH_TIMEOUT", 0.3)
     engine = make(timeout=300.0)
     engine.publish(weights(), 1)
     engine.generate(requests(), GREEDY, KEY)  # compiled
@@ -421,17 +406,17 @@ def test_a_launched_server_that_ends_is_started_again_a_few_times(tmp_path, monk
     launched = launch(tmp_path, restarts=2)
     (url,) = launched.urls
     try:
-        assert launched.revive(url) == ""
+        assert launched.restart(url) == ""
         for starts in (2, 3):
             launched.processes[0].kill()
             launched.processes[0].wait()
-            assert launched.revive(url) == (
+            assert launched.restart(url) == (
                 f"the SGLang server at {url} ended with -9 ({launched.logs[0]}) and was started again"
             )
             assert launched.starts == [starts]
         launched.processes[0].kill()
         launched.processes[0].wait()
-        assert launched.revive(url) == "" and launched.processes[0].poll() == -9
+        assert launched.restart(url) == "" and launched.processes[0].poll() == -9
     finally:
         launched.close()
 
