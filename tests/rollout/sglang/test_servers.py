@@ -1,9 +1,12 @@
 """What servers may do to a run, and what the pool makes of it."""
 
 import asyncio
+import copy
 import functools
+import gzip
 import json
 import math
+import random
 import time
 from pathlib import Path
 
@@ -26,11 +29,11 @@ from sglang_shared import (
 )
 
 from jaxrl_llm.bridge.transports.disk import DiskTransport
-from jaxrl_llm.errors import ServerError
+from jaxrl_llm.errors import InvalidReplyError, RefusedError, ServerError
 from jaxrl_llm.rollout.config import SGLangConfig
 from jaxrl_llm.rollout.sglang import auth, client, colocated, health, validate
 from jaxrl_llm.rollout.sglang.health import ServerList, run_health_checks
-from jaxrl_llm.rollout.sglang.server import Server
+from jaxrl_llm.rollout.sglang.server import INVALID, Server
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +112,22 @@ BROKEN = {
     "other count": changed(completion_tokens=99),
     "base weights": changed(weight_version="default"),
     "gaps": changed(weight_versions=[{"version": "1-1", "start": 0, "end": 1000}]),
+    "endless spans": changed(
+        weight_versions=[
+            {"version": "1-1", "start": 0, "end": 10**12},
+            {"version": "1-1", "start": 10**12, "end": 12},
+        ]
+    ),
+    "the reply to another request": changed(id="somebody else's"),
+    "the reply to another prompt": changed(prompt_tokens=99),
+    "a log-prob that cannot be": pairs(lambda said: [[-200.0, *said[0][1:]], *said[1:]]),
+    "a truth value": pairs(lambda said: [[False, *said[0][1:]], *said[1:]]),
+    "too deep": lambda said: web.Response(text='{"meta_info": ' + "[" * 200_000),
+    "too long": lambda said: web.Response(text=json.dumps({**said, "text": "x" * 2**21})),
+    "compressed": lambda said: web.Response(
+        body=gzip.compress(json.dumps(said).encode()), headers={"Content-Encoding": "gzip"}
+    ),
+    "meta_info of another type": lambda said: {**said, "meta_info": [said["meta_info"]]},
 }
 
 
@@ -134,6 +153,161 @@ def test_older_weights_than_a_server_was_given_are_refused():
     assert validate.token_versions(said, 3, "1-1", versions) == [1, 1, 2]
     with pytest.raises(ValueError, match="wrote with weights of version 1 after '2-2' was sent"):
         validate.token_versions(said, 3, "2-2", versions)
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [("1-1", 0, 2), ("2-2", 1, 3)],
+        [("1-1", 1, 3)],
+        [("1-1", 0, 2)],
+        [("2-2", 0, 1), ("1-1", 1, 3)],
+        [("1-1", 0, 10**12), ("1-1", 10**12, 3)],
+        [("1-1", False, 3)],
+    ],
+    ids=["overlap", "late", "short", "backwards", "endless", "no number"],
+)
+def test_spans_that_are_not_the_tokens_one_after_the_other_are_refused(spans):
+    said = {"weight_versions": [{"version": v, "start": a, "end": b} for v, a, b in spans]}
+    with pytest.raises(ValueError, match="of 3 tokens"):
+        validate.token_versions(said, 3, "", {"1-1": 1, "2-2": 2})
+
+
+BODY = {"rid": "r", "input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4}}
+JUNK = (None, True, -1, 0, 3, 7, 0.5, -0.5, 1e308, math.nan, 10**400, "", "a", [], [[]], {}, {"type": "stop"})
+
+
+def test_no_reply_is_read_as_what_it_is_not():
+    """3,000 replies with one to three values replaced, dropped or doubled: valid, or an error of INVALID."""
+    rng = random.Random(0)
+    reply = {
+        "output_ids": [5, 6, 7],
+        "meta_info": {
+            "id": "r",
+            "prompt_tokens": 3,
+            "completion_tokens": 3,
+            "finish_reason": {"type": "stop", "matched": 7},
+            "output_token_logprobs": [[-0.5, 5, None], [-1.0, 6, None], [-2.0, 7, None]],
+            "weight_version": "2-2",
+            "weight_versions": [
+                {"version": "1-1", "start": 0, "end": 1},
+                {"version": "2-2", "start": 1, "end": 3},
+            ],
+        },
+    }
+    read = functools.partial(validate.read_generated, versions={"1-1": 1, "2-2": 2}, vocab_size=9)
+    assert read(reply, BODY, "") == ([5, 6, 7], [-0.5, -1.0, -2.0], [1, 2, 2], "stop")
+    refused = 0
+    for _ in range(3000):
+        broken = copy.deepcopy(reply)
+        for _ in range(rng.randint(1, 3)):
+            mutate(broken, rng)
+        try:
+            ids, logprobs, versions, _ = read(broken, BODY, "")
+        except INVALID:
+            refused += 1
+            continue
+        assert 0 < len(ids) == len(logprobs) == len(versions) <= 4 or not ids
+        assert all(type(token) is int and 0 <= token < 9 for token in ids)
+        assert all(-104 <= logprob <= 1e-4 for logprob in logprobs) and set(versions) <= {1, 2}
+    assert refused > 1000
+
+
+def mutate(value, rng):
+    """Replace, drop or double something inside."""
+    while isinstance(value, (dict, list)) and value:
+        key = rng.choice(list(value) if isinstance(value, dict) else range(len(value)))
+        if isinstance(value[key], (dict, list)) and value[key] and rng.random() < 0.8:
+            value = value[key]
+            continue
+        match rng.randrange(3):
+            case 0:
+                value[key] = rng.choice(JUNK)
+            case 1:
+                del value[key]
+            case 2 if isinstance(value, list):
+                value.append(value[key])
+        return
+
+
+def test_a_reply_without_an_end_is_not_read_to_its_end():
+    sent = []
+
+    async def endless(request):
+        response = web.StreamResponse()
+        await response.prepare(request)
+        try:
+            while len(sent) < 1000:
+                await response.write(bytes(2**16))
+                sent.append(1)
+        except ConnectionError:
+            pass
+        return response
+
+    async def request():
+        app = web.Application()
+        app.router.add_post("/generate", endless)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        mine, server = client.Client(20.0), Server(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        with pytest.raises(InvalidReplyError, match="a reply of more than 100,000 bytes"):
+            await mine.request(server, "/generate", {}, max_bytes=100_000)
+        await mine.close()
+        await runner.cleanup()
+
+    asyncio.run(request())
+    assert len(sent) < 500  # of 65,536 bytes; what sockets hold goes besides
+
+
+def test_what_one_server_refuses_another_one_may_take(make, servers, capsys):
+    engine = make(checked=False)
+    engine.publish(weights(), 1)
+    servers[0].spoil = lambda said: web.Response(status=400, text="the prompt is too long")
+    assert ids(engine.generate(requests(), GREEDY, KEY)) == expected()
+    assert all(server.usable for server in engine.pool.servers) and engine.pool.retried >= 1
+    assert "the prompt is too long" in capsys.readouterr().err
+
+
+def test_what_every_server_refuses_ends_at_once_with_one_message(make, servers):
+    engine = make(checked=False)
+    engine.publish(weights(), 1)
+    for server in servers:
+        server.spoil = lambda said: web.Response(status=400, text="the prompt is too long")
+    start = time.monotonic()
+    each = r"http\S+ answered 400 to /generate: the prompt is too long"
+    message = f"^every server refuses a request: {each}; {each}$"
+    with pytest.raises(RefusedError, match=message):
+        engine.generate(requests(prompts=1, responses=1), GREEDY, KEY)
+    assert time.monotonic() - start < 10
+
+
+def test_a_refused_request_waits_for_a_server_that_may_come_back(make, servers):
+    engine = make()
+    engine.publish(weights(), 1)
+    servers[0].spoil = lambda said: web.Response(status=400, text="the prompt is too long")
+    servers[1].down = True
+    back = asyncio.run_coroutine_threadsafe(restore_after(1.0, servers), engine.pool._loop)
+    todo = requests(prompts=1, responses=1)
+    assert ids(engine.generate(todo, GREEDY, KEY)) == expected(prompts=1, responses=1)
+    back.result()
+
+
+@pytest.mark.parametrize(
+    ("route", "reply"),
+    [
+        ("/server_info", {"tp_size": "2"}),
+        ("/server_info", {"tp_size": 10**9}),
+        ("/generate", {"meta_info": []}),
+        ("/generate", {"meta_info": {"weight_version": "1-1", "input_token_logprobs": [[10**400]] * 24}}),
+        ("/update_weights_from_disk", {"success": "yes", "message": ["no"]}),
+    ],
+)
+def test_nonsense_in_a_push_costs_one_server(make, servers, route, reply):
+    engine = make(checked=False)
+    servers[0].replies[route] = reply
+    assert engine.publish(weights(), 1)["servers/usable"] == 1
+    assert [server.usable for server in engine.pool.servers] == [False, True]
 
 
 def test_broken_answers_everywhere_end_in_bounded_time_with_the_reason(make, servers):
@@ -392,6 +566,14 @@ def test_a_server_that_rests_is_not_woken_by_those_who_care_for_it(make, servers
         ("--mem-fraction-static=0.4", {"XLA_CLIENT_MEM_FRACTION": "0.5"}, ""),
         ("--mem-fraction-static=0.4", {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}, ""),
         ("--mem-fraction-static 0.8", {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, ""),
+        ("--mem-fraction-static", {}, "--sglang.flags: --mem-fraction-static is '': it must be above 0"),
+        ("--mem-fraction-static lots", {}, "--sglang.flags: --mem-fraction-static is 'lots': it must be"),
+        ("--mem-fraction-static nan", {}, "--sglang.flags: --mem-fraction-static is 'nan': it must be"),
+        (
+            "--mem-fraction-static 0.4",
+            {"XLA_CLIENT_MEM_FRACTION": "half"},
+            "XLA_CLIENT_MEM_FRACTION is 'half' in the environment: it must be above 0 and below 1.",
+        ),
     ],
 )
 def test_sizes_on_shared_gpus_must_fit_together(flags, environment, expected):
