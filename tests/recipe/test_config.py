@@ -280,7 +280,7 @@ def test_sampling_out_of_range(config, sampling, message):
         ({"engine": "sglang", "servers": ("a:1",)}, "--rollout.servers is wrong: 'a:1' is no address"),
         (
             {"engine": "sglang", "servers": ("http://10.1.2.3:1",)},
-            "--rollout.servers is wrong: http://10.1.2.3:1 is plain http to another host, and there is no key",
+            "--rollout.servers is wrong: http://10.1.2.3:1 is plain http to another host, and",
         ),
         (
             {"engine": "sglang", "servers": ("@none.txt",)},

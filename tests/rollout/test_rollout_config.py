@@ -1,4 +1,4 @@
-"""Settings of rollout and servers: every number has a range, and rules across fields are said with the fix."""
+"""Settings of rollout and servers: ranges of numbers, rules across fields."""
 
 import dataclasses
 import math

@@ -1,7 +1,10 @@
 """Asynchronous rollout: snapshots, partial rollouts continued, whole runs."""
 # ruff: noqa: F811
 
+import asyncio
 import json
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import numpy as np
 from fake_sglang import FakeServer
@@ -9,9 +12,10 @@ from sglang_shared import GREEDY, KEY, native, requests, until, weights
 from test_sglang import make, servers  # noqa: F401
 from test_sglang_train import ARGS, rows
 
-from jaxrl_llm.rollout.engine import PartialResponse
+from jaxrl_llm.rollout.engine import PartialResponse, Reply, Request
 from jaxrl_llm.rollout.partial import pack, unpack
-from jaxrl_llm.rollout.sglang.generate import Meter
+from jaxrl_llm.rollout.sglang.generate import Meter, ResponseGenerator
+from jaxrl_llm.structs import Episode
 from jaxrl_llm.train import main
 
 
@@ -76,6 +80,24 @@ def test_new_weights_reach_responses_in_the_middle_and_each_token_knows_its_own(
     assert set(made.versions[:2]) == {1} and set(made.versions[2:]) == {2}
     (rest,) = native(weights(1), GREEDY, [made_request(made, 2)])
     assert made.response_ids[2:].tolist() == rest.response_ids.tolist()
+
+
+def test_what_an_earlier_run_had_stays_until_a_new_environment_replies_otherwise():
+    """Also in a checkpoint that is taken while its turns are sent again."""
+    response = PartialResponse([1, 2, 3, 4], [-1.0, -1.0, 0.0, -1.0], [7] * 4, "", [(2, 3)])
+    response.request = Request(np.array([9]), 0, 1, 9)
+    for reply, more, after in (([3], True, [1, 2, 3, 4]), ([5, 5], True, [1, 2, 5, 5]), ([], False, [1, 2])):
+        future, again = Future(), response.copy()
+        dialogue = SimpleNamespace(patience=60, reply=lambda *asked, future=future: future)
+
+        async def replay(future=future, again=again, dialogue=dialogue, reply=reply, more=more):
+            task = asyncio.create_task(ResponseGenerator(None, (), {}, 9)._replayed(again, dialogue))
+            await asyncio.sleep(0.01)
+            assert (again.ids, again.observed) == (response.ids, response.observed)
+            future.set_result(Reply(reply, not more, Episode(1)))
+            return await task
+
+        assert asyncio.run(replay()) == more and again.ids == after and again.episode.turns == 1
 
 
 def made_request(made, tokens):

@@ -1,18 +1,12 @@
 """The SGLang engine against a server that speaks its JSON, and (where there is one) against a real one."""
 
 import dataclasses
-import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from fake_sglang import FakeServer
-from sglang_shared import GREEDY, KEY, MODEL, STUB, TOKENIZER, engine_for, launch, native, requests, weights
+from sglang_shared import GREEDY, KEY, MODEL, TOKENIZER, engine_for, native, requests, weights
 
 from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.errors import ServerError
@@ -159,42 +153,3 @@ def test_a_value_head_is_not_sent(make):
     model = dataclasses.replace(MODEL, value_head=True)
     engine = make(model=model)
     assert engine.publish(weights(model=model), 1)["bridge/probe_mean_abs"] < 1e-5
-
-
-def test_launched_servers_answer_log_and_are_gone_after(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", STUB)
-    launched = launch(tmp_path, flags="--tp 1")
-    try:
-        launched.wait()
-        assert "the fake server is up" in launched.logs[0].read_text()
-    finally:
-        launched.close()
-    assert launched.processes[0].poll() is not None
-
-
-def test_a_server_that_cannot_start_is_an_error_with_its_log(tmp_path, monkeypatch):
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    launched = launch(tmp_path, python=sys.executable)
-    with pytest.raises(ServerError, match=r"(?s)server ended with 1; .*sglang_0.log ends:.*sglang"):
-        launched.wait()
-    launched.close()
-
-
-def test_servers_end_with_a_run_that_is_killed(tmp_path):
-    script = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; import time\n"
-        "from sglang_shared import launch\n"
-        "print(launch(Path(sys.argv[2])).processes[0].pid, flush=True); time.sleep(60)"
-    )
-    env = {**os.environ, "PYTHONPATH": STUB}
-    words = [sys.executable, "-c", script, str(Path(__file__).parent), str(tmp_path)]
-    run = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True)
-    server = int(run.stdout.readline())
-    run.send_signal(signal.SIGKILL)
-    run.wait()
-    run.stdout.close()
-    ended = lambda: not Path(f"/proc/{server}").exists() or "Z" in status.read_text().split()[2]
-    status, deadline = Path(f"/proc/{server}/stat"), time.monotonic() + 10
-    while not ended() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert ended()
