@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.bridge.servers import Pool, Server
+from jaxrl_llm.bridge.servers import Pool, Server, reading
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.scorer import make_scorer
@@ -85,11 +85,13 @@ class Probe:
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        meta = (await pool.request(server, "/generate", body))["meta_info"]
-        if meta["weight_version"] != self.label:
-            version = str(meta["weight_version"])[:100]
+        reply = await pool.request(server, "/generate", body)
+        with reading(server.url):
+            version = str(reply["meta_info"]["weight_version"])[:100]
+            rows = reply["meta_info"]["input_token_logprobs"]
+            logprobs = np.array([logprob for logprob, *_ in rows[1:]], np.float32)
+        if version != self.label:
             raise ServerError(f"{server.url} answers with weights {version!r} after {self.label!r} was sent")
-        logprobs = np.array([logprob for logprob, *_ in meta["input_token_logprobs"][1:]], np.float32)
         difference = np.inf
         if logprobs.shape == self.expected.shape:
             difference = float(np.abs(logprobs - self.expected).mean())

@@ -16,14 +16,14 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from jaxrl_llm.bridge.probe import Probe, Score, probe_tokens
-from jaxrl_llm.bridge.servers import CACHE, WEIGHTS, Json, PauseMode, Pool, Receiver, Server
+from jaxrl_llm.bridge.servers import CACHE, WEIGHTS, Json, PauseMode, Pool, Receiver, Server, reading
 from jaxrl_llm.errors import NoRouteError, RefusedError, ServerError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.structs import Metrics, Params
 
 RETRY_TIMEOUT = 10.0  # seconds for a server that gave no reply last time
 SHORT_TIMEOUT = 30.0  # seconds for a reply that needs no work
-MOST_RANKS = 4096  # processes that a server can believably have
+MAX_RANKS = 4096  # processes of one server
 
 
 class Part(NamedTuple):
@@ -226,8 +226,9 @@ async def num_ranks(pool: Pool, server: Server) -> int:
     """Return a server's tensor parallelism; one that cannot say so in time need not be given weights."""
     timeout = RETRY_TIMEOUT if server.unreachable else SHORT_TIMEOUT
     ranks = (await pool.request(server, "/server_info", timeout=min(timeout, pool.timeout))).get("tp_size", 1)
-    if type(ranks) is not int or not 1 <= ranks <= MOST_RANKS:
-        raise ValueError(f"/server_info: tp_size {str(ranks)[:20]!r}")
+    with reading(server.url):
+        if type(ranks) is not int or not 1 <= ranks <= MAX_RANKS:
+            raise ValueError(f"/server_info: tp_size {str(ranks)[:20]!r}")
     return ranks
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
-from jaxrl_llm.errors import ServerError
+from jaxrl_llm.errors import InvalidReplyError, ServerError
 
 Json = dict[str, Any]
 Result = TypeVar("Result")
@@ -16,7 +17,7 @@ PauseMode = Literal["abort", "retract", "in_place"]
 
 CACHE, WEIGHTS = "kv_cache", "weights"
 """SGLang's tags for the memory that a colocated server releases while the trainer works."""
-LONGEST = 300  # characters of a server's message that an error shows
+MAX_SHOWN = 300  # characters of a server's message that an error shows
 
 
 class Server(Protocol):
@@ -63,6 +64,16 @@ class Pool(Protocol):
         """Run `update` for all servers at once. A server for which it raises an error is left out."""
 
 
+@contextlib.contextmanager
+def reading(url: str) -> Iterator[None]:
+    """Turn an error of reading a server's reply, which is JSON but of any shape, into InvalidReplyError."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        message = f"{url} gave an answer that cannot be used: {type(error).__name__} {error}"
+        raise InvalidReplyError(message) from None
+
+
 @dataclass
 class Receiver:
     """A server during a push.
@@ -87,7 +98,7 @@ class Receiver:
         """
         reply = await self.request(path, body)
         if reply.get("success") is not True:
-            message = str(reply.get("message", ""))[:LONGEST]
+            message = str(reply.get("message", ""))[:MAX_SHOWN]
             raise ServerError(f"{self.server.url} did not take the weights ({path}): {message}")
 
     async def resume_memory(self, tag: str) -> None:

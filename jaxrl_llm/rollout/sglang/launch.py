@@ -78,8 +78,12 @@ class ServerProcesses:
         if code is None or self.starts[index] > self.restarts:
             return ""
         kill_group(self.processes[index])  # its children may hold the port or the accelerator
-        self.processes[index] = self._start(index)
-        return f"the SGLang server at {url} ended with {code} ({self.logs[index]}) and was started again"
+        message = f"the SGLang server at {url} ended with {code} ({self.logs[index]}) and"
+        try:
+            self.processes[index] = self._start(index)
+        except OSError as error:  # no memory, no space for the log
+            return f"{message} could not be started again: {error}"
+        return f"{message} was started again"
 
     def _start(self, index: int) -> subprocess.Popen:
         self.starts[index] += 1

@@ -18,16 +18,16 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
-from jaxrl_llm.bridge.servers import Json
+from jaxrl_llm.bridge.servers import Json, reading
 from jaxrl_llm.errors import BusyError, RefusedError, ServerError, UnreachableError, UserError
 from jaxrl_llm.rollout.sglang.client import Client
-from jaxrl_llm.rollout.sglang.server import INVALID, Server, invalid_reply, say
+from jaxrl_llm.rollout.sglang.server import Server, say
 from jaxrl_llm.rollout.sglang.validate import Generated, max_reply_bytes
 from jaxrl_llm.structs import Metrics
 
 Result = TypeVar("Result")
 Read = Callable[[Json, Json, str], Generated]
-"""(reply, request, label of the weights that the server had been given) -> its tokens; an error of INVALID
+"""(reply, request, label of the weights that the server had been given) -> its tokens; an error of `reading`
 if it cannot be true."""
 START_TIMEOUT = 30.0  # seconds for the first reply of a running server
 SAY_INTERVAL = 30.0  # seconds between two lines about a wait
@@ -216,8 +216,6 @@ class ServerPool:
                 await update(server)
             except ServerError as error:
                 server.leave_out(error)
-            except INVALID as error:
-                server.leave_out(invalid_reply(server.url, error))
             else:
                 if update is self._update and server in self.servers:
                     server.readmit(label)
@@ -256,10 +254,8 @@ class ServerPool:
             if request.cancelled():
                 raise ServerError(f"{server.url} was left out meanwhile: {server.problem}")
             reply = request.result()
-            try:
+            with reading(server.url):
                 generated = read(reply, body, label)
-            except INVALID as error:
-                raise invalid_reply(server.url, error) from None
             server.record_response(len(generated.ids))
             async with server.update_lock:
                 if server.failures != failures:

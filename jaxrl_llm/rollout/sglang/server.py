@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from jaxrl_llm.errors import (
     BusyError,
-    InvalidReplyError,
     NoRouteError,
     RefusedError,
     ServerError,
@@ -21,8 +20,6 @@ from jaxrl_llm.errors import (
 from jaxrl_llm.rollout.sglang import auth
 
 FIRST_RETRY, LAST_RETRY = 1.0, 15.0  # seconds until a server that was left out is tried again
-INVALID = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-"""Errors of reading a reply that is JSON, but not what was asked for."""
 
 
 def say(text: str) -> None:
@@ -59,11 +56,6 @@ def error_of(url: str, path: str, status: int, text: str) -> ServerError:
     if status == 404:
         return NoRouteError(message)
     return (RefusedError if status in (400, 413, 422) else UnreachableError)(message)
-
-
-def invalid_reply(url: str, error: Exception) -> InvalidReplyError:
-    """Return the error for a reply that could not be read."""
-    return InvalidReplyError(f"{url} gave an answer that cannot be used: {type(error).__name__} {error}")
 
 
 class Counts(NamedTuple):

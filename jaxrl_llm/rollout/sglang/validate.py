@@ -79,17 +79,17 @@ def token_versions(meta: Mapping, count: int, label: str, versions: Mapping[str,
             that are not `count` tokens one after the other, from older to newer.
     """
     spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": count}]
-    found: list[int] = []
+    result: list[int] = []
     for span in spans:
         version, start, end = span["version"], span["start"], span["end"]
         if version not in versions:
             raise ValueError(f"wrote with weights {short(version)}, which this run did not send")
-        if (type(start), type(end)) != (int, int) or not len(found) == start <= end <= count:
+        if (type(start), type(end)) != (int, int) or not len(result) == start <= end <= count:
             raise ValueError(f"versions {short(spans)} of {count} tokens")
-        found += [versions[version]] * (end - start)
+        result += [versions[version]] * (end - start)
     oldest = versions.get(label, 0)
-    if len(found) != count or found != sorted(found):
+    if len(result) != count or result != sorted(result):
         raise ValueError(f"versions {short(spans)} of {count} tokens")
-    if min(found, default=oldest) < oldest:
-        raise ValueError(f"wrote with weights of version {min(found)} after {label!r} was sent")
-    return found
+    if min(result, default=oldest) < oldest:
+        raise ValueError(f"wrote with weights of version {min(result)} after {label!r} was sent")
+    return result

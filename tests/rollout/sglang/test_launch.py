@@ -86,3 +86,20 @@ def test_a_launched_server_gets_its_keys_and_nobody_sees_them(tmp_path, monkeypa
         launched.close()
     assert "'--api-key', '***', '--admin-api-key', '***'" in log and "sglang.launch_server" in command
     assert not any(key in command + log for key in ("4711", "0815"))
+
+
+def test_a_server_that_cannot_be_started_again_is_said_and_tried_again(tmp_path, monkeypatch):
+    launched = launch(tmp_path, restarts=2)
+    (url,) = launched.urls
+    launched.close()
+    start = launched._start
+
+    def fails(index):
+        launched.starts[index] += 1
+        raise OSError("no space left")
+
+    monkeypatch.setattr(launched, "_start", fails)
+    assert launched.restart(url).endswith("and could not be started again: no space left")
+    monkeypatch.setattr(launched, "_start", start)
+    assert launched.restart(url).endswith("and was started again")
+    launched.close()

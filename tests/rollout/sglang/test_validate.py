@@ -7,8 +7,9 @@ import random
 
 import pytest
 
+from jaxrl_llm.bridge.servers import reading
+from jaxrl_llm.errors import InvalidReplyError
 from jaxrl_llm.rollout.sglang import validate
-from jaxrl_llm.rollout.sglang.server import INVALID
 
 
 def test_older_weights_than_a_server_was_given_are_refused():
@@ -47,7 +48,7 @@ JUNK = (None, True, -1, 0, 3, 7, 0.5, -0.5, 1e308, math.nan, 10**400, "", "a", [
 
 
 def test_no_reply_is_read_as_what_it_is_not():
-    """3,000 replies with one to three values replaced, dropped or doubled: valid, or an error of INVALID."""
+    """3,000 replies with one to three values replaced, dropped or doubled: valid, or refused."""
     rng = random.Random(0)
     reply = {
         "output_ids": [5, 6, 7],
@@ -72,8 +73,9 @@ def test_no_reply_is_read_as_what_it_is_not():
         for _ in range(rng.randint(1, 3)):
             mutate(broken, rng)
         try:
-            ids, logprobs, versions, _ = read(broken, BODY, "")
-        except INVALID:
+            with reading("a server"):
+                ids, logprobs, versions, _ = read(broken, BODY, "")
+        except InvalidReplyError:
             refused += 1
             continue
         assert 0 < len(ids) == len(logprobs) == len(versions) <= 4 or not ids
