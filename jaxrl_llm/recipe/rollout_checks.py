@@ -46,7 +46,7 @@ def _rollout(config: TrainConfig) -> Iterator[str]:
             "to the trainer generate nothing meanwhile."
         )
     if sglang.colocated and not wrong:
-        yield from colocated.problems(sglang, rollout.launch, os.environ)
+        yield from colocated.colocated_problems(sglang, rollout.launch, os.environ)
 
 
 def _addresses(servers: Sequence[str]) -> Iterator[str]:

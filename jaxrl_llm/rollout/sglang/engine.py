@@ -17,7 +17,7 @@ from jaxrl_llm.errors import ServerError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.rollout.checks import check_requests
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
-from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Request, SamplingConfig, end_ids
+from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Request, SamplingConfig, response_end_ids
 from jaxrl_llm.rollout.partial import new_responses, trajectory_of
 from jaxrl_llm.rollout.sglang import colocated
 from jaxrl_llm.rollout.sglang.generate import ResponseGenerator
@@ -27,7 +27,7 @@ from jaxrl_llm.structs import Metrics, Params, Trajectory
 
 
 @dataclass(eq=False)
-class Responses:
+class PendingResponses:
     """Responses that the servers are generating."""
 
     engine: SGLangEngine
@@ -85,10 +85,10 @@ class SGLangEngine:
         self._pushes, self._version = 0, 0
         self._leaf: jax.Array | None = None  # the first weight that the servers hold
         self._versions: dict[str, int] = {}  # label -> policy version
-        self._pending: weakref.WeakSet[Responses] = weakref.WeakSet()
+        self._pending: weakref.WeakSet[PendingResponses] = weakref.WeakSet()
         self._mismatch = MismatchTotals()
         if pool:
-            ends = end_ids(tokenizer, eos_ids)
+            ends = response_end_ids(tokenizer, eos_ids)
             self.generator = ResponseGenerator(pool, ends, self._versions, model.vocab_size)
 
     def publish(self, params: Params, version: int) -> Metrics:
@@ -114,7 +114,7 @@ class SGLangEngine:
         key: jax.Array,
         dialogue: Dialogue | None = None,
         partial: Sequence[PartialResponse] = (),
-    ) -> Responses:
+    ) -> PendingResponses:
         """Begin to generate responses in order (request, response index); sample (p, g) has its own seed.
 
         A response that a server breaks off (its weights change) continues where it stopped; each token
@@ -133,7 +133,7 @@ class SGLangEngine:
         future = None
         if self.pool:
             future = self.pool.start(self.generator.finish_all(responses, sampling, dialogue))
-        started = Responses(self, responses, sampling, dialogue, future)
+        started = PendingResponses(self, responses, sampling, dialogue, future)
         self._pending.add(started)
         return started
 
@@ -147,7 +147,7 @@ class SGLangEngine:
         """`start`, and wait."""
         return self.start(requests, sampling, key, dialogue).result()
 
-    def snapshot(self, pending: Sequence[Responses]) -> list[list[PartialResponse]]:
+    def snapshot(self, pending: Sequence[PendingResponses]) -> list[list[PartialResponse]]:
         """Return copies of the responses as they are now, in process 0; generation goes on."""
         if self.pool is None:
             return [[] for _ in pending]
@@ -224,12 +224,12 @@ class SGLangEngine:
         tolerance: float,
     ) -> list[int]:
         in_place = self.sglang.pause == "in_place"
-        found = [
+        gaps = [
             differences(trajectory, own, version, in_place)
             for trajectory, own in zip(trajectories, logprobs, strict=True)
         ]
         servers = {server.url for server in self.pool.servers}
-        false, alone = self._mismatch.judge(trajectories, found, tolerance, servers)
+        false, alone = self._mismatch.judge(trajectories, gaps, tolerance, servers)
         for url, mean in false.items():
             self.pool.run(self._exclude(url, mean, tolerance))
         excluded = self.pool.excluded.keys()

@@ -26,8 +26,8 @@ def differences(trajectory: Trajectory, own: np.ndarray, version: int, in_place:
     same = trajectory.versions == version
     if in_place and not same.all():
         return np.zeros(0)
-    found = np.abs(np.asarray(own, np.float64) - trajectory.logprobs)[same & (trajectory.mask > 0)]
-    return found[np.isfinite(found)]
+    gaps = np.abs(np.asarray(own, np.float64) - trajectory.logprobs)[same & (trajectory.mask > 0)]
+    return gaps[np.isfinite(gaps)]
 
 
 class MismatchTotals:
@@ -44,20 +44,20 @@ class MismatchTotals:
     def judge(
         self,
         trajectories: Sequence[Trajectory],
-        found: Sequence[np.ndarray],
+        gaps: Sequence[np.ndarray],
         tolerance: float,
         servers: Collection[str],
     ) -> tuple[dict[str, float], list[int]]:
         """Return ({server: its mean difference} beyond the tolerance, trajectories beyond it by themselves).
 
         Args:
-            found: the `differences` of each trajectory.
+            gaps: the `differences` of each trajectory.
             tolerance: largest mean difference, nats.
             servers: addresses that can be judged. A trajectory of several servers, or from behind a router,
                 is judged by itself.
         """
         alone = []
-        for i, (trajectory, each) in enumerate(zip(trajectories, found, strict=True)):
+        for i, (trajectory, each) in enumerate(zip(trajectories, gaps, strict=True)):
             if trajectory.server in servers:
                 total, count = self._totals.get(trajectory.server, (0.0, 0))
                 self._totals[trajectory.server] = total + float(each.sum()), count + len(each)
