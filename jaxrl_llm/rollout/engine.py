@@ -31,11 +31,11 @@ class SamplingConfig:
     stop_tokens: tuple[int, ...] = ()
     """Token ids that end a response, besides the tokenizer's end token; kept in it."""
     ignore_eos: bool = False
-    """Generate max_tokens whatever comes (benchmarks)."""
+    """Run to max_tokens whatever is written (benchmarks)."""
 
 
 class Request(NamedTuple):
-    """A prompt and the number of its responses."""
+    """One prompt and how many responses it wants."""
 
     prompt_ids: np.ndarray  # int32 [.]
     prompt_index: int  # names the group, and with the response index the random key of each sample
@@ -202,7 +202,7 @@ class Engine(Protocol):
         """Give memory to the trainer: nothing is generated until the next `publish`."""
 
 
-def response_end_ids(tokenizer: Any, more: Sequence[int] = ()) -> tuple[int, ...]:
+def end_ids(tokenizer: Any, more: Sequence[int] = ()) -> tuple[int, ...]:
     """Return ids that end a response: the tokenizer's end token, and those of a generation_config.json."""
     own = getattr(tokenizer, "eos_token_id", None)
     return tuple(dict.fromkeys([*([] if own is None else [own]), *more]))

@@ -16,14 +16,7 @@ from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.paged import NOBODYS
 from jaxrl_llm.rollout.checks import check_pages, check_requests
 from jaxrl_llm.rollout.config import RolloutConfig
-from jaxrl_llm.rollout.engine import (
-    Dialogue,
-    PartialResponse,
-    Request,
-    SamplingConfig,
-    response_end_ids,
-    text_of,
-)
+from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Request, SamplingConfig, end_ids, text_of
 from jaxrl_llm.rollout.keys import sample_keys
 from jaxrl_llm.rollout.native.compile import largest_calls, warm_up
 from jaxrl_llm.rollout.native.conversations import Talks
@@ -67,7 +60,7 @@ class NativeEngine:
         resident: int = 0,
     ):
         self.config, self.model, self.mesh, self.tokenizer, self.share = config, model, mesh, tokenizer, share
-        self.eos_ids = response_end_ids(tokenizer, eos_ids)
+        self.eos_ids = end_ids(tokenizer, eos_ids)
         cache_dtype = config.cache_dtype or config.dtype
         page = config.page if not strict and is_paged(config, model, mesh) else 0
         self.programs = Programs(model, mesh, config.dtype, cache_dtype, config.chunk, strict, page)
