@@ -24,8 +24,8 @@ def test_links_lead_somewhere():
 def test_the_algorithm_of_the_guide_keeps_the_contract(tmp_path):
     code = re.search(r"```python\n(.*?)```", ALGORITHMS, re.S)[1]
     (tmp_path / "my_algo.py").write_text(code)
-    module = algos.load(str(tmp_path / "my_algo.py"))
-    assert module.INPUT == "rollouts" and module.Config().aggregation == "token"
+    algorithm = algos.load_algorithm(str(tmp_path / "my_algo.py"))
+    assert algorithm.input == "rollouts" and algorithm.config.aggregation == "token"
 
 
 def test_the_loop_of_the_example_is_short():

@@ -1,4 +1,4 @@
-"""Advantages of whole responses: a score each, compared with the others of its group or batch.
+"""Advantages of responses: a score each, compared with the others of its group or batch; all estimators.
 
 Everywhere: [N] scores, those with valid 0 may be anything (NaN included), take no part and get 0; `group`
 numbers the prompts in [0, N). A group of one has no others to compare with and keeps its score.
@@ -6,11 +6,17 @@ numbers the prompts in [0, N). A group of one has no others to compare with and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from jaxrl_llm.algos.contract import AlgoConfig
+from jaxrl_llm.algos.correction import importance_weights
+from jaxrl_llm.algos.returns import gae, optimal_token_baseline, return_to_go
+from jaxrl_llm.structs import Rollouts
 
 Scale = Literal["std", "population_std", "batch_std", "none"]
 
@@ -158,3 +164,59 @@ def decoupled(
         raise ValueError(f"algo.component_weights has {len(weights)} values for {number} rewards")
     normalise = jax.vmap(lambda r: group_advantages(r, group, valid, scale), in_axes=1, out_axes=1)
     return normalise(components) @ jnp.asarray(weights or (1.0,) * number, components.dtype)
+
+
+Advantage = Literal[
+    "gae", "grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo", "gpg",
+    "gpg_rewards", "passk", "otb", "otb_tail", "gdpo",
+]  # fmt: skip
+WHITENED = {"gae", "reinforce_pp", "reinforce_pp_baseline", "gdpo"}  # by their definition
+
+
+def _passk(scores: Float[Array, "N"], r: Rollouts, config: AlgoConfig) -> Float[Array, "N"]:
+    gain = best_over_second(scores, r.group, r.valid)
+    return gain / spread(scores, r.group, r.valid, config.scale)
+
+
+def _gpg(counted: Literal["groups", "rewards"]) -> Callable[..., Float[Array, "N"]]:
+    def fn(scores: Float[Array, "N"], r: Rollouts, config: AlgoConfig) -> Float[Array, "N"]:
+        advantages = rescaled(scores, r.group, r.valid, counted)
+        return advantages / spread(scores, r.group, r.valid, config.scale)
+
+    return fn
+
+
+def _otb(zero_tail: bool) -> Callable[..., Float[Array, "N R"]]:
+    def fn(rewards: Float[Array, "N R"], r: Rollouts, config: AlgoConfig) -> Float[Array, "N R"]:
+        mask = r.mask * r.valid[:, None]
+        returns = return_to_go(rewards, mask, config.gamma)
+        ratio = None
+        if config.correction.weight != "none":
+            ids = jnp.ones(mask.shape, jnp.int32)
+            ratio = importance_weights(r.old - r.rollout, mask, ids, config.correction)
+        return optimal_token_baseline(returns, r.old, r.sum_pi_squared, r.group, mask, ratio, zero_tail)
+
+    return fn
+
+
+PER_RESPONSE: dict[str, Callable[..., Float[Array, "N"]]] = {
+    "grpo": lambda s, r, c: group_advantages(s, r.group, r.valid, c.scale),
+    "rloo": lambda s, r, c: leave_one_out(s, r.group, r.valid),
+    "reinforce": lambda s, r, c: batch_advantages(s, r.valid, c.scale),
+    "reinforce_pp_baseline": lambda s, r, c: group_advantages(s, r.group, r.valid, "none"),
+    "opo": lambda s, r, c: length_weighted(s, r.group, r.valid, r.mask.sum(axis=1)),
+    "gpg": _gpg("groups"),
+    "gpg_rewards": _gpg("rewards"),
+    "passk": _passk,
+    "gdpo": lambda s, r, c: decoupled(r.components, r.group, r.valid, c.component_weights, c.scale),
+}
+"""Scores [N], rollouts, config -> advantage of each response."""
+
+PER_TOKEN: dict[str, Callable[..., Float[Array, "N R"]]] = {
+    "gae": lambda t, r, c: gae(t, r.values, r.mask * r.valid[:, None], c.gamma, c.lam, c.gaps)[0],
+    "reinforce_pp": lambda t, r, c: return_to_go(t, r.mask, c.gamma),
+    "remax": lambda t, r, c: return_to_go(t, r.mask, c.gamma) - r.greedy[:, None],
+    "otb": _otb(False),
+    "otb_tail": _otb(True),
+}
+"""Rewards [N, R], rollouts, config -> advantage of each token."""

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm.algos.reduce import aggregate, segment_sums, token_mean
+from jaxrl_llm.algos.reduce import aggregate, sequence_sum, token_mean
 from jaxrl_llm.structs import LossInputs, Metrics
 
 Rule = Literal[
@@ -73,7 +73,7 @@ def importance_weights(
     if config.weight == "none":
         return mask
     if config.weight == "sequence":
-        log_ratio = over_sequence(log_ratio, mask, segments)
+        log_ratio = sequence_sum(log_ratio, mask, segments)
     ratio = jnp.exp(jnp.clip(log_ratio, -BOUND, BOUND))
     inside = (ratio >= config.floor) & (ratio <= config.cap)
     bounded = jnp.clip(ratio, config.floor, config.cap)
@@ -111,8 +111,8 @@ def accepted(
         if level == "max":
             value = _sequence_max(value, mask, segments)
         elif level != "token":
-            total = over_sequence(value, mask, segments)
-            value = total if level == "sum" else total / over_sequence(jnp.ones_like(value), mask, segments)
+            total = sequence_sum(value, mask, segments)
+            value = total if level == "sum" else total / sequence_sum(jnp.ones_like(value), mask, segments)
         if name == "k1":
             low, high = math.log(low), math.log(high)
         keep &= (value >= low) & (value <= high)
@@ -133,14 +133,6 @@ def _divergence(old: Float[Array, "B T"], rollout: Float[Array, "B T"], name: st
     return jnp.maximum(p * jnp.log(p / q) + (1 - p) * jnp.log((1 - p) / (1 - q)), 0.0)
 
 
-def over_sequence(
-    x: Float[Array, "B T"], mask: Float[Array, "B T"], segments: Int[Array, "B T"]
-) -> Float[Array, "B T"]:
-    """At each token, the sum of x over the masked tokens of its sequence."""
-    sums = segment_sums(x, segments, mask)
-    return jnp.take_along_axis(sums, jnp.maximum(segments - 1, 0), axis=1)
-
-
 def _sequence_max(
     x: Float[Array, "B T"], mask: Float[Array, "B T"], segments: Int[Array, "B T"]
 ) -> Float[Array, "B T"]:
@@ -149,51 +141,51 @@ def _sequence_max(
     return jnp.take_along_axis(largest, segments, axis=1)
 
 
-def correct(signals: LossInputs, config: Correction) -> tuple[Float[Array, "B T"], Metrics]:
+def correct(inputs: LossInputs, config: Correction) -> tuple[Float[Array, "B T"], Metrics]:
     """(weight of each token's policy loss, metrics). No gradient flows through the weights.
 
     A rejected token weighs 0 and the denominators stay (veRL shrinks them; OpenRLHF does not). The effective
     sample size, as a fraction, is is/weight^2 / is/weight_square of the whole mini-batch.
     """
-    if signals.rollout is None:
+    if inputs.rollout is None:
         assert not config.active, "a correction needs the rollout's log-probs"
-        return signals.mask, {}
-    old = jax.lax.stop_gradient(signals.policy if config.of == "policy" else signals.old)
-    metrics = diagnostics(old, signals)
+        return inputs.mask, {}
+    old = jax.lax.stop_gradient(inputs.policy if config.of == "policy" else inputs.old)
+    metrics = diagnostics(old, inputs)
     if not config.active:
-        return signals.mask, metrics
-    ids = signals.segments
-    weights = importance_weights(old - signals.rollout, signals.mask, ids, config)
+        return inputs.mask, metrics
+    ids = inputs.segments
+    weights = importance_weights(old - inputs.rollout, inputs.mask, ids, config)
     if config.weight != "none":
         unbounded = Correction(config.weight, cap=jnp.inf)
-        ratio = importance_weights(old - signals.rollout, signals.mask, ids, unbounded)
+        ratio = importance_weights(old - inputs.rollout, inputs.mask, ids, unbounded)
         metrics |= {
-            "is/weight": token_mean(weights, signals),
-            "is/weight_square": token_mean(weights**2, signals),
-            "is/low_fraction": token_mean((ratio < config.floor).astype(ratio.dtype), signals),
-            "is/high_fraction": token_mean((ratio > config.cap).astype(ratio.dtype), signals),
+            "is/weight": token_mean(weights, inputs),
+            "is/weight_square": token_mean(weights**2, inputs),
+            "is/low_fraction": token_mean((ratio < config.floor).astype(ratio.dtype), inputs),
+            "is/high_fraction": token_mean((ratio > config.cap).astype(ratio.dtype), inputs),
         }
     if config.reject:
-        keep = accepted(old, signals.rollout, signals.mask, ids, config)
+        keep = accepted(old, inputs.rollout, inputs.mask, ids, config)
         weights = jnp.where(keep, weights, 0.0)
-        metrics["is/rejected_fraction"] = token_mean((~keep).astype(weights.dtype), signals)
+        metrics["is/rejected_fraction"] = token_mean((~keep).astype(weights.dtype), inputs)
     return weights, metrics
 
 
-def diagnostics(old: Float[Array, "B T"], signals: LossInputs) -> Metrics:
+def diagnostics(old: Float[Array, "B T"], inputs: LossInputs) -> Metrics:
     """How far the rollout's distribution is from the trainer's; all add up over micro-batches.
 
     kl and k3_kl estimate KL(rollout || old), nats a token; ppl_ratio is the mean over sequences of the
     trainer's perplexity over the rollout's; chi2 is E[ratio^2] - 1 of tokens and of whole sequences.
     """
-    d = jnp.clip(old - signals.rollout, -BOUND, BOUND)
-    total = over_sequence(old - signals.rollout, signals.mask, signals.segments)
+    d = jnp.clip(old - inputs.rollout, -BOUND, BOUND)
+    total = sequence_sum(old - inputs.rollout, inputs.mask, inputs.segments)
     bounded = jnp.clip(total, -BOUND, BOUND)
-    per_sequence = lambda x: aggregate(x, signals, "sequence")
+    per_sequence = lambda x: aggregate(x, inputs, "sequence")
     return {
-        "mismatch/kl": token_mean(-d, signals),
-        "mismatch/k3_kl": token_mean(jnp.expm1(d) - d, signals),
-        "mismatch/ppl_ratio": per_sequence(jnp.exp(-total / signals.lengths)),
-        "mismatch/chi2_token": token_mean(jnp.expm1(2 * d), signals),
+        "mismatch/kl": token_mean(-d, inputs),
+        "mismatch/k3_kl": token_mean(jnp.expm1(d) - d, inputs),
+        "mismatch/ppl_ratio": per_sequence(jnp.exp(-total / inputs.lengths)),
+        "mismatch/chi2_token": token_mean(jnp.expm1(2 * d), inputs),
         "mismatch/chi2_sequence": per_sequence(jnp.expm1(2 * bounded)),
     }

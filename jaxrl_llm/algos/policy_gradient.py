@@ -1,27 +1,21 @@
-"""What all policy-gradient algorithms share: options, rewards, advantages, and the end of every loss.
-
-An algorithm is then a Config with its own defaults and the surrogate loss of a token.
-"""
+"""Policy gradients up to the loss: options, rewards, advantages, and the responses that are learned from."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxrl_llm.algos.advantages import Scale, batch_advantages
-from jaxrl_llm.algos.contract import AlgoConfig
-from jaxrl_llm.algos.correction import Correction, correct, mean_weight
-from jaxrl_llm.algos.estimators import PER_RESPONSE, PER_TOKEN, WHITENED, Advantage
+from jaxrl_llm.algos.advantages import PER_RESPONSE, PER_TOKEN, WHITENED, Advantage, Scale, batch_advantages
+from jaxrl_llm.algos.contract import AlgoConfig, Algorithm, Requirements
+from jaxrl_llm.algos.correction import Correction, mean_weight
 from jaxrl_llm.algos.kl import Estimator, kl, next_kl_coef
-from jaxrl_llm.algos.reduce import Aggregation, aggregate, token_mean
+from jaxrl_llm.algos.reduce import Aggregation
 from jaxrl_llm.algos.returns import Gaps, gae, on_last_token, return_to_go, whiten
-from jaxrl_llm.algos.value import value_loss
 from jaxrl_llm.structs import LossInputs, Metrics, Rollouts
 
 KLPlace = Literal["loss", "reward", "advantage"]
@@ -85,44 +79,6 @@ class PolicyConfig(AlgoConfig):
     """For a rollout engine whose log-probs are not the trainer's."""
 
     @property
-    def needs_reference(self) -> bool:
-        return self.kl_coef != 0
-
-    @property
-    def needs_entropy(self) -> bool:
-        return self.entropy_coef != 0
-
-    @property
-    def needs_old(self) -> bool:
-        before = self.kl_in != "loss" and self.kl_coef != 0
-        early = before or self.advantage.startswith("otb") or self.correction.normalize
-        return self.old == "recompute" or (self.old == "auto" and early)
-
-    @property
-    def needs_critic(self) -> bool:
-        return self.advantage == "gae" and self.critic == "separate"
-
-    @property
-    def needs_values(self) -> bool:
-        return self.advantage == "gae" and self.critic == "shared"
-
-    @property
-    def needs_square(self) -> bool:
-        return self.advantage.startswith("otb")
-
-    @property
-    def needs_greedy(self) -> bool:
-        return self.advantage == "remax"
-
-    @property
-    def bypass_old(self) -> bool:
-        return self.old == "rollout"
-
-    @property
-    def draws(self) -> int:
-        return self.max_draws if self.dynamic_sampling else 1
-
-    @property
     def initial_kl_coef(self) -> float:
         return self.kl_coef
 
@@ -132,11 +88,35 @@ class PolicyConfig(AlgoConfig):
         return next_kl_coef(kl_coef, metrics["kl"], num_sequences, self.kl_target, self.kl_horizon)
 
     def present_kl_coef(self, x: Rollouts | LossInputs) -> Float[Array, ""] | float:
+        """Return kl_coef, or the KL controller's present coefficient."""
         return self.kl_coef if self.kl_target is None else x.kl_coef
 
 
+def policy_algorithm(name: str, doc: str, config: PolicyConfig, loss: Callable, **others: Any) -> Algorithm:
+    """Return the algorithm that has this loss and its defaults, and all else in common with its siblings."""
+    common = dict(requires=requires, advantages=advantages, returns=returns, select=select)
+    return Algorithm(name, doc, "rollouts", config, loss, **common | others)
+
+
+def requires(config: PolicyConfig) -> Requirements:
+    """Return the arrays and models that these settings read."""
+    reads_old = config.advantage.startswith("otb") or config.correction.normalize
+    reads_old |= config.kl_in != "loss" and config.kl_coef != 0
+    return Requirements(
+        entropy=config.entropy_coef != 0,
+        old=config.old == "recompute" or reads_old,
+        old_source="rollout" if config.old == "rollout" else "policy",
+        reference=config.kl_coef != 0,
+        values=config.advantage == "gae" and config.critic == "shared",
+        critic=config.advantage == "gae" and config.critic == "separate",
+        sum_pi_squared=config.advantage.startswith("otb"),
+        greedy=config.advantage == "remax",
+        draws=config.max_draws if config.dynamic_sampling else 1,
+    )
+
+
 def advantages(rollouts: Rollouts, config: PolicyConfig) -> Float[Array, "N R"]:
-    """Of each token, by the estimator that the config names; 0 where mask or valid is 0."""
+    """Return the advantage of each token by the config's estimator; 0 where mask or valid is 0."""
     outcome, dense = shaped_rewards(rollouts, config)
     mask = rollouts.mask * rollouts.valid[:, None]
     if config.advantage in PER_RESPONSE:
@@ -157,7 +137,8 @@ def advantages(rollouts: Rollouts, config: PolicyConfig) -> Float[Array, "N R"]:
 
 
 def returns(rollouts: Rollouts, config: PolicyConfig) -> Float[Array, "N R"]:
-    """What a critic learns: GAE's advantage (not whitened) plus value; without values the reward to go."""
+    """Return the critic's targets: GAE's advantage (not whitened) plus value; without values the
+    return-to-go."""
     outcome, dense = shaped_rewards(rollouts, config)
     mask = rollouts.mask * rollouts.valid[:, None]
     rewards = dense + on_last_token(outcome, mask)
@@ -167,7 +148,7 @@ def returns(rollouts: Rollouts, config: PolicyConfig) -> Float[Array, "N R"]:
 
 
 def select(rollouts: Rollouts, config: PolicyConfig, rng: np.random.Generator) -> np.ndarray:
-    """Trajectories learned from: those with a reward, less the truncated ones where they are dropped."""
+    """Return the trajectories with a reward, without the truncated ones where they are dropped."""
     kept = np.asarray(rollouts.valid) > 0
     if config.drop_truncated:
         kept &= np.asarray(rollouts.truncated) == 0
@@ -175,7 +156,7 @@ def select(rollouts: Rollouts, config: PolicyConfig, rng: np.random.Generator) -
 
 
 def shaped_rewards(rollouts: Rollouts, config: PolicyConfig) -> tuple[Float[Array, "N"], Float[Array, "N R"]]:
-    """(reward of each response, reward of each token): process rewards, and minus the KL if in reward."""
+    """Return (reward of each response, reward of each token): process rewards, minus the KL if in reward."""
     outcome = jnp.where(rollouts.valid > 0, rollouts.rewards, 0.0)
     if config.reward_clip is not None:
         outcome = jnp.clip(outcome, *config.reward_clip)
@@ -191,32 +172,3 @@ def shaped_rewards(rollouts: Rollouts, config: PolicyConfig) -> tuple[Float[Arra
 
 def _rollout_kl(rollouts: Rollouts, config: PolicyConfig) -> Float[Array, "N R"]:
     return kl(rollouts.old, rollouts.reference, config.kl)
-
-
-def finish(
-    loss: Float[Array, "B T"], marks: Mapping[str, Array], signals: LossInputs, config: PolicyConfig
-) -> tuple[Float[Array, ""], Metrics]:
-    """The end of every policy loss: correct for the rollout, add KL, entropy and value loss, aggregate.
-
-    Args:
-        loss: surrogate of each token.
-        marks: per-token arrays whose means are reported.
-    """
-    weights, metrics = correct(signals, config.correction)
-    metrics |= {name: token_mean(jnp.asarray(mark, loss.dtype), signals) for name, mark in marks.items()}
-    metrics["policy_kl"] = token_mean(signals.old - signals.policy, signals)
-    total = weights * loss
-    if signals.reference is not None:
-        penalty = kl(signals.policy, signals.reference, config.kl)
-        metrics["kl"] = token_mean(penalty, signals)
-        if config.kl_in == "loss" and config.kl_coef:
-            total = total + config.present_kl_coef(signals) * penalty
-    if config.entropy_coef:
-        total = total - config.entropy_coef * signals.entropy
-    total = aggregate(total, signals, config.aggregation, config.constant)
-    if config.needs_values:
-        of_values, moved = value_loss(signals.values, signals.old_values, signals.returns, config.value_clip)
-        metrics["value_loss"] = token_mean(of_values, signals)
-        metrics["value_clip_fraction"] = token_mean(moved.astype(loss.dtype), signals)
-        total = total + config.vf_coef * metrics["value_loss"]
-    return total, jax.lax.stop_gradient(metrics)

@@ -89,7 +89,7 @@ def whiten(
 def optimal_token_baseline(
     returns: Float[Array, "N R"],
     logprobs: Float[Array, "N R"],
-    square: Float[Array, "N R"],
+    sum_pi_squared: Float[Array, "N R"],
     group: Int[Array, "N"],
     mask: Float[Array, "N R"],
     ratio: Float[Array, "N R"] | None = None,
@@ -103,13 +103,13 @@ def optimal_token_baseline(
     Args:
         returns: reward-to-go G.
         logprobs: of the chosen tokens, nats.
-        square: sum over the vocabulary of p^2.
+        sum_pi_squared: sum over the vocabulary of p^2.
         ratio: importance weights rho of the tokens; W then sums rho^2 times the above.
         zero_tail: no baseline where the longest response of a group is the only one left (else its advantage
             is 0 there).
     """
     own = mask > 0
-    energy = 1.0 - 2.0 * jnp.exp(logprobs) + square
+    energy = 1.0 - 2.0 * jnp.exp(logprobs) + sum_pi_squared
     if ratio is not None:
         energy = energy * ratio**2
     weight = jnp.where(own, jnp.cumsum(jnp.where(own, energy, 0.0), axis=1), 0.0)

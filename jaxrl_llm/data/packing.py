@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.structs import Batch, Trajectory
+from jaxrl_llm.structs import SIGNALS, Batch, Trajectory
 
-# Optional per-token inputs of a Batch that the host provides.
-SIGNALS = ("advantages", "rollout", "old", "reference", "values", "returns", "labels")
+IN_LOSS = tuple(signal.name for signal in SIGNALS if signal.in_loss)
 
 
 @dataclass
@@ -21,7 +20,9 @@ class PackItem:
 
     tokens: np.ndarray  # int32 [t]
     mask: np.ndarray  # [t], 1 = this token is trained on
-    signals: dict[str, np.ndarray] = field(default_factory=dict)  # name in SIGNALS -> float32 [t]
+    signals: dict[str, np.ndarray] = field(
+        default_factory=dict
+    )  # by the name in structs.SIGNALS, float32 [t]
 
 
 def from_trajectory(trajectory: Trajectory) -> PackItem:
@@ -41,19 +42,19 @@ def counts(sequences: Sequence[PackItem]) -> tuple[float, float]:
     return max(sum(trained), 1.0), max(float(sum(t > 0 for t in trained)), 1.0)
 
 
-def pack(sequences: Sequence[PackItem], row_length: int, rows: int, unit: int = 1) -> list[Batch]:
+def pack(sequences: Sequence[PackItem], row_length: int, rows: int, group_size: int = 1) -> list[Batch]:
     """First-fit decreasing into rows of `row_length`, `rows` rows a micro-batch, the last one padded.
 
     Rows are dealt to micro-batches longest first, and nothing depends on anything but the lengths, so the
     same sequences always pack the same way.
 
     Args:
-        unit: so many consecutive sequences stay side by side in one row (2 = a pair).
+        group_size: consecutive sequences that stay side by side in one row (2 = a pair).
 
     Raises:
-        ValueError: a unit longer than a row.
+        ValueError: a group longer than a row.
     """
-    packed = arrange(sequences, row_length, unit)
+    packed = arrange(sequences, row_length, group_size)
     batches = []
     for start in range(0, len(packed), rows):
         batches.append(_lay_out(sequences, packed[start : start + rows], row_length, rows))
@@ -61,7 +62,7 @@ def pack(sequences: Sequence[PackItem], row_length: int, rows: int, unit: int = 
 
 
 def unpack(
-    values: Sequence[np.ndarray], sequences: Sequence[PackItem], row_length: int, unit: int = 1
+    values: Sequence[np.ndarray], sequences: Sequence[PackItem], row_length: int, group_size: int = 1
 ) -> list[np.ndarray]:
     """The inverse for what was computed from the batches of `pack`: [B, T] of each -> [t] of each sequence.
 
@@ -69,7 +70,7 @@ def unpack(
     """
     found: list[np.ndarray] = [np.zeros(0)] * len(sequences)
     rows = itertools.chain.from_iterable(values)
-    for members, row in zip(arrange(sequences, row_length, unit), rows, strict=False):
+    for members, row in zip(arrange(sequences, row_length, group_size), rows, strict=False):
         start = 0
         for index in members:
             end = start + len(sequences[index].tokens)
@@ -78,11 +79,13 @@ def unpack(
     return found
 
 
-def arrange(sequences: Sequence[PackItem], row_length: int, unit: int = 1) -> list[list[int]]:
-    """Rows, each the indices of the sequences it holds, units whole and in their order."""
+def arrange(sequences: Sequence[PackItem], row_length: int, group_size: int = 1) -> list[list[int]]:
+    """Rows, each the indices of the sequences it holds, groups complete and in their order."""
     lengths = [len(s.tokens) for s in sequences]
-    rows = first_fit([sum(lengths[i : i + unit]) for i in range(0, len(lengths), unit)], row_length)
-    return [[unit * member + i for member in row for i in range(unit)] for row in rows]
+    rows = first_fit(
+        [sum(lengths[i : i + group_size]) for i in range(0, len(lengths), group_size)], row_length
+    )
+    return [[group_size * member + i for member in row for i in range(group_size)] for row in rows]
 
 
 def first_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
@@ -121,7 +124,7 @@ def empty_batch(rows: int, row_length: int, signals: Sequence[str] = ()) -> Batc
 
 
 def _lay_out(sequences, packed: list[list[int]], row_length: int, rows: int) -> Batch:
-    names = tuple(name for name in SIGNALS if name in sequences[0].signals)
+    names = tuple(name for name in IN_LOSS if name in sequences[0].signals)
     batch = empty_batch(rows, row_length, names)
     for row, members in enumerate(packed):
         start = 0

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import optax
+
+from jaxrl_llm.ranges import Count, CountOrZero, Fraction, Range
+
+Decay = Annotated[float, Range(0, 1, open_high=True)]
 
 
 @dataclass(frozen=True)
@@ -14,31 +18,33 @@ class OptimConfig:
     """Optimizer and learning-rate schedule."""
 
     name: Literal["adamw", "adafactor", "lion", "sgd"] = "adamw"
-    """Which optimizer (optax)."""
-    learning_rate: float = 1e-6
+    """AdamW (arXiv 1711.05101), Adafactor (1804.04235), Lion (2302.06675) or SGD with momentum b1."""
+    learning_rate: Annotated[
+        float, Range(0, 10, open_low=True, usual="1e-6 is usual for RL, 1e-5 for SFT")
+    ] = 1e-6
     """Peak learning rate."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """What the rate does after the warm-up: stays, or falls to final_fraction over the run."""
-    warmup_steps: int = 0
-    """Updates over which the rate rises from 0."""
-    final_fraction: float = 0.1
-    """Rate at the end of the run as a fraction of the peak."""
-    b1: float = 0.9
-    """Decay of the first moment."""
-    b2: float = 0.999
-    """Decay of the second moment."""
-    eps: float = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: float = 0.0
-    """Decoupled decay of matrices; norms and biases are left alone."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this global norm; 0 = never."""
-    max_nonfinite: int = 5
-    """Updates with NaN or Inf in loss or gradient are skipped; after this many in a row the run stops."""
+    """Learning rate after the warm-up: constant, or falling to final_fraction of the peak over the run."""
+    warmup_steps: CountOrZero = 0
+    """Updates over which the learning rate rises from 0."""
+    final_fraction: Fraction = 0.1
+    """Learning rate at the end of the run as a fraction of the peak."""
+    b1: Decay = 0.9
+    """Decay of the first moment; momentum of sgd."""
+    b2: Decay = 0.999
+    """Decay of the second moment (adamw, lion)."""
+    eps: Annotated[float, Range(0, 1, open_low=True)] = 1e-8
+    """Added to the root of the second moment (adamw)."""
+    weight_decay: Annotated[float, Range(0, 10)] = 0.0
+    """Decoupled decay of matrices, scaled by the learning rate; norms and biases are left alone."""
+    max_grad_norm: Annotated[float, Range(0, 1e9)] = 1.0
+    """Global norm that gradients are clipped to; 0 = no clipping."""
+    max_nonfinite: Count = 5
+    """Updates with NaN or Inf in loss, gradient or weights are skipped; so many in a row end the run."""
 
 
 def make_schedule(config: OptimConfig, total_updates: int) -> optax.Schedule:
-    """Learning rate by update number."""
+    """Return the learning rate as a function of the update number."""
     peak, end = config.learning_rate, config.learning_rate * config.final_fraction
     decay_updates = max(total_updates - config.warmup_steps, 1)
     after = {
@@ -53,19 +59,33 @@ def make_schedule(config: OptimConfig, total_updates: int) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimConfig, total_updates: int) -> optax.GradientTransformation:
-    """The optimizer without gradient clipping: step.py clips, since it has the norm anyway."""
-    rate = make_schedule(config, total_updates)
-    decay = dict(weight_decay=config.weight_decay, mask=decayed)
+    """Return direction + weight_decay * weights, times -learning rate: one order for every optimizer.
+
+    Gradients are clipped in `learn.update`, which has their norm anyway.
+    """
+    return optax.chain(
+        *_direction(config),
+        optax.add_decayed_weights(config.weight_decay, mask=decayed),
+        optax.scale_by_learning_rate(make_schedule(config, total_updates)),
+    )
+
+
+def _direction(config: OptimConfig) -> list[optax.GradientTransformation]:
+    """Return what the learning rate multiplies, before weight decay."""
     if config.name == "adamw":
-        return optax.adamw(rate, b1=config.b1, b2=config.b2, eps=config.eps, **decay)
+        return [optax.scale_by_adam(config.b1, config.b2, config.eps)]
     if config.name == "lion":
-        return optax.lion(rate, b1=config.b1, b2=config.b2, **decay)
-    if config.name == "adafactor":
-        return optax.adafactor(rate, weight_decay_rate=config.weight_decay or None, weight_decay_mask=decayed)
-    return optax.sgd(rate, momentum=config.b1 or None)
+        return [optax.scale_by_lion(config.b1, config.b2)]
+    if config.name == "adafactor":  # relative step sizes, clipped to an RMS of 1: the paper's algorithm 4
+        return [
+            optax.scale_by_factored_rms(),
+            optax.clip_by_block_rms(1.0),
+            optax.scale_by_param_block_rms(),
+        ]
+    return [optax.trace(config.b1)] if config.b1 else []
 
 
-def decayed(params):
-    """True for the weights that decay: all but norms and biases."""
+def decayed(params: Any) -> Any:
+    """Return a tree of bools: True for the weights that decay, all but norms and biases."""
     exempt = lambda path: any(word in jax.tree_util.keystr(path) for word in ("norm", "bias"))
     return jax.tree_util.tree_map_with_path(lambda path, _: not exempt(path), params)

@@ -92,14 +92,12 @@ def with_algo(config: TrainConfig, name: str | None) -> TrainConfig:
             f"There are {known}; your own is the path of a .py file."
         )
     try:
-        module = algos.load(name)
+        algorithm = algos.load_algorithm(name)
     except Exception as error:  # the file is the user's code
         raise ConfigError(_blame(Path(name), error)) from error
-    return (
-        config
-        if isinstance(config.algo, module.Config)
-        else dataclasses.replace(config, algo=module.Config())
-    )
+    if config.algo.algorithm == algorithm.name:
+        return config
+    return dataclasses.replace(config, algo=algorithm.config)
 
 
 def packaged_dir() -> Path:
@@ -181,7 +179,7 @@ def _did_you_mean(error: Exception) -> str:
 def _config_classes() -> set[type]:
     """TrainConfig, the dataclasses its fields are declared with, and the algorithms'."""
     seen: set[type] = set()
-    queue = [TrainConfig, *(module.Config for module in algos.ALGOS.values())]
+    queue = [TrainConfig, *(type(algorithm.config) for algorithm in algos.ALGOS.values())]
     while queue:
         hint = queue.pop()
         if dataclasses.is_dataclass(hint) and hint not in seen:

@@ -13,7 +13,7 @@ ADVANTAGES = jnp.array([[1.0] * 4, [-1.0] * 4])
 SEGMENTS = jnp.ones((2, 4), jnp.int32)
 
 
-def signals(policy=POLICY, **kwargs):
+def loss_inputs(policy=POLICY, **kwargs):
     """Two sequences of 3 and 4 tokens, a row each."""
     fields = dict(
         mask=MASK,
@@ -50,7 +50,7 @@ def rollouts(**kwargs):
         rollout=logprobs(),
         reference=logprobs(),
         values=VALUES,
-        square=jnp.asarray(random.uniform(0.1, 0.9, OWN.shape), jnp.float32) * OWN,
+        sum_pi_squared=jnp.asarray(random.uniform(0.1, 0.9, OWN.shape), jnp.float32) * OWN,
         kl_coef=jnp.float32(0.5),
     )
     return Rollouts(**{**fields, **kwargs})

@@ -10,8 +10,14 @@ import pytest
 from golden import rollouts
 
 from jaxrl_llm.algos import cispo, gdpo, gpg, grpo, gspo, opo, passk, reinforce, rloo
-from jaxrl_llm.algos.advantages import best_over_second, leave_one_out, length_weighted
-from jaxrl_llm.algos.estimators import PER_RESPONSE, PER_TOKEN, Advantage
+from jaxrl_llm.algos.advantages import (
+    PER_RESPONSE,
+    PER_TOKEN,
+    Advantage,
+    best_over_second,
+    leave_one_out,
+    length_weighted,
+)  # fmt: skip
 from jaxrl_llm.algos.kl import kl
 from jaxrl_llm.algos.policy_gradient import shaped_rewards
 
@@ -34,7 +40,7 @@ def test_the_tables_hold_every_name_once():
         (reinforce.Config(), [0.125, -0.875, 1.125, -0.375]),
         (gspo.Config(advantage="rloo"), [1, -1, 1.5, -1.5]),
     ],
-    ids=lambda x: type(x).__module__.rsplit(".", 1)[-1],
+    ids=lambda x: getattr(x, "algorithm", ""),
 )
 def test_fixed_numbers(config, expected):
     got = grpo.advantages(rollouts(), config)

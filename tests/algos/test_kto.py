@@ -51,8 +51,8 @@ def test_kto_of_pairs_takes_its_baseline_from_the_other_label():
 
 
 def test_kto_baseline_is_not_below_zero():
-    signals = {**KTO, "reference": [[0.0] * len(p) for p in KTO_POLICY]}
-    _, metrics, _ = run(kto, kto.Config(), KTO_POLICY, [[[0, 1, 2, 3, 4, 5]]], **signals)
+    arrays = {**KTO, "reference": [[0.0] * len(p) for p in KTO_POLICY]}
+    _, metrics, _ = run(kto, kto.Config(), KTO_POLICY, [[[0, 1, 2, 3, 4, 5]]], **arrays)
     assert metrics["mismatched_kl"] == pytest.approx(-56 / 3)
     # with z = 0 the third response, a log ratio of -9, is far on the wrong side
     assert metrics["accuracy"] == pytest.approx(1 / 3)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from golden import LENGTHS, OWN, VALUES, rollouts
 
-from jaxrl_llm.algos import otb, ppo, reinforce_pp, remax
+from jaxrl_llm.algos import otb, ppo, reinforce_pp, remax, requirements
 from jaxrl_llm.algos.returns import gae, on_last_token, optimal_token_baseline, return_to_go, whiten
 
 RETURNS = [
@@ -118,11 +118,12 @@ def test_optimal_token_baseline_under_importance_weights():
     assert float(got[0, 0]) == pytest.approx(1 - 1.6 / (1.6 + 0.55), abs=1e-6)
 
 
-def test_otb_reads_the_signals_it_asked_for():
+def test_otb_reads_the_arrays_it_requires():
     config = otb.Config()
-    assert config.needs_square and config.needs_old and not config.needs_critic
+    needs = requirements(config)
+    assert needs.sum_pi_squared and needs.old and not needs.critic
     given = rollouts(rewards=jnp.array([1.0, 0, 1, 0]))
-    mask, old, square = given.mask, given.old, given.square
+    mask, old, square = given.mask, given.old, given.sum_pi_squared
     returns = jnp.array([1.0, 0, 1, 0])[:, None] * mask
     expected = optimal_token_baseline(returns, old, square, given.group, mask)
     np.testing.assert_allclose(otb.advantages(given, config), expected, atol=1e-6)

@@ -92,7 +92,7 @@ INPUT = "tokens"
 @dataclass(frozen=True)
 class Config(AlgoConfig):
     sharpness: float = 2.0
-def loss(signals, config): ...
+def loss(inputs, config): ...
 """
 
 
@@ -130,7 +130,7 @@ def test_help_lists_every_field_with_doc_and_the_recipes_value(capsys):
     assert done.value.code == 0
     text = capsys.readouterr().out
     words = " ".join(text.replace("\u2502", " ").split())
-    assert "--algo.kl_coef FLOAT Weight of KL(policy || reference) in the loss" in words
+    assert "--algo.kl_coef FLOAT Weight of KL(policy || reference); 0" in words
     assert "(default: 77)" in words
     config = load.load(load.find("grpo_tiny.py"))
     keys = [key for key, leaf in leaves(config) if leaf.value != () or "sources" not in key]

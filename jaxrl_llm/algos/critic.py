@@ -1,4 +1,4 @@
-"""The critic's own algorithm: values that predict the returns (PPO, arXiv 1707.06347, section 5)."""
+"""Critic: values that predict the returns (PPO, arXiv 1707.06347, section 5)."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxrl_llm.algos.contract import AlgoConfig
+from jaxrl_llm.algos.contract import AlgoConfig, Algorithm, Requirements
 from jaxrl_llm.algos.reduce import Aggregation, aggregate, token_mean
 from jaxrl_llm.structs import LossInputs, Metrics
 
-INPUT = "rollouts"
-
 
 @dataclass(frozen=True)
-class Config(AlgoConfig):
-    """A critic."""
+class ValueConfig(AlgoConfig):
+    """Options of a critic."""
 
     value_clip: float | None = 0.5
     """A value is taken to move at most this far from its old one; None = no clipping."""
@@ -24,14 +22,6 @@ class Config(AlgoConfig):
     """Weight of the squared error (RL2: 1)."""
     aggregation: Aggregation = "token"
     """How token losses become one: token, sequence (mean of means), sequence_sum."""
-
-    @property
-    def needs_policy(self) -> bool:
-        return False
-
-    @property
-    def needs_values(self) -> bool:
-        return True
 
 
 def value_loss(
@@ -49,19 +39,31 @@ def value_loss(
     return factor * jnp.maximum(plain, clipped), clipped > plain
 
 
-def loss(signals: LossInputs, config: Config) -> tuple[Float[Array, ""], Metrics]:
+def critic_loss(inputs: LossInputs, config: ValueConfig) -> tuple[Float[Array, ""], Metrics]:
     """The clipped squared error, and how much of the returns' variance the values explain.
 
-    Explained variance of the whole is 1 - value_error / (return_square - return^2).
+    Explained variance of the mini-batch is 1 - value_error / (return_square - return^2).
     """
     per_token, clipped = value_loss(
-        signals.values, signals.old_values, signals.returns, config.value_clip, config.factor
+        inputs.values, inputs.old_values, inputs.returns, config.value_clip, config.factor
     )
     metrics = {
-        "value": token_mean(signals.values, signals),
-        "return": token_mean(signals.returns, signals),
-        "return_square": token_mean(signals.returns**2, signals),
-        "value_error": token_mean((signals.values - signals.returns) ** 2, signals),
-        "value_clip_fraction": token_mean(clipped.astype(per_token.dtype), signals),
+        "value": token_mean(inputs.values, inputs),
+        "return": token_mean(inputs.returns, inputs),
+        "return_square": token_mean(inputs.returns**2, inputs),
+        "value_error": token_mean((inputs.values - inputs.returns) ** 2, inputs),
+        "value_clip_fraction": token_mean(clipped.astype(per_token.dtype), inputs),
     }
-    return aggregate(per_token, signals, config.aggregation), metrics
+    return aggregate(per_token, inputs, config.aggregation), metrics
+
+
+value = Algorithm(
+    "value",
+    """Value regression, the critic's own algorithm (PPO, arXiv 1707.06347, section 5).
+
+    loss = factor max((V - R)^2, (clip(V, old +- clip) - R)^2), R the returns.""",
+    "rollouts",
+    ValueConfig(),
+    critic_loss,
+    requires=lambda config: Requirements(policy=False, values=True),
+)

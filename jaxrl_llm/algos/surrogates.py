@@ -1,0 +1,384 @@
+"""Policy losses with another surrogate than PPO's clip: each a Config, a loss of a token, an algorithm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jaxrl_llm.algos.clipped import BOUND, ClippedConfig, clip, log_ratio, policy_loss
+from jaxrl_llm.algos.policy_gradient import Old, PolicyConfig, policy_algorithm
+from jaxrl_llm.algos.reduce import Aggregation, masked_sum, sequence_mean, sequence_sum
+from jaxrl_llm.structs import LossInputs, Metrics
+
+# REINFORCE and GPG
+
+
+def reinforce_loss(inputs: LossInputs, config: PolicyConfig) -> tuple[Float[Array, ""], Metrics]:
+    """Return -A log pi."""
+    return policy_loss(-inputs.advantages * inputs.policy, {}, inputs, config)
+
+
+reinforce = policy_algorithm(
+    "reinforce",
+    """REINFORCE with the batch's mean reward as baseline (Williams 1992; arXiv 2402.14740, section 2.2).
+
+    A = r - mean of the batch, divided by its std where `scale` is not "none" (RL2's global norm; its group
+    norm is `advantage = "grpo"`); loss = -A log pi, summed over tokens. No ratio: for several updates a step
+    add importance weights, `correction.weight = "token"` with `correction.of = "policy"`.""",
+    PolicyConfig(advantage="reinforce", scale="none", aggregation="sequence_sum"),
+    reinforce_loss,
+)
+
+gpg = policy_algorithm(
+    "gpg",
+    """Group policy gradient: GPG (arXiv 2504.02546, eq. 4 to 6).
+
+    A = alpha (r - mean of the group), alpha = responses / responses of groups whose rewards differ, so that
+    groups that teach nothing do not shrink the step; loss = -A log pi, mean over tokens. veRL counts
+    responses whose reward is not 0 instead: `advantage = "gpg_rewards"`.""",
+    PolicyConfig(advantage="gpg", scale="none"),
+    reinforce_loss,
+)
+
+# GSPO
+
+
+def gspo_loss(inputs: LossInputs, config: ClippedConfig) -> tuple[Float[Array, ""], Metrics]:
+    """Return the clipped surrogate of the sequence's ratio."""
+    mean = sequence_mean(inputs.policy - inputs.old, inputs)
+    fixed = jax.lax.stop_gradient(jnp.clip(mean, -BOUND, BOUND) - inputs.policy)
+    surrogate, is_clipped = clip(jnp.exp(fixed + inputs.policy), inputs.advantages, config)
+    return policy_loss(surrogate, {"clip_fraction": is_clipped}, inputs, config)
+
+
+gspo = policy_algorithm(
+    "gspo",
+    """Group sequence policy optimization: GSPO (arXiv 2507.18071, eq. 5 and 14).
+
+    s = exp(mean over the response's tokens of policy - old), one ratio a response, in its token form
+    sg[s] pi / sg[pi]; loss = max(-A s, -A clip(s)), mean over responses. The clip range is a thousandth of
+    PPO's. `aggregation = "token"` is veRL 0.9's and ChatLearn's.""",
+    ClippedConfig(clip_low=3e-4, clip_high=4e-4, aggregation="sequence"),
+    gspo_loss,
+)
+
+# CISPO
+
+
+@dataclass(frozen=True)
+class CISPOConfig(PolicyConfig):
+    """Options of CISPO."""
+
+    clip_low: float = 1.0
+    """The weight is at least 1 - clip_low."""
+    clip_high: float = 4.0
+    """The weight is at most 1 + clip_high."""
+
+
+def cispo_loss(inputs: LossInputs, config: CISPOConfig) -> tuple[Float[Array, ""], Metrics]:
+    """Return -sg[clip(r)] A log pi."""
+    ratio = jax.lax.stop_gradient(jnp.exp(log_ratio(inputs.policy, inputs.old)))
+    weight = jnp.clip(ratio, 1 - config.clip_low, 1 + config.clip_high)
+    surrogate = -weight * inputs.advantages * inputs.policy
+    return policy_loss(surrogate, {"clip_fraction": weight != ratio}, inputs, config)
+
+
+cispo = policy_algorithm(
+    "cispo",
+    """Clipped importance weights: CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4).
+
+    loss = -sg[clip(r_t, 1 - low, 1 + high)] A log pi: the weight is clipped, and every token keeps a
+    gradient. As in the paper there is no lower bound by default; the upper one is ScaleRL's (arXiv
+    2510.13786).""",
+    CISPOConfig(),
+    cispo_loss,
+)
+
+# SAPO
+
+
+@dataclass(frozen=True)
+class SAPOConfig(PolicyConfig):
+    """Options of SAPO."""
+
+    tau_positive: float = 1.0
+    """Steepness of the gate where the advantage is positive."""
+    tau_negative: float = 1.05
+    """Steepness of the gate elsewhere."""
+    aggregation: Aggregation = "sequence"
+
+
+def sapo_loss(inputs: LossInputs, config: SAPOConfig) -> tuple[Float[Array, ""], Metrics]:
+    """Return -A times the gate; the gate's derivative at r = 1 is 1."""
+    ratio = jnp.exp(log_ratio(inputs.policy, inputs.old))
+    tau = jnp.where(inputs.advantages > 0, config.tau_positive, config.tau_negative)
+    gate = jax.nn.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau
+    return policy_loss(-inputs.advantages * gate, {}, inputs, config)
+
+
+sapo = policy_algorithm(
+    "sapo",
+    """Soft adaptive policy optimization: SAPO (arXiv 2511.20347, eq. 5 and 6).
+
+    loss = -A sigmoid(tau (r_t - 1)) 4 / tau, mean over responses of the mean over tokens: a smooth gate in
+    place of the clip. tau is larger where A is not positive, so that those tokens lose their gradient
+    sooner.""",
+    SAPOConfig(),
+    sapo_loss,
+)
+
+# GMPO
+
+
+@dataclass(frozen=True)
+class GMPOConfig(PolicyConfig):
+    """Options of GMPO."""
+
+    clip_low: float = 0.4
+    """A token's log-ratio may fall to -clip_low, nats."""
+    clip_high: float = 0.4
+    """A token's log-ratio may rise to clip_high, nats."""
+    aggregation: Aggregation = "sequence"
+
+
+def gmpo_loss(inputs: LossInputs, config: GMPOConfig) -> tuple[Float[Array, ""], Metrics]:
+    """Return -A times the geometric mean of the clipped ratios, the same at each token of a response."""
+    change = log_ratio(inputs.policy, inputs.old)
+    bounded = jnp.clip(change, -config.clip_low, config.clip_high)
+    positive = inputs.advantages > 0
+    kept = jnp.where(positive, jnp.minimum(change, bounded), jnp.maximum(change, bounded))
+    surrogate = -sequence_mean(inputs.advantages, inputs) * jnp.exp(sequence_mean(kept, inputs))
+    return policy_loss(surrogate, {"clip_fraction": kept != change}, inputs, config)
+
+
+gmpo = policy_algorithm(
+    "gmpo",
+    """Geometric-mean policy optimization: GMPO (arXiv 2507.20673, eq. 4).
+
+    loss = -A exp(mean over the response's tokens of l_t), l_t = policy - old, cut at -low and high on the
+    side to which the advantage pushes it; mean over responses. One advantage a response: that of its tokens'
+    mean.""",
+    GMPOConfig(),
+    gmpo_loss,
+)
+
+# VESPO
+
+
+@dataclass(frozen=True)
+class VESPOConfig(PolicyConfig):
+    """Options of VESPO."""
+
+    k_positive: float = 2.0
+    """Power of W where the advantage is not negative."""
+    lambda_positive: float = 3.0
+    """Decay in W where the advantage is not negative."""
+    k_negative: float = 3.0
+    """Power of W where the advantage is negative."""
+    lambda_negative: float = 2.0
+    """Decay in W where the advantage is negative."""
+
+
+def vespo_loss(inputs: LossInputs, config: VESPOConfig) -> tuple[Float[Array, ""], Metrics]:
+    """Return -sg[phi(W)] A log pi."""
+    weight = vespo_weight(jax.lax.stop_gradient(inputs.policy), inputs, config)
+    return policy_loss(-weight * inputs.advantages * inputs.policy, {"phi": weight}, inputs, config)
+
+
+def vespo_weight(policy: Float[Array, "B T"], inputs: LossInputs, config: VESPOConfig) -> Float[Array, "B T"]:
+    """Return phi(W) of each token's response."""
+    total = sequence_sum(policy - inputs.old, inputs.mask, inputs.segments)
+    log_w = jnp.clip(total, -BOUND, BOUND)
+    good = inputs.advantages >= 0
+    k = jnp.where(good, config.k_positive, config.k_negative)
+    decay = jnp.where(good, config.lambda_positive, config.lambda_negative)
+    return jnp.exp(k * log_w - decay * jnp.expm1(log_w))
+
+
+vespo = policy_algorithm(
+    "vespo",
+    """Variational sequence-level soft policy optimization: VESPO (arXiv 2602.10693).
+
+    W = exp(sum over the response's tokens of policy - old); loss = -sg[phi(W)] A log pi with
+    phi(W) = W^k exp(lambda (1 - W)): phi(1) = 1, and responses that the policy has left, or rushed to, fade
+    out without a clip and without dividing by the length. k and lambda differ by the sign of A.""",
+    VESPOConfig(),
+    vespo_loss,
+)
+
+# DPPO
+
+
+@dataclass(frozen=True)
+class DPPOConfig(PolicyConfig):
+    """Options of DPPO."""
+
+    divergence_of: Literal["tv", "kl"] = "tv"
+    """Total variation, or KL(old || policy)."""
+    delta_low: float = 0.2
+    """Largest divergence downwards: a probability for tv, nats for kl (0.05 is usual)."""
+    delta_high: float = 0.2
+    """Largest divergence upwards."""
+    ratio_cap: float = 20.0
+    """Largest importance weight."""
+    old: Old = "rollout"
+
+
+def dppo_loss(inputs: LossInputs, config: DPPOConfig) -> tuple[Float[Array, ""], Metrics]:
+    """Return -M sg[min(r, cap)] A log pi."""
+    ratio = jnp.exp(jax.lax.stop_gradient(log_ratio(inputs.policy, inputs.old)))
+    keep = trusted(jax.lax.stop_gradient(inputs.policy), inputs, config)
+    surrogate = -jnp.minimum(ratio, config.ratio_cap) * inputs.advantages * inputs.policy
+    return policy_loss(jnp.where(keep, surrogate, 0.0), {"clip_fraction": ~keep}, inputs, config)
+
+
+def trusted(policy: Float[Array, "B T"], inputs: LossInputs, config: DPPOConfig) -> Bool[Array, "B T"]:
+    """Return True where the divergence is small enough, or the advantage reduces it."""
+    now, before = jnp.exp(policy), jnp.exp(inputs.old)
+    if config.divergence_of == "tv":
+        far = jnp.abs(now - before)
+    else:
+        rest = jnp.log((1 - before + 1e-8) / (1 - now + 1e-8))
+        far = before * (inputs.old - policy) + (1 - before) * rest
+    up = (far <= config.delta_high) | (now <= before)
+    down = (far <= config.delta_low) | (now >= before)
+    return jnp.where(inputs.advantages > 0, up, down)
+
+
+dppo = policy_algorithm(
+    "dppo",
+    """Divergence proximal policy optimization: DPPO (arXiv 2602.04879, eq. 11 to 14).
+
+    loss = -M_t sg[min(r_t, cap)] A log pi. M_t drops a token that the advantage pushes further away from the
+    policy of the rollout once their divergence, of {this token, any other}, exceeds delta: total variation
+    |p - p_old|, or KL(p_old || p). Ratios of rare tokens may then be large, those of frequent ones not.""",
+    DPPOConfig(),
+    dppo_loss,
+)
+
+# DRO
+
+
+@dataclass(frozen=True)
+class DROConfig(PolicyConfig):
+    """Options of DRO."""
+
+    beta: float = 1.0
+    """Weight of the squared log-ratio."""
+
+
+def dro_loss(inputs: LossInputs, config: DROConfig) -> tuple[Float[Array, ""], Metrics]:
+    """Return -A log pi + beta / 2 (policy - old)^2."""
+    square = jnp.square(log_ratio(inputs.policy, inputs.old))
+    surrogate = -inputs.advantages * inputs.policy + 0.5 * config.beta * square
+    return policy_loss(surrogate, {}, inputs, config)
+
+
+dro = policy_algorithm(
+    "dro",
+    """Direct reward optimization: DRO (arXiv 2405.19107, eq. 8), with an advantage in place of r - V.
+
+    loss = -(A log pi - beta / 2 (policy - old)^2): no ratio, so it stands data that is far off policy; the
+    square pulls the policy back to the old one.""",
+    DROConfig(),
+    dro_loss,
+)
+
+# Clip-Cov and KL-Cov: the covariance of advantage and log-prob says which tokens cost entropy
+
+
+@dataclass(frozen=True)
+class ClipCovConfig(ClippedConfig):
+    """Options of Clip-Cov."""
+
+    fraction: float = 2e-4
+    """Tokens dropped, of all."""
+    covariance_low: float = 1.0
+    """Only tokens of a larger covariance are dropped."""
+    covariance_high: float = 5.0
+    """Only tokens of a smaller covariance are dropped."""
+
+
+@dataclass(frozen=True)
+class KLCovConfig(PolicyConfig):
+    """Options of KL-Cov."""
+
+    fraction: float = 2e-4
+    """Tokens penalised, of all."""
+    penalty: float = 1.0
+    """Weight of |policy - old| there (veRL: 0.1)."""
+
+
+def covariance(inputs: LossInputs) -> Float[Array, "B T"]:
+    """Return (A - mean A) (log pi - mean log pi) of each token, without gradient (arXiv 2505.22617).
+
+    The means are over this micro-batch's tokens, as in the authors' code: with micro-batches of different
+    content the choice of tokens depends a little on the split.
+    """
+    count = jnp.maximum(inputs.mask.sum(), 1.0)
+    centred = lambda x: x - masked_sum(x, inputs.mask) / count
+    return jax.lax.stop_gradient(centred(inputs.advantages) * centred(inputs.policy))
+
+
+def hash_uniform(x: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """Return a number in [0, 1) for each x, pseudo-random and a function of x alone, not of its place."""
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    for shift in (16, 15):
+        bits = (bits ^ (bits >> shift)) * jnp.uint32(0x45D9F3B)
+    return (bits >> 8).astype(jnp.float32) / 2.0**24
+
+
+def clip_cov_loss(inputs: LossInputs, config: ClipCovConfig) -> tuple[Float[Array, ""], Metrics]:
+    """Return the clipped surrogate, 0 where the token is dropped."""
+    surrogate, is_clipped = clip(jnp.exp(log_ratio(inputs.policy, inputs.old)), inputs.advantages, config)
+    cov = covariance(inputs)
+    within = (cov > config.covariance_low) & (cov < config.covariance_high)
+    candidates = within & ~is_clipped & (inputs.mask > 0)
+    share = config.fraction * inputs.mask.sum() / jnp.maximum(candidates.sum(), 1)
+    dropped = candidates & (hash_uniform(inputs.old) < share)
+    fractions = {"clip_fraction": is_clipped, "dropped_fraction": dropped}
+    return policy_loss(jnp.where(dropped, 0.0, surrogate), fractions, inputs, config)
+
+
+clip_cov = policy_algorithm(
+    "clip_cov",
+    """Clip-Cov (arXiv 2505.22617, eq. 10 and 11): PPO's clip, less a few tokens of high covariance.
+
+    Among the tokens whose covariance of advantage and log-prob lies within (low, high) a random share is
+    dropped, `fraction` of all tokens: those would cost most entropy. The draw is a function of the token's
+    log-prob, so that a run can be repeated.""",
+    ClipCovConfig(),
+    clip_cov_loss,
+)
+
+
+def kl_cov_loss(inputs: LossInputs, config: KLCovConfig) -> tuple[Float[Array, ""], Metrics]:
+    """Return -A r, with the penalty on the chosen tokens."""
+    change = log_ratio(inputs.policy, inputs.old)
+    chosen = largest(covariance(inputs), inputs.mask, config.fraction)
+    surrogate = -inputs.advantages * jnp.exp(change)
+    surrogate = surrogate + jnp.where(chosen, config.penalty * jnp.abs(change), 0.0)
+    return policy_loss(surrogate, {"penalised_fraction": chosen}, inputs, config)
+
+
+def largest(x: Float[Array, "B T"], mask: Float[Array, "B T"], fraction: float) -> Bool[Array, "B T"]:
+    """Return the `fraction` of masked places where x is largest, rounded down, at least one."""
+    ordered = jnp.sort(jnp.where(mask > 0, x, -jnp.inf), axis=None, descending=True)
+    count = jnp.maximum(jnp.floor(fraction * mask.sum()), 1.0).astype(jnp.int32)
+    return (mask > 0) & (x >= ordered[count - 1])
+
+
+kl_cov = policy_algorithm(
+    "kl_cov",
+    """KL-Cov (arXiv 2505.22617, eq. 12 and 13): the tokens of highest covariance are held to the old policy.
+
+    loss = -A r_t, plus penalty |policy - old| for the `fraction` of tokens whose covariance of advantage and
+    log-prob is largest: those would cost most entropy. The largest are taken in each micro-batch, at least
+    one.""",
+    KLCovConfig(),
+    kl_cov_loss,
+)
