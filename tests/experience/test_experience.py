@@ -50,6 +50,11 @@ class FakeEngine:
     def usage(self):
         return {}
 
+    def check_logprobs(self, params, trajectories):
+        return self.untrusted
+
+    untrusted = ()
+
     def release_memory(self):
         pass
 
@@ -149,6 +154,14 @@ def constant(trajectories):
     for trajectory in trajectories:
         trajectory.reward = 0.5
     return {}
+
+
+def test_responses_with_false_log_probs_are_masked():
+    built = source(grpo.Config())
+    built.engine.untrusted = (0, 3)
+    found = step(built)
+    assert [bool(np.isfinite(t.reward)) for t in found.trajectories] == [False, True, True, False, True, True]
+    assert [t.outcome.name for t in found.trajectories[:2]] == ["FAILED", "WRONG"]
 
 
 def test_a_greedy_response_is_a_baseline_and_is_not_learned_from():
