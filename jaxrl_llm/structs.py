@@ -55,7 +55,7 @@ class Trajectory:
     episode: Episode | None = None  # of a conversation with an environment
     reward: float = float("nan")
     outcome: Outcome = Outcome.FAILED
-    components: tuple[float, ...] = ()  # the rewards that `reward` is the weighted sum of
+    components: tuple[float, ...] = ()  # the weighted rewards that `reward` is the sum of
     token_rewards: np.ndarray | None = None  # float32 [R'], of a process reward model
     greedy_reward: float = float("nan")  # of the greedy response to the same prompt, where it was asked for
 
@@ -83,7 +83,7 @@ class Rollouts:
     mask: Float[Array, "N R"]  # 1 = the policy wrote this token
     valid: Float[Array, "N"]  # 0 = the reward failed: takes no part in baselines or loss
     truncated: Float[Array, "N"] | None = None  # 1 = cut off at the longest length allowed
-    components: Float[Array, "N C"] | None = None  # the rewards that `rewards` is the weighted sum of
+    components: Float[Array, "N C"] | None = None  # the weighted rewards that `rewards` is the sum of
     token_rewards: Float[Array, "N R"] | None = None  # of a process reward model
     greedy: Float[Array, "N"] | None = None  # reward of the greedy response to the same prompt
     rollout: Float[Array, "N R"] | None = None  # log-probs that the rollout engine reported

@@ -26,7 +26,7 @@ ALLOWED: dict[str, str | None] = {
     # the parts
     "sharding": "ranges errors jaxrl_kernels structs",
     "models": "ranges errors jaxrl_kernels structs sharding",
-    "algos": "ranges structs",
+    "algos": "ranges errors structs",
     "rewards": "ranges errors outcome",
     "data": "ranges errors structs",
     "hf": "errors structs host sharding models",

@@ -44,6 +44,7 @@ from jaxrl_llm.algos.surrogates import (
     sapo,
     vespo,
 )
+from jaxrl_llm.errors import UserError
 
 ALGOS: dict[str, Algorithm] = {
     "cispo": cispo,
@@ -106,13 +107,13 @@ def load_algorithm(name: str) -> Algorithm:
     are any advantages, returns, select, baseline, DATA and UNIT; Config states requirements in properties.
 
     Raises:
-        ValueError: neither a known name nor a file, or the file lacks a part.
+        UserError: neither a known name nor a file, or the file lacks a part.
     """
     if name in ALGOS:
         return ALGOS[name]
     path = Path(name)
     if not path.is_file():
-        raise ValueError(f"--algo {name}: not one of {sorted(ALGOS)} and not a Python file")
+        raise UserError(f"--algo {name}: not one of {sorted(ALGOS)} and not a Python file")
     module_name = f"jaxrl_llm_user_algo_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
@@ -129,7 +130,7 @@ def _algorithm(typed: str, key: str, module: ModuleType) -> Algorithm:
     if getattr(module, "INPUT", None) == "rollouts":
         required.append("advantages")
     if missing := [part for part in required if not hasattr(module, part)]:
-        raise ValueError(
+        raise UserError(
             f"--algo {typed}: the file lacks {', '.join(missing)}; see jaxrl_llm/algos/contract.py"
         )
     optional = ("advantages", "returns", "select", "baseline")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxrl_llm.algos.advantages import PER_RESPONSE, PER_TOKEN, WHITENED, Advantage, Scale, batch_advantages
+from jaxrl_llm.algos.advantages import PER_RESPONSE, PER_TOKEN, WHITENED, Advantage, Scale, clip_and_scale
 from jaxrl_llm.algos.contract import AlgoConfig, Algorithm, Requirements
 from jaxrl_llm.algos.correction import Correction, mean_weight
 from jaxrl_llm.algos.kl import Estimator, kl, next_kl_coef
@@ -77,6 +77,15 @@ class PolicyConfig(AlgoConfig):
     those that the rollout reported (bypass: one forward less)."""
     correction: Correction = field(default_factory=Correction)
     """For a rollout engine whose log-probs are not the trainer's."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield what is wrong across fields."""
+        if self.advantage == "gdpo" and self.kl_in == "reward" and self.kl_coef:
+            yield (
+                "kl_in",
+                'is "reward": GDPO normalises each reward by itself, so a KL among them would lose its '
+                "weight. Set it to advantage or loss.",
+            )
 
     @property
     def initial_kl_coef(self) -> float:
@@ -157,11 +166,7 @@ def select(rollouts: Rollouts, config: PolicyConfig, rng: np.random.Generator) -
 
 def shaped_rewards(rollouts: Rollouts, config: PolicyConfig) -> tuple[Float[Array, "N"], Float[Array, "N R"]]:
     """Return (reward of each response, reward of each token): process rewards, minus the KL if in reward."""
-    outcome = jnp.where(rollouts.valid > 0, rollouts.rewards, 0.0)
-    if config.reward_clip is not None:
-        outcome = jnp.clip(outcome, *config.reward_clip)
-    if config.reward_scale == "batch":
-        outcome = batch_advantages(outcome, rollouts.valid, "batch_std")
+    outcome = clip_and_scale(rollouts.rewards, rollouts.valid, config.reward_clip, config.reward_scale)
     dense = jnp.zeros(rollouts.mask.shape)
     if rollouts.token_rewards is not None:
         dense = dense + rollouts.token_rewards

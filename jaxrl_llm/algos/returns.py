@@ -10,7 +10,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 Gaps = Literal["skip", "zero"]
 Whitening = Literal["unbiased", "biased"]
@@ -79,7 +79,9 @@ def whiten(
     """
     count = mask.sum()
     kept = jnp.where(mask > 0, x, 0.0)
-    deviation = jnp.where(mask > 0, x - kept.sum() / jnp.maximum(count, 1.0), 0.0)
+    largest = jnp.max(x, where=mask > 0, initial=-jnp.inf)
+    differs = largest > jnp.min(x, where=mask > 0, initial=jnp.inf)  # float32 leaves a rest of equal ones
+    deviation = jnp.where((mask > 0) & differs, x - kept.sum() / jnp.maximum(count, 1.0), 0.0)
     square = jnp.sum(deviation**2)
     if how == "unbiased":
         return deviation * jax.lax.rsqrt(square / jnp.maximum(count - 1, 1.0) + 1e-8)
@@ -98,7 +100,8 @@ def optimal_token_baseline(
     """G_t - B_t with B_t = sum(G_t W_t) / sum(W_t) over the group's responses at their t-th own token.
 
     W_t is the running sum of 1 - 2 p + sum(p^2), the squared gradient of the logits: a baseline of least
-    variance for each token (veRL's optimal_token_baseline). A group of one has no baseline.
+    variance for each token (veRL's optimal_token_baseline). A group of one has no baseline; the last
+    response that failed rewards have left of a group gets 0.
 
     Args:
         returns: reward-to-go G.
@@ -114,16 +117,14 @@ def optimal_token_baseline(
         energy = energy * ratio**2
     weight = jnp.where(own, jnp.cumsum(jnp.where(own, energy, 0.0), axis=1), 0.0)
     rank = jnp.maximum(jnp.cumsum(own, axis=1) - 1, 0)
-    by_rank = lambda x: _group_totals(x, own, rank, group)[group[:, None], rank]
-    alone = by_rank(jnp.ones_like(weight)) == 1
-    members = jax.ops.segment_sum(own.any(axis=1).astype(weight.dtype), group, mask.shape[0])[group][:, None]
+    table = group[:, None], rank
+    by_rank = lambda x: jnp.zeros_like(weight).at[table].add(jnp.where(own, x, 0.0))[table]
+    largest = jnp.full_like(weight, -jnp.inf).at[table].max(jnp.where(own, returns, -jnp.inf))[table]
+    smallest = jnp.full_like(weight, jnp.inf).at[table].min(jnp.where(own, returns, jnp.inf))[table]
     baseline = by_rank(returns * weight) / (by_rank(weight) + 1e-8)
-    dropped = (members == 1) | (alone & zero_tail)
+    baseline = jnp.where(largest == smallest, returns, baseline)  # exactly 0 is left of equal returns
+    count = lambda rows: jax.ops.segment_sum(rows.astype(weight.dtype), group, mask.shape[0])[group][:, None]
+    size, members = count(jnp.ones(len(mask))), count(own.any(axis=1))
+    tail = (by_rank(jnp.ones_like(weight)) == 1) & (members > 1)
+    dropped = (size == 1) | (tail & zero_tail)
     return jnp.where(own, returns - jnp.where(dropped, 0.0, baseline), 0.0)
-
-
-def _group_totals(
-    x: Float[Array, "N R"], own: Bool[Array, "N R"], rank: Int[Array, "N R"], group: Int[Array, "N"]
-) -> Float[Array, "N R"]:
-    """[group, t]: sum of x over the group's responses at their t-th own token."""
-    return jnp.zeros_like(x).at[group[:, None], rank].add(jnp.where(own, x, 0.0))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algos.clipped import BOUND, ClippedConfig, clip, log_ratio, policy_loss
+from jaxrl_llm.algos.kl import kl
 from jaxrl_llm.algos.policy_gradient import Old, PolicyConfig, policy_algorithm
 from jaxrl_llm.algos.reduce import Aggregation, masked_sum, sequence_mean, sequence_sum
 from jaxrl_llm.structs import LossInputs, Metrics
@@ -361,15 +362,19 @@ def kl_cov_loss(inputs: LossInputs, config: KLCovConfig) -> tuple[Float[Array, "
     change = log_ratio(inputs.policy, inputs.old)
     chosen = largest(covariance(inputs), inputs.mask, config.fraction)
     surrogate = -inputs.advantages * jnp.exp(change)
-    surrogate = surrogate + jnp.where(chosen, config.penalty * jnp.abs(change), 0.0)
+    surrogate = surrogate + jnp.where(chosen, config.penalty * kl(inputs.policy, inputs.old, "abs"), 0.0)
     return policy_loss(surrogate, {"penalised_fraction": chosen}, inputs, config)
 
 
 def largest(x: Float[Array, "B T"], mask: Float[Array, "B T"], fraction: float) -> Bool[Array, "B T"]:
-    """Return the `fraction` of masked places where x is largest, rounded down, at least one."""
-    ordered = jnp.sort(jnp.where(mask > 0, x, -jnp.inf), axis=None, descending=True)
+    """Return the `fraction` of masked places where x ranks highest, rounded down, at least one.
+
+    Of equal ones the first are taken: a bound on x would take all of them.
+    """
+    order = jnp.argsort(jnp.where(mask > 0, x, -jnp.inf).ravel(), descending=True)
+    rank = jnp.zeros(order.shape, jnp.int32).at[order].set(jnp.arange(len(order), dtype=jnp.int32))
     count = jnp.maximum(jnp.floor(fraction * mask.sum()), 1.0).astype(jnp.int32)
-    return (mask > 0) & (x >= ordered[count - 1])
+    return (mask > 0) & (rank.reshape(x.shape) < count)
 
 
 kl_cov = policy_algorithm(

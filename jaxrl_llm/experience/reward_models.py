@@ -153,7 +153,7 @@ def add_scores(
     for judge in judges:
         for trajectory, scores in zip(trajectories, judge(trajectories, prompts), strict=True):
             weighted = judge.config.weight * scores
-            trajectory.components = (*trajectory.components, float(scores.sum()))
+            trajectory.components = (*trajectory.components, float(weighted.sum()))
             if judge.config.kind != "process":
                 trajectory.reward += float(weighted[-1])
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -137,9 +138,10 @@ def judge(pool: RewardPool, prompts: Sequence[Prompt], trajectories: Sequence[Tr
         results = pool.score([as_sample(prompts[t.prompt_index], t) for t in trajectories])
     else:
         results = [Result(float("nan"), Outcome.FAILED)] * len(trajectories)
-    width = 1 + len(pool.config.shaping)
-    none = (float("nan"),) * width
-    table = np.array([(r.score, r.outcome, *(r.components or none)) for r in results], np.float32)
+    weights = np.array([pool.config.weight, *(weight for _, weight in pool.config.shaping)])
+    components = [r.components or (0.0 if r.valid else math.nan,) * len(weights) for r in results]
+    scored = [(r.score, r.outcome, *(weights * c)) for r, c in zip(results, components, strict=True)]
+    table = np.array(scored, np.float32)
     if jax.process_count() > 1:
         table = np.asarray(multihost_utils.broadcast_one_to_all(table))
     for trajectory, (score, outcome, *components) in zip(trajectories, table.tolist(), strict=True):
@@ -161,8 +163,11 @@ def settle(trajectories: Sequence[Trajectory], config: RewardConfig) -> None:
             trajectory.reward, trajectory.outcome = float("nan"), Outcome.FAILED
         elif episode.reward is not None and config.env == "add":
             trajectory.reward += episode.reward
+            first, others = sum(trajectory.components[:1]), trajectory.components[1:]
+            trajectory.components = (first + episode.reward, *others)
         elif episode.reward is not None:
             trajectory.reward = episode.reward
+            trajectory.components = (episode.reward, *(0.0 for _ in trajectory.components[1:]))
             right = episode.reward >= config.correct_at
             trajectory.outcome = Outcome.CORRECT if right else Outcome.WRONG
     failed = [Result(float("nan"), Outcome.FAILED, e.failure) for _, e in held if e.failure]

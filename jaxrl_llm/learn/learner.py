@@ -127,7 +127,7 @@ class Learner:
         collected = []
         for items in minibatches:
             batches = self._batches(items)
-            state, metrics = self.update_minibatch(state, batches, *counts(items), teachers)
+            state, metrics = self.update_minibatch(state, batches, *counts(items, self.group_size), teachers)
             collected.append(metrics)
         with jax.set_mesh(self.mesh):
             return state, average(collected)
@@ -156,7 +156,7 @@ class Learner:
         """Loss and metrics of these items as one mini-batch, without learning from them."""
         batches = self._batches(items)
         with jax.set_mesh(self.mesh):
-            whole = self._whole(batches, *counts(items), state.kl_coef)
+            whole = self._whole(batches, *counts(items, self.group_size), state.kl_coef)
             return combine([self._measure(state.params, b, whole, tuple(teachers))[1] for b in batches])
 
     def _batches(self, items: Sequence[PackItem]) -> list[Batch]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from golden import rollouts
 
+from jaxrl_llm import ranges
 from jaxrl_llm.algos import cispo, gdpo, gpg, grpo, gspo, opo, passk, reinforce, rloo
 from jaxrl_llm.algos.advantages import (
     PER_RESPONSE,
@@ -20,6 +21,7 @@ from jaxrl_llm.algos.advantages import (
 )  # fmt: skip
 from jaxrl_llm.algos.kl import kl
 from jaxrl_llm.algos.policy_gradient import shaped_rewards
+from jaxrl_llm.errors import UserError
 
 NAMES = get_args(Advantage)
 
@@ -65,8 +67,33 @@ def test_gdpo_normalises_each_reward_then_whitens():
     tokens = np.repeat(expected, [3, 5, 2, 4])
     whitened = (expected - tokens.mean()) / tokens.std(ddof=1)
     np.testing.assert_allclose(gdpo.advantages(rollouts(), gdpo.Config())[:, 0], whitened, atol=1e-5)
-    with pytest.raises(ValueError, match="component_weights has 3 values for 2 rewards"):
+    with pytest.raises(UserError, match="component_weights has 3 values for 2 rewards"):
         gdpo.advantages(rollouts(), gdpo.Config(component_weights=(1.0, 1.0, 1.0)))
+
+
+def test_gdpo_clips_and_scales_each_reward():
+    """Rewards (9, 0 | 1, 0) clipped to at most 2; scale none leaves the centred ones."""
+    components = jnp.array([[9.0, 0], [0, 0], [1, 1], [0, 0.5]])
+    config = gdpo.Config(whiten="none", scale="none", reward_clip=(-1.0, 2.0))
+    got = gdpo.advantages(rollouts(components=components), config)[:, 0]
+    np.testing.assert_allclose(got, [1, -1, 0.75, -0.75])
+    scaled = gdpo.advantages(rollouts(components=components), replace(config, reward_scale="batch"))[:, 0]
+    std = [np.std([2.0, 0, 1, 0], ddof=1), np.std([0, 0, 1, 0.5], ddof=1)]
+    np.testing.assert_allclose(scaled[:2], [1 / std[0], -1 / std[0]], rtol=1e-5)
+    np.testing.assert_allclose(scaled[2], 0.5 / std[0] + 0.25 / std[1], rtol=1e-5)
+
+
+def test_gdpo_counts_a_response_by_the_rewards_that_it_has():
+    components = jnp.array([[1.0, jnp.nan], [0, jnp.nan], [jnp.nan, 1], [0, 0.5]])
+    got = gdpo.advantages(rollouts(components=components), gdpo.Config(whiten="none"))[:, 0]
+    one = 1 / np.sqrt(2)
+    np.testing.assert_allclose(got, [one, -one, one, -one], atol=1e-5)
+
+
+def test_gdpo_refuses_the_kl_in_the_reward():
+    (problem,) = ranges.problems(gdpo.Config(kl_in="reward", kl_coef=0.1))
+    assert problem[0] == "kl_in" and "GDPO normalises each reward by itself" in problem[1]
+    assert not list(ranges.problems(gdpo.Config(kl_in="advantage", kl_coef=0.1)))
 
 
 @pytest.mark.parametrize("name", NAMES)

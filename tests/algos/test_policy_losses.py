@@ -25,7 +25,7 @@ from jaxrl_llm.algos import (
     vespo,
 )  # fmt: skip
 from jaxrl_llm.algos.clipped import clip
-from jaxrl_llm.algos.surrogates import covariance, hash_uniform, vespo_weight
+from jaxrl_llm.algos.surrogates import covariance, hash_uniform, largest, vespo_weight
 
 RATIO = np.exp(np.array(POLICY - OLD))
 CLIP = dict(clip_low=0.2, clip_high=0.28)
@@ -139,6 +139,18 @@ def test_gradient_of_kl_cov_penalises_the_largest_covariance():
     cov = np.where(MASK > 0, covariance(loss_inputs()), -np.inf)
     assert cov.argmax() == 4
     assert cov[1, 0] == pytest.approx(-6 / 7 * (-1.5 + 6.2 / 7), abs=1e-6)
+
+
+def test_kl_cov_takes_its_share_by_rank():
+    """Ties are not all taken: advantages of 0 give all tokens the covariance 0."""
+    mask = jnp.ones((2, 4)).at[0, 0].set(0.0)
+    count = lambda x, fraction: int(largest(x, mask, fraction).sum())
+    assert [count(jnp.zeros((2, 4)), f) for f in (0.0, 1e-4, 0.3, 0.6, 1.0)] == [1, 1, 2, 4, 7]
+    x = jnp.array([[9.0, 1, 2, 3], [3, 5, 0, -1]])
+    np.testing.assert_array_equal(largest(x, mask, 0.45), [[0, 0, 0, 1], [1, 1, 0, 0]])
+    assert not largest(x, jnp.zeros((2, 4)), 0.5).any()
+    same = gradient_of(kl_cov.Config(fraction=1.0), old=POLICY, advantages=jnp.zeros((2, 4)))
+    np.testing.assert_array_equal(same, np.zeros((2, 4)))
 
 
 def test_clip_cov_drops_a_share_of_tokens_of_high_covariance():
