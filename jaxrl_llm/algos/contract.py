@@ -56,7 +56,9 @@ class Requirements:
     """Old log-probs before the first update: `advantages` or `baseline` reads them."""
     old_source: OldSource = "auto"
     """Old log-probs are those of the policy before this step's updates, or those that the rollout reported;
-    auto: the policy's where it wrote every token, else the rollout's."""
+    auto: the policy's, but the rollout's where older weights may have written tokens, unless `corrected`."""
+    corrected: bool = False
+    """The loss weighs or rejects tokens by policy / rollout, so that old log-probs need not."""
     reference: bool = False
     """Log-probs of the frozen reference model, or of the teachers in its place."""
     values: bool = False
@@ -146,14 +148,19 @@ def old_logprobs(
 
     Args:
         updates: that this step makes; from the second on the policy is no longer the old one.
-        on_policy: the weights before the first of them wrote every token.
+        on_policy: the weights before the first of them wrote every token. False for asynchronous and partial
+            rollouts: against the policy's own log-probs stale tokens would have the ratio 1 and no clip.
 
     Returns:
         "policy": the policy's own in the update, the ratio is 1. "recompute": a forward pass before the
         first update. "rollout": those that the rollout engine reported.
     """
-    if requires.old_source == "rollout":
-        return "rollout"
-    if requires.old_source == "auto" and algorithm.on_rollouts and not on_policy:
+    stale = algorithm.on_rollouts and not on_policy and not requires.corrected
+    if requires.old_source == "rollout" or (requires.old_source == "auto" and stale):
         return "rollout"
     return "recompute" if requires.old or (algorithm.on_rollouts and updates > 1) else "policy"
+
+
+def ignores_staleness(algorithm: Algorithm, requires: Requirements) -> bool:
+    """Return True where tokens of older weights are taken for the policy's own, which is no default."""
+    return algorithm.on_rollouts and requires.old_source == "policy" and not requires.corrected

@@ -19,7 +19,7 @@ from jaxrl_llm.algos.returns import Gaps, gae, on_last_token, return_to_go, whit
 from jaxrl_llm.structs import LossInputs, Metrics, Rollouts
 
 KLPlace = Literal["loss", "reward", "advantage"]
-Old = Literal["auto", "recompute", "rollout"]
+Old = Literal["auto", "policy", "recompute", "rollout"]
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,10 @@ class PolicyConfig(AlgoConfig):
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     old: Old = "auto"
-    """Old log-probs: the policy's (recomputed only if a step has several updates), always recomputed, or
-    those that the rollout reported (bypass: one forward less)."""
+    """Old log-probs: "policy": the policy's before this step's updates, by a forward pass only if there are
+    several; "recompute": the same, always by a forward pass; "rollout": those that the rollout reported;
+    "auto": the rollout's where older weights may have written tokens and no correction is on, else the
+    policy's. Of stale tokens "policy" and "recompute" make on-policy ones unless a correction is on."""
     correction: Correction = field(default_factory=Correction)
     """For a rollout engine whose log-probs are not the trainer's."""
 
@@ -114,7 +116,8 @@ def requires(config: PolicyConfig) -> Requirements:
     return Requirements(
         entropy=config.entropy_coef != 0,
         old=config.old == "recompute" or reads_old,
-        old_source="rollout" if config.old == "rollout" else "policy",
+        old_source="policy" if config.old == "recompute" else config.old,
+        corrected=config.correction.active,
         reference=config.kl_coef != 0,
         values=config.advantage == "gae" and config.critic == "shared",
         critic=config.advantage == "gae" and config.critic == "separate",

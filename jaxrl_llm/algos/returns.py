@@ -112,7 +112,8 @@ def optimal_token_baseline(
             is 0 there).
     """
     own = mask > 0
-    energy = 1.0 - 2.0 * jnp.exp(logprobs) + sum_pi_squared
+    p = jnp.exp(logprobs)
+    energy = (1.0 - p) ** 2 + jnp.maximum(sum_pi_squared - p**2, 0.0)  # also where p is of older weights
     if ratio is not None:
         energy = energy * ratio**2
     weight = jnp.where(own, jnp.cumsum(jnp.where(own, energy, 0.0), axis=1), 0.0)

@@ -19,8 +19,15 @@ from jaxrl_llm.structs import LossInputs, Metrics
 
 
 def reinforce_loss(inputs: LossInputs, config: PolicyConfig) -> tuple[Float[Array, ""], Metrics]:
-    """Return -A log pi."""
-    return policy_loss(-inputs.advantages * inputs.policy, {}, inputs, config)
+    """Return -w A log pi with w = sg[min(exp(policy - old), correction.cap)].
+
+    w is 1 where the policy is the old one. A correction whose numerator is the policy is that weight already.
+    """
+    weight = jnp.exp(jax.lax.stop_gradient(log_ratio(inputs.policy, inputs.old)))
+    weight = jnp.minimum(weight, config.correction.cap)
+    if config.correction.active and config.correction.of == "policy":
+        weight = jnp.ones_like(weight)
+    return policy_loss(-weight * inputs.advantages * inputs.policy, {}, inputs, config)
 
 
 reinforce = policy_algorithm(
@@ -28,8 +35,9 @@ reinforce = policy_algorithm(
     """REINFORCE with the batch's mean reward as baseline (Williams 1992; arXiv 2402.14740, section 2.2).
 
     A = r - mean of the batch, divided by its std where `scale` is not "none" (RL2's global norm; its group
-    norm is `advantage = "grpo"`); loss = -A log pi, summed over tokens. No ratio: for several updates a step
-    add importance weights, `correction.weight = "token"` with `correction.of = "policy"`.""",
+    norm is `advantage = "grpo"`); loss = -w A log pi, summed over tokens. w is 1 in the first update on the
+    policy's own tokens; later, and for tokens of older weights, the truncated importance weight
+    min(exp(policy - old), correction.cap).""",
     PolicyConfig(advantage="reinforce", scale="none", aggregation="sequence_sum"),
     reinforce_loss,
 )
@@ -39,8 +47,8 @@ gpg = policy_algorithm(
     """Group policy gradient: GPG (arXiv 2504.02546, eq. 4 to 6).
 
     A = alpha (r - mean of the group), alpha = responses / responses of groups whose rewards differ, so that
-    groups that teach nothing do not shrink the step; loss = -A log pi, mean over tokens. veRL counts
-    responses whose reward is not 0 instead: `advantage = "gpg_rewards"`.""",
+    groups that teach nothing do not shrink the step; loss = -w A log pi, mean over tokens, w as in
+    reinforce. veRL counts responses whose reward is not 0 instead: `advantage = "gpg_rewards"`.""",
     PolicyConfig(advantage="gpg", scale="none"),
     reinforce_loss,
 )

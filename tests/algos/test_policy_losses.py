@@ -25,6 +25,7 @@ from jaxrl_llm.algos import (
     vespo,
 )  # fmt: skip
 from jaxrl_llm.algos.clipped import clip
+from jaxrl_llm.algos.correction import Correction
 from jaxrl_llm.algos.surrogates import covariance, hash_uniform, largest, vespo_weight
 
 RATIO = np.exp(np.array(POLICY - OLD))
@@ -46,8 +47,6 @@ def gradient_of(config, policy=POLICY, **kwargs):
         (gspo.Config(**CLIP), -0.015078),
         (gspo.Config(**CLIP, aggregation="token"), 0.157254),
         (cispo.Config(**CLIP), 0.203363),
-        (gpg.Config(), 0.114286),
-        (reinforce.Config(aggregation="token"), 0.114286),
         (dro.Config(beta=0.5), 0.160357),
         (kl_cov.Config(fraction=0.2, penalty=0.1), 0.220578),
         (sapo.Config(), -0.027434),
@@ -80,9 +79,15 @@ def test_gradient_of_cispo_keeps_clipped_tokens():
     np.testing.assert_allclose(gradient_of(cispo.Config(**CLIP)), expected, atol=1e-6)
 
 
-def test_gradient_of_reinforce_and_gpg_is_minus_the_advantage():
-    np.testing.assert_allclose(gradient_of(gpg.Config()), -ADVANTAGES * MASK / 7, atol=1e-7)
-    np.testing.assert_allclose(gradient_of(reinforce.Config()), -ADVANTAGES * MASK / 2, atol=1e-7)
+@pytest.mark.parametrize(("config", "count"), [(gpg.config, 7), (reinforce.config, 2)])
+def test_gradient_of_reinforce_and_gpg_is_minus_the_weighted_advantage(config, count):
+    """The weight is 1 where the policy is the old one; veRL's gpg, which has none, is 0.114286 here."""
+    same = gradient_of(config, old=POLICY)
+    np.testing.assert_allclose(same, -ADVANTAGES * MASK / count, atol=1e-7)
+    assert loss_of(replace(config, aggregation="token"), old=POLICY) == pytest.approx(0.114286, abs=1e-6)
+    expected = -np.minimum(RATIO, 1.5) * ADVANTAGES * MASK / count
+    capped = replace(config, correction=Correction(cap=1.5))
+    np.testing.assert_allclose(gradient_of(capped), expected, atol=1e-6)
 
 
 def test_gradient_of_sapo_is_the_gates_slope():
