@@ -25,6 +25,7 @@ from jaxrl_llm.algos.clipped import (
     rloo,
 )
 from jaxrl_llm.algos.contract import AlgoConfig, Algorithm, Divergence, Requirements
+from jaxrl_llm.algos.covariance import clip_cov, kl_cov
 from jaxrl_llm.algos.critic import value
 from jaxrl_llm.algos.distillation import distill, gkd
 from jaxrl_llm.algos.imitation import raft, sft
@@ -33,13 +34,11 @@ from jaxrl_llm.algos.preference import cpo, dpo, kto, online_dpo, orpo, simpo
 from jaxrl_llm.algos.reward_models import prm, reward_model
 from jaxrl_llm.algos.surrogates import (
     cispo,
-    clip_cov,
     dppo,
     dro,
     gmpo,
     gpg,
     gspo,
-    kl_cov,
     reinforce,
     sapo,
     vespo,

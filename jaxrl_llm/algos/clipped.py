@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,11 @@ from jaxrl_llm.algos.critic import value_loss
 from jaxrl_llm.algos.kl import kl
 from jaxrl_llm.algos.policy_gradient import PolicyConfig, policy_algorithm, select
 from jaxrl_llm.algos.reduce import aggregate, token_mean
+from jaxrl_llm.ranges import Positive, Range
 from jaxrl_llm.structs import LossInputs, Metrics, Rollouts
 
+Bound = Annotated[float, Range(0.0, math.inf)]
+"""Distance of a ratio or log-ratio from 1 or 0; inf = no bound."""
 BOUND = 20.0  # nats; log-ratios are held within it, so that no ratio overflows
 
 
@@ -25,13 +29,13 @@ BOUND = 20.0  # nats; log-ratios are held within it, so that no ratio overflows
 class ClippedConfig(PolicyConfig):
     """Options of the clipped loss."""
 
-    clip_low: float = 0.2
+    clip_low: Bound = 0.2
     """The ratio may fall to 1 - clip_low."""
-    clip_high: float = 0.2
+    clip_high: Bound = 0.2
     """The ratio may rise to 1 + clip_high (DAPO: 0.28)."""
-    dual_clip: float | None = None
+    dual_clip: Annotated[float, Range(1.0, math.inf, open_low=True, usual="3 is usual")] | None = None
     """Bound on the ratio where the advantage is negative (3.0 is usual); None = none."""
-    loss_cap: float | None = None
+    loss_cap: Positive | None = None
     """Bound on the loss of every token (ChatLearn: 3.0); None = none."""
 
 
@@ -228,7 +232,7 @@ class FilteredConfig(ClippedConfig):
 
     filter: Literal["pow", "max_min", "max_random"] = "pow"
     """How likely a response is drawn: |r|^power; best and worst only; best 4 times as likely as others."""
-    power: float = 2.0
+    power: Annotated[float, Range(0.0, 100.0)] = 2.0
     """Of the reward, for "pow"."""
 
 

@@ -8,14 +8,16 @@ where the whole batch is at hand (`mean_weight`, on [N, R] arrays).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.algos.reduce import aggregate, sequence_sum, token_mean
+from jaxrl_llm.ranges import Range
 from jaxrl_llm.structs import LossInputs, Metrics
 
 Rule = Literal[
@@ -37,9 +39,9 @@ class Correction:
 
     weight: Literal["none", "token", "sequence"] = "none"
     """Weigh the policy loss by exp(old - rollout): of each token, or its product over the sequence."""
-    cap: float = 2.0
+    cap: Annotated[float, Range(0.0, math.inf, open_low=True)] = 2.0
     """Largest weight."""
-    floor: float = 0.0
+    floor: Annotated[float, Range(0.0, 1e6)] = 0.0
     """Smallest weight."""
     outside: Literal["clip", "zero"] = "clip"
     """A weight outside [floor, cap] is brought to the bound, or becomes 0 (IcePop, masked sampling)."""
@@ -51,12 +53,16 @@ class Correction:
     """Rules, lowest and highest value allowed: tokens, or whole sequences, that break one have weight 0.
     Nats; for k1 a ratio rollout / old, for tv a probability. Such as token_k1 0.8 1.25 seq_mean_k3 0 0.02."""
 
-    def __post_init__(self):
-        if not 0 <= self.floor < self.cap:
-            raise ValueError(f"correction needs 0 <= floor < cap, got {self.floor} and {self.cap}")
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, what is wrong with it) of rules across fields."""
+        if not self.floor < self.cap:
+            yield "floor", f"is {self.floor:g}: it must be below cap, {self.cap:g}."
         for rule, low, high in self.reject:
             if not low < high or (rule.endswith("k1") and low <= 0):
-                raise ValueError(f"{rule} {low:g} {high:g}: the lower bound, then the upper; above 0 for k1")
+                yield (
+                    "reject",
+                    f"has {rule} {low:g} {high:g}: it must have the lower bound first; above 0 for k1.",
+                )
 
     @property
     def active(self) -> bool:

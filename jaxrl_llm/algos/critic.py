@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algos.contract import AlgoConfig, Algorithm, Requirements
 from jaxrl_llm.algos.reduce import Aggregation, aggregate, token_mean
+from jaxrl_llm.ranges import Positive
 from jaxrl_llm.structs import LossInputs, Metrics
 
 
@@ -16,9 +17,9 @@ from jaxrl_llm.structs import LossInputs, Metrics
 class ValueConfig(AlgoConfig):
     """Options of a critic."""
 
-    value_clip: float | None = 0.5
+    value_clip: Positive | None = 0.5
     """A value is taken to move at most this far from its old one; None = no clipping."""
-    factor: float = 0.5
+    factor: Positive = 0.5
     """Weight of the squared error (RL2: 1)."""
     aggregation: Aggregation = "token"
     """How token losses become one: token, sequence (mean of means), sequence_sum."""

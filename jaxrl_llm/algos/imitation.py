@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 from jaxtyping import Array, Float
 
 from jaxrl_llm.algos.contract import AlgoConfig, Algorithm
 from jaxrl_llm.algos.reduce import Aggregation, aggregate
+from jaxrl_llm.ranges import Count, Range
 from jaxrl_llm.structs import LossInputs, Metrics, Rollouts
 
 
@@ -24,9 +27,9 @@ class SFTConfig(AlgoConfig):
 class RAFTConfig(AlgoConfig):
     """Options of best-of-n imitation."""
 
-    best: int | None = 1
+    best: Count | None = 1
     """Responses kept of each prompt; None = all that are good enough."""
-    above: float = 0.0
+    above: Annotated[float, Range(-math.inf, math.inf)] = 0.0
     """Only responses with a larger reward are kept."""
     aggregation: Aggregation = "token"
     """How token losses become one: token (every token counts the same) or sequence (every response does)."""

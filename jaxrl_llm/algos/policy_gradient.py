@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +17,10 @@ from jaxrl_llm.algos.correction import Correction, mean_weight
 from jaxrl_llm.algos.kl import Estimator, kl, next_kl_coef
 from jaxrl_llm.algos.reduce import Aggregation
 from jaxrl_llm.algos.returns import Gaps, gae, on_last_token, return_to_go, whiten
+from jaxrl_llm.ranges import Finite, Fraction, Positive, Range, Weight
 from jaxrl_llm.structs import LossInputs, Metrics, Rollouts
 
+Unbounded = Annotated[float, Range(-math.inf, math.inf)]
 KLPlace = Literal["loss", "reward", "advantage"]
 Old = Literal["auto", "policy", "recompute", "rollout"]
 
@@ -30,17 +33,17 @@ class PolicyConfig(AlgoConfig):
     """Estimator of the advantage; each goes with each loss."""
     scale: Scale = "std"
     """Divide the centred reward by: the group's std, its population std, the batch's std, or nothing."""
-    gamma: float = 1.0
+    gamma: Fraction = 1.0
     """Discount a token, of estimators that follow the reward through the tokens."""
-    lam: float = 1.0
+    lam: Fraction = 1.0
     """GAE's lambda: 1 = returns minus values, 0 = one-step."""
     gaps: Gaps = "skip"
     """What GAE makes of tokens that a tool wrote: skip them, or zero value and reward there (OpenRLHF)."""
     whiten: Literal["auto", "none", "unbiased", "biased"] = "auto"
     """Whiten advantages over the step's tokens; auto: where the estimator's paper does."""
-    component_weights: tuple[float, ...] = ()
+    component_weights: tuple[Finite, ...] = ()
     """Weight of each reward in GDPO; empty = all 1."""
-    reward_clip: tuple[float, float] | None = None
+    reward_clip: tuple[Unbounded, Unbounded] | None = None
     """Bring rewards into (low, high) first; None = as they are."""
     reward_scale: Literal["none", "batch"] = "none"
     """"batch": subtract the step's mean reward and divide by its std, before anything else but the clip."""
@@ -48,30 +51,30 @@ class PolicyConfig(AlgoConfig):
     """Learn nothing from responses cut off at the longest length; they still count in baselines (DAPO)."""
     dynamic_sampling: bool = False
     """Replace prompts whose responses all have the same reward by fresh ones (DAPO)."""
-    max_draws: int = 4
+    max_draws: Annotated[int, Range(1, 10_000)] = 4
     """Rollout rounds that dynamic sampling may take for one step."""
     critic: Literal["separate", "shared"] = "separate"
     """GAE's values: of a critic with its own backbone, or of a second head on the policy."""
-    vf_coef: float = 0.1
+    vf_coef: Weight = 0.1
     """Weight of the value loss, shared critic only."""
-    value_clip: float = 0.5
+    value_clip: Positive = 0.5
     """A value is taken to move at most this far from its old one, shared critic only."""
     aggregation: Aggregation = "token"
     """How token losses become one: token, sequence (mean of means), sequence_sum, constant (Dr. GRPO)."""
-    constant: float = 1024.0
+    constant: Positive = 1024.0
     """Tokens that "constant" aggregation divides by."""
-    kl_coef: float = 0.0
+    kl_coef: Weight = 0.0
     """Weight of KL(policy || reference); 0 = no reference model at all."""
     kl: Estimator = "k3"
     """Estimator of the KL; k1+ and k3+ have the (unbiased) gradient of k2."""
     kl_in: KLPlace = "loss"
     """Where the KL is subtracted: in the loss, in each token's reward, or in its advantage."""
-    kl_target: float | None = None
+    kl_target: Positive | None = None
     """Adapt kl_coef to hold this KL, nats a token; None = kl_coef is fixed."""
-    kl_horizon: float = 10000.0
+    kl_horizon: Positive = 10000.0
     """Trajectories over which the adaptive coefficient moves."""
-    entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
+    entropy_coef: Finite = 0.0
+    """Weight of the entropy bonus; below 0 a penalty."""
     old: Old = "auto"
     """Old log-probs: "policy": the policy's before this step's updates, by a forward pass only if there are
     several; "recompute": the same, always by a forward pass; "rollout": those that the rollout reported;
@@ -81,7 +84,10 @@ class PolicyConfig(AlgoConfig):
     """For a rollout engine whose log-probs are not the trainer's."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield what is wrong across fields."""
+        """Yield (field, what is wrong with it) of rules across fields."""
+        if self.reward_clip is not None and not self.reward_clip[0] < self.reward_clip[1]:
+            low, high = self.reward_clip
+            yield "reward_clip", f"is {low:g} {high:g}: it must be the lower bound, then the upper."
         if self.advantage == "gdpo" and self.kl_in == "reward" and self.kl_coef:
             yield (
                 "kl_in",

@@ -1,6 +1,7 @@
 """What policy-gradient algorithms share: requirements, KL, critic, selection."""
 
 from dataclasses import replace
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +9,11 @@ import numpy as np
 import pytest
 from golden import ADVANTAGES, MASK, OLD, POLICY, ROLLOUT, loss_inputs, rollouts
 
+from jaxrl_llm import ranges
 from jaxrl_llm.algos import (
     ALGOS,
     Requirements,
+    clip_cov,
     dapo,
     dpo,
     dppo,
@@ -49,6 +52,41 @@ def test_configs_are_static_arguments_that_name_their_algorithm(algorithm):
     assert config == algorithm.config and hash(config) == hash(algorithm.config)
     assert config.algorithm == algorithm.name and ALGOS[config.algorithm] is algorithm
     assert algorithm.doc and type(config).__doc__
+
+
+@pytest.mark.parametrize("algorithm", [*ALGOS.values(), value], ids=lambda a: a.name)
+def test_every_number_of_a_config_has_a_range(algorithm):
+    config = algorithm.config
+    assert not list(ranges.problems(config))
+    for name, hint in get_type_hints(type(config), include_extras=True).items():
+        types = plain_types(hint)
+        assert types.isdisjoint({int, float}) or ranges.range_of(hint), f"{name} has no range"
+        if types <= {float, type(None)}:
+            spoilt = replace(config, **{name: float("nan")})
+            assert [field for field, _ in ranges.problems(spoilt)] == [name]
+
+
+def plain_types(hint):
+    """Return the types in a type hint: int, float, NoneType ..."""
+    parts = get_args(hint)[:1] if get_origin(hint) is Annotated else get_args(hint)
+    if not parts or get_origin(hint) is Literal:
+        return {hint}
+    return {t for part in parts for t in plain_types(part)} | ({tuple} & {get_origin(hint)})
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        (grpo.Config(reward_clip=(2.0, 1.0)), "reward_clip"),
+        (grpo.Config(clip_low=-0.1), "clip_low"),
+        (grpo.Config(component_weights=(1.0, float("nan"))), "component_weights"),
+        (clip_cov.Config(covariance_low=5.0), "covariance_low"),
+        (dpo.Config(label_smoothing=0.5), "label_smoothing"),
+        (raft.Config(best=0), "best"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(config, field):
+    assert [name for name, _ in ranges.problems(config)] == [field]
 
 
 def test_old_log_probs_are_computed_only_where_the_policy_has_moved():

@@ -26,7 +26,8 @@ from jaxrl_llm.algos import (
 )  # fmt: skip
 from jaxrl_llm.algos.clipped import clip
 from jaxrl_llm.algos.correction import Correction
-from jaxrl_llm.algos.surrogates import covariance, hash_uniform, largest, vespo_weight
+from jaxrl_llm.algos.covariance import covariance, hash_uniform, largest
+from jaxrl_llm.algos.surrogates import vespo_weight
 
 RATIO = np.exp(np.array(POLICY - OLD))
 CLIP = dict(clip_low=0.2, clip_high=0.28)
