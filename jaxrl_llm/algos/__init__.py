@@ -1,4 +1,4 @@
-"""The algorithms by name; a user's own file is one too (`--algo path/to/my_algo.py`)."""
+"""Table of the algorithms by name, and the loader of a user's own file (`--algo path/to/my_algo.py`)."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algos.correction import correct
 from jaxrl_llm.algos.critic import value_loss
-from jaxrl_llm.algos.kl import kl
+from jaxrl_llm.algos.kl import kl, log_ratio
 from jaxrl_llm.algos.policy_gradient import PolicyConfig, policy_algorithm, select
 from jaxrl_llm.algos.reduce import aggregate, token_mean
 from jaxrl_llm.ranges import Positive, Range
@@ -22,7 +22,6 @@ from jaxrl_llm.structs import LossInputs, Metrics, Rollouts
 
 Bound = Annotated[float, Range(0.0, math.inf)]
 """Distance of a ratio or log-ratio from 1 or 0; inf = no bound."""
-BOUND = 20.0  # nats; log-ratios are held within it, so that no ratio overflows
 
 
 @dataclass(frozen=True)
@@ -48,11 +47,6 @@ def clipped_loss(inputs: LossInputs, config: ClippedConfig) -> tuple[Float[Array
     ratio = jnp.exp(log_ratio(inputs.policy, inputs.old))
     surrogate, is_clipped = clip(ratio, inputs.advantages, config)
     return policy_loss(surrogate, {"clip_fraction": is_clipped}, inputs, config)
-
-
-def log_ratio(policy: Float[Array, "B T"], old: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """Return policy - old, held within +-20 nats."""
-    return jnp.clip(policy - old, -BOUND, BOUND)
 
 
 def clip(
@@ -206,11 +200,12 @@ passk = policy_algorithm(
 
 otb = policy_algorithm(
     "otb",
-    """Optimal token baseline: each token has the baseline of least variance (veRL's optimal_token_baseline).
+    """Optimal token baseline: each token has the baseline of least variance.
 
     A_t = G_t - sum(G_t W_t) / sum(W_t) over the group at the t-th own token, W_t = running sum of
-    1 - 2 p + sum(p^2). `advantage = "otb_tail"` (veRL's multi-turn form) gives the last response left in a
-    group no baseline; both count own tokens only, so that what a tool writes shifts nothing.""",
+    1 - 2 p + sum(p^2). Where the longest response of a group is the only one left its advantage is 0;
+    `advantage = "otb_tail"` drops the baseline there (veRL's optimal_token_baseline with its default
+    handle_zero_tail). Both count own tokens only, so that a tool's output shifts nothing.""",
     ClippedConfig(advantage="otb", aggregation="sequence_sum"),
     clipped_loss,
 )
@@ -231,9 +226,9 @@ class FilteredConfig(ClippedConfig):
     """Options of PF-PPO."""
 
     filter: Literal["pow", "max_min", "max_random"] = "pow"
-    """How likely a response is drawn: |r|^power; best and worst only; best 4 times as likely as others."""
+    """Probability of a response: by |r|^power; best and worst only; the best 4 times as likely as others."""
     power: Annotated[float, Range(0.0, 100.0)] = 2.0
-    """Of the reward, for "pow"."""
+    """Exponent of the reward, for "pow"."""
 
 
 def resample(rollouts: Rollouts, config: FilteredConfig, rng: np.random.Generator) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Clip-Cov and KL-Cov: the covariance of advantage and log-prob tells which tokens cost entropy."""
+"""Clip-Cov and KL-Cov: tokens whose advantage and log-prob covary most cost most entropy."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxrl_llm.algos.clipped import ClippedConfig, clip, log_ratio, policy_loss
-from jaxrl_llm.algos.kl import kl
+from jaxrl_llm.algos.clipped import ClippedConfig, clip, policy_loss
+from jaxrl_llm.algos.kl import kl, log_ratio
 from jaxrl_llm.algos.policy_gradient import PolicyConfig, Unbounded, policy_algorithm
 from jaxrl_llm.algos.reduce import masked_sum
 from jaxrl_llm.ranges import Fraction, Weight
@@ -109,7 +109,7 @@ def largest(x: Float[Array, "B T"], mask: Float[Array, "B T"], fraction: float) 
 
 kl_cov = policy_algorithm(
     "kl_cov",
-    """KL-Cov (arXiv 2505.22617, eq. 12 and 13): the tokens of highest covariance are held to the old policy.
+    """KL-Cov (arXiv 2505.22617, eq. 12 and 13): the tokens of highest covariance are penalised.
 
     loss = -A r_t, plus penalty |policy - old| for the `fraction` of tokens whose covariance of advantage and
     log-prob is largest: those would cost most entropy. The largest are taken in each micro-batch, at least

@@ -20,7 +20,7 @@ class SFTConfig(AlgoConfig):
     """Options of supervised fine-tuning."""
 
     aggregation: Aggregation = "token"
-    """How token losses become one: token (every token counts the same) or sequence (every row does)."""
+    """Aggregation: token (every token counts the same) or sequence (every example does)."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class RAFTConfig(AlgoConfig):
     above: Annotated[float, Range(-math.inf, math.inf)] = 0.0
     """Only responses with a larger reward are kept."""
     aggregation: Aggregation = "token"
-    """How token losses become one: token (every token counts the same) or sequence (every response does)."""
+    """Aggregation: token (every token counts the same) or sequence (every response does)."""
 
 
 def nll_loss(inputs: LossInputs, config: SFTConfig | RAFTConfig) -> tuple[Float[Array, ""], Metrics]:

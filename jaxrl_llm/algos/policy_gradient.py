@@ -1,4 +1,4 @@
-"""Policy gradients up to the loss: options, rewards, advantages, and the responses that are learned from."""
+"""Policy gradients up to the loss: options, requirements, shaped rewards, advantages, selection."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class PolicyConfig(AlgoConfig):
     lam: Fraction = 1.0
     """GAE's lambda: 1 = returns minus values, 0 = one-step."""
     gaps: Gaps = "skip"
-    """What GAE makes of tokens that a tool wrote: skip them, or zero value and reward there (OpenRLHF)."""
+    """GAE over tokens that a tool wrote: skip them, or zero value and reward there (OpenRLHF)."""
     whiten: Literal["auto", "none", "unbiased", "biased"] = "auto"
     """Whiten advantages over the step's tokens; auto: where the estimator's paper does."""
     component_weights: tuple[Finite, ...] = ()
-    """Weight of each reward in GDPO; empty = all 1."""
+    """Weight of each normalised reward in GDPO: reward.name, reward.shaping, reward.models; empty = all 1."""
     reward_clip: tuple[Unbounded, Unbounded] | None = None
-    """Bring rewards into (low, high) first; None = as they are."""
+    """Clip rewards to (low, high) first; None = no clipping. Of GDPO each reward by itself."""
     reward_scale: Literal["none", "batch"] = "none"
     """"batch": subtract the step's mean reward and divide by its std, before anything else but the clip."""
     drop_truncated: bool = False
@@ -58,9 +58,9 @@ class PolicyConfig(AlgoConfig):
     vf_coef: Weight = 0.1
     """Weight of the value loss, shared critic only."""
     value_clip: Positive = 0.5
-    """A value is taken to move at most this far from its old one, shared critic only."""
+    """Clip values to old value +- this, shared critic only."""
     aggregation: Aggregation = "token"
-    """How token losses become one: token, sequence (mean of means), sequence_sum, constant (Dr. GRPO)."""
+    """Aggregation of token losses: token, sequence (mean of means), sequence_sum, constant (Dr. GRPO)."""
     constant: Positive = 1024.0
     """Tokens that "constant" aggregation divides by."""
     kl_coef: Weight = 0.0
@@ -68,7 +68,7 @@ class PolicyConfig(AlgoConfig):
     kl: Estimator = "k3"
     """Estimator of the KL; k1+ and k3+ have the (unbiased) gradient of k2."""
     kl_in: KLPlace = "loss"
-    """Where the KL is subtracted: in the loss, in each token's reward, or in its advantage."""
+    """Subtract the KL in the loss, in each token's reward, or in its advantage."""
     kl_target: Positive | None = None
     """Adapt kl_coef to hold this KL, nats a token; None = kl_coef is fixed."""
     kl_horizon: Positive = 10000.0
@@ -81,7 +81,7 @@ class PolicyConfig(AlgoConfig):
     "auto": the rollout's where older weights may have written tokens and no correction is on, else the
     policy's. Of stale tokens "policy" and "recompute" make on-policy ones unless a correction is on."""
     correction: Correction = field(default_factory=Correction)
-    """For a rollout engine whose log-probs are not the trainer's."""
+    """Importance weights and rejection for tokens of another engine, or of older weights."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, what is wrong with it) of rules across fields."""

@@ -80,7 +80,7 @@ class DPOConfig(AlgoConfig):
     """Options of DPO."""
 
     beta: Positive = 0.1
-    """How strongly the policy is held to the reference."""
+    """Strength of the KL constraint to the reference."""
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
     """sigmoid (DPO) or ipo."""
     label_smoothing: Smoothing = 0.0
@@ -233,8 +233,7 @@ cpo = Algorithm(
 
     -log sigmoid(beta (log p(c) - log p(r))) + nll_coef * mean -log p(token of c)                  (eq. 3-5)
 
-    The likelihood term is taken over the response alone, as in the paper; TRL's includes the prompt's
-    tokens.""",
+    The likelihood term is taken over the response alone, as in the paper and TRL 1.16.""",
     "pairs",
     CPOConfig(),
     cpo_loss,
@@ -291,13 +290,13 @@ class KTOConfig(AlgoConfig):
     """Options of KTO."""
 
     beta: Positive = 0.1
-    """How strongly the policy is held to the reference."""
+    """Strength of the KL constraint to the reference."""
     desirable_weight: Weight = 1.0
     """Weight of desirable responses; the paper keeps weight times count of the two within 1 to 4/3."""
     undesirable_weight: Weight = 1.0
     """Weight of undesirable responses."""
     baseline: Literal["mismatched", "other_label"] = "mismatched"
-    """Whose log ratios z is the mean of: of mismatched sequences, or of the responses of the other label."""
+    """Mean log-ratio that z is: of mismatched sequences, or of the responses of the other label."""
 
 
 def kto_baseline(inputs: LossInputs, config: KTOConfig) -> Float[Array, "*shape"]:
@@ -343,7 +342,7 @@ kto = Algorithm(
     undesirable   undesirable_weight * (1 - sigmoid(beta (z - r)))                                   (eq. 8)
 
     Segments 1, 3, ... of a row are the responses and 2, 4, ... the mismatched ones, a prompt with the
-    response to another, which serve z alone. z carries no gradient and is measured over the whole mini-batch
+    response to another, which serve z alone. z carries no gradient and is measured over the mini-batch
     by the policy before the update. Pairs are two responses each; for them OpenRLHF's VanillaKTO takes as z
     the mean log ratio of the mini-batch's responses of the other label (`baseline` "other_label").""",
     "labels",

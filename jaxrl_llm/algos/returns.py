@@ -1,7 +1,7 @@
-"""Advantages and returns of single tokens. [N, R], one trajectory a row, padded and with gaps.
+"""Advantages and returns of tokens, [N, R]: one trajectory a row, padded and with gaps.
 
-Tokens with mask 0 (padding, what a tool wrote) take no part: they are skipped as if they were not there, so
-that a reward reaches the tokens before a tool call undiminished. Arrays there may hold anything finite.
+Tokens with mask 0 (padding, a tool's output) are skipped as if they were absent, so that a reward reaches
+the tokens before a tool call undiminished. Arrays there may hold anything finite.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Whitening = Literal["unbiased", "biased"]
 
 
 def on_last_token(x: Float[Array, "N"], mask: Float[Array, "N R"]) -> Float[Array, "N R"]:
-    """x on the last token of each row whose mask is 1, zeros elsewhere."""
+    """Return x on the last token of each row whose mask is 1, zeros elsewhere."""
     written = mask > 0
     rank = jnp.cumsum(written, axis=1)
     return jnp.where(written & (rank == rank[:, -1:]), x[:, None], 0.0)
@@ -26,7 +26,7 @@ def on_last_token(x: Float[Array, "N"], mask: Float[Array, "N R"]) -> Float[Arra
 def return_to_go(
     rewards: Float[Array, "N R"], mask: Float[Array, "N R"], gamma: float = 1.0
 ) -> Float[Array, "N R"]:
-    """G_t = r_t + gamma G_(t+1), over the row's own tokens; 0 where mask is 0."""
+    """Return G_t = r_t + gamma G_(t+1), over the row's own tokens; 0 where mask is 0."""
 
     def step(after: Float[Array, "N"], now: tuple) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
         reward, own = now
@@ -45,7 +45,7 @@ def gae(
     lam: float = 1.0,
     gaps: Gaps = "skip",
 ) -> tuple[Float[Array, "N R"], Float[Array, "N R"]]:
-    """Generalized advantage estimation (arXiv 1506.02438, eq. 16): (advantages, returns).
+    """Return (advantages, returns) by generalized advantage estimation (arXiv 1506.02438, eq. 16).
 
     returns = advantages + values, delta_t = r_t + gamma V_(t+1) - V_t, A_t = delta_t + gamma lam A_(t+1).
 
@@ -73,7 +73,7 @@ def gae(
 def whiten(
     x: Float[Array, "N R"], mask: Float[Array, "N R"], how: Whitening = "unbiased"
 ) -> Float[Array, "N R"]:
-    """(x - mean) / std over the tokens whose mask is 1; zeros elsewhere.
+    """Return (x - mean) / std over the tokens whose mask is 1; zeros elsewhere.
 
     unbiased: variance with n - 1, plus 1e-8 (veRL, RL2). biased: with n, at least 1e-8 (OpenRLHF).
     """
@@ -97,7 +97,7 @@ def optimal_token_baseline(
     ratio: Float[Array, "N R"] | None = None,
     zero_tail: bool = False,
 ) -> Float[Array, "N R"]:
-    """G_t - B_t with B_t = sum(G_t W_t) / sum(W_t) over the group's responses at their t-th own token.
+    """Return G_t - B_t, B_t = sum(G_t W_t) / sum(W_t) over the group's responses at their t-th own token.
 
     W_t is the running sum of 1 - 2 p + sum(p^2), the squared gradient of the logits: a baseline of least
     variance for each token (veRL's optimal_token_baseline). A group of one has no baseline; the last

@@ -85,7 +85,7 @@ prm = Algorithm(
     "prm",
     """Process reward model (PRM800K, arXiv 2305.20050; Math-Shepherd, arXiv 2312.08935, eq. 6).
 
-    -(y log sigmoid(v) + (1 - y) log(1 - sigmoid(v)))    at the state that has read a whole step
+    -(y log sigmoid(v) + (1 - y) log(1 - sigmoid(v)))    at the end of each step
 
     y is 1 (right), 0 (wrong), or a soft label between: the share of continuations that reach the right
     answer. Cross-entropy over two classes, or over a "+" and a "-" token, is the same with v the difference

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxrl_llm.algos.clipped import BOUND, Bound, ClippedConfig, clip, log_ratio, policy_loss
+from jaxrl_llm.algos.clipped import Bound, ClippedConfig, clip, policy_loss
+from jaxrl_llm.algos.kl import MAX_LOG_RATIO, log_ratio
 from jaxrl_llm.algos.policy_gradient import Old, PolicyConfig, policy_algorithm
 from jaxrl_llm.algos.reduce import Aggregation, sequence_mean, sequence_sum
 from jaxrl_llm.ranges import Positive, Range, Weight
@@ -62,7 +63,7 @@ gpg = policy_algorithm(
 def gspo_loss(inputs: LossInputs, config: ClippedConfig) -> tuple[Float[Array, ""], Metrics]:
     """Return the clipped surrogate of the sequence's ratio."""
     mean = sequence_mean(inputs.policy - inputs.old, inputs)
-    fixed = jax.lax.stop_gradient(jnp.clip(mean, -BOUND, BOUND) - inputs.policy)
+    fixed = jax.lax.stop_gradient(jnp.clip(mean, -MAX_LOG_RATIO, MAX_LOG_RATIO) - inputs.policy)
     surrogate, is_clipped = clip(jnp.exp(fixed + inputs.policy), inputs.advantages, config)
     return policy_loss(surrogate, {"clip_fraction": is_clipped}, inputs, config)
 
@@ -204,7 +205,7 @@ def vespo_loss(inputs: LossInputs, config: VESPOConfig) -> tuple[Float[Array, ""
 def vespo_weight(policy: Float[Array, "B T"], inputs: LossInputs, config: VESPOConfig) -> Float[Array, "B T"]:
     """Return phi(W) of each token's response."""
     total = sequence_sum(policy - inputs.old, inputs.mask, inputs.segments)
-    log_w = jnp.clip(total, -BOUND, BOUND)
+    log_w = jnp.clip(total, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     good = inputs.advantages >= 0
     k = jnp.where(good, config.k_positive, config.k_negative)
     decay = jnp.where(good, config.lambda_positive, config.lambda_negative)
@@ -294,7 +295,7 @@ dro = policy_algorithm(
     "dro",
     """Direct reward optimization: DRO (arXiv 2405.19107, eq. 8), with an advantage in place of r - V.
 
-    loss = -(A log pi - beta / 2 (policy - old)^2): no ratio, so it stands data that is far off policy; the
+    loss = -(A log pi - beta / 2 (policy - old)^2): no ratio, so data may be far off policy; the
     square pulls the policy back to the old one.""",
     DROConfig(),
     dro_loss,

@@ -1,7 +1,6 @@
-"""What policy-gradient algorithms share: requirements, KL, critic, selection."""
+"""What policy-gradient algorithms share: KL, critic, selection."""
 
 from dataclasses import replace
-from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -9,93 +8,18 @@ import numpy as np
 import pytest
 from golden import ADVANTAGES, MASK, OLD, POLICY, ROLLOUT, loss_inputs, rollouts
 
-from jaxrl_llm import ranges
 from jaxrl_llm.algos import (
-    ALGOS,
-    Requirements,
-    clip_cov,
     dapo,
-    dpo,
-    dppo,
     dr_grpo,
     grpo,
-    gspo,
-    kto,
-    of,
     pf_ppo,
     policy_gradient,
     ppo,
     raft,
-    remax,
     requirements,
     value,
 )  # fmt: skip
-from jaxrl_llm.algos.contract import old_logprobs
 from jaxrl_llm.algos.kl import kl, next_kl_coef
-
-
-def test_only_what_an_algorithm_reads_is_computed():
-    needs = lambda config, **fields: requirements(config) == Requirements(**fields)
-    assert needs(dapo.config, draws=4) and needs(dapo.Config(dynamic_sampling=False))
-    assert needs(grpo.Config(entropy_coef=0.1), reference=True, entropy=True)
-    assert needs(ppo.config, old=True, reference=True, critic=True)
-    assert needs(ppo.Config(critic="shared", kl_coef=0.0), values=True)
-    assert needs(remax.config, greedy=True)
-    assert needs(gspo.Config(advantage="gae", old="recompute"), critic=True, old=True, old_source="policy")
-    assert needs(dppo.config, old_source="rollout")
-    assert requirements(value.config) == Requirements(policy=False, values=True)
-
-
-@pytest.mark.parametrize("algorithm", ALGOS.values(), ids=ALGOS)
-def test_configs_are_static_arguments_that_name_their_algorithm(algorithm):
-    config = algorithm.Config()
-    assert config == algorithm.config and hash(config) == hash(algorithm.config)
-    assert config.algorithm == algorithm.name and ALGOS[config.algorithm] is algorithm
-    assert algorithm.doc and type(config).__doc__
-
-
-@pytest.mark.parametrize("algorithm", [*ALGOS.values(), value], ids=lambda a: a.name)
-def test_every_number_of_a_config_has_a_range(algorithm):
-    config = algorithm.config
-    assert not list(ranges.problems(config))
-    for name, hint in get_type_hints(type(config), include_extras=True).items():
-        types = plain_types(hint)
-        assert types.isdisjoint({int, float}) or ranges.range_of(hint), f"{name} has no range"
-        if types <= {float, type(None)}:
-            spoilt = replace(config, **{name: float("nan")})
-            assert [field for field, _ in ranges.problems(spoilt)] == [name]
-
-
-def plain_types(hint):
-    """Return the types in a type hint: int, float, NoneType ..."""
-    parts = get_args(hint)[:1] if get_origin(hint) is Annotated else get_args(hint)
-    if not parts or get_origin(hint) is Literal:
-        return {hint}
-    return {t for part in parts for t in plain_types(part)} | ({tuple} & {get_origin(hint)})
-
-
-@pytest.mark.parametrize(
-    ("config", "field"),
-    [
-        (grpo.Config(reward_clip=(2.0, 1.0)), "reward_clip"),
-        (grpo.Config(clip_low=-0.1), "clip_low"),
-        (grpo.Config(component_weights=(1.0, float("nan"))), "component_weights"),
-        (clip_cov.Config(covariance_low=5.0), "covariance_low"),
-        (dpo.Config(label_smoothing=0.5), "label_smoothing"),
-        (raft.Config(best=0), "best"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(config, field):
-    assert [name for name, _ in ranges.problems(config)] == [field]
-
-
-def test_old_log_probs_are_computed_only_where_the_policy_has_moved():
-    source = lambda config, updates: old_logprobs(of(config), requirements(config), updates)
-    assert [source(grpo.config, n) for n in (1, 2)] == ["policy", "recompute"]
-    assert [source(ppo.config, n) for n in (1, 2)] == ["recompute", "recompute"]
-    assert [source(dppo.config, n) for n in (1, 2)] == ["rollout", "rollout"]
-    assert [source(dpo.config, n) for n in (1, 2)] == ["policy", "policy"]  # a dataset's rows
-    assert [source(kto.config, n) for n in (1, 2)] == ["recompute", "recompute"]
 
 
 def test_dr_grpo_divides_by_a_constant():
