@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
+import chex
+import jax
 import jax.numpy as jnp
 import pytest
 from golden import loss_inputs, rollouts
@@ -83,6 +85,14 @@ def plain_types(hint):
 )
 def test_settings_that_make_no_sense_are_refused(config, field):
     assert [name for name, _ in ranges.problems(config)] == [field]
+
+
+def test_equal_configs_are_traced_once():
+    traced = jax.jit(chex.assert_max_traces(of(grpo.config).loss, n=2), static_argnums=1)
+    for config in (grpo.Config(), grpo.Config(), grpo.Config(clip_high=0.3), grpo.Config()):
+        traced(loss_inputs(), config)
+    with pytest.raises(AssertionError, match="traced > 2 times"):
+        traced(loss_inputs(), grpo.Config(clip_high=0.4))
 
 
 def test_old_log_probs_are_computed_only_where_the_policy_has_moved():

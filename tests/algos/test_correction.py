@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import ADVANTAGES, MASK, OLD, POLICY, ROLLOUT, SEGMENTS, loss_inputs, rollouts
+from golden import ADVANTAGES, MASK, OLD, POLICY, ROLLOUT, SEGMENTS, advantages, loss_inputs, rollouts
 
 from jaxrl_llm import ranges
 from jaxrl_llm.algos import grpo, reinforce, requirements
@@ -139,8 +139,8 @@ def test_normalising_divides_by_the_mean_weight_of_the_whole_step():
     given = rollouts(valid=jnp.array([1.0, 1, 0, 1]))
     own = np.asarray(given.mask * given.valid[:, None]) > 0
     mean = np.minimum(np.exp(np.asarray(given.old - given.rollout)), 1.1)[own].mean()
-    plain = np.asarray(grpo.advantages(given, replace(config, correction=Correction())))
-    np.testing.assert_allclose(grpo.advantages(given, config), plain / mean, rtol=1e-5)
+    plain = np.asarray(advantages(given, replace(config, correction=Correction())))
+    np.testing.assert_allclose(advantages(given, config), plain / mean, rtol=1e-5)
 
 
 def test_equal_log_probs_pass_every_rule():

@@ -84,7 +84,7 @@ def test_optimal_token_baseline_stands_log_probs_of_older_weights():
     """p = .9 then, where the policy now has sum p^2 = .3: the energy is .1^2, not 1 - 1.8 + .3 < 0."""
     assert requirements(otb.config).old_source == "auto"
     old = jnp.log(jnp.array([[0.9], [0.5]]))
-    got = optimal_token_baseline(
+    got = jax.jit(optimal_token_baseline)(
         jnp.array([[1.0], [0.0]]), old, jnp.array([[0.3], [0.5]]), jnp.zeros(2, jnp.int32), jnp.ones((2, 1))
     )
     weights = 0.01, 0.25 + 0.25
