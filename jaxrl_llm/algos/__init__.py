@@ -146,7 +146,7 @@ def _algorithm(typed: str, key: str, module: ModuleType) -> Algorithm:
     )
 
 
-PROPERTIES = {
+_PROPERTIES = {
     "needs_policy": "policy",
     "needs_entropy": "entropy",
     "needs_old": "old",
@@ -163,7 +163,7 @@ PROPERTIES = {
 def _properties(config: AlgoConfig) -> Requirements:
     """Return the requirements that a Config states in properties."""
     base = policy_gradient.requires(config) if isinstance(config, PolicyConfig) else Requirements()
-    stated = {field: getattr(config, name) for name, field in PROPERTIES.items() if hasattr(config, name)}
+    stated = {field: getattr(config, name) for name, field in _PROPERTIES.items() if hasattr(config, name)}
     if getattr(config, "bypass_old", False):
         stated["old_source"] = "rollout"
     if divergence := getattr(config, "divergence", None):

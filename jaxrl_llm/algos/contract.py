@@ -21,7 +21,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from jax import Array
@@ -56,13 +56,13 @@ class Requirements:
     """Old log-probs before the first update: `advantages` or `baseline` reads them."""
     old_source: OldSource = "auto"
     """Old log-probs are those of the policy before this step's updates, or those that the rollout reported;
-    auto: the policy's, but the rollout's where older weights may have written tokens, unless `corrected`."""
+    auto: the policy's, but the rollout's where older weights may have generated tokens, unless `corrected`."""
     corrected: bool = False
     """The loss weighs or rejects tokens by policy / rollout, so that old log-probs need not."""
     reference: bool = False
     """Log-probs of the frozen reference model, or of the teachers in its place."""
     values: bool = False
-    """A value head on the model that learns."""
+    """A value head on the trained model."""
     critic: bool = False
     """Values of a critic with its own backbone."""
     sum_pi_squared: bool = False
@@ -105,7 +105,7 @@ class Algorithm:
 
     name: str
     doc: str
-    """Name, paper and formula; the first line alone is shown in lists."""
+    """Name, paper and formula; lists show the first line."""
     input: Input
     config: AlgoConfig
     """Its Config with its defaults."""
@@ -121,6 +121,9 @@ class Algorithm:
     """Sequences that stay side by side in a packed row; 2: chosen, rejected, chosen, ..."""
 
     def __post_init__(self):
+        assert self.input in get_args(Input), (
+            f"{self.name}: input is {self.input!r}, not one of {get_args(Input)}"
+        )
         updates_policy = self.on_rollouts and self.requires(self.config).policy
         assert self.advantages or not updates_policy, f"{self.name} learns from rollouts without advantages"
         derived = {
@@ -148,7 +151,7 @@ def old_logprobs(
 
     Args:
         updates: that this step makes; from the second on the policy is no longer the old one.
-        on_policy: the weights before the first of them wrote every token. False for asynchronous and partial
+        on_policy: the weights before the first of them generated every token. False for asynchronous and partial
             rollouts: against the policy's own log-probs stale tokens would have the ratio 1 and no clip.
 
     Returns:

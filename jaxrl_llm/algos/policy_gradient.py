@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -13,14 +12,13 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.algos.advantages import PER_RESPONSE, PER_TOKEN, WHITENED, Advantage, Scale, clip_and_scale
 from jaxrl_llm.algos.contract import AlgoConfig, Algorithm, Requirements
-from jaxrl_llm.algos.correction import Correction, mean_weight
+from jaxrl_llm.algos.correction import Correction, Unbounded, mean_weight
 from jaxrl_llm.algos.kl import Estimator, kl, next_kl_coef
 from jaxrl_llm.algos.reduce import Aggregation
 from jaxrl_llm.algos.returns import Gaps, gae, on_last_token, return_to_go, whiten
 from jaxrl_llm.ranges import Finite, Fraction, Positive, Range, Weight
 from jaxrl_llm.structs import LossInputs, Metrics, Rollouts
 
-Unbounded = Annotated[float, Range(-math.inf, math.inf)]
 KLPlace = Literal["loss", "reward", "advantage"]
 Old = Literal["auto", "policy", "recompute", "rollout"]
 
@@ -48,7 +46,7 @@ class PolicyConfig(AlgoConfig):
     reward_scale: Literal["none", "batch"] = "none"
     """"batch": subtract the step's mean reward and divide by its std, before anything else but the clip."""
     drop_truncated: bool = False
-    """Learn nothing from responses cut off at the longest length; they still count in baselines (DAPO)."""
+    """Leave truncated responses out of the loss; they still count in baselines (DAPO)."""
     dynamic_sampling: bool = False
     """Replace prompts whose responses all have the same reward by fresh ones (DAPO)."""
     max_draws: Annotated[int, Range(1, 10_000)] = 4
@@ -76,10 +74,10 @@ class PolicyConfig(AlgoConfig):
     entropy_coef: Finite = 0.0
     """Weight of the entropy bonus; below 0 a penalty."""
     old: Old = "auto"
-    """Old log-probs: "policy": the policy's before this step's updates, by a forward pass only if there are
+    """Old log-probs. "policy": the policy's before this step's updates, by a forward pass only if there are
     several; "recompute": the same, always by a forward pass; "rollout": those that the rollout reported;
-    "auto": the rollout's where older weights may have written tokens and no correction is on, else the
-    policy's. Of stale tokens "policy" and "recompute" make on-policy ones unless a correction is on."""
+    "auto": the rollout's where older weights may have generated tokens and no correction is on, else the
+    policy's. "policy" and "recompute" count stale tokens as on-policy unless a correction is on."""
     correction: Correction = field(default_factory=Correction)
     """Importance weights and rejection for tokens of another engine, or of older weights."""
 
@@ -88,6 +86,12 @@ class PolicyConfig(AlgoConfig):
         if self.reward_clip is not None and not self.reward_clip[0] < self.reward_clip[1]:
             low, high = self.reward_clip
             yield "reward_clip", f"is {low:g} {high:g}: it must be the lower bound, then the upper."
+        if self.old == "rollout" and self.correction.active and self.correction.of == "old":
+            yield (
+                "old",
+                'is "rollout": the correction weighs by old / rollout, which then is 1. Set it to auto, or '
+                "correction.of to policy.",
+            )
         if self.advantage == "gdpo" and self.kl_in == "reward" and self.kl_coef:
             yield (
                 "kl_in",

@@ -29,6 +29,7 @@ from jaxrl_llm.algos import (
     value,
 )  # fmt: skip
 from jaxrl_llm.algos.contract import AlgoConfig, Algorithm, Divergence, old_logprobs
+from jaxrl_llm.algos.correction import Correction
 from jaxrl_llm.errors import UserError
 
 
@@ -79,6 +80,7 @@ def plain_types(hint):
         (grpo.Config(clip_low=-0.1), "clip_low"),
         (grpo.Config(component_weights=(1.0, float("nan"))), "component_weights"),
         (clip_cov.Config(covariance_low=5.0), "covariance_low"),
+        (grpo.Config(old="rollout", correction=Correction("token")), "old"),
         (dpo.Config(label_smoothing=0.5), "label_smoothing"),
         (raft.Config(best=0), "best"),
     ],
@@ -167,5 +169,7 @@ def test_an_incomplete_file_is_refused(tmp_path, text, message):
 def test_a_config_of_no_algorithm_has_none():
     with pytest.raises(AssertionError, match=r"make it with NAME\.Config"):
         of(AlgoConfig())
+    with pytest.raises(AssertionError, match="input is 'rollout', not one of"):
+        Algorithm("mine", "", "rollout", AlgoConfig(), lambda inputs, config: (jnp.zeros(()), {}))
     with pytest.raises(AssertionError, match="without advantages"):
         Algorithm("mine", "", "rollouts", AlgoConfig(), lambda inputs, config: (jnp.zeros(()), {}))

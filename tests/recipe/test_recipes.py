@@ -157,6 +157,7 @@ def test_list_and_no_config_show_the_recipes(capsys):
     listed = capsys.readouterr().out
     assert all(recipe in listed for recipe in RECIPES)
     assert "grpo_tiny.py           GRPO on generated" in listed
+    assert "    dapo                   Decoupled clip and dynamic sampling: DAPO (arXiv 2503.14476" in listed
     message = refusal(from_command_line, [])
     assert message.startswith("--config RECIPE.py is missing.")
     assert "grpo_tiny.py" in message
