@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -44,6 +42,7 @@ from jaxrl_llm.algos.surrogates import (
     vespo,
 )
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.user_file import explain, import_user_file
 
 ALGOS: dict[str, Algorithm] = {
     "cispo": cispo,
@@ -106,19 +105,18 @@ def load_algorithm(name: str) -> Algorithm:
     are any advantages, returns, select, baseline, DATA and UNIT; Config states requirements in properties.
 
     Raises:
-        UserError: neither a known name nor a file, or the file lacks a part.
+        UserError: neither a known name nor a file, or the file raises or lacks a part.
     """
     if name in ALGOS:
         return ALGOS[name]
     path = Path(name)
     if not path.is_file():
         raise UserError(f"--algo {name}: not one of {sorted(ALGOS)} and not a Python file")
-    module_name = f"jaxrl_llm_user_algo_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    key = os.path.abspath(path)
-    _LOADED[key] = _algorithm(name, key, module)
+    module, key = import_user_file(path, "algo"), os.path.abspath(path)
+    try:
+        _LOADED[key] = _algorithm(name, key, module)
+    except (TypeError, AssertionError) as error:  # its Config and Algorithm are the user's code
+        raise UserError(f"--algo {name}: {explain(error, path)}") from error
     return _LOADED[key]
 
 

@@ -55,8 +55,8 @@ class Requirements:
     old: bool = False
     """Old log-probs before the first update: `advantages` or `baseline` reads them."""
     old_source: OldSource = "auto"
-    """Old log-probs are those of the policy before this step's updates, or those that the rollout reported;
-    auto: the policy's, but the rollout's where older weights may have generated tokens, unless `corrected`."""
+    """Old log-probs are those of the policy before this step's updates, or those that the rollout reported.
+    auto: the rollout's where older weights may have generated tokens, unless `corrected`; or the policy's."""
     corrected: bool = False
     """The loss weighs or rejects tokens by policy / rollout, so that old log-probs need not."""
     reference: bool = False
@@ -121,9 +121,8 @@ class Algorithm:
     """Sequences that stay side by side in a packed row; 2: chosen, rejected, chosen, ..."""
 
     def __post_init__(self):
-        assert self.input in get_args(Input), (
-            f"{self.name}: input is {self.input!r}, not one of {get_args(Input)}"
-        )
+        known = get_args(Input)
+        assert self.input in known, f"{self.name}: input is {self.input!r}, not one of {known}"
         updates_policy = self.on_rollouts and self.requires(self.config).policy
         assert self.advantages or not updates_policy, f"{self.name} learns from rollouts without advantages"
         derived = {
@@ -151,8 +150,8 @@ def old_logprobs(
 
     Args:
         updates: that this step makes; from the second on the policy is no longer the old one.
-        on_policy: the weights before the first of them generated every token. False for asynchronous and partial
-            rollouts: against the policy's own log-probs stale tokens would have the ratio 1 and no clip.
+        on_policy: the weights before the first of them generated every token. False for asynchronous and
+            partial rollouts: against the policy's own log-probs stale tokens would have ratio 1 and no clip.
 
     Returns:
         "policy": the policy's own in the update, the ratio is 1. "recompute": a forward pass before the

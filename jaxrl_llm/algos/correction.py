@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.algos.kl import MAX_LOG_RATIO, log_ratio
 from jaxrl_llm.algos.reduce import aggregate, sequence_sum, token_mean
-from jaxrl_llm.ranges import Range
+from jaxrl_llm.ranges import Range, Unbounded
 from jaxrl_llm.structs import LossInputs, Metrics
 
 Rule = Literal[
@@ -27,9 +27,6 @@ Rule = Literal[
     "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_mean_tv", "seq_mean_binary_kl",
     "seq_max_k2", "seq_max_k3",
 ]  # fmt: skip
-
-
-Unbounded = Annotated[float, Range(-math.inf, math.inf)]
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.algos.advantages import PER_RESPONSE, PER_TOKEN, WHITENED, Advantage, Scale, clip_and_scale
 from jaxrl_llm.algos.contract import AlgoConfig, Algorithm, Requirements
-from jaxrl_llm.algos.correction import Correction, Unbounded, mean_weight
+from jaxrl_llm.algos.correction import Correction, mean_weight
 from jaxrl_llm.algos.kl import Estimator, kl, next_kl_coef
 from jaxrl_llm.algos.reduce import Aggregation
 from jaxrl_llm.algos.returns import Gaps, gae, on_last_token, return_to_go, whiten
-from jaxrl_llm.ranges import Finite, Fraction, Positive, Range, Weight
+from jaxrl_llm.ranges import Finite, Fraction, Positive, Range, Unbounded, Weight
 from jaxrl_llm.structs import LossInputs, Metrics, Rollouts
 
 KLPlace = Literal["loss", "reward", "advantage"]

@@ -82,7 +82,11 @@ def _last(pairs: list[tuple[str, list[str]]], key: str) -> str | None:
 
 
 def with_algo(config: TrainConfig, name: str | None) -> TrainConfig:
-    """The config with another algorithm's defaults; naming the one it has changes nothing."""
+    """Return the config with another algorithm's defaults; naming the one it has changes nothing.
+
+    Raises:
+        UserError: neither a known name nor a Python file, or the file is broken.
+    """
     if name is None:
         return config
     if not name.endswith(".py") and name not in algos.ALGOS:
@@ -91,10 +95,7 @@ def with_algo(config: TrainConfig, name: str | None) -> TrainConfig:
             f"--algo {name}: unknown algorithm. Did you mean --algo {closest(name, algos.ALGOS)}? "
             f"There are {known}; your own is the path of a .py file."
         )
-    try:
-        algorithm = algos.load_algorithm(name)
-    except Exception as error:  # the file is the user's code
-        raise ConfigError(_blame(Path(name), error)) from error
+    algorithm = algos.load_algorithm(name)
     if config.algo.algorithm == algorithm.name:
         return config
     return dataclasses.replace(config, algo=algorithm.config)

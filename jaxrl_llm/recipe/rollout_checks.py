@@ -1,4 +1,4 @@
-"""What cannot work of rollouts: sampling, servers, environments."""
+"""What cannot work of rollouts: sampling, servers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ def rollout_problems(config: TrainConfig) -> Iterator[str]:
     """A line for each, naming the key and the fix."""
     yield from _sampling(config)
     yield from _rollout(config)
-    yield from _env(config)
 
 
 def _rollout(config: TrainConfig) -> Iterator[str]:
@@ -72,16 +71,6 @@ def _addresses(config: TrainConfig) -> Iterator[str]:
         for url in urls:
             if problem := auth.problem(url):
                 yield f"--{key}: {problem}"
-
-
-def _env(config: TrainConfig) -> Iterator[str]:
-    if not config.env.tool_timeout > 0:
-        yield f"--env.tool_timeout is {config.env.tool_timeout}: it must be above 0 seconds; 30 is usual."
-    for name, usual in (("max_turns", 8), ("max_calls", 16), ("max_observation_tokens", 1024)):
-        if (value := getattr(config.env, name)) < 1:
-            yield f"--env.{name} is {value}: it must be at least 1; {usual} is usual."
-    if config.env.name and config.env.tools:
-        yield "--env.name and --env.tools: tools are an environment of their own; give one of the two."
 
 
 def _sampling(config: TrainConfig) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,6 +18,8 @@ from jaxrl_llm.config import (
     MeshConfig,
     ModelConfig,
     OptimConfig,
+    RewardConfig,
+    RewardModelConfig,
     SamplingConfig,
     SourceConfig,
     TrainConfig,
@@ -25,7 +28,8 @@ from jaxrl_llm.config import (
     describe_run,
     dump,
 )
-from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.envs.config import SandboxConfig, ToolsConfig
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.recipe.checks import check, check_model
 from jaxrl_llm.recipe.overrides import leaves, override, split
 
@@ -46,7 +50,7 @@ def changed(config, line: str) -> TrainConfig:
 
 
 def refusal(action, *args) -> str:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         action(*args)
     return str(caught.value)
 
@@ -231,11 +235,23 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
         ),
         (
             dict(env=EnvConfig(tool_timeout=0.0)),
-            "--env.tool_timeout is 0.0: it must be above 0 seconds; 30 is usual.",
+            "--env.tool_timeout is 0.0: it must be above 0 and at most 1,000,000; 30 is usual.",
         ),
         (
             dict(env=EnvConfig(max_calls=0)),
-            "--env.max_calls is 0: it must be at least 1; 16 is usual.",
+            "--env.max_calls is 0: it must be at least 1 and at most 10000; 16 is usual.",
+        ),
+        (
+            dict(env=EnvConfig(toolbox=ToolsConfig(python=SandboxConfig(seconds=math.nan)))),
+            "--env.toolbox.python.seconds is nan: it must be at least 0.01 and at most 3600.",
+        ),
+        (
+            dict(reward=RewardConfig(workers=0)),
+            "--reward.workers is 0: it must be at least 1 and at most 1024; one a processor is usual.",
+        ),
+        (
+            dict(reward=RewardConfig(models=(RewardModelConfig(path="m", scale=0.0),))),
+            "--reward.models.0.scale is 0.0: it must be at least 1e-06 and at most 1,000,000.",
         ),
         (dict(run_dir=""), "--run_dir is empty. Set --run_dir to a folder that can be written."),
         (dict(steps="3"), "--steps is '3' (str): expected a whole number."),

@@ -120,7 +120,9 @@ def test_an_unknown_or_broken_algorithm_is_refused(tmp_path):
     )
     mine = tmp_path / "mine_broken.py"
     mine.write_text("x = y\n")
-    assert refusal(load.with_algo, config, str(mine)) == f"{mine}:1: NameError: name 'y' is not defined"
+    assert (
+        refusal(load.with_algo, config, str(mine)) == f"--algo: {mine}:1: NameError: name 'y' is not defined"
+    )
     assert "not a Python file" in refusal(load.with_algo, config, str(tmp_path / "none.py"))
 
 
