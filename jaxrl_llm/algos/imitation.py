@@ -74,7 +74,7 @@ raft = Algorithm(
     """Rejection sampling, best-of-n, expert iteration: RAFT (arXiv 2304.06767), ReST-EM (arXiv 2312.06585).
 
     Of the responses to each prompt, those with a reward above `above` and among the `best` are imitated:
-    loss = -log pi. With `best = None` all correct responses are (ReST-EM); others teach nothing.""",
+    loss = -log pi. With `best = None` all correct responses are (ReST-EM); others are left out.""",
     "rollouts",
     RAFTConfig(),
     nll_loss,

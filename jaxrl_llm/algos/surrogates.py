@@ -28,8 +28,8 @@ def reinforce_loss(inputs: LossInputs, config: PolicyConfig) -> tuple[Float[Arra
     w is 1 where the policy is the old one. A correction whose numerator is the policy is that weight already.
     """
     weight = jnp.exp(jax.lax.stop_gradient(log_ratio(inputs.policy, inputs.old)))
-    weight = jnp.minimum(weight, config.correction.cap)
-    if config.correction.active and config.correction.of == "policy":
+    weight = jnp.minimum(weight, max(config.correction.cap, 1.0))
+    if config.correction.weight != "none" and config.correction.of == "policy":
         weight = jnp.ones_like(weight)
     return policy_loss(-weight * inputs.advantages * inputs.policy, {}, inputs, config)
 
@@ -51,7 +51,7 @@ gpg = policy_algorithm(
     """Group policy gradient: GPG (arXiv 2504.02546, eq. 4 to 6).
 
     A = alpha (r - mean of the group), alpha = responses / responses of groups whose rewards differ, so that
-    groups that teach nothing do not shrink the step; loss = -w A log pi, mean over tokens, w as in
+    groups of equal rewards do not shrink the step; loss = -w A log pi, mean over tokens, w as in
     reinforce. veRL counts responses whose reward is not 0 instead: `advantage = "gpg_rewards"`.""",
     PolicyConfig(advantage="gpg", scale="none"),
     reinforce_loss,

@@ -50,7 +50,7 @@ def test_fixed_numbers(config, expected):
     np.testing.assert_array_equal(got, got[:, :1] * rollouts().mask)
 
 
-def test_gpg_makes_up_for_groups_that_teach_nothing():
+def test_gpg_makes_up_for_groups_of_equal_rewards():
     got = advantages(rollouts(rewards=jnp.array([1.0, 1, 2, 1])), gpg.Config())
     np.testing.assert_allclose(got[:, 0], [0, 0, 1, -1], atol=1e-6)  # alpha = 4 / 2
 

@@ -1,4 +1,4 @@
-"""What policy-gradient algorithms share: KL, critic, selection."""
+"""Policy gradients: KL, critic, selection of trajectories."""
 
 from dataclasses import replace
 
