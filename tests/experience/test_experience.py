@@ -193,4 +193,23 @@ def test_without_a_verifier_nothing_is_correct_or_wrong():
     found = step(source(grpo.Config()))
     verify(pool, found.prompts, found.trajectories)
     assert {t.outcome for t in found.trajectories} == {Outcome.FAILED}
-    assert {t.reward for t in found.trajectories} == {0.0}
+    assert {(t.reward, t.components) for t in found.trajectories} == {(0.0, (0.0,))}
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        (RewardResult(0.5 - 2.0, Outcome.CORRECT, components=(1.0, -2.0)), (0.5, -2.0)),
+        (RewardResult(0.0, Outcome.FAILED), (0.0, 0.0)),  # reward.failed "zero"
+        (RewardResult(float("nan"), Outcome.FAILED), (float("nan"),) * 2),
+    ],
+)
+def test_the_components_of_a_reward_add_up_to_it(result, expected):
+    class Pool(FakePool):
+        config = RewardConfig(weight=0.5, shaping=(("overlong", 1.0),), overlong_from=1, overlong_to=2)
+        score = lambda self, samples: [result] * len(samples)
+
+    t = SimpleNamespace(prompt_index=0, text="", answer=None, response_ids=(), episode=None)
+    verify(Pool(), FakeLoader().batch(0, 1), [t])
+    np.testing.assert_equal(t.components, expected)
+    np.testing.assert_equal(t.reward, sum(expected))

@@ -29,7 +29,7 @@ from jaxrl_llm.config import (
     dump,
 )
 from jaxrl_llm.envs.config import SandboxConfig, ToolsConfig
-from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.recipe.checks import check, check_model
 from jaxrl_llm.recipe.overrides import leaves, override, split
 
@@ -50,7 +50,7 @@ def changed(config, line: str) -> TrainConfig:
 
 
 def refusal(action, *args) -> str:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         action(*args)
     return str(caught.value)
 

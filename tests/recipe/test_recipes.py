@@ -120,7 +120,9 @@ def test_an_unknown_or_broken_algorithm_is_refused(tmp_path):
     )
     mine = tmp_path / "mine_broken.py"
     mine.write_text("x = y\n")
-    assert refusal(load.with_algo, config, str(mine)) == f"{mine}:1: NameError: name 'y' is not defined"
+    assert (
+        refusal(load.with_algo, config, str(mine)) == f"--algo: {mine}:1: NameError: name 'y' is not defined"
+    )
     assert "not a Python file" in refusal(load.with_algo, config, str(tmp_path / "none.py"))
 
 
@@ -157,6 +159,7 @@ def test_list_and_no_config_show_the_recipes(capsys):
     listed = capsys.readouterr().out
     assert all(recipe in listed for recipe in RECIPES)
     assert "grpo_tiny.py           GRPO on generated" in listed
+    assert "    dapo                   Decoupled clip and dynamic sampling: DAPO (arXiv 2503.14476" in listed
     message = refusal(from_command_line, [])
     assert message.startswith("--config RECIPE.py is missing.")
     assert "grpo_tiny.py" in message

@@ -176,8 +176,8 @@ class SGLangEngine:
         Compared are finished responses, at least two of a server and `MIN_TOKENS` tokens where it has them,
         and one pending response of each server: in asynchronous rollout the weights that generated a finished
         one are gone. A server whose mean difference exceeds the probe's tolerance is left out for good, and
-        what it generated of pending responses is generated again. Tokens of other weights than `params`, and of
-        rollouts with `weight_noise` or temperature 0, are not compared.
+        what it generated of pending responses is generated again. Not compared are tokens of other weights
+        than `params`, and rollouts with `weight_noise` or temperature 0.
 
         Args:
             params: the weights that were published last.
