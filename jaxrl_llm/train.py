@@ -24,7 +24,7 @@ from jaxrl_llm import algos
 from jaxrl_llm.build.run import Parts, Stage, build, data_report
 from jaxrl_llm.checkpoint.state import Checkpointer
 from jaxrl_llm.config import TrainConfig, derived, describe_run, dump
-from jaxrl_llm.errors import RunError
+from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.experience.source import Experience, prompt_text
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.host.lock import hold

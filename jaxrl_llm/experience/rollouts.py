@@ -84,7 +84,7 @@ class RolloutSource:
             if len(kept) >= full:
                 break
         with phase("rollout"):
-            self.engine.rest()
+            self.engine.release_memory()
         if draws > 1:
             metrics["dynamic/draws"] = len(prompts) / self.prompts
             metrics["dynamic/kept_fraction"] = len(kept) / (len(prompts) * self.responses)

@@ -1,10 +1,10 @@
-"""What a rollout engine is: prompts in, trajectories out."""
+"""The protocol of rollout engines (prompts in, trajectories out) and the values that pass through it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -43,18 +43,48 @@ class Request(NamedTuple):
     max_tokens: int  # response tokens at most
 
 
-class PartialResponse(NamedTuple):
-    """What there is of a response; it can be continued."""
+@dataclass(eq=False)
+class PartialResponse:
+    """Tokens generated so far of one response. Engines append to it; a checkpoint holds it."""
 
-    ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
-    finish: str  # "" = not done
-    observed: tuple[tuple[int, int], ...] = ()  # which of `ids` the environment said
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # nats; 0 on observations
+    versions: list[int] = field(default_factory=list)  # the policy version that generated each token
+    finish: str = ""  # "stop" or "length"; "" = unfinished
+    observed: list[tuple[int, int]] = field(default_factory=list)
+    """Spans of `ids` that are observations: the environment's replies between the policy's turns."""
+    # Not in a checkpoint: `new_responses` sets them for the run that continues it.
+    request: Request | None = None
+    index: int = 0  # which of the request's responses
+    key: np.ndarray | None = None  # uint32 [2], random key data: what is drawn follows from it alone
+    conversation: Any = None  # of the environment's last reply
+    episode: Episode | None = None
+
+    @property
+    def turn_start(self) -> int:
+        """The place in `ids` where the present turn begins."""
+        return self.observed[-1][1] if self.observed else 0
+
+    @property
+    def context(self) -> np.ndarray:
+        """Prompt, turns and observations before the present turn, int32 [.]."""
+        prompt = np.asarray(self.request.prompt_ids, np.int32)
+        return np.concatenate([prompt, np.array(self.ids[: self.turn_start], np.int32)])
+
+    def append(self, ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int] = ()) -> None:
+        """Add tokens of the policy."""
+        self.ids += ids
+        self.logprobs += logprobs
+        self.versions += versions
+
+    def copy(self) -> PartialResponse:
+        """Return the response as it is now; the original may grow."""
+        lists = {name: [*getattr(self, name)] for name in ("ids", "logprobs", "versions", "observed")}
+        return replace(self, **lists)
 
 
 class Pending(Protocol):
-    """Responses that are being written."""
+    """Responses that are being generated."""
 
     def result(self) -> list[Trajectory]:
         """Wait for all of them. A collective, as `generate`."""
@@ -70,7 +100,7 @@ class Reply(NamedTuple):
     ids: list[int]  # what the policy reads next, up to where its next turn begins
     done: bool  # the conversation has ended; `ids` are not used
     episode: Episode
-    talk: Any = None  # the conversation so far, for the next reply
+    conversation: Any = None  # so far, for the next reply
 
 
 class Dialogue(Protocol):
@@ -80,12 +110,12 @@ class Dialogue(Protocol):
     """Seconds without any reply after which none will come."""
 
     def reply(
-        self, prompt_index: int, response_index: int, talk: Any, ids: Sequence[int], start: int
+        self, prompt_index: int, response_index: int, conversation: Any, ids: Sequence[int], start: int
     ) -> Future[Reply]:
         """The answer to the turn ids[start:] of a response; never waits for it.
 
         Args:
-            talk: that of the reply before; None for the first turn.
+            conversation: that of the reply before; None for the first turn.
             ids: the response so far, earlier turns and replies included.
 
         Raises (the future):
@@ -105,16 +135,17 @@ class Engine(Protocol):
         sampling: SamplingConfig,
         key: jax.Array,
         dialogue: Dialogue | None = None,
-        written: Sequence[PartialResponse] = (),
+        partial: Sequence[PartialResponse] = (),
     ) -> Pending:
-        """Begin to write responses in order (request, response index); `written`, if any, is continued.
-        A conversation's turns are told to the dialogue again; where it now says something else, what
-        followed is written anew.
+        """Begin to generate responses, in order (request, response index).
+
+        Partial responses, one for each if there are any, are continued. A conversation's turns are sent to
+        the dialogue again; where its reply differs now, what followed is generated again.
 
         Sample (p, g) draws its tokens with fold_in(fold_in(key, p), g) alone, so its text does not depend
         on what else is in flight.
 
-        With a dialogue, a turn that ends before `max_tokens` is answered and the next one written, until
+        With a dialogue, a turn that ends before `max_tokens` is answered and the next one generated, until
         the dialogue is done or all of `max_tokens`, replies included, are used up (finish "length"). A
         reply's tokens have mask 0 and log-prob 0. A slow reply holds up its own conversation alone.
         """
@@ -129,13 +160,13 @@ class Engine(Protocol):
         """`start`, and wait."""
 
     def snapshot(self, pending: Sequence[Pending]) -> list[list[PartialResponse]]:
-        """What there is of pending responses, in process 0; their writing goes on."""
+        """Return copies of pending responses as they are now, in process 0; generation goes on."""
 
     def usage(self) -> Metrics:
         """How busy it was since it was last asked."""
 
-    def rest(self) -> None:
-        """Nothing is generated until the next `publish`: memory may go to the trainer."""
+    def release_memory(self) -> None:
+        """Give memory to the trainer: nothing is generated until the next `publish`."""
 
 
 def end_ids(tokenizer: Any, more: Sequence[int] = ()) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Responses that are written ahead of the trainer: snapshots, continuation, whole runs."""
 # ruff: noqa: F811
 
+import io
 import json
 import time
 
@@ -16,11 +17,30 @@ from jaxrl_llm.train import main
 
 
 def test_unfinished_responses_survive_being_packed():
-    a = PartialResponse((5, 6), (-0.5, -1.5), (3, 4), "")
-    b = PartialResponse((), (), (), "")
-    c = PartialResponse((7, 8, 9, 10), (-2.0, 0.0, 0.0, -1.0), (3,) * 4, "length", ((1, 2), (2, 3)))
+    a = PartialResponse([5, 6], [-0.5, -1.5], [3, 4])
+    b = PartialResponse()
+    c = PartialResponse([7, 8, 9, 10], [-2.0, 0.0, 0.0, -1.0], [3] * 4, "length", [(1, 2), (2, 3)])
     batches = {4: [[a, b]], 6: [[c], [b, c]]}
-    assert unpack(pack(batches)) == batches
+    stored = {n: [[vars(one) for one in each] for each in lists] for n, lists in batches.items()}
+    found = unpack(pack(batches))
+    assert {n: [[vars(one) for one in each] for each in lists] for n, lists in found.items()} == stored
+
+
+def test_rollouts_of_an_earlier_checkpoint_are_still_read():
+    """The file as it was first written, array by array."""
+    file = io.BytesIO()
+    np.savez(
+        file,
+        batch=np.array([4, 4, 6], np.int64), list=np.array([0, 0, 1], np.int32),
+        length=np.array([2, 0, 3], np.int32), finish=np.array(["", "", "stop"], "U8"),
+        observed=np.array([[2, 1, 2]], np.int32), ids=np.array([5, 6, 7, 8, 9], np.int32),
+        logprobs=np.array([-0.5, -1.5, -2, 0, -1], np.float32), versions=np.array([3, 4, 3, 3, 3], np.int32),
+    )  # fmt: skip
+    found = unpack(file.getvalue())
+    assert [[len(each) for each in lists] for lists in found.values()] == [[2], [0, 1]]
+    assert (found[4][0][0].ids, found[4][0][0].versions, found[4][0][0].finish) == ([5, 6], [3, 4], "")
+    last = found[6][1][0]
+    assert (last.ids, last.logprobs, last.finish, last.observed) == ([7, 8, 9], [-2, 0, -1], "stop", [(1, 2)])
 
 
 def test_the_meter_integrates_requests_over_time():
@@ -51,10 +71,10 @@ def test_a_snapshot_has_what_is_written_and_the_writing_goes_on(make, servers):
     pending = engine.start(requests(), GREEDY, KEY)
     until(lambda: servers[0].held == sum(len(t.response_ids) > 4 for t in theirs))
     ((*found,),) = engine.snapshot([pending])
-    for written, t in zip(found, theirs, strict=True):
-        assert list(written.ids) == t.response_ids[:4].tolist()
-        np.testing.assert_allclose(written.logprobs, t.logprobs[:4], atol=1e-5)
-        assert set(written.versions) <= {3}
+    for partial, t in zip(found, theirs, strict=True):
+        assert partial.ids == t.response_ids[:4].tolist()
+        np.testing.assert_allclose(partial.logprobs, t.logprobs[:4], atol=1e-5)
+        assert set(partial.versions) <= {3}
     servers[0].holds_after = 0
     assert [t.response_ids.tolist() for t in pending.result()] == [t.response_ids.tolist() for t in theirs]
 
@@ -66,11 +86,11 @@ def test_written_responses_are_continued_and_never_written_again(make, servers):
     long = [len(t.response_ids) > 3 for t in theirs]
     assert long.count(True) > 2
     half = [
-        PartialResponse(tuple(t.response_ids[:3].tolist()), (-9.0,) * 3, (0,) * 3, "" if more else "stop")
+        PartialResponse(t.response_ids[:3].tolist(), [-9.0] * 3, [0] * 3, "" if more else "stop")
         for t, more in zip(theirs, long, strict=True)
     ]
-    half[0] = half[0]._replace(finish="stop")
-    mine = engine.start(requests(), GREEDY, KEY, written=half).result()
+    half[0].finish = "stop"
+    mine = engine.start(requests(), GREEDY, KEY, partial=half).result()
     assert mine[0].response_ids.tolist() == theirs[0].response_ids[:3].tolist()
     for a, b in zip(mine[1:], theirs[1:], strict=True):
         assert a.response_ids.tolist() == b.response_ids.tolist()
@@ -115,8 +135,7 @@ def test_a_run_ahead_stays_within_its_bound_and_a_killed_one_goes_on_with_what_w
     assert not (run / "checkpoints/4/rollouts.npz").exists()
     for later in (run / "checkpoints/3", run / "checkpoints/4"):
         later.rename(tmp_path / later.name)
-    written = {0: [[PartialResponse((40 + i,), (-1.0,), (0,), "stop") for i in range(8)]]}
-    replace(begun, pack({1: written[0]}))
+    replace(begun, pack({1: [[PartialResponse([40 + i], [-1.0], [0], "stop") for i in range(8)]]}))
     assert main(args) == 0
     again = [row for row in rows(run) if row["kind"] == "train"]
     assert again[1]["response_tokens/max"] == 1  # of what the checkpoint had, nothing is written anew

@@ -271,7 +271,7 @@ def test_an_engine_at_rest_gives_its_copy_of_the_weights_back():
     resting, size = new_engine(), 4 * sum(w.size for w in jax.tree.leaves(params()))
     before = held()
     assert resting.publish(params(), 1)["rollout/publish_bytes"] == held() - before == size
-    resting.rest()
+    resting.release_memory()
     assert held() == before
     with pytest.raises(ValueError, match=r"no weights; call publish"):
         resting.generate(requests(), SamplingConfig(), KEY)

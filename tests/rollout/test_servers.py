@@ -362,8 +362,8 @@ def test_addresses_that_may_be_used(monkeypatch, url, key, expected):
 def test_colocated_servers_rest_while_the_trainer_works(make, servers):
     engine, params = make(urls=[servers[0].url], colocated=True), weights()
     engine.publish(params, 1)
-    engine.rest()
-    engine.rest()
+    engine.release_memory()
+    engine.release_memory()
     servers[0].calls.append(("training", {}))
     assert engine.publish(params, 1)  # though they are the same: what the server had is gone
     assert ids(engine.generate(requests(), GREEDY, KEY)) == expected()
@@ -385,7 +385,7 @@ def test_a_server_that_rests_is_not_woken_by_those_who_care_for_it(make, servers
     engine = make(colocated=True)
     engine.publish(weights(), 1)
     servers[1].down = True
-    engine.rest()
+    engine.release_memory()
     assert not engine.pool.servers[1].usable
     servers[1].down = False
     time.sleep(0.5)

@@ -179,7 +179,7 @@ def test_turns_on_shared_memory_are_taken_in_an_order_that_servers_accept(tended
     engine.colocated = True
     params = models.init(MODEL, jax.random.key(0))
     for _ in range(2):
-        engine.rest()
+        engine.release_memory()
         assert all(server.asleep == {"kv_cache", "weights"} for server in engine.pool.servers)
         engine.publish(params, 7)
         assert not any(server.asleep for server in engine.pool.servers)

@@ -24,9 +24,9 @@ from jaxrl_llm.rollout.engine import (
     SamplingConfig,
     end_ids,
 )
-from jaxrl_llm.rollout.keys import sample_keys
+from jaxrl_llm.rollout.partial import new_responses
 from jaxrl_llm.rollout.sglang import colocated
-from jaxrl_llm.rollout.sglang.generate import Draft, Writer
+from jaxrl_llm.rollout.sglang.generate import Writer
 from jaxrl_llm.rollout.sglang.pool import ServerPool, wait
 from jaxrl_llm.structs import Metrics, Params, Trajectory
 
@@ -36,7 +36,7 @@ class Responses:
     """Responses that the servers are writing."""
 
     engine: SGLangEngine
-    drafts: list[Draft]
+    partial: list[PartialResponse]
     future: Future[list[Trajectory]] | None  # in process 0
 
     def result(self) -> list[Trajectory]:
@@ -115,7 +115,7 @@ class SGLangEngine:
         sampling: SamplingConfig,
         key: jax.Array,
         dialogue: Dialogue | None = None,
-        written: Sequence[PartialResponse] = (),
+        partial: Sequence[PartialResponse] = (),
     ) -> Responses:
         """Begin to write responses in order (request, response index); sample (p, g) has a seed of its own.
 
@@ -123,7 +123,7 @@ class SGLangEngine:
         carries the version that wrote it.
 
         Args:
-            written: of each response, to be continued; () = none.
+            partial: of each response, to be continued; () = none.
 
         Raises:
             ValueError: no weights published, an impossible request or sampling setting.
@@ -131,14 +131,9 @@ class SGLangEngine:
         check_requests(requests, sampling, self.model, self.tokenizer)
         if self._leaf is None:
             raise UserError("rollout: no weights; call publish(params, version) before generate")
-        pairs = [(request, g) for request in requests for g in range(request.num_responses)]
-        names = np.array([(r.prompt_index, g) for r, g in pairs], np.int32).reshape(-1, 2)
-        seeds = (sample_keys(key, names)[: len(pairs), 1] & 0x7FFFFFFF).tolist()
-        drafts = [Draft(request, g, seed) for (request, g), seed in zip(pairs, seeds, strict=True)]
-        for draft, before in zip(drafts, written, strict=bool(written)):
-            draft.go_on_from(before)
-        write = lambda: self._writer.write_all(drafts, sampling, dialogue)
-        return Responses(self, drafts, self.pool.start(write()) if self.pool else None)
+        responses = new_responses(requests, key, partial)
+        write = lambda: self._writer.write_all(responses, sampling, dialogue)
+        return Responses(self, responses, self.pool.start(write()) if self.pool else None)
 
     def generate(
         self,
@@ -154,13 +149,13 @@ class SGLangEngine:
         """What there is of the responses now, in process 0; their writing goes on afterwards."""
         if self.pool is None:
             return [[] for _ in pending]
-        return self.pool.run(self._writer.snapshot([one.drafts for one in pending]))
+        return self.pool.run(self._writer.snapshot([one.partial for one in pending]))
 
     def usage(self) -> Metrics:
         """How busy the servers were since it was last asked. A collective."""
         return self.on_first(lambda: self.pool.run(self._writer.usage()))
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         """Colocated: the servers give their memory back, and with it the weights."""
         if self.colocated and self._leaf is not None:
             self._leaf = None
