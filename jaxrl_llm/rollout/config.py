@@ -1,68 +1,72 @@
-"""Settings of the rollout: which engine, and how each of them works."""
+"""Settings of the rollout: the engine, and how each of them works."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from jaxrl_llm.bridge.update import Pause
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.ranges import Count, Range
 from jaxrl_llm.rollout.engine import SamplingConfig
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """The rollout engine and how it draws."""
+    """The rollout engine and its sampling."""
 
     engine: Literal["native", "sglang"] = "native"
-    """Who writes the responses: this process's own devices, or a pool of SGLang servers."""
+    """What generates the responses: this process's own devices, or a pool of SGLang servers."""
     servers: tuple[str, ...] = ()
     """SGLang servers that run already, as http://host:port; or @file, a text file with one address a line,
     which is read again every second: servers may join and leave."""
-    launch: int = 0
+    launch: Annotated[int, Range(0, 1024)] = 0
     """SGLang servers to start on this machine, as child processes; their logs go to the run directory."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    """How responses are drawn."""
-    slots: int = 64
-    """Sequences decoded side by side (on each server); more wait. Costs cache memory, never changes text."""
-    chunk: int = 32
-    """Tokens decoded between two looks of the host (refill, stop strings)."""
-    prefill_tokens: int = 4096
-    """Prompt tokens, padding included, that one forward reads at most (a longer prompt goes alone)."""
+    """How tokens are sampled."""
+    slots: Annotated[int, Range(1, 2**16, usual="64 to 512 is usual")] = 64
+    """Sequences decoded at once (on each server); more wait. Costs cache memory, never changes text."""
+    chunk: Annotated[int, Range(1, 2**16, usual="32 is usual")] = 32
+    """Tokens decoded per device call; between calls the host looks for stop strings and refills slots."""
+    prefill_tokens: Count = 4096
+    """Largest prefill batch in tokens, padding included (a longer prompt is prefilled alone)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations; norms, softmax and log-probs are float32."""
     cache: Literal["auto", "ring", "paged"] = "auto"
-    """Keys and values in a ring, with room for the longest sequence in every slot; or in pages, for as many
-    tokens as there are, a prompt's shared by its samples. auto = paged where a kernel reads pages (TPU,
+    """KV cache: for every slot a ring buffer as long as the longest sequence; or pages, allocated as sequences
+    grow, with the pages of a prompt shared by its responses. auto = paged where a kernel reads pages (TPU,
     Hopper), else ring, which plain JAX reads faster."""
     cache_dtype: Literal["float32", "bfloat16", "int8", "float8_e4m3fn"] | None = None
-    """Type of cached keys and values; None = dtype. Those of 8 bits (a scale for each token and head) need
-    pages; log-probs then differ more from the trainer's."""
-    page: int = 128
-    """Tokens of a page of the paged cache."""
-    pages: int | None = None
-    """Pages that each device has; None = enough for all slots, or what its memory can hold. With fewer,
-    samples wait for others to end."""
-    max_staleness: int = 0
+    """Type of cached keys and values; None = dtype. 8-bit types (one scale per token and head) need the paged
+    cache; log-probs then differ more from the trainer's."""
+    page: Annotated[int, Range(1, 2**16, usual="128 is usual")] = 128
+    """Tokens per page of the paged cache."""
+    pages: Count | None = None
+    """Pages on each device; None = enough for all slots, or what its memory holds. With fewer, responses wait
+    until others have finished."""
+    max_staleness: Annotated[int, Range(0, 1000)] = 0
     """Steps that servers may write ahead of the trainer: while it learns, the responses of the next steps are
     written, and go on under new weights as these come. 0 = rollout and training take turns."""
     warm_up: bool = False
-    """Compile every size of every program before the first step, not when a size is first met: a slower
-    start (seconds for a small model, minutes for a large one), and no pause later."""
-    weight_noise: float = 0.0
-    """Noise on the weights that training rolls out with, relative to each weight's own size and new every
-    step: an experiment in how much mismatch between rollout and trainer an algorithm bears."""
+    """Compile every shape of every program before the first step instead of at its first use: a slower start
+    (seconds for a small model, minutes for a large one), and no pause later."""
+    weight_noise: Annotated[float, Range(0.0, 1.0)] = 0.0
+    """Gaussian noise on the rollout's weights, relative to the size of each weight and new in every step: an
+    experiment in how much mismatch between rollout and trainer an algorithm tolerates."""
 
-    def __post_init__(self):
-        for name in ("slots", "chunk", "prefill_tokens", "page", "pages"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"rollout.{name} must be at least 1, not {value}")
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, what is wrong with it)."""
         if self.cache == "ring" and self.cache_dtype in ("int8", "float8_e4m3fn"):
-            raise UserError(f'rollout.cache_dtype={self.cache_dtype} needs rollout.cache="paged"')
-        if self.max_staleness < 0:
-            raise UserError(f"rollout.max_staleness must be at least 0, not {self.max_staleness}")
+            yield "cache_dtype", f"is {self.cache_dtype}: it needs rollout.cache paged (or auto)."
+        if self.engine == "native" and (self.servers or self.launch):
+            yield "engine", 'is native: rollout.servers and rollout.launch need "sglang".'
+        if self.engine == "native" and self.max_staleness:
+            yield (
+                "max_staleness",
+                f"is {self.max_staleness}: the native engine generates on the trainer's own devices, so never "
+                "during an update. Set it to 0, or rollout.engine to sglang.",
+            )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jaxrl_llm.rollout.partial import trajectory_of
 from jaxrl_llm.rollout.sglang import validate
 from jaxrl_llm.rollout.sglang.meter import Meter
 from jaxrl_llm.rollout.sglang.pool import Server, ServerPool
-from jaxrl_llm.rollout.turns import append_reply, no_reply_error, request_reply
+from jaxrl_llm.rollout.turns import append_reply, no_reply_error, read_reply, request_reply
 from jaxrl_llm.structs import Metrics, Trajectory
 
 ABORT = {"rid": "", "abort_all": True}
@@ -108,7 +108,7 @@ class Writer:
         finally:
             reply.cancel()
         self._heard = time.monotonic()
-        return reply.result()
+        return read_reply(reply, response, self.vocab_size)
 
     async def _write(
         self, response: PartialResponse, sampling: SamplingConfig, home: dict[int, Server]
