@@ -49,7 +49,7 @@ def train(run_dir: Path, *arguments: str) -> list[dict]:
     """Rows of metrics.jsonl of a run of grpo_async.py."""
     common = ("--log.progress", "none", "--log.tensorboard", "false", "--run_dir", str(run_dir))
     words = [sys.executable, "-m", "jaxrl_llm.train", "--config", "grpo_async.py", *common, *arguments]
-    path = os.pathsep.join([str(ROOT / "tests/rollout/stub"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT / "tests/rollout/sglang/stub"), os.environ.get("PYTHONPATH", "")])
     subprocess.run(words, check=True, env={**os.environ, "PYTHONPATH": path, "FAKE_SGLANG_PACE": PACE})
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 

@@ -33,6 +33,7 @@ from jaxrl_llm.rollout.sglang.engine import SGLangEngine
 from jaxrl_llm.rollout.sglang.pool import ServerPool
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
+HERE = Path(__file__).parent
 TOKENIZER = make_tokenizer()
 MODEL = TransformerConfig(
     vocab_size=128, hidden_size=32, mlp_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
@@ -358,7 +359,8 @@ print(json.dumps([[t.response_ids.tolist(), t.mask.tolist(), t.episode.turns] fo
 @pytest.mark.slow
 def test_two_processes_share_what_the_first_one_hears(monkeypatch):
     monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        "PYTHONPATH",
+        os.pathsep.join([str(HERE), str(HERE / "sglang"), os.environ.get("PYTHONPATH", "")]),
     )
     both = run_processes(TWO, 2, ["[2, 1, 2]"], devices=2)
     alone = run_processes(TWO, 1, ["[1, 1, 1]"], devices=1)
