@@ -33,6 +33,7 @@ from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.recipe.checks import check_model
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.keys import EVALUATION, ROLLOUT, WEIGHTS, run_key
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import TRAIN, bytes_per_device
 from jaxrl_llm.structs import Params, TrainState
@@ -87,7 +88,7 @@ class Parts:
         if self.folder is not None:
             return self._pretrained(shardings)
         make = jax.jit(models.init, static_argnums=0, out_shardings=shardings)
-        return make(self.model, jax.random.fold_in(jax.random.key(self.config.seed), 0))
+        return make(self.model, run_key(self.config.seed, WEIGHTS))
 
     def _pretrained(self, shardings: Params) -> Params:
         """The folder's weights; a value head that it lacks starts with zeros."""
@@ -137,7 +138,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack) -> Parts:
     if on_policy:
         source = RolloutSource(
             loader, engine, rewards, config.algo, config.rollout.sampling,
-            jax.random.fold_in(jax.random.key(config.seed), 1),
+            run_key(config.seed, ROLLOUT),
             config.prompts_per_step, config.responses_per_prompt, config.max_response_tokens,
             [load_reward_model(one, trainer.policy.config, mesh, tokenizer) for one in config.reward.models],
             config.rollout.weight_noise, env, config.rollout.max_staleness, config.steps,
@@ -179,7 +180,7 @@ def make_evaluators(
     evaluators: list[Answers | HeldOutLoss] = []
     if engine is not None and config.reward.name != "none":
         prompts = [p for p in held_out.eval_set(config.eval.prompts) if p.example.answer is not None]
-        key = jax.random.fold_in(jax.random.key(config.seed), 2)
+        key = run_key(config.seed, EVALUATION)
         if prompts:
             sampling, samples = config.eval.sampling, config.eval.samples
             evaluators.append(

@@ -26,6 +26,7 @@ from jaxrl_llm.experience.source import (
 )
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rollout.engine import Engine, PartialResponse, Pending, SamplingConfig
+from jaxrl_llm.rollout.keys import weight_noise_key
 from jaxrl_llm.rollout.partial import pack, unpack
 from jaxrl_llm.structs import Metrics, Params, Trajectory
 
@@ -68,7 +69,7 @@ class RolloutSource:
         began = time.perf_counter()
         with phase("rollout"):
             if self.weight_noise:
-                params = perturbed(params, jax.random.fold_in(self.key, step), self.weight_noise)
+                params = perturbed(params, weight_noise_key(self.key, step), self.weight_noise)
             metrics = dict(self.engine.publish(params, version))
             for later in range(step, min(step + self.max_staleness + 1, self.steps)):
                 self._begin(later * self.algo.draws)

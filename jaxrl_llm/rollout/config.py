@@ -34,8 +34,8 @@ class RolloutConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations; norms, softmax and log-probs are float32."""
     cache: Literal["auto", "ring", "paged"] = "auto"
-    """KV cache: for every slot a ring buffer as long as the longest sequence; or pages, allocated as sequences
-    grow, with the pages of a prompt shared by its responses. auto = paged where a kernel reads pages (TPU,
+    """KV cache: for every slot a ring buffer as long as the longest sequence; or pages, allocated as
+    sequences grow, those of a prompt shared by its responses. auto = paged where a kernel reads pages (TPU,
     Hopper), else ring, which plain JAX reads faster."""
     cache_dtype: Literal["float32", "bfloat16", "int8", "float8_e4m3fn"] | None = None
     """Type of cached keys and values; None = dtype. 8-bit types (one scale per token and head) need the paged
@@ -64,7 +64,7 @@ class RolloutConfig:
         if self.engine == "native" and self.max_staleness:
             yield (
                 "max_staleness",
-                f"is {self.max_staleness}: the native engine generates on the trainer's own devices, so never "
+                f"is {self.max_staleness}: the native engine generates on the trainer's own devices, never "
                 "during an update. Set it to 0, or rollout.engine to sglang.",
             )
 

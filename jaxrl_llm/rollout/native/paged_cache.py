@@ -216,10 +216,10 @@ def check_pages(requests: Sequence[Request], page_size: int, num_pages: int) -> 
         needed = max_pages_for(length + request.max_tokens, page_size)
         if needed >= num_pages:
             raise UserError(
-                f"prompt {request.prompt_index}: {length} prompt tokens + max_tokens={request.max_tokens} take "
-                f"{needed} pages of {page_size} tokens, and a device has {num_pages - 1}: shorten it, raise "
-                "rollout.pages, take a rollout.cache_dtype of fewer bits, or divide the heads over more devices "
-                "(mesh.tensor)."
+                f"prompt {request.prompt_index}: {length} prompt tokens + max_tokens={request.max_tokens} "
+                f"take {needed} pages of {page_size} tokens, and a device has {num_pages - 1}: shorten it, "
+                "raise rollout.pages, take a rollout.cache_dtype of fewer bits, or shard the heads over more "
+                "devices (mesh.tensor)."
             )
 
 

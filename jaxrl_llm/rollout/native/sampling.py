@@ -1,9 +1,9 @@
 """Token sampling: temperature, top-k, top-p, min-p and log-probs; pure functions, float32.
 
 A token takes one uniform number, not V Gumbel ones: the inverse CDF is looked up in two levels, first the
-block of the vocabulary, then the token in it. (Gumbel noise for 32 x 2048 logits takes a third as long as the
-whole forward of a small model on a CPU.) The thresholds of top-k and top-p are found by bisection over the bits
-of a float32, exact in 31 passes and without sorting the vocabulary.
+block of the vocabulary, then the token in it. (Gumbel noise for 32 x 2048 logits takes a third as long as
+the whole forward of a small model on a CPU.) The thresholds of top-k and top-p are found by bisection over
+the bits of a float32, exact in 31 passes and without sorting the vocabulary.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Continuous batching: which response decodes in which slot, and when prompts are prefilled.
 
 - **Chunked decoding.** The device decodes a chunk of tokens in one call (multi-step scheduling); then the
-  host reads the tokens, looks for stop strings, frees the slots of finished responses and admits waiting ones.
+  host reads the tokens, looks for stop strings, frees slots of finished responses and admits waiting ones.
 - **Early end of a chunk.** While responses wait, a chunk ends once an eighth of the running ones have
   finished. When none waits, it ends once half of the slots are free, and the batch is halved: a few long
   responses do not pay for the many that have finished.

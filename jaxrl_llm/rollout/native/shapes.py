@@ -1,8 +1,8 @@
 """The ladder of compiled shapes: the few sizes that the programs of the native engine come in.
 
 Every shape is a compilation, and one in the middle of a run stalls it. So batch sizes, cache lengths and
-prompt lengths are rounded up to the rungs of short ladders below the longest prompt and response of the run (as
-JetStream's prefill buckets and vLLM's graph capture sizes); all of them can be compiled ahead of time.
+prompt lengths are rounded up to the rungs of short ladders below the longest prompt and response of the run
+(as JetStream's prefill buckets and vLLM's graph capture sizes); all can be compiled ahead of time.
 """
 
 from __future__ import annotations
