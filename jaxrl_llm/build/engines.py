@@ -26,6 +26,7 @@ from jaxrl_llm.hf.names import read_config
 from jaxrl_llm.host.processes import share
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.scorer import make_scorer
+from jaxrl_llm.rollout.checks import check_sampling
 from jaxrl_llm.rollout.config import SGLangConfig
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.native.engine import NativeEngine
@@ -52,11 +53,13 @@ def make_engine(
         folder: that the model is read from.
         resident: bytes that the trainer will hold on each device.
     """
+    samplings = [config.rollout.sampling, config.eval.sampling]
+    for sampling in samplings:
+        check_sampling(sampling, model, tokenizer)
     if config.rollout.engine == "sglang":
         return _sglang(config, model, mesh, tokenizer, eos_ids, closing, folder)
     engine = NativeEngine(config.rollout, model, mesh, tokenizer, eos_ids, share, config.strict, resident)
     if config.rollout.warm_up:
-        samplings = [config.rollout.sampling, config.eval.sampling]
         engine.warm_up(
             config.max_prompt_tokens, config.max_response_tokens, samplings, turns=config.env.active
         )

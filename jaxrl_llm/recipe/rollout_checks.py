@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxrl_llm import algos
+from jaxrl_llm import algos, ranges
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.rollout.engine import SamplingConfig
 from jaxrl_llm.rollout.sglang import auth, colocated
@@ -17,22 +16,25 @@ from jaxrl_llm.rollout.sglang.health import read_list
 
 def rollout_problems(config: TrainConfig) -> Iterator[str]:
     """A line for each, naming the key and the fix."""
+    yield from _ranges(config)
     yield from _sampling(config)
     yield from _rollout(config)
     yield from _env(config)
 
 
+def _ranges(config: TrainConfig) -> Iterator[str]:
+    parts = {
+        "rollout": config.rollout,
+        "rollout.sampling": config.rollout.sampling,
+        "eval.sampling": config.eval.sampling,
+    }
+    for key, part in parts.items():
+        for field, problem in ranges.problems(part):
+            yield f"--{key}.{field} {problem}"
+
+
 def _rollout(config: TrainConfig) -> Iterator[str]:
     rollout = config.rollout
-    if rollout.launch < 0:
-        yield f"--rollout.launch is {rollout.launch}: it must be at least 0."
-    if rollout.engine == "native" and (rollout.servers or rollout.launch):
-        yield "--rollout.servers and --rollout.launch are for SGLang: add --rollout.engine sglang."
-    if rollout.engine == "native" and rollout.max_staleness:
-        yield (
-            f"--rollout.max_staleness is {rollout.max_staleness}: the native engine writes on the trainer's "
-            "own devices, so nothing is written meanwhile. Set it to 0, or add --rollout.engine sglang."
-        )
     if rollout.engine == "sglang" and bool(rollout.servers) == bool(rollout.launch):
         yield (
             "--rollout.engine sglang needs either --rollout.servers http://host:port (running ones) or "
@@ -86,22 +88,14 @@ def _env(config: TrainConfig) -> Iterator[str]:
 
 def _sampling(config: TrainConfig) -> Iterator[str]:
     if algos.module_of(config.algo).INPUT == "rollouts":
-        yield from _draws("rollout", config.rollout.sampling, config.responses_per_prompt)
+        yield from _greedy_group("rollout.sampling", config.rollout.sampling, config.responses_per_prompt)
     if config.eval.every:
-        yield from _draws("eval.sampling", config.eval.sampling, config.eval.samples)
+        yield from _greedy_group("eval.sampling", config.eval.sampling, config.eval.samples)
 
 
-def _draws(key: str, sampling: SamplingConfig, responses: int) -> Iterator[str]:
-    if not 0 <= sampling.temperature < math.inf:
-        yield f"--{key}.temperature is {sampling.temperature}: it must be 0 (greedy) or more."
+def _greedy_group(key: str, sampling: SamplingConfig, responses: int) -> Iterator[str]:
     if sampling.temperature == 0 and responses > 1:
         yield (
             f"--{key}.temperature is 0: all {responses} responses to a prompt would be the same. "
             "Set it above 0 (1.0 is usual for training, 0.6 for evaluation) or ask for 1 response."
         )
-    if not 0 < sampling.top_p <= 1:
-        yield f"--{key}.top_p is {sampling.top_p}: it must be above 0 and at most 1."
-    if not 0 <= sampling.min_p < 1:
-        yield f"--{key}.min_p is {sampling.min_p}: it must be at least 0 and below 1."
-    if sampling.top_k < 0:
-        yield f"--{key}.top_k is {sampling.top_k}: it must be 0 (all tokens) or more."

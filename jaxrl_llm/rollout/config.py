@@ -60,7 +60,7 @@ class RolloutConfig:
         if self.cache == "ring" and self.cache_dtype in ("int8", "float8_e4m3fn"):
             yield "cache_dtype", f"is {self.cache_dtype}: it needs rollout.cache paged (or auto)."
         if self.engine == "native" and (self.servers or self.launch):
-            yield "engine", 'is native: rollout.servers and rollout.launch need "sglang".'
+            yield "engine", "is native: rollout.servers and rollout.launch are for SGLang. Set it to sglang."
         if self.engine == "native" and self.max_staleness:
             yield (
                 "max_staleness",
