@@ -1,4 +1,4 @@
-"""Prefill and ring decode compute what the training forward computes."""
+"""Prefill and decode, with the ring and the paged cache, compute what the training forward computes."""
 
 import dataclasses
 
@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from random_weights import random_params
 
 from jaxrl_llm import models
-from jaxrl_llm.models import decode
+from jaxrl_llm.models import decode, paged
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN
 
@@ -16,83 +17,118 @@ TINY = models.TransformerConfig(
     vocab_size=64, hidden_size=32, mlp_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
     initializer_range=0.2,
 )  # fmt: skip
+WINDOWED = dataclasses.replace(TINY, sliding_window=3, window_layers=(True, False))
 VARIANTS = {
     "qwen3": TINY,
     "window, biases, untied": dataclasses.replace(
-        TINY,
-        sliding_window=3,
-        window_layers=(True, False),
-        qkv_bias=True,
-        qk_norm=False,
-        tie_embeddings=False,
+        WINDOWED, qkv_bias=True, qk_norm=False, tie_embeddings=False
     ),
-    "deep enough to be scanned": dataclasses.replace(
-        TINY,
-        num_layers=decode.UNROLLED + 1,
-        sliding_window=3,
-        window_layers=(True, False) * (decode.UNROLLED // 2) + (True,),
-    ),
+    "scanned": WINDOWED,
     "soft caps": dataclasses.replace(TINY, attention_softcap=2.0, logit_softcap=3.0),
+    "dynamic rope": dataclasses.replace(
+        TINY, max_position=7, rope=models.RopeConfig(theta=100.0, scaling="dynamic", factor=4.0)
+    ),
 }
 
 
-@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
-def test_every_token_through_the_ring_equals_one_forward(config):
-    """The ring is shorter than the number of tokens that pass through it."""
-    params = models.init(config, jax.random.key(0))
-    tokens = jax.random.randint(jax.random.key(1), (2, 7), 0, 64)
-    hidden = params(tokens, jnp.broadcast_to(jnp.arange(7), (2, 7)))
-    expected = jnp.einsum("btd,vd->btv", hidden, params.head)
+def weights_of(config, dtype=jnp.float32):
+    return jax.jit(lambda p: decode.decode_weights(p, dtype))(random_params(config))
+
+
+def stepper(config, weights):
+    """(logits [S, V], cache) of one token a slot."""
+
+    def step(cache, tokens, positions):
+        hidden, cache = decode.decode_ring(config, weights, cache, tokens, positions)
+        return decode.next_token_logits(config, weights, hidden), cache
+
+    return jax.jit(step)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_token_through_the_ring_equals_one_forward(variant, monkeypatch):
+    """And prefill writes what decode writes. The ring is shorter than what passes through it."""
+    config = VARIANTS[variant]
+    if variant == "scanned":
+        monkeypatch.setattr(decode, "MAX_UNROLLED_LAYERS", 1)
+    tokens = np.random.default_rng(1).integers(0, 64, (2, 7), np.int32)
+    positions = np.tile(np.arange(7, dtype=np.int32), (2, 1))
+    hidden = jax.jit(lambda p, *args: p(*args))(random_params(config), tokens, positions)
+    expected = np.einsum("btd,vd->btv", hidden, random_params(config).head)
     if config.logit_softcap:
-        expected = config.logit_softcap * jnp.tanh(expected / config.logit_softcap)
-    weights = decode.decode_weights(params, jnp.float32)
-    cache = decode.ring_cache(config, 2, 8, jnp.float32)._replace(cursor=jnp.int32(5))
-    step = jax.jit(lambda cache, token, position: decode.decode(config, weights, cache, token, position))
+        expected = config.logit_softcap * np.tanh(expected / config.logit_softcap)
+    weights = weights_of(config)
+    step, empty = stepper(config, weights), decode.init_ring_cache(config, 2, 8, jnp.float32)
+    cache = empty._replace(cursor=jnp.int32(5))
     for t in range(7):
-        hidden, cache = step(cache, tokens[:, t], jnp.full(2, t))
-        logits = decode.logits(config, weights, hidden)
+        logits, cache = step(cache, tokens[:, t], np.full(2, t))
         np.testing.assert_allclose(logits, expected[:, t], atol=2e-5)
     assert int(cache.cursor) == (5 + 7) % 8
-
-
-@pytest.mark.parametrize("config", list(VARIANTS.values())[:3], ids=list(VARIANTS)[:3])
-def test_prefill_writes_what_decode_would_have_written(config):
-    params = models.init(config, jax.random.key(0))
-    weights = decode.decode_weights(params, jnp.float32)
-    tokens = jax.random.randint(jax.random.key(1), (2, 6), 0, 64)
-    ks, vs = jax.jit(decode.prefill, static_argnums=0)(config, weights, tokens, jnp.array([6, 2]))
-    step = jax.jit(lambda cache, token, position: decode.decode(config, weights, cache, token, position)[1])
-    for row, length in ((0, 6), (1, 2)):
-        cache = decode.ring_cache(config, 1, length, jnp.float32)
-        for t in range(length):
-            cache = step(cache, tokens[row, 6 - length + t :][:1], jnp.array([t]))
+    if variant in ("soft caps", "dynamic rope"):
+        return  # of which the keys and values know nothing, or nothing else than the forward
+    prompts = tokens[:, :6]
+    written = jax.jit(decode.prefill, static_argnums=0)(config, weights, prompts, jnp.array([6, 2]))
+    cache = empty
+    for t in range(6):  # the second prompt is columns 4 and 5
+        _, cache = step(cache, tokens[:, t], np.array([t, max(t - 4, 0)]))
+    (ks, vs), cache = jax.device_get((written, cache))
+    for row, start in ((0, 0), (1, 4)):
         for k, v, expected_k, expected_v in zip(ks, vs, cache.k, cache.v, strict=True):
-            got_k, got_v = k[..., row, :, :, 6 - length :], v[..., row, :, 6 - length :, :]
-            np.testing.assert_allclose(got_k, expected_k[..., 0, :, :, :], atol=2e-5)
-            np.testing.assert_allclose(got_v, expected_v[..., 0, :, :, :], atol=2e-5)
+            own = slice(start, 6)
+            np.testing.assert_allclose(k[..., row, :, :, own], expected_k[..., row, :, :, own], atol=2e-5)
+            np.testing.assert_allclose(v[..., row, :, own, :], expected_v[..., row, :, own, :], atol=2e-5)
+
+
+def test_bfloat16_stays_near_float32():
+    tokens, positions = jnp.array([3, 60]), jnp.zeros(2, jnp.int32)
+    logits = []
+    for dtype in (jnp.float32, jnp.bfloat16):
+        weights = weights_of(TINY, dtype)
+        found, cache = stepper(TINY, weights)(decode.init_ring_cache(TINY, 2, 8, dtype), tokens, positions)
+        assert found.dtype == jnp.float32 and cache.k[0].dtype == dtype
+        logits.append(np.asarray(found))
+    assert 0 < np.abs(logits[1] - logits[0]).max() < 0.03 * np.abs(logits[0]).max()
+
+
+@pytest.mark.parametrize("lanes", [1, 128])
+def test_pages_hold_what_the_ring_holds(monkeypatch, lanes):
+    """A scanned model with windows, token by token; also in the wider pages of a TPU."""
+    monkeypatch.setattr(decode, "MAX_UNROLLED_LAYERS", 1)
+    weights = weights_of(WINDOWED)
+    ring = decode.init_ring_cache(WINDOWED, 2, 24, jnp.float32)
+    with monkeypatch.context() as there:
+        there.setattr(paged.target, "device", lambda: ("tpu" if lanes > 1 else "cpu", ""))
+        pages = paged.init_paged_cache(WINDOWED, 7, 8, jnp.float32)
+    assert pages.k.shape[3] == max(WINDOWED.head_dim, lanes)
+    table, active = jnp.array([[3, 1, 6], [2, 5, 4]], jnp.int32), jnp.ones(2, bool)
+    one = jax.jit(lambda cache, *args: decode.decode_ring(WINDOWED, weights, cache, *args))
+    other = jax.jit(lambda cache, *args: paged.decode_paged(WINDOWED, weights, cache, table, *args, active))
+    for t in range(20):
+        args = jnp.array([t, 63 - t]), jnp.full(2, t)
+        (expected, ring), (found, pages) = one(ring, *args), other(pages, *args)
+        np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
 def test_weights_are_a_copy_and_norms_keep_their_type():
-    params = models.init(TINY, jax.random.key(0))
-    weights = jax.jit(lambda p: decode.decode_weights(p, jnp.bfloat16))(params)
-    assert weights.embed.dtype == jnp.bfloat16 and weights.layers[1].q[...].dtype == jnp.bfloat16
-    assert weights.norm.dtype == weights.layers[0].q_norm[...].dtype == jnp.float32
-    same = jax.jit(lambda p: decode.decode_weights(p, jnp.float32))(params)
-    jax.tree.map(lambda w: w.delete(), params)
+    own = jax.tree.map(jnp.copy, random_params(TINY))
+    weights = jax.eval_shape(lambda p: decode.decode_weights(p, jnp.bfloat16), own)
+    assert weights.embed.dtype == jnp.bfloat16 and weights.layers[1].q.get_value().dtype == jnp.bfloat16
+    assert weights.norm.dtype == weights.layers[0].q_norm.get_value().dtype == jnp.float32
+    same = jax.jit(lambda p: decode.decode_weights(p, jnp.float32))(own)
+    jax.tree.map(lambda w: w.delete(), own)
     assert np.isfinite(np.asarray(same.embed)).all() and same.norm.sum() == 32
 
 
-def test_stacked_weights_travel_layer_by_layer_to_the_same_place(monkeypatch):
-    """From the trainer's layout to that of rollout on 2 x 2 x 2 devices, layers in one array."""
-    monkeypatch.setattr(decode, "UNROLLED", 1)
+def test_stacked_weights_are_resharded_layer_by_layer(monkeypatch):
+    """From the trainer's sharding to that of rollout on 2 x 2 x 2 devices, layers in one array."""
+    monkeypatch.setattr(decode, "MAX_UNROLLED_LAYERS", 1)
     mesh = make_mesh(MeshConfig(2, 2, 2), jax.devices()[:8])
-    params = models.init(TINY, jax.random.key(0))
     there = decode.decode_shardings(TINY, mesh, ROLLOUT)
-    moved = jax.device_put(params, models.shardings(TINY, mesh, TRAIN))
+    moved = jax.device_put(random_params(TINY), models.shardings(TINY, mesh, TRAIN))
     publish = jax.jit(lambda p: decode.decode_weights(p, jnp.bfloat16, there), out_shardings=there)
     with jax.set_mesh(mesh):
         found, text = publish(moved), publish.lower(moved).as_text()
-    jax.tree.map(np.testing.assert_array_equal, found, decode.decode_weights(params, jnp.bfloat16))
+    jax.tree.map(np.testing.assert_array_equal, found, weights_of(TINY, jnp.bfloat16))
     assert jax.tree.all(jax.tree.map(lambda x, where: x.sharding == where, found, there))
     assert "stablehlo.while" in text
 
@@ -109,21 +145,20 @@ def test_the_program_does_not_grow_with_depth(program):
                 c, weights, jnp.zeros((2, 6), jnp.int32), jnp.array([6, 2])
             )
         else:
-            cache = jax.eval_shape(lambda: decode.ring_cache(c, 2, 8, jnp.float32))
+            cache = jax.eval_shape(lambda: decode.init_ring_cache(c, 2, 8, jnp.float32))
             ints = jnp.zeros(2, jnp.int32)
-            lowered = jax.jit(decode.decode, static_argnums=0).lower(c, weights, cache, ints, ints)
+            lowered = jax.jit(decode.decode_ring, static_argnums=0).lower(c, weights, cache, ints, ints)
         return len(lowered.as_text().splitlines())
 
-    assert size(16) == size(32) < size(decode.UNROLLED)
+    assert size(16) == size(32) < size(decode.MAX_UNROLLED_LAYERS)
 
 
-def test_the_embedding_is_looked_up_where_it_lies():
+def test_the_embedding_is_looked_up_where_it_is():
     """Eight devices, the vocabulary over tensor: the table is not gathered, the numbers are those of one."""
-    params = models.init(TINY, jax.random.key(0))
-    weights = decode.decode_weights(params, jnp.float32)
+    weights = weights_of(TINY)
     tokens, positions = jnp.arange(8), jnp.zeros(8, jnp.int32)
-    cache = decode.ring_cache(TINY, 8, 8, jnp.float32)
-    step = jax.jit(lambda *args: decode.decode(TINY, *args)[0])
+    cache = decode.init_ring_cache(TINY, 8, 8, jnp.float32)
+    step = jax.jit(lambda *args: decode.decode_ring(TINY, *args)[0])
     expected = step(weights, cache, tokens, positions)
     mesh = make_mesh(MeshConfig(data=1, fsdp=4, tensor=2))
     with jax.set_mesh(mesh):

@@ -1,5 +1,6 @@
 """What no engine can do is refused before any work, with the place and the fix."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -44,7 +45,7 @@ def test_an_impossible_request_names_its_prompt(change, message):
 
 
 def test_dynamic_rope_ends_at_max_position_and_says_what_does_not():
-    dynamic = MODEL.__class__(**{**vars(MODEL), "rope": RopeConfig(scaling="dynamic", factor=4.0)})
+    dynamic = dataclasses.replace(MODEL, rope=RopeConfig(scaling="dynamic", factor=4.0))
     with pytest.raises(UserError, match=r"model's 128 positions; shorten .*set rope scaling to .yarn."):
         check_requests([FINE._replace(max_tokens=126)], SamplingConfig(), dynamic, None)
 
