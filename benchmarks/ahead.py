@@ -27,7 +27,7 @@ from jaxrl_llm.configs import grpo_async
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.hf.export import save_description
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
-from jaxrl_llm.rollout.sglang.launch import Launched
+from jaxrl_llm.rollout.sglang.launch import ServerProcesses
 
 ROOT = Path(__file__).parents[1]
 OUT, RESULTS = Path("runs/ahead"), ROOT / "benchmarks/results"
@@ -75,7 +75,7 @@ def on_a_core_of_their_own(python: str) -> Iterator[tuple[str, ...]]:
         )
         settings = SGLangConfig(python=python, flags=config.sglang.flags)
         os.sched_setaffinity(0, {second})
-        launched = Launched(RolloutConfig(engine="sglang", launch=2), settings, shell, Path(folder))
+        launched = ServerProcesses(RolloutConfig(engine="sglang", launch=2), settings, shell, Path(folder))
         os.sched_setaffinity(0, {first})
         try:
             launched.wait()

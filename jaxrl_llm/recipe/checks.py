@@ -37,7 +37,6 @@ AT_LEAST = {
     "warm_start.steps": 0,
     "warm_start.examples_per_step": 1,
     "log.samples": 0,
-    "sglang.bucket_bytes": 1,
 }
 COMPARES = {"grpo", "rloo", "opo", "gpg", "gpg_rewards", "passk", "gdpo", "reinforce_pp_baseline", "otb"}
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")

@@ -4,76 +4,61 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from jaxrl_llm import algos, ranges
+from jaxrl_llm import algos
 from jaxrl_llm.config import TrainConfig
+from jaxrl_llm.ranges import problems
 from jaxrl_llm.rollout.engine import SamplingConfig
 from jaxrl_llm.rollout.sglang import auth, colocated
-from jaxrl_llm.rollout.sglang.health import read_list
+from jaxrl_llm.rollout.sglang.health import read_addresses
 
 
 def rollout_problems(config: TrainConfig) -> Iterator[str]:
     """A line for each, naming the key and the fix."""
-    yield from _ranges(config)
     yield from _sampling(config)
     yield from _rollout(config)
     yield from _env(config)
 
 
-def _ranges(config: TrainConfig) -> Iterator[str]:
-    parts = {
-        "rollout": config.rollout,
-        "rollout.sampling": config.rollout.sampling,
-        "eval.sampling": config.eval.sampling,
-    }
-    for key, part in parts.items():
-        for field, problem in ranges.problems(part):
-            yield f"--{key}.{field} {problem}"
-
-
 def _rollout(config: TrainConfig) -> Iterator[str]:
-    rollout = config.rollout
-    if rollout.engine == "sglang" and bool(rollout.servers) == bool(rollout.launch):
-        yield (
-            "--rollout.engine sglang needs either --rollout.servers http://host:port (running ones) or "
-            "--rollout.launch N (N are started on this machine)."
-        )
-    yield from _addresses(config)
-    if config.sglang.colocated and rollout.max_staleness:
-        yield (
-            "--sglang.colocated and --rollout.max_staleness exclude each other: servers that give their GPUs "
-            "to the trainer write nothing meanwhile."
-        )
-    if config.sglang.colocated:
-        yield from colocated.problems(config.sglang, rollout.launch, os.environ)
-    if config.sglang.devices and len(config.sglang.devices) != rollout.launch:
-        yield f"--sglang.devices names {len(config.sglang.devices)}, --rollout.launch is {rollout.launch}."
-    if rollout.launch and not shutil.which(config.sglang.python):
-        yield f"--sglang.python is {config.sglang.python!r}: no such program."
-    if config.sglang.transport == "ipc" and rollout.servers:
+    rollout, sglang = config.rollout, config.sglang
+    wrong = [
+        *(f"--rollout.{field} {text}" for field, text in problems(rollout)),
+        *(f"--sglang.{field} {text}" for field, text in problems(sglang)),
+    ]
+    yield from wrong
+    yield from _addresses(rollout.servers)
+    if rollout.launch and not shutil.which(sglang.python):
+        yield f"--sglang.python is {sglang.python!r}: no such program."
+    if sglang.devices and len(sglang.devices) != rollout.launch:
+        yield f"--sglang.devices names {len(sglang.devices)}, --rollout.launch is {rollout.launch}."
+    if sglang.transport == "ipc" and rollout.servers:
         yield (
             "--sglang.transport ipc shares the memory of GPUs with servers that are started here "
             "(--rollout.launch); for --rollout.servers set disk, http or group."
         )
-    if config.sglang.transport == "group" and not shutil.which(config.sglang.relay_python):
-        yield f"--sglang.relay_python is {config.sglang.relay_python!r}: no such program."
+    if sglang.colocated and rollout.max_staleness:
+        yield (
+            "--sglang.colocated and --rollout.max_staleness exclude each other: servers that give their GPUs "
+            "to the trainer generate nothing meanwhile."
+        )
+    if sglang.colocated and not wrong:
+        yield from colocated.problems(sglang, rollout.launch, os.environ)
 
 
-def _addresses(config: TrainConfig) -> Iterator[str]:
-    servers, router = config.rollout.servers, config.sglang.router
-    if any(url.startswith("@") for url in servers):
-        try:
-            (name,) = servers
-            servers = read_list(Path(name[1:]))
-        except (ValueError, OSError) as error:
-            yield f"--rollout.servers {' '.join(servers)}: one @file with one address a line ({error})."
-            return
-    for key, urls in (("rollout.servers", servers), ("sglang.router", [router] if router else [])):
-        for url in urls:
-            if problem := auth.problem(url):
-                yield f"--{key}: {problem}"
+def _addresses(servers: Sequence[str]) -> Iterator[str]:
+    """Yield what is wrong with a file of addresses."""
+    if len(servers) != 1 or not servers[0].startswith("@"):
+        return
+    try:
+        urls = read_addresses(Path(servers[0][1:]))
+    except (ValueError, OSError) as error:
+        yield f"--rollout.servers is {servers[0]}: it must be a text file with one address a line ({error})."
+        return
+    for problem in filter(None, map(auth.problem, urls)):
+        yield f"--rollout.servers is {servers[0]}: {problem}"
 
 
 def _env(config: TrainConfig) -> Iterator[str]:
@@ -87,6 +72,9 @@ def _env(config: TrainConfig) -> Iterator[str]:
 
 
 def _sampling(config: TrainConfig) -> Iterator[str]:
+    samplings = {"rollout.sampling": config.rollout.sampling, "eval.sampling": config.eval.sampling}
+    for key, sampling in samplings.items():
+        yield from (f"--{key}.{field} {problem}" for field, problem in problems(sampling))
     if algos.module_of(config.algo).INPUT == "rollouts":
         yield from _greedy_group("rollout.sampling", config.rollout.sampling, config.responses_per_prompt)
     if config.eval.every:

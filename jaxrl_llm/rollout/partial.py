@@ -14,6 +14,7 @@ from jaxrl_llm.rollout.engine import PartialResponse, Request, text_of
 from jaxrl_llm.rollout.keys import sample_keys
 from jaxrl_llm.structs import Trajectory
 
+EARLIER_RUN = "earlier-run"  # in place of a server's address: generated part of a response before a restart
 PER_TOKEN = {"ids": np.int32, "logprobs": np.float32, "versions": np.int32}  # field -> type in the file
 
 
@@ -30,7 +31,8 @@ def new_responses(
     before = [one.copy() for one in partial] or [PartialResponse() for _ in pairs]
     responses = []
     for (request, g), own, one in zip(pairs, sample_keys(key, names)[: len(pairs)], before, strict=True):
-        responses.append(dataclasses.replace(one, request=request, index=g, key=own))
+        servers = [EARLIER_RUN] if one.ids else []
+        responses.append(dataclasses.replace(one, request=request, index=g, key=own, servers=servers))
         if not one.finish and len(one.ids) >= request.max_tokens:
             responses[-1].finish = "length"
     return responses
@@ -38,15 +40,12 @@ def new_responses(
 
 def trajectory_of(response: PartialResponse, tokenizer: Any) -> Trajectory:
     """Return a finished response as the trainer takes it; observations have mask 0."""
-    mask = np.ones(len(response.ids), np.int8)
-    for start, end in response.observed:
-        mask[start:end] = 0
     last_turn = text_of(tokenizer, response.ids[response.turn_start :]) if response.observed else None
     return Trajectory(
         prompt_ids=np.asarray(response.request.prompt_ids, np.int32),
         response_ids=np.array(response.ids, np.int32),
         logprobs=np.array(response.logprobs, np.float32),
-        mask=mask,
+        mask=response.mask,
         versions=np.array(response.versions, np.int32),
         prompt_index=response.request.prompt_index,
         response_index=response.index,
@@ -54,6 +53,7 @@ def trajectory_of(response: PartialResponse, tokenizer: Any) -> Trajectory:
         text=text_of(tokenizer, response.ids),
         answer=last_turn,
         episode=response.episode,
+        server=" ".join(response.servers),
     )
 
 

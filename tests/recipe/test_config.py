@@ -143,9 +143,8 @@ def test_a_value_of_the_wrong_type_names_key_value_and_type(config, line, messag
 
 
 def test_a_value_that_its_part_refuses(config):
-    assert refusal(check, changed(config, "--rollout.slots 0")) == (
-        "--rollout.slots is 0: it must be at least 1 and at most 65536; 64 to 512 is usual."
-    )
+    message = "--rollout.slots is 0: it must be at least 1 and at most 65536; 64 is usual."
+    assert refusal(check, changed(config, "--rollout.slots 0")) == message
 
 
 def test_leaves_lists_every_field_once(config):
@@ -275,24 +274,24 @@ def test_a_greedy_group_is_none_where_no_responses_are_sampled(config):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"engine": "sglang"}, "--rollout.engine sglang needs either --rollout.servers"),
+        ({"engine": "sglang"}, "--rollout.engine is sglang: it needs either --rollout.servers"),
         (
             {"engine": "sglang", "launch": 1, "servers": ("http://127.0.0.1:1",)},
-            "--rollout.engine sglang needs either",
+            "--rollout.engine is sglang: it needs either",
         ),
-        (
-            {"launch": 1},
-            "--rollout.engine is native: rollout.servers and rollout.launch are for SGLang.",
-        ),
-        ({"engine": "sglang", "servers": ("a:1",)}, "--rollout.servers: 'a:1' is no address"),
+        ({"launch": 1}, "--rollout.launch is for SGLang servers: add --rollout.engine sglang."),
+        ({"engine": "sglang", "servers": ("a:1",)}, "--rollout.servers is wrong: 'a:1' is no address"),
         (
             {"engine": "sglang", "servers": ("http://10.1.2.3:1",)},
-            "--rollout.servers: http://10.1.2.3:1 is plain http to another host, and there is no key",
+            "--rollout.servers is wrong: http://10.1.2.3:1 is plain http to another host, and",
         ),
-        ({"engine": "sglang", "servers": ("@none.txt",)}, "--rollout.servers @none.txt: one @file with one"),
+        (
+            {"engine": "sglang", "servers": ("@none.txt",)},
+            "--rollout.servers is @none.txt: it must be a text",
+        ),
         (
             {"engine": "sglang", "servers": ("@a.txt", "http://127.0.0.1:1")},
-            "--rollout.servers @a.txt http://127.0.0.1:1: one @file with one address a line",
+            "--rollout.servers is @a.txt http://127.0.0.1:1: it must be addresses, or one @file",
         ),
         ({"engine": "sglang", "launch": -1}, "--rollout.launch is -1: it must be at least 0"),
     ],
@@ -306,7 +305,8 @@ def test_addresses_in_a_file_are_checked_too(config, tmp_path):
     file = tmp_path / "servers.txt"
     file.write_text("http://127.0.0.1:1\nhost:1\n")
     chosen = replace(config, rollout=replace(config.rollout, engine="sglang", servers=(f"@{file}",)))
-    assert refusal(check, chosen) == "--rollout.servers: 'host:1' is no address; write http://host:port."
+    message = f"--rollout.servers is @{file}: 'host:1' is no address; write http://host:port."
+    assert refusal(check, chosen) == message
     alone = replace(chosen, sglang=replace(chosen.sglang, colocated=True, flags="--device cpu"))
     file.write_text("http://127.0.0.1:1\n")
     assert refusal(check, alone).startswith("--sglang.colocated needs servers that are started here")

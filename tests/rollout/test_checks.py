@@ -6,12 +6,10 @@ import math
 import numpy as np
 import pytest
 
-from jaxrl_llm import ranges
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.models import RopeConfig, TransformerConfig
 from jaxrl_llm.rollout.checks import check_requests, check_sampling
-from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
 
 MODEL = TransformerConfig(
@@ -80,33 +78,3 @@ def test_stop_strings_need_a_tokenizer():
     check_sampling(SamplingConfig(stop=("x",)), MODEL, make_tokenizer())
     with pytest.raises(ConfigError, match=r"sampling.stop needs a tokenizer"):
         check_sampling(SamplingConfig(stop=("x",)), MODEL, None)
-
-
-@pytest.mark.parametrize(
-    "good",
-    [{}, {"slots": 1, "chunk": 1, "page": 1, "pages": 1}, {"weight_noise": 1.0}, {"cache_dtype": "int8"}],
-)
-def test_rollouts_that_can_be(good):
-    assert not list(ranges.problems(RolloutConfig(**good)))
-
-
-@pytest.mark.parametrize(
-    ("bad", "field"),
-    [
-        ({"slots": 0}, "slots"),
-        ({"slots": 2**31}, "slots"),
-        ({"chunk": -1}, "chunk"),
-        ({"prefill_tokens": 0}, "prefill_tokens"),
-        ({"page": 0}, "page"),
-        ({"pages": 0}, "pages"),
-        ({"launch": -1}, "launch"),
-        ({"max_staleness": -1}, "max_staleness"),
-        ({"weight_noise": math.nan}, "weight_noise"),
-        ({"weight_noise": -0.1}, "weight_noise"),
-        ({"cache": "ring", "cache_dtype": "int8"}, "cache_dtype"),
-        ({"max_staleness": 1}, "max_staleness"),
-        ({"launch": 1}, "engine"),
-    ],
-)
-def test_rollouts_that_cannot_be(bad, field):
-    assert [name for name, _ in ranges.problems(RolloutConfig(**bad))] == [field]

@@ -1,6 +1,7 @@
 """Responses of several turns: the same on both engines, nobody waits for a slow environment."""
 
 import asyncio
+import dataclasses
 import functools
 import json
 import os
@@ -11,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sglang_shared
 from distributed import run_processes
 from fake_sglang import FakeServer
+from sglang_shared import KEY, TOKENIZER, engine_for, ids, one_device
 
 from jaxrl_llm import models
 from jaxrl_llm.bridge.transports.disk import DiskTransport
@@ -20,26 +23,15 @@ from jaxrl_llm.data.chat import encode_prompt
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.template import ChatConfig
-from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.envs.env import Step
 from jaxrl_llm.envs.load import Conversations
-from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.models.scorer import make_scorer
-from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
+from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import DialogueError, PartialResponse, Request, SamplingConfig
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.rollout.sglang.engine import SGLangEngine
-from jaxrl_llm.rollout.sglang.pool import ServerPool
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
 HERE = Path(__file__).parent
-TOKENIZER = make_tokenizer()
-MODEL = TransformerConfig(
-    vocab_size=128, hidden_size=32, mlp_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
-    initializer_range=0.3, max_position=256,
-)  # fmt: skip
-KEY = jax.random.key(3)
+MODEL = dataclasses.replace(sglang_shared.MODEL, max_position=256)
 ENDS = tuple(range(1, 128, 2))  # many tokens end a turn, so that random weights write short ones
 GREEDY = SamplingConfig(temperature=0.0, stop_tokens=ENDS)
 SAMPLED = SamplingConfig(stop_tokens=ENDS)
@@ -84,7 +76,7 @@ def forward():
 @functools.cache
 def native(slots=4, chunk=8):
     rollout = RolloutConfig(slots=slots, chunk=chunk)
-    engine = NativeEngine(rollout, MODEL, make_mesh(MeshConfig(), jax.devices()[:1]), TOKENIZER)
+    engine = NativeEngine(rollout, MODEL, one_device(), TOKENIZER)
     engine.publish(params(), 7)
     return engine
 
@@ -96,17 +88,11 @@ def server():
 
 @pytest.fixture(scope="module")
 def sglang(server, tmp_path_factory):
-    pool = ServerPool([server.url], 60.0, 2, slots=2)
-    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    scorer = make_scorer(MODEL, 1.0, "float32", mesh)
-    score = lambda params, ids: np.asarray(scorer(params, ids[None], np.array([len(ids)])))[0, :-1]
     transport = DiskTransport(tmp_path_factory.mktemp("weights") / "here", "float32", TOKENIZER)
-    rollout, settings = RolloutConfig(engine="sglang", servers=("http://x",)), SGLangConfig()
-    share = lambda value: value
-    engine = SGLangEngine(rollout, settings, MODEL, pool, transport, score, share, TOKENIZER)
+    engine = engine_for([server.url], transport, MODEL, slots=2)
     engine.publish(params(), 7)
     yield engine
-    pool.close()
+    engine.pool.close()
 
 
 @pytest.fixture(params=["native", "sglang"])
@@ -295,10 +281,6 @@ def test_a_step_that_hangs_is_cut_off(engine, talk, monkeypatch):
     assert hung.episode.failure == "the environment took longer than 0.2 s" and fine.episode.reward == 3.0
 
 
-def ids(trajectories):
-    return [t.response_ids.tolist() for t in trajectories]
-
-
 def test_text_depends_neither_on_slots_nor_on_chunks(talk):
     base = ids(talk(native(), Script(), SAMPLED, responses=4))
     assert ids(talk(native(slots=3, chunk=5), Script(), SAMPLED, responses=4)) == base
@@ -320,7 +302,7 @@ def test_each_turn_is_drawn_with_a_seed_of_its_own(server, sglang, talk):
 
 def test_nothing_compiles_after_warm_up_with_turns(talk):
     rollout = RolloutConfig(slots=4, chunk=8)
-    engine = NativeEngine(rollout, MODEL, make_mesh(MeshConfig(), jax.devices()[:1]), TOKENIZER)
+    engine = NativeEngine(rollout, MODEL, one_device(), TOKENIZER)
     engine.warm_up(16, 120, [SAMPLED], turns=True)
     engine.publish(params(), 0)
     before = engine.compile_count()

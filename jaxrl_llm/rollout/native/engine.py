@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm import ranges
-from jaxrl_llm.errors import ConfigError, UserError
+from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.paged import NULL_PAGE
 from jaxrl_llm.rollout.checks import check_requests
@@ -113,12 +113,13 @@ class NativeEngine:
         """Generate responses, in order (request, response index). `self.metrics` describes the last call.
 
         Raises:
-            UserError: no weights published, an impossible prompt or sampling setting.
+            UserError: an impossible prompt or sampling setting.
+            ValueError: nothing is published.
             DialogueError: no conversation can go on.
         """
         check_requests(requests, sampling, self.model, self.tokenizer)
         if self._published is None:
-            raise UserError("rollout: no weights; call publish(params, version) before generate")
+            raise ValueError("rollout: no weights; call publish(params, version) before generate")
         weights, version = self._published
         self._fit_shapes(requests, turns=dialogue is not None)
         if self.programs.page_size:
@@ -142,6 +143,15 @@ class NativeEngine:
     def usage(self) -> Metrics:
         """Return the metrics of the last call of `generate`."""
         return self.metrics
+
+    def report_mismatch(
+        self, trajectories: Sequence[Trajectory], logprobs: Sequence[np.ndarray], version: int, dtype: str
+    ) -> list[int]:
+        """Return nothing: these log-probs are the trainer's own arithmetic."""
+        return []
+
+    def spot_check(self, params: Params) -> None:
+        """Do nothing, as `report_mismatch`."""
 
     def release_memory(self) -> None:
         """Free the copy of the weights. The trainer donates its own, so the two cannot share arrays."""

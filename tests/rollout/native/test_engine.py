@@ -172,5 +172,5 @@ def test_released_memory_holds_no_copy_of_the_weights():
     assert released.publish(params(), 1)["rollout/publish_bytes"] == held() - before == size
     released.release_memory()
     assert held() == before
-    with pytest.raises(UserError, match=r"no weights; call publish"):
+    with pytest.raises(ValueError, match=r"no weights; call publish"):
         released.generate(requests(), SamplingConfig(), KEY)

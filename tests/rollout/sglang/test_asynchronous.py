@@ -1,17 +1,21 @@
-"""Responses that are written ahead of the trainer: snapshots, continuation, whole runs."""
+"""Asynchronous rollout: snapshots, partial rollouts continued, whole runs."""
 # ruff: noqa: F811
 
+import asyncio
 import json
-import time
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import numpy as np
 from fake_sglang import FakeServer
-from test_sglang import GREEDY, KEY, make, native, requests, servers, weights  # noqa: F401
+from sglang_shared import GREEDY, KEY, native, requests, until, weights
+from test_sglang import make, servers  # noqa: F401
 from test_sglang_train import ARGS, rows
 
-from jaxrl_llm.rollout.engine import PartialResponse
+from jaxrl_llm.rollout.engine import PartialResponse, Reply, Request
 from jaxrl_llm.rollout.partial import pack, unpack
-from jaxrl_llm.rollout.sglang.meter import Meter
+from jaxrl_llm.rollout.sglang.generate import Meter, ResponseGenerator
+from jaxrl_llm.structs import Episode
 from jaxrl_llm.train import main
 
 
@@ -26,13 +30,6 @@ def test_the_meter_integrates_requests_over_time():
     assert meter.read(4) == {"servers/occupancy": (1 + 2 * 2) / 4 / 4, "servers/idle_fraction": 1 / 4}
     now = 6.0
     assert meter.read(4) == {"servers/occupancy": 0.0, "servers/idle_fraction": 1.0}
-
-
-def until(condition, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_snapshot_has_what_is_written_and_the_writing_goes_on(make, servers):
@@ -83,6 +80,24 @@ def test_new_weights_reach_responses_in_the_middle_and_each_token_knows_its_own(
     assert set(made.versions[:2]) == {1} and set(made.versions[2:]) == {2}
     (rest,) = native(weights(1), GREEDY, [made_request(made, 2)])
     assert made.response_ids[2:].tolist() == rest.response_ids.tolist()
+
+
+def test_what_an_earlier_run_had_stays_until_a_new_environment_replies_otherwise():
+    """Also in a checkpoint that is taken while its turns are sent again."""
+    response = PartialResponse([1, 2, 3, 4], [-1.0, -1.0, 0.0, -1.0], [7] * 4, "", [(2, 3)])
+    response.request = Request(np.array([9]), 0, 1, 9)
+    for reply, more, after in (([3], True, [1, 2, 3, 4]), ([5, 5], True, [1, 2, 5, 5]), ([], False, [1, 2])):
+        future, again = Future(), response.copy()
+        dialogue = SimpleNamespace(patience=60, reply=lambda *asked, future=future: future)
+
+        async def replay(future=future, again=again, dialogue=dialogue, reply=reply, more=more):
+            task = asyncio.create_task(ResponseGenerator(None, (), {}, 9)._replayed(again, dialogue))
+            await asyncio.sleep(0.01)
+            assert (again.ids, again.observed) == (response.ids, response.observed)
+            future.set_result(Reply(reply, not more, Episode(1)))
+            return await task
+
+        assert asyncio.run(replay()) == more and again.ids == after and again.episode.turns == 1
 
 
 def made_request(made, tokens):
@@ -153,4 +168,4 @@ def replace(file, data):
 def test_the_native_engine_cannot_write_ahead(tmp_path, capsys):
     native_args = [word for word in ARGS if word not in ("--rollout.engine", "sglang")]
     assert main([*native_args, *AHEAD, "--run_dir", str(tmp_path)]) == 2
-    assert "--rollout.max_staleness is 1: the native engine writes on" in capsys.readouterr().err
+    assert "--rollout.max_staleness is 1: the native engine generates on" in capsys.readouterr().err
