@@ -31,7 +31,7 @@ class ResponseGenerator:
     """
 
     def __init__(self, pool: ServerPool, eos_ids: Sequence[int], versions: dict[str, int], vocab_size: int):
-        self.pool, self.eos_ids = pool, eos_ids
+        self.pool, self.eos_ids, self.vocab_size = pool, eos_ids, vocab_size
         self.meter = Meter()
         self._read = functools.partial(read_generated, versions=versions, vocab_size=vocab_size)
         self._last_reply = 0.0  # of any environment

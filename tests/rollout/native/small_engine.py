@@ -23,7 +23,7 @@ MODEL = TransformerConfig(
 )  # fmt: skip
 EOS = 1
 KEY = jax.random.key(7)
-VERSION = 3
+VERSION = 7
 LIMIT = 40  # response tokens
 WIDTH = 80  # longest prompt and response together; the ring grows from 64 to 96
 
