@@ -28,7 +28,7 @@ from jaxrl_llm.train import main
 HERE = Path(__file__).parent
 RULED_OUT = {
     "the end token is dropped from what was sampled: stopping gets no gradient": """
-        rollout/test_native.py::test_the_end_token_is_kept_and_named
+        rollout/native/test_engine.py::test_the_end_token_is_kept_and_named
         data/test_packing.py::test_the_end_token_is_trained_on""",
     "a response that stops at once has an empty mask": """
         data/test_packing.py::test_a_response_that_stops_at_once_still_has_a_token""",
@@ -60,7 +60,7 @@ RULED_OUT = {
     "text of several turns is tokenised again, and not alike": """
         data/test_chat.py::test_supervised_prompt_has_the_ids_of_the_rollout_prompt
         data/test_chat.py::test_turns
-        rollout/test_native.py::test_logprobs_are_those_of_the_training_forward""",
+        rollout/native/test_engine.py::test_logprobs_are_those_of_the_training_forward""",
     "rope_parameters are read by transformers 4 as theta 10000": """
         test_names.py::test_both_spellings_of_rope_say_the_same
         test_names.py::test_what_is_written_reads_back_here_and_in_transformers""",
