@@ -27,7 +27,7 @@ from jaxrl_llm.experience.source import (
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rollout.engine import Engine, PartialResponse, Pending, SamplingConfig
 from jaxrl_llm.rollout.keys import weight_noise_key
-from jaxrl_llm.rollout.partial import pack, unpack
+from jaxrl_llm.rollout.partial import pack_responses, unpack_responses
 from jaxrl_llm.structs import Metrics, Params, Trajectory
 
 
@@ -106,12 +106,14 @@ class RolloutSource:
         if not pending:
             return b""
         written = iter(self.engine.snapshot(pending))
-        return pack({draw: [next(written) for _ in drawn.pending] for draw, drawn in self.ahead.items()})
+        return pack_responses(
+            {draw: [next(written) for _ in drawn.pending] for draw, drawn in self.ahead.items()}
+        )
 
     def resume(self, saved: bytes, params: Params, version: int) -> None:
         """Go on with what a checkpoint had, as far as it is what this run wants."""
         self.engine.publish(params, version)
-        for draw, written in unpack(saved).items():
+        for draw, written in unpack_responses(saved).items():
             if self.max_staleness and len(written[0]) == self.prompts * self.responses:
                 self._begin(draw, written)
 

@@ -22,14 +22,14 @@ class RolloutConfig:
     """The rollout engine and its sampling."""
 
     engine: Literal["native", "sglang"] = "native"
-    """What generates the responses: this process's own devices, or a pool of SGLang servers."""
+    """Engine that generates the responses, on this process's own devices or in a pool of SGLang servers."""
     servers: tuple[str, ...] = ()
     """SGLang servers that run already, as http://host:port; or @file, a text file with one address a line,
     which is read again every second: servers may join and leave."""
     launch: Annotated[int, Range(0, 1024)] = 0
     """SGLang servers to start on this machine, as child processes; their logs go to the run directory."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    """How tokens are sampled."""
+    """Sampling of training rollouts; evaluation has eval.sampling."""
     slots: Annotated[int, Range(1, 65536, usual="64 is usual")] = 64
     """Sequences decoded at once (on each server); more wait. Costs cache memory, never changes text."""
     chunk: Annotated[int, Range(1, 65536, usual="32 is usual")] = 32

@@ -21,7 +21,7 @@ MAX_STOPS = 256
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How tokens are sampled. Reported log-probs are of the full softmax at `temperature`."""
+    """Sampling of tokens. Reported log-probs are of the full softmax at `temperature`."""
 
     temperature: Annotated[float, Range(0.0, 100.0, usual="1.0 is usual for training, 0 is greedy")] = 1.0
     """0 = greedy."""
@@ -62,7 +62,7 @@ class Request(NamedTuple):
     prompt_ids: np.ndarray  # int32 [.]
     prompt_index: int  # identifies the group; with the response index, the random key of each response
     num_responses: int
-    max_tokens: int  # most tokens of a response, observations included
+    max_tokens: int  # longest response, observations included
 
 
 @dataclass(eq=False)
@@ -85,18 +85,18 @@ class PartialResponse:
 
     @property
     def turn_start(self) -> int:
-        """The place in `ids` where the present turn begins."""
+        """Return the start of the present turn in `ids`."""
         return self.observed[-1][1] if self.observed else 0
 
     @property
     def context(self) -> np.ndarray:
-        """Prompt, turns and observations before the present turn, int32 [.]."""
+        """Return prompt, turns and observations before the present turn, int32 [.]."""
         prompt = np.asarray(self.request.prompt_ids, np.int32)
         return np.concatenate([prompt, np.array(self.ids[: self.turn_start], np.int32)])
 
     @property
     def mask(self) -> np.ndarray:
-        """1 where the policy generated the token, 0 on observations, int8 [R']."""
+        """Return 1 where the policy generated the token, 0 on observations, int8 [R']."""
         mask = np.ones(len(self.ids), np.int8)
         for start, end in self.observed:
             mask[start:end] = 0
@@ -267,7 +267,7 @@ class Engine(Protocol):
         """
 
 
-def end_ids(tokenizer: Any, more: Sequence[int] = ()) -> tuple[int, ...]:
+def eos_ids_of(tokenizer: Any, more: Sequence[int] = ()) -> tuple[int, ...]:
     """Return the ids that end a response: the tokenizer's end token, and `more` (generation_config.json)."""
     own = getattr(tokenizer, "eos_token_id", None)
     return tuple(dict.fromkeys([*([] if own is None else [own]), *more]))

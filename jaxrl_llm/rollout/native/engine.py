@@ -18,7 +18,7 @@ from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.paged import NULL_PAGE
 from jaxrl_llm.rollout.checks import check_requests
 from jaxrl_llm.rollout.config import RolloutConfig
-from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Request, SamplingConfig, end_ids, text_of
+from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Request, SamplingConfig, eos_ids_of, text_of
 from jaxrl_llm.rollout.native.compile import compile_all, largest_calls
 from jaxrl_llm.rollout.native.conversations import TurnQueue
 from jaxrl_llm.rollout.native.paged_cache import (
@@ -36,7 +36,7 @@ from jaxrl_llm.structs import Metrics, Params, Program, Trajectory
 
 
 class DeferredGeneration(NamedTuple):
-    """A call of `generate` that runs when its result is asked for."""
+    """A call of `generate` that runs when its result is requested."""
 
     result: Callable[[], list[Trajectory]]
 
@@ -71,7 +71,7 @@ class NativeEngine:
         for field, problem in ranges.problems(config):
             raise ConfigError(f"rollout.{field} {problem}")
         self.config, self.model, self.mesh, self.tokenizer, self.share = config, model, mesh, tokenizer, share
-        self.eos_ids = end_ids(tokenizer, eos_ids)
+        self.eos_ids = eos_ids_of(tokenizer, eos_ids)
         cache_dtype = config.cache_dtype or config.dtype
         page_size = config.page if not strict and uses_pages(config, model, mesh) else 0
         self.programs = Programs(model, mesh, config.dtype, cache_dtype, config.chunk, strict, page_size)
@@ -99,7 +99,7 @@ class NativeEngine:
         dialogue: Dialogue | None = None,
         partial: Sequence[PartialResponse] = (),
     ) -> DeferredGeneration:
-        """Return the call of `generate`, to be run when its result is asked for: the same devices train."""
+        """Return the call of `generate`, to be run when its result is requested: the same devices train."""
         assert not partial, "the native engine leaves no partial responses"
         return DeferredGeneration(lambda: self.generate(requests, sampling, key, dialogue))
 
