@@ -12,17 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxrl_llm import algos
-from jaxrl_llm.algos import value as critic
-from jaxrl_llm.algos.contract import AlgoConfig
+from jaxrl_llm.algos.contract import AlgoConfig, AlgorithmName
+from jaxrl_llm.algos.critic import ValueConfig
 from jaxrl_llm.checkpoint.state import CheckpointConfig
-from jaxrl_llm.data.chat import ChatConfig
-from jaxrl_llm.data.loader import DataConfig
-from jaxrl_llm.data.rows import SourceConfig
+from jaxrl_llm.data.config import ChatConfig, DataConfig, SourceConfig
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.learn.optim import OptimConfig
 from jaxrl_llm.models.config import RopeConfig, TransformerConfig
 from jaxrl_llm.report.log import LogConfig
-from jaxrl_llm.rewards.sample import RewardConfig, RewardModelConfig
+from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 from jaxrl_llm.rollout.engine import SamplingConfig
 from jaxrl_llm.sharding.mesh import MeshConfig
@@ -122,7 +120,7 @@ class CriticConfig:
     """Hugging Face folder or hub name to start from, such as a reward model; "" = the policy's weights."""
     warmup_steps: int = 0
     """First steps in which the critic alone learns."""
-    loss: critic.Config = field(default_factory=critic.Config)
+    loss: ValueConfig = field(default_factory=algos.value.Config)
     """What it learns by."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-5))
     mesh: MeshConfig | None = None
@@ -139,7 +137,7 @@ class TrainConfig:
     """Training steps: one set of prompts, rolled out and learnt from."""
     seed: int = 0
     """Of weights, data order and sampling."""
-    algo: AlgoConfig = field(default_factory=algos.ALGOS["grpo"].Config)
+    algo: AlgoConfig = field(default_factory=algos.grpo.Config)
     """The algorithm's own settings; another algorithm: `--algo NAME` or `--algo my_algo.py`."""
     prompts_per_step: int = 16
     """Prompts of a step; examples of a step where the algorithm learns from examples (sft)."""
@@ -180,13 +178,13 @@ class TrainConfig:
     @property
     def row_tokens(self) -> int:
         """Length of a packed row: the longest trajectory, or two of them where they are compared."""
-        return algos.unit(self.algo) * self.max_tokens
+        return algos.of(self.algo).group_size * self.max_tokens
 
     @property
     def trajectories_per_step(self) -> int:
         """Prompts times responses; for an algorithm that learns from examples, the examples."""
-        on_policy = algos.module_of(self.algo).INPUT == "rollouts"
-        return self.prompts_per_step * (self.responses_per_prompt if on_policy else 1)
+        on_rollouts = algos.of(self.algo).on_rollouts
+        return self.prompts_per_step * (self.responses_per_prompt if on_rollouts else 1)
 
 
 def derived(config: TrainConfig, num_devices: int) -> dict[str, int]:
@@ -216,7 +214,7 @@ def derived(config: TrainConfig, num_devices: int) -> dict[str, int]:
 def dump(config: TrainConfig) -> dict[str, Any]:
     """The config as JSON-able nested dicts, the algorithm's name in `algo.name`, secrets masked."""
     tree = _plain("", config)
-    tree["algo"] = {"name": algo_name(config.algo), **tree["algo"]}
+    tree["algo"] = {"name": str(config.algo.algorithm), **tree["algo"]}
     return tree
 
 
@@ -232,12 +230,6 @@ def describe_run(config: TrainConfig, recipe: str, argv: list[str]) -> dict[str,
     }
 
 
-def algo_name(config: AlgoConfig) -> str:
-    """Its key in ALGOS, or the path of the user's file."""
-    module = algos.module_of(config)
-    return next((name for name, known in algos.ALGOS.items() if known is module), str(module.__file__))
-
-
 def scrub(text: str) -> str:
     """`text` without the values of environment variables whose names look like secrets."""
     for name, value in os.environ.items():
@@ -248,7 +240,8 @@ def scrub(text: str) -> str:
 
 def _plain(name: str, value: Any) -> Any:
     if dataclasses.is_dataclass(value):
-        return {f.name: _plain(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)}
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return {name: _plain(name, x) for name, x in fields.items() if not isinstance(x, AlgorithmName)}
     if isinstance(value, tuple | list):
         return [_plain(name, item) for item in value]
     if value is None or isinstance(value, bool | int):

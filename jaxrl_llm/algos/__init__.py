@@ -1,52 +1,50 @@
-"""The algorithms, by name. A user's own file is one too (`--algo path/to/my_algo.py`)."""
+"""Table of the algorithms by name, and the loader of a user's own file (`--algo path/to/my_algo.py`)."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import os
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-from jaxrl_llm.algos import (
-    cispo,
-    clip_cov,
-    cpo,
+from jaxrl_llm.algos import policy_gradient
+from jaxrl_llm.algos.clipped import (
     dapo,
-    distill,
-    dpo,
-    dppo,
     dr_grpo,
-    dro,
     gdpo,
-    gkd,
-    gmpo,
-    gpg,
     grpo,
-    gspo,
-    kl_cov,
-    kto,
-    online_dpo,
     opo,
-    orpo,
     otb,
     passk,
     pf_ppo,
     ppo,
-    prm,
-    raft,
-    reinforce,
     reinforce_pp,
     remax,
-    reward_model,
     rloo,
+)
+from jaxrl_llm.algos.contract import AlgoConfig, Algorithm, Divergence, Requirements
+from jaxrl_llm.algos.covariance import clip_cov, kl_cov
+from jaxrl_llm.algos.critic import value
+from jaxrl_llm.algos.distillation import distill, gkd
+from jaxrl_llm.algos.imitation import raft, sft
+from jaxrl_llm.algos.policy_gradient import PolicyConfig
+from jaxrl_llm.algos.preference import cpo, dpo, kto, online_dpo, orpo, simpo
+from jaxrl_llm.algos.reward_models import prm, reward_model
+from jaxrl_llm.algos.surrogates import (
+    cispo,
+    dppo,
+    dro,
+    gmpo,
+    gpg,
+    gspo,
+    reinforce,
     sapo,
-    sft,
-    simpo,
     vespo,
 )
-from jaxrl_llm.algos.contract import AlgoConfig
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.user_file import explain, import_user_file
 
-ALGOS: dict[str, ModuleType] = {
+ALGOS: dict[str, Algorithm] = {
     "cispo": cispo,
     "clip_cov": clip_cov,
     "cpo": cpo,
@@ -83,47 +81,89 @@ ALGOS: dict[str, ModuleType] = {
     "simpo": simpo,
     "vespo": vespo,
 }
+_LOADED: dict[str, Algorithm] = {}  # path of a user's file -> its algorithm
 
-__all__ = ["ALGOS", "AlgoConfig", "load", "module_of"]
-
-
-def module_of(config: AlgoConfig) -> ModuleType:
-    """The module whose Config this is."""
-    return sys.modules[type(config).__module__]
+__all__ = ["ALGOS", "AlgoConfig", "load_algorithm", "of", "requirements", "value", *ALGOS]
 
 
-def unit(config: AlgoConfig) -> int:
-    """Sequences that its loss wants side by side in a row."""
-    return getattr(module_of(config), "UNIT", 1)
+def of(config: AlgoConfig) -> Algorithm:
+    """Return the algorithm whose settings these are."""
+    known = {**ALGOS, value.name: value, **_LOADED}
+    assert config.algorithm in known, f"{config}: of no algorithm; make it with NAME.Config(...)"
+    return known[config.algorithm]
 
 
-def data(config: AlgoConfig) -> str:
-    """What it reads of a dataset: its INPUT, or the DATA that says it more closely ("steps", "teachers")."""
-    module = module_of(config)
-    return getattr(module, "DATA", module.INPUT)
+def requirements(config: AlgoConfig) -> Requirements:
+    """Return the arrays and models that the algorithm reads under these settings."""
+    return of(config).requires(config)
 
 
-def load(name: str) -> ModuleType:
-    """An algorithm by its name in ALGOS or by the path of a Python file that keeps the contract.
+def load_algorithm(name: str) -> Algorithm:
+    """Return an algorithm by its name in ALGOS or by the path of a Python file.
+
+    The file defines `algorithm = Algorithm(...)`. Or it defines INPUT, a class Config, loss and where there
+    are any advantages, returns, select, baseline, DATA and UNIT; Config states requirements in properties.
 
     Raises:
-        ValueError: neither a known name nor a file, or the file lacks a part of the contract.
+        UserError: neither a known name nor a file, or the file raises or lacks a part.
     """
     if name in ALGOS:
         return ALGOS[name]
     path = Path(name)
     if not path.is_file():
-        raise ValueError(f"--algo {name}: not one of {sorted(ALGOS)} and not a Python file")
-    module_name = f"jaxrl_llm_user_algo_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    wanted = ["INPUT", "Config", "loss"]
+        raise UserError(f"--algo {name}: not one of {sorted(ALGOS)} and not a Python file")
+    module, key = import_user_file(path, "algo"), os.path.abspath(path)
+    try:
+        _LOADED[key] = _algorithm(name, key, module)
+    except (TypeError, AssertionError) as error:  # its Config and Algorithm are the user's code
+        raise UserError(f"--algo {name}: {explain(error, path)}") from error
+    return _LOADED[key]
+
+
+def _algorithm(typed: str, key: str, module: ModuleType) -> Algorithm:
+    if isinstance(getattr(module, "algorithm", None), Algorithm):
+        return replace(module.algorithm, name=key)
+    required = ["INPUT", "Config", "loss"]
     if getattr(module, "INPUT", None) == "rollouts":
-        wanted.append("advantages")
-    missing = [part for part in wanted if not hasattr(module, part)]
-    if missing:
-        raise ValueError(
-            f"--algo {name}: the file lacks {', '.join(missing)}; see jaxrl_llm/algos/contract.py"
+        required.append("advantages")
+    if missing := [part for part in required if not hasattr(module, part)]:
+        raise UserError(
+            f"--algo {typed}: the file lacks {', '.join(missing)}; see jaxrl_llm/algos/contract.py"
         )
-    return module
+    optional = ("advantages", "returns", "select", "baseline")
+    return Algorithm(
+        key,
+        module.__doc__ or "",
+        module.INPUT,
+        module.Config(),
+        module.loss,
+        requires=_properties,
+        data=getattr(module, "DATA", ""),
+        group_size=getattr(module, "UNIT", 1),
+        **{name: getattr(module, name) for name in optional if hasattr(module, name)},
+    )
+
+
+_PROPERTIES = {
+    "needs_policy": "policy",
+    "needs_entropy": "entropy",
+    "needs_old": "old",
+    "needs_reference": "reference",
+    "needs_values": "values",
+    "needs_critic": "critic",
+    "needs_square": "sum_pi_squared",
+    "needs_greedy": "greedy",
+    "draws": "draws",
+    "teachers": "teachers",
+}
+
+
+def _properties(config: AlgoConfig) -> Requirements:
+    """Return the requirements that a Config states in properties."""
+    base = policy_gradient.requires(config) if isinstance(config, PolicyConfig) else Requirements()
+    stated = {field: getattr(config, name) for name, field in _PROPERTIES.items() if hasattr(config, name)}
+    if getattr(config, "bypass_old", False):
+        stated["old_source"] = "rollout"
+    if divergence := getattr(config, "divergence", None):
+        stated["divergence"] = Divergence(**divergence)
+    return replace(base, **stated)

@@ -1,44 +1,261 @@
-"""What the algorithms with PPO's clipped surrogate share."""
+"""PPO's clipped loss from ratio to aggregation, and its settings with a name: GRPO, DAPO, PPO ..."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from jaxrl_llm.algos.policy_gradient import PolicyConfig, finish
-from jaxrl_llm.algos.policy_losses import ppo_clip
-from jaxrl_llm.structs import LossInputs, Metrics
+from jaxrl_llm.algos.correction import correct
+from jaxrl_llm.algos.critic import value_loss
+from jaxrl_llm.algos.kl import kl, log_ratio
+from jaxrl_llm.algos.policy_gradient import PolicyConfig, policy_algorithm, select
+from jaxrl_llm.algos.reduce import aggregate, token_mean
+from jaxrl_llm.ranges import Positive, Range
+from jaxrl_llm.structs import LossInputs, Metrics, Rollouts
+
+Bound = Annotated[float, Range(0.0, math.inf)]
+"""Distance of a ratio or log-ratio from 1 or 0; inf = no bound."""
 
 
 @dataclass(frozen=True)
 class ClippedConfig(PolicyConfig):
-    """Options of the clipped surrogate."""
+    """Options of the clipped loss."""
 
-    clip_low: float = 0.2
+    clip_low: Bound = 0.2
     """The ratio may fall to 1 - clip_low."""
-    clip_high: float = 0.2
+    clip_high: Bound = 0.2
     """The ratio may rise to 1 + clip_high (DAPO: 0.28)."""
-    dual_clip: float | None = None
+    dual_clip: Annotated[float, Range(1.0, math.inf, open_low=True, usual="3 is usual")] | None = None
     """Bound on the ratio where the advantage is negative (3.0 is usual); None = none."""
-    loss_cap: float | None = None
+    loss_cap: Positive | None = None
     """Bound on the loss of every token (ChatLearn: 3.0); None = none."""
 
 
-def surrogate(signals: LossInputs, config: ClippedConfig) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-    """(max(-A r, -A clip(r, 1 - low, 1 + high)) of each token, where the clip took the gradient away)."""
-    return ppo_clip(
-        signals.policy,
-        signals.old,
-        signals.advantages,
-        config.clip_low,
-        config.clip_high,
-        config.dual_clip,
-        config.loss_cap,
-    )
+def clipped_loss(inputs: LossInputs, config: ClippedConfig) -> tuple[Float[Array, ""], Metrics]:
+    """Return max(-A r, -A clip(r, 1 - low, 1 + high)) + kl_coef KL - entropy_coef entropy, aggregated.
+
+    r = exp(policy - old), PPO (arXiv 1707.06347, eq. 7); with one update a step old is the policy and r is 1.
+    clip_high > clip_low is DAPO's clip-higher (arXiv 2503.14476, eq. 10).
+    """
+    ratio = jnp.exp(log_ratio(inputs.policy, inputs.old))
+    surrogate, is_clipped = clip(ratio, inputs.advantages, config)
+    return policy_loss(surrogate, {"clip_fraction": is_clipped}, inputs, config)
 
 
-def loss(signals: LossInputs, config: ClippedConfig) -> tuple[Float[Array, ""], Metrics]:
-    """The clipped surrogate, r = exp(policy - old); with one update a step r is 1."""
-    per_token, clipped = surrogate(signals, config)
-    return finish(per_token, {"clip_fraction": clipped}, signals, config)
+def clip(
+    ratio: Float[Array, "B T"], advantages: Float[Array, "B T"], config: ClippedConfig
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+    """Return the clipped surrogate of each token, and where a bound took its gradient away.
+
+    `dual_clip` c bounds the loss of a negative advantage by -A c (arXiv 1912.09729, eq. 5), `loss_cap` that
+    of every token (ChatLearn).
+    """
+    plain = -advantages * ratio
+    clipped = -advantages * jnp.clip(ratio, 1 - config.clip_low, 1 + config.clip_high)
+    loss, is_clipped = jnp.maximum(plain, clipped), clipped > plain
+    bounds = []
+    if config.dual_clip is not None:
+        bounds.append(jnp.where(advantages < 0, -advantages * config.dual_clip, jnp.inf))
+    if config.loss_cap is not None:
+        bounds.append(jnp.full_like(loss, config.loss_cap))
+    for bound in bounds:
+        over = loss > bound
+        loss, is_clipped = jnp.where(over, bound, loss), is_clipped | over
+    return loss, is_clipped
+
+
+def policy_loss(
+    surrogate: Float[Array, "B T"], fractions: Mapping[str, Array], inputs: LossInputs, config: PolicyConfig
+) -> tuple[Float[Array, ""], Metrics]:
+    """Correct the surrogate for the rollout, add KL, entropy and value loss, and aggregate.
+
+    Args:
+        surrogate: loss of each token.
+        fractions: per-token arrays whose means are metrics.
+    """
+    weights, metrics = correct(inputs, config.correction)
+    metrics |= {name: token_mean(jnp.asarray(x, surrogate.dtype), inputs) for name, x in fractions.items()}
+    metrics["policy_kl"] = token_mean(inputs.old - inputs.policy, inputs)
+    per_token = weights * surrogate
+    if inputs.reference is not None:
+        penalty = kl(inputs.policy, inputs.reference, config.kl)
+        metrics["kl"] = token_mean(penalty, inputs)
+        if config.kl_in == "loss" and config.kl_coef:
+            per_token = per_token + config.present_kl_coef(inputs) * penalty
+    if config.entropy_coef:
+        per_token = per_token - config.entropy_coef * inputs.entropy
+    loss = aggregate(per_token, inputs, config.aggregation, config.constant)
+    if config.advantage == "gae" and config.critic == "shared":
+        of_values, moved = value_loss(inputs.values, inputs.old_values, inputs.returns, config.value_clip)
+        metrics["value_loss"] = token_mean(of_values, inputs)
+        metrics["value_clip_fraction"] = token_mean(jnp.asarray(moved, surrogate.dtype), inputs)
+        loss = loss + config.vf_coef * metrics["value_loss"]
+    return loss, jax.lax.stop_gradient(metrics)
+
+
+grpo = policy_algorithm(
+    "grpo",
+    """Group relative policy optimization: GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3).
+
+    A = (r - mean of the group) / (std of the group + 1e-6), the same for all tokens of a response;
+    loss = mean over responses of the mean over tokens of max(-A r_t, -A clip(r_t)) + kl_coef k3.
+    ChatLearn divides by the population std; veRL averages over tokens.""",
+    ClippedConfig(aggregation="sequence", kl_coef=0.04),
+    clipped_loss,
+)
+
+dapo = policy_algorithm(
+    "dapo",
+    """Decoupled clip and dynamic sampling: DAPO (arXiv 2503.14476, eq. 8 to 13).
+
+    GRPO without KL, and four changes, each an option of its own: the ratio may rise further than it may fall
+    (`clip_high`); prompts whose responses are all right or all wrong are replaced (`dynamic_sampling`); every
+    token counts the same (`aggregation`); truncated responses are not learned from (`drop_truncated`), and
+    long ones are penalised before that (reward "overlong").""",
+    ClippedConfig(clip_high=0.28, dynamic_sampling=True, drop_truncated=True),
+    clipped_loss,
+)
+
+ppo = policy_algorithm(
+    "ppo",
+    """Proximal policy optimization: PPO (arXiv 1707.06347, eq. 7; for language arXiv 2203.02155).
+
+    Reward of a token: -kl_coef (old - reference), plus the response's reward on its last token;
+    A = GAE over the policy's own tokens (arXiv 1506.02438), whitened; loss = max(-A r_t, -A clip(r_t)).
+    The critic (critic.py) learns A + V; `critic = "shared"` makes it a second head on the policy.
+    kl_coef and lambda are InstructGPT's.""",
+    ClippedConfig(advantage="gae", lam=0.95, kl_coef=0.02, kl="k1", kl_in="reward"),
+    clipped_loss,
+)
+
+dr_grpo = policy_algorithm(
+    "dr_grpo",
+    """GRPO done right: Dr. GRPO (arXiv 2503.20783, section 3.2).
+
+    A = r - mean of the group, without the std; loss = sum over tokens / a constant, mean over responses:
+    neither hard prompts nor short wrong answers weigh more than others. `constant` is the longest response
+    allowed (veRL without `loss_scale_factor` divides by the padded length instead).""",
+    ClippedConfig(scale="none", aggregation="constant"),
+    clipped_loss,
+)
+
+rloo = policy_algorithm(
+    "rloo",
+    """REINFORCE leave-one-out: RLOO (arXiv 2402.14740, eq. 8).
+
+    A = r - mean reward of the other responses to the prompt, with -kl_coef (old - reference) of all tokens in
+    r; loss = -A r_t, summed over tokens: with one update a step the gradient of REINFORCE, with several PPO's
+    clip bounds the ratio. veRL averages over tokens.""",
+    ClippedConfig(advantage="rloo", aggregation="sequence_sum", kl_coef=0.03, kl="k1", kl_in="reward"),
+    clipped_loss,
+)
+
+reinforce_pp = policy_algorithm(
+    "reinforce_pp",
+    """REINFORCE++ (arXiv 2501.03262, eq. 4 to 6).
+
+    A = discounted return of the token's rewards, the KL among them, whitened over all tokens of the step;
+    loss = max(-A r_t, -A clip(r_t)). The baseline form is `advantage = "reinforce_pp_baseline"`: r - mean of
+    the group, then whitened (OpenRLHF's reinforce_baseline; there with the KL in the loss, k2).""",
+    ClippedConfig(advantage="reinforce_pp", kl_coef=0.01, kl="k1", kl_in="reward"),
+    clipped_loss,
+)
+
+remax = policy_algorithm(
+    "remax",
+    """ReMax (arXiv 2310.10505, algorithm 2): REINFORCE with the greedy response as baseline.
+
+    A_t = rewards from t on - reward of the greedy response to the same prompt; loss = -A r_t, summed over
+    tokens.""",
+    ClippedConfig(advantage="remax", aggregation="sequence_sum"),
+    clipped_loss,
+)
+
+opo = policy_algorithm(
+    "opo",
+    """On-policy RL with optimal reward baseline: OPO (arXiv 2505.23585, eq. 7).
+
+    A = r - sum(length r) / sum(length) over the group; loss = -A r_t, summed over tokens; no KL, no entropy,
+    and meant for one update a step.""",
+    ClippedConfig(advantage="opo", aggregation="sequence_sum"),
+    clipped_loss,
+)
+
+passk = policy_algorithm(
+    "passk",
+    """GRPO for pass@k (arXiv 2503.19595, eq. 9): a group is worth its best response.
+
+    A = (best - second best) / std of the group for the best response, 0 for all others. Where one response is
+    enough, only what it adds over the rest is learned.""",
+    ClippedConfig(advantage="passk", aggregation="sequence"),
+    clipped_loss,
+)
+
+otb = policy_algorithm(
+    "otb",
+    """Optimal token baseline: each token has the baseline of least variance.
+
+    A_t = G_t - sum(G_t W_t) / sum(W_t) over the group at the t-th own token, W_t = running sum of
+    1 - 2 p + sum(p^2). Where the longest response of a group is the only one left its advantage is 0;
+    `advantage = "otb_tail"` drops the baseline there (veRL's optimal_token_baseline with its default
+    handle_zero_tail). Both count own tokens only, so that a tool's output shifts nothing.""",
+    ClippedConfig(advantage="otb", aggregation="sequence_sum"),
+    clipped_loss,
+)
+
+gdpo = policy_algorithm(
+    "gdpo",
+    """Group reward-decoupled normalization: GDPO (arXiv 2601.05242, eq. 4 to 6).
+
+    Each reward is normalised in its group by itself, then they are added with `component_weights` and
+    whitened over the step: a reward of small spread is not drowned by one of large spread.""",
+    ClippedConfig(advantage="gdpo", aggregation="sequence"),
+    clipped_loss,
+)
+
+
+@dataclass(frozen=True)
+class FilteredConfig(ClippedConfig):
+    """Options of PF-PPO."""
+
+    filter: Literal["pow", "max_min", "max_random"] = "pow"
+    """Probability of a response: by |r|^power; best and worst only; the best 4 times as likely as others."""
+    power: Annotated[float, Range(0.0, 100.0)] = 2.0
+    """Exponent of the reward, for "pow"."""
+
+
+def resample(rollouts: Rollouts, config: FilteredConfig, rng: np.random.Generator) -> np.ndarray:
+    """Return as many trajectories as there are, drawn with replacement by their reward."""
+    kept = select(rollouts, config, rng)
+    if not len(kept):
+        return kept
+    rewards = np.asarray(rollouts.rewards, np.float64)[kept]
+    best = rewards == rewards.max()
+    if config.filter == "pow":
+        weights = np.abs(rewards) ** config.power
+    elif config.filter == "max_min":
+        weights = (best | (rewards == rewards.min())).astype(np.float64)
+    else:
+        weights = np.where(best, 0.4, 0.1)
+    weights = weights + 1e-8
+    return np.sort(rng.choice(kept, size=len(kept), p=weights / weights.sum()))
+
+
+pf_ppo = policy_algorithm(
+    "pf_ppo",
+    """Policy-filtered PPO: PF-PPO (arXiv 2409.06957, section 3), responses drawn again by their reward.
+
+    As many responses as there are, drawn with replacement: with weight |r|^power, or only the best and worst
+    of the step ("max_min"), or the best four times as likely as the rest ("max_random"). Rewards in the
+    middle, where a reward model is least sure, then count for less.""",
+    FilteredConfig(advantage="gae", lam=0.95, kl_coef=0.02, kl="k1", kl_in="reward"),
+    clipped_loss,
+    select=resample,
+)

@@ -1,109 +1,168 @@
-"""What an algorithm is: one module of arithmetic.
+"""An algorithm is one frozen object, `Algorithm`: a Config and pure functions on arrays.
 
-    INPUT = "rollouts"          # responses of the policy itself, with rewards
-          | "tokens"            # examples to imitate
-          | "pairs"             # a chosen and a rejected response to each prompt
-          | "labels"            # single responses, each with a label
-    UNIT = 1                    # sequences that stay side by side in a row; 2: chosen, rejected, chosen, ...
-    class Config(AlgoConfig)    # frozen dataclass; its properties say which signals are computed
-    def loss(signals, config) -> (Float[Array, ""], Metrics)
+    input         "rollouts"   responses of the policy itself, with rewards
+                  "tokens"     examples to imitate
+                  "pairs"      a chosen and a rejected response to each prompt
+                  "labels"     single responses, each with a label
+    requires      config -> Requirements: the arrays and models that have to be computed
+    loss          (LossInputs, config) -> (Float[Array, ""], Metrics)
+    advantages    (Rollouts, config) -> Float[Array, "N R"], where input is "rollouts"
+    returns       (Rollouts, config) -> Float[Array, "N R"], the critic's targets
+    select        (Rollouts in numpy, config, rng) -> int [M], the trajectories that are learned from
+    baseline      (LossInputs, config) -> Float[Array, "*shape"], a micro-batch's part of one number of the
+                  whole mini-batch, before its update
 
-    def baseline(signals, config) -> Float[Array, ""]        # optional: a micro-batch's part of one number of
-                                                             # the whole mini-batch, before its update
-
-and, where INPUT is "rollouts",
-
-    def advantages(rollouts, config) -> Float[Array, "N R"]
-    def returns(rollouts, config) -> Float[Array, "N R"]     # where values are had: what a critic learns
-    def select(rollouts, config, rng) -> int [M]             # optional, numpy: the trajectories learned from
-
-Metrics are sums over the tokens at hand divided by the global denominators, so that adding up the
-micro-batches gives the mean of the mini-batch; a key that ends in "/max" or "/max_abs" is combined by max.
+Metrics are sums over the tokens at hand divided by the global denominators, so that micro-batches add up to
+the mean of the mini-batch; a key that ends in "/max" or "/max_abs" is combined by max.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, get_args
 
+import numpy as np
 from jax import Array
 
-from jaxrl_llm.structs import Metrics
+from jaxrl_llm.structs import LossInputs, Metrics, Rollouts
+
+Input = Literal["rollouts", "tokens", "pairs", "labels"]
+OldSource = Literal["auto", "policy", "rollout"]
+
+
+class AlgorithmName(str):
+    """Key of an algorithm in ALGOS, or the path of a user's file; no option of the command line."""
+
+
+class Divergence(NamedTuple):
+    """Settings of `linear_divergence` from a teacher's whole next-token distribution."""
+
+    beta: float
+    temperature: float
+    top_k: int
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """The arrays and models that an algorithm reads; each costs a forward pass, memory or a gradient."""
+
+    policy: bool = True
+    """Log-probs of the policy; critics and reward models learn without."""
+    entropy: bool = False
+    """Gradient through the entropy; its value is a metric anyway."""
+    old: bool = False
+    """Old log-probs before the first update: `advantages` or `baseline` reads them."""
+    old_source: OldSource = "auto"
+    """Old log-probs are those of the policy before this step's updates, or those that the rollout reported.
+    auto: the rollout's where older weights may have generated tokens, unless `corrected`; or the policy's."""
+    corrected: bool = False
+    """The loss weighs or rejects tokens by policy / rollout, so that old log-probs need not."""
+    reference: bool = False
+    """Log-probs of the frozen reference model, or of the teachers in its place."""
+    values: bool = False
+    """A value head on the trained model."""
+    critic: bool = False
+    """Values of a critic with its own backbone."""
+    sum_pi_squared: bool = False
+    """Sum over the vocabulary of the policy's p^2."""
+    greedy: bool = False
+    """A greedy response to every prompt, and its reward."""
+    draws: int = 1
+    """Batches of prompts that may be rolled out for one step; with several, only groups whose rewards differ
+    are kept, until the step is full (DAPO's dynamic sampling)."""
+    teachers: tuple[str, ...] = ()
+    """Folders of the teachers' weights."""
+    divergence: Divergence | None = None
+    """Divergence from the teachers' whole distributions; None = not computed."""
 
 
 @dataclass(frozen=True)
 class AlgoConfig:
-    """Base of every algorithm's Config; says which signals it wants computed.
+    """Base of every algorithm's Config."""
 
-    Each costs something: a forward pass of another model, or a gradient.
-    """
-
-    @property
-    def needs_policy(self) -> bool:
-        """Log-probs of the policy; a critic or reward model learns without."""
-        return True
-
-    @property
-    def needs_entropy(self) -> bool:
-        """Gradient through the entropy; its value is measured anyway."""
-        return False
-
-    @property
-    def needs_old(self) -> bool:
-        """Log-probs before this step's updates even where one update a step makes them the policy's own."""
-        return False
-
-    @property
-    def needs_reference(self) -> bool:
-        """Log-probs of the frozen reference model."""
-        return False
-
-    @property
-    def needs_values(self) -> bool:
-        """A value head on the model that learns."""
-        return False
-
-    @property
-    def needs_critic(self) -> bool:
-        """Values of a critic with a backbone of its own."""
-        return False
-
-    @property
-    def needs_square(self) -> bool:
-        """Sum over the vocabulary of the policy's p^2."""
-        return False
-
-    @property
-    def needs_greedy(self) -> bool:
-        """A greedy response to every prompt, and its reward."""
-        return False
-
-    @property
-    def draws(self) -> int:
-        """Batches of prompts that may be rolled out for one step; with several, only groups whose rewards
-        differ are kept, until the step is full (DAPO's dynamic sampling)."""
-        return 1
-
-    @property
-    def teachers(self) -> tuple[str, ...]:
-        """Folders of the models that are learned from."""
-        return ()
-
-    @property
-    def divergence(self) -> dict[str, Any] | None:
-        """Settings of `linear_divergence` from the teacher's whole distribution; None = not wanted."""
-        return None
-
-    @property
-    def bypass_old(self) -> bool:
-        """The old log-probs are those the rollout reported: no forward pass for them."""
-        return False
+    algorithm: AlgorithmName = field(default=AlgorithmName(""), kw_only=True)
+    """Name of the algorithm whose settings these are; `Algorithm` sets it."""
 
     @property
     def initial_kl_coef(self) -> float:
-        """Where the KL controller starts."""
+        """Coefficient that the KL controller starts with."""
         return 0.0
 
     def next_kl_coef(self, kl_coef: Array, metrics: Metrics, num_sequences: Array) -> Array:
-        """The KL controller: its coefficient after an update with these metrics."""
+        """Return the KL controller's coefficient after an update with these metrics."""
         return kl_coef
+
+
+def _policy_alone(config: AlgoConfig) -> Requirements:
+    return Requirements()
+
+
+@dataclass(frozen=True, eq=False)
+class Algorithm:
+    """One algorithm; the module's docstring has the signatures."""
+
+    name: str
+    doc: str
+    """Name, paper and formula; lists show the first line."""
+    input: Input
+    config: AlgoConfig
+    """Its Config with its defaults."""
+    loss: Callable[[LossInputs, Any], tuple[Any, Metrics]]
+    requires: Callable[[Any], Requirements] = _policy_alone
+    advantages: Callable[[Rollouts, Any], Any] | None = None
+    returns: Callable[[Rollouts, Any], Any] | None = None
+    select: Callable[[Rollouts, Any, np.random.Generator], np.ndarray] | None = None
+    baseline: Callable[[LossInputs, Any], Any] | None = None
+    data: str = ""
+    """Rows that it reads of a dataset, where `input` is not enough: "steps", "teachers"; "" = `input`."""
+    group_size: int = 1
+    """Sequences that stay side by side in a packed row; 2: chosen, rejected, chosen, ..."""
+
+    def __post_init__(self):
+        known = get_args(Input)
+        assert self.input in known, f"{self.name}: input is {self.input!r}, not one of {known}"
+        updates_policy = self.on_rollouts and self.requires(self.config).policy
+        assert self.advantages or not updates_policy, f"{self.name} learns from rollouts without advantages"
+        derived = {
+            "config": replace(self.config, algorithm=AlgorithmName(self.name)),
+            "data": self.data or self.input,
+            "doc": inspect.cleandoc(self.doc),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+
+    def Config(self, **settings: Any) -> Any:
+        """Return its defaults with these settings: `grpo.Config(kl_coef=0.0)`."""
+        return replace(self.config, **settings)
+
+    @property
+    def on_rollouts(self) -> bool:
+        """It learns from the policy's own responses."""
+        return self.input == "rollouts"
+
+
+def old_logprobs(
+    algorithm: Algorithm, requires: Requirements, updates: int, on_policy: bool = True
+) -> Literal["policy", "recompute", "rollout"]:
+    """Return where the old log-probs of a step come from.
+
+    Args:
+        updates: that this step makes; from the second on the policy is no longer the old one.
+        on_policy: the weights before the first of them generated every token. False for asynchronous and
+            partial rollouts: against the policy's own log-probs stale tokens would have ratio 1 and no clip.
+
+    Returns:
+        "policy": the policy's own in the update, the ratio is 1. "recompute": a forward pass before the
+        first update. "rollout": those that the rollout engine reported.
+    """
+    stale = algorithm.on_rollouts and not on_policy and not requires.corrected
+    if requires.old_source == "rollout" or (requires.old_source == "auto" and stale):
+        return "rollout"
+    return "recompute" if requires.old or (algorithm.on_rollouts and updates > 1) else "policy"
+
+
+def ignores_staleness(algorithm: Algorithm, requires: Requirements) -> bool:
+    """Return True where tokens of older weights are taken for the policy's own, which is no default."""
+    return algorithm.on_rollouts and requires.old_source == "policy" and not requires.corrected

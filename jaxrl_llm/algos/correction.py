@@ -1,21 +1,24 @@
-"""Corrections for a rollout engine whose log-probs are not the trainer's: weights, rejection, diagnostics.
+"""Rollout correction: importance weights, rejection and diagnostics of trainer against rollout log-probs.
 
-The ratio is exp(old - rollout): trainer over rollout, before this step's updates. Everything is per token or
-per sequence, so that micro-batches add up; the one number of the whole batch, the mean weight, is taken
-where the whole batch is at hand (`mean_weight`, on [N, R] arrays).
+The ratio is exp(old - rollout): trainer over rollout, before this step's updates. Weights are per token or
+per sequence, so that micro-batches add up; the one number of a batch, its mean weight, is computed on
+[N, R] arrays (`mean_weight`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm.algos.reduce import aggregate, segment_sums, token_mean
+from jaxrl_llm.algos.kl import MAX_LOG_RATIO, log_ratio
+from jaxrl_llm.algos.reduce import aggregate, sequence_sum, token_mean
+from jaxrl_llm.ranges import Range, Unbounded
 from jaxrl_llm.structs import LossInputs, Metrics
 
 Rule = Literal[
@@ -24,39 +27,42 @@ Rule = Literal[
     "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_mean_tv", "seq_mean_binary_kl",
     "seq_max_k2", "seq_max_k3",
 ]  # fmt: skip
-BOUND = 20.0  # nats; log-ratios are held within it
 
 
 @dataclass(frozen=True)
 class Correction:
-    """Importance weights and rejection for the gap between rollout and trainer.
+    """Options of importance weights and rejection for the gap between rollout and trainer.
 
     Usual settings: truncated importance sampling (TIS) is weight "token", cap 2; IcePop is weight "token",
     floor 0.5, cap 5, outside "zero"; a sequence mask is weight "token", cap inf, reject seq_mean_k1.
     """
 
     weight: Literal["none", "token", "sequence"] = "none"
-    """Weigh the policy loss by exp(old - rollout): of each token, or its product over the sequence."""
-    cap: float = 2.0
+    """Weigh the policy loss by exp(old - rollout), of each token or its product over the sequence."""
+    cap: Annotated[float, Range(0.0, math.inf, open_low=True)] = 2.0
     """Largest weight."""
-    floor: float = 0.0
+    floor: Annotated[float, Range(0.0, 1e6)] = 0.0
     """Smallest weight."""
     outside: Literal["clip", "zero"] = "clip"
-    """A weight outside [floor, cap] is brought to the bound, or becomes 0 (IcePop, masked sampling)."""
+    """Clip a weight outside [floor, cap] to the bound, or set it to 0 (IcePop, masked sampling)."""
     of: Literal["old", "policy"] = "old"
     """Numerator of the ratio: the policy before this step's updates, or the present one (RL2)."""
     normalize: bool = False
     """Divide by the mean weight of the step's tokens (of its sequences, for weight "sequence")."""
-    reject: tuple[tuple[Rule, float, float], ...] = ()
-    """Rules, lowest and highest value allowed: tokens, or whole sequences, that break one have weight 0.
+    reject: tuple[tuple[Rule, Unbounded, Unbounded], ...] = ()
+    """Rules, lowest and highest value allowed: tokens or sequences that break one have weight 0.
     Nats; for k1 a ratio rollout / old, for tv a probability. Such as token_k1 0.8 1.25 seq_mean_k3 0 0.02."""
 
-    def __post_init__(self):
-        if not 0 <= self.floor < self.cap:
-            raise ValueError(f"correction needs 0 <= floor < cap, got {self.floor} and {self.cap}")
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, what is wrong with it) of rules across fields."""
+        if not self.floor < self.cap:
+            yield "floor", f"is {self.floor:g}: it must be below cap, {self.cap:g}."
         for rule, low, high in self.reject:
             if not low < high or (rule.endswith("k1") and low <= 0):
-                raise ValueError(f"{rule} {low:g} {high:g}: the lower bound, then the upper; above 0 for k1")
+                yield (
+                    "reject",
+                    f"has {rule} {low:g} {high:g}: it must have the lower bound first; above 0 for k1.",
+                )
 
     @property
     def active(self) -> bool:
@@ -64,17 +70,17 @@ class Correction:
 
 
 def importance_weights(
-    log_ratio: Float[Array, "B T"],
+    log_ratios: Float[Array, "B T"],
     mask: Float[Array, "B T"],
     segments: Int[Array, "B T"],
     config: Correction,
 ) -> Float[Array, "B T"]:
-    """exp(log_ratio), or exp of its sum over the sequence, clipped or zeroed outside [floor, cap]."""
+    """Return exp(log_ratios), or exp of its sum over the sequence, clipped or zeroed outside [floor, cap]."""
     if config.weight == "none":
         return mask
     if config.weight == "sequence":
-        log_ratio = over_sequence(log_ratio, mask, segments)
-    ratio = jnp.exp(jnp.clip(log_ratio, -BOUND, BOUND))
+        log_ratios = sequence_sum(log_ratios, mask, segments)
+    ratio = jnp.exp(jnp.clip(log_ratios, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     inside = (ratio >= config.floor) & (ratio <= config.cap)
     bounded = jnp.clip(ratio, config.floor, config.cap)
     weights = bounded if config.outside == "clip" else jnp.where(inside, ratio, 0.0)
@@ -82,10 +88,10 @@ def importance_weights(
 
 
 def mean_weight(
-    log_ratio: Float[Array, "N R"], mask: Float[Array, "N R"], config: Correction
+    log_ratios: Float[Array, "N R"], mask: Float[Array, "N R"], config: Correction
 ) -> Float[Array, ""]:
-    """Mean importance weight of all tokens, or of all sequences (rows with a token). Never 0."""
-    weights = importance_weights(log_ratio, mask, jnp.ones(mask.shape, jnp.int32), config)
+    """Return the mean importance weight of all tokens, or of all sequences (rows with a token); never 0."""
+    weights = importance_weights(log_ratios, mask, jnp.ones(mask.shape, jnp.int32), config)
     share = mask
     if config.weight == "sequence":
         share = mask / jnp.maximum(mask.sum(axis=1, keepdims=True), 1.0)
@@ -99,7 +105,7 @@ def accepted(
     segments: Int[Array, "B T"],
     config: Correction,
 ) -> Bool[Array, "B T"]:
-    """True where a token, and its sequence, passes every test in `config.reject`.
+    """Return True where a token, and its sequence, passes every rule in `config.reject`.
 
     With d = old - rollout, k1 = -d, k2 = d^2 / 2, k3 = e^d - 1 - d estimate KL(rollout || old); tv and
     binary_kl are of the distribution {this token, any other} (arXiv 2602.04879).
@@ -111,8 +117,8 @@ def accepted(
         if level == "max":
             value = _sequence_max(value, mask, segments)
         elif level != "token":
-            total = over_sequence(value, mask, segments)
-            value = total if level == "sum" else total / over_sequence(jnp.ones_like(value), mask, segments)
+            total = sequence_sum(value, mask, segments)
+            value = total if level == "sum" else total / sequence_sum(jnp.ones_like(value), mask, segments)
         if name == "k1":
             low, high = math.log(low), math.log(high)
         keep &= (value >= low) & (value <= high)
@@ -120,7 +126,7 @@ def accepted(
 
 
 def _divergence(old: Float[Array, "B T"], rollout: Float[Array, "B T"], name: str) -> Float[Array, "B T"]:
-    d = jnp.clip(old - rollout, -BOUND, BOUND)
+    d = log_ratio(old, rollout)
     if name == "k1":
         return -d
     if name == "k2":
@@ -133,14 +139,6 @@ def _divergence(old: Float[Array, "B T"], rollout: Float[Array, "B T"], name: st
     return jnp.maximum(p * jnp.log(p / q) + (1 - p) * jnp.log((1 - p) / (1 - q)), 0.0)
 
 
-def over_sequence(
-    x: Float[Array, "B T"], mask: Float[Array, "B T"], segments: Int[Array, "B T"]
-) -> Float[Array, "B T"]:
-    """At each token, the sum of x over the masked tokens of its sequence."""
-    sums = segment_sums(x, segments, mask)
-    return jnp.take_along_axis(sums, jnp.maximum(segments - 1, 0), axis=1)
-
-
 def _sequence_max(
     x: Float[Array, "B T"], mask: Float[Array, "B T"], segments: Int[Array, "B T"]
 ) -> Float[Array, "B T"]:
@@ -149,51 +147,51 @@ def _sequence_max(
     return jnp.take_along_axis(largest, segments, axis=1)
 
 
-def correct(signals: LossInputs, config: Correction) -> tuple[Float[Array, "B T"], Metrics]:
-    """(weight of each token's policy loss, metrics). No gradient flows through the weights.
+def correct(inputs: LossInputs, config: Correction) -> tuple[Float[Array, "B T"], Metrics]:
+    """Return (weight of each token's policy loss, metrics). No gradient flows through the weights.
 
     A rejected token weighs 0 and the denominators stay (veRL shrinks them; OpenRLHF does not). The effective
-    sample size, as a fraction, is is/weight^2 / is/weight_square of the whole mini-batch.
+    sample size, as a fraction, is is/weight^2 / is/weight_square of the mini-batch.
     """
-    if signals.rollout is None:
+    if inputs.rollout is None:
         assert not config.active, "a correction needs the rollout's log-probs"
-        return signals.mask, {}
-    old = jax.lax.stop_gradient(signals.policy if config.of == "policy" else signals.old)
-    metrics = diagnostics(old, signals)
+        return inputs.mask, {}
+    old = jax.lax.stop_gradient(inputs.policy if config.of == "policy" else inputs.old)
+    metrics = diagnostics(old, inputs)
     if not config.active:
-        return signals.mask, metrics
-    ids = signals.segments
-    weights = importance_weights(old - signals.rollout, signals.mask, ids, config)
+        return inputs.mask, metrics
+    ids = inputs.segments
+    weights = importance_weights(old - inputs.rollout, inputs.mask, ids, config)
     if config.weight != "none":
         unbounded = Correction(config.weight, cap=jnp.inf)
-        ratio = importance_weights(old - signals.rollout, signals.mask, ids, unbounded)
+        ratio = importance_weights(old - inputs.rollout, inputs.mask, ids, unbounded)
         metrics |= {
-            "is/weight": token_mean(weights, signals),
-            "is/weight_square": token_mean(weights**2, signals),
-            "is/low_fraction": token_mean((ratio < config.floor).astype(ratio.dtype), signals),
-            "is/high_fraction": token_mean((ratio > config.cap).astype(ratio.dtype), signals),
+            "is/weight": token_mean(weights, inputs),
+            "is/weight_square": token_mean(weights**2, inputs),
+            "is/low_fraction": token_mean((ratio < config.floor).astype(ratio.dtype), inputs),
+            "is/high_fraction": token_mean((ratio > config.cap).astype(ratio.dtype), inputs),
         }
     if config.reject:
-        keep = accepted(old, signals.rollout, signals.mask, ids, config)
+        keep = accepted(old, inputs.rollout, inputs.mask, ids, config)
         weights = jnp.where(keep, weights, 0.0)
-        metrics["is/rejected_fraction"] = token_mean((~keep).astype(weights.dtype), signals)
+        metrics["is/rejected_fraction"] = token_mean((~keep).astype(weights.dtype), inputs)
     return weights, metrics
 
 
-def diagnostics(old: Float[Array, "B T"], signals: LossInputs) -> Metrics:
-    """How far the rollout's distribution is from the trainer's; all add up over micro-batches.
+def diagnostics(old: Float[Array, "B T"], inputs: LossInputs) -> Metrics:
+    """Return distances of the rollout's distribution from the trainer's; all add up over micro-batches.
 
     kl and k3_kl estimate KL(rollout || old), nats a token; ppl_ratio is the mean over sequences of the
-    trainer's perplexity over the rollout's; chi2 is E[ratio^2] - 1 of tokens and of whole sequences.
+    trainer's perplexity over the rollout's; chi2 is E[ratio^2] - 1 of tokens and of sequences.
     """
-    d = jnp.clip(old - signals.rollout, -BOUND, BOUND)
-    total = over_sequence(old - signals.rollout, signals.mask, signals.segments)
-    bounded = jnp.clip(total, -BOUND, BOUND)
-    per_sequence = lambda x: aggregate(x, signals, "sequence")
+    d = log_ratio(old, inputs.rollout)
+    total = sequence_sum(old - inputs.rollout, inputs.mask, inputs.segments)
+    bounded = jnp.clip(total, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    per_sequence = lambda x: aggregate(x, inputs, "sequence")
     return {
-        "mismatch/kl": token_mean(-d, signals),
-        "mismatch/k3_kl": token_mean(jnp.expm1(d) - d, signals),
-        "mismatch/ppl_ratio": per_sequence(jnp.exp(-total / signals.lengths)),
-        "mismatch/chi2_token": token_mean(jnp.expm1(2 * d), signals),
+        "mismatch/kl": token_mean(-d, inputs),
+        "mismatch/k3_kl": token_mean(jnp.expm1(d) - d, inputs),
+        "mismatch/ppl_ratio": per_sequence(jnp.exp(-total / inputs.lengths)),
+        "mismatch/chi2_token": token_mean(jnp.expm1(2 * d), inputs),
         "mismatch/chi2_sequence": per_sequence(jnp.expm1(2 * bounded)),
     }

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.bridge.servers import Pool, Server, reading
+from jaxrl_llm.bridge.servers import PoolLike, ServerLike, reading
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.scorer import make_scorer
@@ -73,7 +73,7 @@ class Probe:
     tolerance: float
     differences: dict[str, float] = field(default_factory=dict)
 
-    async def check(self, pool: Pool, server: Server) -> None:
+    async def check(self, pool: PoolLike, server: ServerLike) -> None:
         """Have a server score the tokens.
 
         Raises:

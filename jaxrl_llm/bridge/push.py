@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from jaxrl_llm.bridge.probe import Probe, Score, probe_tokens
-from jaxrl_llm.bridge.servers import CACHE, WEIGHTS, Json, PauseMode, Pool, Receiver, Server, reading
+from jaxrl_llm.bridge.servers import CACHE, WEIGHTS, Json, PauseMode, PoolLike, Receiver, ServerLike, reading
 from jaxrl_llm.errors import NoRouteError, RefusedError, ServerError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.structs import Metrics, Params
@@ -70,7 +70,7 @@ class Publisher:
 
     def __init__(
         self,
-        pool: Pool | None,
+        pool: PoolLike | None,
         transport: WeightTransport,
         pause: PauseMode,
         model: TransformerConfig,
@@ -123,7 +123,7 @@ class Publisher:
 class Push:
     """One push under way. Parts are `put` by the thread that gathers them."""
 
-    def __init__(self, pool: Pool, transport: WeightTransport, pause: PauseMode, probe: Probe):
+    def __init__(self, pool: PoolLike, transport: WeightTransport, pause: PauseMode, probe: Probe):
         self.pool, self.transport, self.pause, self.probe = pool, transport, pause, probe
         self.wire_seconds: dict[str, float] = {}  # by address: spent in sending
         self.pause_seconds: dict[str, float] = {}
@@ -168,7 +168,7 @@ class Push:
     async def _join(self) -> None:
         await self._task
 
-    async def _update(self, server: Server) -> None:
+    async def _update(self, server: ServerLike) -> None:
         """Push to one server, now or, where parts last, when it comes back later."""
         if id(server) not in self._inboxes:
             if not (self._sent and self._sent[-1].last):
@@ -183,7 +183,7 @@ class Push:
             if inbox.full():  # `_put` must not wait for a server that has failed
                 inbox.get_nowait()
 
-    async def _push_to(self, server: Server, inbox: asyncio.Queue[Part | None]) -> None:
+    async def _push_to(self, server: ServerLike, inbox: asyncio.Queue[Part | None]) -> None:
         receiver = Receiver(self.pool, server, await num_ranks(self.pool, server))
         await self.transport.connect(receiver)
         part = await self._next(inbox)
@@ -222,7 +222,7 @@ class Push:
         self.wire_seconds[url] = self.wire_seconds.get(url, 0.0) + time.perf_counter() - start
 
 
-async def num_ranks(pool: Pool, server: Server) -> int:
+async def num_ranks(pool: PoolLike, server: ServerLike) -> int:
     """Return a server's tensor parallelism; one that cannot say so in time need not be given weights."""
     timeout = RETRY_TIMEOUT if server.unreachable else SHORT_TIMEOUT
     ranks = (await pool.request(server, "/server_info", timeout=min(timeout, pool.timeout))).get("tp_size", 1)

@@ -20,7 +20,7 @@ CACHE, WEIGHTS = "kv_cache", "weights"
 MAX_SHOWN = 300  # characters of a server's message that an error shows
 
 
-class Server(Protocol):
+class ServerLike(Protocol):
     """One server."""
 
     url: str
@@ -32,23 +32,23 @@ class Server(Protocol):
     """Tags of the memory that it has released."""
 
 
-class Pool(Protocol):
+class PoolLike(Protocol):
     """All servers of a run, and the event loop that sends the requests."""
 
-    servers: Sequence[Server]
+    servers: Sequence[ServerLike]
     timeout: float
     """Seconds that one request may take."""
     interruptions: int
     """Times that responses in flight were interrupted on purpose."""
 
     @property
-    def usable(self) -> Sequence[Server]:
+    def usable(self) -> Sequence[ServerLike]:
         """Servers that hold the newest weights."""
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine in the pool's event loop and return its result."""
 
-    async def request(self, server: Server, path: str, body: Any = None, timeout: float = 0.0) -> Json:
+    async def request(self, server: ServerLike, path: str, body: Any = None, timeout: float = 0.0) -> Json:
         """Send a request and return the JSON object of the reply.
 
         Raises:
@@ -57,9 +57,9 @@ class Pool(Protocol):
 
     async def update_all(
         self,
-        update: Callable[[Server], Awaitable[Any]],
+        update: Callable[[ServerLike], Awaitable[Any]],
         label: str = "",
-        servers: Sequence[Server] | None = None,
+        servers: Sequence[ServerLike] | None = None,
     ) -> None:
         """Run `update` for all servers at once. A server for which it raises an error is left out."""
 
@@ -82,8 +82,8 @@ class Receiver:
         ranks: processes of the server, each with a part of the model (tensor parallelism).
     """
 
-    pool: Pool
-    server: Server
+    pool: PoolLike
+    server: ServerLike
     ranks: int = 1
 
     async def request(self, path: str, body: Any, timeout: float = 0.0) -> Json:

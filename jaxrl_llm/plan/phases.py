@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
-from jaxrl_llm.build.models import make_trainers, with_heads
+from jaxrl_llm.build.models import make_stages, with_heads
 from jaxrl_llm.config import TrainConfig, derived
 from jaxrl_llm.learn.learner import Learner
-from jaxrl_llm.learn.trainer import Trainer, asked
+from jaxrl_llm.learn.stage import Stage, loss_signals, policy_scores
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.plan import flops
 from jaxrl_llm.plan.models import SHAPES, shape_of
@@ -51,33 +51,32 @@ def phases(config: TrainConfig, mesh: Mesh) -> list[Phase]:
     model = shape_of(config.model)
     check_model(config, mesh.shape, model.max_position, model.num_heads)
     model = with_heads(model, config.algo)
-    _, trainer = make_trainers(config, model, mesh, SHAPES)
-    base = _resident(config, model, trainer)
+    stage = make_stages(config, model, mesh, SHAPES)[-1]
+    base = _resident(config, model, stage)
     found = []
-    rolls_out = algos.module_of(config.algo).INPUT == "rollouts"
-    if rolls_out and config.rollout.engine == "native":
-        found += _rollout(config, model, mesh, trainer.policy.abstract_state().params, base)
-    found += _score(config, trainer, base)
-    if trainer.critic:
-        found += _update("critic", config, trainer.critic, trainer, base)
-    found += _update("update", config, trainer.policy, trainer, base)
+    if algos.of(config.algo).on_rollouts and config.rollout.engine == "native":
+        found += _rollout(config, model, mesh, stage.policy.abstract_state().params, base)
+    found += _score(config, stage, base)
+    if stage.critic:
+        found += _update("critic", config, stage.critic, stage, base)
+    found += _update("update", config, stage.policy, stage, base)
     return found
 
 
-def _resident(config: TrainConfig, model: TransformerConfig, trainer: Trainer) -> Held:
+def _resident(config: TrainConfig, model: TransformerConfig, stage: Stage) -> Held:
     """What is there from the first step to the last."""
-    state = trainer.policy.abstract_state()
+    state = stage.policy.abstract_state()
     held: Held = {"parameters": [state.params], "optimizer": [state.opt_state], "frozen models": []}
-    if trainer.critic:
-        critic = trainer.critic.abstract_state()
+    if stage.critic:
+        critic = stage.critic.abstract_state()
         held["parameters"].append(critic.params)
         held["optimizer"].append(critic.opt_state)
-    held["frozen models"] += trainer.teachers
-    if config.algo.needs_reference and not trainer.teachers:
-        held["frozen models"].append(_reference(config, trainer.policy))
+    held["frozen models"] += stage.teachers
+    if stage.needs_reference:
+        held["frozen models"].append(_reference(config, stage.policy))
     for judge in config.reward.models:
         shape = SHAPES.config(judge.path)
-        shardings = models.shardings(shape, trainer.policy.mesh, TRAIN)
+        shardings = models.shardings(shape, stage.policy.mesh, TRAIN)
         held["frozen models"].append(SHAPES.params(judge.path, shape, shardings, config.model.dtype))
     return held
 
@@ -100,9 +99,10 @@ def _rollout(config: TrainConfig, model, mesh: Mesh, params, base: Held) -> Iter
     base = base | ({"rollout weights": params} if rollout.weight_noise else {})
     held = base | {"rollout weights": [weights, base.get("rollout weights")]}
     full = held | {"KV cache": [cache, prompts]}
-    samples = config.prompts_per_step * config.responses_per_prompt * config.algo.draws
+    draws = algos.requirements(config.algo).draws
+    samples = config.prompts_per_step * config.responses_per_prompt * draws
     rounds = math.ceil(samples / slots)
-    read = math.ceil(config.prompts_per_step * config.algo.draws / width[0])
+    read = math.ceil(config.prompts_per_step * draws / width[0])
     yield Phase("rollout: publish", calls["publish"], base, 1, 0.0)
     one = flops.forward(model, width[0] * width[1], width[1] / 2)
     yield Phase("rollout: prefill", calls["prefill"], full, read, one)
@@ -120,9 +120,9 @@ def _rollout(config: TrainConfig, model, mesh: Mesh, params, base: Held) -> Iter
     yield Phase("rollout: decode", calls["decode"], full, rounds * response, one, "token")
 
 
-def _score(config: TrainConfig, trainer: Trainer, base: Held) -> Iterator[Phase]:
+def _score(config: TrainConfig, stage: Stage, base: Held) -> Iterator[Phase]:
     """Questions to the models before the first update."""
-    algo, learner = config.algo, trainer.policy
+    learner = stage.policy
     rows, times = _microbatches(config, learner)
     scored = lambda model, speaks: (
         flops.forward(model, rows * config.row_tokens, config.row_tokens / 2)
@@ -130,28 +130,26 @@ def _score(config: TrainConfig, trainer: Trainer, base: Held) -> Iterator[Phase]
     )
 
     def phase(name, learner, params, wants):
-        call = learner.score_call(params, wants)
+        call = learner.score_program(params, wants)
         held = base | {"batch": [call.args[1]] * times}
         return Phase(f"score: {name}", call, held, times, scored(learner.model, wants != ("values",)))
 
-    if wants := asked(algo, config.minibatches_per_step):
+    if wants := policy_scores(stage.requires, learner.config.old):
         yield phase("policy", learner, learner.abstract_state().params, wants)
-    if trainer.critic:
-        yield phase("critic", trainer.critic, trainer.critic.abstract_state().params, ("values",))
-    if algo.needs_reference and not trainer.teachers:
+    if stage.critic:
+        yield phase("critic", stage.critic, stage.critic.abstract_state().params, ("values",))
+    if stage.needs_reference:
         yield phase("reference", learner, _reference(config, learner), ("policy",))
 
 
-def _update(
-    name: str, config: TrainConfig, learner: Learner, trainer: Trainer, base: Held
-) -> Iterator[Phase]:
-    teachers = trainer.teachers if learner is trainer.policy else ()
-    calls = learner.update_calls(_signals(config, trainer), teachers)
+def _update(name: str, config: TrainConfig, learner: Learner, stage: Stage, base: Held) -> Iterator[Phase]:
+    teachers = stage.teachers if learner is stage.policy else ()
+    calls = learner.update_programs(loss_signals(stage), teachers)
     grads, batch = calls["accumulate"].args[1:3]
     rows, times = _microbatches(config, learner)
     a_minibatch = times // config.minibatches_per_step
     held = base | {"gradients": grads, "batch": [batch] * a_minibatch}
-    tokens, speaks = rows * config.row_tokens, learner.algo.needs_policy
+    tokens, speaks = rows * config.row_tokens, algos.requirements(learner.algo).policy
     one = flops.update(learner.model, tokens, config.row_tokens / 2, config.model.remat, speaks)
     yield Phase(f"{name}: accumulate", calls["accumulate"], held, times, one)
     weights = sum(math.prod(x.shape) for x in jax.tree.leaves(grads))
@@ -162,14 +160,3 @@ def _microbatches(config: TrainConfig, learner: Learner) -> tuple[int, int]:
     """(rows of one, how many a step has at most)."""
     found = derived(config, learner.mesh.size)
     return learner.config.rows, found["microbatches_per_update_at_most"] * config.minibatches_per_step
-
-
-def _signals(config: TrainConfig, trainer: Trainer) -> tuple[str, ...]:
-    """The optional arrays that a micro-batch of the update has."""
-    algo, kind = config.algo, algos.module_of(config.algo).INPUT
-    names = ["rollout", "advantages"] if kind == "rollouts" else ["labels"] * (kind != "tokens")
-    wants = asked(algo, config.minibatches_per_step)
-    names += ["old"] * (algo.bypass_old or "policy" in wants)
-    names += ["values", "returns"] * bool(trainer.critic or "values" in wants)
-    names += ["reference"] * algo.needs_reference
-    return tuple(dict.fromkeys(names + ["labels"] * bool(trainer.teachers)))

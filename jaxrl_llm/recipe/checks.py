@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from jaxrl_llm.config import ModelConfig, TrainConfig
 from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.ranges import problems
 from jaxrl_llm.recipe.overrides import conforms, leaves, spell
 from jaxrl_llm.recipe.rollout_checks import rollout_problems
 from jaxrl_llm.rollout.checks import strict_problems
@@ -32,8 +35,6 @@ AT_LEAST = {
     "eval.every": 0,
     "eval.prompts": 1,
     "eval.samples": 1,
-    "env.max_turns": 1,
-    "env.max_observation_tokens": 1,
     "warm_start.steps": 0,
     "warm_start.examples_per_step": 1,
     "log.samples": 0,
@@ -55,6 +56,8 @@ def check(config: TrainConfig, writes: bool = True) -> None:
     _refuse(
         [
             *_ranges(config),
+            *own_problems(config.env, "env."),
+            *own_problems(config.reward, "reward."),
             *_step(config),
             *_model(config),
             *_data(config),
@@ -97,6 +100,18 @@ def _ranges(config: TrainConfig) -> Iterator[str]:
             yield f"--{key} is {value}: it must be at least {AT_LEAST[key]}."
         if key.endswith("learning_rate") and not 0 < value < math.inf:
             yield f"--{key} is {value}: it must be positive; 1e-6 is usual for RL, 1e-5 for sft."
+
+
+def own_problems(config: Any, prefix: str = "") -> Iterator[str]:
+    """Yield what each part's Config says of its own fields, with their keys."""
+    for name, problem in problems(config):
+        yield f"--{prefix}{name} {problem}"
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        parts = enumerate(value) if isinstance(value, tuple) else [("", value)]
+        for index, part in parts:
+            if dataclasses.is_dataclass(part):
+                yield from own_problems(part, f"{prefix}{field.name}.{index}{'.' * (index != '')}")
 
 
 def _step(config: TrainConfig) -> Iterator[str]:

@@ -30,7 +30,7 @@ usage: python -m jaxrl_llm.train --config RECIPE.py [--KEY VALUE ...]
     --KEY VALUE          any field, such as --steps 100 --mesh.fsdp 8; a part in the middle may be left out:
                          --rollout.temperature 0.7 is --rollout.sampling.temperature
     --help               every field with its doc and its value (in RECIPE.py, with --config)
-    --list               the recipes
+    --list               the recipes and the algorithms
 """
 
 
@@ -55,7 +55,7 @@ def from_command_line(
         ConfigError: anything wrong with the recipe, a key, a value or their combination.
     """
     if "--list" in argv:
-        print(list_text())
+        print(list_text(), algorithms_text(), sep="\n\n")
         raise SystemExit(0)
     wants_help = "--help" in argv or "-h" in argv
     pairs = split([word for word in argv if word not in ("--help", "-h")])
@@ -82,7 +82,11 @@ def _last(pairs: list[tuple[str, list[str]]], key: str) -> str | None:
 
 
 def with_algo(config: TrainConfig, name: str | None) -> TrainConfig:
-    """The config with another algorithm's defaults; naming the one it has changes nothing."""
+    """Return the config with another algorithm's defaults; naming the one it has changes nothing.
+
+    Raises:
+        UserError: neither a known name nor a Python file, or the file is broken.
+    """
     if name is None:
         return config
     if not name.endswith(".py") and name not in algos.ALGOS:
@@ -91,15 +95,10 @@ def with_algo(config: TrainConfig, name: str | None) -> TrainConfig:
             f"--algo {name}: unknown algorithm. Did you mean --algo {closest(name, algos.ALGOS)}? "
             f"There are {known}; your own is the path of a .py file."
         )
-    try:
-        module = algos.load(name)
-    except Exception as error:  # the file is the user's code
-        raise ConfigError(_blame(Path(name), error)) from error
-    return (
-        config
-        if isinstance(config.algo, module.Config)
-        else dataclasses.replace(config, algo=module.Config())
-    )
+    algorithm = algos.load_algorithm(name)
+    if config.algo.algorithm == algorithm.name:
+        return config
+    return dataclasses.replace(config, algo=algorithm.config)
 
 
 def packaged_dir() -> Path:
@@ -160,6 +159,14 @@ def list_text() -> str:
     return "\n".join(lines)
 
 
+def algorithms_text() -> str:
+    """Return the algorithms, each with the first line of its doc."""
+    lines = ["algorithms (--algo NAME):"]
+    for name, algorithm in sorted(algos.ALGOS.items()):
+        lines.append(f"    {name:<22} {algorithm.doc.splitlines()[0]}")
+    return "\n".join(lines)
+
+
 def _blame(path: Path, error: Exception) -> str:
     """What the user's file did wrong, with its line, and the nearest field where a name is misspelt."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -181,7 +188,7 @@ def _did_you_mean(error: Exception) -> str:
 def _config_classes() -> set[type]:
     """TrainConfig, the dataclasses its fields are declared with, and the algorithms'."""
     seen: set[type] = set()
-    queue = [TrainConfig, *(module.Config for module in algos.ALGOS.values())]
+    queue = [TrainConfig, *(type(algorithm.config) for algorithm in algos.ALGOS.values())]
     while queue:
         hint = queue.pop()
         if dataclasses.is_dataclass(hint) and hint not in seen:

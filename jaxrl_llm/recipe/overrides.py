@@ -13,11 +13,12 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import tyro
 
+from jaxrl_llm.algos.contract import AlgorithmName
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import ConfigError
 
 Config = TypeVar("Config")
-TYRO = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
+TYRO = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff, tyro.conf.SuppressFixed)
 
 
 class Leaf(NamedTuple):
@@ -31,6 +32,8 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Leaf]]:
     """(dotted key, leaf) of every field of nested dataclasses and tuples of dataclasses."""
     hints = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):
+        if hints[field.name] is AlgorithmName:  # --algo sets it
+            continue
         yield from _branch(f"{prefix}{field.name}", hints[field.name], getattr(config, field.name))
 
 

@@ -1,4 +1,4 @@
-"""What cannot work of rollouts: sampling, servers, environments."""
+"""What cannot work of rollouts: sampling, servers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ def rollout_problems(config: TrainConfig) -> Iterator[str]:
     """A line for each, naming the key and the fix."""
     yield from _sampling(config)
     yield from _rollout(config)
-    yield from _env(config)
 
 
 def _rollout(config: TrainConfig) -> Iterator[str]:
@@ -45,7 +44,7 @@ def _rollout(config: TrainConfig) -> Iterator[str]:
             "to the trainer generate nothing meanwhile."
         )
     if sglang.colocated and not wrong:
-        yield from colocated.problems(sglang, rollout.launch, os.environ)
+        yield from colocated.colocated_problems(sglang, rollout.launch, os.environ)
 
 
 def _addresses(servers: Sequence[str]) -> Iterator[str]:
@@ -61,21 +60,11 @@ def _addresses(servers: Sequence[str]) -> Iterator[str]:
         yield f"--rollout.servers is {servers[0]}: {problem}"
 
 
-def _env(config: TrainConfig) -> Iterator[str]:
-    if not config.env.tool_timeout > 0:
-        yield f"--env.tool_timeout is {config.env.tool_timeout}: it must be above 0 seconds; 30 is usual."
-    for name, usual in (("max_turns", 8), ("max_calls", 16), ("max_observation_tokens", 1024)):
-        if (value := getattr(config.env, name)) < 1:
-            yield f"--env.{name} is {value}: it must be at least 1; {usual} is usual."
-    if config.env.name and config.env.tools:
-        yield "--env.name and --env.tools: tools are an environment of their own; give one of the two."
-
-
 def _sampling(config: TrainConfig) -> Iterator[str]:
     samplings = {"rollout.sampling": config.rollout.sampling, "eval.sampling": config.eval.sampling}
     for key, sampling in samplings.items():
         yield from (f"--{key}.{field} {problem}" for field, problem in problems(sampling))
-    if algos.module_of(config.algo).INPUT == "rollouts":
+    if algos.of(config.algo).on_rollouts:
         yield from _greedy_group("rollout.sampling", config.rollout.sampling, config.responses_per_prompt)
     if config.eval.every:
         yield from _greedy_group("eval.sampling", config.eval.sampling, config.eval.samples)

@@ -3,7 +3,7 @@
     key(seed)
     |- fold_in WEIGHTS                     random initial weights
     |- fold_in ROLLOUT                     training rollouts
-    |  |- fold_in batch                    one batch of prompts: step * draws per step + draw
+    |  |- fold_in draw                     one batch of prompts
     |  |  |- fold_in prompt                `Request.prompt_index`
     |  |  |  `- fold_in response           response g to the prompt (`sample_keys`)
     |  |  |     |- fold_in token           its uniform numbers in the first turn (`native/sampling.py`)
@@ -12,7 +12,7 @@
     |  |  `- last 32 bits                  seeds of the environments (`envs/load.py`)
     |  `- fold_in 2^32 - 1                 weight noise
     |     `- fold_in step                  split over the weights (`weight_noise_key`)
-    `- fold_in EVALUATION                  as a batch of ROLLOUT, the same in every evaluation
+    `- fold_in EVALUATION                  as a draw of ROLLOUT, the same in every evaluation
 
 Numbers below 2^31 are counters; special purposes count down from 2^32 - 1, so no two share a key. SGLang
 takes 31-bit seeds: the last word of a response's key (`sglang/generate.py`). The data order has numpy streams
@@ -22,17 +22,25 @@ of (seed, epoch) and (seed, position) (`data/loader.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 
 import jax
 import numpy as np
 
-WEIGHTS, ROLLOUT, EVALUATION = range(3)  # children of key(seed)
 LAST = 2**32 - 1
 BLOCK = 256  # keys made in one call
 
 
-def run_key(seed: int, purpose: int) -> jax.Array:
-    """Return the key of one purpose of a run: WEIGHTS, ROLLOUT or EVALUATION."""
+class Purpose(IntEnum):
+    """The children of key(seed)."""
+
+    WEIGHTS = 0
+    ROLLOUT = 1
+    EVALUATION = 2
+
+
+def run_key(seed: int, purpose: Purpose) -> jax.Array:
+    """Return the key of one purpose of a run."""
     return jax.random.fold_in(jax.random.key(seed), purpose)
 
 

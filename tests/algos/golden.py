@@ -1,8 +1,12 @@
 """The small case that veRL, OpenRLHF and ChatLearn were run on, and a step of rollouts to go with it."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.algos import of
 from jaxrl_llm.structs import LossInputs, Rollouts
 
 POLICY = jnp.array([[-0.5, -1, -2, -0.1], [-1.5, -0.3, -0.7, -0.2]])
@@ -13,7 +17,7 @@ ADVANTAGES = jnp.array([[1.0] * 4, [-1.0] * 4])
 SEGMENTS = jnp.ones((2, 4), jnp.int32)
 
 
-def signals(policy=POLICY, **kwargs):
+def loss_inputs(policy=POLICY, **kwargs):
     """Two sequences of 3 and 4 tokens, a row each."""
     fields = dict(
         mask=MASK,
@@ -50,7 +54,13 @@ def rollouts(**kwargs):
         rollout=logprobs(),
         reference=logprobs(),
         values=VALUES,
-        square=jnp.asarray(random.uniform(0.1, 0.9, OWN.shape), jnp.float32) * OWN,
+        sum_pi_squared=jnp.asarray(random.uniform(0.1, 0.9, OWN.shape), jnp.float32) * OWN,
         kl_coef=jnp.float32(0.5),
     )
     return Rollouts(**{**fields, **kwargs})
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def advantages(rollouts, config):
+    """Those of the config's algorithm, compiled as in a run."""
+    return of(config).advantages(rollouts, config)

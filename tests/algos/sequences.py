@@ -35,7 +35,7 @@ def lay_out(lengths, rows, **per_token):
                 arrays[name][row, where] = values[i]
             at = end
 
-    def signals(policy, num_tokens, num_sequences, **more):
+    def loss_inputs(policy, num_tokens, num_sequences, **more):
         return LossInputs(
             policy=jnp.where(place >= 0, policy[place], jnp.nan),
             mask=jnp.asarray(place >= 0, jnp.float32),
@@ -47,10 +47,10 @@ def lay_out(lengths, rows, **per_token):
             **more,
         )
 
-    return signals
+    return loss_inputs
 
 
-def run(module, config, policy, microbatches, **per_token):
+def run(algorithm, config, policy, microbatches, **per_token):
     """(loss, metrics, gradient in the log-probs of each sequence) of a mini-batch.
 
     Args:
@@ -64,10 +64,10 @@ def run(module, config, policy, microbatches, **per_token):
     def total(flat):
         sizes = (sum(lengths), len(lengths))
         parts = [m(flat, *sizes) for m in made]
-        if hasattr(module, "baseline"):
-            z = sum(module.baseline(part, config) for part in parts)
+        if algorithm.baseline:
+            z = sum(algorithm.baseline(part, config) for part in parts)
             parts = [m(flat, *sizes, baseline=z) for m in made]
-        out = [module.loss(part, config) for part in parts]
+        out = [algorithm.loss(part, config) for part in parts]
         metrics = {name: sum(metrics[name] for _, metrics in out) for name in out[0][1]}
         return sum(loss for loss, _ in out), metrics
 

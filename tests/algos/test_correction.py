@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import ADVANTAGES, MASK, OLD, POLICY, ROLLOUT, SEGMENTS, rollouts, signals
+from golden import ADVANTAGES, MASK, OLD, POLICY, ROLLOUT, SEGMENTS, advantages, loss_inputs, rollouts
 
-from jaxrl_llm.algos import grpo, reinforce
+from jaxrl_llm import ranges
+from jaxrl_llm.algos import grpo, reinforce, requirements
 from jaxrl_llm.algos.correction import (
     Correction,
     accepted,
@@ -93,13 +94,13 @@ def test_corrected_ppo_loss_equals_openrlhf(correction, expected):
     config = grpo.Config(
         clip_high=0.28, dual_clip=3.0, aggregation="token", kl_coef=0.0, correction=correction
     )
-    loss, metrics = grpo.loss(signals(rollout=ROLLOUT), config)
+    loss, metrics = grpo.loss(loss_inputs(rollout=ROLLOUT), config)
     assert float(loss) == pytest.approx(expected, abs=1e-6)
     assert float(metrics["mismatch/kl"]) == pytest.approx(0.05, abs=1e-6)
 
 
 def test_diagnostics_equal_veRL():
-    _, metrics = grpo.loss(signals(rollout=ROLLOUT), grpo.Config())
+    _, metrics = grpo.loss(loss_inputs(rollout=ROLLOUT), grpo.Config())
     expected = {
         "mismatch/kl": 0.05,
         "mismatch/k3_kl": 0.01618,
@@ -113,7 +114,7 @@ def test_diagnostics_equal_veRL():
 
 def test_metrics_of_the_weights():
     correction = Correction("token", cap=1.1, floor=0.8, reject=(("token_k1", 1 / 1.2, 1.2),))
-    _, metrics = correct(signals(rollout=ROLLOUT), correction)
+    _, metrics = correct(loss_inputs(rollout=ROLLOUT), correction)
     ratio = np.exp(np.array(GAP))[np.array(MASK) > 0]
     bounded = np.clip(ratio, 0.8, 1.1)
     assert float(metrics["is/weight"]) == pytest.approx(bounded.mean(), abs=1e-6)
@@ -128,18 +129,18 @@ def test_weights_are_constants_to_the_gradient():
     """Also where their numerator is the present policy (RL2): the gradient is -w A."""
     config = reinforce.Config(correction=Correction("token", cap=1.05, of="policy"))
     ratio = np.minimum(np.exp(np.array(POLICY - ROLLOUT)), 1.05)
-    gradient = jax.grad(lambda p: reinforce.loss(signals(p, rollout=ROLLOUT), config)[0])(POLICY)
+    gradient = jax.grad(lambda p: reinforce.loss(loss_inputs(p, rollout=ROLLOUT), config)[0])(POLICY)
     np.testing.assert_allclose(gradient, -ratio * ADVANTAGES * MASK / 2, atol=1e-6)
 
 
 def test_normalising_divides_by_the_mean_weight_of_the_whole_step():
     config = grpo.Config(correction=Correction("token", cap=1.1, normalize=True))
-    assert config.needs_old
+    assert requirements(config).old
     given = rollouts(valid=jnp.array([1.0, 1, 0, 1]))
     own = np.asarray(given.mask * given.valid[:, None]) > 0
     mean = np.minimum(np.exp(np.asarray(given.old - given.rollout)), 1.1)[own].mean()
-    plain = np.asarray(grpo.advantages(given, replace(config, correction=Correction())))
-    np.testing.assert_allclose(grpo.advantages(given, config), plain / mean, rtol=1e-5)
+    plain = np.asarray(advantages(given, replace(config, correction=Correction())))
+    np.testing.assert_allclose(advantages(given, config), plain / mean, rtol=1e-5)
 
 
 def test_equal_log_probs_pass_every_rule():
@@ -155,24 +156,30 @@ def test_absurd_ratios_stay_finite():
     for level in ("token", "sequence"):
         got = importance_weights(far, jnp.ones((1, 4)), SEGMENTS[:1], Correction(level, cap=float("inf")))
         assert np.isfinite(np.asarray(got)).all()
-    _, metrics = grpo.loss(signals(rollout=jnp.full((2, 4), -500.0)), grpo.Config())
+    _, metrics = grpo.loss(loss_inputs(rollout=jnp.full((2, 4), -500.0)), grpo.Config())
     assert all(np.isfinite(float(x)) for x in metrics.values())
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "message"),
+    ("kwargs", "expected"),
     [
-        (dict(floor=3.0), "0 <= floor < cap, got 3.0 and 2.0"),
+        (dict(floor=3.0), ("floor", "is 3: it must be below cap, 2.")),
+        (dict(floor=-1.0), ("floor", "is -1.0: it must be at least 0 and at most 1,000,000.")),
+        (dict(cap=float("nan")), ("cap", "is nan: it must be above 0.")),
         (
             dict(reject=(("token_k1", 0.0, 1.2),)),
-            "token_k1 0 1.2: the lower bound, then the upper; above 0",
+            ("reject", "has token_k1 0 1.2: it must have the lower bound first; above 0 for k1."),
         ),
         (
             dict(reject=(("seq_sum_k2", 0.5, 0.5),)),
-            "seq_sum_k2 0.5 0.5: the lower bound, then the upper",
+            ("reject", "has seq_sum_k2 0.5 0.5: it must have the lower bound first; above 0 for k1."),
         ),
+        (dict(reject=(("seq_sum_k2", 0.5, float("nan")),)), ("reject", "is nan: it must be finite.")),
     ],
 )
-def test_wrong_bounds_are_refused(kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        Correction(**kwargs)
+def test_wrong_bounds_are_refused(kwargs, expected):
+    assert list(ranges.problems(Correction(**kwargs))) == [expected]
+
+
+def test_no_bound_is_infinity():
+    assert not list(ranges.problems(Correction("token", cap=float("inf"))))

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import ADVANTAGES, MASK, OLD, POLICY, signals
+from golden import ADVANTAGES, MASK, OLD, POLICY, loss_inputs
 
+from jaxrl_llm import algos
 from jaxrl_llm.algos import (
     ALGOS,
     cispo,
@@ -22,25 +23,23 @@ from jaxrl_llm.algos import (
     reinforce,
     sapo,
     vespo,
-)
-from jaxrl_llm.algos.covariance import covariance, lottery
-from jaxrl_llm.algos.policy_losses import ppo_clip
+)  # fmt: skip
+from jaxrl_llm.algos.clipped import clip
+from jaxrl_llm.algos.correction import Correction
+from jaxrl_llm.algos.covariance import covariance, hash_uniform, largest
+from jaxrl_llm.algos.surrogates import vespo_weight
 
 RATIO = np.exp(np.array(POLICY - OLD))
 CLIP = dict(clip_low=0.2, clip_high=0.28)
 
 
 def loss_of(config, **kwargs):
-    return float(jax.jit(lambda s: ALGOS[name_of(config)].loss(s, config)[0])(signals(**kwargs)))
+    return float(jax.jit(lambda s: algos.of(config).loss(s, config)[0])(loss_inputs(**kwargs)))
 
 
 def gradient_of(config, policy=POLICY, **kwargs):
-    loss = lambda p: ALGOS[name_of(config)].loss(signals(p, **kwargs), config)[0]
+    loss = lambda p: algos.of(config).loss(loss_inputs(p, **kwargs), config)[0]
     return np.asarray(jax.jit(jax.grad(loss))(policy))
-
-
-def name_of(config):
-    return type(config).__module__.rsplit(".", 1)[-1]
 
 
 @pytest.mark.parametrize(
@@ -49,8 +48,6 @@ def name_of(config):
         (gspo.Config(**CLIP), -0.015078),
         (gspo.Config(**CLIP, aggregation="token"), 0.157254),
         (cispo.Config(**CLIP), 0.203363),
-        (gpg.Config(), 0.114286),
-        (reinforce.Config(aggregation="token"), 0.114286),
         (dro.Config(beta=0.5), 0.160357),
         (kl_cov.Config(fraction=0.2, penalty=0.1), 0.220578),
         (sapo.Config(), -0.027434),
@@ -59,14 +56,14 @@ def name_of(config):
         (dppo.Config(delta_low=0.1, delta_high=0.1), 0.335061),
         (dppo.Config(divergence_of="kl", delta_low=0.02, delta_high=0.02), 0.335061),
     ],
-    ids=lambda x: name_of(x) if hasattr(x, "advantage") else str(x),
+    ids=lambda x: getattr(x, "algorithm", str(x)),
 )
 def test_equals_other_systems(config, expected):
     assert loss_of(config) == pytest.approx(expected, abs=1e-6)
 
 
 def test_vespo_weights():
-    weights = vespo.phi(POLICY, signals(), vespo.Config())
+    weights = vespo_weight(POLICY, loss_inputs(), vespo.Config())
     np.testing.assert_allclose(weights[:, 0], [0.281857, 1.075187], atol=1e-5)
 
 
@@ -83,9 +80,15 @@ def test_gradient_of_cispo_keeps_clipped_tokens():
     np.testing.assert_allclose(gradient_of(cispo.Config(**CLIP)), expected, atol=1e-6)
 
 
-def test_gradient_of_reinforce_and_gpg_is_minus_the_advantage():
-    np.testing.assert_allclose(gradient_of(gpg.Config()), -ADVANTAGES * MASK / 7, atol=1e-7)
-    np.testing.assert_allclose(gradient_of(reinforce.Config()), -ADVANTAGES * MASK / 2, atol=1e-7)
+@pytest.mark.parametrize(("config", "count"), [(gpg.config, 7), (reinforce.config, 2)])
+def test_gradient_of_reinforce_and_gpg_is_minus_the_weighted_advantage(config, count):
+    """The weight is 1 where the policy is the old one; veRL's gpg, which has none, is 0.114286 here."""
+    same = gradient_of(config, old=POLICY)
+    np.testing.assert_allclose(same, -ADVANTAGES * MASK / count, atol=1e-7)
+    assert loss_of(replace(config, aggregation="token"), old=POLICY) == pytest.approx(0.114286, abs=1e-6)
+    expected = -np.minimum(RATIO, 1.5) * ADVANTAGES * MASK / count
+    capped = replace(config, correction=Correction(cap=1.5))
+    np.testing.assert_allclose(gradient_of(capped), expected, atol=1e-6)
 
 
 def test_gradient_of_sapo_is_the_gates_slope():
@@ -139,16 +142,28 @@ def test_gradient_of_kl_cov_penalises_the_largest_covariance():
     expected = expected.at[1, 0].add(0.1 * -1 / 7)  # d|policy - old| / d policy = -1 there
     got = gradient_of(kl_cov.Config(fraction=0.2, penalty=0.1))
     np.testing.assert_allclose(got, expected, atol=1e-6)
-    cov = np.where(MASK > 0, covariance(signals()), -np.inf)
+    cov = np.where(MASK > 0, covariance(loss_inputs()), -np.inf)
     assert cov.argmax() == 4
     assert cov[1, 0] == pytest.approx(-6 / 7 * (-1.5 + 6.2 / 7), abs=1e-6)
+
+
+def test_kl_cov_takes_its_share_by_rank():
+    """Ties are not all taken: advantages of 0 give all tokens the covariance 0."""
+    mask = jnp.ones((2, 4)).at[0, 0].set(0.0)
+    count = lambda x, fraction: int(largest(x, mask, fraction).sum())
+    assert [count(jnp.zeros((2, 4)), f) for f in (0.0, 1e-4, 0.3, 0.6, 1.0)] == [1, 1, 2, 4, 7]
+    x = jnp.array([[9.0, 1, 2, 3], [3, 5, 0, -1]])
+    np.testing.assert_array_equal(largest(x, mask, 0.45), [[0, 0, 0, 1], [1, 1, 0, 0]])
+    assert not largest(x, jnp.zeros((2, 4)), 0.5).any()
+    same = gradient_of(kl_cov.Config(fraction=1.0), old=POLICY, advantages=jnp.zeros((2, 4)))
+    np.testing.assert_array_equal(same, np.zeros((2, 4)))
 
 
 def test_clip_cov_drops_a_share_of_tokens_of_high_covariance():
     """With fraction 1 all candidates go: those within the bounds that the clip has left."""
     config = clip_cov.Config(**CLIP, fraction=1.0, covariance_low=0.1, covariance_high=2.0)
-    cov = np.asarray(covariance(signals()))
-    _, clipped = ppo_clip(POLICY, OLD, ADVANTAGES, 0.2, 0.28)
+    cov = np.asarray(covariance(loss_inputs()))
+    _, clipped = clip(jnp.asarray(RATIO), ADVANTAGES, config)
     dropped = (cov > 0.1) & (cov < 2.0) & ~np.asarray(clipped) & (np.asarray(MASK) > 0)
     assert dropped.sum() >= 1
     expected = -RATIO * ADVANTAGES * MASK / 7 * ~np.asarray(clipped) * ~dropped
@@ -157,21 +172,20 @@ def test_clip_cov_drops_a_share_of_tokens_of_high_covariance():
     assert loss_of(none) == pytest.approx(0.293748, abs=1e-6)
 
 
-def test_the_lottery_is_even_and_depends_on_the_value_alone():
+def test_the_hash_is_uniform_and_depends_on_the_value_alone():
     x = -jnp.abs(jax.random.normal(jax.random.key(0), (100, 100)))
-    drawn = np.asarray(lottery(x))
+    drawn = np.asarray(hash_uniform(x))
     assert drawn.min() >= 0 and drawn.max() < 1
     np.testing.assert_allclose(np.histogram(drawn, 10, (0, 1))[0], 1000, atol=120)
-    np.testing.assert_array_equal(lottery(x[::-1]), drawn[::-1])
+    np.testing.assert_array_equal(hash_uniform(x[::-1]), drawn[::-1])
 
 
 @pytest.mark.parametrize("bound", ["dual_clip", "loss_cap"])
 def test_a_bounded_loss_has_no_gradient_beyond_the_bound(bound):
+    config = grpo.Config(clip_high=9e9, **{bound: 3.0})
     for sign, bounded in ((-1.0, True), (1.0, False)):
         at = jnp.array([[3.0]])
-        loss = lambda p, sign=sign: ppo_clip(
-            p, jnp.zeros((1, 1)), jnp.full((1, 1), sign), 0.2, 9e9, **{bound: 3.0}
-        )
+        loss = lambda p, sign=sign: clip(jnp.exp(p), jnp.full((1, 1), sign), config)
         assert float(loss(at)[0][0, 0]) == (3.0 if bounded else pytest.approx(-np.exp(3.0), rel=1e-6))
         assert bool(loss(at)[1][0, 0]) is bounded
         assert (float(jax.grad(lambda p, f=loss: f(p)[0].sum())(at)[0, 0]) == 0) is bounded

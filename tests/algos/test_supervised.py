@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from sequences import run
 
-from jaxrl_llm.algos import distill, gkd, prm, sft
+from jaxrl_llm.algos import Requirements, distill, gkd, prm, requirements, sft
+from jaxrl_llm.algos.contract import Divergence
 from jaxrl_llm.structs import LossInputs, Rollouts
 
 POLICY = [[-0.5, -1.0, -2.0], [-1.5]]
@@ -44,7 +45,7 @@ def test_prm_is_binary_cross_entropy_with_hard_and_soft_labels():
     assert float(loss) == pytest.approx((math.log(4 / 3) + math.log(4) + entropy + math.log(2)) / 4, rel=1e-6)
     assert float(metrics["accuracy"]) == pytest.approx(3 / 4)
     assert float(metrics["right_fraction"]) == pytest.approx(1.75 / 4)
-    assert prm.Config().needs_values and not prm.Config().needs_policy
+    assert requirements(prm.config) == Requirements(policy=False, values=True)
 
 
 def test_prm_equals_cross_entropy_over_two_classes():
@@ -68,13 +69,13 @@ def test_distillation_averages_the_divergence():
         distill, distill.Config(aggregation="sequence"), POLICY, TOGETHER, divergence=DIVERGENCE
     )
     assert by_row == pytest.approx(0.4)
-    assert config.divergence == {"beta": 0.0, "temperature": 1.0, "top_k": 0}
+    assert requirements(config).divergence == Divergence(0.0, 1.0, 0)
 
 
 def test_gkd_takes_the_mean_divergence():
     loss, metrics, _ = run(gkd, gkd.Config(), POLICY, APART, divergence=DIVERGENCE)
     assert loss == pytest.approx(0.35) and metrics == {"divergence": pytest.approx(0.35)}
-    assert not gkd.Config().needs_reference
+    assert not requirements(gkd.config).reference
 
 
 def test_gkd_as_policy_gradient():
@@ -95,7 +96,7 @@ def test_gkd_as_policy_gradient():
     assert loss == pytest.approx(-0.1 / 4)
     assert metrics["reverse_kl"] == pytest.approx(-0.1 / 4)
     np.testing.assert_allclose(gradient[0], [-0.1 / 4, 1 / 4, 0], atol=1e-6)
-    assert config.needs_reference and config.needs_old and config.divergence is None
+    assert requirements(config) == Requirements(old=True, reference=True)
 
 
 def test_gkd_adds_the_reward_of_the_task():

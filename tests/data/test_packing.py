@@ -49,6 +49,14 @@ def test_a_response_that_stops_at_once_still_has_a_token():
     assert counts([from_trajectory(trajectory)]) == (1.0, 1.0)
 
 
+def test_a_pair_with_an_empty_side_is_not_counted():
+    """Half a pair in the denominator made the loss of the others too small."""
+    empty = PackItem(np.array([1, 2], np.int32), np.zeros(2))
+    pairs = [item(1, 2, 3), item(1, 4), item(1, 2, 3), empty]
+    assert counts(pairs) == (5.0, 3.0) and counts(pairs, group_size=2) == (5.0, 2.0)
+    assert counts([item(1, 2), empty], group_size=2) == (1.0, 1.0)
+
+
 def test_every_sequence_lands_once_whatever_the_shape():
     rng = np.random.default_rng(0)
     items = [item(*rng.integers(1, 99, n)) for n in rng.integers(2, 30, 40)]
@@ -67,16 +75,16 @@ def test_what_was_computed_from_rows_comes_back_to_its_sequence():
     """A number that depends on the target alone, read at each position, is that of the next token."""
     rng = np.random.default_rng(1)
     items = [item(*rng.integers(1, 99, n)) for n in rng.integers(2, 12, 10)]
-    for unit in (1, 2):
-        batches = pack(items, 32, 2, unit)
-        found = unpack([b.targets * 10 for b in batches], items, 32, unit)
+    for size in (1, 2):
+        batches = pack(items, 32, 2, size)
+        found = unpack([b.targets * 10 for b in batches], items, 32, size)
         for got, sequence in zip(found, items, strict=True):
             np.testing.assert_array_equal(got, [0, *(10 * sequence.tokens[1:])])
 
 
 def test_units_stay_side_by_side_in_one_row():
     items = [item(*[i] * n) for i, n in enumerate([3, 5, 2, 2, 6, 1, 1, 4], 1)]
-    for batch in pack(items, 9, 1, unit=2):
+    for batch in pack(items, 9, 1, group_size=2):
         segments = batch.segments[0]
         numbers = [int(batch.tokens[0][segments == s][0]) for s in range(1, segments.max() + 1)]
         assert all(a % 2 and b == a + 1 for a, b in zip(numbers[::2], numbers[1::2], strict=True))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,12 +11,15 @@ from pathlib import Path
 import pytest
 
 from jaxrl_llm.algos import grpo, sft
+from jaxrl_llm.algos.clipped import ClippedConfig
 from jaxrl_llm.config import (
     DataConfig,
     EnvConfig,
     MeshConfig,
     ModelConfig,
     OptimConfig,
+    RewardConfig,
+    RewardModelConfig,
     SamplingConfig,
     SourceConfig,
     TrainConfig,
@@ -24,7 +28,8 @@ from jaxrl_llm.config import (
     describe_run,
     dump,
 )
-from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.envs.config import SandboxConfig, ToolsConfig
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.recipe.checks import check, check_model
 from jaxrl_llm.recipe.overrides import leaves, override, split
 
@@ -45,7 +50,7 @@ def changed(config, line: str) -> TrainConfig:
 
 
 def refusal(action, *args) -> str:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         action(*args)
     return str(caught.value)
 
@@ -229,11 +234,23 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
         ),
         (
             dict(env=EnvConfig(tool_timeout=0.0)),
-            "--env.tool_timeout is 0.0: it must be above 0 seconds; 30 is usual.",
+            "--env.tool_timeout is 0.0: it must be above 0 and at most 1,000,000; 30 is usual.",
         ),
         (
             dict(env=EnvConfig(max_calls=0)),
-            "--env.max_calls is 0: it must be at least 1; 16 is usual.",
+            "--env.max_calls is 0: it must be at least 1 and at most 10000; 16 is usual.",
+        ),
+        (
+            dict(env=EnvConfig(toolbox=ToolsConfig(python=SandboxConfig(seconds=math.nan)))),
+            "--env.toolbox.python.seconds is nan: it must be at least 0.01 and at most 3600.",
+        ),
+        (
+            dict(reward=RewardConfig(workers=0)),
+            "--reward.workers is 0: it must be at least 1 and at most 1024; one a processor is usual.",
+        ),
+        (
+            dict(reward=RewardConfig(models=(RewardModelConfig(path="m", scale=0.0),))),
+            "--reward.models.0.scale is 0.0: it must be at least 1e-06 and at most 1,000,000.",
         ),
         (dict(run_dir=""), "--run_dir is empty. Set --run_dir to a folder that can be written."),
         (dict(steps="3"), "--steps is '3' (str): expected a whole number."),
@@ -428,14 +445,14 @@ def test_the_dump_is_json_and_complete(config):
     tree = json.loads(json.dumps(dump(config), allow_nan=False))
     assert {f.name for f in dataclasses.fields(TrainConfig)} == set(tree)
     as_json = json.loads(json.dumps(dataclasses.asdict(grpo.Config())))
-    assert tree["algo"] == {"name": "grpo", **as_json}
+    assert tree["algo"] == {"name": as_json.pop("algorithm"), **as_json}
     assert tree["model"]["architecture"]["max_position"] == 64
     assert tree["data"]["train"][1]["path"] == "b.jsonl"
     assert dump(replace(config, max_runtime=float("inf")))["max_runtime"] == "inf"
 
 
 @dataclasses.dataclass(frozen=True)
-class Secretive(grpo.Config):
+class Secretive(ClippedConfig):
     api_key: str = "abc123"
     auth_token: str = "abc123"
     password: str = ""
@@ -445,7 +462,6 @@ class Secretive(grpo.Config):
 
 def test_secrets_are_masked(config, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hunter2")
-    monkeypatch.setattr(sys.modules[__name__], "INPUT", "rollouts", raising=False)
     config = replace(config, algo=Secretive(), model=replace(config.model, path="https://u:hunter2@host/m"))
     run = describe_run(config, "r.py", ["--model.path", "https://u:hunter2@host/m"])
     text = json.dumps(run)

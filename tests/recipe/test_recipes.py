@@ -92,7 +92,7 @@ INPUT = "tokens"
 @dataclass(frozen=True)
 class Config(AlgoConfig):
     sharpness: float = 2.0
-def loss(signals, config): ...
+def loss(inputs, config): ...
 """
 
 
@@ -120,7 +120,9 @@ def test_an_unknown_or_broken_algorithm_is_refused(tmp_path):
     )
     mine = tmp_path / "mine_broken.py"
     mine.write_text("x = y\n")
-    assert refusal(load.with_algo, config, str(mine)) == f"{mine}:1: NameError: name 'y' is not defined"
+    assert (
+        refusal(load.with_algo, config, str(mine)) == f"--algo: {mine}:1: NameError: name 'y' is not defined"
+    )
     assert "not a Python file" in refusal(load.with_algo, config, str(tmp_path / "none.py"))
 
 
@@ -130,7 +132,7 @@ def test_help_lists_every_field_with_doc_and_the_recipes_value(capsys):
     assert done.value.code == 0
     text = capsys.readouterr().out
     words = " ".join(text.replace("\u2502", " ").split())
-    assert "--algo.kl_coef FLOAT Weight of KL(policy || reference) in the loss" in words
+    assert "--algo.kl_coef FLOAT Weight of KL(policy || reference); 0" in words
     assert "(default: 77)" in words
     config = load.load(load.find("grpo_tiny.py"))
     keys = [key for key, leaf in leaves(config) if leaf.value != () or "sources" not in key]
@@ -157,6 +159,7 @@ def test_list_and_no_config_show_the_recipes(capsys):
     listed = capsys.readouterr().out
     assert all(recipe in listed for recipe in RECIPES)
     assert "grpo_tiny.py           GRPO on generated" in listed
+    assert "    dapo                   Decoupled clip and dynamic sampling: DAPO (arXiv 2503.14476" in listed
     message = refusal(from_command_line, [])
     assert message.startswith("--config RECIPE.py is missing.")
     assert "grpo_tiny.py" in message

@@ -3,15 +3,7 @@
 import jax
 import numpy as np
 
-from jaxrl_llm.rollout.keys import (
-    EVALUATION,
-    ROLLOUT,
-    WEIGHTS,
-    run_key,
-    sample_keys,
-    turn_keys,
-    weight_noise_key,
-)
+from jaxrl_llm.rollout.keys import Purpose, run_key, sample_keys, turn_keys, weight_noise_key
 
 data = lambda key: tuple(np.asarray(jax.random.key_data(key)).tolist())
 fold = jax.random.fold_in
@@ -39,8 +31,8 @@ def test_turns_count_down_from_the_largest_number():
 
 def test_no_two_purposes_share_a_key():
     """Weights, evaluation, and of two steps: the batch, its responses, their later turns, the noise."""
-    rollout = run_key(0, ROLLOUT)
-    keys = [data(run_key(0, purpose)) for purpose in (WEIGHTS, EVALUATION)]
+    rollout = run_key(0, Purpose.ROLLOUT)
+    keys = [data(run_key(0, purpose)) for purpose in (Purpose.WEIGHTS, Purpose.EVALUATION)]
     for step in range(2):
         batch = fold(rollout, step)
         responses = sample_keys(batch, np.array([[0, 0], [0, 1], [1, 0]]))[:3]

@@ -20,7 +20,7 @@ def report(line) -> None:
     print(line, flush=True)
 
 
-def join(store, backend: str, world_size: int, group: str, timeout: datetime.timedelta, rank: int = 0):
+def join_group(store, backend: str, world_size: int, group: str, timeout: datetime.timedelta, rank: int = 0):
     """Join a group beside torch's default one, as SGLang's `init_custom_process_group` does."""
     make = distributed_c10d._new_process_group_helper
     options = {"backend_options", "pg_options"} & inspect.signature(make).parameters.keys()
@@ -39,7 +39,7 @@ def main(settings: dict) -> None:
     size, backend = settings["world_size"], settings["backend"]
     store = TCPStore(settings["address"], 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
     report(store.port)
-    group_handle = join(store, backend, size, settings["group"], timeout)
+    group_handle = join_group(store, backend, size, settings["group"], timeout)
     report("joined")
     device = "cuda" if backend == "nccl" else "cpu"
     while header := sys.stdin.buffer.read(8):

@@ -18,8 +18,8 @@ def keys() -> dict[str, str]:
 
 def headers(path: str) -> dict[str, str]:
     """Return the HTTP headers of a request to this route."""
-    found = keys()
-    api, admin = found.get("--api-key", ""), found.get("--admin-api-key", "")
+    values = keys()
+    api, admin = values.get("--api-key", ""), values.get("--admin-api-key", "")
     key = api if path in API_ROUTES else admin or api
     return {"Authorization": f"Bearer {key}"} if key else {}
 

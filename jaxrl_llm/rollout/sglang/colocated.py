@@ -43,7 +43,7 @@ async def release_memory(pool: ServerPool) -> None:
     await asyncio.gather(*(release(server) for server in pool.usable if not server.released))
 
 
-def problems(sglang: SGLangConfig, launch: int, environment: Mapping[str, str]) -> Iterator[str]:
+def colocated_problems(sglang: SGLangConfig, launch: int, environment: Mapping[str, str]) -> Iterator[str]:
     """Yield why trainer and servers cannot share these GPUs; `sglang` has no problem of its own.
 
     Args:

@@ -26,8 +26,24 @@ def differences(trajectory: Trajectory, own: np.ndarray, version: int, in_place:
     same = trajectory.versions == version
     if in_place and not same.all():
         return np.zeros(0)
-    found = np.abs(np.asarray(own, np.float64) - trajectory.logprobs)[same & (trajectory.mask > 0)]
-    return found[np.isfinite(found)]
+    gaps = np.abs(np.asarray(own, np.float64) - trajectory.logprobs)[same & (trajectory.mask > 0)]
+    return gaps[np.isfinite(gaps)]
+
+
+def choose_compared(trajectories: Sequence[Trajectory], version: int) -> list[Trajectory]:
+    """Return trajectories to compare, of every server: at least two and `MIN_TOKENS` tokens of `version`.
+
+    Those with most such tokens are taken first; every process chooses the same.
+    """
+    counts = [int(((t.versions == version) & (t.mask > 0)).sum()) for t in trajectories]
+    chosen: list[Trajectory] = []
+    taken: dict[str, tuple[int, int]] = {}  # server -> trajectories and tokens chosen
+    for i in sorted(range(len(trajectories)), key=lambda i: -counts[i]):
+        number, tokens = taken.get(trajectories[i].server, (0, 0))
+        if counts[i] and (number < 2 or tokens < MIN_TOKENS):
+            taken[trajectories[i].server] = number + 1, tokens + counts[i]
+            chosen.append(trajectories[i])
+    return chosen
 
 
 class MismatchTotals:
@@ -44,20 +60,20 @@ class MismatchTotals:
     def judge(
         self,
         trajectories: Sequence[Trajectory],
-        found: Sequence[np.ndarray],
+        gaps: Sequence[np.ndarray],
         tolerance: float,
         servers: Collection[str],
     ) -> tuple[dict[str, float], list[int]]:
         """Return ({server: its mean difference} beyond the tolerance, trajectories beyond it by themselves).
 
         Args:
-            found: the `differences` of each trajectory.
+            gaps: the `differences` of each trajectory.
             tolerance: largest mean difference, nats.
             servers: addresses that can be judged. A trajectory of several servers, or from behind a router,
                 is judged by itself.
         """
         alone = []
-        for i, (trajectory, each) in enumerate(zip(trajectories, found, strict=True)):
+        for i, (trajectory, each) in enumerate(zip(trajectories, gaps, strict=True)):
             if trajectory.server in servers:
                 total, count = self._totals.get(trajectory.server, (0.0, 0))
                 self._totals[trajectory.server] = total + float(each.sum()), count + len(each)

@@ -34,7 +34,7 @@ SAY_INTERVAL = 30.0  # seconds between two lines about a wait
 POLL_INTERVAL = 0.1
 
 
-class Response(NamedTuple):
+class ServerResponse(NamedTuple):
     """A reply to /generate, and who gave it."""
 
     generated: Generated
@@ -74,7 +74,7 @@ class ServerPool:
         self.label = ""  # of the newest weights
         self.memory_released = False  # colocated: no server is brought into use
         self._update: Callable[[Server], Awaitable[Any]] | None = None  # gives a server the newest weights
-        self._most_servers, self._next_line = len(self.servers), 0.0
+        self._max_servers, self._next_line = len(self.servers), 0.0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang", daemon=True)
         self._thread.start()
@@ -140,7 +140,7 @@ class ServerPool:
 
     async def generate(
         self, body: Json, group_servers: dict[int, Server], group: int, read: Read
-    ) -> Response:
+    ) -> ServerResponse:
         """Return a response to /generate, from the server of the group's other samples if it has a slot.
 
         It counts only if the server has not been left out meanwhile, and new weights that came meanwhile
@@ -231,9 +231,9 @@ class ServerPool:
         self.servers = [known.pop(url, None) or Server(url) for url in members]
         for server in known.values():
             server.usable, server.problem = False, f"{server.url} has left the pool"
-        for _ in range(self.slots * (len(self.servers) - self._most_servers)):
+        for _ in range(self.slots * (len(self.servers) - self._max_servers)):
             self.slot.release()
-        self._most_servers = max(self._most_servers, len(self.servers))
+        self._max_servers = max(self._max_servers, len(self.servers))
 
     def exclude(self, url: str, error: ServerError) -> None:
         """Leave a server out for good."""
@@ -243,7 +243,7 @@ class ServerPool:
                 self.excluded[url] = server
         self.servers = [server for server in self.servers if server.url != url]
 
-    async def _generate_on(self, server: Server, body: Json, group: int, read: Read) -> Response:
+    async def _generate_on(self, server: Server, body: Json, group: int, read: Read) -> ServerResponse:
         failures, label = server.failures, server.label
         sticky = {"X-SMG-Routing-Key": str(group)} if server is self.router else {}
         body = {**body, "rid": uuid.uuid4().hex}
@@ -260,7 +260,7 @@ class ServerPool:
             async with server.update_lock:
                 if server.failures != failures:
                     raise ServerError(f"{server.url} was left out meanwhile: {server.problem}")
-                return Response(generated, server.url)
+                return ServerResponse(generated, server.url)
 
     async def _pick(
         self,

@@ -40,15 +40,15 @@ def read_generated(
     Raises:
         ValueError, TypeError, LookupError, AttributeError: it cannot; the server is not to be trusted.
     """
-    meta, most = reply["meta_info"], body["sampling_params"]["max_new_tokens"]
+    meta, max_tokens = reply["meta_info"], body["sampling_params"]["max_new_tokens"]
     _check_request(meta, body)
     finish = meta["finish_reason"]["type"]
     pairs = [(token, logprob) for logprob, token, *_ in meta["output_token_logprobs"]]
     ids, logprobs = [token for token, _ in pairs], [logprob for _, logprob in pairs]
     if finish not in FINISHES:
         raise ValueError(f"it ended by {short(finish)}")
-    if len(ids) > most or (not ids and finish != "abort"):
-        raise ValueError(f"{len(ids)} tokens where 1 to {most} were asked for")
+    if len(ids) > max_tokens or (not ids and finish != "abort"):
+        raise ValueError(f"{len(ids)} tokens where 1 to {max_tokens} were asked for")
     counts = {len(ids), len(reply.get("output_ids", ids)), meta.get("completion_tokens", len(ids))}
     if len(counts) > 1 or list(reply.get("output_ids", ids)) != ids:
         raise ValueError(f"log-probs of {len(ids)} tokens, and other tokens or another number of them")

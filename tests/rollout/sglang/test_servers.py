@@ -484,7 +484,7 @@ def test_a_server_that_rests_is_not_woken_by_those_who_care_for_it(make, servers
     ],
 )
 def test_sizes_on_shared_gpus_must_fit_together(flags, environment, expected):
-    found = list(colocated.problems(SGLangConfig(colocated=True, flags=flags), 1, environment))
+    found = list(colocated.colocated_problems(SGLangConfig(colocated=True, flags=flags), 1, environment))
     assert [text.startswith(expected) for text in found] == ([True] if expected else [])
-    (alone,) = colocated.problems(SGLangConfig(flags="--device cpu"), 0, {})
+    (alone,) = colocated.colocated_problems(SGLangConfig(flags="--device cpu"), 0, {})
     assert alone.endswith("set --rollout.launch N.")

@@ -1,5 +1,6 @@
 """Faults of real SGLang servers on a CPU (JAXRL_SGLANG_PYTHON), which ask for keys all along."""
 
+import dataclasses
 import os
 import signal
 import socket
@@ -176,7 +177,7 @@ def test_all_are_killed_and_come_back(tended, capsys):
 def test_turns_on_shared_memory_are_taken_in_an_order_that_servers_accept(tended):
     """On a CPU nothing is freed: that the order works is all that is seen here."""
     engine, _ = tended
-    engine.colocated = True
+    engine.sglang = dataclasses.replace(engine.sglang, colocated=True)
     params = models.init(MODEL, jax.random.key(0))
     for _ in range(2):
         engine.release_memory()
@@ -184,7 +185,7 @@ def test_turns_on_shared_memory_are_taken_in_an_order_that_servers_accept(tended
         engine.publish(params, 7)
         assert not any(server.released for server in engine.pool.servers)
         written(engine, requests(tokens=8))
-    engine.colocated = False
+    engine.sglang = dataclasses.replace(engine.sglang, colocated=False)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in BROKEN if kind not in ("base weights", "elsewhere")])
