@@ -28,20 +28,25 @@ def check_requests(
             raise UserError(f"prompt {request.prompt_index}: {problem}")
 
 
-def check_sampling(sampling: SamplingConfig, model: TransformerConfig, tokenizer: Any) -> None:
+def check_sampling(
+    sampling: SamplingConfig, model: TransformerConfig, tokenizer: Any, key: str = "sampling"
+) -> None:
     """Refuse a sampling setting that no engine can follow for this model.
+
+    Args:
+        key: of the setting in the config, for the message.
 
     Raises:
         ConfigError: names the field and the fix.
     """
     for field, problem in ranges.problems(sampling):
-        raise ConfigError(f"sampling.{field} {problem}")
+        raise ConfigError(f"{key}.{field} {problem}")
     if sampling.stop and tokenizer is None:
-        raise ConfigError("sampling.stop needs a tokenizer: give one to the engine, or use stop_tokens.")
+        raise ConfigError(f"{key}.stop needs a tokenizer: give one to the engine, or use stop_tokens.")
     for token in sampling.stop_tokens:
         if token >= model.vocab_size:
             raise ConfigError(
-                f"sampling.stop_tokens has {token}: the model's vocabulary has {model.vocab_size} tokens, "
+                f"{key}.stop_tokens has {token}: the model's vocabulary has {model.vocab_size} tokens, "
                 f"0 to {model.vocab_size - 1}."
             )
 
