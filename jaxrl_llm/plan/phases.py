@@ -93,8 +93,8 @@ def _rollout(config: TrainConfig, model, mesh: Mesh, params, base: Held) -> Iter
     )
     weights, cache, state, *_, last = calls["decode"].args
     slots, width = len(state.tokens), calls["prefill"].args[1].shape
-    paged = "write" in calls
-    prompts = calls["write"].args[1] if paged else calls["spread"].args[0]
+    paged = "write_pages" in calls
+    prompts = calls["write_pages"].args[1] if paged else calls["gather"].args[0]
     longest = last.shape[1] * rollout.page if paged else cache.length
     base = base | ({"rollout weights": params} if rollout.weight_noise else {})
     held = base | {"rollout weights": [weights, base.get("rollout weights")]}
@@ -106,14 +106,14 @@ def _rollout(config: TrainConfig, model, mesh: Mesh, params, base: Held) -> Iter
     yield Phase("rollout: publish", calls["publish"], base, 1, 0.0)
     one = flops.forward(model, width[0] * width[1], width[1] / 2)
     yield Phase("rollout: prefill", calls["prefill"], full, read, one)
-    if "lengthen" in calls:
-        short = calls["lengthen"].args[0]
-        yield Phase("rollout: lengthen", calls["lengthen"], held | {"KV cache": [short, prompts]}, 1, 0.0)
+    if "resize" in calls:
+        short = calls["resize"].args[0]
+        yield Phase("rollout: resize", calls["resize"], held | {"KV cache": [short, prompts]}, 1, 0.0)
     if paged:
-        yield Phase("rollout: write", calls["write"], full, read, 0.0)
-        yield Phase("rollout: copy", calls["copy"], full, rounds, 0.0)
+        yield Phase("rollout: write", calls["write_pages"], full, read, 0.0)
+        yield Phase("rollout: copy", calls["copy_pages"], full, rounds, 0.0)
     else:
-        yield Phase("rollout: spread", calls["spread"], full, rounds, 0.0)
+        yield Phase("rollout: gather", calls["gather"], full, rounds, 0.0)
         copied = held | {"KV cache": [cache, prompts, calls["insert"].args[1]]}
         yield Phase("rollout: insert", calls["insert"], copied, rounds, 0.0)
     one = flops.forward(model, slots, longest) + flops.head(model, slots)

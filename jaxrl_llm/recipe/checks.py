@@ -16,7 +16,7 @@ from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.recipe.overrides import conforms, leaves, spell
 from jaxrl_llm.recipe.rollout_checks import rollout_problems
-from jaxrl_llm.rollout.checks import not_strict
+from jaxrl_llm.rollout.checks import strict_problems
 from jaxrl_llm.sharding.sequence import heads_problem
 
 AT_LEAST = {
@@ -143,7 +143,7 @@ def _step(config: TrainConfig) -> Iterator[str]:
 def _strict(config: TrainConfig, sizes: Mapping[str, int]) -> Iterator[str]:
     """-1 is not known yet."""
     if config.strict:
-        yield from not_strict(config.rollout, config.model.dtype, math.prod(sizes.values()))
+        yield from strict_problems(config.rollout, config.model.dtype, math.prod(sizes.values()))
 
 
 def _divided(config: TrainConfig, sizes: Mapping[str, int]) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -62,23 +61,18 @@ def _addresses(servers: Sequence[str]) -> Iterator[str]:
 
 
 def _sampling(config: TrainConfig) -> Iterator[str]:
+    samplings = {"rollout.sampling": config.rollout.sampling, "eval.sampling": config.eval.sampling}
+    for key, sampling in samplings.items():
+        yield from (f"--{key}.{field} {problem}" for field, problem in problems(sampling))
     if algos.of(config.algo).on_rollouts:
-        yield from _draws("rollout", config.rollout.sampling, config.responses_per_prompt)
+        yield from _greedy_group("rollout.sampling", config.rollout.sampling, config.responses_per_prompt)
     if config.eval.every:
-        yield from _draws("eval.sampling", config.eval.sampling, config.eval.samples)
+        yield from _greedy_group("eval.sampling", config.eval.sampling, config.eval.samples)
 
 
-def _draws(key: str, sampling: SamplingConfig, responses: int) -> Iterator[str]:
-    if not 0 <= sampling.temperature < math.inf:
-        yield f"--{key}.temperature is {sampling.temperature}: it must be 0 (greedy) or more."
+def _greedy_group(key: str, sampling: SamplingConfig, responses: int) -> Iterator[str]:
     if sampling.temperature == 0 and responses > 1:
         yield (
             f"--{key}.temperature is 0: all {responses} responses to a prompt would be the same. "
             "Set it above 0 (1.0 is usual for training, 0.6 for evaluation) or ask for 1 response."
         )
-    if not 0 < sampling.top_p <= 1:
-        yield f"--{key}.top_p is {sampling.top_p}: it must be above 0 and at most 1."
-    if not 0 <= sampling.min_p < 1:
-        yield f"--{key}.min_p is {sampling.min_p}: it must be at least 0 and below 1."
-    if sampling.top_k < 0:
-        yield f"--{key}.top_k is {sampling.top_k}: it must be 0 (all tokens) or more."

@@ -268,10 +268,7 @@ def test_what_cannot_work_names_the_key_and_the_fix(config, change, message):
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
-        (SamplingConfig(temperature=-1.0), "temperature is -1.0: it must be 0 (greedy) or more."),
-        (SamplingConfig(top_p=0.0), "top_p is 0.0: it must be above 0 and at most 1."),
-        (SamplingConfig(min_p=1.0), "min_p is 1.0: it must be at least 0 and below 1."),
-        (SamplingConfig(top_k=-1), "top_k is -1: it must be 0 (all tokens) or more."),
+        (SamplingConfig(top_p=0.0), "top_p is 0.0: it must be above 0 and at most 1; 1.0 keeps all tokens."),
         (
             SamplingConfig(temperature=0.0),
             "temperature is 0: all 8 responses to a prompt would be the same. Set it above 0 (1.0 is usual "
@@ -279,10 +276,16 @@ def test_what_cannot_work_names_the_key_and_the_fix(config, change, message):
         ),
     ],
 )
-def test_sampling_out_of_range(config, sampling, message):
-    drawn = replace(config, rollout=replace(config.rollout, sampling=sampling))
-    assert refusal(check, drawn) == f"--rollout.{message}"
-    check(replace(drawn, algo=sft.Config()))  # which draws no responses
+def test_sampling_that_cannot_be(config, sampling, message):
+    sampled = replace(config, rollout=replace(config.rollout, sampling=sampling))
+    assert refusal(check, sampled) == f"--rollout.sampling.{message}"
+    evaluated = replace(config, eval=replace(config.eval, every=1, samples=8, sampling=sampling))
+    assert refusal(check, evaluated) == f"--eval.sampling.{message}"
+
+
+def test_a_greedy_group_is_none_where_no_responses_are_sampled(config):
+    greedy = SamplingConfig(temperature=0.0)
+    check(replace(config, algo=sft.Config(), rollout=replace(config.rollout, sampling=greedy)))
 
 
 @pytest.mark.parametrize(

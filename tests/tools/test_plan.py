@@ -247,7 +247,7 @@ def test_a_plan_compiles_what_training_calls(monkeypatch):
     config = dataclasses.replace(CONFIG, mesh=MeshConfig(fsdp=4, tensor=2))
     mesh = make_mesh(config.mesh)
     planned = {phase.name: described(phase.call.args) for phase in phases(config, mesh)}
-    rollout = [f"rollout: {name}" for name in ("publish", "prefill", "spread", "insert", "decode")]
+    rollout = [f"rollout: {name}" for name in ("publish", "prefill", "gather", "insert", "decode")]
     learned = ["score: policy", "score: reference", "update: accumulate", "update: apply"]
     assert list(planned) == rollout + learned
     learner = (stage := make_stages(config, SMALL, mesh)[-1]).policy
@@ -285,7 +285,7 @@ def test_a_plan_compiles_what_rollout_calls(monkeypatch):
     )
     params = models.abstract(SMALL)
     planned = engine.largest_calls(params, 40, 60, 2, SamplingConfig(), turns=False)
-    assert set(planned) == {"publish", "prefill", "spread", "lengthen", "insert", "decode"}
+    assert set(planned) == {"publish", "prefill", "gather", "resize", "insert", "decode"}
     warmed = {}
 
     def fake(name):
@@ -301,12 +301,11 @@ def test_a_plan_compiles_what_rollout_calls(monkeypatch):
 
         monkeypatch.setattr(engine.programs, name, called)
 
-    for name in ("zero_weights", "prefill", "spread", "insert", "resize", "decode", "uniforms"):
+    for name in ("zero_weights", "prefill", "gather", "insert", "resize", "decode", "uniforms"):
         fake(name)
     engine.warm_up(40, 60)
     for name, call in planned.items():
         if name != "publish":  # for which a warm-up has no weights
-            name = {"lengthen": "resize"}.get(name, name)
             assert shapes(call.args, call.static) in warmed[name], name
 
 
