@@ -24,12 +24,12 @@ from jaxrl_llm.models.params import shardings
 from jaxrl_llm.models.transformer import (
     Layers,
     Transformer,
-    attend_row,
     block,
-    computed_with,
-    final_norm,
-    rope_of,
-    row_wise,
+    cast_weights,
+    final_norm_fn,
+    make_attention_fn,
+    per_token_call,
+    rope_fn,
     window_sizes,
 )
 from jaxrl_llm.sharding.rules import Rules, constrain
@@ -80,7 +80,7 @@ def decode_weights(
         out_shardings: `decode_shardings` of the copy. Stacked layers are then resharded one at a time:
             all at once, a TPU would hold the gathered stack and the copy of it.
     """
-    params = jax.tree.map(jnp.copy, computed_with(params, dtype))
+    params = jax.tree.map(jnp.copy, cast_weights(params, dtype))
     c, layers = params.config, (params.layers,)
     if is_unrolled(c):
         layers = tuple(jax.tree.map(lambda w, i=i: w[i], params.layers) for i in range(c.num_layers))
@@ -120,7 +120,7 @@ def next_token_logits(
 ) -> Float[Array, "S V"]:
     """Return float32 logits, soft-capped if the model is."""
     head = weights.embed if weights.head is None else weights.head
-    logits = row_wise(strict)(batch_invariant.logits_with(c.logit_softcap), head, hidden[:, None])
+    logits = per_token_call(strict)(batch_invariant.logits_fn(c.logit_softcap), head, hidden[:, None])
     return logits[:, 0]
 
 
@@ -140,10 +140,10 @@ def prefill(
     """
     positions = jnp.arange(tokens.shape[1]) - (tokens.shape[1] - lengths)[:, None]
     segments, positions = (positions >= 0).astype(jnp.int32), jnp.maximum(positions, 0)
-    tables = row_wise(strict)(rope_of(c), None, positions)
+    tables = per_token_call(strict)(rope_fn(c), None, positions)
 
     def layer(x, w, window, *_):
-        attend = attend_row(c, segments, positions, window, strict=strict)
+        attend = make_attention_fn(c, segments, positions, window, strict=strict)
         x, (k, v) = block(c, w, x, tables, attend, strict)
         return x, (k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
 
@@ -168,8 +168,8 @@ def decode_ring(
 
     Returns: (hidden state after the final norm, cache with the token's keys and values).
     """
-    by_row, positions = row_wise(strict), positions[:, None]
-    tables = by_row(rope_of(c), None, positions)
+    by_row, positions = per_token_call(strict), positions[:, None]
+    tables = by_row(rope_fn(c), None, positions)
 
     def layer(carry, w, window, array, index):
         x, ks, vs = carry
@@ -180,7 +180,7 @@ def decode_ring(
 
     x = constrain(weights.embed[tokens][:, None], "batch", "sequence", "hidden")
     (x, ks, vs), _ = apply_layers(c, weights.layers, layer, (x, cache.k, cache.v))
-    hidden = by_row(final_norm(c), weights.norm, x)[:, 0]
+    hidden = by_row(final_norm_fn(c), weights.norm, x)[:, 0]
     return hidden, RingCache(ks, vs, jnp.mod(cache.cursor + 1, cache.length))
 
 

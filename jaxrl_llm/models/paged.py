@@ -16,15 +16,15 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from jaxrl_kernels import target
-from jaxrl_kernels.decode_attention.api import choose, decode_attention
+from jaxrl_kernels.chips import LANES
+from jaxrl_kernels.decode_attention.api import decode_attention
 from jaxrl_kernels.decode_attention.api import write as write_token
-from jaxrl_kernels.flash_attention.shapes import LANES
+from jaxrl_kernels.dispatch import choose, device
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.decode import DecodeWeights, apply_layers
 from jaxrl_llm.models.rope import rope_tables
-from jaxrl_llm.models.transformer import block, final_norm
-from jaxrl_llm.sharding.rules import ROLLOUT, constrain, layout
+from jaxrl_llm.models.transformer import block, final_norm_fn
+from jaxrl_llm.sharding.rules import ROLLOUT, constrain, current_spec
 
 NULL_PAGE = 0
 """The page that inactive slots write to, and that pads page tables; never read."""
@@ -46,7 +46,7 @@ class PagedCache(NamedTuple):
 
 def init_paged_cache(c: TransformerConfig, num_pages: int, page_size: int, dtype: DTypeLike) -> PagedCache:
     """Return zeros for `num_pages` pages of `page_size` tokens, counted over all shards of the slots."""
-    lanes = LANES if target.device()[0] == "tpu" else 1
+    lanes = LANES if device()[0] == "tpu" else 1
     shape = (c.num_layers * num_pages, c.num_kv_heads, page_size, -(-c.head_dim // lanes) * lanes)
     quantized = jnp.dtype(dtype).itemsize == 1
     scales = lambda: jnp.zeros(shape[:3], jnp.float32) if quantized else None
@@ -89,7 +89,7 @@ def decode_paged(
 
     x = constrain(weights.embed[tokens][:, None], "batch", "sequence", "hidden")
     (x, cache), _ = apply_layers(c, weights.layers, layer, (x, cache))
-    return final_norm(c)(weights.norm, x)[:, 0], cache
+    return final_norm_fn(c)(weights.norm, x)[:, 0], cache
 
 
 def write_prompts(
@@ -136,7 +136,7 @@ def _attend(c, cache: PagedCache, new, table, lengths, layer, window):
         :, 0
     ]
     pages = start + jnp.where(lengths > 0, pages, NULL_PAGE)
-    implementation, _ = choose(q, cache.k, table)
+    implementation, _ = choose("decode_attention", q, cache.k, table)
     cache = write_token(cache, _to_storage(cache, (k, v)), pages, at % page_size, implementation)
     out = decode_attention(
         _pad_head_dim(q, cache),
@@ -197,7 +197,7 @@ def quantize(x: Float[Array, "*R E"], dtype: DTypeLike) -> tuple[Num[Array, "*R 
 
 def _shard_mapped(c, fn, cache: PagedCache, new: tuple, *rest):
     """Call `fn(c, cache, new, *rest)` on each device with its own pages, slots and heads."""
-    spec = layout(("batch", "kv_heads"), cache.k.shape[:2], ROLLOUT)
+    spec = current_spec(("batch", "kv_heads"), cache.k.shape[:2], ROLLOUT)
     if spec is None:
         return fn(c, cache, new, *rest)
     batch, heads = spec

@@ -17,7 +17,7 @@ from jaxrl_llm.ranges import problems
 from jaxrl_llm.recipe.overrides import conforms, leaves, spell
 from jaxrl_llm.recipe.rollout_checks import rollout_problems
 from jaxrl_llm.rollout.checks import strict_problems
-from jaxrl_llm.sharding.sequence import heads_problem
+from jaxrl_llm.sharding.attention import heads_problem
 
 AT_LEAST = {
     "steps": 0,

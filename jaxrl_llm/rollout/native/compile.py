@@ -14,7 +14,7 @@ from jaxrl_llm.rollout.engine import SamplingConfig
 from jaxrl_llm.rollout.native.programs import Programs, empty_slots, make_stop_conditions
 from jaxrl_llm.rollout.native.sampling import is_filtered, make_params
 from jaxrl_llm.rollout.native.shapes import ProgramShapes, pages_for, round_up
-from jaxrl_llm.sharding.rules import laid_out
+from jaxrl_llm.sharding.rules import with_shardings
 from jaxrl_llm.structs import Params, Program
 
 
@@ -101,9 +101,11 @@ def largest_calls(
     tokens, lengths = _zeros(rows, width), _zeros(rows)
     state = empty_slots(max_slots, np.zeros(2, np.uint32))
     with jax.set_mesh(programs.mesh):
-        weights = laid_out(jax.eval_shape(programs.publish, params), shardings["weights"])
-        prompts = laid_out(jax.eval_shape(programs.prefill, weights, tokens, lengths), shardings["prompts"])
-        uniform = laid_out(jax.eval_shape(programs.uniforms, state), shardings["replicated"])
+        weights = with_shardings(jax.eval_shape(programs.publish, params), shardings["weights"])
+        prompts = with_shardings(
+            jax.eval_shape(programs.prefill, weights, tokens, lengths), shardings["prompts"]
+        )
+        uniform = with_shardings(jax.eval_shape(programs.uniforms, state), shardings["replicated"])
         calls_of = _paged_calls if programs.page_size else _ring_calls
         cache, calls = calls_of(programs, shapes, prompts, lengths)
     inputs = state, uniform, make_params(sampling), make_stop_conditions(stop_ids, 0, 0)
@@ -124,9 +126,11 @@ def _ring_calls(
     sharding, width = programs.shardings["cache"], shapes.max_prefill_length
     num_slots = shapes.slot_counts[-1]
     rows = _zeros(num_slots)
-    gathered = laid_out(jax.eval_shape(partial(programs.gather, length=width), prompts, rows), sharding[:2])
+    gathered = with_shardings(
+        jax.eval_shape(partial(programs.gather, length=width), prompts, rows), sharding[:2]
+    )
     caches = [
-        laid_out(jax.eval_shape(partial(programs.empty_cache, num_slots, length)), sharding)
+        with_shardings(jax.eval_shape(partial(programs.empty_cache, num_slots, length)), sharding)
         for length in shapes.cache_lengths[-2:]
     ]
     calls = {
@@ -143,7 +147,7 @@ def _paged_calls(
 ) -> tuple[PagedCache, dict[str, Program]]:
     """Return the paged cache and the programs that fill it."""
     make = partial(programs.empty_cache, programs.num_shards * shapes.num_pages, programs.page_size)
-    cache = laid_out(jax.eval_shape(make), programs.shardings["cache"])
+    cache = with_shardings(jax.eval_shape(make), programs.shardings["cache"])
     tables = _zeros(
         programs.num_shards * len(lengths), pages_for(shapes.max_prefill_length, programs.page_size)
     )

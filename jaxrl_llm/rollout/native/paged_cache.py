@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_kernels.decode_attention.api import choose
+from jaxrl_kernels.dispatch import choose
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.paged import NULL_PAGE, init_paged_cache
@@ -25,7 +25,7 @@ from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import Request
 from jaxrl_llm.rollout.native.programs import ChunkOutput, PrefillBatch, Programs, SlotState
 from jaxrl_llm.rollout.native.shapes import ProgramShapes, max_pages_for, pages_for, round_up
-from jaxrl_llm.sharding.rules import bytes_per_device, laid_out
+from jaxrl_llm.sharding.rules import bytes_per_device, with_shardings
 
 MEMORY_FRACTION = 0.8
 """Share of the free device memory for pages; prefill and logits take some of the rest."""
@@ -202,7 +202,7 @@ def uses_pages(config: RolloutConfig, model: TransformerConfig, mesh: Mesh) -> b
     pages = jax.ShapeDtypeStruct((1, model.num_kv_heads, config.page, model.head_dim), dtype)
     q = jax.ShapeDtypeStruct((1, model.num_heads, model.head_dim), jnp.dtype(config.dtype))
     with jax.set_mesh(mesh):
-        return choose(q, pages, jax.ShapeDtypeStruct((1, 1), jnp.int32))[0] != "reference"
+        return choose("decode_attention", q, pages, jax.ShapeDtypeStruct((1, 1), jnp.int32))[0] != "reference"
 
 
 def check_pages(requests: Sequence[Request], page_size: int, num_pages: int) -> None:
@@ -244,7 +244,7 @@ def pages_in_free_memory(programs: Programs, reserved_bytes: int) -> int | None:
 def rollout_weight_bytes(programs: Programs) -> int:
     """Return the size of the rollout's copy of the weights on one device."""
     weights = jax.eval_shape(programs.zero_weights)
-    return bytes_per_device(laid_out(weights, programs.shardings["weights"]))
+    return bytes_per_device(with_shardings(weights, programs.shardings["weights"]))
 
 
 def free_device_bytes(programs: Programs) -> int | None:
@@ -263,4 +263,4 @@ def page_bytes(programs: Programs) -> int:
     )
     with jax.set_mesh(programs.mesh):
         shapes = jax.eval_shape(init)
-    return bytes_per_device(laid_out(shapes, programs.page_shardings()))
+    return bytes_per_device(with_shardings(shapes, programs.page_shardings()))

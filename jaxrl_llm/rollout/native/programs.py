@@ -15,7 +15,7 @@ from jaxrl_llm.models import TransformerConfig, decode, paged
 from jaxrl_llm.models.decode import DecodeWeights, RingCache
 from jaxrl_llm.models.paged import PagedCache
 from jaxrl_llm.rollout.native.sampling import SamplingParams, sample_tokens, sample_tokens_strict, uniforms
-from jaxrl_llm.sharding.rules import ROLLOUT, fit
+from jaxrl_llm.sharding.rules import ROLLOUT, sharding_for
 from jaxrl_llm.structs import Params
 
 PromptKV = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
@@ -93,7 +93,7 @@ class Programs:
         self.config, self.mesh, self.chunk = config, mesh, chunk
         self.strict, self.page_size = strict, page_size
         self.dtype, self.cache_dtype = jnp.dtype(dtype), jnp.dtype(cache_dtype)
-        per_shard = fit(mesh, ("batch",), (mesh.size,), ROLLOUT).shard_shape((mesh.size,))[0]
+        per_shard = sharding_for(mesh, ("batch",), (mesh.size,), ROLLOUT).shard_shape((mesh.size,))[0]
         self.num_shards = mesh.size // per_shard  # that the slots are divided into
         self.compile_count = 0
         replicated = NamedSharding(mesh, PartitionSpec())
@@ -128,7 +128,7 @@ class Programs:
 
         def sharding(x):
             axes = (rows, "kv_heads", None, None)
-            return fit(self.mesh, (None,) * (x.ndim - 4) + axes, x.shape, ROLLOUT)
+            return sharding_for(self.mesh, (None,) * (x.ndim - 4) + axes, x.shape, ROLLOUT)
 
         return jax.tree.map(sharding, (shapes.k, shapes.v))
 
@@ -138,7 +138,7 @@ class Programs:
             lambda: paged.init_paged_cache(self.config, self.num_shards, self.page_size, self.cache_dtype)
         )
         axes = lambda x: ("batch", "kv_heads", *(None,) * (x.ndim - 2))
-        return jax.tree.map(lambda x: fit(self.mesh, axes(x), x.shape, ROLLOUT), shapes)
+        return jax.tree.map(lambda x: sharding_for(self.mesh, axes(x), x.shape, ROLLOUT), shapes)
 
     def _publish(self, params: Params) -> DecodeWeights:
         self.compile_count += 1

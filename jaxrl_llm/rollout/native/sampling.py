@@ -73,9 +73,9 @@ def sample_tokens_strict(
 ) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
     """Sample as `sample_tokens`, with log-probs bit-equal to training (`batch_invariant.linear_logprob`)."""
     token_of = lambda params, logits, uniform: sample_tokens(logits[0], uniform[0], params, filtered)[0][None]
-    token = batch_invariant.rows(token_of, params, logits[:, None], uniform[:, None])
+    token = batch_invariant.map_tokens(token_of, params, logits[:, None], uniform[:, None])
     temperature = jnp.where(params.temperature == 0, 1.0, params.temperature)
-    logprob, _ = batch_invariant.rows(batch_invariant.logprob, temperature, logits[:, None], token)
+    logprob, _ = batch_invariant.map_tokens(batch_invariant.logprob, temperature, logits[:, None], token)
     return token[:, 0], logprob[:, 0]
 
 
