@@ -86,7 +86,7 @@ def test_pages_hold_what_the_ring_holds(monkeypatch, lanes):
     weights = weights_of(WINDOWED)
     ring = decode.init_ring_cache(WINDOWED, 2, 24, jnp.float32)
     with monkeypatch.context() as there:
-        there.setattr(paged.target, "device", lambda: ("tpu" if lanes > 1 else "cpu", ""))
+        there.setattr(paged, "device", lambda: ("tpu" if lanes > 1 else "cpu", ""))
         pages = paged.init_paged_cache(WINDOWED, 7, 8, jnp.float32)
     assert pages.k.shape[3] == max(WINDOWED.head_dim, lanes)
     table, active = jnp.array([[3, 1, 6], [2, 5, 4]], jnp.int32), jnp.ones(2, bool)
