@@ -23,8 +23,8 @@ import numpy as np
 from jaxrl_llm import algos
 from jaxrl_llm.build.run import Parts, Stage, build, data_report
 from jaxrl_llm.checkpoint.state import Checkpointer
-from jaxrl_llm.config import TrainConfig, derived, describe_run, dump
-from jaxrl_llm.errors import RunError
+from jaxrl_llm.config import TrainConfig, derived
+from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.experience.source import Experience, prompt_text
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.host.lock import hold
@@ -32,6 +32,7 @@ from jaxrl_llm.host.start import start_host
 from jaxrl_llm.host.stop import EXIT_STOPPED, Stop
 from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.models.kernels import describe
+from jaxrl_llm.recipe.dump import describe_run, dump
 from jaxrl_llm.recipe.load import from_command_line
 from jaxrl_llm.report.log import RunLog, sample_rows
 from jaxrl_llm.rollout.sglang.server import Outage

@@ -89,9 +89,13 @@ __all__ = ["ALGOS", "AlgoConfig", "load_algorithm", "of", "requirements", "value
 
 def of(config: AlgoConfig) -> Algorithm:
     """Return the algorithm whose settings these are."""
-    known = {**ALGOS, value.name: value, **_LOADED}
-    assert config.algorithm in known, f"{config}: of no algorithm; make it with NAME.Config(...)"
-    return known[config.algorithm]
+    assert is_known(config), f"{config}: of no algorithm; make it with NAME.Config(...)"
+    return {**ALGOS, value.name: value, **_LOADED}[config.algorithm]
+
+
+def is_known(config: AlgoConfig) -> bool:
+    """Return whether these are settings of an algorithm, as NAME.Config(...) makes them."""
+    return config.algorithm in {**ALGOS, value.name: value, **_LOADED}
 
 
 def requirements(config: AlgoConfig) -> Requirements:
