@@ -153,7 +153,7 @@ def test_nan_losses_stop_the_run_with_its_checkpoint_intact(tmp_path, capsys):
     assert train(run_dir, *more, "--algo.factor", "1.0", "--steps", "1") == 0
     assert train(run_dir, *more, "--steps", "9") == 1
     said = capsys.readouterr().err
-    assert "2 updates in a row had NaN or Inf in loss or gradient, at step 3" in said
+    assert "2 updates in a row had NaN or Inf in loss, gradient or weights at step 3" in said
     assert f"{run_dir}/nonfinite_step_3.npz" in said
     assert (run_dir / "nonfinite_step_3.npz").is_file()
     assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["1"]

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.structs import Batch, Trajectory
+from jaxrl_llm.structs import SIGNALS, Batch, Trajectory
 
-# Optional per-token inputs of a Batch that the host provides.
-SIGNALS = ("advantages", "rollout", "old", "reference", "values", "returns", "labels")
+IN_LOSS = tuple(signal.name for signal in SIGNALS if signal.in_loss)
 
 
 @dataclass
@@ -21,7 +20,9 @@ class PackItem:
 
     tokens: np.ndarray  # int32 [t]
     mask: np.ndarray  # [t], 1 = this token is trained on
-    signals: dict[str, np.ndarray] = field(default_factory=dict)  # name in SIGNALS -> float32 [t]
+    signals: dict[str, np.ndarray] = field(
+        default_factory=dict
+    )  # by the name in structs.SIGNALS, float32 [t]
 
 
 def from_trajectory(trajectory: Trajectory) -> PackItem:
@@ -123,7 +124,7 @@ def empty_batch(rows: int, row_length: int, signals: Sequence[str] = ()) -> Batc
 
 
 def _lay_out(sequences, packed: list[list[int]], row_length: int, rows: int) -> Batch:
-    names = tuple(name for name in SIGNALS if name in sequences[0].signals)
+    names = tuple(name for name in IN_LOSS if name in sequences[0].signals)
     batch = empty_batch(rows, row_length, names)
     for row, members in enumerate(packed):
         start = 0

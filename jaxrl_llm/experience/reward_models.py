@@ -24,7 +24,7 @@ from jaxrl_llm.hf.folder import resolve
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.names import read_config
 from jaxrl_llm.hf.tokenizer import load_tokenizer
-from jaxrl_llm.learn.update import StepConfig, outputs
+from jaxrl_llm.learn.update import StepConfig, model_outputs
 from jaxrl_llm.rewards.sample import RewardModelConfig
 from jaxrl_llm.rewards.verdict import probability
 from jaxrl_llm.sharding.rules import TRAIN, put_rows
@@ -84,7 +84,7 @@ class RewardModel:
         return scores
 
     def _outputs(self, items: Sequence[PackItem], name: str) -> list[np.ndarray]:
-        """One of `step.outputs` for each item."""
+        """Return one of `model_outputs` for each item."""
         with jax.set_mesh(self.mesh):
             batches = pack(items, self.step.row_tokens, self.step.rows)
             found = [
@@ -109,7 +109,7 @@ class RewardModel:
 
 @functools.partial(jax.jit, static_argnames=("step", "name"))
 def _run(params: Params, batch, step: StepConfig, name: str) -> jax.Array:
-    return outputs(params, batch, step, (name,))[name]
+    return model_outputs(params, batch, step, (name,))[name]
 
 
 def load_reward_model(
@@ -144,17 +144,17 @@ def load_reward_model(
 
 
 def add_scores(
-    judges: Sequence[RewardModel], trajectories: Sequence[Trajectory], prompts: Sequence[str]
+    reward_models: Sequence[RewardModel], trajectories: Sequence[Trajectory], prompts: Sequence[str]
 ) -> None:
     """Add each model's weighted scores to the trajectories' rewards and components.
 
     A process model's scores go to its steps (`token_rewards`), an outcome model's to the response's reward.
     """
-    for judge in judges:
-        for trajectory, scores in zip(trajectories, judge(trajectories, prompts), strict=True):
-            weighted = judge.config.weight * scores
+    for model in reward_models:
+        for trajectory, scores in zip(trajectories, model(trajectories, prompts), strict=True):
+            weighted = model.config.weight * scores
             trajectory.components = (*trajectory.components, float(scores.sum()))
-            if judge.config.kind != "process":
+            if model.config.kind != "process":
                 trajectory.reward += float(weighted[-1])
             else:
                 before = trajectory.token_rewards

@@ -12,11 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
-from jaxrl_llm.algos.contract import old_logprobs
-from jaxrl_llm.build.models import make_trainers, with_heads
+from jaxrl_llm.build.models import make_stages, with_heads
 from jaxrl_llm.config import TrainConfig, derived
 from jaxrl_llm.learn.learner import Learner
-from jaxrl_llm.learn.trainer import Trainer, scores_before_update
+from jaxrl_llm.learn.stage import Stage, loss_signals, policy_scores
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.plan import flops
 from jaxrl_llm.plan.models import SHAPES, shape_of
@@ -52,32 +51,32 @@ def phases(config: TrainConfig, mesh: Mesh) -> list[Phase]:
     model = shape_of(config.model)
     check_model(config, mesh.shape, model.max_position, model.num_heads)
     model = with_heads(model, config.algo)
-    _, trainer = make_trainers(config, model, mesh, SHAPES)
-    base = _resident(config, model, trainer)
+    stage = make_stages(config, model, mesh, SHAPES)[-1]
+    base = _resident(config, model, stage)
     found = []
     if algos.of(config.algo).on_rollouts and config.rollout.engine == "native":
-        found += _rollout(config, model, mesh, trainer.policy.abstract_state().params, base)
-    found += _score(config, trainer, base)
-    if trainer.critic:
-        found += _update("critic", config, trainer.critic, trainer, base)
-    found += _update("update", config, trainer.policy, trainer, base)
+        found += _rollout(config, model, mesh, stage.policy.abstract_state().params, base)
+    found += _score(config, stage, base)
+    if stage.critic:
+        found += _update("critic", config, stage.critic, stage, base)
+    found += _update("update", config, stage.policy, stage, base)
     return found
 
 
-def _resident(config: TrainConfig, model: TransformerConfig, trainer: Trainer) -> Held:
+def _resident(config: TrainConfig, model: TransformerConfig, stage: Stage) -> Held:
     """What is there from the first step to the last."""
-    state = trainer.policy.abstract_state()
+    state = stage.policy.abstract_state()
     held: Held = {"parameters": [state.params], "optimizer": [state.opt_state], "frozen models": []}
-    if trainer.critic:
-        critic = trainer.critic.abstract_state()
+    if stage.critic:
+        critic = stage.critic.abstract_state()
         held["parameters"].append(critic.params)
         held["optimizer"].append(critic.opt_state)
-    held["frozen models"] += trainer.teachers
-    if algos.requirements(config.algo).reference and not trainer.teachers:
-        held["frozen models"].append(_reference(config, trainer.policy))
+    held["frozen models"] += stage.teachers
+    if stage.needs_reference:
+        held["frozen models"].append(_reference(config, stage.policy))
     for judge in config.reward.models:
         shape = SHAPES.config(judge.path)
-        shardings = models.shardings(shape, trainer.policy.mesh, TRAIN)
+        shardings = models.shardings(shape, stage.policy.mesh, TRAIN)
         held["frozen models"].append(SHAPES.params(judge.path, shape, shardings, config.model.dtype))
     return held
 
@@ -121,9 +120,9 @@ def _rollout(config: TrainConfig, model, mesh: Mesh, params, base: Held) -> Iter
     yield Phase("rollout: decode", calls["decode"], full, rounds * response, one, "token")
 
 
-def _score(config: TrainConfig, trainer: Trainer, base: Held) -> Iterator[Phase]:
+def _score(config: TrainConfig, stage: Stage, base: Held) -> Iterator[Phase]:
     """Questions to the models before the first update."""
-    algo, learner = config.algo, trainer.policy
+    learner = stage.policy
     rows, times = _microbatches(config, learner)
     scored = lambda model, speaks: (
         flops.forward(model, rows * config.row_tokens, config.row_tokens / 2)
@@ -131,23 +130,21 @@ def _score(config: TrainConfig, trainer: Trainer, base: Held) -> Iterator[Phase]
     )
 
     def phase(name, learner, params, wants):
-        call = learner.score_call(params, wants)
+        call = learner.score_program(params, wants)
         held = base | {"batch": [call.args[1]] * times}
         return Phase(f"score: {name}", call, held, times, scored(learner.model, wants != ("values",)))
 
-    if wants := scores_before_update(algo, config.minibatches_per_step):
+    if wants := policy_scores(stage.requires, learner.config.old):
         yield phase("policy", learner, learner.abstract_state().params, wants)
-    if trainer.critic:
-        yield phase("critic", trainer.critic, trainer.critic.abstract_state().params, ("values",))
-    if algos.requirements(algo).reference and not trainer.teachers:
+    if stage.critic:
+        yield phase("critic", stage.critic, stage.critic.abstract_state().params, ("values",))
+    if stage.needs_reference:
         yield phase("reference", learner, _reference(config, learner), ("policy",))
 
 
-def _update(
-    name: str, config: TrainConfig, learner: Learner, trainer: Trainer, base: Held
-) -> Iterator[Phase]:
-    teachers = trainer.teachers if learner is trainer.policy else ()
-    calls = learner.update_calls(_signals(config, trainer), teachers)
+def _update(name: str, config: TrainConfig, learner: Learner, stage: Stage, base: Held) -> Iterator[Phase]:
+    teachers = stage.teachers if learner is stage.policy else ()
+    calls = learner.update_programs(loss_signals(stage), teachers)
     grads, batch = calls["accumulate"].args[1:3]
     rows, times = _microbatches(config, learner)
     a_minibatch = times // config.minibatches_per_step
@@ -163,17 +160,3 @@ def _microbatches(config: TrainConfig, learner: Learner) -> tuple[int, int]:
     """(rows of one, how many a step has at most)."""
     found = derived(config, learner.mesh.size)
     return learner.config.rows, found["microbatches_per_update_at_most"] * config.minibatches_per_step
-
-
-def _signals(config: TrainConfig, trainer: Trainer) -> tuple[str, ...]:
-    """The optional arrays that a micro-batch of the update has."""
-    algorithm, requires = algos.of(config.algo), algos.requirements(config.algo)
-    updates = config.minibatches_per_step
-    names = ["labels"] * (algorithm.input != "tokens")
-    if algorithm.on_rollouts:
-        names = ["rollout", "advantages"]
-    wants = scores_before_update(config.algo, updates)
-    names += ["old"] * (old_logprobs(algorithm, requires, updates) != "policy")
-    names += ["values", "returns"] * bool(trainer.critic or "values" in wants)
-    names += ["reference"] * requires.reference
-    return tuple(dict.fromkeys(names + ["labels"] * bool(trainer.teachers)))

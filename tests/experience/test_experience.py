@@ -12,8 +12,9 @@ import pytest
 from jaxrl_llm.algos import dapo, gkd, grpo, remax
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.rows import Example
-from jaxrl_llm.experience.rollouts import RolloutSource, perturbed
-from jaxrl_llm.experience.source import groups, judge, varied
+from jaxrl_llm.experience.rollouts import CURSOR, RolloutSource, perturbed
+from jaxrl_llm.experience.score import Scorer, group_by_prompt, has_variance, verify
+from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.sample import Result, RewardConfig
 from jaxrl_llm.rollout.engine import SamplingConfig
@@ -78,10 +79,10 @@ class FakePool:
         ]
 
 
-def source(algo, **fields):
+def source(algo, scorer=None, **fields):
     return RolloutSource(
-        FakeLoader(), FakeEngine(), FakePool(), algo, SamplingConfig(), jax.random.key(0), prompts=3,
-        responses=2, max_tokens=4, **fields,
+        FakeLoader(), FakeEngine(), scorer or Scorer(FakePool()), algo, SamplingConfig(), jax.random.key(0),
+        prompts=3, responses=2, max_tokens=4, **fields,
     )  # fmt: skip
 
 
@@ -106,7 +107,7 @@ def test_dynamic_sampling_draws_until_the_step_is_full_of_groups_that_differ():
     assert built.loader.asked == [0, 1, 2]
     assert [int(t.prompt_ids[0]) - 1 for t in found.trajectories] == [1, 1, 4, 4, 7, 7]
     assert [t.prompt_index for t in found.trajectories] == [1, 1, 4, 4, 7, 7]
-    assert all(varied(group) for group in groups(found.trajectories))
+    assert all(has_variance(group) for group in group_by_prompt(found.trajectories))
     assert found.metrics["dynamic/draws"] == 3
     assert found.metrics["dynamic/kept_fraction"] == pytest.approx(1 / 3)
     assert [p.example.answer for p in found.prompts] == [str(i) for i in range(9)]
@@ -114,9 +115,38 @@ def test_dynamic_sampling_draws_until_the_step_is_full_of_groups_that_differ():
 
 def test_dynamic_sampling_gives_up_after_max_draws_with_what_it_has():
     built = source(dapo.Config(max_draws=2))
-    found = step(built, 1)
-    assert built.loader.asked == [2, 3]
+    found = step(built)
+    assert built.loader.asked == [0, 1]
     assert len(found.trajectories) == 4
+
+
+def test_dynamic_sampling_uses_every_prompt_and_continues_from_its_cursor():
+    """The first step needs three draws of the four it may have; the second begins with the fourth."""
+    built = source(dapo.Config(max_draws=4))
+    step(built)
+    step(built, 1)
+    assert built.loader.asked == [0, 1, 2, 3, 4, 5]
+    files = built.snapshot()
+    resumed = source(dapo.Config(max_draws=4))
+    resumed.resume(files, 2, {}, 0)
+    step(resumed, 2)
+    assert resumed.loader.asked == [6, 7, 8]
+    resumed.resume({CURSOR: b""}, 2, {}, 0)  # a checkpoint from before there were cursors
+    assert resumed.cursor == 8
+
+
+def test_dynamic_sampling_without_a_group_that_differs_learns_nothing():
+    built = source(dapo.Config(max_draws=2), scorer=lambda prompts, trajectories: constant(trajectories))
+    found = step(built)
+    assert found.items == [] and len(found.trajectories) == 6
+    assert found.metrics["dynamic/kept_fraction"] == 0
+    assert Stage(policy=SimpleNamespace(algo=dapo.Config())).prepare(None, found, None, 0) == []
+
+
+def constant(trajectories):
+    for trajectory in trajectories:
+        trajectory.reward = 0.5
+    return {}
 
 
 def test_a_greedy_response_is_a_baseline_and_is_not_learned_from():
@@ -146,6 +176,6 @@ def test_noise_on_the_weights_is_relative_and_new_every_step():
 def test_without_a_verifier_nothing_is_correct_or_wrong():
     pool = SimpleNamespace(config=dataclasses.replace(RewardConfig(), name="none"), metrics={})
     found = step(source(grpo.Config()))
-    judge(pool, found.prompts, found.trajectories)
+    verify(pool, found.prompts, found.trajectories)
     assert {t.outcome for t in found.trajectories} == {Outcome.FAILED}
     assert {t.reward for t in found.trajectories} == {0.0}

@@ -18,7 +18,7 @@ import pytest
 from jaxrl_kernels import target as kernel_target
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
-from jaxrl_llm.build.models import make_trainers
+from jaxrl_llm.build.models import make_stages
 from jaxrl_llm.config import ModelConfig, RolloutConfig, SamplingConfig, TrainConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import ConfigError
@@ -250,7 +250,7 @@ def test_a_plan_compiles_what_training_calls(monkeypatch):
     rollout = [f"rollout: {name}" for name in ("publish", "prefill", "spread", "insert", "decode")]
     learned = ["score: policy", "score: reference", "update: accumulate", "update: apply"]
     assert list(planned) == rollout + learned
-    learner = (trainer := make_trainers(config, SMALL, mesh)[1]).policy
+    learner = (stage := make_stages(config, SMALL, mesh)[-1]).policy
     called = {}
 
     def spy(name):
@@ -268,9 +268,9 @@ def test_a_plan_compiles_what_training_calls(monkeypatch):
     items = [PackItem(np.ones(8, np.int32), ones, {"rollout": ones, "advantages": ones}) for _ in range(16)]
     with jax.set_mesh(mesh):
         make = jax.jit(models.init, static_argnums=0, out_shardings=learner.param_shardings)
-        state = trainer.init_state(make(SMALL, jax.random.key(0)))
-        trainer.score(state, items, 2, freeze(state.params, "bfloat16"))
-        trainer.update(state, [items[:8], items[8:]], 0)
+        state = stage.init_state(make(SMALL, jax.random.key(0)))
+        stage.score(state, items, freeze(state.params, "bfloat16"))
+        stage.update(state, [items[:8], items[8:]], 0)
     assert called["_score"][0] == planned["score: policy"]
     assert called["_score"][-1] == planned["score: reference"]
     assert set(map(str, called["_accumulate"])) == {str(planned["update: accumulate"])}

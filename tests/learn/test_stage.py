@@ -13,7 +13,7 @@ from jaxrl_llm.algos import distill, dpo, ppo, value
 from jaxrl_llm.data.packing import PackItem, from_trajectory
 from jaxrl_llm.learn import credit
 from jaxrl_llm.learn.learner import Learner
-from jaxrl_llm.learn.trainer import Trainer
+from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
@@ -45,16 +45,16 @@ def trajectories(n=8):
     ]  # fmt: skip
 
 
-def ppo_steps(trainer, params, steps):
+def ppo_steps(stage, params, steps):
     """(states, metrics) of each step on the same trajectories."""
-    with jax.set_mesh(trainer.policy.mesh):
-        state, found = trainer.init_state(params), []
+    with jax.set_mesh(stage.policy.mesh):
+        state, found = stage.init_state(params), []
         for step in range(steps):
             batch = trajectories()
             items = [from_trajectory(t) for t in batch]
-            trainer.score(state, items, 1, None)
-            items = credit.assign(trainer.policy.algo, items, batch, 0.0, seed=step)
-            state, metrics = trainer.update(state, [items], step)
+            stage.score(state, items, None)
+            items = credit.assign_credit(stage.policy.algo, items, batch, 0.0, seed=step)
+            state, metrics = stage.update(state, [items], step)
             found.append((jax.tree.map(np.asarray, state), jax.device_get(metrics)))
     return found
 
@@ -63,10 +63,10 @@ def ppo_steps(trainer, params, steps):
 def test_the_critic_learns_on_its_own_mesh_and_warms_up_alone(mesh, devices):
     algo = ppo.Config(kl_coef=0.0, lam=1.0)
     critic = learner(value.Config(value_clip=None), VALUED, mesh=mesh, devices=devices)
-    trainer = Trainer(learner(algo), critic, critic_warmup=2)
+    stage = Stage(learner(algo), critic=critic, critic_warmup=2)
     params = models.init(MODEL, jax.random.key(0))
     before = np.asarray(params.layers.q)
-    steps = ppo_steps(trainer, params, 4)
+    steps = ppo_steps(stage, params, 4)
     errors = [float(metrics["critic/value_error"]) for _, metrics in steps]
     assert errors[0] == pytest.approx(0.5)  # new values are 0, half the returns 1
     assert errors[-1] < 0.8 * errors[0]
@@ -77,10 +77,10 @@ def test_the_critic_learns_on_its_own_mesh_and_warms_up_alone(mesh, devices):
 
 
 def test_a_shared_backbone_learns_both():
-    trainer = Trainer(
+    stage = Stage(
         learner(ppo.Config(kl_coef=0.0, lam=1.0, critic="shared", vf_coef=1.0, value_clip=10.0), VALUED)
     )
-    steps = ppo_steps(trainer, models.init(VALUED, jax.random.key(0)), 3)
+    steps = ppo_steps(stage, models.init(VALUED, jax.random.key(0)), 3)
     losses = [float(metrics["value_loss"]) for _, metrics in steps]
     assert losses[0] == pytest.approx(0.25) and losses[-1] < losses[0]
     assert steps[0][0].critic is None
@@ -93,33 +93,33 @@ def pair(seed):
 
 
 def test_a_frozen_reference_is_asked_once_for_a_row(monkeypatch):
-    trainer = Trainer(learner(dpo.Config()))
+    stage = Stage(learner(dpo.Config()))
     asked = []
-    real = trainer.policy.score
+    real = stage.policy.score
     monkeypatch.setattr(
-        trainer.policy, "score", lambda params, items, *a: asked.append(len(items)) or real(params, items, *a)
+        stage.policy, "score", lambda params, items, *a: asked.append(len(items)) or real(params, items, *a)
     )
-    with jax.set_mesh(trainer.policy.mesh):
+    with jax.set_mesh(stage.policy.mesh):
         params = models.init(MODEL, jax.random.key(0))
-        state = trainer.init_state(jax.tree.map(jnp.copy, params))
+        state = stage.init_state(jax.tree.map(jnp.copy, params))
         first, again = [*pair(0), *pair(1)], [*pair(1), *pair(2)]
-        trainer.score(state, first, 1, params)
-        trainer.score(state, again, 1, params)
+        stage.score(state, first, params)
+        stage.score(state, again, params)
     assert asked == [4, 2]
     np.testing.assert_array_equal(first[2].signals["reference"], again[0].signals["reference"])
 
 
 def test_each_row_learns_from_its_own_teacher():
     """The divergence from a teacher that is the student itself is 0, from another it is not."""
-    trainer = Trainer(learner(distill.Config(teachers=("a", "b"))))
-    with jax.set_mesh(trainer.policy.mesh):
+    stage = Stage(learner(distill.Config(teachers=("a", "b"))))
+    with jax.set_mesh(stage.policy.mesh):
         student, other = (models.init(MODEL, jax.random.key(i)) for i in range(2))
-        trainer.teachers = (jax.tree.map(jnp.copy, student), other)
-        state = trainer.init_state(student)
+        stage.teachers = (jax.tree.map(jnp.copy, student), other)
+        state = stage.init_state(student)
         found = []
         for teacher in (0, 1):
             item = pair(0)[0]
             item.signals["labels"] = np.full(5, float(teacher), np.float32)
-            found.append(float(trainer.measure(state, [item], None)["divergence"]))
+            found.append(float(stage.measure(state, [item], None)["divergence"]))
     assert found[0] == pytest.approx(0.0, abs=1e-6)
     assert found[1] > 1e-4
