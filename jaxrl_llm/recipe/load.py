@@ -19,7 +19,7 @@ from typing import NamedTuple, NoReturn
 
 from jaxrl_llm import algos
 from jaxrl_llm.config import TrainConfig
-from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.recipe.checks import check_config
 from jaxrl_llm.recipe.help import overview, topics_text, usage
 from jaxrl_llm.recipe.keys import iter_fields
@@ -114,7 +114,7 @@ def with_algo(config: TrainConfig, name: str | None) -> tuple[TrainConfig, list[
         changed = dataclasses.replace(config, algo=algorithm.config)
         dict(iter_fields(changed))  # its annotations can be read
     except BaseException as error:  # the file is the user's code
-        raise ConfigError(_blame(Path(name), error)) from error
+        raise _user_mistake(Path(name), error) from error
     if config.algo.algorithm == algorithm.name:
         return config, []
     return changed, _dropped(config, name)
@@ -169,7 +169,7 @@ def find_recipe(name: str) -> Path:
         if given.is_dir():
             inside = sorted(path.name for path in given.glob("*.py"))
             raise ConfigError(
-                f"--config {name}: a folder; {NOT_PYTHON}. In it: {', '.join(inside) or 'none'}."
+                f"--config {name}: a folder; {NOT_PYTHON}. It has {', '.join(inside) or 'none'}."
             )
     except (OSError, RuntimeError) as error:  # a name too long, a folder without permission, ~nobody
         reason = getattr(error, "strerror", None) or str(error).rstrip(".")
@@ -201,9 +201,9 @@ def load_recipe(path: Path) -> TrainConfig:
         spec.loader.exec_module(module)
         config = module.get_config() if hasattr(module, "get_config") else None
     except BaseException as error:  # the recipe is the user's code
-        raise ConfigError(_blame(path, error)) from error
+        raise _user_mistake(path, error) from error
     if not isinstance(config, TrainConfig):
-        returns = "nothing" if config is None else f"a {type(config).__name__}"
+        returns = "nothing" if config is None else f"a value of type {type(config).__name__}"
         what = f"get_config() returns {returns}" if hasattr(module, "get_config") else "no get_config()"
         raise ConfigError(f"{path}: {what}; a recipe defines get_config() and returns a TrainConfig.")
     return config
@@ -218,13 +218,24 @@ def list_text() -> str:
     return "\n".join(lines)
 
 
-def _blame(path: Path, error: BaseException) -> str:
-    """Return the error of a user's file with its line, and the nearest field where a name is misspelt."""
+def _user_mistake(path: Path, error: BaseException) -> ConfigError:
+    """Return the error of a user's file with its line, and the nearest field where a name is misspelt.
+
+    Raises:
+        SystemExit: the error is that of a signal, which ends the command.
+    """
+    if isinstance(error, SystemExit) and type(error) is not SystemExit:
+        raise error
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if Path(frame.filename).name == path.name]
-    line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
-    what = f"{type(error).__name__}: {error}" if not isinstance(error, ConfigError) else str(error)
-    return f"{path}{f':{line}' if line else ''}: {what}{_did_you_mean(error)}"
+    places = [f"{frame.filename}:{frame.lineno}" for frame in frames if Path(frame.filename) == path]
+    text = str(error)
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        places.append(f"{error.filename}:{error.lineno}")
+        text = error.msg
+    what = text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
+    if not isinstance(error, Exception):
+        what = f"{what.rstrip(': ')}; the file only defines things, and must not end the program"
+    return ConfigError(f"{places[-1] if places else path}: {what}{_did_you_mean(error)}")
 
 
 def _did_you_mean(error: BaseException) -> str:

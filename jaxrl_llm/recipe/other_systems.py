@@ -211,7 +211,7 @@ SAME = {
 
 NO_LORA = "There is no LoRA: all weights are trained"
 NO_EPOCHS = (
-    "There are no PPO epochs: each response is learned from once; --minibatches_per_step sets the updates"
+    "There are no PPO epochs: a response is learned from once; --minibatches_per_step sets the updates"
 )
 NO_OFFLOAD = (
     "There is no offloading: --mesh.fsdp, --model.remat and a smaller --tokens_per_device save memory"

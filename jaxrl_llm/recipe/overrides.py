@@ -111,7 +111,9 @@ def resolve_key(typed: str, known: Iterable[str]) -> str:
 def _advice(typed: str, known: dict[str, ConfigField], config: TrainConfig) -> str:
     key = typed.replace("-", "_")
     if group := sorted(k for k in known if k.startswith(f"{key}.")):
-        return f"{key} is a group; set its fields: {', '.join('--' + k for k in group[:8])}."
+        more = ", ..." if len(group) > 8 else ""
+        fields = ", ".join(f"--{name}" for name in group[:8])
+        return f"{key} is a group; set its fields: {fields}{more}. --help {key} shows them."
     unset = next((k for k in known if key.startswith(f"{k}.") and known[k].value in (None, ())), None)
     if unset:
         return f"{unset} is not set in this recipe, so it has no fields; set it in the recipe file."
@@ -120,8 +122,8 @@ def _advice(typed: str, known: dict[str, ConfigField], config: TrainConfig) -> s
     if advice := _of_other_algorithms(key, config):
         return advice
     if advice := translate(key):
-        return f"{advice} --help lists the keys."
-    return f"Did you mean --{closest_key(key, known)}? --help lists the keys."
+        return f"{advice} --help all lists the keys."
+    return f"Did you mean --{closest_key(key, known)}? --help all lists the keys."
 
 
 def _negated(key: str, known: dict[str, ConfigField]) -> str:
