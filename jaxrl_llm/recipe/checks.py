@@ -19,7 +19,15 @@ from jaxrl_llm import algos
 from jaxrl_llm.config import TrainConfig, same_responses
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.ranges import problems
-from jaxrl_llm.recipe.keys import SHORT, has_type, iter_configs, nested_configs, type_hints, type_words
+from jaxrl_llm.recipe.keys import (
+    has_type,
+    iter_configs,
+    nested_configs,
+    short_repr,
+    shorten,
+    type_hints,
+    type_words,
+)
 from jaxrl_llm.rollout.checks import not_strict
 from jaxrl_llm.rollout.sglang import auth, colocated
 from jaxrl_llm.rollout.sglang.health import read_list
@@ -98,7 +106,7 @@ def _wrong_types(config: Any, prefix: str = "") -> Iterator[str]:
     for field in dataclasses.fields(config):
         key, hint, value = f"{prefix}{field.name}", hints[field.name], getattr(config, field.name)
         if not has_type(value, hint):
-            yield f"--{key} is {SHORT.repr(value)} ({type(value).__name__}): expected {type_words(hint)}."
+            yield f"--{key} is {short_repr(value)} ({type(value).__name__}): expected {type_words(hint)}."
         elif isinstance(value, algos.AlgoConfig) and not algos.is_known(value):
             yield f"--{key}: {type(value).__name__} of no algorithm; make it with NAME.Config(...)."
         else:
@@ -185,7 +193,7 @@ def _model_folder(key: str, path: str) -> Iterator[str]:
     hub_name = len(path) <= MAX_HUB_NAME and HUB_NAME.fullmatch(path)
     if not hub_name or (folder.parent != Path(".") and folder.parent.is_dir()):
         yield (
-            f"--{key} {SHORT.repr(path)[1:-1]}: no such folder. Set a Hugging Face folder (config.json and "
+            f"--{key} {shorten(path)}: no such folder. Set a Hugging Face folder (config.json and "
             "*.safetensors) or a hub name such as Qwen/Qwen3-0.6B."
         )
 
@@ -247,14 +255,14 @@ def _rollout(config: TrainConfig) -> Iterator[str]:
     if sglang.devices and len(sglang.devices) != rollout.launch:
         yield f"--sglang.devices names {len(sglang.devices)}, --rollout.launch is {rollout.launch}."
     if rollout.launch and not _program(sglang.python):
-        yield f"--sglang.python is {SHORT.repr(sglang.python)}: no such program."
+        yield f"--sglang.python is {short_repr(sglang.python)}: no such program."
     if sglang.transport == "ipc" and rollout.servers:
         yield (
             "--sglang.transport ipc shares the memory of GPUs with servers that are started here "
             "(--rollout.launch); for --rollout.servers set disk, http or group."
         )
     if rollout.engine == "sglang" and sglang.transport == "group" and not _program(sglang.relay_python):
-        yield f"--sglang.relay_python is {SHORT.repr(sglang.relay_python)}: no such program."
+        yield f"--sglang.relay_python is {short_repr(sglang.relay_python)}: no such program."
 
 
 def _program(name: str) -> bool:
@@ -292,4 +300,4 @@ def _run_dir(run_dir: str) -> Iterator[str]:
         probe.unlink()
     except (OSError, RuntimeError, ValueError) as error:  # the last two: ~nobody, a NUL character
         reason = getattr(error, "strerror", None) or error
-        yield f"--run_dir {SHORT.repr(run_dir)[1:-1]}: cannot be written ({reason}). {fix}"
+        yield f"--run_dir {shorten(run_dir)}: cannot be written ({reason}). {fix}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import reprlib
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -13,9 +12,6 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from jaxrl_llm.algos.contract import AlgorithmName
 
 Config = TypeVar("Config")
-
-SHORT = reprlib.Repr()  # of values in messages
-SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 100
 
 
 class ConfigField(NamedTuple):
@@ -102,6 +98,20 @@ def has_type(value: Any, hint: Any) -> bool:
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, origin or hint)
+
+
+def shorten(text: str, width: int = 100) -> str:
+    """Return the text, or its beginning and end where it is longer, for messages."""
+    half = (width - 3) // 2
+    return text if len(text) <= width else f"{text[:half]}...{text[-half:]}"
+
+
+def short_repr(value: Any) -> str:
+    """Return the repr of a user's value, shortened; its type where it has none."""
+    try:
+        return shorten(repr(value))
+    except Exception:  # the user's class, or an int of more than 4300 digits
+        return f"<{type(value).__name__}>"
 
 
 def type_words(hint: Any) -> str:

@@ -22,7 +22,7 @@ from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.recipe.checks import check_config
 from jaxrl_llm.recipe.help import overview, topics_text, usage
-from jaxrl_llm.recipe.keys import iter_fields
+from jaxrl_llm.recipe.keys import iter_fields, shorten
 from jaxrl_llm.recipe.overrides import Pair, apply_overrides, closest_key, closest_word, split_arguments
 
 PROG = "python -m jaxrl_llm.train"
@@ -91,7 +91,8 @@ def _split_help(argv: list[str]) -> tuple[list[str], list[str] | None]:
 def _last(pairs: list[Pair], key: str) -> str | None:
     given = [words for name, words in pairs if name == key]
     if given and len(given[-1]) != 1:
-        raise ConfigError(f"--{key} takes one value, got {' '.join(given[-1]) or 'nothing'!r}.")
+        words = shorten(" ".join(given[-1])) or "nothing"
+        raise ConfigError(f"--{key} takes one value, got {words!r}.")
     return given[-1][0] if given else None
 
 
@@ -104,9 +105,9 @@ def with_algo(config: TrainConfig, name: str | None) -> tuple[TrainConfig, list[
     if name is None:
         return config, []
     if not name.endswith(".py") and name not in algos.ALGOS:
-        known = ", ".join(sorted(algos.ALGOS))
+        near, known = closest_word(name, algos.ALGOS), ", ".join(sorted(algos.ALGOS))
         raise ConfigError(
-            f"--algo {name}: unknown algorithm. Did you mean --algo {closest_word(name, algos.ALGOS)}? "
+            f"--algo {shorten(name)}: unknown algorithm. Did you mean --algo {near}? "
             f"There are {known}; your own is the path of a .py file."
         )
     try:
@@ -173,10 +174,10 @@ def find_recipe(name: str) -> Path:
             )
     except (OSError, RuntimeError) as error:  # a name too long, a folder without permission, ~nobody
         reason = getattr(error, "strerror", None) or str(error).rstrip(".")
-        raise ConfigError(f"--config {name[:100]}: {reason}.") from None
+        raise ConfigError(f"--config {shorten(name)}: {reason}.") from None
     near = closest_word(given.name, known)
     raise ConfigError(
-        f"--config {name}: no such file, and no packaged recipe of that name. "
+        f"--config {shorten(name)}: no such file, and no packaged recipe of that name. "
         f"Did you mean --config {near}? The packaged ones: {', '.join(known)}."
     )
 

@@ -11,7 +11,15 @@ from collections.abc import Iterable
 from jaxrl_llm import algos
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import ConfigError
-from jaxrl_llm.recipe.keys import SHORT, ConfigField, iter_fields, parse_value, replace_at, type_words
+from jaxrl_llm.recipe.keys import (
+    ConfigField,
+    iter_fields,
+    parse_value,
+    replace_at,
+    short_repr,
+    shorten,
+    type_words,
+)
 from jaxrl_llm.recipe.other_systems import translate
 
 Pair = tuple[str, list[str]]
@@ -34,7 +42,7 @@ def split_arguments(argv: list[str]) -> list[Pair]:
             pairs[-1][1].append(word)
         else:
             spelled = f"--{key.lstrip('-')} {value}" if equals else "--key value, such as --steps 100"
-            raise ConfigError(f"{word!r} has no key before it. Write {spelled}.")
+            raise ConfigError(f"{short_repr(word)} has no key before it. Write {shorten(spelled)}.")
     return pairs
 
 
@@ -49,14 +57,14 @@ def apply_overrides(config: TrainConfig, pairs: list[Pair]) -> tuple[TrainConfig
         known = dict(iter_fields(config))
         key = resolve_key(typed, known)
         if not key:
-            raise ConfigError(f"--{typed}: unknown key. {_advice(typed, known, config)}")
+            raise ConfigError(f"--{shorten(typed)}: unknown key. {_advice(typed[:200], known, config)}")
         value = parse_words(key, known[key].hint, words)
         try:
             config = replace_at(config, key.split("."), value)
         except ValueError as error:  # a part's own check
             raise ConfigError(f"--{key}: {str(error).rstrip('.')}.") from None
         if key in set_keys:
-            notes.append(f"--{key} is given more than once; the last counts: {' '.join(words)}")
+            notes.append(f"--{key} is given more than once; the last counts: {shorten(' '.join(words))}")
         set_keys.add(key)
     if "model.path" in set_keys and config.model.path and "model.tokenizer" not in set_keys:
         config, note = _own_tokenizer(config, before.model.path)
@@ -75,7 +83,7 @@ def parse_words(key: str, hint: typing.Any, words: list[str]) -> typing.Any:
     try:
         return parse_value(hint, words)
     except ValueError:
-        given = SHORT.repr(" ".join(words)) if words else "nothing"
+        given = short_repr(" ".join(words)) if words else "nothing"
         dashes = "" if words or hint is not str else f" Text that begins with --: --{key}='--TEXT'."
         raise ConfigError(f"--{key}: expected {type_words(hint)}, got {given}.{dashes}") from None
 
