@@ -19,7 +19,7 @@ from jaxrl_llm.learn.optim import LearningRate, OptimConfig
 from jaxrl_llm.models.config import RopeConfig, TransformerConfig
 from jaxrl_llm.ranges import CountOrZero, Range, SecondsOrZero
 from jaxrl_llm.report.log import LogConfig
-from jaxrl_llm.rewards.sample import RewardConfig, RewardModelConfig
+from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 from jaxrl_llm.rollout.engine import SamplingConfig
 from jaxrl_llm.sharding.mesh import MeshConfig

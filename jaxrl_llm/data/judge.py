@@ -1,6 +1,7 @@
 """Judgements to imitate: a language model as reward model (arXiv 2306.05685; 2408.15240).
 
-Supervised training on them makes a generative reward model; `jaxrl_llm.rewards.verdict` reads what it says.
+Supervised training on them makes a generative reward model; `find_verdict` of
+jaxrl_llm/rewards/extract.py reads its verdicts.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.names import read_config
 from jaxrl_llm.hf.tokenizer import load_tokenizer
 from jaxrl_llm.learn.update import StepConfig, model_outputs
-from jaxrl_llm.rewards.sample import RewardModelConfig
-from jaxrl_llm.rewards.verdict import probability
+from jaxrl_llm.rewards.config import RewardModelConfig
+from jaxrl_llm.rewards.extract import verdict_probability
 from jaxrl_llm.sharding.rules import TRAIN, put_rows
 from jaxrl_llm.structs import Params, Trajectory
 
@@ -80,7 +80,7 @@ class RewardModel:
         logprobs = [row[-1] for row in self._outputs(items, "policy")]
         scores = [np.zeros(len(t.response_ids), np.float32) for t in trajectories]
         for row, yes, no in zip(scores, logprobs[::2], logprobs[1::2], strict=True):
-            row[-1] = (probability({"Yes": yes, "No": no}) - self.config.mean) / self.config.scale
+            row[-1] = (verdict_probability({"Yes": yes, "No": no}) - self.config.mean) / self.config.scale
         return scores
 
     def _outputs(self, items: Sequence[PackItem], name: str) -> list[np.ndarray]:

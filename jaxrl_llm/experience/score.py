@@ -10,9 +10,9 @@ import numpy as np
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.experience.reward_models import RewardModel, add_scores
 from jaxrl_llm.host.processes import on_first
+from jaxrl_llm.rewards.config import RewardConfig
 from jaxrl_llm.rewards.pool import RewardPool
-from jaxrl_llm.rewards.sample import Result, RewardConfig, Sample
-from jaxrl_llm.rewards.summary import check_failures
+from jaxrl_llm.rewards.sample import RewardResult, RewardSample, check_failures
 from jaxrl_llm.structs import Metrics, Outcome, Trajectory
 
 
@@ -37,10 +37,7 @@ def verify(pool: RewardPool, prompts: Sequence[Prompt], trajectories: Sequence[T
     Raises:
         RewardFailureError: too many samples failed, on every process.
     """
-    if pool.config.name == "none":  # reward models alone score: no response is correct or wrong
-        results = [Result(0.0, Outcome.FAILED)] * len(trajectories)
-    else:
-        results = on_first(lambda: pool.score([_as_sample(prompts[t.prompt_index], t) for t in trajectories]))
+    results = on_first(lambda: pool.score([_as_sample(prompts[t.prompt_index], t) for t in trajectories]))
     for trajectory, result in zip(trajectories, results, strict=True):
         trajectory.reward, trajectory.outcome = float(result.score), result.outcome
         trajectory.components = tuple(result.components or ()) or (float("nan"),) * (
@@ -67,15 +64,17 @@ def _apply_episodes(trajectories: Sequence[Trajectory], config: RewardConfig) ->
             correct = episode.reward >= config.correct_at
             trajectory.outcome = Outcome.CORRECT if correct else Outcome.WRONG
     results = [
-        Result(float("nan"), Outcome.FAILED, e.failure) if e.failure else Result(0.0, Outcome.WRONG)
+        RewardResult(float("nan"), Outcome.FAILED, e.failure)
+        if e.failure
+        else RewardResult(0.0, Outcome.WRONG)
         for _, e in episodes
     ]
     check_failures(results, config.max_failed_fraction)
 
 
-def _as_sample(prompt: Prompt, trajectory: Trajectory) -> Sample:
+def _as_sample(prompt: Prompt, trajectory: Trajectory) -> RewardSample:
     example = prompt.example
-    return Sample(
+    return RewardSample(
         response=trajectory.text if trajectory.answer is None else trajectory.answer,
         answer=example.answer,
         prompt=prompt_text(prompt),

@@ -12,18 +12,18 @@ import importlib.util
 import os
 import re
 import sys
-import traceback
 import typing
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from jaxrl_llm import algos
 from jaxrl_llm.config import TrainConfig
-from jaxrl_llm.errors import ConfigError, UserError
+from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.recipe.checks import check_config
 from jaxrl_llm.recipe.help import overview, topics_text, usage
 from jaxrl_llm.recipe.keys import iter_fields, shorten
 from jaxrl_llm.recipe.overrides import Pair, apply_overrides, closest_key, closest_word, split_arguments
+from jaxrl_llm.user_file import explain
 
 PROG = "python -m jaxrl_llm.train"
 NOT_PYTHON = "a recipe is a Python file that defines get_config(); --list shows some to start from"
@@ -227,16 +227,10 @@ def _user_mistake(path: Path, error: BaseException) -> ConfigError:
     """
     if isinstance(error, SystemExit) and type(error) is not SystemExit:
         raise error
-    frames = traceback.extract_tb(error.__traceback__)
-    places = [f"{frame.filename}:{frame.lineno}" for frame in frames if Path(frame.filename) == path]
-    text = str(error)
-    if isinstance(error, SyntaxError) and error.filename and error.lineno:
-        places.append(f"{error.filename}:{error.lineno}")
-        text = error.msg
-    what = text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
+    text = explain(error, path).rstrip(": ")
     if not isinstance(error, Exception):
-        what = f"{what.rstrip(': ')}; the file only defines things, and must not end the program"
-    return ConfigError(f"{places[-1] if places else path}: {what}{_did_you_mean(error)}")
+        text += "; the file only defines things, and must not end the program"
+    return ConfigError(f"{text}{_did_you_mean(error)}")
 
 
 def _did_you_mean(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from jaxrl_llm.data.rows import SourceConfig
 from jaxrl_llm.data.sources import open_source
 from jaxrl_llm.data.template import ChatConfig
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
-from jaxrl_llm.rewards.load import resolve
+from jaxrl_llm.rewards.load import resolve_reward
 
 TOKENIZER = make_tokenizer()
 PLAIN = ChatConfig(render="plain")
@@ -269,7 +269,9 @@ def test_judgements_of_pairs_have_the_better_answer_on_either_side(tmp_path):
     assert "Question:\nuser: 2+2?\n\nassistant: 5\n\nuser: 2+2?\n\n" in dialogue.messages[0]["content"]
     task = open_source(SourceConfig(path="task:preference", judge=True), seed=0)
     assert {task[i].response for i in range(20)} == {"A", "B"}
-    assert resolve("auto", task[0].source, task[0].columns) == "verdict"  # not that of the sums asked about
+    assert (
+        resolve_reward("auto", task[0].source, task[0].columns) == "verdict"
+    )  # not that of the sums asked about
 
 
 def test_scores_are_told_at_the_end_of_the_prompt():

@@ -10,19 +10,19 @@ from jaxrl_llm.data import tasks
 from jaxrl_llm.data.rows import SourceConfig
 from jaxrl_llm.data.sources import open_source
 from jaxrl_llm.envs import calls
-from jaxrl_llm.envs.calls import Call
+from jaxrl_llm.envs.calls import ToolCall
 from jaxrl_llm.outcome import Outcome
-from jaxrl_llm.rewards import countdown, exact, number
-from jaxrl_llm.rewards.sample import Sample
+from jaxrl_llm.rewards.builtin import countdown_reward, exact_reward, number_reward
+from jaxrl_llm.rewards.sample import RewardSample
 
 VERIFIERS = {
-    "arithmetic": number.reward,
-    "countdown": countdown.reward,
-    "maximum": exact.reward,
-    "reverse": exact.reward,
-    "preference": number.reward,
-    "steps": number.reward,
-    "calculate": exact.reward,
+    "arithmetic": number_reward,
+    "countdown": countdown_reward,
+    "maximum": exact_reward,
+    "reverse": exact_reward,
+    "preference": number_reward,
+    "steps": number_reward,
+    "calculate": exact_reward,
 }
 
 
@@ -32,7 +32,7 @@ def opened(name, seed=0, split="train", **options):
 
 def verdict(example):
     response = example.turns[-1]["content"] if example.turns else example.response
-    sample = Sample(response, example.answer, columns=example.columns, source=example.source)
+    sample = RewardSample(response, example.answer, columns=example.columns, source=example.source)
     return VERIFIERS[example.source.removeprefix("task:")](sample)[1]
 
 
@@ -163,7 +163,9 @@ def test_the_calculator_is_called_as_the_format_wants_and_its_result_copied():
         example = opened("calculate")[i]
         expression = example.messages[0]["content"].rstrip("=")
         call, result, answer = example.turns
-        assert calls.parse(call["content"], "hermes") == [Call("calculator", {"expression": expression})]
+        assert calls.parse_calls(call["content"], "hermes") == [
+            ToolCall("calculator", {"expression": expression})
+        ]
         assert result["role"] == "tool" and int(result["content"]) == eval(expression)
         assert answer["content"] == result["content"] == example.answer
 

@@ -15,7 +15,8 @@ from jaxrl_llm.experience.score import _apply_episodes, _as_sample, statistics, 
 from jaxrl_llm.learn import credit
 from jaxrl_llm.learn.update import StepConfig, loss_and_metrics
 from jaxrl_llm.outcome import Outcome
-from jaxrl_llm.rewards.sample import RewardConfig, RewardFailureError
+from jaxrl_llm.rewards.config import RewardConfig
+from jaxrl_llm.rewards.sample import RewardFailureError
 from jaxrl_llm.structs import BatchTotals, Episode, Trajectory
 
 

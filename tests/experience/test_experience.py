@@ -1,7 +1,6 @@
 """What a step learns from, with an engine and a judge made of arithmetic."""
 
 import contextlib
-import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -16,7 +15,9 @@ from jaxrl_llm.experience.rollouts import CURSOR, RolloutSource, perturbed
 from jaxrl_llm.experience.score import Scorer, group_by_prompt, has_variance, verify
 from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.outcome import Outcome
-from jaxrl_llm.rewards.sample import Result, RewardConfig
+from jaxrl_llm.rewards.config import RewardConfig
+from jaxrl_llm.rewards.pool import RewardPool
+from jaxrl_llm.rewards.sample import RewardResult
 from jaxrl_llm.rollout.engine import SamplingConfig
 from jaxrl_llm.rollout.native.engine import Later
 from jaxrl_llm.structs import Trajectory
@@ -75,7 +76,8 @@ class FakePool:
     def score(self, samples):
         right = [s.response == "right" for s in samples]
         return [
-            Result(float(r), Outcome.CORRECT if r else Outcome.WRONG, components=(float(r),)) for r in right
+            RewardResult(float(r), Outcome.CORRECT if r else Outcome.WRONG, components=(float(r),))
+            for r in right
         ]
 
 
@@ -174,7 +176,7 @@ def test_noise_on_the_weights_is_relative_and_new_every_step():
 
 
 def test_without_a_verifier_nothing_is_correct_or_wrong():
-    pool = SimpleNamespace(config=dataclasses.replace(RewardConfig(), name="none"), metrics={})
+    pool = RewardPool(RewardConfig(name="none"))
     found = step(source(grpo.Config()))
     verify(pool, found.prompts, found.trajectories)
     assert {t.outcome for t in found.trajectories} == {Outcome.FAILED}

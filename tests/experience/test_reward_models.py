@@ -17,7 +17,7 @@ from jaxrl_llm.experience.reward_models import add_scores, load_reward_model
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.rewards.sample import RewardModelConfig
+from jaxrl_llm.rewards.config import RewardModelConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.structs import Trajectory
 

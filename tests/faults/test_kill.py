@@ -107,7 +107,7 @@ def train(folder: Path, *more: str) -> End:
     return run("-m", "jaxrl_llm.train", *command(folder, *more))
 
 
-def train_with_signal(folder: Path, place: str, count: int, number: signal.LossInputs) -> End:
+def train_with_signal(folder: Path, place: str, count: int, number: signal.Signals) -> End:
     return run("-c", SIGNALLER, place, str(count), str(int(number)), *command(folder))
 
 

@@ -1,6 +1,7 @@
 """Checks of a config: what is accepted, and each message word for word; sizes that follow from it."""
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -15,15 +16,19 @@ from jaxrl_llm.algos.clipped import ClippedConfig
 from jaxrl_llm.config import (
     CriticConfig,
     DataConfig,
+    EnvConfig,
     EvalConfig,
     MeshConfig,
     ModelConfig,
     OptimConfig,
+    RewardConfig,
+    RewardModelConfig,
     RolloutConfig,
     SamplingConfig,
     TransformerConfig,
     derived,
 )
+from jaxrl_llm.envs.config import SandboxConfig, ToolsConfig
 from jaxrl_llm.recipe.checks import check_config, check_held_out, check_model
 
 
@@ -130,13 +135,33 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
         ),
         (
             dict(model=ModelConfig(path="x" * 5000)),
-            f"--model.path {'x' * 47}...{'x' * 48}: no such folder. Set a Hugging Face folder "
+            f"--model.path {'x' * 48}...{'x' * 48}: no such folder. Set a Hugging Face folder "
             "(config.json and *.safetensors) or a hub name such as Qwen/Qwen3-0.6B.",
         ),
         (
             dict(model=ModelConfig(path="~no_such_user/m")),
             "--model.path ~no_such_user/m: no such folder. Set a Hugging Face folder (config.json and "
             "*.safetensors) or a hub name such as Qwen/Qwen3-0.6B.",
+        ),
+        (
+            dict(env=EnvConfig(tool_timeout=0.0)),
+            "--env.tool_timeout is 0.0: it must be above 0 and at most 1,000,000; 30 is usual.",
+        ),
+        (
+            dict(env=EnvConfig(max_calls=0)),
+            "--env.max_calls is 0: it must be at least 1 and at most 10000; 16 is usual.",
+        ),
+        (
+            dict(env=EnvConfig(toolbox=ToolsConfig(python=SandboxConfig(seconds=math.nan)))),
+            "--env.toolbox.python.seconds is nan: it must be at least 0.01 and at most 3600.",
+        ),
+        (
+            dict(reward=RewardConfig(workers=0)),
+            "--reward.workers is 0: it must be at least 1 and at most 1024; one a processor is usual.",
+        ),
+        (
+            dict(reward=RewardConfig(models=(RewardModelConfig(path="m", scale=0.0),))),
+            "--reward.models.0.scale is 0.0: it must be at least 1e-06 and at most 1,000,000.",
         ),
         (dict(run_dir=""), "--run_dir is empty. Set --run_dir to a folder that can be written."),
         (dict(steps="3"), "--steps is '3' (str): expected a whole number."),

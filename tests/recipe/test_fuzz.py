@@ -1,4 +1,4 @@
-"""Every field has a range; extreme values and random command lines end in a line, or in a config that builds."""
+"""Every number has a range; extreme values and random command lines end in one message, or in sizes."""
 
 import contextlib
 import dataclasses
