@@ -92,9 +92,8 @@ def _out_of_range(value: Any, allowed: Range | None) -> str:
         return "" if finite else f"is {value}: it must be finite."
     if value in allowed:  # never NaN; infinity where it is a bound, declared on purpose
         return ""
-    spelled = value if isinstance(value, float) or abs(value) < 10**20 else f"of {value.bit_length()} bits"
     usual = f"; {allowed.usual}" if allowed.usual else ""
-    return f"is {spelled}: it must be {allowed}{usual}."
+    return f"is {value}: it must be {allowed}{usual}."
 
 
 def _number(value: float) -> str:

@@ -30,7 +30,12 @@ def split_name(name: str) -> tuple[Path, str]:
     path, colon, attribute = name.rpartition(":")
     if not (colon and path.endswith(".py")):
         path, attribute = name, ""
-    return Path(path).expanduser(), attribute
+    return expand_home(path), attribute
+
+
+def expand_home(path: str | Path) -> Path:
+    """Return the path with ~ and ~user replaced; that of an unknown user stays as it is, and is not found."""
+    return Path(os.path.expanduser(path))
 
 
 def import_user_file(path: Path, key: str) -> ModuleType:
@@ -42,7 +47,7 @@ def import_user_file(path: Path, key: str) -> ModuleType:
     Raises:
         UserError: there is no such file, or importing it raises; names file and line.
     """
-    path = path.expanduser().resolve()
+    path = expand_home(path).resolve()
     if problem := missing_file(path):
         raise UserError(f"--{key}: {problem}")
     if str(path.parent) not in sys.path:

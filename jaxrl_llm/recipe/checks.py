@@ -32,11 +32,13 @@ from jaxrl_llm.rollout.checks import not_strict
 from jaxrl_llm.rollout.sglang import auth, colocated
 from jaxrl_llm.rollout.sglang.health import read_list
 from jaxrl_llm.sharding.sequence import heads_problem
+from jaxrl_llm.user_file import expand_home
 
 GROUP_ADVANTAGES = {
     "grpo", "rloo", "opo", "gpg", "gpg_rewards", "passk", "gdpo", "reinforce_pp_baseline", "otb",
 }  # fmt: skip
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+MAX_LINE = 1000  # characters of a message
 MAX_HUB_NAME = 200  # characters; the hub allows 96 in each part
 
 
@@ -95,6 +97,7 @@ def check_held_out(config: TrainConfig, rows: int) -> None:
 
 
 def _refuse(lines: list[str]) -> None:
+    lines = [shorten(line, MAX_LINE) for line in lines]
     if len(lines) > 1:
         raise ConfigError("\n".join(["the config has several problems:", *(f"  - {line}" for line in lines)]))
     if lines:
@@ -169,7 +172,7 @@ def _model(config: TrainConfig) -> Iterator[str]:
         return
     wrong = list(_model_folder("model.path", config.model.path))
     yield from wrong
-    file = _folder(config.model.path) / "config.json"
+    file = expand_home(config.model.path) / "config.json"
     if wrong or not file.is_file():
         return
     try:
@@ -185,7 +188,7 @@ def _model(config: TrainConfig) -> Iterator[str]:
 
 def _model_folder(key: str, path: str) -> Iterator[str]:
     """Yield what is wrong with a Hugging Face folder or hub name."""
-    folder = _folder(path)
+    folder = expand_home(path)
     if _is_dir(folder):
         if not (folder / "config.json").is_file():
             yield f"--{key} {path}: no config.json in it, so it is no Hugging Face model folder."
@@ -196,13 +199,6 @@ def _model_folder(key: str, path: str) -> Iterator[str]:
             f"--{key} {shorten(path)}: no such folder. Set a Hugging Face folder (config.json and "
             "*.safetensors) or a hub name such as Qwen/Qwen3-0.6B."
         )
-
-
-def _folder(path: str) -> Path:
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:  # ~nobody
-        return Path(path)
 
 
 def _is_dir(path: Path) -> bool:
@@ -294,10 +290,10 @@ def _run_dir(run_dir: str) -> Iterator[str]:
         yield f"--run_dir is empty. {fix}"
         return
     try:
-        probe = Path(run_dir).expanduser() / f".probe-{os.getpid()}"
+        probe = expand_home(run_dir) / f".probe-{os.getpid()}"
         probe.parent.mkdir(parents=True, exist_ok=True)
         probe.touch()
         probe.unlink()
-    except (OSError, RuntimeError, ValueError) as error:  # the last two: ~nobody, a NUL character
+    except (OSError, ValueError) as error:  # the last one: a NUL character
         reason = getattr(error, "strerror", None) or error
         yield f"--run_dir {shorten(run_dir)}: cannot be written ({reason}). {fix}"

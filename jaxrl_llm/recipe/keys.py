@@ -13,6 +13,8 @@ from jaxrl_llm.algos.contract import AlgorithmName
 
 Config = TypeVar("Config")
 
+MAX_BITS = 1024  # of an int: what a float can hold
+
 
 class ConfigField(NamedTuple):
     """A field that a key names."""
@@ -93,10 +95,8 @@ def has_type(value: Any, hint: Any) -> bool:
     if origin is tuple and isinstance(value, tuple):
         expected = args[:1] * len(value) if args[-1] is Ellipsis else args
         return len(expected) == len(value) and all(map(has_type, value, expected))
-    if hint is float:
-        return isinstance(value, float | int) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+    if hint in (int, float) and isinstance(value, int):
+        return not isinstance(value, bool) and value.bit_length() < MAX_BITS
     return isinstance(value, origin or hint)
 
 

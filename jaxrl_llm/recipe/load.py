@@ -23,7 +23,7 @@ from jaxrl_llm.recipe.checks import check_config
 from jaxrl_llm.recipe.help import overview, topics_text, usage
 from jaxrl_llm.recipe.keys import iter_fields, shorten
 from jaxrl_llm.recipe.overrides import Pair, apply_overrides, closest_key, closest_word, split_arguments
-from jaxrl_llm.user_file import explain
+from jaxrl_llm.user_file import expand_home, explain
 
 PROG = "python -m jaxrl_llm.train"
 NOT_PYTHON = "a recipe is a Python file that defines get_config(); --list shows some to start from"
@@ -144,7 +144,7 @@ def packaged_dir() -> Path:
     spec = importlib.util.find_spec("jaxrl_llm.configs")
     if spec and spec.submodule_search_locations:
         return Path(next(iter(spec.submodule_search_locations)))
-    return Path(__file__).parent.parent / "configs"
+    return Path(__file__).parents[2] / "configs"
 
 
 def packaged_recipes() -> list[Path]:
@@ -162,7 +162,7 @@ def find_recipe(name: str) -> Path:
     if not name:
         raise ConfigError(f"--config is empty; {NOT_PYTHON}.")
     try:
-        given = Path(name).expanduser()
+        given = expand_home(name)
         for base in (given, packaged_dir() / name, packaged_dir() / given.name):
             for path in (base, base.with_name(f"{base.name}.py") if base.name else base):
                 if path.is_file():
@@ -172,9 +172,8 @@ def find_recipe(name: str) -> Path:
             raise ConfigError(
                 f"--config {name}: a folder; {NOT_PYTHON}. It has {', '.join(inside) or 'none'}."
             )
-    except (OSError, RuntimeError) as error:  # a name too long, a folder without permission, ~nobody
-        reason = getattr(error, "strerror", None) or str(error).rstrip(".")
-        raise ConfigError(f"--config {shorten(name)}: {reason}.") from None
+    except OSError as error:  # a name too long, no permission
+        raise ConfigError(f"--config {shorten(name)}: {error.strerror}.") from None
     near = closest_word(given.name, known)
     raise ConfigError(
         f"--config {shorten(name)}: no such file, and no packaged recipe of that name. "

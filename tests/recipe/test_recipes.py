@@ -148,7 +148,7 @@ def test_a_folder_is_no_recipe(tmp_path):
 
 def test_a_recipe_that_cannot_be_read_or_named(tmp_path, monkeypatch):
     assert refusal(load.find_recipe, "x" * 5000) == f"--config {'x' * 48}...{'x' * 48}: File name too long."
-    assert "home directory" in refusal(load.find_recipe, "~no_such_user/recipe.py")
+    assert "~no_such_user/recipe.py: no such file" in refusal(load.find_recipe, "~no_such_user/recipe.py")
     path = tmp_path / "mine.py"
     path.write_text("")
 
