@@ -13,7 +13,8 @@ from jaxrl_llm.algos import sft
 from jaxrl_llm.build.models import load_model_config, make_learner
 from jaxrl_llm.config import RewardConfig, SamplingConfig, SourceConfig
 from jaxrl_llm.configs import grpo_tiny
-from jaxrl_llm.data.loader import DataConfig, Loader
+from jaxrl_llm.data.config import DataConfig
+from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.packing import PackItem, from_trajectory
 from jaxrl_llm.experience.rollouts import generate_responses
 from jaxrl_llm.experience.score import verify

@@ -11,9 +11,7 @@ from jaxrl_llm import algos
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.algos.critic import ValueConfig
 from jaxrl_llm.checkpoint.state import CheckpointConfig
-from jaxrl_llm.data.chat import ChatConfig
-from jaxrl_llm.data.loader import DataConfig
-from jaxrl_llm.data.rows import SourceConfig
+from jaxrl_llm.data.config import ChatConfig, DataConfig, SourceConfig
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.learn.optim import LearningRate, OptimConfig
 from jaxrl_llm.models.config import RopeConfig, TransformerConfig

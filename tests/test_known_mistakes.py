@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import models
-from jaxrl_llm.data.loader import DataConfig, Loader
-from jaxrl_llm.data.rows import SourceConfig
+from jaxrl_llm.data.config import DataConfig, SourceConfig
+from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.rollout.engine import Request, SamplingConfig

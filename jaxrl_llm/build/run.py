@@ -205,7 +205,7 @@ def make_evaluators(
             longest = config.max_response_tokens
             evaluators.append(HeldOutAccuracy(prompts, engine, rewards, sampling, samples, longest, key, env))
     if not algos.of(config.algo).on_rollouts:
-        items = dataset_items(held_out, config.algo, 0, config.eval.prompts)
+        items = dataset_items(held_out, config.algo, 0, held_out.eval_rows(config.eval.prompts))
         evaluators.append(HeldOutLoss(items, stage))
     return evaluators
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_llm.data.chat import chat_messages, encode_observation, prompt_messages
+from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.rows import Example
-from jaxrl_llm.data.template import ChatConfig, control_tokens
+from jaxrl_llm.data.template import control_tokens
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.envs.env import Env, Message, Step, Turn
 from jaxrl_llm.rollout.engine import DialogueError, Reply

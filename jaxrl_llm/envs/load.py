@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.loader import Prompt
-from jaxrl_llm.data.template import ChatConfig, find_template
+from jaxrl_llm.data.template import find_template
 from jaxrl_llm.envs.calls import detect_format
 from jaxrl_llm.envs.config import EnvConfig, ToolsConfig
 from jaxrl_llm.envs.dialogue import EnvDialogue, check_template

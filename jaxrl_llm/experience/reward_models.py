@@ -15,10 +15,10 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import models
 from jaxrl_llm.data.chat import encode_prompt
-from jaxrl_llm.data.judge import ask_one
+from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.packing import PackItem, pack, unpack
+from jaxrl_llm.data.preference import ask_one
 from jaxrl_llm.data.rows import Example
-from jaxrl_llm.data.template import ChatConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.folder import resolve
 from jaxrl_llm.hf.load import load_params

@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import models
 from jaxrl_llm.data.chat import encode_prompt
-from jaxrl_llm.data.rows import Example, SourceConfig
+from jaxrl_llm.data.config import ChatConfig, SourceConfig
+from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.sources import open_source
-from jaxrl_llm.data.template import ChatConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.folder import resolve
 from jaxrl_llm.hf.load import load_params

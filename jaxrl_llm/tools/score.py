@@ -12,10 +12,10 @@ import jax
 import numpy as np
 import tyro
 
-from jaxrl_llm.data.chat import chat_messages
+from jaxrl_llm.data.chat import encode_conversation
+from jaxrl_llm.data.config import ChatConfig, SourceConfig
 from jaxrl_llm.data.files import open_rows
-from jaxrl_llm.data.rows import SourceConfig, normalise
-from jaxrl_llm.data.template import Chat, ChatConfig
+from jaxrl_llm.data.preference import read_example
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.folder import resolve
 from jaxrl_llm.hf.names import read_config
@@ -98,13 +98,14 @@ def read_tokens(args: Args, folder: Path, config: TransformerConfig) -> Iterator
                 raise UserError(f'{where}: a row needs "tokens" (ids) or "messages" (a chat)')
             check_tokens(ids, where, config)
             yield ids
+        for damage in source.damage:
+            raise UserError(damage.reason)
 
 
 def chat_tokens(tokenizer: Any, row: dict, where: str, config: ChatConfig) -> list[int]:
     """A whole chat through the template."""
-    example = normalise({"messages": row["messages"]}, where, SourceConfig())
-    chat = Chat(tokenizer, chat_messages(example, config), example, config)
-    return chat.tokenise(chat.render())
+    example = read_example({"messages": row["messages"]}, where, SourceConfig())
+    return encode_conversation(tokenizer, example, config).tolist()
 
 
 def check_tokens(ids: Any, where: str, config: TransformerConfig) -> None:

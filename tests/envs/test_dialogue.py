@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.data.chat import encode_prompt, encode_supervised
-from jaxrl_llm.data.loader import DataConfig, Loader, Prompt
+from jaxrl_llm.data.config import ChatConfig, DataConfig
+from jaxrl_llm.data.loader import Loader, Prompt
 from jaxrl_llm.data.rows import Example
-from jaxrl_llm.data.template import ChatConfig
 from jaxrl_llm.data.tiny_tokenizer import TEMPLATE, make_tokenizer
 from jaxrl_llm.envs.config import EnvConfig, SearchConfig
 from jaxrl_llm.envs.env import Step

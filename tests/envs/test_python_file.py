@@ -9,9 +9,9 @@ import jax
 import pytest
 
 from jaxrl_llm.data.chat import encode_prompt
+from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.rows import Example
-from jaxrl_llm.data.template import ChatConfig
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.envs.check import check_env
 from jaxrl_llm.envs.config import EnvConfig

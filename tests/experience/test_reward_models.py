@@ -9,9 +9,9 @@ import pytest
 
 from jaxrl_llm import models
 from jaxrl_llm.data.chat import encode_prompt
-from jaxrl_llm.data.judge import ask_one
+from jaxrl_llm.data.config import ChatConfig
+from jaxrl_llm.data.preference import ask_one
 from jaxrl_llm.data.rows import Example
-from jaxrl_llm.data.template import ChatConfig
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.experience.reward_models import add_scores, load_reward_model
 from jaxrl_llm.hf.export import save_model

@@ -10,8 +10,8 @@ import pytest
 
 from jaxrl_llm import algos, models
 from jaxrl_llm.algos import distill, dpo, kto, reward_model
-from jaxrl_llm.data.loader import DataConfig, Loader
-from jaxrl_llm.data.rows import SourceConfig
+from jaxrl_llm.data.config import DataConfig, SourceConfig
+from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.experience.dataset import dataset_items
 from jaxrl_llm.learn.learner import Learner
