@@ -78,6 +78,7 @@ class Trajectory:
     text: str = ""  # response text, for rewards and logs; training reads only ids
     answer: str | None = None  # text that rewards read: the last of several turns; None = all of `text`
     episode: Episode | None = None  # of a conversation with an environment
+    server: str = ""  # address of the server that generated it; several: with spaces; "" = this process
     reward: float = float("nan")
     outcome: Outcome = Outcome.FAILED
     components: tuple[float, ...] = ()  # the rewards that `reward` is the weighted sum of

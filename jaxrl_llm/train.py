@@ -120,7 +120,9 @@ def train(
         if eval_due(run, done):
             with outage:
                 metrics |= evaluate(run, state, reference, done, log)
-        log.samples(done, sample_rows(experience.trajectories, list(map(prompt_text, experience.prompts))))
+        log.samples(
+            done, sample_rows(experience.trajectories, [prompt_text(p.example) for p in experience.prompts])
+        )
         log.step(done, metrics, experience.tokens, stage.name)  # before the checkpoint that vouches for it
         if checkpoint_due(config, done, run.total):
             with log.phase("checkpoint"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,19 +18,23 @@ from jaxrl_llm.build.engines import make_engine
 from jaxrl_llm.build.models import load_model_config, make_stages, with_heads
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.loader import Loader
+from jaxrl_llm.data.rows import Example
+from jaxrl_llm.envs.check import check_env
 from jaxrl_llm.envs.load import Conversations, make_conversations
 from jaxrl_llm.experience.dataset import DatasetSource, dataset_items
 from jaxrl_llm.experience.evaluate import HeldOutAccuracy, HeldOutLoss
 from jaxrl_llm.experience.reward_models import load_reward_model
 from jaxrl_llm.experience.rollouts import RolloutSource
-from jaxrl_llm.experience.score import Scorer
+from jaxrl_llm.experience.score import Scorer, reward_sample
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.names import read_config
 from jaxrl_llm.hf.tokenizer import end_ids
+from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.recipe.checks import check_held_out, check_model
+from jaxrl_llm.rewards.load import choose_reward
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.sharding.mesh import make_mesh
@@ -108,13 +112,14 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     model = with_heads(model, config.algo)
     env = make_conversations(config.env, tokenizer, config.data.chat)
     loaders = open_loaders(config, tokenizer, closing.enter_context(env).columns if env else {})
+    rows = try_first_rows(config, loaders)
     rolls_out = algos.of(config.algo).on_rollouts
-    evaluates = bool(config.eval.every) and algos.requirements(config.algo).policy
+    generates = rolls_out or (bool(config.eval.every) and algos.requirements(config.algo).policy)
     engine = rewards = None
-    if rolls_out or evaluates:
-        rewards = closing.enter_context(RewardPool(config.reward, Path(config.run_dir) / "rewards.log"))
+    if generates:
+        rewards = closing.enter_context(open_rewards(config, rows, reward))
     stages = make_stages(config, model, mesh)
-    if rolls_out or evaluates:
+    if generates:
         ends = end_ids(folder) if folder else ()
         held = resident_bytes(config, stages[-1])
         engine = make_engine(config, model, mesh, tokenizer, ends, closing, folder, held)
@@ -157,6 +162,34 @@ def open_loaders(config: TrainConfig, tokenizer: Any, columns: dict[str, Any]) -
     return loaders
 
 
+def try_first_rows(config: TrainConfig, loaders: dict[str, Loader]) -> list[Example]:
+    """Return a row of each training source that can be rendered, tokenized and, in the environment, reset.
+
+    Raises:
+        UserError: a source without one, or an environment or tool that fails, with the fix.
+    """
+    algorithm = algos.of(config.algo)
+    kind = "prompts" if algorithm.on_rollouts else algorithm.data
+    kinds = {"train": kind, "warm_start": "tokens", "eval": kind}
+    rows = {name: loader.check_first_rows(kinds[name]) for name, loader in loaders.items()}
+    on_first(lambda: check_env(config.env, rows["train"]))
+    return rows["train"]
+
+
+def open_rewards(config: TrainConfig, rows: Sequence[Example], function: Callable | None) -> RewardPool:
+    """Return the verifier's workers, after it has scored the first rows.
+
+    Raises:
+        RewardLoadError: the reward cannot be found, imported, or called on any of the rows.
+    """
+    samples = [reward_sample(row) for row in rows]
+    needed = algos.of(config.algo).on_rollouts and not (config.reward.models or config.env.name)
+    settings = config.reward if function else choose_reward(config.reward, samples, required=needed)
+    pool = RewardPool(settings, Path(config.run_dir) / "rewards.log", function)
+    on_first(lambda: pool.check(samples))
+    return pool
+
+
 def make_rollout_source(
     config: TrainConfig, loader: Loader, engine: Engine, scorer: Scorer, env: Conversations | None
 ) -> RolloutSource:
@@ -197,7 +230,7 @@ def make_evaluators(
 ) -> list[Evaluator]:
     """Return accuracy on prompts with answers, for a policy, and loss where examples are learned from."""
     evaluators: list[Evaluator] = []
-    if engine is not None and config.reward.name != "none":
+    if engine is not None and rewards.config.name != "none":
         prompts = [p for p in held_out.eval_set(config.eval.prompts) if p.example.answer is not None]
         key = jax.random.fold_in(jax.random.key(config.seed), 2)
         if prompts:

@@ -43,7 +43,7 @@ class HeldOutAccuracy:
         trajectories = generate_responses(
             self.engine, self.prompts, self.samples, self.max_tokens, self.sampling, self.key, self.env
         )
-        self.engine.rest()
+        self.engine.release_memory()
         verify(self.rewards, self.prompts, trajectories)
         groups = [trajectories[i : i + self.samples] for i in range(0, len(trajectories), self.samples)]
         return accuracies(groups)

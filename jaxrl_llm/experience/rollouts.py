@@ -89,7 +89,7 @@ class RolloutSource:
             if len(kept) >= complete:
                 break
         with timer("rollout"):
-            self.engine.rest()
+            self.engine.release_memory()
         if dynamic:
             metrics["dynamic/draws"] = len(prompts) / self.prompts
             metrics["dynamic/kept_fraction"] = len(kept) / (len(prompts) * self.responses)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxrl_llm.data.loader import Prompt
+from jaxrl_llm.data.rows import Example
 from jaxrl_llm.experience.reward_models import RewardModel, add_scores
 from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.rewards.config import RewardConfig
@@ -26,7 +27,7 @@ class Scorer:
     def __call__(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> Metrics:
         """Score responses to `prompts` (by their prompt_index), and return the verifier's metrics."""
         metrics = verify(self.pool, prompts, trajectories)
-        texts = [prompt_text(prompts[t.prompt_index]) for t in trajectories]
+        texts = [prompt_text(prompts[t.prompt_index].example) for t in trajectories]
         add_scores(self.reward_models, trajectories, texts)
         return metrics
 
@@ -37,7 +38,8 @@ def verify(pool: RewardPool, prompts: Sequence[Prompt], trajectories: Sequence[T
     Raises:
         RewardFailureError: too many samples failed, on every process.
     """
-    results = on_first(lambda: pool.score([_as_sample(prompts[t.prompt_index], t) for t in trajectories]))
+    samples = [reward_sample(prompts[t.prompt_index].example, t) for t in trajectories]
+    results = on_first(lambda: pool.score(samples))
     for trajectory, result in zip(trajectories, results, strict=True):
         trajectory.reward, trajectory.outcome = float(result.score), result.outcome
         trajectory.components = tuple(result.components or ()) or (float("nan"),) * (
@@ -72,22 +74,25 @@ def _apply_episodes(trajectories: Sequence[Trajectory], config: RewardConfig) ->
     check_failures(results, config.max_failed_fraction)
 
 
-def _as_sample(prompt: Prompt, trajectory: Trajectory) -> RewardSample:
-    example = prompt.example
+def reward_sample(example: Example, trajectory: Trajectory | None = None) -> RewardSample:
+    """Return a response as verifiers read it; without a trajectory the row alone, its response empty."""
+    response, ids = "", ()
+    if trajectory is not None:
+        response = trajectory.text if trajectory.answer is None else trajectory.answer
+        ids = tuple(int(i) for i in trajectory.response_ids)
     return RewardSample(
-        response=trajectory.text if trajectory.answer is None else trajectory.answer,
+        response=response,
         answer=example.answer,
-        prompt=prompt_text(prompt),
+        prompt=prompt_text(example),
         messages=example.messages or (),
-        response_ids=tuple(int(i) for i in trajectory.response_ids),
+        response_ids=ids,
         source=example.source,
         columns=example.columns,
     )
 
 
-def prompt_text(prompt: Prompt) -> str:
+def prompt_text(example: Example) -> str:
     """Return the prompt as text: plain, or the last message of the chat."""
-    example = prompt.example
     return example.text if example.messages is None else example.messages[-1]["content"]
 
 

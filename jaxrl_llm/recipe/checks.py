@@ -11,7 +11,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from jaxrl_llm.recipe.keys import (
 )
 from jaxrl_llm.rollout.checks import not_strict
 from jaxrl_llm.rollout.sglang import auth, colocated
-from jaxrl_llm.rollout.sglang.health import read_list
+from jaxrl_llm.rollout.sglang.health import read_addresses
 from jaxrl_llm.sharding.sequence import heads_problem
 from jaxrl_llm.user_file import expand_home
 
@@ -235,19 +235,14 @@ def _rollout(config: TrainConfig) -> Iterator[str]:
     on_rollouts, responses = algos.of(config.algo).on_rollouts, config.responses_per_prompt
     if on_rollouts and responses > 1 and rollout.sampling.temperature == 0:
         yield f"--rollout.sampling.temperature {same_responses(responses)}"
-    if rollout.engine == "sglang" and bool(rollout.servers) == bool(rollout.launch):
-        yield (
-            "--rollout.engine sglang needs either --rollout.servers http://host:port (running ones) or "
-            "--rollout.launch N (N are started on this machine)."
-        )
-    yield from _addresses(config)
+    yield from _addresses(rollout.servers)
     if sglang.colocated and rollout.max_staleness:
         yield (
             "--sglang.colocated and --rollout.max_staleness exclude each other: servers that give their GPUs "
             "to the trainer generate nothing meanwhile."
         )
     if sglang.colocated:
-        yield from colocated.problems(sglang, rollout.launch, os.environ)
+        yield from colocated.colocated_problems(sglang, rollout.launch, os.environ)
     if sglang.devices and len(sglang.devices) != rollout.launch:
         yield f"--sglang.devices names {len(sglang.devices)}, --rollout.launch is {rollout.launch}."
     if rollout.launch and not _program(sglang.python):
@@ -257,8 +252,6 @@ def _rollout(config: TrainConfig) -> Iterator[str]:
             "--sglang.transport ipc shares the memory of GPUs with servers that are started here "
             "(--rollout.launch); for --rollout.servers set disk, http or group."
         )
-    if rollout.engine == "sglang" and sglang.transport == "group" and not _program(sglang.relay_python):
-        yield f"--sglang.relay_python is {short_repr(sglang.relay_python)}: no such program."
 
 
 def _program(name: str) -> bool:
@@ -268,19 +261,17 @@ def _program(name: str) -> bool:
         return False
 
 
-def _addresses(config: TrainConfig) -> Iterator[str]:
-    servers, router = config.rollout.servers, config.sglang.router
-    if any(url.startswith("@") for url in servers):
-        try:
-            (name,) = servers
-            servers = read_list(Path(name[1:]))
-        except (ValueError, OSError) as error:
-            yield f"--rollout.servers {' '.join(servers)}: one @file with one address a line ({error})."
-            return
-    for key, urls in (("rollout.servers", servers), ("sglang.router", [router] if router else [])):
-        for url in urls:
-            if problem := auth.problem(url):
-                yield f"--{key}: {problem}"
+def _addresses(servers: Sequence[str]) -> Iterator[str]:
+    """Yield what is wrong with a file of addresses."""
+    if len(servers) != 1 or not servers[0].startswith("@"):
+        return
+    try:
+        urls = read_addresses(Path(servers[0][1:]))
+    except (ValueError, OSError) as error:
+        yield f"--rollout.servers is {servers[0]}: it must be a text file with one address a line ({error})."
+        return
+    for problem in filter(None, map(auth.problem, urls)):
+        yield f"--rollout.servers is {servers[0]}: {problem}"
 
 
 def _run_dir(run_dir: str) -> Iterator[str]:

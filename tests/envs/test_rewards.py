@@ -11,7 +11,7 @@ from jaxrl_llm.algos.correction import Correction
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.packing import counts, from_trajectory, pack
 from jaxrl_llm.data.rows import Example
-from jaxrl_llm.experience.score import _apply_episodes, _as_sample, statistics, turns
+from jaxrl_llm.experience.score import _apply_episodes, reward_sample, statistics, turns
 from jaxrl_llm.learn import credit
 from jaxrl_llm.learn.update import StepConfig, loss_and_metrics
 from jaxrl_llm.outcome import Outcome
@@ -58,8 +58,10 @@ def test_a_failed_conversation_is_not_learned_from_and_too_many_end_the_run():
 
 def test_the_verifier_reads_the_last_turn():
     prompt = Prompt(Example(None, "6*7=", answer="42"), np.array([1]), 0)
-    assert _as_sample(prompt, trajectory([1], text="call 42 done", answer="done")).response == "done"
-    assert _as_sample(prompt, trajectory([1], text="42")).response == "42"
+    assert (
+        reward_sample(prompt.example, trajectory([1], text="call 42 done", answer="done")).response == "done"
+    )
+    assert reward_sample(prompt.example, trajectory([1], text="42")).response == "42"
 
 
 def test_metrics_of_conversations():

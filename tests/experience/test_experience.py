@@ -44,13 +44,13 @@ class FakeEngine:
         self.params = params
         return {}
 
-    def start(self, requests, sampling, key, dialogue=None, written=()):
+    def start(self, requests, sampling, key, dialogue=None, partial=()):
         return Later(lambda: self.generate(requests, sampling, key))
 
     def usage(self):
         return {}
 
-    def rest(self):
+    def release_memory(self):
         pass
 
     def generate(self, requests, sampling, key):

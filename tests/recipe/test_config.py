@@ -214,20 +214,23 @@ def test_huge_sizes_are_refused_at_once(config):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"engine": "sglang"}, "--rollout.engine sglang needs either --rollout.servers"),
+        ({"engine": "sglang"}, "--rollout.engine is sglang: it needs either --rollout.servers"),
         (
             {"engine": "sglang", "launch": 1, "servers": ("http://127.0.0.1:1",)},
-            "--rollout.engine sglang needs either",
+            "--rollout.engine is sglang: it needs either",
         ),
-        ({"engine": "sglang", "servers": ("a:1",)}, "--rollout.servers: 'a:1' is no address"),
+        ({"engine": "sglang", "servers": ("a:1",)}, "--rollout.servers is wrong: 'a:1' is no address"),
         (
             {"engine": "sglang", "servers": ("http://10.1.2.3:1",)},
-            "--rollout.servers: http://10.1.2.3:1 is plain http to another host, and there is no key",
+            "--rollout.servers is wrong: http://10.1.2.3:1 is plain http to another host, and",
         ),
-        ({"engine": "sglang", "servers": ("@none.txt",)}, "--rollout.servers @none.txt: one @file with one"),
+        (
+            {"engine": "sglang", "servers": ("@none.txt",)},
+            "--rollout.servers is @none.txt: it must be a text",
+        ),
         (
             {"engine": "sglang", "servers": ("@a.txt", "http://127.0.0.1:1")},
-            "--rollout.servers @a.txt http://127.0.0.1:1: one @file with one address a line",
+            "--rollout.servers is @a.txt http://127.0.0.1:1: it must be addresses, or one @file",
         ),
     ],
 )
@@ -240,8 +243,8 @@ def test_addresses_in_a_file_are_checked_too(config, tmp_path):
     file = tmp_path / "servers.txt"
     file.write_text("http://127.0.0.1:1\nhost:1\n")
     chosen = replace(config, rollout=replace(config.rollout, engine="sglang", servers=(f"@{file}",)))
-    assert (
-        refusal(check_config, chosen) == "--rollout.servers: 'host:1' is no address; write http://host:port."
+    assert refusal(check_config, chosen) == (
+        f"--rollout.servers is @{file}: 'host:1' is no address; write http://host:port."
     )
     alone = replace(chosen, sglang=replace(chosen.sglang, colocated=True, flags="--device cpu"))
     file.write_text("http://127.0.0.1:1\n")

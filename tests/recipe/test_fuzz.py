@@ -42,7 +42,7 @@ WITHOUT_RANGES = {
     *("DROConfig", "DistillConfig", "FilteredConfig", "GKDConfig", "GMPOConfig", "KLCovConfig", "KTOConfig"),
     *("ORPOConfig", "PolicyConfig", "RAFTConfig", "RewardModelLossConfig", "SAPOConfig", "SimPOConfig"),
     *("VESPOConfig", "ValueConfig", "CheckpointConfig", "LogConfig", "MeshConfig", "RopeConfig"),
-    *("TransformerConfig", "RolloutConfig", "SGLangConfig", "SamplingConfig"),
+    *("TransformerConfig", "SamplingConfig"),
 }
 """Configs whose numbers have no ranges yet; nothing new comes without."""
 

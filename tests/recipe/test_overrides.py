@@ -1,5 +1,6 @@
 """`--key value`: what a command line may say, each refusal word for word, and flags of other systems."""
 
+import dataclasses
 import re
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import pytest
 from refusals import refusal
 
 from jaxrl_llm import algos
+from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.config import (
     ModelConfig,
     TrainConfig,
@@ -116,10 +118,18 @@ def test_a_value_of_the_wrong_type_names_key_value_and_type(config, line, messag
     assert refusal(changed, config, line) == message
 
 
-def test_a_value_that_its_part_refuses(config):
-    assert refusal(changed, config, "--rollout.slots 0") == (
-        "--rollout.slots: rollout.slots must be at least 1, not 0."
-    )
+@dataclasses.dataclass(frozen=True)
+class Picky(AlgoConfig):
+    sharpness: float = 2.0
+
+    def __post_init__(self):
+        if self.sharpness > 3:
+            raise ValueError("too sharp.")
+
+
+def test_a_value_that_the_users_config_refuses(config):
+    picky = replace(config, algo=Picky())
+    assert refusal(changed, picky, "--algo.sharpness 4") == "--algo.sharpness: too sharp."
 
 
 def test_iter_fields_lists_every_field_once(config):

@@ -261,17 +261,12 @@ def test_no_requests_no_trajectories():
     assert engine().generate([], SamplingConfig(), KEY) == []
 
 
-def test_no_slots_no_engine():
-    with pytest.raises(ValueError, match=r"rollout.slots must be at least 1, not 0"):
-        RolloutConfig(slots=0)
-
-
 def test_an_engine_at_rest_gives_its_copy_of_the_weights_back():
     held = lambda: sum(x.nbytes for x in jax.live_arrays())
     resting, size = new_engine(), 4 * sum(w.size for w in jax.tree.leaves(params()))
     before = held()
     assert resting.publish(params(), 1)["rollout/publish_bytes"] == held() - before == size
-    resting.rest()
+    resting.release_memory()
     assert held() == before
     with pytest.raises(ValueError, match=r"no weights; call publish"):
         resting.generate(requests(), SamplingConfig(), KEY)

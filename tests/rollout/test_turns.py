@@ -1,6 +1,7 @@
 """Responses of several turns: the same on both engines, nobody waits for a slow environment."""
 
 import asyncio
+import dataclasses
 import functools
 import json
 import os
@@ -11,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sglang_shared
 from distributed import run_processes
 from fake_sglang import FakeServer
+from sglang_shared import KEY, TOKENIZER, engine_for, ids, one_device
 
 from jaxrl_llm import models
 from jaxrl_llm.bridge.transports.disk import DiskTransport
@@ -20,25 +23,15 @@ from jaxrl_llm.data.chat import encode_prompt
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.template import ChatConfig
-from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.envs.env import Step
 from jaxrl_llm.envs.load import Conversations
-from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.models.scorer import make_scorer
-from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
+from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import DialogueError, PartialResponse, Request, SamplingConfig
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.rollout.sglang.engine import SGLangEngine
-from jaxrl_llm.rollout.sglang.pool import ServerPool
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
-TOKENIZER = make_tokenizer()
-MODEL = TransformerConfig(
-    vocab_size=128, hidden_size=32, mlp_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
-    initializer_range=0.3, max_position=256,
-)  # fmt: skip
-KEY = jax.random.key(3)
+HERE = Path(__file__).parent
+MODEL = dataclasses.replace(sglang_shared.MODEL, max_position=256)
 ENDS = tuple(range(1, 128, 2))  # many tokens end a turn, so that random weights write short ones
 GREEDY = SamplingConfig(temperature=0.0, stop_tokens=ENDS)
 SAMPLED = SamplingConfig(stop_tokens=ENDS)
@@ -83,7 +76,7 @@ def forward():
 @functools.cache
 def native(slots=4, chunk=8):
     rollout = RolloutConfig(slots=slots, chunk=chunk)
-    engine = NativeEngine(rollout, MODEL, make_mesh(MeshConfig(), jax.devices()[:1]), TOKENIZER)
+    engine = NativeEngine(rollout, MODEL, one_device(), TOKENIZER)
     engine.publish(params(), 7)
     return engine
 
@@ -95,17 +88,11 @@ def server():
 
 @pytest.fixture(scope="module")
 def sglang(server, tmp_path_factory):
-    pool = ServerPool([server.url], 60.0, 2, slots=2)
-    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    scorer = make_scorer(MODEL, 1.0, "float32", mesh)
-    score = lambda params, ids: np.asarray(scorer(params, ids[None], np.array([len(ids)])))[0, :-1]
     transport = DiskTransport(tmp_path_factory.mktemp("weights") / "here", "float32", TOKENIZER)
-    rollout, settings = RolloutConfig(engine="sglang", servers=("http://x",)), SGLangConfig()
-    share = lambda value: value
-    engine = SGLangEngine(rollout, settings, MODEL, pool, transport, score, share, TOKENIZER)
+    engine = engine_for([server.url], transport, MODEL, slots=2)
     engine.publish(params(), 7)
     yield engine
-    pool.close()
+    engine.pool.close()
 
 
 @pytest.fixture(params=["native", "sglang"])
@@ -126,14 +113,14 @@ def talk():
         tokens=120,
         prompts=PROMPTS,
         patience=60,
-        written=(),
+        partial=(),
         **limits,
     ):
         opened.append(Conversations(env, EnvConfig(name="x", **limits), TOKENIZER, ChatConfig()))
         dialogue = opened[-1].dialogue(prompts, KEY)
         dialogue.patience = patience
         requests = [Request(p.ids, i, responses, tokens) for i, p in enumerate(prompts)]
-        return engine.start(requests, sampling, KEY, dialogue, written).result()
+        return engine.start(requests, sampling, KEY, dialogue, partial).result()
 
     yield run
     for conversations in opened:
@@ -198,14 +185,14 @@ def begun(trajectory):
     turn, *_, end = np.flatnonzero(np.diff(trajectory.mask, prepend=1))[:2]
     kept = trajectory.response_ids[: end + 1].tolist(), trajectory.logprobs[: end + 1].tolist()
     finish = "stop" if kept[0][-1] in ENDS else ""
-    return PartialResponse(*map(tuple, kept), (3,) * (end + 1), finish, ((int(turn), int(end)),))
+    return PartialResponse(*kept, [3] * (end + 1), finish, [(int(turn), int(end))])
 
 
 def test_conversations_of_an_earlier_run_go_on_with_a_new_environment(server, sglang, talk):
     whole, env = talk(sglang, Script()), Script()
     written = [begun(t) for t in whole]
     del server.seen[:]
-    again = talk(sglang, env, written=written)
+    again = talk(sglang, env, partial=written)
     assert ids(again) == ids(whole)
     turns = 3 * len(whole) - sum(bool(had.finish) for had in written)  # two, where the second is there
     assert len(server.seen) == turns - len(whole)  # no first turn is written again
@@ -218,11 +205,11 @@ def test_conversations_of_an_earlier_run_go_on_with_a_new_environment(server, sg
 
 def test_another_answer_than_before_takes_the_place_of_what_followed(sglang, talk):
     written, other = [begun(t) for t in talk(sglang, Script())], functools.partial(Script, says="stay {}!")
-    again = talk(sglang, other(), written=written)
+    again = talk(sglang, other(), partial=written)
     assert ids(again) == ids(talk(sglang, other()))
     assert all(t.versions[0] == 3 and t.versions[-1] == 7 for t in again)
-    for ended, had in zip(talk(sglang, Script(turns=0), written=written), written, strict=True):
-        assert ended.response_ids.tolist() == list(had.ids[: had.observed[0][0]]) and ended.mask.all()
+    for ended, had in zip(talk(sglang, Script(turns=0), partial=written), written, strict=True):
+        assert ended.response_ids.tolist() == had.ids[: had.observed[0][0]] and ended.mask.all()
         assert ended.episode.turns == 1 and ended.finish == "stop"
 
 
@@ -294,10 +281,6 @@ def test_a_step_that_hangs_is_cut_off(engine, talk, monkeypatch):
     assert hung.episode.failure == "the environment took longer than 0.2 s" and fine.episode.reward == 3.0
 
 
-def ids(trajectories):
-    return [t.response_ids.tolist() for t in trajectories]
-
-
 def test_text_depends_neither_on_slots_nor_on_chunks(talk):
     base = ids(talk(native(), Script(), SAMPLED, responses=4))
     assert ids(talk(native(slots=3, chunk=5), Script(), SAMPLED, responses=4)) == base
@@ -319,7 +302,7 @@ def test_each_turn_is_drawn_with_a_seed_of_its_own(server, sglang, talk):
 
 def test_nothing_compiles_after_warm_up_with_turns(talk):
     rollout = RolloutConfig(slots=4, chunk=8)
-    engine = NativeEngine(rollout, MODEL, make_mesh(MeshConfig(), jax.devices()[:1]), TOKENIZER)
+    engine = NativeEngine(rollout, MODEL, one_device(), TOKENIZER)
     engine.warm_up(16, 120, [SAMPLED], turns=True)
     engine.publish(params(), 0)
     before = engine.compile_count()
@@ -337,10 +320,10 @@ from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.envs.load import Conversations
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import DialogueError, Request
-from jaxrl_llm.rollout.native import NativeEngine
+from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
-from jaxrl_llm.signals import share
+from jaxrl_llm.host.processes import share
 
 mesh = make_mesh(MeshConfig(*json.loads(sys.argv[1])))
 make = jax.jit(models.init, static_argnums=0, out_shardings=models.shardings(MODEL, mesh, TRAIN))
@@ -358,7 +341,8 @@ print(json.dumps([[t.response_ids.tolist(), t.mask.tolist(), t.episode.turns] fo
 @pytest.mark.slow
 def test_two_processes_share_what_the_first_one_hears(monkeypatch):
     monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        "PYTHONPATH",
+        os.pathsep.join([str(HERE), str(HERE / "sglang"), os.environ.get("PYTHONPATH", "")]),
     )
     both = run_processes(TWO, 2, ["[2, 1, 2]"], devices=2)
     alone = run_processes(TWO, 1, ["[1, 1, 1]"], devices=1)

@@ -90,7 +90,7 @@ def main() -> None:
         with measured(found, "rollout"):
             engine.publish(state.params, 0)
             engine.generate(prompts, CONFIG.rollout.sampling, jax.random.key(0))
-        engine.rest()
+        engine.release_memory()
         batch = items()
         with measured(found, "score"):
             stage.score(state, batch, None)

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_llm.rollout.engine import Dialogue, DialogueError, Reply
+from jaxrl_llm.rollout.engine import Dialogue, DialogueError, PartialResponse, Reply
 from jaxrl_llm.rollout.keys import turn_keys
-from jaxrl_llm.rollout.turns import ask, follow, silent
+from jaxrl_llm.rollout.turns import append_reply, no_reply_error, request_reply
 
 LINGER = 0.002  # seconds without a reply after which those that came together are taken to be complete
 
@@ -24,21 +24,26 @@ class Talks:
         share: gives every process process 0's value (a collective).
     """
 
-    def __init__(self, dialogue: Dialogue, samples: Sequence[Any], share: Callable[[Any], Any]):
+    def __init__(self, dialogue: Dialogue, samples: Sequence[PartialResponse], share: Callable[[Any], Any]):
         self.dialogue, self.samples, self.share = dialogue, samples, share
         self.waiting = 0  # turns without a reply
         self._number = {id(sample): i for i, sample in enumerate(samples)}
+        self._keys = [sample.key for sample in samples]  # of the present turn
         self._arrived: queue.SimpleQueue = queue.SimpleQueue()
 
-    def ask(self, sample: Any) -> None:
+    def key_of(self, sample: PartialResponse) -> np.ndarray:
+        """Return the random key data of the sample's present turn, uint32 [2]."""
+        return self._keys[self._number[id(sample)]]
+
+    def ask(self, sample: PartialResponse) -> None:
         """The sample's turn has ended; `collect` gives it back if it goes on."""
         self.waiting += 1
         if jax.process_index() == 0:
             number = self._number[id(sample)]
-            replied = ask(self.dialogue, sample)
+            replied = request_reply(self.dialogue, sample)
             replied.add_done_callback(lambda future: self._arrived.put((number, future)))
 
-    def collect(self, block: bool) -> list[Any]:
+    def collect(self, block: bool) -> list[PartialResponse]:
         """The samples that have been answered and go on; with `block` it waits for a reply, within a limit.
 
         Raises:
@@ -50,10 +55,10 @@ class Talks:
         if isinstance(found, DialogueError):
             raise found
         self.waiting -= len(found)
-        more = [self.samples[i] for i, reply in found if follow(self.samples[i], reply)]
+        more = [self.samples[i] for i, reply in found if append_reply(self.samples[i], reply)]
         keys = turn_keys(np.array([s.key for s in more]), [len(s.observed) for s in more])
         for sample, key in zip(more, keys, strict=True):
-            sample.turn_key = key
+            self._keys[self._number[id(sample)]] = key
         return more
 
     def _drain(self, block: bool) -> list[tuple[int, Reply]] | DialogueError:
@@ -65,10 +70,10 @@ class Talks:
                 timeout = LINGER if found else patience
                 number, future = self._arrived.get(block, timeout if block else None)
                 reply = future.result()
-                self.samples[number].talk = reply.talk  # stays here: it need not be picklable
-                found.append((number, reply._replace(talk=None)))
+                self.samples[number].conversation = reply.conversation  # stays here: may not be picklable
+                found.append((number, reply._replace(conversation=None)))
         except queue.Empty:
-            return found if found or not block else silent(self.dialogue, self.waiting)
+            return found if found or not block else no_reply_error(self.dialogue, self.waiting)
         except DialogueError as error:
             return error
         return found

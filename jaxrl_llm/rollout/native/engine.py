@@ -12,7 +12,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.paged import NOBODYS
 from jaxrl_llm.rollout.checks import check_pages, check_requests
@@ -23,9 +22,9 @@ from jaxrl_llm.rollout.native.compile import largest_calls, warm_up
 from jaxrl_llm.rollout.native.conversations import Talks
 from jaxrl_llm.rollout.native.page_budget import is_paged, pages_that_fit, pages_wanted, weight_bytes
 from jaxrl_llm.rollout.native.programs import Programs
-from jaxrl_llm.rollout.native.schedule import Generation, Sample
+from jaxrl_llm.rollout.native.schedule import Generation
 from jaxrl_llm.rollout.native.shapes import Sizes, bucket, make_sizes
-from jaxrl_llm.rollout.turns import answer_of, mask_of
+from jaxrl_llm.rollout.partial import new_responses, trajectory_of
 from jaxrl_llm.structs import Metrics, Params, Program, Trajectory
 
 
@@ -87,10 +86,10 @@ class NativeEngine:
         sampling: SamplingConfig,
         key: jax.Array,
         dialogue: Dialogue | None = None,
-        written: Sequence[PartialResponse] = (),
+        partial: Sequence[PartialResponse] = (),
     ) -> Later:
         """The same devices train: they write when the result is asked for."""
-        assert not written, "nothing is ever half written here"
+        assert not partial, "no response is ever partial here"
         return Later(lambda: self.generate(requests, sampling, key, dialogue))
 
     def generate(
@@ -110,29 +109,46 @@ class NativeEngine:
         """
         check_requests(requests, sampling, self.model, self.tokenizer)
         if self._published is None:
-            raise UserError("rollout: no weights; call publish(params, version) before generate")
+            raise ValueError("rollout: no weights; call publish(params, version) before generate")
         weights, version = self._published
         self._grow_sizes(requests, turns=dialogue is not None)
         if self.programs.page:
             check_pages(requests, self.programs.page, self._sizes.pages)
-        samples = self._samples(requests, key)
+        responses = new_responses(requests, key)
         with jax.set_mesh(self.mesh):
-            talks = Talks(dialogue, samples, self.share) if dialogue else None
+            talks = Talks(dialogue, responses, self.share) if dialogue else None
             generation = Generation(
-                self.config.chunk, self._sizes, self.programs, weights, samples, self._stops(sampling), talks
+                self.config.chunk,
+                self._sizes,
+                self.programs,
+                weights,
+                responses,
+                self._stops(sampling),
+                talks,
             )
             self.metrics = generation.run(sampling, functools.partial(text_of, self.tokenizer))
-        return [self._trajectory(sample, version) for sample in samples]
+        for response in responses:
+            response.versions = [version] * len(response.ids)
+        return [trajectory_of(response, self.tokenizer) for response in responses]
 
     def snapshot(self, pending: Sequence[Later]) -> list[list[PartialResponse]]:
-        """Nothing is ever half written here."""
+        """Return nothing: a call of `generate` ends with all responses finished."""
         return [[] for _ in pending]
 
     def usage(self) -> Metrics:
         """Of the last call of `generate`."""
         return self.metrics
 
-    def rest(self) -> None:
+    def report_mismatch(
+        self, trajectories: Sequence[Trajectory], logprobs: Sequence[np.ndarray], version: int, dtype: str
+    ) -> list[int]:
+        """Return nothing: these log-probs are the trainer's own arithmetic."""
+        return []
+
+    def spot_check(self, params: Params) -> None:
+        """Do nothing, as `report_mismatch`."""
+
+    def release_memory(self) -> None:
         """Free the copy of the weights; with the trainer's own it could not share, which donates them."""
         self._published = None
 
@@ -205,28 +221,6 @@ class NativeEngine:
             wider = known[0] if prompt <= known[0] else bucket(prompt, least=32)
             longer = known[1] if response <= known[1] else bucket(response, least=32)
             self._sizes = self._make_sizes(wider, longer, turns or known[2])
-
-    def _samples(self, requests: list[Request], key: jax.Array) -> list[Sample]:
-        pairs = [(request, g) for request in requests for g in range(request.num_responses)]
-        names = np.array([(r.prompt_index, g) for r, g in pairs], np.int32).reshape(-1, 2)
-        keys = sample_keys(key, names)
-        return [Sample(request, g, k) for (request, g), k in zip(pairs, keys, strict=False)]
-
-    def _trajectory(self, sample: Sample, version: int) -> Trajectory:
-        ids = np.array(sample.ids, np.int32)
-        return Trajectory(
-            prompt_ids=np.asarray(sample.request.prompt_ids, np.int32),
-            response_ids=ids,
-            logprobs=np.array(sample.logprobs, np.float32),
-            mask=mask_of(sample),
-            versions=np.full(len(ids), version, np.int32),
-            prompt_index=sample.request.prompt_index,
-            response_index=sample.index,
-            finish=sample.finish,
-            text=text_of(self.tokenizer, sample.ids),
-            answer=answer_of(sample, self.tokenizer),
-            episode=sample.episode,
-        )
 
     def _stops(self, sampling: SamplingConfig) -> tuple[int, ...]:
         ids = () if sampling.ignore_eos else (*self.eos_ids, *sampling.stop_tokens)

@@ -15,14 +15,12 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import numpy as np
 
 from jaxrl_llm.models.decode import DecodeWeights
-from jaxrl_llm.rollout.engine import Request, SamplingConfig
+from jaxrl_llm.rollout.engine import PartialResponse, SamplingConfig
 from jaxrl_llm.rollout.native.conversations import Talks
 from jaxrl_llm.rollout.native.paged_cache import PagedMemory
 from jaxrl_llm.rollout.native.programs import Chunk, Ends, Programs, Slots
@@ -30,30 +28,7 @@ from jaxrl_llm.rollout.native.ring_cache import RingMemory
 from jaxrl_llm.rollout.native.sampling import Draw
 from jaxrl_llm.rollout.native.shapes import Sizes, at_least
 from jaxrl_llm.rollout.native.stopping import stop_end
-from jaxrl_llm.rollout.turns import turn_start
-from jaxrl_llm.structs import Episode, Metrics
-
-
-@dataclass(eq=False)
-class Sample:
-    """One response in the making."""
-
-    request: Request
-    index: int  # which of the request's responses
-    key: np.ndarray  # uint32, key data
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish: str = "length"
-    observed: list[tuple[int, int]] = field(default_factory=list)  # which of `ids` the environment said
-    talk: Any = None
-    episode: Episode | None = None
-    turn_key: np.ndarray | None = None  # of a later turn than the first
-
-    @property
-    def context(self) -> np.ndarray:
-        """int32 [.], what the policy has read when its present turn begins."""
-        prompt = np.asarray(self.request.prompt_ids, np.int32)
-        return np.concatenate([prompt, np.array(self.ids[: turn_start(self)], np.int32)])
+from jaxrl_llm.structs import Metrics
 
 
 class Generation:
@@ -70,10 +45,10 @@ class Generation:
         talks: Talks | None = None,
     ):
         self.chunk, self.sizes, self.programs, self.weights = chunk, sizes, programs, weights
-        self.waiting: deque[Sample] = deque(samples)
+        self.waiting: deque[PartialResponse] = deque(samples)
         self.stop_ids, self.talks = frozenset(stop_ids), talks
         size = sizes.slots[-1]
-        self.occupants: list[Sample | None] = [None] * size
+        self.occupants: list[PartialResponse | None] = [None] * size
         self.slots = empty_slots(size, samples[0].key if samples else np.zeros(2, np.uint32))
         paged = PagedMemory(programs, size, sizes.pages, sizes.lengths) if programs.page else None
         self.memory = paged or RingMemory(programs, sizes)
@@ -120,7 +95,7 @@ class Generation:
             if not self.waiting:
                 break
             sample = self.waiting[0]
-            context, key = sample.context, sample.key if sample.turn_key is None else sample.turn_key
+            context, key = sample.context, self.talks.key_of(sample) if self.talks else sample.key
             room = sample.request.max_tokens - len(sample.ids)
             if not self.memory.admit(slot, _identity(sample), len(context), room):
                 continue  # another device may have room
@@ -167,7 +142,7 @@ class Generation:
             rows[slot] = self.prompt_rows[prompt]
         self.memory.insert(self.prompts, self.prompt_lengths, rows)
 
-    def _prefill(self, samples: list[Sample]) -> None:
+    def _prefill(self, samples: list[PartialResponse]) -> None:
         """One forward over the first prompts of these, as many as fit."""
         start = time.perf_counter()
         widths = [width for width, _ in self.sizes.prompts]
@@ -218,16 +193,15 @@ class Generation:
         for s in np.flatnonzero(chunk.produced):
             sample, produced = self.occupants[s], int(chunk.produced[s])
             checked = len(sample.ids)
-            sample.ids += tokens[s][:produced]
-            sample.logprobs += logprobs[s][:produced]
+            sample.append(tokens[s][:produced], logprobs[s][:produced])
             slots.tokens[s] = sample.ids[-1]
-            end = stop_end(sample.ids, checked, stops, decode_fn, turn_start(sample)) if stops else None
+            end = stop_end(sample.ids, checked, stops, decode_fn, sample.turn_start) if stops else None
             if end is not None:
                 del sample.ids[end:], sample.logprobs[end:]
                 slots.active[s] = False
             stopped = end is not None or sample.ids[-1] in self.stop_ids
-            sample.finish = "stop" if stopped else "length"
             if not slots.active[s]:
+                sample.finish = "stop" if stopped else "length"
                 self.occupants[s] = None
                 self.memory.release(s)
                 if stopped and self.talks:
@@ -265,6 +239,6 @@ def empty_slots(size: int, key: np.ndarray) -> Slots:
     return Slots(ints(), ints(), ints(), ints(), np.zeros(size, bool), keys)
 
 
-def _identity(sample: Sample) -> bytes:
+def _identity(sample: PartialResponse) -> bytes:
     """Equal for equal prompts: they share one prefill whatever group they are of."""
     return sample.context.tobytes()

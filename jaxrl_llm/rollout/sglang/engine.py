@@ -2,63 +2,71 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxrl_llm.bridge.probe import tolerance_of
 from jaxrl_llm.bridge.push import Publisher
-from jaxrl_llm.bridge.update import WeightTransport
-from jaxrl_llm.errors import ServerError, UserError
+from jaxrl_llm.errors import ServerError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.rollout.checks import check_requests
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
-from jaxrl_llm.rollout.engine import (
-    Dialogue,
-    DialogueError,
-    PartialResponse,
-    Request,
-    SamplingConfig,
-    end_ids,
-)
-from jaxrl_llm.rollout.keys import sample_keys
+from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Request, SamplingConfig, end_ids
+from jaxrl_llm.rollout.partial import new_responses, trajectory_of
 from jaxrl_llm.rollout.sglang import colocated
-from jaxrl_llm.rollout.sglang.generate import Draft, Writer
+from jaxrl_llm.rollout.sglang.generate import ResponseGenerator
+from jaxrl_llm.rollout.sglang.mismatch import MismatchTotals, differences
 from jaxrl_llm.rollout.sglang.pool import ServerPool, wait
 from jaxrl_llm.structs import Metrics, Params, Trajectory
 
 
-@dataclass
-class Responses:
-    """Responses that the servers are writing."""
+@dataclass(eq=False)
+class PendingResponses:
+    """Responses that the servers are generating."""
 
     engine: SGLangEngine
-    drafts: list[Draft]
-    future: Future[list[Trajectory]] | None  # in process 0
+    responses: list[PartialResponse]
+    sampling: SamplingConfig
+    dialogue: Dialogue | None
+    future: Future[None] | None  # in process 0
+    rejected: set[int] = field(default_factory=set)  # places of responses with tokens of excluded servers
 
     def result(self) -> list[Trajectory]:
-        """All of them, when they are done. A collective.
+        """Return all of them, when they are finished. A collective.
 
         Raises:
             ServerError: one that no server could complete.
             DialogueError: no conversation can go on.
         """
-        return self.engine.on_first(lambda: wait(self.future))
+        return self.engine.on_first(self._finish)
+
+    def _finish(self) -> list[Trajectory]:
+        wait(self.future)
+        while self.rejected:
+            again = [self.responses[i] for i in self.rejected]
+            self.rejected.clear()
+            for response in again:
+                vars(response).update(vars(response.restarted()))
+            generator = self.engine.generator
+            self.future = self.engine.pool.start(generator.finish_all(again, self.sampling, self.dialogue))
+            wait(self.future)
+        return [trajectory_of(response, self.engine.tokenizer) for response in self.responses]
 
 
 class SGLangEngine:
     """A pool of SGLang servers behind the engine protocol.
 
-    Process 0 talks to the servers and tells the others what they said.
-
     Args:
-        share: gives every process process 0's value (a collective).
-        score: (params, ids [T]) -> the trainer's log-prob of ids[1:], [T - 1].
+        pool: in process 0, which sends all requests; None elsewhere.
+        publisher: pushes weights to the pool.
+        on_first: runs a function in process 0; every process gets its result, or its error.
         tokenizer, eos_ids: as of NativeEngine.
-        until_up: returns when servers that are being started answer.
     """
 
     def __init__(
@@ -67,34 +75,24 @@ class SGLangEngine:
         sglang: SGLangConfig,
         model: TransformerConfig,
         pool: ServerPool | None,
-        transport: WeightTransport,
-        score: Callable[[Params, np.ndarray], np.ndarray],
-        share: Callable[[Any], Any],
+        publisher: Publisher,
+        on_first: Callable[[Callable[[], Any]], Any],
         tokenizer: Any = None,
         eos_ids: Sequence[int] = (),
-        until_up: Callable[[], None] | None = None,
     ):
-        self.model, self.tokenizer, self.pool, self.share = model, tokenizer, pool, share
-        self.colocated = sglang.colocated
-        self._pushes = 0
+        self.config, self.sglang, self.model, self.tokenizer = config, sglang, model, tokenizer
+        self.pool, self.publisher, self.on_first = pool, publisher, on_first
+        self._pushes, self._version = 0, 0
         self._leaf: jax.Array | None = None  # the first weight that the servers hold
         self._versions: dict[str, int] = {}  # label -> policy version
-        self._publisher = Publisher(
-            config.dtype,
-            sglang.pause,
-            sglang.probe_tolerance,
-            model,
-            pool,
-            transport,
-            score,
-            self.on_first,
-            until_up,
-        )
-        ends = end_ids(tokenizer, eos_ids)
-        self._writer = Writer(pool, tokenizer, ends, self._versions, model.vocab_size) if pool else None
+        self._pending: weakref.WeakSet[PendingResponses] = weakref.WeakSet()
+        self._mismatch = MismatchTotals()
+        if pool:
+            ends = end_ids(tokenizer, eos_ids)
+            self.generator = ResponseGenerator(pool, ends, self._versions, model.vocab_size)
 
     def publish(self, params: Params, version: int) -> Metrics:
-        """Give the servers these weights, and see that each of them computes with them.
+        """Give the servers these weights, and probe that each of them computes with them.
 
         Raises:
             ServerError: no server took them.
@@ -105,8 +103,8 @@ class SGLangEngine:
         self._pushes += 1
         label = f"{version}-{self._pushes}"
         self._versions[label] = version
-        metrics = self._publisher.publish(params, label)
-        self._leaf = leaf
+        metrics = self.publisher.publish(params, label)
+        self._leaf, self._version = leaf, version
         return metrics
 
     def start(
@@ -115,30 +113,29 @@ class SGLangEngine:
         sampling: SamplingConfig,
         key: jax.Array,
         dialogue: Dialogue | None = None,
-        written: Sequence[PartialResponse] = (),
-    ) -> Responses:
-        """Begin to write responses in order (request, response index); sample (p, g) has a seed of its own.
+        partial: Sequence[PartialResponse] = (),
+    ) -> PendingResponses:
+        """Begin to generate responses in order (request, response index); sample (p, g) has its own seed.
 
-        A response that a server breaks off (its weights change) goes on where it stopped; each token
-        carries the version that wrote it.
+        A response that a server breaks off (its weights change) continues where it stopped; each token
+        carries the version that generated it.
 
         Args:
-            written: of each response, to be continued; () = none.
+            partial: of each response, to be continued; () = none.
 
         Raises:
-            ValueError: no weights published, an impossible request or sampling setting.
+            UserError: an impossible request or sampling setting.
         """
         check_requests(requests, sampling, self.model, self.tokenizer)
         if self._leaf is None:
-            raise UserError("rollout: no weights; call publish(params, version) before generate")
-        pairs = [(request, g) for request in requests for g in range(request.num_responses)]
-        names = np.array([(r.prompt_index, g) for r, g in pairs], np.int32).reshape(-1, 2)
-        seeds = (sample_keys(key, names)[: len(pairs), 1] & 0x7FFFFFFF).tolist()
-        drafts = [Draft(request, g, seed) for (request, g), seed in zip(pairs, seeds, strict=True)]
-        for draft, before in zip(drafts, written, strict=bool(written)):
-            draft.go_on_from(before)
-        write = lambda: self._writer.write_all(drafts, sampling, dialogue)
-        return Responses(self, drafts, self.pool.start(write()) if self.pool else None)
+            raise ValueError("rollout: no weights; call publish(params, version) before generate")
+        responses = new_responses(requests, key, partial)
+        future = None
+        if self.pool:
+            future = self.pool.start(self.generator.finish_all(responses, sampling, dialogue))
+        started = PendingResponses(self, responses, sampling, dialogue, future)
+        self._pending.add(started)
+        return started
 
     def generate(
         self,
@@ -150,32 +147,116 @@ class SGLangEngine:
         """`start`, and wait."""
         return self.start(requests, sampling, key, dialogue).result()
 
-    def snapshot(self, pending: Sequence[Responses]) -> list[list[PartialResponse]]:
-        """What there is of the responses now, in process 0; their writing goes on afterwards."""
+    def snapshot(self, pending: Sequence[PendingResponses]) -> list[list[PartialResponse]]:
+        """Return copies of the responses as they are now, in process 0; generation goes on."""
         if self.pool is None:
             return [[] for _ in pending]
-        return self.pool.run(self._writer.snapshot([one.drafts for one in pending]))
+        copies = self.pool.run(self.generator.snapshot([each.responses for each in pending]))
+        for each, responses in zip(pending, copies, strict=True):
+            for i in each.rejected:
+                responses[i] = responses[i].restarted()
+        return copies
 
     def usage(self) -> Metrics:
-        """How busy the servers were since it was last asked. A collective."""
-        return self.on_first(lambda: self.pool.run(self._writer.usage()))
+        """Return how busy the servers were since the last call. A collective."""
+        worst, self._mismatch.worst = self._mismatch.worst, 0.0
+        return self.on_first(
+            lambda: self.pool.run(self.generator.usage()) | {"servers/mismatch_mean_abs": worst}
+        )
 
-    def rest(self) -> None:
-        """Colocated: the servers give their memory back, and with it the weights."""
-        if self.colocated and self._leaf is not None:
+    def release_memory(self) -> None:
+        """Colocated: have the servers release their memory, and with it the weights."""
+        if self.sglang.colocated and self._leaf is not None:
             self._leaf = None
-            self.on_first(lambda: self.pool.run(colocated.rest(self.pool)))
+            self.on_first(lambda: self.pool.run(colocated.release_memory(self.pool)))
 
-    def on_first(self, work: Callable[[], Any]) -> Any:
-        """What process 0 gets from `work`; its error is everybody's."""
-        if self.pool is None:
-            result = None
-        else:
-            try:
-                result = work()
-            except (ServerError, DialogueError) as error:
-                result = error
-        result = self.share(result)
-        if isinstance(result, (ServerError, DialogueError)):
-            raise result
-        return result
+    def report_mismatch(
+        self, trajectories: Sequence[Trajectory], logprobs: Sequence[np.ndarray], version: int, dtype: str
+    ) -> list[int]:
+        """Compare reported log-probs with the trainer's own; leave out servers whose mean difference exceeds
+        the probe's tolerance, for good. A collective.
+
+        What such a server generated of pending responses is generated again. Tokens of other versions, and
+        of rollouts with `weight_noise` or temperature 0, are not compared.
+
+        Args:
+            logprobs: of each trajectory the trainer's own, float32 [R'], under the weights of `version` and
+                at the sampling temperature.
+            dtype: "float32" or "bfloat16", in which they were computed.
+
+        Returns: places of trajectories that must not be trained on.
+        """
+        if not self._is_comparable:
+            return []
+        widest = max(tolerance_of(each, self.sglang.probe_tolerance) for each in (dtype, self.config.dtype))
+        tolerance = widest / min(self.config.sampling.temperature, 1.0)  # it divides differences of logits
+        return self.on_first(lambda: self._judge(trajectories, logprobs, version, tolerance))
+
+    def spot_check(self, params: Params) -> None:
+        """Compare one pending response of each server with the trainer's own log-probs. A collective.
+
+        Asynchronous rollout needs it: when a response is trained on, the weights that generated it are gone.
+
+        Args:
+            params: the weights that were published last.
+        """
+        if not self._is_comparable:
+            return
+        samples = self.on_first(lambda: self.pool.run(self._samples()))
+        own = []
+        for each in samples:
+            tokens = np.concatenate([each.prompt_ids, each.response_ids])
+            scored = self.publisher.score(params, tokens, self.config.sampling.temperature)
+            own.append(scored[len(each.prompt_ids) - 1 :])
+        if samples:
+            self.report_mismatch(samples, own, self._version, self.config.dtype)
+
+    @property
+    def _is_comparable(self) -> bool:
+        """Whether the trainer's log-probs are those that servers should report."""
+        return self.config.sampling.temperature > 0 and not self.config.weight_noise
+
+    def _judge(
+        self,
+        trajectories: Sequence[Trajectory],
+        logprobs: Sequence[np.ndarray],
+        version: int,
+        tolerance: float,
+    ) -> list[int]:
+        in_place = self.sglang.pause == "in_place"
+        gaps = [
+            differences(trajectory, own, version, in_place)
+            for trajectory, own in zip(trajectories, logprobs, strict=True)
+        ]
+        servers = {server.url for server in self.pool.servers}
+        false, alone = self._mismatch.judge(trajectories, gaps, tolerance, servers)
+        for url, mean in false.items():
+            self.pool.run(self._exclude(url, mean, tolerance))
+        excluded = self.pool.excluded.keys()
+        theirs = {i for i, each in enumerate(trajectories) if not excluded.isdisjoint(each.server.split())}
+        return sorted(theirs.union(alone))
+
+    async def _exclude(self, url: str, mean: float, tolerance: float) -> None:
+        """Leave a server out for good; reject what it generated of pending responses."""
+        problem = (
+            f"{url}: log-probs of its responses differ from the trainer's by {mean:.3g} on average, more "
+            f"than {tolerance:g} (--sglang.probe_tolerance): it is not used again, nor are they trained on"
+        )
+        self.pool.exclude(url, ServerError(problem))
+        for pending in self._pending:
+            pending.rejected |= {i for i, each in enumerate(pending.responses) if url in each.servers}
+
+    async def _samples(self) -> list[Trajectory]:
+        """Return of each server the pending response with most tokens of the newest weights."""
+        best: dict[str, tuple[int, Trajectory]] = {}
+        for pending in self._pending:
+            if pending.sampling.temperature != self.config.sampling.temperature:
+                continue
+            for i, response in enumerate(pending.responses):
+                if len(response.servers) != 1 or i in pending.rejected:
+                    continue
+                trajectory = trajectory_of(response, None)
+                count = int(((trajectory.versions == self._version) & (trajectory.mask > 0)).sum())
+                if count > best.get(trajectory.server, (0, None))[0]:
+                    best[trajectory.server] = count, trajectory
+        return [trajectory for _, trajectory in best.values()]

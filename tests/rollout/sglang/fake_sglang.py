@@ -1,4 +1,4 @@
-"""A server that speaks SGLang's JSON and computes with the native engine; it can be told to misbehave.
+"""A fake server with SGLang's JSON that computes with the native engine; it can be told to misbehave.
 
 As a script it is what `python -m sglang.launch_server` would be: see stub/sglang/launch_server.py.
 """
@@ -33,6 +33,7 @@ class FakeServer(FakeWeights):
         spoil: what becomes of an answer to /generate, but for probes: other JSON, or a web.Response.
         hangs: nothing is answered to /generate and /health, but for probes.
         keys: of the routes for all, and for admins; "" = none needed.
+        replies: route -> JSON that it answers instead.
     """
 
     def __init__(self, port: int = 0, model_path: Path | None = None):
@@ -56,7 +57,7 @@ class FakeServer(FakeWeights):
         """Do what is asked, from now on."""
         self.deaf = self.refuses = self.down = self.hangs = False
         self.breaks_after = self.holds_after = 0
-        self.spoil, self.keys = None, ("", "")
+        self.spoil, self.keys, self.replies = None, ("", ""), {}
         self.seen.clear()
         self.calls.clear()
         self.headers.clear()
@@ -104,6 +105,8 @@ class FakeServer(FakeWeights):
                 return web.Response(status=500, text="out of order")
             if self.hangs and (writes or request.path == "/health"):
                 await asyncio.sleep(600)
+            if request.path in self.replies:
+                return web.json_response(self.replies[request.path])
             said = await asyncio.to_thread(guarded, body)
             if self.spoil and writes:
                 said = self.spoil(said)
@@ -147,6 +150,9 @@ class FakeServer(FakeWeights):
         self.breaks_after = 0 if broken else self.breaks_after
         pairs = zip(made.logprobs.tolist(), made.response_ids.tolist(), strict=True)
         meta = {
+            "id": body.get("rid"),
+            "prompt_tokens": len(ids),
+            "completion_tokens": len(made.response_ids),
             "weight_version": self.label,
             "finish_reason": {"type": "abort" if broken else made.finish},
             "output_token_logprobs": [[logprob, token, None] for logprob, token in pairs],

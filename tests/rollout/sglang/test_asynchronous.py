@@ -1,26 +1,22 @@
-"""Responses that are written ahead of the trainer: snapshots, continuation, whole runs."""
+"""Asynchronous rollout: snapshots, partial rollouts continued, whole runs."""
 # ruff: noqa: F811
 
+import asyncio
 import json
-import time
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import numpy as np
 from fake_sglang import FakeServer
-from test_sglang import GREEDY, KEY, make, native, requests, servers, weights  # noqa: F401
+from sglang_shared import GREEDY, KEY, native, requests, until, weights
+from test_sglang import make, servers  # noqa: F401
 from test_sglang_train import ARGS, rows
 
-from jaxrl_llm.rollout.engine import PartialResponse
+from jaxrl_llm.rollout.engine import PartialResponse, Reply, Request
 from jaxrl_llm.rollout.partial import pack, unpack
-from jaxrl_llm.rollout.sglang.meter import Meter
+from jaxrl_llm.rollout.sglang.generate import Meter, ResponseGenerator
+from jaxrl_llm.structs import Episode
 from jaxrl_llm.train import main
-
-
-def test_unfinished_responses_survive_being_packed():
-    a = PartialResponse((5, 6), (-0.5, -1.5), (3, 4), "")
-    b = PartialResponse((), (), (), "")
-    c = PartialResponse((7, 8, 9, 10), (-2.0, 0.0, 0.0, -1.0), (3,) * 4, "length", ((1, 2), (2, 3)))
-    batches = {4: [[a, b]], 6: [[c], [b, c]]}
-    assert unpack(pack(batches)) == batches
 
 
 def test_the_meter_integrates_requests_over_time():
@@ -36,13 +32,6 @@ def test_the_meter_integrates_requests_over_time():
     assert meter.read(4) == {"servers/occupancy": 0.0, "servers/idle_fraction": 1.0}
 
 
-def until(condition, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_snapshot_has_what_is_written_and_the_writing_goes_on(make, servers):
     engine, params = make(urls=[servers[0].url]), weights()
     engine.publish(params, 3)
@@ -51,10 +40,10 @@ def test_a_snapshot_has_what_is_written_and_the_writing_goes_on(make, servers):
     pending = engine.start(requests(), GREEDY, KEY)
     until(lambda: servers[0].held == sum(len(t.response_ids) > 4 for t in theirs))
     ((*found,),) = engine.snapshot([pending])
-    for written, t in zip(found, theirs, strict=True):
-        assert list(written.ids) == t.response_ids[:4].tolist()
-        np.testing.assert_allclose(written.logprobs, t.logprobs[:4], atol=1e-5)
-        assert set(written.versions) <= {3}
+    for partial, t in zip(found, theirs, strict=True):
+        assert partial.ids == t.response_ids[:4].tolist()
+        np.testing.assert_allclose(partial.logprobs, t.logprobs[:4], atol=1e-5)
+        assert set(partial.versions) <= {3}
     servers[0].holds_after = 0
     assert [t.response_ids.tolist() for t in pending.result()] == [t.response_ids.tolist() for t in theirs]
 
@@ -66,11 +55,11 @@ def test_written_responses_are_continued_and_never_written_again(make, servers):
     long = [len(t.response_ids) > 3 for t in theirs]
     assert long.count(True) > 2
     half = [
-        PartialResponse(tuple(t.response_ids[:3].tolist()), (-9.0,) * 3, (0,) * 3, "" if more else "stop")
+        PartialResponse(t.response_ids[:3].tolist(), [-9.0] * 3, [0] * 3, "" if more else "stop")
         for t, more in zip(theirs, long, strict=True)
     ]
-    half[0] = half[0]._replace(finish="stop")
-    mine = engine.start(requests(), GREEDY, KEY, written=half).result()
+    half[0].finish = "stop"
+    mine = engine.start(requests(), GREEDY, KEY, partial=half).result()
     assert mine[0].response_ids.tolist() == theirs[0].response_ids[:3].tolist()
     for a, b in zip(mine[1:], theirs[1:], strict=True):
         assert a.response_ids.tolist() == b.response_ids.tolist()
@@ -91,6 +80,24 @@ def test_new_weights_reach_responses_in_the_middle_and_each_token_knows_its_own(
     assert set(made.versions[:2]) == {1} and set(made.versions[2:]) == {2}
     (rest,) = native(weights(1), GREEDY, [made_request(made, 2)])
     assert made.response_ids[2:].tolist() == rest.response_ids.tolist()
+
+
+def test_what_an_earlier_run_had_stays_until_a_new_environment_replies_otherwise():
+    """Also in a checkpoint that is taken while its turns are sent again."""
+    response = PartialResponse([1, 2, 3, 4], [-1.0, -1.0, 0.0, -1.0], [7] * 4, "", [(2, 3)])
+    response.request = Request(np.array([9]), 0, 1, 9)
+    for reply, more, after in (([3], True, [1, 2, 3, 4]), ([5, 5], True, [1, 2, 5, 5]), ([], False, [1, 2])):
+        future, again = Future(), response.copy()
+        dialogue = SimpleNamespace(patience=60, reply=lambda *asked, future=future: future)
+
+        async def replay(future=future, again=again, dialogue=dialogue, reply=reply, more=more):
+            task = asyncio.create_task(ResponseGenerator(None, (), {}, 9)._replayed(again, dialogue))
+            await asyncio.sleep(0.01)
+            assert (again.ids, again.observed) == (response.ids, response.observed)
+            future.set_result(Reply(reply, not more, Episode(1)))
+            return await task
+
+        assert asyncio.run(replay()) == more and again.ids == after and again.episode.turns == 1
 
 
 def made_request(made, tokens):
@@ -115,8 +122,7 @@ def test_a_run_ahead_stays_within_its_bound_and_a_killed_one_goes_on_with_what_w
     assert not (run / "checkpoints/4/rollouts.npz").exists()
     for later in (run / "checkpoints/3", run / "checkpoints/4"):
         later.rename(tmp_path / later.name)
-    written = {0: [[PartialResponse((40 + i,), (-1.0,), (0,), "stop") for i in range(8)]]}
-    replace(begun, pack({1: written[0]}))
+    replace(begun, pack({1: [[PartialResponse([40 + i], [-1.0], [0], "stop") for i in range(8)]]}))
     assert main(args) == 0
     again = [row for row in rows(run) if row["kind"] == "train"]
     assert again[1]["response_tokens/max"] == 1  # of what the checkpoint had, nothing is written anew
@@ -162,4 +168,4 @@ def replace(file, data):
 def test_the_native_engine_cannot_write_ahead(tmp_path, capsys):
     native_args = [word for word in ARGS if word not in ("--rollout.engine", "sglang")]
     assert main([*native_args, *AHEAD, "--run_dir", str(tmp_path)]) == 2
-    assert "--rollout.max_staleness is 1: the native engine writes on" in capsys.readouterr().err
+    assert "--rollout.max_staleness is 1: the native engine generates on" in capsys.readouterr().err

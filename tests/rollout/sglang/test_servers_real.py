@@ -1,5 +1,6 @@
 """Faults of real SGLang servers on a CPU (JAXRL_SGLANG_PYTHON), which ask for keys all along."""
 
+import dataclasses
 import os
 import signal
 import socket
@@ -13,16 +14,16 @@ import pytest
 from aiohttp import web
 from proxy import Proxy
 from real_sglang import MODEL, NEEDED, PYTHON, engine_on, started
+from sglang_shared import KEY, TOKENIZER, native
 from test_servers import BROKEN
-from test_sglang import KEY, TOKENIZER, native
 
 from jaxrl_llm import models
 from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
 from jaxrl_llm.rollout.sglang import auth, health
-from jaxrl_llm.rollout.sglang.health import ServerList, tend
-from jaxrl_llm.rollout.sglang.launch import DIRECT, answers
+from jaxrl_llm.rollout.sglang.health import ServerList, run_health_checks
+from jaxrl_llm.rollout.sglang.launch import DIRECT, is_up
 
 pytestmark = NEEDED
 KEYS = {auth.API_KEY: "tell-me-4711", auth.ADMIN_KEY: "change-it-0815"}
@@ -61,9 +62,9 @@ def between(run, tmp_path):
 
 @pytest.fixture
 def tended(run):
-    """Somebody cares for the servers during the test; both are in use before and after it."""
+    """Health checks run during the test; both servers are in use before and after it."""
     engine, launched = run
-    future = engine.pool.start(tend(engine.pool, None, launched.revive))
+    future = engine.pool.start(run_health_checks(engine.pool, None, launched.restart))
     engine.publish(models.init(MODEL, jax.random.key(0)), 7)
     until(lambda: len(engine.pool.usable) == 2)
     yield engine, launched
@@ -122,7 +123,7 @@ def test_keys_are_asked_for_and_neither_ps_nor_the_logs_show_them(tended, monkey
     with pytest.raises(ServerError, match=r"answered 401 to /(pause_generation|update_weights)"):
         engine.publish(models.init(MODEL, jax.random.key(0)), 7)
     monkeypatch.delenv(auth.API_KEY)
-    assert not answers(launched.urls[0])
+    assert not is_up(launched.urls[0])
     monkeypatch.undo()
 
 
@@ -151,17 +152,17 @@ def test_a_server_that_was_restarted_unseen_is_noticed_and_given_the_weights(run
     engine.publish(models.init(MODEL, jax.random.key(0)), 7)
     kill(launched, 1)
     launched.processes[1] = launched._start(1)
-    until(lambda: answers(launched.urls[1]))
+    until(lambda: is_up(launched.urls[1]))
     server, problems = engine.pool.servers[1], []
     leave_out = server.leave_out
     server.leave_out = lambda error: (problems.append(str(error)), leave_out(error))
-    caring = engine.pool.start(tend(engine.pool, None, launched.revive))
+    checks = engine.pool.start(run_health_checks(engine.pool, None, launched.restart))
     written(engine, requests(tokens=16))
     del server.leave_out
-    assert "wrote with weights ['default'], which this run did not send" in problems[0]
+    assert "wrote with weights 'default', which this run did not send" in problems[0]
     until(lambda: server.usable)
     written(engine, requests(tokens=16))
-    caring.cancel()
+    checks.cancel()
 
 
 def test_all_are_killed_and_come_back(tended, capsys):
@@ -176,15 +177,15 @@ def test_all_are_killed_and_come_back(tended, capsys):
 def test_turns_on_shared_memory_are_taken_in_an_order_that_servers_accept(tended):
     """On a CPU nothing is freed: that the order works is all that is seen here."""
     engine, _ = tended
-    engine.colocated = True
+    engine.sglang = dataclasses.replace(engine.sglang, colocated=True)
     params = models.init(MODEL, jax.random.key(0))
     for _ in range(2):
-        engine.rest()
-        assert all(server.asleep == {"kv_cache", "weights"} for server in engine.pool.servers)
+        engine.release_memory()
+        assert all(server.released == {"kv_cache", "weights"} for server in engine.pool.servers)
         engine.publish(params, 7)
-        assert not any(server.asleep for server in engine.pool.servers)
+        assert not any(server.released for server in engine.pool.servers)
         written(engine, requests(tokens=8))
-    engine.colocated = False
+    engine.sglang = dataclasses.replace(engine.sglang, colocated=False)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in BROKEN if kind not in ("base weights", "elsewhere")])
@@ -206,10 +207,10 @@ def test_a_busy_server_is_asked_again(between):
 
 
 def test_a_server_that_hangs_is_found_and_its_requests_go_elsewhere(between, monkeypatch):
-    monkeypatch.setattr(health, "QUIET", 3.0)
-    monkeypatch.setattr(health, "HEALTH", 3.0)
+    monkeypatch.setattr(health, "QUIET_LIMIT", 3.0)
+    monkeypatch.setattr(health, "HEALTH_TIMEOUT", 3.0)
     engine, proxies = between
-    caring = engine.pool.start(tend(engine.pool))
+    checks = engine.pool.start(run_health_checks(engine.pool))
     proxies[0].hangs = True
     began = time.monotonic()
     written(engine, requests(tokens=8))
@@ -217,14 +218,14 @@ def test_a_server_that_hangs_is_found_and_its_requests_go_elsewhere(between, mon
     assert engine.pool.servers[0].failures == 1
     proxies[0].hangs = False
     until(lambda: len(engine.pool.usable) == 2)
-    caring.cancel()
+    checks.cancel()
 
 
 def test_servers_join_and_leave_by_their_file(between, tmp_path):
     engine, proxies = between
     file = tmp_path / "servers.txt"
     file.write_text(proxies[0].url)
-    caring = engine.pool.start(tend(engine.pool, ServerList(file)))
+    checks = engine.pool.start(run_health_checks(engine.pool, ServerList(file)))
     until(lambda: [server.url for server in engine.pool.usable] == [proxies[0].url])
     written(engine, requests(tokens=8))
     file.write_text(f"{proxies[0].url}\n{proxies[1].url}  # joins\n")
@@ -232,7 +233,7 @@ def test_servers_join_and_leave_by_their_file(between, tmp_path):
     file.write_text(proxies[1].url)
     until(lambda: [server.url for server in engine.pool.servers] == [proxies[1].url])
     written(engine, requests(tokens=8))
-    caring.cancel()
+    checks.cancel()
 
 
 def test_a_router_of_sglangs_own_shares_out_what_is_to_be_generated(run, tmp_path):

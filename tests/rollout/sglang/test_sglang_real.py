@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 from real_sglang import MODEL, NEEDED, engine_on, started
-from test_sglang import KEY, TOKENIZER, native
+from sglang_shared import KEY, TOKENIZER, native
 from test_turns import GREEDY, PROMPTS, Script, begun
 
 from jaxrl_llm import models
@@ -72,9 +72,9 @@ def test_conversations_are_those_of_the_native_engine_and_go_on_in_a_later_run(e
     asked = [Request(p.ids, i, 1, 120) for i, p in enumerate(PROMPTS)]
     with Conversations(Script(), EnvConfig(name="x"), TOKENIZER, ChatConfig()) as made:
 
-        def talk(engine, written=()):
+        def talk(engine, partial=()):
             engine.publish(params, 4)
-            return engine.start(asked, GREEDY, KEY, made.dialogue(PROMPTS, KEY), written).result()
+            return engine.start(asked, GREEDY, KEY, made.dialogue(PROMPTS, KEY), partial).result()
 
         mine = talk(engine)
         for a, b in zip(mine, talk(theirs), strict=True):

@@ -81,9 +81,13 @@ def test_servers_that_go_away_end_it_saved_and_the_same_command_goes_on(tmp_path
     server, run_dir = FakeServer(), tmp_path / "run"
     steps = lambda: len(rows(run_dir)) if (run_dir / "metrics.jsonl").exists() else 0
 
+    replies = []
+
     def goes_away(said):
-        server.down = steps() == during
-        return said if not server.down or during == 2 else web.Response(status=500)
+        """In a step at once; for the evaluation after it once its eight responses are there."""
+        replies.extend([said] * (steps() == during))
+        server.down = len(replies) >= (8 if during == 2 else 1)
+        return web.Response(status=500) if server.down and during == 1 else said
 
     server.spoil = goes_away
     args = [*ARGS, "--rollout.servers", server.url, "--sglang.patience", "1", "--run_dir", str(run_dir)]

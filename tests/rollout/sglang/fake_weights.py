@@ -90,7 +90,7 @@ class FakeWeights:
     def _join(self, body):
         import torch.distributed
 
-        from jaxrl_llm.bridge.transports.relay import join
+        from jaxrl_llm.bridge.transports.relay import join_group
 
         where, size, time = (
             (body["master_address"], body["master_port"]),
@@ -98,7 +98,7 @@ class FakeWeights:
             timedelta(0, 30),
         )
         store = torch.distributed.TCPStore(*where, size, is_master=False, timeout=time)
-        self.group = join(store, body["backend"], size, body["group_name"], time, body["rank_offset"])
+        self.group = join_group(store, body["backend"], size, body["group_name"], time, body["rank_offset"])
 
     def _leave(self, body):
         import torch.distributed

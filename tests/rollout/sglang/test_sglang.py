@@ -1,40 +1,16 @@
 """The SGLang engine against a server that speaks its JSON, and (where there is one) against a real one."""
 
 import dataclasses
-import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from fake_sglang import FakeServer
+from sglang_shared import GREEDY, KEY, MODEL, TOKENIZER, engine_for, native, requests, weights
 
-from jaxrl_llm import models
-from jaxrl_llm.bridge.transports import disk
 from jaxrl_llm.bridge.transports.disk import DiskTransport
-from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import ServerError
-from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.models.scorer import make_scorer
-from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
-from jaxrl_llm.rollout.engine import Request, SamplingConfig
-from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.rollout.sglang.engine import SGLangEngine
-from jaxrl_llm.rollout.sglang.launch import Launched
-from jaxrl_llm.rollout.sglang.pool import ServerPool
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
-
-TOKENIZER = make_tokenizer()
-MODEL = TransformerConfig(
-    vocab_size=128, hidden_size=32, mlp_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
-    initializer_range=0.3, max_position=128,
-)  # fmt: skip
-KEY = jax.random.key(3)
-GREEDY = SamplingConfig(temperature=0.0)
+from jaxrl_llm.rollout.engine import SamplingConfig
 
 
 @pytest.fixture(scope="module")
@@ -48,41 +24,17 @@ def make(servers, tmp_path):
     pools = []
 
     def engine(urls=None, model=MODEL, **settings):
-        config = SGLangConfig(**settings)
-        pools.append(ServerPool(urls or [s.url for s in servers], config.timeout, config.retries, slots=4))
-        mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-        scorer = make_scorer(model, 1.0, "float32", mesh)
-        score = lambda params, ids: np.asarray(scorer(params, ids[None], np.array([len(ids)])))[0, :-1]
         transport = DiskTransport(tmp_path / "weights", "float32", TOKENIZER)
-        rollout = RolloutConfig(engine="sglang", servers=("http://x",))
-        return SGLangEngine(
-            rollout, config, model, pools[-1], transport, score, lambda value: value, TOKENIZER
-        )
+        settings = {"patience": 0.0, **settings}
+        made = engine_for(urls or [s.url for s in servers], transport, model, **settings)
+        pools.append(made.pool)
+        return made
 
     for server in servers:
         server.behave()
     yield engine
     for pool in pools:
         pool.close()
-
-
-def weights(seed=0, model=MODEL):
-    return models.init(model, jax.random.key(seed))
-
-
-def requests(prompts=3, responses=2, tokens=12):
-    rng = np.random.default_rng(0)
-    return [
-        Request(rng.integers(2, 90, 4 + i).astype(np.int32), i, responses, tokens) for i in range(prompts)
-    ]
-
-
-def native(params, sampling, todo=None, model=MODEL):
-    engine = NativeEngine(
-        RolloutConfig(slots=4), model, make_mesh(MeshConfig(), jax.devices()[:1]), TOKENIZER
-    )
-    engine.publish(params, 0)
-    return engine.generate(todo or requests(), sampling, KEY)
 
 
 def test_it_writes_what_the_native_engine_writes(make):
@@ -201,70 +153,3 @@ def test_a_value_head_is_not_sent(make):
     model = dataclasses.replace(MODEL, value_head=True)
     engine = make(model=model)
     assert engine.publish(weights(model=model), 1)["bridge/probe_mean_abs"] < 1e-5
-
-
-def test_a_folder_in_memory_is_new_and_those_of_killed_runs_go(tmp_path, monkeypatch):
-    memory = tmp_path / "shm"
-    memory.mkdir()
-    monkeypatch.setattr(disk, "MEMORY", memory)
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    (memory / f"jaxrl_llm_{ended.pid}_x").mkdir()
-    (memory / f"jaxrl_llm_{os.getpid()}_y").mkdir()
-    (memory / "somebody_elses").mkdir()
-    found = disk.own_folder(True, tmp_path / "run", size=1)
-    assert found.parent == memory and found.is_dir()
-    names = {path.name for path in memory.iterdir()} - {found.name}
-    assert names == {f"jaxrl_llm_{os.getpid()}_y", "somebody_elses"}
-    assert disk.own_folder(True, tmp_path / "run", size=1 << 60) == tmp_path / "run/weights"
-    assert disk.own_folder(False, tmp_path / "run", size=1) == tmp_path / "run/weights"
-
-
-STUB = str(Path(__file__).parent / "stub")
-
-
-def launch(tmp_path, count=1, **settings):
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    config = RolloutConfig(engine="sglang", launch=count)
-    return Launched(config, SGLangConfig(**settings), model, tmp_path / "logs")
-
-
-def test_launched_servers_answer_log_and_are_gone_after(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", STUB)
-    launched = launch(tmp_path, flags="--tp 1")
-    try:
-        launched.wait()
-        assert "the fake server is up" in launched.logs[0].read_text()
-    finally:
-        launched.close()
-    assert launched.processes[0].poll() is not None
-
-
-def test_a_server_that_cannot_start_is_an_error_with_its_log(tmp_path, monkeypatch):
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    launched = launch(tmp_path, python=sys.executable)
-    with pytest.raises(ServerError, match=r"(?s)server ended with 1; .*sglang_0.log ends:.*sglang"):
-        launched.wait()
-    launched.close()
-
-
-def test_servers_end_with_a_run_that_is_killed(tmp_path):
-    script = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; import time\n"
-        "from test_sglang import launch\n"
-        "print(launch(Path(sys.argv[2])).processes[0].pid, flush=True); time.sleep(60)"
-    )
-    env = {**os.environ, "PYTHONPATH": STUB}
-    words = [sys.executable, "-c", script, str(Path(__file__).parent), str(tmp_path)]
-    run = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True)
-    server = int(run.stdout.readline())
-    run.send_signal(signal.SIGKILL)
-    run.wait()
-    run.stdout.close()
-    ended = lambda: not Path(f"/proc/{server}").exists() or "Z" in status.read_text().split()[2]
-    status, deadline = Path(f"/proc/{server}/stat"), time.monotonic() + 10
-    while not ended() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert ended()

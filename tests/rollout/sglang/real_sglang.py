@@ -3,19 +3,13 @@
 import contextlib
 import os
 
-import jax
-import numpy as np
 import pytest
-from test_sglang import TOKENIZER
+from sglang_shared import TOKENIZER, engine_for
 
 from jaxrl_llm.hf.export import save_description
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.models.scorer import make_scorer
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
-from jaxrl_llm.rollout.sglang.engine import SGLangEngine
-from jaxrl_llm.rollout.sglang.launch import Launched
-from jaxrl_llm.rollout.sglang.pool import ServerPool
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.rollout.sglang.launch import ServerProcesses
 
 PYTHON = os.environ.get("JAXRL_SGLANG_PYTHON", "")
 NEEDED = pytest.mark.skipif(not PYTHON, reason="JAXRL_SGLANG_PYTHON names no interpreter with SGLang")
@@ -32,12 +26,14 @@ CONFIG = RolloutConfig(engine="sglang", launch=2, slots=8)
 
 @contextlib.contextmanager
 def started(folder, servers=2, flags=FLAGS, **settings):
-    """Servers of our own that answer; they end with the block."""
+    """Start servers that reply; they end with the block."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("SGLANG_USE_CPU_ENGINE", "1")
         shell = save_description(MODEL, folder / "shell", TOKENIZER, "float32")
         config = RolloutConfig(engine="sglang", launch=servers, slots=CONFIG.slots)
-        launched = Launched(config, SGLangConfig(python=PYTHON, flags=flags, **settings), shell, folder)
+        launched = ServerProcesses(
+            config, SGLangConfig(python=PYTHON, flags=flags, **settings), shell, folder
+        )
         try:
             launched.wait()
             yield launched
@@ -47,8 +43,4 @@ def started(folder, servers=2, flags=FLAGS, **settings):
 
 def engine_on(urls, transport, **settings):
     """An engine that uses these servers, with a pool of its own."""
-    sglang = SGLangConfig(python=PYTHON, flags=FLAGS, **settings)
-    pool = ServerPool(urls, sglang.timeout, sglang.retries, CONFIG.slots, sglang.patience, sglang.router)
-    scorer = make_scorer(MODEL, 1.0, "float32", make_mesh(MeshConfig(), jax.devices()[:1]))
-    score = lambda params, ids: np.asarray(scorer(params, ids[None], np.array([len(ids)])))[0, :-1]
-    return SGLangEngine(CONFIG, sglang, MODEL, pool, transport, score, lambda value: value, TOKENIZER)
+    return engine_for(urls, transport, MODEL, CONFIG.slots, CONFIG, python=PYTHON, flags=FLAGS, **settings)

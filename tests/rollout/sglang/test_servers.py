@@ -2,28 +2,33 @@
 
 import asyncio
 import functools
+import gzip
 import json
 import math
 import time
-from pathlib import Path
 
-import jax
-import numpy as np
 import pytest
 from aiohttp import web
 from fake_sglang import FakeServer
-from test_sglang import GREEDY, KEY, MODEL, STUB, TOKENIZER, launch, native, requests, weights
+from sglang_shared import (
+    GREEDY,
+    KEY,
+    MODEL,
+    TOKENIZER,
+    engine_for,
+    ids,
+    native,
+    requests,
+    until,
+    weights,
+)
 
 from jaxrl_llm.bridge.transports.disk import DiskTransport
-from jaxrl_llm.errors import ServerError
-from jaxrl_llm.models.scorer import make_scorer
-from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
-from jaxrl_llm.rollout.sglang import auth, client, colocated, health, validate
-from jaxrl_llm.rollout.sglang.engine import SGLangEngine
-from jaxrl_llm.rollout.sglang.health import ServerList, tend
-from jaxrl_llm.rollout.sglang.pool import ServerPool
+from jaxrl_llm.errors import InvalidReplyError, RefusedError, ServerError
+from jaxrl_llm.rollout.config import SGLangConfig
+from jaxrl_llm.rollout.sglang import auth, client, colocated, health
+from jaxrl_llm.rollout.sglang.health import ServerList, run_health_checks
 from jaxrl_llm.rollout.sglang.server import Server
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
 
 @pytest.fixture(scope="module")
@@ -33,25 +38,23 @@ def servers():
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(health, "LOOK", 0.05)
-    monkeypatch.setattr("jaxrl_llm.rollout.sglang.server.FIRST_TRY", 0.1)
+    monkeypatch.setattr(health, "CHECK_INTERVAL", 0.05)
+    monkeypatch.setattr("jaxrl_llm.rollout.sglang.server.FIRST_RETRY", 0.1)
 
 
 @pytest.fixture
 def make(servers, tmp_path):
-    """make(**settings of SGLangConfig) -> an engine on both servers, with somebody who cares for them."""
+    """make(**settings of SGLangConfig) -> an engine on both servers, with health checks."""
     pools = []
 
-    def engine(urls=None, members=None, tended=True, slots=4, **settings):
-        config = SGLangConfig(**{"timeout": 60.0, "patience": 20.0, **settings})
-        where = [s.url for s in servers] if urls is None else urls
-        pool = ServerPool(where, config.timeout, config.retries, slots, config.patience, config.router)
-        pools.append(pool)
-        if tended:
-            pool.start(tend(pool, members))
+    def engine(urls=None, members=None, checked=True, **settings):
         transport = DiskTransport(tmp_path / "weights", "float32", TOKENIZER)
-        rollout = RolloutConfig(engine="sglang", servers=("http://x",))
-        return SGLangEngine(rollout, config, MODEL, pool, transport, score, lambda value: value, TOKENIZER)
+        where = [s.url for s in servers] if urls is None else urls
+        made = engine_for(where, transport, **{"timeout": 60.0, "patience": 20.0, **settings})
+        pools.append(made.pool)
+        if checked:
+            made.pool.start(run_health_checks(made.pool, members))
+        return made
 
     for server in servers:
         server.behave()
@@ -63,29 +66,9 @@ def make(servers, tmp_path):
 
 
 @functools.cache
-def scorer():
-    return make_scorer(MODEL, 1.0, "float32", make_mesh(MeshConfig(), jax.devices()[:1]))
-
-
-def score(params, ids):
-    return np.asarray(scorer()(params, ids[None], np.array([len(ids)])))[0, :-1]
-
-
-@functools.cache
 def expected(prompts=3, responses=2):
     """Greedy text of the native engine with the weights of seed 0."""
     return ids(native(weights(), GREEDY, requests(prompts, responses)))
-
-
-def ids(trajectories):
-    return [t.response_ids.tolist() for t in trajectories]
-
-
-def until(true, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def changed(**values):
@@ -124,12 +107,28 @@ BROKEN = {
     "other count": changed(completion_tokens=99),
     "base weights": changed(weight_version="default"),
     "gaps": changed(weight_versions=[{"version": "1-1", "start": 0, "end": 1000}]),
+    "endless spans": changed(
+        weight_versions=[
+            {"version": "1-1", "start": 0, "end": 10**12},
+            {"version": "1-1", "start": 10**12, "end": 12},
+        ]
+    ),
+    "the reply to another request": changed(id="somebody else's"),
+    "the reply to another prompt": changed(prompt_tokens=99),
+    "a log-prob that cannot be": pairs(lambda said: [[-200.0, *said[0][1:]], *said[1:]]),
+    "a truth value": pairs(lambda said: [[False, *said[0][1:]], *said[1:]]),
+    "too deep": lambda said: web.Response(text='{"meta_info": ' + "[" * 200_000),
+    "too long": lambda said: web.Response(text=json.dumps({**said, "text": "x" * 2**21})),
+    "compressed": lambda said: web.Response(
+        body=gzip.compress(json.dumps(said).encode()), headers={"Content-Encoding": "gzip"}
+    ),
+    "meta_info of another type": lambda said: {**said, "meta_info": [said["meta_info"]]},
 }
 
 
 @pytest.mark.parametrize("kind", BROKEN)
 def test_a_broken_answer_is_that_servers_failure_and_the_response_is_written_elsewhere(make, servers, kind):
-    engine = make(tended=False)
+    engine = make(checked=False)
     engine.publish(weights(), 1)
     servers[0].spoil = BROKEN[kind]
     mine = engine.generate(requests(prompts=2, responses=1), GREEDY, KEY)
@@ -138,17 +137,84 @@ def test_a_broken_answer_is_that_servers_failure_and_the_response_is_written_els
     assert engine.pool.metrics()["servers/failures"] == 1 and engine.pool.retried >= 1
 
 
-def test_older_weights_than_a_server_was_given_are_refused():
-    said = {
-        "weight_versions": [
-            {"version": "1-1", "start": 0, "end": 2},
-            {"version": "2-2", "start": 2, "end": 3},
-        ]
-    }
-    versions = {"1-1": 1, "2-2": 2}
-    assert validate.token_versions(said, 3, "1-1", versions) == [1, 1, 2]
-    with pytest.raises(ValueError, match="wrote with weights of version 1 after '2-2' was sent"):
-        validate.token_versions(said, 3, "2-2", versions)
+def test_a_reply_without_an_end_is_not_read_to_its_end():
+    sent = []
+
+    async def endless(request):
+        response = web.StreamResponse()
+        await response.prepare(request)
+        try:
+            while len(sent) < 1000:
+                await response.write(bytes(2**16))
+                sent.append(1)
+        except ConnectionError:
+            pass
+        return response
+
+    async def request():
+        app = web.Application()
+        app.router.add_post("/generate", endless)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        mine, server = client.Client(20.0), Server(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        with pytest.raises(InvalidReplyError, match="a reply of more than 100,000 bytes"):
+            await mine.request(server, "/generate", {}, max_bytes=100_000)
+        await mine.close()
+        await runner.cleanup()
+
+    asyncio.run(request())
+    assert len(sent) < 500  # of 65,536 bytes; what sockets hold goes besides
+
+
+def test_what_one_server_refuses_another_one_may_take(make, servers, capsys):
+    engine = make(checked=False)
+    engine.publish(weights(), 1)
+    servers[0].spoil = lambda said: web.Response(status=400, text="the prompt is too long")
+    assert ids(engine.generate(requests(), GREEDY, KEY)) == expected()
+    assert all(server.usable for server in engine.pool.servers) and engine.pool.retried >= 1
+    assert "the prompt is too long" in capsys.readouterr().err
+
+
+def test_what_every_server_refuses_ends_at_once_with_one_message(make, servers):
+    engine = make(checked=False)
+    engine.publish(weights(), 1)
+    for server in servers:
+        server.spoil = lambda said: web.Response(status=400, text="the prompt is too long")
+    start = time.monotonic()
+    each = r"http\S+ answered 400 to /generate: the prompt is too long"
+    message = f"^every server refuses a request: {each}; {each}$"
+    with pytest.raises(RefusedError, match=message):
+        engine.generate(requests(prompts=1, responses=1), GREEDY, KEY)
+    assert time.monotonic() - start < 10
+
+
+def test_a_refused_request_waits_for_a_server_that_may_come_back(make, servers):
+    engine = make()
+    engine.publish(weights(), 1)
+    servers[0].spoil = lambda said: web.Response(status=400, text="the prompt is too long")
+    servers[1].down = True
+    back = asyncio.run_coroutine_threadsafe(restore_after(1.0, servers), engine.pool._loop)
+    todo = requests(prompts=1, responses=1)
+    assert ids(engine.generate(todo, GREEDY, KEY)) == expected(prompts=1, responses=1)
+    back.result()
+
+
+@pytest.mark.parametrize(
+    ("route", "reply"),
+    [
+        ("/server_info", {"tp_size": "2"}),
+        ("/server_info", {"tp_size": 10**9}),
+        ("/generate", {"meta_info": []}),
+        ("/generate", {"meta_info": {"weight_version": "1-1", "input_token_logprobs": [[10**400]] * 24}}),
+        ("/update_weights_from_disk", {"success": "yes", "message": ["no"]}),
+    ],
+)
+def test_nonsense_in_a_push_costs_one_server(make, servers, route, reply):
+    engine = make(checked=False)
+    servers[0].replies[route] = reply
+    assert engine.publish(weights(), 1)["servers/usable"] == 1
+    assert [server.usable for server in engine.pool.servers] == [False, True]
 
 
 def test_broken_answers_everywhere_end_in_bounded_time_with_the_reason(make, servers):
@@ -164,8 +230,8 @@ def test_broken_answers_everywhere_end_in_bounded_time_with_the_reason(make, ser
 
 def test_an_idle_connection_is_not_used_again(monkeypatch):
     """The server closes it after 5 s, perhaps just when the next request is on its way."""
-    assert client.IDLE < 5
-    monkeypatch.setattr(client, "IDLE", 0.2)
+    assert client.KEEP_ALIVE < 5
+    monkeypatch.setattr(client, "KEEP_ALIVE", 0.2)
     used = []
 
     async def answer(request):
@@ -181,7 +247,7 @@ def test_an_idle_connection_is_not_used_again(monkeypatch):
         mine, server = client.Client(5.0), Server(f"http://127.0.0.1:{runner.addresses[0][1]}")
         for pause in (0, 0, 0.5):
             await asyncio.sleep(pause)
-            await mine.ask(server, "/flush_cache", {})
+            await mine.request(server, "/flush_cache", {})
         await mine.close()
         await runner.cleanup()
 
@@ -238,7 +304,7 @@ def test_a_server_that_was_restarted_is_noticed_by_its_version_and_gets_the_weig
 
     engine.pool.servers[0].leave_out = noted
     assert ids(engine.generate(requests(prompts=1), GREEDY, KEY)) == expected(prompts=1)
-    assert problems and all("['default'], which this run did not send" in problem for problem in problems)
+    assert problems and all("'default', which this run did not send" in problem for problem in problems)
     assert [path for path, _ in servers[0].calls].count("/update_weights_from_disk") == 2
 
 
@@ -279,8 +345,8 @@ def test_a_wait_for_servers_that_stay_away_ends_and_says_why(make, servers, publ
 
 
 def test_a_server_that_hangs_is_found_and_its_requests_go_elsewhere(make, servers, monkeypatch):
-    monkeypatch.setattr(health, "QUIET", 0.3)
-    monkeypatch.setattr(health, "HEALTH", 0.3)
+    monkeypatch.setattr(health, "QUIET_LIMIT", 0.3)
+    monkeypatch.setattr(health, "HEALTH_TIMEOUT", 0.3)
     engine = make(timeout=300.0)
     engine.publish(weights(), 1)
     engine.generate(requests(), GREEDY, KEY)  # compiled
@@ -362,8 +428,8 @@ def test_addresses_that_may_be_used(monkeypatch, url, key, expected):
 def test_colocated_servers_rest_while_the_trainer_works(make, servers):
     engine, params = make(urls=[servers[0].url], colocated=True), weights()
     engine.publish(params, 1)
-    engine.rest()
-    engine.rest()
+    engine.release_memory()
+    engine.release_memory()
     servers[0].calls.append(("training", {}))
     assert engine.publish(params, 1)  # though they are the same: what the server had is gone
     assert ids(engine.generate(requests(), GREEDY, KEY)) == expected()
@@ -385,7 +451,7 @@ def test_a_server_that_rests_is_not_woken_by_those_who_care_for_it(make, servers
     engine = make(colocated=True)
     engine.publish(weights(), 1)
     servers[1].down = True
-    engine.rest()
+    engine.release_memory()
     assert not engine.pool.servers[1].usable
     servers[1].down = False
     time.sleep(0.5)
@@ -407,45 +473,18 @@ def test_a_server_that_rests_is_not_woken_by_those_who_care_for_it(make, servers
         ("--mem-fraction-static=0.4", {"XLA_CLIENT_MEM_FRACTION": "0.5"}, ""),
         ("--mem-fraction-static=0.4", {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}, ""),
         ("--mem-fraction-static 0.8", {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, ""),
+        ("--mem-fraction-static", {}, "--sglang.flags: --mem-fraction-static is '': it must be above 0"),
+        ("--mem-fraction-static lots", {}, "--sglang.flags: --mem-fraction-static is 'lots': it must be"),
+        ("--mem-fraction-static nan", {}, "--sglang.flags: --mem-fraction-static is 'nan': it must be"),
+        (
+            "--mem-fraction-static 0.4",
+            {"XLA_CLIENT_MEM_FRACTION": "half"},
+            "XLA_CLIENT_MEM_FRACTION is 'half' in the environment: it must be above 0 and below 1.",
+        ),
     ],
 )
 def test_sizes_on_shared_gpus_must_fit_together(flags, environment, expected):
-    found = list(colocated.problems(SGLangConfig(colocated=True, flags=flags), 1, environment))
+    found = list(colocated.colocated_problems(SGLangConfig(colocated=True, flags=flags), 1, environment))
     assert [text.startswith(expected) for text in found] == ([True] if expected else [])
-    (alone,) = colocated.problems(SGLangConfig(flags="--device cpu"), 0, {})
+    (alone,) = colocated.colocated_problems(SGLangConfig(flags="--device cpu"), 0, {})
     assert alone.endswith("set --rollout.launch N.")
-
-
-def test_a_launched_server_that_ends_is_started_again_a_few_times(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", STUB)
-    launched = launch(tmp_path, restarts=2)
-    (url,) = launched.urls
-    try:
-        assert launched.revive(url) == ""
-        for starts in (2, 3):
-            launched.processes[0].kill()
-            launched.processes[0].wait()
-            assert launched.revive(url) == (
-                f"the SGLang server at {url} ended with -9 ({launched.logs[0]}) and was started again"
-            )
-            assert launched.starts == [starts]
-        launched.processes[0].kill()
-        launched.processes[0].wait()
-        assert launched.revive(url) == "" and launched.processes[0].poll() == -9
-    finally:
-        launched.close()
-
-
-def test_a_launched_server_gets_its_keys_and_nobody_sees_them(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", STUB)
-    monkeypatch.setenv(auth.API_KEY, "tell-4711")
-    monkeypatch.setenv(auth.ADMIN_KEY, "change-0815")
-    launched = launch(tmp_path)
-    try:
-        launched.wait()
-        command = Path(f"/proc/{launched.processes[0].pid}/cmdline").read_text()
-        log = launched.logs[0].read_text()
-    finally:
-        launched.close()
-    assert "'--api-key', '***', '--admin-api-key', '***'" in log and "sglang.launch_server" in command
-    assert not any(key in command + log for key in ("4711", "0815"))
