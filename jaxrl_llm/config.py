@@ -1,4 +1,4 @@
-"""TrainConfig: everything a training run depends on, as the parts' own Configs."""
+"""TrainConfig, the settings of a run as the Configs of its parts, and the sizes that follow from it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class EvalConfig:
     samples: Annotated[int, Range(1, 2**16)] = 1
     """Responses to each prompt: the k of pass@k (any is correct) and maj@k (the commonest answer is)."""
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
-    """How they are drawn; training draws with `rollout.sampling`."""
+    """Sampling of these responses; that of training is `rollout.sampling`."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, what is wrong) for several samples that would all be the same."""
@@ -108,7 +108,7 @@ class WarmStartConfig:
     examples_per_step: Annotated[int, Range(1, 2**20)] = 64
     """Examples an update."""
     sources: tuple[SourceConfig, ...] = ()
-    """Where the examples come from; () = the training sources, with their answers."""
+    """Sources of the examples; () = the training sources, with their answers."""
 
 
 @dataclass(frozen=True)

@@ -177,4 +177,4 @@ def closest_key(key: str, known: Iterable[str]) -> str:
 
 def closest_word(word: str, known: Iterable[str]) -> str:
     """Return the likeliest of `known` by letters alone."""
-    return difflib.get_close_matches(word[:100], known, n=1, cutoff=0.0)[0]
+    return difflib.get_close_matches(word[:100].lower(), known, n=1, cutoff=0.0)[0]
