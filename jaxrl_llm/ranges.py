@@ -51,6 +51,10 @@ Count = Annotated[int, Range(1, LARGEST)]
 CountOrZero = Annotated[int, Range(0, LARGEST)]
 Weight = Annotated[float, Range(0.0, 1e6)]
 """A coefficient of a loss or reward, 0 = off."""
+Positive = Annotated[float, Range(0.0, 1e9, open_low=True)]
+Finite = Annotated[float, Range(-1e9, 1e9)]
+Unbounded = Annotated[float, Range(-math.inf, math.inf)]
+"""A number or an infinity, such as a bound that may be absent."""
 Seconds = Annotated[float, Range(0.0, 1e9, open_low=True)]
 SecondsOrZero = Annotated[float, Range(0.0, 1e9)]
 

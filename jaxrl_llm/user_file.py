@@ -58,9 +58,21 @@ def import_user_file(path: Path, key: str) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise UserError(f"--{key}: {explain(error, path)}") from error
+    except BaseException as error:
+        raise UserError(f"--{key}: {explain_end(error, path)}") from error
     return module
+
+
+def explain_end(error: BaseException, path: Path) -> str:
+    """Return `explain` of an exception that ended the user's file, and the fix where it ends programs.
+
+    Raises:
+        SystemExit: a signal ended it; host.signals raises a subclass.
+    """
+    if isinstance(error, SystemExit) and type(error) is not SystemExit:
+        raise error
+    text = explain(error, path).rstrip(": ")
+    return text if isinstance(error, Exception) else f"{text}; the file must not end the program"
 
 
 def missing_file(path: Path) -> str:

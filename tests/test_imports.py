@@ -27,7 +27,7 @@ ALLOWED: dict[str, str | None] = {
     # the parts
     "sharding": "ranges errors jaxrl_kernels structs",
     "models": "ranges errors jaxrl_kernels structs sharding",
-    "algos": "ranges structs",
+    "algos": "ranges errors structs user_file",
     "rewards": "ranges errors outcome user_file",
     "data": "ranges errors structs",
     "hf": "errors structs host sharding models",

@@ -36,10 +36,16 @@ def from_trajectory(trajectory: Trajectory) -> PackItem:
     )
 
 
-def counts(sequences: Sequence[PackItem]) -> tuple[float, float]:
-    """Return (trained tokens, sequences with any), the global denominators, at least 1 each."""
+def counts(sequences: Sequence[PackItem], group_size: int = 1) -> tuple[float, float]:
+    """Return (trained tokens, sequences with any): the global denominators; at least 1 each.
+
+    Args:
+        group_size: consecutive sequences that are compared; a group in which one has no trained token is not
+            counted, as a pair with an empty side is no pair.
+    """
     trained = [float(s.mask[1:].sum()) for s in sequences]
-    return max(sum(trained), 1.0), max(float(sum(t > 0 for t in trained)), 1.0)
+    groups = [trained[i : i + group_size] for i in range(0, len(trained), group_size)]
+    return max(sum(trained), 1.0), max(float(group_size * sum(min(group) > 0 for group in groups)), 1.0)
 
 
 def pack(sequences: Sequence[PackItem], row_length: int, rows: int, group_size: int = 1) -> list[Batch]:

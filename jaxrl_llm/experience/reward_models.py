@@ -153,7 +153,7 @@ def add_scores(
     for model in reward_models:
         for trajectory, scores in zip(trajectories, model(trajectories, prompts), strict=True):
             weighted = model.config.weight * scores
-            trajectory.components = (*trajectory.components, float(scores.sum()))
+            trajectory.components = (*trajectory.components, float(weighted.sum()))
             if model.config.kind != "process":
                 trajectory.reward += float(weighted[-1])
             else:

@@ -19,7 +19,7 @@ from jaxrl_llm.experience.score import Scorer, group_by_prompt, has_variance, st
 from jaxrl_llm.learn.stage import Experience, Timer
 from jaxrl_llm.rollout.engine import Engine, PartialResponse, Pending, Request, SamplingConfig
 from jaxrl_llm.rollout.partial import pack, unpack
-from jaxrl_llm.structs import Metrics, Params, Trajectory
+from jaxrl_llm.structs import Metrics, Outcome, Params, Trajectory
 
 PARTIAL = "rollouts.npz"  # in a checkpoint: responses of later draws, finished or not
 CURSOR = "cursor.json"  # in a checkpoint: the next draw
@@ -80,7 +80,7 @@ class RolloutSource:
         complete = self.prompts * self.responses
         for _ in range(self._requires.draws):
             draw = self._start(self.cursor)
-            trajectories = self._finish(draw, len(prompts), metrics, timer)
+            trajectories = self._finish(draw, len(prompts), params, metrics, timer)
             del self.started[self.cursor]
             self.cursor += 1
             prompts += draw.prompts
@@ -139,15 +139,20 @@ class RolloutSource:
             self.started[number] = Draw(prompts, pending)
         return self.started[number]
 
-    def _finish(self, draw: Draw, first_index: int, metrics: Metrics, timer: Timer) -> list[Trajectory]:
+    def _finish(
+        self, draw: Draw, first_index: int, params: Params, metrics: Metrics, timer: Timer
+    ) -> list[Trajectory]:
         """Return the scored responses of a draw, their prompts numbered from `first_index`."""
         begin = time.perf_counter()
         with timer("rollout"):
             sampled, *greedy = [one.result() for one in draw.pending]
+            untrusted = self.engine.check_logprobs(params, sampled)
         waited = time.perf_counter() - begin
         metrics["rollout/wait_seconds"] = metrics.get("rollout/wait_seconds", 0.0) + waited
         with timer("reward"):
             metrics |= self.scorer(draw.prompts, [*sampled, *(t for one in greedy for t in one)])
+        for i in untrusted:  # masked, as a failed reward is
+            sampled[i].reward, sampled[i].outcome = float("nan"), Outcome.FAILED
         for trajectory in sampled:
             if greedy:
                 trajectory.greedy_reward = greedy[0][trajectory.prompt_index].reward

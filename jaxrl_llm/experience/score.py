@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,11 +41,12 @@ def verify(pool: RewardPool, prompts: Sequence[Prompt], trajectories: Sequence[T
     """
     samples = [reward_sample(prompts[t.prompt_index].example, t) for t in trajectories]
     results = on_first(lambda: pool.score(samples))
+    weights = [pool.config.weight, *(weight for _, weight in pool.config.shaping)]
     for trajectory, result in zip(trajectories, results, strict=True):
         trajectory.reward, trajectory.outcome = float(result.score), result.outcome
-        trajectory.components = tuple(result.components or ()) or (float("nan"),) * (
-            1 + len(pool.config.shaping)
-        )
+        missing = (0.0 if result.valid else math.nan,) * (len(weights) - len(result.components))
+        scores = (*result.components, *missing)  # a failed reward has none
+        trajectory.components = tuple(w * score for w, score in zip(weights, scores, strict=True))
     _apply_episodes(trajectories, pool.config)
     return dict(pool.metrics)
 
@@ -61,8 +63,11 @@ def _apply_episodes(trajectories: Sequence[Trajectory], config: RewardConfig) ->
             trajectory.reward, trajectory.outcome = float("nan"), Outcome.FAILED
         elif episode.reward is not None and config.env == "add":
             trajectory.reward += episode.reward
+            first, others = sum(trajectory.components[:1]), trajectory.components[1:]
+            trajectory.components = (first + episode.reward, *others)
         elif episode.reward is not None:
             trajectory.reward = episode.reward
+            trajectory.components = (episode.reward, *(0.0 for _ in trajectory.components[1:]))
             correct = episode.reward >= config.correct_at
             trajectory.outcome = Outcome.CORRECT if correct else Outcome.WRONG
     results = [

@@ -129,7 +129,7 @@ class Learner:
         collected = []
         for items in minibatches:
             batches = self._batches(items)
-            state, metrics = self.update_minibatch(state, batches, *counts(items), teachers)
+            state, metrics = self.update_minibatch(state, batches, *counts(items, self.group_size), teachers)
             collected.append(metrics)
         with jax.set_mesh(self.mesh):
             return state, average(collected)
@@ -158,7 +158,7 @@ class Learner:
         """Return loss and metrics of these items as one mini-batch, without an update."""
         batches = self._batches(items)
         with jax.set_mesh(self.mesh):
-            totals = self._totals(batches, *counts(items), state.kl_coef)
+            totals = self._totals(batches, *counts(items, self.group_size), state.kl_coef)
             return combine([self._measure(state.params, b, totals, tuple(teachers))[1] for b in batches])
 
     def _batches(self, items: Sequence[PackItem]) -> list[Batch]:

@@ -61,8 +61,8 @@ usage: {prog} --config RECIPE.py [--KEY VALUE ...]
     --KEY VALUE          any field of the recipe: --steps 100 --mesh.fsdp 8; the last one counts;
                          a part in the middle may be left out: --rollout.temperature 0.7
     --help [TOPIC ...]   this overview; or a group (rollout), a key (optim.b1) or all, with docs,
-                         ranges and the values of --config; --help algo lists the algorithms
-    --list               the recipes, with a line about each
+                         ranges and the values of --config
+    --list               the recipes and the algorithms, with a line about each
 """
 
 
@@ -98,11 +98,6 @@ def _topic(config: TrainConfig, topic: str) -> Iterator[str]:
     groups = {prefix.rstrip(".") or RUN: part for prefix, part in iter_configs(config)}
     name = topic.lstrip("-").replace("-", "_").rstrip(".")
     inside = [group for group in groups if name in (group, "all") or group.startswith(f"{name}.")]
-    if name == "algo":
-        yield "algorithms (--algo NAME):"
-        for algorithm in algos.ALGOS.values():
-            yield from _row(algorithm.name, _first_line(algorithm.doc), column=20)
-        yield ""
     for group in inside:
         yield from textwrap.wrap(f"{group}: {_group_doc(groups[group])}", WIDTH)
         yield ""

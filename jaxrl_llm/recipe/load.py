@@ -18,12 +18,12 @@ from typing import NamedTuple, NoReturn
 
 from jaxrl_llm import algos
 from jaxrl_llm.config import TrainConfig
-from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.recipe.checks import check_config
 from jaxrl_llm.recipe.help import overview, topics_text, usage
 from jaxrl_llm.recipe.keys import iter_fields, shorten
 from jaxrl_llm.recipe.overrides import Pair, apply_overrides, closest_key, closest_word, split_arguments
-from jaxrl_llm.user_file import expand_home, explain
+from jaxrl_llm.user_file import expand_home, explain, explain_end, import_user_file
 
 PROG = "python -m jaxrl_llm.train"
 NOT_PYTHON = "a recipe is a Python file that defines get_config(); --list shows some to start from"
@@ -50,7 +50,7 @@ def from_command_line(argv: list[str], prog: str = PROG, writes: bool = True) ->
         ConfigError: anything wrong with the recipe, a key, a value or their combination.
     """
     if "--list" in argv:
-        _print_and_exit(list_text())
+        _print_and_exit(f"{list_text()}\n\n{algorithms_text()}")
     argv, topics = _split_help(argv)
     pairs = split_arguments(argv)
     name = _last(pairs, "config")
@@ -110,12 +110,12 @@ def with_algo(config: TrainConfig, name: str | None) -> tuple[TrainConfig, list[
             f"--algo {shorten(name)}: unknown algorithm. Did you mean --algo {near}? "
             f"There are {known}; your own is the path of a .py file."
         )
+    algorithm = algos.load_algorithm(name)
+    changed = dataclasses.replace(config, algo=algorithm.config)
     try:
-        algorithm = algos.load_algorithm(name)
-        changed = dataclasses.replace(config, algo=algorithm.config)
-        dict(iter_fields(changed))  # its annotations can be read
-    except BaseException as error:  # the file is the user's code
-        raise _user_mistake(Path(name), error) from error
+        dict(iter_fields(changed))
+    except Exception as error:  # an annotation of the user's Config that cannot be read
+        raise ConfigError(f"--algo {name}: {explain(error)}") from error
     if config.algo.algorithm == algorithm.name:
         return config, []
     return changed, _dropped(config, name)
@@ -194,18 +194,20 @@ def load_recipe(path: Path) -> TrainConfig:
     Raises:
         ConfigError: the file raises (SystemExit, too), lacks get_config, or returns something else.
     """
-    name = f"jaxrl_llm_recipe_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        module = import_user_file(path, "config")
+    except UserError as error:
+        raise ConfigError(f"{error}{_did_you_mean(error)}") from error
+    try:
         config = module.get_config() if hasattr(module, "get_config") else None
     except BaseException as error:  # the recipe is the user's code
-        raise _user_mistake(path, error) from error
+        raise ConfigError(f"--config: {explain_end(error, path)}{_did_you_mean(error)}") from error
     if not isinstance(config, TrainConfig):
         returns = "nothing" if config is None else f"a value of type {type(config).__name__}"
         what = f"get_config() returns {returns}" if hasattr(module, "get_config") else "no get_config()"
-        raise ConfigError(f"{path}: {what}; a recipe defines get_config() and returns a TrainConfig.")
+        raise ConfigError(
+            f"--config: {path}: {what}; a recipe defines get_config() and returns a TrainConfig."
+        )
     return config
 
 
@@ -218,18 +220,12 @@ def list_text() -> str:
     return "\n".join(lines)
 
 
-def _user_mistake(path: Path, error: BaseException) -> ConfigError:
-    """Return the error of a user's file with its line, and the nearest field where a name is misspelt.
-
-    Raises:
-        SystemExit: the error is that of a signal, which ends the command.
-    """
-    if isinstance(error, SystemExit) and type(error) is not SystemExit:
-        raise error
-    text = explain(error, path).rstrip(": ")
-    if not isinstance(error, Exception):
-        text += "; the file only defines things, and must not end the program"
-    return ConfigError(f"{text}{_did_you_mean(error)}")
+def algorithms_text() -> str:
+    """Return the algorithms, each with the first line of its doc."""
+    lines = ["algorithms (--algo NAME):"]
+    for name, algorithm in sorted(algos.ALGOS.items()):
+        lines.append(f"    {name:<22} {algorithm.doc.splitlines()[0]}")
+    return "\n".join(lines)
 
 
 def _did_you_mean(error: BaseException) -> str:

@@ -178,24 +178,15 @@ class Engine(Protocol):
     def usage(self) -> Metrics:
         """Return how busy the engine was since the last call."""
 
-    def report_mismatch(
-        self, trajectories: Sequence[Trajectory], logprobs: Sequence[np.ndarray], version: int, dtype: str
-    ) -> list[int]:
-        """Compare the trajectories' log-probs with the trainer's own; stop using servers that report others.
+    def check_logprobs(self, params: Params, trajectories: Sequence[Trajectory]) -> list[int]:
+        """Compare reported log-probs with the trainer's own, and stop using servers that report others.
+
+        A collective.
 
         Args:
-            logprobs: of each trajectory the trainer's own, float32 [R'], under the weights of `version` and
-                at the sampling temperature.
-            dtype: "float32" or "bfloat16", in which they were computed.
+            params: the weights that were published last.
 
-        Returns: places of trajectories that must not be trained on.
-        """
-
-    def spot_check(self, params: Params) -> None:
-        """Compare some pending responses with the trainer's own log-probs, as `report_mismatch`.
-
-        Args:
-            params: the weights that were published last, before they are updated.
+        Returns: indices of trajectories that must not be trained on.
         """
 
     def release_memory(self) -> None:

@@ -41,6 +41,10 @@ def test_its_reward_takes_the_verifiers_place_or_is_added_or_there_is_none():
     assert settled("add", Episode(reward=1.0)) == (1.25, Outcome.WRONG)
     assert settled("replace", Episode()) == (0.25, Outcome.WRONG)
     assert settled("replace", None) == (0.25, Outcome.WRONG)
+    for how, components in (("add", (1.25, 0.5)), ("replace", (1.0, 0.0))):
+        t = trajectory([1], 0.75, Episode(reward=1.0), components=(0.25, 0.5))
+        _apply_episodes([t], RewardConfig(env=how))
+        assert t.components == components and t.reward == sum(components)
     reward, outcome = settled("add", Episode(reward=1.0, failure="OSError"))
     assert np.isnan(reward) and outcome is Outcome.FAILED
 

@@ -50,6 +50,11 @@ class FakeEngine:
     def usage(self):
         return {}
 
+    def check_logprobs(self, params, trajectories):
+        return self.untrusted
+
+    untrusted = ()
+
     def release_memory(self):
         pass
 
@@ -151,6 +156,14 @@ def constant(trajectories):
     return {}
 
 
+def test_responses_with_false_log_probs_are_masked():
+    built = source(grpo.Config())
+    built.engine.untrusted = (0, 3)
+    found = step(built)
+    assert [bool(np.isfinite(t.reward)) for t in found.trajectories] == [False, True, True, False, True, True]
+    assert [t.outcome.name for t in found.trajectories[:2]] == ["FAILED", "WRONG"]
+
+
 def test_a_greedy_response_is_a_baseline_and_is_not_learned_from():
     found = step(source(remax.Config()))
     assert len(found.items) == 6
@@ -180,4 +193,23 @@ def test_without_a_verifier_nothing_is_correct_or_wrong():
     found = step(source(grpo.Config()))
     verify(pool, found.prompts, found.trajectories)
     assert {t.outcome for t in found.trajectories} == {Outcome.FAILED}
-    assert {t.reward for t in found.trajectories} == {0.0}
+    assert {(t.reward, t.components) for t in found.trajectories} == {(0.0, (0.0,))}
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        (RewardResult(0.5 - 2.0, Outcome.CORRECT, components=(1.0, -2.0)), (0.5, -2.0)),
+        (RewardResult(0.0, Outcome.FAILED), (0.0, 0.0)),  # reward.failed "zero"
+        (RewardResult(float("nan"), Outcome.FAILED), (float("nan"),) * 2),
+    ],
+)
+def test_the_components_of_a_reward_add_up_to_it(result, expected):
+    class Pool(FakePool):
+        config = RewardConfig(weight=0.5, shaping=(("overlong", 1.0),), overlong_from=1, overlong_to=2)
+        score = lambda self, samples: [result] * len(samples)
+
+    t = SimpleNamespace(prompt_index=0, text="", answer=None, response_ids=(), episode=None)
+    verify(Pool(), FakeLoader().batch(0, 1), [t])
+    np.testing.assert_equal(t.components, expected)
+    np.testing.assert_equal(t.reward, sum(expected))

@@ -75,6 +75,16 @@ def test_rows_packing_order_and_devices_change_nothing(name):
     assert float(apart) < 3e-5 * wanted["grad_norm"]
 
 
+def test_a_pair_with_an_empty_side_changes_nothing():
+    algo, tasks = CASES["dpo"]
+    items = items_of(algo, tasks, 4)
+    without, _ = gradient(algo, items[:6], rows=2, row_tokens=64)
+    items[7].mask = np.zeros_like(items[7].mask)
+    metrics, _ = gradient(algo, items, rows=2, row_tokens=64)
+    names = ("loss", "grad_norm", "margin", "accuracy", "chosen_nll")
+    assert {n: metrics[n] for n in names} == {n: pytest.approx(without[n], rel=1e-5) for n in names}
+
+
 def test_a_policy_that_is_its_reference_has_the_loss_of_a_coin():
     algo = dpo.Config()
     mesh = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])

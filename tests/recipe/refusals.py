@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import pytest
 
-from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.errors import UserError
 
 
 def refusal(action: Callable, *args, **kwargs) -> str:
-    """Return what the ConfigError of action(...) says."""
-    with pytest.raises(ConfigError) as caught:
+    """Return what the UserError of action(...) says."""
+    with pytest.raises(UserError) as caught:
         action(*args, **kwargs)
     return str(caught.value)

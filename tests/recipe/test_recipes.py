@@ -89,9 +89,9 @@ def test_a_recipe_is_found_as_a_path_then_among_the_packaged(tmp_path, monkeypat
         ),
         ("x = (\n", ":1: SyntaxError: '(' was never closed"),
         ("x = 1\n\udce4 = 2\n", ":2: SyntaxError: (unicode error) 'utf-8' codec can't decode byte 0xe4"),
-        ("import sys\nsys.exit(3)\n", ":2: SystemExit: 3; the file only defines things, and must not end"),
-        ("def get_config():\n    raise KeyboardInterrupt\n", ":2: KeyboardInterrupt; the file only defines"),
-        ("def get_config():\n    raise BaseException('x')\n", ":2: BaseException: x; the file only"),
+        ("import sys\nsys.exit(3)\n", ":2: SystemExit: 3; the file must not end the program"),
+        ("def get_config():\n    raise KeyboardInterrupt\n", ":2: KeyboardInterrupt; the file must"),
+        ("def get_config():\n    raise BaseException('x')\n", ":2: BaseException: x; the file must"),
         ("def get_config():\n    return get_config()\n", ":2: RecursionError: maximum recursion depth"),
         ("\nx = 1 / 0\n", ":2: ZeroDivisionError: division by zero"),
     ],
@@ -99,7 +99,7 @@ def test_a_recipe_is_found_as_a_path_then_among_the_packaged(tmp_path, monkeypat
 def test_a_broken_recipe_is_blamed_with_its_line(tmp_path, text, message):
     path = tmp_path / "mine.py"
     path.write_text(text, errors="surrogateescape")
-    assert refusal(load.load_recipe, path).startswith(f"{path}{message}")
+    assert refusal(load.load_recipe, path).startswith(f"--config: {path}{message}")
 
 
 def test_a_broken_file_that_a_recipe_imports_is_named(tmp_path, monkeypatch):
@@ -108,14 +108,14 @@ def test_a_broken_file_that_a_recipe_imports_is_named(tmp_path, monkeypatch):
     path = tmp_path / "mine.py"
     path.write_text("import broken_neighbor\n")
     message = refusal(load.load_recipe, path)
-    assert message == f"{tmp_path}/broken_neighbor.py:2: SyntaxError: '(' was never closed"
+    assert message == f"--config: {tmp_path}/broken_neighbor.py:2: SyntaxError: '(' was never closed"
 
 
 def test_a_signal_ends_a_recipe_that_loops(tmp_path):
     path = tmp_path / "loop.py"
     path.write_text("while True:\n    pass\n")
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-    assert re.match(rf"{path}:[12]: KeyboardInterrupt", refusal(load.load_recipe, path))
+    assert re.match(rf"--config: {path}:[12]: KeyboardInterrupt", refusal(load.load_recipe, path))
 
 
 def test_the_exception_of_a_signal_handler_is_no_mistake_of_the_recipe(tmp_path):
@@ -205,9 +205,13 @@ def test_an_unknown_or_broken_algorithm_is_refused(tmp_path):
     )
     mine = tmp_path / "mine_broken.py"
     mine.write_text("x = y\n")
-    assert refusal(load.with_algo, config, str(mine)) == f"{mine}:1: NameError: name 'y' is not defined"
+    assert refusal(load.with_algo, config, str(mine)) == (
+        f"--algo: {mine}:1: NameError: name 'y' is not defined"
+    )
     mine.write_text("raise SystemExit\n")
-    assert refusal(load.with_algo, config, str(mine)).startswith(f"{mine}:1: SystemExit; the file only")
+    assert refusal(load.with_algo, config, str(mine)).startswith(
+        f"--algo: {mine}:1: SystemExit; the file must"
+    )
     assert "not a Python file" in refusal(load.with_algo, config, str(tmp_path / "none.py"))
 
 
@@ -218,6 +222,7 @@ def test_list_and_no_config_show_the_recipes(capsys):
     listed = capsys.readouterr().out
     assert all(recipe in listed for recipe in RECIPES)
     assert "grpo_tiny.py           GRPO on generated" in listed
+    assert "    dapo                   Decoupled clip and dynamic sampling: DAPO (arXiv 2503.14476" in listed
     message = refusal(from_command_line, [])
     assert message.startswith("--config RECIPE.py is missing.")
     assert "grpo_tiny.py" in message

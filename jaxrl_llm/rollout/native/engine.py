@@ -139,14 +139,9 @@ class NativeEngine:
         """Of the last call of `generate`."""
         return self.metrics
 
-    def report_mismatch(
-        self, trajectories: Sequence[Trajectory], logprobs: Sequence[np.ndarray], version: int, dtype: str
-    ) -> list[int]:
-        """Return nothing: these log-probs are the trainer's own arithmetic."""
+    def check_logprobs(self, params: Params, trajectories: Sequence[Trajectory]) -> list[int]:
+        """Return nothing: the reported log-probs are computed here, by the trainer's model code."""
         return []
-
-    def spot_check(self, params: Params) -> None:
-        """Do nothing, as `report_mismatch`."""
 
     def release_memory(self) -> None:
         """Free the copy of the weights; with the trainer's own it could not share, which donates them."""

@@ -21,7 +21,7 @@ from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Request, Samplin
 from jaxrl_llm.rollout.partial import new_responses, trajectory_of
 from jaxrl_llm.rollout.sglang import colocated
 from jaxrl_llm.rollout.sglang.generate import ResponseGenerator
-from jaxrl_llm.rollout.sglang.mismatch import MismatchTotals, differences
+from jaxrl_llm.rollout.sglang.mismatch import MismatchTotals, choose_compared, differences
 from jaxrl_llm.rollout.sglang.pool import ServerPool, wait
 from jaxrl_llm.structs import Metrics, Params, Trajectory
 
@@ -170,71 +170,48 @@ class SGLangEngine:
             self._leaf = None
             self.on_first(lambda: self.pool.run(colocated.release_memory(self.pool)))
 
-    def report_mismatch(
-        self, trajectories: Sequence[Trajectory], logprobs: Sequence[np.ndarray], version: int, dtype: str
-    ) -> list[int]:
-        """Compare reported log-probs with the trainer's own; leave out servers whose mean difference exceeds
-        the probe's tolerance, for good. A collective.
+    def check_logprobs(self, params: Params, trajectories: Sequence[Trajectory]) -> list[int]:
+        """Compare some responses of each server with the trainer's own log-probs. A collective.
 
-        What such a server generated of pending responses is generated again. Tokens of other versions, and
-        of rollouts with `weight_noise` or temperature 0, are not compared.
-
-        Args:
-            logprobs: of each trajectory the trainer's own, float32 [R'], under the weights of `version` and
-                at the sampling temperature.
-            dtype: "float32" or "bfloat16", in which they were computed.
-
-        Returns: places of trajectories that must not be trained on.
-        """
-        if not self._is_comparable:
-            return []
-        widest = max(tolerance_of(each, self.sglang.probe_tolerance) for each in (dtype, self.config.dtype))
-        tolerance = widest / min(self.config.sampling.temperature, 1.0)  # it divides differences of logits
-        return self.on_first(lambda: self._judge(trajectories, logprobs, version, tolerance))
-
-    def spot_check(self, params: Params) -> None:
-        """Compare one pending response of each server with the trainer's own log-probs. A collective.
-
-        Asynchronous rollout needs it: when a response is trained on, the weights that generated it are gone.
+        Compared are finished responses, at least two of a server and `MIN_TOKENS` tokens where it has them,
+        and one pending response of each server: in asynchronous rollout the weights that generated a finished
+        one are gone. A server whose mean difference exceeds the probe's tolerance is left out for good, and
+        what it generated of pending responses is generated again. Not compared are tokens of other weights
+        than `params`, and rollouts with `weight_noise` or temperature 0.
 
         Args:
             params: the weights that were published last.
+
+        Returns: indices of trajectories that must not be trained on.
         """
-        if not self._is_comparable:
-            return
-        samples = self.on_first(lambda: self.pool.run(self._samples()))
+        temperature = self.config.sampling.temperature
+        if temperature <= 0 or self.config.weight_noise:
+            return []
+        pending = self.on_first(lambda: self.pool.run(self._samples()))
+        compared = [*choose_compared(trajectories, self._version), *pending]
         own = []
-        for each in samples:
+        for each in compared:
             tokens = np.concatenate([each.prompt_ids, each.response_ids])
-            scored = self.publisher.score(params, tokens, self.config.sampling.temperature)
-            own.append(scored[len(each.prompt_ids) - 1 :])
-        if samples:
-            self.report_mismatch(samples, own, self._version, self.config.dtype)
+            logprobs = self.publisher.score(params, tokens, temperature)
+            own.append(logprobs[len(each.prompt_ids) - 1 :])
+        tolerance = tolerance_of(self.config.dtype, self.sglang.probe_tolerance) / min(temperature, 1.0)
+        false = self.on_first(lambda: self._find_false(compared, own, tolerance))
+        return [i for i, t in enumerate(trajectories) if not false.isdisjoint({t.server, *t.server.split()})]
 
-    @property
-    def _is_comparable(self) -> bool:
-        """Whether the trainer's log-probs are those that servers should report."""
-        return self.config.sampling.temperature > 0 and not self.config.weight_noise
-
-    def _judge(
-        self,
-        trajectories: Sequence[Trajectory],
-        logprobs: Sequence[np.ndarray],
-        version: int,
-        tolerance: float,
-    ) -> list[int]:
+    def _find_false(
+        self, trajectories: Sequence[Trajectory], own: Sequence[np.ndarray], tolerance: float
+    ) -> set[str]:
+        """Return the `server`s that are not to be trusted; leave out those that are in the pool."""
         in_place = self.sglang.pause == "in_place"
         gaps = [
-            differences(trajectory, own, version, in_place)
-            for trajectory, own in zip(trajectories, logprobs, strict=True)
+            differences(trajectory, logprobs, self._version, in_place)
+            for trajectory, logprobs in zip(trajectories, own, strict=True)
         ]
-        servers = {server.url for server in self.pool.servers}
-        false, alone = self._mismatch.judge(trajectories, gaps, tolerance, servers)
+        known = {server.url for server in self.pool.servers}
+        false, alone = self._mismatch.judge(trajectories, gaps, tolerance, known)
         for url, mean in false.items():
             self.pool.run(self._exclude(url, mean, tolerance))
-        excluded = self.pool.excluded.keys()
-        theirs = {i for i, each in enumerate(trajectories) if not excluded.isdisjoint(each.server.split())}
-        return sorted(theirs.union(alone))
+        return {*self.pool.excluded, *(trajectories[i].server for i in alone)}
 
     async def _exclude(self, url: str, mean: float, tolerance: float) -> None:
         """Leave a server out for good; reject what it generated of pending responses."""

@@ -30,6 +30,22 @@ def differences(trajectory: Trajectory, own: np.ndarray, version: int, in_place:
     return gaps[np.isfinite(gaps)]
 
 
+def choose_compared(trajectories: Sequence[Trajectory], version: int) -> list[Trajectory]:
+    """Return trajectories to compare, of every server: at least two and `MIN_TOKENS` tokens of `version`.
+
+    Those with most such tokens are taken first; every process chooses the same.
+    """
+    counts = [int(((t.versions == version) & (t.mask > 0)).sum()) for t in trajectories]
+    chosen: list[Trajectory] = []
+    taken: dict[str, tuple[int, int]] = {}  # server -> trajectories and tokens chosen
+    for i in sorted(range(len(trajectories)), key=lambda i: -counts[i]):
+        number, tokens = taken.get(trajectories[i].server, (0, 0))
+        if counts[i] and (number < 2 or tokens < MIN_TOKENS):
+            taken[trajectories[i].server] = number + 1, tokens + counts[i]
+            chosen.append(trajectories[i])
+    return chosen
+
+
 class MismatchTotals:
     """Differences added up by server, until there are enough tokens for a judgement.
 

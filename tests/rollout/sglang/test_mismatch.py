@@ -13,7 +13,7 @@ from jaxrl_llm.errors import ServerError
 from jaxrl_llm.rollout.engine import SamplingConfig
 from jaxrl_llm.rollout.sglang import health
 from jaxrl_llm.rollout.sglang.health import run_health_checks
-from jaxrl_llm.rollout.sglang.mismatch import MismatchTotals, differences
+from jaxrl_llm.rollout.sglang.mismatch import MismatchTotals, choose_compared, differences
 from jaxrl_llm.structs import Trajectory
 
 SAMPLED = SamplingConfig(ignore_eos=True)
@@ -89,11 +89,12 @@ def test_honest_servers_stay_and_each_response_names_its_own(make, servers):
     engine.publish(params, 3)
     made = engine.generate(requests(prompts=2, responses=3, tokens=24), SAMPLED, KEY)
     assert {t.server for t in made} == {server.url for server in servers}
-    assert engine.report_mismatch(made, own_logprobs(params, made), 3, "float32") == []
+    assert engine.check_logprobs(params, made) == []
     assert len(engine.pool.usable) == 2
     assert 0 < engine.usage()["servers/mismatch_mean_abs"] < 1e-5
-    other = own_logprobs(weights(1), made)
-    assert engine.report_mismatch(made, other, 4, "float32") == []  # no token is of version 4
+    other = weights(1)
+    engine.publish(other, 4)
+    assert engine.check_logprobs(other, made) == []  # no token is of version 4
 
 
 @pytest.mark.parametrize("lie", [COLDER, SHIFTED], ids=["another temperature", "a constant"])
@@ -105,7 +106,7 @@ def test_a_server_that_lies_after_the_probe_is_left_out_for_good(make, servers, 
     made = engine.generate(todo, SAMPLED, KEY)
     theirs = [i for i, t in enumerate(made) if t.server == servers[0].url]
     assert len(theirs) == 3
-    assert engine.report_mismatch(made, own_logprobs(params, made), 3, "float32") == theirs
+    assert engine.check_logprobs(params, made) == theirs
     said = capsys.readouterr().err
     assert f"a server is left out: {servers[0].url}: log-probs of its responses differ" in said
     assert "more than 0.001 (--sglang.probe_tolerance)" in said
@@ -130,7 +131,7 @@ def test_a_lie_in_asynchronous_rollout_is_found_in_what_is_pending_and_generated
     until(lambda: all(server.held == 0 for server in servers))
     partial = pending.responses
     until(lambda: all(len(response.ids) >= 26 for response in partial))
-    engine.spot_check(params)
+    assert engine.check_logprobs(params, []) == []
     assert [server.url for server in engine.pool.servers] == [servers[1].url]
     ((*saved,),) = engine.snapshot([pending])
     rejected = [not response.ids for response in saved]
@@ -152,7 +153,7 @@ def test_when_all_servers_lie_the_run_ends_at_once_and_says_why(make, servers):
     for server in servers:
         server.spoil = SHIFTED
     made = engine.generate(requests(prompts=2, responses=3, tokens=24), SAMPLED, KEY)
-    assert engine.report_mismatch(made, own_logprobs(params, made), 3, "float32") == list(range(6))
+    assert engine.check_logprobs(params, made) == list(range(6))
     with pytest.raises(
         ServerError, match=r"no SGLang server can be used: http.*by 0.5 on average, more than"
     ):
@@ -166,7 +167,7 @@ def test_a_server_that_was_excluded_may_come_back_by_the_file_of_addresses(make,
     engine.publish(params, 3)
     servers[0].spoil = SHIFTED
     made = engine.generate(requests(prompts=2, responses=3, tokens=24), SAMPLED, KEY)
-    engine.report_mismatch(made, own_logprobs(params, made), 3, "float32")
+    engine.check_logprobs(params, made)
     assert list(engine.pool.excluded) == [urls[0]]
     present.remove(urls[0])
     until(lambda: not engine.pool.excluded)
@@ -175,15 +176,31 @@ def test_a_server_that_was_excluded_may_come_back_by_the_file_of_addresses(make,
 
 
 def test_noise_and_greedy_rollouts_are_not_compared(make):
-    params, lies = weights(), [np.full(30, -9.0)]
-    told = [trajectory("http://x", [-1.0] * 30, [3] * 30, [1] * 30)]
+    params = weights()
+    false = [trajectory("http://x", [-9.0] * 30, [3] * 30, [1] * 30)]
     for change in ({"weight_noise": 0.1}, {"sampling": SamplingConfig(temperature=0.0)}):
         engine = make(rollout=dataclasses.replace(ROLLOUT, **change))
         engine.publish(params, 3)
-        assert engine.report_mismatch(told, lies, 3, "float32") == []
-        engine.spot_check(params)
-    engine = make(rollout=dataclasses.replace(ROLLOUT, sampling=SamplingConfig(temperature=0.5)))
+        assert engine.check_logprobs(params, false) == []
+
+
+@pytest.mark.parametrize(("gap", "bad"), [(0.0015, []), (0.0025, [0])])  # the tolerance is 1e-3 / 0.5
+def test_the_tolerance_grows_as_the_temperature_falls(make, gap, bad):
+    """A response from behind a router is no known server's: it is judged, and left out, by itself."""
+    engine, params = (
+        make(rollout=dataclasses.replace(ROLLOUT, sampling=SamplingConfig(temperature=0.5))),
+        weights(),
+    )
     engine.publish(params, 3)
-    assert engine.report_mismatch(told, [told[0].logprobs - 0.0015], 3, "float32") == []  # 1e-3 / 0.5
-    assert engine.report_mismatch(told, [told[0].logprobs - 0.0025], 3, "float32") == [0]
-    assert engine.report_mismatch(told, [told[0].logprobs - 0.15], 3, "bfloat16") == []  # 0.1 / 0.5
+    one = trajectory("http://router", [-1.0] * 30, [3] * 30, [1] * 30)
+    ids = np.concatenate([one.prompt_ids, one.response_ids])
+    one.logprobs = score_of(MODEL)(params, ids, 0.5)[len(one.prompt_ids) - 1 :] - gap
+    assert engine.check_logprobs(params, [one]) == bad
+
+
+def test_two_responses_and_enough_tokens_of_each_server_are_compared():
+    long, short = [3] * 30, [3] * 10
+    of = lambda server, versions: trajectory(server, [-1.0] * len(versions), versions, [1] * len(versions))
+    some = [of("a", short), of("a", long), of("a", long), of("b", short), of("b", short), of("b", short)]
+    older = of("a", [2] * 40)
+    assert [id(t) for t in choose_compared([older, *some], 3)] == [id(some[i]) for i in (1, 2, 3, 4, 5)]
