@@ -52,7 +52,7 @@ def check_config(config: TrainConfig, writes: bool = True) -> None:
         ConfigError: one line for each thing that is wrong.
     """
     check_fields(config)
-    _refuse([*_step(config), *_devices(config), *_model(config), *_data(config), *_rollout(config)])
+    _refuse([*_step(config), *_devices(config), *_model(config), *_rollout(config)])
     if writes:
         _refuse(list(_run_dir(config.run_dir)))
 
@@ -164,16 +164,34 @@ def _divided(config: TrainConfig, sizes: Mapping[str, int]) -> Iterator[str]:
 
 
 def _model(config: TrainConfig) -> Iterator[str]:
-    if shape := config.model.architecture if not config.model.path else None:
-        yield from _shape(config, config.mesh.sizes, shape.max_position, shape.num_heads)
+    path, shape = config.model.path, config.model.architecture
     if config.critic.path and algos.requirements(config.algo).critic:
         yield from _model_folder("critic.path", config.critic.path)
-    if not config.model.path:
+    if path:
+        yield from _model_folder("model.path", path)
+        yield from _stored_shape(config, expand_home(path) / "config.json")
+    elif shape:
+        yield from _shape(config, config.mesh.sizes, shape.max_position, shape.num_heads)
+
+
+def _model_folder(key: str, path: str) -> Iterator[str]:
+    """Yield what is wrong with a Hugging Face folder or hub name."""
+    folder = expand_home(path)
+    if os.path.isdir(folder):
+        if not os.path.isfile(folder / "config.json"):
+            yield f"--{key} {path}: no config.json in it, so it is no Hugging Face model folder."
         return
-    wrong = list(_model_folder("model.path", config.model.path))
-    yield from wrong
-    file = expand_home(config.model.path) / "config.json"
-    if wrong or not file.is_file():
+    hub_name = len(path) <= MAX_HUB_NAME and HUB_NAME.fullmatch(path)
+    if not hub_name or (folder.parent != Path(".") and os.path.isdir(folder.parent)):
+        yield (
+            f"--{key} {shorten(path)}: no such folder. Set a Hugging Face folder (config.json and "
+            "*.safetensors) or a hub name such as Qwen/Qwen3-0.6B."
+        )
+
+
+def _stored_shape(config: TrainConfig, file: Path) -> Iterator[str]:
+    """Yield what does not fit the positions and heads that a model's config.json states, if it is at hand."""
+    if not os.path.isfile(file):
         return
     try:
         stored = json.loads(file.read_text())
@@ -184,28 +202,6 @@ def _model(config: TrainConfig) -> Iterator[str]:
     known = [stored.get(name, 0) if isinstance(stored, dict) else 0 for name in names]
     if all(isinstance(number, int) for number in known):
         yield from _shape(config, config.mesh.sizes, *known)
-
-
-def _model_folder(key: str, path: str) -> Iterator[str]:
-    """Yield what is wrong with a Hugging Face folder or hub name."""
-    folder = expand_home(path)
-    if _is_dir(folder):
-        if not (folder / "config.json").is_file():
-            yield f"--{key} {path}: no config.json in it, so it is no Hugging Face model folder."
-        return
-    hub_name = len(path) <= MAX_HUB_NAME and HUB_NAME.fullmatch(path)
-    if not hub_name or (folder.parent != Path(".") and folder.parent.is_dir()):
-        yield (
-            f"--{key} {shorten(path)}: no such folder. Set a Hugging Face folder (config.json and "
-            "*.safetensors) or a hub name such as Qwen/Qwen3-0.6B."
-        )
-
-
-def _is_dir(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError:  # a name too long, or no permission
-        return False
 
 
 def _shape(config: TrainConfig, sizes: Mapping[str, int], max_position: int, heads: int) -> Iterator[str]:
@@ -220,14 +216,6 @@ def _shape(config: TrainConfig, sizes: Mapping[str, int], max_position: int, hea
     parts = sizes["tensor"] * sizes["sequence"]
     if config.mesh.sequence_parallel == "ulysses" and parts > sizes["tensor"] > 0 and heads % parts:
         yield heads_problem(heads, parts)
-
-
-def _data(config: TrainConfig) -> Iterator[str]:
-    if not config.data.path and not all(source.path for source in config.data.train):
-        yield (
-            "--data.path is empty: set a file or folder, hub:OWNER/NAME, task:NAME (generated) or gym:NAME, "
-            "or data.train in the recipe."
-        )
 
 
 def _rollout(config: TrainConfig) -> Iterator[str]:
@@ -245,20 +233,13 @@ def _rollout(config: TrainConfig) -> Iterator[str]:
         yield from colocated.colocated_problems(sglang, rollout.launch, os.environ)
     if sglang.devices and len(sglang.devices) != rollout.launch:
         yield f"--sglang.devices names {len(sglang.devices)}, --rollout.launch is {rollout.launch}."
-    if rollout.launch and not _program(sglang.python):
+    if rollout.launch and not shutil.which(sglang.python):
         yield f"--sglang.python is {short_repr(sglang.python)}: no such program."
     if sglang.transport == "ipc" and rollout.servers:
         yield (
             "--sglang.transport ipc shares the memory of GPUs with servers that are started here "
             "(--rollout.launch); for --rollout.servers set disk, http or group."
         )
-
-
-def _program(name: str) -> bool:
-    try:
-        return shutil.which(name) is not None
-    except (OSError, ValueError):
-        return False
 
 
 def _addresses(servers: Sequence[str]) -> Iterator[str]:

@@ -94,7 +94,7 @@ def has_own_fields(hint: typing.Any) -> bool:
 
 
 def _own_tokenizer(config: TrainConfig, path_before: str) -> tuple[TrainConfig, list[str]]:
-    """A recipe's tokenizer belongs to the recipe's model: another model brings its own."""
+    """Return the config without the recipe's tokenizer, which belongs to the recipe's model, and a note."""
     tokenizer = config.model.tokenizer
     if not tokenizer or config.model.path == path_before:
         return config, []
@@ -106,8 +106,11 @@ def _own_tokenizer(config: TrainConfig, path_before: str) -> tuple[TrainConfig, 
 
 
 def resolve_key(typed: str, known: Iterable[str]) -> str:
-    """Return the key that is meant: as it stands, with hyphens, or one level short where that is unambiguous;
-    "" = none."""
+    """Return the known key of what was typed, with hyphens or without a middle part where that is clear.
+
+    Returns:
+        "" where there is none.
+    """
     key = typed.replace("-", "_")
     if key in known:
         return key
