@@ -198,6 +198,11 @@ class TrainConfig:
         return algos.of(self.algo).group_size * self.max_tokens
 
     @property
+    def is_on_policy(self) -> bool:
+        """The weights before a step's first update generate all of its tokens."""
+        return self.rollout.max_staleness == 0 and self.rollout.weight_noise == 0
+
+    @property
     def trajectories_per_step(self) -> int:
         """Prompts times responses; for an algorithm that learns from examples, the examples."""
         on_rollouts = algos.of(self.algo).on_rollouts

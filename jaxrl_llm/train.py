@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,10 +17,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxrl_llm import algos
-from jaxrl_llm.build.run import Run, build, data_report
+from jaxrl_llm.build.describe import next_command, start_lines
+from jaxrl_llm.build.run import Run, build
 from jaxrl_llm.checkpoint.state import Checkpointer
-from jaxrl_llm.config import TrainConfig, derived
+from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.experience.rollouts import CURSOR, PARTIAL
 from jaxrl_llm.experience.score import prompt_text
@@ -32,7 +30,6 @@ from jaxrl_llm.host.start import start_host
 from jaxrl_llm.host.stop import EXIT_STOPPED, Stop
 from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.learn.stage import Experience, Stage
-from jaxrl_llm.models.kernels import describe
 from jaxrl_llm.recipe.dump import describe_run, dump
 from jaxrl_llm.recipe.load import from_command_line
 from jaxrl_llm.report.log import RunLog, sample_rows
@@ -171,17 +168,8 @@ def restore(run: Run, checkpoints: Checkpointer) -> tuple[TrainState | None, int
 def introduce(log: RunLog, run: Run, description: dict, start: int) -> None:
     """Write config.json, and print model, devices, kernels, sizes and data of the run."""
     log.config(description)
-    policy, config = run.stages[0].policy, run.config
-    weights = sum(math.prod(w.shape) for w in jax.tree.leaves(policy.abstract_state().params))
-    mesh = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
-    device = jax.devices()[0].device_kind
-    log.message(f"{weights / 1e6:,.1f}M weights on {run.mesh.size} {device} device(s): {mesh}")
-    log.message(describe(policy.model, config.model.dtype, run.mesh, config.strict))
-    log.message(", ".join(f"{k} {v:,}" for k, v in derived(config, run.mesh.size).items()))
-    for line in data_report(run.loaders):
-        log.message(f"data for {line}")
-    if start:
-        log.message(f"continuing {config.run_dir} after step {start}")
+    for line in start_lines(run, start):
+        log.message(line)
 
 
 def eval_due(run: Run, done: int) -> bool:
@@ -236,15 +224,6 @@ def stop_if_nonfinite(state: TrainState, experience: Experience, config: TrainCo
 
 def finite(metrics: Metrics) -> Metrics:
     return {name: float(x) for name, x in metrics.items() if x is not None and np.isfinite(x)}
-
-
-def next_command(run_dir: Path, config: TrainConfig) -> str:
-    """Return the command to try next: generate from the trained model, or RL against a reward model."""
-    model, prompts, out = (shlex.quote(str(run_dir / name)) for name in ("hf", "samples.jsonl", "out.jsonl"))
-    if not algos.requirements(config.algo).policy:
-        kind = " --reward.models.0.kind process" * (config.algo.algorithm == "prm")
-        return f"python -m jaxrl_llm.train --config ppo_reward_tiny.py --reward.models.0.path {model}{kind}"
-    return f"python -m jaxrl_llm generate --model {model} --prompts {prompts} --out {out}"
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algos import prm, reward_model
+from jaxrl_llm.build.describe import next_command
 from jaxrl_llm.config import TrainConfig
-from jaxrl_llm.train import main, next_command
+from jaxrl_llm.train import main
 
 TINY = [
     *("--config", "grpo_tiny.py", "--prompts_per_step", "4", "--responses_per_prompt", "4"),

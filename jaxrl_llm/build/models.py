@@ -122,7 +122,6 @@ def make_learner(
 ) -> Learner:
     """Return a model with its algorithm. All learners of a run have micro-batches of one shape."""
     algorithm, requires = algos.of(algo), algos.requirements(algo)
-    on_policy = config.rollout.max_staleness == 0
     rolls_out = algorithm.on_rollouts
     step = StepConfig(
         row_tokens=config.row_tokens,
@@ -134,6 +133,6 @@ def make_learner(
         temperature=(config.rollout.sampling.temperature or 1.0) if rolls_out else 1.0,
         chunk=config.model.logprob_chunk,
         max_grad_norm=optim.max_grad_norm,
-        old=old_logprobs(algorithm, requires, config.minibatches_per_step, on_policy),
+        old=old_logprobs(algorithm, requires, config.minibatches_per_step, config.is_on_policy),
     )
     return Learner(algo, model, make_optimizer(optim, updates), step, mesh)

@@ -241,9 +241,3 @@ def make_evaluators(
         items = dataset_items(held_out, config.algo, 0, held_out.eval_rows(config.eval.prompts))
         evaluators.append(HeldOutLoss(items, stage))
     return evaluators
-
-
-def data_report(loaders: dict[str, Loader]) -> list[str]:
-    """Return a line for each loader: rows, and how many were left out and why."""
-    listed = lambda counts: ", ".join(f"{name} {count:,}" for name, count in counts.items())
-    return [f"{name}: {listed(loader.stats())}" for name, loader in loaders.items()]

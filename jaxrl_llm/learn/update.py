@@ -22,6 +22,7 @@ from jaxrl_kernels.linear_logprob import api
 from jaxrl_kernels.linear_logprob.square import linear_square
 from jaxrl_llm import algos
 from jaxrl_llm.algos.contract import AlgoConfig, Divergence, Requirements
+from jaxrl_llm.algos.correction import diagnostics
 from jaxrl_llm.algos.reduce import token_mean
 from jaxrl_llm.sharding.rules import prediction_layout
 from jaxrl_llm.structs import Batch, BatchTotals, LossInputs, Metrics, Params, TrainState
@@ -183,6 +184,7 @@ def monitor(inputs: LossInputs, old: str = "policy") -> Metrics:
 
     mismatch/ compares the rollout engine's log-probs with the trainer's before the update. Where the old
     log-probs are the rollout's own (`old` = "rollout"), with the policy's: that includes its staleness.
+    These metrics take the place of the loss's.
     """
     if inputs.entropy is None:
         return {}
@@ -192,6 +194,8 @@ def monitor(inputs: LossInputs, old: str = "policy") -> Metrics:
         gap = jnp.abs(trainer - inputs.rollout)
         metrics["mismatch/mean_abs"] = token_mean(gap, inputs)
         metrics["mismatch/max_abs"] = jnp.max(gap, where=inputs.mask > 0, initial=0.0)
+        if old == "rollout":
+            metrics |= diagnostics(trainer, inputs)
     return metrics
 
 

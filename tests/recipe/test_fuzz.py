@@ -36,7 +36,7 @@ from jaxrl_llm.recipe.load import config_classes, from_command_line, packaged_re
 from jaxrl_llm.recipe.other_systems import MISSING, SAME
 from jaxrl_llm.rollout.native.shapes import make_sizes
 
-LIMIT = 2.0  # seconds for one call
+LIMIT = 10.0  # seconds for one call; milliseconds are usual
 WITHOUT_RANGES = {
     *("CheckpointConfig", "LogConfig", "MeshConfig", "RopeConfig", "SamplingConfig", "TransformerConfig")
 }
