@@ -84,8 +84,9 @@ def parse_words(key: str, hint: typing.Any, words: list[str]) -> typing.Any:
         return parse_value(hint, words)
     except ValueError:
         given = short_repr(" ".join(words)) if words else "nothing"
-        dashes = "" if words or hint is not str else f" Text that begins with --: --{key}='--TEXT'."
-        raise ConfigError(f"--{key}: expected {type_words(hint)}, got {given}.{dashes}") from None
+        usual = {bool: f" Write --{key} True.", str: f" Text that begins with --: --{key}='--TEXT'."}
+        fix = "" if words else usual.get(hint, "")
+        raise ConfigError(f"--{key}: expected {type_words(hint)}, got {given}.{fix}") from None
 
 
 def has_own_fields(hint: typing.Any) -> bool:
@@ -163,6 +164,7 @@ def closest_key(key: str, known: Iterable[str]) -> str:
     """Return the likeliest of `known`: a misspelling, a field of another group, initials (lr), a neighbor."""
     key = key[:100]
     parent, _, name = key.rpartition(".")
+    to_name, to_key = difflib.SequenceMatcher(None, b=name), difflib.SequenceMatcher(None, b=key)
 
     def likeness(other: str) -> float:
         other_parent, _, other_name = other.rpartition(".")
@@ -170,9 +172,9 @@ def closest_key(key: str, known: Iterable[str]) -> str:
             return 1.0
         if other_name.startswith(name) or name == "".join(word[0] for word in other_name.split("_") if word):
             return 0.9
-        by_name = difflib.SequenceMatcher(None, name, other_name).ratio()
-        by_key = difflib.SequenceMatcher(None, key, other).ratio()
-        best = max(by_key, 0.95 * by_name)
+        to_name.set_seq1(other_name)
+        to_key.set_seq1(other)
+        best = max(to_key.ratio(), 0.95 * to_name.ratio())
         return max(best, min(best + 0.3, 0.75)) if parent == other_parent else best
 
     return max(known, key=likeness)

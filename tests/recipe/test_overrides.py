@@ -164,7 +164,10 @@ def test_a_key_given_twice_is_noted(config):
             "'trainer.total_epochs=15' has no key before it. Write --trainer.total_epochs 15.",
         ),
         ("-steps=3", "'-steps=3' has no key before it. Write --steps 3."),
-        ("--data.shuffle", "--data.shuffle: expected True or False, got nothing."),
+        (
+            "--data.shuffle",
+            "--data.shuffle: expected True or False, got nothing. Write --data.shuffle True.",
+        ),
         (
             "--algo.beta 0.1",
             "--algo.beta: unknown key. grpo has no setting beta; cpo, distill, dpo, dro, gkd, kto, orpo, "
