@@ -68,7 +68,6 @@ def on_a_core_of_their_own(python: str) -> Iterator[tuple[str, ...]]:
     """Two servers on one core; whoever is started inside has another. Yields the trainer's arguments."""
     config = grpo_async.get_config()
     first, second, *_ = sorted(os.sched_getaffinity(0))
-    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     with tempfile.TemporaryDirectory() as folder:
         shell = save_description(
             config.model.architecture, Path(folder) / "shell", make_tokenizer(), config.rollout.dtype

@@ -31,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl_kernels.chips import CHIPS, GPUS
 from jaxrl_kernels.flash_attention import bench as attention
 from jaxrl_kernels.flash_attention.bench import Shape
 from jaxrl_kernels.linear_logprob import bench as logprob
@@ -41,9 +42,8 @@ from jaxrl_llm.build.models import make_stages
 from jaxrl_llm.config import DataConfig, ModelConfig, RolloutConfig, SourceConfig, TrainConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.plan.chips import CHIPS
 from jaxrl_llm.plan.plan import make_plan
-from jaxrl_llm.plan.target import open_target, parse
+from jaxrl_llm.plan.target import open_target, parse_topology
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
@@ -130,9 +130,9 @@ def measure_rollout(config: TrainConfig, requests: int, repeat: int) -> dict[str
     cache = 4 * model.num_layers * model.num_kv_heads * model.head_dim * (prompt + response / 2)
     moved = speed * (weights / slots + cache)  # bytes a second that decoding cannot do without
     found = {"slots": slots, "tokens_per_second": speed, "gigabytes_per_second": moved / 1e9}
-    for name, chip in CHIPS.items():
-        if name.upper() in jax.devices()[0].device_kind:
-            found["of_bandwidth"] = moved / chip.bandwidth
+    for kind in GPUS:
+        if kind.upper() in jax.devices()[0].device_kind:
+            found["of_bandwidth"] = moved / CHIPS[kind].bandwidth
     return found
 
 
@@ -177,7 +177,7 @@ def run(small: bool) -> dict[str, Any]:
 
 def compile_for(kind: str) -> dict[str, Any]:
     """Everything, compiled for a GPU that need not be here."""
-    target = open_target(parse(kind))
+    target = open_target(parse_topology(kind))
     mesh = make_mesh(MeshConfig(), target.devices)
     found: dict[str, Any] = {"label": "compiled, not run", "device": kind, "jax": jax.__version__}
     there = NamedSharding(mesh, PartitionSpec())

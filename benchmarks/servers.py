@@ -76,7 +76,6 @@ def main() -> None:
     parser.add_argument("--bucket_mb", type=int, default=32)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     with contextlib.ExitStack() as closing:
         transports, tokens = measure(options, closing)
     chosen = (

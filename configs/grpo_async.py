@@ -1,6 +1,6 @@
 """Asynchronous GRPO on two SGLang servers with bounded staleness; few responses are long.
 
-Command:   SGLANG_USE_CPU_ENGINE=1 python -m jaxrl_llm.train --config grpo_async.py \\
+Command:   python -m jaxrl_llm.train --config grpo_async.py \\
                --sglang.python .venv-sglang/bin/python
            (scripts/sglang_cpu/install.sh .venv-sglang makes that environment; docs/sglang.md)
 Hardware:  any CPU with 2 cores and 8 GB for the two servers (on GPUs: --sglang.flags "")

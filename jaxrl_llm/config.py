@@ -229,9 +229,7 @@ def derived(config: TrainConfig, num_devices: int) -> dict[str, int]:
 
     Rows are divided among data x fsdp; a micro-batch has no more of them than an update has trajectories.
     """
-    sizes = config.mesh.sizes
-    fixed = math.prod(size for size in sizes.values() if size != -1)
-    sizes = {name: max(num_devices // fixed, 1) if size == -1 else size for name, size in sizes.items()}
+    sizes = config.mesh.resolved_sizes(num_devices)
     replicas = sizes["data"] * sizes["fsdp"]
     per_update = config.trajectories_per_step // config.minibatches_per_step
     in_budget = max(config.tokens_per_device * sizes["sequence"] // config.row_tokens, 1)

@@ -20,7 +20,6 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
@@ -28,28 +27,26 @@ install_import_hook(
     ["jaxrl_kernels", "jaxrl_llm.algos", "jaxrl_llm.sharding", "jaxrl_llm.models"], "beartype.beartype"
 )
 
-SLICES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
-
 
 @pytest.fixture
-def tpu(monkeypatch):
-    """`tpu(slice)`: the devices of a TPU slice that is not here, by topology or generation."""
+def tpu():
+    """`tpu(name)`: devices of a TPU slice that this machine lacks, of a shape ("v5p:4x4x8") or four chips."""
+    from jaxrl_kernels.chips import CHIPS
+    from jaxrl_kernels.topology import tpu_devices
+
     pytest.importorskip("libtpu")
-    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
-    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
-    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
     def devices(name: str) -> list:
-        megacore = {"chip_config_name": "megacore"} if name.startswith(("v4", "v5p")) else {}
-        found = topologies.get_topology_desc(platform="tpu", topology_name=SLICES.get(name, name), **megacore)
-        return found.devices
+        kind, _, shape = name.partition(":")
+        shape = shape or {2: "2x2", 3: "2x2x1"}[CHIPS[kind].torus_dims]
+        return tpu_devices(kind, tuple(map(int, shape.split("x"))))
 
     return devices
 
 
 @pytest.fixture(autouse=True)
-def _nothing_stored_for_other_machines(request):
-    """A program for a chip that is not here cannot be read back from the cache."""
+def _no_cache_for_other_machines(request):
+    """Disable the compilation cache: a program for another machine cannot be read back from it."""
     if not request.node.get_closest_marker("compilers"):
         yield
         return

@@ -26,6 +26,7 @@ from jaxrl_llm.hf.folder import read_headers
 from jaxrl_llm.hf.names import read_config
 from jaxrl_llm.host.processes import share
 from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.rollout.checks import check_sampling
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.native.engine import NativeEngine
@@ -52,14 +53,15 @@ def make_engine(
         folder: that the model is read from.
         resident: bytes that the trainer will hold on each device.
     """
+    samplings = {"--rollout.sampling": config.rollout.sampling, "--eval.sampling": config.eval.sampling}
+    for key, sampling in samplings.items():
+        check_sampling(sampling, model, tokenizer, key)
     if config.rollout.engine == "sglang":
         return _sglang(config, model, mesh, tokenizer, eos_ids, closing, folder)
     engine = NativeEngine(config.rollout, model, mesh, tokenizer, eos_ids, share, config.strict, resident)
     if config.rollout.warm_up:
-        samplings = [config.rollout.sampling, config.eval.sampling]
-        engine.warm_up(
-            config.max_prompt_tokens, config.max_response_tokens, samplings, turns=config.env.active
-        )
+        longest = config.max_prompt_tokens, config.max_response_tokens
+        engine.warm_up(*longest, list(samplings.values()), turns=config.env.active)
     return engine
 
 

@@ -94,7 +94,7 @@ def make_critic(
     """Return the critic's fields of a Stage: its own backbone, mesh (same devices) and optimizer."""
     critic = config.critic
     if critic.mesh:
-        mesh = make_mesh(critic.mesh, list(mesh.devices.flat))
+        mesh = make_mesh(critic.mesh, list(mesh.devices.flat), "critic.mesh")
     model = with_heads(stored.config(critic.path) if critic.path else model, critic.loss)
     config = replace(config, mesh=critic.mesh or config.mesh)
     learner = make_learner(config, critic.loss, critic.optim, updates, model, mesh)

@@ -37,6 +37,7 @@ from jaxrl_llm.recipe.checks import check_held_out, check_model
 from jaxrl_llm.rewards.load import choose_reward
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.keys import Purpose, run_key
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import TRAIN, bytes_per_device
 from jaxrl_llm.structs import Params, TrainState
@@ -72,7 +73,7 @@ class Run:
         if self.folder is not None:
             return self._pretrained(shardings)
         make = jax.jit(models.init, static_argnums=0, out_shardings=shardings)
-        return make(self.model, jax.random.fold_in(jax.random.key(self.config.seed), 0))
+        return make(self.model, run_key(self.config.seed, Purpose.WEIGHTS))
 
     def _pretrained(self, shardings: Params) -> Params:
         """Return the folder's weights; a value head that they lack starts with zeros."""
@@ -200,7 +201,7 @@ def make_rollout_source(
         scorer=scorer,
         algo=config.algo,
         sampling=config.rollout.sampling,
-        key=jax.random.fold_in(jax.random.key(config.seed), 1),
+        key=run_key(config.seed, Purpose.ROLLOUT),
         prompts=config.prompts_per_step,
         responses=config.responses_per_prompt,
         max_tokens=config.max_response_tokens,
@@ -232,7 +233,7 @@ def make_evaluators(
     evaluators: list[Evaluator] = []
     if engine is not None and rewards.config.name != "none":
         prompts = [p for p in held_out.eval_set(config.eval.prompts) if p.example.answer is not None]
-        key = jax.random.fold_in(jax.random.key(config.seed), 2)
+        key = run_key(config.seed, Purpose.EVALUATION)
         if prompts:
             sampling, samples = config.eval.sampling, config.eval.samples
             longest = config.max_response_tokens

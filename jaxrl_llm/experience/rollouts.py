@@ -18,7 +18,8 @@ from jaxrl_llm.envs.load import Conversations
 from jaxrl_llm.experience.score import Scorer, group_by_prompt, has_variance, statistics
 from jaxrl_llm.learn.stage import Experience, Timer
 from jaxrl_llm.rollout.engine import Engine, PartialResponse, Pending, Request, SamplingConfig
-from jaxrl_llm.rollout.partial import pack, unpack
+from jaxrl_llm.rollout.keys import weight_noise_key
+from jaxrl_llm.rollout.partial import pack_responses, unpack_responses
 from jaxrl_llm.structs import Metrics, Outcome, Params, Trajectory
 
 PARTIAL = "rollouts.npz"  # in a checkpoint: responses of later draws, finished or not
@@ -71,7 +72,7 @@ class RolloutSource:
             self.cursor = step
         with timer("rollout"):
             if self.weight_noise:
-                params = perturbed(params, jax.random.fold_in(self.key, step), self.weight_noise)
+                params = perturbed(params, weight_noise_key(self.key, step), self.weight_noise)
             metrics = dict(self.engine.publish(params, version))
             for ahead in range(min(self.max_staleness + 1, self.steps - step)):
                 self._start(self.cursor + ahead)
@@ -107,7 +108,7 @@ class RolloutSource:
         if pending:
             partial = iter(self.engine.snapshot(pending))
             by_draw = {n: [next(partial) for _ in draw.pending] for n, draw in self.started.items()}
-            files[PARTIAL] = pack(by_draw)
+            files[PARTIAL] = pack_responses(by_draw)
         return files
 
     def resume(self, files: Mapping[str, bytes], step: int, params: Params, version: int) -> None:
@@ -117,7 +118,7 @@ class RolloutSource:
         if not files.get(PARTIAL):
             return
         self.engine.publish(params, version)
-        for draw, partial in unpack(files[PARTIAL]).items():
+        for draw, partial in unpack_responses(files[PARTIAL]).items():
             if self.max_staleness and len(partial[0]) == self.prompts * self.responses:
                 self._start(draw, partial)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.value_head import as_classifier, has_value_head
-from jaxrl_llm.models.config import RopeConfig, TransformerConfig
+from jaxrl_llm.models.config import RopeConfig, TransformerConfig, check_model_config
 
 _QWEN = {
     "vocab_size": 151_936,
@@ -105,7 +105,7 @@ def read_config(folder: Path | str | dict) -> TransformerConfig:
     biased = bool(get("attention_bias", False)) and family in ("llama", "qwen3")
     window, window_layers = _windows(family, get)
     valued = has_value_head(raw)
-    return TransformerConfig(
+    config = TransformerConfig(
         family=family,
         **{ours: get(hf) for ours, hf in SAME.items()},
         num_kv_heads=heads if family == "baichuan" else get("num_key_value_heads") or heads,
@@ -125,6 +125,8 @@ def read_config(folder: Path | str | dict) -> TransformerConfig:
         logit_softcap=get("final_logit_softcapping"),
         initializer_range=float(get("initializer_range", 0.02)),
     )
+    check_model_config(config, "config.json")
+    return config
 
 
 def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str, Any]:

@@ -26,7 +26,7 @@ from jaxrl_llm.learn.update import (
     model_outputs,
 )
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.sharding.rules import TRAIN, laid_out, put_rows, row_sharding
+from jaxrl_llm.sharding.rules import TRAIN, put_rows, row_sharding, with_shardings
 from jaxrl_llm.structs import Batch, BatchTotals, Metrics, Params, Program, TrainState
 
 
@@ -71,12 +71,12 @@ class Learner:
 
     def abstract_state(self) -> TrainState:
         """Return shapes, types and shardings of the TrainState, to restore a checkpoint into."""
-        return laid_out(self.state_shapes, self.state_shardings)
+        return with_shardings(self.state_shapes, self.state_shardings)
 
     def abstract_batch(self, signals: Sequence[str] = ()) -> Batch:
         """Return shapes, types and shardings of a micro-batch with these signals."""
         empty = empty_batch(self.config.rows, self.config.row_tokens, signals)
-        return laid_out(empty, jax.tree.map(lambda x: row_sharding(self.mesh, x.shape), empty))
+        return with_shardings(empty, jax.tree.map(lambda x: row_sharding(self.mesh, x.shape), empty))
 
     def score_program(self, params: Params, names: tuple[str, ...]) -> Program:
         """Return the program that `score` runs for each micro-batch."""
@@ -92,7 +92,7 @@ class Learner:
                 totals = replace(totals, baseline=jax.eval_shape(self._baseline, batch, totals))
             args = (state.params, state.params, batch, totals, tuple(teachers))  # gradients are like weights
             _, metrics = jax.eval_shape(self._accumulate, *args)
-        metrics = laid_out(metrics, jax.tree.map(lambda _: self.replicated, metrics))
+        metrics = with_shardings(metrics, jax.tree.map(lambda _: self.replicated, metrics))
         return {
             "accumulate": Program(self._accumulate, args, {}),
             "apply": Program(self._apply, (state, state.params, metrics, number), {}),

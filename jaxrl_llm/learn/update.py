@@ -24,7 +24,7 @@ from jaxrl_llm import algos
 from jaxrl_llm.algos.contract import AlgoConfig, Divergence, Requirements
 from jaxrl_llm.algos.correction import diagnostics
 from jaxrl_llm.algos.reduce import token_mean
-from jaxrl_llm.sharding.rules import prediction_layout
+from jaxrl_llm.sharding.rules import logprob_specs
 from jaxrl_llm.structs import Batch, BatchTotals, LossInputs, Metrics, Params, TrainState
 
 Outputs = dict[str, Float[Array, "B T"]]
@@ -70,7 +70,7 @@ def model_outputs(
     softmax = dict(temperature=config.temperature, softcap=params.config.logit_softcap, chunk=config.chunk)
     outputs: Outputs = {}
     if "policy" in names:
-        layout = {} if config.strict else {"layout": prediction_layout(hidden, head)}
+        layout = {} if config.strict else {"partition_specs": logprob_specs(hidden, head)}
         outputs["policy"], outputs["entropy"] = (batch_invariant if config.strict else api).linear_logprob(
             hidden, head, batch.targets, batch.mask, with_entropy="entropy" in names, **layout, **softmax
         )

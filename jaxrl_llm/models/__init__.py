@@ -1,4 +1,4 @@
-"""The decoder as the rest of the system sees it: a config, a pytree of weights and one function.
+"""The decoder's interface: a config, a pytree of weights and one forward function.
 
 params = init(config, key)
 hidden = params(tokens, positions, segments)  # logits = hidden @ params.head.T

@@ -1,11 +1,17 @@
-"""TransformerConfig: the fields in which the dense decoder families differ."""
+"""TransformerConfig: the architecture of a dense decoder, covering Qwen, Llama, Mistral and Baichuan."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.ranges import Count, Range, problems
+
+Positive = Range(0.0, 1e6, open_low=True)
+Size = Annotated[int, Range(1, 2**24)]
+"""A dimension of a weight."""
 
 
 @dataclass(frozen=True)
@@ -15,51 +21,59 @@ class RopeConfig:
     HF spells these `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5).
     """
 
-    theta: float = 10_000.0
+    theta: Annotated[float, Range(1.0, 1e15, open_low=True, usual="1e4 to 1e6 is usual")] = 10_000.0
     """Base of the frequencies."""
     scaling: Literal["default", "linear", "dynamic", "yarn", "llama3"] = "default"
-    """How the frequencies are stretched beyond the length of pretraining."""
-    factor: float = 1.0
+    """Context extension beyond the pretraining length."""
+    factor: Annotated[float, Positive] = 1.0
     """How many times longer the context becomes (every scaling but "default")."""
-    original_max_position: int | None = None
-    """Length of pretraining (yarn, llama3); None = `max_position` of the model."""
-    attention_factor: float | None = None
+    original_max_position: Count | None = None
+    """Pretraining length (yarn, llama3); None = `max_position` of the model."""
+    attention_factor: Annotated[float, Positive] | None = None
     """Multiplies cos and sin (yarn); None = from factor, mscale and mscale_all_dim."""
-    beta_fast: float = 32.0
-    """Pairs that turn more often than this over the original length keep their frequency (yarn)."""
-    beta_slow: float = 1.0
-    """Pairs that turn less often than this are divided by `factor` (yarn)."""
-    mscale: float | None = None
+    beta_fast: Annotated[float, Positive] = 32.0
+    """Pairs with more rotations than this over the original length keep their frequency (yarn)."""
+    beta_slow: Annotated[float, Positive] = 1.0
+    """Pairs with fewer rotations than this have their frequency divided by `factor` (yarn)."""
+    mscale: Annotated[float, Range(0.0, 1e6)] | None = None
     """Weight of log(factor) in the numerator of the attention factor (yarn; DeepSeek checkpoints)."""
-    mscale_all_dim: float | None = None
+    mscale_all_dim: Annotated[float, Range(0.0, 1e6)] | None = None
     """The same in the denominator; both must be set to count."""
     truncate: bool = True
-    """Round the borders between kept and divided pairs outwards to whole pairs (yarn)."""
-    low_freq_factor: float = 1.0
-    """Wavelengths above original length / this are divided by `factor` (llama3)."""
-    high_freq_factor: float = 4.0
+    """Round the bounds between kept and interpolated pairs outwards to integers (yarn)."""
+    low_freq_factor: Annotated[float, Positive] = 1.0
+    """Frequencies of wavelengths above original length / this are divided by `factor` (llama3)."""
+    high_freq_factor: Annotated[float, Positive] = 4.0
     """Wavelengths below original length / this stay as they are (llama3)."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, what is wrong) for borders in the wrong order."""
+        if self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            yield (
+                "high_freq_factor",
+                f"is {self.high_freq_factor}: it must be above low_freq_factor, {self.low_freq_factor}.",
+            )
 
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """A dense decoder. Families (Qwen, Llama, Mistral, Baichuan) are settings of it, not code."""
+    """The architecture of a dense decoder; Qwen, Llama, Mistral and Baichuan differ only in these fields."""
 
     family: str = "qwen3"
-    """HF `model_type`; names the weights on import and export."""
-    vocab_size: int = 151_936
+    """HF `model_type`; selects the names of weights on import and export."""
+    vocab_size: Size = 151_936
     """Rows of the embedding and of the head."""
-    hidden_size: int = 1024
+    hidden_size: Size = 1024
     """Width of the residual stream."""
-    mlp_size: int = 3072
+    mlp_size: Size = 3072
     """Width inside the gated feed-forward."""
-    num_layers: int = 28
+    num_layers: Annotated[int, Range(1, 10_000)] = 28
     """Decoder layers."""
-    num_heads: int = 16
+    num_heads: Annotated[int, Range(1, 2**16)] = 16
     """Query heads."""
-    num_kv_heads: int = 8
+    num_kv_heads: Annotated[int, Range(1, 2**16)] = 8
     """Key and value heads; each serves num_heads / num_kv_heads query heads."""
-    head_dim: int = 128
+    head_dim: Annotated[int, Range(2, 2**13, usual="64 or 128 is usual")] = 128
     """Size of one head; need not be hidden_size / num_heads."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections (Qwen2)."""
@@ -70,36 +84,53 @@ class TransformerConfig:
     qk_norm: bool = True
     """RMSNorm over head_dim of queries and keys before RoPE (Qwen3)."""
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
-    """Of the feed-forward gate."""
-    norm_eps: float = 1e-6
+    """Activation of the feed-forward gate."""
+    norm_eps: Annotated[float, Range(0.0, 1.0, usual="1e-6 is usual")] = 1e-6
     """Added to the mean square in every RMSNorm."""
     tie_embeddings: bool = True
-    """The head is the embedding."""
+    """The LM head is the embedding."""
     rope: RopeConfig = RopeConfig(theta=1_000_000.0)
     """Rotary position embedding."""
-    max_position: int = 40_960
-    """Longest trajectory the model is made for."""
-    sliding_window: int | None = None
-    """A token sees this many tokens, itself included; None = all before it."""
+    max_position: Count = 40_960
+    """Maximum sequence length (HF `max_position_embeddings`)."""
+    sliding_window: Count | None = None
+    """Tokens that a token attends to, itself included; None = all before it."""
     window_layers: tuple[bool, ...] | None = None
     """Which layers use the sliding window; None = all of them."""
-    attention_softcap: float | None = None
+    attention_softcap: Annotated[float, Positive] | None = None
     """c: attention scores become c tanh(score / c) (Gemma 2)."""
-    logit_softcap: float | None = None
-    """c: logits become c tanh(logit / c). Applied where log-probs are made, not in the decoder."""
+    logit_softcap: Annotated[float, Positive] | None = None
+    """c: logits become c tanh(logit / c). Applied where log-probs are computed, not in the decoder."""
     value_head: bool = False
-    """A number for each token: critics, reward models, a policy that is its own critic."""
-    initializer_range: float = 0.02
+    """A scalar per token: critics, reward models, a policy with a shared critic."""
+    initializer_range: Annotated[float, Range(0.0, 10.0, usual="0.02 is usual")] = 0.02
     """Standard deviation of random weights."""
 
-    def __post_init__(self):
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, what is wrong) for sizes that do not go together."""
         if self.num_heads % self.num_kv_heads:
-            raise UserError(
-                f"model: num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}"
-            )
+            yield "num_kv_heads", f"is {self.num_kv_heads}: it must divide num_heads, {self.num_heads}."
         if self.head_dim % 2:
-            raise UserError(f"model: head_dim={self.head_dim} is odd, but RoPE rotates pairs")
+            yield "head_dim", f"is {self.head_dim}: it must be even, since RoPE rotates pairs."
         if self.window_layers is not None and len(self.window_layers) != self.num_layers:
-            raise UserError(
-                f"model: window_layers has {len(self.window_layers)} entries for num_layers={self.num_layers}"
+            yield (
+                "window_layers",
+                f"has {len(self.window_layers)} entries: it must have one a layer, {self.num_layers}.",
             )
+        if self.rope.scaling == "dynamic" and self.head_dim < 4:
+            yield "head_dim", f"is {self.head_dim}: dynamic RoPE scaling needs at least 4."
+
+
+def check_model_config(config: TransformerConfig, where: str) -> None:
+    """Refuse a TransformerConfig that no model can have, for configs that do not come from a recipe.
+
+    Args:
+        where: file or argument that it was read from, for the message.
+
+    Raises:
+        UserError: one line that names every bad field.
+    """
+    rope = (("rope." + name, text) for name, text in problems(config.rope))
+    wrong = [f"{name} {text}" for name, text in (*problems(config), *rope)]
+    if wrong:
+        raise UserError(f"{where}: no model can have this architecture: {' '.join(wrong)}")

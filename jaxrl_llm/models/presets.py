@@ -1,4 +1,4 @@
-"""Shapes of well-known models by hub name, so that they can be planned for without a download."""
+"""Architectures of well-known models by hub name, for plans without a download."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ PRESETS: dict[str, TransformerConfig] = {
     "meta-llama/Llama-3.1-8B": replace(_LLAMA_8B, **_LONG),
     "meta-llama/Llama-3.1-70B": replace(_LLAMA_70B, **_LONG),
 }
-"""As their config.json says; a suffix such as -Instruct or -Base changes nothing."""
+"""From their config.json; a suffix such as -Instruct or -Base changes nothing."""
 
 
 def preset(name: str) -> TransformerConfig | None:
-    """The shape of a model that is known here."""
+    """Return the architecture of a known model, or None."""
     return PRESETS.get(name.removesuffix("-Instruct").removesuffix("-Base"))

@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies of a config, and their use."""
+"""Rotary position embedding: frequencies of a config, cos and sin tables, rotation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.config import RopeConfig, TransformerConfig
 
 
@@ -17,15 +16,15 @@ def rope_tables(
     positions: Int[Array, "B T"],
     lengths: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
-    """cos and sin of every position, float32.
+    """Compute cos and sin of every position, float32.
 
     Args:
         config: its `rope`, head_dim and max_position.
-        positions: place of each token in its trajectory, 0-based.
-        lengths: tokens of the trajectory so far. Only "dynamic" scaling reads it: its frequencies
-            depend on the length once that exceeds max_position. Each token takes the length of its own
-            trajectory, so packing changes nothing. None = none is longer (rollout refuses those: the keys
-            in its cache could not be turned anew).
+        positions: of each token in its trajectory, 0-based.
+        lengths: tokens of the trajectory so far, for "dynamic" scaling, whose frequencies depend on the
+            length once that exceeds max_position. Each token uses the length of its own trajectory, so
+            packing changes nothing. None = none is longer (rollout refuses those: the keys in its cache
+            cannot be rotated again).
 
     Returns: (cos, sin), times the attention factor for "yarn".
     """
@@ -49,7 +48,7 @@ def apply_rope(
 
 
 def rope_frequencies(config: TransformerConfig) -> tuple[np.ndarray, float]:
-    """Radians a position for each of the head_dim / 2 pairs (float64), and the factor on cos and sin.
+    """Return radians a position for each of the head_dim / 2 pairs (float64), and the factor on cos and sin.
 
     Sources: linear (kaiokendev), yarn (arXiv 2309.00071, section 3), llama3 (Llama 3.1), each as HF
     defines it. "dynamic" has the default frequencies up to max_position.
@@ -66,25 +65,23 @@ def rope_frequencies(config: TransformerConfig) -> tuple[np.ndarray, float]:
             return _yarn(rope, frequencies, original), _yarn_attention_factor(rope)
         case "llama3":
             return _llama3(rope, frequencies, original), 1.0
-    raise UserError(
-        f"model: unknown rope.scaling {rope.scaling!r}; known: default, linear, dynamic, yarn, llama3"
-    )
+    raise ValueError(f"unknown rope.scaling {rope.scaling!r}")
 
 
 def _yarn(rope: RopeConfig, frequencies: np.ndarray, original: int) -> np.ndarray:
-    """Fast pairs keep their frequency, slow ones are divided by the factor, a linear ramp between."""
+    """Keep high frequencies, divide low ones by the factor, with a linear ramp between."""
 
-    def pair_that_turns(times: float) -> float:
-        return len(frequencies) * math.log(original / (times * 2 * math.pi)) / math.log(rope.theta)
+    def pair_index(rotations: float) -> float:
+        return len(frequencies) * math.log(original / (rotations * 2 * math.pi)) / math.log(rope.theta)
 
-    low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    low, high = pair_index(rope.beta_fast), pair_index(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * len(frequencies) - 1)
     if low == high:
         high += 0.001
-    slow = np.clip((np.arange(len(frequencies)) - low) / (high - low), 0, 1)
-    return frequencies * (1 - slow) + frequencies / rope.factor * slow
+    ramp = np.clip((np.arange(len(frequencies)) - low) / (high - low), 0, 1)
+    return frequencies * (1 - ramp) + frequencies / rope.factor * ramp
 
 
 def _yarn_attention_factor(rope: RopeConfig) -> float:
@@ -99,14 +96,14 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
 
 
 def _llama3(rope: RopeConfig, frequencies: np.ndarray, original: int) -> np.ndarray:
-    """Short wavelengths stay, long ones are divided by the factor, a smooth mix between."""
-    turns = original * frequencies / (2 * math.pi)  # over the original length
-    keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    """Keep short wavelengths, interpolate long ones by the factor, with a smooth ramp between."""
+    rotations = original * frequencies / (2 * math.pi)  # over the original length
+    keep = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     keep = np.clip(keep, 0, 1)
     return frequencies * keep + frequencies / rope.factor * (1 - keep)
 
 
 def _dynamic_stretch(config: TransformerConfig, lengths: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    """NTK-aware: theta grows by stretch^(E / (E - 2)), so that the slowest pair turns 1/stretch as fast."""
+    """Return the NTK-aware stretch: theta grows by its (E / (E - 2))-th power, the slowest pair by 1 / it."""
     excess = jnp.maximum(lengths.astype(jnp.float32) / config.max_position, 1.0) - 1
     return 1 + config.rope.factor * excess

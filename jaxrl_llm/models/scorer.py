@@ -8,11 +8,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_kernels.linear_logprob.api import linear_logprob
 from jaxrl_llm.models.config import TransformerConfig
-from jaxrl_llm.sharding.rules import prediction_layout
+from jaxrl_llm.sharding.rules import logprob_specs
 
 
 def make_scorer(config: TransformerConfig, temperature: float, dtype: str, mesh: Mesh):
-    """Jitted (params, tokens [B, T], lengths [B]) -> log-prob of tokens[:, t + 1] at t; [B, T], nats."""
+    """Return a jitted (params, tokens [B, T], lengths [B]) -> log-probs [B, T], nats.
+
+    Position t has the log-prob of tokens[:, t + 1].
+    """
 
     def forward(params, tokens, lengths):
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -26,7 +29,7 @@ def make_scorer(config: TransformerConfig, temperature: float, dtype: str, mesh:
             temperature=temperature,
             softcap=config.logit_softcap,
             with_entropy=False,
-            layout=prediction_layout(hidden, head),
+            partition_specs=logprob_specs(hidden, head),
         )[0]
 
     return jax.jit(forward, out_shardings=NamedSharding(mesh, PartitionSpec()))

@@ -1,4 +1,4 @@
-"""The decoder. One forward serves training, scoring and rollout; families are configs of it."""
+"""The decoder: one forward for training, scoring and rollout; model families are configs of it."""
 
 from __future__ import annotations
 
@@ -13,31 +13,38 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_kernels import batch_invariant
 from jaxrl_kernels.batch_invariant import rounded
-from jaxrl_kernels.flash_attention import api as flash_attention
-from jaxrl_kernels.flash_attention.spec import EVERYTHING
+from jaxrl_kernels.flash_attention.api import SAVED
+from jaxrl_kernels.flash_attention.spec import NO_WINDOW
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.rope import apply_rope, rope_tables
+from jaxrl_llm.sharding.attention import (
+    ContextParallel,
+    context_parallel,
+    reorder_tokens,
+    restore_tokens,
+    sharded_attention,
+)
 from jaxrl_llm.sharding.rules import constrain
-from jaxrl_llm.sharding.sequence import Division, arrange_rows, restore_rows, row_attention, row_division
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
 }
-SAVED = jax.checkpoint_policies.save_only_these_names(flash_attention.SAVED)
+SAVE_ATTENTION = jax.checkpoint_policies.save_only_these_names(SAVED)
 REMAT = {
     "none": None,
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "attention": SAVED,
     "dots": jax.checkpoint_policies.save_from_both_policies(
-        SAVED, jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        SAVE_ATTENTION, jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     ),
+    "attention": SAVE_ATTENTION,
+    "full": jax.checkpoint_policies.nothing_saveable,
 }
+"""What the backward pass keeps of a layer besides its input: name -> policy, from most memory to least."""
 
 
 class Layers(nnx.Module):
-    """All decoder layers, each weight stacked over L in front: one name a weight, scanned."""
+    """All decoder layers, each weight stacked along a leading dim L, for a scan."""
 
     def __init__(self, config: TransformerConfig, key: jax.Array):
         c, init = config, _Initializer(key, config)
@@ -67,7 +74,7 @@ class Layers(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Token ids to final hidden states. Holds weights and its config; no state, no rngs."""
+    """The decoder: weights and config, no other state. Call it on token ids for final hidden states."""
 
     def __init__(self, config: TransformerConfig, key: jax.Array):
         self.config = config
@@ -77,18 +84,18 @@ class Transformer(nnx.Module):
         self.embed = nnx.Param(std * jax.random.normal(embed_key, shape, jnp.float32), axes=axes)
         self.layers = Layers(config, layer_key)
         self.norm = nnx.Param(jnp.ones(config.hidden_size, jnp.float32), axes=("norm",))
-        if config.value_head:  # zeros: a new critic expects nothing
+        if config.value_head:  # zeros: a new critic predicts 0
             self.value = nnx.Param(jnp.zeros((1, config.hidden_size), jnp.float32), axes=("norm", "norm"))
         if not config.tie_embeddings:
             self.lm_head = nnx.Param(std * jax.random.normal(head_key, shape, jnp.float32), axes=axes)
 
     @property
     def head(self) -> Float[Array, "V D"]:
-        """The output matrix: the embedding itself when tied."""
+        """The LM head: the embedding itself when tied."""
         return (self.embed if self.config.tie_embeddings else self.lm_head)[...]
 
     def values(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
-        """What the value head reads from the final hidden states, float32."""
+        """Return the value head's output for final hidden states, float32."""
         return hidden.astype(jnp.float32) @ self.value[...][0]
 
     def __call__(
@@ -99,76 +106,80 @@ class Transformer(nnx.Module):
         *,
         dtype: DTypeLike = jnp.float32,
         remat: str = "none",
-        sequence_parallel: Division = "ring",
+        sequence_parallel: ContextParallel = "ring",
         strict: bool = False,
     ) -> Float[Array, "B T D"]:
-        """Hidden states after the final norm. A token sees the earlier tokens of its own segment.
+        """Compute hidden states after the final norm. A token attends to the earlier ones of its own segment.
 
         The layers are scanned: compile time does not grow with depth.
 
         Args:
-            tokens, positions: ids and their place in the trajectory (0-based).
+            tokens, positions: ids and their positions in the trajectory (0-based).
             segments: which trajectory of the row each token belongs to, 0 = padding; None = one a row.
             dtype: of activations and products; norms, softmax and RoPE are float32.
-            remat: what the backward pass keeps: "none" = everything; "full" = layer inputs only; "attention"
-                = those and what attention found; "dots" = these and matrix products.
-            sequence_parallel: how attention works where the mesh divides the tokens of a row.
-            strict: every bit of a token depends on its trajectory alone, and is the one that decoding finds
+            remat: what the backward pass keeps: "none" = everything; "dots" = layer inputs, attention outputs
+                and matrix products; "attention" = layer inputs and attention outputs; "full" = layer inputs.
+            sequence_parallel: method of context parallelism where the mesh shards the tokens of a row.
+            strict: every bit of a token depends on its trajectory alone, and equals that of decoding
                 (`jaxrl_kernels.batch_invariant`); one device.
         """
         c, windows = self.config, window_sizes(self.config)
         if segments is None:
             segments = jnp.ones_like(tokens)
-        division = row_division(tokens.shape[1], sequence_parallel)
-        tokens, positions, segments = [arrange_rows(x, division) for x in (tokens, positions, segments)]
-        by_row = row_wise(strict)
-        tables = by_row(rope_of(c), None, positions, trajectory_lengths(c, positions, segments))
-        table = constrain(rounded(self.embed[...], dtype), "vocab", "hidden")  # looked up by whole rows
+        method = context_parallel(tokens.shape[1], sequence_parallel)
+        tokens, positions, segments = [reorder_tokens(x, method) for x in (tokens, positions, segments)]
+        per_token = per_token_call(strict)
+        rope = per_token(rope_fn(c), None, positions, trajectory_lengths(c, positions, segments))
+        table = constrain(rounded(self.embed[...], dtype), "vocab", "hidden")  # a lookup reads whole rows
         x = constrain(table[tokens], "batch", "sequence", "hidden")
 
         def body(x, layer_and_window):
             layer, window = layer_and_window
-            attend = attend_row(c, segments, positions, window, division, strict)
-            return block(c, computed_with(layer, dtype), x, tables, attend, strict)[0], None
+            attention_fn = make_attention_fn(c, segments, positions, window, method, strict)
+            return block(c, cast_weights(layer, dtype), x, rope, attention_fn, strict)[0], None
 
         if remat != "none":
             body = jax.checkpoint(body, policy=REMAT[remat], prevent_cse=False)
         x, _ = jax.lax.scan(body, x, (self.layers, jnp.asarray(windows)))
-        return restore_rows(by_row(final_norm(c), self.norm[...], x), division)
+        return restore_tokens(per_token(final_norm_fn(c), self.norm[...], x), method)
 
 
-def attend_row(
+def make_attention_fn(
     c: TransformerConfig,
     segments: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     window: int | Int[Array, ""],
-    division: Division = "whole",
+    method: ContextParallel = "none",
     strict: bool = False,
 ):
-    """`attend` of `block` for tokens that see the earlier ones of their segment; its kv are the row's."""
+    """Return the `attention_fn` of `block` for causal attention within segments; kv are those of the row."""
     settings = {"scale": 1 / math.sqrt(c.head_dim), "softcap": c.attention_softcap}
 
-    def at_once(q, k, v, segments, positions, window):
-        return row_attention(q, k, v, segments, window=window, division=division, **settings)
+    def plain(q, k, v, segments, positions, window):
+        return sharded_attention(q, k, v, segments, window=window, method=method, **settings)
 
-    def in_order(q, k, v, segments, positions, window):
+    def exact(q, k, v, segments, positions, window):
         start = jnp.arange(q.shape[1]) - positions
         return batch_invariant.attention(q, k, v, start, positions, window, **settings)
 
-    how = functools.partial(batch_invariant.with_gradient_of, at_once, in_order) if strict else at_once
-    return lambda q, k, v: (how(q, k, v, segments, positions, jnp.asarray(window)), (k, v))
+    attend = functools.partial(batch_invariant.with_gradient_of, plain, exact) if strict else plain
+    return lambda q, k, v: (attend(q, k, v, segments, positions, jnp.asarray(window)), (k, v))
 
 
-def block(c: TransformerConfig, w: Layers, x, tables, attend, strict: bool = False):
-    """One decoder layer. `attend(q, k, v) -> (out, kv)` decides who sees whom. Returns (x, kv).
+def block(c: TransformerConfig, w: Layers, x, rope, attention_fn, strict: bool = False):
+    """Compute one decoder layer. Returns (x, kv).
 
-    The weights are `computed_with` the type of x.
+    Args:
+        w: its weights, cast to the type of x by `cast_weights`.
+        rope: (cos, sin) of every position.
+        attention_fn: (q, k, v) -> (out, kv); applies the mask, reads and writes the KV cache.
+        strict: batch-invariant.
     """
 
     def bias(w, name):
         return getattr(w, name)[...] if hasattr(w, name) else 0
 
-    def before(w, x, tables):
+    def before_attention(w, x, rope):
         h = rms_norm(x, w.attention_norm[...], c.norm_eps)
         q = project(h, w.q[...]) + bias(w, "q_bias")
         k = project(h, w.k[...]) + bias(w, "k_bias")
@@ -176,9 +187,9 @@ def block(c: TransformerConfig, w: Layers, x, tables, attend, strict: bool = Fal
         if c.qk_norm:
             q = rms_norm(q, w.q_norm[...], c.norm_eps)
             k = rms_norm(k, w.k_norm[...], c.norm_eps)
-        return apply_rope(q, *tables), apply_rope(k, *tables), v
+        return apply_rope(q, *rope), apply_rope(k, *rope), v
 
-    def after(w, x, out):
+    def after_attention(w, x, out):
         x = x + project(out, w.o[...]) + bias(w, "o_bias")
         x = constrain(x, "batch", "sequence", "hidden")
         with jax.named_scope("mlp"):
@@ -189,30 +200,30 @@ def block(c: TransformerConfig, w: Layers, x, tables, attend, strict: bool = Fal
             x = x + project(hidden, w.down[...]) + bias(w, "down_bias")
             return constrain(x, "batch", "sequence", "hidden")
 
-    by_row = row_wise(strict)
+    per_token = per_token_call(strict)
     with jax.named_scope("attention"):
-        q, k, v = by_row(before, w, x, tables)
-        out, kv = attend(constrain(q, "batch", "sequence", "heads", "head_dim"), k, v)
-    return by_row(after, w, x, out), kv
+        q, k, v = per_token(before_attention, w, x, rope)
+        out, kv = attention_fn(constrain(q, "batch", "sequence", "heads", "head_dim"), k, v)
+    return per_token(after_attention, w, x, out), kv
 
 
-def row_wise(strict: bool):
-    """How f(weights, *arrays [B, T, ...]), which treats every token alike, is called."""
-    return batch_invariant.rows if strict else lambda f, weights, *xs: f(weights, *xs)
+def per_token_call(strict: bool):
+    """Return a function that applies f(weights, *arrays [B, T, ...]) per token: call(f, weights, *arrays)."""
+    return batch_invariant.map_tokens if strict else lambda f, weights, *xs: f(weights, *xs)
 
 
-def rope_of(c: TransformerConfig):
-    """`rope_tables` for `row_wise`."""
+def rope_fn(c: TransformerConfig):
+    """Return `rope_tables` as a function for `per_token_call`."""
     return lambda _, positions, lengths=None: rope_tables(c, positions, lengths)
 
 
-def final_norm(c: TransformerConfig):
-    """The norm of the last hidden states for `row_wise`."""
+def final_norm_fn(c: TransformerConfig):
+    """Return the final norm as a function for `per_token_call`."""
     return lambda weight, x: rms_norm(x, weight, c.norm_eps)
 
 
-def computed_with(weights: nnx.Module, dtype: DTypeLike) -> nnx.Module:
-    """Norms as they are, all others in `dtype`."""
+def cast_weights(weights: nnx.Module, dtype: DTypeLike) -> nnx.Module:
+    """Cast weights to `dtype`, except those of norms."""
 
     def cast(path, w):
         return w if "norm" in jax.tree_util.keystr(path) else rounded(w, dtype)
@@ -221,11 +232,11 @@ def computed_with(weights: nnx.Module, dtype: DTypeLike) -> nnx.Module:
 
 
 def project(x: Float[Array, "B T *I"], w: Float[Array, "*I_and_O"]) -> Float[Array, "B T *O"]:
-    """x w, summed over all dims of x but B and T; the other dims of w follow.
+    """Multiply x w, contracting all dims of x but B and T; the other dims of w follow.
 
-    On one device B and T are made one dim first: with two, XLA's CPU backend copies the transpose of
-    every output gradient, and a weight's gradient takes 1.8 times as long. On several they stay apart,
-    for each may be divided.
+    On one device B and T are merged first: with two dims, XLA's CPU backend copies the transpose of every
+    output gradient, and a weight's gradient takes 1.8 times as long. On several devices they stay separate,
+    since each may be sharded.
     """
     inner, outer = x.ndim - 2, x.shape[:2]
     mesh = jax.sharding.get_abstract_mesh()
@@ -235,7 +246,7 @@ def project(x: Float[Array, "B T *I"], w: Float[Array, "*I_and_O"]) -> Float[Arr
 
 
 def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*B D"]:
-    """x / sqrt(mean x^2 + eps) * weight (Zhang & Sennrich 2019), float32 inside, the type of x outside."""
+    """Compute x / sqrt(mean x^2 + eps) * weight (Zhang & Sennrich 2019) in float32; returns the type of x."""
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return (x32 * weight).astype(x.dtype)
@@ -244,7 +255,7 @@ def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, "D"], eps: float) -> 
 def trajectory_lengths(
     c: TransformerConfig, positions: Int[Array, "B T"], segments: Int[Array, "B T"]
 ) -> Int[Array, "B T"] | None:
-    """How long the trajectory of each token is, as far as these tokens tell. None where RoPE never asks."""
+    """Return the length of each token's trajectory within these rows; None where RoPE does not need it."""
     if c.rope.scaling != "dynamic":
         return None
     last = jax.vmap(lambda row, ids: jax.ops.segment_max(row, ids, row.size + 1))(positions, segments)
@@ -252,13 +263,13 @@ def trajectory_lengths(
 
 
 def window_sizes(c: TransformerConfig) -> list[int]:
-    """Per layer, how many tokens a token sees, itself included."""
+    """Return the sliding window of each layer: tokens that a token attends to, itself included."""
     layers = c.window_layers or (True,) * c.num_layers
-    return [c.sliding_window if on and c.sliding_window else EVERYTHING for on in layers]
+    return [c.sliding_window if on and c.sliding_window else NO_WINDOW for on in layers]
 
 
 class _Initializer:
-    """Makes the stacked weights of `Layers`, a key of its own for each."""
+    """Initialises the stacked weights of `Layers`, each with a key of its own."""
 
     def __init__(self, key: jax.Array, config: TransformerConfig):
         self.key, self.config, self.count = key, config, 0

@@ -1,108 +1,110 @@
-"""What to change when a plan does not fit, in the order in which it costs least.
+"""Advice for a plan that does not fit: what to change, least costly first.
 
-Only arithmetic: nothing is compiled again, so a change "would fit" where its saving is known (caches, copies
-of weights, shares of the state) and "may be enough" where the compiler alone knows (activations).
+Arithmetic only, without compiling again: a change "would fit" where its saving is known (caches, copies of
+weights, sharded state) and "may be enough" where only the compiler knows (activations).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 from jaxrl_llm.config import TrainConfig
-from jaxrl_llm.plan.plan import Plan, Row
-from jaxrl_llm.plan.report import size
+from jaxrl_llm.models.transformer import REMAT
+from jaxrl_llm.plan.plan import PhaseCost, Plan
+from jaxrl_llm.plan.report import format_bytes
+from jaxrl_llm.sharding.mesh import MeshConfig
+from jaxrl_llm.sharding.rules import num_shards
 
-DIVIDED = ("parameters", "optimizer", "gradients", "frozen models")
-"""Parts of which each device holds 1 / (fsdp x tensor)."""
+SHARDED = ("parameters", "optimizer", "gradients", "frozen models")
+"""Kinds of memory that fsdp and tensor shard."""
 
 
 def advise(plan: Plan, config: TrainConfig) -> Plan:
-    """The plan with its advice; a plan that fits needs none."""
-    tight = [row for row in plan.rows if row.peak > plan.memory or row.refused]
-    learns = [row for row in tight if not row.name.startswith("rollout")]
-    writes = [row for row in tight if row.name.startswith("rollout")]
-    lines = [*_learning(plan, config, learns), *_writing(plan, config, writes), *_devices(plan, tight)]
+    """Return the plan with advice; none if it fits."""
+    over = [phase for phase in plan.phases if phase.peak > plan.memory or phase.error]
+    training = [phase for phase in over if not phase.name.startswith("rollout")]
+    rollout = [phase for phase in over if phase.name.startswith("rollout")]
+    lines = [*_training(plan, config, training), *_rollout(plan, config, rollout), *_devices(plan, over)]
     return replace(plan, advice=[f"  {i}. {line}" for i, line in enumerate(lines, 1)])
 
 
-def _learning(plan: Plan, config: TrainConfig, tight: list[Row]) -> Iterator[str]:
-    """Fewer activations."""
-    if not tight:
+def _training(plan: Plan, config: TrainConfig, over: list[PhaseCost]) -> Iterator[str]:
+    """Yield advice for scores and updates: fewer activations."""
+    if not over:
         return
-    worst = max(tight, key=lambda row: row.peak)
+    worst = max(over, key=lambda phase: phase.peak)
     fixed = worst.peak - worst.memory["activations"]
     if fixed > plan.memory:
-        yield f"Activations are not the matter: what {worst.name} holds besides is {size(fixed)} (see below)."
+        yield (
+            f"Activations are not the bottleneck: the rest of {worst.name} takes {format_bytes(fixed)} "
+            "(see below)."
+        )
         return
-    room = f"activations of {worst.name} may be {size(plan.memory - fixed)}, now {_activations(worst)}"
-    if config.model.remat != "full" and any("accumulate" in row.name for row in tight):
-        other = {"none": "dots, then full", "dots": "full"}[config.model.remat]
-        yield f"--model.remat {other}: may be enough ({room})."
-    row, now = config.row_tokens, config.tokens_per_device
-    least = -(-row // plan.mesh["sequence"])
-    if now // least > 1:
-        wanted = (plan.memory - fixed) / worst.memory["activations"] * now
-        tokens = max(int(wanted) // least, 1) * least
-        yield f"--tokens_per_device {tokens}: may be enough if activations follow the tokens ({room})."
+    free, used = format_bytes(plan.memory - fixed), format_bytes(worst.memory["activations"])
+    limit = f"activations of {worst.name} may take {free}, now {used}"
+    smaller = list(REMAT)[list(REMAT).index(config.model.remat) + 1 :]
+    if smaller and any("accumulate" in phase.name for phase in over):
+        yield f"--model.remat {', then '.join(smaller)}: may be enough ({limit})."
+    row, tokens = config.row_tokens, config.tokens_per_device
+    least = -(-row // num_shards("sequence", plan.mesh))
+    if tokens // least > 1:
+        scaled = (plan.memory - fixed) / worst.memory["activations"] * tokens
+        tokens = max(int(scaled) // least, 1) * least
+        yield f"--tokens_per_device {tokens}: may be enough if activations grow with tokens ({limit})."
     yield (
-        "--mesh.sequence or --mesh.tensor above 1: both divide activations; one row of "
-        f"{row} tokens is the least that a micro-batch holds."
+        "--mesh.sequence or --mesh.tensor above 1: both shard activations; the smallest micro-batch is one "
+        f"row of {row} tokens."
     )
 
 
-def _writing(plan: Plan, config: TrainConfig, tight: list[Row]) -> Iterator[str]:
-    """Fewer slots, smaller types."""
-    if not tight:
+def _rollout(plan: Plan, config: TrainConfig, phases: list[PhaseCost]) -> Iterator[str]:
+    """Yield advice for rollout: fewer slots, smaller types."""
+    if not phases:
         return
-    worst = max(tight, key=lambda row: row.peak)
+    worst = max(phases, key=lambda phase: phase.peak)
     cache, weights = worst.memory["KV cache"], worst.memory["rollout weights"]
     over = worst.peak - plan.memory
+
+    def line(flag: str, saved: float) -> str:
+        enough = "would fit" if saved >= over else "not enough alone"
+        return f"{flag}: saves {format_bytes(saved)} of {format_bytes(over)}, {enough}."
+
     if config.rollout.dtype == "float32":
         saved = (weights + cache * (config.rollout.cache_dtype is None)) / 2
-        yield f"--rollout.dtype bfloat16: saves {size(saved)} of {size(over)}{_enough(saved, over)}."
+        yield line("--rollout.dtype bfloat16", saved)
     elif config.rollout.cache_dtype == "float32":
-        saved = cache / 2
-        yield f"--rollout.cache_dtype bfloat16: saves {size(saved)} of {size(over)}{_enough(saved, over)}."
+        yield line("--rollout.cache_dtype bfloat16", cache / 2)
     slots = config.rollout.slots
     while slots > 1 and cache * (1 - slots / config.rollout.slots) < over:
         slots //= 2
     if slots < config.rollout.slots and cache:
-        saved = cache * (1 - slots / config.rollout.slots)
-        yield f"--rollout.slots {slots}: saves {size(saved)} of {size(over)}{_enough(saved, over)}."
+        yield line(f"--rollout.slots {slots}", cache * (1 - slots / config.rollout.slots))
     if weights > plan.memory / 4:
         yield (
-            f"--mesh.tensor above {plan.mesh['tensor']}: each device holds {size(weights)} of weights to "
-            "write with, whole but for tensor."
+            f"--mesh.tensor above {num_shards('heads', plan.mesh)}: each device holds "
+            f"{format_bytes(weights)} of rollout weights, which only tensor parallelism shards."
         )
 
 
-def _devices(plan: Plan, tight: list[Row]) -> Iterator[str]:
-    """More devices, of which each holds less of the state."""
-    if not tight:
+def _devices(plan: Plan, over: list[PhaseCost]) -> Iterator[str]:
+    """Yield advice on more devices, which shard the state further."""
+    if not over:
         return
     factor = 2
-    while factor < 4096 and any(_on_more(row, factor) > plan.memory for row in tight):
+    while factor < 4096 and any(_with_more_shards(phase, factor) > plan.memory for phase in over):
         factor *= 2
     if factor < 4096:
-        count = factor
-        for ways in plan.mesh.values():
-            count *= ways
+        fsdp, count = factor * MeshConfig(**plan.mesh).fsdp, factor * math.prod(plan.mesh.values())
         yield (
-            f"More devices, as --mesh.fsdp {factor * plan.mesh['fsdp']}: {count} in all would fit, by the "
-            "shares of parameters, optimizer and gradients alone."
+            f"More devices, as --mesh.fsdp {fsdp}: {count} in all would fit, counting only the shards of "
+            "parameters, optimizer and gradients."
         )
     else:
-        yield "More devices over fsdp alone do not help: what is not divided over fsdp is too large already."
+        yield "A larger --mesh.fsdp alone does not help: what it does not shard is too large already."
 
 
-def _on_more(row: Row, factor: int) -> float:
-    return row.peak - sum(row.memory[part] for part in DIVIDED) * (1 - 1 / factor)
-
-
-def _activations(row: Row) -> str:
-    return size(row.memory["activations"])
-
-
-def _enough(saved: float, over: float) -> str:
-    return ", would fit" if saved >= over else ", not enough alone"
+def _with_more_shards(phase: PhaseCost, factor: int) -> float:
+    """Return the peak with `factor` times as many shards of the state."""
+    return phase.peak - sum(phase.memory[kind] for kind in SHARDED) * (1 - 1 / factor)

@@ -1,39 +1,53 @@
-"""Floating-point operations of the model's matrix products, counted on paper."""
+"""FLOPs of the model's matrix products, counted analytically."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.transformer import window_sizes
 
 
 def layer_weights(c: TransformerConfig) -> int:
-    """Weights of all layers that a token is multiplied with."""
+    """Return the number of weights in the matrix products of all layers."""
     attention = c.head_dim * c.hidden_size * 2 * (c.num_heads + c.num_kv_heads)
     return c.num_layers * (attention + 3 * c.hidden_size * c.mlp_size)
 
 
 def head(c: TransformerConfig, tokens: float) -> float:
-    """Hidden states to logits."""
+    """Return the FLOPs from hidden states to logits."""
     return 2.0 * tokens * c.hidden_size * c.vocab_size
 
 
 def attention(c: TransformerConfig, tokens: float, context: float) -> float:
-    """Scores and weighted values, each token looking at `context` tokens or its layer's window of them."""
+    """Return the FLOPs of scores and weighted values, each token attending to `context` tokens or to its
+    layer's window."""
     seen = sum(min(context, window) for window in window_sizes(c))
     return 4.0 * tokens * c.num_heads * c.head_dim * seen
 
 
 def forward(c: TransformerConfig, tokens: float, context: float) -> float:
-    """The layers, without the head."""
+    """Return the FLOPs of the layers, without the head."""
     return 2.0 * tokens * layer_weights(c) + attention(c, tokens, context)
 
 
-def update(c: TransformerConfig, tokens: float, context: float, remat: str, speaks: bool) -> float:
-    """Forward, backward (twice a forward), and what the backward pass computes again.
+RECOMPUTED: dict[str, Callable[[TransformerConfig, float, float], float]] = {
+    "none": lambda c, tokens, context: 0.0,
+    "dots": lambda c, tokens, context: 0.0,
+    "attention": lambda c, tokens, context: 2.0 * tokens * layer_weights(c),
+    "full": forward,
+}
+"""`--model.remat` -> FLOPs of matrix products that the backward pass computes again ("dots" recomputes what
+is
+elementwise, "attention" all but attention)."""
+
+
+def update(c: TransformerConfig, tokens: float, context: float, remat: str, with_logits: bool) -> float:
+    """Return the FLOPs of forward, backward (twice a forward), and what the backward pass recomputes.
 
     Args:
-        remat: "full" computes the layers again, "dots" their attention.
-        speaks: that log-probs are needed, whose logits are made again.
+        remat: key of RECOMPUTED.
+        with_logits: the loss needs log-probs, whose logits are recomputed too.
     """
-    again = {"none": 0.0, "dots": attention(c, tokens, context), "full": forward(c, tokens, context)}[remat]
-    return 3 * forward(c, tokens, context) + again + 4 * head(c, tokens) * speaks
+    layers = 3 * forward(c, tokens, context) + RECOMPUTED[remat](c, tokens, context)
+    return layers + 4 * head(c, tokens) * with_logits

@@ -1,4 +1,4 @@
-"""Models as shapes: nothing is downloaded, no weight is made."""
+"""Abstract models: shapes of weights without downloading or allocating them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.hf.names import read_config
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.presets import PRESETS, preset
-from jaxrl_llm.sharding.rules import laid_out
+from jaxrl_llm.sharding.rules import with_shardings
 from jaxrl_llm.structs import Params
 from jaxrl_llm.user_file import expand_home
 
 
-class Shapes:
-    """`checkpoint.stored.Stored` without files: folders are asked for their config.json alone."""
+class AbstractModels:
+    """`hf.source.Stored` with abstract weights: of a folder only config.json is read."""
 
     def config(self, path: str) -> TransformerConfig:
-        """The shape of a local folder's model, or of one whose name is known.
+        """Return the architecture of a local folder's model, or of one in `models.presets`.
 
         Raises:
             ConfigError: neither.
@@ -28,22 +28,22 @@ class Shapes:
         folder = expand_home(path)
         if folder.is_dir():
             return read_config(folder)
-        if (found := preset(path)) is None:
+        if (known := preset(path)) is None:
             raise ConfigError(
-                f"--model.path {path}: no such folder, and no shape of that name is known. Give a folder "
-                f"with its config.json (weights are not needed), or one of {', '.join(PRESETS)}."
+                f"--model.path {path}: no such folder, and no architecture of that name is known. Give a "
+                f"folder with its config.json (weights are not needed), or one of {', '.join(PRESETS)}."
             )
-        return found
+        return known
 
     def params(self, path: str, config: TransformerConfig, shardings: Params, dtype: DTypeLike) -> Params:
-        """Abstract weights."""
+        """Return abstract weights with shardings."""
         shapes = jax.eval_shape(lambda weights: models.cast(weights, dtype), models.abstract(config))
-        return laid_out(shapes, shardings)
+        return with_shardings(shapes, shardings)
 
 
-SHAPES = Shapes()
+ABSTRACT_MODELS = AbstractModels()
 
 
-def shape_of(config: ModelConfig) -> TransformerConfig:
-    """The model that a recipe trains."""
-    return SHAPES.config(config.path) if config.path else config.architecture
+def planned_model(config: ModelConfig) -> TransformerConfig:
+    """Return the architecture of the model that a recipe trains."""
+    return ABSTRACT_MODELS.config(config.path) if config.path else config.architecture

@@ -1,4 +1,4 @@
-"""A recipe's step as phases: which program runs, what lies in memory meanwhile, how often, how much work."""
+"""Phases of a training step: the program of each, the arrays in memory beside it, calls and FLOPs."""
 
 from __future__ import annotations
 
@@ -16,76 +16,78 @@ from jaxrl_llm.build.models import make_stages, with_heads
 from jaxrl_llm.config import TrainConfig, derived
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.stage import Stage, loss_signals, policy_scores
-from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.plan import flops
-from jaxrl_llm.plan.models import SHAPES, shape_of
+from jaxrl_llm.plan.models import ABSTRACT_MODELS, planned_model
 from jaxrl_llm.recipe.checks import check_model
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.rules import TRAIN
 from jaxrl_llm.structs import Program
 
-Held = dict[str, Any]
-"""What of it lies in memory -> tree of abstract arrays."""
+Resident = dict[str, Any]
+"""Kind of memory (`plan.MEMORY_KINDS`) -> tree of abstract arrays."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One program of a step."""
+    """One program of a training step, such as "rollout: decode" or "update: accumulate"."""
 
     name: str
-    call: Program
-    held: Held  # all that lies in memory while it runs, its arguments included; no activations
-    times: int  # calls a step at most; of "decode", tokens that a slot writes
+    program: Program
+    resident: Resident  # arrays in memory while it runs, its arguments included; no activations
+    calls: int  # a step, at most; for "decode", tokens that a slot generates
     flops: float  # of one call, all devices together
-    per: str = "call"  # what one of `times` is
+    unit: str = "call"  # of `calls`: "call" or "token"
 
 
 def phases(config: TrainConfig, mesh: Mesh) -> list[Phase]:
-    """The phases of a training step, in their order. Traces the programs, compiles and makes nothing.
+    """Return the phases of a training step, in their order. Traces the programs; compiles and allocates
+    nothing.
 
     Numbers of calls and FLOPs are those of a step whose prompts and responses all have their full length.
 
     Raises:
-        ConfigError, ValueError: the recipe cannot run on this mesh, with the fix.
+        UserError: the recipe cannot run on this mesh, with the fix.
     """
-    model = shape_of(config.model)
+    model = planned_model(config.model)
     check_model(config, mesh.shape, model.max_position, model.num_heads)
     model = with_heads(model, config.algo)
-    stage = make_stages(config, model, mesh, SHAPES)[-1]
-    base = _resident(config, model, stage)
-    found = []
+    stage = make_stages(config, model, mesh, ABSTRACT_MODELS)[-1]
+    base = _always_resident(config, stage)
+    result = []
     if algos.of(config.algo).on_rollouts and config.rollout.engine == "native":
-        found += _rollout(config, model, mesh, stage.policy.abstract_state().params, base)
-    found += _score(config, stage, base)
+        result += _rollout(config, model, mesh, stage.policy.abstract_state().params, base)
+    result += _score(config, stage, base)
     if stage.critic:
-        found += _update("critic", config, stage.critic, stage, base)
-    found += _update("update", config, stage.policy, stage, base)
-    return found
+        result += _update("critic", config, stage.critic, stage, base)
+    result += _update("update", config, stage.policy, stage, base)
+    return result
 
 
-def _resident(config: TrainConfig, model: TransformerConfig, stage: Stage) -> Held:
-    """What is there from the first step to the last."""
+def _always_resident(config: TrainConfig, stage: Stage) -> Resident:
+    """Return the arrays that are in memory during every phase."""
     state = stage.policy.abstract_state()
-    held: Held = {"parameters": [state.params], "optimizer": [state.opt_state], "frozen models": []}
+    resident: Resident = {"parameters": [state.params], "optimizer": [state.opt_state], "frozen models": []}
     if stage.critic:
         critic = stage.critic.abstract_state()
-        held["parameters"].append(critic.params)
-        held["optimizer"].append(critic.opt_state)
-    held["frozen models"] += stage.teachers
+        resident["parameters"].append(critic.params)
+        resident["optimizer"].append(critic.opt_state)
+    resident["frozen models"] += stage.teachers
     if stage.needs_reference:
-        held["frozen models"].append(_reference(config, stage.policy))
-    for judge in config.reward.models:
-        shape = SHAPES.config(judge.path)
-        shardings = models.shardings(shape, stage.policy.mesh, TRAIN)
-        held["frozen models"].append(SHAPES.params(judge.path, shape, shardings, config.model.dtype))
-    return held
+        resident["frozen models"].append(_reference(config, stage.policy))
+    for reward in config.reward.models:
+        model = ABSTRACT_MODELS.config(reward.path)
+        shardings = models.shardings(model, stage.policy.mesh, TRAIN)
+        params = ABSTRACT_MODELS.params(reward.path, model, shardings, config.model.dtype)
+        resident["frozen models"].append(params)
+    return resident
 
 
 def _reference(config: TrainConfig, learner: Learner) -> Any:
-    return SHAPES.params("", learner.model, learner.param_shardings, jnp.dtype(config.model.dtype))
+    dtype = jnp.dtype(config.model.dtype)
+    return ABSTRACT_MODELS.params("", learner.model, learner.param_shardings, dtype)
 
 
-def _rollout(config: TrainConfig, model, mesh: Mesh, params, base: Held) -> Iterator[Phase]:
+def _rollout(config: TrainConfig, model, mesh: Mesh, params, base: Resident) -> Iterator[Phase]:
     rollout, engine = config.rollout, NativeEngine(config.rollout, model, mesh)
     prompt, response = config.max_prompt_tokens, config.max_response_tokens
     calls = engine.largest_calls(
@@ -93,70 +95,72 @@ def _rollout(config: TrainConfig, model, mesh: Mesh, params, base: Held) -> Iter
     )
     weights, cache, state, *_, last = calls["decode"].args
     slots, width = len(state.tokens), calls["prefill"].args[1].shape
-    paged = "write" in calls
-    prompts = calls["write"].args[1] if paged else calls["spread"].args[0]
+    paged = "write_pages" in calls
+    prompts = calls["write_pages"].args[1] if paged else calls["gather"].args[0]
     longest = last.shape[1] * rollout.page if paged else cache.length
     base = base | ({"rollout weights": params} if rollout.weight_noise else {})
-    held = base | {"rollout weights": [weights, base.get("rollout weights")]}
-    full = held | {"KV cache": [cache, prompts]}
+    with_weights = base | {"rollout weights": [weights, base.get("rollout weights")]}
+    full = with_weights | {"KV cache": [cache, prompts]}
     draws = algos.requirements(config.algo).draws
     samples = config.prompts_per_step * config.responses_per_prompt * draws
     rounds = math.ceil(samples / slots)
-    read = math.ceil(config.prompts_per_step * draws / width[0])
+    prefills = math.ceil(config.prompts_per_step * draws / width[0])
     yield Phase("rollout: publish", calls["publish"], base, 1, 0.0)
-    one = flops.forward(model, width[0] * width[1], width[1] / 2)
-    yield Phase("rollout: prefill", calls["prefill"], full, read, one)
-    if "lengthen" in calls:
-        short = calls["lengthen"].args[0]
-        yield Phase("rollout: lengthen", calls["lengthen"], held | {"KV cache": [short, prompts]}, 1, 0.0)
+    prefill = flops.forward(model, width[0] * width[1], width[1] / 2)
+    yield Phase("rollout: prefill", calls["prefill"], full, prefills, prefill)
+    if "resize" in calls:
+        short = calls["resize"].args[0]
+        resident = with_weights | {"KV cache": [short, prompts]}
+        yield Phase("rollout: resize", calls["resize"], resident, 1, 0.0)
     if paged:
-        yield Phase("rollout: write", calls["write"], full, read, 0.0)
-        yield Phase("rollout: copy", calls["copy"], full, rounds, 0.0)
+        yield Phase("rollout: write", calls["write_pages"], full, prefills, 0.0)
+        yield Phase("rollout: copy", calls["copy_pages"], full, rounds, 0.0)
     else:
-        yield Phase("rollout: spread", calls["spread"], full, rounds, 0.0)
-        copied = held | {"KV cache": [cache, prompts, calls["insert"].args[1]]}
+        yield Phase("rollout: gather", calls["gather"], full, rounds, 0.0)
+        copied = with_weights | {"KV cache": [cache, prompts, calls["insert"].args[1]]}
         yield Phase("rollout: insert", calls["insert"], copied, rounds, 0.0)
-    one = flops.forward(model, slots, longest) + flops.head(model, slots)
-    yield Phase("rollout: decode", calls["decode"], full, rounds * response, one, "token")
+    decode = flops.forward(model, slots, longest) + flops.head(model, slots)
+    yield Phase("rollout: decode", calls["decode"], full, rounds * response, decode, "token")
 
 
-def _score(config: TrainConfig, stage: Stage, base: Held) -> Iterator[Phase]:
-    """Questions to the models before the first update."""
+def _score(config: TrainConfig, stage: Stage, base: Resident) -> Iterator[Phase]:
+    """Yield the phases that score the batch before the first update."""
     learner = stage.policy
     rows, times = _microbatches(config, learner)
-    scored = lambda model, speaks: (
-        flops.forward(model, rows * config.row_tokens, config.row_tokens / 2)
-        + flops.head(model, rows * config.row_tokens) * speaks
-    )
+    tokens = rows * config.row_tokens
 
-    def phase(name, learner, params, wants):
-        call = learner.score_program(params, wants)
-        held = base | {"batch": [call.args[1]] * times}
-        return Phase(f"score: {name}", call, held, times, scored(learner.model, wants != ("values",)))
+    def phase(name, learner, params, outputs):
+        program = learner.score_program(params, outputs)
+        resident = base | {"batch": [program.args[1]] * times}
+        work = flops.forward(learner.model, tokens, config.row_tokens / 2)
+        work += flops.head(learner.model, tokens) * (outputs != ("values",))
+        return Phase(f"score: {name}", program, resident, times, work)
 
-    if wants := policy_scores(stage.requires, learner.config.old):
-        yield phase("policy", learner, learner.abstract_state().params, wants)
+    if outputs := policy_scores(stage.requires, learner.config.old):
+        yield phase("policy", learner, learner.abstract_state().params, outputs)
     if stage.critic:
         yield phase("critic", stage.critic, stage.critic.abstract_state().params, ("values",))
     if stage.needs_reference:
         yield phase("reference", learner, _reference(config, learner), ("policy",))
 
 
-def _update(name: str, config: TrainConfig, learner: Learner, stage: Stage, base: Held) -> Iterator[Phase]:
+def _update(
+    name: str, config: TrainConfig, learner: Learner, stage: Stage, base: Resident
+) -> Iterator[Phase]:
     teachers = stage.teachers if learner is stage.policy else ()
     calls = learner.update_programs(loss_signals(stage), teachers)
     grads, batch = calls["accumulate"].args[1:3]
     rows, times = _microbatches(config, learner)
-    a_minibatch = times // config.minibatches_per_step
-    held = base | {"gradients": grads, "batch": [batch] * a_minibatch}
-    tokens, speaks = rows * config.row_tokens, algos.requirements(learner.algo).policy
-    one = flops.update(learner.model, tokens, config.row_tokens / 2, config.model.remat, speaks)
-    yield Phase(f"{name}: accumulate", calls["accumulate"], held, times, one)
+    per_minibatch = times // config.minibatches_per_step
+    resident = base | {"gradients": grads, "batch": [batch] * per_minibatch}
+    tokens, with_logits = rows * config.row_tokens, algos.requirements(learner.algo).policy
+    work = flops.update(learner.model, tokens, config.row_tokens / 2, config.model.remat, with_logits)
+    yield Phase(f"{name}: accumulate", calls["accumulate"], resident, times, work)
     weights = sum(math.prod(x.shape) for x in jax.tree.leaves(grads))
-    yield Phase(f"{name}: apply", calls["apply"], held, config.minibatches_per_step, 15.0 * weights)
+    yield Phase(f"{name}: apply", calls["apply"], resident, config.minibatches_per_step, 15.0 * weights)
 
 
 def _microbatches(config: TrainConfig, learner: Learner) -> tuple[int, int]:
-    """(rows of one, how many a step has at most)."""
-    found = derived(config, learner.mesh.size)
-    return learner.config.rows, found["microbatches_per_update_at_most"] * config.minibatches_per_step
+    """Return (rows of a micro-batch, most micro-batches of a step)."""
+    sizes = derived(config, learner.mesh.size)
+    return learner.config.rows, sizes["microbatches_per_update_at_most"] * config.minibatches_per_step

@@ -1,4 +1,4 @@
-"""The plan of a recipe on a topology: compiled phases and what follows from them."""
+"""The plan of a recipe on a topology: memory, work and roofline of every compiled phase of a step."""
 
 from __future__ import annotations
 
@@ -11,29 +11,37 @@ import jax
 from jaxrl_llm.config import TrainConfig, derived
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.kernels import describe
-from jaxrl_llm.plan.compiled import Compiled, compile_call
-from jaxrl_llm.plan.models import shape_of
+from jaxrl_llm.plan.compiled import CompiledStats, compile_program
+from jaxrl_llm.plan.models import planned_model
 from jaxrl_llm.plan.phases import Phase, phases
-from jaxrl_llm.plan.target import Target
+from jaxrl_llm.plan.target import CompileTarget
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import bytes_per_device
 
-PARTS = ("parameters", "optimizer", "gradients", "frozen models", "rollout weights", "KV cache", "batch")
+MEMORY_KINDS = (
+    "parameters",
+    "optimizer",
+    "gradients",
+    "frozen models",
+    "rollout weights",
+    "KV cache",
+    "batch",
+)
 
 
 @dataclass(frozen=True)
-class Row:
+class PhaseCost:
     """A phase on one device. Bytes, FLOPs and seconds are those of one call."""
 
     name: str
-    memory: dict[str, float]  # what -> bytes, of PARTS and "activations"; its sum is the peak
+    memory: dict[str, float]  # kind -> bytes, of MEMORY_KINDS and "activations"; the sum is the peak
     calls: int  # a step, at most
-    per: str
+    unit: str  # of `calls`: "call" or "token"
     flops: float
-    traffic: dict[str, Any]  # kind of collective -> count and bytes sent
-    seconds: dict[str, float]  # what a call takes at least for compute, memory and interconnect; {} = unknown
+    collectives: dict[str, Any]  # kind of collective -> count and bytes sent
+    roofline: dict[str, float]  # least seconds of a call for compute, memory and interconnect; {} = unknown
     compile_seconds: float
-    refused: str
+    error: str  # of the compiler, where the program alone is too large
 
     @property
     def peak(self) -> float:
@@ -41,48 +49,51 @@ class Row:
         return sum(self.memory.values())
 
     @property
-    def time(self) -> float:
-        """Roofline, seconds of all calls of a step: the slowest of compute, memory and interconnect."""
-        return self.calls * max(self.seconds.values(), default=0.0)
+    def step_seconds(self) -> float:
+        """Roofline of all calls of a step: the slowest of compute, memory and interconnect."""
+        return self.calls * max(self.roofline.values(), default=0.0)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All of it, for the table and for JSON."""
+    """The result of `make_plan`, for the tables and for JSON."""
 
     model: str
     topology: str
     mesh: dict[str, int]
     memory: float  # bytes of a device that the run may use
-    rows: list[Row]
+    phases: list[PhaseCost]
     derived: dict[str, int]
     versions: dict[str, str]
-    kernels: str = ""  # what computes attention and log-probs, and why
-    only: str = ""  # words of the phases that were asked for; "" = all
+    kernels: str = ""  # implementations of attention and log-probs, and why
+    selected: str = ""  # words of the phases that were compiled; "" = all
     advice: list[str] = field(default_factory=list)
 
     @property
-    def peak(self) -> Row:
-        """The phase that needs most."""
-        return max(self.rows, key=lambda row: row.peak)
+    def peak(self) -> PhaseCost:
+        """The phase that needs the most memory."""
+        return max(self.phases, key=lambda phase: phase.peak)
 
     @property
     def fits(self) -> bool:
-        return self.peak.peak <= self.memory and not any(row.refused for row in self.rows)
+        """Whether every phase fits the memory of a device."""
+        return self.peak.peak <= self.memory and not any(phase.error for phase in self.phases)
 
     @property
     def step_seconds(self) -> float:
         """Roofline of a step; 0 where the chip is not known."""
-        return sum(row.time for row in self.rows)
+        return sum(phase.step_seconds for phase in self.phases)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, in bytes, FLOPs and seconds a device."""
-        rows = [{**asdict(row), "peak": row.peak, "step_seconds": row.time} for row in self.rows]
+        """Return everything, in bytes, FLOPs and seconds a device."""
+        phases = [
+            {**asdict(phase), "peak": phase.peak, "step_seconds": phase.step_seconds} for phase in self.phases
+        ]
         peak = {"phase": self.peak.name, "bytes": self.peak.peak}
         return {
             "label": "compiled, not run",
             **asdict(self),
-            "rows": rows,
+            "phases": phases,
             "peak": peak,
             "fits": self.fits,
             "step_seconds": self.step_seconds,
@@ -90,60 +101,62 @@ class Plan:
 
 
 def make_plan(
-    config: TrainConfig, target: Target, only: str = "", say: Callable[[str], None] = lambda text: None
+    config: TrainConfig, target: CompileTarget, only: str = "", log: Callable[[str], None] = lambda text: None
 ) -> Plan:
-    """Compile every phase of the recipe's step for the target's devices, one after the other.
+    """Compile every phase of the recipe's step for the target's devices, sequentially.
 
     Args:
-        only: compile the phases whose name holds one of these words, separated by commas; "" = all.
-        say: told what is being compiled.
+        only: compile the phases whose name contains one of these words, separated by commas; "" = all.
+        log: called with a line before each compilation.
 
     Raises:
-        ValueError: the recipe cannot run on these devices, with the fix.
+        UserError: the recipe cannot run on these devices, with the fix.
     """
     mesh = make_mesh(config.mesh, target.devices)
-    rows = []
-    for phase in phases(config, mesh):
-        if only and not any(word.strip() in phase.name for word in only.split(",")):
-            continue
-        say(f"compiling {phase.name}")
-        rows.append(make_row(phase, compile_call(phase.call, mesh, target.topology.platform), target))
-    if not rows:
-        raise UserError(f"--only {only}: no phase of this recipe has such a name")
+    step = phases(config, mesh)
+    selected = [p for p in step if not only or any(word.strip() in p.name for word in only.split(","))]
+    if not selected:
+        names = ", ".join(phase.name for phase in step)
+        raise UserError(f"--only {only}: no phase of this recipe has such a name; there are {names}.")
+    costs = []
+    for phase in selected:
+        log(f"compiling {phase.name}")
+        stats = compile_program(phase.program, mesh, target.topology.platform)
+        costs.append(phase_cost(phase, stats, target))
     return Plan(
         config.model.path or "architecture of the recipe",
         target.topology.name,
         dict(mesh.shape),
         target.memory,
-        rows,
+        costs,
         derived(config, mesh.size),
         {"jax": jax.__version__, "compiler": target.compiler},
-        describe(shape_of(config.model), config.model.dtype, mesh, config.strict),
+        describe(planned_model(config.model), config.model.dtype, mesh, config.strict),
         only,
     )
 
 
-def make_row(phase: Phase, found: Compiled, target: Target) -> Row:
-    """The phase's memory, work and roofline on one device."""
-    memory = {part: float(bytes_per_device(phase.held.get(part, []))) for part in PARTS}
-    padding = max(found.arguments - bytes_per_device(phase.call.args), 0.0)
-    memory["activations"] = found.temporary + found.outputs + padding
-    work, seconds = phase.flops / len(target.devices), {}
+def phase_cost(phase: Phase, stats: CompiledStats, target: CompileTarget) -> PhaseCost:
+    """Return the phase's memory, work and roofline on one device."""
+    memory = {kind: float(bytes_per_device(phase.resident.get(kind, []))) for kind in MEMORY_KINDS}
+    padding = max(stats.arguments - bytes_per_device(phase.program.args), 0.0)
+    memory["activations"] = stats.temporary + stats.outputs + padding
+    flops, roofline = phase.flops / len(target.devices), {}
     if target.chip:
-        sent = sum(traffic.bytes for traffic in found.traffic.values())
-        seconds = {
-            "compute": work / target.chip.flops,
-            "memory": (found.arguments + found.outputs + 2 * found.temporary) / target.chip.bandwidth,
+        sent = sum(collective.bytes for collective in stats.collectives.values())
+        roofline = {
+            "compute": flops / target.chip.flops,
+            "memory": (stats.arguments + stats.outputs + 2 * stats.temporary) / target.chip.bandwidth,
             "interconnect": sent / target.chip.interconnect,
         }
-    return Row(
+    return PhaseCost(
         phase.name,
         memory,
-        phase.times,
-        phase.per,
-        work,
-        {kind: traffic._asdict() for kind, traffic in sorted(found.traffic.items())},
-        seconds,
-        found.seconds,
-        found.refused,
+        phase.calls,
+        phase.unit,
+        flops,
+        {kind: collective._asdict() for kind, collective in sorted(stats.collectives.items())},
+        roofline,
+        stats.seconds,
+        stats.error,
     )

@@ -28,10 +28,10 @@ from jaxrl_llm.recipe.keys import (
     type_hints,
     type_words,
 )
-from jaxrl_llm.rollout.checks import not_strict
+from jaxrl_llm.rollout.checks import strict_problems
 from jaxrl_llm.rollout.sglang import auth, colocated
 from jaxrl_llm.rollout.sglang.health import read_addresses
-from jaxrl_llm.sharding.sequence import heads_problem
+from jaxrl_llm.sharding.attention import heads_problem
 from jaxrl_llm.user_file import expand_home
 
 GROUP_ADVANTAGES = {
@@ -143,7 +143,7 @@ def _devices(config: TrainConfig) -> Iterator[str]:
 def _strict(config: TrainConfig, sizes: Mapping[str, int]) -> Iterator[str]:
     """Yield what --strict does not go with; a size of -1 is not known yet."""
     if config.strict:
-        yield from not_strict(config.rollout, config.model.dtype, math.prod(sizes.values()))
+        yield from strict_problems(config.rollout, config.model.dtype, math.prod(sizes.values()))
 
 
 def _divided(config: TrainConfig, sizes: Mapping[str, int]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Settings of the rollout: which engine, and how each of them works."""
+"""Settings of the rollout: the engine, and how each of them works."""
 
 from __future__ import annotations
 
@@ -19,47 +19,47 @@ EIGHT_BITS = ("int8", "float8_e4m3fn")
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """The rollout engine and how it samples."""
+    """The rollout engine and its sampling."""
 
     engine: Literal["native", "sglang"] = "native"
-    """What generates the responses: this process's own devices, or a pool of SGLang servers."""
+    """Engine that generates the responses, on this process's own devices or in a pool of SGLang servers."""
     servers: tuple[str, ...] = ()
     """SGLang servers that run already, as http://host:port; or @file, a text file with one address a line,
     which is read again every second: servers may join and leave."""
     launch: Annotated[int, Range(0, 1024)] = 0
     """SGLang servers to start on this machine, as child processes; their logs go to the run directory."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    """How responses are sampled."""
+    """Sampling of training rollouts; evaluation has eval.sampling."""
     slots: Annotated[int, Range(1, 65536, usual="64 is usual")] = 64
-    """Sequences decoded side by side (on each server); more wait. Costs cache memory, never changes text."""
+    """Sequences decoded at once (on each server); more wait. Costs cache memory, never changes text."""
     chunk: Annotated[int, Range(1, 65536, usual="32 is usual")] = 32
-    """Tokens decoded between two checks by the host (refill, stop strings)."""
+    """Tokens decoded per device call; between calls the host looks for stop strings and refills slots."""
     prefill_tokens: Count = 4096
-    """Prompt tokens, padding included, that one forward reads at most (a longer prompt goes alone)."""
+    """Largest prefill batch in tokens, padding included (a longer prompt is prefilled alone)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations; norms, softmax and log-probs are float32."""
     cache: Literal["auto", "ring", "paged"] = "auto"
-    """Keys and values in a ring, with room for the longest sequence in every slot; or in pages, for as many
-    tokens as there are, a prompt's shared by its samples. auto = paged where a kernel reads pages (TPU,
+    """KV cache: for every slot a ring buffer as long as the longest sequence; or pages, allocated as
+    sequences grow, those of a prompt shared by its responses. auto = paged where a kernel reads pages (TPU,
     Hopper), else ring, which plain JAX reads faster."""
     cache_dtype: Literal["float32", "bfloat16", "int8", "float8_e4m3fn"] | None = None
-    """Type of cached keys and values; None = dtype. Those of 8 bits (a scale for each token and head) need
-    pages; log-probs then differ more from the trainer's."""
+    """Type of cached keys and values; None = dtype. 8-bit types (one scale per token and head) need the paged
+    cache; log-probs then differ more from the trainer's."""
     page: Annotated[int, Range(1, 65536, usual="128 is usual")] = 128
-    """Tokens of a page of the paged cache."""
+    """Tokens per page of the paged cache."""
     pages: Count | None = None
-    """Pages that each device has; None = enough for all slots, or what its memory can hold. With fewer,
-    samples wait for others to end."""
+    """Pages on each device; None = enough for all slots, or what its memory holds. With fewer, responses wait
+    until others have finished."""
     max_staleness: Annotated[int, Range(0, 1000, usual="1 to 4 are usual")] = 0
     """Bounded staleness of asynchronous rollout: steps that servers may be ahead of the trainer. While it
     learns, the responses of the next steps are generated, and continue under new weights as these come. 0 =
     synchronous: rollout and training take turns."""
     warm_up: bool = False
-    """Compile every size of every program before the first step, not when a size is first met: a slower
-    start (seconds for a small model, minutes for a large one), and no pause later."""
+    """Compile every shape of every program before the first step instead of at its first use: a slower start
+    (seconds for a small model, minutes for a large one), and no pause later."""
     weight_noise: Annotated[float, Range(0.0, 1.0)] = 0.0
-    """Noise on the weights that training rolls out with, relative to each weight's own size and new every
-    step: an experiment in how much mismatch between rollout and trainer an algorithm bears."""
+    """Gaussian noise on the rollout's weights, relative to the size of each weight and new in every step: an
+    experiment in how much mismatch between rollout and trainer an algorithm tolerates."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, what is wrong), for rules across fields."""

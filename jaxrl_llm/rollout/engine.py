@@ -2,45 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
 from jaxrl_llm.errors import RunError
+from jaxrl_llm.ranges import LARGEST, CountOrZero, Fraction, Range
 from jaxrl_llm.structs import Episode, Metrics, Params, Trajectory
+
+MIN_TEMPERATURE = 0.01  # below it logits / temperature overflow
+MAX_STOP_LENGTH = 1000  # characters; the text after each chunk is searched for all stop strings
+MAX_STOPS = 256
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How tokens are drawn. Reported log-probs are of the full softmax at `temperature`."""
+    """Sampling of tokens. Reported log-probs are of the full softmax at `temperature`."""
 
-    temperature: float = 1.0
+    temperature: Annotated[float, Range(0.0, 100.0, usual="1.0 is usual for training, 0 is greedy")] = 1.0
     """0 = greedy."""
-    top_k: int = 0
+    top_k: CountOrZero = 0
     """Keep the k likeliest tokens; 0 = all."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Range(0.0, 1.0, open_low=True, usual="1.0 keeps all tokens")] = 1.0
     """Keep the smallest set of tokens with at least this probability (nucleus)."""
-    min_p: float = 0.0
+    min_p: Fraction = 0.0
     """Drop tokens less likely than this times the likeliest."""
     stop: tuple[str, ...] = ()
     """Strings that end a response; kept in it."""
-    stop_tokens: tuple[int, ...] = ()
+    stop_tokens: tuple[Annotated[int, Range(0, LARGEST)], ...] = ()
     """Token ids that end a response, besides the tokenizer's end token; kept in it."""
     ignore_eos: bool = False
-    """Run to max_tokens whatever is written (benchmarks)."""
+    """Generate max_tokens tokens, whatever they are (benchmarks)."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, what is wrong with it)."""
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            yield (
+                "temperature",
+                f"is {self.temperature:g}: it must be 0 (greedy) or at least {MIN_TEMPERATURE}.",
+            )
+        for text in self.stop:
+            if not 0 < len(text) <= MAX_STOP_LENGTH:
+                yield (
+                    "stop",
+                    f"has a string of {len(text)} characters: each must have 1 to {MAX_STOP_LENGTH}.",
+                )
+        for name in ("stop", "stop_tokens"):
+            if len(getattr(self, name)) > MAX_STOPS:
+                yield name, f"has {len(getattr(self, name))} entries: at most {MAX_STOPS} are allowed."
 
 
 class Request(NamedTuple):
-    """One prompt and how many responses it wants."""
+    """One prompt and the number of responses to generate."""
 
     prompt_ids: np.ndarray  # int32 [.]
-    prompt_index: int  # names the group, and with the response index the random key of each sample
+    prompt_index: int  # identifies the group; with the response index, the random key of each response
     num_responses: int
-    max_tokens: int  # response tokens at most
+    max_tokens: int  # longest response, observations included
 
 
 @dataclass(eq=False)
@@ -58,23 +80,23 @@ class PartialResponse:
     request: Request | None = None
     index: int = 0  # which of the request's responses
     key: np.ndarray | None = None  # uint32 [2], random key data: what is drawn follows from it alone
-    conversation: Any = None  # of the environment's last reply
+    conversation: Any = None  # of the environment's last reply; None before it
     episode: Episode | None = None
 
     @property
     def turn_start(self) -> int:
-        """The place in `ids` where the present turn begins."""
+        """Return the start of the present turn in `ids`."""
         return self.observed[-1][1] if self.observed else 0
 
     @property
     def context(self) -> np.ndarray:
-        """Prompt, turns and observations before the present turn, int32 [.]."""
+        """Return prompt, turns and observations before the present turn, int32 [.]."""
         prompt = np.asarray(self.request.prompt_ids, np.int32)
         return np.concatenate([prompt, np.array(self.ids[: self.turn_start], np.int32)])
 
     @property
     def mask(self) -> np.ndarray:
-        """1 where the policy generated the token, 0 on observations, int8 [R']."""
+        """Return 1 where the policy generated the token, 0 on observations, int8 [R']."""
         mask = np.ones(len(self.ids), np.int8)
         for start, end in self.observed:
             mask[start:end] = 0
@@ -100,7 +122,7 @@ class Pending(Protocol):
     """Responses that are being generated."""
 
     def result(self) -> list[Trajectory]:
-        """Wait for all of them. A collective, as `generate`."""
+        """Wait for all of them and return them as `Engine.generate` does. A collective."""
 
 
 class DialogueError(RunError):
@@ -108,39 +130,54 @@ class DialogueError(RunError):
 
 
 class Reply(NamedTuple):
-    """An environment's reply to a turn of the policy."""
+    """The environment's reply to a turn of the policy."""
 
-    ids: list[int]  # what the policy reads next, up to where its next turn begins
+    ids: list[int]  # the observation: what the policy reads next, up to the start of its next turn
     done: bool  # the conversation has ended; `ids` are not used
     episode: Episode
-    conversation: Any = None  # so far, for the next reply
+    conversation: Any = None  # so far, for the next reply; None = as before
 
 
 class Dialogue(Protocol):
-    """The environment's side of the conversations of one `generate`."""
+    """The environments of all conversations of one `generate`."""
 
     patience: float
-    """Seconds without any reply after which none will come."""
+    """Seconds without any reply after which the run ends."""
 
     def reply(
         self, prompt_index: int, response_index: int, conversation: Any, ids: Sequence[int], start: int
     ) -> Future[Reply]:
-        """Request the reply to the turn ids[start:] of a response; returns at once.
+        """Return a future of the reply to the turn ids[start:] of a response, without waiting for it.
 
         Args:
             conversation: that of the reply before; None for the first turn.
-            ids: the response so far, earlier turns and replies included.
+            ids: the response so far, earlier turns and observations included.
 
         Raises (the future):
-            DialogueError: no conversation can go on. What is wrong with one alone is in its Episode.
+            DialogueError: no conversation can go on. What is wrong with one alone is in its Episode; any
+                other exception ends this conversation alone.
         """
 
 
 class Engine(Protocol):
-    """A rollout engine: the native one, or a pool of servers."""
+    """The interface of the native engine and of a pool of SGLang servers.
+
+    With several processes each calls every method, in the same order and with the same arguments (they are
+    collectives), and gets the same results.
+    """
 
     def publish(self, params: Params, version: int) -> Metrics:
-        """Use these weights from now on."""
+        """Generate with these weights from now on. A collective.
+
+        Args:
+            params: the trainer's weights, sharded as it has them; copied, so it may donate them afterwards.
+            version: policy version of the tokens that they generate (`Trajectory.versions`).
+
+        Returns: metrics rollout/publish_seconds, rollout/publish_bytes and the engine's own.
+
+        Raises:
+            ServerError: no server could take the weights.
+        """
 
     def start(
         self,
@@ -150,17 +187,26 @@ class Engine(Protocol):
         dialogue: Dialogue | None = None,
         partial: Sequence[PartialResponse] = (),
     ) -> Pending:
-        """Begin to generate responses, in order (request, response index).
+        """Begin to generate responses, and return at once. A collective.
 
-        Partial responses, one for each if there are any, are continued. A conversation's turns are sent to
-        the dialogue again; where its reply differs now, what followed is generated again.
+        Response g to prompt p is sampled with keys derived from fold_in(fold_in(key, p), g) (`keys.py`), so
+        its text does not depend on other responses, their number or order.
 
-        Sample (p, g) draws its tokens with fold_in(fold_in(key, p), g) alone, so its text does not depend
-        on what else is in flight.
+        With a dialogue, a turn that ends before `max_tokens` gets a reply and the next turn is generated,
+        until the dialogue is done or `max_tokens`, observations included, are used up (finish "length"). An
+        observation's tokens have mask 0 and log-prob 0. A slow reply delays its own conversation alone.
 
-        With a dialogue, a turn that ends before `max_tokens` is answered and the next one generated, until
-        the dialogue is done or all of `max_tokens`, replies included, are used up (finish "length"). A
-        reply's tokens have mask 0 and log-prob 0. A slow reply holds up its own conversation alone.
+        Args:
+            requests: prompts of different `prompt_index`.
+            key: of this call; scalar typed key.
+            dialogue: the environments, where there are several turns.
+            partial: responses to continue, one for each (request, response index) in order, or none. The
+                turns of a conversation are sent to the dialogue again; where its reply differs, what
+                followed is generated again.
+
+        Raises:
+            UserError: an impossible prompt or sampling setting.
+            ValueError: nothing is published.
         """
 
     def generate(
@@ -170,13 +216,25 @@ class Engine(Protocol):
         key: jax.Array,
         dialogue: Dialogue | None = None,
     ) -> list[Trajectory]:
-        """Return the trajectories of `start`, when they are finished."""
+        """Call `start` and wait for the result. A collective.
+
+        Returns: a trajectory for each (request, response index), in order.
+
+        Raises:
+            UserError: as `start`.
+            DialogueError: no conversation can go on.
+            ServerError: no server can be used any more.
+        """
 
     def snapshot(self, pending: Sequence[Pending]) -> list[list[PartialResponse]]:
-        """Return copies of pending responses as they are now, in process 0; generation goes on."""
+        """Return copies of pending responses as they are now, for a checkpoint. A collective.
+
+        Generation goes on. Returns: a list for each of `pending`, in order; in process 0 alone they are
+        filled.
+        """
 
     def usage(self) -> Metrics:
-        """Return how busy the engine was since the last call."""
+        """Return throughput and utilisation metrics since the previous call."""
 
     def check_logprobs(self, params: Params, trajectories: Sequence[Trajectory]) -> list[int]:
         """Compare reported log-probs with the trainer's own, and stop using servers that report others.
@@ -190,17 +248,20 @@ class Engine(Protocol):
         """
 
     def release_memory(self) -> None:
-        """Give memory to the trainer: nothing is generated until the next `publish`."""
+        """Free device memory that the trainer shares with the engine. A collective.
+
+        `start` needs a `publish` before it then. Servers on devices of their own go on generating.
+        """
 
 
-def end_ids(tokenizer: Any, more: Sequence[int] = ()) -> tuple[int, ...]:
-    """Return ids that end a response: the tokenizer's end token, and those of a generation_config.json."""
+def eos_ids_of(tokenizer: Any, more: Sequence[int] = ()) -> tuple[int, ...]:
+    """Return the ids that end a response: the tokenizer's end token, and `more` (generation_config.json)."""
     own = getattr(tokenizer, "eos_token_id", None)
     return tuple(dict.fromkeys([*([] if own is None else [own]), *more]))
 
 
 def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Return the text of a response, without special tokens; "" without a tokenizer."""
+    """Decode a response as rewards and people read it; "" without a tokenizer."""
     if tokenizer is None:
         return ""
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

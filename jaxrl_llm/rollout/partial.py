@@ -57,7 +57,7 @@ def trajectory_of(response: PartialResponse, tokenizer: Any) -> Trajectory:
     )
 
 
-def pack(batches: Mapping[int, Sequence[Sequence[PartialResponse]]]) -> bytes:
+def pack_responses(batches: Mapping[int, Sequence[Sequence[PartialResponse]]]) -> bytes:
     """Return {batch number: lists of responses} as one .npz, for a checkpoint."""
     rows = [(n, k, one) for n, lists in batches.items() for k, each in enumerate(lists) for one in each]
     arrays = {
@@ -75,8 +75,8 @@ def pack(batches: Mapping[int, Sequence[Sequence[PartialResponse]]]) -> bytes:
     return out.getvalue()
 
 
-def unpack(data: bytes) -> dict[int, list[list[PartialResponse]]]:
-    """Return what `pack` was given; lists and responses in their order."""
+def unpack_responses(data: bytes) -> dict[int, list[list[PartialResponse]]]:
+    """Return what `pack_responses` was given; lists and responses in their order."""
     arrays = np.load(io.BytesIO(data), allow_pickle=False)
     ends = np.cumsum(arrays["length"])[:-1]
     columns = {name: np.split(arrays[name], ends) for name in PER_TOKEN}

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import numbers
 from concurrent.futures import Future
+from typing import Any
 
 from jaxrl_llm.rollout.engine import Dialogue, DialogueError, PartialResponse, Reply
+from jaxrl_llm.structs import Episode
 
 
 def request_reply(dialogue: Dialogue, response: PartialResponse) -> Future[Reply]:
@@ -18,8 +22,31 @@ def request_reply(dialogue: Dialogue, response: PartialResponse) -> Future[Reply
     )
 
 
+def read_reply(future: Future[Reply] | Any, response: PartialResponse, vocab_size: int) -> Reply:
+    """Return the reply of a finished future (of `concurrent.futures` or asyncio).
+
+    A reply that is an error, has wrong types or ids outside the vocabulary ends this conversation with
+    `Episode.failure`, so that its trajectory is masked; the others go on.
+
+    Raises:
+        DialogueError: no conversation can go on.
+    """
+    try:
+        reply = future.result()
+    except DialogueError:
+        raise
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+    else:
+        failure = _reply_problem(reply, vocab_size)
+    if not failure:
+        return reply
+    episode = response.episode or Episode()
+    return Reply([], True, dataclasses.replace(episode, turns=episode.turns + 1, failure=failure))
+
+
 def append_reply(response: PartialResponse, reply: Reply) -> bool:
-    """Append the environment's reply to the response. Returns whether another turn follows."""
+    """Append a reply that `read_reply` has checked. Returns whether another turn follows."""
     response.conversation = reply.conversation or response.conversation
     response.episode = reply.episode
     if reply.done:
@@ -32,6 +59,20 @@ def append_reply(response: PartialResponse, reply: Reply) -> bool:
     response.observed.append((start, end))
     response.finish = ""
     return True
+
+
+def _reply_problem(reply: Any, vocab_size: int) -> str:
+    """Return what is wrong with a reply; "" if nothing is."""
+    if not isinstance(reply, Reply) or not isinstance(reply.episode, Episode):
+        return f"the reply is {type(reply).__name__}, not a Reply with an Episode"
+    if not isinstance(reply.done, bool):
+        return f"the reply's done is {reply.done!r:.100}, not True or False"
+    if reply.done:
+        return ""
+    if not isinstance(reply.ids, list) or not all(isinstance(i, numbers.Integral) for i in reply.ids):
+        return f"the reply's ids are no list of integers: {reply.ids!r:.100}"
+    wrong = next((i for i in reply.ids if not 0 <= i < vocab_size), None)
+    return "" if wrong is None else f"the reply's token id {wrong} is outside the vocabulary of {vocab_size}"
 
 
 def no_reply_error(dialogue: Dialogue, waiting: int) -> DialogueError:

@@ -1,4 +1,4 @@
-"""`python -m jaxrl_llm plan --config RECIPE.py --topology v5e-16`: does it fit, before paying."""
+"""`python -m jaxrl_llm plan --config RECIPE.py --topology v5e-16`: memory and roofline, ahead of time."""
 
 from __future__ import annotations
 
@@ -13,46 +13,48 @@ from rich.console import Console
 
 from jaxrl_llm.plan.advice import advise
 from jaxrl_llm.plan.plan import make_plan
-from jaxrl_llm.plan.report import show
-from jaxrl_llm.plan.target import open_target, parse
+from jaxrl_llm.plan.report import print_plan
+from jaxrl_llm.plan.target import open_target, parse_topology
 from jaxrl_llm.recipe.load import from_command_line
 from jaxrl_llm.tools.generate import check_writable
 
 
 @dataclass(frozen=True)
 class Args:
-    """Compile a recipe's training step for devices that need not be here, and say what it takes.
+    """Compile a recipe's training step for devices that this machine need not have; print memory,
+    collectives, FLOPs and roofline.
 
-    All other keys are those of `python -m jaxrl_llm.train`: --config RECIPE.py, --mesh.fsdp 8, --model.path
-    Qwen/Qwen3-8B, ... Nothing is run, no weight is made, nothing is downloaded.
+    All other flags are those of `python -m jaxrl_llm.train`: --config RECIPE.py, --mesh.fsdp 8, --model.path
+    Qwen/Qwen3-8B, ... Nothing is run, allocated or downloaded.
     """
 
     topology: str = ""
-    """What to compile for: v4-N, v5e-N, v5p-N, v6e-N, tpu7x-N, a shape such as v5e:4x4, h100, h100xN, h200xN,
-    or cpu (the devices of this process)."""
+    """Devices to compile for: v4-N, v5e-N, v5p-N, v6e-N, tpu7x-N, a shape such as v5e:4x4, h100, h100xN,
+    h200xN, or cpu (the devices of this process)."""
     json: Path | None = None
-    """File for everything that was found."""
+    """File to write all results to."""
     only: str = ""
-    """Compile these phases alone: words of their names, separated by commas, such as update,decode."""
+    """Compile only phases whose names contain one of these words, separated by commas: update,decode."""
 
 
 def main(argv: list[str]) -> int:
-    """Exit code: 0 it fits, 1 it does not, 2 bad input.
+    """Return the exit code: 0 = it fits, 1 = it does not.
 
     Raises:
-        ValueError: a recipe, key or topology that cannot be used, with the fix.
+        UserError: a recipe, flag or topology that cannot be used, with the fix (exit code 2).
     """
     if "--help" in argv or "-h" in argv:
-        argv = ["--help"]  # the recipe's keys have a help of their own
+        argv = ["--help"]  # the recipe's flags have a help of their own
     args, rest = tyro.cli(Args, args=argv, prog="python -m jaxrl_llm plan", return_unknown_args=True)
-    topology = parse(args.topology)
+    topology = parse_topology(args.topology)
     if args.json:
         check_writable(args.json, "--json")
     config = from_command_line(rest, "python -m jaxrl_llm plan", writes=False).config
     target = open_target(topology)
-    plan = make_plan(config, target, args.only, say=lambda text: print(text, file=sys.stderr, flush=True))
+    log = lambda line: print(line, file=sys.stderr, flush=True)
+    plan = make_plan(config, target, args.only, log)
     plan = advise(plan, config)
-    show(plan, Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 160))))
+    print_plan(plan, Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 160))))
     if args.json:
         args.json.write_text(json.dumps(plan.to_json(), indent=1) + "\n")
     return 0 if plan.fits else 1

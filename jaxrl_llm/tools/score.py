@@ -125,7 +125,7 @@ def batches(rows: list[list[int]], budget: int) -> Iterator[list[int]]:
     """Row numbers in groups of one padded width, shortest first: as many shapes as widths."""
     groups: dict[int, list[int]] = {}
     for i, row in enumerate(rows):
-        groups.setdefault(bucket(len(row), least=64), []).append(i)
+        groups.setdefault(bucket(len(row), 64), []).append(i)
     for width in sorted(groups):
         size = max(1, budget // width)
         for start in range(0, len(groups[width]), size):
@@ -134,7 +134,7 @@ def batches(rows: list[list[int]], budget: int) -> Iterator[list[int]]:
 
 def pad(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
     """(tokens [B, T], lengths [B]), B a power of two: few shapes."""
-    tokens = np.zeros((1 << (len(rows) - 1).bit_length(), bucket(len(rows[0]), least=64)), np.int32)
+    tokens = np.zeros((1 << (len(rows) - 1).bit_length(), bucket(len(rows[0]), 64)), np.int32)
     lengths = np.zeros(len(tokens), np.int32)
     for b, row in enumerate(rows):
         tokens[b, : len(row)] = row

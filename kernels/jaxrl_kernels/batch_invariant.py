@@ -1,12 +1,12 @@
-"""The same bits for a token whatever is computed beside it, in whatever program.
+"""Batch-invariant operations: a token's bits do not depend on the rest of the batch or on the program.
 
-XLA chooses by the shape of a product how it sums, so a row of a larger batch has other bits than the same
-row alone. Here every number is made in the body of a loop whose shapes never change: TILE rows at a time,
-KEYS keys at a time, in the order of their positions, whatever the batch. What surrounds a loop is compiled
-apart from its body, so programs that decode, score and train do the same arithmetic.
+XLA chooses the order of a product's sums by its shape, so a row of a larger batch has other bits than the
+same row alone. Here every number is computed in the body of a loop whose shapes never change: TILE tokens at
+a time, KEYS keys at a time, in the order of their positions, whatever the batch. A loop body is compiled
+separately from what surrounds it, so programs that decode, score and train do the same arithmetic.
 
-Only values are made so. Gradients are those of the plain functions at the same inputs: nothing is compared
-with them bit by bit, and their products may be as large as the batch.
+This holds for values only. Gradients are those of the plain functions at the same inputs, whose products may
+be as large as the batch.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
 from jaxrl_kernels.chunks import map_chunks
-from jaxrl_kernels.flash_attention.spec import NOTHING
+from jaxrl_kernels.flash_attention.spec import MASKED_LSE
 from jaxrl_kernels.linear_logprob.api import linear_logprob as plain_linear_logprob
 
 TILE = 16
-"""Rows computed together."""
+"""Tokens computed together."""
 KEYS = 32
-"""Keys of each row that attention looks at together."""
+"""Keys of each token that attention computes together."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def with_gradient_of(plain: Callable[..., Any], exact: Callable[..., Any], *args: Any) -> Any:
-    """exact(*args), with the gradient of plain(*args), which is the same to rounding."""
+    """Return exact(*args), with the gradient of plain(*args), which is equal up to rounding."""
     return exact(*args)
 
 
@@ -47,11 +47,12 @@ def _backward(plain, exact, args, cotangents):
 with_gradient_of.defvjp(_forward, _backward)
 
 
-def rows(f: Callable[..., Any], weights: Any, *xs: Any) -> Any:
-    """f(weights, *xs), TILE tokens at a time, for an f that treats every token alike.
+def map_tokens(f: Callable[..., Any], weights: Any, *xs: Any) -> Any:
+    """Apply f(weights, *xs) TILE tokens at a time.
 
     Args:
-        xs: trees of arrays [B, T, ...]; f is given [1, TILE, ...] of each.
+        f: computes each token independently of the others.
+        xs: trees of arrays [B, T, ...]; f gets [1, TILE, ...] of each.
     """
     return with_gradient_of(f, functools.partial(_in_tiles, f), weights, *xs)
 
@@ -84,11 +85,11 @@ def attention(
     scale: float,
     softcap: float | None = None,
 ) -> Float[Array, "B T H E"]:
-    """Softmax attention of each query to its trajectory's keys, up to its own position. No gradient.
+    """Compute softmax attention of each query to its trajectory's keys, up to its own position. No gradient.
 
     Args:
-        start: the key of position p is at place (start + p) mod C of the query's row.
-        window: keys that a query sees at most, its own included.
+        start: the key of position p is at index (start + p) mod C of the query's row.
+        window: sliding window: the most keys that a query attends to, its own included.
     """
     batch, length, kv_heads, dim = k.shape
     row = jnp.broadcast_to(jnp.arange(batch)[:, None] * length, positions.shape)
@@ -100,33 +101,33 @@ def attention(
         row, start, last = (x.reshape(TILE, 1) for x in (row, start, positions))
         (keys, values), window = shared
 
-        def look(step, carry):
+        def add(step, carry):
             top, total, out = carry
             at = step * KEYS + jnp.arange(KEYS)
-            place = row + (start + at) % length
-            seen = (at <= last) & (last - at < window)
-            scores = product("rkge,rcke->rkgc", q, keys[place]) * scale
+            index = row + (start + at) % length
+            visible = (at <= last) & (last - at < window)
+            scores = product("rkge,rcke->rkgc", q, keys[index]) * scale
             if softcap is not None:
                 scores = softcap * jnp.tanh(scores / softcap)
-            scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+            scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
             higher = jnp.maximum(top, jnp.max(scores, axis=-1))
-            weights = jnp.exp(scores - higher[..., None])  # keys that are not seen add exact zeros
+            weights = jnp.exp(scores - higher[..., None])  # masked keys add exact zeros
             shrink = jnp.exp(top - higher)
-            found = product("rkgc,rcke->rkge", weights.astype(v.dtype), values[place])
+            weighted = product("rkgc,rcke->rkge", weights.astype(v.dtype), values[index])
             total = total * shrink + jnp.sum(weights, axis=-1)
-            return higher, total, out * shrink[..., None] + found
+            return higher, total, out * shrink[..., None] + weighted
 
         zeros = jnp.zeros(q.shape, jnp.float32)
-        carry = zeros[..., 0] + NOTHING, zeros[..., 0], zeros
+        carry = zeros[..., 0] + MASKED_LSE, zeros[..., 0], zeros
         first = jnp.maximum(jnp.min(last) - window + 1, 0) // KEYS
-        _, total, out = jax.lax.fori_loop(first, jnp.max(last) // KEYS + 1, look, carry)
+        _, total, out = jax.lax.fori_loop(first, jnp.max(last) // KEYS + 1, add, carry)
         return (out / total[..., None]).astype(q.dtype).reshape(1, TILE, -1, dim)
 
     return _in_tiles(tile, (kv, jnp.asarray(window)), q, row, start, positions)
 
 
-def logits_with(softcap: float | None) -> Callable[..., Float[Array, "B T V"]]:
-    """(head [V, D], hidden [B, T, D]) -> logits, float32; for `rows`."""
+def logits_fn(softcap: float | None) -> Callable[..., Float[Array, "B T V"]]:
+    """Return (head [V, D], hidden [B, T, D]) -> logits, float32; for `map_tokens`."""
 
     def logits(head, hidden):
         out = jnp.einsum("btd,vd->btv", hidden, head, preferred_element_type=jnp.float32)
@@ -138,14 +139,14 @@ def logits_with(softcap: float | None) -> Callable[..., Float[Array, "B T V"]]:
 def logprob(
     temperature: Float[Array, ""], logits: Float[Array, "B T V"], targets: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """(log softmax(logits / temperature) at the targets, its entropy), nats; for `rows`."""
-    logits = logits * (1 / temperature)  # which XLA makes of a division by a constant, and only by one
+    """Compute (log softmax(logits / temperature) at the targets, its entropy), nats; for `map_tokens`."""
+    logits = logits * (1 / temperature)  # XLA does this for division by a constant, and only then
     below = logits - jnp.max(logits, axis=-1, keepdims=True)
     weights = jnp.exp(below)
     total = jnp.sum(weights, axis=-1)
     at_target = targets[..., None] == jnp.arange(logits.shape[-1])
-    found = jnp.sum(jnp.where(at_target, below, 0), axis=-1) - jnp.log(total)
-    return found, jnp.log(total) - jnp.sum(weights * below, axis=-1) / total
+    logprobs = jnp.sum(jnp.where(at_target, below, 0), axis=-1) - jnp.log(total)
+    return logprobs, jnp.log(total) - jnp.sum(weights * below, axis=-1) / total
 
 
 def linear_logprob(
@@ -159,22 +160,23 @@ def linear_logprob(
     chunk: int = 128,
     with_entropy: bool = True,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"] | None]:
-    """The plain `linear_logprob`, of tiles of rows."""
+    """Compute `linear_logprob` in tiles of tokens."""
     mask = jnp.ones(targets.shape) if mask is None else mask
     settings = {"temperature": temperature, "softcap": softcap, "chunk": chunk, "with_entropy": with_entropy}
 
     def exact(hidden, head, targets, mask):
         def one(hidden, targets):
-            return rows(logprob, jnp.float32(temperature), rows(logits_with(softcap), head, hidden), targets)
+            logits = map_tokens(logits_fn(softcap), head, hidden)
+            return map_tokens(logprob, jnp.float32(temperature), logits, targets)
 
-        found, entropy = (jnp.where(mask > 0, x, 0) for x in map_chunks(one, chunk, hidden, targets))
-        return found, entropy if with_entropy else None
+        logprobs, entropy = (jnp.where(mask > 0, x, 0) for x in map_chunks(one, chunk, hidden, targets))
+        return logprobs, entropy if with_entropy else None
 
     plain = functools.partial(plain_linear_logprob, **settings)
     return with_gradient_of(plain, exact, hidden, head, targets, mask)
 
 
 def rounded(x: Float[Array, "*dims"], dtype: DTypeLike) -> Float[Array, "*dims"]:
-    """x in `dtype`. After a mere cast XLA may compute with the bits that it was to lose."""
+    """Round x to `dtype`. After a plain cast XLA may keep computing with the extra bits."""
     kind = jnp.finfo(dtype)
     return jax.lax.reduce_precision(x, kind.nexp, kind.nmant).astype(dtype)

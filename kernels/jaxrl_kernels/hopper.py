@@ -1,7 +1,7 @@
-"""What our kernels for Hopper use of Pallas Mosaic GPU, on the device and in its interpreter.
+"""Building blocks of the Hopper kernels on Pallas Mosaic GPU: warpgroups, wgmma, TMA rings, the interpreter.
 
-The interpreter runs copies, barriers and warpgroups. It does not know a wgmma whose operand is in registers
-or transposed, nor layouts: there an accumulator is a `Cell` and a product is jnp's.
+The interpreter runs copies, barriers and warpgroups. It does not support layouts, nor a wgmma whose operand
+is in registers or transposed: there an accumulator is an `InterpretedAccumulator` and a product is jnp's.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxrl_kernels.gpu_target import SHARED_MEMORY
+from jaxrl_kernels.chips import CHIPS
 
 ROWS = 64
-"""Of a wgmma, which one warpgroup issues."""
-COMPUTE = 2
-"""Warpgroups that compute, beside the one that copies (to decode, one does)."""
-FEW_REGISTERS, MANY_REGISTERS = 40, 232
-"""Of the warpgroup that copies and of the two that compute: 40 + 2 * 232 = 504, of 512 a lane of each has."""
+"""Rows of a wgmma, which one warpgroup issues."""
+CONSUMERS = 2
+"""Consumer warpgroups, which compute, beside the producer, which copies (decoding has one)."""
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
+"""Registers a lane of each warpgroup: 40 + 2 * 232 = 504 of the 512 that there are."""
 RESERVED = 4096
-"""Bytes of shared memory left to the compiler: reductions and barriers."""
-LENGTHS = (32, 64, 128)
-"""Of the blocks in a ring: TMA writes at multiples of 128 bytes, which 32 of an int32 are."""
+"""Bytes of shared memory reserved for the compiler: reductions and barriers."""
+BLOCK_LENGTHS = (32, 64, 128)
+"""Rows of a block in a ring: TMA writes at multiples of 128 bytes, which 32 of an int32 are."""
 MATRIX = plgpu.Layout.WGMMA
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
-class Cell:
-    """An accumulator of the interpreter."""
+class InterpretedAccumulator:
+    """An accumulator in the interpreter."""
 
     def __init__(self, value: jax.Array):
         self.value = value
@@ -47,56 +47,67 @@ class Cell:
 
 
 def add_product(acc: Any, a: Any, b: Any, transpose: bool = False) -> None:
-    """acc += a @ b, or a @ b^T: begins it. a is a reference or registers, b a reference."""
-    if not isinstance(acc, Cell):
+    """Start acc += a @ b, or a @ b^T. a is a reference or registers, b a reference."""
+    if not isinstance(acc, InterpretedAccumulator):
         plgpu.wgmma(acc, a, b.transpose((1, 0)) if transpose else b)
         return
     contracted = (((1,), (1 if transpose else 0,)), ((), ()))
     acc.value += lax.dot_general(a[...], b[...], contracted, preferred_element_type=jnp.float32)
-    plgpu.commit_smem()  # what was read has been read, before TMA writes there again; wgmma needs none
+    plgpu.commit_smem()  # reads end before TMA writes there again; wgmma needs none
 
 
-def read(acc: Any, unfinished: int = 0) -> jax.Array:
-    """The accumulator once all products but the newest `unfinished` are done."""
-    return acc.value if isinstance(acc, Cell) else plgpu.wgmma_accumulator_load(acc, wait_n=unfinished)
+def read(acc: Any, in_flight: int = 0) -> jax.Array:
+    """Return the accumulator once all products but the newest `in_flight` are done."""
+    return (
+        acc.value
+        if isinstance(acc, InterpretedAccumulator)
+        else plgpu.wgmma_accumulator_load(acc, wait_n=in_flight)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
-class Cores:
-    """The registers and tensor cores of a warpgroup, or their interpreter."""
+class WarpgroupOps:
+    """Registers and accumulators of a warpgroup, on the device or in the interpreter."""
 
     interpret: bool
 
     def layout(self, x: jax.Array, layout: Any) -> jax.Array:
-        """x, spread over the lanes so."""
+        """Return x in a register layout."""
         return x if self.interpret else plgpu.layout_cast(x, layout)
 
     def full(self, shape: tuple[int, ...], value: float, layout: Any = MATRIX) -> jax.Array:
-        """float32 registers of one value."""
+        """Return float32 registers of one value."""
         return self.layout(jnp.full(shape, value, jnp.float32), layout)
 
     def iota(self, shape: tuple[int, int], dim: int) -> jax.Array:
-        """int32 row (0) or column (1) indices."""
+        """Return int32 row (0) or column (1) indices."""
         return self.layout(lax.broadcasted_iota(jnp.int32, shape, dim), MATRIX)
 
     def scratch(self, body: Callable, *shapes: tuple[int, int]) -> Any:
-        """body(*accumulators) of zeros; what it returns."""
+        """Return body(*accumulators), which are zero at first."""
         if self.interpret:
-            return body(*(Cell(jnp.zeros(shape, jnp.float32)) for shape in shapes))
+            return body(*(InterpretedAccumulator(jnp.zeros(shape, jnp.float32)) for shape in shapes))
         return pl.run_scoped(body, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
     def accumulate(self, body: Callable, accs: Sequence[jax.Array], others: Sequence[jax.Array] = ()) -> list:
-        """body(*refs), the first refs accumulators that begin as `accs`; what all hold at its end."""
+        """Run body(*refs), the first refs accumulators initialised to `accs`; return all final values."""
         if self.interpret:
-            cells = [Cell(x) for x in (*accs, *others)]
-            body(*cells)
-            return [cell.value for cell in cells]
-        begin = (*(plgpu.ACC.init(x) for x in accs), *others)
-        return list(pl.run_state(lambda refs: body(*refs))(begin))
+            refs = [InterpretedAccumulator(x) for x in (*accs, *others)]
+            body(*refs)
+            return [ref.value for ref in refs]
+        initial = (*(plgpu.ACC.init(x) for x in accs), *others)
+        return list(pl.run_state(lambda refs: body(*refs))(initial))
+
+
+def unsupported_dtype(dtype: Any) -> str | None:
+    """Return why wgmma does not multiply this type exactly, or None."""
+    if jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16):
+        return None
+    return f"wgmma multiplies bfloat16 and float16, not {jnp.dtype(dtype).name}"
 
 
 def matrix_memory(shape: tuple[int, ...], dtype: Any, stripe: int) -> Any:
-    """Shared memory [..., rows, columns], tiled and swizzled as TMA writes it and wgmma reads it.
+    """Return shared memory [..., rows, columns], tiled and swizzled as TMA writes it and wgmma reads it.
 
     Args:
         stripe: the swizzled stripes of a row divide this number of columns.
@@ -107,28 +118,30 @@ def matrix_memory(shape: tuple[int, ...], dtype: Any, stripe: int) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def stages_that_fit(what: str, length: int, fixed: int, per_row: int, most: int = 4) -> int:
-    """How many blocks of `length` rows a kernel's ring holds: `most`, fewer where shared memory is short.
+def stages_that_fit(kernel: str, length: int, fixed: int, per_row: int, max_stages: int = 4) -> int:
+    """Return the number of blocks of `length` rows in a kernel's ring, as many as shared memory holds.
 
     Args:
-        fixed: bytes that are there all along.
+        kernel: name, for the message.
+        fixed: bytes beside the ring.
         per_row: bytes of a row of a block.
 
     Raises:
-        ValueError: fewer than two fit. It names the lengths that do.
+        ValueError: fewer than two fit; it names the lengths that do.
     """
-    room = SHARED_MEMORY - RESERVED - fixed
-    if length not in LENGTHS or 2 * length * per_row > room:
-        fitting = [n for n in LENGTHS if 2 * n * per_row <= room]
+    shared = CHIPS["h100"].scratchpad
+    free = shared - RESERVED - fixed
+    if length not in BLOCK_LENGTHS or 2 * length * per_row > free:
+        fitting = [n for n in BLOCK_LENGTHS if 2 * n * per_row <= free]
         raise ValueError(
-            f"{what}: two blocks of {length} rows need {2 * length * per_row} bytes of shared memory, "
-            f"{max(room, 0)} are left of {SHARED_MEMORY}; lengths that fit: {fitting or 'none'}"
+            f"{kernel}: two blocks of {length} rows need {2 * length * per_row} bytes of shared memory, "
+            f"{max(free, 0)} are left of {shared}; lengths that fit: {fitting or 'none'}"
         )
-    return min(most, room // (length * per_row))
+    return min(max_stages, free // (length * per_row))
 
 
-def registers_divided() -> bool:
-    """Whether ptxas heeds `set_max_registers`.
+def has_register_reallocation() -> bool:
+    """Return whether ptxas honours `set_max_registers` (setmaxnreg).
 
     jax 0.12 has nvJitLink compile Mosaic kernels, for linking. There ptxas ignores it (C7504): each of three
     warpgroups has 168 registers a lane, and one that needs more spills and runs its products in turn (C7512).
@@ -137,16 +150,16 @@ def registers_divided() -> bool:
 
 
 def launch(
-    body: Callable, out: Any, scratch: dict, grid: dict[str, int], compute: int, interpret: bool
+    body: Callable, out: Any, scratch: dict, grid: dict[str, int], consumers: int, interpret: bool
 ) -> Callable:
-    """`body(*refs, **scratch)` by `compute` warpgroups that compute and a last that copies (axis "group")."""
+    """Return the kernel `body(*refs, **scratch)` of consumer warpgroups and a last, the producer."""
     return plgpu.kernel(
         body,
         out_type=out,
         scratch_types=scratch,
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
-        num_threads=compute + 1,
+        num_threads=consumers + 1,
         thread_name="group",
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane

@@ -19,7 +19,7 @@ from jaxrl_llm.rewards.config import RewardConfig
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.sample import RewardResult
 from jaxrl_llm.rollout.engine import SamplingConfig
-from jaxrl_llm.rollout.native.engine import Later
+from jaxrl_llm.rollout.native.engine import DeferredGeneration
 from jaxrl_llm.structs import Trajectory
 
 
@@ -45,7 +45,8 @@ class FakeEngine:
         return {}
 
     def start(self, requests, sampling, key, dialogue=None, partial=()):
-        return Later(lambda: self.generate(requests, sampling, key))
+        self.key = key
+        return DeferredGeneration(lambda: self.generate(requests, sampling, key))
 
     def usage(self):
         return {}
@@ -182,6 +183,8 @@ def test_noise_on_the_weights_is_relative_and_new_every_step():
     for number in (0, 1, 0):
         built.next(number, weights, 0, lambda name: contextlib.nullcontext())
         seen.append(np.asarray(built.engine.params["w"]))
+        with_sampling_key = perturbed(weights, built.engine.key, 0.1)["w"]
+        assert not np.array_equal(seen[-1], with_sampling_key)  # streams of their own
     assert not np.allclose(seen[0], seen[1]) and np.array_equal(seen[0], seen[2])
     many = perturbed({"w": jnp.full(20000, 3.0)}, jax.random.key(1), 0.1)["w"]
     assert float(many.std()) == pytest.approx(0.3, rel=0.03)

@@ -1,43 +1,47 @@
-"""Each implementation of attention against the dense definition: values, log-sum-exp, gradients, skipping."""
+"""Each implementation of attention against the NumPy oracle: values, log-sum-exp, gradients, skipping."""
 
 import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import kernel_oracles as oracles
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from kernel_oracles import MASKED_LSE, assert_close
 
-from jaxrl_kernels import target
-from jaxrl_kernels.flash_attention import api, blocks, blockwise, pallas_tpu, reference, shapes
-from jaxrl_kernels.flash_attention.spec import EVERYTHING, NOTHING, Place, Spec
+from jaxrl_kernels import dispatch
+from jaxrl_kernels.dispatch import choose, load_implementation
+from jaxrl_kernels.flash_attention import blocks, blockwise, pallas_tpu, shapes
+from jaxrl_kernels.flash_attention.api import SAVED, flash_attention
+from jaxrl_kernels.flash_attention.spec import NO_WINDOW, AttentionSpec, DynamicMask
 
 FAST = {"xla_backend_optimization_level": 0}  # of compilation
 fast_jit = functools.partial(jax.jit, compiler_options=FAST)
 
 
 class Case(NamedTuple):
-    spec: Spec
-    heads: tuple[int, int] = (2, 1)  # of queries, of keys
-    lengths: tuple[int, int] = (130, 130)
+    """Attention compiled once, and run with each mask."""
+
+    spec: AttentionSpec
+    masks: tuple[DynamicMask, ...] = (DynamicMask(),)
+    heads: tuple[int, int] = (1, 1)  # of queries, of keys
+    lengths: tuple[int, int] = (130, 200)
     dim: int = 64
     dtype: str = "float32"
-    place: Place = Place()
-    packed: bool = True
     rows: int = 2
 
 
 CASES = {
-    "grouped heads": Case(Spec(0.2), heads=(4, 2), packed=False),
-    "packed, a window": Case(Spec(0.2), heads=(1, 1), dim=96, place=Place(window=40)),
-    "softcap, all see all": Case(Spec(1.0, False, 2.0), dim=128, lengths=(50, 200)),
-    "part of a longer row": Case(Spec(0.2), lengths=(200, 70), dim=40, place=Place(30, 100, 90)),
-    "bfloat16": Case(Spec(0.1, True, 5.0), dim=256, dtype="bfloat16"),
+    "grouped heads; a window; part of a longer row": Case(
+        AttentionSpec(0.2), (DynamicMask(), DynamicMask(window=40), DynamicMask(30, 100, 90)), (4, 2), dim=40
+    ),
+    "softcap, not causal": Case(AttentionSpec(1.0, False, 2.0), lengths=(70, 200), dim=96),
+    "bfloat16, softcap": Case(AttentionSpec(0.1, True, 5.0), dim=256, dtype="bfloat16"),
 }
-TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
 CHECKED = [(name, case) for name in ("blockwise", "pallas_tpu") for case in CASES]
-CHECKED += [("reference", "softcap, all see all"), ("reference", "part of a longer row")]
+CHECKED += [("reference", case) for case in CASES if "bfloat16" not in case]
 OURS = pytest.mark.parametrize("name", ["blockwise", "pallas_tpu"])
 
 
@@ -45,117 +49,109 @@ OURS = pytest.mark.parametrize("name", ["blockwise", "pallas_tpu"])
 def small_blocks(monkeypatch):
     """Several blocks in short rows, on the CPU."""
     monkeypatch.setattr(blockwise, "BLOCK", 64)
-    monkeypatch.setattr(blockwise, "SCORES", 10_000)
+    monkeypatch.setattr(blockwise, "MAX_SCORES", 10_000)
     monkeypatch.setattr(shapes, "SIZES", (shapes.Blocks(128, 128),))
     monkeypatch.setattr(pallas_tpu, "INTERPRET", True)
 
 
 def inputs(case: Case):
-    """(q, k, v, segments of queries, of keys, place as arrays, d_out, d_lse)."""
-    (queries, keys), (heads, kv_heads), rows = case.lengths, case.heads, case.rows
-    shape = {"q": (rows, queries, heads, case.dim), "k": (rows, keys, kv_heads, case.dim)}
-    random = jax.random.split(jax.random.key(0), 5)
-    arrays = [
-        jax.random.normal(key, shape[name]).astype(case.dtype)
-        for key, name in zip(random, "qkkq", strict=False)
-    ]
-    d_lse = jax.random.normal(random[4], (rows, heads, queries))
-
-    def segments(length, start):  # 1 and 2 with padding between, then padding; and one over everything
-        index = start + np.arange(length)
-        first = np.select([index < 60, index < 66, index < 120], [1, 0, 2], 0)
-        ids = np.stack([first if case.packed else np.ones(length), np.ones(length)])
-        return jnp.asarray(ids[:rows], jnp.int32)
-
-    q_segments, kv_segments = segments(queries, case.place.q_start), segments(keys, case.place.kv_start)
-    return *arrays[:3], q_segments, kv_segments, Place(*case.place.array()), arrays[3], d_lse
+    """(q, k, v, d_out, d_lse)."""
+    rng, (queries, keys), (heads, kv_heads) = np.random.default_rng(0), case.lengths, case.heads
+    sizes = (queries, heads), (keys, kv_heads), (keys, kv_heads), (queries, heads)
+    arrays = [rng.normal(size=(case.rows, *size, case.dim)) for size in sizes]
+    dtype = jnp.dtype(case.dtype)
+    return *(x.astype(dtype) for x in arrays), rng.normal(size=(case.rows, heads, queries)).astype(np.float32)
 
 
-def run(module, case: Case):
-    """(out, lse, dq, dk, dv) of an implementation, twice the same bits."""
-    *known, d_out, d_lse = inputs(case)
+def segments(case: Case, mask: DynamicMask):
+    """Of queries and keys: a row of 1 and 2 with padding between and after; a row of 1."""
+
+    def of(length, offset):
+        index = offset + np.arange(length)
+        packed = np.select([index < 60, index < 66, index < 120], [1, 0, 2], 0)
+        return np.stack([packed, np.ones_like(packed)])[: case.rows].astype(np.int32)
+
+    return of(case.lengths[0], mask.q_offset), of(case.lengths[1], mask.kv_offset)
+
+
+def compiled(module, case: Case):
+    """(out, lse, dq, dk, dv) of an implementation, for every mask."""
 
     @fast_jit
-    def both(*known):
-        results = module.forward(case.spec, *known)
-        return *results, *module.backward(case.spec, *known, *results, d_out, d_lse)
+    def both(q, k, v, q_segments, kv_segments, mask, d_out, d_lse):
+        operands = q, k, v, q_segments, kv_segments, mask
+        results = module.forward(case.spec, *operands)
+        return *results, *module.backward(case.spec, *operands, *results, d_out, d_lse)
 
-    first, second = both(*known), both(*known)
-    for x, y in zip(first, second, strict=True):
-        np.testing.assert_array_equal(x, y)
-    return first
+    return both
 
 
-@functools.cache
-def dense(case: Case):
-    """As `run`, by automatic differentiation of the dense forward in float32."""
-    q, k, v, q_segments, kv_segments, place, d_out, d_lse = inputs(case)
-    q, k, v, d_out = (x.astype(jnp.float32) for x in (q, k, v, d_out))
-    forward = lambda *qkv: reference.forward(case.spec, *qkv, q_segments, kv_segments, place)
-
-    def both(q, k, v):
-        results, pull = jax.vjp(forward, q, k, v)
-        return *results, *pull((d_out, d_lse))
-
-    return fast_jit(both)(q, k, v)
-
-
-def close(ours, wanted, dtype):
-    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), ours, wanted, strict=True):
-        size = max(1.0, float(jnp.abs(jnp.where(y > NOTHING, y, 0)).max()))
-        np.testing.assert_allclose(x.astype(jnp.float32), y, atol=TOLERANCE[dtype] * size, err_msg=name)
+def check(case: Case, mask: DynamicMask, results) -> None:
+    """Compare with the oracle, in values, types and zeros of masked queries."""
+    q, k, v, d_out, d_lse = inputs(case)
+    allowed = oracles.visible(case.spec, mask, *segments(case, mask))
+    wanted = oracles.attention(q, k, v, allowed, case.spec.scale, case.spec.softcap, d_out, d_lse)
+    for name, got, expected in zip(("out", "lse", "dq", "dk", "dv"), results, wanted, strict=True):
+        assert_close(got, expected, case.dtype, name)
+        assert got.dtype == (jnp.float32 if name == "lse" else case.dtype)
+    out, lse, dq = (np.asarray(x, np.float32) for x in results[:3])
+    masked = ~allowed.any(axis=-1)
+    assert masked.any() and not out[masked].any() and not dq[masked].any()
+    assert (np.moveaxis(lse, 1, 2)[masked] == MASKED_LSE).all()
 
 
 @pytest.mark.parametrize(("name", "case"), CHECKED)
-def test_values_and_gradients_are_those_of_the_dense_definition(name, case):
+def test_values_and_gradients_are_those_of_the_oracle(name, case):
     case = CASES[case]
-    ours = run(api.IMPLEMENTATIONS[name], case)
-    close(ours, dense(case), case.dtype)
-    assert all(x.dtype == case.dtype for x in (ours[0], *ours[2:]))
-    assert ours[1].dtype == jnp.float32
-    blind = np.asarray(inputs(case)[3] == 0)
-    out, lse, dq = (np.asarray(x, np.float32) for x in ours[:3])
-    assert (
-        (out[blind] == 0).all()
-        and (dq[blind] == 0).all()
-        and (np.moveaxis(lse, 1, 2)[blind] == NOTHING).all()
-    )
+    q, k, v, *gradients = inputs(case)
+    run = compiled(load_implementation("flash_attention", name), case)
+    for mask in case.masks:
+        arguments = q, k, v, *segments(case, mask), DynamicMask(*mask.array()), *gradients
+        results, again = run(*arguments), run(*arguments)
+        check(case, mask, results)
+        jax.tree.map(np.testing.assert_array_equal, results, again)  # to the last bit
 
 
 @OURS
-def test_blocks_that_nobody_sees_are_not_computed(name):
-    """Not a number in the keys of segment 2 would reach every query of a block that computes with them."""
-    case = Case(Spec(0.2, causal=False), heads=(1, 1), lengths=(256, 256), dim=8, packed=False, rows=1)
+def test_masked_blocks_are_not_computed(name):
+    """NaNs in the keys of segment 2 would reach every query of a block that computes with them."""
+    case = Case(AttentionSpec(0.2, causal=False), lengths=(256, 256), dim=8, rows=1)
     q, k, v, *_ = inputs(case)
-    segments = jnp.repeat(jnp.array([[1, 2]], jnp.int32), 128, axis=1)
-    forward = lambda *qkv: api.IMPLEMENTATIONS[name].forward(case.spec, *qkv, segments, segments, Place())
-    out, _ = fast_jit(forward)(q, k.at[:, 128:].set(jnp.nan), v.at[:, 128:].set(jnp.nan))
-    assert jnp.isfinite(out[:, :128]).all() and jnp.isnan(out[:, 128:]).all()
+    ids = np.repeat(np.array([[1, 2]], np.int32), 128, axis=1)
+    k[:, 128:], v[:, 128:] = np.nan, np.nan
+    forward = functools.partial(load_implementation("flash_attention", name).forward, case.spec)
+    out, _ = fast_jit(forward)(q, k, v, ids, ids, DynamicMask(*DynamicMask().array()))
+    assert np.isfinite(out[:, :128]).all() and np.isnan(out[:, 128:]).all()
 
 
-def test_which_blocks_are_needed_by_hand():
+def test_visible_blocks_by_hand():
     """Blocks of 2 in a row of 8: causal order below the diagonal, a window, and three segments."""
-    of = lambda *ids: blocks.segments_of(jnp.array([ids], jnp.int32), 2)
+    of = lambda *ids: blocks.block_segments(jnp.array([ids], jnp.int32), 2)
     one = of(*[1] * 8)
-    need = lambda spec, place, x, y: np.asarray(blocks.needed(spec, place, x, y, (2, 2))[0]).astype(int)
-    np.testing.assert_array_equal(need(Spec(1.0), Place(), one, one), np.tril(np.ones((4, 4))))
+
+    def needed(mask, q, kv):
+        return np.asarray(blocks.visible_blocks(AttentionSpec(1.0), mask, q, kv, (2, 2))[0]).astype(int)
+
+    np.testing.assert_array_equal(needed(DynamicMask(), one, one), np.tril(np.ones((4, 4))))
     band = np.tril(np.ones((4, 4))) - np.tril(np.ones((4, 4)), -2)
-    np.testing.assert_array_equal(need(Spec(1.0), Place(window=3), one, one), band)
-    assert need(Spec(1.0), Place(window=4), one, one).sum() == band.sum() + 2  # index 4 sees index 1
+    np.testing.assert_array_equal(needed(DynamicMask(window=3), one, one), band)
+    assert needed(DynamicMask(window=4), one, one).sum() == band.sum() + 2  # index 4 attends to index 1
     packed = of(1, 1, 1, 2, 2, 2, 0, 0)
     wanted = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0]]
-    np.testing.assert_array_equal(need(Spec(1.0), Place(), packed, packed), wanted)
+    np.testing.assert_array_equal(needed(DynamicMask(), packed, packed), wanted)
     assert packed.only.tolist() == [[1, 0, 2, 0]]
-    later = need(Spec(1.0), Place(q_start=0, kv_start=4), one, one)  # keys of which most come later
+    later = needed(DynamicMask(q_offset=0, kv_offset=4), one, one)  # most keys come later
     np.testing.assert_array_equal(later, [[0] * 4, [0] * 4, [1, 0, 0, 0], [1, 1, 0, 0]])
-    first, end = blocks.bounds(jnp.array([[[0, 1, 1, 0], [0, 0, 0, 0], [1, 0, 0, 1]]], bool))
+    first, end = blocks.block_range(jnp.array([[[0, 1, 1, 0], [0, 0, 0, 0], [1, 0, 0, 1]]], bool))
     assert (first.tolist(), end.tolist()) == ([[1, 0, 0]], [[3, 0, 4]])
 
 
 def test_the_tpu_kernels_have_no_races(monkeypatch, capfd):
     monkeypatch.setattr(pallas_tpu, "INTERPRET", pltpu.InterpretParams(detect_races=True))
-    case = Case(Spec(0.2), heads=(1, 1), lengths=(100, 130), dim=8, rows=1)
-    close(run(pallas_tpu, case), dense(case), case.dtype)
+    case = Case(AttentionSpec(0.2), lengths=(100, 130), dim=8, rows=1)
+    q, k, v, *gradients = inputs(case)
+    mask = DynamicMask()
+    check(case, mask, compiled(pallas_tpu, case)(q, k, v, *segments(case, mask), mask, *gradients))
     assert "RACE" not in "".join(capfd.readouterr()).upper()
 
 
@@ -163,7 +159,7 @@ def test_the_tpu_kernels_have_no_races(monkeypatch, capfd):
 def test_the_kernels_lower_for_tpu(monkeypatch, dtype):
     monkeypatch.setattr(pallas_tpu, "INTERPRET", False)
     q, k = (jax.ShapeDtypeStruct((2, 300, heads, 64), dtype) for heads in (4, 2))
-    loss = lambda q, k, v, w: api.flash_attention(
+    loss = lambda q, k, v, w: flash_attention(
         q, k, v, scale=0.1, window=w, softcap=9.0, implementation="pallas_tpu"
     ).sum()
     window = jax.ShapeDtypeStruct((), jnp.int32)
@@ -173,80 +169,112 @@ def test_the_kernels_lower_for_tpu(monkeypatch, dtype):
 
 def test_gradients_through_a_scan_with_a_window_a_layer():
     """As a model calls it: the window is traced, the log-sum-exp has a gradient too."""
-    q, k, v, segments, *_ = inputs(Case(Spec(0.3), dim=8))
-    windows = jnp.array([20, EVERYTHING])
+    case = Case(AttentionSpec(0.3), lengths=(130, 130), dim=8)
+    windows = (20, NO_WINDOW)
+    q, k, v, *_ = inputs(case)
+    ids, _ = segments(case, DynamicMask())
 
-    def ours(x, k, v, window):
-        return api.flash_attention(x, k, v, segments, scale=0.3, window=window, return_lse=True)
-
-    def wanted(x, k, v, window):
-        return reference.forward(Spec(0.3), x, k, v, segments, segments, Place(window=window))
-
-    def loss(attend, *qkv):
+    def loss(q, k, v):
         def layer(x, window):
-            out, lse = attend(x, *qkv[1:], window)
-            lse = jnp.moveaxis(jnp.where(lse > NOTHING, lse, 0), 1, 2)[..., None]
+            out, lse = flash_attention(x, k, v, ids, scale=0.3, window=window, return_lse=True)
+            lse = jnp.moveaxis(jnp.where(lse > MASKED_LSE, lse, 0), 1, 2)[..., None]
             return x + out * jnp.sin(lse), None
 
-        return jax.lax.scan(layer, qkv[0], windows)[0].sum()
+        return jax.lax.scan(layer, q, jnp.array(windows))[0].sum()
 
-    gradients = [fast_jit(jax.grad(functools.partial(loss, f), (0, 1, 2)))(q, k, v) for f in (ours, wanted)]
-    for x, y in zip(*gradients, strict=True):
-        np.testing.assert_allclose(x, y, atol=2e-5)
+    ids = jnp.asarray(ids)
+    ours = fast_jit(jax.grad(loss, (0, 1, 2)))(*(jnp.asarray(x) for x in (q, k, v)))
+
+    x, seen = q.astype(np.float64), []  # the chain rule, by hand
+    for window in windows:
+        allowed = oracles.visible(case.spec, DynamicMask(window=window), ids, ids)
+        out, lse = oracles.attention(x, k, v, allowed, 0.3)
+        finite = np.where(lse > MASKED_LSE, lse, 0)
+        seen.append((x, allowed, out, finite))
+        x = x + out * np.moveaxis(np.sin(finite), 1, 2)[..., None]
+    d_x, d_k, d_v = np.ones_like(x), 0.0, 0.0
+    for x, allowed, out, lse in reversed(seen):
+        d_lse = np.moveaxis((d_x * out).sum(-1), 2, 1) * np.cos(lse) * allowed.any(-1)[:, None]
+        d_out = d_x * np.moveaxis(np.sin(lse), 1, 2)[..., None]
+        *_, dq, dk, dv = oracles.attention(x, k, v, allowed, 0.3, None, d_out, d_lse)
+        d_x, d_k, d_v = d_x + dq, d_k + dk, d_v + dv
+    for name, got, expected in zip("qkv", ours, (d_x, d_k, d_v), strict=True):
+        assert_close(got, expected, name=name)
 
 
 def test_what_the_backward_pass_needs_can_be_kept():
     """A policy that keeps SAVED runs no second forward pass: 2 + 5 products a step, not 2 + 2 + 5."""
-    q, k, v, *_ = inputs(Case(Spec(0.2), heads=(2, 2), lengths=(40, 40), dim=8))
+    q, k, v, *_ = inputs(Case(AttentionSpec(0.2), heads=(2, 2), lengths=(40, 40), dim=8))
+    k, v = jnp.asarray(k), jnp.asarray(v)
 
     def products(policy):
-        attend = lambda q: api.flash_attention(q, k, v, scale=0.3, implementation="blockwise").sum()
+        attend = lambda q: flash_attention(q, k, v, scale=0.3, implementation="blockwise").sum()
         text = str(jax.make_jaxpr(jax.grad(jax.checkpoint(attend, policy=policy)))(q))
         return text.count("dot_general")
 
-    keep = jax.checkpoint_policies.save_only_these_names(api.SAVED)
+    keep = jax.checkpoint_policies.save_only_these_names(SAVED)
     assert (products(keep), products(jax.checkpoint_policies.nothing_saveable)) == (7, 9)
 
 
 def on(monkeypatch, platform, kind):
-    monkeypatch.setattr(target, "device", lambda: (platform, kind))
+    monkeypatch.setattr(dispatch, "device", lambda: (platform, kind))
 
 
 def test_the_choice_says_why(monkeypatch):
-    assert api.choose(64, jnp.float32)[0] == "blockwise"
+    chosen = functools.partial(choose, "flash_attention")
+    assert chosen(64, jnp.float32)[0] == "blockwise"
     on(monkeypatch, "tpu", "TPU v5 lite")
-    assert api.choose(64, jnp.bfloat16) == ("pallas_tpu", "TPU v5 lite: Pallas kernels for TPU")
-    name, why = api.choose(512, jnp.bfloat16)
-    assert name == "blockwise" and "head_dim 512" in why and "256" in why
-    assert "float16" in api.choose(64, jnp.float16)[1]
+    assert chosen(64, jnp.bfloat16) == ("pallas_tpu", "TPU v5 lite: Pallas kernels for TPU")
+    name, reason = chosen(512, jnp.bfloat16)
+    assert name == "blockwise" and "head_dim 512" in reason and "256" in reason
+    assert "float16" in chosen(64, jnp.float16)[1]
+    assert chosen(64, jnp.float16, implementation="blockwise") == ("blockwise", "requested")
     monkeypatch.setenv("JAXRL_KERNELS", "jax")
-    assert api.choose(64, jnp.bfloat16) == ("blockwise", "TPU v5 lite: plain JAX, as JAXRL_KERNELS says")
+    assert chosen(64, jnp.bfloat16) == ("blockwise", "TPU v5 lite: plain JAX, as JAXRL_KERNELS says")
     monkeypatch.setenv("JAXRL_KERNELS", "pallas")
     with pytest.raises(ValueError, match='JAXRL_KERNELS=pallas: must be "auto" or "jax"'):
-        api.choose(64, jnp.bfloat16)
+        chosen(64, jnp.bfloat16)
     monkeypatch.delenv("JAXRL_KERNELS")
     on(monkeypatch, "gpu", "NVIDIA A100-SXM4-80GB")
-    assert api.choose(64, jnp.bfloat16)[0] == "blockwise"
+    assert chosen(64, jnp.bfloat16)[0] == "blockwise"
+    on(monkeypatch, "gpu", "NVIDIA H100 80GB HBM3")
+    assert chosen(64, jnp.bfloat16)[0] == "pallas_gpu"
+    assert chosen(64, jnp.float32) == ("blockwise", "wgmma multiplies bfloat16 and float16, not float32")
+
+
+@pytest.mark.parametrize("operation", dispatch.OPERATIONS)
+def test_every_implementation_of_every_operation_is_a_module(operation):
+    names, portable = dispatch.OPERATIONS[operation]
+    assert portable in names and "reference" in names
+    for name in names:
+        assert load_implementation(operation, name).__name__.endswith(f".{operation}.{name}")
 
 
 def test_errors_name_what_would_do(monkeypatch):
-    q = jnp.zeros((1, 8, 4, 64), jnp.bfloat16)
-    with pytest.raises(ValueError, match=r"flash.*reference, blockwise, pallas_tpu, pallas_gpu, cudnn, auto"):
-        api.flash_attention(q, q, q, scale=1.0, implementation="flash")
+    array = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype)
+    q, k = array(1, 8, 4, 64), array(1, 8, 3, 64)
+
+    def attend(implementation, q, k=None, segments=None, **options):
+        run = functools.partial(flash_attention, scale=1.0, implementation=implementation, **options)
+        return jax.eval_shape(run, q, k or q, k or q, segments)
+
+    with pytest.raises(
+        ValueError, match=r"'flash'; known: auto, reference, blockwise, pallas_tpu, pallas_gpu"
+    ):
+        attend("flash", q)
     with pytest.raises(ValueError, match="4 query heads cannot share 3"):
-        api.flash_attention(q, q[:, :, :3], q[:, :, :3], scale=1.0)
+        attend("auto", q, k)
     with pytest.raises(ValueError, match=r"cannot do packed segments, a softcap; .auto. can"):
-        segments = jnp.ones((1, 8), jnp.int32)
-        api.flash_attention(q, q, q, segments, scale=1.0, softcap=1.0, implementation="cudnn")
-    wide = jnp.zeros((1, 8, 1, 320))
-    with pytest.raises(ValueError, match=r"head_dim 320.*up to 256.*implementation=.blockwise."):
-        api.flash_attention(wide, wide, wide, scale=1.0, implementation="pallas_tpu")
-    half = q.astype(jnp.float16)
+        attend("cudnn", q, segments=array(1, 8, dtype=jnp.int32), softcap=1.0)
+    with pytest.raises(ValueError, match=r"cudnn: takes bfloat16 and float16, not float32"):
+        attend("cudnn", array(1, 8, 4, 64, dtype=jnp.float32))
+    with pytest.raises(ValueError, match=r"head_dim 320.*up to 256.*implementation='blockwise'"):
+        attend("pallas_tpu", array(1, 8, 1, 320))
     with pytest.raises(ValueError, match=r"dtype float16.*bfloat16 and float32"):
-        api.flash_attention(half, half, half, scale=1.0, implementation="pallas_tpu")
+        attend("pallas_tpu", array(1, 8, 4, 64, dtype=jnp.float16))
     monkeypatch.setattr(shapes, "SIZES", (shapes.Blocks(2048, 2048),))
     on(monkeypatch, "tpu", "TPU v4")
     with pytest.raises(
         ValueError, match=r"2048 queries and 2048 keys.*a kernel on v4 has 16 MiB.*\(512, 2048\)"
     ):
-        api.flash_attention(q, q, q, scale=1.0, implementation="pallas_tpu")
+        attend("pallas_tpu", q)

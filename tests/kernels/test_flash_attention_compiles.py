@@ -1,6 +1,6 @@
 """The TPU kernels of attention through the real compiler, for every generation: `make test-compilers`.
 
-Compiled, not run: it says that the blocks fit and that every operation is one the chip has.
+Compiled, not run: proves that the blocks fit and that the chip supports every operation.
 """
 
 import re
@@ -11,15 +11,17 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_kernels.flash_attention import api, shapes
+from jaxrl_kernels.chips import TPUS
+from jaxrl_kernels.flash_attention import shapes
+from jaxrl_kernels.flash_attention.api import flash_attention
 
 pytestmark = pytest.mark.compilers
-CHIPS = pytest.mark.parametrize("chip", shapes.VMEM)
+CHIPS = pytest.mark.parametrize("chip", TPUS)
 
 
 @pytest.fixture
 def mesh(chip, tpu):
-    """One device of a chip that is not here."""
+    """One device of a chip that this machine lacks."""
     return Mesh(np.array(tpu(chip)[:1]), ("x",))
 
 
@@ -32,7 +34,7 @@ def compiled(mesh, dim, dtype, *, length=4096, spec=None, heads=(8, 2)) -> str:
     segments, window = array(1, length, kind=jnp.int32), array(kind=jnp.int32)
 
     def loss(q, k, v, segments, window):
-        out, lse = api.flash_attention(
+        out, lse = flash_attention(
             q, k, v, segments, scale=0.1, window=window, return_lse=True, **(spec or {})
         )
         return out.astype(jnp.float32).sum() + lse.sum()
@@ -57,7 +59,7 @@ def test_softcap_without_order_and_an_odd_length_compile(mesh):
 @CHIPS
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
 def test_what_our_check_lets_pass_the_compiler_does_too(mesh, chip, kernel, monkeypatch):
-    """The largest blocks of `fitting`: an overflow of VMEM is ours to report, never the compiler's."""
-    blocks = [shapes.Blocks(*b) for b in shapes.fitting(kernel, 128, "bfloat16", chip)]
+    """The largest blocks: our own check reports an overflow of VMEM, never the compiler."""
+    blocks = [shapes.Blocks(*b) for b in shapes.largest_blocks(kernel, 128, "bfloat16", chip)]
     monkeypatch.setattr(shapes, "SIZES", (*blocks[len(blocks) // 2 :][:1], shapes.Blocks(128, 128)))
     compiled(mesh, 128, "bfloat16")

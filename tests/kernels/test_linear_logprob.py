@@ -1,98 +1,106 @@
-"""Chunked log-probs against the dense definition; the vocabulary is never laid out over a whole row."""
+"""Chunked log-probs against the NumPy oracle; [B, T, V] is never in memory."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
+import kernel_oracles as oracles
 import numpy as np
 import pytest
+from kernel_oracles import assert_close
 
 from jaxrl_kernels.linear_logprob.api import linear_logprob
+from jaxrl_kernels.linear_logprob.square import linear_square
 
+FAST = {"xla_backend_optimization_level": 0}  # of compilation
 B, T, D, V = 2, 12, 8, 50
 
 
-def inputs(dtype=jnp.float32):
-    keys = jax.random.split(jax.random.key(0), 3)
-    hidden = jax.random.normal(keys[0], (B, T, D), dtype)
-    head = jax.random.normal(keys[1], (V, D), dtype)
-    return hidden, head, jax.random.randint(keys[2], (B, T), 0, V)
+def inputs(dtype=np.float32):
+    rng = np.random.default_rng(0)
+    hidden, head = (rng.normal(size=(*shape, D)).astype(dtype) for shape in ((B, T), (V,)))
+    return hidden, head, rng.integers(0, V, (B, T)).astype(np.int32)
 
 
-def dense(hidden, head, targets, temperature=1.0, softcap=None):
-    logits = hidden.astype(jnp.float32) @ head.astype(jnp.float32).T
-    if softcap is not None:
-        logits = softcap * jnp.tanh(logits / softcap)
-    logprobs = jax.nn.log_softmax(logits / temperature)
-    entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
-    return jnp.take_along_axis(logprobs, targets[..., None], -1)[..., 0], entropy
+@functools.cache
+def compiled(chunk, temperature=1.0, softcap=None, masked=False):
+    """(hidden, head, targets, mask) -> (log-prob, entropy), (d_hidden, d_head) of a weighted sum of both."""
+
+    def loss(hidden, head, targets, mask, d_logprob, d_entropy):
+        settings = {"temperature": temperature, "softcap": softcap, "chunk": chunk}
+        found = linear_logprob(hidden, head, targets, mask if masked else None, **settings)
+        return jnp.sum(d_logprob * found[0] + d_entropy * found[1]), found
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True), compiler_options=FAST)
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 12, 100])
-@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, None), (1.3, 2.0)])
-def test_values_and_gradients_equal_the_dense_ones(chunk, temperature, softcap):
-    hidden, head, targets = inputs()
-    weights = jnp.linspace(-1, 1, B * T).reshape(B, T)
-
-    def total(fn, **settings):
-        def run(hidden, head):
-            logprob, entropy = fn(hidden, head, targets, temperature=temperature, softcap=softcap, **settings)
-            return jnp.sum(weights * logprob) + 0.3 * jnp.sum(weights**2 * entropy), (logprob, entropy)
-
-        return jax.value_and_grad(run, argnums=(0, 1), has_aux=True)(hidden, head)
-
-    got, wanted = total(linear_logprob, chunk=chunk), total(dense)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+def check(run, mask, **settings):
+    """Values and gradients against the oracle; those outside the mask are 0."""
+    weights = np.linspace(-1, 1, B * T).reshape(B, T).astype(np.float32), np.float32(0.3)
+    gradients, found = run(*inputs(), mask, *weights)
+    wanted = oracles.logprob(*inputs(), **settings, d_logprob=weights[0] * mask, d_entropy=weights[1] * mask)
+    wanted = *(x * mask for x in wanted[:2]), *wanted[2:]
+    for got, expected in zip((*found, *gradients), wanted, strict=True):
+        assert_close(got, expected)
 
 
-@pytest.mark.parametrize("trained", [0, 1, 7, 24])
+@pytest.mark.parametrize(
+    ("chunk", "temperature", "softcap"), [(1, 1.0, None), (5, 1.3, 2.0), (12, 0.7, None), (100, 1.3, 2.0)]
+)
+def test_values_and_gradients_equal_the_oracle(chunk, temperature, softcap):
+    run = compiled(chunk, temperature, softcap)
+    check(run, np.ones((B, T), np.float32), temperature=temperature, softcap=softcap)
+
+
 @pytest.mark.parametrize("chunk", [1, 3, 12])
-def test_a_mask_leaves_the_wanted_tokens_as_they_are_and_the_others_0(chunk, trained):
+def test_a_mask_keeps_its_tokens_and_zeroes_the_others(chunk):
+    rng = np.random.default_rng(1)
+    for trained in (0, 1, 7, 24):
+        mask = rng.permutation(np.arange(B * T) < trained).reshape(B, T).astype(np.float32)
+        check(compiled(chunk, masked=True), mask)
+
+
+def test_masked_tokens_are_not_computed():
+    """NaNs outside the mask reach nothing when they are in chunks of their own."""
     hidden, head, targets = inputs()
-    mask = jax.random.permutation(jax.random.key(1), jnp.arange(B * T) < trained).reshape(B, T)
-
-    def total(fn):
-        def run(hidden, head):
-            logprob, entropy = fn(hidden, head)
-            return jnp.sum(logprob) + 0.3 * jnp.sum(entropy**2), (logprob, entropy)
-
-        return jax.value_and_grad(run, argnums=(0, 1), has_aux=True)(hidden, head)
-
-    got = total(lambda h, w: linear_logprob(h, w, targets, mask.astype(jnp.float32), chunk=chunk))
-    wanted = total(lambda h, w: [jnp.where(mask, x, 0.0) for x in dense(h, w, targets)])
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-
-
-def test_what_the_mask_leaves_out_is_not_computed():
-    """NaNs outside reach nothing when they are in chunks of their own."""
-    hidden, head, targets = inputs()
-    mask = jnp.zeros((B, T)).at[:, 3:6].set(1)
-    loss = lambda h, w: linear_logprob(h, w, targets, mask, chunk=3)[0].sum()
-    grads = jax.grad(loss, argnums=(0, 1))(jnp.where(mask[..., None] > 0, hidden, jnp.nan), head)
-    assert all(jnp.isfinite(grad).all() for grad in grads)
-    assert (grads[0][:, 6:] == 0).all() and (grads[0][:, 3:6] != 0).any()
+    mask = np.zeros((B, T), np.float32)
+    mask[:, 3:6] = 1
+    hidden = np.where(mask[..., None] > 0, hidden, np.nan)
+    gradients, _ = compiled(3, masked=True)(hidden, head, targets, mask, mask, np.float32(0))
+    assert all(np.isfinite(gradient).all() for gradient in gradients)
+    assert (gradients[0][:, 6:] == 0).all() and (gradients[0][:, 3:6] != 0).any()
 
 
 def test_entropy_of_a_nearly_certain_prediction_does_not_cancel():
     """Logits 60 and 40 below 20: H = 20 e^-20 + e^-20 + ..., far under the rounding of 60."""
-    hidden, head = jnp.ones((1, 1, 1)), jnp.array([[60.0], [40.0]])
-    _, entropy = linear_logprob(hidden, head, jnp.array([[0]]))
+    hidden, head = np.ones((1, 1, 1), np.float32), np.array([[60.0], [40.0]], np.float32)
+    _, entropy = linear_logprob(hidden, head, np.array([[0]]))
     np.testing.assert_allclose(entropy.item(), 21 * np.exp(-20), rtol=0.1)
 
 
 def test_by_hand():
-    """Logits (0, ln 3): probabilities 1/4 and 3/4."""
-    hidden, head = jnp.ones((1, 2, 1)), jnp.array([[0.0], [jnp.log(3.0)]])
-    logprob, entropy = linear_logprob(hidden, head, jnp.array([[0, 1]]))
-    np.testing.assert_allclose(jnp.exp(logprob), [[0.25, 0.75]], rtol=1e-6)
+    """Logits (0, ln 3): probabilities 1/4 and 3/4, of which the squares sum to 10/16."""
+    hidden, head = np.ones((1, 2, 1), np.float32), np.array([[0.0], [np.log(3.0)]], np.float32)
+    logprob, entropy = linear_logprob(hidden, head, np.array([[0, 1]]))
+    np.testing.assert_allclose(np.exp(logprob), [[0.25, 0.75]], rtol=1e-6)
     np.testing.assert_allclose(entropy, 0.25 * np.log(4) + 0.75 * np.log(4 / 3), rtol=1e-6)
+    np.testing.assert_allclose(linear_square(hidden, head), [[0.625, 0.625]], rtol=1e-6)
 
 
 def test_bfloat16_inputs_give_float32_log_probs():
     hidden, head, targets = inputs(jnp.bfloat16)
     logprob, entropy = linear_logprob(hidden, head, targets, chunk=4)
     assert (logprob.dtype, entropy.dtype) == (jnp.float32, jnp.float32)
-    np.testing.assert_allclose(logprob, dense(hidden, head, targets)[0], atol=5e-2)
+    assert_close(logprob, oracles.logprob(hidden, head, targets)[0], jnp.bfloat16)
+
+
+@pytest.mark.parametrize("chunk", [3, 100])
+def test_the_sum_of_squares_is_that_of_the_whole_softmax(chunk):
+    hidden, head, _ = inputs()
+    logits = 2.0 * np.tanh(hidden.astype(np.float64) @ head.T / 2.0) / 0.7
+    p = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    got = linear_square(hidden, head, temperature=0.7, softcap=2.0, chunk=chunk)
+    assert_close(got, (p**2).sum(axis=-1))
 
 
 def test_memory_is_one_chunk_of_logits_forward_and_backward():

@@ -24,8 +24,8 @@ LLAMA3 = {
     [
         raw_config("qwen3"),
         raw_config("qwen2", use_sliding_window=True, sliding_window=6, max_window_layers=1),
-        raw_config("mistral", sliding_window=4),
-        raw_config("llama", rope_scaling=LLAMA3),
+        pytest.param(raw_config("mistral", sliding_window=4), marks=pytest.mark.slow),
+        pytest.param(raw_config("llama", rope_scaling=LLAMA3), marks=pytest.mark.slow),
         raw_config("llama", rope_scaling={"rope_type": "dynamic", "factor": 4.0}),
     ],
     ids=["qwen3", "qwen2 window in one layer", "mistral window", "llama3 rope", "dynamic rope"],

@@ -1,10 +1,11 @@
-"""The weights as a pytree: names, axes, layouts, types."""
+"""The weights as a pytree: names, axes, shardings, types."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tiny_models import random_params
 
 from jaxrl_llm import models
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
@@ -15,14 +16,14 @@ CONFIG = models.TransformerConfig(
 )
 
 
-def init(config, layout=None):
-    made = jax.jit(
+def init(config, shardings=None):
+    run = jax.jit(
         models.init,
         static_argnums=0,
-        out_shardings=layout,
+        out_shardings=shardings,
         compiler_options={"xla_backend_optimization_level": 0},
     )
-    return made(config, jax.random.key(0))
+    return run(config, jax.random.key(0))
 
 
 def test_names_and_shapes():
@@ -72,7 +73,7 @@ def test_abstract_is_init_without_numbers():
 
 def test_init_statistics():
     """normal(0, 0.02); what writes into the residual stream is 1 / sqrt(2 L) of that; norms are 1."""
-    config = dataclasses.replace(CONFIG, vocab_size=2000, mlp_size=600, num_layers=8)
+    config = dataclasses.replace(CONFIG, vocab_size=600, mlp_size=300, num_layers=8)
     leaves = dict(models.named_leaves(init(config)))
     for name, std in [("embed", 0.02), ("layers.q", 0.02), ("layers.gate", 0.02), ("layers.down", 0.005)]:
         np.testing.assert_allclose(leaves[name].std(), std, rtol=0.02)
@@ -93,35 +94,35 @@ def test_logical_axes_name_every_dim():
 
 
 def test_init_makes_each_device_only_its_shard():
-    """And the numbers do not depend on the layout."""
+    """And the numbers do not depend on the sharding."""
     mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
-    layout = models.shardings(CONFIG, mesh, TRAIN)
-    params = init(CONFIG, layout)
-    assert jax.tree.structure(layout) == jax.tree.structure(params)
+    shardings = models.shardings(CONFIG, mesh, TRAIN)
+    params = init(CONFIG, shardings)
+    assert jax.tree.structure(shardings) == jax.tree.structure(params)
     leaves = dict(models.named_leaves(params))
     assert leaves["layers.q"].addressable_shards[0].data.shape == (3, 8, 2, 8)
     assert leaves["embed"].addressable_shards[0].data.shape == (32, 8)
     assert leaves["layers.q_norm"].sharding.is_fully_replicated
-    whole = init(CONFIG)
-    for (name, one), other in zip(models.named_leaves(params), jax.tree.leaves(whole), strict=True):
+    unsharded = init(CONFIG)
+    for (name, one), other in zip(models.named_leaves(params), jax.tree.leaves(unsharded), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-8, err_msg=name)
 
 
-def test_a_dim_that_does_not_divide_stays_whole():
+def test_a_dim_that_does_not_divide_is_replicated():
     mesh = make_mesh(MeshConfig(fsdp=1, tensor=8))
-    layout = dict(models.named_leaves(models.shardings(CONFIG, mesh, TRAIN)))
-    assert tuple(layout["layers.gate"].spec) == (None, ("fsdp", "sequence"), "tensor")
-    assert tuple(layout["layers.k"].spec) == (None, ("fsdp", "sequence"), None, None)  # 2 heads on 8
+    shardings = dict(models.named_leaves(models.shardings(CONFIG, mesh, TRAIN)))
+    assert tuple(shardings["layers.gate"].spec) == (None, ("fsdp", "sequence"), "tensor")
+    assert tuple(shardings["layers.k"].spec) == (None, ("fsdp", "sequence"), None, None)  # 2 heads on 8
 
 
-def test_rollout_rules_keep_weights_whole_over_fsdp():
+def test_rollout_rules_replicate_weights_over_fsdp():
     mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
-    layout = dict(models.named_leaves(models.shardings(CONFIG, mesh, ROLLOUT)))
-    assert tuple(layout["layers.q"].spec) == (None, None, "tensor", None)
+    shardings = dict(models.named_leaves(models.shardings(CONFIG, mesh, ROLLOUT)))
+    assert tuple(shardings["layers.q"].spec) == (None, None, "tensor", None)
 
 
 def test_cast_keeps_structure():
-    params = init(CONFIG)
+    params = random_params(CONFIG)
     half = models.cast(params, jnp.bfloat16)
     assert {x.dtype for x in jax.tree.leaves(half)} == {jnp.dtype(jnp.bfloat16)}
     assert jax.tree.structure(half) == jax.tree.structure(params)

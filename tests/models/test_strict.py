@@ -1,20 +1,22 @@
-"""Strict mode: what the rollout says of its own tokens is what training says of them, to the last bit."""
+"""Strict mode: log-probs of the rollout equal those of scoring and training, to the last bit."""
 
 import dataclasses
 import functools
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiny_models import random_params
 
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
 from jaxrl_llm.data.packing import from_trajectory
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.update import StepConfig
-from jaxrl_llm.rollout.checks import not_strict
+from jaxrl_llm.rollout.checks import strict_problems
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
 from jaxrl_llm.rollout.native.engine import NativeEngine, RolloutConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
@@ -36,31 +38,35 @@ def one_device():
 
 
 @functools.cache
-def written(config, dtype, slots, groups=3, chunk=8):
-    """Responses to prompts of 1 to 40 tokens, of up to 30 tokens each."""
+def generated(config, dtype, slots=2, chunk=8, max_new_tokens=8):
+    """Two responses each to prompts of 1 to 30 tokens, more than there are slots, of different lengths."""
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(2, 100, n).astype(np.int32) for n in (5, 1, 40, 17)]
-    requests = [Request(prompt, i, groups, 12 + 6 * i) for i, prompt in enumerate(prompts)]
+    prompts = [rng.integers(2, 100, n).astype(np.int32) for n in (5, 1, 30)]
+    requests = [Request(prompt, i, 2, max_new_tokens + 3 * i) for i, prompt in enumerate(prompts)]
     rollout = RolloutConfig(slots=slots, dtype=dtype, chunk=chunk)
     engine = NativeEngine(rollout, config, one_device(), eos_ids=(1,), strict=True)
-    engine.publish(models.init(config, jax.random.key(0)), version=0)
+    engine.publish(random_params(config), version=0)
     return engine.generate(requests, SamplingConfig(temperature=TEMPERATURE), jax.random.key(1))
 
 
-def learner(config, dtype, row_tokens, rows, remat="none", strict=True):
-    step = StepConfig(row_tokens, rows, dtype, remat, strict=strict, temperature=TEMPERATURE)
+def learner(config, dtype, remat="full", strict=True):
+    step = StepConfig(64, 2, dtype, remat, strict=strict, temperature=TEMPERATURE)
     return Learner(grpo.Config(kl_coef=0.0), config, optax.sgd(1.0), step, one_device())
 
 
-def one_update(built, items):
+@functools.cache
+def one_update(config, dtype, strict=True):
     """(metrics, gradient) with advantages 1, -1, 1, ..."""
+    built, items = (
+        learner(config, dtype, strict=strict),
+        [from_trajectory(t) for t in generated(config, dtype)],
+    )
     for i, item in enumerate(items):
         item.signals["advantages"] = np.full(len(item.tokens), 1.0 - 2.0 * (i % 2), np.float32)
+    before = random_params(config)
     with jax.set_mesh(built.mesh):
-        params = models.init(built.model, jax.random.key(0))
-        before = jax.tree.map(np.array, params)
-        state, metrics = built.update(built.init_state(params), [items])
-    change = jax.tree.map(lambda a, b: np.array(a) - np.array(b), before, state.params)
+        state, metrics = built.update(built.init_state(jax.tree.map(jnp.asarray, before)), [items])
+    change = jax.tree.map(lambda a, b: a - np.array(b), before, state.params)
     return jax.device_get(metrics), change
 
 
@@ -74,30 +80,28 @@ def one_update(built, items):
     ids=["qwen3", "qwen3 bfloat16", "windows, caps, biases"],
 )
 def test_scored_and_trained_log_probs_are_those_of_the_rollout(config, dtype):
-    trajectories = written(config, dtype, slots=4)
-    items = [from_trajectory(t) for t in trajectories]
-    params = models.init(config, jax.random.key(0))
-    ordered = [items[i] for i in np.random.default_rng(2).permutation(12)]
-    found = learner(config, dtype, 150, 2).score(params, ordered)
-    for item, scored in zip(ordered, found, strict=True):
+    """Rows of several trajectories in another order, scored without and trained with rematerialisation."""
+    items = [from_trajectory(t) for t in generated(config, dtype)]
+    ordered = [items[i] for i in np.random.default_rng(2).permutation(len(items))]
+    scores = learner(config, dtype, remat="none").score(random_params(config), ordered)
+    for item, scored in zip(ordered, scores, strict=True):
         on = item.mask > 0
         np.testing.assert_array_equal(scored["policy"][on], item.signals["rollout"][on])
-    metrics, _ = one_update(learner(config, dtype, 128, 2, "full"), items)
+    metrics, _ = one_update(config, dtype)
     assert metrics["mismatch/max_abs"] == 0.0 and metrics["mismatch/mean_abs"] == 0.0
 
 
 @pytest.mark.slow
-def test_text_and_log_probs_do_not_depend_on_who_else_is_written():
-    few, many = written(QWEN, "float32", slots=4), written(QWEN, "float32", slots=12, chunk=5)
+def test_text_and_log_probs_do_not_depend_on_the_other_slots():
+    few, many = generated(QWEN, "float32"), generated(QWEN, "float32", slots=12, chunk=5)
     for one, other in zip(few, many, strict=True):
         np.testing.assert_array_equal(one.response_ids, other.response_ids)
         np.testing.assert_array_equal(one.logprobs, other.logprobs)
 
 
 def test_gradients_are_those_of_the_plain_model():
-    items = [from_trajectory(t) for t in written(QWEN, "float32", slots=4)]
-    _, strict = one_update(learner(QWEN, "float32", 128, 2, "full"), items)
-    metrics, plain = one_update(learner(QWEN, "float32", 128, 2, "full", strict=False), items)
+    _, strict = one_update(QWEN, "float32")
+    metrics, plain = one_update(QWEN, "float32", strict=False)
     assert 0 < metrics["mismatch/max_abs"] < 1e-4
     for one, other in zip(jax.tree.leaves(strict), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5 * np.abs(other).max() + 1e-9)
@@ -144,6 +148,6 @@ def test_a_whole_run_has_no_mismatch(tmp_path, monkeypatch):
         ({}, "float32", 4, "--strict works on one device, and the mesh has 4"),
     ],
 )
-def test_what_cannot_be_strict_is_refused(settings, dtype, devices, message):
-    assert not list(not_strict(RolloutConfig(dtype=dtype), dtype, 1))
-    assert next(not_strict(RolloutConfig(**settings), dtype, devices)).startswith(message)
+def test_settings_that_strict_mode_excludes_are_refused(settings, dtype, devices, message):
+    assert not list(strict_problems(RolloutConfig(dtype=dtype), dtype, 1))
+    assert next(strict_problems(RolloutConfig(**settings), dtype, devices)).startswith(message)

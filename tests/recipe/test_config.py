@@ -17,13 +17,11 @@ from jaxrl_llm.config import (
     CriticConfig,
     DataConfig,
     EnvConfig,
-    EvalConfig,
     MeshConfig,
     ModelConfig,
     OptimConfig,
     RewardConfig,
     RewardModelConfig,
-    RolloutConfig,
     SamplingConfig,
     TransformerConfig,
     derived,
@@ -82,16 +80,6 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
             "--critic.optim.b1 is 1.0: it must be at least 0 and below 1.",
         ),
         (
-            dict(eval=EvalConfig(every=1, samples=4)),
-            "--eval.sampling.temperature is 0: all 4 responses to a prompt would be the same. Set it above 0 "
-            "(1.0 is usual for training, 0.6 for evaluation) or ask for 1 response.",
-        ),
-        (
-            dict(rollout=RolloutConfig(sampling=SamplingConfig(temperature=0.0))),
-            "--rollout.sampling.temperature is 0: all 8 responses to a prompt would be the same. Set it "
-            "above 0 (1.0 is usual for training, 0.6 for evaluation) or ask for 1 response.",
-        ),
-        (
             dict(max_response_tokens=50),
             "--max_prompt_tokens 16 + --max_response_tokens 50 is more than the model's 64 positions. "
             "Set --max_response_tokens 48 or less.",
@@ -109,7 +97,7 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
         (
             dict(mesh=MeshConfig(tensor=3, sequence=4, sequence_parallel="ulysses")),
             "--mesh.sequence_parallel ulysses divides the 16 query heads among tensor x sequence = 12 "
-            "devices, which does not come out even. Set --mesh.sequence_parallel ring, or a smaller "
+            "devices, and 16 is no multiple of 12. Set --mesh.sequence_parallel ring, or a smaller "
             "--mesh.sequence.",
         ),
         (
@@ -189,9 +177,27 @@ def test_a_config_in_the_place_of_another_is_refused(config):
     assert message.endswith(" (MeshConfig): expected OptimConfig.")
 
 
-def test_an_algorithm_that_draws_no_responses_may_be_greedy(config):
-    greedy = replace(config, rollout=RolloutConfig(sampling=SamplingConfig(temperature=0.0)))
-    check_config(replace(greedy, algo=sft.Config()))
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        (SamplingConfig(top_p=0.0), "top_p is 0.0: it must be above 0 and at most 1; 1.0 keeps all tokens."),
+        (
+            SamplingConfig(temperature=0.0),
+            "temperature is 0: all 8 responses to a prompt would be the same. Set it above 0 (1.0 is usual "
+            "for training, 0.6 for evaluation) or ask for 1 response.",
+        ),
+    ],
+)
+def test_sampling_that_cannot_be(config, sampling, message):
+    sampled = replace(config, rollout=replace(config.rollout, sampling=sampling))
+    assert refusal(check_config, sampled) == f"--rollout.sampling.{message}"
+    evaluated = replace(config, eval=replace(config.eval, every=1, samples=8, sampling=sampling))
+    assert refusal(check_config, evaluated) == f"--eval.sampling.{message}"
+
+
+def test_a_greedy_group_is_none_where_no_responses_are_sampled(config):
+    greedy = SamplingConfig(temperature=0.0)
+    check_config(replace(config, algo=sft.Config(), rollout=replace(config.rollout, sampling=greedy)))
 
 
 def test_more_held_out_prompts_than_rows(config):

@@ -34,12 +34,10 @@ from jaxrl_llm.recipe.dump import dump
 from jaxrl_llm.recipe.keys import iter_fields, replace_at, short_repr, type_hints
 from jaxrl_llm.recipe.load import config_classes, from_command_line, packaged_recipes
 from jaxrl_llm.recipe.other_systems import MISSING, SAME
-from jaxrl_llm.rollout.native.shapes import make_sizes
+from jaxrl_llm.rollout.native.shapes import make_shapes
 
 LIMIT = 10.0  # seconds for one call; milliseconds are usual
-WITHOUT_RANGES = {
-    *("CheckpointConfig", "LogConfig", "MeshConfig", "RopeConfig", "SamplingConfig", "TransformerConfig")
-}
+WITHOUT_RANGES = {"CheckpointConfig", "LogConfig"}
 """Configs whose numbers have no ranges yet; nothing new comes without."""
 
 NUMBERS = (
@@ -201,7 +199,7 @@ def build(config: TrainConfig) -> None:
     algos.requirements(config.algo)
     rollout = config.rollout
     for ways, turns in ((1, False), (8, True)):
-        make_sizes(
+        make_shapes(
             config.max_prompt_tokens,
             config.max_response_tokens,
             rollout.slots,

@@ -83,6 +83,12 @@ def test_rules_across_fields(config, field, text):
     assert name == field and problem.startswith(text)
 
 
+@pytest.mark.parametrize("field", ["slots", "chunk", "prefill_tokens", "page", "pages"])
+def test_sizes_begin_at_one(field):
+    assert not list(problems(RolloutConfig(**{field: 1})))
+    assert [name for name, _ in problems(RolloutConfig(**{field: 0}))] == [field]
+
+
 def test_the_last_value_of_a_flag_counts():
     words = ["--tp", "2", "--tp=4", "--device", "cpu", "--flag"]
     assert [flag_value(words, name) for name in ("--tp", "--device", "--flag", "--none")] == [

@@ -13,7 +13,7 @@ from jaxrl_llm.data.packing import empty_batch
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
-from jaxrl_llm.sharding.rules import TRAIN, fit
+from jaxrl_llm.sharding.rules import TRAIN, num_shards, sharding_for
 from jaxrl_llm.structs import BatchTotals
 
 pytestmark = pytest.mark.compilers
@@ -31,12 +31,12 @@ def qwen3(layers: int) -> models.TransformerConfig:
 def compiled(devices: list, mesh_config: MeshConfig, tokens: int, layers: int):
     """Forward and backward of one row a replica, GRPO, bfloat16, full rematerialisation."""
     mesh = make_mesh(mesh_config, devices)
-    rows = mesh.shape["data"] * mesh.shape["fsdp"]
-    how = mesh_config.sequence_parallel
-    step = StepConfig(tokens, rows, dtype="bfloat16", remat="full", sequence_parallel=how)
+    rows = num_shards("batch", mesh.shape)
+    method = mesh_config.sequence_parallel
+    step = StepConfig(tokens, rows, dtype="bfloat16", remat="full", sequence_parallel=method)
     learner = Learner(grpo.Config(kl_coef=0.0), qwen3(layers), optax.adam(1e-6), step, mesh)
     params = learner.abstract_state().params
-    place = fit(mesh, ("batch", "sequence"), (rows, tokens), TRAIN)
+    place = sharding_for(mesh, ("batch", "sequence"), (rows, tokens), TRAIN)
     batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((rows, tokens), x.dtype, sharding=place),
         empty_batch(1, 1, ("advantages", "rollout")),

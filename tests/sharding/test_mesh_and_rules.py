@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.ranges import problems
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
-from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, constrain, fit, spec
+from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, constrain, num_shards, partition_spec, sharding_for
 
 
 def test_minus_one_takes_the_rest():
@@ -15,42 +17,60 @@ def test_minus_one_takes_the_rest():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (
-            MeshConfig(data=3, fsdp=1),
-            r"data=3 x fsdp=1 x tensor=1 x sequence=1 needs 3 devices.*8 cpu devices",
-        ),
-        (MeshConfig(data=-1, fsdp=-1), "at most one -1"),
-        (MeshConfig(tensor=0), "must be positive"),
-        (MeshConfig(tensor=3), r"--mesh\.data / fsdp / tensor / sequence"),
-    ],
-)
-def test_a_mesh_that_does_not_fit_says_how_it_would(config, message):
-    with pytest.raises(ValueError, match=message):
-        make_mesh(config)
+WRONG = {
+    r"^--mesh: data=3 x fsdp=1 x tensor=1 x sequence=1 .* 8 cpu device.* Set --mesh.data 8.$": MeshConfig(
+        3, 1
+    ),
+    r"Set --mesh.fsdp 2.$": MeshConfig(fsdp=4, tensor=4),
+    r"Set --mesh.tensor 2.$": MeshConfig(tensor=3),
+    r"divisors of 8 \(1, 2, 4, 8\) and one axis, such as --mesh.fsdp, to -1": MeshConfig(data=3, tensor=3),
+    r"^--mesh.fsdp is -1, and so is mesh.data: one axis at most": MeshConfig(data=-1),
+    r"^--mesh.tensor is 0: it must be at least 1, or -1 for all remaining devices.$": MeshConfig(tensor=0),
+    r"Set --mesh.sequence 8": MeshConfig(sequence=2**20),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_mesh_that_does_not_fit_is_refused_with_the_flag_and_the_fix(message):
+    with pytest.raises(UserError, match=message):
+        make_mesh(WRONG[message])
+
+
+@pytest.mark.parametrize("size", [2**31, -2])
+def test_sizes_out_of_range_are_refused_before_any_device_is_asked_for(size):
+    ((name, problem),) = problems(MeshConfig(sequence=size))
+    assert name == "sequence" and "must be at least -1 and at most 1,048,576" in problem
+    assert not list(problems(MeshConfig(data=2, fsdp=-1, tensor=4)))
+
+
+def test_shards_of_a_logical_axis_by_hand():
+    sizes = MeshConfig(data=2, fsdp=-1, tensor=3, sequence=5).resolved_sizes(120)
+    assert sizes == {"data": 2, "fsdp": 4, "tensor": 3, "sequence": 5}
+    shards = {axis: num_shards(axis, sizes) for axis in ("batch", "sequence", "heads", "embed", "norm")}
+    assert shards == {"batch": 8, "sequence": 5, "heads": 3, "embed": 20, "norm": 1}
+    mesh = make_mesh(MeshConfig(fsdp=2, tensor=4))
+    assert num_shards("batch", mesh.shape) == 2 and num_shards("embed", mesh.shape, ROLLOUT) == 1
 
 
 def test_specs_by_hand():
-    assert spec(("layers", "embed", "heads", "head_dim"), TRAIN) == P(
+    assert partition_spec(("layers", "embed", "heads", "head_dim"), TRAIN) == P(
         None, ("fsdp", "sequence"), "tensor", None
     )
-    assert spec(("batch", "sequence", "hidden"), TRAIN) == P(("data", "fsdp"), "sequence", None)
-    assert spec(("vocab", "embed"), ROLLOUT) == P("tensor", None)
+    assert partition_spec(("batch", "sequence", "hidden"), TRAIN) == P(("data", "fsdp"), "sequence", None)
+    assert partition_spec(("vocab", "embed"), ROLLOUT) == P("tensor", None)
 
 
 def test_unknown_and_twice_used_axes_are_refused():
     with pytest.raises(ValueError, match=r"no rule for logical axis 'haeds'; known: \['batch'"):
-        spec(("haeds",), TRAIN)
+        partition_spec(("haeds",), TRAIN)
     with pytest.raises(ValueError, match="maps a mesh axis to two dims"):
-        spec(("heads", "mlp"), TRAIN)
+        partition_spec(("heads", "mlp"), TRAIN)
 
 
 def test_a_dim_that_is_not_divided_evenly_stays_whole():
     mesh = make_mesh(MeshConfig(fsdp=2, tensor=4))
-    assert fit(mesh, ("embed", "kv_heads"), (32, 2), TRAIN).spec == P(("fsdp", "sequence"), None)
-    assert fit(mesh, ("embed", "kv_heads"), (32, 4), TRAIN).spec == P(("fsdp", "sequence"), "tensor")
+    assert sharding_for(mesh, ("embed", "kv_heads"), (32, 2), TRAIN).spec == P(("fsdp", "sequence"), None)
+    assert sharding_for(mesh, ("embed", "kv_heads"), (32, 4), TRAIN).spec == P(("fsdp", "sequence"), "tensor")
 
 
 def test_constrain_lays_out_under_a_mesh_and_is_nothing_without():

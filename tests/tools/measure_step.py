@@ -20,7 +20,7 @@ from jaxrl_llm.build.models import make_stages
 from jaxrl_llm.config import ModelConfig, RolloutConfig, TrainConfig, TransformerConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.plan.plan import make_plan
-from jaxrl_llm.plan.target import open_target, parse
+from jaxrl_llm.plan.target import open_target, parse_topology
 from jaxrl_llm.rollout.engine import Request
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.mesh import make_mesh
@@ -73,11 +73,11 @@ def items() -> list[PackItem]:
 
 def main() -> None:
     mesh = make_mesh(CONFIG.mesh)
-    plan = make_plan(CONFIG, open_target(parse("cpu")))
+    plan = make_plan(CONFIG, open_target(parse_topology("cpu")))
     planned: dict[str, float] = {}
-    for row in plan.rows:
-        group = row.name.split(":")[0]
-        planned[group] = max(planned.get(group, 0.0), row.peak)
+    for phase in plan.phases:
+        group = phase.name.split(":")[0]
+        planned[group] = max(planned.get(group, 0.0), phase.peak)
     stage = make_stages(CONFIG, MODEL, mesh)[-1]
     engine = NativeEngine(CONFIG.rollout, MODEL, mesh)
     with jax.set_mesh(mesh):

@@ -1,4 +1,4 @@
-"""`python -m jaxrl_llm plan`: names of topologies, what is read from HLO, and a whole plan on the CPU."""
+"""`python -m jaxrl_llm plan`: names of topologies, collectives parsed from HLO, a plan on the CPU, advice."""
 
 import dataclasses
 import functools
@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_kernels import target as kernel_target
+from jaxrl_kernels import dispatch
+from jaxrl_kernels.chips import CHIPS, GIB, GPUS, TPUS
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
 from jaxrl_llm.build.models import make_stages
@@ -27,12 +28,10 @@ from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.presets import preset
 from jaxrl_llm.plan import flops
 from jaxrl_llm.plan.advice import advise
-from jaxrl_llm.plan.chips import CHIPS, GIB
-from jaxrl_llm.plan.collectives import collectives, size
-from jaxrl_llm.plan.compiled import overflow
+from jaxrl_llm.plan.compiled import bytes_needed, count_collectives, shape_bytes
 from jaxrl_llm.plan.phases import phases
-from jaxrl_llm.plan.plan import PARTS, Plan, Row
-from jaxrl_llm.plan.target import parse
+from jaxrl_llm.plan.plan import MEMORY_KINDS, PhaseCost, Plan
+from jaxrl_llm.plan.target import parse_topology
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.tools import plan as command
@@ -66,11 +65,11 @@ CONFIG = TrainConfig(
     ],
 )
 def test_names_of_topologies(name, platform, kind, shape):
-    assert parse(name)[1:] == (platform, kind, shape)
+    assert parse_topology(name)[1:] == (platform, kind, shape)
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("v5e-12", r"no such slice; v5e-1, v5e-4, v5e-8, v5e-16, .*v5e:AxB"),
         ("v5p-4", "no such slice; v5p-2, v5p-8"),
@@ -80,9 +79,9 @@ def test_names_of_topologies(name, platform, kind, shape):
         ("", "--topology is missing. Known: v4-N"),
     ],
 )
-def test_another_name_is_refused_with_those_that_exist(name, says):
-    with pytest.raises(ConfigError, match=says):
-        parse(name)
+def test_another_name_is_refused_with_those_that_exist(name, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_topology(name)
 
 
 def test_the_chip_table_is_of_devices():
@@ -92,10 +91,10 @@ def test_the_chip_table_is_of_devices():
     }  # fmt: skip
     assert CHIPS["v5e"].memory == 15.75 * GIB
     published = {"v4": 32, "v5e": 16, "v5p": 95, "v6e": 32, "tpu7x": 192}
-    for kind, chip in CHIPS.items():
-        assert chip.source, kind
-        if kind in published:
-            assert 0.9 < chip.memory * chip.devices / GIB / published[kind] <= 1.01
+    assert all(chip.source for chip in CHIPS.values())
+    assert set(published) == set(TPUS) == set(dispatch.TPU_KINDS.values()) and GPUS == ("h100", "h200")
+    for kind, size in published.items():
+        assert 0.9 < CHIPS[kind].memory * CHIPS[kind].devices / GIB / size <= 1.01
 
 
 HLO = """\
@@ -153,9 +152,8 @@ ENTRY %main (t: (s32[], bf16[4,16], f32[8,16])) -> f32[8,16] {
 
 
 def test_collectives_are_counted_with_their_loops_and_asynchronous_ones_once():
-    found = collectives(HLO, devices=8)
-    assert found == {
-        "all-gather": (28, 28 * 4 * 16 * 2 * 3),  # 4 devices: its own part to 3 others
+    assert count_collectives(HLO, devices=8) == {
+        "all-gather": (28, 28 * 4 * 16 * 2 * 3),  # 4 devices: its own shard to 3 others
         "reduce-scatter": (28, 28 * 8 * 16 * 4 * 3 / 4),
         "collective-permute": (1, 8 * 16 * 4),
         "all-reduce": (1, 2 * 8 * 16 * 4 * 7 / 8),
@@ -164,13 +162,16 @@ def test_collectives_are_counted_with_their_loops_and_asynchronous_ones_once():
 
 def test_a_loop_that_the_compiler_has_counted_and_one_of_unknown_length():
     counted = HLO.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"5"}}')
-    assert collectives(counted, 8)["all-gather"].count == 5
+    assert count_collectives(counted, 8)["all-gather"].count == 5
     unknown = HLO.replace("direction=LT", "direction=NE")
-    assert collectives(unknown, 8)["all-gather"].count == 1
+    assert count_collectives(unknown, 8)["all-gather"].count == 1
 
 
 def test_sizes_of_shapes():
-    assert size("(f32[2,3]{1,0:T(8,128)}, bf16[4], pred[], s8[16]{0}, u32[]{:S(2)})") == 24 + 8 + 1 + 16 + 4
+    assert (
+        shape_bytes("(f32[2,3]{1,0:T(8,128)}, bf16[4], pred[], s8[16]{0}, u32[]{:S(2)})")
+        == 24 + 8 + 1 + 16 + 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -185,8 +186,8 @@ def test_sizes_of_shapes():
         ("INVALID_ARGUMENT: 3G exceeds available HBM", None),
     ],
 )
-def test_a_refusal_for_memory_has_its_number(message, needed):
-    assert overflow(message) == needed
+def test_out_of_memory_errors_have_their_bytes(message, needed):
+    assert bytes_needed(message) == needed
 
 
 @pytest.mark.parametrize(
@@ -216,24 +217,28 @@ def test_flops_are_those_of_xla():
         return params(ids, ids) @ params.head.T
 
     counted = jax.jit(forward).lower(models.abstract(c)).compile().cost_analysis()["flops"]
-    written = flops.forward(c, tokens, tokens) + flops.head(c, tokens)
-    assert counted == pytest.approx(written, rel=0.04)
+    analytic = flops.forward(c, tokens, tokens) + flops.head(c, tokens)
+    assert counted == pytest.approx(analytic, rel=0.04)
     assert flops.attention(c, 8, 4) == 2 * 2 * 8 * 4 * 4 * 64  # scores and values
     assert flops.attention(dataclasses.replace(c, sliding_window=3), 8, 4) == 2 * 2 * 8 * 3 * 4 * 64
-    assert flops.update(c, 8, 4, "full", True) == 4 * flops.forward(c, 8, 4) + 4 * flops.head(c, 8)
+    forward, attention, head = flops.forward(c, 8, 4), flops.attention(c, 8, 4), flops.head(c, 8)
+    recomputed = {"none": 0, "dots": 0, "attention": forward - attention, "full": forward}
+    for remat, again in recomputed.items():
+        assert flops.update(c, 8, 4, remat, with_logits=True) == 3 * forward + again + 4 * head, remat
+    assert flops.update(c, 8, 4, "none", with_logits=False) == 3 * forward
 
 
-def test_code_that_asks_for_the_platform_follows_the_mesh():
-    assert kernel_target.device() == ("cpu", "cpu")
+def test_the_device_that_kernels_are_chosen_for_is_that_of_the_mesh():
+    assert dispatch.device() == ("cpu", "cpu")
     abstract = jax.sharding.AbstractMesh(
         (1,), ("x",), abstract_device=jax.sharding.AbstractDevice("TPU v5 lite", 1, platform="tpu")
     )
     with jax.sharding.use_abstract_mesh(abstract):
-        assert kernel_target.device() == ("tpu", "TPU v5 lite")
+        assert dispatch.device() == ("tpu", "TPU v5 lite")
 
 
 def described(tree):
-    """Shape, type and place of every array; host numbers have no place."""
+    """Shape, type and sharding of every array; host numbers have none."""
 
     def one(x):
         sharding = getattr(x, "sharding", None)
@@ -246,8 +251,8 @@ def described(tree):
 def test_a_plan_compiles_what_training_calls(monkeypatch):
     config = dataclasses.replace(CONFIG, mesh=MeshConfig(fsdp=4, tensor=2))
     mesh = make_mesh(config.mesh)
-    planned = {phase.name: described(phase.call.args) for phase in phases(config, mesh)}
-    rollout = [f"rollout: {name}" for name in ("publish", "prefill", "spread", "insert", "decode")]
+    planned = {phase.name: described(phase.program.args) for phase in phases(config, mesh)}
+    rollout = [f"rollout: {name}" for name in ("publish", "prefill", "gather", "insert", "decode")]
     learned = ["score: policy", "score: reference", "update: accumulate", "update: apply"]
     assert list(planned) == rollout + learned
     learner = (stage := make_stages(config, SMALL, mesh)[-1]).policy
@@ -285,7 +290,7 @@ def test_a_plan_compiles_what_rollout_calls(monkeypatch):
     )
     params = models.abstract(SMALL)
     planned = engine.largest_calls(params, 40, 60, 2, SamplingConfig(), turns=False)
-    assert set(planned) == {"publish", "prefill", "spread", "lengthen", "insert", "decode"}
+    assert set(planned) == {"publish", "prefill", "gather", "resize", "insert", "decode"}
     warmed = {}
 
     def fake(name):
@@ -301,12 +306,11 @@ def test_a_plan_compiles_what_rollout_calls(monkeypatch):
 
         monkeypatch.setattr(engine.programs, name, called)
 
-    for name in ("zero_weights", "prefill", "spread", "insert", "resize", "decode", "uniforms"):
+    for name in ("zero_weights", "prefill", "gather", "insert", "resize", "decode", "uniforms"):
         fake(name)
     engine.warm_up(40, 60)
     for name, call in planned.items():
         if name != "publish":  # for which a warm-up has no weights
-            name = {"lengthen": "resize"}.get(name, name)
             assert shapes(call.args, call.static) in warmed[name], name
 
 
@@ -314,7 +318,7 @@ WEIGHTS = 131_456  # of the tiny recipe's model
 
 
 def planned(devices, argv, tmp_path, monkeypatch):
-    """Exit code, and the rows by name."""
+    """Exit code, and the phases by name."""
     here = jax.devices()[:devices]
     monkeypatch.setattr(jax, "devices", lambda *_: here)
     out = tmp_path / "plan.json"
@@ -323,17 +327,18 @@ def planned(devices, argv, tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
     plan = json.loads(out.read_text())
     assert plan["label"] == "compiled, not run"
-    return code, {row["name"]: row for row in plan["rows"]}
+    return code, {phase["name"]: phase for phase in plan["phases"]}
 
 
 def test_a_plan_on_one_cpu(tmp_path, monkeypatch, capsys):
-    code, rows = planned(1, ["--only", "decode,update"], tmp_path, monkeypatch)
-    assert code == 0 and list(rows) == ["rollout: decode", "update: accumulate", "update: apply"]
-    held = rows["update: accumulate"]["memory"]
-    assert held["parameters"] == held["gradients"] == 4 * WEIGHTS
-    assert held["optimizer"] == pytest.approx(8 * WEIGHTS, abs=16)
-    assert held["activations"] > 10 * 2**20
-    assert all(row["traffic"] == {} for row in rows.values())
+    argv = ["--only", "decode,accumulate", "--model.remat", "attention"]
+    code, phases = planned(1, argv, tmp_path, monkeypatch)
+    assert code == 0 and list(phases) == ["rollout: decode", "update: accumulate"]
+    memory = phases["update: accumulate"]["memory"]
+    assert memory["parameters"] == memory["gradients"] == 4 * WEIGHTS
+    assert memory["optimizer"] == pytest.approx(8 * WEIGHTS, abs=16)
+    assert memory["activations"] > 2**20
+    assert all(phase["collectives"] == {} for phase in phases.values())
     table = capsys.readouterr().out
     assert "compiled, not run" in table and "update: accumulate" in table and "Fits: at most" in table
     assert "attention blockwise, log-probs chunked (cpu: plain JAX, there are no kernels for it)" in table
@@ -342,58 +347,68 @@ def test_a_plan_on_one_cpu(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_a_plan_on_eight_cpus(tmp_path, monkeypatch):
     argv = ["--mesh.tensor", "2", "--only", "decode,accumulate"]
-    code, rows = planned(8, argv, tmp_path, monkeypatch)
-    assert code == 0 and list(rows) == ["rollout: decode", "update: accumulate"]
-    update = rows["update: accumulate"]
-    assert update["memory"]["parameters"] == pytest.approx(4 * WEIGHTS / 8, rel=0.03)  # norms are whole
-    assert update["traffic"]["all-gather"]["count"] >= 7 * 2  # matrices of two layers
-    assert rows["rollout: decode"]["memory"]["rollout weights"] == pytest.approx(4 * WEIGHTS / 2, rel=0.03)
+    code, phases = planned(8, argv, tmp_path, monkeypatch)
+    assert code == 0 and list(phases) == ["rollout: decode", "update: accumulate"]
+    update = phases["update: accumulate"]
+    assert update["memory"]["parameters"] == pytest.approx(4 * WEIGHTS / 8, rel=0.03)  # norms are replicated
+    assert update["collectives"]["all-gather"]["count"] >= 7 * 2  # matrices of two layers
+    assert phases["rollout: decode"]["memory"]["rollout weights"] == pytest.approx(4 * WEIGHTS / 2, rel=0.03)
 
 
-def row(name, **memory):
-    memory = dict.fromkeys((*PARTS, "activations"), 0.0) | {
+def cost(name, **memory):
+    memory = dict.fromkeys((*MEMORY_KINDS, "activations"), 0.0) | {
         k.replace("_", " "): v * GIB for k, v in memory.items()
     }
-    return Row(name, memory, 1, "call", 1e12, {}, {}, 1.0, "")
+    return PhaseCost(name, memory, 1, "call", 1e12, {}, {}, 1.0, "")
 
 
-def advice(*rows, memory=16.0, **changes):
+def advice(*costs, memory=16.0, **changes):
     config = dataclasses.replace(CONFIG, tokens_per_device=64, **changes)
     mesh = {"data": 1, "fsdp": 4, "tensor": 1, "sequence": 1}
-    found = advise(Plan("a model", "v5e-4", mesh, memory * GIB, list(rows), {}, {}), config)
-    return found.fits, found.advice
+    plan = advise(Plan("a model", "v5e-4", mesh, memory * GIB, list(costs), {}, {}), config)
+    return plan.fits, plan.advice
 
 
 def test_what_fits_needs_no_advice():
-    assert advice(row("update: accumulate", parameters=4, optimizer=8, activations=3)) == (True, [])
+    assert advice(cost("update: accumulate", parameters=4, optimizer=8, activations=3)) == (True, [])
 
 
 def test_activations_that_do_not_fit():
-    fits, lines = advice(row("update: accumulate", parameters=2, optimizer=4, gradients=2, activations=16))
+    fits, lines = advice(cost("update: accumulate", parameters=2, optimizer=4, gradients=2, activations=16))
     assert not fits
     assert lines[0].startswith(
-        "  1. --model.remat dots, then full: may be enough (activations of update: accum"
+        "  1. --model.remat dots, then attention, then full: may be enough (activations of update: accum"
     )
-    assert "may be 8.00 GiB, now 16.00 GiB" in lines[0]
-    assert lines[1].startswith("  2. --tokens_per_device 32: may be enough if activations follow the tokens")
+    assert "may take 8.00 GiB, now 16.00 GiB" in lines[0]
+    assert lines[1].startswith("  2. --tokens_per_device 32: may be enough if activations grow with tokens")
     assert "--mesh.sequence or --mesh.tensor" in lines[2]
-    assert "do not help" in lines[3]
+    assert "does not help" in lines[3]
+
+
+@pytest.mark.parametrize(
+    ("remat", "others"), [("dots", "attention, then full"), ("attention", "full"), ("full", None)]
+)
+def test_advice_names_every_remat_that_keeps_less(remat, others):
+    model = dataclasses.replace(CONFIG.model, remat=remat)
+    _, lines = advice(cost("update: accumulate", parameters=2, activations=16), model=model)
+    advised = [line.split(":")[0].removeprefix("  1. --model.remat ") for line in lines if "remat" in line]
+    assert advised == ([others] if others else [])
 
 
 def test_a_state_that_does_not_fit():
-    _, lines = advice(row("update: apply", parameters=8, optimizer=16, gradients=8, activations=1))
-    assert "Activations are not the matter" in lines[0] and "32.00 GiB" in lines[0]
+    _, lines = advice(cost("update: apply", parameters=8, optimizer=16, gradients=8, activations=1))
+    assert "Activations are not the bottleneck" in lines[0] and "32.00 GiB" in lines[0]
     assert "--mesh.fsdp 16: 16 in all would fit" in lines[1]  # 32 / 4 + 1 is below 16, 32 / 2 + 1 is not
 
 
 def test_a_rollout_that_does_not_fit():
     rollout = RolloutConfig(slots=64)
-    _, lines = advice(row("rollout: decode", parameters=2, rollout_weights=4, KV_cache=20), rollout=rollout)
+    _, lines = advice(cost("rollout: decode", parameters=2, rollout_weights=4, KV_cache=20), rollout=rollout)
     assert lines[0] == "  1. --rollout.dtype bfloat16: saves 12.00 GiB of 10.00 GiB, would fit."
     assert lines[1] == "  2. --rollout.slots 32: saves 10.00 GiB of 10.00 GiB, would fit."
 
 
-def test_a_missing_compiler_is_said_with_the_fix(monkeypatch, capsys):
+def test_a_missing_compiler_is_named_with_the_fix(monkeypatch, capsys):
     from jaxrl_llm.__main__ import run
 
     find = importlib.util.find_spec
@@ -402,7 +417,7 @@ def test_a_missing_compiler_is_said_with_the_fix(monkeypatch, capsys):
     assert "pip install 'jaxrl-llm[plan]'" in capsys.readouterr().err
 
 
-def test_an_unknown_model_is_said_before_anything_is_compiled(capsys):
+def test_an_unknown_model_is_refused_before_anything_is_compiled(capsys):
     from jaxrl_llm.__main__ import run
 
     argv = ["--config", "grpo_qwen.py", "--model.path", "nobody/nothing", "--topology", "cpu"]
@@ -436,15 +451,15 @@ def test_a_real_compiler_plans_the_tiny_recipe(topology, tmp_path):
     tpu = not topology.startswith("h")  # the recipe's float32 is no type of wgmma
     kernels = "attention pallas_tpu, log-probs pallas_tpu (" if tpu else "attention blockwise (wgmma"
     assert plan["kernels"].startswith(kernels)
-    rows = {row["name"]: row for row in plan["rows"]}
-    assert set(rows) >= {"rollout: decode", "update: accumulate", "update: apply"}
-    assert ("all-gather" in rows["update: accumulate"]["traffic"]) == (
+    phases = {phase["name"]: phase for phase in plan["phases"]}
+    assert set(phases) >= {"rollout: decode", "update: accumulate", "update: apply"}
+    assert ("all-gather" in phases["update: accumulate"]["collectives"]) == (
         topology != "h200"
     )  # that is one device
 
 
 @pytest.mark.compilers
-def test_a_program_too_large_for_the_chip_is_an_answer(tmp_path):
+def test_a_program_too_large_for_the_chip_does_not_fit(tmp_path):
     out = tmp_path / "plan.json"
     argv = ["-m", "jaxrl_llm", "plan", "--config", "grpo_tiny.py", "--topology", "v5e-1", "--json", str(out)]
     argv += ["--rollout.slots", "8388608", "--only", "decode"]
@@ -452,6 +467,6 @@ def test_a_program_too_large_for_the_chip_is_an_answer(tmp_path):
     env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     done = subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1, done.stdout + done.stderr
-    (row,) = json.loads(out.read_text())["rows"]
-    assert row["refused"].startswith("RESOURCE_EXHAUSTED") and row["peak"] > 16 * GIB
+    (phase,) = json.loads(out.read_text())["phases"]
+    assert phase["error"].startswith("RESOURCE_EXHAUSTED") and phase["peak"] > 16 * GIB
     assert "--rollout.slots" in done.stdout

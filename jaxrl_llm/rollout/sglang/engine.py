@@ -17,7 +17,7 @@ from jaxrl_llm.errors import ServerError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.rollout.checks import check_requests
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
-from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Request, SamplingConfig, end_ids
+from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Request, SamplingConfig, eos_ids_of
 from jaxrl_llm.rollout.partial import new_responses, trajectory_of
 from jaxrl_llm.rollout.sglang import colocated
 from jaxrl_llm.rollout.sglang.generate import ResponseGenerator
@@ -88,7 +88,7 @@ class SGLangEngine:
         self._pending: weakref.WeakSet[PendingResponses] = weakref.WeakSet()
         self._mismatch = MismatchTotals()
         if pool:
-            ends = end_ids(tokenizer, eos_ids)
+            ends = eos_ids_of(tokenizer, eos_ids)
             self.generator = ResponseGenerator(pool, ends, self._versions, model.vocab_size)
 
     def publish(self, params: Params, version: int) -> Metrics:

@@ -13,7 +13,7 @@ from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Reply, SamplingC
 from jaxrl_llm.rollout.sglang.pool import ServerPool
 from jaxrl_llm.rollout.sglang.server import Server
 from jaxrl_llm.rollout.sglang.validate import read_generated
-from jaxrl_llm.rollout.turns import append_reply, no_reply_error, request_reply
+from jaxrl_llm.rollout.turns import append_reply, no_reply_error, read_reply, request_reply
 from jaxrl_llm.structs import Metrics
 
 ABORT = {"rid": "", "abort_all": True}
@@ -31,7 +31,7 @@ class ResponseGenerator:
     """
 
     def __init__(self, pool: ServerPool, eos_ids: Sequence[int], versions: dict[str, int], vocab_size: int):
-        self.pool, self.eos_ids = pool, eos_ids
+        self.pool, self.eos_ids, self.vocab_size = pool, eos_ids, vocab_size
         self.meter = Meter()
         self._read = functools.partial(read_generated, versions=versions, vocab_size=vocab_size)
         self._last_reply = 0.0  # of any environment
@@ -124,7 +124,7 @@ class ResponseGenerator:
         finally:
             reply.cancel()
         self._last_reply = time.monotonic()
-        return reply.result()
+        return read_reply(reply, response, self.vocab_size)
 
     async def _finish_turn(
         self, response: PartialResponse, sampling: SamplingConfig, group_servers: dict[int, Server]

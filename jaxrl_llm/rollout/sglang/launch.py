@@ -90,7 +90,9 @@ class ServerProcesses:
         environment = dict(os.environ)
         if devices := self.visible[index]:
             environment[VISIBLE] = devices
-        if "cpu" in self.commands[index]:  # servers whose threads wait for each other's cores crawl
+        if "cpu" in self.commands[index]:
+            environment.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # else it looks for kernels of a GPU
+            # Servers whose threads wait for each other's cores crawl.
             environment.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // len(self.urls), 1)))
         with self.logs[index].open("ab") as out:
             return subprocess.Popen(

@@ -1,9 +1,9 @@
 """Attention over a paged cache on Hopper GPUs (H100, H200): Pallas Mosaic GPU, TMA copies and wgmma.
 
-A block of threads takes one kv head of one slot, all query heads that share it, and a part of its context:
-one warpgroup copies the pages in use into a ring in shared memory, the other computes. A wgmma has 64 rows,
-of which the query heads fill a few: memory is what decoding waits for. Contexts are split into as many parts
-as fill the card.
+A thread block takes one kv head of one slot, all query heads that share it, and a split of its context: the
+producer warpgroup copies the pages in use into a ring in shared memory, the consumer computes. A wgmma has 64
+rows, of which the query heads fill a few: decoding is bound by memory bandwidth. Contexts are split
+(split-KV, as in flash-decoding) into as many parts as occupy the card.
 
 bfloat16 and float16 only, as in `flash_attention.pallas_gpu`.
 """
@@ -22,12 +22,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jaxrl_kernels.decode_attention.parts import combine
-from jaxrl_kernels.flash_attention.spec import NOTHING
+from jaxrl_kernels.chips import HOPPER_SMS
+from jaxrl_kernels.decode_attention.reference import ArrayOrShape, merge_splits
+from jaxrl_kernels.flash_attention.shapes import HEAD_DIMS
+from jaxrl_kernels.flash_attention.spec import MASKED_LSE
 from jaxrl_kernels.hopper import (
     PER_ROW,
     ROWS,
-    Cores,
+    WarpgroupOps,
     add_product,
     launch,
     matrix_memory,
@@ -39,8 +41,8 @@ HEADS = 8
 """Query heads of a kv head are padded to a multiple: the rows of a tile in shared memory."""
 
 
-class Plan(NamedTuple):
-    """What the kernel knows when it is compiled."""
+class _Plan(NamedTuple):
+    """Static parameters of the kernel."""
 
     scale: float
     softcap: float | None
@@ -49,7 +51,7 @@ class Plan(NamedTuple):
     stages: int
     splits: int
     dtype: Any
-    cores: Cores
+    ops: WarpgroupOps
 
 
 def decode_attention(
@@ -62,24 +64,26 @@ def decode_attention(
     scale: float,
     window: int | Int[Array, ""],
     softcap: float | None = None,
-    splits: int = 1,
+    k_scales: None = None,
+    v_scales: None = None,
+    splits: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "S H E"]:
-    """As `api.decode_attention`.
+    """Compute `api.decode_attention`, without scales.
 
     Args:
-        splits: parts of every context, each for a block of threads of its own.
+        splits: of every context, each for a thread block of its own; None = as many as occupy the card.
 
     Raises:
         ValueError: pages that do not fit into shared memory.
     """
     slots, heads, dim = q.shape
     _, kv_heads, page, _ = k_pages.shape
-    group = heads // kv_heads
+    group, splits = heads // kv_heads, splits or splits_for(slots * kv_heads, page_table.shape[1])
     rows = -(-group // HEADS) * HEADS
     grouped = jnp.pad(q.reshape(slots, kv_heads, group, dim), ((0, 0), (0, 0), (0, rows - group), (0, 0)))
     stages = _stages(dim, page)
-    plan = Plan(scale, softcap, rows, page, stages, splits, q.dtype, Cores(interpret))
+    plan = _Plan(scale, softcap, rows, page, stages, splits, q.dtype, WarpgroupOps(interpret))
     matrix = lambda *shape: matrix_memory((*shape, dim), q.dtype, math.gcd(dim, page))
     scratch = {
         "q": matrix(ROWS),
@@ -92,20 +96,23 @@ def decode_attention(
         "free": plgpu.Barrier(num_barriers=stages),
     }
     shape = (splits, slots, kv_heads, rows)
-    results = [jax.ShapeDtypeStruct((*shape, *more), jnp.float32) for more in ((dim,), ())]
+    outputs = [jax.ShapeDtypeStruct((*shape, *more), jnp.float32) for more in ((dim,), ())]
     grid = {"part": splits, "head": kv_heads, "slot": slots}
-    kernel = launch(functools.partial(_kernel, plan), tuple(results), scratch, grid, 1, interpret)
+    kernel = launch(functools.partial(_kernel, plan), tuple(outputs), scratch, grid, 1, interpret)
     window = jnp.asarray(window, jnp.int32).reshape(1)
     out, lse = kernel(page_table, lengths, window, grouped, k_pages, v_pages)
-    return combine(out, lse[..., None])[:, :, :group].astype(q.dtype).reshape(q.shape)
+    return merge_splits(out, lse[..., None])[:, :, :group].astype(q.dtype).reshape(q.shape)
 
 
-def unsupported(heads: int, kv_heads: int, dim: int, page: int, dtype: Any, page_dtype: Any) -> str | None:
-    """Why the kernel does not take queries and pages of such shapes and types, or None."""
-    if dtype != page_dtype or dtype not in (jnp.bfloat16, jnp.float16):
-        return f"queries of {dtype}, pages of {page_dtype}: give both bfloat16 or both float16"
-    if heads > ROWS * kv_heads:
-        return f"{heads // kv_heads} query heads to a kv head are more than {ROWS}"
+def unsupported(q: ArrayOrShape, k_pages: ArrayOrShape, page_table: ArrayOrShape) -> str | None:
+    """Return why the kernel does not take queries and pages of such shapes and types, or None."""
+    _, kv_heads, page, dim = k_pages.shape
+    if dim not in HEAD_DIMS:
+        return f"head_dim {dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
+    if q.dtype != k_pages.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"queries of {q.dtype}, pages of {k_pages.dtype}: give both bfloat16 or both float16"
+    if q.shape[1] > ROWS * kv_heads:
+        return f"{q.shape[1] // kv_heads} query heads to a kv head are more than {ROWS}"
     try:
         _stages(dim, page)
     except ValueError as error:
@@ -114,19 +121,19 @@ def unsupported(heads: int, kv_heads: int, dim: int, page: int, dtype: Any, page
 
 
 def _stages(dim: int, page: int) -> int:
-    """Pages of keys and values in the ring, beside the queries and the results."""
+    """Return the pages of keys and values in the ring, beside the queries and the outputs."""
     return stages_that_fit(f"decode_attention at head_dim {dim}", page, ROWS * (6 * dim + 4), 4 * dim)
 
 
-def splits_for(blocks: int, pages: int, cores: int = 132) -> int:
-    """Parts that a context is cut into: enough for two blocks of threads a core, no more than pages."""
-    return max(1, min(-(-2 * cores // blocks), pages))
+def splits_for(blocks: int, pages: int) -> int:
+    """Return the splits of a context: enough for two thread blocks a multiprocessor, no more than pages."""
+    return max(1, min(-(-2 * HOPPER_SMS // blocks), pages))
 
 
-def _kernel(plan: Plan, *refs: Any, **memory: Any) -> None:
-    """One part of one slot's context, for one kv head; see the top of this file."""
+def _kernel(plan: _Plan, *refs: Any, **memory: Any) -> None:
+    """Compute one split of one slot's context, for one kv head."""
     (table, lengths, window, q, k, v, out, lse), memory = refs, SimpleNamespace(**memory)
-    part, head, slot, me = (lax.axis_index(name) for name in ("part", "head", "slot", "group"))
+    part, head, slot, warpgroup = (lax.axis_index(name) for name in ("part", "head", "slot", "group"))
     end = lengths[slot]
     begin = jnp.maximum(end - window[0], 0)
     page, stages = jnp.int32(plan.page), jnp.int32(plan.stages)
@@ -135,7 +142,7 @@ def _kernel(plan: Plan, *refs: Any, **memory: Any) -> None:
     start = first + part * share
     count = jnp.maximum(jnp.minimum(start + share, last) - start, 0)
 
-    @pl.when(me == 1)
+    @pl.when(warpgroup == 1)
     def _copy():
         plgpu.copy_gmem_to_smem(q.at[slot, head], memory.q.at[pl.ds(0, plan.rows)], memory.q_ready)
 
@@ -147,18 +154,18 @@ def _kernel(plan: Plan, *refs: Any, **memory: Any) -> None:
             plgpu.copy_gmem_to_smem(k.at[number, head], memory.k.at[stage], memory.ready.at[stage])
             plgpu.copy_gmem_to_smem(v.at[number, head], memory.v.at[stage], memory.ready.at[stage])
 
-        @pl.loop(jnp.maximum(count - plan.stages, 0), count)  # every phase of a barrier is waited for
+        @pl.loop(jnp.maximum(count - plan.stages, 0), count)  # wait for every phase of a barrier
         def _(i):
             plgpu.barrier_wait(memory.free.at[lax.rem(i, stages)])
 
-    @pl.when(me == 0)
+    @pl.when(warpgroup == 0)
     def _compute():
         plgpu.barrier_wait(memory.q_ready)
         acc, top, total = _attend(plan, memory, start, count, begin, end)
-        seen = total > 0.0
-        total = jnp.where(seen, total, 1.0)
+        attends = total > 0.0
+        total = jnp.where(attends, total, 1.0)
         memory.out[...] = acc * lax.broadcast_in_dim(1.0 / total, acc.shape, [0])
-        memory.lse[...] = jnp.where(seen, top + jnp.log(total), NOTHING)
+        memory.lse[...] = jnp.where(attends, top + jnp.log(total), MASKED_LSE)
         plgpu.commit_smem()
         mine = pl.ds(0, plan.rows)
         plgpu.copy_smem_to_gmem(memory.out.at[mine], out.at[part, slot, head])
@@ -166,9 +173,9 @@ def _kernel(plan: Plan, *refs: Any, **memory: Any) -> None:
         plgpu.wait_smem_to_gmem(0)
 
 
-def _attend(plan: Plan, memory: Any, start, count, begin, end) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sums of weighted values [ROWS, E], the highest score and the sum of weights [ROWS] of `count` pages."""
-    cores, shape = plan.cores, (ROWS, plan.page)
+def _attend(plan: _Plan, memory: Any, start, count, begin, end) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the sums of weighted values [ROWS, E], maxima and sums of weights [ROWS] of `count` pages."""
+    ops, shape = plan.ops, (ROWS, plan.page)
     wide = lambda x, shape: lax.broadcast_in_dim(x, shape, [0])
 
     def step(i, carry):
@@ -180,22 +187,22 @@ def _attend(plan: Plan, memory: Any, start, count, begin, end) -> tuple[jax.Arra
             add_product(ref, memory.q, memory.k.at[stage], transpose=True)
             return read(ref)
 
-        scores = cores.scratch(product, shape) * plan.scale
+        scores = ops.scratch(product, shape) * plan.scale
         if plan.softcap is not None:
             scores = plan.softcap * jnp.tanh(scores / plan.softcap)
-        position = cores.iota(shape, 1) + (start + i) * plan.page
+        position = ops.iota(shape, 1) + (start + i) * plan.page
         visible = (position >= begin) & (position < end)
-        scores = jnp.where(visible, scores, NOTHING)
+        scores = jnp.where(visible, scores, MASKED_LSE)
         new = jnp.maximum(top, jnp.max(scores, axis=1))
         weights = jnp.where(visible, jnp.exp(scores - wide(new, shape)), 0.0)
         shrink = jnp.exp(top - new)
         total = total * shrink + jnp.sum(weights, axis=1)
         acc = acc * wide(shrink, acc.shape)
         weights = weights.astype(plan.dtype)
-        (acc,) = cores.accumulate(lambda ref: add_product(ref, weights, memory.v.at[stage]), [acc])
+        (acc,) = ops.accumulate(lambda ref: add_product(ref, weights, memory.v.at[stage]), [acc])
         plgpu.barrier_arrive(memory.free.at[stage])
         return acc, new, total
 
     dim = memory.q.shape[1]
-    top, total = (cores.full((ROWS,), value, PER_ROW) for value in (NOTHING, 0.0))
-    return lax.fori_loop(jnp.int32(0), count, step, (cores.full((ROWS, dim), 0.0), top, total))
+    top, total = (ops.full((ROWS,), value, PER_ROW) for value in (MASKED_LSE, 0.0))
+    return lax.fori_loop(jnp.int32(0), count, step, (ops.full((ROWS, dim), 0.0), top, total))

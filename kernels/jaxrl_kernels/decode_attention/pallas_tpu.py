@@ -1,12 +1,12 @@
-"""A paged cache on TPU. Attention reads the pages in use, each once, while the last ones compute.
+"""Attention over a paged KV cache on TPU: reads each page in use once, overlapping copies with compute.
 
-One program takes one slot, all its heads, and a part of its context. It goes through the context in blocks
-of pages; page table and lengths lie in scalar memory and say which pages to copy from HBM. There are two
-buffers: while a block is computed the next one is on its way, and at a slot's last block that is the first
-block of the next slot, so that short contexts overlap as well as long ones.
+One program takes one slot, all its heads, and a split of its context. It loops over blocks of pages; page
+table and lengths are in scalar memory and select the pages to copy from HBM. Blocks are double-buffered:
+while one is computed the next one is copied, and at a slot's last block that is the first block of the next
+slot, so that short contexts overlap as well as long ones.
 
-`write` is a kernel because XLA's scatter wants pages laid out in another way than attention does: the whole
-cache would be copied there and back for each token.
+`write` is a kernel because XLA's scatter uses another memory layout of the pages than attention does: the
+whole cache would be copied there and back for each token.
 """
 
 from __future__ import annotations
@@ -20,9 +20,60 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Num
 
-from jaxrl_kernels.decode_attention.parts import combine
-from jaxrl_kernels.decode_attention.reference import Pages
-from jaxrl_kernels.flash_attention.spec import NOTHING
+from jaxrl_kernels import dispatch
+from jaxrl_kernels.chips import LANES
+from jaxrl_kernels.decode_attention.reference import ArrayOrShape, Pages, merge_splits
+from jaxrl_kernels.flash_attention.shapes import HEAD_DIMS
+from jaxrl_kernels.flash_attention.spec import MASKED_LSE
+
+BUFFERS = 4 * 2**20
+"""Bytes of VMEM for pages in flight, two blocks of keys and of values; a quarter of the smallest chip's."""
+MAX_BLOCK = 512
+"""Tokens computed at once: more hide no more of a copy's latency."""
+MAX_TABLE = 2**19
+"""Bytes of scalar memory for the page table, half of a chip's."""
+
+
+def unsupported(q: ArrayOrShape, k_pages: ArrayOrShape, page_table: ArrayOrShape) -> str | None:
+    """Return why the kernel does not take queries and pages of such shapes and types, or None."""
+    _, kv_heads, page, dim = k_pages.shape
+    name = k_pages.dtype.name
+    multiple = {4: 8, 2: 16, 1: 128}.get(k_pages.dtype.itemsize)
+    table = page_table.shape[0] * page_table.shape[1] * 4
+    if dim not in HEAD_DIMS:
+        return f"head_dim {dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
+    if q.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"queries of type {q.dtype.name}: give float32 or bfloat16"
+    if multiple is None or page % multiple or page > MAX_BLOCK:
+        return (
+            f"pages of {page} tokens of type {name}: the page must be a multiple of {multiple} "
+            f"and at most {MAX_BLOCK}"
+        )
+    if not block_tokens(k_pages):
+        fits = BUFFERS // (4 * _page_bytes(k_pages) // page) // multiple * multiple
+        return (
+            f"four pages of {page} tokens with {kv_heads} heads of {dim} take {4 * _page_bytes(k_pages)} "
+            f"bytes of VMEM, more than {BUFFERS}: give pages of at most {fits} tokens"
+        )
+    if table > MAX_TABLE:
+        return (
+            f"a page table {tuple(page_table.shape)} takes {table} bytes of scalar memory, more than "
+            f"{MAX_TABLE}: give larger pages or fewer slots"
+        )
+    return None
+
+
+def block_tokens(k_pages: ArrayOrShape) -> int:
+    """Return the tokens of a block: as many pages as BUFFERS and MAX_BLOCK allow, 0 if not one."""
+    page = k_pages.shape[2]
+    tokens = min(BUFFERS // (4 * _page_bytes(k_pages)) * page, MAX_BLOCK)
+    return tokens // page * page
+
+
+def _page_bytes(k_pages: ArrayOrShape) -> int:
+    """Return the bytes of a page in VMEM, where rows are padded to LANES."""
+    _, heads, page, dim = k_pages.shape
+    return heads * page * -(-dim // LANES) * LANES * k_pages.dtype.itemsize
 
 
 def decode_attention(
@@ -37,16 +88,17 @@ def decode_attention(
     softcap: float | None = None,
     k_scales: Float[Array, "P K page"] | None = None,
     v_scales: Float[Array, "P K page"] | None = None,
-    splits: int = 1,
-    block: int,
+    splits: int | None = None,
+    block: int | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "S H E"]:
-    """As `api.decode_attention`.
+    """Compute `api.decode_attention`.
 
     Args:
-        splits: parts of every context. Cores of one device share the parts.
-        block: tokens that are computed at once, a multiple of the page.
+        splits: of every context, divided among the cores of a device; None = one a core.
+        block: tokens that are computed at once, a multiple of the page; None = `block_tokens`.
     """
+    splits, block = splits or dispatch.num_cores(), block or block_tokens(k_pages)
     slots, heads, dim = q.shape
     _, kv_heads, page, _ = k_pages.shape
     group = heads // kv_heads
@@ -66,27 +118,27 @@ def decode_attention(
         interpret=interpret,
         name="decode_attention",
     )(
-        page_table.reshape(-1),  # one dim: scalar memory pads rows
+        page_table.reshape(-1),  # one dim, since scalar memory pads rows
         lengths,
         jnp.asarray(window, jnp.int32).reshape(1),
         q.reshape(slots, kv_heads, group, dim),
         *tensors,
     )
-    return combine(out, lse).astype(q.dtype).reshape(q.shape)
+    return merge_splits(out, lse).astype(q.dtype).reshape(q.shape)
 
 
 def _grid_spec(queries: tuple[int, int, int], tensors: list[Array], block: int, grid: tuple[int, int]):
-    """A program takes the [K, G, E] queries of a slot. Pages stay in HBM, two buffers of each are in VMEM."""
-    # Blocks of the last two dims are whole, so no head count or head_dim needs padding.
-    mine = lambda *shape: pl.BlockSpec((None, None, *shape), lambda part, slot, *_: (part, slot, 0, 0, 0))
+    """Return the specs: [K, G, E] queries of a slot; pages stay in HBM, two buffers of each are in VMEM."""
+    # Blocks span the last two dims, so no head count or head_dim needs padding.
+    output = lambda *shape: pl.BlockSpec((None, None, *shape), lambda split, slot, *_: (split, slot, 0, 0, 0))
     return pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=3,
         grid=grid,
         in_specs=[
-            pl.BlockSpec((None, *queries), lambda part, slot, *_: (slot, 0, 0, 0)),
+            pl.BlockSpec((None, *queries), lambda split, slot, *_: (slot, 0, 0, 0)),
             *(pl.BlockSpec(memory_space=pl.ANY) for _ in tensors),
         ],
-        out_specs=[mine(*queries), mine(*queries[:2], 1)],
+        out_specs=[output(*queries), output(*queries[:2], 1)],
         scratch_shapes=[
             *(pltpu.VMEM((2, *_buffer_shape(x, block)), x.dtype) for x in tensors),
             pltpu.SemaphoreType.DMA((2, len(tensors))),
@@ -97,7 +149,7 @@ def _grid_spec(queries: tuple[int, int, int], tensors: list[Array], block: int, 
 
 
 def _buffer_shape(pages: Array, block: int) -> tuple[int, ...]:
-    """Of a block of pages [P, K, page, E] or scales [P, K, page] in VMEM."""
+    """Return the shape in VMEM of a block of pages [P, K, page, E] or scales [P, K, page]."""
     return (pages.shape[1], block, *pages.shape[3:])
 
 
@@ -108,19 +160,19 @@ def write(
     offsets: Int[Array, "S"],
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Pages:
-    """As `api.write`: each program reads the tile where the token of one slot goes, and writes it back."""
+    """Compute `api.write`: each program reads the tile that gets the token of a slot, and writes it back."""
     arrays, tree = jax.tree.flatten(pages)
     tokens = [jnp.expand_dims(x, 2) for x in jax.tree.leaves(new)]
     tiles = [_tile(x) for x in arrays]
-    whole = [_tile_spec(x, tile) for x, tile in zip(arrays, tiles, strict=True)]
+    tile_specs = [_tile_spec(x, tile) for x, tile in zip(arrays, tiles, strict=True)]
     of_slot = lambda x: pl.BlockSpec((None, *x.shape[1:]), lambda slot, *_: (slot, *(0,) * (x.ndim - 1)))
     grid_spec = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=2,
         grid=(len(numbers),),
-        in_specs=[*map(of_slot, tokens), *whole],
-        out_specs=whole,
+        in_specs=[*map(of_slot, tokens), *tile_specs],
+        out_specs=tile_specs,
     )
-    written = pl.pallas_call(
+    outputs = pl.pallas_call(
         functools.partial(_write_kernel, tiles),
         grid_spec=grid_spec,
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays],
@@ -129,25 +181,25 @@ def write(
         interpret=interpret,
         name="write_token",
     )(numbers, offsets, *tokens, *arrays)
-    return jax.tree.unflatten(tree, written)
+    return jax.tree.unflatten(tree, outputs)
 
 
 def _tile(pages: Array) -> int:
-    """Tokens of a page that are read and written together: the rows of a tile; of scales the whole page."""
+    """Return the tokens of a page that are read and written together: rows of a tile; all for scales."""
     return 32 // pages.dtype.itemsize if pages.ndim == 4 else pages.shape[2]
 
 
 def _tile_spec(pages: Array, tile: int) -> pl.BlockSpec:
     rest = pages.shape[3:]
 
-    def place(slot, numbers, offsets):
+    def index(slot, numbers, offsets):
         return numbers[slot], 0, offsets[slot] // tile, *(0 for _ in rest)
 
-    return pl.BlockSpec((None, pages.shape[1], tile, *rest), place)
+    return pl.BlockSpec((None, pages.shape[1], tile, *rest), index)
 
 
 def _write_kernel(tiles: list[int], numbers, offsets, *refs) -> None:
-    """The tile with the token in its row. Refs: of the tokens, of the tiles as they are, as they become."""
+    """Write the token into its row of the tile. Refs: of the tokens, of the old tiles, of the new ones."""
     count, offset = len(tiles), offsets[pl.program_id(0)]
     triples = zip(refs[:count], refs[count : 2 * count], refs[2 * count :], strict=True)
     for tile, (token, old, out) in zip(tiles, triples, strict=True):
@@ -157,36 +209,36 @@ def _write_kernel(tiles: list[int], numbers, offsets, *refs) -> None:
 
 
 class _Work(NamedTuple):
-    """What a program reads of one part of the contexts. Fields that are not numbers are refs."""
+    """Inputs of a program: one split of the contexts. Fields that are not numbers are refs."""
 
     table: Any  # [S * N]
     lengths: Any  # [S]
     window: Any  # [1]
-    pages: tuple[Any, ...]  # keys, values, and where they have some their scales
+    pages: tuple[Any, ...]  # keys, values, and for 8-bit pages their scales
     buffers: tuple[Any, ...]  # two blocks of each
     copied: Any  # semaphores, [2, tensors]
-    part: Int[Array, ""]
+    split: Int[Array, ""]
     slots: int
     block: int
     page: int
     splits: int
 
-    def seen(self, slot):
-        """First position that the slot sees, and one past the last."""
+    def visible(self, slot):
+        """Return the first position that the slot attends to, and one past the last."""
         length = self.lengths[slot]
         return jnp.maximum(length - self.window[0], 0), length
 
     def blocks(self, slot):
-        """First block of this part, and one past the last: at least one, so that every program has a turn."""
-        begin, end = self.seen(slot)
+        """Return the first block of this split, and one past the last: at least one block."""
+        begin, end = self.visible(slot)
         first, last = begin // self.block, pl.cdiv(end, self.block)
         share = pl.cdiv(last - first, self.splits)
-        start = first + self.part * share
+        start = first + self.split * share
         return start, jnp.maximum(jnp.minimum(start + share, last), start + 1)
 
     def each_copy(self, slot, index, buffer, do):
-        """`do` every copy of the pages of the slot's block `index` that it sees."""
-        begin, end = self.seen(slot)
+        """Call `do` on every copy of the visible pages of the slot's block `index`."""
+        begin, end = self.visible(slot)
         per_block, row = self.block // self.page, self.table.shape[0] // self.slots
 
         def one(i, _):
@@ -205,18 +257,18 @@ class _Work(NamedTuple):
 
 
 class _Softmax(NamedTuple):
-    """The online softmax of one slot; refs of float32 [K, G, .]."""
+    """State of the online softmax of one slot; refs of float32 [K, G, .]."""
 
     top: Any
     total: Any
     acc: Any
 
     def clear(self) -> None:
-        self.top[...] = jnp.full_like(self.top, NOTHING)
+        self.top[...] = jnp.full_like(self.top, MASKED_LSE)
         self.total[...], self.acc[...] = jnp.zeros_like(self.total), jnp.zeros_like(self.acc)
 
-    def take_in(self, head: int, q, tensors, visible, scale: float, softcap: float | None) -> None:
-        """A block of one kv head, for all its query heads at once."""
+    def add(self, head: int, q, tensors, visible, scale: float, softcap: float | None) -> None:
+        """Add a block of one kv head, for all its query heads at once."""
         k, v, *scales = (ref[...] for ref in tensors)
         scores = _product("ge,te->gt", q, k) * scale
         if scales:
@@ -224,7 +276,7 @@ class _Softmax(NamedTuple):
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
         old = self.top[head]
-        new = jnp.maximum(old, jnp.max(jnp.where(visible, scores, NOTHING), axis=1, keepdims=True))
+        new = jnp.maximum(old, jnp.max(jnp.where(visible, scores, MASKED_LSE), axis=1, keepdims=True))
         weights = jnp.where(visible, jnp.exp(scores - new), 0.0)
         shrink = jnp.exp(old - new)
         self.top[head] = new
@@ -235,19 +287,19 @@ class _Softmax(NamedTuple):
 
 
 def _kernel(table, lengths, window, q, *refs, scale, softcap, block, page, splits, tensors):
-    """One part of one slot's context; see the top of this file."""
+    """Compute one split of one slot's context."""
     pages, (out, lse), refs = refs[:tensors], refs[tensors : tensors + 2], refs[tensors + 2 :]
     buffers, (copied, first_buffer, *statistics) = refs[:tensors], refs[tensors:]
     slot, slots, softmax = pl.program_id(1), pl.num_programs(1), _Softmax(*statistics)
-    of_part = (pl.program_id(0), slots, block, page, splits)
-    work = _Work(table, lengths, window, pages, buffers, copied, *of_part)
+    sizes = (slots, block, page, splits)
+    work = _Work(table, lengths, window, pages, buffers, copied, pl.program_id(0), *sizes)
     kv_heads, group, _ = q.shape
-    (start, stop), (begin, end) = work.blocks(slot), work.seen(slot)
+    (start, stop), (begin, end) = work.blocks(slot), work.visible(slot)
 
     @pl.when(slot == 0)
     def _():
         first_buffer[0] = 0
-        for buffer in buffers[1::2]:  # what is not copied is weighed with 0, and must not be a NaN
+        for buffer in buffers[1::2]:  # what is not copied has weight 0, and must not be NaN
             buffer[...] = jnp.zeros_like(buffer)
         work.each_copy(slot, start, 0, lambda copy: copy.start())
 
@@ -265,7 +317,7 @@ def _kernel(table, lengths, window, q, *refs, scale, softcap, block, page, split
         position = index * block + jax.lax.broadcasted_iota(jnp.int32, (group, block), 1)
         visible = (position >= begin) & (position < end)
         for head in range(kv_heads):  # unrolled: the products of several heads overlap
-            softmax.take_in(head, q[head], [ref.at[buffer, head] for ref in buffers], visible, scale, softcap)
+            softmax.add(head, q[head], [ref.at[buffer, head] for ref in buffers], visible, scale, softcap)
         return 0
 
     softmax.clear()
@@ -274,10 +326,10 @@ def _kernel(table, lengths, window, q, *refs, scale, softcap, block, page, split
     total = softmax.total[...]
     some = jnp.where(total == 0, 1, total)
     out[...] = (softmax.acc[...] / some).astype(out.dtype)
-    lse[...] = jnp.where(total == 0, NOTHING, softmax.top[...] + jnp.log(some))
+    lse[...] = jnp.where(total == 0, MASKED_LSE, softmax.top[...] + jnp.log(some))
 
 
 def _product(pattern: str, a: Array, b: Array) -> Array:
-    """In the type of a, exact in float32, summed in float32."""
+    """Multiply in the type of a (float32 without rounding), summed in float32."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.einsum(pattern, a, b.astype(a.dtype), precision=precision, preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""The definition of attention over a paged cache: gather the pages, then dense attention."""
+"""The definition of attention over a paged KV cache: gather the pages, then dense attention."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from jaxrl_kernels.flash_attention.reference import attention
-from jaxrl_kernels.flash_attention.spec import EVERYTHING
+from jaxrl_kernels.flash_attention.spec import NO_WINDOW
 
 Pages = TypeVar("Pages")
-"""A tree of arrays: keys, values, and where they have some their scales."""
+"""A tree of arrays: keys, values, and for 8-bit pages their scales."""
+ArrayOrShape = Array | jax.ShapeDtypeStruct
 
 
 def decode_attention(
@@ -23,12 +24,13 @@ def decode_attention(
     lengths: Int[Array, "S"],
     *,
     scale: float,
-    window: int | Int[Array, ""] = EVERYTHING,
+    window: int | Int[Array, ""] = NO_WINDOW,
     softcap: float | None = None,
     k_scales: Float[Array, "P K page"] | None = None,
     v_scales: Float[Array, "P K page"] | None = None,
+    splits: int | None = None,
 ) -> Float[Array, "S H E"]:
-    """As `api.decode_attention`, in plain JAX: reads whole rows of the page table, however short a slot."""
+    """Compute `api.decode_attention`, reading whole rows of the page table, however short a slot."""
     k = gather(k_pages, k_scales, page_table).astype(q.dtype)
     v = gather(v_pages, v_scales, page_table).astype(q.dtype)
     position = jnp.arange(k.shape[1])
@@ -38,7 +40,7 @@ def decode_attention(
 
 
 def write(pages: Pages, new: Pages, numbers: Int[Array, "S"], offsets: Int[Array, "S"]) -> Pages:
-    """As `api.write`."""
+    """Compute `api.write` by scatter."""
     return jax.tree.map(lambda x, token: x.at[numbers, :, offsets].set(token), pages, new)
 
 
@@ -47,9 +49,17 @@ def gather(
     scales: Float[Array, "P K page"] | None,
     page_table: Int[Array, "S N"],
 ) -> Num[Array, "S C K E"]:
-    """The slots' keys or values, C = N page of each in order, with their scales applied."""
+    """Return the slots' keys or values, C = N page of each in order, with their scales applied."""
     if scales is not None:
         pages = pages.astype(jnp.float32) * scales[..., None]
     slots, count = page_table.shape
     _, heads, size, dim = pages.shape
     return jnp.moveaxis(pages[page_table], 2, 3).reshape(slots, count * size, heads, dim)
+
+
+def merge_splits(out: Float[Array, "N *R E"], lse: Float[Array, "N *R 1"]) -> Float[Array, "*R E"]:
+    """Merge attention over N splits of the keys by the log-sum-exp of each."""
+    if len(out) == 1:
+        return out[0]
+    weights = jax.nn.softmax(lse, axis=0)
+    return jnp.sum(weights * out.astype(jnp.float32), axis=0)

@@ -1,4 +1,4 @@
-"""Time of attention, ours and others', where it runs: python -m jaxrl_kernels.flash_attention.bench"""
+"""Benchmark of attention, ours and JAX's own: python -m jaxrl_kernels.flash_attention.bench"""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Shape(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Of the two products of the forward pass over what is visible; the backward pass has five."""
+        """FLOPs of the two products of the forward pass over visible pairs; the backward pass has five."""
         sequence = self.length / self.packed
         return 4 * self.batch * self.heads * self.head_dim * self.packed * sequence * (sequence + 1) / 2
 
@@ -41,25 +41,26 @@ class Shape(NamedTuple):
         return jnp.broadcast_to(jnp.asarray(one, jnp.int32), (self.batch, self.length))
 
 
-class Row(NamedTuple):
-    """A measurement. Times are seconds a call."""
+class Measurement(NamedTuple):
+    """Seconds a call of the forward pass, and of both passes."""
 
     name: str
     forward: float
     both: float
 
     def rates(self, shape: Shape) -> tuple[float, float]:
-        """TFLOP/s over the visible area of the forward and the backward pass, the latter by difference."""
+        """Return TFLOP/s over visible pairs of forward and backward pass, the latter by difference."""
         return shape.flops / self.forward / 1e12, 2.5 * shape.flops / (self.both - self.forward) / 1e12
 
 
 def ours(name: str, shape: Shape) -> Callable:
+    """Return an implementation of `flash_attention`."""
     segments = None if name == "cudnn" and shape.packed == 1 else shape.segments()
     return lambda q, k, v: api.flash_attention(q, k, v, segments, scale=shape.scale, implementation=name)
 
 
 def xla(shape: Shape) -> Callable:
-    """jax.nn's attention as XLA compiles it: dense."""
+    """Return jax.nn's attention as XLA compiles it: dense."""
     segments = shape.segments()
     mask = (segments[:, None, :, None] == segments[:, None, None]) if shape.packed > 1 else None
     return lambda q, k, v: jax.nn.dot_product_attention(
@@ -68,7 +69,7 @@ def xla(shape: Shape) -> Callable:
 
 
 def splash(shape: Shape) -> Callable:
-    """jax's own TPU kernels."""
+    """Return jax's own TPU kernels."""
     from jax.experimental.pallas.ops.tpu import splash_attention as theirs
 
     block = min(512, shape.length)
@@ -87,7 +88,7 @@ def splash(shape: Shape) -> Callable:
 
 
 def triton(shape: Shape) -> Callable:
-    """jax's own Triton kernels. They repeat no key head, so we must."""
+    """Return jax's own Triton kernels, with key heads repeated."""
     from jax.experimental.pallas.ops.gpu.attention import mha
 
     segments, group = shape.segments(), shape.heads // shape.kv_heads
@@ -107,8 +108,8 @@ OF_PLATFORM = {
 }
 
 
-def compare(shape: Shape, names: tuple[str, ...], seconds: float = 1.0) -> Iterator[Row | str]:
-    """A `Row` for each implementation, or a line that says why it has none."""
+def compare(shape: Shape, names: tuple[str, ...], seconds: float = 1.0) -> Iterator[Measurement | str]:
+    """Yield a `Measurement` of each implementation, or a line with the error."""
     counts = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
     keys = jax.random.split(jax.random.key(0), 4)
     *inputs, d_out = (
@@ -119,22 +120,22 @@ def compare(shape: Shape, names: tuple[str, ...], seconds: float = 1.0) -> Itera
         try:
             attend = OTHERS[name](shape) if name in OTHERS else ours(name, shape)
             pull = lambda q, k, v, attend=attend: jax.vjp(attend, q, k, v)[1](d_out)
-            yield Row(name, *(seconds_a_call(jax.jit(f), inputs, seconds) for f in (attend, pull)))
-        except Exception as problem:  # another's kernel may not know this device or shape
+            yield Measurement(name, *(seconds_a_call(jax.jit(f), inputs, seconds) for f in (attend, pull)))
+        except Exception as problem:  # JAX's kernels may not take this device or shape
             yield f"{name}: {type(problem).__name__}: {str(problem).splitlines()[0][:100]}"
 
 
 def seconds_a_call(function: Callable, inputs: list[Array], seconds: float) -> float:
-    """The median of five lots of calls, each queued as one, that take about `seconds` together."""
+    """Return the median of five batches of calls, each dispatched as one, about `seconds` in all."""
     jax.block_until_ready(function(*inputs))
 
-    def lot(calls: int) -> float:
+    def batch(calls: int) -> float:
         start = time.perf_counter()
         jax.block_until_ready([function(*inputs) for _ in range(calls)][-1])
         return (time.perf_counter() - start) / calls
 
-    calls = max(1, round(seconds / 5 / lot(1)))
-    return float(np.median([lot(calls) for _ in range(5)]))
+    calls = max(1, round(seconds / 5 / batch(1)))
+    return float(np.median([batch(calls) for _ in range(5)]))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Attention by blocks in plain JAX: no scores of a whole row in memory, no work that nobody sees."""
+"""Blockwise attention in plain JAX: online softmax over blocks of keys, fully masked blocks skipped."""
 
 from __future__ import annotations
 
@@ -9,70 +9,77 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxrl_kernels.flash_attention.blocks import bounds, needed, segments_of
-from jaxrl_kernels.flash_attention.spec import NOTHING, Place, Spec, cap, uncap, visible
+from jaxrl_kernels.flash_attention.blocks import block_range, block_segments, visible_blocks
+from jaxrl_kernels.flash_attention.spec import (
+    MASKED_LSE,
+    AttentionSpec,
+    DynamicMask,
+    capped_scores,
+    d_products,
+    visible,
+)
 
 BLOCK = 256
-"""Tokens of a block at most, of queries and of keys. Larger ones skip less and leave a CPU's cache."""
-SCORES = 2**20
-"""Scores of a block at once, about: as many rows of the batch are taken together. 4 MiB of float32."""
+"""Maximum tokens of a block of queries or keys. Larger ones skip less and do not fit a CPU's cache."""
+MAX_SCORES = 2**20
+"""Scores in memory at once, about 4 MiB of float32: sets how many rows of the batch are computed together."""
 
 
 def forward(
-    spec: Spec,
+    spec: AttentionSpec,
     q: Float[Array, "B Tq H E"],
     k: Float[Array, "B Tk K E"],
     v: Float[Array, "B Tk K E"],
     q_segments: Int[Array, "B Tq"],
     kv_segments: Int[Array, "B Tk"],
-    place: Place,
+    mask: DynamicMask,
 ) -> tuple[Float[Array, "B Tq H E"], Float[Array, "B H Tq"]]:
-    """(out, lse): see `reference.forward`."""
-    out, lse = _by_rows(partial(_forward, spec, place), k, q, k, v, q_segments, kv_segments)
+    """Compute `reference.forward`."""
+    out, lse = _in_batches(partial(_forward, spec, mask), k, q, k, v, q_segments, kv_segments)
     return out, jnp.moveaxis(lse[..., 0], 1, 2)
 
 
 def backward(
-    spec: Spec,
+    spec: AttentionSpec,
     q: Float[Array, "B Tq H E"],
     k: Float[Array, "B Tk K E"],
     v: Float[Array, "B Tk K E"],
     q_segments: Int[Array, "B Tq"],
     kv_segments: Int[Array, "B Tk"],
-    place: Place,
+    mask: DynamicMask,
     out: Float[Array, "B Tq H E"],
     lse: Float[Array, "B H Tq"],
     d_out: Float[Array, "B Tq H E"],
     d_lse: Float[Array, "B H Tq"] | None = None,
 ) -> tuple[Float[Array, "B Tq H E"], Float[Array, "B Tk K E"], Float[Array, "B Tk K E"]]:
-    """(dq, dk, dv): see `reference.backward`."""
+    """Compute `reference.backward`."""
     lse = jnp.moveaxis(lse, 1, 2)[..., None]
     delta = jnp.sum(d_out.astype(jnp.float32) * out, axis=-1, keepdims=True)
     if d_lse is not None:
         delta -= jnp.moveaxis(d_lse, 1, 2)[..., None]
-    return _by_rows(partial(_backward, spec, place), k, q, k, v, q_segments, kv_segments, lse, d_out, delta)
+    return _in_batches(partial(_backward, spec, mask), k, q, k, v, q_segments, kv_segments, lse, d_out, delta)
 
 
-def _by_rows(one: Callable, k: Array, q: Array, *inputs: Array):
-    """`one` of as many rows of the batch at once as SCORES allows, one lot after the other.
+def _in_batches(one: Callable, k: Array, q: Array, *inputs: Array):
+    """Apply `one` to as many rows of the batch at once as MAX_SCORES allows, sequentially.
 
-    Fewer rows at once also skip more: a block is left out that none of them needs.
+    Fewer rows at once also skip more: a block is skipped if none of them needs it.
     """
     batch, length, heads = q.shape[:3]
     row = heads * min(length, BLOCK) * min(k.shape[1], BLOCK)
-    lots = next(
-        n for n in range(1, batch + 1) if batch % n == 0 and (batch // n * row <= SCORES or n == batch)
+    splits = next(
+        n for n in range(1, batch + 1) if batch % n == 0 and (batch // n * row <= MAX_SCORES or n == batch)
     )
-    if lots == 1:
+    if splits == 1:
         return one(q, *inputs)
-    outs = jax.lax.map(lambda xs: one(*xs), [x.reshape(lots, -1, *x.shape[1:]) for x in (q, *inputs)])
+    outs = jax.lax.map(lambda xs: one(*xs), [x.reshape(splits, -1, *x.shape[1:]) for x in (q, *inputs)])
     return jax.tree.map(lambda x: x.reshape(batch, *x.shape[2:]), outs)
 
 
-def _forward(spec: Spec, place: Place, q, k, v, q_segments, kv_segments):
+def _forward(spec: AttentionSpec, mask: DynamicMask, q, k, v, q_segments, kv_segments):
     length, kv_heads = q.shape[1], k.shape[2]
-    q_segments, kv_segments, limits = _limits(spec, place, q_segments, kv_segments)
-    scores_of = partial(_scores, spec, place, q.shape[2] // kv_heads)
+    q_segments, kv_segments, limits = _key_ranges(spec, mask, q_segments, kv_segments)
+    scores_of = partial(_scores, spec, mask, q.shape[2] // kv_heads)
     q, k, v = (_split(x, kv_heads) for x in (q, k, v))
 
     def one(block):
@@ -87,19 +94,19 @@ def _forward(spec: Spec, place: Place, q, k, v, q_segments, kv_segments):
             return new, kept * total + weights.sum(-1, keepdims=True), kept * out + more
 
         empty = jnp.zeros((*q.shape[:-1], 1))
-        top, total, out = _loop(first, end, len(k), add, (empty + NOTHING, empty, jnp.zeros(q.shape)))
-        sees = total > 0
-        total = jnp.where(sees, total, 1)
-        return (out / total).astype(q.dtype), jnp.where(sees, top + jnp.log(total), NOTHING)
+        top, total, out = _loop(first, end, len(k), add, (empty + MASKED_LSE, empty, jnp.zeros(q.shape)))
+        attends = total > 0
+        total = jnp.where(attends, total, 1)
+        return (out / total).astype(q.dtype), jnp.where(attends, top + jnp.log(total), MASKED_LSE)
 
     out, lse = jax.lax.map(one, (jnp.arange(len(q)), limits, q, q_segments))
     return _join(out, length), _join(lse, length)
 
 
-def _backward(spec: Spec, place: Place, q, k, v, q_segments, kv_segments, lse, d_out, delta):
+def _backward(spec: AttentionSpec, mask: DynamicMask, q, k, v, q_segments, kv_segments, lse, d_out, delta):
     length, keys, kv_heads = q.shape[1], k.shape[1], k.shape[2]
-    q_segments, kv_segments, limits = _limits(spec, place, q_segments, kv_segments)
-    scores_of = partial(_scores, spec, place, q.shape[2] // kv_heads)
+    q_segments, kv_segments, limits = _key_ranges(spec, mask, q_segments, kv_segments)
+    scores_of = partial(_scores, spec, mask, q.shape[2] // kv_heads)
     q, k, v, lse, d_out, delta = (_split(x, kv_heads) for x in (q, k, v, lse, d_out, delta))
 
     def one(d_kv, block):
@@ -107,10 +114,10 @@ def _backward(spec: Spec, place: Place, q, k, v, q_segments, kv_segments, lse, d
 
         def add(j, carry):
             dq, dk, dv = carry
-            seen, scores = scores_of(i, j, q, k[j], q_segments, kv_segments[j])
-            weights = jnp.where(seen, jnp.exp(scores - lse), 0)
+            allowed, scores = scores_of(i, j, q, k[j], q_segments, kv_segments[j])
+            weights = jnp.where(allowed, jnp.exp(scores - lse), 0)
             d_weights = _product("bkxe,bkce->bkxc", d_out, v[j])
-            d_scores = uncap(spec, scores, weights * (d_weights - delta)).astype(q.dtype)
+            d_scores = d_products(spec, scores, weights * (d_weights - delta)).astype(q.dtype)
             dq += _product("bkxc,bkce->bkxe", d_scores, k[j])
             dk = dk.at[j].add(_product("bkxc,bkxe->bkce", d_scores, q))
             dv = dv.at[j].add(_product("bkxc,bkxe->bkce", weights.astype(v.dtype), d_out))
@@ -131,22 +138,24 @@ _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def _loop(first: Int[Array, ""], end: Int[Array, ""], blocks: int, body: Callable, carry):
-    """`body(j, carry)` for j from `first` to `end`. A row of one block needs no loop."""
+    """Run `body(j, carry)` for j from `first` to `end`; a row of one block needs no loop."""
     return body(0, carry) if blocks == 1 else jax.lax.fori_loop(first, end, body, carry)
 
 
-def _limits(spec: Spec, place: Place, q_segments: Int[Array, "B Tq"], kv_segments: Int[Array, "B Tk"]):
-    """Both segments by blocks [N B C]; the (first, end) block of keys that each block of queries needs."""
+def _key_ranges(
+    spec: AttentionSpec, mask: DynamicMask, q_segments: Int[Array, "B Tq"], kv_segments: Int[Array, "B Tk"]
+):
+    """Return both segments by blocks [N B C], and the (first, end) block of keys of each block of queries."""
     q, kv = (_split(x[..., None, None], 1)[..., 0, :, 0] for x in (q_segments, kv_segments))
-    of = [segments_of(jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1), x.shape[2]) for x in (q, kv)]
-    need = needed(spec, place, *of, (q.shape[2], kv.shape[2])).any(0, keepdims=True)
-    first, end = bounds(need)
+    of = [block_segments(jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1), x.shape[2]) for x in (q, kv)]
+    needed = visible_blocks(spec, mask, *of, (q.shape[2], kv.shape[2])).any(0, keepdims=True)
+    first, end = block_range(needed)
     return q, kv, (first[0], end[0])
 
 
 def _split(x: Shaped[Array, "B T H E"], kv_heads: int) -> Shaped[Array, "N B K X E"]:
-    """N blocks of equal length; X = tokens of a block times heads that share keys, so that plain batched
-    matrix products take them."""
+    """Return N blocks of equal length; X = tokens of a block times the query heads of a key head, for plain
+    batched matrix products."""
     batch, length, heads, dim = x.shape
     blocks = -(-length // BLOCK)
     x = jnp.pad(x, ((0, 0), (0, -length % blocks), (0, 0), (0, 0)))
@@ -156,16 +165,16 @@ def _split(x: Shaped[Array, "B T H E"], kv_heads: int) -> Shaped[Array, "N B K X
 
 
 def _join(x: Shaped[Array, "N B K X E"], length: int) -> Shaped[Array, "B T H E"]:
-    """What was `_split`."""
+    """Invert `_split`."""
     blocks, batch, kv_heads, _, dim = x.shape
     x = x.reshape(blocks, batch, kv_heads, -(-length // blocks), -1, dim).transpose(1, 0, 3, 2, 4, 5)
     return x.reshape(batch, -1, kv_heads * x.shape[4], dim)[:, :length]
 
 
-def _scores(spec: Spec, place: Place, group: int, i, j, q, k, q_segments, kv_segments):
-    """(seen, scores) [B K X C] of block i of queries and j of keys, float32."""
-    scores = cap(spec, _product("bkxe,bkce->bkxc", q, k))
+def _scores(spec: AttentionSpec, mask: DynamicMask, group: int, i, j, q, k, q_segments, kv_segments):
+    """Return (visible, scores) [B K X C] of block i of queries and j of keys, float32."""
+    scores = capped_scores(spec, _product("bkxe,bkce->bkxc", q, k))
     length, keys = q_segments.shape[1], kv_segments.shape[1]
     rows, columns = i * length + jnp.arange(length)[:, None], j * keys + jnp.arange(keys)
-    seen = visible(spec, place, rows, columns, q_segments[:, :, None], kv_segments[:, None])
-    return jnp.repeat(seen, group, axis=1)[:, None], scores
+    allowed = visible(spec, mask, rows, columns, q_segments[:, :, None], kv_segments[:, None])
+    return jnp.repeat(allowed, group, axis=1)[:, None], scores

@@ -1,4 +1,4 @@
-"""The backward kernels of `pallas_gpu`: dq of a query tile, dk and dv of a key tile."""
+"""Backward kernels of attention on Hopper: dq of a query tile; dk and dv of a key tile."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxrl_kernels.flash_attention.gpu_plan import (
     TILE,
-    Here,
+    BlockMask,
     Inputs,
-    Mask,
-    Plan,
+    TilePlan,
+    Work,
+    block_ranges,
     copy_blocks,
     copy_tile,
     key_rings,
@@ -25,15 +26,14 @@ from jaxrl_kernels.flash_attention.gpu_plan import (
     over_columns,
     over_rows,
     store_tile,
-    walks,
 )
-from jaxrl_kernels.flash_attention.spec import Place
+from jaxrl_kernels.flash_attention.spec import DynamicMask
 from jaxrl_kernels.hopper import (
-    COMPUTE,
-    FEW_REGISTERS,
-    MANY_REGISTERS,
+    CONSUMER_REGISTERS,
+    CONSUMERS,
     PER_COLUMN,
     PER_ROW,
+    PRODUCER_REGISTERS,
     ROWS,
     add_product,
     launch,
@@ -41,37 +41,39 @@ from jaxrl_kernels.hopper import (
 )
 
 
-def dq(plan: Plan, inputs: Inputs, place: Place) -> jax.Array:
-    """[B, Tq, H, E] like q, of padded inputs."""
+def dq(plan: TilePlan, inputs: Inputs, mask: DynamicMask) -> jax.Array:
+    """Return dq [B, Tq, H, E] of padded inputs."""
     batch, length, heads, _ = inputs.q.shape
     scratch = {
-        "q": plan.matrix(COMPUTE, ROWS),
-        "d_out": plan.matrix(COMPUTE, ROWS),
+        "q": plan.matrix(CONSUMERS, ROWS),
+        "d_out": plan.matrix(CONSUMERS, ROWS),
         "k": plan.matrix(plan.stages, plan.block),
         "v": plan.matrix(plan.stages, plan.block),
         **plan.numbers(jnp.int32, "q_ids"),
         **plan.numbers(jnp.float32, "lse", "delta"),
         **plan.numbers(jnp.int32, "k_ids", ring=True),
-        "tile_ready": plgpu.Barrier(num_arrivals=5 * COMPUTE),
-        **plan.barriers(k_ready=2, v_ready=1, k_free=COMPUTE, v_free=COMPUTE),
+        "tile_ready": plgpu.Barrier(num_arrivals=5 * CONSUMERS),
+        **plan.barriers(k_ready=2, v_ready=1, k_free=CONSUMERS, v_free=CONSUMERS),
     }
-    ways = walks(plan.spec, place, inputs.q_segments, inputs.kv_segments, TILE, plan.block, of_keys=False)
+    ranges = block_ranges(
+        plan.spec, mask, inputs.q_segments, inputs.kv_segments, TILE, plan.block, of_keys=False
+    )
     shape = jax.ShapeDtypeStruct(inputs.q.shape, plan.dtype)
     grid = {"head": heads, "tile": length // TILE, "batch": batch}
-    kernel = launch(functools.partial(_dq_kernel, plan), shape, scratch, grid, COMPUTE, plan.interpret)
-    return kernel(*inputs._replace(walks=ways))
+    kernel = launch(functools.partial(_dq_kernel, plan), shape, scratch, grid, CONSUMERS, plan.interpret)
+    return kernel(*inputs._replace(ranges=ranges))
 
 
-def _dq_kernel(plan: Plan, *refs: Any, **memory: Any) -> None:
+def _dq_kernel(plan: TilePlan, *refs: Any, **memory: Any) -> None:
     inputs, out, memory = Inputs(*refs[:-1]), refs[-1], SimpleNamespace(**memory)
-    here = Here.of(inputs, longest_first=True)
+    work = Work.from_grid(inputs, longest_first=True)
 
-    @pl.when(here.me == COMPUTE)
+    @pl.when(work.warpgroup == CONSUMERS)
     def _copy():
-        plgpu.set_max_registers(FEW_REGISTERS, action="decrease")
-        batch, head = here.batch, here.head
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        batch, head = work.batch, work.head
         copy_tile(
-            here,
+            work,
             memory.tile_ready,
             (lambda rows: inputs.q.at[batch, rows, head], memory.q),
             (lambda rows: inputs.d_out.at[batch, rows, head], memory.d_out),
@@ -79,161 +81,172 @@ def _dq_kernel(plan: Plan, *refs: Any, **memory: Any) -> None:
             (lambda rows: inputs.lse.at[batch, head, rows], memory.lse),
             (lambda rows: inputs.delta.at[batch, head, rows], memory.delta),
         )
-        copy_blocks(plan, here.walk.count, key_rings(plan, here, inputs, memory))
+        copy_blocks(plan, work.blocks.count, key_rings(plan, work, inputs, memory))
 
-    @pl.when(here.me < COMPUTE)
+    @pl.when(work.warpgroup < CONSUMERS)
     def _compute():
-        plgpu.set_max_registers(MANY_REGISTERS, action="increase")
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
         plgpu.barrier_wait(memory.tile_ready)
-        mask = Mask.of(plan, here, inputs, memory.q_ids, memory.k_ids)
+        mask = BlockMask.of_rows(plan, work, inputs, memory.q_ids, memory.k_ids)
         step = functools.partial(
-            _dq_step, plan, here, memory, mask, _statistics(plan, memory, here.me, PER_ROW)
+            _dq_step, plan, work, memory, mask, _statistics(plan, memory, work.warpgroup, PER_ROW)
         )
-        zeros = plan.cores.full((ROWS, plan.dim), 0.0)
-        total = over_blocks(step, zeros, 0, here.walk.masked, here.walk.count)
-        rows = out.at[here.batch, pl.ds(here.first, ROWS), here.head]
-        store_tile((total * plan.spec.scale).astype(plan.dtype), memory.q.at[here.me], rows)
+        zeros = plan.ops.full((ROWS, plan.dim), 0.0)
+        total = over_blocks(step, zeros, 0, work.blocks.masked, work.blocks.count)
+        rows = out.at[work.batch, pl.ds(work.first_row, ROWS), work.head]
+        store_tile((total * plan.spec.scale).astype(plan.dtype), memory.q.at[work.warpgroup], rows)
         plgpu.wait_smem_to_gmem(0)
 
 
-def _statistics(plan: Plan, memory: Any, index: jax.Array, layout: Any) -> tuple[jax.Array, jax.Array]:
-    """The log-sum-exp and the delta of some queries."""
-    return plan.cores.layout(memory.lse[index], layout), plan.cores.layout(memory.delta[index], layout)
+def _statistics(plan: TilePlan, memory: Any, index: jax.Array, layout: Any) -> tuple[jax.Array, jax.Array]:
+    """Return the log-sum-exp and the delta of some queries."""
+    return plan.ops.layout(memory.lse[index], layout), plan.ops.layout(memory.delta[index], layout)
 
 
 def _dq_step(
-    plan: Plan,
-    here: Here,
+    plan: TilePlan,
+    work: Work,
     memory: Any,
-    mask: Mask,
+    mask: BlockMask,
     statistics: tuple,
     i: jax.Array,
     total: jax.Array,
     masked: bool,
 ) -> jax.Array:
-    cores, shape, me, slot = plan.cores, (ROWS, plan.block), here.me, lax.rem(i, jnp.int32(plan.stages))
+    ops, shape, warpgroup = plan.ops, (ROWS, plan.block), work.warpgroup
+    slot = lax.rem(i, jnp.int32(plan.stages))
     lse, delta = (over_columns(x, shape) for x in statistics)
 
     def score_gradient(product, weight_gradient):
         plgpu.barrier_wait(memory.k_ready.at[slot])
-        add_product(product, memory.q.at[me], memory.k.at[slot], transpose=True)
+        add_product(product, memory.q.at[warpgroup], memory.k.at[slot], transpose=True)
         plgpu.barrier_wait(memory.v_ready.at[slot])
-        add_product(weight_gradient, memory.d_out.at[me], memory.v.at[slot], transpose=True)
-        scores = plan.scores(read(product, unfinished=1))
-        weights = plan.weights(scores, lse, mask(slot, here.walk.block(i)) if masked else None)
+        add_product(weight_gradient, memory.d_out.at[warpgroup], memory.v.at[slot], transpose=True)
+        scores = plan.scores(read(product, in_flight=1))
+        weights = plan.weights(scores, lse, mask(slot, work.blocks.block(i)) if masked else None)
         gradient = weights * (read(weight_gradient) - delta)
         return plan.score_gradient(gradient, scores).astype(plan.dtype)
 
-    gradient = cores.scratch(score_gradient, shape, shape)
+    gradient = ops.scratch(score_gradient, shape, shape)
     plgpu.barrier_arrive(memory.v_free.at[slot])
-    (total,) = cores.accumulate(lambda ref: add_product(ref, gradient, memory.k.at[slot]), [total])
+    (total,) = ops.accumulate(lambda ref: add_product(ref, gradient, memory.k.at[slot]), [total])
     plgpu.barrier_arrive(memory.k_free.at[slot])
     return total
 
 
-def dkv(plan: Plan, wanted: tuple[str, ...], inputs: Inputs, place: Place) -> list[jax.Array]:
-    """The `wanted` of dk and dv, [B, Tk, K, E] like k, of padded inputs."""
+def dkv(plan: TilePlan, outputs: tuple[str, ...], inputs: Inputs, mask: DynamicMask) -> list[jax.Array]:
+    """Return those of "dk" and "dv" in `outputs`, [B, Tk, K, E], of padded inputs."""
     batch, length, heads, _ = inputs.k.shape
     scratch = {
-        "k": plan.matrix(COMPUTE, ROWS),
-        "v": plan.matrix(COMPUTE, ROWS),
+        "k": plan.matrix(CONSUMERS, ROWS),
+        "v": plan.matrix(CONSUMERS, ROWS),
         "q": plan.matrix(plan.stages, plan.block),
         "d_out": plan.matrix(plan.stages, plan.block),
         **plan.numbers(jnp.int32, "k_ids"),
         **plan.numbers(jnp.int32, "q_ids", ring=True),
         **plan.numbers(jnp.float32, "lse", "delta", ring=True),
-        "tile_ready": plgpu.Barrier(num_arrivals=3 * COMPUTE),
-        **plan.barriers(q_ready=4, d_out_ready=1, q_free=COMPUTE, d_out_free=COMPUTE),
+        "tile_ready": plgpu.Barrier(num_arrivals=3 * CONSUMERS),
+        **plan.barriers(q_ready=4, d_out_ready=1, q_free=CONSUMERS, d_out_free=CONSUMERS),
     }
-    ways = walks(plan.spec, place, inputs.q_segments, inputs.kv_segments, plan.block, TILE, of_keys=True)
-    shapes = [jax.ShapeDtypeStruct(inputs.k.shape, plan.dtype) for _ in wanted]
+    ranges = block_ranges(
+        plan.spec, mask, inputs.q_segments, inputs.kv_segments, plan.block, TILE, of_keys=True
+    )
+    shapes = [jax.ShapeDtypeStruct(inputs.k.shape, plan.dtype) for _ in outputs]
     grid = {"head": heads, "tile": length // TILE, "batch": batch}
-    body = functools.partial(_dkv_kernel, plan, wanted)
-    return launch(body, shapes, scratch, grid, COMPUTE, plan.interpret)(*inputs._replace(walks=ways))
+    body = functools.partial(_dkv_kernel, plan, outputs)
+    return launch(body, shapes, scratch, grid, CONSUMERS, plan.interpret)(*inputs._replace(ranges=ranges))
 
 
-def _dkv_kernel(plan: Plan, wanted: tuple[str, ...], *refs: Any, **memory: Any) -> None:
+def _dkv_kernel(plan: TilePlan, outputs: tuple[str, ...], *refs: Any, **memory: Any) -> None:
     count = len(Inputs._fields)
     inputs, outs, memory = Inputs(*refs[:count]), refs[count:], SimpleNamespace(**memory)
-    here = Here.of(inputs)
+    work = Work.from_grid(inputs)
 
-    @pl.when(here.me == COMPUTE)
+    @pl.when(work.warpgroup == CONSUMERS)
     def _copy():
-        plgpu.set_max_registers(FEW_REGISTERS, action="decrease")
-        batch, head = here.batch, here.head
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        batch, head = work.batch, work.head
         copy_tile(
-            here,
+            work,
             memory.tile_ready,
             (lambda rows: inputs.k.at[batch, rows, head], memory.k),
             (lambda rows: inputs.v.at[batch, rows, head], memory.v),
             (lambda rows: inputs.kv_segments.at[batch, rows], memory.k_ids),
         )
-        copy_blocks(plan, here.walk.count * plan.group, _query_rings(plan, here, inputs, memory))
+        copy_blocks(plan, work.blocks.count * plan.group, _query_rings(plan, work, inputs, memory))
 
-    @pl.when(here.me < COMPUTE)
+    @pl.when(work.warpgroup < CONSUMERS)
     def _compute():
-        plgpu.set_max_registers(MANY_REGISTERS, action="increase")
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
         plgpu.barrier_wait(memory.tile_ready)
-        mask = Mask.of(plan, here, inputs, memory.k_ids, memory.q_ids, of_keys=True)
-        totals = [plan.cores.full((ROWS, plan.dim), 0.0) for _ in wanted]
-        step = functools.partial(_dkv_step, plan, here, memory, mask, wanted)
-        walk = here.walk
-        totals = over_blocks(step, totals, 0, walk.masked * plan.group, walk.count * plan.group)
-        for name, out, total in zip(wanted, outs, totals, strict=True):
+        mask = BlockMask.of_rows(plan, work, inputs, memory.k_ids, memory.q_ids, of_keys=True)
+        totals = [plan.ops.full((ROWS, plan.dim), 0.0) for _ in outputs]
+        step = functools.partial(_dkv_step, plan, work, memory, mask, outputs)
+        blocks = work.blocks
+        totals = over_blocks(step, totals, 0, blocks.masked * plan.group, blocks.count * plan.group)
+        for name, out, total in zip(outputs, outs, totals, strict=True):
             buffer, scale = (memory.k, plan.spec.scale) if name == "dk" else (memory.v, 1.0)
-            rows = out.at[here.batch, pl.ds(here.first, ROWS), here.head]
-            store_tile((total * scale).astype(plan.dtype), buffer.at[here.me], rows)
+            rows = out.at[work.batch, pl.ds(work.first_row, ROWS), work.head]
+            store_tile((total * scale).astype(plan.dtype), buffer.at[work.warpgroup], rows)
         plgpu.wait_smem_to_gmem(0)
 
 
-def _query_rings(plan: Plan, here: Here, inputs: Inputs, memory: Any) -> tuple:
-    """What a key tile reads of queries, for `copy_blocks`: each block for every head that shares the keys."""
+def _query_rings(plan: TilePlan, work: Work, inputs: Inputs, memory: Any) -> tuple:
+    """Return what a key tile reads of queries, for `copy_blocks`: each block once a head that shares keys."""
 
     def rows(i):
-        return pl.ds(here.walk.block(lax.div(i, jnp.int32(plan.group))) * plan.block, plan.block)
+        return pl.ds(work.blocks.block(lax.div(i, jnp.int32(plan.group))) * plan.block, plan.block)
 
     def head(i):
-        return here.head * plan.group + lax.rem(i, jnp.int32(plan.group))
+        return work.head * plan.group + lax.rem(i, jnp.int32(plan.group))
 
     queries = (
-        (lambda i: inputs.q.at[here.batch, rows(i), head(i)], memory.q),
-        (lambda i: inputs.q_segments.at[here.batch, rows(i)], memory.q_ids),
-        (lambda i: inputs.lse.at[here.batch, head(i), rows(i)], memory.lse),
-        (lambda i: inputs.delta.at[here.batch, head(i), rows(i)], memory.delta),
+        (lambda i: inputs.q.at[work.batch, rows(i), head(i)], memory.q),
+        (lambda i: inputs.q_segments.at[work.batch, rows(i)], memory.q_ids),
+        (lambda i: inputs.lse.at[work.batch, head(i), rows(i)], memory.lse),
+        (lambda i: inputs.delta.at[work.batch, head(i), rows(i)], memory.delta),
     )
-    gradients = ((lambda i: inputs.d_out.at[here.batch, rows(i), head(i)], memory.d_out),)
+    gradients = ((lambda i: inputs.d_out.at[work.batch, rows(i), head(i)], memory.d_out),)
     return (memory.q_ready, memory.q_free, queries), (memory.d_out_ready, memory.d_out_free, gradients)
 
 
 def _dkv_step(
-    plan: Plan, here: Here, memory: Any, mask: Mask, wanted: tuple, i: jax.Array, totals: list, masked: bool
+    plan: TilePlan,
+    work: Work,
+    memory: Any,
+    mask: BlockMask,
+    outputs: tuple,
+    i: jax.Array,
+    totals: list,
+    masked: bool,
 ) -> list[jax.Array]:
-    cores, shape, me, slot = plan.cores, (ROWS, plan.block), here.me, lax.rem(i, jnp.int32(plan.stages))
+    ops, shape, warpgroup = plan.ops, (ROWS, plan.block), work.warpgroup
+    slot = lax.rem(i, jnp.int32(plan.stages))
 
     def factors(product, *weight_gradients):
         plgpu.barrier_wait(memory.q_ready.at[slot])
-        add_product(product, memory.k.at[me], memory.q.at[slot], transpose=True)
+        add_product(product, memory.k.at[warpgroup], memory.q.at[slot], transpose=True)
         plgpu.barrier_wait(memory.d_out_ready.at[slot])
         for ref in weight_gradients:
-            add_product(ref, memory.v.at[me], memory.d_out.at[slot], transpose=True)
-        scores = plan.scores(read(product, unfinished=len(weight_gradients)))
+            add_product(ref, memory.v.at[warpgroup], memory.d_out.at[slot], transpose=True)
+        scores = plan.scores(read(product, in_flight=len(weight_gradients)))
         lse, delta = (over_rows(x, shape) for x in _statistics(plan, memory, slot, PER_COLUMN))
-        block = here.walk.block(lax.div(i, jnp.int32(plan.group)))
+        block = work.blocks.block(lax.div(i, jnp.int32(plan.group)))
         weights = plan.weights(scores, lse, mask(slot, block) if masked else None)
-        found = {"dv": weights.astype(plan.dtype)}
+        factor = {"dv": weights.astype(plan.dtype)}
         for ref in weight_gradients:
             gradient = weights * (read(ref) - delta)
-            found["dk"] = plan.score_gradient(gradient, scores).astype(plan.dtype)
-        return [found[name] for name in wanted]
+            factor["dk"] = plan.score_gradient(gradient, scores).astype(plan.dtype)
+        return [factor[name] for name in outputs]
 
-    found = cores.scratch(factors, *[shape] * (2 if "dk" in wanted else 1))
+    both = ops.scratch(factors, *[shape] * (2 if "dk" in outputs else 1))
 
     def add(*refs):
-        for name, ref, factor in zip(wanted, refs, found, strict=True):
+        for name, ref, factor in zip(outputs, refs, both, strict=True):
             add_product(ref, factor, (memory.q if name == "dk" else memory.d_out).at[slot])
 
-    totals = cores.accumulate(add, totals)
-    plgpu.commit_smem()  # the statistics have been read, before TMA writes there again
+    totals = ops.accumulate(add, totals)
+    plgpu.commit_smem()  # reads of the statistics end before TMA writes there again
     plgpu.barrier_arrive(memory.q_free.at[slot])
     plgpu.barrier_arrive(memory.d_out_free.at[slot])
     return totals

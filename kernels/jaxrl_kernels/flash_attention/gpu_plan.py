@@ -1,4 +1,4 @@
-"""What the kernels of `pallas_gpu` share: tiles and blocks, which blocks a tile reads, what they hide."""
+"""Tiling of the Hopper attention kernels: tiles and blocks, which blocks a tile reads, their masks."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
-from jaxrl_kernels.flash_attention.blocks import bounds, needed, segments_of
-from jaxrl_kernels.flash_attention.spec import Place, Spec
+from jaxrl_kernels.flash_attention.blocks import block_range, block_segments, visible_blocks
+from jaxrl_kernels.flash_attention.spec import AttentionSpec, DynamicMask
 from jaxrl_kernels.hopper import (
-    COMPUTE,
+    CONSUMERS,
     PER_COLUMN,
     PER_ROW,
     ROWS,
-    Cores,
+    WarpgroupOps,
+    has_register_reallocation,
     matrix_memory,
-    registers_divided,
     stages_that_fit,
 )
 
-TILE = COMPUTE * ROWS
-"""Queries (keys, for their gradients) of a block of threads; what lengths are padded to."""
+TILE = CONSUMERS * ROWS
+"""Queries (keys, for their gradients) of a thread block; lengths are padded to a multiple."""
 LOG2E, LN2 = math.log2(math.e), math.log(2)
-LARGEST_DIM = 256
+MAX_HEAD_DIM = 256
 
 
-class Blocks(NamedTuple):
+class RingBlocks(NamedTuple):
     """Rows of the blocks that pass through the ring of each kernel: 32, 64 or 128."""
 
     forward: int
@@ -42,28 +42,23 @@ class Blocks(NamedTuple):
     dkv: int
 
 
-def default_blocks(dim: int) -> Blocks:
-    """What the registers hold: 64 x block scores beside 64 x dim sums."""
-    return Blocks(128 if registers_divided() else 64, 64, 64) if dim <= 128 else Blocks(64, 32, 32)
+def default_blocks(dim: int) -> RingBlocks:
+    """Return the blocks that registers hold: 64 x block scores beside 64 x dim sums."""
+    if dim > 128:
+        return RingBlocks(64, 32, 32)
+    return RingBlocks(128 if has_register_reallocation() else 64, 64, 64)
 
 
 def passes(dim: int) -> list[tuple[str, ...]]:
-    """dk and dv in one pass where a warpgroup's registers hold the sums of both, else in one each."""
-    return [("dk", "dv")] if dim <= (128 if registers_divided() else 64) else [("dk",), ("dv",)]
-
-
-def unsupported(dim: int, dtype: Any) -> str | None:
-    """Why these kernels do not take q, k and v of such a head dim and type, or None."""
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
-        return f"wgmma multiplies bfloat16 and float16, not {jnp.dtype(dtype).name}"
-    return f"head_dim {dim} is over {LARGEST_DIM}" if dim > LARGEST_DIM else None
+    """Return the passes over queries: dk and dv in one if registers hold both sums, else one each."""
+    return [("dk", "dv")] if dim <= (128 if has_register_reallocation() else 64) else [("dk",), ("dv",)]
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """What a kernel knows when it is compiled."""
+class TilePlan:
+    """Static parameters of a kernel."""
 
-    spec: Spec
+    spec: AttentionSpec
     dim: int
     dtype: Any
     group: int
@@ -72,43 +67,43 @@ class Plan:
     interpret: bool
 
     @property
-    def cores(self) -> Cores:
-        return Cores(self.interpret)
+    def ops(self) -> WarpgroupOps:
+        return WarpgroupOps(self.interpret)
 
     @property
-    def unit(self) -> float:
-        """Scores times this are in powers of two."""
+    def log2_scale(self) -> float:
+        """Factor from `scores` to exponents of 2."""
         return (self.spec.softcap or self.spec.scale) * LOG2E
 
     def scores(self, product: jax.Array) -> jax.Array:
-        """Of q k^T, in units of `unit`."""
+        """Return the scores of q k^T, divided by the scale or the soft-cap."""
         return jnp.tanh(product * (self.spec.scale / self.spec.softcap)) if self.spec.softcap else product
 
     def score_gradient(self, gradient: jax.Array, scores: jax.Array) -> jax.Array:
-        """From that of the softmax's input to that of q k^T, but for the factor `scale`."""
+        """Return the gradient of q k^T, but for the factor `scale`, from that of the softmax's input."""
         return gradient * (1.0 - scores * scores) if self.spec.softcap else gradient
 
-    def weights(self, scores: jax.Array, lse: jax.Array, seen: jax.Array | None) -> jax.Array:
-        """The softmax, of what its log-sum-exp in powers of two was."""
-        scores = scores if seen is None else jnp.where(seen, scores, -jnp.inf)
-        return jnp.exp2(scores * self.unit - lse)
+    def weights(self, scores: jax.Array, lse: jax.Array, visible: jax.Array | None) -> jax.Array:
+        """Return the softmax from its log-sum-exp in base 2."""
+        scores = scores if visible is None else jnp.where(visible, scores, -jnp.inf)
+        return jnp.exp2(scores * self.log2_scale - lse)
 
     def matrix(self, count: int, rows: int) -> Any:
-        # What a product sums over, dim or block, is whole stripes of the swizzle.
+        # The contracted dim of a product, head dim or block, is a multiple of the swizzle.
         return matrix_memory((count, rows, self.dim), self.dtype, math.gcd(self.dim, self.block))
 
     def numbers(self, dtype: Any, *names: str, ring: bool = False) -> dict:
-        """Shared memory of that name for one number a row, of the tile or of the blocks in the ring."""
-        shape = (self.stages, self.block) if ring else (COMPUTE, ROWS)
+        """Return shared memory for one number a row, of the tile or of the blocks in the ring."""
+        shape = (self.stages, self.block) if ring else (CONSUMERS, ROWS)
         return {name: plgpu.SMEM(shape, dtype) for name in names}
 
     def barriers(self, **arrivals: int) -> dict:
-        """A ring of barriers each, by how often it is arrived at."""
+        """Return a ring of barriers for each name, by the number of arrivals."""
         return {name: plgpu.Barrier(num_arrivals=n, num_barriers=self.stages) for name, n in arrivals.items()}
 
 
-class Walk(NamedTuple):
-    """The blocks that a tile reads: those with hidden pairs in them first, then [first_full, end_full)."""
+class BlockRange(NamedTuple):
+    """The blocks that a tile reads: those with masked pairs first, then [first_full, end_full)."""
 
     first: jax.Array
     first_full: jax.Array
@@ -129,31 +124,32 @@ class Walk(NamedTuple):
         return jnp.where(i < before, self.first + i, late)
 
 
-def walks(
-    spec: Spec,
-    place: Place,
+def block_ranges(
+    spec: AttentionSpec,
+    mask: DynamicMask,
     q_segments: Int[Array, "B Tq"],
     kv_segments: Int[Array, "B Tk"],
     q_block: int,
     kv_block: int,
     of_keys: bool,
 ) -> Int[Array, "B tiles 4"]:
-    """The `Walk` of each query tile over blocks of keys, or of each key tile over blocks of queries.
+    """Return the `BlockRange` of each query tile over blocks of keys, or of each key tile over blocks of
+    queries.
 
-    Segments need not be in order: blocks between the first and the last visible one are read. A tile that
-    sees nothing reads one block.
+    Segments need not be in order: blocks between the first and the last visible one are read. A fully masked
+    tile reads one block.
     """
-    q, kv = segments_of(q_segments, q_block), segments_of(kv_segments, kv_block)
-    some = needed(spec, place, q, kv, (q_block, kv_block))
-    q_first = place.q_start + jnp.arange(some.shape[1])[:, None] * q_block
-    kv_first = place.kv_start + jnp.arange(some.shape[2]) * kv_block
+    q, kv = block_segments(q_segments, q_block), block_segments(kv_segments, kv_block)
+    some = visible_blocks(spec, mask, q, kv, (q_block, kv_block))
+    q_first = mask.q_offset + jnp.arange(some.shape[1])[:, None] * q_block
+    kv_first = mask.kv_offset + jnp.arange(some.shape[2]) * kv_block
     full = (q.only[:, :, None] == kv.only[:, None]) & (q.only > 0)[:, :, None]
-    full &= q_first + q_block - 1 - kv_first < place.window
+    full &= q_first + q_block - 1 - kv_first < mask.window
     if spec.causal:
         full &= kv_first + kv_block - 1 <= q_first
     if of_keys:
         some, full = jnp.swapaxes(some, 1, 2), jnp.swapaxes(full, 1, 2)
-    first, end = bounds(some)
+    first, end = block_range(some)
     first_full = jnp.argmax(full, axis=-1)
     run = full | (jnp.arange(full.shape[-1]) < first_full[..., None])
     end_full = jnp.where(run.all(-1), full.shape[-1], jnp.argmin(run, axis=-1))
@@ -163,86 +159,91 @@ def walks(
 
 
 class Inputs(NamedTuple):
-    """Of every kernel, in this order: arrays, or references to them. The last three are of the backward."""
+    """Inputs of every kernel, in order: arrays, or references to them; the last three of the backward."""
 
     q: Any
     k: Any
     v: Any
     q_segments: Any
     kv_segments: Any
-    place: Any
-    walks: Any = None
+    mask: Any
+    ranges: Any = None
     d_out: Any = None
     lse: Any = None
-    """In powers of two."""
+    """Log-sum-exp in base 2."""
     delta: Any = None
 
 
-class Here(NamedTuple):
-    """Which part of the work this warpgroup has."""
+class Work(NamedTuple):
+    """The tile of this thread block, and the rows of it of this warpgroup."""
 
     batch: jax.Array
     head: jax.Array
     tile: jax.Array
-    me: jax.Array
-    walk: Walk
+    warpgroup: jax.Array
+    blocks: BlockRange
 
     @staticmethod
-    def of(inputs: Inputs, longest_first: bool = False) -> Here:
-        """From the grid. Of causal query tiles the last reads most: `longest_first` begins with it."""
+    def from_grid(inputs: Inputs, longest_first: bool = False) -> Work:
+        """Return this program's work; of causal query tiles `longest_first` starts with the last."""
         batch, head, tile = (lax.axis_index(name) for name in ("batch", "head", "tile"))
-        tile = inputs.walks.shape[1] - 1 - tile if longest_first else tile
-        walk = Walk(*(inputs.walks[batch, tile, i] for i in range(4)))
-        return Here(batch, head, tile, lax.axis_index("group"), walk)
+        tile = inputs.ranges.shape[1] - 1 - tile if longest_first else tile
+        blocks = BlockRange(*(inputs.ranges[batch, tile, i] for i in range(4)))
+        return Work(batch, head, tile, lax.axis_index("group"), blocks)
 
     @property
-    def first(self) -> jax.Array:
-        """The row that this warpgroup begins with."""
-        return self.tile * TILE + self.me * ROWS
+    def first_row(self) -> jax.Array:
+        """The first row of this warpgroup."""
+        return self.tile * TILE + self.warpgroup * ROWS
 
 
-class Mask(NamedTuple):
-    """What a warpgroup's rows see of a block, from shared memory: rows are queries, or keys."""
+class BlockMask(NamedTuple):
+    """The mask of a warpgroup's rows (queries, or keys) and a block, from segments in shared memory."""
 
-    plan: Plan
+    plan: TilePlan
     row_segments: jax.Array
     """[ROWS], -1 for padding."""
     segments: Any
     """Of the blocks in the ring."""
     start: jax.Array
-    """Index of the first row's token, less where columns begin: both may be parts of longer sequences."""
+    """Position of the first row's token relative to that of the first column."""
     window: jax.Array
     of_keys: bool
 
     @staticmethod
-    def of(plan: Plan, here: Here, inputs: Inputs, rows: Any, segments: Any, of_keys: bool = False) -> Mask:
-        ids = plan.cores.layout(rows[here.me], PER_ROW)
-        start = (inputs.place[1] - inputs.place[0]) if of_keys else (inputs.place[0] - inputs.place[1])
-        return Mask(plan, jnp.where(ids > 0, ids, -1), segments, start + here.first, inputs.place[2], of_keys)
+    def of_rows(
+        plan: TilePlan, work: Work, inputs: Inputs, rows: Any, segments: Any, of_keys: bool = False
+    ) -> BlockMask:
+        """Return the mask of this warpgroup's rows, from the segments of rows and columns."""
+        ids = plan.ops.layout(rows[work.warpgroup], PER_ROW)
+        mask = inputs.mask
+        start = (mask[1] - mask[0]) if of_keys else (mask[0] - mask[1])
+        ids = jnp.where(ids > 0, ids, -1)
+        return BlockMask(plan, ids, segments, start + work.first_row, mask[2], of_keys)
 
     def __call__(self, slot: jax.Array, block: jax.Array) -> jax.Array:
-        """Of the [ROWS, block] pairs, which are visible."""
-        cores, shape = self.plan.cores, (ROWS, self.plan.block)
-        columns = cores.layout(self.segments[slot], PER_COLUMN)
-        plgpu.commit_smem()  # has been read, before TMA writes there again
-        ahead = cores.iota(shape, 0) - cores.iota(shape, 1) + (self.start - block * self.plan.block)
+        """Return which of the [ROWS, block] pairs are visible."""
+        ops, shape = self.plan.ops, (ROWS, self.plan.block)
+        columns = ops.layout(self.segments[slot], PER_COLUMN)
+        plgpu.commit_smem()  # reads end before TMA writes there again
+        ahead = ops.iota(shape, 0) - ops.iota(shape, 1) + (self.start - block * self.plan.block)
         back = -ahead if self.of_keys else ahead
-        seen = (over_columns(self.row_segments, shape) == over_rows(columns, shape)) & (back < self.window)
-        return seen & (back >= 0) if self.plan.spec.causal else seen
+        allowed = (over_columns(self.row_segments, shape) == over_rows(columns, shape)) & (back < self.window)
+        return allowed & (back >= 0) if self.plan.spec.causal else allowed
 
 
 def over_columns(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """A number a row, as a matrix."""
+    """Broadcast a number a row to a matrix."""
     return lax.broadcast_in_dim(x, shape, [0])
 
 
 def over_rows(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """A number a column, as a matrix."""
+    """Broadcast a number a column to a matrix."""
     return lax.broadcast_in_dim(x, shape, [1])
 
 
-def copy_blocks(plan: Plan, count: jax.Array, rings: tuple) -> None:
-    """By the copying warpgroup: `count` blocks into rings (ready, free, ((where one is, buffer), ...))."""
+def copy_blocks(plan: TilePlan, count: jax.Array, rings: tuple) -> None:
+    """Copy `count` blocks into rings (ready, free, ((source of block i, buffer), ...)); by the producer."""
 
     @pl.loop(0, count)
     def _(i):
@@ -252,17 +253,17 @@ def copy_blocks(plan: Plan, count: jax.Array, rings: tuple) -> None:
             for source, buffer in pieces:
                 plgpu.copy_gmem_to_smem(source(i), buffer.at[slot], ready.at[slot])
 
-    @pl.loop(jnp.maximum(count - plan.stages, 0), count)  # every phase of a barrier is waited for
+    @pl.loop(jnp.maximum(count - plan.stages, 0), count)  # wait for every phase of a barrier
     def _(i):
         for _, free, _ in rings:
             plgpu.barrier_wait(free.at[lax.rem(i, jnp.int32(plan.stages))])
 
 
 def over_blocks(step: Callable, carry: Any, first: int, masked: jax.Array, count: jax.Array) -> Any:
-    """step(i, carry, masked): `masked` blocks with the mask, those after them up to `count` without."""
+    """Run step(i, carry, masked) with the mask for `masked` blocks, without for the rest up to `count`."""
     carry = lax.fori_loop(jnp.int32(first), masked, functools.partial(step, masked=True), carry)
-    rest = jnp.maximum(masked, first)
-    return lax.fori_loop(rest, count, functools.partial(step, masked=False), carry)
+    unmasked = jnp.maximum(masked, first)
+    return lax.fori_loop(unmasked, count, functools.partial(step, masked=False), carry)
 
 
 def pad_to(x: jax.Array, multiples: dict[int, int]) -> jax.Array:
@@ -271,46 +272,46 @@ def pad_to(x: jax.Array, multiples: dict[int, int]) -> jax.Array:
 
 
 def padded_inputs(
-    q: jax.Array, k: jax.Array, v: jax.Array, q_segments: jax.Array, kv_segments: jax.Array, place: Place
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    q_segments: jax.Array,
+    kv_segments: jax.Array,
+    mask: DynamicMask,
 ) -> Inputs:
-    """Lengths to whole tiles, of segment 0; the head dim to what TMA swizzles, of zeros.
-
-    Raises: ValueError for what the kernels do not take.
-    """
-    if why := unsupported(q.shape[3], q.dtype):
-        raise ValueError(f"flash attention on Hopper: {why}; take another implementation")
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(f"{q.shape[2]} query heads cannot share {k.shape[2]} key heads: it is no multiple")
+    """Pad lengths to whole tiles with segment 0, and the head dim to what TMA swizzles with zeros."""
     q, k, v = (pad_to(x, {1: TILE, 3: 32}) for x in (q, k, v))
     segments = (pad_to(x.astype(jnp.int32), {1: TILE}) for x in (q_segments, kv_segments))
-    return Inputs(q, k, v, *segments, place.array())
+    return Inputs(q, k, v, *segments, mask.array())
 
 
-def plan_for(spec: Spec, inputs: Inputs, what: str, blocks: Blocks | None, interpret: bool) -> Plan:
-    """How the kernel `what` (a field of `Blocks`) is cut."""
+def plan_for(
+    spec: AttentionSpec, inputs: Inputs, kernel: str, blocks: RingBlocks | None, interpret: bool
+) -> TilePlan:
+    """Return the tiling of a kernel (a field of `RingBlocks`)."""
     q, k = inputs.q, inputs.k
     dim, size = q.shape[-1], q.dtype.itemsize
-    block = getattr(blocks or default_blocks(dim), what)
-    resident, statistics = (1, 2) if what == "forward" else (2, 3)
+    block = getattr(blocks or default_blocks(dim), kernel)
+    resident, statistics = (1, 2) if kernel == "forward" else (2, 3)
     fixed = TILE * (resident * dim * size + 4 * statistics)
-    stages = stages_that_fit(f"{what} at head_dim {dim}", block, fixed, 2 * dim * size + 4 * statistics)
-    return Plan(spec, dim, q.dtype, q.shape[2] // k.shape[2], block, stages, interpret)
+    stages = stages_that_fit(f"{kernel} at head_dim {dim}", block, fixed, 2 * dim * size + 4 * statistics)
+    return TilePlan(spec, dim, q.dtype, q.shape[2] // k.shape[2], block, stages, interpret)
 
 
-def copy_tile(here: Here, barrier: Any, *pieces: tuple[Callable, Any]) -> None:
-    """By the copying warpgroup: the rows of the tile, each piece (where some rows are, buffer)."""
-    for g in range(COMPUTE):
-        rows = pl.ds(here.tile * TILE + g * ROWS, ROWS)
+def copy_tile(work: Work, barrier: Any, *pieces: tuple[Callable, Any]) -> None:
+    """Copy the rows of the tile, each piece (source of some rows, buffer); by the producer."""
+    for g in range(CONSUMERS):
+        rows = pl.ds(work.tile * TILE + g * ROWS, ROWS)
         for source, buffer in pieces:
             plgpu.copy_gmem_to_smem(source(rows), buffer.at[g], barrier)
 
 
-def key_rings(plan: Plan, here: Here, inputs: Inputs, memory: Any) -> tuple:
-    """The keys and the values that a query tile reads, for `copy_blocks`."""
-    head = lax.div(here.head, jnp.int32(plan.group))
+def key_rings(plan: TilePlan, work: Work, inputs: Inputs, memory: Any) -> tuple:
+    """Return the keys and values that a query tile reads, for `copy_blocks`."""
+    head = lax.div(work.head, jnp.int32(plan.group))
 
     def block(ref: Any, *then: jax.Array) -> Callable:
-        return lambda i: ref.at[(here.batch, pl.ds(here.walk.block(i) * plan.block, plan.block), *then)]
+        return lambda i: ref.at[(work.batch, pl.ds(work.blocks.block(i) * plan.block, plan.block), *then)]
 
     keys = (block(inputs.k, head), memory.k), (block(inputs.kv_segments), memory.k_ids)
     values = ((block(inputs.v, head), memory.v),)
@@ -318,7 +319,7 @@ def key_rings(plan: Plan, here: Here, inputs: Inputs, memory: Any) -> tuple:
 
 
 def store_tile(values: jax.Array, buffer: Any, out: Any) -> None:
-    """From registers by way of shared memory; begun, not waited for."""
+    """Start storing registers by way of shared memory; the caller waits."""
     buffer[...] = values
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(buffer, out)

@@ -1,8 +1,8 @@
-"""How fast `linear_logprob` is here: python -m jaxrl_kernels.linear_logprob.bench --tokens 16384
+"""Benchmark of `linear_logprob`: python -m jaxrl_kernels.linear_logprob.bench --tokens 16384
 
 Prints one JSON object an implementation. `tflops` counts the model's work, 2 M D V forward and 4 M D V
-backward; `tflops_done` counts the logits that the backward pass computes again too, 8 M D V in all, which is
-how published figures of fused kernels count (Liger's 672 TFLOP/s on an H100 at this size).
+backward; `tflops_done` also counts the logits that the backward pass recomputes, 8 M D V in all, as
+published figures of fused kernels do (Liger's 672 TFLOP/s on an H100 at this size).
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl_kernels.linear_logprob.api import choose, linear_logprob
+from jaxrl_kernels.dispatch import choose
+from jaxrl_kernels.linear_logprob.api import linear_logprob
 
 
 def measure(
     implementation: str, tokens: int, dim: int, vocab: int, dtype: str = "bfloat16", repeat: int = 10
 ) -> dict[str, Any]:
-    """Median seconds of the forward pass, and of forward and backward, of random inputs on the first device.
+    """Measure median seconds of the forward pass, and of forward and backward, on the first device.
 
     Raises:
-        ValueError: the implementation cannot do this.
+        ValueError: the implementation does not take these inputs.
     """
-    name, why = choose(dim, dtype, implementation)
+    name, reason = choose("linear_logprob", dim, dtype, implementation=implementation)
     keys = jax.random.split(jax.random.key(0), 3)
     hidden = jax.random.normal(keys[0], (1, tokens, dim), dtype)
     head = (jax.random.normal(keys[1], (vocab, dim), jnp.float32) / dim**0.5).astype(dtype)
@@ -44,7 +45,7 @@ def measure(
     return {
         "op": "linear_logprob",
         "implementation": name,
-        "why": why,
+        "why": reason,
         "tokens": tokens,
         "dim": dim,
         "vocab": vocab,

@@ -1,4 +1,4 @@
-"""The dense definition, a few tokens at a time: never more than [chunk, V] of logits."""
+"""The dense definition in chunks of tokens: at most [chunk, V] of logits in memory."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl_kernels.linear_logprob import reference
-from jaxrl_kernels.linear_logprob.reference import Found, Spec, d_logits
+from jaxrl_kernels.linear_logprob.reference import LogprobOutputs, LogprobSpec, d_logits
 
 __all__ = ["backward", "d_logits", "forward"]
 
 
 def forward(
-    spec: Spec,
+    spec: LogprobSpec,
     hidden: Float[Array, "M D"],
     head: Float[Array, "V D"],
     targets: Int[Array, "M"],
     count: int | Int[Array, ""],
     chunk: int = 512,
-) -> Found:
-    """0 in the chunks that begin after `count` tokens."""
+) -> LogprobOutputs:
+    """Compute `reference.forward`; 0 in the chunks that start after `count` tokens."""
     length = targets.shape[0]
     hidden, targets = _split(chunk, hidden, targets)
 
     def one(i, out):
-        found = reference.forward(spec, hidden[i], head, targets[i])
-        return jax.tree.map(lambda x, y: x.at[i].set(y), out, found)
+        outputs = reference.forward(spec, hidden[i], head, targets[i])
+        return jax.tree.map(lambda x, y: x.at[i].set(y), out, outputs)
 
-    nothing = jnp.zeros(targets.shape, jnp.float32)
-    out = jax.lax.fori_loop(0, -(-count // chunk), one, (nothing, nothing if spec.entropy else None, nothing))
+    zeros = jnp.zeros(targets.shape, jnp.float32)
+    out = jax.lax.fori_loop(0, -(-count // chunk), one, (zeros, zeros if spec.entropy else None, zeros))
     return jax.tree.map(lambda x: x.reshape(-1)[:length], out)
 
 
 def backward(
-    spec: Spec,
+    spec: LogprobSpec,
     hidden: Float[Array, "M D"],
     head: Float[Array, "V D"],
     targets: Int[Array, "M"],
@@ -43,7 +43,7 @@ def backward(
     chunk: int = 512,
     d_logits=d_logits,
 ) -> tuple[Float[Array, "M D"], Float[Array, "V D"]]:
-    """(d_hidden like hidden, d_head float32) from `d_logits` of [chunk, V] at a time: 6 M D V FLOPs.
+    """Return (d_hidden like hidden, d_head float32) from `d_logits` in chunks: 6 M D V FLOPs.
 
     Args:
         columns: lse, entropy, d_logprob, d_entropy.
@@ -66,6 +66,6 @@ def backward(
 
 
 def _split(chunk: int, *arrays):
-    """[M, ...] -> [chunks, chunk, ...], the last filled up with zeros."""
+    """Reshape [M, ...] to [chunks, chunk, ...], the last padded with zeros."""
     fill = lambda x: jnp.pad(x, ((0, -x.shape[0] % chunk), *((0, 0),) * (x.ndim - 1)))
     return [None if x is None else fill(x).reshape(-1, chunk, *x.shape[1:]) for x in arrays]

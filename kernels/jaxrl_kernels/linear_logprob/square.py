@@ -1,4 +1,4 @@
-"""Sum over a vocabulary of p^2, without ever holding [B, T, V]."""
+"""Sum over the vocabulary of p^2, in chunks: [B, T, V] is never in memory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def linear_square(
     softcap: float | None = None,
     chunk: int = 128,
 ) -> Float[Array, "B T"]:
-    """sum(softmax(hidden head^T / temperature)^2) at each position, float32, chunk by chunk over T.
+    """Compute sum(softmax(hidden head^T / temperature)^2) at each position, float32, in chunks over T.
 
-    It is the chance that two draws agree; 1 - it is how much a draw may surprise. No gradient is meant.
+    It is the probability that two samples agree (1 - it is the Gini impurity). Not meant for gradients.
     """
 
     def one(piece):

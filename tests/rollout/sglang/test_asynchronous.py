@@ -13,7 +13,7 @@ from test_sglang import make, servers  # noqa: F401
 from test_sglang_train import ARGS, rows
 
 from jaxrl_llm.rollout.engine import PartialResponse, Reply, Request
-from jaxrl_llm.rollout.partial import pack, unpack
+from jaxrl_llm.rollout.partial import pack_responses, unpack_responses
 from jaxrl_llm.rollout.sglang.generate import Meter, ResponseGenerator
 from jaxrl_llm.structs import Episode
 from jaxrl_llm.train import main
@@ -118,11 +118,11 @@ def test_a_run_ahead_stays_within_its_bound_and_a_killed_one_goes_on_with_what_w
     assert [row["staleness/max"] for row in first] == [0, 1, 1]
     assert all(0 <= row["trainer/idle_fraction"] <= 1 and row["servers/occupancy"] > 0 for row in first)
     begun = run / "checkpoints/2/rollouts.npz"  # after the supervised step and one of the run
-    assert list(unpack(begun.read_bytes())) == [1]
+    assert list(unpack_responses(begun.read_bytes())) == [1]
     assert not (run / "checkpoints/4/rollouts.npz").exists()
     for later in (run / "checkpoints/3", run / "checkpoints/4"):
         later.rename(tmp_path / later.name)
-    replace(begun, pack({1: [[PartialResponse([40 + i], [-1.0], [0], "stop") for i in range(8)]]}))
+    replace(begun, pack_responses({1: [[PartialResponse([40 + i], [-1.0], [0], "stop") for i in range(8)]]}))
     assert main(args) == 0
     again = [row for row in rows(run) if row["kind"] == "train"]
     assert again[1]["response_tokens/max"] == 1  # of what the checkpoint had, nothing is written anew
@@ -145,7 +145,7 @@ def test_a_checkpoint_holds_conversations_too(tmp_path):
     env += ["--tokens_per_device", "80"]
     args = [*ARGS, "--rollout.servers", server.url, *AHEAD, *env, "--run_dir", str(run)]
     assert main(args) == 0
-    (saved,) = unpack((run / "checkpoints/2/rollouts.npz").read_bytes()).values()
+    (saved,) = unpack_responses((run / "checkpoints/2/rollouts.npz").read_bytes()).values()
     assert len(saved[0]) == 8
     (run / "checkpoints/3").rename(tmp_path / "3")
     assert main(args) == 0

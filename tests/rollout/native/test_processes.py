@@ -10,7 +10,8 @@ import json, sys
 import jax, numpy as np
 from jaxrl_llm import models
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
-from jaxrl_llm.rollout.native import NativeEngine, RolloutConfig
+from jaxrl_llm.rollout.config import RolloutConfig
+from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 

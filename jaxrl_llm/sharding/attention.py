@@ -1,0 +1,152 @@
+"""Attention under the current mesh: shards rows, heads and the tokens of a row (context parallelism).
+
+Kernels are opaque to XLA's partitioner, so they run under `shard_map`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int, Shaped
+
+from jaxrl_kernels.dispatch import choose, load_implementation
+from jaxrl_kernels.flash_attention.api import SAVED, flash_attention
+from jaxrl_kernels.flash_attention.spec import AttentionSpec, DynamicMask
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.sharding.ring import RingAttention, from_zigzag, to_zigzag
+from jaxrl_llm.sharding.rules import TRAIN, Rules, current_spec, num_shards
+from jaxrl_llm.sharding.ulysses import UlyssesAttention
+
+ContextParallel = Literal["none", "ring", "ulysses"]
+"""How attention works where the tokens of a row are sharded; "none" = each device has whole rows."""
+REPLICATED_SEQUENCE: Rules = {**TRAIN, "sequence": None}
+METHODS = {"ring": RingAttention, "ulysses": UlyssesAttention}
+AXIS = TRAIN["sequence"]
+QUERY_AXES = ("batch", "sequence", "heads", "head_dim")
+
+
+def context_parallel(length: int, method: ContextParallel) -> ContextParallel:
+    """Return the method for rows of `length` tokens under the current mesh: "none" if it does not shard them,
+    or not evenly."""
+    mesh = jax.sharding.get_abstract_mesh()
+    shards = 1 if mesh.empty else num_shards("sequence", mesh.shape)
+    chunks = 2 * shards if method == "ring" else shards
+    return "none" if shards == 1 or length % chunks else method
+
+
+def reorder_tokens(x: Shaped[Array, "B T ..."], method: ContextParallel) -> Shaped[Array, "B T ..."]:
+    """Reorder the tokens of rows for load balance: zigzag for ring attention, otherwise unchanged."""
+    return _permute(to_zigzag, x) if method == "ring" else x
+
+
+def restore_tokens(x: Shaped[Array, "B T ..."], method: ContextParallel) -> Shaped[Array, "B T ..."]:
+    """Invert `reorder_tokens`."""
+    return _permute(from_zigzag, x) if method == "ring" else x
+
+
+def sharded_attention(
+    q: Float[Array, "B T H E"],
+    k: Float[Array, "B T K E"],
+    v: Float[Array, "B T K E"],
+    segments: Int[Array, "B T"],
+    *,
+    scale: float,
+    window: int | Int[Array, ""],
+    softcap: float | None = None,
+    method: ContextParallel = "none",
+) -> Float[Array, "B T H E"]:
+    """Compute causal attention within the segments of each row, sharded over the current mesh.
+
+    Args:
+        segments: 0 = padding.
+        window: sliding window: tokens that a token attends to, itself included.
+        method: of `context_parallel`; q, k, v and segments are in its order (`reorder_tokens`).
+
+    Raises:
+        UserError: Ulysses with heads that its devices do not divide.
+    """
+    spec = current_spec(QUERY_AXES, q.shape, REPLICATED_SEQUENCE if method == "none" else TRAIN)
+    if spec is None:
+        return flash_attention(q, k, v, segments, scale=scale, window=window, softcap=softcap)
+    mesh = jax.sharding.get_abstract_mesh()
+    head_shards = q.shape[2] // NamedSharding(mesh, spec).shard_shape(q.shape)[2]
+    ulysses_shards = head_shards * num_shards("sequence", mesh.shape)
+    if method == "ulysses" and q.shape[2] % ulysses_shards:
+        raise UserError(heads_problem(q.shape[2], ulysses_shards))
+    # A key head is repeated only until every device has one: its query heads are then all of one group.
+    repeats = head_shards // math.gcd(k.shape[2], head_shards)
+    k, v = (x if repeats == 1 else jnp.repeat(x, repeats, axis=2) for x in (k, v))
+    name, _ = choose("flash_attention", q.shape[3], q.dtype)
+    implementation = load_implementation("flash_attention", name)
+    if method in METHODS:
+        implementation = METHODS[method](implementation, AXIS)
+    static = _Static(implementation, AttentionSpec(scale, True, softcap), spec)
+    return _attention(static, q, k, v, segments, window)
+
+
+def heads_problem(heads: int, parts: int) -> str:
+    """Return the message for query heads that Ulysses cannot divide among `parts` devices."""
+    return (
+        f"--mesh.sequence_parallel ulysses divides the {heads} query heads among tensor x sequence = {parts} "
+        f"devices, and {heads} is no multiple of {parts}. Set --mesh.sequence_parallel ring, or a smaller "
+        "--mesh.sequence."
+    )
+
+
+class _Static(NamedTuple):
+    """Static arguments: an implementation of attention, and how the queries are sharded."""
+
+    implementation: Any
+    spec: AttentionSpec
+    partition: PartitionSpec
+
+    def shard_map(self, function, inputs: str, outputs: str):
+        """Map `function` over shards; a letter an array: r = like q, l = lse, s = segments, w = a scalar."""
+        batch, sequence, heads, _ = self.partition
+        specs = {
+            "r": self.partition,
+            "l": PartitionSpec(batch, heads, sequence),
+            "s": PartitionSpec(batch, sequence),
+            "w": PartitionSpec(),
+        }
+        each = lambda letters: tuple(specs[letter] for letter in letters)
+        return jax.shard_map(function, in_specs=each(inputs), out_specs=each(outputs), check_vma=False)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(static: _Static, q, k, v, segments, window):
+    return _forward(static, q, k, v, segments, window)[0]
+
+
+def _forward(static: _Static, q, k, v, segments, window):
+    def local(q, k, v, segments, window):
+        mask = DynamicMask(window=window)
+        return static.implementation.forward(static.spec, q, k, v, segments, segments, mask)
+
+    window = jnp.asarray(window, jnp.int32)
+    results = static.shard_map(local, "rrrsw", "rl")(q, k, v, segments, window)
+    out, lse = [checkpoint_name(x, SAVED) for x in results]
+    return out, (q, k, v, segments, window, out, lse)
+
+
+def _backward(static: _Static, residuals, d_out):
+    def local(q, k, v, segments, window, out, lse, d_out):
+        mask = DynamicMask(window=window)
+        return static.implementation.backward(static.spec, q, k, v, segments, segments, mask, out, lse, d_out)
+
+    return *static.shard_map(local, "rrrswrlr", "rrr")(*residuals, d_out), None, None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _permute(function, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
+    spec = current_spec((*QUERY_AXES[:2], *(None,) * (x.ndim - 2)), x.shape)
+    move = functools.partial(function, axis=AXIS)
+    return jax.shard_map(move, in_specs=spec, out_specs=spec)(x)

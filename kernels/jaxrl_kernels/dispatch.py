@@ -1,0 +1,128 @@
+"""Dispatch: which implementations an operation has, which one runs on the devices that are compiled for, why.
+
+Every operation is a folder of this package. Its `reference.py` defines it; the other modules compute the same
+and are imported when first used, since one chip's kernels may need what another lacks. A module may have
+`unsupported(*shape) -> str | None`: why it does not take operands of such a shape and type. Operations that
+have no kernel (`linear_divergence`, `batch_invariant`) are called directly.
+
+A program may be compiled for devices that the process does not have (`python -m jaxrl_llm plan`), so code
+that differs between devices asks `device()`, not `jax.default_backend()` or `jax.devices()`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxrl_kernels.chips import TPU_KINDS, is_hopper
+
+
+class Operation(NamedTuple):
+    """The implementations of an operation."""
+
+    implementations: tuple[str, ...]
+    """Modules of the operation's folder."""
+    portable: str
+    """The one for devices without a kernel: plain JAX, any shape."""
+
+
+OPERATIONS = {
+    "flash_attention": Operation(
+        ("reference", "blockwise", "pallas_tpu", "pallas_gpu", "cudnn"), portable="blockwise"
+    ),
+    "linear_logprob": Operation(("reference", "chunked", "pallas_tpu", "pallas_gpu"), portable="chunked"),
+    "decode_attention": Operation(("reference", "pallas_tpu", "pallas_gpu"), portable="reference"),
+}
+
+
+def choose(operation: str, *shape: Any, implementation: str = "auto") -> tuple[str, str]:
+    """Return (implementation, reason) of an operation.
+
+    Args:
+        operation: key of OPERATIONS.
+        shape: what the operation's `unsupported` functions take, such as (head_dim, dtype).
+        implementation: "auto" = the kernel for the devices of the current mesh, the portable implementation
+            where there is none or it does not take the shape.
+
+    Raises:
+        ValueError: the named implementation does not exist or does not take the shape; or JAXRL_KERNELS is
+            neither "auto" nor "jax".
+    """
+    names, portable = OPERATIONS[operation]
+    if implementation == "auto":
+        kernel, reason = kernel_family()
+        if kernel not in names:
+            return portable, reason
+        problem = _unsupported(operation, kernel, shape)
+        return (portable, problem) if problem else (kernel, reason)
+    if implementation not in names:
+        known = ", ".join(("auto", *names))
+        raise ValueError(f"{operation}: no implementation {implementation!r}; known: {known}")
+    if problem := _unsupported(operation, implementation, shape):
+        raise ValueError(f"{operation}: {implementation}: {problem}; use implementation={portable!r}")
+    return implementation, "requested"
+
+
+def load_implementation(operation: str, name: str) -> ModuleType:
+    """Import the module of an implementation."""
+    return importlib.import_module(f"jaxrl_kernels.{operation}.{name}")
+
+
+def device() -> tuple[str, str]:
+    """Return (platform, kind) of the devices of `jax.set_mesh`, without a mesh those of the process: ("tpu",
+    "TPU v5 lite"), ("gpu", "NVIDIA H100 80GB HBM3"), ("cpu", "cpu")."""
+    current = _device()
+    return "gpu" if current.platform in ("cuda", "rocm") else current.platform, current.device_kind
+
+
+def kernel_family() -> tuple[str | None, str]:
+    """Return (name of the kernels for the devices that are compiled for, reason); None = plain JAX.
+
+    JAXRL_KERNELS=jax in the environment selects plain JAX everywhere, to tell whether a kernel is at fault.
+
+    Raises:
+        ValueError: see `kernels_setting`.
+    """
+    platform, kind = device()
+    if kernels_setting() == "jax":
+        return None, f"{kind}: plain JAX, as JAXRL_KERNELS says"
+    if platform == "tpu":
+        return "pallas_tpu", f"{kind}: Pallas kernels for TPU"
+    if is_hopper(kind):
+        return "pallas_gpu", f"{kind}: Pallas kernels for Hopper"
+    return None, f"{kind}: plain JAX, there are no kernels for it"
+
+
+def kernels_setting() -> str:
+    """Return JAXRL_KERNELS of the environment.
+
+    Raises:
+        ValueError: it is neither "auto" nor "jax".
+    """
+    setting = os.environ.get("JAXRL_KERNELS", "auto")
+    if setting not in ("auto", "jax"):
+        raise ValueError(f'JAXRL_KERNELS={setting}: must be "auto" or "jax" (plain JAX everywhere)')
+    return setting
+
+
+def tpu_generation() -> str:
+    """Return the key of CHIPS of the TPU that is compiled for; "v4", with the least memory, if unknown."""
+    return TPU_KINDS.get(device()[1], "v4")
+
+
+def num_cores() -> int:
+    """Return the cores of one device: two on TPU v4 and v5p."""
+    return getattr(_device(), "num_cores", None) or 1
+
+
+def _device():
+    return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+
+
+def _unsupported(operation: str, name: str, shape: tuple) -> str | None:
+    check = getattr(load_implementation(operation, name), "unsupported", None)
+    return check(*shape) if check else None

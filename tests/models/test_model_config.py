@@ -1,0 +1,51 @@
+"""Ranges and rules of TransformerConfig, and the names of rematerialisation in every table that has them."""
+
+import dataclasses
+import math
+import re
+import typing
+
+import pytest
+
+from jaxrl_llm import models
+from jaxrl_llm.config import ModelConfig
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.config import check_model_config
+from jaxrl_llm.models.presets import PRESETS
+from jaxrl_llm.models.transformer import REMAT
+from jaxrl_llm.plan import flops
+
+IMPOSSIBLE = {
+    "num_kv_heads is 3: it must divide num_heads, 16.": {"num_kv_heads": 3},
+    "head_dim is 7: it must be even, since RoPE rotates pairs.": {"head_dim": 7},
+    "window_layers has 1 entries: it must have one a layer, 2.": {"window_layers": (True,)},
+    "head_dim is 2: dynamic RoPE scaling needs at least 4.": {
+        "head_dim": 2,
+        "rope": models.RopeConfig(scaling="dynamic"),
+    },
+    "num_layers is 0: it must be at least 1 and at most 10000.": {"num_layers": 0},
+    "norm_eps is nan: it must be at least 0 and at most 1; 1e-6 is usual.": {"norm_eps": math.nan},
+    "rope.theta is 1.0: it must be above 1": {"rope": models.RopeConfig(theta=1.0)},
+    "rope.high_freq_factor is 1.0: it must be above low_freq_factor, 1.0.": {
+        "rope": models.RopeConfig(scaling="llama3", high_freq_factor=1.0)
+    },
+}
+
+
+@pytest.mark.parametrize("message", IMPOSSIBLE)
+def test_impossible_architectures_are_refused(message):
+    """By the config's own `problems`, which a recipe and a config.json are both held to."""
+    config = models.TransformerConfig(num_layers=2)
+    check_model_config(config, "here")
+    with pytest.raises(UserError, match=f"^here: .*{re.escape(message)}"):
+        check_model_config(dataclasses.replace(config, **IMPOSSIBLE[message]), "here")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_known_models_pass(name):
+    check_model_config(PRESETS[name], name)
+
+
+def test_every_remat_of_the_config_is_in_every_table():
+    names = typing.get_args(typing.get_type_hints(ModelConfig)["remat"])
+    assert set(names) == set(REMAT) == set(flops.RECOMPUTED)
