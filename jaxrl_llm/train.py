@@ -20,7 +20,7 @@ import numpy as np
 from jaxrl_llm.build.describe import next_command, start_lines
 from jaxrl_llm.build.run import Run, build
 from jaxrl_llm.checkpoint.state import Checkpointer
-from jaxrl_llm.config import TrainConfig, describe_run, dump
+from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.experience.rollouts import CURSOR, PARTIAL
 from jaxrl_llm.experience.score import prompt_text
@@ -30,6 +30,7 @@ from jaxrl_llm.host.start import start_host
 from jaxrl_llm.host.stop import EXIT_STOPPED, Stop
 from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.learn.stage import Experience, Stage
+from jaxrl_llm.recipe.dump import describe_run, dump
 from jaxrl_llm.recipe.load import from_command_line
 from jaxrl_llm.report.log import RunLog, sample_rows
 from jaxrl_llm.rollout.sglang.server import Outage

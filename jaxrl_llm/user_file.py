@@ -30,7 +30,12 @@ def split_name(name: str) -> tuple[Path, str]:
     path, colon, attribute = name.rpartition(":")
     if not (colon and path.endswith(".py")):
         path, attribute = name, ""
-    return Path(path).expanduser(), attribute
+    return expand_home(path), attribute
+
+
+def expand_home(path: str | Path) -> Path:
+    """Return the path with ~ and ~user replaced; that of an unknown user stays as it is, and is not found."""
+    return Path(os.path.expanduser(path))
 
 
 def import_user_file(path: Path, key: str) -> ModuleType:
@@ -42,7 +47,7 @@ def import_user_file(path: Path, key: str) -> ModuleType:
     Raises:
         UserError: there is no such file, or importing it raises; names file and line.
     """
-    path = path.expanduser().resolve()
+    path = expand_home(path).resolve()
     if problem := missing_file(path):
         raise UserError(f"--{key}: {problem}")
     if str(path.parent) not in sys.path:
@@ -53,9 +58,21 @@ def import_user_file(path: Path, key: str) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise UserError(f"--{key}: {explain(error, path)}") from error
+    except BaseException as error:
+        raise UserError(f"--{key}: {explain_end(error, path)}") from error
     return module
+
+
+def explain_end(error: BaseException, path: Path) -> str:
+    """Return `explain` of an exception that ended the user's file, and the fix where it ends programs.
+
+    Raises:
+        SystemExit: a signal ended it; host.signals raises a subclass.
+    """
+    if isinstance(error, SystemExit) and type(error) is not SystemExit:
+        raise error
+    text = explain(error, path).rstrip(": ")
+    return text if isinstance(error, Exception) else f"{text}; the file must not end the program"
 
 
 def missing_file(path: Path) -> str:

@@ -88,9 +88,13 @@ __all__ = ["ALGOS", "AlgoConfig", "load_algorithm", "of", "requirements", "value
 
 def of(config: AlgoConfig) -> Algorithm:
     """Return the algorithm whose settings these are."""
-    known = {**ALGOS, value.name: value, **_LOADED}
-    assert config.algorithm in known, f"{config}: of no algorithm; make it with NAME.Config(...)"
-    return known[config.algorithm]
+    assert is_known(config), f"{config}: of no algorithm; make it with NAME.Config(...)"
+    return {**ALGOS, value.name: value, **_LOADED}[config.algorithm]
+
+
+def is_known(config: AlgoConfig) -> bool:
+    """Return whether these are settings of an algorithm, as NAME.Config(...) makes them."""
+    return config.algorithm in {**ALGOS, value.name: value, **_LOADED}
 
 
 def requirements(config: AlgoConfig) -> Requirements:
@@ -110,12 +114,14 @@ def load_algorithm(name: str) -> Algorithm:
     if name in ALGOS:
         return ALGOS[name]
     path = Path(name)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise UserError(f"--algo {name}: not one of {sorted(ALGOS)} and not a Python file")
     module, key = import_user_file(path, "algo"), os.path.abspath(path)
     try:
         _LOADED[key] = _algorithm(name, key, module)
-    except (TypeError, AssertionError) as error:  # its Config and Algorithm are the user's code
+    except UserError:
+        raise
+    except Exception as error:  # its Config and Algorithm are the user's code
         raise UserError(f"--algo {name}: {explain(error, path)}") from error
     return _LOADED[key]
 

@@ -33,7 +33,7 @@ from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.recipe.checks import check_model
+from jaxrl_llm.recipe.checks import check_held_out, check_model
 from jaxrl_llm.rewards.load import choose_reward
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rollout.engine import Engine
@@ -159,6 +159,7 @@ def open_loaders(config: TrainConfig, tokenizer: Any, columns: dict[str, Any]) -
         )
     if config.eval.every:
         loaders["eval"] = loader(split="eval")
+        check_held_out(config, loaders["eval"].stats()["rows"])
     return loaders
 
 

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
-import tyro
 from jax.sharding import Mesh
 
 from jaxrl_llm import models
@@ -31,6 +30,7 @@ from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT, Rules
 from jaxrl_llm.structs import Params, Trajectory
+from jaxrl_llm.tools.arguments import parse_arguments
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 
@@ -74,8 +74,7 @@ def main(argv: list[str]) -> int:
     Raises:
         UserError: a model, file, row or setting that cannot be used, with the fix.
     """
-    args = tyro.cli(Args, args=argv, prog="python -m jaxrl_llm generate", use_underscores=True)
-    check_settings(args)
+    args = parse_arguments(Args, argv, "generate")
     examples = read_examples(args.prompts)
     check_writable(args.out)
     done = 0

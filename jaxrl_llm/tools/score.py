@@ -6,11 +6,10 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
-import tyro
 
 from jaxrl_llm.data.chat import encode_conversation
 from jaxrl_llm.data.config import ChatConfig, SourceConfig
@@ -22,15 +21,17 @@ from jaxrl_llm.hf.names import read_config
 from jaxrl_llm.hf.tokenizer import load_tokenizer
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.scorer import make_scorer
+from jaxrl_llm.ranges import Count, Range
 from jaxrl_llm.rollout.native.shapes import bucket
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
+from jaxrl_llm.tools.arguments import parse_arguments
 from jaxrl_llm.tools.generate import Dtype, check_writable, load_sharded, open_out, pick_dtype, say
 
 
 @dataclass(frozen=True)
 class Args:
-    """Log-probabilities of given tokens under a model: one row out for each row in, in order."""
+    """Write the log-probabilities of given tokens under a model: a row for each row of the data, in order."""
 
     model: str
     """Hugging Face folder or hub name."""
@@ -38,27 +39,25 @@ class Args:
     """JSONL with "tokens" (ids) or "messages" (a chat, templated whole)."""
     out: Path
     """JSONL to write: {"tokens": [...], "logprobs": [...]}, nats, one for each token after the first."""
-    temperature: float = 1.0
-    """Log-probs of the softmax at this temperature."""
-    batch_tokens: int = 8192
-    """Tokens of one forward, padding included (a longer row goes alone)."""
+    temperature: Annotated[float, Range(0.01, 100, usual="1 is usual")] = 1.0
+    """Temperature of the softmax whose log-probabilities are written."""
+    batch_tokens: Count = 8192
+    """Tokens of one forward pass, padding included (a longer row goes alone)."""
     dtype: Dtype = "auto"
-    """Of weights and activations; auto = float32 on CPU, else bfloat16."""
+    """Type of weights and activations; auto = float32 on CPU, else bfloat16."""
     chat: ChatConfig = field(default_factory=ChatConfig)
-    """How messages become tokens."""
+    """Chat template that makes tokens of messages."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    """How the devices share the work."""
+    """Mesh of the devices."""
 
 
 def main(argv: list[str]) -> int:
     """Run the command.
 
     Raises:
-        ValueError: a model, file, row or setting that cannot be used, with the fix.
+        UserError: a model, file, row or setting that cannot be used, with the fix.
     """
-    args = tyro.cli(Args, args=argv, prog="python -m jaxrl_llm score")
-    if args.temperature <= 0:
-        raise UserError(f"--temperature must be above 0, not {args.temperature}")
+    args = parse_arguments(Args, argv, "score")
     mesh = make_mesh(args.mesh)
     check_writable(args.out)
     folder = resolve(args.model)

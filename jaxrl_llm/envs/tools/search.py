@@ -19,6 +19,7 @@ import numpy as np
 from jaxrl_llm.envs.config import SearchConfig, ToolsConfig
 from jaxrl_llm.envs.env import ToolError
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.user_file import expand_home
 
 K1, B = 1.2, 0.75
 WORD = re.compile(r"\w+")
@@ -104,7 +105,7 @@ def read_corpus(config: SearchConfig) -> Iterator[Passage]:
     Raises:
         UserError: there is none, or a line that is no passage; names file and line.
     """
-    path = Path(config.path).expanduser()
+    path = expand_home(config.path)
     if not config.path:
         raise UserError(f"{KEY} is empty: set a JSONL file or a folder of .txt and .md files")
     if path.is_dir():
