@@ -27,7 +27,7 @@ from jaxrl_llm.configs import grpo_async
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.hf.export import save_description
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
-from jaxrl_llm.rollout.sglang.launch import Launched
+from jaxrl_llm.rollout.sglang.launch import ServerProcesses
 
 ROOT = Path(__file__).parents[1]
 OUT, RESULTS = Path("runs/ahead"), ROOT / "benchmarks/results"
@@ -49,7 +49,7 @@ def train(run_dir: Path, *arguments: str) -> list[dict]:
     """Rows of metrics.jsonl of a run of grpo_async.py."""
     common = ("--log.progress", "none", "--log.tensorboard", "false", "--run_dir", str(run_dir))
     words = [sys.executable, "-m", "jaxrl_llm.train", "--config", "grpo_async.py", *common, *arguments]
-    path = os.pathsep.join([str(ROOT / "tests/rollout/stub"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT / "tests/rollout/sglang/stub"), os.environ.get("PYTHONPATH", "")])
     subprocess.run(words, check=True, env={**os.environ, "PYTHONPATH": path, "FAKE_SGLANG_PACE": PACE})
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
@@ -68,14 +68,13 @@ def on_a_core_of_their_own(python: str) -> Iterator[tuple[str, ...]]:
     """Two servers on one core; whoever is started inside has another. Yields the trainer's arguments."""
     config = grpo_async.get_config()
     first, second, *_ = sorted(os.sched_getaffinity(0))
-    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     with tempfile.TemporaryDirectory() as folder:
         shell = save_description(
             config.model.architecture, Path(folder) / "shell", make_tokenizer(), config.rollout.dtype
         )
         settings = SGLangConfig(python=python, flags=config.sglang.flags)
         os.sched_setaffinity(0, {second})
-        launched = Launched(RolloutConfig(engine="sglang", launch=2), settings, shell, Path(folder))
+        launched = ServerProcesses(RolloutConfig(engine="sglang", launch=2), settings, shell, Path(folder))
         os.sched_setaffinity(0, {first})
         try:
             launched.wait()

@@ -38,7 +38,7 @@ from jaxrl_kernels.linear_logprob import bench as logprob
 from jaxrl_kernels.linear_logprob.api import linear_logprob
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
-from jaxrl_llm.build.models import make_trainers
+from jaxrl_llm.build.models import make_stages
 from jaxrl_llm.config import DataConfig, ModelConfig, RolloutConfig, SourceConfig, TrainConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.models import TransformerConfig
@@ -88,8 +88,8 @@ def measure_attention(shape: Shape, seconds: float) -> dict[str, Any]:
 def measure_update(config: TrainConfig, repeat: int) -> dict[str, float]:
     """Tokens a second of a whole update: packing, micro-batches, optimizer."""
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    _, trainer = make_trainers(config, config.model.architecture, mesh)
-    learner, rng = trainer.policy, np.random.default_rng(0)
+    stage = make_stages(config, config.model.architecture, mesh)[-1]
+    learner, rng = stage.policy, np.random.default_rng(0)
     state = learner.init_state(models.init(config.model.architecture, jax.random.key(0)))
     length, count = config.row_tokens, config.trajectories_per_step
 

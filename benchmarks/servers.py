@@ -31,6 +31,7 @@ import numpy as np
 
 from jaxrl_llm import models
 from jaxrl_llm.bridge.buckets import WeightSource
+from jaxrl_llm.bridge.probe import make_score, tolerance_of
 from jaxrl_llm.bridge.push import Publisher
 from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.bridge.transports.over_http import HttpTransport
@@ -38,12 +39,11 @@ from jaxrl_llm.bridge.transports.process_group import GroupTransport
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.hf.export import save_description
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.models.scorer import make_scorer
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 from jaxrl_llm.rollout.engine import Engine, Request, SamplingConfig
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.sglang.engine import SGLangEngine
-from jaxrl_llm.rollout.sglang.launch import Launched
+from jaxrl_llm.rollout.sglang.launch import ServerProcesses
 from jaxrl_llm.rollout.sglang.pool import ServerPool
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
@@ -76,7 +76,6 @@ def main() -> None:
     parser.add_argument("--bucket_mb", type=int, default=32)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     with contextlib.ExitStack() as closing:
         transports, tokens = measure(options, closing)
     chosen = (
@@ -100,7 +99,7 @@ def measure(options: argparse.Namespace, closing: contextlib.ExitStack) -> tuple
     params = jax.jit(models.init, static_argnums=0)(MODEL, jax.random.key(0))
     native = NativeEngine(dataclasses.replace(rollout, engine="native"), MODEL, mesh, make_tokenizer())
     speeds = {"native": tokens_per_second(native, params, options.repetitions)}  # idle servers would poll
-    launched = Launched(rollout, sglang, shell, folder)
+    launched = ServerProcesses(rollout, sglang, shell, folder)
     closing.callback(launched.close)
     pool = ServerPool(launched.urls, sglang.timeout, sglang.retries, slots=RESPONSES)
     closing.callback(pool.close)
@@ -108,18 +107,25 @@ def measure(options: argparse.Namespace, closing: contextlib.ExitStack) -> tuple
     group = GroupTransport(source, sys.executable, "gloo", sglang.timeout)
     closing.callback(group.close)
     disk = DiskTransport(folder / "weights", DTYPE, make_tokenizer())
-    scorer = make_scorer(MODEL, 1.0, DTYPE, mesh)
-    score = lambda params, ids: np.asarray(scorer(params, ids[None], np.array([len(ids)])))[0, :-1]
+    on_first = lambda work: work()
+    publisher_of = lambda transport: Publisher(
+        pool,
+        transport,
+        sglang.pause,
+        MODEL,
+        tolerance_of(DTYPE, None),
+        make_score(MODEL, DTYPE, mesh),
+        on_first,
+        launched.wait,
+    )
     found = {}
     for name, transport in {"disk": disk, "http": HttpTransport(source), "group": group}.items():
-        publisher = Publisher(
-            DTYPE, sglang, MODEL, pool, transport, score, lambda work: work(), launched.wait
-        )
+        publisher = publisher_of(transport)
         pushes = [publisher.publish(params, f"{name}-{i}") for i in range(options.repetitions + 1)][1:]
         assert all(push["servers/usable"] == options.servers for push in pushes), pool.describe()
         found[name] = {key: statistics.median(push[m] for push in pushes) for key, m in SHOWN.items()}
         found[name]["MB"] = pushes[0]["rollout/publish_bytes"] / 1e6
-    servers = SGLangEngine(rollout, sglang, MODEL, pool, disk, score, lambda value: value, make_tokenizer())
+    servers = SGLangEngine(rollout, sglang, MODEL, pool, publisher_of(disk), on_first, make_tokenizer())
     return found, speeds | {"sglang": tokens_per_second(servers, params, options.repetitions)}
 
 

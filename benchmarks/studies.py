@@ -159,7 +159,7 @@ STUDIES: dict[str, Study] = {
     "truncated_importance_sampling": Study(
         "Rolled out with noisy weights, a run keeps learning with truncated importance sampling and fails "
         "without it.",
-        {"with": f"{NOISY} --algo.correction.weight token", "without": NOISY},
+        {"with": f"{NOISY} --algo.correction.weight token", "without": f"{NOISY} --algo.old policy"},
         gains("with", "without", 0.1),
     ),
     "distillation": Study(

@@ -1,10 +1,10 @@
-"""DAPO where nine prompts of ten are out of reach: dynamic sampling draws until every group has two outcomes.
+"""DAPO where nine prompts of ten are too hard: dynamic sampling replaces groups whose rewards are all equal.
 
 Command:   python -m jaxrl_llm.train --config dapo_tiny.py [--algo.dynamic_sampling False]
 Hardware:  any CPU with 2 cores
 Time:      about 2 minutes
 Expected:  held-out accuracy of the sums from under 0.5 to at least 0.9 in 30 small steps; without dynamic
-           sampling most groups teach nothing, and it takes three times as long
+           sampling most groups have no advantage, and it takes three times as long
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""DPO on generated preferences, after a supervised start from flawed demonstrations (as in grpo_tiny.py).
+"""DPO on generated preferences, after an SFT warm-up on flawed demonstrations (as in grpo_tiny.py).
 
 Command:   python -m jaxrl_llm.train --config dpo_tiny.py [--algo simpo | orpo | cpo | kto]
 Hardware:  any CPU with 2 cores

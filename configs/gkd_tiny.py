@@ -1,10 +1,10 @@
-"""On-policy distillation: a policy that makes a mistake on purpose learns from a teacher that does not.
+"""On-policy distillation: a policy trained on flawed demonstrations learns from a correct teacher.
 
 Command:   python -m jaxrl_llm.train --config grpo_tiny.py
            python -m jaxrl_llm.train --config gkd_tiny.py
 Hardware:  any CPU with 2 cores
 Time:      about 2 minutes after the teacher
-Expected:  held-out accuracy goes from that of the flawed demonstrations to that of the teacher
+Expected:  held-out accuracy rises from that of the flawed demonstrations to that of the teacher
 """
 
 import dataclasses

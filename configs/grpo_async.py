@@ -1,16 +1,16 @@
-"""GRPO on two SGLang servers that write ahead of the trainer; few responses are long.
+"""Asynchronous GRPO on two SGLang servers with bounded staleness; few responses are long.
 
-Command:   SGLANG_USE_CPU_ENGINE=1 python -m jaxrl_llm.train --config grpo_async.py \\
+Command:   python -m jaxrl_llm.train --config grpo_async.py \\
                --sglang.python .venv-sglang/bin/python
            (scripts/sglang_cpu/install.sh .venv-sglang makes that environment; docs/sglang.md)
 Hardware:  any CPU with 2 cores and 8 GB for the two servers (on GPUs: --sglang.flags "")
 Time:      not measured to its end on servers of SGLang's own; on a CPU these need about 10 s a step
-Expected:  held-out sums right at the end, as without writing ahead: benchmarks/README.md has three seeds of
-           both, on stand-in servers
+Expected:  the same held-out accuracy as the synchronous run: benchmarks/README.md has three seeds of both,
+           on stand-in servers
 
-One prompt in 32 wants 47 sums in a row, the others one, so that a step that waits for its longest response
-leaves the servers almost idle. With --rollout.max_staleness 2 they write the next two steps' responses
-meanwhile, and truncated importance sampling weighs tokens that older weights wrote.
+One prompt in 32 asks for 47 sums in a row, the others for one, so that a step that waits for its longest
+response leaves the servers almost idle. With --rollout.max_staleness 2 they generate the responses of the
+next two steps meanwhile, and truncated importance sampling weighs tokens of older weights.
 --rollout.max_staleness 0 is the synchronous run.
 """
 

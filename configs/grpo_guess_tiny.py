@@ -3,12 +3,12 @@
 Command:   python -m jaxrl_llm.train --config grpo_guess_tiny.py
 Hardware:  any CPU with 2 cores
 Time:      about 4 minutes of CPU time
-Expected:  the share of games that are won, eval/pass@1, rises from 0.23 after the supervised start to 0.88
+Expected:  the share of games that are won, eval/pass@1, rises from 0.23 after the SFT warm-up to 0.88
            (seed 0; 0.59 after 40 steps, 0.66 after 80), from 0.36 to 0.78 and from 0.38 to 0.81 with seeds 1
-           and 2; who halves what is left wins all of them
+           and 2; bisection wins all of them
 
-The environment answers a guess with "higher" or "lower"; the fifth guess is the last. The supervised start
-shows games, and in 70% of them nobody listens.
+The environment answers a guess with "higher" or "lower"; the fifth guess is the last. The SFT warm-up shows
+games, and in 70% of them the player ignores the answers.
 """
 
 import dataclasses

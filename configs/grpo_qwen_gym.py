@@ -1,4 +1,4 @@
-"""GRPO on any reasoning-gym task: Qwen3-0.6B on problems generated as it goes, with no data to download.
+"""GRPO on any reasoning-gym task: Qwen3-0.6B on generated problems, with no data to download.
 
 Command:   pip install 'jaxrl-llm[tasks]'
            python -m jaxrl_llm.train --config grpo_qwen_gym.py

@@ -8,8 +8,8 @@ Hardware:  meant for two GPUs with 80 GB, one for the trainer; or a TPU slice wi
 Time:      not measured: this recipe has not been run yet
 Expected:  not measured either
 
-The servers write one step ahead of the trainer. They compute in bfloat16 with other kernels, so tokens are
-weighed by truncated importance sampling, which also covers those that older weights wrote.
+Rollout is asynchronous, with a staleness of one step at most. The servers compute in bfloat16 with other
+kernels, so tokens are weighed by truncated importance sampling, which also covers those of older weights.
 """
 
 import dataclasses

@@ -3,10 +3,10 @@
 Command:   python -m jaxrl_llm.train --config grpo_tiny.py
 Hardware:  any CPU with 2 cores
 Time:      about 2 minutes
-Expected:  held-out accuracy under 0.5 after the supervised start, at least 0.9 at the end
+Expected:  held-out accuracy under 0.5 after the SFT warm-up, at least 0.9 at the end
 
-The supervised start teaches from flawed demonstrations: 70% of them are one too many on purpose. The model
-learns to add and to make that mistake; the reward then says which of the two was meant.
+The demonstrations of the SFT warm-up are flawed: 70% of the sums are one too many on purpose. The model
+learns to add and to make that mistake; GRPO then removes it by the reward.
 """
 
 from jaxrl_llm.algos import grpo

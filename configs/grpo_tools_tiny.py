@@ -3,15 +3,15 @@
 Command:   python -m jaxrl_llm.train --config grpo_tools_tiny.py
 Hardware:  any CPU with 2 cores
 Time:      about 5 minutes of CPU time
-Expected:  held-out accuracy 0 after the supervised start, at least 0.9 at the end (seeds 0, 1 and 2: 1.00
+Expected:  held-out accuracy 0 after the SFT warm-up, at least 0.9 at the end (seeds 0, 1 and 2: 1.00
            after 10 steps and at the end); calls a response rise from about 0.4 to 0.8
 
 With `--rollout.engine sglang --rollout.launch 1` the same, on servers (seed 0: 1.00 within 10 steps too):
 docs/sglang.md says how on a CPU.
 
 Products of two numbers of three digits are beyond this model: it must write a call, read the result and copy
-it. The supervised start shows that in 30% of its demonstrations; the others give up. After 500 steps of it,
-not 800, one seed of three copies digits badly still, and ends at 0.8.
+it. The SFT warm-up shows that in 30% of its demonstrations; the others give up. With 500 steps of it in
+place of 800, one seed of three still copies digits badly, and ends at 0.8.
 """
 
 import dataclasses

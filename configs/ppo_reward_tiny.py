@@ -1,10 +1,10 @@
-"""PPO against a reward model: reward_model_tiny.py's scores instead of the verifier's, which only watches.
+"""PPO against a reward model: reward_model_tiny.py's scores in place of the verifier's, which only evaluates.
 
 Command:   python -m jaxrl_llm.train --config reward_model_tiny.py
            python -m jaxrl_llm.train --config ppo_reward_tiny.py
 Hardware:  any CPU with 2 cores
 Time:      about 3 minutes after the reward model
-Expected:  held-out accuracy rises as in ppo_tiny.py, though no reward ever says what is correct
+Expected:  held-out accuracy rises as in ppo_tiny.py, though the verifier gives no reward
 """
 
 import dataclasses

@@ -3,7 +3,7 @@
 Command:   python -m jaxrl_llm.train --config reward_model_tiny.py
 Hardware:  any CPU with 2 cores
 Time:      2 to 3 minutes
-Expected:  eval/accuracy of at least 0.98 on held-out pairs; ppo_reward_tiny.py then learns from its scores
+Expected:  eval/accuracy of at least 0.98 on held-out pairs; ppo_reward_tiny.py then trains on its scores
 """
 
 import dataclasses
@@ -27,5 +27,5 @@ def get_config() -> TrainConfig:
         optim=OptimConfig(learning_rate=2e-3, schedule="linear", b2=0.99),
         data=DataConfig(train=(SourceConfig(path="task:preference", options=SUMS),)),
         eval=dataclasses.replace(base.eval, every=50),
-        warm_start=warm,  # right sums: a judge must know how to add
+        warm_start=warm,  # correct sums: a reward model must be able to add
     )

@@ -1,11 +1,11 @@
-"""Supervised fine-tuning on generated sums: the model of grpo_tiny.py shown the answers.
+"""Supervised fine-tuning on generated sums: the model of grpo_tiny.py on correct demonstrations.
 
 Command:   python -m jaxrl_llm.train --config sft_tiny.py
 Hardware:  any CPU with 2 cores
 Time:      about 1 minute (80 s of CPU time)
 Expected:  held-out accuracy rises from 0 to 1 (seed 0: 0.84 after 200 steps, 1.00 from 400 on)
 
-Here every demonstration is right; grpo_tiny.py is shown 70% wrong ones and left to find out by the reward.
+Here every demonstration is correct; in grpo_tiny.py 70% are wrong, and the reward corrects the model.
 """
 
 from jaxrl_llm.algos import sft

@@ -13,9 +13,11 @@ from jaxrl_llm.algos import sft
 from jaxrl_llm.build.models import load_model_config, make_learner
 from jaxrl_llm.config import RewardConfig, SamplingConfig, SourceConfig
 from jaxrl_llm.configs import grpo_tiny
-from jaxrl_llm.data.loader import DataConfig, Loader
+from jaxrl_llm.data.config import DataConfig
+from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.packing import PackItem, from_trajectory
-from jaxrl_llm.experience.source import judge, sample
+from jaxrl_llm.experience.rollouts import generate_responses
+from jaxrl_llm.experience.score import verify
 from jaxrl_llm.models import init
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rollout.native.engine import NativeEngine
@@ -43,8 +45,8 @@ def main() -> None:
         for step in range(STEPS):  # imitate its own correct answers
             engine.publish(state.params, step)
             prompts = loader.batch(step, PROMPTS)
-            tries = sample(engine, prompts, TRIES, 8, SamplingConfig(), jax.random.key(step))
-            judge(rewards, prompts, tries)
+            tries = generate_responses(engine, prompts, TRIES, 8, SamplingConfig(), jax.random.key(step))
+            verify(rewards, prompts, tries)
             correct = [from_trajectory(t) for t in tries if t.reward == 1.0]
             state, metrics = learner.update(state, [correct])
             share = len(correct) / len(tries)

@@ -10,14 +10,11 @@ from collections.abc import Callable
 from jaxrl_llm.errors import RunError, UserError
 
 COMMANDS = {
-    "train": ("jaxrl_llm.train", "train a model as a recipe says"),
-    "plan": (
-        "jaxrl_llm.tools.plan",
-        "whether a recipe fits devices that need not be here, and what it takes",
-    ),
-    "generate": ("jaxrl_llm.tools.generate", "responses of a model to the prompts of a file"),
-    "score": ("jaxrl_llm.tools.score", "log-probabilities of given tokens under a model"),
-    "export": ("jaxrl_llm.tools.export", "a Hugging Face folder from a run's checkpoint"),
+    "train": ("jaxrl_llm.train", "Train a model by a recipe."),
+    "plan": ("jaxrl_llm.tools.plan", "Compile a recipe for devices that need not be here: does it fit?"),
+    "generate": ("jaxrl_llm.tools.generate", "Generate responses to the prompts of a file."),
+    "score": ("jaxrl_llm.tools.score", "Compute the log-probabilities of given tokens."),
+    "export": ("jaxrl_llm.tools.export", "Write the model of a checkpoint as a Hugging Face folder."),
 }
 
 
@@ -51,9 +48,10 @@ def run(command_main: Callable[[list[str]], int | None], argv: list[str]) -> int
 
 
 def usage() -> str:
-    lines = ["usage: python -m jaxrl_llm COMMAND ...", ""]
-    lines += [f"    {name:<10} {what}" for name, (_, what) in COMMANDS.items()]
-    return "\n".join([*lines, "", "python -m jaxrl_llm COMMAND --help says more."])
+    """Return the commands, each with a sentence."""
+    lines = ["usage: python -m jaxrl_llm COMMAND [--key value ...]", ""]
+    lines += [f"    {name:<10} {sentence}" for name, (_, sentence) in COMMANDS.items()]
+    return "\n".join([*lines, "", "python -m jaxrl_llm COMMAND --help shows its options."])
 
 
 if __name__ == "__main__":

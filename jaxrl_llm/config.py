@@ -1,28 +1,23 @@
-"""TrainConfig: everything a training run depends on, as the parts' own Configs."""
+"""TrainConfig, the settings of a run as the Configs of its parts, and the sizes that follow from it."""
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.metadata
 import math
-import os
-import platform
-import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 from jaxrl_llm import algos
-from jaxrl_llm.algos.contract import AlgoConfig, AlgorithmName
+from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.algos.critic import ValueConfig
 from jaxrl_llm.checkpoint.state import CheckpointConfig
-from jaxrl_llm.data.chat import ChatConfig
-from jaxrl_llm.data.loader import DataConfig
-from jaxrl_llm.data.rows import SourceConfig
+from jaxrl_llm.data.config import ChatConfig, DataConfig, SourceConfig
 from jaxrl_llm.envs.config import EnvConfig
-from jaxrl_llm.learn.optim import OptimConfig
+from jaxrl_llm.learn.optim import LearningRate, OptimConfig
 from jaxrl_llm.models.config import RopeConfig, TransformerConfig
+from jaxrl_llm.ranges import CountOrZero, Range, SecondsOrZero
 from jaxrl_llm.report.log import LogConfig
-from jaxrl_llm.rewards.sample import RewardConfig, RewardModelConfig
+from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 from jaxrl_llm.rollout.engine import SamplingConfig
 from jaxrl_llm.sharding.mesh import MeshConfig
@@ -50,21 +45,8 @@ __all__ = [  # all that a recipe needs, besides its algorithm
     "WarmStartConfig",
 ]
 
-PACKAGES = (
-    "jaxrl-llm",
-    "jax",
-    "jaxlib",
-    "flax",
-    "optax",
-    "orbax-checkpoint",
-    "grain",
-    "transformers",
-    "numpy",
-)
-SECRET_NAME = re.compile(
-    r"(^|_)(api_?key|(access|secret|private|auth)_?key|token|secret|password|credential)$", re.I
-)
-MASKED = "***"
+MAX_TRAJECTORIES = 2**24  # of a step: one process keeps them all in memory
+Tokens = Annotated[int, Range(1, 2**24)]
 
 
 @dataclass(frozen=True)
@@ -82,36 +64,51 @@ class ModelConfig:
     remat: Literal["none", "dots", "attention", "full"] = "none"
     """What the backward pass recomputes: nothing; all but matrix products and attention; all but attention
     and layer inputs (for long rows); or all but layer inputs."""
-    logprob_chunk: int = 128
+    logprob_chunk: Annotated[int, Range(1, 2**20, usual="128 is usual")] = 128
     """Tokens of a row whose logits exist at once."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, what is wrong) for a model that nothing defines."""
+        if not self.path and self.architecture is None:
+            yield "path", "is empty: set a folder or hub name, or model.architecture in the recipe."
+        elif not self.path and not self.tokenizer:
+            yield (
+                "tokenizer",
+                'is empty: random weights have no tokenizer. Set a folder, a hub name or "tiny".',
+            )
 
 
 @dataclass(frozen=True)
 class EvalConfig:
     """Held-out evaluation: eval/pass@1, and with several samples a prompt eval/pass@k and eval/maj@k."""
 
-    every: int = 0
+    every: CountOrZero = 0
     """Steps between evaluations, besides the ones before the first and after the last step; 0 = never."""
-    prompts: int = 64
+    prompts: Annotated[int, Range(1, 2**20)] = 64
     """Held-out prompts."""
-    samples: int = 1
+    samples: Annotated[int, Range(1, 2**16)] = 1
     """Responses to each prompt: the k of pass@k (any is correct) and maj@k (the commonest answer is)."""
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
-    """How they are drawn; training draws with `rollout`'s."""
+    """Sampling of these responses; that of training is `rollout.sampling`."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, what is wrong) for several samples that would all be the same."""
+        if self.every and self.samples > 1 and self.sampling.temperature == 0:
+            yield "sampling.temperature", same_responses(self.samples)
 
 
 @dataclass(frozen=True)
 class WarmStartConfig:
-    """A short supervised start before the first step; the optimizer is made anew afterwards."""
+    """SFT warm-up before the first step; the optimizer state is reset afterwards."""
 
-    steps: int = 0
+    steps: CountOrZero = 0
     """Supervised updates; 0 = none."""
-    learning_rate: float = 1e-3
+    learning_rate: LearningRate = 1e-3
     """Constant learning rate of these updates."""
-    examples_per_step: int = 64
+    examples_per_step: Annotated[int, Range(1, 2**20)] = 64
     """Examples an update."""
     sources: tuple[SourceConfig, ...] = ()
-    """Where the examples come from; () = the training sources, with their answers."""
+    """Sources of the examples; () = the training sources, with their answers."""
 
 
 @dataclass(frozen=True)
@@ -120,11 +117,12 @@ class CriticConfig:
 
     path: str = ""
     """Hugging Face folder or hub name to start from, such as a reward model; "" = the policy's weights."""
-    warmup_steps: int = 0
-    """First steps in which the critic alone learns."""
+    warmup_steps: CountOrZero = 0
+    """First steps, in which the critic alone is trained."""
     loss: ValueConfig = field(default_factory=algos.value.Config)
-    """What it learns by."""
+    """Value loss of the critic."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-5))
+    """Optimizer and learning-rate schedule of the critic."""
     mesh: MeshConfig | None = None
     """Mesh of the critic, set in the recipe; None = the policy's."""
 
@@ -135,28 +133,28 @@ class TrainConfig:
 
     run_dir: str = "runs/default"
     """Folder of everything the run writes; the same command again continues what is there."""
-    steps: int = 100
-    """Training steps: one set of prompts, rolled out and learnt from."""
-    seed: int = 0
-    """Of weights, data order and sampling."""
+    steps: CountOrZero = 100
+    """Training steps: one set of prompts, rolled out and learned from."""
+    seed: CountOrZero = 0
+    """Seed of weights, data order and sampling."""
     algo: AlgoConfig = field(default_factory=algos.grpo.Config)
     """The algorithm's own settings; another algorithm: `--algo NAME` or `--algo my_algo.py`."""
-    prompts_per_step: int = 16
+    prompts_per_step: Annotated[int, Range(1, 2**20)] = 16
     """Prompts of a step; examples of a step where the algorithm learns from examples (sft)."""
-    responses_per_prompt: int = 8
+    responses_per_prompt: Annotated[int, Range(1, 2**16)] = 8
     """Responses to each prompt: the group that GRPO compares."""
-    minibatches_per_step: int = 1
+    minibatches_per_step: Annotated[int, Range(1, 2**20)] = 1
     """Optimizer updates a step; the trajectories are divided evenly among them."""
-    tokens_per_device: int = 8192
-    """Tokens of a micro-batch on each device; a whole number of rows is made of them."""
-    max_prompt_tokens: int = 512
+    tokens_per_device: Annotated[int, Range(1, 2**30)] = 8192
+    """Tokens of a micro-batch on each device, rounded down to whole rows."""
+    max_prompt_tokens: Tokens = 512
     """Longest prompt."""
-    max_response_tokens: int = 1024
+    max_response_tokens: Tokens = 1024
     """Longest response; a row holds the longest prompt and response together."""
     strict: bool = False
     """Rollout (native engine) and trainer compute the same log-probs, to the last bit: mismatch/max_abs is 0.
     Slower; for experiments, and to tell a mistake from rounding. One device."""
-    max_runtime: float = 0.0
+    max_runtime: SecondsOrZero = 0.0
     """Seconds after which the run saves and stops; 0 = no limit."""
     model: ModelConfig = field(default_factory=ModelConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -172,9 +170,26 @@ class TrainConfig:
     log: LogConfig = field(default_factory=LogConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
 
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, what is wrong) for the sizes of a step."""
+        trajectories, updates = self.trajectories_per_step, self.minibatches_per_step
+        if trajectories > MAX_TRAJECTORIES:
+            yield (
+                "prompts_per_step",
+                f"is {self.prompts_per_step}: with --responses_per_prompt {self.responses_per_prompt} a step "
+                f"has {trajectories:,} trajectories; it must have at most {MAX_TRAJECTORIES:,}.",
+            )
+        elif trajectories % updates:
+            choices = " or ".join(map(str, nearest_divisors(trajectories, updates)))
+            yield (
+                "minibatches_per_step",
+                f"is {updates}: it must divide the {trajectories} trajectories of a step (prompts_per_step x "
+                f"responses_per_prompt). Set it to {choices}.",
+            )
+
     @property
     def max_tokens(self) -> int:
-        """The longest a trajectory may be."""
+        """Length of the longest trajectory."""
         return self.max_prompt_tokens + self.max_response_tokens
 
     @property
@@ -183,20 +198,38 @@ class TrainConfig:
         return algos.of(self.algo).group_size * self.max_tokens
 
     @property
+    def is_on_policy(self) -> bool:
+        """The weights before a step's first update generate all of its tokens."""
+        return self.rollout.max_staleness == 0 and self.rollout.weight_noise == 0
+
+    @property
     def trajectories_per_step(self) -> int:
         """Prompts times responses; for an algorithm that learns from examples, the examples."""
         on_rollouts = algos.of(self.algo).on_rollouts
         return self.prompts_per_step * (self.responses_per_prompt if on_rollouts else 1)
 
 
+def same_responses(count: int) -> str:
+    """Return what is wrong with a temperature of 0 and several responses to a prompt."""
+    return (
+        f"is 0: all {count} responses to a prompt would be the same. Set it above 0 (1.0 is usual for "
+        "training, 0.6 for evaluation) or ask for 1 response."
+    )
+
+
+def nearest_divisors(number: int, near: int) -> list[int]:
+    """Return the two divisors of `number` that are nearest to `near`, ascending; one where it has one."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    divisors = {*small, *(number // n for n in small)}
+    return sorted(sorted(divisors, key=lambda n: (abs(n - near), n))[:2])
+
+
 def derived(config: TrainConfig, num_devices: int) -> dict[str, int]:
-    """The numbers that follow from the config and the devices; printed at the start.
+    """Return the sizes that follow from the config and the number of devices; printed at the start.
 
     Rows are divided among data x fsdp; a micro-batch has no more of them than an update has trajectories.
     """
-    sizes = config.mesh.sizes
-    fixed = math.prod(size for size in sizes.values() if size != -1)
-    sizes = {name: max(num_devices // fixed, 1) if size == -1 else size for name, size in sizes.items()}
+    sizes = config.mesh.resolved_sizes(num_devices)
     replicas = sizes["data"] * sizes["fsdp"]
     per_update = config.trajectories_per_step // config.minibatches_per_step
     in_budget = max(config.tokens_per_device * sizes["sequence"] // config.row_tokens, 1)
@@ -211,43 +244,3 @@ def derived(config: TrainConfig, num_devices: int) -> dict[str, int]:
         "tokens_per_microbatch": rows * config.row_tokens,
         "microbatches_per_update_at_most": math.ceil(per_update / rows),
     }
-
-
-def dump(config: TrainConfig) -> dict[str, Any]:
-    """The config as JSON-able nested dicts, the algorithm's name in `algo.name`, secrets masked."""
-    tree = _plain("", config)
-    tree["algo"] = {"name": str(config.algo.algorithm), **tree["algo"]}
-    return tree
-
-
-def describe_run(config: TrainConfig, recipe: str, argv: list[str]) -> dict[str, Any]:
-    """What config.json holds: command, recipe, versions, the resolved config. Never the environment."""
-    installed = {dist.name for dist in importlib.metadata.distributions()}
-    versions = {name: importlib.metadata.version(name) for name in PACKAGES if name in installed}
-    return {
-        "command": [scrub(word) for word in argv],
-        "recipe": recipe,
-        "versions": {"python": platform.python_version(), **versions},
-        "config": dump(config),
-    }
-
-
-def scrub(text: str) -> str:
-    """`text` without the values of environment variables whose names look like secrets."""
-    for name, value in os.environ.items():
-        if SECRET_NAME.search(name) and len(value) > 3:
-            text = text.replace(value, MASKED)
-    return text
-
-
-def _plain(name: str, value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        return {name: _plain(name, x) for name, x in fields.items() if not isinstance(x, AlgorithmName)}
-    if isinstance(value, tuple | list):
-        return [_plain(name, item) for item in value]
-    if value is None or isinstance(value, bool | int):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    return MASKED if value and SECRET_NAME.search(name) else scrub(str(value))

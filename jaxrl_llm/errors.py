@@ -37,3 +37,7 @@ class NoRouteError(UnreachableError):
 
 class BusyError(ServerError):
     """The server is healthy and overloaded."""
+
+
+class InvalidReplyError(ServerError):
+    """The server replied what cannot be true."""

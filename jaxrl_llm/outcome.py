@@ -1,4 +1,4 @@
-"""What became of a sample; apart from structs.py so that reward workers start without jax."""
+"""Outcomes of scored responses; apart from structs.py so that reward workers start without jax."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class Outcome(enum.IntEnum):
-    """What became of a sample. A failed reward is masked, never scored 0."""
+    """Outcome of one response. A failed reward is masked, not scored 0."""
 
     CORRECT = 0
     WRONG = 1

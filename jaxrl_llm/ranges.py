@@ -8,6 +8,7 @@ the key.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import typing
 from collections.abc import Iterator
@@ -50,21 +51,31 @@ Count = Annotated[int, Range(1, LARGEST)]
 CountOrZero = Annotated[int, Range(0, LARGEST)]
 Weight = Annotated[float, Range(0.0, 1e6)]
 """A coefficient of a loss or reward, 0 = off."""
+Positive = Annotated[float, Range(0.0, 1e9, open_low=True)]
+Finite = Annotated[float, Range(-1e9, 1e9)]
+Unbounded = Annotated[float, Range(-math.inf, math.inf)]
+"""A number or an infinity, such as a bound that may be absent."""
 Seconds = Annotated[float, Range(0.0, 1e9, open_low=True)]
 SecondsOrZero = Annotated[float, Range(0.0, 1e9)]
 
 
 def problems(config: Any) -> Iterator[tuple[str, str]]:
     """Yield (field, what is wrong with it) of one Config, nested Configs left out."""
-    hints = typing.get_type_hints(type(config), include_extras=True)
     found = False
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if problem := _out_of_range(value, range_of(hints[field.name])):
+        if problem := _out_of_range(value, field_ranges(type(config))[field.name]):
             found = True
             yield field.name, problem
     if not found and hasattr(config, "problems"):  # rules across fields compute with the values
         yield from config.problems()
+
+
+@functools.cache
+def field_ranges(config_class: type) -> dict[str, Range | None]:
+    """Return the Range of each field of a Config; None = it has none."""
+    hints = typing.get_type_hints(config_class, include_extras=True)
+    return {field.name: range_of(hints[field.name]) for field in dataclasses.fields(config_class)}
 
 
 def range_of(hint: Any) -> Range | None:
@@ -81,16 +92,12 @@ def _out_of_range(value: Any, allowed: Range | None) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
     if allowed is None:
-        return "" if math.isfinite(value) else f"is {value}: it must be finite."
-    if not math.isnan(value) and value in allowed and (math.isfinite(value) or _closed(value, allowed)):
+        finite = isinstance(value, int) or math.isfinite(value)
+        return "" if finite else f"is {value}: it must be finite."
+    if value in allowed:  # never NaN; infinity where it is a bound, declared on purpose
         return ""
     usual = f"; {allowed.usual}" if allowed.usual else ""
     return f"is {value}: it must be {allowed}{usual}."
-
-
-def _closed(value: float, allowed: Range) -> bool:
-    """Infinity is a bound of the range that was declared on purpose."""
-    return value == allowed.high or value == allowed.low
 
 
 def _number(value: float) -> str:

@@ -1,17 +1,14 @@
 """Train a language model: `python -m jaxrl_llm.train --config grpo_tiny.py`.
 
-Read top to bottom: the parts are built, the newest checkpoint is found, then for each step
-experience -> update -> evaluation -> log -> checkpoint. Killed anywhere and started again by the same
-command, the run continues bit for bit: everything random is a function of (seed, step, sample).
+Read top to bottom: the run is built, the newest checkpoint restored, then each step is
+experience -> prepare -> update -> evaluate -> log -> checkpoint. A run that is killed continues bit for bit
+when the same command is given again: everything random is a function of (seed, step, sample).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import math
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,61 +17,61 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxrl_llm import algos
-from jaxrl_llm.build.run import Parts, Stage, build, data_report
+from jaxrl_llm.build.describe import next_command, start_lines
+from jaxrl_llm.build.run import Run, build
 from jaxrl_llm.checkpoint.state import Checkpointer
-from jaxrl_llm.config import TrainConfig, derived, describe_run, dump
-from jaxrl_llm.errors import RunError
-from jaxrl_llm.experience.source import Experience, prompt_text
+from jaxrl_llm.config import TrainConfig
+from jaxrl_llm.errors import RunError, UserError
+from jaxrl_llm.experience.rollouts import CURSOR, PARTIAL
+from jaxrl_llm.experience.score import prompt_text
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.host.lock import hold
 from jaxrl_llm.host.start import start_host
 from jaxrl_llm.host.stop import EXIT_STOPPED, Stop
 from jaxrl_llm.learn.reference import Reference
-from jaxrl_llm.models.kernels import describe
+from jaxrl_llm.learn.stage import Experience, Stage
+from jaxrl_llm.recipe.dump import describe_run, dump
 from jaxrl_llm.recipe.load import from_command_line
 from jaxrl_llm.report.log import RunLog, sample_rows
 from jaxrl_llm.rollout.sglang.server import Outage
 from jaxrl_llm.structs import Metrics, Params, TrainState
 
-BEGUN = "rollouts.npz"  # in a checkpoint: responses to later steps' prompts, done or not
-
 
 class NonFiniteError(RunError):
-    """Several updates in a row had NaN or Inf in loss or gradient."""
+    """Several updates in a row had NaN or Inf in loss, gradient or weights."""
 
 
 class UnsavedError(RunError):
-    """The run came to its end, but not all of what it made is on the disk."""
+    """The run reached its end, but not all of its results are on the disk."""
 
 
 class Ended(NamedTuple):
-    """How the steps ended."""
+    """State of a run when its steps ended."""
 
     state: TrainState
     step: int  # steps done
-    reason: str  # why they stopped early; "" = they are complete
+    reason: str  # of an early stop; "" = complete
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 1 the run failed, 2 bad input, 75 stopped and saved: run it again."""
+    """Return the exit code: 0 done, 1 the run failed, 2 bad input, 75 stopped and saved (run it again)."""
     argv = list(sys.argv[1:] if argv is None else argv)
     with contextlib.ExitStack() as closing:
         try:
             launch = from_command_line(argv)
             start_host()
             closing.enter_context(hold(Path(launch.config.run_dir)))
-            parts = build(launch.config, closing)
-            closing.enter_context(jax.set_mesh(parts.mesh))
+            run = build(launch.config, closing)
+            closing.enter_context(jax.set_mesh(run.mesh))
             checkpoints = Checkpointer(launch.config.checkpoint, Path(launch.config.run_dir))
             closing.enter_context(contextlib.closing(checkpoints))
-            state, start = restore(parts, checkpoints)
-            log = RunLog(launch.config.run_dir, launch.config.log, parts.total, resume_step=start or -1)
+            state, start = restore(run, checkpoints)
+            log = RunLog(launch.config.run_dir, launch.config.log, run.total, resume_step=start or -1)
             closing.enter_context(contextlib.closing(log))
-            introduce(log, parts, describe_run(launch.config, launch.recipe, argv), start)
+            introduce(log, run, describe_run(launch.config, launch.recipe, argv), start)
             with contextlib.closing(Stop(launch.config.max_runtime)) as stop:
-                ended = run(parts, checkpoints, log, state, start, stop)
-            return finish(parts, checkpoints, log, ended)
+                ended = train(run, checkpoints, log, state, start, stop)
+            return finish(run, checkpoints, log, ended)
         except UserError as error:
             code, message = 2, error
         except RunError as error:
@@ -83,130 +80,119 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def run(
-    parts: Parts, checkpoints: Checkpointer, log: RunLog, state: TrainState | None, start: int, stop: Stop
+def train(
+    run: Run, checkpoints: Checkpointer, log: RunLog, state: TrainState | None, start: int, stop: Stop
 ) -> Ended:
-    """Steps from the newest checkpoint to the last, or until asked to stop."""
-    config = parts.config
-    meta = {"config": dump(config), "model": dataclasses.asdict(parts.model)}
-    state = parts.initial_state() if state is None else state
-    reference = parts.reference()
-    if start == 0 and parts.evaluators and not config.warm_start.steps:
-        log.step(0, evaluate(parts, state, reference, 0, log), tokens=0, kind="start")
-    done, reason, metrics, outage = start, None, {}, Outage()
-    source = parts.stages[-1].source
-    if begun := checkpoints.file(start, BEGUN):
-        source.resume(begun, state.params, int(state.version))
-    for step in range(start, parts.total):
-        if reason := outage.reason or stop.requested(step, checkpoints.longest_save):
+    """Take the steps from `start` to the last, or until a stop is requested."""
+    config, reference = run.config, run.reference()
+    meta = {"config": dump(config), "model": dataclasses.asdict(run.model)}
+    state = run.initial_state() if state is None else state
+    if start == 0 and run.evaluators and not config.warm_start.steps:
+        log.step(0, evaluate(run, state, reference, 0, log), tokens=0, kind="start")
+    done, metrics, reason, outage = start, {}, "", Outage()
+    source = run.stages[-1].source
+    if start > run.stages[-1].start:
+        files = {name: checkpoints.file(start, name) or b"" for name in (CURSOR, PARTIAL)}
+        source.resume(files, start - run.stages[-1].start, state.params, int(state.version))
+    for step in range(start, run.total):
+        if reason := outage.reason or stop.requested(step, checkpoints.longest_save) or "":
             break
-        stage = parts.stage(step)
-        if step == stage.start and stage is not parts.stages[0]:
-            state = stage.trainer.init_state(state.params)
+        stage = run.stage(step)
+        if step == stage.start and stage is not run.stages[0]:
+            state = stage.init_state(state.params)
 
         with outage:
             experience = stage.source.next(step - stage.start, state.params, int(state.version), log.phase)
         if outage.reason:
             break
         with log.phase("score"):
-            frozen = reference_of(stage, reference, step, state)
-            stage.trainer.score(state, experience.items, stage.minibatches, frozen)
-            minibatches = stage.assign(experience, float(state.kl_coef), seed=step)
+            frozen = reference_params(stage, reference, step, state)
+            minibatches = stage.prepare(state, experience, frozen, seed=step)
         with log.phase("update"):
-            state, metrics = stage.trainer.update(state, minibatches, step - stage.start)
+            state, metrics = stage.update(state, minibatches, step - stage.start)
             metrics = {"kl": None, **experience.metrics, **jax.device_get(metrics)}
         stop_if_nonfinite(state, experience, config, step + 1)
 
         done = step + 1
-        if eval_due(parts, done):
+        if eval_due(run, done):
             with outage:
-                metrics |= evaluate(parts, state, reference, done, log)
-        log.samples(done, sample_rows(experience.trajectories, list(map(prompt_text, experience.prompts))))
-        log.step(done, metrics, experience.tokens, stage.kind)  # before the checkpoint that vouches for it
-        if checkpoint_due(config, done, parts.total):
+                metrics |= evaluate(run, state, reference, done, log)
+        log.samples(
+            done, sample_rows(experience.trajectories, [prompt_text(p.example) for p in experience.prompts])
+        )
+        log.step(done, metrics, experience.tokens, stage.name)  # before the checkpoint that vouches for it
+        if checkpoint_due(config, done, run.total):
             with log.phase("checkpoint"):
-                checkpoints.save(done, state, meta, finite(metrics), {BEGUN: source.snapshot()})
+                checkpoints.save(done, state, meta, finite(metrics), source.snapshot())
 
     if outage.error and done == start:
-        raise outage.error  # nothing was reached: rather a mistake than an outage
+        raise outage.error  # before the first step: a wrong setting rather than an outage
     if reason := outage.reason or reason:
-        checkpoints.save(done, state, meta, finite(metrics), {BEGUN: source.snapshot()})
+        checkpoints.save(done, state, meta, finite(metrics), source.snapshot())
     checkpoints.wait()
-    return Ended(state, done, reason or "")
+    return Ended(state, done, reason)
 
 
-def finish(parts: Parts, checkpoints: Checkpointer, log: RunLog, ended: Ended) -> int:
-    """Export the trained model, say what was reached, and check that it is on the disk.
+def finish(run: Run, checkpoints: Checkpointer, log: RunLog, ended: Ended) -> int:
+    """Export the trained model, report the results, and check that they are on the disk.
 
     Raises:
-        UnsavedError: says what is not there, and the fix.
+        UnsavedError: names what is missing, and the fix.
     """
-    run_dir, lost = Path(parts.config.run_dir), []
+    run_dir, missing = Path(run.config.run_dir), []
     if not checkpoints.has(ended.step):
-        lost.append(
+        missing.append(
             f"step {ended.step}, the last, is not saved: the disk of {checkpoints.folder} was full, and the "
             f"newest checkpoint there is {checkpoints.latest()}. Free some space, or lower "
-            "--checkpoint.keep, and run the same command again: it goes on from there."
+            "--checkpoint.keep, and run the same command again: it continues from there."
         )
     if not ended.reason:
         try:
-            params, dtype = parts.exported(ended.state.params), parts.config.model.dtype
-            save_model(params, params.config, run_dir / "hf", parts.tokenizer, dtype=dtype)
-        except (OSError, ValueError) as error:  # the checkpoint, or the message about it, matters more
-            lost.append(f"The model is not exported: {error}")
-    stopped = ended.reason or ("a failed save" if lost else "")
-    log.finish(stopped=stopped, next_command="" if stopped else next_command(run_dir, parts.config))
-    if lost:
-        raise UnsavedError("\n".join(lost))
+            params, dtype = run.exported(ended.state.params), run.config.model.dtype
+            save_model(params, params.config, run_dir / "hf", run.tokenizer, dtype=dtype)
+        except (OSError, UserError, RunError) as error:  # the checkpoint, or its message, matters more
+            missing.append(f"The model is not exported: {error}")
+    stopped = ended.reason or ("a failed save" if missing else "")
+    log.finish(stopped=stopped, next_command="" if stopped else next_command(run_dir, run.config))
+    if missing:
+        raise UnsavedError("\n".join(missing))
     return EXIT_STOPPED if ended.reason else 0
 
 
-def restore(parts: Parts, checkpoints: Checkpointer) -> tuple[TrainState | None, int]:
-    """(state, steps done) of the newest good checkpoint, or (None, 0) in a fresh run directory."""
-    target = parts.stages[0].trainer.abstract_state()
-    found = checkpoints.restore(target, compatible=dump(parts.config))
-    return (found[1], found[0]) if found else (None, 0)
+def restore(run: Run, checkpoints: Checkpointer) -> tuple[TrainState | None, int]:
+    """Return (state, steps done) of the newest good checkpoint, or (None, 0) in a fresh run directory."""
+    restored = checkpoints.restore(run.stages[0].abstract_state(), compatible=dump(run.config))
+    return (restored[1], restored[0]) if restored else (None, 0)
 
 
-def introduce(log: RunLog, parts: Parts, description: dict, start: int) -> None:
-    """Write config.json, and say what is about to happen."""
+def introduce(log: RunLog, run: Run, description: dict, start: int) -> None:
+    """Write config.json, and print model, devices, kernels, sizes and data of the run."""
     log.config(description)
-    trainer, config = parts.stages[0].trainer, parts.config
-    weights = sum(math.prod(w.shape) for w in jax.tree.leaves(trainer.abstract_state().params))
-    mesh = " x ".join(f"{name} {size}" for name, size in parts.mesh.shape.items())
-    device = jax.devices()[0].device_kind
-    log.message(f"{weights / 1e6:,.1f}M weights on {parts.mesh.size} {device} device(s): {mesh}")
-    log.message(describe(trainer.policy.model, config.model.dtype, parts.mesh, config.strict))
-    log.message(", ".join(f"{k} {v:,}" for k, v in derived(config, parts.mesh.size).items()))
-    for line in data_report(parts.loaders):
-        log.message(f"data for {line}")
-    if start:
-        log.message(f"continuing {config.run_dir} after step {start}")
+    for line in start_lines(run, start):
+        log.message(line)
 
 
-def eval_due(parts: Parts, done: int) -> bool:
-    """After the supervised start, every n steps of the run, and at the end."""
-    since = done - parts.stages[-1].start
-    return bool(parts.evaluators) and (
-        done == parts.total or since == 0 or (since > 0 and since % parts.config.eval.every == 0)
+def eval_due(run: Run, done: int) -> bool:
+    """Return whether to evaluate: after the SFT warm-up, every n steps of the run, and at the end."""
+    since = done - run.stages[-1].start
+    return bool(run.evaluators) and (
+        done == run.total or since == 0 or (since > 0 and since % run.config.eval.every == 0)
     )
 
 
-def evaluate(parts: Parts, state: TrainState, reference: Reference, done: int, log: RunLog) -> Metrics:
-    """What is found on held-out data now."""
+def evaluate(run: Run, state: TrainState, reference: Reference, done: int, log: RunLog) -> Metrics:
+    """Return the metrics of all evaluators."""
     metrics: Metrics = {}
-    frozen = functools.partial(reference_of, parts.stages[-1], reference, done, state)
+    frozen = lambda: reference_params(run.stages[-1], reference, done, state)
     with log.phase("evaluation"):
-        for evaluator in parts.evaluators:
+        for evaluator in run.evaluators:
             metrics |= evaluator(state, frozen)
     return metrics
 
 
-def reference_of(stage: Stage, reference: Reference, step: int, state: TrainState) -> Params | None:
+def reference_params(stage: Stage, reference: Reference, step: int, state: TrainState) -> Params | None:
     """Return the reference weights of a stage, or None where its algorithm needs none."""
-    if not algos.requirements(stage.trainer.policy.algo).reference:
-        return None
-    return reference.params(stage.start, step, state.params)
+    return reference.params(stage.start, step, state.params) if stage.needs_reference else None
 
 
 def checkpoint_due(config: TrainConfig, done: int, total: int) -> bool:
@@ -215,12 +201,13 @@ def checkpoint_due(config: TrainConfig, done: int, total: int) -> bool:
 
 
 def stop_if_nonfinite(state: TrainState, experience: Experience, config: TrainConfig, done: int) -> None:
-    """Skipped updates are counted; too many in a row end the run with its checkpoints as they are.
+    """End the run after too many skipped updates in a row; its checkpoints stay as they are.
 
     Raises:
-        NonFiniteError: says where the offending batch was written.
+        NonFiniteError: names the file that the offending batch was written to.
     """
-    if int(state.nonfinite) < config.optim.max_nonfinite:
+    skipped = max(int(s.nonfinite) for s in (state, state.critic) if s)
+    if skipped < config.optim.max_nonfinite:
         return
     path = Path(config.run_dir) / f"nonfinite_step_{done}.npz"
     arrays = {f"{i}.tokens": item.tokens for i, item in enumerate(experience.items)}
@@ -229,23 +216,14 @@ def stop_if_nonfinite(state: TrainState, experience: Experience, config: TrainCo
     }
     np.savez(path, **arrays)
     raise NonFiniteError(
-        f"{int(state.nonfinite)} updates in a row had NaN or Inf in loss or gradient, at step {done}; none "
-        f"of them changed the weights. The batch is in {path}. Lower --optim.learning_rate or look at its "
-        "rewards; the same command continues from the last checkpoint."
+        f"{skipped} updates in a row had NaN or Inf in loss, gradient or weights at step {done}; none changed"
+        f" the weights. The batch is in {path}. Lower --optim.learning_rate or look at its rewards; the same "
+        "command continues from the last checkpoint."
     )
 
 
 def finite(metrics: Metrics) -> Metrics:
     return {name: float(x) for name, x in metrics.items() if x is not None and np.isfinite(x)}
-
-
-def next_command(run_dir: Path, config: TrainConfig) -> str:
-    """Answers of the trained model to the prompts of the run's own samples; RL against a reward model."""
-    model, prompts, out = (shlex.quote(str(run_dir / name)) for name in ("hf", "samples.jsonl", "out.jsonl"))
-    if not algos.requirements(config.algo).policy:
-        kind = " --reward.models.0.kind process" * (config.algo.algorithm == "prm")
-        return f"python -m jaxrl_llm.train --config ppo_reward_tiny.py --reward.models.0.path {model}{kind}"
-    return f"python -m jaxrl_llm generate --model {model} --prompts {prompts} --out {out}"
 
 
 if __name__ == "__main__":

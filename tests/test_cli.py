@@ -1,7 +1,9 @@
 """`python -m jaxrl_llm`: commands are found, mistakes are one message and exit code 2."""
 
+import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -29,8 +31,37 @@ def command(monkeypatch):
 def test_help_names_every_command(argv, capsys):
     assert cli.main(argv) == 0
     out = capsys.readouterr().out
-    assert out.startswith("usage: python -m jaxrl_llm COMMAND ...")
-    assert all(f"    {name:<10} {what}" in out for name, (_, what) in cli.COMMANDS.items())
+    assert out.startswith("usage: python -m jaxrl_llm COMMAND [--key value ...]")
+    assert all(f"    {name:<10} {sentence}" in out for name, (_, sentence) in cli.COMMANDS.items())
+    assert all(sentence[0].isupper() and sentence[-1] in ".?" for _, sentence in cli.COMMANDS.values())
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_the_flags_of_every_command_have_underscores(name, capsys):
+    with contextlib.suppress(SystemExit):
+        assert cli.main([name, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert f"python -m jaxrl_llm{'.' if name == 'train' else ' '}{name}" in out
+    assert re.findall(r"(?<!\S)--[a-z_.]*[a-z]-[a-z][a-z-]*", out) == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["score", "--model", "m", "--data", "d", "--out", "o", "--temperature", "0"],
+            "--temperature is 0.0: it",
+        ),
+        (
+            ["export", "--checkpoint", "c", "--out", "o", "--step", "-1"],
+            "--step is -1: it must be at least 0",
+        ),
+        (["generate", "--model", "m", "--prompts", "p", "--out", "o", "--n", "0"], "--n is 0: it must be at"),
+    ],
+)
+def test_arguments_out_of_their_range_are_one_message(argv, message, capsys):
+    assert cli.main(argv) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
 
 
 def test_an_unknown_command_is_answered_with_the_nearest(capsys):
@@ -51,7 +82,7 @@ def test_a_refusal_of_this_package_is_one_message(command, capsys):
     assert cli.main(["train", "--config", "grpo_tiny.py", "--stpes", "3"]) == 2
     assert (
         capsys.readouterr().err
-        == "error: --stpes: unknown key. Did you mean --steps? --help lists all keys.\n"
+        == "error: --stpes: unknown key. Did you mean --steps? --help all lists the keys.\n"
     )
 
 
@@ -80,8 +111,8 @@ find = PathFinder.find_spec  # as if it were not installed
 PathFinder.find_spec = lambda name, *args: None if name == "torch" else find(name, *args)
 if sys.argv[1:]:
     runpy.run_module("jaxrl_llm.train", run_name="__main__", alter_sys=True)
-from jaxrl_llm import runtime
-runtime.start()
+from jaxrl_llm.host.start import start_host
+start_host()
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 print(len(make_tokenizer()))
 """

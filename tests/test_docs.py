@@ -1,5 +1,6 @@
 """The documents speak of what is there."""
 
+import importlib
 import re
 from pathlib import Path
 
@@ -10,8 +11,13 @@ ALGORITHMS = (ROOT / "docs/algorithms.md").read_text()
 
 
 def test_every_algorithm_has_a_row_with_its_file():
-    rows = re.findall(r"^\| (\w+) \|.*\]\(\.\./jaxrl_llm/algos/(\w+)\.py\)", ALGORITHMS, re.M)
-    assert {name for name, _ in rows} == set(algos.ALGOS)
+    rows = re.findall(r"^\| (\w+) (\|.*)\]\(\.\./jaxrl_llm/algos/(\w+)\.py\)", ALGORITHMS, re.M)
+    assert sorted(name for name, _, _ in rows) == sorted(algos.ALGOS)
+    for name, row, file in rows:
+        module = importlib.import_module(f"jaxrl_llm.algos.{file}")
+        assert getattr(module, name) is algos.ALGOS[name]
+        papers = lambda text: set(re.findall(r"\d{4}\.\d{5}", text))
+        assert papers(row) <= papers(algos.ALGOS[name].doc), name
 
 
 def test_links_lead_somewhere():
@@ -26,6 +32,7 @@ def test_the_algorithm_of_the_guide_keeps_the_contract(tmp_path):
     (tmp_path / "my_algo.py").write_text(code)
     algorithm = algos.load_algorithm(str(tmp_path / "my_algo.py"))
     assert algorithm.input == "rollouts" and algorithm.config.aggregation == "token"
+    assert algos.of(algorithm.Config(aggregation="sequence")) is algorithm
 
 
 def test_the_loop_of_the_example_is_short():

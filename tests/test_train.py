@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algos import prm, reward_model
+from jaxrl_llm.build.describe import next_command
 from jaxrl_llm.config import TrainConfig
-from jaxrl_llm.train import main, next_command
+from jaxrl_llm.train import main
 
 TINY = [
     *("--config", "grpo_tiny.py", "--prompts_per_step", "4", "--responses_per_prompt", "4"),
@@ -136,11 +137,11 @@ INPUT = "tokens"
 @dataclass(frozen=True)
 class Config(AlgoConfig):
     "Spoils every loss."
-    factor: float = float("nan")
-    "What the loss is multiplied by."
+    divisor: float = 0.0
+    "Divides the loss."
 def loss(inputs, config):
     value, metrics = sft.loss(inputs, sft.Config())
-    return value * config.factor, metrics
+    return value / config.divisor, metrics
 """
 
 
@@ -150,10 +151,10 @@ def test_nan_losses_stop_the_run_with_its_checkpoint_intact(tmp_path, capsys):
     algo.write_text(NAN_ALGO)
     run_dir = tmp_path / "run"
     more = ["--algo", str(algo), "--warm_start.steps", "0", "--eval.every", "0", "--optim.max_nonfinite", "2"]
-    assert train(run_dir, *more, "--algo.factor", "1.0", "--steps", "1") == 0
+    assert train(run_dir, *more, "--algo.divisor", "1.0", "--steps", "1") == 0
     assert train(run_dir, *more, "--steps", "9") == 1
     said = capsys.readouterr().err
-    assert "2 updates in a row had NaN or Inf in loss or gradient, at step 3" in said
+    assert "2 updates in a row had NaN or Inf in loss, gradient or weights at step 3" in said
     assert f"{run_dir}/nonfinite_step_3.npz" in said
     assert (run_dir / "nonfinite_step_3.npz").is_file()
     assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["1"]

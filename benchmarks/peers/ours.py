@@ -125,7 +125,7 @@ def grpo_step():
         for trajectory in trajectories:
             trajectory.reward = work.reward(trajectory.text)
         items = [from_trajectory(t) for t in trajectories]
-        items = credit.assign(ALGO, items, trajectories, kl_coef=0.0, seed=repetition)
+        items = credit.assign_credit(ALGO, items, trajectories, kl_coef=0.0, seed=repetition)
         state, metrics = trainer.update(state, [items])
         jax.block_until_ready(state)
         assert float(metrics["grad_norm"]) > 0 and float(metrics["mismatch/max_abs"]) < 1e-2

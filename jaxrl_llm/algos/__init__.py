@@ -1,10 +1,8 @@
-"""The algorithms by name; a user's own file is one too (`--algo path/to/my_algo.py`)."""
+"""Table of the algorithms by name, and the loader of a user's own file (`--algo path/to/my_algo.py`)."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +23,7 @@ from jaxrl_llm.algos.clipped import (
     rloo,
 )
 from jaxrl_llm.algos.contract import AlgoConfig, Algorithm, Divergence, Requirements
+from jaxrl_llm.algos.covariance import clip_cov, kl_cov
 from jaxrl_llm.algos.critic import value
 from jaxrl_llm.algos.distillation import distill, gkd
 from jaxrl_llm.algos.imitation import raft, sft
@@ -33,17 +32,17 @@ from jaxrl_llm.algos.preference import cpo, dpo, kto, online_dpo, orpo, simpo
 from jaxrl_llm.algos.reward_models import prm, reward_model
 from jaxrl_llm.algos.surrogates import (
     cispo,
-    clip_cov,
     dppo,
     dro,
     gmpo,
     gpg,
     gspo,
-    kl_cov,
     reinforce,
     sapo,
     vespo,
 )
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.user_file import explain, import_user_file
 
 ALGOS: dict[str, Algorithm] = {
     "cispo": cispo,
@@ -89,9 +88,13 @@ __all__ = ["ALGOS", "AlgoConfig", "load_algorithm", "of", "requirements", "value
 
 def of(config: AlgoConfig) -> Algorithm:
     """Return the algorithm whose settings these are."""
-    known = {**ALGOS, value.name: value, **_LOADED}
-    assert config.algorithm in known, f"{config}: of no algorithm; make it with NAME.Config(...)"
-    return known[config.algorithm]
+    assert is_known(config), f"{config}: of no algorithm; make it with NAME.Config(...)"
+    return {**ALGOS, value.name: value, **_LOADED}[config.algorithm]
+
+
+def is_known(config: AlgoConfig) -> bool:
+    """Return whether these are settings of an algorithm, as NAME.Config(...) makes them."""
+    return config.algorithm in {**ALGOS, value.name: value, **_LOADED}
 
 
 def requirements(config: AlgoConfig) -> Requirements:
@@ -106,19 +109,20 @@ def load_algorithm(name: str) -> Algorithm:
     are any advantages, returns, select, baseline, DATA and UNIT; Config states requirements in properties.
 
     Raises:
-        ValueError: neither a known name nor a file, or the file lacks a part.
+        UserError: neither a known name nor a file, or the file raises or lacks a part.
     """
     if name in ALGOS:
         return ALGOS[name]
     path = Path(name)
-    if not path.is_file():
-        raise ValueError(f"--algo {name}: not one of {sorted(ALGOS)} and not a Python file")
-    module_name = f"jaxrl_llm_user_algo_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    key = os.path.abspath(path)
-    _LOADED[key] = _algorithm(name, key, module)
+    if not os.path.isfile(path):
+        raise UserError(f"--algo {name}: not one of {sorted(ALGOS)} and not a Python file")
+    module, key = import_user_file(path, "algo"), os.path.abspath(path)
+    try:
+        _LOADED[key] = _algorithm(name, key, module)
+    except UserError:
+        raise
+    except Exception as error:  # its Config and Algorithm are the user's code
+        raise UserError(f"--algo {name}: {explain(error, path)}") from error
     return _LOADED[key]
 
 
@@ -129,7 +133,7 @@ def _algorithm(typed: str, key: str, module: ModuleType) -> Algorithm:
     if getattr(module, "INPUT", None) == "rollouts":
         required.append("advantages")
     if missing := [part for part in required if not hasattr(module, part)]:
-        raise ValueError(
+        raise UserError(
             f"--algo {typed}: the file lacks {', '.join(missing)}; see jaxrl_llm/algos/contract.py"
         )
     optional = ("advantages", "returns", "select", "baseline")
@@ -146,7 +150,7 @@ def _algorithm(typed: str, key: str, module: ModuleType) -> Algorithm:
     )
 
 
-PROPERTIES = {
+_PROPERTIES = {
     "needs_policy": "policy",
     "needs_entropy": "entropy",
     "needs_old": "old",
@@ -163,7 +167,7 @@ PROPERTIES = {
 def _properties(config: AlgoConfig) -> Requirements:
     """Return the requirements that a Config states in properties."""
     base = policy_gradient.requires(config) if isinstance(config, PolicyConfig) else Requirements()
-    stated = {field: getattr(config, name) for name, field in PROPERTIES.items() if hasattr(config, name)}
+    stated = {field: getattr(config, name) for name, field in _PROPERTIES.items() if hasattr(config, name)}
     if getattr(config, "bypass_old", False):
         stated["old_source"] = "rollout"
     if divergence := getattr(config, "divergence", None):

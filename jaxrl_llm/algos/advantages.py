@@ -1,24 +1,70 @@
 """Advantages of responses: a score each, compared with the others of its group or batch; all estimators.
 
-Everywhere: [N] scores, those with valid 0 may be anything (NaN included), take no part and get 0; `group`
-numbers the prompts in [0, N). A group of one has no others to compare with and keeps its score.
+[N] scores, those with valid 0 may be anything (NaN included), take no part and get 0; `group` numbers the
+prompts in [0, N).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.algos.correction import importance_weights
 from jaxrl_llm.algos.returns import gae, optimal_token_baseline, return_to_go
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.structs import Rollouts
 
 Scale = Literal["std", "population_std", "batch_std", "none"]
+
+
+class GroupMoments(NamedTuple):
+    """Statistics of each group number; zeros for numbers not used."""
+
+    size: Float[Array, "N"]  # members, those without a valid reward among them
+    count: Float[Array, "N"]  # members with a valid reward
+    mean: Float[Array, "N"]
+    square: Float[Array, "N"]  # sum of squared deviations
+    differs: Bool[Array, "N"]  # not all rewards are equal
+
+
+def group_moments(
+    rewards: Float[Array, "N"], group: Int[Array, "N"], valid: Float[Array, "N"]
+) -> GroupMoments:
+    """Return the statistics of each group's valid rewards."""
+    ones = jnp.ones_like(rewards)
+    count = group_sum(ones, group, valid)
+    mean = group_sum(rewards, group, valid) / jnp.maximum(count, 1.0)
+    square = group_sum((rewards - mean[group]) ** 2, group, valid)
+    largest = jax.ops.segment_max(jnp.where(valid > 0, rewards, -jnp.inf), group, rewards.shape[0])
+    smallest = jax.ops.segment_min(jnp.where(valid > 0, rewards, jnp.inf), group, rewards.shape[0])
+    return GroupMoments(group_sum(ones, group, ones), count, mean, square, largest > smallest)
+
+
+def group_sum(x: Float[Array, "N"], group: Int[Array, "N"], valid: Float[Array, "N"]) -> Float[Array, "N"]:
+    """Return the sum of x over the valid members of each group number."""
+    return jax.ops.segment_sum(jnp.where(valid > 0, x, 0.0), group, x.shape[0])
+
+
+def less_baseline(
+    rewards: Float[Array, "N"],
+    group: Int[Array, "N"],
+    valid: Float[Array, "N"],
+    baseline: Float[Array, "N"],
+    moments: GroupMoments,
+) -> Float[Array, "N"]:
+    """Return reward - baseline; exactly 0 where the valid rewards of the group are all equal.
+
+    float32 would leave a rest: the mean of seven times 0.7 is 0.70000005. One response to a prompt keeps its
+    reward; the last one that failed rewards have left of a group gets 0, as it has nothing to compare with.
+    """
+    out = jnp.where(moments.differs[group], rewards - baseline, 0.0)
+    out = jnp.where(moments.size[group] == 1, rewards, out)
+    return jnp.where(valid > 0, out, 0.0)
 
 
 def group_advantages(
@@ -28,17 +74,15 @@ def group_advantages(
     scale: Scale = "std",
     eps: float = 1e-6,
 ) -> Float[Array, "N"]:
-    """(reward - group mean) / (spread + eps), GRPO (arXiv 2402.03300, section 4.1.2).
+    """Return (reward - group mean) / (spread + eps), GRPO (arXiv 2402.03300, section 4.1.2).
 
     Args:
         scale: "std" of the group (ddof 1), "population_std" (ddof 0; ChatLearn), "batch_std" over all rewards
             (ddof 1), or "none" (Dr. GRPO, arXiv 2503.20783).
-
-    A group of equal rewards gets zeros.
     """
-    count, mean, _ = group_moments(rewards, group, valid)
-    centred = rewards - jnp.where(count == 1, 0.0, mean)[group]
-    return jnp.where(valid > 0, centred / spread(rewards, group, valid, scale, eps), 0.0)
+    moments = group_moments(rewards, group, valid)
+    centred = less_baseline(rewards, group, valid, moments.mean[group], moments)
+    return centred / spread(rewards, group, valid, scale, eps)
 
 
 def spread(
@@ -48,69 +92,71 @@ def spread(
     scale: Scale,
     eps: float = 1e-6,
 ) -> Float[Array, "N"]:
-    """What an advantage is divided by: see `group_advantages`; 1 for a group of one."""
+    """Return the divisor of an advantage, see `group_advantages`; 1 for a group of one."""
     if scale == "none":
         return jnp.ones_like(rewards)
     if scale == "batch_std":
         return jnp.sqrt(batch_moments(rewards, valid)[1]) + jnp.full_like(rewards, eps)
-    count, _, square = group_moments(rewards, group, valid)
-    freedom = jnp.maximum(count - (1 if scale == "std" else 0), 1.0)
-    return jnp.where(count == 1, 1.0, jnp.sqrt(square / freedom) + eps)[group]
-
-
-def group_moments(
-    rewards: Float[Array, "N"], group: Int[Array, "N"], valid: Float[Array, "N"]
-) -> tuple[Float[Array, "N"], Float[Array, "N"], Float[Array, "N"]]:
-    """(members, mean, sum of squared deviations) of each group number; zeros for numbers not used."""
-    count = group_sum(jnp.ones_like(rewards), group, valid)
-    mean = group_sum(rewards, group, valid) / jnp.maximum(count, 1.0)
-    return count, mean, group_sum((rewards - mean[group]) ** 2, group, valid)
-
-
-def group_sum(x: Float[Array, "N"], group: Int[Array, "N"], valid: Float[Array, "N"]) -> Float[Array, "N"]:
-    """Sum of x over the valid members of each group number."""
-    return jax.ops.segment_sum(jnp.where(valid > 0, x, 0.0), group, x.shape[0])
+    moments = group_moments(rewards, group, valid)
+    freedom = jnp.maximum(moments.count - (1 if scale == "std" else 0), 1.0)
+    return jnp.where(moments.count == 1, 1.0, jnp.sqrt(moments.square / freedom) + eps)[group]
 
 
 def batch_moments(
     rewards: Float[Array, "N"], valid: Float[Array, "N"]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """(mean, unbiased variance) of the valid rewards."""
+    """Return (mean, unbiased variance) of the valid rewards; of equal ones exactly (their value, 0)."""
     total = valid.sum()
     mean = jnp.sum(jnp.where(valid > 0, rewards, 0.0)) / jnp.maximum(total, 1.0)
+    largest = jnp.max(rewards, where=valid > 0, initial=-jnp.inf)
+    smallest = jnp.min(rewards, where=valid > 0, initial=jnp.inf)
+    mean = jnp.where(largest == smallest, largest, mean)
     square = jnp.sum(jnp.where(valid > 0, rewards - mean, 0.0) ** 2)
     return mean, square / jnp.maximum(total - 1, 1.0)
-
-
-def leave_one_out(
-    rewards: Float[Array, "N"], group: Int[Array, "N"], valid: Float[Array, "N"]
-) -> Float[Array, "N"]:
-    """reward - mean of the other k - 1 = (k reward - sum) / (k - 1), RLOO (arXiv 2402.14740, eq. 8)."""
-    count, mean, _ = group_moments(rewards, group, valid)
-    others = ((count * mean)[group] - rewards) / jnp.maximum(count - 1, 1.0)[group]
-    return jnp.where(valid > 0, rewards - jnp.where(count[group] > 1, others, 0.0), 0.0)
 
 
 def batch_advantages(
     rewards: Float[Array, "N"], valid: Float[Array, "N"], scale: Scale = "none", eps: float = 1e-6
 ) -> Float[Array, "N"]:
-    """(reward - batch mean), over the batch's std unless `scale` is "none": REINFORCE with a baseline."""
+    """Return reward - batch mean (REINFORCE), over the batch's std unless `scale` is "none"."""
     mean, variance = batch_moments(rewards, valid)
     divisor = 1.0 if scale == "none" else jnp.sqrt(variance) + eps
     return jnp.where(valid > 0, (rewards - mean) / divisor, 0.0)
 
 
+def clip_and_scale(
+    rewards: Float[Array, "N"],
+    valid: Float[Array, "N"],
+    clip: tuple[float, float] | None,
+    scale: Literal["none", "batch"],
+) -> Float[Array, "N"]:
+    """Return the rewards held within `clip`, then, for "batch", centred and divided by the batch's std."""
+    rewards = jnp.where(valid > 0, rewards, 0.0)
+    if clip is not None:
+        rewards = jnp.clip(rewards, *clip)
+    return batch_advantages(rewards, valid, "batch_std") if scale == "batch" else rewards
+
+
+def leave_one_out(
+    rewards: Float[Array, "N"], group: Int[Array, "N"], valid: Float[Array, "N"]
+) -> Float[Array, "N"]:
+    """Return reward - mean of the others = (k reward - sum) / (k - 1), RLOO (arXiv 2402.14740, eq. 8)."""
+    moments = group_moments(rewards, group, valid)
+    total = (moments.count * moments.mean)[group]
+    others = (total - rewards) / jnp.maximum(moments.count - 1, 1.0)[group]
+    return less_baseline(rewards, group, valid, others, moments)
+
+
 def length_weighted(
     rewards: Float[Array, "N"], group: Int[Array, "N"], valid: Float[Array, "N"], lengths: Float[Array, "N"]
 ) -> Float[Array, "N"]:
-    """reward - sum(length reward) / sum(length) of its group, OPO (arXiv 2505.23585, eq. 7).
+    """Return reward - sum(length reward) / sum(length) of its group, OPO (arXiv 2505.23585, eq. 7).
 
     The baseline of least variance where the squared gradient of a response grows with its length.
     """
-    count = group_sum(jnp.ones_like(rewards), group, valid)
     weight = group_sum(lengths, group, valid)
     baseline = group_sum(lengths * rewards, group, valid) / jnp.maximum(weight, 1.0)
-    return jnp.where(valid > 0, rewards - jnp.where(count > 1, baseline, 0.0)[group], 0.0)
+    return less_baseline(rewards, group, valid, baseline[group], group_moments(rewards, group, valid))
 
 
 def rescaled(
@@ -119,21 +165,21 @@ def rescaled(
     valid: Float[Array, "N"],
     counted: Literal["groups", "rewards"] = "groups",
 ) -> Float[Array, "N"]:
-    """alpha (reward - group mean), GPG (arXiv 2504.02546, eq. 6): what equal groups do not teach, others do.
+    """Return alpha (reward - group mean), GPG (arXiv 2504.02546, eq. 6): some groups make up for equal ones.
 
     alpha = responses / responses counted: those of groups whose rewards differ (the paper), or those whose
     own reward is not 0 (veRL).
     """
-    _, _, square = group_moments(rewards, group, valid)
-    taught = square[group] > 1e-12 if counted == "groups" else rewards != 0
-    alpha = valid.sum() / jnp.maximum(jnp.sum(taught & (valid > 0)), 1)
+    moments = group_moments(rewards, group, valid)
+    informative = (moments.differs | (moments.size == 1))[group] if counted == "groups" else rewards != 0
+    alpha = valid.sum() / jnp.maximum(jnp.sum(informative & (valid > 0)), 1)
     return alpha * group_advantages(rewards, group, valid, "none")
 
 
 def best_over_second(
     rewards: Float[Array, "N"], group: Int[Array, "N"], valid: Float[Array, "N"]
 ) -> Float[Array, "N"]:
-    """best - second best for the best of its group and 0 for all others: pass@k (arXiv 2503.19595, eq. 9).
+    """Return best - second best for the best of its group, 0 for others: pass@k (arXiv 2503.19595, eq. 9).
 
     The best of n counts only by what it adds over the rest; a tie adds nothing, nor does a group of one.
     """
@@ -152,18 +198,34 @@ def decoupled(
     valid: Float[Array, "N"],
     weights: tuple[float, ...] = (),
     scale: Scale = "std",
+    clip: tuple[float, float] | None = None,
+    batch_scale: Literal["none", "batch"] = "none",
 ) -> Float[Array, "N"]:
-    """Each reward normalised in its group, then their weighted sum: GDPO (arXiv 2601.05242, eq. 4 and 5).
+    """Return the weighted sum of each reward normalised in its group: GDPO (arXiv 2601.05242, eq. 4 and 5).
+
+    A reward that is NaN takes no part: the response counts by its others.
 
     Args:
         components: the separate rewards.
         weights: one a reward; empty = all 1.
+        clip, batch_scale: of each reward before it is normalised, see `clip_and_scale`.
+
+    Raises:
+        UserError: another number of weights than rewards.
     """
     number = components.shape[1]
     if weights and len(weights) != number:
-        raise ValueError(f"algo.component_weights has {len(weights)} values for {number} rewards")
-    normalise = jax.vmap(lambda r: group_advantages(r, group, valid, scale), in_axes=1, out_axes=1)
-    return normalise(components) @ jnp.asarray(weights or (1.0,) * number, components.dtype)
+        raise UserError(
+            f"--algo.component_weights has {len(weights)} values for {number} rewards: give one each for "
+            "reward.name, reward.shaping and reward.models, in this order."
+        )
+
+    def normalised(rewards: Float[Array, "N"]) -> Float[Array, "N"]:
+        known = valid * jnp.isfinite(rewards)
+        return group_advantages(clip_and_scale(rewards, known, clip, batch_scale), group, known, scale)
+
+    each = jax.vmap(normalised, in_axes=1, out_axes=1)(components)
+    return each @ jnp.asarray(weights or (1.0,) * number, components.dtype)
 
 
 Advantage = Literal[
@@ -171,6 +233,11 @@ Advantage = Literal[
     "gpg_rewards", "passk", "otb", "otb_tail", "gdpo",
 ]  # fmt: skip
 WHITENED = {"gae", "reinforce_pp", "reinforce_pp_baseline", "gdpo"}  # by their definition
+
+
+def less_greedy(returns: Float[Array, "N R"], greedy: Float[Array, "N"]) -> Float[Array, "N R"]:
+    """Return returns - reward of the greedy response (ReMax, arXiv 2310.10505); 0 where that failed."""
+    return jnp.where(jnp.isfinite(greedy)[:, None], returns - greedy[:, None], 0.0)
 
 
 def _passk(scores: Float[Array, "N"], r: Rollouts, config: AlgoConfig) -> Float[Array, "N"]:
@@ -208,14 +275,16 @@ PER_RESPONSE: dict[str, Callable[..., Float[Array, "N"]]] = {
     "gpg": _gpg("groups"),
     "gpg_rewards": _gpg("rewards"),
     "passk": _passk,
-    "gdpo": lambda s, r, c: decoupled(r.components, r.group, r.valid, c.component_weights, c.scale),
+    "gdpo": lambda s, r, c: decoupled(
+        r.components, r.group, r.valid, c.component_weights, c.scale, c.reward_clip, c.reward_scale
+    ),
 }
 """Scores [N], rollouts, config -> advantage of each response."""
 
 PER_TOKEN: dict[str, Callable[..., Float[Array, "N R"]]] = {
     "gae": lambda t, r, c: gae(t, r.values, r.mask * r.valid[:, None], c.gamma, c.lam, c.gaps)[0],
     "reinforce_pp": lambda t, r, c: return_to_go(t, r.mask, c.gamma),
-    "remax": lambda t, r, c: return_to_go(t, r.mask, c.gamma) - r.greedy[:, None],
+    "remax": lambda t, r, c: less_greedy(return_to_go(t, r.mask, c.gamma), r.greedy),
     "otb": _otb(False),
     "otb_tail": _otb(True),
 }

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,25 +14,27 @@ from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algos.correction import correct
 from jaxrl_llm.algos.critic import value_loss
-from jaxrl_llm.algos.kl import kl
+from jaxrl_llm.algos.kl import kl, log_ratio
 from jaxrl_llm.algos.policy_gradient import PolicyConfig, policy_algorithm, select
 from jaxrl_llm.algos.reduce import aggregate, token_mean
+from jaxrl_llm.ranges import Positive, Range
 from jaxrl_llm.structs import LossInputs, Metrics, Rollouts
 
-BOUND = 20.0  # nats; log-ratios are held within it, so that no ratio overflows
+Bound = Annotated[float, Range(0.0, math.inf)]
+"""Distance of a ratio or log-ratio from 1 or 0; inf = no bound."""
 
 
 @dataclass(frozen=True)
 class ClippedConfig(PolicyConfig):
     """Options of the clipped loss."""
 
-    clip_low: float = 0.2
+    clip_low: Bound = 0.2
     """The ratio may fall to 1 - clip_low."""
-    clip_high: float = 0.2
+    clip_high: Bound = 0.2
     """The ratio may rise to 1 + clip_high (DAPO: 0.28)."""
-    dual_clip: float | None = None
+    dual_clip: Annotated[float, Range(1.0, math.inf, open_low=True, usual="3 is usual")] | None = None
     """Bound on the ratio where the advantage is negative (3.0 is usual); None = none."""
-    loss_cap: float | None = None
+    loss_cap: Positive | None = None
     """Bound on the loss of every token (ChatLearn: 3.0); None = none."""
 
 
@@ -44,11 +47,6 @@ def clipped_loss(inputs: LossInputs, config: ClippedConfig) -> tuple[Float[Array
     ratio = jnp.exp(log_ratio(inputs.policy, inputs.old))
     surrogate, is_clipped = clip(ratio, inputs.advantages, config)
     return policy_loss(surrogate, {"clip_fraction": is_clipped}, inputs, config)
-
-
-def log_ratio(policy: Float[Array, "B T"], old: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """Return policy - old, held within +-20 nats."""
-    return jnp.clip(policy - old, -BOUND, BOUND)
 
 
 def clip(
@@ -202,11 +200,12 @@ passk = policy_algorithm(
 
 otb = policy_algorithm(
     "otb",
-    """Optimal token baseline: each token has the baseline of least variance (veRL's optimal_token_baseline).
+    """Optimal token baseline: each token has the baseline of least variance.
 
     A_t = G_t - sum(G_t W_t) / sum(W_t) over the group at the t-th own token, W_t = running sum of
-    1 - 2 p + sum(p^2). `advantage = "otb_tail"` (veRL's multi-turn form) gives the last response left in a
-    group no baseline; both count own tokens only, so that what a tool writes shifts nothing.""",
+    1 - 2 p + sum(p^2). Where the longest response of a group is the only one left its advantage is 0;
+    `advantage = "otb_tail"` drops the baseline there (veRL's optimal_token_baseline with its default
+    handle_zero_tail). Both count own tokens only, so that a tool's output shifts nothing.""",
     ClippedConfig(advantage="otb", aggregation="sequence_sum"),
     clipped_loss,
 )
@@ -227,9 +226,9 @@ class FilteredConfig(ClippedConfig):
     """Options of PF-PPO."""
 
     filter: Literal["pow", "max_min", "max_random"] = "pow"
-    """How likely a response is drawn: |r|^power; best and worst only; best 4 times as likely as others."""
-    power: float = 2.0
-    """Of the reward, for "pow"."""
+    """Probability of a response: by |r|^power; best and worst only; the best 4 times as likely as others."""
+    power: Annotated[float, Range(0.0, 100.0)] = 2.0
+    """Exponent of the reward, for "pow"."""
 
 
 def resample(rollouts: Rollouts, config: FilteredConfig, rng: np.random.Generator) -> np.ndarray:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from jax import Array
@@ -55,12 +55,14 @@ class Requirements:
     old: bool = False
     """Old log-probs before the first update: `advantages` or `baseline` reads them."""
     old_source: OldSource = "auto"
-    """Old log-probs are those of the policy before this step's updates, or those that the rollout reported;
-    auto: the policy's where it wrote every token, else the rollout's."""
+    """Old log-probs are those of the policy before this step's updates, or those that the rollout reported.
+    auto: the rollout's where older weights may have generated tokens, unless `corrected`; or the policy's."""
+    corrected: bool = False
+    """The loss weighs or rejects tokens by policy / rollout, so that old log-probs need not."""
     reference: bool = False
     """Log-probs of the frozen reference model, or of the teachers in its place."""
     values: bool = False
-    """A value head on the model that learns."""
+    """A value head on the trained model."""
     critic: bool = False
     """Values of a critic with its own backbone."""
     sum_pi_squared: bool = False
@@ -103,7 +105,7 @@ class Algorithm:
 
     name: str
     doc: str
-    """Name, paper and formula; the first line alone is shown in lists."""
+    """Name, paper and formula; lists show the first line."""
     input: Input
     config: AlgoConfig
     """Its Config with its defaults."""
@@ -119,6 +121,8 @@ class Algorithm:
     """Sequences that stay side by side in a packed row; 2: chosen, rejected, chosen, ..."""
 
     def __post_init__(self):
+        known = get_args(Input)
+        assert self.input in known, f"{self.name}: input is {self.input!r}, not one of {known}"
         updates_policy = self.on_rollouts and self.requires(self.config).policy
         assert self.advantages or not updates_policy, f"{self.name} learns from rollouts without advantages"
         derived = {
@@ -146,14 +150,19 @@ def old_logprobs(
 
     Args:
         updates: that this step makes; from the second on the policy is no longer the old one.
-        on_policy: the weights before the first of them wrote every token.
+        on_policy: the weights before the first of them generated every token. False for asynchronous and
+            partial rollouts: against the policy's own log-probs stale tokens would have ratio 1 and no clip.
 
     Returns:
         "policy": the policy's own in the update, the ratio is 1. "recompute": a forward pass before the
         first update. "rollout": those that the rollout engine reported.
     """
-    if requires.old_source == "rollout":
-        return "rollout"
-    if requires.old_source == "auto" and algorithm.on_rollouts and not on_policy:
+    stale = algorithm.on_rollouts and not on_policy and not requires.corrected
+    if requires.old_source == "rollout" or (requires.old_source == "auto" and stale):
         return "rollout"
     return "recompute" if requires.old or (algorithm.on_rollouts and updates > 1) else "policy"
+
+
+def ignores_staleness(algorithm: Algorithm, requires: Requirements) -> bool:
+    """Return True where tokens of older weights are taken for the policy's own, which is no default."""
+    return algorithm.on_rollouts and requires.old_source == "policy" and not requires.corrected

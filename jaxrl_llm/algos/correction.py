@@ -1,21 +1,24 @@
-"""Corrections for a rollout engine whose log-probs are not the trainer's: weights, rejection, diagnostics.
+"""Rollout correction: importance weights, rejection and diagnostics of trainer against rollout log-probs.
 
-The ratio is exp(old - rollout): trainer over rollout, before this step's updates. Everything is per token or
-per sequence, so that micro-batches add up; the one number of the whole batch, the mean weight, is taken
-where the whole batch is at hand (`mean_weight`, on [N, R] arrays).
+The ratio is exp(old - rollout): trainer over rollout, before this step's updates. Weights are per token or
+per sequence, so that micro-batches add up; the one number of a batch, its mean weight, is computed on
+[N, R] arrays (`mean_weight`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrl_llm.algos.kl import MAX_LOG_RATIO, log_ratio
 from jaxrl_llm.algos.reduce import aggregate, sequence_sum, token_mean
+from jaxrl_llm.ranges import Range, Unbounded
 from jaxrl_llm.structs import LossInputs, Metrics
 
 Rule = Literal[
@@ -24,39 +27,42 @@ Rule = Literal[
     "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_mean_tv", "seq_mean_binary_kl",
     "seq_max_k2", "seq_max_k3",
 ]  # fmt: skip
-BOUND = 20.0  # nats; log-ratios are held within it
 
 
 @dataclass(frozen=True)
 class Correction:
-    """Importance weights and rejection for the gap between rollout and trainer.
+    """Options of importance weights and rejection for the gap between rollout and trainer.
 
     Usual settings: truncated importance sampling (TIS) is weight "token", cap 2; IcePop is weight "token",
     floor 0.5, cap 5, outside "zero"; a sequence mask is weight "token", cap inf, reject seq_mean_k1.
     """
 
     weight: Literal["none", "token", "sequence"] = "none"
-    """Weigh the policy loss by exp(old - rollout): of each token, or its product over the sequence."""
-    cap: float = 2.0
+    """Weigh the policy loss by exp(old - rollout), of each token or its product over the sequence."""
+    cap: Annotated[float, Range(0.0, math.inf, open_low=True)] = 2.0
     """Largest weight."""
-    floor: float = 0.0
+    floor: Annotated[float, Range(0.0, 1e6)] = 0.0
     """Smallest weight."""
     outside: Literal["clip", "zero"] = "clip"
-    """A weight outside [floor, cap] is brought to the bound, or becomes 0 (IcePop, masked sampling)."""
+    """Clip a weight outside [floor, cap] to the bound, or set it to 0 (IcePop, masked sampling)."""
     of: Literal["old", "policy"] = "old"
     """Numerator of the ratio: the policy before this step's updates, or the present one (RL2)."""
     normalize: bool = False
     """Divide by the mean weight of the step's tokens (of its sequences, for weight "sequence")."""
-    reject: tuple[tuple[Rule, float, float], ...] = ()
-    """Rules, lowest and highest value allowed: tokens, or whole sequences, that break one have weight 0.
+    reject: tuple[tuple[Rule, Unbounded, Unbounded], ...] = ()
+    """Rules, lowest and highest value allowed: tokens or sequences that break one have weight 0.
     Nats; for k1 a ratio rollout / old, for tv a probability. Such as token_k1 0.8 1.25 seq_mean_k3 0 0.02."""
 
-    def __post_init__(self):
-        if not 0 <= self.floor < self.cap:
-            raise ValueError(f"correction needs 0 <= floor < cap, got {self.floor} and {self.cap}")
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, what is wrong with it) of rules across fields."""
+        if not self.floor < self.cap:
+            yield "floor", f"is {self.floor:g}: it must be below cap, {self.cap:g}."
         for rule, low, high in self.reject:
             if not low < high or (rule.endswith("k1") and low <= 0):
-                raise ValueError(f"{rule} {low:g} {high:g}: the lower bound, then the upper; above 0 for k1")
+                yield (
+                    "reject",
+                    f"has {rule} {low:g} {high:g}: it must have the lower bound first; above 0 for k1.",
+                )
 
     @property
     def active(self) -> bool:
@@ -64,17 +70,17 @@ class Correction:
 
 
 def importance_weights(
-    log_ratio: Float[Array, "B T"],
+    log_ratios: Float[Array, "B T"],
     mask: Float[Array, "B T"],
     segments: Int[Array, "B T"],
     config: Correction,
 ) -> Float[Array, "B T"]:
-    """exp(log_ratio), or exp of its sum over the sequence, clipped or zeroed outside [floor, cap]."""
+    """Return exp(log_ratios), or exp of its sum over the sequence, clipped or zeroed outside [floor, cap]."""
     if config.weight == "none":
         return mask
     if config.weight == "sequence":
-        log_ratio = sequence_sum(log_ratio, mask, segments)
-    ratio = jnp.exp(jnp.clip(log_ratio, -BOUND, BOUND))
+        log_ratios = sequence_sum(log_ratios, mask, segments)
+    ratio = jnp.exp(jnp.clip(log_ratios, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     inside = (ratio >= config.floor) & (ratio <= config.cap)
     bounded = jnp.clip(ratio, config.floor, config.cap)
     weights = bounded if config.outside == "clip" else jnp.where(inside, ratio, 0.0)
@@ -82,10 +88,10 @@ def importance_weights(
 
 
 def mean_weight(
-    log_ratio: Float[Array, "N R"], mask: Float[Array, "N R"], config: Correction
+    log_ratios: Float[Array, "N R"], mask: Float[Array, "N R"], config: Correction
 ) -> Float[Array, ""]:
-    """Mean importance weight of all tokens, or of all sequences (rows with a token). Never 0."""
-    weights = importance_weights(log_ratio, mask, jnp.ones(mask.shape, jnp.int32), config)
+    """Return the mean importance weight of all tokens, or of all sequences (rows with a token); never 0."""
+    weights = importance_weights(log_ratios, mask, jnp.ones(mask.shape, jnp.int32), config)
     share = mask
     if config.weight == "sequence":
         share = mask / jnp.maximum(mask.sum(axis=1, keepdims=True), 1.0)
@@ -99,7 +105,7 @@ def accepted(
     segments: Int[Array, "B T"],
     config: Correction,
 ) -> Bool[Array, "B T"]:
-    """True where a token, and its sequence, passes every test in `config.reject`.
+    """Return True where a token, and its sequence, passes every rule in `config.reject`.
 
     With d = old - rollout, k1 = -d, k2 = d^2 / 2, k3 = e^d - 1 - d estimate KL(rollout || old); tv and
     binary_kl are of the distribution {this token, any other} (arXiv 2602.04879).
@@ -120,7 +126,7 @@ def accepted(
 
 
 def _divergence(old: Float[Array, "B T"], rollout: Float[Array, "B T"], name: str) -> Float[Array, "B T"]:
-    d = jnp.clip(old - rollout, -BOUND, BOUND)
+    d = log_ratio(old, rollout)
     if name == "k1":
         return -d
     if name == "k2":
@@ -142,10 +148,10 @@ def _sequence_max(
 
 
 def correct(inputs: LossInputs, config: Correction) -> tuple[Float[Array, "B T"], Metrics]:
-    """(weight of each token's policy loss, metrics). No gradient flows through the weights.
+    """Return (weight of each token's policy loss, metrics). No gradient flows through the weights.
 
     A rejected token weighs 0 and the denominators stay (veRL shrinks them; OpenRLHF does not). The effective
-    sample size, as a fraction, is is/weight^2 / is/weight_square of the whole mini-batch.
+    sample size, as a fraction, is is/weight^2 / is/weight_square of the mini-batch.
     """
     if inputs.rollout is None:
         assert not config.active, "a correction needs the rollout's log-probs"
@@ -173,14 +179,14 @@ def correct(inputs: LossInputs, config: Correction) -> tuple[Float[Array, "B T"]
 
 
 def diagnostics(old: Float[Array, "B T"], inputs: LossInputs) -> Metrics:
-    """How far the rollout's distribution is from the trainer's; all add up over micro-batches.
+    """Return distances of the rollout's distribution from the trainer's; all add up over micro-batches.
 
     kl and k3_kl estimate KL(rollout || old), nats a token; ppl_ratio is the mean over sequences of the
-    trainer's perplexity over the rollout's; chi2 is E[ratio^2] - 1 of tokens and of whole sequences.
+    trainer's perplexity over the rollout's; chi2 is E[ratio^2] - 1 of tokens and of sequences.
     """
-    d = jnp.clip(old - inputs.rollout, -BOUND, BOUND)
+    d = log_ratio(old, inputs.rollout)
     total = sequence_sum(old - inputs.rollout, inputs.mask, inputs.segments)
-    bounded = jnp.clip(total, -BOUND, BOUND)
+    bounded = jnp.clip(total, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     per_sequence = lambda x: aggregate(x, inputs, "sequence")
     return {
         "mismatch/kl": token_mean(-d, inputs),

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algos.contract import AlgoConfig, Algorithm, Requirements
 from jaxrl_llm.algos.reduce import Aggregation, aggregate, token_mean
+from jaxrl_llm.ranges import Positive
 from jaxrl_llm.structs import LossInputs, Metrics
 
 
@@ -16,12 +17,12 @@ from jaxrl_llm.structs import LossInputs, Metrics
 class ValueConfig(AlgoConfig):
     """Options of a critic."""
 
-    value_clip: float | None = 0.5
-    """A value is taken to move at most this far from its old one; None = no clipping."""
-    factor: float = 0.5
+    value_clip: Positive | None = 0.5
+    """Clip values to old value +- this; None = no clipping."""
+    factor: Positive = 0.5
     """Weight of the squared error (RL2: 1)."""
     aggregation: Aggregation = "token"
-    """How token losses become one: token, sequence (mean of means), sequence_sum."""
+    """Aggregation of token losses: token, sequence (mean of means), sequence_sum."""
 
 
 def value_loss(
@@ -31,7 +32,7 @@ def value_loss(
     clip: float | None,
     factor: float = 0.5,
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-    """factor max((V - R)^2, (clip(V, old +- clip) - R)^2), and where the clip took the gradient away."""
+    """Return factor max((V - R)^2, (clip(V, old +- clip) - R)^2), and the tokens that the clip bounds."""
     plain = (values - returns) ** 2
     if clip is None:
         return factor * plain, jnp.zeros(plain.shape, bool)
@@ -40,7 +41,7 @@ def value_loss(
 
 
 def critic_loss(inputs: LossInputs, config: ValueConfig) -> tuple[Float[Array, ""], Metrics]:
-    """The clipped squared error, and how much of the returns' variance the values explain.
+    """Return the clipped squared error, and metrics that add up to the explained variance.
 
     Explained variance of the mini-batch is 1 - value_error / (return_square - return^2).
     """

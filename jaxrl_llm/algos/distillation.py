@@ -9,9 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxrl_llm.algos.advantages import group_advantages
-from jaxrl_llm.algos.clipped import ClippedConfig, clip, log_ratio
+from jaxrl_llm.algos.clipped import Bound, ClippedConfig, clip
 from jaxrl_llm.algos.contract import AlgoConfig, Algorithm, Divergence, Requirements
+from jaxrl_llm.algos.kl import log_ratio
 from jaxrl_llm.algos.reduce import Aggregation, aggregate, token_mean
+from jaxrl_llm.ranges import CountOrZero, Fraction, Positive, Weight
 from jaxrl_llm.structs import LossInputs, Metrics, Rollouts
 
 
@@ -21,16 +23,16 @@ class DistillConfig(AlgoConfig):
 
     teachers: tuple[str, ...] = ()
     """Folders of the teachers; a source of data names its own by place (--data.train.0.teacher 1)."""
-    beta: float = 0.0
+    beta: Fraction = 0.0
     """0 = forward KL, 1 = reverse KL, between = generalised Jensen-Shannon divergence."""
-    temperature: float = 1.0
+    temperature: Positive = 1.0
     """Divides the logits of both."""
-    top_k: int = 0
+    top_k: CountOrZero = 0
     """Keep the teacher's top-k tokens, pool the rest; 0 = all."""
-    nll_coef: float = 0.0
+    nll_coef: Weight = 0.0
     """Weight of -log p(token), as in supervised fine-tuning."""
     aggregation: Aggregation = "token"
-    """How token losses become one."""
+    """Aggregation of token losses, see `aggregate`."""
 
 
 def distill_loss(inputs: LossInputs, config: DistillConfig) -> tuple[Float[Array, ""], Metrics]:
@@ -47,7 +49,7 @@ def distill_loss(inputs: LossInputs, config: DistillConfig) -> tuple[Float[Array
 
 distill = Algorithm(
     "distill",
-    """Distillation of a teacher's whole next-token distribution on a dataset's tokens (arXiv 1503.02531).
+    """Distillation of a teacher's next-token distribution on a dataset's tokens (arXiv 1503.02531).
 
         mean over tokens of D(teacher || student) + nll_coef * -log p(token)
 
@@ -71,18 +73,18 @@ class GKDConfig(AlgoConfig):
     teachers: tuple[str, ...] = ()
     """Folders of the teachers; a source of data names its own by place (--data.train.0.teacher 1)."""
     form: Literal["divergence", "policy_gradient"] = "divergence"
-    """Learn the teacher's whole distribution, or take its log-prob of each token as a reward."""
-    beta: float = 0.5
+    """Match the teacher's distribution, or take its log-prob of each token as a reward."""
+    beta: Fraction = 0.5
     """divergence: 0 = forward KL, 1 = reverse KL, between = generalised Jensen-Shannon divergence."""
-    temperature: float = 1.0
+    temperature: Positive = 1.0
     """divergence: divides the logits of both."""
-    top_k: int = 0
+    top_k: CountOrZero = 0
     """divergence: keep the teacher's top-k tokens, pool the rest; 0 = all."""
-    reward_coef: float = 0.0
-    """Weight of the task's reward; 0 = the teacher alone teaches."""
-    clip_low: float = 0.2
+    reward_coef: Weight = 0.0
+    """Weight of the task's reward; 0 = the teacher alone."""
+    clip_low: Bound = 0.2
     """The ratio of the surrogate may fall to 1 - clip_low."""
-    clip_high: float = 0.2
+    clip_high: Bound = 0.2
     """The ratio of the surrogate may rise to 1 + clip_high."""
 
 
@@ -125,7 +127,7 @@ gkd = Algorithm(
     "gkd",
     """On-policy distillation: GKD (arXiv 2306.13649), a teacher scores the student's own responses.
 
-        divergence       mean over tokens of D(teacher || student), of both whole distributions (see distill)
+        divergence       mean over tokens of D(teacher || student), see distill
         policy_gradient  advantage log teacher(token) - log old(token), a sample of minus the reverse KL, in
                          PPO's clipped surrogate; the teacher is only scored, as the reference
 

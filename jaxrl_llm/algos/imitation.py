@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 from jaxtyping import Array, Float
 
 from jaxrl_llm.algos.contract import AlgoConfig, Algorithm
 from jaxrl_llm.algos.reduce import Aggregation, aggregate
+from jaxrl_llm.ranges import Count, Range
 from jaxrl_llm.structs import LossInputs, Metrics, Rollouts
 
 
@@ -17,19 +20,19 @@ class SFTConfig(AlgoConfig):
     """Options of supervised fine-tuning."""
 
     aggregation: Aggregation = "token"
-    """How token losses become one: token (every token counts the same) or sequence (every row does)."""
+    """Aggregation: token (every token counts the same) or sequence (every example does)."""
 
 
 @dataclass(frozen=True)
 class RAFTConfig(AlgoConfig):
     """Options of best-of-n imitation."""
 
-    best: int | None = 1
+    best: Count | None = 1
     """Responses kept of each prompt; None = all that are good enough."""
-    above: float = 0.0
+    above: Annotated[float, Range(-math.inf, math.inf)] = 0.0
     """Only responses with a larger reward are kept."""
     aggregation: Aggregation = "token"
-    """How token losses become one: token (every token counts the same) or sequence (every response does)."""
+    """Aggregation: token (every token counts the same) or sequence (every response does)."""
 
 
 def nll_loss(inputs: LossInputs, config: SFTConfig | RAFTConfig) -> tuple[Float[Array, ""], Metrics]:
@@ -71,7 +74,7 @@ raft = Algorithm(
     """Rejection sampling, best-of-n, expert iteration: RAFT (arXiv 2304.06767), ReST-EM (arXiv 2312.06585).
 
     Of the responses to each prompt, those with a reward above `above` and among the `best` are imitated:
-    loss = -log pi. With `best = None` all correct responses are (ReST-EM); others teach nothing.""",
+    loss = -log pi. With `best = None` all correct responses are (ReST-EM); others are left out.""",
     "rollouts",
     RAFTConfig(),
     nll_loss,

@@ -1,4 +1,4 @@
-"""Estimators of KL(policy || reference) from sampled tokens, and the controller of its coefficient."""
+"""Log-ratios, estimators of KL(policy || reference) from sampled tokens, and the KL controller."""
 
 from __future__ import annotations
 
@@ -9,22 +9,30 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 Estimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+"]
+MAX_LOG_RATIO = 20.0  # nats
+
+
+def log_ratio(p: Float[Array, "*shape"], q: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Return p - q of two log-probs, clipped to +-20 nats, so that no ratio overflows."""
+    return jnp.clip(p - q, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def kl(
     policy: Float[Array, "*shape"], reference: Float[Array, "*shape"], how: Estimator
 ) -> Float[Array, "*shape"]:
-    """Per-token estimate, nats (Schulman 2020, "Approximating KL divergence"). With d = policy - reference:
+    """Return a per-token estimate, nats (Schulman 2020, "Approximating KL divergence").
+
+    With d = policy - reference:
 
     k1   d              unbiased
     k2   d^2 / 2        biased, but its gradient is that of the KL
     k3   e^-d - 1 + d   unbiased, never negative; its gradient is that of the reverse KL
     abs  |d|
 
-    A name with + has the value of the one and the gradient of k2 (arXiv 2512.21852). d is held within +-20
-    so that k3 stays finite (veRL also holds k3 within +-10).
+    A name with + has the value without it and the gradient of k2 (arXiv 2512.21852). d is clipped to +-20 so
+    that k3 stays finite (veRL also clips k3 to +-10).
     """
-    d = jnp.clip(policy - reference, -20.0, 20.0)
+    d = log_ratio(policy, reference)
     if how.endswith("+"):
         square = 0.5 * d * d
         return jax.lax.stop_gradient(_value(d, how[:-1]) - square) + square
@@ -38,7 +46,7 @@ def _value(d: Float[Array, "*shape"], how: str) -> Float[Array, "*shape"]:
         return 0.5 * d * d
     if how == "k3":
         return jnp.expm1(-d) + d
-    return jnp.abs(d)
+    return d * jnp.sign(d)  # the gradient of jnp.abs at 0 is 1, where policy and reference are equal
 
 
 def next_kl_coef(
@@ -48,13 +56,13 @@ def next_kl_coef(
     target: float,
     horizon: float,
 ) -> Float[Array, ""]:
-    """The adaptive controller of arXiv 1909.08593, section 2.2: coef (1 + e n / horizon).
+    """Return coef (1 + e n / horizon), the adaptive controller of arXiv 1909.08593, section 2.2.
 
-    e is the proportional error measured / target - 1, held within +-0.2.
+    e is the proportional error measured / target - 1, clipped to +-0.2.
 
     Args:
         coef: its present value.
-        measured: mean KL of the step, nats a token.
+        measured: mean KL of the update's tokens, nats a token.
         num_samples: trajectories n that it was measured on.
         target: the KL to hold, nats a token.
         horizon: trajectories over which a constant error of 1 would double the coefficient.

@@ -1,25 +1,26 @@
-"""Policy gradients up to the loss: options, rewards, advantages, and the responses that are learned from."""
+"""Policy gradients up to the loss: options, requirements, shaped rewards, advantages, selection."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxrl_llm.algos.advantages import PER_RESPONSE, PER_TOKEN, WHITENED, Advantage, Scale, batch_advantages
+from jaxrl_llm.algos.advantages import PER_RESPONSE, PER_TOKEN, WHITENED, Advantage, Scale, clip_and_scale
 from jaxrl_llm.algos.contract import AlgoConfig, Algorithm, Requirements
 from jaxrl_llm.algos.correction import Correction, mean_weight
 from jaxrl_llm.algos.kl import Estimator, kl, next_kl_coef
 from jaxrl_llm.algos.reduce import Aggregation
 from jaxrl_llm.algos.returns import Gaps, gae, on_last_token, return_to_go, whiten
+from jaxrl_llm.ranges import Finite, Fraction, Positive, Range, Unbounded, Weight
 from jaxrl_llm.structs import LossInputs, Metrics, Rollouts
 
 KLPlace = Literal["loss", "reward", "advantage"]
-Old = Literal["auto", "recompute", "rollout"]
+Old = Literal["auto", "policy", "recompute", "rollout"]
 
 
 @dataclass(frozen=True)
@@ -30,53 +31,73 @@ class PolicyConfig(AlgoConfig):
     """Estimator of the advantage; each goes with each loss."""
     scale: Scale = "std"
     """Divide the centred reward by: the group's std, its population std, the batch's std, or nothing."""
-    gamma: float = 1.0
+    gamma: Fraction = 1.0
     """Discount a token, of estimators that follow the reward through the tokens."""
-    lam: float = 1.0
+    lam: Fraction = 1.0
     """GAE's lambda: 1 = returns minus values, 0 = one-step."""
     gaps: Gaps = "skip"
-    """What GAE makes of tokens that a tool wrote: skip them, or zero value and reward there (OpenRLHF)."""
+    """GAE over tokens that a tool wrote: skip them, or zero value and reward there (OpenRLHF)."""
     whiten: Literal["auto", "none", "unbiased", "biased"] = "auto"
     """Whiten advantages over the step's tokens; auto: where the estimator's paper does."""
-    component_weights: tuple[float, ...] = ()
-    """Weight of each reward in GDPO; empty = all 1."""
-    reward_clip: tuple[float, float] | None = None
-    """Bring rewards into (low, high) first; None = as they are."""
+    component_weights: tuple[Finite, ...] = ()
+    """Weight of each normalised reward in GDPO: reward.name, reward.shaping, reward.models; empty = all 1."""
+    reward_clip: tuple[Unbounded, Unbounded] | None = None
+    """Clip rewards to (low, high) first; None = no clipping. Of GDPO each reward by itself."""
     reward_scale: Literal["none", "batch"] = "none"
     """"batch": subtract the step's mean reward and divide by its std, before anything else but the clip."""
     drop_truncated: bool = False
-    """Learn nothing from responses cut off at the longest length; they still count in baselines (DAPO)."""
+    """Leave truncated responses out of the loss; they still count in baselines (DAPO)."""
     dynamic_sampling: bool = False
     """Replace prompts whose responses all have the same reward by fresh ones (DAPO)."""
-    max_draws: int = 4
+    max_draws: Annotated[int, Range(1, 10_000)] = 4
     """Rollout rounds that dynamic sampling may take for one step."""
     critic: Literal["separate", "shared"] = "separate"
     """GAE's values: of a critic with its own backbone, or of a second head on the policy."""
-    vf_coef: float = 0.1
+    vf_coef: Weight = 0.1
     """Weight of the value loss, shared critic only."""
-    value_clip: float = 0.5
-    """A value is taken to move at most this far from its old one, shared critic only."""
+    value_clip: Positive = 0.5
+    """Clip values to old value +- this, shared critic only."""
     aggregation: Aggregation = "token"
-    """How token losses become one: token, sequence (mean of means), sequence_sum, constant (Dr. GRPO)."""
-    constant: float = 1024.0
+    """Aggregation of token losses: token, sequence (mean of means), sequence_sum, constant (Dr. GRPO)."""
+    constant: Positive = 1024.0
     """Tokens that "constant" aggregation divides by."""
-    kl_coef: float = 0.0
+    kl_coef: Weight = 0.0
     """Weight of KL(policy || reference); 0 = no reference model at all."""
     kl: Estimator = "k3"
     """Estimator of the KL; k1+ and k3+ have the (unbiased) gradient of k2."""
     kl_in: KLPlace = "loss"
-    """Where the KL is subtracted: in the loss, in each token's reward, or in its advantage."""
-    kl_target: float | None = None
+    """Subtract the KL in the loss, in each token's reward, or in its advantage."""
+    kl_target: Positive | None = None
     """Adapt kl_coef to hold this KL, nats a token; None = kl_coef is fixed."""
-    kl_horizon: float = 10000.0
+    kl_horizon: Positive = 10000.0
     """Trajectories over which the adaptive coefficient moves."""
-    entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
+    entropy_coef: Finite = 0.0
+    """Weight of the entropy bonus; below 0 a penalty."""
     old: Old = "auto"
-    """Old log-probs: the policy's (recomputed only if a step has several updates), always recomputed, or
-    those that the rollout reported (bypass: one forward less)."""
+    """Old log-probs. "policy": the policy's before this step's updates, by a forward pass only if there are
+    several; "recompute": the same, always by a forward pass; "rollout": those that the rollout reported;
+    "auto": the rollout's where older weights may have generated tokens and no correction is on, else the
+    policy's. "policy" and "recompute" count stale tokens as on-policy unless a correction is on."""
     correction: Correction = field(default_factory=Correction)
-    """For a rollout engine whose log-probs are not the trainer's."""
+    """Importance weights and rejection for tokens of another engine, or of older weights."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, what is wrong with it) of rules across fields."""
+        if self.reward_clip is not None and not self.reward_clip[0] < self.reward_clip[1]:
+            low, high = self.reward_clip
+            yield "reward_clip", f"is {low:g} {high:g}: it must be the lower bound, then the upper."
+        if self.old == "rollout" and self.correction.active and self.correction.of == "old":
+            yield (
+                "old",
+                'is "rollout": the correction weighs by old / rollout, which then is 1. Set it to auto, or '
+                "correction.of to policy.",
+            )
+        if self.advantage == "gdpo" and self.kl_in == "reward" and self.kl_coef:
+            yield (
+                "kl_in",
+                'is "reward": GDPO normalises each reward by itself, so a KL among them would lose its '
+                "weight. Set it to advantage or loss.",
+            )
 
     @property
     def initial_kl_coef(self) -> float:
@@ -105,7 +126,8 @@ def requires(config: PolicyConfig) -> Requirements:
     return Requirements(
         entropy=config.entropy_coef != 0,
         old=config.old == "recompute" or reads_old,
-        old_source="rollout" if config.old == "rollout" else "policy",
+        old_source="policy" if config.old == "recompute" else config.old,
+        corrected=config.correction.active,
         reference=config.kl_coef != 0,
         values=config.advantage == "gae" and config.critic == "shared",
         critic=config.advantage == "gae" and config.critic == "separate",
@@ -157,11 +179,7 @@ def select(rollouts: Rollouts, config: PolicyConfig, rng: np.random.Generator) -
 
 def shaped_rewards(rollouts: Rollouts, config: PolicyConfig) -> tuple[Float[Array, "N"], Float[Array, "N R"]]:
     """Return (reward of each response, reward of each token): process rewards, minus the KL if in reward."""
-    outcome = jnp.where(rollouts.valid > 0, rollouts.rewards, 0.0)
-    if config.reward_clip is not None:
-        outcome = jnp.clip(outcome, *config.reward_clip)
-    if config.reward_scale == "batch":
-        outcome = batch_advantages(outcome, rollouts.valid, "batch_std")
+    outcome = clip_and_scale(rollouts.rewards, rollouts.valid, config.reward_clip, config.reward_scale)
     dense = jnp.zeros(rollouts.mask.shape)
     if rollouts.token_rewards is not None:
         dense = dense + rollouts.token_rewards

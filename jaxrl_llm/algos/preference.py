@@ -7,7 +7,7 @@ mismatched counterparts.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,11 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.algos.contract import AlgoConfig, Algorithm, Requirements
 from jaxrl_llm.algos.reduce import segment_sums
+from jaxrl_llm.ranges import Finite, Positive, Range, Weight
 from jaxrl_llm.structs import LossInputs, Metrics, Rollouts
 
 Pair = tuple[Float[Array, "B H"], Float[Array, "B H"]]
+Smoothing = Annotated[float, Range(0.0, 0.5, open_high=True)]
 MAX_LOGPROB = -1e-6  # nats a token; the odds of a probability nearer to 1 would overflow
 
 # Parts of the losses
@@ -77,17 +79,17 @@ def pair_metrics(chosen: Float[Array, "B H"], rejected: Float[Array, "B H"], inp
 class DPOConfig(AlgoConfig):
     """Options of DPO."""
 
-    beta: float = 0.1
-    """How strongly the policy is held to the reference."""
+    beta: Positive = 0.1
+    """Strength of the KL constraint to the reference."""
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
     """sigmoid (DPO) or ipo."""
-    label_smoothing: float = 0.0
+    label_smoothing: Smoothing = 0.0
     """Share of pairs taken to be labelled the wrong way round, below 0.5 (cDPO; sigmoid only)."""
     length_normalized: bool = False
     """Means over the tokens of a response instead of sums."""
     reference_free: bool = False
     """Leave the reference out: no reference model at all."""
-    nll_coef: float = 0.0
+    nll_coef: Weight = 0.0
     """Weight of the chosen response's mean -log p(token)."""
 
 
@@ -171,11 +173,11 @@ online_dpo = Algorithm(
 class SimPOConfig(AlgoConfig):
     """Options of SimPO."""
 
-    beta: float = 2.0
+    beta: Positive = 2.0
     """Reward of one nat per token."""
-    gamma: float = 0.5
+    gamma: Finite = 0.5
     """Margin by which the chosen reward should win."""
-    nll_coef: float = 0.0
+    nll_coef: Weight = 0.0
     """Weight of the chosen response's mean -log p(token)."""
 
 
@@ -208,11 +210,11 @@ simpo = Algorithm(
 class CPOConfig(AlgoConfig):
     """Options of CPO."""
 
-    beta: float = 0.1
+    beta: Positive = 0.1
     """Reward of one nat of the summed log-prob."""
-    label_smoothing: float = 0.0
+    label_smoothing: Smoothing = 0.0
     """Share of pairs taken to be labelled the wrong way round, below 0.5."""
-    nll_coef: float = 1.0
+    nll_coef: Weight = 1.0
     """Weight of the chosen response's mean -log p(token)."""
 
 
@@ -231,8 +233,7 @@ cpo = Algorithm(
 
     -log sigmoid(beta (log p(c) - log p(r))) + nll_coef * mean -log p(token of c)                  (eq. 3-5)
 
-    The likelihood term is taken over the response alone, as in the paper; TRL's includes the prompt's
-    tokens.""",
+    The likelihood term is taken over the response alone, as in the paper and TRL 1.16.""",
     "pairs",
     CPOConfig(),
     cpo_loss,
@@ -244,7 +245,7 @@ cpo = Algorithm(
 class ORPOConfig(AlgoConfig):
     """Options of ORPO."""
 
-    beta: float = 0.1
+    beta: Weight = 0.1
     """Weight of the odds ratio term (lambda in the paper)."""
 
 
@@ -288,14 +289,14 @@ orpo = Algorithm(
 class KTOConfig(AlgoConfig):
     """Options of KTO."""
 
-    beta: float = 0.1
-    """How strongly the policy is held to the reference."""
-    desirable_weight: float = 1.0
+    beta: Positive = 0.1
+    """Strength of the KL constraint to the reference."""
+    desirable_weight: Weight = 1.0
     """Weight of desirable responses; the paper keeps weight times count of the two within 1 to 4/3."""
-    undesirable_weight: float = 1.0
+    undesirable_weight: Weight = 1.0
     """Weight of undesirable responses."""
     baseline: Literal["mismatched", "other_label"] = "mismatched"
-    """Whose log ratios z is the mean of: of mismatched sequences, or of the responses of the other label."""
+    """Mean log-ratio that z is: of mismatched sequences, or of the responses of the other label."""
 
 
 def kto_baseline(inputs: LossInputs, config: KTOConfig) -> Float[Array, "*shape"]:
@@ -341,7 +342,7 @@ kto = Algorithm(
     undesirable   undesirable_weight * (1 - sigmoid(beta (z - r)))                                   (eq. 8)
 
     Segments 1, 3, ... of a row are the responses and 2, 4, ... the mismatched ones, a prompt with the
-    response to another, which serve z alone. z carries no gradient and is measured over the whole mini-batch
+    response to another, which serve z alone. z carries no gradient and is measured over the mini-batch
     by the policy before the update. Pairs are two responses each; for them OpenRLHF's VanillaKTO takes as z
     the mean log ratio of the mini-batch's responses of the other label (`baseline` "other_label").""",
     "labels",

@@ -1,7 +1,7 @@
-"""Advantages and returns of single tokens. [N, R], one trajectory a row, padded and with gaps.
+"""Advantages and returns of tokens, [N, R]: one trajectory a row, padded and with gaps.
 
-Tokens with mask 0 (padding, what a tool wrote) take no part: they are skipped as if they were not there, so
-that a reward reaches the tokens before a tool call undiminished. Arrays there may hold anything finite.
+Tokens with mask 0 (padding, a tool's output) are skipped as if they were absent, so that a reward reaches
+the tokens before a tool call undiminished. Arrays there may hold anything finite.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 Gaps = Literal["skip", "zero"]
 Whitening = Literal["unbiased", "biased"]
 
 
 def on_last_token(x: Float[Array, "N"], mask: Float[Array, "N R"]) -> Float[Array, "N R"]:
-    """x on the last token of each row whose mask is 1, zeros elsewhere."""
+    """Return x on the last token of each row whose mask is 1, zeros elsewhere."""
     written = mask > 0
     rank = jnp.cumsum(written, axis=1)
     return jnp.where(written & (rank == rank[:, -1:]), x[:, None], 0.0)
@@ -26,7 +26,7 @@ def on_last_token(x: Float[Array, "N"], mask: Float[Array, "N R"]) -> Float[Arra
 def return_to_go(
     rewards: Float[Array, "N R"], mask: Float[Array, "N R"], gamma: float = 1.0
 ) -> Float[Array, "N R"]:
-    """G_t = r_t + gamma G_(t+1), over the row's own tokens; 0 where mask is 0."""
+    """Return G_t = r_t + gamma G_(t+1), over the row's own tokens; 0 where mask is 0."""
 
     def step(after: Float[Array, "N"], now: tuple) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
         reward, own = now
@@ -45,7 +45,7 @@ def gae(
     lam: float = 1.0,
     gaps: Gaps = "skip",
 ) -> tuple[Float[Array, "N R"], Float[Array, "N R"]]:
-    """Generalized advantage estimation (arXiv 1506.02438, eq. 16): (advantages, returns).
+    """Return (advantages, returns) by generalized advantage estimation (arXiv 1506.02438, eq. 16).
 
     returns = advantages + values, delta_t = r_t + gamma V_(t+1) - V_t, A_t = delta_t + gamma lam A_(t+1).
 
@@ -73,13 +73,15 @@ def gae(
 def whiten(
     x: Float[Array, "N R"], mask: Float[Array, "N R"], how: Whitening = "unbiased"
 ) -> Float[Array, "N R"]:
-    """(x - mean) / std over the tokens whose mask is 1; zeros elsewhere.
+    """Return (x - mean) / std over the tokens whose mask is 1; zeros elsewhere.
 
     unbiased: variance with n - 1, plus 1e-8 (veRL, RL2). biased: with n, at least 1e-8 (OpenRLHF).
     """
     count = mask.sum()
     kept = jnp.where(mask > 0, x, 0.0)
-    deviation = jnp.where(mask > 0, x - kept.sum() / jnp.maximum(count, 1.0), 0.0)
+    largest = jnp.max(x, where=mask > 0, initial=-jnp.inf)
+    differs = largest > jnp.min(x, where=mask > 0, initial=jnp.inf)  # float32 leaves a rest of equal ones
+    deviation = jnp.where((mask > 0) & differs, x - kept.sum() / jnp.maximum(count, 1.0), 0.0)
     square = jnp.sum(deviation**2)
     if how == "unbiased":
         return deviation * jax.lax.rsqrt(square / jnp.maximum(count - 1, 1.0) + 1e-8)
@@ -95,10 +97,11 @@ def optimal_token_baseline(
     ratio: Float[Array, "N R"] | None = None,
     zero_tail: bool = False,
 ) -> Float[Array, "N R"]:
-    """G_t - B_t with B_t = sum(G_t W_t) / sum(W_t) over the group's responses at their t-th own token.
+    """Return G_t - B_t, B_t = sum(G_t W_t) / sum(W_t) over the group's responses at their t-th own token.
 
     W_t is the running sum of 1 - 2 p + sum(p^2), the squared gradient of the logits: a baseline of least
-    variance for each token (veRL's optimal_token_baseline). A group of one has no baseline.
+    variance for each token (veRL's optimal_token_baseline). A group of one has no baseline; the last
+    response that failed rewards have left of a group gets 0.
 
     Args:
         returns: reward-to-go G.
@@ -109,21 +112,20 @@ def optimal_token_baseline(
             is 0 there).
     """
     own = mask > 0
-    energy = 1.0 - 2.0 * jnp.exp(logprobs) + sum_pi_squared
+    p = jnp.exp(logprobs)
+    energy = (1.0 - p) ** 2 + jnp.maximum(sum_pi_squared - p**2, 0.0)  # also where p is of older weights
     if ratio is not None:
         energy = energy * ratio**2
     weight = jnp.where(own, jnp.cumsum(jnp.where(own, energy, 0.0), axis=1), 0.0)
     rank = jnp.maximum(jnp.cumsum(own, axis=1) - 1, 0)
-    by_rank = lambda x: _group_totals(x, own, rank, group)[group[:, None], rank]
-    alone = by_rank(jnp.ones_like(weight)) == 1
-    members = jax.ops.segment_sum(own.any(axis=1).astype(weight.dtype), group, mask.shape[0])[group][:, None]
+    table = group[:, None], rank
+    by_rank = lambda x: jnp.zeros_like(weight).at[table].add(jnp.where(own, x, 0.0))[table]
+    largest = jnp.full_like(weight, -jnp.inf).at[table].max(jnp.where(own, returns, -jnp.inf))[table]
+    smallest = jnp.full_like(weight, jnp.inf).at[table].min(jnp.where(own, returns, jnp.inf))[table]
     baseline = by_rank(returns * weight) / (by_rank(weight) + 1e-8)
-    dropped = (members == 1) | (alone & zero_tail)
+    baseline = jnp.where(largest == smallest, returns, baseline)  # exactly 0 is left of equal returns
+    count = lambda rows: jax.ops.segment_sum(rows.astype(weight.dtype), group, mask.shape[0])[group][:, None]
+    size, members = count(jnp.ones(len(mask))), count(own.any(axis=1))
+    tail = (by_rank(jnp.ones_like(weight)) == 1) & (members > 1)
+    dropped = (size == 1) | (tail & zero_tail)
     return jnp.where(own, returns - jnp.where(dropped, 0.0, baseline), 0.0)
-
-
-def _group_totals(
-    x: Float[Array, "N R"], own: Bool[Array, "N R"], rank: Int[Array, "N R"], group: Int[Array, "N"]
-) -> Float[Array, "N R"]:
-    """[group, t]: sum of x over the group's responses at their t-th own token."""
-    return jnp.zeros_like(x).at[group[:, None], rank].add(jnp.where(own, x, 0.0))

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxrl_llm.algos.contract import AlgoConfig, Algorithm, Requirements
-from jaxrl_llm.algos.preference import Pair, over_pairs, pair_means, pair_metrics, sigmoid_loss
+from jaxrl_llm.algos.preference import Pair, Smoothing, over_pairs, pair_means, pair_metrics, sigmoid_loss
 from jaxrl_llm.algos.reduce import Aggregation, aggregate, segment_sums, token_mean
+from jaxrl_llm.ranges import Weight
 from jaxrl_llm.structs import LossInputs, Metrics
 
 
@@ -20,9 +21,9 @@ class RewardModelLossConfig(AlgoConfig):
 
     margin: bool = True
     """Use the margins of the data; pairs without one have 0."""
-    label_smoothing: float = 0.0
+    label_smoothing: Smoothing = 0.0
     """Share of pairs taken to be labelled the wrong way round, below 0.5."""
-    center_coef: float = 0.0
+    center_coef: Weight = 0.0
     """Weight of (v(chosen) + v(rejected))^2: rewards stay around 0 (arXiv 2312.09244; 0.01 is usual)."""
 
 
@@ -84,7 +85,7 @@ prm = Algorithm(
     "prm",
     """Process reward model (PRM800K, arXiv 2305.20050; Math-Shepherd, arXiv 2312.08935, eq. 6).
 
-    -(y log sigmoid(v) + (1 - y) log(1 - sigmoid(v)))    at the state that has read a whole step
+    -(y log sigmoid(v) + (1 - y) log(1 - sigmoid(v)))    at the end of each step
 
     y is 1 (right), 0 (wrong), or a soft label between: the share of continuations that reach the right
     answer. Cross-entropy over two classes, or over a "+" and a "-" token, is the same with v the difference

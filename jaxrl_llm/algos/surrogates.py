@@ -1,25 +1,37 @@
-"""Policy losses with another surrogate than PPO's clip: each a Config, a loss of a token, an algorithm."""
+"""Policy losses with other surrogates than PPO's clip: of each a Config, a token's loss and the algorithm."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxrl_llm.algos.clipped import BOUND, ClippedConfig, clip, log_ratio, policy_loss
+from jaxrl_llm.algos.clipped import Bound, ClippedConfig, clip, policy_loss
+from jaxrl_llm.algos.kl import MAX_LOG_RATIO, log_ratio
 from jaxrl_llm.algos.policy_gradient import Old, PolicyConfig, policy_algorithm
-from jaxrl_llm.algos.reduce import Aggregation, masked_sum, sequence_mean, sequence_sum
+from jaxrl_llm.algos.reduce import Aggregation, sequence_mean, sequence_sum
+from jaxrl_llm.ranges import Positive, Range, Weight
 from jaxrl_llm.structs import LossInputs, Metrics
+
+Exponent = Annotated[float, Range(0.0, 1000.0)]
 
 # REINFORCE and GPG
 
 
 def reinforce_loss(inputs: LossInputs, config: PolicyConfig) -> tuple[Float[Array, ""], Metrics]:
-    """Return -A log pi."""
-    return policy_loss(-inputs.advantages * inputs.policy, {}, inputs, config)
+    """Return -w A log pi with w = sg[min(exp(policy - old), correction.cap)].
+
+    w is 1 where the policy is the old one. A correction whose numerator is the policy is that weight already.
+    """
+    weight = jnp.exp(jax.lax.stop_gradient(log_ratio(inputs.policy, inputs.old)))
+    weight = jnp.minimum(weight, max(config.correction.cap, 1.0))
+    if config.correction.weight != "none" and config.correction.of == "policy":
+        weight = jnp.ones_like(weight)
+    return policy_loss(-weight * inputs.advantages * inputs.policy, {}, inputs, config)
 
 
 reinforce = policy_algorithm(
@@ -27,8 +39,9 @@ reinforce = policy_algorithm(
     """REINFORCE with the batch's mean reward as baseline (Williams 1992; arXiv 2402.14740, section 2.2).
 
     A = r - mean of the batch, divided by its std where `scale` is not "none" (RL2's global norm; its group
-    norm is `advantage = "grpo"`); loss = -A log pi, summed over tokens. No ratio: for several updates a step
-    add importance weights, `correction.weight = "token"` with `correction.of = "policy"`.""",
+    norm is `advantage = "grpo"`); loss = -w A log pi, summed over tokens. w is 1 in the first update on the
+    policy's own tokens; later, and for tokens of older weights, the truncated importance weight
+    min(exp(policy - old), correction.cap).""",
     PolicyConfig(advantage="reinforce", scale="none", aggregation="sequence_sum"),
     reinforce_loss,
 )
@@ -38,8 +51,8 @@ gpg = policy_algorithm(
     """Group policy gradient: GPG (arXiv 2504.02546, eq. 4 to 6).
 
     A = alpha (r - mean of the group), alpha = responses / responses of groups whose rewards differ, so that
-    groups that teach nothing do not shrink the step; loss = -A log pi, mean over tokens. veRL counts
-    responses whose reward is not 0 instead: `advantage = "gpg_rewards"`.""",
+    groups of equal rewards do not shrink the step; loss = -w A log pi, mean over tokens, w as in
+    reinforce. veRL counts responses whose reward is not 0 instead: `advantage = "gpg_rewards"`.""",
     PolicyConfig(advantage="gpg", scale="none"),
     reinforce_loss,
 )
@@ -50,7 +63,7 @@ gpg = policy_algorithm(
 def gspo_loss(inputs: LossInputs, config: ClippedConfig) -> tuple[Float[Array, ""], Metrics]:
     """Return the clipped surrogate of the sequence's ratio."""
     mean = sequence_mean(inputs.policy - inputs.old, inputs)
-    fixed = jax.lax.stop_gradient(jnp.clip(mean, -BOUND, BOUND) - inputs.policy)
+    fixed = jax.lax.stop_gradient(jnp.clip(mean, -MAX_LOG_RATIO, MAX_LOG_RATIO) - inputs.policy)
     surrogate, is_clipped = clip(jnp.exp(fixed + inputs.policy), inputs.advantages, config)
     return policy_loss(surrogate, {"clip_fraction": is_clipped}, inputs, config)
 
@@ -73,9 +86,9 @@ gspo = policy_algorithm(
 class CISPOConfig(PolicyConfig):
     """Options of CISPO."""
 
-    clip_low: float = 1.0
+    clip_low: Bound = 1.0
     """The weight is at least 1 - clip_low."""
-    clip_high: float = 4.0
+    clip_high: Bound = 4.0
     """The weight is at most 1 + clip_high."""
 
 
@@ -105,9 +118,9 @@ cispo = policy_algorithm(
 class SAPOConfig(PolicyConfig):
     """Options of SAPO."""
 
-    tau_positive: float = 1.0
+    tau_positive: Positive = 1.0
     """Steepness of the gate where the advantage is positive."""
-    tau_negative: float = 1.05
+    tau_negative: Positive = 1.05
     """Steepness of the gate elsewhere."""
     aggregation: Aggregation = "sequence"
 
@@ -138,9 +151,9 @@ sapo = policy_algorithm(
 class GMPOConfig(PolicyConfig):
     """Options of GMPO."""
 
-    clip_low: float = 0.4
+    clip_low: Bound = 0.4
     """A token's log-ratio may fall to -clip_low, nats."""
-    clip_high: float = 0.4
+    clip_high: Bound = 0.4
     """A token's log-ratio may rise to clip_high, nats."""
     aggregation: Aggregation = "sequence"
 
@@ -173,13 +186,13 @@ gmpo = policy_algorithm(
 class VESPOConfig(PolicyConfig):
     """Options of VESPO."""
 
-    k_positive: float = 2.0
+    k_positive: Exponent = 2.0
     """Power of W where the advantage is not negative."""
-    lambda_positive: float = 3.0
+    lambda_positive: Exponent = 3.0
     """Decay in W where the advantage is not negative."""
-    k_negative: float = 3.0
+    k_negative: Exponent = 3.0
     """Power of W where the advantage is negative."""
-    lambda_negative: float = 2.0
+    lambda_negative: Exponent = 2.0
     """Decay in W where the advantage is negative."""
 
 
@@ -192,7 +205,7 @@ def vespo_loss(inputs: LossInputs, config: VESPOConfig) -> tuple[Float[Array, ""
 def vespo_weight(policy: Float[Array, "B T"], inputs: LossInputs, config: VESPOConfig) -> Float[Array, "B T"]:
     """Return phi(W) of each token's response."""
     total = sequence_sum(policy - inputs.old, inputs.mask, inputs.segments)
-    log_w = jnp.clip(total, -BOUND, BOUND)
+    log_w = jnp.clip(total, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     good = inputs.advantages >= 0
     k = jnp.where(good, config.k_positive, config.k_negative)
     decay = jnp.where(good, config.lambda_positive, config.lambda_negative)
@@ -219,11 +232,11 @@ class DPPOConfig(PolicyConfig):
 
     divergence_of: Literal["tv", "kl"] = "tv"
     """Total variation, or KL(old || policy)."""
-    delta_low: float = 0.2
+    delta_low: Bound = 0.2
     """Largest divergence downwards: a probability for tv, nats for kl (0.05 is usual)."""
-    delta_high: float = 0.2
+    delta_high: Bound = 0.2
     """Largest divergence upwards."""
-    ratio_cap: float = 20.0
+    ratio_cap: Annotated[float, Range(0.0, math.inf, open_low=True)] = 20.0
     """Largest importance weight."""
     old: Old = "rollout"
 
@@ -267,7 +280,7 @@ dppo = policy_algorithm(
 class DROConfig(PolicyConfig):
     """Options of DRO."""
 
-    beta: float = 1.0
+    beta: Weight = 1.0
     """Weight of the squared log-ratio."""
 
 
@@ -282,103 +295,8 @@ dro = policy_algorithm(
     "dro",
     """Direct reward optimization: DRO (arXiv 2405.19107, eq. 8), with an advantage in place of r - V.
 
-    loss = -(A log pi - beta / 2 (policy - old)^2): no ratio, so it stands data that is far off policy; the
+    loss = -(A log pi - beta / 2 (policy - old)^2): no ratio, so data may be far off policy; the
     square pulls the policy back to the old one.""",
     DROConfig(),
     dro_loss,
-)
-
-# Clip-Cov and KL-Cov: the covariance of advantage and log-prob says which tokens cost entropy
-
-
-@dataclass(frozen=True)
-class ClipCovConfig(ClippedConfig):
-    """Options of Clip-Cov."""
-
-    fraction: float = 2e-4
-    """Tokens dropped, of all."""
-    covariance_low: float = 1.0
-    """Only tokens of a larger covariance are dropped."""
-    covariance_high: float = 5.0
-    """Only tokens of a smaller covariance are dropped."""
-
-
-@dataclass(frozen=True)
-class KLCovConfig(PolicyConfig):
-    """Options of KL-Cov."""
-
-    fraction: float = 2e-4
-    """Tokens penalised, of all."""
-    penalty: float = 1.0
-    """Weight of |policy - old| there (veRL: 0.1)."""
-
-
-def covariance(inputs: LossInputs) -> Float[Array, "B T"]:
-    """Return (A - mean A) (log pi - mean log pi) of each token, without gradient (arXiv 2505.22617).
-
-    The means are over this micro-batch's tokens, as in the authors' code: with micro-batches of different
-    content the choice of tokens depends a little on the split.
-    """
-    count = jnp.maximum(inputs.mask.sum(), 1.0)
-    centred = lambda x: x - masked_sum(x, inputs.mask) / count
-    return jax.lax.stop_gradient(centred(inputs.advantages) * centred(inputs.policy))
-
-
-def hash_uniform(x: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """Return a number in [0, 1) for each x, pseudo-random and a function of x alone, not of its place."""
-    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    for shift in (16, 15):
-        bits = (bits ^ (bits >> shift)) * jnp.uint32(0x45D9F3B)
-    return (bits >> 8).astype(jnp.float32) / 2.0**24
-
-
-def clip_cov_loss(inputs: LossInputs, config: ClipCovConfig) -> tuple[Float[Array, ""], Metrics]:
-    """Return the clipped surrogate, 0 where the token is dropped."""
-    surrogate, is_clipped = clip(jnp.exp(log_ratio(inputs.policy, inputs.old)), inputs.advantages, config)
-    cov = covariance(inputs)
-    within = (cov > config.covariance_low) & (cov < config.covariance_high)
-    candidates = within & ~is_clipped & (inputs.mask > 0)
-    share = config.fraction * inputs.mask.sum() / jnp.maximum(candidates.sum(), 1)
-    dropped = candidates & (hash_uniform(inputs.old) < share)
-    fractions = {"clip_fraction": is_clipped, "dropped_fraction": dropped}
-    return policy_loss(jnp.where(dropped, 0.0, surrogate), fractions, inputs, config)
-
-
-clip_cov = policy_algorithm(
-    "clip_cov",
-    """Clip-Cov (arXiv 2505.22617, eq. 10 and 11): PPO's clip, less a few tokens of high covariance.
-
-    Among the tokens whose covariance of advantage and log-prob lies within (low, high) a random share is
-    dropped, `fraction` of all tokens: those would cost most entropy. The draw is a function of the token's
-    log-prob, so that a run can be repeated.""",
-    ClipCovConfig(),
-    clip_cov_loss,
-)
-
-
-def kl_cov_loss(inputs: LossInputs, config: KLCovConfig) -> tuple[Float[Array, ""], Metrics]:
-    """Return -A r, with the penalty on the chosen tokens."""
-    change = log_ratio(inputs.policy, inputs.old)
-    chosen = largest(covariance(inputs), inputs.mask, config.fraction)
-    surrogate = -inputs.advantages * jnp.exp(change)
-    surrogate = surrogate + jnp.where(chosen, config.penalty * jnp.abs(change), 0.0)
-    return policy_loss(surrogate, {"penalised_fraction": chosen}, inputs, config)
-
-
-def largest(x: Float[Array, "B T"], mask: Float[Array, "B T"], fraction: float) -> Bool[Array, "B T"]:
-    """Return the `fraction` of masked places where x is largest, rounded down, at least one."""
-    ordered = jnp.sort(jnp.where(mask > 0, x, -jnp.inf), axis=None, descending=True)
-    count = jnp.maximum(jnp.floor(fraction * mask.sum()), 1.0).astype(jnp.int32)
-    return (mask > 0) & (x >= ordered[count - 1])
-
-
-kl_cov = policy_algorithm(
-    "kl_cov",
-    """KL-Cov (arXiv 2505.22617, eq. 12 and 13): the tokens of highest covariance are held to the old policy.
-
-    loss = -A r_t, plus penalty |policy - old| for the `fraction` of tokens whose covariance of advantage and
-    log-prob is largest: those would cost most entropy. The largest are taken in each micro-batch, at least
-    one.""",
-    KLCovConfig(),
-    kl_cov_loss,
 )

@@ -1,4 +1,4 @@
-"""The weights as servers want them: tensors of a Hugging Face folder, of one type, in buckets."""
+"""Buckets: the trainer's sharded weights as whole Hugging Face tensors of one type, a few at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm import models
-from jaxrl_llm.bridge.update import Parcel
+from jaxrl_llm.bridge.push import Part
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.export import as_written
 from jaxrl_llm.hf.gather import gather, group_by_size
@@ -20,19 +20,19 @@ from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.structs import Params
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
-SHOWN = 8
+MAX_SHOWN = 8  # names in an error
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that travel together."""
+    """Tensors that are sent together."""
 
     tensors: list[HFTensor]
     arrays: list[Any]  # of those tensors: numpy on the host, jax on every device
     dtype: str
 
     def bytes(self) -> list[memoryview]:
-        """Their memory, one after the other; on the host."""
+        """Return their memory, one after the other; on the host."""
         return [array.reshape(-1).view(np.uint8).data for array in self.arrays]
 
 
@@ -50,36 +50,37 @@ class WeightSource:
         self.groups = group_by_size(self.tensors, self.itemsize, limit)
 
     @property
-    def size(self) -> int:
+    def num_bytes(self) -> int:
         """Bytes of one push."""
-        return sum(map(self._size, self.groups))
+        return sum(map(self._num_bytes, self.groups))
 
-    def check(self, wanted: Mapping[str, tuple[int, ...]], where: str) -> None:
-        """Compare with the tensors that a model has: a server drops a name that it does not know in silence.
+    def check_names(self, expected: Mapping[str, tuple[int, ...]], folder: str) -> None:
+        """Compare names and shapes with those of a model: a server ignores a name that it does not know.
 
         Args:
-            wanted: name -> shape.
-            where: what they were read from, for the message.
+            expected: name -> shape.
+            folder: that they were read from, for the message.
 
         Raises:
-            ValueError: names are missing or unknown, or shapes differ.
+            UserError: names are missing or unknown, or shapes differ.
         """
         sent = {tensor.name: tensor.shape for tensor in self.tensors}
-        both = sent.keys() & wanted.keys()
+        both = sent.keys() & expected.keys()
         problems = {
-            "missing": sorted(wanted.keys() - sent.keys()),
-            "unknown": sorted(sent.keys() - wanted.keys()),
-            "of another shape": sorted(name for name in both if tuple(wanted[name]) != tuple(sent[name])),
+            "missing": sorted(expected.keys() - sent.keys()),
+            "unknown": sorted(sent.keys() - expected.keys()),
+            "of another shape": sorted(name for name in both if tuple(expected[name]) != tuple(sent[name])),
         }
-        said = [
-            f"{len(names)} {what}: {', '.join(names[:SHOWN])}" for what, names in problems.items() if names
+        lines = [
+            f"{len(names)} {what}: {', '.join(names[:MAX_SHOWN])}"
+            for what, names in problems.items()
+            if names
         ]
-        if said:
-            raise UserError(f"the weights for the servers are not those of {where}: {'; '.join(said)}")
+        if lines:
+            raise UserError(f"the weights for the servers are not those of {folder}: {'; '.join(lines)}")
 
-    def parcels(self, params: Params, on_device: bool = False) -> Iterator[Parcel]:
-        """A `Bucket` each; two are in memory. In a multi-process run a collective, and only process 0 gets
-        the contents.
+    def parts(self, params: Params, on_device: bool = False) -> Iterator[Part]:
+        """Gather the weights, a `Bucket` a part; two are in memory. A collective: process 0 gets them.
 
         Args:
             on_device: every device gets whole tensors, and nothing comes to the host.
@@ -93,7 +94,7 @@ class WeightSource:
             else:
                 jax.block_until_ready(arrays)  # or the devices would fill up with what is to come
             content = Bucket(tensors, arrays, self.dtype) if first else None
-            yield Parcel(content, self._size(tensors), i == len(self.groups) - 1)
+            yield Part(content, self._num_bytes(tensors), i == len(self.groups) - 1)
 
-    def _size(self, tensors: list[HFTensor]) -> int:
+    def _num_bytes(self, tensors: list[HFTensor]) -> int:
         return self.itemsize * sum(math.prod(tensor.shape) for tensor in tensors)

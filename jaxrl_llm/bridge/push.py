@@ -1,128 +1,275 @@
-"""Weights to a pool of servers: sent, then seen to compute what the trainer computes."""
+"""A push: the trainer's weights to all servers at once, each step of it in order.
+
+    gather buckets | per server: connect -> pause -> begin -> buckets -> end -> continue -> probe
+
+The trainer's thread gathers the weights part by part; each server takes the parts at its own pace, at most
+one behind. A server that fails anywhere - an error, no reply in time, a probe that differs - is left out, and
+the others go on without it. Whatever happens in between, a server that was paused is continued.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
-from jaxrl_llm.bridge.servers import Pool, Server
-from jaxrl_llm.bridge.update import Pause, Update, WeightTransport
-from jaxrl_llm.errors import ServerError
+from jaxrl_llm.bridge.probe import Probe, Score, probe_tokens
+from jaxrl_llm.bridge.servers import CACHE, WEIGHTS, Json, PauseMode, PoolLike, Receiver, ServerLike, reading
+from jaxrl_llm.errors import NoRouteError, RefusedError, ServerError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.structs import Metrics, Params
 
-PROBE_TOKENS = 24
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
+RETRY_TIMEOUT = 10.0  # seconds for a server that gave no reply last time
+SHORT_TIMEOUT = 30.0  # seconds for a reply that needs no work
+MAX_RANKS = 4096  # processes of one server
+
+
+class Part(NamedTuple):
+    """One part of a push, the same for every server: a bucket, or a folder with all weights."""
+
+    content: Any  # for the transport's `send`; None in processes that send nothing
+    num_bytes: int  # of weights
+    last: bool
+
+
+class WeightTransport(Protocol):
+    """One way for weights to reach the servers."""
+
+    session: bool
+    """Whether `send` needs a weight-update session of the server around it."""
+    lasting: bool
+    """Whether parts can be sent again later, to a server that comes back."""
+
+    def parts(self, params: Params, label: str) -> Iterator[Part]:
+        """Gather the weights, part by part. A collective: every process iterates."""
+
+    async def connect(self, receiver: Receiver) -> None:
+        """Set up what must be there before the server is paused."""
+
+    async def send(self, receiver: Receiver, part: Part, options: Json) -> None:
+        """Give the part to the server; `options` belong into the request, too.
+
+        Raises:
+            ServerError: it has not arrived, or may not have.
+        """
 
 
 class Publisher:
-    """Sends weights under a label, and checks each server with fixed tokens.
+    """Pushes weights under a label, and probes each server.
 
     Args:
-        pause: becomes of responses in flight; see SGLangConfig.
-        tolerance: largest mean difference of log-probs, nats; None = by the dtype.
-        pool: of process 0; None elsewhere.
-        score: (params, ids [T]) -> the trainer's log-prob of ids[1:], [T - 1].
-        on_first: runs something in process 0 and gives everybody its result, or its error.
-        wait: returns when servers that are being started answer.
+        pause: what becomes of responses in flight.
+        tolerance: of the probe, nats.
+        pool: in process 0; None elsewhere.
+        score: the trainer's log-probs, a collective.
+        on_first: runs a function in process 0; every process gets its result, or its error.
+        until_up: returns when servers that are being started reply.
     """
 
     def __init__(
         self,
-        dtype: str,
-        pause: Pause,
-        tolerance: float | None,
-        model: TransformerConfig,
-        pool: Pool | None,
+        pool: PoolLike | None,
         transport: WeightTransport,
-        score: Callable[[Params, np.ndarray], np.ndarray],
+        pause: PauseMode,
+        model: TransformerConfig,
+        tolerance: float,
+        score: Score,
         on_first: Callable[[Callable[[], Any]], Any],
-        wait: Callable[[], None] | None = None,
+        until_up: Callable[[], None] = lambda: None,
     ):
-        self.pool, self.transport, self.score = pool, transport, score
-        self._on_first, self._wait = on_first, wait
-        self.pause = pause
-        self.tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
-        self._ids = (np.arange(min(PROBE_TOKENS, model.max_position - 1)) * 7919 + 1) % model.vocab_size
+        self.pool, self.transport, self.pause, self.tolerance = pool, transport, pause, tolerance
+        self.score, self.on_first, self.until_up = score, on_first, until_up
+        self.probe_ids = probe_tokens(model)
 
     def publish(self, params: Params, label: str) -> Metrics:
-        """Give the servers these weights. A collective.
+        """Give all servers these weights. A collective.
 
         Raises:
             ServerError: no server took them.
         """
         start = time.perf_counter()
-        expected = self.score(params, self._ids)
-        self._on_first(self._wait_once)
-        differences: list[float] = []
-
-        async def check(server: Server) -> None:
-            differences.append(await self._probe(server, label, expected))
-
-        update = Update(self.pool, self.transport, self.pause, label, check) if self.pool else None
-        size, gathering, parcels = 0, 0.0, self.transport.parcels(params, label)
+        expected = self.score(params, self.probe_ids, 1.0)
+        self.on_first(self.until_up)
+        probe = Probe(self.probe_ids, expected, label, self.tolerance)
+        push = Push(self.pool, self.transport, self.pause, probe) if self.pool else None
+        num_bytes, gather_seconds, parts = 0, 0.0, self.transport.parts(params, label)
         try:
             while True:
                 before = time.perf_counter()
-                parcel = next(parcels, None)
-                gathering += time.perf_counter() - before
-                if parcel is None:
+                part = next(parts, None)
+                gather_seconds += time.perf_counter() - before
+                if part is None:
                     break
-                size += parcel.size
-                if update:
-                    update.put(parcel)
+                num_bytes += part.num_bytes
+                if push:
+                    push.put(part)
         except BaseException:
-            if update:
-                update.abandon()
+            if push:
+                push.abandon()
             raise
-        found = self._on_first(lambda: self._finish(update, differences))
+        metrics = self.on_first(lambda: push.finish())
         seconds = time.perf_counter() - start
         return {
             "rollout/publish_seconds": seconds,
-            "rollout/publish_bytes": size,
-            "bridge/gather_seconds": gathering,
-            "bridge/gigabytes_per_second": size / seconds / 1e9,
-            **found,
+            "rollout/publish_bytes": num_bytes,
+            "bridge/gather_seconds": gather_seconds,
+            "bridge/gigabytes_per_second": num_bytes / seconds / 1e9,
+            **metrics,
         }
 
-    def _wait_once(self) -> None:
-        if self._wait:
-            self._wait()
-            self._wait = None
 
-    def _finish(self, update: Update, differences: list[float]) -> Metrics:
-        update.finish()
+class Push:
+    """One push under way. Parts are `put` by the thread that gathers them."""
+
+    def __init__(self, pool: PoolLike, transport: WeightTransport, pause: PauseMode, probe: Probe):
+        self.pool, self.transport, self.pause, self.probe = pool, transport, pause, probe
+        self.wire_seconds: dict[str, float] = {}  # by address: spent in sending
+        self.pause_seconds: dict[str, float] = {}
+        self._inboxes: dict[int, asyncio.Queue[Part | None]] = {}
+        self._sent: list[Part] = []  # where parts last
+        pool.run(self._start())
+
+    def put(self, part: Part | None) -> None:
+        """Hand out the next part; waits until the slowest server has taken the one before."""
+        self.pool.run(self._put(part))
+
+    def finish(self) -> Metrics:
+        """Wait until every server has the weights or is left out.
+
+        Raises:
+            ServerError: no server has them.
+        """
+        self.pool.run(self._join())
         return {
-            "bridge/wire_seconds": max(update.wire_seconds.values()),
-            "bridge/pause_seconds": max(update.pause_seconds.values()),
-            "bridge/probe_mean_abs": max(differences),
+            "bridge/wire_seconds": max(self.wire_seconds.values()),
+            "bridge/pause_seconds": max(self.pause_seconds.values()),
+            "bridge/probe_mean_abs": max(self.probe.differences.values()),
             "servers/usable": len(self.pool.usable),
         }
 
-    async def _probe(self, server: Server, label: str, expected: np.ndarray) -> float:
-        """Mean difference of the server's log-probs from the trainer's.
+    def abandon(self) -> None:
+        """End a push whose other parts will not come: the servers continue, left out."""
+        with contextlib.suppress(ServerError):
+            self.put(None)  # not cancelled: a request that is cut off may be carried out after the next one
+            self.finish()
 
-        Raises:
-            ServerError: it is too large, or the weights are not those that were sent.
-        """
-        body = {
-            "input_ids": self._ids.tolist(),
-            "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        }
-        meta = (await self.pool.ask(server, "/generate", body))["meta_info"]
-        if meta.get("weight_version") != label:
-            has = meta.get("weight_version")
-            raise ServerError(f"{server.url} answers with weights {has!r} after {label!r} was sent")
-        found = np.array([logprob for logprob, *_ in meta["input_token_logprobs"][1:]], np.float32)
-        difference = float(np.abs(found - expected).mean()) if len(found) == len(expected) else np.inf
-        if not difference <= self.tolerance:
-            raise ServerError(
-                f"{server.url}: log-probs differ from the trainer's by {difference:.3g} on average, more "
-                f"than {self.tolerance:g} (--sglang.probe_tolerance): other weights, type or model code"
-            )
-        return difference
+    async def _start(self) -> None:
+        servers = list(self.pool.servers)
+        self._inboxes = {id(server): asyncio.Queue(1) for server in servers}
+        self._task = asyncio.create_task(self.pool.update_all(self._update, self.probe.label, servers))
+
+    async def _put(self, part: Part | None) -> None:
+        if self.transport.lasting and part:
+            self._sent.append(part)
+        await asyncio.gather(*(inbox.put(part) for inbox in self._inboxes.values()))
+
+    async def _join(self) -> None:
+        await self._task
+
+    async def _update(self, server: ServerLike) -> None:
+        """Push to one server, now or, where parts last, when it comes back later."""
+        if id(server) not in self._inboxes:
+            if not (self._sent and self._sent[-1].last):
+                raise ServerError(f"{server.url} waits for the next push")
+            self._inboxes[id(server)] = asyncio.Queue()
+            for part in self._sent:
+                self._inboxes[id(server)].put_nowait(part)
+        try:
+            await self._push_to(server, self._inboxes[id(server)])
+        finally:
+            inbox = self._inboxes.pop(id(server))
+            if inbox.full():  # `_put` must not wait for a server that has failed
+                inbox.get_nowait()
+
+    async def _push_to(self, server: ServerLike, inbox: asyncio.Queue[Part | None]) -> None:
+        receiver = Receiver(self.pool, server, await num_ranks(self.pool, server))
+        await self.transport.connect(receiver)
+        part = await self._next(inbox)
+        async with server.update_lock:  # what it generates from here on counts once it has been probed
+            start = time.perf_counter()
+            await receiver.resume_memory(WEIGHTS)
+            async with paused(receiver, self.pause):
+                async with session(receiver) if self.transport.session else contextlib.nullcontext():
+                    await self._send(receiver, part)
+                    while not part.last:
+                        part = await self._next(inbox)
+                        await self._send(receiver, part)
+                if self.pause == "in_place":
+                    # Refused while responses in flight read what is cached, and answered in plain text.
+                    with contextlib.suppress(ServerError):
+                        await receiver.request("/flush_cache", {})
+            self.pause_seconds[server.url] = time.perf_counter() - start
+            await receiver.resume_memory(CACHE)
+            await self.probe.check(self.pool, server)
+
+    async def _next(self, inbox: asyncio.Queue[Part | None]) -> Part:
+        part = await inbox.get()
+        if part is None:
+            raise ServerError("the trainer broke off a push")
+        return part
+
+    async def _send(self, receiver: Receiver, part: Part) -> None:
+        start = time.perf_counter()
+        # Cached keys and values are of the old weights. Dropping them in place would end the server: an
+        # assertion of SGLang's fails where responses in flight still read them.
+        options: Json = {"flush_cache": part.last and self.pause != "in_place"}
+        if part.last:
+            options["weight_version"] = self.probe.label
+        await self.transport.send(receiver, part, options)
+        url = receiver.server.url
+        self.wire_seconds[url] = self.wire_seconds.get(url, 0.0) + time.perf_counter() - start
+
+
+async def num_ranks(pool: PoolLike, server: ServerLike) -> int:
+    """Return a server's tensor parallelism; one that cannot say so in time need not be given weights."""
+    timeout = RETRY_TIMEOUT if server.unreachable else SHORT_TIMEOUT
+    ranks = (await pool.request(server, "/server_info", timeout=min(timeout, pool.timeout))).get("tp_size", 1)
+    with reading(server.url):
+        if type(ranks) is not int or not 1 <= ranks <= MAX_RANKS:
+            raise ValueError(f"/server_info: tp_size {str(ranks)[:20]!r}")
+    return ranks
+
+
+@contextlib.asynccontextmanager
+async def paused(receiver: Receiver, mode: PauseMode) -> AsyncIterator[None]:
+    """Keep a server from generating inside; afterwards it continues, whatever has happened."""
+    receiver.pool.interruptions += 1
+    try:
+        await receiver.request("/pause_generation", {"mode": mode})
+        yield
+    except BaseException:
+        with contextlib.suppress(ServerError):
+            await receiver.request("/continue_generation", {}, SHORT_TIMEOUT)
+        raise
+    await receiver.request("/continue_generation", {})
+
+
+@contextlib.asynccontextmanager
+async def session(receiver: Receiver) -> AsyncIterator[None]:
+    """Open the weight-update session that SGLang demands since 0.5.21; older servers have none."""
+    if not await _begin(receiver):
+        yield
+        return
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(ServerError):
+            await receiver.request("/end_weight_update", {}, SHORT_TIMEOUT)
+        raise
+    await receiver.update("/end_weight_update", {})
+
+
+async def _begin(receiver: Receiver) -> bool:
+    """Open a session, after ending one that a killed trainer has left; False = the server has none."""
+    try:
+        await receiver.update("/begin_weight_update", {})
+    except NoRouteError:
+        return False
+    except RefusedError as refusal:
+        if "already open" not in str(refusal):
+            raise
+        await receiver.update("/end_weight_update", {})
+        await receiver.update("/begin_weight_update", {})
+    return True

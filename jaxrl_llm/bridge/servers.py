@@ -1,60 +1,108 @@
-"""The servers that weights are sent to, as far as the bridge knows them."""
+"""The servers that weights are pushed to, as far as the bridge knows them; no engine is imported here."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar
+
+from jaxrl_llm.errors import InvalidReplyError, ServerError
 
 Json = dict[str, Any]
 Result = TypeVar("Result")
+PauseMode = Literal["abort", "retract", "in_place"]
+"""What SGLang does with requests in flight while weights change (`/pause_generation`)."""
 
 CACHE, WEIGHTS = "kv_cache", "weights"
-"""Kinds of memory that a colocated server gives back while the trainer works (SGLang's tags)."""
+"""SGLang's tags for the memory that a colocated server releases while the trainer works."""
+MAX_SHOWN = 300  # characters of a server's message that an error shows
 
 
-class Server(Protocol):
+class ServerLike(Protocol):
     """One server."""
 
     url: str
-    gone: bool
-    """The last request got no answer."""
-    changing: asyncio.Lock
-    """Held from new weights to their check: responses written meanwhile do not count yet."""
-    asleep: set[str]
-    """Kinds of memory that it has given back."""
+    unreachable: bool
+    """The last request got no reply."""
+    update_lock: asyncio.Lock
+    """Held from new weights to their check: responses generated meanwhile do not count yet."""
+    released: set[str]
+    """Tags of the memory that it has released."""
 
 
-class Pool(Protocol):
-    """All servers of a run, and the event loop that talks to them."""
+class PoolLike(Protocol):
+    """All servers of a run, and the event loop that sends the requests."""
 
-    servers: Sequence[Server]
+    servers: Sequence[ServerLike]
     timeout: float
     """Seconds that one request may take."""
-    breaks: int
-    """Times that responses were interrupted on purpose."""
+    interruptions: int
+    """Times that responses in flight were interrupted on purpose."""
 
     @property
-    def usable(self) -> Sequence[Server]:
+    def usable(self) -> Sequence[ServerLike]:
         """Servers that hold the newest weights."""
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine in the pool's event loop and return its result."""
 
-    async def ask(self, server: Server, path: str, body: Any = None, timeout: float = 0.0) -> Json:
-        """Send a request and return the JSON object of the answer; see `rollout.sglang.client`."""
+    async def request(self, server: ServerLike, path: str, body: Any = None, timeout: float = 0.0) -> Json:
+        """Send a request and return the JSON object of the reply.
 
-    async def everywhere(
+        Raises:
+            ServerError: no reply in time, an error status, or no JSON object.
+        """
+
+    async def update_all(
         self,
-        work: Callable[[Server], Awaitable[Any]],
+        update: Callable[[ServerLike], Awaitable[Any]],
         label: str = "",
-        servers: Sequence[Server] | None = None,
+        servers: Sequence[ServerLike] | None = None,
     ) -> None:
-        """Do `work` with each server at once; those that fail are left out."""
+        """Run `update` for all servers at once. A server for which it raises an error is left out."""
 
 
-async def wake(pool: Pool, server: Server, tag: str) -> None:
-    """Resume a kind of memory of a server that has released it; others would crash if asked to."""
-    if tag in server.asleep:
-        await pool.ask(server, "/resume_memory_occupation", {"tags": [tag]})
-        server.asleep.discard(tag)
+@contextlib.contextmanager
+def reading(url: str) -> Iterator[None]:
+    """Turn an error of reading a server's reply, which is JSON but of any shape, into InvalidReplyError."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        message = f"{url} gave an answer that cannot be used: {type(error).__name__} {error}"
+        raise InvalidReplyError(message) from None
+
+
+@dataclass
+class Receiver:
+    """A server during a push.
+
+    Attributes:
+        ranks: processes of the server, each with a part of the model (tensor parallelism).
+    """
+
+    pool: PoolLike
+    server: ServerLike
+    ranks: int = 1
+
+    async def request(self, path: str, body: Any, timeout: float = 0.0) -> Json:
+        """Send a request and return the JSON object of the reply."""
+        return await self.pool.request(self.server, path, body, timeout)
+
+    async def update(self, path: str, body: Any) -> None:
+        """Send a request whose reply says whether it succeeded.
+
+        Raises:
+            ServerError: it did not.
+        """
+        reply = await self.request(path, body)
+        if reply.get("success") is not True:
+            message = str(reply.get("message", ""))[:MAX_SHOWN]
+            raise ServerError(f"{self.server.url} did not take the weights ({path}): {message}")
+
+    async def resume_memory(self, tag: str) -> None:
+        """Have the server take memory again that it has released; others would crash if asked to."""
+        if tag in self.server.released:
+            await self.request("/resume_memory_occupation", {"tags": [tag]})
+            self.server.released.discard(tag)

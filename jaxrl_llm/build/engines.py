@@ -5,33 +5,34 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.bridge.buckets import WeightSource
+from jaxrl_llm.bridge.probe import make_score, tolerance_of
+from jaxrl_llm.bridge.push import Publisher, WeightTransport
 from jaxrl_llm.bridge.transports.cuda_ipc import IpcTransport
-from jaxrl_llm.bridge.transports.disk import DiskTransport, own_folder, within
+from jaxrl_llm.bridge.transports.disk import DiskTransport, weight_folder
 from jaxrl_llm.bridge.transports.over_http import HttpTransport
 from jaxrl_llm.bridge.transports.process_group import GroupTransport
-from jaxrl_llm.bridge.update import WeightTransport
 from jaxrl_llm.config import TrainConfig
+from jaxrl_llm.errors import RunError
 from jaxrl_llm.hf.export import as_written, save_description
 from jaxrl_llm.hf.folder import read_headers
 from jaxrl_llm.hf.names import read_config
 from jaxrl_llm.host.processes import share
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.models.scorer import make_scorer
-from jaxrl_llm.rollout.config import SGLangConfig
+from jaxrl_llm.rollout.checks import check_sampling
+from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.sglang.engine import SGLangEngine
-from jaxrl_llm.rollout.sglang.health import ServerList, tend
-from jaxrl_llm.rollout.sglang.launch import Launched
+from jaxrl_llm.rollout.sglang.health import ServerList, run_health_checks
+from jaxrl_llm.rollout.sglang.launch import ServerProcesses
 from jaxrl_llm.rollout.sglang.pool import ServerPool
 
 
@@ -52,14 +53,15 @@ def make_engine(
         folder: that the model is read from.
         resident: bytes that the trainer will hold on each device.
     """
+    samplings = {"--rollout.sampling": config.rollout.sampling, "--eval.sampling": config.eval.sampling}
+    for key, sampling in samplings.items():
+        check_sampling(sampling, model, tokenizer, key)
     if config.rollout.engine == "sglang":
         return _sglang(config, model, mesh, tokenizer, eos_ids, closing, folder)
     engine = NativeEngine(config.rollout, model, mesh, tokenizer, eos_ids, share, config.strict, resident)
     if config.rollout.warm_up:
-        samplings = [config.rollout.sampling, config.eval.sampling]
-        engine.warm_up(
-            config.max_prompt_tokens, config.max_response_tokens, samplings, turns=config.env.active
-        )
+        longest = config.max_prompt_tokens, config.max_response_tokens
+        engine.warm_up(*longest, list(samplings.values()), turns=config.env.active)
     return engine
 
 
@@ -69,43 +71,71 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing, store
     source = WeightSource(model, rollout.dtype, sglang.bucket_bytes)
     if stored is not None:
         _check_names(source, model, stored)
-    if sglang.folder:
-        folder = within(Path(sglang.folder), run_dir)
-    else:
-        folder = own_folder(rollout.launch > 0, run_dir, source.size)
-    disk = DiskTransport(folder, rollout.dtype, tokenizer)
-    closing.callback(disk.close)
-    transport = disk if sglang.transport == "disk" else _transport(sglang, source)
-    pool = wait = None
+    here = rollout.launch > 0
+    folder = closing.enter_context(weight_folder(run_dir, sglang.folder, here, source.num_bytes))
+    transport = _transport(sglang, source, DiskTransport(folder, rollout.dtype, tokenizer))
+    pool, until_up = None, lambda: None
     if jax.process_index() == 0:
-        urls: Sequence[str] = rollout.servers
-        members = revive = None
-        if rollout.servers and rollout.servers[0].startswith("@"):
-            members = ServerList(Path(rollout.servers[0][1:]))
-            urls = members()
+        processes = None
         if rollout.launch:
             shell = save_description(model, folder / "shell", tokenizer, rollout.dtype)
-            launched = Launched(rollout, sglang, shell, run_dir)
-            closing.callback(launched.close)
-            urls, wait, revive = launched.urls, launched.wait, launched.revive
-        pool = ServerPool(urls, sglang.timeout, sglang.retries, rollout.slots, sglang.patience, sglang.router)
-        closing.callback(pool.close)
+            processes = ServerProcesses(rollout, sglang, shell, run_dir)
+            closing.callback(processes.close)
+            until_up = processes.wait
+        pool = _pool(rollout, sglang, processes, closing)
         if isinstance(transport, GroupTransport):
             closing.callback(transport.close)
-        if rollout.servers and not members:
-            pool.check_reachable()
-        pool.start(tend(pool, members, revive))
-    scorer = make_scorer(model, 1.0, rollout.dtype, mesh)
+    publisher = Publisher(
+        pool,
+        transport,
+        sglang.pause,
+        model,
+        tolerance_of(rollout.dtype, sglang.probe_tolerance),
+        make_score(model, rollout.dtype, mesh),
+        _on_first,
+        until_up,
+    )
+    return SGLangEngine(rollout, sglang, model, pool, publisher, _on_first, tokenizer, eos_ids)
 
-    def score(params, ids: np.ndarray) -> np.ndarray:
-        with jax.set_mesh(mesh):
-            return np.asarray(scorer(params, ids[None], np.array([len(ids)])))[0, : len(ids) - 1]
 
-    return SGLangEngine(rollout, sglang, model, pool, transport, score, share, tokenizer, eos_ids, wait)
+def _pool(
+    rollout: RolloutConfig,
+    sglang: SGLangConfig,
+    processes: ServerProcesses | None,
+    closing: contextlib.ExitStack,
+) -> ServerPool:
+    """Return the pool of running servers, or of those that are being started, with its health checks."""
+    members = None
+    urls: Sequence[str] = processes.urls if processes else rollout.servers
+    if urls[0].startswith("@"):
+        members = ServerList(Path(urls[0][1:]))
+        urls = members()
+    pool = ServerPool(urls, sglang.timeout, sglang.retries, rollout.slots, sglang.patience, sglang.router)
+    closing.callback(pool.close)
+    if not processes and not members:
+        pool.check_reachable()
+    pool.start(run_health_checks(pool, members, processes and processes.restart))
+    return pool
 
 
-def _transport(sglang: SGLangConfig, source: WeightSource) -> WeightTransport:
-    """What sends the weights itself, without files."""
+def _on_first(work: Callable[[], Any]) -> Any:
+    """Run `work` in process 0; every process returns its result, or raises its RunError. A collective."""
+    result = None
+    if jax.process_index() == 0:
+        try:
+            result = work()
+        except RunError as error:
+            result = error
+    result = share(result)
+    if isinstance(result, RunError):
+        raise result
+    return result
+
+
+def _transport(sglang: SGLangConfig, source: WeightSource, disk: DiskTransport) -> WeightTransport:
+    """Return the transport that the config names."""
+    if sglang.transport == "disk":
+        return disk
     if sglang.transport == "group":
         return GroupTransport(source, sglang.relay_python, sglang.group_backend, sglang.timeout)
     if jax.process_index() == 0:
@@ -125,4 +155,4 @@ def _check_names(source: WeightSource, model: TransformerConfig, folder: Path) -
     if as_written(stored) != model:  # sent under other names than those of the folder
         return
     found = read_headers(folder, stored)
-    source.check({name: entry.shape for name, entry in found.items()}, str(folder))
+    source.check_names({name: entry.shape for name, entry in found.items()}, str(folder))

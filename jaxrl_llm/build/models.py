@@ -1,4 +1,4 @@
-"""Config -> the models of a run: who learns by which algorithm, with which optimizer, on which mesh."""
+"""Models of a run from its config: learners with their algorithm, optimizer and mesh; teachers; critic."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
-from jaxrl_llm.algos import sft
-from jaxrl_llm.algos.contract import AlgoConfig
+from jaxrl_llm.algos.contract import AlgoConfig, old_logprobs
 from jaxrl_llm.config import ModelConfig, TrainConfig, derived
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import ConfigError
@@ -20,7 +19,7 @@ from jaxrl_llm.hf.source import STORED, Stored
 from jaxrl_llm.hf.tokenizer import load_tokenizer
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.optim import OptimConfig, make_optimizer
-from jaxrl_llm.learn.trainer import Trainer
+from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.sharding.mesh import make_mesh
@@ -44,35 +43,37 @@ def load_model_config(config: ModelConfig) -> tuple[TransformerConfig, Any, Any]
     return model, tokenizer, folder
 
 
-def make_trainers(
+def make_stages(
     config: TrainConfig, model: TransformerConfig, mesh: Mesh, stored: Stored = STORED
-) -> tuple[Trainer | None, Trainer]:
-    """(of the supervised start, if there is one; of the run). Their states have the same shapes.
+) -> list[Stage]:
+    """Return the stages of a run without their sources: the SFT warm-up, if there is one, and the run itself.
+
+    Their states have the same shapes.
 
     Args:
-        stored: where teachers and a pretrained critic come from.
+        stored: where weights of teachers and a pretrained critic are read from.
     """
     updates = config.steps * config.minibatches_per_step
+    requires, warm = algos.requirements(config.algo), config.warm_start
     policy = make_learner(config, config.algo, config.optim, updates, model, mesh)
-    critic = (
-        make_critic(config, model, mesh, updates, stored) if algos.requirements(config.algo).critic else {}
-    )
-    trainer = Trainer(policy, **critic, teachers=load_teachers(config, model, mesh, stored))
-    if not config.warm_start.steps:
-        return None, trainer
-    start = config.warm_start
-    optim = replace(config.optim, learning_rate=start.learning_rate, schedule="constant", warmup_steps=0)
-    learner = make_learner(config, sft.Config(), optim, start.steps, model, mesh)
-    return Trainer(learner, **critic, updates_critic=False), trainer
+    critic = make_critic(config, model, mesh, updates, stored) if requires.critic else {}
+    teachers = load_teachers(config, model, mesh, stored)
+    settings = {"steps": config.steps, "minibatches": config.minibatches_per_step}
+    stages = [Stage(policy, "train", warm.steps, **settings, **critic, teachers=teachers)]
+    if warm.steps:
+        optim = replace(config.optim, learning_rate=warm.learning_rate, schedule="constant", warmup_steps=0)
+        learner = make_learner(config, algos.sft.Config(), optim, warm.steps, model, mesh)
+        stages.insert(0, Stage(learner, "warm_start", 0, warm.steps, **critic, updates_critic=False))
+    return stages
 
 
 def load_teachers(
     config: TrainConfig, model: TransformerConfig, mesh: Mesh, stored: Stored
 ) -> tuple[Params, ...]:
-    """The weights of the teachers, in the compute type.
+    """Return the teachers' weights in the compute type.
 
     Raises:
-        ConfigError: a teacher reads other tokens than the model.
+        ConfigError: a teacher has another vocabulary than the model.
     """
     loaded = []
     for path in algos.requirements(config.algo).teachers:
@@ -90,7 +91,7 @@ def load_teachers(
 def make_critic(
     config: TrainConfig, model: TransformerConfig, mesh: Mesh, updates: int, stored: Stored
 ) -> dict[str, Any]:
-    """The critic's fields of a Trainer: a backbone, mesh (same devices) and optimizer of its own."""
+    """Return the critic's fields of a Stage: its own backbone, mesh (same devices) and optimizer."""
     critic = config.critic
     if critic.mesh:
         mesh = make_mesh(critic.mesh, list(mesh.devices.flat), "critic.mesh")
@@ -119,18 +120,19 @@ def make_learner(
     model: TransformerConfig,
     mesh: Mesh,
 ) -> Learner:
-    """A model under an algorithm; micro-batches have the same shape whoever learns."""
-    temperature = config.rollout.sampling.temperature or 1.0
-    on_rollouts = algos.of(algo).on_rollouts
+    """Return a model with its algorithm. All learners of a run have micro-batches of one shape."""
+    algorithm, requires = algos.of(algo), algos.requirements(algo)
+    rolls_out = algorithm.on_rollouts
     step = StepConfig(
         row_tokens=config.row_tokens,
         rows=derived(config, mesh.size)["rows_per_microbatch"],
         dtype=config.model.dtype,
         remat=config.model.remat,
         sequence_parallel=config.mesh.sequence_parallel,
-        strict=config.strict and on_rollouts and algos.requirements(algo).policy,
-        temperature=temperature if on_rollouts else 1.0,
+        strict=config.strict and rolls_out and requires.policy,
+        temperature=(config.rollout.sampling.temperature or 1.0) if rolls_out else 1.0,
         chunk=config.model.logprob_chunk,
         max_grad_norm=optim.max_grad_norm,
+        old=old_logprobs(algorithm, requires, config.minibatches_per_step, config.is_on_policy),
     )
     return Learner(algo, model, make_optimizer(optim, updates), step, mesh)

@@ -1,9 +1,10 @@
-"""Builds the parts of a run from its config. All that can be refused is refused here, before any step."""
+"""Build a run from its config. Input that cannot work is refused here, cheap checks before expensive work."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,55 +15,39 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
 from jaxrl_llm.build.engines import make_engine
-from jaxrl_llm.build.models import load_model_config, make_trainers, with_heads
+from jaxrl_llm.build.models import load_model_config, make_stages, with_heads
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.loader import Loader
-from jaxrl_llm.data.packing import PackItem
+from jaxrl_llm.data.rows import Example
+from jaxrl_llm.envs.check import check_env
 from jaxrl_llm.envs.load import Conversations, make_conversations
-from jaxrl_llm.experience.evaluate import Answers, HeldOutLoss
+from jaxrl_llm.experience.dataset import DatasetSource, dataset_items
+from jaxrl_llm.experience.evaluate import HeldOutAccuracy, HeldOutLoss
 from jaxrl_llm.experience.reward_models import load_reward_model
 from jaxrl_llm.experience.rollouts import RolloutSource
-from jaxrl_llm.experience.source import DatasetSource, Experience, Source, dataset_items
+from jaxrl_llm.experience.score import Scorer, reward_sample
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.names import read_config
 from jaxrl_llm.hf.tokenizer import end_ids
-from jaxrl_llm.learn import credit
+from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.learn.reference import Reference
-from jaxrl_llm.learn.trainer import Trainer
+from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.recipe.checks import check_model
+from jaxrl_llm.recipe.checks import check_held_out, check_model
+from jaxrl_llm.rewards.load import choose_reward
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.keys import Purpose, run_key
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import TRAIN, bytes_per_device
 from jaxrl_llm.structs import Params, TrainState
 
-
-@dataclass
-class Stage:
-    """A stretch of steps under one algorithm: the supervised start, then the run itself."""
-
-    kind: str  # "warm_start" or "train"
-    start: int  # first step, in [0, total)
-    steps: int
-    trainer: Trainer
-    source: Source
-    minibatches: int = 1  # updates a step
-
-    @property
-    def end(self) -> int:
-        return self.start + self.steps
-
-    def assign(self, experience: Experience, kl_coef: float, seed: int) -> list[list[PackItem]]:
-        """Mini-batches of what is learned from, with their advantages."""
-        learner = self.trainer.policy
-        items = credit.assign(learner.algo, experience.items, experience.trajectories, kl_coef, seed)
-        return credit.split(items, self.minibatches, seed, learner.group_size)
+Evaluator = HeldOutAccuracy | HeldOutLoss
 
 
 @dataclass
-class Parts:
-    """All that the loop needs."""
+class Run:
+    """Everything that the training loop needs."""
 
     config: TrainConfig
     mesh: Mesh
@@ -70,135 +55,190 @@ class Parts:
     tokenizer: Any
     folder: Path | None  # of the pretrained weights
     stages: list[Stage]
-    evaluators: list[Answers | HeldOutLoss]
-    loaders: dict[str, Loader]  # by what they are for
+    evaluators: list[Evaluator]
+    loaders: dict[str, Loader]  # "train", "warm_start", "eval"
 
     @property
     def total(self) -> int:
+        """Steps of all stages."""
         return self.stages[-1].end
 
     def stage(self, step: int) -> Stage:
-        """The stage that this step belongs to."""
+        """Return the stage of a step."""
         return next(s for s in self.stages if s.start <= step < s.end)
 
     def initial_params(self) -> Params:
-        """Pretrained weights, or random ones; float32, each device making or reading only its shard."""
-        shardings = self.stages[0].trainer.policy.param_shardings
+        """Return pretrained or random weights, float32; each device makes or reads only its shard."""
+        shardings = self.stages[0].policy.param_shardings
         if self.folder is not None:
             return self._pretrained(shardings)
         make = jax.jit(models.init, static_argnums=0, out_shardings=shardings)
-        return make(self.model, jax.random.fold_in(jax.random.key(self.config.seed), 0))
+        return make(self.model, run_key(self.config.seed, Purpose.WEIGHTS))
 
     def _pretrained(self, shardings: Params) -> Params:
-        """The folder's weights; a value head that it lacks starts with zeros."""
-        stored = read_config(self.folder)
-        params = load_params(self.folder, stored, models.shardings(stored, self.mesh, TRAIN), jnp.float32)
-        if stored == self.model:
+        """Return the folder's weights; a value head that they lack starts with zeros."""
+        saved = read_config(self.folder)
+        params = load_params(self.folder, saved, models.shardings(saved, self.mesh, TRAIN), jnp.float32)
+        if saved == self.model:
             return params
         fit = functools.partial(models.with_heads, config=self.model)
         return jax.jit(fit, out_shardings=shardings, donate_argnums=0)(params)
 
     def exported(self, params: Params) -> Params:
-        """The weights as others load them: a policy without the value head that helped it learn."""
+        """Return the weights to export: those of a policy have no value head."""
         return models.without_value_head(params) if algos.requirements(self.config.algo).policy else params
 
     def reference(self) -> Reference:
-        """Make the frozen reference of the last stage; its weights are loaded when first asked for."""
-        abstract = self.stages[0].trainer.policy.abstract_state().params
+        """Return the frozen reference of the last stage; its weights are loaded at their first use."""
+        abstract = self.stages[0].policy.abstract_state().params
         return Reference(Path(self.config.run_dir), self.config.model.dtype, self.initial_params, abstract)
 
     def initial_state(self) -> TrainState:
-        return self.stages[0].trainer.init_state(self.initial_params())
+        return self.stages[0].init_state(self.initial_params())
 
 
-def build(config: TrainConfig, closing: contextlib.ExitStack) -> Parts:
-    """Read model config and tokenizer, open the data, make the mesh, the learners and the engine.
+def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable | None = None) -> Run:
+    """Open model config, tokenizer, data, rewards and environment; then make learners, engine and evaluators.
 
     Args:
         closing: gets what must be closed at the end.
+        reward: Python function that takes the place of `reward.name`.
 
     Raises:
-        ValueError: anything that cannot work, with the fix.
+        UserError: anything that cannot work, with the fix.
     """
     mesh = make_mesh(config.mesh)
     model, tokenizer, folder = load_model_config(config.model)
     check_model(config, mesh.shape, model.max_position, model.num_heads)
     model = with_heads(model, config.algo)
-    warm_trainer, trainer = make_trainers(config, model, mesh)
-    on_rollouts = algos.of(config.algo).on_rollouts
-    engine = rewards = None
     env = make_conversations(config.env, tokenizer, config.data.chat)
-    columns = closing.enter_context(env).columns if env else {}
-    if on_rollouts or (config.eval.every and algos.requirements(config.algo).policy):
+    loaders = open_loaders(config, tokenizer, closing.enter_context(env).columns if env else {})
+    rows = try_first_rows(config, loaders)
+    rolls_out = algos.of(config.algo).on_rollouts
+    generates = rolls_out or (bool(config.eval.every) and algos.requirements(config.algo).policy)
+    engine = rewards = None
+    if generates:
+        rewards = closing.enter_context(open_rewards(config, rows, reward))
+    stages = make_stages(config, model, mesh)
+    if generates:
         ends = end_ids(folder) if folder else ()
-        engine = make_engine(config, model, mesh, tokenizer, ends, closing, folder, resident(config, trainer))
-        rewards = closing.enter_context(RewardPool(config.reward, Path(config.run_dir) / "rewards.log"))
-    loader = make_loader(config, tokenizer, columns)
-    if on_rollouts:
-        source = RolloutSource(
-            loader, engine, rewards, config.algo, config.rollout.sampling,
-            jax.random.fold_in(jax.random.key(config.seed), 1),
-            config.prompts_per_step, config.responses_per_prompt, config.max_response_tokens,
-            [load_reward_model(one, trainer.policy.config, mesh, tokenizer) for one in config.reward.models],
-            config.rollout.weight_noise, env, config.rollout.max_staleness, config.steps,
-        )  # fmt: skip
+        held = resident_bytes(config, stages[-1])
+        engine = make_engine(config, model, mesh, tokenizer, ends, closing, folder, held)
+    if stages[0] is not stages[-1]:
+        examples = config.warm_start.examples_per_step
+        stages[0].source = DatasetSource(loaders["warm_start"], examples, stages[0].policy.algo)
+    if rolls_out:
+        scored_by = [
+            load_reward_model(c, stages[-1].policy.config, mesh, tokenizer) for c in config.reward.models
+        ]
+        scorer = Scorer(rewards, scored_by)
+        stages[-1].source = make_rollout_source(config, loaders["train"], engine, scorer, env)
     else:
-        source = DatasetSource(loader, config.prompts_per_step, config.algo)
-    loaders, stages, start = {"train": loader}, [], config.warm_start
-    if warm_trainer:
-        data = replace(config.data, train=start.sources, path="") if start.sources else config.data
-        loaders["warm_start"] = make_loader(replace(config, data=data), tokenizer, columns)
-        examples = DatasetSource(loaders["warm_start"], start.examples_per_step, warm_trainer.policy.algo)
-        stages.append(Stage("warm_start", 0, start.steps, warm_trainer, examples, 1))
-    stages.append(Stage("train", start.steps, config.steps, trainer, source, config.minibatches_per_step))
+        stages[-1].source = DatasetSource(loaders["train"], config.prompts_per_step, config.algo)
     evaluators = []
     if config.eval.every:
-        loaders["eval"] = make_loader(config, tokenizer, columns, split="eval")
-        evaluators = make_evaluators(config, loaders["eval"], trainer, engine, rewards, env)
-    return Parts(config, mesh, model, tokenizer, folder, stages, evaluators, loaders)
+        evaluators = make_evaluators(config, loaders["eval"], stages[-1], engine, rewards, env)
+    return Run(config, mesh, model, tokenizer, folder, stages, evaluators, loaders)
 
 
-def resident(config: TrainConfig, trainer: Trainer) -> int:
-    """Bytes that each device holds from the first step to the last: states, and the frozen reference."""
-    state = trainer.abstract_state()
-    found = bytes_per_device(state)
-    if algos.requirements(config.algo).reference and not trainer.teachers:
-        found += bytes_per_device(state.params) * jnp.dtype(config.model.dtype).itemsize // 4
-    return found
+def open_loaders(config: TrainConfig, tokenizer: Any, columns: dict[str, Any]) -> dict[str, Loader]:
+    """Open the data: "train", and where the run has them "warm_start" and "eval".
+
+    Args:
+        columns: added to every row, such as the tools that the chat template shows.
+    """
+
+    def loader(data=config.data, split: Literal["train", "eval"] = "train") -> Loader:
+        longest = config.max_prompt_tokens
+        return Loader(data, tokenizer, config.seed, longest, split, config.max_tokens, columns)
+
+    loaders, warm = {"train": loader()}, config.warm_start
+    if warm.steps:
+        loaders["warm_start"] = loader(
+            replace(config.data, train=warm.sources, path="") if warm.sources else config.data
+        )
+    if config.eval.every:
+        loaders["eval"] = loader(split="eval")
+        check_held_out(config, loaders["eval"].stats()["rows"])
+    return loaders
+
+
+def try_first_rows(config: TrainConfig, loaders: dict[str, Loader]) -> list[Example]:
+    """Return a row of each training source that can be rendered, tokenized and, in the environment, reset.
+
+    Raises:
+        UserError: a source without one, or an environment or tool that fails, with the fix.
+    """
+    algorithm = algos.of(config.algo)
+    kind = "prompts" if algorithm.on_rollouts else algorithm.data
+    kinds = {"train": kind, "warm_start": "tokens", "eval": kind}
+    rows = {name: loader.check_first_rows(kinds[name]) for name, loader in loaders.items()}
+    on_first(lambda: check_env(config.env, rows["train"]))
+    return rows["train"]
+
+
+def open_rewards(config: TrainConfig, rows: Sequence[Example], function: Callable | None) -> RewardPool:
+    """Return the verifier's workers, after it has scored the first rows.
+
+    Raises:
+        RewardLoadError: the reward cannot be found, imported, or called on any of the rows.
+    """
+    samples = [reward_sample(row) for row in rows]
+    needed = algos.of(config.algo).on_rollouts and not (config.reward.models or config.env.name)
+    settings = config.reward if function else choose_reward(config.reward, samples, required=needed)
+    pool = RewardPool(settings, Path(config.run_dir) / "rewards.log", function)
+    on_first(lambda: pool.check(samples))
+    return pool
+
+
+def make_rollout_source(
+    config: TrainConfig, loader: Loader, engine: Engine, scorer: Scorer, env: Conversations | None
+) -> RolloutSource:
+    """Return the source of a run that learns from its own responses."""
+    return RolloutSource(
+        loader=loader,
+        engine=engine,
+        scorer=scorer,
+        algo=config.algo,
+        sampling=config.rollout.sampling,
+        key=run_key(config.seed, Purpose.ROLLOUT),
+        prompts=config.prompts_per_step,
+        responses=config.responses_per_prompt,
+        max_tokens=config.max_response_tokens,
+        weight_noise=config.rollout.weight_noise,
+        env=env,
+        max_staleness=config.rollout.max_staleness,
+        steps=config.steps,
+    )
+
+
+def resident_bytes(config: TrainConfig, stage: Stage) -> int:
+    """Return the bytes on each device from the first step to the last: states, and the frozen reference."""
+    state = stage.abstract_state()
+    size = bytes_per_device(state)
+    if stage.needs_reference:
+        size += bytes_per_device(state.params) * jnp.dtype(config.model.dtype).itemsize // 4
+    return size
 
 
 def make_evaluators(
     config: TrainConfig,
     held_out: Loader,
-    trainer: Trainer,
+    stage: Stage,
     engine: Engine | None,
     rewards: RewardPool | None,
     env: Conversations | None,
-) -> list[Answers | HeldOutLoss]:
-    """Answers to prompts that have one, if a policy learns; loss on examples, if examples are learned."""
-    evaluators: list[Answers | HeldOutLoss] = []
-    if engine is not None and config.reward.name != "none":
+) -> list[Evaluator]:
+    """Return accuracy on prompts with answers, for a policy, and loss where examples are learned from."""
+    evaluators: list[Evaluator] = []
+    if engine is not None and rewards.config.name != "none":
         prompts = [p for p in held_out.eval_set(config.eval.prompts) if p.example.answer is not None]
-        key = jax.random.fold_in(jax.random.key(config.seed), 2)
+        key = run_key(config.seed, Purpose.EVALUATION)
         if prompts:
             sampling, samples = config.eval.sampling, config.eval.samples
-            evaluators.append(
-                Answers(prompts, engine, rewards, sampling, samples, config.max_response_tokens, key, env)
-            )
+            longest = config.max_response_tokens
+            evaluators.append(HeldOutAccuracy(prompts, engine, rewards, sampling, samples, longest, key, env))
     if not algos.of(config.algo).on_rollouts:
-        items = dataset_items(held_out, config.algo, 0, config.eval.prompts)
-        evaluators.append(HeldOutLoss(items, trainer))
+        items = dataset_items(held_out, config.algo, 0, held_out.eval_rows(config.eval.prompts))
+        evaluators.append(HeldOutLoss(items, stage))
     return evaluators
-
-
-def make_loader(
-    config: TrainConfig, tokenizer: Any, columns: dict[str, Any], split: Literal["train", "eval"] = "train"
-) -> Loader:
-    longest = config.max_prompt_tokens
-    return Loader(config.data, tokenizer, config.seed, longest, split, config.max_tokens, columns)
-
-
-def data_report(loaders: dict[str, Loader]) -> list[str]:
-    """One line a loader: rows, and how many were left out and why."""
-    said = lambda counts: ", ".join(f"{name} {count:,}" for name, count in counts.items())
-    return [f"{name}: {said(loader.stats())}" for name, loader in loaders.items()]

@@ -1,28 +1,30 @@
-"""Example -> token ids and, for supervised training, the mask of what is learned.
+"""Examples as token ids and, for supervised training, the mask of the learned tokens.
 
-A rendered chat is tokenised piece by piece, cut where the policy begins and ends to write. So the prompt of
-a supervised example has the very ids that the same prompt has in a rollout, and the mask is exact.
+A rendered chat is tokenized piece by piece, cut where the policy's turns begin and end. So the prompt of a
+supervised example has the ids that the same prompt has in a rollout, and the mask is exact.
 """
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.data.rows import Example, Message
-from jaxrl_llm.data.template import Chat, ChatConfig
+from jaxrl_llm.data.config import ChatConfig
+from jaxrl_llm.data.rows import Example, Message, RowError, template_columns
+from jaxrl_llm.data.template import ChatRenderer, read_options, token_ids
 from jaxrl_llm.errors import UserError
 
-STAND_IN = "turn f3a94c of the policy"  # what nobody says
+PLACEHOLDER = "turn f3a94c of the policy"  # in no conversation
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+Encoded = tuple[np.ndarray, np.ndarray]
+"""ids int32 [.], mask int8 [.] with 1 = learned."""
 
 
 def encode_prompt(tokenizer: Any, example: Example, config: ChatConfig) -> np.ndarray:
-    """Prompt token ids, int32 [.], up to where the policy starts to write.
+    """Return prompt token ids, int32 [.], up to the start of the policy's turn.
 
     Assistant turns at the end of a chat are references for supervised training and are left out.
     """
@@ -30,11 +32,24 @@ def encode_prompt(tokenizer: Any, example: Example, config: ChatConfig) -> np.nd
     if messages is None:
         ids = _plain_ids(tokenizer, example, config)
     else:
-        chat = Chat(tokenizer, messages, example, config)
-        ids = chat.tokenise(chat.render(generation_prompt=True))
+        chat = ChatRenderer(tokenizer, messages, example, config)
+        ids = chat.tokenize(chat.render(generation_prompt=True))
     if not ids:
-        raise UserError(f"{example.where}: the prompt has no tokens")
+        raise RowError(f"{example.where}: the prompt has no tokens")
     return np.asarray(ids, np.int32)
+
+
+def encode_conversation(tokenizer: Any, example: Example, config: ChatConfig) -> np.ndarray:
+    """Return the ids of a whole chat, assistant turns and all, int32 [.].
+
+    Raises:
+      RowError: the example is plain text, or the template refuses it.
+    """
+    messages = chat_messages(example, config)
+    if messages is None:
+        raise RowError(f"{example.where}: not a chat: the row needs messages")
+    chat = ChatRenderer(tokenizer, messages, example, config)
+    return np.asarray(chat.tokenize(chat.render()), np.int32)
 
 
 def encode_observation(
@@ -46,53 +61,58 @@ def encode_observation(
     ended: bool,
     strict: bool = True,
 ) -> list[int]:
-    """Ids that follow a turn of the policy: what was said to it, and the start of its next turn.
+    """Return the ids that follow a turn of the policy: the replies to it and the start of its next turn.
 
     They are what the template adds after the turn, so all ids before them stay as they are.
 
     Args:
       messages: the conversation; messages[turn] is the policy's turn, those after it the observation.
-      ended: whether the policy wrote the end token of its turn, which then does not come again.
-      strict: refuse a template that writes what was there before in another way. Otherwise what it writes
-        after the turn follows the turn as the policy wrote it.
+      ended: the policy's turn has its end token, which then does not come again.
+      strict: refuse a template that changes earlier turns. Otherwise the observation follows the turn as
+        the policy wrote it.
 
     Raises:
-      ValueError: the template writes what was there before in another way.
+      UserError: the template changes earlier turns.
     """
-    if prompt_messages(example, config) is None:
-        return _literal_ids(tokenizer, "".join(message["content"] for message in messages[turn + 1 :]))
-    written = len(prompt_messages(example, config))
-    shown = [_stand_in(m) if i >= written and m["role"] == "assistant" else m for i, m in enumerate(messages)]
-    chat = Chat(tokenizer, shown, example, config)
-    before = chat.render(turn, generation_prompt=True) + shown[turn]["content"]
-    text = chat.render(generation_prompt=True)
+    prompt = prompt_messages(example, config)
+    if prompt is None:
+        text = "".join(message["content"] for message in messages[turn + 1 :])
+        return token_ids(tokenizer, text, example.where, literal=True)
+    replaced = [
+        _with_placeholder(m) if i >= len(prompt) and m["role"] == "assistant" else m
+        for i, m in enumerate(messages)
+    ]
+    chat = ChatRenderer(tokenizer, replaced, example, config)
+    before, text = chat.render_cuts([(turn, True), (None, True)])
+    before += replaced[turn]["content"]
     if text.startswith(before):
         rest = text[len(before) :]
-    elif STAND_IN in text and not strict:
-        rest = text[text.rindex(STAND_IN) + len(STAND_IN) :]
+    elif PLACEHOLDER in text and not strict:
+        rest = text[text.rindex(PLACEHOLDER) + len(PLACEHOLDER) :]
     else:
         raise UserError(
-            "the chat template rewrites earlier turns once more follow, so the policy would not read what it "
-            "wrote. Give one that leaves them as they are (--data.chat.chat_template FILE), or keep them as "
-            "they were written (--env.history keep)"
+            "the chat template rewrites earlier turns once more follow, so the policy would not read its own "
+            "tokens. Give one that leaves them as they are (--data.chat.chat_template FILE), or keep their "
+            "tokens (--env.history keep)"
         )
     end = next((token for token in chat.controls if rest.startswith(token)), "") if ended else ""
-    return chat.tokenise(rest[len(end) :])
+    return chat.tokenize(rest[len(end) :])
 
 
-def _stand_in(message: Message) -> Message:
-    """A turn in simple words: the policy's own are tokens already, and rendering might change them."""
+def _with_placeholder(message: Message) -> Message:
+    """Return a turn of the policy in plain words: it is tokens already, and rendering might change it."""
     thought = "<think>\nthought\n</think>\n\n" if "</think>" in message["content"] else ""
-    return {**message, "content": f"{thought}{STAND_IN}"}
+    return {**message, "content": f"{thought}{PLACEHOLDER}"}
 
 
-def encode_supervised(tokenizer: Any, example: Example, config: ChatConfig) -> tuple[np.ndarray, np.ndarray]:
-    """(ids int32 [.], mask int8 [.]); mask 1 = learn to write this token (assistant turns and their ends).
+def encode_supervised(tokenizer: Any, example: Example, config: ChatConfig) -> Encoded:
+    """Return (ids, mask) of an example to imitate; mask 1 = learned: assistant turns and their ends.
 
     Nothing follows the last learned token. Where the example has a `response`, only that is learned.
 
     Raises:
-      ValueError: nothing to learn, no template, or a template whose turns cannot be told apart.
+      RowError: nothing to learn, or a chat whose turns the template does not keep apart.
+      UserError: no template.
     """
     messages = chat_messages(example, config)
     if messages is None:
@@ -104,8 +124,39 @@ def encode_supervised(tokenizer: Any, example: Example, config: ChatConfig) -> t
     return np.asarray(ids, np.int32), np.asarray(mask, np.int8)
 
 
+def encode_steps(tokenizer: Any, example: Example, config: ChatConfig) -> tuple[np.ndarray, ...]:
+    """Return (ids, mask, labels float32), each [.]: mask 1 and the label at the token that follows a step.
+
+    The prediction of that token is made by the state that has read the whole step; the end token follows
+    the last.
+    """
+    if not example.steps:
+        raise RowError(f"{example.where}: no steps: a row needs prompt, completions and labels")
+    has_prompt = example.messages is not None or example.text
+    ids = encode_prompt(tokenizer, example, config).tolist() if has_prompt else []
+    ends = []
+    for text, _ in example.steps:
+        ids += token_ids(tokenizer, text, example.where, literal=True)
+        ends.append(len(ids))
+    mask, labels = np.zeros(len(ids) + 1, np.int8), np.zeros(len(ids) + 1, np.float32)
+    mask[ends], labels[ends] = 1, [label for _, label in example.steps]
+    return np.asarray([*ids, _end_id(tokenizer)], np.int32), mask, labels
+
+
+def mismatched(samples: Sequence[Encoded], other: Sequence[int], max_tokens: int | None) -> list[Encoded]:
+    """Return the prompt of each sample with the response of sample number `other`, cut at `max_tokens`."""
+    results = []
+    for (ids, mask), index in zip(samples, other, strict=True):
+        start, (other_ids, other_mask) = int(mask.argmax()), samples[index]
+        begin = int(other_mask.argmax())
+        joined = np.concatenate([ids[:start], other_ids[begin:]])[:max_tokens]
+        learned = np.concatenate([mask[:start], other_mask[begin:]])[:max_tokens]
+        results.append((joined, learned))
+    return results
+
+
 def prompt_messages(example: Example, config: ChatConfig) -> list[Message] | None:
-    """The chat up to where the policy starts to write; None where there is no template."""
+    """Return the chat up to the policy's turn; None where no template is used."""
     messages = chat_messages(example, config)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
@@ -113,7 +164,7 @@ def prompt_messages(example: Example, config: ChatConfig) -> list[Message] | Non
 
 
 def chat_messages(example: Example, config: ChatConfig) -> list[Message] | None:
-    """The chat that goes through the template, without `response`; None where there is no template."""
+    """Return the chat that goes through the template, without `response`; None where no template is used."""
     if config.render == "plain" or (config.render == "auto" and example.messages is None):
         return None
     messages = list(example.messages or ({"role": "user", "content": example.text},))
@@ -122,45 +173,80 @@ def chat_messages(example: Example, config: ChatConfig) -> list[Message] | None:
     return messages
 
 
+def prompt_row(example: Example, config: ChatConfig) -> dict[str, Any]:
+    """Return the prompt as a row of a data file that gives the same ids with a default `ChatConfig`.
+
+    {"messages": [{"role", "content"}, ...]} with the system prompt, and with `tools` and
+    `chat_template_kwargs` where the template gets any; {"prompt": text} where no template is used. The ids
+    are the same where `chat_template` and `parse_control_tokens` are.
+    """
+    messages = prompt_messages(example, config)
+    if messages is None:
+        return {"prompt": _plain_text(example, config)}
+    tools, options = template_columns(example.columns, example.where)
+    given = {"tools": tools, "chat_template_kwargs": {**read_options(config), **options}}
+    return {"messages": messages, **{key: value for key, value in given.items() if value}}
+
+
+def plain_text_warning(
+    tokenizer: Any, examples: Iterable[Example], config: ChatConfig, flag: str = "--data.chat.render"
+) -> str:
+    """Return a line that warns of a prompt in plain text for a chat model; "" where there is none.
+
+    Args:
+      flag: of `ChatConfig.render` on the command line of the program that warns.
+    """
+    if config.render != "auto" or not tokenizer.chat_template:
+        return ""
+    plain = next((example for example in examples if example.text), None)
+    if plain is None:
+        return ""
+    return (
+        f"{plain.where}: the prompt is plain text and gets no chat template, but the model's tokenizer has "
+        f'one. For a chat model give rows with "messages", or {flag} chat; {flag} plain is for base models '
+        "and turns off this warning"
+    )
+
+
 def _chat_pieces(
     tokenizer: Any, messages: list[Message], example: Example, config: ChatConfig
 ) -> Iterator[tuple[list[int], int]]:
-    """(ids, 1 = learned) of each piece of a chat, in order, up to the end of its last assistant turn."""
+    """Yield (ids, 1 = learned) of each piece of a chat, up to the end of its last assistant turn."""
     target = example.turns
     if example.response is not None:
         target = ({"role": "assistant", "content": example.response},)
     messages = [*messages, *target]
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
-        raise UserError(
+        raise RowError(
             f"{example.where}: nothing to learn: no assistant turn, completion, response or output"
         )
     learned = sum(message["role"] == "assistant" for message in target) or len(turns)
     learned = 1 if config.loss == "last" else learned
-    chat = Chat(tokenizer, messages[: turns[-1] + 1], example, config)
+    chat = ChatRenderer(tokenizer, messages[: turns[-1] + 1], example, config)
     marked = GENERATION.search(chat.template) is not None
     text, spans = chat.render_marked() if marked else _spans(chat, turns[-learned:], example)
     position = 0
     for start, end in _with_ends(text, spans[-learned:], chat.controls):
-        yield chat.tokenise(text[position:start]), 0
-        yield chat.tokenise(text[start:end]), 1
+        yield chat.tokenize(text[position:start]), 0
+        yield chat.tokenize(text[start:end]), 1
         position = end
     if position == 0:
-        raise UserError(f"{example.where}: the chat template's {{% generation %}} marks nothing in this chat")
+        raise RowError(f"{example.where}: the chat template's {{% generation %}} marks nothing in this chat")
     if not text[:position].endswith(chat.controls):
         yield [_end_id(tokenizer)], 1
 
 
-def _spans(chat: Chat, turns: list[int], example: Example) -> tuple[str, list[tuple[int, int]]]:
-    """(text, span of each of `turns`), found as what each turn adds to the text before it."""
-    text, spans = chat.render(), []
-    for turn in turns:
-        before = chat.render(turn, generation_prompt=True)
-        after = chat.render(turn + 1)
+def _spans(chat: ChatRenderer, turns: list[int], example: Example) -> tuple[str, list[tuple[int, int]]]:
+    """Return (text, span of each of `turns`): the text that each turn adds to the text before it."""
+    cuts = [cut for turn in turns for cut in ((turn, True), (turn + 1, False))]
+    text, *rest = chat.render_cuts([(None, False), *cuts])
+    spans = []
+    for turn, before, after in zip(turns, rest[::2], rest[1::2], strict=True):
         if not (text.startswith(after) and after.startswith(before)):
-            raise UserError(
-                f"{example.where}: the chat template writes message {turn} in another way once its answer or "
-                "more turns follow, so what the policy writes cannot be told apart. Mark it in the template "
+            raise RowError(
+                f"{example.where}: the chat template renders message {turn} in another way once its answer "
+                "or more turns follow, so the policy's text cannot be located. Mark it in the template "
                 "with {% generation %} (--data.chat.chat_template FILE), or try --data.chat.loss last"
             )
         spans.append((len(before), len(after)))
@@ -170,7 +256,7 @@ def _spans(chat: Chat, turns: list[int], example: Example) -> tuple[str, list[tu
 def _with_ends(
     text: str, spans: list[tuple[int, int]], controls: tuple[str, ...]
 ) -> Iterator[tuple[int, int]]:
-    """Each span up to its end token: without the template's newline after it, with the token just past it."""
+    """Yield each span up to its end token: without a newline after it, with a token that is just past it."""
     tail = text[spans[-1][1] :] if spans else ""  # no turn follows the last: a control token there ends it
     end_token = next((token for token in controls if tail.startswith(token)), None)
     for start, end in spans:
@@ -183,43 +269,40 @@ def _with_ends(
             yield start, end
 
 
-def _plain_ids(tokenizer: Any, example: Example, config: ChatConfig) -> list[int]:
-    """Ids of a prompt without a template; [] or the start token where the text is empty."""
+def _plain_text(example: Example, config: ChatConfig) -> str:
+    """Return a prompt without a template."""
     text = example.text if example.messages is None else _joined(example)
     has_system = example.messages is not None and example.messages[0]["role"] == "system"
-    if config.system_prompt and not has_system:
-        text = f"{config.system_prompt}\n\n{text}"
+    return f"{config.system_prompt}\n\n{text}" if config.system_prompt and not has_system else text
+
+
+def _plain_ids(tokenizer: Any, example: Example, config: ChatConfig) -> list[int]:
+    """Return ids of a prompt without a template; [] or the start token where the text is empty."""
+    text = _plain_text(example, config)
     start = not (config.parse_control_tokens and text.startswith(tokenizer.bos_token or "\0"))
-    encode: Callable = functools.partial(tokenizer, add_special_tokens=start, verbose=False)
-    ids = list(encode(text, split_special_tokens=not config.parse_control_tokens)["input_ids"])
+    ids = token_ids(tokenizer, text, example.where, not config.parse_control_tokens, start)
     return ids[:-1] if ids and start and _appends_end(tokenizer) else ids
 
 
 def _appends_end(tokenizer: Any) -> bool:
-    """Whether the tokenizer puts its end token after every text, which no prompt may have."""
+    """Return whether the tokenizer puts its end token after every text, which no prompt may have."""
     ids = tokenizer("a", verbose=False)["input_ids"]
     return bool(ids) and ids[-1] == tokenizer.eos_token_id
 
 
 def _plain_target(tokenizer: Any, example: Example) -> list[int]:
     if example.response is None:
-        raise UserError(f"{example.where}: nothing to learn: the row has no completion, response or output")
-    return [*_literal_ids(tokenizer, example.response), _end_id(tokenizer)]
-
-
-def _literal_ids(tokenizer: Any, text: str) -> list[int]:
-    """Ids of text in which control tokens are text."""
-    encode = functools.partial(tokenizer, add_special_tokens=False, verbose=False)
-    return list(encode(text, split_special_tokens=True)["input_ids"]) if text else []
+        raise RowError(f"{example.where}: nothing to learn: the row has no completion, response or output")
+    return [*token_ids(tokenizer, example.response, example.where, literal=True), _end_id(tokenizer)]
 
 
 def _joined(example: Example) -> str:
-    """Contents of a chat of one question, without a template."""
+    """Return the contents of a chat of one question, without a template."""
     messages = list(example.messages)
     while messages[-1]["role"] == "assistant":
         messages.pop()
     if any(message["role"] == "assistant" for message in messages):
-        raise UserError(f"{example.where}: a chat of several turns needs a template: --data.chat.render chat")
+        raise RowError(f"{example.where}: a chat of several turns needs a template: --data.chat.render chat")
     return "\n\n".join(message["content"] for message in messages)
 
 

@@ -1,203 +1,167 @@
 """Files, folders and hub datasets as random-access rows that know their file and line.
 
-Text files are indexed once and read where they lie; Parquet and Arrow are memory-mapped.
+Text files are indexed once and read where they are; tables are in jaxrl_llm/data/tables.py. A damaged file
+gives the rows before the damage (and those after it, where the format tells where they begin) and a line
+that names it.
 """
 
 from __future__ import annotations
 
 import codecs
+import contextlib
 import csv
-import gzip
 import io
 import json
 import mmap
 import re
+import zlib
 from array import array
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.data.rows import SourceConfig
+from jaxrl_llm.data.config import SourceConfig
+from jaxrl_llm.data.rows import MAX_CHARACTERS, SURROGATE, Damage, RowError, RowFile, no_rows
+from jaxrl_llm.data.tables import arrow_file, hub_rows, parquet_file, saved_rows
 from jaxrl_llm.errors import UserError
 
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 SCHEMES = ("hub:", "task:", "gym:")
+MAX_LINE_BYTES = 4 * MAX_CHARACTERS  # bytes of one row of text
+UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+BLANK = b" \t\r\n" + codecs.BOM_UTF8
+NOT_UTF8 = "not UTF-8"
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The rows of one file or dataset."""
+def open_rows(config: SourceConfig) -> list[RowFile]:
+    """Return the rows of each file of a source.
 
-    size: int
-    get: Callable[[int], Any]  # raises ValueError where the row cannot be read
-    where: Callable[[int], str]  # "file.jsonl:12"
-
-
-def open_rows(config: SourceConfig) -> list[Rows]:
-    """Rows of each file of a source. Raises ValueError where there is nothing to read, with the fix."""
+    Raises:
+        UserError: there is nothing to read; says what would be.
+    """
     if config.path.startswith("hub:"):
         return [hub_rows(config)]
-    path = Path(config.path).expanduser()
-    if not path.exists():
-        raise UserError(
-            f"there is no file or folder {path}. Other sources are {', '.join(SCHEMES)} "
-            f"(a Hugging Face dataset is hub:{config.path})"
-        )
-    if path.is_file():
-        return [READERS[suffix(path)](path)] if suffix(path) in READERS else _unknown(path)
-    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-        return [saved_rows(path, config.split)]
-    return [READERS[suffix(file)](file) for file in folder_files(path, config)]
+    try:
+        path = Path(config.path).expanduser()
+        if path.is_file():
+            return [read_file(path)]
+        if not path.exists():
+            raise UserError(
+                f"there is no file or folder {path}. Other sources are {', '.join(SCHEMES)} "
+                f"(a Hugging Face dataset is hub:{config.path})"
+            )
+        if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+            return saved_rows(path, config.split)
+        return [read_file(file) for file in folder_files(path, config)]
+    except (OSError, RuntimeError) as error:  # permissions, a name that is too long, ~nobody
+        raise UserError(f"{config.path:.300} cannot be opened: {error!s:.300}") from error
 
 
-def suffix(path: Path) -> str:
-    """ ".jsonl" of "a.jsonl" and "a.jsonl.gz"."""
-    return Path(path.name.removesuffix(".gz")).suffix.lower()
+def read_file(path: Path) -> RowFile:
+    """Return the rows of one file. Raises UserError where its ending is unknown."""
+    if _suffix(path) not in READERS:
+        raise UserError(f"{path}: the ending {_suffix(path)!r} is unknown; read are {', '.join(READERS)}")
+    try:
+        return READERS[_suffix(path)](path)
+    except OSError as error:
+        return no_rows(path, f"{path} cannot be opened: {error.strerror}")
 
 
 def folder_files(path: Path, config: SourceConfig) -> list[Path]:
-    """The data files of a folder that belong to the split, sorted.
+    """Return the data files of a folder that belong to the split, sorted.
 
     A file belongs to a split if its name, or its sub-folder's, begins with it (train-00000-of-2.parquet).
     Where no file names a split, all belong.
     """
     root = path / config.subset if config.subset else path
     hidden = lambda file: any(part.startswith(".") for part in file.relative_to(root).parts)
-    files = sorted(file for file in root.rglob("*") if suffix(file) in READERS and file.is_file())
+    files = sorted(file for file in root.rglob("*") if _suffix(file) in READERS and file.is_file())
     files = [file for file in files if not hidden(file)]
     if not files:
         raise UserError(f"{root} holds no data file; read are {', '.join(READERS)} and saved datasets")
-    labels = {file: _label(file.relative_to(root)) for file in files}
+    labels = {file: _split_label(file.relative_to(root)) for file in files}
     if any(labels.values()):
-        found = sorted({label for label in labels.values() if label})
+        splits = sorted({label for label in labels.values() if label})
         files = [file for file in files if labels[file] == config.split]
         if not files:
-            raise UserError(f"{root} has no split {config.split!r}; it has {', '.join(found)}")
+            raise UserError(f"{root} has no split {config.split!r}; it has {', '.join(splits)}")
     folders = sorted({file.relative_to(root).parts[0] for file in files if file.parent != root})
-    folders = [folder for folder in folders if not _label(Path(folder)) and folder != "data"]
+    folders = [folder for folder in folders if not _split_label(Path(folder)) and folder != "data"]
     if len(folders) > 1:
         raise UserError(f"{root} holds several datasets; set subset to one of {', '.join(folders)}")
     return files
 
 
-def _label(path: Path) -> str | None:
-    """The split that a file's name or its folders' names begin with."""
-    for part in reversed(path.parts):
-        word = re.split(r"[^a-z]", part.lower(), maxsplit=1)[0]
-        if word in SPLITS:
-            return word
-    return None
-
-
-def json_lines(path: Path) -> Rows:
-    """One object a line; blank lines are passed over."""
-    data = _bytes(path)
+def json_lines(path: Path) -> RowFile:
+    """Read one object a line; blank lines are passed over."""
+    data, damage = _contents(path)
+    end_of_data = data.rfind(b"\n") + 1 if damage else len(data)  # the last line was cut
     starts, ends, numbers = array("q"), array("q"), array("q")
     position = number = 0
-    while position < len(data):
+    while position < end_of_data:
         end = data.find(b"\n", position)
-        end = len(data) if end < 0 else end
+        end = end_of_data if end < 0 else end
         number += 1
-        if data[position:end].strip():
+        if end - position > MAX_LINE_BYTES or data[position:end].strip(BLANK):
             starts.append(position)
             ends.append(end)
             numbers.append(number)
         position = end + 1
-    get = lambda i: _json(data[starts[i] : ends[i]], f"{path}:{numbers[i]}")
-    return Rows(len(starts), get, lambda i: f"{path}:{numbers[i]}")
+
+    def get(i: int) -> Any:
+        size, where = ends[i] - starts[i], f"{path}:{numbers[i]}"
+        if size > MAX_LINE_BYTES:
+            raise RowError(f"{where}: a line of {size:,} bytes, more than {MAX_LINE_BYTES:,}")
+        return _parse_json(data[starts[i] : ends[i]], where)
+
+    return RowFile(len(starts), get, lambda i: f"{path}:{numbers[i]}", _damage(path, number + 1, damage))
 
 
-def json_file(path: Path) -> Rows:
-    """A list of objects, an object with such a list under "data", or (often found) one object a line."""
-    data = bytes(_bytes(path)).removeprefix(codecs.BOM_UTF8).strip()
+def json_file(path: Path) -> RowFile:
+    """Read a list of objects, an object with such a list under "data", or (often met) one object a line."""
+    data, damage = _contents(path)
+    data = bytes(data).removeprefix(codecs.BOM_UTF8).strip()
     first, newline, _ = data.partition(b"\n")
     if newline and first.startswith(b"{") and first.rstrip().endswith(b"}"):
         return json_lines(path)
-    value = _json(data, str(path)) if data else []
+    text, clean = _decode(data)
+    try:
+        value = json.loads(text) if text else []
+    except (ValueError, RecursionError) as error:
+        rows, reason = _parse_list(text, error)
+        value, damage = rows, damage or reason
     rows = value.get("data", [value]) if isinstance(value, dict) else value
     if not isinstance(rows, list):
-        raise UserError(f"{path} must hold a list of objects, got {type(rows).__name__}")
-    return Rows(len(rows), rows.__getitem__, lambda i: f"{path}:{i + 1}")
+        return no_rows(path, f"{path} must hold a list of objects, got {type(rows).__name__}")
+    where = lambda i: f"{path}:{i + 1}"
+    get = lambda i: rows[i] if clean else _without_surrogates(rows[i], where(i))
+    return RowFile(len(rows), get, where, _damage(path, len(rows) + 1, damage))
 
 
-def csv_file(path: Path) -> Rows:
-    """A header, then one row a record; every value is text."""
-    text = bytes(_bytes(path)).decode("utf-8-sig", errors="surrogateescape")
-    csv.field_size_limit(1 << 30)
-    reader = csv.DictReader(io.StringIO(text, newline=""))
-    rows, numbers = [], []
-    for row in reader:
-        rows.append(row)
-        numbers.append(reader.line_num)
+def csv_file(path: Path) -> RowFile:
+    """Read a header, then one row a record; every value is text."""
+    data, damage = _contents(path)
+    text, clean = _decode(bytes(data[: data.rfind(b"\n") + 1] if damage else data))
+    records = list(_csv_records(text))
+    lines = [line for line, _ in records[1:]]
+    header = records[0][1] if records else []
+    where = lambda i: f"{path}:{lines[i]}"
+    if isinstance(header, str):
+        return no_rows(path, f"{path}:1: the header is damaged: {header}")
 
-    def get(i: int) -> dict:
-        if None in rows[i] or None in rows[i].values():
-            raise UserError(f"{path}:{numbers[i]}: not as many cells as the header has")
-        return rows[i]
+    def get(i: int) -> dict[str, str]:
+        cells = records[i + 1][1]
+        if isinstance(cells, str):
+            raise RowError(f"{where(i)}: not CSV: {cells}")
+        if len(cells) != len(header):
+            raise RowError(f"{where(i)}: not as many cells as the header has")
+        row = dict(zip(header, cells, strict=True))
+        return row if clean else _without_surrogates(row, where(i))
 
-    return Rows(len(rows), get, lambda i: f"{path}:{numbers[i]}")
-
-
-def parquet_file(path: Path) -> Rows:
-    import pyarrow.parquet
-
-    return _table_rows(path, lambda: pyarrow.parquet.read_table(path, memory_map=True))
-
-
-def arrow_file(path: Path) -> Rows:
-    """Arrow's file format, or its stream format (what the datasets library writes)."""
-    import pyarrow
-
-    def read():
-        mapped = pyarrow.memory_map(str(path))
-        is_file = mapped.read(6) == b"ARROW1"
-        mapped.seek(0)
-        return (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(mapped).read_all()
-
-    return _table_rows(path, read)
+    return RowFile(len(lines), get, where, _damage(path, lines[-1] + 1 if lines else 2, damage))
 
 
-def _table_rows(path: Path, read: Callable[[], Any]) -> Rows:
-    import pyarrow
-
-    try:
-        table = read()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} cannot be read as {suffix(path)[1:]}: {error}") from error
-    get = lambda i: table.slice(i, 1).to_pylist()[0]
-    return Rows(table.num_rows, get, lambda i: f"{path}:{i + 1}")
-
-
-def saved_rows(path: Path, split: str) -> Rows:
-    """What `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
-    import datasets
-
-    loaded = datasets.load_from_disk(str(path))
-    if isinstance(loaded, datasets.DatasetDict):
-        if split not in loaded:
-            raise UserError(f"{path} has no split {split!r}; it has {', '.join(loaded)}")
-        loaded = loaded[split]
-    return Rows(len(loaded), loaded.__getitem__, lambda i: f"{path}:{i + 1}")
-
-
-def hub_rows(config: SourceConfig) -> Rows:
-    """A dataset of the Hugging Face hub, from the local cache where it is there."""
-    import datasets
-
-    name = config.path.removeprefix("hub:")
-    try:
-        loaded = datasets.load_dataset(name, config.subset or None, split=config.split)
-    except Exception as error:  # network, cache, split and configuration errors of three libraries
-        raise UserError(
-            f"hub:{name} (subset {config.subset or 'none'}, split {config.split}) cannot be loaded: {error}. "
-            f"Without a network: run `hf download --repo-type dataset {name} --local-dir DIR` where there is "
-            "one, copy DIR here and give its path"
-        ) from error
-    return Rows(len(loaded), loaded.__getitem__, lambda i: f"{name}:{i + 1}")
-
-
-READERS: dict[str, Callable[[Path], Rows]] = {
+READERS: dict[str, Callable[[Path], RowFile]] = {
     ".jsonl": json_lines,
     ".ndjson": json_lines,
     ".json": json_file,
@@ -207,30 +171,131 @@ READERS: dict[str, Callable[[Path], Rows]] = {
 }
 
 
-def _unknown(path: Path):
-    raise UserError(f"{path}: the ending {suffix(path)!r} is unknown; read are {', '.join(READERS)}")
+def _suffix(path: Path) -> str:
+    """Return ".jsonl" of "a.jsonl" and "a.jsonl.gz"."""
+    return Path(path.name.removesuffix(".gz")).suffix.lower()
 
 
-def _bytes(path: Path) -> bytes | mmap.mmap:
-    """The file's bytes: mapped, or unpacked where it ends in .gz."""
+def _split_label(path: Path) -> str | None:
+    """Return the split that a file's name or its folders' names begin with."""
+    for part in reversed(path.parts):
+        word = re.split(r"[^a-z]", part.lower(), maxsplit=1)[0]
+        if word in SPLITS:
+            return word
+    return None
+
+
+def _damage(path: Path, line: int, reason: str) -> tuple[Damage, ...]:
+    return (Damage(f"{path}:{line}: {reason}"),) if reason else ()
+
+
+def _contents(path: Path) -> tuple[bytes | mmap.mmap, str]:
+    """Return (the file's bytes, mapped or unpacked where it ends in .gz; what is wrong after them)."""
     if path.suffix == ".gz":
-        try:
-            return gzip.decompress(path.read_bytes())
-        except (OSError, EOFError) as error:
-            raise UserError(f"{path} is not a whole gzip file: {error}") from error
-    if path.stat().st_size == 0:
-        return b""
+        data, damage = _unpack_gzip(path)
+    elif path.stat().st_size == 0:
+        return b"", ""
+    else:
+        with path.open("rb") as file:
+            data, damage = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), ""
+    if data[:2] in UTF16:
+        return b"", "the text is UTF-16: save it as UTF-8"
+    return data, damage
+
+
+def _unpack_gzip(path: Path) -> tuple[bytes, str]:
+    """Return (all that can be unpacked, what is wrong after it)."""
+    unpacked, stream = [], zlib.decompressobj(wbits=31)
+    started = False
     with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        while packed := file.read(1 << 18):
+            while packed:
+                if stream.eof:  # the next of several members, after padding
+                    packed = packed.lstrip(b"\0")
+                    stream, started = zlib.decompressobj(wbits=31), False
+                    continue
+                started, before = True, stream.copy()
+                try:
+                    unpacked.append(stream.decompress(packed))
+                except zlib.error as error:
+                    unpacked += _until_damage(before, packed)
+                    return b"".join(unpacked), f"the gzip data is damaged here or before: {error}"
+                packed = stream.unused_data
+    damage = "the gzip data ends too soon" if started and not stream.eof else ""
+    return b"".join(unpacked), damage
 
 
-def _json(data: bytes, where: str) -> Any:
+def _until_damage(stream: Any, packed: bytes) -> Iterator[bytes]:
+    """Yield what `packed` holds before the byte that cannot be unpacked."""
+    for i in range(len(packed)):
+        try:
+            yield stream.decompress(packed[i : i + 1])
+        except zlib.error:
+            return
+
+
+def _decode(data: bytes) -> tuple[str, bool]:
+    """Return (text, whether all of it is UTF-8); other bytes become lone surrogates."""
+    try:
+        return data.decode("utf-8-sig"), True
+    except UnicodeDecodeError:
+        return data.decode("utf-8-sig", errors="surrogateescape"), False
+
+
+def _without_surrogates(row: Any, where: str) -> Any:
+    """Return the row; raises RowError where bytes of it were not UTF-8."""
+    if SURROGATE.search(json.dumps(row, ensure_ascii=False, default=str)):
+        raise RowError(f"{where}: {NOT_UTF8}")
+    return row
+
+
+def _csv_records(text: str) -> Iterator[tuple[int, list[str] | str]]:
+    """Yield (number of its first line, cells or what is wrong) of each record; blank lines are passed over.
+
+    A stray quote swallows the lines up to the next one: reading goes on with the line after it.
+    """
+    csv.field_size_limit(MAX_CHARACTERS)
+    lines = io.StringIO(text, newline="").readlines()
+    start = 0
+    while start < len(lines):
+        reader = csv.reader((lines[i] for i in range(start, len(lines))), strict=True)
+        position = start
+        try:
+            for cells in reader:
+                if cells:
+                    yield position + 1, cells
+                position = start + reader.line_num
+            return
+        except csv.Error as error:
+            yield position + 1, str(error)
+            start = position + 1
+
+
+def _parse_json(data: bytes, where: str) -> Any:
     try:
         return json.loads(data.decode("utf-8-sig"))
-    except json.JSONDecodeError as error:
-        line = f" (line {error.lineno})" if error.lineno > 1 else ""
-        raise UserError(f"{where}: not JSON: {error.msg} at character {error.pos}{line}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not UTF-8 at byte {error.start}") from error
-    except RecursionError as error:
-        raise UserError(f"{where}: nested too deeply") from error
+        raise RowError(f"{where}: {NOT_UTF8} at byte {error.start}") from error
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"{where}: {_json_problem(error)}") from error
+
+
+def _json_problem(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        line = f" (line {error.lineno})" if error.lineno > 1 else ""
+        return f"not JSON: {error.msg} at character {error.pos}{line}"
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    return f"not JSON: {error}"
+
+
+def _parse_list(text: str, error: Exception) -> tuple[list[Any], str]:
+    """Return (the rows of a JSON list before its damage, what is wrong with the rest)."""
+    rows: list[Any] = []
+    decoder, skip = json.JSONDecoder(), re.compile(r"[\s,]*")
+    position = 1
+    with contextlib.suppress(ValueError, RecursionError):
+        while text.startswith("["):
+            row, position = decoder.raw_decode(text, skip.match(text, position).end())
+            rows.append(row)
+    return rows, _json_problem(error)

@@ -1,68 +1,54 @@
-"""Batches as a pure function of (seed, step): a resumed run needs no cursor.
+"""Batches as a pure function of (seed, position): a resumed run needs no cursor.
 
-The stream of a split is an endless list of places (source, row): each source shuffled anew every epoch, the
-sources interleaved in proportion to their weights. Step s of size n reads places s*n to s*n + n - 1.
+The stream of a split is an endless list of rows (source, row): each source shuffled anew every epoch, the
+sources interleaved in proportion to their weights. Step s of size n reads positions s*n to s*n + n - 1;
+prompts can also be read by position, for steps that use a varying number of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import grain
 import numpy as np
 
-from jaxrl_llm.data.chat import encode_prompt, encode_supervised
-from jaxrl_llm.data.preference import encode_steps, label_of, mismatched
-from jaxrl_llm.data.rows import Example, SourceConfig
-from jaxrl_llm.data.sources import BadRows, Source, open_source
-from jaxrl_llm.data.template import ChatConfig
+from jaxrl_llm.data.chat import (
+    Encoded,
+    encode_prompt,
+    encode_steps,
+    encode_supervised,
+    mismatched,
+    plain_text_warning,
+)
+from jaxrl_llm.data.config import GENERATED, DataConfig, SourceConfig
+from jaxrl_llm.data.preference import label_of
+from jaxrl_llm.data.rows import Example, RowError
+from jaxrl_llm.data.sources import ExampleSource, open_source
 from jaxrl_llm.errors import UserError
 
-MAX_DRAWS = 1000  # rows looked at for one that fits
-GENERATED = ("task:", "gym:")
-Supervised = tuple[np.ndarray, np.ndarray]
+MAX_ROWS_DRAWN = 1000  # rows tried for one that fits
+MAX_ROWS_CHECKED = 500  # rows of each source tried before a run
+log = logging.getLogger(__name__)
+RowIndex = tuple[int, int]
+"""(source, row)."""
+RowKind = Literal["prompts", "tokens", "teachers", "pairs", "labels", "steps"]
+"""The form in which an algorithm reads rows: prompts to answer, or one of `algos.data`."""
 
 
-@dataclass(frozen=True)
-class DataConfig:
-    """What to train and evaluate on."""
+class OverlongError(RowError):
+    """A row with more tokens than allowed."""
 
-    path: str = ""
-    """Train on this instead: takes the place of train.0.path, without its options and other sources."""
-    eval_path: str = ""
-    """Evaluate on this instead: as `path`, for evaluation (split test)."""
-    train: tuple[SourceConfig, ...] = (SourceConfig(),)
-    """Training sources, mixed by weight."""
-    eval: tuple[SourceConfig, ...] = ()
-    """Held-out sources; of generated ones the held-out part. None given: that of the training sources."""
-    chat: ChatConfig = field(default_factory=ChatConfig)
-    """Chat template and what is learned."""
-    shuffle: bool = True
-    """Shuffle every epoch anew; False: rows in order."""
-    overlong: Literal["filter", "cut", "fail"] = "filter"
-    """Prompts longer than max_prompt_tokens: draw another, cut, or stop with an error."""
-    cut_side: Literal["left", "right"] = "left"
-    """Which end of an over-long prompt is cut off."""
-    bad_rows: BadRows = "fail"
-    """Rows that cannot be read: skip and count, or stop with an error that lists them."""
-
-    def sources(self, split: Literal["train", "eval"]) -> tuple[SourceConfig, ...]:
-        """The sources of a split, with `path` and `eval_path` applied."""
-        first = dataclasses.replace(self.train[0] if self.train else SourceConfig(), options="")
-        train = (dataclasses.replace(first, path=self.path),) if self.path else self.train
-        if split == "train":
-            return train
-        if self.eval_path:
-            return (dataclasses.replace(first, path=self.eval_path, split="test"),)
-        chosen = self.eval or tuple(source for source in train if source.path.startswith(GENERATED))
-        return tuple(
-            dataclasses.replace(source, split="test") if source.path.startswith(GENERATED) else source
-            for source in chosen
+    def __init__(self, where: str, tokens: int, limit: int):
+        self.tokens = tokens
+        super().__init__(
+            f"{where}: {tokens} tokens, more than {limit}; "
+            "--data.overlong filter leaves such rows out, cut shortens them"
         )
 
 
@@ -72,7 +58,7 @@ class Prompt:
 
     example: Example
     ids: np.ndarray  # int32 [.]
-    index: int  # place in the stream of its split
+    index: int  # position in the stream of its split
 
 
 class Loader:
@@ -81,12 +67,12 @@ class Loader:
     Args:
       tokenizer: a transformers tokenizer.
       seed: of the order and of generated training problems; held-out problems are the same for every seed.
-      max_prompt_tokens: longest prompt; `config.overlong` says what becomes of longer ones.
+      max_prompt_tokens: longest prompt; `config.overlong` decides what becomes of longer ones.
       max_tokens: longest supervised example, prompt and response; None: no limit.
       columns: of every row that lacks them, such as the tools that the chat template shows.
 
     Raises:
-      ValueError: no source, no usable row, a bad row or an over-long prompt that was to be refused.
+      UserError: no source, no usable row, a bad row or an over-long prompt that was to be refused.
     """
 
     def __init__(
@@ -101,37 +87,47 @@ class Loader:
     ):
         self._config, self._tokenizer, self._seed = config, tokenizer, seed
         self._max_prompt_tokens, self._max_tokens = max_prompt_tokens, max_tokens
-        configs = config.sources(split)
-        self._sources = [open_source(c, seed if split == "train" else 0, config.bad_rows) for c in configs]
-        self._places = _stream(self._sources, configs, seed, config.shuffle) if configs else None
-        self._overlong: set[tuple[int, int]] = set()
+        self._configs = config.sources(split)
+        source_seed = seed if split == "train" else 0
+        self._sources = [open_source(source, source_seed, config.bad_rows) for source in self._configs]
+        self._stream = _stream(self._sources, self._configs, seed, config.shuffle) if self._sources else None
         self._columns = columns or {}
+        self._overlong: set[RowIndex] = set()
+        self._bad: set[RowIndex] = set()  # that cannot be rendered or tokenized
+
+    def prompts(self, start: int, count: int) -> list[Prompt]:
+        """Return the prompts at positions start to start + count - 1 of the stream.
+
+        Whatever was read before, the same positions give the same prompts: a run that uses a varying number
+        of prompts a step keeps the next position and loses none.
+        """
+        drawn = self._drawn(start, count, self._prompt)
+        return [Prompt(example, ids, start + i) for i, (example, ids) in enumerate(drawn)]
 
     def batch(self, step: int, size: int) -> list[Prompt]:
-        """The prompts of a step, whatever was read before."""
-        drawn = self._drawn(step, size, self._prompt)
-        return [Prompt(example, ids, step * size + i) for i, (example, ids) in enumerate(drawn)]
+        """Return the prompts of a step of constant size."""
+        return self.prompts(step * size, size)
 
-    def supervised_batch(self, step: int, size: int) -> list[Supervised]:
-        """(ids int32 [.], mask int8 [.]) of each supervised example of a step; mask 1 = learned."""
-        return [encoded for _, encoded in self._drawn(step, size, self._supervised)]
+    def supervised_batch(self, step: int, size: int) -> list[Encoded]:
+        """Return (ids int32 [.], mask int8 [.]) of each supervised example of a step; mask 1 = learned."""
+        return [encoded for _, encoded in self._drawn(step * size, size, self._supervised)]
 
     def teacher_batch(self, step: int, size: int) -> list[tuple[np.ndarray, np.ndarray, int]]:
-        """(ids, mask, number of the teacher) of each supervised example of a step."""
-        return [(*encoded, e.teacher) for e, encoded in self._drawn(step, size, self._supervised)]
+        """Return (ids, mask, index of the teacher) of each supervised example of a step."""
+        return [(*encoded, e.teacher) for e, encoded in self._drawn(step * size, size, self._supervised)]
 
-    def pair_batch(self, step: int, size: int) -> list[tuple[Supervised, Supervised, float]]:
-        """((ids, mask) of the chosen, (ids, mask) of the rejected, margin) of each pair of a step."""
-        return [(*encoded, e.margin) for e, encoded in self._drawn(step, size, self._pair)]
+    def pair_batch(self, step: int, size: int) -> list[tuple[Encoded, Encoded, float]]:
+        """Return ((ids, mask) of the chosen, (ids, mask) of the rejected, margin) of each pair of a step."""
+        return [(*encoded, e.margin) for e, encoded in self._drawn(step * size, size, self._pair)]
 
-    def label_batch(self, step: int, size: int) -> list[tuple[Supervised, Supervised, float]]:
-        """(response, mismatched, 1.0 = desirable) of the responses of `size` rows; a pair has two.
+    def label_batch(self, step: int, size: int) -> list[tuple[Encoded, Encoded, float]]:
+        """Return (response, mismatched, 1.0 = desirable) of the responses of `size` rows; a pair has two.
 
         Mismatched is the response's prompt with the response of the next row of the step.
         """
-        rows = [encoded for _, encoded in self._drawn(step, size, self._labelled)]
         if size < 2:
             raise UserError("KTO needs the response to another prompt: at least 2 rows a step")
+        rows = [encoded for _, encoded in self._drawn(step * size, size, self._labelled)]
         samples = [sample for row in rows for sample in row]
         firsts = np.cumsum([0] + [len(row) for row in rows[:-1]])
         other = [int(firsts[(i + 1) % size]) for i, row in enumerate(rows) for _ in row]
@@ -140,121 +136,195 @@ class Loader:
         return [(mine, theirs, label) for (mine, label), theirs in zip(samples, unlike, strict=True)]
 
     def step_batch(self, step: int, size: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """(ids, mask, labels float32) of each solution of a step; the token after a step has its label."""
-        return [encoded for _, encoded in self._drawn(step, size, self._steps)]
+        """Return (ids, mask, labels float32) of each solution; a label is at the token after its step."""
+        return [encoded for _, encoded in self._drawn(step * size, size, self._steps)]
 
     def eval_set(self, limit: int) -> list[Prompt]:
-        """At most `limit` prompts, spread evenly over the sources and over each source's rows.
+        """Return at most `limit` prompts, spread evenly over the sources and over each source's rows.
 
-        The same for every seed. Over-long prompts are left out, cut or refused.
+        The same for every seed. Over-long prompts are left out, cut or refused, bad rows skipped or refused.
+        Fewer than `limit` are reported by a warning.
         """
         prompts: list[Prompt] = []
         for k, source in enumerate(self._sources):
             share = limit // len(self._sources) + (k < limit % len(self._sources))
-            count = min(share, len(source))
-            for i in range(count):
-                row = i * len(source) // count
-                example = self._read(source, row)
-                ids = self._prompt(example, (k, row))
-                if ids is not None:
-                    prompts.append(Prompt(example, ids, len(prompts)))
+            for row in _spread(len(source), share):
+                if tried := self._try((k, row), self._prompt):
+                    prompts.append(Prompt(*tried, len(prompts)))
+        if self._sources and len(prompts) < limit:
+            log.warning("--eval.prompts %d: %s", limit, self._eval_note(f"{len(prompts)} prompts"))
         return prompts
 
+    def eval_rows(self, limit: int) -> int:
+        """Return how many rows to evaluate on where the loss is measured: at most `limit`, none twice."""
+        rows = self.stats()["rows"]
+        if rows < limit:
+            log.warning("--eval.prompts %d: %s", limit, self._eval_note(f"{rows} rows"))
+        return min(rows, limit)
+
+    def check_first_rows(self, kind: RowKind = "prompts") -> list[Example]:
+        """Try rows of each source, as training will read them, until one fits; return these rows.
+
+        Cheap enough to be called before models are loaded: one row of each source is rendered and tokenized
+        where the first one fits, `MAX_ROWS_CHECKED` where none does. Warns of plain text for a chat model.
+
+        Raises:
+          UserError: a source has no row that fits, with the reason and the fix; or a row that
+            `bad_rows` or `overlong` "fail" refuses.
+        """
+        encode = {
+            "prompts": self._prompt,
+            "tokens": self._supervised,
+            "teachers": self._supervised,
+            "pairs": self._pair,
+            "labels": self._labelled,
+            "steps": self._steps,
+        }[kind]
+        fitting = []
+        for k, source in enumerate(self._sources):
+            reasons: list[RowError] = []
+            rows = list(_spread(len(source), MAX_ROWS_CHECKED))
+            tried = next(filter(None, (self._try((k, row), encode, reasons) for row in rows)), None)
+            if tried is None:
+                raise self._nothing_fits(k, reasons, kind)
+            fitting.append(tried[0])
+        if warning := plain_text_warning(self._tokenizer, fitting, self._config.chat):
+            log.warning("%s", warning)
+        return fitting
+
     def stats(self) -> dict[str, int]:
-        """Counts: rows, bad_rows (skipped), overlong (different rows met so far)."""
+        """Return counts of rows: good ones, bad_rows (skipped) and overlong.
+
+        Rows that cannot be rendered or tokenized and overlong ones are counted when they are first drawn.
+        """
         return {
             "rows": sum(len(source) for source in self._sources),
-            "bad_rows": sum(source.num_bad for source in self._sources),
+            "bad_rows": sum(source.num_bad for source in self._sources) + len(self._bad),
             "overlong": len(self._overlong),
         }
 
-    def _drawn(self, step: int, size: int, encode: Callable) -> list[tuple[Example, Any]]:
-        """The examples of a step, each with what `encode` makes of it."""
-        return [self._draw(position, encode) for position in range(step * size, (step + 1) * size)]
+    def _drawn(self, start: int, count: int, encode: Callable) -> list[tuple[Example, Any]]:
+        """Return the examples from a position on, each with what `encode` makes of it."""
+        return [self._draw(position, encode) for position in range(start, start + count)]
 
     def _draw(self, position: int, encode: Callable) -> tuple[Example, Any]:
-        """The example at a place of the stream; a row that does not fit is replaced by a random one.
+        """Return the example at a position of the stream; a random one of its source where it does not fit.
 
         The replacement is drawn by (seed, position), uniformly over the source, so that no row is
         favoured and nothing depends on what was read before.
         """
-        if self._places is None:
+        if self._stream is None:
             raise UserError("this split has no source: give --data.eval_path FILE")
-        k, row = self._places[position]
-        source = self._sources[k]
+        k, row = self._stream[position]
+        size, reasons = len(self._sources[k]), []
         rng = np.random.default_rng([self._seed, position])
-        for _ in range(MAX_DRAWS):
-            example = self._read(source, row)
-            encoded = encode(example, (k, row))
-            if encoded is not None:
-                return example, encoded
-            row = int(rng.integers(len(source))) if self._config.shuffle else (row + 1) % len(source)
-        raise UserError(
-            f"{example.where}: of {MAX_DRAWS} rows tried none fits max_prompt_tokens "
-            f"{self._max_prompt_tokens} (max_tokens {self._max_tokens}); raise it, or --data.overlong cut"
-        )
+        for _ in range(MAX_ROWS_DRAWN):
+            if tried := self._try((k, row), encode, reasons):
+                return tried
+            row = int(rng.integers(size)) if self._config.shuffle else (row + 1) % size
+        raise self._nothing_fits(k, reasons, "prompts" if encode == self._prompt else "tokens")
 
-    def _read(self, source: Source, row: int) -> Example:
-        example = source[row]
+    def _try(
+        self, index: RowIndex, encode: Callable, reasons: list[RowError] | None = None
+    ) -> tuple[Example, Any] | None:
+        """Return a row and what `encode` makes of it; None, with the reason, where it is left out."""
+        reasons = [] if reasons is None else reasons
+        try:
+            example = self._read(index)
+            return example, encode(example, index)
+        except OverlongError as error:
+            self._overlong.add(index)
+            if self._config.overlong == "fail":
+                raise
+            reasons.append(error)
+        except RowError as error:
+            self._bad.add(index)
+            if self._config.bad_rows == "fail":
+                raise
+            reasons.append(error)
+        return None
+
+    def _read(self, index: RowIndex) -> Example:
+        example = self._sources[index[0]][index[1]]
         if not self._columns:
             return example
         return dataclasses.replace(example, columns={**self._columns, **example.columns})
 
-    def _prompt(self, example: Example, place: tuple[int, int]) -> np.ndarray | None:
-        """Prompt ids within the limit, or None."""
+    def _prompt(self, example: Example, index: RowIndex) -> np.ndarray:
+        """Return prompt ids within the limit."""
         ids = encode_prompt(self._tokenizer, example, self._config.chat)
-        return self._fit(ids, self._max_prompt_tokens, example, place)
+        return self._fit(ids, self._max_prompt_tokens, example, index)
 
-    def _supervised(self, example: Example, place: tuple[int, int]) -> Supervised | None:
-        """(ids, mask) within the limit and with something left to learn, or None."""
-        encoded = np.stack(encode_supervised(self._tokenizer, example, self._config.chat))
-        limit = self._max_tokens or encoded.shape[1]
-        fitted = self._fit(encoded, limit, example, place)
-        if fitted is None or not fitted[1].any():
-            return None
-        return fitted[0], fitted[1].astype(np.int8)
+    def _supervised(self, example: Example, index: RowIndex) -> Encoded:
+        """Return (ids, mask) within the limit and with something left to learn."""
+        ids, mask = self._fit_learned(encode_supervised, example, index)
+        return ids, mask.astype(np.int8)
 
-    def _pair(self, example: Example, place: tuple[int, int]) -> tuple[Supervised, Supervised] | None:
-        """Chosen and rejected, or None where either does not fit."""
+    def _pair(self, example: Example, index: RowIndex) -> tuple[Encoded, Encoded]:
+        """Return the chosen and the rejected response within the limit."""
         if example.rejected is None:
-            raise UserError(f"{example.where}: not a pair: a row needs chosen and rejected responses")
-        sides = [self._supervised(side, place) for side in (example, example.rejected)]
-        return None if any(side is None for side in sides) else tuple(sides)
+            raise RowError(f"{example.where}: not a pair: a row needs chosen and rejected responses")
+        return self._supervised(example, index), self._supervised(example.rejected, index)
 
-    def _labelled(self, example: Example, place: tuple[int, int]) -> list[tuple[Supervised, float]] | None:
-        """The responses of a row, each with its label; None where one does not fit."""
-        if example.rejected is not None:
-            pair = self._pair(example, place)
-            return pair and [(pair[0], 1.0), (pair[1], 0.0)]
-        label, encoded = label_of(example), self._supervised(example, place)
-        return None if encoded is None else [(encoded, label)]
+    def _labelled(self, example: Example, index: RowIndex) -> list[tuple[Encoded, float]]:
+        """Return the responses of a row within the limit, each with its label."""
+        if example.rejected is None:
+            return [(self._supervised(example, index), label_of(example))]
+        chosen, rejected = self._pair(example, index)
+        return [(chosen, 1.0), (rejected, 0.0)]
 
-    def _steps(self, example: Example, place: tuple[int, int]) -> tuple[np.ndarray, ...] | None:
-        """(ids, mask, labels) within the limit and with a step left, or None."""
-        encoded = np.stack(encode_steps(self._tokenizer, example, self._config.chat))
-        fitted = self._fit(encoded, self._max_tokens or encoded.shape[1], example, place)
-        if fitted is None or not fitted[1].any():
-            return None
-        return fitted[0].astype(np.int32), fitted[1].astype(np.int8), fitted[2].astype(np.float32)
+    def _steps(self, example: Example, index: RowIndex) -> tuple[np.ndarray, ...]:
+        """Return (ids, mask, labels) within the limit and with a step left."""
+        ids, mask, labels = self._fit_learned(encode_steps, example, index)
+        return ids.astype(np.int32), mask.astype(np.int8), labels.astype(np.float32)
 
-    def _fit(
-        self, ids: np.ndarray, limit: int, example: Example, place: tuple[int, int]
-    ) -> np.ndarray | None:
-        """`ids` [..., .] with at most `limit` tokens, or None: not to be used."""
+    def _fit_learned(self, encode: Callable, example: Example, index: RowIndex) -> np.ndarray:
+        """Return arrays of a supervised example, stacked, within the limit; the second is the mask."""
+        encoded = np.stack(encode(self._tokenizer, example, self._config.chat))
+        tokens = encoded.shape[1]
+        fitted = self._fit(encoded, self._max_tokens or tokens, example, index)
+        if not fitted[1].any():
+            if fitted.shape == encoded.shape:
+                raise RowError(f"{example.where}: nothing to learn: the target has no tokens")
+            raise OverlongError(example.where, tokens, fitted.shape[1])  # all that is learned was cut off
+        return fitted
+
+    def _fit(self, ids: np.ndarray, limit: int, example: Example, index: RowIndex) -> np.ndarray:
+        """Return `ids` [..., .] with at most `limit` tokens. Raises OverlongError unless they may be cut."""
         if ids.shape[-1] <= limit:
             return ids
-        self._overlong.add(place)
-        if self._config.overlong == "fail":
-            raise UserError(
-                f"{example.where}: {ids.shape[-1]} tokens, more than {limit}; "
-                "--data.overlong filter leaves such rows out, cut shortens them"
-            )
-        if self._config.overlong == "filter":
-            return None
+        if self._config.overlong != "cut":
+            raise OverlongError(example.where, ids.shape[-1], limit)
+        self._overlong.add(index)
         return ids[..., -limit:] if self._config.cut_side == "left" else ids[..., :limit]
 
+    def _nothing_fits(self, k: int, reasons: list[RowError], kind: RowKind) -> UserError:
+        """Return the error of a source of which no row can be used."""
+        reasons = list({str(reason): reason for reason in reasons}.values())  # rows are drawn repeatedly
+        lengths = [reason.tokens for reason in reasons if isinstance(reason, OverlongError)]
+        bad = [reason for reason in reasons if not isinstance(reason, OverlongError)]
+        all_rows = "" if len(reasons) >= len(self._sources[k]) else " tried"
+        head = f"{self._configs[k].path}: 0 of {len(reasons)} rows{all_rows}"
+        if not lengths:
+            return UserError(f"{head} can be used; the last: {bad[-1]}")
+        also_bad = f" {len(bad)} more cannot be used; the last: {bad[-1]}" if bad else ""
+        if kind == "prompts":
+            limit = self._max_prompt_tokens
+            fit = f"--max_prompt_tokens {limit}; the shortest prompt has {min(lengths)} tokens"
+            fix = f"--max_prompt_tokens {min(lengths)}"
+        else:
+            both = "--max_prompt_tokens and --max_response_tokens"
+            fit = f"the {self._max_tokens} tokens of {both}; the shortest has {min(lengths)}"
+            fix = f"them to {min(lengths)} together"
+        return UserError(f"{head} fit {fit}. Set {fix} or more, or --data.overlong cut.{also_bad}")
 
-class Places:
+    def _eval_note(self, used: str) -> str:
+        counts = self.stats()
+        left_out = f"{counts['overlong']:,} of those read too long, {counts['bad_rows']:,} bad"
+        return f"{used} are used; the held-out data has {counts['rows']:,} rows, {left_out}"
+
+
+class EpochOrder:
     """Endless rows of source number `k`: epochs in order, or each in a new order.
 
     grain's own shuffle walks a cycle of 2^16 to find an index, which takes 20 ms a row where rows are few.
@@ -268,19 +338,25 @@ class Places:
     def __len__(self) -> int:
         return sys.maxsize
 
-    def __getitem__(self, position: int) -> tuple[int, int]:
+    def __getitem__(self, position: int) -> RowIndex:
         epoch, row = divmod(position, self._num_rows)
         return self._k, int(self._order(epoch)[row]) if self._shuffle else row
 
 
+def _spread(size: int, count: int) -> Iterator[int]:
+    """Yield at most `count` different rows of `size`, evenly spread."""
+    count = min(count, size)
+    return (i * size // count for i in range(count))
+
+
 def _stream(
-    sources: list[Source], configs: tuple[SourceConfig, ...], seed: int, shuffle: bool
+    sources: list[ExampleSource], configs: tuple[SourceConfig, ...], seed: int, shuffle: bool
 ) -> grain.MapDataset:
-    """Endless random-access (source, row), the sources interleaved in proportion to their weights."""
+    """Return endless random-access (source, row), the sources interleaved in proportion to their weights."""
     streams = []
     for k, (source, config) in enumerate(zip(sources, configs, strict=True)):
-        if config.weight <= 0:
-            raise UserError(f"{config.path}: weight must be more than 0, got {config.weight}")
         random_already = config.path.startswith(GENERATED)
-        streams.append(grain.MapDataset.source(Places(k, len(source), seed, shuffle and not random_already)))
+        streams.append(
+            grain.MapDataset.source(EpochOrder(k, len(source), seed, shuffle and not random_already))
+        )
     return grain.MapDataset.mix(streams, weights=[config.weight for config in configs])

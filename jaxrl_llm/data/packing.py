@@ -1,4 +1,4 @@
-"""Variable-length sequences into rows of one length, rows into micro-batches of one shape (host, numpy)."""
+"""Packing of sequences into rows of one length, and of rows into micro-batches of one shape (host, numpy)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.structs import Batch, Trajectory
+from jaxrl_llm.structs import SIGNALS, Batch, Trajectory
 
-# Optional per-token inputs of a Batch that the host provides.
-SIGNALS = ("advantages", "rollout", "old", "reference", "values", "returns", "labels")
+IN_LOSS = tuple(signal.name for signal in SIGNALS if signal.in_loss)
 
 
 @dataclass
@@ -21,13 +20,15 @@ class PackItem:
 
     tokens: np.ndarray  # int32 [t]
     mask: np.ndarray  # [t], 1 = this token is trained on
-    signals: dict[str, np.ndarray] = field(default_factory=dict)  # name in SIGNALS -> float32 [t]
+    signals: dict[str, np.ndarray] = field(
+        default_factory=dict
+    )  # by the name in structs.SIGNALS, float32 [t]
 
 
 def from_trajectory(trajectory: Trajectory) -> PackItem:
-    """Prompt and response end to end; the prompt is context (mask 0)."""
-    lead = np.zeros(len(trajectory.prompt_ids), np.float32)
-    on_response = lambda x: np.concatenate([lead, np.asarray(x, np.float32)])
+    """Return prompt and response end to end as one item; the prompt is context (mask 0)."""
+    prompt = np.zeros(len(trajectory.prompt_ids), np.float32)
+    on_response = lambda x: np.concatenate([prompt, np.asarray(x, np.float32)])
     return PackItem(
         tokens=np.concatenate([trajectory.prompt_ids, trajectory.response_ids]).astype(np.int32),
         mask=on_response(trajectory.mask),
@@ -35,51 +36,57 @@ def from_trajectory(trajectory: Trajectory) -> PackItem:
     )
 
 
-def counts(sequences: Sequence[PackItem]) -> tuple[float, float]:
-    """(trained tokens, sequences with any): the global denominators; at least 1 each."""
+def counts(sequences: Sequence[PackItem], group_size: int = 1) -> tuple[float, float]:
+    """Return (trained tokens, sequences with any): the global denominators; at least 1 each.
+
+    Args:
+        group_size: consecutive sequences that are compared; a group in which one has no trained token is not
+            counted, as a pair with an empty side is no pair.
+    """
     trained = [float(s.mask[1:].sum()) for s in sequences]
-    return max(sum(trained), 1.0), max(float(sum(t > 0 for t in trained)), 1.0)
+    groups = [trained[i : i + group_size] for i in range(0, len(trained), group_size)]
+    return max(sum(trained), 1.0), max(float(group_size * sum(min(group) > 0 for group in groups)), 1.0)
 
 
 def pack(sequences: Sequence[PackItem], row_length: int, rows: int, group_size: int = 1) -> list[Batch]:
-    """First-fit decreasing into rows of `row_length`, `rows` rows a micro-batch, the last one padded.
+    """Pack by first-fit decreasing into rows of `row_length`, `rows` rows a micro-batch, the last one padded.
 
-    Rows are dealt to micro-batches longest first, and nothing depends on anything but the lengths, so the
-    same sequences always pack the same way.
+    Rows are assigned to micro-batches longest first. The packing depends on the lengths alone, so the same
+    sequences always pack the same way.
 
     Args:
         group_size: consecutive sequences that stay side by side in one row (2 = a pair).
 
     Raises:
-        ValueError: a group longer than a row.
+        UserError: a group longer than a row.
     """
     packed = arrange(sequences, row_length, group_size)
     batches = []
     for start in range(0, len(packed), rows):
-        batches.append(_lay_out(sequences, packed[start : start + rows], row_length, rows))
+        batches.append(_fill_rows(sequences, packed[start : start + rows], row_length, rows))
     return batches
 
 
 def unpack(
     values: Sequence[np.ndarray], sequences: Sequence[PackItem], row_length: int, group_size: int = 1
 ) -> list[np.ndarray]:
-    """The inverse for what was computed from the batches of `pack`: [B, T] of each -> [t] of each sequence.
+    """Return per-token outputs of the batches of `pack`, [B, T] each, as one array [t] for each sequence.
 
-    Aligned with the tokens of the sequence again: place t speaks of token t; the first reads 0.
+    They are aligned with the tokens of the sequence again: index t belongs to token t; the first is 0.
     """
-    found: list[np.ndarray] = [np.zeros(0)] * len(sequences)
+    outputs: list[np.ndarray] = [np.zeros(0)] * len(sequences)
     rows = itertools.chain.from_iterable(values)
     for members, row in zip(arrange(sequences, row_length, group_size), rows, strict=False):
         start = 0
         for index in members:
             end = start + len(sequences[index].tokens)
-            found[index] = np.concatenate([np.zeros(1, row.dtype), row[start : end - 1]])
+            outputs[index] = np.concatenate([np.zeros(1, row.dtype), row[start : end - 1]])
             start = end
-    return found
+    return outputs
 
 
 def arrange(sequences: Sequence[PackItem], row_length: int, group_size: int = 1) -> list[list[int]]:
-    """Rows, each the indices of the sequences it holds, groups complete and in their order."""
+    """Return rows as lists of the indices of their sequences, groups complete and in their order."""
     lengths = [len(s.tokens) for s in sequences]
     rows = first_fit(
         [sum(lengths[i : i + group_size]) for i in range(0, len(lengths), group_size)], row_length
@@ -88,7 +95,7 @@ def arrange(sequences: Sequence[PackItem], row_length: int, group_size: int = 1)
 
 
 def first_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
-    """Rows, each the indices of the sequences it holds: first-fit over decreasing lengths."""
+    """Return rows as lists of the indices of their sequences, by first-fit over decreasing lengths."""
     rows: list[list[int]] = []
     free: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -98,7 +105,7 @@ def first_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
                 f"a sequence of {length} tokens does not fit a row of {row_length}; raise "
                 "--max_prompt_tokens or --max_response_tokens, or filter it (--data.overlong filter)"
             )
-        row = next((r for r, room in enumerate(free) if room >= length), None)
+        row = next((r for r, tokens in enumerate(free) if tokens >= length), None)
         if row is None:
             row = len(rows)
             rows.append([])
@@ -109,7 +116,7 @@ def first_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
 
 
 def empty_batch(rows: int, row_length: int, signals: Sequence[str] = ()) -> Batch:
-    """A micro-batch of nothing but padding."""
+    """Return a micro-batch of padding alone."""
     zeros = lambda dtype: np.zeros((rows, row_length), dtype)
     return Batch(
         tokens=zeros(np.int32),
@@ -122,8 +129,8 @@ def empty_batch(rows: int, row_length: int, signals: Sequence[str] = ()) -> Batc
     )
 
 
-def _lay_out(sequences, packed: list[list[int]], row_length: int, rows: int) -> Batch:
-    names = tuple(name for name in SIGNALS if name in sequences[0].signals)
+def _fill_rows(sequences: Sequence[PackItem], packed: list[list[int]], row_length: int, rows: int) -> Batch:
+    names = tuple(name for name in IN_LOSS if name in sequences[0].signals)
     batch = empty_batch(rows, row_length, names)
     for row, members in enumerate(packed):
         start = 0

@@ -1,63 +1,90 @@
-"""Pairs, labels and steps: from rows to examples, from examples to tokens. No jax here.
+"""Rows of pairs, labels, steps, judgements and scores as `Example`s; `read_example` reads a row of any shape.
 
 chosen, rejected [, margin]                       messages, or text beside a prompt (TRL, RL2, OpenRLHF)
 prompt, completion, label                         KTO: true or false, 1 or 0
 prompt, completions [...], labels [...]           steps of a solution (TRL); labels in [0, 1]
 input, label with a mark after each step          steps (Math-Shepherd, OpenRLHF); label a list or +/-
+
+Settings of the source turn them into judgements to imitate, for a language model as reward model
+(arXiv 2306.05685; 2408.15240), or put a score at the end of the prompt (conditional SFT like SteerLM's,
+arXiv 2310.05344).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.data.chat import encode_prompt
+from jaxrl_llm.data.config import SourceConfig
 from jaxrl_llm.data.rows import (
     PROMPT_KEYS,
-    SHAREGPT_ROLES,
     Example,
-    SourceConfig,
+    RowError,
+    check_row,
     check_text,
-    kind,
+    column_names,
+    first_column,
     lookup,
-    names,
-    normalise,
+    read_prompt_row,
+    role_of,
+    type_name,
 )
-from jaxrl_llm.data.template import ChatConfig
-from jaxrl_llm.errors import UserError
 
-Encoded = tuple[np.ndarray, np.ndarray]  # ids int32 [.], mask int8 [.] with 1 = learned
 LABEL_KEYS = ("labels", "label", "values", "value")
 SIGNS = {"+": 1.0, "-": 0.0}
+JUDGEMENT = "judgement"
+"""Data source of judgements; `jaxrl_llm.rewards` scores them by this name."""
+ASK_ONE = "Question:\n{question}\n\nAnswer:\n{answer}\n\nIs the answer right? Reply with Yes or No."
+ASK_TWO = (
+    "Question:\n{question}\n\nAnswer A:\n{a}\n\nAnswer B:\n{b}\n\nWhich answer is better? Reply with A or B."
+)
+
+
+def read_example(row: Any, where: str, config: SourceConfig) -> Example:
+    """Return a row of any known shape as an `Example`, as its source's settings say.
+
+    Raises:
+      RowError: the row is none of the known shapes, lacks a column, or a column has the wrong type.
+    """
+    check_row(row, where)
+    if has_pair(row, config):
+        example = read_pair(row, where, config)
+    elif has_steps(row, config):
+        example = read_steps(row, where, config)
+    else:
+        example = read_prompt_row(row, where, config)
+    if config.judge:
+        example = judgement(example)
+    return _with_score(example, row, config) if config.score_key else example
 
 
 def has_pair(row: dict, config: SourceConfig) -> bool:
-    """Whether a row holds a chosen and a rejected response, or is said to."""
+    """Return whether a row holds a chosen and a rejected response, or its source says so."""
     chosen, rejected = _pair(row, config)
     return bool(config.rejected_key) or (chosen is not None and rejected is not None)
 
 
 def read_pair(row: dict, where: str, config: SourceConfig) -> Example:
-    """The chosen response as an example to imitate, with the rejected one in `rejected`.
+    """Return the chosen response as an example to imitate, with the rejected one in `rejected`.
 
-    What both have in common at their beginning is the prompt where there is no other: messages, or text up
-    to the last white space before they differ.
+    The beginning that both have in common is the prompt where there is no other: messages, or text up to the
+    last white space before they differ.
     """
     chosen, rejected = _pair(row, config)
     if chosen is None or rejected is None:
-        wanted = " and ".join(_pair_keys(config))
-        raise UserError(f"{where}: a pair needs {wanted}: the columns are {names(row)}")
+        keys = " and ".join(_pair_keys(config))
+        raise RowError(f"{where}: a pair needs {keys}: the columns are {column_names(row)}")
     if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
-        raise UserError(
-            f"{where}: chosen and rejected must both be text or both messages, got {kind(chosen)} and "
-            f"{kind(rejected)}"
+        raise RowError(
+            f"{where}: chosen and rejected must both be text or both messages, got {type_name(chosen)} and "
+            f"{type_name(rejected)}"
         )
     if chosen == rejected:
-        raise UserError(f"{where}: chosen and rejected are the same")
+        raise RowError(f"{where}: chosen and rejected are the same")
     others = {key: value for key, value in row.items() if key not in _pair_keys(config)}
     if isinstance(chosen, list) and (shared := _shared_messages(chosen, rejected)):
         others = {**{k: v for k, v in others.items() if k not in PROMPT_KEYS}, "messages": chosen[:shared]}
@@ -70,24 +97,24 @@ def read_pair(row: dict, where: str, config: SourceConfig) -> Example:
     config = dataclasses.replace(config, response_key="completion", rejected_key="")
     sides = []
     for name, response in (("chosen", chosen), ("rejected", rejected)):
-        side = normalise({**others, "completion": response}, where, config)
+        side = read_prompt_row({**others, "completion": response}, where, config)
         if side.response is None and not (side.messages and side.messages[-1]["role"] == "assistant"):
-            raise UserError(f"{where}: the {name} response is empty")
+            raise RowError(f"{where}: the {name} response is empty")
         sides.append(side)
     return dataclasses.replace(sides[0], rejected=sides[1], margin=_margin(row, where))
 
 
 def has_steps(row: dict, config: SourceConfig) -> bool:
-    """Whether a row is a solution in steps, or is said to be."""
+    """Return whether a row is a solution in steps, or its source says so."""
     return bool(config.step_mark) or (isinstance(row.get("completions"), list) and "labels" in row)
 
 
 def read_steps(row: dict, where: str, config: SourceConfig) -> Example:
-    """A solution in steps. With a mark the question belongs to the first step's text."""
+    """Return a solution in steps. With a mark the question belongs to the first step's text."""
     keys = (config.answer_key,) if config.answer_key else LABEL_KEYS
-    labels = next((found for key in keys if (found := lookup(row, key)) is not None), None)
+    labels = first_column(row, keys)
     if labels is None:
-        raise UserError(f"{where}: steps need one of {', '.join(keys)}: the columns are {names(row)}")
+        raise RowError(f"{where}: steps need one of {', '.join(keys)}: the columns are {column_names(row)}")
     if config.step_mark:
         text = _prompt(row, config)
         check_text(text, f"{where}: the solution")
@@ -99,67 +126,113 @@ def read_steps(row: dict, where: str, config: SourceConfig) -> Example:
             check_text(step, f"{where}: completions[{i}]")
         texts = [t if t.endswith("\n") or i == len(texts) - 1 else t + "\n" for i, t in enumerate(texts)]
         config = dataclasses.replace(config, answer_key="")
-        example = normalise(row, where, config)
+        example = read_prompt_row(row, where, config)
     if isinstance(labels, str):
         labels = _signs(texts, labels, where)
+    if not isinstance(labels, list):
+        raise RowError(f"{where}: the labels of steps must be a list, got {type_name(labels)}")
     if not texts or len(labels) != len(texts):
-        raise UserError(f"{where}: {len(texts)} steps and {len(labels)} labels: each step needs one")
+        raise RowError(f"{where}: {len(texts)} steps and {len(labels)} labels: each step needs one")
     steps = zip(texts, [to_label(label, where, soft=True) for label in labels], strict=True)
     return dataclasses.replace(example, steps=tuple(steps))
 
 
 def to_label(value: Any, where: str, soft: bool = False) -> float:
-    """1.0 or 0.0 of true, false, 1, 0, "+", "-"; any number between where `soft`."""
+    """Return 1.0 or 0.0 for true, false, 1, 0, "+", "-"; any number between where `soft`."""
     value = SIGNS.get(value, value) if isinstance(value, str) else value
-    wanted = "a number from 0 to 1" if soft else "true or false, 1 or 0"
+    expected = "a number from 0 to 1" if soft else "true or false, 1 or 0"
     if not isinstance(value, bool | int | float | np.bool_) or not 0 <= value <= 1:
-        raise UserError(f"{where}: a label must be {wanted}, got {value!r}")
+        raise RowError(f"{where}: a label must be {expected}, got {value!r:.100}")
     if not soft and value not in (0, 1):
-        raise UserError(f"{where}: a label must be {wanted}, got {value!r}")
+        raise RowError(f"{where}: a label must be {expected}, got {value!r}")
     return float(value)
 
 
 def label_of(example: Example) -> float:
-    """Whether the response of a row without a rejected one is desirable."""
+    """Return 1.0 if the response of a row without a rejected one is desirable, else 0.0."""
     label = example.columns.get("label", example.answer)
     if label is None:
-        raise UserError(
+        raise RowError(
             f"{example.where}: no label: a row needs prompt, completion and label, or chosen and rejected"
         )
     return to_label(label, example.where)
 
 
-def mismatched(samples: Sequence[Encoded], other: Sequence[int], max_tokens: int | None) -> list[Encoded]:
-    """The prompt of each sample with the response of sample number `other`, cut at `max_tokens`."""
-    made = []
-    for (ids, mask), index in zip(samples, other, strict=True):
-        start, (other_ids, other_mask) = int(mask.argmax()), samples[index]
-        begin = int(other_mask.argmax())
-        joined = np.concatenate([ids[:start], other_ids[begin:]])[:max_tokens]
-        learned = np.concatenate([mask[:start], other_mask[begin:]])[:max_tokens]
-        made.append((joined, learned))
-    return made
+def judgement(example: Example) -> Example:
+    """Return the question which response of a pair is better, or whether a labelled one is right.
 
-
-def encode_steps(tokenizer: Any, example: Example, config: ChatConfig) -> tuple[np.ndarray, ...]:
-    """(ids, mask, labels float32), each [.]: mask 1 and the step's label at the token that follows a step.
-
-    The prediction of that token is made by the state that has read the whole step; the end token follows
-    the last.
+    The verdict is the response to imitate. The better one of a pair is A in half of the rows, by a hash of
+    the row's place.
     """
-    if not example.steps:
-        raise UserError(f"{example.where}: no steps: a row needs prompt, completions and labels")
-    has_prompt = example.messages is not None or example.text
-    ids = encode_prompt(tokenizer, example, config).tolist() if has_prompt else []
-    ends = []
-    for text, _ in example.steps:
-        ids += tokenizer(text, add_special_tokens=False, verbose=False, split_special_tokens=True)[
-            "input_ids"
-        ]
-        ends.append(len(ids))
-    mask, labels = np.zeros(len(ids) + 1, np.int8), np.zeros(len(ids) + 1, np.float32)
-    mask[ends], labels[ends] = 1, [label for _, label in example.steps]
-    return np.asarray([*ids, tokenizer.eos_token_id], np.int32), mask, labels
+    if example.rejected is None:
+        verdict = "Yes" if label_of(example) else "No"
+        question = ask_one(_question(example), _response(example))
+    else:
+        responses = [_response(example), _response(example.rejected)]
+        verdict = "AB"[zlib.crc32(f"{example.where} {responses}".encode(errors="replace")) % 2]
+        question = ask_two(_question(example), *(responses if verdict == "A" else responses[::-1]))
+    return dataclasses.replace(
+        example,
+        messages=({"role": "user", "content": question},),
+        text=None,
+        response=verdict,
+        answer=verdict,
+        source=JUDGEMENT,  # not that of the row: the answer is a verdict now
+        columns={},
+        rejected=None,
+    )
+
+
+def ask_one(question: str, answer: str) -> str:
+    """Return the prompt that asks whether an answer is right, Yes or No."""
+    return ASK_ONE.format(question=question, answer=answer)
+
+
+def ask_two(question: str, a: str, b: str) -> str:
+    """Return the prompt that asks which of two answers is better, A or B."""
+    return ASK_TWO.format(question=question, a=a, b=b)
+
+
+def _question(example: Example) -> str:
+    """Return the prompt: a lone message as it is, several with their roles."""
+    if example.messages is None:
+        return example.text
+    messages = example.messages if example.response is not None else example.messages[:-1]
+    if len(messages) == 1:
+        return messages[0]["content"]
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+
+def _response(example: Example) -> str:
+    if example.response is not None:
+        return example.response
+    if example.messages is None or example.messages[-1]["role"] != "assistant":
+        raise RowError(f"{example.where}: nothing to judge: the row has no response")
+    return example.messages[-1]["content"]
+
+
+def _with_score(example: Example, row: dict, config: SourceConfig) -> Example:
+    """Return the example with the row's score at the end of its prompt, and of the rejected response's."""
+    score = _number(lookup(row, config.score_key))
+    if score is None:
+        raise RowError(
+            f"{example.where}: score_key {config.score_key!r} must hold a number, got "
+            f"{lookup(row, config.score_key)!r:.100}; the columns are {column_names(row)}"
+        )
+    suffix = f" <rm_score>: {(score - config.score_mean) / config.score_std:.2f}"
+    sides = [example, *([example.rejected] if example.rejected else [])]
+    sides = [_with_suffix(side, suffix) for side in sides]
+    return dataclasses.replace(sides[0], rejected=sides[1] if len(sides) > 1 else None)
+
+
+def _with_suffix(example: Example, suffix: str) -> Example:
+    """Return the example with text added to its prompt: to the last message that is not the assistant's."""
+    if example.messages is None:
+        return dataclasses.replace(example, text=example.text + suffix)
+    messages = list(example.messages)
+    last = max(i for i, message in enumerate(messages) if message["role"] != "assistant")
+    messages[last] = {**messages[last], "content": messages[last]["content"] + suffix}
+    return dataclasses.replace(example, messages=tuple(messages))
 
 
 def _pair_keys(config: SourceConfig) -> tuple[str, str]:
@@ -172,22 +245,20 @@ def _pair(row: dict, config: SourceConfig) -> tuple[Any, Any]:
 
 
 def _prompt(row: dict, config: SourceConfig) -> Any:
-    """The prompt column, or None."""
-    keys = (config.prompt_key,) if config.prompt_key else PROMPT_KEYS
-    return next((found for key in keys if (found := lookup(row, key)) is not None), None)
+    """Return the prompt column, or None."""
+    return first_column(row, (config.prompt_key,) if config.prompt_key else PROMPT_KEYS)
 
 
 def _shared_messages(chosen: list, rejected: list) -> int:
-    """Messages that both begin with, where these are the prompt and not the beginning of an answer."""
+    """Return how many messages both begin with, 0 where these are the beginning of an answer."""
     shortest = min(len(chosen), len(rejected))
     count = next((i for i in range(shortest) if chosen[i] != rejected[i]), shortest)
-    first = chosen[0] if chosen and isinstance(chosen[0], dict) else {}
-    answers = SHAREGPT_ROLES.get(first.get("role") or first.get("from")) == "assistant"
+    answers = bool(chosen) and isinstance(chosen[0], dict) and role_of(chosen[0]) == "assistant"
     return 0 if answers else max(min(count, shortest - 1), 0)
 
 
 def _shared_text(chosen: str, rejected: str) -> int:
-    """Characters of the text that both begin with, without its last word and the white space before that."""
+    """Return the length of the text that both begin with, less its last word and white space."""
     pairs = enumerate(zip(chosen, rejected, strict=False))
     same = next((i for i, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
     while same and not chosen[same - 1].isspace():
@@ -196,20 +267,27 @@ def _shared_text(chosen: str, rejected: str) -> int:
 
 
 def _margin(row: dict, where: str) -> float:
-    margin = row.get("margin")
-    if margin is None:
+    if row.get("margin") is None:
         return 0.0
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
-        raise UserError(f"{where}: margin must be a number, got {margin!r}")
-    return float(margin)
+    margin = _number(row["margin"])
+    if margin is None:
+        raise RowError(f"{where}: margin must be a number, got {row['margin']!r:.100}")
+    return margin
+
+
+def _number(value: Any) -> float | None:
+    """Return a number that float32 can hold; None where the value is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
+        return None
+    return float(value)
 
 
 def _signs(texts: Sequence[str], labelled: str, where: str) -> list[str]:
-    """The + or - that stands in `labelled` where the mark stood after each text."""
+    """Return the + or - that stands in `labelled` where the mark stood after each text."""
     signs = []
     for i, text in enumerate(texts):
         if not labelled.startswith(text) or labelled[len(text) : len(text) + 1] not in SIGNS:
-            raise UserError(
+            raise RowError(
                 f"{where}: the label must repeat the steps, + or - for each mark; step {i} does not"
             )
         signs.append(labelled[len(text)])

@@ -1,4 +1,4 @@
-"""Open a `SourceConfig` as a random-access sequence of `Example`s."""
+"""Sources of examples: the good rows of files, problems of generated tasks, entries of reasoning-gym."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ import logging
 import random
 from array import array
 from collections.abc import Iterator
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from jaxrl_llm.data import tasks
-from jaxrl_llm.data.files import Rows, open_rows
-from jaxrl_llm.data.judge import judgement
-from jaxrl_llm.data.read import read
-from jaxrl_llm.data.rows import Example, SourceConfig
+from jaxrl_llm.data.config import BadRows, SourceConfig
+from jaxrl_llm.data.files import open_rows
+from jaxrl_llm.data.preference import judgement, read_example
+from jaxrl_llm.data.rows import Damage, Example, RowError, RowFile
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.ranges import LARGEST
 
-BadRows = Literal["skip", "fail"]
-MAX_REPORTS = 5  # bad rows told one by one
-MAX_DRAWS = 10_000  # generated problems looked at for one of the wanted split
+MAX_REPORTS = 5  # bad rows named one by one
+MAX_PROBLEMS = 10_000  # generated problems tried for one of the split
 STRIDE = 7919  # from one gym entry to the next one tried; a prime, so that all are reached
 UNSTABLE_GYM = ("codeio", "isomorphic_strings", "polynomial_multiplication", "ransom_note")
 log = logging.getLogger(__name__)
 
 
-class Source(Protocol):
+class ExampleSource(Protocol):
     """Random access to examples; the same index gives the same example in every process."""
 
-    num_bad: int  # rows left out because they were bad
+    num_bad: int  # rows left out because they are bad
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Example: ...
 
 
-def open_source(config: SourceConfig, seed: int, bad_rows: BadRows = "fail") -> Source:
-    """Source of examples. `seed` chooses the problems of a generated source; files do not use it.
+def open_source(config: SourceConfig, seed: int, bad_rows: BadRows = "fail") -> ExampleSource:
+    """Return a source of examples. `seed` chooses the problems of a generated source; files do not use it.
 
     Raises:
-      ValueError: nothing to read, no usable row, or (bad_rows "fail") a bad row; names file, line and reason.
+      UserError: nothing to read, no usable row, or (bad_rows "fail") a bad row; names file, line and reason.
     """
     if not config.path:
         raise UserError("a source has no path: give --data.path FILE (or a folder, hub:, task: or gym: name)")
@@ -51,28 +51,18 @@ def open_source(config: SourceConfig, seed: int, bad_rows: BadRows = "fail") -> 
         return TaskSource(config, seed)
     if config.path.startswith("gym:"):
         return GymSource(config, seed)
-    if config.options:
-        raise UserError(f"options are for task: and gym: sources, not for {config.path}")
     return FileSource(config, bad_rows)
 
 
 class FileSource:
-    """The good rows of one or more files."""
+    """The good rows of one or more files. All rows are read once at the start, to find the bad ones."""
 
     def __init__(self, config: SourceConfig, bad_rows: BadRows):
         self._config = config
         self._files = open_rows(config)
         self._good = array("q")  # row numbers over all files, bad rows left out
         self._starts = [0, *itertools.accumulate(file.size for file in self._files)]
-        reports = []
-        for number, (file, row) in enumerate(_addresses(self._files)):
-            reason = _fault(file, row, config)
-            if reason is None:
-                self._good.append(number)
-            else:
-                reports.append(reason)
-        self.num_bad = len(reports)
-        _report(reports, self._starts[-1], config.path, bad_rows)
+        self.num_bad = self._scan(bad_rows)
 
     def __len__(self) -> int:
         return len(self._good)
@@ -80,43 +70,55 @@ class FileSource:
     def __getitem__(self, index: int) -> Example:
         number = self._good[index]
         which = bisect.bisect_right(self._starts, number) - 1
-        file, row = self._files[which], number - self._starts[which]
-        return read(file.get(row), file.where(row), self._config)
+        return self._read(self._files[which], number - self._starts[which])
 
+    def _read(self, file: RowFile, row: int) -> Example:
+        where = file.where(row)
+        try:
+            value = file.get(row)
+        except RowError:
+            raise
+        except Exception as error:  # pyarrow or datasets, of a damaged row or one that it cannot decode
+            raise RowError(f"{where}: cannot be read ({type(error).__name__}: {error!s:.300})") from error
+        return read_example(value, where, self._config)
 
-def _addresses(files: list[Rows]) -> Iterator[tuple[Rows, int]]:
-    for file in files:
-        for row in range(file.size):
-            yield file, row
+    def _scan(self, bad_rows: BadRows) -> int:
+        """Fill `_good`, return the number of bad rows; warn of them or, if not allowed, raise UserError."""
+        path, num_bad, listed = self._config.path, 0, []
+        for damage in self._bad_rows():
+            num_bad += damage.rows
+            if len(listed) < MAX_REPORTS:
+                listed.append(damage)
+        total, more = len(self) + num_bad, num_bad - sum(damage.rows for damage in listed)
+        if total == 0:
+            raise UserError(f"{path} has no rows")
+        lines = [damage.reason for damage in listed] + [f"and {more} more"] * (more > 0)
+        report = "".join(f"\n  {line}" for line in lines)
+        if not len(self):
+            raise UserError(f"{path}: none of the {total} rows can be used:{report}")
+        if num_bad and bad_rows == "fail":
+            raise UserError(
+                f"{path}: {num_bad} of {total} rows are bad (--data.bad_rows skip skips them):{report}"
+            )
+        if num_bad:
+            log.warning("%s: %d of %d rows skipped:%s", path, num_bad, total, report)
+        return num_bad
 
-
-def _fault(file: Rows, row: int, config: SourceConfig) -> str | None:
-    """Why a row is bad. A row's error is data here, so this is the one place that catches it."""
-    try:
-        read(file.get(row), file.where(row), config)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def _report(reports: list[str], total: int, path: str, bad_rows: BadRows) -> None:
-    if total == 0:
-        raise UserError(f"{path} has no rows")
-    if not reports:
-        return
-    more = f"\n  and {len(reports) - MAX_REPORTS} more" if len(reports) > MAX_REPORTS else ""
-    told = "\n  " + "\n  ".join(reports[:MAX_REPORTS]) + more
-    if len(reports) == total:
-        raise UserError(f"{path}: none of the {total} rows can be used:{told}")
-    if bad_rows == "fail":
-        raise UserError(
-            f"{path}: {len(reports)} of {total} rows are bad (--data.bad_rows skip skips them):{told}"
-        )
-    log.warning("%s: %d of %d rows skipped:%s", path, len(reports), total, told)
+    def _bad_rows(self) -> Iterator[Damage]:
+        """Read every row once; yield the damage of files and bad rows, add good ones to `_good`."""
+        for file in self._files:
+            yield from file.damage
+        for file, start in zip(self._files, self._starts, strict=False):
+            for row in range(file.size):
+                try:
+                    self._read(file, row)
+                    self._good.append(start + row)
+                except RowError as error:
+                    yield Damage(str(error))
 
 
 class TaskSource:
-    """Problems of a built-in task, made on demand; a tenth of all problems is held out of split train.
+    """Problems of a built-in task, generated on demand; a tenth of all problems is held out of split train.
 
     Each is a pair too: the demonstration against the mistake, the other way round for a share `noise`.
     """
@@ -127,10 +129,9 @@ class TaskSource:
         self._name = config.path.removeprefix("task:")
         if self._name not in tasks.TASKS:
             raise UserError(f"there is no {config.path}; built-in tasks are {', '.join(tasks.TASKS)}")
-        self._make, settings = tasks.TASKS[self._name]
-        self._options = tasks.parse_options(settings, _options(config), config.path)
+        self._draw, options = tasks.TASKS[self._name]
+        self._options = tasks.parse_options(options, _options(config), config.path)
         self._config, self._seed = config, seed
-        self._make(random.Random(0), self._options)  # impossible settings fail now
 
     def __len__(self) -> int:
         return self._options.size
@@ -138,10 +139,10 @@ class TaskSource:
     def __getitem__(self, index: int) -> Example:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        for attempt in range(MAX_DRAWS):
+        for attempt in range(MAX_PROBLEMS):
             rng = random.Random(f"{self._name} {self._seed} {self._config.split} {index} {attempt}")
-            problem = self._make(rng, self._options)
-            if tasks.held_out(problem.key) != (self._config.split == "train"):
+            problem = self._draw(rng, self._options)
+            if tasks.is_held_out(problem.key) != (self._config.split == "train"):
                 break
         else:
             raise UserError(
@@ -167,7 +168,7 @@ class TaskSource:
 
 
 class GymSource:
-    """A reasoning-gym task; its entries go whole into `columns`, for its own scorer to judge.
+    """A reasoning-gym task; its entries go into `columns` as they are, for its own scorer.
 
     Many tasks have several right answers and give none (answer None). A tenth of the questions is held
     out of split train; an index that falls on a question of another split stands for a later one.
@@ -181,6 +182,8 @@ class GymSource:
         gym = importlib.import_module("reasoning_gym")
         name, options = config.path.removeprefix("gym:"), _options(config)
         self._size = options.pop("size", 20_000)
+        if type(self._size) is not int or not 1 <= self._size <= LARGEST:
+            raise UserError(f"{config.path}: option size is {self._size!r}: it must be at least 1")
         if name in UNSTABLE_GYM:
             log.warning(
                 "%s makes other rows in another process: set PYTHONHASHSEED=0, and expect no exact resume",
@@ -188,7 +191,7 @@ class GymSource:
             )
         try:
             self._tasks = gym.create_dataset(name, seed=seed, size=self._size, **options)
-        except Exception as error:  # a hundred tasks, each with its own way to refuse
+        except Exception as error:  # a hundred tasks refuse in as many ways
             raise UserError(f"{config.path}: {error}; size was {self._size}, options {options}") from error
         self._config = config
 
@@ -198,9 +201,13 @@ class GymSource:
     def __getitem__(self, index: int) -> Example:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        for attempt in range(min(MAX_DRAWS, self._size)):
-            entry = self._tasks[(index + attempt * STRIDE) % self._size]
-            if tasks.held_out(entry["question"]) != (self._config.split == "train"):
+        where = f"{self._config.path}:{index}"
+        for attempt in range(min(MAX_PROBLEMS, self._size)):
+            try:
+                entry = self._tasks[(index + attempt * STRIDE) % self._size]
+            except Exception as error:  # as above
+                raise RowError(f"{where}: cannot be generated ({type(error).__name__}: {error})") from error
+            if tasks.is_held_out(entry["question"]) != (self._config.split == "train"):
                 break
         else:
             raise UserError(
@@ -214,16 +221,16 @@ class GymSource:
             answer=answer,
             source=self._config.name or self._config.path,
             columns=dict(entry),
-            where=f"{self._config.path}:{index}",
+            where=where,
             teacher=self._config.teacher,
         )
 
 
 def _options(config: SourceConfig) -> dict[str, Any]:
-    """`options` as a dict. Raises ValueError where it is not a JSON object."""
+    """Return `options` as a dict. Raises UserError where it is not a JSON object."""
     try:
         options = json.loads(config.options or "{}")
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"options of {config.path} are not JSON: {config.options!r}: {error}") from error
     if not isinstance(options, dict):
         raise UserError(f"options of {config.path} must be a JSON object, got {config.options!r}")

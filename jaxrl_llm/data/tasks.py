@@ -1,11 +1,11 @@
 """Generated tasks: endless, verifiable, learnable by a tiny character-level model in minutes.
 
 A problem is drawn from a random stream that its index seeds. A hash of the problem itself, not of its
-index, says whether it is held out, so that no held-out problem is ever trained on, in any guise.
+index, decides whether it is held out, so that no held-out problem is ever trained on, in any guise.
 
 Each problem has a worked demonstration and a wrong one that makes the same mistake each time. `noise` is
 the share of wrong demonstrations: a model warmed up on them repeats the mistake that often, and
-reinforcement learning has something to lift.
+reinforcement learning has something to improve.
 """
 
 from __future__ import annotations
@@ -14,127 +14,168 @@ import dataclasses
 import difflib
 import hashlib
 import itertools
+import json
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
-from jaxrl_llm.data import turn_tasks
-from jaxrl_llm.data.problem import Problem, check, compute, join
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.ranges import Count, Fraction, Range, problems
 
-HELD_OUT = 10  # one problem in so many
+HELD_OUT_EVERY = 10  # one problem in so many is held out
+Digits = Annotated[int, Range(1, 18)]
+Terms = Annotated[int, Range(2, 200)]  # a product has fewer digits than Python prints
 
 
 @dataclass(frozen=True)
-class Arithmetic:
-    """Settings of task:arithmetic."""
+class TaskProblem:
+    """One problem of a task."""
 
-    digits: int = 2  # of the largest operand
+    key: str  # equal for problems that are the same in another guise: 1+2 and 2+1
+    prompt: str
+    answer: Any
+    response: str  # demonstration
+    mistake: str  # wrong demonstration
+    steps: tuple[tuple[str, float], ...] = ()  # a worked solution, right or not: text, 1 = right so far
+    columns: dict[str, Any] = field(default_factory=dict)
+    turns: tuple[tuple[dict, ...], ...] = ()  # demonstration and mistake, where they take several turns
+
+
+@dataclass(frozen=True)
+class ArithmeticOptions:
+    """Options of task:arithmetic and, with other mistakes, of task:preference."""
+
+    digits: Digits = 2  # of the largest operand
     operators: str = "+"  # of + - *
-    terms: int = 2
-    noise: float = 0.0  # share of wrong demonstrations, 0 to 1
-    size: int = 1_000_000  # problems of an epoch
+    terms: Terms = 2
+    noise: Fraction = 0.0  # share of wrong demonstrations; of pairs the wrong way round
+    size: Count = 1_000_000  # problems of an epoch
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, what is wrong with it)."""
+        yield from _operator_problems(self.operators, at_least=1)
 
 
 @dataclass(frozen=True)
-class Countdown:
-    """Settings of task:countdown."""
+class CountdownOptions:
+    """Options of task:countdown."""
 
-    numbers: int = 3
-    largest: int = 9
+    numbers: Annotated[int, Range(2, 100)] = 3
+    largest: Annotated[int, Range(3, 10**9)] = 9
     operators: str = "+-*"
-    noise: float = 0.0
-    size: int = 1_000_000
+    noise: Fraction = 0.0
+    size: Count = 1_000_000
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, what is wrong with it)."""
+        yield from _operator_problems(self.operators, at_least=2)
 
 
 @dataclass(frozen=True)
-class Maximum:
-    """Settings of task:maximum."""
+class MaximumOptions:
+    """Options of task:maximum."""
 
-    count: int = 3
-    digits: int = 2
-    noise: float = 0.0
-    size: int = 1_000_000
+    count: Annotated[int, Range(2, 1000)] = 3
+    digits: Digits = 2
+    noise: Fraction = 0.0
+    size: Count = 1_000_000
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, what is wrong with it)."""
+        if self.count > 10**self.digits:
+            yield "count", f"is {self.count}: it must be at most 10 ** digits, as there are no more numbers."
 
 
 @dataclass(frozen=True)
-class Reverse:
-    """Settings of task:reverse."""
+class ReverseOptions:
+    """Options of task:reverse."""
 
-    length: int = 4  # of the longest word
+    length: Annotated[int, Range(2, 10_000)] = 4  # of the longest word
     letters: str = "abcdefgh"
-    noise: float = 0.0
-    size: int = 1_000_000
+    noise: Fraction = 0.0
+    size: Count = 1_000_000
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, what is wrong with it)."""
+        if len(set(self.letters)) < 2 or not self.letters.isprintable():
+            yield "letters", f"is {self.letters!r}: it must be two or more different letters."
 
 
 @dataclass(frozen=True)
-class Preference:
-    """Settings of task:preference."""
+class StepsOptions:
+    """Options of task:steps."""
 
-    digits: int = 2
-    operators: str = "+"
-    terms: int = 2
-    noise: float = 0.0  # share of pairs the wrong way round
-    size: int = 1_000_000
+    terms: Terms = 4
+    largest: Annotated[int, Range(1, 10**18)] = 9
+    noise: Fraction = 0.0
+    size: Count = 1_000_000
 
 
 @dataclass(frozen=True)
-class Steps:
-    """Settings of task:steps."""
+class CalculateOptions:
+    """Options of task:calculate."""
 
-    terms: int = 4
-    largest: int = 9
-    noise: float = 0.0
-    size: int = 1_000_000
+    digits: Digits = 3  # of both operands
+    operators: str = "*"
+    noise: Fraction = 0.0  # share of demonstrations that give up
+    size: Count = 1_000_000
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, what is wrong with it)."""
+        yield from _operator_problems(self.operators, at_least=1)
 
 
-def arithmetic(rng: random.Random, options: Arithmetic) -> Problem:
-    """ "12+34=" -> "46". The mistake: one too many."""
-    check(set(options.operators) <= set("+-*") and options.operators, "operators must be of + - *")
-    check(options.terms >= 2 and options.digits >= 1, "terms must be at least 2 and digits at least 1")
+@dataclass(frozen=True)
+class GuessOptions:
+    """Options of task:guess."""
+
+    largest: Annotated[int, Range(2, 1000)] = 15
+    noise: Fraction = 0.0  # share of demonstrations that guess at random
+    size: Count = 1_000_000
+
+
+def draw_arithmetic(rng: random.Random, options: ArithmeticOptions) -> TaskProblem:
+    """Draw "12+34=" -> "46". The mistake: one too many."""
     operands = [rng.randrange(10**options.digits) for _ in range(options.terms)]
     signs = [rng.choice(options.operators) for _ in operands[1:]]
-    value = compute(operands, signs)
+    value = evaluate_expression(operands, signs)
     commutes = set(signs) in ({"+"}, {"*"})
-    return Problem(
-        key=join(sorted(operands) if commutes else operands, signs),
-        prompt=join(operands, signs) + "=",
+    return TaskProblem(
+        key=format_expression(sorted(operands) if commutes else operands, signs),
+        prompt=format_expression(operands, signs) + "=",
         answer=str(value),
         response=str(value),
         mistake=str(value + 1),
     )
 
 
-def countdown(rng: random.Random, options: Countdown) -> Problem:
-    """ "3,5,2>13:" -> "3*5-2": each number once, usual precedence. The mistake: a wrong operator."""
-    check(set(options.operators) <= set("+-*") and len(options.operators) > 1, "operators: 2 or 3 of + - *")
-    check(options.numbers >= 2 and options.largest >= 3, "numbers must be at least 2 and largest at least 3")
+def draw_countdown(rng: random.Random, options: CountdownOptions) -> TaskProblem:
+    """Draw "3,5,2>13:" -> "3*5-2": each number once, usual precedence. The mistake: a wrong operator."""
     mistakes: list[str] = []
     while not mistakes:  # few draws have no other target within reach of one operator, such as 2*2
         operands = [rng.randint(1, options.largest) for _ in range(options.numbers)]
         signs = [rng.choice(options.operators) for _ in operands[1:]]
-        target = compute(operands, signs)
+        target = evaluate_expression(operands, signs)
         others = [[sign, *signs[1:]] for sign in options.operators]
-        mistakes = [join(operands, s) for s in others if compute(operands, s) != target]
+        mistakes = [
+            format_expression(operands, s) for s in others if evaluate_expression(operands, s) != target
+        ]
     shown = rng.sample(operands, len(operands))
-    return Problem(
+    return TaskProblem(
         key=f"{sorted(operands)}{target}",
         prompt=f"{','.join(map(str, shown))}>{target}:",
         answer=str(target),
-        response=join(operands, signs),
+        response=format_expression(operands, signs),
         mistake=mistakes[0],
         columns={"numbers": shown, "target": target},
     )
 
 
-def maximum(rng: random.Random, options: Maximum) -> Problem:
-    """ "37,52,18>" -> "52". The mistake: the smallest."""
-    check(
-        2 <= options.count <= 10**options.digits, "count must be at least 2, and less than there are numbers"
-    )
+def draw_maximum(rng: random.Random, options: MaximumOptions) -> TaskProblem:
+    """Draw "37,52,18>" -> "52". The mistake: the smallest."""
     numbers = rng.sample(range(10**options.digits), options.count)
-    return Problem(
+    return TaskProblem(
         key=str(sorted(numbers)),
         prompt=",".join(map(str, numbers)) + ">",
         answer=str(max(numbers)),
@@ -143,18 +184,17 @@ def maximum(rng: random.Random, options: Maximum) -> Problem:
     )
 
 
-def reverse(rng: random.Random, options: Reverse) -> Problem:
-    """ "abcd>" -> "dcba". The mistake: the word as it is."""
-    check(options.length >= 2 and len(set(options.letters)) >= 2, "length and letters must be at least 2")
+def draw_reverse(rng: random.Random, options: ReverseOptions) -> TaskProblem:
+    """Draw "abcd>" -> "dcba". The mistake: the word as it is."""
     word = ""
     while word == word[::-1]:
         word = "".join(rng.choices(options.letters, k=rng.randint(2, options.length)))
-    return Problem(word, f"{word}>", word[::-1], word[::-1], mistake=word)
+    return TaskProblem(word, f"{word}>", word[::-1], word[::-1], mistake=word)
 
 
-def preference(rng: random.Random, options: Preference) -> Problem:
-    """Arithmetic. The mistake: any other number about as large, another each time."""
-    right = arithmetic(rng, Arithmetic(options.digits, options.operators, options.terms))
+def draw_preference(rng: random.Random, options: ArithmeticOptions) -> TaskProblem:
+    """Draw arithmetic. The mistake: any other number about as large, another each time."""
+    right = draw_arithmetic(rng, options)
     value, shift = int(right.answer), 0
     reach = rng.choice([3, 10, 10**options.digits])  # near misses and far ones
     while shift == 0:
@@ -162,12 +202,11 @@ def preference(rng: random.Random, options: Preference) -> Problem:
     return dataclasses.replace(right, mistake=str(value + shift))
 
 
-def steps(rng: random.Random, options: Steps) -> Problem:
-    """ "3+5+2=" -> "8\\n10", the sums so far, a line each. The mistake: wrong from a random step on.
+def draw_steps(rng: random.Random, options: StepsOptions) -> TaskProblem:
+    """Draw "3+5+2=" -> "8\\n10", the sums so far, a line each. The mistake: wrong from a random step on.
 
     `steps` are the right solution or the mistake, each as often.
     """
-    check(options.terms >= 2 and options.largest >= 1, "terms must be at least 2 and largest at least 1")
     operands = [rng.randint(1, options.largest) for _ in range(options.terms)]
     sums = list(itertools.accumulate(operands))[1:]
     at = rng.randrange(len(sums))
@@ -176,9 +215,9 @@ def steps(rng: random.Random, options: Steps) -> Problem:
     shown = wrong if rng.random() < 0.5 else sums
     texts = [f"{value}\n" for value in shown[:-1]] + [str(shown[-1])]
     labels = [float(value == s) for value, s in zip(shown, sums, strict=True)]
-    return Problem(
+    return TaskProblem(
         key=str(operands),
-        prompt=join(operands, ["+"] * len(sums)) + "=",
+        prompt=format_expression(operands, ["+"] * len(sums)) + "=",
         answer=str(sums[-1]),
         response="\n".join(map(str, sums)),
         mistake="\n".join(map(str, wrong)),
@@ -186,36 +225,97 @@ def steps(rng: random.Random, options: Steps) -> Problem:
     )
 
 
-TASKS: dict[str, tuple[Callable[[random.Random, Any], Problem], type]] = {
-    "arithmetic": (arithmetic, Arithmetic),
-    "countdown": (countdown, Countdown),
-    "maximum": (maximum, Maximum),
-    "reverse": (reverse, Reverse),
-    "preference": (preference, Preference),
-    "steps": (steps, Steps),
-    "calculate": (turn_tasks.calculate, turn_tasks.Calculate),
-    "guess": (turn_tasks.guess, turn_tasks.Guess),
+def draw_calculate(rng: random.Random, options: CalculateOptions) -> TaskProblem:
+    """Draw "317*442=" -> a call of the tool calculator, then its result. The mistake: no call, "?"."""
+    operands = [rng.randrange(10 ** (options.digits - 1), 10**options.digits) for _ in range(2)]
+    signs = [rng.choice(options.operators)]
+    expression, value = format_expression(operands, signs), str(evaluate_expression(operands, signs))
+    call = json.dumps({"name": "calculator", "arguments": {"expression": expression}})
+    demonstration = [("assistant", f"<tool_call>{call}</tool_call>"), ("tool", value), ("assistant", value)]
+    turns = _as_messages(demonstration), _as_messages([("assistant", "?")])
+    return TaskProblem(expression, f"{expression}=", value, value, "?", turns=turns)
+
+
+def draw_guess(rng: random.Random, options: GuessOptions) -> TaskProblem:
+    """Draw "1-15" -> a game that finds the number by its replies. The mistake: guesses at random.
+
+    The answer is drawn, and a game is never another in disguise: held-out games have the same numbers.
+    """
+    number = rng.randint(1, options.largest)
+
+    def game(uses_replies: bool) -> tuple[dict, ...]:
+        low, high, turns = 1, options.largest, []
+        while not turns or turns[-1][1] != str(number):
+            guess = rng.randint(low, high)
+            turns.append(("assistant", str(guess)))
+            if guess != number:
+                turns.append(("user", "higher" if guess < number else "lower"))
+            if uses_replies:
+                low, high = (guess + 1, high) if guess < number else (low, guess - 1)
+        return _as_messages(turns)
+
+    right, wrong = game(True), game(False)
+    answer = str(number)
+    return TaskProblem(
+        str(rng.random()), f"1-{options.largest}", answer, answer, answer, turns=(right, wrong)
+    )
+
+
+TASKS: dict[str, tuple[Callable[[random.Random, Any], TaskProblem], type]] = {
+    "arithmetic": (draw_arithmetic, ArithmeticOptions),
+    "countdown": (draw_countdown, CountdownOptions),
+    "maximum": (draw_maximum, MaximumOptions),
+    "reverse": (draw_reverse, ReverseOptions),
+    "preference": (draw_preference, ArithmeticOptions),
+    "steps": (draw_steps, StepsOptions),
+    "calculate": (draw_calculate, CalculateOptions),
+    "guess": (draw_guess, GuessOptions),
 }
 
 
-def held_out(key: str) -> bool:
-    """Whether a problem belongs to the held-out tenth."""
+def is_held_out(key: str) -> bool:
+    """Return whether a problem belongs to the held-out tenth."""
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % HELD_OUT == 0
+    return int.from_bytes(digest, "big") % HELD_OUT_EVERY == 0
 
 
-def parse_options(settings: type, options: dict[str, Any], where: str) -> Any:
-    """`settings` with `options` set. Raises ValueError naming an unknown key or a wrong type."""
-    known = {f.name: f.default for f in dataclasses.fields(settings)}
-    for key, value in options.items():
+def parse_options(options_class: type, given: dict[str, Any], where: str) -> Any:
+    """Return the options of a task. Raises UserError naming an unknown key, a wrong type or value."""
+    known = {f.name: f.default for f in dataclasses.fields(options_class)}
+    for key, value in given.items():
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise UserError(f"{where} has no option {key!r}{hint} Its options: {', '.join(known)}")
-        wanted = (int, float) if isinstance(known[key], float) else type(known[key])
-        if not isinstance(value, wanted) or isinstance(value, bool):
-            raise UserError(f"{where}: option {key} must be {type(known[key]).__name__}, got {value!r}")
-    made = settings(**options)
-    check(0.0 <= made.noise <= 1.0, "noise must be in [0, 1]")
-    check(made.size >= 1, "size must be at least 1")
-    return made
+        allowed = (int, float) if isinstance(known[key], float) else type(known[key])
+        if not isinstance(value, allowed) or isinstance(value, bool):
+            raise UserError(f"{where}: option {key} must be {type(known[key]).__name__}, got {value!r:.100}")
+    options = options_class(**given)
+    for key, problem in problems(options):
+        raise UserError(f"{where}: option {key} {problem}")
+    return options
+
+
+def evaluate_expression(operands: list[int], signs: list[str]) -> int:
+    """Return the value of operands joined by + - *, with the usual precedence."""
+    total, product = 0, operands[0]
+    for sign, operand in zip(signs, operands[1:], strict=True):
+        if sign == "*":
+            product *= operand
+            continue
+        total, product = total + product, operand if sign == "+" else -operand
+    return total + product
+
+
+def format_expression(operands: list[int], signs: list[str]) -> str:
+    """Return "3*5-2" for [3, 5, 2] and ["*", "-"]."""
+    return str(operands[0]) + "".join(f"{s}{n}" for s, n in zip(signs, operands[1:], strict=True))
+
+
+def _operator_problems(operators: str, at_least: int) -> Iterator[tuple[str, str]]:
+    if not set(operators) <= set("+-*") or len(set(operators)) < at_least:
+        yield "operators", f"is {operators!r}: it must be {at_least} or more of + - *."
+
+
+def _as_messages(turns: list[tuple[str, str]]) -> tuple[dict, ...]:
+    return tuple({"role": role, "content": content} for role, content in turns)

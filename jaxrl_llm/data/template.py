@@ -1,4 +1,4 @@
-"""Rendering one chat with a tokenizer's template, so that control tokens in its contents stay text."""
+"""One chat through a tokenizer's template to token ids; control tokens in its contents stay text."""
 
 from __future__ import annotations
 
@@ -6,113 +6,128 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from jaxrl_llm.data.rows import Example, Message
+from jaxrl_llm.data.config import ChatConfig, template_options_problem
+from jaxrl_llm.data.rendering import Rendered, TemplateProcess
+from jaxrl_llm.data.rows import MAX_CHARACTERS, SURROGATE, Example, Message, RowError, template_columns
 from jaxrl_llm.errors import UserError
 
-
-@dataclass(frozen=True)
-class ChatConfig:
-    """How an example becomes tokens."""
-
-    render: Literal["auto", "chat", "plain"] = "auto"
-    """auto: messages go through the chat template, plain text as it is. chat: plain text becomes a user
-    message. plain: no template, the contents joined by blank lines (base models)."""
-    system_prompt: str = ""
-    """System message put before chats that have none."""
-    chat_template: str = ""
-    """File with a Jinja chat template; empty: the tokenizer's own."""
-    template_options: str = ""
-    """Arguments of the chat template, as a JSON object: '{"enable_thinking": false}'."""
-    loss: Literal["all", "last"] = "all"
-    """Supervised training learns all assistant turns, or the last."""
-    parse_control_tokens: bool = False
-    """True: plain-text prompts are rendered already, so '<|im_start|>' in them is the control token."""
+MAX_TEMPLATE = 1 << 20  # characters; those of large models have ten thousand
+PROCESS = TemplateProcess()
+"""Renders all chats of this process; started by the first."""
 
 
-class Chat:
-    """One chat ready to be rendered, with the control tokens of its contents hidden from the tokenizer."""
+class ChatRenderer:
+    """One chat, rendered in parts and tokenized; what looks like a control token in its contents is hidden
+    from the tokenizer.
+
+    Args:
+        config: of the model that the tokenizer belongs to.
+    """
 
     def __init__(self, tokenizer: Any, messages: list[Message], example: Example, config: ChatConfig):
-        options = {
-            **read_options(config.template_options),
-            **(example.columns.get("chat_template_kwargs") or {}),
-        }
-        self.template = find_template(tokenizer, config, example.columns.get("tools"))
-        self._options = {**tokenizer.special_tokens_map, **options, "tools": example.columns.get("tools")}
         self.controls = control_tokens(tokenizer)
-        self._tokenizer, self._where = tokenizer, example.where
-        self._messages, self._hidden = hide(messages, self.controls)
+        self._tokenizer, self._where = tokenizer, example.where or "a chat"
+        contents = [messages, *template_columns(example.columns, self._where)]
+        (self._messages, tools, options), self._hidden = hide(contents, self.controls, self._where)
+        self.template = find_template(tokenizer, config, tools)
+        self._name = template_name(tokenizer, config)
+        options = {**read_options(config), **options}
+        self._options = {**tokenizer.special_tokens_map, **options, "tools": tools}
 
     def render(self, count: int | None = None, generation_prompt: bool = False) -> str:
-        """Text of the first `count` messages (None: of all)."""
-        return self._render(count, add_generation_prompt=generation_prompt)[0]
+        """Return the text of the first `count` messages (None: of all)."""
+        return self.render_cuts([(count, generation_prompt)])[0]
 
-    def render_marked(self) -> tuple[str, list[tuple[int, int]]]:
-        """(text, character spans inside {% generation %})."""
-        return self._render(None, return_assistant_tokens_mask=True)
+    def render_cuts(self, cuts: list[tuple[int | None, bool]]) -> list[str]:
+        """Return the text of each (count, generation_prompt) as `render` does."""
+        return [text for text, _ in self._render([(n, {"add_generation_prompt": g}) for n, g in cuts])]
 
-    def tokenise(self, text: str) -> list[int]:
-        """Ids of rendered text: the template's control tokens are tokens, those of the contents are text."""
+    def render_marked(self) -> Rendered:
+        """Return (text, character spans inside {% generation %})."""
+        return self._render([(None, {"return_assistant_tokens_mask": True})])[0]
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return ids of rendered text; the template's control tokens are tokens, those of contents text."""
         if not self._hidden:
-            return self._ids(text)
+            return token_ids(self._tokenizer, text, self._where)
         parts = re.split("(" + "|".join(map(re.escape, self._hidden)) + ")", text)
-        return [
-            token
-            for part in parts
-            for token in (
-                self._ids(self._hidden[part], literal=True) if part in self._hidden else self._ids(part)
-            )
+        ids = []
+        for part in parts:
+            literal = part in self._hidden
+            ids += token_ids(self._tokenizer, self._hidden.get(part, part), self._where, literal)
+        return ids
+
+    def _render(self, cuts: list[tuple[int | None, dict[str, bool]]]) -> list[Rendered]:
+        calls = [{"conversations": [self._messages[:n]], **self._options, **cut} for n, cut in cuts]
+        return PROCESS.render(self.template, calls, self._name, self._where)
+
+
+def token_ids(tokenizer: Any, text: str, where: str, literal: bool = False, start: bool = False) -> list[int]:
+    """Return the ids of a text.
+
+    Args:
+        where: the row, for messages.
+        literal: control tokens in the text are text.
+        start: add the special tokens that the tokenizer puts around a text.
+
+    Raises:
+        RowError: the tokenizer cannot read the text.
+    """
+    if not text and not start:
+        return []
+    if SURROGATE.search(text):
+        raise RowError(f"{where}: the text holds a lone surrogate")
+    try:
+        ids = tokenizer(text, add_special_tokens=start, split_special_tokens=literal, verbose=False)[
+            "input_ids"
         ]
-
-    def _ids(self, text: str, literal: bool = False) -> list[int]:
-        encode = functools.partial(self._tokenizer, add_special_tokens=False, verbose=False)
-        return list(encode(text, split_special_tokens=literal)["input_ids"]) if text else []
-
-    def _render(self, count: int | None, **arguments: Any) -> tuple[str, list[tuple[int, int]]]:
-        import jinja2
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        messages = self._messages[:count]
-        try:
-            texts, spans = render_jinja_template(
-                [messages], chat_template=self.template, **self._options, **arguments
-            )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise UserError(f"{self._where}: the chat template cannot render this chat: {error}") from error
-        return texts[0], [tuple(span) for span in spans[0]] if spans else []
+    except Exception as error:  # tokenizers raises a bare Exception for a character that it has no token for
+        raise RowError(f"{where}: the tokenizer cannot read the text: {error!s:.300}") from error
+    return list(ids)
 
 
 def control_tokens(tokenizer: Any) -> tuple[str, ...]:
-    """Every string that the tokenizer turns into a control token."""
+    """Return every string that the tokenizer turns into a control token."""
     added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return tuple(sorted({*added, *tokenizer.all_special_tokens}))
+    return tuple(sorted({*added, *tokenizer.all_special_tokens} - {""}))
 
 
-def hide(messages: list[Message], controls: tuple[str, ...]) -> tuple[list[Message], dict[str, str]]:
-    """(messages with each control token in their contents replaced, what each replacement stands for).
+def hide(contents: Any, controls: tuple[str, ...], where: str) -> tuple[Any, dict[str, str]]:
+    """Return (contents with each control token in their text replaced, what each replacement stands for).
 
     The replacements are private-use characters, which pass through any template unchanged.
+
+    Raises:
+        RowError: the contents are too long, or leave no private-use character.
     """
-    contents = "\n".join(_strings(messages))
-    found = [token for token in controls if token in contents]
-    if not found:
-        return messages, {}
-    free = (chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in contents)
-    names = {token: next(free) for token in found}
-    pattern = re.compile("|".join(map(re.escape, sorted(found, key=len, reverse=True))))
-    hidden = _map_strings(messages, lambda text: pattern.sub(lambda match: names[match.group()], text))
+    text = "\n".join(_strings(contents))
+    if len(text) > MAX_CHARACTERS:
+        raise RowError(f"{where}: the chat has {len(text):,} characters, more than {MAX_CHARACTERS:,}")
+    present = [token for token in controls if token in text]
+    if not present:
+        return contents, {}
+    free = [chr(code) for code in range(0xE000, 0xF900) if chr(code) not in text]
+    if len(free) < len(present):
+        raise RowError(
+            f"{where}: holds control tokens, and all private-use characters that could stand for them"
+        )
+    names = dict(zip(present, free, strict=False))
+    pattern = re.compile("|".join(map(re.escape, sorted(present, key=len, reverse=True))))
+    hidden = _map_strings(contents, lambda text: pattern.sub(lambda match: names[match.group()], text))
     return hidden, {name: token for token, name in names.items()}
 
 
 def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    elif isinstance(value, list | dict):
-        for inner in value.values() if isinstance(value, dict) else value:
+    elif isinstance(value, dict):
+        yield from value
+        yield from _strings(list(value.values()))
+    elif isinstance(value, list):
+        for inner in value:
             yield from _strings(inner)
 
 
@@ -120,36 +135,65 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {key: _map_strings(inner, change) for key, inner in value.items()}
+        return {change(key): _map_strings(inner, change) for key, inner in value.items()}
     return [_map_strings(inner, change) for inner in value] if isinstance(value, list) else value
 
 
 def find_template(tokenizer: Any, config: ChatConfig, tools: Any = None) -> str:
-    """The Jinja text. Raises ValueError with the fix where there is none."""
+    """Return the Jinja text of the file that the config names, else of the tokenizer.
+
+    Raises:
+        UserError: there is none, or it is no text of usual size.
+    """
     if config.chat_template:
-        return _read_template(config.chat_template)
+        path = Path(config.chat_template)
+        if not path.is_file():
+            raise UserError(f"data.chat.chat_template: there is no file {path}")
+        status = path.stat()
+        return _read_template(path, status.st_mtime_ns, status.st_size)
     if not tokenizer.chat_template:
         raise UserError(
             "the tokenizer has no chat template: give one with --data.chat.chat_template FILE, or train on "
             "plain text with --data.chat.render plain"
         )
-    return tokenizer.get_chat_template(tools=tools)
-
-
-@functools.lru_cache(maxsize=8)
-def _read_template(path: str) -> str:
-    if not Path(path).is_file():
-        raise UserError(f"data.chat.chat_template: there is no file {path}")
-    return Path(path).read_text(encoding="utf-8")
-
-
-@functools.lru_cache(maxsize=8)
-def read_options(text: str) -> dict[str, Any]:
-    """`template_options` as a dict. Raises ValueError where it is not a JSON object."""
+    name = template_name(tokenizer, config)
     try:
-        options = json.loads(text or "{}")
-    except json.JSONDecodeError as error:
-        raise UserError(f"data.chat.template_options is not JSON: {text!r}: {error}") from error
-    if not isinstance(options, dict):
-        raise UserError(f"data.chat.template_options must be a JSON object, got {text!r}")
-    return options
+        template = tokenizer.get_chat_template(tools=tools)
+    except ValueError as error:  # several templates, none of them the default
+        raise UserError(f"{name} is ambiguous: {error}") from error
+    return _checked_template(template, name)
+
+
+def template_name(tokenizer: Any, config: ChatConfig) -> str:
+    """Return the name of a template, for messages."""
+    if config.chat_template:
+        return f"the chat template {config.chat_template}"
+    folder = getattr(tokenizer, "name_or_path", "")
+    return f"the chat template of {folder}" if folder else "the tokenizer's chat template"
+
+
+@functools.lru_cache(maxsize=8)
+def _read_template(path: Path, modified: int, size: int) -> str:
+    """Return the text of a file, read again when it has been modified."""
+    name = f"the chat template {path}"
+    if size > 4 * MAX_TEMPLATE:
+        raise UserError(f"{name} has {size:,} bytes, more than {MAX_TEMPLATE:,}")
+    try:
+        return _checked_template(path.read_text(encoding="utf-8"), name)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{name} cannot be read: {error}") from error
+
+
+def _checked_template(template: Any, name: str) -> str:
+    if not isinstance(template, str):
+        raise UserError(f"{name} must be text, got {type(template).__name__}")
+    if len(template) > MAX_TEMPLATE:
+        raise UserError(f"{name} has {len(template):,} characters, more than {MAX_TEMPLATE:,}")
+    return template
+
+
+def read_options(config: ChatConfig) -> dict[str, Any]:
+    """Return `template_options` as a dict. Raises UserError where `ChatConfig.problems` finds one."""
+    if problem := template_options_problem(config.template_options):
+        raise UserError(f"data.chat.template_options {problem}")
+    return json.loads(config.template_options or "{}")

@@ -21,9 +21,9 @@ TEMPLATE = (
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One id a character: printable ASCII, tab and newline, ChatML control tokens; 128 ids in all.
+    """Return a tokenizer of one id a character: printable ASCII, tab, newline, and ChatML control tokens.
 
-    pad 0, eos = <|im_end|> 1. Other characters become <unk>. `save_pretrained` writes a folder that
+    128 ids: pad 0, eos = <|im_end|> 1. Other characters become <unk>. `save_pretrained` writes a folder that
     `AutoTokenizer.from_pretrained` reads.
     """
     from transformers import PreTrainedTokenizerFast  # a second to import

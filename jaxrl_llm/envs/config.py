@@ -1,16 +1,64 @@
-"""Settings of environments that answer the policy over several turns."""
+"""Settings of environments and tools."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from jaxrl_llm.envs.tools.base import ToolsConfig
+from jaxrl_llm.ranges import Range
+
+
+@dataclass(frozen=True)
+class SandboxConfig:
+    """Limits of one program that a model runs. It is one process with one thread."""
+
+    seconds: Annotated[float, Range(0.01, 3600)] = 10.0
+    """Wall-clock time."""
+    cpu_seconds: Annotated[int, Range(1, 3600)] = 5
+    """Time on a processor."""
+    memory_mb: Annotated[int, Range(64, 1 << 20, usual="512 is usual")] = 512
+    """Address space."""
+    disk_mb: Annotated[int, Range(1, 1 << 16)] = 16
+    """Files in its own /tmp, in memory on top of memory_mb, gone when it ends."""
+    max_files: Annotated[int, Range(8, 1 << 20)] = 1000
+    """Files and folders in its own /tmp."""
+    output_bytes: Annotated[int, Range(2, 1 << 24)] = 8000
+    """What it may print; of more, the beginning and the end are kept."""
+    code_chars: Annotated[int, Range(1, 10_000_000)] = 100_000
+    """Length of the program."""
+    concurrent: Annotated[int, Range(0, 4096)] = 0
+    """Programs that run at once (0 = one a processor); more wait, which costs them none of their seconds."""
+    allow_unsandboxed: bool = False
+    """Where bubblewrap is missing, run programs WITHOUT a sandbox: they can read and delete your files and
+    use the network. Only for a machine with nothing to lose."""
+
+
+@dataclass(frozen=True)
+class SearchConfig:
+    """The corpus that is searched."""
+
+    path: str = ""
+    """JSONL with "text" (or "contents") and "title" in each line, or a folder of .txt and .md files."""
+    results: Annotated[int, Range(1, 1000)] = 3
+    """Passages in a result."""
+    passage_words: Annotated[int, Range(1, 100_000)] = 200
+    """Words of a passage; longer texts are cut into several."""
+
+
+@dataclass(frozen=True)
+class ToolsConfig:
+    """Settings of the built-in tools."""
+
+    python: SandboxConfig = field(default_factory=SandboxConfig)
+    """The sandbox of the tool `python`."""
+    search: SearchConfig = field(default_factory=SearchConfig)
+    """The corpus of the tool `search`."""
 
 
 @dataclass(frozen=True)
 class EnvConfig:
-    """Who answers the policy, and within which limits."""
+    """The environment or the tools of a run, and their limits."""
 
     name: str = ""
     """A built-in environment (guess), or a file of yours: "my_env.py" or "my_env.py:Class"; "" = none,
@@ -19,24 +67,34 @@ class EnvConfig:
     """Tools that the policy may call, by their names; yours as "my_tools.py:Class", those of an MCP server as
     "mcp:COMMAND"."""
     format: Literal["auto", "hermes", "llama", "xml", "pythonic"] = "auto"
-    """How calls are written; auto = as the chat template writes them."""
+    """How tool calls are written; auto = as the chat template writes them."""
     history: Literal["strict", "keep"] = "strict"
     """A chat template that writes earlier turns in another way once more follow (some drop thoughts) is
     refused (strict), or what it adds follows the turns as they were written (keep)."""
-    max_turns: int = 8
+    max_turns: Annotated[int, Range(1, 10_000, usual="8 is usual")] = 8
     """Turns of the policy at most."""
-    max_calls: int = 16
-    """Calls of tools that are carried out of one turn; the policy is told that the others were not."""
-    tool_timeout: float = 30.0
-    """Seconds one call of a tool, or one step of your own environment, may take, without the time that it
-    waits for a free sandbox. A call that takes longer is cut off and the policy told; a step of an
+    max_calls: Annotated[int, Range(1, 10_000, usual="16 is usual")] = 16
+    """Tool calls that are carried out of one turn; the policy reads that the others were not."""
+    tool_timeout: Annotated[float, Range(0.0, 1e6, open_low=True, usual="30 is usual")] = 30.0
+    """Seconds one tool call, or one step of your own environment, may take, without the time that it waits
+    for a free sandbox. A call that takes longer is cut off, and the policy reads so; a step of an
     environment ends its conversation as failed."""
-    max_observation_tokens: int = 1024
-    """Longest reply to one turn; the rest is cut off and the policy told."""
+    max_observation_tokens: Annotated[int, Range(1, 10_000_000, usual="1024 is usual")] = 1024
+    """Longest observation after one turn; the rest is cut off, and the policy reads so."""
     toolbox: ToolsConfig = field(default_factory=ToolsConfig)
-    """Settings of the tools in the box."""
+    """Settings of the built-in tools."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, what is wrong with it)."""
+        if self.name and self.tools:
+            yield (
+                "name",
+                f"is {self.name}, and there are tools, an environment too: give one of the two.",
+            )
+        if doubled := [name for name in self.tools if self.tools.count(name) > 1]:
+            yield "tools", f"has {doubled[0]} twice: name each tool once."
 
     @property
     def active(self) -> bool:
-        """Whether there are conversations at all."""
+        """Whether the policy is answered at all."""
         return bool(self.name or self.tools)

@@ -1,32 +1,35 @@
-"""Conversations of one rollout call: turns to the environment, its answers as token ids."""
+"""Conversations of one rollout call: turns to the environment, observations as token ids."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_llm.data.chat import chat_messages, encode_observation, prompt_messages
+from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.loader import Prompt
-from jaxrl_llm.data.template import ChatConfig, control_tokens
+from jaxrl_llm.data.rows import Example
+from jaxrl_llm.data.template import control_tokens
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.envs.env import Env, Message, Step, Turn
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollout.engine import DialogueError, Reply
 from jaxrl_llm.structs import Episode
+from jaxrl_llm.user_file import describe_error
 
 GRACE = 5.0  # seconds that a step may take beyond what its tool may
 PATIENCE = 60.0  # seconds beyond that after which nothing can be expected
+MAX_REWARD = 1e6  # of one step; more is a mistake
+MAX_COUNT = 1_000_000
 
 
 @dataclass(frozen=True)
-class Talk:
-    """One conversation; picklable if the environment's state is."""
+class Conversation:
+    """One conversation so far; picklable if the environment's state is."""
 
     messages: list[Message]
     state: Any
@@ -58,63 +61,66 @@ class EnvDialogue:
         self._controls = frozenset(tokenizer.convert_tokens_to_ids(list(control_tokens(tokenizer))))
 
     def reply(
-        self, prompt_index: int, response_index: int, talk: Talk | None, ids: Sequence[int], start: int
+        self, prompt_index: int, response_index: int, conversation: Any, ids: Sequence[int], start: int
     ) -> Future[Reply]:
-        """As `Dialogue.reply`."""
-        work = self._reply(prompt_index, response_index, talk, list(ids), start)
+        """Return the reply to a turn, as `Dialogue.reply`."""
+        work = self._reply(prompt_index, response_index, conversation, list(ids), start)
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
-    async def _reply(self, p: int, g: int, talk: Talk | None, ids: list[int], start: int) -> Reply:
+    async def _reply(
+        self, p: int, g: int, conversation: Conversation | None, ids: list[int], start: int
+    ) -> Reply:
         prompt = self.prompts[p]
         ended = ids[-1] in self._controls
         text = self._decode(ids[start : len(ids) - ended])
         try:
             async with asyncio.timeout(self.limit):
-                if talk is None:
+                if conversation is None:
                     seed = ((self.seed * 1_000_003 + p) * 1_000_003 + g) & 0x7FFFFFFF
                     messages = prompt_messages(prompt.example, self.chat) or _plain(prompt)
-                    talk = Talk(messages, await self.env.reset(prompt.example, seed), Episode())
-                messages = [*talk.messages, {"role": "assistant", "content": text}]
-                number = talk.episode.turns + 1
+                    state = await self.env.reset(prompt.example, seed)
+                    conversation = Conversation(messages, state, Episode())
+                messages = [*conversation.messages, {"role": "assistant", "content": text}]
+                number = conversation.episode.turns + 1
                 read = functools.partial(self._decode, [*prompt.ids.tolist(), *ids[:start]])
                 turn = Turn(text, messages, number, number >= self.config.max_turns, read)
-                step = checked(await self.env.step(talk.state, turn))
+                step = check_step(await self.env.step(conversation.state, turn))
         except (Exception, SystemExit) as error:  # the user's code
             if isinstance(error, TimeoutError) and self.limit:
-                return self._failed(talk, f"the environment took longer than {self.limit:g} s")
-            return self._failed(talk, f"{type(error).__name__}: {error}")
-        episode = counted(talk.episode, step)
+                return _failed(conversation, f"the environment took longer than {self.limit:g} s")
+            return _failed(conversation, describe_error(error))
+        episode = add_step(conversation.episode, step)
         if step.done or turn.last:
             return Reply([], True, episode)
-        said = [self._cut(message, len(_listed(step))) for message in _listed(step)]
-        seen, messages = len(messages) - 1, [*messages, *said]
-        talk = Talk(messages, talk.state, episode)
-        if step.raw:
-            return Reply(self._ids(said[0]["content"]), False, episode, talk)
-        return Reply(self._observation(prompt, messages, seen, ended), False, episode, talk)
+        return self._observe(prompt, messages, conversation.state, step, episode, ended)
 
-    def _failed(self, talk: Talk | None, why: str) -> Reply:
-        episode = talk.episode if talk else Episode()
-        return Reply([], True, dataclasses.replace(episode, turns=episode.turns + 1, failure=why))
-
-    def _observation(self, prompt: Prompt, messages: list[Message], seen: int, ended: bool) -> list[int]:
-        """Ids of what was said and of the start of the next turn.
+    def _observe(
+        self, prompt: Prompt, messages: list[Message], state: Any, step: Step, episode: Episode, ended: bool
+    ) -> Reply:
+        """Return the step's observation and the start of the next turn as token ids.
 
         Raises:
-            DialogueError: the chat template cannot add to what was said.
+            DialogueError: the chat template cannot add to the conversation.
         """
+        new = observed_messages(step)
+        new = [self._cut(message, len(new)) for message in new]
+        conversation = Conversation([*messages, *new], state, episode)
+        if step.raw:
+            return Reply(self._ids(new[0]["content"]), False, episode, conversation)
+        strict, known = self.config.history == "strict", len(messages) - 1
         try:
-            strict = self.config.history == "strict"
-            return encode_observation(
-                self.tokenizer, prompt.example, messages, seen, self.chat, ended, strict
+            ids = encode_observation(
+                self.tokenizer, prompt.example, conversation.messages, known, self.chat, ended, strict
             )
         except ValueError as error:
             raise DialogueError(str(error)) from error
+        return Reply(ids, False, episode, conversation)
 
     def _cut(self, message: Message, count: int) -> Message:
-        """The message with its share of `max_observation_tokens`; the policy reads that it was cut."""
+        """Return the message cut to its share of `max_observation_tokens`; the policy reads that it was."""
         limit = max(self.config.max_observation_tokens // count, 1)
-        text = message["content"]
+        text = message["content"].encode(errors="replace").decode()  # no tokenizer takes lone surrogates
+        message = {**message, "content": text}
         ids = self._ids(text[: 64 * limit])
         if len(ids) <= limit and len(text) <= 64 * limit:
             return message
@@ -133,13 +139,11 @@ class EnvDialogue:
 def check_template(
     tokenizer: Any, chat: ChatConfig, role: str, columns: dict[str, Any], strict: bool
 ) -> None:
-    """Whether a second turn can follow the first.
+    """Refuse a chat template after whose first turn no second one can follow.
 
     Raises:
-        ValueError: the template refuses the role of the answers, or rewrites what was said before.
+        UserError: the template refuses the role of observations, or rewrites earlier turns.
     """
-    from jaxrl_llm.data.rows import Example
-
     example = Example(({"role": "user", "content": "question"},), None, columns=columns)
     if chat_messages(example, chat) is None:
         return
@@ -151,20 +155,31 @@ def check_template(
     encode_observation(tokenizer, example, messages, len(messages) - 2, chat, ended=True, strict=strict)
 
 
-def checked(step: Any) -> Step:
-    """What an environment's step returned. Raises ValueError saying what is wrong with it."""
+def check_step(step: Any) -> Step:
+    """Return what an environment's step returned, if it is a sound Step.
+
+    Raises:
+        ValueError: says what is wrong with it.
+    """
     if not isinstance(step, Step):
-        raise UserError(f"step returned {type(step).__name__}, not a Step")
-    if step.reward is not None and not math.isfinite(step.reward):
-        raise UserError(f"step gave the reward {step.reward}")
-    for message in _listed(step):
-        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            raise UserError(f"a message needs role and content as text, not {message!r:.200}")
+        raise ValueError(f"step returned {type(step).__name__}, not a Step")
+    if step.reward is not None and not (_is_number(step.reward) and abs(step.reward) <= MAX_REWARD):
+        raise ValueError(f"step gave the reward {step.reward!r:.80}; it must be within +-{MAX_REWARD:g}")
+    counts = (step.tool_calls, step.tool_errors, step.timeouts)
+    if not all(type(count) is int and 0 <= count <= MAX_COUNT for count in counts):
+        raise ValueError(f"step counted {counts!r:.80} tool calls, tool errors and time-outs")
+    messages = observed_messages(step)
+    for message in messages:
+        text = isinstance(message, dict) and (message.get("role"), message.get("content"))
+        if not text or not all(isinstance(part, str) for part in text):
+            raise ValueError(f"a message needs role and content as text, not {message!r:.200}")
+    if step.raw and not messages:
+        raise ValueError("step is raw and has no observation")
     return step
 
 
-def counted(episode: Episode, step: Step) -> Episode:
-    """The episode with one more turn answered."""
+def add_step(episode: Episode, step: Step) -> Episode:
+    """Return the episode with one more turn answered."""
     reward = episode.reward
     if step.reward is not None:
         reward = (reward or 0.0) + float(step.reward)
@@ -177,13 +192,25 @@ def counted(episode: Episode, step: Step) -> Episode:
     )
 
 
-def _listed(step: Step) -> list[Message]:
-    if isinstance(step.says, str):
-        return [{"role": "user", "content": step.says}]
-    return list(step.says)
+def observed_messages(step: Step) -> list[Message]:
+    """Return the messages of a step's observation."""
+    if isinstance(step.observation, str):
+        return [{"role": "user", "content": step.observation}]
+    return list(step.observation)
+
+
+def _is_number(value: Any) -> bool:
+    value = value.item() if hasattr(value, "item") else value  # numpy and torch scalars
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+
+
+def _failed(conversation: Conversation | None, reason: str) -> Reply:
+    """Return the end of a conversation that failed."""
+    episode = conversation.episode if conversation else Episode()
+    return Reply([], True, dataclasses.replace(episode, turns=episode.turns + 1, failure=reason))
 
 
 def _plain(prompt: Prompt) -> list[Message]:
-    """The prompt as messages where no template is used."""
+    """Return the prompt as messages where no template is used."""
     example = prompt.example
     return list(example.messages) if example.messages else [{"role": "user", "content": example.text or ""}]

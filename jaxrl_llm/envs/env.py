@@ -1,4 +1,4 @@
-"""What an environment is: it answers turns of the policy."""
+"""The interfaces of environments and tools, and the built-in environment `guess`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from jaxrl_llm.data.rows import Example
+from jaxrl_llm.errors import UserError
 
 Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy wrote, and when."""
+    """One turn of the policy, and the conversation up to it."""
 
     text: str  # without its end token
     messages: list[Message]  # the conversation up to and with this turn
@@ -24,26 +25,74 @@ class Turn:
 
 @dataclass(frozen=True)
 class Step:
-    """What an environment answers."""
+    """What an environment returns for a turn."""
 
-    says: str | Sequence[Message] = ()  # text is a message of the role `user`
+    observation: str | Sequence[Message] = ()  # text is a message of the role `user`
     reward: float | None = None  # a conversation's reward is their sum
     done: bool = False
-    raw: bool = False  # `says` follows the turn as it stands, control tokens and all, without a template
+    raw: bool = False  # the observation follows the turn as it stands, control tokens and all, no template
     tool_calls: int = 0
     tool_errors: int = 0
     timeouts: int = 0
 
 
 class Env(Protocol):
-    """The other side of many conversations at once.
+    """The environment of many conversations at once.
 
     What belongs to one of them lives in its state. An exception ends the one conversation, as failed; so
-    does a step that takes longer than --env.tool_timeout, unless the environment says `own_limits = True`.
+    does a step that takes longer than --env.tool_timeout, unless the environment has `own_limits = True`.
     """
 
     async def reset(self, example: Example, seed: int) -> Any:
-        """The state of a new conversation about this row; the seed is a function of step and sample."""
+        """Return the state of a new conversation about this row; step and sample determine the seed."""
 
     async def step(self, state: Any, turn: Turn) -> Step:
-        """The answer to a turn; may change the state."""
+        """Return observation and reward of a turn; may change the state."""
+
+
+class ToolError(Exception):
+    """A tool call that failed; the model reads the text."""
+
+
+class Tool(Protocol):
+    """Something that a model may call. One instance serves many conversations of one event loop.
+
+    One of which only so many calls run at once has a semaphore `turn`: to wait for it costs a call no time.
+    """
+
+    schema: dict[str, Any]
+    """OpenAI's function schema: {"name", "description", "parameters": a JSON schema}."""
+
+    async def call(self, arguments: dict[str, Any]) -> str:
+        """Return what the model reads. `arguments` have been checked against the schema.
+
+        Raises:
+            ToolError: the call failed; its text is what the model reads.
+        """
+
+
+class Guess:
+    """A game for rows whose answer is a whole number, such as task:guess: reward 1 once it is guessed."""
+
+    role = "user"
+
+    async def reset(self, example: Example, seed: int) -> int:
+        """Return the number to find."""
+        try:
+            return int(example.answer)
+        except (TypeError, ValueError):
+            raise UserError(f"the row's answer {str(example.answer)[:40]!r} is no whole number") from None
+
+    async def step(self, state: int, turn: Turn) -> Step:
+        """Return whether the number is higher or lower."""
+        guess = turn.text.strip()
+        if guess == str(state):
+            return Step(reward=1.0, done=True)
+        if turn.last:
+            return Step(reward=0.0, done=True)
+        if not (guess.isdecimal() and len(guess) < 20):
+            return Step("a number")
+        return Step("higher" if int(guess) < state else "lower")
+
+
+ENVS: dict[str, Callable[[], Env]] = {"guess": Guess}

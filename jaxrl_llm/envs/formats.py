@@ -1,11 +1,11 @@
-"""The four ways of writing a tool call that calls.py reads and writes.
+"""The four formats of tool calls that calls.py reads and writes.
 
 hermes    <tool_call>{"name": ..., "arguments": {...}}</tool_call>         Hermes, Qwen 2.5 and 3
 llama     {"name": ..., "parameters": {...}}, maybe after <|python_tag|>   Llama 3.x
 xml       <function=name><parameter=x>value</parameter></function>         Qwen3-Coder, Qwen 3.5
 pythonic  [name(x=value), ...]                                             Llama 3.2 and 4
 
-A reader yields what it finds, in order, and never raises; a stretch of text is read about once for each call.
+A reader yields tool calls in order and never raises; a stretch of text is read about once for each call.
 """
 
 from __future__ import annotations
@@ -18,23 +18,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from jaxrl_llm.errors import UserError
-
 MAX_PYTHON = 20_000  # characters given to Python's parser
 SHOWN = 200  # characters of a bad call that are kept
 
 
 @dataclass(frozen=True)
-class Call:
-    """A call of a tool; its arguments are not yet checked (calls.checked does)."""
+class ToolCall:
+    """A call of a tool; its arguments are not yet checked against the schema."""
 
     name: str
     arguments: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class BadCall:
-    """Something that was meant as a call and is none."""
+class InvalidToolCall:
+    """Text that was meant as a tool call and is none."""
 
     text: str
     """How it begins."""
@@ -44,16 +42,16 @@ class BadCall:
 
 @dataclass(frozen=True)
 class Format:
-    """One way of writing calls."""
+    """One format of tool calls."""
 
-    read: Callable[[str], Iterator[Call | BadCall]]
-    render: Callable[[Call], str]
+    read: Callable[[str], Iterator[ToolCall | InvalidToolCall]]
+    render: Callable[[ToolCall], str]
     used_by: Callable[[str], bool]
     """Whether a chat template writes calls in this way."""
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise UserError(f"{name} is not JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 DECODER = json.JSONDecoder(parse_constant=_no_constant)
@@ -66,60 +64,60 @@ def _skip(text: str, at: int) -> int:
 
 
 def _read_json(text: str, at: int) -> tuple[Any, int]:
-    """(value, where it ends)."""
+    """Return (value, where it ends)."""
     try:
         return DECODER.raw_decode(text, at)
     except json.JSONDecodeError as error:
-        raise UserError(f"the JSON is broken at its character {error.pos - at}: {error.msg}") from None
+        raise ValueError(f"the JSON is broken at its character {error.pos - at}: {error.msg}") from None
 
 
-def _json_call(text: str, at: int) -> tuple[Call, int]:
+def _json_call(text: str, at: int) -> tuple[ToolCall, int]:
     value, end = _read_json(text, _skip(text, at))
     if not isinstance(value, dict):
-        raise UserError('a call is a JSON object with "name" and "arguments"')
+        raise ValueError('a call is a JSON object with "name" and "arguments"')
     if unknown := sorted(value.keys() - CALL_KEYS):
-        raise UserError(f'unknown key {unknown[0][:SHOWN]!r}: a call has "name" and "arguments"')
+        raise ValueError(f'unknown key {unknown[0][:SHOWN]!r}: a call has "name" and "arguments"')
     if "arguments" in value and "parameters" in value:
-        raise UserError('give "arguments" or "parameters", not both')
+        raise ValueError('give "arguments" or "parameters", not both')
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         try:
             arguments = DECODER.decode(arguments)
         except ValueError as error:
-            raise UserError(f'"arguments" is a string that is not JSON: {error}') from None
+            raise ValueError(f'"arguments" is a string that is not JSON: {error}') from None
     return _call(value.get("name"), arguments), end
 
 
-def _call(name: Any, arguments: Any) -> Call:
+def _call(name: Any, arguments: Any) -> ToolCall:
     if not isinstance(name, str) or not name:
-        raise UserError('"name" must be the name of a tool')
+        raise ValueError('"name" must be the name of a tool')
     if not isinstance(arguments, dict):
-        raise UserError('"arguments" must be an object')
+        raise ValueError('"arguments" must be an object')
     try:
         json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError) as error:  # a lone surrogate, 1e999, a set
-        raise UserError(f"not JSON: {error}") from None
-    return Call(name, arguments)
+        raise ValueError(f"not JSON: {error}") from None
+    return ToolCall(name, arguments)
 
 
-def _render_json(call: Call, key: str) -> str:
+def _render_json(call: ToolCall, key: str) -> str:
     text = json.dumps({"name": call.name, key: call.arguments}, ensure_ascii=False)
     return text.replace("</think>", "<\\/think>")
 
 
 CANNOT_READ = (ValueError, SyntaxError, RecursionError, MemoryError)
-"""What JSON and Python raise for broken text, and for text nested too deeply."""
+"""Errors of JSON and Python for broken text, and for text nested too deeply."""
 
 
-def _bad(text: str, at: int, error: BaseException) -> BadCall:
+def _bad(text: str, at: int, error: BaseException) -> InvalidToolCall:
     deep = isinstance(error, RecursionError | MemoryError)
-    return BadCall(text[at : at + SHOWN], "the call is nested too deeply" if deep else str(error))
+    return InvalidToolCall(text[at : at + SHOWN], "the call is nested too deeply" if deep else str(error))
 
 
 def _each(
-    text: str, opening: re.Pattern, read: Callable[[str, re.Match], tuple[Call, int]]
-) -> Iterator[Call | BadCall]:
-    """`read` at each opening that is not inside a call before it."""
+    text: str, opening: re.Pattern, read: Callable[[str, re.Match], tuple[ToolCall, int]]
+) -> Iterator[ToolCall | InvalidToolCall]:
+    """Yield what `read` returns at each opening that is not inside a call before it."""
     at = 0
     while match := opening.search(text, at):
         try:
@@ -131,19 +129,19 @@ def _each(
 
 
 def _closed(text: str, at: int, closing: str) -> int:
-    """Where the text goes on after `closing`; the end of the text closes too, as when a stop string did."""
+    """Return where the text goes on after `closing`; the end of the text closes too (stop strings)."""
     at = _skip(text, at)
     if at < len(text) and not text.startswith(closing, at):
-        raise UserError(f"{text[at : at + 20]!r} after the call, where {closing} belongs")
+        raise ValueError(f"{text[at : at + 20]!r} after the call, where {closing} belongs")
     return at + len(closing)
 
 
 def _check_end(text: str, at: int, closing: str) -> None:
     if text.find(closing, at) < 0:
-        raise UserError(f"the call was cut off: it has no {closing}")
+        raise ValueError(f"the call was cut off: it has no {closing}")
 
 
-def _hermes(text: str, match: re.Match) -> tuple[Call, int]:
+def _hermes(text: str, match: re.Match) -> tuple[ToolCall, int]:
     try:
         call, end = _json_call(text, match.end())
         return call, _closed(text, end, "</tool_call>")
@@ -157,8 +155,8 @@ TAG = re.compile(r"<\|python_tag\|>")
 NEXT = re.compile(r"\s*(?:;|,|<\|python_tag\|>)?\s*(?=\{)")
 
 
-def _llama(text: str) -> Iterator[Call | BadCall]:
-    """From the tag, or from the start where the text is JSON, as long as one object follows another."""
+def _llama(text: str) -> Iterator[ToolCall | InvalidToolCall]:
+    """Yield calls from the tag, or from the start of JSON text, as long as one object follows another."""
     match = BARE.match(text) or TAG.search(text)
     while match:
         try:
@@ -175,37 +173,37 @@ FUNCTION = re.compile(r"(?:<tool_call>\s*)?<function=([^\s<>]*)|<tool_call>")
 PARAMETER = re.compile(r"\s*(?:<parameter=([^\s<>]+)>|</function>)")
 
 
-def _xml(text: str, match: re.Match) -> tuple[Call, int]:
+def _xml(text: str, match: re.Match) -> tuple[ToolCall, int]:
     name, at, arguments = match[1], match.end(), {}
     if not name or not text.startswith(">", at):
-        raise UserError("a call begins with <function=NAME>, where NAME is the name of a tool")
+        raise ValueError("a call begins with <function=NAME>, where NAME is the name of a tool")
     at += 1
     while True:
         tag = PARAMETER.match(text, at)
         if tag is None:
             _check_end(text, at, "</function>")
             at = _skip(text, at)
-            raise UserError(f"{text[at : at + 20]!r} where <parameter=NAME> or </function> belongs")
+            raise ValueError(f"{text[at : at + 20]!r} where <parameter=NAME> or </function> belongs")
         if tag[1] is None:
             return _call(name, arguments), tag.end()
         end = text.find("</parameter>", tag.end())
         if end < 0:
-            raise UserError(f"the call was cut off: parameter {tag[1]} has no </parameter>")
+            raise ValueError(f"the call was cut off: parameter {tag[1]} has no </parameter>")
         if tag[1] in arguments:
-            raise UserError(f"parameter {tag[1]} is given twice")
+            raise ValueError(f"parameter {tag[1]} is given twice")
         arguments[tag[1]] = text[tag.end() : end].removeprefix("\n").removesuffix("\n")
         at = end + len("</parameter>")
 
 
-def _render_xml(call: Call) -> str:
+def _render_xml(call: ToolCall) -> str:
     lines = [f"<tool_call>\n<function={call.name}>"]
     for key, value in call.arguments.items():
-        said = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        if "</parameter>" in said or "</think>" in said:
-            raise UserError(f"{call.name}: no xml call can have </parameter> or </think> in {key}")
-        lines.append(f"<parameter={key}>\n{said}\n</parameter>")
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        if "</parameter>" in text or "</think>" in text:
+            raise ValueError(f"{call.name}: no xml call can have </parameter> or </think> in {key}")
+        lines.append(f"<parameter={key}>\n{text}\n</parameter>")
     if bad := [word for word in (call.name, *call.arguments) if not NAME.fullmatch(word)]:
-        raise UserError(f"{bad[0]!r} cannot be a name in an xml call")
+        raise ValueError(f"{bad[0]!r} cannot be a name in an xml call")
     return "\n".join([*lines, "</function>\n</tool_call>"])
 
 
@@ -213,37 +211,37 @@ LIST = re.compile(r"\A\s*(?=\[\s*[A-Za-z_][\w.]*\s*\()|<\|python_start\|>\s*")
 IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def _pythonic(text: str) -> Iterator[Call | BadCall]:
-    """Lists of calls, from the tag or the start of the text to its end."""
+def _pythonic(text: str) -> Iterator[ToolCall | InvalidToolCall]:
+    """Yield the calls of lists, from the tag or the start of the text to its end."""
     match = LIST.search(text)
     if match is None:
         return
     body = text[match.end() :].strip().removesuffix("<|python_end|>")
     try:
         if len(body) > MAX_PYTHON:
-            raise UserError(f"the calls are longer than {MAX_PYTHON} characters")
+            raise ValueError(f"the calls are longer than {MAX_PYTHON} characters")
         for statement in ast.parse(body).body:
             if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.List):
-                raise UserError("calls are a list: [name(argument=value), ...]")
+                raise ValueError("calls are a list: [name(argument=value), ...]")
             yield from [_python_call(node) for node in statement.value.elts]
     except CANNOT_READ as error:
         yield _bad(text, match.end(), error)
 
 
-def _python_call(node: ast.expr) -> Call:
+def _python_call(node: ast.expr) -> ToolCall:
     if not isinstance(node, ast.Call) or node.args or not all(k.arg for k in node.keywords):
-        raise UserError("a call is name(argument=value, ...), every argument with its name")
+        raise ValueError("a call is name(argument=value, ...), every argument with its name")
     try:
         arguments = {k.arg: ast.literal_eval(k.value) for k in node.keywords}
     except (ValueError, TypeError):
-        raise UserError("a value must be written out: no variables, no computation") from None
+        raise ValueError("a value must be written out: no variables, no computation") from None
     return _call(ast.unparse(node.func), arguments)
 
 
-def _render_pythonic(call: Call) -> str:
+def _render_pythonic(call: ToolCall) -> str:
     words = [*call.name.split("."), *call.arguments]
     if bad := [word for word in words if not IDENTIFIER.fullmatch(word) or keyword.iskeyword(word)]:
-        raise UserError(f"{bad[0]!r} cannot be a name in a pythonic call")
+        raise ValueError(f"{bad[0]!r} cannot be a name in a pythonic call")
     values = ", ".join(f"{key}={value!r}" for key, value in call.arguments.items())
     return f"[{call.name}({values})]".replace("</think>", "<\\x2fthink>")
 
@@ -266,4 +264,4 @@ FORMATS = {
         lambda template: '{"name": function name, "parameters"' in template,
     ),
 }
-"""Name -> format, the most telling marks in a chat template first."""
+"""Name -> format, the most specific marks of a chat template first."""

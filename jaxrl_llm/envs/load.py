@@ -1,4 +1,4 @@
-"""The environment of a run, from its config."""
+"""From EnvConfig to the conversations of a run."""
 
 from __future__ import annotations
 
@@ -11,21 +11,19 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.loader import Prompt
-from jaxrl_llm.data.template import ChatConfig, find_template
-from jaxrl_llm.envs import calls
-from jaxrl_llm.envs.config import EnvConfig
+from jaxrl_llm.data.template import find_template
+from jaxrl_llm.envs.calls import detect_format
+from jaxrl_llm.envs.config import EnvConfig, ToolsConfig
 from jaxrl_llm.envs.dialogue import EnvDialogue, check_template
-from jaxrl_llm.envs.env import Env
-from jaxrl_llm.envs.guess import Guess
-from jaxrl_llm.envs.python_file import load, load_env
+from jaxrl_llm.envs.env import Env, Tool
+from jaxrl_llm.envs.python_file import load_env, load_tool
 from jaxrl_llm.envs.tool_env import ToolEnv
 from jaxrl_llm.envs.tools import TOOLS
-from jaxrl_llm.envs.tools.base import Tool, ToolsConfig
 from jaxrl_llm.envs.tools.mcp_server import McpServer
 from jaxrl_llm.errors import UserError
-
-ENVS = {"guess": Guess}
+from jaxrl_llm.user_file import did_you_mean
 
 
 @dataclass
@@ -40,7 +38,7 @@ class Conversations:
     tokenizer: Any
     chat: ChatConfig
     columns: dict[str, Any] = field(default_factory=dict)
-    """What rows are to hold: the tools, for the chat template to show."""
+    """Columns that every row gets: the tools, for the chat template to show."""
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
     def __post_init__(self):
@@ -48,7 +46,7 @@ class Conversations:
         self._thread.start()
 
     def dialogue(self, prompts: Sequence[Prompt], key: jax.Array) -> EnvDialogue:
-        """The other side of responses to these prompts; the same key, the same seeds."""
+        """Return the environment of responses to these prompts; the same key, the same seeds."""
         seed = int(np.asarray(jax.random.key_data(key)).ravel()[-1])
         return EnvDialogue(self.env, self.config, prompts, self.tokenizer, self.chat, seed, self.loop)
 
@@ -56,7 +54,7 @@ class Conversations:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends what still runs; an environment that blocks its thread is left behind."""
+        """End what still runs; an environment that blocks its thread is left behind."""
 
         async def cancel() -> None:
             others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -72,10 +70,10 @@ class Conversations:
 
 
 def make_conversations(config: EnvConfig, tokenizer: Any, chat: ChatConfig) -> Conversations | None:
-    """None where the policy writes one turn only.
+    """Return the conversations of a run; None where the policy writes one turn only.
 
     Raises:
-        ValueError: what does not exist or cannot work, with the fix.
+        UserError: what does not exist or cannot work, with the fix.
     """
     if not config.active:
         return None
@@ -83,45 +81,42 @@ def make_conversations(config: EnvConfig, tokenizer: Any, chat: ChatConfig) -> C
     if config.tools:
         tools = make_tools(config.tools, config.toolbox)
         columns["tools"] = [{"type": "function", "function": tool.schema} for tool in tools.values()]
-        form = _format(config, tokenizer, chat)
-        env: Env = ToolEnv(tools, form, config.tool_timeout, config.max_calls)
-    elif config.name in ENVS:
-        env = ENVS[config.name]()
-    elif ".py" in config.name:
-        env = load_env(config.name)
+        format = _format(config, tokenizer, chat)
+        env: Env = ToolEnv(tools, format, config.tool_timeout, config.max_calls)
     else:
-        raise UserError(
-            f"--env.name {config.name}: unknown. There is {', '.join(ENVS)}; yours is the path of a .py file"
-        )
+        env = load_env(config.name)
     if role := getattr(env, "role", ""):
         check_template(tokenizer, chat, role, columns, config.history == "strict")
     return Conversations(env, config, tokenizer, chat, columns)
 
 
 def make_tools(names: Sequence[str], config: ToolsConfig) -> dict[str, Tool]:
-    """Tools by the names that the policy calls them by. Raises ValueError as `make_conversations`."""
-    tools = []
+    """Return tools by the names that the policy calls them by. Raises UserError as `make_conversations`."""
+    tools: dict[str, Tool] = {}
     for name in names:
         if name in TOOLS:
-            tools.append(TOOLS[name](config))
+            made: Sequence[Tool] = [TOOLS[name](config)]
         elif name.startswith("mcp:"):
-            tools += McpServer(name.removeprefix("mcp:")).tools
+            made = McpServer(name.removeprefix("mcp:")).tools
         elif ".py:" in name:
-            module, wanted = load(name)
-            tools.append(getattr(module, wanted)())
+            made = [load_tool(name)]
         else:
-            known = ", ".join(TOOLS)
             raise UserError(
-                f"--env.tools {name}: unknown; there are {known}, mcp:COMMAND, and yours: my_tools.py:Class"
+                f"--env.tools {name}: unknown; there are {', '.join(TOOLS)}, mcp:COMMAND, and yours: "
+                f"my_tools.py:Class.{did_you_mean(name, TOOLS)}"
             )
-    return {tool.schema["name"]: tool for tool in tools}
+        for tool in made:
+            if tool.schema["name"] in tools:
+                raise UserError(f"--env.tools {name}: another tool is called {tool.schema['name']} too")
+            tools[tool.schema["name"]] = tool
+    return tools
 
 
 def _format(config: EnvConfig, tokenizer: Any, chat: ChatConfig) -> str:
-    """How calls are written; "auto" = as the chat template writes them."""
+    """Return the format of tool calls; "auto" = as the chat template writes them."""
     if config.format != "auto":
         return config.format
     try:
-        return calls.detect(find_template(tokenizer, chat, tools=[{}]))
-    except ValueError as error:
+        return detect_format(find_template(tokenizer, chat, tools=[{}]))
+    except UserError as error:
         raise UserError(f"--env.format auto: {error}") from error

@@ -1,87 +1,121 @@
-"""Environments and tools in files of yours.
+"""Environments and tools by name: built-in ones, and those in files of the user.
 
     ours   a class with `async reset(example, seed)` and `async step(state, turn) -> Step`
     RL2    interact(messages) -> messages, [] = the end; reward_fn(messages, answer) beside it rewards
     RL2    env_step(state, action, extra_info) or env_step(sample) -> {"next_state", "reward", "done"}
+    tools  a class with `schema` and `async call(arguments) -> str`
 
-Any of them may be plain functions: they run in threads, many at once.
+Plain functions and methods in place of async ones run in threads, many at once. Imports no jax.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import inspect
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from jaxrl_llm.data.rows import Example
-from jaxrl_llm.envs.env import Env, Step, Turn
+from jaxrl_llm.envs.env import ENVS, Env, Step, Tool, Turn
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.user_file import did_you_mean, explain, get_attribute, import_user_file, split_name
+
+ENV_KEY, TOOLS_KEY = "env.name", "env.tools"
 
 
 def load_env(name: str) -> Env:
-    """The environment in "file.py" or "file.py:Class".
+    """Return a built-in environment, or the one in "file.py" or "file.py:Class".
 
     Raises:
-        ValueError: no such file, nothing in it that is an environment, or the file raises.
+        UserError: no such name or file, nothing in it that is an environment, or the user's code raises.
     """
-    module, wanted = load(name)
-    if wanted:
-        return _adapted(getattr(module, wanted), name)
+    if name in ENVS:
+        return ENVS[name]()
+    path, attribute = split_name(name)
+    if path.suffix != ".py":
+        raise UserError(
+            f"--{ENV_KEY} {name}: unknown.{did_you_mean(name, ENVS)} There is {', '.join(ENVS)}; yours is "
+            "the path of a .py file."
+        )
+    module = import_user_file(path, ENV_KEY)
+    if attribute:
+        return _adapt(get_attribute(module, attribute, ENV_KEY), name)
     own = [x for x in vars(module).values() if getattr(x, "__module__", "") == module.__name__]
     classes = [x for x in own if inspect.isclass(x) and hasattr(x, "step")]
     if len(classes) > 1:
         names = ", ".join(x.__name__ for x in classes)
-        raise UserError(f"--env.name {name}: which of {names}? Write {name}:{classes[0].__name__}")
+        raise UserError(f"--{ENV_KEY} {name}: which of {names}? Write {name}:{classes[0].__name__}")
     if classes:
-        return _adapted(classes[0], name)
+        return _adapt(classes[0], name)
     if hasattr(module, "interact"):
         return Interact(module.interact, getattr(module, "reward_fn", None))
     if hasattr(module, "env_step"):
         return EnvStep(module.env_step)
     raise UserError(
-        f"--env.name {name}: no class with a method step, and no function interact or env_step in it"
+        f"--{ENV_KEY} {name}: no class with a method step, and no function interact or env_step in it"
         + ("; for a reward alone there is --reward.name" if hasattr(module, "reward_fn") else "")
     )
 
 
-def load(name: str) -> tuple[ModuleType, str]:
-    """(the module, the name after the colon or "") of "file.py:Name". Raises ValueError, as `load_env`."""
-    path, colon, wanted = name.rpartition(":")
-    path, wanted = (path, wanted) if colon and path.endswith(".py") else (name, "")
-    file = Path(path).expanduser().resolve()
-    if not file.is_file():
-        raise UserError(f"{name}: there is no file {file}")
-    sys.path.insert(0, str(file.parent))  # it may import its neighbours
-    spec = importlib.util.spec_from_file_location(f"jaxrl_llm_user_{file.stem}", file)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # the user's code
-        raise UserError(f"{name}: {type(error).__name__}: {error}") from error
-    if wanted and not hasattr(module, wanted):
-        raise UserError(f"{name}: there is no {wanted} in {file}")
-    return module, wanted
+def load_tool(name: str) -> Tool:
+    """Return the tool of "file.py:Class".
+
+    Raises:
+        UserError: no such file or class, or what it makes is no tool.
+    """
+    path, attribute = split_name(name)
+    tool = _make(get_attribute(import_user_file(path, TOOLS_KEY), attribute, TOOLS_KEY), name, TOOLS_KEY)
+    schema = getattr(tool, "schema", None)
+    if not isinstance(schema, dict) or not isinstance(schema.get("name"), str):
+        raise UserError(
+            f"--{TOOLS_KEY} {name}: schema must be OpenAI's function schema, "
+            f'{{"name": ..., "description": ..., "parameters": {{...}}}}, not {schema!r:.80}'
+        )
+    if not inspect.iscoroutinefunction(getattr(tool, "call", None)):
+        raise UserError(f"--{TOOLS_KEY} {name}: a tool needs a method `async def call(self, arguments)`")
+    _check_call(tool.call, ("arguments",), f"--{TOOLS_KEY} {name}")
+    return tool
 
 
-def _adapted(found: Any, name: str) -> Env:
-    """An environment of a class or of a function in one of the known conventions."""
-    if inspect.isclass(found):
-        if missing := [method for method in ("reset", "step") if not hasattr(found, method)]:
-            raise UserError(f"--env.name {name}: {found.__name__} has no method {' and no '.join(missing)}")
-        return found() if inspect.iscoroutinefunction(found.step) else Threaded(found())
-    names = set(inspect.signature(found).parameters)
+def _adapt(value: Any, name: str) -> Env:
+    """Return the environment of a class or of a function in one of the known conventions."""
+    where = f"--{ENV_KEY} {name}"
+    if inspect.isclass(value):
+        for method in ("reset", "step"):
+            if not hasattr(value, method):
+                hint = did_you_mean(method, [key for key in vars(value) if not key.startswith("_")])
+                raise UserError(f"{where}: {value.__name__} has no method {method}.{hint}")
+        env = _make(value, name, ENV_KEY)
+        _check_call(env.reset, ("example", "seed"), where)
+        _check_call(env.step, ("state", "turn"), where)
+        plain = [f for f in (env.reset, env.step) if not inspect.iscoroutinefunction(f)]
+        return Threaded(env) if plain else env
+    names = set(inspect.signature(value).parameters)
     if "messages" in names:
-        return Interact(found, None)
+        return Interact(value, None)
     if {"state", "action"} <= names or "sample" in names:
-        return EnvStep(found)
-    raise UserError(f"--env.name {name}: {found!r} is no class, and takes neither messages nor state, action")
+        return EnvStep(value)
+    raise UserError(f"{where}: {value!r} is no class, and takes neither messages nor state, action")
+
+
+def _make(make: Callable[[], Any], name: str, key: str) -> Any:
+    """Return an instance of a class of the user."""
+    try:
+        return make()
+    except (Exception, SystemExit) as error:
+        raise UserError(f"--{key} {name}: {explain(error, split_name(name)[0].resolve())}") from error
+
+
+def _check_call(function: Callable[..., Any], arguments: tuple[str, ...], where: str) -> None:
+    """Refuse a function that cannot be called with these positional arguments."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        name, given = function.__qualname__, inspect.signature(function)
+        raise UserError(f"{where}: {name}{given} is called with ({', '.join(arguments)}): {error}") from None
 
 
 class Threaded:
@@ -91,10 +125,12 @@ class Threaded:
         self.env, self.role = env, getattr(env, "role", "user")
 
     async def reset(self, example: Example, seed: int) -> Any:
-        return await called(self.env.reset, example, seed)
+        """Return the state of a new conversation."""
+        return await call_user(self.env.reset, example, seed)
 
     async def step(self, state: Any, turn: Turn) -> Step:
-        return await called(self.env.step, state, turn)
+        """Return observation and reward of a turn."""
+        return await call_user(self.env.step, state, turn)
 
 
 class Interact:
@@ -104,19 +140,21 @@ class Interact:
         self.interact, self.reward_fn = interact, reward_fn
 
     async def reset(self, example: Example, seed: int) -> Any:
+        """Return the row's answer, for reward_fn."""
         return example.answer
 
     async def step(self, state: Any, turn: Turn) -> Step:
-        said = [] if turn.last else await called(self.interact, turn.messages)
-        if said:
-            return Step(said)
-        reward = await called(self.reward_fn, turn.messages, state) if self.reward_fn else None
+        """Return the messages, or the end with its reward."""
+        messages = [] if turn.last else await call_user(self.interact, turn.messages)
+        if messages:
+            return Step(messages)
+        reward = await call_user(self.reward_fn, turn.messages, state) if self.reward_fn else None
         return Step(reward=None if reward is None else float(reward), done=True)
 
 
 @dataclass
 class Row:
-    """What env_step keeps of a conversation."""
+    """State of a conversation with an env_step."""
 
     example: Example
     extra_info: dict[str, Any]
@@ -130,28 +168,32 @@ class EnvStep:
         self.takes_sample = "sample" in inspect.signature(env_step).parameters
 
     async def reset(self, example: Example, seed: int) -> Row:
+        """Return the row and its extra_info."""
         return Row(example, dict(example.columns.get("extra_info") or {"answer": example.answer}))
 
     async def step(self, state: Row, turn: Turn) -> Step:
+        """Return what next_state adds to the turn."""
         before = turn.read()
         if self.takes_sample:
             row = {**state.example.columns, "answer": state.example.answer}
             sample = SimpleNamespace(sample=row, state_text=before, action_text=turn.text, turn=turn.number)
-            said = await called(self.env_step, sample)
+            reply = await call_user(self.env_step, sample)
         else:
-            said = await called(self.env_step, before, turn.text, state.extra_info)
-        state.extra_info = said.get("extra_info", state.extra_info)
-        reward, done, after = float(said.get("reward", 0.0)), bool(said["done"]), said.get("next_state")
+            reply = await call_user(self.env_step, before, turn.text, state.extra_info)
+        state.extra_info = reply.get("extra_info", state.extra_info)
+        reward, done, after = float(reply.get("reward", 0.0)), bool(reply["done"]), reply.get("next_state")
         if done or after is None:
             return Step(reward=reward, done=True)
         if not after.startswith(before + turn.text):
-            raise UserError("next_state does not begin with state + action: a conversation can only grow")
+            raise ValueError("next_state does not begin with state + action: a conversation can only grow")
         return Step(after[len(before + turn.text) :], reward, raw=True)
 
 
-async def called(function: Callable, *arguments: Any) -> Any:
-    """What a function returns, plain or async. A plain one gets a thread that nobody waits for at the end:
-    one that hangs can be left behind."""
+async def call_user(function: Callable, *arguments: Any) -> Any:
+    """Return what a function returns, plain or async.
+
+    A plain one gets a daemon thread: one that hangs can be left behind.
+    """
     if inspect.iscoroutinefunction(function):
         return await function(*arguments)
     loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""The environment of tools: calls in a turn are carried out, their results are messages of the role tool."""
+"""The environment of tools: carries out the tool calls of a turn; results are messages of the role tool."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from jaxrl_llm.data.rows import Example
-from jaxrl_llm.envs import calls
-from jaxrl_llm.envs.calls import BadCall, Call
-from jaxrl_llm.envs.env import Step, Turn
-from jaxrl_llm.envs.tools.base import Tool, ToolError
+from jaxrl_llm.envs.calls import InvalidToolCall, ToolCall, check_arguments, parse_calls
+from jaxrl_llm.envs.env import Step, Tool, ToolError, Turn
 
 
-class Result(NamedTuple):
-    """What a call came to."""
+class ToolResult(NamedTuple):
+    """The result of one tool call."""
 
     text: str
     error: bool = False
@@ -23,56 +21,58 @@ class Result(NamedTuple):
 
 
 class ToolEnv:
-    """A turn without a call is the answer; the verifier judges it.
+    """A turn without a tool call ends the conversation; the verifier scores it.
 
     `role` is that of its messages. It limits the time of each call itself (`own_limits`).
 
     Args:
         tools: by name.
-        form: how calls are written, a key of calls.FORMATS.
+        format: of tool calls, a key of calls.FORMATS.
         timeout: seconds one call may take.
-        most: calls of one turn that are carried out.
+        max_calls: of one turn that are carried out.
     """
 
     role = "tool"
     own_limits = True
 
-    def __init__(self, tools: Mapping[str, Tool], form: str, timeout: float, most: int = 16):
-        self.tools, self.form, self.timeout, self.most = tools, form, timeout, most
+    def __init__(self, tools: Mapping[str, Tool], format: str, timeout: float, max_calls: int = 16):
+        self.tools, self.format, self.timeout, self.max_calls = tools, format, timeout, max_calls
 
     async def reset(self, example: Example, seed: int) -> None:
+        """Return no state: tools keep none of a conversation."""
         return None
 
     async def step(self, state: None, turn: Turn) -> Step:
-        made = calls.parse(turn.text, self.form)
-        if not made or turn.last:
-            return Step(done=True, tool_calls=len(made))
-        results = await asyncio.gather(*map(self._run, made[: self.most]))
-        too_many = Result(f"error: only the first {self.most} calls of a turn are carried out", error=True)
-        results += [too_many] * (len(made) - len(results))
+        """Return the results of the turn's tool calls."""
+        calls = parse_calls(turn.text, self.format)
+        if not calls or turn.last:
+            return Step(done=True, tool_calls=len(calls))
+        results = await asyncio.gather(*map(self._run, calls[: self.max_calls]))
+        too_many = f"error: only the first {self.max_calls} calls of a turn are carried out"
+        results += [ToolResult(too_many, error=True)] * (len(calls) - len(results))
         messages = [
             {"role": "tool", "name": getattr(call, "name", ""), "content": result.text}
-            for call, result in zip(made, results, strict=True)
+            for call, result in zip(calls, results, strict=True)
         ]
         errors, timeouts = sum(r.error for r in results), sum(r.timeout for r in results)
-        return Step(messages, tool_calls=len(made), tool_errors=errors, timeouts=timeouts)
+        return Step(messages, tool_calls=len(calls), tool_errors=errors, timeouts=timeouts)
 
-    async def _run(self, call: Call | BadCall) -> Result:
-        """One call; whatever goes wrong is told to the policy."""
-        if isinstance(call, Call):
+    async def _run(self, call: ToolCall | InvalidToolCall) -> ToolResult:
+        """Carry out one call; the policy reads whatever goes wrong."""
+        if isinstance(call, ToolCall):
             if call.name not in self.tools:
                 known = ", ".join(self.tools)
-                return Result(f"error: there is no tool {call.name!r}, only {known}", error=True)
-            call = calls.checked(call, self.tools[call.name].schema)
-        if isinstance(call, BadCall):
-            return Result(f"error: {call.problem}", error=True)
+                return ToolResult(f"error: there is no tool {call.name!r}, only {known}", error=True)
+            call = check_arguments(call, self.tools[call.name].schema)
+        if isinstance(call, InvalidToolCall):
+            return ToolResult(f"error: {call.problem}", error=True)
         tool = self.tools[call.name]
         try:
             async with getattr(tool, "turn", contextlib.nullcontext()), asyncio.timeout(self.timeout):
-                return Result(await tool.call(call.arguments))
+                return ToolResult(str(await tool.call(call.arguments)))
         except TimeoutError:
-            return Result(f"error: stopped after {self.timeout:g} s without a result", True, True)
+            return ToolResult(f"error: stopped after {self.timeout:g} s without a result", True, True)
         except ToolError as error:
-            return Result(f"error: {error}", error=True)
+            return ToolResult(f"error: {error}", error=True)
         except Exception as error:  # a fault of the tool, met with these arguments
-            return Result(f"error: {type(error).__name__}: {error}", error=True)
+            return ToolResult(f"error: {type(error).__name__}: {error}", error=True)

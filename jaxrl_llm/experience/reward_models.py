@@ -15,18 +15,18 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import models
 from jaxrl_llm.data.chat import encode_prompt
-from jaxrl_llm.data.judge import ask_one
+from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.packing import PackItem, pack, unpack
+from jaxrl_llm.data.preference import ask_one
 from jaxrl_llm.data.rows import Example
-from jaxrl_llm.data.template import ChatConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.folder import resolve
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.names import read_config
 from jaxrl_llm.hf.tokenizer import load_tokenizer
-from jaxrl_llm.learn.update import StepConfig, outputs
-from jaxrl_llm.rewards.sample import RewardModelConfig
-from jaxrl_llm.rewards.verdict import probability
+from jaxrl_llm.learn.update import StepConfig, model_outputs
+from jaxrl_llm.rewards.config import RewardModelConfig
+from jaxrl_llm.rewards.extract import verdict_probability
 from jaxrl_llm.sharding.rules import TRAIN, put_rows
 from jaxrl_llm.structs import Params, Trajectory
 
@@ -80,11 +80,11 @@ class RewardModel:
         logprobs = [row[-1] for row in self._outputs(items, "policy")]
         scores = [np.zeros(len(t.response_ids), np.float32) for t in trajectories]
         for row, yes, no in zip(scores, logprobs[::2], logprobs[1::2], strict=True):
-            row[-1] = (probability({"Yes": yes, "No": no}) - self.config.mean) / self.config.scale
+            row[-1] = (verdict_probability({"Yes": yes, "No": no}) - self.config.mean) / self.config.scale
         return scores
 
     def _outputs(self, items: Sequence[PackItem], name: str) -> list[np.ndarray]:
-        """One of `step.outputs` for each item."""
+        """Return one of `model_outputs` for each item."""
         with jax.set_mesh(self.mesh):
             batches = pack(items, self.step.row_tokens, self.step.rows)
             found = [
@@ -109,7 +109,7 @@ class RewardModel:
 
 @functools.partial(jax.jit, static_argnames=("step", "name"))
 def _run(params: Params, batch, step: StepConfig, name: str) -> jax.Array:
-    return outputs(params, batch, step, (name,))[name]
+    return model_outputs(params, batch, step, (name,))[name]
 
 
 def load_reward_model(
@@ -144,17 +144,17 @@ def load_reward_model(
 
 
 def add_scores(
-    judges: Sequence[RewardModel], trajectories: Sequence[Trajectory], prompts: Sequence[str]
+    reward_models: Sequence[RewardModel], trajectories: Sequence[Trajectory], prompts: Sequence[str]
 ) -> None:
     """Add each model's weighted scores to the trajectories' rewards and components.
 
     A process model's scores go to its steps (`token_rewards`), an outcome model's to the response's reward.
     """
-    for judge in judges:
-        for trajectory, scores in zip(trajectories, judge(trajectories, prompts), strict=True):
-            weighted = judge.config.weight * scores
-            trajectory.components = (*trajectory.components, float(scores.sum()))
-            if judge.config.kind != "process":
+    for model in reward_models:
+        for trajectory, scores in zip(trajectories, model(trajectories, prompts), strict=True):
+            weighted = model.config.weight * scores
+            trajectory.components = (*trajectory.components, float(weighted.sum()))
+            if model.config.kind != "process":
                 trajectory.reward += float(weighted[-1])
             else:
                 before = trajectory.token_rewards

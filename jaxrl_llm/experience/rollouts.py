@@ -1,162 +1,215 @@
-"""Experience of the policy itself: prompts -> rollouts, of now or begun before -> rewards."""
+"""Experience from the policy itself: prompts -> responses, of this step or started earlier -> rewards."""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
 import numpy as np
 
 from jaxrl_llm import algos
-from jaxrl_llm.algos.contract import AlgoConfig
+from jaxrl_llm.algos.contract import AlgoConfig, Requirements
 from jaxrl_llm.data.loader import Loader, Prompt
 from jaxrl_llm.data.packing import from_trajectory
 from jaxrl_llm.envs.load import Conversations
-from jaxrl_llm.experience.reward_models import RewardModel, add_scores
-from jaxrl_llm.experience.source import (
-    Experience,
-    Phase,
-    groups,
-    judge,
-    prompt_text,
-    start,
-    statistics,
-    varied,
-)
-from jaxrl_llm.rewards.pool import RewardPool
-from jaxrl_llm.rollout.engine import Engine, PartialResponse, Pending, SamplingConfig
-from jaxrl_llm.rollout.partial import pack, unpack
-from jaxrl_llm.structs import Metrics, Params, Trajectory
+from jaxrl_llm.experience.score import Scorer, group_by_prompt, has_variance, statistics
+from jaxrl_llm.learn.stage import Experience, Timer
+from jaxrl_llm.rollout.engine import Engine, PartialResponse, Pending, Request, SamplingConfig
+from jaxrl_llm.rollout.keys import weight_noise_key
+from jaxrl_llm.rollout.partial import pack_responses, unpack_responses
+from jaxrl_llm.structs import Metrics, Outcome, Params, Trajectory
+
+PARTIAL = "rollouts.npz"  # in a checkpoint: responses of later draws, finished or not
+CURSOR = "cursor.json"  # in a checkpoint: the next draw
 
 
 @dataclass
-class Drawn:
-    """Prompts, and the responses to them that are being written."""
+class Draw:
+    """A batch of prompts whose responses have been started."""
 
     prompts: list[Prompt]
-    pending: list[Pending]  # the sampled ones; then, where they are wanted, the greedy ones
+    pending: list[Pending]  # the sampled responses; then, for ReMax, the greedy ones
 
 
 @dataclass
 class RolloutSource:
-    """Prompts -> rollouts by the current policy -> rewards.
+    """Prompts -> responses of the current policy -> rewards.
 
-    With `max_staleness` k the responses to the prompts of the next k steps are being written while the
-    trainer learns. A step's prompts are those of the synchronous run, whatever is finished first: nothing
-    favours short responses, and no token is older than k steps.
+    Batches of prompts ("draws") are numbered and used in that order, one a step, or more under dynamic
+    sampling. With `max_staleness` k the engine generates the responses of the next k draws while the trainer
+    learns (asynchronous rollout): prompts are those of the synchronous run whatever is finished first, short
+    responses are not favoured, and no token is older than k steps.
     """
 
     loader: Loader
     engine: Engine
-    rewards: RewardPool
+    scorer: Scorer
     algo: AlgoConfig
     sampling: SamplingConfig
     key: jax.Array
-    prompts: int
-    responses: int
-    max_tokens: int
-    judges: Sequence[RewardModel] = ()
+    prompts: int  # of a draw
+    responses: int  # to each prompt
+    max_tokens: int  # of a response
     weight_noise: float = 0.0
-    env: Conversations | None = None  # answers the policy, where it writes several turns
+    env: Conversations | None = None  # other side of conversations of several turns
     max_staleness: int = 0  # steps
-    steps: int = 0  # of the run; nothing is begun for later ones
-    ahead: dict[int, Drawn] = field(default_factory=dict)  # draw -> what has been begun
-    ended: float = 0.0  # when the last step's experience was there, seconds
+    steps: int = 0  # of the run; no draw is started for later ones
+    cursor: int = 0  # the next draw
+    started: dict[int, Draw] = field(default_factory=dict)
+    last_end: float = 0.0  # when the last step's experience was complete, seconds
 
-    def next(self, step: int, params: Params, version: int, phase: Phase) -> Experience:
-        began = time.perf_counter()
-        with phase("rollout"):
+    def next(self, step: int, params: Params, version: int, timer: Timer) -> Experience:
+        """Return the experience of a step.
+
+        Under dynamic sampling draws are added until the step has enough groups whose rewards differ, or
+        `max_draws` are used; a step without any such group has no items.
+        """
+        begin, dynamic = time.perf_counter(), self._requires.draws > 1
+        if not dynamic:
+            self.cursor = step
+        with timer("rollout"):
             if self.weight_noise:
-                params = perturbed(params, jax.random.fold_in(self.key, step), self.weight_noise)
+                params = perturbed(params, weight_noise_key(self.key, step), self.weight_noise)
             metrics = dict(self.engine.publish(params, version))
-            for later in range(step, min(step + self.max_staleness + 1, self.steps)):
-                self._begin(later * algos.requirements(self.algo).draws)
+            for ahead in range(min(self.max_staleness + 1, self.steps - step)):
+                self._start(self.cursor + ahead)
         prompts: list[Prompt] = []
         kept: list[Trajectory] = []
-        draws, full = algos.requirements(self.algo).draws, self.prompts * self.responses
-        for draw in range(step * draws, (step + 1) * draws):
-            self._begin(draw)
-            more = self.ahead.pop(draw)
-            drawn = self._finish(more, len(prompts), metrics, phase)
-            prompts += more.prompts
-            kept += drawn if draws == 1 else [t for group in groups(drawn) if varied(group) for t in group]
-            if len(kept) >= full:
+        complete = self.prompts * self.responses
+        for _ in range(self._requires.draws):
+            draw = self._start(self.cursor)
+            trajectories = self._finish(draw, len(prompts), params, metrics, timer)
+            del self.started[self.cursor]
+            self.cursor += 1
+            prompts += draw.prompts
+            groups = [g for g in group_by_prompt(trajectories) if has_variance(g) or not dynamic]
+            kept += [t for group in groups for t in group]
+            if len(kept) >= complete:
                 break
-        with phase("rollout"):
-            self.engine.rest()
-        if draws > 1:
+        with timer("rollout"):
+            self.engine.release_memory()
+        if dynamic:
             metrics["dynamic/draws"] = len(prompts) / self.prompts
             metrics["dynamic/kept_fraction"] = len(kept) / (len(prompts) * self.responses)
-        kept = kept[:full] or drawn  # where no group differs there is nothing to learn, and nothing breaks
-        metrics |= statistics(kept) | staleness(kept, version) | self.engine.usage()
-        now, since = time.perf_counter(), self.ended or began
+        kept = kept[:complete]
+        metrics |= statistics(kept or trajectories) | staleness(kept, version) | self.engine.usage()
+        now, since = time.perf_counter(), self.last_end or begin
         metrics["trainer/idle_fraction"] = metrics["rollout/wait_seconds"] / (now - since)
-        self.ended = now
-        items = [from_trajectory(t) for t in kept]
-        if algos.requirements(self.algo).teachers:
-            for item, t in zip(items, kept, strict=True):
-                item.signals["labels"] = np.full(len(item.tokens), prompts[t.prompt_index].example.teacher)
-        return Experience(items, metrics, sum(t.num_tokens for t in kept), prompts, kept)
+        self.last_end = now
+        return self._experience(kept, trajectories, prompts, metrics)
 
-    def snapshot(self) -> bytes:
-        """What has been written for later steps. A collective; the bytes are process 0's."""
-        pending = [one for drawn in self.ahead.values() for one in drawn.pending]
-        if not pending:
-            return b""
-        written = iter(self.engine.snapshot(pending))
-        return pack({draw: [next(written) for _ in drawn.pending] for draw, drawn in self.ahead.items()})
+    def snapshot(self) -> dict[str, bytes]:
+        """Return the files of a checkpoint: the cursor, and the responses of later draws. A collective."""
+        files = {CURSOR: json.dumps({"draw": self.cursor}).encode()}
+        pending = [one for draw in self.started.values() for one in draw.pending]
+        if pending:
+            partial = iter(self.engine.snapshot(pending))
+            by_draw = {n: [next(partial) for _ in draw.pending] for n, draw in self.started.items()}
+            files[PARTIAL] = pack_responses(by_draw)
+        return files
 
-    def resume(self, saved: bytes, params: Params, version: int) -> None:
-        """Go on with what a checkpoint had, as far as it is what this run wants."""
-        self.engine.publish(params, version)
-        for draw, written in unpack(saved).items():
-            if self.max_staleness and len(written[0]) == self.prompts * self.responses:
-                self._begin(draw, written)
-
-    def _begin(self, draw: int, written: Sequence[Sequence[PartialResponse]] = ((), ())) -> None:
-        """Have the responses to a batch of prompts written, if they are not yet."""
-        if draw in self.ahead:
+    def resume(self, files: Mapping[str, bytes], step: int, params: Params, version: int) -> None:
+        """Continue from the files of a checkpoint; partial responses that this run cannot use are dropped."""
+        saved = files.get(CURSOR)
+        self.cursor = json.loads(saved)["draw"] if saved else step * self._requires.draws
+        if not files.get(PARTIAL):
             return
-        prompts, key = self.loader.batch(draw, self.prompts), jax.random.fold_in(self.key, draw)
-        wanted = [(self.responses, self.sampling)]
-        if algos.requirements(self.algo).greedy:
-            wanted.append((1, replace(self.sampling, temperature=0.0)))
-        pending = [
-            start(self.engine, prompts, n, self.max_tokens, sampling, key, self.env, before)
-            for (n, sampling), before in zip(wanted, written, strict=False)
-        ]
-        self.ahead[draw] = Drawn(prompts, pending)
+        self.engine.publish(params, version)
+        for draw, partial in unpack_responses(files[PARTIAL]).items():
+            if self.max_staleness and len(partial[0]) == self.prompts * self.responses:
+                self._start(draw, partial)
 
-    def _finish(self, drawn: Drawn, first_index: int, metrics: Metrics, phase: Phase) -> list[Trajectory]:
-        """Scored responses to these prompts, which are numbered from `first_index`."""
-        began = time.perf_counter()
-        with phase("rollout"):
-            sampled, *greedy = [one.result() for one in drawn.pending]
-        waited = time.perf_counter() - began
+    @property
+    def _requires(self) -> Requirements:
+        return algos.requirements(self.algo)
+
+    def _start(self, number: int, partial: Sequence[Sequence[PartialResponse]] = ((), ())) -> Draw:
+        """Return a draw, its responses started if they are not yet; `partial` ones are continued."""
+        if number not in self.started:
+            prompts, key = self.loader.batch(number, self.prompts), jax.random.fold_in(self.key, number)
+            samplings = [(self.responses, self.sampling)]
+            if self._requires.greedy:
+                samplings.append((1, replace(self.sampling, temperature=0.0)))
+            pending = [
+                start_responses(self.engine, prompts, n, self.max_tokens, sampling, key, self.env, before)
+                for (n, sampling), before in zip(samplings, partial, strict=False)
+            ]
+            self.started[number] = Draw(prompts, pending)
+        return self.started[number]
+
+    def _finish(
+        self, draw: Draw, first_index: int, params: Params, metrics: Metrics, timer: Timer
+    ) -> list[Trajectory]:
+        """Return the scored responses of a draw, their prompts numbered from `first_index`."""
+        begin = time.perf_counter()
+        with timer("rollout"):
+            sampled, *greedy = [one.result() for one in draw.pending]
+            untrusted = self.engine.check_logprobs(params, sampled)
+        waited = time.perf_counter() - begin
         metrics["rollout/wait_seconds"] = metrics.get("rollout/wait_seconds", 0.0) + waited
-        with phase("reward"):
-            everything = [*sampled, *(t for one in greedy for t in one)]
-            metrics |= judge(self.rewards, drawn.prompts, everything)
-            texts = [prompt_text(drawn.prompts[t.prompt_index]) for t in everything]
-            add_scores(self.judges, everything, texts)
+        with timer("reward"):
+            metrics |= self.scorer(draw.prompts, [*sampled, *(t for one in greedy for t in one)])
+        for i in untrusted:  # masked, as a failed reward is
+            sampled[i].reward, sampled[i].outcome = float("nan"), Outcome.FAILED
         for trajectory in sampled:
             if greedy:
                 trajectory.greedy_reward = greedy[0][trajectory.prompt_index].reward
             trajectory.prompt_index += first_index
         return sampled
 
+    def _experience(
+        self, kept: list[Trajectory], last: list[Trajectory], prompts: list[Prompt], metrics: Metrics
+    ) -> Experience:
+        """Return the kept trajectories as items; `last` are shown in the logs where none was kept."""
+        items = [from_trajectory(t) for t in kept]
+        if self._requires.teachers:
+            for item, t in zip(items, kept, strict=True):
+                teacher = prompts[t.prompt_index].example.teacher
+                item.signals["labels"] = np.full(len(item.tokens), teacher, np.float32)
+        return Experience(items, metrics, sum(t.num_tokens for t in kept), prompts, kept or last)
+
+
+def generate_responses(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    responses: int,
+    max_tokens: int,
+    sampling: SamplingConfig,
+    key: jax.Array,
+    env: Conversations | None = None,
+) -> list[Trajectory]:
+    """Return `responses` to each prompt, in order; prompt_index is the position in `prompts`."""
+    return start_responses(engine, prompts, responses, max_tokens, sampling, key, env).result()
+
+
+def start_responses(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    responses: int,
+    max_tokens: int,
+    sampling: SamplingConfig,
+    key: jax.Array,
+    env: Conversations | None = None,
+    partial: Sequence[PartialResponse] = (),
+) -> Pending:
+    """Start `responses` to each prompt; `partial` ones, if any, are continued."""
+    requests = [Request(p.ids, i, responses, max_tokens) for i, p in enumerate(prompts)]
+    return engine.start(requests, sampling, key, env and env.dialogue(prompts, key), partial)
+
 
 def staleness(trajectories: Sequence[Trajectory], version: int) -> Metrics:
-    """How many optimizer updates older than the policy the weights were that wrote each token."""
-    ages = version - np.concatenate([t.versions[t.mask > 0] for t in trajectories])
+    """Return how many optimizer updates older than the policy the weights of each token were."""
+    ages = [version - t.versions[t.mask > 0] for t in trajectories]
+    ages = np.concatenate(ages) if ages else np.zeros(0)
     return {"staleness/mean": ages.mean(), "staleness/max": ages.max()} if len(ages) else {}
 
 
 @jax.jit
 def perturbed(params: Params, key: jax.Array, scale: float) -> Params:
-    """Weights times 1 + scale times a standard normal number each."""
+    """Return the weights, each times 1 + scale times a standard normal number."""
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(key, len(leaves))
     noisy = [

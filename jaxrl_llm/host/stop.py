@@ -56,7 +56,7 @@ class Stop:
             return None
         if reason == _WALL_CLOCK:
             return f"wall clock {self.max_runtime_seconds:g} s"
-        return signal.LossInputs(reason).name
+        return signal.Signals(reason).name
 
     def close(self) -> None:
         """Give the signals back to whoever had them."""
@@ -73,6 +73,6 @@ class Stop:
         if self._signal:
             os._exit(128 + number)
         self._signal = number
-        name = signal.LossInputs(number).name
+        name = signal.Signals(number).name
         # os.write: the signal may have come in the middle of a print.
         os.write(2, f"{name}: saving after this step, then stopping; again = exit at once\n".encode())

@@ -1,4 +1,4 @@
-"""Credit: which trajectories are learned from, and how much each of their tokens is worth."""
+"""Credit assignment: advantages of each token, selection of trajectories, and mini-batches."""
 
 from __future__ import annotations
 
@@ -12,27 +12,32 @@ import numpy as np
 from jaxrl_llm import algos
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.data.packing import PackItem
-from jaxrl_llm.structs import Rollouts, Trajectory
+from jaxrl_llm.structs import SIGNALS, Rollouts, Trajectory
 
-PER_TOKEN = ("rollout", "old", "reference", "values", "sum_pi_squared")
+IN_ADVANTAGES = tuple(signal.name for signal in SIGNALS if signal.in_advantages)
 
 
-def assign(
+def assign_credit(
     algo: AlgoConfig, items: Sequence[PackItem], trajectories: Sequence[Trajectory], kl_coef: float, seed: int
 ) -> list[PackItem]:
-    """The items that are learned from, with advantages (and returns) in their signals.
+    """Write advantages (and returns) into the items' signals; return the items that the algorithm selects.
 
-    Items of a dataset, which have no trajectories, are all learned from as they are.
+    Items of a dataset, which have no trajectories, are returned as they are. The tokens of a trajectory
+    without a finite reward are masked.
+
+    Args:
+        kl_coef: current coefficient of the KL controller.
+        seed: of a random selection.
     """
     if not trajectories:
         return list(items)
     algorithm = algos.of(algo)
     rollouts = side_by_side(items, trajectories, kl_coef)
-    found = {name: np.asarray(array) for name, array in _per_token(rollouts, algo).items()}
+    signals = {name: np.asarray(array) for name, array in _advantages(rollouts, algo).items()}
     for i, (item, trajectory) in enumerate(zip(items, trajectories, strict=True)):
         prompt, response = len(trajectory.prompt_ids), len(trajectory.response_ids)
         lead = np.zeros(prompt, np.float32)
-        for name, rows in found.items():
+        for name, rows in signals.items():
             item.signals[name] = np.concatenate([lead, rows[i, :response]])
         if not np.isfinite(trajectory.reward):
             item.mask = np.zeros_like(item.mask)
@@ -45,7 +50,7 @@ def assign(
 def side_by_side(
     items: Sequence[PackItem], trajectories: Sequence[Trajectory], kl_coef: float = 0.0
 ) -> Rollouts:
-    """Arrays over the trajectories, padded to the longest response (to a power of two: few shapes)."""
+    """Return the trajectories as arrays, padded to the longest response (to a power of two: few shapes)."""
     longest = max(len(t.response_ids) for t in trajectories)
     shape = (len(trajectories), 1 << max(longest - 1, 0).bit_length())
 
@@ -74,23 +79,27 @@ def side_by_side(
         else None,
         greedy=numbers([t.greedy_reward for t in trajectories]),
         kl_coef=jnp.float32(kl_coef),
-        **{name: padded(of_response(name)) for name in PER_TOKEN if name in items[0].signals},
+        **{name: padded(of_response(name)) for name in IN_ADVANTAGES if name in items[0].signals},
     )
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _per_token(rollouts: Rollouts, algo: AlgoConfig) -> dict[str, jax.Array]:
+def _advantages(rollouts: Rollouts, algo: AlgoConfig) -> dict[str, jax.Array]:
     algorithm = algos.of(algo)
-    found = {"advantages": algorithm.advantages(rollouts, algo)}
+    signals = {"advantages": algorithm.advantages(rollouts, algo)}
     if rollouts.values is not None and algorithm.returns:
-        found["returns"] = algorithm.returns(rollouts, algo)
-    return found
+        signals["returns"] = algorithm.returns(rollouts, algo)
+    return signals
 
 
-def split(items: Sequence[PackItem], parts: int, seed: int, group_size: int = 1) -> list[list[PackItem]]:
-    """Mini-batches of a shuffled step, groups complete, none empty; a single one keeps its order."""
-    if parts == 1:
+def split(items: Sequence[PackItem], count: int, seed: int, group_size: int = 1) -> list[list[PackItem]]:
+    """Return at most `count` mini-batches of the shuffled items, none empty; one keeps their order.
+
+    Args:
+        group_size: consecutive items that stay together.
+    """
+    if count == 1:
         return [list(items)] if items else []
     order = np.random.default_rng(seed).permutation(len(items) // group_size)
-    cut = [part for part in np.array_split(order, parts) if len(part)]
-    return [[items[group_size * g + i] for g in part for i in range(group_size)] for part in cut]
+    parts = [part for part in np.array_split(order, count) if len(part)]
+    return [[items[group_size * g + i] for g in part for i in range(group_size)] for part in parts]

@@ -23,7 +23,7 @@ from jaxrl_llm.learn.update import (
     baseline,
     combine,
     loss_and_metrics,
-    outputs,
+    model_outputs,
 )
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.sharding.rules import TRAIN, put_rows, row_sharding, with_shardings
@@ -31,7 +31,7 @@ from jaxrl_llm.structs import Batch, BatchTotals, Metrics, Params, Program, Trai
 
 
 class Learner:
-    """Scores and updates. Holds no state: weights and optimizer go in and come out."""
+    """Score and update one model. Stateless: weights and optimizer state are arguments and results."""
 
     def __init__(
         self,
@@ -48,9 +48,9 @@ class Learner:
         self.state_shapes = jax.eval_shape(self._fresh, models.abstract(model))
         self.state_shardings = self._shardings(self.state_shapes)
         self._score = jax.jit(
-            functools.partial(outputs, config=config),
-            static_argnames=("wants",),
-            out_shardings=self.replicated,  # every process reads the whole
+            functools.partial(model_outputs, config=config),
+            static_argnames=("names",),
+            out_shardings=self.replicated,  # every process reads all of it
         )
         self._zeros = jax.jit(
             lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
@@ -70,27 +70,27 @@ class Learner:
         )
 
     def abstract_state(self) -> TrainState:
-        """Shapes, types and shardings of the TrainState: what a checkpoint is restored into."""
+        """Return shapes, types and shardings of the TrainState, to restore a checkpoint into."""
         return with_shardings(self.state_shapes, self.state_shardings)
 
     def abstract_batch(self, signals: Sequence[str] = ()) -> Batch:
-        """Shapes, types and shardings of a micro-batch with these optional arrays."""
+        """Return shapes, types and shardings of a micro-batch with these signals."""
         empty = empty_batch(self.config.rows, self.config.row_tokens, signals)
         return with_shardings(empty, jax.tree.map(lambda x: row_sharding(self.mesh, x.shape), empty))
 
-    def score_call(self, params: Params, wants: tuple[str, ...]) -> Call:
-        """What `score` calls for each micro-batch."""
-        return Program(self._score, (params, self.abstract_batch()), {"wants": wants})
+    def score_program(self, params: Params, names: tuple[str, ...]) -> Program:
+        """Return the program that `score` runs for each micro-batch."""
+        return Program(self._score, (params, self.abstract_batch()), {"names": names})
 
-    def update_calls(self, signals: Sequence[str], teachers: Sequence[Params] = ()) -> dict[str, Program]:
-        """What `update` calls for each micro-batch ("accumulate") and at its end ("apply")."""
+    def update_programs(self, signals: Sequence[str], teachers: Sequence[Params] = ()) -> dict[str, Program]:
+        """Return the programs that `update` runs for each micro-batch ("accumulate") and after ("apply")."""
         state, batch = self.abstract_state(), self.abstract_batch(signals)
         number = jax.ShapeDtypeStruct((), jnp.float32)
-        whole = BatchTotals(number, number, state.kl_coef)
+        totals = BatchTotals(number, number, state.kl_coef)
         with jax.set_mesh(self.mesh):
             if algos.of(self.algo).baseline:
-                whole = replace(whole, baseline=jax.eval_shape(self._baseline, batch, whole))
-            args = (state.params, state.params, batch, whole, tuple(teachers))  # gradients are like weights
+                totals = replace(totals, baseline=jax.eval_shape(self._baseline, batch, totals))
+            args = (state.params, state.params, batch, totals, tuple(teachers))  # gradients are like weights
             _, metrics = jax.eval_shape(self._accumulate, *args)
         metrics = with_shardings(metrics, jax.tree.map(lambda _: self.replicated, metrics))
         return {
@@ -99,35 +99,37 @@ class Learner:
         }
 
     def init_state(self, params: Params) -> TrainState:
-        """Optimizer state for these (sharded, float32) weights; the weights are taken over, not copied."""
+        """Return a state with a fresh optimizer; it takes over these float32 weights without a copy."""
         with jax.set_mesh(self.mesh):
             return jax.jit(self._fresh, out_shardings=self.state_shardings, donate_argnums=0)(params)
 
     def put(self, batch: Batch) -> Batch:
-        """Host rows to the devices, rows divided among them. Every process holds the same host batch."""
+        """Move host rows to the devices, divided among them. Every process holds the same host batch."""
         return put_rows(self.mesh, batch)
 
     def score(
-        self, params: Params, items: Sequence[PackItem], wants: tuple[str, ...] = ("policy",)
+        self, params: Params, items: Sequence[PackItem], names: tuple[str, ...] = ("policy",)
     ) -> list[dict[str, np.ndarray]]:
-        """`step.outputs` for each item, [t] aligned with its tokens (the first reads 0), without gradient."""
+        """Return `model_outputs` of each item, [t] aligned with its tokens (the first is 0). No gradient."""
         bare = [PackItem(item.tokens, item.mask) for item in items]
         with jax.set_mesh(self.mesh):
-            found = [self._score(params, batch, wants=wants) for batch in self._batches(bare)]
+            results = [self._score(params, batch, names=names) for batch in self._batches(bare)]
         by_name = {
-            name: unpack([np.asarray(f[name]) for f in found], bare, self.config.row_tokens, self.group_size)
-            for name in wants
+            name: unpack(
+                [np.asarray(r[name]) for r in results], bare, self.config.row_tokens, self.group_size
+            )
+            for name in names
         }
-        return [dict(zip(wants, arrays, strict=True)) for arrays in zip(*by_name.values(), strict=True)]
+        return [dict(zip(names, arrays, strict=True)) for arrays in zip(*by_name.values(), strict=True)]
 
     def update(
         self, state: TrainState, minibatches: Sequence[Sequence[PackItem]], teachers: Sequence[Params] = ()
     ) -> tuple[TrainState, Metrics]:
-        """One optimizer update for each mini-batch, in order. The state passed in is donated."""
+        """Apply one optimizer update for each mini-batch, in order. The state passed in is donated."""
         collected = []
         for items in minibatches:
             batches = self._batches(items)
-            state, metrics = self.update_minibatch(state, batches, *counts(items), teachers)
+            state, metrics = self.update_minibatch(state, batches, *counts(items, self.group_size), teachers)
             collected.append(metrics)
         with jax.set_mesh(self.mesh):
             return state, average(collected)
@@ -140,35 +142,35 @@ class Learner:
         num_sequences: float,
         teachers: Sequence[Params] = (),
     ) -> tuple[TrainState, Metrics]:
-        """One optimizer update from micro-batches on the devices and their global denominators."""
+        """Apply one optimizer update from micro-batches on the devices and their global denominators."""
         with jax.set_mesh(self.mesh):
-            whole = self._whole(batches, num_tokens, num_sequences, state.kl_coef)
+            totals = self._totals(batches, num_tokens, num_sequences, state.kl_coef)
             grads = self._zeros(state.params)
             parts = []
             for batch in batches:
-                grads, part = self._accumulate(state.params, grads, batch, whole, tuple(teachers))
+                grads, part = self._accumulate(state.params, grads, batch, totals, tuple(teachers))
                 parts.append(part)
-            return self._apply(state, grads, combine(parts), whole.num_sequences)
+            return self._apply(state, grads, combine(parts), totals.num_sequences)
 
     def measure(
         self, state: TrainState, items: Sequence[PackItem], teachers: Sequence[Params] = ()
     ) -> Metrics:
-        """Loss and metrics of these items as one mini-batch, without learning from them."""
+        """Return loss and metrics of these items as one mini-batch, without an update."""
         batches = self._batches(items)
         with jax.set_mesh(self.mesh):
-            whole = self._whole(batches, *counts(items), state.kl_coef)
-            return combine([self._measure(state.params, b, whole, tuple(teachers))[1] for b in batches])
+            totals = self._totals(batches, *counts(items, self.group_size), state.kl_coef)
+            return combine([self._measure(state.params, b, totals, tuple(teachers))[1] for b in batches])
 
     def _batches(self, items: Sequence[PackItem]) -> list[Batch]:
         return [self.put(b) for b in pack(items, self.config.row_tokens, self.config.rows, self.group_size)]
 
-    def _whole(
+    def _totals(
         self, batches: Sequence[Batch], num_tokens: float, num_sequences: float, kl_coef
     ) -> BatchTotals:
-        whole = BatchTotals(np.float32(num_tokens), np.float32(num_sequences), kl_coef)
+        totals = BatchTotals(np.float32(num_tokens), np.float32(num_sequences), kl_coef)
         if not algos.of(self.algo).baseline:
-            return whole
-        return replace(whole, baseline=sum(self._baseline(batch, whole) for batch in batches))
+            return totals
+        return replace(totals, baseline=sum(self._baseline(batch, totals) for batch in batches))
 
     def _fresh(self, params: Params) -> TrainState:
         zero = jnp.zeros((), jnp.int32)
@@ -176,11 +178,11 @@ class Learner:
         return TrainState(params, self.optimizer.init(params), zero, zero, kl_coef)
 
     def _shardings(self, state: TrainState) -> TrainState:
-        """Optimizer moments lie where their weights lie; counters are everywhere."""
-        lie = lambda moment, p, s: s if moment.shape == p.shape else self.replicated
+        """Return shardings of the state: moments have those of their weights, counters are replicated."""
+        like_weight = lambda moment, p, s: s if moment.shape == p.shape else self.replicated
         opt = optax.tree.map_params(
             self.optimizer,
-            lie,
+            like_weight,
             state.opt_state,
             state.params,
             self.param_shardings,

@@ -10,6 +10,7 @@ import optax
 
 from jaxrl_llm.ranges import Count, CountOrZero, Fraction, Range
 
+LearningRate = Annotated[float, Range(0, 10, open_low=True, usual="1e-6 is usual for RL, 1e-5 for SFT")]
 Decay = Annotated[float, Range(0, 1, open_high=True)]
 
 
@@ -19,9 +20,7 @@ class OptimConfig:
 
     name: Literal["adamw", "adafactor", "lion", "sgd"] = "adamw"
     """AdamW (arXiv 1711.05101), Adafactor (1804.04235), Lion (2302.06675) or SGD with momentum b1."""
-    learning_rate: Annotated[
-        float, Range(0, 10, open_low=True, usual="1e-6 is usual for RL, 1e-5 for SFT")
-    ] = 1e-6
+    learning_rate: LearningRate = 1e-6
     """Peak learning rate."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Learning rate after the warm-up: constant, or falling to final_fraction of the peak over the run."""

@@ -1,16 +1,19 @@
-"""The frozen policy that KL is measured against."""
+"""The frozen reference policy that KL is measured against: its weights, and its log-probs of dataset rows."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl_llm.checkpoint.state import CheckpointConfig, Checkpointer
+from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.structs import Params
 
@@ -59,7 +62,39 @@ class Reference:
             return freeze(restored[1], self.dtype)
 
 
+class LogprobCache:
+    """Reference log-probs of dataset rows, which come again every epoch; the least recently used are dropped.
+
+    Rows are equal if their tokens and masks are: log-probs are computed where the mask is 1 only.
+
+    Args:
+        max_bytes: of the arrays that are kept.
+    """
+
+    def __init__(self, max_bytes: int = 2**28):
+        self.max_bytes, self.size = max_bytes, 0
+        self._rows: OrderedDict[tuple[bytes, bytes], np.ndarray] = OrderedDict()
+
+    def get(self, item: PackItem) -> np.ndarray | None:
+        """Return the log-probs of a row, or None."""
+        key = self._key(item)
+        if key in self._rows:
+            self._rows.move_to_end(key)
+        return self._rows.get(key)
+
+    def put(self, item: PackItem, logprobs: np.ndarray) -> None:
+        key = self._key(item)
+        if key not in self._rows:
+            self._rows[key] = logprobs
+            self.size += logprobs.nbytes
+        while self.size > self.max_bytes:
+            self.size -= self._rows.popitem(last=False)[1].nbytes
+
+    def _key(self, item: PackItem) -> tuple[bytes, bytes]:
+        return item.tokens.tobytes(), np.asarray(item.mask, np.int8).tobytes()
+
+
 @functools.partial(jax.jit, static_argnums=1)
 def freeze(params: Params, dtype: str) -> Params:
-    """A copy in the compute type; the original will be donated to the next update."""
+    """Return a copy in the compute type; the original is donated to the next update."""
     return jax.tree.map(lambda w: jnp.copy(w).astype(dtype), params)

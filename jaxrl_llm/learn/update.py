@@ -1,7 +1,7 @@
-"""What a device computes: forward -> LossInputs -> algorithm.loss -> gradients -> optax. Pure functions.
+"""The arithmetic of an update: forward -> LossInputs -> algorithm.loss -> gradients -> optax. Pure functions.
 
-An update is as many `accumulate` calls as the mini-batch has micro-batches, then one `apply`. All
-micro-batches have one shape, so each function compiles once whatever the lengths of the samples.
+An update is one `accumulate` for each micro-batch of a mini-batch, then one `apply`. All micro-batches have
+one shape, so each function compiles once, whatever the lengths of the sequences.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,8 @@ from jaxrl_kernels.linear_divergence.chunked import linear_divergence
 from jaxrl_kernels.linear_logprob import api
 from jaxrl_kernels.linear_logprob.square import linear_square
 from jaxrl_llm import algos
-from jaxrl_llm.algos.contract import AlgoConfig, Divergence
+from jaxrl_llm.algos.contract import AlgoConfig, Divergence, Requirements
+from jaxrl_llm.algos.correction import diagnostics
 from jaxrl_llm.algos.reduce import token_mean
 from jaxrl_llm.sharding.rules import logprob_specs
 from jaxrl_llm.structs import Batch, BatchTotals, LossInputs, Metrics, Params, TrainState
@@ -30,56 +32,58 @@ Outputs = dict[str, Float[Array, "B T"]]
 
 @dataclass(frozen=True)
 class StepConfig:
-    """How a model is run for scores and gradients, and the one shape of a micro-batch."""
+    """Forward-pass settings of a model, and the one shape of a micro-batch."""
 
     row_tokens: int
     rows: int
     dtype: str = "float32"
     remat: str = "none"
-    sequence_parallel: str = "ring"  # where the mesh divides the tokens of a row
+    sequence_parallel: str = "ring"  # context parallelism, where the mesh divides the tokens of a row
     strict: bool = False  # every bit of a log-prob depends on its trajectory alone
-    temperature: float = 1.0  # that of the rollout: log-probs must speak of the same distribution
-    chunk: int = 128  # tokens of a row whose logits exist at once
+    temperature: float = 1.0  # of the rollout: its log-probs are of the softmax at this temperature
+    chunk: int = 128  # tokens of a row whose logits are in memory at once
     max_grad_norm: float = 1.0  # 0 = no clipping
+    old: Literal["policy", "recompute", "rollout"] = "policy"  # source of old log-probs, see `old_logprobs`
 
 
-def outputs(
+def model_outputs(
     params: Params,
     batch: Batch,
     config: StepConfig,
-    wants: Sequence[str],
+    names: Sequence[str],
     teachers: Sequence[Params] = (),
     divergence: Divergence | None = None,
 ) -> Outputs:
-    """What a model says at each token, [B, T] float32. The one scoring function.
+    """Return outputs of a model at each token, [B, T] float32: the one forward for scoring and training.
 
     Args:
-        wants: of "policy" (log-prob of the target, nats), "entropy" (of the prediction, nats),
+        names: of "policy" (log-prob of the target, nats), "entropy" (of the prediction, nats),
             "sum_pi_squared" (sum over the vocabulary of p^2), "values" (of the value head) and
             "divergence" (from the teacher's prediction).
-        teachers: models, for "divergence"; `batch.labels` says which of several speaks of a token.
+        teachers: models, for "divergence"; `batch.labels` holds the index of a token's teacher.
         divergence: settings of `linear_divergence`.
     """
     dtype = jnp.dtype(config.dtype)
-    how = {"dtype": dtype, **{n: getattr(config, n) for n in ("remat", "sequence_parallel", "strict")}}
-    read = lambda model: model(batch.tokens, batch.positions, batch.segments, **how)
-    hidden, head, found = read(params), batch_invariant.rounded(params.head, dtype), {}
-    settings = dict(temperature=config.temperature, softcap=params.config.logit_softcap, chunk=config.chunk)
-    if "policy" in wants:
+    settings = {"dtype": dtype, **{n: getattr(config, n) for n in ("remat", "sequence_parallel", "strict")}}
+    forward = lambda model: model(batch.tokens, batch.positions, batch.segments, **settings)
+    hidden, head = forward(params), batch_invariant.rounded(params.head, dtype)
+    softmax = dict(temperature=config.temperature, softcap=params.config.logit_softcap, chunk=config.chunk)
+    outputs: Outputs = {}
+    if "policy" in names:
         layout = {} if config.strict else {"partition_specs": logprob_specs(hidden, head)}
-        found["policy"], found["entropy"] = (batch_invariant if config.strict else api).linear_logprob(
-            hidden, head, batch.targets, batch.mask, with_entropy="entropy" in wants, **layout, **settings
+        outputs["policy"], outputs["entropy"] = (batch_invariant if config.strict else api).linear_logprob(
+            hidden, head, batch.targets, batch.mask, with_entropy="entropy" in names, **layout, **softmax
         )
-    if "sum_pi_squared" in wants:
-        found["sum_pi_squared"] = linear_square(hidden, head, **settings)
-    if "values" in wants:
-        found["values"] = params.values(hidden)
-    if "divergence" in wants:
-        from_each = [
+    if "sum_pi_squared" in names:
+        outputs["sum_pi_squared"] = linear_square(hidden, head, **softmax)
+    if "values" in names:
+        outputs["values"] = params.values(hidden)
+    if "divergence" in names:
+        by_teacher = [
             linear_divergence(
                 hidden,
                 head,
-                jax.lax.stop_gradient(read(teacher)),
+                jax.lax.stop_gradient(forward(teacher)),
                 teacher.head.astype(dtype),
                 student_softcap=params.config.logit_softcap,
                 teacher_softcap=teacher.config.logit_softcap,
@@ -88,14 +92,13 @@ def outputs(
             )
             for teacher in teachers
         ]
-        speaks = lambda index: jnp.round(batch.labels) == index
-        found["divergence"] = sum(jnp.where(speaks(i), each, 0.0) for i, each in enumerate(from_each))
-    return {name: found[name] for name in wants}
+        index = jnp.round(batch.labels)
+        outputs["divergence"] = sum(jnp.where(index == i, each, 0.0) for i, each in enumerate(by_teacher))
+    return {name: outputs[name] for name in names}
 
 
-def wanted(algo: AlgoConfig) -> tuple[str, ...]:
-    """The outputs that the algorithm's loss looks at."""
-    requires = algos.requirements(algo)
+def loss_outputs(requires: Requirements) -> tuple[str, ...]:
+    """Return the outputs that a loss reads."""
     return (
         ("policy", "entropy") * requires.policy
         + ("values",) * requires.values
@@ -106,100 +109,109 @@ def wanted(algo: AlgoConfig) -> tuple[str, ...]:
 def loss_and_metrics(
     params: Params,
     batch: Batch,
-    whole: BatchTotals,
+    totals: BatchTotals,
     teachers: Sequence[Params],
     *,
     algo: AlgoConfig,
     config: StepConfig,
 ) -> tuple[Float[Array, ""], Metrics]:
-    """One micro-batch's part of the loss of the mini-batch."""
+    """Return one micro-batch's part of the loss and metrics of the mini-batch."""
     requires = algos.requirements(algo)
-    found = outputs(params, batch, config, wanted(algo), teachers, requires.divergence)
-    if "entropy" in found and not requires.entropy:
-        found["entropy"] = jax.lax.stop_gradient(found["entropy"])
-    inputs = loss_inputs(batch, found, whole)
+    outputs = model_outputs(params, batch, config, loss_outputs(requires), teachers, requires.divergence)
+    if "entropy" in outputs and not requires.entropy:
+        outputs["entropy"] = jax.lax.stop_gradient(outputs["entropy"])
+    inputs = loss_inputs(batch, outputs, totals)
     loss, metrics = algos.of(algo).loss(inputs, algo)
-    return loss, jax.lax.stop_gradient({"loss": loss, **metrics, **monitor(inputs)})
+    metrics = {"loss": loss, **metrics, **monitor(inputs, config.old)}
+    return loss, jax.lax.stop_gradient(metrics)
 
 
 def accumulate(
     params: Params,
     grads: Params,
     batch: Batch,
-    whole: BatchTotals,
+    totals: BatchTotals,
     teachers: Sequence[Params],
     *,
     algo: AlgoConfig,
     config: StepConfig,
 ) -> tuple[Params, Metrics]:
-    """Add one micro-batch's gradient."""
+    """Return the gradients plus one micro-batch's, and its metrics."""
     loss_fn = functools.partial(
-        loss_and_metrics, batch=batch, whole=whole, teachers=teachers, algo=algo, config=config
+        loss_and_metrics, batch=batch, totals=totals, teachers=teachers, algo=algo, config=config
     )
     (_, metrics), new = jax.value_and_grad(loss_fn, has_aux=True)(params)
     return jax.tree.map(jnp.add, grads, new), metrics
 
 
-def baseline(batch: Batch, whole: BatchTotals, *, algo: AlgoConfig) -> Float[Array, "*shape"]:
-    """One micro-batch's part of the algorithm's baseline, from what was scored before the update."""
-    return algos.of(algo).baseline(loss_inputs(batch, {}, whole), algo)
+def baseline(batch: Batch, totals: BatchTotals, *, algo: AlgoConfig) -> Float[Array, "*shape"]:
+    """Return one micro-batch's part of the algorithm's baseline, from scores before the update."""
+    return algos.of(algo).baseline(loss_inputs(batch, {}, totals), algo)
 
 
-def loss_inputs(batch: Batch, found: Outputs, whole: BatchTotals) -> LossInputs:
-    """What the loss sees. Masked places read 0, so that garbage there (NaN, Inf) reaches no gradient.
+def loss_inputs(batch: Batch, outputs: Outputs, totals: BatchTotals) -> LossInputs:
+    """Return the inputs of the loss. Masked places read 0, so that NaN or Inf there reaches no gradient.
 
-    A value speaks of what has been read, not of a token to come: it counts wherever there is no padding.
+    Values belong to states, not to tokens to come, so they count wherever there is no padding.
     """
     clean = lambda x: None if x is None else jnp.where(batch.mask > 0, x, 0.0)
     clean_value = lambda x: None if x is None else jnp.where(batch.segments > 0, x, 0.0)
-    policy = clean(found.get("policy", jnp.zeros_like(batch.mask)))
+    policy = clean(outputs.get("policy", jnp.zeros_like(batch.mask)))
     return LossInputs(
         policy=policy,
         mask=batch.mask,
         segments=batch.segments,
         lengths=batch.lengths,
-        num_tokens=whole.num_tokens,
-        num_sequences=whole.num_sequences,
-        entropy=clean(found.get("entropy")),
+        num_tokens=totals.num_tokens,
+        num_sequences=totals.num_sequences,
+        entropy=clean(outputs.get("entropy")),
         advantages=clean(batch.advantages),
         rollout=clean(batch.rollout),
         old=jax.lax.stop_gradient(policy) if batch.old is None else clean(batch.old),
         reference=clean(batch.reference),
-        values=clean_value(found.get("values")),
+        values=clean_value(outputs.get("values")),
         old_values=clean(batch.values),
         returns=clean(batch.returns),
         labels=clean(batch.labels),
-        divergence=clean(found.get("divergence")),
-        kl_coef=whole.kl_coef,
-        baseline=whole.baseline,
+        divergence=clean(outputs.get("divergence")),
+        kl_coef=totals.kl_coef,
+        baseline=totals.baseline,
     )
 
 
-def monitor(inputs: LossInputs) -> Metrics:
-    """What every run watches, whatever its loss."""
+def monitor(inputs: LossInputs, old: str = "policy") -> Metrics:
+    """Return the metrics of every run, whatever its loss.
+
+    mismatch/ compares the rollout engine's log-probs with the trainer's before the update. Where the old
+    log-probs are the rollout's own (`old` = "rollout"), with the policy's: that includes its staleness.
+    These metrics take the place of the loss's.
+    """
     if inputs.entropy is None:
         return {}
     metrics = {"entropy": token_mean(inputs.entropy, inputs)}
-    if inputs.rollout is not None:  # how far the rollout engine's log-probs are from the trainer's
-        gap = jnp.abs(inputs.old - inputs.rollout)
+    if inputs.rollout is not None:
+        trainer = inputs.policy if old == "rollout" else inputs.old
+        gap = jnp.abs(trainer - inputs.rollout)
         metrics["mismatch/mean_abs"] = token_mean(gap, inputs)
         metrics["mismatch/max_abs"] = jnp.max(gap, where=inputs.mask > 0, initial=0.0)
+        if old == "rollout":
+            metrics |= diagnostics(trainer, inputs)
     return metrics
 
 
 def is_max(name: str) -> bool:
-    """Metrics of this name are combined by max, all others by sum."""
+    """Return whether metrics of this name are combined by max; all others are summed."""
     return name.endswith(("/max", "/max_abs"))
 
 
 def combine(parts: Sequence[Metrics]) -> Metrics:
-    """Micro-batch metrics to those of the mini-batch."""
+    """Combine the metrics of micro-batches into those of their mini-batch."""
     take = lambda name: jnp.maximum if is_max(name) else jnp.add
     return {name: functools.reduce(take(name), [part[name] for part in parts]) for name in parts[0]}
 
 
 def average(parts: Sequence[Metrics]) -> Metrics:
-    """Mini-batch metrics to those of the step."""
+    """Average the metrics of mini-batches into those of the step."""
     return {name: value if is_max(name) else value / len(parts) for name, value in combine(parts).items()}
 
 

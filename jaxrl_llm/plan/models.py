@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import jax
 from jax.typing import DTypeLike
 
@@ -15,6 +13,7 @@ from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.presets import PRESETS, preset
 from jaxrl_llm.sharding.rules import with_shardings
 from jaxrl_llm.structs import Params
+from jaxrl_llm.user_file import expand_home
 
 
 class AbstractModels:
@@ -26,7 +25,7 @@ class AbstractModels:
         Raises:
             ConfigError: neither.
         """
-        folder = Path(path).expanduser()
+        folder = expand_home(path)
         if folder.is_dir():
             return read_config(folder)
         if (known := preset(path)) is None:

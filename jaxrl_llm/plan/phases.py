@@ -12,11 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
-from jaxrl_llm.algos.contract import old_logprobs
-from jaxrl_llm.build.models import make_trainers, with_heads
+from jaxrl_llm.build.models import make_stages, with_heads
 from jaxrl_llm.config import TrainConfig, derived
 from jaxrl_llm.learn.learner import Learner
-from jaxrl_llm.learn.trainer import Trainer, scores_before_update
+from jaxrl_llm.learn.stage import Stage, loss_signals, policy_scores
 from jaxrl_llm.plan import flops
 from jaxrl_llm.plan.models import ABSTRACT_MODELS, planned_model
 from jaxrl_llm.recipe.checks import check_model
@@ -52,32 +51,32 @@ def phases(config: TrainConfig, mesh: Mesh) -> list[Phase]:
     model = planned_model(config.model)
     check_model(config, mesh.shape, model.max_position, model.num_heads)
     model = with_heads(model, config.algo)
-    _, trainer = make_trainers(config, model, mesh, ABSTRACT_MODELS)
-    base = _always_resident(config, trainer)
+    stage = make_stages(config, model, mesh, ABSTRACT_MODELS)[-1]
+    base = _always_resident(config, stage)
     result = []
     if algos.of(config.algo).on_rollouts and config.rollout.engine == "native":
-        result += _rollout(config, model, mesh, trainer.policy.abstract_state().params, base)
-    result += _score(config, trainer, base)
-    if trainer.critic:
-        result += _update("critic", config, trainer.critic, trainer, base)
-    result += _update("update", config, trainer.policy, trainer, base)
+        result += _rollout(config, model, mesh, stage.policy.abstract_state().params, base)
+    result += _score(config, stage, base)
+    if stage.critic:
+        result += _update("critic", config, stage.critic, stage, base)
+    result += _update("update", config, stage.policy, stage, base)
     return result
 
 
-def _always_resident(config: TrainConfig, trainer: Trainer) -> Resident:
+def _always_resident(config: TrainConfig, stage: Stage) -> Resident:
     """Return the arrays that are in memory during every phase."""
-    state = trainer.policy.abstract_state()
+    state = stage.policy.abstract_state()
     resident: Resident = {"parameters": [state.params], "optimizer": [state.opt_state], "frozen models": []}
-    if trainer.critic:
-        critic = trainer.critic.abstract_state()
+    if stage.critic:
+        critic = stage.critic.abstract_state()
         resident["parameters"].append(critic.params)
         resident["optimizer"].append(critic.opt_state)
-    resident["frozen models"] += trainer.teachers
-    if algos.requirements(config.algo).reference and not trainer.teachers:
-        resident["frozen models"].append(_reference(config, trainer.policy))
+    resident["frozen models"] += stage.teachers
+    if stage.needs_reference:
+        resident["frozen models"].append(_reference(config, stage.policy))
     for reward in config.reward.models:
         model = ABSTRACT_MODELS.config(reward.path)
-        shardings = models.shardings(model, trainer.policy.mesh, TRAIN)
+        shardings = models.shardings(model, stage.policy.mesh, TRAIN)
         params = ABSTRACT_MODELS.params(reward.path, model, shardings, config.model.dtype)
         resident["frozen models"].append(params)
     return resident
@@ -96,8 +95,8 @@ def _rollout(config: TrainConfig, model, mesh: Mesh, params, base: Resident) -> 
     )
     weights, cache, state, *_, last = calls["decode"].args
     slots, width = len(state.tokens), calls["prefill"].args[1].shape
-    paged = "write" in calls
-    prompts = calls["write"].args[1] if paged else calls["spread"].args[0]
+    paged = "write_pages" in calls
+    prompts = calls["write_pages"].args[1] if paged else calls["gather"].args[0]
     longest = last.shape[1] * rollout.page if paged else cache.length
     base = base | ({"rollout weights": params} if rollout.weight_noise else {})
     with_weights = base | {"rollout weights": [weights, base.get("rollout weights")]}
@@ -109,47 +108,47 @@ def _rollout(config: TrainConfig, model, mesh: Mesh, params, base: Resident) -> 
     yield Phase("rollout: publish", calls["publish"], base, 1, 0.0)
     prefill = flops.forward(model, width[0] * width[1], width[1] / 2)
     yield Phase("rollout: prefill", calls["prefill"], full, prefills, prefill)
-    if "lengthen" in calls:
-        short = calls["lengthen"].args[0]
+    if "resize" in calls:
+        short = calls["resize"].args[0]
         resident = with_weights | {"KV cache": [short, prompts]}
-        yield Phase("rollout: lengthen", calls["lengthen"], resident, 1, 0.0)
+        yield Phase("rollout: resize", calls["resize"], resident, 1, 0.0)
     if paged:
-        yield Phase("rollout: write", calls["write"], full, prefills, 0.0)
-        yield Phase("rollout: copy", calls["copy"], full, rounds, 0.0)
+        yield Phase("rollout: write", calls["write_pages"], full, prefills, 0.0)
+        yield Phase("rollout: copy", calls["copy_pages"], full, rounds, 0.0)
     else:
-        yield Phase("rollout: spread", calls["spread"], full, rounds, 0.0)
+        yield Phase("rollout: gather", calls["gather"], full, rounds, 0.0)
         copied = with_weights | {"KV cache": [cache, prompts, calls["insert"].args[1]]}
         yield Phase("rollout: insert", calls["insert"], copied, rounds, 0.0)
     decode = flops.forward(model, slots, longest) + flops.head(model, slots)
     yield Phase("rollout: decode", calls["decode"], full, rounds * response, decode, "token")
 
 
-def _score(config: TrainConfig, trainer: Trainer, base: Resident) -> Iterator[Phase]:
+def _score(config: TrainConfig, stage: Stage, base: Resident) -> Iterator[Phase]:
     """Yield the phases that score the batch before the first update."""
-    algo, learner = config.algo, trainer.policy
+    learner = stage.policy
     rows, times = _microbatches(config, learner)
     tokens = rows * config.row_tokens
 
     def phase(name, learner, params, outputs):
-        program = learner.score_call(params, outputs)
+        program = learner.score_program(params, outputs)
         resident = base | {"batch": [program.args[1]] * times}
         work = flops.forward(learner.model, tokens, config.row_tokens / 2)
         work += flops.head(learner.model, tokens) * (outputs != ("values",))
         return Phase(f"score: {name}", program, resident, times, work)
 
-    if outputs := scores_before_update(algo, config.minibatches_per_step):
+    if outputs := policy_scores(stage.requires, learner.config.old):
         yield phase("policy", learner, learner.abstract_state().params, outputs)
-    if trainer.critic:
-        yield phase("critic", trainer.critic, trainer.critic.abstract_state().params, ("values",))
-    if algos.requirements(algo).reference and not trainer.teachers:
+    if stage.critic:
+        yield phase("critic", stage.critic, stage.critic.abstract_state().params, ("values",))
+    if stage.needs_reference:
         yield phase("reference", learner, _reference(config, learner), ("policy",))
 
 
 def _update(
-    name: str, config: TrainConfig, learner: Learner, trainer: Trainer, base: Held
+    name: str, config: TrainConfig, learner: Learner, stage: Stage, base: Resident
 ) -> Iterator[Phase]:
-    teachers = trainer.teachers if learner is trainer.policy else ()
-    calls = learner.update_calls(_signals(config, trainer), teachers)
+    teachers = stage.teachers if learner is stage.policy else ()
+    calls = learner.update_programs(loss_signals(stage), teachers)
     grads, batch = calls["accumulate"].args[1:3]
     rows, times = _microbatches(config, learner)
     per_minibatch = times // config.minibatches_per_step
@@ -165,17 +164,3 @@ def _microbatches(config: TrainConfig, learner: Learner) -> tuple[int, int]:
     """Return (rows of a micro-batch, most micro-batches of a step)."""
     sizes = derived(config, learner.mesh.size)
     return learner.config.rows, sizes["microbatches_per_update_at_most"] * config.minibatches_per_step
-
-
-def _signals(config: TrainConfig, trainer: Trainer) -> tuple[str, ...]:
-    """Return the optional arrays of a micro-batch of the update."""
-    algorithm, requires = algos.of(config.algo), algos.requirements(config.algo)
-    updates = config.minibatches_per_step
-    names = ["labels"] * (algorithm.input != "tokens")
-    if algorithm.on_rollouts:
-        names = ["rollout", "advantages"]
-    scores = scores_before_update(config.algo, updates)
-    names += ["old"] * (old_logprobs(algorithm, requires, updates) != "policy")
-    names += ["values", "returns"] * bool(trainer.critic or "values" in scores)
-    names += ["reference"] * requires.reference
-    return tuple(dict.fromkeys(names + ["labels"] * bool(trainer.teachers)))

@@ -1,50 +1,49 @@
-"""What cannot work is said before any model is loaded: each message names the key and the fix."""
+"""Checks of a whole config, before any model is loaded: each message names the key and the fix.
+
+Types and ranges, and the rules within one Config, are declared there; here are the rules across Configs.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from jaxrl_llm.config import ModelConfig, TrainConfig
+from jaxrl_llm import algos
+from jaxrl_llm.config import TrainConfig, same_responses
 from jaxrl_llm.errors import ConfigError
-from jaxrl_llm.recipe.overrides import conforms, leaves, spell
-from jaxrl_llm.recipe.rollout_checks import rollout_problems
-from jaxrl_llm.rollout.checks import not_strict
+from jaxrl_llm.ranges import problems
+from jaxrl_llm.recipe.keys import (
+    has_type,
+    iter_configs,
+    nested_configs,
+    short_repr,
+    shorten,
+    type_hints,
+    type_words,
+)
+from jaxrl_llm.rollout.checks import strict_problems
+from jaxrl_llm.rollout.sglang import auth, colocated
+from jaxrl_llm.rollout.sglang.health import read_addresses
 from jaxrl_llm.sharding.attention import heads_problem
+from jaxrl_llm.user_file import expand_home
 
-AT_LEAST = {
-    "steps": 0,
-    "prompts_per_step": 1,
-    "responses_per_prompt": 1,
-    "minibatches_per_step": 1,
-    "tokens_per_device": 1,
-    "max_prompt_tokens": 1,
-    "max_response_tokens": 1,
-    "max_runtime": 0,
-    "model.logprob_chunk": 1,
-    "optim.warmup_steps": 0,
-    "optim.max_nonfinite": 1,
-    "checkpoint.every": 0,
-    "eval.every": 0,
-    "eval.prompts": 1,
-    "eval.samples": 1,
-    "env.max_turns": 1,
-    "env.max_observation_tokens": 1,
-    "warm_start.steps": 0,
-    "warm_start.examples_per_step": 1,
-    "log.samples": 0,
-    "sglang.bucket_bytes": 1,
-}
-COMPARES = {"grpo", "rloo", "opo", "gpg", "gpg_rewards", "passk", "gdpo", "reinforce_pp_baseline", "otb"}
+GROUP_ADVANTAGES = {
+    "grpo", "rloo", "opo", "gpg", "gpg_rewards", "passk", "gdpo", "reinforce_pp_baseline", "otb",
+}  # fmt: skip
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+MAX_LINE = 1000  # characters of a message
+MAX_HUB_NAME = 200  # characters; the hub allows 96 in each part
 
 
-def check(config: TrainConfig, writes: bool = True) -> None:
-    """Refuse what cannot work. Reads config.json of a local model; starts no jax backend.
+def check_config(config: TrainConfig, writes: bool = True) -> None:
+    """Refuse a config that cannot work. Reads config.json of a local model; starts no jax backend.
 
     Args:
         writes: whether a run directory is going to be needed; then it is made.
@@ -52,24 +51,31 @@ def check(config: TrainConfig, writes: bool = True) -> None:
     Raises:
         ConfigError: one line for each thing that is wrong.
     """
-    _refuse(list(_wrong_types(config)))  # the other checks compute with the values
-    _refuse(
-        [
-            *_ranges(config),
-            *_step(config),
-            *_model(config),
-            *_data(config),
-            *rollout_problems(config),
-        ]
-    )
+    check_fields(config)
+    _refuse([*_step(config), *_devices(config), *_model(config), *_rollout(config)])
     if writes:
         _refuse(list(_run_dir(config.run_dir)))
+
+
+def check_fields(config: Any) -> None:
+    """Refuse fields of the wrong type, outside their range, or against a rule of their own Config.
+
+    Args:
+        config: a dataclass with Configs in it: TrainConfig, or the arguments of a command.
+
+    Raises:
+        ConfigError: one line for each thing that is wrong.
+    """
+    _refuse(list(_wrong_types(config)))  # ranges and rules compute with the values
+    _refuse(
+        [f"--{prefix}{name} {text}" for prefix, part in iter_configs(config) for name, text in problems(part)]
+    )
 
 
 def check_model(config: TrainConfig, sizes: Mapping[str, int], max_position: int, heads: int) -> None:
     """Refuse rows that the model has no positions for, and rows and heads that the mesh does not divide.
 
-    `check` does it where config.json is at hand and `sizes`, those of the mesh, have no -1.
+    `check_config` does it where config.json is at hand and `sizes`, those of the mesh, have no -1.
 
     Raises:
         ConfigError: one line for each thing that is wrong.
@@ -77,68 +83,79 @@ def check_model(config: TrainConfig, sizes: Mapping[str, int], max_position: int
     _refuse([*_strict(config, sizes), *_divided(config, sizes), *_shape(config, sizes, max_position, heads)])
 
 
-def _refuse(problems: list[str]) -> None:
-    if len(problems) > 1:
+def check_held_out(config: TrainConfig, rows: int) -> None:
+    """Refuse more held-out prompts than there are rows.
+
+    Raises:
+        ConfigError: says how many there are.
+    """
+    if config.eval.prompts > rows:
         raise ConfigError(
-            "\n".join(["the config has several problems:", *(f"  - {line}" for line in problems)])
+            f"--eval.prompts is {config.eval.prompts}: the held-out data has {rows} rows. "
+            f"Set --eval.prompts {rows} or less, or give it more rows (--data.eval_path)."
         )
-    if problems:
-        raise ConfigError(problems[0])
 
 
-def _wrong_types(config: TrainConfig) -> Iterator[str]:
-    for key, (hint, value) in leaves(config):
-        if not conforms(value, hint):
-            yield f"--{key} is {value!r} ({type(value).__name__}): expected {spell(hint)}."
+def _refuse(lines: list[str]) -> None:
+    lines = [shorten(line, MAX_LINE) for line in lines]
+    if len(lines) > 1:
+        raise ConfigError("\n".join(["the config has several problems:", *(f"  - {line}" for line in lines)]))
+    if lines:
+        raise ConfigError(lines[0])
 
 
-def _ranges(config: TrainConfig) -> Iterator[str]:
-    for key, (_, value) in leaves(config):
-        if key in AT_LEAST and value < AT_LEAST[key]:
-            yield f"--{key} is {value}: it must be at least {AT_LEAST[key]}."
-        if key.endswith("learning_rate") and not 0 < value < math.inf:
-            yield f"--{key} is {value}: it must be positive; 1e-6 is usual for RL, 1e-5 for sft."
+def _wrong_types(config: Any, prefix: str = "") -> Iterator[str]:
+    hints = type_hints(type(config))
+    for field in dataclasses.fields(config):
+        key, hint, value = f"{prefix}{field.name}", hints[field.name], getattr(config, field.name)
+        if not has_type(value, hint):
+            yield f"--{key} is {short_repr(value)} ({type(value).__name__}): expected {type_words(hint)}."
+        elif isinstance(value, algos.AlgoConfig) and not algos.is_known(value):
+            yield f"--{key}: {type(value).__name__} of no algorithm; make it with NAME.Config(...)."
+        else:
+            for part_key, part in nested_configs(key, value):
+                yield from _wrong_types(part, f"{part_key}.")
 
 
 def _step(config: TrainConfig) -> Iterator[str]:
-    trajectories, updates = config.trajectories_per_step, config.minibatches_per_step
-    if trajectories > 0 < updates and trajectories % updates:
-        divisors = [n for n in range(1, trajectories + 1) if trajectories % n == 0]
-        close = sorted(divisors, key=lambda n: abs(n - updates))[:2]
-        yield (
-            f"--minibatches_per_step {updates} does not divide the {trajectories} trajectories of a step "
-            f"(prompts_per_step x responses_per_prompt). Set it to {' or '.join(map(str, sorted(close)))}."
-        )
+    if not config.steps and not config.warm_start.steps:
+        yield "--steps is 0, and so is --warm_start.steps: there is nothing to train. Set one of them."
     name = getattr(config.algo, "advantage", "")
-    if name in COMPARES and config.responses_per_prompt == 1:
+    if name in GROUP_ADVANTAGES and config.responses_per_prompt == 1:
         yield (
             f"--responses_per_prompt is 1: {name} compares the responses to one prompt, so it would have "
             "nothing to compare. Set it to 2 or more; 8 is usual."
         )
-    row, sequence = config.row_tokens, config.mesh.sequence
-    if config.tokens_per_device * max(sequence, 1) < row:
+    row, sequence = config.row_tokens, max(config.mesh.sequence, 1)
+    if config.tokens_per_device * sequence < row:
         yield (
             f"--tokens_per_device is {config.tokens_per_device}: less than one row of {row} tokens "
             "(max_prompt_tokens + max_response_tokens). "
-            f"Set --tokens_per_device {-(-row // max(sequence, 1))} or more."
+            f"Set --tokens_per_device {-(-row // sequence)} or more."
         )
+
+
+def _devices(config: TrainConfig) -> Iterator[str]:
     yield from _strict(config, config.mesh.sizes)
     yield from _divided(config, config.mesh.sizes)
 
 
 def _strict(config: TrainConfig, sizes: Mapping[str, int]) -> Iterator[str]:
-    """-1 is not known yet."""
+    """Yield what --strict does not go with; a size of -1 is not known yet."""
     if config.strict:
-        yield from not_strict(config.rollout, config.model.dtype, math.prod(sizes.values()))
+        yield from strict_problems(config.rollout, config.model.dtype, math.prod(sizes.values()))
 
 
 def _divided(config: TrainConfig, sizes: Mapping[str, int]) -> Iterator[str]:
-    """A ring's devices hold two chunks of a row each; -1 is not known yet."""
+    """Yield what is wrong with rows that context parallelism shards; a size of -1 is not known yet.
+
+    Ring attention needs two chunks a device.
+    """
     ring = config.mesh.sequence_parallel == "ring"
     chunks = sizes["sequence"] * (2 if ring else 1)
     if sizes["sequence"] > 1 and config.row_tokens % chunks:
-        unit = config.row_tokens // config.max_tokens
-        more = next(n for n in range(chunks) if unit * (config.max_tokens + n) % chunks == 0)
+        sequences = config.row_tokens // config.max_tokens
+        more = -config.max_tokens % (chunks // math.gcd(sequences, chunks))
         yield (
             f"--mesh.sequence {sizes['sequence']} does not divide a row of {config.row_tokens} tokens "
             f"(max_prompt_tokens + max_response_tokens){' into two chunks a device' if ring else ''}. "
@@ -147,46 +164,48 @@ def _divided(config: TrainConfig, sizes: Mapping[str, int]) -> Iterator[str]:
 
 
 def _model(config: TrainConfig) -> Iterator[str]:
-    model = config.model
-    if not model.path:
-        if model.architecture is None:
-            yield "--model.path is empty: set a folder or hub name, or model.architecture in the recipe."
-            return
-        if not model.tokenizer:
-            yield '--model.tokenizer is empty: random weights bring none. Set a folder, a hub name or "tiny".'
-        shape = model.architecture
+    path, shape = config.model.path, config.model.architecture
+    if config.critic.path and algos.requirements(config.algo).critic:
+        yield from _model_folder("critic.path", config.critic.path)
+    if path:
+        yield from _model_folder("model.path", path)
+        yield from _stored_shape(config, expand_home(path) / "config.json")
+    elif shape:
         yield from _shape(config, config.mesh.sizes, shape.max_position, shape.num_heads)
-        return
-    folder = Path(model.path).expanduser()
-    if not folder.is_dir():
-        yield from _missing(model)
-        return
-    file = folder / "config.json"
-    if not file.is_file():
-        yield f"--model.path {model.path}: no config.json in it, so it is no Hugging Face model folder."
-        return
-    try:
-        found = json.loads(file.read_text())
-    except ValueError as error:
-        yield f"--model.path {model.path}: {file} is not JSON ({error}). Download the model again."
-        return
-    known = [found.get(name, 0) for name in ("max_position_embeddings", "num_attention_heads")]
-    if all(isinstance(number, int) for number in known):
-        yield from _shape(config, config.mesh.sizes, *known)
 
 
-def _missing(model: ModelConfig) -> Iterator[str]:
-    """A path that is no folder may still be a hub name, unless it is spelt like a path."""
-    parent = Path(model.path).expanduser().parent
-    if not HUB_NAME.fullmatch(model.path) or (parent != Path(".") and parent.is_dir()):
+def _model_folder(key: str, path: str) -> Iterator[str]:
+    """Yield what is wrong with a Hugging Face folder or hub name."""
+    folder = expand_home(path)
+    if os.path.isdir(folder):
+        if not os.path.isfile(folder / "config.json"):
+            yield f"--{key} {path}: no config.json in it, so it is no Hugging Face model folder."
+        return
+    hub_name = len(path) <= MAX_HUB_NAME and HUB_NAME.fullmatch(path)
+    if not hub_name or (folder.parent != Path(".") and os.path.isdir(folder.parent)):
         yield (
-            f"--model.path {model.path}: no such folder. Set a Hugging Face folder (config.json and "
+            f"--{key} {shorten(path)}: no such folder. Set a Hugging Face folder (config.json and "
             "*.safetensors) or a hub name such as Qwen/Qwen3-0.6B."
         )
 
 
+def _stored_shape(config: TrainConfig, file: Path) -> Iterator[str]:
+    """Yield what does not fit the positions and heads that a model's config.json states, if it is at hand."""
+    if not os.path.isfile(file):
+        return
+    try:
+        stored = json.loads(file.read_text())
+    except (ValueError, RecursionError, OSError) as error:
+        yield f"--model.path {config.model.path}: {file} is not JSON ({error}). Download the model again."
+        return
+    names = ("max_position_embeddings", "num_attention_heads")
+    known = [stored.get(name, 0) if isinstance(stored, dict) else 0 for name in names]
+    if all(isinstance(number, int) for number in known):
+        yield from _shape(config, config.mesh.sizes, *known)
+
+
 def _shape(config: TrainConfig, sizes: Mapping[str, int], max_position: int, heads: int) -> Iterator[str]:
-    """Of the model; 0 = not known."""
+    """Yield what does not fit the model's positions and heads; 0 = not known."""
     if 0 < max_position < config.row_tokens:
         room = max_position - config.max_prompt_tokens
         fix = f"--max_response_tokens {room} or less" if room > 0 else "both smaller"
@@ -199,24 +218,54 @@ def _shape(config: TrainConfig, sizes: Mapping[str, int], max_position: int, hea
         yield heads_problem(heads, parts)
 
 
-def _data(config: TrainConfig) -> Iterator[str]:
-    if not config.data.path and not all(source.path for source in config.data.train):
+def _rollout(config: TrainConfig) -> Iterator[str]:
+    rollout, sglang = config.rollout, config.sglang
+    on_rollouts, responses = algos.of(config.algo).on_rollouts, config.responses_per_prompt
+    if on_rollouts and responses > 1 and rollout.sampling.temperature == 0:
+        yield f"--rollout.sampling.temperature {same_responses(responses)}"
+    yield from _addresses(rollout.servers)
+    if sglang.colocated and rollout.max_staleness:
         yield (
-            "--data.path is empty: set a file or folder, hub:OWNER/NAME, task:NAME (generated) or gym:NAME, "
-            "or data.train in the recipe."
+            "--sglang.colocated and --rollout.max_staleness exclude each other: servers that give their GPUs "
+            "to the trainer generate nothing meanwhile."
+        )
+    if sglang.colocated:
+        yield from colocated.colocated_problems(sglang, rollout.launch, os.environ)
+    if sglang.devices and len(sglang.devices) != rollout.launch:
+        yield f"--sglang.devices names {len(sglang.devices)}, --rollout.launch is {rollout.launch}."
+    if rollout.launch and not shutil.which(sglang.python):
+        yield f"--sglang.python is {short_repr(sglang.python)}: no such program."
+    if sglang.transport == "ipc" and rollout.servers:
+        yield (
+            "--sglang.transport ipc shares the memory of GPUs with servers that are started here "
+            "(--rollout.launch); for --rollout.servers set disk, http or group."
         )
 
 
+def _addresses(servers: Sequence[str]) -> Iterator[str]:
+    """Yield what is wrong with a file of addresses."""
+    if len(servers) != 1 or not servers[0].startswith("@"):
+        return
+    try:
+        urls = read_addresses(Path(servers[0][1:]))
+    except (ValueError, OSError) as error:
+        yield f"--rollout.servers is {servers[0]}: it must be a text file with one address a line ({error})."
+        return
+    for problem in filter(None, map(auth.problem, urls)):
+        yield f"--rollout.servers is {servers[0]}: {problem}"
+
+
 def _run_dir(run_dir: str) -> Iterator[str]:
-    """Makes the folder and a probe file in it: permissions alone do not tell (root, read-only disks)."""
+    """Make the folder and a probe file in it: permissions alone do not tell (root, read-only disks)."""
     fix = "Set --run_dir to a folder that can be written."
     if not run_dir:
         yield f"--run_dir is empty. {fix}"
         return
-    probe = Path(run_dir).expanduser() / f".probe-{os.getpid()}"
     try:
+        probe = expand_home(run_dir) / f".probe-{os.getpid()}"
         probe.parent.mkdir(parents=True, exist_ok=True)
         probe.touch()
         probe.unlink()
-    except OSError as error:
-        yield f"--run_dir {run_dir}: cannot be written ({error.strerror}). {fix}"
+    except (OSError, ValueError) as error:  # the last one: a NUL character
+        reason = getattr(error, "strerror", None) or error
+        yield f"--run_dir {shorten(run_dir)}: cannot be written ({reason}). {fix}"

@@ -1,4 +1,4 @@
-"""Recipe files: found, loaded, changed by the command line, checked.
+"""Recipe files and the command line: find, load, change and check a recipe.
 
 A recipe is a Python file whose docstring says command, hardware, time and expected result, and whose
 `get_config()` returns a TrainConfig.
@@ -9,175 +9,240 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib.util
+import os
 import re
 import sys
-import traceback
 import typing
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from jaxrl_llm import algos
 from jaxrl_llm.config import TrainConfig
-from jaxrl_llm.errors import ConfigError
-from jaxrl_llm.recipe.checks import check
-from jaxrl_llm.recipe.overrides import closest, nearest, override, print_help, split
+from jaxrl_llm.errors import ConfigError, UserError
+from jaxrl_llm.recipe.checks import check_config
+from jaxrl_llm.recipe.help import overview, topics_text, usage
+from jaxrl_llm.recipe.keys import iter_fields, shorten
+from jaxrl_llm.recipe.overrides import Pair, apply_overrides, closest_key, closest_word, split_arguments
+from jaxrl_llm.user_file import expand_home, explain, explain_end, import_user_file
 
-USAGE = """\
-usage: python -m jaxrl_llm.train --config RECIPE.py [--KEY VALUE ...]
-
-    --config RECIPE.py   a path, or one of the recipes below
-    --algo NAME|FILE.py  another algorithm, with its defaults
-    --KEY VALUE          any field, such as --steps 100 --mesh.fsdp 8; a part in the middle may be left out:
-                         --rollout.temperature 0.7 is --rollout.sampling.temperature
-    --help               every field with its doc and its value (in RECIPE.py, with --config)
-    --list               the recipes
-"""
+PROG = "python -m jaxrl_llm.train"
+NOT_PYTHON = "a recipe is a Python file that defines get_config(); --list shows some to start from"
 
 
-class Launch(NamedTuple):
-    """What a command line asks for."""
+class ResolvedRecipe(NamedTuple):
+    """A recipe with the changes of the command line."""
 
     config: TrainConfig
-    recipe: str  # path of the recipe file
+    recipe: str
+    """Path of the recipe file."""
 
 
-def from_command_line(
-    argv: list[str], prog: str = "python -m jaxrl_llm.train", writes: bool = True
-) -> Launch:
-    """The checked config of `--config RECIPE [--algo A] [--a.b value ...]`. Starts no jax backend.
+def from_command_line(argv: list[str], prog: str = PROG, writes: bool = True) -> ResolvedRecipe:
+    """Return the checked config of `--config RECIPE [--algo A] [--a.b value ...]`. Starts no jax backend.
+
+    What the command line implies beyond its own words (dropped settings) is printed on stderr. `--help` and
+    `--list` print and raise SystemExit(0).
 
     Args:
         writes: whether the run directory is going to be needed.
-
-    `--help` and `--list` print and raise SystemExit(0).
 
     Raises:
         ConfigError: anything wrong with the recipe, a key, a value or their combination.
     """
     if "--list" in argv:
-        print(list_text())
-        raise SystemExit(0)
-    wants_help = "--help" in argv or "-h" in argv
-    pairs = split([word for word in argv if word not in ("--help", "-h")])
-    recipe = _last(pairs, "config")
-    if recipe is None and not wants_help:
-        raise ConfigError(f"--config RECIPE.py is missing.\n\n{USAGE}\n{list_text()}")
-    path = find(recipe) if recipe else None
-    config = load(path) if path else TrainConfig()
-    config = with_algo(config, _last(pairs, "algo"))
-    config = override(config, [(key, words) for key, words in pairs if key not in ("config", "algo")])
-    if wants_help:
-        print(USAGE, list_text(), sep="\n")
-        print_help(config, prog)
-        raise SystemExit(0)
-    check(config, writes)
-    return Launch(config, str(path))
+        _print_and_exit(f"{list_text()}\n\n{algorithms_text()}")
+    argv, topics = _split_help(argv)
+    pairs = split_arguments(argv)
+    name = _last(pairs, "config")
+    if name is None and topics is None:
+        raise ConfigError(f"--config RECIPE.py is missing.\n\n{usage(prog)}\n{list_text()}")
+    path = find_recipe(name) if name is not None else None
+    config = load_recipe(path) if path else TrainConfig()
+    config, dropped = with_algo(config, _last(pairs, "algo"))
+    config, notes = apply_overrides(config, [pair for pair in pairs if pair[0] not in ("config", "algo")])
+    if topics is not None:
+        recipes = [path.name for path in packaged_recipes()]
+        _print_and_exit(topics_text(config, topics) if topics else overview(config, prog, recipes))
+    check_config(config, writes)
+    for note in dropped + notes:
+        print(f"note: {note}", file=sys.stderr)
+    return ResolvedRecipe(config, str(path))
 
 
-def _last(pairs: list[tuple[str, list[str]]], key: str) -> str | None:
+def _print_and_exit(text: str) -> NoReturn:
+    """Print on stdout, which may be closed before the end (`| head`), and end the command."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # Python flushes once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(0)
+
+
+def _split_help(argv: list[str]) -> tuple[list[str], list[str] | None]:
+    """Return the other words, and the topics after --help; None = no help is asked for."""
+    start = next((i for i, word in enumerate(argv) if word in ("--help", "-h")), None)
+    if start is None:
+        return argv, None
+    end = next((i for i in range(start + 1, len(argv)) if argv[i].startswith("-")), len(argv))
+    rest = [word for word in (*argv[:start], *argv[end:]) if word not in ("--help", "-h")]
+    return rest, argv[start + 1 : end]
+
+
+def _last(pairs: list[Pair], key: str) -> str | None:
     given = [words for name, words in pairs if name == key]
     if given and len(given[-1]) != 1:
-        raise ConfigError(f"--{key} takes one value, got {' '.join(given[-1]) or 'nothing'!r}.")
+        words = shorten(" ".join(given[-1])) or "nothing"
+        raise ConfigError(f"--{key} takes one value, got {words!r}.")
     return given[-1][0] if given else None
 
 
-def with_algo(config: TrainConfig, name: str | None) -> TrainConfig:
-    """The config with another algorithm's defaults; naming the one it has changes nothing."""
+def with_algo(config: TrainConfig, name: str | None) -> tuple[TrainConfig, list[str]]:
+    """Return the config with another algorithm's defaults, and a note on the settings that this drops.
+
+    The same word means another thing in another algorithm (kl_coef in the loss or in the reward), so nothing
+    is carried over. Naming the algorithm that the recipe has changes nothing.
+    """
     if name is None:
-        return config
+        return config, []
     if not name.endswith(".py") and name not in algos.ALGOS:
-        known = ", ".join(sorted(algos.ALGOS))
+        near, known = closest_word(name, algos.ALGOS), ", ".join(sorted(algos.ALGOS))
         raise ConfigError(
-            f"--algo {name}: unknown algorithm. Did you mean --algo {closest(name, algos.ALGOS)}? "
+            f"--algo {shorten(name)}: unknown algorithm. Did you mean --algo {near}? "
             f"There are {known}; your own is the path of a .py file."
         )
+    algorithm = algos.load_algorithm(name)
+    changed = dataclasses.replace(config, algo=algorithm.config)
     try:
-        algorithm = algos.load_algorithm(name)
-    except Exception as error:  # the file is the user's code
-        raise ConfigError(_blame(Path(name), error)) from error
+        dict(iter_fields(changed))
+    except Exception as error:  # an annotation of the user's Config that cannot be read
+        raise ConfigError(f"--algo {name}: {explain(error)}") from error
     if config.algo.algorithm == algorithm.name:
-        return config
-    return dataclasses.replace(config, algo=algorithm.config)
+        return config, []
+    return changed, _dropped(config, name)
+
+
+def _dropped(config: TrainConfig, name: str) -> list[str]:
+    """Return a note that lists the settings of the recipe's algorithm that are not its defaults."""
+    if not algos.is_known(config.algo):
+        return []
+    defaults = dict(iter_fields(algos.of(config.algo).config))
+    changed = [
+        f"{key} {field.value}"
+        for key, field in iter_fields(config.algo)
+        if key not in defaults or field.value != defaults[key].value
+    ]
+    if not changed:
+        return []
+    return [
+        f"--algo {name} has its own defaults; dropped are the recipe's settings of {config.algo.algorithm}: "
+        f"{', '.join(changed)}. --algo.KEY VALUE sets them again"
+    ]
 
 
 def packaged_dir() -> Path:
-    """Where the recipes that come with jaxrl_llm lie: beside it when installed, above it in a checkout."""
+    """Return the folder of the recipes that come with jaxrl_llm."""
     spec = importlib.util.find_spec("jaxrl_llm.configs")
     if spec and spec.submodule_search_locations:
         return Path(next(iter(spec.submodule_search_locations)))
-    return Path(__file__).parent.parent / "configs"
+    return Path(__file__).parents[2] / "configs"
 
 
-def packaged() -> list[Path]:
+def packaged_recipes() -> list[Path]:
+    """Return the recipe files that come with jaxrl_llm."""
     return sorted(path for path in packaged_dir().glob("*.py") if path.stem != "__init__")
 
 
-def find(name: str) -> Path:
-    """The recipe file: `name` as a path, then among the packaged ones; ".py" may be left out.
+def find_recipe(name: str) -> Path:
+    """Return the recipe file: `name` as a path, then among the packaged ones; ".py" may be left out.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or it is no Python file that can be read.
     """
-    for base in (Path(name).expanduser(), packaged_dir() / name, packaged_dir() / Path(name).name):
-        for path in (base, base.with_name(base.name + ".py")):
-            if path.is_file():
-                return path.resolve()
-    known = [path.name for path in packaged()]
+    known = [path.name for path in packaged_recipes()]
+    if not name:
+        raise ConfigError(f"--config is empty; {NOT_PYTHON}.")
+    try:
+        given = expand_home(name)
+        for base in (given, packaged_dir() / name, packaged_dir() / given.name):
+            for path in (base, base.with_name(f"{base.name}.py") if base.name else base):
+                if path.is_file():
+                    return _readable(name, path.resolve())
+        if given.is_dir():
+            inside = sorted(path.name for path in given.glob("*.py"))
+            raise ConfigError(
+                f"--config {name}: a folder; {NOT_PYTHON}. It has {', '.join(inside) or 'none'}."
+            )
+    except OSError as error:  # a name too long, no permission
+        raise ConfigError(f"--config {shorten(name)}: {error.strerror}.") from None
+    near = closest_word(given.name, known)
     raise ConfigError(
-        f"--config {name}: no such file, and no packaged recipe of that name. "
-        f"Did you mean --config {closest(Path(name).name, known)}? The packaged ones: {', '.join(known)}."
+        f"--config {shorten(name)}: no such file, and no packaged recipe of that name. "
+        f"Did you mean --config {near}? The packaged ones: {', '.join(known)}."
     )
 
 
-def load(path: Path) -> TrainConfig:
-    """What the recipe's `get_config()` returns.
+def _readable(name: str, path: Path) -> Path:
+    if path.suffix != ".py":
+        raise ConfigError(f"--config {name}: {path.suffix or 'no .py'} file; {NOT_PYTHON}.")
+    path.open("rb").close()
+    return path
+
+
+def load_recipe(path: Path) -> TrainConfig:
+    """Return the result of the recipe's `get_config()`.
 
     Raises:
-        ConfigError: the file raises, lacks get_config, or returns something else.
+        ConfigError: the file raises (SystemExit, too), lacks get_config, or returns something else.
     """
-    name = f"jaxrl_llm_recipe_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        module = import_user_file(path, "config")
+    except UserError as error:
+        raise ConfigError(f"{error}{_did_you_mean(error)}") from error
+    try:
         config = module.get_config() if hasattr(module, "get_config") else None
-    except Exception as error:  # the recipe is the user's code
-        raise ConfigError(_blame(path, error)) from error
+    except BaseException as error:  # the recipe is the user's code
+        raise ConfigError(f"--config: {explain_end(error, path)}{_did_you_mean(error)}") from error
     if not isinstance(config, TrainConfig):
-        what = "no get_config()" if not hasattr(module, "get_config") else f"get_config() returns {config!r}"
-        raise ConfigError(f"{path}: {what}; a recipe defines get_config() and returns a TrainConfig.")
+        returns = "nothing" if config is None else f"a value of type {type(config).__name__}"
+        what = f"get_config() returns {returns}" if hasattr(module, "get_config") else "no get_config()"
+        raise ConfigError(
+            f"--config: {path}: {what}; a recipe defines get_config() and returns a TrainConfig."
+        )
     return config
 
 
 def list_text() -> str:
-    """The packaged recipes, each with the first line of its docstring."""
+    """Return the packaged recipes, each with the first line of its docstring."""
     lines = ["recipes:"]
-    for path in packaged():
+    for path in packaged_recipes():
         doc = ast.get_docstring(ast.parse(path.read_text())) or ""
         lines.append(f"    {path.name:<22} {doc.splitlines()[0] if doc else ''}")
     return "\n".join(lines)
 
 
-def _blame(path: Path, error: Exception) -> str:
-    """What the user's file did wrong, with its line, and the nearest field where a name is misspelt."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if Path(frame.filename).name == path.name]
-    line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
-    what = f"{type(error).__name__}: {error}" if not isinstance(error, ConfigError) else str(error)
-    return f"{path}{f':{line}' if line else ''}: {what}{_did_you_mean(error)}"
+def algorithms_text() -> str:
+    """Return the algorithms, each with the first line of its doc."""
+    lines = ["algorithms (--algo NAME):"]
+    for name, algorithm in sorted(algos.ALGOS.items()):
+        lines.append(f"    {name:<22} {algorithm.doc.splitlines()[0]}")
+    return "\n".join(lines)
 
 
-def _did_you_mean(error: Exception) -> str:
+def _did_you_mean(error: BaseException) -> str:
     found = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
     if not found or "Did you mean" in str(error):  # Python 3.13 says it by itself
         return ""
-    classes = [cls for cls in _config_classes() if cls.__name__ == found[1]]
-    names = [field.name for cls in classes for field in dataclasses.fields(cls)]
-    return f". Did you mean '{nearest(found[2], names)}'?" if names else ""
+    names = [
+        field.name
+        for cls in config_classes()
+        if cls.__name__ == found[1]
+        for field in dataclasses.fields(cls)
+    ]
+    return f". Did you mean '{closest_key(found[2], names)}'?" if names else ""
 
 
-def _config_classes() -> set[type]:
-    """TrainConfig, the dataclasses its fields are declared with, and the algorithms'."""
+def config_classes() -> set[type]:
+    """Return TrainConfig, the dataclasses that its fields are declared with, and those of the algorithms."""
     seen: set[type] = set()
     queue = [TrainConfig, *(type(algorithm.config) for algorithm in algos.ALGOS.values())]
     while queue:

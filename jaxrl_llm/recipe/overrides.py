@@ -2,60 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
-import io
-import types
+import re
 import typing
-from collections.abc import Iterable, Iterator
-from typing import Any, Literal, NamedTuple, TypeVar
+from collections.abc import Iterable
 
-import tyro
-
-from jaxrl_llm.algos.contract import AlgorithmName
+from jaxrl_llm import algos
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.recipe.keys import (
+    ConfigField,
+    iter_fields,
+    parse_value,
+    replace_at,
+    short_repr,
+    shorten,
+    type_words,
+)
+from jaxrl_llm.recipe.other_systems import translate
 
-Config = TypeVar("Config")
-TYRO = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff, tyro.conf.SuppressFixed)
-
-
-class Leaf(NamedTuple):
-    """One settable field: its type as written, and its value."""
-
-    hint: Any
-    value: Any
-
-
-def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Leaf]]:
-    """(dotted key, leaf) of every field of nested dataclasses and tuples of dataclasses."""
-    hints = typing.get_type_hints(type(config))
-    for field in dataclasses.fields(config):
-        if hints[field.name] is AlgorithmName:  # --algo sets it
-            continue
-        yield from _branch(f"{prefix}{field.name}", hints[field.name], getattr(config, field.name))
+Pair = tuple[str, list[str]]
 
 
-def _branch(key: str, hint: Any, value: Any) -> Iterator[tuple[str, Leaf]]:
-    if dataclasses.is_dataclass(value):
-        yield from leaves(value, f"{key}.")
-        return
-    if isinstance(value, tuple) and value and all(dataclasses.is_dataclass(item) for item in value):
-        for index, item in enumerate(value):
-            yield from leaves(item, f"{key}.{index}.")
-        return
-    yield key, Leaf(hint, value)
+def split_arguments(argv: list[str]) -> list[Pair]:
+    """Return (key, words) pairs: ["--a.b", "1", "--c=2"] -> [("a.b", ["1"]), ("c", ["2"])].
 
-
-def split(argv: list[str]) -> list[tuple[str, list[str]]]:
-    """["--a.b", "1", "--c=2"] -> [("a.b", ["1"]), ("c", ["2"])]. A negative number is a value, and so is
-    what has a space where a key would stand: --sglang.flags "--tp 2".
+    A negative number is a value, and so is what has a space where a key would stand: --sglang.flags "--tp 2".
 
     Raises:
         ConfigError: a value without a key before it.
     """
-    pairs: list[tuple[str, list[str]]] = []
+    pairs: list[Pair] = []
     for word in argv:
         key, equals, value = word.partition("=")
         if key.startswith("--") and not (pairs and " " in key):
@@ -63,140 +41,145 @@ def split(argv: list[str]) -> list[tuple[str, list[str]]]:
         elif pairs:
             pairs[-1][1].append(word)
         else:
-            raise ConfigError(f"{word!r} has no key before it. Write --key value, such as --steps 100.")
+            spelled = f"--{key.lstrip('-')} {value}" if equals else "--key value, such as --steps 100"
+            raise ConfigError(f"{short_repr(word)} has no key before it. Write {shorten(spelled)}.")
     return pairs
 
 
-def override(config: TrainConfig, pairs: list[tuple[str, list[str]]]) -> TrainConfig:
-    """The config with each key set, in order.
+def apply_overrides(config: TrainConfig, pairs: list[Pair]) -> tuple[TrainConfig, list[str]]:
+    """Return the config with each key set, in order, and notes about what that implies.
 
     Raises:
         ConfigError: an unknown key (with the nearest one), a value of the wrong type or one its part refuses.
     """
+    before, set_keys, notes = config, set(), []
     for typed, words in pairs:
-        known = dict(leaves(config))
-        key, leaf = _resolve(typed, known)
-        value = parse(key, leaf.hint, words)
+        known = dict(iter_fields(config))
+        key = resolve_key(typed, known)
+        if not key:
+            raise ConfigError(f"--{shorten(typed)}: unknown key. {_advice(typed[:200], known, config)}")
+        value = parse_words(key, known[key].hint, words)
         try:
-            config = put(config, key.split("."), value)
+            config = replace_at(config, key.split("."), value)
         except ValueError as error:  # a part's own check
-            raise ConfigError(f"--{key}: {error}.") from None
-    return config
+            raise ConfigError(f"--{key}: {str(error).rstrip('.')}.") from None
+        if key in set_keys:
+            notes.append(f"--{key} is given more than once; the last counts: {shorten(' '.join(words))}")
+        set_keys.add(key)
+    if "model.path" in set_keys and config.model.path and "model.tokenizer" not in set_keys:
+        config, note = _own_tokenizer(config, before.model.path)
+        notes += note
+    return config, notes
 
 
-def _resolve(typed: str, known: dict[str, Leaf]) -> tuple[str, Leaf]:
-    """The key that was meant: as it stands, with hyphens, or one level short where that is unambiguous."""
+def parse_words(key: str, hint: typing.Any, words: list[str]) -> typing.Any:
+    """Return the words after --key as a value of type `hint`.
+
+    Raises:
+        ConfigError: they are not one.
+    """
+    if has_own_fields(hint):
+        raise ConfigError(f"--{key} has fields of its own; set it in the recipe file.")
+    try:
+        return parse_value(hint, words)
+    except ValueError:
+        given = short_repr(" ".join(words)) if words else "nothing"
+        usual = {bool: f" Write --{key} True.", str: f" Text that begins with --: --{key}='--TEXT'."}
+        fix = "" if words else usual.get(hint, "")
+        raise ConfigError(f"--{key}: expected {type_words(hint)}, got {given}.{fix}") from None
+
+
+def has_own_fields(hint: typing.Any) -> bool:
+    """Return whether a field of this type is for Configs (`MeshConfig | None`), which no text spells."""
+    return dataclasses.is_dataclass(hint) or any(map(has_own_fields, typing.get_args(hint)))
+
+
+def _own_tokenizer(config: TrainConfig, path_before: str) -> tuple[TrainConfig, list[str]]:
+    """Return the config without the recipe's tokenizer, which belongs to the recipe's model, and a note."""
+    tokenizer = config.model.tokenizer
+    if not tokenizer or config.model.path == path_before:
+        return config, []
+    note = (
+        f"--model.path {config.model.path} uses its own tokenizer, not the recipe's {tokenizer!r}; "
+        f"--model.tokenizer {tokenizer} keeps that"
+    )
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, tokenizer="")), [note]
+
+
+def resolve_key(typed: str, known: Iterable[str]) -> str:
+    """Return the known key of what was typed, with hyphens or without a middle part where that is clear.
+
+    Returns:
+        "" where there is none.
+    """
     key = typed.replace("-", "_")
     if key in known:
-        return key, known[key]
+        return key
     parent, _, name = key.rpartition(".")
     inside = [k for k in known if parent and k.startswith(f"{parent}.") and k.split(".")[-1] == name]
-    if len(inside) == 1:
-        return inside[0], known[inside[0]]
-    raise ConfigError(f"--{typed}: unknown key. {_advice(key, known)}")
+    return inside[0] if len(inside) == 1 else ""
 
 
-def _advice(key: str, known: dict[str, Leaf]) -> str:
-    group = sorted(k for k in known if k.startswith(f"{key}."))
-    if group:
-        return f"{key} is a group; set its fields: {', '.join('--' + k for k in group[:8])}."
+def _advice(typed: str, known: dict[str, ConfigField], config: TrainConfig) -> str:
+    key = typed.replace("-", "_")
+    if group := sorted(k for k in known if k.startswith(f"{key}.")):
+        more = ", ..." if len(group) > 8 else ""
+        fields = ", ".join(f"--{name}" for name in group[:8])
+        return f"{key} is a group; set its fields: {fields}{more}. --help {key} shows them."
     unset = next((k for k in known if key.startswith(f"{k}.") and known[k].value in (None, ())), None)
     if unset:
         return f"{unset} is not set in this recipe, so it has no fields; set it in the recipe file."
-    return f"Did you mean --{nearest(key, known)}? --help lists all keys."
+    if negated := _negated(key, known):
+        return f"Write --{negated} False."
+    if advice := _of_other_algorithms(key, config):
+        return advice
+    if advice := translate(key):
+        return f"{advice} --help all lists the keys."
+    return f"Did you mean --{closest_key(key, known)}? --help all lists the keys."
 
 
-def nearest(key: str, known: Iterable[str]) -> str:
-    """The likeliest of `known`: a misspelling, a field of another group, initials (lr), else a neighbour."""
+def _negated(key: str, known: dict[str, ConfigField]) -> str:
+    """Return the key that --no-KEY or --GROUP.no_KEY would switch off; "" = none."""
+    plain = re.sub(r"(^|\.)no_", r"\1", key, count=1)
+    switches = [k for k, field in known.items() if field.hint is bool]
+    if plain == key:
+        return ""
+    return resolve_key(plain, switches) or next((k for k in switches if k.split(".")[-1] == plain), "")
+
+
+def _of_other_algorithms(key: str, config: TrainConfig) -> str:
+    """Return which algorithms have a setting that this one lacks."""
+    group, _, name = key.partition(".")
+    owners = [
+        algo
+        for algo, known in algos.ALGOS.items()
+        if name in {field.name for field in dataclasses.fields(known.config)}
+    ]
+    if group != "algo" or not owners or name == "algorithm":
+        return ""
+    return f"{config.algo.algorithm} has no setting {name}; {', '.join(owners)} have. --algo NAME changes it."
+
+
+def closest_key(key: str, known: Iterable[str]) -> str:
+    """Return the likeliest of `known`: a misspelling, a field of another group, initials (lr), a neighbor."""
+    key = key[:100]
     parent, _, name = key.rpartition(".")
+    to_name, to_key = difflib.SequenceMatcher(None, b=name), difflib.SequenceMatcher(None, b=key)
 
     def likeness(other: str) -> float:
         other_parent, _, other_name = other.rpartition(".")
         if name == other_name:
             return 1.0
-        if other_name.startswith(name) or name == "".join(word[0] for word in other_name.split("_")):
+        if other_name.startswith(name) or name == "".join(word[0] for word in other_name.split("_") if word):
             return 0.9
-        last = difflib.SequenceMatcher(None, name, other_name).ratio()
-        whole = difflib.SequenceMatcher(None, key, other).ratio()
-        best = max(whole, 0.95 * last)
+        to_name.set_seq1(other_name)
+        to_key.set_seq1(other)
+        best = max(to_key.ratio(), 0.95 * to_name.ratio())
         return max(best, min(best + 0.3, 0.75)) if parent == other_parent else best
 
     return max(known, key=likeness)
 
 
-def closest(word: str, known: Iterable[str]) -> str:
-    """The likeliest of `known`, letters alone considered."""
-    return difflib.get_close_matches(word, known, n=1, cutoff=0.0)[0]
-
-
-def put(config: Config, path: list[str], value: Any) -> Config:
-    """`config` with the field at `path` replaced; everything else is shared."""
-    head, *rest = path
-    if dataclasses.is_dataclass(config):
-        return dataclasses.replace(
-            config, **{head: put(getattr(config, head), rest, value) if rest else value}
-        )
-    index = int(head)
-    return (*config[:index], put(config[index], rest, value), *config[index + 1 :])
-
-
-def parse(key: str, hint: Any, words: list[str]) -> Any:
-    """The words after --key as a value of type `hint`.
-
-    Raises:
-        ConfigError: they are not one.
-    """
-    if any(dataclasses.is_dataclass(part) for part in typing.get_args(hint)):
-        raise ConfigError(f"--{key} has fields of its own; set it in the recipe file.")
-    if hint is bool or bool in typing.get_args(hint):
-        words = [word.capitalize() if word.lower() in ("true", "false") else word for word in words]
-    if hint is str and len(words) == 1:
-        return words[0]
-    holder = dataclasses.make_dataclass("Holder", [("value", hint)])
-    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-        try:
-            return tyro.cli(holder, args=["--value", *words], config=TYRO, console_outputs=False).value
-        except SystemExit:
-            pass
-    given = repr(" ".join(words)) if words else "nothing"
-    raise ConfigError(f"--{key}: expected {spell(hint)}, got {given}.")
-
-
-def spell(hint: Any) -> str:
-    """A type in words."""
-    if hint in (int, float, str, bool, None, type(None)):
-        words = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
-        return words.get(hint, "None")
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return "one of " + ", ".join(str(arg) for arg in args)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(spell(arg) for arg in args)
-    if origin is tuple and args[-1] is Ellipsis:
-        return f"any number of values, each {spell(args[0])}"
-    if origin is tuple:
-        return f"{len(args)} values: " + ", ".join(spell(arg) for arg in args)
-    return getattr(hint, "__name__", str(hint))
-
-
-def conforms(value: Any, hint: Any) -> bool:
-    """Whether a recipe's value is of the type its field declares (an int is a float, a bool is no int)."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return value in args
-    if origin in (typing.Union, types.UnionType):
-        return any(conforms(value, arg) for arg in args)
-    if origin is tuple and isinstance(value, tuple):
-        wanted = args[:1] * len(value) if args[-1] is Ellipsis else args
-        return len(wanted) == len(value) and all(map(conforms, value, wanted))
-    if hint is float:
-        return isinstance(value, float | int) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, typing.get_origin(hint) or hint)
-
-
-def print_help(config: TrainConfig, prog: str) -> None:
-    """Every field with its doc and its value in this recipe."""
-    with contextlib.suppress(SystemExit):
-        tyro.cli(type(config), default=config, args=["--help"], prog=prog, config=TYRO, use_underscores=True)
+def closest_word(word: str, known: Iterable[str]) -> str:
+    """Return the likeliest of `known` by letters alone."""
+    return difflib.get_close_matches(word[:100].lower(), known, n=1, cutoff=0.0)[0]

@@ -1,24 +1,26 @@
-"""From a reward's name to the function: a built-in, or "path/to/file.py:function"."""
+"""From a reward's name to its function: a built-in, a service, the user's file, or a pickled function."""
 
 from __future__ import annotations
 
-import difflib
+import dataclasses
 import importlib
 import importlib.util
-import sys
-from collections.abc import Callable
-from pathlib import Path
+import pickle
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxrl_llm.rewards import REWARDS, service
-from jaxrl_llm.rewards.sample import RewardConfig, RewardLoadError
-from jaxrl_llm.rewards.signatures import Scorer, adapt
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.rewards.builtin import REWARDS
+from jaxrl_llm.rewards.config import URL, RewardConfig
+from jaxrl_llm.rewards.sample import RewardLoadError, RewardSample
+from jaxrl_llm.rewards.service import service_reward
+from jaxrl_llm.rewards.signatures import AdaptedReward, adapt
+from jaxrl_llm.user_file import explain, get_attribute, import_user_file, split_name
 
-LIBRARIES = {
+LIBRARIES = {  # slow: imported before any deadline
     "math": "math_verify",
     "gym": "reasoning_gym",
-}  # slow: imported before any deadline
-URL = ("http://", "https://")
+}
 USUAL_NAMES = ("reward", "compute_score", "reward_func", "reward_fn", "env_step")
 SOURCES = {  # for "auto": the first key that the name of the data source contains
     "judgement": "verdict",
@@ -37,26 +39,17 @@ SOURCES = {  # for "auto": the first key that the name of the data source contai
     "amc": "math",
     "deepscaler": "math",
 }
+PICKLED = "<function>"
+"""The name, in requests to workers, of a Python function that was given instead of a name."""
+MAX_PICKLE = 64 << 20  # bytes: each worker gets a copy
 
 
-def check(name: str) -> None:
-    """Raises RewardLoadError if `name` is not "auto", a built-in or an existing file. Imports nothing."""
-    if name in ("auto", "none") or name in REWARDS or name.startswith(URL):
-        return
-    path, _ = split(name)
-    if path.suffix != ".py":
-        near = difflib.get_close_matches(name, [*REWARDS, "auto"], 1)
-        hint = f' Did you mean "{near[0]}"?' if near else ""
-        raise RewardLoadError(
-            f'reward.name "{name}" is unknown.{hint} Built in are {", ".join(REWARDS)}; '
-            'a function of yours is "path/to/file.py:function".'
-        )
-    if not path.is_file():
-        raise RewardLoadError(f"reward.name: there is no file {path.resolve()}")
+def resolve_reward(name: str, source: str, columns: dict[str, Any]) -> str:
+    """Return the reward of a row: `name`, or where that is "auto" the one that fits the row's data source.
 
-
-def resolve(name: str, source: str, columns: dict[str, Any]) -> str:
-    """The reward of a row: `name`, or where that is "auto" the one that fits the row's data source."""
+    Raises:
+        RewardLoadError: no built-in reward is known to fit.
+    """
     if name != "auto":
         return name
     if isinstance(columns.get("metadata"), dict) and "source_dataset" in columns["metadata"]:
@@ -65,18 +58,44 @@ def resolve(name: str, source: str, columns: dict[str, Any]) -> str:
         if key in source.lower():
             return reward
     raise RewardLoadError(
-        f'reward.name "auto" knows no reward for the data source "{source}" (it knows {", ".join(SOURCES)}). '
-        f"Set reward.name to one of {', '.join(REWARDS)} or to your own file.py:function."
+        f'--reward.name auto knows no reward for the data source "{source}" (it knows {", ".join(SOURCES)}). '
+        f"Set --reward.name to one of {', '.join(REWARDS)}, to your own file.py:function, or to none where "
+        "reward models (reward.models) or an environment alone reward."
     )
 
 
-def load(name: str, config: RewardConfig) -> Scorer:
-    """The Scorer of a built-in or of a user's file. Raises RewardLoadError naming the fix."""
+def choose_reward(config: RewardConfig, rows: Sequence[RewardSample], required: bool) -> RewardConfig:
+    """Return the config with "auto" replaced by "none" where no built-in reward fits and none is required.
+
+    Args:
+        rows: at least one of each data source.
+        required: responses are rewarded, and nothing but a verifier rewards them.
+
+    Raises:
+        RewardLoadError: a verifier is required and "auto" finds none.
+    """
+    try:
+        for row in rows:
+            resolve_reward(config.name, row.source, row.columns)
+    except RewardLoadError:
+        if required:
+            raise
+        return dataclasses.replace(config, name="none", shaping=())
+    return config
+
+
+def load_reward(name: str, config: RewardConfig, function: bytes = b"") -> AdaptedReward:
+    """Return the AdaptedReward of a built-in, a service, the user's file, or of `function` (for PICKLED).
+
+    Raises:
+        RewardLoadError: it cannot be loaded; names file, line and fix.
+    """
+    if name == PICKLED:
+        return adapt(_unpickle(function), "function", config)
     if name.startswith(URL):
-        return service.scorer(name, config.timeout)
+        return service_reward(name, config.timeout)
     if name not in REWARDS:
-        path, function = split(name)
-        return adapt(_user_function(path, function), name, config)
+        return adapt(_user_function(name), name, config)
     library = LIBRARIES.get(name)
     if library and importlib.util.find_spec(library) is None:
         package = library.replace("_", "-")
@@ -86,25 +105,59 @@ def load(name: str, config: RewardConfig) -> Scorer:
     return adapt(REWARDS[name], name, config)
 
 
-def split(name: str) -> tuple[Path, str]:
-    """("dir/file.py", "function" or "") of "dir/file.py:function"."""
-    path, colon, function = name.rpartition(":")
-    return (Path(path), function) if colon and path.endswith(".py") else (Path(name), "")
+def pickle_function(function: Callable[..., Any]) -> bytes:
+    """Return a Python function, such as one defined in a notebook, as bytes for our own workers.
+
+    Raises:
+        RewardLoadError: it cannot be pickled, or carries too much; says why, and the fix.
+    """
+    import cloudpickle  # by value, also what is defined in __main__; loading needs pickle alone
+
+    name = getattr(function, "__name__", type(function).__name__)
+    if not callable(function):
+        raise RewardLoadError(f"the reward must be a function, not {type(function).__name__}")
+    fix = (
+        "What it refers to is sent with it: make locks, clients, models and open files inside the function, "
+        "or put it into a file and set reward.name to file.py:function."
+    )
+    try:
+        data = cloudpickle.dumps(function)
+    except Exception as error:  # whatever the objects that it refers to raise
+        problem = f"{type(error).__name__}: {error}"
+        raise RewardLoadError(
+            f"the reward function {name} cannot be sent to reward workers: {problem}. {fix}"
+        ) from error
+    if len(data) > MAX_PICKLE:
+        raise RewardLoadError(
+            f"the reward function {name} carries {len(data) >> 20} MiB with it, more than the "
+            f"{MAX_PICKLE >> 20} that are sent to each reward worker. {fix}"
+        )
+    return data
 
 
-def _user_function(path: Path, name: str) -> Callable[..., Any]:
-    path = path.resolve()
-    sys.path.insert(0, str(path.parent))  # the file may import its neighbours
-    spec = importlib.util.spec_from_file_location(f"user_reward_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    found = [name] if name else [usual for usual in USUAL_NAMES if hasattr(module, usual)]
-    if not found or not callable(getattr(module, found[0], None)):
-        functions = [
-            key for key, value in vars(module).items() if callable(value) and not key.startswith("_")
-        ]
-        wanted = f'function "{name}"' if name else f"function named {', '.join(USUAL_NAMES)}"
-        raise RewardLoadError(f"{path} has no {wanted}; it has {', '.join(functions) or 'none'}")
-    return getattr(module, found[0])
+def _unpickle(data: bytes) -> Callable[..., Any]:
+    """Return the function that our parent process pickled."""
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        raise RewardLoadError(
+            f"the reward function cannot be loaded in a worker: {explain(error)}. What it imports must be "
+            "importable from a new process, or defined in the notebook itself."
+        ) from error
+
+
+def _user_function(name: str) -> Callable[..., Any]:
+    path, function = split_name(name)
+    key = "reward.name"
+    try:
+        module = import_user_file(path, key)
+        usual = [usual for usual in USUAL_NAMES if hasattr(module, usual)]
+        if function or usual:
+            return get_attribute(module, function or usual[0], key)
+    except UserError as error:
+        raise RewardLoadError(str(error)) from error
+    functions = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
+    raise RewardLoadError(
+        f"--{key}: {path} has no function named {', '.join(USUAL_NAMES)}; it has "
+        f"{', '.join(functions) or 'none'}. Name the one to use: {path}:{(functions or ['my_reward'])[0]}"
+    )

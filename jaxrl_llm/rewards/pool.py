@@ -7,51 +7,71 @@ sample is touched. One thread, one selector loop, no locks held while a reward r
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import math
 import selectors
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.outcome import Outcome
-from jaxrl_llm.rewards import load
+from jaxrl_llm.ranges import problems
+from jaxrl_llm.rewards.config import RewardConfig
+from jaxrl_llm.rewards.load import PICKLED, pickle_function, resolve_reward
+from jaxrl_llm.rewards.messages import (
+    Broken,
+    Expected,
+    Failed,
+    InvalidReplyError,
+    Loaded,
+    ScoreRequest,
+    Setup,
+    parse_reply,
+)
 from jaxrl_llm.rewards.process import Worker
-from jaxrl_llm.rewards.sample import Result, RewardConfig, RewardLoadError, Sample
-from jaxrl_llm.rewards.summary import check_failures, summarize
+from jaxrl_llm.rewards.sample import (
+    RewardLoadError,
+    RewardResult,
+    RewardSample,
+    check_failures,
+    summarize,
+)
 
-GRACE = 0.5  # seconds between SIGTERM and SIGKILL
 MAX_CHUNK = 64  # samples of one message
 MAX_STARTS = 3  # workers in a row that may die before they have loaded the reward
 LOG_BYTES = 1 << 20  # of the workers' output kept in the log file
+CHECKED_ROWS = 4  # that `check` scores
+CERTAIN = {"NameError", "UnboundLocalError", "ImportError", "ModuleNotFoundError", "SyntaxError"}
+CERTAIN |= {"IndentationError", "UserError", "ServiceError", "InvalidScoreError"}
+"""Errors that no other response would have avoided; other exceptions may be due to the response."""
 
 
 @dataclass
 class Chunk:
-    """Samples that go to a worker in one message; answered ones leave from the front."""
+    """Samples that go to a worker in one message; scored ones leave from the front."""
 
     name: str
     indices: list[int]
-    ready: bool = False  # the reward is loaded
+    id: int = 0  # of the request that it was last sent with
+    loaded: bool = False  # the reward is loaded
     batched: bool = False  # the reward takes them as one list
 
 
 @dataclass
 class Round:
-    """One call of `score`."""
+    """One call of `score` or `check`."""
 
-    samples: Sequence[Sample]
+    samples: Sequence[RewardSample]
     queue: deque[Chunk]
-    results: list[Result | None]
+    results: list[RewardResult | None]
     attempts: list[int]
+    retries: int
     counts: Counter = field(default_factory=Counter)
-
-    @property
-    def finished(self) -> bool:
-        return all(result is not None for result in self.results)
 
 
 class RewardPool:
@@ -60,12 +80,26 @@ class RewardPool:
     Workers die with the thread that started them (Linux), so score from threads that live on.
     """
 
-    def __init__(self, config: RewardConfig, log: Path | None = None):
-        """`log`: file that receives what rewards print, up to 1 MiB. Raises RewardLoadError on a bad name."""
-        for name in (config.name, *(name for name, _ in config.shaping)):
-            load.check(name)
+    def __init__(
+        self, config: RewardConfig, log: Path | None = None, function: Callable[..., Any] | None = None
+    ):
+        """Check the settings; no process is started yet.
+
+        Args:
+            log: file that receives what rewards print, up to 1 MiB.
+            function: a reward function that takes the place of `config.name`, of any signature that a file's
+                may have; it is pickled by value, so a notebook may define it.
+
+        Raises:
+            RewardLoadError: a setting is wrong, or the function cannot be pickled.
+        """
+        if function is not None:
+            config = dataclasses.replace(config, name="auto")
+        if wrong := [f"--reward.{name} {problem}" for name, problem in problems(config)]:
+            raise RewardLoadError("\n".join(wrong))
         self.config = config
         self.metrics: dict[str, float] = {}
+        self._setup = Setup(config, b"" if function is None else pickle_function(function))
         self._log = log
         self._logged = 0
         self._workers: list[Worker] = []
@@ -73,6 +107,7 @@ class RewardPool:
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
         self._failed_starts = 0
+        self._ids = itertools.count(1)
 
     def __enter__(self) -> RewardPool:
         return self
@@ -80,33 +115,59 @@ class RewardPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def score(self, samples: Sequence[Sample]) -> list[Result]:
-        """Results in the order of the samples; `metrics` then speaks of this call.
+    def score(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        """Return results in the order of the samples, and set `metrics` to those of this call.
 
-        Raises RewardLoadError if the reward cannot be found or imported, RewardFailureError if more than
-        `max_failed_fraction` of the samples failed.
+        Raises:
+            RewardLoadError: the reward cannot be found or imported.
+            RewardFailureError: more than `max_failed_fraction` of the samples failed.
         """
+        if self._only_name == "none":
+            return [RewardResult(0.0, Outcome.FAILED, components=(0.0,)) for _ in samples]
         with self._lock:
             started = time.monotonic()
-            round_ = self._plan(samples)
-            try:
-                while not round_.finished:
-                    self._dispatch(round_)
-                    self._wait(round_)
-            finally:
-                for worker in [w for w in self._workers if w.assigned is not None]:
-                    self._dismiss(worker)  # interrupted: its answers would belong to nobody
-            results = [result for result in round_.results if result is not None]
+            round_ = self._plan(samples, self.config.retries)
+            results = self._run(round_)
             self.metrics = summarize(results) | {
                 "reward/retries": float(round_.counts["retry"]),
                 "reward/timeouts": float(round_.counts["timeout"]),
+                "reward/invalid_replies": float(round_.counts["invalid"]),
                 "reward/wall_seconds": time.monotonic() - started,
             }
         check_failures(results, self.config.max_failed_fraction)
         return results
 
+    def check(self, rows: Sequence[RewardSample] = ()) -> None:
+        """Load the reward in a worker and score the first rows, to find mistakes before a model is loaded.
+
+        Args:
+            rows: at least one of each data source; an empty response is replaced by the row's answer.
+
+        Raises:
+            RewardLoadError: the reward cannot be loaded, or fails on each of the first rows in a way that no
+                other response would avoid: a misspelt name, a missing column, a crash, the time limit.
+        """
+        if self._only_name == "none":
+            return
+        by_name: dict[str, list[RewardSample]] = {}
+        for row in rows:
+            by_name.setdefault(self._name(row), []).append(_answered(row))
+        if not by_name and self._only_name != "auto":
+            by_name[self._only_name] = []
+        for name, samples in by_name.items():
+            with self._lock:
+                round_ = self._plan(samples[:CHECKED_ROWS], retries=0)
+                if not samples:
+                    round_.queue.append(Chunk(name, []))
+                results = self._run(round_)
+            if results and all(_certain(result) for result in results):
+                raise RewardLoadError(
+                    f"the reward {name} fails on every row that was tried ({len(results)}, with the row's "
+                    f"answer as response): {results[0].reason}"
+                )
+
     def close(self) -> None:
-        """Ends all workers and waits until they are gone."""
+        """End all workers and wait until they are gone."""
         with self._lock:
             for worker in list(self._workers):
                 self._dismiss(worker)
@@ -114,19 +175,39 @@ class RewardPool:
                 self._reap()
                 time.sleep(0.002)
 
-    def _plan(self, samples: Sequence[Sample]) -> Round:
-        """Chunks of neighbours that share a reward, small enough to keep every worker busy."""
+    @property
+    def _only_name(self) -> str:
+        """The reward of every row, as workers know it; "auto" where rows decide."""
+        return PICKLED if self._setup.function else self.config.name
+
+    def _name(self, sample: RewardSample) -> str:
+        return resolve_reward(self._only_name, sample.source, sample.columns)
+
+    def _plan(self, samples: Sequence[RewardSample], retries: int) -> Round:
+        """Return chunks of neighbours that share a reward, small enough to keep every worker busy."""
         size = min(max(math.ceil(len(samples) / self.config.workers), 1), MAX_CHUNK)
         chunks: list[Chunk] = []
         for index, sample in enumerate(samples):
-            name = load.resolve(self.config.name, sample.source, sample.columns)
+            name = self._name(sample)
             if not chunks or chunks[-1].name != name or len(chunks[-1].indices) == size:
                 chunks.append(Chunk(name, []))
             chunks[-1].indices.append(index)
-        return Round(samples, deque(chunks), [None] * len(samples), [0] * len(samples))
+        return Round(samples, deque(chunks), [None] * len(samples), [0] * len(samples), retries)
+
+    def _run(self, round_: Round) -> list[RewardResult]:
+        """Work until every chunk is done; an exception leaves no worker with samples of this round."""
+        try:
+            while round_.queue or any(worker.assigned is not None for worker in self._workers):
+                self._dispatch(round_)
+                self._wait(round_)
+        finally:
+            for worker in [w for w in self._workers if w.assigned is not None]:
+                self._dismiss(worker)  # interrupted: its replies would answer no request
+        assert all(result is not None for result in round_.results)
+        return [result for result in round_.results if result is not None]
 
     def _dispatch(self, round_: Round) -> None:
-        """A chunk to every idle worker; dead and worn-out workers are replaced first."""
+        """Send a chunk to every idle worker; dead and worn-out workers are replaced first."""
         for worker in [w for w in self._workers if w.assigned is None]:
             if worker.process.poll() is not None or worker.scored >= self.config.recycle:
                 self._dismiss(worker)
@@ -135,18 +216,18 @@ class RewardPool:
             if worker is None and len(self._workers) == self.config.workers:
                 return
             worker = worker or self._start()
-            chunk = round_.queue.popleft()
-            worker.assigned = chunk
+            chunk = worker.assigned = round_.queue.popleft()
+            chunk.id = next(self._ids)
             worker.deadline = time.monotonic() + self.config.start_timeout
-            worker.send((chunk.name, [round_.samples[index] for index in chunk.indices]))
-            if worker.wants_to_write:
+            samples = [round_.samples[index] for index in chunk.indices]
+            worker.send(ScoreRequest(chunk.id, chunk.name, samples))
+            if worker.has_outgoing:
                 self._selector.modify(worker.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, worker)
 
     def _wait(self, round_: Round) -> None:
-        """Until something arrives or a deadline passes; then deals with it."""
-        until = min(w.deadline for w in self._workers)
-        if self._dying:
-            until = min(until, time.monotonic() + 0.05)
+        """Wait until something arrives or a deadline passes, and handle it."""
+        longest = 0.05 if self._dying else 60.0
+        until = min(time.monotonic() + longest, *(w.deadline for w in self._workers))
         for key, events in self._selector.select(max(until - time.monotonic(), 0.0)):
             worker = key.data
             if worker not in self._workers:  # dismissed a moment ago
@@ -161,102 +242,108 @@ class RewardPool:
         self._reap()
 
     def _converse(self, round_: Round, worker: Worker, events: int) -> None:
+        """Write what is queued for a worker, and read its replies; what is no reply loses the worker."""
         if events & selectors.EVENT_WRITE:
             worker.flush()
-            if not worker.wants_to_write:
+            if not worker.has_outgoing:
                 self._selector.modify(worker.socket, selectors.EVENT_READ, worker)
         if not events & selectors.EVENT_READ:
             return
-        answers, ended = worker.receive()
-        for answer in answers:
-            if worker.assigned is None:  # it speaks unasked
-                ended = True
-                break
-            self._take(round_, worker, answer)
-        if ended:
+        lines, closed = worker.receive()
+        try:
+            for line in lines:
+                self._take(round_, worker, line)
+        except InvalidReplyError as error:
+            round_.counts["invalid"] += 1
+            self._lose(round_, worker, f"the worker sent {error}")
+            return
+        if closed:
             worker.drain()
-            words = worker.last_words()
-            self._lose(round_, worker, worker.how_it_ended() + (f": {words}" if words else ""))
+            output = worker.last_output()
+            self._lose(round_, worker, worker.exit_reason() + (f": {output}" if output else ""))
 
-    def _take(self, round_: Round, worker: Worker, answer: dict[str, Any]) -> None:
-        """One line from a worker: the reward is loaded, cannot be loaded, failed, or has scored."""
+    def _take(self, round_: Round, worker: Worker, line: bytes) -> None:
+        """Handle one line from a worker: the reward is loaded, cannot be loaded, failed, or has scored."""
         chunk = worker.assigned
-        if "broken" in answer:
-            raise RewardLoadError(f"the reward {chunk.name} cannot be loaded: {answer['broken']}")
-        if "ready" in answer:
+        expected = chunk and Expected(chunk.id, chunk.loaded, chunk.batched, len(chunk.indices))
+        reply = parse_reply(line, expected, self.config)
+        if isinstance(reply, Broken):
+            raise RewardLoadError(reply.text)
+        if isinstance(reply, Loaded):
             self._failed_starts = 0
-            chunk.ready, chunk.batched = True, bool(answer["ready"])
-        elif "error" in answer:
-            self._fail(round_, chunk, answer["error"])
+            chunk.loaded, chunk.batched = True, reply.batched
+        elif isinstance(reply, Failed):
+            self._fail(round_, chunk, reply.reason, reply.error)
         else:
-            for score, outcome, reason, components in answer["results"]:
-                found = Result(_nan(score), Outcome(outcome), reason, answer["seconds"], tuple(components))
-                self._settle(round_, chunk, found)
+            for result in reply.results:
+                self._settle(round_, chunk, result)
                 worker.scored += 1
         extra = (len(chunk.indices) - 1) / 10 if chunk.batched else 0.0
         worker.deadline = time.monotonic() + self.config.timeout * (1 + extra)
         if not chunk.indices:
             worker.assigned, worker.deadline = None, math.inf
 
-    def _settle(self, round_: Round, chunk: Chunk, result: Result) -> None:
-        """The first sample of the chunk has its result, or is tried again."""
+    def _settle(self, round_: Round, chunk: Chunk, result: RewardResult) -> None:
+        """Give the first sample of the chunk its result, or queue it again."""
         index = chunk.indices.pop(0)
         if result.outcome is Outcome.FAILED and not result.abstained:
             round_.attempts[index] += 1
-            if round_.attempts[index] <= self.config.retries:
+            if round_.attempts[index] <= round_.retries:
                 round_.counts["retry"] += 1
                 round_.queue.append(Chunk(chunk.name, [index]))
                 return
             if self.config.failed == "zero":
-                result = Result(0.0, Outcome.FAILED, result.reason, result.seconds)
+                zeros = (0.0,) * len(self.config.used)
+                result = dataclasses.replace(result, score=0.0, components=zeros)
         round_.results[index] = result
 
-    def _fail(self, round_: Round, chunk: Chunk, reason: str) -> None:
-        """The sample at work failed. A list that failed is taken apart first: it hides the culprit."""
+    def _fail(self, round_: Round, chunk: Chunk, reason: str, error: str = "") -> None:
+        """Fail the sample at work. A list that failed is taken apart first, to find the sample at fault."""
         if chunk.batched and len(chunk.indices) > 1:
             round_.queue.extend(Chunk(chunk.name, [index]) for index in chunk.indices)
             chunk.indices.clear()
         else:
-            self._settle(round_, chunk, Result(math.nan, Outcome.FAILED, reason))
+            self._settle(round_, chunk, RewardResult(math.nan, Outcome.FAILED, reason, error=error))
 
     def _lose(self, round_: Round, worker: Worker, reason: str) -> None:
-        """A worker died: blames the sample at work, gives the others to another worker."""
+        """End a worker, fail the sample at work, and give the others to another worker."""
         chunk = worker.assigned
         self._dismiss(worker)
         if chunk is None:
             return
-        if chunk.ready:
+        if chunk.loaded:
             self._fail(round_, chunk, reason)
         else:
             self._failed_starts += 1
             if self._failed_starts >= MAX_STARTS:
                 raise RewardLoadError(f"the reward {chunk.name} cannot be loaded: {reason}")
-        if chunk.indices:
+        if chunk.indices or not chunk.loaded:
             round_.queue.appendleft(Chunk(chunk.name, chunk.indices))
 
     def _time_out(self, round_: Round, worker: Worker) -> None:
-        if worker.assigned.ready:
+        if worker.assigned.loaded:
             round_.counts["timeout"] += 1
-            self._lose(round_, worker, f"took longer than {self.config.timeout:g} s")
+            self._lose(round_, worker, f"took longer than {self.config.timeout:g} s (reward.timeout)")
         else:
             seconds = self.config.start_timeout
             self._lose(round_, worker, f"loading it took longer than {seconds:g} s (reward.start_timeout)")
 
     def _start(self) -> Worker:
-        worker = Worker(self.config, self._write_log)
+        worker = Worker(self.config.keep_env, self._write_log)
         self._workers.append(worker)
         self._selector.register(worker.socket, selectors.EVENT_READ, worker)
         self._selector.register(worker.output, selectors.EVENT_READ, worker)
+        worker.send(self._setup)
         return worker
 
     def _dismiss(self, worker: Worker) -> None:
-        """Out of service now; `_reap` sees it off."""
+        """Take a worker out of service; `_reap` waits for its end."""
         self._workers.remove(worker)
         for file in (worker.socket, worker.output):
             with contextlib.suppress(KeyError):  # the output unregisters itself at its end
                 self._selector.unregister(file)
         worker.assigned, worker.deadline = None, math.inf
-        worker.terminate(GRACE)
+        worker.terminate()
         self._dying.append(worker)
 
     def _reap(self) -> None:
@@ -269,5 +356,23 @@ class RewardPool:
             self._logged += len(text)
 
 
-def _nan(score: float | None) -> float:
-    return math.nan if score is None else float(score)
+def check_reward(
+    config: RewardConfig, rows: Sequence[RewardSample] = (), function: Callable[..., Any] | None = None
+) -> None:
+    """Try a reward in one worker process, which then ends: `RewardPool.check`, and its errors."""
+    with RewardPool(dataclasses.replace(config, workers=1), function=function) as pool:
+        pool.check(rows)
+
+
+def _answered(sample: RewardSample) -> RewardSample:
+    """Return the row with its own answer as response, where it has no response and the answer is text."""
+    if sample.response or not isinstance(sample.answer, str | int | float):
+        return sample
+    return dataclasses.replace(sample, response=str(sample.answer))
+
+
+def _certain(result: RewardResult) -> bool:
+    """Return whether the sample failed in a way that its response cannot be blamed for."""
+    if result.outcome is not Outcome.FAILED or result.abstained:
+        return False
+    return result.error in CERTAIN or not result.error  # no exception: the worker crashed or took too long

@@ -1,4 +1,4 @@
-"""The parent's end of one worker process: start, send, receive, kill. Never blocks.
+"""The trainer's end of one worker process: start, send, receive, kill. Never blocks.
 
 Workers are started with subprocess, not multiprocessing: fork is unsafe beside JAX's threads, and spawn
 would import the training script (and so jax) again in every worker.
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxrl_llm.rewards.sample import RewardConfig
+from jaxrl_llm.rewards.messages import MAX_LINE
 
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -30,14 +30,16 @@ SECRET_NAME = re.compile(
     re.I,
 )
 SECRET_VALUE = re.compile(r"://[^/\s]*:[^/\s]*@")  # a URL with a password in it
-MAX_LINE = 1 << 24  # bytes of an answer; more is a worker gone wild
+READ_BYTES = 1 << 16
+MAX_READS = 16  # in a row, of one file: a flood must not keep the trainer from everything else
 TAIL = 2000  # bytes of output kept for error messages
+LAST_RESORT = 5.0  # seconds after SIGTERM in which a supervisor must have killed all its processes
 
 
 class Worker:
-    """One process. `assigned` and `deadline` belong to the pool."""
+    """One process. `assigned`, `deadline` and `scored` belong to the pool."""
 
-    def __init__(self, config: RewardConfig, on_output: Callable[[bytes], None]):
+    def __init__(self, keep_env: tuple[str, ...], on_output: Callable[[bytes], None]):
         ours, theirs = socket.socketpair()
         self.output, write_end = os.pipe()
         path = json.dumps([entry or os.getcwd() for entry in sys.path])
@@ -49,8 +51,8 @@ class Worker:
                 stdout=write_end,
                 stderr=write_end,
                 pass_fds=(theirs.fileno(),),
-                env=worker_environment(dict(os.environ), config.keep_env),
-                start_new_session=True,  # a group of its own: killed whole, and Ctrl-C does not reach it
+                env=worker_environment(dict(os.environ), keep_env),
+                start_new_session=True,  # a group of its own: Ctrl-C does not reach it
             )
         os.close(write_end)
         os.set_blocking(self.output, False)
@@ -62,100 +64,109 @@ class Worker:
         self.assigned: Any = None
         self.deadline = float("inf")
         self.kill_at = float("inf")
-        self._outgoing = b""
-        self._incoming = b""
-        self.send(config)
+        self._outgoing = memoryview(b"")
+        self._incoming = bytearray()
 
     @property
-    def wants_to_write(self) -> bool:
+    def has_outgoing(self) -> bool:
+        """Whether `flush` has something left to write."""
         return bool(self._outgoing)
 
     def send(self, message: Any) -> None:
-        """Queues a message; `flush` writes what the socket takes."""
+        """Queue a message and write what the socket takes; `flush` writes the rest."""
         body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        self._outgoing += struct.pack("!I", len(body)) + body
+        self._outgoing = memoryview(b"".join([self._outgoing, struct.pack("!I", len(body)), body]))
         self.flush()
 
     def flush(self) -> None:
+        """Write what the socket takes now."""
         try:
             while self._outgoing:
                 self._outgoing = self._outgoing[self.socket.send(self._outgoing) :]
         except BlockingIOError:
             return
         except OSError:  # it died; `receive` will see the end
-            self._outgoing = b""
+            self._outgoing = memoryview(b"")
 
-    def receive(self) -> tuple[list[dict[str, Any]], bool]:
-        """(answers that have arrived, whether the line is dead or speaks nonsense)."""
-        ended = False
+    def receive(self) -> tuple[list[bytes], bool]:
+        """Return (lines that have arrived, whether the connection is closed).
+
+        Of a line that grows beyond what any reply takes, the beginning is returned as a line.
+        """
+        closed = False
         try:
-            while part := self.socket.recv(1 << 16):
+            for _ in range(MAX_READS):
+                part = self.socket.recv(READ_BYTES)
+                if not part:
+                    closed = True
+                    break
                 self._incoming += part
-                if len(self._incoming) > MAX_LINE:
-                    return [], True
-            ended = True
         except BlockingIOError:
             pass
         except OSError:
-            ended = True
-        *lines, self._incoming = self._incoming.split(b"\n")
-        try:
-            return [json.loads(line) for line in lines], ended
-        except ValueError:
-            return [], True
+            closed = True
+        *lines, rest = bytes(self._incoming).split(b"\n")
+        if len(rest) > MAX_LINE:
+            lines, rest = [*lines, rest], b""
+        self._incoming = bytearray(rest)
+        return lines, closed
 
     def drain(self) -> bool:
-        """Reads what the worker printed; False when it has closed its output."""
+        """Read what the worker printed; return False when it has closed its output."""
         try:
-            while part := os.read(self.output, 1 << 16):
+            for _ in range(MAX_READS):
+                part = os.read(self.output, READ_BYTES)
+                if not part:
+                    return False
                 self.tail = (self.tail + part)[-TAIL:]
                 self.on_output(part)
         except BlockingIOError:
-            return True
-        return False
+            pass
+        return True
 
-    def last_words(self) -> str:
-        """The end of what it printed, one line, for an error message."""
+    def last_output(self) -> str:
+        """Return the end of what it printed, one line, for an error message."""
         return " ".join(self.tail.decode(errors="replace").split())[-200:]
 
-    def how_it_ended(self) -> str:
-        """Why the line went dead."""
-        code = wait_for(self.process, 1.0)
+    def exit_reason(self) -> str:
+        """Return why the connection is closed."""
+        code = wait_for(self.process, 2.0)
         if code is None:
-            return "the worker closed its line or sent nonsense"
+            return "the worker closed its connection"
         if code < 0:
-            name = signal.LossInputs(-code).name
+            known = -code in list(signal.Signals)
+            name = signal.Signals(-code).name if known else f"signal {-code}"
             return f"the worker was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
         return f"the worker exited with code {code}"
 
-    def terminate(self, grace: float) -> None:
-        """SIGTERM to the whole group now; `reap` follows with SIGKILL after `grace` seconds."""
-        self._signal(signal.SIGTERM)
-        self.kill_at = time.monotonic() + grace
+    def terminate(self) -> None:
+        """Ask the supervisor to end all its processes; `reap` sees to it."""
+        self.process.terminate()
+        self.kill_at = time.monotonic() + LAST_RESORT
 
     def reap(self) -> bool:
-        """True when the process is gone and its files are closed."""
+        """Return True when the process is gone and its files are closed."""
         if self.process.poll() is None:
             if time.monotonic() < self.kill_at:
                 return False
-            self._signal(signal.SIGKILL)
+            self._kill_group()
             self.process.wait()
-        self._signal(signal.SIGKILL)  # what it left behind in its group
+        self._kill_group()  # where there is no supervisor
         self.socket.close()
         if self.output >= 0:
             os.close(self.output)
             self.output = -1
         return True
 
-    def _signal(self, number: int) -> None:
+    def _kill_group(self) -> None:
         try:
-            os.killpg(self.process.pid, number)
-        except (ProcessLookupError, PermissionError):  # gone already (macOS says EPERM of a zombie)
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):  # gone already (EPERM for a zombie on macOS)
             return
 
 
 def worker_environment(environment: dict[str, str], keep: tuple[str, ...]) -> dict[str, str]:
-    """The environment less secrets, without accelerators, and with a fixed hash seed (some tasks need it)."""
+    """Return the environment less secrets, without accelerators, with a fixed hash seed (tasks need it)."""
     clean = {
         name: value
         for name, value in environment.items()
@@ -170,7 +181,7 @@ def worker_environment(environment: dict[str, str], keep: tuple[str, ...]) -> di
 
 
 def wait_for(process: subprocess.Popen, seconds: float) -> int | None:
-    """Its exit code; None if it still runs after `seconds`."""
+    """Return its exit code; None if it still runs after `seconds`."""
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""A reward behind HTTP: a reward model on another machine, or any scorer that speaks JSON.
+"""A reward behind HTTP: a reward model on another machine, or any other that takes and returns JSON.
 
 One POST carries a list of samples and gets a list of scores in their order:
 
@@ -7,7 +7,7 @@ One POST carries a list of samples and gets a list of scores in their order:
 
 OpenRLHF's remote reward models answer the same way to {"query", "prompts", "labels"}, which is sent too, with
 {"rewards": [...]}. A token for the service comes from the environment variable JAXRL_REWARD_TOKEN, which
-`reward.keep_env` must name.
+`reward.keep_env` must name. All this runs in a reward worker: a broken service costs samples, not the run.
 """
 
 from __future__ import annotations
@@ -16,46 +16,72 @@ import json
 import os
 import urllib.error
 import urllib.request
-from typing import Any
+from typing import Any, NoReturn
 
-from jaxrl_llm.errors import UserError
-from jaxrl_llm.rewards.sample import Sample
-from jaxrl_llm.rewards.signatures import Scorer
+from jaxrl_llm.errors import RunError
+from jaxrl_llm.rewards.sample import RewardSample
+from jaxrl_llm.rewards.signatures import AdaptedReward
 
 TOKEN = "JAXRL_REWARD_TOKEN"
-MAX_ANSWER = 1 << 24  # bytes
+MAX_REPLY = 1 << 24  # bytes
 
 
-def scorer(url: str, timeout: float) -> Scorer:
-    """The Scorer that asks the service at `url`; a request may take `timeout` seconds."""
-    return Scorer(lambda samples: ask(url, samples, timeout), batched=True, abstains=True)
+class ServiceError(RunError):
+    """The service cannot be reached, or its reply is not one score a sample."""
 
 
-def ask(url: str, samples: list[Sample], timeout: float) -> list[Any]:
-    """Raw scores from the service.
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Makes a redirect an error: urllib would turn the POST into a GET, and pass the token on."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def service_reward(url: str, timeout: float) -> AdaptedReward:
+    """Return the AdaptedReward that posts to `url`; a request may take `timeout` seconds."""
+    return AdaptedReward(lambda samples: request_scores(url, samples, timeout), batched=True, abstains=True)
+
+
+def request_scores(url: str, samples: list[RewardSample], timeout: float) -> list[Any]:
+    """Return raw scores from the service, one a sample; `signatures.parse_score` validates each.
 
     Raises:
-        ValueError: it cannot be reached, or its answer is not a list of one score a sample.
+        ServiceError: it cannot be reached, or its reply is not a list of one score a sample.
     """
     headers = {"Content-Type": "application/json"}
     if os.environ.get(TOKEN):
         headers["Authorization"] = f"Bearer {os.environ[TOKEN]}"
-    request = urllib.request.Request(url, json.dumps(question(samples)).encode(), headers)
+    request = urllib.request.Request(url, json.dumps(request_body(samples)).encode(), headers)
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
-            said = json.loads(answer.read(MAX_ANSWER))
+        with urllib.request.build_opener(_NoRedirect).open(request, timeout=timeout) as response:
+            body = response.read(MAX_REPLY + 1)
     except urllib.error.HTTPError as error:
-        raise UserError(f"{url} answered {error.code} {error.reason}") from None
+        raise ServiceError(f"{url} answered {error.code} {error.reason}") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{url}: {error}") from None
-    scores = said.get("scores", said.get("rewards")) if isinstance(said, dict) else said
-    if not isinstance(scores, list) or len(scores) != len(samples):
-        raise UserError(f'{url}: expected {{"scores": [...]}} with {len(samples)} of them, got {said!r:.200}')
+        raise ServiceError(f"{url}: {error}") from None
+    return parse_scores(url, body, len(samples))
+
+
+def parse_scores(url: str, body: bytes, count: int) -> list[Any]:
+    """Return the `count` raw scores of a reply.
+
+    Raises:
+        ServiceError: it is too large, no JSON, or not `count` scores.
+    """
+    if len(body) > MAX_REPLY:
+        raise ServiceError(f"{url}: the reply is larger than {MAX_REPLY >> 20} MiB")
+    try:
+        reply = json.loads(body, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:  # nested too deeply
+        raise ServiceError(f"{url}: the reply is no JSON: {error}") from None
+    scores = reply.get("scores", reply.get("rewards")) if isinstance(reply, dict) else reply
+    if not isinstance(scores, list) or len(scores) != count:
+        raise ServiceError(f'{url}: expected {{"scores": [...]}} with {count} of them, got {reply!r:.200}')
     return scores
 
 
-def question(samples: list[Sample]) -> dict[str, Any]:
-    """The body of the request, in our words and in OpenRLHF's."""
+def request_body(samples: list[RewardSample]) -> dict[str, Any]:
+    """Return the body of the request, in our words and in OpenRLHF's."""
     full = [
         {
             "prompt": s.prompt,
@@ -72,3 +98,7 @@ def question(samples: list[Sample]) -> dict[str, Any]:
         "prompts": [s.prompt for s in samples],
         "labels": [s.answer for s in samples],
     }
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

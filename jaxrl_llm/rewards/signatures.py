@@ -1,6 +1,6 @@
 """Reward functions of other systems, called as they are.
 
-Which convention a function follows is read from its parameter names:
+The convention of a function is read from its parameter names:
 
     ours      reward(sample) or reward(sample, config)   -> score, or (score, Outcome)
     TRL       f(prompts, completions, completion_ids, **columns) -> list of scores; None abstains
@@ -19,75 +19,128 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.outcome import Outcome
-from jaxrl_llm.rewards.sample import RewardConfig, RewardLoadError, Sample
+from jaxrl_llm.rewards.config import MAX_SCORE, RewardConfig
+from jaxrl_llm.rewards.sample import RewardLoadError, RewardSample
+from jaxrl_llm.user_file import did_you_mean
 
 ACCEPTED = """  reward(sample) or reward(sample, config)                            (ours)
   f(prompts, completions, completion_ids, **columns)                  (TRL)
   compute_score(data_source, solution_str, ground_truth, extra_info)  (veRL)
   reward_func(queries, prompts, labels)                               (OpenRLHF)
   reward_fn(messages, answer) or env_step(state, action, extra_info)  (RL2)"""
-MAX_SCORE = 1e6  # beyond this a score is a mistake
-Verdict = tuple[float | None, Outcome]  # score (None: abstains)
+KNOWN = ("sample", "config", "prompts", "completions", "completion_ids", "data_source", "solution_str")
+KNOWN += ("ground_truth", "extra_info", "queries", "labels", "messages", "answer", "state", "action")
+TEXT = ("response", "completion", "completions", "text", "prompt", "output", "answer", "solution")
+
+
+class Score(NamedTuple):
+    """Score of one reward function for one sample."""
+
+    value: float | None  # None: it abstains
+    outcome: Outcome
+
+
+class InvalidScoreError(ValueError):
+    """A reward function returned something that can be no score."""
 
 
 @dataclass(frozen=True)
-class Scorer:
-    """A reward function behind one face: samples in, raw values out."""
+class AdaptedReward:
+    """A reward function in the one form that workers call."""
 
-    call: Callable[[list[Sample]], list[Any]]
-    batched: bool = False  # wants its samples as a list
+    call: Callable[[list[RewardSample]], list[Any]]
+    batched: bool = False  # takes all samples at once
     bools: bool = False  # True and False are scores
     abstains: bool = False  # None means: no opinion
 
 
-def adapt(function: Callable[..., Any], name: str, config: RewardConfig) -> Scorer:
-    """The Scorer of a reward function. Raises RewardLoadError where the convention is not recognised."""
-    parameters = inspect.signature(function).parameters
+def adapt(function: Callable[..., Any], name: str, config: RewardConfig) -> AdaptedReward:
+    """Return the AdaptedReward of a reward function.
+
+    Raises:
+        RewardLoadError: its parameters fit no convention; lists those that there are.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:
+        raise RewardLoadError(f"reward {name}: its parameters cannot be read: {error}") from None
     names = set(parameters)
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-    def call(**arguments: Any) -> Any:
-        known = arguments if open_ended else {k: v for k, v in arguments.items() if k in names}
-        return _finish(function(**known))
-
+    call = _caller(function, parameters)
     if "completions" in names:
-        return Scorer(lambda samples: _listed(call(**_trl(samples))), batched=True, abstains=True)
+        return AdaptedReward(lambda samples: _listed(call(_trl(samples))), batched=True, abstains=True)
     if {"solution_str", "ground_truth"} <= names:
-        return Scorer(lambda samples: [call(**_verl(s)) for s in samples], bools=True)
+        return AdaptedReward(lambda samples: [call(_verl(s)) for s in samples], bools=True)
     if {"queries", "prompts"} <= names:
-        return Scorer(lambda samples: _rewards_and_scores(call(**_openrlhf(samples))), batched=True)
+        return AdaptedReward(lambda samples: _rewards_and_scores(call(_openrlhf(samples))), batched=True)
     if {"messages", "answer"} <= names:
-        return Scorer(lambda samples: [call(messages=_chat(s), answer=s.answer) for s in samples], bools=True)
+        return AdaptedReward(
+            lambda samples: [call({"messages": _chat(s), "answer": s.answer}) for s in samples], bools=True
+        )
     if {"state", "action", "extra_info"} <= names:
-        return Scorer(lambda samples: [call(**_env_step(s)) for s in samples], bools=True)
-    required = [p for p in parameters.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    if [p.name for p in required] == ["sample", "config"]:
-        return Scorer(lambda samples: [_finish(function(s, config)) for s in samples])
-    if len(required) == 1:
-        return Scorer(lambda samples: [_finish(function(s)) for s in samples])
-    raise RewardLoadError(
-        f"reward {name}: no convention has parameters ({', '.join(parameters)}). Accepted are:\n{ACCEPTED}"
-    )
+        return AdaptedReward(lambda samples: [call(_env_step(s)) for s in samples], bools=True)
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [p.name for p in parameters.values() if p.default is p.empty and p.kind in positional]
+    keywords = [p for p in parameters.values() if p.default is p.empty and p.kind is p.KEYWORD_ONLY]
+    if required == ["sample", "config"] and not keywords:
+        return AdaptedReward(lambda samples: [_awaited(function(s, config)) for s in samples])
+    if len(required) == 1 and not keywords and required[0] not in TEXT:
+        return AdaptedReward(lambda samples: [_awaited(function(s)) for s in samples])
+    raise RewardLoadError(_no_convention(name, parameters))
 
 
-def judge(raw: Any, scorer: Scorer, correct_at: float) -> Verdict:
-    """(score, outcome) of a raw value. Raises ValueError saying what is wrong with it."""
-    if raw is None and scorer.abstains:
-        return None, Outcome.FAILED
+def parse_score(raw: Any, reward: AdaptedReward, correct_at: float) -> Score:
+    """Return score and outcome of a raw value.
+
+    Raises:
+        InvalidScoreError: it is of a type that is no score.
+        ValueError: it is a number that can be none: NaN, infinite, huge; or no Outcome.
+    """
+    if raw is None and reward.abstains:
+        return Score(None, Outcome.FAILED)
     if isinstance(raw, dict):
-        value = _number(raw.get("score", raw.get("reward")), scorer.bools)
+        value = _number(raw.get("score", raw.get("reward")), reward.bools)
         judged = raw.get("judged", raw.get("acc"))
         if isinstance(judged, bool):
-            return value, Outcome.CORRECT if judged else Outcome.WRONG
-        return value, _outcome(value if judged is None else _number(judged, True), correct_at)
+            return Score(value, Outcome.CORRECT if judged else Outcome.WRONG)
+        return Score(value, _outcome(value if judged is None else _number(judged, True), correct_at))
     if isinstance(raw, tuple) and len(raw) == 2:
-        return _number(raw[0], scorer.bools), Outcome(raw[1])
-    value = _number(raw, scorer.bools)
-    return value, _outcome(value, correct_at)
+        value, outcome = _number(raw[0], reward.bools), Outcome(raw[1])
+        if outcome is Outcome.FAILED:
+            raise ValueError("returned Outcome.FAILED")
+        return Score(value, outcome)
+    value = _number(raw, reward.bools)
+    return Score(value, _outcome(value, correct_at))
+
+
+def _caller(function: Callable[..., Any], parameters: Any) -> Callable[[dict[str, Any]], Any]:
+    """Return a function that calls `function` with those arguments that it takes."""
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    required = [p.name for p in parameters.values() if p.default is p.empty and p.kind not in variadic]
+
+    def call(arguments: dict[str, Any]) -> Any:
+        if missing := [name for name in required if name not in arguments]:
+            raise UserError(
+                f"the function takes {missing[0]}, which is no column of the row; there are "
+                f"{', '.join(sorted(arguments))}.{did_you_mean(missing[0], arguments)}"
+            )
+        known = arguments if open_ended else {k: v for k, v in arguments.items() if k in parameters}
+        return _awaited(function(**known))
+
+    return call
+
+
+def _no_convention(name: str, parameters: Any) -> str:
+    given = ", ".join(parameters)
+    hints = [hint for word in parameters if word not in KNOWN and (hint := did_you_mean(word, KNOWN))]
+    if len(parameters) == 1 and given in TEXT:
+        hints = [" A function of one parameter gets the sample: reward(sample) reads sample.response."]
+    hint = "".join(hints[:1])
+    return f"reward {name}: no convention has parameters ({given}).{hint} Accepted are:\n{ACCEPTED}"
 
 
 def _outcome(value: float, correct_at: float) -> Outcome:
@@ -97,37 +150,38 @@ def _outcome(value: float, correct_at: float) -> Outcome:
 def _number(raw: Any, bools: bool) -> float:
     value = raw.item() if hasattr(raw, "item") else raw  # numpy and torch scalars
     if isinstance(value, bool) and not bools:
-        raise UserError("returned a bool; return float(...) of it")
+        raise InvalidScoreError("returned a bool; return float(...) of it")
     if not isinstance(value, int | float):
-        raise UserError(f"returned {type(value).__name__} instead of a number")
+        raise InvalidScoreError(f"returned {type(value).__name__} instead of a number")
     if not math.isfinite(value) if isinstance(value, float) else value.bit_length() > 64:
-        raise UserError("returned " + (str(value) if isinstance(value, float) else "a huge integer"))
+        raise ValueError("returned " + (str(value) if isinstance(value, float) else "a huge integer"))
     if abs(value) > MAX_SCORE:
-        raise UserError(f"returned {value:g}, beyond +-{MAX_SCORE:g}")
+        raise ValueError(f"returned {value:g}, beyond +-{MAX_SCORE:g}")
     return float(value)
 
 
-def _finish(value: Any) -> Any:
-    return asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
+def _awaited(value: Any) -> Any:
+    """Return the value, or what an async function's coroutine returns."""
 
+    async def finish() -> Any:
+        return await value
 
-async def _awaited(value: Any) -> Any:
-    return await value
+    return asyncio.run(finish()) if inspect.isawaitable(value) else value
 
 
 def _listed(raw: Any) -> list[Any]:
     values = raw.tolist() if hasattr(raw, "tolist") else raw
     if not isinstance(values, list | tuple):
-        raise UserError(f"returned {type(raw).__name__} instead of a list of scores")
+        raise InvalidScoreError(f"returned {type(raw).__name__} instead of a list of scores")
     return [value[0] if isinstance(value, list) and len(value) == 1 else value for value in values]
 
 
-def _chat(sample: Sample) -> list[dict[str, Any]]:
+def _chat(sample: RewardSample) -> list[dict[str, Any]]:
     prompt = list(sample.messages) or [{"role": "user", "content": sample.prompt}]
     return [*prompt, {"role": "assistant", "content": sample.response}]
 
 
-def _trl(samples: list[Sample]) -> dict[str, Any]:
+def _trl(samples: list[RewardSample]) -> dict[str, Any]:
     """Conversational rows get messages, plain ones strings, as TRL passes them; columns as lists."""
     names = {name for sample in samples for name in sample.columns} - {
         "prompt",
@@ -144,7 +198,7 @@ def _trl(samples: list[Sample]) -> dict[str, Any]:
     }
 
 
-def _verl(sample: Sample) -> dict[str, Any]:
+def _verl(sample: RewardSample) -> dict[str, Any]:
     return {
         "data_source": sample.source,
         "solution_str": sample.response,
@@ -153,7 +207,7 @@ def _verl(sample: Sample) -> dict[str, Any]:
     }
 
 
-def _openrlhf(samples: list[Sample]) -> dict[str, Any]:
+def _openrlhf(samples: list[RewardSample]) -> dict[str, Any]:
     return {
         "queries": [s.prompt + s.response for s in samples],
         "prompts": [s.prompt for s in samples],
@@ -168,10 +222,10 @@ def _rewards_and_scores(raw: Any) -> list[Any]:
     rewards = _listed(raw.get("rewards"))
     scores = _listed(raw["scores"]) if raw.get("scores") is not None else rewards
     if len(scores) != len(rewards):
-        raise UserError(f"returned {len(rewards)} rewards and {len(scores)} scores")
+        raise InvalidScoreError(f"returned {len(rewards)} rewards and {len(scores)} scores")
     return [{"score": reward, "judged": score} for reward, score in zip(rewards, scores, strict=True)]
 
 
-def _env_step(sample: Sample) -> dict[str, Any]:
+def _env_step(sample: RewardSample) -> dict[str, Any]:
     extra = sample.columns.get("extra_info") or {"answer": sample.answer}
     return {"state": sample.prompt, "action": sample.response, "extra_info": extra}

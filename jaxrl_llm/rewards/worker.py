@@ -1,13 +1,14 @@
-"""The worker process: reads chunks of samples from a socket, answers a line of JSON a sample.
+"""The processes of one reward worker: a supervisor, and its child, which runs the reward.
 
-It is started by process.py and trusted with nothing: only plain JSON goes back, and whatever a reward
-does (raise, hang, print, exit) costs one sample at most.
+The child is trusted with nothing: only plain JSON goes back, and whatever a reward does (raise, hang, print,
+exit) costs one sample at most. The supervisor adopts every process that descends from the child, also one
+that left its session, and kills them all when the child or the trainer ends (Linux).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import json
 import os
 import pickle
 import signal
@@ -15,94 +16,171 @@ import socket
 import struct
 import sys
 import time
-import traceback
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.outcome import Outcome
-from jaxrl_llm.rewards.load import load
-from jaxrl_llm.rewards.sample import ABSTAINED, RewardConfig, RewardLoadError, Sample
-from jaxrl_llm.rewards.signatures import Scorer, Verdict, judge
+from jaxrl_llm.rewards.load import load_reward
+from jaxrl_llm.rewards.messages import (
+    Broken,
+    Failed,
+    Loaded,
+    Reply,
+    Scored,
+    ScoreRequest,
+    Setup,
+    encode_reply,
+)
+from jaxrl_llm.rewards.sample import ABSTAINED, RewardLoadError, RewardResult, RewardSample
+from jaxrl_llm.rewards.signatures import AdaptedReward, InvalidScoreError, Score, parse_score
+from jaxrl_llm.user_file import describe_error, end_with_parent, explain
 
-PR_SET_PDEATHSIG = 1
-MAX_REASON = 300  # characters
+GRACE = 0.5  # seconds between SIGTERM and SIGKILL of the child
+SWEEP_SECONDS = 3.0  # that killing what is left of its descendants may take
+PR_SET_CHILD_SUBREAPER = 36
+WATCHED = {signal.SIGTERM, signal.SIGCHLD}
 
 
 def main(fd: int, parent: int) -> None:
-    """Serves chunks until the parent closes the socket or dies."""
-    _die_with(parent)
+    """Serve score requests on a socket until `parent` closes it or ends; leave no process behind."""
     connection = socket.socket(fileno=fd)
-    connection.set_inheritable(False)  # what a reward starts must not keep the line open
-    me = os.getpid()
-    config: RewardConfig = _receive(connection)
-    _limit_memory(config.memory_gb)
-    scorers: dict[str, Scorer] = {}
-    while (message := _receive(connection)) is not None:
-        name, samples = message
+    connection.set_inheritable(False)  # what a reward starts must not keep the connection open
+    if sys.platform != "linux":
+        serve(connection)
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    end_with_parent(parent, signal.SIGTERM)
+    supervisor = os.getpid()
+    child = os.fork()
+    if child:
+        connection.close()
+        _exit_as(supervise(child))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
+    end_with_parent(supervisor, signal.SIGKILL)
+    serve(connection)
+
+
+def supervise(child: int) -> int:
+    """Wait until the child ends (SIGTERM ends it), kill what descends from it, and return its wait status."""
+    kill_at = float("inf")
+    while (status := _reap()[0].get(child)) is None:
+        wait = min(max(kill_at - time.monotonic(), 0.05), 60.0)
+        received = signal.sigtimedwait(WATCHED, wait)
+        if received is not None and received.si_signo == signal.SIGTERM and kill_at == float("inf"):
+            kill_at = time.monotonic() + GRACE
+            os.kill(child, signal.SIGTERM)
+        if time.monotonic() >= kill_at:
+            os.kill(child, signal.SIGKILL)
+    give_up = time.monotonic() + SWEEP_SECONDS
+    while _reap()[1] and time.monotonic() < give_up:
+        for pid in _children():  # their children become ours
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)
+    return status
+
+
+def _reap() -> tuple[dict[int, int], bool]:
+    """Return (process -> wait status of the children that have ended, whether any others run)."""
+    ended: dict[int, int] = {}
+    while True:
         try:
-            used = [(config.weight, _scorer(name, scorers, config))]
-            used += [(weight, _scorer(extra, scorers, config)) for extra, weight in config.shaping]
-        except BaseException as error:
-            text = str(error) if isinstance(error, RewardLoadError) else traceback.format_exc(limit=-3)
-            _send(connection, {"broken": f"{text}"[-2000:]})
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended, False
+        if not pid:
+            return ended, True
+        ended[pid] = status
+
+
+def _children() -> list[int]:
+    """Return the processes whose parent is this one."""
+    me, pids = str(os.getpid()), []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            fields = stat.read_text(errors="replace").rpartition(") ")[2].split()
+            if fields[1] == me:
+                pids.append(int(stat.parent.name))
+    return pids
+
+
+def _exit_as(status: int) -> NoReturn:
+    """End as the child did, so that the trainer sees its exit code or signal."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        _no_core_files()
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status) % 256)
+
+
+def serve(connection: socket.socket) -> None:
+    """Answer requests until the connection is closed."""
+    me = os.getpid()
+    setup: Setup = _receive(connection)
+    config = setup.config
+    _limit_memory(config.memory_gb)
+    rewards: dict[str, AdaptedReward] = {}
+    while (request := _receive(connection)) is not None:
+        try:
+            used = [_loaded(name, rewards, setup) for name in (request.name, *config.used[1:])]
+        except BaseException as error:  # also SystemExit: it is the user's
+            known = isinstance(error, RewardLoadError)
+            text = str(error) if known else f"the reward {request.name} cannot be loaded: {explain(error)}"
+            _send(connection, request, Broken(text))
             continue
-        batched = any(scorer.batched for _, scorer in used)
-        _send(connection, {"ready": batched})
-        groups = [samples] if batched else [[sample] for sample in samples]
-        for group in groups:
-            answer = _score(group, used, config.correct_at)
+        batched = any(reward.batched for reward in used)
+        _send(connection, request, Loaded(batched))
+        samples = request.samples
+        for group in [samples] if batched else [[sample] for sample in samples]:
+            reply = _score(group, used, setup) if group else None
             if os.getpid() != me:  # a reward forked, and its child came back here
                 os._exit(0)
-            _send(connection, answer)
+            if reply is not None:
+                _send(connection, request, reply)
         sys.stdout.flush()
 
 
-def _score(group: list[Sample], used: list[tuple[float, Scorer]], correct_at: float) -> dict[str, Any]:
-    """{"results": [[score, outcome, reason, components], ...], "seconds"}, or {"error"} of a failed call."""
+def _score(group: list[RewardSample], used: list[AdaptedReward], setup: Setup) -> Reply:
+    """Return the results of a group, or the failure of a call."""
     started = time.perf_counter()
     try:
-        columns = [(weight, scorer, scorer.call(group)) for weight, scorer in used]
-        for _, _, raws in columns:
+        columns = [reward.call(group) for reward in used]
+        for raws in columns:
             if len(raws) != len(group):
-                raise UserError(f"returned {len(raws)} scores for {len(group)} samples")
+                raise InvalidScoreError(f"returned {len(raws)} scores for {len(group)} samples")
     except BaseException as error:  # also SystemExit and KeyboardInterrupt: they are the reward's, not ours
-        return {"error": _describe(error)}
-    rows = [[(weight, scorer, raws[i]) for weight, scorer, raws in columns] for i in range(len(group))]
-    results = [_combine(row, correct_at) for row in rows]
-    return {"results": results, "seconds": (time.perf_counter() - started) / len(group)}
+        return Failed(type(error).__name__, describe_error(error))
+    seconds = (time.perf_counter() - started) / len(group)
+    return Scored(tuple(_combine(raws, used, setup, seconds) for raws in zip(*columns, strict=True)))
 
 
-def _combine(row: list[tuple[float, Scorer, Any]], correct_at: float) -> list[Any]:
-    """Weighted sum; the first reward says correct or wrong; a shaping reward that abstains adds nothing."""
+def _combine(raws: tuple[Any, ...], used: list[AdaptedReward], setup: Setup, seconds: float) -> RewardResult:
+    """Return the weighted sum; the first reward decides the outcome; shaping that abstains adds nothing."""
+    config = setup.config
     try:
-        verdicts: list[tuple[float, Verdict]] = [
-            (w, judge(raw, scorer, correct_at)) for w, scorer, raw in row
-        ]
+        scores = [parse_score(raw, s, config.correct_at) for raw, s in zip(raws, used, strict=True)]
     except Exception as error:  # the value came from foreign code and may be any object
-        return [None, Outcome.FAILED, _describe(error), []]
-    first, outcome = verdicts[0][1]
-    if first is None:
-        return [None, Outcome.FAILED, ABSTAINED, []]
-    scores = [0.0 if score is None else score for _, (score, _) in verdicts]
-    return [sum(w * score for (w, _), score in zip(verdicts, scores, strict=True)), outcome, "", scores]
+        reason = f"{type(error).__name__}: {error}"
+        return RewardResult(float("nan"), Outcome.FAILED, reason, seconds, error=type(error).__name__)
+    if scores[0].value is None:
+        return RewardResult(float("nan"), Outcome.FAILED, ABSTAINED, seconds)
+    return _weighted(scores, (config.weight, *(weight for _, weight in config.shaping)), seconds)
 
 
-def _scorer(name: str, scorers: dict[str, Scorer], config: RewardConfig) -> Scorer:
-    if name not in scorers:
-        scorers[name] = load(name, config)
-    return scorers[name]
+def _weighted(scores: list[Score], weights: tuple[float, ...], seconds: float) -> RewardResult:
+    values = tuple(0.0 if score.value is None else score.value for score in scores)
+    total = sum(weight * value for weight, value in zip(weights, values, strict=True))
+    return RewardResult(total, scores[0].outcome, "", seconds, values)
 
 
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:MAX_REASON]
-
-
-def _die_with(parent: int) -> None:
-    """SIGKILL for us when the parent's thread that started us ends, however it ends (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+def _loaded(name: str, rewards: dict[str, AdaptedReward], setup: Setup) -> AdaptedReward:
+    if name not in rewards:
+        rewards[name] = load_reward(name, setup.config, setup.function)
+    return rewards[name]
 
 
 def _limit_memory(gigabytes: float) -> None:
@@ -111,11 +189,17 @@ def _limit_memory(gigabytes: float) -> None:
 
         limit = int(gigabytes * 2**30)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        _no_core_files()
+
+
+def _no_core_files() -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _receive(connection: socket.socket) -> Any:
-    """The next pickled message; None when the parent has closed."""
+    """Return the trainer's next message; None when it has closed."""
     header = _exactly(connection, 4)
     return pickle.loads(_exactly(connection, struct.unpack("!I", header)[0])) if header else None
 
@@ -123,12 +207,12 @@ def _receive(connection: socket.socket) -> Any:
 def _exactly(connection: socket.socket, count: int) -> bytes:
     parts = bytearray()
     while len(parts) < count:
-        part = connection.recv(count - len(parts))
+        part = connection.recv(min(count - len(parts), 1 << 20))
         if not part:
             return b""
         parts += part
     return bytes(parts)
 
 
-def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    connection.sendall(json.dumps(message).encode() + b"\n")
+def _send(connection: socket.socket, request: ScoreRequest, reply: Reply) -> None:
+    connection.sendall(encode_reply(request.id, reply))

@@ -1,84 +1,73 @@
-"""Requests and settings that no engine can do are refused before any work."""
+"""Checks of requests, sampling and strict mode: bad input is refused before any work."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxrl_llm.errors import UserError
+import numpy as np
+
+from jaxrl_llm import ranges
+from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
-from jaxrl_llm.rollout.native.shapes import most_pages
 
 
 def check_requests(
     requests: Sequence[Request], sampling: SamplingConfig, model: TransformerConfig, tokenizer: Any
 ) -> None:
-    """Refuse what no engine can do.
+    """Refuse what no engine can generate.
 
     Raises:
-        ValueError: an impossible request or sampling setting, with the fix.
+        UserError: an impossible sampling setting or prompt, with its `prompt_index` and the fix.
     """
+    check_sampling(sampling, model, tokenizer)
+    for request in requests:
+        if problem := _request_problem(request, model):
+            raise UserError(f"prompt {request.prompt_index}: {problem}")
+
+
+def check_sampling(
+    sampling: SamplingConfig, model: TransformerConfig, tokenizer: Any, key: str = "sampling"
+) -> None:
+    """Refuse a sampling setting that no engine can follow for this model.
+
+    Args:
+        key: of the setting in the config, for the message.
+
+    Raises:
+        ConfigError: names the field and the fix.
+    """
+    for field, problem in ranges.problems(sampling):
+        raise ConfigError(f"{key}.{field} {problem}")
     if sampling.stop and tokenizer is None:
-        raise UserError("sampling.stop needs a tokenizer: give one to the engine, or use stop_tokens")
-    ranges = {
-        "temperature": (sampling.temperature >= 0, "0 (greedy) or more"),
-        "top_k": (sampling.top_k >= 0, "0 (all tokens) or more"),
-        "top_p": (0 < sampling.top_p <= 1, "above 0 and at most 1 (all tokens)"),
-        "min_p": (0 <= sampling.min_p <= 1, "between 0 (all tokens) and 1"),
-    }
-    for name, (valid, wanted) in ranges.items():
-        if not valid:
-            raise UserError(f"sampling.{name} must be {wanted}, not {getattr(sampling, name)}")
-    for i, request in enumerate(requests):
-        length = len(request.prompt_ids)
-        if length == 0 or request.max_tokens < 1:
-            raise UserError(
-                f"request {i}: a prompt of {length} tokens and max_tokens={request.max_tokens}; "
-                "both must be at least 1"
-            )
-        if length + request.max_tokens > model.max_position:
-            raise UserError(
-                f"request {i}: {length} prompt tokens + max_tokens={request.max_tokens} exceed the "
-                f"model's {model.max_position} positions; shorten one of them{_why_not(model)}"
+        raise ConfigError(f"{key}.stop needs a tokenizer: give one to the engine, or use stop_tokens.")
+    for token in sampling.stop_tokens:
+        if token >= model.vocab_size:
+            raise ConfigError(
+                f"{key}.stop_tokens has {token}: the model's vocabulary has {model.vocab_size} tokens, "
+                f"0 to {model.vocab_size - 1}."
             )
 
 
-def check_pages(requests: Sequence[Request], page: int, pages: int) -> None:
-    """Refuse a response that the paged cache cannot hold even alone.
-
-    Raises:
-        ValueError: which, and how many pages it takes.
-    """
-    for i, request in enumerate(requests):
-        length = len(request.prompt_ids)
-        needed = most_pages(length + request.max_tokens, page)
-        if needed >= pages:
-            raise UserError(
-                f"request {i}: {length} prompt tokens + max_tokens={request.max_tokens} take {needed} pages "
-                f"of {page} tokens, and a device has {pages - 1}: shorten it, raise rollout.pages, take a "
-                "rollout.cache_dtype of fewer bits, or divide the heads over more devices (mesh.tensor)"
-            )
-
-
-def not_strict(rollout: RolloutConfig, dtype: str, devices: int) -> Iterator[str]:
-    """What makes the rollout's log-probs others than those of a trainer that computes in `dtype`."""
-    if devices > 1:
+def strict_problems(rollout: RolloutConfig, dtype: str, num_devices: int) -> Iterator[str]:
+    """Yield why the rollout's log-probs would differ from those of a trainer that computes in `dtype`."""
+    if num_devices > 1:
         yield (
-            f"--strict works on one device, and the mesh has {devices}: what is divided is summed in another "
-            "order. Show the run one device (XLA_FLAGS, CUDA_VISIBLE_DEVICES) and leave --mesh as it is."
+            f"--strict works on one device, and the mesh has {num_devices}: sharded sums have another order. "
+            "Show the run one device (XLA_FLAGS, CUDA_VISIBLE_DEVICES) and leave --mesh as it is."
         )
     if rollout.engine != "native":
         yield (
-            f"--strict and --rollout.engine {rollout.engine} exclude each other: servers sum in an order of "
-            "their own. Set --rollout.engine native."
+            f"--strict and --rollout.engine {rollout.engine} exclude each other: servers sum in another "
+            "order. Set --rollout.engine native."
         )
     for name in ("dtype", "cache_dtype"):
-        found = getattr(rollout, name) or rollout.dtype
-        if found != dtype:
+        value = getattr(rollout, name) or rollout.dtype
+        if value != dtype:
             yield (
-                f"--strict: --rollout.{name} is {found}, --model.dtype is {dtype}, so the two would round "
+                f"--strict: --rollout.{name} is {value}, --model.dtype is {dtype}, so the two would round "
                 f"differently. Set --rollout.{name} {dtype}."
             )
     if rollout.cache == "paged":
@@ -87,12 +76,37 @@ def not_strict(rollout: RolloutConfig, dtype: str, devices: int) -> Iterator[str
         yield "--strict and --rollout.weight_noise exclude each other: noise is there to make a mismatch."
 
 
-def _why_not(model: TransformerConfig) -> str:
-    """Beyond max_position, "dynamic" RoPE turns all keys of a trajectory by its final length, which rollout
-    does not know when it writes them: its log-probs would not be the trainer's."""
+def _request_problem(request: Request, model: TransformerConfig) -> str:
+    ids, max_tokens = np.asarray(request.prompt_ids), request.max_tokens
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        return f"token ids are a list of integers, not {ids.dtype} of shape {ids.shape}."
+    if not ids.size:
+        return "it has no tokens; a prompt needs at least one (a beginning-of-sequence token will do)."
+    if ids.min() < 0 or ids.max() >= model.vocab_size:
+        wrong = ids[(ids < 0) | (ids >= model.vocab_size)][0]
+        return (
+            f"token id {wrong} is outside the model's vocabulary of {model.vocab_size} tokens. Does the "
+            "tokenizer belong to this model?"
+        )
+    if max_tokens < 1 or request.num_responses < 1:
+        return f"num_responses={request.num_responses} and max_tokens={max_tokens}: both must be at least 1."
+    if ids.size + max_tokens > model.max_position:
+        return (
+            f"{ids.size} prompt tokens + max_tokens={max_tokens} exceed the model's {model.max_position} "
+            f"positions; shorten one of them{_dynamic_rope_hint(model)}"
+        )
+    return ""
+
+
+def _dynamic_rope_hint(model: TransformerConfig) -> str:
+    """Return why "dynamic" RoPE ends at max_position.
+
+    Beyond it the frequencies of all keys depend on the final length of the sequence, which the rollout does
+    not know when it caches them: its log-probs would not be the trainer's.
+    """
     if model.rope.scaling != "dynamic":
-        return ""
+        return "."
     return (
-        '. "dynamic" RoPE would go on, but turns the keys anew with every token, and cached keys stay: '
-        'for longer text set rope scaling to "yarn" in the config.json of the model'
+        '. "dynamic" RoPE would go on, but rotates all keys anew with every token, and cached keys stay: '
+        'for longer text set rope scaling to "yarn" in the config.json of the model.'
     )

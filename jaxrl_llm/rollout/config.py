@@ -1,68 +1,90 @@
-"""Settings of the rollout: which engine, and how each of them works."""
+"""Settings of the rollout: the engine, and how each of them works."""
 
 from __future__ import annotations
 
+import shlex
+import shutil
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from jaxrl_llm.bridge.update import Pause
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.bridge.servers import PauseMode
+from jaxrl_llm.ranges import Count, CountOrZero, Range, Seconds, SecondsOrZero
 from jaxrl_llm.rollout.engine import SamplingConfig
+from jaxrl_llm.rollout.sglang import auth
+
+EIGHT_BITS = ("int8", "float8_e4m3fn")
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """The rollout engine and how it draws."""
+    """The rollout engine and its sampling."""
 
     engine: Literal["native", "sglang"] = "native"
-    """Who writes the responses: this process's own devices, or a pool of SGLang servers."""
+    """Engine that generates the responses, on this process's own devices or in a pool of SGLang servers."""
     servers: tuple[str, ...] = ()
     """SGLang servers that run already, as http://host:port; or @file, a text file with one address a line,
     which is read again every second: servers may join and leave."""
-    launch: int = 0
+    launch: Annotated[int, Range(0, 1024)] = 0
     """SGLang servers to start on this machine, as child processes; their logs go to the run directory."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    """How responses are drawn."""
-    slots: int = 64
-    """Sequences decoded side by side (on each server); more wait. Costs cache memory, never changes text."""
-    chunk: int = 32
-    """Tokens decoded between two looks of the host (refill, stop strings)."""
-    prefill_tokens: int = 4096
-    """Prompt tokens, padding included, that one forward reads at most (a longer prompt goes alone)."""
+    """Sampling of training rollouts; evaluation has eval.sampling."""
+    slots: Annotated[int, Range(1, 65536, usual="64 is usual")] = 64
+    """Sequences decoded at once (on each server); more wait. Costs cache memory, never changes text."""
+    chunk: Annotated[int, Range(1, 65536, usual="32 is usual")] = 32
+    """Tokens decoded per device call; between calls the host looks for stop strings and refills slots."""
+    prefill_tokens: Count = 4096
+    """Largest prefill batch in tokens, padding included (a longer prompt is prefilled alone)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations; norms, softmax and log-probs are float32."""
     cache: Literal["auto", "ring", "paged"] = "auto"
-    """Keys and values in a ring, with room for the longest sequence in every slot; or in pages, for as many
-    tokens as there are, a prompt's shared by its samples. auto = paged where a kernel reads pages (TPU,
+    """KV cache: for every slot a ring buffer as long as the longest sequence; or pages, allocated as
+    sequences grow, those of a prompt shared by its responses. auto = paged where a kernel reads pages (TPU,
     Hopper), else ring, which plain JAX reads faster."""
     cache_dtype: Literal["float32", "bfloat16", "int8", "float8_e4m3fn"] | None = None
-    """Type of cached keys and values; None = dtype. Those of 8 bits (a scale for each token and head) need
-    pages; log-probs then differ more from the trainer's."""
-    page: int = 128
-    """Tokens of a page of the paged cache."""
-    pages: int | None = None
-    """Pages that each device has; None = enough for all slots, or what its memory can hold. With fewer,
-    samples wait for others to end."""
-    max_staleness: int = 0
-    """Steps that servers may write ahead of the trainer: while it learns, the responses of the next steps are
-    written, and go on under new weights as these come. 0 = rollout and training take turns."""
+    """Type of cached keys and values; None = dtype. 8-bit types (one scale per token and head) need the paged
+    cache; log-probs then differ more from the trainer's."""
+    page: Annotated[int, Range(1, 65536, usual="128 is usual")] = 128
+    """Tokens per page of the paged cache."""
+    pages: Count | None = None
+    """Pages on each device; None = enough for all slots, or what its memory holds. With fewer, responses wait
+    until others have finished."""
+    max_staleness: Annotated[int, Range(0, 1000, usual="1 to 4 are usual")] = 0
+    """Bounded staleness of asynchronous rollout: steps that servers may be ahead of the trainer. While it
+    learns, the responses of the next steps are generated, and continue under new weights as these come. 0 =
+    synchronous: rollout and training take turns."""
     warm_up: bool = False
-    """Compile every size of every program before the first step, not when a size is first met: a slower
-    start (seconds for a small model, minutes for a large one), and no pause later."""
-    weight_noise: float = 0.0
-    """Noise on the weights that training rolls out with, relative to each weight's own size and new every
-    step: an experiment in how much mismatch between rollout and trainer an algorithm bears."""
+    """Compile every shape of every program before the first step instead of at its first use: a slower start
+    (seconds for a small model, minutes for a large one), and no pause later."""
+    weight_noise: Annotated[float, Range(0.0, 1.0)] = 0.0
+    """Gaussian noise on the rollout's weights, relative to the size of each weight and new in every step: an
+    experiment in how much mismatch between rollout and trainer an algorithm tolerates."""
 
-    def __post_init__(self):
-        for name in ("slots", "chunk", "prefill_tokens", "page", "pages"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"rollout.{name} must be at least 1, not {value}")
-        if self.cache == "ring" and self.cache_dtype in ("int8", "float8_e4m3fn"):
-            raise UserError(f'rollout.cache_dtype={self.cache_dtype} needs rollout.cache="paged"')
-        if self.max_staleness < 0:
-            raise UserError(f"rollout.max_staleness must be at least 0, not {self.max_staleness}")
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, what is wrong), for rules across fields."""
+        if self.cache == "ring" and self.cache_dtype in EIGHT_BITS:
+            yield "cache_dtype", f"is {self.cache_dtype}: it needs --rollout.cache paged."
+        if self.engine == "native" and (self.servers or self.launch):
+            name = "servers" if self.servers else "launch"
+            yield name, "is for SGLang servers: add --rollout.engine sglang."
+        if self.engine == "native" and self.max_staleness:
+            yield (
+                "max_staleness",
+                f"is {self.max_staleness}: the native engine generates on the trainer's own devices, so "
+                "nothing is generated while it learns. Set it to 0, or add --rollout.engine sglang.",
+            )
+        if self.engine == "sglang" and bool(self.servers) == bool(self.launch):
+            yield (
+                "engine",
+                "is sglang: it needs either --rollout.servers http://host:port (running ones) or "
+                "--rollout.launch N (N are started on this machine).",
+            )
+        from_file = [url for url in self.servers if url.startswith("@")]
+        if from_file and len(self.servers) > 1:
+            yield "servers", f"is {' '.join(self.servers)}: it must be addresses, or one @file with them."
+        for problem in filter(None, map(auth.problem, () if from_file else self.servers)):
+            yield "servers", f"is wrong: {problem}"
 
 
 @dataclass(frozen=True)
@@ -75,38 +97,60 @@ class SGLangConfig:
     """More flags for them, as on SGLang's own command line: "--tp 2 --mem-fraction-static 0.6"."""
     devices: tuple[str, ...] = ()
     """CUDA_VISIBLE_DEVICES of each server started here, such as 0,1 2,3; none given = that of the run."""
-    start_timeout: float = 600.0
-    """Seconds a server may take until it answers."""
-    timeout: float = 600.0
+    start_timeout: Seconds = 600.0
+    """Seconds a server may take until it replies."""
+    timeout: Seconds = 600.0
     """Seconds one response, or one change of weights, may take."""
-    retries: int = 3
+    retries: Annotated[int, Range(1, 1000, usual="3 is usual")] = 3
     """Times that a response is tried, on one server or another, before the run stops."""
     transport: Literal["disk", "http", "group", "ipc"] = "disk"
     """How weights reach the servers: files that they read (disk), in requests (http), over a torch process
     group (group), or as handles of memory on GPUs that trainer and server share (ipc). http and ipc send
     pickles to the servers; nothing receives one."""
-    pause: Pause = "retract"
+    pause: PauseMode = "retract"
     """What becomes of responses in flight when weights change: broken off and asked for again (abort), back
-    in the server's queue and read anew under the new weights (retract), or gone on with on keys and values of
-    the old weights (in_place: the shortest pause; wants algo.correction)."""
-    bucket_bytes: int = 256 * 2**20
+    in the server's queue and prefilled anew under the new weights (retract), or continued on keys and values
+    of the old weights (in_place: the shortest pause; needs algo.correction)."""
+    bucket_bytes: Annotated[int, Range(1, 2**40, usual="256 MiB is usual")] = 256 * 2**20
     """Bytes of weights that http, group and ipc send at once; a larger tensor goes alone."""
     group_backend: Literal["gloo", "nccl"] = "gloo"
     """Of the process group: gloo over TCP, nccl between GPUs."""
     relay_python: str = sys.executable
     """Interpreter that has torch, for the processes that are the trainer's end of the groups."""
-    patience: float = 300.0
+    patience: SecondsOrZero = 300.0
     """Seconds to wait for a server when none can be used or all are too busy; then the run saves and ends."""
-    restarts: int = 3
+    restarts: CountOrZero = 3
     """Times that a server started here is started again when it ends by itself."""
     router: str = ""
-    """Address of an SGLang router, http://host:port, that gets what is to be generated; weights still go to
+    """Address of an SGLang router, http://host:port, that gets the requests to generate; weights still go to
     each of the servers. "" = each response goes to the least busy server."""
     colocated: bool = False
-    """Servers started here share their GPUs with the trainer: they give memory back while it trains."""
+    """Servers started here share their GPUs with the trainer: they release memory while it trains."""
     folder: str = ""
     """Where the weights are written for the servers to read: a path they see too. "" = a folder in /dev/shm
     (memory) for servers started here, else in the run directory."""
-    probe_tolerance: float | None = None
-    """Largest mean difference of log-probs, nats, between a server and the trainer on fixed tokens after
-    each change of weights; beyond it the server is left out. None = 1e-3 in float32, 0.1 in bfloat16."""
+    probe_tolerance: Annotated[float, Range(0.0, 100.0, open_low=True)] | None = None
+    """Largest mean difference of log-probs, nats, between a server and the trainer: on fixed tokens after
+    each push, and on the responses. Beyond it the server is left out. None = 1e-3 in float32, 0.1 in
+    bfloat16."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, what is wrong), for rules across fields."""
+        try:
+            shlex.split(self.flags)
+        except ValueError as error:
+            yield "flags", f"is {self.flags!r}: {error}. Write it as for a shell."
+        if self.router and (problem := auth.problem(self.router)):
+            yield "router", f"is wrong: {problem}"
+        if self.transport == "group" and not shutil.which(self.relay_python):
+            yield "relay_python", f"is {self.relay_python!r}: no such program."
+
+
+def flag_value(words: Sequence[str], name: str) -> str | None:
+    """Return the last value of `--name value` or `--name=value`; None = it is not there."""
+    value = None
+    for word, after in zip(words, [*words[1:], ""], strict=False):
+        flag, equals, rest = word.partition("=")
+        if flag == name:
+            value = rest if equals else after
+    return value

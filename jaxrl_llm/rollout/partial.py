@@ -1,19 +1,64 @@
-"""Unfinished responses as bytes, for a checkpoint."""
+"""Partial responses: made from requests, turned into trajectories, stored in checkpoints."""
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import jax
 import numpy as np
 
-from jaxrl_llm.rollout.engine import PartialResponse
+from jaxrl_llm.rollout.engine import PartialResponse, Request, text_of
+from jaxrl_llm.rollout.keys import sample_keys
+from jaxrl_llm.structs import Trajectory
 
-PER_TOKEN = (np.int32, np.float32, np.int32)  # types of the first fields of PartialResponse
+EARLIER_RUN = "earlier-run"  # in place of a server's address: generated part of a response before a restart
+PER_TOKEN = {"ids": np.int32, "logprobs": np.float32, "versions": np.int32}  # field -> type in the file
 
 
-def pack(batches: Mapping[int, Sequence[Sequence[PartialResponse]]]) -> bytes:
-    """Batch number -> its lists of responses, as one .npz."""
+def new_responses(
+    requests: Sequence[Request], key: jax.Array, partial: Sequence[PartialResponse] = ()
+) -> list[PartialResponse]:
+    """Return a response for each (request, response index), in order, with a random key of its own.
+
+    Args:
+        partial: responses that these continue, one for each; () = all begin empty.
+    """
+    pairs = [(request, g) for request in requests for g in range(request.num_responses)]
+    names = np.array([(r.prompt_index, g) for r, g in pairs], np.int32).reshape(-1, 2)
+    before = [one.copy() for one in partial] or [PartialResponse() for _ in pairs]
+    responses = []
+    for (request, g), own, one in zip(pairs, sample_keys(key, names)[: len(pairs)], before, strict=True):
+        servers = [EARLIER_RUN] if one.ids else []
+        responses.append(dataclasses.replace(one, request=request, index=g, key=own, servers=servers))
+        if not one.finish and len(one.ids) >= request.max_tokens:
+            responses[-1].finish = "length"
+    return responses
+
+
+def trajectory_of(response: PartialResponse, tokenizer: Any) -> Trajectory:
+    """Return a finished response as the trainer takes it; observations have mask 0."""
+    last_turn = text_of(tokenizer, response.ids[response.turn_start :]) if response.observed else None
+    return Trajectory(
+        prompt_ids=np.asarray(response.request.prompt_ids, np.int32),
+        response_ids=np.array(response.ids, np.int32),
+        logprobs=np.array(response.logprobs, np.float32),
+        mask=response.mask,
+        versions=np.array(response.versions, np.int32),
+        prompt_index=response.request.prompt_index,
+        response_index=response.index,
+        finish=response.finish,
+        text=text_of(tokenizer, response.ids),
+        answer=last_turn,
+        episode=response.episode,
+        server=" ".join(response.servers),
+    )
+
+
+def pack_responses(batches: Mapping[int, Sequence[Sequence[PartialResponse]]]) -> bytes:
+    """Return {batch number: lists of responses} as one .npz, for a checkpoint."""
     rows = [(n, k, one) for n, lists in batches.items() for k, each in enumerate(lists) for one in each]
     arrays = {
         "batch": np.array([n for n, _, _ in rows], np.int64),
@@ -23,18 +68,18 @@ def pack(batches: Mapping[int, Sequence[Sequence[PartialResponse]]]) -> bytes:
     }
     spans = [(row, *span) for row, (_, _, one) in enumerate(rows) for span in one.observed]
     arrays["observed"] = np.array(spans, np.int32).reshape(-1, 3)
-    for i, dtype in enumerate(PER_TOKEN):
-        arrays[PartialResponse._fields[i]] = np.array([x for _, _, one in rows for x in one[i]], dtype)
+    for name, dtype in PER_TOKEN.items():
+        arrays[name] = np.array([x for _, _, one in rows for x in getattr(one, name)], dtype)
     out = io.BytesIO()
     np.savez(out, **arrays)
     return out.getvalue()
 
 
-def unpack(data: bytes) -> dict[int, list[list[PartialResponse]]]:
-    """The inverse; lists and responses in their order."""
+def unpack_responses(data: bytes) -> dict[int, list[list[PartialResponse]]]:
+    """Return what `pack_responses` was given; lists and responses in their order."""
     arrays = np.load(io.BytesIO(data), allow_pickle=False)
     ends = np.cumsum(arrays["length"])[:-1]
-    columns = [np.split(arrays[name], ends) for name in PartialResponse._fields[: len(PER_TOKEN)]]
+    columns = {name: np.split(arrays[name], ends) for name in PER_TOKEN}
     observed: list[list[tuple[int, int]]] = [[] for _ in arrays["length"]]
     for row, start, end in arrays["observed"].tolist():
         observed[row].append((start, end))
@@ -42,6 +87,6 @@ def unpack(data: bytes) -> dict[int, list[list[PartialResponse]]]:
     for i, (n, k) in enumerate(zip(arrays["batch"].tolist(), arrays["list"].tolist(), strict=True)):
         lists = batches.setdefault(n, [])
         lists += [[] for _ in range(k + 1 - len(lists))]
-        per_token = (tuple(column[i].tolist()) for column in columns)
-        lists[k].append(PartialResponse(*per_token, str(arrays["finish"][i]), tuple(observed[i])))
+        per_token = {name: column[i].tolist() for name, column in columns.items()}
+        lists[k].append(PartialResponse(**per_token, finish=str(arrays["finish"][i]), observed=observed[i]))
     return batches

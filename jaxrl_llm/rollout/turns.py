@@ -1,70 +1,82 @@
-"""Responses of several turns: what both engines do when a turn has ended."""
+"""Conversations of several turns: what both engines do when a turn has ended."""
 
 from __future__ import annotations
 
+import dataclasses
+import numbers
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-
-from jaxrl_llm.rollout.engine import Dialogue, DialogueError, Reply, Request, text_of
+from jaxrl_llm.rollout.engine import Dialogue, DialogueError, PartialResponse, Reply
 from jaxrl_llm.structs import Episode
 
 
-class Response(Protocol):
-    """A response in the making, as both engines have it."""
-
-    request: Request
-    index: int  # which of the request's responses
-    ids: list[int]
-    logprobs: list[float]
-    finish: str
-    observed: list[tuple[int, int]]  # which of `ids` are replies of the environment
-    talk: Any  # of the last reply
-    episode: Episode | None
+def request_reply(dialogue: Dialogue, response: PartialResponse) -> Future[Reply]:
+    """Send the turn that has just ended to the environment."""
+    return dialogue.reply(
+        response.request.prompt_index,
+        response.index,
+        response.conversation,
+        response.ids,
+        response.turn_start,
+    )
 
 
-def turn_start(response: Response) -> int:
-    """Where in its ids the present turn begins."""
-    return response.observed[-1][1] if response.observed else 0
+def read_reply(future: Future[Reply] | Any, response: PartialResponse, vocab_size: int) -> Reply:
+    """Return the reply of a finished future (of `concurrent.futures` or asyncio).
+
+    A reply that is an error, has wrong types or ids outside the vocabulary ends this conversation with
+    `Episode.failure`, so that its trajectory is masked; the others go on.
+
+    Raises:
+        DialogueError: no conversation can go on.
+    """
+    try:
+        reply = future.result()
+    except DialogueError:
+        raise
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+    else:
+        failure = _reply_problem(reply, vocab_size)
+    if not failure:
+        return reply
+    episode = response.episode or Episode()
+    return Reply([], True, dataclasses.replace(episode, turns=episode.turns + 1, failure=failure))
 
 
-def ask(dialogue: Dialogue, response: Response) -> Future[Reply]:
-    """The reply to the turn that has just ended."""
-    prompt_index, start = response.request.prompt_index, turn_start(response)
-    return dialogue.reply(prompt_index, response.index, response.talk, response.ids, start)
-
-
-def follow(response: Response, reply: Reply) -> bool:
-    """Put a reply into the response. Returns whether the policy writes another turn."""
-    response.talk, response.episode = reply.talk or response.talk, reply.episode
+def append_reply(response: PartialResponse, reply: Reply) -> bool:
+    """Append a reply that `read_reply` has checked. Returns whether another turn follows."""
+    response.conversation = reply.conversation or response.conversation
+    response.episode = reply.episode
     if reply.done:
         return False
     start, end = len(response.ids), len(response.ids) + len(reply.ids)
     if end >= response.request.max_tokens:
         response.finish = "length"
         return False
-    response.ids += reply.ids
-    response.logprobs += [0.0] * len(reply.ids)
+    response.append(reply.ids, [0.0] * len(reply.ids), response.versions[-1:] * len(reply.ids))
     response.observed.append((start, end))
+    response.finish = ""
     return True
 
 
-def mask_of(response: Response) -> np.ndarray:
-    """int8 [R'], 0 on what the environment said."""
-    mask = np.ones(len(response.ids), np.int8)
-    for start, end in response.observed:
-        mask[start:end] = 0
-    return mask
+def _reply_problem(reply: Any, vocab_size: int) -> str:
+    """Return what is wrong with a reply; "" if nothing is."""
+    if not isinstance(reply, Reply) or not isinstance(reply.episode, Episode):
+        return f"the reply is {type(reply).__name__}, not a Reply with an Episode"
+    if not isinstance(reply.done, bool):
+        return f"the reply's done is {reply.done!r:.100}, not True or False"
+    if reply.done:
+        return ""
+    if not isinstance(reply.ids, list) or not all(isinstance(i, numbers.Integral) for i in reply.ids):
+        return f"the reply's ids are no list of integers: {reply.ids!r:.100}"
+    wrong = next((i for i in reply.ids if not 0 <= i < vocab_size), None)
+    return "" if wrong is None else f"the reply's token id {wrong} is outside the vocabulary of {vocab_size}"
 
 
-def answer_of(response: Response, tokenizer: Any) -> str | None:
-    """Text of the last turn, where there are several."""
-    return text_of(tokenizer, response.ids[turn_start(response) :]) if response.observed else None
-
-
-def silent(dialogue: Dialogue, waiting: int) -> DialogueError:
-    """What to raise when no reply comes."""
+def no_reply_error(dialogue: Dialogue, waiting: int) -> DialogueError:
+    """Return what to raise when no reply comes."""
     return DialogueError(
         f"no environment has answered for {dialogue.patience:g} s, and {waiting} conversation(s) wait: does "
         "an async step block (time.sleep, requests)? Use await there, or plain functions, which get threads"

@@ -1,26 +1,45 @@
-"""`python -m jaxrl_llm export`: a Hugging Face folder from a run's checkpoint."""
+"""`python -m jaxrl_llm export --checkpoint RUN --out DIR`: a Hugging Face folder from a run's checkpoint."""
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jaxrl_llm.build.run import load_model_config
 from jaxrl_llm.checkpoint.params import restore_params
 from jaxrl_llm.config import ModelConfig
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_json
-from jaxrl_llm.hf.export import DTYPES, save_model
+from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.ranges import CountOrZero
+from jaxrl_llm.tools.arguments import parse_arguments
+
+
+@dataclass(frozen=True)
+class Args:
+    """Write the model of a checkpoint as a Hugging Face folder: weights, config and tokenizer."""
+
+    checkpoint: Path
+    """Directory of the run (its --run_dir)."""
+    out: Path
+    """Folder to write."""
+    step: CountOrZero | None = None
+    """Step of the checkpoint; None = the newest."""
+    dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
+    """Type of the weights."""
+    tokenizer: str = ""
+    """Folder or hub name of the tokenizer, if that of the run is not there; "" = that of the run."""
 
 
 def main(argv: list[str]) -> int:
-    """Write the folder and say what it holds.
+    """Write the folder and print its size.
 
     Raises:
-        ValueError: no usable checkpoint, no tokenizer, or a place that cannot be written.
+        UserError: no usable checkpoint, no tokenizer, or a folder that cannot be written.
     """
-    args = parser().parse_args(argv)
+    args = parse_arguments(Args, argv, "export")
     step, params, config = restore_params(args.checkpoint, args.step)
     tokenizer = run_tokenizer(args.checkpoint, config, args.tokenizer)
     folder = save_model(params, config, args.out, tokenizer, args.dtype)
@@ -30,17 +49,18 @@ def main(argv: list[str]) -> int:
 
 
 def run_tokenizer(run_dir: Path, config: TransformerConfig, override: str = "") -> Any:
-    """The tokenizer a run was trained with, as its config.json names it."""
-    model = read_json(run_dir / "config.json")["config"]["model"]
-    name = override or model["tokenizer"] or model["path"]
+    """Return the tokenizer that a run was trained with, as its config.json names it.
+
+    Raises:
+        UserError: config.json names none.
+    """
+    name = override or _tokenizer_name(run_dir / "config.json")
     return load_model_config(ModelConfig(architecture=config, tokenizer=name))[1]
 
 
-def parser() -> argparse.ArgumentParser:
-    text = argparse.ArgumentParser(prog="python -m jaxrl_llm export", description=__doc__)
-    text.add_argument("--checkpoint", type=Path, required=True, metavar="RUN", help="directory of the run")
-    text.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
-    text.add_argument("--step", type=int, help="which checkpoint (default: the newest)")
-    text.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the weights (%(default)s)")
-    text.add_argument("--tokenizer", default="", help="folder or hub name, if the run's own is not there")
-    return text
+def _tokenizer_name(file: Path) -> str:
+    try:
+        model = read_json(file)["config"]["model"]
+        return model["tokenizer"] or model["path"]
+    except (KeyError, TypeError):
+        raise UserError(f"{file}: names no tokenizer. Set --tokenizer to a folder or hub name.") from None

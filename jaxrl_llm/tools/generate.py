@@ -4,121 +4,139 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
-import tyro
 from jax.sharding import Mesh
 
 from jaxrl_llm import models
-from jaxrl_llm.data.chat import encode_prompt
-from jaxrl_llm.data.rows import Example, SourceConfig
+from jaxrl_llm.data.chat import encode_prompt, plain_text_warning
+from jaxrl_llm.data.config import ChatConfig, SourceConfig
+from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.sources import open_source
-from jaxrl_llm.data.template import ChatConfig
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.hf.folder import resolve
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.names import read_config
 from jaxrl_llm.hf.tokenizer import end_ids, load_tokenizer
+from jaxrl_llm.ranges import LARGEST, Count, Range, problems
+from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
-from jaxrl_llm.rollout.native.engine import NativeEngine, RolloutConfig
+from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT, Rules
 from jaxrl_llm.structs import Params, Trajectory
+from jaxrl_llm.tools.arguments import parse_arguments
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
-class Args:
-    """Responses of a model to the prompts of a file: one row out for each row in, in order."""
+class GenerateConfig(SamplingConfig):
+    """Settings of generation."""
+
+    n: Count = 1
+    """Responses to each prompt."""
+    max_tokens: Count = 256
+    """Maximum tokens of a response; fewer where the model's positions end before."""
+    seed: Annotated[int, Range(0, LARGEST)] = 0
+    """Response g to prompt p depends on (seed, p, g) alone, not on the other prompts or on slots."""
+    slots: Annotated[int, Range(1, 65536)] = 64
+    """Sequences decoded side by side."""
+    dtype: Dtype = "auto"
+    """Type of weights and activations; auto = float32 on CPU, else bfloat16."""
+    chat: ChatConfig = field(default_factory=ChatConfig)
+    """Chat template."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    """Division of the devices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(GenerateConfig):
+    """Generate responses to the prompts of a file: one row out for each row in, in order."""
 
     model: str
     """Hugging Face folder or hub name."""
     prompts: Path
-    """JSONL (or JSON, CSV, Parquet, Arrow) with "prompt" (text) or "messages" (a chat, templated)."""
+    """JSONL (or JSON, CSV, Parquet, Arrow) with "prompt" (text) or "messages" (a chat, templated), such as
+    samples.jsonl of a run."""
     out: Path
     """JSONL to write: {"prompt", "responses": [{"text", "tokens", "logprobs", "finish"}]}."""
-    n: int = 1
-    """Responses to each prompt."""
-    temperature: float = 1.0
-    """0 = greedy."""
-    top_k: int = 0
-    """Keep the k likeliest tokens; 0 = all."""
-    top_p: float = 1.0
-    """Keep the smallest set of tokens with at least this probability."""
-    min_p: float = 0.0
-    """Drop tokens less likely than this times the likeliest."""
-    max_tokens: int = 256
-    """Response tokens at most."""
-    stop: tuple[str, ...] = ()
-    """Strings that end a response; kept in it."""
-    seed: int = 0
-    """Response g to row p depends on (seed, p, g) alone, not on the other rows or on --slots."""
-    slots: int = 64
-    """Sequences decoded side by side."""
-    dtype: Dtype = "auto"
-    """Of weights and activations; auto = float32 on CPU, else bfloat16."""
-    chat: ChatConfig = field(default_factory=ChatConfig)
-    """How a row becomes tokens."""
-    mesh: MeshConfig = field(default_factory=MeshConfig)
-    """How the devices share the work."""
 
 
 def main(argv: list[str]) -> int:
     """Run the command.
 
     Raises:
-        ValueError: a model, file, row or setting that cannot be used, with the fix.
+        UserError: a model, file, row or setting that cannot be used, with the fix.
     """
-    args = tyro.cli(Args, args=argv, prog="python -m jaxrl_llm generate")
-    if args.n < 1:
-        raise UserError(f"--n must be at least 1, not {args.n}")
-    mesh = make_mesh(args.mesh)
+    args = parse_arguments(Args, argv, "generate")
     examples = read_examples(args.prompts)
     check_writable(args.out)
-    folder = resolve(args.model)
-    config = read_config(folder)
-    tokenizer = load_tokenizer(folder, config)
-    requests = [make_request(args, config, tokenizer, i, example) for i, example in enumerate(examples)]
-    dtype = pick_dtype(args.dtype)
-    rollout = RolloutConfig(slots=args.slots, dtype=dtype)
-    engine = NativeEngine(rollout, config, mesh, tokenizer, end_ids(folder))
-    engine.publish(load_params(folder, config, mesh, ROLLOUT, dtype), version=0)
-    sampling = SamplingConfig(args.temperature, args.top_k, args.top_p, args.min_p, args.stop)
-    window = max(1, 8 * args.slots // args.n)  # rows between two writes
+    done = 0
     with open_out(args.out) as out:
-        for start in range(0, len(requests), window):
-            part = requests[start : start + window]
-            trajectories = engine.generate(part, sampling, jax.random.key(args.seed))
-            for i, example in enumerate(examples[start : start + window]):
-                responses = trajectories[i * args.n : (i + 1) * args.n]
-                out.write(json.dumps(to_row(example, responses)) + "\n")
-            speed = engine.metrics["rollout/tokens_per_second"]
-            say(f"{start + len(part)}/{len(requests)} prompts, {speed:,.0f} tokens/s")
+        for part, responses, speed in generate_all(args.model, examples, args):
+            for example, trajectories in zip(part, responses, strict=True):
+                out.write(json.dumps(to_row(example, trajectories)) + "\n")
+            done += len(part)
+            say(f"{done}/{len(examples)} prompts, {speed:,.0f} tokens/s")
     return 0
 
 
-def make_request(args: Args, config: models.TransformerConfig, tokenizer: Any, i: int, example: Example):
-    """Row i as a request.
+def generate_all(
+    model: str, examples: Sequence[Example], config: GenerateConfig
+) -> Iterator[tuple[Sequence[Example], list[list[Trajectory]], float]]:
+    """Load a model and yield (examples, their responses, tokens per second), some prompts at a time.
 
     Raises:
-        ValueError: the row does not fit the model; names file and line.
+        UserError: a model or prompt that cannot be used, with the fix.
     """
-    ids = encode_prompt(tokenizer, example, args.chat)
-    if len(ids) + args.max_tokens > config.max_position:
+    mesh = make_mesh(config.mesh)
+    folder = resolve(model)
+    architecture = read_config(folder)
+    tokenizer = load_tokenizer(folder, architecture)
+    if warning := plain_text_warning(tokenizer, examples, config.chat, "--chat.render"):
+        say(f"warning: {warning}")
+    requests = [
+        make_request(config, architecture.max_position, tokenizer, i, example)
+        for i, example in enumerate(examples)
+    ]
+    dtype = pick_dtype(config.dtype)
+    rollout = RolloutConfig(slots=config.slots, dtype=dtype)
+    engine = NativeEngine(rollout, architecture, mesh, tokenizer, end_ids(folder))
+    engine.publish(load_sharded(folder, architecture, mesh, ROLLOUT, dtype), version=0)
+    window = max(1, 8 * config.slots // config.n)  # prompts between two results
+    for start in range(0, len(requests), window):
+        part = requests[start : start + window]
+        trajectories = engine.generate(part, config, jax.random.key(config.seed))
+        responses = [trajectories[i * config.n : (i + 1) * config.n] for i in range(len(part))]
+        speed = engine.metrics["rollout/tokens_per_second"]
+        yield examples[start : start + window], responses, speed
+
+
+def make_request(
+    config: GenerateConfig, max_position: int, tokenizer: Any, i: int, example: Example
+) -> Request:
+    """Return prompt i as a request for as many tokens as are asked for and as the model has positions.
+
+    Raises:
+        UserError: the prompt leaves no position for a response; names file and line.
+    """
+    ids = encode_prompt(tokenizer, example, config.chat)
+    if len(ids) >= max_position:
         raise UserError(
-            f"{example.where}: a prompt of {len(ids)} tokens and --max_tokens {args.max_tokens} exceed the "
-            f"model's {config.max_position} positions; shorten the prompt or lower --max_tokens"
+            f"{example.where}: a prompt of {len(ids)} tokens leaves no room for a response in the model's "
+            f"{max_position} positions; shorten the prompt"
         )
-    return Request(ids, i, args.n, args.max_tokens)
+    return Request(ids, i, config.n, min(config.max_tokens, max_position - len(ids)))
 
 
-def to_row(example: Example, responses: list[Trajectory]) -> dict[str, Any]:
-    """What is written for one prompt."""
+def to_row(example: Example, responses: Sequence[Trajectory]) -> dict[str, Any]:
+    """Return the output row of a prompt."""
     return {
         "prompt": example.text if example.messages is None else list(example.messages),
         "responses": [
@@ -134,7 +152,7 @@ def to_row(example: Example, responses: list[Trajectory]) -> dict[str, Any]:
 
 
 def read_examples(path: Path) -> list[Example]:
-    """All prompts; a bad row raises ValueError with file and line."""
+    """Return all prompts of a file; a bad row is a UserError with file and line."""
     source = open_source(SourceConfig(path=str(path)), seed=0, bad_rows="fail")
     return [source[i] for i in range(len(source))]
 
@@ -142,20 +160,26 @@ def read_examples(path: Path) -> list[Example]:
 def load_sharded(
     folder: Path, config: models.TransformerConfig, mesh: Mesh, rules: Rules, dtype: str
 ) -> Params:
-    """The weights, each device reading only its shard."""
+    """Return the weights, each device reading only its shard."""
     say(f"loading {folder} as {dtype} on {mesh.size} {mesh.devices.flat[0].platform} device(s)")
     return load_params(folder, config, models.shardings(config, mesh, rules), jnp.dtype(dtype))
 
 
+def check_settings(config: Any) -> None:
+    """Raise ConfigError if a number of a command's arguments is out of range."""
+    if wrong := [f"--{name} {problem}" for name, problem in problems(config)]:
+        raise ConfigError("\n".join(wrong))
+
+
 def pick_dtype(dtype: Dtype) -> str:
-    """float32 on CPU, where bfloat16 is slow; bfloat16 elsewhere."""
+    """Return float32 on CPU, where bfloat16 is slow, and bfloat16 elsewhere, for "auto"."""
     if dtype != "auto":
         return dtype
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 def check_writable(path: Path, key: str = "--out") -> None:
-    """Before minutes of work, not after."""
+    """Raise UserError if a file cannot be written there: before minutes of work, not after."""
     if not path.absolute().parent.is_dir():
         raise UserError(f"{key} {path}: the folder {path.absolute().parent} does not exist; make it first")
     if path.is_dir():
@@ -163,10 +187,10 @@ def check_writable(path: Path, key: str = "--out") -> None:
 
 
 def open_out(path: Path):
-    """The file, on the first of several processes; nothing on the others."""
+    """Open the file on process 0, and nothing on the others."""
     return path.open("w", encoding="utf-8") if jax.process_index() == 0 else Path("/dev/null").open("w")
 
 
 def say(text: str) -> None:
-    """Progress, on stderr: stdout stays clean."""
+    """Print progress to stderr: stdout stays clean."""
     print(text, file=sys.stderr, flush=True)

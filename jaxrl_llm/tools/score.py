@@ -6,31 +6,32 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
-import tyro
 
-from jaxrl_llm.data.chat import chat_messages
+from jaxrl_llm.data.chat import encode_conversation
+from jaxrl_llm.data.config import ChatConfig, SourceConfig
 from jaxrl_llm.data.files import open_rows
-from jaxrl_llm.data.rows import SourceConfig, normalise
-from jaxrl_llm.data.template import Chat, ChatConfig
+from jaxrl_llm.data.preference import read_example
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.folder import resolve
 from jaxrl_llm.hf.names import read_config
 from jaxrl_llm.hf.tokenizer import load_tokenizer
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.scorer import make_scorer
+from jaxrl_llm.ranges import Count, Range
 from jaxrl_llm.rollout.native.shapes import bucket
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
-from jaxrl_llm.tools.generate import Dtype, check_writable, load_params, open_out, pick_dtype, say
+from jaxrl_llm.tools.arguments import parse_arguments
+from jaxrl_llm.tools.generate import Dtype, check_writable, load_sharded, open_out, pick_dtype, say
 
 
 @dataclass(frozen=True)
 class Args:
-    """Log-probabilities of given tokens under a model: one row out for each row in, in order."""
+    """Write the log-probabilities of given tokens under a model: a row for each row of the data, in order."""
 
     model: str
     """Hugging Face folder or hub name."""
@@ -38,34 +39,32 @@ class Args:
     """JSONL with "tokens" (ids) or "messages" (a chat, templated whole)."""
     out: Path
     """JSONL to write: {"tokens": [...], "logprobs": [...]}, nats, one for each token after the first."""
-    temperature: float = 1.0
-    """Log-probs of the softmax at this temperature."""
-    batch_tokens: int = 8192
-    """Tokens of one forward, padding included (a longer row goes alone)."""
+    temperature: Annotated[float, Range(0.01, 100, usual="1 is usual")] = 1.0
+    """Temperature of the softmax whose log-probabilities are written."""
+    batch_tokens: Count = 8192
+    """Tokens of one forward pass, padding included (a longer row goes alone)."""
     dtype: Dtype = "auto"
-    """Of weights and activations; auto = float32 on CPU, else bfloat16."""
+    """Type of weights and activations; auto = float32 on CPU, else bfloat16."""
     chat: ChatConfig = field(default_factory=ChatConfig)
-    """How messages become tokens."""
+    """Chat template that makes tokens of messages."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    """How the devices share the work."""
+    """Mesh of the devices."""
 
 
 def main(argv: list[str]) -> int:
     """Run the command.
 
     Raises:
-        ValueError: a model, file, row or setting that cannot be used, with the fix.
+        UserError: a model, file, row or setting that cannot be used, with the fix.
     """
-    args = tyro.cli(Args, args=argv, prog="python -m jaxrl_llm score")
-    if args.temperature <= 0:
-        raise UserError(f"--temperature must be above 0, not {args.temperature}")
+    args = parse_arguments(Args, argv, "score")
     mesh = make_mesh(args.mesh)
     check_writable(args.out)
     folder = resolve(args.model)
     config = read_config(folder)
     rows = list(read_tokens(args, folder, config))
     dtype = pick_dtype(args.dtype)
-    params = load_params(folder, config, mesh, TRAIN, dtype)
+    params = load_sharded(folder, config, mesh, TRAIN, dtype)
     forward = make_scorer(config, args.temperature, dtype, mesh)
     scores: list[list[float]] = [[] for _ in rows]
     done = 0
@@ -98,13 +97,14 @@ def read_tokens(args: Args, folder: Path, config: TransformerConfig) -> Iterator
                 raise UserError(f'{where}: a row needs "tokens" (ids) or "messages" (a chat)')
             check_tokens(ids, where, config)
             yield ids
+        for damage in source.damage:
+            raise UserError(damage.reason)
 
 
 def chat_tokens(tokenizer: Any, row: dict, where: str, config: ChatConfig) -> list[int]:
     """A whole chat through the template."""
-    example = normalise({"messages": row["messages"]}, where, SourceConfig())
-    chat = Chat(tokenizer, chat_messages(example, config), example, config)
-    return chat.tokenise(chat.render())
+    example = read_example({"messages": row["messages"]}, where, SourceConfig())
+    return encode_conversation(tokenizer, example, config).tolist()
 
 
 def check_tokens(ids: Any, where: str, config: TransformerConfig) -> None:
@@ -125,7 +125,7 @@ def batches(rows: list[list[int]], budget: int) -> Iterator[list[int]]:
     """Row numbers in groups of one padded width, shortest first: as many shapes as widths."""
     groups: dict[int, list[int]] = {}
     for i, row in enumerate(rows):
-        groups.setdefault(bucket(len(row), least=64), []).append(i)
+        groups.setdefault(bucket(len(row), 64), []).append(i)
     for width in sorted(groups):
         size = max(1, budget // width)
         for start in range(0, len(groups[width]), size):
@@ -134,7 +134,7 @@ def batches(rows: list[list[int]], budget: int) -> Iterator[list[int]]:
 
 def pad(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
     """(tokens [B, T], lengths [B]), B a power of two: few shapes."""
-    tokens = np.zeros((1 << (len(rows) - 1).bit_length(), bucket(len(rows[0]), least=64)), np.int32)
+    tokens = np.zeros((1 << (len(rows) - 1).bit_length(), bucket(len(rows[0]), 64)), np.int32)
     lengths = np.zeros(len(tokens), np.int32)
     for b, row in enumerate(rows):
         tokens[b, : len(row)] = row

@@ -1,8 +1,12 @@
 """The small case that veRL, OpenRLHF and ChatLearn were run on, and a step of rollouts to go with it."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.algos import of
 from jaxrl_llm.structs import LossInputs, Rollouts
 
 POLICY = jnp.array([[-0.5, -1, -2, -0.1], [-1.5, -0.3, -0.7, -0.2]])
@@ -54,3 +58,9 @@ def rollouts(**kwargs):
         kl_coef=jnp.float32(0.5),
     )
     return Rollouts(**{**fields, **kwargs})
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def advantages(rollouts, config):
+    """Those of the config's algorithm, compiled as in a run."""
+    return of(config).advantages(rollouts, config)

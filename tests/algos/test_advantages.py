@@ -3,14 +3,25 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from golden import advantages, rollouts
 
-from jaxrl_llm.algos import grpo
-from jaxrl_llm.algos.advantages import group_advantages
+from jaxrl_llm.algos import grpo, reinforce, remax
+from jaxrl_llm.algos.advantages import PER_RESPONSE, clip_and_scale, group_advantages
+from jaxrl_llm.algos.returns import whiten
 from jaxrl_llm.structs import Rollouts
 
 REWARDS = jnp.array([1.0, 0.0, 2.0, 0.5])
 GROUP = jnp.array([0, 0, 1, 1])
 ALL = jnp.ones(4)
+
+
+def step_of(rewards, group, valid=None):
+    """Responses of two tokens each."""
+    ones = jnp.ones((len(rewards), 2))
+    return Rollouts(
+        jnp.array(rewards), jnp.array(group), ones, jnp.array(ones[:, 0] if valid is None else valid, float),
+        old=-ones, rollout=-ones, sum_pi_squared=0.3 * ones,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -42,14 +53,40 @@ def test_shifting_rewards_of_a_group_changes_nothing(scale):
     )
 
 
-def test_equal_rewards_teach_nothing():
-    rewards = jnp.array([1.0, 1.0, 0.0, 1.0])
-    out = group_advantages(rewards, GROUP, ALL)
-    np.testing.assert_allclose(out[:2], 0.0, atol=1e-6)
+@pytest.mark.parametrize("name", [*sorted(set(PER_RESPONSE) - {"gdpo", "reinforce"}), "otb", "otb_tail"])
+def test_equal_rewards_have_advantages_of_exactly_zero(name):
+    """The float32 mean of seven times 0.7 is 0.70000005, which over 1e-6 became an advantage of 0.056."""
+    given = step_of([0.7] * 7 + [1000.1] * 3, [0] * 7 + [1] * 3)
+    np.testing.assert_array_equal(advantages(given, grpo.Config(advantage=name)), np.zeros((10, 2)))
 
 
-def test_group_of_one_keeps_its_reward():
+def test_a_batch_of_equal_rewards_is_scaled_to_nothing():
+    given = step_of([1000.1] * 3, [0, 1, 2])
+    np.testing.assert_array_equal(clip_and_scale(given.rewards, given.valid, None, "batch"), [0, 0, 0])
+    np.testing.assert_array_equal(advantages(given, reinforce.Config(scale="batch_std")), np.zeros((3, 2)))
+    np.testing.assert_array_equal(whiten(jnp.full((7, 2), 0.7), jnp.ones((7, 2))), np.zeros((7, 2)))
+
+
+def test_one_response_to_a_prompt_keeps_its_reward():
     np.testing.assert_allclose(group_advantages(jnp.array([3.0]), jnp.array([0]), jnp.ones(1)), [3.0])
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "reinforce_pp_baseline", "otb", "otb_tail"])
+def test_the_last_one_that_failures_leave_of_a_group_has_no_advantage(name):
+    """Rewards 3, NaN | 1, 0, NaN: 3 has nothing to compare with, 1 and 0 have each other."""
+    given = step_of([3.0, jnp.nan, 1.0, 0.0, jnp.nan], [0, 0, 1, 1, 1], [1, 0, 1, 1, 0])
+    config = grpo.Config(advantage=name, whiten="none", scale="none")
+    got = np.asarray(advantages(given, config))
+    np.testing.assert_array_equal(got[[0, 1, 4]], np.zeros((3, 2)))
+    assert (got[2] > 0).all() and (got[3] < 0).all()
+
+
+def test_a_failed_greedy_reward_gives_its_prompt_no_advantage():
+    """Rewards-to-go 1, 0 | 2, .5 less greedy rewards NaN | 1."""
+    given = rollouts(greedy=jnp.array([jnp.nan, jnp.nan, 1, 1]))
+    got = np.asarray(advantages(given, remax.config))
+    np.testing.assert_array_equal(got[:2], np.zeros((2, 5)))
+    np.testing.assert_allclose(got[2:, 0], [1.0, -0.5])
 
 
 def test_failed_rewards_take_no_part():
@@ -65,6 +102,6 @@ def test_failed_rewards_take_no_part():
 
 def test_grpo_spreads_over_the_policys_own_tokens():
     mask = jnp.array([[1.0, 1, 0, 0], [1, 0, 1, 0]])
-    rollouts = Rollouts(jnp.array([1.0, 0.0]), jnp.zeros(2, jnp.int32), mask, jnp.ones(2))
-    out = grpo.advantages(rollouts, grpo.Config(scale="none"))
+    given = Rollouts(jnp.array([1.0, 0.0]), jnp.zeros(2, jnp.int32), mask, jnp.ones(2))
+    out = advantages(given, grpo.Config(scale="none"))
     np.testing.assert_allclose(out, [[0.5, 0.5, 0, 0], [-0.5, 0, -0.5, 0]])

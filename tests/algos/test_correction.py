@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import ADVANTAGES, MASK, OLD, POLICY, ROLLOUT, SEGMENTS, loss_inputs, rollouts
+from golden import ADVANTAGES, MASK, OLD, POLICY, ROLLOUT, SEGMENTS, advantages, loss_inputs, rollouts
 
+from jaxrl_llm import ranges
 from jaxrl_llm.algos import grpo, reinforce, requirements
 from jaxrl_llm.algos.correction import (
     Correction,
@@ -138,8 +139,8 @@ def test_normalising_divides_by_the_mean_weight_of_the_whole_step():
     given = rollouts(valid=jnp.array([1.0, 1, 0, 1]))
     own = np.asarray(given.mask * given.valid[:, None]) > 0
     mean = np.minimum(np.exp(np.asarray(given.old - given.rollout)), 1.1)[own].mean()
-    plain = np.asarray(grpo.advantages(given, replace(config, correction=Correction())))
-    np.testing.assert_allclose(grpo.advantages(given, config), plain / mean, rtol=1e-5)
+    plain = np.asarray(advantages(given, replace(config, correction=Correction())))
+    np.testing.assert_allclose(advantages(given, config), plain / mean, rtol=1e-5)
 
 
 def test_equal_log_probs_pass_every_rule():
@@ -160,19 +161,25 @@ def test_absurd_ratios_stay_finite():
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "message"),
+    ("kwargs", "expected"),
     [
-        (dict(floor=3.0), "0 <= floor < cap, got 3.0 and 2.0"),
+        (dict(floor=3.0), ("floor", "is 3: it must be below cap, 2.")),
+        (dict(floor=-1.0), ("floor", "is -1.0: it must be at least 0 and at most 1,000,000.")),
+        (dict(cap=float("nan")), ("cap", "is nan: it must be above 0.")),
         (
             dict(reject=(("token_k1", 0.0, 1.2),)),
-            "token_k1 0 1.2: the lower bound, then the upper; above 0",
+            ("reject", "has token_k1 0 1.2: it must have the lower bound first; above 0 for k1."),
         ),
         (
             dict(reject=(("seq_sum_k2", 0.5, 0.5),)),
-            "seq_sum_k2 0.5 0.5: the lower bound, then the upper",
+            ("reject", "has seq_sum_k2 0.5 0.5: it must have the lower bound first; above 0 for k1."),
         ),
+        (dict(reject=(("seq_sum_k2", 0.5, float("nan")),)), ("reject", "is nan: it must be finite.")),
     ],
 )
-def test_wrong_bounds_are_refused(kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        Correction(**kwargs)
+def test_wrong_bounds_are_refused(kwargs, expected):
+    assert list(ranges.problems(Correction(**kwargs))) == [expected]
+
+
+def test_no_bound_is_infinity():
+    assert not list(ranges.problems(Correction("token", cap=float("inf"))))

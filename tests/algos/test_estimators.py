@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import rollouts
+from golden import advantages, rollouts
 
+from jaxrl_llm import ranges
 from jaxrl_llm.algos import cispo, gdpo, gpg, grpo, gspo, opo, passk, reinforce, rloo
 from jaxrl_llm.algos.advantages import (
     PER_RESPONSE,
@@ -20,6 +21,7 @@ from jaxrl_llm.algos.advantages import (
 )  # fmt: skip
 from jaxrl_llm.algos.kl import kl
 from jaxrl_llm.algos.policy_gradient import shaped_rewards
+from jaxrl_llm.errors import UserError
 
 NAMES = get_args(Advantage)
 
@@ -43,13 +45,13 @@ def test_the_tables_hold_every_name_once():
     ids=lambda x: getattr(x, "algorithm", ""),
 )
 def test_fixed_numbers(config, expected):
-    got = grpo.advantages(rollouts(), config)
+    got = advantages(rollouts(), config)
     np.testing.assert_allclose(got[:, 0], expected, atol=2e-5)
     np.testing.assert_array_equal(got, got[:, :1] * rollouts().mask)
 
 
-def test_gpg_makes_up_for_groups_that_teach_nothing():
-    got = gpg.advantages(rollouts(rewards=jnp.array([1.0, 1, 2, 1])), gpg.Config())
+def test_gpg_makes_up_for_groups_of_equal_rewards():
+    got = advantages(rollouts(rewards=jnp.array([1.0, 1, 2, 1])), gpg.Config())
     np.testing.assert_allclose(got[:, 0], [0, 0, 1, -1], atol=1e-6)  # alpha = 4 / 2
 
 
@@ -58,15 +60,40 @@ def test_gdpo_normalises_each_reward_then_whitens():
     one = 1 / np.sqrt(2)
     expected = np.array([one, -one, 2 * one, -2 * one])
     config = gdpo.Config(whiten="none")
-    np.testing.assert_allclose(gdpo.advantages(rollouts(), config)[:, 0], expected, atol=1e-5)
+    np.testing.assert_allclose(advantages(rollouts(), config)[:, 0], expected, atol=1e-5)
     weighted = replace(config, component_weights=(1.0, 3.0))
-    got = gdpo.advantages(rollouts(), weighted)[:, 0]
+    got = advantages(rollouts(), weighted)[:, 0]
     np.testing.assert_allclose(got, [one, -one, 4 * one, -4 * one], atol=2e-5)
     tokens = np.repeat(expected, [3, 5, 2, 4])
     whitened = (expected - tokens.mean()) / tokens.std(ddof=1)
-    np.testing.assert_allclose(gdpo.advantages(rollouts(), gdpo.Config())[:, 0], whitened, atol=1e-5)
-    with pytest.raises(ValueError, match="component_weights has 3 values for 2 rewards"):
-        gdpo.advantages(rollouts(), gdpo.Config(component_weights=(1.0, 1.0, 1.0)))
+    np.testing.assert_allclose(advantages(rollouts(), gdpo.Config())[:, 0], whitened, atol=1e-5)
+    with pytest.raises(UserError, match="component_weights has 3 values for 2 rewards"):
+        advantages(rollouts(), gdpo.Config(component_weights=(1.0, 1.0, 1.0)))
+
+
+def test_gdpo_clips_and_scales_each_reward():
+    """Rewards (9, 0 | 1, 0) clipped to at most 2; scale none leaves the centred ones."""
+    components = jnp.array([[9.0, 0], [0, 0], [1, 1], [0, 0.5]])
+    config = gdpo.Config(whiten="none", scale="none", reward_clip=(-1.0, 2.0))
+    got = advantages(rollouts(components=components), config)[:, 0]
+    np.testing.assert_allclose(got, [1, -1, 0.75, -0.75])
+    scaled = advantages(rollouts(components=components), replace(config, reward_scale="batch"))[:, 0]
+    std = [np.std([2.0, 0, 1, 0], ddof=1), np.std([0, 0, 1, 0.5], ddof=1)]
+    np.testing.assert_allclose(scaled[:2], [1 / std[0], -1 / std[0]], rtol=1e-5)
+    np.testing.assert_allclose(scaled[2], 0.5 / std[0] + 0.25 / std[1], rtol=1e-5)
+
+
+def test_gdpo_counts_a_response_by_the_rewards_that_it_has():
+    components = jnp.array([[1.0, jnp.nan], [0, jnp.nan], [jnp.nan, 1], [0, 0.5]])
+    got = advantages(rollouts(components=components), gdpo.Config(whiten="none"))[:, 0]
+    one = 1 / np.sqrt(2)
+    np.testing.assert_allclose(got, [one, -one, one, -one], atol=1e-5)
+
+
+def test_gdpo_refuses_the_kl_in_the_reward():
+    (problem,) = ranges.problems(gdpo.Config(kl_in="reward", kl_coef=0.1))
+    assert problem[0] == "kl_in" and "GDPO normalises each reward by itself" in problem[1]
+    assert not list(ranges.problems(gdpo.Config(kl_in="advantage", kl_coef=0.1)))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -75,7 +102,6 @@ def test_no_layout_changes_an_advantage(name):
     config = cispo.Config(
         advantage=name, gamma=0.9, lam=0.8, kl_coef=0.1, kl="k1", kl_in="reward", whiten="unbiased"
     )
-    advantages = jax.jit(cispo.advantages, static_argnums=1)
     plain = rollouts()
     expected = np.asarray(advantages(plain, config))
     assert np.isfinite(expected).all() and np.abs(expected).max() > 0.1
@@ -126,22 +152,22 @@ def test_process_rewards_and_kl_enter_the_tokens_reward():
     process = jnp.full((4, 5), 0.1).at[0, 4].set(9.0)  # the 9 lies under the mask
     given = rollouts(token_rewards=process)
     plain = grpo.Config(advantage="rloo", kl_coef=0.0)
-    got = grpo.advantages(given, plain)[:, 0]  # 1.3, .5, 2.2, .9
+    got = advantages(given, plain)[:, 0]  # 1.3, .5, 2.2, .9
     np.testing.assert_allclose(got, [0.8, -0.8, 1.3, -1.3], atol=1e-5)
     config = grpo.Config(advantage="rloo", kl_coef=0.5, kl="k1", kl_in="reward")
     total = np.asarray(rollouts().rewards - 0.5 * ((given.old - given.reference) * given.mask).sum(axis=1))
-    got = grpo.advantages(rollouts(), config)[:, 0]
+    got = advantages(rollouts(), config)[:, 0]
     np.testing.assert_allclose(got[0], total[0] - total[1], atol=1e-5)
 
 
 def test_kl_in_the_advantage_and_the_controllers_coefficient():
     config = grpo.Config(kl_coef=0.1, kl="k2", kl_in="advantage")
-    plain = grpo.advantages(rollouts(), grpo.Config())
+    plain = advantages(rollouts(), grpo.Config())
     penalty = kl(rollouts().old, rollouts().reference, "k2") * rollouts().mask
     np.testing.assert_allclose(
-        grpo.advantages(rollouts(), config), np.asarray(plain) - 0.1 * np.asarray(penalty), atol=1e-6
+        advantages(rollouts(), config), np.asarray(plain) - 0.1 * np.asarray(penalty), atol=1e-6
     )
     adaptive = replace(config, kl_target=0.05)  # the rollouts say 0.5
     np.testing.assert_allclose(
-        grpo.advantages(rollouts(), adaptive), np.asarray(plain) - 0.5 * np.asarray(penalty), atol=1e-6
+        advantages(rollouts(), adaptive), np.asarray(plain) - 0.5 * np.asarray(penalty), atol=1e-6
     )

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import chex
 import numpy as np
 import pytest
 from sequences import run
@@ -50,8 +51,7 @@ def test_layout_changes_nothing(name):
     apart = [[*APART[0], *APART[1]]] if name in OF_ITS_MICROBATCH else APART
     one = run(algorithm, config, policy, apart, **others)
     other = run(algorithm, config, policy, PACKED, **others)
-    assert np.isfinite(one[0]) and one[0] == pytest.approx(other[0], abs=1e-5)
-    assert one[1] == pytest.approx(other[1], abs=1e-5)
-    for mine, theirs in zip(one[2], other[2], strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=1e-6)
+    chex.assert_tree_all_finite(one)
+    chex.assert_trees_all_close(one, other, rtol=1e-5, atol=1e-5)
+    chex.assert_trees_all_close(one[2], other[2], rtol=1e-6, atol=1e-6)
     assert any(np.abs(gradient).max() > 1e-4 for gradient in one[2])

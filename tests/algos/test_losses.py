@@ -59,6 +59,13 @@ def test_kl_estimators():
     np.testing.assert_allclose(kl(POLICY, OLD, "abs")[0, :3], [0.2, 0.1, 0.5], atol=1e-6)
 
 
+def test_the_absolute_value_has_no_gradient_where_policy_and_reference_are_equal():
+    """jnp.abs has 1 there, which pushed all tokens down at the first update."""
+    slope = jax.grad(lambda p: kl(p, OLD, "abs").sum())
+    np.testing.assert_array_equal(slope(OLD), np.zeros((2, 4)))
+    np.testing.assert_array_equal(slope(POLICY), [[1, -1, 1, 0], [-1, 0, 1, 1]])
+
+
 def test_kl_is_finite_for_absurd_log_ratios():
     far = jnp.array([[1e4, -1e4]])
     for how in ("k1", "k2", "k3", "abs"):

@@ -25,7 +25,9 @@ from jaxrl_llm.algos import (
     vespo,
 )  # fmt: skip
 from jaxrl_llm.algos.clipped import clip
-from jaxrl_llm.algos.surrogates import covariance, hash_uniform, vespo_weight
+from jaxrl_llm.algos.correction import Correction
+from jaxrl_llm.algos.covariance import covariance, hash_uniform, largest
+from jaxrl_llm.algos.surrogates import vespo_weight
 
 RATIO = np.exp(np.array(POLICY - OLD))
 CLIP = dict(clip_low=0.2, clip_high=0.28)
@@ -46,8 +48,6 @@ def gradient_of(config, policy=POLICY, **kwargs):
         (gspo.Config(**CLIP), -0.015078),
         (gspo.Config(**CLIP, aggregation="token"), 0.157254),
         (cispo.Config(**CLIP), 0.203363),
-        (gpg.Config(), 0.114286),
-        (reinforce.Config(aggregation="token"), 0.114286),
         (dro.Config(beta=0.5), 0.160357),
         (kl_cov.Config(fraction=0.2, penalty=0.1), 0.220578),
         (sapo.Config(), -0.027434),
@@ -80,9 +80,15 @@ def test_gradient_of_cispo_keeps_clipped_tokens():
     np.testing.assert_allclose(gradient_of(cispo.Config(**CLIP)), expected, atol=1e-6)
 
 
-def test_gradient_of_reinforce_and_gpg_is_minus_the_advantage():
-    np.testing.assert_allclose(gradient_of(gpg.Config()), -ADVANTAGES * MASK / 7, atol=1e-7)
-    np.testing.assert_allclose(gradient_of(reinforce.Config()), -ADVANTAGES * MASK / 2, atol=1e-7)
+@pytest.mark.parametrize(("config", "count"), [(gpg.config, 7), (reinforce.config, 2)])
+def test_gradient_of_reinforce_and_gpg_is_minus_the_weighted_advantage(config, count):
+    """The weight is 1 where the policy is the old one; veRL's gpg, which has none, is 0.114286 here."""
+    same = gradient_of(config, old=POLICY)
+    np.testing.assert_allclose(same, -ADVANTAGES * MASK / count, atol=1e-7)
+    assert loss_of(replace(config, aggregation="token"), old=POLICY) == pytest.approx(0.114286, abs=1e-6)
+    expected = -np.minimum(RATIO, 1.5) * ADVANTAGES * MASK / count
+    capped = replace(config, correction=Correction(cap=1.5))
+    np.testing.assert_allclose(gradient_of(capped), expected, atol=1e-6)
 
 
 def test_gradient_of_sapo_is_the_gates_slope():
@@ -139,6 +145,18 @@ def test_gradient_of_kl_cov_penalises_the_largest_covariance():
     cov = np.where(MASK > 0, covariance(loss_inputs()), -np.inf)
     assert cov.argmax() == 4
     assert cov[1, 0] == pytest.approx(-6 / 7 * (-1.5 + 6.2 / 7), abs=1e-6)
+
+
+def test_kl_cov_takes_its_share_by_rank():
+    """Ties are not all taken: advantages of 0 give all tokens the covariance 0."""
+    mask = jnp.ones((2, 4)).at[0, 0].set(0.0)
+    count = lambda x, fraction: int(largest(x, mask, fraction).sum())
+    assert [count(jnp.zeros((2, 4)), f) for f in (0.0, 1e-4, 0.3, 0.6, 1.0)] == [1, 1, 2, 4, 7]
+    x = jnp.array([[9.0, 1, 2, 3], [3, 5, 0, -1]])
+    np.testing.assert_array_equal(largest(x, mask, 0.45), [[0, 0, 0, 1], [1, 1, 0, 0]])
+    assert not largest(x, jnp.zeros((2, 4)), 0.5).any()
+    same = gradient_of(kl_cov.Config(fraction=1.0), old=POLICY, advantages=jnp.zeros((2, 4)))
+    np.testing.assert_array_equal(same, np.zeros((2, 4)))
 
 
 def test_clip_cov_drops_a_share_of_tokens_of_high_covariance():

@@ -1,12 +1,16 @@
 """Advantages of single tokens: fixed numbers of other systems, gaps left by tools, whitening."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import LENGTHS, OWN, VALUES, rollouts
+from golden import LENGTHS, OWN, VALUES, advantages, rollouts
 
 from jaxrl_llm.algos import otb, ppo, reinforce_pp, remax, requirements
-from jaxrl_llm.algos.returns import gae, on_last_token, optimal_token_baseline, return_to_go, whiten
+from jaxrl_llm.algos import returns as tokens
+from jaxrl_llm.algos.returns import gae, on_last_token, return_to_go, whiten
+
+optimal_token_baseline = jax.jit(tokens.optimal_token_baseline, static_argnames="zero_tail")
 
 RETURNS = [
     [0.59328, 0.774, 1, 0, 0],
@@ -19,7 +23,7 @@ RETURNS = [
 def test_gae_equals_veRL():
     config = ppo.Config(gamma=0.9, lam=0.8, kl_coef=0.0)
     np.testing.assert_allclose(ppo.returns(rollouts(), config), RETURNS, atol=1e-5)
-    whitened = ppo.advantages(rollouts(), config)
+    whitened = advantages(rollouts(), config)
     np.testing.assert_allclose(whitened[0], [0.24704, 0.36822, 0.55737, 0, 0], atol=1e-5)
 
 
@@ -60,17 +64,17 @@ def test_outcome_falls_on_the_policys_last_token():
 
 
 def test_reinforce_pp_equals_veRL():
-    got = reinforce_pp.advantages(rollouts(), reinforce_pp.Config(gamma=0.9, kl_coef=0.0))
+    got = advantages(rollouts(), reinforce_pp.Config(gamma=0.9, kl_coef=0.0))
     np.testing.assert_allclose(got[:, 0], [0.33797, -0.89418, 1.84394, -0.33971], atol=1e-5)
     baseline = reinforce_pp.Config(advantage="reinforce_pp_baseline", kl_coef=0.0)
-    got = reinforce_pp.advantages(rollouts(), baseline)
+    got = advantages(rollouts(), baseline)
     np.testing.assert_allclose(got[:, 0], [1.10206, -0.52203, 1.50809, -0.92805], atol=1e-5)
 
 
 def test_remax_subtracts_the_greedy_reward():
     two = dict(rewards=jnp.array([1.0, 0]), group=jnp.zeros(2, jnp.int32), mask=jnp.ones((2, 3)))
     given = rollouts(**two, valid=jnp.ones(2), greedy=jnp.array([0.25, 0.25]), values=None)
-    np.testing.assert_allclose(remax.advantages(given, remax.Config()), [[0.75] * 3, [-0.25] * 3])
+    np.testing.assert_allclose(advantages(given, remax.Config()), [[0.75] * 3, [-0.25] * 3])
 
 
 OTB = [[0.578947, 0.575758, 0.526316], [-0.421053, -0.424242, -0.473684]]
@@ -126,7 +130,7 @@ def test_otb_reads_the_arrays_it_requires():
     mask, old, square = given.mask, given.old, given.sum_pi_squared
     returns = jnp.array([1.0, 0, 1, 0])[:, None] * mask
     expected = optimal_token_baseline(returns, old, square, given.group, mask)
-    np.testing.assert_allclose(otb.advantages(given, config), expected, atol=1e-6)
+    np.testing.assert_allclose(advantages(given, config), expected, atol=1e-6)
 
 
 def test_whitening():

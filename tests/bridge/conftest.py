@@ -1,6 +1,7 @@
-"""The stand-ins for servers are those of the rollout tests."""
+"""The fake servers are those of the rollout tests."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
+for folder in ("rollout", "rollout/sglang", "rollout/native"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / folder))

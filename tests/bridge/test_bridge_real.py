@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from real_sglang import MODEL, NEEDED, engine_on, started
-from test_sglang import KEY, TOKENIZER, native
+from sglang_shared import KEY, TOKENIZER, native
 from test_sglang_real import requests
 
 from jaxrl_llm import models
@@ -121,7 +121,7 @@ def test_a_session_that_a_killed_trainer_left_open_is_ended_first(make, transpor
     engine = make(transport)
     for server in engine.pool.servers:
         for path, body in (("/pause_generation", {"mode": "retract"}), ("/begin_weight_update", {})):
-            engine.pool.run(engine.pool.ask(server, path, body))
+            engine.pool.run(engine.pool.request(server, path, body))
     metrics = engine.publish(weights(2), 2)
     assert metrics["servers/usable"] == 2 and metrics["bridge/probe_mean_abs"] < 1e-5
 
@@ -130,18 +130,18 @@ def test_a_session_that_a_killed_trainer_left_open_is_ended_first(make, transpor
 def test_a_server_killed_in_a_push_is_left_out(make, launched, transport):
     """The first kill meets both servers, the second one finds the killed one gone."""
     engine = make(transport, timeout=60.0)
-    process, parcels = launched.processes[1], engine._publisher.transport.parcels
+    process, parts = launched.processes[1], engine.publisher.transport.parts
     gone = process.poll() is not None
     if not gone:
         assert engine.publish(weights(3), 3)["servers/usable"] == 2
 
     def killing(params, label):
-        for i, parcel in enumerate(parcels(params, label)):
+        for i, part in enumerate(parts(params, label)):
             if i == 2 and not gone:
                 os.killpg(process.pid, signal.SIGKILL)
-            yield parcel
+            yield part
 
-    engine._publisher.transport.parcels = killing
+    engine.publisher.transport.parts = killing
     metrics = engine.publish(weights(4), 4)
     print(transport, engine.pool.describe())
     assert metrics["servers/usable"] == 1 and metrics["bridge/probe_mean_abs"] < 1e-5

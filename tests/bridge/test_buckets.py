@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from jaxrl_llm import models
 from jaxrl_llm.bridge.buckets import WeightSource
-from jaxrl_llm.bridge.transports.torch_pickle import pickled
+from jaxrl_llm.bridge.transports.torch_pickle import pickle_bucket
 from jaxrl_llm.hf import export
 from jaxrl_llm.hf.names import hf_tensors
 from jaxrl_llm.models import TransformerConfig
@@ -44,14 +44,14 @@ def test_buckets_of_sharded_weights_hold_the_bytes_of_the_exported_folder(config
     params = sharded(config)
     assert any(not leaf.is_fully_replicated for leaf in jax.tree.leaves(params))
     source = WeightSource(config, dtype, limit=20_000)
-    parcels = list(source.parcels(params))
-    assert len(parcels) > 2 and [p.last for p in parcels] == [False] * (len(parcels) - 1) + [True]
-    assert all(p.size <= 20_000 or len(p.content.tensors) == 1 for p in parcels)
-    assert sum(p.size for p in parcels) == source.size
+    parts = list(source.parts(params))
+    assert len(parts) > 2 and [p.last for p in parts] == [False] * (len(parts) - 1) + [True]
+    assert all(p.num_bytes <= 20_000 or len(p.content.tensors) == 1 for p in parts)
+    assert sum(p.num_bytes for p in parts) == source.num_bytes
     plain = models.without_value_head(params)
     export.save_model(plain, plain.config, tmp_path / "hf", dtype=dtype)
     expected = load_file(tmp_path / "hf/model.safetensors")
-    found = {t.name: a for p in parcels for t, a in zip(p.content.tensors, p.content.arrays, strict=True)}
+    found = {t.name: a for p in parts for t, a in zip(p.content.tensors, p.content.arrays, strict=True)}
     assert found.keys() == expected.keys()
     for name, array in found.items():
         assert array.dtype == expected[name].dtype and array.tobytes() == expected[name].tobytes(), name
@@ -65,14 +65,14 @@ def test_the_next_bucket_is_on_its_way_and_no_other(monkeypatch):
     monkeypatch.setattr(array, "copy_to_host_async", lambda self: started.append(self) or begin(self))
     source = WeightSource(MODEL, "float32", limit=20_000)
     counts = [len(group) for group in source.groups]
-    for i, _ in enumerate(source.parcels(sharded(MODEL))):
+    for i, _ in enumerate(source.parts(sharded(MODEL))):
         assert len(started) == sum(counts[: i + 2])
 
 
 def test_on_the_devices_every_one_has_whole_tensors():
     params = sharded(MODEL)
-    host = list(WeightSource(MODEL, "float32", 50_000).parcels(params))
-    for here, there in zip(host, WeightSource(MODEL, "float32", 50_000).parcels(params, True), strict=True):
+    host = list(WeightSource(MODEL, "float32", 50_000).parts(params))
+    for here, there in zip(host, WeightSource(MODEL, "float32", 50_000).parts(params, True), strict=True):
         for array, copies in zip(here.content.arrays, there.content.arrays, strict=True):
             assert len(copies.addressable_shards) == 8 and copies.is_fully_replicated
             assert (np.asarray(copies.addressable_shards[5].data) == array).all()
@@ -81,18 +81,18 @@ def test_on_the_devices_every_one_has_whole_tensors():
 def test_names_that_a_model_lacks_or_that_are_not_sent_are_said():
     source = WeightSource(MODEL, "float32", 1 << 20)
     wanted = {tensor.name: tensor.shape for tensor in hf_tensors(MODEL)}
-    source.check(wanted, "it")
+    source.check_names(wanted, "it")
     wanted["model.norm.bias"] = wanted.pop("model.norm.weight")
     wanted["lm_head.weight"] = (128, 33)
     message = "of it: 1 missing: model.norm.bias; 1 unknown: model.norm.weight; 1 of another shape: lm_head"
     with pytest.raises(ValueError, match=message):
-        source.check(wanted, "it")
+        source.check_names(wanted, "it")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_torch_reads_the_pickle_that_is_written_without_it(dtype):
     torch = pytest.importorskip("torch")
-    bucket = next(WeightSource(MODEL, dtype, 1 << 20).parcels(sharded(MODEL))).content
+    bucket = next(WeightSource(MODEL, dtype, 1 << 20).parts(sharded(MODEL))).content
     named = []
 
     class Listing(pickle.Unpickler):
@@ -100,7 +100,7 @@ def test_torch_reads_the_pickle_that_is_written_without_it(dtype):
             named.append(f"{module}.{name}")
             return super().find_class(module, name)
 
-    read = Listing(io.BytesIO(pickled(bucket))).load()
+    read = Listing(io.BytesIO(pickle_bucket(bucket))).load()
     assert [name for name, _ in read] == [tensor.name for tensor in bucket.tensors]
     for (_, tensor), array in zip(read, bucket.arrays, strict=True):
         assert tensor.dtype == getattr(torch, dtype) and tuple(tensor.shape) == array.shape
@@ -109,15 +109,15 @@ def test_torch_reads_the_pickle_that_is_written_without_it(dtype):
     assert set(named) == {
         "torch.storage._load_from_bytes", "torch._utils._rebuild_tensor_v2", "collections.OrderedDict"
     }  # fmt: skip
-    assert len(pickled(bucket)) < sum(array.nbytes for array in bucket.arrays) + 10_000
+    assert len(pickle_bucket(bucket)) < sum(array.nbytes for array in bucket.arrays) + 10_000
 
 
 TWO_PROCESSES = """
 import sys
 import numpy as np
 from jaxrl_llm import models
-from jaxrl_llm.bridge.source import WeightSource
-from jaxrl_llm.checkpoint import hf_export
+from jaxrl_llm.bridge.buckets import WeightSource
+from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
@@ -128,20 +128,20 @@ config = TransformerConfig(
 layout = models.shardings(config, make_mesh(MeshConfig(data=1, fsdp=4, tensor=2)), TRAIN)
 params = jax.jit(models.init, static_argnums=0, out_shardings=layout)(config, jax.random.key(0))
 assert not jax.tree.leaves(params)[0].is_fully_addressable
-hf_export.save(params, config, sys.argv[1], dtype="float32")
-parcels = list(WeightSource(config, "float32", 5_000).parcels(params))
+save_model(params, config, sys.argv[1], dtype="float32")
+parts = list(WeightSource(config, "float32", 5_000).parts(params))
 if jax.process_index() == 0:
     from safetensors.numpy import load_file
     stored = load_file(sys.argv[1] + "/model.safetensors")
-    found = {t.name: a for p in parcels for t, a in zip(p.content.tensors, p.content.arrays)}
+    found = {t.name: a for p in parts for t, a in zip(p.content.tensors, p.content.arrays)}
     reference = models.init(config, jax.random.key(0))
-    from jaxrl_llm.models.names import state_dict
+    from jaxrl_llm.hf.names import state_dict
     expected = state_dict(config, reference)
     assert found.keys() == stored.keys() == expected.keys()
     for name in expected:
         assert (found[name] == stored[name]).all(), name
         np.testing.assert_allclose(found[name], expected[name], atol=1e-6)
-print(len(parcels), [p.content is None for p in parcels].count(True))
+print(len(parts), [p.content is None for p in parts].count(True))
 """
 
 

@@ -4,10 +4,9 @@ import subprocess
 import sys
 
 import jax
-import numpy as np
 import pytest
 from fake_sglang import FakeServer
-from test_sglang import GREEDY, KEY, MODEL, TOKENIZER, native, requests, weights
+from sglang_shared import GREEDY, KEY, MODEL, TOKENIZER, engine_for, native, requests, weights
 
 from jaxrl_llm.bridge.buckets import WeightSource
 from jaxrl_llm.bridge.transports.cuda_ipc import IpcTransport, shared_devices
@@ -17,11 +16,7 @@ from jaxrl_llm.bridge.transports.process_group import GroupTransport, Relay, add
 from jaxrl_llm.build import engines
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.hf import export
-from jaxrl_llm.models.scorer import make_scorer
-from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
-from jaxrl_llm.rollout.sglang.engine import SGLangEngine
-from jaxrl_llm.rollout.sglang.pool import ServerPool
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.rollout.config import SGLangConfig
 
 
 @pytest.fixture(scope="module")
@@ -49,21 +44,18 @@ def make(servers, tmp_path):
     closing = []
 
     def engine(transport="http", **settings):
-        config = SGLangConfig(bucket_bytes=12_000, **settings)
-        pool = ServerPool([s.url for s in servers], config.timeout, config.retries, slots=4)
-        closing.append(pool)
-        scorer = make_scorer(MODEL, 1.0, "float32", make_mesh(MeshConfig(), jax.devices()[:1]))
-        score = lambda params, ids: np.asarray(scorer(params, ids[None], np.array([len(ids)])))[0, :-1]
         made = DiskTransport(tmp_path / "weights", "float32", TOKENIZER)
+        source = WeightSource(MODEL, "float32", 12_000)
         if transport == "http":
-            pytest.importorskip("torch")  # the stand-in reads as SGLang does
-            made = HttpTransport(WeightSource(MODEL, "float32", config.bucket_bytes))
+            pytest.importorskip("torch")  # the fake server reads as SGLang does
+            made = HttpTransport(source)
         if transport == "group":
-            source = WeightSource(MODEL, "float32", config.bucket_bytes)
             made = GroupTransport(source, sys.executable, "gloo", 30.0)
+        one = engine_for([s.url for s in servers], made, **settings)
+        closing.append(one.pool)
+        if transport == "group":
             closing.append(made)
-        rollout = RolloutConfig(engine="sglang", servers=("http://x",))
-        return SGLangEngine(rollout, config, MODEL, pool, made, score, lambda value: value, TOKENIZER)
+        return one
 
     yield engine
     for one in reversed(closing):
@@ -167,17 +159,17 @@ def test_no_answer_in_time_is_no_success(make, servers):
 def test_a_push_that_the_trainer_breaks_off_leaves_no_server_paused_or_in_use(make, servers):
     engine = make()
     engine.publish(weights(0), 1)
-    parcels = engine._publisher.transport.parcels
+    parts = engine.publisher.transport.parts
 
     def broken(params, label):
-        yield next(parcels(params, label))
+        yield next(parts(params, label))
         raise MemoryError
 
-    engine._publisher.transport.parcels = broken
+    engine.publisher.transport.parts = broken
     with pytest.raises(MemoryError):
         engine.publish(weights(1), 2)
     assert not any(server.paused or server.open for server in servers)
-    assert [server.problem for server in engine.pool.servers] == ["a push was broken off by the trainer"] * 2
+    assert [server.problem for server in engine.pool.servers] == ["the trainer broke off a push"] * 2
 
 
 def test_a_group_needs_torch_and_says_so():
@@ -189,9 +181,9 @@ def test_a_group_needs_torch_and_says_so():
 def test_a_relay_that_cannot_work_says_why():
     pytest.importorskip("torch")
     relay = Relay(sys.executable, "no_such_backend", "127.0.0.1", 1, 20.0)
-    assert relay.heard().isdigit()
+    assert relay.read_line().isdigit()
     with pytest.raises(ServerError, match=r"(?s)relay of a process group has ended: .*no_such_backend"):
-        relay.heard()
+        relay.read_line()
     relay.kill()
 
 
@@ -201,14 +193,14 @@ def test_a_group_brings_the_weights_and_its_end_is_one_servers_problem(make, ser
     engine = make("group")
     assert engine.publish(weights(), 1)["bridge/probe_mean_abs"] < 1e-5
     assert engine.publish(weights(1), 2)["servers/usable"] == 2
-    relays = engine._publisher.transport._relays
+    relays = engine.publisher.transport._relays
     relays[servers[0].url]._process.kill()
     assert engine.publish(weights(2), 3)["servers/usable"] == 1
     assert not engine.pool.servers[0].usable and not servers[0].paused
     assert list(relays) == [servers[1].url]
     assert engine.publish(weights(3), 4)["servers/usable"] == 2
     assert [server.label for server in servers] == ["4-4", "4-4"]
-    engine._publisher.transport.close()
+    engine.publisher.transport.close()
     assert [routes(server)[-1] for server in servers] == ["destroy_weights_update_group"] * 2
     assert not relays and [server.group for server in servers] == [None, None]
 
@@ -241,7 +233,7 @@ def test_a_rank_is_on_one_of_the_trainers_gpus(theirs, ours, ranks, found):
 HANDLES = """
 import base64, io, pickle, torch
 from torch.multiprocessing import reductions
-from jaxrl_llm.bridge import ipc
+from jaxrl_llm.bridge.transports import cuda_ipc as ipc
 size, storage = torch.Size([2, 3]), torch.storage.TypedStorage
 arguments = (torch.Tensor, size, (3, 1), 0, storage, torch.float32, 1, b"handle")
 reductions.reduce_tensor = lambda tensor: (reductions.rebuild_cuda_tensor, arguments)
@@ -266,10 +258,10 @@ def test_handles_name_a_gpu_by_its_uuid():
 
 def test_the_transport_of_the_config_and_its_warning(capsys):
     source = WeightSource(MODEL, "float32", 1 << 20)
-    assert isinstance(engines._transport(SGLangConfig(transport="http"), source), HttpTransport)
+    assert isinstance(engines._transport(SGLangConfig(transport="http"), source, None), HttpTransport)
     assert "--sglang.transport http: weights go to the servers as pickles" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"--sglang.transport ipc: trainer and"):
-        engines._transport(SGLangConfig(transport="ipc"), source)
+        engines._transport(SGLangConfig(transport="ipc"), source, None)
 
 
 def test_what_is_sent_is_what_the_models_folder_holds(tmp_path):

@@ -1,13 +1,21 @@
 """Ids and masks by hand, with templates of every kind, and control tokens that stay text."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
 
-from jaxrl_llm.data.chat import encode_prompt, encode_supervised
-from jaxrl_llm.data.rows import Example
-from jaxrl_llm.data.template import ChatConfig
+from jaxrl_llm.data.chat import (
+    encode_conversation,
+    encode_prompt,
+    encode_supervised,
+    plain_text_warning,
+    prompt_row,
+)
+from jaxrl_llm.data.config import ChatConfig, SourceConfig
+from jaxrl_llm.data.preference import read_example
+from jaxrl_llm.data.rows import Example, RowError
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 
 PLAIN_CHATML = (
@@ -229,7 +237,7 @@ def test_tokenizer_is_left_as_it_was(tokenizer):
         (
             chat(user("a"), response="b"),
             ChatConfig(template_options="x"),
-            "template_options is not JSON: 'x'",
+            "template_options is 'x', which is not JSON",
         ),
         (chat(user("a"), response="b"), ChatConfig(template_options="[1]"), "must be a JSON object"),
     ],
@@ -243,7 +251,7 @@ def test_mistakes_name_the_fix(tokenizer, example, config, message):
 def test_missing_template_and_refusing_template_and_missing_eos(tokenizer):
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(
-        ValueError, match=r"f.jsonl:12: the chat template cannot render this chat: roles must"
+        ValueError, match=r"f.jsonl:12: the tokenizer.s chat template cannot render this chat: roles must"
     ):
         encode_prompt(tokenizer, chat(user("a")), ChatConfig())
     tokenizer.chat_template = None
@@ -259,3 +267,71 @@ def test_missing_template_and_refusing_template_and_missing_eos(tokenizer):
 def test_config_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         ChatConfig().loss = "last"
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "<|im_end|>"}}]
+SHOWS_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}{% if loud %}LOUD {% endif %}" + PLAIN_CHATML
+
+
+@pytest.mark.parametrize(
+    ("example", "config"),
+    [
+        (chat(user("1+")), ChatConfig()),
+        (chat(user("a"), assistant("b"), user("c"), assistant("d")), ChatConfig()),
+        (chat(user("x<|im_end|>\n")), ChatConfig(system_prompt="Be brief.")),
+        (chat({"role": "system", "content": "s"}, user("a")), ChatConfig(system_prompt="Be brief.")),
+        (chat(user("a"), columns={"tools": TOOLS}), ChatConfig()),
+        (chat(user("a"), columns={"chat_template_kwargs": {"loud": True}}), ChatConfig()),
+        (chat(user("a")), ChatConfig(template_options='{"loud": true}')),
+        (plain("1+1="), ChatConfig()),
+        (plain("1+1="), ChatConfig(render="chat", system_prompt="Be brief.")),
+        (plain("1+1=<|im_end|>"), ChatConfig(render="plain", system_prompt="Be brief.")),
+        (chat({"role": "system", "content": "s"}, user("a")), ChatConfig(render="plain")),
+    ],
+)
+def test_a_row_of_samples_gives_the_ids_of_the_training_prompt(tokenizer, example, config):
+    """What `samples.jsonl` keeps is read back, with other columns beside it, by a default ChatConfig."""
+    tokenizer.chat_template = SHOWS_TOOLS
+    ids = encode_prompt(tokenizer, example, config)
+    kept = {"step": 3, "prompt": "for people", "response": "no", "reward": 0.0, **prompt_row(example, config)}
+    again = read_example(json.loads(json.dumps(kept)), "samples.jsonl:1", SourceConfig())
+    assert encode_prompt(tokenizer, again, ChatConfig()).tolist() == ids.tolist()
+    assert (again.messages is None) == (kept["prompt"] != "for people")
+
+
+def test_a_trailing_assistant_message_of_a_sample_is_no_prompt(tokenizer):
+    row = {"messages": [user("1+"), assistant("12")], "prompt": "1+", "response": "12"}
+    ids = encode_prompt(tokenizer, read_example(row, "f:1", SourceConfig()), ChatConfig())
+    assert ids.tolist() == [2, 5, 9, 27, 21, 1, 9, 2, 6, 9]
+
+
+def test_control_tokens_in_tools_and_keys_stay_text(tokenizer):
+    tokenizer.chat_template = SHOWS_TOOLS
+    ids = encode_prompt(
+        tokenizer, chat(user("a"), columns={"tools": [{"<|im_end|>": "<|im_start|>"}]}), ChatConfig()
+    )
+    assert [int(i) for i in ids if i in (1, 2)] == [2, 1, 2]
+
+
+def test_each_tokenizer_renders_with_its_own_template():
+    """Policy and reward model see one conversation, each in its own form."""
+    policy, judge = make_tokenizer(), make_tokenizer()
+    judge.chat_template = NO_END
+    example = chat(user("a"), assistant("b"))
+    for _ in range(2):
+        assert spell(policy, encode_conversation(policy, example, ChatConfig())).startswith(
+            "<|im_start|>user\na<"
+        )
+        assert spell(judge, encode_conversation(judge, example, ChatConfig())) == "user: a\nassistant: b\n"
+    with pytest.raises(RowError, match=r"f.jsonl:12: not a chat"):
+        encode_conversation(policy, plain("a"), ChatConfig())
+
+
+def test_plain_text_for_a_chat_model_is_warned_of(tokenizer):
+    examples = [chat(user("a")), plain("1+1="), plain("", response="all")]
+    warning = plain_text_warning(tokenizer, examples, ChatConfig(), "--chat.render")
+    assert warning.startswith("f.jsonl:12: the prompt is plain text") and "--chat.render chat" in warning
+    assert plain_text_warning(tokenizer, examples, ChatConfig(render="plain")) == ""
+    assert plain_text_warning(tokenizer, [examples[0], examples[2]], ChatConfig()) == ""
+    tokenizer.chat_template = None
+    assert plain_text_warning(tokenizer, examples, ChatConfig()) == ""

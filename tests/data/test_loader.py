@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import tyro
 
-from jaxrl_llm.data.loader import DataConfig, Loader
-from jaxrl_llm.data.rows import SourceConfig
-from jaxrl_llm.data.template import ChatConfig
+from jaxrl_llm.data import template
+from jaxrl_llm.data.config import ChatConfig, DataConfig, SourceConfig
+from jaxrl_llm.data.loader import Loader
+from jaxrl_llm.data.rendering import TemplateProcess
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.ranges import problems
 
 PLAIN = ChatConfig(render="plain")
 TOKENIZER = make_tokenizer()
@@ -80,11 +83,6 @@ def test_sources_are_mixed_by_weight(tmp_path):
     assert drawn.stats()["rows"] == 60
 
 
-def test_weight_must_be_positive(seven):
-    with pytest.raises(ValueError, match="weight must be more than 0, got 0"):
-        loader(train=(SourceConfig(path=seven, weight=0),))
-
-
 @pytest.fixture
 def mixed_lengths(tmp_path):
     return write(tmp_path / "m.jsonl", ["a", "bb", "ccccc", "dd", "eeeeee"], response="ok")
@@ -113,7 +111,9 @@ def test_overlong_prompts_are_refused(mixed_lengths):
 
 
 def test_nothing_fits(mixed_lengths):
-    with pytest.raises(ValueError, match=r"none fits max_prompt_tokens 0 .*--data.overlong cut"):
+    with pytest.raises(
+        UserError, match=r"0 of 5 rows fit --max_prompt_tokens 0; the shortest prompt has 1 tok"
+    ):
         loader(mixed_lengths, max_prompt_tokens=0).batch(0, 1)
 
 
@@ -217,3 +217,140 @@ def test_the_stream_never_changes():
 
 def test_row_order_never_changes(seven):
     assert "".join(texts(loader(seven, seed=7).batch(0, 14))) == "afgcebdcdebagf"
+
+
+def test_prompts_by_position_are_those_of_the_steps(seven):
+    drawn = loader(seven)
+    whole = drawn.prompts(0, 20)
+    assert [p.index for p in whole] == list(range(20))
+    assert texts(drawn.batch(2, 5)) == texts(whole[10:15])
+    used, position = [], 0  # a run that uses 3, 1, 4, ... prompts a step loses none
+    for count in (3, 1, 4, 1, 5, 6):
+        used += texts(drawn.prompts(position, count))
+        position += count
+    assert used == texts(whole) and sorted(used[:7]) == list("abcdefg")
+
+
+def test_a_prompt_limit_that_nothing_fits_is_found_before_the_run(tmp_path):
+    path = write(tmp_path / "long.jsonl", ["x" * (31 + i % 9) for i in range(500)], response="ok")
+    drawn = loader(path, max_prompt_tokens=16, max_tokens=20)
+    with pytest.raises(UserError) as error:
+        drawn.check_first_rows()
+    assert str(error.value) == (
+        f"{path}: 0 of 500 rows fit --max_prompt_tokens 16; the shortest prompt has 31 tokens. "
+        "Set --max_prompt_tokens 31 or more, or --data.overlong cut."
+    )
+    with pytest.raises(
+        UserError, match=r"0 of 500 rows fit the 20 tokens of .*; the shortest has 34. Set them to"
+    ):
+        drawn.check_first_rows("tokens")
+    assert loader(path, max_prompt_tokens=31).check_first_rows()[0].text == "x" * 31
+    assert len(loader(path, max_prompt_tokens=16, overlong="cut").check_first_rows()) == 1
+
+
+def test_one_row_of_each_source_is_tried_as_the_algorithm_reads_it(tmp_path, seven):
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    drawn = loader(train=(SourceConfig(path=str(pairs)), SourceConfig(path=seven, teacher=1)))
+    assert [(e.text, e.teacher) for e in drawn.check_first_rows()] == [("a", 0), ("a", 1)]
+    with pytest.raises(UserError, match=rf"{seven}:1: not a pair"):
+        drawn.check_first_rows("pairs")
+    with pytest.raises(UserError, match=rf"{seven}:1: no label"):
+        drawn.check_first_rows("labels")
+    assert loader("task:steps", chat=PLAIN).check_first_rows("steps")[0].steps
+    assert loader(seven, split="eval").check_first_rows() == []
+
+
+def test_a_template_that_refuses_everything_is_found_before_the_run(tmp_path, seven):
+    (tmp_path / "t.jinja").write_text("{{ raise_exception('not mine') }}")
+    chat = ChatConfig(render="chat", chat_template=str(tmp_path / "t.jinja"))
+    with pytest.raises(
+        UserError, match=r"seven.jsonl:1: the chat template .*t.jinja cannot render .*: not mine"
+    ):
+        loader(seven, chat=chat).check_first_rows()
+    with pytest.raises(UserError, match=r"0 of 7 rows can be used; the last: .*seven.jsonl:7: .*not mine"):
+        loader(seven, chat=chat, bad_rows="skip").check_first_rows()
+
+
+def test_a_template_that_never_ends_stops_a_run_that_skips_bad_rows(tmp_path, seven, monkeypatch):
+    process = TemplateProcess(seconds=0.1)
+    monkeypatch.setattr(template, "PROCESS", process)
+    (tmp_path / "t.jinja").write_text(
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    )
+    chat = ChatConfig(render="chat", chat_template=str(tmp_path / "t.jinja"))
+    drawn = loader(seven, chat=chat, bad_rows="skip")
+    with pytest.raises(UserError, match=r"t.jinja takes more than 0.1 s"):
+        drawn.check_first_rows()
+    process.close()
+
+
+def test_plain_text_for_a_chat_model_is_said(seven, caplog):
+    assert loader(seven).check_first_rows() and "seven.jsonl:1: the prompt is plain text" in caplog.text
+    caplog.clear()
+    loader(seven, chat=PLAIN).check_first_rows()
+    loader("task:arithmetic").check_first_rows()
+    assert not caplog.text
+
+
+def test_fewer_eval_prompts_than_asked_for_are_said(tmp_path, mixed_lengths, caplog):
+    drawn = loader(eval=(SourceConfig(path=mixed_lengths),), split="eval", max_prompt_tokens=2)
+    assert len(drawn.eval_set(3)) == 3 and drawn.eval_rows(3) == 3
+    assert not caplog.messages
+    assert len(drawn.eval_set(100)) == 3 and drawn.eval_rows(100) == 5
+    assert caplog.messages == [
+        f"--eval.prompts 100: {used} are used; the held-out data has 5 rows, 2 of those read too long, 0 bad"
+        for used in ("3 prompts", "5 rows")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "text"),
+    [
+        (SourceConfig(path="a", weight=0), "weight", "is 0: it must be above 0 and at most 1,000,000,000."),
+        (SourceConfig(path="a", weight=float("nan")), "weight", "is nan: it must be above 0"),
+        (SourceConfig(path="a", score_std=0.0), "score_std", "is 0.0: it must be above 0"),
+        (SourceConfig(path="a", score_mean=float("inf")), "score_mean", "is inf: it must be at least"),
+        (SourceConfig(path="a", teacher=-1), "teacher", "is -1: it must be at least 0 and at most 1000."),
+        (
+            SourceConfig(path="a", options="{}"),
+            "options",
+            "is '{}': only task: and gym: sources have options.",
+        ),
+        (SourceConfig(path="task:x", options="[1]"), "options", "is '[1]': it must be a JSON object."),
+        (SourceConfig(path="task:x", options="{"), "options", "is '{', which is not JSON: "),
+        (SourceConfig(input_template="Q:"), "input_template", "is 'Q:': it must hold {}, for the prompt."),
+        (SourceConfig(rejected_key="x"), "response_key", "is empty: it must name the chosen response"),
+        (
+            SourceConfig(judge=True, step_mark="x"),
+            "judge",
+            "is true: it must be false where step_mark is set",
+        ),
+        (ChatConfig(template_options="[" * 10**5), "template_options", "is '[["),
+        (
+            ChatConfig(template_options='{"tools": []}'),
+            "template_options",
+            "is '{\"tools\": []}': it may not set to",
+        ),
+        (
+            ChatConfig(render="plain", chat_template="f"),
+            "chat_template",
+            "is 'f': it must be empty where render",
+        ),
+        (DataConfig(), "path", "is empty: set a file or folder, hub:OWNER/NAME"),
+        (DataConfig(train=()), "path", "is empty: set a file or folder"),
+    ],
+)
+def test_wrong_settings_are_named(config, field, text):
+    ((found, problem),) = problems(config)
+    assert found == field and problem.startswith(text)
+
+
+def test_usual_settings_have_no_problem():
+    source = SourceConfig(path="task:arithmetic", options='{"digits": 2}', weight=31, teacher=2)
+    for config in (
+        source,
+        ChatConfig(template_options='{"enable_thinking": false}'),
+        DataConfig(train=(source,)),
+    ):
+        assert list(problems(config)) == []

@@ -49,6 +49,14 @@ def test_a_response_that_stops_at_once_still_has_a_token():
     assert counts([from_trajectory(trajectory)]) == (1.0, 1.0)
 
 
+def test_a_pair_with_an_empty_side_is_not_counted():
+    """Half a pair in the denominator made the loss of the others too small."""
+    empty = PackItem(np.array([1, 2], np.int32), np.zeros(2))
+    pairs = [item(1, 2, 3), item(1, 4), item(1, 2, 3), empty]
+    assert counts(pairs) == (5.0, 3.0) and counts(pairs, group_size=2) == (5.0, 2.0)
+    assert counts([item(1, 2), empty], group_size=2) == (1.0, 1.0)
+
+
 def test_every_sequence_lands_once_whatever_the_shape():
     rng = np.random.default_rng(0)
     items = [item(*rng.integers(1, 99, n)) for n in rng.integers(2, 30, 40)]

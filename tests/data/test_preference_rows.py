@@ -5,15 +5,13 @@ import json
 import numpy as np
 import pytest
 
-from jaxrl_llm.data import judge
-from jaxrl_llm.data.loader import DataConfig, Loader
-from jaxrl_llm.data.preference import mismatched
-from jaxrl_llm.data.read import read
-from jaxrl_llm.data.rows import SourceConfig
+from jaxrl_llm.data.chat import mismatched
+from jaxrl_llm.data.config import ChatConfig, DataConfig, SourceConfig
+from jaxrl_llm.data.loader import Loader
+from jaxrl_llm.data.preference import ask_two, read_example
 from jaxrl_llm.data.sources import open_source
-from jaxrl_llm.data.template import ChatConfig
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
-from jaxrl_llm.rewards.load import resolve
+from jaxrl_llm.rewards.load import resolve_reward
 
 TOKENIZER = make_tokenizer()
 PLAIN = ChatConfig(render="plain")
@@ -25,7 +23,7 @@ MARK = "\u043a\u0438"  # Math-Shepherd's
 
 
 def example(row, **settings):
-    return read(row, "rows.jsonl:3", SourceConfig(**settings))
+    return read_example(row, "rows.jsonl:3", SourceConfig(**settings))
 
 
 def loader(tmp_path, rows, chat=PLAIN, max_prompt_tokens=64, max_tokens=None, overlong="filter", **settings):
@@ -133,9 +131,9 @@ def test_dialogues_differ_in_their_last_turns():
         (
             {"prompt": "a", "response": "b", "score": "5"},
             {"score_key": "score"},
-            "must hold a number, got str '5'",
+            "must hold a number, got '5'",
         ),
-        ({"prompt": "a", "response": "b"}, {"score_key": "score"}, "must hold a number, got NoneType"),
+        ({"prompt": "a", "response": "b"}, {"score_key": "score"}, "must hold a number, got None"),
     ],
 )
 def test_rows_that_lack_something_are_refused_with_their_place(row, settings, message):
@@ -259,17 +257,19 @@ def test_judgements_of_pairs_have_the_better_answer_on_either_side(tmp_path):
         {"chosen": [ASK, {**GOOD, "content": str(i)}], "rejected": [ASK, {**BAD, "content": "bad"}]}
         for i in range(40)
     ]
-    made = [read(row, f"f:{i}", SourceConfig(judge=True)) for i, row in enumerate(rows)]
+    made = [read_example(row, f"f:{i}", SourceConfig(judge=True)) for i, row in enumerate(rows)]
     for i, one in enumerate(made):
         content = one.messages[0]["content"]
         a, b = (str(i), "bad") if one.response == "A" else ("bad", str(i))
-        assert content == judge.ask_two("2+2?", a, b) and one.rejected is None
+        assert content == ask_two("2+2?", a, b) and one.rejected is None
     assert 10 < sum(one.response == "A" for one in made) < 30
     dialogue = example({"chosen": [ASK, BAD, ASK, GOOD], "rejected": [ASK, BAD, ASK, BAD]}, judge=True)
     assert "Question:\nuser: 2+2?\n\nassistant: 5\n\nuser: 2+2?\n\n" in dialogue.messages[0]["content"]
     task = open_source(SourceConfig(path="task:preference", judge=True), seed=0)
     assert {task[i].response for i in range(20)} == {"A", "B"}
-    assert resolve("auto", task[0].source, task[0].columns) == "verdict"  # not that of the sums asked about
+    assert (
+        resolve_reward("auto", task[0].source, task[0].columns) == "verdict"
+    )  # not that of the sums asked about
 
 
 def test_scores_are_told_at_the_end_of_the_prompt():

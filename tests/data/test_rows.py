@@ -5,14 +5,16 @@ import sys
 
 import pytest
 
-from jaxrl_llm.data.rows import Example, SourceConfig, normalise
+from jaxrl_llm.data.config import SourceConfig
+from jaxrl_llm.data.preference import read_example
+from jaxrl_llm.data.rows import Example
 
 USER = {"role": "user", "content": "2+2?"}
 ASSISTANT = {"role": "assistant", "content": "4"}
 
 
 def read(row, **config) -> Example:
-    return normalise(row, "f.jsonl:12", SourceConfig(**config))
+    return read_example(row, "f.jsonl:12", SourceConfig(**config))
 
 
 SHAPES = {
@@ -127,9 +129,9 @@ BAD = {
     "unknown shape": (
         {"q": "x", "gold": 1},
         {},
-        "no prompt: the columns are gold, q, wanted one of conversations,",
+        "no prompt: the columns are gold, q, expected one of conversations,",
     ),
-    "missing key": ({"prompt": "x"}, {"prompt_key": "q"}, "columns are prompt, wanted prompt_key 'q'"),
+    "missing key": ({"prompt": "x"}, {"prompt_key": "q"}, "columns are prompt, expected prompt_key 'q'"),
     "missing answer": ({"prompt": "x"}, {"answer_key": "gold"}, "no answer_key 'gold'"),
     "missing response": ({"prompt": "x"}, {"response_key": "out"}, "no response_key 'out'"),
     "number": ({"prompt": 7}, {}, "prompt must be text, got int"),
@@ -143,7 +145,7 @@ BAD = {
         "messages[0] must be an object with role and content, got str",
     ),
     "no role": ({"messages": [{"content": "hi"}]}, {}, "messages[0] has no known role"),
-    "strange speaker": ({"conversations": [{"from": "bard", "value": "x"}]}, {}, "from='bard'"),
+    "strange speaker": ({"conversations": [{"from": "bard", "value": "x"}]}, {}, "'from': 'bard'"),
     "no content": (
         {"messages": [USER, {"role": "user"}]},
         {},

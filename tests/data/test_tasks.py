@@ -1,28 +1,28 @@
 """Generated tasks: right answers, systematic mistakes, a held-out part that training never sees."""
 
 import json
-import random
 
 import numpy as np
 import pytest
 
 from jaxrl_llm.data import tasks
-from jaxrl_llm.data.rows import SourceConfig
+from jaxrl_llm.data.config import SourceConfig
 from jaxrl_llm.data.sources import open_source
 from jaxrl_llm.envs import calls
-from jaxrl_llm.envs.calls import Call
+from jaxrl_llm.envs.calls import ToolCall
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.outcome import Outcome
-from jaxrl_llm.rewards import countdown, exact, number
-from jaxrl_llm.rewards.sample import Sample
+from jaxrl_llm.rewards.builtin import countdown_reward, exact_reward, number_reward
+from jaxrl_llm.rewards.sample import RewardSample
 
 VERIFIERS = {
-    "arithmetic": number.reward,
-    "countdown": countdown.reward,
-    "maximum": exact.reward,
-    "reverse": exact.reward,
-    "preference": number.reward,
-    "steps": number.reward,
-    "calculate": exact.reward,
+    "arithmetic": number_reward,
+    "countdown": countdown_reward,
+    "maximum": exact_reward,
+    "reverse": exact_reward,
+    "preference": number_reward,
+    "steps": number_reward,
+    "calculate": exact_reward,
 }
 
 
@@ -32,7 +32,7 @@ def opened(name, seed=0, split="train", **options):
 
 def verdict(example):
     response = example.turns[-1]["content"] if example.turns else example.response
-    sample = Sample(response, example.answer, columns=example.columns, source=example.source)
+    sample = RewardSample(response, example.answer, columns=example.columns, source=example.source)
     return VERIFIERS[example.source.removeprefix("task:")](sample)[1]
 
 
@@ -82,7 +82,7 @@ def test_held_out_prompts_are_never_trained_on(name):
 
 
 def test_a_tenth_is_held_out():
-    assert 900 <= sum(tasks.held_out(f"{i}+{i}") for i in range(10_000)) <= 1100
+    assert 900 <= sum(tasks.is_held_out(f"{i}+{i}") for i in range(10_000)) <= 1100
 
 
 def test_prompts_and_answers_are_short():
@@ -110,20 +110,28 @@ def test_settings_shape_the_problems():
     [([3, 5, 2], "*-", 13), ([2, 3, 4], "+*", 14), ([2, 3, 4, 5], "-*+", -5), ([7], "", 7)],
 )
 def test_compute_keeps_the_usual_precedence(operands, signs, value):
-    assert tasks.compute(operands, list(signs)) == value
-    assert eval(tasks.join(operands, list(signs))) == value
+    assert tasks.evaluate_expression(operands, list(signs)) == value
+    assert eval(tasks.format_expression(operands, list(signs))) == value
 
 
-def test_impossible_settings_fail():
-    for make, options in [
-        (tasks.countdown, tasks.Countdown(operators="+")),
-        (tasks.countdown, tasks.Countdown(numbers=1)),
-        (tasks.maximum, tasks.Maximum(count=11, digits=1)),
-        (tasks.reverse, tasks.Reverse(letters="aa")),
-        (tasks.arithmetic, tasks.Arithmetic(terms=1)),
-    ]:
-        with pytest.raises(ValueError, match=r"must be|numbers: 2|operators: 2|length"):
-            make(random.Random(0), options)
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("countdown", {"operators": "+"}, "operators is '+': it must be 2 or more of"),
+        ("countdown", {"numbers": 1}, "numbers is 1: it must be at least 2 and at most 100"),
+        ("maximum", {"count": 11, "digits": 1}, "count is 11: it must be at most 10"),
+        ("reverse", {"letters": "aa"}, "letters is 'aa': it must be two or more different letters"),
+        ("arithmetic", {"terms": 1}, "terms is 1: it must be at least 2"),
+        ("arithmetic", {"digits": 10**9}, "digits is 1000000000: it must be at least 1 and at most 18"),
+        ("arithmetic", {"noise": float("nan")}, "noise is nan: it must be at least 0 and at most 1"),
+        ("guess", {"largest": 10**9}, "largest is 1000000000: it must be at least 2 and at most 1000"),
+        ("steps", {"size": 0}, "size is 0: it must be at least 1"),
+    ],
+)
+def test_impossible_options_are_refused(name, options, message):
+    with pytest.raises(UserError) as error:
+        opened(name, **options)
+    assert str(error.value).startswith(f"task:{name}: option {message}")
 
 
 def test_every_problem_is_a_pair_and_noise_turns_it_round():
@@ -163,7 +171,9 @@ def test_the_calculator_is_called_as_the_format_wants_and_its_result_copied():
         example = opened("calculate")[i]
         expression = example.messages[0]["content"].rstrip("=")
         call, result, answer = example.turns
-        assert calls.parse(call["content"], "hermes") == [Call("calculator", {"expression": expression})]
+        assert calls.parse_calls(call["content"], "hermes") == [
+            ToolCall("calculator", {"expression": expression})
+        ]
         assert result["role"] == "tool" and int(result["content"]) == eval(expression)
         assert answer["content"] == result["content"] == example.answer
 

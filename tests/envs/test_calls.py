@@ -7,31 +7,44 @@ import time
 
 import pytest
 
-from jaxrl_llm.envs.calls import FORMATS, BadCall, Call, checked, detect, parse, render
+from jaxrl_llm.envs.calls import (
+    FORMATS,
+    InvalidToolCall,
+    ToolCall,
+    check_arguments,
+    detect_format,
+    parse_calls,
+    render_call,
+)
 from jaxrl_llm.envs.formats import SHOWN
 
-ADD = Call("add", {"a": 1, "b": {"c": [1.5, None, True]}})
-SAY = Call("say", {"text": 'braces } { and "quotes" \\ </tool_call> \n <|python_tag|> </function>'})
+ADD = ToolCall("add", {"a": 1, "b": {"c": [1.5, None, True]}})
+SAY = ToolCall("say", {"text": 'braces } { and "quotes" \\ </tool_call> \n <|python_tag|> </function>'})
 
 
 def problem(text, format="hermes"):
-    (bad,) = parse(text, format)
-    assert isinstance(bad, BadCall), bad
+    (bad,) = parse_calls(text, format)
+    assert isinstance(bad, InvalidToolCall), bad
     return bad.problem
 
 
 def test_hermes_reads_several_calls_and_the_text_around_them():
     text = 'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call> then <tool_call>'
     text += '{"name":"say","arguments":{"text":"} </tool_call> {"}}</tool_call>'
-    assert parse(text, "hermes") == [Call("add", {"a": 1}), Call("say", {"text": "} </tool_call> {"})]
-    assert parse("no call at all", "hermes") == []
+    assert parse_calls(text, "hermes") == [
+        ToolCall("add", {"a": 1}),
+        ToolCall("say", {"text": "} </tool_call> {"}),
+    ]
+    assert parse_calls("no call at all", "hermes") == []
 
 
 def test_json_variants():
-    assert parse('<tool_call>{"name": "now"}</tool_call>', "hermes") == [Call("now", {})]
+    assert parse_calls('<tool_call>{"name": "now"}</tool_call>', "hermes") == [ToolCall("now", {})]
     told = '<tool_call>{"type": "function", "name": "f", "parameters": "{\\"x\\": 1}"}</tool_call>'
-    assert parse(told, "hermes") == [Call("f", {"x": 1})]
-    assert parse('<tool_call>{"name": "f", "arguments": {}}', "hermes") == [Call("f", {})]  # a stop string
+    assert parse_calls(told, "hermes") == [ToolCall("f", {"x": 1})]
+    assert parse_calls('<tool_call>{"name": "f", "arguments": {}}', "hermes") == [
+        ToolCall("f", {})
+    ]  # a stop string
 
 
 @pytest.mark.parametrize(
@@ -60,18 +73,18 @@ def test_broken_json_says_what_is_wrong(text, said):
 
 
 def test_a_bad_call_leaves_the_next_one_good():
-    bad, good = parse('<tool_call>{"name": }</tool_call><tool_call>{"name": "f"}</tool_call>', "hermes")
-    assert isinstance(bad, BadCall) and bad.text.startswith('<tool_call>{"name": }')
-    assert good == Call("f", {}) and len(bad.text) <= SHOWN
+    bad, good = parse_calls('<tool_call>{"name": }</tool_call><tool_call>{"name": "f"}</tool_call>', "hermes")
+    assert isinstance(bad, InvalidToolCall) and bad.text.startswith('<tool_call>{"name": }')
+    assert good == ToolCall("f", {}) and len(bad.text) <= SHOWN
 
 
 def test_llama():
     one = '{"name": "f", "parameters": {"x": "} {"}}'
-    expected = Call("f", {"x": "} {"})
-    assert parse(one, "llama") == [expected]
-    assert parse(f"  {one}; {one}\n{one}<|eot|>", "llama") == [expected] * 3
-    assert parse(f"I look. <|python_tag|>{one}<|python_tag|>{one}", "llama") == [expected] * 2
-    assert parse("The set {1, 2} and {3}.", "llama") == parse("{1, 2}", "llama") == []
+    expected = ToolCall("f", {"x": "} {"})
+    assert parse_calls(one, "llama") == [expected]
+    assert parse_calls(f"  {one}; {one}\n{one}<|eot|>", "llama") == [expected] * 3
+    assert parse_calls(f"I look. <|python_tag|>{one}<|python_tag|>{one}", "llama") == [expected] * 2
+    assert parse_calls("The set {1, 2} and {3}.", "llama") == parse_calls("{1, 2}", "llama") == []
     assert "broken" in problem("<|python_tag|>print(1)", "llama")
     assert "broken" in problem('{"name": "f", "parameters": {"x": ', "llama")
 
@@ -82,7 +95,7 @@ def test_xml_reads_values_as_they_stand():
         "</parameter>\n<parameter=n>3</parameter>\n</function>\n</tool_call>\n<function=now></function>"
     )
     code = "if a < b:\n    print('</function>')\n"
-    assert parse(text, "xml") == [Call("python", {"code": code, "n": "3"}), Call("now", {})]
+    assert parse_calls(text, "xml") == [ToolCall("python", {"code": code, "n": "3"}), ToolCall("now", {})]
 
 
 @pytest.mark.parametrize(
@@ -103,10 +116,10 @@ def test_broken_xml_says_what_is_wrong(text, said):
 
 def test_pythonic():
     text = "[f(x='a)]', n=-1), api.g(y={'k': [1, None, True]})]"
-    expected = [Call("f", {"x": "a)]", "n": -1}), Call("api.g", {"y": {"k": [1, None, True]}})]
-    assert parse(text, "pythonic") == expected
-    assert parse(f"Well: <|python_start|>{text}<|python_end|>", "pythonic") == expected
-    assert parse("[1, 2] is a list", "pythonic") == parse("[a, b]", "pythonic") == []
+    expected = [ToolCall("f", {"x": "a)]", "n": -1}), ToolCall("api.g", {"y": {"k": [1, None, True]}})]
+    assert parse_calls(text, "pythonic") == expected
+    assert parse_calls(f"Well: <|python_start|>{text}<|python_end|>", "pythonic") == expected
+    assert parse_calls("[1, 2] is a list", "pythonic") == parse_calls("[a, b]", "pythonic") == []
     assert "every argument with its name" in problem("[f(1)]", "pythonic")
     assert "no variables" in problem("[f(x=__import__('os'))]", "pythonic")
     assert "JSON" in problem("[f(x={1, 2})]", "pythonic")
@@ -115,14 +128,14 @@ def test_pythonic():
 
 
 def test_calls_in_a_thought_are_none():
-    call = render(ADD, "hermes")
-    assert parse(f"<think>maybe {call}</think>{call}", "hermes") == [ADD]
-    assert parse(f"maybe {call}</think> no", "hermes") == []  # the template opened the thought
-    assert parse(f"<think>maybe {call}", "hermes") == []
+    call = render_call(ADD, "hermes")
+    assert parse_calls(f"<think>maybe {call}</think>{call}", "hermes") == [ADD]
+    assert parse_calls(f"maybe {call}</think> no", "hermes") == []  # the template opened the thought
+    assert parse_calls(f"<think>maybe {call}", "hermes") == []
 
 
 def test_too_many_calls_are_cut():
-    calls = parse(render(ADD, "hermes") * 1000, "hermes")
+    calls = parse_calls(render_call(ADD, "hermes") * 1000, "hermes")
     assert calls[:32] == [ADD] * 32 and "more than 32 calls" in calls[32].problem and len(calls) == 33
 
 
@@ -138,7 +151,7 @@ def test_too_many_calls_are_cut():
 def test_no_text_takes_long_or_raises(format, piece):
     for text in (piece * (500_000 // len(piece)), "<think>" + piece * 1000, "[f(x=" + piece * 2000):
         started = time.process_time()
-        assert len(parse(text, format)) <= 33
+        assert len(parse_calls(text, format)) <= 33
         assert time.process_time() - started < 2.0
 
 
@@ -159,10 +172,12 @@ def test_random_text_never_raises(format):
     kinds = set()
     for _ in range(20_000):
         text = "".join(rng.choices(PIECES, k=rng.randint(1, 25)))
-        for call in parse(text, format):
+        for call in parse_calls(text, format):
             kinds.add(type(call))
-            assert (isinstance(call, BadCall) and call.problem) or (isinstance(call, Call) and call.name)
-    assert kinds == {Call, BadCall}
+            assert (isinstance(call, InvalidToolCall) and call.problem) or (
+                isinstance(call, ToolCall) and call.name
+            )
+    assert kinds == {ToolCall, InvalidToolCall}
 
 
 LETTERS = [*string.printable, "\u00e9", "\u2028", "\0", "\U0001f600", *TAGS]
@@ -188,10 +203,10 @@ def test_what_is_written_is_read_back(format):
     rng = random.Random(1)
     for _ in range(3000):
         calls = [
-            Call(f"tool_{i}", {f"arg{j}": random_value(rng) for j in range(rng.randint(0, 3))})
+            ToolCall(f"tool_{i}", {f"arg{j}": random_value(rng) for j in range(rng.randint(0, 3))})
             for i in range(rng.randint(1, 3))
         ]
-        assert parse("\n".join(render(call, format) for call in calls), format) == calls
+        assert parse_calls("\n".join(render_call(call, format) for call in calls), format) == calls
 
 
 KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
@@ -200,25 +215,25 @@ KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: 
 def test_what_is_written_in_xml_is_read_back_by_its_schema():
     rng = random.Random(2)
     for _ in range(3000):
-        call = Call("f", {f"arg{j}": random_value(rng) for j in range(rng.randint(0, 4))})
+        call = ToolCall("f", {f"arg{j}": random_value(rng) for j in range(rng.randint(0, 4))})
         types = {name: {"type": KINDS.get(type(value), "null")} for name, value in call.arguments.items()}
         schema = {"name": "f", "parameters": {"type": "object", "properties": types}}
         try:
-            text = render(call, "xml")
+            text = render_call(call, "xml")
         except ValueError as error:
             assert "</think>" in str(error)
             continue
-        (read,) = parse(f"Well. {text}\n", "xml")
-        assert checked(read, schema) == call
+        (read,) = parse_calls(f"Well. {text}\n", "xml")
+        assert check_arguments(read, schema) == call
 
 
 def test_what_a_format_cannot_write_is_refused():
-    for call in (Call("f", {"x": "</parameter>"}), Call("f g", {}), Call("f", {"a>": 1})):
+    for call in (ToolCall("f", {"x": "</parameter>"}), ToolCall("f g", {}), ToolCall("f", {"a>": 1})):
         with pytest.raises(ValueError, match="xml call"):
-            render(call, "xml")
-    for call in (Call("f", {"class": 1}), Call("f-g", {}), Call("f", {"a b": 1})):
+            render_call(call, "xml")
+    for call in (ToolCall("f", {"class": 1}), ToolCall("f-g", {}), ToolCall("f", {"a b": 1})):
         with pytest.raises(ValueError, match="pythonic call"):
-            render(call, "pythonic")
+            render_call(call, "pythonic")
 
 
 SCHEMA = {
@@ -249,7 +264,7 @@ SCHEMA = {
     ],
 )  # fmt: skip
 def test_arguments_become_what_the_schema_wants(given, kept):
-    assert json.dumps(checked(Call("f", given), SCHEMA).arguments) == json.dumps(kept)
+    assert json.dumps(check_arguments(ToolCall("f", given), SCHEMA).arguments) == json.dumps(kept)
 
 
 @pytest.mark.parametrize(
@@ -267,8 +282,8 @@ def test_arguments_become_what_the_schema_wants(given, kept):
     ],
 )
 def test_arguments_that_do_not_fit_are_named(given, said):
-    bad = checked(Call("f", given), SCHEMA)
-    assert isinstance(bad, BadCall) and bad.problem.startswith(said)
+    bad = check_arguments(ToolCall("f", given), SCHEMA)
+    assert isinstance(bad, InvalidToolCall) and bad.problem.startswith(said)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +296,7 @@ def test_arguments_that_do_not_fit_are_named(given, said):
     ],
 )
 def test_the_format_is_found_in_a_chat_template(template, format):
-    assert detect(template) == format
+    assert detect_format(template) == format
 
 
 @pytest.mark.parametrize(
@@ -289,4 +304,4 @@ def test_the_format_is_found_in_a_chat_template(template, format):
 )
 def test_an_unknown_template_is_an_error_that_names_the_formats(template):
     with pytest.raises(ValueError, match="one of xml, hermes, pythonic, llama"):
-        detect(template)
+        detect_format(template)

@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.data.chat import encode_prompt, encode_supervised
-from jaxrl_llm.data.loader import DataConfig, Loader, Prompt
+from jaxrl_llm.data.config import ChatConfig, DataConfig
+from jaxrl_llm.data.loader import Loader, Prompt
 from jaxrl_llm.data.rows import Example
-from jaxrl_llm.data.template import ChatConfig
 from jaxrl_llm.data.tiny_tokenizer import TEMPLATE, make_tokenizer
-from jaxrl_llm.envs.config import EnvConfig
+from jaxrl_llm.envs.config import EnvConfig, SearchConfig
 from jaxrl_llm.envs.env import Step
 from jaxrl_llm.envs.load import Conversations, make_conversations
 from jaxrl_llm.envs.tool_env import ToolEnv
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.ranges import problems
 from jaxrl_llm.rollout.engine import DialogueError
 
 TOKENIZER = make_tokenizer()
@@ -40,7 +42,7 @@ def say():
             start = len(ids)
             ids += tokenizer(turn, add_special_tokens=False)["input_ids"]
             replies.append(dialogue.reply(0, 0, known, ids, start).result(timeout=20))
-            known = replies[-1].talk
+            known = replies[-1].conversation
             ids += replies[-1].ids
         return replies
 
@@ -142,6 +144,11 @@ def test_what_is_too_long_is_cut_and_the_policy_told(say):
     assert "user\n" + "x" * 50 + "\n[cut off: 50 of 5000 characters are shown]<|im_end|>" in texts([reply])[0]
 
 
+def test_lone_surrogates_and_nul_in_an_observation_do_not_end_the_run(say):
+    (reply,) = say(Says(Step("a\ud800\0b")), "40<|im_end|>")
+    assert not reply.done and "user\na?" in texts([reply])[0]
+
+
 def test_rewards_add_up_and_the_last_turn_is_known_as_such(say):
     env = Says(Step("a", reward=0.5), Step("b"), Step("c", reward=0.25))
     *_, last = say(env, "1", "2", "3", max_turns=3)
@@ -156,6 +163,13 @@ def test_rewards_add_up_and_the_last_turn_is_known_as_such(say):
     [
         (Step(reward=float("nan")), "ValueError: step gave the reward nan"),
         (Step([{"role": "tool", "content": 42}]), "ValueError: a message needs role and content as text"),
+        (Step([{"content": "x"}]), "ValueError: a message needs role and content as text"),
+        (Step(["x"]), "ValueError: a message needs role and content as text"),
+        (Step(reward=True), "ValueError: step gave the reward True"),
+        (Step(reward=1e9), "ValueError: step gave the reward 1000000000.0; it must be within"),
+        (Step("x", tool_calls=-1), "ValueError: step counted"),
+        (Step("x", timeouts="many"), "ValueError: step counted"),
+        (Step(raw=True), "ValueError: step is raw and has no observation"),
         (None, "ValueError: step returned NoneType, not a Step"),
     ],
     ids=str,
@@ -231,9 +245,9 @@ def test_every_prompt_of_the_run_shows_the_tools(tmp_path):
     [
         (
             EnvConfig(name="chess"),
-            "--env.name chess: unknown. There is guess; yours is the path of a .py file",
+            "--env.name chess: unknown. There is guess; yours is the path",
         ),
-        (EnvConfig(name="nowhere.py"), "nowhere.py: there is no file"),
+        (EnvConfig(name="nowhere.py"), "--env.name: there is no file .*nowhere.py"),
         (EnvConfig(tools=("abacus",)), "--env.tools abacus: unknown; there are calculator"),
         (EnvConfig(tools=("calculator",)), "--env.format auto: the chat template shows no format"),
     ],
@@ -241,6 +255,34 @@ def test_every_prompt_of_the_run_shows_the_tools(tmp_path):
 )
 def test_what_does_not_exist_is_named(config, message):
     with pytest.raises(ValueError, match=message):
+        make_conversations(config, TOKENIZER, CHAT)
+
+
+@pytest.mark.parametrize(
+    "field, config, text",
+    [
+        ("name", EnvConfig(name="guess", tools=("calculator",)), "is guess, and there are tools"),
+        ("tools", EnvConfig(tools=("calculator", "calculator")), "has calculator twice"),
+        ("max_turns", EnvConfig(max_turns=0), "is 0: it must be at least 1 and at most 10000; 8 is usual."),
+        ("max_calls", EnvConfig(max_calls=-1), "is -1: it must be at least 1"),
+        ("tool_timeout", EnvConfig(tool_timeout=0.0), "is 0.0: it must be above 0"),
+        ("tool_timeout", EnvConfig(tool_timeout=float("nan")), "is nan: it must be above 0"),
+        ("max_observation_tokens", EnvConfig(max_observation_tokens=0), "is 0: it must be at least 1"),
+        ("passage_words", SearchConfig(passage_words=0), "is 0: it must be at least 1"),
+    ],
+    ids=str,
+)
+def test_a_wrong_setting_is_refused_with_the_allowed_range(field, config, text):
+    ((name, problem),) = problems(config)
+    assert name == field and text in problem
+
+
+def test_two_tools_of_one_name_are_refused(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "class C:\n    schema = {'name': 'calculator'}\n    async def call(self, arguments): return ''\n"
+    )
+    config = EnvConfig(tools=("calculator", f"{tmp_path / 'mine.py'}:C"), format="hermes")
+    with pytest.raises(UserError, match="another tool is called calculator too"):
         make_conversations(config, TOKENIZER, CHAT)
 
 
@@ -275,7 +317,7 @@ class Slow:
 def test_waiting_for_a_turn_costs_a_call_no_time(say, monkeypatch):
     monkeypatch.setattr("jaxrl_llm.envs.dialogue.GRACE", 0.0)
     call = '<tool_call>{"name": "slow", "arguments": {}}</tool_call>'
-    env = ToolEnv({"slow": Slow()}, "hermes", timeout=1.2, most=4)
+    env = ToolEnv({"slow": Slow()}, "hermes", timeout=1.2, max_calls=4)
     (reply,) = say(env, call * 5 + "<|im_end|>", tool_timeout=1.2)
     assert not reply.episode.failure and reply.episode.tool_calls == 5
     assert (reply.episode.tool_errors, reply.episode.timeouts) == (1, 0)

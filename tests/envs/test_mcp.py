@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from jaxrl_llm.envs.tools import ToolError
+from jaxrl_llm.envs.env import ToolError
 from jaxrl_llm.envs.tools.mcp_server import McpServer
 
 needs_sdk = pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="the MCP SDK is not installed")

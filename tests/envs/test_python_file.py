@@ -1,19 +1,23 @@
 """Environments and tools in files of the user, in our convention and in RL2's."""
 
 import asyncio
+import re
 import time
+from pathlib import Path
 
 import jax
 import pytest
 
 from jaxrl_llm.data.chat import encode_prompt
+from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.rows import Example
-from jaxrl_llm.data.template import ChatConfig
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+from jaxrl_llm.envs.check import check_env
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.envs.load import make_conversations
-from jaxrl_llm.envs.python_file import called, load_env
+from jaxrl_llm.envs.python_file import call_user, load_env
+from jaxrl_llm.errors import UserError
 
 TOKENIZER = make_tokenizer()
 CLASS = """
@@ -74,7 +78,7 @@ def talk(tmp_path):
         for turn in turns:
             start = len(ids)
             ids += TOKENIZER(turn, add_special_tokens=False)["input_ids"]
-            reply = dialogue.reply(0, 0, reply and reply.talk, ids, start).result(timeout=20)
+            reply = dialogue.reply(0, 0, reply and reply.conversation, ids, start).result(timeout=20)
             said.append("done" if reply.done else TOKENIZER.decode(reply.ids))
             ids += reply.ids
         return said, reply.episode
@@ -119,7 +123,7 @@ def test_an_exception_ends_the_conversation(talk):
     said, episode = talk(CLASS, "forty")
     assert said == ["done"] and episode.failure.startswith("ValueError: invalid literal for int()")
     _, episode = talk(CLASS.replace('state["tries"] += 1', "raise SystemExit(3)"), "40")
-    assert episode.failure == "SystemExit: 3"
+    assert episode.failure.startswith("SystemExit: 3 (") and episode.failure.endswith(".py:9)")
 
 
 @pytest.mark.parametrize(
@@ -129,15 +133,89 @@ def test_an_exception_ends_the_conversation(talk):
         ("def reward_fn(messages, answer): ...", "", "for a reward alone there is --reward.name"),
         (CLASS + CLASS.replace("class Guess", "class Other"), "", "which of Guess, Other.*py:Guess"),
         ("class Game:\n    def step(self, state, turn): ...", "", "Game has no method reset"),
-        (CLASS, ":Chess", "there is no Chess in"),
-        ("import nothing_of_the_kind", "", "ModuleNotFoundError: No module named 'nothing_of_the_kind'"),
+        (CLASS, ":Chess", "has no function or class Chess; it has .*Guess"),
+        ("import nothing_of_the_kind", "", "mine.py:1: ModuleNotFoundError: No module named"),
         ("def step(text): ...", ":step", "takes neither messages nor state, action"),
+        ("class Game:\n    def resett(self, a, b): ...\n    def step(self): ...", "", "Did you mean resett?"),
+        ("\ndef env_step(:", "", "mine.py:2: SyntaxError"),
+        (CLASS, ":Gues", "Did you mean Guess?"),
+        (CLASS.replace("(self, state, turn)", "(self, turn)"), "", r"Guess.step\(turn\) is called with"),
+        (CLASS.replace("(self, example, seed)", "(self, example, seed, key)"), "", "missing .* 'key'"),
+        (CLASS + "\n    def __init__(self):\n        print(nam)", "", r"mine.py:\d+: NameError"),
+        ("import os; os._exit(5)", "", "its process ended with code 5"),
+        ("while True: pass", "", "took over 2 s"),
+        ("print('hello'); import sys; sys.exit(1)", "", "mine.py:1: SystemExit: 1"),
     ],
 )
 def test_what_is_no_environment_is_refused_with_the_fix(tmp_path, source, name, message):
     (tmp_path / "mine.py").write_text(source)
-    with pytest.raises(ValueError, match=message):
-        load_env(f"{tmp_path / 'mine.py'}{name}")
+    seconds = 2.0 if "while" in source else 60.0
+    with pytest.raises(UserError, match=message):
+        check_env(EnvConfig(name=f"{tmp_path / 'mine.py'}{name}"), seconds=seconds)
+    if "_exit" not in source and "while" not in source:
+        with pytest.raises(UserError, match=message):
+            load_env(f"{tmp_path / 'mine.py'}{name}")
+
+
+def test_the_environment_of_the_guide_works(talk, tmp_path):
+    guide = (Path(__file__).parents[2] / "docs/agents.md").read_text()
+    source = re.search(r"```python\n(.*?)```", guide, re.S)[1]
+    (tmp_path / "my_env.py").write_text(source)
+    check_env(EnvConfig(name=str(tmp_path / "my_env.py")), [Example(None, "x", answer="42")])
+    observations, episode = talk(source, "40<|im_end|>", "what<|im_end|>", "42<|im_end|>")
+    assert observations == [shown("higher"), shown("Write a number."), "done"]
+    assert episode.reward == pytest.approx(1 / 3)
+
+
+ROWS = [Example(None, "x", answer=answer) for answer in ("forty", None, "41")]
+
+
+def test_reset_is_tried_with_the_first_rows(tmp_path):
+    (tmp_path / "mine.py").write_text(CLASS)
+    config = EnvConfig(name=str(tmp_path / "mine.py"))
+    check_env(config, ROWS)
+    with pytest.raises(UserError, match=r"every row that was tried \(2\): .*mine.py:6: ValueError"):
+        check_env(config, ROWS[:2])
+    check_env(EnvConfig(name="guess"), ROWS)
+    with pytest.raises(UserError, match="the row's answer 'forty' is no whole number"):
+        check_env(EnvConfig(name="guess"), ROWS[:2])
+    with pytest.raises(UserError, match=r"gues: unknown. Did you mean guess\?"):
+        check_env(EnvConfig(name="gues"))
+    check_env(EnvConfig(tools=("calculator",)), ROWS)
+
+
+def test_what_an_environment_starts_neither_delays_the_check_nor_outlives_it(tmp_path):
+    note = tmp_path / "pid"
+    start = (
+        f"import subprocess\nopen({str(note)!r}, 'w').write(str(subprocess.Popen(['sleep', '300']).pid))\n"
+    )
+    (tmp_path / "mine.py").write_text(start + CLASS)
+    check_env(EnvConfig(name=str(tmp_path / "mine.py")), ROWS)
+    pid = int(note.read_text())
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ("class Clock: pass", "schema must be OpenAI's function schema.*not None"),
+        ("class Clock:\n    schema = {'name': 1}", "schema must be OpenAI's function schema"),
+        ("class Clock:\n    schema = {'name': 'c'}\n    def call(self, arguments): ...", "async def call"),
+        (
+            "class Clock:\n    schema = {'name': 'c'}\n    async def call(self): ...",
+            r"Clock.call\(\) is called",
+        ),
+        ("class Clok: pass", "has no function or class Clock; it has Clok. Did you mean Clok?"),
+        ("class Clock:\n    def __init__(self): 1 / 0", "mine.py:2: ZeroDivisionError"),
+    ],
+)
+def test_what_is_no_tool_is_refused_with_the_fix(tmp_path, source, message):
+    (tmp_path / "mine.py").write_text(source)
+    with pytest.raises(UserError, match=message):
+        check_env(EnvConfig(tools=("calculator", f"{tmp_path / 'mine.py'}:Clock")))
 
 
 def test_a_tool_of_the_user(tmp_path):
@@ -153,8 +231,8 @@ def test_a_tool_of_the_user(tmp_path):
 
 def test_plain_functions_that_hang_neither_block_the_others_nor_the_end():
     async def both():
-        hung = asyncio.create_task(called(time.sleep, 30))
-        done = await asyncio.gather(*(called(lambda n: n * n, n) for n in range(20)))
+        hung = asyncio.create_task(call_user(time.sleep, 30))
+        done = await asyncio.gather(*(call_user(lambda n: n * n, n) for n in range(20)))
         hung.cancel()
         return done
 

@@ -11,11 +11,12 @@ from jaxrl_llm.algos.correction import Correction
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.packing import counts, from_trajectory, pack
 from jaxrl_llm.data.rows import Example
-from jaxrl_llm.experience.source import as_sample, settle, statistics, turns
+from jaxrl_llm.experience.score import _apply_episodes, reward_sample, statistics, turns
 from jaxrl_llm.learn import credit
 from jaxrl_llm.learn.update import StepConfig, loss_and_metrics
 from jaxrl_llm.outcome import Outcome
-from jaxrl_llm.rewards.sample import RewardConfig, RewardFailureError
+from jaxrl_llm.rewards.config import RewardConfig
+from jaxrl_llm.rewards.sample import RewardFailureError
 from jaxrl_llm.structs import BatchTotals, Episode, Trajectory
 
 
@@ -32,7 +33,7 @@ def trajectory(mask, reward=0.0, episode=None, index=0, **fields):
 def test_its_reward_takes_the_verifiers_place_or_is_added_or_there_is_none():
     def settled(how, episode):
         t = trajectory([1], 0.25, episode)
-        settle([t], RewardConfig(env=how, max_failed_fraction=1.0))
+        _apply_episodes([t], RewardConfig(env=how, max_failed_fraction=1.0))
         return t.reward, t.outcome
 
     assert settled("replace", Episode(reward=1.0)) == (1.0, Outcome.CORRECT)
@@ -40,6 +41,10 @@ def test_its_reward_takes_the_verifiers_place_or_is_added_or_there_is_none():
     assert settled("add", Episode(reward=1.0)) == (1.25, Outcome.WRONG)
     assert settled("replace", Episode()) == (0.25, Outcome.WRONG)
     assert settled("replace", None) == (0.25, Outcome.WRONG)
+    for how, components in (("add", (1.25, 0.5)), ("replace", (1.0, 0.0))):
+        t = trajectory([1], 0.75, Episode(reward=1.0), components=(0.25, 0.5))
+        _apply_episodes([t], RewardConfig(env=how))
+        assert t.components == components and t.reward == sum(components)
     reward, outcome = settled("add", Episode(reward=1.0, failure="OSError"))
     assert np.isnan(reward) and outcome is Outcome.FAILED
 
@@ -47,18 +52,20 @@ def test_its_reward_takes_the_verifiers_place_or_is_added_or_there_is_none():
 def test_a_failed_conversation_is_not_learned_from_and_too_many_end_the_run():
     good = [trajectory([1, 1], float(i), Episode(), i) for i in range(3)]
     bad = trajectory([1, 1], 5.0, Episode(failure="OSError: crashed"), 3)
-    settle([*good, bad], RewardConfig())
+    _apply_episodes([*good, bad], RewardConfig())
     items = [from_trajectory(t) for t in (*good, bad)]
-    credit.assign(grpo.Config(), items, [*good, bad], 0.0, 0)
+    credit.assign_credit(grpo.Config(), items, [*good, bad], 0.0, 0)
     assert [item.mask.sum() for item in items] == [2, 2, 2, 0]
     with pytest.raises(RewardFailureError, match=r"2 of 3 samples.*\n  2 x OSError: crashed"):
-        settle([good[0], bad, bad], RewardConfig())
+        _apply_episodes([good[0], bad, bad], RewardConfig())
 
 
 def test_the_verifier_reads_the_last_turn():
     prompt = Prompt(Example(None, "6*7=", answer="42"), np.array([1]), 0)
-    assert as_sample(prompt, trajectory([1], text="call 42 done", answer="done")).response == "done"
-    assert as_sample(prompt, trajectory([1], text="42")).response == "42"
+    assert (
+        reward_sample(prompt.example, trajectory([1], text="call 42 done", answer="done")).response == "done"
+    )
+    assert reward_sample(prompt.example, trajectory([1], text="42")).response == "42"
 
 
 def test_metrics_of_conversations():
@@ -91,7 +98,7 @@ def batch_of(algo, garbage):
         for name in ("old", "reference", "rollout"):
             item.signals[name] = rng.normal(-2, 0.3, len(item.tokens)).astype(np.float32)
             item.signals[name][(item.mask == 0) & (np.arange(len(item.mask)) > 2)] = garbage
-    items = credit.assign(algo, items, made, 0.1, 0)
+    items = credit.assign_credit(algo, items, made, 0.1, 0)
     (batch,) = pack(items, 16, 4)
     return jax.tree.map(jnp.asarray, batch), BatchTotals(*map(jnp.float32, counts(items)), jnp.float32(0.1))
 

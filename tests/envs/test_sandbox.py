@@ -5,6 +5,7 @@ import contextlib
 import functools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm.envs.env import Turn
+from jaxrl_llm.envs.config import SandboxConfig, ToolsConfig
+from jaxrl_llm.envs.env import ToolError, Turn
 from jaxrl_llm.envs.tool_env import ToolEnv
-from jaxrl_llm.envs.tools import SandboxConfig, ToolError, ToolsConfig
-from jaxrl_llm.envs.tools.python import Python
-from jaxrl_llm.envs.tools.sandbox import Sandbox, SandboxError
+from jaxrl_llm.envs.tools.sandbox import Python, Sandbox, SandboxError
 from jaxrl_llm.envs.tools.syscalls import ARCHITECTURES, REFUSED, refuse_filter
+from jaxrl_llm.ranges import problems
 
 
 def why_not() -> str:
@@ -143,6 +144,23 @@ def test_it_holds_no_file_of_ours_open():
 
 
 @contained
+def test_only_sockets_of_its_own_network_exist():
+    """AF_VSOCK reaches the host of a virtual machine, AF_ALG and AF_NETLINK its kernel."""
+    output = run(
+        "import socket\n"
+        "made = []\n"
+        "for family in range(64):\n"
+        "    for make in (socket.socket, socket.socketpair):\n"
+        "        for kind in range(1, 6):\n"
+        "            try: made.append((family, make(family, kind)))\n"
+        "            except OSError as error:\n"
+        "                if family not in (1, 2, 10) and error.errno != 97: print(family, error)\n"
+        "print(sorted({family for family, _ in made}))"
+    )
+    assert output == "[1, 2, 10]"
+
+
+@contained
 def test_a_fork_bomb_and_threads_do_not_start():
     before = len(parents())
     said = run(
@@ -221,6 +239,40 @@ def test_writing_is_bounded_and_only_in_its_own_folder(tmp_path):
 
 
 @contained
+def test_files_are_bounded_and_the_privilege_for_it_is_gone():
+    if not sandbox_of(SMALL).limits_files:
+        pytest.skip("this kernel lets no sandbox limit them")
+    output = run(
+        "import ctypes, os\n"
+        "made = 0\n"
+        "try:\n"
+        "    while True:\n"
+        "        os.mkdir(f'/tmp/{made}') if made % 2 else open(f'/tmp/{made}', 'x').close()\n"
+        "        made += 1\n"
+        "except OSError as error: print(made, error.strerror)\n"
+        "libc = ctypes.CDLL(None, use_errno=True)\n"
+        "print(libc.mount(b'tmpfs', b'/tmp', b'tmpfs', 38, b'nr_inodes=0,size=1g'), ctypes.get_errno())\n"
+        "print(*[libc.prctl(47, 1, cap, 0, 0) for cap in range(41)])\n"  # PR_CAP_AMBIENT_IS_SET
+        "words = (ctypes.c_uint32 * 6)()\n"
+        "print(libc.capget((ctypes.c_uint32 * 2)(0x20080522, 0), words), *words)\n",
+        replace(SMALL, max_files=100),
+    )
+    assert output.splitlines() == [
+        "100 No space left on device",
+        "-1 1",
+        " ".join(["0"] * 41),
+        "0 0 0 0 0 0 0",
+    ]
+
+
+@contained
+@pytest.mark.parametrize("code", [3, 127, 193, 255])
+def test_an_exit_code_is_told_as_it_is(code):
+    assert run(f"import sys; sys.exit({code})") == f"[exit code {code}]"
+    assert run(f"import os; os._exit({code})") == f"[exit code {code}]"
+
+
+@contained
 def test_an_endless_loop_ends():
     config = SandboxConfig(seconds=100, cpu_seconds=1)
     assert run("print('on')\nwhile True: pass", config) == "on\n[stopped after 1 s of processor time]"
@@ -232,7 +284,7 @@ def test_an_endless_loop_ends():
 def test_a_sleeper_that_ignores_signals_ends():
     code = (
         "import os, signal, time\n"
-        "for number in set(signal.LossInputs) - {signal.SIGKILL, signal.SIGSTOP}:\n"
+        "for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:\n"
         "    signal.signal(number, signal.SIG_IGN)\n"
         "for process in (-1, 0, os.getppid(), os.getpid()):\n"
         "    try: os.kill(process, signal.SIGTERM)\n"
@@ -256,7 +308,7 @@ def test_of_much_output_the_two_ends_are_kept():
 
 PARENT = """
 import asyncio
-from jaxrl_llm.envs.tools import SandboxConfig
+from jaxrl_llm.envs.config import SandboxConfig
 from jaxrl_llm.envs.tools.sandbox import Sandbox
 sandbox = Sandbox(SandboxConfig(seconds=100, cpu_seconds=100))
 print("ready", flush=True)
@@ -299,7 +351,7 @@ def test_calls_run_side_by_side_up_to_the_limit():
         call = json.dumps({"name": "python", "arguments": {"code": code}})
         text = f"<tool_call>{call}</tool_call>" * 4
         step = await env.step(None, Turn(text, [], 1, False, str))
-        spans = [tuple(map(float, message["content"].split())) for message in step.says]
+        spans = [tuple(map(float, message["content"].split())) for message in step.observation]
         assert len(spans) == 4
         return max(sum(a <= start < b for a, b in spans) for start, _ in spans)
 
@@ -333,6 +385,21 @@ def test_a_bubblewrap_that_may_not_work_is_refused_in_its_own_words(monkeypatch,
         Sandbox(SandboxConfig())
 
 
+@contained
+def test_where_files_cannot_be_limited_the_rest_still_is(monkeypatch, tmp_path, capsys):
+    """A kernel may give the sandbox no privilege at all, not even in its own namespace."""
+    fake = tmp_path / "bwrap"
+    fake.write_text(
+        f'#!/bin/sh\ncase "$*" in *--cap-add*) exit 1;; esac\nexec {shutil.which("bwrap")} "$@"\n'
+    )
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    sandbox = Sandbox(SMALL)
+    assert sandbox.contained and not sandbox.limits_files
+    assert "the number of files in /tmp is not limited here" in capsys.readouterr().err
+    assert asyncio.run(sandbox.run("import os; print(os.listdir('/tmp'))")) == "['main.py']"
+
+
 def test_unsandboxed_only_where_it_is_allowed_and_still_limited(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("HF_TOKEN", "secret-of-the-host")
@@ -353,7 +420,8 @@ def test_a_processor_without_a_list_of_calls_is_refused():
         refuse_filter("sparc64")
 
 
-@pytest.mark.parametrize("name", ["seconds", "cpu_seconds", "memory_mb", "output_bytes"])
+@pytest.mark.parametrize("name", ["seconds", "cpu_seconds", "memory_mb", "max_files", "output_bytes"])
 def test_a_limit_of_nothing_is_refused(name):
-    with pytest.raises(ValueError, match=f"--env.toolbox.python.{name} must be above 0"):
-        SandboxConfig(**{name: 0})
+    ((field, text),) = problems(SandboxConfig(**{name: 0}))
+    assert field == name and "it must be at least" in text
+    assert list(problems(SandboxConfig())) == []

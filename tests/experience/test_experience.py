@@ -1,7 +1,6 @@
 """What a step learns from, with an engine and a judge made of arithmetic."""
 
 import contextlib
-import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -12,12 +11,15 @@ import pytest
 from jaxrl_llm.algos import dapo, gkd, grpo, remax
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.rows import Example
-from jaxrl_llm.experience.rollouts import RolloutSource, perturbed
-from jaxrl_llm.experience.source import groups, judge, varied
+from jaxrl_llm.experience.rollouts import CURSOR, RolloutSource, perturbed
+from jaxrl_llm.experience.score import Scorer, group_by_prompt, has_variance, verify
+from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.outcome import Outcome
-from jaxrl_llm.rewards.sample import Result, RewardConfig
+from jaxrl_llm.rewards.config import RewardConfig
+from jaxrl_llm.rewards.pool import RewardPool
+from jaxrl_llm.rewards.sample import RewardResult
 from jaxrl_llm.rollout.engine import SamplingConfig
-from jaxrl_llm.rollout.native.engine import Later
+from jaxrl_llm.rollout.native.engine import DeferredGeneration
 from jaxrl_llm.structs import Trajectory
 
 
@@ -42,13 +44,19 @@ class FakeEngine:
         self.params = params
         return {}
 
-    def start(self, requests, sampling, key, dialogue=None, written=()):
-        return Later(lambda: self.generate(requests, sampling, key))
+    def start(self, requests, sampling, key, dialogue=None, partial=()):
+        self.key = key
+        return DeferredGeneration(lambda: self.generate(requests, sampling, key))
 
     def usage(self):
         return {}
 
-    def rest(self):
+    def check_logprobs(self, params, trajectories):
+        return self.untrusted
+
+    untrusted = ()
+
+    def release_memory(self):
         pass
 
     def generate(self, requests, sampling, key):
@@ -74,14 +82,15 @@ class FakePool:
     def score(self, samples):
         right = [s.response == "right" for s in samples]
         return [
-            Result(float(r), Outcome.CORRECT if r else Outcome.WRONG, components=(float(r),)) for r in right
+            RewardResult(float(r), Outcome.CORRECT if r else Outcome.WRONG, components=(float(r),))
+            for r in right
         ]
 
 
-def source(algo, **fields):
+def source(algo, scorer=None, **fields):
     return RolloutSource(
-        FakeLoader(), FakeEngine(), FakePool(), algo, SamplingConfig(), jax.random.key(0), prompts=3,
-        responses=2, max_tokens=4, **fields,
+        FakeLoader(), FakeEngine(), scorer or Scorer(FakePool()), algo, SamplingConfig(), jax.random.key(0),
+        prompts=3, responses=2, max_tokens=4, **fields,
     )  # fmt: skip
 
 
@@ -106,7 +115,7 @@ def test_dynamic_sampling_draws_until_the_step_is_full_of_groups_that_differ():
     assert built.loader.asked == [0, 1, 2]
     assert [int(t.prompt_ids[0]) - 1 for t in found.trajectories] == [1, 1, 4, 4, 7, 7]
     assert [t.prompt_index for t in found.trajectories] == [1, 1, 4, 4, 7, 7]
-    assert all(varied(group) for group in groups(found.trajectories))
+    assert all(has_variance(group) for group in group_by_prompt(found.trajectories))
     assert found.metrics["dynamic/draws"] == 3
     assert found.metrics["dynamic/kept_fraction"] == pytest.approx(1 / 3)
     assert [p.example.answer for p in found.prompts] == [str(i) for i in range(9)]
@@ -114,9 +123,46 @@ def test_dynamic_sampling_draws_until_the_step_is_full_of_groups_that_differ():
 
 def test_dynamic_sampling_gives_up_after_max_draws_with_what_it_has():
     built = source(dapo.Config(max_draws=2))
-    found = step(built, 1)
-    assert built.loader.asked == [2, 3]
+    found = step(built)
+    assert built.loader.asked == [0, 1]
     assert len(found.trajectories) == 4
+
+
+def test_dynamic_sampling_uses_every_prompt_and_continues_from_its_cursor():
+    """The first step needs three draws of the four it may have; the second begins with the fourth."""
+    built = source(dapo.Config(max_draws=4))
+    step(built)
+    step(built, 1)
+    assert built.loader.asked == [0, 1, 2, 3, 4, 5]
+    files = built.snapshot()
+    resumed = source(dapo.Config(max_draws=4))
+    resumed.resume(files, 2, {}, 0)
+    step(resumed, 2)
+    assert resumed.loader.asked == [6, 7, 8]
+    resumed.resume({CURSOR: b""}, 2, {}, 0)  # a checkpoint from before there were cursors
+    assert resumed.cursor == 8
+
+
+def test_dynamic_sampling_without_a_group_that_differs_learns_nothing():
+    built = source(dapo.Config(max_draws=2), scorer=lambda prompts, trajectories: constant(trajectories))
+    found = step(built)
+    assert found.items == [] and len(found.trajectories) == 6
+    assert found.metrics["dynamic/kept_fraction"] == 0
+    assert Stage(policy=SimpleNamespace(algo=dapo.Config())).prepare(None, found, None, 0) == []
+
+
+def constant(trajectories):
+    for trajectory in trajectories:
+        trajectory.reward = 0.5
+    return {}
+
+
+def test_responses_with_false_log_probs_are_masked():
+    built = source(grpo.Config())
+    built.engine.untrusted = (0, 3)
+    found = step(built)
+    assert [bool(np.isfinite(t.reward)) for t in found.trajectories] == [False, True, True, False, True, True]
+    assert [t.outcome.name for t in found.trajectories[:2]] == ["FAILED", "WRONG"]
 
 
 def test_a_greedy_response_is_a_baseline_and_is_not_learned_from():
@@ -137,6 +183,8 @@ def test_noise_on_the_weights_is_relative_and_new_every_step():
     for number in (0, 1, 0):
         built.next(number, weights, 0, lambda name: contextlib.nullcontext())
         seen.append(np.asarray(built.engine.params["w"]))
+        with_sampling_key = perturbed(weights, built.engine.key, 0.1)["w"]
+        assert not np.array_equal(seen[-1], with_sampling_key)  # streams of their own
     assert not np.allclose(seen[0], seen[1]) and np.array_equal(seen[0], seen[2])
     many = perturbed({"w": jnp.full(20000, 3.0)}, jax.random.key(1), 0.1)["w"]
     assert float(many.std()) == pytest.approx(0.3, rel=0.03)
@@ -144,8 +192,27 @@ def test_noise_on_the_weights_is_relative_and_new_every_step():
 
 
 def test_without_a_verifier_nothing_is_correct_or_wrong():
-    pool = SimpleNamespace(config=dataclasses.replace(RewardConfig(), name="none"), metrics={})
+    pool = RewardPool(RewardConfig(name="none"))
     found = step(source(grpo.Config()))
-    judge(pool, found.prompts, found.trajectories)
+    verify(pool, found.prompts, found.trajectories)
     assert {t.outcome for t in found.trajectories} == {Outcome.FAILED}
-    assert {t.reward for t in found.trajectories} == {0.0}
+    assert {(t.reward, t.components) for t in found.trajectories} == {(0.0, (0.0,))}
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        (RewardResult(0.5 - 2.0, Outcome.CORRECT, components=(1.0, -2.0)), (0.5, -2.0)),
+        (RewardResult(0.0, Outcome.FAILED), (0.0, 0.0)),  # reward.failed "zero"
+        (RewardResult(float("nan"), Outcome.FAILED), (float("nan"),) * 2),
+    ],
+)
+def test_the_components_of_a_reward_add_up_to_it(result, expected):
+    class Pool(FakePool):
+        config = RewardConfig(weight=0.5, shaping=(("overlong", 1.0),), overlong_from=1, overlong_to=2)
+        score = lambda self, samples: [result] * len(samples)
+
+    t = SimpleNamespace(prompt_index=0, text="", answer=None, response_ids=(), episode=None)
+    verify(Pool(), FakeLoader().batch(0, 1), [t])
+    np.testing.assert_equal(t.components, expected)
+    np.testing.assert_equal(t.reward, sum(expected))

@@ -9,15 +9,15 @@ import pytest
 
 from jaxrl_llm import models
 from jaxrl_llm.data.chat import encode_prompt
-from jaxrl_llm.data.judge import ask_one
+from jaxrl_llm.data.config import ChatConfig
+from jaxrl_llm.data.preference import ask_one
 from jaxrl_llm.data.rows import Example
-from jaxrl_llm.data.template import ChatConfig
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.experience.reward_models import add_scores, load_reward_model
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.rewards.sample import RewardModelConfig
+from jaxrl_llm.rewards.config import RewardModelConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.structs import Trajectory
 
@@ -82,7 +82,7 @@ def test_models_are_mixed_by_weight_and_kept_apart(weights, folder):
     v = values(weights, t)[-1]
     add_scores([judge(folder, weight=0.5), judge(folder, weight=2.0, mean=1.0, scale=4.0)], [t], ["1+2="])
     assert t.reward == pytest.approx(1 + 0.5 * v + 2 * (v - 1) / 4, abs=1e-4)
-    np.testing.assert_allclose(t.components, [1.0, v, (v - 1) / 4], atol=1e-4)
+    np.testing.assert_allclose(t.components, [1.0, 0.5 * v, 2 * (v - 1) / 4], atol=1e-4)
     assert t.token_rewards is None
 
 

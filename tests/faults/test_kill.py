@@ -89,7 +89,7 @@ sys.exit(train.main())
 KILLS = [
     ("jaxrl_llm.checkpoint.state:write_manifest", 1),  # no checkpoint is whole yet: a fresh start
     ("jaxrl_llm.checkpoint.state:Checkpointer.save", 3),  # after the line of step 3, before its checkpoint
-    ("jaxrl_llm.rollout.native:NativeEngine.generate", 2),  # while step 4 rolls out
+    ("jaxrl_llm.rollout.native.engine:NativeEngine.generate", 2),  # while step 4 rolls out
     ("jaxrl_llm.checkpoint.folder:retire", 2),  # while old checkpoints are deleted
     ("jaxrl_llm.learner:Learner.update", 1),
     ("jaxrl_llm.checkpoint.hf:save", 1),  # trained, not exported
@@ -107,7 +107,7 @@ def train(folder: Path, *more: str) -> End:
     return run("-m", "jaxrl_llm.train", *command(folder, *more))
 
 
-def train_with_signal(folder: Path, place: str, count: int, number: signal.LossInputs) -> End:
+def train_with_signal(folder: Path, place: str, count: int, number: signal.Signals) -> End:
     return run("-c", SIGNALLER, place, str(count), str(int(number)), *command(folder))
 
 

@@ -5,8 +5,8 @@ import pytest
 
 from jaxrl_llm.algos import grpo, online_dpo
 from jaxrl_llm.data.packing import PackItem, counts, from_trajectory
-from jaxrl_llm.learn.credit import assign, side_by_side, split
-from jaxrl_llm.learn.trainer import Trainer
+from jaxrl_llm.learn.credit import assign_credit, side_by_side, split
+from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.structs import TrainState, Trajectory
 
 
@@ -21,7 +21,7 @@ def trajectory(reward, response, prompt_index=0, finish="stop", **fields):
 
 def assigned(trajectories, algo=None):
     items = [from_trajectory(t) for t in trajectories]
-    return assign(algo or grpo.Config(kl_coef=0.0), items, trajectories, 0.0, seed=0)
+    return assign_credit(algo or grpo.Config(kl_coef=0.0), items, trajectories, 0.0, seed=0)
 
 
 def test_every_token_of_a_response_gets_its_advantage():
@@ -50,7 +50,7 @@ def test_nothing_is_learned_where_nothing_was_selected():
     same = [trajectory(1.0, [5, 9], prompt_index=p) for p in (0, 0, 1, 1)]
     assert assigned(same, online_dpo.Config()) == []
     state = TrainState({}, (), 0, 0, 0.0)
-    assert Trainer(policy=None).update(state, [], step=0) == (state, {})
+    assert Stage(policy=None).update(state, [], step=0) == (state, {})
 
 
 def test_minibatches_keep_groups_together():

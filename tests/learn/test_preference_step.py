@@ -10,12 +10,12 @@ import pytest
 
 from jaxrl_llm import algos, models
 from jaxrl_llm.algos import distill, dpo, kto, reward_model
-from jaxrl_llm.data.loader import DataConfig, Loader
-from jaxrl_llm.data.rows import SourceConfig
+from jaxrl_llm.data.config import DataConfig, SourceConfig
+from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
-from jaxrl_llm.experience.source import dataset_items
+from jaxrl_llm.experience.dataset import dataset_items
 from jaxrl_llm.learn.learner import Learner
-from jaxrl_llm.learn.trainer import Trainer
+from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
@@ -54,9 +54,9 @@ def gradient(algo, items, devices=1, **settings):
     with jax.set_mesh(mesh):
         params, before = weights(built, 0), jax.tree.map(np.asarray, weights(built, 0))
         teachers = (weights(built, 1), weights(built, 2)) if algos.requirements(algo).divergence else ()
-        trainer, state = Trainer(built, teachers=teachers), built.init_state(params)
-        trainer.score(state, items, 1, weights(built, 3) if algos.requirements(algo).reference else None)
-        state, metrics = trainer.update(state, [items], step=0)
+        stage, state = Stage(built, teachers=teachers), built.init_state(params)
+        stage.score(state, items, weights(built, 3) if algos.requirements(algo).reference else None)
+        state, metrics = stage.update(state, [items], step=0)
         after = jax.tree.map(np.asarray, state.params)
     return {k: float(v) for k, v in metrics.items()}, jax.tree.map(lambda a, b: a - b, before, after)
 
@@ -75,6 +75,16 @@ def test_rows_packing_order_and_devices_change_nothing(name):
     assert float(apart) < 3e-5 * wanted["grad_norm"]
 
 
+def test_a_pair_with_an_empty_side_changes_nothing():
+    algo, tasks = CASES["dpo"]
+    items = items_of(algo, tasks, 4)
+    without, _ = gradient(algo, items[:6], rows=2, row_tokens=64)
+    items[7].mask = np.zeros_like(items[7].mask)
+    metrics, _ = gradient(algo, items, rows=2, row_tokens=64)
+    names = ("loss", "grad_norm", "margin", "accuracy", "chosen_nll")
+    assert {n: metrics[n] for n in names} == {n: pytest.approx(without[n], rel=1e-5) for n in names}
+
+
 def test_a_policy_that_is_its_reference_has_the_loss_of_a_coin():
     algo = dpo.Config()
     mesh = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
@@ -82,10 +92,10 @@ def test_a_policy_that_is_its_reference_has_the_loss_of_a_coin():
     items = items_of(algo, ("preference",), 4)
     with jax.set_mesh(mesh):
         reference, state = weights(built, 0), built.init_state(weights(built, 0))
-        trainer, seen = Trainer(built), []
+        stage, seen = Stage(built), []
         for step in range(60):
-            trainer.score(state, items, 1, reference)
-            state, metrics = trainer.update(state, [items], step)
+            stage.score(state, items, reference)
+            state, metrics = stage.update(state, [items], step)
             seen.append({k: float(v) for k, v in metrics.items()})
     assert seen[0]["loss"] == pytest.approx(np.log(2), rel=1e-6)
     assert seen[0]["margin"] == pytest.approx(0.0, abs=1e-6)

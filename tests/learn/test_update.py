@@ -9,13 +9,14 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl_llm import models
+from jaxrl_llm import algos, models
 from jaxrl_llm.algos import grpo, requirements, sft
+from jaxrl_llm.algos.contract import old_logprobs
 from jaxrl_llm.data.packing import PackItem, counts, pack
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.optim import OptimConfig, make_optimizer
-from jaxrl_llm.learn.trainer import Trainer
-from jaxrl_llm.learn.update import StepConfig, combine, loss_inputs, outputs
+from jaxrl_llm.learn.stage import Stage
+from jaxrl_llm.learn.update import StepConfig, combine, loss_inputs, model_outputs
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.structs import BatchTotals
@@ -64,9 +65,12 @@ def one_update(built, items=None, minibatches=1):
 
 def full_step(built, state, minibatches, reference=None):
     """Scores before the first update, then the updates."""
-    trainer = Trainer(built)
-    trainer.score(state, [i for items in minibatches for i in items], len(minibatches), reference)
-    return trainer.update(state, minibatches, step=0)
+    algorithm = algos.of(built.algo)
+    old = old_logprobs(algorithm, algos.requirements(built.algo), len(minibatches))
+    built.config = dataclasses.replace(built.config, old=old)
+    stage = Stage(built)
+    stage.score(state, [i for items in minibatches for i in items], reference)
+    return stage.update(state, minibatches, step=0)
 
 
 def assert_same(got, wanted, rel=1e-5):
@@ -158,7 +162,7 @@ def test_mismatch_is_measured_on_trained_tokens():
     (batch,) = pack(items, 32, 4)
     with jax.set_mesh(built.mesh):
         params = models.init(MODEL, jax.random.key(0))
-        exact = np.array(outputs(params, built.put(batch), built.config, ("policy",))["policy"])
+        exact = np.array(model_outputs(params, built.put(batch), built.config, ("policy",))["policy"])
     exact[0, np.flatnonzero(batch.mask[0])[0]] += 0.25
     batch = dataclasses.replace(batch, rollout=exact, advantages=np.ones_like(exact))
     with jax.set_mesh(built.mesh):

@@ -16,7 +16,7 @@ from jaxrl_llm.algos import grpo
 from jaxrl_llm.data.packing import from_trajectory
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.update import StepConfig
-from jaxrl_llm.rollout.checks import not_strict
+from jaxrl_llm.rollout.checks import strict_problems
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
 from jaxrl_llm.rollout.native.engine import NativeEngine, RolloutConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
@@ -149,5 +149,5 @@ def test_a_whole_run_has_no_mismatch(tmp_path, monkeypatch):
     ],
 )
 def test_settings_that_strict_mode_excludes_are_refused(settings, dtype, devices, message):
-    assert not list(not_strict(RolloutConfig(dtype=dtype), dtype, 1))
-    assert next(not_strict(RolloutConfig(**settings), dtype, devices)).startswith(message)
+    assert not list(strict_problems(RolloutConfig(dtype=dtype), dtype, 1))
+    assert next(strict_problems(RolloutConfig(**settings), dtype, devices)).startswith(message)

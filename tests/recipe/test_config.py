@@ -1,168 +1,37 @@
-"""Overrides and checks: what is accepted, and each message word for word."""
+"""Checks of a config: what is accepted, and each message word for word; sizes that follow from it."""
 
-import dataclasses
 import json
+import math
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from refusals import refusal
 
-from jaxrl_llm.algos import grpo, sft
+from jaxrl_llm.algos import sft
 from jaxrl_llm.algos.clipped import ClippedConfig
 from jaxrl_llm.config import (
+    CriticConfig,
     DataConfig,
     EnvConfig,
     MeshConfig,
     ModelConfig,
     OptimConfig,
+    RewardConfig,
+    RewardModelConfig,
     SamplingConfig,
-    SourceConfig,
-    TrainConfig,
     TransformerConfig,
     derived,
-    describe_run,
-    dump,
 )
-from jaxrl_llm.errors import ConfigError
-from jaxrl_llm.recipe.checks import check, check_model
-from jaxrl_llm.recipe.overrides import leaves, override, split
-
-
-@pytest.fixture
-def config(tmp_path) -> TrainConfig:
-    return TrainConfig(
-        run_dir=str(tmp_path / "run"),
-        max_prompt_tokens=16,
-        max_response_tokens=16,
-        model=ModelConfig(architecture=TransformerConfig(max_position=64), tokenizer="tiny"),
-        data=DataConfig(train=(SourceConfig(path="task:arithmetic"), SourceConfig(path="b.jsonl"))),
-    )
-
-
-def changed(config, line: str) -> TrainConfig:
-    return override(config, split(line.split()))
-
-
-def refusal(action, *args) -> str:
-    with pytest.raises(ConfigError) as caught:
-        action(*args)
-    return str(caught.value)
-
-
-# -- overrides
-
-
-def test_a_value_reaches_its_field_in_both_spellings_and_the_last_one_wins(config):
-    after = changed(config, "--steps 7 --steps=9 --optim.learning_rate 3e-4 --mesh.fsdp -1 --run_dir /x=y")
-    assert (after.steps, after.optim.learning_rate, after.mesh.fsdp, after.run_dir) == (9, 3e-4, -1, "/x=y")
-    assert after.optim.b1 == config.optim.b1
-    assert after.model is config.model
-
-
-def test_every_kind_of_field_is_set_from_text(config):
-    line = "--data.shuffle false --algo.dual_clip 3 --algo.kl k1 --data.train.1.weight 2 --model.remat full"
-    after = changed(config, line)
-    assert (after.data.shuffle, after.algo.dual_clip, after.algo.kl) == (False, 3.0, "k1")
-    assert [source.weight for source in after.data.train] == [1.0, 2.0]
-    assert after.data.train[0] is config.data.train[0]
-    assert changed(after, "--algo.dual_clip None").algo.dual_clip is None
-    stops = override(
-        config, split(["--eval.sampling.stop", "a b", "c", "--eval.sampling.stop_tokens", "-1", "5"])
-    )
-    assert (stops.eval.sampling.stop, stops.eval.sampling.stop_tokens) == (("a b", "c"), (-1, 5))
-    assert override(config, [("eval.sampling.stop", [])]).eval.sampling.stop == ()
-    assert override(config, split(["--data.train.0.options=--x 1"])).data.train[0].options == "--x 1"
-    spaced = override(config, split(["--sglang.flags", "--tp 2 --device cpu", "--steps", "3"]))
-    assert (spaced.sglang.flags, spaced.steps) == ("--tp 2 --device cpu", 3)
-    assert changed(config, "--model.architecture.rope.theta 5").model.architecture.rope.theta == 5.0
-
-
-def test_a_level_may_be_left_out_where_it_is_clear_and_hyphens_are_underscores(config):
-    after = changed(config, "--rollout.temperature 0.7 --eval.top_p 0.5 --prompts-per-step 3")
-    assert after.rollout.sampling.temperature == 0.7
-    assert (after.eval.sampling.top_p, after.prompts_per_step) == (0.5, 3)
-
-
-@pytest.mark.parametrize(
-    ("typed", "nearest"),
-    [
-        ("stpes", "steps"),
-        ("lr", "optim.learning_rate"),
-        ("learning_rate", "optim.learning_rate"),
-        ("temperature", "rollout.sampling.temperature"),
-        ("rollout.temprature", "rollout.sampling.temperature"),
-        ("optim.temperature", "rollout.sampling.temperature"),
-        ("responses_per_prompts", "responses_per_prompt"),
-        ("algo.clip", "algo.clip_low"),
-        ("data.train.1.wieght", "data.train.1.weight"),
-        ("model.archtecture.hidden_size", "model.architecture.hidden_size"),
-    ],
-)
-def test_an_unknown_key_is_answered_with_the_nearest(config, typed, nearest):
-    message = refusal(override, config, [(typed, ["1"])])
-    assert message == f"--{typed}: unknown key. Did you mean --{nearest}? --help lists all keys."
-
-
-def test_keys_that_are_no_fields(config):
-    assert refusal(changed, config, "--mesh 4") == (
-        "--mesh: unknown key. mesh is a group; set its fields: "
-        "--mesh.data, --mesh.fsdp, --mesh.sequence, --mesh.sequence_parallel, --mesh.tensor."
-    )
-    assert refusal(changed, config, "--data.eval.0.path x") == (
-        "--data.eval.0.path: unknown key. data.eval is not set in this recipe, so it has no fields; "
-        "set it in the recipe file."
-    )
-    assert refusal(changed, config, "--data.eval x") == (
-        "--data.eval has fields of its own; set it in the recipe file."
-    )
-    assert refusal(split, ["steps", "4"]) == (
-        "'steps' has no key before it. Write --key value, such as --steps 100."
-    )
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--steps 1.5", "--steps: expected a whole number, got '1.5'."),
-        ("--steps ten", "--steps: expected a whole number, got 'ten'."),
-        ("--steps 1 2", "--steps: expected a whole number, got '1 2'."),
-        ("--steps", "--steps: expected a whole number, got nothing."),
-        ("--optim.learning_rate fast", "--optim.learning_rate: expected a number, got 'fast'."),
-        ("--data.shuffle maybe", "--data.shuffle: expected True or False, got 'maybe'."),
-        ("--algo.kl k4", "--algo.kl: expected one of k1, k2, k3, abs, k1+, k3+, got 'k4'."),
-        ("--algo.dual_clip x", "--algo.dual_clip: expected a number or None, got 'x'."),
-        (
-            "--eval.sampling.stop_tokens 1 x",
-            "--eval.sampling.stop_tokens: expected any number of values, each a whole number, got '1 x'.",
-        ),
-    ],
-)
-def test_a_value_of_the_wrong_type_names_key_value_and_type(config, line, message):
-    assert refusal(changed, config, line) == message
-
-
-def test_a_value_that_its_part_refuses(config):
-    assert refusal(changed, config, "--rollout.slots 0") == (
-        "--rollout.slots: rollout.slots must be at least 1, not 0."
-    )
-
-
-def test_leaves_lists_every_field_once(config):
-    keys = [key for key, _ in leaves(config)]
-    assert len(keys) == len(set(keys))
-    assert {"run_dir", "steps", "seed", "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.sequence"} <= set(keys)
-    assert {"checkpoint.every", "model.path", "data.train.1.path", "model.architecture.rope.theta"} <= set(
-        keys
-    )
-
-
-# -- checks
+from jaxrl_llm.envs.config import SandboxConfig, ToolsConfig
+from jaxrl_llm.recipe.checks import check_config, check_held_out, check_model
 
 
 def test_a_sound_config_passes_and_its_folder_is_made(config):
-    check(config)
+    check_config(config)
     assert list(Path(config.run_dir).iterdir()) == []
 
 
@@ -176,19 +45,39 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
         ),
         (
             dict(prompts_per_step=3, responses_per_prompt=5, minibatches_per_step=4),
-            "--minibatches_per_step 4 does not divide the 15 trajectories of a step (prompts_per_step x "
+            "--minibatches_per_step is 4: it must divide the 15 trajectories of a step (prompts_per_step x "
             "responses_per_prompt). Set it to 3 or 5.",
         ),
-        (dict(steps=-1), "--steps is -1: it must be at least 0."),
-        (dict(minibatches_per_step=0), "--minibatches_per_step is 0: it must be at least 1."),
-        (dict(max_runtime=-1.0), "--max_runtime is -1.0: it must be at least 0."),
+        (dict(steps=-1), "--steps is -1: it must be at least 0 and at most 2,147,483,647."),
+        (dict(seed=2**63), f"--seed is {2**63}: it must be at least 0 and at most 2,147,483,647."),
+        (dict(seed=10**5000), "--seed is <int> (int): expected a whole number."),
+        (dict(max_runtime=10**400), f"--max_runtime is 1{'0' * 47}...{'0' * 48} (int): expected a number."),
         (
-            dict(optim=OptimConfig(learning_rate=0.0)),
-            "--optim.learning_rate is 0.0: it must be positive; 1e-6 is usual for RL, 1e-5 for sft.",
+            dict(steps=0),
+            "--steps is 0, and so is --warm_start.steps: there is nothing to train. Set one of them.",
         ),
         (
+            dict(prompts_per_step=10**9),
+            "--prompts_per_step is 1000000000: it must be at least 1 and at most 1,048,576.",
+        ),
+        (
+            dict(prompts_per_step=2**20, responses_per_prompt=2**16),
+            "--prompts_per_step is 1048576: with --responses_per_prompt 65536 a step has 68,719,476,736 "
+            "trajectories; it must have at most 16,777,216.",
+        ),
+        (
+            dict(minibatches_per_step=0),
+            "--minibatches_per_step is 0: it must be at least 1 and at most 1,048,576.",
+        ),
+        (dict(max_runtime=-1.0), "--max_runtime is -1.0: it must be at least 0 and at most 1,000,000,000."),
+        (
             dict(optim=OptimConfig(learning_rate=float("nan"))),
-            "--optim.learning_rate is nan: it must be positive; 1e-6 is usual for RL, 1e-5 for sft.",
+            "--optim.learning_rate is nan: it must be above 0 and at most 10; 1e-6 is usual for RL, 1e-5 for "
+            "SFT.",
+        ),
+        (
+            dict(critic=CriticConfig(optim=OptimConfig(b1=1.0))),
+            "--critic.optim.b1 is 1.0: it must be at least 0 and below 1.",
         ),
         (
             dict(max_response_tokens=50),
@@ -208,7 +97,7 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
         (
             dict(mesh=MeshConfig(tensor=3, sequence=4, sequence_parallel="ulysses")),
             "--mesh.sequence_parallel ulysses divides the 16 query heads among tensor x sequence = 12 "
-            "devices, which does not come out even. Set --mesh.sequence_parallel ring, or a smaller "
+            "devices, and 16 is no multiple of 12. Set --mesh.sequence_parallel ring, or a smaller "
             "--mesh.sequence.",
         ),
         (
@@ -217,7 +106,8 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
         ),
         (
             dict(model=ModelConfig(architecture=TransformerConfig())),
-            '--model.tokenizer is empty: random weights bring none. Set a folder, a hub name or "tiny".',
+            "--model.tokenizer is empty: random weights have no tokenizer. "
+            'Set a folder, a hub name or "tiny".',
         ),
         (
             dict(model=ModelConfig(path="/no/such")),
@@ -230,16 +120,47 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
             "or data.train in the recipe.",
         ),
         (
+            dict(model=ModelConfig(path="x" * 5000)),
+            f"--model.path {'x' * 48}...{'x' * 48}: no such folder. Set a Hugging Face folder "
+            "(config.json and *.safetensors) or a hub name such as Qwen/Qwen3-0.6B.",
+        ),
+        (
+            dict(model=ModelConfig(path="~no_such_user/m")),
+            "--model.path ~no_such_user/m: no such folder. Set a Hugging Face folder (config.json and "
+            "*.safetensors) or a hub name such as Qwen/Qwen3-0.6B.",
+        ),
+        (
             dict(env=EnvConfig(tool_timeout=0.0)),
-            "--env.tool_timeout is 0.0: it must be above 0 seconds; 30 is usual.",
+            "--env.tool_timeout is 0.0: it must be above 0 and at most 1,000,000; 30 is usual.",
         ),
         (
             dict(env=EnvConfig(max_calls=0)),
-            "--env.max_calls is 0: it must be at least 1; 16 is usual.",
+            "--env.max_calls is 0: it must be at least 1 and at most 10000; 16 is usual.",
+        ),
+        (
+            dict(env=EnvConfig(toolbox=ToolsConfig(python=SandboxConfig(seconds=math.nan)))),
+            "--env.toolbox.python.seconds is nan: it must be at least 0.01 and at most 3600.",
+        ),
+        (
+            dict(reward=RewardConfig(workers=0)),
+            "--reward.workers is 0: it must be at least 1 and at most 1024; one a processor is usual.",
+        ),
+        (
+            dict(reward=RewardConfig(models=(RewardModelConfig(path="m", scale=0.0),))),
+            "--reward.models.0.scale is 0.0: it must be at least 1e-06 and at most 1,000,000.",
         ),
         (dict(run_dir=""), "--run_dir is empty. Set --run_dir to a folder that can be written."),
         (dict(steps="3"), "--steps is '3' (str): expected a whole number."),
         (dict(steps=True), "--steps is True (bool): expected a whole number."),
+        (
+            dict(env=MeshConfig),
+            "--env is <class 'jaxrl_llm.sharding.mesh.MeshConfig'> (type): expected EnvConfig.",
+        ),
+        (
+            dict(data=DataConfig(train=[])),
+            "--data.train is [] (list): expected any number of values, each SourceConfig.",
+        ),
+        (dict(algo=ClippedConfig()), "--algo: ClippedConfig of no algorithm; make it with NAME.Config(...)."),
         (
             dict(data=DataConfig(overlong="drop")),
             "--data.overlong is 'drop' (str): expected one of filter, cut, fail.",
@@ -247,16 +168,19 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
     ],
 )
 def test_what_cannot_work_names_the_key_and_the_fix(config, change, message):
-    assert refusal(check, replace(config, **change)) == message
+    assert refusal(check_config, replace(config, **change)) == message
+
+
+def test_a_config_in_the_place_of_another_is_refused(config):
+    message = refusal(check_config, replace(config, optim=MeshConfig()))
+    assert message.startswith("--optim is MeshConfig(data=1, ")
+    assert message.endswith(" (MeshConfig): expected OptimConfig.")
 
 
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
-        (SamplingConfig(temperature=-1.0), "temperature is -1.0: it must be 0 (greedy) or more."),
-        (SamplingConfig(top_p=0.0), "top_p is 0.0: it must be above 0 and at most 1."),
-        (SamplingConfig(min_p=1.0), "min_p is 1.0: it must be at least 0 and below 1."),
-        (SamplingConfig(top_k=-1), "top_k is -1: it must be 0 (all tokens) or more."),
+        (SamplingConfig(top_p=0.0), "top_p is 0.0: it must be above 0 and at most 1; 1.0 keeps all tokens."),
         (
             SamplingConfig(temperature=0.0),
             "temperature is 0: all 8 responses to a prompt would be the same. Set it above 0 (1.0 is usual "
@@ -264,71 +188,96 @@ def test_what_cannot_work_names_the_key_and_the_fix(config, change, message):
         ),
     ],
 )
-def test_sampling_out_of_range(config, sampling, message):
-    drawn = replace(config, rollout=replace(config.rollout, sampling=sampling))
-    assert refusal(check, drawn) == f"--rollout.{message}"
-    check(replace(drawn, algo=sft.Config()))  # which draws no responses
+def test_sampling_that_cannot_be(config, sampling, message):
+    sampled = replace(config, rollout=replace(config.rollout, sampling=sampling))
+    assert refusal(check_config, sampled) == f"--rollout.sampling.{message}"
+    evaluated = replace(config, eval=replace(config.eval, every=1, samples=8, sampling=sampling))
+    assert refusal(check_config, evaluated) == f"--eval.sampling.{message}"
+
+
+def test_a_greedy_group_is_none_where_no_responses_are_sampled(config):
+    greedy = SamplingConfig(temperature=0.0)
+    check_config(replace(config, algo=sft.Config(), rollout=replace(config.rollout, sampling=greedy)))
+
+
+def test_more_held_out_prompts_than_rows(config):
+    check_held_out(config, 64)
+    assert refusal(check_held_out, config, 20) == (
+        "--eval.prompts is 64: the held-out data has 20 rows. Set --eval.prompts 20 or less, or give it more "
+        "rows (--data.eval_path)."
+    )
+
+
+def test_huge_sizes_are_refused_at_once(config):
+    began = time.monotonic()
+    huge = replace(config, mesh=MeshConfig(sequence=2**20), max_response_tokens=2**24 - 1)
+    assert "does not divide a row" in refusal(check_config, huge)
+    steps = replace(config, prompts_per_step=2**20 - 3, responses_per_prompt=16, minibatches_per_step=2**20)
+    assert "Set it to 16 or 1048573." in refusal(check_config, steps)
+    assert time.monotonic() - began < 1.0
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"engine": "sglang"}, "--rollout.engine sglang needs either --rollout.servers"),
+        ({"engine": "sglang"}, "--rollout.engine is sglang: it needs either --rollout.servers"),
         (
             {"engine": "sglang", "launch": 1, "servers": ("http://127.0.0.1:1",)},
-            "--rollout.engine sglang needs either",
+            "--rollout.engine is sglang: it needs either",
         ),
-        (
-            {"launch": 1},
-            "--rollout.servers and --rollout.launch are for SGLang: add --rollout.engine sglang.",
-        ),
-        ({"engine": "sglang", "servers": ("a:1",)}, "--rollout.servers: 'a:1' is no address"),
+        ({"engine": "sglang", "servers": ("a:1",)}, "--rollout.servers is wrong: 'a:1' is no address"),
         (
             {"engine": "sglang", "servers": ("http://10.1.2.3:1",)},
-            "--rollout.servers: http://10.1.2.3:1 is plain http to another host, and there is no key",
+            "--rollout.servers is wrong: http://10.1.2.3:1 is plain http to another host, and",
         ),
-        ({"engine": "sglang", "servers": ("@none.txt",)}, "--rollout.servers @none.txt: one @file with one"),
+        (
+            {"engine": "sglang", "servers": ("@none.txt",)},
+            "--rollout.servers is @none.txt: it must be a text",
+        ),
         (
             {"engine": "sglang", "servers": ("@a.txt", "http://127.0.0.1:1")},
-            "--rollout.servers @a.txt http://127.0.0.1:1: one @file with one address a line",
+            "--rollout.servers is @a.txt http://127.0.0.1:1: it must be addresses, or one @file",
         ),
-        ({"engine": "sglang", "launch": -1}, "--rollout.launch is -1: it must be at least 0."),
     ],
 )
 def test_servers_that_cannot_be(config, settings, message):
     chosen = replace(config, rollout=replace(config.rollout, **settings))
-    assert refusal(check, chosen).startswith(message)
+    assert refusal(check_config, chosen).startswith(message)
 
 
 def test_addresses_in_a_file_are_checked_too(config, tmp_path):
     file = tmp_path / "servers.txt"
     file.write_text("http://127.0.0.1:1\nhost:1\n")
     chosen = replace(config, rollout=replace(config.rollout, engine="sglang", servers=(f"@{file}",)))
-    assert refusal(check, chosen) == "--rollout.servers: 'host:1' is no address; write http://host:port."
+    assert refusal(check_config, chosen) == (
+        f"--rollout.servers is @{file}: 'host:1' is no address; write http://host:port."
+    )
     alone = replace(chosen, sglang=replace(chosen.sglang, colocated=True, flags="--device cpu"))
     file.write_text("http://127.0.0.1:1\n")
-    assert refusal(check, alone).startswith("--sglang.colocated needs servers that are started here")
+    assert refusal(check_config, alone).startswith("--sglang.colocated needs servers that are started here")
 
 
 def test_an_interpreter_for_servers_must_exist(config):
     chosen = replace(config, rollout=replace(config.rollout, engine="sglang", launch=1))
-    check(chosen)
+    check_config(chosen)
     named = replace(chosen, sglang=replace(chosen.sglang, devices=("0", "1")))
-    assert refusal(check, named) == "--sglang.devices names 2, --rollout.launch is 1."
+    assert refusal(check_config, named) == "--sglang.devices names 2, --rollout.launch is 1."
     missing = replace(chosen, sglang=replace(chosen.sglang, python="/no/python"))
-    assert refusal(check, missing) == "--sglang.python is '/no/python': no such program."
+    assert refusal(check_config, missing) == "--sglang.python is '/no/python': no such program."
     relayed = replace(chosen, sglang=replace(chosen.sglang, transport="group", relay_python="/no/python"))
-    assert refusal(check, relayed) == "--sglang.relay_python is '/no/python': no such program."
+    assert refusal(check_config, relayed) == "--sglang.relay_python is '/no/python': no such program."
 
 
 def test_memory_is_shared_with_servers_that_are_started_here_alone(config):
     rollout = replace(config.rollout, engine="sglang", servers=("http://127.0.0.1:1",))
     shared = replace(config, rollout=rollout, sglang=replace(config.sglang, transport="ipc"))
-    assert refusal(check, shared).startswith("--sglang.transport ipc shares the memory of GPUs with servers")
+    assert refusal(check_config, shared).startswith(
+        "--sglang.transport ipc shares the memory of GPUs with servers"
+    )
 
 
 def test_several_problems_are_told_at_once(config):
-    message = refusal(check, replace(config, responses_per_prompt=1, tokens_per_device=8))
+    message = refusal(check_config, replace(config, responses_per_prompt=1, tokens_per_device=8))
     first, *problems = message.splitlines()
     assert first == "the config has several problems:"
     assert [line.split(" is ")[0] for line in problems] == [
@@ -338,42 +287,42 @@ def test_several_problems_are_told_at_once(config):
 
 
 def test_sft_needs_no_group(config):
-    check(replace(config, algo=sft.Config(), responses_per_prompt=1))
+    check_config(replace(config, algo=sft.Config(), responses_per_prompt=1))
 
 
 def test_a_local_model_is_checked_by_its_config_json(config, tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     here = replace(config, model=ModelConfig(path=str(folder)))
-    assert refusal(check, here) == (
+    assert refusal(check_config, here) == (
         f"--model.path {folder}: no config.json in it, so it is no Hugging Face model folder."
     )
     (folder / "config.json").write_text("{")
-    assert f"--model.path {folder}: {folder}/config.json is not JSON" in refusal(check, here)
+    assert f"--model.path {folder}: {folder}/config.json is not JSON" in refusal(check_config, here)
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 20}))
-    assert refusal(check, here) == (
+    assert refusal(check_config, here) == (
         "--max_prompt_tokens 16 + --max_response_tokens 16 is more than the model's 20 positions. "
         "Set --max_response_tokens 4 or less."
     )
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 32}))
-    check(here)
+    check_config(here)
     assert "more than the model's 31 positions" in refusal(
         check_model, config, MeshConfig(fsdp=8).sizes, 31, 4
     )
 
 
 def test_a_hub_name_is_no_missing_folder(config, tmp_path, monkeypatch):
-    check(replace(config, model=ModelConfig(path="Qwen/Qwen3-0.6B")))
+    check_config(replace(config, model=ModelConfig(path="Qwen/Qwen3-0.6B")))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
-    assert "no such folder" in refusal(check, replace(config, model=ModelConfig(path="models/qwen")))
-    assert "no such folder" in refusal(check, replace(config, model=ModelConfig(path="./qwen")))
+    assert "no such folder" in refusal(check_config, replace(config, model=ModelConfig(path="models/qwen")))
+    assert "no such folder" in refusal(check_config, replace(config, model=ModelConfig(path="./qwen")))
 
 
 def test_a_run_dir_that_is_a_file_is_refused(config, tmp_path):
     (tmp_path / "taken").write_text("")
     for run_dir in (tmp_path / "taken", tmp_path / "taken" / "below"):
-        message = refusal(check, replace(config, run_dir=str(run_dir)))
+        message = refusal(check_config, replace(config, run_dir=str(run_dir)))
         assert message.startswith(f"--run_dir {run_dir}: cannot be written (")
         assert message.endswith("Set --run_dir to a folder that can be written.")
 
@@ -381,7 +330,8 @@ def test_a_run_dir_that_is_a_file_is_refused(config, tmp_path):
 def test_nothing_of_this_starts_a_jax_backend(tmp_path):
     code = (
         "import sys\nfrom jax._src import xla_bridge\nfrom jaxrl_llm.recipe.load import from_command_line\n"
-        "from jaxrl_llm.config import dump, derived\nc = from_command_line(sys.argv[1:]).config\n"
+        "from jaxrl_llm.config import derived\nfrom jaxrl_llm.recipe.dump import dump\n"
+        "c = from_command_line(sys.argv[1:]).config\n"
         "dump(c), derived(c, 8)\nprint(xla_bridge.backends_are_initialized(), 'matplotlib' in sys.modules)"
     )
     argv = [sys.executable, "-c", code, "--config", "grpo_tiny.py", "--run_dir", str(tmp_path)]
@@ -391,7 +341,7 @@ def test_nothing_of_this_starts_a_jax_backend(tmp_path):
     ]
 
 
-# -- derived numbers, dump, secrets
+# -- derived numbers
 
 
 def test_derived_numbers_by_hand(config):
@@ -420,37 +370,3 @@ def test_derived_numbers_by_hand(config):
     roomy = replace(config, tokens_per_device=10_000)
     assert derived(roomy, 8)["rows_per_microbatch"] == 16  # 12 trajectories need no more
     assert derived(replace(config, algo=sft.Config()), 4)["trajectories_per_step"] == 6
-
-
-def test_the_dump_is_json_and_complete(config):
-    tree = json.loads(json.dumps(dump(config), allow_nan=False))
-    assert {f.name for f in dataclasses.fields(TrainConfig)} == set(tree)
-    as_json = json.loads(json.dumps(dataclasses.asdict(grpo.Config())))
-    assert tree["algo"] == {"name": as_json.pop("algorithm"), **as_json}
-    assert tree["model"]["architecture"]["max_position"] == 64
-    assert tree["data"]["train"][1]["path"] == "b.jsonl"
-    assert dump(replace(config, max_runtime=float("inf")))["max_runtime"] == "inf"
-
-
-@dataclasses.dataclass(frozen=True)
-class Secretive(ClippedConfig):
-    api_key: str = "abc123"
-    auth_token: str = "abc123"
-    password: str = ""
-    stop_tokens: str = "kept"
-    prompt_key: str = "kept"
-
-
-def test_secrets_are_masked(config, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hunter2")
-    config = replace(config, algo=Secretive(), model=replace(config.model, path="https://u:hunter2@host/m"))
-    run = describe_run(config, "r.py", ["--model.path", "https://u:hunter2@host/m"])
-    text = json.dumps(run)
-    assert "hunter2" not in text
-    assert "abc123" not in text
-    algo = run["config"]["algo"]
-    assert [algo[k] for k in ("api_key", "auth_token", "password", "stop_tokens", "prompt_key")] == (
-        ["***", "***", "", "kept", "kept"]
-    )
-    assert run["command"] == ["--model.path", "https://u:***@host/m"]
-    assert run["versions"]["jax"].count(".") >= 2

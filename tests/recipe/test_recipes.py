@@ -1,19 +1,22 @@
-"""Recipes and the command line: which there are, --algo, --help and --list, and whom an error blames."""
+"""Recipes and the command line: find and load a recipe, --algo and --list; errors name file and line."""
 
-import inspect
+import errno
 import json
+import os
 import re
+import signal
+import threading
 from pathlib import Path
 
 import pytest
-from test_config import refusal
+from refusals import refusal
 
 from jaxrl_llm import algos
 from jaxrl_llm.algos import sft
-from jaxrl_llm.config import EvalConfig, LogConfig, ModelConfig, TrainConfig, WarmStartConfig, dump
+from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.recipe import load
+from jaxrl_llm.recipe.dump import dump
 from jaxrl_llm.recipe.load import from_command_line
-from jaxrl_llm.recipe.overrides import leaves
 
 RECIPES = (
     "dapo_tiny.py",
@@ -43,16 +46,20 @@ def test_the_packaged_recipes_are_sound_and_say_what_they_are(recipe, tmp_path):
 
 
 def test_the_recipes_are_those():
-    assert tuple(path.name for path in load.packaged()) == RECIPES
+    assert tuple(path.name for path in load.packaged_recipes()) == RECIPES
 
 
 def test_a_recipe_is_found_as_a_path_then_among_the_packaged(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert load.find("grpo_tiny.py") == load.packaged_dir().resolve() / "grpo_tiny.py"
-    assert load.find("grpo_tiny") == load.find("configs/grpo_tiny.py") == load.find("grpo_tiny.py")
+    assert load.find_recipe("grpo_tiny.py") == load.packaged_dir().resolve() / "grpo_tiny.py"
+    assert (
+        load.find_recipe("grpo_tiny")
+        == load.find_recipe("configs/grpo_tiny.py")
+        == load.find_recipe("grpo_tiny.py")
+    )
     (tmp_path / "grpo_tiny.py").write_text("")
-    assert load.find("grpo_tiny.py") == tmp_path / "grpo_tiny.py"
-    assert refusal(load.find, "grpo_tny.py") == (
+    assert load.find_recipe("grpo_tiny.py") == tmp_path / "grpo_tiny.py"
+    assert refusal(load.find_recipe, "grpo_tny.py") == (
         "--config grpo_tny.py: no such file, and no packaged recipe of that name. "
         f"Did you mean --config grpo_tiny.py? The packaged ones: {', '.join(RECIPES)}."
     )
@@ -64,7 +71,8 @@ def test_a_recipe_is_found_as_a_path_then_among_the_packaged(tmp_path, monkeypat
         ("", ": no get_config(); a recipe defines get_config() and returns a TrainConfig."),
         (
             "def get_config():\n    return 3\n",
-            ": get_config() returns 3; a recipe defines get_config() and returns a TrainConfig.",
+            ": get_config() returns a value of type int; a recipe defines get_config() and returns a "
+            "TrainConfig.",
         ),
         (
             "from jaxrl_llm.config import TrainConfig\ndef get_config():\n    return TrainConfig(stpes=3)\n",
@@ -75,14 +83,80 @@ def test_a_recipe_is_found_as_a_path_then_among_the_packaged(tmp_path, monkeypat
             "from jaxrl_llm.config import OptimConfig\ndef get_config():\n    return OptimConfig(lr=3)\n",
             ":3: TypeError: OptimConfig.__init__() got an unexpected keyword argument 'lr'",
         ),
+        (
+            "def get_config():\n    3\n",
+            ": get_config() returns nothing; a recipe defines get_config() and returns a TrainConfig.",
+        ),
         ("x = (\n", ":1: SyntaxError: '(' was never closed"),
+        ("x = 1\n\udce4 = 2\n", ":2: SyntaxError: (unicode error) 'utf-8' codec can't decode byte 0xe4"),
+        ("import sys\nsys.exit(3)\n", ":2: SystemExit: 3; the file must not end the program"),
+        ("def get_config():\n    raise KeyboardInterrupt\n", ":2: KeyboardInterrupt; the file must"),
+        ("def get_config():\n    raise BaseException('x')\n", ":2: BaseException: x; the file must"),
+        ("def get_config():\n    return get_config()\n", ":2: RecursionError: maximum recursion depth"),
         ("\nx = 1 / 0\n", ":2: ZeroDivisionError: division by zero"),
     ],
 )
 def test_a_broken_recipe_is_blamed_with_its_line(tmp_path, text, message):
     path = tmp_path / "mine.py"
-    path.write_text(text)
-    assert refusal(load.load, path).startswith(f"{path}{message}")
+    path.write_text(text, errors="surrogateescape")
+    assert refusal(load.load_recipe, path).startswith(f"--config: {path}{message}")
+
+
+def test_a_broken_file_that_a_recipe_imports_is_named(tmp_path, monkeypatch):
+    (tmp_path / "broken_neighbor.py").write_text("x = 1\ny = (\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "mine.py"
+    path.write_text("import broken_neighbor\n")
+    message = refusal(load.load_recipe, path)
+    assert message == f"--config: {tmp_path}/broken_neighbor.py:2: SyntaxError: '(' was never closed"
+
+
+def test_a_signal_ends_a_recipe_that_loops(tmp_path):
+    path = tmp_path / "loop.py"
+    path.write_text("while True:\n    pass\n")
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    assert re.match(rf"--config: {path}:[12]: KeyboardInterrupt", refusal(load.load_recipe, path))
+
+
+def test_the_exception_of_a_signal_handler_is_no_mistake_of_the_recipe(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("class Interrupted(SystemExit):\n    pass\nraise Interrupted(143)\n")
+    with pytest.raises(SystemExit) as ended:
+        load.load_recipe(path)
+    assert ended.value.code == 143
+
+
+NOT_PYTHON = "a recipe is a Python file that defines get_config(); --list shows some to start from"
+
+
+@pytest.mark.parametrize("name", ["recipe.yaml", "recipe.json", "recipe.toml", "recipe", "weights.bin"])
+def test_a_recipe_of_another_kind_is_refused(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(b"\x00\xff steps: 3")
+    kind = path.suffix or "no .py"
+    assert refusal(load.find_recipe, str(path)) == f"--config {path}: {kind} file; {NOT_PYTHON}."
+
+
+def test_a_folder_is_no_recipe(tmp_path):
+    (tmp_path / "a.py").write_text("")
+    assert (
+        refusal(load.find_recipe, str(tmp_path))
+        == f"--config {tmp_path}: a folder; {NOT_PYTHON}. It has a.py."
+    )
+    assert refusal(load.find_recipe, "") == f"--config is empty; {NOT_PYTHON}."
+
+
+def test_a_recipe_that_cannot_be_read_or_named(tmp_path, monkeypatch):
+    assert refusal(load.find_recipe, "x" * 5000) == f"--config {'x' * 48}...{'x' * 48}: File name too long."
+    assert "~no_such_user/recipe.py: no such file" in refusal(load.find_recipe, "~no_such_user/recipe.py")
+    path = tmp_path / "mine.py"
+    path.write_text("")
+
+    def denied(self, *args):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", denied)  # root may read everything
+    assert refusal(load.find_recipe, str(path)) == f"--config {path}: Permission denied."
 
 
 ALGO = """
@@ -111,6 +185,17 @@ def test_algo_swaps_the_algorithm_before_the_overrides(tmp_path):
     assert dump(launch.config)["algo"] == {"name": str(mine), "sharpness": 3.0}
 
 
+def test_settings_that_another_algorithm_drops_are_said(tmp_path, capsys):
+    line = ["--config", "dapo_tiny.py", "--run_dir", str(tmp_path)]
+    from_command_line([*line, "--algo", "rloo"])
+    assert capsys.readouterr().err == (
+        "note: --algo rloo has its own defaults; dropped are the recipe's settings of dapo: max_draws 10. "
+        "--algo.KEY VALUE sets them again\n"
+    )
+    from_command_line([*line, "--algo", "dapo"])
+    assert capsys.readouterr().err == ""
+
+
 def test_an_unknown_or_broken_algorithm_is_refused(tmp_path):
     config = TrainConfig()
     known = ", ".join(sorted(algos.ALGOS))
@@ -120,34 +205,14 @@ def test_an_unknown_or_broken_algorithm_is_refused(tmp_path):
     )
     mine = tmp_path / "mine_broken.py"
     mine.write_text("x = y\n")
-    assert refusal(load.with_algo, config, str(mine)) == f"{mine}:1: NameError: name 'y' is not defined"
+    assert refusal(load.with_algo, config, str(mine)) == (
+        f"--algo: {mine}:1: NameError: name 'y' is not defined"
+    )
+    mine.write_text("raise SystemExit\n")
+    assert refusal(load.with_algo, config, str(mine)).startswith(
+        f"--algo: {mine}:1: SystemExit; the file must"
+    )
     assert "not a Python file" in refusal(load.with_algo, config, str(tmp_path / "none.py"))
-
-
-def test_help_lists_every_field_with_doc_and_the_recipes_value(capsys):
-    with pytest.raises(SystemExit) as done:
-        from_command_line(["--config", "grpo_tiny.py", "--help", "--steps", "77"])
-    assert done.value.code == 0
-    text = capsys.readouterr().out
-    words = " ".join(text.replace("\u2502", " ").split())
-    assert "--algo.kl_coef FLOAT Weight of KL(policy || reference); 0" in words
-    assert "(default: 77)" in words
-    config = load.load(load.find("grpo_tiny.py"))
-    keys = [key for key, leaf in leaves(config) if leaf.value != () or "sources" not in key]
-    short = [key.replace("rollout.sampling.", "rollout.") for key in keys]
-    missing = [
-        a for a, b in zip(keys, short, strict=True) if f"--{a} " not in words and f"--{b} " not in words
-    ]
-    in_recipes_only = {"data.eval", "critic.mesh", "reward.models"}  # whole parts, empty here
-    assert [key for key in missing if key not in in_recipes_only] == []
-
-
-@pytest.mark.parametrize("cls", [TrainConfig, ModelConfig, EvalConfig, WarmStartConfig, LogConfig])
-def test_every_field_of_a_plain_type_has_a_doc(cls):
-    lines = inspect.getsource(cls).splitlines()
-    for i, line in enumerate(lines):
-        if re.match(r"    \w+: (int|float|str|bool|tuple|Literal)", line):
-            assert lines[i + 1].startswith('    """'), line
 
 
 def test_list_and_no_config_show_the_recipes(capsys):
@@ -157,6 +222,7 @@ def test_list_and_no_config_show_the_recipes(capsys):
     listed = capsys.readouterr().out
     assert all(recipe in listed for recipe in RECIPES)
     assert "grpo_tiny.py           GRPO on generated" in listed
+    assert "    dapo                   Decoupled clip and dynamic sampling: DAPO (arXiv 2503.14476" in listed
     message = refusal(from_command_line, [])
     assert message.startswith("--config RECIPE.py is missing.")
     assert "grpo_tiny.py" in message

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from jaxrl_llm.config import ModelConfig, TrainConfig, describe_run
+from jaxrl_llm.config import ModelConfig, TrainConfig
+from jaxrl_llm.recipe.dump import describe_run
 from jaxrl_llm.report import curve, jsonl, log, loggers, progress
 from jaxrl_llm.report.log import LogConfig, RunLog, plain, sample_rows
 from jaxrl_llm.structs import Outcome, Trajectory
@@ -302,10 +303,10 @@ def test_mlflow_gets_the_numbers_under_names_it_accepts(tmp_path, monkeypatch):
 
 
 def test_no_secret_is_in_any_file_of_the_run(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hunter2")
+    monkeypatch.setenv("HF_TOKEN", "hunter2hunter2")
     config = TrainConfig(run_dir=str(tmp_path), model=ModelConfig(path="https://user:hunter2@host/model"))
     log = RunLog(tmp_path, LogConfig(progress="none"), 1)
-    log.config(describe_run(config, "recipe.py", ["--model.path", "https://user:hunter2@host/model"]))
+    log.config(describe_run(config, "recipe.py", ["--key", "hunter2hunter2"]))
     log.step(1, {"loss": 1.0}, tokens=1)
     log.finish()
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -313,7 +314,7 @@ def test_no_secret_is_in_any_file_of_the_run(tmp_path, monkeypatch):
     assert all(b"hunter2" not in path.read_bytes() for path in files)
     assert (
         json.loads((tmp_path / "config.json").read_text())["config"]["model"]["path"]
-        == "https://user:***@host/model"
+        == "https://***@host/model"
     )
 
 

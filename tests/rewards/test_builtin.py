@@ -1,22 +1,31 @@
 """Each built-in reward on hand-made strings: correct, wrong, unparsed."""
 
 import dataclasses
+import math
+import random
+import re
+import time
 from fractions import Fraction
 
 import pytest
 
 from jaxrl_llm.outcome import Outcome
-from jaxrl_llm.rewards import REWARDS, RewardConfig, RewardLoadError, Sample
+from jaxrl_llm.ranges import problems
+from jaxrl_llm.rewards.builtin import REWARDS
+from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig
 from jaxrl_llm.rewards.countdown import evaluate
 from jaxrl_llm.rewards.extract import find_answer, last_number, to_number
-from jaxrl_llm.rewards.load import check, resolve
+from jaxrl_llm.rewards.load import resolve_reward
+from jaxrl_llm.rewards.pool import RewardPool
+from jaxrl_llm.rewards.sample import RewardLoadError, RewardSample
+from jaxrl_llm.rewards.signatures import adapt, parse_score
 
 CORRECT, WRONG, UNPARSED = Outcome.CORRECT, Outcome.WRONG, Outcome.UNPARSED
 COUNTDOWN = {"numbers": [3, 8, 5], "target": 29}
 
 
 def sample(response, answer=None, **columns):
-    return Sample(response=response, answer=answer, columns=columns)
+    return RewardSample(response=response, answer=answer, columns=columns)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +182,7 @@ def test_expressions_are_exact_and_bounded():
 )
 def test_math(response, answer, score, outcome):
     pytest.importorskip("math_verify")
-    assert REWARDS["math"](sample(response, answer)) == (score, outcome)
+    assert REWARDS["math"](sample(response, answer), RewardConfig()) == (score, outcome)
 
 
 def test_gym_uses_the_scorer_of_the_task():
@@ -218,9 +227,38 @@ def test_overlong_is_dapos_line(length, score):
     assert REWARDS["overlong"](long, config) == score
 
 
-def test_overlong_without_its_settings():
-    with pytest.raises(ValueError, match=r"reward.overlong_from < reward.overlong_to"):
-        REWARDS["overlong"](sample(""), RewardConfig())
+@pytest.mark.parametrize(
+    ("field", "config", "text"),
+    [
+        ("overlong_from", {"shaping": (("overlong", 1.0),)}, "needs 0 < overlong_from < overlong_to"),
+        ("name", {"name": "gsm8"}, "Did you mean gsm8k?"),
+        ("name", {"name": "nowhere/rewards.py:f"}, "there is no file"),
+        ("name", {"name": "rewards.txt:f"}, "unknown"),
+        ("shaping", {"shaping": (("formats", 1.0),)}, "Did you mean format?"),
+        ("shaping", {"name": "none", "shaping": (("format", 1.0),)}, "reward.name is none; set it to format"),
+        ("shaping", {"shaping": (("auto", 1.0),)}, "name a reward"),
+        ("shaping", {"shaping": (("format", math.nan),)}, "is nan: it must be at least -1,000,000"),
+        ("workers", {"workers": 0}, "is 0: it must be at least 1 and at most 1024"),
+        ("timeout", {"timeout": 0.0}, "is 0.0: it must be at least 0.01"),
+        (
+            "max_failed_fraction",
+            {"max_failed_fraction": -0.1},
+            "is -0.1: it must be at least 0 and at most 1",
+        ),
+        ("correct_at", {"correct_at": math.inf}, "is inf"),
+    ],
+)
+def test_a_wrong_setting_is_refused_with_the_allowed_range(field, config, text):
+    ((name, problem),) = problems(RewardConfig(**config))
+    assert name == field and text in problem
+    with pytest.raises(RewardLoadError, match=re.escape(text)):
+        RewardPool(RewardConfig(**config))
+
+
+def test_reward_models_have_ranges_too():
+    assert list(problems(RewardModelConfig("m"))) == []
+    for bad in ({}, {"scale": 0.0}, {"weight": math.inf}, {"mean": math.nan}):
+        assert len(list(problems(RewardModelConfig(**{"path": "m", **bad} if bad else {})))) == 1
 
 
 @pytest.mark.parametrize(
@@ -237,23 +275,78 @@ def test_overlong_without_its_settings():
     ],
 )
 def test_auto_picks_the_reward_by_the_source(source, columns, reward):
-    assert resolve("auto", source, columns) == reward
-    assert resolve("exact", source, columns) == "exact"
+    assert resolve_reward("auto", source, columns) == reward
+    assert resolve_reward("exact", source, columns) == "exact"
 
 
 def test_auto_with_an_unknown_source_says_what_to_set():
-    with pytest.raises(RewardLoadError, match=r'data source "poems".*Set reward.name to one of exact'):
-        resolve("auto", "poems", {})
+    with pytest.raises(
+        RewardLoadError, match=r'data source "poems".*Set --reward.name to one of exact.*or to none where'
+    ):
+        resolve_reward("auto", "poems", {})
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("gsm8", 'Did you mean "gsm8k"'),
-        ("nowhere/rewards.py:f", "there is no file"),
-        ("rewards.txt:f", "is unknown"),
-    ],
-)
-def test_a_wrong_name_is_refused_before_any_worker_starts(name, message):
-    with pytest.raises(RewardLoadError, match=message):
-        check(name)
+HOSTILE = {
+    "digits": "1" * 1_000_000,
+    "digits with commas": "1," * 300_000,
+    "signs": "-" * 500_000 + "+" * 500_000,
+    "dots": "1." * 300_000,
+    "fractions": "1/" * 300_000,
+    "spaces": " " * 1_000_000 + "x",
+    "braces": "\\boxed{" * 100_000,
+    "open braces": "\\boxed{" + "{" * 500_000,
+    "hashes": "#" * 500_000,
+    "answers": "the answer is " * 50_000,
+    "tags": "<answer>" * 50_000 + "</answer>" * 50_000,
+    "thoughts": "<think>" * 50_000 + "</think><answer></answer>",
+    "format": "<think>" + " " * 300_000 + "</think>" + "\n" * 300_000 + "<answer>" + "x" * 300_000,
+    "verdicts": "A b yes no " * 50_000,
+    "parentheses": "<answer>" + "(" * 500_000 + "1" + ")" * 500_000 + "</answer>",
+    "lines": "1+1\n" * 200_000,
+    "surrogates": "\ud800" * 1000 + "<answer>\udfff1</answer>",
+    "nul": "\0" * 1000 + "\\boxed{1\0}",
+    "other digits": "\u0661\u0662" * 1000 + "\u00b2\u2460",
+    "empty": "",
+}
+ROWS = {"countdown": {"numbers": [3, 8, 5], "target": 29}}
+LIMITS = RewardConfig(timeout=3.0, overlong_from=1, overlong_to=2)
+
+
+@pytest.mark.parametrize("name", sorted(REWARDS.keys() - {"gym", "math"}))
+def test_no_response_raises_or_takes_long(name):
+    reward = adapt(REWARDS[name], name, LIMITS)
+    rng = random.Random(0)
+    noise = ["".join(rng.choices(PIECES, k=rng.randint(1, 20))) for _ in range(1500)]
+    for text in [*HOSTILE.values(), *noise]:
+        started = time.process_time()
+        (raw,) = reward.call([sample(text, answer="29", **ROWS.get(name, {}))])
+        value, outcome = parse_score(raw, reward, 1.0)
+        assert time.process_time() - started < 2.0, text[:80]
+        assert -1.0 <= value <= 1.0 and outcome is not Outcome.FAILED
+
+
+PIECES = [
+    *(
+        "<answer>",
+        "</answer>",
+        "<think>",
+        "</think>",
+        "\\boxed{",
+        "{",
+        "}",
+        "####",
+        "The answer is",
+        "Answer:",
+    ),
+    *("3", "8", "5", "29", "=", "+", "*", "(", ")", "/", "0", ".", ",", "-", "$", "%", "\n", " ", "**", "e9"),
+    *("\ud800", "\0", "yes", "No", "A", "\u00d7", "\\times", "\u0661", "\u00e9", "1" * 30, "9" * 300),
+]
+
+
+@pytest.mark.parametrize("text", ["\\boxed{9^{9^{9^{9}}}}", HOSTILE["braces"], "\ud800\\boxed{2\0}"])
+def test_math_stops_itself_before_the_time_limit(text):
+    pytest.importorskip("math_verify")
+    started = time.monotonic()
+    score, outcome = REWARDS["math"](sample(text, "2"), LIMITS)
+    assert time.monotonic() - started < LIMITS.timeout
+    assert score == 0.0 and outcome in (WRONG, UNPARSED)

@@ -1,5 +1,6 @@
 """The pool under every fault a reward can show: one sample is lost at most, and nothing is left behind."""
 
+import contextlib
 import json
 import math
 import os
@@ -13,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from jaxrl_llm.outcome import Outcome
-from jaxrl_llm.rewards import RewardConfig, RewardFailureError, RewardLoadError, Sample
+from jaxrl_llm.rewards.config import RewardConfig
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.process import worker_environment
+from jaxrl_llm.rewards.sample import RewardFailureError, RewardLoadError, RewardSample
 
 FAULTS = """
 import os, re, signal, subprocess, sys, threading, time
@@ -43,6 +45,8 @@ def reward(sample):
     if r == "memory": return float(len(bytearray(1 << 40)))
     if r == "shout": print("x" * 10_000_000); sys.stderr.write("y" * 1000)
     if r == "env": return float("MY_API_KEY" not in os.environ and os.environ.get("PLAIN") == "1")
+    if r == "flood":
+        while True: os.write(1, b"y" * (1 << 16))
     if r == "light": return float("jax" not in sys.modules and "numpy" not in sys.modules)
     return 1.0
 """
@@ -59,7 +63,7 @@ def write(tmp_path):
 
 
 def samples(*responses):
-    return [Sample(response=response, answer="1") for response in responses]
+    return [RewardSample(response=response, answer="1") for response in responses]
 
 
 @pytest.mark.parametrize(
@@ -76,22 +80,28 @@ def samples(*responses):
         ("memory", "MemoryError"),
         ("_exit", "exited with code 7"),
         ("kill", "killed by SIGKILL"),
-        ("endless", "took longer than 1 s"),
-        ("backtrack", "took longer than 1 s"),
-        ("power", "took longer than 1 s"),
-        ("stubborn", "took longer than 1 s"),
     ],
 )
 def test_a_fault_costs_its_own_sample_only(write, fault, reason):
-    timeout = 1.0 if "longer" in reason else 60.0
-    with RewardPool(RewardConfig(name=write(FAULTS), timeout=timeout, **ONCE)) as pool:
+    with RewardPool(RewardConfig(name=write(FAULTS), timeout=60.0, **ONCE)) as pool:
         results = pool.score(samples("a", fault, "b", "c", "d"))
         assert [r.score for r in results if r.valid] == [1.0] * 4
         assert not results[1].valid and results[1].outcome is Outcome.FAILED
         assert reason in results[1].reason
         assert pool.metrics["reward/failed_fraction"] == 0.2
         assert pool.metrics["reward/correct_fraction"] == 0.8
-        assert pool.metrics["reward/timeouts"] == float("longer" in reason)
+        assert pool.metrics["reward/timeouts"] == 0.0
+        assert all(r.score == 1.0 for r in pool.score(samples("a", "b", "c")))
+
+
+def test_what_takes_too_long_costs_its_own_sample_only(write):
+    """An endless loop, a regular expression, one long instruction, ignored signals, endless printing."""
+    endless = ("endless", "backtrack", "power", "stubborn", "flood")
+    with RewardPool(RewardConfig(name=write(FAULTS), timeout=1.0, workers=6, **ONCE)) as pool:
+        results = pool.score(samples("a", *endless, "b"))
+        assert [r.valid for r in results] == [True, *[False] * 5, True]
+        assert all("took longer than 1 s" in r.reason for r in results[1:-1])
+        assert pool.metrics["reward/timeouts"] == 5.0
         assert all(r.score == 1.0 for r in pool.score(samples("a", "b", "c")))
 
 
@@ -141,6 +151,7 @@ def test_failed_zero_scores_zero(write):
     with RewardPool(RewardConfig(name=write(FAULTS), failed="zero", **ONCE)) as pool:
         (result,) = pool.score(samples("raise"))
     assert (result.score, result.outcome, result.valid) == (0.0, Outcome.FAILED, True)
+    assert result.components == (0.0,) and "no such luck" in result.reason
 
 
 def test_too_many_failures_stop_the_run_with_the_reasons(write):
@@ -194,9 +205,9 @@ def test_shaping_adds_and_does_not_judge():
     )
     good = "<think>.</think><answer>1</answer>"
     batch = [
-        Sample(response=good, answer="1", response_ids=(0,)),
-        Sample(response=good, answer="2", response_ids=(0, 1, 2)),
-        Sample(response="1", answer="1", response_ids=(0,) * 9),
+        RewardSample(response=good, answer="1", response_ids=(0,)),
+        RewardSample(response=good, answer="2", response_ids=(0, 1, 2)),
+        RewardSample(response="1", answer="1", response_ids=(0,) * 9),
     ]
     with RewardPool(config) as pool:
         results = pool.score(batch)
@@ -206,7 +217,9 @@ def test_shaping_adds_and_does_not_judge():
 
 def test_order_is_kept_over_chunks_and_sources():
     batch = [
-        Sample(response=str(i), answer=str(i if i % 3 else -1), source=("gsm8k", "task:arithmetic")[i % 2])
+        RewardSample(
+            response=str(i), answer=str(i if i % 3 else -1), source=("gsm8k", "task:arithmetic")[i % 2]
+        )
         for i in range(200)
     ]
     with RewardPool(RewardConfig()) as pool:
@@ -217,7 +230,7 @@ def test_order_is_kept_over_chunks_and_sources():
 def test_math_runs_in_the_pool():
     pytest.importorskip("math_verify")
     with RewardPool(RewardConfig(name="math", workers=1)) as pool:
-        (result,) = pool.score([Sample(response=r"\boxed{\frac{2}{4}}", answer="1/2")])
+        (result,) = pool.score([RewardSample(response=r"\boxed{\frac{2}{4}}", answer="1/2")])
     assert result.score == 1.0, result.reason
 
 
@@ -233,7 +246,7 @@ def test_workers_are_recycled(write):
     [
         ("import nothing_like_this", "", "No module named 'nothing_like_this'"),
         ("def reward(:", "", "SyntaxError"),
-        ("def f(sample): pass", ":g", 'no function "g"; it has f'),
+        ("def f(sample): pass", ":g", "has no function or class g; it has f"),
         ("def f(sample): pass", "", "no function named reward, compute_score"),
         ("def reward(foo, bar): pass", "", "no convention has parameters"),
         ("import os; os._exit(9)", "", "exited with code 9"),
@@ -286,26 +299,132 @@ def test_close_leaves_no_process_and_no_zombie(write):
     assert gone(children)
 
 
-def test_workers_die_with_a_killed_parent(write, tmp_path):
+def pids_in(folder, count):
+    """The processes that wrote their number, once all have."""
+    found = lambda: [int(word) for file in folder.glob("pid*") for word in file.read_text().split()]
+    wait_until(lambda: len(found()) == count)
+    return found()
+
+
+SLEEP = f"{300 + os.getpid() / 1e6:.6f}"  # seconds; marks the processes of this run of the tests
+ESCAPE = """
+import os, time
+os.fork() and os._exit(0)
+os.setsid()
+os.fork() and os._exit(0)
+open({file!r}, "w").write(str(os.getpid()))
+time.sleep(300)
+"""
+
+
+def escaping(folder, then):
+    """A reward that leaves a daemon and a child in a session of its own behind, and then does `then`."""
+    return f"""
+        import os, subprocess, sys, time
+        def reward(sample):
+            file = {str(folder)!r} + "/pid" + sample.response
+            subprocess.run([sys.executable, "-c", {ESCAPE!r}.format(file=file)], start_new_session=True)
+            while not os.path.exists(file) or not os.path.getsize(file): time.sleep(0.01)
+            subprocess.Popen(["sleep", "{SLEEP}"], start_new_session=True)
+            {then}
+    """
+
+
+@pytest.mark.parametrize("then", ["return 1.0", "os._exit(3)", "while True: pass"])
+def test_processes_in_a_session_of_their_own_end_with_the_pool(write, tmp_path, then):
+    """Also those that were started twice removed, and whose worker crashed or hangs."""
+    timeout = 1.0 if "while" in then else 60.0
+    name = write(escaping(tmp_path, then))
+    with RewardPool(RewardConfig(name=name, workers=1, timeout=timeout, **ONCE)) as pool:
+        pool.score(samples("a"))
+        pids = pids_in(tmp_path, 1)
+        if then.startswith("return"):
+            assert alive(pids[0])
+    assert gone(pids) and not sleepers()
+
+
+def sleepers():
+    """Number of processes `sleep SLEEP` that run."""
+    commands = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            commands.append(file.read_bytes())
+    return commands.count(f"sleep\0{SLEEP}\0".encode())
+
+
+@pytest.mark.parametrize("detach", [False, True])
+def test_workers_die_with_a_killed_parent(write, tmp_path, detach):
     busy = f"""
         import os
         def reward(sample):
             open({str(tmp_path)!r} + "/pid" + sample.response, "w").write(str(os.getpid()))
             while True: pass
     """
+    busy = escaping(tmp_path, "while True: pass") if detach else busy
     script = f"""
-        from jaxrl_llm.rewards import RewardConfig, Sample
+        from jaxrl_llm.rewards.config import RewardConfig
+        from jaxrl_llm.rewards.sample import RewardSample
         from jaxrl_llm.rewards.pool import RewardPool
         pool = RewardPool(RewardConfig(name={write(busy)!r}, timeout=300))
-        pool.score([Sample(response="0"), Sample(response="1")])
+        pool.score([RewardSample(response="0"), RewardSample(response="1")])
     """
     parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)])
-    files = [tmp_path / "pid0", tmp_path / "pid1"]
-    wait_until(lambda: all(file.exists() and file.read_text() for file in files))
-    pids = [int(file.read_text()) for file in files]
+    pids = pids_in(tmp_path, 2)
     parent.kill()
     parent.wait()
-    assert gone(pids)
+    assert gone(pids) and wait_until(lambda: not sleepers())
+
+
+NONSENSE = """
+    import os, socket, time
+    for fd in range(3, 64):
+        try: LINE = socket.socket(fileno=os.dup(fd))
+        except OSError: continue
+        break
+    def reward(sample):
+        if sample.response != "ok":
+            LINE.sendall(eval(sample.response))
+            time.sleep(0.2)
+        return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"hello\n",
+        b"\xff\xfe\n",
+        b'{"id": 1, "kind": "scored", "results": [[NaN, 0, "", "", 0, [1]]]}\n',
+        b"[" * 100_000 + b"\n",
+        b"x" * (3 << 20),
+    ],
+    ids=lambda line: line[:20].decode(errors="replace"),
+)
+def test_a_worker_that_sends_nonsense_is_lost_and_the_run_goes_on(write, line):
+    text = repr(line) if len(line) < 1000 else f"{line[:1]!r} * {len(line) - 1} + {line[-1:]!r}"
+    with RewardPool(RewardConfig(name=write(NONSENSE), workers=1, **ONCE)) as pool:
+        results = pool.score(samples("ok", text, "ok"))
+        assert [r.valid for r in results] == [True, False, True]
+        assert "the worker sent a reply" in results[1].reason
+        assert pool.metrics["reward/invalid_replies"] == 1.0
+        assert pool.score(samples("ok"))[0].score == 1.0
+
+
+def test_a_forged_reply_to_another_request_is_no_score(write):
+    forged = b'{"id": 99, "kind": "scored", "results": [[1, 0, "", "", 0, [1]]]}\n'
+    with RewardPool(RewardConfig(name=write(NONSENSE), workers=1, **ONCE)) as pool:
+        (result,) = pool.score(samples(repr(forged)))
+    assert not result.valid and "another request" in result.reason
+
+
+def test_an_error_leaves_the_pool_as_it_was(write):
+    """Process 0 raises it everywhere; the next call finds no replies of this one."""
+    with RewardPool(RewardConfig(retries=0, max_failed_fraction=0.0)) as pool:
+        with pytest.raises(RewardLoadError, match="data source"):
+            pool.score([RewardSample("1", answer="1", source="poems")])
+        with pytest.raises(RewardFailureError):
+            pool.score([RewardSample("1", answer=None, source="gsm8k")])
+        assert pool.score([RewardSample("1", answer="1", source="gsm8k")])[0].score == 1.0
 
 
 def test_nothing_heavy_is_imported():

@@ -6,11 +6,12 @@ import threading
 
 import pytest
 
+from jaxrl_llm.rewards.config import RewardConfig
 from jaxrl_llm.rewards.pool import RewardPool
-from jaxrl_llm.rewards.sample import RewardConfig, RewardLoadError, Sample
-from jaxrl_llm.rewards.service import ask
+from jaxrl_llm.rewards.sample import RewardLoadError, RewardSample
+from jaxrl_llm.rewards.service import ServiceError, request_scores
 
-SAMPLES = [Sample("4", answer="4", prompt="2+2="), Sample("5", answer="4", prompt="2+2=")]
+SAMPLES = [RewardSample("4", answer="4", prompt="2+2="), RewardSample("5", answer="4", prompt="2+2=")]
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def test_scores_come_back_in_order_with_their_outcomes(serve):
 def test_the_answer_of_openrlhf_is_understood_and_the_token_is_sent(serve, monkeypatch):
     monkeypatch.setenv("JAXRL_REWARD_TOKEN", "s3cret")
     url, asked = serve(lambda body: {"rewards": [0.25] * len(body["query"])})
-    assert ask(url, SAMPLES, 5.0) == [0.25, 0.25]
+    assert request_scores(url, SAMPLES, 5.0) == [0.25, 0.25]
     assert asked[0][1] == "Bearer s3cret"
 
 
@@ -76,8 +77,8 @@ def test_the_answer_of_openrlhf_is_understood_and_the_token_is_sent(serve, monke
 )
 def test_a_bad_answer_says_what_was_expected(serve, answer, code, message):
     url, _ = serve(answer, code)
-    with pytest.raises(ValueError, match=message):
-        ask(url, SAMPLES, 5.0)
+    with pytest.raises(ServiceError, match=message):
+        request_scores(url, SAMPLES, 5.0)
 
 
 def test_a_service_that_is_not_there_fails_its_samples_and_no_more():

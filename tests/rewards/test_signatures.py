@@ -5,22 +5,29 @@ import math
 import pytest
 
 from jaxrl_llm.outcome import Outcome
-from jaxrl_llm.rewards import RewardConfig, RewardLoadError, Sample
-from jaxrl_llm.rewards.signatures import adapt, judge
+from jaxrl_llm.rewards.config import RewardConfig
+from jaxrl_llm.rewards.sample import RewardLoadError, RewardSample
+from jaxrl_llm.rewards.signatures import adapt, parse_score
 
 CONFIG = RewardConfig()
 PLAIN = [
-    Sample(response="4", answer="4", prompt="2+2=", response_ids=(7, 8), source="a", columns={"level": 1}),
-    Sample(response="5", answer="4", prompt="1+3=", response_ids=(9,), source="b", columns={"level": 2}),
+    RewardSample(
+        response="4", answer="4", prompt="2+2=", response_ids=(7, 8), source="a", columns={"level": 1}
+    ),
+    RewardSample(
+        response="5", answer="4", prompt="1+3=", response_ids=(9,), source="b", columns={"level": 2}
+    ),
 ]
 CHAT = [
-    Sample(response="4", answer="4", prompt="<user>2+2", messages=({"role": "user", "content": "2+2"},)),
+    RewardSample(
+        response="4", answer="4", prompt="<user>2+2", messages=({"role": "user", "content": "2+2"},)
+    ),
 ]
 
 
 def run(function, samples=PLAIN):
-    scorer = adapt(function, "f", CONFIG)
-    return [judge(raw, scorer, CONFIG.correct_at) for raw in scorer.call(samples)]
+    reward = adapt(function, "f", CONFIG)
+    return [parse_score(raw, reward, CONFIG.correct_at) for raw in reward.call(samples)]
 
 
 def right_then_wrong(verdicts):
@@ -127,18 +134,19 @@ def test_an_unknown_signature_lists_the_accepted_ones():
         (10**400, "a huge integer"),
         ({}, "returned NoneType"),
         ((1.0, 9), "9 is not a valid Outcome"),
+        ((1.0, Outcome.FAILED), "returned Outcome.FAILED"),
     ],
 )
 def test_nonsense_is_named(value, message):
-    scorer = adapt(lambda sample: value, "f", CONFIG)
+    reward = adapt(lambda sample: value, "f", CONFIG)
     with pytest.raises(ValueError, match=message):
-        judge(value, scorer, 1.0)
+        parse_score(value, reward, 1.0)
 
 
 def test_numpy_scalars_are_numbers():
     np = pytest.importorskip("numpy")
-    scorer = adapt(lambda sample: 0, "f", CONFIG)
-    assert judge(np.float32(0.5), scorer, 0.5) == (0.5, Outcome.CORRECT)
+    reward = adapt(lambda sample: 0, "f", CONFIG)
+    assert parse_score(np.float32(0.5), reward, 0.5) == (0.5, Outcome.CORRECT)
     with pytest.raises(ValueError, match="bool"):
-        judge(np.bool_(True), scorer, 0.5)
-    assert math.isclose(judge(np.float64(0.1), scorer, 1.0)[0], 0.1)
+        parse_score(np.bool_(True), reward, 0.5)
+    assert math.isclose(parse_score(np.float64(0.1), reward, 1.0)[0], 0.1)

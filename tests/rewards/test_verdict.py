@@ -5,8 +5,9 @@ import math
 import pytest
 
 from jaxrl_llm.outcome import Outcome
-from jaxrl_llm.rewards import REWARDS, verdict
-from jaxrl_llm.rewards.sample import Sample
+from jaxrl_llm.rewards.builtin import REWARDS
+from jaxrl_llm.rewards.extract import find_verdict, verdict_probability
+from jaxrl_llm.rewards.sample import RewardSample
 
 
 @pytest.mark.parametrize(
@@ -23,11 +24,11 @@ from jaxrl_llm.rewards.sample import Sample
     ],
 )
 def test_verdicts(text, said):
-    assert verdict.verdict(text) == said
+    assert find_verdict(text) == said
 
 
 def test_the_reward_is_agreement_with_the_row():
-    scored = lambda response: REWARDS["verdict"](Sample(response, "Yes"))
+    scored = lambda response: REWARDS["verdict"](RewardSample(response, "Yes"))
     assert scored("yes") == (1.0, Outcome.CORRECT)
     assert scored("No") == (0.0, Outcome.WRONG)
     assert scored("perhaps") == (0.0, Outcome.UNPARSED)
@@ -35,7 +36,7 @@ def test_the_reward_is_agreement_with_the_row():
 
 def test_probability_of_yes_against_no():
     logs = {"Yes": math.log(0.3), "No": math.log(0.1), "Well": math.log(0.6)}
-    assert verdict.probability(logs) == pytest.approx(0.75)
-    assert verdict.probability({"A": -800.0, "B": -801.0}, "A", "B") == pytest.approx(1 / (1 + math.exp(-1)))
-    assert verdict.probability({"No": -1.0}) == 0.0
-    assert math.isnan(verdict.probability({"Well": 0.0}))
+    assert verdict_probability(logs) == pytest.approx(0.75)
+    assert verdict_probability({"A": -800.0, "B": -801.0}, "A", "B") == pytest.approx(1 / (1 + math.exp(-1)))
+    assert verdict_probability({"No": -1.0}) == 0.0
+    assert math.isnan(verdict_probability({"Well": 0.0}))

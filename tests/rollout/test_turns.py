@@ -1,44 +1,36 @@
-"""Responses of several turns: the same on both engines, nobody waits for a slow environment."""
+"""Conversations of several turns: the same on both engines, and none waits for another one's environment."""
 
 import asyncio
 import functools
 import json
 import os
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from distributed import run_processes
 from fake_sglang import FakeServer
+from sglang_shared import TOKENIZER, engine_for, ids
+from small_engine import KEY, MODEL, VERSION, expected_logprobs, params
+from small_engine import engine as native
 
-from jaxrl_llm import models
 from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.data.chat import encode_prompt
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.template import ChatConfig
-from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.envs.env import Step
 from jaxrl_llm.envs.load import Conversations
-from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.models.scorer import make_scorer
-from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
-from jaxrl_llm.rollout.engine import DialogueError, PartialResponse, Request, SamplingConfig
-from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.rollout.sglang.engine import SGLangEngine
-from jaxrl_llm.rollout.sglang.pool import ServerPool
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.rollout.engine import DialogueError, PartialResponse, Reply, Request, SamplingConfig
+from jaxrl_llm.rollout.turns import read_reply
+from jaxrl_llm.structs import Episode
 
-TOKENIZER = make_tokenizer()
-MODEL = TransformerConfig(
-    vocab_size=128, hidden_size=32, mlp_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
-    initializer_range=0.3, max_position=256,
-)  # fmt: skip
-KEY = jax.random.key(3)
+HERE = Path(__file__).parent
+PATHS = (HERE, HERE / "sglang", HERE / "native", HERE.parent)  # of the helpers of these tests
+TOKENS = 64  # of a conversation at most
 ENDS = tuple(range(1, 128, 2))  # many tokens end a turn, so that random weights write short ones
 GREEDY = SamplingConfig(temperature=0.0, stop_tokens=ENDS)
 SAMPLED = SamplingConfig(stop_tokens=ENDS)
@@ -64,30 +56,6 @@ class Script:
         return Step(self.says.format(turn.number))
 
 
-@functools.cache
-def params():
-    return models.init(MODEL, jax.random.key(0))
-
-
-@functools.cache
-def forward():
-    """Log-probs [160, V] of the training forward; what follows a token does not change its own."""
-
-    def logprobs(tokens):
-        hidden = params()(tokens[None], jnp.arange(len(tokens))[None])
-        return jax.nn.log_softmax(hidden[0] @ params().head.T)
-
-    return jax.jit(logprobs)
-
-
-@functools.cache
-def native(slots=4, chunk=8):
-    rollout = RolloutConfig(slots=slots, chunk=chunk)
-    engine = NativeEngine(rollout, MODEL, make_mesh(MeshConfig(), jax.devices()[:1]), TOKENIZER)
-    engine.publish(params(), 7)
-    return engine
-
-
 @pytest.fixture(scope="module")
 def server():
     return FakeServer()
@@ -95,17 +63,11 @@ def server():
 
 @pytest.fixture(scope="module")
 def sglang(server, tmp_path_factory):
-    pool = ServerPool([server.url], 60.0, 2, slots=2)
-    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    scorer = make_scorer(MODEL, 1.0, "float32", mesh)
-    score = lambda params, ids: np.asarray(scorer(params, ids[None], np.array([len(ids)])))[0, :-1]
     transport = DiskTransport(tmp_path_factory.mktemp("weights") / "here", "float32", TOKENIZER)
-    rollout, settings = RolloutConfig(engine="sglang", servers=("http://x",)), SGLangConfig()
-    share = lambda value: value
-    engine = SGLangEngine(rollout, settings, MODEL, pool, transport, score, share, TOKENIZER)
-    engine.publish(params(), 7)
+    engine = engine_for([server.url], transport, MODEL, slots=2)
+    engine.publish(params(), VERSION)
     yield engine
-    pool.close()
+    engine.pool.close()
 
 
 @pytest.fixture(params=["native", "sglang"])
@@ -123,17 +85,17 @@ def talk():
         env,
         sampling=GREEDY,
         responses=1,
-        tokens=120,
+        tokens=TOKENS,
         prompts=PROMPTS,
         patience=60,
-        written=(),
+        partial=(),
         **limits,
     ):
         opened.append(Conversations(env, EnvConfig(name="x", **limits), TOKENIZER, ChatConfig()))
         dialogue = opened[-1].dialogue(prompts, KEY)
         dialogue.patience = patience
         requests = [Request(p.ids, i, responses, tokens) for i, p in enumerate(prompts)]
-        return engine.start(requests, sampling, KEY, dialogue, written).result()
+        return engine.start(requests, sampling, KEY, dialogue, partial).result()
 
     yield run
     for conversations in opened:
@@ -155,11 +117,10 @@ def test_turns_are_answered_and_the_trainer_agrees_with_every_logprob(engine, ta
         found = observations(t)
         assert [text.removeprefix("<|im_end|>") for text in found] == said
         assert t.finish == "stop" and t.episode.turns == 3 and t.episode.reward == 3.0
-        tokens = np.concatenate([t.prompt_ids, t.response_ids])
-        expected = forward()(np.resize(tokens, 160))[len(t.prompt_ids) - 1 : len(tokens) - 1]
-        expected = np.asarray(expected)[np.arange(len(t.response_ids)), t.response_ids]
+        expected = expected_logprobs(t.prompt_ids, t.response_ids)
+        expected = expected[np.arange(len(t.response_ids)), t.response_ids]
         np.testing.assert_allclose(t.logprobs, np.where(t.mask, expected, 0.0), atol=3e-5)
-        assert t.versions.tolist() == [7] * len(tokens[len(t.prompt_ids) :])
+        assert t.versions.tolist() == [VERSION] * len(t.response_ids)
         last = t.response_ids[np.flatnonzero(t.mask == 0)[-1] + 1 :]
         assert t.answer == TOKENIZER.decode(last, skip_special_tokens=True)
         assert t.text == TOKENIZER.decode(t.response_ids, skip_special_tokens=True)
@@ -182,14 +143,14 @@ def test_the_environment_hears_each_turn_without_its_end_token(talk):
 
 def test_the_budget_holds_replies_too_and_nothing_follows_the_last_turn(engine, talk):
     free = talk(engine, Script(turns=9))
-    for t, whole in zip(talk(engine, Script(turns=9), tokens=45), free, strict=True):
-        assert t.finish == "length" and len(t.response_ids) <= 45
+    for t, whole in zip(talk(engine, Script(turns=9), tokens=30), free, strict=True):
+        assert t.finish == "length" and len(t.response_ids) <= 30
         assert t.response_ids.tolist() == whole.response_ids[: len(t.response_ids)].tolist()
         assert t.mask[-1] == 1 and np.isfinite(t.logprobs).all()
 
 
 def test_turns_are_limited(engine, talk):
-    for t in talk(engine, Script(turns=9), max_turns=2, tokens=200):
+    for t in talk(engine, Script(turns=9), max_turns=2):
         assert t.finish == "stop" and len(observations(t)) == 1 and t.episode.turns == 2
 
 
@@ -198,31 +159,31 @@ def begun(trajectory):
     turn, *_, end = np.flatnonzero(np.diff(trajectory.mask, prepend=1))[:2]
     kept = trajectory.response_ids[: end + 1].tolist(), trajectory.logprobs[: end + 1].tolist()
     finish = "stop" if kept[0][-1] in ENDS else ""
-    return PartialResponse(*map(tuple, kept), (3,) * (end + 1), finish, ((int(turn), int(end)),))
+    return PartialResponse(*kept, [3] * (end + 1), finish, [(int(turn), int(end))])
 
 
 def test_conversations_of_an_earlier_run_go_on_with_a_new_environment(server, sglang, talk):
     whole, env = talk(sglang, Script()), Script()
     written = [begun(t) for t in whole]
     del server.seen[:]
-    again = talk(sglang, env, written=written)
+    again = talk(sglang, env, partial=written)
     assert ids(again) == ids(whole)
     turns = 3 * len(whole) - sum(bool(had.finish) for had in written)  # two, where the second is there
     assert len(server.seen) == turns - len(whole)  # no first turn is written again
     for now, then, had in zip(again, whole, written, strict=True):
         assert now.mask.tolist() == then.mask.tolist() and now.episode == then.episode
-        versions = np.where(np.arange(len(now.mask)) < len(had.ids), 3, 7)
+        versions = np.where(np.arange(len(now.mask)) < len(had.ids), 3, VERSION)
         assert now.versions[now.mask > 0].tolist() == versions[now.mask > 0].tolist()
     assert len(env.heard) == 3 * len(whole) and len(env.seeds) == len(whole)
 
 
 def test_another_answer_than_before_takes_the_place_of_what_followed(sglang, talk):
     written, other = [begun(t) for t in talk(sglang, Script())], functools.partial(Script, says="stay {}!")
-    again = talk(sglang, other(), written=written)
+    again = talk(sglang, other(), partial=written)
     assert ids(again) == ids(talk(sglang, other()))
-    assert all(t.versions[0] == 3 and t.versions[-1] == 7 for t in again)
-    for ended, had in zip(talk(sglang, Script(turns=0), written=written), written, strict=True):
-        assert ended.response_ids.tolist() == list(had.ids[: had.observed[0][0]]) and ended.mask.all()
+    assert all(t.versions[0] == 3 and t.versions[-1] == VERSION for t in again)
+    for ended, had in zip(talk(sglang, Script(turns=0), partial=written), written, strict=True):
+        assert ended.response_ids.tolist() == had.ids[: had.observed[0][0]] and ended.mask.all()
         assert ended.episode.turns == 1 and ended.finish == "stop"
 
 
@@ -245,10 +206,8 @@ class Waits(Script):
         return step
 
 
-@pytest.mark.parametrize("slots", [1, 4])
-def test_a_slow_conversation_holds_up_nobody_else(engine, slots, talk):
-    """With as many slow conversations as slots, or more: a slot is not held while the environment thinks."""
-    engine = native(slots) if isinstance(engine, NativeEngine) else engine
+def test_a_slow_conversation_holds_up_no_other(engine, talk):
+    """More of them are slow than there are slots: a slot is free while the environment thinks."""
     env = Waits(others=8)
     made = talk(engine, env, SAMPLED, responses=4)
     assert len(env.order) == 24 and PROMPTS[0].example.answer not in env.order[:16]
@@ -267,18 +226,18 @@ class Fails(Script):
 def test_a_failing_environment_ends_its_own_conversation(engine, talk):
     fine, crashed, wrong = talk(engine, Fails(), SAMPLED)
     assert fine.episode.reward == 3.0 and not fine.episode.failure
-    assert crashed.episode.failure == "OSError: the game crashed" and crashed.episode.turns == 2
+    assert crashed.episode.failure.startswith("OSError: the game crashed (") and crashed.episode.turns == 2
     assert wrong.episode.failure == "ValueError: step returned str, not a Step"
 
 
 class Blocks(Script):
     async def step(self, state, turn):
-        time.sleep(1.5)
+        time.sleep(0.8)
 
 
 def test_an_environment_that_blocks_everything_ends_the_call_with_a_message(engine, talk):
     with pytest.raises(DialogueError, match=r"no environment has answered for 0.3 s, and \d conv.*await"):
-        talk(engine, Blocks(), patience=0.3)
+        talk(engine, Blocks(), prompts=PROMPTS[:1], patience=0.3)
 
 
 class Hangs(Script):
@@ -294,10 +253,6 @@ def test_a_step_that_hangs_is_cut_off(engine, talk, monkeypatch):
     assert hung.episode.failure == "the environment took longer than 0.2 s" and fine.episode.reward == 3.0
 
 
-def ids(trajectories):
-    return [t.response_ids.tolist() for t in trajectories]
-
-
 def test_text_depends_neither_on_slots_nor_on_chunks(talk):
     base = ids(talk(native(), Script(), SAMPLED, responses=4))
     assert ids(talk(native(slots=3, chunk=5), Script(), SAMPLED, responses=4)) == base
@@ -305,7 +260,7 @@ def test_text_depends_neither_on_slots_nor_on_chunks(talk):
 
 
 def test_the_first_turn_is_what_it_is_without_an_environment(talk):
-    alone = native().generate([Request(p.ids, i, 4, 120) for i, p in enumerate(PROMPTS)], SAMPLED, KEY)
+    alone = native().generate([Request(p.ids, i, 4, TOKENS) for i, p in enumerate(PROMPTS)], SAMPLED, KEY)
     for t, first in zip(talk(native(), Script(), SAMPLED, responses=4), alone, strict=True):
         assert t.response_ids[: len(first.response_ids)].tolist() == first.response_ids.tolist()
 
@@ -317,36 +272,77 @@ def test_each_turn_is_drawn_with_a_seed_of_its_own(server, sglang, talk):
     assert len(seeds) == len(set(seeds)) == 18
 
 
-def test_nothing_compiles_after_warm_up_with_turns(talk):
-    rollout = RolloutConfig(slots=4, chunk=8)
-    engine = NativeEngine(rollout, MODEL, make_mesh(MeshConfig(), jax.devices()[:1]), TOKENIZER)
-    engine.warm_up(16, 120, [SAMPLED], turns=True)
-    engine.publish(params(), 0)
-    before = engine.compile_count()
-    talk(engine, Script(3), SAMPLED, responses=3)
-    assert engine.compile_count() == before
+class Nonsense:
+    """Replies with three tokens to prompt 0, and with `reply` (or an error) to prompt 1."""
+
+    patience = 10.0
+
+    def __init__(self, reply):
+        self.nonsense = reply
+
+    def reply(self, prompt_index, response_index, conversation, ids, start):
+        future, turn = Future(), (conversation or 0) + 1
+        if isinstance(self.nonsense, Exception) and prompt_index:
+            future.set_exception(self.nonsense)
+        else:
+            future.set_result(self.nonsense if prompt_index else Reply([5, 6, 7], turn == 3, Episode(), turn))
+        return future
+
+
+@pytest.mark.parametrize(
+    ("reply", "failure"),
+    [
+        (Reply([5, 128], False, Episode()), "the reply's token id 128 is outside the vocabulary of 128"),
+        (Reply([-1], False, Episode()), "the reply's token id -1 is outside the vocabulary of 128"),
+        (Reply(["5"], False, Episode()), "the reply's ids are no list of integers: ['5']"),
+        (Reply(None, False, Episode()), "the reply's ids are no list of integers: None"),
+        (Reply([5], "no", Episode()), "the reply's done is 'no', not True or False"),
+        (Reply([5], False, None), "the reply is Reply, not a Reply with an Episode"),
+        (("text", False), "the reply is tuple, not a Reply with an Episode"),
+        (KeyError("state"), "KeyError: 'state'"),
+    ],
+)
+def test_a_reply_that_is_nonsense_ends_its_own_conversation(reply, failure):
+    response = PartialResponse(ids=[9], episode=Episode(turns=1, reward=2.0))
+    future = Nonsense(reply).reply(1, 0, None, [9], 0)
+    assert read_reply(future, response, 128) == Reply([], True, Episode(turns=2, reward=2.0, failure=failure))
+
+
+def test_nonsense_is_masked_and_other_conversations_go_on(engine):
+    requests = [Request(p.ids, i, 1, TOKENS) for i, p in enumerate(PROMPTS[:2])]
+    dialogue = Nonsense(Reply([128], False, Episode()))
+    fine, lost = engine.start(requests, GREEDY, KEY, dialogue).result()
+    assert (fine.mask == 0).sum() == 6 and not fine.episode.failure
+    assert lost.episode.failure == "the reply's token id 128 is outside the vocabulary of 128"
+    assert lost.mask.all() and lost.finish == "stop"
+
+
+def test_a_reply_beyond_the_budget_ends_the_response(engine):
+    requests = [Request(p.ids, i, 1, TOKENS) for i, p in enumerate(PROMPTS[:2])]
+    _, long = engine.start(requests, GREEDY, KEY, Nonsense(Reply([5] * TOKENS, False, Episode()))).result()
+    assert long.finish == "length" and long.mask.all() and not long.episode.failure
 
 
 TWO = """
 import json, sys
 import jax, numpy as np
-from test_turns import MODEL, PROMPTS, SAMPLED, Script, TOKENIZER
+from test_turns import MODEL, PROMPTS, SAMPLED, Script, TOKENIZER, TOKENS
 from jaxrl_llm import models
 from jaxrl_llm.data.template import ChatConfig
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.envs.load import Conversations
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import DialogueError, Request
-from jaxrl_llm.rollout.native import NativeEngine
+from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
-from jaxrl_llm.signals import share
+from jaxrl_llm.host.processes import share
 
 mesh = make_mesh(MeshConfig(*json.loads(sys.argv[1])))
 make = jax.jit(models.init, static_argnums=0, out_shardings=models.shardings(MODEL, mesh, TRAIN))
 engine = NativeEngine(RolloutConfig(slots=4, chunk=8), MODEL, mesh, TOKENIZER, share=share)
 engine.publish(make(MODEL, jax.random.key(0)), 0)
-requests = [Request(p.ids, i, 2, 120) for i, p in enumerate(PROMPTS)]
+requests = [Request(p.ids, i, 2, TOKENS) for i, p in enumerate(PROMPTS)]
 env = Script()
 with Conversations(env, EnvConfig(name="x"), TOKENIZER, ChatConfig()) as made:
     out = engine.generate(requests, SAMPLED, jax.random.key(1), made.dialogue(PROMPTS, jax.random.key(1)))
@@ -358,7 +354,13 @@ print(json.dumps([[t.response_ids.tolist(), t.mask.tolist(), t.episode.turns] fo
 @pytest.mark.slow
 def test_two_processes_share_what_the_first_one_hears(monkeypatch):
     monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        "PYTHONPATH",
+        os.pathsep.join(
+            [
+                *map(str, (HERE, HERE / "sglang", HERE / "native", HERE.parent)),
+                os.environ.get("PYTHONPATH", ""),
+            ]
+        ),
     )
     both = run_processes(TWO, 2, ["[2, 1, 2]"], devices=2)
     alone = run_processes(TWO, 1, ["[1, 1, 1]"], devices=1)

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
-from jaxrl_llm.build.models import make_trainers
+from jaxrl_llm.build.models import make_stages
 from jaxrl_llm.config import ModelConfig, RolloutConfig, TrainConfig, TransformerConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.plan.plan import make_plan
@@ -78,11 +78,11 @@ def main() -> None:
     for phase in plan.phases:
         group = phase.name.split(":")[0]
         planned[group] = max(planned.get(group, 0.0), phase.peak)
-    _, trainer = make_trainers(CONFIG, MODEL, mesh)
+    stage = make_stages(CONFIG, MODEL, mesh)[-1]
     engine = NativeEngine(CONFIG.rollout, MODEL, mesh)
     with jax.set_mesh(mesh):
-        make = jax.jit(models.init, static_argnums=0, out_shardings=trainer.policy.param_shardings)
-        state = trainer.init_state(make(MODEL, jax.random.key(0)))
+        make = jax.jit(models.init, static_argnums=0, out_shardings=stage.policy.param_shardings)
+        state = stage.init_state(make(MODEL, jax.random.key(0)))
     prompts = [Request(tuple(range(1, CONFIG.max_prompt_tokens + 1)), i, 8, 64) for i in range(2)]
     engine.warm_up(CONFIG.max_prompt_tokens, CONFIG.max_response_tokens, [CONFIG.rollout.sampling])
     for _ in range(2):  # the first step compiles
@@ -90,12 +90,12 @@ def main() -> None:
         with measured(found, "rollout"):
             engine.publish(state.params, 0)
             engine.generate(prompts, CONFIG.rollout.sampling, jax.random.key(0))
-        engine.rest()
+        engine.release_memory()
         batch = items()
         with measured(found, "score"):
-            trainer.score(state, batch, CONFIG.minibatches_per_step, None)
+            stage.score(state, batch, None)
         with measured(found, "update"):
-            state, metrics = trainer.update(state, [batch[:8], batch[8:]], 0)
+            state, metrics = stage.update(state, [batch[:8], batch[8:]], 0)
             jax.block_until_ready((state, metrics))
     del state, metrics, make
     settle()

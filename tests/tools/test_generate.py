@@ -74,13 +74,13 @@ def test_rows_do_not_depend_on_their_neighbours(model, tmp_path):
         (
             json.dumps({"prompt": "a" * 300}),
             [],
-            r"p.jsonl:2: a prompt of 300 tokens",
+            r"p.jsonl:2: a prompt of 300 tokens leaves no room",
         ),
-        ('{"prompt": "b"}', ["--n", "0"], r"--n must be at least 1"),
+        ('{"prompt": "b"}', ["--n", "0"], r"--n is 0: it must be at least 1"),
         ('{"prompt": "b"}', ["--out", "/no/such/folder/o.jsonl"], r"/no/such/folder does not exist"),
         ('{"prompt": "b"}', ["--model", "/no/model"], r"/no/model"),
         ('{"prompt": "b"}', ["--prompts", "/no/p.jsonl"], r"no file or folder /no/p.jsonl"),
-        ('{"prompt": "b"}', ["--temperature", "-1"], r"sampling.temperature must be 0"),
+        ('{"prompt": "b"}', ["--temperature", "-1"], r"--temperature is -1.0: it must be at least 0"),
     ],
 )
 def test_bad_input_is_named(model, tmp_path, line, arguments, message):

@@ -19,7 +19,7 @@ from jaxrl_kernels import dispatch
 from jaxrl_kernels.chips import CHIPS, GIB, GPUS, TPUS
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
-from jaxrl_llm.build.models import make_trainers
+from jaxrl_llm.build.models import make_stages
 from jaxrl_llm.config import ModelConfig, RolloutConfig, SamplingConfig, TrainConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import ConfigError
@@ -252,10 +252,10 @@ def test_a_plan_compiles_what_training_calls(monkeypatch):
     config = dataclasses.replace(CONFIG, mesh=MeshConfig(fsdp=4, tensor=2))
     mesh = make_mesh(config.mesh)
     planned = {phase.name: described(phase.program.args) for phase in phases(config, mesh)}
-    rollout = [f"rollout: {name}" for name in ("publish", "prefill", "spread", "insert", "decode")]
+    rollout = [f"rollout: {name}" for name in ("publish", "prefill", "gather", "insert", "decode")]
     learned = ["score: policy", "score: reference", "update: accumulate", "update: apply"]
     assert list(planned) == rollout + learned
-    learner = (trainer := make_trainers(config, SMALL, mesh)[1]).policy
+    learner = (stage := make_stages(config, SMALL, mesh)[-1]).policy
     called = {}
 
     def spy(name):
@@ -273,9 +273,9 @@ def test_a_plan_compiles_what_training_calls(monkeypatch):
     items = [PackItem(np.ones(8, np.int32), ones, {"rollout": ones, "advantages": ones}) for _ in range(16)]
     with jax.set_mesh(mesh):
         make = jax.jit(models.init, static_argnums=0, out_shardings=learner.param_shardings)
-        state = trainer.init_state(make(SMALL, jax.random.key(0)))
-        trainer.score(state, items, 2, freeze(state.params, "bfloat16"))
-        trainer.update(state, [items[:8], items[8:]], 0)
+        state = stage.init_state(make(SMALL, jax.random.key(0)))
+        stage.score(state, items, freeze(state.params, "bfloat16"))
+        stage.update(state, [items[:8], items[8:]], 0)
     assert called["_score"][0] == planned["score: policy"]
     assert called["_score"][-1] == planned["score: reference"]
     assert set(map(str, called["_accumulate"])) == {str(planned["update: accumulate"])}
@@ -290,7 +290,7 @@ def test_a_plan_compiles_what_rollout_calls(monkeypatch):
     )
     params = models.abstract(SMALL)
     planned = engine.largest_calls(params, 40, 60, 2, SamplingConfig(), turns=False)
-    assert set(planned) == {"publish", "prefill", "spread", "lengthen", "insert", "decode"}
+    assert set(planned) == {"publish", "prefill", "gather", "resize", "insert", "decode"}
     warmed = {}
 
     def fake(name):
@@ -306,12 +306,11 @@ def test_a_plan_compiles_what_rollout_calls(monkeypatch):
 
         monkeypatch.setattr(engine.programs, name, called)
 
-    for name in ("zero_weights", "prefill", "spread", "insert", "resize", "decode", "uniforms"):
+    for name in ("zero_weights", "prefill", "gather", "insert", "resize", "decode", "uniforms"):
         fake(name)
     engine.warm_up(40, 60)
     for name, call in planned.items():
         if name != "publish":  # for which a warm-up has no weights
-            name = {"lengthen": "resize"}.get(name, name)
             assert shapes(call.args, call.static) in warmed[name], name
 
 

@@ -69,5 +69,5 @@ def test_bad_rows_are_named(folder, tmp_path, line, message):
 
 
 def test_temperature_zero_is_refused(folder, tmp_path):
-    with pytest.raises(ValueError, match=r"--temperature must be above 0, not 0.0"):
+    with pytest.raises(ValueError, match=r"--temperature is 0.0: it must be at least 0.01"):
         run(folder, tmp_path, ['{"tokens": [1, 2]}'], "--temperature", "0")

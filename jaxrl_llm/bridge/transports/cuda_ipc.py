@@ -17,8 +17,8 @@ from typing import Any
 import jax
 
 from jaxrl_llm.bridge.buckets import Bucket, WeightSource
-from jaxrl_llm.bridge.servers import Json
-from jaxrl_llm.bridge.update import Link, Parcel
+from jaxrl_llm.bridge.push import Part
+from jaxrl_llm.bridge.servers import Json, Receiver
 from jaxrl_llm.errors import ServerError, UserError
 from jaxrl_llm.structs import Params
 
@@ -27,13 +27,13 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class IpcTransport:
-    """A few kilobytes of handles in a request; the weights stay on the GPUs.
+    """Sends a few kilobytes of handles in a request; the weights stay on the GPUs.
 
     Args:
         devices: CUDA_VISIBLE_DEVICES that each server of the pool was started with; () = the run's own.
 
     Raises:
-        ValueError: no CUDA devices in jax or torch, several processes.
+        UserError: no CUDA devices in jax or torch, or several processes.
     """
 
     session = True
@@ -54,28 +54,28 @@ class IpcTransport:
         if not torch.cuda.is_available():
             raise UserError(f"{need}, and torch here to hand them over: this torch has no CUDA")
 
-    def parcels(self, params: Params, label: str) -> Iterator[Parcel]:
-        for parcel in self.source.parcels(params, on_device=True):
+    def parts(self, params: Params, label: str) -> Iterator[Part]:
+        for part in self.source.parts(params, on_device=True):
             devices = jax.local_devices()
-            memory = {device.local_hardware_id: handed_over(parcel.content, device) for device in devices}
-            yield parcel._replace(content=memory)
+            memory = {device.local_hardware_id: copy_to_torch(part.content, device) for device in devices}
+            yield part._replace(content=memory)
 
-    async def connect(self, link: Link) -> None:
+    async def connect(self, receiver: Receiver) -> None:
         pass
 
-    async def send(self, link: Link, parcel: Parcel, end: Json) -> None:
-        """The memory is kept by the parcel until the server has answered."""
-        theirs = self.devices[link.pool.servers.index(link.server)] if self.devices else ""
-        places = shared_devices(theirs, os.environ.get(VISIBLE, ""), link.ranks)
-        if not set(places) <= parcel.content.keys():
-            raise ServerError(f"{link.server.url}: on GPUs {theirs!r} where the trainer is not")
-        payloads = [handles(parcel.content[place]) for place in places]
-        body = {"serialized_named_tensors": payloads, **end}
-        await link.update("/update_weights_from_tensor", body)
+    async def send(self, receiver: Receiver, part: Part, options: Json) -> None:
+        """Send the handles; the part keeps the memory until the server has replied."""
+        theirs = self.devices[receiver.pool.servers.index(receiver.server)] if self.devices else ""
+        gpus = shared_devices(theirs, os.environ.get(VISIBLE, ""), receiver.ranks)
+        if not set(gpus) <= part.content.keys():
+            raise ServerError(f"{receiver.server.url}: on GPUs {theirs!r} where the trainer is not")
+        payloads = [handles(part.content[gpu]) for gpu in gpus]
+        body = {"serialized_named_tensors": payloads, **options}
+        await receiver.update("/update_weights_from_tensor", body)
 
 
-def handed_over(bucket: Bucket, device: jax.Device) -> list[tuple[str, Any]]:
-    """(name, torch tensor) of the copies on this device, in memory that torch has allocated."""
+def copy_to_torch(bucket: Bucket, device: jax.Device) -> list[tuple[str, Any]]:
+    """Return (name, torch tensor) of the copies on this device, in memory that torch has allocated."""
     import torch
 
     made = []
@@ -87,8 +87,7 @@ def handed_over(bucket: Bucket, device: jax.Device) -> list[tuple[str, Any]]:
 
 
 def handles(named: list[tuple[str, Any]]) -> str:
-    """The pickle that SGLang's own serializer makes: a GPU by its UUID, not by a number that others count
-    differently."""
+    """Return the pickle that SGLang's own serializer makes: it names a GPU by its UUID, not by a number."""
     buffer = io.BytesIO()
     _Pickler(buffer).dump(named)
     return base64.b64encode(buffer.getvalue()).decode()
@@ -102,7 +101,7 @@ class _Pickler(pickle.Pickler):
 
 
 def shared(tensor: Any) -> tuple[Any, tuple]:
-    """How torch hands a CUDA tensor to another process, with the UUID in place of the number."""
+    """Return how torch gives a CUDA tensor to another process, with the UUID in place of the number."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     rebuild, arguments = reduce_tensor(tensor)
@@ -117,14 +116,14 @@ def uuid_of(device: int) -> str:
 
 
 def shared_devices(theirs: str, ours: str, ranks: int) -> Sequence[int]:
-    """The trainer's number of the GPU of each of a server's ranks; -1 = the trainer does not see it.
+    """Return the trainer's number of the GPU of each of a server's ranks; -1 = the trainer does not see it.
 
     Args:
         theirs, ours: CUDA_VISIBLE_DEVICES of server and run; "" = all.
     """
     mine = [name.strip() for name in ours.split(",")] if ours else None
     names = [name.strip() for name in (theirs or ours).split(",")] if theirs or ours else None
-    wanted = names[:ranks] if names else [str(rank) for rank in range(ranks)]
-    place = lambda name: int(name) if mine is None else mine.index(name) if name in mine else -1
-    found = [place(name) for name in wanted]
-    return found + [-1] * (ranks - len(found))
+    chosen = names[:ranks] if names else [str(rank) for rank in range(ranks)]
+    number = lambda name: int(name) if mine is None else mine.index(name) if name in mine else -1
+    numbers = [number(name) for name in chosen]
+    return numbers + [-1] * (ranks - len(numbers))

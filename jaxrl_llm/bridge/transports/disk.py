@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import models
-from jaxrl_llm.bridge.servers import Json
-from jaxrl_llm.bridge.update import Link, Parcel
+from jaxrl_llm.bridge.push import Part
+from jaxrl_llm.bridge.servers import Json, Receiver
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.structs import Params
 
 KEPT = 2  # pushes: a server that was left out reads the newest again while the next is written
 MEMORY = Path("/dev/shm")
 PREFIX = "jaxrl_llm_"
+LOCK = ".lock"  # in a folder in memory; held for the life of the run
 
 
 class DiskTransport:
     """Writes beside the place and renames, so that no server reads half a push; keeps the last two.
 
     Args:
-        folder: of this run alone, that every server sees under the same path; `close` removes it.
+        folder: of this run alone, that every server sees under the same path (`weight_folder`).
         dtype: "float32" or "bfloat16", of the weights in the files.
     """
 
@@ -37,54 +40,74 @@ class DiskTransport:
 
     def __init__(self, folder: Path, dtype: str, tokenizer: Any = None):
         self.folder, self.dtype, self.tokenizer = folder, dtype, tokenizer
-        self._written: list[Path] = []
+        self._pushes: list[Path] = []
 
-    def parcels(self, params: Params, label: str) -> Iterator[Parcel]:
-        """One: the folder of the push, written."""
+    def parts(self, params: Params, label: str) -> Iterator[Part]:
+        """Write the folder of the push, which is its one part."""
         params, path = models.without_value_head(params), self.folder / label
         save_model(params, params.config, path, self.tokenizer, self.dtype)
-        self._written.append(path)
-        while len(self._written) > KEPT:
-            old = self._written.pop(0)
+        self._pushes.append(path)
+        while len(self._pushes) > KEPT:
+            old = self._pushes.pop(0)
             if jax.process_index() == 0:
                 shutil.rmtree(old, ignore_errors=True)
         itemsize = jnp.dtype(self.dtype).itemsize
-        yield Parcel(path, itemsize * sum(leaf.size for leaf in jax.tree.leaves(params)), last=True)
+        yield Part(path, itemsize * sum(leaf.size for leaf in jax.tree.leaves(params)), last=True)
 
-    async def connect(self, link: Link) -> None:
+    async def connect(self, receiver: Receiver) -> None:
         pass
 
-    async def send(self, link: Link, parcel: Parcel, end: Json) -> None:
-        body = {"model_path": str(parcel.content), "load_format": "auto", **end}
-        await link.update("/update_weights_from_disk", body)
-
-    def close(self) -> None:
-        """Remove what was written."""
-        if jax.process_index() == 0:
-            shutil.rmtree(self.folder, ignore_errors=True)
+    async def send(self, receiver: Receiver, part: Part, options: Json) -> None:
+        body = {"model_path": str(part.content), "load_format": "auto", **options}
+        await receiver.update("/update_weights_from_disk", body)
 
 
-def within(shared: Path, run_dir: Path) -> Path:
-    """This run's own place in a folder that others use too: it alone is cleared at the end."""
-    where = str(run_dir.absolute())
-    return shared.absolute() / f"{run_dir.name}-{zlib.crc32(where.encode()):08x}"
+@contextlib.contextmanager
+def weight_folder(run_dir: Path, shared: str, in_memory: bool, num_bytes: int) -> Iterator[Path]:
+    """Provide a folder of this run alone for weights; removed at the end.
 
-
-def own_folder(in_memory: bool, run_dir: Path, size: int) -> Path:
-    """A new folder of this run: in memory if that is asked for and three pushes fit, else in the run's.
-
-    With several processes in the run's, which has one name for all of them.
+    Args:
+        shared: folder that servers elsewhere see too; "" = none.
+        in_memory: whether servers run here: then in /dev/shm, if KEPT + 1 pushes fit there and the run has
+            one process. Otherwise in the run directory, which has one name for all processes.
+        num_bytes: of one push.
     """
-    sweep()
-    fits = in_memory and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > (KEPT + 1) * size
-    if not fits or jax.process_count() > 1:
-        return run_dir.absolute() / "weights"
-    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}_", dir=MEMORY))
+    remove_abandoned()
+    with contextlib.ExitStack() as closing:
+        if shared:  # where other runs may have theirs, too
+            number = zlib.crc32(str(run_dir.absolute()).encode())
+            folder = Path(shared).absolute() / f"{run_dir.name}-{number:08x}"
+        elif in_memory and jax.process_count() == 1 and _free_memory() > (KEPT + 1) * num_bytes:
+            folder, file = _lock_new_folder()
+            closing.enter_context(file)
+        else:
+            folder = run_dir.absolute() / "weights"
+        try:
+            yield folder
+        finally:
+            if jax.process_index() == 0:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
-def sweep() -> None:
-    """Give back the memory of runs that were killed."""
+def remove_abandoned() -> None:
+    """Free the memory of runs that were killed: their folders are those whose lock nobody holds."""
     for folder in MEMORY.glob(f"{PREFIX}*"):
-        process = folder.name.removeprefix(PREFIX).split("_")[0]
-        if process.isdigit() and not Path("/proc", process).exists():
+        with contextlib.suppress(OSError), (folder / LOCK).open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lock_new_folder() -> tuple[Path, TextIO]:
+    """Make a folder in memory. Returns its open lock file, too: the lock ends with this process."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=MEMORY))
+        file = (folder / LOCK).open("w")
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file.fileno()).st_nlink:
+                return folder, file
+        file.close()  # another run took it for abandoned before it was locked
+
+
+def _free_memory() -> int:
+    return shutil.disk_usage(MEMORY).free if MEMORY.is_dir() else 0

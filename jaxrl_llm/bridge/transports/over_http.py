@@ -7,17 +7,16 @@ import json
 from collections.abc import AsyncIterator, Iterator
 
 from jaxrl_llm.bridge.buckets import WeightSource
-from jaxrl_llm.bridge.servers import Json
-from jaxrl_llm.bridge.transports.torch_pickle import pickled
-from jaxrl_llm.bridge.update import Link, Parcel
+from jaxrl_llm.bridge.push import Part
+from jaxrl_llm.bridge.servers import Json, Receiver
+from jaxrl_llm.bridge.transports.torch_pickle import pickle_bucket
 from jaxrl_llm.structs import Params
 
-PIECE = 2**20  # bytes given to the socket at once
+WRITE_BYTES = 2**20  # given to the socket at once
 
 
 class HttpTransport:
-    """One payload for all servers; it crosses the network once for each, and once more for each further rank
-    of tensor parallelism, since SGLang wants the same bytes for every one of them."""
+    """Sends one payload to all servers, once for each rank of tensor parallelism: SGLang reads it so."""
 
     session = True
     lasting = False
@@ -25,25 +24,25 @@ class HttpTransport:
     def __init__(self, source: WeightSource):
         self.source = source
 
-    def parcels(self, params: Params, label: str) -> Iterator[Parcel]:
-        for parcel in self.source.parcels(params):
-            content = parcel.content and base64.b64encode(pickled(parcel.content))
-            yield parcel._replace(content=content)
+    def parts(self, params: Params, label: str) -> Iterator[Part]:
+        for part in self.source.parts(params):
+            content = part.content and base64.b64encode(pickle_bucket(part.content))
+            yield part._replace(content=content)
 
-    async def connect(self, link: Link) -> None:
+    async def connect(self, receiver: Receiver) -> None:
         pass
 
-    async def send(self, link: Link, parcel: Parcel, end: Json) -> None:
-        await link.update("/update_weights_from_tensor", body(parcel.content, link.ranks, end))
+    async def send(self, receiver: Receiver, part: Part, options: Json) -> None:
+        await receiver.update("/update_weights_from_tensor", body(part.content, receiver.ranks, options))
 
 
-async def body(payload: bytes, ranks: int, end: Json) -> AsyncIterator[bytes | memoryview]:
-    """{"serialized_named_tensors": [payload, ...], **end}, piece by piece: nobody need hold it whole."""
+async def body(payload: bytes, ranks: int, options: Json) -> AsyncIterator[bytes | memoryview]:
+    """Yield {"serialized_named_tensors": [payload, ...], **options} in pieces, so that it is never whole."""
     view = memoryview(payload)
     yield b'{"serialized_named_tensors": ['
     for rank in range(ranks):
         yield b', "' if rank else b'"'
-        for start in range(0, len(view), PIECE):
-            yield view[start : start + PIECE]
+        for start in range(0, len(view), WRITE_BYTES):
+            yield view[start : start + WRITE_BYTES]
         yield b'"'
-    yield b"], " + json.dumps(end).encode()[1:]
+    yield b"], " + json.dumps(options).encode()[1:]

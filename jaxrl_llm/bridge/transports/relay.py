@@ -2,9 +2,9 @@
 
     python relay.py '{"backend": "gloo", "address": "10.0.0.1", "world_size": 2, "group": "g", "timeout": 60}'
 
-says the port of its store, then "joined" once the others have come. From then on it reads 8 bytes, a count,
-and that many bytes, broadcasts them as one tensor, and says "sent"; the end of its input is its own.
-Imports nothing of this project.
+prints the port of its store, then "joined" once the other ranks have joined. From then on it reads 8 bytes, a
+count, and that many bytes, broadcasts them as one tensor, and prints "sent"; it ends with its input. Imports
+nothing of this project.
 """
 
 import datetime
@@ -16,36 +16,36 @@ import torch
 from torch.distributed import PrefixStore, TCPStore, broadcast, distributed_c10d
 
 
-def say(word) -> None:
-    print(word, flush=True)
+def report(line) -> None:
+    print(line, flush=True)
 
 
-def join(store, backend: str, world_size: int, group: str, timeout: datetime.timedelta, rank: int = 0):
-    """The group beside torch's default one, spelt as SGLang's `init_custom_process_group` spells it."""
+def join_group(store, backend: str, world_size: int, group: str, timeout: datetime.timedelta, rank: int = 0):
+    """Join a group beside torch's default one, as SGLang's `init_custom_process_group` does."""
     make = distributed_c10d._new_process_group_helper
     options = {"backend_options", "pg_options"} & inspect.signature(make).parameters.keys()
-    made, _ = make(
+    group_handle, _ = make(
         *(world_size, rank, [], distributed_c10d.Backend(backend), PrefixStore(group, store)),
         **dict.fromkeys(options),
         group_name=group,
         timeout=timeout,
     )
-    distributed_c10d._world.pg_group_ranks[made] = {i: i for i in range(world_size)}
-    return made
+    distributed_c10d._world.pg_group_ranks[group_handle] = {i: i for i in range(world_size)}
+    return group_handle
 
 
-def main(wanted: dict) -> None:
-    timeout = datetime.timedelta(seconds=wanted["timeout"])
-    size, backend = wanted["world_size"], wanted["backend"]
-    store = TCPStore(wanted["address"], 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
-    say(store.port)
-    made = join(store, backend, size, wanted["group"], timeout)
-    say("joined")
+def main(settings: dict) -> None:
+    timeout = datetime.timedelta(seconds=settings["timeout"])
+    size, backend = settings["world_size"], settings["backend"]
+    store = TCPStore(settings["address"], 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
+    report(store.port)
+    group_handle = join_group(store, backend, size, settings["group"], timeout)
+    report("joined")
     device = "cuda" if backend == "nccl" else "cpu"
     while header := sys.stdin.buffer.read(8):
         data = sys.stdin.buffer.read(int.from_bytes(header, "little"))
-        broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device), src=0, group=made)
-        say("sent")
+        broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device), src=0, group=group_handle)
+        report("sent")
 
 
 if __name__ == "__main__":

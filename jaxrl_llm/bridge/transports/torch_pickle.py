@@ -15,13 +15,13 @@ from typing import Any
 from jaxrl_llm.bridge.buckets import Bucket
 
 STORAGE = {"float32": "FloatStorage", "bfloat16": "BFloat16Storage"}
-MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001  # of files of torch.save
+MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001  # of torch.save's files
 SIZES = {"short": 2, "int": 4, "long": 4}
 MEMO = 1000  # where the storage is remembered: out of the way of `_value`, which counts from 0
 
 
-def pickled(bucket: Bucket) -> bytes:
-    """[(name, tensor), ...] of a bucket on the host."""
+def pickle_bucket(bucket: Bucket) -> bytes:
+    """Return the pickle of [(name, tensor), ...], of a bucket on the host."""
     parts = [
         *(pickle.PROTO, b"\x04"),
         *_call("torch.storage._load_from_bytes", _blob(_saved(bucket))),
@@ -41,7 +41,7 @@ def pickled(bucket: Bucket) -> bytes:
 
 
 def _saved(bucket: Bucket) -> list[bytes | memoryview]:
-    """What `torch.save(storage, _use_new_zipfile_serialization=False)` writes."""
+    """Return what `torch.save(storage, _use_new_zipfile_serialization=False)` writes."""
     assert sys.byteorder == "little"
     count = sum(array.size for array in bucket.arrays)
     storage = _global(f"torch.{STORAGE[bucket.dtype]}")
@@ -71,5 +71,5 @@ def _global(name: str) -> bytes:
 
 
 def _value(value: Any) -> bytes:
-    """What puts a plain value on the unpickler's stack."""
+    """Return what puts a plain value on the unpickler's stack."""
     return pickle.dumps(value, 2)[2:-1]

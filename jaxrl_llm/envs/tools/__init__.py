@@ -1,12 +1,13 @@
-"""Tools in the box: TOOLS makes them by name. A tool of your own is any object that is a `Tool`."""
+"""Built-in tools: TOOLS makes them by name. A tool of the user is any object that is an `envs.env.Tool`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from jaxrl_llm.envs.tools.base import SandboxConfig, SearchConfig, Tool, ToolError, ToolsConfig
+from jaxrl_llm.envs.config import ToolsConfig
+from jaxrl_llm.envs.env import Tool
 from jaxrl_llm.envs.tools.calculator import Calculator
-from jaxrl_llm.envs.tools.python import Python
+from jaxrl_llm.envs.tools.sandbox import Python
 from jaxrl_llm.envs.tools.search import Search
 
 TOOLS: dict[str, Callable[[ToolsConfig], Tool]] = {
@@ -14,5 +15,3 @@ TOOLS: dict[str, Callable[[ToolsConfig], Tool]] = {
     "python": Python,
     "search": Search,
 }
-
-__all__ = ["TOOLS", "SandboxConfig", "SearchConfig", "Tool", "ToolError", "ToolsConfig"]

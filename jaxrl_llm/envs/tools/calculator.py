@@ -8,7 +8,8 @@ import operator
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from jaxrl_llm.envs.tools.base import ToolError, ToolsConfig
+from jaxrl_llm.envs.config import ToolsConfig
+from jaxrl_llm.envs.env import ToolError
 
 MAX_CHARS = 500
 MAX_BITS = 10_000  # of an integer: 3,010 digits
@@ -17,7 +18,7 @@ Number = int | float
 
 
 class Calculator:
-    """Integers are exact; an integer quotient that comes out even stays an integer."""
+    """The tool `calculator`. Integers are exact; an even integer quotient stays an integer."""
 
     schema: ClassVar[dict[str, Any]] = {
         "name": "calculator",
@@ -35,11 +36,12 @@ class Calculator:
         del config  # it has no settings
 
     async def call(self, arguments: dict[str, Any]) -> str:
+        """Return the value of the expression in digits."""
         return evaluate(arguments["expression"])
 
 
 def evaluate(expression: str) -> str:
-    """The value in digits.
+    """Return the value of an expression in digits.
 
     Raises:
         ToolError: it is no arithmetic, has no real value, or is too large to work out.

@@ -10,7 +10,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jaxrl_llm.envs.tools.base import ToolError
+from jaxrl_llm.envs.env import ToolError
 from jaxrl_llm.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class McpServer:
     It ends with this process. The connection has a thread of its own, so its tools serve any event loop.
 
     Raises:
-        ValueError: the SDK is not installed, or the server does not start or answer.
+        UserError: the SDK is not installed, or the server does not start or answer.
     """
 
     def __init__(self, command: str, seconds: float = SECONDS):
@@ -61,7 +61,7 @@ class McpServer:
                     started.set_exception(error)
 
     async def _serve(self, command: str, seconds: float, started: concurrent.futures.Future) -> None:
-        """Holds the connection until the end: the SDK wants it opened and closed by one task."""
+        """Hold the connection until the end: the SDK requires that one task opens and closes it."""
         from mcp import Client, StdioServerParameters
 
         program, *arguments = shlex.split(command)
@@ -83,6 +83,7 @@ class McpTool:
     loop: asyncio.AbstractEventLoop
 
     async def call(self, arguments: dict[str, Any]) -> str:
+        """Return the text of the server's result."""
         request = self.client.call_tool(self.schema["name"], arguments)
         try:
             answer = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(request, self.loop))

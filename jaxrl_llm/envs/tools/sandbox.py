@@ -1,7 +1,7 @@
-"""Runs Python programs that nobody trusts: bubblewrap's namespaces, a seccomp filter and resource limits.
+"""The tool `python`: untrusted programs under bubblewrap's namespaces, a seccomp filter and resource limits.
 
 The program sees the system's folders and this Python's standard library, read-only, and a /tmp of its own.
-It has no network, no /proc, no home, no environment, no other process; docs/agents.md lists the limits.
+It has no network, no /proc, no home, no environment, no other process; docs/agents_tools.md lists the limits.
 """
 
 from __future__ import annotations
@@ -17,14 +17,23 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
-from jaxrl_llm.envs.tools.base import SandboxConfig, ToolError
+from jaxrl_llm.envs.config import SandboxConfig, ToolsConfig
+from jaxrl_llm.envs.env import ToolError
 from jaxrl_llm.envs.tools.syscalls import refuse_filter
 from jaxrl_llm.errors import UserError
 
 BOOT = """
-import json, os, resource, sys
-for name, limit in json.loads(sys.argv[1]).items():
+import ctypes, json, os, resource, sys
+limits, tmpfs = json.loads(sys.argv[1])
+if tmpfs:  # takes CAP_SYS_ADMIN of the sandbox's own user namespace, which is given up at once
+    libc, remount_nosuid_nodev = ctypes.CDLL(None, use_errno=True), 32 | 2 | 4
+    failed = libc.mount(b"tmpfs", b"/tmp", b"tmpfs", remount_nosuid_nodev, tmpfs.encode())
+    no_capabilities, version_3 = (ctypes.c_uint32 * 6)(), (ctypes.c_uint32 * 2)(0x20080522, 0)
+    if failed or libc.capset(version_3, no_capabilities):
+        sys.exit("the number of files in /tmp cannot be limited: " + os.strerror(ctypes.get_errno()))
+for name, limit in limits.items():
     which = getattr(resource, name)
     resource.setrlimit(which, tuple(
         old if old != resource.RLIM_INFINITY and old < new else new
@@ -46,8 +55,35 @@ class SandboxError(UserError):
     """No sandbox can be had on this machine; says why, and the fix."""
 
 
+class Python:
+    """The tool `python`. Each call is a program of its own: nothing is kept from one to the next.
+
+    Raises:
+        SandboxError: no sandbox can be had here.
+    """
+
+    schema: ClassVar[dict[str, Any]] = {
+        "name": "python",
+        "description": "Runs a Python program and returns what it prints. It has the standard library, no "
+        "network and no subprocesses; every call starts afresh.",
+        "parameters": {
+            "type": "object",
+            "properties": {"code": {"type": "string", "description": "The program; print() what to see."}},
+            "required": ["code"],
+        },
+    }
+
+    def __init__(self, config: ToolsConfig):
+        self._sandbox = Sandbox(config.python)
+        self.turn = asyncio.Semaphore(config.python.concurrent or os.cpu_count() or 1)
+
+    async def call(self, arguments: dict[str, Any]) -> str:
+        """Return what the program prints."""
+        return await self._sandbox.run(arguments["code"])
+
+
 class Sandbox:
-    """Runs programs, as many at once as are asked for.
+    """Runs programs, any number at once.
 
     Raises:
         SandboxError: bubblewrap is missing or may not work here, and `allow_unsandboxed` is not set.
@@ -55,21 +91,34 @@ class Sandbox:
 
     def __init__(self, config: SandboxConfig):
         self._config = config
+        self._wrapped, self._filter, self.limits_files = [], b"", False
         try:
-            self._wrapped, self._filter = _bubblewrap(config), _filter()
-            self._probe()
+            self._wrap()
         except SandboxError:
             if not config.allow_unsandboxed:
                 raise
-            self._wrapped, self._filter = [], b""
+            self._wrapped, self.limits_files = [], False
 
     @property
     def contained(self) -> bool:
         """Whether programs are in a sandbox; False only with `allow_unsandboxed`."""
         return bool(self._wrapped)
 
+    def _wrap(self) -> None:
+        """Find a command that contains programs, with a limit on files where the kernel allows one."""
+        self._filter = _filter()
+        for self.limits_files in (True, False):
+            self._wrapped = _bubblewrap(self._config, self.limits_files)
+            problem = self._probe()
+            if not problem:
+                break
+        else:
+            raise SandboxError(f"the sandbox does not start: {problem}. {FIX}")
+        if not self.limits_files:
+            print("python tool: the number of files in /tmp is not limited here", file=sys.stderr, flush=True)
+
     async def run(self, code: str) -> str:
-        """What the program printed, its standard output and error together.
+        """Return what the program printed, its standard output and error together.
 
         Raises:
             ToolError: it failed or broke a limit; the text has what it printed, and why it ended.
@@ -85,7 +134,7 @@ class Sandbox:
             return await program.finish(code.encode(errors="replace"))
 
     async def _start(self, folder: str) -> _Program:
-        """A program that waits for its text; it is killed whole when this process ends."""
+        """Start a program that waits for its text; it is killed whole when this process ends."""
         with _readable(self._filter) as seccomp:
             _, program = await asyncio.get_running_loop().subprocess_exec(
                 lambda: _Program(self._config),
@@ -101,12 +150,19 @@ class Sandbox:
         return program
 
     def _command(self, seccomp: int) -> list[str]:
-        limits = json.dumps(_limits(self._config) if sys.platform == "linux" else {})
+        config = self._config
+        tmpfs = f"size={config.disk_mb << 20},nr_inodes={config.max_files + 2}"  # /tmp itself, main.py
+        limits = json.dumps(
+            [
+                _limits(config) if sys.platform == "linux" else {},
+                tmpfs if self.contained and self.limits_files else "",
+            ]
+        )
         wrapped = [*self._wrapped, "--seccomp", str(seccomp), "--"] if self.contained else []
         return [*wrapped, _interpreter(), "-I", "-S", "-c", BOOT, limits]
 
-    def _probe(self) -> None:
-        """Runs one program now: what does not work here is said before a model is loaded."""
+    def _probe(self) -> str:
+        """Run one program now, before a model is loaded; return why it did not work, "" = it did."""
         with _readable(self._filter) as seccomp:
             try:
                 done = subprocess.run(
@@ -120,14 +176,13 @@ class Sandbox:
                     timeout=START_SECONDS,
                 )
             except (OSError, subprocess.SubprocessError) as error:
-                raise SandboxError(f"the sandbox does not start: {error}. {FIX}") from error
-        said = done.stdout.decode(errors="replace").strip()
-        if said != "42":
-            raise SandboxError(f"the sandbox does not start: {said or f'exit code {done.returncode}'}. {FIX}")
+                return str(error)
+        output = done.stdout.decode(errors="replace").strip()
+        return "" if output == "42" else output or f"exit code {done.returncode}"
 
 
 class _Program(asyncio.SubprocessProtocol):
-    """One running program: keeps the two ends of what it prints, kills it when its time is over."""
+    """One running program: keeps the two ends of its output, kills it when its time is over."""
 
     def __init__(self, config: SandboxConfig):
         self._config = config
@@ -156,7 +211,7 @@ class _Program(asyncio.SubprocessProtocol):
         self._closed.set_result(None)
 
     async def finish(self, code: bytes) -> str:
-        """Gives it its text, waits for its end, and returns what it printed; raises ToolError like `run`."""
+        """Write the program's text, wait for its end, return its output. Raises ToolError like `run`."""
         stdin = self._transport.get_pipe_transport(0)
         stdin.write(code)
         stdin.write_eof()
@@ -185,11 +240,14 @@ class _Program(asyncio.SubprocessProtocol):
             os.killpg(self._transport.get_pid(), signal.SIGKILL)
 
     def _why(self, code: int) -> str:
-        """Why it failed, from its exit code (bubblewrap's is 128 + the signal); "" = it did not."""
+        """Return why it failed, "" = it did not.
+
+        Bubblewrap's exit code is 128 + the signal that killed the program, or the program's own.
+        """
         ended_by = -code if code < 0 else code - 128
         if ended_by == signal.SIGXCPU:
             return f"stopped after {self._config.cpu_seconds} s of processor time"
-        if ended_by > 0:
+        if 0 < ended_by < signal.NSIG:
             return f"killed by signal {ended_by}"
         return f"exit code {code}" if code else ""
 
@@ -206,8 +264,8 @@ def _filter() -> bytes:
         raise SandboxError(f"{error}. {FIX}") from None
 
 
-def _bubblewrap(config: SandboxConfig) -> list[str]:
-    """The command up to where the file descriptor of the filter is named."""
+def _bubblewrap(config: SandboxConfig, limits_files: bool) -> list[str]:
+    """Return the command up to where the file descriptor of the filter is named."""
     program = shutil.which("bwrap")
     if program is None:
         raise SandboxError(f"bubblewrap (bwrap) is not on the PATH. {FIX}")
@@ -219,7 +277,8 @@ def _bubblewrap(config: SandboxConfig) -> list[str]:
     binds += [["--dev-bind", path, path] for path in ("/dev/null", "/dev/zero", "/dev/urandom")]
     return [
         *(program, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"),
-        *("--cap-drop", "ALL", "--uid", NOBODY, "--gid", NOBODY, "--hostname", "sandbox"),
+        *("--cap-drop", "ALL", *(("--cap-add", "CAP_SYS_ADMIN") if limits_files else ())),  # for BOOT alone
+        *("--uid", NOBODY, "--gid", NOBODY, "--hostname", "sandbox"),
         *("--size", str(config.disk_mb << 20), "--tmpfs", "/tmp"),
         *(word for bind in binds for word in bind),
         *("--remount-ro", "/", "--chdir", "/tmp"),  # else all of / but the binds is memory without a limit
@@ -227,7 +286,7 @@ def _bubblewrap(config: SandboxConfig) -> list[str]:
 
 
 def _interpreter() -> str:
-    """This Python itself: a virtual environment's is a link to it."""
+    """Return the path of this Python itself: a virtual environment's is a link to it."""
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
@@ -242,7 +301,7 @@ def _environment(home: str) -> dict[str, str]:
 
 
 def _limits(config: SandboxConfig) -> dict[str, tuple[int, int]]:
-    """Resource limits (soft, hard)."""
+    """Return resource limits (soft, hard)."""
     memory, disk = config.memory_mb << 20, config.disk_mb << 20
     return {
         "RLIMIT_CPU": (config.cpu_seconds, config.cpu_seconds + 1),
@@ -255,7 +314,7 @@ def _limits(config: SandboxConfig) -> dict[str, tuple[int, int]]:
 
 @contextlib.contextmanager
 def _readable(data: bytes) -> Iterator[int]:
-    """A file descriptor to read `data` from, one page at most."""
+    """Yield a file descriptor to read `data` from, one page at most."""
     reader, writer = os.pipe()
     try:
         os.write(writer, data)

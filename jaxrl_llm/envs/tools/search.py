@@ -16,8 +16,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jaxrl_llm.envs.tools.base import SearchConfig, ToolError, ToolsConfig
+from jaxrl_llm.envs.config import SearchConfig, ToolsConfig
+from jaxrl_llm.envs.env import ToolError
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.user_file import expand_home
 
 K1, B = 1.2, 0.75
 WORD = re.compile(r"\w+")
@@ -34,10 +36,10 @@ class Passage:
 
 
 class Search:
-    """The index is built once, when the tool is made.
+    """The tool `search`; the index is built once, when the tool is made.
 
     Raises:
-        ValueError: no corpus, or a bad one; names file and line.
+        UserError: no corpus, or a bad one; names file and line.
     """
 
     schema: ClassVar[dict[str, Any]] = {
@@ -56,15 +58,16 @@ class Search:
         self._index = Index([f"{passage.title} {passage.text}" for passage in self._passages])
 
     async def call(self, arguments: dict[str, Any]) -> str:
-        found = await asyncio.to_thread(self._index.search, arguments["query"], self._results)
-        if not found:
+        """Return the best passages, with their titles."""
+        best = await asyncio.to_thread(self._index.search, arguments["query"], self._results)
+        if not best:
             raise ToolError("no passage has any of these words")
-        passages = [self._passages[i] for i in found]
+        passages = [self._passages[i] for i in best]
         return "\n\n".join(f"[{n}] {p.title}\n{p.text}" for n, p in enumerate(passages, 1))
 
 
 class Index:
-    """For each word, the passages that have it and what it adds to their scores."""
+    """Inverted index: for each word, the passages that have it and what it adds to their scores."""
 
     def __init__(self, texts: list[str]):
         self._words: dict[str, int] = {}
@@ -82,13 +85,13 @@ class Index:
         self._scores = idf * counts * (K1 + 1) / (counts + size[self._owners])
 
     def search(self, query: str, results: int) -> list[int]:
-        """Numbers of the best texts that share a word with the query, best first, ties in their order."""
+        """Return the numbers of the best texts that share a word with the query, ties in their order."""
         scores = self.scores(WORD.findall(query.lower())[:MAX_QUERY_WORDS])
         best = np.argsort(-scores, kind="stable")[:results]
         return [int(i) for i in best if scores[i] > 0]
 
     def scores(self, words: list[str]) -> np.ndarray:
-        """Score of each text, float64 [texts]; 0 = it has none of the words. A word counts once."""
+        """Return the score of each text, float64 [texts]; 0 = none of the words. A word counts once."""
         scores = np.zeros(self._count)
         for number in {self._words[word]: None for word in words if word in self._words}:
             at = slice(self._starts[number], self._starts[number + 1])
@@ -97,12 +100,12 @@ class Index:
 
 
 def read_corpus(config: SearchConfig) -> Iterator[Passage]:
-    """Passages of a JSONL file or of a folder's .txt and .md files (titles: their paths in the folder).
+    """Yield passages of a JSONL file or of a folder's .txt and .md files (titles: their paths in it).
 
     Raises:
-        ValueError: there is none, or a line that is no passage; names file and line.
+        UserError: there is none, or a line that is no passage; names file and line.
     """
-    path = Path(config.path).expanduser()
+    path = expand_home(config.path)
     if not config.path:
         raise UserError(f"{KEY} is empty: set a JSONL file or a folder of .txt and .md files")
     if path.is_dir():
@@ -127,6 +130,8 @@ def _read(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: not UTF-8 at byte {error.start}") from None
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
@@ -137,7 +142,7 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
             where = f"{path}:{number}"
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{where}: not JSON: {error}") from None
             if not isinstance(row, dict):
                 raise UserError(f'{where}: a line is an object with "text" and "title"')

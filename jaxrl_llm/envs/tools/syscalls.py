@@ -2,13 +2,15 @@
 
 A process that cannot multiply is bounded by its own limits: RLIMIT_AS and RLIMIT_CPU are per process, and
 RLIMIT_NPROC does not hold root. So fork, threads, and memory that RLIMIT_AS does not count are refused, and
-with them the kernel's less trodden doors.
+with them the kernel's less trodden doors. Of sockets only those families exist that the sandbox's own network
+namespace contains; others, such as AF_VSOCK, reach the host past it.
 """
 
 from __future__ import annotations
 
 import errno
 import platform
+import socket
 import struct
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -23,6 +25,8 @@ REFUSED = {  # name: (number on x86_64, on aarch64); None = it has no such call
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
     "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
     "ptrace": (101, 117),
     "bpf": (321, 280),
     "userfaultfd": (323, 282),
@@ -32,13 +36,19 @@ REFUSED = {  # name: (number on x86_64, on aarch64); None = it has no such call
     "request_key": (249, 218),
     "keyctl": (250, 219),
 }
+SOCKET_CALLS = {"socket": (41, 198), "socketpair": (53, 199)}  # their first argument is the family
+FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06  # classic BPF
-ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
+NUMBER_AT, ARCHITECTURE_AT, ARGUMENT_AT = 0, 4, 16  # bytes into seccomp_data; arguments are little-endian
+ALLOW, ERROR, KILL = 0x7FFF0000, 0x00050000, 0x80000000
+REFUSE, REFUSE_FAMILY = ERROR | errno.EPERM, ERROR | errno.EAFNOSUPPORT
 X32 = 0x40000000  # x86_64's second set of call numbers
+
+Rule = tuple[int, int, int, int]  # operation, rules to skip if true, if false, operand
 
 
 def refuse_filter(machine: str = "") -> bytes:
-    """The filter for `machine` ("" = this one).
+    """Return the filter for `machine` ("" = this one).
 
     Raises:
         ValueError: a processor whose call numbers are not known here.
@@ -47,15 +57,26 @@ def refuse_filter(machine: str = "") -> bytes:
     if machine not in ARCHITECTURES:
         raise ValueError(f"no list of system calls for {machine}, only for {', '.join(ARCHITECTURES)}")
     column = list(ARCHITECTURES).index(machine)
-    numbers = [pair[column] for pair in REFUSED.values() if pair[column] is not None]
-    rules = [
-        (LOAD, 0, 0, 4),  # seccomp_data.arch: another means 32-bit calls
+    rules: list[Rule] = [
+        (LOAD, 0, 0, ARCHITECTURE_AT),  # another one means 32-bit calls
         (JUMP_EQUAL, 1, 0, ARCHITECTURES[machine]),
         (RETURN, 0, 0, KILL),
-        (LOAD, 0, 0, 0),  # seccomp_data.nr
+        (LOAD, 0, 0, NUMBER_AT),
         (JUMP_AT_LEAST, 0, 1, X32),
         (RETURN, 0, 0, KILL),
     ]
-    for number in numbers:
-        rules += [(JUMP_EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE)]
+    for numbers in REFUSED.values():
+        if numbers[column] is not None:
+            rules += [(JUMP_EQUAL, 0, 1, numbers[column]), (RETURN, 0, 0, REFUSE)]
+    families = _check_family()
+    for numbers in SOCKET_CALLS.values():
+        rules += [(JUMP_EQUAL, 0, len(families), numbers[column]), *families]
     return b"".join(struct.pack("=HBBI", *rule) for rule in [*rules, (RETURN, 0, 0, ALLOW)])
+
+
+def _check_family() -> list[Rule]:
+    """Return rules that end the filter by the first argument of the call."""
+    rules: list[Rule] = [(LOAD, 0, 0, ARGUMENT_AT)]
+    for left, family in zip(range(len(FAMILIES), 0, -1), FAMILIES, strict=True):
+        rules.append((JUMP_EQUAL, left, 0, int(family)))
+    return [*rules, (RETURN, 0, 0, REFUSE_FAMILY), (RETURN, 0, 0, ALLOW)]

@@ -1,4 +1,4 @@
-"""Compile all programs of a run before it starts; or only say with which arguments they are called."""
+"""Ahead-of-time compilation: all programs of a run in all their shapes, or their largest calls for `plan`."""
 
 from __future__ import annotations
 
@@ -11,138 +11,152 @@ import numpy as np
 from jaxrl_llm.models.decode import DecodeWeights, RingCache
 from jaxrl_llm.models.paged import PagedCache
 from jaxrl_llm.rollout.engine import SamplingConfig
-from jaxrl_llm.rollout.native.programs import Programs
-from jaxrl_llm.rollout.native.schedule import empty_slots, is_filtered, make_draw, make_ends
-from jaxrl_llm.rollout.native.shapes import Sizes, at_least, pages_of
+from jaxrl_llm.rollout.native.programs import Programs, empty_slots, make_stop_conditions
+from jaxrl_llm.rollout.native.sampling import is_filtered, make_params
+from jaxrl_llm.rollout.native.shapes import ProgramShapes, pages_for, round_up
 from jaxrl_llm.sharding.rules import with_shardings
 from jaxrl_llm.structs import Params, Program
 
 
-def warm_up(
+def compile_all(
     programs: Programs,
-    sizes: Sizes,
+    shapes: ProgramShapes,
     weights: DecodeWeights,
     samplings: Collection[SamplingConfig],
     stop_ids: Collection[int],
     key: np.ndarray,
 ) -> None:
-    """Program every program once in every size that a `Generation` may ask for, on nothing.
+    """Call every program once in every shape that a `Scheduler` may need, with empty slots.
 
     Args:
-        samplings: those that will be used; filters are programs of their own.
+        samplings: those of the run; with filters `decode` is another program.
         stop_ids: as many as will end a response.
         key: any key data, for its shape.
     """
-    most = sizes.slots[-1]
-    filters = {is_filtered(sampling): sampling for sampling in samplings}
+    max_slots = shapes.slot_counts[-1]
+    variants = {is_filtered(sampling): sampling for sampling in samplings}
 
-    def decode(cache, slots, *table):
-        state = empty_slots(slots, key)
+    def decode(cache, num_slots, *table):
+        state = empty_slots(num_slots, key)
         uniform = programs.uniforms(state)
-        for filtered, sampling in filters.items():
-            draw, ends = make_draw(sampling), make_ends(stop_ids, 0, 0)
-            cache, _ = programs.decode(weights, cache, state, uniform, draw, ends, *table, filtered=filtered)
+        for filtered, sampling in variants.items():
+            params, stop = make_params(sampling), make_stop_conditions(stop_ids, 0, 0)
+            cache, _ = programs.decode(
+                weights, cache, state, uniform, params, stop, *table, filtered=filtered
+            )
         return cache
 
-    if programs.page:
-        _warm_up_paged(programs, sizes, weights, decode)
+    if programs.page_size:
+        _compile_paged(programs, shapes, weights, decode)
         return
-    for width, counts in sizes.prompts:
+    for width, counts in shapes.prefill:
         for count in counts:
-            tokens, lengths = np.zeros((count, width), np.int32), np.zeros(count, np.int32)
-            prompts = programs.prefill(weights, tokens, lengths)
-            prompts = programs.spread(prompts, np.zeros(most, np.int32), width=sizes.width)
-    for i, length in enumerate(sizes.lengths):
-        cache = programs.empty_cache(most, length)
-        cache = programs.insert(cache, prompts, np.zeros(most, bool))
-        for slots in reversed(sizes.slots):
-            if slots < most:
-                cache = programs.resize(cache, np.zeros(slots, np.int32), length=length)
-            for longer in sizes.lengths[i + 1 : i + 2]:
-                programs.resize(cache, np.zeros(slots, np.int32), length=longer)
-            cache = decode(cache, slots)
+            prompts = programs.prefill(weights, _zeros(count, width), _zeros(count))
+            prompts = programs.gather(prompts, _zeros(max_slots), length=shapes.max_prefill_length)
+    for i, length in enumerate(shapes.cache_lengths):
+        cache = programs.empty_cache(max_slots, length)
+        cache = programs.insert(cache, prompts, np.zeros(max_slots, bool))
+        for num_slots in reversed(shapes.slot_counts):
+            if num_slots < max_slots:
+                cache = programs.resize(cache, _zeros(num_slots), length=length)
+            for longer in shapes.cache_lengths[i + 1 : i + 2]:
+                programs.resize(cache, _zeros(num_slots), length=longer)
+            cache = decode(cache, num_slots)
         jax.block_until_ready(cache)
 
 
-def _warm_up_paged(programs: Programs, sizes: Sizes, weights: DecodeWeights, decode) -> None:
-    cache = programs.empty_cache(programs.ways * sizes.pages, programs.page)
-    for width, counts in sizes.prompts:
+def _compile_paged(programs: Programs, shapes: ProgramShapes, weights: DecodeWeights, decode) -> None:
+    cache = programs.empty_cache(programs.num_shards * shapes.num_pages, programs.page_size)
+    for width, counts in shapes.prefill:
         for count in counts:
-            lengths = _nobodys(count)
-            prompts = programs.prefill(weights, _nobodys(count, width), lengths)
-            numbers = _nobodys(programs.ways * count, pages_of(width, programs.page))
-            cache = programs.write(cache, prompts, lengths, numbers)
-    cache = programs.copy(cache, _nobodys(sizes.slots[-1]), _nobodys(sizes.slots[-1]))
-    for columns in {pages_of(length, programs.page) for length in sizes.lengths}:
-        for slots in sizes.slots:
-            cache = decode(cache, slots, _nobodys(slots, columns))
+            lengths = _zeros(count)
+            prompts = programs.prefill(weights, _zeros(count, width), lengths)
+            tables = _zeros(programs.num_shards * count, pages_for(width, programs.page_size))
+            cache = programs.write_pages(cache, prompts, lengths, tables)
+    max_slots = shapes.slot_counts[-1]
+    cache = programs.copy_pages(cache, _zeros(max_slots), _zeros(max_slots))
+    for columns in {pages_for(length, programs.page_size) for length in shapes.cache_lengths}:
+        for num_slots in shapes.slot_counts:
+            cache = decode(cache, num_slots, _zeros(num_slots, columns))
     jax.block_until_ready(cache)
 
 
 def largest_calls(
     programs: Programs,
-    sizes: Sizes,
+    shapes: ProgramShapes,
     params: Params,
-    prompts: int,
+    num_prompts: int,
     sampling: SamplingConfig,
     stop_ids: Collection[int],
 ) -> dict[str, Program]:
-    """Each program's largest call under these sizes, on abstract arguments.
+    """Return the largest call of each program in these shapes, with abstract arguments.
 
     Args:
-        params: the weights as the trainer holds them, abstract.
-        prompts: different ones that are read in one go at most.
+        params: the trainer's weights, abstract.
+        num_prompts: different prompts of one call of `generate`.
     """
-    lay, most = programs.layouts, sizes.slots[-1]
-    key = np.zeros(2, np.uint32)
-    width, counts = sizes.prompts[-1]
-    rows = at_least(counts, min(prompts, counts[-1]))
-    tokens, lengths = _nobodys(rows, width), _nobodys(rows)
-    state = empty_slots(most, key)
+    shardings, max_slots = programs.shardings, shapes.slot_counts[-1]
+    width, counts = shapes.prefill[-1]
+    rows = round_up(counts, min(num_prompts, counts[-1]))
+    tokens, lengths = _zeros(rows, width), _zeros(rows)
+    state = empty_slots(max_slots, np.zeros(2, np.uint32))
     with jax.set_mesh(programs.mesh):
-        weights = with_shardings(jax.eval_shape(programs.publish, params), lay["weights"])
-        read = with_shardings(jax.eval_shape(programs.prefill, weights, tokens, lengths), lay["prompts"])
-        uniform = with_shardings(jax.eval_shape(programs.uniforms, state), lay["everywhere"])
-        cache, calls = (_paged_calls if programs.page else _ring_calls)(programs, sizes, read, lengths)
-    drawn = state, uniform, make_draw(sampling), make_ends(stop_ids, 0, 0)
-    table = (_nobodys(most, pages_of(sizes.lengths[-1], programs.page)),) if programs.page else ()
-    options = {"filtered": is_filtered(sampling)}
+        weights = with_shardings(jax.eval_shape(programs.publish, params), shardings["weights"])
+        prompts = with_shardings(
+            jax.eval_shape(programs.prefill, weights, tokens, lengths), shardings["prompts"]
+        )
+        uniform = with_shardings(jax.eval_shape(programs.uniforms, state), shardings["replicated"])
+        calls_of = _paged_calls if programs.page_size else _ring_calls
+        cache, calls = calls_of(programs, shapes, prompts, lengths)
+    inputs = state, uniform, make_params(sampling), make_stop_conditions(stop_ids, 0, 0)
+    if programs.page_size:
+        inputs += (_zeros(max_slots, pages_for(shapes.cache_lengths[-1], programs.page_size)),)
     return {
         "publish": Program(programs.publish, (params,), {}),
         "prefill": Program(programs.prefill, (weights, tokens, lengths), {}),
         **calls,
-        "decode": Program(programs.decode, (weights, cache, *drawn, *table), options),
+        "decode": Program(programs.decode, (weights, cache, *inputs), {"filtered": is_filtered(sampling)}),
     }
 
 
-def _ring_calls(programs: Programs, sizes: Sizes, read, lengths) -> tuple[RingCache, dict[str, Program]]:
-    """The cache, and what else is done with it."""
-    lay, most, width = programs.layouts["cache"], sizes.slots[-1], sizes.width
-    chosen = _nobodys(most)
-    spread = with_shardings(jax.eval_shape(partial(programs.spread, width=width), read, chosen), lay[:2])
+def _ring_calls(
+    programs: Programs, shapes: ProgramShapes, prompts, lengths
+) -> tuple[RingCache, dict[str, Program]]:
+    """Return the ring cache and the programs that fill and resize it."""
+    sharding, width = programs.shardings["cache"], shapes.max_prefill_length
+    num_slots = shapes.slot_counts[-1]
+    rows = _zeros(num_slots)
+    gathered = with_shardings(
+        jax.eval_shape(partial(programs.gather, length=width), prompts, rows), sharding[:2]
+    )
     caches = [
-        with_shardings(jax.eval_shape(partial(programs.empty_cache, most, length)), lay)
-        for length in sizes.lengths[-2:]
+        with_shardings(jax.eval_shape(partial(programs.empty_cache, num_slots, length)), sharding)
+        for length in shapes.cache_lengths[-2:]
     ]
     calls = {
-        "spread": Program(programs.spread, (read, chosen), {"width": width}),
-        "insert": Program(programs.insert, (caches[-1], spread, np.zeros(most, bool)), {}),
+        "gather": Program(programs.gather, (prompts, rows), {"length": width}),
+        "insert": Program(programs.insert, (caches[-1], gathered, np.zeros(num_slots, bool)), {}),
     }
     if len(caches) > 1:
-        calls["lengthen"] = Program(programs.resize, (caches[0], chosen), {"length": sizes.lengths[-1]})
+        calls["resize"] = Program(programs.resize, (caches[0], rows), {"length": shapes.cache_lengths[-1]})
     return caches[-1], calls
 
 
-def _paged_calls(programs: Programs, sizes: Sizes, read, lengths) -> tuple[PagedCache, dict[str, Program]]:
-    make = partial(programs.empty_cache, programs.ways * sizes.pages, programs.page)
-    cache = with_shardings(jax.eval_shape(make), programs.layouts["cache"])
-    numbers = _nobodys(programs.ways * len(lengths), pages_of(sizes.width, programs.page))
-    chosen = _nobodys(sizes.slots[-1])
+def _paged_calls(
+    programs: Programs, shapes: ProgramShapes, prompts, lengths
+) -> tuple[PagedCache, dict[str, Program]]:
+    """Return the paged cache and the programs that fill it."""
+    make = partial(programs.empty_cache, programs.num_shards * shapes.num_pages, programs.page_size)
+    cache = with_shardings(jax.eval_shape(make), programs.shardings["cache"])
+    tables = _zeros(
+        programs.num_shards * len(lengths), pages_for(shapes.max_prefill_length, programs.page_size)
+    )
+    slots = _zeros(shapes.slot_counts[-1])
     return cache, {
-        "write": Program(programs.write, (cache, read, lengths, numbers), {}),
-        "copy": Program(programs.copy, (cache, chosen, chosen), {}),
+        "write_pages": Program(programs.write_pages, (cache, prompts, lengths, tables), {}),
+        "copy_pages": Program(programs.copy_pages, (cache, slots, slots), {}),
     }
 
 
-def _nobodys(*shape: int) -> np.ndarray:
+def _zeros(*shape: int) -> np.ndarray:
     return np.zeros(shape, np.int32)

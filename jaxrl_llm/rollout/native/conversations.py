@@ -1,4 +1,4 @@
-"""Conversations of the native engine whose turn has ended, until they are answered."""
+"""Conversations of the native engine: turns that wait for the environment's reply."""
 
 from __future__ import annotations
 
@@ -9,66 +9,83 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_llm.rollout.engine import Dialogue, DialogueError, Reply
+from jaxrl_llm.rollout.engine import Dialogue, DialogueError, PartialResponse, Reply
 from jaxrl_llm.rollout.keys import turn_keys
-from jaxrl_llm.rollout.turns import ask, follow, silent
+from jaxrl_llm.rollout.turns import append_reply, no_reply_error, read_reply, request_reply
 
-LINGER = 0.002  # seconds without a reply after which those that came together are taken to be complete
+BATCH_WINDOW = 0.002  # seconds without another reply after which those that have arrived are one batch
 
 
-class Talks:
-    """Turns go to the dialogue in process 0; all processes get the replies, in one order.
+class TurnQueue:
+    """Turns are sent to the dialogue by process 0; all processes get the replies, in one order.
 
     Args:
-        samples: all of the call, in an order that every process has.
+        responses: all of the call, in an order that every process has.
         share: gives every process process 0's value (a collective).
+        vocab_size: of the model; a reply with other ids ends its conversation.
     """
 
-    def __init__(self, dialogue: Dialogue, samples: Sequence[Any], share: Callable[[Any], Any]):
-        self.dialogue, self.samples, self.share = dialogue, samples, share
-        self.waiting = 0  # turns without a reply
-        self._number = {id(sample): i for i, sample in enumerate(samples)}
+    def __init__(
+        self,
+        dialogue: Dialogue,
+        responses: Sequence[PartialResponse],
+        share: Callable[[Any], Any],
+        vocab_size: int,
+    ):
+        self.dialogue, self.responses = dialogue, responses
+        self.share, self.vocab_size = share, vocab_size
+        self.num_waiting = 0  # turns without a reply
+        self._number = {id(response): i for i, response in enumerate(responses)}
+        self._keys = [response.key for response in responses]  # of the present turn
         self._arrived: queue.SimpleQueue = queue.SimpleQueue()
 
-    def ask(self, sample: Any) -> None:
-        """The sample's turn has ended; `collect` gives it back if it goes on."""
-        self.waiting += 1
-        if jax.process_index() == 0:
-            number = self._number[id(sample)]
-            replied = ask(self.dialogue, sample)
-            replied.add_done_callback(lambda future: self._arrived.put((number, future)))
+    def key_of(self, response: PartialResponse) -> np.ndarray:
+        """Return the random key data of the response's present turn, uint32 [2]."""
+        return self._keys[self._number[id(response)]]
 
-    def collect(self, block: bool) -> list[Any]:
-        """The samples that have been answered and go on; with `block` it waits for a reply, within a limit.
+    def send(self, response: PartialResponse) -> None:
+        """Send the turn that has just ended; `collect` returns the response if another turn follows."""
+        self.num_waiting += 1
+        if jax.process_index() == 0:
+            number = self._number[id(response)]
+            future = request_reply(self.dialogue, response)
+            future.add_done_callback(lambda future: self._arrived.put((number, future)))
+
+    def collect(self, block: bool) -> list[PartialResponse]:
+        """Return responses that have got a reply and go on. A collective.
+
+        Args:
+            block: wait for a reply, at most as long as the dialogue's patience.
 
         Raises:
             DialogueError: no conversation can go on.
         """
-        if not self.waiting:
+        if not self.num_waiting:
             return []
-        found = self.share(self._drain(block) if jax.process_index() == 0 else None)
-        if isinstance(found, DialogueError):
-            raise found
-        self.waiting -= len(found)
-        more = [self.samples[i] for i, reply in found if follow(self.samples[i], reply)]
-        keys = turn_keys(np.array([s.key for s in more]), [len(s.observed) for s in more])
-        for sample, key in zip(more, keys, strict=True):
-            sample.turn_key = key
-        return more
+        replies = self.share(self._receive(block) if jax.process_index() == 0 else None)
+        if isinstance(replies, DialogueError):
+            raise replies
+        self.num_waiting -= len(replies)
+        continued = [self.responses[i] for i, reply in replies if append_reply(self.responses[i], reply)]
+        keys = turn_keys(np.array([r.key for r in continued]), [len(r.observed) for r in continued])
+        for response, key in zip(continued, keys, strict=True):
+            self._keys[self._number[id(response)]] = key
+        return continued
 
-    def _drain(self, block: bool) -> list[tuple[int, Reply]] | DialogueError:
-        """What has arrived, by the samples' numbers."""
-        found: list[tuple[int, Reply]] = []
+    def _receive(self, block: bool) -> list[tuple[int, Reply]] | DialogueError:
+        """Return the replies that have arrived, with the numbers of their responses."""
+        replies: list[tuple[int, Reply]] = []
         patience = self.dialogue.patience
         try:
-            while len(found) < self.waiting:
-                timeout = LINGER if found else patience
+            while len(replies) < self.num_waiting:
+                timeout = BATCH_WINDOW if replies else patience
                 number, future = self._arrived.get(block, timeout if block else None)
-                reply = future.result()
-                self.samples[number].talk = reply.talk  # stays here: it need not be picklable
-                found.append((number, reply._replace(talk=None)))
+                response = self.responses[number]
+                reply = read_reply(future, response, self.vocab_size)
+                response.conversation = reply.conversation  # stays here: may not be picklable
+                replies.append((number, reply._replace(conversation=None)))
         except queue.Empty:
-            return found if found or not block else silent(self.dialogue, self.waiting)
+            return replies if replies or not block else no_reply_error(self.dialogue, self.num_waiting)
         except DialogueError as error:
             return error
-        return found
+        return replies

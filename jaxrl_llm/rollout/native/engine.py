@@ -1,4 +1,4 @@
-"""The native engine: continuous batching in plain JAX, with the layers that training runs."""
+"""The native engine: continuous batching in plain JAX, with the layers and on the devices of training."""
 
 from __future__ import annotations
 
@@ -12,41 +12,49 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm import ranges
+from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.models.paged import NOBODYS
-from jaxrl_llm.rollout.checks import check_pages, check_requests
+from jaxrl_llm.models.paged import NULL_PAGE
+from jaxrl_llm.rollout.checks import check_requests
 from jaxrl_llm.rollout.config import RolloutConfig
-from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Request, SamplingConfig, end_ids, text_of
-from jaxrl_llm.rollout.keys import sample_keys
-from jaxrl_llm.rollout.native.compile import largest_calls, warm_up
-from jaxrl_llm.rollout.native.conversations import Talks
-from jaxrl_llm.rollout.native.page_budget import is_paged, pages_that_fit, pages_wanted, weight_bytes
+from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Request, SamplingConfig, eos_ids_of, text_of
+from jaxrl_llm.rollout.native.compile import compile_all, largest_calls
+from jaxrl_llm.rollout.native.conversations import TurnQueue
+from jaxrl_llm.rollout.native.paged_cache import (
+    check_pages,
+    pages_in_free_memory,
+    pages_required,
+    rollout_weight_bytes,
+    uses_pages,
+)
 from jaxrl_llm.rollout.native.programs import Programs
-from jaxrl_llm.rollout.native.schedule import Generation, Sample
-from jaxrl_llm.rollout.native.shapes import Sizes, bucket, make_sizes
-from jaxrl_llm.rollout.turns import answer_of, mask_of
+from jaxrl_llm.rollout.native.schedule import Scheduler
+from jaxrl_llm.rollout.native.shapes import MIN_LENGTH, ProgramShapes, bucket, make_shapes
+from jaxrl_llm.rollout.partial import new_responses, trajectory_of
 from jaxrl_llm.structs import Metrics, Params, Program, Trajectory
 
 
-class Later(NamedTuple):
-    """Responses that are written when they are asked for."""
+class DeferredGeneration(NamedTuple):
+    """A call of `generate` that runs when its result is requested."""
 
     result: Callable[[], list[Trajectory]]
 
 
 class NativeEngine:
-    """Rolls out on the devices of `mesh`: slots divided over data and fsdp, heads and vocabulary over
-    tensor. Under several processes each calls every method with the same arguments, runs the same
-    schedule and gets all trajectories.
+    """The `Engine` on the devices of `mesh`: slots are sharded over data and fsdp, heads and vocabulary over
+    tensor. With several processes each runs the same schedule and gets all trajectories.
 
     Args:
         tokenizer: gives `eos_token_id` and `decode(ids)`; None = no end token and no text.
         eos_ids: further ids that end a response (`eos_token_id` of a generation_config.json).
-        share: gives every process process 0's value (a collective); only dialogues need it.
-        strict: log-probs have every bit of those that strict training finds.
-        resident: bytes that the trainer will hold on each device, but does not yet; room that the paged
-            cache leaves until the first `publish`.
+        share: gives every process process 0's value (a collective); for dialogues and the number of pages.
+        strict: log-probs are bit-equal to those of strict training.
+        resident: bytes that the trainer will hold on each device later; the paged cache leaves them free
+            until the first `publish`.
+
+    Raises:
+        ConfigError: a field of `config` is out of its range.
     """
 
     def __init__(
@@ -60,17 +68,19 @@ class NativeEngine:
         strict: bool = False,
         resident: int = 0,
     ):
+        for field, problem in ranges.problems(config):
+            raise ConfigError(f"rollout.{field} {problem}")
         self.config, self.model, self.mesh, self.tokenizer, self.share = config, model, mesh, tokenizer, share
-        self.eos_ids = end_ids(tokenizer, eos_ids)
+        self.eos_ids = eos_ids_of(tokenizer, eos_ids)
         cache_dtype = config.cache_dtype or config.dtype
-        page = config.page if not strict and is_paged(config, model, mesh) else 0
-        self.programs = Programs(model, mesh, config.dtype, cache_dtype, config.chunk, strict, page)
+        page_size = config.page if not strict and uses_pages(config, model, mesh) else 0
+        self.programs = Programs(model, mesh, config.dtype, cache_dtype, config.chunk, strict, page_size)
         self.metrics: Metrics = {}
         self._published, self._resident = None, resident
-        self._sizes = self._make_sizes(1, 1, False)
+        self._shapes = self._make_shapes(1, 1, False)
 
     def publish(self, params: Params, version: int) -> Metrics:
-        """Copy the weights into the layout and type of rollout; the caller may donate its own after."""
+        """Copy the weights into the sharding and type of the rollout; the caller may donate its own after."""
         start = time.perf_counter()
         self._published = None  # free the old copy before the new one is made
         with jax.set_mesh(self.mesh):
@@ -87,11 +97,11 @@ class NativeEngine:
         sampling: SamplingConfig,
         key: jax.Array,
         dialogue: Dialogue | None = None,
-        written: Sequence[PartialResponse] = (),
-    ) -> Later:
-        """The same devices train: they write when the result is asked for."""
-        assert not written, "nothing is ever half written here"
-        return Later(lambda: self.generate(requests, sampling, key, dialogue))
+        partial: Sequence[PartialResponse] = (),
+    ) -> DeferredGeneration:
+        """Return the call of `generate`, to be run when its result is requested: the same devices train."""
+        assert not partial, "the native engine leaves no partial responses"
+        return DeferredGeneration(lambda: self.generate(requests, sampling, key, dialogue))
 
     def generate(
         self,
@@ -100,40 +110,46 @@ class NativeEngine:
         key: jax.Array,
         dialogue: Dialogue | None = None,
     ) -> list[Trajectory]:
-        """Responses in order (request, response index); token i of sample (p, g) is drawn with
-        fold_in(fold_in(fold_in(key, p), g), i) alone, those of later turns with keys of the turn
-        (keys.py). `self.metrics` describes the last call.
+        """Generate responses, in order (request, response index). `self.metrics` describes the last call.
 
         Raises:
-            ValueError: no weights published, an impossible request or sampling setting.
+            UserError: an impossible prompt or sampling setting.
+            ValueError: nothing is published.
             DialogueError: no conversation can go on.
         """
         check_requests(requests, sampling, self.model, self.tokenizer)
         if self._published is None:
-            raise UserError("rollout: no weights; call publish(params, version) before generate")
+            raise ValueError("rollout: no weights; call publish(params, version) before generate")
         weights, version = self._published
-        self._grow_sizes(requests, turns=dialogue is not None)
-        if self.programs.page:
-            check_pages(requests, self.programs.page, self._sizes.pages)
-        samples = self._samples(requests, key)
+        self._fit_shapes(requests, turns=dialogue is not None)
+        if self.programs.page_size:
+            check_pages(requests, self.programs.page_size, self._shapes.num_pages)
+        responses, turns = new_responses(requests, key), None
+        if dialogue:
+            turns = TurnQueue(dialogue, responses, self.share, self.model.vocab_size)
         with jax.set_mesh(self.mesh):
-            talks = Talks(dialogue, samples, self.share) if dialogue else None
-            generation = Generation(
-                self.config.chunk, self._sizes, self.programs, weights, samples, self._stops(sampling), talks
+            scheduler = Scheduler(
+                self._shapes, self.programs, weights, responses, self._stop_ids(sampling), turns
             )
-            self.metrics = generation.run(sampling, functools.partial(text_of, self.tokenizer))
-        return [self._trajectory(sample, version) for sample in samples]
+            self.metrics = scheduler.run(sampling, functools.partial(text_of, self.tokenizer))
+        for response in responses:
+            response.versions = [version] * len(response.ids)
+        return [trajectory_of(response, self.tokenizer) for response in responses]
 
-    def snapshot(self, pending: Sequence[Later]) -> list[list[PartialResponse]]:
-        """Nothing is ever half written here."""
+    def snapshot(self, pending: Sequence[DeferredGeneration]) -> list[list[PartialResponse]]:
+        """Return empty lists: responses are generated within one call."""
         return [[] for _ in pending]
 
     def usage(self) -> Metrics:
-        """Of the last call of `generate`."""
+        """Return the metrics of the last call of `generate`."""
         return self.metrics
 
-    def rest(self) -> None:
-        """Free the copy of the weights; with the trainer's own it could not share, which donates them."""
+    def check_logprobs(self, params: Params, trajectories: Sequence[Trajectory]) -> list[int]:
+        """Return nothing: the reported log-probs are computed here, by the trainer's model code."""
+        return []
+
+    def release_memory(self) -> None:
+        """Free the copy of the weights. The trainer donates its own, so the two cannot share arrays."""
         self._published = None
 
     def warm_up(
@@ -146,18 +162,18 @@ class NativeEngine:
         """Compile all that prompts and responses of at most these lengths may need, in any number.
 
         After it `generate` compiles nothing. Without it, or beyond these lengths, programs are compiled
-        when they are first needed. Needs no weights; makes as many zeros, and frees them.
+        when they are first needed. Needs no weights; makes zeros of their shapes, and frees them.
 
         Args:
-            samplings: those that `generate` will be given (filters are programs of their own).
+            samplings: those that `generate` will be given (filters make another program).
             turns: whether it will be given a dialogue.
         """
-        self._sizes = self._make_sizes(max_prompt_tokens, max_response_tokens, turns)
-        key = sample_keys(jax.random.key(0), np.zeros((0, 2), np.int32))
-        stops = max((self._stops(sampling) for sampling in samplings), key=len)
+        self._shapes = self._make_shapes(max_prompt_tokens, max_response_tokens, turns)
+        key = np.zeros(2, np.uint32)
+        stop_ids = max((self._stop_ids(sampling) for sampling in samplings), key=len)
         with jax.set_mesh(self.mesh):
             weights = self._published[0] if self._published else self.programs.zero_weights()
-            warm_up(self.programs, self._sizes, weights, samplings, stops, key[0])
+            compile_all(self.programs, self._shapes, weights, samplings, stop_ids, key)
 
     def largest_calls(
         self,
@@ -168,66 +184,44 @@ class NativeEngine:
         sampling: SamplingConfig,
         turns: bool,
     ) -> dict[str, Program]:
-        """What a run with such prompts and responses calls, by program, in the largest size.
+        """Return the largest call of each program in a run with such prompts and responses.
 
         Args:
             params: the trainer's weights, abstract.
             prompts: of one call of `generate`.
         """
-        if not self.config.warm_up:  # sizes then grow in buckets
+        if not self.config.warm_up:  # shapes then grow in buckets
             max_prompt_tokens, max_response_tokens = (
-                bucket(length, least=32) for length in (max_prompt_tokens, max_response_tokens)
+                bucket(length, MIN_LENGTH) for length in (max_prompt_tokens, max_response_tokens)
             )
-        sizes = self._make_sizes(max_prompt_tokens, max_response_tokens, turns)
-        return largest_calls(self.programs, sizes, params, prompts, sampling, self._stops(sampling))
+        shapes = self._make_shapes(max_prompt_tokens, max_response_tokens, turns)
+        return largest_calls(self.programs, shapes, params, prompts, sampling, self._stop_ids(sampling))
 
     def compile_count(self) -> int:
-        """Programs compiled so far; stands still after warm-up."""
-        return self.programs.traces
+        """Return the number of programs compiled so far; it is constant after `warm_up`."""
+        return self.programs.compile_count
 
-    def _make_sizes(self, max_prompt: int, max_response: int, turns: bool) -> Sizes:
-        ways, config = self.programs.ways, self.config
-        self._sized_for = max_prompt, max_response, turns
-        sizes = make_sizes(max_prompt, max_response, config.slots, ways, config.prefill_tokens, turns)
-        if not self.programs.page:
-            return sizes
-        pages = pages_wanted(sizes, ways, self.programs.page)
-        to_come = 0 if self._published else self._resident + weight_bytes(self.programs)
-        most = config.pages or self.share(pages_that_fit(self.programs, to_come))
-        return dataclasses.replace(sizes, pages=NOBODYS + 1 + min(pages, most or pages))
+    def _make_shapes(self, max_prompt: int, max_response: int, turns: bool) -> ProgramShapes:
+        num_shards, config = self.programs.num_shards, self.config
+        self._limits = max_prompt, max_response, turns
+        shapes = make_shapes(max_prompt, max_response, config.slots, num_shards, config.prefill_tokens, turns)
+        if not self.programs.page_size:
+            return shapes
+        required = pages_required(shapes, num_shards, self.programs.page_size)
+        reserved = 0 if self._published else self._resident + rollout_weight_bytes(self.programs)
+        available = config.pages or self.share(pages_in_free_memory(self.programs, reserved))
+        return dataclasses.replace(shapes, num_pages=NULL_PAGE + 1 + min(required, available or required))
 
-    def _grow_sizes(self, requests: list[Request], turns: bool) -> None:
-        """Make room for these; in buckets, so that the next longer request does not change all sizes."""
+    def _fit_shapes(self, requests: list[Request], turns: bool) -> None:
+        """Make the shapes large enough; in buckets, so that not every longer request changes them all."""
         prompt = max((len(r.prompt_ids) for r in requests), default=1)
         response = max((r.max_tokens for r in requests), default=1)
-        known = self._sized_for
-        if prompt > known[0] or response > known[1] or turns > known[2]:
-            wider = known[0] if prompt <= known[0] else bucket(prompt, least=32)
-            longer = known[1] if response <= known[1] else bucket(response, least=32)
-            self._sizes = self._make_sizes(wider, longer, turns or known[2])
+        max_prompt, max_response, with_turns = self._limits
+        if prompt > max_prompt or response > max_response or turns > with_turns:
+            longer_prompt = max_prompt if prompt <= max_prompt else bucket(prompt, MIN_LENGTH)
+            longer_response = max_response if response <= max_response else bucket(response, MIN_LENGTH)
+            self._shapes = self._make_shapes(longer_prompt, longer_response, turns or with_turns)
 
-    def _samples(self, requests: list[Request], key: jax.Array) -> list[Sample]:
-        pairs = [(request, g) for request in requests for g in range(request.num_responses)]
-        names = np.array([(r.prompt_index, g) for r, g in pairs], np.int32).reshape(-1, 2)
-        keys = sample_keys(key, names)
-        return [Sample(request, g, k) for (request, g), k in zip(pairs, keys, strict=False)]
-
-    def _trajectory(self, sample: Sample, version: int) -> Trajectory:
-        ids = np.array(sample.ids, np.int32)
-        return Trajectory(
-            prompt_ids=np.asarray(sample.request.prompt_ids, np.int32),
-            response_ids=ids,
-            logprobs=np.array(sample.logprobs, np.float32),
-            mask=mask_of(sample),
-            versions=np.full(len(ids), version, np.int32),
-            prompt_index=sample.request.prompt_index,
-            response_index=sample.index,
-            finish=sample.finish,
-            text=text_of(self.tokenizer, sample.ids),
-            answer=answer_of(sample, self.tokenizer),
-            episode=sample.episode,
-        )
-
-    def _stops(self, sampling: SamplingConfig) -> tuple[int, ...]:
+    def _stop_ids(self, sampling: SamplingConfig) -> tuple[int, ...]:
         ids = () if sampling.ignore_eos else (*self.eos_ids, *sampling.stop_tokens)
         return tuple(dict.fromkeys(ids))  # their number is part of a program's shape

@@ -1,57 +1,59 @@
-"""The ring cache of one `Generation`: as long as the next chunk needs, with as many slots as are in use."""
+"""The ring KV cache on the host: as long as the next chunk needs, with as many slots as are in use."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from jaxrl_llm.rollout.native.programs import Chunk, Programs, Slots
-from jaxrl_llm.rollout.native.shapes import Sizes, at_least
+from jaxrl_llm.rollout.native.programs import ChunkOutput, PrefillBatch, Programs, SlotState
+from jaxrl_llm.rollout.native.shapes import ProgramShapes, round_up
 
 
-class RingMemory:
-    """Every slot has room for the longest sequence, whoever sits there."""
+class RingCacheManager:
+    """The ring cache behind the methods of `PagedCacheManager`: every slot holds the longest sequence."""
 
-    def __init__(self, programs: Programs, sizes: Sizes):
-        self.programs, self.sizes, self.cache = programs, sizes, None
+    def __init__(self, programs: Programs, shapes: ProgramShapes):
+        self.programs, self.shapes, self.cache = programs, shapes, None
 
-    def admit(self, slot: int, identity: bytes, context: int, room: int) -> bool:
-        """There is always room."""
+    def allocate(self, slot: int, prompt_key: bytes, num_context: int, max_new_tokens: int) -> bool:
+        """Return True: every slot has its own columns."""
         return True
 
-    def release(self, slot: int) -> None:
-        """Nothing to give back."""
+    def free(self, slot: int) -> None:
+        """Do nothing: the next sequence overwrites the columns."""
 
-    def wants(self, slot: int) -> bool:
-        """Whether the slot's prompt has yet to be written: each has its own copy."""
+    def needs_prompt(self, slot: int) -> bool:
+        """Return True: every slot has its own copy of the prompt."""
         return True
 
-    def lengthen(self, slots: Slots, steps: int) -> None:
-        """Make the cache as long as `steps` more tokens need."""
-        needed, size = int(slots.positions[slots.active].max()) + steps, len(slots.active)
+    def reserve(self, state: SlotState, steps: int) -> None:
+        """Make the cache long enough for `steps` more tokens."""
+        needed, num_slots = int(state.positions[state.active].max()) + steps, len(state.active)
         if self.cache is None:
-            self.cache = self.programs.empty_cache(size, at_least(self.sizes.lengths, needed))
-        for length in self.sizes.lengths:
+            length = round_up(self.shapes.cache_lengths, needed)
+            self.cache = self.programs.empty_cache(num_slots, length)
+        for length in self.shapes.cache_lengths:
             if self.cache.length < length and self.cache.length < needed:
-                self._resize(np.arange(size, dtype=np.int32), length)
+                self._resize(np.arange(num_slots, dtype=np.int32), length)
 
-    def insert(self, prompts, lengths: np.ndarray, rows: np.ndarray) -> None:
-        """Copy prompts[rows[s]] into slot s (row -1 = stays as it is)."""
+    def insert(self, batch: PrefillBatch, rows: np.ndarray) -> None:
+        """Copy prompt rows[s] of the batch into slot s (row -1 = the slot keeps what it has)."""
         if (rows >= 0).any():
-            spread = self.programs.spread(prompts, rows.copy(), width=self.sizes.width)
-            self.cache = self.programs.insert(self.cache, spread, rows >= 0)
+            prompts = self.programs.gather(batch.kv, rows.copy(), length=self.shapes.max_prefill_length)
+            self.cache = self.programs.insert(self.cache, prompts, rows >= 0)
 
-    def keep(self, order: np.ndarray) -> None:
-        """Renumber the slots, each within its device share: slot s was order[s]."""
-        self._resize(order, self.cache.length)
+    def reorder(self, old_slots: np.ndarray) -> None:
+        """Renumber the slots, each within its shard: slot s was old_slots[s]."""
+        self._resize(old_slots, self.cache.length)
 
-    def room(self, slots: Slots) -> int:
-        """Tokens that every slot can still take."""
-        return self.cache.length - int(slots.positions[slots.active].max())
+    def available_steps(self, state: SlotState) -> int:
+        """Return the tokens that each slot can still take."""
+        return self.cache.length - int(state.positions[state.active].max())
 
-    def decode(self, weights, slots: Slots, *args, **options) -> Chunk:
-        self.cache, chunk = self.programs.decode(weights, self.cache, slots, *args, **options)
+    def decode(self, weights, state: SlotState, *args, **options) -> ChunkOutput:
+        """Generate a chunk."""
+        self.cache, chunk = self.programs.decode(weights, self.cache, state, *args, **options)
         return chunk
 
-    def _resize(self, order: np.ndarray, length: int) -> None:
-        share = self.cache.v[0].shape[-4] // self.programs.ways
-        self.cache = self.programs.resize(self.cache, (order % share).astype(np.int32), length=length)
+    def _resize(self, old_slots: np.ndarray, length: int) -> None:
+        per_shard = self.cache.v[0].shape[-4] // self.programs.num_shards
+        self.cache = self.programs.resize(self.cache, (old_slots % per_shard).astype(np.int32), length=length)

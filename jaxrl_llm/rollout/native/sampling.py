@@ -1,9 +1,9 @@
-"""How a token is drawn: pure functions, float32.
+"""Token sampling: temperature, top-k, top-p, min-p and log-probs; pure functions, float32.
 
-A token costs one uniform number, not V: the inverse of the cumulative distribution is looked up in two
-levels, first the block of the vocabulary, then the token in it. (Gumbel noise for 32 x 2048 logits takes
-a third as long as the whole forward of a small model on a CPU.) top-k and top-p are thresholds found by
-bisection over the bits of a float32, exact in 31 passes and without sorting the vocabulary.
+A token takes one uniform number, not V Gumbel ones: the inverse CDF is looked up in two levels, first the
+block of the vocabulary, then the token in it. (Gumbel noise for 32 x 2048 logits takes a third as long as
+the whole forward of a small model on a CPU.) The thresholds of top-k and top-p are found by bisection over
+the bits of a float32, exact in 31 passes and without sorting the vocabulary.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from jaxrl_kernels import batch_invariant
+from jaxrl_llm.rollout.engine import SamplingConfig
 
 BLOCK = 64  # vocabulary entries of the lower level
 
 
-class Draw(NamedTuple):
-    """The numbers of a SamplingConfig, as arrays: another temperature is not another program."""
+class SamplingParams(NamedTuple):
+    """The numbers of a SamplingConfig as arrays, so that another temperature is not another program."""
 
     temperature: Float[Array, ""]
     top_k: Int[Array, ""]
@@ -28,58 +30,73 @@ class Draw(NamedTuple):
     min_p: Float[Array, ""]
 
 
-def sample(
-    logits: Float[Array, "S V"], uniform: Float[Array, "S"], draw: Draw, filtered: bool
+def make_params(sampling: SamplingConfig) -> SamplingParams:
+    """Return the arrays of a SamplingConfig."""
+    return SamplingParams(
+        np.float32(sampling.temperature),
+        np.int32(sampling.top_k),
+        np.float32(sampling.top_p),
+        np.float32(sampling.min_p),
+    )
+
+
+def is_filtered(sampling: SamplingConfig) -> bool:
+    """Return whether top-k, top-p or min-p may drop a token."""
+    return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+
+
+def sample_tokens(
+    logits: Float[Array, "S V"], uniform: Float[Array, "S"], params: SamplingParams, filtered: bool
 ) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
-    """One token a row.
+    """Sample one token per row.
 
     Args:
         logits: float32.
-        uniform: in [0, 1), one a row.
-        filtered: whether top-k, top-p or min-p may drop anything (False saves the passes).
+        uniform: in [0, 1), one per row.
+        filtered: whether top-k, top-p or min-p may drop a token (False saves the passes).
 
     Returns: (token, its log-prob in nats under the full softmax at `temperature`, before any filter). At
-    temperature 0 the token is the likeliest and the log-prob that of temperature 1.
+    temperature 0 the token is the argmax and the log-prob that of temperature 1.
     """
-    greedy = draw.temperature == 0
-    logits = logits / jnp.where(greedy, 1.0, draw.temperature)
+    greedy = params.temperature == 0
+    logits = logits / jnp.where(greedy, 1.0, params.temperature)
     top = jnp.max(logits, axis=-1, keepdims=True)
     weights = jnp.exp(logits - top)
-    drawn = inverse_cdf(keep(weights, draw) if filtered else weights, uniform)
-    token = jnp.where(greedy, jnp.argmax(logits, axis=-1), drawn).astype(jnp.int32)
+    sampled = inverse_cdf(apply_filters(weights, params) if filtered else weights, uniform)
+    token = jnp.where(greedy, jnp.argmax(logits, axis=-1), sampled).astype(jnp.int32)
     chosen = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
     return token, chosen - top[:, 0] - jnp.log(jnp.sum(weights, axis=-1))
 
 
-def sample_strictly(
-    logits: Float[Array, "S V"], uniform: Float[Array, "S"], draw: Draw, filtered: bool
+def sample_tokens_strict(
+    logits: Float[Array, "S V"], uniform: Float[Array, "S"], params: SamplingParams, filtered: bool
 ) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
-    """`sample` with log-probs whose every bit is that of training (`batch_invariant.linear_logprob`)."""
-    token_of = lambda draw, logits, uniform: sample(logits[0], uniform[0], draw, filtered)[0][None]
-    token = batch_invariant.map_tokens(token_of, draw, logits[:, None], uniform[:, None])
-    temperature = jnp.where(draw.temperature == 0, 1.0, draw.temperature)
+    """Sample as `sample_tokens`, with log-probs bit-equal to training (`batch_invariant.linear_logprob`)."""
+    token_of = lambda params, logits, uniform: sample_tokens(logits[0], uniform[0], params, filtered)[0][None]
+    token = batch_invariant.map_tokens(token_of, params, logits[:, None], uniform[:, None])
+    temperature = jnp.where(params.temperature == 0, 1.0, params.temperature)
     logprob, _ = batch_invariant.map_tokens(batch_invariant.logprob, temperature, logits[:, None], token)
     return token[:, 0], logprob[:, 0]
 
 
-def keep(weights: Float[Array, "S V"], draw: Draw) -> Float[Array, "S V"]:
-    """Unnormalised probabilities (largest = 1) with those that the filters drop set to 0.
+def apply_filters(weights: Float[Array, "S V"], params: SamplingParams) -> Float[Array, "S V"]:
+    """Set unnormalised probabilities (largest = 1) that the filters drop to 0.
 
-    In the order of Hugging Face: top-k, then top-p of what is left, then min-p. Tokens exactly as likely
-    as the last one kept are kept too.
+    In the order of Hugging Face: top-k, then top-p of the rest, then min-p. Tokens exactly as likely as the
+    last one kept are kept too.
     """
-    everything = weights.shape[-1]
-    k = jnp.where(draw.top_k > 0, jnp.minimum(draw.top_k, everything), everything)
+    vocab_size = weights.shape[-1]
+    k = jnp.where(params.top_k > 0, jnp.minimum(params.top_k, vocab_size), vocab_size)
     weights = jnp.where(weights >= _threshold(weights, jnp.ones_like(weights), k), weights, 0)
-    mass = draw.top_p * jnp.sum(weights, axis=-1, keepdims=True)
-    nucleus = jnp.where(draw.top_p < 1, _threshold(weights, weights, mass), 0)
-    return jnp.where(weights >= jnp.maximum(nucleus, draw.min_p), weights, 0)
+    mass = params.top_p * jnp.sum(weights, axis=-1, keepdims=True)
+    nucleus = jnp.where(params.top_p < 1, _threshold(weights, weights, mass), 0)
+    return jnp.where(weights >= jnp.maximum(nucleus, params.min_p), weights, 0)
 
 
 def inverse_cdf(weights: Float[Array, "S V"], uniform: Float[Array, "S"]) -> Int[Array, "S"]:
-    """First index whose cumulative weight exceeds uniform * total. Never one of weight 0.
+    """Return the first index whose cumulative weight exceeds uniform * total; never one of weight 0.
 
-    The uniform has 23 bits: a token rarer than 1e-7 is drawn with about, not exactly, its probability.
+    The uniform has 23 bits: a token rarer than 1e-7 is sampled with about, not exactly, its probability.
     """
     rows, size = weights.shape
     blocks = jnp.pad(weights, ((0, 0), (0, -size % BLOCK))).reshape(rows, -1, BLOCK)
@@ -93,25 +110,25 @@ def inverse_cdf(weights: Float[Array, "S V"], uniform: Float[Array, "S"]) -> Int
 
 
 def uniforms(keys: Key[Array, "S"], index: Int[Array, "S"]) -> Float[Array, "S"]:
-    """The number that draws token `index` of each sample: a function of the sample's key and it alone."""
+    """Return the uniform number of token `index` of each sample (the tree of keys: `rollout/keys.py`)."""
     return jax.vmap(lambda key, i: jax.random.uniform(jax.random.fold_in(key, i)))(keys, index)
 
 
 def _first_above(ends: Float[Array, "S N"], target: Float[Array, "S"]) -> Int[Array, "S"]:
-    """First index with end > target; rounding cannot push it past the last entry that has weight."""
+    """Return the first index with end > target; rounding cannot push it past the last nonzero weight."""
     first = jnp.sum(ends <= target[:, None], axis=-1)
     return jnp.minimum(first, jnp.sum(ends < ends[:, -1:], axis=-1))
 
 
 def _threshold(values: Float[Array, "S V"], amounts: Float[Array, "S V"], target) -> Float[Array, "S 1"]:
-    """Largest t with sum(amounts where values >= t) >= target. Floats >= 0 sort as their bits do."""
+    """Return the largest t with sum(amounts where values >= t) >= target. Floats >= 0 sort as their bits."""
     bits = jax.lax.bitcast_convert_type(values, jnp.int32)
     target = jnp.broadcast_to(target, (values.shape[0], 1))
 
-    def halve(i, found):
-        trial = found | (1 << (30 - i))
+    def set_bit(i, threshold):
+        trial = threshold | (1 << (30 - i))
         enough = jnp.sum(jnp.where(bits >= trial, amounts, 0), axis=-1, keepdims=True) >= target
-        return jnp.where(enough, trial, found)
+        return jnp.where(enough, trial, threshold)
 
-    found = jax.lax.fori_loop(0, 31, halve, jnp.zeros((values.shape[0], 1), jnp.int32))
-    return jax.lax.bitcast_convert_type(found, jnp.float32)
+    threshold = jax.lax.fori_loop(0, 31, set_bit, jnp.zeros((values.shape[0], 1), jnp.int32))
+    return jax.lax.bitcast_convert_type(threshold, jnp.float32)

@@ -1,12 +1,16 @@
-"""One call of `generate` on the host: which sample sits in which slot, and how large the cache is.
+"""Continuous batching: which response decodes in which slot, and when prompts are prefilled.
 
-The device runs a chunk of tokens; then the host reads what was written, gives free slots to waiting
-samples, and fits the cache (`ring_memory.py`, `paged_memory.py`). While samples wait, a chunk ends early
-once an eighth of those that write have ended; when none wait, once half of the slots are free, and the slots
-are halved: a few long responses do not pay for the many that have ended. A ring holds no more tokens than
-the longest sequence needs by the end of the chunk, pages no more than each sequence needs.
-Sizes come from short ladders (`sizes.py`), so programs are few and are compiled once: samples enter only
-while all slots are there, and slots and lengths change one rung at a time.
+- **Chunked decoding.** The device decodes a chunk of tokens in one call (multi-step scheduling); then the
+  host reads the tokens, looks for stop strings, frees slots of finished responses and admits waiting ones.
+- **Early end of a chunk.** While responses wait, a chunk ends once an eighth of the running ones have
+  finished. When none waits, it ends once half of the slots are free, and the batch is halved: a few long
+  responses do not pay for the many that have finished.
+- **Prefix sharing.** A prompt is prefilled once for all its responses, and prompts are prefilled in batches.
+  In the paged cache its pages are shared; in the ring cache every slot gets a copy.
+- **Cache growth.** The ring cache is as long as the longest sequence is at the end of the chunk, the paged
+  cache holds the pages that each sequence needs (`ring_cache.py`, `paged_cache.py`).
+- **Compiled shapes.** All sizes are rungs of short ladders (`shapes.py`), so programs are few and each is
+  compiled once: responses are admitted only while all slots are there, and sizes change one rung at a time.
 """
 
 from __future__ import annotations
@@ -14,87 +18,76 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
 from jaxrl_llm.models.decode import DecodeWeights
-from jaxrl_llm.rollout.engine import Request, SamplingConfig
-from jaxrl_llm.rollout.native.conversations import Talks
-from jaxrl_llm.rollout.native.paged_cache import PagedMemory
-from jaxrl_llm.rollout.native.programs import Chunk, Ends, Programs, Slots
-from jaxrl_llm.rollout.native.ring_cache import RingMemory
-from jaxrl_llm.rollout.native.sampling import Draw
-from jaxrl_llm.rollout.native.shapes import Sizes, at_least
-from jaxrl_llm.rollout.native.stopping import stop_end
-from jaxrl_llm.rollout.turns import turn_start
-from jaxrl_llm.structs import Episode, Metrics
+from jaxrl_llm.rollout.engine import PartialResponse, SamplingConfig
+from jaxrl_llm.rollout.native.conversations import TurnQueue
+from jaxrl_llm.rollout.native.paged_cache import PagedCacheManager
+from jaxrl_llm.rollout.native.programs import (
+    ChunkOutput,
+    PrefillBatch,
+    Programs,
+    SlotState,
+    empty_slots,
+    make_stop_conditions,
+)
+from jaxrl_llm.rollout.native.ring_cache import RingCacheManager
+from jaxrl_llm.rollout.native.sampling import is_filtered, make_params
+from jaxrl_llm.rollout.native.shapes import ProgramShapes, round_up
+from jaxrl_llm.structs import Metrics
+
+Detokenize = Callable[[Sequence[int]], str]
 
 
-@dataclass(eq=False)
-class Sample:
-    """One response in the making."""
+class Scheduler:
+    """The schedule of one call of `generate`.
 
-    request: Request
-    index: int  # which of the request's responses
-    key: np.ndarray  # uint32, key data
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish: str = "length"
-    observed: list[tuple[int, int]] = field(default_factory=list)  # which of `ids` the environment said
-    talk: Any = None
-    episode: Episode | None = None
-    turn_key: np.ndarray | None = None  # of a later turn than the first
-
-    @property
-    def context(self) -> np.ndarray:
-        """int32 [.], what the policy has read when its present turn begins."""
-        prompt = np.asarray(self.request.prompt_ids, np.int32)
-        return np.concatenate([prompt, np.array(self.ids[: turn_start(self)], np.int32)])
-
-
-class Generation:
-    """The schedule of one call. With `talks`, a turn that ends is answered while others decode."""
+    Args:
+        responses: what is to be generated, in order of admission.
+        stop_ids: token ids that end a response, or a turn.
+        turns: where there are conversations; a turn that has ended is answered while others decode.
+    """
 
     def __init__(
         self,
-        chunk: int,
-        sizes: Sizes,
+        shapes: ProgramShapes,
         programs: Programs,
         weights: DecodeWeights,
-        samples,
-        stop_ids,
-        talks: Talks | None = None,
+        responses: Sequence[PartialResponse],
+        stop_ids: Sequence[int],
+        turns: TurnQueue | None = None,
     ):
-        self.chunk, self.sizes, self.programs, self.weights = chunk, sizes, programs, weights
-        self.waiting: deque[Sample] = deque(samples)
-        self.stop_ids, self.talks = frozenset(stop_ids), talks
-        size = sizes.slots[-1]
-        self.occupants: list[Sample | None] = [None] * size
-        self.slots = empty_slots(size, samples[0].key if samples else np.zeros(2, np.uint32))
-        paged = PagedMemory(programs, size, sizes.pages, sizes.lengths) if programs.page else None
-        self.memory = paged or RingMemory(programs, sizes)
-        self.prompts, self.prompt_rows = None, {}  # the last prefilled batch: KV, prompt -> row
-        self.prompt_lengths = np.zeros(0, np.int32)
+        self.shapes, self.programs, self.weights = shapes, programs, weights
+        self.waiting: deque[PartialResponse] = deque(responses)
+        self.stop_ids, self.turns = frozenset(stop_ids), turns
+        num_slots = shapes.slot_counts[-1]
+        self.running: list[PartialResponse | None] = [None] * num_slots  # by slot
+        self.slots = empty_slots(num_slots, responses[0].key if responses else np.zeros(2, np.uint32))
+        if programs.page_size:
+            self.cache = PagedCacheManager(programs, num_slots, shapes.num_pages, shapes.cache_lengths)
+        else:
+            self.cache = RingCacheManager(programs, shapes)
+        self.prefilled = PrefillBatch(None, {}, np.zeros(0, np.int32))
         self.prefill_seconds, self.slot_steps = 0.0, 0
 
-    def run(self, sampling: SamplingConfig, decode_fn: Callable[[Sequence[int]], str]) -> Metrics:
-        """Finish every sample."""
+    def run(self, sampling: SamplingConfig, detokenize: Detokenize) -> Metrics:
+        """Finish all responses. Returns throughput metrics."""
         start, tokens = time.perf_counter(), 0
         stops = () if sampling.ignore_eos else sampling.stop
-        while self._take_replies() or self.waiting or self.slots.active.any():
-            self._assign()
+        while self._collect_replies() or self.waiting or self.slots.active.any():
+            self._admit()
             if not self.slots.active.any():
                 continue  # the replies that came ended their conversations
-            self.memory.lengthen(self.slots, min(self.chunk, self._remaining()))
-            self._fill()
+            self.cache.reserve(self.slots, min(self.programs.chunk, self._remaining()))
+            self._prefill()
             self._shrink()
             chunk = self._decode(sampling)
             tokens += int(chunk.produced.sum())
-            self._harvest(chunk, stops, decode_fn)
+            self._process(chunk, stops, detokenize)
         seconds = time.perf_counter() - start
         return {
             "rollout/tokens": tokens,
@@ -104,167 +97,161 @@ class Generation:
             "rollout/slot_occupancy": tokens / max(self.slot_steps, 1),
         }
 
-    def _take_replies(self) -> bool:
-        """The answered conversations wait for a slot. Returns whether others are still unanswered."""
-        if self.talks is None:
+    def _collect_replies(self) -> bool:
+        """Queue conversations that have got a reply. Returns whether others still wait for theirs."""
+        if self.turns is None:
             return False
         busy = bool(self.waiting) or self.slots.active.any()
-        self.waiting += self.talks.collect(block=not busy)
-        return self.talks.waiting > 0
+        self.waiting += self.turns.collect(block=not busy)
+        return self.turns.num_waiting > 0
 
-    def _assign(self) -> None:
-        """Waiting samples to free slots, evenly over the devices."""
-        share = len(self.occupants) // self.programs.ways
-        free = [s for s, occupant in enumerate(self.occupants) if occupant is None]
-        for slot in sorted(free, key=lambda s: (s % share, s)):
+    def _admit(self) -> None:
+        """Assign waiting responses to free slots, evenly over the shards."""
+        per_shard = len(self.running) // self.programs.num_shards
+        free = [s for s, response in enumerate(self.running) if response is None]
+        for slot in sorted(free, key=lambda s: (s % per_shard, s)):
             if not self.waiting:
                 break
-            sample = self.waiting[0]
-            context, key = sample.context, sample.key if sample.turn_key is None else sample.turn_key
-            room = sample.request.max_tokens - len(sample.ids)
-            if not self.memory.admit(slot, _identity(sample), len(context), room):
-                continue  # another device may have room
+            response = self.waiting[0]
+            context, key = response.context, self.turns.key_of(response) if self.turns else response.key
+            max_new_tokens = response.request.max_tokens - len(response.ids)
+            if not self.cache.allocate(slot, _prompt_key(response), len(context), max_new_tokens):
+                continue  # another shard may have room
             self.waiting.popleft()
-            self.occupants[slot] = sample
-            values = (context[-1], len(context) - 1, 0, room, True, key)
+            self.running[slot] = response
+            values = (context[-1], len(context) - 1, 0, max_new_tokens, True, key)
             for array, value in zip(self.slots, values, strict=True):
                 array[slot] = value
 
-    def _shrink(self) -> None:
-        """Drop slots once no sample waits for them, or can come back for its next turn."""
-        if self.waiting or self.talks:
-            return
-        ways, size = self.programs.ways, len(self.occupants)
-        busiest = self.slots.active.reshape(ways, -1).sum(axis=1).max() * ways
-        for slots in reversed(self.sizes.slots):
-            if busiest <= slots < size:
-                self.memory.keep(self._keep_active(slots))
-
-    def _keep_active(self, size: int) -> np.ndarray:
-        """Renumber to `size` slots, none leaves its device. Returns the old slot of each."""
-        ways, old = self.programs.ways, len(self.occupants)
-        active = self.slots.active.reshape(ways, -1)
-        # Active slots first, in order; the others follow and fill up.
-        order = np.argsort(~active, axis=1, kind="stable")[:, : size // ways].astype(np.int32)
-        flat = (order + np.arange(ways)[:, None] * (old // ways)).ravel()
-        self.occupants = [self.occupants[s] for s in flat]
-        self.slots = Slots(*(array[flat] for array in self.slots))
-        return flat
-
-    def _fill(self) -> None:
-        """Prefill the prompts of new samples, each once for its group, and copy them into the slots."""
-        rows = np.full(len(self.occupants), -1, np.int32)
-        fresh = np.flatnonzero(self.slots.active & (self.slots.counts == 0))
-        ahead = [self.occupants[s] for s in fresh] + list(itertools.islice(self.waiting, 8 * len(rows)))
-        for i, slot in enumerate(fresh):
-            if not self.memory.wants(slot):
+    def _prefill(self) -> None:
+        """Prefill the prompts of newly admitted responses, each once, and insert them into the cache."""
+        rows = np.full(len(self.running), -1, np.int32)
+        new = np.flatnonzero(self.slots.active & (self.slots.counts == 0))
+        upcoming = [self.running[s] for s in new] + list(itertools.islice(self.waiting, 8 * len(rows)))
+        for i, slot in enumerate(new):
+            if not self.cache.needs_prompt(slot):
                 continue
-            prompt = _identity(self.occupants[slot])
-            if prompt not in self.prompt_rows:
-                self.memory.insert(self.prompts, self.prompt_lengths, rows)
+            prompt = _prompt_key(self.running[slot])
+            if prompt not in self.prefilled.rows:
+                self.cache.insert(self.prefilled, rows)
                 rows[:] = -1
-                self._prefill(ahead[i:])
-            rows[slot] = self.prompt_rows[prompt]
-        self.memory.insert(self.prompts, self.prompt_lengths, rows)
+                self._prefill_batch(upcoming[i:])
+            rows[slot] = self.prefilled.rows[prompt]
+        self.cache.insert(self.prefilled, rows)
 
-    def _prefill(self, samples: list[Sample]) -> None:
-        """One forward over the first prompts of these, as many as fit."""
+    def _prefill_batch(self, responses: list[PartialResponse]) -> None:
+        """Run one forward over the first prompts of these responses, as many as fit."""
         start = time.perf_counter()
-        widths = [width for width, _ in self.sizes.prompts]
+        row_limits = {length: counts[-1] for length, counts in self.shapes.prefill}
+        widths = tuple(row_limits)
         batch: dict[bytes, np.ndarray] = {}
         longest = 0
-        for sample in samples:
-            ids = sample.context
-            longer = max(longest, len(ids) - 1)  # decode reads the last one
-            room = dict(self.sizes.prompts)[at_least(widths, longer)][-1]
-            if len(batch | {_identity(sample): ids}) > room:
+        for response in responses:
+            ids, key = response.context, _prompt_key(response)
+            longer = max(longest, len(ids) - 1)  # decode reads the last token
+            if len(batch.keys() | {key}) > row_limits[round_up(widths, longer)]:
                 break
-            batch[_identity(sample)], longest = ids[:-1], longer
-        width = at_least(widths, longest)
-        tokens = np.zeros((at_least(dict(self.sizes.prompts)[width], len(batch)), width), np.int32)
+            batch[key], longest = ids[:-1], longer
+        width = round_up(widths, longest)
+        tokens = np.zeros((round_up(dict(self.shapes.prefill)[width], len(batch)), width), np.int32)
         lengths = np.zeros(len(tokens), np.int32)
         for row, ids in enumerate(batch.values()):
             lengths[row] = len(ids)
             tokens[row, width - len(ids) :] = ids
-        self.prompts = jax.block_until_ready(self.programs.prefill(self.weights, tokens, lengths))
-        self.prompt_rows = {prompt: row for row, prompt in enumerate(batch)}
-        self.prompt_lengths = lengths
+        kv = jax.block_until_ready(self.programs.prefill(self.weights, tokens, lengths))
+        self.prefilled = PrefillBatch(kv, {prompt: row for row, prompt in enumerate(batch)}, lengths)
         self.prefill_seconds += time.perf_counter() - start
 
-    def _decode(self, sampling: SamplingConfig) -> Chunk:
-        size, ways = len(self.occupants), self.programs.ways
-        steps = min(self.chunk, self.memory.room(self.slots), self._remaining())
-        if self.talks or self.waiting:  # an eighth of those that write; turns are answered meanwhile
-            busiest = int(self.slots.active.reshape(ways, -1).sum(axis=1).max())
-            idle = busiest - max(1, busiest // 8)
+    def _shrink(self) -> None:
+        """Drop slots once no response waits for one, or can come back for its next turn."""
+        if self.waiting or self.turns:
+            return
+        busiest = self._busiest() * self.programs.num_shards
+        for num_slots in reversed(self.shapes.slot_counts):
+            if busiest <= num_slots < len(self.running):
+                self.cache.reorder(self._compact(num_slots))
+
+    def _compact(self, num_slots: int) -> np.ndarray:
+        """Renumber the slots to fewer, each within its shard. Returns the old number of each."""
+        num_shards, old = self.programs.num_shards, len(self.running)
+        active = self.slots.active.reshape(num_shards, -1)
+        # Active slots first, in order; inactive ones fill up.
+        order = np.argsort(~active, axis=1, kind="stable")[:, : num_slots // num_shards].astype(np.int32)
+        old_slots = (order + np.arange(num_shards)[:, None] * (old // num_shards)).ravel()
+        self.running = [self.running[s] for s in old_slots]
+        self.slots = SlotState(*(array[old_slots] for array in self.slots))
+        return old_slots
+
+    def _decode(self, sampling: SamplingConfig) -> ChunkOutput:
+        """Decode a chunk on the device."""
+        num_slots = len(self.running)
+        steps = min(self.programs.chunk, self.cache.available_steps(self.slots), self._remaining())
+        if self.turns or self.waiting:  # an eighth of the running ones; turns are answered meanwhile
+            busiest = self._busiest()
+            min_active = busiest - max(1, busiest // 8)
         else:
-            idle = max([n for n in self.sizes.slots if n < size], default=0) // ways
+            smaller = [n for n in self.shapes.slot_counts if n < num_slots]
+            min_active = max(smaller, default=0) // self.programs.num_shards
         uniform = self.programs.uniforms(self.slots)
-        draw, ends = make_draw(sampling), make_ends(self.stop_ids, steps, idle)
-        chunk = self.memory.decode(
-            self.weights, self.slots, uniform, draw, ends, filtered=is_filtered(sampling)
+        params, stop = make_params(sampling), make_stop_conditions(self.stop_ids, steps, min_active)
+        chunk = self.cache.decode(
+            self.weights, self.slots, uniform, params, stop, filtered=is_filtered(sampling)
         )
-        chunk = Chunk(*jax.device_get(chunk))
-        self.slot_steps += int(chunk.steps) * size
+        chunk = ChunkOutput(*jax.device_get(chunk))
+        self.slot_steps += int(chunk.steps) * num_slots
         return chunk
 
-    def _harvest(self, chunk: Chunk, stops: Sequence[str], decode_fn) -> None:
-        """Hand what was written to the samples; free the slots of those that ended."""
+    def _process(self, chunk: ChunkOutput, stops: Sequence[str], detokenize: Detokenize) -> None:
+        """Append the chunk's tokens to the responses; free the slots of those that have ended."""
         tokens, logprobs = chunk.tokens.T.tolist(), chunk.logprobs.T.tolist()
         slots = self.slots
         slots.positions[:] += chunk.produced
         slots.counts[:] += chunk.produced
         slots.active[:] = chunk.active
         for s in np.flatnonzero(chunk.produced):
-            sample, produced = self.occupants[s], int(chunk.produced[s])
-            checked = len(sample.ids)
-            sample.ids += tokens[s][:produced]
-            sample.logprobs += logprobs[s][:produced]
-            slots.tokens[s] = sample.ids[-1]
-            end = stop_end(sample.ids, checked, stops, decode_fn, turn_start(sample)) if stops else None
+            response, produced = self.running[s], int(chunk.produced[s])
+            checked = len(response.ids)
+            response.append(tokens[s][:produced], logprobs[s][:produced])
+            slots.tokens[s] = response.ids[-1]
+            end = stop_end(response.ids, checked, stops, detokenize, response.turn_start) if stops else None
             if end is not None:
-                del sample.ids[end:], sample.logprobs[end:]
+                del response.ids[end:], response.logprobs[end:]
                 slots.active[s] = False
-            stopped = end is not None or sample.ids[-1] in self.stop_ids
-            sample.finish = "stop" if stopped else "length"
+            stopped = end is not None or response.ids[-1] in self.stop_ids
             if not slots.active[s]:
-                self.occupants[s] = None
-                self.memory.release(s)
-                if stopped and self.talks:
-                    self.talks.ask(sample)
+                response.finish = "stop" if stopped else "length"
+                self.running[s] = None
+                self.cache.free(s)
+                if stopped and self.turns:
+                    self.turns.send(response)
 
     def _remaining(self) -> int:
+        """Return the most tokens that an active slot may still generate."""
         return int((self.slots.limits - self.slots.counts)[self.slots.active].max())
 
-
-def make_draw(sampling: SamplingConfig) -> Draw:
-    return Draw(
-        np.float32(sampling.temperature),
-        np.int32(sampling.top_k),
-        np.float32(sampling.top_p),
-        np.float32(sampling.min_p),
-    )
+    def _busiest(self) -> int:
+        """Return the active slots of the shard that has most."""
+        return int(self.slots.active.reshape(self.programs.num_shards, -1).sum(axis=1).max())
 
 
-def is_filtered(sampling: SamplingConfig) -> bool:
-    """Whether top-k, top-p or min-p may drop a token."""
-    return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+def stop_end(
+    ids: Sequence[int], checked: int, stops: Sequence[str], detokenize: Detokenize, turn_start: int = 0
+) -> int | None:
+    """Return how many of `ids` to keep: up to the token that completes a stop string; None = no stop string.
+
+    Args:
+        ids: the response so far.
+        checked: leading ids known to hold no stop string; only text around later ones is decoded.
+        turn_start: start of the present turn; text before it does not end it.
+    """
+    # A stop string of n characters spans at most 4 n byte tokens, plus special tokens that decode to nothing.
+    start = max(turn_start, checked - 4 * max(map(len, stops)) - 4)
+    holds_stop = lambda end: any(stop in text for text in (detokenize(ids[start:end]),) for stop in stops)
+    if not holds_stop(len(ids)):
+        return None
+    return next(end for end in range(checked + 1, len(ids) + 1) if holds_stop(end))
 
 
-def make_ends(stop_ids: Collection[int], steps: int, idle: int) -> Ends:
-    """The ids padded to a multiple of 8: few shapes."""
-    stop = np.full(-(-max(len(stop_ids), 1) // 8) * 8, -1, np.int32)
-    stop[: len(stop_ids)] = sorted(stop_ids)
-    return Ends(stop, np.int32(steps), np.int32(idle))
-
-
-def empty_slots(size: int, key: np.ndarray) -> Slots:
-    """Nobody in any slot; `key` says how large keys are."""
-    ints = lambda: np.zeros(size, np.int32)
-    keys = np.zeros((size, len(key)), key.dtype)
-    return Slots(ints(), ints(), ints(), ints(), np.zeros(size, bool), keys)
-
-
-def _identity(sample: Sample) -> bytes:
-    """Equal for equal prompts: they share one prefill whatever group they are of."""
-    return sample.context.tobytes()
+def _prompt_key(response: PartialResponse) -> bytes:
+    """Return equal bytes for equal prompts: these share one prefill, whatever their groups."""
+    return response.context.tobytes()

@@ -1,98 +1,106 @@
-"""The few shapes that rollout's programs come in.
+"""The ladder of compiled shapes: the few sizes that the programs of the native engine come in.
 
-Every shape is a compilation, and one in the middle of a run stalls it. So sizes come from short ladders
-below the longest prompt and response of the run, all of which can be compiled before it starts.
+Every shape is a compilation, and one in the middle of a run stalls it. So batch sizes, cache lengths and
+prompt lengths are rounded up to the rungs of short ladders below the longest prompt and response of the run
+(as JetStream's prefill buckets and vLLM's graph capture sizes); all can be compiled ahead of time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-LEAST = 32  # columns; less saves nothing
+MIN_LENGTH = 32  # tokens; a shorter rung saves nothing
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Ladders of one run, each ascending."""
+class ProgramShapes:
+    """The ladders of one run, each ascending."""
 
     max_prompt_tokens: int
     max_response_tokens: int
-    slots: tuple[int, ...]
-    """Sequences decoded side by side; new samples only enter when all slots are there."""
-    lengths: tuple[int, ...]
-    """Tokens that a slot of the cache holds."""
-    prompts: tuple[tuple[int, tuple[int, ...]], ...]
-    """(width, numbers of rows) of the prompts that one prefill reads."""
-    pages: int = 0
-    """Of each device share of the slots, in the paged cache."""
+    slot_counts: tuple[int, ...]
+    """Numbers of slots; new sequences enter only while all slots are there."""
+    cache_lengths: tuple[int, ...]
+    """Tokens that a slot of the ring cache, or a row of the page table, holds."""
+    prefill: tuple[tuple[int, tuple[int, ...]], ...]
+    """(prompt length, numbers of rows) of the batches that one prefill reads."""
+    num_pages: int = 0
+    """Pages of the paged cache in each shard of the slots."""
 
     @property
-    def width(self) -> int:
-        """Of the widest prompts."""
-        return self.prompts[-1][0]
+    def max_prefill_length(self) -> int:
+        """Return the length of the longest prefill rows."""
+        return self.prefill[-1][0]
 
 
-def make_sizes(
-    max_prompt: int, max_response: int, slots: int, ways: int, prefill_tokens: int, turns: bool = False
-) -> Sizes:
-    """Sizes of a run.
+def make_shapes(
+    max_prompt: int, max_response: int, slots: int, num_shards: int, prefill_tokens: int, turns: bool = False
+) -> ProgramShapes:
+    """Return the ladders of a run.
 
     Args:
-        max_prompt, max_response: tokens at most.
-        slots: sequences side by side, rounded up to a multiple of `ways`, the devices that share them.
-        prefill_tokens: prompt tokens that one prefill reads, padding included, if more than one prompt.
-        turns: what has been said so far is read again before each turn, so prompts may be as long.
+        max_prompt, max_response: longest prompt and response in tokens.
+        slots: sequences decoded at once, rounded up to a multiple of `num_shards`.
+        prefill_tokens: tokens of one prefill batch, padding included, unless it is a single prompt.
+        turns: whether there are conversations: each turn prefills all tokens before it, so a prefill may be
+            as long as prompt and response together.
     """
-    share = -(-slots // ways)
-    shares = {-(-share // part) for part in (1, 2, 4, 8)}  # below an eighth there is little left to save
+    per_shard = -(-slots // num_shards)
+    counts = {-(-per_shard // part) for part in (1, 2, 4, 8)}  # below an eighth there is little left to save
     longest = max_prompt + max_response * turns
-    widths = ladder(longest - 1, LEAST, 2 if turns else 4)  # decode reads the last one
-    return Sizes(
+    lengths = ladder(longest - 1, MIN_LENGTH, 2 if turns else 4)  # decode reads the last prompt token
+    return ProgramShapes(
         max_prompt,
         max_response,
-        tuple(n * ways for n in sorted(shares)),
-        ladder(max_prompt + max_response, 2 * LEAST, 1.5)[-5:],
-        tuple((width, row_counts(prefill_tokens // width)) for width in widths),
+        tuple(n * num_shards for n in sorted(counts)),
+        ladder(max_prompt + max_response, 2 * MIN_LENGTH, 1.5)[-5:],
+        tuple((length, row_counts(prefill_tokens // length)) for length in lengths),
     )
 
 
-def pages_of(tokens: int, page: int) -> int:
-    """Pages that so many tokens take."""
-    return -(-tokens // page)
+def pages_for(num_tokens: int, page_size: int) -> int:
+    """Return the number of pages that hold so many tokens."""
+    return -(-num_tokens // page_size)
 
 
-def most_pages(tokens: int, page: int) -> int:
-    """Pages that a sample of so many tokens, its prompt included, needs when nobody else is there: the last
-    page of its prompt is there twice, and its last token is never read."""
-    return pages_of(tokens - 1, page) + 1
+def max_pages_for(num_tokens: int, page_size: int) -> int:
+    """Return the pages that a sequence of so many tokens, prompt included, needs in an empty cache.
+
+    The last page of the prompt exists twice (the shared one and the sequence's own copy), and the last token
+    is never read, so never written.
+    """
+    return pages_for(num_tokens - 1, page_size) + 1
 
 
-def ladder(top: int, least: int, factor: float) -> tuple[int, ...]:
-    """`top`, `top` / factor, ... while at least `least`; multiples of LEAST; ascending."""
-    rounded = lambda size: -int(-size // LEAST) * LEAST
+def ladder(top: int, lowest: int, factor: float) -> tuple[int, ...]:
+    """Return `top`, `top` / factor, ... down to `lowest`, as multiples of MIN_LENGTH; ascending."""
+    rounded = lambda size: -int(-size // MIN_LENGTH) * MIN_LENGTH
     sizes, size = set(), rounded(max(top, 1))
-    while size >= least or not sizes:
+    while size >= lowest or not sizes:
         sizes.add(rounded(size))
         size /= factor
     return tuple(sorted(sizes))
 
 
-def row_counts(most: int) -> tuple[int, ...]:
-    """`most` rows (at least 1), a quarter, ...; ascending."""
-    counts = [max(most, 1)]
+def row_counts(max_rows: int) -> tuple[int, ...]:
+    """Return `max_rows` (at least 1), a quarter of it, ...; ascending."""
+    counts = [max(max_rows, 1)]
     while counts[-1] >= 4:
         counts.append(counts[-1] // 4)
     return tuple(reversed(counts))
 
 
-def at_least(sizes: tuple[int, ...], wanted: int) -> int:
-    """The smallest that is >= wanted."""
-    return next(size for size in sizes if size >= wanted)
+def round_up(sizes: tuple[int, ...], size: int) -> int:
+    """Return the smallest of the ascending `sizes` that is >= size."""
+    return next(one for one in sizes if one >= size)
 
 
-def bucket(length: int, least: int) -> int:
-    """The smallest of least * (1, 1.5, 2, 3, 4, 6, 8, ...) that is >= length, where no maximum is known."""
-    size = least
+def bucket(length: int, smallest: int) -> int:
+    """Return the smallest of smallest * (1, 1.5, 2, 3, 4, 6, 8, ...) that is >= length.
+
+    For lengths without a known maximum.
+    """
+    size = smallest
     while size < length:
-        size = size * 3 // 2 if (size // least).bit_count() == 1 and size * 3 // 2 >= length else size * 2
+        size = size * 3 // 2 if (size // smallest).bit_count() == 1 and size * 3 // 2 >= length else size * 2
     return size

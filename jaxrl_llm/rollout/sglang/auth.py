@@ -1,4 +1,4 @@
-"""Who may reach the servers. Keys come from the environment alone: no config, log or `ps` has them."""
+"""Keys and addresses of servers. Keys come from the environment alone: no config, log or `ps` shows them."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from urllib.parse import urlsplit
 
 API_KEY, ADMIN_KEY = "JAXRL_SGLANG_API_KEY", "JAXRL_SGLANG_ADMIN_KEY"
 FLAGS = {"--api-key": API_KEY, "--admin-api-key": ADMIN_KEY}  # SGLang's flag -> our variable
-FOR_ALL = ("/generate", "/model_info", "/server_info")  # the other routes that are used are for admins
+API_ROUTES = ("/generate", "/model_info", "/server_info")  # the other routes that are used are for admins
 
 
 def keys() -> dict[str, str]:
-    """SGLang's flag -> its value, of the keys that are set."""
+    """Return SGLang's flag -> its value, of the keys that are set."""
     return {flag: os.environ[name] for flag, name in FLAGS.items() if os.environ.get(name)}
 
 
 def headers(path: str) -> dict[str, str]:
-    """What a request to this route carries."""
-    known = keys()
-    api, admin = known.get("--api-key", ""), known.get("--admin-api-key", "")
-    key = api if path in FOR_ALL else admin or api
+    """Return the HTTP headers of a request to this route."""
+    values = keys()
+    api, admin = values.get("--api-key", ""), values.get("--admin-api-key", "")
+    key = api if path in API_ROUTES else admin or api
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def problem(url: str) -> str:
-    """Why nothing may be sent to this address, with the fix; "" = it may."""
+    """Return why no server may be used at this address, with the fix; "" = it may."""
     try:
         parts = urlsplit(url)
         host = parts.hostname or ""
@@ -45,7 +45,7 @@ def problem(url: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this machine alone hears what is sent there."""
+    """Return whether an address is of this machine alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

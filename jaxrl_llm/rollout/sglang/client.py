@@ -1,4 +1,4 @@
-"""Requests to a server over HTTP: what comes back is what was asked for, or an error that says which kind."""
+"""Requests to a server over HTTP: the reply that was asked for, or an error that says which kind."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from types import MappingProxyType
 import aiohttp
 
 from jaxrl_llm.bridge.servers import Json
-from jaxrl_llm.errors import ServerError, UnreachableError
+from jaxrl_llm.errors import InvalidReplyError, UnreachableError
 from jaxrl_llm.rollout.sglang import auth
 from jaxrl_llm.rollout.sglang.server import Server, error_of
 
+HEADERS = {"Accept-Encoding": "identity"}  # a compressed reply has no size that could be limited
 JSON = {"Content-Type": "application/json"}
-IDLE = 2.0
-"""Seconds after which an unused connection is closed. SGLang closes them after 5: a request that meets that
-would say that the server is down."""
-NOTHING: Mapping[str, str] = MappingProxyType({})
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+KEEP_ALIVE = 2.0
+"""Seconds after which an unused connection is closed. SGLang closes them after 5: a request sent just then
+would look like one to a server that is down."""
+MAX_REPLY_BYTES = 16 * 2**20
+MAX_ERROR_BYTES = 64 * 2**10  # read of a reply with an error status
 
 
 class Client:
-    """A session; made and used in one event loop.
+    """An HTTP session; made and used in one event loop.
 
     Args:
         timeout: seconds that a request may take if it has no limit of its own.
@@ -29,68 +32,84 @@ class Client:
 
     def __init__(self, timeout: float):
         self.timeout = timeout
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE))
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE)
+        self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
 
     async def close(self) -> None:
         await self._session.close()
 
-    async def ask(
+    async def request(
         self,
         server: Server,
         path: str,
         body: Json | AsyncIterable[bytes | memoryview] | None = None,
         timeout: float = 0.0,
-        headers: Mapping[str, str] = NOTHING,
+        headers: Mapping[str, str] = NO_HEADERS,
+        max_bytes: int = MAX_REPLY_BYTES,
     ) -> Json:
-        """The JSON object that the server answers to a POST, or to a GET where there is no body.
+        """Return the JSON object of the reply to a POST, or to a GET where there is no body.
 
         Args:
-            body: a dict, or JSON piece by piece, where it is too large to be built.
+            body: a dict, or JSON in pieces, where it is too large for memory.
+            max_bytes: of the reply; a longer one is not read to its end.
 
         Raises:
-            ServerError: no JSON object; and as `ask_text`.
+            InvalidReplyError: too long, or no JSON object.
+            RefusedError: the request is wrong, or the key.
+            BusyError: status 429 or 503.
+            UnreachableError: no reply in time, or one that says that the server failed.
         """
-        text = await self.ask_text(server, path, body, timeout, headers)
+        reply = await self.request_bytes(server, path, body, timeout, headers, max_bytes)
         try:
-            said = (json.loads(text) if text else None) or {}
-        except ValueError as error:
-            raise ServerError(f"{server.url}{path}: no JSON ({error}): {text:.100}") from None
-        if not isinstance(said, dict):
-            raise ServerError(f"{server.url}{path}: no JSON object: {text:.100}")
-        return said
+            value = (json.loads(reply) if reply else None) or {}
+        except (ValueError, RecursionError) as error:
+            problem = "nested too deeply" if isinstance(error, RecursionError) else f"no JSON ({error})"
+            raise InvalidReplyError(f"{server.url}{path}: {problem}: {reply[:100]!r}") from None
+        if not isinstance(value, dict):
+            raise InvalidReplyError(f"{server.url}{path}: no JSON object: {reply[:100]!r}")
+        return value
 
-    async def ask_text(
+    async def request_bytes(
         self,
         server: Server,
         path: str,
         body: Json | AsyncIterable[bytes | memoryview] | None = None,
         timeout: float = 0.0,
-        headers: Mapping[str, str] = NOTHING,
-    ) -> str:
-        """As `ask`, whatever the text is.
-
-        Raises:
-            RefusedError: the request is wrong, or the key.
-            BusyError: status 429 or 503.
-            UnreachableError: no answer in time, or one that says that the server failed.
-        """
+        headers: Mapping[str, str] = NO_HEADERS,
+        max_bytes: int = MAX_REPLY_BYTES,
+    ) -> bytes:
+        """Return the reply as it is; see `request`."""
         limit = aiohttp.ClientTimeout(total=timeout or self.timeout)
-        sent = {"json": body} if body is None or isinstance(body, dict) else {"data": body}
+        content = {"json": body} if body is None or isinstance(body, dict) else {"data": body}
         request = self._session.request(
             "GET" if body is None else "POST",
             server.url + path,
-            **sent,
+            **content,
             timeout=limit,
-            headers={**(JSON if "data" in sent else {}), **auth.headers(path), **headers},
+            headers={**HEADERS, **(JSON if "data" in content else {}), **auth.headers(path), **headers},
             allow_redirects=False,  # a key is for this server alone
         )
         try:
-            async with request as answer:
-                text = await answer.text(errors="replace")
+            async with request as response:
+                if response.status != 200:
+                    text = await _read(response, MAX_ERROR_BYTES)
+                    raise error_of(server.url, path, response.status, text.decode(errors="replace"))
+                reply = await _read(response, max_bytes + 1)
         except TimeoutError:
             raise UnreachableError(f"{server.url}: no answer to {path} in {limit.total:g} s") from None
         except (aiohttp.ClientError, ValueError, OSError) as error:
             raise UnreachableError(f"{server.url}{path}: {type(error).__name__} {error}") from None
-        if answer.status != 200:
-            raise error_of(server.url, path, answer.status, text)
-        return text
+        if len(reply) > max_bytes:
+            raise InvalidReplyError(f"{server.url}{path}: a reply of more than {max_bytes:,} bytes")
+        return reply
+
+
+async def _read(response: aiohttp.ClientResponse, count: int) -> bytes:
+    """Return the first `count` bytes of a body, or all of it; the connection ends with a rest."""
+    pieces, left = [], count
+    while left > 0 and (piece := await response.content.read(min(left, 2**20))):
+        pieces.append(piece)
+        left -= len(piece)
+    if left <= 0:
+        response.close()
+    return b"".join(pieces)

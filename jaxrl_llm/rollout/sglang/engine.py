@@ -2,63 +2,71 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxrl_llm.bridge.probe import tolerance_of
 from jaxrl_llm.bridge.push import Publisher
-from jaxrl_llm.bridge.update import WeightTransport
-from jaxrl_llm.errors import ServerError, UserError
+from jaxrl_llm.errors import ServerError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.rollout.checks import check_requests
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
-from jaxrl_llm.rollout.engine import (
-    Dialogue,
-    DialogueError,
-    PartialResponse,
-    Request,
-    SamplingConfig,
-    end_ids,
-)
-from jaxrl_llm.rollout.keys import sample_keys
+from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Request, SamplingConfig, eos_ids_of
+from jaxrl_llm.rollout.partial import new_responses, trajectory_of
 from jaxrl_llm.rollout.sglang import colocated
-from jaxrl_llm.rollout.sglang.generate import Draft, Writer
+from jaxrl_llm.rollout.sglang.generate import ResponseGenerator
+from jaxrl_llm.rollout.sglang.mismatch import MismatchTotals, choose_compared, differences
 from jaxrl_llm.rollout.sglang.pool import ServerPool, wait
 from jaxrl_llm.structs import Metrics, Params, Trajectory
 
 
-@dataclass
-class Responses:
-    """Responses that the servers are writing."""
+@dataclass(eq=False)
+class PendingResponses:
+    """Responses that the servers are generating."""
 
     engine: SGLangEngine
-    drafts: list[Draft]
-    future: Future[list[Trajectory]] | None  # in process 0
+    responses: list[PartialResponse]
+    sampling: SamplingConfig
+    dialogue: Dialogue | None
+    future: Future[None] | None  # in process 0
+    rejected: set[int] = field(default_factory=set)  # places of responses with tokens of excluded servers
 
     def result(self) -> list[Trajectory]:
-        """All of them, when they are done. A collective.
+        """Return all of them, when they are finished. A collective.
 
         Raises:
             ServerError: one that no server could complete.
             DialogueError: no conversation can go on.
         """
-        return self.engine.on_first(lambda: wait(self.future))
+        return self.engine.on_first(self._finish)
+
+    def _finish(self) -> list[Trajectory]:
+        wait(self.future)
+        while self.rejected:
+            again = [self.responses[i] for i in self.rejected]
+            self.rejected.clear()
+            for response in again:
+                vars(response).update(vars(response.restarted()))
+            generator = self.engine.generator
+            self.future = self.engine.pool.start(generator.finish_all(again, self.sampling, self.dialogue))
+            wait(self.future)
+        return [trajectory_of(response, self.engine.tokenizer) for response in self.responses]
 
 
 class SGLangEngine:
     """A pool of SGLang servers behind the engine protocol.
 
-    Process 0 talks to the servers and tells the others what they said.
-
     Args:
-        share: gives every process process 0's value (a collective).
-        score: (params, ids [T]) -> the trainer's log-prob of ids[1:], [T - 1].
+        pool: in process 0, which sends all requests; None elsewhere.
+        publisher: pushes weights to the pool.
+        on_first: runs a function in process 0; every process gets its result, or its error.
         tokenizer, eos_ids: as of NativeEngine.
-        until_up: returns when servers that are being started answer.
     """
 
     def __init__(
@@ -67,34 +75,24 @@ class SGLangEngine:
         sglang: SGLangConfig,
         model: TransformerConfig,
         pool: ServerPool | None,
-        transport: WeightTransport,
-        score: Callable[[Params, np.ndarray], np.ndarray],
-        share: Callable[[Any], Any],
+        publisher: Publisher,
+        on_first: Callable[[Callable[[], Any]], Any],
         tokenizer: Any = None,
         eos_ids: Sequence[int] = (),
-        until_up: Callable[[], None] | None = None,
     ):
-        self.model, self.tokenizer, self.pool, self.share = model, tokenizer, pool, share
-        self.colocated = sglang.colocated
-        self._pushes = 0
+        self.config, self.sglang, self.model, self.tokenizer = config, sglang, model, tokenizer
+        self.pool, self.publisher, self.on_first = pool, publisher, on_first
+        self._pushes, self._version = 0, 0
         self._leaf: jax.Array | None = None  # the first weight that the servers hold
         self._versions: dict[str, int] = {}  # label -> policy version
-        self._publisher = Publisher(
-            config.dtype,
-            sglang.pause,
-            sglang.probe_tolerance,
-            model,
-            pool,
-            transport,
-            score,
-            self.on_first,
-            until_up,
-        )
-        ends = end_ids(tokenizer, eos_ids)
-        self._writer = Writer(pool, tokenizer, ends, self._versions, model.vocab_size) if pool else None
+        self._pending: weakref.WeakSet[PendingResponses] = weakref.WeakSet()
+        self._mismatch = MismatchTotals()
+        if pool:
+            ends = eos_ids_of(tokenizer, eos_ids)
+            self.generator = ResponseGenerator(pool, ends, self._versions, model.vocab_size)
 
     def publish(self, params: Params, version: int) -> Metrics:
-        """Give the servers these weights, and see that each of them computes with them.
+        """Give the servers these weights, and probe that each of them computes with them.
 
         Raises:
             ServerError: no server took them.
@@ -105,8 +103,8 @@ class SGLangEngine:
         self._pushes += 1
         label = f"{version}-{self._pushes}"
         self._versions[label] = version
-        metrics = self._publisher.publish(params, label)
-        self._leaf = leaf
+        metrics = self.publisher.publish(params, label)
+        self._leaf, self._version = leaf, version
         return metrics
 
     def start(
@@ -115,30 +113,29 @@ class SGLangEngine:
         sampling: SamplingConfig,
         key: jax.Array,
         dialogue: Dialogue | None = None,
-        written: Sequence[PartialResponse] = (),
-    ) -> Responses:
-        """Begin to write responses in order (request, response index); sample (p, g) has a seed of its own.
+        partial: Sequence[PartialResponse] = (),
+    ) -> PendingResponses:
+        """Begin to generate responses in order (request, response index); sample (p, g) has its own seed.
 
-        A response that a server breaks off (its weights change) goes on where it stopped; each token
-        carries the version that wrote it.
+        A response that a server breaks off (its weights change) continues where it stopped; each token
+        carries the version that generated it.
 
         Args:
-            written: of each response, to be continued; () = none.
+            partial: of each response, to be continued; () = none.
 
         Raises:
-            ValueError: no weights published, an impossible request or sampling setting.
+            UserError: an impossible request or sampling setting.
         """
         check_requests(requests, sampling, self.model, self.tokenizer)
         if self._leaf is None:
-            raise UserError("rollout: no weights; call publish(params, version) before generate")
-        pairs = [(request, g) for request in requests for g in range(request.num_responses)]
-        names = np.array([(r.prompt_index, g) for r, g in pairs], np.int32).reshape(-1, 2)
-        seeds = (sample_keys(key, names)[: len(pairs), 1] & 0x7FFFFFFF).tolist()
-        drafts = [Draft(request, g, seed) for (request, g), seed in zip(pairs, seeds, strict=True)]
-        for draft, before in zip(drafts, written, strict=bool(written)):
-            draft.go_on_from(before)
-        write = lambda: self._writer.write_all(drafts, sampling, dialogue)
-        return Responses(self, drafts, self.pool.start(write()) if self.pool else None)
+            raise ValueError("rollout: no weights; call publish(params, version) before generate")
+        responses = new_responses(requests, key, partial)
+        future = None
+        if self.pool:
+            future = self.pool.start(self.generator.finish_all(responses, sampling, dialogue))
+        started = PendingResponses(self, responses, sampling, dialogue, future)
+        self._pending.add(started)
+        return started
 
     def generate(
         self,
@@ -150,32 +147,93 @@ class SGLangEngine:
         """`start`, and wait."""
         return self.start(requests, sampling, key, dialogue).result()
 
-    def snapshot(self, pending: Sequence[Responses]) -> list[list[PartialResponse]]:
-        """What there is of the responses now, in process 0; their writing goes on afterwards."""
+    def snapshot(self, pending: Sequence[PendingResponses]) -> list[list[PartialResponse]]:
+        """Return copies of the responses as they are now, in process 0; generation goes on."""
         if self.pool is None:
             return [[] for _ in pending]
-        return self.pool.run(self._writer.snapshot([one.drafts for one in pending]))
+        copies = self.pool.run(self.generator.snapshot([each.responses for each in pending]))
+        for each, responses in zip(pending, copies, strict=True):
+            for i in each.rejected:
+                responses[i] = responses[i].restarted()
+        return copies
 
     def usage(self) -> Metrics:
-        """How busy the servers were since it was last asked. A collective."""
-        return self.on_first(lambda: self.pool.run(self._writer.usage()))
+        """Return how busy the servers were since the last call. A collective."""
+        worst, self._mismatch.worst = self._mismatch.worst, 0.0
+        return self.on_first(
+            lambda: self.pool.run(self.generator.usage()) | {"servers/mismatch_mean_abs": worst}
+        )
 
-    def rest(self) -> None:
-        """Colocated: the servers give their memory back, and with it the weights."""
-        if self.colocated and self._leaf is not None:
+    def release_memory(self) -> None:
+        """Colocated: have the servers release their memory, and with it the weights."""
+        if self.sglang.colocated and self._leaf is not None:
             self._leaf = None
-            self.on_first(lambda: self.pool.run(colocated.rest(self.pool)))
+            self.on_first(lambda: self.pool.run(colocated.release_memory(self.pool)))
 
-    def on_first(self, work: Callable[[], Any]) -> Any:
-        """What process 0 gets from `work`; its error is everybody's."""
-        if self.pool is None:
-            result = None
-        else:
-            try:
-                result = work()
-            except (ServerError, DialogueError) as error:
-                result = error
-        result = self.share(result)
-        if isinstance(result, (ServerError, DialogueError)):
-            raise result
-        return result
+    def check_logprobs(self, params: Params, trajectories: Sequence[Trajectory]) -> list[int]:
+        """Compare some responses of each server with the trainer's own log-probs. A collective.
+
+        Compared are finished responses, at least two of a server and `MIN_TOKENS` tokens where it has them,
+        and one pending response of each server: in asynchronous rollout the weights that generated a finished
+        one are gone. A server whose mean difference exceeds the probe's tolerance is left out for good, and
+        what it generated of pending responses is generated again. Not compared are tokens of other weights
+        than `params`, and rollouts with `weight_noise` or temperature 0.
+
+        Args:
+            params: the weights that were published last.
+
+        Returns: indices of trajectories that must not be trained on.
+        """
+        temperature = self.config.sampling.temperature
+        if temperature <= 0 or self.config.weight_noise:
+            return []
+        pending = self.on_first(lambda: self.pool.run(self._samples()))
+        compared = [*choose_compared(trajectories, self._version), *pending]
+        own = []
+        for each in compared:
+            tokens = np.concatenate([each.prompt_ids, each.response_ids])
+            logprobs = self.publisher.score(params, tokens, temperature)
+            own.append(logprobs[len(each.prompt_ids) - 1 :])
+        tolerance = tolerance_of(self.config.dtype, self.sglang.probe_tolerance) / min(temperature, 1.0)
+        false = self.on_first(lambda: self._find_false(compared, own, tolerance))
+        return [i for i, t in enumerate(trajectories) if not false.isdisjoint({t.server, *t.server.split()})]
+
+    def _find_false(
+        self, trajectories: Sequence[Trajectory], own: Sequence[np.ndarray], tolerance: float
+    ) -> set[str]:
+        """Return the `server`s that are not to be trusted; leave out those that are in the pool."""
+        in_place = self.sglang.pause == "in_place"
+        gaps = [
+            differences(trajectory, logprobs, self._version, in_place)
+            for trajectory, logprobs in zip(trajectories, own, strict=True)
+        ]
+        known = {server.url for server in self.pool.servers}
+        false, alone = self._mismatch.judge(trajectories, gaps, tolerance, known)
+        for url, mean in false.items():
+            self.pool.run(self._exclude(url, mean, tolerance))
+        return {*self.pool.excluded, *(trajectories[i].server for i in alone)}
+
+    async def _exclude(self, url: str, mean: float, tolerance: float) -> None:
+        """Leave a server out for good; reject what it generated of pending responses."""
+        problem = (
+            f"{url}: log-probs of its responses differ from the trainer's by {mean:.3g} on average, more "
+            f"than {tolerance:g} (--sglang.probe_tolerance): it is not used again, nor are they trained on"
+        )
+        self.pool.exclude(url, ServerError(problem))
+        for pending in self._pending:
+            pending.rejected |= {i for i, each in enumerate(pending.responses) if url in each.servers}
+
+    async def _samples(self) -> list[Trajectory]:
+        """Return of each server the pending response with most tokens of the newest weights."""
+        best: dict[str, tuple[int, Trajectory]] = {}
+        for pending in self._pending:
+            if pending.sampling.temperature != self.config.sampling.temperature:
+                continue
+            for i, response in enumerate(pending.responses):
+                if len(response.servers) != 1 or i in pending.rejected:
+                    continue
+                trajectory = trajectory_of(response, None)
+                count = int(((trajectory.versions == self._version) & (trajectory.mask > 0)).sum())
+                if count > best.get(trajectory.server, (0, None))[0]:
+                    best[trajectory.server] = count, trajectory
+        return [trajectory for _, trajectory in best.values()]

@@ -1,4 +1,4 @@
-"""Care for a pool of servers while others work with it: who belongs to it, who is well, who comes back."""
+"""Health checks of a pool of servers: which belong to it, which are well, which come back."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from jaxrl_llm.rollout.sglang import auth
 from jaxrl_llm.rollout.sglang.pool import ServerPool
 from jaxrl_llm.rollout.sglang.server import Server, say
 
-LOOK = 1.0  # seconds between two looks
-QUIET = 20.0  # seconds without an answer to anything, after which a server is asked whether it is well
-HEALTH = 30.0  # seconds for that: /health sleeps a second, then waits up to 20 for a token
+CHECK_INTERVAL = 1.0  # seconds
+QUIET_LIMIT = 20.0  # seconds without any reply, after which a server is asked for its health
+HEALTH_TIMEOUT = 30.0  # seconds: /health sleeps a second, then waits up to 20 for a token
 
 
-async def tend(
+async def run_health_checks(
     pool: ServerPool,
     members: Callable[[], Sequence[str]] | None = None,
-    revive: Callable[[str], str] | None = None,
+    restart: Callable[[str], str] | None = None,
 ) -> None:
-    """Care for the servers until cancelled.
+    """Check the servers until cancelled.
 
-    A server that was left out, or is new, gets the newest weights and is put to use once they have been
-    checked; it is tried again after 1, 2, 4, ... at most 15 seconds. One that has requests and says nothing
-    is asked whether it is well.
+    A server that was left out, or is new, gets the newest weights and is used once it has been probed; it is
+    tried again after 1, 2, 4, ... at most 15 seconds. One that has requests and is quiet is asked for its
+    health.
 
     Args:
-        members: the addresses of now.
-        revive: starts the server of an address again if it has ended, and says so; "" = it runs.
+        members: returns the present addresses.
+        restart: starts the server of an address again if it has ended, and returns a message; "" = it runs.
     """
     jobs: set[asyncio.Task] = set()
     while True:
-        await asyncio.sleep(LOOK)
+        await asyncio.sleep(CHECK_INTERVAL)
         if members:
-            pool.replace(members())
+            pool.set_servers(members())
         for server in pool.servers:
-            if pool.resting or not pool.label:
+            if pool.memory_released or not pool.label:
                 continue
-            if revive and (problem := revive(server.url)):
+            if restart and (problem := restart(server.url)):
                 say(problem)
                 server.leave_out(UnreachableError(problem))
             elif job := _due(pool, server):
@@ -49,55 +49,59 @@ async def tend(
 
 
 def _due(pool: ServerPool, server: Server):
-    """What is to be done with a server now, if anything."""
+    """Return what is to be done with a server now, if anything."""
     now = time.monotonic()
-    if server.admitting.locked():
+    if server.admission_lock.locked():
         return None
     if not server.usable:
         return pool.admit(server) if now >= server.next_try else None
-    silent = server.inflight and now - server.last_answer > QUIET and not server.changing.locked()
-    return _check_health(pool, server) if silent else None
+    quiet = server.inflight and now - server.last_reply > QUIET_LIMIT and not server.update_lock.locked()
+    return _check_health(pool, server) if quiet else None
 
 
 async def _check_health(pool: ServerPool, server: Server) -> None:
-    async with server.admitting:
+    async with server.admission_lock:
         failures = server.failures
         try:
-            await pool.ask(server, "/health", timeout=HEALTH)
-            server.last_answer = time.monotonic()
+            await pool.request_bytes(server, "/health", timeout=HEALTH_TIMEOUT)
+            server.last_reply = time.monotonic()
         except ServerError as error:
             if server.failures == failures:
                 server.leave_out(error)
 
 
 class ServerList:
-    """Addresses in a text file, one a line; # begins a comment. Read whenever it is called."""
+    """Addresses in a text file, one a line; # begins a comment. The file is read at every call."""
 
     def __init__(self, path: Path):
         self.path = path
         self._known: list[str] = []
-        self._said: set[str] = set()
+        self._printed: set[str] = set()
 
     def __call__(self) -> list[str]:
-        """Those that may be used. While the file cannot be read they stay as they were."""
+        """Return the addresses that may be used. While the file cannot be read they stay as they were."""
         try:
-            urls = read_list(self.path)
-        except OSError as error:
-            self._tell(f"{self.path}: {error.strerror}; the servers stay as they were")
+            urls = read_addresses(self.path)
+        except (OSError, ValueError) as error:
+            self._say_once(f"{self.path}: {error}; the servers stay as they were")
             return self._known
-        for url in urls:
-            if problem := auth.problem(url):
-                self._tell(f"{self.path}: {problem}")
-        self._known = [url for url in urls if not auth.problem(url)]
+        problems = {url: auth.problem(url) for url in urls}
+        for problem in filter(None, problems.values()):
+            self._say_once(f"{self.path}: {problem}")
+        self._known = [url for url in urls if not problems[url]]
         return self._known
 
-    def _tell(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
+    def _say_once(self, text: str) -> None:
+        if text not in self._printed:
+            self._printed.add(text)
             say(text)
 
 
-def read_list(path: Path) -> list[str]:
-    """The addresses in the file."""
+def read_addresses(path: Path) -> list[str]:
+    """Return the addresses in the file.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or is no text.
+    """
     lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
     return [line.rstrip("/") for line in lines if line]

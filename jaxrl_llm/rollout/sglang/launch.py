@@ -21,15 +21,15 @@ from jaxrl_llm.errors import ServerError
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 from jaxrl_llm.rollout.sglang import auth, colocated
 
-BECOME = """
+START = """
 import contextlib, ctypes, os, signal, sys
 with contextlib.suppress(OSError, AttributeError):  # Linux alone has it: 1 is PR_SET_PDEATHSIG
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 if os.getppid() != int(sys.argv[1]):
-    sys.exit("the run that wanted a server has ended")
+    sys.exit("the run that started this server has ended")
 os.execvp(sys.argv[2], sys.argv[2:])
 """
-KEYED = """
+START_WITH_KEYS = """
 import logging, os, runpy, sys
 keys = {flag: os.environ[name] for flag, name in FLAGS.items() if os.environ.get(name)}
 make = logging.getLogRecordFactory()
@@ -46,14 +46,14 @@ sys.argv[1:] += [word for pair in keys.items() for word in pair]
 runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 """  # SGLang takes keys on its command line alone, and logs it: here neither `ps` nor the log shows them
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-GRACE = 10.0  # seconds between SIGTERM and SIGKILL
-POLL = 0.5
+KILL_DELAY = 10.0  # seconds between SIGTERM and SIGKILL
+POLL_INTERVAL = 0.5
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know this machine
-TAIL = 2000  # characters of a log that an error shows
+LOG_TAIL = 2000  # characters of a log that an error shows
 
 
-class Launched:
-    """Servers of this run. `urls` are known at once; `wait` returns when all answer.
+class ServerProcesses:
+    """The server processes of this run. `urls` are known at once; `wait` returns when all reply.
 
     Args:
         model: folder with config and tokenizer; its weights, if any, are read later.
@@ -71,22 +71,28 @@ class Launched:
         self.starts = [0] * config.launch
         self.processes = [self._start(index) for index in range(config.launch)]
 
-    def revive(self, url: str) -> str:
-        """Start the server of this address again if it has ended: what happened; "" = nothing."""
+    def restart(self, url: str) -> str:
+        """Start the server of this address again if it has ended. Returns what happened; "" = nothing."""
         index = self.urls.index(url)
         code = self.processes[index].poll()
         if code is None or self.starts[index] > self.restarts:
             return ""
         kill_group(self.processes[index])  # its children may hold the port or the accelerator
-        self.processes[index] = self._start(index)
-        return f"the SGLang server at {url} ended with {code} ({self.logs[index]}) and was started again"
+        message = f"the SGLang server at {url} ended with {code} ({self.logs[index]}) and"
+        try:
+            self.processes[index] = self._start(index)
+        except OSError as error:  # no memory, no space for the log
+            return f"{message} could not be started again: {error}"
+        return f"{message} was started again"
 
     def _start(self, index: int) -> subprocess.Popen:
         self.starts[index] += 1
         environment = dict(os.environ)
         if devices := self.visible[index]:
             environment[VISIBLE] = devices
-        if "cpu" in self.commands[index]:  # servers whose threads wait for each other's cores crawl
+        if "cpu" in self.commands[index]:
+            environment.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # else it looks for kernels of a GPU
+            # Servers whose threads wait for each other's cores crawl.
             environment.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // len(self.urls), 1)))
         with self.logs[index].open("ab") as out:
             return subprocess.Popen(
@@ -99,14 +105,14 @@ class Launched:
             )
 
     def wait(self) -> None:
-        """Until every server answers.
+        """Wait until every server replies.
 
         Raises:
-            ServerError: one ended, or did not answer in time; with the end of its log.
+            ServerError: one ended, or did not reply in time; with the end of its log.
         """
         deadline = time.monotonic() + self.timeout
         for url, process, log in zip(self.urls, self.processes, self.logs, strict=True):
-            while not answers(url):
+            while not is_up(url):
                 problem = ""
                 if process.poll() is not None:
                     problem = f"the SGLang server ended with {process.returncode}"
@@ -114,13 +120,13 @@ class Launched:
                     problem = f"no answer from {url} in {self.timeout:g} s (--sglang.start_timeout)"
                 if problem:
                     raise ServerError(f"{problem}; {log} ends:\n{tail(log)}")
-                time.sleep(POLL)
+                time.sleep(POLL_INTERVAL)
 
     def close(self) -> None:
-        """End them all, with their children."""
+        """End all servers, with their children."""
         for process in self.processes:
             process.terminate()  # it alone: SGLang takes a child that ends by itself for a crash
-        deadline = time.monotonic() + GRACE
+        deadline = time.monotonic() + KILL_DELAY
         for process in self.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(deadline - time.monotonic(), 0))
@@ -129,14 +135,16 @@ class Launched:
 
 
 def kill_group(process: subprocess.Popen) -> None:
-    """End it and what it started."""
+    """End a process and what it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def command(config: RolloutConfig, sglang: SGLangConfig, model: Path, port: int) -> list[str]:
-    """What starts one server; `sglang.flags` come last and so have the last word."""
-    module = ("-c", f"FLAGS = {auth.FLAGS}{KEYED}") if auth.keys() else ("-m", "sglang.launch_server")
+    """Return the command that starts one server; `sglang.flags` come last and override the others."""
+    module = (
+        ("-c", f"FLAGS = {auth.FLAGS}{START_WITH_KEYS}") if auth.keys() else ("-m", "sglang.launch_server")
+    )
     server = [
         *(sglang.python, *module, "--model-path", str(model)),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", config.dtype),
@@ -144,11 +152,11 @@ def command(config: RolloutConfig, sglang: SGLangConfig, model: Path, port: int)
         *([colocated.FLAG] if sglang.colocated else []),
         *shlex.split(sglang.flags),
     ]
-    return [sys.executable, "-I", "-c", BECOME, str(os.getpid()), *server]
+    return [sys.executable, "-I", "-c", START, str(os.getpid()), *server]
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on, far enough apart for what SGLang opens beside its own."""
+    """Return ports that no process listens on."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -156,14 +164,16 @@ def free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
-def answers(url: str) -> bool:
+def is_up(url: str) -> bool:
+    """Return whether a server replies at this address."""
     try:
-        asked = urllib.request.Request(f"{url}/model_info", headers=auth.headers("/model_info"))
-        with DIRECT.open(asked, timeout=5) as answer:
-            return answer.status == 200
+        request = urllib.request.Request(f"{url}/model_info", headers=auth.headers("/model_info"))
+        with DIRECT.open(request, timeout=5) as reply:
+            return reply.status == 200
     except (OSError, urllib.error.URLError):
         return False
 
 
 def tail(log: Path) -> str:
-    return log.read_text(errors="replace")[-TAIL:]
+    """Return the end of a log."""
+    return log.read_text(errors="replace")[-LOG_TAIL:]

@@ -1,10 +1,10 @@
-"""A pool of SGLang servers over HTTP: the least busy one is asked, one that fails is left out.
+"""A pool of SGLang servers: the least busy one gets a request, one that fails is left out.
 
-A server is in use only after it has answered with the wanted weights. Whatever goes wrong with it - no
-answer in time, an error, an answer that cannot be true, other weights than were sent - takes it out until
-the newest weights have reached it (again) and been checked: an outcome that is not known is never taken
-for success. `tending.tend` brings servers back while others work. A wait for servers has a limit
-(`patience`), and says what it waits for.
+A server is in use only after a reply with the newest weights. Whatever goes wrong with it - no reply in
+time, an error, a reply that cannot be true, other weights than were sent - takes it out until the newest
+weights have reached it (again) and been probed: an unknown outcome is never taken for success. Health checks
+(health.py) bring servers back while others work. A wait for servers has a limit (`patience`), and stderr
+says what it is for.
 """
 
 from __future__ import annotations
@@ -13,19 +13,32 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from jaxrl_llm.bridge.servers import Json
+from jaxrl_llm.bridge.servers import Json, reading
 from jaxrl_llm.errors import BusyError, RefusedError, ServerError, UnreachableError, UserError
 from jaxrl_llm.rollout.sglang.client import Client
-from jaxrl_llm.rollout.sglang.server import Server, nonsense, say
+from jaxrl_llm.rollout.sglang.server import Server, say
+from jaxrl_llm.rollout.sglang.validate import Generated, max_reply_bytes
 from jaxrl_llm.structs import Metrics
 
 Result = TypeVar("Result")
-REACHABLE = 30.0  # seconds a running server may take to say what it is
-WORD = 30.0  # seconds between two words about a wait
+Read = Callable[[Json, Json, str], Generated]
+"""(reply, request, label of the weights that the server had been given) -> its tokens; an error of `reading`
+if it cannot be true."""
+START_TIMEOUT = 30.0  # seconds for the first reply of a running server
+SAY_INTERVAL = 30.0  # seconds between two lines about a wait
+POLL_INTERVAL = 0.1
+
+
+class ServerResponse(NamedTuple):
+    """A reply to /generate, and who gave it."""
+
+    generated: Generated
+    server: str
 
 
 class ServerPool:
@@ -36,11 +49,11 @@ class ServerPool:
         retries: servers that a request is tried on.
         slots: requests at once on one server.
         patience: seconds to wait for a server when none can be used, or all are too busy.
-        router: address of a router in front of the servers, which then gets what is to be generated;
+        router: address of a router in front of the servers, which then gets all requests to generate;
             "" = none.
 
     Attributes:
-        servers: those of now; they may come and go.
+        servers: the present ones; they may come and go.
     """
 
     def __init__(
@@ -55,29 +68,31 @@ class ServerPool:
         self.servers = [Server(url) for url in urls]
         self.timeout, self.retries, self.slots, self.patience = timeout, retries, slots, patience
         self.router = Server(router) if router else None
+        self.excluded: dict[str, Server] = {}  # by address: not used again
         self.retried = 0
-        self.breaks = 0  # times that responses were broken off on purpose
+        self.interruptions = 0  # times that responses were interrupted on purpose
         self.label = ""  # of the newest weights
-        self.resting = False  # colocated: nobody is brought into use
-        self._work: Callable[[Server], Awaitable[Any]] | None = None  # gives a server the newest weights
-        self._widest, self._next_word = len(self.servers), 0.0
+        self.memory_released = False  # colocated: no server is brought into use
+        self._update: Callable[[Server], Awaitable[Any]] | None = None  # gives a server the newest weights
+        self._max_servers, self._next_line = len(self.servers), 0.0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang", daemon=True)
         self._thread.start()
         self._client = self.run(self._open(timeout))
-        self.ask, self.ask_text = self._client.ask, self._client.ask_text
+        self.request, self.request_bytes = self._client.request, self._client.request_bytes
         self.slot = asyncio.Semaphore(slots * len(self.servers))  # first come, first served
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of a coroutine of the pool's loop; an interrupt cancels it."""
+        """Run a coroutine in the pool's loop and return its result; an interrupt cancels it."""
         return wait(self.start(work))
 
     def start(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Begin a coroutine in the pool's loop: its future. `close` ends it."""
+        """Begin a coroutine in the pool's loop. `close` ends it."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
-        self.run(self._shut())
+        """End all requests, and the loop."""
+        self.run(self._shut_down())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -87,93 +102,104 @@ class ServerPool:
         return [server for server in self.servers if server.usable]
 
     def describe(self) -> str:
-        said = dict.fromkeys("in use" if s.usable else s.problem for s in self.servers)
-        return "; ".join(said) or "the pool has no servers"
+        """Return the state of the servers, for a message."""
+        states = dict.fromkeys(
+            "in use" if server.usable else server.problem
+            for server in [*self.servers, *self.excluded.values()]
+        )
+        return "; ".join(states) or "the pool has no servers"
 
     def metrics(self) -> Metrics:
-        """How the servers did since the last call; `retried` and `failures` since the start."""
-        found = [server.take_counts() for server in self.servers]
-        speeds = [counts.tokens / counts.busy for counts in found if counts.busy] or [0.0]
+        """Return counts since the last call; `retried` and `failures` since the start."""
+        counts = [server.take_counts() for server in self.servers]
+        speeds = [each.tokens / each.busy_seconds for each in counts if each.busy_seconds] or [0.0]
         return {
             "servers/retried": self.retried,
-            "servers/failures": sum(server.failures for server in self.servers),
-            "servers/left_out_seconds": sum(counts.left_out for counts in found),
-            "servers/inflight/max": max((counts.inflight for counts in found), default=0),
+            "servers/failures": sum(s.failures for s in [*self.servers, *self.excluded.values()]),
+            "servers/left_out_seconds": sum(each.left_out_seconds for each in counts),
+            "servers/inflight/max": max((each.max_inflight for each in counts), default=0),
             "servers/tokens_per_second/min": min(speeds),
             "servers/tokens_per_second/max": max(speeds),
         }
 
     def check_reachable(self) -> None:
-        """ValueError if a server does not answer: at the start that is a wrong address."""
+        """Refuse addresses where no server replies: at the start that is a mistake.
 
-        async def ask_all() -> list[Json | BaseException]:
-            everybody = [*self.servers, *([self.router] if self.router else [])]
-            asked = [self.ask(server, "/model_info", timeout=REACHABLE) for server in everybody]
-            return await asyncio.gather(*asked, return_exceptions=True)
+        Raises:
+            UserError: says which.
+        """
 
-        problems = [str(said) for said in self.run(ask_all()) if isinstance(said, BaseException)]
+        async def request_all() -> list[Json | BaseException]:
+            servers = [*self.servers, *([self.router] if self.router else [])]
+            requests = [self.request(server, "/model_info", timeout=START_TIMEOUT) for server in servers]
+            return await asyncio.gather(*requests, return_exceptions=True)
+
+        problems = [str(reply) for reply in self.run(request_all()) if isinstance(reply, BaseException)]
         if problems:
             raise UserError(f"--rollout.servers: {'; '.join(problems)}")
 
     async def generate(
-        self, body: Json, home: dict[int, Server], group: int, read: Callable[[Json, str], Result]
-    ) -> Result:
-        """An answer to /generate, from the server where the group's other samples are if it is free.
+        self, body: Json, group_servers: dict[int, Server], group: int, read: Read
+    ) -> ServerResponse:
+        """Return a response to /generate, from the server of the group's other samples if it has a slot.
 
         It counts only if the server has not been left out meanwhile, and new weights that came meanwhile
-        have been checked.
+        have been probed. What one server refuses is tried on every other one.
 
         Args:
-            home: group -> server, kept by the caller: a shared prompt is read once.
-            read: (the answer, label of the weights that the server had been given) -> what it says;
-                ValueError, TypeError or LookupError if it cannot be true.
+            group_servers: group -> server, kept by the caller: a shared prompt is read once.
 
         Raises:
-            ServerError: no server gave one.
+            RefusedError: every server refuses the request.
+            ServerError: no server gave a response.
         """
-        said: list[str] = []
+        problems: list[str] = []
+        refusals: dict[Server, str] = {}
         deadline, pause = time.monotonic() + self.patience, 0.25
-        while len(said) < max(self.retries, 1):
-            server = await self._pick(home, group)
+        while len(problems) < max(self.retries, 1):
+            server = await self._pick(group_servers, group, refusals, deadline)
             failures = server.failures
             try:
                 return await self._generate_on(server, body, group, read)
+            except RefusedError as error:
+                refusals[server] = str(error)
+                self._say_sometimes(f"a refused request is tried on another server: {error}")
+                if server is self.router:  # which may choose another server next time
+                    problems.append(str(error))
             except ServerError as error:
                 down = server is self.router and isinstance(error, UnreachableError)
-                if isinstance(error, RefusedError):
-                    raise
                 if isinstance(error, BusyError) or down:
                     if time.monotonic() > deadline:
                         raise
-                    self._tell(f"{error}; trying again for {self.patience:g} s")
+                    self._say_sometimes(f"{error}; trying again for {self.patience:g} s")
                     await asyncio.sleep(pause * random.uniform(0.5, 1))
                     pause = min(2 * pause, 8.0)
                     continue
-                said.append(str(error))
+                problems.append(str(error))
                 if server.failures == failures and server is not self.router:
                     server.leave_out(error)
-                self.retried += 1
-        raise ServerError(f"a response failed {len(said)} times: {'; '.join(dict.fromkeys(said))}")
+            self.retried += 1
+        raise ServerError(f"a response failed {len(problems)} times: {'; '.join(dict.fromkeys(problems))}")
 
-    async def everywhere(
+    async def update_all(
         self,
-        work: Callable[[Server], Awaitable[Any]],
+        update: Callable[[Server], Awaitable[Any]],
         label: str = "",
         servers: Sequence[Server] | None = None,
     ) -> None:
-        """Do `work` with each server at once; those that it fails for are left out, the others put to use.
+        """Run `update` for all servers at once; those for which it fails are left out, the others used.
 
-        It is done again, in time, with a server that is left out later or comes later.
+        It runs again, in time, for a server that is left out later or comes later.
 
         Args:
-            servers: None = those of now.
+            servers: None = the present ones.
 
         Raises:
-            ServerError: none can be used; said at once where they answer, after `patience` where they do not.
+            ServerError: none can be used; at once where they reply, after `patience` where they do not.
         """
-        self._work, self.label, self.resting = work, label, False
+        self._update, self.label, self.memory_released = update, label, False
         await asyncio.gather(*map(self.admit, self.servers if servers is None else servers))
-        if not self.servers or any(server.gone for server in self.servers):
+        if not self.servers or any(server.unreachable for server in self.servers):
             await self._until_usable()
         if not self.usable:
             raise ServerError(f"no SGLang server can be used: {self.describe()}")
@@ -181,84 +207,112 @@ class ServerPool:
             self.router.label = label
 
     async def admit(self, server: Server) -> None:
-        """Give a server the newest weights; put it to use if that goes well."""
-        async with server.admitting:
-            work, label = self._work, self.label
-            if work is None:
+        """Give a server the newest weights; use it if that goes well."""
+        async with server.admission_lock:
+            update, label = self._update, self.label
+            if update is None:
                 return
             try:
-                await work(server)
+                await update(server)
             except ServerError as error:
                 server.leave_out(error)
-            except (ValueError, TypeError, LookupError) as error:
-                server.leave_out(nonsense(server.url, error))
             else:
-                if work is self._work and server in self.servers:
-                    server.put_to_use(label)
+                if update is self._update and server in self.servers:
+                    server.readmit(label)
 
-    def replace(self, urls: Sequence[str]) -> None:
-        """The servers of now. One that has gone gets no more requests; a new one is used once admitted."""
+    def set_servers(self, urls: Sequence[str]) -> None:
+        """Change who belongs to the pool: who has gone gets no more requests, who is new is admitted first.
+
+        A server that was excluded may come back once its address has been away.
+        """
         known = {server.url: server for server in self.servers}
-        self.servers = [known.pop(url, None) or Server(url) for url in dict.fromkeys(urls)]
+        self.excluded = {url: server for url, server in self.excluded.items() if url in urls}
+        members = [url for url in dict.fromkeys(urls) if url not in self.excluded]
+        self.servers = [known.pop(url, None) or Server(url) for url in members]
         for server in known.values():
             server.usable, server.problem = False, f"{server.url} has left the pool"
-        for _ in range(self.slots * (len(self.servers) - self._widest)):
+        for _ in range(self.slots * (len(self.servers) - self._max_servers)):
             self.slot.release()
-        self._widest = max(self._widest, len(self.servers))
+        self._max_servers = max(self._max_servers, len(self.servers))
 
-    async def _generate_on(
-        self, server: Server, body: Json, group: int, read: Callable[[Json, str], Result]
-    ) -> Result:
+    def exclude(self, url: str, error: ServerError) -> None:
+        """Leave a server out for good."""
+        for server in self.servers:
+            if server.url == url:
+                server.leave_out(error)
+                self.excluded[url] = server
+        self.servers = [server for server in self.servers if server.url != url]
+
+    async def _generate_on(self, server: Server, body: Json, group: int, read: Read) -> ServerResponse:
         failures, label = server.failures, server.label
         sticky = {"X-SMG-Routing-Key": str(group)} if server is self.router else {}
-        with server.working(
-            asyncio.create_task(self.ask(server, "/generate", body, headers=sticky))
-        ) as request:
+        body = {**body, "rid": uuid.uuid4().hex}
+        limit = max_reply_bytes(body)
+        work = self.request(server, "/generate", body, headers=sticky, max_bytes=limit)
+        with server.running(asyncio.create_task(work)) as request:
             await asyncio.wait({request})
             if request.cancelled():
                 raise ServerError(f"{server.url} was left out meanwhile: {server.problem}")
-            said = request.result()
-            try:
-                answer = read(said, label)
-            except (ValueError, TypeError, LookupError) as error:
-                raise nonsense(server.url, error) from None
-            server.heard(said)
-            async with server.changing:
+            reply = request.result()
+            with reading(server.url):
+                generated = read(reply, body, label)
+            server.record_response(len(generated.ids))
+            async with server.update_lock:
                 if server.failures != failures:
                     raise ServerError(f"{server.url} was left out meanwhile: {server.problem}")
-                return answer
+                return ServerResponse(generated, server.url)
 
-    async def _pick(self, home: dict[int, Server], group: int) -> Server:
-        """The group's own server while it has a free slot, else the least busy one."""
+    async def _pick(
+        self,
+        group_servers: dict[int, Server],
+        group: int,
+        refusals: Mapping[Server, str],
+        deadline: float,
+    ) -> Server:
+        """Return the group's own server while it has a free slot, else the least busy one.
+
+        Raises:
+            RefusedError: all servers have refused the request, or those that were there until the deadline.
+        """
         if self.router:
             return self.router
         await self._until_usable()
-        least = min(self.usable, key=lambda server: server.inflight)
-        own = home.setdefault(group, least)
-        if own.usable and (own.inflight < self.slots or own.inflight <= least.inflight):
+        while not (left := [server for server in self.usable if server not in refusals]):
+            if time.monotonic() >= deadline or len(self.usable) == len(self.servers):
+                raise RefusedError(f"every server refuses a request: {'; '.join(refusals.values())}")
+            await asyncio.sleep(POLL_INTERVAL)
+            await self._until_usable()
+        least = min(left, key=lambda server: server.inflight)
+        own = group_servers.setdefault(group, least)
+        if own in left and (own.inflight < self.slots or own.inflight <= least.inflight):
             return own
-        home[group] = least
+        group_servers[group] = least
         return least
 
     async def _until_usable(self) -> None:
         deadline = time.monotonic() + self.patience
         while not self.usable:
-            if time.monotonic() >= deadline:
-                waited = f" for {self.patience:g} s (--sglang.patience)" if self.patience else ""
+            hopeless = self.excluded and not self.servers
+            if hopeless or time.monotonic() >= deadline:
+                waited = f" for {self.patience:g} s (--sglang.patience)" * bool(
+                    self.patience and not hopeless
+                )
                 raise ServerError(f"no SGLang server can be used{waited}: {self.describe()}")
-            self._tell(f"no server can be used; waiting {self.patience:g} s for one: {self.describe()}")
-            await asyncio.sleep(0.1)
+            self._say_sometimes(
+                f"no server can be used; waiting {self.patience:g} s for one: {self.describe()}"
+            )
+            await asyncio.sleep(POLL_INTERVAL)
 
-    def _tell(self, text: str) -> None:
-        """A word about a wait, now and then."""
-        if time.monotonic() >= self._next_word:
-            self._next_word = time.monotonic() + WORD
+    def _say_sometimes(self, text: str) -> None:
+        """Print a line about a wait now and then."""
+        if time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + SAY_INTERVAL
             say(text)
 
     async def _open(self, timeout: float) -> Client:
         return Client(timeout)
 
-    async def _shut(self) -> None:
+    async def _shut_down(self) -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
@@ -267,7 +321,7 @@ class ServerPool:
 
 
 def wait(future: Future[Result]) -> Result:
-    """Its result; an interrupt cancels it."""
+    """Return a future's result; an interrupt cancels it."""
     try:
         return future.result()
     except BaseException:

@@ -1,4 +1,4 @@
-"""One SGLang server, and what is known of it."""
+"""One SGLang server: whether it can be used, what it is doing, what went wrong."""
 
 from __future__ import annotations
 
@@ -8,20 +8,27 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from jaxrl_llm.errors import BusyError, NoRouteError, RefusedError, ServerError, UnreachableError
+from jaxrl_llm.errors import (
+    BusyError,
+    NoRouteError,
+    RefusedError,
+    ServerError,
+    UnreachableError,
+)
 from jaxrl_llm.rollout.sglang import auth
 
-FIRST_TRY, LONGEST_TRY = 1.0, 15.0  # seconds until a server that was left out is tried again
+FIRST_RETRY, LAST_RETRY = 1.0, 15.0  # seconds until a server that was left out is tried again
 
 
 def say(text: str) -> None:
+    """Print a line about the servers to stderr."""
     print(f"sglang: {text}", file=sys.stderr, flush=True)
 
 
 class Outage:
-    """A context that servers may leave: the reason to end the run, with all that was reached saved."""
+    """Context manager that turns a ServerError into a graceful stop: the run ends, and saves its state."""
 
     error: ServerError | None = None
 
@@ -35,117 +42,115 @@ class Outage:
 
     @property
     def reason(self) -> str:
+        """Why the run ends; "" = it does not."""
         return f"its servers: {self.error}" if self.error else ""
 
 
 def error_of(url: str, path: str, status: int, text: str) -> ServerError:
-    """What an answer with this status means."""
-    said = f"{url} answered {status} to {path}: {text:.300}"
+    """Return the error that a reply with this status means."""
+    message = f"{url} answered {status} to {path}: {text:.300}"
     if status in (401, 403):
-        return RefusedError(f"{said} (set {auth.API_KEY} and {auth.ADMIN_KEY} to the keys of the server)")
+        return RefusedError(f"{message} (set {auth.API_KEY} and {auth.ADMIN_KEY} to the keys of the server)")
     if status in (429, 503):
-        return BusyError(said)
+        return BusyError(message)
     if status == 404:
-        return NoRouteError(said)
-    return (RefusedError if status in (400, 413, 422) else UnreachableError)(said)
-
-
-def nonsense(url: str, error: Exception) -> ServerError:
-    return ServerError(f"{url} gave an answer that cannot be used: {type(error).__name__} {error}")
+        return NoRouteError(message)
+    return (RefusedError if status in (400, 413, 422) else UnreachableError)(message)
 
 
 class Counts(NamedTuple):
-    """Of a server, since they were last taken."""
+    """What a server did since the last reading."""
 
     tokens: int
-    busy: float  # seconds with a request
-    left_out: float  # seconds
-    inflight: int  # most requests at once
+    busy_seconds: float  # with a request
+    left_out_seconds: float
+    max_inflight: int
 
 
 @dataclass(eq=False)
 class Server:
-    """One server. `usable` after it has answered with the wanted weights, until something goes wrong."""
+    """One server. `usable` after a reply with the newest weights, until something goes wrong."""
 
     url: str
     usable: bool = False
     problem: str = "no weights yet"
-    gone: bool = False  # the problem is that it does not answer
+    unreachable: bool = False  # the problem is that it does not reply
     failures: int = 0  # times it was left out
-    label: str = ""  # of the weights that it was last seen to hold
-    changing: asyncio.Lock = field(default_factory=asyncio.Lock)  # held from new weights to their check
-    admitting: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while it is brought into use
-    asleep: set[str] = field(default_factory=set)  # what of its memory has been given back: see colocated.py
+    label: str = ""  # of the weights that it was last known to hold
+    update_lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held from new weights to their probe
+    admission_lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while it is brought into use
+    released: set[str] = field(default_factory=set)  # tags of released memory: see colocated.py
     next_try: float = 0.0  # when to bring it back into use
-    last_answer: float = 0.0  # when it was last known to be well
+    last_reply: float = 0.0  # when it was last known to be well
 
     def __post_init__(self):
         self.url = self.url.rstrip("/")
         self._requests: set[asyncio.Task] = set()
-        self._tokens, self._peak, self._busy, self._left_out = 0, 0, 0.0, 0.0
+        self._tokens, self._max_inflight, self._busy_seconds, self._left_out_seconds = 0, 0, 0.0, 0.0
         self._since: dict[str, float] = {}  # "busy", "left out" -> since when
-        self._pause = FIRST_TRY
+        self._retry_delay = FIRST_RETRY
 
     @property
     def inflight(self) -> int:
+        """Requests that it is working on."""
         return len(self._requests)
 
     def leave_out(self, error: ServerError) -> None:
-        """No more requests for it; those that it has are for others to do."""
+        """Send it no more requests; those that it has go to other servers."""
         if "left out" not in self._since:
             say(f"a server is left out: {error}")
             self.failures += 1
-        self.usable, self.problem, self.gone = (
-            False,
-            str(error),
-            isinstance(error, UnreachableError | BusyError),
-        )
+        self.usable, self.problem = False, str(error)
+        self.unreachable = isinstance(error, UnreachableError | BusyError)
         self.label, self._since["left out"] = "", self._since.get("left out", time.monotonic())
-        if self.gone:
-            self.asleep.clear()  # whatever answers next is another process, or one of which nothing is known
-        self.next_try = time.monotonic() + self._pause
-        self._pause = min(2 * self._pause, LONGEST_TRY)
+        if self.unreachable:
+            self.released.clear()  # whatever replies next is another process, or one of unknown state
+        self.next_try = time.monotonic() + self._retry_delay
+        self._retry_delay = min(2 * self._retry_delay, LAST_RETRY)
         for request in self._requests:
             request.cancel()
 
-    def put_to_use(self, label: str) -> None:
+    def readmit(self, label: str) -> None:
+        """Use it: it holds the weights of this label and has been probed."""
         if "left out" in self._since:
             say(f"{self.url} is in use again")
-        self.usable, self.problem, self.gone, self.label = True, "", False, label
-        self.last_answer = time.monotonic()
-        self._pause = FIRST_TRY
-        self._left_out += self._ended("left out")
+        self.usable, self.problem, self.unreachable, self.label = True, "", False, label
+        self.last_reply = time.monotonic()
+        self._retry_delay = FIRST_RETRY
+        self._left_out_seconds += self._end("left out")
 
     @contextlib.contextmanager
-    def working(self, request: asyncio.Task) -> Iterator[asyncio.Task]:
-        """Counts it among the server's requests; it is cancelled if it has not ended by then."""
+    def running(self, request: asyncio.Task) -> Iterator[asyncio.Task]:
+        """Count a request among the server's; it is cancelled if it has not ended by then."""
         if not self._requests:
-            self._since["busy"] = self.last_answer = time.monotonic()
+            self._since["busy"] = self.last_reply = time.monotonic()
         self._requests.add(request)
-        self._peak = max(self._peak, self.inflight)
+        self._max_inflight = max(self._max_inflight, self.inflight)
         try:
             yield request
         finally:
             request.cancel()
             self._requests.discard(request)
             if not self._requests:
-                self._busy += self._ended("busy")
+                self._busy_seconds += self._end("busy")
 
-    def heard(self, said: dict[str, Any]) -> None:
-        """It has answered: this."""
-        self.last_answer = time.monotonic()
-        self._tokens += len(said["meta_info"]["output_token_logprobs"])
+    def record_response(self, num_tokens: int) -> None:
+        """Count a response."""
+        self.last_reply = time.monotonic()
+        self._tokens += num_tokens
 
     def take_counts(self) -> Counts:
-        """What it did since the last call."""
+        """Return what it did since the last call."""
         now = time.monotonic()
-        for what in self._since:
-            self._busy += (now - self._since[what]) * (what == "busy")
-            self._left_out += (now - self._since[what]) * (what == "left out")
-            self._since[what] = now
-        counts = Counts(self._tokens, self._busy, self._left_out, self._peak)
-        self._tokens, self._busy, self._left_out, self._peak = 0, 0.0, 0.0, self.inflight
+        for state, since in self._since.items():
+            self._busy_seconds += (now - since) * (state == "busy")
+            self._left_out_seconds += (now - since) * (state == "left out")
+            self._since[state] = now
+        counts = Counts(self._tokens, self._busy_seconds, self._left_out_seconds, self._max_inflight)
+        self._tokens, self._busy_seconds, self._left_out_seconds = 0, 0.0, 0.0
+        self._max_inflight = self.inflight
         return counts
 
-    def _ended(self, what: str) -> float:
-        return time.monotonic() - self._since.pop(what, time.monotonic())
+    def _end(self, state: str) -> float:
+        """End a state. Returns its seconds."""
+        return time.monotonic() - self._since.pop(state, time.monotonic())

@@ -1,70 +1,95 @@
-"""What a server says that it wrote, checked in full before anything is learned from it."""
+"""Replies to /generate, checked in full before anything is learned from them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from reprlib import repr as short  # of nested and long values, too
 from typing import Any, NamedTuple
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.bridge.servers import Json
 
-ENDS = ("stop", "length", "abort")
-ROUNDING = 1e-4  # nats above 0 that a log-prob of a certain token may be
+FINISHES = ("stop", "length", "abort")
+ROUNDING = 1e-4  # nats above 0 that the log-prob of a certain token may be
+LOWEST = -104.0  # nats: exp of less is 0 in float32, and what has probability 0 is never drawn
 
 
-class Answer(NamedTuple):
-    """Tokens of one answer to /generate."""
+class Generated(NamedTuple):
+    """Tokens of one reply to /generate."""
 
     ids: list[int]
-    logprobs: list[float]  # nats, at most 0
-    versions: list[int]  # the policy version that wrote each
-    finish: str  # one of ENDS; "abort" = broken off
+    logprobs: list[float]  # nats, in [LOWEST, 0]
+    versions: list[int]  # the policy version that generated each
+    finish: str  # one of FINISHES; "abort" = broken off
 
 
-def read(said: Any, label: str, versions: Mapping[str, int], vocab_size: int, most: int) -> Answer:
-    """The answer, if all of it can be true.
+def max_reply_bytes(body: Json) -> int:
+    """Return how long a reply to this request can be: log-prob, id and text of each token, and the rest."""
+    return 2**20 + 1024 * body["sampling_params"]["max_new_tokens"]
+
+
+def read_generated(
+    reply: Json, body: Json, label: str, versions: Mapping[str, int], vocab_size: int
+) -> Generated:
+    """Return the tokens of a reply, if all of it can be true.
 
     Args:
-        said: the JSON.
-        label: of the weights that the server was last seen to hold when it was asked; "" = not known.
+        body: of the request.
+        label: of the weights that the server was last known to hold when it was asked; "" = not known.
         versions: label of weights -> policy version, of all that this run ever sent.
-        most: tokens that were asked for.
 
     Raises:
-        ValueError, TypeError, LookupError: it cannot; the server that said it is not to be trusted.
+        ValueError, TypeError, LookupError, AttributeError: it cannot; the server is not to be trusted.
     """
-    meta = said["meta_info"]
+    meta, max_tokens = reply["meta_info"], body["sampling_params"]["max_new_tokens"]
+    _check_request(meta, body)
     finish = meta["finish_reason"]["type"]
     pairs = [(token, logprob) for logprob, token, *_ in meta["output_token_logprobs"]]
     ids, logprobs = [token for token, _ in pairs], [logprob for _, logprob in pairs]
-    if finish not in ENDS:
-        raise UserError(f"it ended by {finish!r}")
-    if len(ids) > most or (not ids and finish != "abort"):
-        raise UserError(f"{len(ids)} tokens where 1 to {most} were asked for")
-    counts = {len(ids), len(said.get("output_ids", ids)), meta.get("completion_tokens", len(ids))}
-    if len(counts) > 1 or list(said.get("output_ids", ids)) != ids:
-        raise UserError(f"log-probs of {len(ids)} tokens, and other tokens or another number of them")
+    if finish not in FINISHES:
+        raise ValueError(f"it ended by {short(finish)}")
+    if len(ids) > max_tokens or (not ids and finish != "abort"):
+        raise ValueError(f"{len(ids)} tokens where 1 to {max_tokens} were asked for")
+    counts = {len(ids), len(reply.get("output_ids", ids)), meta.get("completion_tokens", len(ids))}
+    if len(counts) > 1 or list(reply.get("output_ids", ids)) != ids:
+        raise ValueError(f"log-probs of {len(ids)} tokens, and other tokens or another number of them")
     for token, logprob in pairs:
         if type(token) is not int or not 0 <= token < vocab_size:
-            raise UserError(f"token {token!r} of a vocabulary of {vocab_size}")
-        if not -math.inf < logprob <= ROUNDING:
-            raise UserError(f"log-prob {logprob!r} of token {token}")
-    return Answer(ids, logprobs, token_versions(meta, len(ids), label, versions), finish)
+            raise ValueError(f"token {short(token)} of a vocabulary of {vocab_size}")
+        if type(logprob) not in (int, float) or not LOWEST <= logprob <= ROUNDING:
+            raise ValueError(f"log-prob {short(logprob)} of token {token}")
+    return Generated(ids, logprobs, token_versions(meta, len(ids), label, versions), finish)
+
+
+def _check_request(meta: Mapping[str, Any], body: Json) -> None:
+    """Refuse a reply to another request; what was aborted in the queue comes without `prompt_tokens`.
+
+    Raises:
+        ValueError: the id or the number of prompt tokens differs.
+    """
+    for name, sent in (("id", body["rid"]), ("prompt_tokens", len(body["input_ids"]))):
+        if name in meta and meta[name] != sent:
+            raise ValueError(f"the reply to another request: {name} is {short(meta[name])}, not {sent!r}")
 
 
 def token_versions(meta: Mapping, count: int, label: str, versions: Mapping[str, int]) -> list[int]:
-    """The policy version that wrote each of `count` tokens.
+    """Return the policy version that generated each of `count` tokens.
 
     Raises:
-        ValueError: weights that this run did not send, or older ones than the server had been given.
+        ValueError: weights that this run did not send, or older ones than the server had been given; spans
+            that are not `count` tokens one after the other, from older to newer.
     """
     spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": count}]
-    if unknown := {span["version"] for span in spans} - versions.keys():
-        raise UserError(f"wrote with weights {sorted(map(str, unknown))}, which this run did not send")
-    if sum(span["end"] - span["start"] for span in spans) != count:
-        raise UserError(f"versions {spans} of {count} tokens")
-    found = [versions[span["version"]] for span in spans for _ in range(span["start"], span["end"])]
+    result: list[int] = []
+    for span in spans:
+        version, start, end = span["version"], span["start"], span["end"]
+        if version not in versions:
+            raise ValueError(f"wrote with weights {short(version)}, which this run did not send")
+        if (type(start), type(end)) != (int, int) or not len(result) == start <= end <= count:
+            raise ValueError(f"versions {short(spans)} of {count} tokens")
+        result += [versions[version]] * (end - start)
     oldest = versions.get(label, 0)
-    if min(found, default=oldest) < oldest:
-        raise UserError(f"wrote with weights of version {min(found)} after {label!r} was sent")
-    return found
+    if len(result) != count or result != sorted(result):
+        raise ValueError(f"versions {short(spans)} of {count} tokens")
+    if min(result, default=oldest) < oldest:
+        raise ValueError(f"wrote with weights of version {min(result)} after {label!r} was sent")
+    return result

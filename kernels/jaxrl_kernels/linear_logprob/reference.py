@@ -61,7 +61,11 @@ LogprobOutputs = tuple[Float[Array, "M"], Float[Array, "M"] | None, Float[Array,
 
 
 def forward(
-    spec: Spec, hidden: Float[Array, "M D"], head: Float[Array, "V D"], targets: Int[Array, "M"], count=None
+    spec: LogprobSpec,
+    hidden: Float[Array, "M D"],
+    head: Float[Array, "V D"],
+    targets: Int[Array, "M"],
+    count=None,
 ) -> LogprobOutputs:
     """Compute log-prob of the targets, entropy and log-sum-exp, float32, nats."""
     logits = _logits(spec, hidden, head)
@@ -78,7 +82,7 @@ def forward(
 
 
 def d_logits(
-    spec: Spec,
+    spec: LogprobSpec,
     hidden: Float[Array, "M D"],
     head: Float[Array, "V D"],
     targets: Int[Array, "M"],
@@ -115,7 +119,7 @@ def merge_shards(
     return logprob, entropy, log_total + top
 
 
-def _logits(spec: Spec, hidden, head) -> Float[Array, "M V"]:
+def _logits(spec: LogprobSpec, hidden, head) -> Float[Array, "M V"]:
     return spec.logits(jnp.einsum("md,vd->mv", hidden, head, preferred_element_type=jnp.float32))
 
 

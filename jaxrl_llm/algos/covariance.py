@@ -1,0 +1,119 @@
+"""Clip-Cov and KL-Cov: tokens whose advantage and log-prob covary most cost most entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jaxrl_llm.algos.clipped import ClippedConfig, clip, policy_loss
+from jaxrl_llm.algos.kl import kl, log_ratio
+from jaxrl_llm.algos.policy_gradient import PolicyConfig, policy_algorithm
+from jaxrl_llm.algos.reduce import masked_sum
+from jaxrl_llm.ranges import Fraction, Unbounded, Weight
+from jaxrl_llm.structs import LossInputs, Metrics
+
+
+@dataclass(frozen=True)
+class ClipCovConfig(ClippedConfig):
+    """Options of Clip-Cov."""
+
+    fraction: Fraction = 2e-4
+    """Tokens dropped, of all."""
+    covariance_low: Unbounded = 1.0
+    """Only tokens of a larger covariance are dropped."""
+    covariance_high: Unbounded = 5.0
+    """Only tokens of a smaller covariance are dropped."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from super().problems()
+        if not self.covariance_low < self.covariance_high:
+            yield "covariance_low", f"is {self.covariance_low:g}: it must be below covariance_high."
+
+
+@dataclass(frozen=True)
+class KLCovConfig(PolicyConfig):
+    """Options of KL-Cov."""
+
+    fraction: Fraction = 2e-4
+    """Tokens penalised, of all."""
+    penalty: Weight = 1.0
+    """Weight of |policy - old| there (veRL: 0.1)."""
+
+
+def covariance(inputs: LossInputs) -> Float[Array, "B T"]:
+    """Return (A - mean A) (log pi - mean log pi) of each token, without gradient (arXiv 2505.22617).
+
+    The means are over this micro-batch's tokens, as in the authors' code: with micro-batches of different
+    content the choice of tokens depends a little on the split.
+    """
+    count = jnp.maximum(inputs.mask.sum(), 1.0)
+    centred = lambda x: x - masked_sum(x, inputs.mask) / count
+    return jax.lax.stop_gradient(centred(inputs.advantages) * centred(inputs.policy))
+
+
+def hash_uniform(x: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """Return a number in [0, 1) for each x, pseudo-random and a function of x alone, not of its place."""
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    for shift in (16, 15):
+        bits = (bits ^ (bits >> shift)) * jnp.uint32(0x45D9F3B)
+    return (bits >> 8).astype(jnp.float32) / 2.0**24
+
+
+def clip_cov_loss(inputs: LossInputs, config: ClipCovConfig) -> tuple[Float[Array, ""], Metrics]:
+    """Return the clipped surrogate, 0 where the token is dropped."""
+    surrogate, is_clipped = clip(jnp.exp(log_ratio(inputs.policy, inputs.old)), inputs.advantages, config)
+    cov = covariance(inputs)
+    within = (cov > config.covariance_low) & (cov < config.covariance_high)
+    candidates = within & ~is_clipped & (inputs.mask > 0)
+    share = config.fraction * inputs.mask.sum() / jnp.maximum(candidates.sum(), 1)
+    dropped = candidates & (hash_uniform(inputs.old) < share)
+    fractions = {"clip_fraction": is_clipped, "dropped_fraction": dropped}
+    return policy_loss(jnp.where(dropped, 0.0, surrogate), fractions, inputs, config)
+
+
+clip_cov = policy_algorithm(
+    "clip_cov",
+    """Clip-Cov (arXiv 2505.22617, eq. 10 and 11): PPO's clip, less a few tokens of high covariance.
+
+    Among the tokens whose covariance of advantage and log-prob lies within (low, high) a random share is
+    dropped, `fraction` of all tokens: those would cost most entropy. The draw is a function of the token's
+    log-prob, so that a run can be repeated.""",
+    ClipCovConfig(),
+    clip_cov_loss,
+)
+
+
+def kl_cov_loss(inputs: LossInputs, config: KLCovConfig) -> tuple[Float[Array, ""], Metrics]:
+    """Return -A r, with the penalty on the chosen tokens."""
+    change = log_ratio(inputs.policy, inputs.old)
+    chosen = largest(covariance(inputs), inputs.mask, config.fraction)
+    surrogate = -inputs.advantages * jnp.exp(change)
+    surrogate = surrogate + jnp.where(chosen, config.penalty * kl(inputs.policy, inputs.old, "abs"), 0.0)
+    return policy_loss(surrogate, {"penalised_fraction": chosen}, inputs, config)
+
+
+def largest(x: Float[Array, "B T"], mask: Float[Array, "B T"], fraction: float) -> Bool[Array, "B T"]:
+    """Return the `fraction` of masked places where x ranks highest, rounded down, at least one.
+
+    Of equal ones the first are taken: a bound on x would take all of them.
+    """
+    order = jnp.argsort(jnp.where(mask > 0, x, -jnp.inf).ravel(), descending=True)
+    rank = jnp.zeros(order.shape, jnp.int32).at[order].set(jnp.arange(len(order), dtype=jnp.int32))
+    count = jnp.maximum(jnp.floor(fraction * mask.sum()), 1.0).astype(jnp.int32)
+    return (mask > 0) & (rank.reshape(x.shape) < count)
+
+
+kl_cov = policy_algorithm(
+    "kl_cov",
+    """KL-Cov (arXiv 2505.22617, eq. 12 and 13): the tokens of highest covariance are penalised.
+
+    loss = -A r_t, plus penalty |policy - old| for the `fraction` of tokens whose covariance of advantage and
+    log-prob is largest: those would cost most entropy. The largest are taken in each micro-batch, at least
+    one.""",
+    KLCovConfig(),
+    kl_cov_loss,
+)

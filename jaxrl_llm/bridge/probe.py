@@ -1,0 +1,103 @@
+"""Probe: a server's log-probs of fixed tokens against the trainer's, after every push.
+
+It finds weights that did not arrive, another model or type, and wrong names or layouts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_llm.bridge.servers import PoolLike, ServerLike, reading
+from jaxrl_llm.errors import ServerError
+from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models.scorer import make_scorer
+from jaxrl_llm.structs import Params
+
+NUM_TOKENS = 24
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
+"""Largest mean difference of log-probs, nats, by the type in which they are computed."""
+SHORTEST = 32
+
+Score = Callable[[Params, np.ndarray, float], np.ndarray]
+"""(params, ids [T], temperature) -> the trainer's log-probs of ids[1:], float32 [T - 1], nats."""
+
+
+def tolerance_of(dtype: str, chosen: float | None) -> float:
+    """Return the largest mean difference, nats, for log-probs computed in `dtype`, if none is chosen."""
+    return TOLERANCE[dtype] if chosen is None else chosen
+
+
+def make_score(model: TransformerConfig, dtype: str, mesh: Mesh) -> Score:
+    """Return the trainer's own log-probs of one sequence. A collective."""
+    scorer = functools.cache(lambda temperature: make_scorer(model, temperature, dtype, mesh))
+
+    def score(params: Params, ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+        width = SHORTEST
+        while width < len(ids):  # few widths, so that few programs are compiled
+            width *= 2
+        tokens = np.zeros((1, width), np.int32)
+        tokens[0, : len(ids)] = ids
+        with jax.set_mesh(mesh):
+            logprobs = scorer(temperature)(params, tokens, np.array([len(ids)]))
+        return np.asarray(logprobs)[0, : len(ids) - 1]
+
+    return score
+
+
+def probe_tokens(model: TransformerConfig) -> np.ndarray:
+    """Return fixed tokens, spread over the vocabulary, int32 [T]."""
+    return ((np.arange(min(NUM_TOKENS, model.max_position - 1)) * 7919 + 1) % model.vocab_size).astype(
+        np.int32
+    )
+
+
+@dataclass
+class Probe:
+    """The probe of one push.
+
+    Attributes:
+        ids: fixed tokens [T]. expected: the trainer's log-probs of ids[1:], [T - 1].
+        label: of the weights. tolerance: largest mean absolute difference, nats.
+        differences: server's address -> mean absolute difference.
+    """
+
+    ids: np.ndarray
+    expected: np.ndarray
+    label: str
+    tolerance: float
+    differences: dict[str, float] = field(default_factory=dict)
+
+    async def check(self, pool: PoolLike, server: ServerLike) -> None:
+        """Have a server score the tokens.
+
+        Raises:
+            ServerError: the difference is too large, or the weights are not those that were pushed.
+        """
+        body = {
+            "input_ids": self.ids.tolist(),
+            "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        reply = await pool.request(server, "/generate", body)
+        with reading(server.url):
+            version = str(reply["meta_info"]["weight_version"])[:100]
+            rows = reply["meta_info"]["input_token_logprobs"]
+            logprobs = np.array([logprob for logprob, *_ in rows[1:]], np.float32)
+        if version != self.label:
+            raise ServerError(f"{server.url} answers with weights {version!r} after {self.label!r} was sent")
+        difference = np.inf
+        if logprobs.shape == self.expected.shape:
+            difference = float(np.abs(logprobs - self.expected).mean())
+        if not difference <= self.tolerance:
+            raise ServerError(
+                f"{server.url}: log-probs differ from the trainer's by {difference:.3g} on average, more "
+                f"than {self.tolerance:g} (--sglang.probe_tolerance): other weights, type or model code"
+            )
+        self.differences[server.url] = difference

@@ -1,0 +1,176 @@
+"""Configs of the data: sources, chat template, mixing; and which rows are left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from jaxrl_llm.ranges import Range
+
+GENERATED = ("task:", "gym:")
+"""Prefixes of the sources that are generated here."""
+RESERVED_OPTIONS = {
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversations",
+    "messages",
+    "return_assistant_tokens_mask",
+    "tools",
+}
+"""Arguments of a chat template that options may not set."""
+BadRows = Literal["skip", "fail"]
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """One source of examples, and how to read its rows."""
+
+    path: str = ""
+    """A file (.json .jsonl .csv .parquet .arrow; .gz of the text ones), a folder of them, a saved Hugging
+    Face dataset, or hub:OWNER/NAME, task:NAME (generated here), gym:NAME (reasoning-gym)."""
+    split: str = "train"
+    """Split of a folder, hub dataset or generated task (there anything but train is the held-out part)."""
+    subset: str = ""
+    """Configuration of a hub dataset (gsm8k: main), or sub-folder of a folder."""
+    weight: Annotated[float, Range(0, 1e9, open_low=True)] = 1.0
+    """Share of the examples drawn from this source, relative to the other sources."""
+    options: str = ""
+    """Settings of a task: or gym: source, as a JSON object: '{"digits": 2}'."""
+    prompt_key: str = ""
+    """Column that holds the prompt (text or messages); empty: the usual names. Dots reach into columns."""
+    answer_key: str = ""
+    """Column that holds the ground truth; empty: the usual names."""
+    response_key: str = ""
+    """Column that holds the supervised target, or the chosen response; empty: the usual names."""
+    rejected_key: str = ""
+    """Column that holds the rejected response; empty: rejected."""
+    input_template: str = ""
+    """Wraps a prompt that is plain text: 'Question: {}\\nAnswer:'. Only {} is replaced."""
+    step_mark: str = ""
+    """Text after each step of a solution (the placeholder of Math-Shepherd and OpenRLHF); it is taken out."""
+    judge: bool = False
+    """Ask for a judgement of the row's responses instead: which of a pair is better (A or B), whether a
+    labelled one is right (Yes or No)."""
+    score_key: str = ""
+    """Column of a score, put at the end of the prompt: " <rm_score>: 5.00" (conditional SFT)."""
+    score_mean: Annotated[float, Range(-1e9, 1e9)] = 0.0
+    """Subtracted from the score first."""
+    score_std: Annotated[float, Range(0, 1e9, open_low=True)] = 1.0
+    """Divides it then."""
+    teacher: Annotated[int, Range(0, 1000)] = 0
+    """Index of the teacher (--algo.teachers) that scores this source's rows, from 0."""
+    name: str = ""
+    """Name of the rows' verifier where a row has no data_source; empty: the path."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, what is wrong with it) for rules across fields."""
+        if self.options:
+            if not self.path.startswith(GENERATED):
+                yield "options", f"is {self.options!r}: only task: and gym: sources have options."
+            elif problem := _object_problem(self.options):
+                yield "options", problem
+        if self.input_template and "{}" not in self.input_template:
+            yield "input_template", f"is {self.input_template!r}: it must hold {{}}, for the prompt."
+        if self.rejected_key and not self.response_key:
+            yield "response_key", "is empty: it must name the chosen response where rejected_key is set."
+        if self.judge and self.step_mark:
+            yield "judge", "is true: it must be false where step_mark is set; steps are not judged."
+
+
+@dataclass(frozen=True)
+class ChatConfig:
+    """How an example becomes tokens."""
+
+    render: Literal["auto", "chat", "plain"] = "auto"
+    """auto: messages go through the chat template, plain text as it is. chat: plain text becomes a user
+    message. plain: no template, the contents joined by blank lines (base models)."""
+    system_prompt: str = ""
+    """System message put before chats that have none."""
+    chat_template: str = ""
+    """File with a Jinja chat template; empty: the tokenizer's own."""
+    template_options: str = ""
+    """Arguments of the chat template, as a JSON object: '{"enable_thinking": false}'."""
+    loss: Literal["all", "last"] = "all"
+    """Supervised training learns all assistant turns, or the last."""
+    parse_control_tokens: bool = False
+    """True: plain-text prompts are rendered already, so '<|im_start|>' in them is the control token."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, what is wrong with it) for rules across fields."""
+        if problem := template_options_problem(self.template_options):
+            yield "template_options", problem
+        if self.render == "plain":
+            for name in ("chat_template", "template_options"):
+                if value := getattr(self, name):
+                    yield (
+                        name,
+                        f"is {value!r}: it must be empty where render is plain, which uses no template.",
+                    )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What to train and evaluate on."""
+
+    path: str = ""
+    """Train on this instead: takes the place of train.0.path, without its options and other sources."""
+    eval_path: str = ""
+    """Evaluate on this instead: as `path`, for evaluation (split test)."""
+    train: tuple[SourceConfig, ...] = (SourceConfig(),)
+    """Training sources, mixed by weight."""
+    eval: tuple[SourceConfig, ...] = ()
+    """Held-out sources; of generated ones the held-out part. None given: that of the training sources."""
+    chat: ChatConfig = field(default_factory=ChatConfig)
+    """Chat template and what is learned."""
+    shuffle: bool = True
+    """Shuffle every epoch anew; False: rows in order."""
+    overlong: Literal["filter", "cut", "fail"] = "filter"
+    """Prompts longer than max_prompt_tokens: draw another, cut, or stop with an error."""
+    cut_side: Literal["left", "right"] = "left"
+    """Which end of an over-long prompt is cut off."""
+    bad_rows: BadRows = "fail"
+    """Rows that cannot be read, rendered or tokenized: skip and count, or stop with an error."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, what is wrong with it) for rules across fields."""
+        if not self.path and not (self.train and all(source.path for source in self.train)):
+            yield (
+                "path",
+                "is empty: set a file or folder, hub:OWNER/NAME, task:NAME (generated) or gym:NAME, or "
+                "data.train in the recipe.",
+            )
+
+    def sources(self, split: Literal["train", "eval"]) -> tuple[SourceConfig, ...]:
+        """Return the sources of a split, with `path` and `eval_path` applied."""
+        first = dataclasses.replace(self.train[0] if self.train else SourceConfig(), options="")
+        train = (dataclasses.replace(first, path=self.path),) if self.path else self.train
+        if split == "train":
+            return train
+        if self.eval_path:
+            return (dataclasses.replace(first, path=self.eval_path, split="test"),)
+        chosen = self.eval or tuple(source for source in train if source.path.startswith(GENERATED))
+        return tuple(
+            dataclasses.replace(source, split="test") if source.path.startswith(GENERATED) else source
+            for source in chosen
+        )
+
+
+def template_options_problem(text: str) -> str:
+    """Return what is wrong with `ChatConfig.template_options`; "" = nothing."""
+    if problem := _object_problem(text):
+        return problem
+    reserved = ", ".join(sorted(RESERVED_OPTIONS & json.loads(text or "{}").keys()))
+    return f"is {text!r}: it may not set {reserved}." if reserved else ""
+
+
+def _object_problem(text: str) -> str:
+    """Return why a text is no JSON object; "" = it is one, or empty."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        return f"is {text!r:.200}, which is not JSON: {error!s:.100}."
+    return "" if isinstance(value, dict) else f"is {text!r:.200}: it must be a JSON object."

@@ -1,0 +1,207 @@
+"""Chat templates rendered in a child process, under the kernel's limits of time and memory.
+
+A template comes with a model folder, so it is untrusted code. The sandbox of jinja2 keeps it away from the
+machine but does not bound it: loops nest, strings double, and one large power never returns to the
+interpreter, where a counter could stop it or an exception could reach a thread. The limits of a process bound
+all of these. Every chat is rendered there, not only a first one as a trial, because a template can depend on
+the chat, on chance and on the time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, BinaryIO
+
+from jaxrl_llm.data.rows import MAX_CHARACTERS, RowError
+from jaxrl_llm.errors import RunError, UserError
+
+CPU_SECONDS = 3.0  # of the processor, for one chat; a millisecond is usual
+MAX_MEMORY = 2 << 30  # bytes of address space beyond those of the idle process
+MAX_RENDERED = 2 * MAX_CHARACTERS  # of one chat
+MAX_ERROR_CHARACTERS = 500  # characters of a template's own error message
+START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from jaxrl_llm.data.rendering import serve; serve(float(sys.argv[2]))"
+)
+KEPT_ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR", "TZ")
+HEADER = struct.Struct("!Q")
+Rendered = tuple[str, list[tuple[int, int]]]
+"""Text, and the character spans inside {% generation %}."""
+
+
+class TemplateLimitError(UserError):
+    """A chat template that takes too long, needs too much memory or writes too much.
+
+    Not a RowError: a skipped row must be skipped in every process and in every run, and time differs.
+    """
+
+
+class TemplateProcess:
+    """The child process: started by the first chat, and started again after one that it did not survive.
+
+    Args:
+        seconds: of the processor, for one chat.
+    """
+
+    def __init__(self, seconds: float = CPU_SECONDS):
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen | None = None
+        self._errors: Any = None  # a file: the standard error of the process
+
+    def render(self, template: str, calls: Sequence[dict[str, Any]], name: str, where: str) -> list[Rendered]:
+        """Return what the template makes of each call's arguments.
+
+        Args:
+            template: Jinja text.
+            calls: keyword arguments of `transformers.utils.chat_template_utils.render_jinja_template`.
+            name: of the template, for messages: "the chat template t.jinja".
+            where: the row, for messages.
+
+        Raises:
+            RowError: the template refuses this chat.
+            UserError: the template is not valid Jinja, or exceeds a limit (TemplateLimitError).
+            RunError: the process cannot be started.
+        """
+        with self._lock:
+            reply = self._exchange(_request(template, calls, where))
+        if "rendered" in reply:
+            return [(text, [tuple(span) for span in spans]) for text, spans in reply["rendered"]]
+        if "syntax" in reply:
+            raise UserError(f"{name} is not a valid Jinja template: {reply['syntax']}")
+        if "limit" in reply:
+            raise TemplateLimitError(f"{where}: {name} {reply['limit']} for this chat")
+        raise RowError(f"{where}: {name} cannot render this chat: {reply['error']}")
+
+    def close(self) -> None:
+        """End the process; the next chat starts another."""
+        if self._process is None:
+            return
+        self._process.kill()
+        for file in (self._process.stdin, self._process.stdout, self._errors):
+            with contextlib.suppress(BrokenPipeError):
+                file.close()
+        self._process.wait()
+        self._process = None
+
+    def _exchange(self, request: bytes) -> dict[str, Any]:
+        if self._process and self._process.poll() is not None:  # it was killed while idle
+            self.close()
+        if self._process is None:
+            self._start()
+        try:
+            with contextlib.suppress(BrokenPipeError):  # it died, and there will be no reply
+                _write(self._process.stdin, request)
+            reply = _read(self._process.stdout)
+            return self._reason_of_death() if reply is None else json.loads(reply)
+        except BaseException:  # Ctrl-C between request and reply: the next reply would be the wrong one
+            self.close()
+            raise
+
+    def _start(self) -> None:
+        kept = {key: os.environ[key] for key in KEPT_ENVIRONMENT if key in os.environ}
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115, closed by close
+        path = json.dumps([entry or os.getcwd() for entry in sys.path])
+        # One thread, as the buffers of many count as memory. No secrets, no accelerators.
+        settings = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", START, path, str(self._seconds)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=kept | settings,
+            start_new_session=True,  # the terminal's signals do not reach it
+        )
+        atexit.unregister(self.close)
+        atexit.register(self.close)
+
+    def _reason_of_death(self) -> dict[str, str]:
+        """Wait for the process, which has closed its output, and return the limit that ended it."""
+        code = self._process.wait()
+        self._errors.seek(0)
+        errors = self._errors.read()[-2000:].decode(errors="replace")
+        self.close()
+        if code == -signal.SIGPROF:
+            return {"limit": f"takes more than {self._seconds:g} s of processor time"}
+        if code < 0:
+            return {"limit": f"ends the process that renders it ({signal.Signals(-code).name})"}
+        raise RunError(f"the process that renders chat templates ended with code {code}: {errors}")
+
+
+def serve(seconds: float) -> None:
+    """Render the requests of standard input until it closes; the body of the child process."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # it ends with its standard input
+        signal.signal(number, signal.SIG_IGN)
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints is no reply
+    from transformers.utils.chat_template_utils import render_jinja_template  # before the limits
+
+    _limit_memory()
+    while (request := _read(sys.stdin.buffer)) is not None:
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process, inside C code too
+        reply = json.dumps(_render(render_jinja_template, request)).encode()
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        _write(replies, reply)
+
+
+def _limit_memory() -> None:
+    """Limit the address space to MAX_MEMORY more than now; macOS has neither the file nor the limit."""
+    import resource  # Unix has it
+
+    with contextlib.suppress(FileNotFoundError), open("/proc/self/statm") as file:
+        limit = int(file.read().split()[0]) * resource.getpagesize() + MAX_MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _render(render: Callable, request: bytes) -> dict[str, Any]:
+    import jinja2
+
+    rendered = []
+    try:
+        template, calls = json.loads(request)
+        for arguments in calls:
+            (text,), spans = render(chat_template=template, **arguments)
+            if len(text) > MAX_RENDERED:
+                return {"limit": f"writes more than {MAX_RENDERED:,} characters"}
+            rendered.append((text, spans[0] if spans else []))
+    except MemoryError:
+        return {"limit": f"needs more than {MAX_MEMORY >> 30} GiB"}
+    except jinja2.TemplateSyntaxError as error:
+        return {"syntax": f"{error.message:.{MAX_ERROR_CHARACTERS}} (line {error.lineno})"}
+    except jinja2.TemplateError as error:  # the template's own raise_exception, undefined values
+        return {"error": f"{error.message or type(error).__name__:.{MAX_ERROR_CHARACTERS}}"}
+    except Exception as error:  # any other that its expressions raise
+        return {"error": f"{type(error).__name__}: {error!s:.{MAX_ERROR_CHARACTERS}}"}
+    return {"rendered": rendered}
+
+
+def _request(template: str, calls: Sequence[dict[str, Any]], where: str) -> bytes:
+    try:
+        return json.dumps((template, list(calls))).encode()
+    except (TypeError, ValueError, RecursionError) as error:  # messages of an environment hold anything
+        raise RowError(f"{where}: the chat holds what JSON cannot: {error}") from error
+
+
+def _write(file: BinaryIO, message: bytes) -> None:
+    file.write(HEADER.pack(len(message)) + message)
+    file.flush()
+
+
+def _read(file: BinaryIO) -> bytes | None:
+    """Return the next message; None at the end of the file."""
+    header = file.read(HEADER.size)
+    if len(header) < HEADER.size:
+        return None
+    (size,) = HEADER.unpack(header)
+    message = file.read(size)
+    return message if len(message) == size else None

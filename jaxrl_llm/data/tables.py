@@ -1,0 +1,151 @@
+"""Tables as random-access rows: Parquet and Arrow files, saved datasets, datasets of the Hugging Face hub.
+
+A file is read by its row groups or record batches: one that is damaged is lost, the others are used.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.data.config import SourceConfig
+from jaxrl_llm.data.rows import Damage, RowFile, no_rows
+from jaxrl_llm.errors import UserError
+
+
+def parquet_file(path: Path) -> RowFile:
+    """Read a Parquet file by its row groups."""
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path, memory_map=True, page_checksum_verification=True)
+        sizes = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
+    except Exception as error:  # pyarrow raises half a dozen types for damaged files
+        return _unreadable(path, error)
+    parts: list[Any] = []
+    for i, size in enumerate(sizes):
+        try:
+            parts.append(file.read_row_group(i))
+        except Exception as error:  # as above
+            parts.append(Damage(f"row group {i} of {size:,} rows is damaged: {error!s:.300}", max(size, 1)))
+    return _table_rows(path, parts)
+
+
+def arrow_file(path: Path) -> RowFile:
+    """Read Arrow's file format, or its stream format (what the datasets library writes), by its batches.
+
+    The file format is a stream between two marks, so one that lacks its end is read as a stream.
+    """
+    import pyarrow
+
+    try:
+        mapped = pyarrow.memory_map(str(path))
+        is_file = mapped.read(8) == b"ARROW1\0\0"
+        try:
+            reader = pyarrow.ipc.open_file(mapped)
+            return _table_rows(path, [_batch(reader, i) for i in range(reader.num_record_batches)])
+        except pyarrow.ArrowInvalid:  # a stream, or a file without its end
+            mapped.seek(8 if is_file else 0)
+        reader = pyarrow.ipc.open_stream(mapped)
+    except Exception as error:  # as in parquet_file
+        return _unreadable(path, error)
+    parts: list[Any] = []
+    while True:
+        try:
+            batch = reader.read_next_batch()
+            batch.validate()
+            parts.append(batch)
+        except StopIteration:
+            parts += [Damage("the file ends too soon")] * is_file
+            return _table_rows(path, parts)
+        except Exception as error:  # as in parquet_file
+            return _table_rows(path, [*parts, Damage(f"the file is damaged from here: {error!s:.300}")])
+
+
+def _batch(reader: Any, i: int) -> Any:
+    """Return batch `i` of an Arrow file, or Damage."""
+    try:
+        batch = reader.get_batch(i)
+        batch.validate()
+        return batch
+    except Exception as error:  # as in parquet_file
+        return Damage(f"record batch {i} is damaged: {error!s:.300}")
+
+
+def _table_rows(path: Path, parts: Sequence[Any]) -> RowFile:
+    """Return the rows of tables or batches, some of them Damage in their place."""
+    intact = [part for part in parts if not isinstance(part, Damage)]
+    starts = [0, *itertools.accumulate(part.num_rows for part in intact)]
+    first, firsts, damage = 1, [], []  # numbers of rows in the file count what is lost
+    for part in parts:
+        if isinstance(part, Damage):
+            damage.append(Damage(f"{path}:{first}: {part.reason}", part.rows))
+            first += part.rows
+        else:
+            firsts.append(first)
+            first += part.num_rows
+
+    def find(i: int) -> tuple[int, int]:
+        which = bisect.bisect_right(starts, i) - 1
+        return which, i - starts[which]
+
+    def get(i: int) -> dict[str, Any]:
+        which, row = find(i)
+        table = intact[which].slice(row, 1)
+        table.validate(full=True)  # offsets of a damaged file may point anywhere
+        return table.to_pylist()[0]
+
+    def where(i: int) -> str:
+        which, row = find(i)
+        return f"{path}:{firsts[which] + row}"
+
+    return RowFile(starts[-1], get, where, tuple(damage))
+
+
+def saved_rows(path: Path, split: str) -> list[RowFile]:
+    """Return the rows of a folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
+    import datasets
+
+    try:
+        loaded = datasets.load_from_disk(str(path))
+    except Exception as error:  # the library raises all kinds for damaged files
+        return _damaged_dataset(path, split, error)
+    if isinstance(loaded, datasets.DatasetDict):
+        if split not in loaded:
+            raise UserError(f"{path} has no split {split!r}; it has {', '.join(loaded)}")
+        loaded = loaded[split]
+    return [RowFile(len(loaded), loaded.__getitem__, lambda i: f"{path}:{i + 1}")]
+
+
+def _damaged_dataset(path: Path, split: str, error: Exception) -> list[RowFile]:
+    """Return the rows of the Arrow files of a saved dataset that the datasets library cannot load."""
+    folder = path / split if (path / "dataset_dict.json").exists() else path
+    files = [arrow_file(file) for file in sorted(folder.glob("data-*.arrow"))]
+    if not files:
+        raise UserError(f"{path} is no saved dataset that can be loaded: {error!s:.300}") from error
+    if not any(file.damage for file in files):
+        files.append(no_rows(path, f"{path} is damaged, its Arrow files are read: {error!s:.300}"))
+    return files
+
+
+def hub_rows(config: SourceConfig) -> RowFile:
+    """Return a dataset of the Hugging Face hub, from the local cache where it is there."""
+    import datasets
+
+    name = config.path.removeprefix("hub:")
+    try:
+        loaded = datasets.load_dataset(name, config.subset or None, split=config.split)
+    except Exception as error:  # network, cache, split and configuration errors of three libraries
+        raise UserError(
+            f"hub:{name} (subset {config.subset or 'none'}, split {config.split}) cannot be loaded: {error}. "
+            f"Without a network: run `hf download --repo-type dataset {name} --local-dir DIR` where there is "
+            "one, copy DIR here and give its path"
+        ) from error
+    return RowFile(len(loaded), loaded.__getitem__, lambda i: f"{name}:{i + 1}")
+
+
+def _unreadable(path: Path, error: Exception) -> RowFile:
+    return no_rows(path, f"{path} cannot be read as {path.suffix[1:]}: {error!s:.300}")

@@ -1,0 +1,151 @@
+"""Rewards: verifier, environment and reward models write reward and outcome into trajectories."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxrl_llm.data.loader import Prompt
+from jaxrl_llm.data.rows import Example
+from jaxrl_llm.experience.reward_models import RewardModel, add_scores
+from jaxrl_llm.host.processes import on_first
+from jaxrl_llm.rewards.config import RewardConfig
+from jaxrl_llm.rewards.pool import RewardPool
+from jaxrl_llm.rewards.sample import RewardResult, RewardSample, check_failures
+from jaxrl_llm.structs import Metrics, Outcome, Trajectory
+
+
+@dataclass
+class Scorer:
+    """The verifier of a run and its reward models."""
+
+    pool: RewardPool
+    reward_models: Sequence[RewardModel] = ()
+
+    def __call__(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> Metrics:
+        """Score responses to `prompts` (by their prompt_index), and return the verifier's metrics."""
+        metrics = verify(self.pool, prompts, trajectories)
+        texts = [prompt_text(prompts[t.prompt_index].example) for t in trajectories]
+        add_scores(self.reward_models, trajectories, texts)
+        return metrics
+
+
+def verify(pool: RewardPool, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> Metrics:
+    """Write the verifier's reward and outcome into each trajectory; process 0 scores for all.
+
+    Raises:
+        RewardFailureError: too many samples failed, on every process.
+    """
+    samples = [reward_sample(prompts[t.prompt_index].example, t) for t in trajectories]
+    results = on_first(lambda: pool.score(samples))
+    weights = [pool.config.weight, *(weight for _, weight in pool.config.shaping)]
+    for trajectory, result in zip(trajectories, results, strict=True):
+        trajectory.reward, trajectory.outcome = float(result.score), result.outcome
+        missing = (0.0 if result.valid else math.nan,) * (len(weights) - len(result.components))
+        scores = (*result.components, *missing)  # a failed reward has none
+        trajectory.components = tuple(w * score for w, score in zip(weights, scores, strict=True))
+    _apply_episodes(trajectories, pool.config)
+    return dict(pool.metrics)
+
+
+def _apply_episodes(trajectories: Sequence[Trajectory], config: RewardConfig) -> None:
+    """Add the environments' rewards, or put them in place of the verifier's; mask failed conversations.
+
+    Raises:
+        RewardFailureError: too many conversations failed.
+    """
+    episodes = [(t, t.episode) for t in trajectories if t.episode]
+    for trajectory, episode in episodes:
+        if episode.failure:
+            trajectory.reward, trajectory.outcome = float("nan"), Outcome.FAILED
+        elif episode.reward is not None and config.env == "add":
+            trajectory.reward += episode.reward
+            first, others = sum(trajectory.components[:1]), trajectory.components[1:]
+            trajectory.components = (first + episode.reward, *others)
+        elif episode.reward is not None:
+            trajectory.reward = episode.reward
+            trajectory.components = (episode.reward, *(0.0 for _ in trajectory.components[1:]))
+            correct = episode.reward >= config.correct_at
+            trajectory.outcome = Outcome.CORRECT if correct else Outcome.WRONG
+    results = [
+        RewardResult(float("nan"), Outcome.FAILED, e.failure)
+        if e.failure
+        else RewardResult(0.0, Outcome.WRONG)
+        for _, e in episodes
+    ]
+    check_failures(results, config.max_failed_fraction)
+
+
+def reward_sample(example: Example, trajectory: Trajectory | None = None) -> RewardSample:
+    """Return a response as verifiers read it; without a trajectory the row alone, its response empty."""
+    response, ids = "", ()
+    if trajectory is not None:
+        response = trajectory.text if trajectory.answer is None else trajectory.answer
+        ids = tuple(int(i) for i in trajectory.response_ids)
+    return RewardSample(
+        response=response,
+        answer=example.answer,
+        prompt=prompt_text(example),
+        messages=example.messages or (),
+        response_ids=ids,
+        source=example.source,
+        columns=example.columns,
+    )
+
+
+def prompt_text(example: Example) -> str:
+    """Return the prompt as text: plain, or the last message of the chat."""
+    return example.text if example.messages is None else example.messages[-1]["content"]
+
+
+def group_by_prompt(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
+    """Return the trajectories of each prompt together, in order."""
+    groups: dict[int, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        groups.setdefault(trajectory.prompt_index, []).append(trajectory)
+    return list(groups.values())
+
+
+def has_variance(group: Sequence[Trajectory]) -> bool:
+    """Return whether the rewards of a group differ, failed ones left out."""
+    return len({t.reward for t in group if np.isfinite(t.reward)}) > 1
+
+
+def statistics(trajectories: Sequence[Trajectory]) -> Metrics:
+    """Return rewards, lengths and, of conversations, turns and tool calls of a step's responses."""
+    rewards = np.array([t.reward for t in trajectories], np.float64)
+    scored = rewards[np.isfinite(rewards)]
+    lengths = np.array([len(t.response_ids) for t in trajectories])
+    verified = [t.outcome == Outcome.CORRECT for t in trajectories if t.outcome != Outcome.FAILED]
+    return {
+        "reward/mean": scored.mean() if len(scored) else float("nan"),
+        "reward/std": scored.std() if len(scored) else float("nan"),
+        "accuracy": np.mean(verified) if verified else float("nan"),
+        "response_tokens/mean": lengths.mean(),
+        "response_tokens/max": lengths.max(),
+        "truncated_fraction": np.mean([t.finish == "length" for t in trajectories]),
+        "zero_variance_fraction": np.mean([not has_variance(g) for g in group_by_prompt(trajectories)]),
+        **_conversation_statistics(trajectories),
+    }
+
+
+def _conversation_statistics(trajectories: Sequence[Trajectory]) -> Metrics:
+    episodes = [t.episode for t in trajectories if t.episode]
+    if not episodes:
+        return {}
+    calls = sum(e.tool_calls for e in episodes)
+    return {
+        "env/turns_mean": np.mean([turns(t) for t in trajectories]),
+        "env/tool_calls": calls / len(trajectories),
+        "env/tool_errors": sum(e.tool_errors for e in episodes) / max(calls, 1),
+        "env/timeouts": sum(e.timeouts for e in episodes),
+        "env/failed_fraction": sum(bool(e.failure) for e in episodes) / len(trajectories),
+    }
+
+
+def turns(trajectory: Trajectory) -> int:
+    """Return how many turns the policy wrote."""
+    return int((np.diff(trajectory.mask, prepend=0) > 0).sum())

@@ -1,0 +1,213 @@
+"""Stage: consecutive steps of a run under one algorithm, and all models that take part in them.
+
+A step is `prepare` (score the experience with every model that the algorithm reads, assign advantages, split
+into mini-batches), then `update` (one optimizer update of critic and policy for each mini-batch).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm import algos, models
+from jaxrl_llm.algos.contract import Requirements
+from jaxrl_llm.data.loader import Prompt
+from jaxrl_llm.data.packing import IN_LOSS, PackItem
+from jaxrl_llm.learn import credit
+from jaxrl_llm.learn.learner import Learner
+from jaxrl_llm.learn.reference import LogprobCache
+from jaxrl_llm.structs import Metrics, Params, TrainState, Trajectory
+
+Timer = Callable[[str], contextlib.AbstractContextManager]
+"""`with timer("rollout"):` adds the time inside to a phase of the step."""
+
+
+@dataclass
+class Experience:
+    """Sequences that one step learns from."""
+
+    items: list[PackItem]
+    metrics: Metrics
+    tokens: int  # prompt and response tokens, for throughput
+    prompts: list[Prompt] = field(default_factory=list)
+    trajectories: list[Trajectory] = field(default_factory=list)  # one an item; [] = examples of a dataset
+
+
+class Source(Protocol):
+    """Experience as a pure function of (seed, step, weights); see `experience/`."""
+
+    def next(self, step: int, params: Params, version: int, timer: Timer) -> Experience:
+        """Return the experience of step 0, 1, ... of a stage."""
+
+    def snapshot(self) -> dict[str, bytes]:
+        """Return the files, by name, that a checkpoint must hold besides the step. A collective."""
+
+    def resume(self, files: Mapping[str, bytes], step: int, params: Params, version: int) -> None:
+        """Continue at a step from the files of its checkpoint."""
+
+
+@dataclass
+class Stage:
+    """Steps [start, start + steps) of a run: the SFT warm-up, or the run itself.
+
+    Frozen teachers take the place of the reference. A critic that is not updated (`updates_critic` False, in
+    the warm-up) is only part of the state, so that all stages of a run have one state.
+    """
+
+    policy: Learner
+    name: str = "train"  # or "warm_start"
+    start: int = 0
+    steps: int = 0
+    source: Source | None = None
+    minibatches: int = 1  # updates a step
+    critic: Learner | None = None
+    critic_params: Params | None = None  # pretrained weights of the critic; None = the policy's
+    critic_warmup: int = 0  # first steps in which the critic alone is updated
+    teachers: tuple[Params, ...] = ()  # an item's label says which of them it learns from
+    updates_critic: bool = True
+    reference_cache: LogprobCache = field(default_factory=LogprobCache)
+
+    @property
+    def requires(self) -> Requirements:
+        return algos.requirements(self.policy.algo)
+
+    @property
+    def end(self) -> int:
+        return self.start + self.steps
+
+    @property
+    def needs_reference(self) -> bool:
+        """The frozen reference model takes part."""
+        return self.requires.reference and not self.teachers
+
+    def abstract_state(self) -> TrainState:
+        """Return shapes, types and shardings of the state: what a checkpoint is restored into."""
+        return replace(self.policy.abstract_state(), critic=self.critic and self.critic.abstract_state())
+
+    def init_state(self, params: Params) -> TrainState:
+        """Return a state with fresh optimizers. It takes over `params`; the critic starts from a copy."""
+        critic = None
+        if self.critic:
+            fit = functools.partial(models.with_heads, config=self.critic.model)
+            start = self.critic_params or jax.tree.map(jnp.copy, jax.jit(fit)(params))
+            critic = self.critic.init_state(jax.device_put(start, self.critic.param_shardings))
+        return replace(self.policy.init_state(params), critic=critic)
+
+    def prepare(
+        self, state: TrainState, experience: Experience, reference: Params | None, seed: int
+    ) -> list[list[PackItem]]:
+        """Return the mini-batches of a step: items with advantages, shuffled by `seed`.
+
+        Args:
+            reference: weights of the frozen reference; None where the algorithm needs none.
+        """
+        algo = self.policy.algo
+        if not experience.items:  # dynamic sampling found no group to learn from
+            return []
+        self.score(state, experience.items, reference)
+        kl_coef = float(state.kl_coef)
+        items = credit.assign_credit(algo, experience.items, experience.trajectories, kl_coef, seed)
+        return credit.split(items, self.minibatches, seed, self.policy.group_size)
+
+    def update(
+        self, state: TrainState, minibatches: Sequence[Sequence[PackItem]], step: int
+    ) -> tuple[TrainState, Metrics]:
+        """Apply one update of each model for each mini-batch. The state passed in is donated.
+
+        Args:
+            step: of the stage, from 0; the policy waits for the critic's warm-up.
+        """
+        metrics: Metrics = {}
+        if not minibatches:  # no trajectory was selected
+            return state, metrics
+        policy, critic = replace(state, critic=None), state.critic
+        if self.critic and self.updates_critic:
+            critic, values = self.critic.update(critic, minibatches)
+            metrics |= {f"critic/{name}": value for name, value in values.items()}
+        if not self.critic or step >= self.critic_warmup:
+            policy, values = self.policy.update(policy, minibatches, self.teachers)
+            metrics |= values
+        return replace(policy, critic=critic), metrics
+
+    def measure(self, state: TrainState, items: Sequence[PackItem], reference: Params | None) -> Metrics:
+        """Return loss and metrics on held-out items, without an update."""
+        self.score(state, items, reference)
+        return self.policy.measure(state, items, self.teachers)
+
+    def score(self, state: TrainState, items: Sequence[PackItem], reference: Params | None) -> None:
+        """Write into the items' signals all that the algorithm reads of the models before the update."""
+        if self.policy.config.old == "rollout":
+            for item in items:
+                item.signals["old"] = item.signals["rollout"]
+        if outputs := policy_scores(self.requires, self.policy.config.old):
+            self._score(self.policy, state.params, items, outputs)
+        if self.critic and self.updates_critic:
+            self._score(self.critic, state.critic.params, items, ("values",))
+        if self.requires.reference and self.teachers:
+            self._score_by_teacher(items)
+        elif reference is not None:
+            self._score_by_reference(reference, items)
+
+    def _score(
+        self, learner: Learner, params: Params, items: Sequence[PackItem], names: tuple[str, ...]
+    ) -> None:
+        for item, outputs in zip(items, learner.score(params, items, names), strict=True):
+            item.signals |= {"old" if name == "policy" else name: array for name, array in outputs.items()}
+
+    def _score_by_teacher(self, items: Sequence[PackItem]) -> None:
+        """Write the log-probs of each item under its own teacher, as the reference."""
+        for index, teacher in enumerate(self.teachers):
+            chosen = [item for item in items if round(float(item.signals["labels"][0])) == index]
+            outputs = self.policy.score(teacher, chosen) if chosen else []
+            for item, output in zip(chosen, outputs, strict=True):
+                item.signals["reference"] = output["policy"]
+
+    def _score_by_reference(self, reference: Params, items: Sequence[PackItem]) -> None:
+        """Write the log-probs under the frozen reference; those of a dataset's rows are cached."""
+        cached = not algos.of(self.policy.algo).on_rollouts
+        known = [self.reference_cache.get(item) if cached else None for item in items]
+        new = complete_groups([i for i, row in enumerate(known) if row is None], self.policy.group_size)
+        outputs = self.policy.score(reference, [items[i] for i in new]) if new else []
+        for i, output in zip(new, outputs, strict=True):
+            known[i] = output["policy"]
+            if cached:
+                self.reference_cache.put(items[i], known[i])
+        for item, row in zip(items, known, strict=True):
+            item.signals["reference"] = row
+
+
+def policy_scores(requires: Requirements, old: str) -> tuple[str, ...]:
+    """Return the outputs of the policy that are computed before the first update of a step."""
+    return (
+        ("policy",) * (old == "recompute")
+        + ("sum_pi_squared",) * requires.sum_pi_squared
+        + ("values",) * requires.values
+    )
+
+
+def loss_signals(stage: Stage) -> tuple[str, ...]:
+    """Return the signals that the micro-batches of a stage's updates have (`structs.SIGNALS`)."""
+    algorithm, requires = algos.of(stage.policy.algo), stage.requires
+    critic = bool(stage.critic and stage.updates_critic)
+    present = {
+        "rollout": algorithm.on_rollouts,
+        "old": stage.policy.config.old != "policy",
+        "reference": requires.reference,
+        "values": critic or requires.values,
+        "advantages": algorithm.on_rollouts,
+        "returns": critic or requires.values,
+        "labels": bool(stage.teachers) or algorithm.input in ("pairs", "labels") or algorithm.data == "steps",
+    }
+    return tuple(name for name in IN_LOSS if present[name])
+
+
+def complete_groups(indices: Sequence[int], group_size: int) -> list[int]:
+    """Return all members of the groups that these belong to."""
+    groups = sorted({index // group_size for index in indices})
+    return [group_size * group + i for group in groups for i in range(group_size)]

@@ -1,0 +1,192 @@
+"""Dotted keys of nested Configs: walk them, read a value from text, replace one field."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from jaxrl_llm.algos.contract import AlgorithmName
+
+Config = TypeVar("Config")
+
+MAX_BITS = 1024  # of an int: what a float can hold
+
+
+class ConfigField(NamedTuple):
+    """A field that a key names."""
+
+    owner: Any
+    """The Config that has the field."""
+    name: str
+    """Name of the field in it."""
+
+    @property
+    def value(self) -> Any:
+        return getattr(self.owner, self.name)
+
+    @property
+    def hint(self) -> Any:
+        """Type of the field, without its range."""
+        return type_hints(type(self.owner))[self.name]
+
+
+@functools.cache
+def type_hints(config_class: type) -> dict[str, Any]:
+    """Return the type of each field, without ranges."""
+    return typing.get_type_hints(config_class)
+
+
+def iter_configs(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (prefix of its keys, Config): the config itself under "", its parts under "optim." and so on."""
+    yield prefix, config
+    for field in dataclasses.fields(config):
+        for key, part in nested_configs(f"{prefix}{field.name}", getattr(config, field.name)):
+            yield from iter_configs(part, f"{key}.")
+
+
+def iter_fields(config: Any) -> Iterator[tuple[str, ConfigField]]:
+    """Yield (dotted key, field) of every field of nested Configs that holds no Config itself."""
+    for prefix, owner in iter_configs(config):
+        for field in dataclasses.fields(owner):
+            key = f"{prefix}{field.name}"
+            is_name = type_hints(type(owner))[field.name] is AlgorithmName  # --algo sets it
+            if not is_name and not any(nested_configs(key, getattr(owner, field.name))):
+                yield key, ConfigField(owner, field.name)
+
+
+def nested_configs(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (key, Config) of a value that is a Config or a tuple of Configs; nothing for others."""
+    if is_config(value):
+        yield key, value
+    elif isinstance(value, tuple) and all(map(is_config, value)):
+        yield from ((f"{key}.{index}", item) for index, item in enumerate(value))
+
+
+def is_config(value: Any) -> bool:
+    """Return whether a value is an instance of a dataclass."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def replace_at(config: Config, path: Sequence[str], value: Any) -> Config:
+    """Return `config` with the field at `path` replaced; everything else is shared."""
+    head, *rest = path
+    if is_config(config):
+        return dataclasses.replace(
+            config, **{head: replace_at(getattr(config, head), rest, value) if rest else value}
+        )
+    index = int(head)
+    return (*config[:index], replace_at(config[index], rest, value), *config[index + 1 :])
+
+
+def has_type(value: Any, hint: Any) -> bool:
+    """Return whether a recipe's value is of the type that its field declares (an int is a float, a bool is
+    no int)."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True
+    if origin is Literal:
+        return any(type(value) is type(arg) and value == arg for arg in args)
+    if origin in (typing.Union, types.UnionType):
+        return any(has_type(value, arg) for arg in args)
+    if origin is tuple and isinstance(value, tuple):
+        expected = args[:1] * len(value) if args[-1] is Ellipsis else args
+        return len(expected) == len(value) and all(map(has_type, value, expected))
+    if hint in (int, float) and isinstance(value, int):
+        return not isinstance(value, bool) and value.bit_length() < MAX_BITS
+    return isinstance(value, origin or hint)
+
+
+def shorten(text: str, width: int = 100) -> str:
+    """Return the text, or its beginning and end where it is longer, for messages."""
+    half = (width - 3) // 2
+    return text if len(text) <= width else f"{text[:half]}...{text[-half:]}"
+
+
+def short_repr(value: Any) -> str:
+    """Return the repr of a user's value, shortened; its type where it has none."""
+    try:
+        return shorten(repr(value))
+    except Exception:  # the user's class, or an int of more than 4300 digits
+        return f"<{type(value).__name__}>"
+
+
+def type_words(hint: Any) -> str:
+    """Return a type in words: "a whole number or None"."""
+    if hint in (int, float, str, bool, None, type(None)):
+        words = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
+        return words.get(hint, "None")
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return "one of " + ", ".join(str(arg) for arg in args)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(type_words(arg) for arg in args)
+    if origin is tuple and args[-1] is Ellipsis:
+        return f"any number of values, each {type_words(args[0])}"
+    if origin is tuple:
+        return f"{len(args)} values: " + ", ".join(type_words(arg) for arg in args)
+    return getattr(hint, "__name__", str(hint))
+
+
+def parse_value(hint: Any, words: Sequence[str]) -> Any:
+    """Return the words of the command line as a value of this type.
+
+    Raises:
+        ValueError: they are no such value.
+    """
+    value, rest = _take(hint, list(words))
+    if rest:
+        raise ValueError(f"{len(rest)} words too many")
+    return value
+
+
+def _take(hint: Any, words: list[str]) -> tuple[Any, list[str]]:
+    """Return the value that the first words spell, and the other words."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _take_union(args, words)
+    if origin is tuple and args[-1] is Ellipsis:
+        values = []
+        rest = [] if words == [""] else words  # --key= is the empty tuple
+        while rest:
+            value, rest = _take(args[0], rest)
+            values.append(value)
+        return tuple(values), []
+    if origin is tuple:
+        values = []
+        for arg in args:
+            value, words = _take(arg, words)
+            values.append(value)
+        return tuple(values), words
+    if not words:
+        raise ValueError("too few words")
+    return _parse_word(hint, words[0]), words[1:]
+
+
+def _take_union(args: tuple, words: list[str]) -> tuple[Any, list[str]]:
+    for arg in sorted(args, key=lambda arg: arg is not type(None)):  # "None" before text
+        try:
+            return _take(arg, words)
+        except ValueError:
+            continue
+    raise ValueError("of none of these types")
+
+
+def _parse_word(hint: Any, word: str) -> Any:
+    if hint is type(None):
+        choices: dict[str, Any] = {"none": None}
+    elif hint is bool:
+        choices = {"true": True, "false": False}
+    elif typing.get_origin(hint) is Literal:
+        choices = {str(arg): arg for arg in typing.get_args(hint)}
+    elif hint in (str, int, float):
+        return hint(word)
+    else:
+        raise ValueError("a type that cannot be spelled in words")
+    key = word.lower() if hint in (bool, type(None)) else word
+    if key not in choices:
+        raise ValueError(f"not one of {', '.join(choices)}")
+    return choices[key]

@@ -1,0 +1,131 @@
+"""Settings of rewards and reward models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from jaxrl_llm.ranges import Count, CountOrZero, Fraction, Range
+from jaxrl_llm.rewards.builtin import REWARDS
+from jaxrl_llm.user_file import did_you_mean, missing_file, split_name
+
+MAX_SCORE = 1e6
+"""Largest absolute value of one reward function's score; more is a mistake."""
+URL = ("http://", "https://")
+
+Factor = Annotated[float, Range(-1e6, 1e6, usual="1 is usual")]
+"""A factor of a score; a negative one penalises."""
+TimeLimit = Annotated[float, Range(0.01, 1e6)]
+"""Seconds."""
+
+
+@dataclass(frozen=True)
+class RewardModelConfig:
+    """A reward model in this run's own memory, sharded as the policy is."""
+
+    path: str = ""
+    """Hugging Face folder (a sequence classifier, such as reward_model_tiny.py leaves; for generative a
+    language model) or hub name."""
+    weight: Factor = 1.0
+    """Its share in the reward, which it is added to."""
+    kind: Literal["outcome", "process", "generative"] = "outcome"
+    """outcome: one score a response, at its last token; process: one a step, at the end of each line;
+    generative: the probability of Yes against No, after a prompt with question and answer."""
+    mean: Annotated[float, Range(-1e6, 1e6)] = 0.0
+    """Taken off its scores, so that they are around 0."""
+    scale: Annotated[float, Range(1e-6, 1e6)] = 1.0
+    """Divides its scores."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, what is wrong with it)."""
+        if not self.path:
+            yield "path", "is empty: set the folder or hub name of a reward model."
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """How responses are scored, and what happens when scoring them goes wrong."""
+
+    name: str = "auto"
+    """A built-in reward (exact, arithmetic, gsm8k, math, countdown, gym), a function of yours as
+    "my_rewards.py:my_reward", the URL of a service, "none" (reward models or an environment alone), or
+    "auto": the built-in that fits each row's data source, and none where nothing needs one."""
+    weight: Factor = 1.0
+    """Share of `name` in the reward; 0 = it only decides what is correct, and reward models reward."""
+    env: Literal["replace", "add"] = "replace"
+    """What an environment's own reward does to that of `name`: takes its place, or is added. Where it gives
+    none, `name` alone decides."""
+    shaping: tuple[tuple[str, Factor], ...] = ()
+    """Further rewards added with their weights, e.g. format 0.2 overlong 1.0. `name` alone decides what is
+    correct."""
+    models: tuple[RewardModelConfig, ...] = ()
+    """Reward models whose scores are added."""
+    overlong_from: CountOrZero = 0
+    """`overlong` shaping: response tokens from which the penalty grows."""
+    overlong_to: CountOrZero = 0
+    """`overlong` shaping: response tokens from which the penalty is -1."""
+    correct_at: Annotated[float, Range(-MAX_SCORE, MAX_SCORE)] = 1.0
+    """A score of at least this counts as correct where a function returns a score only."""
+    workers: Annotated[int, Range(1, 1024, usual="one a processor is usual")] = 2
+    """Worker processes."""
+    timeout: TimeLimit = 10.0
+    """Seconds one sample may take. A function that scores lists gets a tenth of it more per further sample;
+    when that is not enough, its samples are tried one by one."""
+    start_timeout: TimeLimit = 120.0
+    """Seconds a worker may take to start and import the reward."""
+    retries: Annotated[int, Range(0, 100)] = 1
+    """How often a sample that failed (error, time-out, crash, not a number) is tried again."""
+    failed: Literal["mask", "zero"] = "mask"
+    """What a sample is worth that still fails: nothing is learnt from it, or it scores 0."""
+    max_failed_fraction: Fraction = 0.5
+    """A batch in which more than this part failed stops the run; 1 = never."""
+    memory_gb: Annotated[float, Range(0.25, 1e5)] = 8.0
+    """Address space of a worker, GiB (Linux)."""
+    recycle: Count = 1000
+    """Samples after which a worker is replaced, against leaks."""
+    keep_env: tuple[str, ...] = ()
+    """Environment variables that workers may see although their names or values look secret."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, what is wrong with it)."""
+        if problem := name_problem(self.name):
+            yield "name", problem
+        for name, _ in self.shaping:
+            if name in ("auto", "none"):
+                yield "shaping", f"has {name}: name a reward, such as format or my_rewards.py:my_reward."
+            elif problem := name_problem(name):
+                yield "shaping", problem
+        if self.shaping and self.name == "none":
+            yield (
+                "shaping",
+                f"needs a reward to shape, but reward.name is none; set it to {self.shaping[0][0]}.",
+            )
+        if not 0 < self.overlong_from < self.overlong_to and "overlong" in self.used:
+            yield (
+                "overlong_from",
+                (
+                    f"is {self.overlong_from} and reward.overlong_to {self.overlong_to}: the reward overlong "
+                    "needs 0 < overlong_from < overlong_to."
+                ),
+            )
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """Names of the reward and of what shapes it: the components of a score, in order."""
+        return (self.name, *(name for name, _ in self.shaping))
+
+
+def name_problem(name: str) -> str:
+    """Return what is wrong with the name of a reward; "" = nothing. Imports nothing of the user's."""
+    if name in ("auto", "none") or name in REWARDS or name.startswith(URL):
+        return ""
+    path, _ = split_name(name)
+    if path.suffix == ".py":
+        missing = missing_file(path)
+        return missing and f"is {name}: {missing}"
+    return (
+        f'is "{name}": unknown.{did_you_mean(name, [*REWARDS, "auto", "none"])} Built in are '
+        f'{", ".join(REWARDS)}; a function of yours is "path/to/file.py:function", a service its URL; none '
+        "where reward models or an environment alone reward."
+    )

@@ -1,0 +1,184 @@
+"""Messages between the trainer and a reward worker.
+
+To the worker: pickles over a private socket. From the worker, which runs code of the user: lines of JSON,
+of which `parse_reply` believes nothing. A request is answered by one "loaded" or "broken", then by one
+"scored" or "failed" a sample (a batched reward: for all samples at once).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from jaxrl_llm.outcome import Outcome
+from jaxrl_llm.rewards.config import MAX_SCORE, RewardConfig
+from jaxrl_llm.rewards.sample import RewardResult, RewardSample
+
+MAX_LINE = 1 << 20  # bytes of a reply; one to 64 samples takes a quarter of that at most
+MAX_REASON = 300  # characters of an error message
+MAX_BROKEN = 4000  # characters of the message of a reward that cannot be loaded
+
+
+class InvalidReplyError(ValueError):
+    """A line that no healthy worker writes."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """First message to a worker."""
+
+    config: RewardConfig
+    function: bytes  # of load.pickle_function; b"" = none
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """Samples to score with one reward; no samples = load it only."""
+
+    id: int
+    name: str  # of a reward, as `load.load_reward` takes it
+    samples: Sequence[RewardSample]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the trainer knows of the request that a reply must answer."""
+
+    id: int
+    loaded: bool  # "loaded" has come
+    batched: bool  # the reward scores all samples in one call
+    remaining: int  # samples without a result
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The reward is loaded."""
+
+    batched: bool
+
+
+@dataclass(frozen=True)
+class Broken:
+    """The reward cannot be loaded."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A call of the reward raised."""
+
+    error: str  # type of the exception
+    reason: str
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Results of one call, in order."""
+
+    results: tuple[RewardResult, ...]
+
+
+Reply = Loaded | Broken | Failed | Scored
+
+
+def encode_reply(request_id: int, reply: Reply) -> bytes:
+    """Return a reply as a line of JSON."""
+    body: dict[str, Any] = {"id": request_id, "kind": type(reply).__name__.lower()}
+    match reply:
+        case Loaded(batched):
+            body["batched"] = batched
+        case Broken(text):
+            body["text"] = text[-MAX_BROKEN:]
+        case Failed(error, reason):
+            body |= {"error": error[:MAX_REASON], "reason": reason[:MAX_REASON]}
+        case Scored(results):
+            body["results"] = [_encode_result(result) for result in results]
+    return json.dumps(body).encode() + b"\n"
+
+
+def _encode_result(result: RewardResult) -> list[Any]:
+    score = result.score if result.valid else None
+    reason, error = result.reason[:MAX_REASON], result.error[:MAX_REASON]
+    return [score, int(result.outcome), reason, error, result.seconds, list(result.components)]
+
+
+def parse_reply(line: bytes, expected: Expected | None, config: RewardConfig) -> Reply:
+    """Return the reply that a line from a worker holds.
+
+    Args:
+        expected: the request that it must answer; None = there is none.
+
+    Raises:
+        InvalidReplyError: whatever else the line is.
+    """
+    if expected is None:
+        raise InvalidReplyError("a reply to no request")
+    if len(line) > MAX_LINE:
+        raise InvalidReplyError(f"a reply of more than {MAX_LINE >> 20} MiB")
+    try:
+        body = json.loads(line, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        raise InvalidReplyError("a reply that is no JSON") from None
+    if not isinstance(body, dict) or type(body.get("id")) is not int or body["id"] != expected.id:
+        raise InvalidReplyError("a reply to another request")
+    match body:
+        case {"kind": "loaded", "batched": bool(batched)} if not expected.loaded:
+            return Loaded(batched)
+        case {"kind": "broken", "text": str(text)} if not expected.loaded:
+            return Broken(clean_text(text, MAX_BROKEN))
+        case {"kind": "failed", "error": str(error), "reason": str(reason)} if _scoring(expected):
+            return Failed(clean_text(error), clean_text(reason))
+        case {"kind": "scored", "results": list(results)} if _scoring(expected):
+            count = expected.remaining if expected.batched else 1
+            if len(results) != count:
+                raise InvalidReplyError(f"a reply with {len(results)} results instead of {count}")
+            return Scored(tuple(_parse_result(result, config) for result in results))
+    raise InvalidReplyError("a reply of no known kind, or out of order")
+
+
+def _scoring(expected: Expected) -> bool:
+    return expected.loaded and expected.remaining > 0
+
+
+def _parse_result(raw: Any, config: RewardConfig) -> RewardResult:
+    """Return [score, outcome, reason, error, seconds, components] as a result."""
+    if not isinstance(raw, list) or len(raw) != 6:
+        raise InvalidReplyError("a result that is no list of six")
+    score, outcome, reason, error, seconds, components = raw
+    if type(outcome) is not int or outcome not in list(Outcome):
+        raise InvalidReplyError("a result without an outcome")
+    if not isinstance(reason, str) or not isinstance(error, str) or not isinstance(components, list):
+        raise InvalidReplyError("a result with wrong types")
+    weights = (config.weight, *(weight for _, weight in config.shaping))
+    if len(components) != (0 if score is None else len(weights)):
+        raise InvalidReplyError(f"a result with {len(components)} components")
+    values = tuple(_number(value, MAX_SCORE) for value in components)
+    largest = sum(abs(weight) for weight in weights) * MAX_SCORE
+    total = math.nan if score is None else _number(score, largest)
+    if (score is None) != (outcome == Outcome.FAILED):
+        raise InvalidReplyError("a result that failed with a score, or has none and did not fail")
+    spent = _number(seconds, 1e9)
+    return RewardResult(
+        total, Outcome(outcome), clean_text(reason), max(spent, 0.0), values, clean_text(error)
+    )
+
+
+def _number(value: Any, largest: float) -> float:
+    """Return a finite number of at most `largest` in size; bools are none."""
+    if type(value) not in (int, float) or not abs(value) <= largest * (1 + 1e-9):
+        raise InvalidReplyError("a number that is out of range, or is none")
+    return float(value)
+
+
+def clean_text(text: str, limit: int = MAX_REASON) -> str:
+    """Return text that can be printed and written as UTF-8: no control characters, no lone surrogates."""
+    text = text[:limit]
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,161 @@
+"""Code of the user (rewards, environments, tools): import, errors with file and line, its processes.
+
+Imports neither jax nor numpy, so that reward workers start quickly.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import difflib
+import importlib.util
+import os
+import pkgutil
+import sys
+import traceback
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from jaxrl_llm.errors import UserError
+
+PR_SET_PDEATHSIG = 1
+MAX_TEXT = 200  # characters of an error's message
+
+
+def split_name(name: str) -> tuple[Path, str]:
+    """Return (file, name in it or "") of "folder/file.py:name" or "folder/file.py"."""
+    path, colon, attribute = name.rpartition(":")
+    if not (colon and path.endswith(".py")):
+        path, attribute = name, ""
+    return expand_home(path), attribute
+
+
+def expand_home(path: str | Path) -> Path:
+    """Return the path with ~ and ~user replaced; that of an unknown user stays as it is, and is not found."""
+    return Path(os.path.expanduser(path))
+
+
+def import_user_file(path: Path, key: str) -> ModuleType:
+    """Import a file; its folder joins sys.path, so it may import its neighbours.
+
+    Args:
+        key: the field that names the file, for messages: "reward.name".
+
+    Raises:
+        UserError: there is no such file, or importing it raises; names file and line.
+    """
+    path = expand_home(path).resolve()
+    if problem := missing_file(path):
+        raise UserError(f"--{key}: {problem}")
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    name = f"jaxrl_llm_user_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        raise UserError(f"--{key}: {explain_end(error, path)}") from error
+    return module
+
+
+def explain_end(error: BaseException, path: Path) -> str:
+    """Return `explain` of an exception that ended the user's file, and the fix where it ends programs.
+
+    Raises:
+        SystemExit: a signal ended it; host.signals raises a subclass.
+    """
+    if isinstance(error, SystemExit) and type(error) is not SystemExit:
+        raise error
+    text = explain(error, path).rstrip(": ")
+    return text if isinstance(error, Exception) else f"{text}; the file must not end the program"
+
+
+def missing_file(path: Path) -> str:
+    """Return "there is no file ..." with the nearest name in its folder; "" where there is one."""
+    if path.is_file():
+        return ""
+    path = path.resolve()
+    beside = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    return f"there is no file {path}.{did_you_mean(path.name, beside)}"
+
+
+def get_attribute(module: ModuleType, name: str, key: str) -> Any:
+    """Return a callable of the module.
+
+    Raises:
+        UserError: it has none of that name; lists those it has.
+    """
+    value = getattr(module, name, None)
+    if callable(value):
+        return value
+    own = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
+    problem = f"has no function or class {name}; it has {', '.join(own) or 'none'}"
+    raise UserError(f"--{key}: {module.__file__} {problem}.{did_you_mean(name, own)}")
+
+
+def explain(error: BaseException, path: Path | None = None) -> str:
+    """Return "file:line: Type: message" of an error in the user's code, with the nearest known name.
+
+    Args:
+        path: the user's file, if there is one; its lines count wherever it lies.
+    """
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    place = error_line(error, path)
+    return f"{place + ': ' if place else ''}{type(error).__name__}: {text}{_suggestion(error)}"
+
+
+def describe_error(error: BaseException) -> str:
+    """Return "Type: message (file:line)" of an error in the user's code, for a list of reasons."""
+    line = error_line(error)
+    return f"{type(error).__name__}: {str(error)[:MAX_TEXT]}" + (f" ({line})" if line else "")
+
+
+def error_line(error: BaseException, path: Path | None = None) -> str:
+    """Return "file:line", the innermost of the user's code; "" where there is none."""
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f"{frame.filename}:{frame.lineno}" for frame in frames if _of_user(frame.filename, path)]
+    return lines[-1] if lines else str(path or "")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return " Did you mean ...?" with the nearest of the known words, or ""."""
+    near = difflib.get_close_matches(word, [k for k in known if k != word], 1, cutoff=0.7)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+def end_with_parent(parent: int, number: int) -> None:
+    """Get the signal `number` when the thread that started this process ends, however it ends (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def _of_user(filename: str, path: Path | None) -> bool:
+    """Return whether a file is neither of this package nor of Python and what is installed."""
+    folders = (Path(__file__).parent, Path(sys.prefix), Path(sys.base_prefix))
+    ours = any(Path(filename).is_relative_to(folder) for folder in folders) or filename.startswith("<frozen")
+    return filename == str(path) or not ours
+
+
+def _suggestion(error: BaseException) -> str:
+    """Return the nearest name for a misspelt variable, attribute or module."""
+    name = getattr(error, "name", None)
+    if not isinstance(name, str):
+        return ""
+    if isinstance(error, NameError):
+        frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+        return did_you_mean(name, {*frame.f_locals, *frame.f_globals, *dir(builtins)})
+    if isinstance(error, AttributeError):
+        return did_you_mean(name, dir(error.obj))
+    if isinstance(error, ModuleNotFoundError):
+        installed = (module.name for module in pkgutil.iter_modules())
+        return did_you_mean(name, {*sys.stdlib_module_names, *installed})
+    return ""

@@ -1,0 +1,162 @@
+"""Prefill and decode, with the ring and the paged cache, compute what the training forward computes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from random_weights import random_params
+
+from jaxrl_llm import models
+from jaxrl_llm.models import decode, paged
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN
+
+TINY = models.TransformerConfig(
+    vocab_size=64, hidden_size=32, mlp_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
+    initializer_range=0.2,
+)  # fmt: skip
+WINDOWED = dataclasses.replace(TINY, sliding_window=3, window_layers=(True, False))
+VARIANTS = {
+    "qwen3": TINY,
+    "window, biases, untied": dataclasses.replace(
+        WINDOWED, qkv_bias=True, qk_norm=False, tie_embeddings=False
+    ),
+    "scanned": WINDOWED,
+    "soft caps": dataclasses.replace(TINY, attention_softcap=2.0, logit_softcap=3.0),
+    "dynamic rope": dataclasses.replace(
+        TINY, max_position=7, rope=models.RopeConfig(theta=100.0, scaling="dynamic", factor=4.0)
+    ),
+}
+
+
+def weights_of(config, dtype=jnp.float32):
+    return jax.jit(lambda p: decode.decode_weights(p, dtype))(random_params(config))
+
+
+def stepper(config, weights):
+    """(logits [S, V], cache) of one token a slot."""
+
+    def step(cache, tokens, positions):
+        hidden, cache = decode.decode_ring(config, weights, cache, tokens, positions)
+        return decode.next_token_logits(config, weights, hidden), cache
+
+    return jax.jit(step)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_token_through_the_ring_equals_one_forward(variant, monkeypatch):
+    """And prefill writes what decode writes. The ring is shorter than what passes through it."""
+    config = VARIANTS[variant]
+    if variant == "scanned":
+        monkeypatch.setattr(decode, "MAX_UNROLLED_LAYERS", 1)
+    tokens = np.random.default_rng(1).integers(0, 64, (2, 7), np.int32)
+    positions = np.tile(np.arange(7, dtype=np.int32), (2, 1))
+    hidden = jax.jit(lambda p, *args: p(*args))(random_params(config), tokens, positions)
+    expected = np.einsum("btd,vd->btv", hidden, random_params(config).head)
+    if config.logit_softcap:
+        expected = config.logit_softcap * np.tanh(expected / config.logit_softcap)
+    weights = weights_of(config)
+    step, empty = stepper(config, weights), decode.init_ring_cache(config, 2, 8, jnp.float32)
+    cache = empty._replace(cursor=jnp.int32(5))
+    for t in range(7):
+        logits, cache = step(cache, tokens[:, t], np.full(2, t))
+        np.testing.assert_allclose(logits, expected[:, t], atol=2e-5)
+    assert int(cache.cursor) == (5 + 7) % 8
+    if variant in ("soft caps", "dynamic rope"):
+        return  # of which the keys and values know nothing, or nothing else than the forward
+    prompts = tokens[:, :6]
+    written = jax.jit(decode.prefill, static_argnums=0)(config, weights, prompts, jnp.array([6, 2]))
+    cache = empty
+    for t in range(6):  # the second prompt is columns 4 and 5
+        _, cache = step(cache, tokens[:, t], np.array([t, max(t - 4, 0)]))
+    (ks, vs), cache = jax.device_get((written, cache))
+    for row, start in ((0, 0), (1, 4)):
+        for k, v, expected_k, expected_v in zip(ks, vs, cache.k, cache.v, strict=True):
+            own = slice(start, 6)
+            np.testing.assert_allclose(k[..., row, :, :, own], expected_k[..., row, :, :, own], atol=2e-5)
+            np.testing.assert_allclose(v[..., row, :, own, :], expected_v[..., row, :, own, :], atol=2e-5)
+
+
+@pytest.mark.parametrize("lanes", [1, 128])
+def test_pages_hold_what_the_ring_holds(monkeypatch, lanes):
+    """A scanned model with windows, token by token; also in the wider pages of a TPU."""
+    monkeypatch.setattr(decode, "MAX_UNROLLED_LAYERS", 1)
+    weights = weights_of(WINDOWED)
+    ring = decode.init_ring_cache(WINDOWED, 2, 24, jnp.float32)
+    with monkeypatch.context() as there:
+        there.setattr(paged, "device", lambda: ("tpu" if lanes > 1 else "cpu", ""))
+        pages = paged.init_paged_cache(WINDOWED, 7, 8, jnp.float32)
+    assert pages.k.shape[3] == max(WINDOWED.head_dim, lanes)
+    table, active = jnp.array([[3, 1, 6], [2, 5, 4]], jnp.int32), jnp.ones(2, bool)
+    one = jax.jit(lambda cache, *args: decode.decode_ring(WINDOWED, weights, cache, *args))
+    other = jax.jit(lambda cache, *args: paged.decode_paged(WINDOWED, weights, cache, table, *args, active))
+    for t in range(20):
+        args = jnp.array([t, 63 - t]), jnp.full(2, t)
+        (expected, ring), (found, pages) = one(ring, *args), other(pages, *args)
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+def test_weights_are_a_copy_and_norms_keep_their_type():
+    own = jax.tree.map(jnp.copy, random_params(TINY))
+    weights = jax.eval_shape(lambda p: decode.decode_weights(p, jnp.bfloat16), own)
+    assert weights.embed.dtype == jnp.bfloat16 and weights.layers[1].q.get_value().dtype == jnp.bfloat16
+    assert weights.norm.dtype == weights.layers[0].q_norm.get_value().dtype == jnp.float32
+    same = jax.jit(lambda p: decode.decode_weights(p, jnp.float32))(own)
+    jax.tree.map(lambda w: w.delete(), own)
+    assert np.isfinite(np.asarray(same.embed)).all() and same.norm.sum() == 32
+
+
+def test_stacked_weights_are_resharded_layer_by_layer(monkeypatch):
+    """From the trainer's sharding to that of rollout on 2 x 2 x 2 devices, layers in one array."""
+    monkeypatch.setattr(decode, "MAX_UNROLLED_LAYERS", 1)
+    mesh = make_mesh(MeshConfig(2, 2, 2), jax.devices()[:8])
+    there = decode.decode_shardings(TINY, mesh, ROLLOUT)
+    moved = jax.device_put(random_params(TINY), models.shardings(TINY, mesh, TRAIN))
+    publish = jax.jit(lambda p: decode.decode_weights(p, jnp.bfloat16, there), out_shardings=there)
+    with jax.set_mesh(mesh):
+        found, text = publish(moved), publish.lower(moved).as_text()
+    jax.tree.map(np.testing.assert_array_equal, found, weights_of(TINY, jnp.bfloat16))
+    assert jax.tree.all(jax.tree.map(lambda x, where: x.sharding == where, found, there))
+    assert "stablehlo.while" in text
+
+
+@pytest.mark.parametrize("program", ["prefill", "decode"])
+def test_the_program_does_not_grow_with_depth(program):
+    """As many operations for 32 layers as for 16."""
+
+    def size(num_layers):
+        c = dataclasses.replace(TINY, num_layers=num_layers)
+        weights = jax.eval_shape(lambda p: decode.decode_weights(p, jnp.float32), models.abstract(c))
+        if program == "prefill":
+            lowered = jax.jit(decode.prefill, static_argnums=0).lower(
+                c, weights, jnp.zeros((2, 6), jnp.int32), jnp.array([6, 2])
+            )
+        else:
+            cache = jax.eval_shape(lambda: decode.init_ring_cache(c, 2, 8, jnp.float32))
+            ints = jnp.zeros(2, jnp.int32)
+            lowered = jax.jit(decode.decode_ring, static_argnums=0).lower(c, weights, cache, ints, ints)
+        return len(lowered.as_text().splitlines())
+
+    assert size(16) == size(32) < size(decode.MAX_UNROLLED_LAYERS)
+
+
+def test_the_embedding_is_looked_up_where_it_is():
+    """Eight devices, the vocabulary over tensor: the table is not gathered, the numbers are those of one."""
+    weights = weights_of(TINY)
+    tokens, positions = jnp.arange(8), jnp.zeros(8, jnp.int32)
+    cache = decode.init_ring_cache(TINY, 8, 8, jnp.float32)
+    step = jax.jit(lambda *args: decode.decode_ring(TINY, *args)[0])
+    expected = step(weights, cache, tokens, positions)
+    mesh = make_mesh(MeshConfig(data=1, fsdp=4, tensor=2))
+    with jax.set_mesh(mesh):
+        divided = jax.device_put(weights, decode.decode_shardings(TINY, mesh, ROLLOUT))
+        compiled = step.lower(divided, cache, tokens, positions).compile()
+        found = compiled(
+            divided, *jax.device_put((cache, tokens, positions), compiled.input_shardings[0][1:])
+        )
+    assert divided.embed.addressable_shards[0].data.shape == (32, 32)
+    gathered = [line for line in compiled.as_text().splitlines() if " all-gather" in line]
+    assert not [line for line in gathered if "f32[64,32]" in line]
+    np.testing.assert_allclose(found, expected, atol=1e-5)

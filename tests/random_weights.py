@@ -1,0 +1,23 @@
+"""Random weights from numpy: `models.init` compiles for seconds, and few tests are about its numbers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm import models
+
+
+@functools.cache
+def random_params(config, seed=0):
+    """The tree of `models.init`: normal numbers times `initializer_range`, norms 1. Shared: do not donate."""
+    shapes, rng = models.abstract(config), np.random.default_rng(seed)
+
+    def leaf(name, x):
+        if "norm" in name:
+            return jnp.ones(x.shape, x.dtype)
+        return jnp.asarray(rng.normal(size=x.shape) * config.initializer_range, x.dtype)
+
+    leaves = [leaf(name, x) for name, x in models.named_leaves(shapes)]
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)

@@ -1,0 +1,295 @@
+"""`--key value`: what a command line may say, each refusal word for word, and flags of other systems."""
+
+import dataclasses
+import re
+from dataclasses import replace
+
+import pytest
+from refusals import refusal
+
+from jaxrl_llm import algos
+from jaxrl_llm.algos.contract import AlgoConfig
+from jaxrl_llm.config import (
+    ModelConfig,
+    TrainConfig,
+)
+from jaxrl_llm.recipe.keys import has_type, iter_fields, parse_value, type_words
+from jaxrl_llm.recipe.other_systems import GROUPS, MISSING, SAME, translate
+from jaxrl_llm.recipe.overrides import apply_overrides, split_arguments
+
+
+def words(config: TrainConfig, argv: list[str]) -> TrainConfig:
+    return apply_overrides(config, split_arguments(argv))[0]
+
+
+def changed(config: TrainConfig, line: str) -> TrainConfig:
+    return words(config, line.split())
+
+
+def notes(config: TrainConfig, line: str) -> list[str]:
+    return apply_overrides(config, split_arguments(line.split()))[1]
+
+
+def test_a_value_reaches_its_field_in_both_spellings_and_the_last_one_wins(config):
+    after = changed(config, "--steps 7 --steps=9 --optim.learning_rate 3e-4 --mesh.fsdp -1 --run_dir /x=y")
+    assert (after.steps, after.optim.learning_rate, after.mesh.fsdp, after.run_dir) == (9, 3e-4, -1, "/x=y")
+    assert after.optim.b1 == config.optim.b1
+    assert after.model is config.model
+
+
+def test_every_kind_of_field_is_set_from_text(config):
+    line = "--data.shuffle false --algo.dual_clip 3 --algo.kl k1 --data.train.1.weight 2 --model.remat full"
+    after = changed(config, line)
+    assert (after.data.shuffle, after.algo.dual_clip, after.algo.kl) == (False, 3.0, "k1")
+    assert [source.weight for source in after.data.train] == [1.0, 2.0]
+    assert after.data.train[0] is config.data.train[0]
+    assert changed(after, "--algo.dual_clip None").algo.dual_clip is None
+    stops = words(config, ["--eval.sampling.stop", "a b", "c", "--eval.sampling.stop_tokens", "-1", "5"])
+    assert (stops.eval.sampling.stop, stops.eval.sampling.stop_tokens) == (("a b", "c"), (-1, 5))
+    assert words(config, ["--eval.sampling.stop"]).eval.sampling.stop == ()
+    assert words(config, ["--data.train.0.options=--x 1"]).data.train[0].options == "--x 1"
+    spaced = words(config, ["--sglang.flags", "--tp 2 --device cpu", "--steps", "3"])
+    assert (spaced.sglang.flags, spaced.steps) == ("--tp 2 --device cpu", 3)
+    assert changed(config, "--model.architecture.rope.theta 5").model.architecture.rope.theta == 5.0
+
+
+def test_a_level_may_be_left_out_where_it_is_clear_and_hyphens_are_underscores(config):
+    after = changed(config, "--rollout.temperature 0.7 --eval.top_p 0.5 --prompts-per-step 3")
+    assert after.rollout.sampling.temperature == 0.7
+    assert (after.eval.sampling.top_p, after.prompts_per_step) == (0.5, 3)
+
+
+@pytest.mark.parametrize(
+    ("typed", "nearest"),
+    [
+        ("stpes", "steps"),
+        ("lr", "optim.learning_rate"),
+        ("learning_rate", "optim.learning_rate"),
+        ("temperature", "rollout.sampling.temperature"),
+        ("rollout.temprature", "rollout.sampling.temperature"),
+        ("optim.temperature", "rollout.sampling.temperature"),
+        ("responses_per_prompts", "responses_per_prompt"),
+        ("algo.clip", "algo.clip_low"),
+        ("data.train.1.wieght", "data.train.1.weight"),
+        ("model.archtecture.hidden_size", "model.architecture.hidden_size"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_nearest(config, typed, nearest):
+    message = refusal(apply_overrides, config, [(typed, ["1"])])
+    assert message == f"--{typed}: unknown key. Did you mean --{nearest}? --help all lists the keys."
+
+
+def test_keys_that_are_no_fields(config):
+    assert refusal(changed, config, "--mesh 4") == (
+        "--mesh: unknown key. mesh is a group; set its fields: "
+        "--mesh.data, --mesh.fsdp, --mesh.sequence, --mesh.sequence_parallel, --mesh.tensor. "
+        "--help mesh shows them."
+    )
+    assert refusal(changed, config, "--data.eval.0.path x") == (
+        "--data.eval.0.path: unknown key. data.eval is not set in this recipe, so it has no fields; "
+        "set it in the recipe file."
+    )
+    assert refusal(changed, config, "--data.eval x") == (
+        "--data.eval has fields of its own; set it in the recipe file."
+    )
+    assert refusal(split_arguments, ["steps", "4"]) == (
+        "'steps' has no key before it. Write --key value, such as --steps 100."
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--steps 1.5", "--steps: expected a whole number, got '1.5'."),
+        ("--steps ten", "--steps: expected a whole number, got 'ten'."),
+        ("--steps 1 2", "--steps: expected a whole number, got '1 2'."),
+        ("--steps", "--steps: expected a whole number, got nothing."),
+        ("--optim.learning_rate fast", "--optim.learning_rate: expected a number, got 'fast'."),
+        ("--data.shuffle maybe", "--data.shuffle: expected True or False, got 'maybe'."),
+        ("--algo.kl k4", "--algo.kl: expected one of k1, k2, k3, abs, k1+, k3+, got 'k4'."),
+        ("--algo.dual_clip x", "--algo.dual_clip: expected a number or None, got 'x'."),
+        (
+            "--eval.sampling.stop_tokens 1 x",
+            "--eval.sampling.stop_tokens: expected any number of values, each a whole number, got '1 x'.",
+        ),
+    ],
+)
+def test_a_value_of_the_wrong_type_names_key_value_and_type(config, line, message):
+    assert refusal(changed, config, line) == message
+
+
+@dataclasses.dataclass(frozen=True)
+class Picky(AlgoConfig):
+    sharpness: float = 2.0
+
+    def __post_init__(self):
+        if self.sharpness > 3:
+            raise ValueError("too sharp.")
+
+
+def test_a_value_that_the_users_config_refuses(config):
+    picky = replace(config, algo=Picky())
+    assert refusal(changed, picky, "--algo.sharpness 4") == "--algo.sharpness: too sharp."
+
+
+def test_iter_fields_lists_every_field_once(config):
+    keys = [key for key, _ in iter_fields(config)]
+    assert len(keys) == len(set(keys))
+    assert {"run_dir", "steps", "seed", "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.sequence"} <= set(keys)
+    assert {"checkpoint.every", "model.path", "data.train.1.path", "model.architecture.rope.theta"} <= set(
+        keys
+    )
+
+
+def test_a_key_given_twice_is_noted(config):
+    assert notes(config, "--steps 3 --seed 1 --steps 4") == [
+        "--steps is given more than once; the last counts: 4"
+    ]
+    assert notes(config, "--steps 3 --seed 1") == []
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--steps=", "--steps: expected a whole number, got ''."),
+        (
+            "--sglang.flags --tp 2",
+            "--sglang.flags: expected text, got nothing. Text that begins with --: --sglang.flags='--TEXT'.",
+        ),
+        ("--no-shuffle", "--no-shuffle: unknown key. Write --data.shuffle False."),
+        ("--data.no_shuffle", "--data.no_shuffle: unknown key. Write --data.shuffle False."),
+        ("--no-data.shuffle", "--no-data.shuffle: unknown key. Write --data.shuffle False."),
+        (
+            "trainer.total_epochs=15",
+            "'trainer.total_epochs=15' has no key before it. Write --trainer.total_epochs 15.",
+        ),
+        ("-steps=3", "'-steps=3' has no key before it. Write --steps 3."),
+        (
+            "--data.shuffle",
+            "--data.shuffle: expected True or False, got nothing. Write --data.shuffle True.",
+        ),
+        (
+            "--algo.beta 0.1",
+            "--algo.beta: unknown key. grpo has no setting beta; cpo, distill, dpo, dro, gkd, kto, orpo, "
+            "simpo have. --algo NAME changes it.",
+        ),
+    ],
+)
+def test_words_that_look_like_values_or_flags(config, line, message):
+    assert refusal(changed, config, line) == message
+
+
+def test_an_empty_value_is_no_text_and_no_entries(config):
+    after = changed(config, "--model.tokenizer= --rollout.sampling.stop=")
+    assert (after.model.tokenizer, after.rollout.sampling.stop) == ("", ())
+
+
+def test_another_model_brings_its_own_tokenizer(config):
+    config = replace(config, model=ModelConfig(path="Qwen/Qwen3-0.6B", tokenizer="tiny"))
+    assert changed(config, "--steps 3").model.tokenizer == "tiny"
+    assert changed(config, "--model.path Qwen/Qwen3-0.6B").model.tokenizer == "tiny"
+    assert changed(config, "--model.path runs/x/hf").model.tokenizer == ""
+    assert notes(config, "--model.path runs/x/hf") == [
+        "--model.path runs/x/hf uses its own tokenizer, not the recipe's 'tiny'; "
+        "--model.tokenizer tiny keeps that"
+    ]
+    kept = changed(config, "--model.tokenizer tiny --model.path runs/x/hf")
+    assert (kept.model.path, kept.model.tokenizer) == ("runs/x/hf", "tiny")
+
+
+# -- types
+
+
+@pytest.mark.parametrize(
+    ("hint", "text", "value"),
+    [
+        (int, "-3", -3),
+        (float, "1e-3", 1e-3),
+        (bool, "TRUE", True),
+        (str, "None", "None"),
+        (float | None, "none", None),
+        (str | None, "None", None),
+        (tuple[int, ...], "", ()),
+        (tuple[tuple[str, float], ...], "a 1 b 2", (("a", 1.0), ("b", 2.0))),
+        (tuple[float, float] | None, "0 1", (0.0, 1.0)),
+    ],
+)
+def test_words_become_values(hint, text, value):
+    parsed = parse_value(hint, text.split())
+    assert (parsed, type(parsed)) == (value, type(value))
+    assert has_type(parsed, hint)
+
+
+@pytest.mark.parametrize(
+    ("hint", "text"),
+    [(int, "1.0"), (int, "9" * 5000), (bool, "1"), (float, ""), (tuple[float, float], "1"), (dict, "{}")],
+)
+def test_words_that_are_no_such_value(hint, text):
+    with pytest.raises(ValueError):
+        parse_value(hint, text.split())
+
+
+def test_a_type_in_words():
+    assert type_words(tuple[tuple[str, float], ...]) == "any number of values, each 2 values: text, a number"
+    assert type_words(float | None) == "a number or None"
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [(True, int), (1, bool), (1.0, int), (None, int), ([], tuple[int, ...]), ((1, "a"), tuple[int, ...])],
+)
+def test_a_value_of_another_type(value, hint):
+    assert not has_type(value, hint)
+
+
+# -- flags of other systems
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("num_generations", "Here it is --responses_per_prompt."),
+        ("num-generations", "Here it is --responses_per_prompt."),
+        ("actor_rollout_ref.rollout.n", "Here it is --responses_per_prompt."),
+        ("actor_rollout_ref.actor.kl_loss_coef", "Here it is --algo.kl_coef."),
+        (
+            "actor_rollout_ref.actor.strategy",
+            "Here these are the groups model, algo, optim, rollout and mesh: --help GROUP.",
+        ),
+        ("algorithm.adv_estimator", "Here it is --algo NAME (grpo, rloo, ppo, ...), or --algo.advantage."),
+        ("lora_r", "There is no LoRA: all weights are trained."),
+        ("lora_anything", "There is no LoRA: all weights are trained."),
+        (
+            "ppo_epochs",
+            "There are no PPO epochs: a response is learned from once; "
+            "--minibatches_per_step sets the updates.",
+        ),
+        (
+            "vllm_anything",
+            "There is no vLLM: the rollout engines are --rollout.engine native and --rollout.engine sglang.",
+        ),
+        ("stpes", ""),
+        ("model.pth", ""),
+    ],
+)
+def test_flags_of_other_systems_are_translated(typed, answer):
+    assert translate(typed) == answer
+
+
+def test_a_translation_is_part_of_the_refusal(config):
+    assert refusal(changed, config, "--max_completion_length 9") == (
+        "--max_completion_length: unknown key. Here it is --max_response_tokens. --help all lists the keys."
+    )
+
+
+def test_every_flag_of_the_table_is_unknown_here_and_every_key_it_names_exists(config):
+    other_algos = [replace(config, algo=algorithm.config) for algorithm in algos.ALGOS.values()]
+    known = {key for one in other_algos for key, _ in iter_fields(one)}
+    groups = {key.rpartition(".")[0] for key in known}
+    assert len(SAME) + len(MISSING) >= 60
+    assert not {*SAME, *MISSING} & known
+    for answer in (*SAME.values(), *MISSING.values(), *GROUPS.values()):
+        named = set(
+            re.findall(r"--([a-z_0-9.]*[a-z_0-9])", answer.replace("'--tp 2 --mem-fraction-static 0.6'", ""))
+        )
+        assert named - {"algo", "help"} <= known | groups, answer

@@ -1,0 +1,110 @@
+"""Filters, the inverse CDF and log-probs, by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.rollout.engine import SamplingConfig
+from jaxrl_llm.rollout.native import sampling
+from jaxrl_llm.rollout.native.sampling import make_params
+
+PROBS = np.array([0.1, 0.4, 0.2, 0.05, 0.25], np.float32)  # order of likelihood: 1, 4, 2, 0, 3
+apply_filters = jax.jit(sampling.apply_filters)
+inverse_cdf = jax.jit(sampling.inverse_cdf)
+sample_tokens = jax.jit(sampling.sample_tokens, static_argnums=3)
+uniforms = jax.jit(sampling.uniforms)
+
+
+def kept(**settings):
+    weights = (PROBS / PROBS.max())[None]
+    return np.flatnonzero(apply_filters(weights, make_params(SamplingConfig(**settings)))[0]).tolist()
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        ({"top_k": 1}, [1]),
+        ({"top_k": 3}, [1, 2, 4]),
+        ({"top_k": 9}, [0, 1, 2, 3, 4]),
+        ({"top_p": 0.39}, [1]),
+        ({"top_p": 0.41}, [1, 4]),
+        ({"top_p": 0.86}, [0, 1, 2, 4]),
+        ({"min_p": 0.3}, [1, 2, 4]),
+        ({"min_p": 1.0}, [1]),
+        ({"top_k": 2, "top_p": 0.6}, [1]),  # 0.4 / 0.65 > 0.6: top-p sees what top-k left
+        ({"top_k": 3, "top_p": 0.7, "min_p": 0.7}, [1]),
+        ({}, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_filters_by_hand(settings, expected):
+    assert kept(**settings) == expected
+
+
+def test_equally_likely_tokens_are_kept_together():
+    weights = np.array([[1.0, 0.5, 0.5, 0.1, 0.0]], np.float32)
+    filtered = apply_filters(weights, make_params(SamplingConfig(top_k=2)))
+    assert filtered[0].tolist() == [1.0, 0.5, 0.5, 0.0, 0.0]
+
+
+def test_inverse_cdf_by_hand():
+    weights = np.array([[1.0, 0.0, 2.0, 1.0, 0.0]] * 6, np.float32)
+    uniform = np.array([0.0, 0.24, 0.25, 0.74, 0.75, 1 - 2**-24], np.float32)
+    assert inverse_cdf(weights, uniform).tolist() == [0, 0, 2, 2, 3, 3]
+
+
+def test_inverse_cdf_never_returns_weight_zero():
+    """Also where the vocabulary spans blocks, some of them empty, and the sums round."""
+    weights = np.zeros((64, 1000), np.float32)
+    rng = np.random.default_rng(0)
+    for row in weights:
+        row[rng.choice(1000, 7)] = rng.random(7) * 10.0 ** rng.integers(-6, 1, 7)
+    for u in (0.0, 0.3, 0.999, 1 - 2**-24):
+        drawn = np.asarray(inverse_cdf(weights, np.full(64, u, np.float32)))
+        assert (weights[np.arange(64), drawn] > 0).all()
+
+
+def test_frequencies_are_the_probabilities():
+    rng = np.random.default_rng(1)
+    weights = np.exp(rng.normal(size=200) * 2).astype(np.float32)
+    count = 40_000
+    grid = (np.arange(count, dtype=np.float32) + 0.5) / count
+    drawn = inverse_cdf(np.broadcast_to(weights, (count, 200)), grid)
+    frequency = np.bincount(drawn, minlength=200) / count
+    np.testing.assert_allclose(frequency, weights / weights.sum(), atol=1.1 / count + 1e-6)
+
+
+def test_uniforms_of_keys_pass_a_statistical_test():
+    keys = jax.random.split(jax.random.key(3), 500)
+    u = np.concatenate([uniforms(keys, np.full(500, i)) for i in range(20)])
+    assert abs(u.mean() - 0.5) < 4 / np.sqrt(12 * len(u))
+    assert np.abs(np.histogram(u, 10, (0, 1))[0] - 1000).max() < 150
+
+
+def test_a_uniform_depends_on_key_and_index_alone():
+    keys = jax.random.split(jax.random.key(3), 500)
+    index = np.arange(500) + 5
+    alone = jax.random.uniform(jax.random.fold_in(keys[2], 7))
+    assert uniforms(keys, index)[2] == alone
+
+
+def test_logprob_is_of_the_full_softmax_at_temperature():
+    params = make_params(SamplingConfig(temperature=0.5, top_k=2))
+    for uniform in (0.1, 0.9):
+        token, logprob = sample_tokens(np.log(PROBS)[None], np.float32([uniform]), params, True)
+        squares = PROBS**2 / (PROBS**2).sum()  # temperature 0.5
+        assert int(token[0]) in (1, 4)
+        np.testing.assert_allclose(logprob[0], np.log(squares[int(token[0])]), rtol=1e-6)
+
+
+def test_temperature_zero_is_greedy_with_logprobs_of_temperature_one():
+    params = make_params(SamplingConfig(temperature=0.0))
+    token, logprob = sample_tokens(np.log(PROBS)[None], np.float32([0.99]), params, True)
+    assert int(token[0]) == 1
+    np.testing.assert_allclose(logprob[0], np.log(0.4), rtol=1e-6)
+
+
+def test_the_lowest_temperature_allowed_stays_finite():
+    params = make_params(SamplingConfig(temperature=0.01))
+    token, logprob = sample_tokens(np.float32([[80, -1e3, 70, 79.9, 1e3]]), np.float32([0.5]), params, True)
+    assert int(token[0]) == 4 and jnp.isfinite(logprob[0])

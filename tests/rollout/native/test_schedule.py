@@ -1,0 +1,219 @@
+"""Continuous batching on the host, with programs made of numpy; and stop strings."""
+
+import dataclasses
+from collections import Counter
+from concurrent.futures import Future
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_llm.models.decode import RingCache
+from jaxrl_llm.models.paged import PagedCache
+from jaxrl_llm.rollout.engine import Reply, Request, SamplingConfig
+from jaxrl_llm.rollout.native.compile import compile_all
+from jaxrl_llm.rollout.native.conversations import TurnQueue
+from jaxrl_llm.rollout.native.paged_cache import pages_required
+from jaxrl_llm.rollout.native.programs import ChunkOutput
+from jaxrl_llm.rollout.native.schedule import Scheduler, stop_end
+from jaxrl_llm.rollout.native.shapes import make_shapes
+from jaxrl_llm.rollout.partial import new_responses
+from jaxrl_llm.structs import Episode
+
+VOCAB = 50
+PLAIN = SamplingConfig()
+
+
+def zeros(*shape):
+    """An array of any shape that takes no memory."""
+    return np.broadcast_to(np.float32(0), shape)
+
+
+class FakePrograms:
+    """Programs that decode random tokens. `calls` are all calls, by what makes a compiled program."""
+
+    def __init__(self, num_shards=1, chunk=8, page_size=0):
+        self.num_shards, self.chunk, self.page_size = num_shards, chunk, page_size
+        self.rng, self.calls, self.prefilled = np.random.default_rng(0), Counter(), []
+
+    def count(self, name, *args, **static):
+        shapes = [(np.shape(x), np.asarray(x).dtype.name) for x in jax.tree.leaves(args)]
+        self.calls[str((name, shapes, static))] += 1
+
+    def empty_cache(self, count, length):
+        self.count("empty_cache", count=count, length=length)
+        if self.page_size:
+            return PagedCache(zeros(count, length), zeros(count, length), None, None)
+        return self.ring(count, length)
+
+    def ring(self, slots, length):
+        return RingCache((zeros(slots, 1, 1, length),), (zeros(slots, 1, length, 1),), np.int32(0))
+
+    def prefill(self, weights, tokens, lengths):
+        self.count("prefill", tokens, lengths)
+        self.prefilled += [row[len(row) - n :].tolist() for row, n in zip(tokens, lengths, strict=True) if n]
+        rows, width = tokens.shape
+        return (zeros(rows, 1, 1, width),), (zeros(rows, 1, width, 1),)
+
+    def gather(self, prompts, rows, *, length):
+        self.count("gather", prompts, rows, length=length)
+        return (zeros(len(rows), 1, 1, length),), (zeros(len(rows), 1, length, 1),)
+
+    def insert(self, cache, prompts, chosen):
+        self.count("insert", cache, prompts, chosen)
+        return cache
+
+    def resize(self, cache, old_slots, *, length):
+        self.count("resize", cache, old_slots, length=length)
+        return self.ring(len(old_slots), length)
+
+    def write_pages(self, cache, prompts, lengths, tables):
+        self.count("write_pages", cache, prompts, lengths, tables)
+        return cache
+
+    def copy_pages(self, cache, sources, targets):
+        self.count("copy_pages", cache, sources, targets)
+        return cache
+
+    def uniforms(self, slots):
+        self.count("uniforms", slots)
+        return zeros(self.chunk, len(slots.tokens))
+
+    def decode(self, weights, cache, slots, uniform, params, stop, *table, filtered):
+        self.count("decode", cache, slots, uniform, params, stop, *table, filtered=filtered)
+        active, counts, step = slots.active.copy(), slots.counts.copy(), 0
+        tokens = self.rng.integers(1, VOCAB, (self.chunk, len(active)))
+        busiest = lambda: active.reshape(self.num_shards, -1).sum(axis=1).max()
+        while step < stop.max_steps and busiest() > stop.min_active:
+            counts += active
+            active &= ~np.isin(tokens[step], stop.token_ids) & (counts < slots.limits)
+            step += 1
+        logprobs = np.zeros(tokens.shape, np.float32)
+        return cache, ChunkOutput(tokens, logprobs, counts - slots.counts, active, np.int32(step))
+
+
+class Replies:
+    """Three tokens as the reply to each turn before the fourth."""
+
+    patience = 10.0
+
+    def reply(self, prompt_index, response_index, conversation, ids, start):
+        future, turn = Future(), (conversation or 0) + 1
+        future.set_result(Reply([5, 6, 7], turn == 4, Episode(turns=turn), turn))
+        return future
+
+
+def run(programs, shapes, requests, stop_ids=(1,), turns=False, sampling=PLAIN):
+    """(finished responses, metrics)"""
+    responses = new_responses(requests, jax.random.key(0))
+    queue = TurnQueue(Replies(), responses, lambda value: value, VOCAB) if turns else None
+    metrics = Scheduler(shapes, programs, None, responses, stop_ids, queue).run(sampling, str)
+    return responses, metrics
+
+
+def random_requests(rng, max_prompt, max_response):
+    prompts = [rng.integers(1, VOCAB, rng.integers(1, max_prompt + 1)) for _ in range(rng.integers(1, 9))]
+    prompts += prompts[: rng.integers(0, 3)]  # some twice
+    number = lambda top: int(rng.integers(1, top + 1))
+    return [Request(p, i, number(5), number(max_response)) for i, p in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("turns", [False, True], ids=["", "turns"])
+@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize("page_size", [0, 8], ids=["ring", "paged"])
+def test_every_call_has_a_shape_that_ahead_of_time_compilation_knows(page_size, num_shards, turns):
+    """30 calls of `generate` with prompts of 1 to 150 tokens and responses of 1 to 100, in any number."""
+    shapes = make_shapes(150, 100, 12, num_shards, 512, turns)
+    if page_size:  # three sequences of the longest at once
+        pages = pages_required(shapes, num_shards, page_size) * 3 * num_shards // 12
+        shapes = dataclasses.replace(shapes, num_pages=pages + 1)
+    samplings = [PLAIN, SamplingConfig(top_p=0.9)]
+    ahead = FakePrograms(num_shards, page_size=page_size)
+    compile_all(ahead, shapes, None, samplings, (1,), np.zeros(2, np.uint32))
+    assert max(ahead.calls.values()) <= 4  # few are called twice
+    programs, rng = FakePrograms(num_shards, page_size=page_size), np.random.default_rng(1)
+    for i in range(30):
+        requests = random_requests(rng, 150, 100)
+        responses, _ = run(programs, shapes, requests, (1,), turns, samplings[i % 2])
+        assert {r.finish for r in responses} <= {"stop", "length"}
+        for r in responses:
+            assert 1 <= len(r.ids) <= r.request.max_tokens and len(r.logprobs) == len(r.ids)
+            assert (r.finish == "stop") == (r.ids[-1] == 1) or turns
+    assert set(programs.calls) <= set(ahead.calls)
+    assert len(programs.calls) > len(ahead.calls) / 3  # conversations keep all slots
+
+
+def test_a_prompt_is_read_once_for_all_its_responses():
+    """And without its last token, which decode reads; two groups of the same prompt share it."""
+    programs, prompt = FakePrograms(), np.array([3, 4, 5])
+    requests = [Request(prompt, 0, 4, 5), Request(np.array([9]), 1, 4, 5), Request(prompt, 2, 4, 5)]
+    run(programs, make_shapes(3, 5, 4, 1, 512), requests)
+    assert programs.prefilled == [[3, 4]]  # and of [9] nothing is left to read
+
+
+def test_turns_read_all_that_came_before():
+    """Four turns and three observations of [5, 6, 7]; the last one's token 1 ends each turn."""
+    programs = FakePrograms(chunk=4)
+    [response], _ = run(
+        programs, make_shapes(2, 200, 1, 1, 512, turns=True), [Request(np.array([3, 4]), 0, 1, 200)],
+        tuple(range(1, VOCAB)), turns=True,
+    )  # fmt: skip
+    assert [end - start for start, end in response.observed] == [3, 3, 3]
+    assert response.observed == [(1, 4), (5, 8), (9, 12)] and len(response.ids) == 13
+    assert response.episode.turns == 4 and response.finish == "stop"
+    context = [3, 4, *response.ids]
+    assert programs.prefilled == [context[:1], context[:5], context[:9], context[:13]]
+
+
+def occupancy(slots, limits, chunk):
+    """Tokens a slot and step, where response i has limits[i] tokens."""
+    requests = [Request(np.array([3]), i, 1, n) for i, n in enumerate(limits)]
+    programs = FakePrograms(chunk=chunk)
+    responses, metrics = run(programs, make_shapes(1, max(limits), slots, 1, 512), requests, stop_ids=())
+    assert [len(r.ids) for r in responses] == limits
+    assert metrics["rollout/tokens"] == sum(limits)
+    return metrics["rollout/slot_occupancy"]
+
+
+def test_slots_are_refilled_and_halved_by_hand():
+    # Two slots: 2 and 8 tokens; the chunk ends when the first has finished, the third takes its slot.
+    assert occupancy(2, [2, 8, 6], chunk=8) == 1.0
+    # Nobody waits: two steps of 2 slots, then 6 of one slot.
+    assert occupancy(2, [2, 8], chunk=8) == 10 / (2 * 2 + 6 * 1)
+    # Four slots, all but one done after 1 token: the chunk ends, and one slot is left for 7 steps.
+    assert occupancy(4, [1, 1, 1, 8], chunk=8) == 11 / (4 + 7)
+    # A chunk of one token never waits for the host's next look.
+    assert occupancy(1, [3, 4], chunk=1) == 1.0
+
+
+decode = lambda ids: "".join(chr(i) for i in ids)
+ids_of = lambda text: [ord(c) for c in text]
+
+
+def test_cut_right_after_the_token_that_completes_the_string():
+    assert stop_end(ids_of("abc END def END"), 0, ("END",), decode) == 7
+
+
+def test_a_string_across_two_chunks_is_found():
+    ids = ids_of("abc END d")
+    assert stop_end(ids[:5], 0, ("END",), decode) is None
+    assert stop_end(ids, 5, ("END",), decode) == 7
+
+
+def test_the_first_of_several_strings_wins():
+    assert stop_end(ids_of("a\n\nb###"), 0, ("###", "\n\n"), decode) == 3
+
+
+def test_text_of_earlier_turns_ends_nothing():
+    assert stop_end(ids_of("END abc"), 0, ("END",), decode, turn_start=3) is None
+
+
+def test_a_token_that_overshoots_is_kept_whole():
+    words = {1: "x E", 2: "ND. More", 3: " text"}
+    assert stop_end([1, 2, 3], 0, ("END",), lambda ids: "".join(words[i] for i in ids)) == 2
+
+
+def test_only_the_tail_is_decoded():
+    seen = []
+    stop_end(list(range(1000)), 990, ("ab",), lambda ids: seen.append(len(ids)) or "")
+    assert max(seen) == 10 + 4 * 2 + 4

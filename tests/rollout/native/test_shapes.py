@@ -1,0 +1,65 @@
+"""The ladders of compiled shapes, by hand."""
+
+import pytest
+
+from jaxrl_llm.rollout.native.shapes import (
+    bucket,
+    ladder,
+    make_shapes,
+    max_pages_for,
+    pages_for,
+    round_up,
+    row_counts,
+)
+
+
+def test_shapes_of_a_run():
+    shapes = make_shapes(512, 2048, slots=60, num_shards=4, prefill_tokens=4096)
+    assert shapes.slot_counts == (8, 16, 32, 60)
+    assert shapes.cache_lengths == (512, 768, 1152, 1728, 2560)
+    assert shapes.prefill == ((32, (2, 8, 32, 128)), (128, (2, 8, 32)), (512, (2, 8)))
+    assert shapes.max_prefill_length == 512
+
+
+def test_shapes_of_a_small_run():
+    shapes = make_shapes(1, 1, slots=1, num_shards=1, prefill_tokens=8)
+    assert shapes.slot_counts == (1,) and shapes.cache_lengths == (32,) and shapes.prefill == ((32, (1,)),)
+
+
+def test_slots_are_rounded_up_to_the_shards():
+    assert make_shapes(8, 8, slots=5, num_shards=2, prefill_tokens=64).slot_counts == (2, 4, 6)
+
+
+def test_turns_prefill_whole_conversations():
+    shapes = make_shapes(100, 300, slots=1, num_shards=1, prefill_tokens=400, turns=True)
+    assert shapes.prefill == ((64, (1, 6)), (128, (3,)), (224, (1,)), (416, (1,)))
+
+
+def test_pages_by_hand():
+    """A prompt of 10 and 6 new tokens: 15 in the cache, and the prompt's last page twice."""
+    assert [pages_for(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
+    assert max_pages_for(16, 4) == 5
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        ((192, 64, 1.5), (96, 128, 192)),
+        ((320, 64, 2), (96, 160, 320)),
+        ((511, 32, 4), (32, 128, 512)),
+        ((0, 32, 4), (32,)),
+    ],
+)
+def test_ladder(arguments, expected):
+    assert ladder(*arguments) == expected
+
+
+def test_row_counts_and_rungs():
+    assert row_counts(64) == (1, 4, 16, 64) and row_counts(3) == (3,) and row_counts(0) == (1,)
+    assert [round_up((2, 8), n) for n in (0, 2, 3, 8)] == [2, 2, 8, 8]
+
+
+def test_buckets():
+    assert [bucket(n, 64) for n in (1, 64, 65, 96, 97, 128, 129, 193, 400)] == [
+        64, 64, 96, 96, 128, 128, 192, 256, 512,
+    ]  # fmt: skip

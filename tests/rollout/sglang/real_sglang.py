@@ -1,0 +1,46 @@
+"""Real SGLang servers on a CPU, of the interpreter JAXRL_SGLANG_PYTHON (scripts/sglang_cpu/install.sh)."""
+
+import contextlib
+import os
+
+import pytest
+from sglang_shared import TOKENIZER, engine_for
+
+from jaxrl_llm.hf.export import save_description
+from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
+from jaxrl_llm.rollout.sglang.launch import ServerProcesses
+
+PYTHON = os.environ.get("JAXRL_SGLANG_PYTHON", "")
+NEEDED = pytest.mark.skipif(not PYTHON, reason="JAXRL_SGLANG_PYTHON names no interpreter with SGLang")
+FLAGS = (
+    "--device cpu --attention-backend torch_native --sampling-backend pytorch --max-total-tokens 4096 "
+    "--disable-overlap-schedule"
+)
+MODEL = TransformerConfig(
+    vocab_size=128, hidden_size=64, mlp_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+    initializer_range=0.3, max_position=256,
+)  # fmt: skip
+CONFIG = RolloutConfig(engine="sglang", launch=2, slots=8)
+
+
+@contextlib.contextmanager
+def started(folder, servers=2, flags=FLAGS, **settings):
+    """Start servers that reply; they end with the block."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("SGLANG_USE_CPU_ENGINE", "1")
+        shell = save_description(MODEL, folder / "shell", TOKENIZER, "float32")
+        config = RolloutConfig(engine="sglang", launch=servers, slots=CONFIG.slots)
+        launched = ServerProcesses(
+            config, SGLangConfig(python=PYTHON, flags=flags, **settings), shell, folder
+        )
+        try:
+            launched.wait()
+            yield launched
+        finally:
+            launched.close()
+
+
+def engine_on(urls, transport, **settings):
+    """An engine that uses these servers, with a pool of its own."""
+    return engine_for(urls, transport, MODEL, CONFIG.slots, CONFIG, python=PYTHON, flags=FLAGS, **settings)

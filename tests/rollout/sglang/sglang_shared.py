@@ -1,0 +1,94 @@
+"""A tiny model, its requests, and engines for it: what the tests of SGLang share."""
+
+import functools
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxrl_llm import models
+from jaxrl_llm.bridge.probe import make_score, tolerance_of
+from jaxrl_llm.bridge.push import Publisher
+from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
+from jaxrl_llm.rollout.engine import Request, SamplingConfig
+from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.rollout.sglang.engine import SGLangEngine
+from jaxrl_llm.rollout.sglang.launch import ServerProcesses
+from jaxrl_llm.rollout.sglang.pool import ServerPool
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+
+TOKENIZER = make_tokenizer()
+MODEL = TransformerConfig(
+    vocab_size=128, hidden_size=32, mlp_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
+    initializer_range=0.3, max_position=128,
+)  # fmt: skip
+KEY = jax.random.key(3)
+GREEDY = SamplingConfig(temperature=0.0)
+STUB = str(Path(__file__).parent / "stub")
+ROLLOUT = RolloutConfig(engine="sglang", servers=("http://x",))
+
+
+@functools.cache
+def one_device():
+    return make_mesh(MeshConfig(), jax.devices()[:1])
+
+
+@functools.cache
+def score_of(model):
+    return make_score(model, "float32", one_device())
+
+
+def engine_for(urls, transport, model=MODEL, slots=4, rollout=ROLLOUT, **settings):
+    """An SGLang engine with a pool of its own; `settings` are of SGLangConfig."""
+    config = SGLangConfig(**settings)
+    pool = ServerPool(urls, config.timeout, config.retries, slots, config.patience, config.router)
+    tolerance = tolerance_of("float32", config.probe_tolerance)
+    on_first = lambda work: work()
+    publisher = Publisher(pool, transport, config.pause, model, tolerance, score_of(model), on_first)
+    return SGLangEngine(rollout, config, model, pool, publisher, on_first, TOKENIZER)
+
+
+def weights(seed=0, model=MODEL):
+    return models.init(model, jax.random.key(seed))
+
+
+def requests(prompts=3, responses=2, tokens=12):
+    rng = np.random.default_rng(0)
+    return [
+        Request(rng.integers(2, 90, 4 + i).astype(np.int32), i, responses, tokens) for i in range(prompts)
+    ]
+
+
+@functools.cache
+def native_engine(model):
+    return NativeEngine(RolloutConfig(slots=4), model, one_device(), TOKENIZER)
+
+
+def native(params, sampling, todo=None, model=MODEL):
+    """The same by the native engine."""
+    engine = native_engine(model)
+    engine.publish(params, 0)
+    return engine.generate(todo or requests(), sampling, KEY)
+
+
+def ids(trajectories):
+    return [t.response_ids.tolist() for t in trajectories]
+
+
+def until(true, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def launch(tmp_path, count=1, **settings):
+    """Server processes of a model that is a folder with a config.json."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    config = RolloutConfig(engine="sglang", launch=count)
+    return ServerProcesses(config, SGLangConfig(**settings), model, tmp_path / "logs")

@@ -1,0 +1,171 @@
+"""Asynchronous rollout: snapshots, partial rollouts continued, whole runs."""
+# ruff: noqa: F811
+
+import asyncio
+import json
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import numpy as np
+from fake_sglang import FakeServer
+from sglang_shared import GREEDY, KEY, native, requests, until, weights
+from test_sglang import make, servers  # noqa: F401
+from test_sglang_train import ARGS, rows
+
+from jaxrl_llm.rollout.engine import PartialResponse, Reply, Request
+from jaxrl_llm.rollout.partial import pack_responses, unpack_responses
+from jaxrl_llm.rollout.sglang.generate import Meter, ResponseGenerator
+from jaxrl_llm.structs import Episode
+from jaxrl_llm.train import main
+
+
+def test_the_meter_integrates_requests_over_time():
+    now = 0.0
+    meter = Meter(clock=lambda: now)
+    now = 1.0  # nothing to do for a second
+    with meter:
+        now = 2.0
+        with meter:
+            now = 4.0
+    assert meter.read(4) == {"servers/occupancy": (1 + 2 * 2) / 4 / 4, "servers/idle_fraction": 1 / 4}
+    now = 6.0
+    assert meter.read(4) == {"servers/occupancy": 0.0, "servers/idle_fraction": 1.0}
+
+
+def test_a_snapshot_has_what_is_written_and_the_writing_goes_on(make, servers):
+    engine, params = make(urls=[servers[0].url]), weights()
+    engine.publish(params, 3)
+    theirs = native(params, GREEDY)
+    servers[0].holds_after = 4
+    pending = engine.start(requests(), GREEDY, KEY)
+    until(lambda: servers[0].held == sum(len(t.response_ids) > 4 for t in theirs))
+    ((*found,),) = engine.snapshot([pending])
+    for partial, t in zip(found, theirs, strict=True):
+        assert partial.ids == t.response_ids[:4].tolist()
+        np.testing.assert_allclose(partial.logprobs, t.logprobs[:4], atol=1e-5)
+        assert set(partial.versions) <= {3}
+    servers[0].holds_after = 0
+    assert [t.response_ids.tolist() for t in pending.result()] == [t.response_ids.tolist() for t in theirs]
+
+
+def test_written_responses_are_continued_and_never_written_again(make, servers):
+    engine, params = make(), weights()
+    engine.publish(params, 1)
+    theirs = native(params, GREEDY)
+    long = [len(t.response_ids) > 3 for t in theirs]
+    assert long.count(True) > 2
+    half = [
+        PartialResponse(t.response_ids[:3].tolist(), [-9.0] * 3, [0] * 3, "" if more else "stop")
+        for t, more in zip(theirs, long, strict=True)
+    ]
+    half[0].finish = "stop"
+    mine = engine.start(requests(), GREEDY, KEY, partial=half).result()
+    assert mine[0].response_ids.tolist() == theirs[0].response_ids[:3].tolist()
+    for a, b in zip(mine[1:], theirs[1:], strict=True):
+        assert a.response_ids.tolist() == b.response_ids.tolist()
+        assert a.versions.tolist() == [0] * 3 + [1] * (len(a.response_ids) - 3)
+        assert a.logprobs[:3].tolist() == [-9.0] * 3
+
+
+def test_new_weights_reach_responses_in_the_middle_and_each_token_knows_its_own(make, servers):
+    engine = make(urls=[servers[0].url])
+    engine.publish(weights(0), 1)
+    servers[0].holds_after = 2
+    pending = engine.start(requests(prompts=1, responses=1), GREEDY, KEY)
+    until(lambda: servers[0].held == 1)
+    engine.publish(weights(1), 2)
+    servers[0].holds_after = 0
+    engine.snapshot([pending])
+    (made,) = pending.result()
+    assert set(made.versions[:2]) == {1} and set(made.versions[2:]) == {2}
+    (rest,) = native(weights(1), GREEDY, [made_request(made, 2)])
+    assert made.response_ids[2:].tolist() == rest.response_ids.tolist()
+
+
+def test_what_an_earlier_run_had_stays_until_a_new_environment_replies_otherwise():
+    """Also in a checkpoint that is taken while its turns are sent again."""
+    response = PartialResponse([1, 2, 3, 4], [-1.0, -1.0, 0.0, -1.0], [7] * 4, "", [(2, 3)])
+    response.request = Request(np.array([9]), 0, 1, 9)
+    for reply, more, after in (([3], True, [1, 2, 3, 4]), ([5, 5], True, [1, 2, 5, 5]), ([], False, [1, 2])):
+        future, again = Future(), response.copy()
+        dialogue = SimpleNamespace(patience=60, reply=lambda *asked, future=future: future)
+
+        async def replay(future=future, again=again, dialogue=dialogue, reply=reply, more=more):
+            task = asyncio.create_task(ResponseGenerator(None, (), {}, 9)._replayed(again, dialogue))
+            await asyncio.sleep(0.01)
+            assert (again.ids, again.observed) == (response.ids, response.observed)
+            future.set_result(Reply(reply, not more, Episode(1)))
+            return await task
+
+        assert asyncio.run(replay()) == more and again.ids == after and again.episode.turns == 1
+
+
+def made_request(made, tokens):
+    """The prompt with the first tokens of a response, as a prompt of its own."""
+    (asked,) = requests(prompts=1, responses=1)
+    ids = np.concatenate([asked.prompt_ids, made.response_ids[:tokens]])
+    return asked._replace(prompt_ids=ids, max_tokens=asked.max_tokens - tokens)
+
+
+AHEAD = ["--rollout.max_staleness", "1", "--checkpoint.every", "1", "--checkpoint.keep", "9"]
+
+
+def test_a_run_ahead_stays_within_its_bound_and_a_killed_one_goes_on_with_what_was_written(tmp_path):
+    server, run = FakeServer(), tmp_path / "run"
+    args = [*ARGS, "--steps", "3", "--rollout.servers", server.url, *AHEAD, "--run_dir", str(run)]
+    assert main(args) == 0
+    first = [row for row in rows(run) if row["kind"] == "train"]
+    assert [row["staleness/max"] for row in first] == [0, 1, 1]
+    assert all(0 <= row["trainer/idle_fraction"] <= 1 and row["servers/occupancy"] > 0 for row in first)
+    begun = run / "checkpoints/2/rollouts.npz"  # after the supervised step and one of the run
+    assert list(unpack_responses(begun.read_bytes())) == [1]
+    assert not (run / "checkpoints/4/rollouts.npz").exists()
+    for later in (run / "checkpoints/3", run / "checkpoints/4"):
+        later.rename(tmp_path / later.name)
+    replace(begun, pack_responses({1: [[PartialResponse([40 + i], [-1.0], [0], "stop") for i in range(8)]]}))
+    assert main(args) == 0
+    again = [row for row in rows(run) if row["kind"] == "train"]
+    assert again[1]["response_tokens/max"] == 1  # of what the checkpoint had, nothing is written anew
+    assert again[1]["staleness/max"] == 1 and again[2]["response_tokens/max"] > 1
+
+
+ENV = """
+from jaxrl_llm.envs.env import Step
+
+class Twice:
+    async def reset(self, example, seed): pass
+    async def step(self, state, turn): return Step("go on", 1.0, done=turn.number == 2)
+"""
+
+
+def test_a_checkpoint_holds_conversations_too(tmp_path):
+    (tmp_path / "env.py").write_text(ENV)
+    run, server = tmp_path / "run", FakeServer()
+    env = ["--env.name", f"{tmp_path / 'env.py'}:Twice", "--max_response_tokens", "60"]
+    env += ["--tokens_per_device", "80"]
+    args = [*ARGS, "--rollout.servers", server.url, *AHEAD, *env, "--run_dir", str(run)]
+    assert main(args) == 0
+    (saved,) = unpack_responses((run / "checkpoints/2/rollouts.npz").read_bytes()).values()
+    assert len(saved[0]) == 8
+    (run / "checkpoints/3").rename(tmp_path / "3")
+    assert main(args) == 0
+    last = [row for row in rows(run) if row["kind"] == "train"][-1]
+    assert last["step"] == 3 and 1 <= last["env/turns_mean"] <= 2
+
+
+def replace(file, data):
+    """Other contents for a file of a checkpoint, and the manifest that vouches for them."""
+    from jaxrl_llm.checkpoint import manifest
+
+    folder = file.parent
+    old = manifest.read_manifest(folder)
+    file.write_bytes(data)
+    (folder / manifest.MANIFEST).unlink()
+    meta = json.loads((folder / manifest.META).read_text())
+    manifest.write_manifest(folder, old.step, old.arrays, meta, old.metrics)
+
+
+def test_the_native_engine_cannot_write_ahead(tmp_path, capsys):
+    native_args = [word for word in ARGS if word not in ("--rollout.engine", "sglang")]
+    assert main([*native_args, *AHEAD, "--run_dir", str(tmp_path)]) == 2
+    assert "--rollout.max_staleness is 1: the native engine generates on" in capsys.readouterr().err

@@ -1,0 +1,105 @@
+"""Servers as child processes: started, watched, ended with the run."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from sglang_shared import STUB, launch
+
+from jaxrl_llm.errors import ServerError
+from jaxrl_llm.rollout.sglang import auth
+
+
+def test_launched_servers_answer_log_and_are_gone_after(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", STUB)
+    launched = launch(tmp_path, flags="--tp 1")
+    try:
+        launched.wait()
+        assert "the fake server is up" in launched.logs[0].read_text()
+    finally:
+        launched.close()
+    assert launched.processes[0].poll() is not None
+
+
+def test_a_server_that_cannot_start_is_an_error_with_its_log(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    launched = launch(tmp_path, python=sys.executable)
+    with pytest.raises(ServerError, match=r"(?s)server ended with 1; .*sglang_0.log ends:.*sglang"):
+        launched.wait()
+    launched.close()
+
+
+def test_servers_end_with_a_run_that_is_killed(tmp_path):
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; import time\n"
+        "from sglang_shared import launch\n"
+        "print(launch(Path(sys.argv[2])).processes[0].pid, flush=True); time.sleep(60)"
+    )
+    env = {**os.environ, "PYTHONPATH": STUB}
+    words = [sys.executable, "-c", script, str(Path(__file__).parent), str(tmp_path)]
+    run = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True)
+    server = int(run.stdout.readline())
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    run.stdout.close()
+    ended = lambda: not Path(f"/proc/{server}").exists() or "Z" in status.read_text().split()[2]
+    status, deadline = Path(f"/proc/{server}/stat"), time.monotonic() + 10
+    while not ended() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert ended()
+
+
+def test_a_launched_server_that_ends_is_started_again_a_few_times(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", STUB)
+    launched = launch(tmp_path, restarts=2)
+    (url,) = launched.urls
+    try:
+        assert launched.restart(url) == ""
+        for starts in (2, 3):
+            launched.processes[0].kill()
+            launched.processes[0].wait()
+            assert launched.restart(url) == (
+                f"the SGLang server at {url} ended with -9 ({launched.logs[0]}) and was started again"
+            )
+            assert launched.starts == [starts]
+        launched.processes[0].kill()
+        launched.processes[0].wait()
+        assert launched.restart(url) == "" and launched.processes[0].poll() == -9
+    finally:
+        launched.close()
+
+
+def test_a_launched_server_gets_its_keys_and_nobody_sees_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", STUB)
+    monkeypatch.setenv(auth.API_KEY, "tell-4711")
+    monkeypatch.setenv(auth.ADMIN_KEY, "change-0815")
+    launched = launch(tmp_path)
+    try:
+        launched.wait()
+        command = Path(f"/proc/{launched.processes[0].pid}/cmdline").read_text()
+        log = launched.logs[0].read_text()
+    finally:
+        launched.close()
+    assert "'--api-key', '***', '--admin-api-key', '***'" in log and "sglang.launch_server" in command
+    assert not any(key in command + log for key in ("4711", "0815"))
+
+
+def test_a_server_that_cannot_be_started_again_is_said_and_tried_again(tmp_path, monkeypatch):
+    launched = launch(tmp_path, restarts=2)
+    (url,) = launched.urls
+    launched.close()
+    start = launched._start
+
+    def fails(index):
+        launched.starts[index] += 1
+        raise OSError("no space left")
+
+    monkeypatch.setattr(launched, "_start", fails)
+    assert launched.restart(url).endswith("and could not be started again: no space left")
+    monkeypatch.setattr(launched, "_start", start)
+    assert launched.restart(url).endswith("and was started again")
+    launched.close()

@@ -1,0 +1,155 @@
+"""The SGLang engine against a server that speaks its JSON, and (where there is one) against a real one."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from fake_sglang import FakeServer
+from sglang_shared import GREEDY, KEY, MODEL, TOKENIZER, engine_for, native, requests, weights
+
+from jaxrl_llm.bridge.transports.disk import DiskTransport
+from jaxrl_llm.errors import ServerError
+from jaxrl_llm.rollout.engine import SamplingConfig
+
+
+@pytest.fixture(scope="module")
+def servers():
+    return [FakeServer(), FakeServer()]
+
+
+@pytest.fixture
+def make(servers, tmp_path):
+    """make(**settings of SGLangConfig) -> an engine on both servers, which behave again."""
+    pools = []
+
+    def engine(urls=None, model=MODEL, **settings):
+        transport = DiskTransport(tmp_path / "weights", "float32", TOKENIZER)
+        settings = {"patience": 0.0, **settings}
+        made = engine_for(urls or [s.url for s in servers], transport, model, **settings)
+        pools.append(made.pool)
+        return made
+
+    for server in servers:
+        server.behave()
+    yield engine
+    for pool in pools:
+        pool.close()
+
+
+def test_it_writes_what_the_native_engine_writes(make):
+    engine, params = make(), weights()
+    metrics = engine.publish(params, version=5)
+    assert metrics["bridge/probe_mean_abs"] < 1e-5
+    assert metrics["rollout/publish_bytes"] == 4 * sum(w.size for w in jax.tree.leaves(params))
+    mine, theirs = engine.generate(requests(), GREEDY, KEY), native(params, GREEDY)
+    assert len(mine) == len(theirs) == 6
+    for a, b in zip(mine, theirs, strict=True):
+        assert a.response_ids.tolist() == b.response_ids.tolist()
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+        assert (a.prompt_index, a.response_index, a.finish, a.text) == (
+            b.prompt_index, b.response_index, b.finish, b.text
+        )  # fmt: skip
+        assert set(a.versions) == {5} and a.mask.all()
+
+
+def test_each_sample_has_a_seed_of_its_own_that_nothing_else_changes(make, servers):
+    engine = make()
+    engine.publish(weights(), 1)
+    engine.generate(requests(), SamplingConfig(), KEY)
+    seeds = lambda: sorted(b["sampling_params"]["sampling_seed"] for s in servers for b in s.seen[1:])
+    everything = seeds()
+    assert len(set(everything)) == 6
+    for server in servers:
+        del server.seen[1:]
+    engine.generate(requests()[1:2], SamplingConfig(), KEY)
+    assert set(seeds()) < set(everything)
+
+
+def test_a_group_stays_on_one_server_and_both_work(make, servers):
+    engine = make()
+    engine.publish(weights(), 1)
+    engine.generate(requests(prompts=2, responses=3), SamplingConfig(), KEY)
+    prompts = [{tuple(body["input_ids"]) for body in server.seen[1:]} for server in servers]
+    assert all(len(each) == 1 for each in prompts) and prompts[0] != prompts[1]
+
+
+def test_the_same_weights_are_not_sent_twice_and_other_ones_are(make, servers):
+    engine, params = make(), weights()
+    assert engine.publish(params, 1) and not engine.publish(params, 1)
+    first = servers[0].label
+    assert engine.publish(weights(1), 1)  # the version does not tell: weight noise keeps it
+    assert servers[0].label != first
+
+
+def test_a_server_with_other_weights_is_left_out_and_comes_back(make, servers):
+    engine = make()
+    engine.publish(weights(0), 1)
+    servers[1].deaf = True
+    engine.publish(weights(1), 2)
+    assert [s.usable for s in engine.pool.servers] == [True, False]
+    assert "log-probs differ from the trainer's by" in engine.pool.servers[1].problem
+    engine.generate(requests(), GREEDY, KEY)
+    assert len(servers[1].seen) == 2  # the probes alone
+    servers[1].deaf = False
+    engine.publish(weights(2), 3)
+    assert all(s.usable for s in engine.pool.servers)
+
+
+def test_no_server_that_took_the_weights_is_an_error_that_says_why(make, servers):
+    engine = make()
+    for server in servers:
+        server.refuses = True
+    with pytest.raises(ServerError, match=r"no SGLang server can be used: http.*did not take.*no room"):
+        engine.publish(weights(), 1)
+
+
+def test_a_server_that_fails_is_left_out_and_its_responses_are_written_elsewhere(make, servers):
+    engine, params = make(), weights()
+    engine.publish(params, 1)
+    servers[0].down = True
+    mine, theirs = engine.generate(requests(), GREEDY, KEY), native(params, GREEDY)
+    assert [t.response_ids.tolist() for t in mine] == [t.response_ids.tolist() for t in theirs]
+    assert not engine.pool.servers[0].usable and engine.pool.retried >= 1
+    servers[1].down = True
+    with pytest.raises(ServerError, match="answered 500"):
+        engine.generate(requests(), GREEDY, KEY)
+
+
+def test_a_response_that_is_broken_off_goes_on_where_it_stopped(make, servers):
+    engine, params = make(urls=[servers[0].url]), weights()
+    engine.publish(params, 1)
+    todo = requests(prompts=1, responses=1)
+    servers[0].breaks_after = 2
+    (mine,), (theirs,) = engine.generate(todo, GREEDY, KEY), native(params, GREEDY, todo)
+    assert len(theirs.response_ids) > 2
+    assert mine.response_ids.tolist() == theirs.response_ids.tolist()
+    np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-5)
+    assert mine.finish == theirs.finish and len(mine.versions) == len(mine.response_ids)
+
+
+def test_tokens_of_weights_that_were_not_sent_are_refused(make, servers):
+    engine = make(urls=[servers[0].url])
+    engine.publish(weights(), 1)
+    servers[0].label = "somebody else's"
+    with pytest.raises(ServerError, match="which this run did not send"):
+        engine.generate(requests(prompts=1), GREEDY, KEY)
+
+
+def test_a_server_that_does_not_answer_is_left_out_in_time(make):
+    engine = make(urls=["http://127.0.0.1:9"], timeout=5.0)
+    with pytest.raises(ServerError, match=r"127.0.0.1:9/server_info: ClientConnectorError"):
+        engine.publish(weights(), 1)
+
+
+def test_the_last_two_pushes_are_kept(make, tmp_path):
+    engine = make()
+    for version in range(3):
+        engine.publish(weights(version), version)
+    assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["1-2", "2-3"]
+
+
+def test_a_value_head_is_not_sent(make):
+    model = dataclasses.replace(MODEL, value_head=True)
+    engine = make(model=model)
+    assert engine.publish(weights(model=model), 1)["bridge/probe_mean_abs"] < 1e-5
