@@ -4,12 +4,13 @@ import threading
 
 import jax
 import pytest
-from jax._src.pallas.mosaic.interpret import thread_map
 
 
 @pytest.fixture
 def compile_once(monkeypatch):
     """Mosaic GPU's interpreter compiles a kernel's program for every warpgroup of every tile; here once."""
+    from jax._src.pallas.mosaic.interpret import thread_map
+
     programs, lock = {}, threading.Lock()
 
     def run(jaxpr, consts, *args):

@@ -1,8 +1,8 @@
-"""Prints, as JSON, the peak memory of a step's phases as planned and as this process measures them.
+"""Print, as JSON, the peak memory of a step's phases as planned and as this process measures them.
 
-Measured is the growth of the resident set (VmHWM, reset before each phase) over what is left of it when all
-arrays are gone. Run in a process of its own with MALLOC_MMAP_THRESHOLD_ set, so that freed arrays are
-returned to the system at once.
+Measured is the growth of the resident set (VmHWM, reset before each phase) over its size when all arrays are
+freed; the least of several steps, since the allocator only adds to it. Run in a process of its own with
+MALLOC_MMAP_THRESHOLD_ set, so that freed arrays are returned to the system at once.
 """
 
 import contextlib
@@ -42,23 +42,24 @@ CONFIG = TrainConfig(
 
 
 def resident(name: str) -> int:
-    """Bytes: VmRSS (now) or VmHWM (at most, since `forget`)."""
+    """Return bytes: VmRSS (now) or VmHWM (the peak since it was reset)."""
     (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(name))
     return int(line.split()[1]) * 1024
 
 
-def settle() -> None:
-    """Give back what is not used."""
+def trim() -> None:
+    """Return freed memory to the system."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 @contextlib.contextmanager
-def measured(found: dict[str, int], name: str):
-    settle()
+def measured(peaks: dict[str, int], name: str):
+    """Record the peak of a phase if it is the least so far."""
+    trim()
     Path("/proc/self/clear_refs").write_text("5")
     yield
-    found[name] = resident("VmHWM")
+    peaks[name] = min(resident("VmHWM"), peaks.get(name, 2**62))
 
 
 def items() -> list[PackItem]:
@@ -85,22 +86,23 @@ def main() -> None:
         state = stage.init_state(make(MODEL, jax.random.key(0)))
     prompts = [Request(tuple(range(1, CONFIG.max_prompt_tokens + 1)), i, 8, 64) for i in range(2)]
     engine.warm_up(CONFIG.max_prompt_tokens, CONFIG.max_response_tokens, [CONFIG.rollout.sampling])
-    for _ in range(2):  # the first step compiles
-        found: dict[str, int] = {}
-        with measured(found, "rollout"):
+    for step in range(4):
+        if step < 2:  # the first compiles
+            peaks: dict[str, int] = {}
+        with measured(peaks, "rollout"):
             engine.publish(state.params, 0)
             engine.generate(prompts, CONFIG.rollout.sampling, jax.random.key(0))
         engine.release_memory()
         batch = items()
-        with measured(found, "score"):
+        with measured(peaks, "score"):
             stage.score(state, batch, None)
-        with measured(found, "update"):
+        with measured(peaks, "update"):
             state, metrics = stage.update(state, [batch[:8], batch[8:]], 0)
             jax.block_until_ready((state, metrics))
     del state, metrics, make
-    settle()
+    trim()
     base = resident("VmRSS")
-    print(json.dumps({name: [planned[name], found[name] - base] for name in found}))
+    print(json.dumps({name: [planned[name], peaks[name] - base] for name in peaks}))
 
 
 if __name__ == "__main__":
