@@ -23,7 +23,10 @@ LLAMA3 = {
     "raw",
     [
         raw_config("qwen3"),
-        raw_config("qwen2", use_sliding_window=True, sliding_window=6, max_window_layers=1),
+        pytest.param(
+            raw_config("qwen2", use_sliding_window=True, sliding_window=6, max_window_layers=1),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(raw_config("mistral", sliding_window=4), marks=pytest.mark.slow),
         pytest.param(raw_config("llama", rope_scaling=LLAMA3), marks=pytest.mark.slow),
         raw_config("llama", rope_scaling={"rope_type": "dynamic", "factor": 4.0}),

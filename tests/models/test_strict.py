@@ -39,12 +39,13 @@ def one_device():
 
 @functools.cache
 def generated(config, dtype, slots=2, chunk=8, max_new_tokens=8):
-    """Two responses each to prompts of 1 to 30 tokens, more than there are slots, of different lengths."""
+    """Two responses each to prompts of 1 to 30 tokens, of equal length: they leave both slots together, so
+    that one number of slots is compiled."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, 100, n).astype(np.int32) for n in (5, 1, 30)]
     requests = [Request(prompt, i, 2, max_new_tokens + 3 * i) for i, prompt in enumerate(prompts)]
     rollout = RolloutConfig(slots=slots, dtype=dtype, chunk=chunk)
-    engine = NativeEngine(rollout, config, one_device(), eos_ids=(1,), strict=True)
+    engine = NativeEngine(rollout, config, one_device(), strict=True)
     engine.publish(random_params(config), version=0)
     return engine.generate(requests, SamplingConfig(temperature=TEMPERATURE), jax.random.key(1))
 
