@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ from jaxrl_llm.host.stop import EXIT_STOPPED, Stop
 from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.learn.stage import Experience, Stage
 from jaxrl_llm.recipe.dump import describe_run, dump
-from jaxrl_llm.recipe.load import from_command_line
+from jaxrl_llm.recipe.load import ResolvedRecipe, from_command_line
 from jaxrl_llm.report.log import RunLog, sample_rows
 from jaxrl_llm.rollout.sglang.server import Outage
 from jaxrl_llm.structs import Metrics, Params, TrainState
@@ -56,28 +56,42 @@ class Ended(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code: 0 done, 1 the run failed, 2 bad input, 75 stopped and saved (run it again)."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    with contextlib.ExitStack() as closing:
-        try:
-            launch = from_command_line(argv)
-            start_host()
-            closing.enter_context(hold(Path(launch.config.run_dir)))
-            run = build(launch.config, closing)
-            closing.enter_context(jax.set_mesh(run.mesh))
-            checkpoints = Checkpointer(launch.config.checkpoint, Path(launch.config.run_dir))
-            closing.enter_context(contextlib.closing(checkpoints))
-            state, start = restore(run, checkpoints)
-            log = RunLog(launch.config.run_dir, launch.config.log, run.total, resume_step=start or -1)
-            closing.enter_context(contextlib.closing(log))
-            introduce(log, run, describe_run(launch.config, launch.recipe, argv), start)
-            with contextlib.closing(Stop(launch.config.max_runtime)) as stop:
-                ended = train(run, checkpoints, log, state, start, stop)
-            return finish(run, checkpoints, log, ended)
-        except UserError as error:
-            code, message = 2, error
-        except RunError as error:
-            code, message = 1, error
+    try:
+        ended = execute(from_command_line(argv), argv)
+        return EXIT_STOPPED if ended.reason else 0
+    except UserError as error:
+        code, message = 2, error
+    except RunError as error:
+        code, message = 1, error
     print(f"error: {message}", file=sys.stderr)
     return code
+
+
+def execute(resolved: ResolvedRecipe, argv: Sequence[str] = (), reward: Callable | None = None) -> Ended:
+    """Take a run from its newest checkpoint to its export.
+
+    Args:
+        argv: the command line, for config.json.
+        reward: Python function that takes the place of `reward.name`.
+
+    Raises:
+        UserError: input that cannot work. RunError: a run that cannot go on.
+    """
+    config, run_dir = resolved.config, Path(resolved.config.run_dir)
+    with contextlib.ExitStack() as closing:
+        start_host()
+        closing.enter_context(hold(run_dir))
+        run = build(config, closing, reward)
+        closing.enter_context(jax.set_mesh(run.mesh))
+        checkpoints = closing.enter_context(contextlib.closing(Checkpointer(config.checkpoint, run_dir)))
+        state, start = restore(run, checkpoints)
+        log = RunLog(run_dir, config.log, run.total, resume_step=start or -1)
+        closing.enter_context(contextlib.closing(log))
+        introduce(log, run, describe_run(config, resolved.recipe, list(argv)), start)
+        with contextlib.closing(Stop(config.max_runtime)) as stop:
+            ended = train(run, checkpoints, log, state, start, stop)
+        finish(run, checkpoints, log, ended)
+        return ended
 
 
 def train(
@@ -133,7 +147,7 @@ def train(
     return Ended(state, done, reason)
 
 
-def finish(run: Run, checkpoints: Checkpointer, log: RunLog, ended: Ended) -> int:
+def finish(run: Run, checkpoints: Checkpointer, log: RunLog, ended: Ended) -> None:
     """Export the trained model, report the results, and check that they are on the disk.
 
     Raises:
@@ -156,7 +170,6 @@ def finish(run: Run, checkpoints: Checkpointer, log: RunLog, ended: Ended) -> in
     log.finish(stopped=stopped, next_command="" if stopped else next_command(run_dir, run.config))
     if missing:
         raise UnsavedError("\n".join(missing))
-    return EXIT_STOPPED if ended.reason else 0
 
 
 def restore(run: Run, checkpoints: Checkpointer) -> tuple[TrainState | None, int]:

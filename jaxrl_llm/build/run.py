@@ -118,7 +118,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     generates = rolls_out or (bool(config.eval.every) and algos.requirements(config.algo).policy)
     engine = rewards = None
     if generates:
-        rewards = closing.enter_context(open_rewards(config, rows, reward))
+        rewards = open_rewards(config, rows, reward, closing)
     stages = make_stages(config, model, mesh)
     if generates:
         ends = end_ids(folder) if folder else ()
@@ -177,7 +177,9 @@ def try_first_rows(config: TrainConfig, loaders: dict[str, Loader]) -> list[Exam
     return rows["train"]
 
 
-def open_rewards(config: TrainConfig, rows: Sequence[Example], function: Callable | None) -> RewardPool:
+def open_rewards(
+    config: TrainConfig, rows: Sequence[Example], function: Callable | None, closing: contextlib.ExitStack
+) -> RewardPool:
     """Return the verifier's workers, after it has scored the first rows.
 
     Raises:
@@ -186,7 +188,8 @@ def open_rewards(config: TrainConfig, rows: Sequence[Example], function: Callabl
     samples = [reward_sample(row) for row in rows]
     needed = algos.of(config.algo).on_rollouts and not (config.reward.models or config.env.name)
     settings = config.reward if function else choose_reward(config.reward, samples, required=needed)
-    pool = RewardPool(settings, Path(config.run_dir) / "rewards.log", function)
+    log = Path(config.run_dir) / "rewards.log"
+    pool = closing.enter_context(RewardPool(settings, log, function))
     on_first(lambda: pool.check(samples))
     return pool
 

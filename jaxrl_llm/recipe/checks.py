@@ -90,9 +90,10 @@ def check_held_out(config: TrainConfig, rows: int) -> None:
         ConfigError: says how many there are.
     """
     if config.eval.prompts > rows:
+        less = f"Set --eval.prompts {rows} or less" if rows else "Set --eval.every 0, for no evaluation"
         raise ConfigError(
             f"--eval.prompts is {config.eval.prompts}: the held-out data has {rows} rows. "
-            f"Set --eval.prompts {rows} or less, or give it more rows (--data.eval_path)."
+            f"{less}, or give it more rows (--data.eval_path)."
         )
 
 
