@@ -13,21 +13,25 @@ from refusals import refusal
 
 from jaxrl_llm.algos import sft
 from jaxrl_llm.algos.clipped import ClippedConfig
+from jaxrl_llm.build.run import open_loaders
 from jaxrl_llm.config import (
     CriticConfig,
     DataConfig,
     EnvConfig,
+    EvalConfig,
     MeshConfig,
     ModelConfig,
     OptimConfig,
     RewardConfig,
     RewardModelConfig,
     SamplingConfig,
+    SourceConfig,
     TransformerConfig,
     derived,
 )
+from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.envs.config import SandboxConfig, ToolsConfig
-from jaxrl_llm.recipe.checks import check_config, check_held_out, check_model
+from jaxrl_llm.recipe.checks import check_config, check_model
 
 
 def test_a_sound_config_passes_and_its_folder_is_made(config):
@@ -201,8 +205,11 @@ def test_a_greedy_group_is_none_where_no_responses_are_sampled(config):
 
 
 def test_more_held_out_prompts_than_rows(config):
-    check_held_out(config, 64)
-    assert refusal(check_held_out, config, 20) == (
+    few = DataConfig(train=(SourceConfig(path="task:arithmetic", options='{"size": 20}'),))
+    config = replace(config, data=few, eval=EvalConfig(every=1, prompts=20))
+    open_loaders(config, make_tokenizer(), {})
+    more = replace(config, eval=EvalConfig(every=1))
+    assert refusal(open_loaders, more, make_tokenizer(), {}) == (
         "--eval.prompts is 64: the held-out data has 20 rows. Set --eval.prompts 20 or less, or give it more "
         "rows (--data.eval_path)."
     )
