@@ -37,3 +37,10 @@ class NoRouteError(UnreachableError):
 
 class BusyError(ServerError):
     """The server is healthy and overloaded."""
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the exit code of a command that ends by `error`: 2 bad input, 1 a failed run or a defect."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return 2 if isinstance(error, UserError) else 1

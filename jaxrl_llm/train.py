@@ -7,6 +7,11 @@ command, the run continues bit for bit: everything random is a function of (seed
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before jax, whose import takes seconds
+    from jaxrl_llm.host.signals import install_handlers
+
+    install_handlers()
+
 import contextlib
 import dataclasses
 import functools
@@ -24,15 +29,18 @@ from jaxrl_llm import algos
 from jaxrl_llm.build.run import Parts, Stage, build, data_report
 from jaxrl_llm.checkpoint.state import Checkpointer
 from jaxrl_llm.config import TrainConfig, derived, describe_run, dump
-from jaxrl_llm.errors import RunError
+from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.experience.source import Experience, prompt_text
 from jaxrl_llm.hf.export import save_model
-from jaxrl_llm.host.lock import hold
+from jaxrl_llm.host.command import run_command
+from jaxrl_llm.host.lock import run_dir_lock
+from jaxrl_llm.host.signals import deferred
 from jaxrl_llm.host.start import start_host
 from jaxrl_llm.host.stop import EXIT_STOPPED, Stop
+from jaxrl_llm.host.watch import watched_processes
 from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.models.kernels import describe
-from jaxrl_llm.recipe.load import from_command_line
+from jaxrl_llm.recipe.load import Launch, from_command_line
 from jaxrl_llm.report.log import RunLog, sample_rows
 from jaxrl_llm.rollout.sglang.server import Outage
 from jaxrl_llm.structs import Metrics, Params, TrainState
@@ -57,30 +65,34 @@ class Ended(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 1 the run failed, 2 bad input, 75 stopped and saved: run it again."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    """Return the exit code: see `host.stop`."""
+    return run_command(train, list(sys.argv[1:] if argv is None else argv))
+
+
+def train(argv: list[str]) -> int:
+    """Run what the command line says, from the newest checkpoint to the export."""
     with contextlib.ExitStack() as closing:
-        try:
-            launch = from_command_line(argv)
-            start_host()
-            closing.enter_context(hold(Path(launch.config.run_dir)))
-            parts = build(launch.config, closing)
-            closing.enter_context(jax.set_mesh(parts.mesh))
-            checkpoints = Checkpointer(launch.config.checkpoint, Path(launch.config.run_dir))
-            closing.enter_context(contextlib.closing(checkpoints))
-            state, start = restore(parts, checkpoints)
-            log = RunLog(launch.config.run_dir, launch.config.log, parts.total, resume_step=start or -1)
-            closing.enter_context(contextlib.closing(log))
-            introduce(log, parts, describe_run(launch.config, launch.recipe, argv), start)
-            with contextlib.closing(Stop(launch.config.max_runtime)) as stop:
-                ended = run(parts, checkpoints, log, state, start, stop)
+        launch = from_command_line(argv)
+        start_host()
+        with watched_processes():  # left before anything is closed, which may need the others
+            return train_together(launch, argv, closing)
+
+
+def train_together(launch: Launch, argv: list[str], closing: contextlib.ExitStack) -> int:
+    """Run in all processes; `closing` gets what must be closed at the end."""
+    closing.enter_context(run_dir_lock(Path(launch.config.run_dir)))
+    parts = build(launch.config, closing)
+    closing.enter_context(jax.set_mesh(parts.mesh))
+    checkpoints = Checkpointer(launch.config.checkpoint, Path(launch.config.run_dir))
+    closing.enter_context(contextlib.closing(checkpoints))
+    state, start = restore(parts, checkpoints)
+    log = RunLog(launch.config.run_dir, launch.config.log, parts.total, resume_step=start or -1)
+    closing.enter_context(contextlib.closing(log))
+    introduce(log, parts, describe_run(launch.config, launch.recipe, argv), start)
+    with Stop(launch.config.max_runtime) as stop:
+        ended = run(parts, checkpoints, log, state, start, stop)
+        with deferred("exporting the model, then done"):
             return finish(parts, checkpoints, log, ended)
-        except UserError as error:
-            code, message = 2, error
-        except RunError as error:
-            code, message = 1, error
-    print(f"error: {message}", file=sys.stderr)
-    return code
 
 
 def run(
@@ -129,7 +141,7 @@ def run(
 
     if outage.error and done == start:
         raise outage.error  # nothing was reached: rather a mistake than an outage
-    if reason := outage.reason or reason:
+    if reason := outage.reason or reason or stop.signalled():
         checkpoints.save(done, state, meta, finite(metrics), {BEGUN: source.snapshot()})
     checkpoints.wait()
     return Ended(state, done, reason or "")
@@ -152,7 +164,11 @@ def finish(parts: Parts, checkpoints: Checkpointer, log: RunLog, ended: Ended) -
         try:
             params, dtype = parts.exported(ended.state.params), parts.config.model.dtype
             save_model(params, params.config, run_dir / "hf", parts.tokenizer, dtype=dtype)
-        except (OSError, ValueError) as error:  # the checkpoint, or the message about it, matters more
+        except (
+            OSError,
+            UserError,
+            RunError,
+        ) as error:  # the checkpoint, or the message about it, matters more
             lost.append(f"The model is not exported: {error}")
     stopped = ended.reason or ("a failed save" if lost else "")
     log.finish(stopped=stopped, next_command="" if stopped else next_command(run_dir, parts.config))
