@@ -14,9 +14,9 @@ from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.config import ModelConfig, TrainConfig, derived
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.folder import resolve
-from jaxrl_llm.hf.names import read_config
-from jaxrl_llm.hf.source import STORED, Stored
+from jaxrl_llm.hf.load import PRETRAINED, PretrainedModels
 from jaxrl_llm.hf.tokenizer import load_tokenizer
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.optim import OptimConfig, make_optimizer
@@ -45,7 +45,7 @@ def load_model_config(config: ModelConfig) -> tuple[TransformerConfig, Any, Any]
 
 
 def make_trainers(
-    config: TrainConfig, model: TransformerConfig, mesh: Mesh, stored: Stored = STORED
+    config: TrainConfig, model: TransformerConfig, mesh: Mesh, stored: PretrainedModels = PRETRAINED
 ) -> tuple[Trainer | None, Trainer]:
     """(of the supervised start, if there is one; of the run). Their states have the same shapes.
 
@@ -65,7 +65,7 @@ def make_trainers(
 
 
 def load_teachers(
-    config: TrainConfig, model: TransformerConfig, mesh: Mesh, stored: Stored
+    config: TrainConfig, model: TransformerConfig, mesh: Mesh, stored: PretrainedModels
 ) -> tuple[Params, ...]:
     """The weights of the teachers, in the compute type.
 
@@ -86,7 +86,7 @@ def load_teachers(
 
 
 def make_critic(
-    config: TrainConfig, model: TransformerConfig, mesh: Mesh, updates: int, stored: Stored
+    config: TrainConfig, model: TransformerConfig, mesh: Mesh, updates: int, stored: PretrainedModels
 ) -> dict[str, Any]:
     """The critic's fields of a Trainer: a backbone, mesh (same devices) and optimizer of its own."""
     critic = config.critic

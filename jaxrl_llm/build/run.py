@@ -23,9 +23,9 @@ from jaxrl_llm.experience.evaluate import Answers, HeldOutLoss
 from jaxrl_llm.experience.reward_models import load_reward_model
 from jaxrl_llm.experience.rollouts import RolloutSource
 from jaxrl_llm.experience.source import DatasetSource, Experience, Source, dataset_items
+from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.load import load_params
-from jaxrl_llm.hf.names import read_config
-from jaxrl_llm.hf.tokenizer import end_ids
+from jaxrl_llm.hf.tokenizer import generation_end_ids
 from jaxrl_llm.learn import credit
 from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.learn.trainer import Trainer
@@ -130,7 +130,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack) -> Parts:
     env = make_conversations(config.env, tokenizer, config.data.chat)
     columns = closing.enter_context(env).columns if env else {}
     if on_policy or (config.eval.every and config.algo.needs_policy):
-        ends = end_ids(folder) if folder else ()
+        ends = generation_end_ids(folder) if folder else ()
         engine = make_engine(config, model, mesh, tokenizer, ends, closing, folder, resident(config, trainer))
         rewards = closing.enter_context(RewardPool(config.reward, Path(config.run_dir) / "rewards.log"))
     loader = make_loader(config, tokenizer, columns)

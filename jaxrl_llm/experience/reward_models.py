@@ -20,9 +20,9 @@ from jaxrl_llm.data.packing import PackItem, pack, unpack
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.template import ChatConfig
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.folder import resolve
 from jaxrl_llm.hf.load import load_params
-from jaxrl_llm.hf.names import read_config
 from jaxrl_llm.hf.tokenizer import load_tokenizer
 from jaxrl_llm.learn.update import StepConfig, outputs
 from jaxrl_llm.rewards.sample import RewardModelConfig

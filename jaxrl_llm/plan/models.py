@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxrl_llm import models
 from jaxrl_llm.config import ModelConfig
 from jaxrl_llm.errors import ConfigError
-from jaxrl_llm.hf.names import read_config
+from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.presets import PRESETS, preset
 from jaxrl_llm.sharding.rules import laid_out
@@ -18,7 +18,7 @@ from jaxrl_llm.structs import Params
 
 
 class Shapes:
-    """`checkpoint.stored.Stored` without files: folders are asked for their config.json alone."""
+    """`hf.load.PretrainedModels` without files: folders are asked for their config.json alone."""
 
     def config(self, path: str) -> TransformerConfig:
         """The shape of a local folder's model, or of one whose name is known.

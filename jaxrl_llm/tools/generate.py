@@ -19,10 +19,10 @@ from jaxrl_llm.data.rows import Example, SourceConfig
 from jaxrl_llm.data.sources import open_source
 from jaxrl_llm.data.template import ChatConfig
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.folder import resolve
 from jaxrl_llm.hf.load import load_params
-from jaxrl_llm.hf.names import read_config
-from jaxrl_llm.hf.tokenizer import end_ids, load_tokenizer
+from jaxrl_llm.hf.tokenizer import generation_end_ids, load_tokenizer
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
 from jaxrl_llm.rollout.native.engine import NativeEngine, RolloutConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
     requests = [make_request(args, config, tokenizer, i, example) for i, example in enumerate(examples)]
     dtype = pick_dtype(args.dtype)
     rollout = RolloutConfig(slots=args.slots, dtype=dtype)
-    engine = NativeEngine(rollout, config, mesh, tokenizer, end_ids(folder))
+    engine = NativeEngine(rollout, config, mesh, tokenizer, generation_end_ids(folder))
     engine.publish(load_params(folder, config, mesh, ROLLOUT, dtype), version=0)
     sampling = SamplingConfig(args.temperature, args.top_k, args.top_p, args.min_p, args.stop)
     window = max(1, 8 * args.slots // args.n)  # rows between two writes

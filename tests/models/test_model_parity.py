@@ -21,7 +21,7 @@ from hf_oracle import (
 )
 
 from jaxrl_kernels.linear_logprob.api import linear_logprob
-from jaxrl_llm.hf.names import read_config
+from jaxrl_llm.hf.config import read_config
 
 SCALED = {"rope_theta": 100.0, "max_position_embeddings": 32}
 LONG = 48  # three times the original length of the scaled RoPEs below
