@@ -15,6 +15,7 @@ from jaxrl_llm.hf.names import (
     hf_tensors,
     params_from_state_dict,
     state_dict,
+    tensor_rows,
     to_hf,
 )
 from jaxrl_llm.models import RopeConfig, TransformerConfig, init, named_leaves
