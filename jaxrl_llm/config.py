@@ -14,6 +14,7 @@ from typing import Any, Literal
 from jaxrl_llm import algos
 from jaxrl_llm.algos import value as critic
 from jaxrl_llm.algos.contract import AlgoConfig
+from jaxrl_llm.checkpoint.resume import MASKED
 from jaxrl_llm.checkpoint.state import CheckpointConfig
 from jaxrl_llm.data.chat import ChatConfig
 from jaxrl_llm.data.loader import DataConfig
@@ -64,7 +65,8 @@ PACKAGES = (
 SECRET_NAME = re.compile(
     r"(^|_)(api_?key|(access|secret|private|auth)_?key|token|secret|password|credential)$", re.I
 )
-MASKED = "***"
+URL_PASSWORD = re.compile(r"(?<=://)([^/\s:@]*:)[^/\s@]+(?=@)")
+SHORTEST_SECRET = 8  # characters; a shorter value of TOKEN or PASSWORD would be found in other words
 
 
 @dataclass(frozen=True)
@@ -239,11 +241,18 @@ def algo_name(config: AlgoConfig) -> str:
 
 
 def scrub(text: str) -> str:
-    """`text` without the values of environment variables whose names look like secrets."""
+    """Return `text` without the passwords of URLs and the values of environment variables that are secret."""
+    text = URL_PASSWORD.sub(rf"\1{MASKED}", text)
     for name, value in os.environ.items():
-        if SECRET_NAME.search(name) and len(value) > 3:
+        if SECRET_NAME.search(name) and _looks_secret(value):
             text = text.replace(value, MASKED)
     return text
+
+
+def _looks_secret(value: str) -> bool:
+    """Return whether a value is long and no word or number: those stand in paths and names by chance."""
+    mixed = any(c.isdigit() for c in value) and any(c.isalpha() for c in value)
+    return len(value) >= (SHORTEST_SECRET if mixed else 2 * SHORTEST_SECRET)
 
 
 def _plain(name: str, value: Any) -> Any:

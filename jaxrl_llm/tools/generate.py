@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
     dtype = pick_dtype(args.dtype)
     rollout = RolloutConfig(slots=args.slots, dtype=dtype)
     engine = NativeEngine(rollout, config, mesh, tokenizer, generation_end_ids(folder))
-    engine.publish(load_params(folder, config, mesh, ROLLOUT, dtype), version=0)
+    engine.publish(load_sharded(folder, config, mesh, ROLLOUT, dtype), version=0)
     sampling = SamplingConfig(args.temperature, args.top_k, args.top_p, args.min_p, args.stop)
     window = max(1, 8 * args.slots // args.n)  # rows between two writes
     with open_out(args.out) as out:

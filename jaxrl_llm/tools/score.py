@@ -25,7 +25,7 @@ from jaxrl_llm.models.scorer import make_scorer
 from jaxrl_llm.rollout.native.shapes import bucket
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
-from jaxrl_llm.tools.generate import Dtype, check_writable, load_params, open_out, pick_dtype, say
+from jaxrl_llm.tools.generate import Dtype, check_writable, load_sharded, open_out, pick_dtype, say
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
     config = read_config(folder)
     rows = list(read_tokens(args, folder, config))
     dtype = pick_dtype(args.dtype)
-    params = load_params(folder, config, mesh, TRAIN, dtype)
+    params = load_sharded(folder, config, mesh, TRAIN, dtype)
     forward = make_scorer(config, args.temperature, dtype, mesh)
     scores: list[list[float]] = [[] for _ in rows]
     done = 0
