@@ -36,6 +36,7 @@ class Episode:
     tool_calls: int = 0
     tool_errors: int = 0  # calls that could not be read or that failed, cut-off ones among them
     timeouts: int = 0  # calls that were cut off
+    messages: tuple[dict[str, Any], ...] = ()  # the policy's turns that it has seen, and its answers
 
 
 @dataclass
@@ -62,6 +63,19 @@ class Trajectory:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The response as chat messages: one turn of the assistant, or the turns of a conversation."""
+        told = list(self.episode.messages) if self.episode else []
+        if not told:
+            return [{"role": "assistant", "content": self.text}]
+        turns = int((np.diff(self.mask, prepend=0) > 0).sum())
+        if turns > sum(message["role"] == "assistant" for message in told):  # the last one was cut off
+            told.append({"role": "assistant", "content": self.answer or ""})
+        while told[-1]["role"] != "assistant":  # an answer for which there were no tokens left
+            told.pop()
+        return told
 
 
 def pytree(cls):

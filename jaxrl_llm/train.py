@@ -20,7 +20,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -29,8 +29,9 @@ from jaxrl_llm import algos
 from jaxrl_llm.build.run import Parts, Stage, build, data_report
 from jaxrl_llm.checkpoint.state import Checkpointer
 from jaxrl_llm.config import TrainConfig, derived, describe_run, dump
+from jaxrl_llm.data.chat import prompt_record
 from jaxrl_llm.errors import RunError, UserError
-from jaxrl_llm.experience.source import Experience, prompt_text
+from jaxrl_llm.experience.source import Experience
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.host.command import run_command
 from jaxrl_llm.host.lock import run_dir_lock
@@ -133,7 +134,7 @@ def run(
         if eval_due(parts, done):
             with outage:
                 metrics |= evaluate(parts, state, reference, done, log)
-        log.samples(done, sample_rows(experience.trajectories, list(map(prompt_text, experience.prompts))))
+        log.samples(done, samples_of(experience, config))
         log.step(done, metrics, experience.tokens, stage.kind)  # before the checkpoint that vouches for it
         if checkpoint_due(config, done, parts.total):
             with log.phase("checkpoint"):
@@ -196,8 +197,17 @@ def introduce(log: RunLog, parts: Parts, description: dict, start: int) -> None:
     log.message(", ".join(f"{k} {v:,}" for k, v in derived(config, parts.mesh.size).items()))
     for line in data_report(parts.loaders):
         log.message(f"data for {line}")
-    if start:
+    if start == parts.total:
+        log.nothing_to_do()
+    elif start:
         log.message(f"continuing {config.run_dir} after step {start}")
+
+
+def samples_of(experience: Experience, config: TrainConfig) -> list[dict[str, Any]]:
+    """Return the rows of samples.jsonl."""
+    shown = experience.trajectories[: config.log.samples]
+    examples = [experience.prompts[t.prompt_index].example for t in shown]
+    return sample_rows(shown, [prompt_record(example, config.data.chat) for example in examples])
 
 
 def eval_due(parts: Parts, done: int) -> bool:

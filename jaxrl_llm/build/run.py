@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
 from jaxrl_llm.build.engines import make_engine
-from jaxrl_llm.build.models import load_model_config, make_trainers, with_heads
+from jaxrl_llm.build.models import check_vocabularies, load_model_config, make_trainers, with_heads
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.packing import PackItem
@@ -122,6 +122,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack) -> Parts:
     """
     mesh = make_mesh(config.mesh)
     model, tokenizer, folder = load_model_config(config.model)
+    check_vocabularies(config, tokenizer)
     check_model(config, mesh.shape, model.max_position, model.num_heads)
     model = with_heads(model, config.algo)
     warm_trainer, trainer = make_trainers(config, model, mesh)
@@ -139,7 +140,10 @@ def build(config: TrainConfig, closing: contextlib.ExitStack) -> Parts:
             loader, engine, rewards, config.algo, config.rollout.sampling,
             jax.random.fold_in(jax.random.key(config.seed), 1),
             config.prompts_per_step, config.responses_per_prompt, config.max_response_tokens,
-            [load_reward_model(one, trainer.policy.config, mesh, tokenizer) for one in config.reward.models],
+            [
+                load_reward_model(one, trainer.policy.config, mesh, tokenizer, config.data.chat)
+                for one in config.reward.models
+            ],
             config.rollout.weight_noise, env, config.rollout.max_staleness, config.steps,
         )  # fmt: skip
     else:

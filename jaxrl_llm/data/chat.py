@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.data.rows import Example, Message
-from jaxrl_llm.data.template import Chat, ChatConfig
+from jaxrl_llm.data.template import Chat, ChatConfig, read_options
 from jaxrl_llm.errors import UserError
 
 STAND_IN = "turn f3a94c of the policy"  # what nobody says
@@ -112,6 +112,27 @@ def prompt_messages(example: Example, config: ChatConfig) -> list[Message] | Non
     return messages
 
 
+def prompt_record(example: Example, config: ChatConfig) -> dict[str, Any]:
+    """Return the prompt as a row of a data file.
+
+    From this row `encode_prompt` makes the same ids with the default ChatConfig: system prompt, earlier
+    turns, tools and options of the template are in it. (A template of its own, `chat_template`, is not.)
+
+    Returns: {"prompt": the last message, "messages": all of them, ...} of a chat; {"prompt": all of the text}
+        where there is no template.
+    """
+    messages = prompt_messages(example, config)
+    if messages is None:
+        return {"prompt": _plain_text(example, config)}
+    options = {
+        **read_options(config.template_options),
+        **(example.columns.get("chat_template_kwargs") or {}),
+    }
+    further = {"chat_template_kwargs": options, "tools": example.columns.get("tools")}
+    present = {name: value for name, value in further.items() if value}
+    return {"prompt": messages[-1]["content"], "messages": messages, **present}
+
+
 def chat_messages(example: Example, config: ChatConfig) -> list[Message] | None:
     """The chat that goes through the template, without `response`; None where there is no template."""
     if config.render == "plain" or (config.render == "auto" and example.messages is None):
@@ -185,14 +206,18 @@ def _with_ends(
 
 def _plain_ids(tokenizer: Any, example: Example, config: ChatConfig) -> list[int]:
     """Ids of a prompt without a template; [] or the start token where the text is empty."""
-    text = example.text if example.messages is None else _joined(example)
-    has_system = example.messages is not None and example.messages[0]["role"] == "system"
-    if config.system_prompt and not has_system:
-        text = f"{config.system_prompt}\n\n{text}"
+    text = _plain_text(example, config)
     start = not (config.parse_control_tokens and text.startswith(tokenizer.bos_token or "\0"))
     encode: Callable = functools.partial(tokenizer, add_special_tokens=start, verbose=False)
     ids = list(encode(text, split_special_tokens=not config.parse_control_tokens)["input_ids"])
     return ids[:-1] if ids and start and _appends_end(tokenizer) else ids
+
+
+def _plain_text(example: Example, config: ChatConfig) -> str:
+    """A prompt without a template."""
+    text = example.text if example.messages is None else _joined(example)
+    has_system = example.messages is not None and example.messages[0]["role"] == "system"
+    return f"{config.system_prompt}\n\n{text}" if config.system_prompt and not has_system else text
 
 
 def _appends_end(tokenizer: Any) -> bool:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
+from collections.abc import Sequence
 
 from jaxrl_llm.data.preference import label_of
-from jaxrl_llm.data.rows import Example
+from jaxrl_llm.data.rows import Example, Message
 from jaxrl_llm.errors import UserError
 
 SOURCE = "judgement"
@@ -53,14 +54,18 @@ def ask_two(question: str, a: str, b: str) -> str:
     return TWO.format(question=question, a=a, b=b)
 
 
-def _question(example: Example) -> str:
-    """The prompt: a lone message as it is, several with their roles."""
-    if example.messages is None:
-        return example.text
-    messages = example.messages if example.response is not None else example.messages[:-1]
+def conversation_text(messages: Sequence[Message]) -> str:
+    """Return a chat as text: a lone message as it is, several with their roles."""
     if len(messages) == 1:
         return messages[0]["content"]
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+
+def _question(example: Example) -> str:
+    """The prompt as text."""
+    if example.messages is None:
+        return example.text
+    return conversation_text(example.messages if example.response is not None else example.messages[:-1])
 
 
 def _response(example: Example) -> str:

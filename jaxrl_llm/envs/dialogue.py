@@ -85,8 +85,10 @@ class EnvDialogue:
             return self._failed(talk, f"{type(error).__name__}: {error}")
         episode = counted(talk.episode, step)
         if step.done or turn.last:
+            episode = dataclasses.replace(episode, messages=(*talk.episode.messages, messages[-1]))
             return Reply([], True, episode)
         said = [self._cut(message, len(_listed(step))) for message in _listed(step)]
+        episode = dataclasses.replace(episode, messages=(*talk.episode.messages, messages[-1], *said))
         seen, messages = len(messages) - 1, [*messages, *said]
         talk = Talk(messages, talk.state, episode)
         if step.raw:

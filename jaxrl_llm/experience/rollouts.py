@@ -19,7 +19,6 @@ from jaxrl_llm.experience.source import (
     Phase,
     groups,
     judge,
-    prompt_text,
     start,
     statistics,
     varied,
@@ -138,8 +137,8 @@ class RolloutSource:
         with phase("reward"):
             everything = [*sampled, *(t for one in greedy for t in one)]
             metrics |= judge(self.rewards, drawn.prompts, everything)
-            texts = [prompt_text(drawn.prompts[t.prompt_index]) for t in everything]
-            add_scores(self.judges, everything, texts)
+            examples = [drawn.prompts[t.prompt_index].example for t in everything]
+            add_scores(self.judges, everything, examples)
         for trajectory in sampled:
             if greedy:
                 trajectory.greedy_reward = greedy[0][trajectory.prompt_index].reward

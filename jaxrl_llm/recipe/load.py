@@ -66,6 +66,10 @@ def from_command_line(
     config = load(path) if path else TrainConfig()
     config = with_algo(config, _last(pairs, "algo"))
     config = override(config, [(key, words) for key, words in pairs if key not in ("config", "algo")])
+    given = {key for key, _ in pairs}
+    if config.model.path and "model.path" in given and "model.tokenizer" not in given:
+        # another model than the recipe's brings its own tokenizer
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, tokenizer=""))
     if wants_help:
         print(USAGE, list_text(), sep="\n")
         print_help(config, prog)

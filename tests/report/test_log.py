@@ -174,10 +174,12 @@ def test_samples_keep_the_first_few_of_each_step(tmp_path):
         reward=float("nan"),
         outcome=Outcome.FAILED,
     )
-    rows = sample_rows([trajectory], ["one?", "two plus two?"])
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "two plus two?"}]
+    rows = sample_rows([trajectory], [{"prompt": "two plus two?", "messages": chat}])
     assert rows == [
         {
             "prompt": "two plus two?",
+            "messages": chat,
             "response": "four",
             "reward": None,
             "outcome": "failed",
