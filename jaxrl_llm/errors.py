@@ -1,7 +1,7 @@
 """The program's own errors: one family for mistakes in the input, one for runs that cannot go on.
 
-`train.main` prints a UserError (exit code 2) or a RunError (exit code 1) as one message. Every other
-exception is a defect and keeps its traceback. Imports nothing, so that reward workers start quickly.
+`host.command.run_command` prints a UserError (exit code 2) or a RunError (exit code 1) as one message. Every
+other exception is a defect and keeps its traceback. Imports nothing, so that reward workers start quickly.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def fault(folder: Path, checksums: bool = True) -> str | None:
     return None
 
 
-def flatten(tree: Any) -> dict[str, Any]:
+def flatten_state(tree: Any) -> dict[str, Any]:
     """Return {"params.layers.q": leaf}, without the `.value` in which Flax keeps each weight."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
@@ -137,8 +137,8 @@ def flatten(tree: Any) -> dict[str, Any]:
     return flat
 
 
-def describe(leaf: jax.Array | jax.ShapeDtypeStruct) -> str:
-    """Return "float32[2,8]"."""
+def array_type(leaf: jax.Array | jax.ShapeDtypeStruct) -> str:
+    """Return an array's type and shape: "float32[2,8]"."""
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 

@@ -1,4 +1,4 @@
-"""Whether a run may continue from a checkpoint: settings and arrays are compared before any array is read."""
+"""Checks that a run may continue from a checkpoint, made before any array is read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxrl_llm.checkpoint.manifest import describe
+from jaxrl_llm.checkpoint.manifest import array_type
 from jaxrl_llm.errors import UserError
 
 SHOWN = 20  # lines of a difference that are printed
@@ -76,7 +76,7 @@ def check_same(folder: Path, saved: dict[str, str], wanted: dict[str, jax.ShapeD
     Raises:
         UserError: lists each array that one of them lacks or that has another shape or type.
     """
-    now = {path: describe(leaf) for path, leaf in wanted.items()}
+    now = {path: array_type(leaf) for path, leaf in wanted.items()}
     lines = []
     for path in sorted(saved.keys() | now.keys()):
         if path not in saved:
@@ -104,7 +104,7 @@ def _check_algorithm(old: dict[str, Any], new: dict[str, Any]) -> None:
 
 
 def _algorithm(config: dict[str, Any]) -> str:
-    """Return its name; a user's own file may move, so that of the file."""
+    """Return the name of the algorithm, of a user's own file without its folder: files move."""
     name = str(config.get("algo", {}).get("name", ""))
     return PurePath(name).stem if name.endswith(".py") else name
 

@@ -23,7 +23,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from jaxrl_llm.checkpoint import folder as folders
-from jaxrl_llm.checkpoint.manifest import describe, flatten, read_manifest, read_meta, write_manifest
+from jaxrl_llm.checkpoint.manifest import array_type, flatten_state, read_manifest, read_meta, write_manifest
 from jaxrl_llm.checkpoint.resume import check_resume, check_same
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.host.processes import agree, on_first, say
@@ -33,12 +33,12 @@ _OK, _DISK_FULL, _FAILED = 0, 1, 2  # how a save ended, worst last
 
 
 class DiskFullError(OSError, RunError):
-    """A save did not fit, and `on_full_disk` is "stop"."""
+    """The disk is full, and `on_full_disk` is "stop"."""
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When the state is saved and what is kept."""
+    """Frequency, number and safety of checkpoints."""
 
     every: CountOrZero = 100
     """Steps between saves; 0 = only at the end."""
@@ -104,7 +104,7 @@ class Checkpointer:
             OSError: one of them failed for another reason.
         """
         self.wait()
-        arrays = flatten(state)
+        arrays = flatten_state(state)
         meta = json.loads(json.dumps(meta))  # a copy; and what is not JSON-able fails here
         metrics = {name: float(value) for name, value in metrics.items()}
         if on_first(lambda: self._exists(step)):
@@ -123,7 +123,7 @@ class Checkpointer:
         except (OSError, ValueError) as error:  # Orbax says either when the disk is full
             self._settle(step, error)
             return False
-        shapes = {path: describe(x) for path, x in arrays.items()}
+        shapes = {path: array_type(x) for path, x in arrays.items()}
         finishing = self._thread.submit(self._finish, step, start, response, shapes, meta, metrics, files)
         self._saving = step, finishing
         if not self.config.async_save:
@@ -176,7 +176,7 @@ class Checkpointer:
         Args:
             target: pytree of jax.ShapeDtypeStruct with shardings, which decide the layout whatever mesh
                 it was saved from.
-            compatible: resolved config of this run, held against the checkpoint's by `check_resume`.
+            compatible: resolved config of this run, compared with the checkpoint's by `check_resume`.
 
         Returns: (step, state, meta), or None if the run has no checkpoint yet.
 
@@ -200,7 +200,7 @@ class Checkpointer:
         return step, load_arrays(folder, target), meta
 
     def _choose(self) -> int | None:
-        """Sweep what was cut off, choose a checkpoint and set damaged newer ones aside.
+        """Delete what was cut off, choose a checkpoint and set damaged newer ones aside.
 
         Raises:
             UserError: all are damaged.
@@ -308,7 +308,7 @@ def load_arrays(folder: Path, target: Any, prefix: str = "", on_host: bool = Fal
     Raises:
         UserError: it has other arrays.
     """
-    wanted = {prefix + path: leaf for path, leaf in flatten(target).items()}
+    wanted = {prefix + path: leaf for path, leaf in flatten_state(target).items()}
     saved = read_manifest(folder).arrays
     check_same(folder, {path: x for path, x in saved.items() if path.startswith(prefix)}, wanted)
     read = lambda path: np.ndarray if on_host else wanted[path]

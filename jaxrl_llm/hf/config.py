@@ -114,7 +114,7 @@ def read_config(folder: Path | str | dict) -> TransformerConfig:
     family = JsonKeys(raw, file, {}).one_of("model_type", DEFAULTS)
     keys = JsonKeys(raw, file, DEFAULTS[family])
     _check_supported(keys, family)
-    sizes = {ours: keys.whole(hf, LARGEST[hf]) for ours, hf in SAME.items()}
+    sizes = {ours: keys.integer(hf, LARGEST[hf]) for ours, hf in SAME.items()}
     heads = sizes["num_heads"]
     biased = keys.flag("attention_bias") and family in ("llama", "qwen3")
     window, window_layers = _windows(keys, family, sizes["num_layers"])
@@ -151,13 +151,13 @@ def read_config(folder: Path | str | dict) -> TransformerConfig:
 
 
 def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str, Any]:
-    """The content of a config.json that transformers 5 and a 4.x reader understand alike.
+    """Return the content of a config.json that transformers 4 and 5 read alike.
 
     RoPE and dtype are written in both spellings. Soft-caps get Gemma's names: this project reads them back,
     transformers ignores them for these families.
 
     Raises:
-        ValueError: the family cannot express a field (Mistral with biases, say).
+        UserError: the family cannot express a field (Mistral with biases, say).
     """
     family = config.family
     if family not in DEFAULTS:
@@ -207,7 +207,7 @@ def _check_supported(keys: JsonKeys, family: str) -> None:
 
 
 def _has_value_head(keys: JsonKeys) -> bool:
-    """Whether it is a sequence (or token) classifier with one label.
+    """Return whether it is a sequence (or token) classifier with one label.
 
     Raises:
         UserError: it has several labels: a score is one number.
@@ -233,7 +233,7 @@ def _as_classifier(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _windows(keys: JsonKeys, family: str, num_layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
-    """(sliding_window, window_layers). Llama and Baichuan have none; Mistral slides in every layer."""
+    """Return (sliding_window, window_layers). Llama and Baichuan have none, Mistral one in every layer."""
     window = keys.optional("sliding_window", LARGEST["max_position_embeddings"])
     if family == "mistral":
         return window, None
@@ -241,7 +241,7 @@ def _windows(keys: JsonKeys, family: str, num_layers: int) -> tuple[int | None, 
         return None, None
     kinds = keys.get("layer_types")
     if kinds is None:
-        first = keys.whole("max_window_layers", LARGEST["num_hidden_layers"], low=0)
+        first = keys.integer("max_window_layers", LARGEST["num_hidden_layers"], low=0)
         kinds = [LAYER_TYPES[i >= first] for i in range(num_layers)]
     if not isinstance(kinds, list) or not all(
         isinstance(kind, str) and kind in LAYER_TYPES for kind in kinds
@@ -270,7 +270,7 @@ def _write_windows(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _read_rope(keys: JsonKeys, max_position: int) -> RopeConfig:
-    """As transformers 5 does: `rope_scaling` before `rope_parameters`, then the top-level `rope_theta`."""
+    """Read RoPE as transformers 5 does: `rope_scaling`, `rope_parameters`, the top-level `rope_theta`."""
     name = "rope_scaling" if keys.get("rope_scaling") else "rope_parameters"
     rope = keys.section(name)
     if any(isinstance(value, dict) for value in rope.raw.values()):
@@ -312,7 +312,7 @@ def _write_rope(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _canonical(config: TransformerConfig) -> TransformerConfig:
-    """The same model with settings that have no effect at their defaults: what a config.json can hold."""
+    """Return the same model with settings that have no effect at their defaults: a config.json lacks them."""
     kept = {name: getattr(config.rope, name) for name in ROPE_FIELDS[config.rope.scaling]}
     if "original_max_position" in kept:
         kept["original_max_position"] = kept["original_max_position"] or config.max_position
@@ -326,12 +326,10 @@ def _canonical(config: TransformerConfig) -> TransformerConfig:
 
 
 def _check_round_trip(config: TransformerConfig, raw: dict) -> None:
-    """What this family's config.json cannot say must not get lost without a word."""
-    wanted, read = dataclasses.asdict(_canonical(config)), dataclasses.asdict(read_config(raw))
+    """Refuse a config that this family's config.json cannot express."""
+    ours, read = dataclasses.asdict(_canonical(config)), dataclasses.asdict(read_config(raw))
     lost = [
-        f"{name}={wanted[name]} (would read back as {read[name]})"
-        for name in wanted
-        if wanted[name] != read[name]
+        f"{name}={ours[name]} (would read back as {read[name]})" for name in ours if ours[name] != read[name]
     ]
     if lost:
         raise UserError(f"export: a {config.family} config.json cannot express {'; '.join(lost)}")

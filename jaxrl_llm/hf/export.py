@@ -71,7 +71,7 @@ def save_model(
         for name, tensors, _ in shards:
             _write_shard(partial / name, tensors, params, dtype)
         on_first(lambda: (_write_rest(partial, raw, shards, tokenizer), _replace(partial, folder)))
-    finally:  # a disk that fills up must not keep what nobody can use
+    finally:  # a full disk must not keep an export that cannot be used
         if jax.process_index() == 0:
             shutil.rmtree(partial, ignore_errors=True)
     return folder
@@ -107,7 +107,7 @@ def _plan(tensors: list[HFTensor], itemsize: int, limit: int) -> list[tuple[str,
 
 
 def _make_partial(folder: Path, partial: Path, size: int) -> None:
-    """Make the folder that is written, if `size` bytes can be exported to `folder`."""
+    """Make the temporary folder, if `size` bytes can be exported to `folder`."""
     if problem := _why_not(folder, size):
         raise UserError(problem)
     shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
@@ -148,7 +148,7 @@ def _write_shard(path: Path, tensors: list[HFTensor], params: Params, dtype: str
             _write_safetensors(path, tensors, arrays, dtype)
         except OSError as error:
             failure = error
-    for array in arrays:  # which takes all processes, though nobody writes them
+    for array in arrays:  # gathering them takes all processes
         jax.block_until_ready(array)
     on_first(lambda: _raise(failure))
     bad = [tensor.name for tensor, finite in zip(tensors, jax.device_get(flags), strict=True) if not finite]

@@ -45,22 +45,22 @@ class JsonKeys:
         self.raw, self.file, self.defaults = raw, file, defaults
 
     def get(self, key: str) -> Any:
-        """The value as it stands; None = absent without a default, or null."""
+        """Return the value as it stands; None = absent without a default, or null."""
         return self.raw.get(key, self.defaults.get(key))
 
-    def whole(self, key: str, high: int, low: int = 1) -> int:
-        """A whole number in [low, high]."""
+    def integer(self, key: str, high: int, low: int = 1) -> int:
+        """Return a whole number in [low, high]."""
         value = self.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise self.wrong(key, value, f"must be a whole number from {low} to {high:,}")
         return value
 
     def optional(self, key: str, high: int) -> int | None:
-        """A whole number in [1, high] or null."""
-        return None if self.get(key) is None else self.whole(key, high)
+        """Return a whole number in [1, high], or None for null."""
+        return None if self.get(key) is None else self.integer(key, high)
 
     def number(self, key: str, default: float | None, low: float = 0.0, high: float = 1e12) -> float | None:
-        """A number in [low, high]; null = the default."""
+        """Return a number in [low, high]; null = the default."""
         value = self.get(key)
         if value is None:
             return default
@@ -69,25 +69,26 @@ class JsonKeys:
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """true or false; null = the default."""
+        """Return true or false; null = the default."""
         value = default if self.get(key) is None else self.get(key)
         if not isinstance(value, bool):
             raise self.wrong(key, value, "must be true or false")
         return value
 
     def one_of(self, key: str, supported: Collection[str], default: str | None = None) -> str:
-        """One of some words."""
+        """Return one of the supported words; null = the default."""
         value = default if self.get(key) is None else self.get(key)
         if not isinstance(value, str) or value not in supported:
             raise self.wrong(key, value, f"is not supported; supported: {', '.join(supported)}")
         return value
 
     def section(self, key: str) -> JsonKeys:
-        """The keys of an object in the file, {} for null."""
+        """Return the keys of an object in the file, none for null."""
         value = self.get(key) or {}
         if not isinstance(value, dict):
             raise self.wrong(key, value, "must be an object")
         return JsonKeys({name: inner for name, inner in value.items() if inner is not None}, self.file, {})
 
     def wrong(self, key: str, value: Any, requirement: str) -> UserError:
+        """Return the error that names the file, the key and its value."""
         return UserError(f"{self.file}: {key}={_shorten.repr(value)} {requirement}")

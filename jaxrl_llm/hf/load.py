@@ -64,7 +64,7 @@ def load_params(
         dtype: of the weights in memory.
 
     Raises:
-        ValueError: weights missing, unexpected, misshapen, damaged, pickled, or outside the folder; the
+        UserError: weights missing, unexpected, misshapen, damaged, pickled, or outside the folder; the
             folder wants its own code run.
     """
     folder = Path(folder)

@@ -1,4 +1,4 @@
-"""What every command does around its work: signals, its own errors, exit codes. Imports no jax."""
+"""The frame of every command: signals, errors, exit codes. Imports no jax."""
 
 from __future__ import annotations
 

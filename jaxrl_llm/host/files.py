@@ -1,4 +1,4 @@
-"""Files that are on the disk when a call returns."""
+"""Durable files: on the disk when a call returns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 
 def sync_to_disk(file: BinaryIO) -> None:
-    """Have what was written survive a power cut."""
+    """Flush a file to the disk, so that it survives a power cut."""
     file.flush()
     os.fsync(file.fileno())
 

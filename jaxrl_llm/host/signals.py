@@ -53,7 +53,7 @@ class SignalHandlers:
         self._thread.start()
 
     def wait_for_announcement(self) -> None:
-        """Have a command not end before its signal is announced, or a terminal that is held up lets it be."""
+        """Wait until a received signal is announced, but not for a terminal that is held up."""
         if self.received:
             self._announced.wait(1.0)
 
@@ -66,7 +66,7 @@ class SignalHandlers:
         self._thread.join(1.0)
 
     def forget(self) -> None:
-        """In a forked child: its signals are not the parent's, whose pipe it shares."""
+        """Reset the signals of a forked child, which shares the parent's pipe."""
         signal.set_wakeup_fd(-1)
         for number in HANDLED:
             signal.signal(number, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""The machine under a run: its processes find each other, compiled programs are kept."""
+"""Start-up of a process: joining the others of the run, the cache of compiled programs."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def join_cluster(cluster: Cluster) -> None:
 
 
 def _give_up(cluster: Cluster) -> None:
-    """Runs in a thread: the main one is inside C++, where no exception reaches it."""
+    """End the process from a thread: the main one is inside C++, where no exception reaches it."""
     print(
         f"error: {_whoami(cluster)} has waited {JOIN_TIMEOUT:g} s, and not all others have joined. Start the "
         "same command for every process, see to it that they reach process 0"

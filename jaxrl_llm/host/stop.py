@@ -29,7 +29,7 @@ _WALL_CLOCK = 1  # smaller than the signals' numbers, so that a signal wins
 
 
 class Stop:
-    """Tells the loop when to stop; a context manager. Signals wait for the loop while it is open.
+    """Requests to stop the training loop; a context manager, inside which signals wait for the loop.
 
     Args:
         max_runtime_seconds: wall-clock budget counted from here; 0 = none.

@@ -1,4 +1,4 @@
-"""A run of several processes ends when one of them is lost: killed, aborted, its machine gone.
+"""Detection of lost processes: killed, aborted, their machine gone. The other processes of the run end.
 
 Collectives wait for a lost process forever, and jax's own detector (heartbeats, 100 s) aborts with a stack
 trace of C++. So every process keeps a TCP connection to process 0, whose end is seen at once: the kernel
@@ -73,19 +73,20 @@ class _Peer:
     """The other end of a connection."""
 
     socket: socket.socket
-    process: int = -1  # -1 = it has not said yet
+    process: int = -1  # -1 = not known yet
     host: str = ""
     received: bytes = b""
-    ended: bool = False  # it is done, or has said why it ends
+    ended: bool = False  # it has finished, or announced its end
 
     def send(self, message: dict[str, Any]) -> None:
+        """Send a message, if the other end is still there."""
         with contextlib.suppress(OSError):
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
 
 @dataclass
 class _Watch:
-    """What process 0 and the others have in common: a thread that reads from `peers`."""
+    """The part that process 0 and the others share: a thread that reads from `peers`."""
 
     token: str = ""
     peers: list[_Peer] = field(default_factory=list)
@@ -96,12 +97,12 @@ class _Watch:
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
 
     def finish(self) -> None:
-        """Say that this process is done, and wait for the others."""
+        """Tell the peers that this process has finished, and wait for them."""
         self.leave("")
         self.finished.wait()
 
     def fail(self, error: BaseException) -> None:
-        """Say that this process ends by an error, unless that comes from the loss of another."""
+        """Tell the peers that this process ends by an error, unless that comes from the loss of another."""
         time.sleep(SETTLE)
         if self.loss and not isinstance(error, UserError | RunError | SystemExit):
             time.sleep(UNWIND)  # the thread ends the process
@@ -115,6 +116,7 @@ class _Watch:
         timer.start()
 
     def leave(self, reason: str) -> None:
+        """Tell the peers that this process ends; "" = it has finished."""
         for peer in list(self.peers):
             peer.send({"ended": reason[:200]})
         self.count()
@@ -192,7 +194,7 @@ class _Watch:
             self.count()
 
     def lose(self, process: int, host: str, reason: str) -> None:
-        """End this process for want of another, which may have said why: then this one may end by itself."""
+        """End this process for want of another; after a while, if that one has announced its end."""
         what = f"has ended ({reason})" if reason else "is lost: killed, or its machine is gone"
         self.loss = (
             f"error: process {process} on {host} {what}. Process {jax.process_index()} cannot go on without "
@@ -209,7 +211,7 @@ class _Watch:
 
 
 class _First(_Watch):
-    """Process 0: everybody's peer, which tells the others whom it has lost."""
+    """Process 0: the peer of all others, which it tells of a lost process."""
 
     def __init__(self):
         super().__init__(token=secrets.token_hex(16))
@@ -223,6 +225,7 @@ class _First(_Watch):
         threading.Thread(target=self.read, name="watch", daemon=True).start()
 
     def lose(self, process: int, host: str, reason: str) -> None:
+        """Tell the others before this process ends, too."""
         if not self.failed:
             for peer in list(self.peers):
                 peer.send({"lost": [process, host, reason]})

@@ -12,7 +12,7 @@ from jaxrl_llm.report import jsonl
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#767676"  # told apart by colour-blind people
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#767676"  # distinct for colour-blind people
 HELD_OUT = ("eval/pass@1", "eval/accuracy")  # of generated answers; of preference pairs
 
 

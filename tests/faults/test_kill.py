@@ -89,10 +89,10 @@ sys.exit(train.main())
 KILLS = [
     ("jaxrl_llm.checkpoint.state:write_manifest", 1),  # no checkpoint is whole yet: a fresh start
     ("jaxrl_llm.checkpoint.state:Checkpointer.save", 3),  # after the line of step 3, before its checkpoint
-    ("jaxrl_llm.rollout.native:NativeEngine.generate", 2),  # while step 4 rolls out
+    ("jaxrl_llm.rollout.native.engine:NativeEngine.start", 2),  # while step 4 rolls out
     ("jaxrl_llm.checkpoint.folder:retire", 2),  # while old checkpoints are deleted
-    ("jaxrl_llm.learner:Learner.update", 1),
-    ("jaxrl_llm.checkpoint.hf:save", 1),  # trained, not exported
+    ("jaxrl_llm.learn.learner:Learner.update", 1),
+    ("jaxrl_llm.hf.export:save_model", 1),  # trained, not exported
 ]
 
 
@@ -107,7 +107,7 @@ def train(folder: Path, *more: str) -> End:
     return run("-m", "jaxrl_llm.train", *command(folder, *more))
 
 
-def train_with_signal(folder: Path, place: str, count: int, number: signal.LossInputs) -> End:
+def train_with_signal(folder: Path, place: str, count: int, number: signal.Signals) -> End:
     return run("-c", SIGNALLER, place, str(count), str(int(number)), *command(folder))
 
 
@@ -158,7 +158,7 @@ def test_stopped_by_budget_killed_stopped_by_signal(tmp_path, whole):
     place, count = KILLS[0]
     assert train_with_signal(tmp_path, place, count, signal.SIGKILL).code == -signal.SIGKILL
 
-    end = train_with_signal(tmp_path, "jaxrl_llm.learner:Learner.update", 4, signal.SIGTERM)
+    end = train_with_signal(tmp_path, "jaxrl_llm.learn.learner:Learner.update", 4, signal.SIGTERM)
     assert end.code == EXIT_STOPPED, end.stderr
     assert "resuming with max_runtime: was 0.001, now 0.0" in end.stderr
     assert "SIGTERM: saving after this step, then stopping" in end.stderr
@@ -182,3 +182,26 @@ def test_killed_at_many_moments(tmp_path, whole):
         end = train(tmp_path)
         assert end.code == 0, end.stderr
         assert_same_run(tmp_path, whole)
+
+
+SAVING = "saving after this step, then stopping"
+SIGNALS = [  # place, call, signal, exit code, announcement
+    ("jaxrl_llm.build.run:load_model_config", 1, signal.SIGINT, 130, "stopping"),
+    ("jaxrl_llm.experience.evaluate:Answers.__call__", 1, signal.SIGINT, 75, SAVING),
+    ("jaxrl_llm.checkpoint.state:Checkpointer.save", 2, signal.SIGTERM, 75, SAVING),
+    ("jaxrl_llm.checkpoint.state:Checkpointer.restore", 1, signal.SIGTERM, 143, "stopping"),
+    ("jaxrl_llm.experience.evaluate:Answers.__call__", 1, signal.SIGTERM, 75, SAVING),
+    ("jaxrl_llm.hf.export:save_model", 1, signal.SIGINT, 0, "exporting the model, then done"),
+]
+
+
+@pytest.mark.slow
+def test_signals_at_many_moments(tmp_path, whole):
+    """Start-up, evaluation, save, restore, the last step and export: each ends as host/stop.py says."""
+    for place, count, number, code, announcement in SIGNALS:
+        end = train_with_signal(tmp_path, place, count, number)
+        assert end.code == code, f"{place}: {end.stdout}{end.stderr}"
+        assert end.stderr.count(f"{number.name}: {announcement}") == 1, place
+        assert "Traceback" not in end.stderr
+    assert train(tmp_path).code == 0
+    assert_same_run(tmp_path, whole)
