@@ -1,6 +1,7 @@
 """Files of model folders that are damaged or made up: each is refused with its name, whatever is in it."""
 
 import copy
+import dataclasses
 import json
 import random
 import struct
@@ -10,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm import __main__ as cli
+from jaxrl_llm.checkpoint.state import CheckpointConfig, Checkpointer
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.hf.config import read_config
@@ -324,6 +327,25 @@ def test_an_export_is_refused_where_its_type_is_too_small(tmp_path):
     save_model(params, config, tmp_path / "out", dtype="bfloat16")
     embed = load_params(tmp_path / "out", config).embed[...]
     assert embed[3, 0] == jnp.bfloat16(70_000.0)
+
+
+def test_the_export_command_refuses_a_checkpoint_that_is_not_finite(tmp_path, monkeypatch, capsys):
+    """Such as an older version of the program may have saved."""
+    config = read_config(BASE)
+    folder = save_model(init(config, jax.random.key(0)), config, tmp_path / "out", dtype="float32")
+    before = (folder / "model.safetensors").read_bytes()
+    monkeypatch.setattr(Checkpointer, "_refuse_non_finite", lambda *args: None)
+    saver = Checkpointer(CheckpointConfig(async_save=False), tmp_path / "run")
+    meta = {"config": {}, "model": dataclasses.asdict(config)}
+    assert saver.save(1, {"params": with_a(np.nan, config)}, meta, {})
+    saver.close()
+    (tmp_path / "run/config.json").write_text('{"config": {"model": {"path": "", "tokenizer": "tiny"}}}')
+    argv = ["export", "--checkpoint", str(tmp_path / "run"), "--out", str(folder)]
+    assert cli.main(argv) == 1
+    assert capsys.readouterr().err.startswith(
+        "error: not exported: 1 of 14 tensors of model.safetensors hold"
+    )
+    assert (folder / "model.safetensors").read_bytes() == before
 
 
 # --- vocabularies
