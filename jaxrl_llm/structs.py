@@ -36,7 +36,7 @@ class Episode:
     tool_calls: int = 0
     tool_errors: int = 0  # calls that could not be read or that failed, cut-off ones among them
     timeouts: int = 0  # calls that were cut off
-    messages: tuple[dict[str, Any], ...] = ()  # the policy's turns that it has seen, and its answers
+    messages: tuple[dict[str, Any], ...] = ()  # of the turns that it has answered, its own included
 
 
 @dataclass
@@ -67,15 +67,15 @@ class Trajectory:
     @property
     def messages(self) -> list[dict[str, Any]]:
         """The response as chat messages: one turn of the assistant, or the turns of a conversation."""
-        told = list(self.episode.messages) if self.episode else []
-        if not told:
+        messages = list(self.episode.messages) if self.episode else []
+        if not messages:
             return [{"role": "assistant", "content": self.text}]
         turns = int((np.diff(self.mask, prepend=0) > 0).sum())
-        if turns > sum(message["role"] == "assistant" for message in told):  # the last one was cut off
-            told.append({"role": "assistant", "content": self.answer or ""})
-        while told[-1]["role"] != "assistant":  # an answer for which there were no tokens left
-            told.pop()
-        return told
+        if turns > sum(message["role"] == "assistant" for message in messages):  # the last one was cut off
+            messages.append({"role": "assistant", "content": self.answer or ""})
+        while messages[-1]["role"] != "assistant":  # an observation for which there were no tokens left
+            messages.pop()
+        return messages
 
 
 def pytree(cls):

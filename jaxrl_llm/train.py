@@ -165,11 +165,7 @@ def finish(parts: Parts, checkpoints: Checkpointer, log: RunLog, ended: Ended) -
         try:
             params, dtype = parts.exported(ended.state.params), parts.config.model.dtype
             save_model(params, params.config, run_dir / "hf", parts.tokenizer, dtype=dtype)
-        except (
-            OSError,
-            UserError,
-            RunError,
-        ) as error:  # the checkpoint, or the message about it, matters more
+        except (OSError, UserError, RunError) as error:  # the checkpoint, or its message, matters more
             lost.append(f"The model is not exported: {error}")
     stopped = ended.reason or ("a failed save" if lost else "")
     log.finish(stopped=stopped, next_command="" if stopped else next_command(run_dir, parts.config))

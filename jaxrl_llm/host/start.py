@@ -23,9 +23,7 @@ JOIN_TIMEOUT = 300.0  # seconds in which all processes must have started
 class Cluster(NamedTuple):
     """The processes that this one belongs to."""
 
-    method: (
-        str  # how they were found: jax's name of it ("gcetpu", "slurm", ...), or "JAX_COORDINATOR_ADDRESS"
-    )
+    method: str  # "gcetpu", "slurm", ...: jax's name of it; or "JAX_COORDINATOR_ADDRESS"
     num_processes: int
     process_id: int
     address: str = ""  # "host:port" of process 0; "" = jax asks the cluster

@@ -30,7 +30,7 @@ from jaxrl_llm.errors import RunError, UserError, exit_code
 from jaxrl_llm.host.signals import Interrupted
 
 KEEP_ALIVE = (10, 5, 3)  # seconds until the first packet, seconds between packets, packets: lost after 25 s
-CONNECT_TIMEOUT = 20.0  # seconds
+CONNECT_TIMEOUT = 60.0  # seconds
 SETTLE = 2.0  # seconds in which an error may turn out to be the loss of another process
 GRACE = 5.0  # seconds in which a process may end by itself after another has
 UNWIND = 20.0  # seconds after which a process that ends by an error is ended
@@ -88,6 +88,7 @@ class _Peer:
 class _Watch:
     """The part that process 0 and the others share: a thread that reads from `peers`."""
 
+    index: int = field(default_factory=jax.process_index)
     token: str = ""
     peers: list[_Peer] = field(default_factory=list)
     failed: bool = False  # this process ends by an error
@@ -125,27 +126,31 @@ class _Watch:
         """Exit without jax's shutdown, which would wait for all others."""
         sys.stdout.flush()
         sys.stderr.flush()
-        if jax.process_index() == 0:
+        if self.index == 0:
             self.alone.wait(GRACE + SETTLE)
         os._exit(code)
 
     def count(self) -> None:
         """Set the events that are true by now."""
-        if all(peer.ended for peer in self.peers if peer.process >= 0):
+        if not self.loss and all(peer.ended for peer in self.peers if peer.process >= 0):
             self.finished.set()
         if not self.peers:
             self.alone.set()
 
-    def connected(self, connection: socket.socket) -> None:
-        """Introduce this process on a new connection, and read from it from now on."""
+    def connected(self, connection: socket.socket) -> _Peer:
+        """Read from a new connection from now on."""
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in zip(("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT"), KEEP_ALIVE, strict=True):
             if hasattr(socket, name):  # not on every system
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         peer = _Peer(connection)
-        peer.send({"token": self.token, "process": jax.process_index(), "host": socket.gethostname()})
         self.peers.append(peer)
         self.selector.register(connection, selectors.EVENT_READ, peer)
+        return peer
+
+    def introduce(self, peer: _Peer) -> None:
+        """Tell a peer which process this is; the token, known to the run alone, proves it."""
+        peer.send({"token": self.token, "process": self.index, "host": socket.gethostname()})
 
     def read(self, seconds: float | None = None) -> None:
         """Act on what peers send, for so long; None = for ever."""
@@ -153,7 +158,8 @@ class _Watch:
         while end is None or (self.peers and time.monotonic() < end):
             for key, _ in self.selector.select(None if end is None else 0.1):
                 if key.data is None:
-                    self.connected(key.fileobj.accept()[0])
+                    with contextlib.suppress(OSError):  # it has gone again
+                        self.connected(key.fileobj.accept()[0])
                 elif not self._receive(key.data):
                     self._closed(key.data)
 
@@ -185,6 +191,8 @@ class _Watch:
             if message["token"] != self.token:
                 raise ValueError("not a process of this run")
             peer.process, peer.host = int(message["process"]), str(message["host"])
+            if self.index == 0:
+                self.introduce(peer)
         elif "lost" in message:
             self.lose(*message["lost"])
         elif "ended" in message:
@@ -197,7 +205,7 @@ class _Watch:
         """End this process for want of another; after a while, if that one has announced its end."""
         what = f"has ended ({reason})" if reason else "is lost: killed, or its machine is gone"
         self.loss = (
-            f"error: process {process} on {host} {what}. Process {jax.process_index()} cannot go on without "
+            f"error: process {process} on {host} {what}. Process {self.index} cannot go on without "
             "it and ends; its checkpoints stand: start all processes again with the same command."
         )
         if reason:
@@ -205,7 +213,7 @@ class _Watch:
         if self.failed:
             return
         print(self.loss, file=sys.stderr, flush=True)
-        if jax.process_index() == 0:  # the last: the others abort when the coordinator goes
+        if self.index == 0:  # the last: the others abort when the coordinator goes
             self.read(GRACE + SETTLE)
         os._exit(1)
 
@@ -239,18 +247,18 @@ class _Other(_Watch):
     def __init__(self):
         super().__init__()
         state = distributed.global_state
-        place = json.loads(state.client.blocking_key_value_get(KEY, round(CONNECT_TIMEOUT * 1000)))
-        self.token = place["token"]
         host = state.coordinator_address.rpartition(":")[0].strip("[]")
         try:
+            place = json.loads(state.client.blocking_key_value_get(KEY, round(CONNECT_TIMEOUT * 1000)))
             connection = socket.create_connection((host, place["port"]), CONNECT_TIMEOUT)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             print(
-                f"process {jax.process_index()} cannot connect to {host}:{place['port']} ({error}): it will "
+                f"process {self.index} cannot connect to process 0 on {host} ({error}): it will "
                 "notice the loss of another process after 100 seconds, and abort",
                 file=sys.stderr,
             )
             return
         connection.settimeout(None)
-        self.connected(connection)
+        self.token = place["token"]
+        self.introduce(self.connected(connection))
         threading.Thread(target=self.read, name="watch", daemon=True).start()

@@ -9,13 +9,14 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.host.processes import on_first
 
 FIRST = """
-import sys
+import json, socket, sys, time
 import jax
+from jax._src import distributed
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.host.command import run_command
 from jaxrl_llm.host.processes import agree, on_first, share
 from jaxrl_llm.host.start import start_host
-from jaxrl_llm.host.watch import watched_processes
+from jaxrl_llm.host.watch import KEY, watched_processes
 
 class Odd(Exception):
     def __init__(self, a, b):
@@ -38,9 +39,20 @@ def command(argv):
             except Exception as raised:
                 print(type(raised).__name__, raised)
         print(len(calls), flush=True)
-        if sys.argv[1] == "raise" and jax.process_index() == int(sys.argv[2]):
+        if sys.argv[1] == "finish" and jax.process_index() == 1:
+            place = json.loads(distributed.global_state.client.blocking_key_value_get(KEY, 1000))
+            strangers = [socket.create_connection(("localhost", place["port"])) for _ in range(3)]
+            strangers[0].sendall(b'{"token": "guess", "process": 0, "host": "x"}\\n{"lost": [1, "x", ""]}\\n')
+            strangers[1].sendall(b"x" * 10_000)
+            for stranger in strangers[:2]:
+                try:
+                    print(stranger.recv(100))
+                except ConnectionResetError:
+                    print(b"")
+        if sys.argv[1] in ("raise", "raise late") and jax.process_index() == int(sys.argv[2]):
+            time.sleep(1.0)
             raise UserError("mine alone")
-        while sys.argv[1] != "finish":
+        while sys.argv[1] in ("kill", "raise"):
             agree(0)  # collectives, until one is lost
 
 calls = []
@@ -80,9 +92,12 @@ def test_process_0_works_for_all_and_a_lost_process_is_named(victim):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_an_error_of_one_process_ends_the_other(victim):
-    running = start_processes(FIRST, 2, ["raise", str(victim)], devices=1, initialize=False)
+@pytest.mark.parametrize(
+    ("when", "victim"), [("raise", 0), ("raise", 1), ("raise late", 0), ("raise late", 1)]
+)
+def test_an_error_of_one_process_ends_the_other(when, victim):
+    """Late: when the other has finished and waits."""
+    running = start_processes(FIRST, 2, [when, str(victim)], devices=1, initialize=False)
     ends = [process.end(60) for process in running]
     assert (ends[victim].code, ends[victim].stderr.splitlines()[-1]) == (2, "error: mine alone")
     other = ends[1 - victim]
@@ -91,6 +106,8 @@ def test_an_error_of_one_process_ends_the_other(victim):
     assert "Traceback" not in other.stderr
 
 
-def test_processes_that_finish_end_together():
+def test_processes_that_finish_end_together_whoever_else_connects():
     running = start_processes(FIRST, 2, ["finish"], devices=1, initialize=False)
-    assert [process.end(60)[::2] for process in running] == [(0, ""), (0, "")]
+    ends = [process.end(60) for process in running]
+    assert [(end.code, end.stderr) for end in ends] == [(0, ""), (0, "")]
+    assert ends[1].stdout.splitlines()[-2:] == ["b''", "b''"]  # closed, and told nothing
