@@ -80,8 +80,8 @@ find = PathFinder.find_spec  # as if it were not installed
 PathFinder.find_spec = lambda name, *args: None if name == "torch" else find(name, *args)
 if sys.argv[1:]:
     runpy.run_module("jaxrl_llm.train", run_name="__main__", alter_sys=True)
-from jaxrl_llm import runtime
-runtime.start()
+from jaxrl_llm.host.start import start_host
+start_host()
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 print(len(make_tokenizer()))
 """
