@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -18,6 +19,8 @@ from distributed import End, Running
 from jaxrl_llm.checkpoint.manifest import read_metrics
 from jaxrl_llm.checkpoint.params import restore_params
 from jaxrl_llm.host.stop import EXIT_STOPPED
+from jaxrl_llm.learn.learner import Learner
+from jaxrl_llm.train import main
 
 RECIPE = '''
 """A few steps of everything."""
@@ -123,13 +126,13 @@ def lines(path: Path) -> list[dict]:
     return [{key: value for key, value in row.items() if not timed.search(key)} for row in rows]
 
 
-def assert_same_run(folder: Path, whole: Path) -> None:
+def assert_same_run(folder: Path, whole: Path, steps: Sequence[int] = STEPS) -> None:
     """Same metrics and samples line by line, same weights and export bit by bit."""
     run, expected = folder / "run", whole / "run"
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert lines(run / name) == lines(expected / name)
     (step, weights, _), (last, others, _) = restore_params(run), restore_params(expected)
-    assert step == last == STEPS[-1]
+    assert step == last == steps[-1]
     for mine, theirs in zip(jax.tree.leaves(weights), jax.tree.leaves(others), strict=True):
         assert np.asarray(mine).tobytes() == np.asarray(theirs).tobytes()
     exported = sorted((expected / "hf").glob("*.safetensors"))
@@ -150,6 +153,7 @@ def whole(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_stopped_by_budget_killed_stopped_by_signal(tmp_path, whole):
     end = train(tmp_path, "--max_runtime", "0.001")
     assert end.code == EXIT_STOPPED, end.stderr
@@ -171,6 +175,33 @@ def test_stopped_by_budget_killed_stopped_by_signal(tmp_path, whole):
     end = train(tmp_path)
     assert end.code == 0, end.stderr
     assert_same_run(tmp_path, whole)
+
+
+def test_stopped_by_budget_and_by_a_signal_in_one_process(tmp_path, monkeypatch, capfd):
+    """As in processes of their own, which takes a minute: see the slow tests."""
+    more = ["--warm_start.steps", "0", "--steps", "3", "--eval.every", "0"]
+    run = lambda folder, *words: main(command(folder, *more, *words))
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir(), parts.mkdir()
+    assert run(whole) == 0
+    assert run(parts, "--max_runtime", "0.001") == EXIT_STOPPED
+    assert restore_params(parts / "run")[0] == 0
+    update, calls = Learner.update, []
+
+    def signalling(*args, **named):
+        calls.append(1)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return update(*args, **named)
+
+    capfd.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "update", signalling)
+        assert run(parts) == EXIT_STOPPED
+    assert "SIGTERM: saving after this step, then stopping; again = exit at once" in capfd.readouterr().err
+    assert restore_params(parts / "run")[0] == 2
+    assert run(parts) == 0
+    assert_same_run(parts, whole, steps=[1, 2, 3])
 
 
 @pytest.mark.slow
