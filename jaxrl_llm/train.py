@@ -7,12 +7,17 @@ when the same command is given again: everything random is a function of (seed, 
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before jax, whose import takes seconds
+    from jaxrl_llm.host.signals import install_handlers
+
+    install_handlers()
+
 import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,13 +26,16 @@ from jaxrl_llm.build.describe import next_command, start_lines
 from jaxrl_llm.build.run import Run, build
 from jaxrl_llm.checkpoint.state import Checkpointer
 from jaxrl_llm.config import TrainConfig
+from jaxrl_llm.data.chat import prompt_row
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.experience.rollouts import CURSOR, PARTIAL
-from jaxrl_llm.experience.score import prompt_text
 from jaxrl_llm.hf.export import save_model
-from jaxrl_llm.host.lock import hold
+from jaxrl_llm.host.command import run_command
+from jaxrl_llm.host.lock import run_dir_lock
+from jaxrl_llm.host.signals import deferred
 from jaxrl_llm.host.start import start_host
 from jaxrl_llm.host.stop import EXIT_STOPPED, Stop
+from jaxrl_llm.host.watch import watched_processes
 from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.learn.stage import Experience, Stage
 from jaxrl_llm.recipe.dump import describe_run, dump
@@ -54,17 +62,13 @@ class Ended(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: 0 done, 1 the run failed, 2 bad input, 75 stopped and saved (run it again)."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    try:
-        ended = execute(from_command_line(argv), argv)
-        return EXIT_STOPPED if ended.reason else 0
-    except UserError as error:
-        code, message = 2, error
-    except RunError as error:
-        code, message = 1, error
-    print(f"error: {message}", file=sys.stderr)
-    return code
+    """Return the exit code; `host.stop` lists them."""
+    return run_command(run_from_command_line, list(sys.argv[1:] if argv is None else argv))
+
+
+def run_from_command_line(argv: list[str]) -> int:
+    """Run the recipe of a command line; return the exit code of a run without errors."""
+    return EXIT_STOPPED if execute(from_command_line(argv), argv).reason else 0
 
 
 def execute(resolved: ResolvedRecipe, argv: Sequence[str] = (), reward: Callable | None = None) -> Ended:
@@ -77,21 +81,29 @@ def execute(resolved: ResolvedRecipe, argv: Sequence[str] = (), reward: Callable
     Raises:
         UserError: input that cannot work. RunError: a run that cannot go on.
     """
+    start_host()
+    with contextlib.ExitStack() as closing, watched_processes():  # left before anything is closed
+        return execute_together(resolved, argv, reward, closing)
+
+
+def execute_together(
+    resolved: ResolvedRecipe, argv: Sequence[str], reward: Callable | None, closing: contextlib.ExitStack
+) -> Ended:
+    """Run in every process; `closing` gets what must be closed at the end, which may need the others."""
     config, run_dir = resolved.config, Path(resolved.config.run_dir)
-    with contextlib.ExitStack() as closing:
-        start_host()
-        closing.enter_context(hold(run_dir))
-        run = build(config, closing, reward)
-        closing.enter_context(jax.set_mesh(run.mesh))
-        checkpoints = closing.enter_context(contextlib.closing(Checkpointer(config.checkpoint, run_dir)))
-        state, start = restore(run, checkpoints)
-        log = RunLog(run_dir, config.log, run.total, resume_step=start or -1)
-        closing.enter_context(contextlib.closing(log))
-        introduce(log, run, describe_run(config, resolved.recipe, list(argv)), start)
-        with contextlib.closing(Stop(config.max_runtime)) as stop:
-            ended = train(run, checkpoints, log, state, start, stop)
-        finish(run, checkpoints, log, ended)
-        return ended
+    closing.enter_context(run_dir_lock(run_dir))
+    run = build(config, closing, reward)
+    closing.enter_context(jax.set_mesh(run.mesh))
+    checkpoints = closing.enter_context(contextlib.closing(Checkpointer(config.checkpoint, run_dir)))
+    state, start = restore(run, checkpoints)
+    log = RunLog(run_dir, config.log, run.total, resume_step=start or -1)
+    closing.enter_context(contextlib.closing(log))
+    introduce(log, run, describe_run(config, resolved.recipe, list(argv)), start)
+    with Stop(config.max_runtime) as stop:
+        ended = train(run, checkpoints, log, state, start, stop)
+        with deferred("exporting the model, then done"):
+            finish(run, checkpoints, log, ended)
+    return ended
 
 
 def train(
@@ -109,7 +121,7 @@ def train(
         files = {name: checkpoints.file(start, name) or b"" for name in (CURSOR, PARTIAL)}
         source.resume(files, start - run.stages[-1].start, state.params, int(state.version))
     for step in range(start, run.total):
-        if reason := outage.reason or stop.requested(step, checkpoints.longest_save) or "":
+        if reason := outage.reason or stop.requested(step, checkpoints.longest_save):
             break
         stage = run.stage(step)
         if step == stage.start and stage is not run.stages[0]:
@@ -131,9 +143,7 @@ def train(
         if eval_due(run, done):
             with outage:
                 metrics |= evaluate(run, state, reference, done, log)
-        log.samples(
-            done, sample_rows(experience.trajectories, [prompt_text(p.example) for p in experience.prompts])
-        )
+        log.samples(done, samples_of(experience, config))
         log.step(done, metrics, experience.tokens, stage.name)  # before the checkpoint that vouches for it
         if checkpoint_due(config, done, run.total):
             with log.phase("checkpoint"):
@@ -141,7 +151,7 @@ def train(
 
     if outage.error and done == start:
         raise outage.error  # before the first step: a wrong setting rather than an outage
-    if reason := outage.reason or reason:
+    if reason := outage.reason or reason or stop.signalled():
         checkpoints.save(done, state, meta, finite(metrics), source.snapshot())
     checkpoints.wait()
     return Ended(state, done, reason)
@@ -183,6 +193,15 @@ def introduce(log: RunLog, run: Run, description: dict, start: int) -> None:
     log.config(description)
     for line in start_lines(run, start):
         log.message(line)
+    if start == run.total:
+        log.nothing_to_do()
+
+
+def samples_of(experience: Experience, config: TrainConfig) -> list[dict[str, Any]]:
+    """Return the rows of samples.jsonl."""
+    shown = experience.trajectories[: config.log.samples]
+    examples = [experience.prompts[t.prompt_index].example for t in shown]
+    return sample_rows(shown, [prompt_row(example, config.data.chat) for example in examples])
 
 
 def eval_due(run: Run, done: int) -> bool:

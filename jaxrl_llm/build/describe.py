@@ -33,7 +33,7 @@ def start_lines(run: Run, start: int) -> Iterator[str]:
     for name, loader in run.loaders.items():
         counts = ", ".join(f"{what} {count:,}" for what, count in loader.stats().items())
         yield f"data for {name}: {counts}"
-    if start:
+    if 0 < start < run.total:
         yield f"continuing {config.run_dir} after step {start}"
 
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
 from jaxrl_llm.build.engines import make_engine
-from jaxrl_llm.build.models import load_model_config, make_stages, with_heads
+from jaxrl_llm.build.models import check_vocabularies, load_model_config, make_stages, with_heads
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.rows import Example
@@ -26,9 +26,9 @@ from jaxrl_llm.experience.evaluate import HeldOutAccuracy, HeldOutLoss
 from jaxrl_llm.experience.reward_models import load_reward_model
 from jaxrl_llm.experience.rollouts import RolloutSource
 from jaxrl_llm.experience.score import Scorer, reward_sample
+from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.load import load_params
-from jaxrl_llm.hf.names import read_config
-from jaxrl_llm.hf.tokenizer import end_ids
+from jaxrl_llm.hf.tokenizer import generation_end_ids
 from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.learn.stage import Stage
@@ -109,6 +109,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     """
     mesh = make_mesh(config.mesh)
     model, tokenizer, folder = load_model_config(config.model)
+    check_vocabularies(config, tokenizer)
     check_model(config, mesh.shape, model.max_position, model.num_heads)
     model = with_heads(model, config.algo)
     env = make_conversations(config.env, tokenizer, config.data.chat)
@@ -121,7 +122,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
         rewards = open_rewards(config, rows, reward, closing)
     stages = make_stages(config, model, mesh)
     if generates:
-        ends = end_ids(folder) if folder else ()
+        ends = generation_end_ids(folder) if folder else ()
         held = resident_bytes(config, stages[-1])
         engine = make_engine(config, model, mesh, tokenizer, ends, closing, folder, held)
     if stages[0] is not stages[-1]:
@@ -129,7 +130,8 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
         stages[0].source = DatasetSource(loaders["warm_start"], examples, stages[0].policy.algo)
     if rolls_out:
         scored_by = [
-            load_reward_model(c, stages[-1].policy.config, mesh, tokenizer) for c in config.reward.models
+            load_reward_model(c, stages[-1].policy.config, mesh, tokenizer, config.data.chat)
+            for c in config.reward.models
         ]
         scorer = Scorer(rewards, scored_by)
         stages[-1].source = make_rollout_source(config, loaders["train"], engine, scorer, env)

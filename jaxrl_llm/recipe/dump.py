@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_llm.algos.contract import AlgorithmName
+from jaxrl_llm.checkpoint.resume import MASKED
 from jaxrl_llm.config import TrainConfig
 
 PACKAGES = (
@@ -30,7 +31,6 @@ SECRET_NAME = re.compile(
 )
 URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # user:password, or a token alone
 MIN_SECRET = 8  # characters; what is shorter may be an ordinary word
-MASKED = "***"
 
 
 def dump(config: TrainConfig) -> dict[str, Any]:

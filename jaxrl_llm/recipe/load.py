@@ -84,9 +84,11 @@ def with_settings(recipe: TrainConfig | str, settings: Mapping[str, Any]) -> Res
     if not isinstance(config, TrainConfig):
         raise ConfigError(f"a recipe is a name, a path or a TrainConfig, not {config!r:.100}")
     algo = settings.get("algo")
-    config, notes = (
-        with_algo(config, algo) if isinstance(algo, str | None) else (replace(config, algo=algo), [])
-    )
+    notes: list[str] = []
+    if isinstance(algo, str | None):
+        config, notes = with_algo(config, algo)
+    else:
+        config = dataclasses.replace(config, algo=algo)
     pairs = [(key, as_words(value)) for key, value in settings.items() if key != "algo"]
     config, more = apply_overrides(config, pairs)
     check_config(config)

@@ -10,8 +10,8 @@ from jaxrl_llm.build.run import load_model_config
 from jaxrl_llm.checkpoint.params import restore_params
 from jaxrl_llm.config import ModelConfig
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.hf.config import read_json
 from jaxrl_llm.hf.export import save_model
+from jaxrl_llm.hf.json_file import read_json
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.ranges import CountOrZero
 from jaxrl_llm.tools.arguments import parse_arguments

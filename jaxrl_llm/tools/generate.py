@@ -19,10 +19,10 @@ from jaxrl_llm.data.config import ChatConfig, SourceConfig
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.sources import open_source
 from jaxrl_llm.errors import ConfigError, UserError
+from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.folder import resolve
 from jaxrl_llm.hf.load import load_params
-from jaxrl_llm.hf.names import read_config
-from jaxrl_llm.hf.tokenizer import end_ids, load_tokenizer
+from jaxrl_llm.hf.tokenizer import generation_end_ids, load_tokenizer
 from jaxrl_llm.ranges import LARGEST, Count, Range, problems
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
@@ -107,7 +107,7 @@ def generate_all(
     ]
     dtype = pick_dtype(config.dtype)
     rollout = RolloutConfig(slots=config.slots, dtype=dtype)
-    engine = NativeEngine(rollout, architecture, mesh, tokenizer, end_ids(folder))
+    engine = NativeEngine(rollout, architecture, mesh, tokenizer, generation_end_ids(folder))
     engine.publish(load_sharded(folder, architecture, mesh, ROLLOUT, dtype), version=0)
     window = max(1, 8 * config.slots // config.n)  # prompts between two results
     for start in range(0, len(requests), window):

@@ -16,8 +16,8 @@ from jaxrl_llm.data.config import ChatConfig, SourceConfig
 from jaxrl_llm.data.files import open_rows
 from jaxrl_llm.data.preference import read_example
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.folder import resolve
-from jaxrl_llm.hf.names import read_config
 from jaxrl_llm.hf.tokenizer import load_tokenizer
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.scorer import make_scorer

@@ -14,6 +14,7 @@ import pytest
 from matplotlib.image import imread
 
 from jaxrl_llm.config import ModelConfig, TrainConfig
+from jaxrl_llm.ranges import problems
 from jaxrl_llm.recipe.dump import describe_run
 from jaxrl_llm.report import curve, jsonl, log, loggers, progress
 from jaxrl_llm.report.log import LogConfig, RunLog, plain, sample_rows
@@ -175,10 +176,12 @@ def test_samples_keep_the_first_few_of_each_step(tmp_path):
         reward=float("nan"),
         outcome=Outcome.FAILED,
     )
-    rows = sample_rows([trajectory], ["one?", "two plus two?"])
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "two plus two?"}]
+    rows = sample_rows([trajectory], [{"prompt": "two plus two?", "messages": chat}])
     assert rows == [
         {
             "prompt": "two plus two?",
+            "messages": chat,
             "response": "four",
             "reward": None,
             "outcome": "failed",
@@ -190,6 +193,13 @@ def test_samples_keep_the_first_few_of_each_step(tmp_path):
     log.samples(1, rows * 3)
     log.samples(2, rows)
     assert [row["step"] for row in lines(tmp_path / "samples.jsonl")] == [1, 1, 2]
+
+
+def test_ranges_of_the_settings():
+    assert list(problems(LogConfig())) == list(problems(LogConfig(samples=0))) == []
+    assert list(problems(LogConfig(samples=-1))) == [
+        ("samples", "is -1: it must be at least 0 and at most 2,147,483,647.")
+    ]
 
 
 # -- loggers that fail
@@ -316,6 +326,18 @@ def test_no_secret_is_in_any_file_of_the_run(tmp_path, monkeypatch):
         json.loads((tmp_path / "config.json").read_text())["config"]["model"]["path"]
         == "https://***@host/model"
     )
+
+
+def test_values_that_happen_to_stand_in_a_variable_are_no_secrets(tmp_path, monkeypatch):
+    """TOKEN=1234 says nothing of a folder named run1234."""
+    monkeypatch.setenv("TOKEN", "1234")
+    monkeypatch.setenv("MY_SECRET", "tokenizer")
+    monkeypatch.setenv("API_KEY", "sk-0123456789abcdef")
+    config = TrainConfig(run_dir="runs/run1234", model=ModelConfig(path="tiny/tokenizer"))
+    described = describe_run(config, "r.py", ["--model.path", "x/sk-0123456789abcdef/y", "--steps", "1234"])
+    assert described["command"] == ["--model.path", "x/***/y", "--steps", "1234"]
+    assert described["config"]["run_dir"] == "runs/run1234"
+    assert described["config"]["model"]["path"] == "tiny/tokenizer"
 
 
 # -- progress
