@@ -4,8 +4,8 @@
 
 grpo_tiny.py with 200 warm-up steps and 12 GRPO steps on two SGLang servers on a CPU, three seeds:
 synchronous; with --rollout.max_staleness 1 (old log-probs are the rollout's); the same with
---algo.old policy, which takes responses of older weights for on-policy. Prints held-out accuracy at 0, 6
-and 12 steps. About 4 minutes a run on two quiet cores.
+--algo.old policy, which takes responses of older weights for on-policy. Prints held-out accuracy at 0, 6 and 12 steps. About
+4 minutes a run on two quiet cores.
 """
 
 from __future__ import annotations
