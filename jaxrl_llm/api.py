@@ -15,9 +15,10 @@ from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.config import SourceConfig
 from jaxrl_llm.data.rows import Example, read_prompt_row
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.recipe.checks import check_fields
 from jaxrl_llm.recipe.load import with_settings
 from jaxrl_llm.report import jsonl
-from jaxrl_llm.tools.generate import GenerateConfig, check_settings, generate_all
+from jaxrl_llm.tools.generate import GenerateConfig, generate_all
 from jaxrl_llm.train import execute
 
 Rows = Iterable[Mapping[str, Any]]
@@ -119,7 +120,7 @@ def generate(
         config = GenerateConfig(**settings)
     except TypeError as error:
         raise UserError(f"generate: {str(error).replace('GenerateConfig.__init__() ', '')}") from None
-    check_settings(config)
+    check_fields(config)
     examples = [_as_example(prompt, i) for i, prompt in enumerate(prompts)]
     return [
         [Response(t.text, t.response_ids, t.logprobs, t.finish) for t in trajectories]

@@ -18,12 +18,12 @@ from jaxrl_llm.data.chat import encode_prompt, plain_text_warning
 from jaxrl_llm.data.config import ChatConfig, SourceConfig
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.sources import open_source
-from jaxrl_llm.errors import ConfigError, UserError
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.folder import resolve
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.tokenizer import generation_end_ids, load_tokenizer
-from jaxrl_llm.ranges import LARGEST, Count, Range, problems
+from jaxrl_llm.ranges import LARGEST, Count, Range
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
 from jaxrl_llm.rollout.native.engine import NativeEngine
@@ -163,12 +163,6 @@ def load_sharded(
     """Return the weights, each device reading only its shard."""
     say(f"loading {folder} as {dtype} on {mesh.size} {mesh.devices.flat[0].platform} device(s)")
     return load_params(folder, config, models.shardings(config, mesh, rules), jnp.dtype(dtype))
-
-
-def check_settings(config: Any) -> None:
-    """Raise ConfigError if a number of a command's arguments is out of range."""
-    if wrong := [f"--{name} {problem}" for name, problem in problems(config)]:
-        raise ConfigError("\n".join(wrong))
 
 
 def pick_dtype(dtype: Dtype) -> str:
