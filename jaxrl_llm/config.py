@@ -21,6 +21,7 @@ from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 from jaxrl_llm.rollout.engine import SamplingConfig
 from jaxrl_llm.sharding.mesh import MeshConfig
+from jaxrl_llm.sharding.rules import num_shards
 
 __all__ = [  # all that a recipe needs, besides its algorithm
     "ChatConfig",
@@ -227,12 +228,12 @@ def nearest_divisors(number: int, near: int) -> list[int]:
 def derived(config: TrainConfig, num_devices: int) -> dict[str, int]:
     """Return the sizes that follow from the config and the number of devices; printed at the start.
 
-    Rows are divided among data x fsdp; a micro-batch has no more of them than an update has trajectories.
+    Rows are sharded over the replicas; a micro-batch has no more of them than an update has trajectories.
     """
     sizes = config.mesh.resolved_sizes(num_devices)
-    replicas = sizes["data"] * sizes["fsdp"]
+    replicas = num_shards("batch", sizes)
     per_update = config.trajectories_per_step // config.minibatches_per_step
-    in_budget = max(config.tokens_per_device * sizes["sequence"] // config.row_tokens, 1)
+    in_budget = max(config.tokens_per_device * num_shards("sequence", sizes) // config.row_tokens, 1)
     rows = replicas * min(in_budget, math.ceil(per_update / replicas))
     return {
         "devices": num_devices,

@@ -13,7 +13,7 @@ from jaxrl_llm import algos
 from jaxrl_llm.algos.contract import ignores_staleness
 from jaxrl_llm.build.run import Run
 from jaxrl_llm.config import TrainConfig, derived
-from jaxrl_llm.models.kernels import describe
+from jaxrl_llm.models.kernels import describe_kernels
 
 
 def start_lines(run: Run, start: int) -> Iterator[str]:
@@ -26,7 +26,7 @@ def start_lines(run: Run, start: int) -> Iterator[str]:
     weights = sum(math.prod(w.shape) for w in jax.tree.leaves(policy.abstract_state().params))
     mesh = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
     yield f"{weights / 1e6:,.1f}M weights on {run.mesh.size} {jax.devices()[0].device_kind} device(s): {mesh}"
-    yield describe(policy.model, config.model.dtype, run.mesh, config.strict)
+    yield describe_kernels(policy.model, config.model.dtype, run.mesh, config.strict)
     yield ", ".join(f"{k} {v:,}" for k, v in derived(config, run.mesh.size).items())
     if line := staleness_line(config):
         yield line

@@ -33,6 +33,7 @@ from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models.kernels import check_kernels_setting
 from jaxrl_llm.recipe.checks import check_held_out, check_model
 from jaxrl_llm.rewards.load import choose_reward
 from jaxrl_llm.rewards.pool import RewardPool
@@ -107,6 +108,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     Raises:
         UserError: anything that cannot work, with the fix.
     """
+    check_kernels_setting()
     mesh = make_mesh(config.mesh)
     model, tokenizer, folder = load_model_config(config.model)
     check_vocabularies(config, tokenizer)

@@ -10,7 +10,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.config import TransformerConfig
 
 
-def describe(config: TransformerConfig, dtype: str, mesh: Mesh, strict: bool = False) -> str:
+def describe_kernels(config: TransformerConfig, dtype: str, mesh: Mesh, strict: bool = False) -> str:
     """Return one line that names the implementations of attention and log-probs on `mesh`, and why.
 
     Args:

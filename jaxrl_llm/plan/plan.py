@@ -10,7 +10,7 @@ import jax
 
 from jaxrl_llm.config import TrainConfig, derived
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.kernels import describe
+from jaxrl_llm.models.kernels import check_kernels_setting, describe_kernels
 from jaxrl_llm.plan.compiled import CompiledStats, compile_program
 from jaxrl_llm.plan.models import planned_model
 from jaxrl_llm.plan.phases import Phase, phases
@@ -112,6 +112,7 @@ def make_plan(
     Raises:
         UserError: the recipe cannot run on these devices, with the fix.
     """
+    check_kernels_setting()
     mesh = make_mesh(config.mesh, target.devices)
     step = phases(config, mesh)
     selected = [p for p in step if not only or any(word.strip() in p.name for word in only.split(","))]
@@ -131,7 +132,7 @@ def make_plan(
         costs,
         derived(config, mesh.size),
         {"jax": jax.__version__, "compiler": target.compiler},
-        describe(planned_model(config.model), config.model.dtype, mesh, config.strict),
+        describe_kernels(planned_model(config.model), config.model.dtype, mesh, config.strict),
         only,
     )
 

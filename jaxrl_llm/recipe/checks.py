@@ -32,6 +32,7 @@ from jaxrl_llm.rollout.checks import strict_problems
 from jaxrl_llm.rollout.sglang import auth, colocated
 from jaxrl_llm.rollout.sglang.health import read_addresses
 from jaxrl_llm.sharding.attention import heads_problem
+from jaxrl_llm.sharding.rules import num_shards
 from jaxrl_llm.user_file import expand_home
 
 GROUP_ADVANTAGES = {
@@ -153,12 +154,13 @@ def _divided(config: TrainConfig, sizes: Mapping[str, int]) -> Iterator[str]:
     Ring attention needs two chunks a device.
     """
     ring = config.mesh.sequence_parallel == "ring"
-    chunks = sizes["sequence"] * (2 if ring else 1)
-    if sizes["sequence"] > 1 and config.row_tokens % chunks:
+    shards = num_shards("sequence", sizes)
+    chunks = shards * (2 if ring else 1)
+    if shards > 1 and config.row_tokens % chunks:
         sequences = config.row_tokens // config.max_tokens
         more = -config.max_tokens % (chunks // math.gcd(sequences, chunks))
         yield (
-            f"--mesh.sequence {sizes['sequence']} does not divide a row of {config.row_tokens} tokens "
+            f"--mesh.sequence {shards} does not divide a row of {config.row_tokens} tokens "
             f"(max_prompt_tokens + max_response_tokens){' into two chunks a device' if ring else ''}. "
             f"Set --max_response_tokens {config.max_response_tokens + more}."
         )
@@ -214,9 +216,14 @@ def _shape(config: TrainConfig, sizes: Mapping[str, int], max_position: int, hea
             f"--max_prompt_tokens {config.max_prompt_tokens} + --max_response_tokens "
             f"{config.max_response_tokens} is more than the model's {max_position} positions. Set {fix}."
         )
-    parts = sizes["tensor"] * sizes["sequence"]
-    if config.mesh.sequence_parallel == "ulysses" and parts > sizes["tensor"] > 0 and heads % parts:
-        yield heads_problem(heads, parts)
+    tensor, sequence = num_shards("heads", sizes), num_shards("sequence", sizes)
+    if (
+        config.mesh.sequence_parallel == "ulysses"
+        and tensor > 0
+        and sequence > 1
+        and heads % (tensor * sequence)
+    ):
+        yield heads_problem(heads, tensor * sequence)
 
 
 def _rollout(config: TrainConfig) -> Iterator[str]:

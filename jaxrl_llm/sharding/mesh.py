@@ -41,7 +41,8 @@ class MeshConfig:
         remaining = [name for name, size in self.sizes.items() if size == -1]
         if len(remaining) > 1:
             others = ", ".join(f"mesh.{name}" for name in remaining[:-1])
-            yield remaining[-1], f"is -1, and so is {others}: one axis at most takes all remaining devices."
+            problem = f"is -1, and so is {others}: one axis at most may take all remaining devices."
+            yield remaining[-1], f"{problem} Set this one to 1."
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -74,8 +75,8 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None, flag:
     if math.prod(sizes.values()) != len(devices):
         spelled = " x ".join(f"{name}={size}" for name, size in config.sizes.items())
         raise UserError(
-            f"{flag}: {spelled} does not make {len(devices)} devices, and {len(devices)} "
-            f"{devices[0].platform} device(s) are visible. {_fix(config, len(devices), flag)}"
+            f"{flag}: {spelled} does not fit the {len(devices)} {devices[0].platform} device(s) that are "
+            f"visible. {_fix(config, len(devices), flag)}"
         )
     shape = tuple(sizes.values())
     return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))

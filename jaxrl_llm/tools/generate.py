@@ -23,6 +23,7 @@ from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.folder import resolve
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.tokenizer import generation_end_ids, load_tokenizer
+from jaxrl_llm.models.kernels import check_kernels_setting
 from jaxrl_llm.ranges import LARGEST, Count, Range
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
@@ -95,6 +96,7 @@ def generate_all(
     Raises:
         UserError: a model or prompt that cannot be used, with the fix.
     """
+    check_kernels_setting()
     mesh = make_mesh(config.mesh)
     folder = resolve(model)
     architecture = read_config(folder)

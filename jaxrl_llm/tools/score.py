@@ -20,6 +20,7 @@ from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.folder import resolve
 from jaxrl_llm.hf.tokenizer import load_tokenizer
 from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models.kernels import check_kernels_setting
 from jaxrl_llm.models.scorer import make_scorer
 from jaxrl_llm.ranges import Count, Range
 from jaxrl_llm.rollout.native.shapes import bucket
@@ -58,6 +59,7 @@ def main(argv: list[str]) -> int:
         UserError: a model, file, row or setting that cannot be used, with the fix.
     """
     args = parse_arguments(Args, argv, "score")
+    check_kernels_setting()
     mesh = make_mesh(args.mesh)
     check_writable(args.out)
     folder = resolve(args.model)

@@ -25,8 +25,8 @@ class Chip(NamedTuple):
 
 
 _DOCS = "https://docs.cloud.google.com/tpu/docs/"
-_SHARED = 232_448
-"""Opt-in shared memory of a thread block of compute capability 9.0 (228 KiB less 1 KiB of the system's)."""
+HOPPER_SHARED_MEMORY = 232_448
+"""Bytes of opt-in shared memory of a thread block (compute capability 9.0: 228 KiB less 1 KiB reserved)."""
 CHIPS = {
     "v4": Chip(
         "TPU v4", 30.75 * GIB, 275e12, 1200e9, 300e9, 16 * MIB, 1, 2, 3,
@@ -37,11 +37,11 @@ CHIPS = {
     "v6e": Chip("TPU v6e", 31.24 * GIB, 918e12, 1638e9, 400e9, 128 * MIB, 1, 1, 2, f"{_DOCS}v6e"),
     "tpu7x": Chip("TPU7x", 94.74 * GIB, 1153.5e12, 3690e9, 300e9, 64 * MIB, 2, 2, 3, f"{_DOCS}tpu7x"),
     "h100": Chip(
-        "NVIDIA H100 80GB HBM3", 84_942_979_072, 989.4e12, 3352.32e9, 450e9, _SHARED, 1, 1, 0,
+        "NVIDIA H100 80GB HBM3", 84_942_979_072, 989.4e12, 3352.32e9, 450e9, HOPPER_SHARED_MEMORY, 1, 1, 0,
         "NVIDIA H100 data sheet, Hopper tuning guide",
     ),
     "h200": Chip(
-        "NVIDIA H200", 150_109_880_320, 989.4e12, 4800e9, 450e9, _SHARED, 1, 1, 0,
+        "NVIDIA H200", 150_109_880_320, 989.4e12, 4800e9, 450e9, HOPPER_SHARED_MEMORY, 1, 1, 0,
         "NVIDIA H200 data sheet, Hopper tuning guide",
     ),
 }  # fmt: skip

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxrl_kernels.chips import CHIPS
+from jaxrl_kernels.chips import HOPPER_SHARED_MEMORY
 
 ROWS = 64
 """Rows of a wgmma, which one warpgroup issues."""
@@ -58,11 +58,9 @@ def add_product(acc: Any, a: Any, b: Any, transpose: bool = False) -> None:
 
 def read(acc: Any, in_flight: int = 0) -> jax.Array:
     """Return the accumulator once all products but the newest `in_flight` are done."""
-    return (
-        acc.value
-        if isinstance(acc, InterpretedAccumulator)
-        else plgpu.wgmma_accumulator_load(acc, wait_n=in_flight)
-    )
+    if isinstance(acc, InterpretedAccumulator):
+        return acc.value
+    return plgpu.wgmma_accumulator_load(acc, wait_n=in_flight)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,13 +127,12 @@ def stages_that_fit(kernel: str, length: int, fixed: int, per_row: int, max_stag
     Raises:
         ValueError: fewer than two fit; it names the lengths that do.
     """
-    shared = CHIPS["h100"].scratchpad
-    free = shared - RESERVED - fixed
+    free = HOPPER_SHARED_MEMORY - RESERVED - fixed
     if length not in BLOCK_LENGTHS or 2 * length * per_row > free:
         fitting = [n for n in BLOCK_LENGTHS if 2 * n * per_row <= free]
         raise ValueError(
             f"{kernel}: two blocks of {length} rows need {2 * length * per_row} bytes of shared memory, "
-            f"{max(free, 0)} are left of {shared}; lengths that fit: {fitting or 'none'}"
+            f"{max(free, 0)} are left of {HOPPER_SHARED_MEMORY}; lengths that fit: {fitting or 'none'}"
         )
     return min(max_stages, free // (length * per_row))
 

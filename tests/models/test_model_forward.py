@@ -11,7 +11,7 @@ from tiny_models import random_params
 from jaxrl_kernels import dispatch
 from jaxrl_llm import models
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.kernels import describe
+from jaxrl_llm.models.kernels import describe_kernels
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
 CONFIG = models.TransformerConfig(
@@ -146,11 +146,11 @@ def test_the_line_on_kernels_names_them_and_the_reason(kind, dtype, line, monkey
     platform = "cpu" if kind == "cpu" else "gpu"
     monkeypatch.setattr(dispatch, "device", lambda: (platform, kind))
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    assert describe(models.TransformerConfig(), dtype, mesh) == line
-    assert "--strict" in describe(models.TransformerConfig(), dtype, mesh, strict=True)
+    assert describe_kernels(models.TransformerConfig(), dtype, mesh) == line
+    assert "--strict" in describe_kernels(models.TransformerConfig(), dtype, mesh, strict=True)
 
 
 def test_a_bad_kernels_setting_is_the_users_error(monkeypatch):
     monkeypatch.setenv("JAXRL_KERNELS", "triton")
     with pytest.raises(UserError, match='JAXRL_KERNELS=triton: must be "auto" or "jax"'):
-        describe(models.TransformerConfig(), "float32", make_mesh(MeshConfig(), jax.devices()[:1]))
+        describe_kernels(models.TransformerConfig(), "float32", make_mesh(MeshConfig(), jax.devices()[:1]))

@@ -1,13 +1,17 @@
 """The mesh says what does not fit; the table refuses what it does not know."""
 
+import ast
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import jaxrl_llm.sharding
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.ranges import problems
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.mesh import AXES, MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, constrain, num_shards, partition_spec, sharding_for
 
 
@@ -24,7 +28,7 @@ WRONG = {
     r"Set --mesh.fsdp 2.$": MeshConfig(fsdp=4, tensor=4),
     r"Set --mesh.tensor 2.$": MeshConfig(tensor=3),
     r"divisors of 8 \(1, 2, 4, 8\) and one axis, such as --mesh.fsdp, to -1": MeshConfig(data=3, tensor=3),
-    r"^--mesh.fsdp is -1, and so is mesh.data: one axis at most": MeshConfig(data=-1),
+    r"^--mesh.fsdp is -1, and so is mesh.data: .* Set this one to 1.$": MeshConfig(data=-1),
     r"^--mesh.tensor is 0: it must be at least 1, or -1 for all remaining devices.$": MeshConfig(tensor=0),
     r"Set --mesh.sequence 8": MeshConfig(sequence=2**20),
 }
@@ -50,6 +54,22 @@ def test_shards_of_a_logical_axis_by_hand():
     assert shards == {"batch": 8, "sequence": 5, "heads": 3, "embed": 20, "norm": 1}
     mesh = make_mesh(MeshConfig(fsdp=2, tensor=4))
     assert num_shards("batch", mesh.shape) == 2 and num_shards("embed", mesh.shape, ROLLOUT) == 1
+
+
+def test_nothing_outside_sharding_names_a_mesh_axis():
+    """Neither as `sizes["fsdp"]` or `mesh.shape["fsdp"]` nor in a PartitionSpec."""
+    package = Path(jaxrl_llm.sharding.__path__[0]).parent
+    for file in sorted(package.rglob("*.py")):
+        named = []
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith(
+                ("sizes", "mesh", "shape")
+            ):
+                named.append(node.slice)
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("PartitionSpec", "jax.P")):
+                named += node.args
+        axes = {node.value for node in named if isinstance(node, ast.Constant)} & set(AXES)
+        assert not axes or file.parent.name == "sharding", f"{file} names {axes}: use sharding.rules"
 
 
 def test_specs_by_hand():
