@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
-from collections.abc import Callable
 
-from jaxrl_llm.errors import RunError, UserError
+from jaxrl_llm.host.command import run_command
+from jaxrl_llm.host.signals import handled_signals, install_handlers
 
 COMMANDS = {
     "train": ("jaxrl_llm.train", "Train a model by a recipe."),
@@ -29,22 +29,9 @@ def main(argv: list[str] | None = None) -> int:
         near = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0.0)[0]
         print(f"error: {command}: unknown command. Did you mean {near}?\n\n{usage()}", file=sys.stderr)
         return 2
-    runtime = importlib.import_module("jaxrl_llm.host.start")
-    runtime.quiet_transformers()
-    module = importlib.import_module(COMMANDS[command][0])
-    return run(module.main, rest)
-
-
-def run(command_main: Callable[[list[str]], int | None], argv: list[str]) -> int:
-    """Return the exit code of `command_main(argv)`; print a UserError (2) or RunError (1) as a message."""
-    try:
-        return command_main(argv) or 0
-    except UserError as error:
-        code, message = 2, error
-    except RunError as error:
-        code, message = 1, error
-    print(f"error: {message}", file=sys.stderr)
-    return code
+    with handled_signals():  # before jax, whose import takes seconds
+        importlib.import_module("jaxrl_llm.host.start").quiet_transformers()
+        return run_command(importlib.import_module(COMMANDS[command][0]).main, rest)
 
 
 def usage() -> str:
@@ -55,4 +42,5 @@ def usage() -> str:
 
 
 if __name__ == "__main__":
+    install_handlers()  # to the end of the interpreter
     sys.exit(main())

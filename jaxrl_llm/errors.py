@@ -1,7 +1,7 @@
 """The program's own errors: one family for mistakes in the input, one for runs that cannot go on.
 
-`train.main` prints a UserError (exit code 2) or a RunError (exit code 1) as one message. Every other
-exception is a defect and keeps its traceback. Imports nothing, so that reward workers start quickly.
+`host.command.run_command` prints a UserError (exit code 2) or a RunError (exit code 1) as one message. Every
+other exception is a defect and keeps its traceback. Imports nothing, so that reward workers start quickly.
 """
 
 from __future__ import annotations
@@ -41,3 +41,10 @@ class BusyError(ServerError):
 
 class InvalidReplyError(ServerError):
     """The server replied what cannot be true."""
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the exit code of a command that ends by `error`: 2 bad input, 1 a failed run or a defect."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return 2 if isinstance(error, UserError) else 1

@@ -37,7 +37,7 @@ class Range:
         return above and below
 
     def __str__(self) -> str:
-        """In words: "above 0 and at most 1"."""
+        """Return the range in words: "above 0 and at most 1"."""
         parts = []
         if self.low > -math.inf:
             parts.append(f"{'above' if self.open_low else 'at least'} {_number(self.low)}")
@@ -61,13 +61,13 @@ SecondsOrZero = Annotated[float, Range(0.0, 1e9)]
 
 def problems(config: Any) -> Iterator[tuple[str, str]]:
     """Yield (field, what is wrong with it) of one Config, nested Configs left out."""
-    found = False
+    in_range = True
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if problem := _out_of_range(value, field_ranges(type(config))[field.name]):
-            found = True
+            in_range = False
             yield field.name, problem
-    if not found and hasattr(config, "problems"):  # rules across fields compute with the values
+    if in_range and hasattr(config, "problems"):  # rules across fields compute with the values
         yield from config.problems()
 
 
@@ -83,7 +83,7 @@ def range_of(hint: Any) -> Range | None:
     for extra in getattr(hint, "__metadata__", ()):
         if isinstance(extra, Range):
             return extra
-    return next((found for arg in typing.get_args(hint) if (found := range_of(arg))), None)
+    return next((inner for arg in typing.get_args(hint) if (inner := range_of(arg))), None)
 
 
 def _out_of_range(value: Any, allowed: Range | None) -> str:

@@ -61,6 +61,7 @@ class Episode:
     tool_calls: int = 0
     tool_errors: int = 0  # calls that were invalid or failed, timed-out ones included
     timeouts: int = 0  # calls that timed out
+    messages: tuple[dict[str, Any], ...] = ()  # of the turns that got an observation, and the last
 
 
 @dataclass
@@ -88,6 +89,19 @@ class Trajectory:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The response as chat messages: one turn of the assistant, or the turns of a conversation."""
+        messages = list(self.episode.messages) if self.episode else []
+        if not messages:
+            return [{"role": "assistant", "content": self.text}]
+        turns = int((np.diff(self.mask, prepend=0) > 0).sum())
+        if turns > sum(message["role"] == "assistant" for message in messages):  # the last one was cut off
+            messages.append({"role": "assistant", "content": self.answer or ""})
+        while messages[-1]["role"] != "assistant":  # an observation for which there were no tokens left
+            messages.pop()
+        return messages
 
 
 def pytree(cls):

@@ -7,31 +7,39 @@ when the same command is given again: everything random is a function of (seed, 
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before jax, whose import takes seconds
+    from jaxrl_llm.host.signals import install_handlers
+
+    install_handlers()
+
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxrl_llm.build.describe import next_command, start_lines
+from jaxrl_llm.build.describe import next_command, prompts_to_try, start_lines
 from jaxrl_llm.build.run import Run, build
 from jaxrl_llm.checkpoint.state import Checkpointer
 from jaxrl_llm.config import TrainConfig
+from jaxrl_llm.data.chat import prompt_row
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.experience.rollouts import CURSOR, PARTIAL
-from jaxrl_llm.experience.score import prompt_text
 from jaxrl_llm.hf.export import save_model
-from jaxrl_llm.host.lock import hold
+from jaxrl_llm.host.command import run_command
+from jaxrl_llm.host.lock import run_dir_lock
+from jaxrl_llm.host.signals import deferred
 from jaxrl_llm.host.start import start_host
 from jaxrl_llm.host.stop import EXIT_STOPPED, Stop
+from jaxrl_llm.host.watch import watched_processes
 from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.learn.stage import Experience, Stage
 from jaxrl_llm.recipe.dump import describe_run, dump
-from jaxrl_llm.recipe.load import from_command_line
+from jaxrl_llm.recipe.load import ResolvedRecipe, from_command_line
 from jaxrl_llm.report.log import RunLog, sample_rows
 from jaxrl_llm.rollout.sglang.server import Outage
 from jaxrl_llm.structs import Metrics, Params, TrainState
@@ -54,30 +62,48 @@ class Ended(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: 0 done, 1 the run failed, 2 bad input, 75 stopped and saved (run it again)."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    with contextlib.ExitStack() as closing:
-        try:
-            launch = from_command_line(argv)
-            start_host()
-            closing.enter_context(hold(Path(launch.config.run_dir)))
-            run = build(launch.config, closing)
-            closing.enter_context(jax.set_mesh(run.mesh))
-            checkpoints = Checkpointer(launch.config.checkpoint, Path(launch.config.run_dir))
-            closing.enter_context(contextlib.closing(checkpoints))
-            state, start = restore(run, checkpoints)
-            log = RunLog(launch.config.run_dir, launch.config.log, run.total, resume_step=start or -1)
-            closing.enter_context(contextlib.closing(log))
-            introduce(log, run, describe_run(launch.config, launch.recipe, argv), start)
-            with contextlib.closing(Stop(launch.config.max_runtime)) as stop:
-                ended = train(run, checkpoints, log, state, start, stop)
-            return finish(run, checkpoints, log, ended)
-        except UserError as error:
-            code, message = 2, error
-        except RunError as error:
-            code, message = 1, error
-    print(f"error: {message}", file=sys.stderr)
-    return code
+    """Return the exit code; `host.stop` lists them."""
+    return run_command(run_from_command_line, list(sys.argv[1:] if argv is None else argv))
+
+
+def run_from_command_line(argv: list[str]) -> int:
+    """Run the recipe of a command line; return the exit code of a run without errors."""
+    return EXIT_STOPPED if execute(from_command_line(argv), argv).reason else 0
+
+
+def execute(resolved: ResolvedRecipe, argv: Sequence[str] = (), reward: Callable | None = None) -> Ended:
+    """Take a run from its newest checkpoint to its export.
+
+    Args:
+        argv: the command line, for config.json.
+        reward: Python function that takes the place of `reward.name`.
+
+    Raises:
+        UserError: input that cannot work. RunError: a run that cannot go on.
+    """
+    start_host()
+    with contextlib.ExitStack() as closing, watched_processes():  # left before anything is closed
+        return execute_together(resolved, argv, reward, closing)
+
+
+def execute_together(
+    resolved: ResolvedRecipe, argv: Sequence[str], reward: Callable | None, closing: contextlib.ExitStack
+) -> Ended:
+    """Run in every process; `closing` gets what must be closed at the end, which may need the others."""
+    config, run_dir = resolved.config, Path(resolved.config.run_dir)
+    closing.enter_context(run_dir_lock(run_dir))
+    run = build(config, closing, reward)
+    closing.enter_context(jax.set_mesh(run.mesh))
+    checkpoints = closing.enter_context(contextlib.closing(Checkpointer(config.checkpoint, run_dir)))
+    state, start = restore(run, checkpoints)
+    log = RunLog(run_dir, config.log, run.total, resume_step=start or -1)
+    closing.enter_context(contextlib.closing(log))
+    introduce(log, run, describe_run(config, resolved.recipe, list(argv)), start)
+    with Stop(config.max_runtime) as stop:
+        ended = train(run, checkpoints, log, state, start, stop)
+        with deferred("exporting the model, then done"):
+            finish(run, checkpoints, log, ended)
+    return ended
 
 
 def train(
@@ -95,7 +121,7 @@ def train(
         files = {name: checkpoints.file(start, name) or b"" for name in (CURSOR, PARTIAL)}
         source.resume(files, start - run.stages[-1].start, state.params, int(state.version))
     for step in range(start, run.total):
-        if reason := outage.reason or stop.requested(step, checkpoints.longest_save) or "":
+        if reason := outage.reason or stop.requested(step, checkpoints.longest_save):
             break
         stage = run.stage(step)
         if step == stage.start and stage is not run.stages[0]:
@@ -117,9 +143,7 @@ def train(
         if eval_due(run, done):
             with outage:
                 metrics |= evaluate(run, state, reference, done, log)
-        log.samples(
-            done, sample_rows(experience.trajectories, [prompt_text(p.example) for p in experience.prompts])
-        )
+        log.samples(done, samples_of(experience, config))
         log.step(done, metrics, experience.tokens, stage.name)  # before the checkpoint that vouches for it
         if checkpoint_due(config, done, run.total):
             with log.phase("checkpoint"):
@@ -127,13 +151,13 @@ def train(
 
     if outage.error and done == start:
         raise outage.error  # before the first step: a wrong setting rather than an outage
-    if reason := outage.reason or reason:
+    if reason := outage.reason or reason or stop.signalled():
         checkpoints.save(done, state, meta, finite(metrics), source.snapshot())
     checkpoints.wait()
     return Ended(state, done, reason)
 
 
-def finish(run: Run, checkpoints: Checkpointer, log: RunLog, ended: Ended) -> int:
+def finish(run: Run, checkpoints: Checkpointer, log: RunLog, ended: Ended) -> None:
     """Export the trained model, report the results, and check that they are on the disk.
 
     Raises:
@@ -153,10 +177,11 @@ def finish(run: Run, checkpoints: Checkpointer, log: RunLog, ended: Ended) -> in
         except (OSError, UserError, RunError) as error:  # the checkpoint, or its message, matters more
             missing.append(f"The model is not exported: {error}")
     stopped = ended.reason or ("a failed save" if missing else "")
+    if not stopped:
+        log.prompts(prompts_to_try(run))
     log.finish(stopped=stopped, next_command="" if stopped else next_command(run_dir, run.config))
     if missing:
         raise UnsavedError("\n".join(missing))
-    return EXIT_STOPPED if ended.reason else 0
 
 
 def restore(run: Run, checkpoints: Checkpointer) -> tuple[TrainState | None, int]:
@@ -170,6 +195,13 @@ def introduce(log: RunLog, run: Run, description: dict, start: int) -> None:
     log.config(description)
     for line in start_lines(run, start):
         log.message(line)
+
+
+def samples_of(experience: Experience, config: TrainConfig) -> list[dict[str, Any]]:
+    """Return the rows of samples.jsonl."""
+    shown = experience.trajectories[: config.log.samples]
+    examples = [experience.prompts[t.prompt_index].example for t in shown]
+    return sample_rows(shown, [prompt_row(example, config.data.chat) for example in examples])
 
 
 def eval_due(run: Run, done: int) -> bool:

@@ -1,5 +1,6 @@
 """Eight virtual CPU devices, one shared compilation cache, shape checks on the arithmetic."""
 
+import logging
 import os
 import tempfile
 from pathlib import Path
@@ -15,8 +16,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("MPLBACKEND", "Agg")
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+FLAGS = ["--xla_force_host_platform_device_count=8"]
+if not os.environ.get("JAXRL_TEST_OPTIMIZED"):  # tests compile for longer than they run
+    FLAGS += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+given = os.environ.get("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] = " ".join([given, *(f for f in FLAGS if f.partition("=")[0] not in given)])
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
@@ -55,3 +59,12 @@ def _no_cache_for_other_machines(request):
     yield
     jax.config.update("jax_enable_compilation_cache", True)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture(autouse=True)
+def _log_to_the_root():
+    """Undo what commands do to the package's logger, which would hide its warnings from `caplog`."""
+    yield
+    logger = logging.getLogger("jaxrl_llm")
+    logger.handlers.clear()
+    logger.propagate = True

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -40,6 +41,12 @@ class Running:
     def peek(self, stream: Literal["stdout", "stderr"]) -> str:
         """What it has written so far."""
         return os.pread(getattr(self, stream).fileno(), 1 << 20, 0).decode()
+
+    def wait_for(self, text: str, stream: Literal["stdout", "stderr"] = "stdout") -> None:
+        """Wait until it has written `text`; fail if it ends before."""
+        while text not in self.peek(stream):
+            assert self.process.poll() is None or text in self.peek(stream), self.end()
+            time.sleep(0.02)
 
     def end(self, timeout: float = 240) -> End:
         """Wait for it, or kill it after `timeout` seconds."""

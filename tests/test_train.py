@@ -75,10 +75,19 @@ def test_rollout_and_trainer_agree_on_log_probs(finished):
 
 
 def test_the_same_command_again_has_nothing_to_do(finished, capsys):
+    """Nor has the same run on another mesh."""
     before = (finished / "metrics.jsonl").read_bytes()
-    assert train(finished, "--steps", "3", "--warm_start.steps", "2", "--eval.every", "2") == 0
+    again = ["--steps", "3", "--warm_start.steps", "2", "--eval.every", "2", "--mesh.data", "2"]
+    assert train(finished, *again, "--mesh.fsdp", "4") == 0
     assert (finished / "metrics.jsonl").read_bytes() == before
-    assert "continuing" not in capsys.readouterr().err
+    out = capsys.readouterr().out
+    assert f"nothing to do: step 5 of 5 is done in {finished}. Raise --steps to train on" in out
+    assert "continuing" not in out
+
+
+def test_another_algorithm_is_told_to_use_another_folder(finished, capsys):
+    assert train(finished, "--algo", "rloo", "--steps", "3", "--warm_start.steps", "2") == 2
+    assert f"directory of its own. Add --run_dir {finished}_rloo." in capsys.readouterr().err
 
 
 def test_more_steps_continue_a_finished_run(finished, tmp_path):
@@ -173,7 +182,7 @@ def test_a_reward_that_always_fails_stops_the_run(tmp_path, capsys):
     ("flags", "message"),
     [
         (["--model.path", "/no/such/model"], "/no/such/model"),
-        (["--mesh.fsdp", "3"], "needs 3 devices"),
+        (["--mesh.fsdp", "3"], "does not fit the 8 cpu device(s)"),
         (["--minibatches_per_step", "3"], "minibatches_per_step"),
         (["--data.path", "{tmp}/empty.jsonl"], "empty.jsonl"),
         (["--data.path", "{tmp}/corrupt.jsonl"], "corrupt.jsonl:2"),

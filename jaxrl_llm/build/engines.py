@@ -21,9 +21,9 @@ from jaxrl_llm.bridge.transports.over_http import HttpTransport
 from jaxrl_llm.bridge.transports.process_group import GroupTransport
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import RunError
+from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.export import as_written, save_description
 from jaxrl_llm.hf.folder import read_headers
-from jaxrl_llm.hf.names import read_config
 from jaxrl_llm.host.processes import share
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.rollout.checks import check_sampling

@@ -13,10 +13,10 @@ from jaxrl_llm.algos.contract import AlgoConfig, old_logprobs
 from jaxrl_llm.config import ModelConfig, TrainConfig, derived
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.folder import resolve
-from jaxrl_llm.hf.names import read_config
-from jaxrl_llm.hf.source import STORED, Stored
-from jaxrl_llm.hf.tokenizer import load_tokenizer
+from jaxrl_llm.hf.load import PRETRAINED, PretrainedModels
+from jaxrl_llm.hf.tokenizer import has_tokenizer, load_tokenizer, vocabulary_difference
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.optim import OptimConfig, make_optimizer
 from jaxrl_llm.learn.stage import Stage
@@ -28,13 +28,23 @@ from jaxrl_llm.structs import Params
 
 
 def load_model_config(config: ModelConfig) -> tuple[TransformerConfig, Any, Any]:
-    """(model config, tokenizer, folder of the weights or None); reads no weights."""
+    """Return (model config, tokenizer, folder of the weights or None); read no weights.
+
+    Raises:
+        ConfigError: the tokenizer is not that of the model.
+    """
     folder = resolve(config.path) if config.path else None
     model = read_config(folder) if folder else config.architecture
     if config.tokenizer == "tiny" or not (config.tokenizer or folder):
         tokenizer = make_tokenizer()
     else:
         tokenizer = load_tokenizer(resolve(config.tokenizer) if config.tokenizer else folder)
+    own = load_tokenizer(folder) if folder and config.tokenizer and has_tokenizer(folder) else tokenizer
+    if difference := vocabulary_difference(own, tokenizer):
+        raise ConfigError(
+            f"--model.tokenizer {config.tokenizer} is not the tokenizer of --model.path {config.path}: "
+            f"{difference}. Set --model.tokenizer '' to use the model's own."
+        )
     if len(tokenizer) > model.vocab_size:
         raise ConfigError(
             f"the tokenizer has {len(tokenizer)} tokens but the model's vocabulary is {model.vocab_size}: "
@@ -44,7 +54,7 @@ def load_model_config(config: ModelConfig) -> tuple[TransformerConfig, Any, Any]
 
 
 def make_stages(
-    config: TrainConfig, model: TransformerConfig, mesh: Mesh, stored: Stored = STORED
+    config: TrainConfig, model: TransformerConfig, mesh: Mesh, stored: PretrainedModels = PRETRAINED
 ) -> list[Stage]:
     """Return the stages of a run without their sources: the SFT warm-up, if there is one, and the run itself.
 
@@ -57,7 +67,7 @@ def make_stages(
     requires, warm = algos.requirements(config.algo), config.warm_start
     policy = make_learner(config, config.algo, config.optim, updates, model, mesh)
     critic = make_critic(config, model, mesh, updates, stored) if requires.critic else {}
-    teachers = load_teachers(config, model, mesh, stored)
+    teachers = load_teachers(config, mesh, stored)
     settings = {"steps": config.steps, "minibatches": config.minibatches_per_step}
     stages = [Stage(policy, "train", warm.steps, **settings, **critic, teachers=teachers)]
     if warm.steps:
@@ -67,29 +77,36 @@ def make_stages(
     return stages
 
 
-def load_teachers(
-    config: TrainConfig, model: TransformerConfig, mesh: Mesh, stored: Stored
-) -> tuple[Params, ...]:
-    """Return the teachers' weights in the compute type.
+def check_vocabularies(config: TrainConfig, tokenizer: Any) -> None:
+    """Refuse teachers and a critic that read other tokens than the policy, whose token ids they get.
 
     Raises:
-        ConfigError: a teacher has another vocabulary than the model.
+        ConfigError: names the first tokens that differ.
     """
+    requires = algos.requirements(config.algo)
+    paths = [("teacher", path) for path in requires.teachers]
+    paths += [("critic", config.critic.path)] if requires.critic and config.critic.path else []
+    for role, path in paths:
+        folder = resolve(path)
+        if difference := vocabulary_difference(tokenizer, load_tokenizer(folder, read_config(folder))):
+            raise ConfigError(
+                f"the {role} {path} has another tokenizer than the policy, whose tokens it reads: "
+                f"{difference}. Give a {role} of the same model family."
+            )
+
+
+def load_teachers(config: TrainConfig, mesh: Mesh, stored: PretrainedModels) -> tuple[Params, ...]:
+    """Return the weights of the teachers, in the compute type; see `check_vocabularies`."""
     loaded = []
     for path in algos.requirements(config.algo).teachers:
         teacher = stored.config(path)
-        if abs(teacher.vocab_size - model.vocab_size) > 1024:  # paddings of one tokenizer differ by less
-            raise ConfigError(
-                f"the teacher {path} has a vocabulary of {teacher.vocab_size}, the model one of "
-                f"{model.vocab_size}: distillation compares tokens, so both must have the same tokenizer."
-            )
         shardings = models.shardings(teacher, mesh, TRAIN)
         loaded.append(stored.params(path, teacher, shardings, jnp.dtype(config.model.dtype)))
     return tuple(loaded)
 
 
 def make_critic(
-    config: TrainConfig, model: TransformerConfig, mesh: Mesh, updates: int, stored: Stored
+    config: TrainConfig, model: TransformerConfig, mesh: Mesh, updates: int, stored: PretrainedModels
 ) -> dict[str, Any]:
     """Return the critic's fields of a Stage: its own backbone, mesh (same devices) and optimizer."""
     critic = config.critic

@@ -15,10 +15,11 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
 from jaxrl_llm.build.engines import make_engine
-from jaxrl_llm.build.models import load_model_config, make_stages, with_heads
+from jaxrl_llm.build.models import check_vocabularies, load_model_config, make_stages, with_heads
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.rows import Example
+from jaxrl_llm.data.template import set_template
 from jaxrl_llm.envs.check import check_env
 from jaxrl_llm.envs.load import Conversations, make_conversations
 from jaxrl_llm.experience.dataset import DatasetSource, dataset_items
@@ -26,9 +27,9 @@ from jaxrl_llm.experience.evaluate import HeldOutAccuracy, HeldOutLoss
 from jaxrl_llm.experience.reward_models import load_reward_model
 from jaxrl_llm.experience.rollouts import RolloutSource
 from jaxrl_llm.experience.score import Scorer, reward_sample
+from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.load import load_params
-from jaxrl_llm.hf.names import read_config
-from jaxrl_llm.hf.tokenizer import end_ids
+from jaxrl_llm.hf.tokenizer import generation_end_ids
 from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.learn.stage import Stage
@@ -111,6 +112,8 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     check_kernels_setting()
     mesh = make_mesh(config.mesh)
     model, tokenizer, folder = load_model_config(config.model)
+    set_template(tokenizer, config.data.chat)
+    check_vocabularies(config, tokenizer)
     check_model(config, mesh.shape, model.max_position, model.num_heads)
     model = with_heads(model, config.algo)
     env = make_conversations(config.env, tokenizer, config.data.chat)
@@ -120,10 +123,10 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     generates = rolls_out or (bool(config.eval.every) and algos.requirements(config.algo).policy)
     engine = rewards = None
     if generates:
-        rewards = closing.enter_context(open_rewards(config, rows, reward))
+        rewards = open_rewards(config, rows, reward, closing)
     stages = make_stages(config, model, mesh)
     if generates:
-        ends = end_ids(folder) if folder else ()
+        ends = generation_end_ids(folder) if folder else ()
         held = resident_bytes(config, stages[-1])
         engine = make_engine(config, model, mesh, tokenizer, ends, closing, folder, held)
     if stages[0] is not stages[-1]:
@@ -131,7 +134,8 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
         stages[0].source = DatasetSource(loaders["warm_start"], examples, stages[0].policy.algo)
     if rolls_out:
         scored_by = [
-            load_reward_model(c, stages[-1].policy.config, mesh, tokenizer) for c in config.reward.models
+            load_reward_model(c, stages[-1].policy.config, mesh, tokenizer, config.data.chat)
+            for c in config.reward.models
         ]
         scorer = Scorer(rewards, scored_by)
         stages[-1].source = make_rollout_source(config, loaders["train"], engine, scorer, env)
@@ -179,7 +183,9 @@ def try_first_rows(config: TrainConfig, loaders: dict[str, Loader]) -> list[Exam
     return rows["train"]
 
 
-def open_rewards(config: TrainConfig, rows: Sequence[Example], function: Callable | None) -> RewardPool:
+def open_rewards(
+    config: TrainConfig, rows: Sequence[Example], function: Callable | None, closing: contextlib.ExitStack
+) -> RewardPool:
     """Return the verifier's workers, after it has scored the first rows.
 
     Raises:
@@ -188,7 +194,8 @@ def open_rewards(config: TrainConfig, rows: Sequence[Example], function: Callabl
     samples = [reward_sample(row) for row in rows]
     needed = algos.of(config.algo).on_rollouts and not (config.reward.models or config.env.name)
     settings = config.reward if function else choose_reward(config.reward, samples, required=needed)
-    pool = RewardPool(settings, Path(config.run_dir) / "rewards.log", function)
+    log = Path(config.run_dir) / "rewards.log"
+    pool = closing.enter_context(RewardPool(settings, log, function))
     on_first(lambda: pool.check(samples))
     return pool
 

@@ -1,8 +1,8 @@
-"""The folder of a run's checkpoints, as one process sees it: what is whole, what is left over, what may go.
+"""The folder of a run's checkpoints, as one process sees it.
 
 <step>/           complete: every file is listed with its checksum in manifest.json
 <step>.tmp*       being written or deleted, or left by a process that was killed
-<step>.rejected   found damaged; kept for people to look at until the step is saved again
+<step>.rejected   damaged; kept for people to look at until the step is saved again
 """
 
 from __future__ import annotations
@@ -11,56 +11,54 @@ import errno
 import math
 import os
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
-
 from jaxrl_llm.checkpoint.manifest import fault, read_metrics
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.host.processes import say
 
 
 class Choice(NamedTuple):
-    """The newest whole checkpoint, if any, and the newer ones that are damaged."""
+    """The newest valid checkpoint, if any, and the newer ones that are damaged."""
 
     step: int | None
     rejected: list[int]
 
 
 def temporary(folder: Path, step: int) -> Path:
-    """Where a checkpoint is while it is being made."""
+    """Return where a checkpoint is while it is being written."""
     return folder / f"{step}.tmp"
 
 
 def steps(folder: Path) -> list[int]:
-    """Steps that have a complete checkpoint, oldest first."""
+    """Return the steps that have a complete checkpoint, oldest first."""
     return sorted(int(p.name) for p in folder.glob("*") if p.name.isdigit() and p.is_dir())
 
 
-def newest_whole(folder: Path, candidates: list[int], checksums: bool) -> Choice:
+def newest_valid(folder: Path, candidates: list[int], checksums: bool) -> Choice:
     """Check the candidates from the newest down; each that is damaged is reported with its fault."""
     rejected = []
     for step in sorted(candidates, reverse=True):
         reason = fault(folder / str(step), checksums)
         if reason is None:
             if rejected:
-                say(f"going back to step {step}")
+                say(f"checkpoint: going back to step {step}")
             return Choice(step, rejected)
         rejected.append(step)
-        say(f"step {step} cannot be used: {folder / str(step)}: {reason}")
+        say(f"checkpoint: step {step} cannot be used: {folder / str(step)}: {reason}")
     return Choice(None, rejected)
 
 
 def commit(folder: Path, step: int) -> None:
-    """One rename makes a finished checkpoint exist."""
+    """Make a finished checkpoint exist, by one rename."""
     os.replace(temporary(folder, step), folder / str(step))
     shutil.rmtree(_rejected(folder, step), ignore_errors=True)
 
 
 def set_aside(folder: Path, step: int) -> None:
-    """Take a damaged checkpoint out of the way of a new one of the same step."""
+    """Rename a damaged checkpoint, out of the way of a new one of the same step."""
     shutil.rmtree(_rejected(folder, step), ignore_errors=True)
     os.replace(folder / str(step), _rejected(folder, step))
 
@@ -74,15 +72,15 @@ def retire(folder: Path, keep: set[int]) -> None:
 
 
 def sweep(folder: Path, step: int | None = None) -> list[str]:
-    """Delete temporary folders, of one step or of all. Returns their names."""
-    found = sorted(folder.glob("[0-9]*.tmp*" if step is None else f"{step}.tmp*"))
-    for path in found:
+    """Delete temporary folders, of one step or of all. Return their names."""
+    left = sorted(folder.glob("[0-9]*.tmp*" if step is None else f"{step}.tmp*"))
+    for path in left:
         shutil.rmtree(path, ignore_errors=True)
-    return [path.name for path in found]
+    return [path.name for path in left]
 
 
 def ranked(folder: Path, metric: str, mode: str) -> list[int]:
-    """Steps whose checkpoint recorded a finite `metric`, best first; of equals, the newest first."""
+    """Return the steps whose checkpoint has a finite `metric`, best first; of equals, the newest first."""
     sign = 1 if mode == "max" else -1
     recorded = {step: read_metrics(folder / str(step)).get(metric, math.nan) for step in steps(folder)}
     scores = {step: sign * value for step, value in recorded.items() if math.isfinite(value)}
@@ -93,7 +91,7 @@ def check_writable(folder: Path) -> None:
     """Make the folder.
 
     Raises:
-        ValueError: it cannot be made or written to.
+        UserError: it cannot be made or written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -106,21 +104,15 @@ def check_writable(folder: Path) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Space left on the disk that holds the folder."""
+    """Return the space left on the disk that holds the folder."""
     return shutil.disk_usage(folder).free
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether an error of ours, of Orbax or of tensorstore means that the disk or the quota is full."""
+    """Return whether an error of ours, Orbax or tensorstore means that the disk or the quota is full."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
     return any(sign in str(error) for sign in ("RESOURCE_EXHAUSTED", "No space left", "Disk quota"))
-
-
-def say(message: str) -> None:
-    """One line to stderr, from one process."""
-    if jax.process_index() == 0:
-        print(f"checkpoint: {message}", file=sys.stderr, flush=True)
 
 
 def _rejected(folder: Path, step: int) -> Path:

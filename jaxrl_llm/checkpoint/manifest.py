@@ -1,14 +1,14 @@
-"""What makes a checkpoint trustworthy: a manifest with a checksum of every file, and readable complaints.
+"""Manifests of checkpoints, with a checksum of every file.
 
 Orbax alone loads a flipped bit as a wrong weight and a deleted item as nothing, both silently.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
-import os
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.host.files import write_json
 
 MANIFEST = "manifest.json"
 META = "meta.json"
@@ -27,7 +28,7 @@ CHUNK = 1 << 22  # bytes read at a time
 
 @dataclass(frozen=True)
 class Manifest:
-    """The last file of a checkpoint to be written: what it holds and how to know that it still does."""
+    """The contents of a checkpoint and their checksums; the last of its files to be written."""
 
     step: int
     arrays: dict[str, str]  # path in the state -> "float32[2,8]"
@@ -39,7 +40,7 @@ class Manifest:
 
 def write_manifest(folder: Path, step: int, arrays: dict[str, str], meta: dict, metrics: dict) -> None:
     """Write META and then MANIFEST into a folder whose other files are complete; both reach the disk."""
-    _write_json(folder / META, meta)
+    write_json(folder / META, meta)
     paths = sorted(p for p in folder.rglob("*") if p.is_file())
     with ThreadPoolExecutor() as pool:
         sums = list(pool.map(_crc32, paths))
@@ -49,17 +50,18 @@ def write_manifest(folder: Path, step: int, arrays: dict[str, str], meta: dict, 
         files={str(p.relative_to(folder)): (p.stat().st_size, c) for p, c in zip(paths, sums, strict=True)},
         metrics=metrics,
         config=fingerprint(meta.get("config", {})),
-        versions={name: importlib.metadata.version(name) for name in LIBRARIES},
+        versions=_versions(),
     )
     body = dataclasses.asdict(manifest)
-    _write_json(folder / MANIFEST, {"crc32": fingerprint(body), **body})
+    write_json(folder / MANIFEST, {"crc32": fingerprint(body), **body})
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint.
+    """Return the manifest of a checkpoint.
 
     Raises:
-        ValueError: missing or damaged; the message starts with the file's name.
+        UserError: missing, damaged, or of a version of this program that is not known; the message starts
+            with the file's name.
     """
     path = folder / MANIFEST
     if not path.exists():
@@ -67,35 +69,49 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         body = json.loads(path.read_bytes())
         expected = body.pop("crc32")
-    except (ValueError, KeyError, AttributeError):  # not JSON, or other JSON
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):  # not JSON, or other JSON
         raise UserError(f"{MANIFEST} is corrupt: not the JSON that was written") from None
+    except OSError as error:  # a folder, say
+        raise UserError(f"{MANIFEST} cannot be read: {error.strerror}") from None
     if fingerprint(body) != expected:
         raise UserError(f"{MANIFEST} is corrupt: its own crc32 differs")
+    names = {field.name for field in dataclasses.fields(Manifest)}
+    if body.keys() != names:
+        raise UserError(f"{MANIFEST} was written by another version of this program: {sorted(body)}")
     return Manifest(**body)
 
 
 def read_metrics(folder: Path) -> dict[str, float]:
-    """The metrics a checkpoint recorded; none if its manifest is damaged."""
+    """Return the metrics of a checkpoint; none if its manifest is damaged."""
     try:
         return read_manifest(folder).metrics
-    except ValueError:
+    except UserError:
         return {}
 
 
-def read_meta(folder: Path) -> dict:
-    """What the trainer stored beside the arrays."""
-    return json.loads((folder / META).read_text())
+def read_meta(folder: Path) -> dict[str, Any]:
+    """Return what the trainer stored beside the arrays.
+
+    Raises:
+        UserError: damaged, which `fault` without checksums does not notice.
+    """
+    try:
+        meta = json.loads((folder / META).read_bytes())
+        assert isinstance(meta, dict)
+        return meta
+    except (ValueError, RecursionError, OSError, AssertionError) as error:
+        raise UserError(f"{folder / META} is damaged: {error or 'no object'}") from error
 
 
 def fault(folder: Path, checksums: bool = True) -> str | None:
-    """Why a checkpoint must not be used, naming the file, or None if it is whole.
+    """Return why a checkpoint must not be used, naming the file; None = it is valid.
 
     Args:
         checksums: read every byte; otherwise only that the files are there with their sizes.
     """
     try:
         files = read_manifest(folder).files
-    except ValueError as error:
+    except UserError as error:
         return str(error)
     for name, (size, _) in files.items():
         path = folder / name
@@ -107,14 +123,14 @@ def fault(folder: Path, checksums: bool = True) -> str | None:
         return None
     with ThreadPoolExecutor() as pool:
         sums = pool.map(_crc32, [folder / name for name in files])
-        for (name, (_, expected)), found in zip(files.items(), sums, strict=True):
-            if found != expected:
-                return f"{name} is corrupt: crc32 {found:08x} instead of {expected:08x}"
+        for (name, (_, expected)), actual in zip(files.items(), sums, strict=True):
+            if actual != expected:
+                return f"{name} is corrupt: crc32 {actual:08x} instead of {expected:08x}"
     return None
 
 
-def flatten(tree: Any) -> dict[str, Any]:
-    """{"params.layers.q": leaf}, without the `.value` in which Flax keeps each weight."""
+def flatten_state(tree: Any) -> dict[str, Any]:
+    """Return {"params.layers.q": leaf}, without the `.value` in which Flax keeps each weight."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
     flat = {name(path): leaf for path, leaf in leaves}
@@ -122,14 +138,23 @@ def flatten(tree: Any) -> dict[str, Any]:
     return flat
 
 
-def describe(leaf: jax.Array | jax.ShapeDtypeStruct) -> str:
-    """float32[2,8]"""
+def array_type(leaf: jax.Array | jax.ShapeDtypeStruct) -> str:
+    """Return an array's type and shape: "float32[2,8]"."""
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
 def fingerprint(tree: Any) -> str:
-    """crc32 of a JSON-able tree, the same for any order of keys; hexadecimal."""
+    """Return the crc32 of a JSON-able tree, the same for any order of keys; hexadecimal."""
     return f"{zlib.crc32(json.dumps(tree, sort_keys=True).encode()):08x}"
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of the libraries that are installed; this project may be on the path alone."""
+    versions = {}
+    for name in LIBRARIES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def _crc32(path: Path) -> int:
@@ -138,10 +163,3 @@ def _crc32(path: Path) -> int:
         while chunk := file.read(CHUNK):
             value = zlib.crc32(chunk, value)
     return value
-
-
-def _write_json(path: Path, tree: Any) -> None:
-    with path.open("w") as file:
-        json.dump(tree, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())

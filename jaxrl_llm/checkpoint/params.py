@@ -1,4 +1,4 @@
-"""The weights of a checkpoint alone, for tools."""
+"""Weights of a checkpoint without the rest of its state, for tools."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any
 
 from jaxrl_llm.checkpoint import folder as folders
 from jaxrl_llm.checkpoint.manifest import read_meta
-from jaxrl_llm.checkpoint.state import load
+from jaxrl_llm.checkpoint.state import load_arrays
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import RopeConfig, TransformerConfig, abstract
 from jaxrl_llm.structs import Params
 
 
 def restore_params(run_dir: Path, step: int | None = None) -> tuple[int, Params, TransformerConfig]:
-    """The weights alone, as numpy arrays on the host, and the config of their model. Changes nothing.
+    """Return the weights as numpy arrays on the host, and the config of their model. Changes nothing.
 
     Args:
         run_dir: of the training run.
-        step: which checkpoint; None = the newest that is whole.
+        step: which checkpoint; None = the newest valid one.
 
     Returns: (step, the tree of `models.init` with numpy leaves as they were saved, config).
 
     Raises:
-        ValueError: no such checkpoint, or it is damaged.
+        UserError: no such checkpoint, or it is damaged.
     """
     folder = Path(run_dir).resolve() / "checkpoints"
     there = folders.steps(folder)
@@ -31,15 +31,15 @@ def restore_params(run_dir: Path, step: int | None = None) -> tuple[int, Params,
         raise UserError(f"{folder}: no checkpoint; give the run_dir of a run that has saved one")
     if step is not None and step not in there:
         raise UserError(f"{folder}: no checkpoint of step {step}; there are {there}")
-    chosen = folders.newest_whole(folder, there if step is None else [step], checksums=True).step
+    chosen = folders.newest_valid(folder, there if step is None else [step], checksums=True).step
     if chosen is None:
         raise UserError(f"{folder}: no checkpoint can be used (each is named above with its fault)")
     config = _transformer_config(read_meta(folder / str(chosen))["model"])
-    return chosen, load(folder / str(chosen), abstract(config), "params.", on_host=True), config
+    return chosen, load_arrays(folder / str(chosen), abstract(config), "params.", on_host=True), config
 
 
 def _transformer_config(fields: dict[str, Any]) -> TransformerConfig:
-    """From its dict as JSON gives it back: RopeConfig is a dict, tuples are lists."""
+    """Return a config from its dict as JSON gives it back: RopeConfig is a dict, tuples are lists."""
     windows = fields["window_layers"]
     known = {
         "rope": RopeConfig(**fields["rope"]),

@@ -1,15 +1,16 @@
-"""May a run go on from a checkpoint? Settings and arrays are compared before any array is read."""
+"""Checks that a run may continue from a checkpoint, made before any array is read."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import jax
 
-from jaxrl_llm.checkpoint.manifest import describe
+from jaxrl_llm.checkpoint.manifest import array_type
 from jaxrl_llm.errors import UserError
 
 SHOWN = 20  # lines of a difference that are printed
@@ -26,25 +27,39 @@ FIXED = (
 )
 """Keys, with all below them, that a run keeps for life: a checkpoint means nothing under others."""
 
+FIXED_FROM_STEP_1 = ("warm_start.steps",)
+"""Keys that a run keeps once it has taken a step: step s would belong to another stage."""
+
+FIXED_IN_WARM_UP = ("warm_start.sources", "warm_start.examples_per_step")
+"""Keys that a run keeps until its SFT warm-up is over: they decide which examples a step reads."""
+
 ABSENT = "(absent)"
+MASKED = "***"
+"""What a resolved config has in place of a secret."""
 
 
-def check_resume(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+def check_resume(old: dict[str, Any], new: dict[str, Any], step: int) -> list[str]:
     """Compare two resolved configs.
 
     Args:
         old: of the run that wrote the checkpoint.
-        new: of the run that wants to continue it.
+        new: of the run that is to continue it.
+        step: of the checkpoint.
 
     Returns: one line for each harmless change, to be printed ("optim.learning_rate: was 1e-06, now 2e-06").
-        A setting that only one of them has (another version of the program wrote it) is harmless.
+        A setting that only one of them has (another version of the program wrote it) is harmless. A masked
+        secret may have changed.
 
     Raises:
-        ValueError: a key of FIXED changed; lists all of them, old and new.
+        UserError: another algorithm, or a fixed key changed; lists all of them, old and new.
     """
+    _check_algorithm(old, new)
+    fixed_keys = FIXED + (FIXED_FROM_STEP_1 if step else ())
+    if 0 < step < old.get("warm_start", {}).get("steps", 0):
+        fixed_keys += FIXED_IN_WARM_UP
     harmless, refused = [], []
     for key, was, now in _changes("", old, json.loads(json.dumps(new))):
-        fixed = any(key == name or key.startswith(f"{name}.") for name in FIXED)
+        fixed = any(key == name or key.startswith(f"{name}.") for name in fixed_keys)
         lines = refused if fixed and ABSENT not in (was, now) else harmless
         lines.append(f"{key}: was {_spell(was)}, now {_spell(now)}")
     if refused:
@@ -56,20 +71,20 @@ def check_resume(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def check_same(folder: Path, saved: dict[str, str], wanted: dict[str, jax.ShapeDtypeStruct]) -> None:
-    """Hold the arrays of a checkpoint ("params.layers.q" -> "float32[2,8]") against those to be filled.
+    """Compare the arrays of a checkpoint ("params.layers.q" -> "float32[2,8]") with those to be filled.
 
     Raises:
-        ValueError: lists each array that one of them lacks or that has another shape or type.
+        UserError: lists each array that one of them lacks or that has another shape or type.
     """
-    now = {path: describe(leaf) for path, leaf in wanted.items()}
+    now = {path: array_type(leaf) for path, leaf in wanted.items()}
     lines = []
     for path in sorted(saved.keys() | now.keys()):
         if path not in saved:
-            lines.append(f"{path}: not in the checkpoint, this run wants {now[path]}")
+            lines.append(f"{path}: not in the checkpoint, this run needs {now[path]}")
         elif path not in now:
             lines.append(f"{path}: saved {saved[path]}, this run has no such array")
         elif saved[path] != now[path]:
-            lines.append(f"{path}: saved {saved[path]}, this run wants {now[path]}")
+            lines.append(f"{path}: saved {saved[path]}, this run needs {now[path]}")
     if lines:
         raise UserError(
             f"{folder} holds the state of another model or optimizer:{_shown(lines)}\n"
@@ -77,17 +92,42 @@ def check_same(folder: Path, saved: dict[str, str], wanted: dict[str, jax.ShapeD
         )
 
 
+def _check_algorithm(old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Refuse another algorithm: what a checkpoint counts and remembers is of the one that made it."""
+    was, now = (_algorithm(config) for config in (old, new))
+    if was and now and was != now:
+        run_dir = str(new.get("run_dir", "run_dir"))
+        raise UserError(
+            f"{run_dir} holds a run of {was}, and this one is of {now}: another algorithm needs a run "
+            f"directory of its own. Add --run_dir {run_dir.rstrip('/')}_{now}."
+        )
+
+
+def _algorithm(config: dict[str, Any]) -> str:
+    """Return the name of the algorithm, of a user's own file without its folder: files move."""
+    name = str(config.get("algo", {}).get("name", ""))
+    return PurePath(name).stem if name.endswith(".py") else name
+
+
 def _changes(key: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, old, new) of each differing leaf."""
-    inside = f"{key}." if key else ""
+    """Yield (dotted key, old, new) of each differing leaf."""
+    prefix = f"{key}." if key else ""
     if isinstance(old, dict) and isinstance(new, dict):
         for name in sorted(old.keys() | new.keys()):
-            yield from _changes(f"{inside}{name}", old.get(name, ABSENT), new.get(name, ABSENT))
+            yield from _changes(f"{prefix}{name}", old.get(name, ABSENT), new.get(name, ABSENT))
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for i, pair in enumerate(zip(old, new, strict=True)):
-            yield from _changes(f"{inside}{i}", *pair)
-    elif old != new:
+            yield from _changes(f"{prefix}{i}", *pair)
+    elif old != new and not _same_but_masked(old, new):
         yield key, old, new
+
+
+def _same_but_masked(old: Any, new: Any) -> bool:
+    """Return whether two texts are one, up to what is masked in either: secrets are rotated."""
+    if not (isinstance(old, str) and isinstance(new, str)):
+        return False
+    fits = lambda masked, text: re.fullmatch(".*".join(map(re.escape, masked.split(MASKED))), text, re.S)
+    return (MASKED in old and bool(fits(old, new))) or (MASKED in new and bool(fits(new, old)))
 
 
 def _shown(lines: list[str]) -> str:

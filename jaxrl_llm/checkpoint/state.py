@@ -18,38 +18,38 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from jaxrl_llm.checkpoint import folder as folders
-from jaxrl_llm.checkpoint.folder import say
-from jaxrl_llm.checkpoint.manifest import describe, flatten, read_manifest, read_meta, write_manifest
+from jaxrl_llm.checkpoint.manifest import array_type, flatten_state, read_manifest, read_meta, write_manifest
 from jaxrl_llm.checkpoint.resume import check_resume, check_same
 from jaxrl_llm.errors import RunError, UserError
-from jaxrl_llm.host.processes import agree, share
+from jaxrl_llm.host.processes import agree, on_first, say
+from jaxrl_llm.ranges import Count, CountOrZero
 
 _OK, _DISK_FULL, _FAILED = 0, 1, 2  # how a save ended, worst last
-_NOT_ASKED, _ALL_BAD, _NONE = -3, -2, -1  # process 0 may say these instead of a step
 
 
-class DiskFullError(RunError, OSError):
-    """A save did not fit, and `on_full_disk` is "stop"."""
+class DiskFullError(OSError, RunError):
+    """The disk is full, and `on_full_disk` is "stop"."""
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When the state is saved and what is kept."""
+    """Frequency, number and safety of checkpoints."""
 
-    every: int = 100
+    every: CountOrZero = 100
     """Steps between saves; 0 = only at the end."""
-    keep: int = 2
+    keep: Count = 2
     """Newest checkpoints to keep."""
     best_metric: str = ""
     """Also keep the best by this metric, such as eval/pass@1; "" = by none."""
     best_mode: Literal["max", "min"] = "max"
-    """Whether more or less of best_metric is better."""
-    keep_best: int = 1
-    """How many of the best to keep."""
+    """Whether a larger or a smaller best_metric is better."""
+    keep_best: CountOrZero = 1
+    """Best checkpoints to keep."""
     async_save: bool = True
     """Write in the background while training goes on."""
     on_full_disk: Literal["continue", "stop"] = "continue"
@@ -66,7 +66,7 @@ class Checkpointer:
         longest_save: seconds from `save` until the checkpoint existed, of the slowest save so far.
 
     Raises:
-        ValueError: the folder cannot be written to.
+        UserError: the folder cannot be written to.
     """
 
     def __init__(self, config: CheckpointConfig, run_dir: Path):
@@ -76,8 +76,7 @@ class Checkpointer:
         self.longest_save = 0.0
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._saving: tuple[int, Future[float]] | None = None
-        if jax.process_index() == 0:
-            folders.check_writable(self.folder)
+        on_first(lambda: folders.check_writable(self.folder))
 
     def save(
         self,
@@ -100,20 +99,21 @@ class Checkpointer:
         Returns: whether the save started; False if there is one of this step, or no room on the disk.
 
         Raises:
+            RunError: an array is not finite (other than of the optimizer, which may start with infinity).
             DiskFullError: this or the previous save did not fit, and `on_full_disk` is "stop".
             OSError: one of them failed for another reason.
         """
         self.wait()
-        arrays = flatten(state)
+        arrays = flatten_state(state)
         meta = json.loads(json.dumps(meta))  # a copy; and what is not JSON-able fails here
         metrics = {name: float(value) for name, value in metrics.items()}
-        self._sweep(step)  # what a killed run left of this very step; nobody writes before all agree
-        if agree(step in self.steps()):
+        if on_first(lambda: self._exists(step)):
             return False
+        self._refuse_non_finite(step, arrays)
         size = sum(x.nbytes for x in arrays.values()) + sum(map(len, files.values()))
         needed = int(1.05 * size) + 2**20
-        free = folders.free_bytes(self.folder) if jax.process_index() == 0 else needed
-        if agree(free < needed):
+        free = on_first(lambda: folders.free_bytes(self.folder))
+        if free < needed:
             self._give_up(step, f"it needs {needed / 1e6:,.0f} MB and {free / 1e6:,.0f} MB are free")
             return False
         start = time.monotonic()
@@ -123,7 +123,7 @@ class Checkpointer:
         except (OSError, ValueError) as error:  # Orbax says either when the disk is full
             self._settle(step, error)
             return False
-        shapes = {path: describe(x) for path, x in arrays.items()}
+        shapes = {path: array_type(x) for path, x in arrays.items()}
         finishing = self._thread.submit(self._finish, step, start, response, shapes, meta, metrics, files)
         self._saving = step, finishing
         if not self.config.async_save:
@@ -148,50 +148,45 @@ class Checkpointer:
         self._thread.shutdown()
 
     def has(self, step: int) -> bool:
-        """Whether this step has a checkpoint; what the first process sees counts for all."""
-        return bool(agree(jax.process_index() == 0 and step in self.steps()))
+        """Return whether this step has a checkpoint, as process 0 sees it. A collective."""
+        return on_first(lambda: step in self.steps())
 
     def file(self, step: int, name: str) -> bytes:
-        """One of the further files of a checkpoint, b"" if it has none of that name. A collective."""
+        """Return one of the further files of a checkpoint, b"" if there is none. A collective."""
         path = self.folder / str(step) / name
-        return share(path.read_bytes() if jax.process_index() == 0 and path.is_file() else b"")
+        return on_first(lambda: path.read_bytes() if path.is_file() else b"")
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, oldest first."""
+        """Return the steps that have a checkpoint, oldest first."""
         return folders.steps(self.folder)
 
     def latest(self) -> int | None:
-        """The newest step that has a checkpoint."""
+        """Return the newest step that has a checkpoint."""
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """The checkpoint with the best `best_metric`; of equals, the newest."""
+        """Return the step with the best `best_metric`; of equals, the newest."""
         return next(iter(self._ranked()), None)
 
     def restore(
         self, target: Any, compatible: dict[str, Any] | None = None
     ) -> tuple[int, Any, dict[str, Any]] | None:
-        """Load the newest checkpoint that is whole; each newer one that is not is reported.
+        """Load the newest valid checkpoint; each newer one that is damaged is reported.
 
         Args:
             target: pytree of jax.ShapeDtypeStruct with shardings, which decide the layout whatever mesh
                 it was saved from.
-            compatible: resolved config of this run, held against the checkpoint's by `check_resume`.
+            compatible: resolved config of this run, compared with the checkpoint's by `check_resume`.
 
         Returns: (step, state, meta), or None if the run has no checkpoint yet.
 
         Raises:
-            ValueError: there are checkpoints but none is whole; the config or the state does not fit.
+            UserError: there are checkpoints but none is valid; the config or the state does not fit.
         """
         self.wait()
-        step = agree(self._choose() if jax.process_index() == 0 else _NOT_ASKED)
-        if step == _NONE:
+        step = on_first(self._choose)
+        if step is None:
             return None
-        if step == _ALL_BAD:
-            raise UserError(
-                f"no checkpoint in {self.folder} can be used (each is named above with its fault). "
-                "Put a good copy there, or move the folder away to start the run from its beginning."
-            )
         folder = self.folder / str(step)
         if not folder.is_dir():
             raise UserError(
@@ -200,27 +195,53 @@ class Checkpointer:
             )
         meta = read_meta(folder)
         if compatible is not None:
-            for line in check_resume(meta.get("config", {}), compatible):
-                say(f"resuming with {line}")
-        return step, load(folder, target), meta
+            for line in check_resume(meta.get("config", {}), compatible, step):
+                say(f"checkpoint: resuming with {line}")
+        return step, load_arrays(folder, target), meta
 
-    def _choose(self) -> int:
-        """Sweep what was cut off, choose a checkpoint and set damaged newer ones aside."""
+    def _choose(self) -> int | None:
+        """Delete what was cut off, choose a checkpoint and set damaged newer ones aside.
+
+        Raises:
+            UserError: all are damaged.
+        """
         for name in folders.sweep(self.folder):
-            say(f"removed {name}, left by a save that was cut off")
-        step, rejected = folders.newest_whole(self.folder, self.steps(), self.config.verify)
-        if step is None:
-            return _ALL_BAD if rejected else _NONE
+            say(f"checkpoint: removed {name}, left by a save that was cut off")
+        step, rejected = folders.newest_valid(self.folder, self.steps(), self.config.verify)
+        if step is None and rejected:
+            raise UserError(
+                f"no checkpoint in {self.folder} can be used (each is named above with its fault). "
+                "Put a good copy there, or move the folder away to start the run from its beginning."
+            )
         for damaged in rejected:  # only now: with no good one left, nothing may look like a fresh start
             folders.set_aside(self.folder, damaged)
         return step
 
+    def _exists(self, step: int) -> bool:
+        """Return whether a step is saved; what a killed run left of it is deleted."""
+        folders.sweep(self.folder, step)
+        return step in self.steps()
+
+    def _refuse_non_finite(self, step: int, arrays: dict[str, jax.Array]) -> None:
+        checked = {
+            path: _is_finite(x)
+            for path, x in arrays.items()
+            if "opt_state" not in path.split(".") and jax.dtypes.issubdtype(x.dtype, np.inexact)
+        }
+        bad = [path for path, finite in jax.device_get(checked).items() if not finite]
+        if bad:
+            names = f"{', '.join(bad[:8])}{' ...' * (len(bad) > 8)}"
+            raise RunError(
+                f"step {step} is NOT saved: {len(bad)} of {len(checked)} arrays hold NaN or Inf ({names}); "
+                f"{self._newest()}. Lower --optim.learning_rate and run the same command again."
+            )
+
     def _finish(
         self, step: int, start: float, response: Any, shapes: dict, meta: dict, metrics: dict, files
     ) -> float:
-        """In the background: when Orbax is done in all processes, process 0 makes the checkpoint exist.
+        """Wait in the background for Orbax in all processes; then process 0 makes the checkpoint exist.
 
-        Older ones are deleted only after that.
+        Older ones are deleted only after that. Returns the seconds since `start`.
         """
         response.result()
         if jax.process_index() == 0:
@@ -230,12 +251,12 @@ class Checkpointer:
                     (folder / name).write_bytes(data)
             write_manifest(folder, step, shapes, meta, metrics)
             folders.commit(self.folder, step)
-            newest = self.steps()[-max(self.config.keep, 1) :]
+            newest = self.steps()[-self.config.keep :]
             folders.retire(self.folder, keep={*newest, *self._ranked()[: self.config.keep_best]})
         return time.monotonic() - start
 
     def _settle(self, step: int, error: BaseException | None) -> bool:
-        """Agree on how a save ended and clean up after a failure. Returns whether it succeeded."""
+        """Agree on how a save ended and clean up after a failure. Return whether it succeeded."""
         outcome = agree(_OK if error is None else _DISK_FULL if folders.is_disk_full(error) else _FAILED)
         if outcome == _DISK_FULL:
             self._give_up(step, "the disk is full")
@@ -246,19 +267,20 @@ class Checkpointer:
         return outcome == _OK
 
     def _give_up(self, step: int, reason: str) -> None:
-        """The disk is full: what was begun goes, the previous checkpoint stays."""
+        """Delete what was written of a save that does not fit; the previous checkpoint stays."""
         self._sweep(step)
         self.failures += 1
-        latest = (
-            "there is no checkpoint" if self.latest() is None else f"the newest checkpoint is {self.latest()}"
-        )
         message = (
-            f"step {step} is NOT saved: {reason} ({self.folder}); {latest}; saves given up so far: "
+            f"step {step} is NOT saved: {reason} ({self.folder}); {self._newest()}; saves given up so far: "
             f"{self.failures}. Free some space, or lower --checkpoint.keep."
         )
         if self.config.on_full_disk == "stop":
             raise DiskFullError(errno.ENOSPC, message)
-        say(message)
+        say(f"checkpoint: {message}")
+
+    def _newest(self) -> str:
+        latest = self.latest()
+        return "there is no checkpoint" if latest is None else f"the newest checkpoint is {latest}"
 
     def _sweep(self, step: int) -> None:
         if jax.process_index() == 0:
@@ -268,16 +290,25 @@ class Checkpointer:
         return folders.ranked(self.folder, self.config.best_metric, self.config.best_mode)
 
 
+@jax.jit
+def _is_finite(x: jax.Array) -> jax.Array:
+    return jnp.isfinite(x).all()
+
+
 def _uncompressed() -> ocp.Context:
-    """Weights and moments hardly compress (12%, for several times the CPU time)."""
+    """Return the settings of a save: weights hardly compress (12%, for several times the CPU time)."""
     context = ocp.Context()
     context.array.saving.use_compression = False
     return context
 
 
-def load(folder: Path, target: Any, prefix: str = "", on_host: bool = False) -> Any:
-    """The part of a checkpoint below `prefix`, as a tree like `target`."""
-    wanted = {prefix + path: leaf for path, leaf in flatten(target).items()}
+def load_arrays(folder: Path, target: Any, prefix: str = "", on_host: bool = False) -> Any:
+    """Return the part of a checkpoint below `prefix`, as a tree like `target`.
+
+    Raises:
+        UserError: it has other arrays.
+    """
+    wanted = {prefix + path: leaf for path, leaf in flatten_state(target).items()}
     saved = read_manifest(folder).arrays
     check_same(folder, {path: x for path, x in saved.items() if path.startswith(prefix)}, wanted)
     read = lambda path: np.ndarray if on_host else wanted[path]

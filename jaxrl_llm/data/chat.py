@@ -176,16 +176,17 @@ def chat_messages(example: Example, config: ChatConfig) -> list[Message] | None:
 def prompt_row(example: Example, config: ChatConfig) -> dict[str, Any]:
     """Return the prompt as a row of a data file that gives the same ids with a default `ChatConfig`.
 
-    {"messages": [{"role", "content"}, ...]} with the system prompt, and with `tools` and
-    `chat_template_kwargs` where the template gets any; {"prompt": text} where no template is used. The ids
-    are the same where `chat_template` and `parse_control_tokens` are.
+    Of a chat: {"prompt": text of the last message, "messages": [{"role", "content"}, ...]} with the system
+    prompt, and with `tools` and `chat_template_kwargs` where the template gets any; {"prompt": text} where no
+    template is used. The ids are the same where `chat_template` and `parse_control_tokens` are.
     """
     messages = prompt_messages(example, config)
     if messages is None:
         return {"prompt": _plain_text(example, config)}
     tools, options = template_columns(example.columns, example.where)
     given = {"tools": tools, "chat_template_kwargs": {**read_options(config), **options}}
-    return {"messages": messages, **{key: value for key, value in given.items() if value}}
+    present = {key: value for key, value in given.items() if value}
+    return {"prompt": messages[-1]["content"], "messages": messages, **present}
 
 
 def plain_text_warning(

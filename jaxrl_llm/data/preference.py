@@ -23,6 +23,7 @@ from jaxrl_llm.data.config import SourceConfig
 from jaxrl_llm.data.rows import (
     PROMPT_KEYS,
     Example,
+    Message,
     RowError,
     check_row,
     check_text,
@@ -193,14 +194,17 @@ def ask_two(question: str, a: str, b: str) -> str:
     return ASK_TWO.format(question=question, a=a, b=b)
 
 
-def _question(example: Example) -> str:
-    """Return the prompt: a lone message as it is, several with their roles."""
-    if example.messages is None:
-        return example.text
-    messages = example.messages if example.response is not None else example.messages[:-1]
+def conversation_text(messages: Sequence[Message]) -> str:
+    """Return a chat as text: a lone message as it is, several with their roles."""
     if len(messages) == 1:
         return messages[0]["content"]
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+
+def _question(example: Example) -> str:
+    if example.messages is None:
+        return example.text
+    return conversation_text(example.messages if example.response is not None else example.messages[:-1])
 
 
 def _response(example: Example) -> str:

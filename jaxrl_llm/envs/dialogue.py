@@ -91,6 +91,7 @@ class EnvDialogue:
             return _failed(conversation, describe_error(error))
         episode = add_step(conversation.episode, step)
         if step.done or turn.last:
+            episode = dataclasses.replace(episode, messages=(*episode.messages, messages[-1]))
             return Reply([], True, episode)
         return self._observe(prompt, messages, conversation.state, step, episode, ended)
 
@@ -104,6 +105,7 @@ class EnvDialogue:
         """
         new = observed_messages(step)
         new = [self._cut(message, len(new)) for message in new]
+        episode = dataclasses.replace(episode, messages=(*episode.messages, messages[-1], *new))
         conversation = Conversation([*messages, *new], state, episode)
         if step.raw:
             return Reply(self._ids(new[0]["content"]), False, episode, conversation)
@@ -183,7 +185,8 @@ def add_step(episode: Episode, step: Step) -> Episode:
     reward = episode.reward
     if step.reward is not None:
         reward = (reward or 0.0) + float(step.reward)
-    return Episode(
+    return dataclasses.replace(
+        episode,
         turns=episode.turns + 1,
         reward=reward,
         tool_calls=episode.tool_calls + step.tool_calls,

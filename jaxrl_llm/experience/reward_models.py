@@ -14,24 +14,27 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm import models
-from jaxrl_llm.data.chat import encode_prompt
+from jaxrl_llm.data.chat import encode_prompt, prompt_messages, prompt_row
 from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.packing import PackItem, pack, unpack
-from jaxrl_llm.data.preference import ask_one
+from jaxrl_llm.data.preference import ask_one, conversation_text
 from jaxrl_llm.data.rows import Example
+from jaxrl_llm.data.template import ChatRenderer, find_template
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.folder import resolve
 from jaxrl_llm.hf.load import load_params
-from jaxrl_llm.hf.names import read_config
-from jaxrl_llm.hf.tokenizer import load_tokenizer
+from jaxrl_llm.hf.tokenizer import load_tokenizer, same_vocabulary
 from jaxrl_llm.learn.update import StepConfig, model_outputs
 from jaxrl_llm.rewards.config import RewardModelConfig
 from jaxrl_llm.rewards.extract import verdict_probability
 from jaxrl_llm.sharding.rules import TRAIN, put_rows
 from jaxrl_llm.structs import Params, Trajectory
 
-ROOM = 128
-"""Tokens of a row beyond the longest trajectory: for the judge's question, and the token after the last."""
+EXTRA_TOKENS = 128
+"""Of a row, beyond the longest trajectory: for the judge's question, and the token after the last."""
+OWN = ChatConfig()
+"""The reward model's own template, whatever the policy reads."""
 
 
 @dataclass
@@ -43,40 +46,57 @@ class RewardModel:
     step: StepConfig
     mesh: Mesh
     tokenizer: Any
-    translate: bool  # its tokenizer is not the policy's: it reads the text anew
+    chat: ChatConfig  # of the policy: system prompt, and whether there is a chat at all
+    rerenders: bool  # renders the conversation by its own template and tokenizer
 
-    def __call__(self, trajectories: Sequence[Trajectory], prompts: Sequence[str]) -> list[np.ndarray]:
-        """Scores of each trajectory's response tokens, float32 [R']: 0 but where the model judges.
+    def __call__(self, trajectories: Sequence[Trajectory], examples: Sequence[Example]) -> list[np.ndarray]:
+        """Return the scores of each trajectory's response tokens, float32 [R']: 0 where the model gives none.
 
         Args:
-            prompts: the prompt of each trajectory as text, for a model that reads it anew.
+            examples: the row of each trajectory's prompt.
         """
         if self.config.kind == "generative":
-            return self._verdicts(trajectories, prompts)
-        items = [self._item(t, p) for t, p in zip(trajectories, prompts, strict=True)]
+            return self._verdicts(trajectories, examples)
+        items = [self._item(t, e) for t, e in zip(trajectories, examples, strict=True)]
         values = [row[1:] for row in self._outputs(items, "values")]  # after each token
-        return [self._place(t, v) for t, v in zip(trajectories, values, strict=True)]
+        return [self._scores(t, v) for t, v in zip(trajectories, values, strict=True)]
 
-    def _item(self, trajectory: Trajectory, prompt: str) -> PackItem:
-        """The trajectory and one token more, so that place t of the values is the state after token t - 1."""
-        ids = np.concatenate([trajectory.prompt_ids, trajectory.response_ids])
-        if self.translate:
-            ids = self.tokenizer.encode(prompt + trajectory.text, add_special_tokens=False)
-        return self._made([*ids, 0])
+    def _item(self, trajectory: Trajectory, example: Example) -> PackItem:
+        """Return the trajectory and one more token: value t is that of the state after token t - 1."""
+        if self.rerenders:
+            ids = self.render(trajectory, example)
+        else:
+            ids = [*trajectory.prompt_ids, *trajectory.response_ids]
+        return self._truncated([*ids, 0])
 
-    def _made(self, ids: Sequence[int]) -> PackItem:
-        """What is too long loses its beginning."""
+    def render(self, trajectory: Trajectory, example: Example) -> list[int]:
+        """Return the ids of prompt and response, every turn of them, up to the end token of the last.
+
+        A chat goes through the model's own template; without a chat, or a template, the text is one piece.
+        """
+        messages = prompt_messages(example, self.chat)
+        if messages is None or not self.tokenizer.chat_template:
+            text = prompt_row(example, self.chat)["prompt"] if messages is None else _joined(messages)
+            return self.tokenizer.encode(text + trajectory.text, add_special_tokens=False)
+        chat = ChatRenderer(self.tokenizer, [*messages, *trajectory.messages], example, OWN)
+        return chat.tokenize(chat.render().rstrip())
+
+    def _truncated(self, ids: Sequence[int]) -> PackItem:
+        """Return the last `row_tokens` of the ids as an item."""
         ids = np.asarray(ids[-self.step.row_tokens :], np.int32)
         return PackItem(ids, np.ones(len(ids), np.float32))
 
-    def _verdicts(self, trajectories: Sequence[Trajectory], prompts: Sequence[str]) -> list[np.ndarray]:
-        """Probability of Yes against No that the response is right, at its last token (arXiv 2408.15240)."""
+    def _verdicts(self, trajectories: Sequence[Trajectory], examples: Sequence[Example]) -> list[np.ndarray]:
+        """Return the probability of Yes against No, at each response's last token (arXiv 2408.15240)."""
         words = [self.tokenizer.encode(word, add_special_tokens=False)[0] for word in ("Yes", "No")]
         items = []
-        for trajectory, prompt in zip(trajectories, prompts, strict=True):
-            message = {"role": "user", "content": ask_one(prompt, trajectory.text)}
-            ids = encode_prompt(self.tokenizer, Example((message,), None), ChatConfig())
-            items += [self._made([*ids, word]) for word in words]
+        for trajectory, example in zip(trajectories, examples, strict=True):
+            messages = prompt_messages(example, self.chat)
+            plain = messages is None
+            question = prompt_row(example, self.chat)["prompt"] if plain else conversation_text(messages)
+            asked = ask_one(question, conversation_text(trajectory.messages))
+            ids = encode_prompt(self.tokenizer, Example(({"role": "user", "content": asked},), None), OWN)
+            items += [self._truncated([*ids, word]) for word in words]
         logprobs = [row[-1] for row in self._outputs(items, "policy")]
         scores = [np.zeros(len(t.response_ids), np.float32) for t in trajectories]
         for row, yes, no in zip(scores, logprobs[::2], logprobs[1::2], strict=True):
@@ -87,13 +107,13 @@ class RewardModel:
         """Return one of `model_outputs` for each item."""
         with jax.set_mesh(self.mesh):
             batches = pack(items, self.step.row_tokens, self.step.rows)
-            found = [
+            rows = [
                 np.asarray(_run(self.params, put_rows(self.mesh, batch), self.step, name))
                 for batch in batches
             ]
-        return unpack(found, items, self.step.row_tokens)
+        return unpack(rows, items, self.step.row_tokens)
 
-    def _place(self, trajectory: Trajectory, values: np.ndarray) -> np.ndarray:
+    def _scores(self, trajectory: Trajectory, values: np.ndarray) -> np.ndarray:
         scores = np.zeros(len(trajectory.response_ids), np.float32)
         values = (values - self.config.mean) / self.config.scale
         if self.config.kind == "outcome":
@@ -112,13 +132,25 @@ def _run(params: Params, batch, step: StepConfig, name: str) -> jax.Array:
     return model_outputs(params, batch, step, (name,))[name]
 
 
+def _joined(messages: Sequence[dict[str, Any]]) -> str:
+    return "".join(f"{message['content']}\n\n" for message in messages)
+
+
 def load_reward_model(
-    config: RewardModelConfig, step: StepConfig, mesh: Mesh, policy_tokenizer: Any
+    config: RewardModelConfig,
+    step: StepConfig,
+    mesh: Mesh,
+    policy_tokenizer: Any,
+    chat: ChatConfig,
 ) -> RewardModel:
-    """The model of a folder, in the compute type, sharded over the mesh.
+    """Return the model of a folder, in the compute type, sharded over the mesh.
+
+    Args:
+        chat: how the policy's prompts are rendered.
 
     Raises:
-        ValueError: no such folder, no value head in it, or a process model that reads other tokens.
+        UserError: no such folder, no value head in it, a process model that reads other tokens, or a template
+            that refuses the policy's chats.
     """
     folder: Path = resolve(config.path)
     model = read_config(folder)
@@ -130,28 +162,62 @@ def load_reward_model(
             else f"--reward.models {config.path}: a score head cannot say Yes or No; kind generative wants a "
             "language model."
         )
-    tokenizer = load_tokenizer(folder)
-    translate = tokenizer.get_vocab() != policy_tokenizer.get_vocab()
-    if translate and config.kind == "process":
+    tokenizer = load_tokenizer(folder, model)
+    same = same_vocabulary(tokenizer, policy_tokenizer)
+    if not same and config.kind == "process":
         raise UserError(
             f"--reward.models {config.path}: a process reward model judges the policy's own tokens, but its "
             "tokenizer is another; use one with the policy's tokenizer, or kind outcome."
         )
+    if rerenders := config.kind == "outcome" and not (
+        same and _same_template(tokenizer, policy_tokenizer, chat)
+    ):
+        _check_template(config.path, tokenizer, chat)
     shardings = models.shardings(model, mesh, TRAIN)
     params = load_params(folder, model, shardings, jnp.dtype(step.dtype))
-    step = replace(step, row_tokens=step.row_tokens + ROOM, temperature=1.0)
-    return RewardModel(config, params, step, mesh, tokenizer, translate)
+    step = replace(step, row_tokens=step.row_tokens + EXTRA_TOKENS, temperature=1.0)
+    return RewardModel(config, params, step, mesh, tokenizer, chat, rerenders)
+
+
+def _same_template(tokenizer: Any, policy_tokenizer: Any, chat: ChatConfig) -> bool:
+    """Return whether both models render a chat alike; a tokenizer without a template takes the other's."""
+    policy = (
+        find_template(policy_tokenizer, chat) if policy_tokenizer.chat_template or chat.chat_template else ""
+    )
+    return not tokenizer.chat_template or not policy or find_template(tokenizer, OWN) == policy
+
+
+def _check_template(path: str, tokenizer: Any, chat: ChatConfig) -> None:
+    """Render a chat like the policy's by the reward model's template.
+
+    Raises:
+        UserError: the template refuses it.
+    """
+    asked = Example(({"role": "user", "content": "question"},), None)
+    messages = prompt_messages(asked, chat)
+    if messages is None or not tokenizer.chat_template:
+        return
+    try:
+        ChatRenderer(tokenizer, [*messages, {"role": "assistant", "content": "answer"}], asked, OWN).render()
+    except UserError as error:
+        raise UserError(
+            f"--reward.models {path}: its chat template refuses the policy's chats ({error}). Use one that "
+            f"takes the roles {', '.join(message['role'] for message in messages)}."
+        ) from error
 
 
 def add_scores(
-    reward_models: Sequence[RewardModel], trajectories: Sequence[Trajectory], prompts: Sequence[str]
+    reward_models: Sequence[RewardModel], trajectories: Sequence[Trajectory], examples: Sequence[Example]
 ) -> None:
     """Add each model's weighted scores to the trajectories' rewards and components.
+
+    Args:
+        examples: the row of each trajectory's prompt.
 
     A process model's scores go to its steps (`token_rewards`), an outcome model's to the response's reward.
     """
     for model in reward_models:
-        for trajectory, scores in zip(trajectories, model(trajectories, prompts), strict=True):
+        for trajectory, scores in zip(trajectories, model(trajectories, examples), strict=True):
             weighted = model.config.weight * scores
             trajectory.components = (*trajectory.components, float(weighted.sum()))
             if model.config.kind != "process":

@@ -28,8 +28,8 @@ class Scorer:
     def __call__(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> Metrics:
         """Score responses to `prompts` (by their prompt_index), and return the verifier's metrics."""
         metrics = verify(self.pool, prompts, trajectories)
-        texts = [prompt_text(prompts[t.prompt_index].example) for t in trajectories]
-        add_scores(self.reward_models, trajectories, texts)
+        examples = [prompts[t.prompt_index].example for t in trajectories]
+        add_scores(self.reward_models, trajectories, examples)
         return metrics
 
 

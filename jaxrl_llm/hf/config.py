@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.hf.value_head import as_classifier, has_value_head
+from jaxrl_llm.hf.json_file import JsonKeys, read_json
 from jaxrl_llm.models.config import RopeConfig, TransformerConfig, check_model_config
 
 _QWEN = {
@@ -82,6 +81,18 @@ SAME = {
 }
 """Our field -> HF key, for the sizes that every config has."""
 
+LARGEST = {
+    "vocab_size": 10**8,
+    "hidden_size": 10**6,
+    "intermediate_size": 10**7,
+    "num_hidden_layers": 10**4,
+    "num_attention_heads": 10**5,
+    "max_position_embeddings": 2**31 - 1,
+}
+"""Sizes beyond those of any model: nonsense rather than hours of making a list of weights."""
+LANGUAGE, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
 _REQUIRED = {
     **dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",)),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -89,56 +100,67 @@ _REQUIRED = {
 
 
 def read_config(folder: Path | str | dict) -> TransformerConfig:
-    """TransformerConfig of an HF folder, or of the content of its config.json.
+    """Return the TransformerConfig of an HF folder, or of the content of its config.json.
 
     A key that is absent means what it means to transformers for that `model_type`.
 
     Raises:
-        ValueError: no or broken config.json; a model type, activation, RoPE type or quantization that the
-            decoder does not have. The message names the key, its value and what is supported.
+        UserError: no or broken config.json; a key of a wrong type or outside its range; a model type,
+            activation, RoPE type or quantization that the decoder does not have. The message names the file,
+            the key, its value and what is supported.
     """
     raw = folder if isinstance(folder, dict) else read_json(Path(folder) / "config.json")
-    family = _one_of("model_type", raw.get("model_type"), DEFAULTS)
-    get = lambda key, default=None: raw.get(key, DEFAULTS[family].get(key, default))
-    _check(raw, family, get)
-    heads = get("num_attention_heads")
-    biased = bool(get("attention_bias", False)) and family in ("llama", "qwen3")
-    window, window_layers = _windows(family, get)
-    valued = has_value_head(raw)
+    file = "config.json" if isinstance(folder, dict) else str(Path(folder) / "config.json")
+    family = JsonKeys(raw, file, {}).one_of("model_type", DEFAULTS)
+    keys = JsonKeys(raw, file, DEFAULTS[family])
+    _check_supported(keys, family)
+    sizes = {ours: keys.integer(hf, LARGEST[hf]) for ours, hf in SAME.items()}
+    heads = sizes["num_heads"]
+    biased = keys.flag("attention_bias") and family in ("llama", "qwen3")
+    window, window_layers = _windows(keys, family, sizes["num_layers"])
+    has_head = _has_value_head(keys)
+    own_kv = (
+        None if family == "baichuan" else keys.optional("num_key_value_heads", LARGEST["num_attention_heads"])
+    )
+    head_dim = keys.optional("head_dim", 1 << 16) or sizes["hidden_size"] // heads
+    if not head_dim:
+        raise keys.wrong("hidden_size", sizes["hidden_size"], f"is less than num_attention_heads={heads}")
     config = TransformerConfig(
         family=family,
-        **{ours: get(hf) for ours, hf in SAME.items()},
-        num_kv_heads=heads if family == "baichuan" else get("num_key_value_heads") or heads,
-        head_dim=get("head_dim") or get("hidden_size") // heads,
+        **sizes,
+        num_kv_heads=own_kv or heads,
+        head_dim=head_dim,
         qkv_bias=biased or family == "qwen2",
         out_bias=biased,
-        mlp_bias=bool(get("mlp_bias", False)) and family == "llama",
+        mlp_bias=keys.flag("mlp_bias") and family == "llama",
         qk_norm=family == "qwen3",
-        activation=ACTIVATIONS[_one_of("hidden_act", get("hidden_act", "silu"), ACTIVATIONS)],
-        norm_eps=float(get("rms_norm_eps", 1e-6)),
-        tie_embeddings=valued or bool(get("tie_word_embeddings", False)),  # a classifier has no other head
-        value_head=valued,
-        rope=_read_rope(raw, get("max_position_embeddings")),
+        activation=ACTIVATIONS[keys.one_of("hidden_act", ACTIVATIONS, "silu")],
+        norm_eps=keys.number("rms_norm_eps", 1e-6, high=1.0),
+        tie_embeddings=keys.flag("tie_word_embeddings") or has_head,  # a classifier has no other head
+        value_head=has_head,
+        rope=_read_rope(keys, sizes["max_position"]),
         sliding_window=window,
         window_layers=window_layers,
-        attention_softcap=get("attn_logit_softcapping"),
-        logit_softcap=get("final_logit_softcapping"),
-        initializer_range=float(get("initializer_range", 0.02)),
+        attention_softcap=keys.number("attn_logit_softcapping", None, low=1e-6),
+        logit_softcap=keys.number("final_logit_softcapping", None, low=1e-6),
+        initializer_range=keys.number("initializer_range", 0.02, high=1e3),
     )
-    check_model_config(config, "config.json")
+    check_model_config(config, file)
     return config
 
 
 def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str, Any]:
-    """The content of a config.json that transformers 5 and a 4.x reader understand alike.
+    """Return the content of a config.json that transformers 4 and 5 read alike.
 
     RoPE and dtype are written in both spellings. Soft-caps get Gemma's names: this project reads them back,
     transformers ignores them for these families.
 
     Raises:
-        ValueError: the family cannot express a field (Mistral with biases, say).
+        UserError: the family cannot express a field (Mistral with biases, say).
     """
-    family = _one_of("family", config.family, DEFAULTS)
+    family = config.family
+    if family not in DEFAULTS:
+        raise UserError(f"export: family={family!r} is not supported; supported: {', '.join(DEFAULTS)}")
     raw = {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,
@@ -162,68 +184,71 @@ def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str
         raw["attn_logit_softcapping"] = config.attention_softcap
     if config.logit_softcap is not None:
         raw["final_logit_softcapping"] = config.logit_softcap
-    raw = as_classifier(raw) if config.value_head else raw
+    raw = _as_classifier(raw) if config.value_head else raw
     _check_round_trip(config, raw)
     return raw
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        ValueError: missing, not JSON, or not an object.
-    """
-    if not path.is_file():
-        raise UserError(f"{path}: no such file; a Hugging Face model folder has one")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: must hold a JSON object, not {type(value).__name__}")
-    return value
-
-
-def _one_of(key: str, value: Any, supported: dict[str, Any]) -> Any:
-    if value not in supported:
-        raise UserError(f"config.json: {key}={value!r} is not supported; supported: {', '.join(supported)}")
-    return value
-
-
-def _check(raw: dict, family: str, get) -> None:
+def _check_supported(keys: JsonKeys, family: str) -> None:
     """Refuse what would load and then compute something else."""
-    if raw.get("quantization_config"):
-        raise UserError("config.json: quantization_config is set; only bf16, fp16 and fp32 weights are read")
-    if family == "baichuan" and get("max_position_embeddings") is None:
+    if keys.get("quantization_config"):
+        raise UserError(f"{keys.file}: quantization_config is set; only bf16, fp16 and fp32 weights are read")
+    if family == "baichuan" and keys.get("max_position_embeddings") is None:
         raise UserError(
-            "config.json: baichuan without max_position_embeddings is the 13B model, which uses ALiBi; "
+            f"{keys.file}: baichuan without max_position_embeddings is the 13B model, which uses ALiBi; "
             "supported: the RoPE models (7B)"
         )
-    if family == "baichuan" and get("vocab_size") == 125_696:
+    if family == "baichuan" and keys.get("vocab_size") == 125_696:
         raise UserError(
-            "config.json: vocab_size=125696 is Baichuan 2, whose head normalises its rows; supported: "
+            f"{keys.file}: vocab_size=125696 is Baichuan 2, whose head normalises its rows; supported: "
             "Baichuan 1. Normalise the rows of lm_head once and save it as model_type=llama to use it"
         )
-    for key in SAME.values():
-        if not isinstance(get(key), int) or get(key) < 1:
-            raise UserError(f"config.json: {key}={get(key)!r} must be a positive integer")
 
 
-def _windows(family: str, get) -> tuple[int | None, tuple[bool, ...] | None]:
-    """(sliding_window, window_layers). Llama and Baichuan have none; Mistral slides in every layer."""
-    window, num_layers = get("sliding_window"), get("num_hidden_layers")
+def _has_value_head(keys: JsonKeys) -> bool:
+    """Return whether it is a sequence (or token) classifier with one label.
+
+    Raises:
+        UserError: it has several labels: a score is one number.
+    """
+    names = keys.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise keys.wrong("architectures", names, "must be a list of names")
+    if not names or not names[0].endswith((CLASSIFIER, "ForTokenClassification")):
+        return False
+    count = keys.get("num_labels")
+    if count is None:
+        count = len(keys.section("id2label").raw) or 1
+    if count != 1 or isinstance(count, bool):
+        raise keys.wrong("num_labels", count, f"of {names[0]}: a reward model or critic has 1")
+    return True
+
+
+def _as_classifier(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a language model as that of a classifier of its family with one label."""
+    name = raw["architectures"][0].replace(LANGUAGE, CLASSIFIER)
+    labels = {"id2label": {"0": "SCORE"}, "label2id": {"SCORE": 0}, "num_labels": 1}
+    return {**raw, "architectures": [name], **labels}
+
+
+def _windows(keys: JsonKeys, family: str, num_layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
+    """Return (sliding_window, window_layers). Llama and Baichuan have none, Mistral one in every layer."""
+    window = keys.optional("sliding_window", LARGEST["max_position_embeddings"])
     if family == "mistral":
         return window, None
-    if family not in ("qwen2", "qwen3") or not get("use_sliding_window", False) or window is None:
+    if family not in ("qwen2", "qwen3") or not keys.flag("use_sliding_window") or window is None:
         return None, None
-    types = get("layer_types") or [
-        "sliding_attention" if i >= get("max_window_layers") else "full_attention" for i in range(num_layers)
-    ]
-    for kind in types:
-        _one_of("layer_types", kind, {"full_attention": 0, "sliding_attention": 0})
-    if len(types) != num_layers:
-        raise UserError(f"config.json: layer_types has {len(types)} entries for {num_layers} layers")
-    slides = tuple(kind == "sliding_attention" for kind in types)
+    kinds = keys.get("layer_types")
+    if kinds is None:
+        first = keys.integer("max_window_layers", LARGEST["num_hidden_layers"], low=0)
+        kinds = [LAYER_TYPES[i >= first] for i in range(num_layers)]
+    if not isinstance(kinds, list) or not all(
+        isinstance(kind, str) and kind in LAYER_TYPES for kind in kinds
+    ):
+        raise keys.wrong("layer_types", kinds, f"must be a list of {' and '.join(LAYER_TYPES)}")
+    if len(kinds) != num_layers:
+        raise UserError(f"{keys.file}: layer_types has {len(kinds)} entries for {num_layers} layers")
+    slides = tuple(kind == LAYER_TYPES[True] for kind in kinds)
     return (window if any(slides) else None), (slides if len(set(slides)) > 1 else None)
 
 
@@ -239,29 +264,37 @@ def _write_windows(config: TransformerConfig) -> dict[str, Any]:
         "use_sliding_window": any(slides),
         "sliding_window": config.sliding_window,
         "max_window_layers": slides.index(True) if any(slides) else config.num_layers,
-        "layer_types": ["sliding_attention" if on else "full_attention" for on in slides],
+        "layer_types": [LAYER_TYPES[on] for on in slides],
     }
 
 
-def _read_rope(raw: dict, max_position: int) -> RopeConfig:
-    """As transformers 5 does: `rope_scaling` before `rope_parameters`, then the top-level `rope_theta`."""
-    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    rope = {key: value for key, value in rope.items() if value is not None}
-    if any(isinstance(v, dict) for v in rope.values()):
-        raise UserError(
-            f"config.json: rope_parameters={rope}: one RoPE for all layers is supported, not one a layer type"
-        )
-    kind = _one_of("rope_type", rope.get("rope_type", rope.get("type", "default")), ROPE_FIELDS)
-    partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if partial not in (None, 1):
-        raise UserError(f"config.json: partial_rotary_factor={partial} is not supported; supported: 1.0")
-    if kind in ("yarn", "llama3"):
-        rope["original_max_position"] = raw.get(ORIGINAL) or rope.get(ORIGINAL) or max_position
-    missing = [key for key in _REQUIRED.get(kind, ()) if key not in rope]
+def _read_rope(keys: JsonKeys, max_position: int) -> RopeConfig:
+    """Read RoPE as transformers 5 does: `rope_scaling`, `rope_parameters`, the top-level `rope_theta`."""
+    name = "rope_scaling" if keys.get("rope_scaling") else "rope_parameters"
+    rope = keys.section(name)
+    if any(isinstance(value, dict) for value in rope.raw.values()):
+        raise keys.wrong(name, rope.raw, ": one RoPE for all layers is supported, not one a layer type")
+    key = "rope_type" if "rope_type" in rope.raw else "type"
+    kind = rope.one_of(key, ROPE_FIELDS, "default")
+    for owner in (rope, keys):
+        if (partial := owner.number("partial_rotary_factor", 1.0)) != 1.0:
+            raise owner.wrong("partial_rotary_factor", partial, "is not supported; supported: 1.0")
+    missing = [key for key in _REQUIRED.get(kind, ()) if key not in rope.raw]
     if missing:
-        raise UserError(f"config.json: rope_type={kind!r} needs {missing[0]!r}; found {sorted(rope)}")
-    theta = float(rope.get("rope_theta", raw.get("rope_theta") or 10_000.0))
-    return RopeConfig(theta, kind, **{name: rope[name] for name in ROPE_FIELDS[kind] if name in rope})
+        raise UserError(f"{keys.file}: rope_type={kind!r} needs {missing[0]!r}; there are {sorted(rope.raw)}")
+    fields: dict[str, Any] = {}
+    for field in set(ROPE_FIELDS[kind]) & rope.raw.keys():
+        fields[field] = (
+            rope.flag(field)
+            if field == "truncate"
+            else rope.number(field, None, low=0.0 if "mscale" in field else 1e-9)
+        )
+    if "original_max_position" in ROPE_FIELDS[kind]:
+        longest = LARGEST["max_position_embeddings"]
+        own = keys.optional(ORIGINAL, longest) or rope.optional(ORIGINAL, longest)
+        fields["original_max_position"] = own or max_position
+    theta = rope.number("rope_theta", None, low=1e-9) or keys.number("rope_theta", None, low=1e-9)
+    return RopeConfig(theta or 10_000.0, kind, **fields)
 
 
 def _write_rope(config: TransformerConfig) -> dict[str, Any]:
@@ -278,7 +311,7 @@ def _write_rope(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _canonical(config: TransformerConfig) -> TransformerConfig:
-    """The same model with settings that have no effect at their defaults: what a config.json can hold."""
+    """Return the same model with settings that have no effect at their defaults: a config.json lacks them."""
     kept = {name: getattr(config.rope, name) for name in ROPE_FIELDS[config.rope.scaling]}
     if "original_max_position" in kept:
         kept["original_max_position"] = kept["original_max_position"] or config.max_position
@@ -292,12 +325,10 @@ def _canonical(config: TransformerConfig) -> TransformerConfig:
 
 
 def _check_round_trip(config: TransformerConfig, raw: dict) -> None:
-    """What this family's config.json cannot say must not get lost without a word."""
-    wanted, read = dataclasses.asdict(_canonical(config)), dataclasses.asdict(read_config(raw))
+    """Refuse a config that this family's config.json cannot express."""
+    ours, read = dataclasses.asdict(_canonical(config)), dataclasses.asdict(read_config(raw))
     lost = [
-        f"{name}={wanted[name]} (would read back as {read[name]})"
-        for name in wanted
-        if wanted[name] != read[name]
+        f"{name}={ours[name]} (would read back as {read[name]})" for name in ours if ours[name] != read[name]
     ]
     if lost:
         raise UserError(f"export: a {config.family} config.json cannot express {'; '.join(lost)}")

@@ -8,19 +8,22 @@ import math
 import os
 import shutil
 import struct
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.errors import UserError
-from jaxrl_llm.hf.folder import INDEX, SINGLE
-from jaxrl_llm.hf.gather import gather, group_by_size
-from jaxrl_llm.hf.names import HFTensor, hf_tensors, to_hf_config
+from jaxrl_llm.errors import RunError, UserError
+from jaxrl_llm.hf.config import to_hf_config
+from jaxrl_llm.hf.folder import INDEX, SINGLE, name_some
+from jaxrl_llm.hf.gather import gather_checked, group_by_size
+from jaxrl_llm.hf.names import HFTensor, hf_tensors
 from jaxrl_llm.hf.tokenizer import generation_config, save_tokenizer, special_ids
-from jaxrl_llm.host.processes import agree
+from jaxrl_llm.host.files import sync_to_disk, write_json
+from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.structs import Params
 
@@ -51,8 +54,10 @@ def save_model(
         max_shard_bytes: of a file; a larger tensor gets a file of its own.
 
     Raises:
-        ValueError: unknown dtype, a config the family cannot express, no room on the disk, or a folder that
+        UserError: unknown dtype, a config the family cannot express, no room on the disk, or a folder that
             holds something other than an earlier export.
+        RunError: weights that are NaN or Inf in `dtype`; names them. An earlier export stays.
+        OSError: the disk fails or fills up. An earlier export stays.
     """
     folder = Path(folder).absolute()
     if dtype not in DTYPES:
@@ -60,29 +65,22 @@ def save_model(
     config = as_written(config)
     raw = _raw(config, dtype, tokenizer)
     shards = _plan(hf_tensors(config), jnp.dtype(dtype).itemsize, max_shard_bytes)
-    _refuse_a_bad_place(folder, sum(size for _, _, size in shards))
-    writer = jax.process_index() == 0
     partial = folder.with_name(f".{folder.name}.partial")
-    if writer:
-        shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
-        partial.mkdir(parents=True)
+    on_first(lambda: _make_partial(folder, partial, sum(size for _, _, size in shards)))
     try:
         for name, tensors, _ in shards:
-            _write_shard(partial / name if writer else None, tensors, params, dtype)
-        if writer:
-            _write_rest(partial, raw, shards, tokenizer)
-            _replace(partial, folder)
-    finally:  # a disk that fills up must not keep what nobody can use
-        if writer:
+            _write_shard(partial / name, tensors, params, dtype)
+        on_first(lambda: (_write_rest(partial, raw, shards, tokenizer), _replace(partial, folder)))
+    finally:  # a full disk must not keep an export that cannot be used
+        if jax.process_index() == 0:
             shutil.rmtree(partial, ignore_errors=True)
-    agree(0)  # nobody goes on before the folder is there
     return folder
 
 
 def save_description(
     config: TransformerConfig, folder: Path, tokenizer: Any = None, dtype: str = "bfloat16"
 ) -> Path:
-    """Only config and tokenizer: enough for a server that gets its weights later. Process 0 writes."""
+    """Write only config and tokenizer, enough for a server that gets its weights later. Process 0 writes."""
     if jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         _write_rest(folder, _raw(as_written(config), dtype, tokenizer), [], tokenizer)
@@ -90,17 +88,17 @@ def save_description(
 
 
 def as_written(config: TransformerConfig) -> TransformerConfig:
-    """The config of the folder: Baichuan becomes Llama, q, k and v apart."""
+    """Return the config of the folder: Baichuan becomes Llama, q, k and v apart."""
     return dataclasses.replace(config, family="llama") if config.family == "baichuan" else config
 
 
 def _raw(config: TransformerConfig, dtype: str, tokenizer: Any) -> dict[str, Any]:
-    """What config.json holds."""
+    """Return the content of config.json."""
     return to_hf_config(config, dtype) | (special_ids(tokenizer) if tokenizer else {})
 
 
 def _plan(tensors: list[HFTensor], itemsize: int, limit: int) -> list[tuple[str, list[HFTensor], int]]:
-    """(file name, its tensors, bytes) of each file, filled in order."""
+    """Return (file name, its tensors, bytes) of each file, filled in order."""
     groups = group_by_size(tensors, itemsize, limit)
     sizes = [itemsize * sum(math.prod(tensor.shape) for tensor in group) for group in groups]
     n = len(groups)
@@ -108,15 +106,16 @@ def _plan(tensors: list[HFTensor], itemsize: int, limit: int) -> list[tuple[str,
     return list(zip(names, groups, sizes, strict=True))
 
 
-def _refuse_a_bad_place(folder: Path, size: int) -> None:
-    """ValueError on every process if the first one cannot export there."""
-    problem = _why_not(folder, size) if jax.process_index() == 0 else None
-    if agree(problem is not None):
-        raise UserError(problem or f"{folder}: the first process cannot export there; its message says why")
+def _make_partial(folder: Path, partial: Path, size: int) -> None:
+    """Make the temporary folder, if `size` bytes can be exported to `folder`."""
+    if problem := _why_not(folder, size):
+        raise UserError(problem)
+    shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
+    partial.mkdir(parents=True)
 
 
 def _why_not(folder: Path, size: int) -> str | None:
-    """What stands in the way of an export of `size` bytes to `folder`."""
+    """Return what stands in the way of an export of `size` bytes to `folder`."""
     if folder.exists() and not folder.is_dir():
         return f"{folder}: a file; the export needs a folder"
     inside = list(folder.iterdir()) if folder.exists() else []
@@ -133,16 +132,36 @@ def _why_not(folder: Path, size: int) -> str | None:
     return None
 
 
-def _write_shard(path: Path | None, tensors: list[HFTensor], params: Params, dtype: str) -> None:
-    """One safetensors file, tensor by tensor (the library's writer wants all of them in memory).
+def _write_shard(path: Path, tensors: list[HFTensor], params: Params, dtype: str) -> None:
+    """Write one file of weights. Every process gathers them; process 0 writes.
 
-    Without a path the tensors are only gathered, for the process that writes.
+    Raises:
+        RunError: tensors are not finite.
+        OSError: of process 0, on every process.
     """
-    gathered = gather(params, [[tensor] for tensor in tensors], dtype)
-    if path is None:
-        for arrays in gathered:
-            jax.block_until_ready(arrays)
-        return
+    flags: list[jax.Array] = []
+    gathered = gather_checked(params, [[tensor] for tensor in tensors], dtype)
+    arrays = (flags.append(finite) or array for ((array, finite),) in gathered)
+    failure = None
+    if jax.process_index() == 0:
+        try:
+            _write_safetensors(path, tensors, arrays, dtype)
+        except OSError as error:
+            failure = error
+    for array in arrays:  # gathering them takes all processes
+        jax.block_until_ready(array)
+    on_first(lambda: _raise(failure))
+    bad = [tensor.name for tensor, finite in zip(tensors, jax.device_get(flags), strict=True) if not finite]
+    if bad:
+        raise RunError(
+            f"not exported: {len(bad)} of {len(tensors)} tensors of {path.name} hold NaN or Inf as {dtype}: "
+            f"{name_some(bad)}. An earlier export is untouched. Export an earlier checkpoint (python -m "
+            "jaxrl_llm export --step N), or another dtype if they are only too large for this one."
+        )
+
+
+def _write_safetensors(path: Path, tensors: list[HFTensor], arrays: Iterator[jax.Array], dtype: str) -> None:
+    """Write a safetensors file tensor by tensor; the library's writer wants all of them in memory."""
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for tensor in tensors:
         start, end = end, end + jnp.dtype(dtype).itemsize * math.prod(tensor.shape)
@@ -151,31 +170,25 @@ def _write_shard(path: Path | None, tensors: list[HFTensor], params: Params, dty
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for (array,) in gathered:
+        for array in arrays:
             file.write(np.asarray(array).reshape(-1).view(np.uint8))
-        _sync(file)
+        sync_to_disk(file)
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
 
 
 def _write_rest(folder: Path, raw: dict[str, Any], shards, tokenizer: Any) -> None:
     if len(shards) > 1:
         weight_map = {tensor.name: name for name, tensors, _ in shards for tensor in tensors}
         total = sum(size for _, _, size in shards)
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder)
-        _write_json(folder / "generation_config.json", generation_config(tokenizer))
-    _write_json(folder / "config.json", raw)
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    with path.open("wb") as file:
-        file.write((json.dumps(value, indent=2) + "\n").encode())
-        _sync(file)
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+        write_json(folder / "generation_config.json", generation_config(tokenizer))
+    write_json(folder / "config.json", raw)
 
 
 def _replace(new: Path, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder holds, checked before a byte of it is used."""
+"""Hugging Face folders, checked before a byte of their weights is used."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.hf.config import read_json
+from jaxrl_llm.hf.json_file import read_json
 from jaxrl_llm.hf.names import hf_tensors
 from jaxrl_llm.models import TransformerConfig
 
@@ -25,7 +25,7 @@ _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")  # buffers that old checkpoin
 _SHOWN = 8
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor as its file declares it."""
 
     file: Path
@@ -34,16 +34,20 @@ class Stored(NamedTuple):
 
 
 def resolve(path_or_hub_name: str | Path) -> Path:
-    """A local model folder as it is, else the folder of a download from the hub (weights, JSON, tokenizer).
+    """Return a local model folder, else that of a download from the hub (weights, JSON, tokenizer).
 
     Raises:
-        ValueError: neither; says what was looked for.
+        UserError: neither; says what was looked for.
     """
-    path = Path(path_or_hub_name).expanduser()
-    if path.is_dir():
-        return path
     name = str(path_or_hub_name)
-    if path.exists():
+    try:
+        path = Path(path_or_hub_name).expanduser()
+        if path.is_dir():
+            return path
+        is_file = path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long a name, no such user's home, a NUL
+        raise UserError(f"{name[:80]!r}: not the name of a folder ({error})") from error
+    if is_file:
         raise UserError(f"{path}: a file, but a model is a folder (config.json and *.safetensors)")
     if not _HUB_NAME.fullmatch(name):
         raise UserError(f"{path.absolute()}: no such folder; give a model folder or a hub name (org/model)")
@@ -59,14 +63,14 @@ def resolve(path_or_hub_name: str | Path) -> Path:
         ) from error
 
 
-def read_headers(folder: Path, config: TransformerConfig) -> dict[str, Stored]:
-    """The weights of the folder, found to be those of the model in name, shape and type.
+def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTensor]:
+    """Return the weights of the folder, which are those of the model in name, shape and type.
 
     Raises:
-        ValueError: see `_weight_files`, `_read_header`; or tensors are missing, unexpected, of another shape
+        UserError: see `_weight_files`, `_read_header`; or tensors are missing, unexpected, of another shape
             or quantized: all of them in one message.
     """
-    stored: dict[str, Stored] = {}
+    stored: dict[str, StoredTensor] = {}
     for file in _weight_files(folder):
         for name, entry in _read_header(file).items():
             if name in stored:
@@ -105,12 +109,12 @@ def read_headers(folder: Path, config: TransformerConfig) -> dict[str, Stored]:
 
 
 def refuse_remote_code(folder: Path) -> None:
-    """Nothing from a model folder is ever run. Where its files ask for that, say so rather than guess.
+    """Refuse a folder whose config.json asks for its own Python code: nothing of a folder is ever run.
 
     Baichuan always brings code; its decoder is built in here, so config.json may ask.
 
     Raises:
-        ValueError: config.json names classes of the folder's own Python files.
+        UserError: config.json names classes of the folder's own Python files.
     """
     raw = read_json(folder / "config.json")
     if raw.get("auto_map") and raw.get("model_type") != "baichuan":
@@ -121,10 +125,10 @@ def refuse_remote_code(folder: Path) -> None:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: those its index names, or the single one.
+    """Return the safetensors files of a folder: those its index names, or the single one.
 
     Raises:
-        ValueError: none, pickle files only, one that is missing, or a path that leads out of the folder.
+        UserError: none, pickle files only, one that is missing, or a path that leads out of the folder.
     """
     if (folder / INDEX).is_file():
         weight_map = read_json(folder / INDEX).get("weight_map")
@@ -143,10 +147,15 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """The file of this name, if it is a plain name and no link out of the folder (or its hub cache)."""
+    """Return the file of this name, if that is a plain one and no link out of the folder (or hub cache)."""
     path = folder / name
-    if Path(name).name != name or Path(name).suffix != ".safetensors":
-        raise UserError(f"{folder / INDEX}: {name!r} is no name of a safetensors file in this folder")
+    if (
+        Path(name).name != name
+        or Path(name).suffix != ".safetensors"
+        or not name.isprintable()
+        or len(name) > 255
+    ):
+        raise UserError(f"{folder / INDEX}: {name[:80]!r} is no name of a safetensors file in this folder")
     home = folder.resolve()
     allowed = [home]
     if home.parent.name == "snapshots":  # the hub's cache: snapshots/<revision>/file -> blobs/<hash>
@@ -158,12 +167,12 @@ def _inside(folder: Path, name: str) -> Path:
     return path
 
 
-def _read_header(file: Path) -> dict[str, Stored]:
-    """Names, shapes and types. The library checks that offsets, shapes and the file's size agree."""
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    """Return names, shapes and types. The library checks that offsets, shapes and the file's size agree."""
     try:
         with safe_open(file, framework="np") as handle:
             slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
-            return {n: Stored(file, tuple(s.get_shape()), s.get_dtype()) for n, s in slices.items()}
+            return {n: StoredTensor(file, tuple(s.get_shape()), s.get_dtype()) for n, s in slices.items()}
     except (SafetensorError, OSError) as error:
         raise UserError(
             f"{file}: truncated or damaged ({error}); its {file.stat().st_size:,} bytes are not what its "
@@ -171,6 +180,11 @@ def _read_header(file: Path) -> dict[str, Stored]:
         ) from error
 
 
-def _list(what: str, names: list[str]) -> str:
+def name_some(names: list[str]) -> str:
+    """List the first few names and count the others."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{more}" if names else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
+
+
+def _list(what: str, names: list[str]) -> str:
+    return f"{len(names)} {what}: {name_some(names)}" if names else ""

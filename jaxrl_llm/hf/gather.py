@@ -1,4 +1,4 @@
-"""From weights of any layout to Hugging Face tensors, in groups: for folders and for servers."""
+"""Weights of any layout as Hugging Face tensors, in groups: for folders and for servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxrl_llm.structs import Params
 
 
 def group_by_size(tensors: Sequence[HFTensor], itemsize: int, limit: int) -> list[list[HFTensor]]:
-    """The tensors in order, in groups of at most `limit` bytes; a larger tensor is a group of its own."""
+    """Return the tensors in order, in groups of at most `limit` bytes; a larger one is a group of its own."""
     groups: list[list[HFTensor]] = [[]]
     size = 0
     for tensor in tensors:
@@ -33,7 +33,7 @@ def group_by_size(tensors: Sequence[HFTensor], itemsize: int, limit: int) -> lis
 def gather(
     params: Params, groups: Sequence[Sequence[HFTensor]], dtype: str, replicated: bool = False
 ) -> Iterator[list[jax.Array]]:
-    """The tensors of each group, whole and of type `dtype`; `np.asarray` brings one to the host.
+    """Yield the tensors of each group, whole and of type `dtype`; `np.asarray` brings one to the host.
 
     While one group is used the next one is on its way to the host, so two of them are in memory. In a
     multi-process run a collective: every process iterates.
@@ -41,18 +41,26 @@ def gather(
     Args:
         replicated: every device holds whole tensors, not only (with several processes) every process.
     """
+    for gathered in gather_checked(params, groups, dtype, replicated):
+        yield [array for array, _ in gathered]
+
+
+def gather_checked(
+    params: Params, groups: Sequence[Sequence[HFTensor]], dtype: str, replicated: bool = False
+) -> Iterator[list[tuple[jax.Array, jax.Array]]]:
+    """Yield as `gather`, each tensor with a bool[] on the device: whether all its numbers are finite."""
     leaves = dict(named_leaves(params))
-    ahead: list[jax.Array] = []
+    current: list[tuple[jax.Array, jax.Array]] = []
     for group in groups:
-        coming = [_start(tensor, leaves, dtype, replicated) for tensor in group]
-        if ahead:
-            yield ahead
-        ahead = coming
-    yield ahead
+        following = [_start(tensor, leaves, dtype, replicated) for tensor in group]
+        if current:
+            yield current
+        current = following
+    yield current
 
 
-def _start(tensor: HFTensor, leaves: dict, dtype: str, replicated: bool) -> jax.Array:
-    """An HF tensor, under way: what is done here is done by the devices while the host goes on."""
+def _start(tensor: HFTensor, leaves: dict, dtype: str, replicated: bool) -> tuple[jax.Array, jax.Array]:
+    """Dispatch the work for one HF tensor: the devices do it while the host goes on."""
     weights, layer = [leaves[name] for name, _ in tensor.parts], tensor.parts[0][1]
     if isinstance(weights[0], np.ndarray) and layer is not None:
         # or the whole stack would go to the device each time
@@ -61,20 +69,22 @@ def _start(tensor: HFTensor, leaves: dict, dtype: str, replicated: bool) -> jax.
     whole = None
     if isinstance(sharding, NamedSharding) and (replicated or not sharding.is_fully_addressable):
         whole = NamedSharding(sharding.mesh, PartitionSpec())
-    array = _converter(tuple(TABLE[name][1] for name, _ in tensor.parts), dtype, whole)(weights, layer)
+    convert = _converter(tuple(TABLE[name][1] for name, _ in tensor.parts), dtype, whole)
+    array, finite = convert(weights, layer)
     if not replicated:
         array.copy_to_host_async()
-    return array
+    return array, finite
 
 
 @functools.cache
 def _converter(layouts: tuple[str, ...], dtype: str, sharding: NamedSharding | None):
-    """On the device, where turning and rounding a large matrix is fast."""
+    """Return the function for the device, where turning and rounding a large matrix is fast."""
 
-    def convert(weights: list[jax.Array], layer: int | None) -> jax.Array:
+    def convert(weights: list[jax.Array], layer: int | None) -> tuple[jax.Array, jax.Array]:
         if layer is not None:
             weights = [jax.lax.dynamic_index_in_dim(weight, layer, keepdims=False) for weight in weights]
         parts = [to_hf(weight, layout) for weight, layout in zip(weights, layouts, strict=True)]
-        return (jnp.concatenate(parts) if len(parts) > 1 else parts[0]).astype(dtype)
+        whole = (jnp.concatenate(parts) if len(parts) > 1 else parts[0]).astype(dtype)
+        return whole, jnp.isfinite(whole).all()
 
     return jax.jit(convert, out_shardings=sharding)

@@ -1,23 +1,49 @@
-"""Hugging Face folders: weights streamed in and out, a layer of a weight at a time."""
+"""Weights of Hugging Face folders, streamed in a layer of a weight at a time."""
 
 from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.typing import DTypeLike
 from safetensors import safe_open
 
-from jaxrl_llm.hf.folder import FLOATS, Stored, read_headers, refuse_remote_code
-from jaxrl_llm.hf.names import Place, from_hf, parse_layout, places
+from jaxrl_llm.hf.config import read_config
+from jaxrl_llm.hf.folder import FLOATS, StoredTensor, read_headers, refuse_remote_code, resolve
+from jaxrl_llm.hf.names import TensorRows, from_hf, parse_layout, tensor_rows
 from jaxrl_llm.models import TransformerConfig, abstract, named_leaves
 from jaxrl_llm.structs import Params
 
 _MAX_READ = 16 * 2**20  # bytes of a file that are mapped at once
 _MIN_READ = 2**20
+
+
+class PretrainedModels(Protocol):
+    """Pretrained models by the names that recipes give them; `plan` has shapes in their place."""
+
+    def config(self, path: str) -> TransformerConfig:
+        """Return the model's config."""
+
+    def params(self, path: str, config: TransformerConfig, shardings: Params, dtype: DTypeLike) -> Params:
+        """Return its weights."""
+
+
+class _HubAndFolders:
+    """Hugging Face folders, and hub names."""
+
+    def config(self, path: str) -> TransformerConfig:
+        return read_config(resolve(path))
+
+    def params(self, path: str, config: TransformerConfig, shardings: Params, dtype: DTypeLike) -> Params:
+        return load_params(resolve(path), config, shardings, dtype)
+
+
+PRETRAINED: PretrainedModels = _HubAndFolders()
 
 
 def load_params(
@@ -26,7 +52,7 @@ def load_params(
     shardings: Params | None = None,
     dtype: jnp.dtype = jnp.float32,
 ) -> Params:
-    """Weights of an HF folder, each device's shard read straight from the files.
+    """Return the weights of an HF folder, each device's shard read straight from the files.
 
     Beyond the weights themselves the host holds one layer of one weight at a time: at most 1.2 times the
     largest tensor. In a multi-process run each process reads only what its own devices hold.
@@ -38,7 +64,7 @@ def load_params(
         dtype: of the weights in memory.
 
     Raises:
-        ValueError: weights missing, unexpected, misshapen, damaged, pickled, or outside the folder; the
+        UserError: weights missing, unexpected, misshapen, damaged, pickled, or outside the folder; the
             folder wants its own code run.
     """
     folder = Path(folder)
@@ -47,34 +73,34 @@ def load_params(
     shapes = abstract(config)
     one_device = SingleDeviceSharding(jax.local_devices()[0])
     layouts = [one_device] * len(jax.tree.leaves(shapes)) if shardings is None else jax.tree.leaves(shardings)
-    found = places(config)
+    parts = tensor_rows(config)
     leaves = []
     for (name, leaf), sharding in zip(named_leaves(shapes), layouts, strict=True):
-        leaves.append(_load_weight(stored, found[name], name, leaf.shape, sharding, jnp.dtype(dtype)))
+        leaves.append(_load_weight(stored, parts[name], name, leaf.shape, sharding, jnp.dtype(dtype)))
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
 
-def _load_weight(stored, found: list[Place], name: str, shape, sharding: Sharding, dtype) -> jax.Array:
-    """One weight. A stacked one is filled layer by layer in place: no second copy of the stack exists."""
+def _load_weight(stored, parts: list[TensorRows], name: str, shape, sharding: Sharding, dtype) -> jax.Array:
+    """Return one weight. A stacked one is filled layer by layer in place: no second copy of it exists."""
     if not name.startswith("layers."):
-        return _read_global(stored, found[0], shape, sharding, dtype)
+        return _read_global(stored, parts[0], shape, sharding, dtype)
     one_layer = sharding
     if isinstance(sharding, NamedSharding):
         one_layer = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
     stack, set_layer = _make_zeros(sharding)(shape, dtype), _make_set_layer(sharding)
-    for i, place in enumerate(found):
-        layer = _read_global(stored, place, shape[1:], one_layer, dtype)
+    for i, part in enumerate(parts):
+        layer = _read_global(stored, part, shape[1:], one_layer, dtype)
         stack = set_layer(stack, layer, i)
     return stack
 
 
-def _read_global(stored, place: Place, shape, sharding: Sharding, dtype) -> jax.Array:
+def _read_global(stored, part: TensorRows, shape, sharding: Sharding, dtype) -> jax.Array:
     shards: dict[tuple, np.ndarray] = {}  # devices that hold the same shard share one reading
 
     def read(index: tuple[slice, ...]) -> np.ndarray:
         bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
         if bounds not in shards:
-            shards[bounds] = read_slice(stored[place.name], place, shape, bounds, dtype)
+            shards[bounds] = read_slice(stored[part.name], part, shape, bounds, dtype)
         return shards[bounds]
 
     array = jax.make_array_from_callback(tuple(shape), sharding, read)
@@ -82,18 +108,18 @@ def _read_global(stored, place: Place, shape, sharding: Sharding, dtype) -> jax.
 
 
 def read_slice(
-    stored: Stored,
-    place: Place,
+    stored: StoredTensor,
+    part: TensorRows,
     shape: tuple[int, ...],
     bounds: tuple[tuple[int, int], ...],
     dtype: jnp.dtype,
 ) -> np.ndarray:
-    """Part of one layer of a weight, [start, stop) of each of our dims, from its HF tensor's file.
+    """Return part of one layer of a weight, [start, stop) of each of our dims, from its HF tensor's file.
 
     Rows are read a few at a time and the file is unmapped in between, so that hardly more than the result
     is in memory.
     """
-    dims, groups = parse_layout(place.layout)
+    dims, groups = parse_layout(part.layout)
     size, bound = dict(zip(dims, shape, strict=True)), dict(zip(dims, bounds, strict=True))
     # HF's dim (h e) is read for whole heads h, its first dim; what is wanted of e is cut out afterwards.
     lead = [group[0] for group in groups]
@@ -107,18 +133,18 @@ def read_slice(
     step = max(1, budget // row_bytes)
     for start in range(first, last, step):
         stop = min(start + step, last)
-        rows = slice(place.start + start * inner[0], place.start + stop * inner[0])
+        rows = slice(part.start + start * inner[0], part.start + stop * inner[0])
         with safe_open(stored.file, framework="np") as handle:
-            block = handle.get_slice(place.name)[(rows, *columns)]
+            block = handle.get_slice(part.name)[(rows, *columns)]
         sizes = size | {dim: bound[dim][1] - bound[dim][0] for dim in lead[1:]} | {lead[0]: stop - start}
         target = [slice(None)] * len(dims)
         target[rows_axis] = slice(start - first, stop - first)
-        out[tuple(target)] = from_hf(block, place.layout, tuple(sizes[dim] for dim in dims))[cut]
+        out[tuple(target)] = from_hf(block, part.layout, tuple(sizes[dim] for dim in dims))[cut]
     return out
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:
-    """np.empty at a multiple of 64 bytes: on CPU JAX takes such memory over instead of copying it."""
+    """Return np.empty at a multiple of 64 bytes: on CPU JAX takes such memory over instead of copying it."""
     size = int(np.prod(shape)) * dtype.itemsize
     raw = np.empty(size + 64, np.uint8)
     offset = -raw.ctypes.data % 64

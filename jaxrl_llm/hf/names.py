@@ -15,24 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.hf.config import read_config, to_hf_config
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.params import abstract, named_leaves
 from jaxrl_llm.structs import Params
-
-__all__ = [
-    "HFTensor",
-    "Place",
-    "from_hf",
-    "hf_tensors",
-    "params_from_state_dict",
-    "parse_layout",
-    "places",
-    "read_config",
-    "state_dict",
-    "to_hf",
-    "to_hf_config",
-]
 
 TABLE: dict[str, tuple[str, str]] = {
     # ours, without L        HF name ({} = layer)                               layout, ours -> HF
@@ -65,8 +50,8 @@ FUSED: dict[str, dict[str, tuple[str, ...]]] = {
 """HF matrices that hold several of ours, their rows one after the other."""
 
 
-class Place(NamedTuple):
-    """Where one layer of one of our weights lies: rows [start, start + rows) of an HF tensor."""
+class TensorRows(NamedTuple):
+    """One layer of one of our weights in an HF tensor: its rows [start, start + rows)."""
 
     name: str  # HF name
     layout: str
@@ -75,28 +60,28 @@ class Place(NamedTuple):
 
 
 class HFTensor(NamedTuple):
-    """One tensor of an HF folder and the weights of ours it is made of, in the order of its rows."""
+    """A tensor of an HF folder, and our weights that it is made of in the order of its rows."""
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[tuple[str, int | None], ...]  # (our name, layer or None)
 
 
-def places(config: TransformerConfig) -> dict[str, list[Place]]:
-    """Our name, in the order of the leaves -> its places, one a layer (one in all if not stacked)."""
-    found = {ours: [] for ours in _shapes(config)}
+def tensor_rows(config: TransformerConfig) -> dict[str, list[TensorRows]]:
+    """Return our names, in the order of the leaves -> rows of HF tensors, one entry a layer if stacked."""
+    by_name = {ours: [] for ours in _shapes(config)}
     for tensor in hf_tensors(config):
         start = 0
         for ours, _ in tensor.parts:
             layout = TABLE[ours][1]
             rows = _hf_shape(_layer_shape(config, ours), layout)[0]
-            found[ours].append(Place(tensor.name, layout, start, rows))
+            by_name[ours].append(TensorRows(tensor.name, layout, start, rows))
             start += rows
-    return found
+    return by_name
 
 
 def hf_tensors(config: TransformerConfig) -> list[HFTensor]:
-    """All tensors of the model's HF folder, layer by layer; a tied head has none of its own."""
+    """Return all tensors of the model's HF folder, layer by layer; a tied head has none of its own."""
     names = _shapes(config)
     fused = FUSED.get(config.family, {})
     groups = [((ours,), TABLE[ours][0]) for ours in TABLE if ours in names]
@@ -114,22 +99,22 @@ def hf_tensors(config: TransformerConfig) -> list[HFTensor]:
 
 
 def params_from_state_dict(config: TransformerConfig, tensors: dict[str, np.ndarray]) -> Params:
-    """Weights from all of a model's HF tensors in memory; see `checkpoint.hf.load` for files.
+    """Return the weights made of all HF tensors of a model, in memory; see `hf.load` for files.
 
     Raises:
         KeyError: a tensor is missing.
     """
     leaves = []
-    for ours, found in places(config).items():
+    for ours, parts in tensor_rows(config).items():
         shape = _layer_shape(config, ours)
-        rows = [np.asarray(tensors[p.name])[p.start : p.start + p.rows] for p in found]
-        layers = [from_hf(piece, found[0].layout, shape) for piece in rows]
+        rows = [np.asarray(tensors[p.name])[p.start : p.start + p.rows] for p in parts]
+        layers = [from_hf(piece, parts[0].layout, shape) for piece in rows]
         leaves.append(jnp.asarray(np.stack(layers) if ours.startswith("layers.") else layers[0]))
     return jax.tree.unflatten(jax.tree.structure(abstract(config)), leaves)
 
 
 def state_dict(config: TransformerConfig, params: Params) -> dict[str, np.ndarray]:
-    """All HF tensors of the weights, in memory."""
+    """Return all HF tensors of the weights, in memory."""
     leaves = dict(named_leaves(params))
     take = lambda ours, layer: np.asarray(leaves[ours] if layer is None else leaves[ours][layer])
     return {
@@ -139,14 +124,14 @@ def state_dict(config: TransformerConfig, params: Params) -> dict[str, np.ndarra
 
 
 def to_hf(ours: np.ndarray | jax.Array, layout: str) -> np.ndarray | jax.Array:
-    """One layer of a weight in HF's layout: "d h e -> (h e) d" turns [D, H, E] into [H*E, D]."""
+    """Return one layer of a weight in HF's layout: "d h e -> (h e) d" turns [D, H, E] into [H*E, D]."""
     source, groups = parse_layout(layout)
     order = [source.index(dim) for group in groups for dim in group]
     return ours.transpose(order).reshape(_hf_shape(ours.shape, layout))
 
 
 def from_hf(tensor: np.ndarray, layout: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The inverse of `to_hf`: a view in our layout, of shape `shape`."""
+    """Return a view in our layout, of shape `shape`: the inverse of `to_hf`."""
     source, groups = parse_layout(layout)
     flat = [dim for group in groups for dim in group]
     sizes = dict(zip(source, shape, strict=True))
@@ -155,7 +140,7 @@ def from_hf(tensor: np.ndarray, layout: str, shape: tuple[int, ...]) -> np.ndarr
 
 @functools.cache
 def parse_layout(layout: str) -> tuple[list[str], list[list[str]]]:
-    """ "d h e -> (h e) d" -> (["d", "h", "e"], [["h", "e"], ["d"]])."""
+    """Split "d h e -> (h e) d" into (["d", "h", "e"], [["h", "e"], ["d"]])."""
     source, target = layout.split(" -> ")
     return source.split(), [(a or b).split() for a, b in re.findall(r"\(([^)]*)\)|(\S+)", target)]
 

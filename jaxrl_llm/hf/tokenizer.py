@@ -7,28 +7,31 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.hf.config import read_json
+from jaxrl_llm.hf.json_file import read_json
 from jaxrl_llm.models import TransformerConfig
 
+_SHOWN = 3  # tokens of a difference
+_NONE = 2**31  # after every id
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def load_tokenizer(folder: Path | str, config: TransformerConfig | None = None) -> Any:
-    """The tokenizer of a folder, a transformers `PreTrainedTokenizerBase`; no code of the folder is run.
+    """Return the tokenizer of a folder, a transformers `PreTrainedTokenizerBase`; none of its code is run.
 
     Args:
         config: of the model it is to be used with; None = not known yet.
 
     Raises:
-        ValueError: no tokenizer there, one that transformers cannot read or that wants its own code run,
+        UserError: no tokenizer there, one that transformers cannot read or that wants its own code run,
             one without an end-of-sequence token, or with ids that the model's vocabulary lacks.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # seconds to import
 
     folder = Path(folder)
-    if not any((folder / name).is_file() for name in _FILES):
+    if not has_tokenizer(folder):
         raise UserError(
-            f"{folder}: no tokenizer; looked for {', '.join(_FILES)}. Copy the base model's files here."
+            f"{folder}: no tokenizer; looked for {', '.join(_FILES)}. Copy the base model's files here, or "
+            "name another tokenizer."
         )
     settings = folder / "tokenizer_config.json"
     own_code = bool(settings.is_file() and read_json(settings).get("auto_map"))
@@ -40,21 +43,64 @@ def load_tokenizer(folder: Path | str, config: TransformerConfig | None = None) 
     tokenizer_class = PreTrainedTokenizerFast if own_code else AutoTokenizer
     try:
         tokenizer = tokenizer_class.from_pretrained(str(folder), trust_remote_code=False)
-    except Exception as error:  # transformers and tokenizers raise all kinds for damaged files
+        eos, vocabulary = tokenizer.eos_token_id, vocabulary_of(tokenizer)
+        _check_template(tokenizer.chat_template)
+        tokenizer.encode("a")
+    except BaseException as error:  # all kinds, for damaged files; of Rust, what is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise UserError(
-            f"{folder}: its tokenizer cannot be read ({type(error).__name__}: {error})"
+            f"{folder}: its tokenizer cannot be read ({type(error).__name__}: {str(error)[:500]})"
         ) from error
-    if tokenizer.eos_token_id is None:
+    if eos is None:
         raise UserError(
             f"{settings}: no eos_token; without one a response never ends. Name the end token there."
         )
-    largest = max(tokenizer.get_vocab().values())
+    largest = max(vocabulary.values())
     if config is not None and largest >= config.vocab_size:
         raise UserError(
             f"{folder}: the tokenizer has ids up to {largest}, but the model's vocab_size is "
             f"{config.vocab_size}; it is the tokenizer of another model."
         )
     return tokenizer
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether the folder holds a tokenizer's vocabulary."""
+    return any((folder / name).is_file() for name in _FILES)
+
+
+def vocabulary_of(tokenizer: Any) -> dict[str, int]:
+    """Return the id of every token, control tokens included."""
+    added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
+    return tokenizer.get_vocab() | added
+
+
+def vocabulary_difference(first: Any, second: Any) -> str:
+    """Return how the tokens of two tokenizers differ; "" = both have the same tokens with the same ids.
+
+    Only then do the ids of one mean to the other's model what they mean to its own. How many rows a model's
+    embedding has beyond them does not matter, nor which tokens end a text or pad it.
+    """
+    ours, theirs = vocabulary_of(first), vocabulary_of(second)
+    different = [token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)]
+    if not different:
+        return ""
+    different.sort(key=lambda token: (min(ours.get(token, _NONE), theirs.get(token, _NONE)), token))
+    show = lambda token: f"{token!r:.40} has id {ours.get(token, 'none')} and {theirs.get(token, 'none')}"
+    return f"{len(different):,} tokens differ: {', '.join(map(show, different[:_SHOWN]))}"
+
+
+def same_vocabulary(first: Any, second: Any) -> bool:
+    """Return whether two tokenizers have the same tokens with the same ids; see `vocabulary_difference`."""
+    return not vocabulary_difference(first, second)
+
+
+def _check_template(template: Any) -> None:
+    """Refuse a chat template that is neither text nor texts by name."""
+    texts = list(template.values()) if isinstance(template, dict) else [template or ""]
+    if not all(isinstance(text, str) for text in texts):
+        raise UserError(f"chat_template must be text, not {type(template).__name__}")
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
@@ -76,19 +122,26 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def special_ids(tokenizer: Any) -> dict[str, int]:
-    """bos, eos and pad of a tokenizer as config.json names them; those it has."""
+    """Return bos, eos and pad of a tokenizer as config.json names them; those it has."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {name: getattr(tokenizer, name) for name in names if getattr(tokenizer, name, None) is not None}
 
 
 def generation_config(tokenizer: Any) -> dict[str, Any]:
-    """generation_config.json: that of the folder the tokenizer came from, else its special ids."""
+    """Return the generation_config.json of the folder the tokenizer came from, else its special ids."""
     origin = tokenizer.name_or_path and Path(tokenizer.name_or_path) / "generation_config.json"
     return read_json(origin) if origin and origin.is_file() else special_ids(tokenizer)
 
 
-def end_ids(folder: Path) -> tuple[int, ...]:
-    """Ids that end a response by generation_config.json: a chat model has more than its tokenizer's one."""
+def generation_end_ids(folder: Path) -> tuple[int, ...]:
+    """Return the ids that end a response by generation_config.json: a chat model has several.
+
+    Raises:
+        UserError: they are no ids.
+    """
     file = folder / "generation_config.json"
-    ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-    return () if ids is None else tuple(ids) if isinstance(ids, list) else (ids,)
+    ids = read_json(file).get("eos_token_id") if file.is_file() else None
+    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if any(isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < 2**31 for one in ids):
+        raise UserError(f"{file}: eos_token_id={ids!r:.80} must be a token id or a list of them")
+    return tuple(ids)

@@ -7,67 +7,52 @@ import errno
 import fcntl
 import os
 import socket
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
-
-import jax
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.host.processes import agree
+from jaxrl_llm.host.processes import on_first, say
 
 NAME = ".lock"
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @contextlib.contextmanager
-def hold(run_dir: Path) -> Iterator[None]:
-    """Have the run directory, which is made, to ourselves while inside. Every process of a run calls this.
+def run_dir_lock(run_dir: Path) -> Iterator[None]:
+    """Hold run_dir/.lock while inside; the folder is made. Every process of a run enters it.
 
-    The first process holds run_dir/.lock. The operating system frees it when that process ends, whatever
-    it ends by, so there is never a stale one. A file system that knows no locks is only warned about.
+    Process 0 has the lock. The operating system frees it when that process ends, however it ends, so there
+    is never a stale one. A file system without locks gets a warning.
 
     Raises:
-        ValueError: another run holds it (says which), or the folder cannot be written to.
+        UserError: another run holds it (says which), or the folder cannot be written to.
     """
     with contextlib.ExitStack() as closing:
-        problem = None
-        if jax.process_index() == 0:
-            try:
-                run_dir.mkdir(parents=True, exist_ok=True)
-                file = closing.enter_context((run_dir / NAME).open("a+"))
-                problem = _why_not(run_dir, file)
-            except OSError as error:
-                problem = (
-                    f"{run_dir} cannot be written to: {error.strerror}. "
-                    "Set --run_dir to a folder that you may write to."
-                )
-        if agree(problem is not None):
-            raise UserError(problem or f"{run_dir}: the first process cannot use it; its message says why")
+        on_first(lambda: _lock(run_dir, closing))
         yield
 
 
-def _why_not(run_dir: Path, file: TextIO) -> str | None:
-    """Take the lock, which lasts until `file` is closed, or say who has it."""
+def _lock(run_dir: Path, closing: contextlib.ExitStack) -> None:
+    """Take the lock, which lasts until `closing` closes the file."""
     try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        file = closing.enter_context((run_dir / NAME).open("a+"))
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
     except BlockingIOError:
         file.seek(0)
         holder = file.read().strip() or "another process"
-        return (
+        raise UserError(
             f"{run_dir} is in use by {holder}: two runs would overwrite each other's files. "
             "Wait for that one, end it, or set another --run_dir."
-        )
+        ) from None
     except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
-            raise
-        print(
-            f"{run_dir} is on a file system without locks: see to it yourself that no other run uses it",
-            file=sys.stderr,
-            flush=True,
-        )
-        return None
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}")
-    file.flush()
-    return None
+        if error.errno in NO_LOCKS:
+            say(f"{run_dir} is on a file system without locks: see to it that no other run uses it")
+            return
+        raise UserError(
+            f"{run_dir} cannot be written to: {error.strerror}. "
+            "Set --run_dir to a folder that you may write to."
+        ) from error

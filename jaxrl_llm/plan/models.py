@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from jaxrl_llm import models
 from jaxrl_llm.config import ModelConfig
 from jaxrl_llm.errors import ConfigError
-from jaxrl_llm.hf.names import read_config
+from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.presets import PRESETS, preset
 from jaxrl_llm.sharding.rules import with_shardings
@@ -17,7 +17,7 @@ from jaxrl_llm.user_file import expand_home
 
 
 class AbstractModels:
-    """`hf.source.Stored` with abstract weights: of a folder only config.json is read."""
+    """`hf.load.PretrainedModels` with abstract weights: of a folder only config.json is read."""
 
     def config(self, path: str) -> TransformerConfig:
         """Return the architecture of a local folder's model, or of one in `models.presets`.

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_llm.algos.contract import AlgorithmName
+from jaxrl_llm.checkpoint.resume import MASKED
 from jaxrl_llm.config import TrainConfig
 
 PACKAGES = (
@@ -29,15 +30,16 @@ SECRET_NAME = re.compile(
     r"(^|_)(api_?key|(access|secret|private|auth)_?key|token|secret|password|credential)$", re.I
 )
 URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # user:password, or a token alone
+SECRET_FLAG = re.compile(r"(--[\w-]*(?:key|token|password|secret)[ =]+)\S+")  # of servers: --api-key KEY
 MIN_SECRET = 8  # characters; what is shorter may be an ordinary word
-MASKED = "***"
 
 
 def dump(config: TrainConfig) -> dict[str, Any]:
     """Return the config as nested dicts for JSON; the algorithm's name is `algo.name`.
 
-    Fields with a secret name (api_key) and logins in URLs are masked. The environment is not read: the same
-    config gives the same dicts anywhere, so that a resumed run can be compared with its checkpoint.
+    Fields with a secret name (api_key), logins in URLs and values of secret flags are masked. The environment
+    is not read: the same config gives the same dicts anywhere, so that a resumed run can be compared with its
+    checkpoint.
     """
     tree = _plain("", config)
     tree["algo"] = {"name": str(config.algo.algorithm), **tree["algo"]}
@@ -52,7 +54,7 @@ def describe_run(config: TrainConfig, recipe: str, argv: list[str]) -> dict[str,
     installed = {dist.name for dist in importlib.metadata.distributions()}
     versions = {name: importlib.metadata.version(name) for name in PACKAGES if name in installed}
     described = {
-        "command": [mask_url_login(word) for word in argv],
+        "command": [mask_text(word) for word in argv],
         "recipe": recipe,
         "versions": {"python": platform.python_version(), **versions},
         "config": dump(config),
@@ -83,9 +85,9 @@ def mask_secrets(tree: Any, environment: Mapping[str, str]) -> Any:
     return mask(tree)
 
 
-def mask_url_login(text: str) -> str:
-    """Return the text with the login of `scheme://user:password@host` masked."""
-    return URL_LOGIN.sub(MASKED, text)
+def mask_text(text: str) -> str:
+    """Return the text with logins in `scheme://user:password@host` and values of `--api-key KEY` masked."""
+    return SECRET_FLAG.sub(rf"\1{MASKED}", URL_LOGIN.sub(MASKED, text))
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -98,4 +100,4 @@ def _plain(name: str, value: Any) -> Any:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
-    return MASKED if value and SECRET_NAME.search(name) else mask_url_login(str(value))
+    return MASKED if value and SECRET_NAME.search(name) else mask_text(str(value))

@@ -13,8 +13,9 @@ import os
 import re
 import sys
 import typing
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from jaxrl_llm import algos
 from jaxrl_llm.config import TrainConfig
@@ -67,6 +68,38 @@ def from_command_line(argv: list[str], prog: str = PROG, writes: bool = True) ->
     for note in dropped + notes:
         print(f"note: {note}", file=sys.stderr)
     return ResolvedRecipe(config, str(path))
+
+
+def with_settings(recipe: TrainConfig | str, settings: Mapping[str, Any]) -> ResolvedRecipe:
+    """Return the checked config of a recipe, given as its name or as a config, changed by Python values.
+
+    Args:
+        settings: by the keys of the command line; "algo" names another algorithm.
+
+    Raises:
+        ConfigError: as `from_command_line`.
+    """
+    path = find_recipe(recipe) if isinstance(recipe, str) else None
+    config = load_recipe(path) if path else recipe
+    if not isinstance(config, TrainConfig):
+        raise ConfigError(f"a recipe is a name, a path or a TrainConfig, not {config!r:.100}")
+    algo = settings.get("algo")
+    notes: list[str] = []
+    if isinstance(algo, str | None):
+        config, notes = with_algo(config, algo)
+    else:
+        config = dataclasses.replace(config, algo=algo)
+    pairs = [(key, as_words(value)) for key, value in settings.items() if key != "algo"]
+    config, more = apply_overrides(config, pairs)
+    check_config(config)
+    for note in notes + more:
+        print(f"note: {note}", file=sys.stderr)
+    return ResolvedRecipe(config, str(path or ""))
+
+
+def as_words(value: Any) -> list[str]:
+    """Return a Python value as the words of the command line: (0.5, 1) -> ["0.5", "1"]."""
+    return [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
 
 
 def _print_and_exit(text: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""curve.png: how a run went, in one picture."""
+"""curve.png: the learning curve of a run."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from jaxrl_llm.report import jsonl
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#767676"  # told apart by colour-blind people
-HELD_OUT = ("eval/pass@1", "eval/accuracy")  # of answers; of which of a pair is right
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#767676"  # distinct for colour-blind people
+HELD_OUT = ("eval/pass@1", "eval/accuracy")  # of generated answers; of preference pairs
 
 
 def draw(run_dir: Path) -> Path | None:
-    """Draw run_dir/curve.png from metrics.jsonl: training accuracy and reward (loss, where nothing is
-    rewarded), held-out accuracy, the supervised start shaded.
+    """Draw run_dir/curve.png from metrics.jsonl.
 
-    Returns: the picture, or None where there is not a point to draw.
+    It shows training accuracy and reward (the loss, where there is no reward) and held-out accuracy; the SFT
+    warm-up is shaded.
+
+    Returns: its path, or None where there is no point to draw.
     """
-    from matplotlib.figure import Figure  # half a second that --help and the workers need not wait
+    from matplotlib.figure import Figure  # half a second to import
 
     rows = jsonl.read(run_dir / "metrics.jsonl")
     train = [row for row in rows if row.get("kind") != "warm_start"]
@@ -47,7 +49,7 @@ def draw(run_dir: Path) -> Path | None:
         return None
     warm = [row["step"] for row in rows if row.get("kind") == "warm_start"]
     first, last = max(rows[0]["step"] - 1, 0), rows[-1]["step"] + 1
-    if warm and max(warm) < last - 1:  # a long supervised start is cut: the run itself gets most of the room
+    if warm and max(warm) < last - 1:  # a long SFT warm-up is cut: the run itself gets most of the width
         first = max(first, max(warm) - (last - max(warm)) // 3)
     if warm:
         _shade(axes, max(min(warm) - 1, first), max(warm))
@@ -55,20 +57,20 @@ def draw(run_dir: Path) -> Path | None:
     axes.set_title(run_dir.resolve().name, loc="left", fontsize=13, fontweight="bold")
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     path = run_dir / "curve.png"
-    beside = path.with_name(".curve.tmp.png")
-    figure.savefig(beside)
-    beside.replace(path)
+    temporary = path.with_name(".curve.tmp.png")
+    figure.savefig(temporary)
+    temporary.replace(path)
     return path
 
 
 def series(rows: list[jsonl.Row], key: str) -> np.ndarray:
-    """[n, 2] of (step, value), steps without a number left out."""
+    """Return (step, value) pairs, float64 [n, 2]; steps without a number are left out."""
     pairs = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
     return np.asarray(pairs, np.float64).reshape(-1, 2)
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Centred mean over about a twentieth of the run; the window shrinks at the ends."""
+    """Return the centred mean over about a twentieth of the run; the window shrinks at the ends."""
     half = len(values) // 40
     total = np.concatenate([[0.0], np.cumsum(values)])
     index = np.arange(len(values))
@@ -85,14 +87,14 @@ def _style(axes: Axes) -> None:
 
 
 def _shade(axes: Axes, start: int, end: int) -> None:
-    """The supervised start: a band with its name at the top."""
+    """Shade the SFT warm-up, with its name at the top."""
     axes.axvspan(start, end, color=GREY, alpha=0.12, lw=0)
-    place = axes.get_xaxis_transform()
+    transform = axes.get_xaxis_transform()
     axes.text(
         (start + end) / 2,
         0.98,
-        "supervised\nstart",
-        transform=place,
+        "SFT\nwarm-up",
+        transform=transform,
         color=GREY,
         ha="center",
         va="top",
@@ -101,14 +103,14 @@ def _shade(axes: Axes, start: int, end: int) -> None:
 
 
 def _line(axes: Axes, points: np.ndarray, color: str, label: str) -> None:
-    """The steps themselves faint, their running mean on top."""
+    """Draw the values faint, their running mean on top."""
     steps, values = points.T
     axes.plot(steps, values, color=color, alpha=0.25, lw=1)
     axes.plot(steps, smooth(values), color=color, lw=2, label=label)
 
 
 def _points(axes: Axes, points: np.ndarray) -> None:
-    """Held-out accuracy, with the last value written beside its point."""
+    """Draw held-out accuracy, with the last value written beside its point."""
     axes.plot(
         *points.T, color=GREEN, marker="o", ms=6, lw=1.5, mec="white", label="held-out accuracy", zorder=4
     )
@@ -127,7 +129,7 @@ def _points(axes: Axes, points: np.ndarray) -> None:
 
 
 def _loss(axes: Axes, points: np.ndarray, beside: bool) -> None:
-    """Loss on its own axis: the right one where accuracy holds the left."""
+    """Draw the loss on its own axis: the right one where accuracy has the left."""
     if beside:
         axes.set_ylabel("accuracy")
         axes = axes.twinx()

@@ -1,4 +1,4 @@
-"""JSON-lines files that survive kills and full disks: one object with a "step" a line."""
+"""JSON-lines files that survive kills and full disks: one object with a "step" per line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 
 def read(path: Path) -> list[Row]:
-    """The rows; a line that a kill or a full disk cut short is left out."""
+    """Return the rows; a line that a kill or a full disk cut short is left out."""
     rows = []
     for line in path.read_bytes().split(b"\n") if path.exists() else []:
         with contextlib.suppress(ValueError):
@@ -22,7 +22,7 @@ def read(path: Path) -> list[Row]:
 
 
 def append(path: Path, rows: Sequence[Row]) -> None:
-    """Add lines, after a line cut short too. Strict JSON: NaN is a ValueError."""
+    """Append lines, also after a line cut short. Strict JSON: NaN is a ValueError."""
     text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
     with path.open("ab+") as file:
         if file.tell():
@@ -32,14 +32,14 @@ def append(path: Path, rows: Sequence[Row]) -> None:
 
 
 def truncate(path: Path, step: int) -> None:
-    """Drop the lines later than `step`, and those cut short."""
+    """Delete the lines later than `step`, and those cut short."""
     if path.exists():
         kept = (json.dumps(row) + "\n" for row in read(path) if row["step"] <= step)
         replace_text(path, "".join(kept))
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a whole file; a kill leaves the old one or the new one."""
-    beside = path.with_name(f".{path.name}.tmp")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+    """Write a file by one rename; a kill leaves the old one or the new one."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,6 +1,6 @@
-"""The run's log: metrics.jsonl and samples.jsonl always; tensorboard, wandb, mlflow; progress; the summary.
+"""The run's log: metrics.jsonl and samples.jsonl; tensorboard, wandb, mlflow; progress; the summary.
 
-A logger that fails (full disk, no network) is reported once and left alone: training never stops for it.
+A logger that fails (full disk, no network) is reported once and dropped: training never stops for it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from jaxrl_llm.ranges import CountOrZero
 from jaxrl_llm.report import curve, jsonl, loggers
 from jaxrl_llm.report.progress import Progress, clock
 from jaxrl_llm.structs import Metrics, Trajectory
 
 PHASES = ("rollout", "reward", "update", "checkpoint")  # their times are in every line
 
-PLACES = {
+PROMPTS = "prompts.jsonl"
+OUTPUTS = {
     "curve": "curve.png",
     "metrics": "metrics.jsonl",
     "samples": "samples.jsonl",
+    "prompts": PROMPTS,
     "checkpoints": "checkpoints",
     "Hugging Face": "hf",
 }
@@ -34,12 +37,12 @@ PLACES = {
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What is shown and kept of a run, besides metrics.jsonl."""
+    """Progress, samples and loggers of a run; metrics.jsonl is always written."""
 
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
     """How progress is shown; auto = rich on a terminal, else plain lines."""
-    samples: int = 4
-    """Responses of each step kept in samples.jsonl."""
+    samples: CountOrZero = 4
+    """Responses of each step written to samples.jsonl."""
     tensorboard: bool = True
     """Write tensorboard events into the run directory."""
     wandb: str = ""
@@ -49,11 +52,11 @@ class LogConfig:
 
 
 class RunLog:
-    """What a run leaves behind for people. Only process 0 writes.
+    """Writes the files that people read of a run, and shows its progress. Only process 0 writes.
 
         log = RunLog(run_dir, config.log, total_steps, resume_step=restored)
         with log.phase("rollout"): ...
-        log.samples(step, sample_rows(trajectories, prompts))
+        log.samples(step, sample_rows(trajectories, prompt_records))
         log.step(step, metrics, tokens=n)      # before the step's checkpoint: a resumed run keeps the line
         log.finish(next_command="...")         # and in any case: log.close()
 
@@ -83,7 +86,7 @@ class RunLog:
             self._open("mlflow", lambda: loggers.Mlflow(self.run_dir, config.mlflow))
 
     def config(self, tree: dict[str, Any]) -> None:
-        """Write config.json, and tell the loggers."""
+        """Write config.json, and send it to the loggers."""
         self._try(
             "config.json",
             lambda: jsonl.replace_text(self.run_dir / "config.json", json.dumps(tree, indent=2)),
@@ -93,7 +96,7 @@ class RunLog:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time spent inside is added to time/NAME of the step that ends next."""
+        """Add the time spent inside to time/NAME of the step that ends next."""
         self.progress.phase(name)
         start = time.perf_counter()
         try:
@@ -103,12 +106,12 @@ class RunLog:
             self.progress.phase("")
 
     def step(self, step: int, metrics: Metrics, tokens: int, kind: str = "train") -> dict[str, Any]:
-        """End a step: its line {"step", "kind", metrics, time/PHASE, time/step, tokens_per_second}.
+        """Write the line of a step: {"step", "kind", metrics, time/PHASE, time/step, tokens_per_second}.
 
         Args:
             metrics: scalars by name (Python, numpy, jax); NaN and Inf become null.
             tokens: prompt and response tokens of the step, for tokens_per_second.
-            kind: "train", or "warm_start" for a step of the supervised start.
+            kind: "train", or "warm_start" for a step of the SFT warm-up.
         """
         now = time.perf_counter()
         seconds, self.step_started = now - self.step_started, now
@@ -123,12 +126,17 @@ class RunLog:
         return row
 
     def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
-        """Keep the first `config.samples` rows; see `sample_rows`."""
-        kept = [{"step": step, **row} for row in rows[: self.num_samples]]
-        self._try("samples.jsonl", lambda: jsonl.append(self.run_dir / "samples.jsonl", kept))
+        """Write the first `config.samples` rows; see `sample_rows`."""
+        written = [{"step": step, **row} for row in rows[: self.num_samples]]
+        self._try("samples.jsonl", lambda: jsonl.append(self.run_dir / "samples.jsonl", written))
+
+    def prompts(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Write prompts.jsonl: prompts to try the trained model on."""
+        text = "".join(f"{json.dumps(row)}\n" for row in rows)
+        self._try(PROMPTS, lambda: jsonl.replace_text(self.run_dir / PROMPTS, text))
 
     def message(self, text: str) -> None:
-        """Say something on process 0."""
+        """Print text, above the live panel."""
         if self.is_writer:
             self.progress.message(text)
 
@@ -136,11 +144,11 @@ class RunLog:
         self.message(f"warning: {text}")
 
     def finish(self, stopped: str = "", next_command: str = "") -> None:
-        """Draw the curve, close everything, say what was reached.
+        """Draw the curve, close everything, print the summary.
 
         Args:
             stopped: why the run ended early, such as "SIGTERM"; "" = it is complete.
-            next_command: what to try next; "" = none.
+            next_command: a command to try next; "" = none.
         """
         self._try("curve.png", lambda: curve.draw(self.run_dir))
         self.close()
@@ -156,19 +164,19 @@ class RunLog:
             self.message(f"\nnext:  {next_command}")
 
     def close(self) -> None:
-        """Give the terminal back and flush the loggers; a second call does nothing."""
+        """Restore the terminal and flush the loggers; a second call does nothing."""
         self.progress.close()
         for name, logger in list(self.loggers.items()):
             self._try(name, logger.close)
         self.loggers.clear()
 
     def _open(self, name: str, make: Callable[[], loggers.Logger]) -> None:
-        made = self._try(name, make)
-        if made is not None:
-            self.loggers[name] = made
+        logger = self._try(name, make)
+        if logger is not None:
+            self.loggers[name] = logger
 
     def _try(self, name: str, action: Callable[[], Any]) -> Any:
-        """Disks fill, servers go away: warn once. A logger is left alone from then on, a file tried again."""
+        """Run an action on process 0; warn once if it fails. A logger is then dropped, a file tried again."""
         if not self.is_writer:
             return None
         try:
@@ -182,39 +190,49 @@ class RunLog:
 
 
 def plain(value: Any) -> Any:
-    """A metric as JSON has it: a finite number, text, or null."""
+    """Return a metric as JSON has it: a finite number, text, or null."""
     if isinstance(value, str | bool | None):
         return value
     number = np.asarray(value).item()
     return number if isinstance(number, int) or math.isfinite(number) else None
 
 
-def sample_rows(trajectories: Sequence[Trajectory], prompts: Sequence[str]) -> list[dict[str, Any]]:
-    """Rows of samples.jsonl. `prompts[t.prompt_index]` is the text of a trajectory's prompt."""
+def sample_rows(
+    trajectories: Sequence[Trajectory], prompts: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return rows of samples.jsonl, which `python -m jaxrl_llm generate --prompts` reads.
+
+    Args:
+        prompts: of each trajectory, by `data.chat.prompt_record`: "prompt" and, of a chat, "messages".
+
+    Returns: the prompt's row with "response" (text; of a conversation also "turns", messages), "reward",
+        "outcome", "finish" and "response_tokens".
+    """
     return [
         {
-            "prompt": prompts[t.prompt_index],
+            **prompt,
             "response": t.text,
+            **({"turns": t.messages} if t.episode else {}),
             "reward": plain(t.reward),
             "outcome": t.outcome.name.lower(),
             "finish": t.finish,
             "response_tokens": len(t.response_ids),
         }
-        for t in trajectories
+        for t, prompt in zip(trajectories, prompts, strict=True)
     ]
 
 
 def summary(run_dir: Path) -> str:
-    """What the run reached, first to last, and where things lie."""
+    """Return the first and last value of the main metrics, and the paths of the run's outputs."""
     rows = jsonl.read(run_dir / "metrics.jsonl")
     train = [row for row in rows if row.get("kind") != "warm_start"]
     lines = []
-    rewarded = any("reward/mean" in row for row in train)  # else the loss is what people follow
-    followed = ("reward/mean", "accuracy") if rewarded else ("loss",)
-    for key, chosen in (*((key, rows) for key in curve.HELD_OUT), *((key, train) for key in followed)):
+    rewarded = any("reward/mean" in row for row in train)
+    main = ("reward/mean", "accuracy") if rewarded else ("loss",)
+    for key, chosen in (*((key, rows) for key in curve.HELD_OUT), *((key, train) for key in main)):
         points = curve.series(chosen, key)
         if len(points):
             (step, first), (_, last) = points[0], points[-1]
             lines.append(f"  {key:<14} {first:.3f} (step {step:.0f}) -> {last:.3f}")
-    places = [(name, run_dir / file) for name, file in PLACES.items() if (run_dir / file).exists()]
-    return "\n".join([*lines, *(f"  {name:<14} {path}" for name, path in places)])
+    paths = [(name, run_dir / file) for name, file in OUTPUTS.items() if (run_dir / file).exists()]
+    return "\n".join([*lines, *(f"  {name:<14} {path}" for name, path in paths)])

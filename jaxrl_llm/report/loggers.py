@@ -1,4 +1,4 @@
-"""Where metrics go besides metrics.jsonl. A logger: opened with a run directory, told rows, closed."""
+"""Loggers: TensorBoard, Weights & Biases and MLflow get the rows of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ Row = dict[str, Any]
 
 
 class Logger(Protocol):
-    def config(self, tree: dict[str, Any]) -> None: ...
+    """A logger of one run, opened with its run directory."""
+
+    def config(self, tree: dict[str, Any]) -> None:
+        """Log the resolved config."""
 
     def step(self, step: int, row: Row) -> None:
-        """Numbers by name; None = not a number this step."""
+        """Log the numbers of a step's row."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Flush, and end the logger's run."""
 
 
 class Tensorboard:
@@ -28,7 +32,7 @@ class Tensorboard:
         self.writer = SummaryWriter(folder, purge_step=resume_step + 1, flush_secs=30)
 
     def config(self, tree: dict[str, Any]) -> None:
-        """Nothing: config.json lies beside."""
+        """Do nothing: config.json is in the run directory."""
 
     def step(self, step: int, row: Row) -> None:
         for key, value in _numbers(row).items():
@@ -39,7 +43,7 @@ class Tensorboard:
 
 
 class Wandb:
-    """A Weights & Biases run; its id follows from the run directory, so that a rerun continues it."""
+    """A Weights & Biases run, with an id made of the run directory: a rerun continues it."""
 
     def __init__(self, run_dir: Path, project: str):
         import wandb
@@ -58,7 +62,7 @@ class Wandb:
 
 
 class Mlflow:
-    """An MLflow run, to the tracking server that its own environment variables name."""
+    """An MLflow run on the tracking server that MLflow's environment variables name."""
 
     def __init__(self, run_dir: Path, experiment: str):
         import mlflow

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live panel on a terminal, else one line a step."""
+"""Progress of a run: a live panel on a terminal, else one line per step."""
 
 from __future__ import annotations
 
@@ -26,19 +26,22 @@ SHOWN = (
     "response_tokens/mean",
     "grad_norm",
 )
-RECENT = 10  # steps that the time left is estimated from
+WINDOW = 10  # steps that the remaining time is estimated from
 
 
 class Progress:
-    """Steps done, phase, tokens a second, time left and the last metrics.
+    """Steps done, phase, tokens per second, remaining time and the last metrics.
 
-    kind: "rich" redraws one panel, "plain" prints a line a step (files, pipes, notebooks), "auto" is rich
-    where stdout is a terminal, "none" prints only messages.
+    Args:
+        kind: "rich" redraws one panel, "plain" prints a line per step (files, pipes, notebooks), "auto" is
+            rich where stdout is a terminal, "none" prints only messages.
+        total: steps of the run.
+        done: steps done before.
     """
 
     def __init__(self, kind: Literal["auto", "rich", "plain", "none"], total: int, done: int = 0):
         self.kind = ("rich" if on_terminal() else "plain") if kind == "auto" else kind
-        self.total, self.recent = total, deque(maxlen=RECENT)
+        self.total, self.recent = total, deque(maxlen=WINDOW)
         self.live = None
         if self.kind == "rich":
             self.bar = Bar(
@@ -48,16 +51,17 @@ class Progress:
                 TextColumn("[cyan]{task.fields[phase]}"),
             )
             self.task = self.bar.add_task("", total=total, completed=done, phase="starting", rate="")
-            self.live = Live(self.bar, console=Console(), refresh_per_second=4)
+            redirected = sys.stderr.isatty()  # what other code prints to stderr stands above the panel
+            self.live = Live(self.bar, console=Console(), refresh_per_second=4, redirect_stderr=redirected)
             self.live.start()
 
     def phase(self, name: str) -> None:
-        """The run is in this phase now; "" = in none."""
+        """Show the phase that the run is in; "" = none."""
         if self.live:
             self.bar.update(self.task, phase=name)
 
     def step(self, step: int, row: Mapping[str, Any]) -> None:
-        """A step is done; `row` is its line of metrics.jsonl."""
+        """Show that a step is done; `row` is its line of metrics.jsonl."""
         self.recent.append(row.get("time/step") or 0.0)
         left = (self.total - step) * statistics.median(self.recent)  # the first steps compile
         rate = f"{row.get('tokens_per_second') or 0:,.0f} tokens/s  {clock(left)} left"
@@ -69,14 +73,14 @@ class Progress:
             print("  ".join(part for part in parts if part), flush=True)
 
     def message(self, text: str) -> None:
-        """A line of its own, above the panel."""
+        """Print a line, above the panel."""
         if self.live:
             self.live.console.print(text, markup=False, highlight=False)
         else:
             print(text, flush=True)
 
     def close(self) -> None:
-        """Leave the last panel on the screen. Printing goes on as usual afterwards."""
+        """Leave the last panel on the screen, and print as usual from now on."""
         if self.live:
             self.bar.update(self.task, phase="")
             self.live.stop()
@@ -84,18 +88,18 @@ class Progress:
 
 
 def on_terminal() -> bool:
-    """Whether stdout can redraw; a notebook's cannot."""
+    """Return whether stdout can redraw; a notebook's cannot."""
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def shown(row: Mapping[str, Any], between: str) -> str:
-    """The metrics that people follow, those of them that the step has."""
+    """Return the main metrics of a step as text, those that it has."""
     pairs = ((key, row.get(key)) for key in SHOWN)
     return between.join(f"{key} {value:.4g}" for key, value in pairs if isinstance(value, int | float))
 
 
 def clock(seconds: float) -> str:
-    """3725 -> "1:02:05", 65 -> "1:05"."""
+    """Return seconds as text: 3725 -> "1:02:05", 65 -> "1:05"."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -18,13 +18,14 @@ from jaxrl_llm.data.chat import encode_prompt, plain_text_warning
 from jaxrl_llm.data.config import ChatConfig, SourceConfig
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.sources import open_source
-from jaxrl_llm.errors import ConfigError, UserError
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.folder import resolve
 from jaxrl_llm.hf.load import load_params
-from jaxrl_llm.hf.names import read_config
-from jaxrl_llm.hf.tokenizer import end_ids, load_tokenizer
+from jaxrl_llm.hf.tokenizer import generation_end_ids, load_tokenizer
+from jaxrl_llm.host.processes import show_warnings
 from jaxrl_llm.models.kernels import check_kernels_setting
-from jaxrl_llm.ranges import LARGEST, Count, Range, problems
+from jaxrl_llm.ranges import LARGEST, Count, Range
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
 from jaxrl_llm.rollout.native.engine import NativeEngine
@@ -76,6 +77,7 @@ def main(argv: list[str]) -> int:
         UserError: a model, file, row or setting that cannot be used, with the fix.
     """
     args = parse_arguments(Args, argv, "generate")
+    show_warnings()
     examples = read_examples(args.prompts)
     check_writable(args.out)
     done = 0
@@ -109,7 +111,7 @@ def generate_all(
     ]
     dtype = pick_dtype(config.dtype)
     rollout = RolloutConfig(slots=config.slots, dtype=dtype)
-    engine = NativeEngine(rollout, architecture, mesh, tokenizer, end_ids(folder))
+    engine = NativeEngine(rollout, architecture, mesh, tokenizer, generation_end_ids(folder))
     engine.publish(load_sharded(folder, architecture, mesh, ROLLOUT, dtype), version=0)
     window = max(1, 8 * config.slots // config.n)  # prompts between two results
     for start in range(0, len(requests), window):
@@ -165,12 +167,6 @@ def load_sharded(
     """Return the weights, each device reading only its shard."""
     say(f"loading {folder} as {dtype} on {mesh.size} {mesh.devices.flat[0].platform} device(s)")
     return load_params(folder, config, models.shardings(config, mesh, rules), jnp.dtype(dtype))
-
-
-def check_settings(config: Any) -> None:
-    """Raise ConfigError if a number of a command's arguments is out of range."""
-    if wrong := [f"--{name} {problem}" for name, problem in problems(config)]:
-        raise ConfigError("\n".join(wrong))
 
 
 def pick_dtype(dtype: Dtype) -> str:

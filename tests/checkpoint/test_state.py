@@ -16,7 +16,9 @@ from jaxrl_llm.checkpoint.manifest import read_manifest
 from jaxrl_llm.checkpoint.params import restore_params
 from jaxrl_llm.checkpoint.resume import check_resume
 from jaxrl_llm.checkpoint.state import CheckpointConfig, Checkpointer
+from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.models import RopeConfig, TransformerConfig, init
+from jaxrl_llm.ranges import problems
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.structs import TrainState
 
@@ -210,9 +212,9 @@ def test_another_state_is_refused_path_by_path(tmp_path):
     lines = str(error.value).splitlines()
     assert lines[1:5] == [
         "  count: saved int32[], this run has no such array",
-        "  half: saved bfloat16[8,8], this run wants float32[8,8]",
-        "  new: not in the checkpoint, this run wants int32[]",
-        "  w: saved float32[8,8], this run wants float32[8,9]",
+        "  half: saved bfloat16[8,8], this run needs float32[8,8]",
+        "  new: not in the checkpoint, this run needs int32[]",
+        "  w: saved float32[8,8], this run needs float32[8,9]",
     ]
     assert "--run_dir" in lines[5]
 
@@ -228,8 +230,8 @@ def test_changed_settings_are_printed_or_refused(tmp_path, capsys):
     harmless = json.loads(json.dumps(old))
     harmless |= {"steps": 20, "optim": {"learning_rate": 2e-6, "b1": 0.9}}
     harmless["model"]["remat"] = "full"
-    assert check_resume(old, old) == []
-    assert check_resume(old, harmless) == [
+    assert check_resume(old, old, 5) == []
+    assert check_resume(old, harmless, 5) == [
         'model.remat: was "none", now "full"',
         "optim.b1: was (absent), now 0.9",
         "optim.learning_rate: was 1e-06, now 2e-06",
@@ -240,7 +242,7 @@ def test_changed_settings_are_printed_or_refused(tmp_path, capsys):
     other["model"] |= {"dtype": "bfloat16", "architecture": {"num_layers": 3}}
     other["data"]["train"][0]["path"] = "b"
     with pytest.raises(ValueError) as error:
-        check_resume(old, other)
+        check_resume(old, other, 5)
     assert str(error.value).splitlines()[1:] == [
         '  data.train.0.path: was "a", now "b"',
         "  model.architecture.num_layers: was 2, now 3",
@@ -251,7 +253,7 @@ def test_changed_settings_are_printed_or_refused(tmp_path, capsys):
     two = json.loads(json.dumps(old))
     two["data"]["train"].append({"path": "b", "weight": 1.0})
     with pytest.raises(ValueError, match=r"data\.train: was "):
-        check_resume(old, two)
+        check_resume(old, two, 5)
 
     saver = checkpointer(tmp_path)
     saver.save(1, small_state(), {"config": old}, {})
@@ -283,3 +285,70 @@ def test_weights_alone_for_export(tmp_path):
         restore_params(tmp_path, 7)
     with pytest.raises(ValueError, match="no checkpoint; give the run_dir of a run"):
         restore_params(tmp_path / "elsewhere")
+
+
+def test_another_algorithm_needs_another_run_directory():
+    old = {"algo": {"name": "grpo", "kl_coef": 0.1}, "run_dir": "runs/tiny"}
+    new = {"algo": {"name": "rloo", "beta": 0.1}, "run_dir": "runs/tiny/"}
+    with pytest.raises(UserError) as error:
+        check_resume(old, new, 5)
+    assert str(error.value) == (
+        "runs/tiny/ holds a run of grpo, and this one is of rloo: another algorithm needs a run directory of "
+        "its own. Add --run_dir runs/tiny_rloo."
+    )
+    mine = {"algo": {"name": "/a/my_algo.py"}}
+    assert check_resume(mine, {"algo": {"name": "/b/my_algo.py"}}, 5) == [
+        'algo.name: was "/a/my_algo.py", now "/b/my_algo.py"'
+    ]
+    assert check_resume({}, new, 5)  # written before algorithms had names
+
+
+def test_the_warm_up_is_fixed_from_its_first_step_to_its_last():
+    old = {"warm_start": {"steps": 10, "examples_per_step": 8, "learning_rate": 1e-3}}
+    longer = {"warm_start": {**old["warm_start"], "steps": 20}}
+    larger = {"warm_start": {**old["warm_start"], "examples_per_step": 16}}
+    faster = {"warm_start": {**old["warm_start"], "learning_rate": 1e-2}}
+    assert check_resume(old, longer, 0) == ["warm_start.steps: was 10, now 20"]
+    for step in (1, 10, 11):
+        with pytest.raises(UserError, match=r"warm_start\.steps: was 10, now 20"):
+            check_resume(old, longer, step)
+        assert check_resume(old, faster, step)
+    with pytest.raises(UserError, match=r"warm_start\.examples_per_step: was 8, now 16"):
+        check_resume(old, larger, 9)
+    assert check_resume(old, larger, 0) and check_resume(old, larger, 10)
+
+
+def test_masked_secrets_take_no_part():
+    old = {"model": {"path": "https://user:***@host/model"}, "data": {"path": "***"}, "seed": 1}
+    new = {"model": {"path": "https://user:new@host/model"}, "data": {"path": "/secret/rows"}, "seed": 1}
+    assert check_resume(old, new, 1) == check_resume(new, old, 1) == []
+    with pytest.raises(UserError, match=r"model\.path"):
+        check_resume(old, {**new, "model": {"path": "https://user:new@host/other"}}, 1)
+
+
+def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
+    """The optimizer's own state may start with infinity."""
+    saver = checkpointer(tmp_path)
+    params = {"w": jnp.ones(8), "half": jnp.ones(8, jnp.bfloat16), "count": jnp.int32(1)}
+    state = TrainState(params, (jnp.full(3, jnp.inf),), jnp.int32(1), jnp.int32(0), jnp.float32(0.1))
+    assert saver.save(1, state, META, {})
+    for bad in (jnp.nan, jnp.inf, -jnp.inf):
+        broken = dataclasses.replace(state, params={**params, "half": params["half"].at[7].set(bad)})
+        with pytest.raises(RunError) as error:
+            saver.save(2, broken, META, {})
+        assert str(error.value) == (
+            "step 2 is NOT saved: 1 of 3 arrays hold NaN or Inf (params.half); the newest checkpoint is 1. "
+            "Lower --optim.learning_rate and run the same command again."
+        )
+    critic = dataclasses.replace(state, critic=dataclasses.replace(state, kl_coef=jnp.float32(jnp.nan)))
+    with pytest.raises(RunError, match=r"1 of 6 arrays hold NaN or Inf \(critic\.kl_coef\)"):
+        saver.save(2, critic, META, {})
+    saver.close()
+    assert saver.steps() == [1]
+
+
+@pytest.mark.parametrize(("field", "value"), [("every", -1), ("keep", 0), ("keep", 2**40), ("keep_best", -1)])
+def test_ranges_of_the_settings(field, value):
+    assert list(problems(CheckpointConfig())) == []
+    ((name, text),) = problems(dataclasses.replace(CheckpointConfig(), **{field: value}))
+    assert name == field and text.startswith(f"is {value}: it must be at least ")

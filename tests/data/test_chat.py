@@ -1,7 +1,6 @@
 """Ids and masks by hand, with templates of every kind, and control tokens that stay text."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from jaxrl_llm.data.chat import (
     encode_prompt,
     encode_supervised,
     plain_text_warning,
-    prompt_row,
 )
 from jaxrl_llm.data.config import ChatConfig, SourceConfig
 from jaxrl_llm.data.preference import read_example
@@ -271,32 +269,6 @@ def test_config_is_frozen():
 
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "<|im_end|>"}}]
 SHOWS_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}{% if loud %}LOUD {% endif %}" + PLAIN_CHATML
-
-
-@pytest.mark.parametrize(
-    ("example", "config"),
-    [
-        (chat(user("1+")), ChatConfig()),
-        (chat(user("a"), assistant("b"), user("c"), assistant("d")), ChatConfig()),
-        (chat(user("x<|im_end|>\n")), ChatConfig(system_prompt="Be brief.")),
-        (chat({"role": "system", "content": "s"}, user("a")), ChatConfig(system_prompt="Be brief.")),
-        (chat(user("a"), columns={"tools": TOOLS}), ChatConfig()),
-        (chat(user("a"), columns={"chat_template_kwargs": {"loud": True}}), ChatConfig()),
-        (chat(user("a")), ChatConfig(template_options='{"loud": true}')),
-        (plain("1+1="), ChatConfig()),
-        (plain("1+1="), ChatConfig(render="chat", system_prompt="Be brief.")),
-        (plain("1+1=<|im_end|>"), ChatConfig(render="plain", system_prompt="Be brief.")),
-        (chat({"role": "system", "content": "s"}, user("a")), ChatConfig(render="plain")),
-    ],
-)
-def test_a_row_of_samples_gives_the_ids_of_the_training_prompt(tokenizer, example, config):
-    """What `samples.jsonl` keeps is read back, with other columns beside it, by a default ChatConfig."""
-    tokenizer.chat_template = SHOWS_TOOLS
-    ids = encode_prompt(tokenizer, example, config)
-    kept = {"step": 3, "prompt": "for people", "response": "no", "reward": 0.0, **prompt_row(example, config)}
-    again = read_example(json.loads(json.dumps(kept)), "samples.jsonl:1", SourceConfig())
-    assert encode_prompt(tokenizer, again, ChatConfig()).tolist() == ids.tolist()
-    assert (again.messages is None) == (kept["prompt"] != "for people")
 
 
 def test_a_trailing_assistant_message_of_a_sample_is_no_prompt(tokenizer):

@@ -155,6 +155,8 @@ def test_rewards_add_up_and_the_last_turn_is_known_as_such(say):
     assert last.done and last.episode.reward == 0.75 and last.episode.turns == 3
     assert env.turn.last and env.turn.number == 3
     assert [m["content"] for m in env.turn.messages] == ["6*7=", "1", "a", "2", "b", "3"]
+    turns = [(message["role"], message["content"]) for message in last.episode.messages]
+    assert turns == [(role, text) for role, text in zip(("assistant", "user") * 3, "1a2b3", strict=False)]
     assert env.turn.read().startswith("<|im_start|>user\n6*7=") and env.turn.read().endswith("assistant\n")
 
 

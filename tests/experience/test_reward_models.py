@@ -1,6 +1,8 @@
 """Reward models in memory: what they score, where it lands, and what is refused."""
 
 import dataclasses
+import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +15,14 @@ from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.preference import ask_one
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.experience.reward_models import add_scores, load_reward_model
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.rewards.config import RewardModelConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
-from jaxrl_llm.structs import Trajectory
+from jaxrl_llm.structs import Episode, Trajectory
 
 MODEL = TransformerConfig(
     vocab_size=128, hidden_size=32, mlp_size=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8,
@@ -27,6 +30,8 @@ MODEL = TransformerConfig(
 )  # fmt: skip
 STEP = StepConfig(row_tokens=32, rows=2)
 TOKENIZER = make_tokenizer()
+CHAT = ChatConfig()
+SUM = Example(None, "1+2=")
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +70,12 @@ def values(weights, t):
 
 
 def judge(folder, **fields):
-    return load_reward_model(RewardModelConfig(path=str(folder), **fields), STEP, mesh(), TOKENIZER)
+    return load_reward_model(RewardModelConfig(path=str(folder), **fields), STEP, mesh(), TOKENIZER, CHAT)
 
 
 def test_the_score_is_the_value_after_the_last_token(weights, folder):
     batch = [trajectory("3"), trajectory("3+4"), trajectory("99")]
-    scores = judge(folder)(batch, ["1+2="] * 3)
+    scores = judge(folder)(batch, [SUM] * 3)
     for t, row in zip(batch, scores, strict=True):
         assert row[-1] == pytest.approx(values(weights, t)[-1], abs=1e-4)
         assert not row[:-1].any()
@@ -80,7 +85,7 @@ def test_models_are_mixed_by_weight_and_kept_apart(weights, folder):
     """1 (verifier) + 0.5 v + 2 (v - 1) / 4."""
     t = trajectory("3+4")
     v = values(weights, t)[-1]
-    add_scores([judge(folder, weight=0.5), judge(folder, weight=2.0, mean=1.0, scale=4.0)], [t], ["1+2="])
+    add_scores([judge(folder, weight=0.5), judge(folder, weight=2.0, mean=1.0, scale=4.0)], [t], [SUM])
     assert t.reward == pytest.approx(1 + 0.5 * v + 2 * (v - 1) / 4, abs=1e-4)
     np.testing.assert_allclose(t.components, [1.0, 0.5 * v, 2 * (v - 1) / 4], atol=1e-4)
     assert t.token_rewards is None
@@ -89,7 +94,7 @@ def test_models_are_mixed_by_weight_and_kept_apart(weights, folder):
 def test_a_process_model_scores_the_end_of_each_step(weights, folder):
     """Steps end with a newline; the last one before the end token."""
     t = trajectory("3\n4\n5")
-    add_scores([judge(folder, kind="process", weight=2.0)], [t], ["1+2="])
+    add_scores([judge(folder, kind="process", weight=2.0)], [t], [SUM])
     after = values(weights, t)[len(t.prompt_ids) :]
     wanted = np.zeros(6)
     for place in (1, 3, 4):
@@ -104,7 +109,7 @@ def test_a_generative_model_is_asked_for_yes_or_no(weights, tmp_path):
     model = models.with_heads(weights, plain)
     save_model(model, plain, tmp_path / "lm", TOKENIZER, dtype="float32")
     t = trajectory("3+4")
-    (scores,) = judge(tmp_path / "lm", kind="generative")([t], ["1+2="])
+    (scores,) = judge(tmp_path / "lm", kind="generative")([t], [SUM])
     question = Example(({"role": "user", "content": ask_one("1+2=", "3+4")},), None)
     ids = jnp.asarray(encode_prompt(TOKENIZER, question, ChatConfig()))[None]
     logits = model(ids, jnp.arange(ids.shape[1])[None])[0, -1] @ model.head.T
@@ -132,3 +137,105 @@ def test_a_reward_model_is_a_classifier_to_transformers(weights, folder):
         model.config.pad_token_id = TOKENIZER.pad_token_id
         logits = model(torch.tensor(tokens)).logits
     assert float(logits[0, 0]) == pytest.approx(values(weights, t)[-1], abs=1e-4)
+
+
+# --- a model with a tokenizer or a template of its own
+
+
+class Recorder:
+    """Keeps the ids that a reward model reads, in place of computing with them."""
+
+    def __init__(self, monkeypatch, tokenizer):
+        self.texts = []
+
+        def outputs(model, items, name):
+            self.texts += [tokenizer.decode(item.tokens[:-1]) for item in items]
+            return [np.zeros(len(item.tokens), np.float32) for item in items]
+
+        monkeypatch.setattr("jaxrl_llm.experience.reward_models.RewardModel._outputs", outputs)
+
+
+@pytest.fixture(scope="module")
+def other(weights, tmp_path_factory):
+    """A folder with other ids and another template: [role] content / at the end of a turn."""
+    path = tmp_path_factory.mktemp("other") / "hf"
+    save_model(weights, MODEL, path, TOKENIZER, dtype="float32")
+    file = path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocab = content["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    file.write_text(json.dumps(content))
+    for name in ("chat_template.jinja",):
+        (path / name).write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}/{% endfor %}\n")
+    return path
+
+
+def chat_of(*turns):
+    return Example(tuple({"role": role, "content": text} for role, text in turns), None)
+
+
+CHATS = [
+    (ChatConfig(system_prompt="Add."), chat_of(("user", "a?")), "[system] Add./[user] a?/"),
+    (
+        CHAT,
+        chat_of(("system", "S"), ("user", "a"), ("assistant", "b"), ("user", "c")),
+        "[system] S/[user] a/[assistant] b/[user] c/",
+    ),
+    (CHAT, SUM, "1+2="),
+]
+
+
+@pytest.mark.parametrize(("chat", "example", "prompt"), CHATS)
+def test_a_model_with_another_tokenizer_reads_the_whole_chat_by_its_own_template(
+    other, monkeypatch, chat, example, prompt
+):
+    """System prompt and earlier turns included; its ids for the same letters are others."""
+    model = load_reward_model(RewardModelConfig(path=str(other)), STEP, mesh(), TOKENIZER, chat)
+    seen = Recorder(monkeypatch, model.tokenizer)
+    t = trajectory("ab")
+    model([t], [example])
+    assert seen.texts == [prompt + ("ab" if example is SUM else "[assistant] ab/")]
+    a, b = TOKENIZER.convert_tokens_to_ids(["a", "b"])
+    assert model.tokenizer.convert_tokens_to_ids(["a", "b"]) == [b, a]
+
+
+def test_turns_of_a_conversation_are_read_with_their_roles(other, monkeypatch):
+    model = judge(other)
+    seen = Recorder(monkeypatch, model.tokenizer)
+    turns = ({"role": "assistant", "content": "x"}, {"role": "tool", "content": "3"})
+    t = trajectory("x3three")
+    t.mask, t.answer, t.episode = np.array([1, 0, 1, 1, 1, 1, 1, 1]), "three", Episode(messages=turns)
+    asked = chat_of(("user", "a?"))
+    model([t], [asked])
+    judged = dataclasses.replace(model, config=RewardModelConfig(path=str(other), kind="generative"))
+    judged([t], [asked])
+    assert seen.texts[0] == "[user] a?/[assistant] x/[tool] 3/[assistant] three/"
+    answer = "assistant: x\n\ntool: 3\n\nassistant: three"
+    assert seen.texts[1] == f"[user] {ask_one('a?', answer)}/"[-STEP.row_tokens - 128 + 1 :]
+
+
+def test_a_template_alone_makes_a_model_read_anew(folder, tmp_path):
+    assert not judge(folder).rerenders
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    (copy / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert judge(copy).rerenders
+    assert not judge(copy, kind="process").rerenders  # it judges the policy's own tokens
+
+
+def test_templates_that_refuse_the_policys_chats_are_found_at_the_start(other, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(other, copy)
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    (copy / "chat_template.jinja").write_text(refuses)
+    load = lambda chat: load_reward_model(RewardModelConfig(path=str(copy)), STEP, mesh(), TOKENIZER, chat)
+    load(CHAT)
+    with pytest.raises(
+        UserError, match=r"refuses the policy's chats \(.*no system role\)\. Use one that takes the ro"
+    ):
+        load(ChatConfig(system_prompt="Add.", render="chat"))
+
+
+def test_a_process_model_of_another_vocabulary_is_refused(other):
+    with pytest.raises(UserError, match="a process reward model judges the policy's own tokens"):
+        judge(other, kind="process")

@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import json
 import os
 import shutil
 import signal
@@ -15,7 +16,9 @@ import pytest
 from distributed import Running
 
 from jaxrl_llm.checkpoint import folder as folders
+from jaxrl_llm.checkpoint.manifest import fingerprint
 from jaxrl_llm.checkpoint.state import CheckpointConfig, Checkpointer
+from jaxrl_llm.errors import UserError
 
 META = {"config": {"seed": 0}}
 SIZE = 50_000  # float32 values, random: they do not compress
@@ -57,6 +60,7 @@ import jax, jax.numpy as jnp
 from pathlib import Path
 from orbax.checkpoint import v1 as ocp
 from jaxrl_llm.checkpoint import folder as folders
+from jaxrl_llm.checkpoint.manifest import fingerprint
 from jaxrl_llm.checkpoint import state as module
 
 where, run_dir = sys.argv[1], Path(sys.argv[2])
@@ -165,7 +169,32 @@ def change_meta(folder: Path) -> str:
     return "meta.json is corrupt: crc32 "
 
 
-DAMAGES = [flip_a_bit, truncate, delete_item, delete_manifest, change_manifest, cut_manifest, change_meta]
+def manifest_is_a_folder(folder: Path) -> str:
+    (folder / "manifest.json").unlink()
+    (folder / "manifest.json").mkdir()
+    return "manifest.json cannot be read: Is a directory"
+
+
+def manifest_is_other_json(folder: Path) -> str:
+    (folder / "manifest.json").write_text("[[1], 2]")
+    return "manifest.json is corrupt: not the JSON that was written"
+
+
+def manifest_is_deep(folder: Path) -> str:
+    (folder / "manifest.json").write_text("[" * 100_000)
+    return "manifest.json is corrupt: not the JSON that was written"
+
+
+def manifest_of_another_version(folder: Path) -> str:
+    body = {"step": 2, "chunks": []}
+    (folder / "manifest.json").write_text(json.dumps({"crc32": fingerprint(body), **body}))
+    return "manifest.json was written by another version of this program: ['chunks', 'step']"
+
+
+DAMAGES = [
+    *(flip_a_bit, truncate, delete_item, delete_manifest, change_manifest, cut_manifest, change_meta),
+    *(manifest_is_a_folder, manifest_is_other_json, manifest_is_deep, manifest_of_another_version),
+]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -192,6 +221,14 @@ def test_no_good_checkpoint_is_an_error_every_time(two_saved, capsys, damage):
             Checkpointer(CheckpointConfig(), two_saved.parent).restore(target())
         report = capsys.readouterr().err
         assert all(f"{two_saved / str(step)}: {reason}" in report for step, reason in reasons.items())
+
+
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"[" * 100_000, b"\xff"])
+def test_a_damaged_meta_file_that_nobody_verified_is_named(two_saved, content):
+    file = two_saved / "2/meta.json"
+    file.write_bytes(content[: file.stat().st_size].ljust(file.stat().st_size))
+    with pytest.raises(UserError, match=r"2/meta\.json is damaged: "):
+        Checkpointer(CheckpointConfig(verify=False), two_saved.parent).restore(target())
 
 
 def test_without_verify_sizes_are_still_checked(two_saved):

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -18,6 +19,8 @@ from distributed import End, Running
 from jaxrl_llm.checkpoint.manifest import read_metrics
 from jaxrl_llm.checkpoint.params import restore_params
 from jaxrl_llm.host.stop import EXIT_STOPPED
+from jaxrl_llm.learn.learner import Learner
+from jaxrl_llm.train import main
 
 RECIPE = '''
 """A few steps of everything."""
@@ -89,10 +92,10 @@ sys.exit(train.main())
 KILLS = [
     ("jaxrl_llm.checkpoint.state:write_manifest", 1),  # no checkpoint is whole yet: a fresh start
     ("jaxrl_llm.checkpoint.state:Checkpointer.save", 3),  # after the line of step 3, before its checkpoint
-    ("jaxrl_llm.rollout.native.engine:NativeEngine.generate", 2),  # while step 4 rolls out
+    ("jaxrl_llm.rollout.native.engine:NativeEngine.start", 2),  # while step 4 rolls out
     ("jaxrl_llm.checkpoint.folder:retire", 2),  # while old checkpoints are deleted
-    ("jaxrl_llm.learner:Learner.update", 1),
-    ("jaxrl_llm.checkpoint.hf:save", 1),  # trained, not exported
+    ("jaxrl_llm.learn.learner:Learner.update", 1),
+    ("jaxrl_llm.hf.export:save_model", 1),  # trained, not exported
 ]
 
 
@@ -123,13 +126,13 @@ def lines(path: Path) -> list[dict]:
     return [{key: value for key, value in row.items() if not timed.search(key)} for row in rows]
 
 
-def assert_same_run(folder: Path, whole: Path) -> None:
+def assert_same_run(folder: Path, whole: Path, steps: Sequence[int] = STEPS) -> None:
     """Same metrics and samples line by line, same weights and export bit by bit."""
     run, expected = folder / "run", whole / "run"
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert lines(run / name) == lines(expected / name)
     (step, weights, _), (last, others, _) = restore_params(run), restore_params(expected)
-    assert step == last == STEPS[-1]
+    assert step == last == steps[-1]
     for mine, theirs in zip(jax.tree.leaves(weights), jax.tree.leaves(others), strict=True):
         assert np.asarray(mine).tobytes() == np.asarray(theirs).tobytes()
     exported = sorted((expected / "hf").glob("*.safetensors"))
@@ -150,6 +153,7 @@ def whole(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_stopped_by_budget_killed_stopped_by_signal(tmp_path, whole):
     end = train(tmp_path, "--max_runtime", "0.001")
     assert end.code == EXIT_STOPPED, end.stderr
@@ -158,7 +162,7 @@ def test_stopped_by_budget_killed_stopped_by_signal(tmp_path, whole):
     place, count = KILLS[0]
     assert train_with_signal(tmp_path, place, count, signal.SIGKILL).code == -signal.SIGKILL
 
-    end = train_with_signal(tmp_path, "jaxrl_llm.learner:Learner.update", 4, signal.SIGTERM)
+    end = train_with_signal(tmp_path, "jaxrl_llm.learn.learner:Learner.update", 4, signal.SIGTERM)
     assert end.code == EXIT_STOPPED, end.stderr
     assert "resuming with max_runtime: was 0.001, now 0.0" in end.stderr
     assert "SIGTERM: saving after this step, then stopping" in end.stderr
@@ -173,6 +177,33 @@ def test_stopped_by_budget_killed_stopped_by_signal(tmp_path, whole):
     assert_same_run(tmp_path, whole)
 
 
+def test_stopped_by_budget_and_by_a_signal_in_one_process(tmp_path, monkeypatch, capfd):
+    """As in processes of their own, which takes a minute: see the slow tests."""
+    more = ["--warm_start.steps", "0", "--steps", "3", "--eval.every", "0"]
+    run = lambda folder, *words: main(command(folder, *more, *words))
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir(), parts.mkdir()
+    assert run(whole) == 0
+    assert run(parts, "--max_runtime", "0.001") == EXIT_STOPPED
+    assert restore_params(parts / "run")[0] == 0
+    update, calls = Learner.update, []
+
+    def signalling(*args, **named):
+        calls.append(1)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return update(*args, **named)
+
+    capfd.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "update", signalling)
+        assert run(parts) == EXIT_STOPPED
+    assert "SIGTERM: saving after this step, then stopping; again = exit at once" in capfd.readouterr().err
+    assert restore_params(parts / "run")[0] == 2
+    assert run(parts) == 0
+    assert_same_run(parts, whole, steps=[1, 2, 3])
+
+
 @pytest.mark.slow
 def test_killed_at_many_moments(tmp_path, whole):
     for place, count in KILLS:
@@ -182,3 +213,26 @@ def test_killed_at_many_moments(tmp_path, whole):
         end = train(tmp_path)
         assert end.code == 0, end.stderr
         assert_same_run(tmp_path, whole)
+
+
+SAVING = "saving after this step, then stopping"
+SIGNALS = [  # place, call, signal, exit code, announcement
+    ("jaxrl_llm.build.run:load_model_config", 1, signal.SIGINT, 130, "stopping"),
+    ("jaxrl_llm.experience.evaluate:Answers.__call__", 1, signal.SIGINT, 75, SAVING),
+    ("jaxrl_llm.checkpoint.state:Checkpointer.save", 2, signal.SIGTERM, 75, SAVING),
+    ("jaxrl_llm.checkpoint.state:Checkpointer.restore", 1, signal.SIGTERM, 143, "stopping"),
+    ("jaxrl_llm.experience.evaluate:Answers.__call__", 1, signal.SIGTERM, 75, SAVING),
+    ("jaxrl_llm.hf.export:save_model", 1, signal.SIGINT, 0, "exporting the model, then done"),
+]
+
+
+@pytest.mark.slow
+def test_signals_at_many_moments(tmp_path, whole):
+    """Start-up, evaluation, save, restore, the last step and export: each ends as host/stop.py says."""
+    for place, count, number, code, announcement in SIGNALS:
+        end = train_with_signal(tmp_path, place, count, number)
+        assert end.code == code, f"{place}: {end.stdout}{end.stderr}"
+        assert end.stderr.count(f"{number.name}: {announcement}") == 1, place
+        assert "Traceback" not in end.stderr
+    assert train(tmp_path).code == 0
+    assert_same_run(tmp_path, whole)

@@ -77,8 +77,8 @@ def test_a_full_disk_stops_the_run_if_asked(tmp_path, capsys, full_after_one_sav
 HOLDER = """
 import sys, time
 from pathlib import Path
-from jaxrl_llm.checkpoint.lock import hold
-with hold(Path(sys.argv[1])):
+from jaxrl_llm.host.lock import run_dir_lock
+with run_dir_lock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -108,7 +108,7 @@ def test_a_file_system_without_locks_is_warned_about(tmp_path, capsys, monkeypat
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(lock.fcntl, "flock", flock)
-    with lock.hold(tmp_path), lock.hold(tmp_path):
+    with lock.run_dir_lock(tmp_path), lock.run_dir_lock(tmp_path):
         pass
     assert f"{tmp_path} is on a file system without locks" in capsys.readouterr().err
 
@@ -116,5 +116,5 @@ def test_a_file_system_without_locks_is_warned_about(tmp_path, capsys, monkeypat
 def test_a_directory_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     match = rf"{tmp_path}/file/run cannot be written to: Not a directory. Set --run_dir"
-    with pytest.raises(ValueError, match=match), lock.hold(tmp_path / "file/run"):
+    with pytest.raises(ValueError, match=match), lock.run_dir_lock(tmp_path / "file/run"):
         pass

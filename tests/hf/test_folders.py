@@ -21,11 +21,13 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm.checkpoint.state import CheckpointConfig, Checkpointer
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+from jaxrl_llm.hf import export as hf_export
 from jaxrl_llm.hf import load
+from jaxrl_llm.hf.config import read_config, to_hf_config
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.hf.folder import resolve
 from jaxrl_llm.hf.load import load_params, read_slice
-from jaxrl_llm.hf.names import hf_tensors, read_config, to_hf_config
+from jaxrl_llm.hf.names import hf_tensors
 from jaxrl_llm.hf.tokenizer import load_tokenizer
 from jaxrl_llm.models import init, named_leaves, shardings
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
@@ -153,29 +155,31 @@ def test_rows_are_read_in_pieces(tmp_path, monkeypatch):
 MEMORY = """
 import gc, sys
 import jax, numpy as np
-from jaxrl_llm.checkpoint import hf
+from jaxrl_llm.hf.export import save_model
+from jaxrl_llm.hf.load import load_params
+from jaxrl_llm.hf.names import hf_tensors
 from jaxrl_llm.models import TransformerConfig, init
-from jaxrl_llm.models.names import hf_tensors
 folder = sys.argv[1]
 config = TransformerConfig(vocab_size=256, hidden_size=1024, mlp_size=4096, num_layers=5, num_heads=8,
                            num_kv_heads=2, head_dim=64)
-hf.save(jax.jit(init, static_argnums=0)(config, jax.random.key(0)), config, folder, dtype="float32",
-        max_shard_bytes=60 * 2**20)
+save_model(jax.jit(init, static_argnums=0)(config, jax.random.key(0)), config, folder, dtype="float32",
+           max_shard_bytes=60 * 2**20)
 def status(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
-params = hf.load(folder, config)
+params = load_params(folder, config)
 beyond = []
 for _ in range(2):
     params = None
     gc.collect()
     before = status("VmRSS")
     open("/proc/self/clear_refs", "w").write("5")  # forget the peak so far
-    params = hf.load(folder, config)
+    params = load_params(folder, config)
     beyond.append(status("VmHWM") - before - sum(x.nbytes for x in jax.tree.leaves(params)))
 print(min(beyond) / max(4 * np.prod(t.shape) for t in hf_tensors(config)))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux's /proc")
 def test_loading_needs_little_more_than_the_weights(tmp_path):
     """245 MB in 5 layers: peak beyond the weights under 1.2 x the largest tensor (a whole stack is 5 x)."""
@@ -189,22 +193,23 @@ def test_loading_needs_little_more_than_the_weights(tmp_path):
 
 TWO_PROCESSES = """
 import sys
-from jaxrl_llm.checkpoint import hf
+from jaxrl_llm.hf import load
+from jaxrl_llm.hf.config import read_config
+from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.models import shardings
-from jaxrl_llm.models.names import read_config
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 source, target = sys.argv[1:]
-read, original = [], hf.read_slice
+read, original = [], load.read_slice
 def counting(*args):
     read.append(original(*args))
     return read[-1]
-hf.read_slice = counting
+load.read_slice = counting
 config = read_config(source)
-params = hf.load(source, config, shardings(config, make_mesh(MeshConfig(fsdp=2)), TRAIN))
+params = load.load_params(source, config, shardings(config, make_mesh(MeshConfig(fsdp=2)), TRAIN))
 mine = sum(shard.data.size for x in jax.tree.leaves(params) for shard in x.addressable_shards)
 assert sum(x.size for x in read) == mine < 0.6 * sum(x.size for x in jax.tree.leaves(params))
-hf.save(params, config, target, dtype="bfloat16", max_shard_bytes=20_000)
+save_model(params, config, target, dtype="bfloat16", max_shard_bytes=20_000)
 """
 
 
@@ -318,7 +323,7 @@ def test_an_earlier_export_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(export, "_write_json", full)
+        patch.setattr(hf_export, "write_json", full)
         with pytest.raises(OSError, match="No space left"):
             save_model(new, config, tmp_path / "out", dtype="float32")
     assert_same_bytes(before, read_back(tmp_path / "out"))

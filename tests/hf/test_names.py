@@ -8,17 +8,15 @@ import numpy as np
 import pytest
 import transformers
 
-from jaxrl_llm.hf.config import DEFAULTS
+from jaxrl_llm.hf.config import DEFAULTS, read_config, to_hf_config
 from jaxrl_llm.hf.names import (
     TABLE,
     from_hf,
     hf_tensors,
     params_from_state_dict,
-    places,
-    read_config,
     state_dict,
+    tensor_rows,
     to_hf,
-    to_hf_config,
 )
 from jaxrl_llm.models import RopeConfig, TransformerConfig, init, named_leaves
 
@@ -114,7 +112,7 @@ def test_baichuan_packs_queries_keys_and_values_in_one_matrix():
     for i, name in enumerate("qkv"):
         part = plain.pop(f"model.layers.1.self_attn.{name}_proj.weight")
         np.testing.assert_array_equal(packed[32 * i : 32 * (i + 1)], part)
-    assert [(p.start, p.rows) for p in places(config)["layers.v"]] == [(64, 32), (64, 32)]
+    assert [(p.start, p.rows) for p in tensor_rows(config)["layers.v"]] == [(64, 32), (64, 32)]
     fused["model.layers.1.self_attn.W_pack.weight"] = packed
     again = params_from_state_dict(config, fused)
     for (name, a), (_, b) in zip(named_leaves(params), named_leaves(again), strict=True):
@@ -271,17 +269,23 @@ def test_what_is_written_reads_back_here_and_in_transformers(family, extra, capl
         ({}, r"model_type=None is not supported; supported: qwen2, qwen3, llama, mistral, baichuan"),
         (tiny("gpt2"), r"model_type='gpt2' is not supported"),
         (tiny(hidden_act="relu"), r"hidden_act='relu' is not supported; supported: silu, swish, gelu"),
-        (tiny(rope_scaling={"type": "longrope", "factor": 2.0}), r"rope_type='longrope' .*: default, linear"),
+        (
+            tiny(rope_scaling={"type": "longrope", "factor": 2.0}),
+            r"config.json: type='longrope' .*: default, linear",
+        ),
         (tiny(rope_scaling={"type": "linear"}), r"rope_type='linear' needs 'factor'"),
         (tiny(rope_scaling={"type": "llama3", "factor": 2.0}), r"needs 'low_freq_factor'"),
         (tiny(rope_parameters={"full_attention": {"rope_type": "default"}}), r"not one a layer type"),
         (tiny(partial_rotary_factor=0.5), r"partial_rotary_factor=0.5 is not supported"),
         (tiny(quantization_config={"bits": 4}), r"quantization_config is set"),
-        (tiny(hidden_size="32"), r"hidden_size='32' must be a positive integer"),
+        (tiny(hidden_size="32"), r"hidden_size='32' must be a whole number from 1 to 1,000,000"),
         (tiny(num_hidden_layers=0), r"num_hidden_layers=0 must be"),
         (tiny(num_key_value_heads=3), r"config.json: .*num_kv_heads is 3: it must divide num_heads, 4"),
         (tiny(use_sliding_window=True, layer_types=["full_attention"]), r"layer_types has 1 entries for 2"),
-        (tiny(use_sliding_window=True, layer_types=["chunked_attention"] * 2), r"layer_types='chunked_att"),
+        (
+            tiny(use_sliding_window=True, layer_types=["chunked_attention"] * 2),
+            r"layer_types=\['chunked_attention', .* must be a list of full_att",
+        ),
         (tiny("baichuan"), r"13B model, which uses ALiBi"),
         (tiny("baichuan", max_position_embeddings=64, vocab_size=125_696), r"Baichuan 2, whose head normal"),
     ],

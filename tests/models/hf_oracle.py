@@ -22,7 +22,8 @@ from transformers import (  # noqa: E402
 )
 
 from jaxrl_llm import models  # noqa: E402
-from jaxrl_llm.hf.names import params_from_state_dict, read_config  # noqa: E402
+from jaxrl_llm.hf.config import read_config  # noqa: E402
+from jaxrl_llm.hf.names import params_from_state_dict  # noqa: E402
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),

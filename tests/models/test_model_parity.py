@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from jaxrl_kernels.linear_logprob.api import linear_logprob
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.hf.names import read_config
+from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.models.rope import rope_tables
 
 SCALED = {"rope_theta": 100.0, "max_position_embeddings": 32}

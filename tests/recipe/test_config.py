@@ -11,23 +11,27 @@ from pathlib import Path
 import pytest
 from refusals import refusal
 
-from jaxrl_llm.algos import sft
+from jaxrl_llm.algos import gkd, sft
 from jaxrl_llm.algos.clipped import ClippedConfig
+from jaxrl_llm.build.run import open_loaders
 from jaxrl_llm.config import (
     CriticConfig,
     DataConfig,
     EnvConfig,
+    EvalConfig,
     MeshConfig,
     ModelConfig,
     OptimConfig,
     RewardConfig,
     RewardModelConfig,
     SamplingConfig,
+    SourceConfig,
     TransformerConfig,
     derived,
 )
+from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.envs.config import SandboxConfig, ToolsConfig
-from jaxrl_llm.recipe.checks import check_config, check_held_out, check_model
+from jaxrl_llm.recipe.checks import check_config, check_model
 
 
 def test_a_sound_config_passes_and_its_folder_is_made(config):
@@ -47,6 +51,21 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
             dict(prompts_per_step=3, responses_per_prompt=5, minibatches_per_step=4),
             "--minibatches_per_step is 4: it must divide the 15 trajectories of a step (prompts_per_step x "
             "responses_per_prompt). Set it to 3 or 5.",
+        ),
+        (
+            dict(reward=RewardConfig(weight=0.0)),
+            "--reward.weight is 0 and nothing else rewards, so every reward would be 0. Set a reward model "
+            "(--reward.models.0.path FOLDER), an environment (--env.name) or --reward.weight 1.",
+        ),
+        (
+            dict(algo=gkd.Config()),
+            "--algo.teachers is empty: set the Hugging Face folder or hub name of a teacher.",
+        ),
+        (
+            dict(
+                algo=gkd.Config(teachers=("a",)), data=DataConfig(train=(SourceConfig("x.jsonl", teacher=1),))
+            ),
+            "--data.train.0.teacher is 1: algo.teachers has 1, from 0.",
         ),
         (dict(steps=-1), "--steps is -1: it must be at least 0 and at most 2,147,483,647."),
         (dict(seed=2**63), f"--seed is {2**63}: it must be at least 0 and at most 2,147,483,647."),
@@ -201,8 +220,11 @@ def test_a_greedy_group_is_none_where_no_responses_are_sampled(config):
 
 
 def test_more_held_out_prompts_than_rows(config):
-    check_held_out(config, 64)
-    assert refusal(check_held_out, config, 20) == (
+    few = DataConfig(train=(SourceConfig(path="task:arithmetic", options='{"size": 20}'),))
+    config = replace(config, data=few, eval=EvalConfig(every=1, prompts=20))
+    open_loaders(config, make_tokenizer(), {})
+    more = replace(config, eval=EvalConfig(every=1))
+    assert refusal(open_loaders, more, make_tokenizer(), {}) == (
         "--eval.prompts is 64: the held-out data has 20 rows. Set --eval.prompts 20 or less, or give it more "
         "rows (--data.eval_path)."
     )

@@ -4,10 +4,12 @@ import dataclasses
 import json
 from dataclasses import replace
 
+import pytest
+
 from jaxrl_llm.algos import grpo
 from jaxrl_llm.algos.clipped import ClippedConfig
 from jaxrl_llm.config import TrainConfig
-from jaxrl_llm.recipe.dump import describe_run, dump, mask_secrets
+from jaxrl_llm.recipe.dump import describe_run, dump, mask_secrets, mask_text
 
 
 def test_the_dump_is_json_and_complete(config):
@@ -49,6 +51,19 @@ def test_the_environment_does_not_change_what_a_resumed_run_is_compared_with(con
     before = dump(config)
     monkeypatch.setenv("MY_TOKEN", "task:arithmetic")
     assert dump(config) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        ("https://user:p4ss@host/m and http://t0ken@h", "https://***@host/m and http://***@h"),
+        ("--tp 2 --api-key s3cret --admin-api-key=x", "--tp 2 --api-key *** --admin-api-key=***"),
+        ("--max-total-tokens 9", "--max-total-tokens 9"),
+        ("a@b.c //x:y", "a@b.c //x:y"),
+    ],
+)
+def test_logins_and_keys_are_masked_in_any_text(text, masked):
+    assert mask_text(text) == masked
 
 
 def test_only_whole_long_secrets_are_masked_in_texts():

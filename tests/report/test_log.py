@@ -14,6 +14,7 @@ import pytest
 from matplotlib.image import imread
 
 from jaxrl_llm.config import ModelConfig, TrainConfig
+from jaxrl_llm.ranges import problems
 from jaxrl_llm.recipe.dump import describe_run
 from jaxrl_llm.report import curve, jsonl, log, loggers, progress
 from jaxrl_llm.report.log import LogConfig, RunLog, plain, sample_rows
@@ -175,10 +176,12 @@ def test_samples_keep_the_first_few_of_each_step(tmp_path):
         reward=float("nan"),
         outcome=Outcome.FAILED,
     )
-    rows = sample_rows([trajectory], ["one?", "two plus two?"])
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "two plus two?"}]
+    rows = sample_rows([trajectory], [{"prompt": "two plus two?", "messages": chat}])
     assert rows == [
         {
             "prompt": "two plus two?",
+            "messages": chat,
             "response": "four",
             "reward": None,
             "outcome": "failed",
@@ -190,6 +193,13 @@ def test_samples_keep_the_first_few_of_each_step(tmp_path):
     log.samples(1, rows * 3)
     log.samples(2, rows)
     assert [row["step"] for row in lines(tmp_path / "samples.jsonl")] == [1, 1, 2]
+
+
+def test_ranges_of_the_settings():
+    assert list(problems(LogConfig())) == list(problems(LogConfig(samples=0))) == []
+    assert list(problems(LogConfig(samples=-1))) == [
+        ("samples", "is -1: it must be at least 0 and at most 2,147,483,647.")
+    ]
 
 
 # -- loggers that fail

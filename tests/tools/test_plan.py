@@ -409,19 +409,19 @@ def test_a_rollout_that_does_not_fit():
 
 
 def test_a_missing_compiler_is_named_with_the_fix(monkeypatch, capsys):
-    from jaxrl_llm.__main__ import run
+    from jaxrl_llm.host.command import run_command
 
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "libtpu" else find(name))
-    assert run(command.main, ["--config", "grpo_tiny.py", "--topology", "v5e-16"]) == 2
+    assert run_command(command.main, ["--config", "grpo_tiny.py", "--topology", "v5e-16"]) == 2
     assert "pip install 'jaxrl-llm[plan]'" in capsys.readouterr().err
 
 
 def test_an_unknown_model_is_refused_before_anything_is_compiled(capsys):
-    from jaxrl_llm.__main__ import run
+    from jaxrl_llm.host.command import run_command
 
     argv = ["--config", "grpo_qwen.py", "--model.path", "nobody/nothing", "--topology", "cpu"]
-    assert run(command.main, argv) == 2
+    assert run_command(command.main, argv) == 2
     assert "Qwen/Qwen3-0.6B" in capsys.readouterr().err
 
 

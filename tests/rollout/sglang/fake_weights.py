@@ -13,8 +13,9 @@ import numpy as np
 from aiohttp import web
 
 from jaxrl_llm import models
+from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.load import load_params
-from jaxrl_llm.hf.names import hf_tensors, params_from_state_dict, read_config
+from jaxrl_llm.hf.names import hf_tensors, params_from_state_dict
 from jaxrl_llm.rollout.native.engine import NativeEngine, RolloutConfig
 from jaxrl_llm.sharding.rules import TRAIN
 

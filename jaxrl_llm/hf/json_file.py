@@ -1,0 +1,94 @@
+"""JSON files of model folders, which anybody may have written: types and ranges are checked when read."""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.errors import UserError
+
+_shorten = reprlib.Repr()
+_shorten.maxstring = _shorten.maxother = 80
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON object from a file.
+
+    Raises:
+        UserError: missing, unreadable, not JSON, or not an object; names the file.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; a Hugging Face model folder has one")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as error:
+        what = f"not JSON: {error}" if isinstance(error, ValueError) else f"cannot be read: {error}"
+        raise UserError(f"{path}: {what}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+class JsonKeys:
+    """The content of a JSON file, read key by key: each has a type and a range.
+
+    Args:
+        raw: the object.
+        file: its name, for messages.
+        defaults: values of absent keys.
+    """
+
+    def __init__(self, raw: dict[str, Any], file: str, defaults: dict[str, Any]):
+        self.raw, self.file, self.defaults = raw, file, defaults
+
+    def get(self, key: str) -> Any:
+        """Return the value as it stands; None = absent without a default, or null."""
+        return self.raw.get(key, self.defaults.get(key))
+
+    def integer(self, key: str, high: int, low: int = 1) -> int:
+        """Return a whole number in [low, high]."""
+        value = self.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.wrong(key, value, f"must be a whole number from {low} to {high:,}")
+        return value
+
+    def optional(self, key: str, high: int) -> int | None:
+        """Return a whole number in [1, high], or None for null."""
+        return None if self.get(key) is None else self.integer(key, high)
+
+    def number(self, key: str, default: float | None, low: float = 0.0, high: float = 1e12) -> float | None:
+        """Return a number in [low, high]; null = the default."""
+        value = self.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise self.wrong(key, value, f"must be a number from {low:g} to {high:g}")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """Return true or false; null = the default."""
+        value = default if self.get(key) is None else self.get(key)
+        if not isinstance(value, bool):
+            raise self.wrong(key, value, "must be true or false")
+        return value
+
+    def one_of(self, key: str, supported: Collection[str], default: str | None = None) -> str:
+        """Return one of the supported words; null = the default."""
+        value = default if self.get(key) is None else self.get(key)
+        if not isinstance(value, str) or value not in supported:
+            raise self.wrong(key, value, f"is not supported; supported: {', '.join(supported)}")
+        return value
+
+    def section(self, key: str) -> JsonKeys:
+        """Return the keys of an object in the file, none for null."""
+        value = self.get(key) or {}
+        if not isinstance(value, dict):
+            raise self.wrong(key, value, "must be an object")
+        return JsonKeys({name: inner for name, inner in value.items() if inner is not None}, self.file, {})
+
+    def wrong(self, key: str, value: Any, requirement: str) -> UserError:
+        """Return the error that names the file, the key and its value."""
+        return UserError(f"{self.file}: {key}={_shorten.repr(value)} {requirement}")

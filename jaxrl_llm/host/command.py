@@ -1,0 +1,23 @@
+"""The frame of every command: signals, errors, exit codes. Imports no jax."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from jaxrl_llm.errors import RunError, UserError, exit_code
+from jaxrl_llm.host.signals import unwinding
+
+
+def run_command(command: Callable[[list[str]], int | None], argv: list[str]) -> int:
+    """Return the exit code of `command(argv)`; print a UserError (2) or a RunError (1) as one message.
+
+    Raises:
+        Interrupted: by SIGTERM or SIGINT; it ends the interpreter with code 143 or 130 and no traceback.
+    """
+    with unwinding():
+        try:
+            return command(argv) or 0
+        except (UserError, RunError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return exit_code(error)

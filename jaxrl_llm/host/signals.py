@@ -1,0 +1,190 @@
+"""SIGTERM and SIGINT (Ctrl-C), from the first line of a command to its last.
+
+The first signal ends the command: at once while modules are imported or the interpreter shuts down, by an
+exception inside `unwinding`, after the work under way inside `deferred`. A second one exits at once. The exit
+code is 128 + the signal's number (130, 143), unless the deferred work has another.
+
+Python runs signal handlers between two bytecodes of the main thread, which may be inside a compilation for
+minutes. So a thread announces signals and acts on the second; the interpreter's C handler wakes it through a
+pipe (`signal.set_wakeup_fd`). Imports the standard library alone: commands install the handlers before jax.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Literal
+
+HANDLED = (signal.SIGTERM, signal.SIGINT)
+SHOW_CURSOR = b"\x1b[?25h"  # a live panel hides it
+
+
+class Interrupted(SystemExit):
+    """Unwinds a command that a signal ended; the code is 128 + the signal's number."""
+
+
+class SignalHandlers:
+    """The handlers of this process.
+
+    Attributes:
+        received: number of the first signal; 0 = none yet.
+        unwinds: whether the first signal unwinds the main thread, rather than exit at once.
+        deferred: what is finished before the command ends; "" = nothing.
+    """
+
+    def __init__(self):
+        self.received = 0
+        self.unwinds = False
+        self.deferred = ""
+        self._response: Literal["exit", "unwind", "defer"] = "exit"
+        self._action = ""  # of the first signal, as it is announced
+        self._lock = threading.RLock()  # a handler may interrupt a handler
+        self._handled = 0
+        self._announced = threading.Event()
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._previous = {number: signal.signal(number, self._handle) for number in HANDLED}
+        self._previous_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
+        self._thread.start()
+
+    def wait_for_announcement(self) -> None:
+        """Wait until a received signal is announced, but not for a terminal that is held up."""
+        if self.received:
+            self._announced.wait(1.0)
+
+    def remove(self) -> None:
+        """Give the signals back to their previous handlers."""
+        signal.set_wakeup_fd(self._previous_fd)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        os.close(self._write)
+        self._thread.join(1.0)
+
+    def forget(self) -> None:
+        """Reset the signals of a forked child, which shares the parent's pipe."""
+        signal.set_wakeup_fd(-1)
+        for number in HANDLED:
+            signal.signal(number, signal.SIG_DFL)
+
+    def _respond(self, number: int) -> None:
+        """Choose what the first signal does, once, by the state in which it came."""
+        with self._lock:
+            if not self.received:
+                self.received = number
+                self._response = "defer" if self.deferred else "unwind" if self.unwinds else "exit"
+                self._action = f"{self.deferred or 'stopping'}; again = exit at once"
+                if self._response == "exit":
+                    self._action = "exit"
+
+    def _handle(self, number: int, frame: object) -> None:
+        """Run in the main thread, as soon as it executes Python."""
+        self._handled += 1
+        if self._handled > 1:
+            exit_at_once(number)
+        self._respond(number)
+        if self._response == "unwind":
+            raise Interrupted(128 + number)
+
+    def _watch(self) -> None:
+        """Announce the first signal, exit at the second."""
+        seen = 0
+        while data := os.read(self._read, 64):
+            for number in filter(HANDLED.__contains__, data):
+                seen += 1
+                if seen > 1:
+                    exit_at_once(number)
+                self._respond(number)
+                announce(number, self._action)
+                self._announced.set()
+                if self._response == "exit":
+                    exit_at_once(number)
+        os.close(self._read)
+
+
+_handlers: SignalHandlers | None = None
+_forks_are_watched = False
+
+
+def install_handlers() -> bool:
+    """Install the handlers unless they are, or this is not the main thread. Return whether they were."""
+    global _handlers, _forks_are_watched
+    if _handlers is not None or threading.current_thread() is not threading.main_thread():
+        return False
+    _handlers = SignalHandlers()
+    if not _forks_are_watched:
+        os.register_at_fork(after_in_child=_forget)
+        _forks_are_watched = True
+    return True
+
+
+@contextlib.contextmanager
+def handled_signals() -> Iterator[SignalHandlers | None]:
+    """Have the handlers installed while inside; None in a thread that is not the main one."""
+    global _handlers
+    own = install_handlers()
+    handlers = _handlers
+    try:
+        yield handlers
+    finally:
+        if handlers is not None:
+            handlers.wait_for_announcement()
+        if own:
+            handlers.remove()
+            _handlers = None
+
+
+@contextlib.contextmanager
+def unwinding() -> Iterator[None]:
+    """While inside, have the first signal raise `Interrupted` in the main thread: `with` blocks close."""
+    with handled_signals() as handlers:
+        if handlers is None:
+            yield
+            return
+        before, handlers.unwinds = handlers.unwinds, True
+        try:
+            yield
+        finally:
+            handlers.unwinds = before
+
+
+@contextlib.contextmanager
+def deferred(action: str) -> Iterator[None]:
+    """While inside, have the first signal announce `action` and do nothing else; see `received_signal`."""
+    if _handlers is None:
+        yield
+        return
+    before, _handlers.deferred = _handlers.deferred, action
+    try:
+        yield
+    finally:
+        if _handlers is not None:
+            _handlers.deferred = before
+
+
+def received_signal() -> int:
+    """Return the number of the first signal, 0 = none."""
+    return _handlers.received if _handlers is not None else 0
+
+
+def announce(number: int, action: str) -> None:
+    """Print through sys.stderr, which puts the line above a live panel."""
+    with contextlib.suppress(OSError, ValueError):  # a closed terminal
+        print(f"{signal.Signals(number).name}: {action}", file=sys.stderr, flush=True)
+
+
+def exit_at_once(number: int) -> None:
+    """End the process without any cleaning up, but for the terminal's cursor."""
+    with contextlib.suppress(OSError):
+        if os.isatty(1):
+            os.write(1, SHOW_CURSOR)
+    os._exit(128 + number)
+
+
+def _forget() -> None:
+    if _handlers is not None:
+        _handlers.forget()

@@ -1,0 +1,381 @@
+"""Files of model folders that are damaged or made up: each is refused with its name, whatever is in it."""
+
+import copy
+import dataclasses
+import json
+import random
+import struct
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm import __main__ as cli
+from jaxrl_llm.checkpoint.state import CheckpointConfig, Checkpointer
+from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+from jaxrl_llm.errors import RunError, UserError
+from jaxrl_llm.hf.config import read_config
+from jaxrl_llm.hf.export import save_model
+from jaxrl_llm.hf.folder import read_headers, resolve
+from jaxrl_llm.hf.json_file import read_json
+from jaxrl_llm.hf.load import load_params
+from jaxrl_llm.hf.tokenizer import (
+    generation_end_ids,
+    load_tokenizer,
+    same_vocabulary,
+    vocabulary_difference,
+)
+from jaxrl_llm.models import init
+
+BASE = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 128,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+EVERY_KEY = {
+    **BASE,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": True,
+    "sliding_window": 8,
+    "max_window_layers": 0,
+    "layer_types": ["full_attention"],
+    "num_labels": 2,
+    "id2label": {"0": "a", "1": "b"},
+    "quantization_config": None,
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 1.0,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "original_max_position_embeddings": 64,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "attention_factor": 1.0,
+        "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0, "truncate": True,
+    },
+}  # fmt: skip
+JUNK = [
+    *(None, True, False, 0, -1, 1, 3, 10**30, 1.5, -0.5, 1e39, float("nan"), float("inf"), float("-inf")),
+    *("", "two", "x" * 10_000, "\0", "../..", [], [1], ["a", None], [[[[[]]]]], {}, {"a": 1}),
+    *({"rope_type": ["yarn"]}, {"type": None, "factor": {}}, {"0": {"1": {"2": []}}}),
+]
+
+
+def places(tree, path=()):
+    """Paths of everything inside a JSON value."""
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        yield (*path, key)
+        if isinstance(value, dict | list):
+            yield from places(value, (*path, key))
+
+
+def changed(tree, path, value):
+    tree = copy.deepcopy(tree)
+    inner = tree
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return tree
+
+
+def mutations(tree, count, each=True, seed=0):
+    """Each place with each kind of junk in turn, and `count` random combinations."""
+    rng = random.Random(seed)
+    for path in places(tree) if each else ():
+        for junk in JUNK:
+            yield changed(tree, path, junk)
+    for _ in range(count):
+        many = tree
+        for _ in range(rng.randrange(2, 5)):
+            many = changed(many, rng.choice(list(places(many))), rng.choice(JUNK))
+        yield many
+
+
+def outcomes(attempt, cases):
+    """(accepted, messages of the refused); any other exception is a failure."""
+    accepted, messages = 0, []
+    for case in cases:
+        try:
+            attempt(case)
+            accepted += 1
+        except UserError as error:
+            messages.append(str(error))
+    return accepted, messages
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral", "baichuan"])
+def test_a_config_of_wrong_types_is_refused_by_file_and_key(tmp_path, family):
+    """A thousand mutations of every key for one family, a hundred for the others."""
+    file = tmp_path / "config.json"
+
+    def attempt(raw):
+        file.write_text(json.dumps(raw))
+        read_config(tmp_path)
+
+    one = family == "qwen3"
+    accepted, messages = outcomes(attempt, mutations({**EVERY_KEY, "model_type": family}, 100, each=one))
+    assert accepted > 0 and len(messages) > (600 if one else 60)
+    assert all(message.startswith(f"{file}: ") and len(message) < 600 for message in messages)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": "two"}, "num_hidden_layers='two' must be a whole number from 1 to 10,000"),
+        ({"num_hidden_layers": True}, "num_hidden_layers=True must be a whole number"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers=1000000000000 must be a whole number from 1 to"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be a number from 0 to 1"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes' must be true or false"),
+        ({"hidden_act": ["silu"]}, "hidden_act=.'silu'. is not supported"),
+        ({"architectures": 7}, "architectures=7 must be a list of names"),
+        ({"rope_scaling": [1]}, r"rope_scaling=\[1\] must be an object"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "4"}}, "factor='4' must be a number"),
+        ({"num_attention_heads": 32, "head_dim": None}, "hidden_size=16 is less than num_attention_heads=32"),
+        ({"num_key_value_heads": 3}, "num_kv_heads is 3: it must divide num_heads, 2."),
+    ],
+)
+def test_what_is_wrong_with_a_key(change, message):
+    with pytest.raises(UserError, match=f"config.json: {message}"):
+        read_config({**BASE, **change})
+
+
+def test_files_that_are_no_json(tmp_path):
+    file = tmp_path / "config.json"
+    for content, message in [
+        (b"[" * 100_000, "cannot be read: .*recursion"),
+        (b'{"a": ' * 100_000, "cannot be read: .*recursion"),
+        (b"\xff\xfe{}", "not JSON: .*utf-8"),
+        (b'{"a": 1', "not JSON"),
+        (b"null", "must hold a JSON object, not NoneType"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "not JSON: .*4300 digits"),
+    ]:
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=rf"config\.json: {message}"):
+            read_json(file)
+    file.unlink()
+    file.symlink_to(file)  # a loop
+    with pytest.raises(UserError, match=r"config\.json: no such file"):
+        read_json(file)
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(UserError, match=r"config\.json: no such file"):
+        read_json(file)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "~nobody_of_that_name/model", "\udcff"])
+def test_names_that_no_folder_has(name):
+    with pytest.raises(UserError):
+        resolve(name)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A folder of two small files, and its config."""
+    folder = tmp_path_factory.mktemp("model")
+    config = read_config(BASE)
+    save_model(init(config, jax.random.key(0)), config, folder / "hf", make_tokenizer(), "float32", 10_000)
+    assert len(list((folder / "hf").glob("*.safetensors"))) > 1
+    return folder / "hf", config
+
+
+def test_an_index_of_any_shape_is_refused(model):
+    folder, config = model
+    file = folder / "model.safetensors.index.json"
+    before = file.read_text()
+    index = json.loads(before)
+    index["weight_map"] = dict(list(index["weight_map"].items())[:4])
+    others = [
+        file.name,
+        "config.json",
+        "a\0.safetensors",
+        "x" * 300 + ".safetensors",
+        "..safetensors",
+        "\udcff",
+    ]
+    names = [{"weight_map": dict.fromkeys(index["weight_map"], name)} for name in others]
+
+    def attempt(raw):
+        file.write_text(json.dumps(raw))
+        read_headers(folder, config)
+
+    accepted, messages = outcomes(attempt, [*mutations(index, 100), *names])
+    file.unlink()
+    file.symlink_to(file.name)
+    with pytest.raises(UserError, match="no weights; looked for"):
+        read_headers(folder, config)
+    file.unlink()
+    file.write_text(before)
+    assert accepted == 0 and len(messages) > 200
+    assert all(str(folder) in message for message in messages)
+
+
+def test_headers_of_random_bytes_are_refused(model):
+    folder, config = model
+    (file, *_) = sorted(folder.glob("*.safetensors"))
+    before = file.read_bytes()
+    length = struct.unpack("<Q", before[:8])[0]
+    rng = random.Random(0)
+
+    def attempt(case):
+        data = bytearray(before)
+        if case % 2:
+            data[:8] = struct.pack("<Q", rng.choice([0, 1, length - 1, length + 1, 2**40, 2**63]))
+        for _ in range(rng.randrange(1, 8)):
+            data[rng.randrange(8 + length)] = rng.randrange(256)
+        file.write_bytes(bytes(data))
+        read_headers(folder, config)
+
+    try:
+        _, messages = outcomes(attempt, range(200))
+    finally:
+        file.write_bytes(before)
+    assert len(messages) > 190  # a changed space is no damage
+    assert all(str(folder) in message for message in messages)
+
+
+def test_generation_configs_of_any_shape(tmp_path):
+    file = tmp_path / "generation_config.json"
+    assert generation_end_ids(tmp_path) == ()
+    for value, ids in [(None, ()), (7, (7,)), ([1, 0], (1, 0)), ([], ())]:
+        file.write_text(json.dumps({"eos_token_id": value}))
+        assert generation_end_ids(tmp_path) == ids
+
+    def attempt(raw):
+        file.write_text(json.dumps(raw))
+        generation_end_ids(tmp_path)
+
+    _, messages = outcomes(attempt, mutations({"eos_token_id": [1, 2], "temperature": 0.5}, 50))
+    assert len(messages) > 30
+    assert all(m.startswith(f"{file}: eos_token_id=") and "must be a token id" in m for m in messages)
+
+
+def test_tokenizer_configs_of_any_shape(tmp_path):
+    make_tokenizer().save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    rng = random.Random(1)
+    cases = [changed(settings, path, rng.choice(JUNK)) for path in places(settings) for _ in range(3)]
+    cases += [{**settings, "chat_template": junk} for junk in JUNK]
+
+    def attempt(raw):
+        file.write_text(json.dumps(raw))
+        load_tokenizer(tmp_path)
+
+    accepted, messages = outcomes(attempt, cases)
+    assert accepted and len(messages) > 20
+    assert all(str(tmp_path) in message for message in messages)
+
+
+def test_a_tokenizer_file_of_any_shape(tmp_path):
+    """Its reader is written in Rust, where a panic is no Exception of Python."""
+    make_tokenizer().save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["vocab"] = dict(list(content["model"]["vocab"].items())[:3])
+    paths = [path for path in places(content) if len(path) < 4]
+    rng = random.Random(2)
+
+    def attempt(raw):
+        file.write_text(json.dumps(raw))
+        load_tokenizer(tmp_path)
+
+    _, messages = outcomes(attempt, [changed(content, path, rng.choice(JUNK)) for path in paths])
+    assert len(messages) > 10
+    assert all(str(tmp_path) in message for message in messages)
+
+
+# --- numbers
+
+
+def with_a(value, config, where="norm"):
+    params = init(config, jax.random.key(0))
+    leaf = getattr(params, where)
+    leaf[...] = leaf[...].at[3].set(value)
+    return params
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_non_finite_export_is_refused_and_the_earlier_one_stays(tmp_path, value):
+    config = read_config(BASE)
+    folder = save_model(init(config, jax.random.key(0)), config, tmp_path / "out", dtype="float32")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(
+        RunError, match=r"1 of 14 tensors of model\.safetensors hold NaN or Inf as float32: model\.norm"
+    ):
+        save_model(with_a(value, config), config, folder, dtype="float32")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_export_is_refused_where_its_type_is_too_small(tmp_path):
+    """70,000 is beyond float16 (65,504), and not beyond bfloat16."""
+    config = read_config(BASE)
+    params = with_a(70_000.0, config, "embed")
+    with pytest.raises(RunError, match=r"hold NaN or Inf as float16: model\.embed_tokens\.weight"):
+        save_model(params, config, tmp_path / "out", dtype="float16")
+    save_model(params, config, tmp_path / "out", dtype="bfloat16")
+    embed = load_params(tmp_path / "out", config).embed[...]
+    assert embed[3, 0] == jnp.bfloat16(70_000.0)
+
+
+def test_the_export_command_refuses_a_checkpoint_that_is_not_finite(tmp_path, monkeypatch, capsys):
+    """Such as an older version of the program may have saved."""
+    config = read_config(BASE)
+    folder = save_model(init(config, jax.random.key(0)), config, tmp_path / "out", dtype="float32")
+    before = (folder / "model.safetensors").read_bytes()
+    monkeypatch.setattr(Checkpointer, "_refuse_non_finite", lambda *args: None)
+    saver = Checkpointer(CheckpointConfig(async_save=False), tmp_path / "run")
+    meta = {"config": {}, "model": dataclasses.asdict(config)}
+    assert saver.save(1, {"params": with_a(np.nan, config)}, meta, {})
+    saver.close()
+    (tmp_path / "run/config.json").write_text('{"config": {"model": {"path": "", "tokenizer": "tiny"}}}')
+    argv = ["export", "--checkpoint", str(tmp_path / "run"), "--out", str(folder)]
+    assert cli.main(argv) == 1
+    assert capsys.readouterr().err.startswith(
+        "error: not exported: 1 of 14 tensors of model.safetensors hold"
+    )
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
+# --- vocabularies
+
+
+def altered(tmp_path, change):
+    """The tiny tokenizer with another tokenizer.json."""
+    make_tokenizer().save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+    return load_tokenizer(tmp_path)
+
+
+def test_vocabularies_are_compared_token_by_token(tmp_path):
+    tiny = make_tokenizer()
+    assert same_vocabulary(tiny, make_tokenizer()) and vocabulary_difference(tiny, tiny) == ""
+
+    def swap(content):
+        vocab = content["model"]["vocab"]
+        vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+
+    a, b = tiny.convert_tokens_to_ids(["a", "b"])
+    assert vocabulary_difference(tiny, altered(tmp_path / "swapped", swap)) == (
+        f"2 tokens differ: 'a' has id {a} and {b}, 'b' has id {b} and {a}"
+    )  # as many tokens, and the same ones
+    longer = make_tokenizer()
+    longer.add_tokens(["<think>"])
+    assert vocabulary_difference(tiny, longer) == f"1 tokens differ: '<think>' has id none and {len(tiny)}"
+    renamed = make_tokenizer()
+    renamed.add_special_tokens({"pad_token": "<|im_end|>"})  # another role of the same token
+    assert same_vocabulary(tiny, renamed)

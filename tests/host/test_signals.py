@@ -1,0 +1,174 @@
+"""Signals from the first import to the last cleanup: the exit code, the message, no traceback."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from distributed import Running
+
+from jaxrl_llm.host import signals
+from jaxrl_llm.host.signals import Interrupted, deferred, received_signal, unwinding
+
+SLOW_JAX = """
+import time
+print("importing", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("command", [["jaxrl_llm.train"], ["jaxrl_llm", "train"]], ids=" ".join)
+def test_a_signal_while_jax_is_imported_ends_the_command(tmp_path, number, command):
+    (tmp_path / "jax.py").write_text(SLOW_JAX)
+    running = Running(["-m", *command, "--config", "x"], {**os.environ, "PYTHONPATH": str(tmp_path)})
+    running.wait_for("importing")
+    running.process.send_signal(number)
+    assert running.end(20) == (128 + number, "importing\n", f"{number.name}: exit\n")
+
+
+COMMAND = """
+import hashlib, os, sys, time
+from jaxrl_llm.host.command import run_command
+from jaxrl_llm.host.signals import deferred, received_signal
+def compile():  # holds the main thread outside of Python, as XLA does
+    print("ready", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", int(float(sys.argv[2]) * 3_000_000))
+def command(argv):
+    try:
+        if sys.argv[1] == "start-up":
+            print("ready", flush=True)
+            time.sleep(60)  # an exception ends it
+        elif sys.argv[1] == "compile":
+            compile()
+            time.sleep(0.1)
+        else:
+            with deferred("saving after this step, then stopping"):
+                compile()
+            print("received", received_signal(), flush=True)
+            return 75
+    finally:
+        print("closed", flush=True)
+sys.exit(run_command(command, []))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_at_start_up_closes_what_is_open(number):
+    running = Running(["-c", COMMAND, "start-up"])
+    running.wait_for("ready")
+    running.process.send_signal(number)
+    assert running.end(20) == (
+        128 + number,
+        "ready\nclosed\n",
+        f"{number.name}: stopping; again = exit at once\n",
+    )
+
+
+def test_a_signal_in_a_compilation_is_announced_at_once_and_obeyed_afterwards():
+    running = Running(["-c", COMMAND, "compile", "0.5"])
+    running.wait_for("ready")
+    running.process.send_signal(signal.SIGINT)
+    running.wait_for("SIGINT: stopping; again = exit at once", "stderr")
+    assert "closed" not in running.peek("stdout")
+    assert running.end(20)[:2] == (130, "ready\nclosed\n")
+
+
+@pytest.mark.parametrize("where", ["compile", "step"])
+def test_a_second_signal_in_a_compilation_exits_at_once(where):
+    running = Running(["-c", COMMAND, where, "60"])
+    running.wait_for("ready")
+    running.process.send_signal(signal.SIGINT)
+    running.wait_for("again = exit at once", "stderr")
+    start = time.monotonic()
+    running.process.send_signal(signal.SIGTERM)
+    code, out, err = running.end(20)
+    assert (code, out) == (128 + signal.SIGTERM, "ready\n")
+    assert time.monotonic() - start < 5 and err.count("\n") == 1
+
+
+def test_a_deferred_signal_lets_the_work_finish():
+    running = Running(["-c", COMMAND, "step", "0.5"])
+    running.wait_for("ready")
+    running.process.send_signal(signal.SIGTERM)
+    message = "SIGTERM: saving after this step, then stopping; again = exit at once\n"
+    assert running.end(20) == (75, "ready\nreceived 15\nclosed\n", message)
+
+
+PANEL = """
+import os, signal, time
+from jaxrl_llm.host.signals import deferred, unwinding
+from jaxrl_llm.report.progress import Progress
+with unwinding(), deferred("saving after this step, then stopping"):
+    panel = Progress("rich", 50, 10)
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.5)
+    panel.close()
+"""
+
+
+def test_the_announcement_stands_above_the_live_panel():
+    parent, child = pty.openpty()
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
+    process = subprocess.Popen([sys.executable, "-c", PANEL], stdout=child, stderr=child, env=env)
+    os.close(child)
+    data = b""
+    try:
+        while more := os.read(parent, 1 << 16):
+            data += more
+    except OSError:  # how Linux says that the other end is closed
+        pass
+    assert process.wait() == 0, data
+    text = data.decode()
+    message = "SIGINT: saving after this step, then stopping; again = exit at once"
+    assert text.count(message) == 1
+    assert "step 10/50" in text[: text.index(message)] and "step 10/50" in text[text.index(message) :]
+
+
+def test_handlers_are_given_back():
+    before = [signal.getsignal(number) for number in signals.HANDLED]
+    with unwinding(), deferred("later"):
+        assert [signal.getsignal(number) for number in signals.HANDLED] != before
+    assert [signal.getsignal(number) for number in signals.HANDLED] == before
+    assert received_signal() == 0
+
+
+def test_interrupted_in_process_is_an_exit():
+    with pytest.raises(SystemExit) as error, unwinding():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+    assert isinstance(error.value, Interrupted) and error.value.code == 143
+
+
+def test_another_thread_than_the_main_one_changes_no_handler():
+    before, seen = signal.getsignal(signal.SIGINT), []
+
+    def work():
+        with unwinding(), deferred("later"):
+            seen.append((signal.getsignal(signal.SIGINT), received_signal()))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(before, 0)]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ignore:os.fork:RuntimeWarning")
+def test_signals_of_a_forked_child_are_its_own():
+    with unwinding(), deferred("later"):
+        read, write = os.pipe()
+        child = os.fork()
+        if not child:
+            os.write(write, b".")
+            time.sleep(60)
+            os._exit(0)
+        os.read(read, 1)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitpid(child, 0)[1] == signal.SIGTERM
+        time.sleep(0.1)
+        assert received_signal() == 0

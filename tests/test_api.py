@@ -1,0 +1,90 @@
+"""The Python API: a run with a reward function and rows from memory, then responses of its model."""
+
+import json
+
+import pytest
+
+import jaxrl_llm
+from jaxrl_llm.configs import grpo_tiny
+from jaxrl_llm.errors import ConfigError, UserError
+
+ROWS = [
+    {"messages": [{"role": "user", "content": f"{a} + {b} ="}], "answer": str(a + b)}
+    for a in range(5)
+    for b in range(5)
+]
+SHORT = {"steps": 1, "prompts_per_step": 4, "responses_per_prompt": 4, "warm_start.steps": 0}
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    seen = "7"
+
+    def contains_seven(prompts, completions, answer, **columns):
+        """A closure, with TRL's signature for chats; `answer` is a column of the rows."""
+        assert all(a.isdigit() for a in answer)
+        return [float(seen in completion[0]["content"]) for completion in completions]
+
+    return jaxrl_llm.run(
+        "grpo_tiny.py",
+        reward=contains_seven,
+        data=ROWS,
+        eval_data=ROWS[:8],
+        run_dir=str(tmp_path_factory.mktemp("api") / "run"),
+        **SHORT,
+        **{"eval.every": 1, "eval.prompts": 8, "log.tensorboard": False},
+    )
+
+
+def test_a_run_returns_its_metrics_samples_and_model(result):
+    assert (result.steps, result.stopped) == (1, "")
+    assert [row["kind"] for row in result.metrics] == ["start", "train"]
+    assert 0 <= result.metrics[-1]["reward/mean"] <= 1
+    assert result.metrics[-1]["reward/failed_fraction"] == 0
+    for sample in result.samples:
+        assert sample["reward"] == float("7" in sample["response"])
+    assert json.loads((result.run_dir / "config.json").read_text())["recipe"].endswith("grpo_tiny.py")
+    assert result.curve.is_file()
+
+
+def test_the_model_generates(result):
+    chat = [{"role": "user", "content": "1 + 1 ="}]
+    responses = jaxrl_llm.generate(result.model, ["1 + 1 =", chat, {"prompt": "2"}], n=2, max_tokens=3)
+    assert [len(each) for each in responses] == [2, 2, 2]
+    for response in (r for each in responses for r in each):
+        assert len(response.tokens) == len(response.logprobs) <= 3
+        assert (response.logprobs < 0).all()
+    again = jaxrl_llm.generate(str(result.model), [chat], n=2, max_tokens=3)
+    assert jaxrl_llm.generate(result.model, [chat], n=2, max_tokens=3)[0][1].text == again[0][1].text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "message"),
+    [
+        (("grpo_tny.py",), {}, "Did you mean --config grpo_tiny.py"),
+        ((3,), {}, "a recipe is a name, a path or a TrainConfig, not 3"),
+        (("grpo_tiny.py",), {"stepz": 5}, "--stepz: unknown key. Did you mean --steps"),
+        (("grpo_tiny.py",), {"steps": "many"}, "--steps: expected a whole number, got 'many'"),
+        (("grpo_tiny.py",), {"algo": "grppo"}, "--algo grppo: unknown algorithm"),
+        (("grpo_tiny.py",), {"data": []}, "data: there are no rows"),
+        (("grpo_tiny.py",), {"data": [{"prompt": {1, 2}}]}, "data: row 0 cannot be written as JSON"),
+        (("grpo_tiny.py",), {"reward": lambda: 1.0, "data": ROWS}, "reward"),
+    ],
+)
+def test_mistakes_are_user_errors(arguments, settings, message, tmp_path):
+    with pytest.raises(UserError) as error:
+        jaxrl_llm.run(*arguments, run_dir=str(tmp_path), **SHORT | settings)
+    assert message in str(error.value)
+
+
+def test_a_config_is_a_recipe_and_a_wrong_setting_of_generate_is_named(result, tmp_path):
+    with pytest.raises(ConfigError, match=r"--optim.b1 is 1.0"):
+        jaxrl_llm.run(grpo_tiny.get_config(), run_dir=str(tmp_path), **{"optim.b1": 1.0})
+    with pytest.raises(UserError, match="unexpected keyword argument 'max_token'"):
+        jaxrl_llm.generate(result.model, ["1"], max_token=3)
+    with pytest.raises(ConfigError, match=r"--temperature is -1"):
+        jaxrl_llm.generate(result.model, ["1"], temperature=-1.0)
+    with pytest.raises(UserError, match="prompt 0"):
+        jaxrl_llm.generate(result.model, [{"text_": "1"}])
+    with pytest.raises(AttributeError, match="it has generate, run"):
+        _ = jaxrl_llm.train_model
