@@ -95,7 +95,7 @@ def run(
             resolved = with_settings(resolved.config, {key: str(file)})._replace(recipe=resolved.recipe)
     ended = execute(resolved, reward=reward)
     run_dir = Path(resolved.config.run_dir)
-    metrics, samples = (jsonl.read(run_dir / name) for name in ("metrics.jsonl", "samples.jsonl"))
+    metrics, samples = (jsonl.read_rows(run_dir / name) for name in ("metrics.jsonl", "samples.jsonl"))
     return RunResult(run_dir, ended.step, ended.reason, metrics, samples)
 
 

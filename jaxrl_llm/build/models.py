@@ -112,7 +112,7 @@ def make_critic(
     critic = config.critic
     if critic.mesh:
         mesh = make_mesh(critic.mesh, list(mesh.devices.flat), "critic.mesh")
-    model = with_heads(stored.config(critic.path) if critic.path else model, critic.loss)
+    model = config_with_heads(stored.config(critic.path) if critic.path else model, critic.loss)
     config = replace(config, mesh=critic.mesh or config.mesh)
     learner = make_learner(config, critic.loss, critic.optim, updates, model, mesh)
     params = None
@@ -121,7 +121,7 @@ def make_critic(
     return {"critic": learner, "critic_warmup": critic.warmup_steps, "critic_params": params}
 
 
-def with_heads(model: TransformerConfig, algo: AlgoConfig) -> TransformerConfig:
+def config_with_heads(model: TransformerConfig, algo: AlgoConfig) -> TransformerConfig:
     """Return the model with the heads that the algorithm reads; critics and reward models share the
     embedding as LM head."""
     requires = algos.requirements(algo)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
 from jaxrl_llm.build.engines import make_engine
-from jaxrl_llm.build.models import check_vocabularies, load_model_config, make_stages, with_heads
+from jaxrl_llm.build.models import check_vocabularies, config_with_heads, load_model_config, make_stages
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.rows import Example
@@ -113,7 +113,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     model, tokenizer, folder = load_model_config(config.model)
     check_vocabularies(config, tokenizer)
     check_model(config, mesh.shape, model.max_position, model.num_heads)
-    model = with_heads(model, config.algo)
+    model = config_with_heads(model, config.algo)
     env = make_conversations(config.env, tokenizer, config.data.chat)
     loaders = open_loaders(config, tokenizer, closing.enter_context(env).columns if env else {})
     rows = try_first_rows(config, loaders)

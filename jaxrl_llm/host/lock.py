@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.host.processes import on_first, say
+from jaxrl_llm.host.processes import on_first, print_on_first
 
 NAME = ".lock"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -50,7 +50,9 @@ def _lock(run_dir: Path, closing: contextlib.ExitStack) -> None:
         ) from None
     except OSError as error:
         if error.errno in NO_LOCKS:
-            say(f"{run_dir} is on a file system without locks: see to it that no other run uses it")
+            print_on_first(
+                f"{run_dir} is on a file system without locks: make sure that no other run uses it"
+            )
             return
         raise UserError(
             f"{run_dir} cannot be written to: {error.strerror}. "

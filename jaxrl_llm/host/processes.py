@@ -57,7 +57,7 @@ def on_first(work: Callable[[], Result]) -> Result:
     return result
 
 
-def say(message: str) -> None:
+def print_on_first(message: str) -> None:
     """Print one line to stderr, from process 0."""
     if jax.process_index() == 0:
         print(message, file=sys.stderr, flush=True)

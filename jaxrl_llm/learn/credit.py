@@ -92,7 +92,9 @@ def _advantages(rollouts: Rollouts, algo: AlgoConfig) -> dict[str, jax.Array]:
     return signals
 
 
-def split(items: Sequence[PackItem], count: int, seed: int, group_size: int = 1) -> list[list[PackItem]]:
+def split_minibatches(
+    items: Sequence[PackItem], count: int, seed: int, group_size: int = 1
+) -> list[list[PackItem]]:
     """Return at most `count` mini-batches of the shuffled items, none empty; one keeps their order.
 
     Args:

@@ -113,7 +113,7 @@ class Stage:
         self.score(state, experience.items, reference)
         kl_coef = float(state.kl_coef)
         items = credit.assign_credit(algo, experience.items, experience.trajectories, kl_coef, seed)
-        return credit.split(items, self.minibatches, seed, self.policy.group_size)
+        return credit.split_minibatches(items, self.minibatches, seed, self.policy.group_size)
 
     def update(
         self, state: TrainState, minibatches: Sequence[Sequence[PackItem]], step: int

@@ -26,7 +26,7 @@ def draw(run_dir: Path) -> Path | None:
     """
     from matplotlib.figure import Figure  # half a second to import
 
-    rows = jsonl.read(run_dir / "metrics.jsonl")
+    rows = jsonl.read_rows(run_dir / "metrics.jsonl")
     train = [row for row in rows if row.get("kind") != "warm_start"]
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()

@@ -12,7 +12,7 @@ from typing import Any
 Row = dict[str, Any]
 
 
-def read(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[Row]:
     """Return the rows; a line that a kill or a full disk cut short is left out."""
     rows = []
     for line in path.read_bytes().split(b"\n") if path.exists() else []:
@@ -21,7 +21,7 @@ def read(path: Path) -> list[Row]:
     return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
 
 
-def append(path: Path, rows: Sequence[Row]) -> None:
+def append_rows(path: Path, rows: Sequence[Row]) -> None:
     """Append lines, also after a line cut short. Strict JSON: NaN is a ValueError."""
     text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
     with path.open("ab+") as file:
@@ -31,10 +31,10 @@ def append(path: Path, rows: Sequence[Row]) -> None:
         file.write(text.encode())
 
 
-def truncate(path: Path, step: int) -> None:
+def truncate_after(path: Path, step: int) -> None:
     """Delete the lines later than `step`, and those cut short."""
     if path.exists():
-        kept = (json.dumps(row) + "\n" for row in read(path) if row["step"] <= step)
+        kept = (json.dumps(row) + "\n" for row in read_rows(path) if row["step"] <= step)
         replace_text(path, "".join(kept))
 
 

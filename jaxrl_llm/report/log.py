@@ -75,7 +75,7 @@ class RunLog:
         self.times = dict.fromkeys(PHASES, 0.0)
         self._try("run directory", lambda: self.run_dir.mkdir(parents=True, exist_ok=True))
         for file in ("metrics.jsonl", "samples.jsonl"):
-            self._try(file, lambda file=file: jsonl.truncate(self.run_dir / file, resume_step))
+            self._try(file, lambda file=file: jsonl.truncate_after(self.run_dir / file, resume_step))
         if config.tensorboard:
             self._open("tensorboard", lambda: loggers.Tensorboard(self.run_dir, resume_step))
         if config.wandb:
@@ -117,7 +117,7 @@ class RunLog:
         speed = {"time/step": seconds, "tokens_per_second": tokens / max(seconds, 1e-9)}
         row = {"step": step, "kind": kind, **{k: plain(v) for k, v in {**metrics, **times, **speed}.items()}}
         self.times, self.last_step = dict.fromkeys(PHASES, 0.0), step
-        self._try("metrics.jsonl", lambda: jsonl.append(self.run_dir / "metrics.jsonl", [row]))
+        self._try("metrics.jsonl", lambda: jsonl.append_rows(self.run_dir / "metrics.jsonl", [row]))
         for name, logger in list(self.loggers.items()):
             self._try(name, lambda logger=logger: logger.step(step, row))
         self.progress.step(step, row)
@@ -126,7 +126,7 @@ class RunLog:
     def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
         """Write the first `config.samples` rows; see `sample_rows`."""
         written = [{"step": step, **row} for row in rows[: self.num_samples]]
-        self._try("samples.jsonl", lambda: jsonl.append(self.run_dir / "samples.jsonl", written))
+        self._try("samples.jsonl", lambda: jsonl.append_rows(self.run_dir / "samples.jsonl", written))
 
     def message(self, text: str) -> None:
         """Print text, above the live panel."""
@@ -224,7 +224,7 @@ def sample_rows(
 
 def summary(run_dir: Path) -> str:
     """Return the first and last value of the main metrics, and the paths of the run's outputs."""
-    rows = jsonl.read(run_dir / "metrics.jsonl")
+    rows = jsonl.read_rows(run_dir / "metrics.jsonl")
     train = [row for row in rows if row.get("kind") != "warm_start"]
     lines = []
     rewarded = any("reward/mean" in row for row in train)

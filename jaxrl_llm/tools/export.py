@@ -18,7 +18,7 @@ from jaxrl_llm.tools.arguments import parse_arguments
 
 
 @dataclass(frozen=True)
-class Args:
+class ExportArguments:
     """Write the model of a checkpoint as a Hugging Face folder: weights, config and tokenizer."""
 
     checkpoint: Path
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     Raises:
         UserError: no usable checkpoint, no tokenizer, or a folder that cannot be written.
     """
-    args = parse_arguments(Args, argv, "export")
+    args = parse_arguments(ExportArguments, argv, "export")
     step, params, config = restore_params(args.checkpoint, args.step)
     tokenizer = run_tokenizer(args.checkpoint, config, args.tokenizer)
     folder = save_model(params, config, args.out, tokenizer, args.dtype)

@@ -57,7 +57,7 @@ class GenerateConfig(SamplingConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(GenerateConfig):
+class GenerateArguments(GenerateConfig):
     """Generate responses to the prompts of a file: one row out for each row in, in order."""
 
     model: str
@@ -75,16 +75,16 @@ def main(argv: list[str]) -> int:
     Raises:
         UserError: a model, file, row or setting that cannot be used, with the fix.
     """
-    args = parse_arguments(Args, argv, "generate")
+    args = parse_arguments(GenerateArguments, argv, "generate")
     examples = read_examples(args.prompts)
-    check_writable(args.out)
+    check_output_path(args.out)
     done = 0
     with open_out(args.out) as out:
         for part, responses, speed in generate_all(args.model, examples, args):
             for example, trajectories in zip(part, responses, strict=True):
                 out.write(json.dumps(to_row(example, trajectories)) + "\n")
             done += len(part)
-            say(f"{done}/{len(examples)} prompts, {speed:,.0f} tokens/s")
+            print_progress(f"{done}/{len(examples)} prompts, {speed:,.0f} tokens/s")
     return 0
 
 
@@ -102,7 +102,7 @@ def generate_all(
     architecture = read_config(folder)
     tokenizer = load_tokenizer(folder, architecture)
     if warning := plain_text_warning(tokenizer, examples, config.chat, "--chat.render"):
-        say(f"warning: {warning}")
+        print_progress(f"warning: {warning}")
     requests = [
         make_request(config, architecture.max_position, tokenizer, i, example)
         for i, example in enumerate(examples)
@@ -163,7 +163,7 @@ def load_sharded(
     folder: Path, config: models.TransformerConfig, mesh: Mesh, rules: Rules, dtype: str
 ) -> Params:
     """Return the weights, each device reading only its shard."""
-    say(f"loading {folder} as {dtype} on {mesh.size} {mesh.devices.flat[0].platform} device(s)")
+    print_progress(f"loading {folder} as {dtype} on {mesh.size} {mesh.devices.flat[0].platform} device(s)")
     return load_params(folder, config, models.shardings(config, mesh, rules), jnp.dtype(dtype))
 
 
@@ -174,7 +174,7 @@ def pick_dtype(dtype: Dtype) -> str:
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
-def check_writable(path: Path, key: str = "--out") -> None:
+def check_output_path(path: Path, key: str = "--out") -> None:
     """Raise UserError if a file cannot be written there: before minutes of work, not after."""
     if not path.absolute().parent.is_dir():
         raise UserError(f"{key} {path}: the folder {path.absolute().parent} does not exist; make it first")
@@ -187,6 +187,6 @@ def open_out(path: Path):
     return path.open("w", encoding="utf-8") if jax.process_index() == 0 else Path("/dev/null").open("w")
 
 
-def say(text: str) -> None:
+def print_progress(text: str) -> None:
     """Print progress to stderr: stdout stays clean."""
     print(text, file=sys.stderr, flush=True)

@@ -27,11 +27,18 @@ from jaxrl_llm.rollout.native.shapes import bucket
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 from jaxrl_llm.tools.arguments import parse_arguments
-from jaxrl_llm.tools.generate import Dtype, check_writable, load_sharded, open_out, pick_dtype, say
+from jaxrl_llm.tools.generate import (
+    Dtype,
+    check_output_path,
+    load_sharded,
+    open_out,
+    pick_dtype,
+    print_progress,
+)
 
 
 @dataclass(frozen=True)
-class Args:
+class ScoreArguments:
     """Write the log-probabilities of given tokens under a model: a row for each row of the data, in order."""
 
     model: str
@@ -58,10 +65,10 @@ def main(argv: list[str]) -> int:
     Raises:
         UserError: a model, file, row or setting that cannot be used, with the fix.
     """
-    args = parse_arguments(Args, argv, "score")
+    args = parse_arguments(ScoreArguments, argv, "score")
     check_kernels_setting()
     mesh = make_mesh(args.mesh)
-    check_writable(args.out)
+    check_output_path(args.out)
     folder = resolve(args.model)
     config = read_config(folder)
     rows = list(read_tokens(args, folder, config))
@@ -77,14 +84,14 @@ def main(argv: list[str]) -> int:
             for i, row in zip(batch, logprobs, strict=False):
                 scores[i] = row[: len(rows[i]) - 1].tolist()
             done += len(batch)
-            say(f"{done}/{len(rows)} rows")
+            print_progress(f"{done}/{len(rows)} rows")
     with open_out(args.out) as out:
         for tokens, logprobs in zip(rows, scores, strict=True):
             out.write(json.dumps({"tokens": tokens, "logprobs": logprobs}) + "\n")
     return 0
 
 
-def read_tokens(args: Args, folder: Path, config: TransformerConfig) -> Iterator[list[int]]:
+def read_tokens(args: ScoreArguments, folder: Path, config: TransformerConfig) -> Iterator[list[int]]:
     """Ids of each row; a bad row raises ValueError with file and line."""
     tokenizer = None
     for source in open_rows(SourceConfig(path=str(args.data))):

@@ -136,11 +136,11 @@ def test_a_run_from_the_start_begins_an_empty_file(tmp_path):
 def test_appending_after_a_line_cut_short_keeps_the_new_line(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "x')
-    jsonl.append(path, [{"step": 3}])
-    assert jsonl.read(path) == [{"step": 1}, {"step": 3}]
+    jsonl.append_rows(path, [{"step": 3}])
+    assert jsonl.read_rows(path) == [{"step": 1}, {"step": 3}]
     with pytest.raises(ValueError, match="not JSON compliant"):
-        jsonl.append(path, [{"step": 4, "x": math.nan}])
-    jsonl.truncate(path, 1)
+        jsonl.append_rows(path, [{"step": 4, "x": math.nan}])
+    jsonl.truncate_after(path, 1)
     assert path.read_text() == '{"step": 1}\n'
     assert list(tmp_path.iterdir()) == [path]
 
@@ -207,14 +207,14 @@ def test_ranges_of_the_settings():
 
 def test_a_full_disk_is_reported_once_and_training_goes_on(tmp_path, monkeypatch, capsys):
     log = RunLog(tmp_path, QUIET, 4)
-    real, full = jsonl.append, [True]
+    real, full = jsonl.append_rows, [True]
 
     def append(path, rows):
         if full[0]:
             raise OSError(28, "No space left on device")
         real(path, rows)
 
-    monkeypatch.setattr(jsonl, "append", append)
+    monkeypatch.setattr(jsonl, "append_rows", append)
     log.step(1, {}, tokens=1)
     log.step(2, {}, tokens=1)
     full[0] = False  # somebody made room
@@ -395,7 +395,7 @@ def test_clock(seconds, text):
 
 
 def made_up(tmp_path, rows):
-    jsonl.append(tmp_path / "metrics.jsonl", rows)
+    jsonl.append_rows(tmp_path / "metrics.jsonl", rows)
     return curve.draw(tmp_path)
 
 
@@ -440,7 +440,9 @@ def test_a_supervised_start_longer_than_the_run_is_cut_to_a_third_of_it(tmp_path
 def test_the_curve_of_sft_is_its_loss(tmp_path):
     plain_loss = made_up(tmp_path, [{"step": s, "kind": "train", "loss": 1 / s} for s in range(1, 9)])
     assert imread(plain_loss).shape == (675, 1200, 4)
-    jsonl.append(tmp_path / "metrics.jsonl", [{"step": 9, "kind": "train", "loss": 0.1, "eval/pass@1": 0.5}])
+    jsonl.append_rows(
+        tmp_path / "metrics.jsonl", [{"step": 9, "kind": "train", "loss": 0.1, "eval/pass@1": 0.5}]
+    )
     assert imread(curve.draw(tmp_path)).shape == (675, 1200, 4)
 
 
