@@ -131,7 +131,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def end_with_parent(parent: int, signal_number: int) -> None:
-    """Have the kernel send this process a signal when the thread that started it ends, for any reason (Linux)."""
+    """Have Linux send this process a signal when the thread that started it ends, for any reason."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal_number)
         if os.getppid() != parent:

@@ -1,4 +1,4 @@
-"""Lines of a reward worker: none raises an error other than InvalidWorkerReplyError, or gives a false score."""
+"""Lines of a reward worker: none gives a false score, or raises other errors than InvalidWorkerReplyError."""
 
 import json
 import math

@@ -160,7 +160,7 @@ def write_token(
     offsets: Int[Array, "S"],
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Pages:
-    """Compute `api.write_token`: each program reads the tile that a slot's token goes to, and writes it back."""
+    """Compute `api.write_token`: each program reads, changes and writes the tile of a slot's token."""
     arrays, tree = jax.tree.flatten(pages)
     tokens = [jnp.expand_dims(x, 2) for x in jax.tree.leaves(new)]
     tiles = [_tile(x) for x in arrays]
