@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows; a line that a kill or a full disk cut short is left out."""
+    """Return the rows, without lines that a kill or a full disk cut short."""
     rows = []
     for line in path.read_bytes().split(b"\n") if path.exists() else []:
         with contextlib.suppress(ValueError):
@@ -22,7 +22,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def append_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Append lines, also after a line cut short. Strict JSON: NaN is a ValueError."""
+    """Append lines of strict JSON (NaN is a ValueError), also after a line that was cut short."""
     text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
     with path.open("ab+") as file:
         if file.tell():
@@ -32,14 +32,14 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Delete the lines later than `step`, and those cut short."""
+    """Delete the lines of steps after `step`, and those that were cut short."""
     if path.exists():
         kept = (json.dumps(row) + "\n" for row in read_rows(path) if row["step"] <= step)
         replace_text(path, "".join(kept))
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file by one rename; a kill leaves the old one or the new one."""
+    """Replace a file by one rename: a kill leaves either the old or the new file."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)

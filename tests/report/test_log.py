@@ -17,7 +17,7 @@ from jaxrl_llm.config import ModelConfig, TrainConfig
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.recipe.dump import describe_run
 from jaxrl_llm.report import curve, jsonl, log, loggers, progress
-from jaxrl_llm.report.log import LogConfig, RunLog, plain, sample_rows
+from jaxrl_llm.report.log import LogConfig, RunLog, json_value, sample_rows
 from jaxrl_llm.structs import Outcome, Trajectory
 
 QUIET = LogConfig(progress="none", tensorboard=False)
@@ -93,8 +93,8 @@ def test_a_phase_that_raises_is_timed_too(tmp_path, monkeypatch):
     ],
 )
 def test_values_become_strict_json(value, written):
-    assert plain(value) == written
-    assert type(plain(value)) is type(written)
+    assert json_value(value) == written
+    assert type(json_value(value)) is type(written)
 
 
 def test_nan_is_null_in_the_file(tmp_path):
@@ -221,7 +221,7 @@ def test_a_full_disk_is_reported_once_and_training_goes_on(tmp_path, monkeypatch
     log.step(3, {}, tokens=1)
     assert capsys.readouterr().out == (
         "warning: metrics.jsonl cannot be written (OSError: [Errno 28] No space left on device); "
-        "training goes on.\n"
+        "training continues.\n"
     )
     assert [row["step"] for row in lines(tmp_path / "metrics.jsonl")] == [3]
 
@@ -285,7 +285,7 @@ def test_wandb_gets_the_numbers_and_is_left_alone_when_it_fails(tmp_path, monkey
     assert tree == {"seed": 1}
     assert (step, row["loss"], "bad" in row, "step" in row) == (1, 0.5, False, False)
     assert capsys.readouterr().out == (
-        "warning: wandb cannot be written (ConnectionError: no network); training goes on.\n"
+        "warning: wandb cannot be written (ConnectionError: no network); training continues.\n"
     )
     assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 3
 
@@ -388,7 +388,7 @@ def test_not_a_terminal_is_plain(monkeypatch):
     ("seconds", "text"), [(0.4, "0:00"), (65, "1:05"), (59.6, "1:00"), (3725, "1:02:05")]
 )
 def test_clock(seconds, text):
-    assert progress.clock(seconds) == text
+    assert progress.format_duration(seconds) == text
 
 
 # -- curve and summary
@@ -396,7 +396,7 @@ def test_clock(seconds, text):
 
 def made_up(tmp_path, rows):
     jsonl.append_rows(tmp_path / "metrics.jsonl", rows)
-    return curve.draw(tmp_path)
+    return curve.draw_curve(tmp_path)
 
 
 def test_the_curve_of_rl_shows_accuracy_held_out_points_and_the_supervised_start(tmp_path, monkeypatch):
@@ -443,11 +443,11 @@ def test_the_curve_of_sft_is_its_loss(tmp_path):
     jsonl.append_rows(
         tmp_path / "metrics.jsonl", [{"step": 9, "kind": "train", "loss": 0.1, "eval/pass@1": 0.5}]
     )
-    assert imread(curve.draw(tmp_path)).shape == (675, 1200, 4)
+    assert imread(curve.draw_curve(tmp_path)).shape == (675, 1200, 4)
 
 
 def test_there_is_no_curve_without_a_point(tmp_path):
-    assert curve.draw(tmp_path) is None
+    assert curve.draw_curve(tmp_path) is None
     assert made_up(tmp_path, [{"step": 1, "kind": "train", "loss": None}]) is None
     assert not (tmp_path / "curve.png").exists()
 
