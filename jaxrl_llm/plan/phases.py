@@ -1,4 +1,4 @@
-"""Phases of a training step: the program of each, the arrays in memory beside it, calls and FLOPs."""
+"""Phases of a training step: program, resident arrays, number of calls and FLOPs of each."""
 
 from __future__ import annotations
 
@@ -33,15 +33,14 @@ class Phase:
 
     name: str
     program: Program
-    resident: Resident  # arrays in memory while it runs, its arguments included; no activations
+    resident: Resident  # arrays in memory while it runs, including its arguments, without activations
     calls: int  # a step, at most; for "decode", tokens that a slot generates
     flops: float  # of one call, all devices together
     unit: str = "call"  # of `calls`: "call" or "token"
 
 
 def phases(config: TrainConfig, mesh: Mesh) -> list[Phase]:
-    """Return the phases of a training step, in their order. Traces the programs; compiles and allocates
-    nothing.
+    """Return the phases of a training step, in order: traced, not compiled or allocated.
 
     Numbers of calls and FLOPs are those of a step whose prompts and responses all have their full length.
 
@@ -161,6 +160,6 @@ def _update(
 
 
 def _microbatches(config: TrainConfig, learner: Learner) -> tuple[int, int]:
-    """Return (rows of a micro-batch, most micro-batches of a step)."""
+    """Return (rows of a micro-batch, maximum micro-batches of a step)."""
     sizes = derived(config, learner.mesh.size)
     return learner.config.rows, sizes["microbatches_per_update_at_most"] * config.minibatches_per_step

@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         UserError: a recipe, flag or topology that cannot be used, with the fix (exit code 2).
     """
     if "--help" in argv or "-h" in argv:
-        argv = ["--help"]  # the recipe's flags have a help of their own
+        argv = ["--help"]  # without the recipe's flags, which the help of training lists
     args, rest = tyro.cli(PlanArguments, args=argv, prog="python -m jaxrl_llm plan", return_unknown_args=True)
     topology = parse_topology(args.topology)
     if args.json:
