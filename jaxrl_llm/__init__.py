@@ -5,7 +5,7 @@
     result = jaxrl_llm.run("grpo_tiny.py", reward=my_reward, data=my_rows, steps=50)
     responses = jaxrl_llm.generate(result.model, ["1 + 1 ="], max_tokens=16)
 
-Importing the package imports nothing else: reward workers are children of it and start without jax.
+Importing the package imports nothing else, so that reward workers start without jax.
 """
 
 from __future__ import annotations

@@ -23,19 +23,21 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     command, *rest = argv or ["--help"]
     if command in ("-h", "--help", "help"):
-        print(usage())
+        print(command_table())
         return 0
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0.0)[0]
-        print(f"error: {command}: unknown command. Did you mean {near}?\n\n{usage()}", file=sys.stderr)
+        print(
+            f"error: {command}: unknown command. Did you mean {near}?\n\n{command_table()}", file=sys.stderr
+        )
         return 2
     with handled_signals():  # before jax, whose import takes seconds
         importlib.import_module("jaxrl_llm.host.start").quiet_transformers()
         return run_command(importlib.import_module(COMMANDS[command][0]).main, rest)
 
 
-def usage() -> str:
-    """Return the commands, each with a sentence."""
+def command_table() -> str:
+    """Return the usage line and the commands, each with a sentence."""
     lines = ["usage: python -m jaxrl_llm COMMAND [--key value ...]", ""]
     lines += [f"    {name:<10} {sentence}" for name, (_, sentence) in COMMANDS.items()]
     return "\n".join([*lines, "", "python -m jaxrl_llm COMMAND --help shows its options."])

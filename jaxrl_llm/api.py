@@ -1,4 +1,4 @@
-"""Train and generate from Python: what the command line does, with functions and rows in place of files."""
+"""Python API: training and generation as on the command line, with functions and rows in place of files."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def run(
     eval_data: Rows | None = None,
     **settings: Any,
 ) -> RunResult:
-    """Train a model as a recipe says; a run directory that has checkpoints is continued.
+    """Train a model by a recipe; a run directory that has checkpoints is continued.
 
         run("grpo_tiny.py", reward=my_reward, data=rows, steps=50, **{"optim.learning_rate": 1e-4})
 
@@ -76,13 +76,13 @@ def run(
         recipe: a TrainConfig, or the name or path of a recipe file.
         reward: reward function with the signature of TRL, veRL, OpenRLHF, RL2 or `f(sample) -> float`; it
             runs in worker processes: a notebook may define it, but it cannot change the notebook's variables.
-        data: training rows as dicts, in any shape that files of rows may have; they are written to
+        data: training rows as dicts, with the columns that files of rows may have; they are written to
             run_dir/data/train.jsonl. None = the recipe's data.
         eval_data: held-out rows, likewise; with `data` alone nothing is evaluated.
         settings: fields by the keys of the command line, such as steps=50, algo="rloo".
 
     Raises:
-        UserError: input that cannot work, before any expensive work. RunError: the run cannot go on.
+        UserError: input that cannot work, before any expensive work. RunError: the run cannot continue.
     """
     if data is not None and eval_data is None and not {"data.eval_path", "eval.every"} & settings.keys():
         print("note: no eval_data is given, so nothing is evaluated", file=sys.stderr)
@@ -95,7 +95,7 @@ def run(
             resolved = with_settings(resolved.config, {key: str(file)})._replace(recipe=resolved.recipe)
     ended = execute(resolved, reward=reward)
     run_dir = Path(resolved.config.run_dir)
-    metrics, samples = (jsonl.read(run_dir / name) for name in ("metrics.jsonl", "samples.jsonl"))
+    metrics, samples = (jsonl.read_rows(run_dir / name) for name in ("metrics.jsonl", "samples.jsonl"))
     return RunResult(run_dir, ended.step, ended.reason, metrics, samples)
 
 
@@ -142,7 +142,7 @@ def write_rows(rows: Rows, file: Path) -> None:
     """Write rows as JSONL.
 
     Raises:
-        UserError: there are none, or one is no JSON object; names the row.
+        UserError: there are no rows, or one is not a JSON object; names the row.
     """
     lines = []
     for i, row in enumerate(rows):

@@ -52,7 +52,7 @@ Tokens = Annotated[int, Range(1, 2**24)]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model is trained, and in which precision."""
+    """Model to train, its tokenizer and its precision."""
 
     path: str = ""
     """Hugging Face folder or hub name to start from; "" = random weights of `architecture`."""
@@ -63,13 +63,13 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type that the forward and backward pass compute in; master weights are float32."""
     remat: Literal["none", "dots", "attention", "full"] = "none"
-    """What the backward pass recomputes: nothing; all but matrix products and attention; all but attention
-    and layer inputs (for long rows); or all but layer inputs."""
+    """Activations that the backward pass recomputes: none; all but matrix products and attention; all but
+    attention and layer inputs (for long rows); or all but layer inputs."""
     logprob_chunk: Annotated[int, Range(1, 2**20, usual="128 is usual")] = 128
-    """Tokens of a row whose logits exist at once."""
+    """Tokens of a row whose logits are in memory at once."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, what is wrong) for a model that nothing defines."""
+        """Yield (field, problem) for a model without weights, architecture or tokenizer."""
         if not self.path and self.architecture is None:
             yield "path", "is empty: set a folder or hub name, or model.architecture in the recipe."
         elif not self.path and not self.tokenizer:
@@ -93,7 +93,7 @@ class EvalConfig:
     """Sampling of these responses; that of training is `rollout.sampling`."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, what is wrong) for several samples that would all be the same."""
+        """Yield (field, problem) for several samples that would all be the same."""
         if self.every and self.samples > 1 and self.sampling.temperature == 0:
             yield "sampling.temperature", same_responses(self.samples)
 
@@ -114,12 +114,12 @@ class WarmStartConfig:
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """A critic with a backbone of its own (ppo); without a path it starts as a copy of the policy."""
+    """Critic with its own backbone (ppo); without a path it starts as a copy of the policy."""
 
     path: str = ""
     """Hugging Face folder or hub name to start from, such as a reward model; "" = the policy's weights."""
     warmup_steps: CountOrZero = 0
-    """First steps, in which the critic alone is trained."""
+    """First steps, in which only the critic is trained."""
     loss: ValueConfig = field(default_factory=algos.value.Config)
     """Value loss of the critic."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-5))
@@ -133,13 +133,13 @@ class TrainConfig:
     """A training run. Any field can be set on the command line: `--steps 100 --optim.learning_rate 1e-6`."""
 
     run_dir: str = "runs/default"
-    """Folder of everything the run writes; the same command again continues what is there."""
+    """Folder of everything that the run writes; the same command again continues the run."""
     steps: CountOrZero = 100
     """Training steps: one set of prompts, rolled out and learned from."""
     seed: CountOrZero = 0
     """Seed of weights, data order and sampling."""
     algo: AlgoConfig = field(default_factory=algos.grpo.Config)
-    """The algorithm's own settings; another algorithm: `--algo NAME` or `--algo my_algo.py`."""
+    """Algorithm and its settings; another algorithm: `--algo NAME` or `--algo my_algo.py`."""
     prompts_per_step: Annotated[int, Range(1, 2**20)] = 16
     """Prompts of a step; examples of a step where the algorithm learns from examples (sft)."""
     responses_per_prompt: Annotated[int, Range(1, 2**16)] = 8
@@ -153,8 +153,8 @@ class TrainConfig:
     max_response_tokens: Tokens = 1024
     """Longest response; a row holds the longest prompt and response together."""
     strict: bool = False
-    """Rollout (native engine) and trainer compute the same log-probs, to the last bit: mismatch/max_abs is 0.
-    Slower; for experiments, and to tell a mistake from rounding. One device."""
+    """Rollout (native engine) and trainer compute bit-equal log-probs: mismatch/max_abs is 0. Slower; for
+    experiments, and to distinguish errors from rounding. One device."""
     max_runtime: SecondsOrZero = 0.0
     """Seconds after which the run saves and stops; 0 = no limit."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -172,7 +172,7 @@ class TrainConfig:
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, what is wrong) for the sizes of a step."""
+        """Yield (field, problem) for the sizes of a step."""
         trajectories, updates = self.trajectories_per_step, self.minibatches_per_step
         if trajectories > MAX_TRAJECTORIES:
             yield (
@@ -200,7 +200,7 @@ class TrainConfig:
 
     @property
     def is_on_policy(self) -> bool:
-        """The weights before a step's first update generate all of its tokens."""
+        """True where the weights before a step's first update generate all of its tokens."""
         return self.rollout.max_staleness == 0 and self.rollout.weight_noise == 0
 
     @property
@@ -211,7 +211,7 @@ class TrainConfig:
 
 
 def same_responses(count: int) -> str:
-    """Return what is wrong with a temperature of 0 and several responses to a prompt."""
+    """Return the problem of a temperature of 0 with several responses to a prompt."""
     return (
         f"is 0: all {count} responses to a prompt would be the same. Set it above 0 (1.0 is usual for "
         "training, 0.6 for evaluation) or ask for 1 response."

@@ -1,4 +1,4 @@
-"""The program's own errors: one family for mistakes in the input, one for runs that cannot go on.
+"""Errors of the program itself: one family for mistakes in the input, one for runs that cannot continue.
 
 `host.command.run_command` prints a UserError (exit code 2) or a RunError (exit code 1) as one message. Every
 other exception is a defect and keeps its traceback. Imports nothing, so that reward workers start quickly.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave; the message names the file, line or key and the fix."""
+    """A mistake in the user's input; the message names the file, line or key and the fix."""
 
 
 class ConfigError(UserError):
@@ -16,31 +16,31 @@ class ConfigError(UserError):
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on; its checkpoints stand."""
+    """A run that cannot continue; its checkpoints are kept."""
 
 
 class ServerError(RunError):
-    """A server, or all of them, cannot be used."""
+    """One server, or every server, cannot be used."""
 
 
 class RefusedError(ServerError):
-    """The server is healthy and does not take the request."""
+    """A request that a healthy server refuses."""
 
 
 class UnreachableError(ServerError):
-    """No answer, or an answer that says the server failed; it may recover."""
+    """No reply, or a reply that reports a failure of the server; it may recover."""
 
 
 class NoRouteError(UnreachableError):
-    """The server does not know the route."""
+    """A route that the server does not have."""
 
 
 class BusyError(ServerError):
-    """The server is healthy and overloaded."""
+    """A healthy server that is overloaded."""
 
 
 class InvalidReplyError(ServerError):
-    """The server replied what cannot be true."""
+    """A reply of a server with the wrong form or impossible values."""
 
 
 def exit_code(error: BaseException) -> int:

@@ -1,4 +1,4 @@
-"""Outcomes of scored responses; apart from structs.py so that reward workers start without jax."""
+"""Outcomes of scored responses, in a module without jax, since reward workers import it."""
 
 from __future__ import annotations
 

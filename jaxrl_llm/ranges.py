@@ -1,8 +1,7 @@
 """Ranges of config fields, declared where the field is: `b1: Annotated[float, Range(0, 1, open_high=True)]`.
 
-`problems(config)` compares every number of a Config with its range and asks the Config for the rest: rules
-across its own fields stand in its `problems()` method. `recipe/checks.py` walks all Configs of a run and adds
-the key.
+`problems(config)` compares every number of a Config with its range, then calls the Config's own `problems()`,
+which checks rules across its fields. `recipe/checks.py` walks all Configs of a run and adds the key.
 """
 
 from __future__ import annotations
@@ -15,21 +14,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-LARGEST = 2**31 - 1  # what an int32 holds: steps, tokens, indices on the device
+LARGEST = 2**31 - 1  # of an int32: steps, tokens, indices on the device
 
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers that a field may have. Infinity is allowed only where a bound is infinite and closed."""
+    """Range of a field's values. Infinity is allowed only where a bound is infinite and closed."""
 
     low: float
     high: float
     open_low: bool = False
-    """`low` itself is not allowed."""
+    """Exclude `low` itself."""
     open_high: bool = False
-    """`high` itself is not allowed."""
+    """Exclude `high` itself."""
     usual: str = ""
-    """What people set, for the message: "0.9 is usual"."""
+    """Usual value, for the message: "0.9 is usual"."""
 
     def __contains__(self, value: float) -> bool:
         above = value > self.low or (value == self.low and not self.open_low)
@@ -94,7 +93,7 @@ def _out_of_range(value: Any, allowed: Range | None) -> str:
     if allowed is None:
         finite = isinstance(value, int) or math.isfinite(value)
         return "" if finite else f"is {value}: it must be finite."
-    if value in allowed:  # never NaN; infinity where it is a bound, declared on purpose
+    if value in allowed:  # never NaN; infinity only where it is a declared bound
         return ""
     usual = f"; {allowed.usual}" if allowed.usual else ""
     return f"is {value}: it must be {allowed}{usual}."

@@ -28,7 +28,7 @@ from jaxrl_llm.checkpoint.state import Checkpointer
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.chat import prompt_row
 from jaxrl_llm.errors import RunError, UserError
-from jaxrl_llm.experience.rollouts import CURSOR, PARTIAL
+from jaxrl_llm.experience.rollouts import CURSOR_FILE, PARTIAL_FILE
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.host.command import run_command
 from jaxrl_llm.host.lock import run_dir_lock
@@ -46,11 +46,11 @@ from jaxrl_llm.structs import Metrics, Params, TrainState
 
 
 class NonFiniteError(RunError):
-    """Several updates in a row had NaN or Inf in loss, gradient or weights."""
+    """NaN or Inf in loss, gradient or weights of several updates in a row."""
 
 
 class UnsavedError(RunError):
-    """The run reached its end, but not all of its results are on the disk."""
+    """A run that reached its end without all of its results on the disk."""
 
 
 class Ended(NamedTuple):
@@ -79,7 +79,7 @@ def execute(resolved: ResolvedRecipe, argv: Sequence[str] = (), reward: Callable
         reward: Python function that takes the place of `reward.name`.
 
     Raises:
-        UserError: input that cannot work. RunError: a run that cannot go on.
+        UserError: input that cannot work. RunError: a run that cannot continue.
     """
     start_host()
     with contextlib.ExitStack() as closing, watched_processes():  # left before anything is closed
@@ -89,7 +89,7 @@ def execute(resolved: ResolvedRecipe, argv: Sequence[str] = (), reward: Callable
 def execute_together(
     resolved: ResolvedRecipe, argv: Sequence[str], reward: Callable | None, closing: contextlib.ExitStack
 ) -> Ended:
-    """Run in every process; `closing` gets what must be closed at the end, which may need the others."""
+    """Run in every process; `closing` collects the resources to close at the end, with all processes."""
     config, run_dir = resolved.config, Path(resolved.config.run_dir)
     closing.enter_context(run_dir_lock(run_dir))
     run = build(config, closing, reward)
@@ -118,7 +118,7 @@ def train(
     done, metrics, reason, outage = start, {}, "", Outage()
     source = run.stages[-1].source
     if start > run.stages[-1].start:
-        files = {name: checkpoints.file(start, name) or b"" for name in (CURSOR, PARTIAL)}
+        files = {name: checkpoints.file(start, name) or b"" for name in (CURSOR_FILE, PARTIAL_FILE)}
         source.resume(files, start - run.stages[-1].start, state.params, int(state.version))
     for step in range(start, run.total):
         if reason := outage.reason or stop.requested(step, checkpoints.longest_save):
@@ -144,15 +144,15 @@ def train(
             with outage:
                 metrics |= evaluate(run, state, reference, done, log)
         log.samples(done, samples_of(experience, config))
-        log.step(done, metrics, experience.tokens, stage.name)  # before the checkpoint that vouches for it
+        log.step(done, metrics, experience.tokens, stage.name)  # before the step's checkpoint, see RunLog
         if checkpoint_due(config, done, run.total):
             with log.phase("checkpoint"):
-                checkpoints.save(done, state, meta, finite(metrics), source.snapshot())
+                checkpoints.save(done, state, meta, finite_metrics(metrics), source.snapshot())
 
     if outage.error and done == start:
         raise outage.error  # before the first step: a wrong setting rather than an outage
     if reason := outage.reason or reason or stop.signalled():
-        checkpoints.save(done, state, meta, finite(metrics), source.snapshot())
+        checkpoints.save(done, state, meta, finite_metrics(metrics), source.snapshot())
     checkpoints.wait()
     return Ended(state, done, reason)
 
@@ -174,7 +174,7 @@ def finish(run: Run, checkpoints: Checkpointer, log: RunLog, ended: Ended) -> No
         try:
             params, dtype = run.exported(ended.state.params), run.config.model.dtype
             save_model(params, params.config, run_dir / "hf", run.tokenizer, dtype=dtype)
-        except (OSError, UserError, RunError) as error:  # the checkpoint, or its message, matters more
+        except (OSError, UserError, RunError) as error:  # reported together with a missing checkpoint
             missing.append(f"The model is not exported: {error}")
     stopped = ended.reason or ("a failed save" if missing else "")
     if not stopped:
@@ -228,6 +228,7 @@ def reference_params(stage: Stage, reference: Reference, step: int, state: Train
 
 
 def checkpoint_due(config: TrainConfig, done: int, total: int) -> bool:
+    """Return whether to save: every n steps, and at the end."""
     every = config.checkpoint.every
     return done == total or bool(every and done % every == 0)
 
@@ -254,7 +255,8 @@ def stop_if_nonfinite(state: TrainState, experience: Experience, config: TrainCo
     )
 
 
-def finite(metrics: Metrics) -> Metrics:
+def finite_metrics(metrics: Metrics) -> Metrics:
+    """Return the metrics that are finite numbers, for the checkpoint's manifest."""
     return {name: float(x) for name, x in metrics.items() if x is not None and np.isfinite(x)}
 
 

@@ -1,4 +1,4 @@
-"""Code of the user (rewards, environments, tools): import, errors with file and line, its processes.
+"""The user's code (rewards, environments, tools): import, errors with file and line, processes.
 
 Imports neither jax nor numpy, so that reward workers start quickly.
 """
@@ -34,7 +34,7 @@ def split_name(name: str) -> tuple[Path, str]:
 
 
 def expand_home(path: str | Path) -> Path:
-    """Return the path with ~ and ~user replaced; that of an unknown user stays as it is, and is not found."""
+    """Return the path with ~ and ~user replaced; ~ of an unknown user stays as it is."""
     return Path(os.path.expanduser(path))
 
 
@@ -67,7 +67,7 @@ def explain_end(error: BaseException, path: Path) -> str:
     """Return `explain` of an exception that ended the user's file, and the fix where it ends programs.
 
     Raises:
-        SystemExit: a signal ended it; host.signals raises a subclass.
+        SystemExit: a signal ended the file; host.signals raises a subclass.
     """
     if isinstance(error, SystemExit) and type(error) is not SystemExit:
         raise error
@@ -88,25 +88,25 @@ def get_attribute(module: ModuleType, name: str, key: str) -> Any:
     """Return a callable of the module.
 
     Raises:
-        UserError: it has none of that name; lists those it has.
+        UserError: no callable has that name; lists those of the module.
     """
     value = getattr(module, name, None)
     if callable(value):
         return value
-    own = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
-    problem = f"has no function or class {name}; it has {', '.join(own) or 'none'}"
-    raise UserError(f"--{key}: {module.__file__} {problem}.{did_you_mean(name, own)}")
+    names = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
+    problem = f"has no function or class {name}; it has {', '.join(names) or 'none'}"
+    raise UserError(f"--{key}: {module.__file__} {problem}.{did_you_mean(name, names)}")
 
 
 def explain(error: BaseException, path: Path | None = None) -> str:
     """Return "file:line: Type: message" of an error in the user's code, with the nearest known name.
 
     Args:
-        path: the user's file, if there is one; its lines count wherever it lies.
+        path: the user's file, if there is one; it counts as the user's code in any folder.
     """
     text = error.msg if isinstance(error, SyntaxError) else str(error)
-    place = error_line(error, path)
-    return f"{place + ': ' if place else ''}{type(error).__name__}: {text}{_suggestion(error)}"
+    line = error_line(error, path)
+    return f"{line + ': ' if line else ''}{type(error).__name__}: {text}{_suggestion(error)}"
 
 
 def describe_error(error: BaseException) -> str:
@@ -120,7 +120,7 @@ def error_line(error: BaseException, path: Path | None = None) -> str:
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [f"{frame.filename}:{frame.lineno}" for frame in frames if _of_user(frame.filename, path)]
+    lines = [f"{frame.filename}:{frame.lineno}" for frame in frames if _is_user_code(frame.filename, path)]
     return lines[-1] if lines else str(path or "")
 
 
@@ -130,16 +130,16 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" Did you mean {near[0]}?" if near else ""
 
 
-def end_with_parent(parent: int, number: int) -> None:
-    """Get the signal `number` when the thread that started this process ends, however it ends (Linux)."""
+def end_with_parent(parent: int, signal_number: int) -> None:
+    """Have Linux send this process a signal when the thread that started it ends, for any reason."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal_number)
         if os.getppid() != parent:
             os._exit(1)
 
 
-def _of_user(filename: str, path: Path | None) -> bool:
-    """Return whether a file is neither of this package nor of Python and what is installed."""
+def _is_user_code(filename: str, path: Path | None) -> bool:
+    """Return whether a file is part of neither this package nor Python nor the installed packages."""
     folders = (Path(__file__).parent, Path(sys.prefix), Path(sys.base_prefix))
     ours = any(Path(filename).is_relative_to(folder) for folder in folders) or filename.startswith("<frozen")
     return filename == str(path) or not ours

@@ -14,7 +14,7 @@ from jaxrl_llm import models
 from jaxrl_llm.bridge.push import Part
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.export import as_written
-from jaxrl_llm.hf.gather import gather, group_by_size
+from jaxrl_llm.hf.gather import gather_tensors, group_by_size
 from jaxrl_llm.hf.names import HFTensor, hf_tensors
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.structs import Params
@@ -87,7 +87,7 @@ class WeightSource:
         """
         params = models.without_value_head(params)
         first = jax.process_index() == 0
-        arrays_of = gather(params, self.groups, self.dtype, replicated=on_device)
+        arrays_of = gather_tensors(params, self.groups, self.dtype, replicated=on_device)
         for i, (tensors, arrays) in enumerate(zip(self.groups, arrays_of, strict=True)):
             if first and not on_device:
                 arrays = [np.ascontiguousarray(array) for array in arrays]

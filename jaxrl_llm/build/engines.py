@@ -1,11 +1,10 @@
-"""The rollout engine of a run, from its config."""
+"""Rollout engine of a run, made from its config."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,10 @@ from jaxrl_llm.bridge.transports.disk import DiskTransport, weight_folder
 from jaxrl_llm.bridge.transports.over_http import HttpTransport
 from jaxrl_llm.bridge.transports.process_group import GroupTransport
 from jaxrl_llm.config import TrainConfig
-from jaxrl_llm.errors import RunError
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.export import as_written, save_description
 from jaxrl_llm.hf.folder import read_headers
-from jaxrl_llm.host.processes import share
+from jaxrl_llm.host.processes import on_first, print_on_first, share
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.rollout.checks import check_sampling
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
@@ -46,12 +44,12 @@ def make_engine(
     folder: Path | None = None,
     resident: int = 0,
 ) -> Engine:
-    """The native engine, or a pool of SGLang servers, which are started here if they are to be.
+    """Return the native engine, or the engine on SGLang servers; start the servers to be launched.
 
     Args:
-        closing: gets what must be closed at the end.
-        folder: that the model is read from.
-        resident: bytes that the trainer will hold on each device.
+        closing: collects the resources to close at the end.
+        folder: of the pretrained model; None = random weights.
+        resident: bytes of the trainer's arrays on each device.
     """
     samplings = {"--rollout.sampling": config.rollout.sampling, "--eval.sampling": config.eval.sampling}
     for key, sampling in samplings.items():
@@ -66,22 +64,22 @@ def make_engine(
 
 
 def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing, stored) -> SGLangEngine:
-    model = dataclasses.replace(model, value_head=False)  # it serves training alone
+    model = dataclasses.replace(model, value_head=False)  # servers have no use for it
     rollout, sglang, run_dir = config.rollout, config.sglang, Path(config.run_dir)
     source = WeightSource(model, rollout.dtype, sglang.bucket_bytes)
     if stored is not None:
         _check_names(source, model, stored)
-    here = rollout.launch > 0
-    folder = closing.enter_context(weight_folder(run_dir, sglang.folder, here, source.num_bytes))
+    local = rollout.launch > 0
+    folder = closing.enter_context(weight_folder(run_dir, sglang.folder, local, source.num_bytes))
     transport = _transport(sglang, source, DiskTransport(folder, rollout.dtype, tokenizer))
-    pool, until_up = None, lambda: None
+    pool, wait_until_ready = None, lambda: None
     if jax.process_index() == 0:
         processes = None
         if rollout.launch:
             shell = save_description(model, folder / "shell", tokenizer, rollout.dtype)
             processes = ServerProcesses(rollout, sglang, shell, run_dir)
             closing.callback(processes.close)
-            until_up = processes.wait
+            wait_until_ready = processes.wait
         pool = _pool(rollout, sglang, processes, closing)
         if isinstance(transport, GroupTransport):
             closing.callback(transport.close)
@@ -92,10 +90,10 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing, store
         model,
         tolerance_of(rollout.dtype, sglang.probe_tolerance),
         make_score(model, rollout.dtype, mesh),
-        _on_first,
-        until_up,
+        on_first,
+        wait_until_ready,
     )
-    return SGLangEngine(rollout, sglang, model, pool, publisher, _on_first, tokenizer, eos_ids)
+    return SGLangEngine(rollout, sglang, model, pool, publisher, on_first, tokenizer, eos_ids)
 
 
 def _pool(
@@ -104,7 +102,7 @@ def _pool(
     processes: ServerProcesses | None,
     closing: contextlib.ExitStack,
 ) -> ServerPool:
-    """Return the pool of running servers, or of those that are being started, with its health checks."""
+    """Return the pool of running or starting servers, with its health checks."""
     members = None
     urls: Sequence[str] = processes.urls if processes else rollout.servers
     if urls[0].startswith("@"):
@@ -118,41 +116,29 @@ def _pool(
     return pool
 
 
-def _on_first(work: Callable[[], Any]) -> Any:
-    """Run `work` in process 0; every process returns its result, or raises its RunError. A collective."""
-    result = None
-    if jax.process_index() == 0:
-        try:
-            result = work()
-        except RunError as error:
-            result = error
-    result = share(result)
-    if isinstance(result, RunError):
-        raise result
-    return result
-
-
 def _transport(sglang: SGLangConfig, source: WeightSource, disk: DiskTransport) -> WeightTransport:
     """Return the transport that the config names."""
     if sglang.transport == "disk":
         return disk
     if sglang.transport == "group":
         return GroupTransport(source, sglang.relay_python, sglang.group_backend, sglang.timeout)
-    if jax.process_index() == 0:
-        print(
-            f"--sglang.transport {sglang.transport}: weights go to the servers as pickles, which SGLang "
-            "reads. Whoever can reach a server can send it one, too: keep it on a private network.",
-            file=sys.stderr,
-        )
+    print_on_first(
+        f"--sglang.transport {sglang.transport}: weights are sent to the servers as pickles. A pickle can "
+        "run code, and anyone who can reach a server can send one: keep it on a private network."
+    )
     if sglang.transport == "http":
         return HttpTransport(source)
     return IpcTransport(source, sglang.devices)
 
 
 def _check_names(source: WeightSource, model: TransformerConfig, folder: Path) -> None:
-    """The files that the model was read from say which tensors there are."""
+    """Compare the tensors that will be sent with those of the pretrained model's files.
+
+    Raises:
+        UserError: names or shapes differ.
+    """
     stored = read_config(folder)
     if as_written(stored) != model:  # sent under other names than those of the folder
         return
-    found = read_headers(folder, stored)
-    source.check_names({name: entry.shape for name, entry in found.items()}, str(folder))
+    tensors = read_headers(folder, stored)
+    source.check_names({name: tensor.shape for name, tensor in tensors.items()}, str(folder))

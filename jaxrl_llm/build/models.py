@@ -1,4 +1,4 @@
-"""Models of a run from its config: learners with their algorithm, optimizer and mesh; teachers; critic."""
+"""Models of a run, made from its config: policy, critic and teachers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from jaxrl_llm.structs import Params
 
 
 def load_model_config(config: ModelConfig) -> tuple[TransformerConfig, Any, Any]:
-    """Return (model config, tokenizer, folder of the weights or None); read no weights.
+    """Return (model config, tokenizer, folder of the weights or None), without reading weights.
 
     Raises:
         ConfigError: the tokenizer is not that of the model.
@@ -39,8 +39,9 @@ def load_model_config(config: ModelConfig) -> tuple[TransformerConfig, Any, Any]
         tokenizer = make_tokenizer()
     else:
         tokenizer = load_tokenizer(resolve(config.tokenizer) if config.tokenizer else folder)
-    own = load_tokenizer(folder) if folder and config.tokenizer and has_tokenizer(folder) else tokenizer
-    if difference := vocabulary_difference(own, tokenizer):
+    has_own = folder and config.tokenizer and has_tokenizer(folder)
+    model_tokenizer = load_tokenizer(folder) if has_own else tokenizer
+    if difference := vocabulary_difference(model_tokenizer, tokenizer):
         raise ConfigError(
             f"--model.tokenizer {config.tokenizer} is not the tokenizer of --model.path {config.path}: "
             f"{difference}. Set --model.tokenizer '' to use the model's own."
@@ -61,7 +62,7 @@ def make_stages(
     Their states have the same shapes.
 
     Args:
-        stored: where weights of teachers and a pretrained critic are read from.
+        stored: source of the weights of teachers and of a pretrained critic.
     """
     updates = config.steps * config.minibatches_per_step
     requires, warm = algos.requirements(config.algo), config.warm_start
@@ -78,7 +79,7 @@ def make_stages(
 
 
 def check_vocabularies(config: TrainConfig, tokenizer: Any) -> None:
-    """Refuse teachers and a critic that read other tokens than the policy, whose token ids they get.
+    """Check that teachers and critic have the policy's tokenizer, whose token ids they read.
 
     Raises:
         ConfigError: names the first tokens that differ.
@@ -108,11 +109,11 @@ def load_teachers(config: TrainConfig, mesh: Mesh, stored: PretrainedModels) -> 
 def make_critic(
     config: TrainConfig, model: TransformerConfig, mesh: Mesh, updates: int, stored: PretrainedModels
 ) -> dict[str, Any]:
-    """Return the critic's fields of a Stage: its own backbone, mesh (same devices) and optimizer."""
+    """Return the fields of a Stage for a critic with its own backbone, mesh (same devices) and optimizer."""
     critic = config.critic
     if critic.mesh:
         mesh = make_mesh(critic.mesh, list(mesh.devices.flat), "critic.mesh")
-    model = with_heads(stored.config(critic.path) if critic.path else model, critic.loss)
+    model = config_with_heads(stored.config(critic.path) if critic.path else model, critic.loss)
     config = replace(config, mesh=critic.mesh or config.mesh)
     learner = make_learner(config, critic.loss, critic.optim, updates, model, mesh)
     params = None
@@ -121,9 +122,11 @@ def make_critic(
     return {"critic": learner, "critic_warmup": critic.warmup_steps, "critic_params": params}
 
 
-def with_heads(model: TransformerConfig, algo: AlgoConfig) -> TransformerConfig:
-    """Return the model with the heads that the algorithm reads; critics and reward models share the
-    embedding as LM head."""
+def config_with_heads(model: TransformerConfig, algo: AlgoConfig) -> TransformerConfig:
+    """Return the model with the heads that the algorithm needs.
+
+    Critics and reward models use the embedding as LM head.
+    """
     requires = algos.requirements(algo)
     tied = model.tie_embeddings or not requires.policy
     return replace(model, value_head=requires.values, tie_embeddings=tied)
@@ -137,17 +140,17 @@ def make_learner(
     model: TransformerConfig,
     mesh: Mesh,
 ) -> Learner:
-    """Return a model with its algorithm. All learners of a run have micro-batches of one shape."""
+    """Return the learner of a model. All learners of a run have micro-batches of one shape."""
     algorithm, requires = algos.of(algo), algos.requirements(algo)
-    rolls_out = algorithm.on_rollouts
+    on_rollouts = algorithm.on_rollouts
     step = StepConfig(
         row_tokens=config.row_tokens,
         rows=derived(config, mesh.size)["rows_per_microbatch"],
         dtype=config.model.dtype,
         remat=config.model.remat,
         sequence_parallel=config.mesh.sequence_parallel,
-        strict=config.strict and rolls_out and requires.policy,
-        temperature=(config.rollout.sampling.temperature or 1.0) if rolls_out else 1.0,
+        strict=config.strict and on_rollouts and requires.policy,
+        temperature=(config.rollout.sampling.temperature or 1.0) if on_rollouts else 1.0,
         chunk=config.model.logprob_chunk,
         max_grad_norm=optim.max_grad_norm,
         old=old_logprobs(algorithm, requires, config.minibatches_per_step, config.is_on_policy),

@@ -1,4 +1,4 @@
-"""Build a run from its config. Input that cannot work is refused here, cheap checks before expensive work."""
+"""Construction of a run from its config; input that cannot work is refused before expensive work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
 from jaxrl_llm.build.engines import make_engine
-from jaxrl_llm.build.models import check_vocabularies, load_model_config, make_stages, with_heads
+from jaxrl_llm.build.models import check_vocabularies, config_with_heads, load_model_config, make_stages
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.rows import Example
@@ -49,7 +49,7 @@ Evaluator = HeldOutAccuracy | HeldOutLoss
 
 @dataclass
 class Run:
-    """Everything that the training loop needs."""
+    """Inputs of the training loop."""
 
     config: TrainConfig
     mesh: Mesh
@@ -70,7 +70,7 @@ class Run:
         return next(s for s in self.stages if s.start <= step < s.end)
 
     def initial_params(self) -> Params:
-        """Return pretrained or random weights, float32; each device makes or reads only its shard."""
+        """Return pretrained or random weights, float32; each device reads or initialises only its shard."""
         shardings = self.stages[0].policy.param_shardings
         if self.folder is not None:
             return self._pretrained(shardings)
@@ -78,7 +78,7 @@ class Run:
         return make(self.model, run_key(self.config.seed, Purpose.WEIGHTS))
 
     def _pretrained(self, shardings: Params) -> Params:
-        """Return the folder's weights; a value head that they lack starts with zeros."""
+        """Return the folder's weights; a missing value head is initialised with zeros."""
         saved = read_config(self.folder)
         params = load_params(self.folder, saved, models.shardings(saved, self.mesh, TRAIN), jnp.float32)
         if saved == self.model:
@@ -87,7 +87,7 @@ class Run:
         return jax.jit(fit, out_shardings=shardings, donate_argnums=0)(params)
 
     def exported(self, params: Params) -> Params:
-        """Return the weights to export: those of a policy have no value head."""
+        """Return the weights to export, of a policy without its value head."""
         return models.without_value_head(params) if algos.requirements(self.config.algo).policy else params
 
     def reference(self) -> Reference:
@@ -103,11 +103,11 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     """Open model config, tokenizer, data, rewards and environment; then make learners, engine and evaluators.
 
     Args:
-        closing: gets what must be closed at the end.
-        reward: Python function that takes the place of `reward.name`.
+        closing: collects the resources to close at the end.
+        reward: Python function that replaces `reward.name`.
 
     Raises:
-        UserError: anything that cannot work, with the fix.
+        UserError: input that cannot work, with the fix.
     """
     check_kernels_setting()
     mesh = make_mesh(config.mesh)
@@ -115,7 +115,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     set_template(tokenizer, config.data.chat)
     check_vocabularies(config, tokenizer)
     check_model(config, mesh.shape, model.max_position, model.num_heads)
-    model = with_heads(model, config.algo)
+    model = config_with_heads(model, config.algo)
     env = make_conversations(config.env, tokenizer, config.data.chat)
     loaders = open_loaders(config, tokenizer, closing.enter_context(env).columns if env else {})
     rows = try_first_rows(config, loaders)
@@ -127,17 +127,17 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     stages = make_stages(config, model, mesh)
     if generates:
         ends = generation_end_ids(folder) if folder else ()
-        held = resident_bytes(config, stages[-1])
-        engine = make_engine(config, model, mesh, tokenizer, ends, closing, folder, held)
+        resident = resident_bytes(config, stages[-1])
+        engine = make_engine(config, model, mesh, tokenizer, ends, closing, folder, resident)
     if stages[0] is not stages[-1]:
         examples = config.warm_start.examples_per_step
         stages[0].source = DatasetSource(loaders["warm_start"], examples, stages[0].policy.algo)
     if rolls_out:
-        scored_by = [
+        reward_models = [
             load_reward_model(c, stages[-1].policy.config, mesh, tokenizer, config.data.chat)
             for c in config.reward.models
         ]
-        scorer = Scorer(rewards, scored_by)
+        scorer = Scorer(rewards, reward_models)
         stages[-1].source = make_rollout_source(config, loaders["train"], engine, scorer, env)
     else:
         stages[-1].source = DatasetSource(loaders["train"], config.prompts_per_step, config.algo)
@@ -148,10 +148,10 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
 
 
 def open_loaders(config: TrainConfig, tokenizer: Any, columns: dict[str, Any]) -> dict[str, Loader]:
-    """Open the data: "train", and where the run has them "warm_start" and "eval".
+    """Open the data: "train", and "warm_start" and "eval" of runs that have them.
 
     Args:
-        columns: added to every row, such as the tools that the chat template shows.
+        columns: columns that every row gets, such as the tools that the chat template shows.
     """
 
     def loader(data=config.data, split: Literal["train", "eval"] = "train") -> Loader:
@@ -170,10 +170,10 @@ def open_loaders(config: TrainConfig, tokenizer: Any, columns: dict[str, Any]) -
 
 
 def try_first_rows(config: TrainConfig, loaders: dict[str, Loader]) -> list[Example]:
-    """Return a row of each training source that can be rendered, tokenized and, in the environment, reset.
+    """Return a row of each training source, after rendering, tokenizing and resetting the environment for it.
 
     Raises:
-        UserError: a source without one, or an environment or tool that fails, with the fix.
+        UserError: no row of a source can be used, or an environment or tool fails; with the fix.
     """
     algorithm = algos.of(config.algo)
     kind = "prompts" if algorithm.on_rollouts else algorithm.data
@@ -186,7 +186,7 @@ def try_first_rows(config: TrainConfig, loaders: dict[str, Loader]) -> list[Exam
 def open_rewards(
     config: TrainConfig, rows: Sequence[Example], function: Callable | None, closing: contextlib.ExitStack
 ) -> RewardPool:
-    """Return the verifier's workers, after it has scored the first rows.
+    """Return the pool of reward workers, after it has scored the first rows.
 
     Raises:
         RewardLoadError: the reward cannot be found, imported, or called on any of the rows.
@@ -203,7 +203,7 @@ def open_rewards(
 def make_rollout_source(
     config: TrainConfig, loader: Loader, engine: Engine, scorer: Scorer, env: Conversations | None
 ) -> RolloutSource:
-    """Return the source of a run that learns from its own responses."""
+    """Return the source of experience of a run that learns from its own responses."""
     return RolloutSource(
         loader=loader,
         engine=engine,
@@ -222,7 +222,7 @@ def make_rollout_source(
 
 
 def resident_bytes(config: TrainConfig, stage: Stage) -> int:
-    """Return the bytes on each device from the first step to the last: states, and the frozen reference."""
+    """Return the bytes on each device during the whole run: states and frozen reference."""
     state = stage.abstract_state()
     size = bytes_per_device(state)
     if stage.needs_reference:
@@ -238,7 +238,7 @@ def make_evaluators(
     rewards: RewardPool | None,
     env: Conversations | None,
 ) -> list[Evaluator]:
-    """Return accuracy on prompts with answers, for a policy, and loss where examples are learned from."""
+    """Return the evaluators: accuracy on prompts with answers for a policy; loss for a dataset algorithm."""
     evaluators: list[Evaluator] = []
     if engine is not None and rewards.config.name != "none":
         prompts = [p for p in held_out.eval_set(config.eval.prompts) if p.example.answer is not None]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from jaxrl_llm.checkpoint.manifest import fault, read_metrics
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.host.processes import say
+from jaxrl_llm.host.processes import print_on_first
 
 
 class Choice(NamedTuple):
@@ -44,10 +44,10 @@ def newest_valid(folder: Path, candidates: list[int], checksums: bool) -> Choice
         reason = fault(folder / str(step), checksums)
         if reason is None:
             if rejected:
-                say(f"checkpoint: going back to step {step}")
+                print_on_first(f"checkpoint: going back to step {step}")
             return Choice(step, rejected)
         rejected.append(step)
-        say(f"checkpoint: step {step} cannot be used: {folder / str(step)}: {reason}")
+        print_on_first(f"checkpoint: step {step} cannot be used: {folder / str(step)}: {reason}")
     return Choice(None, rejected)
 
 
@@ -87,7 +87,7 @@ def ranked(folder: Path, metric: str, mode: str) -> list[int]:
     return sorted(scores, key=lambda step: (scores[step], step), reverse=True)
 
 
-def check_writable(folder: Path) -> None:
+def make_writable(folder: Path) -> None:
     """Make the folder.
 
     Raises:

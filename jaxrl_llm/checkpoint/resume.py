@@ -13,7 +13,7 @@ import jax
 from jaxrl_llm.checkpoint.manifest import array_type
 from jaxrl_llm.errors import UserError
 
-SHOWN = 20  # lines of a difference that are printed
+MAX_SHOWN = 20  # lines of a difference that are printed
 
 FIXED = (
     "seed",
@@ -131,8 +131,8 @@ def _same_but_masked(old: Any, new: Any) -> bool:
 
 
 def _shown(lines: list[str]) -> str:
-    more = [f"... and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
-    return "".join(f"\n  {line}" for line in lines[:SHOWN] + more)
+    more = [f"... and {len(lines) - MAX_SHOWN} more"] if len(lines) > MAX_SHOWN else []
+    return "".join(f"\n  {line}" for line in lines[:MAX_SHOWN] + more)
 
 
 def _spell(value: Any) -> str:

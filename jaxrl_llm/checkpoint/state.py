@@ -26,7 +26,7 @@ from jaxrl_llm.checkpoint import folder as folders
 from jaxrl_llm.checkpoint.manifest import array_type, flatten_state, read_manifest, read_meta, write_manifest
 from jaxrl_llm.checkpoint.resume import check_resume, check_same
 from jaxrl_llm.errors import RunError, UserError
-from jaxrl_llm.host.processes import agree, on_first, say
+from jaxrl_llm.host.processes import agree, on_first, print_on_first
 from jaxrl_llm.ranges import Count, CountOrZero
 
 _OK, _DISK_FULL, _FAILED = 0, 1, 2  # how a save ended, worst last
@@ -76,7 +76,7 @@ class Checkpointer:
         self.longest_save = 0.0
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._saving: tuple[int, Future[float]] | None = None
-        on_first(lambda: folders.check_writable(self.folder))
+        on_first(lambda: folders.make_writable(self.folder))
 
     def save(
         self,
@@ -196,7 +196,7 @@ class Checkpointer:
         meta = read_meta(folder)
         if compatible is not None:
             for line in check_resume(meta.get("config", {}), compatible, step):
-                say(f"checkpoint: resuming with {line}")
+                print_on_first(f"checkpoint: resuming with {line}")
         return step, load_arrays(folder, target), meta
 
     def _choose(self) -> int | None:
@@ -206,7 +206,7 @@ class Checkpointer:
             UserError: all are damaged.
         """
         for name in folders.sweep(self.folder):
-            say(f"checkpoint: removed {name}, left by a save that was cut off")
+            print_on_first(f"checkpoint: removed {name}, left by a save that was cut off")
         step, rejected = folders.newest_valid(self.folder, self.steps(), self.config.verify)
         if step is None and rejected:
             raise UserError(
@@ -276,7 +276,7 @@ class Checkpointer:
         )
         if self.config.on_full_disk == "stop":
             raise DiskFullError(errno.ENOSPC, message)
-        say(f"checkpoint: {message}")
+        print_on_first(f"checkpoint: {message}")
 
     def _newest(self) -> str:
         latest = self.latest()

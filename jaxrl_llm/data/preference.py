@@ -39,8 +39,10 @@ LABEL_KEYS = ("labels", "label", "values", "value")
 SIGNS = {"+": 1.0, "-": 0.0}
 JUDGEMENT = "judgement"
 """Data source of judgements; `jaxrl_llm.rewards` scores them by this name."""
-ASK_ONE = "Question:\n{question}\n\nAnswer:\n{answer}\n\nIs the answer right? Reply with Yes or No."
-ASK_TWO = (
+POINTWISE_TEMPLATE = (
+    "Question:\n{question}\n\nAnswer:\n{answer}\n\nIs the answer right? Reply with Yes or No."
+)
+PAIRWISE_TEMPLATE = (
     "Question:\n{question}\n\nAnswer A:\n{a}\n\nAnswer B:\n{b}\n\nWhich answer is better? Reply with A or B."
 )
 
@@ -167,11 +169,11 @@ def judgement(example: Example) -> Example:
     """
     if example.rejected is None:
         verdict = "Yes" if label_of(example) else "No"
-        question = ask_one(_question(example), _response(example))
+        question = pointwise_prompt(_question(example), _response(example))
     else:
         responses = [_response(example), _response(example.rejected)]
         verdict = "AB"[zlib.crc32(f"{example.where} {responses}".encode(errors="replace")) % 2]
-        question = ask_two(_question(example), *(responses if verdict == "A" else responses[::-1]))
+        question = pairwise_prompt(_question(example), *(responses if verdict == "A" else responses[::-1]))
     return dataclasses.replace(
         example,
         messages=({"role": "user", "content": question},),
@@ -184,14 +186,14 @@ def judgement(example: Example) -> Example:
     )
 
 
-def ask_one(question: str, answer: str) -> str:
+def pointwise_prompt(question: str, answer: str) -> str:
     """Return the prompt that asks whether an answer is right, Yes or No."""
-    return ASK_ONE.format(question=question, answer=answer)
+    return POINTWISE_TEMPLATE.format(question=question, answer=answer)
 
 
-def ask_two(question: str, a: str, b: str) -> str:
+def pairwise_prompt(question: str, a: str, b: str) -> str:
     """Return the prompt that asks which of two answers is better, A or B."""
-    return ASK_TWO.format(question=question, a=a, b=b)
+    return PAIRWISE_TEMPLATE.format(question=question, a=a, b=b)
 
 
 def conversation_text(messages: Sequence[Message]) -> str:

@@ -31,7 +31,7 @@ MAX_RENDERED = 2 * MAX_CHARACTERS  # of one chat
 MAX_ERROR_CHARACTERS = 500  # characters of a template's own error message
 START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from jaxrl_llm.data.rendering import serve; serve(float(sys.argv[2]))"
+    "from jaxrl_llm.data.rendering import serve_renderer; serve_renderer(float(sys.argv[2]))"
 )
 KEPT_ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR", "TZ")
 HEADER = struct.Struct("!Q")
@@ -138,7 +138,7 @@ class TemplateProcess:
         raise RunError(f"the process that renders chat templates ended with code {code}: {errors}")
 
 
-def serve(seconds: float) -> None:
+def serve_renderer(seconds: float) -> None:
     """Render the requests of standard input until it closes; the body of the child process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # it ends with its standard input
         signal.signal(number, signal.SIG_IGN)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 MAX_PYTHON = 20_000  # characters given to Python's parser
-SHOWN = 200  # characters of a bad call that are kept
+MAX_SHOWN = 200  # characters of a bad call that are kept
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _json_call(text: str, at: int) -> tuple[ToolCall, int]:
     if not isinstance(value, dict):
         raise ValueError('a call is a JSON object with "name" and "arguments"')
     if unknown := sorted(value.keys() - CALL_KEYS):
-        raise ValueError(f'unknown key {unknown[0][:SHOWN]!r}: a call has "name" and "arguments"')
+        raise ValueError(f'unknown key {unknown[0][:MAX_SHOWN]!r}: a call has "name" and "arguments"')
     if "arguments" in value and "parameters" in value:
         raise ValueError('give "arguments" or "parameters", not both')
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -111,7 +111,7 @@ CANNOT_READ = (ValueError, SyntaxError, RecursionError, MemoryError)
 
 def _bad(text: str, at: int, error: BaseException) -> InvalidToolCall:
     deep = isinstance(error, RecursionError | MemoryError)
-    return InvalidToolCall(text[at : at + SHOWN], "the call is nested too deeply" if deep else str(error))
+    return InvalidToolCall(text[at : at + MAX_SHOWN], "the call is nested too deeply" if deep else str(error))
 
 
 def _each(

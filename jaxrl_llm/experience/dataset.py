@@ -17,7 +17,7 @@ from jaxrl_llm.structs import Params
 
 @dataclass
 class DatasetSource:
-    """Examples of a dataset, a function of the step alone."""
+    """Examples of a dataset; they depend only on the step."""
 
     loader: Loader
     examples: int
@@ -32,7 +32,7 @@ class DatasetSource:
         return {}
 
     def resume(self, files: Mapping[str, bytes], step: int, params: Params, version: int) -> None:
-        """Nothing to do: the next examples follow from the step."""
+        """Do nothing: the next examples follow from the step."""
 
 
 def dataset_items(loader: Loader, algo: AlgoConfig, step: int, size: int) -> list[PackItem]:

@@ -32,7 +32,7 @@ class HeldOutAccuracy:
     engine: Engine
     rewards: RewardPool
     sampling: SamplingConfig
-    samples: int  # responses to each prompt
+    samples: int  # responses per prompt
     max_tokens: int
     key: jax.Array
     env: Conversations | None = None  # as in training

@@ -1,4 +1,4 @@
-"""Reward models that score rollouts in this run's own memory: outcome, process and generative ones, mixed."""
+"""Reward models in the memory of the run: outcome, process and generative ones, in any combination."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxrl_llm import models
 from jaxrl_llm.data.chat import encode_prompt, prompt_messages, prompt_row
 from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.packing import PackItem, pack, unpack
-from jaxrl_llm.data.preference import ask_one, conversation_text
+from jaxrl_llm.data.preference import conversation_text, pointwise_prompt
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.template import ChatRenderer, find_template
 from jaxrl_llm.errors import UserError
@@ -32,9 +32,9 @@ from jaxrl_llm.sharding.rules import TRAIN, put_rows
 from jaxrl_llm.structs import Params, Trajectory
 
 EXTRA_TOKENS = 128
-"""Of a row, beyond the longest trajectory: for the judge's question, and the token after the last."""
-OWN = ChatConfig()
-"""The reward model's own template, whatever the policy reads."""
+"""Tokens of a row beyond the longest trajectory: the judge's prompt, and one token after the last."""
+MODEL_CHAT = ChatConfig()
+"""Chat settings of a reward model: its own template, not the policy's."""
 
 
 @dataclass
@@ -46,8 +46,8 @@ class RewardModel:
     step: StepConfig
     mesh: Mesh
     tokenizer: Any
-    chat: ChatConfig  # of the policy: system prompt, and whether there is a chat at all
-    rerenders: bool  # renders the conversation by its own template and tokenizer
+    chat: ChatConfig  # of the policy: system prompt, and whether prompts are chats
+    rerenders: bool  # renders the conversation with its own template and tokenizer
 
     def __call__(self, trajectories: Sequence[Trajectory], examples: Sequence[Example]) -> list[np.ndarray]:
         """Return the scores of each trajectory's response tokens, float32 [R']: 0 where the model gives none.
@@ -72,13 +72,13 @@ class RewardModel:
     def render(self, trajectory: Trajectory, example: Example) -> list[int]:
         """Return the ids of prompt and response, every turn of them, up to the end token of the last.
 
-        A chat goes through the model's own template; without a chat, or a template, the text is one piece.
+        A chat is rendered with the model's own template; without a chat or a template, texts are joined.
         """
         messages = prompt_messages(example, self.chat)
         if messages is None or not self.tokenizer.chat_template:
             text = prompt_row(example, self.chat)["prompt"] if messages is None else _joined(messages)
             return self.tokenizer.encode(text + trajectory.text, add_special_tokens=False)
-        chat = ChatRenderer(self.tokenizer, [*messages, *trajectory.messages], example, OWN)
+        chat = ChatRenderer(self.tokenizer, [*messages, *trajectory.messages], example, MODEL_CHAT)
         return chat.tokenize(chat.render().rstrip())
 
     def _truncated(self, ids: Sequence[int]) -> PackItem:
@@ -92,10 +92,11 @@ class RewardModel:
         items = []
         for trajectory, example in zip(trajectories, examples, strict=True):
             messages = prompt_messages(example, self.chat)
-            plain = messages is None
-            question = prompt_row(example, self.chat)["prompt"] if plain else conversation_text(messages)
-            asked = ask_one(question, conversation_text(trajectory.messages))
-            ids = encode_prompt(self.tokenizer, Example(({"role": "user", "content": asked},), None), OWN)
+            is_text = messages is None
+            question = prompt_row(example, self.chat)["prompt"] if is_text else conversation_text(messages)
+            content = pointwise_prompt(question, conversation_text(trajectory.messages))
+            judge_prompt = Example(({"role": "user", "content": content},), None)
+            ids = encode_prompt(self.tokenizer, judge_prompt, MODEL_CHAT)
             items += [self._truncated([*ids, word]) for word in words]
         logprobs = [row[-1] for row in self._outputs(items, "policy")]
         scores = [np.zeros(len(t.response_ids), np.float32) for t in trajectories]
@@ -146,7 +147,7 @@ def load_reward_model(
     """Return the model of a folder, in the compute type, sharded over the mesh.
 
     Args:
-        chat: how the policy's prompts are rendered.
+        chat: chat settings of the policy.
 
     Raises:
         UserError: no such folder, no value head in it, a process model that reads other tokens, or a template
@@ -159,14 +160,14 @@ def load_reward_model(
             f"--reward.models {config.path}: a language model without a score head; train one with "
             "--algo reward_model, or give a ...ForSequenceClassification folder with one label."
             if config.kind != "generative"
-            else f"--reward.models {config.path}: a score head cannot say Yes or No; kind generative wants a "
-            "language model."
+            else f"--reward.models {config.path}: a score head cannot answer Yes or No; kind generative "
+            "needs a language model."
         )
     tokenizer = load_tokenizer(folder, model)
     same = same_vocabulary(tokenizer, policy_tokenizer)
     if not same and config.kind == "process":
         raise UserError(
-            f"--reward.models {config.path}: a process reward model judges the policy's own tokens, but its "
+            f"--reward.models {config.path}: a process reward model scores the policy's own tokens, but its "
             "tokenizer is another; use one with the policy's tokenizer, or kind outcome."
         )
     if rerenders := config.kind == "outcome" and not (
@@ -180,25 +181,26 @@ def load_reward_model(
 
 
 def _same_template(tokenizer: Any, policy_tokenizer: Any, chat: ChatConfig) -> bool:
-    """Return whether both models render a chat alike; a tokenizer without a template takes the other's."""
+    """Return whether both models render a chat alike; a tokenizer without a template uses the other's."""
     policy = (
         find_template(policy_tokenizer, chat) if policy_tokenizer.chat_template or chat.chat_template else ""
     )
-    return not tokenizer.chat_template or not policy or find_template(tokenizer, OWN) == policy
+    return not tokenizer.chat_template or not policy or find_template(tokenizer, MODEL_CHAT) == policy
 
 
 def _check_template(path: str, tokenizer: Any, chat: ChatConfig) -> None:
-    """Render a chat like the policy's by the reward model's template.
+    """Render a chat like the policy's with the reward model's template.
 
     Raises:
         UserError: the template refuses it.
     """
-    asked = Example(({"role": "user", "content": "question"},), None)
-    messages = prompt_messages(asked, chat)
+    example = Example(({"role": "user", "content": "question"},), None)
+    response = {"role": "assistant", "content": "answer"}
+    messages = prompt_messages(example, chat)
     if messages is None or not tokenizer.chat_template:
         return
     try:
-        ChatRenderer(tokenizer, [*messages, {"role": "assistant", "content": "answer"}], asked, OWN).render()
+        ChatRenderer(tokenizer, [*messages, response], example, MODEL_CHAT).render()
     except UserError as error:
         raise UserError(
             f"--reward.models {path}: its chat template refuses the policy's chats ({error}). Use one that "

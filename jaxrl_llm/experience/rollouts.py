@@ -1,7 +1,8 @@
-"""Experience from the policy itself: prompts -> responses, of this step or started earlier -> rewards."""
+"""Experience from the policy: prompts -> responses, of this step or started earlier -> rewards."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -22,8 +23,8 @@ from jaxrl_llm.rollout.keys import weight_noise_key
 from jaxrl_llm.rollout.partial import pack_responses, unpack_responses
 from jaxrl_llm.structs import Metrics, Outcome, Params, Trajectory
 
-PARTIAL = "rollouts.npz"  # in a checkpoint: responses of later draws, finished or not
-CURSOR = "cursor.json"  # in a checkpoint: the next draw
+PARTIAL_FILE = "rollouts.npz"  # in a checkpoint: responses of later draws, finished or not
+CURSOR_FILE = "cursor.json"  # in a checkpoint: the next draw
 
 
 @dataclass
@@ -40,7 +41,7 @@ class RolloutSource:
 
     Batches of prompts ("draws") are numbered and used in that order, one a step, or more under dynamic
     sampling. With `max_staleness` k the engine generates the responses of the next k draws while the trainer
-    learns (asynchronous rollout): prompts are those of the synchronous run whatever is finished first, short
+    learns (asynchronous rollout). Prompts are those of the synchronous run, in its order, so that short
     responses are not favoured, and no token is older than k steps.
     """
 
@@ -103,22 +104,22 @@ class RolloutSource:
 
     def snapshot(self) -> dict[str, bytes]:
         """Return the files of a checkpoint: the cursor, and the responses of later draws. A collective."""
-        files = {CURSOR: json.dumps({"draw": self.cursor}).encode()}
-        pending = [one for draw in self.started.values() for one in draw.pending]
+        files = {CURSOR_FILE: json.dumps({"draw": self.cursor}).encode()}
+        pending = [responses for draw in self.started.values() for responses in draw.pending]
         if pending:
             partial = iter(self.engine.snapshot(pending))
             by_draw = {n: [next(partial) for _ in draw.pending] for n, draw in self.started.items()}
-            files[PARTIAL] = pack_responses(by_draw)
+            files[PARTIAL_FILE] = pack_responses(by_draw)
         return files
 
     def resume(self, files: Mapping[str, bytes], step: int, params: Params, version: int) -> None:
         """Continue from the files of a checkpoint; partial responses that this run cannot use are dropped."""
-        saved = files.get(CURSOR)
+        saved = files.get(CURSOR_FILE)
         self.cursor = json.loads(saved)["draw"] if saved else step * self._requires.draws
-        if not files.get(PARTIAL):
+        if not files.get(PARTIAL_FILE):
             return
         self.engine.publish(params, version)
-        for draw, partial in unpack_responses(files[PARTIAL]).items():
+        for draw, partial in unpack_responses(files[PARTIAL_FILE]).items():
             if self.max_staleness and len(partial[0]) == self.prompts * self.responses:
                 self._start(draw, partial)
 
@@ -146,12 +147,12 @@ class RolloutSource:
         """Return the scored responses of a draw, their prompts numbered from `first_index`."""
         begin = time.perf_counter()
         with timer("rollout"):
-            sampled, *greedy = [one.result() for one in draw.pending]
+            sampled, *greedy = [responses.result() for responses in draw.pending]
             untrusted = self.engine.check_logprobs(params, sampled)
         waited = time.perf_counter() - begin
         metrics["rollout/wait_seconds"] = metrics.get("rollout/wait_seconds", 0.0) + waited
         with timer("reward"):
-            metrics |= self.scorer(draw.prompts, [*sampled, *(t for one in greedy for t in one)])
+            metrics |= self.scorer(draw.prompts, [*sampled, *itertools.chain(*greedy)])
         for i in untrusted:  # masked, as a failed reward is
             sampled[i].reward, sampled[i].outcome = float("nan"), Outcome.FAILED
         for trajectory in sampled:
@@ -201,7 +202,7 @@ def start_responses(
 
 
 def staleness(trajectories: Sequence[Trajectory], version: int) -> Metrics:
-    """Return how many optimizer updates older than the policy the weights of each token were."""
+    """Return mean and maximum of the tokens' staleness: optimizer updates since their weights."""
     ages = [version - t.versions[t.mask > 0] for t in trajectories]
     ages = np.concatenate(ages) if ages else np.zeros(0)
     return {"staleness/mean": ages.mean(), "staleness/max": ages.max()} if len(ages) else {}
@@ -209,7 +210,7 @@ def staleness(trajectories: Sequence[Trajectory], version: int) -> Metrics:
 
 @jax.jit
 def perturbed(params: Params, key: jax.Array, scale: float) -> Params:
-    """Return the weights, each times 1 + scale times a standard normal number."""
+    """Return the weights w (1 + scale z), z standard normal for each weight."""
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(key, len(leaves))
     noisy = [

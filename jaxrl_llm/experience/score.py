@@ -1,4 +1,4 @@
-"""Rewards: verifier, environment and reward models write reward and outcome into trajectories."""
+"""Rewards of trajectories, from verifier, environment and reward models."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def verify(pool: RewardPool, prompts: Sequence[Prompt], trajectories: Sequence[T
 
 
 def _apply_episodes(trajectories: Sequence[Trajectory], config: RewardConfig) -> None:
-    """Add the environments' rewards, or put them in place of the verifier's; mask failed conversations.
+    """Add the environments' rewards to the verifier's, or replace these; mask failed conversations.
 
     Raises:
         RewardFailureError: too many conversations failed.
@@ -80,7 +80,7 @@ def _apply_episodes(trajectories: Sequence[Trajectory], config: RewardConfig) ->
 
 
 def reward_sample(example: Example, trajectory: Trajectory | None = None) -> RewardSample:
-    """Return a response as verifiers read it; without a trajectory the row alone, its response empty."""
+    """Return a response as verifiers read it; without a trajectory the row with an empty response."""
     response, ids = "", ()
     if trajectory is not None:
         response = trajectory.text if trajectory.answer is None else trajectory.answer
@@ -147,5 +147,5 @@ def _conversation_statistics(trajectories: Sequence[Trajectory]) -> Metrics:
 
 
 def turns(trajectory: Trajectory) -> int:
-    """Return how many turns the policy wrote."""
+    """Return the number of turns that the policy generated."""
     return int((np.diff(trajectory.mask, prepend=0) > 0).sum())

@@ -30,7 +30,7 @@ def group_by_size(tensors: Sequence[HFTensor], itemsize: int, limit: int) -> lis
     return groups
 
 
-def gather(
+def gather_tensors(
     params: Params, groups: Sequence[Sequence[HFTensor]], dtype: str, replicated: bool = False
 ) -> Iterator[list[jax.Array]]:
     """Yield the tensors of each group, whole and of type `dtype`; `np.asarray` brings one to the host.
@@ -48,7 +48,7 @@ def gather(
 def gather_checked(
     params: Params, groups: Sequence[Sequence[HFTensor]], dtype: str, replicated: bool = False
 ) -> Iterator[list[tuple[jax.Array, jax.Array]]]:
-    """Yield as `gather`, each tensor with a bool[] on the device: whether all its numbers are finite."""
+    """Yield as `gather_tensors`, each tensor with a bool[] on the device: all its numbers are finite."""
     leaves = dict(named_leaves(params))
     current: list[tuple[jax.Array, jax.Array]] = []
     for group in groups:

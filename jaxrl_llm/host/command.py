@@ -1,4 +1,4 @@
-"""The frame of every command: signals, errors, exit codes. Imports no jax."""
+"""Entry point of every command: signals, errors, exit codes. Imports no jax."""
 
 from __future__ import annotations
 

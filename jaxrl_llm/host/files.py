@@ -1,4 +1,4 @@
-"""Durable files: on the disk when a call returns."""
+"""Durable files, which are on the disk when a call returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run at a time in a run directory."""
+"""Lock of a run directory: one run at a time."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.host.processes import on_first, say
+from jaxrl_llm.host.processes import on_first, print_on_first
 
-NAME = ".lock"
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+LOCK_FILE = ".lock"
+UNSUPPORTED_ERRORS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+"""Errors of `flock` on file systems without locks."""
 
 
 @contextlib.contextmanager
 def run_dir_lock(run_dir: Path) -> Iterator[None]:
-    """Hold run_dir/.lock while inside; the folder is made. Every process of a run enters it.
+    """Make run_dir and hold run_dir/.lock inside the context, which every process of a run enters.
 
-    Process 0 has the lock. The operating system frees it when that process ends, however it ends, so there
-    is never a stale one. A file system without locks gets a warning.
+    Process 0 holds the lock. The operating system releases it when that process ends, for any reason, so it
+    is never stale. A file system without locks gets a warning.
 
     Raises:
-        UserError: another run holds it (says which), or the folder cannot be written to.
+        UserError: another run holds the lock (names its process), or the folder cannot be written to.
     """
     with contextlib.ExitStack() as closing:
         on_first(lambda: _lock(run_dir, closing))
@@ -33,10 +34,10 @@ def run_dir_lock(run_dir: Path) -> Iterator[None]:
 
 
 def _lock(run_dir: Path, closing: contextlib.ExitStack) -> None:
-    """Take the lock, which lasts until `closing` closes the file."""
+    """Acquire the lock; it is released when `closing` closes the file."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        file = closing.enter_context((run_dir / NAME).open("a+"))
+        file = closing.enter_context((run_dir / LOCK_FILE).open("a+"))
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -46,11 +47,13 @@ def _lock(run_dir: Path, closing: contextlib.ExitStack) -> None:
         holder = file.read().strip() or "another process"
         raise UserError(
             f"{run_dir} is in use by {holder}: two runs would overwrite each other's files. "
-            "Wait for that one, end it, or set another --run_dir."
+            "Wait for that run, end it, or set another --run_dir."
         ) from None
     except OSError as error:
-        if error.errno in NO_LOCKS:
-            say(f"{run_dir} is on a file system without locks: see to it that no other run uses it")
+        if error.errno in UNSUPPORTED_ERRORS:
+            print_on_first(
+                f"{run_dir} is on a file system without locks: make sure that no other run uses it"
+            )
             return
         raise UserError(
             f"{run_dir} cannot be written to: {error.strerror}. "

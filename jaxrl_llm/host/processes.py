@@ -1,4 +1,4 @@
-"""Collectives between the processes of a run, on host values: every process calls them at the same point."""
+"""Collectives on host values: every process of the run calls them at the same point."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 def agree(value: int) -> int:
-    """Return the largest of all processes' values. A collective."""
+    """Return the maximum of all processes' values. A collective."""
     if jax.process_count() == 1:
         return value
     return int(np.max(multihost_utils.process_allgather(np.int32(value))))
@@ -38,8 +38,8 @@ def on_first(work: Callable[[], Result]) -> Result:
     """Return `work()`, which runs on process 0 alone, on every process. A collective.
 
     Raises:
-        Exception: what `work` raised, on every process. An exception that cannot be pickled is a RunError
-            elsewhere than on process 0.
+        Exception: the exception of `work`, on every process. One that cannot be pickled is a RunError on
+            processes other than 0.
     """
     if jax.process_count() == 1:
         return work()
@@ -58,7 +58,7 @@ def on_first(work: Callable[[], Result]) -> Result:
     return result
 
 
-def say(message: str) -> None:
+def print_on_first(message: str) -> None:
     """Print one line to stderr, from process 0."""
     if jax.process_index() == 0:
         print(message, file=sys.stderr, flush=True)
@@ -80,9 +80,9 @@ def show_warnings() -> None:
 
 
 def _picklable(error: Exception | None) -> Exception | None:
-    """Return the exception as other processes can raise it."""
+    """Return the exception, or a RunError in its place if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever its class does when it is copied
+    except Exception:  # any error of the exception's class
         return RunError(f"process 0 failed: {type(error).__name__}: {error}")
     return error

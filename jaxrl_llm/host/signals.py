@@ -1,12 +1,13 @@
-"""SIGTERM and SIGINT (Ctrl-C), from the first line of a command to its last.
+"""Handlers of SIGTERM and SIGINT (Ctrl-C), from the first line of a command to its last.
 
-The first signal ends the command: at once while modules are imported or the interpreter shuts down, by an
-exception inside `unwinding`, after the work under way inside `deferred`. A second one exits at once. The exit
-code is 128 + the signal's number (130, 143), unless the deferred work has another.
+The first signal ends the command: immediately during imports and interpreter shutdown, by an exception inside
+`unwinding`, after the work in progress inside `deferred`. A second signal exits immediately. The exit code is
+128 + the signal's number (130, 143), unless the deferred work has another.
 
 Python runs signal handlers between two bytecodes of the main thread, which may be inside a compilation for
-minutes. So a thread announces signals and acts on the second; the interpreter's C handler wakes it through a
-pipe (`signal.set_wakeup_fd`). Imports the standard library alone: commands install the handlers before jax.
+minutes. Therefore a thread announces signals and handles the second one; the interpreter's C handler wakes it
+through a pipe (`signal.set_wakeup_fd`). Imports only the standard library, since commands install the
+handlers before they import jax.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from collections.abc import Iterator
 from typing import Literal
 
 HANDLED = (signal.SIGTERM, signal.SIGINT)
-SHOW_CURSOR = b"\x1b[?25h"  # a live panel hides it
+SHOW_CURSOR = b"\x1b[?25h"  # a live panel hides the cursor
 
 
 class Interrupted(SystemExit):
-    """Unwinds a command that a signal ended; the code is 128 + the signal's number."""
+    """Exception that unwinds a command after a signal; its code is 128 + the signal's number."""
 
 
 class SignalHandlers:
@@ -32,8 +33,8 @@ class SignalHandlers:
 
     Attributes:
         received: number of the first signal; 0 = none yet.
-        unwinds: whether the first signal unwinds the main thread, rather than exit at once.
-        deferred: what is finished before the command ends; "" = nothing.
+        unwinds: True where the first signal unwinds the main thread, False where it exits immediately.
+        deferred: description of the work that is finished first; "" = none.
     """
 
     def __init__(self):
@@ -41,7 +42,7 @@ class SignalHandlers:
         self.unwinds = False
         self.deferred = ""
         self._response: Literal["exit", "unwind", "defer"] = "exit"
-        self._action = ""  # of the first signal, as it is announced
+        self._action = ""  # announced with the first signal
         self._lock = threading.RLock()  # a handler may interrupt a handler
         self._handled = 0
         self._announced = threading.Event()
@@ -53,12 +54,12 @@ class SignalHandlers:
         self._thread.start()
 
     def wait_for_announcement(self) -> None:
-        """Wait until a received signal is announced, but not for a terminal that is held up."""
+        """Wait until a received signal is announced, at most a second: the terminal may be blocked."""
         if self.received:
             self._announced.wait(1.0)
 
     def remove(self) -> None:
-        """Give the signals back to their previous handlers."""
+        """Restore the previous handlers."""
         signal.set_wakeup_fd(self._previous_fd)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
@@ -66,13 +67,13 @@ class SignalHandlers:
         self._thread.join(1.0)
 
     def forget(self) -> None:
-        """Reset the signals of a forked child, which shares the parent's pipe."""
+        """Reset the handlers in a forked child, which shares the parent's pipe."""
         signal.set_wakeup_fd(-1)
         for number in HANDLED:
             signal.signal(number, signal.SIG_DFL)
 
     def _respond(self, number: int) -> None:
-        """Choose what the first signal does, once, by the state in which it came."""
+        """Set the response to the first signal by the state in which it arrived."""
         with self._lock:
             if not self.received:
                 self.received = number
@@ -82,7 +83,7 @@ class SignalHandlers:
                     self._action = "exit"
 
     def _handle(self, number: int, frame: object) -> None:
-        """Run in the main thread, as soon as it executes Python."""
+        """Handle a signal in the main thread, which runs this when it next executes Python."""
         self._handled += 1
         if self._handled > 1:
             exit_at_once(number)
@@ -92,11 +93,11 @@ class SignalHandlers:
 
     def _watch(self) -> None:
         """Announce the first signal, exit at the second."""
-        seen = 0
+        count = 0
         while data := os.read(self._read, 64):
             for number in filter(HANDLED.__contains__, data):
-                seen += 1
-                if seen > 1:
+                count += 1
+                if count > 1:
                     exit_at_once(number)
                 self._respond(number)
                 announce(number, self._action)
@@ -107,40 +108,40 @@ class SignalHandlers:
 
 
 _handlers: SignalHandlers | None = None
-_forks_are_watched = False
+_reset_in_forks = False
 
 
 def install_handlers() -> bool:
-    """Install the handlers unless they are, or this is not the main thread. Return whether they were."""
-    global _handlers, _forks_are_watched
+    """Install the handlers, in the main thread only and once. Return whether this call installed them."""
+    global _handlers, _reset_in_forks
     if _handlers is not None or threading.current_thread() is not threading.main_thread():
         return False
     _handlers = SignalHandlers()
-    if not _forks_are_watched:
+    if not _reset_in_forks:
         os.register_at_fork(after_in_child=_forget)
-        _forks_are_watched = True
+        _reset_in_forks = True
     return True
 
 
 @contextlib.contextmanager
 def handled_signals() -> Iterator[SignalHandlers | None]:
-    """Have the handlers installed while inside; None in a thread that is not the main one."""
+    """Install the handlers inside the context; None in threads other than the main one."""
     global _handlers
-    own = install_handlers()
+    installed = install_handlers()
     handlers = _handlers
     try:
         yield handlers
     finally:
         if handlers is not None:
             handlers.wait_for_announcement()
-        if own:
+        if installed:
             handlers.remove()
             _handlers = None
 
 
 @contextlib.contextmanager
 def unwinding() -> Iterator[None]:
-    """While inside, have the first signal raise `Interrupted` in the main thread: `with` blocks close."""
+    """Have the first signal inside raise `Interrupted` in the main thread, so that `with` blocks close."""
     with handled_signals() as handlers:
         if handlers is None:
             yield
@@ -154,7 +155,7 @@ def unwinding() -> Iterator[None]:
 
 @contextlib.contextmanager
 def deferred(action: str) -> Iterator[None]:
-    """While inside, have the first signal announce `action` and do nothing else; see `received_signal`."""
+    """Have the first signal inside only announce `action`; see `received_signal`."""
     if _handlers is None:
         yield
         return
@@ -172,13 +173,13 @@ def received_signal() -> int:
 
 
 def announce(number: int, action: str) -> None:
-    """Print through sys.stderr, which puts the line above a live panel."""
-    with contextlib.suppress(OSError, ValueError):  # a closed terminal
+    """Print the signal and the action to sys.stderr, so that the line appears above a live panel."""
+    with contextlib.suppress(OSError, ValueError):  # the terminal is closed
         print(f"{signal.Signals(number).name}: {action}", file=sys.stderr, flush=True)
 
 
 def exit_at_once(number: int) -> None:
-    """End the process without any cleaning up, but for the terminal's cursor."""
+    """End the process without cleanup, except that the terminal's cursor is shown."""
     with contextlib.suppress(OSError):
         if os.isatty(1):
             os.write(1, SHOW_CURSOR)

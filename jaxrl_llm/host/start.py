@@ -1,4 +1,4 @@
-"""Start-up of a process: joining the others of the run, the cache of compiled programs."""
+"""Start-up of a process: it joins the other processes of the run and opens the compilation cache."""
 
 from __future__ import annotations
 
@@ -11,66 +11,66 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
-from jax._src import clusters  # jax has no public way to ask for a cluster without joining it
+from jax._src import clusters  # jax has no public function that detects a cluster without joining it
 
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.host.processes import show_warnings
 
-CACHE = "~/.cache/jaxrl_llm/compiled"
-VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+COMPILATION_CACHE = "~/.cache/jaxrl_llm/compiled"
+CLUSTER_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 JOIN_TIMEOUT = 300.0  # seconds in which all processes must have started
 
 
 class Cluster(NamedTuple):
-    """The processes that this one belongs to."""
+    """Group of processes of one run, as detected by this process."""
 
-    method: str  # "gcetpu", "slurm", ...: jax's name of it; or "JAX_COORDINATOR_ADDRESS"
+    method: str  # jax's name of the cluster ("gcetpu", "slurm", ...), or "JAX_COORDINATOR_ADDRESS"
     num_processes: int
     process_id: int
-    address: str = ""  # "host:port" of process 0; "" = jax asks the cluster
+    address: str = ""  # "host:port" of process 0; "" = jax detects it
 
 
 def start_host() -> None:
     """Join the other processes of the run, if there are any, and share compiled programs between runs.
 
-    Several processes: on GCE TPU VMs, GKE, SLURM, Open MPI and indexed Kubernetes Jobs they find each other;
-    elsewhere set JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID.
-    JAX_COMPILATION_CACHE_DIR says where compiled programs are kept ("" = nowhere).
+    Processes on GCE TPU VMs, GKE, SLURM, Open MPI and in indexed Kubernetes Jobs are detected; elsewhere set
+    JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID.
+    JAX_COMPILATION_CACHE_DIR sets the folder of compiled programs ("" = no cache).
 
     Raises:
-        UserError: the variables are incomplete, or a cluster does not say who belongs to it.
+        UserError: the variables are incomplete, or a cluster does not describe its processes.
         RunError: jax cannot join the others.
     """
     quiet_transformers()
     show_warnings()
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(Path(CACHE).expanduser()))
+        jax.config.update("jax_compilation_cache_dir", str(Path(COMPILATION_CACHE).expanduser()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     if not jax.distributed.is_initialized() and (cluster := find_cluster()):
         join_cluster(cluster)
 
 
 def find_cluster() -> Cluster | None:
-    """Return the cluster that the environment describes, None if this process runs alone.
+    """Return the cluster that the environment describes; None for a run of one process.
 
     Raises:
         UserError: see `start_host`.
     """
-    given = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
-    if len(given) == len(VARIABLES):
+    given = {name: os.environ[name] for name in CLUSTER_VARIABLES if os.environ.get(name)}
+    if len(given) == len(CLUSTER_VARIABLES):
         return _from_variables(*given.values())
     mpi = os.environ.get("OMPI_COMM_WORLD_SIZE", "1") != "1"
     for environment in clusters.ClusterEnv._cluster_types:
         chosen = not environment.opt_in_only_method or (mpi and environment.name == "mpi4py")
-        if chosen and (cluster := _ask(environment)):
+        if chosen and (cluster := _detect(environment)):
             return cluster if cluster.num_processes > 1 else None
     if mpi:
         raise UserError(
-            "Open MPI has started several processes, but jax cannot read where the first one is: install "
-            f"mpi4py, or set {', '.join(VARIABLES)}"
+            "Open MPI has started several processes, but jax cannot read the address of the first one: "
+            f"install mpi4py, or set {', '.join(CLUSTER_VARIABLES)}"
         )
     if given:
-        missing = ", ".join(name for name in VARIABLES if name not in given)
+        missing = ", ".join(name for name in CLUSTER_VARIABLES if name not in given)
         raise UserError(
             f"{', '.join(given)} is set but {missing} is not: set all three, or none to run alone"
         )
@@ -78,9 +78,9 @@ def find_cluster() -> Cluster | None:
 
 
 def _from_variables(address: str, num_processes: str, process_id: str) -> Cluster | None:
-    """Return what VARIABLES say, None for a single process."""
+    """Return the cluster of CLUSTER_VARIABLES, None for a single process."""
     try:
-        cluster = Cluster(VARIABLES[0], int(num_processes), int(process_id), address)
+        cluster = Cluster(CLUSTER_VARIABLES[0], int(num_processes), int(process_id), address)
     except ValueError:
         cluster = None
     port = address.rpartition(":")[2]
@@ -93,15 +93,15 @@ def _from_variables(address: str, num_processes: str, process_id: str) -> Cluste
     return cluster if cluster.num_processes > 1 else None
 
 
-def _ask(environment: type[clusters.ClusterEnv]) -> Cluster | None:
+def _detect(environment: type[clusters.ClusterEnv]) -> Cluster | None:
     """Return the cluster of one kind, None if this process is in none.
 
     Raises:
-        UserError: it is in one that does not answer.
+        UserError: the process is in a cluster that does not answer.
     """
-    name = environment.name or "k8s"  # the one kind that jax has no name for
+    name = environment.name or "k8s"  # the only kind without a name in jax
     if name == "k8s" and "JOB_COMPLETION_INDEX" not in os.environ:
-        return None  # a pod of its own: jax joins the pods of indexed Jobs
+        return None  # a single pod: jax joins the pods of indexed Jobs only
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -115,57 +115,56 @@ def _ask(environment: type[clusters.ClusterEnv]) -> Cluster | None:
     except Exception as error:  # of requests, kubernetes, mpi4py, int()
         raise UserError(
             f"this seems to be a process of a {name} cluster, but jax cannot read which one "
-            f"({type(error).__name__}: {' '.join(str(error).split())}). Set {', '.join(VARIABLES)} to say "
-            "so; localhost:1234, 1 and 0 run alone."
+            f"({type(error).__name__}: {' '.join(str(error).split())}). Set {', '.join(CLUSTER_VARIABLES)}; "
+            "localhost:1234, 1 and 0 run alone."
         ) from error
 
 
 def join_cluster(cluster: Cluster) -> None:
-    """Start `jax.distributed`; end the process with a message if the others do not come within JOIN_TIMEOUT.
+    """Start `jax.distributed`; end the process with a message if others are missing after JOIN_TIMEOUT.
 
-    jax would abort then, with a stack trace of C++.
+    Otherwise jax would abort with a stack trace of C++.
 
     Raises:
         RunError: the address cannot be used.
     """
-    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM, which is `host.signals`'
-    timer = threading.Timer(JOIN_TIMEOUT, _give_up, [cluster])
+    jax.config.update("jax_enable_preemption_service", False)  # `host.signals` handles SIGTERM
+    timer = threading.Timer(JOIN_TIMEOUT, _end_process, [cluster])
     timer.daemon = True
     timer.start()
-    patience = round(JOIN_TIMEOUT) + 60
+    timeout = round(JOIN_TIMEOUT) + 60
     try:
         if cluster.address:
-            jax.distributed.initialize(*cluster[3:], *cluster[1:3], initialization_timeout=patience)
+            jax.distributed.initialize(*cluster[3:], *cluster[1:3], initialization_timeout=timeout)
         else:
             method = None if cluster.method == "k8s" else cluster.method
-            jax.distributed.initialize(cluster_detection_method=method, initialization_timeout=patience)
+            jax.distributed.initialize(cluster_detection_method=method, initialization_timeout=timeout)
     except RuntimeError as error:
-        raise RunError(f"{_whoami(cluster)} cannot join the others: {error}") from error
+        raise RunError(f"{_describe(cluster)} cannot join the others: {error}") from error
     finally:
         timer.cancel()
 
 
-def _give_up(cluster: Cluster) -> None:
-    """End the process from a thread: the main one is inside C++, where no exception reaches it."""
+def _end_process(cluster: Cluster) -> None:
+    """End the process from a thread, while the main thread is inside C++, which no exception reaches."""
     print(
-        f"error: {_whoami(cluster)} has waited {JOIN_TIMEOUT:g} s, and not all others have joined. Start the "
-        "same command for every process, see to it that they reach process 0"
-        f"{f' at {cluster.address}' if cluster.address else ''}, or set {', '.join(VARIABLES)} to say which "
-        "processes there are.",
+        f"error: {_describe(cluster)} has waited {JOIN_TIMEOUT:g} s, and not all others have joined. Start "
+        "the same command for every process, make sure that they reach process 0"
+        f"{f' at {cluster.address}' if cluster.address else ''}, or set {', '.join(CLUSTER_VARIABLES)}.",
         file=sys.stderr,
         flush=True,
     )
     os._exit(1)
 
 
-def _whoami(cluster: Cluster) -> str:
-    return f"process {cluster.process_id} of {cluster.num_processes} (found by {cluster.method})"
+def _describe(cluster: Cluster) -> str:
+    return f"process {cluster.process_id} of {cluster.num_processes} (detected by {cluster.method})"
 
 
 def quiet_transformers() -> None:
-    """Hide what transformers says at its import where torch, which is not needed, is not installed."""
-    logging.getLogger("transformers").addFilter(_is_news)
+    """Hide the warning of transformers that torch, which is not needed, is not installed."""
+    logging.getLogger("transformers").addFilter(_is_relevant)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _is_relevant(record: logging.LogRecord) -> bool:
     return "PyTorch was not found" not in record.getMessage()

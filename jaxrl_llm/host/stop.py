@@ -3,15 +3,15 @@
 Exit codes of a training run:
 
     0          finished
-    75         EX_TEMPFAIL, "try again": stopped by a signal, by --max_runtime or for want of its servers,
+    75         EX_TEMPFAIL, "try again": stopped by a signal, by --max_runtime or by the loss of all servers,
                with its state saved; the same command continues it
     143, 130   ended by SIGTERM, SIGINT: by the first one before the first step (imports, start-up), where
-               there is nothing to save, or at once by a second one; the checkpoints stand
-    1          the run failed; its checkpoints stand
+               there is nothing to save, or immediately by a second one; the checkpoints are kept
+    1          the run failed; its checkpoints are kept
     2          bad input
 
-A signal during a step, a compilation, an evaluation or a save is announced at once and obeyed after the
-step. One during the export lets the export finish.
+A signal during a step, a compilation, an evaluation or a save is announced immediately and handled after the
+step. After one during the export, the export is finished.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from jaxrl_llm.host.signals import deferred, received_signal, unwinding
 
 EXIT_STOPPED = 75
 
-_WALL_CLOCK = 1  # smaller than the signals' numbers, so that a signal wins
+_WALL_CLOCK = 1  # below the signals' numbers, so that a signal takes precedence
 
 
 class Stop:
-    """Requests to stop the training loop; a context manager, inside which signals wait for the loop.
+    """Requests to stop the training loop; a context manager inside which signals are deferred to the loop.
 
     Args:
         max_runtime_seconds: wall-clock budget counted from here; 0 = none.
@@ -45,7 +45,7 @@ class Stop:
         self._closing.enter_context(deferred("saving after this step, then stopping"))
 
     def requested(self, step: int, reserve: float = 0.0) -> str:
-        """Return why to stop before `step`, "" = go on. Every process calls it once at the top of every step.
+        """Return the reason to stop before `step`, "" = none. Every process calls it once at every step.
 
         Args:
             step: the step about to start.
@@ -60,11 +60,11 @@ class Stop:
         return self._agreed(received_signal() or self._out_of_time(now, reserve))
 
     def signalled(self) -> str:
-        """Return "SIGTERM" or "SIGINT" if a process has received it, "" = none has. A collective."""
+        """Return "SIGTERM" or "SIGINT" if any process has received it, else "". A collective."""
         return self._agreed(received_signal())
 
     def close(self) -> None:
-        """Let signals end the command as before."""
+        """Restore the previous response to signals."""
         self._closing.close()
 
     def __enter__(self) -> Stop:

@@ -27,7 +27,7 @@ def assign_credit(
 
     Args:
         kl_coef: current coefficient of the KL controller.
-        seed: of a random selection.
+        seed: of the algorithm's random selection, if it has one.
     """
     if not trajectories:
         return list(items)
@@ -62,7 +62,7 @@ def side_by_side(
 
     numbers = lambda values: jnp.asarray(np.array(values, np.float32))
     rewards = numbers([t.reward for t in trajectories])
-    of_response = lambda name: [
+    response_part = lambda name: [
         i.signals[name][len(t.prompt_ids) :] for i, t in zip(items, trajectories, strict=True)
     ]
     first = trajectories[0]
@@ -79,7 +79,7 @@ def side_by_side(
         else None,
         greedy=numbers([t.greedy_reward for t in trajectories]),
         kl_coef=jnp.float32(kl_coef),
-        **{name: padded(of_response(name)) for name in IN_ADVANTAGES if name in items[0].signals},
+        **{name: padded(response_part(name)) for name in IN_ADVANTAGES if name in items[0].signals},
     )
 
 
@@ -92,11 +92,13 @@ def _advantages(rollouts: Rollouts, algo: AlgoConfig) -> dict[str, jax.Array]:
     return signals
 
 
-def split(items: Sequence[PackItem], count: int, seed: int, group_size: int = 1) -> list[list[PackItem]]:
+def split_minibatches(
+    items: Sequence[PackItem], count: int, seed: int, group_size: int = 1
+) -> list[list[PackItem]]:
     """Return at most `count` mini-batches of the shuffled items, none empty; one keeps their order.
 
     Args:
-        group_size: consecutive items that stay together.
+        group_size: consecutive items that are kept together.
     """
     if count == 1:
         return [list(items)] if items else []

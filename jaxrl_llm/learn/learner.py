@@ -99,7 +99,7 @@ class Learner:
         }
 
     def init_state(self, params: Params) -> TrainState:
-        """Return a state with a fresh optimizer; it takes over these float32 weights without a copy."""
+        """Return a state with a fresh optimizer; these float32 weights are donated to it."""
         with jax.set_mesh(self.mesh):
             return jax.jit(self._fresh, out_shardings=self.state_shardings, donate_argnums=0)(params)
 

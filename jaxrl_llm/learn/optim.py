@@ -1,4 +1,4 @@
-"""OptimConfig -> an optax transformation over float32 master weights."""
+"""Optimizers and learning-rate schedules: an optax transformation over float32 master weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class OptimConfig:
     eps: Annotated[float, Range(0, 1, open_low=True)] = 1e-8
     """Added to the root of the second moment (adamw)."""
     weight_decay: Annotated[float, Range(0, 10)] = 0.0
-    """Decoupled decay of matrices, scaled by the learning rate; norms and biases are left alone."""
+    """Decoupled decay of matrices, scaled by the learning rate; norms and biases do not decay."""
     max_grad_norm: Annotated[float, Range(0, 1e9)] = 1.0
     """Global norm that gradients are clipped to; 0 = no clipping."""
     max_nonfinite: Count = 5
@@ -46,21 +46,21 @@ def make_schedule(config: OptimConfig, total_updates: int) -> optax.Schedule:
     """Return the learning rate as a function of the update number."""
     peak, end = config.learning_rate, config.learning_rate * config.final_fraction
     decay_updates = max(total_updates - config.warmup_steps, 1)
-    after = {
+    main = {
         "constant": lambda: optax.constant_schedule(peak),
         "cosine": lambda: optax.cosine_decay_schedule(peak, decay_updates, config.final_fraction),
         "linear": lambda: optax.linear_schedule(peak, end, decay_updates),
     }[config.schedule]()
     if not config.warmup_steps:
-        return after
+        return main
     rise = optax.linear_schedule(0.0, peak, config.warmup_steps)
-    return optax.join_schedules([rise, after], [config.warmup_steps])
+    return optax.join_schedules([rise, main], [config.warmup_steps])
 
 
 def make_optimizer(config: OptimConfig, total_updates: int) -> optax.GradientTransformation:
     """Return direction + weight_decay * weights, times -learning rate: one order for every optimizer.
 
-    Gradients are clipped in `learn.update`, which has their norm anyway.
+    Gradients are clipped in `learn.update`, which computes their norm.
     """
     return optax.chain(
         *_direction(config),
@@ -70,7 +70,7 @@ def make_optimizer(config: OptimConfig, total_updates: int) -> optax.GradientTra
 
 
 def _direction(config: OptimConfig) -> list[optax.GradientTransformation]:
-    """Return what the learning rate multiplies, before weight decay."""
+    """Return the transformations of the gradient before weight decay and learning rate."""
     if config.name == "adamw":
         return [optax.scale_by_adam(config.b1, config.b2, config.eps)]
     if config.name == "lion":

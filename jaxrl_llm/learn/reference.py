@@ -1,4 +1,4 @@
-"""The frozen reference policy that KL is measured against: its weights, and its log-probs of dataset rows."""
+"""Frozen reference policy of the KL penalty: its weights, and its log-probs of dataset rows."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from jaxrl_llm.structs import Params
 
 
 class Reference:
-    """The weights with which the last stage of a run starts, in the compute type.
+    """Weights at the start of the last stage of a run, in the compute type.
 
-    Without an SFT warm-up they are the initial weights and are made again when needed; after one they are
-    saved once, in run_dir/reference.
+    Without an SFT warm-up they are the initial weights, loaded or initialised again when needed; after one
+    they are saved once, in run_dir/reference.
 
     Args:
-        initial: makes the initial weights.
+        initial: returns the initial weights.
         abstract: shapes and shardings of the weights, to restore them into.
     """
 
@@ -39,7 +39,7 @@ class Reference:
         Args:
             start: first step of the stage.
             step: the step about to be taken.
-            current: weights of the policy now.
+            current: present weights of the policy.
         """
         if self.weights is None:
             self.weights = (
@@ -49,23 +49,23 @@ class Reference:
 
     def _saved(self, is_start: bool, current: Params) -> Params:
         settings = CheckpointConfig(keep=1, async_save=False, on_full_disk="stop")
-        with contextlib.closing(Checkpointer(settings, self.run_dir / "reference")) as keeper:
+        with contextlib.closing(Checkpointer(settings, self.run_dir / "reference")) as checkpointer:
             if is_start:
-                keeper.save(0, current, {}, {})
+                checkpointer.save(0, current, {}, {})
                 return freeze(current, self.dtype)
-            restored = keeper.restore(self.abstract)
+            restored = checkpointer.restore(self.abstract)
             if restored is None:
                 raise UserError(
-                    f"{self.run_dir / 'reference'} is gone: this run cannot restore its reference model; "
+                    f"{self.run_dir / 'reference'} is missing: this run cannot restore its reference model; "
                     "start a new run with another --run_dir."
                 )
             return freeze(restored[1], self.dtype)
 
 
 class LogprobCache:
-    """Reference log-probs of dataset rows, which come again every epoch; the least recently used are dropped.
+    """Least-recently-used cache of the reference log-probs of dataset rows, which repeat every epoch.
 
-    Rows are equal if their tokens and masks are: log-probs are computed where the mask is 1 only.
+    Its key is a row's tokens and mask: log-probs are computed only where the mask is 1.
 
     Args:
         max_bytes: of the arrays that are kept.

@@ -46,7 +46,7 @@ class Source(Protocol):
         """Return the experience of step 0, 1, ... of a stage."""
 
     def snapshot(self) -> dict[str, bytes]:
-        """Return the files, by name, that a checkpoint must hold besides the step. A collective."""
+        """Return the files, by name, that a checkpoint needs besides the state. A collective."""
 
     def resume(self, files: Mapping[str, bytes], step: int, params: Params, version: int) -> None:
         """Continue at a step from the files of its checkpoint."""
@@ -56,8 +56,8 @@ class Source(Protocol):
 class Stage:
     """Steps [start, start + steps) of a run: the SFT warm-up, or the run itself.
 
-    Frozen teachers take the place of the reference. A critic that is not updated (`updates_critic` False, in
-    the warm-up) is only part of the state, so that all stages of a run have one state.
+    Frozen teachers replace the reference. A critic that is not updated (`updates_critic` False, in the
+    warm-up) is part of the state all the same, so that the states of all stages have the same shapes.
     """
 
     policy: Learner
@@ -69,7 +69,7 @@ class Stage:
     critic: Learner | None = None
     critic_params: Params | None = None  # pretrained weights of the critic; None = the policy's
     critic_warmup: int = 0  # first steps in which the critic alone is updated
-    teachers: tuple[Params, ...] = ()  # an item's label says which of them it learns from
+    teachers: tuple[Params, ...] = ()  # an item's label is the index of its teacher
     updates_critic: bool = True
     reference_cache: LogprobCache = field(default_factory=LogprobCache)
 
@@ -83,15 +83,15 @@ class Stage:
 
     @property
     def needs_reference(self) -> bool:
-        """The frozen reference model takes part."""
+        """True where the frozen reference model scores the items."""
         return self.requires.reference and not self.teachers
 
     def abstract_state(self) -> TrainState:
-        """Return shapes, types and shardings of the state: what a checkpoint is restored into."""
+        """Return shapes, types and shardings of the state, to restore a checkpoint into."""
         return replace(self.policy.abstract_state(), critic=self.critic and self.critic.abstract_state())
 
     def init_state(self, params: Params) -> TrainState:
-        """Return a state with fresh optimizers. It takes over `params`; the critic starts from a copy."""
+        """Return a state with fresh optimizers. `params` are donated to it; the critic starts from a copy."""
         critic = None
         if self.critic:
             fit = functools.partial(models.with_heads, config=self.critic.model)
@@ -113,7 +113,7 @@ class Stage:
         self.score(state, experience.items, reference)
         kl_coef = float(state.kl_coef)
         items = credit.assign_credit(algo, experience.items, experience.trajectories, kl_coef, seed)
-        return credit.split(items, self.minibatches, seed, self.policy.group_size)
+        return credit.split_minibatches(items, self.minibatches, seed, self.policy.group_size)
 
     def update(
         self, state: TrainState, minibatches: Sequence[Sequence[PackItem]], step: int
@@ -121,7 +121,7 @@ class Stage:
         """Apply one update of each model for each mini-batch. The state passed in is donated.
 
         Args:
-            step: of the stage, from 0; the policy waits for the critic's warm-up.
+            step: of the stage, from 0; the policy is not updated during the critic's warm-up.
         """
         metrics: Metrics = {}
         if not minibatches:  # no trajectory was selected
@@ -141,7 +141,7 @@ class Stage:
         return self.policy.measure(state, items, self.teachers)
 
     def score(self, state: TrainState, items: Sequence[PackItem], reference: Params | None) -> None:
-        """Write into the items' signals all that the algorithm reads of the models before the update."""
+        """Write the signals that the algorithm requires of the models before the update into the items."""
         if self.policy.config.old == "rollout":
             for item in items:
                 item.signals["old"] = item.signals["rollout"]

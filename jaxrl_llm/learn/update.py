@@ -1,7 +1,7 @@
-"""The arithmetic of an update: forward -> LossInputs -> algorithm.loss -> gradients -> optax. Pure functions.
+"""Pure functions of an update: forward -> LossInputs -> algorithm.loss -> gradients -> optax.
 
 An update is one `accumulate` for each micro-batch of a mini-batch, then one `apply`. All micro-batches have
-one shape, so each function compiles once, whatever the lengths of the sequences.
+one shape, so each function compiles once for sequences of any length.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Outputs = dict[str, Float[Array, "B T"]]
 
 @dataclass(frozen=True)
 class StepConfig:
-    """Forward-pass settings of a model, and the one shape of a micro-batch."""
+    """Settings of a model's forward pass, and the shape of a micro-batch."""
 
     row_tokens: int
     rows: int
     dtype: str = "float32"
     remat: str = "none"
     sequence_parallel: str = "ring"  # context parallelism, where the mesh divides the tokens of a row
-    strict: bool = False  # every bit of a log-prob depends on its trajectory alone
+    strict: bool = False  # batch-invariant: a log-prob depends, bit for bit, on its trajectory alone
     temperature: float = 1.0  # of the rollout: its log-probs are of the softmax at this temperature
     chunk: int = 128  # tokens of a row whose logits are in memory at once
     max_grad_norm: float = 1.0  # 0 = no clipping
@@ -93,7 +93,7 @@ def model_outputs(
             for teacher in teachers
         ]
         index = jnp.round(batch.labels)
-        outputs["divergence"] = sum(jnp.where(index == i, each, 0.0) for i, each in enumerate(by_teacher))
+        outputs["divergence"] = sum(jnp.where(index == i, d, 0.0) for i, d in enumerate(by_teacher))
     return {name: outputs[name] for name in names}
 
 
@@ -180,11 +180,11 @@ def loss_inputs(batch: Batch, outputs: Outputs, totals: BatchTotals) -> LossInpu
 
 
 def monitor(inputs: LossInputs, old: str = "policy") -> Metrics:
-    """Return the metrics of every run, whatever its loss.
+    """Return the metrics that are common to all losses.
 
-    mismatch/ compares the rollout engine's log-probs with the trainer's before the update. Where the old
-    log-probs are the rollout's own (`old` = "rollout"), with the policy's: that includes its staleness.
-    These metrics take the place of the loss's.
+    mismatch/ compares the rollout engine's log-probs with the trainer's before the update; where the old
+    log-probs are the rollout's (`old` = "rollout"), with the policy's, which includes staleness. These
+    metrics override the loss's metrics of the same names.
     """
     if inputs.entropy is None:
         return {}
@@ -225,7 +225,7 @@ def apply(
     optimizer: optax.GradientTransformation,
     max_grad_norm: float,
 ) -> tuple[TrainState, Metrics]:
-    """Clip the gradient, apply one optimizer update, and count it; skip it unless everything stays finite.
+    """Clip the gradient and apply one optimizer update; skip it unless all numbers are finite.
 
     Loss, gradient, update and new weights are checked: a NaN or Inf in any of them leaves weights, moments,
     version and KL coefficient as they were.
@@ -242,12 +242,12 @@ def apply(
         "param_norm": optax.tree.norm(params),
     }
     finite = jnp.isfinite(metrics["loss"]) & jnp.all(jnp.isfinite(jnp.stack(list(norms.values()))))
-    keep = lambda new, old: jnp.where(finite, new, old)
+    select = lambda new, old: jnp.where(finite, new, old)
     new_state = TrainState(
-        params=jax.tree.map(keep, params, state.params),
-        opt_state=jax.tree.map(keep, opt_state, state.opt_state),
+        params=jax.tree.map(select, params, state.params),
+        opt_state=jax.tree.map(select, opt_state, state.opt_state),
         version=state.version + finite.astype(jnp.int32),
         nonfinite=jnp.where(finite, 0, state.nonfinite + 1),
-        kl_coef=keep(algo.next_kl_coef(state.kl_coef, metrics, num_sequences), state.kl_coef),
+        kl_coef=select(algo.next_kl_coef(state.kl_coef, metrics, num_sequences), state.kl_coef),
     )
     return new_state, {**metrics, **norms, "nonfinite": 1.0 - finite}

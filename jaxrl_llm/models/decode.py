@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxrl_kernels import batch_invariant
-from jaxrl_kernels.flash_attention.reference import attention
+from jaxrl_kernels.flash_attention.reference import dense_attention
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.params import shardings
 from jaxrl_llm.models.transformer import (
@@ -222,9 +222,12 @@ def _attend_ring(
         k, v = k.transpose(0, 3, 1, 2).astype(q.dtype), v.transpose(0, 2, 1, 3).astype(q.dtype)
         if strict:
             start = cursor - positions
-            return batch_invariant.attention(q, k, v, start, positions, window, **settings), (ks, vs)
+            return batch_invariant.invariant_attention(q, k, v, start, positions, window, **settings), (
+                ks,
+                vs,
+            )
         age = jnp.mod(cursor - jnp.arange(k.shape[1]), k.shape[1])
         visible = (age <= positions) & (age < window)
-        return attention(q, k, v, visible[:, None], **settings), (ks, vs)
+        return dense_attention(q, k, v, visible[:, None], **settings), (ks, vs)
 
     return attend

@@ -17,8 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxrl_kernels.chips import LANES
-from jaxrl_kernels.decode_attention.api import decode_attention
-from jaxrl_kernels.decode_attention.api import write as write_token
+from jaxrl_kernels.decode_attention.api import decode_attention, write_token
 from jaxrl_kernels.dispatch import choose, device
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.decode import DecodeWeights, apply_layers

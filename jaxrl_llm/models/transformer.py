@@ -160,7 +160,7 @@ def make_attention_fn(
 
     def exact(q, k, v, segments, positions, window):
         start = jnp.arange(q.shape[1]) - positions
-        return batch_invariant.attention(q, k, v, start, positions, window, **settings)
+        return batch_invariant.invariant_attention(q, k, v, start, positions, window, **settings)
 
     attend = functools.partial(batch_invariant.with_gradient_of, plain, exact) if strict else plain
     return lambda q, k, v: (attend(q, k, v, segments, positions, jnp.asarray(window)), (k, v))

@@ -1,7 +1,7 @@
-"""Advice for a plan that does not fit: what to change, least costly first.
+"""Advice for a plan that does not fit: settings to change, least costly first.
 
-Arithmetic only, without compiling again: a change "would fit" where its saving is known (caches, copies of
-weights, sharded state) and "may be enough" where only the compiler knows (activations).
+Arithmetic only, without another compilation: a change "would fit" where its saving can be computed (caches,
+copies of weights, sharded state) and "may be enough" where it depends on the compiler (activations).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHARDED = ("parameters", "optimizer", "gradients", "frozen models")
 
 
 def advise(plan: Plan, config: TrainConfig) -> Plan:
-    """Return the plan with advice; none if it fits."""
+    """Return the plan with advice, which is empty if the plan fits."""
     over = [phase for phase in plan.phases if phase.peak > plan.memory or phase.error]
     training = [phase for phase in over if not phase.name.startswith("rollout")]
     rollout = [phase for phase in over if phase.name.startswith("rollout")]
@@ -31,7 +31,7 @@ def advise(plan: Plan, config: TrainConfig) -> Plan:
 
 
 def _training(plan: Plan, config: TrainConfig, over: list[PhaseCost]) -> Iterator[str]:
-    """Yield advice for scores and updates: fewer activations."""
+    """Yield advice for scoring and update: fewer activations."""
     if not over:
         return
     worst = max(over, key=lambda phase: phase.peak)
@@ -102,7 +102,7 @@ def _devices(plan: Plan, over: list[PhaseCost]) -> Iterator[str]:
             "parameters, optimizer and gradients."
         )
     else:
-        yield "A larger --mesh.fsdp alone does not help: what it does not shard is too large already."
+        yield "A larger --mesh.fsdp alone does not help: the memory that it does not shard is too large."
 
 
 def _with_more_shards(phase: PhaseCost, factor: int) -> float:

@@ -35,7 +35,7 @@ class CollectiveStats(NamedTuple):
     """The collectives of one kind, of one call of a program."""
 
     count: float
-    bytes: float  # that each device sends
+    bytes: float  # sent by each device
 
 
 class CompiledStats(NamedTuple):
@@ -60,7 +60,7 @@ class Instruction(NamedTuple):
 
 
 def compile_program(program: Program, mesh: Mesh, platform: str) -> CompiledStats:
-    """Compile for the devices of `mesh`, as a run on them would.
+    """Compile a program ahead of time for the devices of `mesh`.
 
     Args:
         platform: "tpu", "cuda" or "cpu".
@@ -107,7 +107,7 @@ def count_collectives(hlo: str, devices: int) -> dict[str, CollectiveStats]:
 
     Args:
         hlo: text of the compiled program.
-        devices: of the program, for replica groups that are not spelt out.
+        devices: number of devices, for replica groups that the text omits.
     """
     computations, entry = _parse(hlo)
     counts: dict[tuple[str, str], tuple[float, float]] = {}
@@ -120,7 +120,7 @@ def count_collectives(hlo: str, devices: int) -> dict[str, CollectiveStats]:
             if kind in COLLECTIVES:
                 kind = "reduce-scatter" if scatters and kind == "all-reduce" else kind
                 channel = re.search(r"channel_id=(\d+)", line.rest)
-                # An asynchronous collective of a TPU is spelt out in each fusion that it overlaps with.
+                # An asynchronous collective of a TPU is repeated in each fusion that it overlaps with.
                 key = kind, channel[1] if channel else f"{name}/{line.name}"
                 sent = _bytes_sent(kind, _operand_bytes(line, shapes), _group_size(line.rest, devices))
                 counts[key] = max(counts.get(key, (0.0, 0.0)), (times, times * sent))
@@ -187,7 +187,7 @@ def _operand_bytes(line: Instruction, shapes: dict[str, str]) -> float:
         if not depth:
             inside = inside[:end]
             break
-    if re.search(r"\b[a-z]\w*\[", inside):  # their shapes are written out
+    if re.search(r"\b[a-z]\w*\[", inside):  # operands are printed with their shapes
         return shape_bytes(inside)
     return sum(shape_bytes(shapes.get(name.strip(" %"), "")) for name in inside.split(","))
 

@@ -14,40 +14,42 @@ def layer_weights(c: TransformerConfig) -> int:
     return c.num_layers * (attention + 3 * c.hidden_size * c.mlp_size)
 
 
-def head(c: TransformerConfig, tokens: float) -> float:
+def head_flops(c: TransformerConfig, tokens: float) -> float:
     """Return the FLOPs from hidden states to logits."""
     return 2.0 * tokens * c.hidden_size * c.vocab_size
 
 
-def attention(c: TransformerConfig, tokens: float, context: float) -> float:
-    """Return the FLOPs of scores and weighted values, each token attending to `context` tokens or to its
-    layer's window."""
-    seen = sum(min(context, window) for window in window_sizes(c))
-    return 4.0 * tokens * c.num_heads * c.head_dim * seen
+def attention_flops(c: TransformerConfig, tokens: float, context: float) -> float:
+    """Return the FLOPs of scores and weighted values.
+
+    Args:
+        context: keys of each query; a layer's window may be less.
+    """
+    keys = sum(min(context, window) for window in window_sizes(c))
+    return 4.0 * tokens * c.num_heads * c.head_dim * keys
 
 
-def forward(c: TransformerConfig, tokens: float, context: float) -> float:
+def forward_flops(c: TransformerConfig, tokens: float, context: float) -> float:
     """Return the FLOPs of the layers, without the head."""
-    return 2.0 * tokens * layer_weights(c) + attention(c, tokens, context)
+    return 2.0 * tokens * layer_weights(c) + attention_flops(c, tokens, context)
 
 
 RECOMPUTED: dict[str, Callable[[TransformerConfig, float, float], float]] = {
     "none": lambda c, tokens, context: 0.0,
     "dots": lambda c, tokens, context: 0.0,
     "attention": lambda c, tokens, context: 2.0 * tokens * layer_weights(c),
-    "full": forward,
+    "full": forward_flops,
 }
-"""`--model.remat` -> FLOPs of matrix products that the backward pass computes again ("dots" recomputes what
-is
-elementwise, "attention" all but attention)."""
+"""`--model.remat` -> FLOPs of matrix products that the backward pass recomputes: none for "dots", which
+recomputes elementwise operations only; all but attention for "attention"."""
 
 
-def update(c: TransformerConfig, tokens: float, context: float, remat: str, with_logits: bool) -> float:
-    """Return the FLOPs of forward, backward (twice a forward), and what the backward pass recomputes.
+def update_flops(c: TransformerConfig, tokens: float, context: float, remat: str, with_logits: bool) -> float:
+    """Return the FLOPs of forward, backward (twice the forward) and recomputation.
 
     Args:
         remat: key of RECOMPUTED.
-        with_logits: the loss needs log-probs, whose logits are recomputed too.
+        with_logits: True where the loss needs log-probs, whose logits are recomputed too.
     """
-    layers = 3 * forward(c, tokens, context) + RECOMPUTED[remat](c, tokens, context)
-    return layers + 4 * head(c, tokens) * with_logits
+    layers = 3 * forward_flops(c, tokens, context) + RECOMPUTED[remat](c, tokens, context)
+    return layers + 4 * head_flops(c, tokens) * with_logits

@@ -1,4 +1,4 @@
-"""Abstract models: shapes of weights without downloading or allocating them."""
+"""Abstract models: shapes of weights, without download or allocation."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from jaxrl_llm.user_file import expand_home
 
 
 class AbstractModels:
-    """`hf.load.PretrainedModels` with abstract weights: of a folder only config.json is read."""
+    """`hf.load.PretrainedModels` with abstract weights; reads only config.json of a folder."""
 
     def config(self, path: str) -> TransformerConfig:
         """Return the architecture of a local folder's model, or of one in `models.presets`.
 
         Raises:
-            ConfigError: neither.
+            ConfigError: there is neither such a folder nor such a preset.
         """
         folder = expand_home(path)
         if folder.is_dir():

@@ -1,4 +1,4 @@
-"""Phases of a training step: the program of each, the arrays in memory beside it, calls and FLOPs."""
+"""Phases of a training step: program, resident arrays, number of calls and FLOPs of each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
-from jaxrl_llm.build.models import make_stages, with_heads
+from jaxrl_llm.build.models import config_with_heads, make_stages
 from jaxrl_llm.config import TrainConfig, derived
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.stage import Stage, loss_signals, policy_scores
@@ -33,15 +33,14 @@ class Phase:
 
     name: str
     program: Program
-    resident: Resident  # arrays in memory while it runs, its arguments included; no activations
+    resident: Resident  # arrays in memory while it runs, including its arguments, without activations
     calls: int  # a step, at most; for "decode", tokens that a slot generates
     flops: float  # of one call, all devices together
     unit: str = "call"  # of `calls`: "call" or "token"
 
 
 def phases(config: TrainConfig, mesh: Mesh) -> list[Phase]:
-    """Return the phases of a training step, in their order. Traces the programs; compiles and allocates
-    nothing.
+    """Return the phases of a training step, in order: traced, not compiled or allocated.
 
     Numbers of calls and FLOPs are those of a step whose prompts and responses all have their full length.
 
@@ -50,7 +49,7 @@ def phases(config: TrainConfig, mesh: Mesh) -> list[Phase]:
     """
     model = planned_model(config.model)
     check_model(config, mesh.shape, model.max_position, model.num_heads)
-    model = with_heads(model, config.algo)
+    model = config_with_heads(model, config.algo)
     stage = make_stages(config, model, mesh, ABSTRACT_MODELS)[-1]
     base = _always_resident(config, stage)
     result = []
@@ -106,7 +105,7 @@ def _rollout(config: TrainConfig, model, mesh: Mesh, params, base: Resident) -> 
     rounds = math.ceil(samples / slots)
     prefills = math.ceil(config.prompts_per_step * draws / width[0])
     yield Phase("rollout: publish", calls["publish"], base, 1, 0.0)
-    prefill = flops.forward(model, width[0] * width[1], width[1] / 2)
+    prefill = flops.forward_flops(model, width[0] * width[1], width[1] / 2)
     yield Phase("rollout: prefill", calls["prefill"], full, prefills, prefill)
     if "resize" in calls:
         short = calls["resize"].args[0]
@@ -119,7 +118,7 @@ def _rollout(config: TrainConfig, model, mesh: Mesh, params, base: Resident) -> 
         yield Phase("rollout: gather", calls["gather"], full, rounds, 0.0)
         copied = with_weights | {"KV cache": [cache, prompts, calls["insert"].args[1]]}
         yield Phase("rollout: insert", calls["insert"], copied, rounds, 0.0)
-    decode = flops.forward(model, slots, longest) + flops.head(model, slots)
+    decode = flops.forward_flops(model, slots, longest) + flops.head_flops(model, slots)
     yield Phase("rollout: decode", calls["decode"], full, rounds * response, decode, "token")
 
 
@@ -132,8 +131,8 @@ def _score(config: TrainConfig, stage: Stage, base: Resident) -> Iterator[Phase]
     def phase(name, learner, params, outputs):
         program = learner.score_program(params, outputs)
         resident = base | {"batch": [program.args[1]] * times}
-        work = flops.forward(learner.model, tokens, config.row_tokens / 2)
-        work += flops.head(learner.model, tokens) * (outputs != ("values",))
+        work = flops.forward_flops(learner.model, tokens, config.row_tokens / 2)
+        work += flops.head_flops(learner.model, tokens) * (outputs != ("values",))
         return Phase(f"score: {name}", program, resident, times, work)
 
     if outputs := policy_scores(stage.requires, learner.config.old):
@@ -154,13 +153,13 @@ def _update(
     per_minibatch = times // config.minibatches_per_step
     resident = base | {"gradients": grads, "batch": [batch] * per_minibatch}
     tokens, with_logits = rows * config.row_tokens, algos.requirements(learner.algo).policy
-    work = flops.update(learner.model, tokens, config.row_tokens / 2, config.model.remat, with_logits)
+    work = flops.update_flops(learner.model, tokens, config.row_tokens / 2, config.model.remat, with_logits)
     yield Phase(f"{name}: accumulate", calls["accumulate"], resident, times, work)
     weights = sum(math.prod(x.shape) for x in jax.tree.leaves(grads))
     yield Phase(f"{name}: apply", calls["apply"], resident, config.minibatches_per_step, 15.0 * weights)
 
 
 def _microbatches(config: TrainConfig, learner: Learner) -> tuple[int, int]:
-    """Return (rows of a micro-batch, most micro-batches of a step)."""
+    """Return (rows of a micro-batch, maximum micro-batches of a step)."""
     sizes = derived(config, learner.mesh.size)
     return learner.config.rows, sizes["microbatches_per_update_at_most"] * config.minibatches_per_step

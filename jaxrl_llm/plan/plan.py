@@ -1,4 +1,4 @@
-"""The plan of a recipe on a topology: memory, work and roofline of every compiled phase of a step."""
+"""Plan of a recipe on a topology: memory, FLOPs and roofline of every compiled phase of a step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PhaseCost:
 
     @property
     def peak(self) -> float:
-        """Bytes."""
+        """Peak memory in bytes."""
         return sum(self.memory.values())
 
     @property
@@ -65,18 +65,18 @@ class Plan:
     phases: list[PhaseCost]
     derived: dict[str, int]
     versions: dict[str, str]
-    kernels: str = ""  # implementations of attention and log-probs, and why
-    selected: str = ""  # words of the phases that were compiled; "" = all
+    kernels: str = ""  # implementations of attention and log-probs, and the reason
+    selected: str = ""  # filter of the phases that were compiled, such as "update"; "" = all
     advice: list[str] = field(default_factory=list)
 
     @property
     def peak(self) -> PhaseCost:
-        """The phase that needs the most memory."""
+        """Phase with the highest peak memory."""
         return max(self.phases, key=lambda phase: phase.peak)
 
     @property
     def fits(self) -> bool:
-        """Whether every phase fits the memory of a device."""
+        """True where every phase fits the memory of a device."""
         return self.peak.peak <= self.memory and not any(phase.error for phase in self.phases)
 
     @property
@@ -85,7 +85,7 @@ class Plan:
         return sum(phase.step_seconds for phase in self.phases)
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything, in bytes, FLOPs and seconds a device."""
+        """Return all results as a JSON object: bytes, FLOPs and seconds per device."""
         phases = [
             {**asdict(phase), "peak": phase.peak, "step_seconds": phase.step_seconds} for phase in self.phases
         ]
@@ -103,11 +103,11 @@ class Plan:
 def make_plan(
     config: TrainConfig, target: CompileTarget, only: str = "", log: Callable[[str], None] = lambda text: None
 ) -> Plan:
-    """Compile every phase of the recipe's step for the target's devices, sequentially.
+    """Compile the phases of the recipe's step for the target's devices, one after the other.
 
     Args:
-        only: compile the phases whose name contains one of these words, separated by commas; "" = all.
-        log: called with a line before each compilation.
+        only: words separated by commas; phases whose name contains one are compiled; "" = all.
+        log: receives a line before each compilation.
 
     Raises:
         UserError: the recipe cannot run on these devices, with the fix.
@@ -138,7 +138,7 @@ def make_plan(
 
 
 def phase_cost(phase: Phase, stats: CompiledStats, target: CompileTarget) -> PhaseCost:
-    """Return the phase's memory, work and roofline on one device."""
+    """Return memory, FLOPs and roofline of the phase on one device."""
     memory = {kind: float(bytes_per_device(phase.resident.get(kind, []))) for kind in MEMORY_KINDS}
     padding = max(stats.arguments - bytes_per_device(phase.program.args), 0.0)
     memory["activations"] = stats.temporary + stats.outputs + padding

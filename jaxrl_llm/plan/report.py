@@ -1,4 +1,4 @@
-"""A plan as tables and a verdict."""
+"""Tables and verdict of a plan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxrl_llm.plan.plan import MEMORY_KINDS, PhaseCost, Plan
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """Print memory, then work, then the verdict."""
+    """Print the memory table, the work table and the verdict."""
     mesh = " x ".join(f"{name} {size}" for name, size in plan.mesh.items() if size > 1) or "1 device"
     versions = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
     console.print(f"{plan.model} on {plan.topology} ({mesh}); compiled, not run ({versions})")
@@ -21,7 +21,7 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 
 def memory_table(plan: Plan) -> Table:
-    """Return the bytes of one device by phase and kind; kinds that no phase has are left out."""
+    """Return the bytes of one device by phase and kind, without kinds that are 0 in all phases."""
     kinds = (*MEMORY_KINDS, "activations")
     used = [kind for kind in kinds if any(phase.memory[kind] for phase in plan.phases)]
     table = Table(title="Memory of each device", title_justify="left")
@@ -38,7 +38,7 @@ def memory_table(plan: Plan) -> Table:
 
 
 def work_table(plan: Plan) -> Table:
-    """Return the work of one call on one device, and the roofline of a step."""
+    """Return FLOPs and collectives of one call on one device, and the roofline of a step."""
     table = Table(title="Work of each device (one call), roofline of a step", title_justify="left")
     table.add_column("phase", no_wrap=True)
     for name in ("calls a step", "FLOPs", "collectives: bytes sent (count)", "roofline", "bound by"):
@@ -62,13 +62,13 @@ def format_collectives(phase: PhaseCost) -> str:
 
 
 def verdict(plan: Plan) -> list[str]:
-    """Return lines: whether it fits, and what to change if not."""
+    """Return lines that state whether the plan fits, and the advice."""
     peak, memory = plan.peak, f"of the {format_bytes(plan.memory)} that a run may use"
     if plan.fits:
         return [f"Fits: at most {format_bytes(peak.peak)} {memory} on each device, in {peak.name}."]
     lines = [f"Does not fit: {peak.name} needs {format_bytes(peak.peak)} {memory} on each device."]
-    lines += [f"Compiling {phase.name} failed: {phase.error}" for phase in plan.phases if phase.error]
-    return [*lines, *(["What to change, in this order:"] if plan.advice else []), *plan.advice]
+    lines += [f"Compilation of {phase.name} failed: {phase.error}" for phase in plan.phases if phase.error]
+    return [*lines, *(["Settings to change, in this order:"] if plan.advice else []), *plan.advice]
 
 
 def format_bytes(count: float) -> str:

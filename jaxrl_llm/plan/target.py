@@ -1,4 +1,4 @@
-"""Topologies by name: devices to compile for, which this machine need not have."""
+"""Topologies by name: target devices of a compilation, which this machine need not have."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SLICES = {
     3: "1x1x1 2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x16 8x16x16 16x16x16",
 }
 """Dims of the torus -> shapes of slices, in chips."""
-KNOWN = "v4-N, v5e-N, v5p-N, v6e-N, tpu7x-N, a shape such as v5e:4x4, h100, h100xN, h200xN, or cpu"
+KNOWN_TOPOLOGIES = "v4-N, v5e-N, v5p-N, v6e-N, tpu7x-N, a shape such as v5e:4x4, h100, h100xN, h200xN, or cpu"
 GPU_MEM_FRACTION = 0.75
 """Share of a GPU's memory that XLA preallocates, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set."""
 
 
 class Topology(NamedTuple):
-    """The meaning of a topology's name."""
+    """Parsed name of a topology."""
 
     name: str
     platform: str  # "tpu", "cuda" or "cpu"
@@ -38,21 +38,23 @@ class Topology(NamedTuple):
 
 
 class CompileTarget(NamedTuple):
-    """Devices to compile for."""
+    """Target devices of a compilation."""
 
     topology: Topology
     devices: list[Any]
-    memory: float  # bytes of each that a run may use
+    memory: float  # bytes of each device that a run may use
     chip: Chip | None  # None = unknown
     compiler: str  # name and version
 
 
 def parse_topology(name: str) -> Topology:
-    """Parse a topology's name. As in Google's names of slices, N counts chips of v5e and v6e, TensorCores
-    (two a chip) of v4, v5p and tpu7x.
+    """Parse a topology's name.
+
+    As in Google's names of slices, N is the number of chips of v5e and v6e, of TensorCores (two per chip)
+    of v4, v5p and tpu7x.
 
     Raises:
-        ConfigError: no such name.
+        ConfigError: an unknown name.
     """
     if name == "cpu":
         return Topology(name, "cpu", "cpu", ())
@@ -64,7 +66,7 @@ def parse_topology(name: str) -> Topology:
     match = re.fullmatch(rf"({'|'.join(TPUS)}|v5litepod)(?:-(\d+)|:(\d+(?:x\d+)+))", name)
     if not match:
         problem = f"{name}: unknown" if name else "is missing"
-        raise ConfigError(f"--topology {problem}. Known: {KNOWN}.")
+        raise ConfigError(f"--topology {problem}. Known: {KNOWN_TOPOLOGIES}.")
     kind = match[1].replace("v5litepod", "v5e")
     dims = CHIPS[kind].torus_dims
     shapes = {math.prod(shape): shape for shape in map(_sizes, SLICES[dims].split())}
@@ -83,10 +85,10 @@ def parse_topology(name: str) -> Topology:
 
 
 def open_target(topology: Topology) -> CompileTarget:
-    """Return the devices of a topology. Must run before anything else asks jax for devices.
+    """Return the devices of a topology. Must run before any other call initialises jax's devices.
 
     Raises:
-        ConfigError: its compiler is not installed, with what to install.
+        ConfigError: its compiler is not installed; names the package to install.
     """
     if topology.platform == "cpu":
         devices = jax.devices("cpu")
@@ -97,9 +99,9 @@ def open_target(topology: Topology) -> CompileTarget:
             "accelerator."
         )
     chip = CHIPS[topology.kind]
-    os.environ["JAX_PLATFORMS"] = "cpu"  # leaves an accelerator of this machine free
+    os.environ["JAX_PLATFORMS"] = "cpu"  # this machine's accelerator is not needed
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_enable_compilation_cache", False)  # programs for other machines are not read back
+    jax.config.update("jax_enable_compilation_cache", False)  # of no use for other machines' programs
     if topology.platform == "cuda":
         fraction = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_MEM_FRACTION))
         devices = gpu_devices(topology.kind, topology.chips)

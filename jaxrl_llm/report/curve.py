@@ -1,4 +1,4 @@
-"""curve.png: the learning curve of a run."""
+"""Learning curve of a run, curve.png."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#767676"  # distinct for colour-blind people
-HELD_OUT = ("eval/pass@1", "eval/accuracy")  # of generated answers; of preference pairs
+HELD_OUT = ("eval/pass@1", "eval/accuracy")  # accuracy of generated answers, of preference pairs
 
 
-def draw(run_dir: Path) -> Path | None:
+def draw_curve(run_dir: Path) -> Path | None:
     """Draw run_dir/curve.png from metrics.jsonl.
 
-    It shows training accuracy and reward (the loss, where there is no reward) and held-out accuracy; the SFT
-    warm-up is shaded.
+    Training accuracy and reward (the loss, where there is no reward) and held-out accuracy; the SFT warm-up
+    is shaded.
 
-    Returns: its path, or None where there is no point to draw.
+    Returns: the path of the picture, or None where there are no points.
     """
     from matplotlib.figure import Figure  # half a second to import
 
-    rows = jsonl.read(run_dir / "metrics.jsonl")
+    rows = jsonl.read_rows(run_dir / "metrics.jsonl")
     train = [row for row in rows if row.get("kind") != "warm_start"]
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
@@ -44,15 +44,15 @@ def draw(run_dir: Path) -> Path | None:
         _points(axes, held_out)
     loss = series(rows, "loss")
     if not len(accuracy) and not len(reward) and len(loss):
-        _loss(axes, loss, beside=len(held_out) > 0)
+        _loss(axes, loss, second_axis=len(held_out) > 0)
     elif not len(accuracy) + len(reward) + len(held_out):
         return None
-    warm = [row["step"] for row in rows if row.get("kind") == "warm_start"]
+    warm_up = [row["step"] for row in rows if row.get("kind") == "warm_start"]
     first, last = max(rows[0]["step"] - 1, 0), rows[-1]["step"] + 1
-    if warm and max(warm) < last - 1:  # a long SFT warm-up is cut: the run itself gets most of the width
-        first = max(first, max(warm) - (last - max(warm)) // 3)
-    if warm:
-        _shade(axes, max(min(warm) - 1, first), max(warm))
+    if warm_up and max(warm_up) < last - 1:  # a long SFT warm-up is cut, to a third of the run's width
+        first = max(first, max(warm_up) - (last - max(warm_up)) // 3)
+    if warm_up:
+        _shade(axes, max(min(warm_up) - 1, first), max(warm_up))
     axes.set_xlim(first, last)
     axes.set_title(run_dir.resolve().name, loc="left", fontsize=13, fontweight="bold")
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
@@ -64,7 +64,7 @@ def draw(run_dir: Path) -> Path | None:
 
 
 def series(rows: list[jsonl.Row], key: str) -> np.ndarray:
-    """Return (step, value) pairs, float64 [n, 2]; steps without a number are left out."""
+    """Return (step, value) pairs, float64 [n, 2], of the steps that have a number."""
     pairs = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
     return np.asarray(pairs, np.float64).reshape(-1, 2)
 
@@ -103,14 +103,14 @@ def _shade(axes: Axes, start: int, end: int) -> None:
 
 
 def _line(axes: Axes, points: np.ndarray, color: str, label: str) -> None:
-    """Draw the values faint, their running mean on top."""
+    """Draw the values in a faint colour, and their running mean."""
     steps, values = points.T
     axes.plot(steps, values, color=color, alpha=0.25, lw=1)
     axes.plot(steps, smooth(values), color=color, lw=2, label=label)
 
 
 def _points(axes: Axes, points: np.ndarray) -> None:
-    """Draw held-out accuracy, with the last value written beside its point."""
+    """Draw held-out accuracy; the last point is labelled with its value."""
     axes.plot(
         *points.T, color=GREEN, marker="o", ms=6, lw=1.5, mec="white", label="held-out accuracy", zorder=4
     )
@@ -128,9 +128,9 @@ def _points(axes: Axes, points: np.ndarray) -> None:
     axes.set_ylim(min(low, 0.0), max(high, 1.08))
 
 
-def _loss(axes: Axes, points: np.ndarray, beside: bool) -> None:
-    """Draw the loss on its own axis: the right one where accuracy has the left."""
-    if beside:
+def _loss(axes: Axes, points: np.ndarray, second_axis: bool) -> None:
+    """Draw the loss, on a second axis where the first is that of accuracy."""
+    if second_axis:
         axes.set_ylabel("accuracy")
         axes = axes.twinx()
         axes.spines[["top", "left"]].set_visible(False)

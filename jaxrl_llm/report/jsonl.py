@@ -12,8 +12,8 @@ from typing import Any
 Row = dict[str, Any]
 
 
-def read(path: Path) -> list[Row]:
-    """Return the rows; a line that a kill or a full disk cut short is left out."""
+def read_rows(path: Path) -> list[Row]:
+    """Return the rows, without lines that a kill or a full disk cut short."""
     rows = []
     for line in path.read_bytes().split(b"\n") if path.exists() else []:
         with contextlib.suppress(ValueError):
@@ -21,8 +21,8 @@ def read(path: Path) -> list[Row]:
     return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
 
 
-def append(path: Path, rows: Sequence[Row]) -> None:
-    """Append lines, also after a line cut short. Strict JSON: NaN is a ValueError."""
+def append_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Append lines of strict JSON (NaN is a ValueError), also after a line that was cut short."""
     text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
     with path.open("ab+") as file:
         if file.tell():
@@ -31,15 +31,15 @@ def append(path: Path, rows: Sequence[Row]) -> None:
         file.write(text.encode())
 
 
-def truncate(path: Path, step: int) -> None:
-    """Delete the lines later than `step`, and those cut short."""
+def truncate_after(path: Path, step: int) -> None:
+    """Delete the lines of steps after `step`, and those that were cut short."""
     if path.exists():
-        kept = (json.dumps(row) + "\n" for row in read(path) if row["step"] <= step)
+        kept = (json.dumps(row) + "\n" for row in read_rows(path) if row["step"] <= step)
         replace_text(path, "".join(kept))
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file by one rename; a kill leaves the old one or the new one."""
+    """Replace a file by one rename: a kill leaves either the old or the new file."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)

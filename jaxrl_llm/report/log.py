@@ -1,6 +1,6 @@
-"""The run's log: metrics.jsonl and samples.jsonl; tensorboard, wandb, mlflow; progress; the summary.
+"""Log of a run: metrics.jsonl and samples.jsonl; tensorboard, wandb, mlflow; progress; summary.
 
-A logger that fails (full disk, no network) is reported once and dropped: training never stops for it.
+A logger that fails (full disk, no network) is reported once and dropped; training continues.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import numpy as np
 
 from jaxrl_llm.ranges import CountOrZero
 from jaxrl_llm.report import curve, jsonl, loggers
-from jaxrl_llm.report.progress import Progress, clock
+from jaxrl_llm.report.progress import Progress, format_duration
 from jaxrl_llm.structs import Metrics, Trajectory
 
-PHASES = ("rollout", "reward", "update", "checkpoint")  # their times are in every line
+PHASES = ("rollout", "reward", "update", "checkpoint")  # whose times are in every line
 
 PROMPTS = "prompts.jsonl"
 OUTPUTS = {
@@ -52,16 +52,16 @@ class LogConfig:
 
 
 class RunLog:
-    """Writes the files that people read of a run, and shows its progress. Only process 0 writes.
+    """Log files and progress of a run. Only process 0 writes.
 
         log = RunLog(run_dir, config.log, total_steps, resume_step=restored)
         with log.phase("rollout"): ...
-        log.samples(step, sample_rows(trajectories, prompt_records))
+        log.samples(step, sample_rows(trajectories, prompt_rows))
         log.step(step, metrics, tokens=n)      # before the step's checkpoint: a resumed run keeps the line
-        log.finish(next_command="...")         # and in any case: log.close()
+        log.finish(next_command="...")         # log.close() in any case
 
-    On resume, lines later than `resume_step` (-1: all) are dropped: the files of a killed and rerun
-    training are those of an uninterrupted one (but for times).
+    On resume, lines after `resume_step` (-1: all) are dropped: the files of a resumed run equal those of an
+    uninterrupted one (but for times).
     """
 
     def __init__(self, run_dir: str | Path, config: LogConfig, total_steps: int, resume_step: int = 0):
@@ -77,7 +77,7 @@ class RunLog:
         self.times = dict.fromkeys(PHASES, 0.0)
         self._try("run directory", lambda: self.run_dir.mkdir(parents=True, exist_ok=True))
         for file in ("metrics.jsonl", "samples.jsonl"):
-            self._try(file, lambda file=file: jsonl.truncate(self.run_dir / file, resume_step))
+            self._try(file, lambda file=file: jsonl.truncate_after(self.run_dir / file, resume_step))
         if config.tensorboard:
             self._open("tensorboard", lambda: loggers.Tensorboard(self.run_dir, resume_step))
         if config.wandb:
@@ -117,9 +117,10 @@ class RunLog:
         seconds, self.step_started = now - self.step_started, now
         times = {f"time/{name}": value for name, value in self.times.items()}
         speed = {"time/step": seconds, "tokens_per_second": tokens / max(seconds, 1e-9)}
-        row = {"step": step, "kind": kind, **{k: plain(v) for k, v in {**metrics, **times, **speed}.items()}}
+        values = {**metrics, **times, **speed}
+        row = {"step": step, "kind": kind, **{k: json_value(v) for k, v in values.items()}}
         self.times, self.last_step = dict.fromkeys(PHASES, 0.0), step
-        self._try("metrics.jsonl", lambda: jsonl.append(self.run_dir / "metrics.jsonl", [row]))
+        self._try("metrics.jsonl", lambda: jsonl.append_rows(self.run_dir / "metrics.jsonl", [row]))
         for name, logger in list(self.loggers.items()):
             self._try(name, lambda logger=logger: logger.step(step, row))
         self.progress.step(step, row)
@@ -127,8 +128,8 @@ class RunLog:
 
     def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
         """Write the first `config.samples` rows; see `sample_rows`."""
-        written = [{"step": step, **row} for row in rows[: self.num_samples]]
-        self._try("samples.jsonl", lambda: jsonl.append(self.run_dir / "samples.jsonl", written))
+        samples = [{"step": step, **row} for row in rows[: self.num_samples]]
+        self._try("samples.jsonl", lambda: jsonl.append_rows(self.run_dir / "samples.jsonl", samples))
 
     def prompts(self, rows: Sequence[dict[str, Any]]) -> None:
         """Write prompts.jsonl: prompts to try the trained model on."""
@@ -144,19 +145,19 @@ class RunLog:
         self.message(f"warning: {text}")
 
     def finish(self, stopped: str = "", next_command: str = "") -> None:
-        """Draw the curve, close everything, print the summary.
+        """Draw the curve, close the loggers, print the summary.
 
         Args:
-            stopped: why the run ended early, such as "SIGTERM"; "" = it is complete.
+            stopped: reason of an early stop, such as "SIGTERM"; "" = the run is complete.
             next_command: a command to try next; "" = none.
         """
-        self._try("curve.png", lambda: curve.draw(self.run_dir))
+        self._try("curve.png", lambda: curve.draw_curve(self.run_dir))
         self.close()
         seconds = time.perf_counter() - self.started
         head = (
             f"{f'stopped by {stopped}' if stopped else 'done'}: step {self.last_step} of {self.total_steps}"
         )
-        self.message(f"\n{head}, {clock(seconds)} since the start")
+        self.message(f"\n{head}, {format_duration(seconds)} since the start")
         self.message(summary(self.run_dir))
         if stopped:
             self.message("The same command again continues from the last checkpoint.")
@@ -164,7 +165,7 @@ class RunLog:
             self.message(f"\nnext:  {next_command}")
 
     def close(self) -> None:
-        """Restore the terminal and flush the loggers; a second call does nothing."""
+        """Restore the terminal and close the loggers; a second call does nothing."""
         self.progress.close()
         for name, logger in list(self.loggers.items()):
             self._try(name, logger.close)
@@ -185,12 +186,12 @@ class RunLog:
             self.loggers.pop(name, None)
             if name not in self.warned:
                 self.warned.add(name)
-                self.warn(f"{name} cannot be written ({type(error).__name__}: {error}); training goes on.")
+                self.warn(f"{name} cannot be written ({type(error).__name__}: {error}); training continues.")
             return None
 
 
-def plain(value: Any) -> Any:
-    """Return a metric as JSON has it: a finite number, text, or null."""
+def json_value(value: Any) -> Any:
+    """Return a metric as a JSON value: a finite number, text, or null."""
     if isinstance(value, str | bool | None):
         return value
     number = np.asarray(value).item()
@@ -203,9 +204,9 @@ def sample_rows(
     """Return rows of samples.jsonl, which `python -m jaxrl_llm generate --prompts` reads.
 
     Args:
-        prompts: of each trajectory, by `data.chat.prompt_record`: "prompt" and, of a chat, "messages".
+        prompts: `data.chat.prompt_row` of each trajectory: "prompt" and, of a chat, "messages".
 
-    Returns: the prompt's row with "response" (text; of a conversation also "turns", messages), "reward",
+    Returns: the prompt's row with "response" (text), "turns" (messages of a conversation), "reward",
         "outcome", "finish" and "response_tokens".
     """
     return [
@@ -213,7 +214,7 @@ def sample_rows(
             **prompt,
             "response": t.text,
             **({"turns": t.messages} if t.episode else {}),
-            "reward": plain(t.reward),
+            "reward": json_value(t.reward),
             "outcome": t.outcome.name.lower(),
             "finish": t.finish,
             "response_tokens": len(t.response_ids),
@@ -224,7 +225,7 @@ def sample_rows(
 
 def summary(run_dir: Path) -> str:
     """Return the first and last value of the main metrics, and the paths of the run's outputs."""
-    rows = jsonl.read(run_dir / "metrics.jsonl")
+    rows = jsonl.read_rows(run_dir / "metrics.jsonl")
     train = [row for row in rows if row.get("kind") != "warm_start"]
     lines = []
     rewarded = any("reward/mean" in row for row in train)

@@ -1,4 +1,4 @@
-"""Loggers: TensorBoard, Weights & Biases and MLflow get the rows of metrics.jsonl."""
+"""Loggers that receive the rows of metrics.jsonl: TensorBoard, Weights & Biases and MLflow."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Tensorboard:
 
 
 class Wandb:
-    """A Weights & Biases run, with an id made of the run directory: a rerun continues it."""
+    """A Weights & Biases run; its id is a hash of the run directory, so that a resumed run continues it."""
 
     def __init__(self, run_dir: Path, project: str):
         import wandb

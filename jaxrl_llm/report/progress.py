@@ -15,7 +15,7 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.text import Text
 
-SHOWN = (
+PROGRESS_METRICS = (
     "eval/pass@1",
     "eval/accuracy",
     "reward/mean",
@@ -26,7 +26,7 @@ SHOWN = (
     "response_tokens/mean",
     "grad_norm",
 )
-WINDOW = 10  # steps that the remaining time is estimated from
+WINDOW = 10  # last steps, from which the remaining time is estimated
 
 
 class Progress:
@@ -36,7 +36,7 @@ class Progress:
         kind: "rich" redraws one panel, "plain" prints a line per step (files, pipes, notebooks), "auto" is
             rich where stdout is a terminal, "none" prints only messages.
         total: steps of the run.
-        done: steps done before.
+        done: steps of the checkpoint that the run continues from.
     """
 
     def __init__(self, kind: Literal["auto", "rich", "plain", "none"], total: int, done: int = 0):
@@ -51,12 +51,12 @@ class Progress:
                 TextColumn("[cyan]{task.fields[phase]}"),
             )
             self.task = self.bar.add_task("", total=total, completed=done, phase="starting", rate="")
-            redirected = sys.stderr.isatty()  # what other code prints to stderr stands above the panel
+            redirected = sys.stderr.isatty()  # other output to stderr then appears above the panel
             self.live = Live(self.bar, console=Console(), refresh_per_second=4, redirect_stderr=redirected)
             self.live.start()
 
     def phase(self, name: str) -> None:
-        """Show the phase that the run is in; "" = none."""
+        """Show the present phase of the run; "" = none."""
         if self.live:
             self.bar.update(self.task, phase=name)
 
@@ -64,12 +64,12 @@ class Progress:
         """Show that a step is done; `row` is its line of metrics.jsonl."""
         self.recent.append(row.get("time/step") or 0.0)
         left = (self.total - step) * statistics.median(self.recent)  # the first steps compile
-        rate = f"{row.get('tokens_per_second') or 0:,.0f} tokens/s  {clock(left)} left"
+        rate = f"{row.get('tokens_per_second') or 0:,.0f} tokens/s  {format_duration(left)} left"
         if self.live:
             self.bar.update(self.task, completed=step, rate=rate)
-            self.live.update(Group(self.bar, Text(shown(row, "  "), style="dim")))
+            self.live.update(Group(self.bar, Text(format_metrics(row, "  "), style="dim")))
         elif self.kind == "plain":
-            parts = (f"step {step}/{self.total}", shown(row, "  "), rate)
+            parts = (f"step {step}/{self.total}", format_metrics(row, "  "), rate)
             print("  ".join(part for part in parts if part), flush=True)
 
     def message(self, text: str) -> None:
@@ -80,7 +80,7 @@ class Progress:
             print(text, flush=True)
 
     def close(self) -> None:
-        """Leave the last panel on the screen, and print as usual from now on."""
+        """End the live display; the last panel stays on the screen."""
         if self.live:
             self.bar.update(self.task, phase="")
             self.live.stop()
@@ -88,17 +88,17 @@ class Progress:
 
 
 def on_terminal() -> bool:
-    """Return whether stdout can redraw; a notebook's cannot."""
+    """Return whether stdout is a terminal that can redraw lines; a notebook's is not."""
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def shown(row: Mapping[str, Any], between: str) -> str:
-    """Return the main metrics of a step as text, those that it has."""
-    pairs = ((key, row.get(key)) for key in SHOWN)
-    return between.join(f"{key} {value:.4g}" for key, value in pairs if isinstance(value, int | float))
+def format_metrics(row: Mapping[str, Any], separator: str) -> str:
+    """Return the main metrics in a row as text."""
+    pairs = ((key, row.get(key)) for key in PROGRESS_METRICS)
+    return separator.join(f"{key} {value:.4g}" for key, value in pairs if isinstance(value, int | float))
 
 
-def clock(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return seconds as text: 3725 -> "1:02:05", 65 -> "1:05"."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)

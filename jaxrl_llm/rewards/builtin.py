@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.outcome import Outcome
-from jaxrl_llm.rewards.countdown import countdown_task, evaluate, find_expression
+from jaxrl_llm.rewards.countdown import countdown_task, evaluate_countdown, find_expression
 from jaxrl_llm.rewards.extract import find_answer, find_verdict, last_number, normalize_words, to_number
 from jaxrl_llm.rewards.sample import RewardSample
 
@@ -86,7 +86,7 @@ def countdown_reward(sample: RewardSample) -> tuple[float, Outcome]:
     if expression is None:
         return 0.0, Outcome.UNPARSED
     try:
-        value, used = evaluate(expression)
+        value, used = evaluate_countdown(expression)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return 0.0, Outcome.UNPARSED
     except ZeroDivisionError:

@@ -58,7 +58,7 @@ def find_expression(response: str) -> str | None:
     return None
 
 
-def evaluate(expression: str) -> tuple[Fraction, list[int]]:
+def evaluate_countdown(expression: str) -> tuple[Fraction, list[int]]:
     """Return (exact value, the numbers used).
 
     Raises:

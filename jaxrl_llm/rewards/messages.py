@@ -22,7 +22,7 @@ MAX_REASON = 300  # characters of an error message
 MAX_BROKEN = 4000  # characters of the message of a reward that cannot be loaded
 
 
-class InvalidReplyError(ValueError):
+class InvalidWorkerReplyError(ValueError):
     """A line that no healthy worker writes."""
 
 
@@ -113,18 +113,18 @@ def parse_reply(line: bytes, expected: Expected | None, config: RewardConfig) ->
         expected: the request that it must answer; None = there is none.
 
     Raises:
-        InvalidReplyError: whatever else the line is.
+        InvalidWorkerReplyError: whatever else the line is.
     """
     if expected is None:
-        raise InvalidReplyError("a reply to no request")
+        raise InvalidWorkerReplyError("a reply to no request")
     if len(line) > MAX_LINE:
-        raise InvalidReplyError(f"a reply of more than {MAX_LINE >> 20} MiB")
+        raise InvalidWorkerReplyError(f"a reply of more than {MAX_LINE >> 20} MiB")
     try:
         body = json.loads(line, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
-        raise InvalidReplyError("a reply that is no JSON") from None
+        raise InvalidWorkerReplyError("a reply that is no JSON") from None
     if not isinstance(body, dict) or type(body.get("id")) is not int or body["id"] != expected.id:
-        raise InvalidReplyError("a reply to another request")
+        raise InvalidWorkerReplyError("a reply to another request")
     match body:
         case {"kind": "loaded", "batched": bool(batched)} if not expected.loaded:
             return Loaded(batched)
@@ -135,9 +135,9 @@ def parse_reply(line: bytes, expected: Expected | None, config: RewardConfig) ->
         case {"kind": "scored", "results": list(results)} if _scoring(expected):
             count = expected.remaining if expected.batched else 1
             if len(results) != count:
-                raise InvalidReplyError(f"a reply with {len(results)} results instead of {count}")
+                raise InvalidWorkerReplyError(f"a reply with {len(results)} results instead of {count}")
             return Scored(tuple(_parse_result(result, config) for result in results))
-    raise InvalidReplyError("a reply of no known kind, or out of order")
+    raise InvalidWorkerReplyError("a reply of no known kind, or out of order")
 
 
 def _scoring(expected: Expected) -> bool:
@@ -147,20 +147,20 @@ def _scoring(expected: Expected) -> bool:
 def _parse_result(raw: Any, config: RewardConfig) -> RewardResult:
     """Return [score, outcome, reason, error, seconds, components] as a result."""
     if not isinstance(raw, list) or len(raw) != 6:
-        raise InvalidReplyError("a result that is no list of six")
+        raise InvalidWorkerReplyError("a result that is no list of six")
     score, outcome, reason, error, seconds, components = raw
     if type(outcome) is not int or outcome not in list(Outcome):
-        raise InvalidReplyError("a result without an outcome")
+        raise InvalidWorkerReplyError("a result without an outcome")
     if not isinstance(reason, str) or not isinstance(error, str) or not isinstance(components, list):
-        raise InvalidReplyError("a result with wrong types")
+        raise InvalidWorkerReplyError("a result with wrong types")
     weights = (config.weight, *(weight for _, weight in config.shaping))
     if len(components) != (0 if score is None else len(weights)):
-        raise InvalidReplyError(f"a result with {len(components)} components")
+        raise InvalidWorkerReplyError(f"a result with {len(components)} components")
     values = tuple(_number(value, MAX_SCORE) for value in components)
     largest = sum(abs(weight) for weight in weights) * MAX_SCORE
     total = math.nan if score is None else _number(score, largest)
     if (score is None) != (outcome == Outcome.FAILED):
-        raise InvalidReplyError("a result that failed with a score, or has none and did not fail")
+        raise InvalidWorkerReplyError("a result that failed with a score, or has none and did not fail")
     spent = _number(seconds, 1e9)
     return RewardResult(
         total, Outcome(outcome), clean_text(reason), max(spent, 0.0), values, clean_text(error)
@@ -170,7 +170,7 @@ def _parse_result(raw: Any, config: RewardConfig) -> RewardResult:
 def _number(value: Any, largest: float) -> float:
     """Return a finite number of at most `largest` in size; bools are none."""
     if type(value) not in (int, float) or not abs(value) <= largest * (1 + 1e-9):
-        raise InvalidReplyError("a number that is out of range, or is none")
+        raise InvalidWorkerReplyError("a number that is out of range, or is none")
     return float(value)
 
 

@@ -27,7 +27,7 @@ from jaxrl_llm.rewards.messages import (
     Broken,
     Expected,
     Failed,
-    InvalidReplyError,
+    InvalidWorkerReplyError,
     Loaded,
     ScoreRequest,
     Setup,
@@ -253,7 +253,7 @@ class RewardPool:
         try:
             for line in lines:
                 self._take(round_, worker, line)
-        except InvalidReplyError as error:
+        except InvalidWorkerReplyError as error:
             round_.counts["invalid"] += 1
             self._lose(round_, worker, f"the worker sent {error}")
             return

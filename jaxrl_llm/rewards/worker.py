@@ -46,7 +46,7 @@ def main(fd: int, parent: int) -> None:
     connection = socket.socket(fileno=fd)
     connection.set_inheritable(False)  # what a reward starts must not keep the connection open
     if sys.platform != "linux":
-        serve(connection)
+        serve_requests(connection)
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -58,7 +58,7 @@ def main(fd: int, parent: int) -> None:
         _exit_as(supervise(child))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
     end_with_parent(supervisor, signal.SIGKILL)
-    serve(connection)
+    serve_requests(connection)
 
 
 def supervise(child: int) -> int:
@@ -117,7 +117,7 @@ def _exit_as(status: int) -> NoReturn:
     os._exit(os.waitstatus_to_exitcode(status) % 256)
 
 
-def serve(connection: socket.socket) -> None:
+def serve_requests(connection: socket.socket) -> None:
     """Answer requests until the connection is closed."""
     me = os.getpid()
     setup: Setup = _receive(connection)

@@ -1,4 +1,4 @@
-"""Arguments of the commands, in one style of flags, that of training: `--max_tokens 8`, `--switch True`."""
+"""Parser of the commands' arguments, in the style of training's flags: `--max_tokens 8`, `--switch True`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STYLE = (tyro.conf.FlagConversionOff, tyro.conf.HelptextFromCommentsOff)
 def parse_arguments(args_class: type[Args], argv: Sequence[str], command: str) -> Args:
     """Return the arguments of `python -m jaxrl_llm COMMAND`, checked against types and ranges.
 
-    `--help` prints and raises SystemExit(0); what cannot be parsed is printed, with SystemExit(2).
+    Raises SystemExit(0) after `--help`, SystemExit(2) after the message of a parse error.
 
     Raises:
         ConfigError: a value outside the range of its field.

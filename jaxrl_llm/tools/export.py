@@ -19,7 +19,7 @@ from jaxrl_llm.tools.arguments import parse_arguments
 
 
 @dataclass(frozen=True)
-class Args:
+class ExportArguments:
     """Write the model of a checkpoint as a Hugging Face folder: weights, config and tokenizer."""
 
     checkpoint: Path
@@ -31,16 +31,16 @@ class Args:
     dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
     """Type of the weights."""
     tokenizer: str = ""
-    """Folder or hub name of the tokenizer, if that of the run is not there; "" = that of the run."""
+    """Folder or hub name of the tokenizer, if the run's is missing; "" = the run's."""
 
 
 def main(argv: list[str]) -> int:
     """Write the folder and print its size.
 
     Raises:
-        UserError: no usable checkpoint, no tokenizer, or a folder that cannot be written.
+        UserError: there is no usable checkpoint or tokenizer, or the folder cannot be written.
     """
-    args = parse_arguments(Args, argv, "export")
+    args = parse_arguments(ExportArguments, argv, "export")
     step, params, config = restore_params(args.checkpoint, args.step)
     tokenizer = run_tokenizer(args.checkpoint, config, args.tokenizer)
     folder = save_model(params, config, args.out, tokenizer, args.dtype)
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
 
 
 def run_tokenizer(run_dir: Path, config: TransformerConfig, override: str = "") -> Any:
-    """Return the tokenizer that a run was trained with, as its config.json names it.
+    """Return the tokenizer of a run, which its config.json names.
 
     Raises:
         UserError: config.json names none.

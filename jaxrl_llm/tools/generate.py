@@ -44,28 +44,28 @@ class GenerateConfig(SamplingConfig):
     n: Count = 1
     """Responses to each prompt."""
     max_tokens: Count = 256
-    """Maximum tokens of a response; fewer where the model's positions end before."""
+    """Maximum tokens of a response, limited by the model's positions."""
     seed: Annotated[int, Range(0, LARGEST)] = 0
     """Response g to prompt p depends on (seed, p, g) alone, not on the other prompts or on slots."""
     slots: Annotated[int, Range(1, 65536)] = 64
-    """Sequences decoded side by side."""
+    """Sequences decoded concurrently."""
     dtype: Dtype = "auto"
     """Type of weights and activations; auto = float32 on CPU, else bfloat16."""
     chat: ChatConfig = field(default_factory=ChatConfig)
     """Chat template."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    """Division of the devices."""
+    """Mesh of the devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(GenerateConfig):
+class GenerateArguments(GenerateConfig):
     """Generate responses to the prompts of a file: one row out for each row in, in order."""
 
     model: str
     """Hugging Face folder or hub name."""
     prompts: Path
-    """JSONL (or JSON, CSV, Parquet, Arrow) with "prompt" (text) or "messages" (a chat, templated), such as
-    samples.jsonl of a run."""
+    """JSONL (or JSON, CSV, Parquet, Arrow) with "prompt" (text) or "messages" (a chat, to be rendered with
+    the chat template), such as samples.jsonl of a run."""
     out: Path
     """JSONL to write: {"prompt", "responses": [{"text", "tokens", "logprobs", "finish"}]}."""
 
@@ -76,24 +76,24 @@ def main(argv: list[str]) -> int:
     Raises:
         UserError: a model, file, row or setting that cannot be used, with the fix.
     """
-    args = parse_arguments(Args, argv, "generate")
+    args = parse_arguments(GenerateArguments, argv, "generate")
     show_warnings()
     examples = read_examples(args.prompts)
-    check_writable(args.out)
+    check_output_path(args.out)
     done = 0
     with open_out(args.out) as out:
         for part, responses, speed in generate_all(args.model, examples, args):
             for example, trajectories in zip(part, responses, strict=True):
                 out.write(json.dumps(to_row(example, trajectories)) + "\n")
             done += len(part)
-            say(f"{done}/{len(examples)} prompts, {speed:,.0f} tokens/s")
+            print_progress(f"{done}/{len(examples)} prompts, {speed:,.0f} tokens/s")
     return 0
 
 
 def generate_all(
     model: str, examples: Sequence[Example], config: GenerateConfig
 ) -> Iterator[tuple[Sequence[Example], list[list[Trajectory]], float]]:
-    """Load a model and yield (examples, their responses, tokens per second), some prompts at a time.
+    """Load a model and yield (examples, their responses, tokens per second) for several prompts at a time.
 
     Raises:
         UserError: a model or prompt that cannot be used, with the fix.
@@ -104,7 +104,7 @@ def generate_all(
     architecture = read_config(folder)
     tokenizer = load_tokenizer(folder, architecture)
     if warning := plain_text_warning(tokenizer, examples, config.chat, "--chat.render"):
-        say(f"warning: {warning}")
+        print_progress(f"warning: {warning}")
     requests = [
         make_request(config, architecture.max_position, tokenizer, i, example)
         for i, example in enumerate(examples)
@@ -125,7 +125,7 @@ def generate_all(
 def make_request(
     config: GenerateConfig, max_position: int, tokenizer: Any, i: int, example: Example
 ) -> Request:
-    """Return prompt i as a request for as many tokens as are asked for and as the model has positions.
+    """Return prompt i as a request for `max_tokens`, or as many as the model has positions for.
 
     Raises:
         UserError: the prompt leaves no position for a response; names file and line.
@@ -133,8 +133,8 @@ def make_request(
     ids = encode_prompt(tokenizer, example, config.chat)
     if len(ids) >= max_position:
         raise UserError(
-            f"{example.where}: a prompt of {len(ids)} tokens leaves no room for a response in the model's "
-            f"{max_position} positions; shorten the prompt"
+            f"{example.where}: a prompt of {len(ids)} tokens leaves no position for a response, of the "
+            f"model's {max_position}; shorten the prompt"
         )
     return Request(ids, i, config.n, min(config.max_tokens, max_position - len(ids)))
 
@@ -156,7 +156,11 @@ def to_row(example: Example, responses: Sequence[Trajectory]) -> dict[str, Any]:
 
 
 def read_examples(path: Path) -> list[Example]:
-    """Return all prompts of a file; a bad row is a UserError with file and line."""
+    """Return all prompts of a file.
+
+    Raises:
+        UserError: a bad row; names file and line.
+    """
     source = open_source(SourceConfig(path=str(path)), seed=0, bad_rows="fail")
     return [source[i] for i in range(len(source))]
 
@@ -164,20 +168,20 @@ def read_examples(path: Path) -> list[Example]:
 def load_sharded(
     folder: Path, config: models.TransformerConfig, mesh: Mesh, rules: Rules, dtype: str
 ) -> Params:
-    """Return the weights, each device reading only its shard."""
-    say(f"loading {folder} as {dtype} on {mesh.size} {mesh.devices.flat[0].platform} device(s)")
+    """Return the weights; each device reads only its shard."""
+    print_progress(f"loading {folder} as {dtype} on {mesh.size} {mesh.devices.flat[0].platform} device(s)")
     return load_params(folder, config, models.shardings(config, mesh, rules), jnp.dtype(dtype))
 
 
 def pick_dtype(dtype: Dtype) -> str:
-    """Return float32 on CPU, where bfloat16 is slow, and bfloat16 elsewhere, for "auto"."""
+    """Return the dtype; "auto" = float32 on CPU, where bfloat16 is slow, else bfloat16."""
     if dtype != "auto":
         return dtype
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
-def check_writable(path: Path, key: str = "--out") -> None:
-    """Raise UserError if a file cannot be written there: before minutes of work, not after."""
+def check_output_path(path: Path, key: str = "--out") -> None:
+    """Raise UserError if a file cannot be written there, before minutes of work."""
     if not path.absolute().parent.is_dir():
         raise UserError(f"{key} {path}: the folder {path.absolute().parent} does not exist; make it first")
     if path.is_dir():
@@ -185,10 +189,10 @@ def check_writable(path: Path, key: str = "--out") -> None:
 
 
 def open_out(path: Path):
-    """Open the file on process 0, and nothing on the others."""
+    """Open the file on process 0, /dev/null on the others."""
     return path.open("w", encoding="utf-8") if jax.process_index() == 0 else Path("/dev/null").open("w")
 
 
-def say(text: str) -> None:
-    """Print progress to stderr: stdout stays clean."""
+def print_progress(text: str) -> None:
+    """Print a line to stderr, which keeps stdout free."""
     print(text, file=sys.stderr, flush=True)

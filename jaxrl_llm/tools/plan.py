@@ -16,11 +16,11 @@ from jaxrl_llm.plan.plan import make_plan
 from jaxrl_llm.plan.report import print_plan
 from jaxrl_llm.plan.target import open_target, parse_topology
 from jaxrl_llm.recipe.load import from_command_line
-from jaxrl_llm.tools.generate import check_writable
+from jaxrl_llm.tools.generate import check_output_path
 
 
 @dataclass(frozen=True)
-class Args:
+class PlanArguments:
     """Compile a recipe's training step for devices that this machine need not have; print memory,
     collectives, FLOPs and roofline.
 
@@ -44,11 +44,11 @@ def main(argv: list[str]) -> int:
         UserError: a recipe, flag or topology that cannot be used, with the fix (exit code 2).
     """
     if "--help" in argv or "-h" in argv:
-        argv = ["--help"]  # the recipe's flags have a help of their own
-    args, rest = tyro.cli(Args, args=argv, prog="python -m jaxrl_llm plan", return_unknown_args=True)
+        argv = ["--help"]  # without the recipe's flags, which the help of training lists
+    args, rest = tyro.cli(PlanArguments, args=argv, prog="python -m jaxrl_llm plan", return_unknown_args=True)
     topology = parse_topology(args.topology)
     if args.json:
-        check_writable(args.json, "--json")
+        check_output_path(args.json, "--json")
     config = from_command_line(rest, "python -m jaxrl_llm plan", writes=False).config
     target = open_target(topology)
     log = lambda line: print(line, file=sys.stderr, flush=True)

@@ -28,23 +28,30 @@ from jaxrl_llm.rollout.native.shapes import bucket
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 from jaxrl_llm.tools.arguments import parse_arguments
-from jaxrl_llm.tools.generate import Dtype, check_writable, load_sharded, open_out, pick_dtype, say
+from jaxrl_llm.tools.generate import (
+    Dtype,
+    check_output_path,
+    load_sharded,
+    open_out,
+    pick_dtype,
+    print_progress,
+)
 
 
 @dataclass(frozen=True)
-class Args:
+class ScoreArguments:
     """Write the log-probabilities of given tokens under a model: a row for each row of the data, in order."""
 
     model: str
     """Hugging Face folder or hub name."""
     data: Path
-    """JSONL with "tokens" (ids) or "messages" (a chat, templated whole)."""
+    """JSONL with "tokens" (ids) or "messages" (a chat, to be rendered with the chat template)."""
     out: Path
     """JSONL to write: {"tokens": [...], "logprobs": [...]}, nats, one for each token after the first."""
     temperature: Annotated[float, Range(0.01, 100, usual="1 is usual")] = 1.0
     """Temperature of the softmax whose log-probabilities are written."""
     batch_tokens: Count = 8192
-    """Tokens of one forward pass, padding included (a longer row goes alone)."""
+    """Tokens of one forward pass, including padding; a longer row is a batch by itself."""
     dtype: Dtype = "auto"
     """Type of weights and activations; auto = float32 on CPU, else bfloat16."""
     chat: ChatConfig = field(default_factory=ChatConfig)
@@ -59,11 +66,11 @@ def main(argv: list[str]) -> int:
     Raises:
         UserError: a model, file, row or setting that cannot be used, with the fix.
     """
-    args = parse_arguments(Args, argv, "score")
+    args = parse_arguments(ScoreArguments, argv, "score")
     show_warnings()
     check_kernels_setting()
     mesh = make_mesh(args.mesh)
-    check_writable(args.out)
+    check_output_path(args.out)
     folder = resolve(args.model)
     config = read_config(folder)
     rows = list(read_tokens(args, folder, config))
@@ -79,15 +86,19 @@ def main(argv: list[str]) -> int:
             for i, row in zip(batch, logprobs, strict=False):
                 scores[i] = row[: len(rows[i]) - 1].tolist()
             done += len(batch)
-            say(f"{done}/{len(rows)} rows")
+            print_progress(f"{done}/{len(rows)} rows")
     with open_out(args.out) as out:
         for tokens, logprobs in zip(rows, scores, strict=True):
             out.write(json.dumps({"tokens": tokens, "logprobs": logprobs}) + "\n")
     return 0
 
 
-def read_tokens(args: Args, folder: Path, config: TransformerConfig) -> Iterator[list[int]]:
-    """Ids of each row; a bad row raises ValueError with file and line."""
+def read_tokens(args: ScoreArguments, folder: Path, config: TransformerConfig) -> Iterator[list[int]]:
+    """Yield the token ids of each row.
+
+    Raises:
+        UserError: a bad row; names file and line.
+    """
     tokenizer = None
     for source in open_rows(SourceConfig(path=str(args.data))):
         for i in range(source.size):
@@ -106,15 +117,15 @@ def read_tokens(args: Args, folder: Path, config: TransformerConfig) -> Iterator
 
 
 def chat_tokens(tokenizer: Any, row: dict, where: str, config: ChatConfig) -> list[int]:
-    """A whole chat through the template."""
+    """Return the token ids of a chat rendered with the template."""
     example = read_example({"messages": row["messages"]}, where, SourceConfig())
     return encode_conversation(tokenizer, example, config).tolist()
 
 
 def check_tokens(ids: Any, where: str, config: TransformerConfig) -> None:
-    """Refuse what is no sequence of this model's ids."""
-    whole = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
-    if not whole or not ids:
+    """Raise UserError unless `ids` is a sequence of token ids of this model."""
+    valid = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
+    if not valid or not ids:
         raise UserError(f'{where}: "tokens" must be a list of at least one integer')
     outside = next((i for i in ids if not 0 <= i < config.vocab_size), None)
     if outside is not None:
@@ -126,7 +137,7 @@ def check_tokens(ids: Any, where: str, config: TransformerConfig) -> None:
 
 
 def batches(rows: list[list[int]], budget: int) -> Iterator[list[int]]:
-    """Row numbers in groups of one padded width, shortest first: as many shapes as widths."""
+    """Yield batches of row numbers, shortest rows first; rows of a batch have the same padded width."""
     groups: dict[int, list[int]] = {}
     for i, row in enumerate(rows):
         groups.setdefault(bucket(len(row), 64), []).append(i)
@@ -137,7 +148,7 @@ def batches(rows: list[list[int]], budget: int) -> Iterator[list[int]]:
 
 
 def pad(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens [B, T], lengths [B]), B a power of two: few shapes."""
+    """Return (tokens [B, T], lengths [B]), B rounded up to a power of two: few shapes."""
     tokens = np.zeros((1 << (len(rows) - 1).bit_length(), bucket(len(rows[0]), 64)), np.int32)
     lengths = np.zeros(len(tokens), np.int32)
     for b, row in enumerate(rows):

@@ -74,7 +74,7 @@ def _in_tiles(f, weights, *xs):
     return jax.tree.map(join, out)
 
 
-def attention(
+def invariant_attention(
     q: Float[Array, "B T H E"],
     k: Float[Array, "B C K E"],
     v: Float[Array, "B C K E"],

@@ -56,7 +56,7 @@ def add_product(acc: Any, a: Any, b: Any, transpose: bool = False) -> None:
     plgpu.commit_smem()  # reads end before TMA writes there again; wgmma needs none
 
 
-def read(acc: Any, in_flight: int = 0) -> jax.Array:
+def read_accumulator(acc: Any, in_flight: int = 0) -> jax.Array:
     """Return the accumulator once all products but the newest `in_flight` are done."""
     if isinstance(acc, InterpretedAccumulator):
         return acc.value

@@ -259,7 +259,7 @@ def test_handles_name_a_gpu_by_its_uuid():
 def test_the_transport_of_the_config_and_its_warning(capsys):
     source = WeightSource(MODEL, "float32", 1 << 20)
     assert isinstance(engines._transport(SGLangConfig(transport="http"), source, None), HttpTransport)
-    assert "--sglang.transport http: weights go to the servers as pickles" in capsys.readouterr().err
+    assert "--sglang.transport http: weights are sent to the servers as pickles" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"--sglang.transport ipc: trainer and"):
         engines._transport(SGLangConfig(transport="ipc"), source, None)
 

@@ -8,7 +8,7 @@ import pytest
 from jaxrl_llm.data.chat import mismatched
 from jaxrl_llm.data.config import ChatConfig, DataConfig, SourceConfig
 from jaxrl_llm.data.loader import Loader
-from jaxrl_llm.data.preference import ask_two, read_example
+from jaxrl_llm.data.preference import pairwise_prompt, read_example
 from jaxrl_llm.data.sources import open_source
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.rewards.load import resolve_reward
@@ -261,7 +261,7 @@ def test_judgements_of_pairs_have_the_better_answer_on_either_side(tmp_path):
     for i, one in enumerate(made):
         content = one.messages[0]["content"]
         a, b = (str(i), "bad") if one.response == "A" else ("bad", str(i))
-        assert content == ask_two("2+2?", a, b) and one.rejected is None
+        assert content == pairwise_prompt("2+2?", a, b) and one.rejected is None
     assert 10 < sum(one.response == "A" for one in made) < 30
     dialogue = example({"chosen": [ASK, BAD, ASK, GOOD], "rejected": [ASK, BAD, ASK, BAD]}, judge=True)
     assert "Question:\nuser: 2+2?\n\nassistant: 5\n\nuser: 2+2?\n\n" in dialogue.messages[0]["content"]

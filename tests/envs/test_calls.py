@@ -16,7 +16,7 @@ from jaxrl_llm.envs.calls import (
     parse_calls,
     render_call,
 )
-from jaxrl_llm.envs.formats import SHOWN
+from jaxrl_llm.envs.formats import MAX_SHOWN
 
 ADD = ToolCall("add", {"a": 1, "b": {"c": [1.5, None, True]}})
 SAY = ToolCall("say", {"text": 'braces } { and "quotes" \\ </tool_call> \n <|python_tag|> </function>'})
@@ -75,7 +75,7 @@ def test_broken_json_says_what_is_wrong(text, said):
 def test_a_bad_call_leaves_the_next_one_good():
     bad, good = parse_calls('<tool_call>{"name": }</tool_call><tool_call>{"name": "f"}</tool_call>', "hermes")
     assert isinstance(bad, InvalidToolCall) and bad.text.startswith('<tool_call>{"name": }')
-    assert good == ToolCall("f", {}) and len(bad.text) <= SHOWN
+    assert good == ToolCall("f", {}) and len(bad.text) <= MAX_SHOWN
 
 
 def test_llama():

@@ -13,7 +13,7 @@ from jaxrl_llm.envs.calls import ToolCall, check_arguments
 from jaxrl_llm.envs.config import SandboxConfig, SearchConfig, ToolsConfig
 from jaxrl_llm.envs.env import ToolError
 from jaxrl_llm.envs.tools import TOOLS
-from jaxrl_llm.envs.tools.calculator import evaluate
+from jaxrl_llm.envs.tools.calculator import calculate
 from jaxrl_llm.envs.tools.search import Index, read_corpus
 
 
@@ -43,7 +43,7 @@ from jaxrl_llm.envs.tools.search import Index, read_corpus
     ],
 )
 def test_calculator(expression, value):
-    assert evaluate(expression) == value
+    assert calculate(expression) == value
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_calculator(expression, value):
 )
 def test_calculator_says_what_is_wrong(expression, said):
     with pytest.raises(ToolError) as error:
-        evaluate(expression)
+        calculate(expression)
     assert said in str(error.value)
 
 
@@ -99,7 +99,7 @@ def test_calculator_on_random_text_neither_raises_nor_hangs():
     values = 0
     for _ in range(5000):
         try:
-            values += len(evaluate("".join(rng.choices(pieces, k=rng.randint(1, 12))))) > 0
+            values += len(calculate("".join(rng.choices(pieces, k=rng.randint(1, 12))))) > 0
         except ToolError as error:
             assert str(error)
     assert values > 100 and time.process_time() - started < 10
@@ -114,7 +114,7 @@ def test_calculator_agrees_with_python():
             expected = str(eval(text))
         except ZeroDivisionError:
             continue
-        assert evaluate(text) == expected
+        assert calculate(text) == expected
 
 
 def test_every_tool_has_a_schema_that_its_calls_are_checked_by(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from jaxrl_llm.algos import dapo, gkd, grpo, remax
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.rows import Example
-from jaxrl_llm.experience.rollouts import CURSOR, RolloutSource, perturbed
+from jaxrl_llm.experience.rollouts import CURSOR_FILE, RolloutSource, perturbed
 from jaxrl_llm.experience.score import Scorer, group_by_prompt, has_variance, verify
 from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.outcome import Outcome
@@ -139,7 +139,7 @@ def test_dynamic_sampling_uses_every_prompt_and_continues_from_its_cursor():
     resumed.resume(files, 2, {}, 0)
     step(resumed, 2)
     assert resumed.loader.asked == [6, 7, 8]
-    resumed.resume({CURSOR: b""}, 2, {}, 0)  # a checkpoint from before there were cursors
+    resumed.resume({CURSOR_FILE: b""}, 2, {}, 0)  # a checkpoint from before there were cursors
     assert resumed.cursor == 8
 
 

@@ -12,7 +12,7 @@ import pytest
 from jaxrl_llm import models
 from jaxrl_llm.data.chat import encode_prompt
 from jaxrl_llm.data.config import ChatConfig
-from jaxrl_llm.data.preference import ask_one
+from jaxrl_llm.data.preference import pointwise_prompt
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import UserError
@@ -110,7 +110,7 @@ def test_a_generative_model_is_asked_for_yes_or_no(weights, tmp_path):
     save_model(model, plain, tmp_path / "lm", TOKENIZER, dtype="float32")
     t = trajectory("3+4")
     (scores,) = judge(tmp_path / "lm", kind="generative")([t], [SUM])
-    question = Example(({"role": "user", "content": ask_one("1+2=", "3+4")},), None)
+    question = Example(({"role": "user", "content": pointwise_prompt("1+2=", "3+4")},), None)
     ids = jnp.asarray(encode_prompt(TOKENIZER, question, ChatConfig()))[None]
     logits = model(ids, jnp.arange(ids.shape[1])[None])[0, -1] @ model.head.T
     yes, no = (logits[TOKENIZER.encode(w, add_special_tokens=False)[0]] for w in ("Yes", "No"))
@@ -211,7 +211,7 @@ def test_turns_of_a_conversation_are_read_with_their_roles(other, monkeypatch):
     judged([t], [asked])
     assert seen.texts[0] == "[user] a?/[assistant] x/[tool] 3/[assistant] three/"
     answer = "assistant: x\n\ntool: 3\n\nassistant: three"
-    assert seen.texts[1] == f"[user] {ask_one('a?', answer)}/"[-STEP.row_tokens - 128 + 1 :]
+    assert seen.texts[1] == f"[user] {pointwise_prompt('a?', answer)}/"[-STEP.row_tokens - 128 + 1 :]
 
 
 def test_a_template_alone_makes_a_model_read_anew(folder, tmp_path):
@@ -220,7 +220,7 @@ def test_a_template_alone_makes_a_model_read_anew(folder, tmp_path):
     shutil.copytree(folder, copy)
     (copy / "chat_template.jinja").write_text("{{ messages[0].content }}")
     assert judge(copy).rerenders
-    assert not judge(copy, kind="process").rerenders  # it judges the policy's own tokens
+    assert not judge(copy, kind="process").rerenders  # it scores the policy's own tokens
 
 
 def test_templates_that_refuse_the_policys_chats_are_found_at_the_start(other, tmp_path):
@@ -237,5 +237,5 @@ def test_templates_that_refuse_the_policys_chats_are_found_at_the_start(other, t
 
 
 def test_a_process_model_of_another_vocabulary_is_refused(other):
-    with pytest.raises(UserError, match="a process reward model judges the policy's own tokens"):
+    with pytest.raises(UserError, match="a process reward model scores the policy's own tokens"):
         judge(other, kind="process")

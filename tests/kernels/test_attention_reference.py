@@ -14,7 +14,7 @@ from jaxrl_kernels.flash_attention import reference
 FAST = {"xla_backend_optimization_level": 0}  # of compilation
 T = 9
 attention = functools.partial(jax.jit, static_argnames=("scale", "softcap"), compiler_options=FAST)(
-    reference.attention
+    reference.dense_attention
 )
 
 
@@ -51,7 +51,7 @@ def test_masked_rows_are_zero_and_gradients_finite():
     visible[0, 2:4] = False
 
     def loss(q, k, v):
-        out = reference.attention(q, k, v, jnp.asarray(visible), scale=300.0)
+        out = reference.dense_attention(q, k, v, jnp.asarray(visible), scale=300.0)
         return (out**2).sum(), out
 
     run = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True), compiler_options=FAST)

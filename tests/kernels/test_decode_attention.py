@@ -132,9 +132,9 @@ def test_a_token_of_each_slot_is_written(dtype):
         x[3, :, 7], x[1, :, 0] = new[name]
     arguments = jax.tree.map(jnp.asarray, (pages, new, numbers, offsets))
     for got in (
-        api.write(*arguments, "reference"),
-        api.write(*arguments, "pallas_gpu"),  # which has no kernel for it
-        pallas_tpu.write(*arguments, interpret=RACES),
+        api.write_token(*arguments, "reference"),
+        api.write_token(*arguments, "pallas_gpu"),  # which has no kernel for it
+        pallas_tpu.write_token(*arguments, interpret=RACES),
     ):
         jax.tree.map(np.testing.assert_array_equal, got, expected)
     assert no_races()
@@ -288,7 +288,7 @@ def test_a_step_on_tpu_copies_no_pages(compiled, case):
     scale = scales[0] and jax.ShapeDtypeStruct(token.shape[:2], jnp.float32)
 
     def step(pages, new, q, table, lengths):
-        pages = api.write(pages, new, table[:, 0], lengths % k.shape[2], "pallas_tpu")
+        pages = api.write_token(pages, new, table[:, 0], lengths % k.shape[2], "pallas_tpu")
         return pages, on_tpu(None, q, *pages[:2], table, lengths, *pages[2:])
 
     program = compiled(step, (k, v, *scales), (token, token, scale, scale), q, table, lengths)

@@ -5,7 +5,7 @@ import pytest
 
 from jaxrl_llm.algos import grpo, online_dpo
 from jaxrl_llm.data.packing import PackItem, counts, from_trajectory
-from jaxrl_llm.learn.credit import assign_credit, side_by_side, split
+from jaxrl_llm.learn.credit import assign_credit, side_by_side, split_minibatches
 from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.structs import TrainState, Trajectory
 
@@ -55,15 +55,18 @@ def test_nothing_is_learned_where_nothing_was_selected():
 
 def test_minibatches_keep_groups_together():
     items = [PackItem(np.array([i]), np.ones(1)) for i in range(10)]
-    parts = split(items, 3, seed=1, group_size=2)
+    parts = split_minibatches(items, 3, seed=1, group_size=2)
     numbers = [[int(item.tokens[0]) for item in part] for part in parts]
     assert sorted(n for part in numbers for n in part) == list(range(10))
     assert all(
         b == a + 1 and a % 2 == 0 for part in numbers for a, b in zip(part[::2], part[1::2], strict=True)
     )
     assert [len(part) for part in parts] == [4, 4, 2]
-    assert split(items, 1, seed=1) == [items] and split([], 1, seed=1) == split([], 2, seed=1) == []
-    assert len(split(items[:2], 3, seed=1)) == 2
+    assert (
+        split_minibatches(items, 1, seed=1) == [items]
+        and split_minibatches([], 1, seed=1) == split_minibatches([], 2, seed=1) == []
+    )
+    assert len(split_minibatches(items[:2], 3, seed=1)) == 2
 
 
 @pytest.mark.parametrize("lengths", [(3, 5), (1, 1)])

@@ -17,7 +17,7 @@ from jaxrl_llm.config import ModelConfig, TrainConfig
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.recipe.dump import describe_run
 from jaxrl_llm.report import curve, jsonl, log, loggers, progress
-from jaxrl_llm.report.log import LogConfig, RunLog, plain, sample_rows
+from jaxrl_llm.report.log import LogConfig, RunLog, json_value, sample_rows
 from jaxrl_llm.structs import Outcome, Trajectory
 
 QUIET = LogConfig(progress="none", tensorboard=False)
@@ -93,8 +93,8 @@ def test_a_phase_that_raises_is_timed_too(tmp_path, monkeypatch):
     ],
 )
 def test_values_become_strict_json(value, written):
-    assert plain(value) == written
-    assert type(plain(value)) is type(written)
+    assert json_value(value) == written
+    assert type(json_value(value)) is type(written)
 
 
 def test_nan_is_null_in_the_file(tmp_path):
@@ -136,11 +136,11 @@ def test_a_run_from_the_start_begins_an_empty_file(tmp_path):
 def test_appending_after_a_line_cut_short_keeps_the_new_line(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "x')
-    jsonl.append(path, [{"step": 3}])
-    assert jsonl.read(path) == [{"step": 1}, {"step": 3}]
+    jsonl.append_rows(path, [{"step": 3}])
+    assert jsonl.read_rows(path) == [{"step": 1}, {"step": 3}]
     with pytest.raises(ValueError, match="not JSON compliant"):
-        jsonl.append(path, [{"step": 4, "x": math.nan}])
-    jsonl.truncate(path, 1)
+        jsonl.append_rows(path, [{"step": 4, "x": math.nan}])
+    jsonl.truncate_after(path, 1)
     assert path.read_text() == '{"step": 1}\n'
     assert list(tmp_path.iterdir()) == [path]
 
@@ -207,21 +207,21 @@ def test_ranges_of_the_settings():
 
 def test_a_full_disk_is_reported_once_and_training_goes_on(tmp_path, monkeypatch, capsys):
     log = RunLog(tmp_path, QUIET, 4)
-    real, full = jsonl.append, [True]
+    real, full = jsonl.append_rows, [True]
 
     def append(path, rows):
         if full[0]:
             raise OSError(28, "No space left on device")
         real(path, rows)
 
-    monkeypatch.setattr(jsonl, "append", append)
+    monkeypatch.setattr(jsonl, "append_rows", append)
     log.step(1, {}, tokens=1)
     log.step(2, {}, tokens=1)
     full[0] = False  # somebody made room
     log.step(3, {}, tokens=1)
     assert capsys.readouterr().out == (
         "warning: metrics.jsonl cannot be written (OSError: [Errno 28] No space left on device); "
-        "training goes on.\n"
+        "training continues.\n"
     )
     assert [row["step"] for row in lines(tmp_path / "metrics.jsonl")] == [3]
 
@@ -285,7 +285,7 @@ def test_wandb_gets_the_numbers_and_is_left_alone_when_it_fails(tmp_path, monkey
     assert tree == {"seed": 1}
     assert (step, row["loss"], "bad" in row, "step" in row) == (1, 0.5, False, False)
     assert capsys.readouterr().out == (
-        "warning: wandb cannot be written (ConnectionError: no network); training goes on.\n"
+        "warning: wandb cannot be written (ConnectionError: no network); training continues.\n"
     )
     assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 3
 
@@ -376,15 +376,15 @@ def test_not_a_terminal_is_plain(monkeypatch):
     ("seconds", "text"), [(0.4, "0:00"), (65, "1:05"), (59.6, "1:00"), (3725, "1:02:05")]
 )
 def test_clock(seconds, text):
-    assert progress.clock(seconds) == text
+    assert progress.format_duration(seconds) == text
 
 
 # -- curve and summary
 
 
 def made_up(tmp_path, rows):
-    jsonl.append(tmp_path / "metrics.jsonl", rows)
-    return curve.draw(tmp_path)
+    jsonl.append_rows(tmp_path / "metrics.jsonl", rows)
+    return curve.draw_curve(tmp_path)
 
 
 def test_the_curve_of_rl_shows_accuracy_held_out_points_and_the_supervised_start(tmp_path, monkeypatch):
@@ -428,12 +428,14 @@ def test_a_supervised_start_longer_than_the_run_is_cut_to_a_third_of_it(tmp_path
 def test_the_curve_of_sft_is_its_loss(tmp_path):
     plain_loss = made_up(tmp_path, [{"step": s, "kind": "train", "loss": 1 / s} for s in range(1, 9)])
     assert imread(plain_loss).shape == (675, 1200, 4)
-    jsonl.append(tmp_path / "metrics.jsonl", [{"step": 9, "kind": "train", "loss": 0.1, "eval/pass@1": 0.5}])
-    assert imread(curve.draw(tmp_path)).shape == (675, 1200, 4)
+    jsonl.append_rows(
+        tmp_path / "metrics.jsonl", [{"step": 9, "kind": "train", "loss": 0.1, "eval/pass@1": 0.5}]
+    )
+    assert imread(curve.draw_curve(tmp_path)).shape == (675, 1200, 4)
 
 
 def test_there_is_no_curve_without_a_point(tmp_path):
-    assert curve.draw(tmp_path) is None
+    assert curve.draw_curve(tmp_path) is None
     assert made_up(tmp_path, [{"step": 1, "kind": "train", "loss": None}]) is None
     assert not (tmp_path / "curve.png").exists()
 

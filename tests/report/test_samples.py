@@ -54,7 +54,7 @@ def trajectory(text: str, mask=(1, 1), **fields) -> Trajectory:
 def test_a_row_gives_the_prompt_of_training(tmp_path, example, chat):
     (row,) = sample_rows([trajectory("3")], [prompt_row(example, chat)])
     assert (row["response"], row["reward"]) == ("3", 1.0) and "turns" not in row
-    jsonl.append(tmp_path / "samples.jsonl", [{"step": 1, **row}])
+    jsonl.append_rows(tmp_path / "samples.jsonl", [{"step": 1, **row}])
     (again,) = read_examples(tmp_path / "samples.jsonl")
     ids = encode_prompt(TOKENIZER, again, ChatConfig())
     assert ids.tolist() == encode_prompt(TOKENIZER, example, chat).tolist()

@@ -13,7 +13,7 @@ from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.rewards.builtin import REWARDS
 from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig
-from jaxrl_llm.rewards.countdown import evaluate
+from jaxrl_llm.rewards.countdown import evaluate_countdown
 from jaxrl_llm.rewards.extract import find_answer, last_number, to_number
 from jaxrl_llm.rewards.load import resolve_reward
 from jaxrl_llm.rewards.pool import RewardPool
@@ -164,10 +164,10 @@ def test_countdown_names_the_missing_column():
 
 
 def test_expressions_are_exact_and_bounded():
-    assert evaluate("(1/3 + 1/3) * 3 - -2") == (4, [1, 3, 1, 3, 3, 2])
+    assert evaluate_countdown("(1/3 + 1/3) * 3 - -2") == (4, [1, 3, 1, 3, 3, 2])
     for bad in ("1 << 99", "f(1)", "True", "1.5", "9" * 13, "1+" * 150 + "1"):
         with pytest.raises(ValueError):
-            evaluate(bad)
+            evaluate_countdown(bad)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Lines of a reward worker: no line raises anything but InvalidReplyError, no nonsense becomes a score."""
+"""Lines of a reward worker: none gives a false score, or raises other errors than InvalidWorkerReplyError."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from jaxrl_llm.rewards.messages import (
     Broken,
     Expected,
     Failed,
-    InvalidReplyError,
+    InvalidWorkerReplyError,
     Loaded,
     Scored,
     encode_reply,
@@ -99,17 +99,17 @@ def scored(score=1.75, outcome=0, reason="", error="", seconds=0.25, components=
     ids=lambda line: line[:60].decode(errors="replace"),
 )  # fmt: skip
 def test_nonsense_is_refused(line):
-    with pytest.raises(InvalidReplyError):
+    with pytest.raises(InvalidWorkerReplyError):
         parse_reply(line, ONE, CONFIG)
-    with pytest.raises(InvalidReplyError, match="no request"):
+    with pytest.raises(InvalidWorkerReplyError, match="no request"):
         parse_reply(line, None, CONFIG)
 
 
 def test_replies_out_of_order_are_refused():
     for line in (scored(), encode_reply(7, Failed("", ""))):
-        with pytest.raises(InvalidReplyError):
+        with pytest.raises(InvalidWorkerReplyError):
             parse_reply(line, NEW, CONFIG)
-        with pytest.raises(InvalidReplyError):
+        with pytest.raises(InvalidWorkerReplyError):
             parse_reply(line, Expected(7, True, False, 0), CONFIG)
 
 
@@ -158,7 +158,7 @@ def test_thousands_of_mutated_lines_are_refused_or_are_sound():
         expected = rng.choice([NEW, ONE, BOTH])
         try:
             reply = parse_reply(line, expected, CONFIG)
-        except InvalidReplyError:
+        except InvalidWorkerReplyError:
             continue
         accepted += 1
         if isinstance(reply, Scored):

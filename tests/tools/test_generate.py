@@ -74,7 +74,7 @@ def test_rows_do_not_depend_on_their_neighbours(model, tmp_path):
         (
             json.dumps({"prompt": "a" * 300}),
             [],
-            r"p.jsonl:2: a prompt of 300 tokens leaves no room",
+            r"p.jsonl:2: a prompt of 300 tokens leaves no position",
         ),
         ('{"prompt": "b"}', ["--n", "0"], r"--n is 0: it must be at least 1"),
         ('{"prompt": "b"}', ["--out", "/no/such/folder/o.jsonl"], r"/no/such/folder does not exist"),

@@ -217,15 +217,19 @@ def test_flops_are_those_of_xla():
         return params(ids, ids) @ params.head.T
 
     counted = jax.jit(forward).lower(models.abstract(c)).compile().cost_analysis()["flops"]
-    analytic = flops.forward(c, tokens, tokens) + flops.head(c, tokens)
+    analytic = flops.forward_flops(c, tokens, tokens) + flops.head_flops(c, tokens)
     assert counted == pytest.approx(analytic, rel=0.04)
-    assert flops.attention(c, 8, 4) == 2 * 2 * 8 * 4 * 4 * 64  # scores and values
-    assert flops.attention(dataclasses.replace(c, sliding_window=3), 8, 4) == 2 * 2 * 8 * 3 * 4 * 64
-    forward, attention, head = flops.forward(c, 8, 4), flops.attention(c, 8, 4), flops.head(c, 8)
+    assert flops.attention_flops(c, 8, 4) == 2 * 2 * 8 * 4 * 4 * 64  # scores and values
+    assert flops.attention_flops(dataclasses.replace(c, sliding_window=3), 8, 4) == 2 * 2 * 8 * 3 * 4 * 64
+    forward, attention, head = (
+        flops.forward_flops(c, 8, 4),
+        flops.attention_flops(c, 8, 4),
+        flops.head_flops(c, 8),
+    )
     recomputed = {"none": 0, "dots": 0, "attention": forward - attention, "full": forward}
     for remat, again in recomputed.items():
-        assert flops.update(c, 8, 4, remat, with_logits=True) == 3 * forward + again + 4 * head, remat
-    assert flops.update(c, 8, 4, "none", with_logits=False) == 3 * forward
+        assert flops.update_flops(c, 8, 4, remat, with_logits=True) == 3 * forward + again + 4 * head, remat
+    assert flops.update_flops(c, 8, 4, "none", with_logits=False) == 3 * forward
 
 
 def test_the_device_that_kernels_are_chosen_for_is_that_of_the_mesh():

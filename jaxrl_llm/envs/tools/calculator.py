@@ -37,10 +37,10 @@ class Calculator:
 
     async def call(self, arguments: dict[str, Any]) -> str:
         """Return the value of the expression in digits."""
-        return evaluate(arguments["expression"])
+        return calculate(arguments["expression"])
 
 
-def evaluate(expression: str) -> str:
+def calculate(expression: str) -> str:
     """Return the value of an expression in digits.
 
     Raises:

@@ -10,7 +10,7 @@ from pathlib import Path
 from jaxrl_llm.errors import ServerError, UnreachableError
 from jaxrl_llm.rollout.sglang import auth
 from jaxrl_llm.rollout.sglang.pool import ServerPool
-from jaxrl_llm.rollout.sglang.server import Server, say
+from jaxrl_llm.rollout.sglang.server import Server, print_line
 
 CHECK_INTERVAL = 1.0  # seconds
 QUIET_LIMIT = 20.0  # seconds without any reply, after which a server is asked for its health
@@ -41,7 +41,7 @@ async def run_health_checks(
             if pool.memory_released or not pool.label:
                 continue
             if restart and (problem := restart(server.url)):
-                say(problem)
+                print_line(problem)
                 server.leave_out(UnreachableError(problem))
             elif job := _due(pool, server):
                 jobs.add(task := asyncio.create_task(job))
@@ -94,7 +94,7 @@ class ServerList:
     def _say_once(self, text: str) -> None:
         if text not in self._printed:
             self._printed.add(text)
-            say(text)
+            print_line(text)
 
 
 def read_addresses(path: Path) -> list[str]:

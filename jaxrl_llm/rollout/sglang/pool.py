@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 from jaxrl_llm.bridge.servers import Json, reading
 from jaxrl_llm.errors import BusyError, RefusedError, ServerError, UnreachableError, UserError
 from jaxrl_llm.rollout.sglang.client import Client
-from jaxrl_llm.rollout.sglang.server import Server, say
+from jaxrl_llm.rollout.sglang.server import Server, print_line
 from jaxrl_llm.rollout.sglang.validate import Generated, max_reply_bytes
 from jaxrl_llm.structs import Metrics
 
@@ -307,7 +307,7 @@ class ServerPool:
         """Print a line about a wait now and then."""
         if time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + SAY_INTERVAL
-            say(text)
+            print_line(text)
 
     async def _open(self, timeout: float) -> Client:
         return Client(timeout)

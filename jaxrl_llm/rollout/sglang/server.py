@@ -22,7 +22,7 @@ from jaxrl_llm.rollout.sglang import auth
 FIRST_RETRY, LAST_RETRY = 1.0, 15.0  # seconds until a server that was left out is tried again
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line about the servers to stderr."""
     print(f"sglang: {text}", file=sys.stderr, flush=True)
 
@@ -98,7 +98,7 @@ class Server:
     def leave_out(self, error: ServerError) -> None:
         """Send it no more requests; those that it has go to other servers."""
         if "left out" not in self._since:
-            say(f"a server is left out: {error}")
+            print_line(f"a server is left out: {error}")
             self.failures += 1
         self.usable, self.problem = False, str(error)
         self.unreachable = isinstance(error, UnreachableError | BusyError)
@@ -113,7 +113,7 @@ class Server:
     def readmit(self, label: str) -> None:
         """Use it: it holds the weights of this label and has been probed."""
         if "left out" in self._since:
-            say(f"{self.url} is in use again")
+            print_line(f"{self.url} is in use again")
         self.usable, self.problem, self.unreachable, self.label = True, "", False, label
         self.last_reply = time.monotonic()
         self._retry_delay = FIRST_RETRY

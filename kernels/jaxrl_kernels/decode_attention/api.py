@@ -54,7 +54,7 @@ def decode_attention(
     )  # fmt: skip
 
 
-def write(
+def write_token(
     pages: Pages,
     new: Pages,
     numbers: Int[Array, "S"],
@@ -71,7 +71,7 @@ def write(
         implementation: of attention, as `dispatch.choose` returns it.
     """
     module = load_implementation("decode_attention", implementation)
-    return getattr(module, "write", reference.write)(pages, new, numbers, offsets)
+    return getattr(module, "write_token", reference.write_token)(pages, new, numbers, offsets)
 
 
 def _check_shapes(q, k_pages, v_pages, page_table, lengths, k_scales, v_scales) -> None:

@@ -33,7 +33,7 @@ from jaxrl_kernels.hopper import (
     add_product,
     launch,
     matrix_memory,
-    read,
+    read_accumulator,
     stages_that_fit,
 )
 
@@ -185,7 +185,7 @@ def _attend(plan: _Plan, memory: Any, start, count, begin, end) -> tuple[jax.Arr
 
         def product(ref):
             add_product(ref, memory.q, memory.k.at[stage], transpose=True)
-            return read(ref)
+            return read_accumulator(ref)
 
         scores = ops.scratch(product, shape) * plan.scale
         if plan.softcap is not None:

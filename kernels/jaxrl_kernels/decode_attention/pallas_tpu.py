@@ -5,8 +5,8 @@ table and lengths are in scalar memory and select the pages to copy from HBM. Bl
 while one is computed the next one is copied, and at a slot's last block that is the first block of the next
 slot, so that short contexts overlap as well as long ones.
 
-`write` is a kernel because XLA's scatter uses another memory layout of the pages than attention does: the
-whole cache would be copied there and back for each token.
+`write_token` is a kernel because XLA's scatter uses another memory layout of the pages than attention does:
+the whole cache would be copied there and back for each token.
 """
 
 from __future__ import annotations
@@ -153,14 +153,14 @@ def _buffer_shape(pages: Array, block: int) -> tuple[int, ...]:
     return (pages.shape[1], block, *pages.shape[3:])
 
 
-def write(
+def write_token(
     pages: Pages,
     new: Pages,
     numbers: Int[Array, "S"],
     offsets: Int[Array, "S"],
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Pages:
-    """Compute `api.write`: each program reads the tile that gets the token of a slot, and writes it back."""
+    """Compute `api.write_token`: each program reads, changes and writes the tile of a slot's token."""
     arrays, tree = jax.tree.flatten(pages)
     tokens = [jnp.expand_dims(x, 2) for x in jax.tree.leaves(new)]
     tiles = [_tile(x) for x in arrays]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from jaxrl_kernels.flash_attention.reference import attention
+from jaxrl_kernels.flash_attention.reference import dense_attention
 from jaxrl_kernels.flash_attention.spec import NO_WINDOW
 
 Pages = TypeVar("Pages")
@@ -31,20 +31,20 @@ def decode_attention(
     splits: int | None = None,
 ) -> Float[Array, "S H E"]:
     """Compute `api.decode_attention`, reading whole rows of the page table, however short a slot."""
-    k = gather(k_pages, k_scales, page_table).astype(q.dtype)
-    v = gather(v_pages, v_scales, page_table).astype(q.dtype)
+    k = gather_pages(k_pages, k_scales, page_table).astype(q.dtype)
+    v = gather_pages(v_pages, v_scales, page_table).astype(q.dtype)
     position = jnp.arange(k.shape[1])
     last = lengths[:, None] - 1
     visible = (position <= last) & (last - position < window)
-    return attention(q[:, None], k, v, visible[:, None], scale=scale, softcap=softcap)[:, 0]
+    return dense_attention(q[:, None], k, v, visible[:, None], scale=scale, softcap=softcap)[:, 0]
 
 
-def write(pages: Pages, new: Pages, numbers: Int[Array, "S"], offsets: Int[Array, "S"]) -> Pages:
-    """Compute `api.write` by scatter."""
+def write_token(pages: Pages, new: Pages, numbers: Int[Array, "S"], offsets: Int[Array, "S"]) -> Pages:
+    """Compute `api.write_token` by scatter."""
     return jax.tree.map(lambda x, token: x.at[numbers, :, offsets].set(token), pages, new)
 
 
-def gather(
+def gather_pages(
     pages: Num[Array, "P K page E"],
     scales: Float[Array, "P K page"] | None,
     page_table: Int[Array, "S N"],

@@ -53,7 +53,7 @@ def flash_attention(
     name, _ = choose("flash_attention", q.shape[3], q.dtype, implementation=implementation)
     if name == "cudnn":
         cudnn = load_implementation("flash_attention", name)
-        return cudnn.attention(spec, q, k, v, segments, window, return_lse)
+        return cudnn.cudnn_attention(spec, q, k, v, segments, window, return_lse)
     segments = jnp.ones(q.shape[:2], jnp.int32) if segments is None else segments
     mask = DynamicMask(window=NO_WINDOW if window is None else window).array()
     out, lse = _attention(name, spec, q, k, v, segments, mask)

@@ -19,7 +19,7 @@ def unsupported(head_dim: int, dtype: DTypeLike) -> str | None:
     return None
 
 
-def attention(
+def cudnn_attention(
     spec: AttentionSpec,
     q: Float[Array, "B T H E"],
     k: Float[Array, "B T K E"],

@@ -37,7 +37,7 @@ from jaxrl_kernels.hopper import (
     ROWS,
     add_product,
     launch,
-    read,
+    read_accumulator,
 )
 
 
@@ -122,9 +122,9 @@ def _dq_step(
         add_product(product, memory.q.at[warpgroup], memory.k.at[slot], transpose=True)
         plgpu.barrier_wait(memory.v_ready.at[slot])
         add_product(weight_gradient, memory.d_out.at[warpgroup], memory.v.at[slot], transpose=True)
-        scores = plan.scores(read(product, in_flight=1))
+        scores = plan.scores(read_accumulator(product, in_flight=1))
         weights = plan.weights(scores, lse, mask(slot, work.blocks.block(i)) if masked else None)
-        gradient = weights * (read(weight_gradient) - delta)
+        gradient = weights * (read_accumulator(weight_gradient) - delta)
         return plan.score_gradient(gradient, scores).astype(plan.dtype)
 
     gradient = ops.scratch(score_gradient, shape, shape)
@@ -229,13 +229,13 @@ def _dkv_step(
         plgpu.barrier_wait(memory.d_out_ready.at[slot])
         for ref in weight_gradients:
             add_product(ref, memory.v.at[warpgroup], memory.d_out.at[slot], transpose=True)
-        scores = plan.scores(read(product, in_flight=len(weight_gradients)))
+        scores = plan.scores(read_accumulator(product, in_flight=len(weight_gradients)))
         lse, delta = (over_rows(x, shape) for x in _statistics(plan, memory, slot, PER_COLUMN))
         block = work.blocks.block(lax.div(i, jnp.int32(plan.group)))
         weights = plan.weights(scores, lse, mask(slot, block) if masked else None)
         factor = {"dv": weights.astype(plan.dtype)}
         for ref in weight_gradients:
-            gradient = weights * (read(ref) - delta)
+            gradient = weights * (read_accumulator(ref) - delta)
             factor["dk"] = plan.score_gradient(gradient, scores).astype(plan.dtype)
         return [factor[name] for name in outputs]
 

@@ -61,7 +61,7 @@ from jaxrl_kernels.hopper import (
     ROWS,
     add_product,
     launch,
-    read,
+    read_accumulator,
     unsupported_dtype,
 )
 
@@ -122,7 +122,7 @@ def _first_block(plan: TilePlan, work: Work, memory: Any, mask: BlockMask) -> tu
     def scores(product):
         plgpu.barrier_wait(memory.k_ready.at[0])
         add_product(product, memory.q.at[work.warpgroup], memory.k.at[0], transpose=True)
-        return read(product)
+        return read_accumulator(product)
 
     product = ops.scratch(scores, (ROWS, plan.block))
     visible = mask(jnp.int32(0), work.blocks.block(jnp.int32(0)))
@@ -151,7 +151,7 @@ def _attend(plan: TilePlan, work: Work, memory: Any, mask: BlockMask) -> tuple:
             plgpu.barrier_wait(memory.v_ready.at[last])
             add_product(acc_ref, weights, memory.v.at[last])
             plgpu.barrier_arrive(memory.turn.at[1 - warpgroup])
-            return read(product_ref, in_flight=1)
+            return read_accumulator(product_ref, in_flight=1)
 
         def overlap(acc_ref, *softmax_refs):
             plgpu.barrier_wait(memory.k_ready.at[slot])

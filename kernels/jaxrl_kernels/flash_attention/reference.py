@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxrl_kernels.flash_attention.spec import MASKED_LSE, AttentionSpec, DynamicMask, capped_scores, visible
 
 
-def attention(
+def dense_attention(
     q: Float[Array, "B T H E"],
     k: Float[Array, "B C K E"],
     v: Float[Array, "B C K E"],
@@ -35,7 +35,7 @@ def attention_and_lse(
     v: Float[Array, "B C K E"],
     visible: Bool[Array, "B T C"],
 ) -> tuple[Float[Array, "B T H E"], Float[Array, "B H T"]]:
-    """Compute `attention` and the log-sum-exp of its scores, float32, MASKED_LSE where nothing is visible."""
+    """Compute `dense_attention` and its float32 log-sum-exp, MASKED_LSE where no key is visible."""
     batch, length, heads, dim = q.shape
     kv_heads, group = k.shape[2], heads // k.shape[2]
     # Queries and the heads that share keys are one dim, X = T * G: plain batched matrix products, which
