@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxrl_llm.build.describe import next_command, start_lines
+from jaxrl_llm.build.describe import next_command, prompts_to_try, start_lines
 from jaxrl_llm.build.run import Run, build
 from jaxrl_llm.checkpoint.state import Checkpointer
 from jaxrl_llm.config import TrainConfig
@@ -177,6 +177,8 @@ def finish(run: Run, checkpoints: Checkpointer, log: RunLog, ended: Ended) -> No
         except (OSError, UserError, RunError) as error:  # the checkpoint, or its message, matters more
             missing.append(f"The model is not exported: {error}")
     stopped = ended.reason or ("a failed save" if missing else "")
+    if not stopped:
+        log.prompts(prompts_to_try(run))
     log.finish(stopped=stopped, next_command="" if stopped else next_command(run_dir, run.config))
     if missing:
         raise UnsavedError("\n".join(missing))
@@ -193,8 +195,6 @@ def introduce(log: RunLog, run: Run, description: dict, start: int) -> None:
     log.config(description)
     for line in start_lines(run, start):
         log.message(line)
-    if start == run.total:
-        log.nothing_to_do()
 
 
 def samples_of(experience: Experience, config: TrainConfig) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """Eight virtual CPU devices, one shared compilation cache, shape checks on the arithmetic."""
 
+import logging
 import os
 import tempfile
 from pathlib import Path
@@ -58,3 +59,12 @@ def _no_cache_for_other_machines(request):
     yield
     jax.config.update("jax_enable_compilation_cache", True)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture(autouse=True)
+def _log_to_the_root():
+    """Undo what commands do to the package's logger, which would hide its warnings from `caplog`."""
+    yield
+    logger = logging.getLogger("jaxrl_llm")
+    logger.handlers.clear()
+    logger.propagate = True

@@ -35,7 +35,7 @@ RULED_OUT = {
         test_the_end_token_is_trained_on""",
     "a response that stops at once has an empty mask": """
         test_a_response_that_stops_at_once_still_has_a_token""",
-    "rope_theta of the config is ignored": "test_theta_is_not_ignored",
+    "rope_theta of the config is ignored": "test_all_fields_together_agree_and_each_matters",
     "masks are made from token values, and pad is the end token": """
         test_a_pad_token_that_is_the_end_token_changes_nothing
         test_supervised_end_tokens_are_learned_where_pad_is_the_end_token""",

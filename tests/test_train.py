@@ -182,7 +182,7 @@ def test_a_reward_that_always_fails_stops_the_run(tmp_path, capsys):
     ("flags", "message"),
     [
         (["--model.path", "/no/such/model"], "/no/such/model"),
-        (["--mesh.fsdp", "3"], "does not make 8 devices"),
+        (["--mesh.fsdp", "3"], "does not fit the 8 cpu device(s)"),
         (["--minibatches_per_step", "3"], "minibatches_per_step"),
         (["--data.path", "{tmp}/empty.jsonl"], "empty.jsonl"),
         (["--data.path", "{tmp}/corrupt.jsonl"], "corrupt.jsonl:2"),

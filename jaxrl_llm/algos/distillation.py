@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,11 +19,22 @@ from jaxrl_llm.structs import LossInputs, Metrics, Rollouts
 
 
 @dataclass(frozen=True)
-class DistillConfig(AlgoConfig):
-    """Options of distillation."""
+class TeacherConfig(AlgoConfig):
+    """Teachers of a distillation."""
 
     teachers: tuple[str, ...] = ()
     """Folders of the teachers; a source of data names its own by place (--data.train.0.teacher 1)."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, what is wrong with it)."""
+        if not self.teachers:
+            yield "teachers", "is empty: set the Hugging Face folder or hub name of a teacher."
+
+
+@dataclass(frozen=True)
+class DistillConfig(TeacherConfig):
+    """Options of distillation."""
+
     beta: Fraction = 0.0
     """0 = forward KL, 1 = reverse KL, between = generalised Jensen-Shannon divergence."""
     temperature: Positive = 1.0
@@ -67,11 +79,9 @@ distill = Algorithm(
 
 
 @dataclass(frozen=True)
-class GKDConfig(AlgoConfig):
+class GKDConfig(TeacherConfig):
     """Options of on-policy distillation."""
 
-    teachers: tuple[str, ...] = ()
-    """Folders of the teachers; a source of data names its own by place (--data.train.0.teacher 1)."""
     form: Literal["divergence", "policy_gradient"] = "divergence"
     """Match the teacher's distribution, or take its log-prob of each token as a reward."""
     beta: Fraction = 0.5

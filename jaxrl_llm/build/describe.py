@@ -6,6 +6,7 @@ import math
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -13,7 +14,10 @@ from jaxrl_llm import algos
 from jaxrl_llm.algos.contract import ignores_staleness
 from jaxrl_llm.build.run import Run
 from jaxrl_llm.config import TrainConfig, derived
+from jaxrl_llm.data.chat import prompt_row
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.kernels import describe_kernels
+from jaxrl_llm.report.log import PROMPTS
 
 
 def start_lines(run: Run, start: int) -> Iterator[str]:
@@ -35,6 +39,11 @@ def start_lines(run: Run, start: int) -> Iterator[str]:
         yield f"data for {name}: {counts}"
     if 0 < start < run.total:
         yield f"continuing {config.run_dir} after step {start}"
+    if start == run.total:
+        yield (
+            f"nothing to do: step {start} of {run.total} is done in {config.run_dir}. Raise --steps to train "
+            "on, or set another --run_dir to train anew with these settings."
+        )
 
 
 def staleness_line(config: TrainConfig) -> str:
@@ -57,10 +66,40 @@ def staleness_line(config: TrainConfig) -> str:
     )
 
 
+def prompts_to_try(run: Run, count: int = 64) -> list[dict[str, Any]]:
+    """Return rows of prompts.jsonl: held-out prompts, or training prompts of a run without evaluation.
+
+    Returns: `data.chat.prompt_row` and, where the row has one, "answer". [] for a dataset without prompts.
+    """
+    config, loader = run.config, run.loaders.get("eval", run.loaders["train"])
+    try:
+        prompts = (
+            loader.eval_set(min(count, config.eval.prompts)) if config.eval.every else loader.batch(0, count)
+        )
+    except UserError:  # rows for supervised training may be too long for a prompt
+        return []
+    answers = [{"answer": p.example.answer} if p.example.answer is not None else {} for p in prompts]
+    rows = [prompt_row(prompt.example, config.data.chat) for prompt in prompts]
+    return [{**row, **answer} for row, answer in zip(rows, answers, strict=True)]
+
+
 def next_command(run_dir: Path, config: TrainConfig) -> str:
     """Return the command to try next: generate from the trained model, or RL against a reward model."""
-    model, prompts, out = (shlex.quote(str(run_dir / name)) for name in ("hf", "samples.jsonl", "out.jsonl"))
-    if not algos.requirements(config.algo).policy:
-        kind = " --reward.models.0.kind process" * (config.algo.algorithm == "prm")
-        return f"python -m jaxrl_llm.train --config ppo_reward_tiny.py --reward.models.0.path {model}{kind}"
-    return f"python -m jaxrl_llm generate --model {model} --prompts {prompts} --out {out}"
+    path = lambda name: shlex.quote(str(run_dir / name))
+    if algos.requirements(config.algo).policy:
+        words = ["python -m jaxrl_llm generate --model", path("hf"), "--prompts", path(PROMPTS)]
+        words += ["--out", path("responses.jsonl"), "--temperature 0"]
+        words += ["--max_tokens", str(config.max_response_tokens)]
+        if config.rollout.sampling.stop:
+            words += ["--stop", *map(shlex.quote, config.rollout.sampling.stop)]
+        if config.data.chat.parse_control_tokens:
+            words += ["--chat.parse_control_tokens True"]
+        return " ".join(words)
+    words = ["python -m jaxrl_llm.train"]
+    if config.model.path:
+        words += ["--config grpo_qwen.py --model.path", shlex.quote(config.model.path), "--reward.weight 0"]
+        words += ["--data.path", shlex.quote(config.data.path)] if config.data.path else []
+    else:
+        words += ["--config ppo_reward_tiny.py"]
+    kind = ["--reward.models.0.kind process"] * (config.algo.algorithm == "prm")
+    return " ".join([*words, "--reward.models.0.path", path("hf"), *kind])

@@ -19,6 +19,7 @@ from jaxrl_llm.build.models import check_vocabularies, load_model_config, make_s
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.rows import Example
+from jaxrl_llm.data.template import set_template
 from jaxrl_llm.envs.check import check_env
 from jaxrl_llm.envs.load import Conversations, make_conversations
 from jaxrl_llm.experience.dataset import DatasetSource, dataset_items
@@ -111,6 +112,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     check_kernels_setting()
     mesh = make_mesh(config.mesh)
     model, tokenizer, folder = load_model_config(config.model)
+    set_template(tokenizer, config.data.chat)
     check_vocabularies(config, tokenizer)
     check_model(config, mesh.shape, model.max_position, model.num_heads)
     model = with_heads(model, config.algo)

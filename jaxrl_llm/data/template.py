@@ -164,6 +164,16 @@ def find_template(tokenizer: Any, config: ChatConfig, tools: Any = None) -> str:
     return _checked_template(template, name)
 
 
+def set_template(tokenizer: Any, config: ChatConfig) -> None:
+    """Make the template that the config names the tokenizer's own, so that an exported model has it.
+
+    Raises:
+        UserError: there is no such file, or it is no text of usual size.
+    """
+    if config.chat_template:
+        tokenizer.chat_template = find_template(tokenizer, config)
+
+
 def template_name(tokenizer: Any, config: ChatConfig) -> str:
     """Return the name of a template, for messages."""
     if config.chat_template:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 import sys
 from collections.abc import Callable
@@ -61,6 +62,21 @@ def say(message: str) -> None:
     """Print one line to stderr, from process 0."""
     if jax.process_index() == 0:
         print(message, file=sys.stderr, flush=True)
+
+
+class StderrHandler(logging.Handler):
+    """Log handler that prints "warning: ..." to stderr, above a live panel, from process 0."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(f"{record.levelname.lower()}: {record.getMessage()}")
+
+
+def show_warnings() -> None:
+    """Print the warnings of this package as lines of ours, whatever handlers other libraries install."""
+    logger = logging.getLogger("jaxrl_llm")
+    if not any(isinstance(handler, StderrHandler) for handler in logger.handlers):
+        logger.addHandler(StderrHandler())
+    logger.propagate = False
 
 
 def _picklable(error: Exception | None) -> Exception | None:

@@ -14,6 +14,7 @@ import jax
 from jax._src import clusters  # jax has no public way to ask for a cluster without joining it
 
 from jaxrl_llm.errors import RunError, UserError
+from jaxrl_llm.host.processes import show_warnings
 
 CACHE = "~/.cache/jaxrl_llm/compiled"
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -41,6 +42,7 @@ def start_host() -> None:
         RunError: jax cannot join the others.
     """
     quiet_transformers()
+    show_warnings()
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(Path(CACHE).expanduser()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

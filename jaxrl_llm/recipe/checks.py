@@ -53,7 +53,8 @@ def check_config(config: TrainConfig, writes: bool = True) -> None:
         ConfigError: one line for each thing that is wrong.
     """
     check_fields(config)
-    _refuse([*_step(config), *_devices(config), *_model(config), *_rollout(config)])
+    rules = (_step, _rewards, _teachers, _devices, _model, _rollout)
+    _refuse([line for rule in rules for line in rule(config)])
     if writes:
         _refuse(list(_run_dir(config.run_dir)))
 
@@ -135,6 +136,25 @@ def _step(config: TrainConfig) -> Iterator[str]:
             "(max_prompt_tokens + max_response_tokens). "
             f"Set --tokens_per_device {-(-row // sequence)} or more."
         )
+
+
+def _rewards(config: TrainConfig) -> Iterator[str]:
+    """Yield why all rewards of a run that learns from them would be 0."""
+    reward, learns = config.reward, algos.of(config.algo).on_rollouts
+    used = reward.weight or reward.models or config.env.name or any(weight for _, weight in reward.shaping)
+    if learns and not used and not algos.requirements(config.algo).teachers:
+        yield (
+            "--reward.weight is 0 and nothing else rewards, so every reward would be 0. Set a reward model "
+            "(--reward.models.0.path FOLDER), an environment (--env.name) or --reward.weight 1."
+        )
+
+
+def _teachers(config: TrainConfig) -> Iterator[str]:
+    """Yield sources of data that name a teacher that there is not."""
+    teachers = algos.requirements(config.algo).teachers
+    for i, source in enumerate(config.data.train):
+        if teachers and source.teacher >= len(teachers):
+            yield f"--data.train.{i}.teacher is {source.teacher}: algo.teachers has {len(teachers)}, from 0."
 
 
 def _devices(config: TrainConfig) -> Iterator[str]:

@@ -16,8 +16,8 @@ from jaxrl_llm import algos
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.ranges import field_ranges
-from jaxrl_llm.recipe.keys import ConfigField, is_config, iter_configs, iter_fields, type_words
-from jaxrl_llm.recipe.overrides import closest_key, has_own_fields, resolve_key
+from jaxrl_llm.recipe.keys import ConfigField, inner_key, is_config, iter_configs, iter_fields, type_words
+from jaxrl_llm.recipe.overrides import closest_key, resolve_key
 
 WIDTH = 100  # columns
 INDENT = " " * 4
@@ -122,14 +122,14 @@ def _keys_named(name: str, known: dict[str, ConfigField], groups: dict[str, Any]
 
 def _paragraph(key: str, field: ConfigField) -> Iterator[str]:
     yield f"{INDENT}--{key} {_spell(field.value)}"
-    text = f"{_doc(field)} {_values(field)}".strip()
+    text = f"{_doc(field)} {_values(key, field)}".strip()
     yield from textwrap.wrap(text, WIDTH, initial_indent=2 * INDENT, subsequent_indent=2 * INDENT)
 
 
-def _values(field: ConfigField) -> str:
+def _values(key: str, field: ConfigField) -> str:
     """Return the type and range of a field as a sentence."""
-    if has_own_fields(field.hint):
-        return "Set in the recipe file."
+    if inner := inner_key(key, field.hint):
+        return f"Fields of its own, such as --{inner}."
     allowed = field_ranges(type(field.owner))[field.name]
     words = type_words(field.hint)
     if allowed:

@@ -82,6 +82,42 @@ def replace_at(config: Config, path: Sequence[str], value: Any) -> Config:
     return (*config[:index], replace_at(config[index], rest, value), *config[index + 1 :])
 
 
+def add_missing(config: Config, path: Sequence[str]) -> Config:
+    """Return `config` with the Configs that a path passes through.
+
+    A field that is None, and the next place of a tuple of Configs, gets the defaults of its Config:
+    `critic.mesh.tensor`, `reward.models.0.path`.
+    """
+    head, *rest = path
+    inner = config_class(type_hints(type(config)).get(head))
+    value = getattr(config, head, None)
+    if isinstance(value, tuple) and inner and rest[:1] == [str(len(value))]:
+        value = (*value, inner())
+    elif value is None and inner and rest:
+        value = inner()
+    if isinstance(value, tuple) and rest and rest[0].isdecimal() and int(rest[0]) < len(value):
+        index, *rest = int(rest[0]), *rest[1:]
+        if rest and is_config(value[index]):
+            value = (*value[:index], add_missing(value[index], rest), *value[index + 1 :])
+    elif is_config(value) and rest:
+        value = add_missing(value, rest)
+    return config if value is getattr(config, head, None) else dataclasses.replace(config, **{head: value})
+
+
+def config_class(hint: Any) -> type | None:
+    """Return the Config of a type such as `MeshConfig | None` or `tuple[SourceConfig, ...]`."""
+    if dataclasses.is_dataclass(hint):
+        return hint
+    return next(filter(None, map(config_class, typing.get_args(hint))), None)
+
+
+def inner_key(key: str, hint: Any) -> str:
+    """Return the key of the first field of a Config that a field is for; "" where it is for none."""
+    inner = config_class(hint)
+    index = ".0" if typing.get_origin(hint) is tuple else ""
+    return f"{key}{index}.{dataclasses.fields(inner)[0].name}" if inner else ""
+
+
 def has_type(value: Any, hint: Any) -> bool:
     """Return whether a recipe's value is of the type that its field declares (an int is a float, a bool is
     no int)."""

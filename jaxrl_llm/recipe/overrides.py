@@ -13,6 +13,8 @@ from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.recipe.keys import (
     ConfigField,
+    add_missing,
+    inner_key,
     iter_fields,
     parse_value,
     replace_at,
@@ -57,6 +59,10 @@ def apply_overrides(config: TrainConfig, pairs: list[Pair]) -> tuple[TrainConfig
         known = dict(iter_fields(config))
         key = resolve_key(typed, known)
         if not key:
+            config = add_missing(config, typed[:200].replace("-", "_").split("."))
+            known = dict(iter_fields(config))
+            key = resolve_key(typed, known)
+        if not key:
             raise ConfigError(f"--{shorten(typed)}: unknown key. {_advice(typed[:200], known, config)}")
         value = parse_words(key, known[key].hint, words)
         try:
@@ -78,8 +84,8 @@ def parse_words(key: str, hint: typing.Any, words: list[str]) -> typing.Any:
     Raises:
         ConfigError: they are not one.
     """
-    if has_own_fields(hint):
-        raise ConfigError(f"--{key} has fields of its own; set it in the recipe file.")
+    if inner := inner_key(key, hint):
+        raise ConfigError(f"--{key} has fields of its own, such as --{inner}.")
     try:
         return parse_value(hint, words)
     except ValueError:
@@ -87,11 +93,6 @@ def parse_words(key: str, hint: typing.Any, words: list[str]) -> typing.Any:
         usual = {bool: f" Write --{key} True.", str: f" Text that begins with --: --{key}='--TEXT'."}
         fix = "" if words else usual.get(hint, "")
         raise ConfigError(f"--{key}: expected {type_words(hint)}, got {given}.{fix}") from None
-
-
-def has_own_fields(hint: typing.Any) -> bool:
-    """Return whether a field of this type is for Configs (`MeshConfig | None`), which no text spells."""
-    return dataclasses.is_dataclass(hint) or any(map(has_own_fields, typing.get_args(hint)))
 
 
 def _own_tokenizer(config: TrainConfig, path_before: str) -> tuple[TrainConfig, list[str]]:
@@ -126,9 +127,8 @@ def _advice(typed: str, known: dict[str, ConfigField], config: TrainConfig) -> s
         more = ", ..." if len(group) > 8 else ""
         fields = ", ".join(f"--{name}" for name in group[:8])
         return f"{key} is a group; set its fields: {fields}{more}. --help {key} shows them."
-    unset = next((k for k in known if key.startswith(f"{k}.") and known[k].value in (None, ())), None)
-    if unset:
-        return f"{unset} is not set in this recipe, so it has no fields; set it in the recipe file."
+    if empty := next((k for k in known if key.startswith(f"{k}.") and known[k].value == ()), None):
+        return f"{empty} is empty in this recipe: begin with --{inner_key(empty, known[empty].hint)}."
     if negated := _negated(key, known):
         return f"Write --{negated} False."
     if advice := _of_other_algorithms(key, config):

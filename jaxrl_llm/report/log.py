@@ -24,10 +24,12 @@ from jaxrl_llm.structs import Metrics, Trajectory
 
 PHASES = ("rollout", "reward", "update", "checkpoint")  # their times are in every line
 
+PROMPTS = "prompts.jsonl"
 OUTPUTS = {
     "curve": "curve.png",
     "metrics": "metrics.jsonl",
     "samples": "samples.jsonl",
+    "prompts": PROMPTS,
     "checkpoints": "checkpoints",
     "Hugging Face": "hf",
 }
@@ -128,6 +130,11 @@ class RunLog:
         written = [{"step": step, **row} for row in rows[: self.num_samples]]
         self._try("samples.jsonl", lambda: jsonl.append(self.run_dir / "samples.jsonl", written))
 
+    def prompts(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Write prompts.jsonl: prompts to try the trained model on."""
+        text = "".join(f"{json.dumps(row)}\n" for row in rows)
+        self._try(PROMPTS, lambda: jsonl.replace_text(self.run_dir / PROMPTS, text))
+
     def message(self, text: str) -> None:
         """Print text, above the live panel."""
         if self.is_writer:
@@ -135,13 +142,6 @@ class RunLog:
 
     def warn(self, text: str) -> None:
         self.message(f"warning: {text}")
-
-    def nothing_to_do(self) -> None:
-        """Say that the run directory holds a finished run, and how to go on or begin another."""
-        self.message(
-            f"nothing to do: step {self.last_step} of {self.total_steps} is done in {self.run_dir}. Raise "
-            "--steps to train on, or set another --run_dir to train anew with these settings."
-        )
 
     def finish(self, stopped: str = "", next_command: str = "") -> None:
         """Draw the curve, close everything, print the summary.

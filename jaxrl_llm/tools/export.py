@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from jaxrl_llm.build.run import load_model_config
 from jaxrl_llm.checkpoint.params import restore_params
-from jaxrl_llm.config import ModelConfig
+from jaxrl_llm.config import ChatConfig, ModelConfig
+from jaxrl_llm.data.template import set_template
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.hf.json_file import read_json
@@ -54,13 +55,18 @@ def run_tokenizer(run_dir: Path, config: TransformerConfig, override: str = "") 
     Raises:
         UserError: config.json names none.
     """
-    name = override or _tokenizer_name(run_dir / "config.json")
-    return load_model_config(ModelConfig(architecture=config, tokenizer=name))[1]
+    name, template = (override, "") if override else _tokenizer_settings(run_dir / "config.json")
+    tokenizer = load_model_config(ModelConfig(architecture=config, tokenizer=name))[1]
+    set_template(tokenizer, ChatConfig(chat_template=template))
+    return tokenizer
 
 
-def _tokenizer_name(file: Path) -> str:
+def _tokenizer_settings(file: Path) -> tuple[str, str]:
+    """Return (name of the tokenizer, file of the chat template or "") of a config.json."""
     try:
-        model = read_json(file)["config"]["model"]
-        return model["tokenizer"] or model["path"]
+        config = read_json(file)["config"]
+        return config["model"]["tokenizer"] or config["model"]["path"], config["data"]["chat"][
+            "chat_template"
+        ]
     except (KeyError, TypeError):
         raise UserError(f"{file}: names no tokenizer. Set --tokenizer to a folder or hub name.") from None

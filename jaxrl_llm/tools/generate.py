@@ -23,6 +23,7 @@ from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.folder import resolve
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.tokenizer import generation_end_ids, load_tokenizer
+from jaxrl_llm.host.processes import show_warnings
 from jaxrl_llm.models.kernels import check_kernels_setting
 from jaxrl_llm.ranges import LARGEST, Count, Range
 from jaxrl_llm.rollout.config import RolloutConfig
@@ -76,6 +77,7 @@ def main(argv: list[str]) -> int:
         UserError: a model, file, row or setting that cannot be used, with the fix.
     """
     args = parse_arguments(Args, argv, "generate")
+    show_warnings()
     examples = read_examples(args.prompts)
     check_writable(args.out)
     done = 0

@@ -19,6 +19,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.folder import resolve
 from jaxrl_llm.hf.tokenizer import load_tokenizer
+from jaxrl_llm.host.processes import show_warnings
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.kernels import check_kernels_setting
 from jaxrl_llm.models.scorer import make_scorer
@@ -59,6 +60,7 @@ def main(argv: list[str]) -> int:
         UserError: a model, file, row or setting that cannot be used, with the fix.
     """
     args = parse_arguments(Args, argv, "score")
+    show_warnings()
     check_kernels_setting()
     mesh = make_mesh(args.mesh)
     check_writable(args.out)

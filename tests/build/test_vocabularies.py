@@ -77,7 +77,7 @@ def test_teachers_and_critics_read_the_tokens_of_the_policy(folders):
     ):
         check_vocabularies(config, make_tokenizer())
     config = replace(TrainConfig(), algo=algos.ALGOS["ppo"].Config(), critic=CriticConfig(path=other))
-    assert config.algo.needs_critic
+    assert algos.requirements(config.algo).critic
     with pytest.raises(ConfigError, match=f"the critic {other} has another tokenizer"):
         check_vocabularies(config, make_tokenizer())
     check_vocabularies(replace(config, critic=CriticConfig(path=same)), make_tokenizer())

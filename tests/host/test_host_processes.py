@@ -1,12 +1,22 @@
 """What one process does for all, and what becomes of a run that loses one of its processes."""
 
+import logging
 import time
 
 import pytest
 from distributed import start_processes
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.host.processes import on_first
+from jaxrl_llm.host.processes import on_first, show_warnings
+
+
+def test_warnings_are_lines_of_this_program(capsys):
+    """Orbax and absl install handlers of their own, which would add level and module."""
+    show_warnings()
+    show_warnings()
+    logging.getLogger("jaxrl_llm.data.loader").warning("%d rows skipped", 2)
+    assert capsys.readouterr().err == "warning: 2 rows skipped\n"
+
 
 FIRST = """
 import json, socket, sys, time

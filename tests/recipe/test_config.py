@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from refusals import refusal
 
-from jaxrl_llm.algos import sft
+from jaxrl_llm.algos import gkd, sft
 from jaxrl_llm.algos.clipped import ClippedConfig
 from jaxrl_llm.build.run import open_loaders
 from jaxrl_llm.config import (
@@ -51,6 +51,21 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
             dict(prompts_per_step=3, responses_per_prompt=5, minibatches_per_step=4),
             "--minibatches_per_step is 4: it must divide the 15 trajectories of a step (prompts_per_step x "
             "responses_per_prompt). Set it to 3 or 5.",
+        ),
+        (
+            dict(reward=RewardConfig(weight=0.0)),
+            "--reward.weight is 0 and nothing else rewards, so every reward would be 0. Set a reward model "
+            "(--reward.models.0.path FOLDER), an environment (--env.name) or --reward.weight 1.",
+        ),
+        (
+            dict(algo=gkd.Config()),
+            "--algo.teachers is empty: set the Hugging Face folder or hub name of a teacher.",
+        ),
+        (
+            dict(
+                algo=gkd.Config(teachers=("a",)), data=DataConfig(train=(SourceConfig("x.jsonl", teacher=1),))
+            ),
+            "--data.train.0.teacher is 1: algo.teachers has 1, from 0.",
         ),
         (dict(steps=-1), "--steps is -1: it must be at least 0 and at most 2,147,483,647."),
         (dict(seed=2**63), f"--seed is {2**63}: it must be at least 0 and at most 2,147,483,647."),

@@ -10,6 +10,7 @@ from refusals import refusal
 from jaxrl_llm import algos
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.config import (
+    MeshConfig,
     ModelConfig,
     TrainConfig,
 )
@@ -85,12 +86,14 @@ def test_keys_that_are_no_fields(config):
         "--mesh.data, --mesh.fsdp, --mesh.sequence, --mesh.sequence_parallel, --mesh.tensor. "
         "--help mesh shows them."
     )
-    assert refusal(changed, config, "--data.eval.0.path x") == (
-        "--data.eval.0.path: unknown key. data.eval is not set in this recipe, so it has no fields; "
-        "set it in the recipe file."
+    assert refusal(changed, config, "--data.eval.1.path x") == (
+        "--data.eval.1.path: unknown key. data.eval is empty in this recipe: begin with --data.eval.0.path."
     )
     assert refusal(changed, config, "--data.eval x") == (
-        "--data.eval has fields of its own; set it in the recipe file."
+        "--data.eval has fields of its own, such as --data.eval.0.path."
+    )
+    assert refusal(changed, config, "--critic.mesh x") == (
+        "--critic.mesh has fields of its own, such as --critic.mesh.data."
     )
     assert refusal(split_arguments, ["steps", "4"]) == (
         "'steps' has no key before it. Write --key value, such as --steps 100."
@@ -116,6 +119,16 @@ def test_keys_that_are_no_fields(config):
 )
 def test_a_value_of_the_wrong_type_names_key_value_and_type(config, line, message):
     assert refusal(changed, config, line) == message
+
+
+def test_a_key_makes_the_config_that_it_passes_through(config):
+    words = "--data.eval.0.path a --data.eval.1.path b --data.eval.1.weight 2 --critic.mesh.tensor 2"
+    new = changed(config, words)
+    assert [(source.path, source.weight) for source in new.data.eval] == [("a", 1.0), ("b", 2.0)]
+    assert new.critic.mesh == MeshConfig(tensor=2)
+    assert refusal(changed, config, "--reward.models.0.pth x") == (
+        "--reward.models.0.pth: unknown key. Did you mean --reward.models.0.path? --help all lists the keys."
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,108 @@
+"""The command that a run prints at its end works as it stands, and the model answers as it was trained."""
+
+import json
+import shlex
+from dataclasses import replace
+
+import pytest
+
+from jaxrl_llm import __main__
+from jaxrl_llm.algos import dpo, prm, reward_model, sft
+from jaxrl_llm.build.describe import next_command
+from jaxrl_llm.config import DataConfig, ModelConfig, RolloutConfig, SamplingConfig, TrainConfig
+from jaxrl_llm.recipe.load import from_command_line
+from jaxrl_llm.train import main
+
+SUMS = [("1+1=", "2"), ("2+5=", "7"), ("3+6=", "9"), ("4+0=", "4"), ("5+3=", "8"), ("2+1=", "3")]
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role[0] }}:{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>a:{% endif %}"
+)
+RUN = [
+    *(
+        "--config",
+        "sft_tiny.py",
+        "--steps",
+        "150",
+        "--prompts_per_step",
+        "6",
+        "--optim.learning_rate",
+        "1e-2",
+    ),
+    *("--eval.every", "150", "--eval.prompts", "6", "--checkpoint.every", "0", "--log.tensorboard", "false"),
+    *("--data.chat.system_prompt", "Add.", "--log.progress", "none", "--max_prompt_tokens", "24"),
+]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Return (run directory, what the run has printed)."""
+    import contextlib
+    import io
+
+    folder = tmp_path_factory.mktemp("run")
+    rows = [
+        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}], "answer": a}
+        for q, a in SUMS
+    ]
+    data = folder / "sums.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "template.jinja").write_text(TEMPLATE)
+    words = [*RUN, "--data.path", str(data), "--data.eval_path", str(data), "--run_dir", str(folder / "run")]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main([*words, "--data.chat.chat_template", str(folder / "template.jinja")]) == 0
+    return folder / "run", out.getvalue()
+
+
+@pytest.mark.parametrize("more", [[], ["--max_tokens", "16"]])
+def test_the_printed_command_generates_right_answers(finished, more, capsys):
+    run_dir, printed = finished
+    (command,) = [line.removeprefix("next:  ") for line in printed.splitlines() if line.startswith("next:")]
+    python, module, package, *words = shlex.split(command)
+    assert (python, module, package) == ("python", "-m", "jaxrl_llm")
+    assert __main__.main([*words, *more]) == 0
+    prompts, results = (
+        [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
+        for name in ("prompts.jsonl", "responses.jsonl")
+    )
+    assert sorted(row["prompt"] for row in prompts) == sorted(question for question, _ in SUMS)
+    texts = [row["responses"][0]["text"] for row in results]
+    assert texts == [row["answer"] for row in prompts]
+
+
+def test_an_exported_model_has_the_chat_template_of_its_training(finished, tmp_path):
+    run_dir, _ = finished
+    assert (run_dir / "hf" / "chat_template.jinja").read_text() == TEMPLATE
+    assert __main__.main(["export", "--checkpoint", str(run_dir), "--out", str(tmp_path / "hf")]) == 0
+    assert (tmp_path / "hf" / "chat_template.jinja").read_text() == TEMPLATE
+
+
+def test_generation_has_the_limits_of_training(tmp_path):
+    config = TrainConfig(max_response_tokens=100)
+    start = f"python -m jaxrl_llm generate --model {tmp_path}/hf --prompts {tmp_path}/prompts.jsonl"
+    base = f"{start} --out {tmp_path}/responses.jsonl --temperature 0 --max_tokens 100"
+    for algo in (config.algo, sft.Config(), dpo.Config()):
+        assert next_command(tmp_path, replace(config, algo=algo)) == base
+    stops = RolloutConfig(sampling=SamplingConfig(stop=("</answer>", "a b")))
+    assert next_command(tmp_path, replace(config, rollout=stops)) == f"{base} --stop '</answer>' 'a b'"
+    chat = replace(config.data.chat, parse_control_tokens=True)
+    parsed = replace(config, data=replace(config.data, chat=chat))
+    assert next_command(tmp_path, parsed) == f"{base} --chat.parse_control_tokens True"
+
+
+@pytest.mark.parametrize(
+    ("algo", "kind"), [(reward_model.Config(), ""), (prm.Config(), " --reward.models.0.kind process")]
+)
+@pytest.mark.parametrize("path", ["", "my/model"])
+def test_a_reward_model_leads_to_reinforcement_learning(tmp_path, algo, kind, path):
+    config = TrainConfig(algo=algo, model=ModelConfig(path=path), data=DataConfig(path="my.jsonl"))
+    base = (
+        "--config grpo_qwen.py --model.path my/model --reward.weight 0 --data.path my.jsonl"
+        if path
+        else "--config ppo_reward_tiny.py"
+    )
+    command = next_command(tmp_path, config)
+    assert command == f"python -m jaxrl_llm.train {base} --reward.models.0.path {tmp_path}/hf{kind}"
+    resolved = from_command_line(shlex.split(command)[3:])
+    assert resolved.config.reward.models[0].path == f"{tmp_path}/hf" and resolved.config.reward.weight == 0
