@@ -5,6 +5,7 @@ import builtins
 import dataclasses
 import functools
 import importlib
+import itertools
 import re
 import shlex
 import tomllib
@@ -228,7 +229,7 @@ def test_every_name_exists(page):
         elif re.fullmatch(r"[A-Za-z_]\w*(\.\w+)+", name) and name.split(".")[0] not in OTHERS:
             parts = name.split(".")
             is_key = any(key == name or key.startswith(f"{name}.") for key in known_keys())
-            chain = all(b in members().get(a, ()) for a, b in zip(parts, parts[1:], strict=False))
+            chain = all(b in members().get(a, ()) for a, b in itertools.pairwise(parts))
             is_file = parts[-1] in ("json", "jsonl", "npz", "log", "txt", "png", "toml", "yml")
             assert is_key or chain or is_file, f"no such name or key: {span}"
 
@@ -277,7 +278,9 @@ def check_pytest(line: list[str]) -> None:
     for path in paths:
         assert (ROOT / path.partition("::")[0]).exists(), line
     assert set(re.findall(r"\w+", options.get("-m", ""))) <= {*named, "or", "and", "not"}, line
-    files = [f for path in paths for f in ([ROOT / path], (ROOT / path).rglob("*.py"))[(ROOT / path).is_dir()]]
+    files = [
+        f for path in paths for f in ([ROOT / path], (ROOT / path).rglob("*.py"))[(ROOT / path).is_dir()]
+    ]
     text = "\n".join(f"{file.stem} {file.read_text()}" for file in files)
     for word in set(re.findall(r"\w+", options.get("-k", ""))) - {"or", "and", "not"}:
         assert word in text, line

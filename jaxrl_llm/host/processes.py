@@ -68,7 +68,7 @@ class StderrHandler(logging.Handler):
     """Log handler that prints "warning: ..." to stderr, above a live panel, from process 0."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        say(f"{record.levelname.lower()}: {record.getMessage()}")
+        print_on_first(f"{record.levelname.lower()}: {record.getMessage()}")
 
 
 def show_warnings() -> None:

@@ -118,7 +118,10 @@ def gym_reward(sample: RewardSample) -> tuple[float, Outcome]:
 
 
 def verdict_reward(sample: RewardSample) -> tuple[float, Outcome]:
-    """Return 1.0 if the verdict is the row's: to train a generative reward model (prompts: data/preference.py)."""
+    """Return 1.0 if the verdict is the row's, to train a generative reward model.
+
+    data/preference.py makes its prompts.
+    """
     verdict = find_verdict(sample.response)
     if verdict is None:
         return 0.0, Outcome.UNPARSED
