@@ -37,7 +37,12 @@ FILES += [path for path in ROOT.iterdir() if path.is_file()]
 PATHS = {"/".join(path.parts[i:]) for path in FILES for i in range(len(ROOT.parts), len(path.parts))}
 PATHS |= set(FOLDERS)
 """Every file and folder by the end of its path: "bridge/push.py", "push.py"."""
-COMMANDS = {"generate": generate.Args, "score": score.Args, "export": export.Args, "plan": plan.Args}
+COMMANDS = {
+    "generate": generate.GenerateArguments,
+    "score": score.ScoreArguments,
+    "export": export.ExportArguments,
+    "plan": plan.PlanArguments,
+}
 OUTPUTS = re.compile(r"(runs|checkpoints|hf|tensorboard)/")  # of a run
 PLACEHOLDER = re.compile(r"my_\w+\.py(:\w+)?|(file|RECIPE|FILE)\.py(:\w+)?|[A-Z_]+|\.\.\.|/path/.*|\[.*")
 OTHERS = {"jax", "os", "np", "optax", "torch", "transformers"}  # first parts of names of other packages

@@ -65,8 +65,7 @@ def _tokenizer_settings(file: Path) -> tuple[str, str]:
     """Return (name of the tokenizer, file of the chat template or "") of a config.json."""
     try:
         config = read_json(file)["config"]
-        return config["model"]["tokenizer"] or config["model"]["path"], config["data"]["chat"][
-            "chat_template"
-        ]
-    except (KeyError, TypeError):
+        name = config["model"]["tokenizer"] or config["model"]["path"]
+        return name, config.get("data", {}).get("chat", {}).get("chat_template", "")
+    except (KeyError, TypeError, AttributeError):
         raise UserError(f"{file}: names no tokenizer. Set --tokenizer to a folder or hub name.") from None
