@@ -283,13 +283,12 @@ def check_pytest(line: list[str]) -> None:
     options = {line[i]: line[i + 1] for i in range(len(line) - 1) if line[i] in ("-m", "-k")}
     given = [word for word in line if word not in ("...", *options.values())]
     paths = [word for word in given if not word.startswith("-")]
+    files = []
     for path, _, test in (path.partition("::") for path in paths):
         assert (ROOT / path).exists(), line
         assert not test or f"def {test}(" in (ROOT / path).read_text(), line
+        files += (ROOT / path).rglob("*.py") if (ROOT / path).is_dir() else [ROOT / path]
     assert set(re.findall(r"\w+", options.get("-m", ""))) <= {*named, "or", "and", "not"}, line
-    files = [
-        f for path in paths for f in ([ROOT / path], (ROOT / path).rglob("*.py"))[(ROOT / path).is_dir()]
-    ]
     text = "\n".join(f"{file.stem} {file.read_text()}" for file in files)
     for word in set(re.findall(r"\w+", options.get("-k", ""))) - {"or", "and", "not"}:
         assert word in text, line
