@@ -19,10 +19,9 @@ from jaxrl_llm import algos
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.recipe.checks import check_fields
-from jaxrl_llm.recipe.keys import iter_fields
+from jaxrl_llm.recipe.keys import add_missing, iter_fields
 from jaxrl_llm.recipe.load import find_recipe, load_recipe, packaged_recipes, with_algo
 from jaxrl_llm.recipe.overrides import apply_overrides, parse_words, resolve_key, split_arguments
-from jaxrl_llm.rewards.config import RewardModelConfig
 from jaxrl_llm.tools import export, generate, plan, score
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +42,8 @@ COMMANDS = {
     "export": export.ExportArguments,
     "plan": plan.PlanArguments,
 }
+OPTIONAL = ("critic.mesh.fsdp", "data.eval.0.path", "reward.models.0.path", "reward.models.1.path")
+"""Keys of parts that recipes may lack."""
 OUTPUTS = re.compile(r"(runs|checkpoints|hf|tensorboard)/")  # of a run
 PLACEHOLDER = re.compile(r"my_\w+\.py(:\w+)?|(file|RECIPE|FILE)\.py(:\w+)?|[A-Z_]+|\.\.\.|/path/.*|\[.*")
 OTHERS = {"jax", "os", "np", "optax", "torch", "transformers"}  # first parts of names of other packages
@@ -158,12 +159,12 @@ def literals() -> list[re.Pattern]:
 
 @functools.cache
 def known_keys() -> dict[str, typing.Any]:
-    """Return dotted key -> type, of all recipes and all algorithms."""
+    """Return dotted key -> type, of all recipes, all algorithms and the parts of OPTIONAL."""
     configs = [TrainConfig(), *map(load_recipe, packaged_recipes())]
     configs += [dataclasses.replace(TrainConfig(), algo=a.config) for a in algos.ALGOS.values()]
-    keys = {key: field.hint for config in configs for key, field in iter_fields(config)}
-    models = iter_fields(RewardModelConfig())
-    return keys | {f"reward.models.0.{key}": field.hint for key, field in models}
+    add = lambda config, key: add_missing(config, key.split("."))
+    configs.append(functools.reduce(add, OPTIONAL, TrainConfig()))
+    return {key: field.hint for config in configs for key, field in iter_fields(config)}
 
 
 def flags_of(config: type, prefix: str = "") -> set[str]:
