@@ -337,5 +337,13 @@ def test_the_algorithm_of_the_guide_keeps_the_contract(tmp_path):
     assert algos.of(algorithm.Config(aggregation="sequence")) is algorithm
 
 
+def test_the_reading_path_names_what_its_files_define():
+    page = (ROOT / "docs/architecture.md").read_text()
+    for file, text in re.findall(r"^\| `([\w/]+\.py)` \| (.*) \|$", page, re.M):
+        known = {f"{a}.{b}" for a, b in definitions(ast.parse((ROOT / file).read_text()), Path(file).stem)}
+        for name in re.findall(r"`([\w.]+)`", text):
+            assert any(f".{other}".endswith(f".{name}") for other in known), f"{file}: no {name}"
+
+
 def test_the_loop_of_the_example_is_short():
     assert len((ROOT / "examples/custom_loop.py").read_text().splitlines()) <= 60
