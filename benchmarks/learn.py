@@ -1,4 +1,4 @@
-"""What the algorithms learn on generated tasks: runs the studies, draws curves, writes docs/learning.md.
+"""Run the studies of the algorithms on generated tasks, draw their curves and write docs/learning.md.
 
 Command:   make learn                        everything, about an hour on 2 cores
            python benchmarks/learn.py --only dynamic_sampling --jobs 2
@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RUNS = Path("runs/learn")
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#767676")
 STYLES = ("-", "--", ":")
+UPPER_CASE = ("sft", "rl", "ppo")  # words of headings
 Series = dict[str, list[list[tuple[int, float]]]]  # label -> one curve a seed, of (step, value)
 
 
@@ -100,17 +101,22 @@ def write_report() -> None:
     """docs/learning.md and a picture a study, of all studies whose runs are complete."""
     done = [name for name in STUDIES if all((path / "hf").is_dir() for path, _ in jobs(name))]
     lines = [
-        "# What is learned",
+        "# Learning curves and reproduced claims",
         "",
-        "Small Qwen3 models on generated tasks, three seeds each, by `make learn`. Every run",
-        "starts from a supervised start of its seed, so that what differs is the algorithm:",
+        "Small Qwen3 models on generated tasks, on a CPU, three seeds each; `make learn` runs all of it and "
+        "writes this page.",
+        "Every run starts from the SFT warm-up of its seed, so that the runs of a study differ in the "
+        "algorithm alone:",
         "",
         *(f"- {name}: {start.meaning}" for name, start in STARTS.items()),
         "",
-        *(f"      {name}: python -m jaxrl_llm.train {start_words(name, 0)}" for name in STARTS),
+        *(f"      {name}: python -m jaxrl_llm.train {quote(start_words(name, 0))}" for name in STARTS),
         "",
-        "Values are at the first and the last evaluation; what is told beside is the mean of the first and",
-        "of the last tenth of the steps.",
+        'A heading ends in "reproduced" where the claim below it holds for every seed; of a difference '
+        "between two runs, with the",
+        "stated margin on the mean of the seeds. Tables have one value a seed, of the first and the last "
+        "evaluation; of metrics of",
+        "the training steps, the mean over the first and the last tenth of the run.",
         "",
     ]
     for name in done:
@@ -121,9 +127,9 @@ def write_report() -> None:
 
 def section(name: str) -> list[str]:
     study, series = STUDIES[name], curves(name, STUDIES[name].metric)
-    verdict = "Seen" if study.holds(judged(study, series)) else "**Not seen**"
+    verdict = "reproduced" if study.holds(judged(study, series)) else "not reproduced"
     draw(name, series)
-    lines = [f"## {name.replace('_', ' ').capitalize()}", "", f"{study.claim} {verdict}.", ""]
+    lines = [f"## {title(name)}: {verdict}", "", study.claim, ""]
     over_run = " mean over the run |" * study.over_run
     lines += [
         f"| {study.metric} | first | last | mean of last |{over_run}",
@@ -137,6 +143,17 @@ def section(name: str) -> list[str]:
     lines += ["", *(line for metric in study.also for line in beside(name, metric))]
     lines += [f"![{name}](learning/{name}.png)", ""]
     return [*lines, *(f"    {label}: {command(name, label)}" for label in study.runs), ""]
+
+
+def title(name: str) -> str:
+    """Return the heading of a study: "SFT then RL"."""
+    words = " ".join(word.upper() if word in UPPER_CASE else word for word in name.split("_"))
+    return words[0].upper() + words[1:]
+
+
+def quote(words: str) -> str:
+    """Return arguments as a shell reads them."""
+    return " ".join(f"'{word}'" if "{" in word else word for word in words.split())
 
 
 def judged(study: Study, series: Series) -> dict[str, list[float]]:
@@ -165,9 +182,9 @@ def numbers(values: list[float]) -> str:
 
 
 def command(name: str, label: str) -> str:
-    """What was run, for seed 0."""
+    """Return the command of a run, for seed 0."""
     words = next(words for path, words in jobs(name) if path.parent.name == label)
-    return f"python -m jaxrl_llm.train {words}"
+    return f"python -m jaxrl_llm.train {quote(words)}"
 
 
 def draw(name: str, series: Series) -> None:
