@@ -188,7 +188,7 @@ def test_a_process_whose_others_do_not_come_says_so(process):
     assert code == 1
     assert err.splitlines()[-1].startswith(
         f"error: process {process} of 2 (detected by JAX_COORDINATOR_ADDRESS) has waited 0.5 s, and not all "
-        "others have joined. Start the same command for every process, see to it that they reach process 0 "
+        "others have joined. Start the same command for every process, make sure that they reach process 0 "
         f"at {address}, or set "
     )
     assert "Terminating process" not in err
