@@ -93,7 +93,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     """Return what the trainer stored beside the arrays.
 
     Raises:
-        UserError: damaged, which `fault` without checksums does not notice.
+        UserError: damaged, which `checkpoint_problem` without checksums does not notice.
     """
     try:
         meta = json.loads((folder / META).read_bytes())
@@ -103,7 +103,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder / META} is damaged: {error or 'no object'}") from error
 
 
-def fault(folder: Path, checksums: bool = True) -> str | None:
+def checkpoint_problem(folder: Path, checksums: bool = True) -> str | None:
     """Return why a checkpoint must not be used, naming the file; None = it is valid.
 
     Args:

@@ -25,7 +25,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Step:
-    """What an environment returns for a turn."""
+    """The reply of an environment to a turn."""
 
     observation: str | Sequence[Message] = ()  # text is a message of the role `user`
     reward: float | None = None  # a conversation's reward is their sum

@@ -33,11 +33,11 @@ class StoredTensor(NamedTuple):
     dtype: str  # "BF16", ...
 
 
-def resolve(path_or_hub_name: str | Path) -> Path:
+def resolve_model(path_or_hub_name: str | Path) -> Path:
     """Return a local model folder, else that of a download from the hub (weights, JSON, tokenizer).
 
     Raises:
-        UserError: neither; says what was looked for.
+        UserError: neither; names both.
     """
     name = str(path_or_hub_name)
     try:
@@ -55,7 +55,7 @@ def resolve(path_or_hub_name: str | Path) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=_DOWNLOAD, ignore_patterns=_SKIP))
-    except Exception as error:  # whatever the network, the hub or its cache raise
+    except Exception as error:  # any error of the network, the hub or its cache
         raise UserError(
             f"{name}: no folder {path.absolute()}, and the hub has not delivered it "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}). "
@@ -180,11 +180,11 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         ) from error
 
 
-def name_some(names: list[str]) -> str:
+def shorten_names(names: list[str]) -> str:
     """List the first few names and count the others."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{', '.join(names[:_SHOWN])}{more}"
 
 
 def _list(what: str, names: list[str]) -> str:
-    return f"{len(names)} {what}: {name_some(names)}" if names else ""
+    return f"{len(names)} {what}: {shorten_names(names)}" if names else ""

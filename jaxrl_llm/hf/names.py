@@ -1,4 +1,4 @@
-"""Our weights <-> Hugging Face's: one table of names and layouts, and the two directions in memory.
+"""Our weights <-> Hugging Face's: one table of names and layouts, and both conversions in memory.
 
 Ours are stacked over layers and keep heads apart ("layers.q" is [L, D, H, E]); HF has one matrix a layer,
 [outputs, inputs] ("model.layers.3.self_attn.q_proj.weight" is [H*E, D]).

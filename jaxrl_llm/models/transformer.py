@@ -40,7 +40,7 @@ REMAT = {
     "attention": SAVE_ATTENTION,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
-"""What the backward pass keeps of a layer besides its input: name -> policy, from most memory to least."""
+"""Rematerialization: name -> policy of what is saved of a layer besides its input, most memory first."""
 
 
 class Layers(nnx.Module):

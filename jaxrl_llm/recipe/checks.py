@@ -279,7 +279,7 @@ def _addresses(servers: Sequence[str]) -> Iterator[str]:
     except (ValueError, OSError) as error:
         yield f"--rollout.servers is {servers[0]}: it must be a text file with one address a line ({error})."
         return
-    for problem in filter(None, map(auth.problem, urls)):
+    for problem in filter(None, map(auth.address_problem, urls)):
         yield f"--rollout.servers is {servers[0]}: {problem}"
 
 

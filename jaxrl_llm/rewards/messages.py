@@ -44,8 +44,8 @@ class ScoreRequest:
 
 
 @dataclass(frozen=True)
-class Expected:
-    """What the trainer knows of the request that a reply must answer."""
+class ExpectedReply:
+    """The request that a reply must answer, as the trainer recorded it."""
 
     id: int
     loaded: bool  # "loaded" has come
@@ -106,14 +106,14 @@ def _encode_result(result: RewardResult) -> list[Any]:
     return [score, int(result.outcome), reason, error, result.seconds, list(result.components)]
 
 
-def parse_reply(line: bytes, expected: Expected | None, config: RewardConfig) -> Reply:
+def parse_reply(line: bytes, expected: ExpectedReply | None, config: RewardConfig) -> Reply:
     """Return the reply that a line from a worker holds.
 
     Args:
         expected: the request that it must answer; None = there is none.
 
     Raises:
-        InvalidWorkerReplyError: whatever else the line is.
+        InvalidWorkerReplyError: the line is anything else.
     """
     if expected is None:
         raise InvalidWorkerReplyError("a reply to no request")
@@ -140,7 +140,7 @@ def parse_reply(line: bytes, expected: Expected | None, config: RewardConfig) ->
     raise InvalidWorkerReplyError("a reply of no known kind, or out of order")
 
 
-def _scoring(expected: Expected) -> bool:
+def _scoring(expected: ExpectedReply) -> bool:
     return expected.loaded and expected.remaining > 0
 
 

@@ -69,7 +69,7 @@ class Worker:
 
     @property
     def has_outgoing(self) -> bool:
-        """Whether `flush` has something left to write."""
+        """True if `flush` has something left to write."""
         return bool(self._outgoing)
 
     def send(self, message: Any) -> None:

@@ -36,7 +36,7 @@ class SamplingConfig:
     stop_tokens: tuple[Annotated[int, Range(0, LARGEST)], ...] = ()
     """Token ids that end a response, besides the tokenizer's end token; kept in it."""
     ignore_eos: bool = False
-    """Generate max_tokens tokens, whatever they are (benchmarks)."""
+    """Generate max_tokens tokens, end tokens or not (benchmarks)."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, what is wrong with it)."""
@@ -126,7 +126,7 @@ class Pending(Protocol):
 
 
 class DialogueError(RunError):
-    """No conversation can go on: no environment replies, or the chat template rewrites earlier turns."""
+    """Conversations cannot continue: no environment replies, or the chat template rewrites earlier turns."""
 
 
 class Reply(NamedTuple):

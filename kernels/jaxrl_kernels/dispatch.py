@@ -1,4 +1,4 @@
-"""Dispatch: which implementations an operation has, which one runs on the devices that are compiled for, why.
+"""Dispatch: the implementations of an operation, and the choice among them for the target devices.
 
 Every operation is a folder of this package. Its `reference.py` defines it; the other modules compute the same
 and are imported when first used, since one chip's kernels may need what another lacks. A module may have

@@ -93,7 +93,7 @@ KILLS = [
     ("jaxrl_llm.checkpoint.state:write_manifest", 1),  # no checkpoint is whole yet: a fresh start
     ("jaxrl_llm.checkpoint.state:Checkpointer.save", 3),  # after the line of step 3, before its checkpoint
     ("jaxrl_llm.rollout.native.engine:NativeEngine.start", 2),  # while step 4 rolls out
-    ("jaxrl_llm.checkpoint.folder:retire", 2),  # while old checkpoints are deleted
+    ("jaxrl_llm.checkpoint.folder:prune", 2),  # while old checkpoints are deleted
     ("jaxrl_llm.learn.learner:Learner.update", 1),
     ("jaxrl_llm.hf.export:save_model", 1),  # trained, not exported
 ]

@@ -25,7 +25,7 @@ from jaxrl_llm.hf import export as hf_export
 from jaxrl_llm.hf import load
 from jaxrl_llm.hf.config import read_config, to_hf_config
 from jaxrl_llm.hf.export import save_model
-from jaxrl_llm.hf.folder import resolve
+from jaxrl_llm.hf.folder import resolve_model
 from jaxrl_llm.hf.load import load_params, read_slice
 from jaxrl_llm.hf.names import hf_tensors
 from jaxrl_llm.hf.tokenizer import load_tokenizer
@@ -519,21 +519,21 @@ def test_code_of_a_folder_is_never_run(tmp_path):
 
 
 def test_resolve(tmp_path, monkeypatch):
-    assert resolve(str(tmp_path)) == tmp_path
+    assert resolve_model(str(tmp_path)) == tmp_path
     (tmp_path / "model.gguf").write_text("")
     with pytest.raises(ValueError, match=r"model\.gguf: a file, but a model is a folder"):
-        resolve(tmp_path / "model.gguf")
+        resolve_model(tmp_path / "model.gguf")
     with pytest.raises(
         ValueError, match=r"/nowhere/qwen/3: no such folder; give a model folder or a hub name"
     ):
-        resolve("/nowhere/qwen/3")
+        resolve_model("/nowhere/qwen/3")
     with pytest.raises(ValueError, match=r"/models/qwen3/a: no such folder"):
-        resolve("./models/qwen3/a")
+        resolve_model("./models/qwen3/a")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(
         ValueError, match=r"org/name: no folder .*/org/name, and the hub has not delivered it .*copy"
     ):
-        resolve("org/name")  # tests run with HF_HUB_OFFLINE=1
+        resolve_model("org/name")  # tests run with HF_HUB_OFFLINE=1
     asked = {}
 
     def download(name, **patterns):
@@ -541,7 +541,7 @@ def test_resolve(tmp_path, monkeypatch):
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert resolve("org/name") == tmp_path
+    assert resolve_model("org/name") == tmp_path
     kept = huggingface_hub.utils.filter_repo_objects(
         [
             *("config.json", "model.safetensors", "pytorch_model.bin", "modeling.py", "chat_template.jinja"),

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from jaxrl_llm.bridge.buckets import Bucket, WeightSource
 from jaxrl_llm.bridge.push import RETRY_TIMEOUT, Part
-from jaxrl_llm.bridge.servers import Json, Receiver, reading
+from jaxrl_llm.bridge.servers import Json, Receiver, parsing_reply
 from jaxrl_llm.errors import ServerError, UserError
 from jaxrl_llm.structs import Params
 
@@ -112,7 +112,7 @@ class GroupTransport:
         self._relays[receiver.server.url], self._receivers[receiver.server.url] = relay, receiver
         async with self._or_leave_group(receiver):
             port = await self._read_line(relay)
-            with reading("the relay"):
+            with parsing_reply("the relay"):
                 body = {"master_address": relay.address, "master_port": int(port)}
             body |= {"rank_offset": 1, "world_size": receiver.ranks + 1}
             body |= {"group_name": relay.name, "backend": self.backend}

@@ -51,7 +51,7 @@ def refuse_filter(machine: str = "") -> bytes:
     """Return the filter for `machine` ("" = this one).
 
     Raises:
-        ValueError: a processor whose call numbers are not known here.
+        ValueError: a processor whose call numbers are not in ARCHITECTURES.
     """
     machine = machine or platform.machine()
     if machine not in ARCHITECTURES:

@@ -56,7 +56,7 @@ class ResponseGenerator:
             raise errors.exceptions[0] from None
 
     async def snapshot(self, batches: Sequence[Sequence[PartialResponse]]) -> list[list[PartialResponse]]:
-        """Return copies of the responses as they are now, after the servers gave what they have."""
+        """Return copies of the responses, with the tokens that servers have generated so far."""
         self._resumed.clear()
         self.pool.interruptions += 1
         deadline = time.monotonic() + SNAPSHOT_TIMEOUT

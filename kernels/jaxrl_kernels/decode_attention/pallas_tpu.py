@@ -299,7 +299,7 @@ def _kernel(table, lengths, window, q, *refs, scale, softcap, block, page, split
     @pl.when(slot == 0)
     def _():
         first_buffer[0] = 0
-        for buffer in buffers[1::2]:  # what is not copied has weight 0, and must not be NaN
+        for buffer in buffers[1::2]:  # positions that are not copied have weight 0, and must not be NaN
             buffer[...] = jnp.zeros_like(buffer)
         work.each_copy(slot, start, 0, lambda copy: copy.start())
 
