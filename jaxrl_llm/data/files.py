@@ -24,6 +24,7 @@ from jaxrl_llm.data.config import SourceConfig
 from jaxrl_llm.data.rows import MAX_CHARACTERS, SURROGATE, Damage, RowError, RowFile, no_rows
 from jaxrl_llm.data.tables import arrow_file, hub_rows, parquet_file, saved_rows
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.user_file import expand_home
 
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 SCHEMES = ("hub:", "task:", "gym:")
@@ -42,7 +43,7 @@ def open_rows(config: SourceConfig) -> list[RowFile]:
     if config.path.startswith("hub:"):
         return [hub_rows(config)]
     try:
-        path = Path(config.path).expanduser()
+        path = expand_home(config.path)
         if path.is_file():
             return [read_file(path)]
         if not path.exists():
@@ -53,7 +54,7 @@ def open_rows(config: SourceConfig) -> list[RowFile]:
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
             return saved_rows(path, config.split)
         return [read_file(file) for file in folder_files(path, config)]
-    except (OSError, RuntimeError) as error:  # permissions, a name that is too long, ~nobody
+    except OSError as error:  # permissions, a name that is too long
         raise UserError(f"{config.path:.300} cannot be opened: {error!s:.300}") from error
 
 

@@ -12,6 +12,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.json_file import read_json
 from jaxrl_llm.hf.names import hf_tensors
 from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.user_file import expand_home
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -41,11 +42,11 @@ def resolve_model(path_or_hub_name: str | Path) -> Path:
     """
     name = str(path_or_hub_name)
     try:
-        path = Path(path_or_hub_name).expanduser()
+        path = expand_home(path_or_hub_name)
         if path.is_dir():
             return path
         is_file = path.exists()
-    except (OSError, RuntimeError, ValueError) as error:  # too long a name, no such user's home, a NUL
+    except (OSError, ValueError) as error:  # too long a name, a NUL, a lone surrogate
         raise UserError(f"{name[:80]!r}: not the name of a folder ({error})") from error
     if is_file:
         raise UserError(f"{path}: a file, but a model is a folder (config.json and *.safetensors)")

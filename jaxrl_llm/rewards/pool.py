@@ -356,14 +356,6 @@ class RewardPool:
             self._logged += len(text)
 
 
-def check_reward(
-    config: RewardConfig, rows: Sequence[RewardSample] = (), function: Callable[..., Any] | None = None
-) -> None:
-    """Try a reward in one worker process, which then ends: `RewardPool.check`, and its errors."""
-    with RewardPool(dataclasses.replace(config, workers=1), function=function) as pool:
-        pool.check(rows)
-
-
 def _answered(sample: RewardSample) -> RewardSample:
     """Return the row with its own answer as response, where it has no response and the answer is text."""
     if sample.response or not isinstance(sample.answer, str | int | float):

@@ -135,8 +135,8 @@ if jax.process_index() == 0:
     stored = load_file(sys.argv[1] + "/model.safetensors")
     found = {t.name: a for p in parts for t, a in zip(p.content.tensors, p.content.arrays)}
     reference = models.init(config, jax.random.key(0))
-    from jaxrl_llm.hf.names import state_dict
-    expected = state_dict(config, reference)
+    from hf_tensors import tensors_of
+    expected = tensors_of(config, reference)
     assert found.keys() == stored.keys() == expected.keys()
     for name in expected:
         assert (found[name] == stored[name]).all(), name
