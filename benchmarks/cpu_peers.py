@@ -3,8 +3,8 @@
 Work (peers/work.py): Qwen3 of 4 layers, width 256, vocabulary 2048, float32; 4 prompts of 64 tokens with 8
 responses each of 128 tokens (ragged: geometric lengths, mean 40, at most 256), an AdamW step on 32 x 192
 tokens, and the whole GRPO step. Each system runs in a process of its own; the driver requests one
-repetition of each in turn (A B C A B C ...), so that other load on the machine affects all alike. Reported are
-medians, and medians of the paired ratios peer / ours, of wall time and of CPU seconds of the process.
+repetition of each in turn (A B C A B C ...), so that other load affects all alike. Reported are medians,
+and medians of the paired ratios peer / ours, of wall time and of CPU seconds of the process.
 
 The peers' environments:
 

@@ -140,9 +140,7 @@ def tokens_per_second(engine: Engine, params: models.Transformer, repetitions: i
     sampling, seconds = SamplingConfig(temperature=0.0, ignore_eos=True), []
     for _ in range(repetitions + 1):
         start = time.perf_counter()
-        trajectories = engine.generate(
-            todo, SamplingConfig(temperature=0.0, ignore_eos=True), jax.random.key(0)
-        )
+        trajectories = engine.generate(todo, sampling, jax.random.key(0))
         seconds.append(time.perf_counter() - start)
     assert sum(len(one.response_ids) for one in trajectories) == RESPONSES * TOKENS
     return RESPONSES * TOKENS / statistics.median(seconds[1:])
