@@ -72,7 +72,7 @@ def gpu_recipe(model: TransformerConfig, tokens: int, prompt: int, response: int
 
 def measure_attention(shape: Shape, seconds: float) -> dict[str, Any]:
     """Measure TFLOP/s over the visible area, forward and backward, of all implementations, with packing."""
-    found: dict[str, Any] = {"shape": shape._asdict()}
+    results: dict[str, Any] = {"shape": shape._asdict()}
     names = attention.OF_PLATFORM[jax.devices()[0].platform]
     for label, one in {"whole rows": shape, "4 sequences a row": shape._replace(packed=4)}.items():
         rows = {}
@@ -81,8 +81,8 @@ def measure_attention(shape: Shape, seconds: float) -> dict[str, Any]:
                 rows[row.partition(":")[0]] = row
             else:
                 rows[row.name] = dict(zip(("forward", "backward"), row.rates(one), strict=True))
-        found[label] = rows
-    return found
+        results[label] = rows
+    return results
 
 
 def measure_update(config: TrainConfig, repeat: int) -> dict[str, float]:
@@ -129,11 +129,11 @@ def measure_rollout(config: TrainConfig, requests: int, repeat: int) -> dict[str
     weights = 2 * sum(x.size for x in jax.tree.leaves(models.abstract(model)))
     cache = 4 * model.num_layers * model.num_kv_heads * model.head_dim * (prompt + response / 2)
     moved = speed * (weights / slots + cache)  # bytes a second that decoding cannot do without
-    found = {"slots": slots, "tokens_per_second": speed, "gigabytes_per_second": moved / 1e9}
+    results = {"slots": slots, "tokens_per_second": speed, "gigabytes_per_second": moved / 1e9}
     for kind in GPUS:
         if kind.upper() in jax.devices()[0].device_kind:
-            found["of_bandwidth"] = moved / CHIPS[kind].bandwidth
-    return found
+            results["of_bandwidth"] = moved / CHIPS[kind].bandwidth
+    return results
 
 
 def measure_run(steps: int) -> dict[str, Any]:
@@ -165,21 +165,21 @@ def measure_all(small: bool) -> dict[str, Any]:
         "rollout": lambda: measure_rollout(rollout, 16 if small else 500, repeat),
         "grpo": lambda: measure_run(2 if small else 100),
     }
-    found: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+    results: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
     for name, part in parts.items():
         try:
-            found[name] = part()
+            results[name] = part()
         except Exception as error:  # the results of the other parts are kept
-            found[name] = f"failed: {type(error).__name__}: {str(error)[:300]}"
-        print(name, json.dumps(found[name]), flush=True)
-    return found
+            results[name] = f"failed: {type(error).__name__}: {str(error)[:300]}"
+        print(name, json.dumps(results[name]), flush=True)
+    return results
 
 
 def compile_for(kind: str) -> dict[str, Any]:
     """Compile all parts for a GPU that this machine need not have."""
     target = open_target(parse_topology(kind))
     mesh = make_mesh(MeshConfig(), target.devices)
-    found: dict[str, Any] = {"label": "compiled, not run", "device": kind, "jax": jax.__version__}
+    results: dict[str, Any] = {"label": "compiled, not run", "device": kind, "jax": jax.__version__}
     replicated = NamedSharding(mesh, PartitionSpec())
     bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=replicated)
     for packed in (1, 4):
@@ -187,12 +187,12 @@ def compile_for(kind: str) -> dict[str, Any]:
         q, kv = (bf16(shape.batch, shape.length, n, shape.head_dim) for n in (shape.heads, shape.kv_heads))
         attend = attention.ours("auto", shape)
         total = lambda *x, attend=attend: attend(*x).astype(jnp.float32).sum()
-        found[f"attention, {packed} sequences a row"] = compile_cuda(
+        results[f"attention, {packed} sequences a row"] = compile_cuda(
             mesh, jax.grad(total, (0, 1, 2)), q, kv, kv
         )
     targets = jnp.zeros((1, 16_384), jnp.int32)
     loss = lambda hidden, head: sum(x.sum() for x in linear_logprob(hidden, head, targets))
-    found["linear_logprob"] = compile_cuda(
+    results["linear_logprob"] = compile_cuda(
         mesh, jax.grad(loss, (0, 1)), bf16(1, 16_384, 4096), bf16(131_072, 4096)
     )
     for name, config in {
@@ -200,9 +200,9 @@ def compile_for(kind: str) -> dict[str, Any]:
         "rollout": gpu_recipe(QWEN, 16_384, 512, 128, 256),
     }.items():
         plan = make_plan(config, target, only=name)
-        found[name] = {"fits": plan.fits, "peak_GiB": plan.peak.peak / 2**30}
-        print(name, json.dumps(found[name]), flush=True)
-    return found
+        results[name] = {"fits": plan.fits, "peak_GiB": plan.peak.peak / 2**30}
+        print(name, json.dumps(results[name]), flush=True)
+    return results
 
 
 def compile_cuda(mesh, function: Callable, *args) -> dict[str, Any]:
@@ -212,9 +212,9 @@ def compile_cuda(mesh, function: Callable, *args) -> dict[str, Any]:
         compiled = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).compile()
     kernels = compiled.as_text().count('custom_call_target="mosaic_gpu')
     memory = compiled.memory_analysis().temp_size_in_bytes / 2**20
-    found = {"seconds": time.perf_counter() - start, "temporary_MiB": memory, "mosaic_gpu_calls": kernels}
-    print(json.dumps(found), flush=True)
-    return found
+    results = {"seconds": time.perf_counter() - start, "temporary_MiB": memory, "mosaic_gpu_calls": kernels}
+    print(json.dumps(results), flush=True)
+    return results
 
 
 def main() -> None:
@@ -224,12 +224,12 @@ def main() -> None:
     parser.add_argument("--compile", metavar="KIND", help="h100 or h200: compile for it, run nothing")
     parser.add_argument("--small", action="store_true", help="tiny shapes; nothing is written")
     options = parser.parse_args()
-    found = compile_for(options.compile) if options.compile else measure_all(options.small)
-    found["command"] = " ".join(["python benchmarks/gpu.py", *sys.argv[1:]])
-    print(json.dumps(found, indent=1))
+    results = compile_for(options.compile) if options.compile else measure_all(options.small)
+    results["command"] = " ".join(["python benchmarks/gpu.py", *sys.argv[1:]])
+    print(json.dumps(results, indent=1))
     if not options.small:
         name = f"gpu_compiled_{options.compile}.json" if options.compile else "gpu.json"
-        (RESULTS / name).write_text(json.dumps(found, indent=1) + "\n")
+        (RESULTS / name).write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

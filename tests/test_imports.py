@@ -85,7 +85,7 @@ def test_imports_go_one_way(file):
     part = part_of(file)
     assert part in {*ALLOWED, "__init__"}, f"{part} is new: give it a line in ALLOWED"
     if file == PACKAGES["jaxrl_llm"] / "__init__.py":
-        return  # imports `api` when it is first asked for; the next test holds that
+        return  # imports `api` at its first use; the next test holds that
     allowed = ALLOWED.get(part, "")
     wrong = imported_parts(file) - {part} - (set() if allowed is ANY else set(allowed.split()))
     assert not wrong or (allowed is ANY and wrong <= ALLOWED.keys()), f"{part} may not import {sorted(wrong)}"

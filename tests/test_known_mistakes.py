@@ -1,4 +1,4 @@
-"""What went wrong in other systems, seen in a run or in their source, and the tests that rule it out here.
+"""Faults of other systems, seen in a run or in their source, and the tests that rule them out here.
 
 The table says where each is; those that have no better place are below it.
 """

@@ -71,7 +71,7 @@ def read_manifest(folder: Path) -> Manifest:
         expected = body.pop("crc32")
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):  # not JSON, or other JSON
         raise UserError(f"{MANIFEST} is corrupt: not the JSON that was written") from None
-    except OSError as error:  # a folder, say
+    except OSError as error:  # such as a folder
         raise UserError(f"{MANIFEST} cannot be read: {error.strerror}") from None
     if fingerprint(body) != expected:
         raise UserError(f"{MANIFEST} is corrupt: its own crc32 differs")

@@ -70,13 +70,13 @@ def check_resume(old: dict[str, Any], new: dict[str, Any], step: int) -> list[st
     return harmless
 
 
-def check_arrays(folder: Path, saved: dict[str, str], wanted: dict[str, jax.ShapeDtypeStruct]) -> None:
+def check_arrays(folder: Path, saved: dict[str, str], needed: dict[str, jax.ShapeDtypeStruct]) -> None:
     """Compare the arrays of a checkpoint ("params.layers.q" -> "float32[2,8]") with those to be filled.
 
     Raises:
         UserError: lists each array that one of them lacks or that has another shape or type.
     """
-    now = {path: array_type(leaf) for path, leaf in wanted.items()}
+    now = {path: array_type(leaf) for path, leaf in needed.items()}
     lines = []
     for path in sorted(saved.keys() | now.keys()):
         if path not in saved:

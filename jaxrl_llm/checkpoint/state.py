@@ -120,7 +120,7 @@ class Checkpointer:
         try:
             with _uncompressed():
                 response = ocp.save_async(folders.temporary(self.folder, step), arrays)
-        except (OSError, ValueError) as error:  # Orbax says either when the disk is full
+        except (OSError, ValueError) as error:  # Orbax raises either when the disk is full
             self._settle(step, error)
             return False
         shapes = {path: array_type(x) for path, x in arrays.items()}
@@ -174,8 +174,8 @@ class Checkpointer:
         """Load the newest valid checkpoint; each newer one that is damaged is reported.
 
         Args:
-            target: pytree of jax.ShapeDtypeStruct with shardings, which decide the layout whatever mesh
-                it was saved from.
+            target: pytree of jax.ShapeDtypeStruct with shardings, which decide the layout, not the
+                mesh that it was saved from.
             compatible: resolved config of this run, compared with the checkpoint's by `check_resume`.
 
         Returns: (step, state, meta), or None if the run has no checkpoint yet.

@@ -38,7 +38,7 @@ def open_rows(config: SourceConfig) -> list[RowFile]:
     """Return the rows of each file of a source.
 
     Raises:
-        UserError: there is nothing to read; says what would be.
+        UserError: there is nothing to read; names the kinds of sources.
     """
     if config.path.startswith("hub:"):
         return [hub_rows(config)]
@@ -253,7 +253,7 @@ def _without_surrogates(row: Any, where: str) -> Any:
 def _csv_records(text: str) -> Iterator[tuple[int, list[str] | str]]:
     """Yield (number of its first line, cells or what is wrong) of each record; blank lines are passed over.
 
-    A stray quote swallows the lines up to the next one: reading goes on with the line after it.
+    A stray quote swallows the lines up to the next one: reading continues with the line after it.
     """
     csv.field_size_limit(MAX_CHARACTERS)
     lines = io.StringIO(text, newline="").readlines()

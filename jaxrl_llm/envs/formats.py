@@ -129,7 +129,7 @@ def _each(
 
 
 def _closed(text: str, at: int, closing: str) -> int:
-    """Return where the text goes on after `closing`; the end of the text closes too (stop strings)."""
+    """Return where the text continues after `closing`; the end of the text closes too (stop strings)."""
     at = _skip(text, at)
     if at < len(text) and not text.startswith(closing, at):
         raise ValueError(f"{text[at : at + 20]!r} after the call, where {closing} belongs")

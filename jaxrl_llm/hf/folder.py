@@ -110,9 +110,9 @@ def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTen
 
 
 def refuse_remote_code(folder: Path) -> None:
-    """Refuse a folder whose config.json asks for its own Python code: nothing of a folder is ever run.
+    """Refuse a folder whose config.json names Python code of its own: no code of a folder is ever run.
 
-    Baichuan always brings code; its decoder is built in here, so config.json may ask.
+    Baichuan always has code; its decoder is built in here, so config.json may name it.
 
     Raises:
         UserError: config.json names classes of the folder's own Python files.

@@ -121,7 +121,7 @@ def read_slice(
     """
     dims, groups = parse_layout(part.layout)
     size, bound = dict(zip(dims, shape, strict=True)), dict(zip(dims, bounds, strict=True))
-    # HF's dim (h e) is read for whole heads h, its first dim; what is wanted of e is cut out afterwards.
+    # HF's dim (h e) is read for whole heads h, its first dim; the slice of e is cut out afterwards.
     lead = [group[0] for group in groups]
     inner = [int(np.prod([size[dim] for dim in group[1:]])) for group in groups]
     columns = tuple(slice(bound[d][0] * n, bound[d][1] * n) for d, n in zip(lead[1:], inner[1:], strict=True))

@@ -1,7 +1,7 @@
 """Messages between the trainer and a reward worker.
 
 To the worker: pickles over a private socket. From the worker, which runs code of the user: lines of JSON,
-of which `parse_reply` believes nothing. A request is answered by one "loaded" or "broken", then by one
+which `parse_reply` validates. A request is answered by one "loaded" or "broken", then by one
 "scored" or "failed" a sample (a batched reward: for all samples at once).
 """
 

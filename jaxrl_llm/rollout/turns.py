@@ -26,10 +26,10 @@ def read_reply(future: Future[Reply] | Any, response: PartialResponse, vocab_siz
     """Return the reply of a finished future (of `concurrent.futures` or asyncio).
 
     A reply that is an error, has wrong types or ids outside the vocabulary ends this conversation with
-    `Episode.failure`, so that its trajectory is masked; the others go on.
+    `Episode.failure`, so that its trajectory is masked; the others continue.
 
     Raises:
-        DialogueError: no conversation can go on.
+        DialogueError: no conversation can continue.
     """
     try:
         reply = future.result()

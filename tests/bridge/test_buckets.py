@@ -58,7 +58,7 @@ def test_buckets_of_sharded_weights_hold_the_bytes_of_the_exported_folder(config
 
 
 def test_the_next_bucket_is_on_its_way_and_no_other(monkeypatch):
-    """Never the whole model: what is asked of the devices is one bucket ahead of what is used."""
+    """Never the whole model: at most one bucket is gathered ahead of the one in use."""
     started = []
     array = type(jnp.zeros(1))
     begin = array.copy_to_host_async

@@ -1,4 +1,4 @@
-"""Weights to servers that speak SGLang's JSON: in order, each step ended, and a failure is one server's."""
+"""Weights to servers with SGLang's JSON: in order, each step ended, and a failure is one server's."""
 
 import subprocess
 import sys
@@ -249,7 +249,7 @@ print(Reading(io.BytesIO(base64.b64decode(made))).load())
 
 
 def test_handles_name_a_gpu_by_its_uuid():
-    """What torch would do with CUDA memory is stood in for; the pickle around it is the real one."""
+    """torch's reduction of CUDA memory is a fake; the pickle around it is the real one."""
     pytest.importorskip("torch")
     out = subprocess.run([sys.executable, "-c", HANDLES], capture_output=True, text=True)
     expected = "torch.Size([2, 3]), (3, 1), 0, torch.float32, 'GPU-1', b'handle'"

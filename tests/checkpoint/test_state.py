@@ -1,4 +1,4 @@
-"""Saving and restoring: bit for bit, on any mesh, with what was asked kept and the rest refused readably."""
+"""Saving and restoring: bit for bit, on any mesh; the chosen steps are kept, and changed settings refused."""
 
 import dataclasses
 import itertools

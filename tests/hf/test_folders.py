@@ -301,7 +301,7 @@ def test_tokenizer_and_chat_template_survive_for_transformers_4_and_5(tmp_path):
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"  # 5's own name is unknown to 4
     assert settings["chat_template"] == (tmp_path / "out/chat_template.jinja").read_text()
     assert "<|im_start|>" in settings["additional_special_tokens"]
-    assert "extra_special_tokens" not in settings  # 4 wants a mapping there
+    assert "extra_special_tokens" not in settings  # 4 needs a mapping there
 
 
 def test_generation_config_of_the_base_model_is_kept(tmp_path):

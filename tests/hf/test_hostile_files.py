@@ -1,4 +1,4 @@
-"""Files of model folders that are damaged or made up: each is refused with its name, whatever is in it."""
+"""Files of model folders that are damaged or made up: each is refused with its name."""
 
 import copy
 import dataclasses

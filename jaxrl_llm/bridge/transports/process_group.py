@@ -54,7 +54,7 @@ class Relay:
     def send(self, bucket: Bucket) -> None:
         """Broadcast a bucket; returns when the server has all of it."""
         parts = bucket.bytes()
-        with contextlib.suppress(BrokenPipeError):  # `read_line` says why
+        with contextlib.suppress(BrokenPipeError):  # `read_line` raises the reason
             self._process.stdin.write(sum(map(len, parts)).to_bytes(8, "little"))
             for part in parts:
                 self._process.stdin.write(part)
@@ -168,7 +168,7 @@ class GroupTransport:
 def address_towards(url: str) -> str:
     """Return this machine's address as the server sees it."""
     parts = urlsplit(url)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing: asks the routing table
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing: a routing lookup
         try:
             probe.connect((parts.hostname, parts.port or 80))
         except OSError as error:

@@ -88,7 +88,7 @@ class McpTool:
         request = self.client.call_tool(self.schema["name"], arguments)
         try:
             answer = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(request, self.loop))
-        except Exception as error:  # whatever the SDK raises: an answer that is none, a server that is gone
+        except Exception as error:  # any error of the SDK: an invalid reply, a server that has ended
             raise ToolError(f"the tool did not answer: {error or type(error).__name__}") from error
         text = "\n".join(getattr(block, "text", f"[{block.type}]") for block in answer.content)
         if answer.is_error:

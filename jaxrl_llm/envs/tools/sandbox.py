@@ -295,7 +295,7 @@ def _environment(home: str) -> dict[str, str]:
         "PATH": "/usr/bin:/bin",
         "HOME": home,
         "LANG": "C.UTF-8",
-        "OMP_NUM_THREADS": "1",  # numpy's libraries ask for threads when they are loaded
+        "OMP_NUM_THREADS": "1",  # numpy's libraries start threads when they are loaded
         "OPENBLAS_NUM_THREADS": "1",
     }
 

@@ -42,7 +42,7 @@ class PendingResponses:
 
         Raises:
             ServerError: one that no server could complete.
-            DialogueError: no conversation can go on.
+            DialogueError: no conversation can continue.
         """
         return self.engine.on_first(self._finish)
 
@@ -148,7 +148,7 @@ class SGLangEngine:
         return self.start(requests, sampling, key, dialogue).result()
 
     def snapshot(self, pending: Sequence[PendingResponses]) -> list[list[PartialResponse]]:
-        """Return copies of the responses as they are now, in process 0; generation goes on."""
+        """Return copies of the responses as they are now, in process 0; generation continues."""
         if self.pool is None:
             return [[] for _ in pending]
         copies = self.pool.run(self.generator.snapshot([each.responses for each in pending]))

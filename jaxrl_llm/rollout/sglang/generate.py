@@ -45,7 +45,7 @@ class ResponseGenerator:
 
         Raises:
             ServerError: a response that no server could complete.
-            DialogueError: no conversation can go on.
+            DialogueError: no conversation can continue.
         """
         group_servers: dict[int, Server] = {}
         try:

@@ -1,4 +1,4 @@
-"""What the fake server knows of weights that come in parts: pauses, sessions, tensors, process groups."""
+"""Weight updates of the fake server: pauses, sessions, tensors, process groups."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def make(servers, tmp_path, monkeypatch):
 
 
 def own_logprobs(params, trajectories):
-    """What the trainer finds."""
+    """Return the trainer's own log-probs."""
     score = score_of(MODEL)
     both = [np.concatenate([t.prompt_ids, t.response_ids]) for t in trajectories]
     return [score(params, x, 1.0)[len(t.prompt_ids) - 1 :] for x, t in zip(both, trajectories, strict=True)]

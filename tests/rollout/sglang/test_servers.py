@@ -1,4 +1,4 @@
-"""What servers may do to a run, and what the pool makes of it."""
+"""Faults of servers, and the reaction of the pool."""
 
 import asyncio
 import functools
