@@ -71,7 +71,7 @@ def run_processes(
     initialize: bool = True,
     timeout: float = 240,
 ) -> list[str]:
-    """What each of `n` processes printed to stdout, in the order of their ids.
+    """Return the stdout of each of `n` processes, in the order of their ids.
 
     Args:
         script: Python source.

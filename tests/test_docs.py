@@ -56,7 +56,7 @@ RETIRED = {
     "half-written": "partial rollouts",
     "divided among devices": "sharded",
 }
-"""What the field has another term for."""
+"""Terms that this project no longer uses -> the standard ones."""
 
 
 def relative(page: Path) -> str:

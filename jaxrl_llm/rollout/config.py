@@ -51,9 +51,9 @@ class RolloutConfig:
     """Pages on each device; None = enough for all slots, or what its memory holds. With fewer, responses wait
     until others have finished."""
     max_staleness: Annotated[int, Range(0, 1000, usual="1 to 4 are usual")] = 0
-    """Bounded staleness of asynchronous rollout: steps that servers may be ahead of the trainer. While it
-    learns, the responses of the next steps are generated, and continue under new weights as these come. 0 =
-    synchronous: rollout and training alternate."""
+    """Bounded staleness of asynchronous rollout: largest number of steps by which rollout may run ahead of
+    training. The responses of the next steps are generated while the trainer learns, and continue under new
+    weights when these arrive. 0 = synchronous: rollout and training alternate."""
     warm_up: bool = False
     """Compile every shape of every program before the first step instead of at its first use: a slower start
     (seconds for a small model, minutes for a large one), and no pause later."""

@@ -26,7 +26,7 @@ from jaxrl_llm.ranges import problems
 
 
 def why_not() -> str:
-    """Why there is no sandbox here; "" where there is one."""
+    """The reason why there is no sandbox here; "" = there is one."""
     try:
         Sandbox(SandboxConfig())
     except SandboxError as error:

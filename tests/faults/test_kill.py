@@ -1,6 +1,6 @@
 """Killed anywhere and started again by the same command, a run ends with the same bits.
 
-A tiny run goes through all there is: supervised start, rollouts, rewards, a frozen reference, several
+A tiny run has all stages: SFT warm-up, rollouts, rewards, a frozen reference, several
 updates a step, evaluation, checkpoints, export.
 """
 
@@ -65,7 +65,7 @@ REWARD = """
 def digits(solution_str, ground_truth):
     return sum(c.isdigit() for c in solution_str) / max(len(solution_str), 1)
 """
-STEPS = [1, 2, 3, 4, 5, 6]  # two of the supervised start, four of GRPO
+STEPS = [1, 2, 3, 4, 5, 6]  # two of the SFT warm-up, four of GRPO
 
 SIGNALLER = """
 import os, sys

@@ -286,7 +286,7 @@ def test_files_of_an_export(tmp_path):
         raw = (tmp_path / "out" / file).read_bytes()
         length = struct.unpack("<Q", raw[:8])[0]
         assert length % 8 == 0 and json.loads(raw[8 : 8 + length])["__metadata__"] == {"format": "pt"}
-    assert not list(tmp_path.glob(".*"))  # nothing half-written is left beside it
+    assert not list(tmp_path.glob(".*"))  # no partial export is left beside it
 
 
 def test_tokenizer_and_chat_template_survive_for_transformers_4_and_5(tmp_path):

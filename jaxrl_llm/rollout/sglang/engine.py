@@ -165,7 +165,7 @@ class SGLangEngine:
         )
 
     def release_memory(self) -> None:
-        """Colocated: have the servers release their memory, and with it the weights."""
+        """Have colocated servers release their memory, and with it the weights."""
         if self.sglang.colocated and self._leaf is not None:
             self._leaf = None
             self.on_first(lambda: self.pool.run(colocated.release_memory(self.pool)))
