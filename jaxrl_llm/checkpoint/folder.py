@@ -38,7 +38,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def newest_valid(folder: Path, candidates: list[int], checksums: bool) -> CheckpointChoice:
-    """Check the candidates from the newest down; each that is damaged is reported with its fault."""
+    """Return the newest valid candidate; each damaged one before it is reported with its fault."""
     rejected = []
     for step in sorted(candidates, reverse=True):
         reason = checkpoint_problem(folder / str(step), checksums)
@@ -52,7 +52,7 @@ def newest_valid(folder: Path, candidates: list[int], checksums: bool) -> Checkp
 
 
 def commit(folder: Path, step: int) -> None:
-    """Make a finished checkpoint exist, by one rename."""
+    """Rename a finished checkpoint into place."""
     os.replace(temporary(folder, step), folder / str(step))
     shutil.rmtree(_rejected(folder, step), ignore_errors=True)
 

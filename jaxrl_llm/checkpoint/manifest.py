@@ -90,7 +90,7 @@ def read_metrics(folder: Path) -> dict[str, float]:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Return what the trainer stored beside the arrays.
+    """Return the metadata that the trainer stored beside the arrays.
 
     Raises:
         UserError: damaged, which `checkpoint_problem` without checksums does not notice.

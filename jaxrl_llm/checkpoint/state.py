@@ -200,7 +200,7 @@ class Checkpointer:
         return step, load_arrays(folder, target), meta
 
     def _choose(self) -> int | None:
-        """Delete what was cut off, choose a checkpoint and set damaged newer ones aside.
+        """Delete partial checkpoints, choose one and set damaged newer ones aside.
 
         Raises:
             UserError: all are damaged.
@@ -218,7 +218,7 @@ class Checkpointer:
         return step
 
     def _exists(self, step: int) -> bool:
-        """Return whether a step is saved; what a killed run left of it is deleted."""
+        """Return whether a step is saved; a partial one, of a killed run, is deleted."""
         folders.remove_temporary(self.folder, step)
         return step in self.steps()
 
@@ -267,7 +267,7 @@ class Checkpointer:
         return outcome == _OK
 
     def _give_up(self, step: int, reason: str) -> None:
-        """Delete what was written of a save that does not fit; the previous checkpoint stays."""
+        """Delete the partial files of a save that does not fit; the previous checkpoint stays."""
         self._sweep(step)
         self.failures += 1
         message = (

@@ -69,18 +69,18 @@ class EnvConfig:
     format: Literal["auto", "hermes", "llama", "xml", "pythonic"] = "auto"
     """Format of tool calls; auto = that of the chat template."""
     history: Literal["strict", "keep"] = "strict"
-    """A chat template that writes earlier turns in another way once more follow (some drop thoughts) is
-    refused (strict), or what it adds follows the turns as they were written (keep)."""
+    """Chat templates that render earlier turns differently once more follow (some drop thoughts): refuse them
+    (strict), or keep the turns as generated and append what the template adds (keep)."""
     max_turns: Annotated[int, Range(1, 10_000, usual="8 is usual")] = 8
-    """Turns of the policy at most."""
+    """Largest number of turns of the policy."""
     max_calls: Annotated[int, Range(1, 10_000, usual="16 is usual")] = 16
-    """Tool calls that are carried out of one turn; the policy reads that the others were not."""
+    """Largest number of tool calls that are carried out in one turn; the others return an error."""
     tool_timeout: Annotated[float, Range(0.0, 1e6, open_low=True, usual="30 is usual")] = 30.0
     """Seconds one tool call, or one step of your own environment, may take, without the time that it waits
-    for a free sandbox. A call that takes longer is cut off, and the policy reads so; a step of an
-    environment ends its conversation as failed."""
+    for a free sandbox. A call that takes longer returns an error; a step of an environment that does
+    ends its conversation as failed."""
     max_observation_tokens: Annotated[int, Range(1, 10_000_000, usual="1024 is usual")] = 1024
-    """Longest observation after one turn; the rest is cut off, and the policy reads so."""
+    """Longest observation after one turn; the rest is cut off, with a note to the policy."""
     toolbox: ToolsConfig = field(default_factory=ToolsConfig)
     """Settings of the built-in tools."""
 

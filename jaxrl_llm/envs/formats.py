@@ -32,7 +32,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class InvalidToolCall:
-    """Text that was meant as a tool call and is none."""
+    """Text in the form of a tool call that cannot be read as one."""
 
     text: str
     """Its beginning."""

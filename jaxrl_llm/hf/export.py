@@ -108,14 +108,14 @@ def _plan(tensors: list[HFTensor], itemsize: int, limit: int) -> list[tuple[str,
 
 def _make_partial(folder: Path, partial: Path, size: int) -> None:
     """Make the temporary folder, if `size` bytes can be exported to `folder`."""
-    if problem := _why_not(folder, size):
+    if problem := _export_problem(folder, size):
         raise UserError(problem)
     shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
     partial.mkdir(parents=True)
 
 
-def _why_not(folder: Path, size: int) -> str | None:
-    """Return what stands in the way of an export of `size` bytes to `folder`."""
+def _export_problem(folder: Path, size: int) -> str | None:
+    """Return why `size` bytes cannot be exported to `folder`; None = they can."""
     if folder.exists() and not folder.is_dir():
         return f"{folder}: a file; the export needs a folder"
     inside = list(folder.iterdir()) if folder.exists() else []

@@ -168,7 +168,7 @@ def _parse_result(raw: Any, config: RewardConfig) -> RewardResult:
 
 
 def _number(value: Any, largest: float) -> float:
-    """Return a finite number of at most `largest` in size; bools are none."""
+    """Return a finite number of at most `largest` in size; bools are refused."""
     if type(value) not in (int, float) or not abs(value) <= largest * (1 + 1e-9):
         raise InvalidWorkerReplyError("a number that is out of range, or is none")
     return float(value)

@@ -364,7 +364,7 @@ def _answered(sample: RewardSample) -> RewardSample:
 
 
 def _certain(result: RewardResult) -> bool:
-    """Return whether the sample failed in a way that its response cannot be blamed for."""
+    """Return whether the sample failed independently of its response."""
     if result.outcome is not Outcome.FAILED or result.abstained:
         return False
     return result.error in CERTAIN or not result.error  # no exception: the worker crashed or took too long

@@ -55,7 +55,7 @@ class AdaptedReward:
     call: Callable[[list[RewardSample]], list[Any]]
     batched: bool = False  # takes all samples at once
     bools: bool = False  # True and False are scores
-    abstains: bool = False  # None means: no opinion
+    abstains: bool = False  # None = it abstains
 
 
 def adapt(function: Callable[..., Any], name: str, config: RewardConfig) -> AdaptedReward:

@@ -1,4 +1,4 @@
-"""Conversations of several turns: what both engines do when a turn has ended."""
+"""Conversations of several turns: the end of a turn, for both engines."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _reply_problem(reply: Any, vocab_size: int) -> str:
 
 
 def no_reply_error(dialogue: Dialogue, waiting: int) -> DialogueError:
-    """Return what to raise when no reply comes."""
+    """Return the error of a dialogue without replies."""
     return DialogueError(
         f"no environment has answered for {dialogue.patience:g} s, and {waiting} conversation(s) wait: does "
         "an async step block (time.sleep, requests)? Use await there, or plain functions, which get threads"

@@ -59,7 +59,7 @@ class Python:
     """The tool `python`. Each call is a program of its own: nothing is kept from one to the next.
 
     Raises:
-        SandboxError: no sandbox can be had here.
+        SandboxError: no sandbox can be made here.
     """
 
     schema: ClassVar[dict[str, Any]] = {

@@ -136,7 +136,7 @@ class ResponseGenerator:
                 "input_ids": [*request.prompt_ids.tolist(), *response.ids],
                 "sampling_params": self._sampling_params(response, sampling),
                 "return_logprob": True,
-                "extra_key": self.pool.label,  # keys cached under older weights are no use
+                "extra_key": self.pool.label,  # keys cached under older weights must not be used
             }
             async with self.pool.slot:
                 await self._resumed.wait()

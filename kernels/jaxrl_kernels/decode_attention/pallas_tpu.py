@@ -29,7 +29,7 @@ from jaxrl_kernels.flash_attention.spec import MASKED_LSE
 BUFFERS = 4 * 2**20
 """Bytes of VMEM for pages in flight, two blocks of keys and of values; a quarter of the smallest chip's."""
 MAX_BLOCK = 512
-"""Tokens computed at once: more hide no more of a copy's latency."""
+"""Largest number of tokens computed at once: more would not hide more of a copy's latency."""
 MAX_TABLE = 2**19
 """Bytes of scalar memory for the page table, half of a chip's."""
 
