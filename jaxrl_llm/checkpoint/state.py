@@ -93,7 +93,7 @@ class Checkpointer:
             state: pytree of jax.Array of any sharding; across processes, of global arrays.
             meta: JSON-able. `meta["config"]` is the resolved config, `meta["model"]` the dict of the
                 TransformerConfig.
-            metrics: of this step, for `best`.
+            metrics: of this step, for `best_metric`.
             files: further files of the checkpoint, by name; those of process 0 are written.
 
         Returns: whether the save started; False if there is one of this step, or no space on the disk.
@@ -163,10 +163,6 @@ class Checkpointer:
     def latest(self) -> int | None:
         """Return the newest step that has a checkpoint."""
         return max(self.steps(), default=None)
-
-    def best(self) -> int | None:
-        """Return the step with the best `best_metric`; of equals, the newest."""
-        return next(iter(self._ranked()), None)
 
     def restore(
         self, target: Any, compatible: dict[str, Any] | None = None
@@ -252,7 +248,8 @@ class Checkpointer:
             write_manifest(folder, step, shapes, meta, metrics)
             folders.commit(self.folder, step)
             newest = self.steps()[-self.config.keep :]
-            folders.prune(self.folder, keep={*newest, *self._ranked()[: self.config.keep_best]})
+            ranked = folders.rank_steps(self.folder, self.config.best_metric, self.config.best_mode)
+            folders.prune(self.folder, keep={*newest, *ranked[: self.config.keep_best]})
         return time.monotonic() - start
 
     def _settle(self, step: int, error: BaseException | None) -> bool:
@@ -285,9 +282,6 @@ class Checkpointer:
     def _sweep(self, step: int) -> None:
         if jax.process_index() == 0:
             folders.remove_temporary(self.folder, step)
-
-    def _ranked(self) -> list[int]:
-        return folders.rank_steps(self.folder, self.config.best_metric, self.config.best_mode)
 
 
 @jax.jit

@@ -74,7 +74,7 @@ def weight_folder(run_dir: Path, shared: str, in_memory: bool, num_bytes: int) -
     """
     remove_abandoned()
     with contextlib.ExitStack() as closing:
-        if shared:  # other runs may use it, too
+        if shared:  # a folder for each run: others may share it
             number = zlib.crc32(str(run_dir.absolute()).encode())
             folder = Path(shared).absolute() / f"{run_dir.name}-{number:08x}"
         elif in_memory and jax.process_count() == 1 and _free_memory() > (KEPT + 1) * num_bytes:
