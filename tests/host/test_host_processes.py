@@ -26,7 +26,7 @@ from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.host.command import run_command
 from jaxrl_llm.host.processes import agree, on_first, share
 from jaxrl_llm.host.start import start_host
-from jaxrl_llm.host.watch import KEY, watched_processes
+from jaxrl_llm.host.watch import ADDRESS_KEY, watched_processes
 
 class Odd(Exception):
     def __init__(self, a, b):
@@ -50,7 +50,7 @@ def command(argv):
                 print(type(raised).__name__, raised)
         print(len(calls), flush=True)
         if sys.argv[1] == "finish" and jax.process_index() == 1:
-            place = json.loads(distributed.global_state.client.blocking_key_value_get(KEY, 1000))
+            place = json.loads(distributed.global_state.client.blocking_key_value_get(ADDRESS_KEY, 1000))
             strangers = [socket.create_connection(("localhost", place["port"])) for _ in range(3)]
             strangers[0].sendall(b'{"token": "guess", "process": 0, "host": "x"}\\n{"lost": [1, "x", ""]}\\n')
             strangers[1].sendall(b"x" * 10_000)
@@ -95,8 +95,8 @@ def test_process_0_works_for_all_and_a_lost_process_is_named(victim):
     assert survivor.code == 1
     last = survivor.stderr.splitlines()[-1]
     assert last.startswith(f"error: process {victim} on ") and last.endswith(
-        f" is lost: killed, or its machine is gone. Process {1 - victim} cannot go on without it and ends; "
-        "its checkpoints stand: start all processes again with the same command."
+        f" is lost: killed, or its machine is lost. Process {1 - victim} cannot continue without it and ends; "
+        "its checkpoints are kept: start all processes again with the same command."
     )
     assert "Traceback" not in survivor.stderr
 
