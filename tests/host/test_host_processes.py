@@ -95,8 +95,8 @@ def test_process_0_works_for_all_and_a_lost_process_is_named(victim):
     assert survivor.code == 1
     last = survivor.stderr.splitlines()[-1]
     assert last.startswith(f"error: process {victim} on ") and last.endswith(
-        f" is lost: killed, or its machine is lost. Process {1 - victim} cannot continue without it and ends; "
-        "its checkpoints are kept: start all processes again with the same command."
+        f" is lost: killed, or its machine is lost. Process {1 - victim} cannot continue without it and "
+        "ends; its checkpoints are kept: start all processes again with the same command."
     )
     assert "Traceback" not in survivor.stderr
 
