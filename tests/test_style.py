@@ -28,7 +28,7 @@ NO_VERBS = RIDDLES | {
     *("To", "When", "While", "With", "Without", "Returns", "Computes", "Yields", "Writes", "Reads", "Checks"),
     *("Runs", "Makes", "Sends", "Sets", "Adds", "Gives", "Takes", "Starts", "Stops", "Prints", "Called"),
 }
-"""First words that no docstring of a function may have; an imperative is to be there: "Return ..."."""
+"""First words that a docstring of a function must not have, in place of an imperative: "Return ..."."""
 DIALECT = {
     r"nobody|everybody|somebody|anybody|whoever|whom": "name the part that acts",
     r"believes?|wants?|wanted|wishes|speaks?|spoken|told|heard": "needs, validates, sends, received",
@@ -40,8 +40,8 @@ DIALECT = {
     r"begun": "started",
 }
 """Words of comments and docstrings -> what the field says instead."""
-UNCLEAR = {
-    *(
+UNCLEAR = set(
+    [
         "ask",
         "asked",
         "begun",
@@ -55,10 +55,20 @@ UNCLEAR = {
         "most",
         "room",
         "said",
-    ),
-    *("say", "seat", "speak", "theirs", "there", "told", "wanted", "wants", "ways", "whole", "written"),
-}
-"""Names that say nothing to a reader who knows the field, of functions, parameters and fields."""
+        "say",
+        "seat",
+        "speak",
+        "theirs",
+        "there",
+        "told",
+        "wanted",
+        "wants",
+        "ways",
+        "whole",
+        "written",
+    ]
+)
+"""Names that functions, parameters and fields must not have: the field has words for them."""
 CONTRACTS = {
     "main": "the entry point of a program",
     "get_config": "a recipe",
