@@ -40,34 +40,11 @@ DIALECT = {
     r"begun": "started",
 }
 """Words of comments and docstrings -> what the field says instead."""
-UNCLEAR = set(
-    [
-        "ask",
-        "asked",
-        "begun",
-        "found",
-        "heard",
-        "here",
-        "lay",
-        "lie",
-        "made",
-        "mine",
-        "most",
-        "room",
-        "said",
-        "say",
-        "seat",
-        "speak",
-        "theirs",
-        "there",
-        "told",
-        "wanted",
-        "wants",
-        "ways",
-        "whole",
-        "written",
-    ]
-)
+UNCLEAR = {
+    "ask", "asked", "begun", "found", "heard", "here", "lay", "lie", "made", "mine", "most",
+    "room", "said", "say", "seat", "speak", "theirs", "there", "told", "wanted",
+    "wants", "ways", "whole", "written",
+}  # fmt: skip
 """Names that functions, parameters and fields must not have: the field has words for them."""
 CONTRACTS = {
     "main": "the entry point of a program",
