@@ -1,4 +1,4 @@
-"""Studies on generated tasks: the runs that are compared, and the claim. `learn.py` runs them.
+"""Studies on generated tasks: runs that are compared, and claims about them. `learn.py` runs them.
 
 Every run starts from the SFT warm-up of its seed, so that the runs of a study differ in the algorithm alone.
 """
@@ -15,16 +15,16 @@ Values = dict[str, list[float]]  # label -> one number a seed
 
 @dataclass(frozen=True)
 class Study:
-    """Runs that are compared, and the claim that they are to reproduce."""
+    """Runs that are compared, and a claim about them."""
 
     claim: str
-    runs: dict[str, str]  # label -> arguments; {start} is the seed's warmed-up model, {seed} its number
+    runs: dict[str, str]  # label -> arguments; {start} is the folder of the SFT warm-up, {seed} the seed
     holds: Callable[[Values], bool]
     metric: str = PASS
     start: str = "sums"
-    over_run: bool = False  # `holds` judges the mean over the run, how fast it learns, not where it ends
+    over_run: bool = False  # `holds` takes the mean over the run (speed of learning), not the last value
     seeds: tuple[int, ...] = (0, 1, 2)
-    also: tuple[str, ...] = ()  # further metrics to report
+    also: tuple[str, ...] = ()  # further metrics of the report
     after: str = ""  # a study whose runs must exist before
 
 
@@ -32,23 +32,23 @@ class Study:
 class Start:
     """An SFT warm-up: grpo_tiny.py without the RL."""
 
-    meaning: str
+    task: str
     arguments: str
 
 
-def everywhere(bound: float) -> Callable[[Values], bool]:
-    """Every seed of every label is at `bound` or above."""
-    return lambda found: all(value >= bound for values in found.values() for value in values)
+def all_at_least(bound: float) -> Callable[[Values], bool]:
+    """Return the claim that every seed of every label reaches `bound`."""
+    return lambda results: all(value >= bound for values in results.values() for value in values)
 
 
-def gains(label: str, over: str, by: float) -> Callable[[Values], bool]:
-    """`label` is above `over` in every seed, and by at least `by` on their mean."""
-    gaps = lambda found: [a - b for a, b in zip(found[label], found[over], strict=True)]
-    return lambda found: min(gaps(found)) > 0 and mean(gaps(found)) >= by
+def exceeds(label: str, baseline: str, margin: float) -> Callable[[Values], bool]:
+    """Return the claim that `label` is above `baseline` in every seed, by `margin` or more on their mean."""
+    gaps = lambda results: [a - b for a, b in zip(results[label], results[baseline], strict=True)]
+    return lambda results: min(gaps(results)) > 0 and mean(gaps(results)) >= margin
 
 
-FLAWED = '--data.train.0.options {{"digits":1,"terms":3,"noise":0.6}}'
-COUNTDOWN = "--data.train.0.path task:countdown --data.train.0.options {{}} --max_prompt_tokens 24"
+FLAWED = """--data.train.0.options '{{"digits":1,"terms":3,"noise":0.6}}'"""
+COUNTDOWN = "--data.train.0.path task:countdown --data.train.0.options '{{}}' --max_prompt_tokens 24"
 STARTS = {
     "sums": Start("sums of three digits, from demonstrations of which 60% are one too large", FLAWED),
     "countdown": Start(
@@ -69,8 +69,8 @@ OTHERS = (
 )
 STUDIES: dict[str, Study] = {
     "online": Study(
-        "Six online algorithms solve the quick start's task: held-out accuracy of at least 0.9 with "
-        "every seed.",
+        "Six online algorithms solve the quick start's task: held-out accuracy of at least 0.9 with every "
+        "seed.",
         {
             "ppo": f"--config ppo_tiny.py {FROM}",
             "grpo": GRPO,
@@ -79,7 +79,7 @@ STUDIES: dict[str, Study] = {
             "dapo": f"{GRPO} --algo dapo",
             "gspo": f"{GRPO} --algo gspo",
         },
-        everywhere(0.9),
+        all_at_least(0.9),
     ),
     "online_others": Study(
         "The other online algorithms solve it too, with the same settings (one seed).",
@@ -87,13 +87,13 @@ STUDIES: dict[str, Study] = {
             "pf_ppo": f"--config ppo_tiny.py --algo pf_ppo {FROM}",
             **{name: f"{GRPO} --algo {name}" for name in OTHERS},
         },
-        everywhere(0.9),
+        all_at_least(0.9),
         seeds=(0,),
     ),
     "sft_then_rl": Study(
         "From the same warm-up and in as many steps, GRPO ends at least 10 points above SFT.",
         {"sft": f"{GRPO} --algo sft --optim.learning_rate 1e-3 {FLAWED}", "grpo": GRPO},
-        gains("grpo", "sft", 0.10),
+        exceeds("grpo", "sft", 0.10),
     ),
     "preferences": Study(
         "Preference losses raise the margin and the share of pairs ranked correctly (`accuracy`, in "
@@ -106,13 +106,13 @@ STUDIES: dict[str, Study] = {
             "cpo": f"{PAIRS} --algo cpo",
             "kto": f"{PAIRS} --algo kto",
         },
-        everywhere(0.75),
+        all_at_least(0.75),
         also=("margin", "accuracy"),
     ),
     "reward_model": Study(
         "A reward model ranks at least 95% of held-out pairs correctly.",
         {"reward_model": "--config reward_model_tiny.py"},
-        everywhere(0.95),
+        all_at_least(0.95),
         metric="eval/accuracy",
     ),
     "ppo_on_reward_model": Study(
@@ -121,7 +121,7 @@ STUDIES: dict[str, Study] = {
             "ppo": f"--config ppo_reward_tiny.py {FROM} "
             "--reward.models.0.path runs/learn/reward_model/reward_model/{seed}/hf"
         },
-        everywhere(0.9),
+        all_at_least(0.9),
         after="reward_model",
     ),
     "token_loss": Study(
@@ -131,7 +131,7 @@ STUDIES: dict[str, Study] = {
             "sequence": f"{HOT} --algo.aggregation sequence",
             "token": f"{HOT} --algo.aggregation token",
         },
-        gains("sequence", "token", 0.5),
+        exceeds("sequence", "token", 0.5),
         metric="response_tokens/mean",
         over_run=True,
         also=("entropy", "accuracy"),
@@ -143,7 +143,7 @@ STUDIES: dict[str, Study] = {
             "on": f"--config dapo_tiny.py {FROM}",
             "off": f"--config dapo_tiny.py {FROM} --algo.dynamic_sampling False",
         },
-        gains("on", "off", 0.1),
+        exceeds("on", "off", 0.1),
         over_run=True,
     ),
     "clip_higher": Study(
@@ -153,7 +153,7 @@ STUDIES: dict[str, Study] = {
             "0.28": f"{GRPO} {COUNTDOWN} --max_response_tokens 10 {BUSY} --algo.clip_high 0.28",
             "0.2": f"{GRPO} {COUNTDOWN} --max_response_tokens 10 {BUSY} --algo.clip_high 0.2",
         },
-        gains("0.28", "0.2", 0.01),
+        exceeds("0.28", "0.2", 0.01),
         start="countdown",
         over_run=True,
         also=("entropy", "clip_fraction"),
@@ -162,7 +162,7 @@ STUDIES: dict[str, Study] = {
         "With noise on the rollout's weights, a run learns with truncated importance sampling and fails "
         "without it.",
         {"with": f"{NOISY} --algo.correction.weight token", "without": f"{NOISY} --algo.old policy"},
-        gains("with", "without", 0.1),
+        exceeds("with", "without", 0.1),
     ),
     "distillation": Study(
         "On-policy distillation closes the gap to the teacher, a model trained by GRPO.",
@@ -171,7 +171,7 @@ STUDIES: dict[str, Study] = {
             "policy_gradient": f"--config gkd_tiny.py {FROM} --algo.form policy_gradient "
             "--algo.teachers runs/learn/online/grpo/{seed}/hf",
         },
-        everywhere(0.9),
+        all_at_least(0.9),
         after="online",
     ),
 }

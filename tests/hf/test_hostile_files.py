@@ -1,4 +1,4 @@
-"""Files of model folders that are damaged or made up: each is refused with its name, whatever is in it."""
+"""Files of model folders that are damaged or made up: each is refused with its name."""
 
 import copy
 import dataclasses
@@ -17,7 +17,7 @@ from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.export import save_model
-from jaxrl_llm.hf.folder import read_headers, resolve
+from jaxrl_llm.hf.folder import read_headers, resolve_model
 from jaxrl_llm.hf.json_file import read_json
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.tokenizer import (
@@ -176,7 +176,7 @@ def test_files_that_are_no_json(tmp_path):
 @pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "~nobody_of_that_name/model", "\udcff"])
 def test_names_that_no_folder_has(name):
     with pytest.raises(UserError):
-        resolve(name)
+        resolve_model(name)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What one process does for all, and what becomes of a run that loses one of its processes."""
+"""Work of one process for all, and runs that lose one of their processes."""
 
 import logging
 import time
@@ -121,4 +121,4 @@ def test_processes_that_finish_end_together_whoever_else_connects():
     running = start_processes(FIRST, 2, ["finish"], devices=1, initialize=False)
     ends = [process.end(60) for process in running]
     assert [(end.code, end.stderr) for end in ends] == [(0, ""), (0, "")]
-    assert ends[1].stdout.splitlines()[-2:] == ["b''", "b''"]  # closed, and told nothing
+    assert ends[1].stdout.splitlines()[-2:] == ["b''", "b''"]  # closed, without a message

@@ -1,4 +1,4 @@
-"""Which cluster a process belongs to, by the environment alone, and what is said when it cannot be joined."""
+"""The cluster of a process, from the environment alone, and messages when it cannot be joined."""
 
 import os
 import re
