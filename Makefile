@@ -7,7 +7,11 @@ COMPILERS_VENV ?= .venv-compilers
 # The newest interpreter at hand, for `make test-newest`.
 NEWEST ?= $(shell sh scripts/newest_python.sh)
 
-.PHONY: quickstart learn test test-all test-newest test-sglang test-compilers fit lint clean
+# Processes that `make test` divides the tests over; each takes up to 5 GB.
+WORKERS ?= 2
+PARALLEL := -n $(WORKERS) --dist worksteal
+
+.PHONY: quickstart learn test test-slow test-all test-newest test-sglang test-compilers fit lint clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m jaxrl_llm.train --config grpo_tiny.py
@@ -16,10 +20,13 @@ learn: $(VENV)/.installed
 	$(BIN)/python benchmarks/learn.py
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "not slow and not compilers" -q
+	$(BIN)/python -m pytest -m "not slow and not compilers" -q $(PARALLEL)
+
+test-slow: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m "slow and not compilers" -q $(PARALLEL)
 
 test-all: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q $(PARALLEL)
 
 test-newest:
 	@test -n "$(NEWEST)" || { echo "no Python 3.11 or newer found; set NEWEST=/path/to/python"; exit 1; }

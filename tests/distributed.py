@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 GLOO = re.compile(r"^\[Gloo\]|connected peer ranks")  # from C++, at will, and not always in one piece
+DEVICE_COUNT = re.compile(r"(--xla_force_host_platform_device_count=)\d+")
 PREAMBLE = """\
 import os
 import jax
@@ -95,7 +96,7 @@ def start_processes(
     env = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": DEVICE_COUNT.sub(rf"\g<1>{devices}", os.environ["XLA_FLAGS"]),  # of conftest.py
         "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}",
         "JAX_NUM_PROCESSES": str(n),
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
