@@ -135,8 +135,8 @@ def check_finite(params: Params) -> None:
     bad = [name for (name, _), good in zip(named_leaves(params), finite, strict=True) if not good]
     if bad:
         raise RunError(
-            f"not sent to the servers: weights hold NaN or Inf: {', '.join(bad)}. Lower --optim.learning_rate, "
-            "or start from another --model.path."
+            f"not sent to the servers: weights hold NaN or Inf: {', '.join(bad)}. Lower "
+            "--optim.learning_rate, or start from another --model.path."
         )
 
 
