@@ -15,13 +15,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
-import jax
-import jax.numpy as jnp
-
+from jaxrl_llm import models
 from jaxrl_llm.bridge.probe import Probe, Score, probe_tokens
 from jaxrl_llm.bridge.servers import CACHE, WEIGHTS, Json, PauseMode, PoolLike, Receiver, ServerLike, reading
 from jaxrl_llm.errors import NoRouteError, RefusedError, RunError, ServerError
-from jaxrl_llm.models import TransformerConfig, named_leaves
+from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.structs import Metrics, Params
 
 RETRY_TIMEOUT = 10.0  # seconds for a server that gave no reply last time
@@ -94,7 +92,11 @@ class Publisher:
             RunError: weights are NaN or Inf; the servers keep what they have.
         """
         start = time.perf_counter()
-        check_finite(params)
+        if bad := models.nonfinite(params):  # a probe would blame the servers
+            raise RunError(
+                f"not sent to the servers: weights hold NaN or Inf: {', '.join(bad)}. Lower "
+                "--optim.learning_rate, or start from another --model.path."
+            )
         expected = self.score(params, self.probe_ids, 1.0)
         self.on_first(self.until_up)
         probe = Probe(self.probe_ids, expected, label, self.tolerance)
@@ -123,26 +125,6 @@ class Publisher:
             "bridge/gigabytes_per_second": num_bytes / seconds / 1e9,
             **metrics,
         }
-
-
-def check_finite(params: Params) -> None:
-    """Refuse weights that are not finite: a probe would blame the servers. A collective.
-
-    Raises:
-        RunError: names the weights.
-    """
-    finite = jax.device_get(_finite(params))
-    bad = [name for (name, _), good in zip(named_leaves(params), finite, strict=True) if not good]
-    if bad:
-        raise RunError(
-            f"not sent to the servers: weights hold NaN or Inf: {', '.join(bad)}. Lower "
-            "--optim.learning_rate, or start from another --model.path."
-        )
-
-
-@jax.jit
-def _finite(params: Params) -> list[jax.Array]:
-    return [jnp.isfinite(weight).all() for weight in jax.tree.leaves(params)]
 
 
 class Push:

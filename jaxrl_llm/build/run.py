@@ -28,6 +28,7 @@ from jaxrl_llm.experience.reward_models import load_reward_model
 from jaxrl_llm.experience.rollouts import RolloutSource
 from jaxrl_llm.experience.score import Scorer, reward_sample
 from jaxrl_llm.hf.config import read_config
+from jaxrl_llm.hf.export import check_export_folder
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.tokenizer import generation_end_ids
 from jaxrl_llm.host.processes import on_first
@@ -110,6 +111,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
         UserError: input that cannot work, with the fix.
     """
     check_kernels_setting()
+    on_first(lambda: check_export_folder(Path(config.run_dir) / "hf"))
     mesh = make_mesh(config.mesh)
     model, tokenizer, folder = load_model_config(config.model)
     set_template(tokenizer, config.data.chat)
