@@ -15,7 +15,13 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
 from jaxrl_llm.build.engines import make_engine
-from jaxrl_llm.build.models import check_vocabularies, config_with_heads, load_model_config, make_stages
+from jaxrl_llm.build.models import (
+    check_own_algorithm,
+    check_vocabularies,
+    config_with_heads,
+    load_model_config,
+    make_stages,
+)
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.rows import Example
@@ -127,6 +133,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     if generates:
         rewards = open_rewards(config, rows, reward, closing)
     stages = make_stages(config, model, mesh)
+    check_own_algorithm(stages[-1])
     if generates:
         ends = generation_end_ids(folder) if folder else ()
         resident = resident_bytes(config, stages[-1])
