@@ -1,12 +1,12 @@
-"""Responses ahead of the trainer against taking turns: time of a step, idle time, and what is learned.
+"""Asynchronous against synchronous rollout: time of a step, idle time, and learning.
 
     python benchmarks/ahead.py                       # 3 seeds, about 15 minutes on 2 quiet cores
     python benchmarks/ahead.py --sglang .venv-sglang/bin/python      # the same, about 20 minutes
 
-Without `--sglang`, two stand-in servers (those of the tests: our own engine behind SGLang's JSON) take 20 ms
-a token however many responses they write, as accelerators do; so their time costs the trainer nothing. With
-it, two servers of SGLang's own have one core, and the trainer another. Weights, tokens and learning are real
-in both. Of 32 prompts one wants a long response (configs/grpo_async.py).
+Without `--sglang`, two fake servers (those of the tests: our own engine behind SGLang's JSON) take 20 ms a
+token whatever their number of concurrent responses, as accelerators do; their time costs the trainer nothing.
+With it, two real SGLang servers share one core, and the trainer has another. Weights, tokens and learning are
+real in both. One prompt in 32 has a long response (configs/grpo_async.py).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from jaxrl_llm.rollout.sglang.launch import ServerProcesses
 
 ROOT = Path(__file__).parents[1]
 OUT, RESULTS = Path("runs/ahead"), ROOT / "benchmarks/results"
-PACE = "0.02"
-TAKEN = "steps but the first, s"
+TOKEN_SECONDS = "0.02"
+TOTAL_SECONDS = "steps but the first, s"
 SEEDS, STEPS, SKIPPED = (0, 1, 2), 16, 4
-MEASURED = (
+METRICS = (
     "time/step",
     "tokens_per_second",
     "trainer/idle_fraction",
@@ -45,27 +45,32 @@ MEASURED = (
 )
 
 
-def train(run_dir: Path, *arguments: str) -> list[dict]:
-    """Rows of metrics.jsonl of a run of grpo_async.py."""
+def train_async(run_dir: Path, *arguments: str) -> list[dict]:
+    """Run grpo_async.py and return the rows of its metrics.jsonl."""
     common = ("--log.progress", "none", "--log.tensorboard", "false", "--run_dir", str(run_dir))
     words = [sys.executable, "-m", "jaxrl_llm.train", "--config", "grpo_async.py", *common, *arguments]
     path = os.pathsep.join([str(ROOT / "tests/rollout/sglang/stub"), os.environ.get("PYTHONPATH", "")])
-    subprocess.run(words, check=True, env={**os.environ, "PYTHONPATH": path, "FAKE_SGLANG_PACE": PACE})
+    subprocess.run(
+        words, check=True, env={**os.environ, "PYTHONPATH": path, "FAKE_SGLANG_PACE": TOKEN_SECONDS}
+    )
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def measured(rows: list[dict]) -> dict[str, float]:
-    """Seconds of all steps but the first, which compiles; medians after the first few; where it ended."""
+def summarize_run(rows: list[dict]) -> dict[str, float]:
+    """Return seconds of all steps but the first, which compiles; medians of the later ones; accuracy."""
     steps = [row for row in rows if row["kind"] == "train"]
-    found = {TAKEN: sum(row["time/step"] for row in steps[1:])}
-    found |= {name: statistics.median(row[name] for row in steps[SKIPPED:]) for name in MEASURED}
-    passed = [row["eval/pass@1"] for row in rows if "eval/pass@1" in row]
-    return {**found, "pass@1 before": passed[0], "pass@1 after": passed[-1]}
+    summary = {TOTAL_SECONDS: sum(row["time/step"] for row in steps[1:])}
+    summary |= {name: statistics.median(row[name] for row in steps[SKIPPED:]) for name in METRICS}
+    accuracy = [row["eval/pass@1"] for row in rows if "eval/pass@1" in row]
+    return {**summary, "pass@1 before": accuracy[0], "pass@1 after": accuracy[-1]}
 
 
 @contextlib.contextmanager
-def on_a_core_of_their_own(python: str) -> Iterator[tuple[str, ...]]:
-    """Two servers on one core; whoever is started inside has another. Yields the trainer's arguments."""
+def pinned_servers(python: str) -> Iterator[tuple[str, ...]]:
+    """Run two servers on one core, and this process and its children on another.
+
+    Yields the arguments of training.
+    """
     config = grpo_async.get_config()
     first, second, *_ = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
@@ -83,21 +88,21 @@ def on_a_core_of_their_own(python: str) -> Iterator[tuple[str, ...]]:
             launched.close()
 
 
-def compare(servers: tuple[str, ...], window: int) -> dict[str, list[dict[str, float]]]:
-    """Label -> what was measured of each seed."""
-    results: dict[str, list] = {"take turns": [], "ahead": []}
+def compare_rollouts(servers: tuple[str, ...], max_staleness: int) -> dict[str, list[dict[str, float]]]:
+    """Return label -> the summary of each seed."""
+    results: dict[str, list] = {"synchronous": [], "asynchronous": []}
     for seed in SEEDS:
         start, own = OUT / f"start_{seed}", ("--seed", str(seed))
         alone = ("--rollout.engine", "native", "--rollout.launch", "0", "--rollout.max_staleness", "0")
-        train(start, *own, *alone, "--steps", "0")
+        train_async(start, *own, *alone, "--steps", "0")
         begin = ("--model.path", str(start / "hf"), "--model.tokenizer", "tiny", "--warm_start.steps", "0")
-        for label, steps_ahead in (("take turns", 0), ("ahead", window)):
-            more = ("--rollout.max_staleness", str(steps_ahead), *servers)
+        for label, staleness in (("synchronous", 0), ("asynchronous", max_staleness)):
+            more = ("--rollout.max_staleness", str(staleness), *servers)
             often = ("--steps", str(STEPS), "--eval.every", str(STEPS))
-            run_dir = OUT / f"{label.replace(' ', '_')}_{seed}"
-            shutil.rmtree(run_dir, ignore_errors=True)  # a run of before would be continued
-            rows = train(run_dir, *own, *begin, *more, *often)
-            results[label].append(measured(rows))
+            run_dir = OUT / f"{label}_{seed}"
+            shutil.rmtree(run_dir, ignore_errors=True)  # an earlier run would be continued
+            rows = train_async(run_dir, *own, *begin, *more, *often)
+            results[label].append(summarize_run(rows))
     return results
 
 
@@ -105,16 +110,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sglang", help="interpreter that has SGLang; without it stand-ins take its place")
-    parser.add_argument("--window", type=int, default=2, help="--rollout.max_staleness of those ahead")
+    parser.add_argument("--sglang", help="interpreter that has SGLang; without it the servers are fake")
+    parser.add_argument(
+        "--window", type=int, default=2, help="--rollout.max_staleness of the asynchronous runs"
+    )
     options = parser.parse_args()
     real = options.sglang
-    stand_ins = contextlib.nullcontext(("--sglang.python", sys.executable))
-    with on_a_core_of_their_own(real) if real else stand_ins as servers:
-        results = compare(servers, options.window)
-    taken = {label: [run[TAKEN] for run in runs] for label, runs in results.items()}
-    ratios = [slow / fast for slow, fast in zip(*taken.values(), strict=True)]
-    report = {"pace_seconds": None if real else float(PACE), "max_staleness": options.window}
+    fake = contextlib.nullcontext(("--sglang.python", sys.executable))
+    with pinned_servers(real) if real else fake as servers:
+        results = compare_rollouts(servers, options.window)
+    seconds = {label: [run[TOTAL_SECONDS] for run in runs] for label, runs in results.items()}
+    ratios = [slow / fast for slow, fast in zip(*seconds.values(), strict=True)]
+    report = {"pace_seconds": None if real else float(TOKEN_SECONDS), "max_staleness": options.window}
     report |= {"speedup": ratios, "runs": results}
     text = json.dumps(report, indent=2)
     (RESULTS / (f"ahead_real_{options.window}.json" if real else "ahead.json")).write_text(text + "\n")

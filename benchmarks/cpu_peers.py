@@ -1,9 +1,9 @@
-"""The same work by jaxrl_llm, google-tunix and transformers/TRL, on this machine's CPU, taking turns.
+"""The same work by jaxrl_llm, google-tunix and transformers/TRL, interleaved on this machine's CPU.
 
 Work (peers/work.py): Qwen3 of 4 layers, width 256, vocabulary 2048, float32; 4 prompts of 64 tokens with 8
 responses each of 128 tokens (ragged: geometric lengths, mean 40, at most 256), an AdamW step on 32 x 192
-tokens, and the whole GRPO step. Each system lives in a process of its own; the driver asks for one
-repetition of each in turn (A B C A B C ...), so that a busy machine is busy for all. Reported are medians,
+tokens, and the whole GRPO step. Each system runs in a process of its own; the driver requests one
+repetition of each in turn (A B C A B C ...), so that other load affects all alike. Reported are medians,
 and medians of the paired ratios peer / ours, of wall time and of CPU seconds of the process.
 
 The peers' environments:
@@ -44,7 +44,7 @@ Timing = dict[str, float]  # wall, cpu: seconds
 
 
 class Peer:
-    """A worker process that speaks JSON lines."""
+    """A worker process with a protocol of JSON lines."""
 
     def __init__(self, name: str, python: str):
         self.name = name
@@ -59,8 +59,9 @@ class Peer:
         )
         self.versions = self._answer()
 
-    def ask(self, **request: Any) -> dict[str, Any]:
-        self.process.stdin.write(json.dumps(request) + "\n")
+    def request(self, **message: Any) -> dict[str, Any]:
+        """Send a message and return the reply."""
+        self.process.stdin.write(json.dumps(message) + "\n")
         return self._answer()
 
     def close(self) -> None:
@@ -88,26 +89,26 @@ def main() -> None:
     pythons = {"ours": sys.executable, "tunix": arguments.tunix, "torch_trl": arguments.torch}
     peers = [Peer(name, python) for name, python in pythons.items() if python]
     results = {
-        case: measure(case, peers, 1 if arguments.smoke else arguments.repetitions)
+        case: measure_case(case, peers, 1 if arguments.smoke else arguments.repetitions)
         for case in arguments.cases
     }
     report = {
-        "command": command(arguments),
-        "machine": machine(),
+        "command": reproducing_command(arguments),
+        "machine": describe_machine(),
         "versions": {peer.name: peer.versions for peer in peers},
         "cases": results,
     }
     for peer in peers:
         peer.close()
-    print(table(report))
+    print(peers_table(report))
     if not arguments.smoke:
         (HERE / "results").mkdir(exist_ok=True)
         (HERE / "results" / "cpu_peers.json").write_text(json.dumps(report, indent=1) + "\n")
-        put_table(HERE / "README.md", table(report))
+        replace_table(HERE / "README.md", peers_table(report))
 
 
-def command(arguments: argparse.Namespace) -> str:
-    """What was run, with the environments called as above, wherever they lie."""
+def reproducing_command(arguments: argparse.Namespace) -> str:
+    """Return the command of this run, with the paths of the environments as in the docstring above."""
     words = ["python benchmarks/cpu_peers.py"]
     words += ["--tunix tunix/bin/python"] * bool(arguments.tunix)
     words += ["--torch trl/bin/python"] * bool(arguments.torch)
@@ -115,13 +116,13 @@ def command(arguments: argparse.Namespace) -> str:
     return " ".join([*words, f"--repetitions {arguments.repetitions}"])
 
 
-def measure(case: str, peers: list[Peer], repetitions: int) -> dict[str, Any]:
-    """All repetitions of one case, the systems taking turns; the first repetition is not counted."""
-    first = {peer.name: peer.ask(prepare=case)["first_seconds"] for peer in peers}
+def measure_case(case: str, peers: list[Peer], repetitions: int) -> dict[str, Any]:
+    """Run all repetitions of one case, interleaving the systems; the first repetition is not counted."""
+    first = {peer.name: peer.request(prepare=case)["first_seconds"] for peer in peers}
     timings: dict[str, list[Timing]] = {peer.name: [] for peer in peers}
     for repetition in range(repetitions + 1):
         for peer in peers:
-            timing = peer.ask(run=case, repetition=repetition)
+            timing = peer.request(run=case, repetition=repetition)
             print(
                 f"{case} {repetition} {peer.name:10} {timing['wall']:7.3f} s, CPU {timing['cpu']:7.3f} s",
                 flush=True,
@@ -140,15 +141,15 @@ def median(runs: list[Timing]) -> Timing:
     return {kind: statistics.median(run[kind] for run in runs) for kind in ("wall", "cpu")}
 
 
-def ratios(theirs: list[Timing], ours: list[Timing]) -> Timing:
-    """Medians of the paired ratios: above 1 = ours is faster."""
+def ratios(peer: list[Timing], ours: list[Timing]) -> Timing:
+    """Return medians of the paired ratios peer / ours: above 1 = ours is faster."""
     return median(
-        [{kind: a[kind] / b[kind] for kind in ("wall", "cpu")} for a, b in zip(theirs, ours, strict=True)]
+        [{kind: a[kind] / b[kind] for kind in ("wall", "cpu")} for a, b in zip(peer, ours, strict=True)]
     )
 
 
-def table(report: dict[str, Any]) -> str:
-    """Markdown: seconds of each system (wall / CPU), and how many times ours they take."""
+def peers_table(report: dict[str, Any]) -> str:
+    """Return Markdown: seconds of each system (wall / CPU), and their ratios to ours."""
     names = list(report["versions"])
     versions = "; ".join(
         f"{name}: " + ", ".join(f"{package} {version}" for package, version in packages.items())
@@ -173,14 +174,15 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def put_table(readme: Path, text: str) -> None:
-    """Replaces what stands between the two marks."""
+def replace_table(readme: Path, text: str) -> None:
+    """Replace the text between the two marks."""
     page = readme.read_text()
     before, after = page.partition(BEGIN)[0], page.partition(END)[2]
     readme.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
 
 
-def machine() -> str:
+def describe_machine() -> str:
+    """Return cores, processor, system and load."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

@@ -1,10 +1,10 @@
-"""What one Hopper GPU makes of the kernels, the trainer and the rollout, against what is published.
+"""Kernels, trainer and rollout on one Hopper GPU, against published numbers.
 
     python benchmarks/gpu.py                       # on a GPU: benchmarks/results/gpu.json, about 15 minutes
     python benchmarks/gpu.py --compile h100        # no GPU: the same programs through the CUDA compiler
-    python benchmarks/gpu.py --small               # any device, tiny shapes: does the script work?
+    python benchmarks/gpu.py --small               # any device, tiny shapes: a test of the script
 
-Aims, on an H100: attention forward 579 TFLOP/s (FlashAttention-3, causal, head_dim 128, 4k tokens; arXiv
+Targets, on an H100: attention forward 579 TFLOP/s (FlashAttention-3, causal, head_dim 128, 4k tokens; arXiv
 2407.08608) and backward 450, packed rows within 10% of whole ones; linear_logprob 670 (Liger, hidden 4096,
 vocabulary 131072); decode 85% of memory bandwidth and 12k tokens/s of a Qwen3-0.6B, 512 in and 128 out
 (vLLM); a GRPO update of it 36k tokens/s. `--compile` needs `pip install 'jaxrl-llm[plan]'`; it proves that
@@ -54,8 +54,8 @@ TINY = replace(QWEN, vocab_size=512, hidden_size=64, mlp_size=128, num_layers=2,
                head_dim=16)  # fmt: skip
 
 
-def recipe(model: TransformerConfig, tokens: int, prompt: int, response: int, slots: int) -> TrainConfig:
-    """A GRPO update of `tokens` tokens in all, in micro-batches that fill the device."""
+def gpu_recipe(model: TransformerConfig, tokens: int, prompt: int, response: int, slots: int) -> TrainConfig:
+    """Return the config of a GRPO update of `tokens` tokens, in micro-batches that fill the device."""
     return TrainConfig(
         run_dir="runs/gpu",
         algo=grpo.Config(kl_coef=0.0),
@@ -71,8 +71,8 @@ def recipe(model: TransformerConfig, tokens: int, prompt: int, response: int, sl
 
 
 def measure_attention(shape: Shape, seconds: float) -> dict[str, Any]:
-    """TFLOP/s over the visible area, forward and backward, of ours and the others, whole and packed rows."""
-    found: dict[str, Any] = {"shape": shape._asdict()}
+    """Measure TFLOP/s over the visible area, forward and backward, of all implementations, with packing."""
+    results: dict[str, Any] = {"shape": shape._asdict()}
     names = attention.OF_PLATFORM[jax.devices()[0].platform]
     for label, one in {"whole rows": shape, "4 sequences a row": shape._replace(packed=4)}.items():
         rows = {}
@@ -81,12 +81,12 @@ def measure_attention(shape: Shape, seconds: float) -> dict[str, Any]:
                 rows[row.partition(":")[0]] = row
             else:
                 rows[row.name] = dict(zip(("forward", "backward"), row.rates(one), strict=True))
-        found[label] = rows
-    return found
+        results[label] = rows
+    return results
 
 
 def measure_update(config: TrainConfig, repeat: int) -> dict[str, float]:
-    """Tokens a second of a whole update: packing, micro-batches, optimizer."""
+    """Measure tokens a second of a whole update: packing, micro-batches, optimizer."""
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     stage = make_stages(config, config.model.architecture, mesh)[-1]
     learner, rng = stage.policy, np.random.default_rng(0)
@@ -113,7 +113,7 @@ def measure_update(config: TrainConfig, repeat: int) -> dict[str, float]:
 
 
 def measure_rollout(config: TrainConfig, requests: int, repeat: int) -> dict[str, float]:
-    """Output tokens a second of the native engine, every response of full length."""
+    """Measure output tokens a second of the native engine, every response of full length."""
     model, prompt, response = config.model.architecture, config.max_prompt_tokens, config.max_response_tokens
     engine = NativeEngine(config.rollout, model, make_mesh(MeshConfig(), jax.devices()[:1]))
     engine.publish(jax.jit(models.init, static_argnums=0)(model, jax.random.key(0)), 1)
@@ -129,19 +129,19 @@ def measure_rollout(config: TrainConfig, requests: int, repeat: int) -> dict[str
     weights = 2 * sum(x.size for x in jax.tree.leaves(models.abstract(model)))
     cache = 4 * model.num_layers * model.num_kv_heads * model.head_dim * (prompt + response / 2)
     moved = speed * (weights / slots + cache)  # bytes a second that decoding cannot do without
-    found = {"slots": slots, "tokens_per_second": speed, "gigabytes_per_second": moved / 1e9}
+    results = {"slots": slots, "tokens_per_second": speed, "gigabytes_per_second": moved / 1e9}
     for kind in GPUS:
         if kind.upper() in jax.devices()[0].device_kind:
-            found["of_bandwidth"] = moved / CHIPS[kind].bandwidth
-    return found
+            results["of_bandwidth"] = moved / CHIPS[kind].bandwidth
+    return results
 
 
-def learn(steps: int) -> dict[str, Any]:
-    """grpo_tiny.py with a model 30 times as large, as a user runs it."""
+def measure_run(steps: int) -> dict[str, Any]:
+    """Run grpo_tiny.py with a model 30 times as large, by its command."""
     sizes = {"hidden_size": 256, "mlp_size": 1024, "head_dim": 64}
     size = " ".join(f"--model.architecture.{name} {value}" for name, value in sizes.items())
     flags = f"--config grpo_tiny.py --steps {steps} --run_dir runs/gpu_grpo --log.progress none {size}"
-    shutil.rmtree("runs/gpu_grpo", ignore_errors=True)  # a run of before would be continued
+    shutil.rmtree("runs/gpu_grpo", ignore_errors=True)  # an earlier run would be continued
     subprocess.run([sys.executable, "-m", "jaxrl_llm.train", *flags.split()], check=True)
     rows = [json.loads(line) for line in Path("runs/gpu_grpo/metrics.jsonl").read_text().splitlines()]
     passed = [row["eval/pass@1"] for row in rows if "eval/pass@1" in row]
@@ -149,13 +149,13 @@ def learn(steps: int) -> dict[str, Any]:
     return {"command": flags, "pass@1": passed, "median step, s": statistics.median(steps_s)}
 
 
-def run(small: bool) -> dict[str, Any]:
-    """Everything, measured here. A part that fails says why, and the others go on."""
+def measure_all(small: bool) -> dict[str, Any]:
+    """Measure all parts on this device. The failure of one is recorded, and the others run."""
     model, repeat, seconds = (TINY, 2, 0.1) if small else (QWEN, 5, 1.0)
     shape = Shape(1, 256, 4, 2, 64, "float32") if small else Shape()
     head = (256, 64, 512) if small else (16_384, 4096, 131_072)
-    update = recipe(model, *((1024, 64, 64, 8) if small else (16_384, 512, 512, 256)))
-    rollout = recipe(model, *((1024, 16, 16, 8) if small else (16_384, 512, 128, 256)))
+    update = gpu_recipe(model, *((1024, 64, 64, 8) if small else (16_384, 512, 512, 256)))
+    rollout = gpu_recipe(model, *((1024, 16, 16, 8) if small else (16_384, 512, 128, 256)))
     parts: dict[str, Callable[[], Any]] = {
         "attention, TFLOP/s": lambda: measure_attention(shape, seconds),
         "linear_logprob": lambda: [
@@ -163,54 +163,58 @@ def run(small: bool) -> dict[str, Any]:
         ],
         "update": lambda: measure_update(update, repeat),
         "rollout": lambda: measure_rollout(rollout, 16 if small else 500, repeat),
-        "grpo": lambda: learn(2 if small else 100),
+        "grpo": lambda: measure_run(2 if small else 100),
     }
-    found: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+    results: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
     for name, part in parts.items():
         try:
-            found[name] = part()
-        except Exception as error:  # what is known of the others is worth keeping
-            found[name] = f"failed: {type(error).__name__}: {str(error)[:300]}"
-        print(name, json.dumps(found[name]), flush=True)
-    return found
+            results[name] = part()
+        except Exception as error:  # the results of the other parts are kept
+            results[name] = f"failed: {type(error).__name__}: {str(error)[:300]}"
+        print(name, json.dumps(results[name]), flush=True)
+    return results
 
 
 def compile_for(kind: str) -> dict[str, Any]:
-    """Everything, compiled for a GPU that need not be here."""
+    """Compile all parts for a GPU that this machine need not have."""
     target = open_target(parse_topology(kind))
     mesh = make_mesh(MeshConfig(), target.devices)
-    found: dict[str, Any] = {"label": "compiled, not run", "device": kind, "jax": jax.__version__}
-    there = NamedSharding(mesh, PartitionSpec())
-    bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=there)
+    results: dict[str, Any] = {"label": "compiled, not run", "device": kind, "jax": jax.__version__}
+    replicated = NamedSharding(mesh, PartitionSpec())
+    bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=replicated)
     for packed in (1, 4):
         shape = Shape(packed=packed)
         q, kv = (bf16(shape.batch, shape.length, n, shape.head_dim) for n in (shape.heads, shape.kv_heads))
         attend = attention.ours("auto", shape)
         total = lambda *x, attend=attend: attend(*x).astype(jnp.float32).sum()
-        found[f"attention, {packed} sequences a row"] = built(mesh, jax.grad(total, (0, 1, 2)), q, kv, kv)
+        results[f"attention, {packed} sequences a row"] = compile_cuda(
+            mesh, jax.grad(total, (0, 1, 2)), q, kv, kv
+        )
     targets = jnp.zeros((1, 16_384), jnp.int32)
     loss = lambda hidden, head: sum(x.sum() for x in linear_logprob(hidden, head, targets))
-    found["linear_logprob"] = built(mesh, jax.grad(loss, (0, 1)), bf16(1, 16_384, 4096), bf16(131_072, 4096))
+    results["linear_logprob"] = compile_cuda(
+        mesh, jax.grad(loss, (0, 1)), bf16(1, 16_384, 4096), bf16(131_072, 4096)
+    )
     for name, config in {
-        "update": recipe(QWEN, 16_384, 512, 512, 256),
-        "rollout": recipe(QWEN, 16_384, 512, 128, 256),
+        "update": gpu_recipe(QWEN, 16_384, 512, 512, 256),
+        "rollout": gpu_recipe(QWEN, 16_384, 512, 128, 256),
     }.items():
         plan = make_plan(config, target, only=name)
-        found[name] = {"fits": plan.fits, "peak_GiB": plan.peak.peak / 2**30}
-        print(name, json.dumps(found[name]), flush=True)
-    return found
+        results[name] = {"fits": plan.fits, "peak_GiB": plan.peak.peak / 2**30}
+        print(name, json.dumps(results[name]), flush=True)
+    return results
 
 
-def built(mesh, function: Callable, *args) -> dict[str, Any]:
-    """Through the CUDA compiler: seconds, and what it takes besides its arguments."""
+def compile_cuda(mesh, function: Callable, *args) -> dict[str, Any]:
+    """Compile for CUDA. Returns seconds, temporary memory and the number of our kernels."""
     start = time.perf_counter()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         compiled = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).compile()
     kernels = compiled.as_text().count('custom_call_target="mosaic_gpu')
     memory = compiled.memory_analysis().temp_size_in_bytes / 2**20
-    found = {"seconds": time.perf_counter() - start, "temporary_MiB": memory, "mosaic_gpu_calls": kernels}
-    print(json.dumps(found), flush=True)
-    return found
+    results = {"seconds": time.perf_counter() - start, "temporary_MiB": memory, "mosaic_gpu_calls": kernels}
+    print(json.dumps(results), flush=True)
+    return results
 
 
 def main() -> None:
@@ -220,12 +224,12 @@ def main() -> None:
     parser.add_argument("--compile", metavar="KIND", help="h100 or h200: compile for it, run nothing")
     parser.add_argument("--small", action="store_true", help="tiny shapes; nothing is written")
     options = parser.parse_args()
-    found = compile_for(options.compile) if options.compile else run(options.small)
-    found["command"] = " ".join(["python benchmarks/gpu.py", *sys.argv[1:]])
-    print(json.dumps(found, indent=1))
+    results = compile_for(options.compile) if options.compile else measure_all(options.small)
+    results["command"] = " ".join(["python benchmarks/gpu.py", *sys.argv[1:]])
+    print(json.dumps(results, indent=1))
     if not options.small:
         name = f"gpu_compiled_{options.compile}.json" if options.compile else "gpu.json"
-        (RESULTS / name).write_text(json.dumps(found, indent=1) + "\n")
+        (RESULTS / name).write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

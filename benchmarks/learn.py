@@ -1,14 +1,15 @@
-"""What the algorithms learn on generated tasks: runs the studies, draws curves, writes docs/learning.md.
+"""Learning curves of the algorithms on generated tasks: run the studies, draw, write docs/learning.md.
 
 Command:   make learn                        everything, about an hour on 2 cores
            python benchmarks/learn.py --only dynamic_sampling --jobs 2
-Runs go to runs/learn/; one that is finished is not run again, so an interrupted collection goes on.
+Runs go to runs/learn/; finished runs are not repeated, so an interrupted collection continues.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,19 @@ COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#76
 STYLES = ("-", "--", ":")
 Series = dict[str, list[list[tuple[int, float]]]]  # label -> one curve a seed, of (step, value)
 
+INTRO = """\
+# Learning curves and reproduced claims
+
+Small Qwen3 models on generated tasks, on a CPU, three seeds each; `make learn` runs all of it and writes this
+page. Every run starts from the SFT warm-up of its seed, so that the runs of a study differ in the algorithm
+alone:
+"""
+EXPLANATION = """\
+A heading ends in "reproduced" where the claim below it holds for every seed; of a difference between two
+runs, with the stated margin on the mean of the seeds. Tables have one value a seed, of the first and the last
+evaluation; of metrics of the training steps, the mean over the first and the last tenth of the run.
+"""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(
@@ -35,8 +49,8 @@ def main() -> None:
         (study.start, seed) for study in map(STUDIES.get, options.only) for seed in study.seeds
     )
     run_all([(start_dir(*start), start_words(*start)) for start in starts], options)
-    for wave in waves(options.only):
-        run_all([job for name in wave for job in jobs(name)], options)
+    for names in in_order(options.only):
+        run_all([job for name in names for job in jobs_of(name)], options)
     write_report()
 
 
@@ -48,70 +62,66 @@ def start_words(start: str, seed: int) -> str:
     return f"--config grpo_tiny.py --steps 0 {STARTS[start].arguments.format()} --seed {seed}"
 
 
-def waves(names: list[str]) -> list[list[str]]:
-    """Studies that need no other, then those that do."""
+def in_order(names: list[str]) -> list[list[str]]:
+    """Return the studies that need no other, then those that do."""
     first = [name for name in names if not STUDIES[name].after]
     return [[STUDIES[name].after for name in names if STUDIES[name].after] + first, names]
 
 
-def jobs(name: str) -> list[tuple[Path, str]]:
+def jobs_of(name: str) -> list[tuple[Path, str]]:
+    """Return (run directory, arguments) of each run of a study."""
     study = STUDIES[name]
-    found = []
+    jobs = []
     for label, arguments in study.runs.items():
         for seed in study.seeds:
             words = arguments.format(start=start_dir(study.start, seed) / "hf", seed=seed)
-            found.append((RUNS / name / label / str(seed), f"{words} --seed {seed}"))
-    return found
+            jobs.append((RUNS / name / label / str(seed), f"{words} --seed {seed}"))
+    return jobs
 
 
 def run_all(todo: list[tuple[Path, str]], options: argparse.Namespace) -> None:
-    """Run what has no model yet; stop at the first that fails."""
+    """Run the jobs that have no model yet; stop at the first failure."""
     todo = list(dict.fromkeys((path, words) for path, words in todo if not (path / "hf").is_dir()))
     with ThreadPoolExecutor(options.jobs) as pool:
-        for (path, _), code in zip(todo, pool.map(run, todo), strict=True):
+        for (path, _), code in zip(todo, pool.map(run_job, todo), strict=True):
             if code:
                 sys.exit(f"{path} failed; see {path}.log")
 
 
-def run(job: tuple[Path, str]) -> int:
+def run_job(job: tuple[Path, str]) -> int:
+    """Run one training and return its exit code; its output goes to a .log file."""
     path, words = job
     path.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "jaxrl_llm.train", *words.split(), "--run_dir", str(path)]
+    command = [sys.executable, "-m", "jaxrl_llm.train", *shlex.split(words), "--run_dir", str(path)]
     with path.with_suffix(".log").open("w") as log:
         code = subprocess.run(command, stdout=log, stderr=log, check=False).returncode
     print(f"{'failed' if code else 'done'}  {path}", flush=True)
     return code
 
 
-def curves(name: str, metric: str) -> Series:
-    """The metric over the steps since the start."""
-    found: Series = {}
+def read_curves(name: str, metric: str) -> Series:
+    """Return the metric over the steps since the SFT warm-up."""
+    series: Series = {}
     for label in STUDIES[name].runs:
         for seed in STUDIES[name].seeds:
             file = RUNS / name / label / str(seed) / "metrics.jsonl"
             rows = [json.loads(line) for line in file.read_text().splitlines()]
             rows = [row for row in rows if row["kind"] != "warm_start" or row["step"] == rows[-1]["step"]]
             points = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
-            found.setdefault(label, []).append(points)
-    return found
+            series.setdefault(label, []).append(points)
+    return series
 
 
 def write_report() -> None:
-    """docs/learning.md and a picture a study, of all studies whose runs are complete."""
-    done = [name for name in STUDIES if all((path / "hf").is_dir() for path, _ in jobs(name))]
+    """Write docs/learning.md and a picture of each study whose runs are complete."""
+    done = [name for name in STUDIES if all((path / "hf").is_dir() for path, _ in jobs_of(name))]
     lines = [
-        "# What is learned",
-        "",
-        "Small Qwen3 models on generated tasks, three seeds each, by `make learn`. Every run",
-        "starts from a supervised start of its seed, so that what differs is the algorithm:",
-        "",
-        *(f"- {name}: {start.meaning}" for name, start in STARTS.items()),
+        INTRO,
+        *(f"- {name}: {start.task}" for name, start in STARTS.items()),
         "",
         *(f"      {name}: python -m jaxrl_llm.train {start_words(name, 0)}" for name in STARTS),
         "",
-        "Values are at the first and the last evaluation; what is told beside is the mean of the first and",
-        "of the last tenth of the steps.",
-        "",
+        EXPLANATION,
     ]
     for name in done:
         lines += section(name)
@@ -120,10 +130,11 @@ def write_report() -> None:
 
 
 def section(name: str) -> list[str]:
-    study, series = STUDIES[name], curves(name, STUDIES[name].metric)
-    verdict = "Seen" if study.holds(judged(study, series)) else "**Not seen**"
-    draw(name, series)
-    lines = [f"## {name.replace('_', ' ').capitalize()}", "", f"{study.claim} {verdict}.", ""]
+    """Return the lines of a study: verdict, claim, tables, picture and commands."""
+    study, series = STUDIES[name], read_curves(name, STUDIES[name].metric)
+    verdict = "reproduced" if study.holds(claim_values(study, series)) else "not reproduced"
+    draw_curves(name, series)
+    lines = [f"## {title(name)}: {verdict}", "", study.claim, ""]
     over_run = " mean over the run |" * study.over_run
     lines += [
         f"| {study.metric} | first | last | mean of last |{over_run}",
@@ -132,24 +143,30 @@ def section(name: str) -> list[str]:
     for label, seeds in series.items():
         first, last = ([points[at][1] for points in seeds] for at in (0, -1))
         row = f"| {label} | {numbers(first)} | {numbers(last)} | {mean(last):.3f} |"
-        means = judged(study, series)[label]
+        means = claim_values(study, series)[label]
         lines.append(row + f" {numbers(means)}: {mean(means):.3f} |" * study.over_run)
-    lines += ["", *(line for metric in study.also for line in beside(name, metric))]
+    lines += ["", *(line for metric in study.also for line in metric_table(name, metric))]
     lines += [f"![{name}](learning/{name}.png)", ""]
-    return [*lines, *(f"    {label}: {command(name, label)}" for label in study.runs), ""]
+    return [*lines, *(f"    {label}: {train_command(name, label)}" for label in study.runs), ""]
 
 
-def judged(study: Study, series: Series) -> dict[str, list[float]]:
-    """What the study's claim is about: one number a seed."""
+def title(name: str) -> str:
+    """Return the heading of a study: "sft_then_rl" -> "SFT then RL"."""
+    words = [word.upper() if word in ("sft", "rl", "ppo") else word for word in name.split("_")]
+    return " ".join([words[0][0].upper() + words[0][1:], *words[1:]])
+
+
+def claim_values(study: Study, series: Series) -> dict[str, list[float]]:
+    """Return the values that the study's claim is about: one a seed."""
     if study.over_run:
         return {k: [mean(value for _, value in points) for points in seeds] for k, seeds in series.items()}
     return {label: [points[-1][1] for points in seeds] for label, seeds in series.items()}
 
 
-def beside(name: str, metric: str) -> list[str]:
-    """A table of a metric of the training steps: its first and last tenth."""
+def metric_table(name: str, metric: str) -> list[str]:
+    """Return a table of a metric of the training steps: its first and last tenth."""
     lines = [f"| {metric} | first tenth | last tenth |", "|---|---|---|"]
-    for label, seeds in curves(name, metric).items():
+    for label, seeds in read_curves(name, metric).items():
         ends: list[list[float]] = [[], []]
         for points in seeds:
             values = [value for _, value in points]
@@ -164,14 +181,14 @@ def numbers(values: list[float]) -> str:
     return " ".join(f"{value:.3f}" for value in values)
 
 
-def command(name: str, label: str) -> str:
-    """What was run, for seed 0."""
-    words = next(words for path, words in jobs(name) if path.parent.name == label)
+def train_command(name: str, label: str) -> str:
+    """Return the command of a run, for seed 0."""
+    words = next(words for path, words in jobs_of(name) if path.parent.name == label)
     return f"python -m jaxrl_llm.train {words}"
 
 
-def draw(name: str, series: Series) -> None:
-    """The mean over the seeds as a line, the seeds faint behind it."""
+def draw_curves(name: str, series: Series) -> None:
+    """Draw the mean over the seeds as a line, the seeds faint behind it."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.6), dpi=110, layout="constrained")

@@ -1,13 +1,13 @@
-"""How fast weights reach SGLang servers, by each transport, and how fast tokens come from them.
+"""Speed of weight transfer to SGLang servers, by transport, and of their generation.
 
     python benchmarks/servers.py --sglang .venv-sglang/bin/python --output benchmarks/results/servers.json
 
-Starts servers on the CPU (scripts/sglang_cpu/install.sh), gives them a model of 58 million bfloat16 weights
-(117 MB) a few times by disk (/dev/shm), http and group (gloo), and reports the median push: seconds in all,
-seconds of gathering (disk: writing), on the wire, and of the servers' pause, and gigabytes a second a server.
-The first push of each transport is not counted: it compiles, and joins the groups. Then it has them write
-32 responses of 64 tokens, greedily and with log-probs, as the native engine in this process did before they
-were started: medians of tokens a second after a first call that is not counted.
+Starts servers on the CPU (scripts/sglang_cpu/install.sh), pushes a model of 58 million bfloat16 weights
+(117 MB) to them a few times by disk (/dev/shm), http and group (gloo), and reports the median push: seconds
+in all, of gathering (disk: writing), on the wire, and of the servers' pause, and gigabytes a second a server.
+The first push of each transport is not counted: it compiles, and joins the groups. Then they generate 32
+responses of 64 tokens, greedily and with log-probs, as the native engine in this process does before they are
+started: medians of tokens a second after a first call that is not counted.
 """
 
 from __future__ import annotations
@@ -77,20 +77,22 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     with contextlib.ExitStack() as closing:
-        transports, tokens = measure(options, closing)
+        transports, tokens = measure_servers(options, closing)
     chosen = (
         f"--servers {options.servers} --repetitions {options.repetitions} --bucket_mb {options.bucket_mb}"
     )
     command = f"python benchmarks/servers.py --sglang .venv-sglang/bin/python {chosen}"
-    result = {"command": command, "machine": machine(options.sglang)}
+    result = {"command": command, "machine": describe_versions(options.sglang)}
     result |= {"transports": transports, "tokens_per_second": tokens}
-    print(table(result))
+    print(servers_table(result))
     if options.output:
         options.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def measure(options: argparse.Namespace, closing: contextlib.ExitStack) -> tuple[dict, dict[str, float]]:
-    """(transport -> medians of SHOWN, engine -> tokens a second)."""
+def measure_servers(
+    options: argparse.Namespace, closing: contextlib.ExitStack
+) -> tuple[dict, dict[str, float]]:
+    """Return (transport -> medians of SHOWN, engine -> tokens a second)."""
     folder = Path(closing.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
     sglang = SGLangConfig(python=options.sglang, flags=FLAGS)
     shell = save_description(MODEL, folder / "shell", make_tokenizer(), DTYPE)
@@ -118,42 +120,44 @@ def measure(options: argparse.Namespace, closing: contextlib.ExitStack) -> tuple
         on_first,
         launched.wait,
     )
-    found = {}
+    medians = {}
     for name, transport in {"disk": disk, "http": HttpTransport(source), "group": group}.items():
         publisher = publisher_of(transport)
         pushes = [publisher.publish(params, f"{name}-{i}") for i in range(options.repetitions + 1)][1:]
         assert all(push["servers/usable"] == options.servers for push in pushes), pool.describe()
-        found[name] = {key: statistics.median(push[m] for push in pushes) for key, m in SHOWN.items()}
-        found[name]["MB"] = pushes[0]["rollout/publish_bytes"] / 1e6
+        medians[name] = {key: statistics.median(push[m] for push in pushes) for key, m in SHOWN.items()}
+        medians[name]["MB"] = pushes[0]["rollout/publish_bytes"] / 1e6
     servers = SGLangEngine(rollout, sglang, MODEL, pool, publisher_of(disk), on_first, make_tokenizer())
-    return found, speeds | {"sglang": tokens_per_second(servers, params, options.repetitions)}
+    return medians, speeds | {"sglang": tokens_per_second(servers, params, options.repetitions)}
 
 
 def tokens_per_second(engine: Engine, params: models.Transformer, repetitions: int) -> float:
-    """The median, of responses that all have TOKENS tokens."""
+    """Return the median over calls, of responses that all have TOKENS tokens."""
     engine.publish(params, 1)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, 1000, 16).astype(np.int32) for _ in range(RESPONSES)]
     todo = [Request(prompt, i, 1, TOKENS) for i, prompt in enumerate(prompts)]
-    seconds = []
+    sampling, seconds = SamplingConfig(temperature=0.0, ignore_eos=True), []
     for _ in range(repetitions + 1):
-        began = time.perf_counter()
-        made = engine.generate(todo, SamplingConfig(temperature=0.0, ignore_eos=True), jax.random.key(0))
-        seconds.append(time.perf_counter() - began)
-    assert sum(len(one.response_ids) for one in made) == RESPONSES * TOKENS
+        start = time.perf_counter()
+        trajectories = engine.generate(todo, sampling, jax.random.key(0))
+        seconds.append(time.perf_counter() - start)
+    assert sum(len(one.response_ids) for one in trajectories) == RESPONSES * TOKENS
     return RESPONSES * TOKENS / statistics.median(seconds[1:])
 
 
-def machine(python: str) -> str:
-    say = "import importlib.metadata as m; print(m.version('sglang'))"
-    sglang = subprocess.run([python, "-c", say], capture_output=True, text=True, check=True).stdout.strip()
+def describe_versions(python: str) -> str:
+    """Return cores, load and versions, those of SGLang from its own interpreter."""
+    script = "import importlib.metadata as m; print(m.version('sglang'))"
+    sglang = subprocess.run([python, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
     ours = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "aiohttp", "torch")]
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
     versions = [f"python {platform.python_version()}", *ours, f"sglang {sglang}"]
     return f"{os.cpu_count()} cores, load average at the end {load}; {', '.join(versions)}"
 
 
-def table(result: dict) -> str:
+def servers_table(result: dict) -> str:
+    """Return the results as Markdown."""
     lines = [f"`{result['command']}`", "", result["machine"], ""]
     lines += [f"| transport | MB | {' | '.join(SHOWN)} |", "|---" * (len(SHOWN) + 2) + "|"]
     for name, row in result["transports"].items():

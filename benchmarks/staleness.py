@@ -1,11 +1,11 @@
-"""Asynchronous rollout on real SGLang servers: what the default, and refusing it, does to learning.
+"""Stale tokens in asynchronous rollout on real SGLang servers: the default against `--algo.old policy`.
 
     python benchmarks/staleness.py --sglang .venv-sglang/bin/python --output benchmarks/results/staleness.json
 
 grpo_tiny.py with 200 warm-up steps and 12 GRPO steps on two SGLang servers on a CPU, three seeds:
-synchronous; with --rollout.max_staleness 1 (old log-probs are the rollout's); the same with
---algo.old policy, which takes responses of older weights for on-policy. Prints
-held-out accuracy at 0, 6 and 12 steps. About 4 minutes a run on two quiet cores.
+synchronous; with --rollout.max_staleness 1 (old log-probs are the rollout's); the same with --algo.old
+policy, which treats responses of older weights as on-policy. Prints held-out accuracy at 0, 6 and 12 steps.
+About 4 minutes a run on two quiet cores.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MODES = {
 }
 
 
-def accuracies(python: str, mode: str, seed: int) -> list[float]:
+def held_out_accuracies(python: str, mode: str, seed: int) -> list[float]:
     """Run one training and return held-out accuracy at each evaluation."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "jaxrl_llm.train", *COMMON.split(), *MODES[mode].split()]
@@ -52,7 +52,7 @@ def main() -> None:
     options = parser.parse_args()
     results = {}
     for mode in MODES:
-        results[mode] = [accuracies(options.sglang, mode, seed) for seed in range(options.seeds)]
+        results[mode] = [held_out_accuracies(options.sglang, mode, seed) for seed in range(options.seeds)]
         print(mode, results[mode], flush=True)
     versions = {name: importlib.metadata.version(name) for name in ("jaxrl-llm", "jax")}
     report = {"device": platform.processor() or platform.machine(), "versions": versions, "pass@1": results}

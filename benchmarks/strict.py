@@ -1,4 +1,4 @@
-"""What strict mode costs, and what it takes away: grpo_tiny.py with and without it, in float32 and bfloat16.
+"""Cost and mismatch of strict mode: grpo_tiny.py with and without it, in float32 and bfloat16.
 
     python benchmarks/strict.py        # benchmarks/results/strict.json, about 10 minutes on 2 quiet cores
 
@@ -23,13 +23,13 @@ OUT, RESULTS = Path("runs/strict"), Path(__file__).parent / "results"
 STEPS, SKIPPED = 100, 10
 
 
-def train(dtype: str, strict: bool) -> list[dict]:
-    """The steps of a run, as metrics.jsonl has them."""
+def train_steps(dtype: str, strict: bool) -> list[dict]:
+    """Run a training and return the rows of its steps in metrics.jsonl."""
     run_dir = OUT / f"{dtype}_{'strict' if strict else 'plain'}"
     words = ["--config", "grpo_tiny.py", "--run_dir", str(run_dir), "--steps", str(STEPS)]
     words += ["--strict", str(strict), "--model.dtype", dtype, "--rollout.dtype", dtype]
     words += ["--eval.every", str(STEPS), "--log.progress", "none", "--log.tensorboard", "false"]
-    shutil.rmtree(run_dir, ignore_errors=True)  # a run of before would be continued
+    shutil.rmtree(run_dir, ignore_errors=True)  # an earlier run would be continued
     subprocess.run([sys.executable, "-m", "jaxrl_llm.train", *words], check=True)
     rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return [row for row in rows if row["kind"] == "train"]
@@ -40,7 +40,7 @@ def main() -> None:
     report: dict = {"command": "python benchmarks/strict.py", "versions": versions, "steps": STEPS}
     for dtype in ("float32", "bfloat16"):
         for strict in (False, True):
-            rows = train(dtype, strict)
+            rows = train_steps(dtype, strict)
             report[f"{dtype}, {'strict' if strict else 'plain'}"] = {
                 "mismatch, largest": max(row["mismatch/max_abs"] for row in rows),
                 "mismatch, mean": statistics.mean(row["mismatch/mean_abs"] for row in rows),

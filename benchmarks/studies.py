@@ -1,6 +1,6 @@
-"""What is compared on generated tasks, and what the comparison is to show. `learn.py` runs it.
+"""Studies on generated tasks: runs that are compared, and claims about them. `learn.py` runs them.
 
-Every run starts from a supervised start of its seed, so that what differs is the algorithm.
+Every run starts from the SFT warm-up of its seed, so that the runs of a study differ in the algorithm alone.
 """
 
 from __future__ import annotations
@@ -15,44 +15,44 @@ Values = dict[str, list[float]]  # label -> one number a seed
 
 @dataclass(frozen=True)
 class Study:
-    """Runs that are compared, and what they are to show."""
+    """Runs that are compared, and a claim about them."""
 
     claim: str
-    runs: dict[str, str]  # label -> arguments; {start} is the seed's supervised start, {seed} its number
+    runs: dict[str, str]  # label -> arguments; {start} is the folder of the SFT warm-up, {seed} the seed
     holds: Callable[[Values], bool]
     metric: str = PASS
     start: str = "sums"
-    over_run: bool = False  # `holds` judges the mean over the run, how fast it learns, not where it ends
+    over_run: bool = False  # `holds` takes the mean over the run (speed of learning), not the last value
     seeds: tuple[int, ...] = (0, 1, 2)
-    also: tuple[str, ...] = ()  # metrics told beside
+    also: tuple[str, ...] = ()  # further metrics of the report
     after: str = ""  # a study whose runs must exist before
 
 
 @dataclass(frozen=True)
 class Start:
-    """A supervised start: grpo_tiny.py without the RL."""
+    """An SFT warm-up: grpo_tiny.py without the RL."""
 
-    meaning: str
+    task: str
     arguments: str
 
 
-def everywhere(bound: float) -> Callable[[Values], bool]:
-    """Every seed of every label is at `bound` or above."""
-    return lambda found: all(value >= bound for values in found.values() for value in values)
+def all_at_least(bound: float) -> Callable[[Values], bool]:
+    """Return the claim that every seed of every label reaches `bound`."""
+    return lambda results: all(value >= bound for values in results.values() for value in values)
 
 
-def gains(label: str, over: str, by: float) -> Callable[[Values], bool]:
-    """`label` is above `over` in every seed, and by at least `by` on their mean."""
-    gaps = lambda found: [a - b for a, b in zip(found[label], found[over], strict=True)]
-    return lambda found: min(gaps(found)) > 0 and mean(gaps(found)) >= by
+def exceeds(label: str, baseline: str, margin: float) -> Callable[[Values], bool]:
+    """Return the claim that `label` is above `baseline` in every seed, by `margin` or more on their mean."""
+    gaps = lambda results: [a - b for a, b in zip(results[label], results[baseline], strict=True)]
+    return lambda results: min(gaps(results)) > 0 and mean(gaps(results)) >= margin
 
 
-FLAWED = '--data.train.0.options {{"digits":1,"terms":3,"noise":0.6}}'
-COUNTDOWN = "--data.train.0.path task:countdown --data.train.0.options {{}} --max_prompt_tokens 24"
+FLAWED = """--data.train.0.options '{{"digits":1,"terms":3,"noise":0.6}}'"""
+COUNTDOWN = "--data.train.0.path task:countdown --data.train.0.options '{{}}' --max_prompt_tokens 24"
 STARTS = {
-    "sums": Start("adds three digits, and gives one too many as often as it was shown: in 60%", FLAWED),
+    "sums": Start("sums of three digits, from demonstrations of which 60% are one too large", FLAWED),
     "countdown": Start(
-        "reaches a number with three others, in a third of the problems",
+        "reach a number with three others; 32 to 45% are solved after the warm-up",
         f"--warm_start.steps 400 {COUNTDOWN} --max_response_tokens 10",
     ),
 }
@@ -69,7 +69,8 @@ OTHERS = (
 )
 STUDIES: dict[str, Study] = {
     "online": Study(
-        "Six on-line algorithms solve the quick start's task: at least 0.9 on held-out sums, each seed.",
+        "Six online algorithms solve the quick start's task: held-out accuracy of at least 0.9 with every "
+        "seed.",
         {
             "ppo": f"--config ppo_tiny.py {FROM}",
             "grpo": GRPO,
@@ -78,25 +79,25 @@ STUDIES: dict[str, Study] = {
             "dapo": f"{GRPO} --algo dapo",
             "gspo": f"{GRPO} --algo gspo",
         },
-        everywhere(0.9),
+        all_at_least(0.9),
     ),
     "online_others": Study(
-        "So do the others, with the same settings (one seed).",
+        "The other online algorithms solve it too, with the same settings (one seed).",
         {
             "pf_ppo": f"--config ppo_tiny.py --algo pf_ppo {FROM}",
             **{name: f"{GRPO} --algo {name}" for name in OTHERS},
         },
-        everywhere(0.9),
+        all_at_least(0.9),
         seeds=(0,),
     ),
     "sft_then_rl": Study(
-        "RL adds at least 10 points to supervised training: as many more steps of either.",
+        "From the same warm-up and in as many steps, GRPO ends at least 10 points above SFT.",
         {"sft": f"{GRPO} --algo sft --optim.learning_rate 1e-3 {FLAWED}", "grpo": GRPO},
-        gains("grpo", "sft", 0.10),
+        exceeds("grpo", "sft", 0.10),
     ),
     "preferences": Study(
-        "Preference losses raise the margin and how often the right answer is preferred (`accuracy`, in "
-        "training), and with it how often the policy's own answer is right.",
+        "Preference losses raise the margin and the share of pairs ranked correctly (`accuracy`, in "
+        "training), and with them held-out accuracy.",
         {
             "dpo": PAIRS,
             "ipo": f"{PAIRS} --algo.loss ipo",
@@ -105,71 +106,72 @@ STUDIES: dict[str, Study] = {
             "cpo": f"{PAIRS} --algo cpo",
             "kto": f"{PAIRS} --algo kto",
         },
-        everywhere(0.75),
+        all_at_least(0.75),
         also=("margin", "accuracy"),
     ),
     "reward_model": Study(
-        "A reward model tells right from wrong in at least 95% of held-out pairs.",
+        "A reward model ranks at least 95% of held-out pairs correctly.",
         {"reward_model": "--config reward_model_tiny.py"},
-        everywhere(0.95),
+        all_at_least(0.95),
         metric="eval/accuracy",
     ),
     "ppo_on_reward_model": Study(
-        "PPO learns the task from that reward model alone.",
+        "PPO solves the task with that reward model as its only reward.",
         {
             "ppo": f"--config ppo_reward_tiny.py {FROM} "
             "--reward.models.0.path runs/learn/reward_model/reward_model/{seed}/hf"
         },
-        everywhere(0.9),
+        all_at_least(0.9),
         after="reward_model",
     ),
     "token_loss": Study(
-        "Token-level loss: sampled at temperature 2 some responses ramble. Where every token counts the same "
-        "they are unlearned; as one mean among means a long one is hardly punished: length and entropy grow.",
+        "Token-level loss: at sampling temperature 2 some responses ramble. The mean over tokens unlearns "
+        "them; the mean over responses of their means hardly penalises a long one: length and entropy grow.",
         {
             "sequence": f"{HOT} --algo.aggregation sequence",
             "token": f"{HOT} --algo.aggregation token",
         },
-        gains("sequence", "token", 0.5),
+        exceeds("sequence", "token", 0.5),
         metric="response_tokens/mean",
         over_run=True,
         also=("entropy", "accuracy"),
     ),
     "dynamic_sampling": Study(
-        "Dynamic sampling: with nine of ten prompts out of reach, a step still learns from a full batch.",
+        "Dynamic sampling: with nine of ten prompts too hard, every step still trains on a full batch, and "
+        "accuracy over the run is higher.",
         {
             "on": f"--config dapo_tiny.py {FROM}",
             "off": f"--config dapo_tiny.py {FROM} --algo.dynamic_sampling False",
         },
-        gains("on", "off", 0.1),
+        exceeds("on", "off", 0.1),
         over_run=True,
     ),
     "clip_higher": Study(
-        "Clip-higher: with 32 updates a step the clip binds, and the tokens of rare right answers may rise "
-        "further before it does, so that the run learns faster and its entropy stays up.",
+        "Clip-higher: with 32 updates a step the clip is active; a higher upper bound leaves rare correct "
+        "tokens more room to grow, so the run learns faster and keeps its entropy.",
         {
             "0.28": f"{GRPO} {COUNTDOWN} --max_response_tokens 10 {BUSY} --algo.clip_high 0.28",
             "0.2": f"{GRPO} {COUNTDOWN} --max_response_tokens 10 {BUSY} --algo.clip_high 0.2",
         },
-        gains("0.28", "0.2", 0.01),
+        exceeds("0.28", "0.2", 0.01),
         start="countdown",
         over_run=True,
         also=("entropy", "clip_fraction"),
     ),
     "truncated_importance_sampling": Study(
-        "Rolled out with noisy weights, a run keeps learning with truncated importance sampling and fails "
+        "With noise on the rollout's weights, a run learns with truncated importance sampling and fails "
         "without it.",
         {"with": f"{NOISY} --algo.correction.weight token", "without": f"{NOISY} --algo.old policy"},
-        gains("with", "without", 0.1),
+        exceeds("with", "without", 0.1),
     ),
     "distillation": Study(
-        "On-policy distillation closes the gap to the teacher, a model that GRPO has taught.",
+        "On-policy distillation closes the gap to the teacher, a model trained by GRPO.",
         {
             "gkd": f"--config gkd_tiny.py {FROM} --algo.teachers runs/learn/online/grpo/{{seed}}/hf",
             "policy_gradient": f"--config gkd_tiny.py {FROM} --algo.form policy_gradient "
             "--algo.teachers runs/learn/online/grpo/{seed}/hf",
         },
-        everywhere(0.9),
+        all_at_least(0.9),
         after="online",
     ),
 }

@@ -6,9 +6,9 @@ Command:   python -m jaxrl_llm.train --config grpo_async.py \\
 Hardware:  any CPU with 2 cores and 8 GB for the two servers (on GPUs: --sglang.flags "")
 Time:      not measured to its end on servers of SGLang's own; on a CPU these need about 10 s a step
 Expected:  the same held-out accuracy as the synchronous run: benchmarks/README.md has three seeds of both,
-           on stand-in servers
+           on fake servers
 
-One prompt in 32 asks for 47 sums in a row, the others for one, so that a step that waits for its longest
+One prompt in 32 has 47 sums in a row, the others have one, so that a step that waits for its longest
 response leaves the servers almost idle. With --rollout.max_staleness 2 they generate the responses of the
 next two steps meanwhile, and truncated importance sampling weighs tokens of older weights.
 --rollout.max_staleness 0 is the synchronous run.

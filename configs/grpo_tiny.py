@@ -5,7 +5,7 @@ Hardware:  any CPU with 2 cores
 Time:      about 2 minutes
 Expected:  held-out accuracy under 0.5 after the SFT warm-up, at least 0.9 at the end
 
-The demonstrations of the SFT warm-up are flawed: 70% of the sums are one too many on purpose. The model
+The demonstrations of the SFT warm-up are flawed: 70% of the sums are one too large on purpose. The model
 learns to add and to make that mistake; GRPO then removes it by the reward.
 """
 

@@ -39,7 +39,7 @@ def main() -> None:
         closing.enter_context(jax.set_mesh(mesh))
         rewards = closing.enter_context(RewardPool(RewardConfig()))
         state = learner.init_state(init(model, jax.random.key(0)))
-        for step in range(WARM):  # imitate demonstrations, half of which are one too many
+        for step in range(WARM):  # imitate demonstrations, half of which are one too large
             items = [PackItem(ids, mask) for ids, mask in loader.supervised_batch(step, PROMPTS)]
             state, _ = learner.update(state, [items])
         for step in range(STEPS):  # imitate its own correct answers

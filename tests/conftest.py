@@ -18,7 +18,10 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("MPLBACKEND", "Agg")
 FLAGS = ["--xla_force_host_platform_device_count=8"]
 if not os.environ.get("JAXRL_TEST_OPTIMIZED"):  # tests compile for longer than they run
-    FLAGS += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+    FLAGS += [
+        *("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"),
+        *("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"),
+    ]
 given = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = " ".join([given, *(f for f in FLAGS if f.partition("=")[0] not in given)])
 

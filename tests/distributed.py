@@ -29,7 +29,7 @@ class End(NamedTuple):
 
 
 class Running:
-    """`python argv...`, its output in files: nobody need read it for the process to go on."""
+    """`python argv...`, its output in files, so that no full pipe blocks the process."""
 
     def __init__(self, argv: Sequence[str], env: dict[str, str] | None = None):
         self.stdout = tempfile.TemporaryFile("w+")  # noqa: SIM115
@@ -39,7 +39,7 @@ class Running:
         )
 
     def peek(self, stream: Literal["stdout", "stderr"]) -> str:
-        """What it has written so far."""
+        """Return its output so far."""
         return os.pread(getattr(self, stream).fileno(), 1 << 20, 0).decode()
 
     def wait_for(self, text: str, stream: Literal["stdout", "stderr"] = "stdout") -> None:
@@ -71,7 +71,7 @@ def run_processes(
     initialize: bool = True,
     timeout: float = 240,
 ) -> list[str]:
-    """What each of `n` processes printed to stdout, in the order of their ids.
+    """Return the stdout of each of `n` processes, in the order of their ids.
 
     Args:
         script: Python source.

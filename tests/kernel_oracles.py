@@ -23,7 +23,7 @@ def assert_close(got, expected, dtype="float32", name=""):
 
 
 def visible(spec, mask, q_segments, kv_segments):
-    """Which keys [B, Tk] each query [B, Tq] attends to, from the definition of the mask."""
+    """Return the keys [B, Tk] that each query [B, Tq] attends to, from the definition of the mask."""
     q_offset, kv_offset, window = (int(x) for x in mask)
     rows, columns = np.arange(q_segments.shape[1])[:, None], np.arange(kv_segments.shape[1])
     distance = (q_offset + rows) - (kv_offset + columns)

@@ -16,7 +16,7 @@ from jaxrl_llm.errors import ConfigError
 
 @pytest.fixture
 def command(monkeypatch):
-    """Puts a main in the place of `train`."""
+    """Return a function that puts a main in the place of `train`."""
 
     def install(main):
         module = types.ModuleType("stand_in")
@@ -120,7 +120,7 @@ print(len(make_tokenizer()))
 
 @pytest.mark.parametrize("argv", [["--help"], []])
 def test_nothing_is_said_about_torch(argv):
-    """transformers says at its import that PyTorch was not found; nobody needs it here."""
+    """transformers says at its import that PyTorch was not found; it is not needed here."""
     env = {k: v for k, v in os.environ.items() if k != "TRANSFORMERS_VERBOSITY"}
     out = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, *argv], capture_output=True, text=True, env=env

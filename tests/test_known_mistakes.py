@@ -1,4 +1,4 @@
-"""What went wrong in other systems, seen in a run or in their source, and the tests that rule it out here.
+"""Faults of other systems, seen in a run or in their source, and the tests that rule them out here.
 
 The table says where each is; those that have no better place are below it.
 """
@@ -137,9 +137,9 @@ def test_supervised_end_tokens_are_learned_where_pad_is_the_end_token():
 
 
 def test_everything_that_counts_steps_counts_the_same(tmp_path, capsys):
-    """Metrics, samples, progress, checkpoints and --steps, over a supervised start and a continuation.
+    """Metrics, samples, progress, checkpoints and --steps, over an SFT warm-up and a resumed run.
 
-    With two updates a step a step is still one of --steps; the supervised start comes on top of it.
+    With two updates a step a step is still one of --steps; those of the SFT warm-up are added.
     """
     command = [
         *("--config", "grpo_tiny.py", "--run_dir", str(tmp_path), "--warm_start.steps", "2"),

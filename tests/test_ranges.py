@@ -1,4 +1,4 @@
-"""Ranges of config fields: what is inside, what is said of what is not."""
+"""Ranges of config fields: values inside, and messages about those outside."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Whole runs, small: what they leave behind, how they go on, and how they end when something is wrong."""
+"""Whole small runs: their files, resuming, and their ends after errors."""
 
 import json
 from dataclasses import replace

@@ -76,8 +76,8 @@ def rollout(requests_of, mesh=None):
     def run(repetition: int) -> None:
         requests = requests_of(repetition)
         trajectories = roll.generate(requests, SAMPLING, jax.random.key(repetition))
-        wanted = [r.max_tokens for r in requests for _ in range(r.num_responses)]
-        assert [len(t.response_ids) for t in trajectories] == wanted
+        lengths = [r.max_tokens for r in requests for _ in range(r.num_responses)]
+        assert [len(t.response_ids) for t in trajectories] == lengths
 
     return run
 
@@ -88,7 +88,7 @@ def fixed(repetition: int) -> list[Request]:
 
 
 def ragged(repetition: int) -> list[Request]:
-    """Each sample has a length of its own, so each is a request of its own: prompts are not shared here."""
+    """Return a request for each sample: each has a length of its own, so prompts are not shared here."""
     prompts = [np.array(ids, np.int32) for ids in work.prompts(repetition)]
     lengths = work.ragged_lengths(repetition)
     return [Request(prompts[i // work.GROUP], i, 1, length) for i, length in enumerate(lengths)]

@@ -23,17 +23,17 @@ Run = Callable[[int], Any]
 
 
 def open_channel() -> TextIO:
-    """Takes stdout for the protocol; what libraries print goes to stderr. Call before other imports."""
+    """Take stdout for the protocol; the prints of libraries go to stderr. Call before other imports."""
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return channel
 
 
 def serve(channel: TextIO, packages: tuple[str, ...], cases: dict[str, Callable[[], Run]]) -> None:
-    """Answers until stdin ends. A case is a function that prepares and returns run(repetition)."""
+    """Serve requests until stdin ends. A case is a function that prepares and returns run(repetition)."""
     runs: dict[str, Run] = {}
-    say = lambda answer: channel.write(json.dumps(answer) + "\n")
-    say({"python": sys.version.split()[0], **{name: version(name) for name in packages}})
+    reply = lambda message: channel.write(json.dumps(message) + "\n")
+    reply({"python": sys.version.split()[0], **{name: version(name) for name in packages}})
     for line in sys.stdin:
         request = json.loads(line)
         try:
@@ -45,11 +45,11 @@ def serve(channel: TextIO, packages: tuple[str, ...], cases: dict[str, Callable[
                 first = time.perf_counter() - started
                 for repetition in range(1, RAGGED_SETS):  # every shape that will come
                     runs[case](repetition)
-                say({"first_seconds": first})
+                reply({"first_seconds": first})
             else:
-                say(timed(runs[request["run"]], request["repetition"]))
+                reply(timed(runs[request["run"]], request["repetition"]))
         except Exception:
-            say({"error": traceback.format_exc()})
+            reply({"error": traceback.format_exc()})
     os._exit(0)  # threads that wait at a gate do not hold us
 
 
@@ -60,7 +60,7 @@ def timed(run: Run, repetition: int) -> dict[str, float]:
 
 
 class Gate:
-    """Stops a trainer's own loop once a step, so that its steps can take turns with other systems.
+    """Pauses a trainer's own loop once a step, so that its steps interleave with those of other systems.
 
     The trainer's reward function calls `arrive`; from one arrival to the next is exactly one step: the
     update of this one's rollouts, then the next rollouts.
@@ -71,17 +71,17 @@ class Gate:
         self._go: queue.Queue = queue.Queue()
 
     def start(self, train: Callable[[], Any]) -> None:
-        """Runs `train` in a thread until its first arrival."""
+        """Run `train` in a thread until its first arrival."""
         threading.Thread(target=self._guard, args=(train,), daemon=True).start()
         self._wait()
 
     def arrive(self) -> None:
-        """Called by the trainer's thread."""
+        """Pause the trainer's thread, which calls this, until the next step."""
         self._arrived.put(None)
         self._go.get()
 
     def step(self, repetition: int) -> None:
-        """Lets it run to the next arrival."""
+        """Let it run to the next arrival."""
         self._go.put(None)
         self._wait()
 

@@ -46,7 +46,7 @@ def model() -> Qwen3ForCausalLM:
 
 
 def rollout(new_tokens_of):
-    """The batch decodes until its longest response has ended."""
+    """Return the rollout: the batch decodes until its longest response has ended."""
     policy = model().eval()
 
     @torch.no_grad()
@@ -71,7 +71,7 @@ def rollout(new_tokens_of):
 
 
 def trainer(reward) -> GRPOTrainer:
-    """TRL's trainer with all that costs time and is not the algorithm turned off."""
+    """Return TRL's trainer, with logging, saving and gradient checkpointing turned off."""
     arguments = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
         use_cpu=True,
@@ -108,7 +108,7 @@ def trainer(reward) -> GRPOTrainer:
 
 
 def train_step():
-    """TRL's loss, backward and the trainer's own optimizer."""
+    """Return a step of TRL's loss, backward and the trainer's own optimizer."""
     loop = trainer(lambda completions, **_: [0.0] * len(completions))
     loop.current_gradient_accumulation_steps = 1
     policy = loop.model.train()

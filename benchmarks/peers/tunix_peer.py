@@ -30,7 +30,7 @@ from tunix.rl.grpo import grpo_learner
 from tunix.rl.rollout import base_rollout
 
 SAMPLING = dict(temperature=1.0, top_p=1.0, top_k=None)
-SPARE = 8  # cache positions that Tunix wants beyond prompt + new tokens
+SPARE = 8  # cache positions that Tunix needs beyond prompt + new tokens
 FOREVER = 10**6
 MODEL = qwen3.ModelConfig(
     num_layers=work.LAYERS,
@@ -53,7 +53,7 @@ def model():
 
 
 def rollout(most_new_tokens: int, new_tokens_of):
-    """The batch decodes until its longest response has ended: that many steps, in a cache for the cap."""
+    """Return the rollout: the batch decodes until its longest response has ended, in a cache for the cap."""
     cache = sampler_lib.CacheConfig(
         cache_size=work.PROMPT_TOKENS + most_new_tokens + SPARE,
         num_layers=work.LAYERS,

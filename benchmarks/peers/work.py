@@ -15,19 +15,19 @@ SPECIAL = ("<pad>", "<eos>", "<unk>")  # ids 0, 1, 2; id i >= 3 is the word w{i 
 
 
 def prompts(repetition: int) -> list[list[int]]:
-    """Four prompts of 64 random token ids."""
+    """Return four prompts of 64 random token ids."""
     draw = random.Random(f"prompts {repetition}")
     return [[draw.randrange(3, VOCAB) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
 
 
 def ragged_lengths(repetition: int) -> list[int]:
-    """Response lengths of the 32 samples: geometric with mean 40, at most 256. Three sets take turns."""
+    """Return response lengths of the 32 samples: geometric with mean 40, at most 256; three sets in turn."""
     draw = random.Random(f"lengths {repetition % RAGGED_SETS}")
     return [_geometric(draw) for _ in range(BATCH)]
 
 
 def training_ids(repetition: int) -> list[list[int]]:
-    """32 sequences of 64 prompt and 128 response token ids."""
+    """Return 32 sequences of 64 prompt and 128 response token ids."""
     draw = random.Random(f"training {repetition}")
     return [[draw.randrange(3, VOCAB) for _ in range(PROMPT_TOKENS + NEW_TOKENS)] for _ in range(BATCH)]
 
@@ -42,12 +42,12 @@ def text(ids: list[int]) -> str:
 
 
 def reward(response: str) -> float:
-    """The same trivial reward for everyone; it differs between samples."""
+    """Return the trivial reward of all systems; it differs between samples."""
     return response.count("1") / (1 + len(response))
 
 
 def tokenizer():
-    """A word-level tokenizer of the vocabulary above."""
+    """Return a word-level tokenizer of the vocabulary above."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -139,7 +139,7 @@ class Algorithm:
 
     @property
     def on_rollouts(self) -> bool:
-        """It learns from the policy's own responses."""
+        """True for algorithms that learn from the policy's own responses."""
         return self.input == "rollouts"
 
 

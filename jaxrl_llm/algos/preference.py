@@ -134,7 +134,7 @@ dpo = Algorithm(
 class OnlineDPOConfig(AlgoConfig):
     """Options of online DPO."""
 
-    dpo: DPOConfig = field(default_factory=DPOConfig)
+    dpo: DPOConfig = field(default_factory=dpo.Config)
     """The loss of a pair."""
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jaxrl_llm import models
 from jaxrl_llm.bridge.push import Part
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.hf.export import as_written
+from jaxrl_llm.hf.export import export_config
 from jaxrl_llm.hf.gather import gather_tensors, group_by_size
 from jaxrl_llm.hf.names import HFTensor, hf_tensors
 from jaxrl_llm.models import TransformerConfig
@@ -45,7 +45,7 @@ class WeightSource:
     """
 
     def __init__(self, config: TransformerConfig, dtype: str, limit: int):
-        self.tensors = [t for t in hf_tensors(as_written(config)) if t.name != "score.weight"]
+        self.tensors = [t for t in hf_tensors(export_config(config)) if t.name != "score.weight"]
         self.dtype, self.itemsize = dtype, ITEMSIZE[dtype]
         self.groups = group_by_size(self.tensors, self.itemsize, limit)
 
@@ -55,7 +55,7 @@ class WeightSource:
         return sum(map(self._num_bytes, self.groups))
 
     def check_names(self, expected: Mapping[str, tuple[int, ...]], folder: str) -> None:
-        """Compare names and shapes with those of a model: a server ignores a name that it does not know.
+        """Compare names and shapes with those of a model: a server ignores unknown names.
 
         Args:
             expected: name -> shape.

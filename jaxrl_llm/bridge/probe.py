@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.bridge.servers import PoolLike, ServerLike, reading
+from jaxrl_llm.bridge.servers import PoolLike, ServerLike, parsing_reply
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.scorer import make_scorer
@@ -86,7 +86,7 @@ class Probe:
             "logprob_start_len": 0,
         }
         reply = await pool.request(server, "/generate", body)
-        with reading(server.url):
+        with parsing_reply(server.url):
             version = str(reply["meta_info"]["weight_version"])[:100]
             rows = reply["meta_info"]["input_token_logprobs"]
             logprobs = np.array([logprob for logprob, *_ in rows[1:]], np.float32)

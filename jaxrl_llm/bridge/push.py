@@ -4,7 +4,7 @@
 
 The trainer's thread gathers the weights part by part; each server takes the parts at its own pace, at most
 one behind. A server that fails anywhere - an error, no reply in time, a probe that differs - is left out, and
-the others go on without it. Whatever happens in between, a server that was paused is continued.
+the others go on without it. A server that was paused is continued after any failure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ from typing import Any, NamedTuple, Protocol
 
 from jaxrl_llm import models
 from jaxrl_llm.bridge.probe import Probe, Score, probe_tokens
-from jaxrl_llm.bridge.servers import CACHE, WEIGHTS, Json, PauseMode, PoolLike, Receiver, ServerLike, reading
+from jaxrl_llm.bridge.servers import (
+    CACHE,
+    WEIGHTS,
+    Json,
+    PauseMode,
+    PoolLike,
+    Receiver,
+    ServerLike,
+    parsing_reply,
+)
 from jaxrl_llm.errors import NoRouteError, RefusedError, RunError, ServerError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.structs import Metrics, Params
@@ -39,9 +48,9 @@ class WeightTransport(Protocol):
     """One way for weights to reach the servers."""
 
     session: bool
-    """Whether `send` needs a weight-update session of the server around it."""
+    """True if `send` needs a weight-update session of the server around it."""
     lasting: bool
-    """Whether parts can be sent again later, to a server that comes back."""
+    """True if parts can be sent again later, to a server that comes back."""
 
     def parts(self, params: Params, label: str) -> Iterator[Part]:
         """Gather the weights, part by part. A collective: every process iterates."""
@@ -66,7 +75,7 @@ class Publisher:
         pool: in process 0; None elsewhere.
         score: the trainer's log-probs, a collective.
         on_first: runs a function in process 0; every process gets its result, or its error.
-        until_up: returns when servers that are being started reply.
+        wait_for_servers: returns when servers that are being started reply.
     """
 
     def __init__(
@@ -78,10 +87,10 @@ class Publisher:
         tolerance: float,
         score: Score,
         on_first: Callable[[Callable[[], Any]], Any],
-        until_up: Callable[[], None] = lambda: None,
+        wait_for_servers: Callable[[], None] = lambda: None,
     ):
         self.pool, self.transport, self.pause, self.tolerance = pool, transport, pause, tolerance
-        self.score, self.on_first, self.until_up = score, on_first, until_up
+        self.score, self.on_first, self.wait_for_servers = score, on_first, wait_for_servers
         self.probe_ids = probe_tokens(model)
 
     def publish(self, params: Params, label: str) -> Metrics:
@@ -98,7 +107,7 @@ class Publisher:
                 "--optim.learning_rate, or start from another --model.path."
             )
         expected = self.score(params, self.probe_ids, 1.0)
-        self.on_first(self.until_up)
+        self.on_first(self.wait_for_servers)
         probe = Probe(self.probe_ids, expected, label, self.tolerance)
         push = Push(self.pool, self.transport, self.pause, probe) if self.pool else None
         num_bytes, gather_seconds, parts = 0, 0.0, self.transport.parts(params, label)
@@ -157,7 +166,7 @@ class Push:
         }
 
     def abandon(self) -> None:
-        """End a push whose other parts will not come: the servers continue, left out."""
+        """End a push whose remaining parts will not come: the servers continue, left out."""
         with contextlib.suppress(ServerError):
             self.put(None)  # not cancelled: a request that is cut off may be carried out after the next one
             self.finish()
@@ -197,8 +206,8 @@ class Push:
         async with server.update_lock:  # what it generates from here on counts once it has been probed
             start = time.perf_counter()
             await receiver.resume_memory(WEIGHTS)
-            async with paused(receiver, self.pause):
-                async with session(receiver) if self.transport.session else contextlib.nullcontext():
+            async with paused_generation(receiver, self.pause):
+                async with update_session(receiver) if self.transport.session else contextlib.nullcontext():
                     await self._send(receiver, part)
                     while not part.last:
                         part = await self._next(inbox)
@@ -230,18 +239,18 @@ class Push:
 
 
 async def num_ranks(pool: PoolLike, server: ServerLike) -> int:
-    """Return a server's tensor parallelism; one that cannot say so in time need not be given weights."""
+    """Return a server's tensor parallelism. A server that does not reply in time gets no weights."""
     timeout = RETRY_TIMEOUT if server.unreachable else SHORT_TIMEOUT
     ranks = (await pool.request(server, "/server_info", timeout=min(timeout, pool.timeout))).get("tp_size", 1)
-    with reading(server.url):
+    with parsing_reply(server.url):
         if type(ranks) is not int or not 1 <= ranks <= MAX_RANKS:
             raise ValueError(f"/server_info: tp_size {str(ranks)[:20]!r}")
     return ranks
 
 
 @contextlib.asynccontextmanager
-async def paused(receiver: Receiver, mode: PauseMode) -> AsyncIterator[None]:
-    """Keep a server from generating inside; afterwards it continues, whatever has happened."""
+async def paused_generation(receiver: Receiver, mode: PauseMode) -> AsyncIterator[None]:
+    """Pause a server's generation inside the context; it continues afterwards, also after an error."""
     receiver.pool.interruptions += 1
     try:
         await receiver.request("/pause_generation", {"mode": mode})
@@ -254,7 +263,7 @@ async def paused(receiver: Receiver, mode: PauseMode) -> AsyncIterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def session(receiver: Receiver) -> AsyncIterator[None]:
+async def update_session(receiver: Receiver) -> AsyncIterator[None]:
     """Open the weight-update session that SGLang demands since 0.5.21; older servers have none."""
     if not await _begin(receiver):
         yield

@@ -1,4 +1,4 @@
-"""The servers that weights are pushed to, as far as the bridge knows them; no engine is imported here."""
+"""The servers that weights are pushed to, as protocols: no engine is imported here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxrl_llm.errors import InvalidReplyError, ServerError
 Json = dict[str, Any]
 Result = TypeVar("Result")
 PauseMode = Literal["abort", "retract", "in_place"]
-"""What SGLang does with requests in flight while weights change (`/pause_generation`)."""
+"""SGLang's treatment of requests in flight while weights change (`/pause_generation`)."""
 
 CACHE, WEIGHTS = "kv_cache", "weights"
 """SGLang's tags for the memory that a colocated server releases while the trainer works."""
@@ -65,7 +65,7 @@ class PoolLike(Protocol):
 
 
 @contextlib.contextmanager
-def reading(url: str) -> Iterator[None]:
+def parsing_reply(url: str) -> Iterator[None]:
     """Turn an error of reading a server's reply, which is JSON but of any shape, into InvalidReplyError."""
     try:
         yield
@@ -91,10 +91,10 @@ class Receiver:
         return await self.pool.request(self.server, path, body, timeout)
 
     async def update(self, path: str, body: Any) -> None:
-        """Send a request whose reply says whether it succeeded.
+        """Send a request and check its success.
 
         Raises:
-            ServerError: it did not.
+            ServerError: the reply reports no success.
         """
         reply = await self.request(path, body)
         if reply.get("success") is not True:
@@ -102,7 +102,7 @@ class Receiver:
             raise ServerError(f"{self.server.url} did not take the weights ({path}): {message}")
 
     async def resume_memory(self, tag: str) -> None:
-        """Have the server take memory again that it has released; others would crash if asked to."""
+        """Have the server allocate memory that it has released; SGLang crashes if it has released none."""
         if tag in self.server.released:
             await self.request("/resume_memory_occupation", {"tags": [tag]})
             self.server.released.discard(tag)

@@ -1,4 +1,4 @@
-"""What a run prints at its start, and the command to try after its end."""
+"""Lines that a run prints at its start, and the command to try after its end."""
 
 from __future__ import annotations
 

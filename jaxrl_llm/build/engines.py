@@ -20,7 +20,7 @@ from jaxrl_llm.bridge.transports.over_http import HttpTransport
 from jaxrl_llm.bridge.transports.process_group import GroupTransport
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.hf.config import read_config
-from jaxrl_llm.hf.export import as_written, save_description
+from jaxrl_llm.hf.export import export_config, save_description
 from jaxrl_llm.hf.folder import read_headers
 from jaxrl_llm.host.processes import on_first, print_on_first, share
 from jaxrl_llm.models import TransformerConfig
@@ -138,7 +138,7 @@ def _check_names(source: WeightSource, model: TransformerConfig, folder: Path) -
         UserError: names or shapes differ.
     """
     stored = read_config(folder)
-    if as_written(stored) != model:  # sent under other names than those of the folder
+    if export_config(stored) != model:  # sent under other names than those of the folder
         return
     tensors = read_headers(folder, stored)
     source.check_names({name: tensor.shape for name, tensor in tensors.items()}, str(folder))

@@ -16,7 +16,7 @@ from jaxrl_llm.config import ModelConfig, TrainConfig, derived
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.hf.config import read_config
-from jaxrl_llm.hf.folder import resolve
+from jaxrl_llm.hf.folder import resolve_model
 from jaxrl_llm.hf.load import PRETRAINED, PretrainedModels
 from jaxrl_llm.hf.tokenizer import has_tokenizer, load_tokenizer, vocabulary_difference
 from jaxrl_llm.learn.learner import Learner
@@ -35,12 +35,12 @@ def load_model_config(config: ModelConfig) -> tuple[TransformerConfig, Any, Any]
     Raises:
         ConfigError: the tokenizer is not that of the model.
     """
-    folder = resolve(config.path) if config.path else None
+    folder = resolve_model(config.path) if config.path else None
     model = read_config(folder) if folder else config.architecture
     if config.tokenizer == "tiny" or not (config.tokenizer or folder):
         tokenizer = make_tokenizer()
     else:
-        tokenizer = load_tokenizer(resolve(config.tokenizer) if config.tokenizer else folder)
+        tokenizer = load_tokenizer(resolve_model(config.tokenizer) if config.tokenizer else folder)
     has_own = folder and config.tokenizer and has_tokenizer(folder)
     model_tokenizer = load_tokenizer(folder) if has_own else tokenizer
     if difference := vocabulary_difference(model_tokenizer, tokenizer):
@@ -109,7 +109,7 @@ def check_vocabularies(config: TrainConfig, tokenizer: Any) -> None:
     paths = [("teacher", path) for path in requires.teachers]
     paths += [("critic", config.critic.path)] if requires.critic and config.critic.path else []
     for role, path in paths:
-        folder = resolve(path)
+        folder = resolve_model(path)
         if difference := vocabulary_difference(tokenizer, load_tokenizer(folder, read_config(folder))):
             raise ConfigError(
                 f"the {role} {path} has another tokenizer than the policy, whose tokens it reads: "

@@ -15,12 +15,12 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxrl_llm.checkpoint.manifest import fault, read_metrics
+from jaxrl_llm.checkpoint.manifest import checkpoint_problem, read_metrics
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host.processes import print_on_first
 
 
-class Choice(NamedTuple):
+class CheckpointChoice(NamedTuple):
     """The newest valid checkpoint, if any, and the newer ones that are damaged."""
 
     step: int | None
@@ -37,22 +37,22 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(p.name) for p in folder.glob("*") if p.name.isdigit() and p.is_dir())
 
 
-def newest_valid(folder: Path, candidates: list[int], checksums: bool) -> Choice:
-    """Check the candidates from the newest down; each that is damaged is reported with its fault."""
+def newest_valid(folder: Path, candidates: list[int], checksums: bool) -> CheckpointChoice:
+    """Return the newest valid candidate; each damaged one before it is reported with its fault."""
     rejected = []
     for step in sorted(candidates, reverse=True):
-        reason = fault(folder / str(step), checksums)
+        reason = checkpoint_problem(folder / str(step), checksums)
         if reason is None:
             if rejected:
                 print_on_first(f"checkpoint: going back to step {step}")
-            return Choice(step, rejected)
+            return CheckpointChoice(step, rejected)
         rejected.append(step)
         print_on_first(f"checkpoint: step {step} cannot be used: {folder / str(step)}: {reason}")
-    return Choice(None, rejected)
+    return CheckpointChoice(None, rejected)
 
 
 def commit(folder: Path, step: int) -> None:
-    """Make a finished checkpoint exist, by one rename."""
+    """Rename a finished checkpoint into place."""
     os.replace(temporary(folder, step), folder / str(step))
     shutil.rmtree(_rejected(folder, step), ignore_errors=True)
 
@@ -63,7 +63,7 @@ def set_aside(folder: Path, step: int) -> None:
     os.replace(folder / str(step), _rejected(folder, step))
 
 
-def retire(folder: Path, keep: set[int]) -> None:
+def prune(folder: Path, keep: set[int]) -> None:
     """Delete all checkpoints but these."""
     for step in set(steps(folder)) - keep:
         # Renamed first: a deletion that is cut off leaves something to sweep, not half a checkpoint.
@@ -71,7 +71,7 @@ def retire(folder: Path, keep: set[int]) -> None:
         shutil.rmtree(temporary(folder, step))
 
 
-def sweep(folder: Path, step: int | None = None) -> list[str]:
+def remove_temporary(folder: Path, step: int | None = None) -> list[str]:
     """Delete temporary folders, of one step or of all. Return their names."""
     left = sorted(folder.glob("[0-9]*.tmp*" if step is None else f"{step}.tmp*"))
     for path in left:
@@ -79,7 +79,7 @@ def sweep(folder: Path, step: int | None = None) -> list[str]:
     return [path.name for path in left]
 
 
-def ranked(folder: Path, metric: str, mode: str) -> list[int]:
+def rank_steps(folder: Path, metric: str, mode: str) -> list[int]:
     """Return the steps whose checkpoint has a finite `metric`, best first; of equals, the newest first."""
     sign = 1 if mode == "max" else -1
     recorded = {step: read_metrics(folder / str(step)).get(metric, math.nan) for step in steps(folder)}

@@ -71,7 +71,7 @@ def read_manifest(folder: Path) -> Manifest:
         expected = body.pop("crc32")
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):  # not JSON, or other JSON
         raise UserError(f"{MANIFEST} is corrupt: not the JSON that was written") from None
-    except OSError as error:  # a folder, say
+    except OSError as error:  # such as a folder
         raise UserError(f"{MANIFEST} cannot be read: {error.strerror}") from None
     if fingerprint(body) != expected:
         raise UserError(f"{MANIFEST} is corrupt: its own crc32 differs")
@@ -90,10 +90,10 @@ def read_metrics(folder: Path) -> dict[str, float]:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Return what the trainer stored beside the arrays.
+    """Return the metadata that the trainer stored beside the arrays.
 
     Raises:
-        UserError: damaged, which `fault` without checksums does not notice.
+        UserError: damaged, which `checkpoint_problem` without checksums does not notice.
     """
     try:
         meta = json.loads((folder / META).read_bytes())
@@ -103,7 +103,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder / META} is damaged: {error or 'no object'}") from error
 
 
-def fault(folder: Path, checksums: bool = True) -> str | None:
+def checkpoint_problem(folder: Path, checksums: bool = True) -> str | None:
     """Return why a checkpoint must not be used, naming the file; None = it is valid.
 
     Args:

@@ -36,7 +36,7 @@ FIXED_IN_WARM_UP = ("warm_start.sources", "warm_start.examples_per_step")
 
 ABSENT = "(absent)"
 MASKED = "***"
-"""What a resolved config has in place of a secret."""
+"""Stands in place of a secret in a resolved config."""
 
 
 def check_resume(old: dict[str, Any], new: dict[str, Any], step: int) -> list[str]:
@@ -71,13 +71,13 @@ def check_resume(old: dict[str, Any], new: dict[str, Any], step: int) -> list[st
     return harmless
 
 
-def check_same(folder: Path, saved: dict[str, str], wanted: dict[str, jax.ShapeDtypeStruct]) -> None:
+def check_arrays(folder: Path, saved: dict[str, str], needed: dict[str, jax.ShapeDtypeStruct]) -> None:
     """Compare the arrays of a checkpoint ("params.layers.q" -> "float32[2,8]") with those to be filled.
 
     Raises:
         UserError: lists each array that one of them lacks or that has another shape or type.
     """
-    now = {path: array_type(leaf) for path, leaf in wanted.items()}
+    now = {path: array_type(leaf) for path, leaf in needed.items()}
     lines = []
     for path in sorted(saved.keys() | now.keys()):
         if path not in saved:
@@ -94,7 +94,7 @@ def check_same(folder: Path, saved: dict[str, str], wanted: dict[str, jax.ShapeD
 
 
 def _check_algorithm(old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Refuse another algorithm: what a checkpoint counts and remembers is of the one that made it."""
+    """Refuse another algorithm: the state of a checkpoint belongs to the algorithm that made it."""
     was, now = (_algorithm(config) for config in (old, new))
     if was and now and was != now:
         run_dir = str(new.get("run_dir", "run_dir"))

@@ -24,7 +24,7 @@ from orbax.checkpoint import v1 as ocp
 
 from jaxrl_llm.checkpoint import folder as folders
 from jaxrl_llm.checkpoint.manifest import array_type, flatten_state, read_manifest, read_meta, write_manifest
-from jaxrl_llm.checkpoint.resume import check_resume, check_same
+from jaxrl_llm.checkpoint.resume import check_arrays, check_resume
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.host.processes import agree, on_first, print_on_first
 from jaxrl_llm.ranges import Count, CountOrZero
@@ -47,13 +47,13 @@ class CheckpointConfig:
     best_metric: str = ""
     """Also keep the best by this metric, such as eval/pass@1; "" = by none."""
     best_mode: Literal["max", "min"] = "max"
-    """Whether a larger or a smaller best_metric is better."""
+    """max = a larger best_metric is better, min = a smaller one."""
     keep_best: CountOrZero = 1
     """Best checkpoints to keep."""
     async_save: bool = True
     """Write in the background while training goes on."""
     on_full_disk: Literal["continue", "stop"] = "continue"
-    """When a save does not fit: warn and train on with the previous checkpoint, or stop."""
+    """A save that does not fit on the disk: warn and train on with the previous checkpoint, or stop."""
     verify: bool = True
     """Read and check every byte before a checkpoint is used; otherwise only the sizes of its files."""
 
@@ -93,10 +93,10 @@ class Checkpointer:
             state: pytree of jax.Array of any sharding; across processes, of global arrays.
             meta: JSON-able. `meta["config"]` is the resolved config, `meta["model"]` the dict of the
                 TransformerConfig.
-            metrics: of this step, for `best`.
+            metrics: of this step, for `best_metric`.
             files: further files of the checkpoint, by name; those of process 0 are written.
 
-        Returns: whether the save started; False if there is one of this step, or no room on the disk.
+        Returns: whether the save started; False if there is one of this step, or no space on the disk.
 
         Raises:
             RunError: an array is not finite (other than of the optimizer, which may start with infinity).
@@ -120,7 +120,7 @@ class Checkpointer:
         try:
             with _uncompressed():
                 response = ocp.save_async(folders.temporary(self.folder, step), arrays)
-        except (OSError, ValueError) as error:  # Orbax says either when the disk is full
+        except (OSError, ValueError) as error:  # Orbax raises either when the disk is full
             self._settle(step, error)
             return False
         shapes = {path: array_type(x) for path, x in arrays.items()}
@@ -164,18 +164,14 @@ class Checkpointer:
         """Return the newest step that has a checkpoint."""
         return max(self.steps(), default=None)
 
-    def best(self) -> int | None:
-        """Return the step with the best `best_metric`; of equals, the newest."""
-        return next(iter(self._ranked()), None)
-
     def restore(
         self, target: Any, compatible: dict[str, Any] | None = None
     ) -> tuple[int, Any, dict[str, Any]] | None:
         """Load the newest valid checkpoint; each newer one that is damaged is reported.
 
         Args:
-            target: pytree of jax.ShapeDtypeStruct with shardings, which decide the layout whatever mesh
-                it was saved from.
+            target: pytree of jax.ShapeDtypeStruct with shardings, which decide the layout, not the
+                mesh that it was saved from.
             compatible: resolved config of this run, compared with the checkpoint's by `check_resume`.
 
         Returns: (step, state, meta), or None if the run has no checkpoint yet.
@@ -200,12 +196,12 @@ class Checkpointer:
         return step, load_arrays(folder, target), meta
 
     def _choose(self) -> int | None:
-        """Delete what was cut off, choose a checkpoint and set damaged newer ones aside.
+        """Delete partial checkpoints, choose one and set damaged newer ones aside.
 
         Raises:
             UserError: all are damaged.
         """
-        for name in folders.sweep(self.folder):
+        for name in folders.remove_temporary(self.folder):
             print_on_first(f"checkpoint: removed {name}, left by a save that was cut off")
         step, rejected = folders.newest_valid(self.folder, self.steps(), self.config.verify)
         if step is None and rejected:
@@ -218,8 +214,8 @@ class Checkpointer:
         return step
 
     def _exists(self, step: int) -> bool:
-        """Return whether a step is saved; what a killed run left of it is deleted."""
-        folders.sweep(self.folder, step)
+        """Return whether a step is saved; a partial one, of a killed run, is deleted."""
+        folders.remove_temporary(self.folder, step)
         return step in self.steps()
 
     def _refuse_non_finite(self, step: int, arrays: dict[str, jax.Array]) -> None:
@@ -252,7 +248,8 @@ class Checkpointer:
             write_manifest(folder, step, shapes, meta, metrics)
             folders.commit(self.folder, step)
             newest = self.steps()[-self.config.keep :]
-            folders.retire(self.folder, keep={*newest, *self._ranked()[: self.config.keep_best]})
+            ranked = folders.rank_steps(self.folder, self.config.best_metric, self.config.best_mode)
+            folders.prune(self.folder, keep={*newest, *ranked[: self.config.keep_best]})
         return time.monotonic() - start
 
     def _settle(self, step: int, error: BaseException | None) -> bool:
@@ -267,7 +264,7 @@ class Checkpointer:
         return outcome == _OK
 
     def _give_up(self, step: int, reason: str) -> None:
-        """Delete what was written of a save that does not fit; the previous checkpoint stays."""
+        """Delete the partial files of a save that does not fit; the previous checkpoint stays."""
         self._sweep(step)
         self.failures += 1
         message = (
@@ -284,10 +281,7 @@ class Checkpointer:
 
     def _sweep(self, step: int) -> None:
         if jax.process_index() == 0:
-            folders.sweep(self.folder, step)
-
-    def _ranked(self) -> list[int]:
-        return folders.ranked(self.folder, self.config.best_metric, self.config.best_mode)
+            folders.remove_temporary(self.folder, step)
 
 
 @jax.jit
@@ -310,7 +304,7 @@ def load_arrays(folder: Path, target: Any, prefix: str = "", on_host: bool = Fal
     """
     wanted = {prefix + path: leaf for path, leaf in flatten_state(target).items()}
     saved = read_manifest(folder).arrays
-    check_same(folder, {path: x for path, x in saved.items() if path.startswith(prefix)}, wanted)
+    check_arrays(folder, {path: x for path, x in saved.items() if path.startswith(prefix)}, wanted)
     read = lambda path: np.ndarray if on_host else wanted[path]
     loaded = ocp.load(folder, {path: read(path) if path in wanted else ocp.PLACEHOLDER for path in saved})
     return jax.tree.unflatten(jax.tree.structure(target), [loaded[path] for path in wanted])

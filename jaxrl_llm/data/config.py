@@ -83,7 +83,7 @@ class SourceConfig:
 
 @dataclass(frozen=True)
 class ChatConfig:
-    """How an example becomes tokens."""
+    """Chat template and tokenization of examples."""
 
     render: Literal["auto", "chat", "plain"] = "auto"
     """auto: messages go through the chat template, plain text as it is. chat: plain text becomes a user
@@ -114,7 +114,7 @@ class ChatConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What to train and evaluate on."""
+    """Training and evaluation data."""
 
     path: str = ""
     """Train on this instead: takes the place of train.0.path, without its options and other sources."""
@@ -131,7 +131,7 @@ class DataConfig:
     overlong: Literal["filter", "cut", "fail"] = "filter"
     """Prompts longer than max_prompt_tokens: draw another, cut, or stop with an error."""
     cut_side: Literal["left", "right"] = "left"
-    """Which end of an over-long prompt is cut off."""
+    """Side on which an over-long prompt is truncated."""
     bad_rows: BadRows = "fail"
     """Rows that cannot be read, rendered or tokenized: skip and count, or stop with an error."""
 

@@ -24,6 +24,7 @@ from jaxrl_llm.data.config import SourceConfig
 from jaxrl_llm.data.rows import MAX_CHARACTERS, SURROGATE, Damage, RowError, RowFile, no_rows
 from jaxrl_llm.data.tables import arrow_file, hub_rows, parquet_file, saved_rows
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.user_file import expand_home
 
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 SCHEMES = ("hub:", "task:", "gym:")
@@ -37,12 +38,12 @@ def open_rows(config: SourceConfig) -> list[RowFile]:
     """Return the rows of each file of a source.
 
     Raises:
-        UserError: there is nothing to read; says what would be.
+        UserError: there is nothing to read; names the kinds of sources.
     """
     if config.path.startswith("hub:"):
         return [hub_rows(config)]
     try:
-        path = Path(config.path).expanduser()
+        path = expand_home(config.path)
         if path.is_file():
             return [read_file(path)]
         if not path.exists():
@@ -53,7 +54,7 @@ def open_rows(config: SourceConfig) -> list[RowFile]:
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
             return saved_rows(path, config.split)
         return [read_file(file) for file in folder_files(path, config)]
-    except (OSError, RuntimeError) as error:  # permissions, a name that is too long, ~nobody
+    except OSError as error:  # permissions, a name that is too long
         raise UserError(f"{config.path:.300} cannot be opened: {error!s:.300}") from error
 
 
@@ -252,7 +253,7 @@ def _without_surrogates(row: Any, where: str) -> Any:
 def _csv_records(text: str) -> Iterator[tuple[int, list[str] | str]]:
     """Yield (number of its first line, cells or what is wrong) of each record; blank lines are passed over.
 
-    A stray quote swallows the lines up to the next one: reading goes on with the line after it.
+    A stray quote swallows the lines up to the next one: reading continues with the line after it.
     """
     csv.field_size_limit(MAX_CHARACTERS)
     lines = io.StringIO(text, newline="").readlines()

@@ -48,7 +48,7 @@ PAIRWISE_TEMPLATE = (
 
 
 def read_example(row: Any, where: str, config: SourceConfig) -> Example:
-    """Return a row of any known shape as an `Example`, as its source's settings say.
+    """Return a row of any known shape as an `Example`, by the settings of its source.
 
     Raises:
       RowError: the row is none of the known shapes, lacks a column, or a column has the wrong type.

@@ -237,7 +237,7 @@ def type_name(value: Any) -> str:
 
 
 def _is_null(value: Any) -> bool:
-    """Tables spell a missing number as NaN."""
+    """Return whether a value is missing: tables write a missing number as NaN."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 

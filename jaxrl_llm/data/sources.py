@@ -192,7 +192,7 @@ class GymSource:
             )
         try:
             self._tasks = gym.create_dataset(name, seed=seed, size=self._size, **options)
-        except Exception as error:  # a hundred tasks refuse in as many ways
+        except Exception as error:  # a hundred tasks have as many kinds of errors
             raise UserError(f"{config.path}: {error}; size was {self._size}, options {options}") from error
         self._config = config
 

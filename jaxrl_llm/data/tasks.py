@@ -136,7 +136,7 @@ class GuessOptions:
 
 
 def draw_arithmetic(rng: random.Random, options: ArithmeticOptions) -> TaskProblem:
-    """Draw "12+34=" -> "46". The mistake: one too many."""
+    """Draw "12+34=" -> "46". The mistake: one too large."""
     operands = [rng.randrange(10**options.digits) for _ in range(options.terms)]
     signs = [rng.choice(options.operators) for _ in operands[1:]]
     value = evaluate_expression(operands, signs)

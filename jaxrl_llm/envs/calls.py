@@ -1,6 +1,6 @@
 """Tool calls in responses: parse them, render them, check their arguments.
 
-A broken call becomes an `InvalidToolCall` that says why, for the model to read; no text of a model raises.
+A broken call becomes an `InvalidToolCall` with the reason, for the model to read; no text of a model raises.
 Calls inside a thought, up to </think>, do not count.
 """
 

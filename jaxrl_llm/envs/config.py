@@ -24,14 +24,14 @@ class SandboxConfig:
     max_files: Annotated[int, Range(8, 1 << 20)] = 1000
     """Files and folders in its own /tmp."""
     output_bytes: Annotated[int, Range(2, 1 << 24)] = 8000
-    """What it may print; of more, the beginning and the end are kept."""
+    """Largest output; of more, the beginning and the end are kept."""
     code_chars: Annotated[int, Range(1, 10_000_000)] = 100_000
     """Length of the program."""
     concurrent: Annotated[int, Range(0, 4096)] = 0
     """Programs that run at once (0 = one a processor); more wait, which costs them none of their seconds."""
     allow_unsandboxed: bool = False
-    """Where bubblewrap is missing, run programs WITHOUT a sandbox: they can read and delete your files and
-    use the network. Only for a machine with nothing to lose."""
+    """Run programs WITHOUT a sandbox if bubblewrap is missing: they can read and delete your files and use
+    the network. Only for a machine with nothing to lose."""
 
 
 @dataclass(frozen=True)
@@ -67,20 +67,20 @@ class EnvConfig:
     """Tools that the policy may call, by their names; yours as "my_tools.py:Class", those of an MCP server as
     "mcp:COMMAND"."""
     format: Literal["auto", "hermes", "llama", "xml", "pythonic"] = "auto"
-    """How tool calls are written; auto = as the chat template writes them."""
+    """Format of tool calls; auto = that of the chat template."""
     history: Literal["strict", "keep"] = "strict"
-    """A chat template that writes earlier turns in another way once more follow (some drop thoughts) is
-    refused (strict), or what it adds follows the turns as they were written (keep)."""
+    """Chat templates that render earlier turns differently once more follow (some drop thoughts): refuse them
+    (strict), or keep the turns as generated and append what the template adds (keep)."""
     max_turns: Annotated[int, Range(1, 10_000, usual="8 is usual")] = 8
-    """Turns of the policy at most."""
+    """Largest number of turns of the policy."""
     max_calls: Annotated[int, Range(1, 10_000, usual="16 is usual")] = 16
-    """Tool calls that are carried out of one turn; the policy reads that the others were not."""
+    """Largest number of tool calls that are carried out in one turn; the others return an error."""
     tool_timeout: Annotated[float, Range(0.0, 1e6, open_low=True, usual="30 is usual")] = 30.0
     """Seconds one tool call, or one step of your own environment, may take, without the time that it waits
-    for a free sandbox. A call that takes longer is cut off, and the policy reads so; a step of an
-    environment ends its conversation as failed."""
+    for a free sandbox. A call that takes longer returns an error; a step of an environment that does
+    ends its conversation as failed."""
     max_observation_tokens: Annotated[int, Range(1, 10_000_000, usual="1024 is usual")] = 1024
-    """Longest observation after one turn; the rest is cut off, and the policy reads so."""
+    """Longest observation after one turn; the rest is cut off, with a note to the policy."""
     toolbox: ToolsConfig = field(default_factory=ToolsConfig)
     """Settings of the built-in tools."""
 
@@ -96,5 +96,5 @@ class EnvConfig:
 
     @property
     def active(self) -> bool:
-        """Whether the policy is answered at all."""
+        """True if there is an environment or a tool."""
         return bool(self.name or self.tools)

@@ -41,7 +41,7 @@ class EnvDialogue:
 
     Args:
         seed: of this call; each conversation gets one of its own.
-        loop: runs in a thread of its own, so that whatever an environment does, engines go on.
+        loop: runs in a thread of its own, so that no environment can block an engine.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class EnvDialogue:
 def check_template(
     tokenizer: Any, chat: ChatConfig, role: str, columns: dict[str, Any], strict: bool
 ) -> None:
-    """Refuse a chat template after whose first turn no second one can follow.
+    """Refuse a chat template that cannot render a second turn after the first one.
 
     Raises:
         UserError: the template refuses the role of observations, or rewrites earlier turns.
@@ -161,7 +161,7 @@ def check_step(step: Any) -> Step:
     """Return what an environment's step returned, if it is a sound Step.
 
     Raises:
-        ValueError: says what is wrong with it.
+        ValueError: it is not; names the field.
     """
     if not isinstance(step, Step):
         raise ValueError(f"step returned {type(step).__name__}, not a Step")

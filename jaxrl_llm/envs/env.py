@@ -25,7 +25,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Step:
-    """What an environment returns for a turn."""
+    """The reply of an environment to a turn."""
 
     observation: str | Sequence[Message] = ()  # text is a message of the role `user`
     reward: float | None = None  # a conversation's reward is their sum
@@ -39,7 +39,7 @@ class Step:
 class Env(Protocol):
     """The environment of many conversations at once.
 
-    What belongs to one of them lives in its state. An exception ends the one conversation, as failed; so
+    Data of one conversation belong in its state. An exception ends the one conversation, as failed; so
     does a step that takes longer than --env.tool_timeout, unless the environment has `own_limits = True`.
     """
 
@@ -57,7 +57,8 @@ class ToolError(Exception):
 class Tool(Protocol):
     """Something that a model may call. One instance serves many conversations of one event loop.
 
-    One of which only so many calls run at once has a semaphore `turn`: to wait for it costs a call no time.
+    A tool that limits its concurrent calls has a semaphore `turn`; the wait for it does not count as time
+    of the call.
     """
 
     schema: dict[str, Any]

@@ -32,22 +32,22 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class InvalidToolCall:
-    """Text that was meant as a tool call and is none."""
+    """Text in the form of a tool call that cannot be read as one."""
 
     text: str
-    """How it begins."""
+    """Its beginning."""
     problem: str
-    """What is wrong with it, for the model to read."""
+    """The error, for the model to read."""
 
 
 @dataclass(frozen=True)
-class Format:
+class CallFormat:
     """One format of tool calls."""
 
     read: Callable[[str], Iterator[ToolCall | InvalidToolCall]]
     render: Callable[[ToolCall], str]
     used_by: Callable[[str], bool]
-    """Whether a chat template writes calls in this way."""
+    """Returns whether a chat template writes calls in this format."""
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -129,7 +129,7 @@ def _each(
 
 
 def _closed(text: str, at: int, closing: str) -> int:
-    """Return where the text goes on after `closing`; the end of the text closes too (stop strings)."""
+    """Return where the text continues after `closing`; the end of the text closes too (stop strings)."""
     at = _skip(text, at)
     if at < len(text) and not text.startswith(closing, at):
         raise ValueError(f"{text[at : at + 20]!r} after the call, where {closing} belongs")
@@ -247,18 +247,18 @@ def _render_pythonic(call: ToolCall) -> str:
 
 
 FORMATS = {
-    "xml": Format(
+    "xml": CallFormat(
         lambda text: _each(text, FUNCTION, _xml),
         _render_xml,
         lambda template: "<function=" in template and "<parameter=" in template,
     ),
-    "hermes": Format(
+    "hermes": CallFormat(
         lambda text: _each(text, re.compile("<tool_call>"), _hermes),
         lambda call: f"<tool_call>\n{_render_json(call, 'arguments')}\n</tool_call>",
         lambda template: "<tool_call>" in template and "<arg_key>" not in template,  # that is GLM's
     ),
-    "pythonic": Format(_pythonic, _render_pythonic, lambda template: "[func_name1(" in template),
-    "llama": Format(
+    "pythonic": CallFormat(_pythonic, _render_pythonic, lambda template: "[func_name1(" in template),
+    "llama": CallFormat(
         _llama,
         lambda call: _render_json(call, "parameters"),
         lambda template: '{"name": function name, "parameters"' in template,

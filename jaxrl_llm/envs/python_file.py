@@ -119,7 +119,7 @@ def _check_call(function: Callable[..., Any], arguments: tuple[str, ...], where:
 
 
 class Threaded:
-    """A class whose methods are plain functions."""
+    """Adapter of an environment whose methods are plain functions."""
 
     def __init__(self, env: Any):
         self.env, self.role = env, getattr(env, "role", "user")
@@ -134,7 +134,7 @@ class Threaded:
 
 
 class Interact:
-    """RL2's interact: the conversation in, messages out; none = it has ended."""
+    """Adapter of RL2's interact: the conversation in, messages out; none = it has ended."""
 
     def __init__(self, interact: Callable, reward_fn: Callable | None):
         self.interact, self.reward_fn = interact, reward_fn
@@ -161,7 +161,7 @@ class Row:
 
 
 class EnvStep:
-    """RL2's env_step, of either signature: text in, all of the next text out."""
+    """Adapter of RL2's env_step, of either signature: text in, all of the next text out."""
 
     def __init__(self, env_step: Callable):
         self.env_step = env_step

@@ -58,7 +58,7 @@ class ToolEnv:
         return Step(messages, tool_calls=len(calls), tool_errors=errors, timeouts=timeouts)
 
     async def _run(self, call: ToolCall | InvalidToolCall) -> ToolResult:
-        """Carry out one call; the policy reads whatever goes wrong."""
+        """Carry out one call; errors become text for the policy."""
         if isinstance(call, ToolCall):
             if call.name not in self.tools:
                 known = ", ".join(self.tools)

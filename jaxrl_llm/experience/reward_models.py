@@ -22,7 +22,7 @@ from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.template import ChatRenderer, find_template
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
-from jaxrl_llm.hf.folder import resolve
+from jaxrl_llm.hf.folder import resolve_model
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.tokenizer import load_tokenizer, same_vocabulary
 from jaxrl_llm.learn.update import StepConfig, model_outputs
@@ -153,7 +153,7 @@ def load_reward_model(
         UserError: no such folder, no value head in it, a process model that reads other tokens, or a template
             that refuses the policy's chats.
     """
-    folder: Path = resolve(config.path)
+    folder: Path = resolve_model(config.path)
     model = read_config(folder)
     if model.value_head == (config.kind == "generative"):
         raise UserError(

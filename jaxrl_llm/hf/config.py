@@ -42,7 +42,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {**_LLAMA, **_MISTRAL},
     "baichuan": {**_LLAMA, "vocab_size": 64_000, "max_position_embeddings": None},
 }
-"""What HF takes a key to be that config.json lacks, by `model_type`."""
+"""HF's defaults of keys that config.json lacks, by `model_type`."""
 
 ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
@@ -68,7 +68,7 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     ),
     "llama3": ("factor", "original_max_position", "low_freq_factor", "high_freq_factor"),
 }
-"""Which fields of RopeConfig a `rope_type` reads. HF's names are the same, but for one."""
+"""`rope_type` -> the fields of RopeConfig that it reads. HF's names are the same, but for ORIGINAL."""
 ORIGINAL = "original_max_position_embeddings"
 
 SAME = {
@@ -156,7 +156,7 @@ def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str
     transformers ignores them for these families.
 
     Raises:
-        UserError: the family cannot express a field (Mistral with biases, say).
+        UserError: the family cannot express a field (such as Mistral with biases).
     """
     family = config.family
     if family not in DEFAULTS:
@@ -190,7 +190,7 @@ def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str
 
 
 def _check_supported(keys: JsonKeys, family: str) -> None:
-    """Refuse what would load and then compute something else."""
+    """Refuse a model that would load and then compute something else."""
     if keys.get("quantization_config"):
         raise UserError(f"{keys.file}: quantization_config is set; only bf16, fp16 and fp32 weights are read")
     if family == "baichuan" and keys.get("max_position_embeddings") is None:

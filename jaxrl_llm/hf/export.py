@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.hf.config import to_hf_config
-from jaxrl_llm.hf.folder import INDEX, SINGLE, name_some
+from jaxrl_llm.hf.folder import INDEX, SINGLE, shorten_names
 from jaxrl_llm.hf.gather import gather_checked, group_by_size
 from jaxrl_llm.hf.names import HFTensor, hf_tensors
 from jaxrl_llm.hf.tokenizer import generation_config, save_tokenizer, special_ids
@@ -28,7 +28,7 @@ from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.structs import Params
 
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_OURS = (".safetensors", ".json", ".jinja", ".txt", ".model")  # what an export may consist of
+_OURS = (".safetensors", ".json", ".jinja", ".txt", ".model")  # the files of an export
 
 
 def save_model(
@@ -54,7 +54,7 @@ def save_model(
         max_shard_bytes: of a file; a larger tensor gets a file of its own.
 
     Raises:
-        UserError: unknown dtype, a config the family cannot express, no room on the disk, or a folder that
+        UserError: unknown dtype, a config the family cannot express, no space on the disk, or a folder that
             holds something other than an earlier export.
         RunError: weights that are NaN or Inf in `dtype`; names them. An earlier export stays.
         OSError: the disk fails or fills up. An earlier export stays.
@@ -62,7 +62,7 @@ def save_model(
     folder = Path(folder).absolute()
     if dtype not in DTYPES:
         raise UserError(f"export: dtype={dtype!r} is not supported; supported: {', '.join(DTYPES)}")
-    config = as_written(config)
+    config = export_config(config)
     raw = _raw(config, dtype, tokenizer)
     shards = _plan(hf_tensors(config), jnp.dtype(dtype).itemsize, max_shard_bytes)
     partial = folder.with_name(f".{folder.name}.partial")
@@ -83,7 +83,7 @@ def check_export_folder(folder: Path) -> None:
     Raises:
         UserError: names what is there.
     """
-    if problem := _why_not(folder.absolute(), 0):
+    if problem := _export_problem(folder.absolute(), 0):
         raise UserError(problem)
 
 
@@ -93,11 +93,11 @@ def save_description(
     """Write only config and tokenizer, enough for a server that gets its weights later. Process 0 writes."""
     if jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_rest(folder, _raw(as_written(config), dtype, tokenizer), [], tokenizer)
+        _write_rest(folder, _raw(export_config(config), dtype, tokenizer), [], tokenizer)
     return folder
 
 
-def as_written(config: TransformerConfig) -> TransformerConfig:
+def export_config(config: TransformerConfig) -> TransformerConfig:
     """Return the config of the folder: Baichuan becomes Llama, q, k and v apart."""
     return dataclasses.replace(config, family="llama") if config.family == "baichuan" else config
 
@@ -118,14 +118,14 @@ def _plan(tensors: list[HFTensor], itemsize: int, limit: int) -> list[tuple[str,
 
 def _make_partial(folder: Path, partial: Path, size: int) -> None:
     """Make the temporary folder, if `size` bytes can be exported to `folder`."""
-    if problem := _why_not(folder, size):
+    if problem := _export_problem(folder, size):
         raise UserError(problem)
     shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
     partial.mkdir(parents=True)
 
 
-def _why_not(folder: Path, size: int) -> str | None:
-    """Return what stands in the way of an export of `size` bytes to `folder`."""
+def _export_problem(folder: Path, size: int) -> str | None:
+    """Return why `size` bytes cannot be exported to `folder`; None = they can."""
     if folder.exists() and not folder.is_dir():
         return f"{folder}: a file; the export needs a folder"
     inside = list(folder.iterdir()) if folder.exists() else []
@@ -165,13 +165,13 @@ def _write_shard(path: Path, tensors: list[HFTensor], params: Params, dtype: str
     if bad:
         raise RunError(
             f"not exported: {len(bad)} of {len(tensors)} tensors of {path.name} hold NaN or Inf as {dtype}: "
-            f"{name_some(bad)}. An earlier export is untouched. Export an earlier checkpoint (python -m "
+            f"{shorten_names(bad)}. An earlier export is untouched. Export an earlier checkpoint (python -m "
             "jaxrl_llm export --step N), or another dtype if they are only too large for this one."
         )
 
 
 def _write_safetensors(path: Path, tensors: list[HFTensor], arrays: Iterator[jax.Array], dtype: str) -> None:
-    """Write a safetensors file tensor by tensor; the library's writer wants all of them in memory."""
+    """Write a safetensors file tensor by tensor; the library's writer needs all of them in memory."""
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for tensor in tensors:
         start, end = end, end + jnp.dtype(dtype).itemsize * math.prod(tensor.shape)

@@ -12,6 +12,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.json_file import read_json
 from jaxrl_llm.hf.names import hf_tensors
 from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.user_file import expand_home
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -33,18 +34,18 @@ class StoredTensor(NamedTuple):
     dtype: str  # "BF16", ...
 
 
-def resolve(path_or_hub_name: str | Path) -> Path:
+def resolve_model(path_or_hub_name: str | Path) -> Path:
     """Return a local model folder, else that of a download from the hub (weights, JSON, tokenizer).
 
     Raises:
-        UserError: neither; says what was looked for.
+        UserError: neither; names both.
     """
     name = str(path_or_hub_name)
     try:
-        path = Path(path_or_hub_name).expanduser()
+        path = expand_home(path_or_hub_name)
         is_folder, is_file = path.is_dir(), path.exists()
         is_run = (path / "checkpoints").is_dir() and (path / "metrics.jsonl").is_file()
-    except (OSError, RuntimeError, ValueError) as error:  # too long a name, no such user's home, a NUL
+    except (OSError, ValueError) as error:  # too long a name, a NUL, a lone surrogate
         raise UserError(f"{name[:80]!r}: not the name of a folder ({error})") from error
     if is_run:
         raise UserError(_run_directory(path))
@@ -58,7 +59,7 @@ def resolve(path_or_hub_name: str | Path) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=_DOWNLOAD, ignore_patterns=_SKIP))
-    except Exception as error:  # whatever the network, the hub or its cache raise
+    except Exception as error:  # any error of the network, the hub or its cache
         raise UserError(
             f"{name}: no folder {path.absolute()}, and the hub has not delivered it "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}). "
@@ -121,9 +122,9 @@ def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTen
 
 
 def refuse_remote_code(folder: Path) -> None:
-    """Refuse a folder whose config.json asks for its own Python code: nothing of a folder is ever run.
+    """Refuse a folder whose config.json names Python code of its own: no code of a folder is ever run.
 
-    Baichuan always brings code; its decoder is built in here, so config.json may ask.
+    Baichuan always has code; its decoder is built in here, so config.json may name it.
 
     Raises:
         UserError: config.json names classes of the folder's own Python files.
@@ -192,11 +193,11 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         ) from error
 
 
-def name_some(names: list[str]) -> str:
+def shorten_names(names: list[str]) -> str:
     """List the first few names and count the others."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{', '.join(names[:_SHOWN])}{more}"
 
 
 def _list(what: str, names: list[str]) -> str:
-    return f"{len(names)} {what}: {name_some(names)}" if names else ""
+    return f"{len(names)} {what}: {shorten_names(names)}" if names else ""

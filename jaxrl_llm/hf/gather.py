@@ -60,7 +60,7 @@ def gather_checked(
 
 
 def _start(tensor: HFTensor, leaves: dict, dtype: str, replicated: bool) -> tuple[jax.Array, jax.Array]:
-    """Dispatch the work for one HF tensor: the devices do it while the host goes on."""
+    """Dispatch the work for one HF tensor: the devices run it while the host continues."""
     weights, layer = [leaves[name] for name, _ in tensor.parts], tensor.parts[0][1]
     if isinstance(weights[0], np.ndarray) and layer is not None:
         # or the whole stack would go to the device each time
@@ -78,7 +78,7 @@ def _start(tensor: HFTensor, leaves: dict, dtype: str, replicated: bool) -> tupl
 
 @functools.cache
 def _converter(layouts: tuple[str, ...], dtype: str, sharding: NamedSharding | None):
-    """Return the function for the device, where turning and rounding a large matrix is fast."""
+    """Return the jitted conversion: transposing and rounding a large matrix is fast on the device."""
 
     def convert(weights: list[jax.Array], layer: int | None) -> tuple[jax.Array, jax.Array]:
         if layer is not None:

@@ -1,4 +1,4 @@
-"""JSON files of model folders, which anybody may have written: types and ranges are checked when read."""
+"""JSON files of model folders, which are untrusted input: types and ranges are checked when read."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
-from jaxrl_llm.hf.folder import FLOATS, StoredTensor, read_headers, refuse_remote_code, resolve
+from jaxrl_llm.hf.folder import FLOATS, StoredTensor, read_headers, refuse_remote_code, resolve_model
 from jaxrl_llm.hf.names import TensorRows, from_hf, parse_layout, tensor_rows
 from jaxrl_llm.models import TransformerConfig, abstract, named_leaves
 from jaxrl_llm.structs import Params
@@ -44,10 +44,10 @@ class _HubAndFolders:
     """Hugging Face folders, and hub names."""
 
     def config(self, path: str) -> TransformerConfig:
-        return read_config(resolve(path))
+        return read_config(resolve_model(path))
 
     def params(self, path: str, config: TransformerConfig, shardings: Params, dtype: DTypeLike) -> Params:
-        return load_params(resolve(path), config, shardings, dtype)
+        return load_params(resolve_model(path), config, shardings, dtype)
 
 
 PRETRAINED: PretrainedModels = _HubAndFolders()
@@ -72,7 +72,7 @@ def load_params(
 
     Raises:
         UserError: weights missing, unexpected, misshapen, damaged, pickled, or outside the folder;
-            NaN or Inf; the folder wants its own code run.
+            NaN or Inf; the folder needs its own code.
     """
     folder = Path(folder)
     refuse_remote_code(folder)
@@ -128,7 +128,7 @@ def read_slice(
     """
     dims, groups = parse_layout(part.layout)
     size, bound = dict(zip(dims, shape, strict=True)), dict(zip(dims, bounds, strict=True))
-    # HF's dim (h e) is read for whole heads h, its first dim; what is wanted of e is cut out afterwards.
+    # HF's dim (h e) is read for whole heads h, its first dim; the slice of e is cut out afterwards.
     lead = [group[0] for group in groups]
     inner = [int(np.prod([size[dim] for dim in group[1:]])) for group in groups]
     columns = tuple(slice(bound[d][0] * n, bound[d][1] * n) for d, n in zip(lead[1:], inner[1:], strict=True))

@@ -1,4 +1,4 @@
-"""Our weights <-> Hugging Face's: one table of names and layouts, and the two directions in memory.
+"""Our weights <-> Hugging Face's: one table of names and layouts, and the layout of one layer both ways.
 
 Ours are stacked over layers and keep heads apart ("layers.q" is [L, D, H, E]); HF has one matrix a layer,
 [outputs, inputs] ("model.layers.3.self_attn.q_proj.weight" is [H*E, D]).
@@ -12,12 +12,10 @@ import re
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.params import abstract, named_leaves
-from jaxrl_llm.structs import Params
 
 TABLE: dict[str, tuple[str, str]] = {
     # ours, without L        HF name ({} = layer)                               layout, ours -> HF
@@ -96,31 +94,6 @@ def hf_tensors(config: TransformerConfig) -> list[HFTensor]:
             shape = (sum(s[0] for s in shapes), *shapes[0][1:])
             tensors.append(HFTensor(hf.format(layer), shape, tuple((ours, layer) for ours in members)))
     return tensors
-
-
-def params_from_state_dict(config: TransformerConfig, tensors: dict[str, np.ndarray]) -> Params:
-    """Return the weights made of all HF tensors of a model, in memory; see `hf.load` for files.
-
-    Raises:
-        KeyError: a tensor is missing.
-    """
-    leaves = []
-    for ours, parts in tensor_rows(config).items():
-        shape = _layer_shape(config, ours)
-        rows = [np.asarray(tensors[p.name])[p.start : p.start + p.rows] for p in parts]
-        layers = [from_hf(piece, parts[0].layout, shape) for piece in rows]
-        leaves.append(jnp.asarray(np.stack(layers) if ours.startswith("layers.") else layers[0]))
-    return jax.tree.unflatten(jax.tree.structure(abstract(config)), leaves)
-
-
-def state_dict(config: TransformerConfig, params: Params) -> dict[str, np.ndarray]:
-    """Return all HF tensors of the weights, in memory."""
-    leaves = dict(named_leaves(params))
-    take = lambda ours, layer: np.asarray(leaves[ours] if layer is None else leaves[ours][layer])
-    return {
-        tensor.name: np.concatenate([to_hf(take(*part), TABLE[part[0]][1]) for part in tensor.parts])
-        for tensor in hf_tensors(config)
-    }
 
 
 def to_hf(ours: np.ndarray | jax.Array, layout: str) -> np.ndarray | jax.Array:

@@ -22,7 +22,7 @@ def load_tokenizer(folder: Path | str, config: TransformerConfig | None = None) 
         config: of the model it is to be used with; None = not known yet.
 
     Raises:
-        UserError: no tokenizer there, one that transformers cannot read or that wants its own code run,
+        UserError: no tokenizer there, one that transformers cannot read or that needs its own code,
             one without an end-of-sequence token, or with ids that the model's vocabulary lacks.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # seconds to import
@@ -79,8 +79,8 @@ def vocabulary_of(tokenizer: Any) -> dict[str, int]:
 def vocabulary_difference(first: Any, second: Any) -> str:
     """Return how the tokens of two tokenizers differ; "" = both have the same tokens with the same ids.
 
-    Only then do the ids of one mean to the other's model what they mean to its own. How many rows a model's
-    embedding has beyond them does not matter, nor which tokens end a text or pad it.
+    Token ids of one are those of the other only then. Further rows of a model's embedding do not matter, nor
+    do the choices of end-of-sequence and padding tokens.
     """
     ours, theirs = vocabulary_of(first), vocabulary_of(second)
     different = [token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)]
@@ -106,8 +106,8 @@ def _check_template(template: Any) -> None:
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Write the tokenizer and its chat template, for readers of transformers 4 and 5 alike.
 
-    5 writes a class name, a list of special tokens and a template file that 4 does not know; both understand
-    the older spellings.
+    5 writes a class name, a list of special tokens and a template file that 4 cannot read; both read the
+    older spellings.
     """
     tokenizer.save_pretrained(str(folder))
     path = folder / "tokenizer_config.json"

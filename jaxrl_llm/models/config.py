@@ -26,7 +26,7 @@ class RopeConfig:
     scaling: Literal["default", "linear", "dynamic", "yarn", "llama3"] = "default"
     """Context extension beyond the pretraining length."""
     factor: Annotated[float, Positive] = 1.0
-    """How many times longer the context becomes (every scaling but "default")."""
+    """Ratio of the extended context to the original one (every scaling but "default")."""
     original_max_position: Count | None = None
     """Pretraining length (yarn, llama3); None = `max_position` of the model."""
     attention_factor: Annotated[float, Positive] | None = None
@@ -96,7 +96,7 @@ class TransformerConfig:
     sliding_window: Count | None = None
     """Tokens that a token attends to, itself included; None = all before it."""
     window_layers: tuple[bool, ...] | None = None
-    """Which layers use the sliding window; None = all of them."""
+    """True for each layer that uses the sliding window; None = all layers."""
     attention_softcap: Annotated[float, Positive] | None = None
     """c: attention scores become c tanh(score / c) (Gemma 2)."""
     logit_softcap: Annotated[float, Positive] | None = None

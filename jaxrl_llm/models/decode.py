@@ -51,7 +51,7 @@ class RingCache(NamedTuple):
     """Keys and values of S slots in ring buffers with one shared write index.
 
     The newest token of every slot is at `cursor` - 1, the one before at `cursor` - 2, and so on modulo C: a
-    step writes one column for all slots, whatever their lengths, instead of scattering.
+    step writes one column for all slots, of any lengths, instead of scattering.
     """
 
     k: tuple[Float[Array, "*L S K E C"], ...]  # an array per layer, or one [L, ...]; C last suits q k^T

@@ -1,4 +1,4 @@
-"""Which kernels compute attention and log-probs of a model."""
+"""Choice of the kernels that compute attention and log-probs of a model."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ class PagedCache(NamedTuple):
     """Pages of all layers. X = num_shards L P: each shard of the slots has P pages per layer, page n of layer
     l at l P + n.
 
-    R is head_dim, on TPU rounded up to LANES: memory has that room anyway, and without it the compiler would
-    now and then lay out the pages with other dims last, and copy them all for the kernels.
+    R is head_dim, on TPU rounded up to LANES: memory is padded to that anyway, and without it the compiler
+    would now and then lay out the pages with other dims last, and copy them all for the kernels.
     """
 
     k: Num[Array, "X K page R"]

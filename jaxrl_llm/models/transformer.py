@@ -40,7 +40,7 @@ REMAT = {
     "attention": SAVE_ATTENTION,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
-"""What the backward pass keeps of a layer besides its input: name -> policy, from most memory to least."""
+"""Rematerialization: name -> policy of what is saved of a layer besides its input, most memory first."""
 
 
 class Layers(nnx.Module):
@@ -281,7 +281,7 @@ class _Initializer:
         self.count += 1
         key = jax.random.fold_in(self.key, self.count)
         std = self.config.initializer_range
-        if residual:  # GPT-2: the residual stream keeps its size whatever the depth
+        if residual:  # GPT-2: the size of the residual stream does not depend on the depth
             std /= math.sqrt(2 * self.config.num_layers)
         return self._param(std * jax.random.normal(key, (self.config.num_layers, *shape), jnp.float32), axes)
 

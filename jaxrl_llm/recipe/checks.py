@@ -89,7 +89,7 @@ def check_held_out(config: TrainConfig, rows: int) -> None:
     """Refuse more held-out prompts than there are rows.
 
     Raises:
-        ConfigError: says how many there are.
+        ConfigError: too few; names their number.
     """
     if config.eval.prompts > rows:
         less = f"Set --eval.prompts {rows} or less" if rows else "Set --eval.every 0, for no evaluation"
@@ -279,12 +279,12 @@ def _addresses(servers: Sequence[str]) -> Iterator[str]:
     except (ValueError, OSError) as error:
         yield f"--rollout.servers is {servers[0]}: it must be a text file with one address a line ({error})."
         return
-    for problem in filter(None, map(auth.problem, urls)):
+    for problem in filter(None, map(auth.address_problem, urls)):
         yield f"--rollout.servers is {servers[0]}: {problem}"
 
 
 def _run_dir(run_dir: str) -> Iterator[str]:
-    """Make the folder and a probe file in it: permissions alone do not tell (root, read-only disks)."""
+    """Make the folder and a probe file in it: permissions alone do not suffice (root, read-only disks)."""
     fix = "Set --run_dir to a folder that can be written."
     if not run_dir:
         yield f"--run_dir is empty. {fix}"

@@ -1,6 +1,6 @@
 """Recipe files and the command line: find, load, change and check a recipe.
 
-A recipe is a Python file whose docstring says command, hardware, time and expected result, and whose
+A recipe is a Python file whose docstring has command, hardware, time and expected result, and whose
 `get_config()` returns a TrainConfig.
 """
 
@@ -112,7 +112,7 @@ def _print_and_exit(text: str) -> NoReturn:
 
 
 def _split_help(argv: list[str]) -> tuple[list[str], list[str] | None]:
-    """Return the other words, and the topics after --help; None = no help is asked for."""
+    """Return the other words, and the topics after --help; None = there is no --help."""
     start = next((i for i, word in enumerate(argv) if word in ("--help", "-h")), None)
     if start is None:
         return argv, None
@@ -268,7 +268,7 @@ def algorithms_text() -> str:
 
 def _did_you_mean(error: BaseException) -> str:
     found = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
-    if not found or "Did you mean" in str(error):  # Python 3.13 says it by itself
+    if not found or "Did you mean" in str(error):  # in the message of Python 3.13 already
         return ""
     names = [
         field.name

@@ -128,7 +128,9 @@ def _advice(typed: str, known: dict[str, ConfigField], config: TrainConfig) -> s
         fields = ", ".join(f"--{name}" for name in group[:8])
         return f"{key} is a group; set its fields: {fields}{more}. --help {key} shows them."
     if empty := next((k for k in known if key.startswith(f"{k}.") and known[k].value == ()), None):
-        return f"{empty} is empty in this recipe: begin with --{inner_key(empty, known[empty].hint)}."
+        hint = known[empty].hint
+        first = inner_key(empty, hint) or f"{empty} {type_words(hint)}"
+        return f"{empty} is empty in this recipe: begin with --{first}."
     if negated := _negated(key, known):
         return f"Write --{negated} False."
     if advice := _of_other_algorithms(key, config):

@@ -45,7 +45,7 @@ class RewardModelConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """How responses are scored, and what happens when scoring them goes wrong."""
+    """Scoring of responses, and its failures."""
 
     name: str = "auto"
     """A built-in reward (exact, arithmetic, gsm8k, math, countdown, gym), a function of yours as
@@ -54,8 +54,8 @@ class RewardConfig:
     weight: Factor = 1.0
     """Share of `name` in the reward; 0 = it only decides what is correct, and reward models reward."""
     env: Literal["replace", "add"] = "replace"
-    """What an environment's own reward does to that of `name`: takes its place, or is added. Where it gives
-    none, `name` alone decides."""
+    """Replace the reward of `name` by the environment's own, or add the two. If the environment gives none,
+    `name` alone decides."""
     shaping: tuple[tuple[str, Factor], ...] = ()
     """Further rewards added with their weights, e.g. format 0.2 overlong 1.0. `name` alone decides what is
     correct."""
@@ -75,9 +75,9 @@ class RewardConfig:
     start_timeout: TimeLimit = 120.0
     """Seconds a worker may take to start and import the reward."""
     retries: Annotated[int, Range(0, 100)] = 1
-    """How often a sample that failed (error, time-out, crash, not a number) is tried again."""
+    """Times that a sample that failed (error, time-out, crash, not a number) is tried again."""
     failed: Literal["mask", "zero"] = "mask"
-    """What a sample is worth that still fails: nothing is learnt from it, or it scores 0."""
+    """Treatment of a sample that still fails: nothing is learnt from it, or it scores 0."""
     max_failed_fraction: Fraction = 0.5
     """A batch in which more than this part failed stops the run; 1 = never."""
     memory_gb: Annotated[float, Range(0.25, 1e5)] = 8.0

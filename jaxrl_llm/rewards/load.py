@@ -109,7 +109,7 @@ def pickle_function(function: Callable[..., Any]) -> bytes:
     """Return a Python function, such as one defined in a notebook, as bytes for our own workers.
 
     Raises:
-        RewardLoadError: it cannot be pickled, or carries too much; says why, and the fix.
+        RewardLoadError: it cannot be pickled, or is too large; gives the reason and the fix.
     """
     import cloudpickle  # by value, also what is defined in __main__; loading needs pickle alone
 
@@ -122,7 +122,7 @@ def pickle_function(function: Callable[..., Any]) -> bytes:
     )
     try:
         data = cloudpickle.dumps(function)
-    except Exception as error:  # whatever the objects that it refers to raise
+    except Exception as error:  # any error of the objects that it refers to
         problem = f"{type(error).__name__}: {error}"
         raise RewardLoadError(
             f"the reward function {name} cannot be sent to reward workers: {problem}. {fix}"

@@ -1,7 +1,7 @@
 """Messages between the trainer and a reward worker.
 
 To the worker: pickles over a private socket. From the worker, which runs code of the user: lines of JSON,
-of which `parse_reply` believes nothing. A request is answered by one "loaded" or "broken", then by one
+which `parse_reply` validates. A request is answered by one "loaded" or "broken", then by one
 "scored" or "failed" a sample (a batched reward: for all samples at once).
 """
 
@@ -44,8 +44,8 @@ class ScoreRequest:
 
 
 @dataclass(frozen=True)
-class Expected:
-    """What the trainer knows of the request that a reply must answer."""
+class ExpectedReply:
+    """The request that a reply must answer, as the trainer recorded it."""
 
     id: int
     loaded: bool  # "loaded" has come
@@ -106,14 +106,14 @@ def _encode_result(result: RewardResult) -> list[Any]:
     return [score, int(result.outcome), reason, error, result.seconds, list(result.components)]
 
 
-def parse_reply(line: bytes, expected: Expected | None, config: RewardConfig) -> Reply:
+def parse_reply(line: bytes, expected: ExpectedReply | None, config: RewardConfig) -> Reply:
     """Return the reply that a line from a worker holds.
 
     Args:
         expected: the request that it must answer; None = there is none.
 
     Raises:
-        InvalidWorkerReplyError: whatever else the line is.
+        InvalidWorkerReplyError: the line is anything else.
     """
     if expected is None:
         raise InvalidWorkerReplyError("a reply to no request")
@@ -140,7 +140,7 @@ def parse_reply(line: bytes, expected: Expected | None, config: RewardConfig) ->
     raise InvalidWorkerReplyError("a reply of no known kind, or out of order")
 
 
-def _scoring(expected: Expected) -> bool:
+def _scoring(expected: ExpectedReply) -> bool:
     return expected.loaded and expected.remaining > 0
 
 
@@ -168,7 +168,7 @@ def _parse_result(raw: Any, config: RewardConfig) -> RewardResult:
 
 
 def _number(value: Any, largest: float) -> float:
-    """Return a finite number of at most `largest` in size; bools are none."""
+    """Return a finite number of at most `largest` in size; bools are refused."""
     if type(value) not in (int, float) or not abs(value) <= largest * (1 + 1e-9):
         raise InvalidWorkerReplyError("a number that is out of range, or is none")
     return float(value)

@@ -25,7 +25,7 @@ from jaxrl_llm.rewards.config import RewardConfig
 from jaxrl_llm.rewards.load import PICKLED, pickle_function, resolve_reward
 from jaxrl_llm.rewards.messages import (
     Broken,
-    Expected,
+    ExpectedReply,
     Failed,
     InvalidWorkerReplyError,
     Loaded,
@@ -177,7 +177,7 @@ class RewardPool:
 
     @property
     def _only_name(self) -> str:
-        """The reward of every row, as workers know it; "auto" where rows decide."""
+        """Return the name of the reward of every row for workers; "auto" if it depends on the row."""
         return PICKLED if self._setup.function else self.config.name
 
     def _name(self, sample: RewardSample) -> str:
@@ -265,7 +265,7 @@ class RewardPool:
     def _take(self, round_: Round, worker: Worker, line: bytes) -> None:
         """Handle one line from a worker: the reward is loaded, cannot be loaded, failed, or has scored."""
         chunk = worker.assigned
-        expected = chunk and Expected(chunk.id, chunk.loaded, chunk.batched, len(chunk.indices))
+        expected = chunk and ExpectedReply(chunk.id, chunk.loaded, chunk.batched, len(chunk.indices))
         reply = parse_reply(line, expected, self.config)
         if isinstance(reply, Broken):
             raise RewardLoadError(reply.text)
@@ -356,14 +356,6 @@ class RewardPool:
             self._logged += len(text)
 
 
-def check_reward(
-    config: RewardConfig, rows: Sequence[RewardSample] = (), function: Callable[..., Any] | None = None
-) -> None:
-    """Try a reward in one worker process, which then ends: `RewardPool.check`, and its errors."""
-    with RewardPool(dataclasses.replace(config, workers=1), function=function) as pool:
-        pool.check(rows)
-
-
 def _answered(sample: RewardSample) -> RewardSample:
     """Return the row with its own answer as response, where it has no response and the answer is text."""
     if sample.response or not isinstance(sample.answer, str | int | float):
@@ -372,7 +364,7 @@ def _answered(sample: RewardSample) -> RewardSample:
 
 
 def _certain(result: RewardResult) -> bool:
-    """Return whether the sample failed in a way that its response cannot be blamed for."""
+    """Return whether the sample failed independently of its response."""
     if result.outcome is not Outcome.FAILED or result.abstained:
         return False
     return result.error in CERTAIN or not result.error  # no exception: the worker crashed or took too long

@@ -69,7 +69,7 @@ class Worker:
 
     @property
     def has_outgoing(self) -> bool:
-        """Whether `flush` has something left to write."""
+        """True if `flush` has something left to write."""
         return bool(self._outgoing)
 
     def send(self, message: Any) -> None:
@@ -140,7 +140,7 @@ class Worker:
         return f"the worker exited with code {code}"
 
     def terminate(self) -> None:
-        """Ask the supervisor to end all its processes; `reap` sees to it."""
+        """Signal the supervisor to end all its processes; `reap` waits for it."""
         self.process.terminate()
         self.kill_at = time.monotonic() + LAST_RESORT
 

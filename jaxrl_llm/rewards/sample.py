@@ -40,12 +40,12 @@ class RewardResult:
 
     @property
     def valid(self) -> bool:
-        """Whether there is a score to learn from."""
+        """True if there is a score to learn from."""
         return not math.isnan(self.score)
 
     @property
     def abstained(self) -> bool:
-        """Whether the reward returned None on purpose."""
+        """True if the reward returned None on purpose."""
         return self.reason == ABSTAINED
 
 

@@ -55,7 +55,7 @@ class AdaptedReward:
     call: Callable[[list[RewardSample]], list[Any]]
     batched: bool = False  # takes all samples at once
     bools: bool = False  # True and False are scores
-    abstains: bool = False  # None means: no opinion
+    abstains: bool = False  # None = it abstains
 
 
 def adapt(function: Callable[..., Any], name: str, config: RewardConfig) -> AdaptedReward:
@@ -182,7 +182,7 @@ def _chat(sample: RewardSample) -> list[dict[str, Any]]:
 
 
 def _trl(samples: list[RewardSample]) -> dict[str, Any]:
-    """Conversational rows get messages, plain ones strings, as TRL passes them; columns as lists."""
+    """Return the arguments as TRL passes them: messages or strings as the row has them, columns as lists."""
     names = {name for sample in samples for name in sample.columns} - {
         "prompt",
         "completion",
@@ -216,7 +216,7 @@ def _openrlhf(samples: list[RewardSample]) -> dict[str, Any]:
 
 
 def _rewards_and_scores(raw: Any) -> list[Any]:
-    """OpenRLHF's dict: `rewards` are learnt from, `scores` in [0, 1] say whether it is correct."""
+    """Read OpenRLHF's dict: `rewards` are learnt from, `scores` in [0, 1] decide what is correct."""
     if not isinstance(raw, dict):
         return _listed(raw)
     rewards = _listed(raw.get("rewards"))

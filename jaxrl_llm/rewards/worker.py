@@ -1,6 +1,6 @@
 """The processes of one reward worker: a supervisor, and its child, which runs the reward.
 
-The child is trusted with nothing: only plain JSON goes back, and whatever a reward does (raise, hang, print,
+The child is untrusted: it sends back plain JSON only, and whatever a reward does (raise, hang, print,
 exit) costs one sample at most. The supervisor adopts every process that descends from the child, also one
 that left its session, and kills them all when the child or the trainer ends (Linux).
 """

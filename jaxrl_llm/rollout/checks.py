@@ -17,7 +17,7 @@ from jaxrl_llm.rollout.engine import Request, SamplingConfig
 def check_requests(
     requests: Sequence[Request], sampling: SamplingConfig, model: TransformerConfig, tokenizer: Any
 ) -> None:
-    """Refuse what no engine can generate.
+    """Refuse requests that no engine can serve.
 
     Raises:
         UserError: an impossible sampling setting or prompt, with its `prompt_index` and the fix.

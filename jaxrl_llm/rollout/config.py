@@ -51,9 +51,9 @@ class RolloutConfig:
     """Pages on each device; None = enough for all slots, or what its memory holds. With fewer, responses wait
     until others have finished."""
     max_staleness: Annotated[int, Range(0, 1000, usual="1 to 4 are usual")] = 0
-    """Bounded staleness of asynchronous rollout: steps that servers may be ahead of the trainer. While it
-    learns, the responses of the next steps are generated, and continue under new weights as these come. 0 =
-    synchronous: rollout and training take turns."""
+    """Bounded staleness of asynchronous rollout: largest number of steps by which rollout may run ahead of
+    training. The responses of the next steps are generated while the trainer learns, and continue under new
+    weights when these arrive. 0 = synchronous: rollout and training alternate."""
     warm_up: bool = False
     """Compile every shape of every program before the first step instead of at its first use: a slower start
     (seconds for a small model, minutes for a large one), and no pause later."""
@@ -83,13 +83,13 @@ class RolloutConfig:
         from_file = [url for url in self.servers if url.startswith("@")]
         if from_file and len(self.servers) > 1:
             yield "servers", f"is {' '.join(self.servers)}: it must be addresses, or one @file with them."
-        for problem in filter(None, map(auth.problem, () if from_file else self.servers)):
+        for problem in filter(None, map(auth.address_problem, () if from_file else self.servers)):
             yield "servers", f"is wrong: {problem}"
 
 
 @dataclass(frozen=True)
 class SGLangConfig:
-    """How SGLang servers are started, reached and given weights."""
+    """Start, requests and weight updates of SGLang servers."""
 
     python: str = sys.executable
     """Interpreter that has sglang, for servers that are started here."""
@@ -104,17 +104,17 @@ class SGLangConfig:
     retries: Annotated[int, Range(1, 1000, usual="3 is usual")] = 3
     """Times that a response is tried, on one server or another, before the run stops."""
     transport: Literal["disk", "http", "group", "ipc"] = "disk"
-    """How weights reach the servers: files that they read (disk), in requests (http), over a torch process
-    group (group), or as handles of memory on GPUs that trainer and server share (ipc). http and ipc send
-    pickles to the servers; nothing receives one."""
+    """Transport of weights to the servers: files that they read (disk), in requests (http), over a torch
+    process group (group), or as handles of memory on GPUs that trainer and server share (ipc). http and ipc
+    send pickles to the servers; nothing receives one."""
     pause: PauseMode = "retract"
-    """What becomes of responses in flight when weights change: broken off and asked for again (abort), back
-    in the server's queue and prefilled anew under the new weights (retract), or continued on keys and values
-    of the old weights (in_place: the shortest pause; needs algo.correction)."""
+    """Responses in flight when weights change: aborted and requested again (abort), back in the server's
+    queue and prefilled anew under the new weights (retract), or continued on keys and values of the old
+    weights (in_place: the shortest pause; needs algo.correction)."""
     bucket_bytes: Annotated[int, Range(1, 2**40, usual="256 MiB is usual")] = 256 * 2**20
     """Bytes of weights that http, group and ipc send at once; a larger tensor goes alone."""
     group_backend: Literal["gloo", "nccl"] = "gloo"
-    """Of the process group: gloo over TCP, nccl between GPUs."""
+    """Backend of the process group: gloo over TCP, nccl between GPUs."""
     relay_python: str = sys.executable
     """Interpreter that has torch, for the processes that are the trainer's end of the groups."""
     patience: SecondsOrZero = 300.0
@@ -127,8 +127,8 @@ class SGLangConfig:
     colocated: bool = False
     """Servers started here share their GPUs with the trainer: they release memory while it trains."""
     folder: str = ""
-    """Where the weights are written for the servers to read: a path they see too. "" = a folder in /dev/shm
-    (memory) for servers started here, else in the run directory."""
+    """Folder in which transport disk writes the weights: a path that the servers see too. "" = a folder in
+    /dev/shm (memory) for servers started here, else in the run directory."""
     probe_tolerance: Annotated[float, Range(0.0, 100.0, open_low=True)] | None = None
     """Largest mean difference of log-probs, nats, between a server and the trainer: on fixed tokens after
     each push, and on the responses. Beyond it the server is left out. None = 1e-3 in float32, 0.1 in
@@ -140,7 +140,7 @@ class SGLangConfig:
             shlex.split(self.flags)
         except ValueError as error:
             yield "flags", f"is {self.flags!r}: {error}. Write it as for a shell."
-        if self.router and (problem := auth.problem(self.router)):
+        if self.router and (problem := auth.address_problem(self.router)):
             yield "router", f"is wrong: {problem}"
         if self.transport == "group" and not shutil.which(self.relay_python):
             yield "relay_python", f"is {self.relay_python!r}: no such program."

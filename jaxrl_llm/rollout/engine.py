@@ -36,7 +36,7 @@ class SamplingConfig:
     stop_tokens: tuple[Annotated[int, Range(0, LARGEST)], ...] = ()
     """Token ids that end a response, besides the tokenizer's end token; kept in it."""
     ignore_eos: bool = False
-    """Generate max_tokens tokens, whatever they are (benchmarks)."""
+    """Generate max_tokens tokens, end tokens or not (benchmarks)."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, what is wrong with it)."""
@@ -126,7 +126,7 @@ class Pending(Protocol):
 
 
 class DialogueError(RunError):
-    """No conversation can go on: no environment replies, or the chat template rewrites earlier turns."""
+    """Conversations cannot continue: no environment replies, or the chat template rewrites earlier turns."""
 
 
 class Reply(NamedTuple):
@@ -154,7 +154,7 @@ class Dialogue(Protocol):
             ids: the response so far, earlier turns and observations included.
 
         Raises (the future):
-            DialogueError: no conversation can go on. What is wrong with one alone is in its Episode; any
+            DialogueError: no conversation can continue. The failure of a single one is in its Episode; any
                 other exception ends this conversation alone.
         """
 
@@ -222,14 +222,14 @@ class Engine(Protocol):
 
         Raises:
             UserError: as `start`.
-            DialogueError: no conversation can go on.
+            DialogueError: no conversation can continue.
             ServerError: no server can be used any more.
         """
 
     def snapshot(self, pending: Sequence[Pending]) -> list[list[PartialResponse]]:
         """Return copies of pending responses as they are now, for a checkpoint. A collective.
 
-        Generation goes on. Returns: a list for each of `pending`, in order; in process 0 alone they are
+        Generation continues. Returns: a list for each of `pending`, in order; in process 0 alone they are
         filled.
         """
 
@@ -250,7 +250,7 @@ class Engine(Protocol):
     def release_memory(self) -> None:
         """Free device memory that the trainer shares with the engine. A collective.
 
-        `start` needs a `publish` before it then. Servers on devices of their own go on generating.
+        `start` needs a `publish` before it then. Servers on devices of their own continue to generate.
         """
 
 

@@ -1,4 +1,4 @@
-"""Conversations of several turns: what both engines do when a turn has ended."""
+"""Conversations of several turns: the end of a turn, for both engines."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def read_reply(future: Future[Reply] | Any, response: PartialResponse, vocab_siz
     """Return the reply of a finished future (of `concurrent.futures` or asyncio).
 
     A reply that is an error, has wrong types or ids outside the vocabulary ends this conversation with
-    `Episode.failure`, so that its trajectory is masked; the others go on.
+    `Episode.failure`, so that its trajectory is masked; the others continue.
 
     Raises:
-        DialogueError: no conversation can go on.
+        DialogueError: no conversation can continue.
     """
     try:
         reply = future.result()
@@ -76,7 +76,7 @@ def _reply_problem(reply: Any, vocab_size: int) -> str:
 
 
 def no_reply_error(dialogue: Dialogue, waiting: int) -> DialogueError:
-    """Return what to raise when no reply comes."""
+    """Return the error of a dialogue without replies."""
     return DialogueError(
         f"no environment has answered for {dialogue.patience:g} s, and {waiting} conversation(s) wait: does "
         "an async step block (time.sleep, requests)? Use await there, or plain functions, which get threads"

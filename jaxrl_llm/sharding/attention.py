@@ -24,7 +24,7 @@ from jaxrl_llm.sharding.rules import TRAIN, Rules, current_spec, num_shards
 from jaxrl_llm.sharding.ulysses import UlyssesAttention
 
 ContextParallel = Literal["none", "ring", "ulysses"]
-"""How attention works where the tokens of a row are sharded; "none" = each device has whole rows."""
+"""Method of attention over a row whose tokens are sharded; "none" = each device has whole rows."""
 REPLICATED_SEQUENCE: Rules = {**TRAIN, "sequence": None}
 METHODS = {"ring": RingAttention, "ulysses": UlyssesAttention}
 AXIS = TRAIN["sequence"]

@@ -50,7 +50,7 @@ class MeshConfig:
         return {name: getattr(self, name) for name in AXES}
 
     def resolved_sizes(self, num_devices: int) -> dict[str, int]:
-        """Axis -> size on so many devices, -1 replaced by what the other axes leave (at least 1)."""
+        """Return axis -> size on `num_devices`, -1 replaced by what the other axes leave (at least 1)."""
         fixed = math.prod(size for size in self.sizes.values() if size != -1)
         return {
             name: max(num_devices // max(fixed, 1), 1) if size == -1 else size

@@ -21,7 +21,26 @@ def parse_arguments(args_class: type[Args], argv: Sequence[str], command: str) -
     Raises:
         ConfigError: a value outside the range of its field.
     """
-    prog = f"python -m jaxrl_llm {command}"
-    args = tyro.cli(args_class, args=argv, prog=prog, config=STYLE, use_underscores=True)
+    args = tyro.cli(args_class, args=argv, prog=_prog(command), config=STYLE, use_underscores=True)
     check_fields(args)
     return args
+
+
+def parse_known_arguments(
+    args_class: type[Args], argv: Sequence[str], command: str
+) -> tuple[Args, list[str]]:
+    """Return the arguments of the command as `parse_arguments`, and the words of all other flags."""
+    args, rest = tyro.cli(
+        args_class,
+        args=argv,
+        prog=_prog(command),
+        config=STYLE,
+        use_underscores=True,
+        return_unknown_args=True,
+    )
+    check_fields(args)
+    return args, rest
+
+
+def _prog(command: str) -> str:
+    return f"python -m jaxrl_llm {command}"

@@ -20,7 +20,7 @@ from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.sources import open_source
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.hf.config import read_config
-from jaxrl_llm.hf.folder import resolve
+from jaxrl_llm.hf.folder import resolve_model
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.tokenizer import generation_end_ids, load_tokenizer
 from jaxrl_llm.host.processes import show_warnings
@@ -100,7 +100,7 @@ def generate_all(
     """
     check_kernels_setting()
     mesh = make_mesh(config.mesh)
-    folder = resolve(model)
+    folder = resolve_model(model)
     architecture = read_config(folder)
     tokenizer = load_tokenizer(folder, architecture)
     if warning := plain_text_warning(tokenizer, examples, config.chat, "--chat.render"):

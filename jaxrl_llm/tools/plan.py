@@ -8,7 +8,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
 from rich.console import Console
 
 from jaxrl_llm.plan.advice import advise
@@ -16,6 +15,7 @@ from jaxrl_llm.plan.plan import make_plan
 from jaxrl_llm.plan.report import print_plan
 from jaxrl_llm.plan.target import open_target, parse_topology
 from jaxrl_llm.recipe.load import from_command_line
+from jaxrl_llm.tools.arguments import parse_known_arguments
 from jaxrl_llm.tools.generate import check_output_path
 
 
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     """
     if "--help" in argv or "-h" in argv:
         argv = ["--help"]  # without the recipe's flags, which the help of training lists
-    args, rest = tyro.cli(PlanArguments, args=argv, prog="python -m jaxrl_llm plan", return_unknown_args=True)
+    args, rest = parse_known_arguments(PlanArguments, argv, "plan")
     topology = parse_topology(args.topology)
     if args.json:
         check_output_path(args.json, "--json")

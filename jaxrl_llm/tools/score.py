@@ -16,7 +16,7 @@ from jaxrl_llm.data.files import open_rows
 from jaxrl_llm.data.preference import read_example
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
-from jaxrl_llm.hf.folder import resolve
+from jaxrl_llm.hf.folder import resolve_model
 from jaxrl_llm.hf.tokenizer import load_tokenizer
 from jaxrl_llm.host.processes import show_warnings
 from jaxrl_llm.models import TransformerConfig
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
     check_kernels_setting()
     mesh = make_mesh(args.mesh)
     check_output_path(args.out, args.data)
-    folder = resolve(args.model)
+    folder = resolve_model(args.model)
     config = read_config(folder)
     rows = list(read_tokens(args, folder, config))
     if not rows:

@@ -45,8 +45,8 @@ CHIPS = {
         "NVIDIA H200 data sheet, Hopper tuning guide",
     ),
 }  # fmt: skip
-"""TPU memory is what the compiler grants of the published 32, 16, 95, 32 and 192 GiB a chip (it says so when
-a program needs more); interconnect is half of the published bidirectional figure. GPU memory is what the
+"""TPU memory is what the compiler grants of the published 32, 16, 95, 32 and 192 GiB a chip, as its error for
+a larger program reports; interconnect is half of the published bidirectional figure. GPU memory is what the
 driver reports, before XLA takes its share of it."""
 TPUS = tuple(kind for kind, chip in CHIPS.items() if chip.torus_dims)
 GPUS = tuple(kind for kind in CHIPS if kind not in TPUS)

@@ -1,4 +1,4 @@
-"""Dispatch: which implementations an operation has, which one runs on the devices that are compiled for, why.
+"""Dispatch: the implementations of an operation, and the choice among them for the target devices.
 
 Every operation is a folder of this package. Its `reference.py` defines it; the other modules compute the same
 and are imported when first used, since one chip's kernels may need what another lacks. A module may have
@@ -6,7 +6,7 @@ and are imported when first used, since one chip's kernels may need what another
 have no kernel (`linear_divergence`, `batch_invariant`) are called directly.
 
 A program may be compiled for devices that the process does not have (`python -m jaxrl_llm plan`), so code
-that differs between devices asks `device()`, not `jax.default_backend()` or `jax.devices()`.
+that differs between devices calls `device()`, not `jax.default_backend()` or `jax.devices()`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def device() -> tuple[str, str]:
 def kernel_family() -> tuple[str | None, str]:
     """Return (name of the kernels for the devices that are compiled for, reason); None = plain JAX.
 
-    JAXRL_KERNELS=jax in the environment selects plain JAX everywhere, to tell whether a kernel is at fault.
+    JAXRL_KERNELS=jax in the environment selects plain JAX everywhere, to rule out faults of kernels.
 
     Raises:
         ValueError: see `kernels_setting`.

@@ -58,7 +58,7 @@ def test_buckets_of_sharded_weights_hold_the_bytes_of_the_exported_folder(config
 
 
 def test_the_next_bucket_is_on_its_way_and_no_other(monkeypatch):
-    """Never the whole model: what is asked of the devices is one bucket ahead of what is used."""
+    """Never the whole model: at most one bucket is gathered ahead of the one in use."""
     started = []
     array = type(jnp.zeros(1))
     begin = array.copy_to_host_async
@@ -135,8 +135,8 @@ if jax.process_index() == 0:
     stored = load_file(sys.argv[1] + "/model.safetensors")
     found = {t.name: a for p in parts for t, a in zip(p.content.tensors, p.content.arrays)}
     reference = models.init(config, jax.random.key(0))
-    from jaxrl_llm.hf.names import state_dict
-    expected = state_dict(config, reference)
+    from hf_tensors import tensors_of
+    expected = tensors_of(config, reference)
     assert found.keys() == stored.keys() == expected.keys()
     for name in expected:
         assert (found[name] == stored[name]).all(), name

@@ -11,7 +11,7 @@ pytestmark = NEEDED
 
 @pytest.fixture(scope="module")
 def divided(tmp_path_factory):
-    """One server of two processes that hold half of each weight; SGLang wants a core for each."""
+    """One server of two processes that hold half of each weight; SGLang needs a core for each."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
         with started(tmp_path_factory.mktemp("divided"), 1, f"{FLAGS} --tp 2") as launched:

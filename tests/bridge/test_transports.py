@@ -1,4 +1,4 @@
-"""Weights to servers that speak SGLang's JSON: in order, each step ended, and a failure is one server's."""
+"""Weights to servers with SGLang's JSON: in order, each step ended, and a failure is one server's."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from fake_sglang import FakeServer
 from sglang_shared import GREEDY, KEY, MODEL, TOKENIZER, engine_for, native, requests, weights
 
 from jaxrl_llm.bridge.buckets import WeightSource
-from jaxrl_llm.bridge.transports.cuda_ipc import IpcTransport, shared_devices
+from jaxrl_llm.bridge.transports.cuda_ipc import IpcTransport, shared_gpus
 from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.bridge.transports.over_http import HttpTransport
 from jaxrl_llm.bridge.transports.process_group import GroupTransport, Relay, address_towards
@@ -245,7 +245,7 @@ def test_ipc_without_gpus_is_refused():
     ],
 )
 def test_a_rank_is_on_one_of_the_trainers_gpus(theirs, ours, ranks, found):
-    assert shared_devices(theirs, ours, ranks) == found
+    assert shared_gpus(theirs, ours, ranks) == found
 
 
 HANDLES = """
@@ -261,13 +261,13 @@ class Reading(pickle.Unpickler):
         if name == "rebuild_cuda_tensor":
             return lambda *given: (module, *given[1:4], *given[5:])
         return super().find_class(module, name)
-made = ipc.handles([("a", torch.zeros(2, 3))])
+made = ipc.pickle_handles([("a", torch.zeros(2, 3))])
 print(Reading(io.BytesIO(base64.b64decode(made))).load())
 """
 
 
 def test_handles_name_a_gpu_by_its_uuid():
-    """What torch would do with CUDA memory is stood in for; the pickle around it is the real one."""
+    """torch's reduction of CUDA memory is a fake; the pickle around it is the real one."""
     pytest.importorskip("torch")
     out = subprocess.run([sys.executable, "-c", HANDLES], capture_output=True, text=True)
     expected = "torch.Size([2, 3]), (3, 1), 0, torch.float32, 'GPU-1', b'handle'"

@@ -1,4 +1,4 @@
-"""Saving and restoring: bit for bit, on any mesh, with what was asked kept and the rest refused readably."""
+"""Saving and restoring: bit for bit, on any mesh; the chosen steps are kept, and changed settings refused."""
 
 import dataclasses
 import itertools
@@ -12,6 +12,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl_llm.checkpoint.folder import rank_steps
 from jaxrl_llm.checkpoint.manifest import read_manifest
 from jaxrl_llm.checkpoint.params import restore_params
 from jaxrl_llm.checkpoint.resume import check_resume
@@ -170,12 +171,12 @@ def test_newest_and_best_are_kept(tmp_path):
             assert saver.steps() == [1, 2, 3]  # 1 is the second best yet, 2 the best, 2 and 3 the newest
     saver.wait()
     assert saver.steps() == [2, 4, 6, 7]
-    assert saver.latest() == 7 and saver.best() == 4
+    assert saver.latest() == 7
     assert sorted(p.name for p in saver.folder.iterdir()) == ["2", "4", "6", "7"]
 
-    lowest = checkpointer(tmp_path, best_metric="eval/accuracy", best_mode="min")
-    assert lowest.best() == 7
-    assert checkpointer(tmp_path).best() is None
+    assert rank_steps(saver.folder, "eval/accuracy", "max") == [4, 2, 7]
+    assert rank_steps(saver.folder, "eval/accuracy", "min") == [7, 4, 2]
+    assert rank_steps(saver.folder, "", "max") == []
 
 
 def test_a_step_is_saved_once(tmp_path):

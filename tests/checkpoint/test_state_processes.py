@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from pathlib import Path
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxrl_llm.checkpoint.folder import rank_steps
 from jaxrl_llm.checkpoint.state import Checkpointer, CheckpointConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
@@ -36,7 +37,7 @@ else:
     assert int(back["count"].addressable_data(0)) == step == meta["n"]
     print("restored", step)
 saver.close()
-print(saver.steps(), saver.best())
+print(saver.steps(), rank_steps(saver.folder, "m", "max")[0])
 """
 
 

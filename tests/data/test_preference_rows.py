@@ -269,7 +269,7 @@ def test_judgements_of_pairs_have_the_better_answer_on_either_side(tmp_path):
     assert {task[i].response for i in range(20)} == {"A", "B"}
     assert (
         resolve_reward("auto", task[0].source, task[0].columns) == "verdict"
-    )  # not that of the sums asked about
+    )  # not that of the sums in the prompt
 
 
 def test_scores_are_told_at_the_end_of_the_prompt():

@@ -1,4 +1,4 @@
-"""Limits of chat templates, and what is told of templates that are refused."""
+"""Limits of chat templates, and messages about templates that are refused."""
 
 import os
 import subprocess

@@ -70,7 +70,7 @@ def texts(replies):
 
 
 def test_a_conversation_in_a_rollout_has_the_ids_of_the_same_one_as_a_demonstration(say):
-    """So the supervised start teaches exactly what the policy will read and write."""
+    """So the SFT warm-up teaches exactly what the policy will read and write."""
     turns = [{"role": "assistant", "content": "40"}, {"role": "tool", "content": "higher"}]
     turns += [{"role": "assistant", "content": "41"}, {"role": "user", "content": "?"}]
     turns += [{"role": "assistant", "content": "42"}]

@@ -1,4 +1,4 @@
-"""What environments say of trajectories, and that what they said in them is not learned from."""
+"""Rewards and metrics of environments on trajectories; observations are not learned from."""
 
 import jax
 import jax.numpy as jnp

@@ -26,7 +26,7 @@ from jaxrl_llm.ranges import problems
 
 
 def why_not() -> str:
-    """Why there is no sandbox here; "" where there is one."""
+    """The reason why there is no sandbox here; "" = there is one."""
     try:
         Sandbox(SandboxConfig())
     except SandboxError as error:
@@ -43,7 +43,7 @@ sandbox_of = functools.cache(Sandbox)  # making one runs a program, to see that 
 
 
 def run(code: str, config: SandboxConfig = SMALL) -> str:
-    """What the model reads, also of a program that failed."""
+    """Return what the model reads, also of a program that failed."""
 
     async def answer() -> str:
         try:
@@ -345,7 +345,7 @@ def test_a_cancelled_call_leaves_nothing_behind():
 @contained
 def test_calls_run_side_by_side_up_to_the_limit():
     async def overlap() -> int:
-        """How many of four programs ran at once; each prints when it began and ended."""
+        """Return how many of four programs ran at once; each prints its start and end times."""
         env = ToolEnv({"python": Python(ToolsConfig(SandboxConfig(concurrent=2)))}, "hermes", 30.0)
         code = "import time; print(time.time()); time.sleep(1); print(time.time())"
         call = json.dumps({"name": "python", "arguments": {"code": code}})

@@ -14,7 +14,7 @@ from jaxrl_llm.envs.config import SandboxConfig, SearchConfig, ToolsConfig
 from jaxrl_llm.envs.env import ToolError
 from jaxrl_llm.envs.tools import TOOLS
 from jaxrl_llm.envs.tools.calculator import calculate
-from jaxrl_llm.envs.tools.search import Index, read_corpus
+from jaxrl_llm.envs.tools.search import BM25Index, read_corpus
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ TEXTS = ["the cat sat on the mat", "the dog sat", "a cat and a dog and a cat", "
 
 
 def test_bm25_by_hand():
-    index = Index(TEXTS)
+    index = BM25Index(TEXTS)
     found, scores = index.search("cat", 4), index.scores(["cat"])
     idf = math.log(1 + (4 - 2 + 0.5) / (2 + 0.5))
     mean = (6 + 3 + 8 + 0) / 4
@@ -150,7 +150,7 @@ def test_bm25_by_hand():
 
 
 def test_search_order_and_ties():
-    index = Index(["x y", "x y", "y", "x x y"])
+    index = BM25Index(["x y", "x y", "y", "x x y"])
     assert index.search("x", 2) == [3, 0] and index.search("X!", 9) == [3, 0, 1]
     assert index.search("nothing of it", 3) == index.search("", 3) == []
     assert index.search("y y y", 1) == index.search("y", 1) == [2]
@@ -215,7 +215,7 @@ def test_ten_thousand_passages_are_indexed_and_searched_quickly():
     texts = [" ".join(f"w{n}" for n in rng.zipf(1.3, 60) % 20_000) for _ in range(10_000)]
     texts[7] += " needle"
     started = time.process_time()
-    index = Index(texts)
+    index = BM25Index(texts)
     assert time.process_time() - started < 20
     started = time.process_time()
     assert index.search("w1 w2 w3 needle", 1) == [7]

@@ -1,4 +1,4 @@
-"""What a step learns from, with an engine and a judge made of arithmetic."""
+"""The batch of a step, with an engine and a verifier made of arithmetic."""
 
 import contextlib
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ from jaxrl_llm.structs import Trajectory
 
 
 class FakeLoader:
-    """Prompt number i asks for i; `asked` are the batches read."""
+    """Prompt number i has the answer i; `asked` are the batches read."""
 
     def __init__(self):
         self.asked = []

@@ -1,4 +1,4 @@
-"""What happens to checkpoints that are cut off, damaged, or do not fit on the disk."""
+"""Checkpoints that are cut off, damaged, or do not fit on the disk."""
 
 import ctypes
 import errno
@@ -204,7 +204,7 @@ def test_damage_is_named_and_the_previous_checkpoint_used(two_saved, capsys, dam
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith(f"checkpoint: step 2 cannot be used: {two_saved / '2'}: {reason}")
     assert second == "checkpoint: going back to step 1"
-    # The damaged one is kept for people, in nobody's way, until the step is saved again.
+    # The damaged one is kept under another name, for inspection, until the step is saved again.
     assert sorted(p.name for p in two_saved.iterdir()) == ["1", "2.rejected"]
     saver = Checkpointer(CheckpointConfig(), two_saved.parent)
     assert saver.save(2, state_of(2), META, {})

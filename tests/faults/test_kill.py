@@ -1,6 +1,6 @@
 """Killed anywhere and started again by the same command, a run ends with the same bits.
 
-A tiny run goes through all there is: supervised start, rollouts, rewards, a frozen reference, several
+A tiny run has all stages: SFT warm-up, rollouts, rewards, a frozen reference, several
 updates a step, evaluation, checkpoints, export.
 """
 
@@ -65,7 +65,7 @@ REWARD = """
 def digits(solution_str, ground_truth):
     return sum(c.isdigit() for c in solution_str) / max(len(solution_str), 1)
 """
-STEPS = [1, 2, 3, 4, 5, 6]  # two of the supervised start, four of GRPO
+STEPS = [1, 2, 3, 4, 5, 6]  # two of the SFT warm-up, four of GRPO
 
 SIGNALLER = """
 import os, sys
@@ -93,7 +93,7 @@ KILLS = [
     ("jaxrl_llm.checkpoint.state:write_manifest", 1),  # no checkpoint is whole yet: a fresh start
     ("jaxrl_llm.checkpoint.state:Checkpointer.save", 3),  # after the line of step 3, before its checkpoint
     ("jaxrl_llm.rollout.native.engine:NativeEngine.start", 2),  # while step 4 rolls out
-    ("jaxrl_llm.checkpoint.folder:retire", 2),  # while old checkpoints are deleted
+    ("jaxrl_llm.checkpoint.folder:prune", 2),  # while old checkpoints are deleted
     ("jaxrl_llm.learn.learner:Learner.update", 1),
     ("jaxrl_llm.hf.export:save_model", 1),  # trained, not exported
 ]

@@ -25,7 +25,7 @@ from jaxrl_llm.hf import export as hf_export
 from jaxrl_llm.hf import load
 from jaxrl_llm.hf.config import read_config, to_hf_config
 from jaxrl_llm.hf.export import check_export_folder, save_model
-from jaxrl_llm.hf.folder import resolve
+from jaxrl_llm.hf.folder import resolve_model
 from jaxrl_llm.hf.load import load_params, read_slice
 from jaxrl_llm.hf.names import hf_tensors
 from jaxrl_llm.hf.tokenizer import load_tokenizer
@@ -286,7 +286,7 @@ def test_files_of_an_export(tmp_path):
         raw = (tmp_path / "out" / file).read_bytes()
         length = struct.unpack("<Q", raw[:8])[0]
         assert length % 8 == 0 and json.loads(raw[8 : 8 + length])["__metadata__"] == {"format": "pt"}
-    assert not list(tmp_path.glob(".*"))  # nothing half-written is left beside it
+    assert not list(tmp_path.glob(".*"))  # no partial export is left beside it
 
 
 def test_tokenizer_and_chat_template_survive_for_transformers_4_and_5(tmp_path):
@@ -301,7 +301,7 @@ def test_tokenizer_and_chat_template_survive_for_transformers_4_and_5(tmp_path):
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"  # 5's own name is unknown to 4
     assert settings["chat_template"] == (tmp_path / "out/chat_template.jinja").read_text()
     assert "<|im_start|>" in settings["additional_special_tokens"]
-    assert "extra_special_tokens" not in settings  # 4 wants a mapping there
+    assert "extra_special_tokens" not in settings  # 4 needs a mapping there
 
 
 def test_generation_config_of_the_base_model_is_kept(tmp_path):
@@ -522,21 +522,21 @@ def test_code_of_a_folder_is_never_run(tmp_path):
 
 
 def test_resolve(tmp_path, monkeypatch):
-    assert resolve(str(tmp_path)) == tmp_path
+    assert resolve_model(str(tmp_path)) == tmp_path
     (tmp_path / "model.gguf").write_text("")
     with pytest.raises(ValueError, match=r"model\.gguf: a file, but a model is a folder"):
-        resolve(tmp_path / "model.gguf")
+        resolve_model(tmp_path / "model.gguf")
     with pytest.raises(
         ValueError, match=r"/nowhere/qwen/3: no such folder; give a model folder or a hub name"
     ):
-        resolve("/nowhere/qwen/3")
+        resolve_model("/nowhere/qwen/3")
     with pytest.raises(ValueError, match=r"/models/qwen3/a: no such folder"):
-        resolve("./models/qwen3/a")
+        resolve_model("./models/qwen3/a")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(
         ValueError, match=r"org/name: no folder .*/org/name, and the hub has not delivered it .*copy"
     ):
-        resolve("org/name")  # tests run with HF_HUB_OFFLINE=1
+        resolve_model("org/name")  # tests run with HF_HUB_OFFLINE=1
     asked = {}
 
     def download(name, **patterns):
@@ -544,7 +544,7 @@ def test_resolve(tmp_path, monkeypatch):
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert resolve("org/name") == tmp_path
+    assert resolve_model("org/name") == tmp_path
     kept = huggingface_hub.utils.filter_repo_objects(
         [
             *("config.json", "model.safetensors", "pytorch_model.bin", "modeling.py", "chat_template.jinja"),

@@ -1,4 +1,4 @@
-"""Files of model folders that are damaged or made up: each is refused with its name, whatever is in it."""
+"""Files of model folders that are damaged or made up: each is refused with its name."""
 
 import copy
 import dataclasses
@@ -18,7 +18,7 @@ from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.export import save_model
-from jaxrl_llm.hf.folder import read_headers, resolve
+from jaxrl_llm.hf.folder import read_headers, resolve_model
 from jaxrl_llm.hf.json_file import read_json
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.tokenizer import (
@@ -177,7 +177,7 @@ def test_files_that_are_no_json(tmp_path):
 @pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "~nobody_of_that_name/model", "\udcff"])
 def test_names_that_no_folder_has(name):
     with pytest.raises(UserError):
-        resolve(name)
+        resolve_model(name)
 
 
 @pytest.fixture(scope="module")
@@ -337,16 +337,16 @@ def test_a_folder_of_weights_that_are_not_finite_is_refused(tmp_path, value, dty
 
 def test_a_run_directory_is_not_a_model_and_its_model_is_named(tmp_path):
     (tmp_path / "checkpoints").mkdir()
-    assert resolve(tmp_path) == tmp_path
+    assert resolve_model(tmp_path) == tmp_path
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(
         UserError, match=r"a run directory, of a run that has not exported .* jaxrl_llm export"
     ):
-        resolve(tmp_path)
+        resolve_model(tmp_path)
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/config.json").write_text("{}")
     with pytest.raises(UserError, match=rf"a run directory; its trained model is {tmp_path}/hf$"):
-        resolve(tmp_path)
+        resolve_model(tmp_path)
 
 
 def test_an_export_is_refused_where_its_type_is_too_small(tmp_path):

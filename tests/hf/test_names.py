@@ -7,14 +7,13 @@ import jax
 import numpy as np
 import pytest
 import transformers
+from hf_tensors import params_from_tensors, tensors_of
 
 from jaxrl_llm.hf.config import DEFAULTS, read_config, to_hf_config
 from jaxrl_llm.hf.names import (
     TABLE,
     from_hf,
     hf_tensors,
-    params_from_state_dict,
-    state_dict,
     tensor_rows,
     to_hf,
 )
@@ -72,7 +71,7 @@ def test_names_and_shapes_are_those_of_transformers_and_bytes_survive(family, ex
     if config.tie_embeddings:
         del tensors["lm_head.weight"]
     assert {t.name: t.shape for t in hf_tensors(config)} == {n: v.shape for n, v in tensors.items()}
-    back = state_dict(config, params_from_state_dict(config, tensors))
+    back = tensors_of(config, params_from_tensors(config, tensors))
     assert back.keys() == tensors.keys()
     for name, value in tensors.items():
         np.testing.assert_array_equal(back[name], value, err_msg=name)
@@ -82,7 +81,7 @@ def test_layouts_element_by_element():
     config = read_config(tiny())
     heads, kv, e, d = config.num_heads, config.num_kv_heads, config.head_dim, config.hidden_size
     params = init(config, jax.random.key(0))
-    ours, theirs = dict(named_leaves(params)), state_dict(config, params)
+    ours, theirs = dict(named_leaves(params)), tensors_of(config, params)
     q, k, o = (np.asarray(ours[f"layers.{name}"]) for name in "qko")
     layer = "model.layers.1."
     assert theirs[layer + "self_attn.q_proj.weight"].shape == (heads * e, d)
@@ -105,8 +104,8 @@ def test_baichuan_packs_queries_keys_and_values_in_one_matrix():
     config = read_config(tiny("baichuan", max_position_embeddings=128))
     assert config.num_kv_heads == 4 and config.head_dim == 8
     params = init(config, jax.random.key(0))
-    fused = state_dict(config, params)
-    plain = state_dict(dataclasses.replace(config, family="llama"), params)
+    fused = tensors_of(config, params)
+    plain = tensors_of(dataclasses.replace(config, family="llama"), params)
     packed = fused.pop("model.layers.1.self_attn.W_pack.weight")
     assert packed.shape == (96, 32)
     for i, name in enumerate("qkv"):
@@ -114,17 +113,17 @@ def test_baichuan_packs_queries_keys_and_values_in_one_matrix():
         np.testing.assert_array_equal(packed[32 * i : 32 * (i + 1)], part)
     assert [(p.start, p.rows) for p in tensor_rows(config)["layers.v"]] == [(64, 32), (64, 32)]
     fused["model.layers.1.self_attn.W_pack.weight"] = packed
-    again = params_from_state_dict(config, fused)
+    again = params_from_tensors(config, fused)
     for (name, a), (_, b) in zip(named_leaves(params), named_leaves(again), strict=True):
         np.testing.assert_array_equal(a, b, err_msg=name)
 
 
 def test_a_missing_tensor_is_named():
     config = read_config(tiny())
-    tensors = state_dict(config, init(config, jax.random.key(0)))
+    tensors = tensors_of(config, init(config, jax.random.key(0)))
     del tensors["model.norm.weight"]
     with pytest.raises(KeyError, match=r"model\.norm\.weight"):
-        params_from_state_dict(config, tensors)
+        params_from_tensors(config, tensors)
 
 
 # --- config.json

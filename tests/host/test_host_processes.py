@@ -1,4 +1,4 @@
-"""What one process does for all, and what becomes of a run that loses one of its processes."""
+"""Work of one process for all, and runs that lose one of their processes."""
 
 import logging
 import time
@@ -26,7 +26,7 @@ from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.host.command import run_command
 from jaxrl_llm.host.processes import agree, on_first, share
 from jaxrl_llm.host.start import start_host
-from jaxrl_llm.host.watch import KEY, watched_processes
+from jaxrl_llm.host.watch import ADDRESS_KEY, watched_processes
 
 class Odd(Exception):
     def __init__(self, a, b):
@@ -50,7 +50,7 @@ def command(argv):
                 print(type(raised).__name__, raised)
         print(len(calls), flush=True)
         if sys.argv[1] == "finish" and jax.process_index() == 1:
-            place = json.loads(distributed.global_state.client.blocking_key_value_get(KEY, 1000))
+            place = json.loads(distributed.global_state.client.blocking_key_value_get(ADDRESS_KEY, 1000))
             strangers = [socket.create_connection(("localhost", place["port"])) for _ in range(3)]
             strangers[0].sendall(b'{"token": "guess", "process": 0, "host": "x"}\\n{"lost": [1, "x", ""]}\\n')
             strangers[1].sendall(b"x" * 10_000)
@@ -95,8 +95,9 @@ def test_process_0_works_for_all_and_a_lost_process_is_named(victim):
     assert survivor.code == 1
     last = survivor.stderr.splitlines()[-1]
     assert last.startswith(f"error: process {victim} on ") and last.endswith(
-        f" is lost: killed, or its machine is gone. Process {1 - victim} cannot go on without it and ends; "
-        "its checkpoints stand: start all processes again with the same command."
+        " is lost: killed, or its machine is lost. "
+        f"Process {1 - victim} cannot continue without it and ends; "
+        "its checkpoints are kept: start all processes again with the same command."
     )
     assert "Traceback" not in survivor.stderr
 
@@ -120,4 +121,4 @@ def test_processes_that_finish_end_together_whoever_else_connects():
     running = start_processes(FIRST, 2, ["finish"], devices=1, initialize=False)
     ends = [process.end(60) for process in running]
     assert [(end.code, end.stderr) for end in ends] == [(0, ""), (0, "")]
-    assert ends[1].stdout.splitlines()[-2:] == ["b''", "b''"]  # closed, and told nothing
+    assert ends[1].stdout.splitlines()[-2:] == ["b''", "b''"]  # closed, without a message

@@ -1,4 +1,4 @@
-"""Which cluster a process belongs to, by the environment alone, and what is said when it cannot be joined."""
+"""The cluster of a process, from the environment alone, and messages when it cannot be joined."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from jax._src.clusters import cloud_tpu_cluster
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host import start
-from jaxrl_llm.host.start import VARIABLES, Cluster, find_cluster, start_host
+from jaxrl_llm.host.start import CLUSTER_VARIABLES, Cluster, find_cluster, start_host
 
 SLURM = {
     "SLURM_JOB_ID": "7",
@@ -42,7 +42,7 @@ def environment(monkeypatch):
     """`environment(**variables)`: those, and none of another cluster."""
 
     def set_to(**variables):
-        for name in (*VARIABLES, *SLURM, *OPEN_MPI, *GKE, *SLICES, *K8S):
+        for name in (*CLUSTER_VARIABLES, *SLURM, *OPEN_MPI, *GKE, *SLICES, *K8S):
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
@@ -75,10 +75,10 @@ def test_a_laptop_is_no_cluster(environment):
         (SLURM, Cluster("slurm", 4, 2)),
         (OPEN_MPI, Cluster("ompi", 4, 3)),
         (
-            dict(zip(VARIABLES, ("host0:1234", "2", "1"), strict=True)),
+            dict(zip(CLUSTER_VARIABLES, ("host0:1234", "2", "1"), strict=True)),
             Cluster("JAX_COORDINATOR_ADDRESS", 2, 1, "host0:1234"),
         ),
-        ({**SLURM, **dict(zip(VARIABLES, ("h:1", "1", "0"), strict=True))}, None),  # ours come first
+        ({**SLURM, **dict(zip(CLUSTER_VARIABLES, ("h:1", "1", "0"), strict=True))}, None),  # ours come first
         ({**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),  # a pod of its own
         (GKE, None),  # such variables on a machine without TPU chips
@@ -140,9 +140,9 @@ def test_an_indexed_kubernetes_job(environment, monkeypatch, capsys):
             {"JAX_PROCESS_ID": "0"},
             "JAX_PROCESS_ID is set but JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES is not",
         ),
-        (dict(zip(VARIABLES, ("h:1", "two", "0"), strict=True)), "JAX_NUM_PROCESSES=two"),
-        (dict(zip(VARIABLES, ("h:1", "2", "2"), strict=True)), "this process's number from 0"),
-        (dict(zip(VARIABLES, ("h", "2", "1"), strict=True)), "host:port of process 0"),
+        (dict(zip(CLUSTER_VARIABLES, ("h:1", "two", "0"), strict=True)), "JAX_NUM_PROCESSES=two"),
+        (dict(zip(CLUSTER_VARIABLES, ("h:1", "2", "2"), strict=True)), "this process's number from 0"),
+        (dict(zip(CLUSTER_VARIABLES, ("h", "2", "1"), strict=True)), "host:port of process 0"),
         (
             {**SLURM, "SLURM_NTASKS": "4(x2)"},
             r"a slurm cluster, .*invalid literal.* Set JAX_COORDINATOR_ADDRESS",
@@ -162,7 +162,7 @@ def test_a_cluster_is_joined_by_the_method_that_found_it(environment, monkeypatc
     monkeypatch.setattr(jax.config, "update", lambda *a: None)
     environment(**SLURM)
     start_host()
-    environment(**dict(zip(VARIABLES, ("host0:1234", "2", "1"), strict=True)))
+    environment(**dict(zip(CLUSTER_VARIABLES, ("host0:1234", "2", "1"), strict=True)))
     start_host()
     environment()
     start_host()
@@ -183,12 +183,12 @@ start.start_host()
 def test_a_process_whose_others_do_not_come_says_so(process):
     """One of two processes is started."""
     address = f"localhost:{free_port()}"
-    values = zip(VARIABLES, (address, "2", str(process)), strict=True)
+    values = zip(CLUSTER_VARIABLES, (address, "2", str(process)), strict=True)
     code, _, err = Running(["-c", WAITS], {**os.environ, **dict(values)}).end(60)
     assert code == 1
     assert err.splitlines()[-1].startswith(
-        f"error: process {process} of 2 (found by JAX_COORDINATOR_ADDRESS) has waited 0.5 s, and not all "
-        "others have joined. Start the same command for every process, see to it that they reach process 0 "
+        f"error: process {process} of 2 (detected by JAX_COORDINATOR_ADDRESS) has waited 0.5 s, and not all "
+        "others have joined. Start the same command for every process, make sure that they reach process 0 "
         f"at {address}, or set "
     )
     assert "Terminating process" not in err

@@ -12,7 +12,7 @@ from jaxrl_llm.host.stop import EXIT_STOPPED, Stop
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that only moves when it is told to."""
+    """A clock that only the test moves."""
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     return now

@@ -1,4 +1,4 @@
-"""What tests of several kernels share."""
+"""Fixtures of the tests of several kernels."""
 
 import threading
 

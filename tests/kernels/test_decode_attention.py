@@ -282,7 +282,7 @@ def test_compiles_for_tpu(compiled, case):
 @pytest.mark.compilers
 @pytest.mark.parametrize("case", [case for case in SHAPES if SHAPES[case][3] % 128 == 0])
 def test_a_step_on_tpu_copies_no_pages(compiled, case):
-    """Write a token of each slot, then look at all: nothing wants the pages in another layout."""
+    """Write a token of each slot, then attend to all: no operation changes the layout of the pages."""
     q, k, v, table, lengths, *scales = abstract(case)
     token = jax.ShapeDtypeStruct((len(table), k.shape[1], k.shape[3]), k.dtype)
     scale = scales[0] and jax.ShapeDtypeStruct(token.shape[:2], jnp.float32)

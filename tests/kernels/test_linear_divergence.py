@@ -98,7 +98,7 @@ def test_by_hand():
     assert value(beta=0.5) == pytest.approx(0.5 * LN(4 / 3) + 0.25 * LN(2 / 3), abs=1e-6)
     # the likeliest token against all others: 1/2, 1/2 and 1/4, 3/4
     assert value(top_k=1) == pytest.approx(0.5 * LN(2) + 0.5 * LN(2 / 3), abs=1e-6)
-    # tokens that tie with the k-th are told apart too
+    # tokens that tie with the k-th are kept, too
     assert value(top_k=2) == pytest.approx(value(), abs=1e-6)
     # half the temperature squares the odds: 4/6, 1/6, 1/6 and 1/6, 1/6, 4/6
     assert value(temperature=0.5) == pytest.approx(0.5 * LN(4), abs=1e-6)
@@ -134,7 +134,7 @@ def test_equal_distributions_have_divergence_0_and_pooling_never_adds():
 
 @pytest.mark.parametrize(("beta", "top_k"), [(0.0, 0), (0.5, 2), (1.0, 2)])
 def test_extreme_logits_give_finite_values_and_gradients(beta, top_k):
-    """Certain teachers and students, right and wrong, and a teacher for whom all tokens tie."""
+    """Certain teachers and students, right and wrong, and a teacher with equal logits for all tokens."""
     sure = 500 * np.eye(4, dtype=np.float32)[None]
     teacher = np.concatenate([sure, np.zeros((1, 4, 4), np.float32)], 1)
     student = np.concatenate([sure[:, :2], sure[:, 1::-1], sure], 1)

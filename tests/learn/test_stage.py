@@ -1,4 +1,4 @@
-"""The models of a stage: the critic learns beside the policy, the frozen ones are asked but once."""
+"""The models of a stage: the critic learns beside the policy, the frozen ones are evaluated only once."""
 
 import dataclasses
 

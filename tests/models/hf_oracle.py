@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from hf_tensors import params_from_tensors  # noqa: E402
 from transformers import (  # noqa: E402
     LlamaConfig,
     LlamaForCausalLM,
@@ -23,7 +24,6 @@ from transformers import (  # noqa: E402
 
 from jaxrl_llm import models  # noqa: E402
 from jaxrl_llm.hf.config import read_config  # noqa: E402
-from jaxrl_llm.hf.names import params_from_state_dict  # noqa: E402
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -75,7 +75,7 @@ def state_dict(model) -> dict[str, np.ndarray]:
 
 
 def our_model(raw: dict, tensors: dict[str, np.ndarray]) -> models.Transformer:
-    return params_from_state_dict(read_config(raw), tensors)
+    return params_from_tensors(read_config(raw), tensors)
 
 
 def hf_logits(model, tokens: np.ndarray) -> np.ndarray:

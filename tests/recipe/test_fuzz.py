@@ -37,8 +37,6 @@ from jaxrl_llm.recipe.other_systems import MISSING, SAME
 from jaxrl_llm.rollout.native.shapes import make_shapes
 
 LIMIT = 10.0  # seconds for one call; milliseconds are usual
-WITHOUT_RANGES = {"CheckpointConfig", "LogConfig"}
-"""Configs whose numbers have no ranges yet; nothing new comes without."""
 
 NUMBERS = (
     math.nan,
@@ -223,8 +221,7 @@ def has_range(cls: type, name: str) -> bool:
 
 @pytest.mark.parametrize("cls", sorted(config_classes(), key=lambda cls: cls.__qualname__))
 def test_every_number_has_a_range(cls):
-    missing = [field.name for field in dataclasses.fields(cls) if not has_range(cls, field.name)]
-    assert missing == [] or cls.__name__ in WITHOUT_RANGES
+    assert [field.name for field in dataclasses.fields(cls) if not has_range(cls, field.name)] == []
 
 
 # -- extremes

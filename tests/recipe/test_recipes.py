@@ -14,6 +14,7 @@ from refusals import refusal
 from jaxrl_llm import algos
 from jaxrl_llm.algos import sft
 from jaxrl_llm.config import TrainConfig
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.recipe import load
 from jaxrl_llm.recipe.dump import dump
 from jaxrl_llm.recipe.load import from_command_line
@@ -183,6 +184,22 @@ def test_algo_swaps_the_algorithm_before_the_overrides(tmp_path):
     launch = from_command_line(["--config", "grpo_tiny", "--algo", str(mine), "--algo.sharpness", "3", *run])
     assert launch.config.algo.sharpness == 3.0
     assert dump(launch.config)["algo"] == {"name": str(mine), "sharpness": 3.0}
+
+
+@pytest.mark.parametrize("name", sorted(algos.ALGOS))
+def test_every_algorithm_is_known_to_the_command_line(name, tmp_path):
+    """With its own settings, and those of an algorithm inside it (online DPO's pairs)."""
+    teachers = {"distill": ["--algo.teachers", "t"], "gkd": ["--algo.teachers", "t"]}.get(name, [])
+    line = ["--config", "grpo_tiny.py", "--algo", name, *teachers, "--run_dir", str(tmp_path / "run")]
+    try:
+        assert from_command_line(line).config.algo.algorithm == name
+    except UserError as error:  # what else it needs, such as pairs
+        assert "of no algorithm" not in str(error)
+
+
+def test_a_key_inside_an_empty_list_is_told_how_to_begin():
+    message = refusal(from_command_line, ["--config", "grpo_tiny.py", "--reward.shaping.0.weight", "1"])
+    assert "begin with --reward.shaping " in message and "begin with --." not in message
 
 
 def test_settings_that_another_algorithm_drops_are_said(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""What a run leaves behind: the lines, their survival of kills and full disks, the picture, the progress."""
+"""Files of a run: lines that survive kills and full disks, the curve; and the progress display."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ def lines(path) -> list[dict]:
 
 
 class Clock:
-    """Stands in for time.perf_counter; moves only when told."""
+    """A fake time.perf_counter that only the test moves."""
 
     def __init__(self, monkeypatch):
         self.now = 100.0
@@ -217,7 +217,7 @@ def test_a_full_disk_is_reported_once_and_training_goes_on(tmp_path, monkeypatch
     monkeypatch.setattr(jsonl, "append_rows", append)
     log.step(1, {}, tokens=1)
     log.step(2, {}, tokens=1)
-    full[0] = False  # somebody made room
+    full[0] = False  # space was freed
     log.step(3, {}, tokens=1)
     assert capsys.readouterr().out == (
         "warning: metrics.jsonl cannot be written (OSError: [Errno 28] No space left on device); "

@@ -10,10 +10,15 @@ import pytest
 
 from jaxrl_llm.rewards.config import RewardConfig
 from jaxrl_llm.rewards.load import MAX_PICKLE, choose_reward, pickle_function
-from jaxrl_llm.rewards.pool import RewardPool, check_reward
+from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.sample import RewardLoadError, RewardSample
 
 ROWS = [RewardSample("", answer=str(i), source="mine", columns={"level": i}) for i in range(6)]
+
+
+def check_reward(config, rows=(), function=None):
+    with RewardPool(dataclasses.replace(config, workers=1), function=function) as pool:
+        pool.check(rows)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from jaxrl_llm.rewards.config import RewardConfig
 from jaxrl_llm.rewards.messages import (
     MAX_LINE,
     Broken,
-    Expected,
+    ExpectedReply,
     Failed,
     InvalidWorkerReplyError,
     Loaded,
@@ -25,9 +25,9 @@ from jaxrl_llm.rewards.service import ServiceError, parse_scores
 CONFIG = RewardConfig(name="exact", weight=2.0, shaping=(("format", -0.5),))
 GOOD = RewardResult(1.75, Outcome.CORRECT, "", 0.25, (1.0, 0.5))
 BAD = RewardResult(math.nan, Outcome.FAILED, "ValueError: \u00e9", 0.0, (), "ValueError")
-NEW = Expected(id=7, loaded=False, batched=False, remaining=2)
-ONE = Expected(id=7, loaded=True, batched=False, remaining=2)
-BOTH = Expected(id=7, loaded=True, batched=True, remaining=2)
+NEW = ExpectedReply(id=7, loaded=False, batched=False, remaining=2)
+ONE = ExpectedReply(id=7, loaded=True, batched=False, remaining=2)
+BOTH = ExpectedReply(id=7, loaded=True, batched=True, remaining=2)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_replies_out_of_order_are_refused():
         with pytest.raises(InvalidWorkerReplyError):
             parse_reply(line, NEW, CONFIG)
         with pytest.raises(InvalidWorkerReplyError):
-            parse_reply(line, Expected(7, True, False, 0), CONFIG)
+            parse_reply(line, ExpectedReply(7, True, False, 0), CONFIG)
 
 
 def test_text_of_a_worker_can_be_printed():

@@ -16,7 +16,7 @@ SAMPLES = [RewardSample("4", answer="4", prompt="2+2="), RewardSample("5", answe
 
 @pytest.fixture
 def serve():
-    """Starts a server that answers each body by a function; gives its URL and what it was asked."""
+    """Start a server that answers each body by a function; return its URL and the bodies that it got."""
     servers = []
 
     def start(answer, code=200):

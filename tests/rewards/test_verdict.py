@@ -1,4 +1,4 @@
-"""What a judge says, found in its words and in its probabilities."""
+"""Verdicts of a generative reward model, from its text and from its probabilities."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What no engine can do is refused before any work, with the place and the fix."""
+"""Requests that no engine can serve are refused before any work, with the place and the fix."""
 
 import dataclasses
 import math

@@ -33,7 +33,7 @@ def read(path):
 
 
 def test_responses_and_their_scores(model, tmp_path, capsys):
-    """What generate reports of its tokens, score finds again."""
+    """The log-probs that generate reports are those of score."""
     chat = [{"role": "user", "content": "2 + 2"}]
     prompts = write(tmp_path / "p.jsonl", [{"prompt": "1 + 1 ="}, {"messages": chat}])
     out = tmp_path / "o.jsonl"

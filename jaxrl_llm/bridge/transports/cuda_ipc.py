@@ -65,11 +65,11 @@ class IpcTransport:
 
     async def send(self, receiver: Receiver, part: Part, options: Json) -> None:
         """Send the handles; the part keeps the memory until the server has replied."""
-        theirs = self.devices[receiver.pool.servers.index(receiver.server)] if self.devices else ""
-        gpus = shared_devices(theirs, os.environ.get(VISIBLE, ""), receiver.ranks)
+        server_devices = self.devices[receiver.pool.servers.index(receiver.server)] if self.devices else ""
+        gpus = shared_gpus(server_devices, os.environ.get(VISIBLE, ""), receiver.ranks)
         if not set(gpus) <= part.content.keys():
-            raise ServerError(f"{receiver.server.url}: on GPUs {theirs!r} where the trainer is not")
-        payloads = [handles(part.content[gpu]) for gpu in gpus]
+            raise ServerError(f"{receiver.server.url}: on GPUs {server_devices!r} where the trainer is not")
+        payloads = [pickle_handles(part.content[gpu]) for gpu in gpus]
         body = {"serialized_named_tensors": payloads, **options}
         await receiver.update("/update_weights_from_tensor", body)
 
@@ -86,7 +86,7 @@ def copy_to_torch(bucket: Bucket, device: jax.Device) -> list[tuple[str, Any]]:
     return made
 
 
-def handles(named: list[tuple[str, Any]]) -> str:
+def pickle_handles(named: list[tuple[str, Any]]) -> str:
     """Return the pickle that SGLang's own serializer makes: it names a GPU by its UUID, not by a number."""
     buffer = io.BytesIO()
     _Pickler(buffer).dump(named)
@@ -97,11 +97,11 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any):
         import torch
 
-        return shared(value) if isinstance(value, torch.Tensor) else NotImplemented
+        return reduce_tensor_by_uuid(value) if isinstance(value, torch.Tensor) else NotImplemented
 
 
-def shared(tensor: Any) -> tuple[Any, tuple]:
-    """Return how torch gives a CUDA tensor to another process, with the UUID in place of the number."""
+def reduce_tensor_by_uuid(tensor: Any) -> tuple[Any, tuple]:
+    """Return torch's reduction of a CUDA tensor for another process, with the UUID in place of the number."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     rebuild, arguments = reduce_tensor(tensor)
@@ -110,20 +110,21 @@ def shared(tensor: Any) -> tuple[Any, tuple]:
 
 @functools.cache
 def uuid_of(device: int) -> str:
+    """Return the UUID of the GPU of this number."""
     import torch
 
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def shared_devices(theirs: str, ours: str, ranks: int) -> Sequence[int]:
+def shared_gpus(server_devices: str, trainer_devices: str, ranks: int) -> Sequence[int]:
     """Return the trainer's number of the GPU of each of a server's ranks; -1 = the trainer does not see it.
 
     Args:
-        theirs, ours: CUDA_VISIBLE_DEVICES of server and run; "" = all.
+        server_devices, trainer_devices: CUDA_VISIBLE_DEVICES of server and run; "" = all.
     """
-    mine = [name.strip() for name in ours.split(",")] if ours else None
-    names = [name.strip() for name in (theirs or ours).split(",")] if theirs or ours else None
+    split = lambda devices: [name.strip() for name in devices.split(",")] if devices else None
+    visible, names = split(trainer_devices), split(server_devices or trainer_devices)
     chosen = names[:ranks] if names else [str(rank) for rank in range(ranks)]
-    number = lambda name: int(name) if mine is None else mine.index(name) if name in mine else -1
+    number = lambda name: int(name) if visible is None else visible.index(name) if name in visible else -1
     numbers = [number(name) for name in chosen]
     return numbers + [-1] * (ranks - len(numbers))

@@ -28,7 +28,7 @@ LOCK = ".lock"  # in a folder in memory; held for the life of the run
 
 
 class DiskTransport:
-    """Writes beside the place and renames, so that no server reads half a push; keeps the last two.
+    """Writes to a temporary name and renames, so that no server reads half a push; keeps the last two.
 
     Args:
         folder: of this run alone, that every server sees under the same path (`weight_folder`).
@@ -74,7 +74,7 @@ def weight_folder(run_dir: Path, shared: str, in_memory: bool, num_bytes: int) -
     """
     remove_abandoned()
     with contextlib.ExitStack() as closing:
-        if shared:  # where other runs may have theirs, too
+        if shared:  # a folder for each run: others may share it
             number = zlib.crc32(str(run_dir.absolute()).encode())
             folder = Path(shared).absolute() / f"{run_dir.name}-{number:08x}"
         elif in_memory and jax.process_count() == 1 and _free_memory() > (KEPT + 1) * num_bytes:
@@ -90,7 +90,7 @@ def weight_folder(run_dir: Path, shared: str, in_memory: bool, num_bytes: int) -
 
 
 def remove_abandoned() -> None:
-    """Free the memory of runs that were killed: their folders are those whose lock nobody holds."""
+    """Free the memory of runs that were killed: their folders are those whose lock no process holds."""
     for folder in MEMORY.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError), (folder / LOCK).open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -33,10 +33,12 @@ class HttpTransport:
         pass
 
     async def send(self, receiver: Receiver, part: Part, options: Json) -> None:
-        await receiver.update("/update_weights_from_tensor", body(part.content, receiver.ranks, options))
+        await receiver.update(
+            "/update_weights_from_tensor", request_pieces(part.content, receiver.ranks, options)
+        )
 
 
-async def body(payload: bytes, ranks: int, options: Json) -> AsyncIterator[bytes | memoryview]:
+async def request_pieces(payload: bytes, ranks: int, options: Json) -> AsyncIterator[bytes | memoryview]:
     """Yield {"serialized_named_tensors": [payload, ...], **options} in pieces, so that it is never whole."""
     view = memoryview(payload)
     yield b'{"serialized_named_tensors": ['

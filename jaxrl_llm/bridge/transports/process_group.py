@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from jaxrl_llm.bridge.buckets import Bucket, WeightSource
 from jaxrl_llm.bridge.push import RETRY_TIMEOUT, Part
-from jaxrl_llm.bridge.servers import Json, Receiver, reading
+from jaxrl_llm.bridge.servers import Json, Receiver, parsing_reply
 from jaxrl_llm.errors import ServerError, UserError
 from jaxrl_llm.structs import Params
 
@@ -55,7 +55,7 @@ class Relay:
     def send(self, bucket: Bucket) -> None:
         """Broadcast a bucket; returns when the server has all of it."""
         parts = bucket.bytes()
-        with contextlib.suppress(BrokenPipeError):  # `read_line` says why
+        with contextlib.suppress(BrokenPipeError):  # `read_line` raises the reason
             self._process.stdin.write(sum(map(len, parts)).to_bytes(8, "little"))
             for part in parts:
                 self._process.stdin.write(part)
@@ -113,7 +113,7 @@ class GroupTransport:
         self._relays[receiver.server.url], self._receivers[receiver.server.url] = relay, receiver
         async with self._or_leave_group(receiver):
             port = await self._read_line(relay)
-            with reading("the relay"):
+            with parsing_reply("the relay"):
                 body = {"master_address": relay.address, "master_port": int(port)}
             body |= {"rank_offset": 1, "world_size": receiver.ranks + 1}
             body |= {"group_name": relay.name, "backend": self.backend}
@@ -169,7 +169,7 @@ class GroupTransport:
 def address_towards(url: str) -> str:
     """Return this machine's address as the server sees it."""
     parts = urlsplit(url)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing: asks the routing table
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing: a routing lookup
         try:
             probe.connect((parts.hostname, parts.port or 80))
         except OSError as error:

@@ -17,7 +17,7 @@ from jaxrl_llm.bridge.buckets import Bucket
 STORAGE = {"float32": "FloatStorage", "bfloat16": "BFloat16Storage"}
 MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001  # of torch.save's files
 SIZES = {"short": 2, "int": 4, "long": 4}
-MEMO = 1000  # where the storage is remembered: out of the way of `_value`, which counts from 0
+MEMO = 1000  # memo index of the storage: beyond those of `_value`, which counts from 0
 
 
 def pickle_bucket(bucket: Bucket) -> bytes:
@@ -41,7 +41,7 @@ def pickle_bucket(bucket: Bucket) -> bytes:
 
 
 def _saved(bucket: Bucket) -> list[bytes | memoryview]:
-    """Return what `torch.save(storage, _use_new_zipfile_serialization=False)` writes."""
+    """Return the bytes that `torch.save(storage, _use_new_zipfile_serialization=False)` writes."""
     assert sys.byteorder == "little"
     count = sum(array.size for array in bucket.arrays)
     storage = _global(f"torch.{STORAGE[bucket.dtype]}")
@@ -71,5 +71,5 @@ def _global(name: str) -> bytes:
 
 
 def _value(value: Any) -> bytes:
-    """Return what puts a plain value on the unpickler's stack."""
+    """Return the opcodes that push a plain value on the unpickler's stack."""
     return pickle.dumps(value, 2)[2:-1]

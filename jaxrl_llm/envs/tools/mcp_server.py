@@ -21,9 +21,10 @@ CLOSE_SECONDS = 15.0  # more than the SDK gives a server to end before it kills 
 
 
 class McpServer:
-    """A server started by `command` and spoken to over its standard input and output; `tools` are its tools.
+    """A server started by `command`, reached over its standard input and output; `tools` are its tools.
 
-    It runs with your rights, outside any sandbox, and sees of the environment only PATH, HOME and the like.
+    It runs with your rights, outside any sandbox; of the environment variables it gets only PATH, HOME and a
+    few more.
     It ends with this process. The connection has a thread of its own, so its tools serve any event loop.
 
     Raises:
@@ -40,7 +41,7 @@ class McpServer:
             self.tools = started.result(seconds + CLOSE_SECONDS)
         except ImportError:
             raise UserError("tools of an MCP server need its SDK: pip install 'jaxrl-llm[mcp]'") from None
-        except Exception as error:  # whatever the SDK raises: the server never came up
+        except Exception as error:  # any error of the SDK: the server did not start
             while isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]
             why = f"no answer in {seconds:g} s" if isinstance(error, TimeoutError) else error
@@ -87,7 +88,7 @@ class McpTool:
         request = self.client.call_tool(self.schema["name"], arguments)
         try:
             answer = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(request, self.loop))
-        except Exception as error:  # whatever the SDK raises: an answer that is none, a server that is gone
+        except Exception as error:  # any error of the SDK: an invalid reply, a server that has ended
             raise ToolError(f"the tool did not answer: {error or type(error).__name__}") from error
         text = "\n".join(getattr(block, "text", f"[{block.type}]") for block in answer.content)
         if answer.is_error:

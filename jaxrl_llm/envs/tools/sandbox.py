@@ -52,14 +52,14 @@ FIX = (
 
 
 class SandboxError(UserError):
-    """No sandbox can be had on this machine; says why, and the fix."""
+    """No sandbox can be made on this machine; the message gives the reason and the fix."""
 
 
 class Python:
     """The tool `python`. Each call is a program of its own: nothing is kept from one to the next.
 
     Raises:
-        SandboxError: no sandbox can be had here.
+        SandboxError: no sandbox can be made here.
     """
 
     schema: ClassVar[dict[str, Any]] = {
@@ -101,7 +101,7 @@ class Sandbox:
 
     @property
     def contained(self) -> bool:
-        """Whether programs are in a sandbox; False only with `allow_unsandboxed`."""
+        """True if programs are sandboxed; False only with `allow_unsandboxed`."""
         return bool(self._wrapped)
 
     def _wrap(self) -> None:
@@ -207,7 +207,7 @@ class _Program(asyncio.SubprocessProtocol):
         self._exited.set_result(None)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """It has exited and nobody holds its output open."""
+        """Mark the program as ended: it has exited, and no process holds its output open."""
         self._closed.set_result(None)
 
     async def finish(self, code: bytes) -> str:
@@ -295,7 +295,7 @@ def _environment(home: str) -> dict[str, str]:
         "PATH": "/usr/bin:/bin",
         "HOME": home,
         "LANG": "C.UTF-8",
-        "OMP_NUM_THREADS": "1",  # numpy's libraries ask for threads when they are loaded
+        "OMP_NUM_THREADS": "1",  # numpy's libraries start threads when they are loaded
         "OPENBLAS_NUM_THREADS": "1",
     }
 

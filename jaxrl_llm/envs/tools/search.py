@@ -55,7 +55,7 @@ class Search:
     def __init__(self, config: ToolsConfig):
         self._results = config.search.results
         self._passages = list(read_corpus(config.search))
-        self._index = Index([f"{passage.title} {passage.text}" for passage in self._passages])
+        self._index = BM25Index([f"{passage.title} {passage.text}" for passage in self._passages])
 
     async def call(self, arguments: dict[str, Any]) -> str:
         """Return the best passages, with their titles."""
@@ -66,7 +66,7 @@ class Search:
         return "\n\n".join(f"[{n}] {p.title}\n{p.text}" for n, p in enumerate(passages, 1))
 
 
-class Index:
+class BM25Index:
     """Inverted index: for each word, the passages that have it and what it adds to their scores."""
 
     def __init__(self, texts: list[str]):

@@ -2,7 +2,7 @@
 
 A process that cannot multiply is bounded by its own limits: RLIMIT_AS and RLIMIT_CPU are per process, and
 RLIMIT_NPROC does not hold root. So fork, threads, and memory that RLIMIT_AS does not count are refused, and
-with them the kernel's less trodden doors. Of sockets only those families exist that the sandbox's own network
+so are rarely used system calls. Of sockets only those families exist that the sandbox's own network
 namespace contains; others, such as AF_VSOCK, reach the host past it.
 """
 
@@ -51,7 +51,7 @@ def refuse_filter(machine: str = "") -> bytes:
     """Return the filter for `machine` ("" = this one).
 
     Raises:
-        ValueError: a processor whose call numbers are not known here.
+        ValueError: a processor whose call numbers are not in ARCHITECTURES.
     """
     machine = machine or platform.machine()
     if machine not in ARCHITECTURES:

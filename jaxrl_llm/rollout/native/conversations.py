@@ -52,13 +52,13 @@ class TurnQueue:
             future.add_done_callback(lambda future: self._arrived.put((number, future)))
 
     def collect(self, block: bool) -> list[PartialResponse]:
-        """Return responses that have got a reply and go on. A collective.
+        """Return responses that have got a reply and continue. A collective.
 
         Args:
             block: wait for a reply, at most as long as the dialogue's patience.
 
         Raises:
-            DialogueError: no conversation can go on.
+            DialogueError: no conversation can continue.
         """
         if not self.num_waiting:
             return []

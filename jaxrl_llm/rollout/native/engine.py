@@ -115,7 +115,7 @@ class NativeEngine:
         Raises:
             UserError: an impossible prompt or sampling setting.
             ValueError: nothing is published.
-            DialogueError: no conversation can go on.
+            DialogueError: no conversation can continue.
         """
         check_requests(requests, sampling, self.model, self.tokenizer)
         if self._published is None:

@@ -1,7 +1,7 @@
 """The paged KV cache on the host: how many pages fit, and which slot uses which (vLLM's block manager).
 
 Prefix sharing: the pages of a prompt are written once and shared by its responses, with reference counts. The
-last page, if it is not full, is copied for each response, which goes on writing there. A response is admitted
+last page, if it is not full, is copied for each response, which continues in the copy. A response is admitted
 only if its longest continuation fits besides those of all running ones, so nothing is ever preempted, and no
 result depends on the size of the cache.
 """
@@ -63,7 +63,7 @@ class CachedPrompt:
 
     pages: list[int]
     num_active: int = 0  # its responses that are in slots
-    written: bool = False
+    cached: bool = False
 
 
 class SlotPages(NamedTuple):
@@ -127,12 +127,12 @@ class PagedCacheManager:
 
     def needs_prompt(self, slot: int) -> bool:
         """Return whether the slot's prompt is not in the cache yet."""
-        return not self.slots[slot].prompt.written
+        return not self.slots[slot].prompt.cached
 
     def insert(self, batch: PrefillBatch, rows: np.ndarray) -> None:
         """Write prompt rows[s] of the batch to the pages of slot s (row -1 = nothing to write).
 
-        Then copy the last page of prompts that are now there for the slots that go on writing in it.
+        Then copy the last page of prompts that are now there for the slots that continue it.
         """
         if (rows >= 0).any():
             width = pages_for(batch.kv[1][0].shape[-2], self.page_size)
@@ -140,11 +140,11 @@ class PagedCacheManager:
             for slot in np.flatnonzero(rows >= 0):
                 prompt = self.slots[slot].prompt
                 tables[self._shard_of(slot), rows[slot], : len(prompt.pages)] = prompt.pages
-                prompt.written = True
+                prompt.cached = True
             tables = tables.reshape(-1, width)
             self.cache = self.programs.write_pages(self.cache, batch.kv, batch.lengths, tables)
         copies = np.full((2, len(self.slots)), NULL_PAGE, np.int32)
-        ready = [copy for copy in self.pending_copies if self.slots[copy[0]].prompt.written]
+        ready = [copy for copy in self.pending_copies if self.slots[copy[0]].prompt.cached]
         for slot, *pages in ready:
             copies[:, slot] = pages
         if ready:

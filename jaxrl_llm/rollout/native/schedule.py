@@ -116,7 +116,7 @@ class Scheduler:
             context, key = response.context, self.turns.key_of(response) if self.turns else response.key
             max_new_tokens = response.request.max_tokens - len(response.ids)
             if not self.cache.allocate(slot, _prompt_key(response), len(context), max_new_tokens):
-                continue  # another shard may have room
+                continue  # another shard may have free slots
             self.waiting.popleft()
             self.running[slot] = response
             values = (context[-1], len(context) - 1, 0, max_new_tokens, True, key)
@@ -226,11 +226,11 @@ class Scheduler:
                     self.turns.send(response)
 
     def _remaining(self) -> int:
-        """Return the most tokens that an active slot may still generate."""
+        """Return the largest number of tokens that an active slot may still generate."""
         return int((self.slots.limits - self.slots.counts)[self.slots.active].max())
 
     def _busiest(self) -> int:
-        """Return the active slots of the shard that has most."""
+        """Return the largest number of active slots in a shard."""
         return int(self.slots.active.reshape(self.programs.num_shards, -1).sum(axis=1).max())
 
 

@@ -11,20 +11,20 @@ FLAGS = {"--api-key": API_KEY, "--admin-api-key": ADMIN_KEY}  # SGLang's flag ->
 API_ROUTES = ("/generate", "/model_info", "/server_info")  # the other routes that are used are for admins
 
 
-def keys() -> dict[str, str]:
+def server_keys() -> dict[str, str]:
     """Return SGLang's flag -> its value, of the keys that are set."""
     return {flag: os.environ[name] for flag, name in FLAGS.items() if os.environ.get(name)}
 
 
-def headers(path: str) -> dict[str, str]:
+def request_headers(path: str) -> dict[str, str]:
     """Return the HTTP headers of a request to this route."""
-    values = keys()
+    values = server_keys()
     api, admin = values.get("--api-key", ""), values.get("--admin-api-key", "")
     key = api if path in API_ROUTES else admin or api
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def problem(url: str) -> str:
+def address_problem(url: str) -> str:
     """Return why no server may be used at this address, with the fix; "" = it may."""
     try:
         parts = urlsplit(url)
@@ -36,9 +36,9 @@ def problem(url: str) -> str:
         return f"{url!r} is no address; write http://host:port."
     if parts.username or parts.password:
         return f"the address of {host} holds a password: set {API_KEY} instead."
-    if parts.scheme == "http" and not is_loopback(host) and not keys():
+    if parts.scheme == "http" and not is_loopback(host) and not server_keys():
         return (
-            f"{url} is plain http to another host, and there is no key: whoever reaches it may change its "
+            f"{url} is plain http to another host, and there is no key: anyone who reaches it can change its "
             f"weights. Start it with --api-key and set {API_KEY} (and {ADMIN_KEY}) to it here, or use https."
         )
     return ""

@@ -1,4 +1,4 @@
-"""Requests to a server over HTTP: the reply that was asked for, or an error that says which kind."""
+"""Requests to a server over HTTP: a reply of the expected form, or one of the errors of errors.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import aiohttp
 from jaxrl_llm.bridge.servers import Json
 from jaxrl_llm.errors import InvalidReplyError, UnreachableError
 from jaxrl_llm.rollout.sglang import auth
-from jaxrl_llm.rollout.sglang.server import Server, error_of
+from jaxrl_llm.rollout.sglang.server import Server, error_from_status
 
 HEADERS = {"Accept-Encoding": "identity"}  # a compressed reply has no size that could be limited
 JSON = {"Content-Type": "application/json"}
@@ -57,7 +57,7 @@ class Client:
             InvalidReplyError: too long, or no JSON object.
             RefusedError: the request is wrong, or the key.
             BusyError: status 429 or 503.
-            UnreachableError: no reply in time, or one that says that the server failed.
+            UnreachableError: no reply in time, or one that reports a failure of the server.
         """
         reply = await self.request_bytes(server, path, body, timeout, headers, max_bytes)
         try:
@@ -86,14 +86,19 @@ class Client:
             server.url + path,
             **content,
             timeout=limit,
-            headers={**HEADERS, **(JSON if "data" in content else {}), **auth.headers(path), **headers},
+            headers={
+                **HEADERS,
+                **(JSON if "data" in content else {}),
+                **auth.request_headers(path),
+                **headers,
+            },
             allow_redirects=False,  # a key is for this server alone
         )
         try:
             async with request as response:
                 if response.status != 200:
                     text = await _read(response, MAX_ERROR_BYTES)
-                    raise error_of(server.url, path, response.status, text.decode(errors="replace"))
+                    raise error_from_status(server.url, path, response.status, text.decode(errors="replace"))
                 reply = await _read(response, max_bytes + 1)
         except TimeoutError:
             raise UnreachableError(f"{server.url}: no answer to {path} in {limit.total:g} s") from None

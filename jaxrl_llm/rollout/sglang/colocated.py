@@ -1,7 +1,7 @@
-"""Trainer and servers on the same GPUs take turns: servers release their memory while the trainer works.
+"""Trainer and servers on the same GPUs: servers release their memory while the trainer works.
 
 Order: release -> training -> resume the weights' memory -> new weights -> resume the cache's memory -> probe.
-What a server held is lost meanwhile, so weights are always sent again.
+A server loses its weights by that, so they are always sent again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ async def release_memory(pool: ServerPool) -> None:
 
     async def release(server: Server) -> None:
         try:
-            # Nobody waits for what it still generates, and one that is not idle would crash.
+            # Its responses are not needed any more, and a server that is not idle would crash.
             await pool.request_bytes(server, "/abort_request", {"abort_all": True})
             await pool.request_bytes(server, f"/flush_cache?timeout={IDLE_TIMEOUT:g}", {})
             await pool.request(server, "/release_memory_occupation", {"tags": [CACHE, WEIGHTS]})

@@ -21,8 +21,8 @@ from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Request, Samplin
 from jaxrl_llm.rollout.partial import new_responses, trajectory_of
 from jaxrl_llm.rollout.sglang import colocated
 from jaxrl_llm.rollout.sglang.generate import ResponseGenerator
-from jaxrl_llm.rollout.sglang.mismatch import MismatchTotals, choose_compared, differences
-from jaxrl_llm.rollout.sglang.pool import ServerPool, wait
+from jaxrl_llm.rollout.sglang.mismatch import MismatchTotals, choose_compared, logprob_differences
+from jaxrl_llm.rollout.sglang.pool import ServerPool, result_of
 from jaxrl_llm.structs import Metrics, Params, Trajectory
 
 
@@ -42,12 +42,12 @@ class PendingResponses:
 
         Raises:
             ServerError: one that no server could complete.
-            DialogueError: no conversation can go on.
+            DialogueError: no conversation can continue.
         """
         return self.engine.on_first(self._finish)
 
     def _finish(self) -> list[Trajectory]:
-        wait(self.future)
+        result_of(self.future)
         while self.rejected:
             again = [self.responses[i] for i in self.rejected]
             self.rejected.clear()
@@ -55,7 +55,7 @@ class PendingResponses:
                 vars(response).update(vars(response.restarted()))
             generator = self.engine.generator
             self.future = self.engine.pool.start(generator.finish_all(again, self.sampling, self.dialogue))
-            wait(self.future)
+            result_of(self.future)
         return [trajectory_of(response, self.engine.tokenizer) for response in self.responses]
 
 
@@ -144,11 +144,11 @@ class SGLangEngine:
         key: jax.Array,
         dialogue: Dialogue | None = None,
     ) -> list[Trajectory]:
-        """`start`, and wait."""
+        """Call `start` and wait for the result."""
         return self.start(requests, sampling, key, dialogue).result()
 
     def snapshot(self, pending: Sequence[PendingResponses]) -> list[list[PartialResponse]]:
-        """Return copies of the responses as they are now, in process 0; generation goes on."""
+        """Return copies of the responses as they are now, in process 0; generation continues."""
         if self.pool is None:
             return [[] for _ in pending]
         copies = self.pool.run(self.generator.snapshot([each.responses for each in pending]))
@@ -165,7 +165,7 @@ class SGLangEngine:
         )
 
     def release_memory(self) -> None:
-        """Colocated: have the servers release their memory, and with it the weights."""
+        """Have colocated servers release their memory, and with it the weights."""
         if self.sglang.colocated and self._leaf is not None:
             self._leaf = None
             self.on_first(lambda: self.pool.run(colocated.release_memory(self.pool)))
@@ -201,14 +201,14 @@ class SGLangEngine:
     def _find_false(
         self, trajectories: Sequence[Trajectory], own: Sequence[np.ndarray], tolerance: float
     ) -> set[str]:
-        """Return the `server`s that are not to be trusted; leave out those that are in the pool."""
+        """Return the `server`s with false log-probs; leave out those that are in the pool."""
         in_place = self.sglang.pause == "in_place"
         gaps = [
-            differences(trajectory, logprobs, self._version, in_place)
+            logprob_differences(trajectory, logprobs, self._version, in_place)
             for trajectory, logprobs in zip(trajectories, own, strict=True)
         ]
         known = {server.url for server in self.pool.servers}
-        false, alone = self._mismatch.judge(trajectories, gaps, tolerance, known)
+        false, alone = self._mismatch.find_mismatches(trajectories, gaps, tolerance, known)
         for url, mean in false.items():
             self.pool.run(self._exclude(url, mean, tolerance))
         return {*self.pool.excluded, *(trajectories[i].server for i in alone)}

@@ -45,7 +45,7 @@ class ResponseGenerator:
 
         Raises:
             ServerError: a response that no server could complete.
-            DialogueError: no conversation can go on.
+            DialogueError: no conversation can continue.
         """
         group_servers: dict[int, Server] = {}
         try:
@@ -56,7 +56,7 @@ class ResponseGenerator:
             raise errors.exceptions[0] from None
 
     async def snapshot(self, batches: Sequence[Sequence[PartialResponse]]) -> list[list[PartialResponse]]:
-        """Return copies of the responses as they are now, after the servers gave what they have."""
+        """Return copies of the responses, with the tokens that servers have generated so far."""
         self._resumed.clear()
         self.pool.interruptions += 1
         deadline = time.monotonic() + SNAPSHOT_TIMEOUT
@@ -136,7 +136,7 @@ class ResponseGenerator:
                 "input_ids": [*request.prompt_ids.tolist(), *response.ids],
                 "sampling_params": self._sampling_params(response, sampling),
                 "return_logprob": True,
-                "extra_key": self.pool.label,  # keys cached under older weights are no use
+                "extra_key": self.pool.label,  # keys cached under older weights must not be used
             }
             async with self.pool.slot:
                 await self._resumed.wait()

@@ -1,4 +1,4 @@
-"""Health checks of a pool of servers: which belong to it, which are well, which come back."""
+"""Health checks of a pool of servers: membership, health and recovery."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxrl_llm.rollout.sglang.pool import ServerPool
 from jaxrl_llm.rollout.sglang.server import Server, print_line
 
 CHECK_INTERVAL = 1.0  # seconds
-QUIET_LIMIT = 20.0  # seconds without any reply, after which a server is asked for its health
+QUIET_LIMIT = 20.0  # seconds without any reply, after which /health is requested
 HEALTH_TIMEOUT = 30.0  # seconds: /health sleeps a second, then waits up to 20 for a token
 
 
@@ -25,8 +25,8 @@ async def run_health_checks(
     """Check the servers until cancelled.
 
     A server that was left out, or is new, gets the newest weights and is used once it has been probed; it is
-    tried again after 1, 2, 4, ... at most 15 seconds. One that has requests and is quiet is asked for its
-    health.
+    tried again after 1, 2, 4, ... at most 15 seconds. The health of one that has
+    requests and gives no replies is checked.
 
     Args:
         members: returns the present addresses.
@@ -49,7 +49,7 @@ async def run_health_checks(
 
 
 def _due(pool: ServerPool, server: Server):
-    """Return what is to be done with a server now, if anything."""
+    """Return the check or admission of a server that is due now, if any."""
     now = time.monotonic()
     if server.admission_lock.locked():
         return None
@@ -83,15 +83,15 @@ class ServerList:
         try:
             urls = read_addresses(self.path)
         except (OSError, ValueError) as error:
-            self._say_once(f"{self.path}: {error}; the servers stay as they were")
+            self._print_once(f"{self.path}: {error}; the servers stay as they were")
             return self._known
-        problems = {url: auth.problem(url) for url in urls}
+        problems = {url: auth.address_problem(url) for url in urls}
         for problem in filter(None, problems.values()):
-            self._say_once(f"{self.path}: {problem}")
+            self._print_once(f"{self.path}: {problem}")
         self._known = [url for url in urls if not problems[url]]
         return self._known
 
-    def _say_once(self, text: str) -> None:
+    def _print_once(self, text: str) -> None:
         if text not in self._printed:
             self._printed.add(text)
             print_line(text)

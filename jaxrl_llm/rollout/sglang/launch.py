@@ -66,7 +66,7 @@ class ServerProcesses:
         self.logs = [logs / f"sglang_{index}.log" for index in range(config.launch)]
         ports = free_ports(config.launch)
         self.urls = [f"http://127.0.0.1:{port}" for port in ports]
-        self.commands = [command(config, sglang, model, port) for port in ports]
+        self.commands = [server_command(config, sglang, model, port) for port in ports]
         self.visible = sglang.devices or [os.environ.get(VISIBLE, "")] * config.launch
         self.starts = [0] * config.launch
         self.processes = [self._start(index) for index in range(config.launch)]
@@ -119,7 +119,7 @@ class ServerProcesses:
                 elif time.monotonic() > deadline:
                     problem = f"no answer from {url} in {self.timeout:g} s (--sglang.start_timeout)"
                 if problem:
-                    raise ServerError(f"{problem}; {log} ends:\n{tail(log)}")
+                    raise ServerError(f"{problem}; {log} ends:\n{log_tail(log)}")
                 time.sleep(POLL_INTERVAL)
 
     def close(self) -> None:
@@ -135,15 +135,17 @@ class ServerProcesses:
 
 
 def kill_group(process: subprocess.Popen) -> None:
-    """End a process and what it started."""
+    """Kill a process and its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def command(config: RolloutConfig, sglang: SGLangConfig, model: Path, port: int) -> list[str]:
+def server_command(config: RolloutConfig, sglang: SGLangConfig, model: Path, port: int) -> list[str]:
     """Return the command that starts one server; `sglang.flags` come last and override the others."""
     module = (
-        ("-c", f"FLAGS = {auth.FLAGS}{START_WITH_KEYS}") if auth.keys() else ("-m", "sglang.launch_server")
+        ("-c", f"FLAGS = {auth.FLAGS}{START_WITH_KEYS}")
+        if auth.server_keys()
+        else ("-m", "sglang.launch_server")
     )
     server = [
         *(sglang.python, *module, "--model-path", str(model)),
@@ -167,13 +169,13 @@ def free_ports(count: int) -> list[int]:
 def is_up(url: str) -> bool:
     """Return whether a server replies at this address."""
     try:
-        request = urllib.request.Request(f"{url}/model_info", headers=auth.headers("/model_info"))
+        request = urllib.request.Request(f"{url}/model_info", headers=auth.request_headers("/model_info"))
         with DIRECT.open(request, timeout=5) as reply:
             return reply.status == 200
     except (OSError, urllib.error.URLError):
         return False
 
 
-def tail(log: Path) -> str:
+def log_tail(log: Path) -> str:
     """Return the end of a log."""
     return log.read_text(errors="replace")[-LOG_TAIL:]

@@ -12,10 +12,10 @@ import numpy as np
 
 from jaxrl_llm.structs import Trajectory
 
-MIN_TOKENS = 24  # before a mean is judged: as many as the probe has
+MIN_TOKENS = 24  # of a mean that is compared: as many as the probe has
 
 
-def differences(trajectory: Trajectory, own: np.ndarray, version: int, in_place: bool) -> np.ndarray:
+def logprob_differences(trajectory: Trajectory, own: np.ndarray, version: int, in_place: bool) -> np.ndarray:
     """Return |own - reported|, nats, of the tokens that rest on the weights of `version` alone, float64 [n].
 
     Args:
@@ -47,17 +47,17 @@ def choose_compared(trajectories: Sequence[Trajectory], version: int) -> list[Tr
 
 
 class MismatchTotals:
-    """Differences added up by server, until there are enough tokens for a judgement.
+    """Differences added up by server, until there are enough tokens for a mean.
 
     Attributes:
-        worst: the largest mean difference judged since it was last set to 0, nats.
+        worst: the largest mean difference since it was last set to 0, nats.
     """
 
     def __init__(self):
         self.worst = 0.0
         self._totals: dict[str, tuple[float, int]] = {}
 
-    def judge(
+    def find_mismatches(
         self,
         trajectories: Sequence[Trajectory],
         gaps: Sequence[np.ndarray],
@@ -67,10 +67,10 @@ class MismatchTotals:
         """Return ({server: its mean difference} beyond the tolerance, trajectories beyond it by themselves).
 
         Args:
-            gaps: the `differences` of each trajectory.
+            gaps: the `logprob_differences` of each trajectory.
             tolerance: largest mean difference, nats.
-            servers: addresses that can be judged. A trajectory of several servers, or from behind a router,
-                is judged by itself.
+            servers: addresses with a mean of their own. A trajectory of several servers, or from behind a
+                router, is compared by itself.
         """
         alone = []
         for i, (trajectory, each) in enumerate(zip(trajectories, gaps, strict=True)):

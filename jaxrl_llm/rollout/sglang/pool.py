@@ -1,10 +1,10 @@
 """A pool of SGLang servers: the least busy one gets a request, one that fails is left out.
 
-A server is in use only after a reply with the newest weights. Whatever goes wrong with it - no reply in
-time, an error, a reply that cannot be true, other weights than were sent - takes it out until the newest
-weights have reached it (again) and been probed: an unknown outcome is never taken for success. Health checks
-(health.py) bring servers back while others work. A wait for servers has a limit (`patience`), and stderr
-says what it is for.
+A server is in use only after a reply with the newest weights. Any failure - no reply in time, an error, a
+reply that cannot be true, other weights than were sent - takes it out of use until the newest weights have
+reached it (again) and been probed: an unknown outcome never counts as success. Health checks (health.py)
+bring servers back while others work. A wait for servers has a limit (`patience`), and its reason is printed
+on stderr.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
-from jaxrl_llm.bridge.servers import Json, reading
+from jaxrl_llm.bridge.servers import Json, parsing_reply
 from jaxrl_llm.errors import BusyError, RefusedError, ServerError, UnreachableError, UserError
 from jaxrl_llm.rollout.sglang.client import Client
 from jaxrl_llm.rollout.sglang.server import Server, print_line
@@ -27,15 +27,15 @@ from jaxrl_llm.structs import Metrics
 
 Result = TypeVar("Result")
 Read = Callable[[Json, Json, str], Generated]
-"""(reply, request, label of the weights that the server had been given) -> its tokens; an error of `reading`
-if it cannot be true."""
+"""(reply, request, label of the weights that had been sent to the server) -> its tokens; an error of
+`parsing_reply` if it cannot be true."""
 START_TIMEOUT = 30.0  # seconds for the first reply of a running server
-SAY_INTERVAL = 30.0  # seconds between two lines about a wait
+LOG_INTERVAL = 30.0  # seconds between two lines about a wait
 POLL_INTERVAL = 0.1
 
 
 class ServerResponse(NamedTuple):
-    """A reply to /generate, and who gave it."""
+    """A reply to /generate, and the address of its server."""
 
     generated: Generated
     server: str
@@ -84,7 +84,7 @@ class ServerPool:
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine in the pool's loop and return its result; an interrupt cancels it."""
-        return wait(self.start(work))
+        return result_of(self.start(work))
 
     def start(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         """Begin a coroutine in the pool's loop. `close` ends it."""
@@ -126,7 +126,7 @@ class ServerPool:
         """Refuse addresses where no server replies: at the start that is a mistake.
 
         Raises:
-            UserError: says which.
+            UserError: one does not; names it.
         """
 
         async def request_all() -> list[Json | BaseException]:
@@ -163,7 +163,7 @@ class ServerPool:
                 return await self._generate_on(server, body, group, read)
             except RefusedError as error:
                 refusals[server] = str(error)
-                self._say_sometimes(f"a refused request is tried on another server: {error}")
+                self._print_wait(f"a refused request is tried on another server: {error}")
                 if server is self.router:  # which may choose another server next time
                     problems.append(str(error))
             except ServerError as error:
@@ -171,7 +171,7 @@ class ServerPool:
                 if isinstance(error, BusyError) or down:
                     if time.monotonic() > deadline:
                         raise
-                    self._say_sometimes(f"{error}; trying again for {self.patience:g} s")
+                    self._print_wait(f"{error}; trying again for {self.patience:g} s")
                     await asyncio.sleep(pause * random.uniform(0.5, 1))
                     pause = min(2 * pause, 8.0)
                     continue
@@ -221,7 +221,7 @@ class ServerPool:
                     server.readmit(label)
 
     def set_servers(self, urls: Sequence[str]) -> None:
-        """Change who belongs to the pool: who has gone gets no more requests, who is new is admitted first.
+        """Change the members of the pool: removed servers get no more requests, new ones are admitted first.
 
         A server that was excluded may come back once its address has been away.
         """
@@ -254,7 +254,7 @@ class ServerPool:
             if request.cancelled():
                 raise ServerError(f"{server.url} was left out meanwhile: {server.problem}")
             reply = request.result()
-            with reading(server.url):
+            with parsing_reply(server.url):
                 generated = read(reply, body, label)
             server.record_response(len(generated.ids))
             async with server.update_lock:
@@ -298,15 +298,13 @@ class ServerPool:
                     self.patience and not hopeless
                 )
                 raise ServerError(f"no SGLang server can be used{waited}: {self.describe()}")
-            self._say_sometimes(
-                f"no server can be used; waiting {self.patience:g} s for one: {self.describe()}"
-            )
+            self._print_wait(f"no server can be used; waiting {self.patience:g} s for one: {self.describe()}")
             await asyncio.sleep(POLL_INTERVAL)
 
-    def _say_sometimes(self, text: str) -> None:
+    def _print_wait(self, text: str) -> None:
         """Print a line about a wait now and then."""
         if time.monotonic() >= self._next_line:
-            self._next_line = time.monotonic() + SAY_INTERVAL
+            self._next_line = time.monotonic() + LOG_INTERVAL
             print_line(text)
 
     async def _open(self, timeout: float) -> Client:
@@ -320,7 +318,7 @@ class ServerPool:
         await self._client.close()
 
 
-def wait(future: Future[Result]) -> Result:
+def result_of(future: Future[Result]) -> Result:
     """Return a future's result; an interrupt cancels it."""
     try:
         return future.result()

@@ -1,4 +1,4 @@
-"""One SGLang server: whether it can be used, what it is doing, what went wrong."""
+"""State of one SGLang server: its use, requests and failures."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Outage:
 
     @property
     def reason(self) -> str:
-        """Why the run ends; "" = it does not."""
+        """The reason for which the run ends; "" = it does not."""
         return f"its servers: {self.error}" if self.error else ""
 
 
-def error_of(url: str, path: str, status: int, text: str) -> ServerError:
+def error_from_status(url: str, path: str, status: int, text: str) -> ServerError:
     """Return the error that a reply with this status means."""
     message = f"{url} answered {status} to {path}: {text:.300}"
     if status in (401, 403):
@@ -59,7 +59,7 @@ def error_of(url: str, path: str, status: int, text: str) -> ServerError:
 
 
 class Counts(NamedTuple):
-    """What a server did since the last reading."""
+    """Throughput and use of a server since the last call of `take_counts`."""
 
     tokens: int
     busy_seconds: float  # with a request
@@ -96,7 +96,7 @@ class Server:
         return len(self._requests)
 
     def leave_out(self, error: ServerError) -> None:
-        """Send it no more requests; those that it has go to other servers."""
+        """Stop sending requests to it; those in flight go to other servers."""
         if "left out" not in self._since:
             print_line(f"a server is left out: {error}")
             self.failures += 1
@@ -104,14 +104,14 @@ class Server:
         self.unreachable = isinstance(error, UnreachableError | BusyError)
         self.label, self._since["left out"] = "", self._since.get("left out", time.monotonic())
         if self.unreachable:
-            self.released.clear()  # whatever replies next is another process, or one of unknown state
+            self.released.clear()  # the next reply is of another process, or of one in an unknown state
         self.next_try = time.monotonic() + self._retry_delay
         self._retry_delay = min(2 * self._retry_delay, LAST_RETRY)
         for request in self._requests:
             request.cancel()
 
     def readmit(self, label: str) -> None:
-        """Use it: it holds the weights of this label and has been probed."""
+        """Bring it into use: it holds the weights of this label and has been probed."""
         if "left out" in self._since:
             print_line(f"{self.url} is in use again")
         self.usable, self.problem, self.unreachable, self.label = True, "", False, label
@@ -140,7 +140,7 @@ class Server:
         self._tokens += num_tokens
 
     def take_counts(self) -> Counts:
-        """Return what it did since the last call."""
+        """Return the counts since the last call, and reset them."""
         now = time.monotonic()
         for state, since in self._since.items():
             self._busy_seconds += (now - since) * (state == "busy")

@@ -30,15 +30,15 @@ def max_reply_bytes(body: Json) -> int:
 def read_generated(
     reply: Json, body: Json, label: str, versions: Mapping[str, int], vocab_size: int
 ) -> Generated:
-    """Return the tokens of a reply, if all of it can be true.
+    """Return the tokens of a valid reply.
 
     Args:
         body: of the request.
-        label: of the weights that the server was last known to hold when it was asked; "" = not known.
+        label: of the last weights that were sent to the server before the request; "" = not known.
         versions: label of weights -> policy version, of all that this run ever sent.
 
     Raises:
-        ValueError, TypeError, LookupError, AttributeError: it cannot; the server is not to be trusted.
+        ValueError, TypeError, LookupError, AttributeError: it is not valid; the server is left out.
     """
     meta, max_tokens = reply["meta_info"], body["sampling_params"]["max_new_tokens"]
     _check_request(meta, body)

@@ -29,7 +29,7 @@ from jaxrl_kernels.flash_attention.spec import MASKED_LSE
 BUFFERS = 4 * 2**20
 """Bytes of VMEM for pages in flight, two blocks of keys and of values; a quarter of the smallest chip's."""
 MAX_BLOCK = 512
-"""Tokens computed at once: more hide no more of a copy's latency."""
+"""Largest number of tokens computed at once: more would not hide more of a copy's latency."""
 MAX_TABLE = 2**19
 """Bytes of scalar memory for the page table, half of a chip's."""
 
@@ -299,7 +299,7 @@ def _kernel(table, lengths, window, q, *refs, scale, softcap, block, page, split
     @pl.when(slot == 0)
     def _():
         first_buffer[0] = 0
-        for buffer in buffers[1::2]:  # what is not copied has weight 0, and must not be NaN
+        for buffer in buffers[1::2]:  # positions that are not copied have weight 0, and must not be NaN
             buffer[...] = jnp.zeros_like(buffer)
         work.each_copy(slot, start, 0, lambda copy: copy.start())
 

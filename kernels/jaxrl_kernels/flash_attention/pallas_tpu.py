@@ -248,7 +248,7 @@ def _dkv_kernel(spec, blocks, *refs):
 def _unless_masked(spec: AttentionSpec, blocks: Blocks, scalars, i, j, add, *, by_key: bool = False) -> None:
     """Call `add(mask)` unless all pairs of block i of queries and block j of keys are masked.
 
-    `mask(q_segments, kv_segments)` says which are visible; None if all are.
+    `mask(q_segments, kv_segments)` returns the visible pairs; None if all are.
     """
     offsets, q_info, kv_info = scalars
     batch = pl.program_id(0)

@@ -73,7 +73,7 @@ def linear_logprob(
 
 
 class _Specs(NamedTuple):
-    """How hidden states and head are sharded."""
+    """Sharding of hidden states and head."""
 
     hidden: PartitionSpec
     head: PartitionSpec

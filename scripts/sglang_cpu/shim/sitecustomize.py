@@ -1,4 +1,4 @@
-"""The torchvision of PyPI is built for CUDA: its registrations fail on a CPU, and nobody needs them there."""
+"""Disables the registrations of PyPI's torchvision, which is built for CUDA: they fail on a CPU."""
 
 import sys
 import types

@@ -1,6 +1,6 @@
 """One small model, its engines, requests and results, shared by the tests of the native engine.
 
-What compiles is an engine in one shape, so tests that need no other setting share `engine()` and `base()`.
+An engine compiles for seconds, so tests that need no other setting share `engine()` and `base()`.
 """
 
 import functools

@@ -95,7 +95,7 @@ def test_8_bits_by_hand(dtype, error):
 
 
 class FakePrograms(SimpleNamespace):
-    """Records what is asked of the device."""
+    """Records the calls of the device functions."""
 
     def empty_cache(self, pages, page_size):
         return (pages, page_size)

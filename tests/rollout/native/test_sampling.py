@@ -32,7 +32,7 @@ def kept(**settings):
         ({"top_p": 0.86}, [0, 1, 2, 4]),
         ({"min_p": 0.3}, [1, 2, 4]),
         ({"min_p": 1.0}, [1]),
-        ({"top_k": 2, "top_p": 0.6}, [1]),  # 0.4 / 0.65 > 0.6: top-p sees what top-k left
+        ({"top_k": 2, "top_p": 0.6}, [1]),  # 0.4 / 0.65 > 0.6: top-p is applied after top-k
         ({"top_k": 3, "top_p": 0.7, "min_p": 0.7}, [1]),
         ({}, [0, 1, 2, 3, 4]),
     ],

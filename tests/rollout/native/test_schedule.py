@@ -178,7 +178,7 @@ def occupancy(slots, limits, chunk):
 def test_slots_are_refilled_and_halved_by_hand():
     # Two slots: 2 and 8 tokens; the chunk ends when the first has finished, the third takes its slot.
     assert occupancy(2, [2, 8, 6], chunk=8) == 1.0
-    # Nobody waits: two steps of 2 slots, then 6 of one slot.
+    # No response waits: two steps of 2 slots, then 6 of one slot.
     assert occupancy(2, [2, 8], chunk=8) == 10 / (2 * 2 + 6 * 1)
     # Four slots, all but one done after 1 token: the chunk ends, and one slot is left for 7 steps.
     assert occupancy(4, [1, 1, 1, 8], chunk=8) == 11 / (4 + 7)

@@ -1,4 +1,4 @@
-"""A fake server with SGLang's JSON that computes with the native engine; it can be told to misbehave.
+"""A fake server with SGLang's JSON that computes with the native engine and can misbehave on demand.
 
 As a script it is what `python -m sglang.launch_server` would be: see stub/sglang/launch_server.py.
 """
@@ -54,7 +54,7 @@ class FakeServer(FakeWeights):
         self.url = f"http://127.0.0.1:{self.port}"
 
     def behave(self) -> None:
-        """Do what is asked, from now on."""
+        """Serve requests from now on."""
         self.deaf = self.refuses = self.down = self.hangs = False
         self.breaks_after = self.holds_after = 0
         self.spoil, self.keys, self.replies = None, ("", ""), {}

@@ -1,4 +1,4 @@
-"""What the fake server knows of weights that come in parts: pauses, sessions, tensors, process groups."""
+"""Weight updates of the fake server: pauses, sessions, tensors, process groups."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from aiohttp import web
+from hf_tensors import params_from_tensors
 
 from jaxrl_llm import models
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.load import load_params
-from jaxrl_llm.hf.names import hf_tensors, params_from_state_dict
+from jaxrl_llm.hf.names import hf_tensors
 from jaxrl_llm.rollout.native.engine import NativeEngine, RolloutConfig
 from jaxrl_llm.sharding.rules import TRAIN
 
@@ -128,7 +129,7 @@ class FakeWeights:
         if "weight_version" in body:
             config = read_config(self.model_path)
             assert self.tensors.keys() == {tensor.name for tensor in hf_tensors(config)}
-            self._use(config, lambda: params_from_state_dict(config, self.tensors), body)
+            self._use(config, lambda: params_from_tensors(config, self.tensors), body)
 
     def _use(self, config, load, body):
         if not self.deaf or self.engine is None:

@@ -13,7 +13,7 @@ from jaxrl_llm.errors import ServerError
 from jaxrl_llm.rollout.engine import SamplingConfig
 from jaxrl_llm.rollout.sglang import health
 from jaxrl_llm.rollout.sglang.health import run_health_checks
-from jaxrl_llm.rollout.sglang.mismatch import MismatchTotals, choose_compared, differences
+from jaxrl_llm.rollout.sglang.mismatch import MismatchTotals, choose_compared, logprob_differences
 from jaxrl_llm.structs import Trajectory
 
 SAMPLED = SamplingConfig(ignore_eos=True)
@@ -50,7 +50,7 @@ def make(servers, tmp_path, monkeypatch):
 
 
 def own_logprobs(params, trajectories):
-    """What the trainer finds."""
+    """Return the trainer's own log-probs."""
     score = score_of(MODEL)
     both = [np.concatenate([t.prompt_ids, t.response_ids]) for t in trajectories]
     return [score(params, x, 1.0)[len(t.prompt_ids) - 1 :] for x, t in zip(both, trajectories, strict=True)]
@@ -66,21 +66,27 @@ def trajectory(server="a", logprobs=(-1.0, -2.0, -3.0), versions=(4, 5, 5), mask
 
 def test_tokens_of_the_same_weights_that_the_policy_chose_are_compared():
     own = np.array([-1.5, -2.25, -9.0])
-    assert differences(trajectory(), own, 5, in_place=False).tolist() == [0.25]
-    assert differences(trajectory(), own, 4, in_place=False).tolist() == [0.5]
-    assert differences(trajectory(), own, 5, in_place=True).tolist() == []  # rests on older keys, too
-    assert differences(trajectory(versions=(5, 5, 5)), own, 5, in_place=True).tolist() == [0.5, 0.25]
-    assert differences(trajectory(), np.full(3, np.nan), 5, in_place=False).tolist() == []
+    assert logprob_differences(trajectory(), own, 5, in_place=False).tolist() == [0.25]
+    assert logprob_differences(trajectory(), own, 4, in_place=False).tolist() == [0.5]
+    assert logprob_differences(trajectory(), own, 5, in_place=True).tolist() == []  # rests on older keys, too
+    assert logprob_differences(trajectory(versions=(5, 5, 5)), own, 5, in_place=True).tolist() == [0.5, 0.25]
+    assert logprob_differences(trajectory(), np.full(3, np.nan), 5, in_place=False).tolist() == []
 
 
 def test_a_server_is_judged_by_the_mean_of_enough_tokens():
     totals, some = MismatchTotals(), [trajectory("a"), trajectory("b"), trajectory("a b"), trajectory("c")]
     found = [np.full(20, 0.3), np.full(30, 0.1), np.full(30, 0.3), np.full(20, 0.3)]
-    assert totals.judge(some, found, 0.2, {"a", "b"}) == ({}, [2])  # "a" has 20 tokens, and "c" is no server
+    assert totals.find_mismatches(some, found, 0.2, {"a", "b"}) == (
+        {},
+        [2],
+    )  # "a" has 20 tokens, and "c" is no server
     assert totals.worst == pytest.approx(0.1)
-    false, alone = totals.judge([trajectory("a")], [np.full(10, 0.0)], 0.15, {"a", "b"})
+    false, alone = totals.find_mismatches([trajectory("a")], [np.full(10, 0.0)], 0.15, {"a", "b"})
     assert false == {"a": pytest.approx(20 * 0.3 / 30)} and alone == []
-    assert totals.judge([trajectory("a")], [np.full(24, 0.1)], 0.15, {"a"}) == ({}, [])  # counted anew
+    assert totals.find_mismatches([trajectory("a")], [np.full(24, 0.1)], 0.15, {"a"}) == (
+        {},
+        [],
+    )  # counted anew
     assert totals.worst == pytest.approx(0.2)
 
 

@@ -1,4 +1,4 @@
-"""What servers may do to a run, and what the pool makes of it."""
+"""Faults of servers, and the reaction of the pool."""
 
 import asyncio
 import functools
@@ -421,7 +421,7 @@ def test_keys_come_from_the_environment_and_each_route_gets_its_own(make, server
 )
 def test_addresses_that_may_be_used(monkeypatch, url, key, expected):
     monkeypatch.setenv(auth.API_KEY, key)
-    found = auth.problem(url)
+    found = auth.address_problem(url)
     assert found.startswith(expected) and bool(found) == bool(expected) and "secret" not in found
 
 

@@ -1,4 +1,4 @@
-"""Faults of real SGLang servers on a CPU (JAXRL_SGLANG_PYTHON), which ask for keys all along."""
+"""Faults of real SGLang servers on a CPU (JAXRL_SGLANG_PYTHON), which require keys."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""The SGLang engine against a server that speaks its JSON, and (where there is one) against a real one."""
+"""The SGLang engine against a fake server with its JSON, and (where there is one) against a real one."""
 
 import dataclasses
 
@@ -78,7 +78,7 @@ def test_the_same_weights_are_not_sent_twice_and_other_ones_are(make, servers):
     engine, params = make(), weights()
     assert engine.publish(params, 1) and not engine.publish(params, 1)
     first = servers[0].label
-    assert engine.publish(weights(1), 1)  # the version does not tell: weight noise keeps it
+    assert engine.publish(weights(1), 1)  # not by the version, which weight noise keeps
     assert servers[0].label != first
 
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from jaxrl_llm.bridge.servers import reading
+from jaxrl_llm.bridge.servers import parsing_reply
 from jaxrl_llm.errors import InvalidReplyError
 from jaxrl_llm.rollout.sglang import validate
 
@@ -73,7 +73,7 @@ def test_no_reply_is_read_as_what_it_is_not():
         for _ in range(rng.randint(1, 3)):
             mutate(broken, rng)
         try:
-            with reading("a server"):
+            with parsing_reply("a server"):
                 ids, logprobs, versions, _ = read(broken, BODY, "")
         except InvalidReplyError:
             refused += 1

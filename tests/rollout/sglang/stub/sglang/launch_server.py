@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[4]))
 from fake_sglang import FakeServer
 
 logging.basicConfig()

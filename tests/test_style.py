@@ -1,0 +1,257 @@
+"""The rules of style that a parser can check: sizes, names, docstrings and words."""
+
+import ast
+import collections
+import functools
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("jaxrl_llm", "kernels", "configs", "examples", "benchmarks", "scripts", "tests")
+each_folder = pytest.mark.parametrize("folder", FOLDERS)
+
+MAX_LINES = {"jaxrl_llm": 400, "configs": 400, "examples": 400, "scripts": 400}
+MAX_TEST_LINES = 600  # of kernels, benchmarks and tests
+MAX_FUNCTION_LINES = 50  # without the docstring
+
+RIDDLES = {"What", "Who", "Whose", "Where", "How", "Which", "Whether", "Why"}
+NO_VERBS = RIDDLES | {
+    *("A", "An", "The", "This", "These", "That", "It", "Its", "They", "There", "One", "Each", "Every", "All"),
+    *("Any", "Both", "No", "Not", "Nothing", "Only", "As", "At", "By", "For", "From", "If", "In", "Of", "On"),
+    *("To", "When", "While", "With", "Without", "Returns", "Computes", "Yields", "Writes", "Reads", "Checks"),
+    *("Runs", "Makes", "Sends", "Sets", "Adds", "Gives", "Takes", "Starts", "Stops", "Prints", "Called"),
+}
+"""First words that a docstring of a function must not have, in place of an imperative: "Return ..."."""
+DIALECT = {
+    r"nobody|everybody|somebody|anybody|whoever|whom": "name the part that acts",
+    r"believes?|wants?|wanted|wishes|speaks?|spoken|told|heard": "needs, validates, sends, received",
+    r"tak(?:es?|ing|en) turns": "synchronous, alternate, interleave",
+    r"(?:writing|written|writes) ahead|ahead of the trainer": "asynchronous rollout",
+    r"supervised start": "SFT warm-up",
+    r"half-written": "partial",
+    r"stand-ins?": "fake",
+    r"begun": "started",
+}
+"""Words of comments and docstrings -> what the field says instead."""
+UNCLEAR = {
+    "ask", "asked", "begun", "found", "heard", "here", "lay", "lie", "made", "mine", "most",
+    "room", "said", "say", "seat", "speak", "theirs", "there", "told", "wanted",
+    "wants", "ways", "whole", "written",
+}  # fmt: skip
+"""Names that functions, parameters and fields must not have: the field has words for them."""
+CONTRACTS = {
+    "main": "the entry point of a program",
+    "get_config": "a recipe",
+    "forward": "of each implementation of an operation (docs/kernels.md)",
+    "backward": "of each implementation of an operation",
+    "d_logits": "of each implementation of linear_logprob",
+    "unsupported": "of each implementation that takes some shapes only",
+    "decode_attention": "of each implementation, and the operation itself",
+    "write_token": "of each implementation, and the operation itself",
+    "linear_logprob": "the operation, and its batch-invariant form of the same signature",
+    "check_vmem": "of each TPU kernel's shapes.py",
+    "vmem_bytes": "of each TPU kernel's shapes.py",
+}
+"""Public names that several modules define, since code calls any of them -> why."""
+SEPARATE = ("tests/", "benchmarks/peers/", "scripts/sglang_cpu/")
+"""Folders whose files are programs of their own: the uniqueness of names ends there."""
+REEXPORTS = {
+    "jaxrl_llm/__init__.py": "the Python API",
+    "jaxrl_llm/algos/__init__.py": "the algorithms, for recipes",
+    "jaxrl_llm/config.py": "all that a recipe needs besides its algorithm",
+    "jaxrl_llm/models/__init__.py": "the decoder's interface",
+    "kernels/jaxrl_kernels/linear_logprob/chunked.py": "d_logits is that of the reference",
+}
+"""Modules with __all__ -> why."""
+
+
+class Definition(NamedTuple):
+    """A class or function."""
+
+    file: Path
+    node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    is_public: bool
+
+    @property
+    def place(self) -> str:
+        return f"{name_of(self.file)}:{self.node.lineno}: {self.node.name}"
+
+
+def name_of(file: Path) -> str:
+    return str(file.relative_to(ROOT))
+
+
+@functools.cache
+def files_of(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+@functools.cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+@functools.cache
+def nodes_of(file: Path) -> list[ast.AST]:
+    return list(ast.walk(tree_of(file)))
+
+
+def definitions(folder: str) -> Iterator[Definition]:
+    """Yield the classes and functions at the top of each module, and the methods."""
+    for file in files_of(folder):
+        for node in tree_of(file).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield Definition(file, node, is_public=not node.name.startswith("_"))
+            if isinstance(node, ast.ClassDef):
+                for inner in node.body:
+                    if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
+                        yield Definition(file, inner, is_public=not {node.name[0], inner.name[0]} & {"_"})
+
+
+def docstrings(file: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line, text) of the docstrings of modules, classes, functions and attributes."""
+    for node in nodes_of(file):
+        for inner in node.body if isinstance(getattr(node, "body", None), list) else []:
+            value = getattr(inner, "value", None)
+            if (
+                isinstance(inner, ast.Expr)
+                and isinstance(value, ast.Constant)
+                and isinstance(value.value, str)
+            ):
+                yield inner.lineno, value.value
+
+
+def comments(file: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line, text) of the comments."""
+    for token in tokenize.generate_tokens(io.StringIO(file.read_text()).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def first_word(text: str) -> str:
+    match = re.match(r"[A-Za-z]+", text.strip())
+    return match[0] if match else ""
+
+
+def is_property(node: ast.AST) -> bool:
+    return any("property" in ast.unparse(decorator) for decorator in getattr(node, "decorator_list", ()))
+
+
+@each_folder
+def test_files_are_small_plain_and_well_named(folder):
+    limit = MAX_LINES.get(folder, MAX_TEST_LINES)
+    for file in files_of(folder):
+        text = file.read_text()
+        assert text.isascii(), f"{name_of(file)}: {next(x for x in text.splitlines() if not x.isascii())}"
+        assert len(text.splitlines()) <= limit, f"{name_of(file)} has more than {limit} lines"
+        hides = file.stem in sys.stdlib_module_names
+        assert not hides, f"{name_of(file)} hides a module of the standard library"
+
+
+@each_folder
+def test_functions_are_short(folder):
+    for file in files_of(folder):
+        for node in nodes_of(file):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = node.end_lineno - node.lineno + 1
+                if ast.get_docstring(node) is not None:
+                    lines -= node.body[0].end_lineno - node.body[0].lineno + 1
+                assert lines <= MAX_FUNCTION_LINES, f"{name_of(file)}: {node.name} has {lines} lines"
+
+
+@each_folder
+def test_docstrings_are_no_riddles(folder):
+    wrong = [
+        f"{name_of(file)}:{line}: {text.strip().splitlines()[0]}"
+        for file in files_of(folder)
+        for line, text in docstrings(file)
+        if first_word(text) in RIDDLES
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("folder", [folder for folder in FOLDERS if folder != "tests"])
+def test_docstrings_of_functions_open_with_a_verb(folder):
+    wrong = []
+    for definition in definitions(folder):
+        text = ast.get_docstring(definition.node)
+        if text is None or isinstance(definition.node, ast.ClassDef) or is_property(definition.node):
+            continue
+        word = first_word(text)
+        if (
+            word in NO_VERBS
+            or not word[:1].isupper()
+            or (word.endswith("ed") and word not in ("Feed", "Need"))
+        ):
+            wrong.append(f"{definition.place}: {text.splitlines()[0]}")
+    assert not wrong, "\n".join(wrong)
+
+
+@each_folder
+def test_comments_and_docstrings_have_the_words_of_the_field(folder):
+    patterns = {re.compile(rf"\b(?:{words})\b", re.IGNORECASE): better for words, better in DIALECT.items()}
+    any_of_them = re.compile(rf"\b(?:{'|'.join(DIALECT)})\b", re.IGNORECASE)
+    wrong = []
+    for file in files_of(folder):
+        if not any_of_them.search(file.read_text()):
+            continue  # most files: tokenizing takes longer than the search
+        for line, text in (*docstrings(file), *comments(file)):
+            for pattern, better in patterns.items():
+                if match := pattern.search(text):
+                    wrong.append(f"{name_of(file)}:{line}: {match[0]!r}: {better}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("folder", [folder for folder in FOLDERS if folder != "tests"])
+def test_names_are_clear(folder):
+    """Of public functions, their parameters, and fields of classes."""
+    wrong = []
+    for place, node, is_public in definitions(folder):
+        names = {node.name.lower()} if is_public else set()
+        if isinstance(node, ast.ClassDef):
+            names |= {x.target.id for x in node.body if isinstance(x, ast.AnnAssign)}
+        else:
+            arguments = node.args
+            names |= {x.arg for x in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+        wrong += [f"{name_of(place)}:{node.lineno}: {name}" for name in sorted(names & UNCLEAR)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_public_names_have_one_meaning():
+    places = collections.defaultdict(set)
+    for folder in FOLDERS:
+        for file in files_of(folder):
+            if not name_of(file).startswith(SEPARATE):
+                for node in tree_of(file).body:
+                    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                        places[node.name].add(name_of(file))
+    shared = {name: files for name, files in places.items() if len(files) > 1 and name[0] != "_"}
+    again = {name: sorted(files) for name, files in shared.items() if name not in CONTRACTS}
+    assert not again, f"defined more than once: {again}"
+    assert CONTRACTS.keys() <= shared.keys(), f"not shared any more: {CONTRACTS.keys() - shared.keys()}"
+
+
+def test_no_module_exports_the_names_of_another():
+    modules = {
+        name_of(file)
+        for folder in FOLDERS
+        for file in files_of(folder)
+        for node in tree_of(file).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    }
+    assert modules == REEXPORTS.keys()
+
+
+def test_imports_are_absolute():
+    for folder in FOLDERS:
+        for file in files_of(folder):
+            for node in nodes_of(file):
+                relative = isinstance(node, ast.ImportFrom) and node.level > 0
+                assert not relative, f"{name_of(file)}:{node.lineno}: a relative import"
