@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,7 +79,8 @@ def run(
         reward: reward function with the signature of TRL, veRL, OpenRLHF, RL2 or `f(sample) -> float`; it
             runs in worker processes: a notebook may define it, but it cannot change the notebook's variables.
         data: training rows as dicts, with the columns that files of rows may have; they are written to
-            run_dir/data/train.jsonl. None = the recipe's data.
+            run_dir/data, under a name made of their content: a run cannot be continued with other rows.
+            None = the recipe's data.
         eval_data: held-out rows, likewise; with `data` alone nothing is evaluated.
         settings: fields by the keys of the command line, such as steps=50, algo="rloo".
 
@@ -87,11 +90,14 @@ def run(
     if data is not None and eval_data is None and not {"data.eval_path", "eval.every"} & settings.keys():
         print("note: no eval_data is given, so nothing is evaluated", file=sys.stderr)
         settings["eval.every"] = 0
+    if reward is not None and not callable(reward):
+        raise UserError(
+            f'reward: {reward!r:.100} is no function; a built-in reward is **{{"reward.name": NAME}}'
+        )
     resolved = with_settings(recipe, settings)
     for rows, name, key in ((data, "train", "data.path"), (eval_data, "eval", "data.eval_path")):
         if rows is not None:
-            file = Path(resolved.config.run_dir) / "data" / f"{name}.jsonl"
-            write_rows(rows, file)
+            file = write_rows(rows, Path(resolved.config.run_dir) / "data", name)
             resolved = with_settings(resolved.config, {key: str(file)})._replace(recipe=resolved.recipe)
     ended = execute(resolved, reward=reward)
     run_dir = Path(resolved.config.run_dir)
@@ -121,6 +127,8 @@ def generate(
     except TypeError as error:
         raise UserError(f"generate: {str(error).replace('GenerateConfig.__init__() ', '')}") from None
     check_fields(config)
+    if isinstance(prompts, str | Mapping):
+        raise UserError("generate: prompts is one prompt, a list of prompts is expected: [prompt]")
     examples = [_as_example(prompt, i) for i, prompt in enumerate(prompts)]
     return [
         [Response(t.text, t.response_ids, t.logprobs, t.finish) for t in trajectories]
@@ -135,22 +143,36 @@ def _as_example(prompt: Any, i: int) -> Example:
         row = {"prompt": prompt}
     elif isinstance(prompt, Sequence):
         row = {"messages": list(prompt)}
+    elif not isinstance(prompt, Mapping):
+        raise UserError(f"prompt {i} is {prompt!r:.100}: expected text, a chat or a row")
     return read_prompt_row(dict(row), f"prompt {i}", SourceConfig())
 
 
-def write_rows(rows: Rows, file: Path) -> None:
-    """Write rows as JSONL.
+def write_rows(rows: Rows, folder: Path, name: str) -> Path:
+    """Write rows as JSONL. Return the file: "train_1a2b3c4d5e6f.jsonl", for the name "train".
 
     Raises:
-        UserError: there are no rows, or one is not a JSON object; names the row.
+        UserError: these are no rows, or one is not a JSON object; names the row.
     """
+    if isinstance(rows, str | Path | Mapping):
+        raise UserError(
+            f"data: {type(rows).__name__} given, a list of rows (dicts) expected; the rows of a file are the "
+            'setting **{"data.path": FILE}'
+        )
     lines = []
     for i, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise UserError(f"data: row {i} is {row!r:.100}: expected a dict of columns")
         try:
-            lines.append(json.dumps(dict(row), allow_nan=False))
+            lines.append(json.dumps(dict(row), allow_nan=False) + "\n")
         except (TypeError, ValueError) as error:
             raise UserError(f"data: row {i} cannot be written as JSON: {error}") from error
     if not lines:
         raise UserError("data: there are no rows")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    text = "".join(lines).encode()
+    file = folder / f"{name}_{hashlib.sha256(text).hexdigest()[:12]}.jsonl"
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    partial.write_bytes(text)
+    os.replace(partial, file)  # a run that reads it reads on
+    return file

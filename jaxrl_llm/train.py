@@ -137,7 +137,7 @@ def train(
         with log.phase("update"):
             state, metrics = stage.update(state, minibatches, step - stage.start)
             metrics = {"kl": None, **experience.metrics, **jax.device_get(metrics)}
-        stop_if_nonfinite(state, experience, config, step + 1)
+        stop_if_nonfinite(state, experience, config, step + 1, stage.end)
 
         done = step + 1
         if eval_due(run, done):
@@ -233,14 +233,21 @@ def checkpoint_due(config: TrainConfig, done: int, total: int) -> bool:
     return done == total or bool(every and done % every == 0)
 
 
-def stop_if_nonfinite(state: TrainState, experience: Experience, config: TrainConfig, done: int) -> None:
+def stop_if_nonfinite(
+    state: TrainState, experience: Experience, config: TrainConfig, done: int, end: int
+) -> None:
     """End the run after too many skipped updates in a row; its checkpoints stay as they are.
+
+    Args:
+        end: last step of the stage; one in which every update was skipped has trained nothing.
 
     Raises:
         NonFiniteError: names the file that the offending batch was written to.
     """
-    skipped = max(int(s.nonfinite) for s in (state, state.critic) if s)
-    if skipped < config.optim.max_nonfinite:
+    models = [s for s in (state, state.critic) if s]
+    skipped = max(int(s.nonfinite) for s in models)
+    untrained = done == end and any(int(s.nonfinite) and not int(s.version) for s in models)
+    if skipped < config.optim.max_nonfinite and not untrained:
         return
     path = Path(config.run_dir) / f"nonfinite_step_{done}.npz"
     arrays = {f"{i}.tokens": item.tokens for i, item in enumerate(experience.items)}

@@ -47,6 +47,21 @@ def test_a_run_returns_its_metrics_samples_and_model(result):
     assert result.curve.is_file()
 
 
+def test_a_run_cannot_be_continued_with_other_rows(result):
+    """Rows are files named by their content, so the setting data.path differs."""
+    (file,) = (result.run_dir / "data").glob("train_*.jsonl")
+    assert [json.loads(line) for line in file.read_text().splitlines()] == ROWS
+    arguments = {
+        "reward": len,
+        "eval_data": ROWS[:8],
+        "run_dir": str(result.run_dir),
+        **SHORT,
+        "eval.every": 1,
+    }
+    with pytest.raises(UserError, match=r"data\.path: was .*train_\w+\.jsonl"):
+        jaxrl_llm.run("grpo_tiny.py", data=ROWS[1:], **arguments, **{"eval.prompts": 8})
+
+
 def test_the_model_generates(result):
     chat = [{"role": "user", "content": "1 + 1 ="}]
     responses = jaxrl_llm.generate(result.model, ["1 + 1 =", chat, {"prompt": "2"}], n=2, max_tokens=3)
@@ -68,6 +83,9 @@ def test_the_model_generates(result):
         (("grpo_tiny.py",), {"algo": "grppo"}, "--algo grppo: unknown algorithm"),
         (("grpo_tiny.py",), {"data": []}, "data: there are no rows"),
         (("grpo_tiny.py",), {"data": [{"prompt": {1, 2}}]}, "data: row 0 cannot be written as JSON"),
+        (("grpo_tiny.py",), {"data": [3]}, "data: row 0 is 3: expected a dict of columns"),
+        (("grpo_tiny.py",), {"data": "my.jsonl"}, "data: str given, a list of rows (dicts) expected; the"),
+        (("grpo_tiny.py",), {"reward": "exact"}, "reward: 'exact' is no function; a built-in reward is"),
         (("grpo_tiny.py",), {"reward": lambda: 1.0, "data": ROWS}, "reward"),
     ],
 )
@@ -86,5 +104,9 @@ def test_a_config_is_a_recipe_and_a_wrong_setting_of_generate_is_named(result, t
         jaxrl_llm.generate(result.model, ["1"], temperature=-1.0)
     with pytest.raises(UserError, match="prompt 0"):
         jaxrl_llm.generate(result.model, [{"text_": "1"}])
+    with pytest.raises(UserError, match="prompt 1 is 5: expected text, a chat or a row"):
+        jaxrl_llm.generate(result.model, ["1", 5])
+    with pytest.raises(UserError, match="a list of prompts is expected"):
+        jaxrl_llm.generate(result.model, "1 + 1 =")
     with pytest.raises(AttributeError, match="it has generate, run"):
         _ = jaxrl_llm.train_model

@@ -114,8 +114,10 @@ def load_algorithm(name: str) -> Algorithm:
     if name in ALGOS:
         return ALGOS[name]
     path = Path(name)
-    if not os.path.isfile(path):
-        raise UserError(f"--algo {name}: not one of {sorted(ALGOS)} and not a Python file")
+    if path.suffix != ".py":
+        raise UserError(
+            f"--algo {name}: not one of {', '.join(sorted(ALGOS))}, and not the path of a .py file"
+        )
     module, key = import_user_file(path, "algo"), os.path.abspath(path)
     try:
         _LOADED[key] = _algorithm(name, key, module)

@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
+from jaxrl_llm import models
 from jaxrl_llm.bridge.probe import Probe, Score, probe_tokens
 from jaxrl_llm.bridge.servers import (
     CACHE,
@@ -26,7 +27,7 @@ from jaxrl_llm.bridge.servers import (
     ServerLike,
     parsing_reply,
 )
-from jaxrl_llm.errors import NoRouteError, RefusedError, ServerError
+from jaxrl_llm.errors import NoRouteError, RefusedError, RunError, ServerError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.structs import Metrics, Params
 
@@ -97,8 +98,14 @@ class Publisher:
 
         Raises:
             ServerError: no server took them.
+            RunError: weights are NaN or Inf; the servers keep what they have.
         """
         start = time.perf_counter()
+        if bad := models.nonfinite(params):  # a probe would blame the servers
+            raise RunError(
+                f"not sent to the servers: weights hold NaN or Inf: {', '.join(bad)}. Lower "
+                "--optim.learning_rate, or start from another --model.path."
+            )
         expected = self.score(params, self.probe_ids, 1.0)
         self.on_first(self.wait_for_servers)
         probe = Probe(self.probe_ids, expected, label, self.tolerance)

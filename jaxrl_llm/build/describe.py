@@ -39,7 +39,7 @@ def start_lines(run: Run, start: int) -> Iterator[str]:
         yield f"data for {name}: {counts}"
     if 0 < start < run.total:
         yield f"continuing {config.run_dir} after step {start}"
-    if start == run.total:
+    if start >= run.total:  # more where --steps is less than before
         yield (
             f"nothing to do: step {start} of {run.total} is done in {config.run_dir}. Raise --steps to train "
             "on, or set another --run_dir to train anew with these settings."

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,14 +14,14 @@ from jaxrl_llm import algos, models
 from jaxrl_llm.algos.contract import AlgoConfig, old_logprobs
 from jaxrl_llm.config import ModelConfig, TrainConfig, derived
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
-from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.folder import resolve_model
 from jaxrl_llm.hf.load import PRETRAINED, PretrainedModels
 from jaxrl_llm.hf.tokenizer import has_tokenizer, load_tokenizer, vocabulary_difference
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.optim import OptimConfig, make_optimizer
-from jaxrl_llm.learn.stage import Stage
+from jaxrl_llm.learn.stage import Stage, loss_signals
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.sharding.mesh import make_mesh
@@ -76,6 +78,25 @@ def make_stages(
         learner = make_learner(config, algos.sft.Config(), optim, warm.steps, model, mesh)
         stages.insert(0, Stage(learner, "warm_start", 0, warm.steps, **critic, updates_critic=False))
     return stages
+
+
+def check_own_algorithm(stage: Stage) -> None:
+    """Trace the loss of a user's own algorithm on abstract arrays; compiles nothing.
+
+    Raises:
+        UserError: the loss raises, or returns something else than (scalar, metrics); names the line, if any.
+    """
+    path = Path(algos.of(stage.policy.algo).name)
+    if path.suffix != ".py":
+        return
+    try:
+        stage.policy.update_programs(loss_signals(stage), stage.teachers)
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [f":{frame.lineno}" for frame in frames if frame.filename == str(path)]
+        where = f"{path}{(lines or [': loss(inputs, config) -> (scalar, dict of metrics)'])[-1]}"
+        text = str(error).partition("\n")[0]
+        raise UserError(f"--algo: {where}: {type(error).__name__}: {text}") from error
 
 
 def check_vocabularies(config: TrainConfig, tokenizer: Any) -> None:

@@ -15,7 +15,13 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
 from jaxrl_llm.build.engines import make_engine
-from jaxrl_llm.build.models import check_vocabularies, config_with_heads, load_model_config, make_stages
+from jaxrl_llm.build.models import (
+    check_own_algorithm,
+    check_vocabularies,
+    config_with_heads,
+    load_model_config,
+    make_stages,
+)
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.rows import Example
@@ -28,6 +34,7 @@ from jaxrl_llm.experience.reward_models import load_reward_model
 from jaxrl_llm.experience.rollouts import RolloutSource
 from jaxrl_llm.experience.score import Scorer, reward_sample
 from jaxrl_llm.hf.config import read_config
+from jaxrl_llm.hf.export import check_export_folder
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.tokenizer import generation_end_ids
 from jaxrl_llm.host.processes import on_first
@@ -110,6 +117,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
         UserError: input that cannot work, with the fix.
     """
     check_kernels_setting()
+    on_first(lambda: check_export_folder(Path(config.run_dir) / "hf"))
     mesh = make_mesh(config.mesh)
     model, tokenizer, folder = load_model_config(config.model)
     set_template(tokenizer, config.data.chat)
@@ -125,6 +133,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     if generates:
         rewards = open_rewards(config, rows, reward, closing)
     stages = make_stages(config, model, mesh)
+    check_own_algorithm(stages[-1])
     if generates:
         ends = generation_end_ids(folder) if folder else ()
         resident = resident_bytes(config, stages[-1])

@@ -21,6 +21,7 @@ FIXED = (
     "model.architecture",
     "model.tokenizer",
     "model.dtype",
+    "optim.name",
     "data",
     "max_prompt_tokens",  # decides which prompts are filtered, and so all that follow
     "prompts_per_step",  # step s reads prompts from s * prompts_per_step on

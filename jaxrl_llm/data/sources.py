@@ -98,7 +98,8 @@ class FileSource:
             raise UserError(f"{path}: none of the {total} rows can be used:{report}")
         if num_bad and bad_rows == "fail":
             raise UserError(
-                f"{path}: {num_bad} of {total} rows are bad (--data.bad_rows skip skips them):{report}"
+                f"{path}: {num_bad} of {total} rows are bad (--data.bad_rows skip, in training, skips them):"
+                f"{report}"
             )
         if num_bad:
             log.warning("%s: %d of %d rows skipped:%s", path, num_bad, total, report)

@@ -77,6 +77,16 @@ def save_model(
     return folder
 
 
+def check_export_folder(folder: Path) -> None:
+    """Refuse a place for an export that has something else, hours before the export.
+
+    Raises:
+        UserError: names what is there.
+    """
+    if problem := _export_problem(folder.absolute(), 0):
+        raise UserError(problem)
+
+
 def save_description(
     config: TransformerConfig, folder: Path, tokenizer: Any = None, dtype: str = "bfloat16"
 ) -> Path:
@@ -127,7 +137,7 @@ def _export_problem(folder: Path, size: int) -> str | None:
     if not os.access(parent, os.W_OK):
         return f"{parent}: cannot be written to; choose another folder for the export"
     free = shutil.disk_usage(parent).free
-    if free < size + 2**20:
+    if size and free < size + 2**20:
         return f"{folder}: the export needs {size:,} bytes, but {free:,} are free on that disk"
     return None
 

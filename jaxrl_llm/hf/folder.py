@@ -43,11 +43,14 @@ def resolve_model(path_or_hub_name: str | Path) -> Path:
     name = str(path_or_hub_name)
     try:
         path = expand_home(path_or_hub_name)
-        if path.is_dir():
-            return path
-        is_file = path.exists()
+        is_folder, is_file = path.is_dir(), path.exists()
+        is_run = (path / "checkpoints").is_dir() and (path / "metrics.jsonl").is_file()
     except (OSError, ValueError) as error:  # too long a name, a NUL, a lone surrogate
         raise UserError(f"{name[:80]!r}: not the name of a folder ({error})") from error
+    if is_run:
+        raise UserError(_run_directory(path))
+    if is_folder:
+        return path
     if is_file:
         raise UserError(f"{path}: a file, but a model is a folder (config.json and *.safetensors)")
     if not _HUB_NAME.fullmatch(name):
@@ -62,6 +65,15 @@ def resolve_model(path_or_hub_name: str | Path) -> Path:
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}). "
             "Check the name; without a network, copy the model here and give its folder."
         ) from error
+
+
+def _run_directory(path: Path) -> str:
+    if (path / "hf" / "config.json").is_file():
+        return f"{path}: a run directory; its trained model is {path / 'hf'}"
+    return (
+        f"{path}: a run directory, of a run that has not exported its model. Continue the run, or export a "
+        f"checkpoint (python -m jaxrl_llm export --checkpoint {path} --out FOLDER) and give that folder."
+    )
 
 
 def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTensor]:

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from jax.typing import DTypeLike
 from safetensors import safe_open
 
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.folder import FLOATS, StoredTensor, read_headers, refuse_remote_code, resolve_model
 from jaxrl_llm.hf.names import TensorRows, from_hf, parse_layout, tensor_rows
@@ -21,6 +22,12 @@ from jaxrl_llm.structs import Params
 
 _MAX_READ = 16 * 2**20  # bytes of a file that are mapped at once
 _MIN_READ = 2**20
+_EXPONENT = {
+    "float32": np.uint32(0x7F800000),
+    "float16": np.uint16(0x7C00),
+    "bfloat16": np.uint16(0x7F80),
+}
+"""Bits of the exponent, all of them set in NaN and Inf."""
 
 
 class PretrainedModels(Protocol):
@@ -64,8 +71,8 @@ def load_params(
         dtype: of the weights in memory.
 
     Raises:
-        UserError: weights missing, unexpected, misshapen, damaged, pickled, or outside the folder; the
-            folder needs its own code.
+        UserError: weights missing, unexpected, misshapen, damaged, pickled, or outside the folder;
+            NaN or Inf; the folder needs its own code.
     """
     folder = Path(folder)
     refuse_remote_code(folder)
@@ -136,11 +143,22 @@ def read_slice(
         rows = slice(part.start + start * inner[0], part.start + stop * inner[0])
         with safe_open(stored.file, framework="np") as handle:
             block = handle.get_slice(part.name)[(rows, *columns)]
+        if not _all_finite(block):
+            raise UserError(
+                f"{stored.file}: {part.name} holds NaN or Inf. Download the model again, or take another."
+            )
         sizes = size | {dim: bound[dim][1] - bound[dim][0] for dim in lead[1:]} | {lead[0]: stop - start}
         target = [slice(None)] * len(dims)
         target[rows_axis] = slice(start - first, stop - first)
         out[tuple(target)] = from_hf(block, part.layout, tuple(sizes[dim] for dim in dims))[cut]
     return out
+
+
+def _all_finite(block: np.ndarray) -> bool:
+    """Return whether no exponent has all its bits set; `np.isfinite` is slow for bfloat16."""
+    ones = _EXPONENT[block.dtype.name]
+    bits = block.view(ones.dtype)
+    return not ((bits & ones) == ones).any()
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 from jaxrl_llm.errors import RunError, UserError, exit_code
-from jaxrl_llm.host.signals import unwinding
+from jaxrl_llm.host.signals import Interrupted, show_cursor, unwinding
 
 
 def run_command(command: Callable[[list[str]], int | None], argv: list[str]) -> int:
@@ -21,3 +21,6 @@ def run_command(command: Callable[[list[str]], int | None], argv: list[str]) -> 
         except (UserError, RunError) as error:
             print(f"error: {error}", file=sys.stderr)
             return exit_code(error)
+        except Interrupted:  # perhaps while a live panel was being opened
+            show_cursor()
+            raise

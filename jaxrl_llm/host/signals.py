@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 HANDLED = (signal.SIGTERM, signal.SIGINT)
 SHOW_CURSOR = b"\x1b[?25h"  # a live panel hides the cursor
@@ -49,6 +49,7 @@ class SignalHandlers:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._previous = {number: signal.signal(number, self._handle) for number in HANDLED}
+        self._previous_hook, sys.unraisablehook = sys.unraisablehook, self._report_unraisable
         self._previous_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._thread.start()
@@ -61,6 +62,7 @@ class SignalHandlers:
     def remove(self) -> None:
         """Restore the previous handlers."""
         signal.set_wakeup_fd(self._previous_fd)
+        sys.unraisablehook = self._previous_hook
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         os.close(self._write)
@@ -90,6 +92,14 @@ class SignalHandlers:
         self._respond(number)
         if self._response == "unwind":
             raise Interrupted(128 + number)
+
+    def _report_unraisable(self, unraisable: Any) -> None:
+        """Report an exception that Python drops, as in a finalizer, unless it is that of a signal.
+
+        `received` stays: the command ends where it next looks, or when a second signal arrives.
+        """
+        if not isinstance(unraisable.exc_value, Interrupted):
+            self._previous_hook(unraisable)
 
     def _watch(self) -> None:
         """Announce the first signal, exit at the second."""
@@ -180,10 +190,15 @@ def announce(number: int, action: str) -> None:
 
 def exit_at_once(number: int) -> None:
     """End the process without cleanup, except that the terminal's cursor is shown."""
+    show_cursor()
+    os._exit(128 + number)
+
+
+def show_cursor() -> None:
+    """Show the terminal's cursor, which a live panel hides, also where the panel was not closed."""
     with contextlib.suppress(OSError):
         if os.isatty(1):
             os.write(1, SHOW_CURSOR)
-    os._exit(128 + number)
 
 
 def _forget() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from jaxrl_llm import algos
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.data.packing import PackItem
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.structs import SIGNALS, Rollouts, Trajectory
 
 IN_ADVANTAGES = tuple(signal.name for signal in SIGNALS if signal.in_advantages)
@@ -89,6 +90,12 @@ def _advantages(rollouts: Rollouts, algo: AlgoConfig) -> dict[str, jax.Array]:
     signals = {"advantages": algorithm.advantages(rollouts, algo)}
     if rollouts.values is not None and algorithm.returns:
         signals["returns"] = algorithm.returns(rollouts, algo)
+    for name, array in signals.items():
+        if (shape := getattr(array, "shape", type(array).__name__)) != rollouts.mask.shape:
+            raise UserError(
+                f"--algo {algorithm.name}: its function `{name}` returns {shape}; expected an array "
+                f"[trajectories, response tokens], here {rollouts.mask.shape}"
+            )
     return signals
 
 

@@ -32,7 +32,7 @@ class OptimConfig:
     """Decay of the first moment; momentum of sgd."""
     b2: Decay = 0.999
     """Decay of the second moment (adamw, lion)."""
-    eps: Annotated[float, Range(0, 1, open_low=True)] = 1e-8
+    eps: Annotated[float, Range(1e-30, 1, usual="1e-8 is usual")] = 1e-8
     """Added to the root of the second moment (adamw)."""
     weight_decay: Annotated[float, Range(0, 10)] = 0.0
     """Decoupled decay of matrices, scaled by the learning rate; norms and biases do not decay."""

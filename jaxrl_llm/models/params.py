@@ -54,6 +54,17 @@ def shardings(config: TransformerConfig, mesh: Mesh, rules: Rules) -> Params:
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
 
+def nonfinite(params: Params) -> list[str]:
+    """Return the names of the weights that hold NaN or Inf. A collective."""
+    finite = jax.device_get(_finite(params))
+    return [name for (name, _), good in zip(named_leaves(params), finite, strict=True) if not good]
+
+
+@jax.jit
+def _finite(params: Params) -> list[jax.Array]:
+    return [jnp.isfinite(weight).all() for weight in jax.tree.leaves(params)]
+
+
 def with_heads(params: Params, config: TransformerConfig) -> Params:
     """Return the same decoder with the heads of `config`; a new value head is zero."""
     shapes = abstract(config)

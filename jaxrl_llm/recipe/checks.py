@@ -223,7 +223,7 @@ def _stored_shape(config: TrainConfig, file: Path) -> Iterator[str]:
         return
     names = ("max_position_embeddings", "num_attention_heads")
     known = [stored.get(name, 0) if isinstance(stored, dict) else 0 for name in names]
-    if all(isinstance(number, int) for number in known):
+    if all(type(number) is int for number in known):  # others are named with the rest of the file
         yield from _shape(config, config.mesh.sizes, *known)
 
 

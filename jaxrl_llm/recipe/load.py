@@ -207,6 +207,11 @@ def find_recipe(name: str) -> Path:
             )
     except OSError as error:  # a name too long, no permission
         raise ConfigError(f"--config {shorten(name)}: {error.strerror}.") from None
+    if not known:
+        raise ConfigError(
+            f"--config {shorten(name)}: no such file. This installation has no recipes of its own (none in "
+            f"{packaged_dir()}): give the path of a recipe, or install jaxrl_llm again."
+        )
     near = closest_word(given.name, known)
     raise ConfigError(
         f"--config {shorten(name)}: no such file, and no packaged recipe of that name. "

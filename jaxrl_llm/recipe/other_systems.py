@@ -98,7 +98,7 @@ SAME = {
     "chat_template_path": "--data.chat.chat_template",
     "reward_funcs": REWARD,
     "reward_weights": "--reward.shaping NAME WEIGHT ...",
-    "reward_model_path": "RewardConfig(models=(RewardModelConfig(path),)) in the recipe",
+    "reward_model_path": "--reward.models.0.path FOLDER",
     "use_vllm": f"{SERVERS}; there is no vLLM",
     "vllm_mode": "--sglang.colocated; there is no vLLM",
     "vllm_server_base_url": "--rollout.servers http://host:port, of SGLang servers; there is no vLLM",
@@ -163,7 +163,7 @@ SAME = {
     "hybrid_engine": "--sglang.colocated",
     # OpenRLHF
     "pretrain": MODEL,
-    "reward_pretrain": "RewardConfig(models=(RewardModelConfig(path),)) in the recipe",
+    "reward_pretrain": "--reward.models.0.path FOLDER",
     "critic_pretrain": "--critic.path",
     "remote_rm_url": REWARD,
     "n_samples_per_prompt": RESPONSES,

@@ -158,7 +158,7 @@ class RunLog:
             f"{f'stopped by {stopped}' if stopped else 'done'}: step {self.last_step} of {self.total_steps}"
         )
         self.message(f"\n{head}, {format_duration(seconds)} since the start")
-        self.message(summary(self.run_dir))
+        self._try("summary", lambda: self.message(summary(self.run_dir)))
         if stopped:
             self.message("The same command again continues from the last checkpoint.")
         if next_command:

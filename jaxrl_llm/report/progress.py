@@ -93,8 +93,9 @@ def on_terminal() -> bool:
 
 
 def format_metrics(row: Mapping[str, Any], separator: str) -> str:
-    """Return the main metrics in a row as text."""
-    pairs = ((key, row.get(key)) for key in PROGRESS_METRICS)
+    """Return the main metrics in a row as text, and `nonfinite`, of skipped updates, where there are any."""
+    keys = (*PROGRESS_METRICS, "nonfinite") if row.get("nonfinite") else PROGRESS_METRICS
+    pairs = ((key, row.get(key)) for key in keys)
     return separator.join(f"{key} {value:.4g}" for key, value in pairs if isinstance(value, int | float))
 
 

@@ -18,7 +18,7 @@ from jaxrl_llm.data.chat import encode_prompt, plain_text_warning
 from jaxrl_llm.data.config import ChatConfig, SourceConfig
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.sources import open_source
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.folder import resolve_model
 from jaxrl_llm.hf.load import load_params
@@ -79,12 +79,12 @@ def main(argv: list[str]) -> int:
     args = parse_arguments(GenerateArguments, argv, "generate")
     show_warnings()
     examples = read_examples(args.prompts)
-    check_output_path(args.out)
+    check_output_path(args.out, args.prompts)
     done = 0
     with open_out(args.out) as out:
         for part, responses, speed in generate_all(args.model, examples, args):
             for example, trajectories in zip(part, responses, strict=True):
-                out.write(json.dumps(to_row(example, trajectories)) + "\n")
+                out.write(json_line(to_row(example, trajectories), args.model))
             done += len(part)
             print_progress(f"{done}/{len(examples)} prompts, {speed:,.0f} tokens/s")
     return 0
@@ -180,12 +180,29 @@ def pick_dtype(dtype: Dtype) -> str:
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
-def check_output_path(path: Path, key: str = "--out") -> None:
-    """Raise UserError if a file cannot be written there, before minutes of work."""
+def check_output_path(path: Path, source: Path) -> None:
+    """Raise UserError if a file cannot be written there, or is the one that is read, before any work."""
     if not path.absolute().parent.is_dir():
-        raise UserError(f"{key} {path}: the folder {path.absolute().parent} does not exist; make it first")
+        raise UserError(f"--out {path}: the folder {path.absolute().parent} does not exist; make it first")
     if path.is_dir():
-        raise UserError(f"{key} {path}: a folder; give a file name in it")
+        raise UserError(f"--out {path}: a folder; give a file name in it")
+    if path.exists() and source.exists() and path.samefile(source):
+        raise UserError(f"--out {path}: the file that is read; it would be overwritten. Give another name")
+
+
+def json_line(row: dict[str, Any], model: str) -> str:
+    """Return a row of an output file.
+
+    Raises:
+        RunError: a log-prob is NaN or infinite, which JSON has no word for.
+    """
+    try:
+        return json.dumps(row, allow_nan=False) + "\n"
+    except ValueError as error:
+        raise RunError(
+            f"{model} computes log-probs that are NaN or infinite: its activations overflow. Try --dtype "
+            "float32, or another checkpoint."
+        ) from error
 
 
 def open_out(path: Path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +30,7 @@ from jaxrl_llm.tools.arguments import parse_arguments
 from jaxrl_llm.tools.generate import (
     Dtype,
     check_output_path,
+    json_line,
     load_sharded,
     open_out,
     pick_dtype,
@@ -70,10 +70,12 @@ def main(argv: list[str]) -> int:
     show_warnings()
     check_kernels_setting()
     mesh = make_mesh(args.mesh)
-    check_output_path(args.out)
+    check_output_path(args.out, args.data)
     folder = resolve_model(args.model)
     config = read_config(folder)
     rows = list(read_tokens(args, folder, config))
+    if not rows:
+        raise UserError(f"{args.data} has no rows")
     dtype = pick_dtype(args.dtype)
     params = load_sharded(folder, config, mesh, TRAIN, dtype)
     forward = make_scorer(config, args.temperature, dtype, mesh)
@@ -89,7 +91,7 @@ def main(argv: list[str]) -> int:
             print_progress(f"{done}/{len(rows)} rows")
     with open_out(args.out) as out:
         for tokens, logprobs in zip(rows, scores, strict=True):
-            out.write(json.dumps({"tokens": tokens, "logprobs": logprobs}) + "\n")
+            out.write(json_line({"tokens": tokens, "logprobs": logprobs}, args.model))
     return 0
 
 

@@ -1,5 +1,6 @@
 """Weights to servers with SGLang's JSON: in order, each step ended, and a failure is one server's."""
 
+import os
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.bridge.transports.over_http import HttpTransport
 from jaxrl_llm.bridge.transports.process_group import GroupTransport, Relay, address_towards
 from jaxrl_llm.build import engines
-from jaxrl_llm.errors import ServerError
+from jaxrl_llm.errors import RunError, ServerError
 from jaxrl_llm.hf import export
 from jaxrl_llm.rollout.config import SGLangConfig
 
@@ -170,6 +171,23 @@ def test_a_push_that_the_trainer_breaks_off_leaves_no_server_paused_or_in_use(ma
         engine.publish(weights(1), 2)
     assert not any(server.paused or server.open for server in servers)
     assert [server.problem for server in engine.pool.servers] == ["the trainer broke off a push"] * 2
+
+
+def test_non_finite_weights_are_refused_and_no_server_is_asked_or_blamed(make, servers):
+    engine = make("disk")
+    engine.publish(weights(0), 1)
+    servers[0].asked.clear()
+    leaves, tree = jax.tree.flatten(weights(1))  # the first is the embedding, which the probe hardly reads
+    params = jax.tree.unflatten(tree, [leaves[0].at[5, 3].set(float("inf")), *leaves[1:]])
+    with pytest.raises(RunError, match=r"not sent to the servers: weights hold NaN or Inf: embed\. Lower"):
+        engine.publish(params, 2)
+    assert not servers[0].asked and all(server.usable for server in engine.pool.servers)
+
+
+def test_ctrl_c_in_the_terminal_does_not_reach_a_relay():
+    relay = Relay(sys.executable, "gloo", "127.0.0.1", 1, 5.0)
+    assert os.getsid(relay._process.pid) == relay._process.pid != os.getsid(0)
+    relay.kill()
 
 
 def test_a_group_needs_torch_and_says_so():

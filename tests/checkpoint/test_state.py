@@ -239,6 +239,7 @@ def test_changed_settings_are_printed_or_refused(tmp_path, capsys):
         "steps: was 10, now 20",
     ]
     other = json.loads(json.dumps(old))
+    old["optim"]["name"], other["optim"]["name"] = "adamw", "sgd"
     other |= {"seed": 1, "steps": 20}
     other["model"] |= {"dtype": "bfloat16", "architecture": {"num_layers": 3}}
     other["data"]["train"][0]["path"] = "b"
@@ -248,6 +249,7 @@ def test_changed_settings_are_printed_or_refused(tmp_path, capsys):
         '  data.train.0.path: was "a", now "b"',
         "  model.architecture.num_layers: was 2, now 3",
         '  model.dtype: was "float32", now "bfloat16"',
+        '  optim.name: was "adamw", now "sgd"',
         "  seed: was 0, now 1",
         "Put the old values back, or start a new run with another --run_dir.",
     ]

@@ -24,7 +24,7 @@ from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.hf import export as hf_export
 from jaxrl_llm.hf import load
 from jaxrl_llm.hf.config import read_config, to_hf_config
-from jaxrl_llm.hf.export import save_model
+from jaxrl_llm.hf.export import check_export_folder, save_model
 from jaxrl_llm.hf.folder import resolve_model
 from jaxrl_llm.hf.load import load_params, read_slice
 from jaxrl_llm.hf.names import hf_tensors
@@ -155,7 +155,7 @@ def test_rows_are_read_in_pieces(tmp_path, monkeypatch):
 MEMORY = """
 import gc, sys
 import jax, numpy as np
-from jaxrl_llm.hf.export import save_model
+from jaxrl_llm.hf.export import check_export_folder, save_model
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.names import hf_tensors
 from jaxrl_llm.models import TransformerConfig, init
@@ -195,7 +195,7 @@ TWO_PROCESSES = """
 import sys
 from jaxrl_llm.hf import load
 from jaxrl_llm.hf.config import read_config
-from jaxrl_llm.hf.export import save_model
+from jaxrl_llm.hf.export import check_export_folder, save_model
 from jaxrl_llm.models import shardings
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
@@ -343,6 +343,9 @@ def test_exports_that_cannot_be(tmp_path, monkeypatch):
     (tmp_path / "mine/thesis.tex").write_text("years of work")
     with pytest.raises(ValueError, match=r"mine: holds thesis\.tex, which is no part of an export"):
         save_model(params, config, tmp_path / "mine")
+    with pytest.raises(ValueError, match=r"mine: holds thesis\.tex, which is no part of an export"):
+        check_export_folder(tmp_path / "mine")  # before a run
+    check_export_folder(tmp_path / "out")
     with pytest.raises(ValueError, match=r"thesis\.tex: a file; the export needs a folder"):
         save_model(params, config, tmp_path / "mine/thesis.tex")
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)

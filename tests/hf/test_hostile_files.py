@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm import __main__ as cli
 from jaxrl_llm.checkpoint.state import CheckpointConfig, Checkpointer
@@ -316,6 +317,36 @@ def test_a_non_finite_export_is_refused_and_the_earlier_one_stays(tmp_path, valu
         save_model(with_a(value, config), config, folder, dtype="float32")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_a_folder_of_weights_that_are_not_finite_is_refused(tmp_path, value, dtype):
+    """Its export is refused, so the file is changed: the embedding's first number."""
+    config = read_config(BASE)
+    folder = save_model(init(config, jax.random.key(0)), config, tmp_path / "out", dtype=dtype)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][0, 0] = 65_504.0  # the largest float16
+    save_file(weights, folder / "model.safetensors")
+    load_params(folder, config)
+    weights["model.embed_tokens.weight"][0, 0] = value
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"model\.safetensors: model\.embed_tokens\.weight holds NaN or Inf"):
+        load_params(folder, config)
+
+
+def test_a_run_directory_is_not_a_model_and_its_model_is_named(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    assert resolve_model(tmp_path) == tmp_path
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(
+        UserError, match=r"a run directory, of a run that has not exported .* jaxrl_llm export"
+    ):
+        resolve_model(tmp_path)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/config.json").write_text("{}")
+    with pytest.raises(UserError, match=rf"a run directory; its trained model is {tmp_path}/hf$"):
+        resolve_model(tmp_path)
 
 
 def test_an_export_is_refused_where_its_type_is_too_small(tmp_path):

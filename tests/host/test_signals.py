@@ -12,6 +12,7 @@ import pytest
 from distributed import Running
 
 from jaxrl_llm.host import signals
+from jaxrl_llm.host.command import run_command
 from jaxrl_llm.host.signals import Interrupted, deferred, received_signal, unwinding
 
 SLOW_JAX = """
@@ -128,6 +129,37 @@ def test_the_announcement_stands_above_the_live_panel():
     message = "SIGINT: saving after this step, then stopping; again = exit at once"
     assert text.count(message) == 1
     assert "step 10/50" in text[: text.index(message)] and "step 10/50" in text[text.index(message) :]
+
+
+def test_an_interrupted_command_shows_the_cursor_again(monkeypatch):
+    """Also where the signal arrives before there is anybody to close the live panel."""
+    written = []
+    monkeypatch.setattr(signals.os, "isatty", lambda fd: True)
+    monkeypatch.setattr(signals.os, "write", lambda fd, data: written.append((fd, data)))
+
+    def command(argv):
+        raise Interrupted(130)
+
+    with pytest.raises(Interrupted):
+        run_command(command, [])
+    assert written == [(1, b"\x1b[?25h")]
+
+
+def test_a_signal_inside_a_finalizer_has_no_traceback(monkeypatch):
+    class Closed:
+        def __init__(self, error):
+            self.error = error
+
+        def __del__(self):
+            raise self.error
+
+    reported = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: reported.append(unraisable.exc_value))
+    other = ValueError("of another kind")
+    with unwinding():
+        Closed(Interrupted(143))
+        Closed(other)
+    assert reported == [other]
 
 
 def test_handlers_are_given_back():

@@ -17,6 +17,7 @@ from jaxrl_llm.config import (
 from jaxrl_llm.recipe.keys import has_type, iter_fields, parse_value, type_words
 from jaxrl_llm.recipe.other_systems import GROUPS, MISSING, SAME, translate
 from jaxrl_llm.recipe.overrides import apply_overrides, split_arguments
+from jaxrl_llm.rewards.config import RewardModelConfig
 
 
 def words(config: TrainConfig, argv: list[str]) -> TrainConfig:
@@ -297,6 +298,8 @@ def test_a_translation_is_part_of_the_refusal(config):
 
 def test_every_flag_of_the_table_is_unknown_here_and_every_key_it_names_exists(config):
     other_algos = [replace(config, algo=algorithm.config) for algorithm in algos.ALGOS.values()]
+    models = (RewardModelConfig(path="m"),)  # a list that recipes leave empty
+    other_algos.append(replace(config, reward=replace(config.reward, models=models)))
     known = {key for one in other_algos for key, _ in iter_fields(one)}
     groups = {key.rpartition(".")[0] for key in known}
     assert len(SAME) + len(MISSING) >= 60

@@ -213,6 +213,15 @@ def test_settings_that_another_algorithm_drops_are_said(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_an_installation_without_recipes_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(load, "packaged_dir", lambda: tmp_path / "none")
+    message = refusal(load.find_recipe, "grpo_tiny.py")
+    assert message.startswith(
+        "--config grpo_tiny.py: no such file. This installation has no recipes of its own"
+    )
+    assert load.list_text() == "recipes:"
+
+
 def test_an_unknown_or_broken_algorithm_is_refused(tmp_path):
     config = TrainConfig()
     known = ", ".join(sorted(algos.ALGOS))
@@ -229,7 +238,8 @@ def test_an_unknown_or_broken_algorithm_is_refused(tmp_path):
     assert refusal(load.with_algo, config, str(mine)).startswith(
         f"--algo: {mine}:1: SystemExit; the file must"
     )
-    assert "not a Python file" in refusal(load.with_algo, config, str(tmp_path / "none.py"))
+    none = str(tmp_path / "none.py")
+    assert refusal(load.with_algo, config, none) == f"--algo: there is no file {none}."
 
 
 def test_list_and_no_config_show_the_recipes(capsys):

@@ -331,6 +331,13 @@ def test_no_secret_is_in_any_file_of_the_run(tmp_path, monkeypatch):
 # -- progress
 
 
+def test_a_summary_that_cannot_be_read_does_not_end_the_run(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").mkdir()
+    RunLog(tmp_path, QUIET, total_steps=1).finish()
+    out = capsys.readouterr().out
+    assert "warning: metrics.jsonl cannot be written (IsADirectoryError" in out and "done: step 0 of 1" in out
+
+
 def test_plain_progress_is_one_line_a_step(tmp_path, monkeypatch, capsys):
     clock = Clock(monkeypatch)
     log = RunLog(tmp_path, LogConfig(progress="auto", tensorboard=False), 100, resume_step=9)

@@ -78,6 +78,7 @@ def test_rows_do_not_depend_on_their_neighbours(model, tmp_path):
         ),
         ('{"prompt": "b"}', ["--n", "0"], r"--n is 0: it must be at least 1"),
         ('{"prompt": "b"}', ["--out", "/no/such/folder/o.jsonl"], r"/no/such/folder does not exist"),
+        ('{"prompt": "b"}', ["--out", "{prompts}"], r"p.jsonl: the file that is read; it would be overwr"),
         ('{"prompt": "b"}', ["--model", "/no/model"], r"/no/model"),
         ('{"prompt": "b"}', ["--prompts", "/no/p.jsonl"], r"no file or folder /no/p.jsonl"),
         ('{"prompt": "b"}', ["--temperature", "-1"], r"--temperature is -1.0: it must be at least 0"),
@@ -86,6 +87,7 @@ def test_rows_do_not_depend_on_their_neighbours(model, tmp_path):
 def test_bad_input_is_named(model, tmp_path, line, arguments, message):
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "a"}\n' + line + "\n")
+    arguments = [argument.replace("{prompts}", str(file)) for argument in arguments]
     argv = ["--model", model, "--prompts", str(file), "--out", str(tmp_path / "o.jsonl"), *ARGS, *arguments]
     with pytest.raises(ValueError, match=message):
         generate.main(argv)

@@ -7,6 +7,7 @@ import pytest
 
 from jaxrl_llm import models
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.tools import score
@@ -42,6 +43,21 @@ def test_logprobs_in_order_of_the_rows_whatever_their_lengths(folder, tmp_path):
         expected = np.asarray(jax.nn.log_softmax(hidden[0] @ params.head.T / 0.8))
         assert line["tokens"] == row
         np.testing.assert_allclose(line["logprobs"], expected[np.arange(len(row) - 1), row[1:]], atol=2e-5)
+
+
+def test_log_probs_that_json_cannot_hold_end_the_command(folder, tmp_path):
+    """A last norm of 3e38 is finite; the logits are not."""
+    *leaves, norm = jax.tree.leaves(load_params(folder, CONFIG))
+    structure = jax.tree.structure(models.abstract(CONFIG))
+    params = jax.tree.unflatten(structure, [*leaves, jnp.full_like(norm, 3e38)])
+    save_model(params, CONFIG, tmp_path / "huge", make_tokenizer(), "float32")
+    with pytest.raises(RunError, match=r"huge computes log-probs that are NaN or infinite"):
+        run(tmp_path / "huge", tmp_path, ['{"tokens": [1, 2, 3]}'])
+
+
+def test_a_file_without_rows_is_refused(folder, tmp_path):
+    with pytest.raises(UserError, match=r"t\.jsonl has no rows"):
+        run(folder, tmp_path, [])
 
 
 def test_messages_are_templated_whole(folder, tmp_path):

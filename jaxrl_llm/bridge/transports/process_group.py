@@ -38,6 +38,7 @@ class Relay:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C does not reach it: the run may push again until it stops
         )
 
     def read_line(self) -> str:

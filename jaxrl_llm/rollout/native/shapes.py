@@ -43,10 +43,11 @@ def make_shapes(
         slots: sequences decoded at once, rounded up to a multiple of `num_shards`.
         prefill_tokens: tokens of one prefill batch, padding included, unless it is a single prompt.
         turns: whether there are conversations: each turn prefills all tokens before it, so a prefill may be
-            as long as prompt and response together.
+            as long as prompt and response together; and turns come back, so the slots are never fewer.
     """
     per_shard = -(-slots // num_shards)
-    counts = {-(-per_shard // part) for part in (1, 2, 4, 8)}  # below an eighth there is little left to save
+    parts = (1,) if turns else (1, 2, 4, 8)  # below an eighth there is little left to save
+    counts = {-(-per_shard // part) for part in parts}
     longest = max_prompt + max_response * turns
     lengths = ladder(longest - 1, MIN_LENGTH, 2 if turns else 4)  # decode reads the last prompt token
     return ProgramShapes(

@@ -140,7 +140,7 @@ def test_every_call_has_a_shape_that_ahead_of_time_compilation_knows(page_size, 
             assert 1 <= len(r.ids) <= r.request.max_tokens and len(r.logprobs) == len(r.ids)
             assert (r.finish == "stop") == (r.ids[-1] == 1) or turns
     assert set(programs.calls) <= set(ahead.calls)
-    assert len(programs.calls) > len(ahead.calls) / 3  # conversations keep all slots
+    assert len(programs.calls) > len(ahead.calls) / 2  # and most of them are of use
 
 
 def test_a_prompt_is_read_once_for_all_its_responses():

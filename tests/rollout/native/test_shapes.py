@@ -31,6 +31,8 @@ def test_slots_are_rounded_up_to_the_shards():
 
 
 def test_turns_prefill_whole_conversations():
+    assert make_shapes(100, 300, 16, 2, 400, turns=True).slot_counts == (16,)  # turns come back to them
+    assert make_shapes(100, 300, 16, 2, 400).slot_counts == (2, 4, 8, 16)
     shapes = make_shapes(100, 300, slots=1, num_shards=1, prefill_tokens=400, turns=True)
     assert shapes.prefill == ((64, (1, 6)), (128, (3,)), (224, (1,)), (416, (1,)))
 
