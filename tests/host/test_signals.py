@@ -132,7 +132,7 @@ def test_the_announcement_stands_above_the_live_panel():
 
 
 def test_an_interrupted_command_shows_the_cursor_again(monkeypatch):
-    """Also where the signal arrives before there is anybody to close the live panel."""
+    """Also where the signal arrives before there is anything to close the live panel."""
     written = []
     monkeypatch.setattr(signals.os, "isatty", lambda fd: True)
     monkeypatch.setattr(signals.os, "write", lambda fd, data: written.append((fd, data)))
