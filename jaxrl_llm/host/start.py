@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 import warnings
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -44,7 +43,7 @@ def start_host() -> None:
     quiet_transformers()
     show_warnings()
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(Path(COMPILATION_CACHE).expanduser()))
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(COMPILATION_CACHE))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     if not jax.distributed.is_initialized() and (cluster := find_cluster()):
         join_cluster(cluster)
