@@ -1,0 +1,95 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685): y = W x + scale * B (A x), with W frozen.
+
+Adapters are leaves of the model beside the weights that they adapt: "layers.q_lora_a" [L, D, R] and
+"layers.q_lora_b" [L, R, H, E] beside "layers.q" [L, D, H, E]. Training, scoring and decoding compute the
+same unmerged sum (`transformer.block`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.models.config import AdaptedConfig, LoraConfig, TransformerConfig
+from jaxrl_llm.models.params import abstract, init, named_leaves
+from jaxrl_llm.structs import Params
+
+MARK = "_lora_"  # in the names of adapters
+
+
+def with_lora(config: TransformerConfig, lora: LoraConfig) -> TransformerConfig:
+    """Return the architecture with these adapters; itself where their rank is 0."""
+    return AdaptedConfig(**vars(config), lora=lora) if lora.rank else config
+
+
+def base_config(config: TransformerConfig) -> TransformerConfig:
+    """Return the architecture without adapters."""
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(TransformerConfig)}
+    return TransformerConfig(**fields)
+
+
+def add_adapters(params: Params, config: TransformerConfig, key: jax.Array) -> Params:
+    """Return the model with new adapters: A uniform as in PEFT, B zero, so that its outputs are the same.
+
+    Args:
+        params: a model without adapters, with the heads of `config`.
+        config: with adapters.
+    """
+    weights = dict(named_leaves(params))
+    new = init(config, key)
+    leaves = [weights.get(name, leaf) for name, leaf in named_leaves(new)]
+    return jax.tree.unflatten(jax.tree.structure(new), leaves)
+
+
+def is_trained(name: str, config: TransformerConfig) -> bool:
+    """Return whether a weight is trained: every weight; where there are adapters, they and the value head."""
+    return config.lora is None or MARK in name or name == "value"
+
+
+def split(params: Params) -> tuple[Params, Params]:
+    """Return (trained, frozen) weights: two trees of the model, each with None for the weights of the other."""
+    leaves, tree = jax.tree.flatten(params)
+    trained = [is_trained(name, params.config) for name, _ in named_leaves(params)]
+    parts = [
+        [x if t == kept else None for x, t in zip(leaves, trained, strict=True)] for kept in (True, False)
+    ]
+    return tuple(jax.tree.unflatten(tree, part) for part in parts)
+
+
+def join(trained: Params, frozen: Params) -> Params:
+    """Return the model of the two parts of `split`."""
+    return jax.tree.map(lambda t, f: f if t is None else t, trained, frozen, is_leaf=lambda x: x is None)
+
+
+def base(params: Params) -> Params:
+    """Return the model without the effect of its adapters: the same arrays, but zeros for each B."""
+    leaves, tree = jax.tree.flatten(params)
+    names = [name for name, _ in named_leaves(params)]
+    zeroed = [
+        jnp.zeros_like(x) if name.endswith("_lora_b") else x for name, x in zip(names, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(tree, zeroed)
+
+
+def merge(params: Params) -> Params:
+    """Return the model without adapters, W + scale * A B added in float32, for export and servers."""
+    config = params.config
+    if config.lora is None:
+        return params
+    plain, weights = base_config(config), dict(named_leaves(params))
+    shapes = abstract(plain)
+    merged = [merged_weight(weights, name, config.lora.scale) for name, _ in named_leaves(shapes)]
+    return jax.tree.unflatten(jax.tree.structure(shapes), merged)
+
+
+def merged_weight(weights: dict[str, jax.Array], name: str, scale: float) -> jax.Array:
+    """Return one weight with its adapter, if it has one, added in float32."""
+    weight, a = weights[name], weights.get(f"{name}_lora_a")
+    if a is None:
+        return weight
+    change = jax.vmap(lambda a, b: jnp.tensordot(a, b, 1))(
+        a.astype(jnp.float32), weights[f"{name}_lora_b"].astype(jnp.float32)
+    )
+    return weight.astype(jnp.float32) + scale * change
