@@ -51,7 +51,7 @@ def start_lines(run: Run, start: int) -> Iterator[str]:
 
 
 def lora_lines(run: Run) -> Iterator[str]:
-    """Yield the number of trained weights of a run with adapters, and a warning of a rate for full training."""
+    """Yield the trained weights of a run with adapters, and a warning of a rate for full training."""
     lora, rate = run.config.lora, run.config.optim.learning_rate
     if not lora.rank:
         return

@@ -160,8 +160,8 @@ def trained_config(model: TransformerConfig, config: TrainConfig) -> Transformer
     name, smallest = min(sizes.items(), key=lambda item: item[1])
     if config.lora.rank > smallest:
         raise ConfigError(
-            f"--lora.rank is {config.lora.rank}: the model's {name} is {smallest}. Set --lora.rank {smallest} "
-            "or less; 8 to 64 are usual."
+            f"--lora.rank is {config.lora.rank}: the model's {name} is {smallest}. "
+            f"Set --lora.rank {smallest} or less; 8 to 64 are usual."
         )
     return with_lora(config_with_heads(model, config.algo), config.lora)
 

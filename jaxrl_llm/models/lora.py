@@ -52,13 +52,11 @@ def is_trained(name: str, config: TransformerConfig) -> bool:
 
 
 def split(params: Params) -> tuple[Params, Params]:
-    """Return (trained, frozen) weights: two trees of the model, each with None for the weights of the other."""
-    leaves, tree = jax.tree.flatten(params)
-    trained = [is_trained(name, params.config) for name, _ in named_leaves(params)]
-    parts = [
-        [x if t == kept else None for x, t in zip(leaves, trained, strict=True)] for kept in (True, False)
-    ]
-    return tuple(jax.tree.unflatten(tree, part) for part in parts)
+    """Return (trained, frozen) weights: two trees of the model, with None for the weights of the other."""
+    config = params.config
+    trained = _map_named(lambda name, x: x if is_trained(name, config) else None, params)
+    frozen = _map_named(lambda name, x: None if is_trained(name, config) else x, params)
+    return trained, frozen
 
 
 def join(trained: Params, frozen: Params) -> Params:
@@ -97,11 +95,11 @@ def _checksums(params: Params) -> list[jax.Array]:
 
     def one(x):
         bits = jax.lax.bitcast_convert_type(x, {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
-        factors = [jax.lax.broadcasted_iota(jnp.uint32, x.shape, i) for i in range(x.ndim)]
-        place = sum(
-            factor * jnp.uint32(2 * 0x9E3779B1 * (i + 1) & 0xFFFFFFFE) for i, factor in enumerate(factors)
-        )
-        return jnp.sum(bits.astype(jnp.uint32) * (place + jnp.uint32(1)), dtype=jnp.uint32)
+        place = jnp.uint32(1)
+        for axis in range(x.ndim):
+            odd = jnp.uint32((2 * axis + 1) * 0x9E3779B1 & 0xFFFFFFFF)
+            place += 2 * odd * jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+        return jnp.sum(bits.astype(jnp.uint32) * place, dtype=jnp.uint32)
 
     return [one(x) for x in jax.tree.leaves(params)]
 
