@@ -18,6 +18,7 @@ from jaxrl_llm.hf.folder import resolve_model
 from jaxrl_llm.hf.json_file import read_json
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.models import TransformerConfig, lora
+from jaxrl_llm.models.transformer import cast_weights
 from jaxrl_llm.ranges import CountOrZero
 from jaxrl_llm.structs import Params
 from jaxrl_llm.tools.arguments import parse_arguments
@@ -67,17 +68,16 @@ def merged_with_base(
     """
     if config.lora is None:
         return params, config
-    path = read_json(run_dir / "config.json")["config"]["model"]["path"]
-    if not path:
+    settings = read_json(run_dir / "config.json")["config"]["model"]
+    if not (path := settings["path"]):
         raise UserError(
             f"{run_dir}: its adapters belong to random weights, which no checkpoint holds. The run's last "
             f"model, merged, is in {run_dir / 'hf'}."
         )
     folder, plain = resolve_model(path), lora.base_config(config)
     stored = read_config(folder)
-    base = models.with_heads(load_params(folder, stored), plain)
-    merged = lora.merge(lora.join(params, models.with_heads(base, config)))
-    return merged, plain
+    base = cast_weights(load_params(folder, stored), settings["dtype"])  # as it was in the run
+    return lora.merge(lora.join(params, models.with_heads(base, config))), plain
 
 
 def run_tokenizer(run_dir: Path, config: TransformerConfig, override: str = "") -> Any:
