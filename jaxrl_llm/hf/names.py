@@ -42,6 +42,7 @@ TABLE: dict[str, tuple[str, str]] = {
     "layers.up_bias": ("model.layers.{}.mlp.up_proj.bias", "f -> f"),
     "layers.down_bias": ("model.layers.{}.mlp.down_proj.bias", "d -> d"),
 }
+_ADAPTER = re.compile(r"_lora_([ab])$")  # in our names of the matrices of adapters
 FUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "baichuan": {"model.layers.{}.self_attn.W_pack.weight": ("layers.q", "layers.k", "layers.v")},
 }
@@ -94,6 +95,48 @@ def hf_tensors(config: TransformerConfig) -> list[HFTensor]:
             shape = (sum(s[0] for s in shapes), *shapes[0][1:])
             tensors.append(HFTensor(hf.format(layer), shape, tuple((ours, layer) for ours in members)))
     return tensors
+
+
+def adapter_tensors(config: TransformerConfig) -> list[HFTensor]:
+    """Return the tensors of the model's PEFT adapter, layer by layer: lora_A [R, inputs], lora_B [outputs, R].
+
+    A value head, which is trained beside adapters, comes last, as PEFT's `modules_to_save` has it.
+
+    Args:
+        config: with adapters.
+    """
+    adapters = [(ours, *_adapted(ours)) for ours in _shapes(config) if _ADAPTER.search(ours)]
+    tensors = []
+    for layer in range(config.num_layers):
+        for ours, weight, matrix in adapters:
+            module = TABLE[weight][0].format(layer).removesuffix(".weight")
+            shape = _hf_shape(_layer_shape(config, ours), tensor_layout(ours))
+            name = f"base_model.model.{module}.lora_{matrix.upper()}.weight"
+            tensors.append(HFTensor(name, shape, ((ours, layer),)))
+    if config.value_head:
+        shape = _layer_shape(config, "value")
+        tensors.append(HFTensor(f"base_model.model.{TABLE['value'][0]}", shape, (("value", None),)))
+    return tensors
+
+
+def tensor_layout(ours: str) -> str:
+    """Return the layout of one of our weights, ours -> HF; an adapter's follows from that of its weight.
+
+    "layers.o" is "h e d -> d (h e)", so its A is "h e r -> r (h e)" and its B is "r d -> d r".
+    """
+    if not _ADAPTER.search(ours):
+        return TABLE[ours][1]
+    weight, matrix = _adapted(ours)
+    outputs, inputs = parse_layout(TABLE[weight][1])[1]
+    dims = inputs if matrix == "a" else outputs
+    joined = f"({' '.join(dims)})" if len(dims) > 1 else dims[0]
+    return f"{' '.join(dims)} r -> r {joined}" if matrix == "a" else f"r {' '.join(dims)} -> {joined} r"
+
+
+def _adapted(ours: str) -> tuple[str, str]:
+    """Split the name of an adapter's matrix: "layers.q_lora_a" into ("layers.q", "a")."""
+    weight, matrix = _ADAPTER.split(ours)[:2]
+    return weight, matrix
 
 
 def to_hf(ours: np.ndarray | jax.Array, layout: str) -> np.ndarray | jax.Array:
