@@ -96,7 +96,8 @@ def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTen
     ignored = {"lm_head.weight"} if config.tie_embeddings else set()
     ignored |= {name for name in stored if _DERIVED.fullmatch(name)}
     if problem := list_mismatches(stored, expected, "config.json", ignored):
-        raise UserError(f"{folder}: not the weights that its {config.family} config.json describes; {problem}")
+        what = f"not the weights that its {config.family} config.json describes"
+        raise UserError(f"{folder}: {what}; {problem}")
     return {name: stored[name] for name in expected}
 
 

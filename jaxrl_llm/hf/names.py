@@ -98,7 +98,7 @@ def hf_tensors(config: TransformerConfig) -> list[HFTensor]:
 
 
 def adapter_tensors(config: TransformerConfig) -> list[HFTensor]:
-    """Return the tensors of the model's PEFT adapter, layer by layer: lora_A [R, inputs], lora_B [outputs, R].
+    """Return the tensors of a PEFT adapter, layer by layer: lora_A [R, inputs], lora_B [outputs, R].
 
     A value head, which is trained beside adapters, comes last, as PEFT's `modules_to_save` has it.
 

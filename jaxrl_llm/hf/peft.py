@@ -72,7 +72,7 @@ def read_adapter_config(folder: Path | str) -> LoraConfig:
     _check_supported(keys)
     lora = LoraConfig(
         rank=keys.integer("r", 2**31 - 1),
-        alpha=keys.number("lora_alpha", None),
+        alpha=keys.number("lora_alpha", 8.0),
         rank_stabilized=keys.flag("use_rslora"),
         targets=_read_targets(keys),
     )
@@ -110,9 +110,7 @@ def load_adapter(folder: Path | str, config: AdaptedConfig) -> dict[str, np.ndar
         shape = shapes[ours] if layer is None else shapes[ours][1:]
         part = TensorRows(tensor.name, tensor_layout(ours), 0, tensor.shape[0])
         bounds = tuple((0, size) for size in shape)
-        out[... if layer is None else layer] = read_slice(
-            stored[tensor.name], part, shape, bounds, out.dtype
-        )
+        out[... if layer is None else layer] = read_slice(stored[tensor.name], part, shape, bounds, out.dtype)
     return adapter
 
 
@@ -145,7 +143,7 @@ def _check_supported(keys: JsonKeys) -> None:
     keys.one_of("peft_type", ("LORA",), "")
     keys.one_of("bias", ("none",))
     start = keys.get("init_lora_weights")
-    if not any(start is known or (isinstance(start, str) and start == known) for known in _KEEP_BASE):
+    if start not in _KEEP_BASE:
         fix = "save it with path_initial_model_for_weight_conversion, which makes it plain LoRA"
         raise keys.wrong("init_lora_weights", start, f"changes the base model, so is not supported; {fix}")
     heads = keys.get("modules_to_save") or []
@@ -179,8 +177,8 @@ def _check_same(stored: LoraConfig, model: LoraConfig, file: Path) -> None:
         if theirs != ours:
             raise UserError(
                 f"{file}: holds adapters of {name}={theirs}, but the model's have {name}={ours}; give the "
-                f"model rank={stored.rank}, alpha={stored.alpha:g}, rank_stabilized={stored.rank_stabilized}, "
-                f"targets={' '.join(stored.targets)}"
+                f"model rank={stored.rank}, alpha={stored.alpha:g}, "
+                f"rank_stabilized={stored.rank_stabilized}, targets={' '.join(stored.targets)}"
             )
 
 
