@@ -1,7 +1,9 @@
 """Adapters against peft on torch: logits of exports and imports, gradients of A and B."""
 
+import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,9 +20,10 @@ from hf_oracle import (
 )
 from lora_models import replace_weights, with_random_adapters, with_stored_adapters
 from safetensors.numpy import load_file
+from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
-from jaxrl_llm.hf.peft import read_adapter_config, save_adapter
-from jaxrl_llm.models import LoraConfig, named_leaves
+from jaxrl_llm.hf.peft import load_adapter, read_adapter_config, save_adapter
+from jaxrl_llm.models import LoraConfig, named_leaves, with_heads
 
 peft = pytest.importorskip("peft")
 torch = pytest.importorskip("torch")
@@ -102,14 +105,32 @@ def test_gradients_of_a_and_b_equal_pefts(tmp_path):
     logits[:, :-1].gather(-1, torch.tensor(tokens)[:, 1:, None]).sum().backward()
     theirs = {n.replace(".default", ""): w.grad for n, w in model.named_parameters() if w.grad is not None}
 
-    def loss(values):
+    def loss(values, tokens):
         logps = jax.nn.log_softmax(our_logits.__wrapped__(replace_weights(params, values), tokens))
         return jnp.take_along_axis(logps[:, :-1], tokens[:, 1:, None], -1).sum()
 
-    ours = jax.jit(jax.grad(loss))({name: leaf for name, leaf in named_leaves(params) if "_lora_" in name})
+    adapters = {name: leaf for name, leaf in named_leaves(params) if "_lora_" in name}
+    ours = jax.jit(jax.grad(loss))(adapters, tokens)
     save_adapter(replace_weights(params, ours), tmp_path / "gradients", "base")
     tensors = load_file(tmp_path / "gradients/adapter_model.safetensors")
     assert tensors.keys() == theirs.keys() and len(tensors) == 2 * 2 * 7
     for name, gradient in theirs.items():
         gradient = gradient.numpy()
         assert np.linalg.norm(tensors[name] - gradient) < 1e-5 * np.linalg.norm(gradient), name
+
+
+def test_the_value_head_of_a_reward_model_is_read_by_peft_and_back(tmp_path):
+    head = {"value": np.random.default_rng(0).standard_normal((1, 32), np.float32)}
+    with_head = with_heads(our_base(), dataclasses.replace(our_base().config, value_head=True))
+    params = replace_weights(with_random_adapters(with_head, LORA), head)
+    save_adapter(params, tmp_path / "ours", "base")
+    raw = {key: value for key, value in raw_config("qwen3").items() if key != "model_type"}
+    classifier = Qwen3ForSequenceClassification(Qwen3Config(**raw, num_labels=1))
+    model = peft.PeftModel.from_pretrained(classifier, tmp_path / "ours")
+    assert np.array_equal(model.base_model.model.score.modules_to_save.default.weight.detach(), head["value"])
+    model.save_pretrained(tmp_path / "theirs")
+    ours, theirs = (
+        load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("ours", "theirs")
+    )
+    chex.assert_trees_all_equal(ours, theirs)
+    assert np.array_equal(load_adapter(tmp_path / "theirs", params.config)["value"], head["value"])
