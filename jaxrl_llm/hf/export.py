@@ -105,13 +105,16 @@ def write_folder(
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def check_export_folder(folder: Path) -> None:
+def check_export_folder(folder: Path, config_name: str = "config.json") -> None:
     """Refuse a place for an export that has something else, hours before the export.
+
+    Args:
+        config_name: as for `write_folder`.
 
     Raises:
         UserError: names what is there.
     """
-    if problem := _export_problem(folder.absolute(), 0, "config.json"):
+    if problem := _export_problem(folder.absolute(), 0, config_name):
         raise UserError(problem)
 
 

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.models.config import TransformerConfig
+from jaxrl_llm.models.lora import MARK
 from jaxrl_llm.models.params import abstract, named_leaves
 
 TABLE: dict[str, tuple[str, str]] = {
@@ -42,7 +43,6 @@ TABLE: dict[str, tuple[str, str]] = {
     "layers.up_bias": ("model.layers.{}.mlp.up_proj.bias", "f -> f"),
     "layers.down_bias": ("model.layers.{}.mlp.down_proj.bias", "d -> d"),
 }
-_ADAPTER = re.compile(r"_lora_([ab])$")  # in our names of the matrices of adapters
 FUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "baichuan": {"model.layers.{}.self_attn.W_pack.weight": ("layers.q", "layers.k", "layers.v")},
 }
@@ -105,7 +105,7 @@ def adapter_tensors(config: TransformerConfig) -> list[HFTensor]:
     Args:
         config: with adapters.
     """
-    adapters = [(ours, *_adapted(ours)) for ours in _shapes(config) if _ADAPTER.search(ours)]
+    adapters = [(ours, *ours.split(MARK)) for ours in _shapes(config) if MARK in ours]
     tensors = []
     for layer in range(config.num_layers):
         for ours, weight, matrix in adapters:
@@ -122,21 +122,14 @@ def adapter_tensors(config: TransformerConfig) -> list[HFTensor]:
 def tensor_layout(ours: str) -> str:
     """Return the layout of one of our weights, ours -> HF; an adapter's follows from that of its weight.
 
-    "layers.o" is "h e d -> d (h e)", so its A is "h e r -> r (h e)" and its B is "r d -> d r".
+    "layers.o" is "h e d -> d (h e)", so its A is "h e r -> r (h e)" and its B is "r d -> (d) r".
     """
-    if not _ADAPTER.search(ours):
-        return TABLE[ours][1]
-    weight, matrix = _adapted(ours)
-    outputs, inputs = parse_layout(TABLE[weight][1])[1]
-    dims = inputs if matrix == "a" else outputs
-    joined = f"({' '.join(dims)})" if len(dims) > 1 else dims[0]
-    return f"{' '.join(dims)} r -> r {joined}" if matrix == "a" else f"r {' '.join(dims)} -> {joined} r"
-
-
-def _adapted(ours: str) -> tuple[str, str]:
-    """Split the name of an adapter's matrix: "layers.q_lora_a" into ("layers.q", "a")."""
-    weight, matrix = _ADAPTER.split(ours)[:2]
-    return weight, matrix
+    weight, _, matrix = ours.partition(MARK)
+    layout = TABLE[weight][1]
+    if not matrix:
+        return layout
+    outputs, inputs = (" ".join(group) for group in parse_layout(layout)[1])
+    return f"{inputs} r -> r ({inputs})" if matrix == "a" else f"r {outputs} -> ({outputs}) r"
 
 
 def to_hf(ours: np.ndarray | jax.Array, layout: str) -> np.ndarray | jax.Array:

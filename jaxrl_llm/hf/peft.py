@@ -103,10 +103,11 @@ def load_adapter(folder: Path | str, config: AdaptedConfig) -> dict[str, np.ndar
             "Give the base model that the adapter was trained on, or another adapter."
         )
     shapes = {name: leaf.shape for name, leaf in named_leaves(abstract(config))}
-    adapter: dict[str, np.ndarray] = {}
+    trained = {tensor.parts[0][0] for tensor in tensors}
+    adapter = {ours: np.empty(shapes[ours], np.float32) for ours in shapes if ours in trained}
     for tensor in tensors:
         ((ours, layer),) = tensor.parts
-        out = adapter.setdefault(ours, np.empty(shapes[ours], np.float32))
+        out = adapter[ours]
         shape = shapes[ours] if layer is None else shapes[ours][1:]
         part = TensorRows(tensor.name, tensor_layout(ours), 0, tensor.shape[0])
         bounds = tuple((0, size) for size in shape)

@@ -8,12 +8,14 @@ import shutil
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from lora_models import replace_weights, with_random_adapters, with_stored_adapters
 from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm.errors import RunError, UserError
+from jaxrl_llm.hf.export import check_export_folder
 from jaxrl_llm.hf.names import tensor_layout
 from jaxrl_llm.hf.peft import load_adapter, read_adapter_config, save_adapter
 from jaxrl_llm.models import LoraConfig, TransformerConfig, init, named_leaves, shardings, with_heads
@@ -65,10 +67,10 @@ def test_a_value_head_is_pefts_head_of_a_classifier(tmp_path):
 
 
 def test_layouts_follow_from_those_of_the_weights():
-    assert tensor_layout("layers.q_lora_a") == "d r -> r d"
+    assert tensor_layout("layers.q_lora_a") == "d r -> r (d)"
     assert tensor_layout("layers.q_lora_b") == "r h e -> (h e) r"
     assert tensor_layout("layers.o_lora_a") == "h e r -> r (h e)"
-    assert tensor_layout("layers.o_lora_b") == "r d -> d r"
+    assert tensor_layout("layers.o_lora_b") == "r d -> (d) r"
     assert tensor_layout("layers.o") == "h e d -> d (h e)"
 
 
@@ -86,6 +88,9 @@ def test_an_adapter_does_not_replace_a_model(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match=r"holds config\.json, which is no part of an export"):
         save_adapter(adapted(), tmp_path, "base")
+    with pytest.raises(UserError, match=r"holds config\.json, which is no part of an export"):
+        check_export_folder(tmp_path, "adapter_config.json")
+    check_export_folder(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +184,19 @@ def test_tensors_other_than_the_models_are_refused(stored, tmp_path, change, mes
     with pytest.raises(UserError, match=message) as error:
         load_adapter(tmp_path, adapted().config)
     assert str(error.value).startswith(f"{tmp_path / 'adapter_model.safetensors'}: ")
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_half_precision_is_read_as_float32(stored, tmp_path, dtype):
+    shutil.copy(stored / "adapter_config.json", tmp_path)
+    tensors = load_file(stored / "adapter_model.safetensors")
+    save_file({name: x.astype(dtype) for name, x in tensors.items()}, tmp_path / "adapter_model.safetensors")
+    adapter = load_adapter(tmp_path, adapted().config)
+    for name, leaf in named_leaves(adapted()):
+        if "_lora_" in name:
+            assert adapter[name].dtype == np.float32
+            assert np.array_equal(adapter[name], np.asarray(leaf).astype(dtype).astype(np.float32))
+    assert len(adapter) == 14
 
 
 def test_a_base_of_another_shape_is_refused(stored):
