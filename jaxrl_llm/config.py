@@ -14,7 +14,7 @@ from jaxrl_llm.checkpoint.state import CheckpointConfig
 from jaxrl_llm.data.config import ChatConfig, DataConfig, SourceConfig
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.learn.optim import LearningRate, OptimConfig
-from jaxrl_llm.models.config import RopeConfig, TransformerConfig
+from jaxrl_llm.models.config import LoraConfig, RopeConfig, TransformerConfig
 from jaxrl_llm.ranges import CountOrZero, Range, SecondsOrZero
 from jaxrl_llm.report.log import LogConfig
 from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig
@@ -31,6 +31,7 @@ __all__ = [  # all that a recipe needs, besides its algorithm
     "EnvConfig",
     "EvalConfig",
     "LogConfig",
+    "LoraConfig",
     "MeshConfig",
     "ModelConfig",
     "OptimConfig",
@@ -158,6 +159,7 @@ class TrainConfig:
     max_runtime: SecondsOrZero = 0.0
     """Seconds after which the run saves and stops; 0 = no limit."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)

@@ -21,6 +21,7 @@ FIXED = (
     "model.architecture",
     "model.tokenizer",
     "model.dtype",
+    "lora",
     "optim.name",
     "data",
     "max_prompt_tokens",  # decides which prompts are filtered, and so all that follow

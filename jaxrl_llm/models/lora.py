@@ -8,13 +8,16 @@ same unmerged sum (`transformer.block`).
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.models.config import AdaptedConfig, LoraConfig, TransformerConfig
 from jaxrl_llm.models.params import abstract, init, named_leaves
-from jaxrl_llm.structs import Params
+from jaxrl_llm.structs import Params, TrainState
 
 MARK = "_lora_"  # in the names of adapters
 
@@ -49,13 +52,11 @@ def is_trained(name: str, config: TransformerConfig) -> bool:
 
 
 def split(params: Params) -> tuple[Params, Params]:
-    """Return (trained, frozen) weights: two trees of the model, each with None for the weights of the other."""
-    leaves, tree = jax.tree.flatten(params)
-    trained = [is_trained(name, params.config) for name, _ in named_leaves(params)]
-    parts = [
-        [x if t == kept else None for x, t in zip(leaves, trained, strict=True)] for kept in (True, False)
-    ]
-    return tuple(jax.tree.unflatten(tree, part) for part in parts)
+    """Return (trained, frozen) weights: two trees of the model, with None for the weights of the other."""
+    config = params.config
+    trained = _map_named(lambda name, x: x if is_trained(name, config) else None, params)
+    frozen = _map_named(lambda name, x: None if is_trained(name, config) else x, params)
+    return trained, frozen
 
 
 def join(trained: Params, frozen: Params) -> Params:
@@ -63,14 +64,62 @@ def join(trained: Params, frozen: Params) -> Params:
     return jax.tree.map(lambda t, f: f if t is None else t, trained, frozen, is_leaf=lambda x: x is None)
 
 
+def trained_state(state: TrainState) -> TrainState:
+    """Return the state with its trained weights alone, and the same of its critic: what checkpoints hold."""
+    return dataclasses.replace(
+        state, params=split(state.params)[0], critic=state.critic and trained_state(state.critic)
+    )
+
+
+def with_frozen(state: TrainState, frozen: Params) -> TrainState:
+    """Return a model's state with these frozen weights."""
+    return dataclasses.replace(state, params=join(state.params, frozen))
+
+
+def with_frozen_of(state: TrainState, other: TrainState) -> TrainState:
+    """Return the state of `trained_state` with the frozen weights of another state, its critic's too."""
+    critic = state.critic and with_frozen_of(state.critic, other.critic)
+    return dataclasses.replace(with_frozen(state, split(other.params)[1]), critic=critic)
+
+
+def fingerprint(params: Params) -> str:
+    """Return a checksum of the frozen weights, the same for every sharding; "" where none is frozen."""
+    frozen = split(params)[1]
+    sums = jax.device_get(_checksums(frozen))
+    return hashlib.sha256(repr([int(x) for x in sums]).encode()).hexdigest()[:16] if sums else ""
+
+
+@jax.jit
+def _checksums(params: Params) -> list[jax.Array]:
+    """Return for each weight the sum, modulo 2^32, of its bits times odd numbers that differ by place."""
+
+    def one(x):
+        bits = jax.lax.bitcast_convert_type(x, {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
+        place = jnp.uint32(1)
+        for axis in range(x.ndim):
+            odd = jnp.uint32((2 * axis + 1) * 0x9E3779B1 & 0xFFFFFFFF)
+            place += 2 * odd * jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+        return jnp.sum(bits.astype(jnp.uint32) * place, dtype=jnp.uint32)
+
+    return [one(x) for x in jax.tree.leaves(params)]
+
+
+def share_frozen(params: Params, other: Params) -> Params:
+    """Return the model with the frozen weights of another one wherever name, shape and sharding agree."""
+    config, theirs = params.config, dict(named_leaves(other))
+
+    def choose(name, x):
+        same = theirs.get(name)
+        if same is None or is_trained(name, config) or (same.shape, same.sharding) != (x.shape, x.sharding):
+            return x
+        return same
+
+    return _map_named(choose, params)
+
+
 def base(params: Params) -> Params:
     """Return the model without the effect of its adapters: the same arrays, but zeros for each B."""
-    leaves, tree = jax.tree.flatten(params)
-    names = [name for name, _ in named_leaves(params)]
-    zeroed = [
-        jnp.zeros_like(x) if name.endswith("_lora_b") else x for name, x in zip(names, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(tree, zeroed)
+    return _map_named(lambda name, x: jnp.zeros_like(x) if name.endswith("_lora_b") else x, params)
 
 
 def merge(params: Params) -> Params:
@@ -93,3 +142,9 @@ def merged_weight(weights: dict[str, jax.Array], name: str, scale: float) -> jax
         a.astype(jnp.float32), weights[f"{name}_lora_b"].astype(jnp.float32)
     )
     return weight.astype(jnp.float32) + scale * change
+
+
+def _map_named(f: Callable[[str, Any], Any], params: Params) -> Params:
+    """Return the tree of f(name, weight); f may return None for a weight that is left out."""
+    leaves = [f(name, leaf) for name, leaf in named_leaves(params)]
+    return jax.tree.unflatten(jax.tree.structure(params), leaves)
