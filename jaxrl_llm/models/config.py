@@ -176,6 +176,19 @@ class AdaptedConfig(TransformerConfig):
     lora: LoraConfig = LoraConfig(rank=8)
 
 
+def check_lora_config(lora: LoraConfig, where: str) -> None:
+    """Refuse adapters that no model can have, for a LoraConfig that does not come from a recipe.
+
+    Args:
+        where: file that it was read from, for the message.
+
+    Raises:
+        UserError: one line that names every bad field.
+    """
+    if wrong := [f"{name} {text}" for name, text in problems(lora)]:
+        raise UserError(f"{where}: no model can have these adapters: {' '.join(wrong)}")
+
+
 def check_model_config(config: TransformerConfig, where: str) -> None:
     """Refuse a TransformerConfig that no model can have, for configs that do not come from a recipe.
 
