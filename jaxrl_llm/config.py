@@ -59,6 +59,8 @@ class ModelConfig:
     """Hugging Face folder or hub name to start from; "" = random weights of `architecture`."""
     architecture: TransformerConfig | None = None
     """Shape of a model with random weights; not used where `path` is set."""
+    adapter: str = ""
+    """PEFT folder of the adapters to start from, whose settings `lora` must have; "" = new adapters."""
     tokenizer: str = ""
     """Folder or hub name; "" = beside the model; "tiny" = the built-in character tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"

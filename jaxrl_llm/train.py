@@ -29,7 +29,6 @@ from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.chat import prompt_row
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.experience.rollouts import CURSOR_FILE, PARTIAL_FILE
-from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.host.command import run_command
 from jaxrl_llm.host.lock import run_dir_lock
 from jaxrl_llm.host.signals import deferred
@@ -38,7 +37,7 @@ from jaxrl_llm.host.stop import EXIT_STOPPED, Stop
 from jaxrl_llm.host.watch import watched_processes
 from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.learn.stage import Experience, Stage
-from jaxrl_llm.models.lora import fingerprint, trained_state
+from jaxrl_llm.models.lora import frozen_fingerprint, trained_state
 from jaxrl_llm.recipe.dump import describe_run, dump
 from jaxrl_llm.recipe.load import ResolvedRecipe, from_command_line
 from jaxrl_llm.report.log import RunLog, sample_rows
@@ -114,7 +113,7 @@ def train(
     config, reference = run.config, run.reference()
     meta = {"config": dump(config), "model": dataclasses.asdict(run.model)}
     state = run.initial_state() if state is None else state
-    meta["frozen"] = fingerprint(state.params)
+    meta["frozen"] = frozen_fingerprint(state.params)
     if start == 0 and run.evaluators and not config.warm_start.steps:
         log.step(0, evaluate(run, state, reference, 0, log), tokens=0, kind="start")
     done, metrics, reason, outage = start, {}, "", Outage()
@@ -174,8 +173,7 @@ def finish(run: Run, checkpoints: Checkpointer, log: RunLog, ended: Ended) -> No
         )
     if not ended.reason:
         try:
-            params, dtype = run.exported(ended.state.params), run.config.model.dtype
-            save_model(params, params.config, run_dir / "hf", run.tokenizer, dtype=dtype)
+            run.export(ended.state.params)
         except (OSError, UserError, RunError) as error:  # reported together with a missing checkpoint
             missing.append(f"The model is not exported: {error}")
     stopped = ended.reason or ("a failed save" if missing else "")

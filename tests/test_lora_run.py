@@ -131,6 +131,19 @@ def test_the_export_is_the_base_with_its_adapters_merged(command, finished, tmp_
         np.testing.assert_allclose(again[name], weight.astype(np.float32), atol=1e-6)
 
 
+def test_the_adapter_of_a_run_is_peft_s_and_another_run_starts_from_it(command, finished, tmp_path, capsys):
+    config = json.loads((finished / "adapter/adapter_config.json").read_text())
+    words = command(tmp_path / "run", "--steps", "1", "--model.adapter", str(finished / "adapter"))
+    assert config["base_model_name_or_path"] == words[words.index("--model.path") + 1]
+    assert (config["r"], config["lora_alpha"]) == (4, 32.0)
+    assert main(words) == 0
+    continued, new = rows(tmp_path / "run")[0], rows(finished)[0]
+    assert continued["param_norm"] > new["param_norm"] and continued["kl"] > 1e-4 > new["kl"]
+    capsys.readouterr()
+    assert main([*words[:-2], "--model.adapter", str(tmp_path), "--run_dir", str(tmp_path / "other")]) == 2
+    assert "adapter_config.json" in capsys.readouterr().err
+
+
 def test_another_base_is_refused(command, finished, tmp_path, capsys):
     words = command(finished, "--steps", "4", "--checkpoint.every", "2")
     folder = words[words.index("--model.path") + 1]
@@ -147,6 +160,7 @@ def test_another_base_is_refused(command, finished, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
+        (["--lora.rank", "0", "--model.adapter", "x"], "--model.adapter x needs --lora.rank R"),
         (["--lora.rank", "5"], "lora.rank: was 4, now 5"),
         (["--rollout.engine", "sglang", "--rollout.launch", "1"], "adapters are not sent to SGLang servers"),
     ],

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
@@ -36,8 +37,9 @@ from jaxrl_llm.experience.reward_models import load_reward_model
 from jaxrl_llm.experience.rollouts import RolloutSource
 from jaxrl_llm.experience.score import Scorer, reward_sample
 from jaxrl_llm.hf.config import read_config
-from jaxrl_llm.hf.export import check_export_folder
+from jaxrl_llm.hf.export import check_export_folder, save_model
 from jaxrl_llm.hf.load import load_params
+from jaxrl_llm.hf.peft import load_adapter, save_adapter
 from jaxrl_llm.hf.tokenizer import generation_end_ids
 from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.learn.reference import Reference
@@ -52,6 +54,7 @@ from jaxrl_llm.rollout.keys import Purpose, run_key
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import TRAIN, bytes_per_device
 from jaxrl_llm.structs import Params, TrainState
+from jaxrl_llm.user_file import expand_home
 
 Evaluator = HeldOutAccuracy | HeldOutLoss
 
@@ -68,6 +71,7 @@ class Run:
     stages: list[Stage]
     evaluators: list[Evaluator]
     loaders: dict[str, Loader]  # "train", "warm_start", "eval"
+    adapter: dict[str, np.ndarray]  # weights of the adapter to start from; {} = new ones
 
     @property
     def total(self) -> int:
@@ -87,7 +91,8 @@ class Run:
         else:
             make = jax.jit(models.init, static_argnums=0, out_shardings=shardings)
             params = make(base, run_key(self.config.seed, Purpose.WEIGHTS))
-        return with_new_adapters(params, self.model, self.mesh, self.config.seed)
+        params = with_new_adapters(params, self.model, self.mesh, self.config.seed)
+        return lora.replace_weights(params, self.adapter)
 
     def _pretrained(self, base: TransformerConfig, shardings: Params) -> Params:
         """Return the folder's weights; a missing value head is initialised with zeros."""
@@ -103,6 +108,21 @@ class Run:
         if self.model.lora:
             shardings = models.shardings(lora.base_config(self.model), self.mesh, TRAIN)
             params = jax.jit(lora.merge, out_shardings=shardings)(params)
+        return self._without_value_head(params)
+
+    def export(self, params: Params) -> None:
+        """Write the model to run_dir/hf, and its adapters, if it has some, to run_dir/adapter.
+
+        Raises:
+            OSError, UserError, RunError: as `save_model`.
+        """
+        run_dir, whole = Path(self.config.run_dir), self.exported(params)
+        save_model(whole, whole.config, run_dir / "hf", self.tokenizer, dtype=self.config.model.dtype)
+        if self.model.lora:
+            save_adapter(self._without_value_head(params), run_dir / "adapter", self.config.model.path)
+
+    def _without_value_head(self, params: Params) -> Params:
+        """Return a policy without its value head; other models keep theirs."""
         return models.without_value_head(params) if algos.requirements(self.config.algo).policy else params
 
     def reference(self) -> Reference:
@@ -122,7 +142,7 @@ class Run:
         if self.model.lora is None:
             return state
         whole = lora.with_frozen_of(state, self.initial_state())
-        saved, now = meta.get("frozen", ""), lora.fingerprint(whole.params)
+        saved, now = meta.get("frozen", ""), lora.frozen_fingerprint(whole.params)
         if saved != now:
             raise UserError(
                 f"{self.config.model.path or 'the random weights'}: not the weights that the adapters of "
@@ -144,12 +164,15 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     """
     check_kernels_setting()
     on_first(lambda: check_export_folder(Path(config.run_dir) / "hf"))
+    if config.lora.rank:
+        on_first(lambda: check_export_folder(Path(config.run_dir) / "adapter", "adapter_config.json"))
     mesh = make_mesh(config.mesh)
     model, tokenizer, folder = load_model_config(config.model)
     set_template(tokenizer, config.data.chat)
     check_vocabularies(config, tokenizer)
     check_model(config, mesh.shape, model.max_position, model.num_heads)
     model = trained_config(model, config)
+    adapter = load_adapter(expand_home(config.model.adapter), model) if config.model.adapter else {}
     env = make_conversations(config.env, tokenizer, config.data.chat)
     loaders = open_loaders(config, tokenizer, closing.enter_context(env).columns if env else {})
     rows = try_first_rows(config, loaders)
@@ -179,7 +202,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     evaluators = []
     if config.eval.every:
         evaluators = make_evaluators(config, loaders["eval"], stages[-1], engine, rewards, env)
-    return Run(config, mesh, model, tokenizer, folder, stages, evaluators, loaders)
+    return Run(config, mesh, model, tokenizer, folder, stages, evaluators, loaders, adapter)
 
 
 def open_loaders(config: TrainConfig, tokenizer: Any, columns: dict[str, Any]) -> dict[str, Loader]:

@@ -16,7 +16,7 @@ from jaxrl_llm.structs import Params
 def restore_params(run_dir: Path, step: int | None = None) -> tuple[int, Params, TransformerConfig]:
     """Return the weights as numpy arrays on the host, and the config of their model. Changes nothing.
 
-    Of a run with adapters these are the trained weights alone (`models.lora.split`).
+    Of a run with adapters these are the trained weights alone (`models.lora.split_params`).
 
     Args:
         run_dir: of the training run.
@@ -37,7 +37,7 @@ def restore_params(run_dir: Path, step: int | None = None) -> tuple[int, Params,
     if chosen is None:
         raise UserError(f"{folder}: no checkpoint can be used (each is named above with its fault)")
     config = _transformer_config(read_meta(folder / str(chosen))["model"])
-    target = lora.split(abstract(config))[0]
+    target = lora.split_params(abstract(config))[0]
     return chosen, load_arrays(folder / str(chosen), target, "params.", on_host=True), config
 
 

@@ -18,6 +18,7 @@ MAX_SHOWN = 20  # lines of a difference that are printed
 FIXED = (
     "seed",
     "model.path",
+    "model.adapter",
     "model.architecture",
     "model.tokenizer",
     "model.dtype",

@@ -48,7 +48,7 @@ class Learner:
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.state_shapes = jax.eval_shape(self._fresh, models.abstract(model))
         self.state_shardings = self._shardings(self.state_shapes)
-        trained_shardings = lora.split(self.param_shardings)[0]
+        trained_shardings = lora.split_params(self.param_shardings)[0]
         self._score = jax.jit(
             functools.partial(model_outputs, config=config),
             static_argnames=("names",),
@@ -92,7 +92,7 @@ class Learner:
         with jax.set_mesh(self.mesh):
             if algos.of(self.algo).baseline:
                 totals = replace(totals, baseline=jax.eval_shape(self._baseline, batch, totals))
-            trained, frozen = lora.split(state.params)
+            trained, frozen = lora.split_params(state.params)
             args = (trained, trained, batch, totals, tuple(teachers), frozen)  # gradients are like weights
             _, metrics = jax.eval_shape(self._accumulate, *args)
         metrics = with_shardings(metrics, jax.tree.map(lambda _: self.replicated, metrics))
@@ -151,7 +151,7 @@ class Learner:
         """Apply one optimizer update from micro-batches on the devices and their global denominators."""
         with jax.set_mesh(self.mesh):
             totals = self._totals(batches, num_tokens, num_sequences, state.kl_coef)
-            trained, frozen = lora.split(state.params)
+            trained, frozen = lora.split_params(state.params)
             grads = self._zeros(trained)
             parts = []
             for batch in batches:
@@ -181,8 +181,8 @@ class Learner:
         return replace(totals, baseline=sum(self._baseline(batch, totals) for batch in batches))
 
     def _fresh(self, params: Params) -> TrainState:
-        trained, frozen = lora.split(params)
-        params = lora.join(trained, cast_weights(frozen, jnp.dtype(self.config.dtype)))
+        trained, frozen = lora.split_params(params)
+        params = lora.join_params(trained, cast_weights(frozen, jnp.dtype(self.config.dtype)))
         zero = jnp.zeros((), jnp.int32)
         kl_coef = jnp.float32(self.algo.initial_kl_coef)
         return TrainState(params, self.optimizer.init(trained), zero, zero, kl_coef)
@@ -194,7 +194,7 @@ class Learner:
             self.optimizer,
             like_weight,
             state.opt_state,
-            *(lora.split(tree)[0] for tree in (state.params, self.param_shardings)),
+            *(lora.split_params(tree)[0] for tree in (state.params, self.param_shardings)),
             transform_non_params=lambda _: self.replicated,
         )
         return TrainState(self.param_shardings, opt, *[self.replicated] * 3)

@@ -49,11 +49,11 @@ class Reference:
                 self._saved(step == start, current) if start else freeze(self.initial(), self.dtype)
             )
         if current.config.lora:
-            return lora.join(self.weights, lora.split(current)[1])
+            return lora.join_params(self.weights, lora.split_params(current)[1])
         return self.weights
 
     def _saved(self, is_start: bool, current: Params) -> Params:
-        current, abstract = lora.split(current)[0], lora.split(self.abstract)[0]
+        current, abstract = lora.split_params(current)[0], lora.split_params(self.abstract)[0]
         settings = CheckpointConfig(keep=1, async_save=False, on_full_disk="stop")
         with contextlib.closing(Checkpointer(settings, self.run_dir / "reference")) as checkpointer:
             if is_start:

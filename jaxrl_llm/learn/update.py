@@ -141,11 +141,11 @@ def accumulate(
     """Return the gradients of the trained weights plus one micro-batch's, and its metrics.
 
     Args:
-        trained, frozen: the two parts of the model (`models.lora.split`); `grads` is like `trained`.
+        trained, frozen: the two parts of the model (`models.lora.split_params`); `grads` is like `trained`.
     """
 
     def loss_fn(trained):
-        params = lora.join(trained, frozen)
+        params = lora.join_params(trained, frozen)
         return loss_and_metrics(params, batch, totals, teachers, algo=algo, config=config)
 
     (_, metrics), new = jax.value_and_grad(loss_fn, has_aux=True)(trained)
@@ -235,7 +235,7 @@ def apply(
 ) -> tuple[TrainState, Metrics]:
     """Clip the gradient and apply one optimizer update; skip it unless all numbers are finite.
 
-    The state holds the trained weights alone (`models.lora.split`).
+    The state holds the trained weights alone (`models.lora.split_params`).
 
     Loss, gradient, update and new weights are checked: a NaN or Inf in any of them leaves weights, moments,
     version and KL coefficient as they were.

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl_llm.models.config import AdaptedConfig, LoraConfig, TransformerConfig
 from jaxrl_llm.models.params import abstract, init, named_leaves
@@ -46,12 +47,23 @@ def add_adapters(params: Params, config: TransformerConfig, key: jax.Array) -> P
     return jax.tree.unflatten(jax.tree.structure(new), leaves)
 
 
+def replace_weights(params: Params, weights: Mapping[str, np.ndarray]) -> Params:
+    """Return the model with other values of the named weights, which keep their sharding."""
+
+    def put(name, x):
+        if name not in weights:
+            return x
+        return jax.make_array_from_callback(x.shape, x.sharding, lambda index: weights[name][index])
+
+    return _map_named(put, params)
+
+
 def is_trained(name: str, config: TransformerConfig) -> bool:
     """Return whether a weight is trained: every weight; where there are adapters, they and the value head."""
     return config.lora is None or MARK in name or name == "value"
 
 
-def split(params: Params) -> tuple[Params, Params]:
+def split_params(params: Params) -> tuple[Params, Params]:
     """Return (trained, frozen) weights: two trees of the model, with None for the weights of the other."""
     config = params.config
     trained = _map_named(lambda name, x: x if is_trained(name, config) else None, params)
@@ -59,32 +71,32 @@ def split(params: Params) -> tuple[Params, Params]:
     return trained, frozen
 
 
-def join(trained: Params, frozen: Params) -> Params:
-    """Return the model of the two parts of `split`."""
+def join_params(trained: Params, frozen: Params) -> Params:
+    """Return the model of the two parts of `split_params`."""
     return jax.tree.map(lambda t, f: f if t is None else t, trained, frozen, is_leaf=lambda x: x is None)
 
 
 def trained_state(state: TrainState) -> TrainState:
     """Return the state with its trained weights alone, and the same of its critic: what checkpoints hold."""
     return dataclasses.replace(
-        state, params=split(state.params)[0], critic=state.critic and trained_state(state.critic)
+        state, params=split_params(state.params)[0], critic=state.critic and trained_state(state.critic)
     )
 
 
 def with_frozen(state: TrainState, frozen: Params) -> TrainState:
     """Return a model's state with these frozen weights."""
-    return dataclasses.replace(state, params=join(state.params, frozen))
+    return dataclasses.replace(state, params=join_params(state.params, frozen))
 
 
 def with_frozen_of(state: TrainState, other: TrainState) -> TrainState:
     """Return the state of `trained_state` with the frozen weights of another state, its critic's too."""
     critic = state.critic and with_frozen_of(state.critic, other.critic)
-    return dataclasses.replace(with_frozen(state, split(other.params)[1]), critic=critic)
+    return dataclasses.replace(with_frozen(state, split_params(other.params)[1]), critic=critic)
 
 
-def fingerprint(params: Params) -> str:
+def frozen_fingerprint(params: Params) -> str:
     """Return a checksum of the frozen weights, the same for every sharding; "" where none is frozen."""
-    frozen = split(params)[1]
+    frozen = split_params(params)[1]
     sums = jax.device_get(_checksums(frozen))
     return hashlib.sha256(repr([int(x) for x in sums]).encode()).hexdigest()[:16] if sums else ""
 

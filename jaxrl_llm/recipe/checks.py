@@ -195,6 +195,8 @@ def _model(config: TrainConfig) -> Iterator[str]:
         yield from _stored_shape(config, expand_home(path) / "config.json")
     elif shape:
         yield from _shape(config, config.mesh.sizes, shape.max_position, shape.num_heads)
+    if config.model.adapter and not config.lora.rank:
+        yield f"--model.adapter {config.model.adapter} needs --lora.rank R, the rank of that adapter."
 
 
 def _model_folder(key: str, path: str) -> Iterator[str]:

@@ -77,7 +77,7 @@ def merged_with_base(
     folder, plain = resolve_model(path), lora.base_config(config)
     stored = read_config(folder)
     base = cast_weights(load_params(folder, stored), settings["dtype"])  # as it was in the run
-    return lora.merge(lora.join(params, models.with_heads(base, config))), plain
+    return lora.merge(lora.join_params(params, models.with_heads(base, config))), plain
 
 
 def run_tokenizer(run_dir: Path, config: TransformerConfig, override: str = "") -> Any:

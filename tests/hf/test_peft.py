@@ -19,7 +19,7 @@ from jaxrl_llm.hf.export import check_export_folder
 from jaxrl_llm.hf.names import tensor_layout
 from jaxrl_llm.hf.peft import load_adapter, read_adapter_config, save_adapter
 from jaxrl_llm.models import LoraConfig, TransformerConfig, init, named_leaves, shardings, with_heads
-from jaxrl_llm.models.lora import split, with_lora
+from jaxrl_llm.models.lora import split_params, with_lora
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 
@@ -55,7 +55,7 @@ def test_a_round_trip_keeps_every_byte_under_any_sharding(tmp_path):
 
 def test_adapters_are_exported_without_the_base(tmp_path):
     """A checkpoint holds the trained weights alone."""
-    for name, params in [("all", adapted()), ("trained", split(adapted())[0])]:
+    for name, params in [("all", adapted()), ("trained", split_params(adapted())[0])]:
         save_adapter(params, tmp_path / name, "base")
     all_weights, trained = (tmp_path / x / "adapter_model.safetensors" for x in ("all", "trained"))
     assert trained.read_bytes() == all_weights.read_bytes()

@@ -35,8 +35,8 @@ def adapted():
     fresh = jax.jit(lora.add_adapters, static_argnums=1)(base, MODEL, jax.random.key(1))
     keys = iter(jax.random.split(jax.random.key(2), 100))
     noise = lambda x: x + 0.05 * jax.random.normal(next(keys), x.shape)
-    trained, frozen = lora.split(fresh)
-    return base, fresh, lora.join(jax.tree.map(noise, trained), frozen)
+    trained, frozen = lora.split_params(fresh)
+    return base, fresh, lora.join_params(jax.tree.map(noise, trained), frozen)
 
 
 @jax.jit
@@ -244,10 +244,10 @@ def test_a_rank_above_a_dimension_is_refused():
 
 def test_the_fingerprint_is_of_the_frozen_weights_whatever_the_sharding(adapted):
     base, fresh, trained = adapted
-    assert lora.fingerprint(base) == ""
-    assert lora.fingerprint(fresh) == lora.fingerprint(trained) != ""
+    assert lora.frozen_fingerprint(base) == ""
+    assert lora.frozen_fingerprint(fresh) == lora.frozen_fingerprint(trained) != ""
     mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
     sharded = jax.device_put(jax.tree.map(np.asarray, trained), models.shardings(MODEL, mesh, TRAIN))
-    assert lora.fingerprint(sharded) == lora.fingerprint(trained)
+    assert lora.frozen_fingerprint(sharded) == lora.frozen_fingerprint(trained)
     swapped = jax.tree.map(lambda x: x[::-1] if x.shape == (64, 32) else x, trained)
-    assert lora.fingerprint(swapped) != lora.fingerprint(trained)
+    assert lora.frozen_fingerprint(swapped) != lora.frozen_fingerprint(trained)
