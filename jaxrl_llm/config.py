@@ -14,7 +14,7 @@ from jaxrl_llm.checkpoint.state import CheckpointConfig
 from jaxrl_llm.data.config import ChatConfig, DataConfig, SourceConfig
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.learn.optim import LearningRate, OptimConfig
-from jaxrl_llm.models.config import RopeConfig, TransformerConfig
+from jaxrl_llm.models.config import LoraConfig, RopeConfig, TransformerConfig
 from jaxrl_llm.ranges import CountOrZero, Range, SecondsOrZero
 from jaxrl_llm.report.log import LogConfig
 from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig
@@ -31,6 +31,7 @@ __all__ = [  # all that a recipe needs, besides its algorithm
     "EnvConfig",
     "EvalConfig",
     "LogConfig",
+    "LoraConfig",
     "MeshConfig",
     "ModelConfig",
     "OptimConfig",
@@ -58,6 +59,8 @@ class ModelConfig:
     """Hugging Face folder or hub name to start from; "" = random weights of `architecture`."""
     architecture: TransformerConfig | None = None
     """Shape of a model with random weights; not used where `path` is set."""
+    adapter: str = ""
+    """PEFT folder of the adapters to start from, whose settings `lora` must have; "" = new adapters."""
     tokenizer: str = ""
     """Folder or hub name; "" = beside the model; "tiny" = the built-in character tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -158,6 +161,7 @@ class TrainConfig:
     max_runtime: SecondsOrZero = 0.0
     """Seconds after which the run saves and stops; 0 = no limit."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)

@@ -29,7 +29,6 @@ from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.chat import prompt_row
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.experience.rollouts import CURSOR_FILE, PARTIAL_FILE
-from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.host.command import run_command
 from jaxrl_llm.host.lock import run_dir_lock
 from jaxrl_llm.host.signals import deferred
@@ -38,6 +37,7 @@ from jaxrl_llm.host.stop import EXIT_STOPPED, Stop
 from jaxrl_llm.host.watch import watched_processes
 from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.learn.stage import Experience, Stage
+from jaxrl_llm.models.lora import frozen_fingerprint, trained_state
 from jaxrl_llm.recipe.dump import describe_run, dump
 from jaxrl_llm.recipe.load import ResolvedRecipe, from_command_line
 from jaxrl_llm.report.log import RunLog, sample_rows
@@ -113,6 +113,7 @@ def train(
     config, reference = run.config, run.reference()
     meta = {"config": dump(config), "model": dataclasses.asdict(run.model)}
     state = run.initial_state() if state is None else state
+    meta["frozen"] = frozen_fingerprint(state.params)
     if start == 0 and run.evaluators and not config.warm_start.steps:
         log.step(0, evaluate(run, state, reference, 0, log), tokens=0, kind="start")
     done, metrics, reason, outage = start, {}, "", Outage()
@@ -147,12 +148,12 @@ def train(
         log.step(done, metrics, experience.tokens, stage.name)  # before the step's checkpoint, see RunLog
         if checkpoint_due(config, done, run.total):
             with log.phase("checkpoint"):
-                checkpoints.save(done, state, meta, finite_metrics(metrics), source.snapshot())
+                checkpoints.save(done, trained_state(state), meta, finite_metrics(metrics), source.snapshot())
 
     if outage.error and done == start:
         raise outage.error  # before the first step: a wrong setting rather than an outage
     if reason := outage.reason or reason or stop.signalled():
-        checkpoints.save(done, state, meta, finite_metrics(metrics), source.snapshot())
+        checkpoints.save(done, trained_state(state), meta, finite_metrics(metrics), source.snapshot())
     checkpoints.wait()
     return Ended(state, done, reason)
 
@@ -172,8 +173,7 @@ def finish(run: Run, checkpoints: Checkpointer, log: RunLog, ended: Ended) -> No
         )
     if not ended.reason:
         try:
-            params, dtype = run.exported(ended.state.params), run.config.model.dtype
-            save_model(params, params.config, run_dir / "hf", run.tokenizer, dtype=dtype)
+            run.export(ended.state.params)
         except (OSError, UserError, RunError) as error:  # reported together with a missing checkpoint
             missing.append(f"The model is not exported: {error}")
     stopped = ended.reason or ("a failed save" if missing else "")
@@ -186,8 +186,9 @@ def finish(run: Run, checkpoints: Checkpointer, log: RunLog, ended: Ended) -> No
 
 def restore(run: Run, checkpoints: Checkpointer) -> tuple[TrainState | None, int]:
     """Return (state, steps done) of the newest good checkpoint, or (None, 0) in a fresh run directory."""
-    restored = checkpoints.restore(run.stages[0].abstract_state(), compatible=dump(run.config))
-    return (restored[1], restored[0]) if restored else (None, 0)
+    target = trained_state(run.stages[0].abstract_state())
+    restored = checkpoints.restore(target, compatible=dump(run.config))
+    return (run.complete(*restored[1:]), restored[0]) if restored else (None, 0)
 
 
 def introduce(log: RunLog, run: Run, description: dict, start: int) -> None:

@@ -17,7 +17,10 @@ from jaxrl_llm.config import TrainConfig, derived
 from jaxrl_llm.data.chat import prompt_row
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.kernels import describe_kernels
+from jaxrl_llm.models.lora import trained_state
 from jaxrl_llm.report.log import PROMPTS
+
+MIN_LORA_RATE = 5e-6
 
 
 def start_lines(run: Run, start: int) -> Iterator[str]:
@@ -34,6 +37,7 @@ def start_lines(run: Run, start: int) -> Iterator[str]:
     yield ", ".join(f"{k} {v:,}" for k, v in derived(config, run.mesh.size).items())
     if line := staleness_line(config):
         yield line
+    yield from lora_lines(run)
     for name, loader in run.loaders.items():
         counts = ", ".join(f"{what} {count:,}" for what, count in loader.stats().items())
         yield f"data for {name}: {counts}"
@@ -43,6 +47,21 @@ def start_lines(run: Run, start: int) -> Iterator[str]:
         yield (
             f"nothing to do: step {start} of {run.total} is done in {config.run_dir}. Raise --steps to train "
             "on, or set another --run_dir to train anew with these settings."
+        )
+
+
+def lora_lines(run: Run) -> Iterator[str]:
+    """Yield the trained weights of a run with adapters, and a warning of a rate for full training."""
+    lora, rate = run.config.lora, run.config.optim.learning_rate
+    if not lora.rank:
+        return
+    state = trained_state(run.stages[-1].abstract_state())
+    trained = sum(math.prod(w.shape) for w in jax.tree.leaves(state.params))
+    yield f"LoRA: rank {lora.rank}, scale {lora.scale:g}, {trained / 1e6:,.2f}M trained weights"
+    if rate < MIN_LORA_RATE:
+        yield (
+            f"warning: --optim.learning_rate {rate:g} is small for LoRA, which learns at about ten times the "
+            "rate of full training: 1e-5 to 1e-4 are usual"
         )
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -24,8 +25,10 @@ from jaxrl_llm.learn.optim import OptimConfig, make_optimizer
 from jaxrl_llm.learn.stage import Stage, loss_signals
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models.lora import add_adapters, base_config, with_lora
+from jaxrl_llm.rollout.keys import Purpose, run_key
 from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.sharding.rules import TRAIN
+from jaxrl_llm.sharding.rules import TRAIN, with_shardings
 from jaxrl_llm.structs import Params
 
 
@@ -134,13 +137,44 @@ def make_critic(
     critic = config.critic
     if critic.mesh:
         mesh = make_mesh(critic.mesh, list(mesh.devices.flat), "critic.mesh")
-    model = config_with_heads(stored.config(critic.path) if critic.path else model, critic.loss)
+    base = stored.config(critic.path) if critic.path else base_config(model)
+    model = with_lora(config_with_heads(base, critic.loss), config.lora)
     config = replace(config, mesh=critic.mesh or config.mesh)
     learner = make_learner(config, critic.loss, critic.optim, updates, model, mesh)
     params = None
     if critic.path:
-        params = stored.params(critic.path, model, learner.param_shardings, jnp.float32)
+        base = base_config(model)
+        params = stored.params(critic.path, base, models.shardings(base, mesh, TRAIN), jnp.float32)
+        params = with_new_adapters(params, model, mesh, config.seed)
     return {"critic": learner, "critic_warmup": critic.warmup_steps, "critic_params": params}
+
+
+def trained_config(model: TransformerConfig, config: TrainConfig) -> TransformerConfig:
+    """Return the policy's architecture: heads that the algorithm needs, and adapters (`lora.rank`).
+
+    Raises:
+        ConfigError: a rank that is no smaller than the layers.
+    """
+    sizes = {"hidden_size": model.hidden_size, "mlp_size": model.mlp_size}
+    sizes |= {"num_kv_heads * head_dim": model.num_kv_heads * model.head_dim}
+    name, smallest = min(sizes.items(), key=lambda item: item[1])
+    if config.lora.rank > smallest:
+        raise ConfigError(
+            f"--lora.rank is {config.lora.rank}: the model's {name} is {smallest}. "
+            f"Set --lora.rank {smallest} or less; 8 to 64 are usual."
+        )
+    return with_lora(config_with_heads(model, config.algo), config.lora)
+
+
+def with_new_adapters(params: Params, model: TransformerConfig, mesh: Mesh, seed: int) -> Params:
+    """Return the weights with new adapters where the architecture has some; they are donated."""
+    if model.lora is None:
+        return params
+    shardings = models.shardings(model, mesh, TRAIN)
+    if isinstance(jax.tree.leaves(params)[0], jax.ShapeDtypeStruct):  # of a plan
+        return with_shardings(models.abstract(model), shardings)
+    add = jax.jit(add_adapters, static_argnums=1, out_shardings=shardings, donate_argnums=0)
+    return add(params, model, run_key(seed, Purpose.ADAPTERS))
 
 
 def config_with_heads(model: TransformerConfig, algo: AlgoConfig) -> TransformerConfig:

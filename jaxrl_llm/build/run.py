@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
@@ -18,9 +19,10 @@ from jaxrl_llm.build.engines import make_engine
 from jaxrl_llm.build.models import (
     check_own_algorithm,
     check_vocabularies,
-    config_with_heads,
     load_model_config,
     make_stages,
+    trained_config,
+    with_new_adapters,
 )
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.loader import Loader
@@ -28,19 +30,21 @@ from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.template import set_template
 from jaxrl_llm.envs.check import check_env
 from jaxrl_llm.envs.load import Conversations, make_conversations
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.experience.dataset import DatasetSource, dataset_items
 from jaxrl_llm.experience.evaluate import HeldOutAccuracy, HeldOutLoss
 from jaxrl_llm.experience.reward_models import load_reward_model
 from jaxrl_llm.experience.rollouts import RolloutSource
 from jaxrl_llm.experience.score import Scorer, reward_sample
 from jaxrl_llm.hf.config import read_config
-from jaxrl_llm.hf.export import check_export_folder
+from jaxrl_llm.hf.export import check_export_folder, save_model
 from jaxrl_llm.hf.load import load_params
+from jaxrl_llm.hf.peft import load_adapter, save_adapter
 from jaxrl_llm.hf.tokenizer import generation_end_ids
 from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.learn.stage import Stage
-from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.models.kernels import check_kernels_setting
 from jaxrl_llm.recipe.checks import check_held_out, check_model
 from jaxrl_llm.rewards.load import choose_reward
@@ -50,6 +54,7 @@ from jaxrl_llm.rollout.keys import Purpose, run_key
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import TRAIN, bytes_per_device
 from jaxrl_llm.structs import Params, TrainState
+from jaxrl_llm.user_file import expand_home
 
 Evaluator = HeldOutAccuracy | HeldOutLoss
 
@@ -66,6 +71,7 @@ class Run:
     stages: list[Stage]
     evaluators: list[Evaluator]
     loaders: dict[str, Loader]  # "train", "warm_start", "eval"
+    adapter: dict[str, np.ndarray]  # weights of the adapter to start from; {} = new ones
 
     @property
     def total(self) -> int:
@@ -78,23 +84,45 @@ class Run:
 
     def initial_params(self) -> Params:
         """Return pretrained or random weights, float32; each device reads or initialises only its shard."""
-        shardings = self.stages[0].policy.param_shardings
+        base = lora.base_config(self.model)
+        shardings = models.shardings(base, self.mesh, TRAIN)
         if self.folder is not None:
-            return self._pretrained(shardings)
-        make = jax.jit(models.init, static_argnums=0, out_shardings=shardings)
-        return make(self.model, run_key(self.config.seed, Purpose.WEIGHTS))
+            params = self._pretrained(base, shardings)
+        else:
+            make = jax.jit(models.init, static_argnums=0, out_shardings=shardings)
+            params = make(base, run_key(self.config.seed, Purpose.WEIGHTS))
+        params = with_new_adapters(params, self.model, self.mesh, self.config.seed)
+        return lora.replace_weights(params, self.adapter)
 
-    def _pretrained(self, shardings: Params) -> Params:
+    def _pretrained(self, base: TransformerConfig, shardings: Params) -> Params:
         """Return the folder's weights; a missing value head is initialised with zeros."""
         saved = read_config(self.folder)
         params = load_params(self.folder, saved, models.shardings(saved, self.mesh, TRAIN), jnp.float32)
-        if saved == self.model:
+        if saved == base:
             return params
-        fit = functools.partial(models.with_heads, config=self.model)
+        fit = functools.partial(models.with_heads, config=base)
         return jax.jit(fit, out_shardings=shardings, donate_argnums=0)(params)
 
     def exported(self, params: Params) -> Params:
-        """Return the weights to export, of a policy without its value head."""
+        """Return the weights to export: adapters merged, and a policy without its value head."""
+        if self.model.lora:
+            shardings = models.shardings(lora.base_config(self.model), self.mesh, TRAIN)
+            params = jax.jit(lora.merge, out_shardings=shardings)(params)
+        return self._without_value_head(params)
+
+    def export(self, params: Params) -> None:
+        """Write the model to run_dir/hf, and its adapters, if it has some, to run_dir/adapter.
+
+        Raises:
+            OSError, UserError, RunError: as `save_model`.
+        """
+        run_dir, whole = Path(self.config.run_dir), self.exported(params)
+        save_model(whole, whole.config, run_dir / "hf", self.tokenizer, dtype=self.config.model.dtype)
+        if self.model.lora:
+            save_adapter(self._without_value_head(params), run_dir / "adapter", self.config.model.path)
+
+    def _without_value_head(self, params: Params) -> Params:
+        """Return a policy without its value head; other models keep theirs."""
         return models.without_value_head(params) if algos.requirements(self.config.algo).policy else params
 
     def reference(self) -> Reference:
@@ -104,6 +132,24 @@ class Run:
 
     def initial_state(self) -> TrainState:
         return self.stages[0].init_state(self.initial_params())
+
+    def complete(self, state: TrainState, meta: Mapping[str, Any]) -> TrainState:
+        """Return the state of a checkpoint with the frozen weights, which a checkpoint does not hold.
+
+        Raises:
+            UserError: they are not those that its adapters were trained on.
+        """
+        if self.model.lora is None:
+            return state
+        whole = lora.with_frozen_of(state, self.initial_state())
+        saved, now = meta.get("frozen", ""), lora.frozen_fingerprint(whole.params)
+        if saved != now:
+            raise UserError(
+                f"{self.config.model.path or 'the random weights'}: not the weights that the adapters of "
+                f"{self.config.run_dir} were trained on (fingerprint {now}, not {saved}). Put them back, or "
+                "start a new run with another --run_dir."
+            )
+        return whole
 
 
 def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable | None = None) -> Run:
@@ -118,12 +164,15 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     """
     check_kernels_setting()
     on_first(lambda: check_export_folder(Path(config.run_dir) / "hf"))
+    if config.lora.rank:
+        on_first(lambda: check_export_folder(Path(config.run_dir) / "adapter", "adapter_config.json"))
     mesh = make_mesh(config.mesh)
     model, tokenizer, folder = load_model_config(config.model)
     set_template(tokenizer, config.data.chat)
     check_vocabularies(config, tokenizer)
     check_model(config, mesh.shape, model.max_position, model.num_heads)
-    model = config_with_heads(model, config.algo)
+    model = trained_config(model, config)
+    adapter = load_adapter(expand_home(config.model.adapter), model) if config.model.adapter else {}
     env = make_conversations(config.env, tokenizer, config.data.chat)
     loaders = open_loaders(config, tokenizer, closing.enter_context(env).columns if env else {})
     rows = try_first_rows(config, loaders)
@@ -153,7 +202,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     evaluators = []
     if config.eval.every:
         evaluators = make_evaluators(config, loaders["eval"], stages[-1], engine, rewards, env)
-    return Run(config, mesh, model, tokenizer, folder, stages, evaluators, loaders)
+    return Run(config, mesh, model, tokenizer, folder, stages, evaluators, loaders, adapter)
 
 
 def open_loaders(config: TrainConfig, tokenizer: Any, columns: dict[str, Any]) -> dict[str, Loader]:
@@ -234,7 +283,7 @@ def resident_bytes(config: TrainConfig, stage: Stage) -> int:
     """Return the bytes on each device during the whole run: states and frozen reference."""
     state = stage.abstract_state()
     size = bytes_per_device(state)
-    if stage.needs_reference:
+    if stage.needs_reference and not stage.policy.model.lora:
         size += bytes_per_device(state.params) * jnp.dtype(config.model.dtype).itemsize // 4
     return size
 

@@ -9,12 +9,14 @@ from jaxrl_llm.checkpoint import folder as folders
 from jaxrl_llm.checkpoint.manifest import read_meta
 from jaxrl_llm.checkpoint.state import load_arrays
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import RopeConfig, TransformerConfig, abstract
+from jaxrl_llm.models import AdaptedConfig, LoraConfig, RopeConfig, TransformerConfig, abstract, lora
 from jaxrl_llm.structs import Params
 
 
 def restore_params(run_dir: Path, step: int | None = None) -> tuple[int, Params, TransformerConfig]:
     """Return the weights as numpy arrays on the host, and the config of their model. Changes nothing.
+
+    Of a run with adapters these are the trained weights alone (`models.lora.split_params`).
 
     Args:
         run_dir: of the training run.
@@ -35,14 +37,19 @@ def restore_params(run_dir: Path, step: int | None = None) -> tuple[int, Params,
     if chosen is None:
         raise UserError(f"{folder}: no checkpoint can be used (each is named above with its fault)")
     config = _transformer_config(read_meta(folder / str(chosen))["model"])
-    return chosen, load_arrays(folder / str(chosen), abstract(config), "params.", on_host=True), config
+    target = lora.split_params(abstract(config))[0]
+    return chosen, load_arrays(folder / str(chosen), target, "params.", on_host=True), config
 
 
 def _transformer_config(fields: dict[str, Any]) -> TransformerConfig:
-    """Return a config from its dict as JSON gives it back: RopeConfig is a dict, tuples are lists."""
+    """Return a config from its dict as JSON gives it back: Configs in it are dicts, tuples are lists."""
     windows = fields["window_layers"]
     known = {
         "rope": RopeConfig(**fields["rope"]),
         "window_layers": None if windows is None else tuple(windows),
     }
-    return TransformerConfig(**(fields | known))
+    if "lora" not in fields:
+        return TransformerConfig(**(fields | known))
+    adapters = fields["lora"]
+    known["lora"] = LoraConfig(**{**adapters, "targets": tuple(adapters["targets"])})
+    return AdaptedConfig(**(fields | known))

@@ -18,9 +18,11 @@ MAX_SHOWN = 20  # lines of a difference that are printed
 FIXED = (
     "seed",
     "model.path",
+    "model.adapter",
     "model.architecture",
     "model.tokenizer",
     "model.dtype",
+    "lora",
     "optim.name",
     "data",
     "max_prompt_tokens",  # decides which prompts are filtered, and so all that follow

@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,11 @@ from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.structs import Params
 
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_OURS = (".safetensors", ".json", ".jinja", ".txt", ".model")  # the files of an export
+_EXPORTED = {
+    "config.json": ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"),
+    "adapter_config.json": ("adapter_config.json", "adapter_model.safetensors"),
+}
+"""File by which an earlier export is known -> the files of such an export, which may be replaced."""
 
 
 def save_model(
@@ -65,25 +69,52 @@ def save_model(
     config = export_config(config)
     raw = _raw(config, dtype, tokenizer)
     shards = _plan(hf_tensors(config), jnp.dtype(dtype).itemsize, max_shard_bytes)
-    partial = folder.with_name(f".{folder.name}.partial")
-    on_first(lambda: _make_partial(folder, partial, sum(size for _, _, size in shards)))
-    try:
-        for name, tensors, _ in shards:
-            _write_shard(partial / name, tensors, params, dtype)
-        on_first(lambda: (_write_rest(partial, raw, shards, tokenizer), _replace(partial, folder)))
-    finally:  # a full disk must not keep an export that cannot be used
-        if jax.process_index() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+    files = {name: tensors for name, tensors, _ in shards}
+    write_folder(params, folder, files, dtype, lambda path: _write_rest(path, raw, shards, tokenizer))
     return folder
 
 
-def check_export_folder(folder: Path) -> None:
+def write_folder(
+    params: Params,
+    folder: Path,
+    files: dict[str, list[HFTensor]],
+    dtype: str,
+    write_rest: Callable[[Path], None],
+    config_name: str = "config.json",
+) -> None:
+    """Write a folder of safetensors beside its place and rename it: complete or absent. A collective.
+
+    Args:
+        folder: absolute.
+        files: name -> tensors, one of which is gathered at a time.
+        write_rest: writes the other files to a folder, on process 0.
+        config_name: the file by which an earlier export is known: "config.json" or "adapter_config.json".
+
+    Raises:
+        UserError, RunError, OSError: as `save_model`.
+    """
+    size = jnp.dtype(dtype).itemsize * sum(math.prod(t.shape) for tensors in files.values() for t in tensors)
+    partial = folder.with_name(f".{folder.name}.partial")
+    on_first(lambda: _make_partial(folder, partial, size, config_name))
+    try:
+        for name, tensors in files.items():
+            _write_shard(partial / name, tensors, params, dtype)
+        on_first(lambda: (write_rest(partial), _replace(partial, folder)))
+    finally:  # a full disk must not keep an export that cannot be used
+        if jax.process_index() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_export_folder(folder: Path, config_name: str = "config.json") -> None:
     """Refuse a place for an export that has something else, hours before the export.
+
+    Args:
+        config_name: as for `write_folder`.
 
     Raises:
         UserError: names what is there.
     """
-    if problem := _export_problem(folder.absolute(), 0):
+    if problem := _export_problem(folder.absolute(), 0, config_name):
         raise UserError(problem)
 
 
@@ -116,21 +147,22 @@ def _plan(tensors: list[HFTensor], itemsize: int, limit: int) -> list[tuple[str,
     return list(zip(names, groups, sizes, strict=True))
 
 
-def _make_partial(folder: Path, partial: Path, size: int) -> None:
+def _make_partial(folder: Path, partial: Path, size: int, config_name: str) -> None:
     """Make the temporary folder, if `size` bytes can be exported to `folder`."""
-    if problem := _export_problem(folder, size):
+    if problem := _export_problem(folder, size, config_name):
         raise UserError(problem)
     shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
     partial.mkdir(parents=True)
 
 
-def _export_problem(folder: Path, size: int) -> str | None:
+def _export_problem(folder: Path, size: int, config_name: str) -> str | None:
     """Return why `size` bytes cannot be exported to `folder`; None = they can."""
     if folder.exists() and not folder.is_dir():
         return f"{folder}: a file; the export needs a folder"
     inside = list(folder.iterdir()) if folder.exists() else []
-    foreign = [path.name for path in inside if path.is_dir() or path.suffix not in _OURS]
-    if inside and (foreign or not (folder / "config.json").is_file()):
+    replaced = {path for pattern in _EXPORTED[config_name] for path in folder.glob(pattern) if path.is_file()}
+    foreign = [path.name for path in inside if path not in replaced]
+    if inside and (foreign or not (folder / config_name).is_file()):
         what = foreign[0] if foreign else inside[0].name
         return f"{folder}: holds {what}, which is no part of an export; choose another folder"
     parent = next(path for path in folder.parents if path.exists())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,12 +81,12 @@ def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTen
     """Return the weights of the folder, which are those of the model in name, shape and type.
 
     Raises:
-        UserError: see `_weight_files`, `_read_header`; or tensors are missing, unexpected, of another shape
+        UserError: see `_weight_files`, `read_header`; or tensors are missing, unexpected, of another shape
             or quantized: all of them in one message.
     """
     stored: dict[str, StoredTensor] = {}
     for file in _weight_files(folder):
-        for name, entry in _read_header(file).items():
+        for name, entry in read_header(file).items():
             if name in stored:
                 raise UserError(
                     f"{file}: {name} is also in {stored[name].file.name}; one of the files is stale"
@@ -93,7 +94,27 @@ def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTen
             stored[name] = entry
     expected = {tensor.name: tensor.shape for tensor in hf_tensors(config)}
     ignored = {"lm_head.weight"} if config.tie_embeddings else set()
-    extra = [n for n in stored if n not in expected and n not in ignored and not _DERIVED.fullmatch(n)]
+    ignored |= {name for name in stored if _DERIVED.fullmatch(name)}
+    if problem := list_mismatches(stored, expected, "config.json", ignored):
+        what = f"not the weights that its {config.family} config.json describes"
+        raise UserError(f"{folder}: {what}; {problem}")
+    return {name: stored[name] for name in expected}
+
+
+def list_mismatches(
+    stored: dict[str, StoredTensor],
+    expected: dict[str, tuple[int, ...]],
+    source: str,
+    ignored: Collection[str] = (),
+) -> str:
+    """Return how the tensors of files differ from the expected ones in name, shape and type; "" = not at all.
+
+    Args:
+        expected: name -> shape.
+        source: what gives the expected shapes.
+        ignored: names that need not be expected.
+    """
+    extra = [name for name in stored if name not in expected and name not in ignored]
     both = [name for name in expected if name in stored]
     problems = [
         _list("missing", [f"{n} {list(expected[n])}" for n in expected if n not in stored]),
@@ -101,7 +122,7 @@ def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTen
         _list(
             "of another shape",
             [
-                f"{n} {list(stored[n].shape)} in {stored[n].file.name}, config.json says {list(expected[n])}"
+                f"{n} {list(stored[n].shape)} in {stored[n].file.name}, {source} says {list(expected[n])}"
                 for n in both
                 if stored[n].shape != expected[n]
             ],
@@ -115,10 +136,7 @@ def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTen
             ],
         ),
     ]
-    if any(problems):
-        listed = "; ".join(problem for problem in problems if problem)
-        raise UserError(f"{folder}: not the weights that its {config.family} config.json describes; {listed}")
-    return {name: stored[name] for name in expected}
+    return "; ".join(problem for problem in problems if problem)
 
 
 def refuse_remote_code(folder: Path) -> None:
@@ -147,9 +165,9 @@ def _weight_files(folder: Path) -> list[Path]:
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
             raise UserError(f"{folder / INDEX}: weight_map must map tensor names to file names")
-        return [_inside(folder, name) for name in sorted(set(weight_map.values()))]
+        return [file_inside(folder, name) for name in sorted(set(weight_map.values()))]
     if (folder / SINGLE).exists():
-        return [_inside(folder, SINGLE)]
+        return [file_inside(folder, SINGLE)]
     pickles = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if pickles:
         raise UserError(
@@ -159,7 +177,7 @@ def _weight_files(folder: Path) -> list[Path]:
     raise UserError(f"{folder}: no weights; looked for {SINGLE} and {INDEX}")
 
 
-def _inside(folder: Path, name: str) -> Path:
+def file_inside(folder: Path, name: str) -> Path:
     """Return the file of this name, if that is a plain one and no link out of the folder (or hub cache)."""
     path = folder / name
     if (
@@ -180,7 +198,7 @@ def _inside(folder: Path, name: str) -> Path:
     return path
 
 
-def _read_header(file: Path) -> dict[str, StoredTensor]:
+def read_header(file: Path) -> dict[str, StoredTensor]:
     """Return names, shapes and types. The library checks that offsets, shapes and the file's size agree."""
     try:
         with safe_open(file, framework="np") as handle:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_llm.hf.names import TABLE, HFTensor, to_hf
+from jaxrl_llm.hf.names import HFTensor, tensor_layout, to_hf
 from jaxrl_llm.models import named_leaves
 from jaxrl_llm.structs import Params
 
@@ -69,7 +69,7 @@ def _start(tensor: HFTensor, leaves: dict, dtype: str, replicated: bool) -> tupl
     whole = None
     if isinstance(sharding, NamedSharding) and (replicated or not sharding.is_fully_addressable):
         whole = NamedSharding(sharding.mesh, PartitionSpec())
-    convert = _converter(tuple(TABLE[name][1] for name, _ in tensor.parts), dtype, whole)
+    convert = _converter(tuple(tensor_layout(name) for name, _ in tensor.parts), dtype, whole)
     array, finite = convert(weights, layer)
     if not replicated:
         array.copy_to_host_async()

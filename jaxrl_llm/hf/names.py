@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.models.config import TransformerConfig
+from jaxrl_llm.models.lora import MARK
 from jaxrl_llm.models.params import abstract, named_leaves
 
 TABLE: dict[str, tuple[str, str]] = {
@@ -94,6 +95,41 @@ def hf_tensors(config: TransformerConfig) -> list[HFTensor]:
             shape = (sum(s[0] for s in shapes), *shapes[0][1:])
             tensors.append(HFTensor(hf.format(layer), shape, tuple((ours, layer) for ours in members)))
     return tensors
+
+
+def adapter_tensors(config: TransformerConfig) -> list[HFTensor]:
+    """Return the tensors of a PEFT adapter, layer by layer: lora_A [R, inputs], lora_B [outputs, R].
+
+    A value head, which is trained beside adapters, comes last, as PEFT's `modules_to_save` has it.
+
+    Args:
+        config: with adapters.
+    """
+    adapters = [(ours, *ours.split(MARK)) for ours in _shapes(config) if MARK in ours]
+    tensors = []
+    for layer in range(config.num_layers):
+        for ours, weight, matrix in adapters:
+            module = TABLE[weight][0].format(layer).removesuffix(".weight")
+            shape = _hf_shape(_layer_shape(config, ours), tensor_layout(ours))
+            name = f"base_model.model.{module}.lora_{matrix.upper()}.weight"
+            tensors.append(HFTensor(name, shape, ((ours, layer),)))
+    if config.value_head:
+        shape = _layer_shape(config, "value")
+        tensors.append(HFTensor(f"base_model.model.{TABLE['value'][0]}", shape, (("value", None),)))
+    return tensors
+
+
+def tensor_layout(ours: str) -> str:
+    """Return the layout of one of our weights, ours -> HF; an adapter's follows from that of its weight.
+
+    "layers.o" is "h e d -> d (h e)", so its A is "h e r -> r (h e)" and its B is "r d -> (d) r".
+    """
+    weight, _, matrix = ours.partition(MARK)
+    layout = TABLE[weight][1]
+    if not matrix:
+        return layout
+    outputs, inputs = (" ".join(group) for group in parse_layout(layout)[1])
+    return f"{inputs} r -> r ({inputs})" if matrix == "a" else f"r {outputs} -> ({outputs}) r"
 
 
 def to_hf(ours: np.ndarray | jax.Array, layout: str) -> np.ndarray | jax.Array:

@@ -25,7 +25,8 @@ from jaxrl_llm.learn.update import (
     loss_and_metrics,
     model_outputs,
 )
-from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models import TransformerConfig, lora
+from jaxrl_llm.models.transformer import cast_weights
 from jaxrl_llm.sharding.rules import TRAIN, put_rows, row_sharding, with_shardings
 from jaxrl_llm.structs import Batch, BatchTotals, Metrics, Params, Program, TrainState
 
@@ -47,6 +48,7 @@ class Learner:
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.state_shapes = jax.eval_shape(self._fresh, models.abstract(model))
         self.state_shardings = self._shardings(self.state_shapes)
+        trained_shardings = lora.split_params(self.param_shardings)[0]
         self._score = jax.jit(
             functools.partial(model_outputs, config=config),
             static_argnames=("names",),
@@ -54,19 +56,19 @@ class Learner:
         )
         self._zeros = jax.jit(
             lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
-            out_shardings=self.param_shardings,
+            out_shardings=trained_shardings,
         )
         self._accumulate = jax.jit(
             functools.partial(accumulate, algo=algo, config=config),
             donate_argnames=("grads",),
-            out_shardings=(self.param_shardings, self.replicated),
+            out_shardings=(trained_shardings, self.replicated),
         )
         self._measure = jax.jit(functools.partial(loss_and_metrics, algo=algo, config=config))
         self._baseline = jax.jit(functools.partial(baseline, algo=algo))
         self._apply = jax.jit(
             functools.partial(apply, algo=algo, optimizer=optimizer, max_grad_norm=config.max_grad_norm),
             donate_argnames=("state",),
-            out_shardings=(self.state_shardings, self.replicated),
+            out_shardings=(lora.trained_state(self.state_shardings), self.replicated),
         )
 
     def abstract_state(self) -> TrainState:
@@ -90,16 +92,20 @@ class Learner:
         with jax.set_mesh(self.mesh):
             if algos.of(self.algo).baseline:
                 totals = replace(totals, baseline=jax.eval_shape(self._baseline, batch, totals))
-            args = (state.params, state.params, batch, totals, tuple(teachers))  # gradients are like weights
+            trained, frozen = lora.split_params(state.params)
+            args = (trained, trained, batch, totals, tuple(teachers), frozen)  # gradients are like weights
             _, metrics = jax.eval_shape(self._accumulate, *args)
         metrics = with_shardings(metrics, jax.tree.map(lambda _: self.replicated, metrics))
         return {
             "accumulate": Program(self._accumulate, args, {}),
-            "apply": Program(self._apply, (state, state.params, metrics, number), {}),
+            "apply": Program(self._apply, (lora.trained_state(state), trained, metrics, number), {}),
         }
 
     def init_state(self, params: Params) -> TrainState:
-        """Return a state with a fresh optimizer; these float32 weights are donated to it."""
+        """Return a state with a fresh optimizer; these float32 weights are donated to it.
+
+        Frozen weights take the compute type, except norms.
+        """
         with jax.set_mesh(self.mesh):
             return jax.jit(self._fresh, out_shardings=self.state_shardings, donate_argnums=0)(params)
 
@@ -145,12 +151,14 @@ class Learner:
         """Apply one optimizer update from micro-batches on the devices and their global denominators."""
         with jax.set_mesh(self.mesh):
             totals = self._totals(batches, num_tokens, num_sequences, state.kl_coef)
-            grads = self._zeros(state.params)
+            trained, frozen = lora.split_params(state.params)
+            grads = self._zeros(trained)
             parts = []
             for batch in batches:
-                grads, part = self._accumulate(state.params, grads, batch, totals, tuple(teachers))
+                grads, part = self._accumulate(trained, grads, batch, totals, tuple(teachers), frozen)
                 parts.append(part)
-            return self._apply(state, grads, combine(parts), totals.num_sequences)
+            new, metrics = self._apply(lora.trained_state(state), grads, combine(parts), totals.num_sequences)
+            return lora.with_frozen(new, frozen), metrics
 
     def measure(
         self, state: TrainState, items: Sequence[PackItem], teachers: Sequence[Params] = ()
@@ -173,9 +181,11 @@ class Learner:
         return replace(totals, baseline=sum(self._baseline(batch, totals) for batch in batches))
 
     def _fresh(self, params: Params) -> TrainState:
+        trained, frozen = lora.split_params(params)
+        params = lora.join_params(trained, cast_weights(frozen, jnp.dtype(self.config.dtype)))
         zero = jnp.zeros((), jnp.int32)
         kl_coef = jnp.float32(self.algo.initial_kl_coef)
-        return TrainState(params, self.optimizer.init(params), zero, zero, kl_coef)
+        return TrainState(params, self.optimizer.init(trained), zero, zero, kl_coef)
 
     def _shardings(self, state: TrainState) -> TrainState:
         """Return shardings of the state: moments have those of their weights, counters are replicated."""
@@ -184,8 +194,7 @@ class Learner:
             self.optimizer,
             like_weight,
             state.opt_state,
-            state.params,
-            self.param_shardings,
+            *(lora.split_params(tree)[0] for tree in (state.params, self.param_shardings)),
             transform_non_params=lambda _: self.replicated,
         )
         return TrainState(self.param_shardings, opt, *[self.replicated] * 3)

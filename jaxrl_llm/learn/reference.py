@@ -15,6 +15,7 @@ import numpy as np
 from jaxrl_llm.checkpoint.state import CheckpointConfig, Checkpointer
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import lora
 from jaxrl_llm.structs import Params
 
 
@@ -41,19 +42,24 @@ class Reference:
             step: the step about to be taken.
             current: present weights of the policy.
         """
+        if current.config.lora and not start:
+            return lora.base(current)  # the frozen weights themselves
         if self.weights is None:
             self.weights = (
                 self._saved(step == start, current) if start else freeze(self.initial(), self.dtype)
             )
+        if current.config.lora:
+            return lora.join_params(self.weights, lora.split_params(current)[1])
         return self.weights
 
     def _saved(self, is_start: bool, current: Params) -> Params:
+        current, abstract = lora.split_params(current)[0], lora.split_params(self.abstract)[0]
         settings = CheckpointConfig(keep=1, async_save=False, on_full_disk="stop")
         with contextlib.closing(Checkpointer(settings, self.run_dir / "reference")) as checkpointer:
             if is_start:
                 checkpointer.save(0, current, {}, {})
                 return freeze(current, self.dtype)
-            restored = checkpointer.restore(self.abstract)
+            restored = checkpointer.restore(abstract)
             if restored is None:
                 raise UserError(
                     f"{self.run_dir / 'reference'} is missing: this run cannot restore its reference model; "

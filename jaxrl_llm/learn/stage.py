@@ -22,6 +22,7 @@ from jaxrl_llm.data.packing import IN_LOSS, PackItem
 from jaxrl_llm.learn import credit
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.reference import LogprobCache
+from jaxrl_llm.models import lora
 from jaxrl_llm.structs import Metrics, Params, TrainState, Trajectory
 
 Timer = Callable[[str], contextlib.AbstractContextManager]
@@ -97,7 +98,10 @@ class Stage:
             fit = functools.partial(models.with_heads, config=self.critic.model)
             start = self.critic_params or jax.tree.map(jnp.copy, jax.jit(fit)(params))
             critic = self.critic.init_state(jax.device_put(start, self.critic.param_shardings))
-        return replace(self.policy.init_state(params), critic=critic)
+        state = self.policy.init_state(params)
+        if critic and not self.critic_params:  # one frozen base for both
+            critic = replace(critic, params=lora.share_frozen(critic.params, state.params))
+        return replace(state, critic=critic)
 
     def prepare(
         self, state: TrainState, experience: Experience, reference: Params | None, seed: int

@@ -24,6 +24,7 @@ from jaxrl_llm import algos
 from jaxrl_llm.algos.contract import AlgoConfig, Divergence, Requirements
 from jaxrl_llm.algos.correction import diagnostics
 from jaxrl_llm.algos.reduce import token_mean
+from jaxrl_llm.models import lora
 from jaxrl_llm.sharding.rules import logprob_specs
 from jaxrl_llm.structs import Batch, BatchTotals, LossInputs, Metrics, Params, TrainState
 
@@ -127,20 +128,27 @@ def loss_and_metrics(
 
 
 def accumulate(
-    params: Params,
+    trained: Params,
     grads: Params,
     batch: Batch,
     totals: BatchTotals,
     teachers: Sequence[Params],
+    frozen: Params,
     *,
     algo: AlgoConfig,
     config: StepConfig,
 ) -> tuple[Params, Metrics]:
-    """Return the gradients plus one micro-batch's, and its metrics."""
-    loss_fn = functools.partial(
-        loss_and_metrics, batch=batch, totals=totals, teachers=teachers, algo=algo, config=config
-    )
-    (_, metrics), new = jax.value_and_grad(loss_fn, has_aux=True)(params)
+    """Return the gradients of the trained weights plus one micro-batch's, and its metrics.
+
+    Args:
+        trained, frozen: the two parts of the model (`models.lora.split_params`); `grads` is like `trained`.
+    """
+
+    def loss_fn(trained):
+        params = lora.join_params(trained, frozen)
+        return loss_and_metrics(params, batch, totals, teachers, algo=algo, config=config)
+
+    (_, metrics), new = jax.value_and_grad(loss_fn, has_aux=True)(trained)
     return jax.tree.map(jnp.add, grads, new), metrics
 
 
@@ -226,6 +234,8 @@ def apply(
     max_grad_norm: float,
 ) -> tuple[TrainState, Metrics]:
     """Clip the gradient and apply one optimizer update; skip it unless all numbers are finite.
+
+    The state holds the trained weights alone (`models.lora.split_params`).
 
     Loss, gradient, update and new weights are checked: a NaN or Inf in any of them leaves weights, moments,
     version and KL coefficient as they were.

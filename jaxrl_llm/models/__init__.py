@@ -4,7 +4,7 @@ params = init(config, key)
 hidden = params(tokens, positions, segments)  # logits = hidden @ params.head.T
 """
 
-from jaxrl_llm.models.config import RopeConfig, TransformerConfig
+from jaxrl_llm.models.config import AdaptedConfig, LoraConfig, RopeConfig, TransformerConfig
 from jaxrl_llm.models.params import (
     abstract,
     cast,
@@ -19,6 +19,8 @@ from jaxrl_llm.models.params import (
 from jaxrl_llm.models.transformer import Transformer
 
 __all__ = [
+    "AdaptedConfig",
+    "LoraConfig",
     "RopeConfig",
     "Transformer",
     "TransformerConfig",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.ranges import Count, Range, problems
@@ -59,6 +60,7 @@ class RopeConfig:
 class TransformerConfig:
     """The architecture of a dense decoder; Qwen, Llama, Mistral and Baichuan differ only in these fields."""
 
+    lora: ClassVar[LoraConfig | None] = None  # see AdaptedConfig
     family: str = "qwen3"
     """HF `model_type`; selects the names of weights on import and export."""
     vocab_size: Size = 151_936
@@ -119,6 +121,72 @@ class TransformerConfig:
             )
         if self.rope.scaling == "dynamic" and self.head_dim < 4:
             yield "head_dim", f"is {self.head_dim}: dynamic RoPE scaling needs at least 4."
+
+
+TARGETS = {
+    "q_proj": "q",
+    "k_proj": "k",
+    "v_proj": "v",
+    "o_proj": "o",
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+}
+"""Hugging Face's names of the linear layers -> ours."""
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Adapters that are trained in place of the weights, which stay as they are."""
+
+    rank: Annotated[int, Range(0, 2**14, usual="8 to 64 are usual")] = 0
+    """Inner size R of each adapter; 0 = no adapters, all weights are trained."""
+    alpha: Annotated[float, Range(0, 1e6, open_low=True, usual="32 is usual")] = 32.0
+    """The adapter's output is multiplied by alpha / rank."""
+    rank_stabilized: bool = False
+    """Multiply by alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732)."""
+    targets: tuple[str, ...] = ("all",)
+    """Linear layers that get adapters: q_proj k_proj v_proj o_proj gate_proj up_proj down_proj, or all."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, problem) for layers that no model has."""
+        known = ("all", *TARGETS)
+        if not self.targets:
+            yield "targets", "is empty: it must name linear layers, or be all."
+        for name in self.targets:
+            if name not in known:
+                yield "targets", f"has {name!r}: it must be of {', '.join(known)}."
+
+    @property
+    def scale(self) -> float:
+        """Factor of the adapter's output."""
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+
+    @property
+    def adapted(self) -> tuple[str, ...]:
+        """Our names of the adapted layers."""
+        chosen = TARGETS if "all" in self.targets else self.targets
+        return tuple(TARGETS[name] for name in TARGETS if name in chosen)
+
+
+@dataclass(frozen=True)
+class AdaptedConfig(TransformerConfig):
+    """A decoder whose linear layers have adapters, which are trained in place of its weights."""
+
+    lora: LoraConfig = LoraConfig(rank=8)
+
+
+def check_lora_config(lora: LoraConfig, where: str) -> None:
+    """Refuse adapters that no model can have, for a LoraConfig that does not come from a recipe.
+
+    Args:
+        where: file that it was read from, for the message.
+
+    Raises:
+        UserError: one line that names every bad field.
+    """
+    if wrong := [f"{name} {text}" for name, text in problems(lora)]:
+        raise UserError(f"{where}: no model can have these adapters: {' '.join(wrong)}")
 
 
 def check_model_config(config: TransformerConfig, where: str) -> None:

@@ -71,6 +71,19 @@ class Layers(nnx.Module):
             self.gate_bias = init.zeros((c.mlp_size,), ("mlp",))
             self.up_bias = init.zeros((c.mlp_size,), ("mlp",))
             self.down_bias = init.zeros((d,), ("norm",))
+        if c.lora:
+            for name in c.lora.adapted:
+                self._add_adapter(name, c.lora.rank, init)
+
+    def _add_adapter(self, name: str, rank: int, init: _Initializer) -> None:
+        """Add A, uniform as in PEFT, and B, zero, beside a weight: the sum starts as the weight's output."""
+        weight = getattr(self, name)
+        axes, shape = weight.get_metadata("axes")[1:], weight.shape[1:]
+        inner = 2 if name == "o" else 1  # dims that the layer contracts
+        bound = 1 / math.sqrt(math.prod(shape[:inner]))
+        a = init.uniform((*shape[:inner], rank), (*axes[:inner], "rank"), bound)
+        setattr(self, f"{name}_lora_a", a)
+        setattr(self, f"{name}_lora_b", init.zeros((rank, *shape[inner:]), ("rank", *axes[inner:])))
 
 
 class Transformer(nnx.Module):
@@ -176,28 +189,31 @@ def block(c: TransformerConfig, w: Layers, x, rope, attention_fn, strict: bool =
         strict: batch-invariant.
     """
 
-    def bias(w, name):
-        return getattr(w, name)[...] if hasattr(w, name) else 0
+    def linear(w, name, x):
+        y = project(x, getattr(w, name)[...])
+        if hasattr(w, f"{name}_bias"):
+            y = y + getattr(w, f"{name}_bias")[...]
+        if hasattr(w, f"{name}_lora_a"):
+            a, b = getattr(w, f"{name}_lora_a")[...], getattr(w, f"{name}_lora_b")[...]
+            y = y + c.lora.scale * project(project(x, a), b)
+        return y
 
     def before_attention(w, x, rope):
         h = rms_norm(x, w.attention_norm[...], c.norm_eps)
-        q = project(h, w.q[...]) + bias(w, "q_bias")
-        k = project(h, w.k[...]) + bias(w, "k_bias")
-        v = project(h, w.v[...]) + bias(w, "v_bias")
+        q, k, v = linear(w, "q", h), linear(w, "k", h), linear(w, "v", h)
         if c.qk_norm:
             q = rms_norm(q, w.q_norm[...], c.norm_eps)
             k = rms_norm(k, w.k_norm[...], c.norm_eps)
         return apply_rope(q, *rope), apply_rope(k, *rope), v
 
     def after_attention(w, x, out):
-        x = x + project(out, w.o[...]) + bias(w, "o_bias")
+        x = x + linear(w, "o", out)
         x = constrain(x, "batch", "sequence", "hidden")
         with jax.named_scope("mlp"):
             h = rms_norm(x, w.mlp_norm[...], c.norm_eps)
-            gate = project(h, w.gate[...]) + bias(w, "gate_bias")
-            up = project(h, w.up[...]) + bias(w, "up_bias")
+            gate, up = linear(w, "gate", h), linear(w, "up", h)
             hidden = constrain(ACTIVATIONS[c.activation](gate) * up, "batch", "sequence", "mlp")
-            x = x + project(hidden, w.down[...]) + bias(w, "down_bias")
+            x = x + linear(w, "down", hidden)
             return constrain(x, "batch", "sequence", "hidden")
 
     per_token = per_token_call(strict)
@@ -284,6 +300,11 @@ class _Initializer:
         if residual:  # GPT-2: the size of the residual stream does not depend on the depth
             std /= math.sqrt(2 * self.config.num_layers)
         return self._param(std * jax.random.normal(key, (self.config.num_layers, *shape), jnp.float32), axes)
+
+    def uniform(self, shape, axes, bound: float) -> nnx.Param:
+        self.count += 1
+        key, whole = jax.random.fold_in(self.key, self.count), (self.config.num_layers, *shape)
+        return self._param(jax.random.uniform(key, whole, jnp.float32, -bound, bound), axes)
 
     def ones(self, shape, axes) -> nnx.Param:
         return self._param(jnp.ones((self.config.num_layers, *shape), jnp.float32), axes)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
-from jaxrl_llm.build.models import config_with_heads, make_stages
+from jaxrl_llm.build.models import make_stages, trained_config
 from jaxrl_llm.config import TrainConfig, derived
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.stage import Stage, loss_signals, policy_scores
@@ -49,7 +49,7 @@ def phases(config: TrainConfig, mesh: Mesh) -> list[Phase]:
     """
     model = planned_model(config.model)
     check_model(config, mesh.shape, model.max_position, model.num_heads)
-    model = config_with_heads(model, config.algo)
+    model = trained_config(model, config)
     stage = make_stages(config, model, mesh, ABSTRACT_MODELS)[-1]
     base = _always_resident(config, stage)
     result = []
@@ -71,7 +71,7 @@ def _always_resident(config: TrainConfig, stage: Stage) -> Resident:
         resident["parameters"].append(critic.params)
         resident["optimizer"].append(critic.opt_state)
     resident["frozen models"] += stage.teachers
-    if stage.needs_reference:
+    if stage.needs_reference and not stage.policy.model.lora:
         resident["frozen models"].append(_reference(config, stage.policy))
     for reward in config.reward.models:
         model = ABSTRACT_MODELS.config(reward.path)

@@ -195,6 +195,8 @@ def _model(config: TrainConfig) -> Iterator[str]:
         yield from _stored_shape(config, expand_home(path) / "config.json")
     elif shape:
         yield from _shape(config, config.mesh.sizes, shape.max_position, shape.num_heads)
+    if config.model.adapter and not config.lora.rank:
+        yield f"--model.adapter {config.model.adapter} needs --lora.rank R, the rank of that adapter."
 
 
 def _model_folder(key: str, path: str) -> Iterator[str]:
@@ -248,6 +250,11 @@ def _shape(config: TrainConfig, sizes: Mapping[str, int], max_position: int, hea
 
 def _rollout(config: TrainConfig) -> Iterator[str]:
     rollout, sglang = config.rollout, config.sglang
+    if config.lora.rank and rollout.engine == "sglang" and algos.of(config.algo).on_rollouts:
+        yield (
+            f"--lora.rank is {config.lora.rank}: adapters are not sent to SGLang servers. Set "
+            "--rollout.engine native, or --lora.rank 0."
+        )
     on_rollouts, responses = algos.of(config.algo).on_rollouts, config.responses_per_prompt
     if on_rollouts and responses > 1 and rollout.sampling.temperature == 0:
         yield f"--rollout.sampling.temperature {same_responses(responses)}"

@@ -37,6 +37,7 @@ COMMON = (
     "max_response_tokens",
     "tokens_per_device",
     "optim.learning_rate",
+    "lora.rank",
     "algo.kl_coef",
     "rollout.engine",
     "rollout.sampling.temperature",

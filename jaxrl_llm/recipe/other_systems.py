@@ -206,10 +206,18 @@ SAME = {
     "tis_coef": "--algo.correction.weight token and --algo.correction.cap",
     "avg_level": AGGREGATION,
     "n_epochs": STEPS,
+    "use_peft": "--lora.rank",
+    "lora": "--lora.rank",
+    "lora_r": "--lora.rank",
+    "lora_rank": "--lora.rank",
+    "lora_alpha": "--lora.alpha",
+    "lora_target_modules": "--lora.targets",
+    "target_modules": "--lora.targets",
+    "use_rslora": "--lora.rank_stabilized",
 }
 """Flag of another system -> the key here."""
 
-NO_LORA = "There is no LoRA: all weights are trained"
+NO_DROPOUT = "There is no dropout of adapters; Thinking Machines' LoRA Without Regret uses none"
 NO_EPOCHS = (
     "There are no PPO epochs: a response is learned from once; --minibatches_per_step sets the updates"
 )
@@ -224,14 +232,7 @@ MISSING = {
     "num_ppo_epochs": NO_EPOCHS,
     "num_iterations": NO_EPOCHS,
     "max_epochs": NO_EPOCHS,
-    "use_peft": NO_LORA,
-    "lora": NO_LORA,
-    "lora_r": NO_LORA,
-    "lora_rank": NO_LORA,
-    "lora_alpha": NO_LORA,
-    "lora_dropout": NO_LORA,
-    "lora_target_modules": NO_LORA,
-    "target_modules": NO_LORA,
+    "lora_dropout": NO_DROPOUT,
     "load_in_4bit": "There is no quantized training; --rollout.cache_dtype int8 saves memory of the rollout",
     "load_in_8bit": "There is no quantized training; --rollout.cache_dtype int8 saves memory of the rollout",
     "attn_implementation": "There is no such switch: the attention kernel is chosen for the device",
@@ -260,8 +261,8 @@ GROUPS = {
     "actor_rollout_ref": "Here these are the groups model, algo, optim, rollout and mesh: --help GROUP",
     "deepspeed": f"Here it is {MESH}",
     "fsdp": f"Here it is {MESH}",
-    "lora": NO_LORA,
-    "peft": NO_LORA,
+    "lora": "Here this is the group lora: --lora.rank, --lora.alpha, --lora.targets, --lora.rank_stabilized",
+    "peft": "Here this is the group lora: --lora.rank, --lora.alpha, --lora.targets, --lora.rank_stabilized",
     "vllm": "There is no vLLM: the rollout engines are --rollout.engine native and --rollout.engine sglang",
 }
 """First word of a flag of another system, which has many that begin with it -> the answer."""

@@ -32,6 +32,7 @@ OUTPUTS = {
     "prompts": PROMPTS,
     "checkpoints": "checkpoints",
     "Hugging Face": "hf",
+    "adapter": "adapter",
 }
 
 

@@ -37,6 +37,7 @@ class Purpose(IntEnum):
     WEIGHTS = 0
     ROLLOUT = 1
     EVALUATION = 2
+    ADAPTERS = 3
 
 
 def run_key(seed: int, purpose: Purpose) -> jax.Array:

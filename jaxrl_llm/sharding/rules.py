@@ -26,6 +26,7 @@ TRAIN: Rules = {
     "mlp": "tensor",
     "vocab": "tensor",
     "norm": None,
+    "rank": None,
 }
 """Training and scoring: weights sharded over fsdp, sequence and tensor, rows over data and fsdp."""
 

@@ -6,15 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from jaxrl_llm import models
 from jaxrl_llm.build.run import load_model_config
 from jaxrl_llm.checkpoint.params import restore_params
 from jaxrl_llm.config import ChatConfig, ModelConfig
 from jaxrl_llm.data.template import set_template
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.export import save_model
+from jaxrl_llm.hf.folder import resolve_model
 from jaxrl_llm.hf.json_file import read_json
-from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.hf.load import load_params
+from jaxrl_llm.models import TransformerConfig, lora
+from jaxrl_llm.models.transformer import cast_weights
 from jaxrl_llm.ranges import CountOrZero
+from jaxrl_llm.structs import Params
 from jaxrl_llm.tools.arguments import parse_arguments
 
 
@@ -42,11 +48,36 @@ def main(argv: list[str]) -> int:
     """
     args = parse_arguments(ExportArguments, argv, "export")
     step, params, config = restore_params(args.checkpoint, args.step)
+    params, config = merged_with_base(args.checkpoint, params, config)
     tokenizer = run_tokenizer(args.checkpoint, config, args.tokenizer)
     folder = save_model(params, config, args.out, tokenizer, args.dtype)
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"step {step} of {args.checkpoint} -> {folder} ({args.dtype}, {size / 2**20:,.1f} MiB)")
     return 0
+
+
+def merged_with_base(
+    run_dir: Path, params: Params, config: TransformerConfig
+) -> tuple[Params, TransformerConfig]:
+    """Return the model of a run with adapters, merged into the pretrained weights that they were trained on.
+
+    Other models are returned as they are.
+
+    Raises:
+        UserError: the run started from random weights, of which there is no copy.
+    """
+    if config.lora is None:
+        return params, config
+    settings = read_json(run_dir / "config.json")["config"]["model"]
+    if not (path := settings["path"]):
+        raise UserError(
+            f"{run_dir}: its adapters belong to random weights, which no checkpoint holds. The run's last "
+            f"model, merged, is in {run_dir / 'hf'}."
+        )
+    folder, plain = resolve_model(path), lora.base_config(config)
+    stored = read_config(folder)
+    base = cast_weights(load_params(folder, stored), settings["dtype"])  # as it was in the run
+    return lora.merge(lora.join_params(params, models.with_heads(base, config))), plain
 
 
 def run_tokenizer(run_dir: Path, config: TransformerConfig, override: str = "") -> Any:

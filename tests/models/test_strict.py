@@ -16,6 +16,7 @@ from jaxrl_llm.algos import grpo
 from jaxrl_llm.data.packing import from_trajectory
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.update import StepConfig
+from jaxrl_llm.models import lora
 from jaxrl_llm.rollout.checks import strict_problems
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
 from jaxrl_llm.rollout.native.engine import NativeEngine, RolloutConfig
@@ -30,6 +31,7 @@ OTHERS = dataclasses.replace(
     QWEN, sliding_window=7, window_layers=(True, False), qkv_bias=True, qk_norm=False, tie_embeddings=False,
     attention_softcap=2.0, logit_softcap=3.0, num_heads=3, num_kv_heads=3,
 )  # fmt: skip
+ADAPTED = lora.with_lora(QWEN, models.LoraConfig(rank=4))
 TEMPERATURE = 0.7
 
 
@@ -77,8 +79,10 @@ def one_update(config, dtype, strict=True):
         (QWEN, "float32"),
         pytest.param(QWEN, "bfloat16", marks=pytest.mark.slow),
         pytest.param(OTHERS, "float32", marks=pytest.mark.slow),
+        (ADAPTED, "float32"),
+        pytest.param(ADAPTED, "bfloat16", marks=pytest.mark.slow),
     ],
-    ids=["qwen3", "qwen3 bfloat16", "windows, caps, biases"],
+    ids=["qwen3", "qwen3 bfloat16", "windows, caps, biases", "adapters", "adapters bfloat16"],
 )
 def test_scored_and_trained_log_probs_are_those_of_the_rollout(config, dtype):
     """Rows of several trajectories in another order, scored without and trained with rematerialisation."""

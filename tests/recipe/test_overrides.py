@@ -271,8 +271,11 @@ def test_a_value_of_another_type(value, hint):
             "Here these are the groups model, algo, optim, rollout and mesh: --help GROUP.",
         ),
         ("algorithm.adv_estimator", "Here it is --algo NAME (grpo, rloo, ppo, ...), or --algo.advantage."),
-        ("lora_r", "There is no LoRA: all weights are trained."),
-        ("lora_anything", "There is no LoRA: all weights are trained."),
+        ("lora_r", "Here it is --lora.rank."),
+        (
+            "lora_anything",
+            "Here this is the group lora: --lora.rank, --lora.alpha, --lora.targets, --lora.rank_stabilized.",
+        ),
         (
             "ppo_epochs",
             "There are no PPO epochs: a response is learned from once; "

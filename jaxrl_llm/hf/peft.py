@@ -1,0 +1,195 @@
+"""Adapters in the format of PEFT: adapter_config.json and adapter_model.safetensors, written and read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.export import write_folder
+from jaxrl_llm.hf.folder import file_inside, list_mismatches, read_header
+from jaxrl_llm.hf.json_file import JsonKeys, read_json
+from jaxrl_llm.hf.load import read_slice
+from jaxrl_llm.hf.names import TensorRows, adapter_tensors, tensor_layout
+from jaxrl_llm.host.files import write_json
+from jaxrl_llm.models import AdaptedConfig, LoraConfig, abstract, named_leaves
+from jaxrl_llm.models.config import TARGETS, check_lora_config
+from jaxrl_llm.structs import Params
+
+CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+HEADS = ("score", "classifier")
+"""PEFT's `modules_to_save` of a classifier; ours is called score, as in every family's Hugging Face model."""
+
+_DEFAULTS = {"r": 8, "lora_alpha": 8, "bias": "none"}  # PEFT's
+_READ = ("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save", "bias")
+_NO_EFFECT = (
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("lora_dropout", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
+    *("exclude_modules", "layers_pattern"),  # the tensors show which layers have adapters
+    *("init_lora_weights", "eva_config"),
+)
+"""Keys that do not change what a trained adapter computes. Any other that is set is refused."""
+_KEEP_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Initialisations that leave the base model as it is."""
+
+
+def save_adapter(params: Params, folder: Path | str, base_name: str) -> Path:
+    """Write the model's adapters, float32, as a folder that PEFT and this project load.
+
+    An earlier export there is replaced. The folder is written beside its place and renamed, so it is never
+    half there. A value head is written as PEFT writes that of a sequence classifier. In a multi-process run
+    every process calls this and the first one writes.
+
+    Args:
+        params: with adapters; of any sharding.
+        base_name: hub name or folder of the base model, whose weights are not written.
+
+    Raises:
+        UserError: no space on the disk, or a folder that holds something other than an earlier export.
+        RunError: adapters that are NaN or Inf; names them. An earlier export stays.
+        OSError: the disk fails or fills up. An earlier export stays.
+    """
+    folder, config = Path(folder).absolute(), params.config
+    raw = _to_peft_config(config, base_name)
+    files = {WEIGHTS: adapter_tensors(config)}
+    write_folder(params, folder, files, "float32", lambda path: write_json(path / CONFIG, raw), CONFIG)
+    return folder
+
+
+def read_adapter_config(folder: Path | str) -> LoraConfig:
+    """Return the adapters that a PEFT folder holds. Dropout, which only training applies, is not read.
+
+    Raises:
+        UserError: no or broken adapter_config.json, or adapters that the decoder does not have (DoRA, ranks a
+            layer, a base changed by PiSSA ...). The message names the file, the key and what is supported.
+    """
+    file = Path(folder) / CONFIG
+    if not file.is_file():
+        raise UserError(f"{file}: no such file; a PEFT adapter has one. Give the folder that holds it.")
+    keys = JsonKeys(read_json(file), str(file), _DEFAULTS)
+    _check_supported(keys)
+    lora = LoraConfig(
+        rank=keys.integer("r", 2**31 - 1),
+        alpha=keys.number("lora_alpha", 8.0),
+        rank_stabilized=keys.flag("use_rslora"),
+        targets=_read_targets(keys),
+    )
+    check_lora_config(lora, str(file))
+    return lora
+
+
+def load_adapter(folder: Path | str, config: AdaptedConfig) -> dict[str, np.ndarray]:
+    """Return the weights of a PEFT folder by our names ("layers.q_lora_a" [L, D, R] ...), float32.
+
+    Args:
+        folder: with bf16, fp16 or fp32 safetensors.
+        config: of the model that gets them, whose `lora` is `read_adapter_config(folder)`. With a value
+            head, the folder has one too.
+
+    Raises:
+        UserError: as `read_adapter_config`; adapters of another rank, scale or other layers than `config`
+            has; tensors missing, unexpected, misshapen, damaged, pickled, or outside the folder; NaN or Inf.
+    """
+    folder = Path(folder)
+    _check_same(read_adapter_config(folder), config.lora, folder / CONFIG)
+    tensors, file = adapter_tensors(config), _weight_file(folder)
+    stored = read_header(file)
+    expected = {tensor.name: tensor.shape for tensor in tensors}
+    if problem := list_mismatches(stored, expected, "the model"):
+        raise UserError(
+            f"{file}: not the adapters of this {config.family} model; {problem}. "
+            "Give the base model that the adapter was trained on, or another adapter."
+        )
+    shapes = {name: leaf.shape for name, leaf in named_leaves(abstract(config))}
+    trained = {tensor.parts[0][0] for tensor in tensors}
+    adapter = {ours: np.empty(shapes[ours], np.float32) for ours in shapes if ours in trained}
+    for tensor in tensors:
+        ((ours, layer),) = tensor.parts
+        out = adapter[ours]
+        shape = shapes[ours] if layer is None else shapes[ours][1:]
+        part = TensorRows(tensor.name, tensor_layout(ours), 0, tensor.shape[0])
+        bounds = tuple((0, size) for size in shape)
+        out[... if layer is None else layer] = read_slice(stored[tensor.name], part, shape, bounds, out.dtype)
+    return adapter
+
+
+def _to_peft_config(config: AdaptedConfig, base_name: str) -> dict[str, Any]:
+    """Return the content of adapter_config.json."""
+    lora = config.lora
+    return {
+        "peft_type": "LORA",
+        "task_type": "SEQ_CLS" if config.value_head else "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
+        "use_rslora": lora.rank_stabilized,
+        "target_modules": [hf for hf, ours in TARGETS.items() if ours in lora.adapted],
+        "modules_to_save": ["score"] if config.value_head else None,
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "use_dora": False,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "layers_to_transform": None,
+    }
+
+
+def _check_supported(keys: JsonKeys) -> None:
+    """Refuse adapters that would load and then compute something else."""
+    keys.one_of("peft_type", ("LORA",), "")
+    keys.one_of("bias", ("none",))
+    start = keys.get("init_lora_weights")
+    if start not in _KEEP_BASE:
+        fix = "save it with path_initial_model_for_weight_conversion, which makes it plain LoRA"
+        raise keys.wrong("init_lora_weights", start, f"changes the base model, so is not supported; {fix}")
+    heads = keys.get("modules_to_save") or []
+    if not isinstance(heads, list) or any(name not in HEADS for name in heads):
+        needed = f"is not supported: only the head {HEADS[0]} of a reward model or critic can be saved beside"
+        raise keys.wrong("modules_to_save", heads, f"{needed} adapters; train it without modules_to_save")
+    for key, value in keys.raw.items():
+        if key not in (*_READ, *_NO_EFFECT) and value not in (None, False, "", [], {}):
+            fix = "train the adapter without it, or merge it (peft: merge_and_unload) and give that model"
+            raise keys.wrong(key, value, f"is not supported; {fix}")
+
+
+def _read_targets(keys: JsonKeys) -> tuple[str, ...]:
+    """Return the adapted layers; PEFT also writes them with their paths ("model.layers.0.mlp.up_proj")."""
+    modules = keys.get("target_modules")
+    if modules == "all-linear":
+        return ("all",)
+    supported = f"supported: a list of {', '.join(TARGETS)}, or all-linear"
+    if not isinstance(modules, list) or not modules or not all(isinstance(name, str) for name in modules):
+        raise keys.wrong("target_modules", modules, f"is not supported; {supported}")
+    names = {name.rpartition(".")[2] for name in modules}
+    if unknown := sorted(names - TARGETS.keys()):
+        raise keys.wrong("target_modules", unknown[0], f"is no layer that can be adapted; {supported}")
+    return ("all",) if names == TARGETS.keys() else tuple(name for name in TARGETS if name in names)
+
+
+def _check_same(stored: LoraConfig, model: LoraConfig, file: Path) -> None:
+    """Refuse an adapter for a model whose adapters would give other outputs with its weights."""
+    for name in ("rank", "scale", "adapted"):
+        theirs, ours = getattr(stored, name), getattr(model, name)
+        if theirs != ours:
+            raise UserError(
+                f"{file}: holds adapters of {name}={theirs}, but the model's have {name}={ours}; give the "
+                f"model rank={stored.rank}, alpha={stored.alpha:g}, "
+                f"rank_stabilized={stored.rank_stabilized}, targets={' '.join(stored.targets)}"
+            )
+
+
+def _weight_file(folder: Path) -> Path:
+    """Return the safetensors file of the adapter."""
+    if (folder / WEIGHTS).exists():
+        return file_inside(folder, WEIGHTS)
+    if (folder / PICKLE).exists():
+        raise UserError(
+            f"{folder / PICKLE}: a pickle, which can run code when read and is refused. Convert it: "
+            "peft.PeftModel.from_pretrained(base, folder).save_pretrained(...)"
+        )
+    raise UserError(f"{folder / WEIGHTS}: no such file; a PEFT adapter has one. Copy or download it again.")

@@ -1,0 +1,162 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685): y = W x + scale * B (A x), with W frozen.
+
+Adapters are leaves of the model beside the weights that they adapt: "layers.q_lora_a" [L, D, R] and
+"layers.q_lora_b" [L, R, H, E] beside "layers.q" [L, D, H, E]. Training, scoring and decoding compute the
+same unmerged sum (`transformer.block`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.models.config import AdaptedConfig, LoraConfig, TransformerConfig
+from jaxrl_llm.models.params import abstract, init, named_leaves
+from jaxrl_llm.structs import Params, TrainState
+
+MARK = "_lora_"  # in the names of adapters
+
+
+def with_lora(config: TransformerConfig, lora: LoraConfig) -> TransformerConfig:
+    """Return the architecture with these adapters; itself where their rank is 0."""
+    return AdaptedConfig(**vars(config), lora=lora) if lora.rank else config
+
+
+def base_config(config: TransformerConfig) -> TransformerConfig:
+    """Return the architecture without adapters."""
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(TransformerConfig)}
+    return TransformerConfig(**fields)
+
+
+def add_adapters(params: Params, config: TransformerConfig, key: jax.Array) -> Params:
+    """Return the model with new adapters: A uniform as in PEFT, B zero, so that its outputs are the same.
+
+    Args:
+        params: a model without adapters, with the heads of `config`.
+        config: with adapters.
+    """
+    weights = dict(named_leaves(params))
+    new = init(config, key)
+    leaves = [weights.get(name, leaf) for name, leaf in named_leaves(new)]
+    return jax.tree.unflatten(jax.tree.structure(new), leaves)
+
+
+def replace_weights(params: Params, weights: Mapping[str, np.ndarray]) -> Params:
+    """Return the model with other values of the named weights, which keep their sharding."""
+
+    def put(name, x):
+        if name not in weights:
+            return x
+        return jax.make_array_from_callback(x.shape, x.sharding, lambda index: weights[name][index])
+
+    return _map_named(put, params)
+
+
+def is_trained(name: str, config: TransformerConfig) -> bool:
+    """Return whether a weight is trained: every weight; where there are adapters, they and the value head."""
+    return config.lora is None or MARK in name or name == "value"
+
+
+def split_params(params: Params) -> tuple[Params, Params]:
+    """Return (trained, frozen) weights: two trees of the model, with None for the weights of the other."""
+    config = params.config
+    trained = _map_named(lambda name, x: x if is_trained(name, config) else None, params)
+    frozen = _map_named(lambda name, x: None if is_trained(name, config) else x, params)
+    return trained, frozen
+
+
+def join_params(trained: Params, frozen: Params) -> Params:
+    """Return the model of the two parts of `split_params`."""
+    return jax.tree.map(lambda t, f: f if t is None else t, trained, frozen, is_leaf=lambda x: x is None)
+
+
+def trained_state(state: TrainState) -> TrainState:
+    """Return the state with its trained weights alone, and the same of its critic: what checkpoints hold."""
+    return dataclasses.replace(
+        state, params=split_params(state.params)[0], critic=state.critic and trained_state(state.critic)
+    )
+
+
+def with_frozen(state: TrainState, frozen: Params) -> TrainState:
+    """Return a model's state with these frozen weights."""
+    return dataclasses.replace(state, params=join_params(state.params, frozen))
+
+
+def with_frozen_of(state: TrainState, other: TrainState) -> TrainState:
+    """Return the state of `trained_state` with the frozen weights of another state, its critic's too."""
+    critic = state.critic and with_frozen_of(state.critic, other.critic)
+    return dataclasses.replace(with_frozen(state, split_params(other.params)[1]), critic=critic)
+
+
+def frozen_fingerprint(params: Params) -> str:
+    """Return a checksum of the frozen weights, the same for every sharding; "" where none is frozen."""
+    frozen = split_params(params)[1]
+    sums = jax.device_get(_checksums(frozen))
+    return hashlib.sha256(repr([int(x) for x in sums]).encode()).hexdigest()[:16] if sums else ""
+
+
+@jax.jit
+def _checksums(params: Params) -> list[jax.Array]:
+    """Return for each weight the sum, modulo 2^32, of its bits times odd numbers that differ by place."""
+
+    def one(x):
+        bits = jax.lax.bitcast_convert_type(x, {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
+        place = jnp.uint32(1)
+        for axis in range(x.ndim):
+            odd = jnp.uint32((2 * axis + 1) * 0x9E3779B1 & 0xFFFFFFFF)
+            place += 2 * odd * jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+        return jnp.sum(bits.astype(jnp.uint32) * place, dtype=jnp.uint32)
+
+    return [one(x) for x in jax.tree.leaves(params)]
+
+
+def share_frozen(params: Params, other: Params) -> Params:
+    """Return the model with the frozen weights of another one wherever name, shape and sharding agree."""
+    config, theirs = params.config, dict(named_leaves(other))
+
+    def choose(name, x):
+        same = theirs.get(name)
+        if same is None or is_trained(name, config) or (same.shape, same.sharding) != (x.shape, x.sharding):
+            return x
+        return same
+
+    return _map_named(choose, params)
+
+
+def base(params: Params) -> Params:
+    """Return the model without the effect of its adapters: the same arrays, but zeros for each B."""
+    return _map_named(lambda name, x: jnp.zeros_like(x) if name.endswith("_lora_b") else x, params)
+
+
+def merge(params: Params) -> Params:
+    """Return the model without adapters, W + scale * A B added in float32, for export and servers."""
+    config = params.config
+    if config.lora is None:
+        return params
+    plain, weights = base_config(config), dict(named_leaves(params))
+    shapes = abstract(plain)
+    merged = [merged_weight(weights, name, config.lora.scale) for name, _ in named_leaves(shapes)]
+    return jax.tree.unflatten(jax.tree.structure(shapes), merged)
+
+
+def merged_weight(weights: dict[str, jax.Array], name: str, scale: float) -> jax.Array:
+    """Return one weight with its adapter, if it has one, added in float32."""
+    weight, a = weights[name], weights.get(f"{name}_lora_a")
+    if a is None:
+        return weight
+    change = jax.vmap(lambda a, b: jnp.tensordot(a, b, 1))(
+        a.astype(jnp.float32), weights[f"{name}_lora_b"].astype(jnp.float32)
+    )
+    return weight.astype(jnp.float32) + scale * change
+
+
+def _map_named(f: Callable[[str, Any], Any], params: Params) -> Params:
+    """Return the tree of f(name, weight); f may return None for a weight that is left out."""
+    leaves = [f(name, leaf) for name, leaf in named_leaves(params)]
+    return jax.tree.unflatten(jax.tree.structure(params), leaves)

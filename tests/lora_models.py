@@ -1,0 +1,31 @@
+"""Models with adapters, for tests."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.hf.peft import load_adapter, read_adapter_config
+from jaxrl_llm.models import LoraConfig, named_leaves
+from jaxrl_llm.models.lora import add_adapters, with_lora
+from jaxrl_llm.structs import Params
+
+
+def replace_weights(params: Params, values: dict) -> Params:
+    """Return the model with these weights by our names in place of its own."""
+    leaves = [jnp.asarray(values.get(name, leaf)) for name, leaf in named_leaves(params)]
+    return jax.tree.unflatten(jax.tree.structure(params), leaves)
+
+
+def with_random_adapters(base: Params, lora: LoraConfig, seed: int = 0) -> Params:
+    """Return the model with A and B of standard deviation 0.2: neither is zero."""
+    params = add_adapters(base, with_lora(base.config, lora), jax.random.key(0))
+    rng = np.random.default_rng(seed)
+    adapters = {name: leaf for name, leaf in named_leaves(params) if "_lora_" in name}
+    noise = {name: 0.2 * rng.standard_normal(leaf.shape, np.float32) for name, leaf in adapters.items()}
+    return replace_weights(params, noise)
+
+
+def with_stored_adapters(base: Params, folder) -> Params:
+    """Return the model with the adapters of a PEFT folder."""
+    config = with_lora(base.config, read_adapter_config(folder))
+    return replace_weights(add_adapters(base, config, jax.random.key(0)), load_adapter(folder, config))

@@ -1,0 +1,176 @@
+"""A run with adapters: what it saves, how it continues, what it exports, and which base it accepts."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxrl_llm import models
+from jaxrl_llm.checkpoint.manifest import read_manifest
+from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+from jaxrl_llm.hf.export import save_model
+from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.tools import export
+from jaxrl_llm.train import main
+
+TOKENIZER = make_tokenizer()
+MODEL = TransformerConfig(
+    vocab_size=len(TOKENIZER),
+    hidden_size=32,
+    mlp_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+)
+ARGS = [
+    *(
+        "--config",
+        "grpo_tiny.py",
+        "--lora.rank",
+        "4",
+        "--optim.learning_rate",
+        "1e-2",
+        "--algo.kl_coef",
+        "0.1",
+    ),
+    *(
+        "--prompts_per_step",
+        "4",
+        "--responses_per_prompt",
+        "4",
+        "--warm_start.steps",
+        "0",
+        "--eval.every",
+        "0",
+    ),
+    *(
+        "--log.progress",
+        "none",
+        "--log.tensorboard",
+        "false",
+        "--rollout.slots",
+        "8",
+        "--reward.workers",
+        "1",
+    ),
+    *(
+        "--mesh.fsdp",
+        "2",
+        "--mesh.tensor",
+        "2",
+        "--mesh.data",
+        "2",
+        "--optim.schedule",
+        "constant",
+        "--reward.name",
+        "",
+    ),
+]
+REWARD = """
+def digits(solution_str, ground_truth):  # unlike whether a sum is right, it differs from the first step on
+    return sum(c.isdigit() for c in solution_str) / max(len(solution_str), 1)
+"""
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """The command line of a run on a pretrained folder: `command(run_dir, *more)`."""
+    folder = tmp_path_factory.mktemp("lora")
+    params = jax.jit(models.init, static_argnums=0)(MODEL, jax.random.key(0))
+    save_model(params, MODEL, folder / "base", TOKENIZER, "float32")
+    (folder / "reward.py").write_text(REWARD)
+    given = [*ARGS[:-1], f"{folder / 'reward.py'}:digits", "--model.path", str(folder / "base")]
+    return lambda run_dir, *more: [*given, "--run_dir", str(run_dir), *more]
+
+
+@pytest.fixture(scope="module")
+def finished(command, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("runs") / "run"
+    assert main(command(run_dir, "--steps", "3", "--checkpoint.every", "2")) == 0
+    return run_dir
+
+
+def rows(run_dir):
+    timed = ("time/", "trainer/idle", "tokens_per_second", "rollout/", "reward/wall", "reward/seconds")
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(timed)} for line in lines]
+
+
+def test_checkpoints_hold_adapters_and_their_moments_alone(finished):
+    names = set(read_manifest(finished / "checkpoints/3").arrays)
+    assert names and not [name for name in names if "layers." in name and "_lora_" not in name]
+    assert not [name for name in names if "embed" in name]
+    assert rows(finished)[-1]["kl"] > 0  # the reference is the base without its adapters
+    assert rows(finished)[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_stopped_run_continues_bit_for_bit(command, finished, tmp_path):
+    run_dir = tmp_path / "run"
+    assert main(command(run_dir, "--steps", "2", "--checkpoint.every", "2")) == 0
+    assert main(command(run_dir, "--steps", "3", "--checkpoint.every", "2")) == 0
+    for ours, theirs in zip(rows(run_dir), rows(finished), strict=True):
+        assert {k: (v, theirs[k]) for k, v in ours.items() if v != theirs[k]} == {}
+    ours, theirs = (load_file(folder / "hf/model.safetensors") for folder in (run_dir, finished))
+    for name, weight in theirs.items():
+        np.testing.assert_array_equal(ours[name], weight)
+
+
+def test_the_export_is_the_base_with_its_adapters_merged(command, finished, tmp_path, capsys):
+    base = load_file(command("x")[command("x").index("--model.path") + 1] + "/model.safetensors")
+    exported = load_file(finished / "hf/model.safetensors")
+    assert exported.keys() == base.keys()
+    changed = {name for name in base if np.abs(exported[name].astype(np.float32) - base[name]).max() > 1e-4}
+    assert changed == {name for name in base if "_proj" in name}
+    arguments = ["--checkpoint", str(finished), "--out", str(tmp_path / "out"), "--dtype", "float32"]
+    assert export.main(arguments) == 0
+    again = load_file(tmp_path / "out/model.safetensors")
+    for name, weight in exported.items():
+        np.testing.assert_allclose(again[name], weight.astype(np.float32), atol=1e-6)
+
+
+def test_the_adapter_of_a_run_is_peft_s_and_another_run_starts_from_it(command, finished, tmp_path, capsys):
+    config = json.loads((finished / "adapter/adapter_config.json").read_text())
+    words = command(tmp_path / "run", "--steps", "1", "--model.adapter", str(finished / "adapter"))
+    assert config["base_model_name_or_path"] == words[words.index("--model.path") + 1]
+    assert (config["r"], config["lora_alpha"]) == (4, 32.0)
+    assert main(words) == 0
+    continued, new = rows(tmp_path / "run")[0], rows(finished)[0]
+    assert continued["param_norm"] > new["param_norm"] and continued["kl"] > 1e-4 > new["kl"]
+    capsys.readouterr()
+    assert main([*words[:-2], "--model.adapter", str(tmp_path), "--run_dir", str(tmp_path / "other")]) == 2
+    assert "adapter_config.json" in capsys.readouterr().err
+
+
+def test_another_base_is_refused(command, finished, tmp_path, capsys):
+    words = command(finished, "--steps", "4", "--checkpoint.every", "2")
+    folder = words[words.index("--model.path") + 1]
+    other = jax.jit(models.init, static_argnums=0)(MODEL, jax.random.key(7))
+    kept = jax.jit(models.init, static_argnums=0)(MODEL, jax.random.key(0))
+    save_model(other, MODEL, folder, TOKENIZER, "float32")
+    try:
+        assert main(words) == 2
+    finally:
+        save_model(kept, MODEL, folder, TOKENIZER, "float32")
+    assert "not the weights that the adapters of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--lora.rank", "0", "--model.adapter", "x"], "--model.adapter x needs --lora.rank R"),
+        (["--lora.rank", "5"], "lora.rank: was 4, now 5"),
+        (["--rollout.engine", "sglang", "--rollout.launch", "1"], "adapters are not sent to SGLang servers"),
+    ],
+)
+def test_what_adapters_cannot_do(command, finished, more, message, capsys):
+    assert main(command(finished, "--steps", "4", *more)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_rate_of_full_training_is_warned_of(command, tmp_path, capsys):
+    assert main(command(tmp_path / "run", "--steps", "1", "--optim.learning_rate", "1e-6")) == 0
+    out = capsys.readouterr().out
+    assert "LoRA: rank 4, scale 8," in out and "--optim.learning_rate 1e-06 is small for LoRA" in out
