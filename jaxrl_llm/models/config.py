@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.ranges import Count, Range, problems
@@ -60,7 +60,7 @@ class RopeConfig:
 class TransformerConfig:
     """The architecture of a dense decoder; Qwen, Llama, Mistral and Baichuan differ only in these fields."""
 
-    lora: ClassVar[LoraConfig | None] = None  # see AdaptedConfig
+    lora = None  # a field of AdaptedConfig alone
     family: str = "qwen3"
     """HF `model_type`; selects the names of weights on import and export."""
     vocab_size: Size = 151_936
