@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import jax
 import optax
+from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
+from jaxrl_llm import models
 from jaxrl_llm.ranges import Count, CountOrZero, Fraction, Range
+from jaxrl_llm.structs import Params
 
 LearningRate = Annotated[float, Range(0, 10, open_low=True, usual="1e-6 is usual for RL, 1e-5 for SFT")]
 Decay = Annotated[float, Range(0, 1, open_high=True)]
+MUON_RMS = 0.2  # of Muon's updates, about AdamW's, so that its learning rates carry over (arXiv 2502.16982)
 
 
 @dataclass(frozen=True)
 class OptimConfig:
     """Optimizer and learning-rate schedule."""
 
-    name: Literal["adamw", "adafactor", "lion", "sgd"] = "adamw"
-    """AdamW (arXiv 1711.05101), Adafactor (1804.04235), Lion (2302.06675) or SGD with momentum b1."""
+    name: Literal["adamw", "adafactor", "lion", "sgd", "muon"] = "adamw"
+    """AdamW (arXiv 1711.05101), Adafactor (1804.04235), Lion (2302.06675), SGD with momentum b1, or Muon
+    (2502.16982): orthogonalized momentum b1 for the matrices of the layers, AdamW for the other weights."""
     learning_rate: LearningRate = 1e-6
     """Peak learning rate."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
@@ -29,11 +35,11 @@ class OptimConfig:
     final_fraction: Fraction = 0.1
     """Learning rate at the end of the run as a fraction of the peak."""
     b1: Decay = 0.9
-    """Decay of the first moment; momentum of sgd."""
+    """Decay of the first moment; momentum of sgd and muon, for which 0.95 is usual."""
     b2: Decay = 0.999
-    """Decay of the second moment (adamw, lion)."""
+    """Decay of the second moment (adamw, lion, muon's AdamW)."""
     eps: Annotated[float, Range(1e-30, 1, usual="1e-8 is usual")] = 1e-8
-    """Added to the root of the second moment (adamw)."""
+    """Added to the root of the second moment (adamw, muon's AdamW)."""
     weight_decay: Annotated[float, Range(0, 10)] = 0.0
     """Decoupled decay of matrices, scaled by the learning rate; norms and biases do not decay."""
     max_grad_norm: Annotated[float, Range(0, 1e9)] = 1.0
@@ -81,7 +87,40 @@ def _direction(config: OptimConfig) -> list[optax.GradientTransformation]:
             optax.clip_by_block_rms(1.0),
             optax.scale_by_param_block_rms(),
         ]
+    if config.name == "muon":
+        orthogonalized = scale_by_muon(beta=config.b1, weight_dimension_numbers=_muon_dims)
+        return [
+            optax.partition(
+                {
+                    "muon": optax.chain(orthogonalized, optax.stateless(_scale_to_rms)),
+                    "adam": optax.scale_by_adam(config.b1, config.b2, config.eps),
+                },
+                _muon_labels,
+            )
+        ]
     return [optax.trace(config.b1)] if config.b1 else []
+
+
+def _muon_labels(params: Params) -> Any:
+    """Return the tree of "muon" for the matrices of the layers, "adam" for the other weights."""
+    labels = ["adam" if dims is None else "muon" for dims in models.layer_matrices(params)]
+    return jax.tree.unflatten(jax.tree.structure(params), labels)
+
+
+def _muon_dims(updates: Params) -> Any:
+    """Return the tree of which dims of each matrix are its inputs and outputs; every layer is one by itself."""
+    dims = [MuonDimensionNumbers(*dims) for dims in models.layer_matrices(updates)]
+    return jax.tree.unflatten(jax.tree.structure(updates), dims)
+
+
+def _scale_to_rms(updates: Params, params: Any) -> Params:
+    """Return orthogonalized matrices [inputs, outputs] times 0.2 sqrt(max(inputs, outputs)): equation 4 of
+    arXiv 2502.16982."""
+
+    def scale(update, dims):
+        return MUON_RMS * math.sqrt(max(math.prod(update.shape[d] for d in side) for side in dims)) * update
+
+    return jax.tree.map(scale, updates, _muon_dims(updates))
 
 
 def decayed(params: Any) -> Any:

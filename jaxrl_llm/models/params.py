@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxrl_llm.models.config import TransformerConfig
-from jaxrl_llm.models.transformer import Transformer
+from jaxrl_llm.models.transformer import Transformer, matrix_dims
 from jaxrl_llm.sharding.rules import Rules, sharding_for
 from jaxrl_llm.structs import Params
 
@@ -40,6 +40,13 @@ def named_leaves(params: Params) -> list[tuple[str, Any]]:
 def logical_axes(params: Params) -> dict[str, tuple[str, ...]]:
     """Return dotted name -> logical axes: "layers.q" -> ("layers", "embed", "heads", "head_dim")."""
     return {name: param.get_metadata("axes") for name, param in _named_params(params)}
+
+
+def layer_matrices(params: Params) -> list[tuple[tuple[int, ...], tuple[int, ...]] | None]:
+    """Return `matrix_dims` of each of `jax.tree.leaves(params)`; weights may be missing (None, masked)."""
+    return [
+        matrix_dims(param.get_metadata("axes")) for _, param in _named_params(params) if jax.tree.leaves(param)
+    ]
 
 
 def shardings(config: TransformerConfig, mesh: Mesh, rules: Rules) -> Params:

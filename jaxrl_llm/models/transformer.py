@@ -79,11 +79,31 @@ class Layers(nnx.Module):
         """Add A, uniform as in PEFT, and B, zero, beside a weight: the sum starts as the weight's output."""
         weight = getattr(self, name)
         axes, shape = weight.get_metadata("axes")[1:], weight.shape[1:]
-        inner = 2 if name == "o" else 1  # dims that the layer contracts
+        inner = len(matrix_dims(weight.get_metadata("axes"))[0])
         bound = 1 / math.sqrt(math.prod(shape[:inner]))
         a = init.uniform((*shape[:inner], rank), (*axes[:inner], "rank"), bound)
         setattr(self, f"{name}_lora_a", a)
         setattr(self, f"{name}_lora_b", init.zeros((rank, *shape[inner:]), ("rank", *axes[inner:])))
+
+
+def matrix_dims(axes: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return the (input, output) dims of a matrix of the layers; None for norms, biases, embeddings, heads.
+
+    ("layers", "heads", "head_dim", "embed") of "o" gives ((1, 2), (3,)). "layers" is a batch dim.
+
+    Args:
+        axes: logical axes of the weight, inputs before outputs as `project` contracts them.
+    """
+    if axes[0] != "layers":
+        return None
+    groups: list[tuple[int, ...]] = []
+    for dim, axis in enumerate(axes[1:], 1):
+        if axis == "head_dim" and groups:  # heads and head_dim are one side of the matrix
+            groups[-1] += (dim,)
+        else:
+            groups.append((dim,))
+    assert len(groups) <= 2, f"{axes} is no matrix: give its other dims a rule here"
+    return (groups[0], groups[1]) if len(groups) == 2 else None
 
 
 class Transformer(nnx.Module):
