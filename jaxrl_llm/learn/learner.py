@@ -189,12 +189,19 @@ class Learner:
 
     def _shardings(self, state: TrainState) -> TrainState:
         """Return shardings of the state: moments have those of their weights, counters are replicated."""
-        like_weight = lambda moment, p, s: s if moment.shape == p.shape else self.replicated
+
+        def like_weight(moment, p, s):
+            if is_masked(moment):
+                return moment
+            return s if moment.shape == p.shape else self.replicated
+
+        is_masked = lambda x: isinstance(x, optax.MaskedNode)  # moments that another optimizer has (muon)
         opt = optax.tree.map_params(
             self.optimizer,
             like_weight,
             state.opt_state,
             *(lora.split_params(tree)[0] for tree in (state.params, self.param_shardings)),
             transform_non_params=lambda _: self.replicated,
+            is_leaf=is_masked,
         )
         return TrainState(self.param_shardings, opt, *[self.replicated] * 3)

@@ -108,7 +108,7 @@ def _muon_labels(params: Params) -> Any:
 
 
 def _muon_dims(updates: Params) -> Any:
-    """Return the tree of which dims of each matrix are its inputs and outputs; every layer is one by itself."""
+    """Return the tree of input and output dims of the matrices; each layer is orthogonalized by itself."""
     dims = [MuonDimensionNumbers(*dims) for dims in models.layer_matrices(updates)]
     return jax.tree.unflatten(jax.tree.structure(updates), dims)
 

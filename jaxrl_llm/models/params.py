@@ -44,9 +44,8 @@ def logical_axes(params: Params) -> dict[str, tuple[str, ...]]:
 
 def layer_matrices(params: Params) -> list[tuple[tuple[int, ...], tuple[int, ...]] | None]:
     """Return `matrix_dims` of each of `jax.tree.leaves(params)`; weights may be missing (None, masked)."""
-    return [
-        matrix_dims(param.get_metadata("axes")) for _, param in _named_params(params) if jax.tree.leaves(param)
-    ]
+    present = [param for _, param in _named_params(params) if jax.tree.leaves(param)]
+    return [matrix_dims(param.get_metadata("axes")) for param in present]
 
 
 def shardings(config: TransformerConfig, mesh: Mesh, rules: Rules) -> Params:

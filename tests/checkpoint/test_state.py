@@ -18,6 +18,7 @@ from jaxrl_llm.checkpoint.params import restore_params
 from jaxrl_llm.checkpoint.resume import check_resume
 from jaxrl_llm.checkpoint.state import CheckpointConfig, Checkpointer
 from jaxrl_llm.errors import RunError, UserError
+from jaxrl_llm.learn.optim import OptimConfig, make_optimizer
 from jaxrl_llm.models import RopeConfig, TransformerConfig, init
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
@@ -74,9 +75,11 @@ def _replicated(mesh):
     return NamedSharding(mesh, PartitionSpec())
 
 
-def test_train_state_comes_back_bit_for_bit(tmp_path):
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_train_state_comes_back_bit_for_bit(tmp_path, name):
     params = init(TINY, jax.random.key(0))
-    state = TrainState(params, optax.adamw(1e-3).init(params), jnp.int32(5), jnp.int32(0), jnp.float32(0.1))
+    opt_state = make_optimizer(OptimConfig(name=name), 10).init(params)
+    state = TrainState(params, opt_state, jnp.int32(5), jnp.int32(0), jnp.float32(0.1))
     with_nan = dataclasses.replace(
         state, opt_state=jax.tree.map(lambda x: x / jnp.zeros_like(x), state.opt_state)
     )

@@ -8,9 +8,13 @@ import pytest
 
 from jaxrl_llm import models
 from jaxrl_llm.algos import sft
+from jaxrl_llm.hf.names import MARK, parse_layout, tensor_layout
+from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.optim import OptimConfig, make_optimizer, make_schedule
-from jaxrl_llm.learn.update import apply
+from jaxrl_llm.learn.update import StepConfig, apply
+from jaxrl_llm.models import LoraConfig, lora
 from jaxrl_llm.ranges import problems
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.structs import TrainState
 
 TINY = models.TransformerConfig(
@@ -143,3 +147,156 @@ def test_decay_spares_norms_and_biases():
     updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
     moved = {name for name, u in models.named_leaves(updates) if float(jnp.abs(u).max()) > 0}
     assert moved == {"embed", *(f"layers.{w}" for w in ("q", "k", "v", "o", "gate", "up", "down"))}
+
+
+# -- Muon
+
+MUON = models.TransformerConfig(
+    vocab_size=16,
+    hidden_size=12,
+    mlp_size=20,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    qkv_bias=True,
+    qk_norm=True,
+    tie_embeddings=False,
+    value_head=True,
+)
+ADAPTED = lora.with_lora(MUON, LoraConfig(rank=4))
+MATRICES = {  # of one layer, as [inputs, outputs]
+    "layers.q": (12, 16),
+    "layers.k": (12, 8),
+    "layers.v": (12, 8),
+    "layers.o": (16, 12),
+    "layers.gate": (12, 20),
+    "layers.up": (12, 20),
+    "layers.down": (20, 12),
+}
+MUON_OPTIM = OptimConfig(name="muon", learning_rate=0.1, b1=0.95, b2=0.99, eps=1e-6, weight_decay=0.01)
+
+
+def numpy_muon(gradients, beta=0.95):
+    """The direction after these gradients [inputs, outputs]: Nesterov momentum as optax corrects its bias,
+    five Newton-Schulz steps with the coefficients of Jordan (2024), times 0.2 sqrt(max(inputs, outputs))."""
+    mean = np.zeros_like(gradients[0])
+    for gradient in gradients:
+        mean = beta * mean + (1 - beta) * gradient
+    t = len(gradients)
+    x = beta * mean / (1 - beta ** (t + 1)) + (1 - beta) * gradients[-1] / (1 - beta**t)
+    x = x / np.linalg.norm(x)
+    for _ in range(5):
+        x = 3.4445 * x - 4.7750 * (x @ x.T) @ x + 2.0315 * (x @ x.T) @ (x @ x.T) @ x
+    return 0.2 * np.sqrt(max(x.shape)) * x
+
+
+def numpy_adam(gradients, b1=0.95, b2=0.99, eps=1e-6):
+    """Adam's direction after these gradients."""
+    mean, square = 0.0, 0.0
+    for gradient in gradients:
+        mean, square = b1 * mean + (1 - b1) * gradient, b2 * square + (1 - b2) * gradient**2
+    t = len(gradients)
+    return mean / (1 - b1**t) / (np.sqrt(square / (1 - b2**t)) + eps)
+
+
+def trained_weights(config, seed=0):
+    """Normal numbers in the tree of a model's trained weights."""
+    rng = np.random.default_rng(seed)
+    trained, _ = lora.split_params(models.abstract(config))
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), trained)
+
+
+def named_arrays(tree):
+    return {name: np.asarray(x, np.float64) for name, x in models.named_leaves(tree) if x is not None}
+
+
+@pytest.fixture(scope="module")
+def muon_updates():
+    """Weights, two gradients and the second update."""
+    params, *gradients = [trained_weights(MUON, seed) for seed in range(3)]
+    optimizer = make_optimizer(MUON_OPTIM, 10)
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    for gradient in gradients:
+        updates, state = update(gradient, state, params)
+    return [named_arrays(tree) for tree in (params, *gradients, updates)]
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_muon_orthogonalizes_each_layer_by_itself(muon_updates, name):
+    """-rate (direction + decay weight): the decay comes after Newton-Schulz and before the rate."""
+    params, first, second, updates = (tree[name] for tree in muon_updates)
+    for layer in range(2):
+        direction = numpy_muon([g[layer].reshape(MATRICES[name]) for g in (first, second)])
+        expected = -0.1 * (direction + 0.01 * params[layer].reshape(MATRICES[name]))
+        np.testing.assert_allclose(updates[layer].reshape(MATRICES[name]), expected, atol=1e-6)
+        assert np.linalg.svd(direction)[1].min() / (0.2 * np.sqrt(max(MATRICES[name]))) > 0.6
+
+
+def test_weights_other_than_matrices_of_the_layers_get_adams_step(muon_updates):
+    params, first, second, updates = muon_updates
+    others = updates.keys() - MATRICES.keys()
+    assert {"embed", "lm_head", "value", "norm", "layers.q_norm", "layers.q_bias"} <= others
+    for name in others:
+        decay = 0.0 if "norm" in name or "bias" in name else 0.01
+        expected = -0.1 * (numpy_adam([first[name], second[name]]) + decay * params[name])
+        np.testing.assert_allclose(updates[name], expected, atol=1e-6, err_msg=name)
+
+
+def test_updates_of_muon_have_the_rms_of_adamw():
+    """About 0.2 (arXiv 2502.16982), for every shape and size of gradient; a matrix of zeros stays."""
+    gradients = trained_weights(MUON)
+    scale = dict(zip(MATRICES, (1e-4, 1.0, 1e4, 1.0, 1.0, 1.0, 0.0), strict=True))
+    leaves = [scale.get(name, 1.0) * x for name, x in models.named_leaves(gradients)]
+    gradients = jax.tree.unflatten(jax.tree.structure(gradients), leaves)
+    optimizer = make_optimizer(OptimConfig(name="muon", learning_rate=1.0), 10)
+    updates, _ = jax.jit(optimizer.update)(gradients, optimizer.init(gradients), gradients)
+    updates = named_arrays(updates)
+    assert not updates["layers.down"].any()
+    for name in MATRICES.keys() - {"layers.down"}:  # k and v [12, 8] have 8 singular values, not 12
+        assert np.sqrt(np.mean(updates[name] ** 2)) == pytest.approx(0.2, rel=0.3), name
+
+
+def test_inputs_and_outputs_of_a_matrix_are_those_of_hugging_face():
+    """HF keeps [outputs, inputs]; norms, biases, embeddings and heads are no matrices of the layers."""
+    params = models.abstract(ADAPTED)
+    names = [name for name, _ in models.named_leaves(params)]
+    found = dict(zip(names, models.layer_matrices(params), strict=True))
+    assert found["layers.o"] == ((1, 2), (3,)) and found["layers.q_lora_b"] == ((1,), (2, 3))
+    matrices = {name for name, dims in found.items() if dims}
+    assert matrices == {*MATRICES, *(f"{name}{MARK}{part}" for name in MATRICES for part in "ab")}
+    for name in matrices:
+        source, groups = parse_layout(tensor_layout(name))
+        outputs, inputs = (tuple(1 + source.index(dim) for dim in group) for group in groups)
+        assert found[name] == (inputs, outputs), name
+
+
+@pytest.mark.parametrize("model", [MUON, ADAPTED], ids=["full", "adapters"])
+def test_muon_on_a_mesh(model):
+    """Moments have the shardings of their weights, and updates are those of one device."""
+    mesh = make_mesh(MeshConfig(fsdp=2, tensor=2), jax.devices()[:4])
+    optimizer = make_optimizer(MUON_OPTIM, 10)
+    learner = Learner(sft.Config(), model, optimizer, StepConfig(row_tokens=8, rows=2), mesh)
+    shardings = learner.state_shardings.opt_state
+    muon, adam = (shardings[0].inner_states[name].inner_state for name in ("muon", "adam"))
+    of_weights = dict(models.named_leaves(learner.param_shardings))
+    moments = [
+        (name, sharding)
+        for tree in (muon[0].mu, adam.mu, adam.nu)
+        for name, sharding in models.named_leaves(tree)
+        if jax.tree.leaves(sharding)
+    ]
+    assert all(sharding == of_weights[name] for name, sharding in moments)
+    trained = {name for name in of_weights if lora.is_trained(name, model)}
+    assert {name for name, _ in moments} == trained
+
+    params, gradients = trained_weights(model, 0), trained_weights(model, 1)
+    state = optimizer.init(params)
+    alone, _ = jax.jit(optimizer.update)(gradients, state, params)
+    put = lambda tree: jax.device_put(tree, lora.split_params(learner.param_shardings)[0])
+    with jax.set_mesh(mesh):
+        update = jax.jit(optimizer.update, out_shardings=(None, shardings))
+        sharded, state = update(put(gradients), jax.device_put(state, shardings), put(params))
+    expected = named_arrays(alone)
+    for name, x in named_arrays(sharded).items():
+        np.testing.assert_allclose(x, expected[name], atol=1e-5, err_msg=name)

@@ -45,13 +45,13 @@ def test_the_overview_has_the_groups_and_the_values_of_the_command_line(capsys):
 
 
 def test_a_group_shows_docs_types_ranges_and_values(capsys):
-    assert printed(capsys, "--help", "optim", "--optim.b1", "0.8").splitlines()[:7] == [
+    assert printed(capsys, "--help", "optim", "--optim.b1", "0.8").splitlines()[:8] == [
         "optim: Optimizer and learning-rate schedule.",
         "",
         "    --optim.name adamw",
-        "        AdamW (arXiv 1711.05101), Adafactor (1804.04235), Lion (2302.06675) or SGD with momentum "
-        "b1.",
-        "        One of adamw, adafactor, lion, sgd.",
+        "        AdamW (arXiv 1711.05101), Adafactor (1804.04235), Lion (2302.06675), SGD with momentum b1,",
+        "        or Muon (2502.16982): orthogonalized momentum b1 for the matrices of the layers, AdamW for",
+        "        the other weights. One of adamw, adafactor, lion, sgd, muon.",
         "    --optim.learning_rate 1e-06",
         "        Peak learning rate. A number, above 0 and at most 10; 1e-6 is usual for RL, 1e-5 for SFT.",
     ]
