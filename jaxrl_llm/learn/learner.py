@@ -195,7 +195,7 @@ class Learner:
                 return moment
             return s if moment.shape == p.shape else self.replicated
 
-        is_masked = lambda x: isinstance(x, optax.MaskedNode)  # moments that another optimizer has (muon)
+        is_masked = lambda x: isinstance(x, optax.MaskedNode)  # optax.partition: updated by its other part
         opt = optax.tree.map_params(
             self.optimizer,
             like_weight,
