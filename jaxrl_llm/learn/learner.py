@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
@@ -27,7 +27,7 @@ from jaxrl_llm.learn.update import (
 )
 from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.models.transformer import cast_weights
-from jaxrl_llm.sharding.rules import TRAIN, put_rows, row_sharding, with_shardings
+from jaxrl_llm.sharding.rules import TRAIN, on_device, on_host, put_rows, row_sharding, with_shardings
 from jaxrl_llm.structs import Batch, BatchTotals, Metrics, Params, Program, TrainState
 
 
@@ -66,7 +66,9 @@ class Learner:
         self._measure = jax.jit(functools.partial(loss_and_metrics, algo=algo, config=config))
         self._baseline = jax.jit(functools.partial(baseline, algo=algo))
         self._apply = jax.jit(
-            functools.partial(apply, algo=algo, optimizer=optimizer, max_grad_norm=config.max_grad_norm),
+            self._on_devices(
+                functools.partial(apply, algo=algo, optimizer=optimizer, max_grad_norm=config.max_grad_norm)
+            ),
             donate_argnames=("state",),
             out_shardings=(lora.trained_state(self.state_shardings), self.replicated),
         )
@@ -187,15 +189,27 @@ class Learner:
         kl_coef = jnp.float32(self.algo.initial_kl_coef)
         return TrainState(params, self.optimizer.init(trained), zero, zero, kl_coef)
 
+    def _on_devices(self, update: Callable) -> Callable:
+        """Return `update`, a function of a TrainState, with its moments moved to the devices first."""
+        if not self.config.offload:
+            return update
+        shardings = jax.tree.map(on_device, self.state_shardings.opt_state)
+
+        def moved(state: TrainState, *args):
+            return update(replace(state, opt_state=jax.device_put(state.opt_state, shardings)), *args)
+
+        return moved
+
     def _shardings(self, state: TrainState) -> TrainState:
         """Return shardings of the state: moments have those of their weights, counters are replicated."""
+        is_masked = lambda x: isinstance(x, optax.MaskedNode)  # optax.partition: updated by its other part
+        place = on_host if self.config.offload else lambda sharding: sharding
 
         def like_weight(moment, p, s):
             if is_masked(moment):
                 return moment
-            return s if moment.shape == p.shape else self.replicated
+            return place(s) if moment.shape == p.shape else self.replicated
 
-        is_masked = lambda x: isinstance(x, optax.MaskedNode)  # optax.partition: updated by its other part
         opt = optax.tree.map_params(
             self.optimizer,
             like_weight,

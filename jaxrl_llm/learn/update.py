@@ -44,6 +44,7 @@ class StepConfig:
     temperature: float = 1.0  # of the rollout: its log-probs are of the softmax at this temperature
     chunk: int = 128  # tokens of a row whose logits are in memory at once
     max_grad_norm: float = 1.0  # 0 = no clipping
+    offload: bool = False  # optimizer moments in host memory between updates
     old: Literal["policy", "recompute", "rollout"] = "policy"  # source of old log-probs, see `old_logprobs`
 
 

@@ -16,7 +16,7 @@ from jaxrl_llm.plan.models import planned_model
 from jaxrl_llm.plan.phases import Phase, phases
 from jaxrl_llm.plan.target import CompileTarget
 from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.sharding.rules import bytes_per_device
+from jaxrl_llm.sharding.rules import HOST, bytes_per_device
 
 MEMORY_KINDS = (
     "parameters",
@@ -42,6 +42,7 @@ class PhaseCost:
     roofline: dict[str, float]  # least seconds of a call for compute, memory and interconnect; {} = unknown
     compile_seconds: float
     error: str  # of the compiler, where the program alone is too large
+    host: float = 0.0  # bytes in the memory of the host, for each device
 
     @property
     def peak(self) -> float:
@@ -141,6 +142,7 @@ def phase_cost(phase: Phase, stats: CompiledStats, target: CompileTarget) -> Pha
     """Return memory, FLOPs and roofline of the phase on one device."""
     memory = {kind: float(bytes_per_device(phase.resident.get(kind, []))) for kind in MEMORY_KINDS}
     padding = max(stats.arguments - bytes_per_device(phase.program.args), 0.0)
+    host = float(sum(bytes_per_device(phase.resident.get(kind, []), HOST) for kind in MEMORY_KINDS))
     memory["activations"] = stats.temporary + stats.outputs + padding
     flops, roofline = phase.flops / len(target.devices), {}
     if target.chip:
@@ -160,4 +162,5 @@ def phase_cost(phase: Phase, stats: CompiledStats, target: CompileTarget) -> Pha
         roofline,
         stats.seconds,
         stats.error,
+        host,
     )

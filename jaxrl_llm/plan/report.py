@@ -64,9 +64,11 @@ def format_collectives(phase: PhaseCost) -> str:
 def verdict(plan: Plan) -> list[str]:
     """Return lines that state whether the plan fits, and the advice."""
     peak, memory = plan.peak, f"of the {format_bytes(plan.memory)} that a run may use"
+    host = max(phase.host for phase in plan.phases)
+    lines = [f"Host memory: {format_bytes(host)} for each device, of optimizer moments."] if host else []
     if plan.fits:
-        return [f"Fits: at most {format_bytes(peak.peak)} {memory} on each device, in {peak.name}."]
-    lines = [f"Does not fit: {peak.name} needs {format_bytes(peak.peak)} {memory} on each device."]
+        return [*lines, f"Fits: at most {format_bytes(peak.peak)} {memory} on each device, in {peak.name}."]
+    lines += [f"Does not fit: {peak.name} needs {format_bytes(peak.peak)} {memory} on each device."]
     lines += [f"Compilation of {phase.name} failed: {phase.error}" for phase in plan.phases if phase.error]
     return [*lines, *(["Settings to change, in this order:"] if plan.advice else []), *plan.advice]
 

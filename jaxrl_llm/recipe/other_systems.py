@@ -207,6 +207,8 @@ SAME = {
     "avg_level": AGGREGATION,
     "n_epochs": STEPS,
     "use_peft": "--lora.rank",
+    "optimizer_offload": "--optim.offload",
+    "adam_offload": "--optim.offload",
     "lora": "--lora.rank",
     "lora_r": "--lora.rank",
     "lora_rank": "--lora.rank",
@@ -222,7 +224,8 @@ NO_EPOCHS = (
     "There are no PPO epochs: a response is learned from once; --minibatches_per_step sets the updates"
 )
 NO_OFFLOAD = (
-    "There is no offloading: --mesh.fsdp, --model.remat and a smaller --tokens_per_device save memory"
+    "There is no offloading of weights: --optim.offload, --mesh.fsdp, --model.remat and a smaller "
+    "--tokens_per_device save memory"
 )
 NO_NEED = "There is no such switch: it is always so"
 NO_RESUME = "There is no such switch: the same command continues what is in --run_dir"
@@ -249,8 +252,6 @@ MISSING = {
     "load_checkpoint": NO_RESUME,
     "resume": NO_RESUME,
     "param_offload": NO_OFFLOAD,
-    "optimizer_offload": NO_OFFLOAD,
-    "adam_offload": NO_OFFLOAD,
     "trust_remote_code": "There is no remote code: README.md lists the model families",
     "device": "There is no such switch: jax chooses; JAX_PLATFORMS=cpu in the environment is for the CPU",
     "local_rank": "There is no launcher: start the same command on each host (docs/recipes.md)",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+HOST = "pinned_host"
 Rules = Mapping[str, str | tuple[str, ...] | None]
 
 TRAIN: Rules = {
@@ -110,12 +111,29 @@ def with_shardings(shapes: Any, shardings: Any) -> Any:
     return jax.tree.map(add, shardings, shapes)
 
 
-def bytes_per_device(tree: Any) -> int:
-    """Return the bytes of abstract or host arrays on one device, padding not counted; an array without a
-    sharding is replicated."""
+def on_host(sharding: NamedSharding) -> NamedSharding:
+    """Return the sharding in the pinned memory of the hosts, from which devices copy directly."""
+    return sharding.with_memory_kind(HOST)
+
+
+def on_device(sharding: NamedSharding) -> NamedSharding:
+    """Return the sharding in the memory of the devices."""
+    return sharding.with_memory_kind("device")
+
+
+def bytes_per_device(tree: Any, memory: Literal["device", "pinned_host"] = "device") -> int:
+    """Return the bytes of abstract or host arrays that belong to one device, padding not counted.
+
+    An array without a sharding is replicated.
+
+    Args:
+        memory: which arrays count: those on the devices, or those that `on_host` keeps off them.
+    """
 
     def one(x) -> int:
         sharding = getattr(x, "sharding", None)
+        if (getattr(sharding, "memory_kind", None) == HOST) != (memory == HOST):
+            return 0
         shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
         return math.prod(shape) * np.dtype(x.dtype).itemsize
 

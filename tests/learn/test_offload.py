@@ -1,0 +1,89 @@
+"""Optimizer moments in host memory: the numbers of the plain run, and checkpoints that keep the place."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_llm import models
+from jaxrl_llm.algos import sft
+from jaxrl_llm.checkpoint.state import CheckpointConfig, Checkpointer
+from jaxrl_llm.data.packing import PackItem
+from jaxrl_llm.learn.learner import Learner
+from jaxrl_llm.learn.optim import OptimConfig, make_optimizer
+from jaxrl_llm.learn.update import StepConfig
+from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.rules import bytes_per_device
+
+MODEL = TransformerConfig(
+    vocab_size=64, hidden_size=16, mlp_size=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8
+)
+
+
+def learner(offload: bool) -> Learner:
+    step = StepConfig(row_tokens=16, rows=8, offload=offload)
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    optimizer = make_optimizer(OptimConfig(learning_rate=0.01), 10)
+    return Learner(sft.Config(), MODEL, optimizer, step, mesh)
+
+
+def batch(seed: int) -> list[PackItem]:
+    rng = np.random.default_rng(seed)
+    return [PackItem(rng.integers(0, 64, 12).astype(np.int32), np.ones(12, np.float32)) for _ in range(8)]
+
+
+def start(built: Learner):
+    make = jax.jit(models.init, static_argnums=0, out_shardings=built.param_shardings)
+    return built.init_state(make(MODEL, jax.random.key(0)))
+
+
+def updates(built: Learner, state, steps):
+    with jax.set_mesh(built.mesh):
+        for step in steps:
+            state, _ = built.update(state, [batch(step)])
+    return state
+
+
+def assert_equal(one, other):
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.fixture(scope="module")
+def plain():
+    built = learner(offload=False)
+    return jax.tree.map(np.asarray, updates(built, start(built), range(4)))
+
+
+def test_offloaded_updates_are_those_of_the_plain_run_also_from_a_checkpoint(plain, tmp_path):
+    built = learner(offload=True)
+    state = updates(built, start(built), range(2))
+    moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
+    assert len(moments) == 2 * len(jax.tree.leaves(state.params))
+    assert {x.sharding.memory_kind for x in moments} == {"pinned_host"}
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {"device"}
+    saver = Checkpointer(CheckpointConfig(async_save=False), tmp_path)
+    assert saver.save(2, state, {"config": {}}, {})
+    assert_equal(updates(built, state, range(2, 4)), plain)
+
+    _, restored, _ = saver.restore(built.abstract_state())
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(restored.opt_state) if x.ndim} == {"pinned_host"}
+    assert_equal(updates(built, restored, range(2, 4)), plain)
+    saver.close()
+
+
+def test_a_checkpoint_may_be_continued_with_or_without(plain, tmp_path):
+    built, other = learner(offload=False), learner(offload=True)
+    saver = Checkpointer(CheckpointConfig(async_save=False), tmp_path)
+    assert saver.save(2, updates(built, start(built), range(2)), {"config": {}}, {})
+    assert_equal(updates(other, saver.restore(other.abstract_state())[1], range(2, 4)), plain)
+    saver.close()
+
+
+def test_moments_count_as_host_memory():
+    """Two float32 moments of 1 / 4 (fsdp x tensor) of each matrix; two step counters stay."""
+    off, on = learner(offload=True).abstract_state(), learner(offload=False).abstract_state()
+    moments = bytes_per_device(off.opt_state, "pinned_host")
+    assert moments == 2 * bytes_per_device(off.params)
+    assert bytes_per_device(off.opt_state) == bytes_per_device(on.opt_state) - moments == 8
+    assert bytes_per_device(on, "pinned_host") == 0
