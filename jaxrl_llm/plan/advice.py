@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+import jax.numpy as jnp
+
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.models.transformer import REMAT
 from jaxrl_llm.plan.plan import PhaseCost, Plan
@@ -41,6 +43,7 @@ def _training(plan: Plan, config: TrainConfig, over: list[PhaseCost]) -> Iterato
             f"Activations are not the bottleneck: the rest of {worst.name} takes {format_bytes(fixed)} "
             "(see below)."
         )
+        yield from _state(plan, config, worst)
         return
     free, used = format_bytes(plan.memory - fixed), format_bytes(worst.memory["activations"])
     limit = f"activations of {worst.name} may take {free}, now {used}"
@@ -59,6 +62,23 @@ def _training(plan: Plan, config: TrainConfig, over: list[PhaseCost]) -> Iterato
     )
 
 
+def _state(plan: Plan, config: TrainConfig, worst: PhaseCost) -> Iterator[str]:
+    """Yield advice for scoring and update: less optimizer state on the devices."""
+    over, moments = worst.peak - plan.memory, worst.memory["optimizer"]
+    if moments and not config.optim.offload and not worst.name.endswith("apply"):
+        yield _saving("--optim.offload True", moments, over)
+    if not config.lora.rank:
+        cast = 1 - jnp.dtype(config.model.dtype).itemsize / 4
+        saved = worst.memory["parameters"] * cast + moments + worst.memory["gradients"]
+        yield _saving("--lora.rank 32, which trains adapters in place of the weights", saved, over)
+
+
+def _saving(change: str, saved: float, over: float) -> str:
+    """Return a line on a change that saves some of the bytes that are over the memory."""
+    enough = "would fit" if saved >= over else "not enough alone"
+    return f"{change}: saves {format_bytes(saved)} of {format_bytes(over)}, {enough}."
+
+
 def _rollout(plan: Plan, config: TrainConfig, phases: list[PhaseCost]) -> Iterator[str]:
     """Yield advice for rollout: fewer slots, smaller types."""
     if not phases:
@@ -66,21 +86,16 @@ def _rollout(plan: Plan, config: TrainConfig, phases: list[PhaseCost]) -> Iterat
     worst = max(phases, key=lambda phase: phase.peak)
     cache, weights = worst.memory["KV cache"], worst.memory["rollout weights"]
     over = worst.peak - plan.memory
-
-    def line(flag: str, saved: float) -> str:
-        enough = "would fit" if saved >= over else "not enough alone"
-        return f"{flag}: saves {format_bytes(saved)} of {format_bytes(over)}, {enough}."
-
     if config.rollout.dtype == "float32":
         saved = (weights + cache * (config.rollout.cache_dtype is None)) / 2
-        yield line("--rollout.dtype bfloat16", saved)
+        yield _saving("--rollout.dtype bfloat16", saved, over)
     elif config.rollout.cache_dtype == "float32":
-        yield line("--rollout.cache_dtype bfloat16", cache / 2)
+        yield _saving("--rollout.cache_dtype bfloat16", cache / 2, over)
     slots = config.rollout.slots
     while slots > 1 and cache * (1 - slots / config.rollout.slots) < over:
         slots //= 2
     if slots < config.rollout.slots and cache:
-        yield line(f"--rollout.slots {slots}", cache * (1 - slots / config.rollout.slots))
+        yield _saving(f"--rollout.slots {slots}", cache * (1 - slots / config.rollout.slots), over)
     if weights > plan.memory / 4:
         yield (
             f"--mesh.tensor above {num_shards('heads', plan.mesh)}: each device holds "

@@ -31,6 +31,7 @@ from jaxrl_llm.plan.advice import advise
 from jaxrl_llm.plan.compiled import bytes_needed, count_collectives, shape_bytes
 from jaxrl_llm.plan.phases import phases
 from jaxrl_llm.plan.plan import MEMORY_KINDS, PhaseCost, Plan
+from jaxrl_llm.plan.report import verdict
 from jaxrl_llm.plan.target import parse_topology
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
@@ -402,7 +403,25 @@ def test_advice_names_every_remat_that_keeps_less(remat, others):
 def test_a_state_that_does_not_fit():
     _, lines = advice(cost("update: apply", parameters=8, optimizer=16, gradients=8, activations=1))
     assert "Activations are not the bottleneck" in lines[0] and "32.00 GiB" in lines[0]
-    assert "--mesh.fsdp 16: 16 in all would fit" in lines[1]  # 32 / 4 + 1 is below 16, 32 / 2 + 1 is not
+    assert "--lora.rank 32" in lines[1]
+    assert "--mesh.fsdp 16: 16 in all would fit" in lines[2]  # 32 / 4 + 1 is below 16, 32 / 2 + 1 is not
+
+
+def test_a_state_that_does_not_fit_beside_the_gradients():
+    """Moments leave the device but for `apply`; adapters also halve weights in bfloat16."""
+    model = dataclasses.replace(CONFIG.model, dtype="bfloat16")
+    _, lines = advice(
+        cost("update: accumulate", parameters=6, optimizer=12, gradients=6, activations=1), model=model
+    )
+    assert lines[1] == "  2. --optim.offload True: saves 12.00 GiB of 9.00 GiB, would fit."
+    assert lines[2].endswith("adapters in place of the weights: saves 21.00 GiB of 9.00 GiB, would fit.")
+
+
+def test_the_verdict_names_host_memory():
+    phase = dataclasses.replace(cost("update: accumulate", parameters=4), host=2.0 * GIB)
+    plan = Plan("a model", "v5e-4", {}, 16 * GIB, [phase], {}, {})
+    assert verdict(plan)[0] == "Host memory: 2.00 GiB for each device, of optimizer moments."
+    assert verdict(plan)[1].startswith("Fits: at most 4.00 GiB")
 
 
 def test_a_rollout_that_does_not_fit():
