@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pytest
 from distributed import run_processes
 
 TRAIN = """
@@ -31,9 +32,14 @@ def metrics(folder):
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]
 
 
-def test_two_processes_train_as_one(tmp_path):
+@pytest.mark.parametrize(
+    "more",
+    [[], pytest.param(["--lora.rank", "2", "--optim.offload", "True"], marks=pytest.mark.slow)],
+    ids=["full", "adapters, moments on the host"],
+)
+def test_two_processes_train_as_one(more, tmp_path):
     (tmp_path / "reward.py").write_text(REWARD)
-    args = [*ARGS, "--reward.name", f"{tmp_path / 'reward.py'}:digits"]
+    args = [*ARGS, *more, "--reward.name", f"{tmp_path / 'reward.py'}:digits"]
     run_processes(TRAIN, 1, [*args, "--run_dir", str(tmp_path / "one")], devices=8, initialize=False)
     run_processes(TRAIN, 2, [*args, "--run_dir", str(tmp_path / "two")], devices=4, initialize=False)
     one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
