@@ -1,5 +1,6 @@
 """Eight virtual CPU devices, one shared compilation cache, shape checks on the arithmetic."""
 
+import gc
 import importlib.metadata
 import logging
 import os
@@ -17,7 +18,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("MPLBACKEND", "Agg")
-FLAGS = ["--xla_force_host_platform_device_count=8"]
+MAPPINGS = Path("/proc/self/maps")
+FLAGS = [
+    "--xla_force_host_platform_device_count=8",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=300",  # 40 end the process on a busy machine
+]
 if not os.environ.get("JAXRL_TEST_OPTIMIZED"):  # tests compile for longer than they run
     FLAGS += [
         *("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"),
@@ -65,6 +70,16 @@ def _no_cache_for_other_machines(request):
     yield
     jax.config.update("jax_enable_compilation_cache", True)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_mappings():
+    """Drop compiled programs once they are many: Linux ends a process at 65,530 memory mappings, and each
+    program has several. The persistent cache keeps them."""
+    yield
+    if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(autouse=True)
