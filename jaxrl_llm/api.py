@@ -107,7 +107,7 @@ def run(
 
 def generate(
     model: str | Path,
-    prompts: Sequence[str | Sequence[Mapping[str, str]] | Mapping[str, Any]],
+    prompts: Sequence[Prompt],
     **settings: Any,
 ) -> list[list[Response]]:
     """Return responses of a model to prompts, one list for each prompt.

@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from run_files import DIGITS, untimed_metrics
 from safetensors.numpy import load_file
 
 from jaxrl_llm import models
@@ -69,10 +70,6 @@ ARGS = [
         "",
     ),
 ]
-REWARD = """
-def digits(solution_str, ground_truth):  # unlike whether a sum is right, it differs from the first step on
-    return sum(c.isdigit() for c in solution_str) / max(len(solution_str), 1)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +78,7 @@ def command(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lora")
     params = jax.jit(models.init, static_argnums=0)(MODEL, jax.random.key(0))
     save_model(params, MODEL, folder / "base", TOKENIZER, "float32")
-    (folder / "reward.py").write_text(REWARD)
+    (folder / "reward.py").write_text(DIGITS)
     given = [*ARGS[:-1], f"{folder / 'reward.py'}:digits", "--model.path", str(folder / "base")]
     return lambda run_dir, *more: [*given, "--run_dir", str(run_dir), *more]
 
@@ -93,25 +90,19 @@ def finished(command, tmp_path_factory):
     return run_dir
 
 
-def rows(run_dir):
-    timed = ("time/", "trainer/idle", "tokens_per_second", "rollout/", "reward/wall", "reward/seconds")
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith(timed)} for line in lines]
-
-
 def test_checkpoints_hold_adapters_and_their_moments_alone(finished):
     names = set(read_manifest(finished / "checkpoints/3").arrays)
     assert names and not [name for name in names if "layers." in name and "_lora_" not in name]
     assert not [name for name in names if "embed" in name]
-    assert rows(finished)[-1]["kl"] > 0  # the reference is the base without its adapters
-    assert rows(finished)[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert untimed_metrics(finished)[-1]["kl"] > 0  # the reference is the base without its adapters
+    assert untimed_metrics(finished)[0]["kl"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_a_stopped_run_continues_bit_for_bit(command, finished, tmp_path):
     run_dir = tmp_path / "run"
     assert main(command(run_dir, "--steps", "2", "--checkpoint.every", "2")) == 0
     assert main(command(run_dir, "--steps", "3", "--checkpoint.every", "2")) == 0
-    for ours, theirs in zip(rows(run_dir), rows(finished), strict=True):
+    for ours, theirs in zip(untimed_metrics(run_dir), untimed_metrics(finished), strict=True):
         assert {k: (v, theirs[k]) for k, v in ours.items() if v != theirs[k]} == {}
     ours, theirs = (load_file(folder / "hf/model.safetensors") for folder in (run_dir, finished))
     for name, weight in theirs.items():
@@ -137,7 +128,7 @@ def test_the_adapter_of_a_run_is_peft_s_and_another_run_starts_from_it(command, 
     assert config["base_model_name_or_path"] == words[words.index("--model.path") + 1]
     assert (config["r"], config["lora_alpha"]) == (4, 32.0)
     assert main(words) == 0
-    continued, new = rows(tmp_path / "run")[0], rows(finished)[0]
+    continued, new = untimed_metrics(tmp_path / "run")[0], untimed_metrics(finished)[0]
     assert continued["param_norm"] > new["param_norm"] and continued["kl"] > 1e-4 > new["kl"]
     capsys.readouterr()
     assert main([*words[:-2], "--model.adapter", str(tmp_path), "--run_dir", str(tmp_path / "other")]) == 2

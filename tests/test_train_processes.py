@@ -1,10 +1,9 @@
 """Two processes of four devices give the run that one process of eight gives."""
 
-import json
-
 import numpy as np
 import pytest
 from distributed import run_processes
+from run_files import DIGITS, untimed_metrics
 
 TRAIN = """
 import sys
@@ -20,16 +19,6 @@ ARGS = [
     *("--rollout.slots", "8", "--reward.workers", "1", "--model.remat", "none"),
     *(word for field, size in SIZES.items() for word in (f"--model.architecture.{field}", str(size))),
 ]
-REWARD = """
-def digits(solution_str, ground_truth):  # unlike whether a sum is right, it differs from the first step on
-    return sum(c.isdigit() for c in solution_str) / max(len(solution_str), 1)
-"""
-
-
-def metrics(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    timed = ("time/", "trainer/idle", "tokens_per_second", "rollout/", "reward/wall", "reward/seconds")
-    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -38,11 +27,11 @@ def metrics(folder):
     ids=["full", "adapters, moments on the host"],
 )
 def test_two_processes_train_as_one(more, tmp_path):
-    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "reward.py").write_text(DIGITS)
     args = [*ARGS, *more, "--reward.name", f"{tmp_path / 'reward.py'}:digits"]
     run_processes(TRAIN, 1, [*args, "--run_dir", str(tmp_path / "one")], devices=8, initialize=False)
     run_processes(TRAIN, 2, [*args, "--run_dir", str(tmp_path / "two")], devices=4, initialize=False)
-    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
+    one, two = untimed_metrics(tmp_path / "one"), untimed_metrics(tmp_path / "two")
     assert [row["step"] for row in two] == [1, 2, 3]
     for a, b in zip(one, two, strict=True):
         assert a.keys() == b.keys()

@@ -96,9 +96,10 @@ def with_frozen_of(state: TrainState, other: TrainState) -> TrainState:
 
 def frozen_fingerprint(params: Params) -> str:
     """Return a checksum of the frozen weights, the same for every sharding; "" where none is frozen."""
-    frozen = split_params(params)[1]
-    sums = jax.device_get(_checksums(frozen))
-    return hashlib.sha256(repr([int(x) for x in sums]).encode()).hexdigest()[:16] if sums else ""
+    if params.config.lora is None:
+        return ""
+    sums = jax.device_get(_checksums(split_params(params)[1]))
+    return hashlib.sha256(repr([int(x) for x in sums]).encode()).hexdigest()[:16]
 
 
 @jax.jit

@@ -219,7 +219,7 @@ SAME = {
 }
 """Flag of another system -> the key here."""
 
-NO_DROPOUT = "There is no dropout of adapters; Thinking Machines' LoRA Without Regret uses none"
+LORA = "Here this is the group lora: --lora.rank, --lora.alpha, --lora.targets, --lora.rank_stabilized"
 NO_EPOCHS = (
     "There are no PPO epochs: a response is learned from once; --minibatches_per_step sets the updates"
 )
@@ -235,7 +235,7 @@ MISSING = {
     "num_ppo_epochs": NO_EPOCHS,
     "num_iterations": NO_EPOCHS,
     "max_epochs": NO_EPOCHS,
-    "lora_dropout": NO_DROPOUT,
+    "lora_dropout": "There is no dropout of adapters",
     "load_in_4bit": "There is no quantized training; --rollout.cache_dtype int8 saves memory of the rollout",
     "load_in_8bit": "There is no quantized training; --rollout.cache_dtype int8 saves memory of the rollout",
     "attn_implementation": "There is no such switch: the attention kernel is chosen for the device",
@@ -262,8 +262,8 @@ GROUPS = {
     "actor_rollout_ref": "Here these are the groups model, algo, optim, rollout and mesh: --help GROUP",
     "deepspeed": f"Here it is {MESH}",
     "fsdp": f"Here it is {MESH}",
-    "lora": "Here this is the group lora: --lora.rank, --lora.alpha, --lora.targets, --lora.rank_stabilized",
-    "peft": "Here this is the group lora: --lora.rank, --lora.alpha, --lora.targets, --lora.rank_stabilized",
+    "lora": LORA,
+    "peft": LORA,
     "vllm": "There is no vLLM: the rollout engines are --rollout.engine native and --rollout.engine sglang",
 }
 """First word of a flag of another system, which has many that begin with it -> the answer."""

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 from distributed import End, Running
+from run_files import DIGITS
 
 from jaxrl_llm.checkpoint.manifest import read_metrics
 from jaxrl_llm.checkpoint.params import restore_params
@@ -61,10 +62,6 @@ def get_config() -> TrainConfig:
         warm_start=WarmStartConfig(steps=2, learning_rate=1e-2, examples_per_step=4),
     )
 '''
-REWARD = """
-def digits(solution_str, ground_truth):
-    return sum(c.isdigit() for c in solution_str) / max(len(solution_str), 1)
-"""
 STEPS = [1, 2, 3, 4, 5, 6]  # two of the SFT warm-up, four of GRPO
 
 SIGNALLER = """
@@ -102,7 +99,7 @@ KILLS = [
 def command(folder: Path, *more: str) -> list[str]:
     recipe = folder / "tiny.py"
     recipe.write_text(RECIPE)
-    (folder / "reward.py").write_text(REWARD)
+    (folder / "reward.py").write_text(DIGITS)
     return ["--config", str(recipe), "--run_dir", str(folder / "run"), *more]
 
 

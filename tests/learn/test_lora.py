@@ -1,5 +1,7 @@
 """Adapters: the model's output, what an update changes, layouts, and one base for several models."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -183,7 +185,7 @@ def test_moments_are_of_the_adapters_and_the_base_takes_the_compute_type():
 def test_critic_and_policy_share_one_base(adapted):
     """Neither starts with a copy of it, nor gets one by an update."""
     policy = learner(optimizer=optax.adam(1e-2))
-    headed = lora.with_lora(TransformerConfig(**{**vars(BASE), "value_head": True}), MODEL.lora)
+    headed = dataclasses.replace(MODEL, value_head=True)
     critic = Learner(value.Config(), headed, optax.adam(1e-2), policy.config, policy.mesh)
     stage = Stage(policy, critic=critic)
     with jax.set_mesh(policy.mesh):
