@@ -189,6 +189,7 @@ def test_a_reward_that_always_fails_stops_the_run(tmp_path, capsys):
         (["--model.tokenizer", "{tmp}"], "tokenizer"),
         (["--run_dir", "/proc/nothing"], "/proc/nothing"),
         (["--rollout.temprature", "1"], "temperature"),
+        (["--reward.name", "none"], "--reward.name is none and nothing else rewards"),
     ],
     ids=lambda x: x[0] if isinstance(x, list) else "",
 )

@@ -248,10 +248,17 @@ def open_rewards(
 
     Raises:
         RewardLoadError: the reward cannot be found, imported, or called on any of the rows.
+        UserError: nothing rewards the responses that the run learns from.
     """
     samples = [reward_sample(row) for row in rows]
     needed = algos.of(config.algo).on_rollouts and not (config.reward.models or config.env.name)
     settings = config.reward if function else choose_reward(config.reward, samples, required=needed)
+    if needed and not function and settings.name == "none" and not algos.requirements(config.algo).teachers:
+        raise UserError(
+            "--reward.name is none and nothing else rewards, so no response would have a reward. Set a "
+            "verifier (--reward.name auto), a reward model (--reward.models.0.path FOLDER) or an environment "
+            "(--env.name)."
+        )
     log = Path(config.run_dir) / "rewards.log"
     pool = closing.enter_context(RewardPool(settings, log, function))
     on_first(lambda: pool.check(samples))
