@@ -17,7 +17,7 @@ from jaxrl_llm.hf.resolve import resolve_model  # noqa: E402
 from jaxrl_llm.hf.tokenizer import generation_end_ids, load_tokenizer  # noqa: E402
 
 HEADS, KV, LAYERS, HIDDEN, MLP = 4, 2, 2, 64, 96
-TOKENS = [chr(i) for i in range(33, 127)] + ["Ġ", "he", "llo", "<|endoftext|>", "<s>", "<end>", "<turn>"]
+TOKENS = [chr(i) for i in range(33, 127)] + ["\u0120", "he", "llo", "<|endoftext|>", "<s>", "<end>", "<turn>"]
 MERGES = ["h e", "l l", "ll o"]
 TOKENS.insert(0, "ll")
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '<turn>' }}{% endfor %}"
