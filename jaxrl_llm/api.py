@@ -115,7 +115,7 @@ def generate(
         generate("runs/grpo_tiny/hf", ["1 + 1 ="], n=4, max_tokens=16)
 
     Args:
-        model: Hugging Face folder or hub name.
+        model: Hugging Face folder, GGUF file or hub name.
         prompts: text, chats (lists of {"role", "content"}), or rows as a file of prompts has them.
         settings: fields of `GenerateConfig`: n, max_tokens, temperature, top_k, top_p, seed, ...
 

@@ -56,7 +56,8 @@ class ModelConfig:
     """Model to train, its tokenizer and its precision."""
 
     path: str = ""
-    """Hugging Face folder or hub name to start from; "" = random weights of `architecture`."""
+    """Hugging Face folder, GGUF file or hub name (org/model@revision) to start from; "" = random weights of
+    `architecture`."""
     architecture: TransformerConfig | None = None
     """Shape of a model with random weights; not used where `path` is set."""
     adapter: str = ""

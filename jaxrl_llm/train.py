@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.build.describe import next_command, prompts_to_try, start_lines
+from jaxrl_llm.build.pin import pin_models
 from jaxrl_llm.build.run import Run, build
 from jaxrl_llm.checkpoint.state import Checkpointer
 from jaxrl_llm.config import TrainConfig
@@ -92,6 +93,7 @@ def execute_together(
     """Run in every process; `closing` collects the resources to close at the end, with all processes."""
     config, run_dir = resolved.config, Path(resolved.config.run_dir)
     closing.enter_context(run_dir_lock(run_dir))
+    config = pin_models(config)
     run = build(config, closing, reward)
     closing.enter_context(jax.set_mesh(run.mesh))
     checkpoints = closing.enter_context(contextlib.closing(Checkpointer(config.checkpoint, run_dir)))

@@ -45,7 +45,9 @@ COMMANDS = {
 OPTIONAL = ("critic.mesh.fsdp", "data.eval.0.path", "reward.models.0.path", "reward.models.1.path")
 """Keys of parts that recipes may lack."""
 OUTPUTS = re.compile(r"(runs|checkpoints|hf|adapter|tensorboard)/")  # of a run
-PLACEHOLDER = re.compile(r"my_\w+\.py(:\w+)?|(file|RECIPE|FILE)\.py(:\w+)?|[A-Z_]+|\.\.\.|/path/.*|\[.*")
+PLACEHOLDER = re.compile(
+    r"my_\w+\.py(:\w+)?|(file|RECIPE|FILE)\.(py|gguf)(:\w+)?|[A-Z_]+|\.\.\.|/path/.*|\[.*"
+)
 OTHERS = {"jax", "os", "np", "optax", "torch", "transformers"}  # first parts of names of other packages
 OTHERS |= {"GRPOLearner", "GRPOTrainer"}
 SGLANG = {"--enable-deterministic-inference", "--tp", "--load-format", "--mem-fraction-static"}

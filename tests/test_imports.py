@@ -37,7 +37,7 @@ ALLOWED: dict[str, str | None] = {
     "learn": "ranges jaxrl_kernels errors structs sharding models algos data checkpoint",
     "experience": "ranges errors structs host sharding models algos data rewards rollout envs hf learn",
     "config": "ranges errors structs report learn sharding models algos data rewards rollout envs checkpoint",
-    "recipe": "ranges errors user_file algos sharding rollout checkpoint config",
+    "recipe": "ranges errors user_file algos sharding hf rollout checkpoint config",
     # the top
     "build": ANY,
     "train": ANY,

@@ -17,8 +17,8 @@ from jaxrl_llm.config import ModelConfig, TrainConfig, derived
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.hf.config import read_config
-from jaxrl_llm.hf.folder import resolve_model
 from jaxrl_llm.hf.load import PRETRAINED, PretrainedModels
+from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.hf.tokenizer import has_tokenizer, load_tokenizer, vocabulary_difference
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.optim import OptimConfig, make_optimizer

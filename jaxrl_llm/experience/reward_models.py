@@ -22,8 +22,8 @@ from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.template import ChatRenderer, find_template
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
-from jaxrl_llm.hf.folder import resolve_model
 from jaxrl_llm.hf.load import load_params
+from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.hf.tokenizer import load_tokenizer, same_vocabulary
 from jaxrl_llm.learn.update import StepConfig, model_outputs
 from jaxrl_llm.rewards.config import RewardModelConfig

@@ -68,9 +68,9 @@ def save_model(
         raise UserError(f"export: dtype={dtype!r} is not supported; supported: {', '.join(DTYPES)}")
     config = export_config(config)
     raw = _raw(config, dtype, tokenizer)
-    shards = _plan(hf_tensors(config), jnp.dtype(dtype).itemsize, max_shard_bytes)
+    shards = plan_files(hf_tensors(config), jnp.dtype(dtype).itemsize, max_shard_bytes)
     files = {name: tensors for name, tensors, _ in shards}
-    write_folder(params, folder, files, dtype, lambda path: _write_rest(path, raw, shards, tokenizer))
+    write_folder(params, folder, files, dtype, lambda path: write_description(path, raw, shards, tokenizer))
     return folder
 
 
@@ -124,7 +124,7 @@ def save_description(
     """Write only config and tokenizer, enough for a server that gets its weights later. Process 0 writes."""
     if jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_rest(folder, _raw(export_config(config), dtype, tokenizer), [], tokenizer)
+        write_description(folder, _raw(export_config(config), dtype, tokenizer), [], tokenizer)
     return folder
 
 
@@ -138,7 +138,7 @@ def _raw(config: TransformerConfig, dtype: str, tokenizer: Any) -> dict[str, Any
     return to_hf_config(config, dtype) | (special_ids(tokenizer) if tokenizer else {})
 
 
-def _plan(tensors: list[HFTensor], itemsize: int, limit: int) -> list[tuple[str, list[HFTensor], int]]:
+def plan_files(tensors: list[HFTensor], itemsize: int, limit: int) -> list[tuple[str, list[HFTensor], int]]:
     """Return (file name, its tensors, bytes) of each file, filled in order."""
     groups = group_by_size(tensors, itemsize, limit)
     sizes = [itemsize * sum(math.prod(tensor.shape) for tensor in group) for group in groups]
@@ -187,7 +187,7 @@ def _write_shard(path: Path, tensors: list[HFTensor], params: Params, dtype: str
     failure = None
     if jax.process_index() == 0:
         try:
-            _write_safetensors(path, tensors, arrays, dtype)
+            write_safetensors(path, tensors, arrays, dtype)
         except OSError as error:
             failure = error
     for array in arrays:  # gathering them takes all processes
@@ -202,7 +202,7 @@ def _write_shard(path: Path, tensors: list[HFTensor], params: Params, dtype: str
         )
 
 
-def _write_safetensors(path: Path, tensors: list[HFTensor], arrays: Iterator[jax.Array], dtype: str) -> None:
+def write_safetensors(path: Path, tensors: list[HFTensor], arrays: Iterator[jax.Array], dtype: str) -> None:
     """Write a safetensors file tensor by tensor; the library's writer needs all of them in memory."""
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for tensor in tensors:
@@ -222,7 +222,7 @@ def _raise(error: Exception | None) -> None:
         raise error
 
 
-def _write_rest(folder: Path, raw: dict[str, Any], shards, tokenizer: Any) -> None:
+def write_description(folder: Path, raw: dict[str, Any], shards, tokenizer: Any) -> None:
     if len(shards) > 1:
         weight_map = {tensor.name: name for name, tensors, _ in shards for tensor in tensors}
         total = sum(size for _, _, size in shards)

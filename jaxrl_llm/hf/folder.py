@@ -13,16 +13,12 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.json_file import read_json
 from jaxrl_llm.hf.names import hf_tensors
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.user_file import expand_home
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
 """Types of weights that are read, in the spelling of safetensors, and their bytes an element."""
 
-_DOWNLOAD = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model"]
-_SKIP = ["*/*", "consolidated*"]  # other formats' copies of the same weights
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")  # buffers that old checkpoints carry along
 _SHOWN = 8
 
@@ -33,48 +29,6 @@ class StoredTensor(NamedTuple):
     file: Path
     shape: tuple[int, ...]
     dtype: str  # "BF16", ...
-
-
-def resolve_model(path_or_hub_name: str | Path) -> Path:
-    """Return a local model folder, else that of a download from the hub (weights, JSON, tokenizer).
-
-    Raises:
-        UserError: neither; names both.
-    """
-    name = str(path_or_hub_name)
-    try:
-        path = expand_home(path_or_hub_name)
-        is_folder, is_file = path.is_dir(), path.exists()
-        is_run = (path / "checkpoints").is_dir() and (path / "metrics.jsonl").is_file()
-    except (OSError, ValueError) as error:  # too long a name, a NUL, a lone surrogate
-        raise UserError(f"{name[:80]!r}: not the name of a folder ({error})") from error
-    if is_run:
-        raise UserError(_run_directory(path))
-    if is_folder:
-        return path
-    if is_file:
-        raise UserError(f"{path}: a file, but a model is a folder (config.json and *.safetensors)")
-    if not _HUB_NAME.fullmatch(name):
-        raise UserError(f"{path.absolute()}: no such folder; give a model folder or a hub name (org/model)")
-    from huggingface_hub import snapshot_download  # slow to import, and not needed for a local folder
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=_DOWNLOAD, ignore_patterns=_SKIP))
-    except Exception as error:  # any error of the network, the hub or its cache
-        raise UserError(
-            f"{name}: no folder {path.absolute()}, and the hub has not delivered it "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}). "
-            "Check the name; without a network, copy the model here and give its folder."
-        ) from error
-
-
-def _run_directory(path: Path) -> str:
-    if (path / "hf" / "config.json").is_file():
-        return f"{path}: a run directory; its trained model is {path / 'hf'}"
-    return (
-        f"{path}: a run directory, of a run that has not exported its model. Continue the run, or export a "
-        f"checkpoint (python -m jaxrl_llm export --checkpoint {path} --out FOLDER) and give that folder."
-    )
 
 
 def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTensor]:

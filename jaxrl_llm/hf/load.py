@@ -15,8 +15,9 @@ from safetensors import safe_open
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
-from jaxrl_llm.hf.folder import FLOATS, StoredTensor, read_headers, refuse_remote_code, resolve_model
+from jaxrl_llm.hf.folder import FLOATS, StoredTensor, read_headers, refuse_remote_code
 from jaxrl_llm.hf.names import TensorRows, from_hf, parse_layout, tensor_rows
+from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.models import TransformerConfig, abstract, named_leaves
 from jaxrl_llm.structs import Params
 

@@ -10,6 +10,7 @@ import numpy as np
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.export import write_folder
 from jaxrl_llm.hf.folder import file_inside, list_mismatches, read_header
+from jaxrl_llm.hf.hub_name import parse_hub_name
 from jaxrl_llm.hf.json_file import JsonKeys, read_json
 from jaxrl_llm.hf.load import read_slice
 from jaxrl_llm.hf.names import TensorRows, adapter_tensors, tensor_layout
@@ -17,6 +18,7 @@ from jaxrl_llm.host.files import write_json
 from jaxrl_llm.models import AdaptedConfig, LoraConfig, abstract, named_leaves
 from jaxrl_llm.models.config import TARGETS, check_lora_config
 from jaxrl_llm.structs import Params
+from jaxrl_llm.user_file import expand_home
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 HEADS = ("score", "classifier")
@@ -117,11 +119,14 @@ def load_adapter(folder: Path | str, config: AdaptedConfig) -> dict[str, np.ndar
 
 def _to_peft_config(config: AdaptedConfig, base_name: str) -> dict[str, Any]:
     """Return the content of adapter_config.json."""
-    lora = config.lora
+    lora, hub = config.lora, parse_hub_name(base_name)
+    if expand_home(base_name).exists():
+        hub = None
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if config.value_head else "CAUSAL_LM",
-        "base_model_name_or_path": base_name,
+        "base_model_name_or_path": hub.repo if hub else base_name,
+        "revision": hub.revision if hub else None,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
         "use_rslora": lora.rank_stabilized,

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import math
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 from jaxrl_llm import algos
 from jaxrl_llm.config import TrainConfig, same_responses
 from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.hf.hub_name import SUFFIX, parse_hub_name
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.recipe.keys import (
     has_type,
@@ -38,9 +38,7 @@ from jaxrl_llm.user_file import expand_home
 GROUP_ADVANTAGES = {
     "grpo", "rloo", "opo", "gpg", "gpg_rewards", "passk", "gdpo", "reinforce_pp_baseline", "otb",
 }  # fmt: skip
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 MAX_LINE = 1000  # characters of a message
-MAX_HUB_NAME = 200  # characters; the hub allows 96 in each part
 
 
 def check_config(config: TrainConfig, writes: bool = True) -> None:
@@ -200,17 +198,19 @@ def _model(config: TrainConfig) -> Iterator[str]:
 
 
 def _model_folder(key: str, path: str) -> Iterator[str]:
-    """Yield what is wrong with a Hugging Face folder or hub name."""
+    """Yield what is wrong with a Hugging Face folder, GGUF file or hub name."""
     folder = expand_home(path)
+    if folder.suffix == SUFFIX and os.path.isfile(folder):
+        return
     if os.path.isdir(folder):
         if not os.path.isfile(folder / "config.json"):
             yield f"--{key} {path}: no config.json in it, so it is no Hugging Face model folder."
         return
-    hub_name = len(path) <= MAX_HUB_NAME and HUB_NAME.fullmatch(path)
-    if not hub_name or (folder.parent != Path(".") and os.path.isdir(folder.parent)):
+    hub = parse_hub_name(path)
+    if hub is None or (folder.parent != Path(".") and os.path.isdir(folder.parent)):
         yield (
             f"--{key} {shorten(path)}: no such folder. Set a Hugging Face folder (config.json and "
-            "*.safetensors) or a hub name such as Qwen/Qwen3-0.6B."
+            "*.safetensors), a GGUF file, or a hub name such as Qwen/Qwen3-0.6B."
         )
 
 

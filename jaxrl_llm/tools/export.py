@@ -14,9 +14,9 @@ from jaxrl_llm.data.template import set_template
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.export import save_model
-from jaxrl_llm.hf.folder import resolve_model
 from jaxrl_llm.hf.json_file import read_json
 from jaxrl_llm.hf.load import load_params
+from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.models.transformer import cast_weights
 from jaxrl_llm.ranges import CountOrZero

@@ -20,8 +20,8 @@ from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.sources import open_source
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.hf.config import read_config
-from jaxrl_llm.hf.folder import resolve_model
 from jaxrl_llm.hf.load import load_params
+from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.hf.tokenizer import generation_end_ids, load_tokenizer
 from jaxrl_llm.host.processes import show_warnings
 from jaxrl_llm.models.kernels import check_kernels_setting
@@ -62,7 +62,7 @@ class GenerateArguments(GenerateConfig):
     """Generate responses to the prompts of a file: one row out for each row in, in order."""
 
     model: str
-    """Hugging Face folder or hub name."""
+    """Hugging Face folder, GGUF file or hub name."""
     prompts: Path
     """JSONL (or JSON, CSV, Parquet, Arrow) with "prompt" (text) or "messages" (a chat, to be rendered with
     the chat template), such as samples.jsonl of a run."""

@@ -16,7 +16,7 @@ from jaxrl_llm.data.files import open_rows
 from jaxrl_llm.data.preference import read_example
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
-from jaxrl_llm.hf.folder import resolve_model
+from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.hf.tokenizer import load_tokenizer
 from jaxrl_llm.host.processes import show_warnings
 from jaxrl_llm.models import TransformerConfig
@@ -43,7 +43,7 @@ class ScoreArguments:
     """Write the log-probabilities of given tokens under a model: a row for each row of the data, in order."""
 
     model: str
-    """Hugging Face folder or hub name."""
+    """Hugging Face folder, GGUF file or hub name."""
     data: Path
     """JSONL with "tokens" (ids) or "messages" (a chat, to be rendered with the chat template)."""
     out: Path

@@ -25,9 +25,9 @@ from jaxrl_llm.hf import export as hf_export
 from jaxrl_llm.hf import load
 from jaxrl_llm.hf.config import read_config, to_hf_config
 from jaxrl_llm.hf.export import check_export_folder, save_model
-from jaxrl_llm.hf.folder import resolve_model
 from jaxrl_llm.hf.load import load_params, read_slice
 from jaxrl_llm.hf.names import hf_tensors
+from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.hf.tokenizer import load_tokenizer
 from jaxrl_llm.models import init, named_leaves, shardings
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
@@ -523,11 +523,11 @@ def test_code_of_a_folder_is_never_run(tmp_path):
 
 def test_resolve(tmp_path, monkeypatch):
     assert resolve_model(str(tmp_path)) == tmp_path
-    (tmp_path / "model.gguf").write_text("")
-    with pytest.raises(ValueError, match=r"model\.gguf: a file, but a model is a folder"):
-        resolve_model(tmp_path / "model.gguf")
+    (tmp_path / "model.bin").write_text("")
+    with pytest.raises(ValueError, match=r"model\.bin: a file, but a model is a folder .* or a GGUF file"):
+        resolve_model(tmp_path / "model.bin")
     with pytest.raises(
-        ValueError, match=r"/nowhere/qwen/3: no such folder; give a model folder or a hub name"
+        ValueError, match=r"/nowhere/qwen/3: no such folder; give a model folder, a GGUF file or a hub name"
     ):
         resolve_model("/nowhere/qwen/3")
     with pytest.raises(ValueError, match=r"/models/qwen3/a: no such folder"):

@@ -18,9 +18,10 @@ from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.export import save_model
-from jaxrl_llm.hf.folder import read_headers, resolve_model
+from jaxrl_llm.hf.folder import read_headers
 from jaxrl_llm.hf.json_file import read_json
 from jaxrl_llm.hf.load import load_params
+from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.hf.tokenizer import (
     generation_end_ids,
     load_tokenizer,

@@ -131,7 +131,7 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
         (
             dict(model=ModelConfig(path="/no/such")),
             "--model.path /no/such: no such folder. Set a Hugging Face folder (config.json and "
-            "*.safetensors) or a hub name such as Qwen/Qwen3-0.6B.",
+            "*.safetensors), a GGUF file, or a hub name such as Qwen/Qwen3-0.6B.",
         ),
         (
             dict(data=DataConfig()),
@@ -141,12 +141,12 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
         (
             dict(model=ModelConfig(path="x" * 5000)),
             f"--model.path {'x' * 48}...{'x' * 48}: no such folder. Set a Hugging Face folder "
-            "(config.json and *.safetensors) or a hub name such as Qwen/Qwen3-0.6B.",
+            "(config.json and *.safetensors), a GGUF file, or a hub name such as Qwen/Qwen3-0.6B.",
         ),
         (
             dict(model=ModelConfig(path="~no_such_user/m")),
             "--model.path ~no_such_user/m: no such folder. Set a Hugging Face folder (config.json and "
-            "*.safetensors) or a hub name such as Qwen/Qwen3-0.6B.",
+            "*.safetensors), a GGUF file, or a hub name such as Qwen/Qwen3-0.6B.",
         ),
         (
             dict(env=EnvConfig(tool_timeout=0.0)),

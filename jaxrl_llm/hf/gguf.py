@@ -1,0 +1,342 @@
+"""GGUF files (llama.cpp), converted once to a Hugging Face folder in the user's cache.
+
+All that follows reads a folder, so a GGUF file needs no second path through loading, tokenizers, export or
+servers. Weights are dequantized to float32: values of a quantized type are exact there, and not in bfloat16.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.config import read_config, to_hf_config
+from jaxrl_llm.hf.export import plan_files, write_description, write_safetensors
+from jaxrl_llm.hf.folder import shorten_names
+from jaxrl_llm.hf.names import HFTensor, hf_tensors
+from jaxrl_llm.hf.tokenizer import special_ids
+from jaxrl_llm.host.files import write_json
+from jaxrl_llm.models import TransformerConfig
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+"""Values of `general.architecture` that are read; files of Mistral models say "llama"."""
+
+_SHARD_BYTES = 4 * 2**30
+_SIZES = {
+    # config.json             GGUF, after "<architecture>."
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+}
+_REFUSED = ("expert_count", "attention.sliding_window", "attention.layer_norm_epsilon", "logit_scale")
+"""Keys that change the computation in ways that the decoder of these architectures does not have."""
+_ROPE_FACTORS = "rope_freqs.weight"
+_SPECIAL = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "pad_token": "padding_token_id",
+    "unk_token": "unknown_token_id",
+}
+_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+def convert_gguf(file: Path) -> Path:
+    """Return the Hugging Face folder of a GGUF file, which is converted at its first use.
+
+    The folder is named by the SHA-256 of the file, in $XDG_CACHE_HOME/jaxrl_llm/gguf (~/.cache by default).
+
+    Raises:
+        UserError: the extra `gguf` is not installed, a damaged file, one that is a part of several, another
+            architecture, a RoPE or quantization that is not supported, or no space.
+    """
+    reader = _open(file)
+    with file.open("rb") as handle:
+        digest = hashlib.file_digest(handle, "sha256").hexdigest()
+    folder = _cache() / f"{file.stem}-{digest[:16]}"
+    if (folder / "config.json").is_file():
+        return folder
+    model = _GgufModel(file, reader)
+    tensors = model.check_tensors()
+    shards = plan_files(tensors, itemsize=4, limit=_SHARD_BYTES)
+    needed = sum(size for _, _, size in shards)
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        if (free := shutil.disk_usage(partial).free) < needed + 2**26:
+            raise UserError(
+                f"{file}: converting it needs {needed:,} bytes in {folder.parent}, but {free:,} are free. "
+                "Free some space, or set XDG_CACHE_HOME to a larger disk."
+            )
+        for name, members, _ in shards:
+            write_safetensors(partial / name, members, map(model.tensor, members), "float32")
+        tokenizer = model.tokenizer()
+        raw = to_hf_config(model.config, "float32") | special_ids(tokenizer)
+        write_description(partial, raw, shards, tokenizer)
+        write_json(partial / "generation_config.json", model.generation_config())
+        if not folder.exists():  # another process may have been faster
+            partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+class _GgufModel:
+    """Metadata and tensors of a GGUF file, in the names of Hugging Face."""
+
+    def __init__(self, file: Path, reader: Any):
+        self.file, self.fields = file, reader.fields
+        self.stored = {tensor.name: tensor for tensor in reader.tensors}
+        self.family = self.value("general.architecture")
+        if self.family not in FAMILIES:
+            raise self.wrong(
+                f"general.architecture={self.family!r} is not supported; supported: {', '.join(FAMILIES)}"
+            )
+        self.config: TransformerConfig = read_config(self._config())
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """Return a metadata value.
+
+        Raises:
+            UserError: text that is not UTF-8.
+        """
+        try:
+            return self.fields[key].contents() if key in self.fields else default
+        except UnicodeDecodeError as error:
+            raise self.wrong(f"damaged: {key} is no text ({error.reason})") from error
+
+    def own(self, key: str, default: Any = None) -> Any:
+        """Return a metadata value of the architecture."""
+        return self.value(f"{self.family}.{key}", default)
+
+    def wrong(self, problem: str) -> UserError:
+        return UserError(f"{self.file}: {problem}")
+
+    def _config(self) -> dict[str, Any]:
+        """Return the content of config.json.
+
+        Raises:
+            UserError: a key is missing, or asks for what the decoder does not have.
+        """
+        for key in _REFUSED:
+            if self.own(key):
+                raise self.wrong(f"{self.family}.{key}={self.own(key)} is not supported")
+        if self.value("split.count", 1) > 1:
+            raise self.wrong(
+                f"one of {self.value('split.count')} parts; join them with llama-gguf-split --merge"
+            )
+        raw = {name: self.own(key) for name, key in _SIZES.items()}
+        raw["num_key_value_heads"] = raw["num_key_value_heads"] or raw["num_attention_heads"]
+        raw["rope_theta"] = raw["rope_theta"] or 10_000.0
+        if isinstance(raw["num_key_value_heads"], list):
+            raise self.wrong("attention.head_count_kv differs from layer to layer, which is not supported")
+        missing = [f"{self.family}.{_SIZES[name]}" for name, value in raw.items() if value is None]
+        missing += [name for name in ("token_embd.weight",) if name not in self.stored]
+        if missing:
+            raise self.wrong(f"no {missing[0]}, which a {self.family} file has; it is damaged")
+        raw = {name: _shortest(value) for name, value in raw.items()}
+        vocabulary = int(self.stored["token_embd.weight"].shape[-1])
+        return raw | {
+            "model_type": self.family,
+            "head_dim": self._head_dim(raw),
+            "vocab_size": vocabulary,
+            "hidden_act": "silu",
+            "tie_word_embeddings": "output.weight" not in self.stored,
+            "attention_bias": "blk.0.attn_q.bias" in self.stored,
+            "rope_scaling": self._rope_scaling(),
+        }
+
+    def _head_dim(self, raw: dict[str, Any]) -> int:
+        """Return the size of a head, of which keys, values and RoPE have one."""
+        rotary = self.own("rope.dimension_count")
+        size = (
+            self.own("attention.key_length")
+            or rotary
+            or raw["hidden_size"] // max(1, raw["num_attention_heads"])
+        )
+        for key in ("attention.value_length", "rope.dimension_count"):
+            if self.own(key, size) != size:
+                raise self.wrong(f"{self.family}.{key}={self.own(key)} must be the head size {size}")
+        return size
+
+    def _rope_scaling(self) -> dict[str, Any] | None:
+        """Return `rope_scaling` of config.json.
+
+        Llama 3 has a table of frequency factors in place of settings; they are found by comparison.
+        """
+        kind = self.own("rope.scaling.type", "none")
+        if _ROPE_FACTORS in self.stored:
+            return self._llama3_scaling(np.asarray(self.stored[_ROPE_FACTORS].data, np.float64))
+        if kind == "none" or (kind == "linear" and self.own("rope.scaling.factor", 1.0) == 1.0):
+            return None
+        if kind not in ("linear", "yarn"):
+            raise self.wrong(f"rope.scaling.type={kind!r} is not supported; supported: none, linear, yarn")
+        scaling = {"rope_type": kind, "factor": _shortest(self.own("rope.scaling.factor", 1.0))}
+        if kind == "yarn" and (original := self.own("rope.scaling.original_context_length")):
+            scaling["original_max_position_embeddings"] = original
+        return scaling
+
+    def _llama3_scaling(self, factors: np.ndarray) -> dict[str, Any]:
+        """Return the settings that give the file's factors; llama.cpp divides the frequencies by them."""
+        theta, low, high, original = self.own("rope.freq_base", 10_000.0), 1.0, 4.0, 8192
+        waves = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
+        factor = float(factors.max())
+        smooth = np.clip((original / waves - low) / (high - low), 0.0, 1.0)
+        expected = 1.0 / ((1 - smooth) / factor + smooth)
+        if not np.allclose(expected, factors, rtol=1e-3):
+            raise self.wrong(f"{_ROPE_FACTORS} is not the scaling of Llama 3, the only one that is supported")
+        settings = {"low_freq_factor": low, "high_freq_factor": high}
+        return {
+            "rope_type": "llama3",
+            "factor": round(factor, 4),
+            **settings,
+            "original_max_position_embeddings": original,
+        }
+
+    def check_tensors(self) -> list[HFTensor]:
+        """Return the tensors of the folder, all of which are in the file with their shapes.
+
+        Raises:
+            UserError: tensors are missing, unexpected, of another shape, or of a type without dequantizer.
+        """
+        tensors = hf_tensors(self.config)
+        expected = {self.gguf_name(tensor.name): tensor.shape for tensor in tensors}
+        shapes = {name: tuple(int(n) for n in reversed(t.shape)) for name, t in self.stored.items()}
+        types = {name: t.tensor_type for name, t in self.stored.items()}
+        problems = {
+            "missing": [name for name in expected if name not in shapes],
+            "unexpected": [name for name in shapes if name not in expected and name != _ROPE_FACTORS],
+            "of another shape": [n for n in expected if n in shapes and shapes[n] != expected[n]],
+            "of a type that cannot be dequantized": [
+                f"{name} {kind.name}"
+                for name, kind in types.items()
+                if name in expected and not _can_dequantize(self.stored[name])
+            ],
+        }
+        found = [f"{len(names)} {what}: {shorten_names(names)}" for what, names in problems.items() if names]
+        if found:
+            raise self.wrong(f"not the tensors that its {self.family} metadata describes; {'; '.join(found)}")
+        return tensors
+
+    def gguf_name(self, name: str) -> str:
+        """Return the name of an HF tensor in the file; the library has the table."""
+        from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
+
+        arch = next(arch for arch in MODEL_ARCH if MODEL_ARCH_NAMES[arch] == self.family)
+        names = get_tensor_name_map(arch, self.config.num_layers)
+        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert found is not None, name
+        return found
+
+    def tensor(self, tensor: HFTensor) -> np.ndarray:
+        """Return a tensor as HF stores it, float32."""
+        from gguf import dequantize
+
+        name = self.gguf_name(tensor.name)
+        stored = self.stored[name]
+        array = np.asarray(dequantize(stored.data, stored.tensor_type), np.float32).reshape(tensor.shape)
+        if self.family == "llama" and (".attn_q." in name or ".attn_k." in name):
+            heads = self.config.num_heads if ".attn_q." in name else self.config.num_kv_heads
+            array = _halves(array, heads)
+        return np.ascontiguousarray(array)
+
+    def tokenizer(self) -> Any:
+        """Return the file's tokenizer with its chat template.
+
+        Raises:
+            UserError: the file has none, or one that transformers cannot convert.
+        """
+        from transformers import PreTrainedTokenizerFast
+
+        convert, keys = _transformers_converter()
+        known = {name: self.value(f"tokenizer.{key}") for key, name in keys.items()}
+        settings = {name: value for name, value in known.items() if value is not None}
+        template = self.value("tokenizer.chat_template")
+        try:
+            backend, extra = convert(self.family, settings)
+            backend = _without_new_tokens(backend, len(settings["tokens"]))
+            special = {name: settings["tokens"][i] for name, i in self._special_ids().items()}
+            extra |= special | ({"chat_template": template} if template else {})
+            return PreTrainedTokenizerFast(tokenizer_object=backend, **extra)
+        except BaseException as error:  # all kinds, for metadata that it does not know; of Rust, no Exception
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise self.wrong(f"its tokenizer cannot be read ({type(error).__name__}: {error})") from error
+
+    def generation_config(self) -> dict[str, Any]:
+        """Return generation_config.json: a chat model may end a response in several ways."""
+        ids = {self.value(f"tokenizer.ggml.{key}") for key in _ENDS} - {None}
+        return {"eos_token_id": sorted(ids)}
+
+    def _special_ids(self) -> dict[str, int]:
+        ids = {name: self.value(f"tokenizer.ggml.{key}") for name, key in _SPECIAL.items()}
+        return {name: number for name, number in ids.items() if number is not None}
+
+
+def _without_new_tokens(tokenizer: Any, count: int) -> Any:
+    """Return the tokenizer without tokens after the file's `count`: transformers adds an unknown token.
+
+    The model has no embedding for it.
+    """
+    state = json.loads(tokenizer.to_str())
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < count]
+    return type(tokenizer).from_str(json.dumps(state))
+
+
+def _open(file: Path) -> Any:
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise UserError(
+            f"{file}: reading GGUF files needs the extra `gguf`: pip install 'jaxrl-llm[gguf]'"
+        ) from error
+    try:
+        return GGUFReader(file)
+    except (ValueError, IndexError, KeyError, OSError, OverflowError, MemoryError) as error:
+        raise UserError(f"{file}: truncated, damaged, or no GGUF file ({error})") from error
+
+
+def _cache() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "jaxrl_llm" / "gguf"
+
+
+def _can_dequantize(stored: Any) -> bool:
+    """Return whether the library has the type, from one row."""
+    from gguf import dequantize
+
+    try:
+        dequantize(stored.data[:1], stored.tensor_type)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _halves(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Return the rows of q or k with the halves of RoPE's pairs apart; llama.cpp stores them interleaved."""
+    pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)
+
+
+def _shortest(value: Any) -> Any:
+    """Return a float32 of the file as the shortest decimal that means it: 1e-05, not 9.99999975e-06."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def _transformers_converter() -> tuple[Any, dict[str, str]]:
+    """Return transformers' converter of tokenizers and its table of metadata keys; it needs no torch."""
+    try:
+        from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
+    except ImportError:  # transformers before 5.20
+        from transformers.integrations.ggml import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
+    return convert_gguf_tokenizer, GGUF_TOKENIZER_MAPPING["tokenizer"]

@@ -1,0 +1,90 @@
+"""Names of models in recipes -> local folders: folders, GGUF files, repositories of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.gguf import convert_gguf
+from jaxrl_llm.hf.hub_name import SUFFIX, HubName, parse_hub_name
+from jaxrl_llm.user_file import expand_home
+
+_DOWNLOAD = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model"]
+_SKIP = ["*/*", "consolidated*"]  # other formats' copies of the same weights
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def resolve_model(name: str | Path) -> Path:
+    """Return a local model folder, that of a converted GGUF file, else that of a download from the hub.
+
+    Args:
+        name: folder, GGUF file or hub name: "org/model", "org/model@revision", "org/model/file.gguf".
+
+    Raises:
+        UserError: none of them; names all. See `convert_gguf`.
+    """
+    try:
+        path = expand_home(name)
+        is_folder, is_file = path.is_dir(), path.exists()
+        is_run = (path / "checkpoints").is_dir() and (path / "metrics.jsonl").is_file()
+    except (OSError, ValueError) as error:  # too long a name, a NUL, a lone surrogate
+        raise UserError(f"{str(name)[:80]!r}: not the name of a folder ({error})") from error
+    if is_run:
+        raise UserError(_run_directory(path))
+    if is_folder:
+        return path
+    if is_file and path.suffix == SUFFIX:
+        return convert_gguf(path)
+    if is_file:
+        raise UserError(
+            f"{path}: a file, but a model is a folder (config.json and *.safetensors) or a GGUF file"
+        )
+    hub = parse_hub_name(str(name))
+    if hub is None:
+        raise UserError(
+            f"{path.absolute()}: no such folder; give a model folder, a GGUF file or a hub name (org/model)"
+        )
+    downloaded = _download(hub, path)
+    return convert_gguf(downloaded) if hub.file else downloaded
+
+
+def pin_revision(name: str) -> str:
+    """Return a hub name with the commit that its revision means now; other names as they are.
+
+    A run keeps the pinned name, so that it continues with the same weights when the hub has new ones.
+    """
+    hub = parse_hub_name(name)
+    if hub is None or expand_home(name).exists():
+        return name
+    if _COMMIT.fullmatch(hub.revision or ""):
+        return str(hub)
+    folder = _download(hub, expand_home(name))
+    commit = next((part for part in reversed(folder.parts) if _COMMIT.fullmatch(part)), None)
+    return str(hub._replace(revision=commit)) if commit else name
+
+
+def _download(hub: HubName, path: Path) -> Path:
+    """Return the downloaded folder, or GGUF file, in the hub's cache."""
+    from huggingface_hub import hf_hub_download, snapshot_download  # slow, and not needed for a local folder
+
+    revision = {"revision": hub.revision} if hub.revision else {}
+    try:
+        if hub.file:
+            return Path(hf_hub_download(hub.repo, hub.file, **revision))
+        return Path(snapshot_download(hub.repo, allow_patterns=_DOWNLOAD, ignore_patterns=_SKIP, **revision))
+    except Exception as error:  # any error of the network, the hub or its cache
+        raise UserError(
+            f"{hub}: no folder {path.absolute()}, and the hub has not delivered it "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}). "
+            "Check the name; without a network, copy the model here and give its folder."
+        ) from error
+
+
+def _run_directory(path: Path) -> str:
+    if (path / "hf" / "config.json").is_file():
+        return f"{path}: a run directory; its trained model is {path / 'hf'}"
+    return (
+        f"{path}: a run directory, of a run that has not exported its model. Continue the run, or export a "
+        f"checkpoint (python -m jaxrl_llm export --checkpoint {path} --out FOLDER) and give that folder."
+    )

@@ -1,0 +1,93 @@
+"""Hub names with a commit, which a run keeps."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+
+from jaxrl_llm import algos
+from jaxrl_llm.build.pin import pin_models
+from jaxrl_llm.config import CriticConfig, ModelConfig, TrainConfig
+from jaxrl_llm.hf.hub_name import HubName, parse_hub_name
+from jaxrl_llm.hf.resolve import resolve_model
+from jaxrl_llm.recipe.dump import describe_run
+
+OLD, NEW = "a" * 40, "b" * 40
+
+
+@pytest.mark.parametrize(
+    "name, parts",
+    [
+        ("org/model", ("org/model", None, None)),
+        ("gpt2", ("gpt2", None, None)),
+        ("hf://org/model@main", ("org/model", "main", None)),
+        ("org/model@refs/pr/3", ("org/model", "refs/pr/3", None)),
+        ("org/model/sub/m-q4_0.gguf", ("org/model", None, "sub/m-q4_0.gguf")),
+        ("hf://org/model@v1.0/m.gguf", ("org/model", "v1.0", "m.gguf")),
+        ("./model", None),
+        ("/data/model", None),
+        ("models/missing.gguf", None),
+        ("a/b/c", None),
+        ("org/model@", None),
+        ("x" * 500, None),
+    ],
+)
+def test_parts_of_hub_names(name, parts):
+    hub = parse_hub_name(name)
+    assert hub == (parts and HubName(*parts))
+    if hub:
+        assert str(hub) == name.removeprefix("hf://")
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Let the hub deliver a folder of commit `hub["head"]`; its requests are in hub["requests"]."""
+    state = {"head": OLD, "requests": []}
+
+    def snapshot(repo, revision=None, **patterns):
+        state["requests"].append((repo, revision))
+        commit = revision if revision and len(revision) == 40 else state["head"]
+        return str(tmp_path / "cache" / repo.replace("/", "--") / "snapshots" / commit)
+
+    def one_file(repo, file, revision=None):
+        return str(Path(snapshot(repo, revision)) / file)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", one_file)
+    return state
+
+
+def test_a_run_keeps_the_commit_that_it_began_with(tmp_path, hub):
+    algo = algos.gkd.Config(teachers=("org/teacher", str(tmp_path)))
+    config = TrainConfig(
+        run_dir=str(tmp_path / "run"),
+        model=ModelConfig(path="hf://org/model", tokenizer="tiny"),
+        critic=CriticConfig(path="org/critic@v2"),
+        algo=algo,
+    )
+    pinned = pin_models(config)
+    assert pinned.model.path == f"org/model@{OLD}" and pinned.model.tokenizer == "tiny"
+    assert pinned.critic.path == f"org/critic@{OLD}"
+    assert pinned.algo.teachers == (f"org/teacher@{OLD}", str(tmp_path))
+    assert pin_models(pinned) == pinned
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.json").write_text(json.dumps(describe_run(pinned, "recipe", [])))
+    hub["head"] = NEW
+    again = pin_models(replace(config, model=ModelConfig(path="org/model", tokenizer="tiny")))
+    assert again.model.path == f"org/model@{OLD}" and again.algo.teachers[0] == f"org/teacher@{OLD}"
+    other_run = pin_models(replace(config, run_dir=str(tmp_path / "other")))
+    assert other_run.model.path == f"org/model@{NEW}"
+
+
+def test_the_pinned_commit_is_downloaded(hub):
+    assert resolve_model(f"org/model@{OLD}").name == OLD
+    assert hub["requests"] == [("org/model", OLD)]
+
+
+def test_local_folders_stay(tmp_path, monkeypatch, hub):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org/model").mkdir(parents=True)
+    config = TrainConfig(model=ModelConfig(path="org/model"), run_dir=str(tmp_path / "run"))
+    assert pin_models(config) == config and not hub["requests"]
