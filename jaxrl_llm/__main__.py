@@ -12,6 +12,10 @@ from jaxrl_llm.host.signals import handled_signals, install_handlers
 COMMANDS = {
     "train": ("jaxrl_llm.train", "Train a model by a recipe."),
     "plan": ("jaxrl_llm.tools.plan", "Compile a recipe for devices that need not be here: does it fit?"),
+    "doctor": (
+        "jaxrl_llm.tools.doctor",
+        "Check this machine for a run; name the fixes.",
+    ),
     "generate": ("jaxrl_llm.tools.generate", "Generate responses to the prompts of a file."),
     "score": ("jaxrl_llm.tools.score", "Compute the log-probabilities of given tokens."),
     "export": ("jaxrl_llm.tools.export", "Write the model of a checkpoint as a Hugging Face folder."),

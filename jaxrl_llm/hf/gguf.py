@@ -91,6 +91,15 @@ def convert_gguf(file: Path) -> Path:
     return folder
 
 
+def read_gguf_config(file: Path) -> TransformerConfig:
+    """Return the architecture of a GGUF file, without converting it.
+
+    Raises:
+        UserError: as `convert_gguf`, for its metadata.
+    """
+    return _GgufModel(file, _open(file)).config
+
+
 class _GgufModel:
     """Metadata and tensors of a GGUF file, in the names of Hugging Face."""
 

@@ -9,6 +9,8 @@ from jaxrl_llm import models
 from jaxrl_llm.config import ModelConfig
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.hf.config import read_config
+from jaxrl_llm.hf.gguf import read_gguf_config
+from jaxrl_llm.hf.hub_name import SUFFIX
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.presets import PRESETS, preset
 from jaxrl_llm.sharding.rules import with_shardings
@@ -28,6 +30,8 @@ class AbstractModels:
         folder = expand_home(path)
         if folder.is_dir():
             return read_config(folder)
+        if folder.suffix == SUFFIX and folder.is_file():
+            return read_gguf_config(folder)
         if (known := preset(path)) is None:
             raise ConfigError(
                 f"--model.path {path}: no such folder, and no architecture of that name is known. Give a "

@@ -1,0 +1,147 @@
+"""Devices, drivers and package versions of this machine, as `doctor` checks them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+GIB = 2**30
+TIMEOUT = 120.0  # seconds for a subprocess: importing jax and opening a TPU takes long
+DRIVERS = {"jax-cuda13-plugin": 580, "jax-cuda12-plugin": 525}
+"""Plugin -> major version of the oldest NVIDIA driver with its CUDA (docs.nvidia.com, CUDA compatibility)."""
+DEVICES = """
+import json, jax
+limit = lambda device: (device.memory_stats() or {}).get("bytes_limit", 0)
+found = [{"platform": d.platform, "kind": d.device_kind, "memory": limit(d)} for d in jax.local_devices()]
+print(json.dumps(found))
+"""
+
+Status = Literal["ok", "note", "fix"]
+
+
+class Finding(NamedTuple):
+    """Result of a check."""
+
+    name: str
+    status: Status  # "note": works, but slower or with less; "fix": a run would fail
+    text: str
+
+
+def check_versions() -> Iterator[Finding]:
+    """Check the installed packages against the requirements of this package and of jax."""
+    wrong = unmet_requirements("jaxrl-llm", extras=())
+    wrong += unmet_requirements("jax", ("tpu", "cuda12", "cuda13"))
+    flax, jax = installed_version("flax"), installed_version("jax")
+    if Version(flax) <= Version("0.12.8") and Version(jax) >= Version("0.11.1"):
+        wrong.append(f"flax {flax} does not work with jax {jax}: 0.12.12 does")
+    if wrong:
+        yield Finding("versions", "fix", f"{'; '.join(wrong)}. Fix: pip install --upgrade jaxrl-llm")
+    else:
+        names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers")
+        text = ", ".join(f"{name} {installed_version(name)}" for name in names)
+        yield Finding("versions", "ok", text)
+
+
+def unmet_requirements(package: str, extras: Sequence[str]) -> list[str]:
+    """Return the installed packages that are not of the versions that `package` states.
+
+    Args:
+        extras: packages of these are checked where they are installed.
+    """
+    unmet = []
+    for text in importlib.metadata.requires(package) or ():
+        requirement = Requirement(text)
+        environments = [{"extra": extra} for extra in extras or ("",)]
+        if requirement.marker and not any(map(requirement.marker.evaluate, environments)):
+            continue
+        installed = installed_version(requirement.name)
+        if not installed:
+            unmet += [] if extras else [f"{requirement.name} is not installed"]
+        elif not requirement.specifier.contains(installed, prereleases=True):
+            unmet.append(f"{requirement.name} {installed}, but {package} needs {requirement.specifier}")
+    return sorted(set(unmet))
+
+
+def check_devices() -> Iterator[Finding]:
+    """Check the accelerators: the driver, the plugin, and what jax sees, in a process of its own.
+
+    A TPU that another process holds makes jax wait or abort, which this process survives.
+    """
+    gpus = nvidia_gpus()
+    plugin = next((name for name in DRIVERS if installed_version(name)), "")
+    if gpus and not plugin:
+        yield Finding("devices", "fix", f"{gpus[0][0]}, but jax has no GPU plugin: {_plugin_fix(gpus)}")
+        return
+    if gpus and int(gpus[0][1].partition(".")[0]) < DRIVERS[plugin]:
+        fix = f"driver {gpus[0][1]} is too old for {plugin}: {DRIVERS[plugin]} or newer"
+        yield Finding("driver", "fix", fix + ("; or install jax[cuda12]" if "13" in plugin else ""))
+    elif gpus:
+        yield Finding("driver", "ok", f"NVIDIA {gpus[0][1]}")
+    done = run_command_line([sys.executable, "-c", DEVICES])
+    if isinstance(done, str) or done.returncode:
+        reason = done if isinstance(done, str) else (done.stderr.strip().splitlines() or ["no message"])[-1]
+        fix = "another process may hold the devices (fuser -v /dev/accel* /dev/nvidia*)"
+        yield Finding("devices", "fix", f"jax cannot open them ({reason}): {fix}")
+        return
+    yield from describe_devices(json.loads(done.stdout.splitlines()[-1]), gpus)
+
+
+def describe_devices(devices: list[dict], gpus: list[tuple[str, str, int]]) -> Iterator[Finding]:
+    """Yield what jax sees: devices, memory that other programs hold, and versions that are slow on them."""
+    first = devices[0]
+    memory = f", {first['memory'] / GIB:.0f} GiB each for jax" if first["memory"] else ""
+    text = f"{len(devices)} x {first['kind']}{memory}"
+    if first["platform"] == "cpu" and (gpus or os.path.exists("/dev/accel0")):
+        yield Finding("devices", "fix", f"jax sees no accelerator, but there is one: {_plugin_fix(gpus)}")
+    elif first["platform"] == "cpu":
+        yield Finding("devices", "note", f"{text}: no accelerator; for small models and tests")
+    else:
+        yield Finding("devices", "ok", text)
+    held = max((used for _, _, used in gpus), default=0)
+    if held > 1024:
+        yield Finding("devices", "note", f"other programs hold {held} MiB of a GPU's memory: nvidia-smi")
+    hopper = any(name in first["kind"] for name in ("H100", "H200", "GH200"))
+    if hopper and Version(installed_version("jax")) >= Version("0.12"):
+        slow = "jax 0.12 compiles the Hopper kernels without register reallocation"
+        yield Finding("kernels", "note", f"{slow}: pip install 'jax[cuda13]<0.12' (docs/kernels.md)")
+
+
+def _plugin_fix(gpus: list) -> str:
+    return f"pip install 'jaxrl-llm[{'cuda' if gpus else 'tpu'}]', and unset JAX_PLATFORMS"
+
+
+def nvidia_gpus() -> list[tuple[str, str, int]]:
+    """Return (name, driver version, MiB in use) of each NVIDIA GPU."""
+    program = shutil.which("nvidia-smi")
+    query = ["--query-gpu=name,driver_version,memory.used", "--format=csv,noheader,nounits"]
+    done = run_command_line([program, *query]) if program else ""
+    if isinstance(done, str) or done.returncode:
+        return []
+    rows = [line.split(", ") for line in done.stdout.strip().splitlines()]
+    return [(name, driver, int(used)) for name, driver, used in rows if used.isdigit()]
+
+
+def run_command_line(command: list[str]) -> subprocess.CompletedProcess | str:
+    """Return the finished process, or why there is none."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return f"no answer within {TIMEOUT:g} s"
+    except OSError as error:
+        return str(error)
+
+
+def installed_version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
