@@ -1,6 +1,6 @@
 """Sums over the pairs of a row, losses of a pair as functions of two log-ratios, f-divergences of the reward.
 
-Segments 1, 2 | 3, 4 | ... of a row are chosen and rejected of one prompt. The losses are rows of `PAIR_LOSSES`:
+Segments 1, 2 | 3, 4 | ... of a row are chosen and rejected of one prompt. The losses are `PAIR_LOSSES`:
 c and r are log p - log ref of the chosen and the rejected response, after `transform_ratio`, and h = c - r.
 """
 
