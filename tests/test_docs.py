@@ -302,7 +302,9 @@ def check_pytest(line: list[str]) -> None:
 
 def check_training(argv: list[str]) -> None:
     """Check that the recipe exists, and every key and value of a command of train, plan or doctor."""
-    pairs = [pair for pair in split_arguments([w for w in argv if w not in ("plan", "doctor", "train", "...")])]
+    pairs = [
+        pair for pair in split_arguments([w for w in argv if w not in ("plan", "doctor", "train", "...")])
+    ]
     given = dict(pairs)
     if "list" in given or "help" in given or given.get("config") in ([], None):
         return

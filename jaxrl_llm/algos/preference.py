@@ -6,6 +6,7 @@ mismatched counterparts.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -15,46 +16,27 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxrl_llm.algos.contract import AlgoConfig, Algorithm, Requirements
-from jaxrl_llm.algos.reduce import segment_sums
-from jaxrl_llm.ranges import Finite, Positive, Range, Weight
+from jaxrl_llm.algos.pair_losses import (
+    OF_DIFFERENCE,
+    PAIR_LOSSES,
+    SMOOTHED,
+    FDivergence,
+    PairLoss,
+    PairSettings,
+    over_pairs,
+    pair_means,
+    pair_sums,
+    sigmoid_loss,
+    tail_weights,
+    transform_ratio,
+)
+from jaxrl_llm.ranges import Finite, Fraction, Positive, Range, Weight
 from jaxrl_llm.structs import LossInputs, Metrics, Rollouts
 
-Pair = tuple[Float[Array, "B H"], Float[Array, "B H"]]
 Smoothing = Annotated[float, Range(0.0, 0.5, open_high=True)]
 MAX_LOGPROB = -1e-6  # nats a token; the odds of a probability nearer to 1 would overflow
 
 # Parts of the losses
-
-
-def pair_sums(x: Float[Array, "B T"], inputs: LossInputs) -> Pair:
-    """Return the sums of x over each chosen (segments 1, 3, ...) and rejected (2, 4, ...) sequence.
-
-    H = T // 2; columns without a pair read 0. `pair_sums(ones, inputs)` are the lengths.
-    """
-    sums = segment_sums(x, inputs.segments, inputs.mask)
-    half = x.shape[1] // 2
-    return sums[:, 0 : 2 * half : 2], sums[:, 1 : 2 * half : 2]
-
-
-def pair_means(x: Float[Array, "B T"], inputs: LossInputs) -> Pair:
-    """Return the means of x over the trained tokens of chosen and rejected sequences; 0 without a pair."""
-    sums, lengths = pair_sums(x, inputs), pair_sums(jnp.ones_like(inputs.mask), inputs)
-    chosen, rejected = [total / jnp.maximum(n, 1.0) for total, n in zip(sums, lengths, strict=True)]
-    return chosen, rejected
-
-
-def over_pairs(x: Float[Array, "B H"], inputs: LossInputs) -> Float[Array, ""]:
-    """Return this micro-batch's part of the mean of x over all pairs of the mini-batch."""
-    chosen, rejected = pair_sums(jnp.ones_like(inputs.mask), inputs)
-    there = (chosen > 0) & (rejected > 0)
-    return jnp.sum(jnp.where(there, x, 0.0)) / (inputs.num_sequences / 2)
-
-
-def sigmoid_loss(logits: Float[Array, "B H"], label_smoothing: float = 0.0) -> Float[Array, "B H"]:
-    """Return -log sigmoid(logits), where a share `label_smoothing` of the pairs is taken to be labelled the
-    wrong way round (cDPO, https://ericmitchell.ai/cdpo.pdf)."""
-    right, wrong = -jax.nn.log_sigmoid(logits), -jax.nn.log_sigmoid(-logits)
-    return (1 - label_smoothing) * right + label_smoothing * wrong
 
 
 def chosen_nll(inputs: LossInputs) -> Float[Array, ""]:
@@ -81,10 +63,19 @@ class DPOConfig(AlgoConfig):
 
     beta: Positive = 0.1
     """Strength of the KL constraint to the reference."""
-    loss: Literal["sigmoid", "ipo"] = "sigmoid"
-    """sigmoid (DPO) or ipo."""
+    loss: PairLoss = "sigmoid"
+    """Loss of a pair: sigmoid (DPO), ipo, hinge (SLiC), exo, nca, robust, bco, sppo, apo_zero, apo_down or
+    discopop."""
     label_smoothing: Smoothing = 0.0
-    """Share of pairs taken to be labelled the wrong way round, below 0.5 (cDPO; sigmoid only)."""
+    """Share of pairs taken to be labelled the wrong way round, below 0.5 (sigmoid: cDPO; robust; exo)."""
+    divergence: FDivergence = "reverse_kl"
+    """f-divergence to the reference (f-DPO), of the losses of the difference alone."""
+    alpha: Annotated[float, Range(0.0, 10.0, usual="0.5 is usual")] = 0.5
+    """Order of the alpha divergence."""
+    tail_coef: Fraction = 1.0
+    """Weight of the tokens beyond the length of the pair's shorter response (alpha of LD-DPO); 1 = DPO."""
+    tau: Positive = 0.05
+    """Temperature of discopop's blend."""
     length_normalized: bool = False
     """Means over the tokens of a response instead of sums."""
     reference_free: bool = False
@@ -92,17 +83,26 @@ class DPOConfig(AlgoConfig):
     nll_coef: Weight = 0.0
     """Weight of the chosen response's mean -log p(token)."""
 
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, problem) for settings that the loss does not read."""
+        if self.label_smoothing and self.loss not in SMOOTHED:
+            yield "label_smoothing", f"is read by {', '.join(SMOOTHED)} only: set it to 0, or another loss."
+        if self.loss == "exo" and not self.label_smoothing:
+            yield "label_smoothing", "is 0: the target of exo needs a share above 0; 1e-3 is usual."
+        if self.divergence != "reverse_kl" and self.loss not in OF_DIFFERENCE:
+            losses = ", ".join(OF_DIFFERENCE)
+            yield "divergence", f"is {self.divergence}: {self.loss} has none; losses that have: {losses}."
+
 
 def dpo_loss(inputs: LossInputs, config: DPOConfig) -> tuple[Float[Array, ""], Metrics]:
-    """Return the mean over pairs of the loss of h, plus the NLL term."""
+    """Return the mean over pairs of the loss of the two log-ratios, plus the NLL term."""
     ratio = inputs.policy if config.reference_free else inputs.policy - inputs.reference
-    chosen, rejected = (pair_means if config.length_normalized else pair_sums)(ratio, inputs)
-    h = chosen - rejected
-    if config.loss == "ipo":
-        each = (h - 1 / (2 * config.beta)) ** 2
-    else:
-        each = sigmoid_loss(config.beta * h, config.label_smoothing)
-    total = over_pairs(each, inputs)
+    if config.tail_coef != 1.0:
+        ratio = ratio * tail_weights(inputs, config.tail_coef)
+    sides = (pair_means if config.length_normalized else pair_sums)(ratio, inputs)
+    chosen, rejected = (transform_ratio(side, config.divergence, config.alpha) for side in sides)
+    settings = PairSettings(config.beta, config.label_smoothing, config.tau)
+    total = over_pairs(PAIR_LOSSES[config.loss](chosen, rejected, settings), inputs)
     metrics = pair_metrics(config.beta * chosen, config.beta * rejected, inputs)
     if config.nll_coef:
         metrics["chosen_nll"] = chosen_nll(inputs)
@@ -112,12 +112,27 @@ def dpo_loss(inputs: LossInputs, config: DPOConfig) -> tuple[Float[Array, ""], M
 
 dpo = Algorithm(
     "dpo",
-    """Direct preference optimization (arXiv 2305.18290), conservative DPO and IPO (arXiv 2310.12036).
+    """Direct preference optimization (arXiv 2305.18290), and the other losses of a pair's log-ratios.
 
-    h = (log p(c) - log ref(c)) - (log p(r) - log ref(r)), over the summed log-probs of chosen c, rejected r:
+    c = log p(chosen) - log ref(chosen), r likewise of the rejected response, summed over tokens; h = c - r,
+    s = sigmoid, e = label_smoothing:
 
-        sigmoid   -log sigmoid(beta h)             DPO, eq. 7; with label_smoothing cDPO
-        ipo       (h - 1 / (2 beta))^2             IPO, eq. 17
+        sigmoid   -(1 - e) log s(beta h) - e log s(-beta h)         DPO, eq. 7; with e > 0 conservative DPO
+        ipo       (h - 1 / (2 beta))^2                              IPO, arXiv 2310.12036, eq. 17
+        hinge     max(0, 1 - beta h)                                SLiC, arXiv 2305.10425; RSO
+        exo       KL((s(beta h), s(-beta h)) || (1 - e, e))         EXO-pref, arXiv 2402.00856, eq. 16
+        nca       -log s(beta c) - (log s(-beta c) + log s(-beta r)) / 2     arXiv 2402.05369
+        robust    (-(1 - e) log s(beta h) + e log s(-beta h)) / (1 - 2 e)    arXiv 2403.00409
+        bco       -log s(beta c) - log s(-beta r)                   arXiv 2404.04656, with a shift of 0
+        sppo      (c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2       arXiv 2405.00675, eq. 4.7, P = 1 and 0
+        apo_zero  s(-beta c) + s(beta r)                            arXiv 2408.06266, eq. 7
+        apo_down  s(beta c) + s(-beta h)                            arXiv 2408.06266, eq. 8
+        discopop  (1 - m) -log s(beta h) + m exp(-beta h), m = s(beta h / tau)   arXiv 2406.08414, eq. 5
+
+    `divergence` puts f'(p / ref) in the place of the log-ratios (f-DPO, arXiv 2309.16240): forward_kl
+    1 - exp(-c), js log 2 + log s(c), alpha (exp((alpha - 1) c) - 1) / (alpha - 1). `tail_coef` weighs the
+    tokens beyond the shorter response's length (LD-DPO, arXiv 2409.06411). AOT, which sorts the ratios of a
+    whole batch, is not here: it would depend on the division into batches.
 
     `length_normalized` takes means over the tokens instead of sums: TRL's IPO (what its authors ran, by TRL's
     account), and the length-normalised DPO of Tulu 3 (arXiv 2411.15124). `nll_coef` adds the likelihood of
@@ -177,13 +192,16 @@ class SimPOConfig(AlgoConfig):
     """Reward of one nat per token."""
     gamma: Finite = 0.5
     """Margin by which the chosen reward should win."""
+    alpha: Annotated[float, Range(-5.0, 5.0, usual="0.1 to 0.25 are usual")] = 0.0
+    """Shape of the reward (AlphaPO); 0 = the log-prob."""
     nll_coef: Weight = 0.0
     """Weight of the chosen response's mean -log p(token)."""
 
 
 def simpo_loss(inputs: LossInputs, config: SimPOConfig) -> tuple[Float[Array, ""], Metrics]:
     """Return the mean over pairs, plus the NLL term."""
-    chosen, rejected = [config.beta * mean for mean in pair_means(inputs.policy, inputs)]
+    means = pair_means(inputs.policy, inputs)
+    chosen, rejected = [config.beta * transform_ratio(mean, "alpha", 1 - config.alpha) for mean in means]
     total = over_pairs(sigmoid_loss(chosen - rejected - config.gamma), inputs)
     metrics = pair_metrics(chosen, rejected, inputs)
     if config.nll_coef:
@@ -198,7 +216,8 @@ simpo = Algorithm(
 
     -log sigmoid(beta (mean log p(c) - mean log p(r)) - gamma)                                      (eq. 6)
 
-    With `nll_coef` it is CPO-SimPO.""",
+    With `nll_coef` it is CPO-SimPO. With `alpha` the reward is beta (1 - p^-alpha) / alpha, where log p is
+    that mean (AlphaPO, arXiv 2501.03884, eq. 7), which is beta log p in the limit of 0.""",
     "pairs",
     SimPOConfig(),
     simpo_loss,
@@ -213,9 +232,16 @@ class CPOConfig(AlgoConfig):
     beta: Positive = 0.1
     """Reward of one nat of the summed log-prob."""
     label_smoothing: Smoothing = 0.0
-    """Share of pairs taken to be labelled the wrong way round, below 0.5."""
+    """Share of pairs taken to be labelled the wrong way round, below 0.5 (sigmoid only)."""
+    loss: Literal["sigmoid", "hinge"] = "sigmoid"
+    """Preference term: -log sigmoid(h), or max(0, 1 - h) (SLiC)."""
     nll_coef: Weight = 1.0
     """Weight of the chosen response's mean -log p(token)."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, problem) for a share that the loss does not read."""
+        if self.label_smoothing and self.loss == "hinge":
+            yield "label_smoothing", "is read by sigmoid only: set it to 0, or --algo.loss sigmoid."
 
 
 def cpo_loss(inputs: LossInputs, config: CPOConfig) -> tuple[Float[Array, ""], Metrics]:
@@ -223,7 +249,8 @@ def cpo_loss(inputs: LossInputs, config: CPOConfig) -> tuple[Float[Array, ""], M
     chosen, rejected = [config.beta * total for total in pair_sums(inputs.policy, inputs)]
     metrics = pair_metrics(chosen, rejected, inputs)
     metrics["chosen_nll"] = chosen_nll(inputs)
-    preference = over_pairs(sigmoid_loss(chosen - rejected, config.label_smoothing), inputs)
+    each = PAIR_LOSSES[config.loss](chosen, rejected, PairSettings(1.0, config.label_smoothing, 1.0))
+    preference = over_pairs(each, inputs)
     return preference + config.nll_coef * metrics["chosen_nll"], metrics
 
 

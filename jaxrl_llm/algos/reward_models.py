@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxrl_llm.algos.contract import AlgoConfig, Algorithm, Requirements
-from jaxrl_llm.algos.preference import Pair, Smoothing, over_pairs, pair_means, pair_metrics, sigmoid_loss
+from jaxrl_llm.algos.pair_losses import Pair, over_pairs, pair_means, sigmoid_loss
+from jaxrl_llm.algos.preference import Smoothing, pair_metrics
 from jaxrl_llm.algos.reduce import Aggregation, aggregate, segment_sums, token_mean
 from jaxrl_llm.ranges import Weight
 from jaxrl_llm.structs import LossInputs, Metrics

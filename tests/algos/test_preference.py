@@ -9,6 +9,7 @@ import pytest
 from sequences import run
 
 from jaxrl_llm.algos import Requirements, cpo, dpo, online_dpo, orpo, requirements, reward_model, simpo
+from jaxrl_llm.algos.pair_losses import PAIR_LOSSES
 from jaxrl_llm.structs import Rollouts
 
 # chosen, rejected, chosen, rejected; the sums are -10, -11, -12, -9 (policy) and -10.5, -10, -11, -10
@@ -42,6 +43,108 @@ def nll(x):
 def test_dpo_family(settings, expected):
     loss, _, _ = run(dpo, dpo.Config(**settings), POLICY, ONE_ROW, reference=REFERENCE)
     assert loss == pytest.approx(expected, abs=2e-6)
+
+
+PAIRS = [(0.5, -1.0), (-1.0, 1.0)]  # log-ratios of chosen and rejected: of the sums above
+
+
+@pytest.mark.parametrize(
+    ("settings", "of_pair"),
+    [
+        ({"loss": "hinge"}, lambda c, r: max(0.0, 1 - 0.5 * (c - r))),
+        ({"loss": "nca"}, lambda c, r: nll(0.5 * c) + 0.5 * nll(-0.5 * c) + 0.5 * nll(-0.5 * r)),
+        ({"loss": "bco"}, lambda c, r: nll(0.5 * c) + nll(-0.5 * r)),
+        ({"loss": "sppo"}, lambda c, r: (c - 1) ** 2 + (r + 1) ** 2),
+        ({"loss": "apo_zero"}, lambda c, r: 1 - sigmoid(0.5 * c) + sigmoid(0.5 * r)),
+        ({"loss": "apo_down"}, lambda c, r: sigmoid(0.5 * c) + 1 - sigmoid(0.5 * (c - r))),
+        (
+            {"loss": "robust", "label_smoothing": 0.1},
+            lambda c, r: (0.9 * nll(0.5 * (c - r)) - 0.1 * nll(0.5 * (r - c))) / 0.8,
+        ),
+        (
+            {"loss": "exo", "label_smoothing": 0.1},
+            lambda c, r: (
+                sigmoid(0.5 * (c - r)) * math.log(sigmoid(0.5 * (c - r)) / 0.9)
+                + sigmoid(0.5 * (r - c)) * math.log(sigmoid(0.5 * (r - c)) / 0.1)
+            ),
+        ),
+        (
+            {"loss": "discopop", "tau": 2.0},
+            lambda c, r: (
+                (1 - sigmoid(0.25 * (c - r))) * nll(0.5 * (c - r))
+                + sigmoid(0.25 * (c - r)) * math.exp(-0.5 * (c - r))
+            ),
+        ),
+        ({"divergence": "forward_kl"}, lambda c, r: nll(0.5 * (math.exp(-r) - math.exp(-c)))),
+        ({"divergence": "js"}, lambda c, r: nll(0.5 * math.log(sigmoid(c) / sigmoid(r)))),
+        (
+            {"divergence": "alpha", "alpha": 0.5},
+            lambda c, r: nll(0.5 * 2 * (math.exp(-r / 2) - math.exp(-c / 2))),
+        ),
+        ({"divergence": "alpha", "alpha": 1.0}, lambda c, r: nll(0.5 * (c - r))),
+        ({"divergence": "alpha", "alpha": 0.0}, lambda c, r: nll(0.5 * (math.exp(-r) - math.exp(-c)))),
+        (
+            {"divergence": "js", "loss": "hinge"},
+            lambda c, r: max(0.0, 1 - 0.5 * math.log(sigmoid(c) / sigmoid(r))),
+        ),
+    ],
+)
+def test_other_losses_of_the_log_ratios(settings, of_pair):
+    """Formulas of the papers in Python; TRL 1.16 DPOTrainer has the same."""
+    loss, _, gradient = run(dpo, dpo.Config(beta=0.5, **settings), POLICY, ONE_ROW, reference=REFERENCE)
+    assert loss == pytest.approx(sum(of_pair(c, r) for c, r in PAIRS) / 2, rel=1e-5)
+    step = 1e-6
+    for i, (c, r) in enumerate(PAIRS):  # each token of a response moves its ratio by as much
+        slope = (of_pair(c + step, r) - of_pair(c - step, r)) / (2 * step) / 2
+        np.testing.assert_allclose(gradient[2 * i], slope, rtol=1e-3, atol=1e-6)
+
+
+def test_dpo_of_the_common_length():
+    """LD-DPO: tokens beyond the shorter response count by a quarter."""
+    ratios = [(-1.0 + 0.25 * 1.5, -1.0), (-2.0 + 0.25 * 1.0, 1.0)]
+    for rows in (ONE_ROW, [[[0, 1], [2, 3]]], [[[0, 1]], [[2, 3]]]):
+        config = dpo.Config(tail_coef=0.25)
+        loss, _, gradient = run(dpo, config, POLICY, rows, reference=REFERENCE)
+        assert loss == pytest.approx(sum(nll(0.1 * (c - r)) for c, r in ratios) / 2, rel=1e-6)
+        np.testing.assert_allclose(gradient[0][1], 0.25 * gradient[0][0], rtol=1e-5)
+        np.testing.assert_allclose(gradient[2][[1, 2]], gradient[2][0] * np.array([1, 0.25]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("loss", PAIR_LOSSES)
+def test_extreme_ratios_give_finite_losses_and_gradients(loss):
+    policy, reference = [[-300.0], [-1.0], [-1.0], [-300.0]], [[-1.0], [-300.0], [-300.0], [-1.0]]
+    config = dpo.Config(loss=loss, label_smoothing=0.1 if loss == "exo" else 0.0, beta=0.3)
+    value, _, gradient = run(dpo, config, policy, ONE_ROW, reference=reference)
+    assert np.isfinite(value) and all(np.isfinite(g).all() for g in gradient)
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        (dpo.Config(loss="hinge", label_smoothing=0.1), "label_smoothing"),
+        (dpo.Config(loss="exo"), "label_smoothing"),
+        (dpo.Config(loss="nca", divergence="js"), "divergence"),
+        (cpo.Config(loss="hinge", label_smoothing=0.1), "label_smoothing"),
+    ],
+)
+def test_settings_that_a_loss_does_not_read(config, field):
+    assert [name for name, _ in config.problems()] == [field]
+
+
+def test_alphapo_is_simpo_with_another_reward():
+    """beta (1 - p^-alpha) / alpha of the mean log-probs -5, -11 and -4, -4.5 (arXiv 2501.03884)."""
+    reward = lambda mean: 2.0 * (1 - math.exp(-0.25 * mean)) / 0.25
+    loss, _, _ = run(simpo, simpo.Config(alpha=0.25), POLICY, ONE_ROW)
+    margins = [reward(-5) - reward(-11), reward(-4) - reward(-4.5)]
+    assert loss == pytest.approx(sum(nll(m - 0.5) for m in margins) / 2, rel=1e-5)
+    near, _, _ = run(simpo, simpo.Config(alpha=1e-4), POLICY, ONE_ROW)
+    assert near == pytest.approx(run(simpo, simpo.Config(), POLICY, ONE_ROW)[0], rel=1e-2)
+
+
+def test_cpo_with_the_hinge():
+    """Sums -10, -11 and -12, -9: 1 - 0.1 h of both, plus the NLL (5 + 4) / 2."""
+    loss, _, _ = run(cpo, cpo.Config(loss="hinge"), POLICY, ONE_ROW)
+    assert loss == pytest.approx((0.9 + 1.3) / 2 + 4.5, rel=1e-6)
 
 
 def test_dpo_metrics_and_gradient_by_hand():
