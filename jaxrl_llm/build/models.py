@@ -208,6 +208,7 @@ def make_learner(
         temperature=(config.rollout.sampling.temperature or 1.0) if on_rollouts else 1.0,
         chunk=config.model.logprob_chunk,
         max_grad_norm=optim.max_grad_norm,
+        grad_dtype=optim.grad_dtype,
         offload=optim.offload,
         old=old_logprobs(algorithm, requires, config.minibatches_per_step, config.is_on_policy),
     )

@@ -48,20 +48,20 @@ class Learner:
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.state_shapes = jax.eval_shape(self._fresh, models.abstract(model))
         self.state_shardings = self._shardings(self.state_shapes)
-        trained_shardings = lora.split_params(self.param_shardings)[0]
+        self.grad_shardings = lora.split_params(self.param_shardings)[0]
         self._score = jax.jit(
             functools.partial(model_outputs, config=config),
             static_argnames=("names",),
             out_shardings=self.replicated,  # every process reads all of it
         )
         self._zeros = jax.jit(
-            lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
-            out_shardings=trained_shardings,
+            lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape, config.grad_dtype), params),
+            out_shardings=self.grad_shardings,
         )
         self._accumulate = jax.jit(
             functools.partial(accumulate, algo=algo, config=config),
             donate_argnames=("grads",),
-            out_shardings=(trained_shardings, self.replicated),
+            out_shardings=(self.grad_shardings, self.replicated),
         )
         self._measure = jax.jit(functools.partial(loss_and_metrics, algo=algo, config=config))
         self._baseline = jax.jit(functools.partial(baseline, algo=algo))
@@ -86,7 +86,9 @@ class Learner:
         """Return the program that `score` runs for each micro-batch."""
         return Program(self._score, (params, self.abstract_batch()), {"names": names})
 
-    def update_programs(self, signals: Sequence[str], teachers: Sequence[Params] = ()) -> dict[str, Program]:
+    def update_programs(
+        self, signals: Sequence[str], teachers: Sequence[Params] = (), microbatches: int = 2
+    ) -> dict[str, Program]:
         """Return the programs that `update` runs for each micro-batch ("accumulate") and after ("apply")."""
         state, batch = self.abstract_state(), self.abstract_batch(signals)
         number = jax.ShapeDtypeStruct((), jnp.float32)
@@ -95,12 +97,15 @@ class Learner:
             if algos.of(self.algo).baseline:
                 totals = replace(totals, baseline=jax.eval_shape(self._baseline, batch, totals))
             trained, frozen = lora.split_params(state.params)
-            args = (trained, trained, batch, totals, tuple(teachers), frozen)  # gradients are like weights
-            _, metrics = jax.eval_shape(self._accumulate, *args)
+            zeros = jax.eval_shape(self._zeros, trained) if microbatches > 1 else None
+            zeros = zeros and with_shardings(zeros, self.grad_shardings)
+            args = (trained, zeros, batch, totals, tuple(teachers), frozen)
+            grads, metrics = jax.eval_shape(self._accumulate, *args)
+        grads = with_shardings(grads, self.grad_shardings)
         metrics = with_shardings(metrics, jax.tree.map(lambda _: self.replicated, metrics))
         return {
             "accumulate": Program(self._accumulate, args, {}),
-            "apply": Program(self._apply, (lora.trained_state(state), trained, metrics, number), {}),
+            "apply": Program(self._apply, (lora.trained_state(state), grads, metrics, number), {}),
         }
 
     def init_state(self, params: Params) -> TrainState:
@@ -154,7 +159,7 @@ class Learner:
         with jax.set_mesh(self.mesh):
             totals = self._totals(batches, num_tokens, num_sequences, state.kl_coef)
             trained, frozen = lora.split_params(state.params)
-            grads = self._zeros(trained)
+            grads = self._zeros(trained) if len(batches) > 1 else None
             parts = []
             for batch in batches:
                 grads, part = self._accumulate(trained, grads, batch, totals, tuple(teachers), frozen)

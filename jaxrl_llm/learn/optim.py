@@ -42,6 +42,8 @@ class OptimConfig:
     """Added to the root of the second moment (adamw, muon's AdamW)."""
     weight_decay: Annotated[float, Range(0, 10)] = 0.0
     """Decoupled decay of matrices, scaled by the learning rate; norms and biases do not decay."""
+    grad_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the gradients between the micro-batches of an update, and until it is applied."""
     offload: bool = False
     """Keep the moments in host memory except during an update, which waits for the transfer both ways."""
     max_grad_norm: Annotated[float, Range(0, 1e9)] = 1.0

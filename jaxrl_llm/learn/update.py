@@ -44,6 +44,7 @@ class StepConfig:
     temperature: float = 1.0  # of the rollout: its log-probs are of the softmax at this temperature
     chunk: int = 128  # tokens of a row whose logits are in memory at once
     max_grad_norm: float = 1.0  # 0 = no clipping
+    grad_dtype: str = "float32"  # of gradients in memory
     offload: bool = False  # optimizer moments in host memory between updates
     old: Literal["policy", "recompute", "rollout"] = "policy"  # source of old log-probs, see `old_logprobs`
 
@@ -130,7 +131,7 @@ def loss_and_metrics(
 
 def accumulate(
     trained: Params,
-    grads: Params,
+    grads: Params | None,
     batch: Batch,
     totals: BatchTotals,
     teachers: Sequence[Params],
@@ -143,6 +144,7 @@ def accumulate(
 
     Args:
         trained, frozen: the two parts of the model (`models.lora.split_params`); `grads` is like `trained`.
+        grads: None = this is the only micro-batch: its gradients need no buffer to be added to.
     """
 
     def loss_fn(trained):
@@ -150,7 +152,11 @@ def accumulate(
         return loss_and_metrics(params, batch, totals, teachers, algo=algo, config=config)
 
     (_, metrics), new = jax.value_and_grad(loss_fn, has_aux=True)(trained)
-    return jax.tree.map(jnp.add, grads, new), metrics
+    if grads is None:
+        dtype = jnp.dtype(config.grad_dtype)
+        narrow = lambda g: g if g.dtype.itemsize <= dtype.itemsize else g.astype(dtype)
+        return jax.tree.map(narrow, new), metrics
+    return jax.tree.map(lambda g, n: (g + n).astype(g.dtype), grads, new), metrics
 
 
 def baseline(batch: Batch, totals: BatchTotals, *, algo: AlgoConfig) -> Float[Array, "*shape"]:
@@ -241,6 +247,7 @@ def apply(
     Loss, gradient, update and new weights are checked: a NaN or Inf in any of them leaves weights, moments,
     version and KL coefficient as they were.
     """
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
     grad_norm = optax.tree.norm(grads)
     if max_grad_norm:
         scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(grad_norm, 1e-12))
