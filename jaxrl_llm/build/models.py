@@ -210,6 +210,7 @@ def make_learner(
         max_grad_norm=optim.max_grad_norm,
         grad_dtype=optim.grad_dtype,
         offload=optim.offload,
+        update_by_leaf=optim.has_compressed_state and optim.name != "muon",  # which would orthogonalize twice
         old=old_logprobs(algorithm, requires, config.minibatches_per_step, config.is_on_policy),
     )
     return Learner(algo, model, make_optimizer(optim, updates), step, mesh)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_llm import algos, models
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.data.packing import PackItem, counts, empty_batch, pack, unpack
+from jaxrl_llm.learn.optim_states import is_moment, moment_shardings, stored_weights
 from jaxrl_llm.learn.update import (
     StepConfig,
     accumulate,
@@ -67,7 +68,13 @@ class Learner:
         self._baseline = jax.jit(functools.partial(baseline, algo=algo))
         self._apply = jax.jit(
             self._on_devices(
-                functools.partial(apply, algo=algo, optimizer=optimizer, max_grad_norm=config.max_grad_norm)
+                functools.partial(
+                    apply,
+                    algo=algo,
+                    optimizer=optimizer,
+                    max_grad_norm=config.max_grad_norm,
+                    by_leaf=config.update_by_leaf,
+                )
             ),
             donate_argnames=("state",),
             out_shardings=(lora.trained_state(self.state_shardings), self.replicated),
@@ -189,10 +196,12 @@ class Learner:
 
     def _fresh(self, params: Params) -> TrainState:
         trained, frozen = lora.split_params(params)
-        params = lora.join_params(trained, cast_weights(frozen, jnp.dtype(self.config.dtype)))
+        frozen = cast_weights(frozen, jnp.dtype(self.config.dtype))
         zero = jnp.zeros((), jnp.int32)
         kl_coef = jnp.float32(self.algo.initial_kl_coef)
-        return TrainState(params, self.optimizer.init(trained), zero, zero, kl_coef)
+        opt_state = self.optimizer.init(trained)
+        stored = lora.join_params(stored_weights(trained, opt_state), frozen)
+        return TrainState(stored, opt_state, zero, zero, kl_coef)
 
     def _on_devices(self, update: Callable) -> Callable:
         """Return `update`, a function of a TrainState, with its moments moved to the devices first."""
@@ -207,13 +216,12 @@ class Learner:
 
     def _shardings(self, state: TrainState) -> TrainState:
         """Return shardings of the state: moments have those of their weights, counters are replicated."""
-        is_masked = lambda x: isinstance(x, optax.MaskedNode)  # optax.partition: updated by its other part
         place = on_host if self.config.offload else lambda sharding: sharding
 
         def like_weight(moment, p, s):
-            if is_masked(moment):
+            if isinstance(moment, optax.MaskedNode):  # of optax.partition: updated by its other part
                 return moment
-            return place(s) if moment.shape == p.shape else self.replicated
+            return moment_shardings(moment, p.shape, place(s), self.replicated)
 
         opt = optax.tree.map_params(
             self.optimizer,
@@ -221,6 +229,6 @@ class Learner:
             state.opt_state,
             *(lora.split_params(tree)[0] for tree in (state.params, self.param_shardings)),
             transform_non_params=lambda _: self.replicated,
-            is_leaf=is_masked,
+            is_leaf=is_moment,
         )
         return TrainState(self.param_shardings, opt, *[self.replicated] * 3)
