@@ -36,6 +36,7 @@ from jaxrl_llm.host.signals import deferred
 from jaxrl_llm.host.start import start_host
 from jaxrl_llm.host.stop import EXIT_STOPPED, Stop
 from jaxrl_llm.host.watch import watched_processes
+from jaxrl_llm.learn.optim_states import float32_params
 from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.learn.stage import Experience, Stage
 from jaxrl_llm.models.lora import frozen_fingerprint, trained_state
@@ -128,7 +129,7 @@ def train(
             break
         stage = run.stage(step)
         if step == stage.start and stage is not run.stages[0]:
-            state = stage.init_state(state.params)
+            state = stage.init_state(float32_params(state))
 
         with outage:
             experience = stage.source.next(step - stage.start, state.params, int(state.version), log.phase)

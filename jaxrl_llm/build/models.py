@@ -208,7 +208,9 @@ def make_learner(
         temperature=(config.rollout.sampling.temperature or 1.0) if on_rollouts else 1.0,
         chunk=config.model.logprob_chunk,
         max_grad_norm=optim.max_grad_norm,
+        grad_dtype=optim.grad_dtype,
         offload=optim.offload,
+        update_by_leaf=optim.has_compressed_state and optim.name != "muon",  # which would orthogonalize twice
         old=old_logprobs(algorithm, requires, config.minibatches_per_step, config.is_on_policy),
     )
     return Learner(algo, model, make_optimizer(optim, updates), step, mesh)

@@ -41,6 +41,7 @@ from jaxrl_llm.hf.export import check_export_folder, save_model
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.peft import load_adapter, save_adapter
 from jaxrl_llm.hf.tokenizer import generation_end_ids
+from jaxrl_llm.host.memory import check_host_memory
 from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.learn.stage import Stage
@@ -52,7 +53,7 @@ from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.keys import Purpose, run_key
 from jaxrl_llm.sharding.mesh import make_mesh
-from jaxrl_llm.sharding.rules import TRAIN, bytes_per_device
+from jaxrl_llm.sharding.rules import HOST, TRAIN, bytes_per_device, with_shardings
 from jaxrl_llm.structs import Params, TrainState
 from jaxrl_llm.user_file import expand_home
 
@@ -183,6 +184,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
         rewards = open_rewards(config, rows, reward, closing)
     stages = make_stages(config, model, mesh)
     check_own_algorithm(stages[-1])
+    check_offload(config, stages[-1])
     if generates:
         ends = generation_end_ids(folder) if folder else ()
         resident = resident_bytes(config, stages[-1])
@@ -203,6 +205,19 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     if config.eval.every:
         evaluators = make_evaluators(config, loaders["eval"], stages[-1], engine, rewards, env)
     return Run(config, mesh, model, tokenizer, folder, stages, evaluators, loaders, adapter)
+
+
+def check_offload(config: TrainConfig, stage: Stage) -> None:
+    """Refuse optimizer state that the memory of the hosts is short for. A collective.
+
+    Raises:
+        UserError: names the bytes and the fix.
+    """
+    needed = bytes_per_device(stage.abstract_state(), HOST) * jax.local_device_count()
+    if needed:
+        smaller = "" if config.optim.moments == "int8" else "--optim.moments int8, "
+        fix = f"Set {smaller}a larger --mesh.fsdp over more hosts, or --optim.offload False."
+        check_host_memory(needed, "--optim.offload True", fix)
 
 
 def open_loaders(config: TrainConfig, tokenizer: Any, columns: dict[str, Any]) -> dict[str, Loader]:
@@ -291,7 +306,9 @@ def resident_bytes(config: TrainConfig, stage: Stage) -> int:
     state = stage.abstract_state()
     size = bytes_per_device(state)
     if stage.needs_reference and not stage.policy.model.lora:
-        size += bytes_per_device(state.params) * jnp.dtype(config.model.dtype).itemsize // 4
+        cast = functools.partial(models.cast, dtype=config.model.dtype)
+        shardings = stage.policy.param_shardings
+        size += bytes_per_device(with_shardings(jax.eval_shape(cast, state.params), shardings))
     return size
 
 

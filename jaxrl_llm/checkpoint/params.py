@@ -5,11 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxrl_llm.checkpoint import folder as folders
-from jaxrl_llm.checkpoint.manifest import read_meta
+from jaxrl_llm.checkpoint.manifest import read_manifest, read_meta
 from jaxrl_llm.checkpoint.state import load_arrays
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import AdaptedConfig, LoraConfig, RopeConfig, TransformerConfig, abstract, lora
+from jaxrl_llm.models import (
+    AdaptedConfig,
+    LoraConfig,
+    RopeConfig,
+    TransformerConfig,
+    abstract,
+    lora,
+    named_leaves,
+)
 from jaxrl_llm.structs import Params
 
 
@@ -37,7 +47,13 @@ def restore_params(run_dir: Path, step: int | None = None) -> tuple[int, Params,
     if chosen is None:
         raise UserError(f"{folder}: no checkpoint can be used (each is named above with its fault)")
     config = _transformer_config(read_meta(folder / str(chosen))["model"])
+    saved = read_manifest(folder / str(chosen)).arrays
     target = lora.split_params(abstract(config))[0]
+    leaves = [
+        jax.ShapeDtypeStruct(x.shape, saved.get(f"params.{name}", "float32").split("[")[0])
+        for name, x in named_leaves(target)
+    ]
+    target = jax.tree.unflatten(jax.tree.structure(target), leaves)
     return chosen, load_arrays(folder / str(chosen), target, "params.", on_host=True), config
 
 

@@ -24,6 +24,8 @@ FIXED = (
     "model.dtype",
     "lora",
     "optim.name",
+    "optim.moments",
+    "optim.store_param_remainders",
     "data",
     "max_prompt_tokens",  # decides which prompts are filtered, and so all that follow
     "prompts_per_step",  # step s reads prompts from s * prompts_per_step on

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_llm import algos, models
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.data.packing import PackItem, counts, empty_batch, pack, unpack
+from jaxrl_llm.learn.optim_states import is_moment, moment_shardings, stored_weights
 from jaxrl_llm.learn.update import (
     StepConfig,
     accumulate,
@@ -48,26 +49,32 @@ class Learner:
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.state_shapes = jax.eval_shape(self._fresh, models.abstract(model))
         self.state_shardings = self._shardings(self.state_shapes)
-        trained_shardings = lora.split_params(self.param_shardings)[0]
+        self.grad_shardings = lora.split_params(self.param_shardings)[0]
         self._score = jax.jit(
             functools.partial(model_outputs, config=config),
             static_argnames=("names",),
             out_shardings=self.replicated,  # every process reads all of it
         )
         self._zeros = jax.jit(
-            lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
-            out_shardings=trained_shardings,
+            lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape, config.grad_dtype), params),
+            out_shardings=self.grad_shardings,
         )
         self._accumulate = jax.jit(
             functools.partial(accumulate, algo=algo, config=config),
             donate_argnames=("grads",),
-            out_shardings=(trained_shardings, self.replicated),
+            out_shardings=(self.grad_shardings, self.replicated),
         )
         self._measure = jax.jit(functools.partial(loss_and_metrics, algo=algo, config=config))
         self._baseline = jax.jit(functools.partial(baseline, algo=algo))
         self._apply = jax.jit(
             self._on_devices(
-                functools.partial(apply, algo=algo, optimizer=optimizer, max_grad_norm=config.max_grad_norm)
+                functools.partial(
+                    apply,
+                    algo=algo,
+                    optimizer=optimizer,
+                    max_grad_norm=config.max_grad_norm,
+                    by_leaf=config.update_by_leaf,
+                )
             ),
             donate_argnames=("state",),
             out_shardings=(lora.trained_state(self.state_shardings), self.replicated),
@@ -86,7 +93,9 @@ class Learner:
         """Return the program that `score` runs for each micro-batch."""
         return Program(self._score, (params, self.abstract_batch()), {"names": names})
 
-    def update_programs(self, signals: Sequence[str], teachers: Sequence[Params] = ()) -> dict[str, Program]:
+    def update_programs(
+        self, signals: Sequence[str], teachers: Sequence[Params] = (), microbatches: int = 2
+    ) -> dict[str, Program]:
         """Return the programs that `update` runs for each micro-batch ("accumulate") and after ("apply")."""
         state, batch = self.abstract_state(), self.abstract_batch(signals)
         number = jax.ShapeDtypeStruct((), jnp.float32)
@@ -95,12 +104,15 @@ class Learner:
             if algos.of(self.algo).baseline:
                 totals = replace(totals, baseline=jax.eval_shape(self._baseline, batch, totals))
             trained, frozen = lora.split_params(state.params)
-            args = (trained, trained, batch, totals, tuple(teachers), frozen)  # gradients are like weights
-            _, metrics = jax.eval_shape(self._accumulate, *args)
+            zeros = jax.eval_shape(self._zeros, trained) if microbatches > 1 else None
+            zeros = zeros and with_shardings(zeros, self.grad_shardings)
+            args = (trained, zeros, batch, totals, tuple(teachers), frozen)
+            grads, metrics = jax.eval_shape(self._accumulate, *args)
+        grads = with_shardings(grads, self.grad_shardings)
         metrics = with_shardings(metrics, jax.tree.map(lambda _: self.replicated, metrics))
         return {
             "accumulate": Program(self._accumulate, args, {}),
-            "apply": Program(self._apply, (lora.trained_state(state), trained, metrics, number), {}),
+            "apply": Program(self._apply, (lora.trained_state(state), grads, metrics, number), {}),
         }
 
     def init_state(self, params: Params) -> TrainState:
@@ -154,7 +166,7 @@ class Learner:
         with jax.set_mesh(self.mesh):
             totals = self._totals(batches, num_tokens, num_sequences, state.kl_coef)
             trained, frozen = lora.split_params(state.params)
-            grads = self._zeros(trained)
+            grads = self._zeros(trained) if len(batches) > 1 else None
             parts = []
             for batch in batches:
                 grads, part = self._accumulate(trained, grads, batch, totals, tuple(teachers), frozen)
@@ -184,10 +196,12 @@ class Learner:
 
     def _fresh(self, params: Params) -> TrainState:
         trained, frozen = lora.split_params(params)
-        params = lora.join_params(trained, cast_weights(frozen, jnp.dtype(self.config.dtype)))
+        frozen = cast_weights(frozen, jnp.dtype(self.config.dtype))
         zero = jnp.zeros((), jnp.int32)
         kl_coef = jnp.float32(self.algo.initial_kl_coef)
-        return TrainState(params, self.optimizer.init(trained), zero, zero, kl_coef)
+        opt_state = self.optimizer.init(trained)
+        stored = lora.join_params(stored_weights(trained, opt_state), frozen)
+        return TrainState(stored, opt_state, zero, zero, kl_coef)
 
     def _on_devices(self, update: Callable) -> Callable:
         """Return `update`, a function of a TrainState, with its moments moved to the devices first."""
@@ -202,13 +216,12 @@ class Learner:
 
     def _shardings(self, state: TrainState) -> TrainState:
         """Return shardings of the state: moments have those of their weights, counters are replicated."""
-        is_masked = lambda x: isinstance(x, optax.MaskedNode)  # optax.partition: updated by its other part
         place = on_host if self.config.offload else lambda sharding: sharding
 
         def like_weight(moment, p, s):
-            if is_masked(moment):
+            if isinstance(moment, optax.MaskedNode):  # of optax.partition: updated by its other part
                 return moment
-            return place(s) if moment.shape == p.shape else self.replicated
+            return moment_shardings(moment, p.shape, place(s), self.replicated)
 
         opt = optax.tree.map_params(
             self.optimizer,
@@ -216,6 +229,6 @@ class Learner:
             state.opt_state,
             *(lora.split_params(tree)[0] for tree in (state.params, self.param_shardings)),
             transform_non_params=lambda _: self.replicated,
-            is_leaf=is_masked,
+            is_leaf=is_moment,
         )
         return TrainState(self.param_shardings, opt, *[self.replicated] * 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -11,6 +12,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from jaxrl_llm import models
+from jaxrl_llm.learn.optim_states import quantize_moments, store_remainders
 from jaxrl_llm.ranges import Count, CountOrZero, Fraction, Range
 from jaxrl_llm.structs import Params
 
@@ -42,12 +44,28 @@ class OptimConfig:
     """Added to the root of the second moment (adamw, muon's AdamW)."""
     weight_decay: Annotated[float, Range(0, 10)] = 0.0
     """Decoupled decay of matrices, scaled by the learning rate; norms and biases do not decay."""
+    moments: Literal["float32", "int8"] = "float32"
+    """Storage of the moments; int8 is blockwise and companded, embeddings, norms and biases stay float32."""
+    store_param_remainders: bool = False
+    """Weights are bfloat16, and the other 16 bits of the float32 masters part of the optimizer state."""
+    grad_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the gradients between the micro-batches of an update, and until it is applied."""
     offload: bool = False
     """Keep the moments in host memory except during an update, which waits for the transfer both ways."""
     max_grad_norm: Annotated[float, Range(0, 1e9)] = 1.0
     """Global norm that gradients are clipped to; 0 = no clipping."""
     max_nonfinite: Count = 5
     """Updates with NaN or Inf in loss, gradient or weights are skipped; so many in a row end the run."""
+
+    @property
+    def has_compressed_state(self) -> bool:
+        """True where decoding the whole state at once would take more memory than it saves."""
+        return self.moments != "float32" or self.store_param_remainders
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, what is wrong with it and the fix)."""
+        if self.name == "adafactor" and self.moments != "float32":
+            yield "moments", "is int8: adafactor's moments are factored and small; it must be float32."
 
 
 def make_schedule(config: OptimConfig, total_updates: int) -> optax.Schedule:
@@ -70,11 +88,15 @@ def make_optimizer(config: OptimConfig, total_updates: int) -> optax.GradientTra
 
     Gradients are clipped in `learn.update`, which computes their norm.
     """
-    return optax.chain(
-        *_direction(config),
+    direction = _direction(config)
+    if config.moments == "int8":
+        direction = [quantize_moments(optax.chain(*direction))]
+    optimizer = optax.chain(
+        *direction,
         optax.add_decayed_weights(config.weight_decay, mask=decayed),
         optax.scale_by_learning_rate(make_schedule(config, total_updates)),
     )
+    return store_remainders(optimizer) if config.store_param_remainders else optimizer
 
 
 def _direction(config: OptimConfig) -> list[optax.GradientTransformation]:

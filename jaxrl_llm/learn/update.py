@@ -24,6 +24,8 @@ from jaxrl_llm import algos
 from jaxrl_llm.algos.contract import AlgoConfig, Divergence, Requirements
 from jaxrl_llm.algos.correction import diagnostics
 from jaxrl_llm.algos.reduce import token_mean
+from jaxrl_llm.learn.finite_update import Step, update_by_leaf, update_if_finite
+from jaxrl_llm.learn.optim_states import master_weights, stored_weights
 from jaxrl_llm.models import lora
 from jaxrl_llm.sharding.rules import logprob_specs
 from jaxrl_llm.structs import Batch, BatchTotals, LossInputs, Metrics, Params, TrainState
@@ -44,6 +46,8 @@ class StepConfig:
     temperature: float = 1.0  # of the rollout: its log-probs are of the softmax at this temperature
     chunk: int = 128  # tokens of a row whose logits are in memory at once
     max_grad_norm: float = 1.0  # 0 = no clipping
+    grad_dtype: str = "float32"  # of gradients in memory
+    update_by_leaf: bool = False  # see `finite_update`
     offload: bool = False  # optimizer moments in host memory between updates
     old: Literal["policy", "recompute", "rollout"] = "policy"  # source of old log-probs, see `old_logprobs`
 
@@ -130,7 +134,7 @@ def loss_and_metrics(
 
 def accumulate(
     trained: Params,
-    grads: Params,
+    grads: Params | None,
     batch: Batch,
     totals: BatchTotals,
     teachers: Sequence[Params],
@@ -143,6 +147,7 @@ def accumulate(
 
     Args:
         trained, frozen: the two parts of the model (`models.lora.split_params`); `grads` is like `trained`.
+        grads: None = this is the only micro-batch: its gradients need no buffer to be added to.
     """
 
     def loss_fn(trained):
@@ -150,7 +155,11 @@ def accumulate(
         return loss_and_metrics(params, batch, totals, teachers, algo=algo, config=config)
 
     (_, metrics), new = jax.value_and_grad(loss_fn, has_aux=True)(trained)
-    return jax.tree.map(jnp.add, grads, new), metrics
+    if grads is None:
+        dtype = jnp.dtype(config.grad_dtype)
+        narrow = lambda g: g if g.dtype.itemsize <= dtype.itemsize else g.astype(dtype)
+        return jax.tree.map(narrow, new), metrics
+    return jax.tree.map(lambda g, n: (g + n).astype(g.dtype), grads, new), metrics
 
 
 def baseline(batch: Batch, totals: BatchTotals, *, algo: AlgoConfig) -> Float[Array, "*shape"]:
@@ -233,6 +242,7 @@ def apply(
     algo: AlgoConfig,
     optimizer: optax.GradientTransformation,
     max_grad_norm: float,
+    by_leaf: bool = False,
 ) -> tuple[TrainState, Metrics]:
     """Clip the gradient and apply one optimizer update; skip it unless all numbers are finite.
 
@@ -240,25 +250,31 @@ def apply(
 
     Loss, gradient, update and new weights are checked: a NaN or Inf in any of them leaves weights, moments,
     version and KL coefficient as they were.
+
+    Args:
+        by_leaf: see `finite_update.update_by_leaf`.
     """
-    grad_norm = optax.tree.norm(grads)
-    if max_grad_norm:
-        scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(grad_norm, 1e-12))
-        grads = jax.tree.map(lambda g: g * scale, grads)
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
-    norms = {
-        "grad_norm": grad_norm,
-        "update_norm": optax.tree.norm(updates),
-        "param_norm": optax.tree.norm(params),
-    }
-    finite = jnp.isfinite(metrics["loss"]) & jnp.all(jnp.isfinite(jnp.stack(list(norms.values()))))
-    select = lambda new, old: jnp.where(finite, new, old)
+    grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+
+    def step(params, opt_state, grads):
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        if max_grad_norm:
+            scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(grad_norm, 1e-12))
+            grads = jax.tree.map(lambda g: g * scale, grads)
+        masters = master_weights(params, opt_state)
+        updates, opt_state = optimizer.update(grads, opt_state, masters)
+        masters = optax.apply_updates(masters, updates)
+        return Step(updates, masters, stored_weights(masters, opt_state), opt_state)
+
+    update = functools.partial(update_by_leaf, optimizer) if by_leaf else update_if_finite
+    finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm)
+    new = update(step, (state.params, state.opt_state, grads), finite)
+    kl_coef = algo.next_kl_coef(state.kl_coef, metrics, num_sequences)
     new_state = TrainState(
-        params=jax.tree.map(select, params, state.params),
-        opt_state=jax.tree.map(select, opt_state, state.opt_state),
-        version=state.version + finite.astype(jnp.int32),
-        nonfinite=jnp.where(finite, 0, state.nonfinite + 1),
-        kl_coef=select(algo.next_kl_coef(state.kl_coef, metrics, num_sequences), state.kl_coef),
+        params=new.params,
+        opt_state=new.opt_state,
+        version=state.version + new.finite.astype(jnp.int32),
+        nonfinite=jnp.where(new.finite, 0, state.nonfinite + 1),
+        kl_coef=jnp.where(new.finite, kl_coef, state.kl_coef),
     )
-    return new_state, {**metrics, **norms, "nonfinite": 1.0 - finite}
+    return new_state, {**metrics, "grad_norm": grad_norm, **new.norms, "nonfinite": 1.0 - new.finite}

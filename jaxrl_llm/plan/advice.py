@@ -10,14 +10,20 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 
+from jaxrl_llm import models
+from jaxrl_llm.build.models import trained_config
 from jaxrl_llm.config import TrainConfig
+from jaxrl_llm.learn.optim import make_optimizer
+from jaxrl_llm.models.lora import split_params
 from jaxrl_llm.models.transformer import REMAT
+from jaxrl_llm.plan.models import planned_model
 from jaxrl_llm.plan.plan import PhaseCost, Plan
 from jaxrl_llm.plan.report import format_bytes
 from jaxrl_llm.sharding.mesh import MeshConfig
-from jaxrl_llm.sharding.rules import num_shards
+from jaxrl_llm.sharding.rules import bytes_per_device, num_shards
 
 SHARDED = ("parameters", "optimizer", "gradients", "frozen models")
 """Kinds of memory that fsdp and tensor shard."""
@@ -67,10 +73,27 @@ def _state(plan: Plan, config: TrainConfig, worst: PhaseCost) -> Iterator[str]:
     over, moments = worst.peak - plan.memory, worst.memory["optimizer"]
     if moments and not config.optim.offload and not worst.name.endswith("apply"):
         yield _saving("--optim.offload True", moments, over)
+    if saved := moments * (1 - _compressed(config)):
+        yield _saving("--optim.moments int8", saved, over)
+    if config.optim.grad_dtype == "float32" and worst.memory["gradients"]:
+        yield _saving("--optim.grad_dtype bfloat16", worst.memory["gradients"] / 2, over)
+    possible = config.model.dtype == "bfloat16" and not config.lora.rank
+    if possible and config.optim.offload and not config.optim.store_param_remainders:
+        yield _saving("--optim.store_param_remainders True", worst.memory["parameters"] / 2, over)
     if not config.lora.rank:
         cast = 1 - jnp.dtype(config.model.dtype).itemsize / 4
         saved = worst.memory["parameters"] * cast + moments + worst.memory["gradients"]
         yield _saving("--lora.rank 32, which trains adapters in place of the weights", saved, over)
+
+
+def _compressed(config: TrainConfig) -> float:
+    """Return the bytes of the optimizer state with 8-bit moments, as a fraction of those it has."""
+    optim = config.optim
+    if optim.name == "adafactor" or optim.moments == "int8":
+        return 1.0
+    trained = split_params(models.abstract(trained_config(planned_model(config.model), config)))[0]
+    size = lambda optim: bytes_per_device(jax.eval_shape(make_optimizer(optim, 1).init, trained))
+    return size(replace(optim, moments="int8")) / max(size(optim), 1)
 
 
 def _saving(change: str, saved: float, over: float) -> str:

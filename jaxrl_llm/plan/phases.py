@@ -37,6 +37,7 @@ class Phase:
     calls: int  # a step, at most; for "decode", tokens that a slot generates
     flops: float  # of one call, all devices together
     unit: str = "call"  # of `calls`: "call" or "token"
+    results: Any = None  # outputs that `resident` counts
 
 
 def phases(config: TrainConfig, mesh: Mesh) -> list[Phase]:
@@ -147,14 +148,15 @@ def _update(
     name: str, config: TrainConfig, learner: Learner, stage: Stage, base: Resident
 ) -> Iterator[Phase]:
     teachers = stage.teachers if learner is stage.policy else ()
-    calls = learner.update_programs(loss_signals(stage), teachers)
-    grads, batch = calls["accumulate"].args[1:3]
     rows, times = _microbatches(config, learner)
     per_minibatch = times // config.minibatches_per_step
+    calls = learner.update_programs(loss_signals(stage), teachers, per_minibatch)
+    batch, grads = calls["accumulate"].args[2], calls["apply"].args[1]
     resident = base | {"gradients": grads, "batch": [batch] * per_minibatch}
     tokens, with_logits = rows * config.row_tokens, algos.requirements(learner.algo).policy
     work = flops.update_flops(learner.model, tokens, config.row_tokens / 2, config.model.remat, with_logits)
-    yield Phase(f"{name}: accumulate", calls["accumulate"], resident, times, work)
+    results = grads if per_minibatch == 1 else None  # otherwise they replace an argument
+    yield Phase(f"{name}: accumulate", calls["accumulate"], resident, times, work, results=results)
     weights = sum(math.prod(x.shape) for x in jax.tree.leaves(grads))
     yield Phase(f"{name}: apply", calls["apply"], resident, config.minibatches_per_step, 15.0 * weights)
 

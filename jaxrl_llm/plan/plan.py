@@ -143,7 +143,8 @@ def phase_cost(phase: Phase, stats: CompiledStats, target: CompileTarget) -> Pha
     memory = {kind: float(bytes_per_device(phase.resident.get(kind, []))) for kind in MEMORY_KINDS}
     padding = max(stats.arguments - bytes_per_device(phase.program.args), 0.0)
     host = float(sum(bytes_per_device(phase.resident.get(kind, []), HOST) for kind in MEMORY_KINDS))
-    memory["activations"] = stats.temporary + stats.outputs + padding
+    outputs = max(stats.outputs - bytes_per_device(phase.results), 0.0)
+    memory["activations"] = stats.temporary + outputs + padding
     flops, roofline = phase.flops / len(target.devices), {}
     if target.chip:
         sent = sum(collective.bytes for collective in stats.collectives.values())

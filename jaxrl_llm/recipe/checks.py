@@ -193,6 +193,14 @@ def _model(config: TrainConfig) -> Iterator[str]:
         yield from _stored_shape(config, expand_home(path) / "config.json")
     elif shape:
         yield from _shape(config, config.mesh.sizes, shape.max_position, shape.num_heads)
+    optims = {"optim": config.optim}
+    if algos.requirements(config.algo).critic:
+        optims["critic.optim"] = config.critic.optim
+    for key in (key for key, optim in optims.items() if optim.store_param_remainders):
+        if config.model.dtype != "bfloat16":
+            yield f"--{key}.store_param_remainders is True: it needs --model.dtype bfloat16."
+        if config.lora.rank:
+            yield f"--{key}.store_param_remainders is True: it is not for adapters. Set it to False."
     if config.model.adapter and not config.lora.rank:
         yield f"--model.adapter {config.model.adapter} needs --lora.rank R, the rank of that adapter."
 

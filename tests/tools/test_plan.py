@@ -420,7 +420,7 @@ def test_a_state_that_does_not_fit_beside_the_gradients():
 def test_the_verdict_names_host_memory():
     phase = dataclasses.replace(cost("update: accumulate", parameters=4), host=2.0 * GIB)
     plan = Plan("a model", "v5e-4", {}, 16 * GIB, [phase], {}, {})
-    assert verdict(plan)[0] == "Host memory: 2.00 GiB for each device, of optimizer moments."
+    assert verdict(plan)[0] == "Host memory: 2.00 GiB for each device, of optimizer state."
     assert verdict(plan)[1].startswith("Fits: at most 4.00 GiB")
 
 
