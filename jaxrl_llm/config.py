@@ -35,6 +35,7 @@ __all__ = [  # all that a recipe needs, besides its algorithm
     "MeshConfig",
     "ModelConfig",
     "OptimConfig",
+    "ReferenceConfig",
     "RewardConfig",
     "RewardModelConfig",
     "RolloutConfig",
@@ -132,6 +133,14 @@ class CriticConfig:
 
 
 @dataclass(frozen=True)
+class ReferenceConfig:
+    """Frozen models that score a step: the reference of the KL penalty, or teachers."""
+
+    offload: bool = False
+    """Keep the weights in host memory; each layer is copied to the devices while it computes."""
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """A training run. Any field can be set on the command line: `--steps 100 --optim.learning_rate 1e-6`."""
 
@@ -165,6 +174,7 @@ class TrainConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -122,11 +122,11 @@ def check_vocabularies(config: TrainConfig, tokenizer: Any) -> None:
 
 def load_teachers(config: TrainConfig, mesh: Mesh, stored: PretrainedModels) -> tuple[Params, ...]:
     """Return the weights of the teachers, in the compute type; see `check_vocabularies`."""
-    loaded = []
+    loaded, place = [], models.to_host if config.reference.offload else lambda params: params
     for path in algos.requirements(config.algo).teachers:
         teacher = stored.config(path)
         shardings = models.shardings(teacher, mesh, TRAIN)
-        loaded.append(stored.params(path, teacher, shardings, jnp.dtype(config.model.dtype)))
+        loaded.append(place(stored.params(path, teacher, shardings, jnp.dtype(config.model.dtype))))
     return tuple(loaded)
 
 

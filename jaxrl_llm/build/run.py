@@ -128,7 +128,8 @@ class Run:
     def reference(self) -> Reference:
         """Return the frozen reference of the last stage; its weights are loaded at their first use."""
         abstract = self.stages[0].policy.abstract_state().params
-        return Reference(Path(self.config.run_dir), self.config.model.dtype, self.initial_params, abstract)
+        run_dir, dtype = Path(self.config.run_dir), self.config.model.dtype
+        return Reference(run_dir, dtype, self.initial_params, abstract, self.config.reference.offload)
 
     def initial_state(self) -> TrainState:
         return self.stages[0].init_state(self.initial_params())
@@ -290,7 +291,7 @@ def resident_bytes(config: TrainConfig, stage: Stage) -> int:
     """Return the bytes on each device during the whole run: states and frozen reference."""
     state = stage.abstract_state()
     size = bytes_per_device(state)
-    if stage.needs_reference and not stage.policy.model.lora:
+    if stage.needs_reference and not (stage.policy.model.lora or config.reference.offload):
         size += bytes_per_device(state.params) * jnp.dtype(config.model.dtype).itemsize // 4
     return size
 

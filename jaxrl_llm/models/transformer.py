@@ -24,7 +24,7 @@ from jaxrl_llm.sharding.attention import (
     restore_tokens,
     sharded_attention,
 )
-from jaxrl_llm.sharding.rules import constrain
+from jaxrl_llm.sharding.rules import constrain, fetch
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -125,11 +125,11 @@ class Transformer(nnx.Module):
     @property
     def head(self) -> Float[Array, "V D"]:
         """The LM head: the embedding itself when tied."""
-        return (self.embed if self.config.tie_embeddings else self.lm_head)[...]
+        return fetch((self.embed if self.config.tie_embeddings else self.lm_head)[...])
 
     def values(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
         """Return the value head's output for final hidden states, float32."""
-        return hidden.astype(jnp.float32) @ self.value[...][0]
+        return hidden.astype(jnp.float32) @ fetch(self.value[...])[0]
 
     def __call__(
         self,
@@ -163,7 +163,8 @@ class Transformer(nnx.Module):
         tokens, positions, segments = [reorder_tokens(x, method) for x in (tokens, positions, segments)]
         per_token = per_token_call(strict)
         rope = per_token(rope_fn(c), None, positions, trajectory_lengths(c, positions, segments))
-        table = constrain(rounded(self.embed[...], dtype), "vocab", "hidden")  # a lookup reads whole rows
+        table = rounded(fetch(self.embed[...]), dtype)
+        table = constrain(table, "vocab", "hidden")  # a lookup reads whole rows
         x = constrain(table[tokens], "batch", "sequence", "hidden")
 
         def body(x, layer_and_window):
@@ -174,7 +175,7 @@ class Transformer(nnx.Module):
         if remat != "none":
             body = jax.checkpoint(body, policy=REMAT[remat], prevent_cse=False)
         x, _ = jax.lax.scan(body, x, (self.layers, jnp.asarray(windows)))
-        return restore_tokens(per_token(final_norm_fn(c), self.norm[...], x), method)
+        return restore_tokens(per_token(final_norm_fn(c), fetch(self.norm[...]), x), method)
 
 
 def make_attention_fn(
@@ -259,9 +260,10 @@ def final_norm_fn(c: TransformerConfig):
 
 
 def cast_weights(weights: nnx.Module, dtype: DTypeLike) -> nnx.Module:
-    """Cast weights to `dtype`, except those of norms."""
+    """Cast weights to `dtype`, except those of norms; weights in host memory are copied to the devices."""
 
     def cast(path, w):
+        w = fetch(w)
         return w if "norm" in jax.tree_util.keystr(path) else rounded(w, dtype)
 
     return jax.tree_util.tree_map_with_path(cast, weights)

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
+from jaxrl_llm import algos
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.models.transformer import REMAT
 from jaxrl_llm.plan.plan import PhaseCost, Plan
@@ -63,10 +64,13 @@ def _training(plan: Plan, config: TrainConfig, over: list[PhaseCost]) -> Iterato
 
 
 def _state(plan: Plan, config: TrainConfig, worst: PhaseCost) -> Iterator[str]:
-    """Yield advice for scoring and update: less optimizer state on the devices."""
+    """Yield advice for scoring and update: less optimizer state and fewer frozen weights on the devices."""
     over, moments = worst.peak - plan.memory, worst.memory["optimizer"]
     if moments and not config.optim.offload and not worst.name.endswith("apply"):
         yield _saving("--optim.offload True", moments, over)
+    frozen, requires = worst.memory["frozen models"], algos.requirements(config.algo)
+    if frozen and not config.reference.offload and (requires.reference or requires.teachers):
+        yield _saving("--reference.offload True", frozen, over)
     if not config.lora.rank:
         cast = 1 - jnp.dtype(config.model.dtype).itemsize / 4
         saved = worst.memory["parameters"] * cast + moments + worst.memory["gradients"]

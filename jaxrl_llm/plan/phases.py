@@ -83,7 +83,8 @@ def _always_resident(config: TrainConfig, stage: Stage) -> Resident:
 
 def _reference(config: TrainConfig, learner: Learner) -> Any:
     dtype = jnp.dtype(config.model.dtype)
-    return ABSTRACT_MODELS.params("", learner.model, learner.param_shardings, dtype)
+    params = ABSTRACT_MODELS.params("", learner.model, learner.param_shardings, dtype)
+    return models.to_host(params) if config.reference.offload else params
 
 
 def _rollout(config: TrainConfig, model, mesh: Mesh, params, base: Resident) -> Iterator[Phase]:

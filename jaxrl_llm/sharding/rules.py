@@ -113,12 +113,22 @@ def with_shardings(shapes: Any, shardings: Any) -> Any:
 
 def on_host(sharding: NamedSharding) -> NamedSharding:
     """Return the sharding in the pinned memory of the hosts, from which devices copy directly."""
-    return sharding.with_memory_kind(HOST)
+    host = sharding.with_memory_kind(HOST)
+    if host.memory_kind:
+        return host
+    # GPUs that are only compiled for list no memories: on them the kind would be dropped in silence.
+    return NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=HOST)
 
 
 def on_device(sharding: NamedSharding) -> NamedSharding:
     """Return the sharding in the memory of the devices."""
     return sharding.with_memory_kind("device")
+
+
+def fetch(x: jax.Array) -> jax.Array:
+    """Copy an array that is in host memory to the devices, within a jitted function; others stay."""
+    is_on_host = jax.typeof(x).memory_space == jax.memory.Space.Host
+    return jax.device_put(x, jax.memory.Space.Device) if is_on_host else x
 
 
 def bytes_per_device(tree: Any, memory: Literal["device", "pinned_host"] = "device") -> int:

@@ -20,7 +20,7 @@ from jaxrl_kernels.chips import CHIPS, GIB, GPUS, TPUS
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
 from jaxrl_llm.build.models import make_stages
-from jaxrl_llm.config import ModelConfig, RolloutConfig, SamplingConfig, TrainConfig
+from jaxrl_llm.config import ModelConfig, ReferenceConfig, RolloutConfig, SamplingConfig, TrainConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.learn.reference import freeze
@@ -35,6 +35,7 @@ from jaxrl_llm.plan.report import verdict
 from jaxrl_llm.plan.target import parse_topology
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.rules import bytes_per_device
 from jaxrl_llm.tools import plan as command
 
 ROOT = Path(__file__).parents[2]
@@ -417,10 +418,30 @@ def test_a_state_that_does_not_fit_beside_the_gradients():
     assert lines[2].endswith("adapters in place of the weights: saves 21.00 GiB of 9.00 GiB, would fit.")
 
 
+def test_a_reference_that_does_not_fit_beside_the_gradients():
+    phase = cost("update: accumulate", parameters=8, gradients=8, frozen_models=4, activations=1)
+    _, lines = advice(phase)
+    assert lines[1] == "  2. --reference.offload True: saves 4.00 GiB of 5.00 GiB, not enough alone."
+    assert not any("reference" in x for x in advice(phase, algo=grpo.Config(kl_coef=0.0))[1])
+
+
+def test_an_offloaded_reference_is_on_the_host_but_for_its_norms():
+    """bfloat16: 2 bytes a weight of the matrices."""
+    model = dataclasses.replace(CONFIG.model, dtype="bfloat16")
+    config = dataclasses.replace(CONFIG, model=model, reference=ReferenceConfig(offload=True))
+    step = phases(config, make_mesh(MeshConfig(fsdp=1), jax.devices()[:1]))
+    (score,) = (phase for phase in step if phase.name == "score: reference")
+    frozen = score.resident["frozen models"]
+    norms = 5 * 32 + 4 * 8  # two a layer and the final one, of queries and keys
+    matrices = 64 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
+    assert bytes_per_device(frozen, "pinned_host") == 2 * matrices
+    assert bytes_per_device(frozen) == bytes_per_device(score.program.args[0]) == 2 * norms
+
+
 def test_the_verdict_names_host_memory():
     phase = dataclasses.replace(cost("update: accumulate", parameters=4), host=2.0 * GIB)
     plan = Plan("a model", "v5e-4", {}, 16 * GIB, [phase], {}, {})
-    assert verdict(plan)[0] == "Host memory: 2.00 GiB for each device, of optimizer moments."
+    assert verdict(plan)[0] == "Host memory: 2.00 GiB for each device, of what is offloaded."
     assert verdict(plan)[1].startswith("Fits: at most 4.00 GiB")
 
 
