@@ -66,9 +66,9 @@ class ModelConfig:
     """Folder or hub name; "" = beside the model; "tiny" = the built-in character tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type that the forward and backward pass compute in; master weights are float32."""
-    remat: Literal["none", "dots", "attention", "full"] = "none"
+    remat: Literal["none", "dots", "attention", "full", "offload"] = "none"
     """Activations that the backward pass recomputes: none; all but matrix products and attention; all but
-    attention and layer inputs (for long rows); or all but layer inputs."""
+    attention and layer inputs (for long rows); all but layer inputs; the same, with these in host memory."""
     logprob_chunk: Annotated[int, Range(1, 2**20, usual="128 is usual")] = 128
     """Tokens of a row whose logits are in memory at once."""
 

@@ -8,6 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -24,13 +25,14 @@ from jaxrl_llm.sharding.attention import (
     restore_tokens,
     sharded_attention,
 )
-from jaxrl_llm.sharding.rules import constrain, fetch
+from jaxrl_llm.sharding.rules import HOST, constrain, fetch
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
 }
+LAYER_INPUT = "layer_input"
 SAVE_ATTENTION = jax.checkpoint_policies.save_only_these_names(SAVED)
 REMAT = {
     "none": None,
@@ -39,8 +41,15 @@ REMAT = {
     ),
     "attention": SAVE_ATTENTION,
     "full": jax.checkpoint_policies.nothing_saveable,
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[LAYER_INPUT],
+        offload_src="device",
+        offload_dst=HOST,
+    ),
 }
-"""Rematerialization: name -> policy of what is saved of a layer besides its input, most memory first."""
+"""Rematerialization: name -> policy of what is saved of a layer besides its input, most memory first.
+"offload" saves the input itself in host memory."""
 
 
 class Layers(nnx.Module):
@@ -151,7 +160,8 @@ class Transformer(nnx.Module):
             segments: which trajectory of the row each token belongs to, 0 = padding; None = one a row.
             dtype: of activations and products; norms, softmax and RoPE are float32.
             remat: what the backward pass keeps: "none" = everything; "dots" = layer inputs, attention outputs
-                and matrix products; "attention" = layer inputs and attention outputs; "full" = layer inputs.
+                and matrix products; "attention" = layer inputs and attention outputs; "full" = layer inputs;
+                "offload" = layer inputs, in host memory.
             sequence_parallel: method of context parallelism where the mesh shards the tokens of a row.
             strict: every bit of a token depends on its trajectory alone, and equals that of decoding
                 (`jaxrl_kernels.batch_invariant`); one device.
@@ -169,6 +179,7 @@ class Transformer(nnx.Module):
 
         def body(x, layer_and_window):
             layer, window = layer_and_window
+            x = checkpoint_name(x, LAYER_INPUT)
             attention_fn = make_attention_fn(c, segments, positions, window, method, strict)
             return block(c, cast_weights(layer, dtype), x, rope, attention_fn, strict)[0], None
 

@@ -228,7 +228,7 @@ def test_flops_are_those_of_xla():
         flops.attention_flops(c, 8, 4),
         flops.head_flops(c, 8),
     )
-    recomputed = {"none": 0, "dots": 0, "attention": forward - attention, "full": forward}
+    recomputed = {"none": 0, "dots": 0, "attention": forward - attention, "full": forward, "offload": forward}
     for remat, again in recomputed.items():
         assert flops.update_flops(c, 8, 4, remat, with_logits=True) == 3 * forward + again + 4 * head, remat
     assert flops.update_flops(c, 8, 4, "none", with_logits=False) == 3 * forward
@@ -383,7 +383,7 @@ def test_activations_that_do_not_fit():
     fits, lines = advice(cost("update: accumulate", parameters=2, optimizer=4, gradients=2, activations=16))
     assert not fits
     assert lines[0].startswith(
-        "  1. --model.remat dots, then attention, then full: may be enough (activations of update: accum"
+        "  1. --model.remat dots, then attention, then full, then offload: may be enough (activations of"
     )
     assert "may take 8.00 GiB, now 16.00 GiB" in lines[0]
     assert lines[1].startswith("  2. --tokens_per_device 32: may be enough if activations grow with tokens")
@@ -392,7 +392,8 @@ def test_activations_that_do_not_fit():
 
 
 @pytest.mark.parametrize(
-    ("remat", "others"), [("dots", "attention, then full"), ("attention", "full"), ("full", None)]
+    ("remat", "others"),
+    [("dots", "attention, then full, then offload"), ("full", "offload"), ("offload", None)],
 )
 def test_advice_names_every_remat_that_keeps_less(remat, others):
     model = dataclasses.replace(CONFIG.model, remat=remat)
