@@ -25,7 +25,7 @@ from jaxrl_llm.sharding.attention import (
     restore_tokens,
     sharded_attention,
 )
-from jaxrl_llm.sharding.rules import HOST, constrain, fetch
+from jaxrl_llm.sharding.rules import HOST, constrain, constrain_residual, fetch
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -175,7 +175,7 @@ class Transformer(nnx.Module):
         rope = per_token(rope_fn(c), None, positions, trajectory_lengths(c, positions, segments))
         table = rounded(fetch(self.embed[...]), dtype)
         table = constrain(table, "vocab", "hidden")  # a lookup reads whole rows
-        x = constrain(table[tokens], "batch", "sequence", "hidden")
+        x = constrain_residual(table[tokens])
 
         def body(x, layer_and_window):
             layer, window = layer_and_window
@@ -186,7 +186,8 @@ class Transformer(nnx.Module):
         if remat != "none":
             body = jax.checkpoint(body, policy=REMAT[remat], prevent_cse=False)
         x, _ = jax.lax.scan(body, x, (self.layers, jnp.asarray(windows)))
-        return restore_tokens(per_token(final_norm_fn(c), fetch(self.norm[...]), x), method)
+        x = per_token(final_norm_fn(c), fetch(self.norm[...]), x)
+        return restore_tokens(constrain(x, "batch", "sequence", "hidden"), method)
 
 
 def make_attention_fn(
@@ -230,8 +231,11 @@ def block(c: TransformerConfig, w: Layers, x, rope, attention_fn, strict: bool =
             y = y + c.lora.scale * project(project(x, a), b)
         return y
 
+    def norm(x, weight):
+        return constrain(rms_norm(x, weight, c.norm_eps), "batch", "sequence", "hidden")
+
     def before_attention(w, x, rope):
-        h = rms_norm(x, w.attention_norm[...], c.norm_eps)
+        h = norm(x, w.attention_norm[...])
         q, k, v = linear(w, "q", h), linear(w, "k", h), linear(w, "v", h)
         if c.qk_norm:
             q = rms_norm(q, w.q_norm[...], c.norm_eps)
@@ -239,14 +243,12 @@ def block(c: TransformerConfig, w: Layers, x, rope, attention_fn, strict: bool =
         return apply_rope(q, *rope), apply_rope(k, *rope), v
 
     def after_attention(w, x, out):
-        x = x + linear(w, "o", out)
-        x = constrain(x, "batch", "sequence", "hidden")
+        x = constrain_residual(x + linear(w, "o", out))
         with jax.named_scope("mlp"):
-            h = rms_norm(x, w.mlp_norm[...], c.norm_eps)
+            h = norm(x, w.mlp_norm[...])
             gate, up = linear(w, "gate", h), linear(w, "up", h)
             hidden = constrain(ACTIVATIONS[c.activation](gate) * up, "batch", "sequence", "mlp")
-            x = x + linear(w, "down", hidden)
-            return constrain(x, "batch", "sequence", "hidden")
+            return constrain_residual(x + linear(w, "down", hidden))
 
     per_token = per_token_call(strict)
     with jax.named_scope("attention"):

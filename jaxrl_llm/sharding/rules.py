@@ -17,6 +17,7 @@ TRAIN: Rules = {
     # activations
     "batch": ("data", "fsdp"),
     "sequence": "sequence",
+    "residual": ("sequence", "tensor"),  # tokens between the blocks of a layer
     "hidden": None,
     # weights
     "layers": None,
@@ -82,6 +83,18 @@ def constrain(x: jax.Array, *axes: str | None, rules: Rules = TRAIN) -> jax.Arra
     """Constrain the sharding of an activation under the current mesh; on one device, return x."""
     spec = current_spec(axes, x.shape, rules)
     return x if spec is None else jax.lax.with_sharding_constraint(x, spec)
+
+
+def constrain_residual(x: jax.Array) -> jax.Array:
+    """Constrain the residual stream [B, T, D]: its tokens are divided over tensor, too, where that is even.
+
+    Sequence parallelism of Megatron (arXiv 2205.05198): the sum after a row-parallel product is a
+    reduce-scatter, and an all-gather of the norm's output precedes a column-parallel one. A step of
+    decoding, whose rows have one token, is left as it is.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    is_even = not mesh.empty and x.shape[1] % num_shards("residual", mesh.shape) == 0
+    return constrain(x, "batch", "residual" if is_even else "sequence", "hidden")
 
 
 def logprob_specs(hidden: jax.Array, head: jax.Array) -> tuple[PartitionSpec, PartitionSpec] | None:

@@ -10,6 +10,7 @@ from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.update import StepConfig
+from jaxrl_llm.plan.compiled import count_collectives
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import num_shards
 
@@ -55,14 +56,23 @@ def test_a_long_row_compiles_for_four_chips(how, tpu):
 
 
 def test_offloaded_layer_inputs_leave_the_devices(tpu):
-    """8 layers' inputs of a row of 16k tokens: 2 bytes x 8 x 2^14 x 1024 for each device."""
+    """8 layers' inputs of a row of 4k tokens: 2 bytes x 8 x 2^12 x 1024 for each device."""
     plain, offloaded = [
-        compiled(tpu("v5e:2x2"), MeshConfig(fsdp=4), 2**14, 8, remat).memory_analysis()
+        compiled(tpu("v5e:2x2"), MeshConfig(fsdp=4), 2**12, 8, remat).memory_analysis()
         for remat in ("full", "offload")
     ]
     assert plain.host_temp_size_in_bytes == 0
-    assert offloaded.host_temp_size_in_bytes == 2 * 8 * 2**14 * 1024
+    assert offloaded.host_temp_size_in_bytes == 2 * 8 * 2**12 * 1024
     assert plain.temp_size_in_bytes - offloaded.temp_size_in_bytes > 0.5 * offloaded.host_temp_size_in_bytes
+
+
+def test_sums_over_tensor_are_scattered_between_blocks(tpu):
+    """Two products of a layer are summed over tensor; their sums of all tokens would be 2^12 x 1024."""
+    program = compiled(tpu("v5e:2x2"), MeshConfig(fsdp=1, tensor=4), 2**12, 2)
+    collectives = count_collectives(program.as_text(), 4)
+    assert collectives["reduce-scatter"].count >= 2 * 2 + 2 * 2  # forward and backward
+    assert collectives["all-gather"].count >= 2 * 2 + 2 * 2
+    assert collectives["all-reduce"].bytes < 0.2 * collectives["reduce-scatter"].bytes
 
 
 @pytest.mark.slow
