@@ -42,6 +42,7 @@ __all__ = [  # all that a recipe needs, besides its algorithm
     "RopeConfig",
     "SGLangConfig",
     "SamplingConfig",
+    "ScoreConfig",
     "SourceConfig",
     "TrainConfig",
     "TransformerConfig",
@@ -50,6 +51,7 @@ __all__ = [  # all that a recipe needs, besides its algorithm
 
 MAX_TRAJECTORIES = 2**24  # of a step: one process keeps them all in memory
 Tokens = Annotated[int, Range(1, 2**24)]
+DeviceTokens = Annotated[int, Range(1, 2**30)]
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,14 @@ class ReferenceConfig:
 
 
 @dataclass(frozen=True)
+class ScoreConfig:
+    """Forward passes before the update: old and reference log-probs, values, reward models."""
+
+    tokens_per_device: DeviceTokens | None = None
+    """Tokens of a micro-batch on each device, rounded down to whole rows; None = as in the update."""
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """A training run. Any field can be set on the command line: `--steps 100 --optim.learning_rate 1e-6`."""
 
@@ -158,7 +168,7 @@ class TrainConfig:
     """Responses to each prompt: the group that GRPO compares."""
     minibatches_per_step: Annotated[int, Range(1, 2**20)] = 1
     """Optimizer updates a step; the trajectories are divided evenly among them."""
-    tokens_per_device: Annotated[int, Range(1, 2**30)] = 8192
+    tokens_per_device: DeviceTokens = 8192
     """Tokens of a micro-batch on each device, rounded down to whole rows."""
     max_prompt_tokens: Tokens = 512
     """Longest prompt."""
@@ -175,6 +185,7 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    score: ScoreConfig = field(default_factory=ScoreConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -242,13 +253,18 @@ def nearest_divisors(number: int, near: int) -> list[int]:
 def derived(config: TrainConfig, num_devices: int) -> dict[str, int]:
     """Return the sizes that follow from the config and the number of devices; printed at the start.
 
-    Rows are sharded over the replicas; a micro-batch has no more of them than an update has trajectories.
+    Rows are sharded over the replicas; a micro-batch has no more of them than an update has trajectories, and
+    one that is scored no more than a step.
     """
     sizes = config.mesh.resolved_sizes(num_devices)
     replicas = num_shards("batch", sizes)
     per_update = config.trajectories_per_step // config.minibatches_per_step
-    in_budget = max(config.tokens_per_device * num_shards("sequence", sizes) // config.row_tokens, 1)
-    rows = replicas * min(in_budget, math.ceil(per_update / replicas))
+
+    def rows_of(tokens_per_device: int, trajectories: int) -> int:
+        in_budget = max(tokens_per_device * num_shards("sequence", sizes) // config.row_tokens, 1)
+        return replicas * min(in_budget, math.ceil(trajectories / replicas))
+
+    rows, score_tokens = rows_of(config.tokens_per_device, per_update), config.score.tokens_per_device
     return {
         "devices": num_devices,
         "trajectories_per_step": config.trajectories_per_step,
@@ -258,4 +274,7 @@ def derived(config: TrainConfig, num_devices: int) -> dict[str, int]:
         "rows_per_microbatch": rows,
         "tokens_per_microbatch": rows * config.row_tokens,
         "microbatches_per_update_at_most": math.ceil(per_update / rows),
+        "rows_per_scored_microbatch": (
+            rows_of(score_tokens, config.trajectories_per_step) if score_tokens else rows
+        ),
     }

@@ -198,9 +198,11 @@ def make_learner(
     """Return the learner of a model. All learners of a run have micro-batches of one shape."""
     algorithm, requires = algos.of(algo), algos.requirements(algo)
     on_rollouts = algorithm.on_rollouts
+    sizes = derived(config, mesh.size)
     step = StepConfig(
         row_tokens=config.row_tokens,
-        rows=derived(config, mesh.size)["rows_per_microbatch"],
+        rows=sizes["rows_per_microbatch"],
+        score_rows=sizes["rows_per_scored_microbatch"],
         dtype=config.model.dtype,
         remat=config.model.remat,
         sequence_parallel=config.mesh.sequence_parallel,

@@ -51,12 +51,14 @@ def _training(plan: Plan, config: TrainConfig, over: list[PhaseCost]) -> Iterato
     smaller = list(REMAT)[list(REMAT).index(config.model.remat) + 1 :]
     if smaller and any("accumulate" in phase.name for phase in over):
         yield f"--model.remat {', then '.join(smaller)}: may be enough ({limit})."
-    row, tokens = config.row_tokens, config.tokens_per_device
+    row, key, tokens = config.row_tokens, "tokens_per_device", config.tokens_per_device
+    if not any("accumulate" in phase.name for phase in over):  # scoring alone
+        key, tokens = f"score.{key}", config.score.tokens_per_device or tokens
     least = -(-row // num_shards("sequence", plan.mesh))
     if tokens // least > 1:
         scaled = (plan.memory - fixed) / worst.memory["activations"] * tokens
         tokens = max(int(scaled) // least, 1) * least
-        yield f"--tokens_per_device {tokens}: may be enough if activations grow with tokens ({limit})."
+        yield f"--{key} {tokens}: may be enough if activations grow with tokens ({limit})."
     yield (
         "--mesh.sequence or --mesh.tensor above 1: both shard activations; the smallest micro-batch is one "
         f"row of {row} tokens."

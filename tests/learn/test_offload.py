@@ -110,7 +110,7 @@ def test_a_teacher_in_host_memory_gives_the_gradient_of_one_on_the_devices():
     for item in items:
         item.signals = {"labels": np.zeros(12, np.float32)}
     totals = (np.float32(96), np.float32(8))
-    rows = built._batches(items)
+    rows = built._batches(items, 8)
     grads = []
     with jax.set_mesh(mesh):
         for teacher in (other, models.to_host(other)):

@@ -72,7 +72,7 @@ def test_sums_over_tensor_are_scattered_between_blocks(tpu):
     collectives = count_collectives(program.as_text(), 4)
     assert collectives["reduce-scatter"].count >= 2 * 2 + 2 * 2  # forward and backward
     assert collectives["all-gather"].count >= 2 * 2 + 2 * 2
-    assert collectives["all-reduce"].bytes < 0.2 * collectives["reduce-scatter"].bytes
+    assert collectives["all-reduce"].count < 4  # of embedding and log-probs; one a product would be 8
 
 
 @pytest.mark.slow

@@ -20,7 +20,14 @@ from jaxrl_kernels.chips import CHIPS, GIB, GPUS, TPUS
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
 from jaxrl_llm.build.models import make_stages
-from jaxrl_llm.config import ModelConfig, ReferenceConfig, RolloutConfig, SamplingConfig, TrainConfig
+from jaxrl_llm.config import (
+    ModelConfig,
+    ReferenceConfig,
+    RolloutConfig,
+    SamplingConfig,
+    ScoreConfig,
+    TrainConfig,
+)
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.learn.reference import freeze
@@ -389,6 +396,11 @@ def test_activations_that_do_not_fit():
     assert lines[1].startswith("  2. --tokens_per_device 32: may be enough if activations grow with tokens")
     assert "--mesh.sequence or --mesh.tensor" in lines[2]
     assert "does not help" in lines[3]
+
+
+def test_scores_that_do_not_fit_take_a_budget_of_their_own():
+    _, lines = advice(cost("score: policy", parameters=2, activations=28), score=ScoreConfig(128))
+    assert lines[0].startswith("  1. --score.tokens_per_device 64: may be enough")
 
 
 @pytest.mark.parametrize(
