@@ -35,12 +35,14 @@ __all__ = [  # all that a recipe needs, besides its algorithm
     "MeshConfig",
     "ModelConfig",
     "OptimConfig",
+    "ReferenceConfig",
     "RewardConfig",
     "RewardModelConfig",
     "RolloutConfig",
     "RopeConfig",
     "SGLangConfig",
     "SamplingConfig",
+    "ScoreConfig",
     "SourceConfig",
     "TrainConfig",
     "TransformerConfig",
@@ -49,6 +51,7 @@ __all__ = [  # all that a recipe needs, besides its algorithm
 
 MAX_TRAJECTORIES = 2**24  # of a step: one process keeps them all in memory
 Tokens = Annotated[int, Range(1, 2**24)]
+DeviceTokens = Annotated[int, Range(1, 2**30)]
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,9 @@ class ModelConfig:
     """Folder or hub name; "" = beside the model; "tiny" = the built-in character tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type that the forward and backward pass compute in; master weights are float32."""
-    remat: Literal["none", "dots", "attention", "full"] = "none"
+    remat: Literal["none", "dots", "attention", "full", "offload"] = "none"
     """Activations that the backward pass recomputes: none; all but matrix products and attention; all but
-    attention and layer inputs (for long rows); or all but layer inputs."""
+    attention and layer inputs (for long rows); all but layer inputs; the same, with these in host memory."""
     logprob_chunk: Annotated[int, Range(1, 2**20, usual="128 is usual")] = 128
     """Tokens of a row whose logits are in memory at once."""
 
@@ -133,6 +136,22 @@ class CriticConfig:
 
 
 @dataclass(frozen=True)
+class ReferenceConfig:
+    """Frozen models that score a step: the reference of the KL penalty, or teachers."""
+
+    offload: bool = False
+    """Keep the weights in host memory; each layer is copied to the devices while it computes."""
+
+
+@dataclass(frozen=True)
+class ScoreConfig:
+    """Forward passes before the update: old and reference log-probs, values, reward models."""
+
+    tokens_per_device: DeviceTokens | None = None
+    """Tokens of a micro-batch on each device, rounded down to whole rows; None = as in the update."""
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """A training run. Any field can be set on the command line: `--steps 100 --optim.learning_rate 1e-6`."""
 
@@ -150,7 +169,7 @@ class TrainConfig:
     """Responses to each prompt: the group that GRPO compares."""
     minibatches_per_step: Annotated[int, Range(1, 2**20)] = 1
     """Optimizer updates a step; the trajectories are divided evenly among them."""
-    tokens_per_device: Annotated[int, Range(1, 2**30)] = 8192
+    tokens_per_device: DeviceTokens = 8192
     """Tokens of a micro-batch on each device, rounded down to whole rows."""
     max_prompt_tokens: Tokens = 512
     """Longest prompt."""
@@ -166,6 +185,8 @@ class TrainConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    score: ScoreConfig = field(default_factory=ScoreConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -233,13 +254,18 @@ def nearest_divisors(number: int, near: int) -> list[int]:
 def derived(config: TrainConfig, num_devices: int) -> dict[str, int]:
     """Return the sizes that follow from the config and the number of devices; printed at the start.
 
-    Rows are sharded over the replicas; a micro-batch has no more of them than an update has trajectories.
+    Rows are sharded over the replicas; a micro-batch has no more of them than an update has trajectories, and
+    one that is scored no more than a step.
     """
     sizes = config.mesh.resolved_sizes(num_devices)
     replicas = num_shards("batch", sizes)
     per_update = config.trajectories_per_step // config.minibatches_per_step
-    in_budget = max(config.tokens_per_device * num_shards("sequence", sizes) // config.row_tokens, 1)
-    rows = replicas * min(in_budget, math.ceil(per_update / replicas))
+
+    def rows_of(tokens_per_device: int, trajectories: int) -> int:
+        in_budget = max(tokens_per_device * num_shards("sequence", sizes) // config.row_tokens, 1)
+        return replicas * min(in_budget, math.ceil(trajectories / replicas))
+
+    rows, score_tokens = rows_of(config.tokens_per_device, per_update), config.score.tokens_per_device
     return {
         "devices": num_devices,
         "trajectories_per_step": config.trajectories_per_step,
@@ -249,4 +275,7 @@ def derived(config: TrainConfig, num_devices: int) -> dict[str, int]:
         "rows_per_microbatch": rows,
         "tokens_per_microbatch": rows * config.row_tokens,
         "microbatches_per_update_at_most": math.ceil(per_update / rows),
+        "rows_per_scored_microbatch": (
+            rows_of(score_tokens, config.trajectories_per_step) if score_tokens else rows
+        ),
     }

@@ -35,14 +35,24 @@ class Case(NamedTuple):
         return f"{self.model.split('/')[1]}-{self.topology}".lower().replace(":", "-")
 
     @property
-    def slots(self) -> str:
-        """Sequences decoded concurrently."""
+    def settings(self) -> str:
+        """Sequences decoded concurrently, and what is trained or offloaded."""
         words = self.flags.split()
-        return words[words.index("--rollout.slots") + 1] if "--rollout.slots" in words else "64"
+        value = dict(zip(words[::2], words[1::2], strict=True))
+        parts = [f"{value.get('--rollout.slots', '64')} slots"]
+        parts += [f"LoRA rank {value['--lora.rank']}"] * ("--lora.rank" in value)
+        parts += ["moments on the host"] * ("--optim.offload" in value)
+        parts += ["reference on the host"] * ("--reference.offload" in value)
+        return ", ".join(parts)
 
 
 CASES = [
     Case("Qwen/Qwen3-0.6B", "h100"),
+    Case("Qwen/Qwen3-4B", "h100", "--optim.offload True --reference.offload True"),
+    Case("Qwen/Qwen3-8B", "h100", "--lora.rank 32"),
+    Case("Qwen/Qwen3-8B", "h200", "--optim.offload True --reference.offload True"),
+    Case("Qwen/Qwen3-32B", "h100x8", "--lora.rank 32 --rollout.slots 256 --mesh.tensor 8"),
+    Case("Qwen/Qwen3-32B", "v5e-16", "--lora.rank 32 --rollout.slots 128 --mesh.tensor 16"),
     Case("Qwen/Qwen3-0.6B", "v5e-8", "--rollout.slots 128"),
     Case("Qwen/Qwen3-0.6B", "v6e-4", "--rollout.slots 128"),
     Case("Qwen/Qwen3-4B", "h100x8", "--rollout.slots 256"),
@@ -74,17 +84,18 @@ v6e-N, tpu7x-N, shapes such as v5e:4x4, h100, h100xN, h200xN, cpu.
 
 The table below is GRPO as in `configs/grpo_qwen.py` (64 prompts x 8 responses, 512 + 1024 tokens, old and
 reference log-probs, native rollout), with `--model.remat full --rollout.dtype bfloat16` and the mesh and
-slots of each line. `make fit` writes it; the numbers of every phase are in [docs/fit](fit).
+settings of each line. `make fit` writes it; the numbers of every phase are in [docs/fit](fit).
 
 ## Results
 
 GiB of each device.
 
-| model | devices | mesh, slots | state | rollout weights | KV cache | activations | peak | fits | roofline |
-|---|---|---|---|---|---|---|---|---|---|
+| model | devices | mesh | state | rollout weights | KV cache | activations | host | peak | fits | roofline |
+|---|---|---|---|---|---|---|---|---|---|---|
 """
 NOTES = """
 - State: weights, optimizer, gradients and the frozen reference. Activations: the largest of any phase.
+- Host: memory of the host for each device, of what is offloaded.
 - Peak: of the phase that needs the most memory, of what a run may use there (on a TPU what the compiler
   grants, on a GPU three quarters, XLA's default). The columns are of different phases, so a peak is not the
   sum of its line. Where a number of phases is given, only these were compiled.
@@ -108,20 +119,22 @@ def line(case: Case) -> str:
     """Return a row of the table."""
     file = FOLDER / f"{case.name}.json"
     if not file.exists():
-        return f"| {case.model} | {case.topology} | {case.flags} | not compiled yet | | | | | | |"
+        return f"| {case.model} | {case.topology} | {case.flags} | not compiled yet | | | | | | | |"
     plan = json.loads(file.read_text())
     phases, peak = plan["phases"], plan["peak"]
     largest = lambda *kinds: max(sum(phase["memory"][kind] for kind in kinds) for phase in phases) / GIB
+    host = max(phase.get("host", 0.0) for phase in phases) / GIB
     state = largest("parameters", "optimizer", "gradients", "frozen models")
     mesh = " x ".join(f"{name} {size}" for name, size in plan["mesh"].items() if size > 1) or "one device"
     cells = [
         case.model,
         case.topology,
-        f"{mesh}; {case.slots} slots",
+        f"{mesh}; {case.settings}",
         f"{state:.2f}",
         f"{largest('rollout weights'):.2f}",
         f"{largest('KV cache'):.2f}",
         f"{largest('activations'):.2f}",
+        f"{host:.2f}",
         f"{peak['bytes'] / GIB:.2f} of {plan['memory'] / GIB:.2f}, {peak['phase']}",
         ("yes" if plan["fits"] else "**no**") + f" ({len(phases)} phases)" * bool(plan["selected"]),
         f"{plan['step_seconds']:.1f} s",

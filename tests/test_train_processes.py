@@ -23,7 +23,13 @@ ARGS = [
 
 @pytest.mark.parametrize(
     "more",
-    [[], pytest.param(["--lora.rank", "2", "--optim.offload", "True"], marks=pytest.mark.slow)],
+    [
+        [],
+        pytest.param(
+            ["--lora.rank", "2", "--optim.offload", "True", "--reference.offload", "True"],
+            marks=pytest.mark.slow,
+        ),
+    ],
     ids=["full", "adapters, moments on the host"],
 )
 def test_two_processes_train_as_one(more, tmp_path):

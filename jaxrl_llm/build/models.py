@@ -122,11 +122,11 @@ def check_vocabularies(config: TrainConfig, tokenizer: Any) -> None:
 
 def load_teachers(config: TrainConfig, mesh: Mesh, stored: PretrainedModels) -> tuple[Params, ...]:
     """Return the weights of the teachers, in the compute type; see `check_vocabularies`."""
-    loaded = []
+    loaded, place = [], models.to_host if config.reference.offload else lambda params: params
     for path in algos.requirements(config.algo).teachers:
         teacher = stored.config(path)
         shardings = models.shardings(teacher, mesh, TRAIN)
-        loaded.append(stored.params(path, teacher, shardings, jnp.dtype(config.model.dtype)))
+        loaded.append(place(stored.params(path, teacher, shardings, jnp.dtype(config.model.dtype))))
     return tuple(loaded)
 
 
@@ -198,9 +198,11 @@ def make_learner(
     """Return the learner of a model. All learners of a run have micro-batches of one shape."""
     algorithm, requires = algos.of(algo), algos.requirements(algo)
     on_rollouts = algorithm.on_rollouts
+    sizes = derived(config, mesh.size)
     step = StepConfig(
         row_tokens=config.row_tokens,
-        rows=derived(config, mesh.size)["rows_per_microbatch"],
+        rows=sizes["rows_per_microbatch"],
+        score_rows=sizes["rows_per_scored_microbatch"],
         dtype=config.model.dtype,
         remat=config.model.remat,
         sequence_parallel=config.mesh.sequence_parallel,

@@ -129,7 +129,8 @@ class Run:
     def reference(self) -> Reference:
         """Return the frozen reference of the last stage; its weights are loaded at their first use."""
         abstract = self.stages[0].policy.abstract_state().params
-        return Reference(Path(self.config.run_dir), self.config.model.dtype, self.initial_params, abstract)
+        run_dir, dtype = Path(self.config.run_dir), self.config.model.dtype
+        return Reference(run_dir, dtype, self.initial_params, abstract, self.config.reference.offload)
 
     def initial_state(self) -> TrainState:
         return self.stages[0].init_state(self.initial_params())
@@ -208,16 +209,20 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
 
 
 def check_offload(config: TrainConfig, stage: Stage) -> None:
-    """Refuse optimizer state that the memory of the hosts is short for. A collective.
+    """Refuse optimizer state and a reference that the memory of the hosts is short for. A collective.
 
     Raises:
         UserError: names the bytes and the fix.
     """
-    needed = bytes_per_device(stage.abstract_state(), HOST) * jax.local_device_count()
-    if needed:
-        smaller = "" if config.optim.moments == "int8" else "--optim.moments int8, "
-        fix = f"Set {smaller}a larger --mesh.fsdp over more hosts, or --optim.offload False."
-        check_host_memory(needed, "--optim.offload True", fix)
+    needed = {"--optim.offload": bytes_per_device(stage.abstract_state(), HOST)}
+    if config.reference.offload and stage.needs_reference and not stage.policy.model.lora:
+        needed["--reference.offload"] = reference_bytes(config, stage)
+    settings = [name for name, size in needed.items() if size]
+    if settings:
+        smaller = "--optim.moments int8, " if "--optim.offload" in settings else ""
+        smaller = "" if config.optim.moments == "int8" else smaller
+        fix = f"Set {smaller}a larger --mesh.fsdp over more hosts, or {' or '.join(settings)} False."
+        check_host_memory(sum(needed.values()) * jax.local_device_count(), " and ".join(settings), fix)
 
 
 def open_loaders(config: TrainConfig, tokenizer: Any, columns: dict[str, Any]) -> dict[str, Loader]:
@@ -305,11 +310,16 @@ def resident_bytes(config: TrainConfig, stage: Stage) -> int:
     """Return the bytes on each device during the whole run: states and frozen reference."""
     state = stage.abstract_state()
     size = bytes_per_device(state)
-    if stage.needs_reference and not stage.policy.model.lora:
-        cast = functools.partial(models.cast, dtype=config.model.dtype)
-        shardings = stage.policy.param_shardings
-        size += bytes_per_device(with_shardings(jax.eval_shape(cast, state.params), shardings))
+    if stage.needs_reference and not (stage.policy.model.lora or config.reference.offload):
+        size += reference_bytes(config, stage)
     return size
+
+
+def reference_bytes(config: TrainConfig, stage: Stage) -> int:
+    """Return the bytes of the frozen reference that belong to one device."""
+    cast = functools.partial(models.cast, dtype=config.model.dtype)
+    shapes = jax.eval_shape(cast, stage.abstract_state().params)
+    return bytes_per_device(with_shardings(shapes, stage.policy.param_shardings))
 
 
 def make_evaluators(

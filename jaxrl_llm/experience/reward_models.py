@@ -107,7 +107,7 @@ class RewardModel:
     def _outputs(self, items: Sequence[PackItem], name: str) -> list[np.ndarray]:
         """Return one of `model_outputs` for each item."""
         with jax.set_mesh(self.mesh):
-            batches = pack(items, self.step.row_tokens, self.step.rows)
+            batches = pack(items, self.step.row_tokens, self.step.rows_scored)
             rows = [
                 np.asarray(_run(self.params, put_rows(self.mesh, batch), self.step, name))
                 for batch in batches

@@ -84,20 +84,21 @@ class Learner:
         """Return shapes, types and shardings of the TrainState, to restore a checkpoint into."""
         return with_shardings(self.state_shapes, self.state_shardings)
 
-    def abstract_batch(self, signals: Sequence[str] = ()) -> Batch:
+    def abstract_batch(self, signals: Sequence[str], rows: int) -> Batch:
         """Return shapes, types and shardings of a micro-batch with these signals."""
-        empty = empty_batch(self.config.rows, self.config.row_tokens, signals)
+        empty = empty_batch(rows, self.config.row_tokens, signals)
         return with_shardings(empty, jax.tree.map(lambda x: row_sharding(self.mesh, x.shape), empty))
 
     def score_program(self, params: Params, names: tuple[str, ...]) -> Program:
         """Return the program that `score` runs for each micro-batch."""
-        return Program(self._score, (params, self.abstract_batch()), {"names": names})
+        batch = self.abstract_batch((), self.config.rows_scored)
+        return Program(self._score, (params, batch), {"names": names})
 
     def update_programs(
         self, signals: Sequence[str], teachers: Sequence[Params] = (), microbatches: int = 2
     ) -> dict[str, Program]:
         """Return the programs that `update` runs for each micro-batch ("accumulate") and after ("apply")."""
-        state, batch = self.abstract_state(), self.abstract_batch(signals)
+        state, batch = self.abstract_state(), self.abstract_batch(signals, self.config.rows)
         number = jax.ShapeDtypeStruct((), jnp.float32)
         totals = BatchTotals(number, number, state.kl_coef)
         with jax.set_mesh(self.mesh):
@@ -133,7 +134,8 @@ class Learner:
         """Return `model_outputs` of each item, [t] aligned with its tokens (the first is 0). No gradient."""
         bare = [PackItem(item.tokens, item.mask) for item in items]
         with jax.set_mesh(self.mesh):
-            results = [self._score(params, batch, names=names) for batch in self._batches(bare)]
+            batches = self._batches(bare, self.config.rows_scored)
+            results = [self._score(params, batch, names=names) for batch in batches]
         by_name = {
             name: unpack(
                 [np.asarray(r[name]) for r in results], bare, self.config.row_tokens, self.group_size
@@ -148,7 +150,7 @@ class Learner:
         """Apply one optimizer update for each mini-batch, in order. The state passed in is donated."""
         collected = []
         for items in minibatches:
-            batches = self._batches(items)
+            batches = self._batches(items, self.config.rows)
             state, metrics = self.update_minibatch(state, batches, *counts(items, self.group_size), teachers)
             collected.append(metrics)
         with jax.set_mesh(self.mesh):
@@ -178,13 +180,13 @@ class Learner:
         self, state: TrainState, items: Sequence[PackItem], teachers: Sequence[Params] = ()
     ) -> Metrics:
         """Return loss and metrics of these items as one mini-batch, without an update."""
-        batches = self._batches(items)
+        batches = self._batches(items, self.config.rows)
         with jax.set_mesh(self.mesh):
             totals = self._totals(batches, *counts(items, self.group_size), state.kl_coef)
             return combine([self._measure(state.params, b, totals, tuple(teachers))[1] for b in batches])
 
-    def _batches(self, items: Sequence[PackItem]) -> list[Batch]:
-        return [self.put(b) for b in pack(items, self.config.row_tokens, self.config.rows, self.group_size)]
+    def _batches(self, items: Sequence[PackItem], rows: int) -> list[Batch]:
+        return [self.put(b) for b in pack(items, self.config.row_tokens, rows, self.group_size)]
 
     def _totals(
         self, batches: Sequence[Batch], num_tokens: float, num_sequences: float, kl_coef

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm import models
 from jaxrl_llm.checkpoint.state import CheckpointConfig, Checkpointer
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import UserError
@@ -28,10 +29,19 @@ class Reference:
     Args:
         initial: returns the initial weights.
         abstract: shapes and shardings of the weights, to restore them into.
+        offload: keep them in host memory.
     """
 
-    def __init__(self, run_dir: Path, dtype: str, initial: Callable[[], Params], abstract: Params):
+    def __init__(
+        self,
+        run_dir: Path,
+        dtype: str,
+        initial: Callable[[], Params],
+        abstract: Params,
+        offload: bool = False,
+    ):
         self.run_dir, self.dtype, self.initial, self.abstract = run_dir, dtype, initial, abstract
+        self.offload = offload
         self.weights: Params | None = None
 
     def params(self, start: int, step: int, current: Params) -> Params:
@@ -45,9 +55,7 @@ class Reference:
         if current.config.lora and not start:
             return lora.base(current)  # the frozen weights themselves
         if self.weights is None:
-            self.weights = (
-                self._saved(step == start, current) if start else freeze(self.initial(), self.dtype)
-            )
+            self.weights = self._saved(step == start, current) if start else self._frozen(self.initial())
         if current.config.lora:
             return lora.join_params(self.weights, lora.split_params(current)[1])
         return self.weights
@@ -58,14 +66,18 @@ class Reference:
         with contextlib.closing(Checkpointer(settings, self.run_dir / "reference")) as checkpointer:
             if is_start:
                 checkpointer.save(0, current, {}, {})
-                return freeze(current, self.dtype)
+                return self._frozen(current)
             restored = checkpointer.restore(abstract)
             if restored is None:
                 raise UserError(
                     f"{self.run_dir / 'reference'} is missing: this run cannot restore its reference model; "
                     "start a new run with another --run_dir."
                 )
-            return freeze(restored[1], self.dtype)
+            return self._frozen(restored[1])
+
+    def _frozen(self, params: Params) -> Params:
+        frozen = freeze(params, self.dtype)
+        return models.to_host(frozen) if self.offload else frozen
 
 
 class LogprobCache:

@@ -44,12 +44,18 @@ class StepConfig:
     sequence_parallel: str = "ring"  # context parallelism, where the mesh divides the tokens of a row
     strict: bool = False  # batch-invariant: a log-prob depends, bit for bit, on its trajectory alone
     temperature: float = 1.0  # of the rollout: its log-probs are of the softmax at this temperature
+    score_rows: int = 0  # rows of a micro-batch that is scored without gradient; 0 = rows
     chunk: int = 128  # tokens of a row whose logits are in memory at once
     max_grad_norm: float = 1.0  # 0 = no clipping
     grad_dtype: str = "float32"  # of gradients in memory
     update_by_leaf: bool = False  # see `finite_update`
     offload: bool = False  # optimizer moments in host memory between updates
     old: Literal["policy", "recompute", "rollout"] = "policy"  # source of old log-probs, see `old_logprobs`
+
+    @property
+    def rows_scored(self) -> int:
+        """Rows of a micro-batch that is scored."""
+        return self.score_rows or self.rows
 
 
 def model_outputs(

@@ -14,6 +14,7 @@ from jaxrl_llm.models.params import (
     named_leaves,
     nonfinite,
     shardings,
+    to_host,
     with_heads,
     without_value_head,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "named_leaves",
     "nonfinite",
     "shardings",
+    "to_host",
     "with_heads",
     "without_value_head",
 ]

@@ -32,7 +32,7 @@ from jaxrl_llm.models.transformer import (
     rope_fn,
     window_sizes,
 )
-from jaxrl_llm.sharding.rules import Rules, constrain
+from jaxrl_llm.sharding.rules import Rules, constrain_residual
 
 MAX_UNROLLED_LAYERS = 12
 """Each unrolled layer costs about 0.1 s of compile time, in every program."""
@@ -147,7 +147,7 @@ def prefill(
         x, (k, v) = block(c, w, x, tables, attend, strict)
         return x, (k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
 
-    x = constrain(weights.embed[tokens], "batch", "sequence", "hidden")
+    x = constrain_residual(weights.embed[tokens])
     _, kv = apply_layers(c, weights.layers, layer, x)
     return tuple(k for k, _ in kv), tuple(v for _, v in kv)
 
@@ -178,7 +178,7 @@ def decode_ring(
         put = lambda arrays, new: (*arrays[:array], new, *arrays[array + 1 :])
         return (x, put(ks, k), put(vs, v)), None
 
-    x = constrain(weights.embed[tokens][:, None], "batch", "sequence", "hidden")
+    x = constrain_residual(weights.embed[tokens][:, None])
     (x, ks, vs), _ = apply_layers(c, weights.layers, layer, (x, cache.k, cache.v))
     hidden = by_row(final_norm_fn(c), weights.norm, x)[:, 0]
     return hidden, RingCache(ks, vs, jnp.mod(cache.cursor + 1, cache.length))

@@ -23,7 +23,7 @@ from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.decode import DecodeWeights, apply_layers
 from jaxrl_llm.models.rope import rope_tables
 from jaxrl_llm.models.transformer import block, final_norm_fn
-from jaxrl_llm.sharding.rules import ROLLOUT, constrain, current_spec
+from jaxrl_llm.sharding.rules import ROLLOUT, constrain_residual, current_spec
 
 NULL_PAGE = 0
 """The page that inactive slots write to, and that pads page tables; never read."""
@@ -86,7 +86,7 @@ def decode_paged(
 
         return block(c, w, x, tables, attend), None
 
-    x = constrain(weights.embed[tokens][:, None], "batch", "sequence", "hidden")
+    x = constrain_residual(weights.embed[tokens][:, None])
     (x, cache), _ = apply_layers(c, weights.layers, layer, (x, cache))
     return final_norm_fn(c)(weights.norm, x)[:, 0], cache
 

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.transformer import Transformer, matrix_dims
-from jaxrl_llm.sharding.rules import Rules, sharding_for
+from jaxrl_llm.sharding.rules import Rules, on_host, sharding_for, with_shardings
 from jaxrl_llm.structs import Params
 
 
@@ -58,6 +58,19 @@ def shardings(config: TransformerConfig, mesh: Mesh, rules: Rules) -> Params:
     axes = logical_axes(shapes)
     leaves = [sharding_for(mesh, axes[name], leaf.shape, rules) for name, leaf in named_leaves(shapes)]
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+
+def to_host(params: Params) -> Params:
+    """Return the weights, or the abstract weights of a plan, in host memory, each with its sharding.
+
+    Norms and biases stay on the devices: a TPU cannot read one layer of their stack in host memory.
+    """
+    axes = logical_axes(params)
+    moves = [matrix_dims(axes[name]) or "vocab" in axes[name] for name, _ in named_leaves(params)]
+    leaves, tree = jax.tree.flatten(params)
+    shardings = [on_host(x.sharding) if move else x.sharding for move, x in zip(moves, leaves, strict=True)]
+    is_abstract = isinstance(leaves[0], jax.ShapeDtypeStruct)
+    return (with_shardings if is_abstract else jax.device_put)(params, jax.tree.unflatten(tree, shardings))
 
 
 def nonfinite(params: Params) -> list[str]:

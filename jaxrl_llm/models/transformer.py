@@ -8,6 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -24,13 +25,14 @@ from jaxrl_llm.sharding.attention import (
     restore_tokens,
     sharded_attention,
 )
-from jaxrl_llm.sharding.rules import constrain
+from jaxrl_llm.sharding.rules import HOST, constrain, constrain_residual, fetch
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
 }
+LAYER_INPUT = "layer_input"
 SAVE_ATTENTION = jax.checkpoint_policies.save_only_these_names(SAVED)
 REMAT = {
     "none": None,
@@ -39,8 +41,15 @@ REMAT = {
     ),
     "attention": SAVE_ATTENTION,
     "full": jax.checkpoint_policies.nothing_saveable,
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[LAYER_INPUT],
+        offload_src="device",
+        offload_dst=HOST,
+    ),
 }
-"""Rematerialization: name -> policy of what is saved of a layer besides its input, most memory first."""
+"""Rematerialization: name -> policy of what is saved of a layer besides its input, most memory first.
+"offload" saves the input itself in host memory."""
 
 
 class Layers(nnx.Module):
@@ -125,11 +134,11 @@ class Transformer(nnx.Module):
     @property
     def head(self) -> Float[Array, "V D"]:
         """The LM head: the embedding itself when tied."""
-        return (self.embed if self.config.tie_embeddings else self.lm_head)[...]
+        return fetch((self.embed if self.config.tie_embeddings else self.lm_head)[...])
 
     def values(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
         """Return the value head's output for final hidden states, float32."""
-        return hidden.astype(jnp.float32) @ self.value[...][0]
+        return hidden.astype(jnp.float32) @ fetch(self.value[...])[0]
 
     def __call__(
         self,
@@ -151,7 +160,8 @@ class Transformer(nnx.Module):
             segments: which trajectory of the row each token belongs to, 0 = padding; None = one a row.
             dtype: of activations and products; norms, softmax and RoPE are float32.
             remat: what the backward pass keeps: "none" = everything; "dots" = layer inputs, attention outputs
-                and matrix products; "attention" = layer inputs and attention outputs; "full" = layer inputs.
+                and matrix products; "attention" = layer inputs and attention outputs; "full" = layer inputs;
+                "offload" = layer inputs, in host memory.
             sequence_parallel: method of context parallelism where the mesh shards the tokens of a row.
             strict: every bit of a token depends on its trajectory alone, and equals that of decoding
                 (`jaxrl_kernels.batch_invariant`); one device.
@@ -163,18 +173,21 @@ class Transformer(nnx.Module):
         tokens, positions, segments = [reorder_tokens(x, method) for x in (tokens, positions, segments)]
         per_token = per_token_call(strict)
         rope = per_token(rope_fn(c), None, positions, trajectory_lengths(c, positions, segments))
-        table = constrain(rounded(self.embed[...], dtype), "vocab", "hidden")  # a lookup reads whole rows
-        x = constrain(table[tokens], "batch", "sequence", "hidden")
+        table = rounded(fetch(self.embed[...]), dtype)
+        table = constrain(table, "vocab", "hidden")  # a lookup reads whole rows
+        x = constrain_residual(table[tokens])
 
         def body(x, layer_and_window):
             layer, window = layer_and_window
+            x = checkpoint_name(x, LAYER_INPUT)
             attention_fn = make_attention_fn(c, segments, positions, window, method, strict)
             return block(c, cast_weights(layer, dtype), x, rope, attention_fn, strict)[0], None
 
         if remat != "none":
             body = jax.checkpoint(body, policy=REMAT[remat], prevent_cse=False)
         x, _ = jax.lax.scan(body, x, (self.layers, jnp.asarray(windows)))
-        return restore_tokens(per_token(final_norm_fn(c), self.norm[...], x), method)
+        x = per_token(final_norm_fn(c), fetch(self.norm[...]), x)
+        return restore_tokens(constrain(x, "batch", "sequence", "hidden"), method)
 
 
 def make_attention_fn(
@@ -218,8 +231,11 @@ def block(c: TransformerConfig, w: Layers, x, rope, attention_fn, strict: bool =
             y = y + c.lora.scale * project(project(x, a), b)
         return y
 
+    def norm(x, weight):
+        return constrain(rms_norm(x, weight, c.norm_eps), "batch", "sequence", "hidden")
+
     def before_attention(w, x, rope):
-        h = rms_norm(x, w.attention_norm[...], c.norm_eps)
+        h = norm(x, w.attention_norm[...])
         q, k, v = linear(w, "q", h), linear(w, "k", h), linear(w, "v", h)
         if c.qk_norm:
             q = rms_norm(q, w.q_norm[...], c.norm_eps)
@@ -227,14 +243,12 @@ def block(c: TransformerConfig, w: Layers, x, rope, attention_fn, strict: bool =
         return apply_rope(q, *rope), apply_rope(k, *rope), v
 
     def after_attention(w, x, out):
-        x = x + linear(w, "o", out)
-        x = constrain(x, "batch", "sequence", "hidden")
+        x = constrain_residual(x + linear(w, "o", out))
         with jax.named_scope("mlp"):
-            h = rms_norm(x, w.mlp_norm[...], c.norm_eps)
+            h = norm(x, w.mlp_norm[...])
             gate, up = linear(w, "gate", h), linear(w, "up", h)
             hidden = constrain(ACTIVATIONS[c.activation](gate) * up, "batch", "sequence", "mlp")
-            x = x + linear(w, "down", hidden)
-            return constrain(x, "batch", "sequence", "hidden")
+            return constrain_residual(x + linear(w, "down", hidden))
 
     per_token = per_token_call(strict)
     with jax.named_scope("attention"):
@@ -259,9 +273,10 @@ def final_norm_fn(c: TransformerConfig):
 
 
 def cast_weights(weights: nnx.Module, dtype: DTypeLike) -> nnx.Module:
-    """Cast weights to `dtype`, except those of norms."""
+    """Cast weights to `dtype`, except those of norms; weights in host memory are copied to the devices."""
 
     def cast(path, w):
+        w = fetch(w)
         return w if "norm" in jax.tree_util.keystr(path) else rounded(w, dtype)
 
     return jax.tree_util.tree_map_with_path(cast, weights)

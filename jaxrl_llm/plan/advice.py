@@ -13,7 +13,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm import models
+from jaxrl_llm import algos, models
 from jaxrl_llm.build.models import trained_config
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.learn.optim import make_optimizer
@@ -56,12 +56,14 @@ def _training(plan: Plan, config: TrainConfig, over: list[PhaseCost]) -> Iterato
     smaller = list(REMAT)[list(REMAT).index(config.model.remat) + 1 :]
     if smaller and any("accumulate" in phase.name for phase in over):
         yield f"--model.remat {', then '.join(smaller)}: may be enough ({limit})."
-    row, tokens = config.row_tokens, config.tokens_per_device
+    row, key, tokens = config.row_tokens, "tokens_per_device", config.tokens_per_device
+    if not any("accumulate" in phase.name for phase in over):  # scoring alone
+        key, tokens = f"score.{key}", config.score.tokens_per_device or tokens
     least = -(-row // num_shards("sequence", plan.mesh))
     if tokens // least > 1:
         scaled = (plan.memory - fixed) / worst.memory["activations"] * tokens
         tokens = max(int(scaled) // least, 1) * least
-        yield f"--tokens_per_device {tokens}: may be enough if activations grow with tokens ({limit})."
+        yield f"--{key} {tokens}: may be enough if activations grow with tokens ({limit})."
     yield (
         "--mesh.sequence or --mesh.tensor above 1: both shard activations; the smallest micro-batch is one "
         f"row of {row} tokens."
@@ -69,10 +71,13 @@ def _training(plan: Plan, config: TrainConfig, over: list[PhaseCost]) -> Iterato
 
 
 def _state(plan: Plan, config: TrainConfig, worst: PhaseCost) -> Iterator[str]:
-    """Yield advice for scoring and update: less optimizer state on the devices."""
+    """Yield advice for scoring and update: less optimizer state and fewer frozen weights on the devices."""
     over, moments = worst.peak - plan.memory, worst.memory["optimizer"]
     if moments and not config.optim.offload and not worst.name.endswith("apply"):
         yield _saving("--optim.offload True", moments, over)
+    frozen, requires = worst.memory["frozen models"], algos.requirements(config.algo)
+    if frozen and not config.reference.offload and (requires.reference or requires.teachers):
+        yield _saving("--reference.offload True", frozen, over)
     if saved := moments * (1 - _compressed(config)):
         yield _saving("--optim.moments int8", saved, over)
     if config.optim.grad_dtype == "float32" and worst.memory["gradients"]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm.sharding.rules import bytes_per_device
+from jaxrl_llm.sharding.rules import HOST, bytes_per_device
 from jaxrl_llm.structs import Program
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -46,6 +46,7 @@ class CompiledStats(NamedTuple):
     temporary: float  # activations and everything else between arguments and outputs
     collectives: dict[str, CollectiveStats]
     seconds: float  # of compilation
+    host: float = 0.0  # temporary bytes in the memory of the host: offloaded activations
     error: str = ""  # the compiler's message, where the program alone is too large for the device
 
 
@@ -78,14 +79,18 @@ def compile_program(program: Program, mesh: Mesh, platform: str) -> CompiledStat
             needed += arguments
         message = str(error).splitlines()[0]
         seconds = time.perf_counter() - start
-        return CompiledStats(arguments, 0.0, needed - arguments, {}, seconds, message)
+        return CompiledStats(arguments, 0.0, needed - arguments, {}, seconds, error=message)
     memory = compiled.memory_analysis()
+    arguments = memory.argument_size_in_bytes
+    if not memory.host_argument_size_in_bytes:  # a CPU counts them as the device's
+        arguments -= bytes_per_device(program.args, HOST)
     return CompiledStats(
-        memory.argument_size_in_bytes,
+        arguments,
         memory.output_size_in_bytes - memory.alias_size_in_bytes,
         memory.temp_size_in_bytes + memory.generated_code_size_in_bytes,
         count_collectives(compiled.as_text(), mesh.size),
         time.perf_counter() - start,
+        memory.host_temp_size_in_bytes,
     )
 
 

@@ -39,6 +39,7 @@ RECOMPUTED: dict[str, Callable[[TransformerConfig, float, float], float]] = {
     "dots": lambda c, tokens, context: 0.0,
     "attention": lambda c, tokens, context: 2.0 * tokens * layer_weights(c),
     "full": forward_flops,
+    "offload": forward_flops,
 }
 """`--model.remat` -> FLOPs of matrix products that the backward pass recomputes: none for "dots", which
 recomputes elementwise operations only; all but attention for "attention"."""

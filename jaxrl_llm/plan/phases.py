@@ -84,7 +84,8 @@ def _always_resident(config: TrainConfig, stage: Stage) -> Resident:
 
 def _reference(config: TrainConfig, learner: Learner) -> Any:
     dtype = jnp.dtype(config.model.dtype)
-    return ABSTRACT_MODELS.params("", learner.model, learner.param_shardings, dtype)
+    params = ABSTRACT_MODELS.params("", learner.model, learner.param_shardings, dtype)
+    return models.to_host(params) if config.reference.offload else params
 
 
 def _rollout(config: TrainConfig, model, mesh: Mesh, params, base: Resident) -> Iterator[Phase]:
@@ -126,8 +127,8 @@ def _rollout(config: TrainConfig, model, mesh: Mesh, params, base: Resident) -> 
 def _score(config: TrainConfig, stage: Stage, base: Resident) -> Iterator[Phase]:
     """Yield the phases that score the batch before the first update."""
     learner = stage.policy
-    rows, times = _microbatches(config, learner)
-    tokens = rows * config.row_tokens
+    rows = learner.config.rows_scored
+    times, tokens = math.ceil(config.trajectories_per_step / rows), rows * config.row_tokens
 
     def phase(name, learner, params, outputs):
         program = learner.score_program(params, outputs)

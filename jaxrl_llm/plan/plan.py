@@ -42,7 +42,7 @@ class PhaseCost:
     roofline: dict[str, float]  # least seconds of a call for compute, memory and interconnect; {} = unknown
     compile_seconds: float
     error: str  # of the compiler, where the program alone is too large
-    host: float = 0.0  # bytes in the memory of the host, for each device
+    host: float = 0.0  # bytes in the memory of the host, for each device: what is offloaded
 
     @property
     def peak(self) -> float:
@@ -142,7 +142,7 @@ def phase_cost(phase: Phase, stats: CompiledStats, target: CompileTarget) -> Pha
     """Return memory, FLOPs and roofline of the phase on one device."""
     memory = {kind: float(bytes_per_device(phase.resident.get(kind, []))) for kind in MEMORY_KINDS}
     padding = max(stats.arguments - bytes_per_device(phase.program.args), 0.0)
-    host = float(sum(bytes_per_device(phase.resident.get(kind, []), HOST) for kind in MEMORY_KINDS))
+    host = stats.host + sum(bytes_per_device(phase.resident.get(kind, []), HOST) for kind in MEMORY_KINDS)
     outputs = max(stats.outputs - bytes_per_device(phase.results), 0.0)
     memory["activations"] = stats.temporary + outputs + padding
     flops, roofline = phase.flops / len(target.devices), {}

@@ -65,7 +65,7 @@ def verdict(plan: Plan) -> list[str]:
     """Return lines that state whether the plan fits, and the advice."""
     peak, memory = plan.peak, f"of the {format_bytes(plan.memory)} that a run may use"
     host = max(phase.host for phase in plan.phases)
-    lines = [f"Host memory: {format_bytes(host)} for each device, of optimizer state."] if host else []
+    lines = [f"Host memory: {format_bytes(host)} for each device, of what is offloaded."] if host else []
     if plan.fits:
         return [*lines, f"Fits: at most {format_bytes(peak.peak)} {memory} on each device, in {peak.name}."]
     lines += [f"Does not fit: {peak.name} needs {format_bytes(peak.peak)} {memory} on each device."]

@@ -128,12 +128,16 @@ def _step(config: TrainConfig) -> Iterator[str]:
             "nothing to compare. Set it to 2 or more; 8 is usual."
         )
     row, sequence = config.row_tokens, max(config.mesh.sequence, 1)
-    if config.tokens_per_device * sequence < row:
-        yield (
-            f"--tokens_per_device is {config.tokens_per_device}: less than one row of {row} tokens "
-            "(max_prompt_tokens + max_response_tokens). "
-            f"Set --tokens_per_device {-(-row // sequence)} or more."
-        )
+    budgets = {
+        "tokens_per_device": config.tokens_per_device,
+        "score.tokens_per_device": config.score.tokens_per_device,
+    }
+    for key, tokens in budgets.items():
+        if tokens is not None and tokens * sequence < row:
+            yield (
+                f"--{key} is {tokens}: less than one row of {row} tokens (max_prompt_tokens + "
+                f"max_response_tokens). Set --{key} {-(-row // sequence)} or more."
+            )
 
 
 def _rewards(config: TrainConfig) -> Iterator[str]:

@@ -224,8 +224,8 @@ NO_EPOCHS = (
     "There are no PPO epochs: a response is learned from once; --minibatches_per_step sets the updates"
 )
 NO_OFFLOAD = (
-    "There is no offloading of weights: --optim.offload, --mesh.fsdp, --model.remat and a smaller "
-    "--tokens_per_device save memory"
+    "Trained weights stay on the devices: --optim.offload, --reference.offload, --mesh.fsdp, --model.remat "
+    "and a smaller --tokens_per_device save memory"
 )
 NO_NEED = "There is no such switch: it is always so"
 NO_RESUME = "There is no such switch: the same command continues what is in --run_dir"

@@ -27,7 +27,7 @@ class MeshConfig:
     fsdp: AxisSize = -1
     """Fully sharded data parallelism: parameters, gradients and optimizer are sharded; rows too."""
     tensor: AxisSize = 1
-    """Tensor parallelism: heads, feed-forward and vocabulary are sharded."""
+    """Tensor parallelism: heads, feed-forward and vocabulary are sharded; tokens between blocks too."""
     sequence: AxisSize = 1
     """Context parallelism: tokens of a row are sharded; parameters, gradients and optimizer too."""
     sequence_parallel: Literal["ring", "ulysses"] = "ring"

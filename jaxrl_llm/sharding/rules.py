@@ -17,6 +17,7 @@ TRAIN: Rules = {
     # activations
     "batch": ("data", "fsdp"),
     "sequence": "sequence",
+    "residual": ("sequence", "tensor"),  # tokens between the blocks of a layer
     "hidden": None,
     # weights
     "layers": None,
@@ -84,6 +85,18 @@ def constrain(x: jax.Array, *axes: str | None, rules: Rules = TRAIN) -> jax.Arra
     return x if spec is None else jax.lax.with_sharding_constraint(x, spec)
 
 
+def constrain_residual(x: jax.Array) -> jax.Array:
+    """Constrain the residual stream [B, T, D]: its tokens are divided over tensor, too, where that is even.
+
+    Sequence parallelism of Megatron (arXiv 2205.05198): the sum after a row-parallel product is a
+    reduce-scatter, and an all-gather of the norm's output precedes a column-parallel one. A step of
+    decoding, whose rows have one token, is left as it is.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    is_even = not mesh.empty and x.shape[1] % num_shards("residual", mesh.shape) == 0
+    return constrain(x, "batch", "residual" if is_even else "sequence", "hidden")
+
+
 def logprob_specs(hidden: jax.Array, head: jax.Array) -> tuple[PartitionSpec, PartitionSpec] | None:
     """Return `partition_specs` of jaxrl_kernels' linear_logprob for hidden states [B, T, D] and head [V, D]
     under the current mesh."""
@@ -113,12 +126,22 @@ def with_shardings(shapes: Any, shardings: Any) -> Any:
 
 def on_host(sharding: NamedSharding) -> NamedSharding:
     """Return the sharding in the pinned memory of the hosts, from which devices copy directly."""
-    return sharding.with_memory_kind(HOST)
+    host = sharding.with_memory_kind(HOST)
+    if host.memory_kind:
+        return host
+    # GPUs that are only compiled for list no memories: on them the kind would be dropped in silence.
+    return NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=HOST)
 
 
 def on_device(sharding: NamedSharding) -> NamedSharding:
     """Return the sharding in the memory of the devices."""
     return sharding.with_memory_kind("device")
+
+
+def fetch(x: jax.Array) -> jax.Array:
+    """Copy an array that is in host memory to the devices, within a jitted function; others stay."""
+    is_on_host = jax.typeof(x).memory_space == jax.memory.Space.Host
+    return jax.device_put(x, jax.memory.Space.Device) if is_on_host else x
 
 
 def bytes_per_device(tree: Any, memory: Literal["device", "pinned_host"] = "device") -> int:

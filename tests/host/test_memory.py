@@ -59,10 +59,12 @@ def test_offload_is_refused_where_the_host_is_short(system):
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
 
     class Offloaded:
+        needs_reference = False
+
         def abstract_state(self):
             return jax.ShapeDtypeStruct((8, 2**28), "float32", sharding=on_host(sharding))
 
     config = TrainConfig(optim=OptimConfig(offload=True))
-    message = "--optim.offload True needs 8.0 GiB .* 3.0 GiB are free. Set --optim.moments int8, a larger"
+    message = "--optim.offload needs 8.0 GiB .* 3.0 GiB are free. Set --optim.moments int8, a larger"
     with pytest.raises(UserError, match=message):
         check_offload(config, Offloaded())

@@ -1,19 +1,20 @@
-"""Optimizer moments in host memory: the numbers of the plain run, and checkpoints that keep the place."""
+"""Moments and frozen models in host memory: the numbers of the plain run, also from a checkpoint."""
 
 import jax
 import numpy as np
 import pytest
 
 from jaxrl_llm import models
-from jaxrl_llm.algos import sft
+from jaxrl_llm.algos import gkd, sft
 from jaxrl_llm.checkpoint.state import CheckpointConfig, Checkpointer
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.optim import OptimConfig, make_optimizer
+from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.learn.update import StepConfig
-from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
-from jaxrl_llm.sharding.rules import bytes_per_device
+from jaxrl_llm.sharding.rules import HOST, bytes_per_device
 
 MODEL = TransformerConfig(
     vocab_size=64, hidden_size=16, mlp_size=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8
@@ -87,3 +88,47 @@ def test_moments_count_as_host_memory():
     assert moments == 2 * bytes_per_device(off.params)
     assert bytes_per_device(off.opt_state) == bytes_per_device(on.opt_state) - moments == 8
     assert bytes_per_device(on, "pinned_host") == 0
+
+
+def test_a_model_in_host_memory_scores_as_on_the_devices():
+    built = learner(offload=False)
+    plain = start(built).params
+    moved = models.to_host(plain)
+    kinds = {name: x.sharding.memory_kind for name, x in models.named_leaves(moved)}
+    on_device = {name for name, kind in kinds.items() if kind == "device"}
+    assert on_device == {n for n in kinds if "norm" in n} and kinds["layers.q"] == kinds["embed"] == HOST
+    for one, other in zip(built.score(plain, batch(0)), built.score(moved, batch(0)), strict=True):
+        np.testing.assert_array_equal(one["policy"], other["policy"])
+
+
+def test_a_teacher_in_host_memory_gives_the_gradient_of_one_on_the_devices():
+    step = StepConfig(row_tokens=16, rows=8, remat="full")
+    optimizer, mesh = make_optimizer(OptimConfig(), 10), make_mesh(MeshConfig(fsdp=4, tensor=2))
+    built = Learner(gkd.Config(teachers=("t",)), MODEL, optimizer, step, mesh)
+    student, other = start(built), jax.tree.map(lambda w: 2 * w, start(built).params)
+    items = batch(0)
+    for item in items:
+        item.signals = {"labels": np.zeros(12, np.float32)}
+    totals = (np.float32(96), np.float32(8))
+    rows = built._batches(items, 8)
+    grads = []
+    with jax.set_mesh(mesh):
+        for teacher in (other, models.to_host(other)):
+            trained, frozen = lora.split_params(student.params)
+            args = (rows[0], built._totals(rows, *totals, student.kl_coef), (teacher,), frozen)
+            grads.append(built._accumulate(trained, built._zeros(trained), *args)[0])
+    assert_equal(*grads)
+    assert max(np.abs(g).max() for g in jax.tree.leaves(grads[0])) > 1e-3
+
+
+def test_a_reference_in_host_memory_is_that_of_the_devices_also_after_a_restart(tmp_path):
+    built = learner(offload=False)
+    current, abstract = start(built).params, built.abstract_state().params
+    reference = lambda offload: Reference(tmp_path, "bfloat16", lambda: current, abstract, offload)
+    plain = reference(False).params(0, 0, current)
+    assert_equal(reference(True).params(0, 0, current), plain)
+    after_warm_up = reference(True).params(3, 3, current)  # saves it
+    assert_equal(after_warm_up, plain)
+    restored = reference(True).params(3, 5, jax.tree.map(jax.numpy.zeros_like, current))
+    assert restored.layers.q[...].sharding.memory_kind == HOST
+    assert_equal(restored, plain)

@@ -63,7 +63,7 @@ def companded(x):
 
 
 def linear(x):
-    """What must not be done: 255 equal steps a block."""
+    """Quantize linearly, in 255 equal steps a block, which must not be done."""
     blocks = x.reshape(-1, 128)
     scale = blocks.max(-1, keepdims=True)
     return (np.round(blocks / scale * 255) / 255 * scale).reshape(x.shape)
@@ -75,7 +75,7 @@ def square_root(x):
 
 
 def test_second_moments_keep_relative_accuracy_over_twelve_decades():
-    """Where the linear code, and FlashOptim's, turn moments into zeros, by which Adam then divides."""
+    """Compare codes that turn small moments into zeros, by which Adam divides, with this one."""
     rng = np.random.default_rng(0)
     x = (10 ** rng.uniform(-12, 0, (64, 256))).astype(np.float32)
     error = lambda code: np.abs(code(x) / x - 1)

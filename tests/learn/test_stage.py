@@ -123,3 +123,23 @@ def test_each_row_learns_from_its_own_teacher():
             found.append(float(stage.measure(state, [item], None)["divergence"]))
     assert found[0] == pytest.approx(0.0, abs=1e-6)
     assert found[1] > 1e-4
+
+
+def test_scores_do_not_depend_on_the_size_of_their_microbatches():
+    """20 trajectories of 7 tokens, 4 in a row of 32: as 2 micro-batches of 4 rows, 5 of 1, or 1 of 16."""
+    items = [from_trajectory(t) for t in trajectories(20)]
+    params, results = models.init(VALUED, jax.random.key(0)), {}
+    for rows in (0, 1, 16):
+        step, mesh = dataclasses.replace(STEP, score_rows=rows), make_mesh(ONE, jax.devices()[:1])
+        built = Learner(ppo.Config(), VALUED, optax.sgd(0.1), step, mesh)
+        program = built.score_program(params, ("policy", "values"))
+        assert program.args[1].tokens.shape == (rows or 4, 32)
+        calls, run = [], built._score
+        built._score = lambda p, batch, run=run, calls=calls, **kw: calls.append(batch) or run(p, batch, **kw)
+        results[rows] = built.score(params, items, ("policy", "values"))
+        assert [len(batch.tokens) for batch in calls] == {0: [4, 4], 1: [1] * 5, 16: [16]}[rows]
+    for rows in (1, 16):
+        for one, other in zip(results[0], results[rows], strict=True):
+            for name in ("policy", "values"):
+                np.testing.assert_allclose(one[name], other[name], atol=1e-6)
+    assert np.abs(results[0][0]["policy"]).max() > 3

@@ -100,6 +100,18 @@ def test_remat_changes_no_gradient(remat):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * np.abs(one).max())
 
 
+def test_layer_inputs_in_host_memory_change_no_bit_of_the_gradient():
+    for one, other in zip(
+        jax.tree.leaves(gradient("full")), jax.tree.leaves(gradient("offload")), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+    loss = lambda params, *row: params(*row, remat="offload").sum()
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(models.abstract(CONFIG), *packed())
+    stacks = [v.aval for e in equations(jaxpr.jaxpr) for v in e.outvars if "<host>" in str(v.aval)]
+    shape = (*packed()[0].shape, CONFIG.hidden_size)
+    assert {x.shape for x in stacks} == {shape, (CONFIG.num_layers, *shape)}
+
+
 @pytest.mark.parametrize("config", [CONFIG, WINDOWED], ids=["full", "windows"])
 def test_the_gradient_program_does_not_grow_with_depth(config):
     """As many equations for 32 layers as for 16."""

@@ -27,6 +27,7 @@ CONFIG = models.TransformerConfig(
 MESHES = {
     "data=2 fsdp=2 tensor=2": MeshConfig(data=2, fsdp=2, tensor=2),
     "sequence=2 fsdp=4": MeshConfig(sequence=2),
+    "sequence=2 tensor=4, 10 tokens of a row between blocks": MeshConfig(fsdp=1, sequence=2, tensor=4),
     "tensor=4 data=2, more than kv heads": MeshConfig(data=2, fsdp=1, tensor=4),
 }
 

@@ -25,6 +25,7 @@ from jaxrl_llm.config import (
     RewardConfig,
     RewardModelConfig,
     SamplingConfig,
+    ScoreConfig,
     SourceConfig,
     TransformerConfig,
     derived,
@@ -107,6 +108,11 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
             dict(tokens_per_device=31),
             "--tokens_per_device is 31: less than one row of 32 tokens (max_prompt_tokens + "
             "max_response_tokens). Set --tokens_per_device 32 or more.",
+        ),
+        (
+            dict(score=ScoreConfig(31)),
+            "--score.tokens_per_device is 31: less than one row of 32 tokens (max_prompt_tokens + "
+            "max_response_tokens). Set --score.tokens_per_device 32 or more.",
         ),
         (
             dict(mesh=MeshConfig(sequence=5)),
@@ -384,7 +390,12 @@ def test_derived_numbers_by_hand(config):
         "rows_per_microbatch": 12,  # 3 rows of 32 in 100 tokens, on each of 4 devices
         "tokens_per_microbatch": 384,
         "microbatches_per_update_at_most": 1,
+        "rows_per_scored_microbatch": 12,
     }
+    score = lambda tokens: derived(replace(config, score=ScoreConfig(tokens)), 4)[
+        "rows_per_scored_microbatch"
+    ]
+    assert score(64) == 8 and score(10_000) == 24  # a step has 24 trajectories
     split_rows = replace(config, mesh=MeshConfig(tensor=2, sequence=2), tokens_per_device=16)
     assert derived(split_rows, 8)["rows_per_microbatch"] == 2  # one row of 32 over 2 x 16 tokens, 2 replicas
     rest_is_sequence = MeshConfig(fsdp=2, sequence=-1)

@@ -3,18 +3,16 @@
 import re
 
 import jax
-import jax.numpy as jnp
 import optax
 import pytest
 
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
-from jaxrl_llm.data.packing import empty_batch
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.update import StepConfig
+from jaxrl_llm.plan.compiled import count_collectives
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
-from jaxrl_llm.sharding.rules import TRAIN, num_shards, sharding_for
-from jaxrl_llm.structs import BatchTotals
+from jaxrl_llm.sharding.rules import num_shards
 
 pytestmark = pytest.mark.compilers
 GIB = 2**30
@@ -28,23 +26,16 @@ def qwen3(layers: int) -> models.TransformerConfig:
     )  # fmt: skip
 
 
-def compiled(devices: list, mesh_config: MeshConfig, tokens: int, layers: int):
-    """Forward and backward of one row a replica, GRPO, bfloat16, full rematerialisation."""
+def compiled(devices: list, mesh_config: MeshConfig, tokens: int, layers: int, remat: str = "full"):
+    """Forward and backward of one row a replica, GRPO, bfloat16."""
     mesh = make_mesh(mesh_config, devices)
     rows = num_shards("batch", mesh.shape)
     method = mesh_config.sequence_parallel
-    step = StepConfig(tokens, rows, dtype="bfloat16", remat="full", sequence_parallel=method)
+    step = StepConfig(tokens, rows, dtype="bfloat16", remat=remat, sequence_parallel=method)
     learner = Learner(grpo.Config(kl_coef=0.0), qwen3(layers), optax.adam(1e-6), step, mesh)
-    params = learner.abstract_state().params
-    place = sharding_for(mesh, ("batch", "sequence"), (rows, tokens), TRAIN)
-    batch = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((rows, tokens), x.dtype, sharding=place),
-        empty_batch(1, 1, ("advantages", "rollout")),
-    )
-    number = jax.ShapeDtypeStruct((), jnp.float32, sharding=learner.replicated)
+    program = learner.update_programs(("advantages", "rollout"))["accumulate"]
     with jax.set_mesh(mesh):
-        traced = learner._accumulate.trace(params, params, batch, BatchTotals(number, number, number), ())
-        return traced.lower(lowering_platforms=("tpu",)).compile()
+        return program.fn.trace(*program.args).lower(lowering_platforms=("tpu",)).compile()
 
 
 def results(program, operation: str) -> set[tuple[int, ...]]:
@@ -62,6 +53,26 @@ def test_a_long_row_compiles_for_four_chips(how, tpu):
     # Weights, and at most a number a token: never the hidden states of a row.
     assert gathered and not any(2**16 in shape and len(shape) > 2 for shape in gathered)
     assert results(program, {"ring": "collective-permute", "ulysses": "all-to-all"}[how])
+
+
+def test_offloaded_layer_inputs_leave_the_devices(tpu):
+    """8 layers' inputs of a row of 4k tokens: 2 bytes x 8 x 2^12 x 1024 for each device."""
+    plain, offloaded = [
+        compiled(tpu("v5e:2x2"), MeshConfig(fsdp=4), 2**12, 8, remat).memory_analysis()
+        for remat in ("full", "offload")
+    ]
+    assert plain.host_temp_size_in_bytes == 0
+    assert offloaded.host_temp_size_in_bytes == 2 * 8 * 2**12 * 1024
+    assert plain.temp_size_in_bytes - offloaded.temp_size_in_bytes > 0.5 * offloaded.host_temp_size_in_bytes
+
+
+def test_sums_over_tensor_are_scattered_between_blocks(tpu):
+    """Two products of a layer are summed over tensor; their sums of all tokens would be 2^12 x 1024."""
+    program = compiled(tpu("v5e:2x2"), MeshConfig(fsdp=1, tensor=4), 2**12, 2)
+    collectives = count_collectives(program.as_text(), 4)
+    assert collectives["reduce-scatter"].count >= 2 * 2 + 2 * 2  # forward and backward
+    assert collectives["all-gather"].count >= 2 * 2 + 2 * 2
+    assert collectives["all-reduce"].count < 4  # of embedding and log-probs; one a product would be 8
 
 
 @pytest.mark.slow

@@ -12,7 +12,15 @@ import jaxrl_llm.sharding
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.sharding.mesh import AXES, MeshConfig, make_mesh
-from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, constrain, num_shards, partition_spec, sharding_for
+from jaxrl_llm.sharding.rules import (
+    ROLLOUT,
+    TRAIN,
+    constrain,
+    constrain_residual,
+    num_shards,
+    partition_spec,
+    sharding_for,
+)
 
 
 def test_minus_one_takes_the_rest():
@@ -100,3 +108,16 @@ def test_constrain_lays_out_under_a_mesh_and_is_nothing_without():
     with jax.set_mesh(mesh):
         y = jax.jit(lambda x: constrain(x, "batch", "sequence", "hidden"))(x)
     assert y.sharding.shard_shape(y.shape) == (2, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tokens_of_a_device"),
+    [(48, 12), (6, 3), (5, 5), (1, 1)],
+    ids=["sequence 2 x tensor 2", "sequence alone", "neither", "a step of decoding"],
+)
+def test_tokens_between_blocks_are_divided_over_tensor_too_where_it_divides_them(tokens, tokens_of_a_device):
+    x = jnp.zeros((3, tokens, 8))  # 3 rows: fsdp 2 does not divide them
+    assert constrain_residual(x) is x
+    with jax.set_mesh(make_mesh(MeshConfig(fsdp=2, tensor=2, sequence=2))):
+        y = jax.jit(constrain_residual)(x)
+    assert y.sharding.shard_shape(y.shape) == (3, tokens_of_a_device, 8)

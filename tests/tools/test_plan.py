@@ -20,7 +20,14 @@ from jaxrl_kernels.chips import CHIPS, GIB, GPUS, TPUS
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
 from jaxrl_llm.build.models import make_stages
-from jaxrl_llm.config import ModelConfig, RolloutConfig, SamplingConfig, TrainConfig
+from jaxrl_llm.config import (
+    ModelConfig,
+    ReferenceConfig,
+    RolloutConfig,
+    SamplingConfig,
+    ScoreConfig,
+    TrainConfig,
+)
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.learn.reference import freeze
@@ -35,6 +42,7 @@ from jaxrl_llm.plan.report import verdict
 from jaxrl_llm.plan.target import parse_topology
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.rules import bytes_per_device
 from jaxrl_llm.tools import plan as command
 
 ROOT = Path(__file__).parents[2]
@@ -227,7 +235,7 @@ def test_flops_are_those_of_xla():
         flops.attention_flops(c, 8, 4),
         flops.head_flops(c, 8),
     )
-    recomputed = {"none": 0, "dots": 0, "attention": forward - attention, "full": forward}
+    recomputed = {"none": 0, "dots": 0, "attention": forward - attention, "full": forward, "offload": forward}
     for remat, again in recomputed.items():
         assert flops.update_flops(c, 8, 4, remat, with_logits=True) == 3 * forward + again + 4 * head, remat
     assert flops.update_flops(c, 8, 4, "none", with_logits=False) == 3 * forward
@@ -382,7 +390,7 @@ def test_activations_that_do_not_fit():
     fits, lines = advice(cost("update: accumulate", parameters=2, optimizer=4, gradients=2, activations=16))
     assert not fits
     assert lines[0].startswith(
-        "  1. --model.remat dots, then attention, then full: may be enough (activations of update: accum"
+        "  1. --model.remat dots, then attention, then full, then offload: may be enough (activations of"
     )
     assert "may take 8.00 GiB, now 16.00 GiB" in lines[0]
     assert lines[1].startswith("  2. --tokens_per_device 32: may be enough if activations grow with tokens")
@@ -390,8 +398,14 @@ def test_activations_that_do_not_fit():
     assert "does not help" in lines[3]
 
 
+def test_scores_that_do_not_fit_take_a_budget_of_their_own():
+    _, lines = advice(cost("score: policy", parameters=2, activations=28), score=ScoreConfig(128))
+    assert lines[0].startswith("  1. --score.tokens_per_device 64: may be enough")
+
+
 @pytest.mark.parametrize(
-    ("remat", "others"), [("dots", "attention, then full"), ("attention", "full"), ("full", None)]
+    ("remat", "others"),
+    [("dots", "attention, then full, then offload"), ("full", "offload"), ("offload", None)],
 )
 def test_advice_names_every_remat_that_keeps_less(remat, others):
     model = dataclasses.replace(CONFIG.model, remat=remat)
@@ -403,8 +417,9 @@ def test_advice_names_every_remat_that_keeps_less(remat, others):
 def test_a_state_that_does_not_fit():
     _, lines = advice(cost("update: apply", parameters=8, optimizer=16, gradients=8, activations=1))
     assert "Activations are not the bottleneck" in lines[0] and "32.00 GiB" in lines[0]
-    assert "--lora.rank 32" in lines[1]
-    assert "--mesh.fsdp 16: 16 in all would fit" in lines[2]  # 32 / 4 + 1 is below 16, 32 / 2 + 1 is not
+    flags = ["--optim.moments int8", "--optim.grad_dtype bfloat16", "--lora.rank 32"]
+    assert all(flag in line for flag, line in zip(flags, lines[1:4], strict=True))
+    assert "--mesh.fsdp 16: 16 in all would fit" in lines[4]  # 32 / 4 + 1 is below 16, 32 / 2 + 1 is not
 
 
 def test_a_state_that_does_not_fit_beside_the_gradients():
@@ -414,13 +429,33 @@ def test_a_state_that_does_not_fit_beside_the_gradients():
         cost("update: accumulate", parameters=6, optimizer=12, gradients=6, activations=1), model=model
     )
     assert lines[1] == "  2. --optim.offload True: saves 12.00 GiB of 9.00 GiB, would fit."
-    assert lines[2].endswith("adapters in place of the weights: saves 21.00 GiB of 9.00 GiB, would fit.")
+    assert lines[4].endswith("adapters in place of the weights: saves 21.00 GiB of 9.00 GiB, would fit.")
+
+
+def test_a_reference_that_does_not_fit_beside_the_gradients():
+    phase = cost("update: accumulate", parameters=8, gradients=8, frozen_models=4, activations=1)
+    _, lines = advice(phase)
+    assert lines[1] == "  2. --reference.offload True: saves 4.00 GiB of 5.00 GiB, not enough alone."
+    assert not any("reference" in x for x in advice(phase, algo=grpo.Config(kl_coef=0.0))[1])
+
+
+def test_an_offloaded_reference_is_on_the_host_but_for_its_norms():
+    """bfloat16: 2 bytes a weight of the matrices."""
+    model = dataclasses.replace(CONFIG.model, dtype="bfloat16")
+    config = dataclasses.replace(CONFIG, model=model, reference=ReferenceConfig(offload=True))
+    step = phases(config, make_mesh(MeshConfig(fsdp=1), jax.devices()[:1]))
+    (score,) = (phase for phase in step if phase.name == "score: reference")
+    frozen = score.resident["frozen models"]
+    norms = 5 * 32 + 4 * 8  # two a layer and the final one, of queries and keys
+    matrices = 64 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
+    assert bytes_per_device(frozen, "pinned_host") == 2 * matrices
+    assert bytes_per_device(frozen) == bytes_per_device(score.program.args[0]) == 2 * norms
 
 
 def test_the_verdict_names_host_memory():
     phase = dataclasses.replace(cost("update: accumulate", parameters=4), host=2.0 * GIB)
     plan = Plan("a model", "v5e-4", {}, 16 * GIB, [phase], {}, {})
-    assert verdict(plan)[0] == "Host memory: 2.00 GiB for each device, of optimizer state."
+    assert verdict(plan)[0] == "Host memory: 2.00 GiB for each device, of what is offloaded."
     assert verdict(plan)[1].startswith("Fits: at most 4.00 GiB")
 
 
