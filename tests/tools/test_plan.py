@@ -23,6 +23,7 @@ from jaxrl_llm.build.models import make_stages
 from jaxrl_llm.config import ModelConfig, RolloutConfig, SamplingConfig, TrainConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.learn.optim import OptimConfig
 from jaxrl_llm.learn.reference import freeze
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.presets import preset
@@ -35,6 +36,7 @@ from jaxrl_llm.plan.report import verdict
 from jaxrl_llm.plan.target import parse_topology
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.rules import bytes_per_device
 from jaxrl_llm.tools import plan as command
 
 ROOT = Path(__file__).parents[2]
@@ -403,8 +405,10 @@ def test_advice_names_every_remat_that_keeps_less(remat, others):
 def test_a_state_that_does_not_fit():
     _, lines = advice(cost("update: apply", parameters=8, optimizer=16, gradients=8, activations=1))
     assert "Activations are not the bottleneck" in lines[0] and "32.00 GiB" in lines[0]
-    assert "--lora.rank 32" in lines[1]
-    assert "--mesh.fsdp 16: 16 in all would fit" in lines[2]  # 32 / 4 + 1 is below 16, 32 / 2 + 1 is not
+    assert lines[1].startswith("  2. --optim.moments int8: saves 6.93 GiB of 17.00 GiB, not enough")
+    assert lines[2].startswith("  3. --optim.grad_dtype bfloat16: saves 4.00 GiB")
+    assert "--lora.rank 32" in lines[3]
+    assert "--mesh.fsdp 16: 16 in all would fit" in lines[4]  # 32 / 4 + 1 is below 16, 32 / 2 + 1 is not
 
 
 def test_a_state_that_does_not_fit_beside_the_gradients():
@@ -414,7 +418,42 @@ def test_a_state_that_does_not_fit_beside_the_gradients():
         cost("update: accumulate", parameters=6, optimizer=12, gradients=6, activations=1), model=model
     )
     assert lines[1] == "  2. --optim.offload True: saves 12.00 GiB of 9.00 GiB, would fit."
-    assert lines[2].endswith("adapters in place of the weights: saves 21.00 GiB of 9.00 GiB, would fit.")
+    assert lines[4].endswith("adapters in place of the weights: saves 21.00 GiB of 9.00 GiB, would fit.")
+
+
+def test_a_state_on_the_host_that_does_not_fit_may_leave_its_remainders_there():
+    model = dataclasses.replace(CONFIG.model, dtype="bfloat16")
+    _, lines = advice(
+        cost("update: accumulate", parameters=12, gradients=6, activations=1),
+        model=model,
+        optim=OptimConfig(offload=True),
+    )
+    assert lines[1].startswith("  2. --optim.grad_dtype bfloat16: saves 3.00 GiB of 3.00 GiB, would fit")
+    assert lines[2].startswith("  3. --optim.store_param_remainders True: saves 6.00 GiB of 3.00 GiB, would")
+
+
+def test_bytes_of_a_compressed_state_in_a_plan():
+    """Weights 2 bytes, remainders 2 more, and a gradient of one micro-batch 2."""
+    optim = OptimConfig(moments="int8", store_param_remainders=True)
+    config = dataclasses.replace(
+        CONFIG,
+        model=dataclasses.replace(CONFIG.model, dtype="bfloat16"),
+        optim=optim,
+        tokens_per_device=1024,
+        prompts_per_step=1,
+    )
+    update = next(
+        p for p in phases(config, make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])) if "accum" in p.name
+    )
+    norms = sum(x.size for name, x in models.named_leaves(models.abstract(SMALL)) if "norm" in name)
+    weights = sum(x.size for x in jax.tree.leaves(models.abstract(SMALL)))
+    size = {
+        kind: bytes_per_device(update.resident[kind]) for kind in ("parameters", "optimizer", "gradients")
+    }
+    assert size["parameters"] == size["gradients"] == 2 * (weights + norms)
+    assert update.program.args[1] is None and update.results is update.resident["gradients"]
+    learner = make_stages(config, SMALL, make_mesh(MeshConfig(fsdp=1), jax.devices()[:1]))[-1].policy
+    assert size["optimizer"] == bytes_per_device(learner.abstract_state().opt_state) < 9 * weights
 
 
 def test_the_verdict_names_host_memory():
