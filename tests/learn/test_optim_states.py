@@ -11,7 +11,7 @@ import pytest
 from jaxrl_llm import models
 from jaxrl_llm.algos import sft
 from jaxrl_llm.checkpoint.state import CheckpointConfig, Checkpointer
-from jaxrl_llm.config import ModelConfig, TrainConfig
+from jaxrl_llm.config import DataConfig, ModelConfig, TrainConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.learn.learner import Learner
@@ -209,7 +209,7 @@ def test_adafactor_has_no_moments_to_store():
 
 def test_remainders_need_bfloat16_and_no_adapters():
     config = TrainConfig(
-        run_dir="runs/x",
+        data=DataConfig(path="task:sums"),
         optim=OptimConfig(store_param_remainders=True),
         model=ModelConfig(dtype="float32", architecture=MODEL, tokenizer="tiny"),
         lora=LoraConfig(rank=2),
