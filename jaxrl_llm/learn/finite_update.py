@@ -21,7 +21,7 @@ Inputs = tuple[Params, Any, Params]
 """Weights, optimizer state and gradients."""
 
 
-class Step(NamedTuple):
+class UpdateStep(NamedTuple):
     """An optimizer's step, before it is checked."""
 
     updates: Params
@@ -39,7 +39,7 @@ class Applied(NamedTuple):
     norms: Metrics
 
 
-def update_if_finite(step: Callable[..., Step], inputs: Inputs, finite: Bool[Array, ""]) -> Applied:
+def update_if_finite(step: Callable[..., UpdateStep], inputs: Inputs, finite: Bool[Array, ""]) -> Applied:
     """Return the state after `step(*inputs)` if that and `finite` are so, else the state before."""
     new = step(*inputs)
     norms = {"update_norm": optax.tree.norm(new.updates), "param_norm": optax.tree.norm(new.masters)}
@@ -49,7 +49,7 @@ def update_if_finite(step: Callable[..., Step], inputs: Inputs, finite: Bool[Arr
 
 def update_by_leaf(
     optimizer: optax.GradientTransformation,
-    step: Callable[..., Step],
+    step: Callable[..., UpdateStep],
     inputs: Inputs,
     finite: Bool[Array, ""],
 ) -> Applied:
@@ -72,7 +72,7 @@ def update_by_leaf(
     return Applied(*joined, finite, {"update_norm": update_norm, "param_norm": param_norm})
 
 
-def _select(finite: Bool[Array, ""], new: Step, old: Inputs) -> tuple[Params, Any]:
+def _select(finite: Bool[Array, ""], new: UpdateStep, old: Inputs) -> tuple[Params, Any]:
     select = lambda new, old: jnp.where(finite, new, old)
     return jax.tree.map(select, (new.params, new.opt_state), (old[0], old[1]))
 

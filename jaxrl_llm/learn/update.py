@@ -24,7 +24,7 @@ from jaxrl_llm import algos
 from jaxrl_llm.algos.contract import AlgoConfig, Divergence, Requirements
 from jaxrl_llm.algos.correction import diagnostics
 from jaxrl_llm.algos.reduce import token_mean
-from jaxrl_llm.learn.finite_update import Step, update_by_leaf, update_if_finite
+from jaxrl_llm.learn.finite_update import UpdateStep, update_by_leaf, update_if_finite
 from jaxrl_llm.learn.optim_states import master_weights, stored_weights
 from jaxrl_llm.models import lora
 from jaxrl_llm.sharding.rules import logprob_specs
@@ -270,7 +270,7 @@ def apply(
         masters = master_weights(params, opt_state)
         updates, opt_state = optimizer.update(grads, opt_state, masters)
         masters = optax.apply_updates(masters, updates)
-        return Step(updates, masters, stored_weights(masters, opt_state), opt_state)
+        return UpdateStep(updates, masters, stored_weights(masters, opt_state), opt_state)
 
     update = functools.partial(update_by_leaf, optimizer) if by_leaf else update_if_finite
     finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm)

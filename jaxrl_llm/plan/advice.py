@@ -86,7 +86,8 @@ def _state(plan: Plan, config: TrainConfig, worst: PhaseCost) -> Iterator[str]:
     if possible and config.optim.offload and not config.optim.store_param_remainders:
         yield _saving("--optim.store_param_remainders True", worst.memory["parameters"] / 2, over)
     if not config.lora.rank:
-        cast = 1 - jnp.dtype(config.model.dtype).itemsize / 4
+        stored = 2 if config.optim.store_param_remainders else 4
+        cast = 1 - jnp.dtype(config.model.dtype).itemsize / stored
         saved = worst.memory["parameters"] * cast + moments + worst.memory["gradients"]
         yield _saving("--lora.rank 32, which trains adapters in place of the weights", saved, over)
 

@@ -1,5 +1,7 @@
 """Optimizers: one step by hand each, ranges of their settings, and updates that must be skipped."""
 
+from typing import get_args, get_type_hints
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,15 +43,20 @@ def step(config, weight=2.0, gradient=0.5, steps=1):
     return float(updates["matrix"][0, 0]), float(updates["norm"][0])
 
 
-@pytest.mark.parametrize(
-    ("name", "direction"),
-    [
-        ("adamw", 1.0),  # m / sqrt(v) = 0.5 / 0.5
-        ("lion", 1.0),  # the sign
-        ("sgd", 0.5),  # the gradient
-        ("adafactor", 2.0),  # (0.5 / 0.5, RMS clipped to 1) times the weights' RMS of 2
-    ],
-)
+DIRECTIONS = {
+    "adamw": 1.0,  # m / sqrt(v) = 0.5 / 0.5
+    "lion": 1.0,  # the sign
+    "sgd": 0.5,  # the gradient
+    "adafactor": 2.0,  # (0.5 / 0.5, RMS clipped to 1) times the weights' RMS of 2
+}
+
+
+def test_every_optimizer_has_a_step_by_hand():
+    """Muon's, of a model, is `test_muon_orthogonalizes_each_layer_by_itself`."""
+    assert set(get_args(get_type_hints(OptimConfig)["name"])) == {*DIRECTIONS, "muon"}
+
+
+@pytest.mark.parametrize(("name", "direction"), DIRECTIONS.items())
 def test_one_step_by_hand(name, direction):
     """-rate (direction + decay weight), without decay for the norm; decay is 0.01 x 2."""
     matrix, norm = step(OptimConfig(name=name, **SETTINGS))

@@ -11,7 +11,9 @@ import pytest
 from jaxrl_llm import models
 from jaxrl_llm.algos import sft
 from jaxrl_llm.checkpoint.state import CheckpointConfig, Checkpointer
+from jaxrl_llm.config import DataConfig, ModelConfig, TrainConfig
 from jaxrl_llm.data.packing import PackItem
+from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.optim import OptimConfig, make_optimizer
 from jaxrl_llm.learn.optim_states import (
@@ -26,8 +28,9 @@ from jaxrl_llm.learn.optim_states import (
     stored_weights,
 )
 from jaxrl_llm.learn.update import StepConfig
-from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models import LoraConfig, TransformerConfig
 from jaxrl_llm.ranges import problems
+from jaxrl_llm.recipe.checks import check_config
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import bytes_per_device
 
@@ -63,19 +66,19 @@ def companded(x):
 
 
 def linear(x):
-    """Quantize linearly, in 255 equal steps a block, which must not be done."""
+    """Return the values after 255 equal steps a block."""
     blocks = x.reshape(-1, 128)
     scale = blocks.max(-1, keepdims=True)
     return (np.round(blocks / scale * 255) / 255 * scale).reshape(x.shape)
 
 
 def square_root(x):
-    """FlashOptim's algorithm 3."""
+    """Return the values after FlashOptim's algorithm 3."""
     return linear(np.sqrt(x)) ** 2
 
 
 def test_second_moments_keep_relative_accuracy_over_twelve_decades():
-    """Compare codes that turn small moments into zeros, by which Adam divides, with this one."""
+    """The linear code, and FlashOptim's, make zeros of most, by which Adam then divides."""
     rng = np.random.default_rng(0)
     x = (10 ** rng.uniform(-12, 0, (64, 256))).astype(np.float32)
     error = lambda code: np.abs(code(x) / x - 1)
@@ -202,6 +205,19 @@ def test_a_regression_ends_where_adamw_ends():
 
 def test_adafactor_has_no_moments_to_store():
     assert [field for field, _ in problems(OptimConfig(name="adafactor", moments="int8"))] == ["moments"]
+
+
+def test_remainders_need_bfloat16_and_no_adapters():
+    config = TrainConfig(
+        data=DataConfig(path="task:sums"),
+        optim=OptimConfig(store_param_remainders=True),
+        model=ModelConfig(dtype="float32", architecture=MODEL, tokenizer="tiny"),
+        lora=LoraConfig(rank=2),
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_config(config, writes=False)
+    assert "--optim.store_param_remainders is True: it needs --model.dtype bfloat16." in str(caught.value)
+    assert "--optim.store_param_remainders is True: it is not for adapters." in str(caught.value)
 
 
 # -- runs
