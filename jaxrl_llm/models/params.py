@@ -61,13 +61,14 @@ def shardings(config: TransformerConfig, mesh: Mesh, rules: Rules) -> Params:
 
 
 def to_host(params: Params) -> Params:
-    """Return the weights, or the abstract weights of a plan, in host memory, each with its sharding.
+    """Return weights, of which some may be missing (None), in host memory, each with its sharding.
 
-    Norms and biases stay on the devices: a TPU cannot read one layer of their stack in host memory.
+    Norms and biases stay on the devices: a TPU cannot read one layer of their stack in host memory. The
+    abstract weights of a plan remain abstract.
     """
-    axes = logical_axes(params)
-    moves = [matrix_dims(axes[name]) or "vocab" in axes[name] for name, _ in named_leaves(params)]
     leaves, tree = jax.tree.flatten(params)
+    present = [param.get_metadata("axes") for _, param in _named_params(params) if jax.tree.leaves(param)]
+    moves = [matrix_dims(axes) or "vocab" in axes for axes in present]
     shardings = [on_host(x.sharding) if move else x.sharding for move, x in zip(moves, leaves, strict=True)]
     is_abstract = isinstance(leaves[0], jax.ShapeDtypeStruct)
     return (with_shardings if is_abstract else jax.device_put)(params, jax.tree.unflatten(tree, shardings))

@@ -12,9 +12,9 @@ from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.optim import OptimConfig, make_optimizer
 from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.learn.update import StepConfig
-from jaxrl_llm.models import TransformerConfig, lora
+from jaxrl_llm.models import LoraConfig, TransformerConfig, lora
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
-from jaxrl_llm.sharding.rules import HOST, bytes_per_device
+from jaxrl_llm.sharding.rules import HOST, TRAIN, bytes_per_device, with_shardings
 
 MODEL = TransformerConfig(
     vocab_size=64, hidden_size=16, mlp_size=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8
@@ -132,3 +132,12 @@ def test_a_reference_in_host_memory_is_that_of_the_devices_also_after_a_restart(
     restored = reference(True).params(3, 5, jax.tree.map(jax.numpy.zeros_like, current))
     assert restored.layers.q[...].sharding.memory_kind == HOST
     assert_equal(restored, plain)
+
+
+def test_adapters_alone_go_to_host_memory():
+    """The reference of a run with adapters, after its warm-up: their weights without the frozen ones."""
+    config = lora.with_lora(MODEL, LoraConfig(rank=2))
+    shardings = models.shardings(config, make_mesh(MeshConfig(fsdp=8)), TRAIN)
+    adapters = lora.split_params(with_shardings(models.abstract(config), shardings))[0]
+    moved = jax.tree.leaves(models.to_host(adapters))
+    assert len(moved) == 2 * 7 and {x.sharding.memory_kind for x in moved} == {HOST}

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxrl_llm.sharding
+from jaxrl_kernels.topology import gpu_devices, missing_compiler
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.sharding.mesh import AXES, MeshConfig, make_mesh
@@ -18,6 +19,7 @@ from jaxrl_llm.sharding.rules import (
     constrain,
     constrain_residual,
     num_shards,
+    on_host,
     partition_spec,
     sharding_for,
 )
@@ -121,3 +123,12 @@ def test_tokens_between_blocks_are_divided_over_tensor_too_where_it_divides_them
     with jax.set_mesh(make_mesh(MeshConfig(fsdp=2, tensor=2, sequence=2))):
         y = jax.jit(constrain_residual)(x)
     assert y.sharding.shard_shape(y.shape) == (3, tokens_of_a_device, 8)
+
+
+@pytest.mark.compilers
+def test_host_memory_of_gpus_that_are_only_compiled_for():
+    if problem := missing_compiler("cuda"):
+        pytest.skip(problem)
+    mesh = make_mesh(MeshConfig(fsdp=2), gpu_devices("h100", 2))
+    sharding = on_host(sharding_for(mesh, ("embed", "mlp"), (8, 8), TRAIN))
+    assert sharding.memory_kind == "pinned_host" and sharding.shard_shape((8, 8)) == (4, 8)
