@@ -14,14 +14,14 @@ def describe_kernels(config: TransformerConfig, dtype: str, mesh: Mesh, strict: 
     """Return one line that names the implementations of attention and log-probs on `mesh`, and why.
 
     Args:
-        dtype: of the activations, "bfloat16" or "float32".
+        dtype: of the activations, "bfloat16", "float16" or "float32".
         strict: as of `Transformer.__call__`.
     """
     if strict:
         return "attention and log-probs batch_invariant (--strict: the same bits in rollout and trainer)"
     check_kernels_setting()
     with jax.set_mesh(mesh):
-        attention, reason = choose("flash_attention", config.head_dim, dtype)
+        attention, reason = choose("flash_attention", config.head_dim, dtype, config.attention_softcap)
         logprob, logprob_reason = choose("linear_logprob", config.hidden_size, dtype)
     if reason == logprob_reason:
         return f"attention {attention}, log-probs {logprob} ({reason})"
