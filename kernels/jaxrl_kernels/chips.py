@@ -72,7 +72,7 @@ CHIPS = {
     ),
 }  # fmt: skip
 """TPU memory is what the compiler grants of the published 32, 16, 95, 32 and 192 GiB a chip, as its error for
-a larger program reports; interconnect is half of the published bidirectional figure, of PCIe where a GPU has no
+a larger program reports; interconnect is half of the published bidirectional figure, of PCIe for GPUs without
 NVLink. GPU memory is what the driver reports, before XLA takes its share of it. T4 has no bfloat16 units: its
 FLOP/s are of float16."""
 TPUS = tuple(kind for kind, chip in CHIPS.items() if chip.torus_dims)
@@ -126,7 +126,7 @@ GPU_GENERATIONS = {
     "Hopper": r"H100|H200|H800|H20|GH200",
     "Blackwell": r"B100|B200|B300|GB200|GB300",
 }
-"""Generation -> regular expression of words of the `device_kind` of its GPUs. Blackwell: data centers' alone."""
+"""Generation -> words of the `device_kind` of its GPUs, a regular expression; of Blackwell, servers' GPUs."""
 
 
 def gpu_generation(device_kind: str) -> str | None:

@@ -46,7 +46,7 @@ def choose(operation: str, *shape: Any, implementation: str = "auto") -> tuple[s
 
     Args:
         operation: key of OPERATIONS.
-        shape: what the operation's `unsupported` functions take, such as (head_dim, dtype, softcap) of attention.
+        shape: what the operation's `unsupported` functions take, for attention (head_dim, dtype, softcap).
         implementation: "auto" = the kernel for the devices of the current mesh, the portable implementation
             where there is none or it does not take the shape.
 

@@ -103,8 +103,7 @@ def check(spec, segments, window, with_lse=False):
 
 @pytest.mark.parametrize("window", [NO_WINDOW, 40])
 def test_packed_rows_are_those_of_the_oracle(window, emulator):
-    """Values, log-sum-exp and gradients of every class of lengths, without `blockwise`; layers with and without
-    a window in one program."""
+    """Values and gradients of every class of lengths, without `blockwise`; one program for both windows."""
     check(AttentionSpec(0.3, windows=(40, NO_WINDOW)), SEGMENTS, window)
 
 
@@ -114,7 +113,7 @@ def test_packed_rows_are_those_of_the_oracle(window, emulator):
         (SPLIT, NO_WINDOW, None, False),  # found when running
         (SEGMENTS, 40, None, False),  # no window was compiled
         (SEGMENTS, 30, (40,), False),  # another one was
-        (np.tile(np.arange(1, LENGTH + 1, dtype=np.int32), (2, 1)), NO_WINDOW, None, False),  # more than slots
+        (np.tile(np.arange(1, LENGTH + 1, dtype=np.int32), (2, 1)), NO_WINDOW, None, False),  # too many
     ],
 )
 def test_what_cudnn_cannot_compute_blockwise_does(segments, window, windows, with_lse, monkeypatch):
@@ -177,8 +176,8 @@ def test_each_generation_has_its_attention(kind, monkeypatch):
     ("shape", "version", "message"),
     [
         ((128, "float32"), None, "takes bfloat16 and float16, not float32"),
-        ((256, "bfloat16"), None, "a multiple of 8 up to 128, not 256"),
-        ((100, "float16"), None, "a multiple of 8 up to 128, not 100"),
+        ((256, "bfloat16"), None, "multiples of 8 up to 128, not 256"),
+        ((100, "float16"), None, "multiples of 8 up to 128, not 100"),
         ((128, "bfloat16", 30.0), None, "no soft-cap"),
         ((128, "bfloat16"), (9, 12, 0), r"cuDNN 9\.12\.0: packed rows need 9\.18\.1 or newer"),
         ((128, "bfloat16", None), (9, 18, 1), None),

@@ -3,9 +3,9 @@
 `jax._src.cudnn` refuses packed rows before Hopper; cuDNN takes them since 9.18.1.
 
 cuDNN is given a bound on the length of segments, and the workspace of its backward pass holds float32
-gradients for every slot at that bound. So there is one call for each class of lengths in (s/2, s]: of n
-tokens, fewer than 2n/s segments are so long, so 2n/s slots of s tokens always suffice. A class that no segment
-is in is skipped when running.
+gradients for every slot at that bound. So there is one call for each class of lengths in (s/2, s]: of N
+tokens, fewer than 2N/s segments are so long, and 2N/s slots of s tokens always suffice. A class without
+segments is skipped when running.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def unsupported(head_dim: int, dtype: DTypeLike, softcap: float | None = None) -
         return f"cuDNN attention takes bfloat16 and float16, not {jnp.dtype(dtype).name}"
     max_head_dim = 256 if is_hopper(dispatch.device()[1]) else 128
     if head_dim % 8 or head_dim > max_head_dim:
-        return f"cuDNN attention takes a head_dim that is a multiple of 8 up to {max_head_dim}, not {head_dim}"
+        return f"cuDNN attention takes head_dims that are multiples of 8 up to {max_head_dim}, not {head_dim}"
     if softcap is not None:
         return "cuDNN attention has no soft-cap of scores"
     version = installed_version()
@@ -111,12 +111,12 @@ def backward(
 
 
 class Runs(NamedTuple):
-    """Segments of n tokens, the rows one after the other."""
+    """Segments of N tokens, the rows one after the other."""
 
-    start: Int[Array, "n"]  # index of the first token of a token's segment
-    length: Int[Array, "n"]  # of a token's segment; 0 = padding
+    start: Int[Array, "N"]  # index of the first token of a token's segment
+    length: Int[Array, "N"]  # of a token's segment; 0 = padding
 
-    def of_length(self, shortest: int, longest: int) -> Bool[Array, "n"]:
+    def of_length(self, shortest: int, longest: int) -> Bool[Array, "N"]:
         """Return which tokens are of segments of these lengths."""
         return (self.length >= shortest) & (self.length <= longest)
 
@@ -191,11 +191,11 @@ class Slots(NamedTuple):
     """The segments of one class as cuDNN takes them, and the tokens in them."""
 
     longest: int
-    first: Int[Array, "S"]  # index of each segment's first token; n = an empty slot
+    first: Int[Array, "S"]  # index of each segment's first token; N = an empty slot
     lengths: Int[Array, "S"]
-    slot: Int[Array, "n"]  # of each token
-    position: Int[Array, "n"]  # of each token in its segment
-    member: Bool[Array, "n"]  # whether a token is of this class
+    slot: Int[Array, "N"]  # of each token
+    position: Int[Array, "N"]  # of each token in its segment
+    member: Bool[Array, "N"]  # whether a token is of this class
 
     @classmethod
     def of(cls, runs: Runs, shortest: int, longest: int) -> Slots:
@@ -208,10 +208,10 @@ class Slots(NamedTuple):
         slot = (jnp.cumsum(starts) - 1)[runs.start]
         return cls(longest, first, lengths.astype(jnp.int32), slot, index - runs.start, member)
 
-    def lse_of_tokens(self, statistics: Float[Array, "S H s"]) -> Float[Array, "n H"]:
+    def lse_of_tokens(self, statistics: Float[Array, "S H s"]) -> Float[Array, "N H"]:
         return statistics[self.slot, :, self.position]
 
-    def statistics(self, lse: Float[Array, "n H"]) -> Float[Array, "S H s"]:
+    def statistics(self, lse: Float[Array, "N H"]) -> Float[Array, "S H s"]:
         """Invert `lse_of_tokens`; after the end of a segment weights exp(score - it) are 0."""
         position = jnp.arange(self.longest)
         index = jnp.minimum(self.first[:, None] + position, len(lse) - 1)
@@ -264,12 +264,12 @@ def _by_class(compute: Callable, runs: Runs, length: int, results: tuple, operan
     return results
 
 
-def _flat(x: Shaped[Array, "B T ..."], length: int) -> Shaped[Array, "n ..."]:
+def _flat(x: Shaped[Array, "B T ..."], length: int) -> Shaped[Array, "N ..."]:
     x = _pad_rows(x, length)
     return x.reshape(-1, *x.shape[2:])
 
 
-def _rows(x: Shaped[Array, "n ..."], batch: int, length: int) -> Shaped[Array, "B T ..."]:
+def _rows(x: Shaped[Array, "N ..."], batch: int, length: int) -> Shaped[Array, "B T ..."]:
     return x.reshape(batch, -1, *x.shape[1:])[:, :length]
 
 
@@ -278,9 +278,9 @@ def fused_call(
     spec: AttentionSpec,
     window: int,
     slots: Slots,
-    q: Float[Array, "n H E"],
-    k: Float[Array, "n K E"],
-    v: Float[Array, "n K E"],
+    q: Float[Array, "N H E"],
+    k: Float[Array, "N K E"],
+    v: Float[Array, "N K E"],
     *residuals: Array,
 ) -> tuple[Array, ...]:
     """Call cuDNN for the segments of one class.

@@ -20,7 +20,7 @@ class AttentionSpec(NamedTuple):
     causal: bool = True
     softcap: float | None = None
     windows: tuple[int, ...] | None = None
-    """All values that the window of `DynamicMask` may have; None = any. For implementations that compile it."""
+    """All values that the window of `DynamicMask` may have, for kernels that compile it; None = any."""
 
 
 class DynamicMask(NamedTuple):
