@@ -24,6 +24,7 @@ from jaxrl_llm import algos
 from jaxrl_llm.algos.contract import AlgoConfig, Divergence, Requirements
 from jaxrl_llm.algos.correction import diagnostics
 from jaxrl_llm.algos.reduce import token_mean
+from jaxrl_llm.learn.loss_scale import next_loss_scale, scale_loss, unscale
 from jaxrl_llm.models import lora
 from jaxrl_llm.sharding.rules import logprob_specs
 from jaxrl_llm.structs import Batch, BatchTotals, LossInputs, Metrics, Params, TrainState
@@ -147,10 +148,11 @@ def accumulate(
 
     def loss_fn(trained):
         params = lora.join_params(trained, frozen)
-        return loss_and_metrics(params, batch, totals, teachers, algo=algo, config=config)
+        loss, metrics = loss_and_metrics(params, batch, totals, teachers, algo=algo, config=config)
+        return scale_loss(loss, totals.loss_scale), metrics
 
     (_, metrics), new = jax.value_and_grad(loss_fn, has_aux=True)(trained)
-    return jax.tree.map(jnp.add, grads, new), metrics
+    return jax.tree.map(jnp.add, grads, unscale(new, totals.loss_scale)), metrics
 
 
 def baseline(batch: Batch, totals: BatchTotals, *, algo: AlgoConfig) -> Float[Array, "*shape"]:
@@ -254,11 +256,15 @@ def apply(
     }
     finite = jnp.isfinite(metrics["loss"]) & jnp.all(jnp.isfinite(jnp.stack(list(norms.values()))))
     select = lambda new, old: jnp.where(finite, new, old)
+    version = state.version + finite.astype(jnp.int32)
+    if state.loss_scale is not None:
+        norms["loss_scale"] = state.loss_scale
     new_state = TrainState(
         params=jax.tree.map(select, params, state.params),
         opt_state=jax.tree.map(select, opt_state, state.opt_state),
-        version=state.version + finite.astype(jnp.int32),
+        version=version,
         nonfinite=jnp.where(finite, 0, state.nonfinite + 1),
         kl_coef=select(algo.next_kl_coef(state.kl_coef, metrics, num_sequences), state.kl_coef),
+        loss_scale=next_loss_scale(state.loss_scale, finite, version),
     )
     return new_state, {**metrics, **norms, "nonfinite": 1.0 - finite}

@@ -20,8 +20,8 @@ SLICES = {
 }
 """Dims of the torus -> shapes of slices, in chips."""
 KNOWN_TOPOLOGIES = (
-    f"v4-N, v5e-N, v5p-N, v6e-N, tpu7x-N, a shape such as v5e:4x4, {', '.join(GPUS)}, N of them such as h100x8, "
-    "or cpu"
+    "v4-N, v5e-N, v5p-N, v6e-N, tpu7x-N, a shape such as v5e:4x4, "
+    f"{', '.join(GPUS)}, N of them such as h100x8, or cpu"
 )
 GPU_MEM_FRACTION = 0.75
 """Share of a GPU's memory that XLA preallocates, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set."""

@@ -233,7 +233,7 @@ def test_attention_compiles_for_a_gpu_that_is_not_here(gpu):
     """float16 on T4, bfloat16 elsewhere; head_dim 256 is more than cuDNN's backward pass takes."""
     compile_for, kind = gpu
     dtype = "float16" if kind == "t4" else "bfloat16"
-    for dim in (64, 128, 256):
+    for dim in (64, 128, 256) if kind == "a100" else (128,):
         gradient, args = attention_gradient(dim, dtype)
         calls = 4 if kind != "t4" and dim <= 128 else 0
         text = compile_for(gradient, *args)
@@ -253,4 +253,4 @@ def test_decoding_and_log_probs_compile_for_a_gpu_that_is_not_here(gpu):
     text = compile_for(
         jax.value_and_grad(loss, (0, 1)), array(1, 4096, 1024), array(50257, 1024), integers(1, 4096)
     )
-    assert "[4096,50257]" not in text and "custom_call_target=\"mosaic" not in text
+    assert "[4096,50257]" not in text and 'custom_call_target="mosaic' not in text

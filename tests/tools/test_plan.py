@@ -472,7 +472,9 @@ def test_the_predicted_peak_is_within_a_tenth_of_what_the_process_measures():
 
 
 @pytest.mark.compilers
-@pytest.mark.parametrize("topology", ["v5e-4", "v4-8", "v5p-8", "v6e-4", "tpu7x-8", "h100x8", "h200", "a100", "t4"])
+@pytest.mark.parametrize(
+    "topology", ["v5e-4", "v4-8", "v5p-8", "v6e-4", "tpu7x-8", "h100x8", "h200", "a100", "t4"]
+)
 def test_a_real_compiler_plans_the_tiny_recipe(topology, tmp_path):
     out = tmp_path / "plan.json"
     _, platform, kind, _ = parse_topology(topology)
@@ -490,9 +492,7 @@ def test_a_real_compiler_plans_the_tiny_recipe(topology, tmp_path):
         "a100": "attention blockwise (cuDNN attention takes bfloat16 and float16, not float32)",
         "t4": "attention blockwise, log-probs chunked (Tesla T4: plain JAX",
     }
-    assert plan["kernels"].startswith(
-        kernels.get(kind, "attention pallas_tpu, log-probs pallas_tpu (")
-    )
+    assert plan["kernels"].startswith(kernels.get(kind, "attention pallas_tpu, log-probs pallas_tpu ("))
     phases = {phase["name"]: phase for phase in plan["phases"]}
     assert set(phases) >= {"rollout: decode", "update: accumulate", "update: apply"}
     assert ("all-gather" in phases["update: accumulate"]["collectives"]) == (
