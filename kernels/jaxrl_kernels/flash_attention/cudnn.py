@@ -297,7 +297,9 @@ def fused_call(
     offsets = jnp.append(slots.first, jnp.int32(tokens))
     ends = slots.lengths, slots.lengths, *(offsets * (x.shape[1] * x.shape[2]) for x in (q, k))
     like = lambda x: jax.ShapeDtypeStruct((batch, x.shape[1], longest, x.shape[2]), x.dtype)
-    workspace = jax.ShapeDtypeStruct((0,), jnp.uint8)
+    # XLA asks cuDNN for the size where it can; elsewhere (`plan`) this holds: float32 dq, dk, dv and a sum.
+    size = is_backward * 4 * SLOTS * tokens * q.shape[1] * (3 * q.shape[2] + 1)
+    workspace = jax.ShapeDtypeStruct((size,), jnp.uint8)
     if is_backward:
         statistics, d_out, out = residuals
         results, target = [like(x) for x in (q, k, v)], "__cudnn$fmhaSoftmaxBackward"
