@@ -203,10 +203,12 @@ class Slots(NamedTuple):
         member = runs.of_length(shortest, longest)
         starts = member & (runs.start == index)
         size = SLOTS * (index.size // longest)
-        first = jnp.nonzero(starts, size=size, fill_value=index.size)[0].astype(jnp.int32)
+        number = jnp.cumsum(starts) - 1
+        first = (
+            jnp.full(size, index.size, jnp.int32).at[jnp.where(starts, number, size)].set(index, mode="drop")
+        )
         lengths = jnp.where(first < index.size, runs.length[jnp.minimum(first, index.size - 1)], 0)
-        slot = (jnp.cumsum(starts) - 1)[runs.start]
-        return cls(longest, first, lengths.astype(jnp.int32), slot, index - runs.start, member)
+        return cls(longest, first, lengths, number[runs.start], index - runs.start, member)
 
     def lse_of_tokens(self, statistics: Float[Array, "S H s"]) -> Float[Array, "N H"]:
         return statistics[self.slot, :, self.position]
