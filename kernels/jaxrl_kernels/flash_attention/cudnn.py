@@ -199,18 +199,19 @@ class Slots(NamedTuple):
 
     @classmethod
     def of(cls, runs: Runs, shortest: int, longest: int) -> Slots:
+        """Return the segments of a class of lengths, in order."""
         index = jnp.arange(runs.start.size)
         member = runs.of_length(shortest, longest)
         starts = member & (runs.start == index)
         size = SLOTS * (index.size // longest)
         number = jnp.cumsum(starts) - 1
-        first = (
-            jnp.full(size, index.size, jnp.int32).at[jnp.where(starts, number, size)].set(index, mode="drop")
-        )
+        empty = jnp.full(size, index.size, jnp.int32)
+        first = empty.at[jnp.where(starts, number, size)].set(index, mode="drop")
         lengths = jnp.where(first < index.size, runs.length[jnp.minimum(first, index.size - 1)], 0)
         return cls(longest, first, lengths, number[runs.start], index - runs.start, member)
 
     def lse_of_tokens(self, statistics: Float[Array, "S H s"]) -> Float[Array, "N H"]:
+        """Return the log-sum-exp of each token from those of each slot; arbitrary for other classes."""
         return statistics[self.slot, :, self.position]
 
     def statistics(self, lse: Float[Array, "N H"]) -> Float[Array, "S H s"]:
