@@ -67,8 +67,9 @@ class ModelConfig:
     """PEFT folder of the adapters to start from, whose settings `lora` must have; "" = new adapters."""
     tokenizer: str = ""
     """Folder or hub name; "" = beside the model; "tiny" = the built-in character tokenizer."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type that the forward and backward pass compute in; master weights are float32."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Type that the forward and backward pass compute in; master weights are float32. float16 is for Turing
+    GPUs (T4), which have no bfloat16; its loss is scaled (metric loss_scale)."""
     remat: Literal["none", "dots", "attention", "full", "offload"] = "none"
     """Activations that the backward pass recomputes: none; all but matrix products and attention; all but
     attention and layer inputs (for long rows); all but layer inputs; the same, with these in host memory."""
@@ -228,6 +229,12 @@ class TrainConfig:
     def is_on_policy(self) -> bool:
         """True where the weights before a step's first update generate all of its tokens."""
         return self.rollout.max_staleness == 0 and self.rollout.weight_noise == 0
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """Key -> type of the products that the trainer's devices compute."""
+        native = {"--rollout.dtype": self.rollout.dtype} if self.rollout.engine == "native" else {}
+        return {"--model.dtype": self.model.dtype, **native}
 
     @property
     def trajectories_per_step(self) -> int:

@@ -161,6 +161,7 @@ class BatchTotals:
     num_sequences: Float[Array, ""]  # sequences with any
     kl_coef: Float[Array, ""]
     baseline: Float[Array, "*shape"] | None = None
+    loss_scale: Float[Array, ""] | None = None  # that of the TrainState
 
 
 @pytree
@@ -201,6 +202,7 @@ class TrainState:
     nonfinite: Int[Array, ""]  # updates skipped in a row for NaN or Inf
     kl_coef: Float[Array, ""]  # of the KL controller
     critic: TrainState | None = None  # of the critic, which is trained together with the policy
+    loss_scale: Float[Array, ""] | None = None  # of float16 (`learn.loss_scale`)
 
 
 class Program(NamedTuple):

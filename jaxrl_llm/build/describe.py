@@ -16,7 +16,7 @@ from jaxrl_llm.build.run import Run
 from jaxrl_llm.config import TrainConfig, derived
 from jaxrl_llm.data.chat import prompt_row
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.kernels import describe_kernels
+from jaxrl_llm.models.kernels import describe_kernels, turing_warning
 from jaxrl_llm.models.lora import trained_state
 from jaxrl_llm.report.log import PROMPTS
 
@@ -34,6 +34,8 @@ def start_lines(run: Run, start: int) -> Iterator[str]:
     mesh = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
     yield f"{weights / 1e6:,.1f}M weights on {run.mesh.size} {jax.devices()[0].device_kind} device(s): {mesh}"
     yield describe_kernels(policy.model, config.model.dtype, run.mesh, config.strict)
+    if warning := turing_warning(config.dtypes, run.mesh):
+        yield warning
     yield ", ".join(f"{k} {v:,}" for k, v in derived(config, run.mesh.size).items())
     if line := staleness_line(config):
         yield line

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_llm import algos, models
 from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.data.packing import PackItem, counts, empty_batch, pack, unpack
+from jaxrl_llm.learn.loss_scale import initial_loss_scale
 from jaxrl_llm.learn.optim_states import is_moment, moment_shardings, stored_weights
 from jaxrl_llm.learn.update import (
     StepConfig,
@@ -100,7 +101,7 @@ class Learner:
         """Return the programs that `update` runs for each micro-batch ("accumulate") and after ("apply")."""
         state, batch = self.abstract_state(), self.abstract_batch(signals, self.config.rows)
         number = jax.ShapeDtypeStruct((), jnp.float32)
-        totals = BatchTotals(number, number, state.kl_coef)
+        totals = BatchTotals(number, number, state.kl_coef, loss_scale=state.loss_scale)
         with jax.set_mesh(self.mesh):
             if algos.of(self.algo).baseline:
                 totals = replace(totals, baseline=jax.eval_shape(self._baseline, batch, totals))
@@ -166,7 +167,7 @@ class Learner:
     ) -> tuple[TrainState, Metrics]:
         """Apply one optimizer update from micro-batches on the devices and their global denominators."""
         with jax.set_mesh(self.mesh):
-            totals = self._totals(batches, num_tokens, num_sequences, state.kl_coef)
+            totals = self._totals(batches, num_tokens, num_sequences, state)
             trained, frozen = lora.split_params(state.params)
             grads = self._zeros(trained) if len(batches) > 1 else None
             parts = []
@@ -182,16 +183,17 @@ class Learner:
         """Return loss and metrics of these items as one mini-batch, without an update."""
         batches = self._batches(items, self.config.rows)
         with jax.set_mesh(self.mesh):
-            totals = self._totals(batches, *counts(items, self.group_size), state.kl_coef)
+            totals = self._totals(batches, *counts(items, self.group_size), state)
             return combine([self._measure(state.params, b, totals, tuple(teachers))[1] for b in batches])
 
     def _batches(self, items: Sequence[PackItem], rows: int) -> list[Batch]:
         return [self.put(b) for b in pack(items, self.config.row_tokens, rows, self.group_size)]
 
     def _totals(
-        self, batches: Sequence[Batch], num_tokens: float, num_sequences: float, kl_coef
+        self, batches: Sequence[Batch], num_tokens: float, num_sequences: float, state: TrainState
     ) -> BatchTotals:
-        totals = BatchTotals(np.float32(num_tokens), np.float32(num_sequences), kl_coef)
+        numbers = np.float32(num_tokens), np.float32(num_sequences)
+        totals = BatchTotals(*numbers, state.kl_coef, loss_scale=state.loss_scale)
         if not algos.of(self.algo).baseline:
             return totals
         return replace(totals, baseline=sum(self._baseline(batch, totals) for batch in batches))
@@ -203,7 +205,8 @@ class Learner:
         kl_coef = jnp.float32(self.algo.initial_kl_coef)
         opt_state = self.optimizer.init(trained)
         stored = lora.join_params(stored_weights(trained, opt_state), frozen)
-        return TrainState(stored, opt_state, zero, zero, kl_coef)
+        loss_scale = initial_loss_scale(self.config.dtype)
+        return TrainState(stored, opt_state, zero, zero, kl_coef, loss_scale=loss_scale)
 
     def _on_devices(self, update: Callable) -> Callable:
         """Return `update`, a function of a TrainState, with its moments moved to the devices first."""
@@ -233,4 +236,5 @@ class Learner:
             transform_non_params=lambda _: self.replicated,
             is_leaf=is_moment,
         )
-        return TrainState(self.param_shardings, opt, *[self.replicated] * 3)
+        loss_scale = None if state.loss_scale is None else self.replicated
+        return TrainState(self.param_shardings, opt, *[self.replicated] * 3, loss_scale=loss_scale)

@@ -25,6 +25,7 @@ from jaxrl_llm.algos.contract import AlgoConfig, Divergence, Requirements
 from jaxrl_llm.algos.correction import diagnostics
 from jaxrl_llm.algos.reduce import token_mean
 from jaxrl_llm.learn.finite_update import UpdateStep, update_by_leaf, update_if_finite
+from jaxrl_llm.learn.loss_scale import next_loss_scale, scale_loss, unscale
 from jaxrl_llm.learn.optim_states import master_weights, stored_weights
 from jaxrl_llm.models import lora
 from jaxrl_llm.sharding.rules import logprob_specs
@@ -158,9 +159,11 @@ def accumulate(
 
     def loss_fn(trained):
         params = lora.join_params(trained, frozen)
-        return loss_and_metrics(params, batch, totals, teachers, algo=algo, config=config)
+        loss, metrics = loss_and_metrics(params, batch, totals, teachers, algo=algo, config=config)
+        return scale_loss(loss, totals.loss_scale), metrics
 
     (_, metrics), new = jax.value_and_grad(loss_fn, has_aux=True)(trained)
+    new = unscale(new, totals.loss_scale)
     if grads is None:
         dtype = jnp.dtype(config.grad_dtype)
         narrow = lambda g: g if g.dtype.itemsize <= dtype.itemsize else g.astype(dtype)
@@ -276,11 +279,15 @@ def apply(
     finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm)
     new = update(step, (state.params, state.opt_state, grads), finite)
     kl_coef = algo.next_kl_coef(state.kl_coef, metrics, num_sequences)
+    version = state.version + new.finite.astype(jnp.int32)
+    scaling = {} if state.loss_scale is None else {"loss_scale": state.loss_scale}
     new_state = TrainState(
         params=new.params,
         opt_state=new.opt_state,
-        version=state.version + new.finite.astype(jnp.int32),
+        version=version,
         nonfinite=jnp.where(new.finite, 0, state.nonfinite + 1),
         kl_coef=jnp.where(new.finite, kl_coef, state.kl_coef),
+        loss_scale=next_loss_scale(state.loss_scale, new.finite, version),
     )
-    return new_state, {**metrics, "grad_norm": grad_norm, **new.norms, "nonfinite": 1.0 - new.finite}
+    norms = {"grad_norm": grad_norm, **new.norms, **scaling}
+    return new_state, {**metrics, **norms, "nonfinite": 1.0 - new.finite}

@@ -202,7 +202,8 @@ def make_attention_fn(
     settings = {"scale": 1 / math.sqrt(c.head_dim), "softcap": c.attention_softcap}
 
     def plain(q, k, v, segments, positions, window):
-        return sharded_attention(q, k, v, segments, window=window, method=method, **settings)
+        known = {"windows": tuple(sorted(set(window_sizes(c)))), "method": method}
+        return sharded_attention(q, k, v, segments, window=window, **known, **settings)
 
     def exact(q, k, v, segments, positions, window):
         start = jnp.arange(q.shape[1]) - positions

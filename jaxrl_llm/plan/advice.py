@@ -115,11 +115,12 @@ def _rollout(plan: Plan, config: TrainConfig, phases: list[PhaseCost]) -> Iterat
     worst = max(phases, key=lambda phase: phase.peak)
     cache, weights = worst.memory["KV cache"], worst.memory["rollout weights"]
     over = worst.peak - plan.memory
+    half = "float16" if config.model.dtype == "float16" else "bfloat16"
     if config.rollout.dtype == "float32":
         saved = (weights + cache * (config.rollout.cache_dtype is None)) / 2
-        yield _saving("--rollout.dtype bfloat16", saved, over)
+        yield _saving(f"--rollout.dtype {half}", saved, over)
     elif config.rollout.cache_dtype == "float32":
-        yield _saving("--rollout.cache_dtype bfloat16", cache / 2, over)
+        yield _saving(f"--rollout.cache_dtype {half}", cache / 2, over)
     slots = config.rollout.slots
     while slots > 1 and cache * (1 - slots / config.rollout.slots) < over:
         slots //= 2

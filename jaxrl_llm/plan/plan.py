@@ -10,7 +10,7 @@ import jax
 
 from jaxrl_llm.config import TrainConfig, derived
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.kernels import check_kernels_setting, describe_kernels
+from jaxrl_llm.models.kernels import check_kernels_setting, describe_kernels, turing_warning
 from jaxrl_llm.plan.compiled import CompiledStats, compile_program
 from jaxrl_llm.plan.models import planned_model
 from jaxrl_llm.plan.phases import Phase, phases
@@ -108,7 +108,7 @@ def make_plan(
 
     Args:
         only: words separated by commas; phases whose name contains one are compiled; "" = all.
-        log: receives a line before each compilation.
+        log: receives warnings, and a line before each compilation.
 
     Raises:
         UserError: the recipe cannot run on these devices, with the fix.
@@ -120,6 +120,8 @@ def make_plan(
     if not selected:
         names = ", ".join(phase.name for phase in step)
         raise UserError(f"--only {only}: no phase of this recipe has such a name; there are {names}.")
+    if warning := turing_warning(config.dtypes, mesh):
+        log(warning)
     costs = []
     for phase in selected:
         log(f"compiling {phase.name}")

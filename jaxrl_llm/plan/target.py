@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxrl_kernels.chips import CHIPS, TPUS, Chip
+from jaxrl_kernels.chips import CHIPS, GPUS, TPUS, Chip
 from jaxrl_kernels.topology import gpu_devices, missing_compiler, tpu_devices
 from jaxrl_llm.errors import ConfigError
 
@@ -19,7 +19,10 @@ SLICES = {
     3: "1x1x1 2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x16 8x16x16 16x16x16",
 }
 """Dims of the torus -> shapes of slices, in chips."""
-KNOWN_TOPOLOGIES = "v4-N, v5e-N, v5p-N, v6e-N, tpu7x-N, a shape such as v5e:4x4, h100, h100xN, h200xN, or cpu"
+KNOWN_TOPOLOGIES = (
+    "v4-N, v5e-N, v5p-N, v6e-N, tpu7x-N, a shape such as v5e:4x4, "
+    f"{', '.join(GPUS)}, N of them such as h100x8, or cpu"
+)
 GPU_MEM_FRACTION = 0.75
 """Share of a GPU's memory that XLA preallocates, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set."""
 
@@ -58,7 +61,7 @@ def parse_topology(name: str) -> Topology:
     """
     if name == "cpu":
         return Topology(name, "cpu", "cpu", ())
-    if match := re.fullmatch(r"(h[12]00)(?:x(\d+))?", name):
+    if match := re.fullmatch(rf"({'|'.join(GPUS)})(?:x(\d+))?", name):
         count = int(match[2] or 1)
         if not 1 <= count <= 8:
             raise ConfigError(f"--topology {name}: 1 to 8 GPUs of one host, such as {match[1]}x8.")

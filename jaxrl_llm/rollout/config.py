@@ -36,13 +36,14 @@ class RolloutConfig:
     """Tokens decoded per device call; between calls the host looks for stop strings and refills slots."""
     prefill_tokens: Count = 4096
     """Largest prefill batch in tokens, padding included (a longer prompt is prefilled alone)."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights and activations; norms, softmax and log-probs are float32."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of weights and activations; norms, softmax and log-probs are float32. float16, for Turing GPUs,
+    needs the native engine."""
     cache: Literal["auto", "ring", "paged"] = "auto"
     """KV cache: for every slot a ring buffer as long as the longest sequence; or pages, allocated as
     sequences grow, those of a prompt shared by its responses. auto = paged where a kernel reads pages (TPU,
     Hopper), else ring, which plain JAX reads faster."""
-    cache_dtype: Literal["float32", "bfloat16", "int8", "float8_e4m3fn"] | None = None
+    cache_dtype: Literal["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"] | None = None
     """Type of cached keys and values; None = dtype. 8-bit types (one scale per token and head) need the paged
     cache; log-probs then differ more from the trainer's."""
     page: Annotated[int, Range(1, 65536, usual="128 is usual")] = 128
@@ -65,6 +66,8 @@ class RolloutConfig:
         """Yield (field, what is wrong), for rules across fields."""
         if self.cache == "ring" and self.cache_dtype in EIGHT_BITS:
             yield "cache_dtype", f"is {self.cache_dtype}: it needs --rollout.cache paged."
+        if self.engine == "sglang" and self.dtype == "float16":
+            yield "dtype", "is float16: it needs --rollout.engine native; servers take float32 and bfloat16."
         if self.engine == "native" and (self.servers or self.launch):
             name = "servers" if self.servers else "launch"
             yield name, "is for SGLang servers: add --rollout.engine sglang."

@@ -58,6 +58,7 @@ def sharded_attention(
     *,
     scale: float,
     window: int | Int[Array, ""],
+    windows: tuple[int, ...] | None = None,
     softcap: float | None = None,
     method: ContextParallel = "none",
 ) -> Float[Array, "B T H E"]:
@@ -66,6 +67,7 @@ def sharded_attention(
     Args:
         segments: 0 = padding.
         window: sliding window: tokens that a token attends to, itself included.
+        windows: all values that `window` may have, where it is traced; cuDNN compiles each.
         method: of `context_parallel`; q, k, v and segments are in its order (`reorder_tokens`).
 
     Raises:
@@ -73,7 +75,9 @@ def sharded_attention(
     """
     spec = current_spec(QUERY_AXES, q.shape, REPLICATED_SEQUENCE if method == "none" else TRAIN)
     if spec is None:
-        return flash_attention(q, k, v, segments, scale=scale, window=window, softcap=softcap)
+        return flash_attention(
+            q, k, v, segments, scale=scale, window=window, windows=windows, softcap=softcap
+        )
     mesh = jax.sharding.get_abstract_mesh()
     head_shards = q.shape[2] // NamedSharding(mesh, spec).shard_shape(q.shape)[2]
     ulysses_shards = head_shards * num_shards("sequence", mesh.shape)
@@ -82,11 +86,11 @@ def sharded_attention(
     # A key head is repeated only until every device has one: its query heads are then all of one group.
     repeats = head_shards // math.gcd(k.shape[2], head_shards)
     k, v = (x if repeats == 1 else jnp.repeat(x, repeats, axis=2) for x in (k, v))
-    name, _ = choose("flash_attention", q.shape[3], q.dtype)
+    name, _ = choose("flash_attention", q.shape[3], q.dtype, softcap)
     implementation = load_implementation("flash_attention", name)
     if method in METHODS:
         implementation = METHODS[method](implementation, AXIS)
-    static = _Static(implementation, AttentionSpec(scale, True, softcap), spec)
+    static = _Static(implementation, AttentionSpec(scale, True, softcap, windows), spec)
     return _attention(static, q, k, v, segments, window)
 
 

@@ -27,8 +27,8 @@ class UlyssesAttention(NamedTuple):
 
     def forward(self, spec: AttentionSpec, q, k, v, q_segments, kv_segments, mask: DynamicMask):
         """Compute (out, lse) of the local queries over the keys of all devices."""
-        qkv, segments = self._by_heads(q, self._repeat(k), self._repeat(v)), (q_segments, kv_segments)
-        out, lse = self.implementation.forward(spec, *qkv, *self._gather(*segments), mask)
+        qkv = self._by_heads(q, self._repeat(k), self._repeat(v))
+        out, lse = self.implementation.forward(spec, *qkv, *self._gather(q_segments, kv_segments), mask)
         return self._by_tokens(out)[0], jax.lax.all_to_all(lse, self.axis, 2, 1, tiled=True)
 
     def backward(
@@ -63,8 +63,11 @@ class UlyssesAttention(NamedTuple):
     def _by_tokens(self, *arrays: Shaped[Array, "_ T _ E"]) -> list[Array]:
         return [jax.lax.all_to_all(x, self.axis, 1, 2, tiled=True) for x in arrays]
 
-    def _gather(self, *segments: Shaped[Array, "B t"]) -> list[Array]:
-        return [jax.lax.all_gather(x, self.axis, axis=1, tiled=True) for x in segments]
+    def _gather(self, q: Shaped[Array, "B t"], kv: Shaped[Array, "B t"]) -> tuple[Array, Array]:
+        """Return the segments of whole rows; one array where both are the same, as cuDNN needs to know."""
+        gather = lambda x: jax.lax.all_gather(x, self.axis, axis=1, tiled=True)
+        whole = gather(q)
+        return whole, whole if q is kv else gather(kv)
 
     def _repeat(self, x: Shaped[Array, "B t K E"]) -> Shaped[Array, "B t K_ E"]:
         devices = jax.lax.axis_size(self.axis)

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxrl_kernels.chips import lacks_bfloat16
+from jaxrl_kernels.dispatch import device
 from jaxrl_llm import models
 from jaxrl_llm.data.chat import encode_prompt, plain_text_warning
 from jaxrl_llm.data.config import ChatConfig, SourceConfig
@@ -34,7 +36,7 @@ from jaxrl_llm.sharding.rules import ROLLOUT, Rules
 from jaxrl_llm.structs import Params, Trajectory
 from jaxrl_llm.tools.arguments import parse_arguments
 
-Dtype = Literal["auto", "float32", "bfloat16"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class GenerateConfig(SamplingConfig):
     slots: Annotated[int, Range(1, 65536)] = 64
     """Sequences decoded concurrently."""
     dtype: Dtype = "auto"
-    """Type of weights and activations; auto = float32 on CPU, else bfloat16."""
+    """Type of weights and activations; auto = float32 on CPU, float16 on Turing GPUs, else bfloat16."""
     chat: ChatConfig = field(default_factory=ChatConfig)
     """Chat template."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -174,10 +176,12 @@ def load_sharded(
 
 
 def pick_dtype(dtype: Dtype) -> str:
-    """Return the dtype; "auto" = float32 on CPU, where bfloat16 is slow, else bfloat16."""
+    """Return the dtype; "auto" = float32 on CPU, where bfloat16 is slow, float16 on GPUs without units for
+    bfloat16, else bfloat16."""
     if dtype != "auto":
         return dtype
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    platform, kind = device()
+    return "float32" if platform == "cpu" else "float16" if lacks_bfloat16(kind) else "bfloat16"
 
 
 def check_output_path(path: Path, source: Path) -> None:

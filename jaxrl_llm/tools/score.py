@@ -53,7 +53,7 @@ class ScoreArguments:
     batch_tokens: Count = 8192
     """Tokens of one forward pass, including padding; a longer row is a batch by itself."""
     dtype: Dtype = "auto"
-    """Type of weights and activations; auto = float32 on CPU, else bfloat16."""
+    """Type of weights and activations; auto = float32 on CPU, float16 on Turing GPUs, else bfloat16."""
     chat: ChatConfig = field(default_factory=ChatConfig)
     """Chat template that makes tokens of messages."""
     mesh: MeshConfig = field(default_factory=MeshConfig)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 MIB, GIB = 2**20, 2**30
@@ -25,6 +26,7 @@ class Chip(NamedTuple):
 
 
 _DOCS = "https://docs.cloud.google.com/tpu/docs/"
+_GUIDE = "CUDA programming guide, compute capabilities"
 HOPPER_SHARED_MEMORY = 232_448
 """Bytes of opt-in shared memory of a thread block (compute capability 9.0: 228 KiB less 1 KiB reserved)."""
 CHIPS = {
@@ -44,12 +46,67 @@ CHIPS = {
         "NVIDIA H200", 150_109_880_320, 989.4e12, 4800e9, 450e9, HOPPER_SHARED_MEMORY, 1, 1, 0,
         "NVIDIA H200 data sheet, Hopper tuning guide",
     ),
+    "b200": Chip(
+        "NVIDIA B200", 191_514_411_008, 2250e12, 7672.32e9, 900e9, 232_448, 1, 1, 0,
+        f"NVIDIA HGX B200 data sheet; {_GUIDE}",
+    ),
+    "a100": Chip(
+        "NVIDIA A100-SXM4-80GB", 85_100_068_864, 312e12, 2039.04e9, 300e9, 166_912, 1, 1, 0,
+        f"NVIDIA A100 data sheet; {_GUIDE}",
+    ),
+    "a100-40": Chip(
+        "NVIDIA A100-SXM4-40GB", 42_331_013_120, 312e12, 1555.2e9, 300e9, 166_912, 1, 1, 0,
+        f"NVIDIA A100 data sheet; {_GUIDE}",
+    ),
+    "l4": Chip(
+        "NVIDIA L4", 22.03 * GIB, 121e12, 300e9, 32e9, 101_376, 1, 1, 0,
+        f"NVIDIA L4 data sheet; {_GUIDE}",
+    ),
+    "rtx4090": Chip(
+        "NVIDIA GeForce RTX 4090", 23.64 * GIB, 165.2e12, 1008e9, 32e9, 101_376, 1, 1, 0,
+        f"NVIDIA Ada architecture white paper; {_GUIDE}",
+    ),
+    "t4": Chip(
+        "Tesla T4", 14.56 * GIB, 65e12, 320e9, 16e9, 65_536, 1, 1, 0,
+        f"NVIDIA T4 data sheet; {_GUIDE}",
+    ),
 }  # fmt: skip
 """TPU memory is what the compiler grants of the published 32, 16, 95, 32 and 192 GiB a chip, as its error for
-a larger program reports; interconnect is half of the published bidirectional figure. GPU memory is what the
-driver reports, before XLA takes its share of it."""
+a larger program reports; interconnect is half of the published bidirectional figure, of PCIe for GPUs without
+NVLink. GPU memory is what the driver reports, before XLA takes its share of it. T4 has no bfloat16 units: its
+FLOP/s are of float16."""
 TPUS = tuple(kind for kind, chip in CHIPS.items() if chip.torus_dims)
 GPUS = tuple(kind for kind in CHIPS if kind not in TPUS)
+
+
+class Multiprocessors(NamedTuple):
+    """The streaming multiprocessors of a GPU, as its compiler needs them."""
+
+    capability: tuple[int, int]  # CUDA's compute capability
+    count: int
+    shared_memory: int  # bytes of each
+    threads: int  # of each
+    fpus: int  # float32 units of each
+    l2_cache: int  # bytes, of all
+    clock: float  # GHz, boost
+
+
+HOPPER_SMS = 132
+"""Streaming multiprocessors of an H100 or H200 SXM."""
+_HOPPER = Multiprocessors((9, 0), HOPPER_SMS, 228 * 1024, 2048, 128, 50 * MIB, 1.98)
+_A100 = Multiprocessors((8, 0), 108, 164 * 1024, 2048, 64, 40 * MIB, 1.41)
+MULTIPROCESSORS = {
+    "h100": _HOPPER,
+    "h200": _HOPPER,
+    "b200": Multiprocessors((10, 0), 148, 228 * 1024, 2048, 128, 132_644_864, 1.965),
+    "a100": _A100,
+    "a100-40": _A100,
+    "l4": Multiprocessors((8, 9), 58, 100 * 1024, 1536, 128, 48 * MIB, 2.04),
+    "rtx4090": Multiprocessors((8, 9), 128, 100 * 1024, 1536, 128, 72 * MIB, 2.52),
+    "t4": Multiprocessors((7, 5), 40, 64 * 1024, 1024, 64, 4 * MIB, 1.59),
+}
+"""CUDA programming guide, table of compute capabilities; XLA's descriptions of h100, h200, b200 and a100
+(xla/backends/gpu/target_config/specs)."""
 
 TPU_KINDS = {
     "TPU v4": "v4",
@@ -62,12 +119,34 @@ TPU_KINDS = {
     "TPU7x": "tpu7x",
 }
 """`device_kind` of a TPU in JAX -> generation."""
-HOPPER_KINDS = ("H100", "H200", "H800", "H20", "GH200")
-"""Substrings of the `device_kind` of Hopper GPUs (compute capability 9.0)."""
-HOPPER_SMS = 132
-"""Streaming multiprocessors of an H100 or H200 SXM."""
+GPU_GENERATIONS = {
+    "Turing": r"T4|RTX 20\d\d|Quadro RTX|TITAN RTX|GTX 16\d\d",
+    "Ampere": r"A100|A800|A30|A40|A16|A10G?|A2|RTX A\d+|RTX 30\d\d",
+    "Ada": r"L4|L40S?|L20|RTX 40\d\d|RTX \d+ (SFF )?Ada",
+    "Hopper": r"H100|H200|H800|H20|GH200",
+    "Blackwell": r"B100|B200|B300|GB200|GB300",
+}
+"""Generation -> words of the `device_kind` of its GPUs, a regular expression; of Blackwell, servers' GPUs."""
+
+
+def gpu_generation(device_kind: str) -> str | None:
+    """Return the key of GPU_GENERATIONS of a `device_kind`, None = unknown."""
+    for generation, names in GPU_GENERATIONS.items():
+        if re.search(rf"(?<!\w)({names})(?!\w)", device_kind):
+            return generation
+    return None
 
 
 def is_hopper(device_kind: str) -> bool:
     """Return whether a GPU of this kind is of the Hopper generation."""
-    return any(name in device_kind for name in HOPPER_KINDS)
+    return gpu_generation(device_kind) == "Hopper"
+
+
+def has_cudnn_attention(device_kind: str) -> bool:
+    """Return whether attention by cuDNN is the choice for a GPU: it has the units, and no kernels of ours."""
+    return gpu_generation(device_kind) in ("Ampere", "Ada", "Blackwell")
+
+
+def lacks_bfloat16(device_kind: str) -> bool:
+    """Return whether a GPU multiplies float16 in its matrix units, but not bfloat16."""
+    return gpu_generation(device_kind) == "Turing"

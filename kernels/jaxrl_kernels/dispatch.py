@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxrl_kernels.chips import TPU_KINDS, is_hopper
+from jaxrl_kernels.chips import TPU_KINDS, has_cudnn_attention, is_hopper
 
 
 class Operation(NamedTuple):
@@ -38,13 +38,15 @@ OPERATIONS = {
     "decode_attention": Operation(("reference", "pallas_tpu", "pallas_gpu"), portable="reference"),
 }
 
+NO_KERNELS = "{}: plain JAX, there are no kernels for it"
+
 
 def choose(operation: str, *shape: Any, implementation: str = "auto") -> tuple[str, str]:
     """Return (implementation, reason) of an operation.
 
     Args:
         operation: key of OPERATIONS.
-        shape: what the operation's `unsupported` functions take, such as (head_dim, dtype).
+        shape: what the operation's `unsupported` functions take, for attention (head_dim, dtype, softcap).
         implementation: "auto" = the kernel for the devices of the current mesh, the portable implementation
             where there is none or it does not take the shape.
 
@@ -56,7 +58,7 @@ def choose(operation: str, *shape: Any, implementation: str = "auto") -> tuple[s
     if implementation == "auto":
         kernel, reason = kernel_family()
         if kernel not in names:
-            return portable, reason
+            return portable, reason if kernel is None else NO_KERNELS.format(device()[1])
         problem = _unsupported(operation, kernel, shape)
         return (portable, problem) if problem else (kernel, reason)
     if implementation not in names:
@@ -94,7 +96,9 @@ def kernel_family() -> tuple[str | None, str]:
         return "pallas_tpu", f"{kind}: Pallas kernels for TPU"
     if is_hopper(kind):
         return "pallas_gpu", f"{kind}: Pallas kernels for Hopper"
-    return None, f"{kind}: plain JAX, there are no kernels for it"
+    if has_cudnn_attention(kind):
+        return "cudnn", f"{kind}: cuDNN"
+    return None, NO_KERNELS.format(kind)
 
 
 def kernels_setting() -> str:

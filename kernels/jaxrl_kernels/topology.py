@@ -14,7 +14,7 @@ from typing import Any
 
 from jax.experimental import topologies
 
-from jaxrl_kernels.chips import CHIPS, GPUS, HOPPER_SMS, Chip
+from jaxrl_kernels.chips import CHIPS, GPUS, MULTIPROCESSORS
 
 CUDA_PLUGIN, CUDA_COMPILER = "jax_plugins.xla_cuda13", "nvidia.cu13"
 """The packages of the wheels jax-cuda13-plugin, and nvidia-cuda-nvcc, which has ptxas."""
@@ -23,19 +23,19 @@ gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
   shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
+  shared_memory_per_core: {sm.shared_memory}
   shared_memory_per_block_optin: {chip.scratchpad}
-  threads_per_core_limit: 2048
-  core_count: {sms}
-  fpus_per_core: 128
+  threads_per_core_limit: {sm.threads}
+  core_count: {sm.count}
+  fpus_per_core: {sm.fpus}
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
   memory_bandwidth: {chip.bandwidth:.0f}
-  l2_cache_size: 52428800
-  clock_rate_ghz: 1.98
+  l2_cache_size: {sm.l2_cache}
+  clock_rate_ghz: {sm.clock}
   device_memory_size: {chip.memory:.0f}
-  cuda_compute_capability {{ major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }}
+  cuda_compute_capability {{ {capability} }}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
 }}
@@ -102,14 +102,18 @@ def gpu_devices(kind: str, count: int = 1) -> list[Any]:
         added = f"--xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir={root}"
         os.environ["XLA_FLAGS"] = f"{flags} {added}".strip()
     target = topologies.get_topology_desc(
-        platform="cuda", target_config=gpu_target_config(CHIPS[kind]), topology=f"1x1x{count}"
+        platform="cuda", target_config=gpu_target_config(kind), topology=f"1x1x{count}"
     )
     return list(target.devices)
 
 
-def gpu_target_config(chip: Chip) -> str:
-    """Return the limits of a Hopper GPU as XLA's GpuTargetConfig text proto."""
-    return GPU_TARGET_CONFIG.format(chip=chip, sms=HOPPER_SMS)
+def gpu_target_config(kind: str) -> str:
+    """Return the limits of a GPU as XLA's GpuTargetConfig text proto."""
+    sm = MULTIPROCESSORS[kind]
+    capability = "major: {} minor: {}".format(*sm.capability)
+    if sm.capability >= (9, 0):  # wgmma and other instructions of one generation alone
+        capability += " feature_extension: ACCELERATED_FEATURES"
+    return GPU_TARGET_CONFIG.format(chip=CHIPS[kind], sm=sm, capability=capability)
 
 
 def _is_installed(package: str) -> bool:

@@ -176,8 +176,8 @@ def test_compiles_for_an_h100_that_is_not_here(dim, softcap, monkeypatch, capfd)
 
 
 def test_an_unknown_gpu_and_a_missing_compiler_are_named(monkeypatch):
-    with pytest.raises(ValueError, match="no GPU kind 'a100': one of h100, h200"):
-        topology.gpu_devices("a100")
+    with pytest.raises(ValueError, match="no GPU kind 'v100': one of h100, h200, b200"):
+        topology.gpu_devices("v100")
     finder = types.SimpleNamespace(find_spec=lambda name: None)
     monkeypatch.setattr(topology, "importlib", types.SimpleNamespace(util=finder))
     assert "pip install libtpu" in topology.missing_compiler("tpu")

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from jaxrl_kernels import dispatch
-from jaxrl_kernels.chips import CHIPS, GIB, GPUS, TPUS
+from jaxrl_kernels.chips import CHIPS, GIB, GPUS, MULTIPROCESSORS, TPUS
+from jaxrl_kernels.topology import missing_compiler
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
 from jaxrl_llm.build.models import make_stages
@@ -71,6 +72,9 @@ CONFIG = TrainConfig(
         ("v5p:4x4x12", "tpu", "v5p", (4, 4, 12)),
         ("h100", "cuda", "h100", (1,)),
         ("h200x8", "cuda", "h200", (8,)),
+        ("a100x8", "cuda", "a100", (8,)),
+        ("a100-40x2", "cuda", "a100-40", (2,)),
+        ("rtx4090", "cuda", "rtx4090", (1,)),
         ("cpu", "cpu", "cpu", ()),
     ],
 )
@@ -86,6 +90,7 @@ def test_names_of_topologies(name, platform, kind, shape):
         ("v5e:2x2x1", "a shape of v5e has 2 numbers"),
         ("h100x16", "1 to 8 GPUs of one host"),
         ("v9-8", "unknown. Known: v4-N"),
+        ("v100", "unknown. Known: .* h100, h200, b200, a100, a100-40, l4, rtx4090, t4, N of them"),
         ("", "--topology is missing. Known: v4-N"),
     ],
 )
@@ -97,12 +102,18 @@ def test_another_name_is_refused_with_those_that_exist(name, message):
 def test_the_chip_table_is_of_devices():
     assert {kind: chip.flops for kind, chip in CHIPS.items()} == {
         "v4": 275e12, "v5e": 197e12, "v5p": 459e12, "v6e": 918e12, "tpu7x": 2307e12 / 2,
-        "h100": 989.4e12, "h200": 989.4e12,
+        "h100": 989.4e12, "h200": 989.4e12, "b200": 2250e12, "a100": 312e12, "a100-40": 312e12,
+        "l4": 121e12, "rtx4090": 165.2e12, "t4": 65e12,
     }  # fmt: skip
     assert CHIPS["v5e"].memory == 15.75 * GIB
     published = {"v4": 32, "v5e": 16, "v5p": 95, "v6e": 32, "tpu7x": 192}
     assert all(chip.source for chip in CHIPS.values())
-    assert set(published) == set(TPUS) == set(dispatch.TPU_KINDS.values()) and GPUS == ("h100", "h200")
+    assert set(published) == set(TPUS) == set(dispatch.TPU_KINDS.values())
+    of_gpus = {
+        "h100": 80, "h200": 141, "b200": 180, "a100": 80, "a100-40": 40, "l4": 24, "rtx4090": 24, "t4": 16
+    }  # fmt: skip
+    assert set(of_gpus) == set(GPUS) == set(MULTIPROCESSORS)
+    assert all(0.9 < CHIPS[kind].memory / GIB / size <= 1 for kind, size in of_gpus.items())
     for kind, size in published.items():
         assert 0.9 < CHIPS[kind].memory * CHIPS[kind].devices / GIB / size <= 1.01
 
@@ -533,24 +544,32 @@ def test_the_predicted_peak_is_within_a_tenth_of_what_the_process_measures():
 
 
 @pytest.mark.compilers
-@pytest.mark.parametrize("topology", ["v5e-4", "v4-8", "v5p-8", "v6e-4", "tpu7x-8", "h100x8", "h200"])
+@pytest.mark.parametrize(
+    "topology", ["v5e-4", "v4-8", "v5p-8", "v6e-4", "tpu7x-8", "h100x8", "h200", "a100", "t4"]
+)
 def test_a_real_compiler_plans_the_tiny_recipe(topology, tmp_path):
     out = tmp_path / "plan.json"
-    pytest.importorskip("libtpu")
+    _, platform, kind, _ = parse_topology(topology)
+    if problem := missing_compiler(platform):
+        pytest.skip(problem)
     argv = ["-m", "jaxrl_llm", "plan", "--config", "grpo_tiny.py", "--topology", topology, "--json", str(out)]
     env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     done = subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     plan = json.loads(out.read_text())
     assert plan["fits"] and plan["step_seconds"] > 0
-    tpu = not topology.startswith("h")  # the recipe's float32 is no type of wgmma
-    kernels = "attention pallas_tpu, log-probs pallas_tpu (" if tpu else "attention blockwise (wgmma"
-    assert plan["kernels"].startswith(kernels)
+    kernels = {  # the recipe's float32 is no type of wgmma, nor of cuDNN
+        "h100": "attention blockwise (wgmma",
+        "h200": "attention blockwise (wgmma",
+        "a100": "attention blockwise (cuDNN attention takes bfloat16 and float16, not float32)",
+        "t4": "attention blockwise, log-probs chunked (Tesla T4: plain JAX",
+    }
+    assert plan["kernels"].startswith(kernels.get(kind, "attention pallas_tpu, log-probs pallas_tpu ("))
     phases = {phase["name"]: phase for phase in plan["phases"]}
     assert set(phases) >= {"rollout: decode", "update: accumulate", "update: apply"}
     assert ("all-gather" in phases["update: accumulate"]["collectives"]) == (
-        topology != "h200"
-    )  # that is one device
+        topology not in ("h200", "a100", "t4")
+    )  # those are one device
 
 
 @pytest.mark.compilers

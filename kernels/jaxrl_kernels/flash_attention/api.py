@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ def flash_attention(
     scale: float,
     causal: bool = True,
     window: int | Int[Array, ""] | None = None,
+    windows: tuple[int, ...] | None = None,
     softcap: float | None = None,
     implementation: str = "auto",
     return_lse: bool = False,
@@ -37,6 +39,7 @@ def flash_attention(
         causal: False: also to the later ones.
         window: sliding window: how many tokens a token attends to, itself included; may be traced. None =
             all of them.
+        windows: all values that a traced `window` may have; None = any, which cuDNN cannot compile.
         softcap: c: scores become c * tanh(score / c) (Gemma 2, arXiv 2408.00118, section 2).
         implementation: "auto" or one of `dispatch.OPERATIONS`.
         return_lse: also return the log-sum-exp of the scores, float32, in nats.
@@ -49,32 +52,41 @@ def flash_attention(
     heads, kv_heads = q.shape[2], k.shape[2]
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads cannot share {kv_heads} key heads: it is no multiple")
-    spec = AttentionSpec(scale, causal, softcap)
-    name, _ = choose("flash_attention", q.shape[3], q.dtype, implementation=implementation)
-    if name == "cudnn":
-        cudnn = load_implementation("flash_attention", name)
-        return cudnn.cudnn_attention(spec, q, k, v, segments, window, return_lse)
+    window = NO_WINDOW if window is None else window
+    spec = AttentionSpec(scale, causal, softcap, (window,) if isinstance(window, int) else windows)
+    name, _ = choose("flash_attention", q.shape[3], q.dtype, softcap, implementation=implementation)
     segments = jnp.ones(q.shape[:2], jnp.int32) if segments is None else segments
-    mask = DynamicMask(window=NO_WINDOW if window is None else window).array()
-    out, lse = _attention(name, spec, q, k, v, segments, mask)
+    out, lse = _attention(_Static(name, spec, return_lse), q, k, v, segments, jnp.asarray(window, jnp.int32))
     return (out, lse) if return_lse else out
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(name: str, spec: AttentionSpec, q, k, v, segments, mask):
-    module = load_implementation("flash_attention", name)
-    return module.forward(spec, q, k, v, segments, segments, DynamicMask(*mask))
+class _Static(NamedTuple):
+    """Static arguments of `_attention`."""
+
+    name: str
+    spec: AttentionSpec
+    with_lse: bool  # whether the log-sum-exp may have a gradient
 
 
-def _attention_forward(name: str, spec: AttentionSpec, q, k, v, segments, mask):
-    out, lse = (checkpoint_name(x, SAVED) for x in _attention(name, spec, q, k, v, segments, mask))
-    return (out, lse), (q, k, v, segments, mask, out, lse)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(static: _Static, q, k, v, segments, window):
+    module = load_implementation("flash_attention", static.name)
+    return module.forward(static.spec, q, k, v, segments, segments, DynamicMask(window=window))
 
 
-def _attention_backward(name: str, spec: AttentionSpec, residuals, gradients):
-    q, k, v, segments, mask, *results = residuals
-    module = load_implementation("flash_attention", name)
-    d = module.backward(spec, q, k, v, segments, segments, DynamicMask(*mask), *results, *gradients)
+def _attention_forward(static: _Static, q, k, v, segments, window):
+    out, lse = (checkpoint_name(x, SAVED) for x in _attention(static, q, k, v, segments, window))
+    return (out, lse), (q, k, v, segments, window, out, lse)
+
+
+def _attention_backward(static: _Static, residuals, gradients):
+    q, k, v, segments, window, *results = residuals
+    module = load_implementation("flash_attention", static.name)
+    d_out, d_lse = gradients
+    d = module.backward(
+        static.spec, q, k, v, segments, segments, DynamicMask(window=window), *results,
+        d_out, d_lse if static.with_lse else None,
+    )  # fmt: skip
     return *d, None, None
 
 

@@ -66,7 +66,7 @@ from jaxrl_kernels.hopper import (
 )
 
 
-def unsupported(head_dim: int, dtype: DTypeLike) -> str | None:
+def unsupported(head_dim: int, dtype: DTypeLike, softcap: float | None = None) -> str | None:
     """Return why the kernels do not take q, k and v of such a head dim and type, or None."""
     if problem := unsupported_dtype(dtype):
         return problem

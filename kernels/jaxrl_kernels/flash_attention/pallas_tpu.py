@@ -46,7 +46,7 @@ FIRST, END, LOW, HIGH, ONLY, FIELDS = range(6)
 (`blocks.BlockSegments`)."""
 
 
-def unsupported(head_dim: int, dtype: DTypeLike) -> str | None:
+def unsupported(head_dim: int, dtype: DTypeLike, softcap: float | None = None) -> str | None:
     """Return why the kernels do not take q, k and v of such a head dim and type, or None."""
     name = jnp.dtype(dtype).name
     if name not in DTYPES:

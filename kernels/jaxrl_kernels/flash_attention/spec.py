@@ -19,6 +19,8 @@ class AttentionSpec(NamedTuple):
     scale: float
     causal: bool = True
     softcap: float | None = None
+    windows: tuple[int, ...] | None = None
+    """All values that the window of `DynamicMask` may have, for kernels that compile it; None = any."""
 
 
 class DynamicMask(NamedTuple):
