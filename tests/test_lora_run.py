@@ -159,7 +159,7 @@ def test_the_export_of_another_base_is_refused(command, finished, tmp_path, caps
     other = jax.tree.map(lambda x: x + 0.01, kept)
     save_model(other, MODEL, folder, TOKENIZER, "float32")
     try:
-        with pytest.raises(UserError, match="not the weights that the adapters of .* were trained on"):
+        with pytest.raises(UserError, match="not the weights that the adapters of"):
             export.main(arguments)
     finally:
         save_model(kept, MODEL, folder, TOKENIZER, "float32")
@@ -201,13 +201,11 @@ def test_a_run_on_a_quantized_base_continues_bit_for_bit(command, kind, tmp_path
     plain = dequantize(up.up[...], up.up_scale[...], np.float32)[1].T  # [F, D]
     a, b = (adapters[f"base_model.model.model.{prefix}.lora_{part}.weight"] for part in "AB")
     expected = np.asarray(plain) + 8.0 * b @ a
-    np.testing.assert_array_equal(
-        exported[f"model.{prefix}.weight"], expected.astype(exported[f"model.{prefix}.weight"].dtype)
-    )
+    np.testing.assert_allclose(exported[f"model.{prefix}.weight"], expected, atol=1e-7)
     arguments = ["--checkpoint", str(stopped), "--out", str(tmp_path / "out"), "--dtype", "float32"]
     assert export.main(arguments) == 0
     again = load_file(tmp_path / "out/model.safetensors")
-    np.testing.assert_allclose(again[f"model.{prefix}.weight"], expected, atol=1e-6)
+    np.testing.assert_allclose(again[f"model.{prefix}.weight"], expected, atol=1e-7)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ TILE = 64
 CODES = {"int8": jnp.int8, "nf4": jnp.uint4}
 """`--lora.quantize` -> type of the codes; two uint4 share a byte on TPU and GPU, but not on a CPU."""
 QWIX = {"int8": (jnp.int8, f"absmax,{127.5 / 127}"), "nf4": ("nf4", "absmax")}
-"""The same -> qwix's type and calibration. Its default for int8 makes the largest weight 127.5 scales, and the
-code of that depends on the last bit of a division."""
+"""The same -> qwix's type and calibration. Its default for int8 makes the largest weight 127.5 scales, a tie
+that the last bit of a division decides."""
 
 
 def tile_size(dim: int) -> int:

@@ -13,7 +13,10 @@ from dataclasses import replace
 import jax.numpy as jnp
 
 from jaxrl_llm.config import TrainConfig
+from jaxrl_llm.models.quantize import TILE
 from jaxrl_llm.models.transformer import REMAT
+from jaxrl_llm.plan.flops import layer_weights
+from jaxrl_llm.plan.models import planned_model
 from jaxrl_llm.plan.plan import PhaseCost, Plan
 from jaxrl_llm.plan.report import format_bytes
 from jaxrl_llm.sharding.mesh import MeshConfig
@@ -21,6 +24,8 @@ from jaxrl_llm.sharding.rules import num_shards
 
 SHARDED = ("parameters", "optimizer", "gradients", "frozen models")
 """Kinds of memory that fsdp and tensor shard."""
+BITS = 4 + 32 / TILE
+"""Bits a weight in nf4, with its share of a scale."""
 
 
 def advise(plan: Plan, config: TrainConfig) -> Plan:
@@ -63,14 +68,24 @@ def _training(plan: Plan, config: TrainConfig, over: list[PhaseCost]) -> Iterato
 
 
 def _state(plan: Plan, config: TrainConfig, worst: PhaseCost) -> Iterator[str]:
-    """Yield advice for scoring and update: less optimizer state on the devices."""
+    """Yield advice for scoring and update: less state on the devices."""
     over, moments = worst.peak - plan.memory, worst.memory["optimizer"]
+    itemsize = jnp.dtype(config.model.dtype).itemsize
     if moments and not config.optim.offload and not worst.name.endswith("apply"):
         yield _saving("--optim.offload True", moments, over)
     if not config.lora.rank:
-        cast = 1 - jnp.dtype(config.model.dtype).itemsize / 4
-        saved = worst.memory["parameters"] * cast + moments + worst.memory["gradients"]
+        saved = worst.memory["parameters"] * (1 - itemsize / 4) + moments + worst.memory["gradients"]
         yield _saving("--lora.rank 32, which trains adapters in place of the weights", saved, over)
+    elif config.lora.quantize == "none":
+        saved = worst.memory["parameters"] * _linear_fraction(config) * (1 - BITS / 8 / itemsize)
+        yield _saving("--lora.quantize nf4, which holds linear layers in 4 bits", saved, over)
+
+
+def _linear_fraction(config: TrainConfig) -> float:
+    """Return the share of the policy's weights that is in linear layers."""
+    model = planned_model(config.model)
+    linear = layer_weights(model)
+    return linear / (linear + model.vocab_size * model.hidden_size * (2 - model.tie_embeddings))
 
 
 def _saving(change: str, saved: float, over: float) -> str:

@@ -24,7 +24,7 @@ from jaxrl_llm.config import ModelConfig, RolloutConfig, SamplingConfig, TrainCo
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.learn.reference import freeze
-from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models import LoraConfig, TransformerConfig
 from jaxrl_llm.models.presets import preset
 from jaxrl_llm.plan import flops
 from jaxrl_llm.plan.advice import advise
@@ -415,6 +415,21 @@ def test_a_state_that_does_not_fit_beside_the_gradients():
     )
     assert lines[1] == "  2. --optim.offload True: saves 12.00 GiB of 9.00 GiB, would fit."
     assert lines[2].endswith("adapters in place of the weights: saves 21.00 GiB of 9.00 GiB, would fit.")
+
+
+def test_a_frozen_state_that_does_not_fit():
+    """Layers of SMALL have 18,432 weights, its embedding 2,048: 90% of 20 GiB takes 4.5 bits, not 16."""
+    _, lines = advice(
+        cost("update: accumulate", parameters=20, activations=1),
+        model=dataclasses.replace(CONFIG.model, dtype="bfloat16"),
+        lora=LoraConfig(rank=4),
+    )
+    nf4 = next(line for line in lines if "--lora.quantize nf4" in line)
+    assert nf4.endswith("in 4 bits: saves 12.94 GiB of 5.00 GiB, would fit.")
+    _, lines = advice(
+        cost("update: accumulate", parameters=20, activations=1), lora=LoraConfig(rank=4, quantize="nf4")
+    )
+    assert not [line for line in lines if "--lora" in line]
 
 
 def test_the_verdict_names_host_memory():
