@@ -16,7 +16,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.models import TransformerConfig, lora
-from jaxrl_llm.models.quantize import dequantize
+from jaxrl_llm.models.quantize import dequantize_weight
 from jaxrl_llm.tools import export
 from jaxrl_llm.train import main
 
@@ -198,7 +198,7 @@ def test_a_run_on_a_quantized_base_continues_bit_for_bit(command, kind, tmp_path
 
     base = load_params(command("x")[command("x").index("--model.path") + 1], lora.frozen_config(MODEL, kind))
     prefix, up = "layers.1.mlp.up_proj", base.layers
-    plain = dequantize(up.up[...], up.up_scale[...], np.float32)[1].T  # [F, D]
+    plain = dequantize_weight(up.up[...], up.up_scale[...], np.float32)[1].T  # [F, D]
     a, b = (adapters[f"base_model.model.model.{prefix}.lora_{part}.weight"] for part in "AB")
     expected = np.asarray(plain) + 8.0 * b @ a
     np.testing.assert_allclose(exported[f"model.{prefix}.weight"], expected, atol=1e-7)

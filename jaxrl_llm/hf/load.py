@@ -19,7 +19,7 @@ from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.folder import FLOATS, StoredTensor, read_headers, refuse_remote_code, resolve_model
 from jaxrl_llm.hf.names import TensorRows, from_hf, parse_layout, tensor_rows
 from jaxrl_llm.models import TransformerConfig, abstract, logical_axes, named_leaves
-from jaxrl_llm.models.quantize import SCALE, quantize
+from jaxrl_llm.models.quantize import SCALE, quantize_weight
 from jaxrl_llm.models.transformer import matrix_dims
 from jaxrl_llm.structs import Params
 
@@ -91,7 +91,7 @@ def load_params(
             names = (name, name + SCALE)
             stacks = [_make_zeros(layouts[n])(leaves[n].shape, leaves[n].dtype) for n in names]
             axis = matrix_dims(axes[name])[0][-1] - 1
-            convert = functools.partial(quantize, kind=config.quantize, axis=axis)
+            convert = functools.partial(quantize_weight, kind=config.quantize, axis=axis)
             weights |= zip(names, _fill(stored, rows, stacks, jnp.dtype(jnp.float32), convert), strict=True)
         elif name.startswith("layers.") and rows:
             stack = _make_zeros(sharding)(shape, dtype)

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxrl_llm.models.config import AdaptedConfig, LoraConfig, Quantize, QuantizedConfig, TransformerConfig
 from jaxrl_llm.models.params import init, named_leaves
-from jaxrl_llm.models.quantize import SCALE, dequantize
+from jaxrl_llm.models.quantize import SCALE, dequantize_weight
 from jaxrl_llm.structs import Params, TrainState
 
 MARK = "_lora_"  # in the names of adapters
@@ -153,7 +153,7 @@ def merged_weight(weights: Mapping[str, jax.Array], name: str, scale: float) -> 
     """
     weight, scales, a, b = (weights.get(part) for part in merged_names(name))
     if scales is not None:
-        weight = dequantize(weight, scales, jnp.float32)
+        weight = dequantize_weight(weight, scales, jnp.float32)
     if a is None:
         return weight
     change = jax.vmap(lambda a, b: jnp.tensordot(a, b, 1))(a.astype(jnp.float32), b.astype(jnp.float32))

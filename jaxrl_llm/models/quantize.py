@@ -33,7 +33,7 @@ def tile_size(dim: int) -> int:
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "axis"))
-def quantize(
+def quantize_weight(
     weight: Float[Array, "*dims"], kind: str, axis: int
 ) -> tuple[Integer[Array, "*dims"], Float[Array, "*tiles"]]:
     """Return (codes, scales) of a weight. Compiled, for the same bits wherever it is called.
@@ -56,7 +56,7 @@ def quantize(
     return jnp.moveaxis(codes, -1, axis + 1).reshape(weight.shape), scale[..., 0]
 
 
-def dequantize(
+def dequantize_weight(
     codes: Integer[Array, "*dims"], scale: Float[Array, "*tiles"], dtype: DTypeLike
 ) -> Float[Array, "*dims"]:
     """Return the weight of these codes and scales, multiplied in float32 and rounded to `dtype`.

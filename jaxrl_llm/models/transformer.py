@@ -16,7 +16,7 @@ from jaxrl_kernels.batch_invariant import rounded
 from jaxrl_kernels.flash_attention.api import SAVED
 from jaxrl_kernels.flash_attention.spec import NO_WINDOW
 from jaxrl_llm.models.config import TARGETS, TransformerConfig
-from jaxrl_llm.models.quantize import SCALE, dequantize, quantize
+from jaxrl_llm.models.quantize import SCALE, dequantize_weight, quantize_weight
 from jaxrl_llm.models.rope import apply_rope, rope_tables
 from jaxrl_llm.sharding.attention import (
     ContextParallel,
@@ -83,7 +83,7 @@ class Layers(nnx.Module):
         """Replace a weight by its codes, with their scales beside it."""
         weight = getattr(self, name)
         axes = weight.get_metadata("axes")
-        codes, scale = quantize(weight[...], kind, matrix_dims(axes)[0][-1])
+        codes, scale = quantize_weight(weight[...], kind, matrix_dims(axes)[0][-1])
         setattr(self, name, nnx.Param(codes, axes=axes))
         setattr(self, name + SCALE, nnx.Param(scale, axes=axes))
 
@@ -295,7 +295,7 @@ def multiply(w: Layers, name: str, x: Float[Array, "B T *I"]) -> Float[Array, "B
     def product(x, *quantized):
         x, *quantized = jax.lax.optimization_barrier((x, *quantized))
         codes, scale = (constrain(part, *axes, rules=ROLLOUT) for part in quantized)
-        return project(x, dequantize(codes, scale, x.dtype))
+        return project(x, dequantize_weight(codes, scale, x.dtype))
 
     return jax.checkpoint(product, prevent_cse=False)(x, weight[...], scale[...])
 

@@ -20,7 +20,7 @@ from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import LoraConfig, TransformerConfig, decode, lora
-from jaxrl_llm.models.quantize import dequantize, quantize, tile_size
+from jaxrl_llm.models.quantize import dequantize_weight, quantize_weight, tile_size
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, bytes_per_device
@@ -51,7 +51,7 @@ def quantized(kind):
     dims = {name: {"o": 2}.get(name, 1) for name in MATRICES}
     for name, dim in dims.items():
         name = f"layers.{name}"
-        weights[name], weights[f"{name}_scale"] = quantize(jnp.asarray(weights[name]), kind, dim)
+        weights[name], weights[f"{name}_scale"] = quantize_weight(jnp.asarray(weights[name]), kind, dim)
     rng = np.random.default_rng(5)
     noise = lambda x: 0.1 * rng.standard_normal(x.shape, np.float32)
     leaves = [weights[n] if n in weights else noise(x) for n, x in models.named_leaves(shapes)]
@@ -63,7 +63,9 @@ def dequantized(params):
     weights = dict(models.named_leaves(params))
     shapes = models.abstract(lora.with_lora(BASE, ADAPTED))
     plain = lambda n: (
-        dequantize(weights[n], weights[f"{n}_scale"], jnp.float32) if f"{n}_scale" in weights else weights[n]
+        dequantize_weight(weights[n], weights[f"{n}_scale"], jnp.float32)
+        if f"{n}_scale" in weights
+        else weights[n]
     )
     leaves = [plain(name) for name, _ in models.named_leaves(shapes)]
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
@@ -74,28 +76,30 @@ def dequantized(params):
 
 def test_nf4_by_hand():
     weight = 2.0 * np.float32(LEVELS)[:, None]
-    codes, scale = quantize(jnp.asarray(weight), "nf4", 0)
+    codes, scale = quantize_weight(jnp.asarray(weight), "nf4", 0)
     assert codes.dtype == jnp.uint4 and codes[:, 0].tolist() == list(range(16)) and scale.tolist() == [[2.0]]
-    np.testing.assert_array_equal(dequantize(codes, scale, jnp.float32), weight)
-    codes, scale = quantize(jnp.asarray([[4.0, 0.1, 2.6, -4.0]]), "nf4", 1)  # 0.025 is nearest to 0, 0.65
+    np.testing.assert_array_equal(dequantize_weight(codes, scale, jnp.float32), weight)
+    codes, scale = quantize_weight(jnp.asarray([[4.0, 0.1, 2.6, -4.0]]), "nf4", 1)  # 0.025 is next to 0, 0.65
     assert codes.tolist() == [[15, 7, 14, 0]] and scale.tolist() == [[4.0]]  # to 0.72 rather than to 0.56
-    np.testing.assert_allclose(dequantize(codes, scale, jnp.float32), [[4.0, 0.0, 4 * LEVELS[14], -4.0]])
+    np.testing.assert_allclose(
+        dequantize_weight(codes, scale, jnp.float32), [[4.0, 0.0, 4 * LEVELS[14], -4.0]]
+    )
 
 
 def test_int8_by_hand():
-    """The largest weight has code 127, or -127."""
-    codes, scale = quantize(jnp.asarray([2.0, -2.0, 0.5, 0.0]), "int8", 0)  # 0.5 is 31.75 steps of 2 / 127
+    """The largest weight has code 127, or -127; 0.5 is 31.75 steps of 2 / 127."""
+    codes, scale = quantize_weight(jnp.asarray([2.0, -2.0, 0.5, 0.0]), "int8", 0)
     assert codes.tolist() == [127, -127, 32, 0]
     np.testing.assert_allclose(scale, [2 / 127], rtol=3e-7)
     expected = np.array([2.0, -2.0, 64 / 127, 0])
-    np.testing.assert_allclose(dequantize(codes, scale, jnp.float32), expected, rtol=3e-7)
+    np.testing.assert_allclose(dequantize_weight(codes, scale, jnp.float32), expected, rtol=3e-7)
 
 
 @KINDS
 @pytest.mark.parametrize(("shape", "axis"), [((3, 192, 5), 1), ((2, 6, 96), 2), ((8, 3), 0)])
 def test_numbers_are_those_of_qwix(kind, shape, axis):
     weight = jax.random.normal(jax.random.key(0), shape).astype(jnp.bfloat16)
-    codes, scale = quantize(weight, kind, axis)
+    codes, scale = quantize_weight(weight, kind, axis)
     others = [i for i in range(len(shape)) if i != axis]
     tiles = {axis: tile_size(shape[axis])}
     qtype, method = {"nf4": ("nf4", "absmax"), "int8": (jnp.int8, f"absmax,{127.5 / 127}")}[kind]
@@ -104,10 +108,10 @@ def test_numbers_are_those_of_qwix(kind, shape, axis):
     expected = jax.jit(lambda x: qwix.quantize(x, qtype, **settings))(wide)
     np.testing.assert_array_equal(codes, expected.qvalue)
     np.testing.assert_array_equal(scale, expected.scale)
-    np.testing.assert_array_equal(dequantize(codes, scale, jnp.float32), qwix.dequantize(expected))
-    half = dequantize(codes, scale, jnp.bfloat16)
+    np.testing.assert_array_equal(dequantize_weight(codes, scale, jnp.float32), qwix.dequantize(expected))
+    half = dequantize_weight(codes, scale, jnp.bfloat16)
     np.testing.assert_array_equal(half, qwix.dequantize(expected).astype(jnp.bfloat16))
-    error = np.linalg.norm(dequantize(codes, scale, jnp.float32) - wide) / np.linalg.norm(wide)
+    error = np.linalg.norm(dequantize_weight(codes, scale, jnp.float32) - wide) / np.linalg.norm(wide)
     assert error < {"int8": 0.01, "nf4": 0.11}[kind]
 
 
@@ -135,7 +139,7 @@ def test_random_weights_are_those_of_the_plain_model_quantized(kind):
     init = jax.jit(models.init, static_argnums=0)
     plain = dict(models.named_leaves(init(BASE, jax.random.key(1))))
     ours = dict(models.named_leaves(init(adapted(kind), jax.random.key(1))))
-    codes, scale = quantize(plain["layers.o"], kind, 2)
+    codes, scale = quantize_weight(plain["layers.o"], kind, 2)
     np.testing.assert_array_equal(ours["layers.o"], codes)
     np.testing.assert_array_equal(ours["layers.o_scale"], scale)
     np.testing.assert_array_equal(ours["embed"], plain["embed"])
@@ -208,7 +212,7 @@ def test_the_merged_model_is_dequantized_and_added_in_float32(kind):
     weights = dict(models.named_leaves(params))
     whole = dict(models.named_leaves(jax.jit(merged)(params)))
     a, b = (np.asarray(weights[f"layers.up_lora_{part}"]) for part in "ab")
-    base = np.asarray(dequantize(weights["layers.up"], weights["layers.up_scale"], jnp.float32))
+    base = np.asarray(dequantize_weight(weights["layers.up"], weights["layers.up_scale"], jnp.float32))
     np.testing.assert_allclose(whole["layers.up"], base + 2.0 * np.einsum("lir,lro->lio", a, b), atol=1e-6)
     assert {x.dtype for x in whole.values()} == {np.dtype(np.float32)}
 
