@@ -39,7 +39,7 @@ from jaxrl_llm.host.watch import watched_processes
 from jaxrl_llm.learn.optim_states import float32_params
 from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.learn.stage import Experience, Stage
-from jaxrl_llm.models.lora import frozen_fingerprint, trained_state
+from jaxrl_llm.models.lora import trained_state
 from jaxrl_llm.recipe.dump import describe_run, dump
 from jaxrl_llm.recipe.load import ResolvedRecipe, from_command_line
 from jaxrl_llm.report.log import RunLog, sample_rows
@@ -116,7 +116,7 @@ def train(
     config, reference = run.config, run.reference()
     meta = {"config": dump(config), "model": dataclasses.asdict(run.model)}
     state = run.initial_state() if state is None else state
-    meta["frozen"] = frozen_fingerprint(state.params)
+    meta["frozen"] = run.frozen_fingerprint(state.params)
     if start == 0 and run.evaluators and not config.warm_start.steps:
         log.step(0, evaluate(run, state, reference, 0, log), tokens=0, kind="start")
     done, metrics, reason, outage = start, {}, "", Outage()

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.hf.peft import load_adapter, read_adapter_config
-from jaxrl_llm.models import LoraConfig, named_leaves
-from jaxrl_llm.models.lora import add_adapters, with_lora
+from jaxrl_llm.models import LoraConfig, abstract, named_leaves
+from jaxrl_llm.models.lora import add_adapters, base_config, merged_weight, with_lora
 from jaxrl_llm.structs import Params
 
 
@@ -23,6 +23,14 @@ def with_random_adapters(base: Params, lora: LoraConfig, seed: int = 0) -> Param
     adapters = {name: leaf for name, leaf in named_leaves(params) if "_lora_" in name}
     noise = {name: 0.2 * rng.standard_normal(leaf.shape, np.float32) for name, leaf in adapters.items()}
     return replace_weights(params, noise)
+
+
+def merged(params: Params) -> Params:
+    """Return the plain model with adapters added and quantized weights dequantized, float32."""
+    plain, weights = base_config(params.config), dict(named_leaves(params))
+    shapes = abstract(plain)
+    leaves = [merged_weight(weights, name, params.config.lora.scale) for name, _ in named_leaves(shapes)]
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
 
 def with_stored_adapters(base: Params, folder) -> Params:

@@ -1,6 +1,7 @@
 """A run with adapters: what it saves, how it continues, what it exports, and which base it accepts."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -11,8 +12,11 @@ from safetensors.numpy import load_file
 from jaxrl_llm import models
 from jaxrl_llm.checkpoint.manifest import read_manifest
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.export import save_model
-from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.hf.load import load_params
+from jaxrl_llm.models import TransformerConfig, lora
+from jaxrl_llm.models.quantize import dequantize_weight
 from jaxrl_llm.tools import export
 from jaxrl_llm.train import main
 
@@ -148,10 +152,67 @@ def test_another_base_is_refused(command, finished, tmp_path, capsys):
     assert "not the weights that the adapters of" in capsys.readouterr().err
 
 
+def test_the_export_of_another_base_is_refused(command, finished, tmp_path, capsys):
+    folder = command("x")[command("x").index("--model.path") + 1]
+    arguments = ["--checkpoint", str(finished), "--out", str(tmp_path / "out")]
+    kept = jax.jit(models.init, static_argnums=0)(MODEL, jax.random.key(0))
+    other = jax.tree.map(lambda x: x + 0.01, kept)
+    save_model(other, MODEL, folder, TOKENIZER, "float32")
+    try:
+        with pytest.raises(UserError, match="not the weights that the adapters of"):
+            export.main(arguments)
+    finally:
+        save_model(kept, MODEL, folder, TOKENIZER, "float32")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_resumed_run_computes_the_fingerprint_once(command, finished, tmp_path, monkeypatch):
+    calls, original = [], lora.frozen_fingerprint
+    monkeypatch.setattr(lora, "frozen_fingerprint", lambda params: calls.append(1) or original(params))
+    run_dir = shutil.copytree(finished, tmp_path / "run")
+    assert main(command(run_dir, "--steps", "3", "--checkpoint.every", "2")) == 0  # nothing is left to do
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_run_on_a_quantized_base_continues_bit_for_bit(command, kind, tmp_path, capsys):
+    """It checkpoints adapters alone, refuses another quantization, and exports the dequantized model."""
+    words = lambda run_dir: command(run_dir, "--lora.quantize", kind, "--checkpoint.every", "1")
+    run_dir = tmp_path / "run"
+    assert main([*words(run_dir), "--steps", "2"]) == 0
+    assert f"linear layers frozen in {kind}" in capsys.readouterr().out
+    names = set(read_manifest(run_dir / "checkpoints/2").arrays)
+    assert not [name for name in names if "layers." in name and "_lora_" not in name]
+    rows, exported = untimed_metrics(run_dir), load_file(run_dir / "hf/model.safetensors")
+    adapters = load_file(run_dir / "adapter/adapter_model.safetensors")
+    assert rows[0]["kl"] == pytest.approx(0.0, abs=1e-6) and rows[1]["kl"] > 0
+
+    stopped = shutil.copytree(run_dir, tmp_path / "stopped")
+    shutil.rmtree(stopped / "checkpoints/2")
+    assert main([*words(stopped), "--steps", "2"]) == 0
+    assert untimed_metrics(stopped) == rows
+    for name, weight in load_file(stopped / "hf/model.safetensors").items():
+        np.testing.assert_array_equal(weight, exported[name])
+    assert main([*words(stopped)[:-4], "--lora.quantize", "none", "--steps", "3"]) == 2
+    assert f'lora.quantize: was "{kind}", now "none"' in capsys.readouterr().err
+
+    base = load_params(command("x")[command("x").index("--model.path") + 1], lora.frozen_config(MODEL, kind))
+    prefix, up = "layers.1.mlp.up_proj", base.layers
+    plain = dequantize_weight(up.up[...], up.up_scale[...], np.float32)[1].T  # [F, D]
+    a, b = (adapters[f"base_model.model.model.{prefix}.lora_{part}.weight"] for part in "AB")
+    expected = np.asarray(plain) + 8.0 * b @ a
+    np.testing.assert_allclose(exported[f"model.{prefix}.weight"], expected, atol=1e-7)
+    arguments = ["--checkpoint", str(stopped), "--out", str(tmp_path / "out"), "--dtype", "float32"]
+    assert export.main(arguments) == 0
+    again = load_file(tmp_path / "out/model.safetensors")
+    np.testing.assert_allclose(again[f"model.{prefix}.weight"], expected, atol=1e-7)
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         (["--lora.rank", "0", "--model.adapter", "x"], "--model.adapter x needs --lora.rank R"),
+        (["--lora.rank", "0", "--lora.quantize", "nf4"], "only frozen weights can be quantized"),
         (["--lora.rank", "5"], "lora.rank: was 4, now 5"),
         (["--rollout.engine", "sglang", "--rollout.launch", "1"], "adapters are not sent to SGLang servers"),
     ],

@@ -16,8 +16,10 @@ from jaxrl_llm.build.run import Run
 from jaxrl_llm.config import TrainConfig, derived
 from jaxrl_llm.data.chat import prompt_row
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import named_leaves
 from jaxrl_llm.models.kernels import describe_kernels, turing_warning
 from jaxrl_llm.models.lora import trained_state
+from jaxrl_llm.models.quantize import SCALE
 from jaxrl_llm.report.log import PROMPTS
 
 MIN_LORA_RATE = 5e-6
@@ -30,7 +32,8 @@ def start_lines(run: Run, start: int) -> Iterator[str]:
         start: steps that a checkpoint has; 0 = a new run.
     """
     policy, config = run.stages[0].policy, run.config
-    weights = sum(math.prod(w.shape) for w in jax.tree.leaves(policy.abstract_state().params))
+    leaves = named_leaves(policy.abstract_state().params)
+    weights = sum(math.prod(w.shape) for name, w in leaves if not name.endswith(SCALE))
     mesh = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
     yield f"{weights / 1e6:,.1f}M weights on {run.mesh.size} {jax.devices()[0].device_kind} device(s): {mesh}"
     yield describe_kernels(policy.model, config.model.dtype, run.mesh, config.strict)
@@ -59,7 +62,8 @@ def lora_lines(run: Run) -> Iterator[str]:
         return
     state = trained_state(run.stages[-1].abstract_state())
     trained = sum(math.prod(w.shape) for w in jax.tree.leaves(state.params))
-    yield f"LoRA: rank {lora.rank}, scale {lora.scale:g}, {trained / 1e6:,.2f}M trained weights"
+    base = "" if lora.quantize == "none" else f", linear layers frozen in {lora.quantize}"
+    yield f"LoRA: rank {lora.rank}, scale {lora.scale:g}, {trained / 1e6:,.2f}M trained weights{base}"
     if rate < MIN_LORA_RATE:
         yield (
             f"warning: --optim.learning_rate {rate:g} is small for LoRA, which learns at about ten times the "

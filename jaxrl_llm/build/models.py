@@ -25,7 +25,7 @@ from jaxrl_llm.learn.optim import OptimConfig, make_optimizer
 from jaxrl_llm.learn.stage import Stage, loss_signals
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.models.lora import add_adapters, base_config, with_lora
+from jaxrl_llm.models.lora import add_adapters, base_config, frozen_config, with_lora
 from jaxrl_llm.rollout.keys import Purpose, run_key
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import TRAIN, with_shardings
@@ -143,7 +143,7 @@ def make_critic(
     learner = make_learner(config, critic.loss, critic.optim, updates, model, mesh)
     params = None
     if critic.path:
-        base = base_config(model)
+        base = frozen_config(model)
         params = stored.params(critic.path, base, models.shardings(base, mesh, TRAIN), jnp.float32)
         params = with_new_adapters(params, model, mesh, config.seed)
     return {"critic": learner, "critic_warmup": critic.warmup_steps, "critic_params": params}
@@ -175,6 +175,24 @@ def with_new_adapters(params: Params, model: TransformerConfig, mesh: Mesh, seed
         return with_shardings(models.abstract(model), shardings)
     add = jax.jit(add_adapters, static_argnums=1, out_shardings=shardings, donate_argnums=0)
     return add(params, model, run_key(seed, Purpose.ADAPTERS))
+
+
+def check_frozen(saved: str, frozen: str, path: str, run_dir: Path | str) -> None:
+    """Refuse frozen weights other than those that the adapters of a run were trained on.
+
+    Args:
+        saved, frozen: `models.lora.frozen_fingerprint` of the checkpoint's run and of these weights.
+        path: source of the weights, for the message.
+
+    Raises:
+        UserError: they differ.
+    """
+    if saved != frozen:
+        raise UserError(
+            f"{path or 'the random weights'}: not the weights that the adapters of {run_dir} were trained on "
+            f"(fingerprint {frozen}, not {saved}). Put them back; on other weights, start a new "
+            "run with another --run_dir."
+        )
 
 
 def config_with_heads(model: TransformerConfig, algo: AlgoConfig) -> TransformerConfig:

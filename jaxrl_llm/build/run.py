@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxrl_llm import algos, models
 from jaxrl_llm.build.engines import make_engine
 from jaxrl_llm.build.models import (
+    check_frozen,
     check_own_algorithm,
     check_vocabularies,
     load_model_config,
@@ -73,6 +74,7 @@ class Run:
     evaluators: list[Evaluator]
     loaders: dict[str, Loader]  # "train", "warm_start", "eval"
     adapter: dict[str, np.ndarray]  # weights of the adapter to start from; {} = new ones
+    fingerprint: str | None = None  # of the frozen weights; None = not computed yet
 
     @property
     def total(self) -> int:
@@ -85,7 +87,7 @@ class Run:
 
     def initial_params(self) -> Params:
         """Return pretrained or random weights, float32; each device reads or initialises only its shard."""
-        base = lora.base_config(self.model)
+        base = lora.frozen_config(self.model)
         shardings = models.shardings(base, self.mesh, TRAIN)
         if self.folder is not None:
             params = self._pretrained(base, shardings)
@@ -97,34 +99,26 @@ class Run:
 
     def _pretrained(self, base: TransformerConfig, shardings: Params) -> Params:
         """Return the folder's weights; a missing value head is initialised with zeros."""
-        saved = read_config(self.folder)
+        saved = lora.frozen_config(read_config(self.folder), base.quantize)
         params = load_params(self.folder, saved, models.shardings(saved, self.mesh, TRAIN), jnp.float32)
         if saved == base:
             return params
         fit = functools.partial(models.with_heads, config=base)
         return jax.jit(fit, out_shardings=shardings, donate_argnums=0)(params)
 
-    def exported(self, params: Params) -> Params:
-        """Return the weights to export: adapters merged, and a policy without its value head."""
-        if self.model.lora:
-            shardings = models.shardings(lora.base_config(self.model), self.mesh, TRAIN)
-            params = jax.jit(lora.merge, out_shardings=shardings)(params)
-        return self._without_value_head(params)
-
     def export(self, params: Params) -> None:
-        """Write the model to run_dir/hf, and its adapters, if it has some, to run_dir/adapter.
+        """Write the model, its adapters merged, to run_dir/hf, and its adapters to run_dir/adapter.
 
         Raises:
             OSError, UserError, RunError: as `save_model`.
         """
-        run_dir, whole = Path(self.config.run_dir), self.exported(params)
-        save_model(whole, whole.config, run_dir / "hf", self.tokenizer, dtype=self.config.model.dtype)
+        run_dir = Path(self.config.run_dir)
+        if algos.requirements(self.config.algo).policy:  # other models keep their value head
+            params = models.without_value_head(params)
+        base = lora.base_config(params.config)
+        save_model(params, base, run_dir / "hf", self.tokenizer, dtype=self.config.model.dtype)
         if self.model.lora:
-            save_adapter(self._without_value_head(params), run_dir / "adapter", self.config.model.path)
-
-    def _without_value_head(self, params: Params) -> Params:
-        """Return a policy without its value head; other models keep theirs."""
-        return models.without_value_head(params) if algos.requirements(self.config.algo).policy else params
+            save_adapter(params, run_dir / "adapter", self.config.model.path)
 
     def reference(self) -> Reference:
         """Return the frozen reference of the last stage; its weights are loaded at their first use."""
@@ -144,14 +138,15 @@ class Run:
         if self.model.lora is None:
             return state
         whole = lora.with_frozen_of(state, self.initial_state())
-        saved, now = meta.get("frozen", ""), lora.frozen_fingerprint(whole.params)
-        if saved != now:
-            raise UserError(
-                f"{self.config.model.path or 'the random weights'}: not the weights that the adapters of "
-                f"{self.config.run_dir} were trained on (fingerprint {now}, not {saved}). Put them back, or "
-                "start a new run with another --run_dir."
-            )
+        frozen = self.frozen_fingerprint(whole.params)
+        check_frozen(meta.get("frozen", ""), frozen, self.config.model.path, self.config.run_dir)
         return whole
+
+    def frozen_fingerprint(self, params: Params) -> str:
+        """Return the checksum of the policy's frozen weights, which is computed once: they do not change."""
+        if self.fingerprint is None:
+            self.fingerprint = lora.frozen_fingerprint(params)
+        return self.fingerprint
 
 
 def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable | None = None) -> Run:

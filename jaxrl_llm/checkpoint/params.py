@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -23,7 +23,16 @@ from jaxrl_llm.models import (
 from jaxrl_llm.structs import Params
 
 
-def restore_params(run_dir: Path, step: int | None = None) -> tuple[int, Params, TransformerConfig]:
+class SavedParams(NamedTuple):
+    """The weights of a checkpoint."""
+
+    step: int
+    params: Params  # tree of `models.init` with numpy leaves as they were saved
+    config: TransformerConfig
+    frozen: str  # `models.lora.frozen_fingerprint` of the weights that are not saved; "" = all are
+
+
+def restore_params(run_dir: Path, step: int | None = None) -> SavedParams:
     """Return the weights as numpy arrays on the host, and the config of their model. Changes nothing.
 
     Of a run with adapters these are the trained weights alone (`models.lora.split_params`).
@@ -31,8 +40,6 @@ def restore_params(run_dir: Path, step: int | None = None) -> tuple[int, Params,
     Args:
         run_dir: of the training run.
         step: which checkpoint; None = the newest valid one.
-
-    Returns: (step, the tree of `models.init` with numpy leaves as they were saved, config).
 
     Raises:
         UserError: no such checkpoint, or it is damaged.
@@ -46,7 +53,8 @@ def restore_params(run_dir: Path, step: int | None = None) -> tuple[int, Params,
     chosen = folders.newest_valid(folder, there if step is None else [step], checksums=True).step
     if chosen is None:
         raise UserError(f"{folder}: no checkpoint can be used (each is named above with its fault)")
-    config = _transformer_config(read_meta(folder / str(chosen))["model"])
+    meta = read_meta(folder / str(chosen))
+    config = _transformer_config(meta["model"])
     saved = read_manifest(folder / str(chosen)).arrays
     target = lora.split_params(abstract(config))[0]
     leaves = [
@@ -54,7 +62,8 @@ def restore_params(run_dir: Path, step: int | None = None) -> tuple[int, Params,
         for name, x in named_leaves(target)
     ]
     target = jax.tree.unflatten(jax.tree.structure(target), leaves)
-    return chosen, load_arrays(folder / str(chosen), target, "params.", on_host=True), config
+    params = load_arrays(folder / str(chosen), target, "params.", on_host=True)
+    return SavedParams(chosen, params, config, meta.get("frozen", ""))
 
 
 def _transformer_config(fields: dict[str, Any]) -> TransformerConfig:

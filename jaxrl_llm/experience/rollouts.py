@@ -210,10 +210,10 @@ def staleness(trajectories: Sequence[Trajectory], version: int) -> Metrics:
 
 @jax.jit
 def perturbed(params: Params, key: jax.Array, scale: float) -> Params:
-    """Return the weights w (1 + scale z), z standard normal for each weight."""
+    """Return the weights w (1 + scale z), z standard normal for each weight; codes of quantized ones stay."""
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(key, len(leaves))
-    noisy = [
-        w * (1 + scale * jax.random.normal(k, w.shape, w.dtype)) for w, k in zip(leaves, keys, strict=True)
-    ]
+    noise = lambda w, k: w * (1 + scale * jax.random.normal(k, w.shape, w.dtype))
+    is_float = lambda w: jax.dtypes.issubdtype(w.dtype, np.floating)
+    noisy = [noise(w, k) if is_float(w) else w for w, k in zip(leaves, keys, strict=True)]
     return jax.tree.unflatten(tree, noisy)

@@ -52,7 +52,7 @@ def save_model(
     Baichuan is written as Llama, q, k and v apart: the same decoder, and loads without the folder's own code.
 
     Args:
-        params: of any sharding.
+        params: of any sharding; adapters are merged, quantized weights dequantized (`hf.gather`).
         tokenizer: of transformers; None = weights and config only.
         dtype: of the weights in the files.
         max_shard_bytes: of a file; a larger tensor gets a file of its own.

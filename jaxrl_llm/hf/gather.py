@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.hf.names import HFTensor, tensor_layout, to_hf
 from jaxrl_llm.models import named_leaves
+from jaxrl_llm.models.lora import merged_names, merged_weight
 from jaxrl_llm.structs import Params
 
 
@@ -35,8 +36,9 @@ def gather_tensors(
 ) -> Iterator[list[jax.Array]]:
     """Yield the tensors of each group, whole and of type `dtype`; `np.asarray` brings one to the host.
 
-    While one group is used the next one is on its way to the host, so two of them are in memory. In a
-    multi-process run a collective: every process iterates.
+    While one group is used the next one is on its way to the host, so two of them are in memory. Adapters are
+    merged and quantized weights dequantized, in float32, a layer of a weight at a time. In a multi-process
+    run a collective: every process iterates.
 
     Args:
         replicated: every device holds whole tensors, not only (with several processes) every process.
@@ -49,41 +51,49 @@ def gather_checked(
     params: Params, groups: Sequence[Sequence[HFTensor]], dtype: str, replicated: bool = False
 ) -> Iterator[list[tuple[jax.Array, jax.Array]]]:
     """Yield as `gather_tensors`, each tensor with a bool[] on the device: all its numbers are finite."""
-    leaves = dict(named_leaves(params))
+    leaves, lora = dict(named_leaves(params)), params.config.lora
+    scale = lora.scale if lora else 0.0
     current: list[tuple[jax.Array, jax.Array]] = []
     for group in groups:
-        following = [_start(tensor, leaves, dtype, replicated) for tensor in group]
+        following = [_start(tensor, leaves, scale, dtype, replicated) for tensor in group]
         if current:
             yield current
         current = following
     yield current
 
 
-def _start(tensor: HFTensor, leaves: dict, dtype: str, replicated: bool) -> tuple[jax.Array, jax.Array]:
+def _start(
+    tensor: HFTensor, leaves: dict, scale: float, dtype: str, replicated: bool
+) -> tuple[jax.Array, jax.Array]:
     """Dispatch the work for one HF tensor: the devices run it while the host continues."""
-    weights, layer = [leaves[name] for name, _ in tensor.parts], tensor.parts[0][1]
-    if isinstance(weights[0], np.ndarray) and layer is not None:
+    names, layer = tuple(name for name, _ in tensor.parts), tensor.parts[0][1]
+    weights = {part: leaves[part] for name in names for part in merged_names(name) if part in leaves}
+    first = weights[names[0]]
+    if isinstance(first, np.ndarray) and layer is not None:
         # or the whole stack would go to the device each time
-        weights, layer = [weight[layer] for weight in weights], None
-    sharding = getattr(weights[0], "sharding", None)
+        weights, layer = {name: weight[layer : layer + 1] for name, weight in weights.items()}, 0
+    sharding = getattr(first, "sharding", None)
     whole = None
     if isinstance(sharding, NamedSharding) and (replicated or not sharding.is_fully_addressable):
         whole = NamedSharding(sharding.mesh, PartitionSpec())
-    convert = _converter(tuple(tensor_layout(name) for name, _ in tensor.parts), dtype, whole)
-    array, finite = convert(weights, layer)
+    array, finite = _converter(names, scale, dtype, whole)(weights, layer)
     if not replicated:
         array.copy_to_host_async()
     return array, finite
 
 
 @functools.cache
-def _converter(layouts: tuple[str, ...], dtype: str, sharding: NamedSharding | None):
+def _converter(names: tuple[str, ...], scale: float, dtype: str, sharding: NamedSharding | None):
     """Return the jitted conversion: transposing and rounding a large matrix is fast on the device."""
 
-    def convert(weights: list[jax.Array], layer: int | None) -> tuple[jax.Array, jax.Array]:
+    def convert(weights: dict[str, jax.Array], layer: int | None) -> tuple[jax.Array, jax.Array]:
         if layer is not None:
-            weights = [jax.lax.dynamic_index_in_dim(weight, layer, keepdims=False) for weight in weights]
-        parts = [to_hf(weight, layout) for weight, layout in zip(weights, layouts, strict=True)]
+            weights = {k: jax.lax.dynamic_slice_in_dim(w, layer, 1) for k, w in weights.items()}
+        merged = [merged_weight(weights, name, scale) for name in names]
+        parts = [
+            to_hf(weight if layer is None else weight[0], tensor_layout(name))
+            for name, weight in zip(names, merged, strict=True)
+        ]
         whole = (jnp.concatenate(parts) if len(parts) > 1 else parts[0]).astype(dtype)
         return whole, jnp.isfinite(whole).all()
 

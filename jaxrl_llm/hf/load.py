@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,9 @@ from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.folder import FLOATS, StoredTensor, read_headers, refuse_remote_code
 from jaxrl_llm.hf.names import TensorRows, from_hf, parse_layout, tensor_rows
 from jaxrl_llm.hf.resolve import resolve_model
-from jaxrl_llm.models import TransformerConfig, abstract, named_leaves
+from jaxrl_llm.models import TransformerConfig, abstract, logical_axes, named_leaves
+from jaxrl_llm.models.quantize import SCALE, quantize_weight
+from jaxrl_llm.models.transformer import matrix_dims
 from jaxrl_llm.structs import Params
 
 _MAX_READ = 16 * 2**20  # bytes of a file that are mapped at once
@@ -67,9 +70,10 @@ def load_params(
 
     Args:
         folder: config.json and safetensors, one file or sharded; bf16, fp16 or fp32.
-        config: of the model, as `read_config(folder)` gives it.
+        config: of the model, as `read_config(folder)` gives it; weights of linear layers are quantized, a
+            layer at a time, if it says so (`models.lora.frozen_config`).
         shardings: tree of `models.shardings`; None = all on one device.
-        dtype: of the weights in memory.
+        dtype: of the weights in memory that are not quantized.
 
     Raises:
         UserError: weights missing, unexpected, misshapen, damaged, pickled, or outside the folder;
@@ -77,29 +81,46 @@ def load_params(
     """
     folder = Path(folder)
     refuse_remote_code(folder)
-    stored = read_headers(folder, config)
-    shapes = abstract(config)
+    stored, parts, shapes = read_headers(folder, config), tensor_rows(config), abstract(config)
     one_device = SingleDeviceSharding(jax.local_devices()[0])
-    layouts = [one_device] * len(jax.tree.leaves(shapes)) if shardings is None else jax.tree.leaves(shardings)
-    parts = tensor_rows(config)
-    leaves = []
-    for (name, leaf), sharding in zip(named_leaves(shapes), layouts, strict=True):
-        leaves.append(_load_weight(stored, parts[name], name, leaf.shape, sharding, jnp.dtype(dtype)))
-    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+    layouts = dict.fromkeys(parts, one_device) if shardings is None else dict(named_leaves(shardings))
+    axes, leaves, weights = logical_axes(shapes), dict(named_leaves(shapes)), {}
+    dtype = jnp.dtype(dtype)
+    for name, rows in parts.items():
+        shape, sharding = leaves[name].shape, layouts[name]
+        if name.startswith("layers.") and name + SCALE in leaves:
+            names = (name, name + SCALE)
+            stacks = [_make_zeros(layouts[n])(leaves[n].shape, leaves[n].dtype) for n in names]
+            axis = matrix_dims(axes[name])[0][-1] - 1
+            convert = functools.partial(quantize_weight, kind=config.quantize, axis=axis)
+            weights |= zip(names, _fill(stored, rows, stacks, jnp.dtype(jnp.float32), convert), strict=True)
+        elif name.startswith("layers.") and rows:
+            stack = _make_zeros(sharding)(shape, dtype)
+            (weights[name],) = _fill(stored, rows, [stack], dtype, lambda layer: (layer,))
+        elif rows:
+            weights[name] = _read_global(stored, rows[0], shape, sharding, dtype)
+    return jax.tree.unflatten(jax.tree.structure(shapes), [weights[name] for name in leaves])
 
 
-def _load_weight(stored, parts: list[TensorRows], name: str, shape, sharding: Sharding, dtype) -> jax.Array:
-    """Return one weight. A stacked one is filled layer by layer in place: no second copy of it exists."""
-    if not name.startswith("layers."):
-        return _read_global(stored, parts[0], shape, sharding, dtype)
-    one_layer = sharding
-    if isinstance(sharding, NamedSharding):
-        one_layer = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
-    stack, set_layer = _make_zeros(sharding)(shape, dtype), _make_set_layer(sharding)
+def _fill(
+    stored, parts: list[TensorRows], stacks: list[jax.Array], dtype, convert: Callable[..., Sequence[Any]]
+) -> list[jax.Array]:
+    """Return the stacks of one weight, filled layer by layer in place: no second copy of it exists.
+
+    Args:
+        stacks: zeros, which are donated; the first has the weight's shape.
+        convert: returns of one layer of the weight, of type `dtype`, that of each stack.
+    """
+    one_layer = stacks[0].sharding
+    if isinstance(one_layer, NamedSharding):
+        one_layer = NamedSharding(one_layer.mesh, PartitionSpec(*one_layer.spec[1:]))
     for i, part in enumerate(parts):
-        layer = _read_global(stored, part, shape[1:], one_layer, dtype)
-        stack = set_layer(stack, layer, i)
-    return stack
+        layers = convert(_read_global(stored, part, stacks[0].shape[1:], one_layer, dtype))
+        stacks = [
+            _make_set_layer(stack.sharding)(stack, layer, i)
+            for stack, layer in zip(stacks, layers, strict=True)
+        ]
+    return stacks
 
 
 def _read_global(stored, part: TensorRows, shape, sharding: Sharding, dtype) -> jax.Array:

@@ -13,6 +13,8 @@ from jaxrl_llm.ranges import Count, Range, problems
 Positive = Range(0.0, 1e6, open_low=True)
 Size = Annotated[int, Range(1, 2**24)]
 """A dimension of a weight."""
+Quantize = Literal["none", "int8", "nf4"]
+"""Number format of frozen weights."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class TransformerConfig:
     """The architecture of a dense decoder; Qwen, Llama, Mistral and Baichuan differ only in these fields."""
 
     lora = None  # a field of AdaptedConfig alone
+    quantize = "none"  # a field of QuantizedConfig and of AdaptedConfig.lora
     family: str = "qwen3"
     """HF `model_type`; selects the names of weights on import and export."""
     vocab_size: Size = 151_936
@@ -147,9 +150,17 @@ class LoraConfig:
     """Multiply by alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732)."""
     targets: tuple[str, ...] = ("all",)
     """Linear layers that get adapters: q_proj k_proj v_proj o_proj gate_proj up_proj down_proj, or all."""
+    quantize: Quantize = "none"
+    """Keep all linear layers' frozen weights in 8 bits (int8) or 4 (nf4, QLoRA, arXiv 2305.14314)."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, problem) for layers that no model has."""
+        """Yield (field, problem) for layers that no model has, and for quantized weights without adapters."""
+        if self.quantize != "none" and not self.rank:
+            yield (
+                "quantize",
+                f"is {self.quantize}, but all weights are trained: it must be none, or rank above 0 "
+                "(--lora.rank 32), since only frozen weights can be quantized.",
+            )
         known = ("all", *TARGETS)
         if not self.targets:
             yield "targets", "is empty: it must name linear layers, or be all."
@@ -170,10 +181,22 @@ class LoraConfig:
 
 
 @dataclass(frozen=True)
+class QuantizedConfig(TransformerConfig):
+    """A decoder whose linear layers have quantized weights (`models.quantize`)."""
+
+    quantize: Quantize = "nf4"
+
+
+@dataclass(frozen=True)
 class AdaptedConfig(TransformerConfig):
     """A decoder whose linear layers have adapters, which are trained in place of its weights."""
 
     lora: LoraConfig = LoraConfig(rank=8)
+
+    @property
+    def quantize(self) -> Quantize:
+        """Number format of the frozen weights of linear layers."""
+        return self.lora.quantize
 
 
 def check_lora_config(lora: LoraConfig, where: str) -> None:

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.models.config import AdaptedConfig, LoraConfig, TransformerConfig
-from jaxrl_llm.models.params import abstract, init, named_leaves
+from jaxrl_llm.models.config import AdaptedConfig, LoraConfig, Quantize, QuantizedConfig, TransformerConfig
+from jaxrl_llm.models.params import init, named_leaves
+from jaxrl_llm.models.quantize import SCALE, dequantize_weight
 from jaxrl_llm.structs import Params, TrainState
 
 MARK = "_lora_"  # in the names of adapters
@@ -29,9 +30,15 @@ def with_lora(config: TransformerConfig, lora: LoraConfig) -> TransformerConfig:
 
 
 def base_config(config: TransformerConfig) -> TransformerConfig:
-    """Return the architecture without adapters."""
+    """Return the architecture without adapters and quantization."""
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(TransformerConfig)}
     return TransformerConfig(**fields)
+
+
+def frozen_config(config: TransformerConfig, quantize: Quantize | None = None) -> TransformerConfig:
+    """Return the architecture without adapters, its weights quantized; None = as they are."""
+    kind, base = quantize or config.quantize, base_config(config)
+    return base if kind == "none" else QuantizedConfig(**vars(base), quantize=kind)
 
 
 def add_adapters(params: Params, config: TransformerConfig, key: jax.Array) -> Params:
@@ -107,7 +114,8 @@ def _checksums(params: Params) -> list[jax.Array]:
     """Return for each weight the sum, modulo 2^32, of its bits times odd numbers that differ by place."""
 
     def one(x):
-        bits = jax.lax.bitcast_convert_type(x, {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
+        x = x.astype(jnp.uint8) if x.dtype == jnp.uint4 else x
+        bits = jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
         place = jnp.uint32(1)
         for axis in range(x.ndim):
             odd = jnp.uint32((2 * axis + 1) * 0x9E3779B1 & 0xFFFFFFFF)
@@ -135,26 +143,26 @@ def base(params: Params) -> Params:
     return _map_named(lambda name, x: jnp.zeros_like(x) if name.endswith("_lora_b") else x, params)
 
 
-def merge(params: Params) -> Params:
-    """Return the model without adapters, W + scale * A B added in float32, for export and servers."""
-    config = params.config
-    if config.lora is None:
-        return params
-    plain, weights = base_config(config), dict(named_leaves(params))
-    shapes = abstract(plain)
-    merged = [merged_weight(weights, name, config.lora.scale) for name, _ in named_leaves(shapes)]
-    return jax.tree.unflatten(jax.tree.structure(shapes), merged)
+def merged_weight(weights: Mapping[str, jax.Array], name: str, scale: float) -> jax.Array:
+    """Return W + scale * A B of one weight [L, ...], dequantized and added in float32.
 
+    A weight that has no adapter and is not quantized is returned as it is.
 
-def merged_weight(weights: dict[str, jax.Array], name: str, scale: float) -> jax.Array:
-    """Return one weight with its adapter, if it has one, added in float32."""
-    weight, a = weights[name], weights.get(f"{name}_lora_a")
+    Args:
+        weights: names -> weights; those of `merged_names(name)` are read, if they are there.
+    """
+    weight, scales, a, b = (weights.get(part) for part in merged_names(name))
+    if scales is not None:
+        weight = dequantize_weight(weight, scales, jnp.float32)
     if a is None:
         return weight
-    change = jax.vmap(lambda a, b: jnp.tensordot(a, b, 1))(
-        a.astype(jnp.float32), weights[f"{name}_lora_b"].astype(jnp.float32)
-    )
+    change = jax.vmap(lambda a, b: jnp.tensordot(a, b, 1))(a.astype(jnp.float32), b.astype(jnp.float32))
     return weight.astype(jnp.float32) + scale * change
+
+
+def merged_names(name: str) -> tuple[str, str, str, str]:
+    """Return the names of a weight, of its scales, and of A and B of its adapter."""
+    return name, name + SCALE, f"{name}{MARK}a", f"{name}{MARK}b"
 
 
 def _map_named(f: Callable[[str, Any], Any], params: Params) -> Params:

@@ -16,7 +16,8 @@ from jaxrl_kernels import batch_invariant
 from jaxrl_kernels.batch_invariant import rounded
 from jaxrl_kernels.flash_attention.api import SAVED
 from jaxrl_kernels.flash_attention.spec import NO_WINDOW
-from jaxrl_llm.models.config import TransformerConfig
+from jaxrl_llm.models.config import TARGETS, TransformerConfig
+from jaxrl_llm.models.quantize import SCALE, dequantize_weight, quantize_weight
 from jaxrl_llm.models.rope import apply_rope, rope_tables
 from jaxrl_llm.sharding.attention import (
     ContextParallel,
@@ -25,7 +26,7 @@ from jaxrl_llm.sharding.attention import (
     restore_tokens,
     sharded_attention,
 )
-from jaxrl_llm.sharding.rules import HOST, constrain, constrain_residual, fetch
+from jaxrl_llm.sharding.rules import HOST, ROLLOUT, constrain, constrain_residual, fetch
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -80,9 +81,20 @@ class Layers(nnx.Module):
             self.gate_bias = init.zeros((c.mlp_size,), ("mlp",))
             self.up_bias = init.zeros((c.mlp_size,), ("mlp",))
             self.down_bias = init.zeros((d,), ("norm",))
+        if c.quantize != "none":
+            for name in TARGETS.values():
+                self._quantize(name, c.quantize)
         if c.lora:
             for name in c.lora.adapted:
                 self._add_adapter(name, c.lora.rank, init)
+
+    def _quantize(self, name: str, kind: str) -> None:
+        """Replace a weight by its codes, with their scales beside it."""
+        weight = getattr(self, name)
+        axes = weight.get_metadata("axes")
+        codes, scale = quantize_weight(weight[...], kind, matrix_dims(axes)[0][-1])
+        setattr(self, name, nnx.Param(codes, axes=axes))
+        setattr(self, name + SCALE, nnx.Param(scale, axes=axes))
 
     def _add_adapter(self, name: str, rank: int, init: _Initializer) -> None:
         """Add A, uniform as in PEFT, and B, zero, beside a weight: the sum starts as the weight's output."""
@@ -224,7 +236,7 @@ def block(c: TransformerConfig, w: Layers, x, rope, attention_fn, strict: bool =
     """
 
     def linear(w, name, x):
-        y = project(x, getattr(w, name)[...])
+        y = multiply(w, name, x)
         if hasattr(w, f"{name}_bias"):
             y = y + getattr(w, f"{name}_bias")[...]
         if hasattr(w, f"{name}_lora_a"):
@@ -274,13 +286,36 @@ def final_norm_fn(c: TransformerConfig):
 
 
 def cast_weights(weights: nnx.Module, dtype: DTypeLike) -> nnx.Module:
-    """Cast weights to `dtype`, except those of norms; weights in host memory are copied to the devices."""
+    """Cast weights to `dtype`, except those of norms, and codes and scales of quantized ones.
+
+    Weights in host memory are copied to the devices.
+    """
 
     def cast(path, w):
-        w = fetch(w)
-        return w if "norm" in jax.tree_util.keystr(path) else rounded(w, dtype)
+        name, w = jax.tree_util.keystr(path), fetch(w)
+        kept = "norm" in name or SCALE in name or not jnp.issubdtype(w.dtype, jnp.floating)
+        return w if kept else rounded(w, dtype)
 
     return jax.tree_util.tree_map_with_path(cast, weights)
+
+
+def multiply(w: Layers, name: str, x: Float[Array, "B T *I"]) -> Float[Array, "B T *O"]:
+    """Multiply x by a weight of a layer, which is dequantized here, alone, if it is quantized.
+
+    The backward pass dequantizes it again: kept, it would be a stack of all layers. The barrier keeps XLA
+    from dequantizing all layers before a loop over tokens. fsdp gathers codes.
+    """
+    weight, scale = getattr(w, name), getattr(w, name + SCALE, None)
+    if scale is None:
+        return project(x, weight[...])
+    axes = weight.get_metadata("axes")[1:]
+
+    def product(x, *quantized):
+        x, *quantized = jax.lax.optimization_barrier((x, *quantized))
+        codes, scale = (constrain(part, *axes, rules=ROLLOUT) for part in quantized)
+        return project(x, dequantize_weight(codes, scale, x.dtype))
+
+    return jax.checkpoint(product, prevent_cse=False)(x, weight[...], scale[...])
 
 
 def project(x: Float[Array, "B T *I"], w: Float[Array, "*I_and_O"]) -> Float[Array, "B T *O"]:

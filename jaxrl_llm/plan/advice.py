@@ -18,7 +18,9 @@ from jaxrl_llm.build.models import trained_config
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.learn.optim import make_optimizer
 from jaxrl_llm.models.lora import split_params
+from jaxrl_llm.models.quantize import TILE
 from jaxrl_llm.models.transformer import REMAT
+from jaxrl_llm.plan.flops import layer_weights
 from jaxrl_llm.plan.models import planned_model
 from jaxrl_llm.plan.plan import PhaseCost, Plan
 from jaxrl_llm.plan.report import format_bytes
@@ -27,6 +29,8 @@ from jaxrl_llm.sharding.rules import bytes_per_device, num_shards
 
 SHARDED = ("parameters", "optimizer", "gradients", "frozen models")
 """Kinds of memory that fsdp and tensor shard."""
+BITS = 4 + 32 / TILE
+"""Bits a weight in nf4, with its share of a scale."""
 
 
 def advise(plan: Plan, config: TrainConfig) -> Plan:
@@ -73,6 +77,7 @@ def _training(plan: Plan, config: TrainConfig, over: list[PhaseCost]) -> Iterato
 def _state(plan: Plan, config: TrainConfig, worst: PhaseCost) -> Iterator[str]:
     """Yield advice for scoring and update: less optimizer state and fewer frozen weights on the devices."""
     over, moments = worst.peak - plan.memory, worst.memory["optimizer"]
+    itemsize = jnp.dtype(config.model.dtype).itemsize
     if moments and not config.optim.offload and not worst.name.endswith("apply"):
         yield _saving("--optim.offload True", moments, over)
     frozen, requires = worst.memory["frozen models"], algos.requirements(config.algo)
@@ -87,9 +92,18 @@ def _state(plan: Plan, config: TrainConfig, worst: PhaseCost) -> Iterator[str]:
         yield _saving("--optim.store_param_remainders True", worst.memory["parameters"] / 2, over)
     if not config.lora.rank:
         stored = 2 if config.optim.store_param_remainders else 4
-        cast = 1 - jnp.dtype(config.model.dtype).itemsize / stored
-        saved = worst.memory["parameters"] * cast + moments + worst.memory["gradients"]
+        saved = worst.memory["parameters"] * (1 - itemsize / stored) + moments + worst.memory["gradients"]
         yield _saving("--lora.rank 32, which trains adapters in place of the weights", saved, over)
+    elif config.lora.quantize == "none":
+        saved = worst.memory["parameters"] * _linear_fraction(config) * (1 - BITS / 8 / itemsize)
+        yield _saving("--lora.quantize nf4, which holds linear layers in 4 bits", saved, over)
+
+
+def _linear_fraction(config: TrainConfig) -> float:
+    """Return the share of the policy's weights that is in linear layers."""
+    model = planned_model(config.model)
+    linear = layer_weights(model)
+    return linear / (linear + model.vocab_size * model.hidden_size * (2 - model.tie_embeddings))
 
 
 def _compressed(config: TrainConfig) -> float:

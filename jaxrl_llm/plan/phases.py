@@ -83,6 +83,9 @@ def _always_resident(config: TrainConfig, stage: Stage) -> Resident:
 
 
 def _reference(config: TrainConfig, learner: Learner) -> Any:
+    """Return the abstract reference: with adapters, the policy's own arrays (`models.lora.base`)."""
+    if learner.model.lora:
+        return learner.abstract_state().params
     dtype = jnp.dtype(config.model.dtype)
     params = ABSTRACT_MODELS.params("", learner.model, learner.param_shardings, dtype)
     return models.to_host(params) if config.reference.offload else params

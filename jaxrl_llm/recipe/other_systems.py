@@ -216,10 +216,16 @@ SAME = {
     "lora_target_modules": "--lora.targets",
     "target_modules": "--lora.targets",
     "use_rslora": "--lora.rank_stabilized",
+    "load_in_4bit": "--lora.quantize nf4, with --lora.rank",
+    "load_in_8bit": "--lora.quantize int8, with --lora.rank",
+    "bnb_4bit_quant_type": "--lora.quantize nf4, with --lora.rank",
 }
 """Flag of another system -> the key here."""
 
-LORA = "Here this is the group lora: --lora.rank, --lora.alpha, --lora.targets, --lora.rank_stabilized"
+LORA = (
+    "Here this is the group lora: --lora.rank, --lora.alpha, --lora.targets, --lora.rank_stabilized, "
+    "--lora.quantize"
+)
 NO_EPOCHS = (
     "There are no PPO epochs: a response is learned from once; --minibatches_per_step sets the updates"
 )
@@ -236,8 +242,6 @@ MISSING = {
     "num_iterations": NO_EPOCHS,
     "max_epochs": NO_EPOCHS,
     "lora_dropout": "There is no dropout of adapters",
-    "load_in_4bit": "There is no quantized training; --rollout.cache_dtype int8 saves memory of the rollout",
-    "load_in_8bit": "There is no quantized training; --rollout.cache_dtype int8 saves memory of the rollout",
     "attn_implementation": "There is no such switch: the attention kernel is chosen for the device",
     "flash_attn": "There is no such switch: the attention kernel is chosen for the device",
     "use_liger_kernel": "There is no such switch: the kernel is chosen for the device",

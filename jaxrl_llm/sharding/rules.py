@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -147,7 +148,7 @@ def fetch(x: jax.Array) -> jax.Array:
 def bytes_per_device(tree: Any, memory: Literal["device", "pinned_host"] = "device") -> int:
     """Return the bytes of abstract or host arrays that belong to one device, padding not counted.
 
-    An array without a sharding is replicated.
+    An array without a sharding is replicated. Two 4-bit integers share a byte, but not on a CPU.
 
     Args:
         memory: which arrays count: those on the devices, or those that `on_host` keeps off them.
@@ -158,9 +159,14 @@ def bytes_per_device(tree: Any, memory: Literal["device", "pinned_host"] = "devi
         if (getattr(sharding, "memory_kind", None) == HOST) != (memory == HOST):
             return 0
         shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
-        return math.prod(shape) * np.dtype(x.dtype).itemsize
+        packed = sharding is not None and x.dtype in (jnp.int4, jnp.uint4) and not _on_cpu(sharding)
+        return -(-math.prod(shape) // 2) if packed else math.prod(shape) * np.dtype(x.dtype).itemsize
 
     return sum(map(one, jax.tree.leaves(tree)))
+
+
+def _on_cpu(sharding) -> bool:
+    return next(iter(sharding.device_set)).platform == "cpu"
 
 
 def _divisible(mesh, axes, shape, rules: Rules) -> PartitionSpec:

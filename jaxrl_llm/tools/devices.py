@@ -40,14 +40,14 @@ def check_versions() -> Iterator[Finding]:
     """Check the installed packages against the requirements of this package and of jax."""
     wrong = unmet_requirements("jaxrl-llm", extras=())
     wrong += unmet_requirements("jax", ("tpu", "cuda12", "cuda13"))
-    flax, jax = installed_version("flax"), installed_version("jax")
+    flax, jax = package_version("flax"), package_version("jax")
     if Version(flax) <= Version("0.12.8") and Version(jax) >= Version("0.11.1"):
         wrong.append(f"flax {flax} does not work with jax {jax}: 0.12.12 does")
     if wrong:
         yield Finding("versions", "fix", f"{'; '.join(wrong)}. Fix: pip install --upgrade jaxrl-llm")
     else:
         names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers")
-        text = ", ".join(f"{name} {installed_version(name)}" for name in names)
+        text = ", ".join(f"{name} {package_version(name)}" for name in names)
         yield Finding("versions", "ok", text)
 
 
@@ -63,7 +63,7 @@ def unmet_requirements(package: str, extras: Sequence[str]) -> list[str]:
         environments = [{"extra": extra} for extra in extras or ("",)]
         if requirement.marker and not any(map(requirement.marker.evaluate, environments)):
             continue
-        installed = installed_version(requirement.name)
+        installed = package_version(requirement.name)
         if not installed:
             unmet += [] if extras else [f"{requirement.name} is not installed"]
         elif not requirement.specifier.contains(installed, prereleases=True):
@@ -77,7 +77,7 @@ def check_devices() -> Iterator[Finding]:
     A TPU that another process holds makes jax wait or abort, which this process survives.
     """
     gpus = nvidia_gpus()
-    plugin = next((name for name in DRIVERS if installed_version(name)), "")
+    plugin = next((name for name in DRIVERS if package_version(name)), "")
     if gpus and not plugin:
         yield Finding("devices", "fix", f"{gpus[0][0]}, but jax has no GPU plugin: {_plugin_fix(gpus)}")
         return
@@ -110,7 +110,7 @@ def describe_devices(devices: list[dict], gpus: list[tuple[str, str, int]]) -> I
     if held > 1024:
         yield Finding("devices", "note", f"other programs hold {held} MiB of a GPU's memory: nvidia-smi")
     hopper = any(name in first["kind"] for name in ("H100", "H200", "GH200"))
-    if hopper and Version(installed_version("jax")) >= Version("0.12"):
+    if hopper and Version(package_version("jax")) >= Version("0.12"):
         slow = "jax 0.12 compiles the Hopper kernels without register reallocation"
         yield Finding("kernels", "note", f"{slow}: pip install 'jax[cuda13]<0.12' (docs/kernels.md)")
 
@@ -140,7 +140,7 @@ def run_command_line(command: list[str]) -> subprocess.CompletedProcess | str:
         return str(error)
 
 
-def installed_version(package: str) -> str:
+def package_version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

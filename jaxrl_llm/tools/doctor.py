@@ -84,7 +84,7 @@ def examine(config: TrainConfig | None) -> Iterator[Finding]:
     run_dir = Path(config.run_dir if config else ".")
     yield check_python()
     yield from check_versions()
-    yield check_host_memory()
+    yield report_host_memory()
     yield check_shared_memory(config is not None and config.rollout.engine == "sglang")
     yield check_cache(os.environ.get("JAX_COMPILATION_CACHE_DIR", os.path.expanduser(COMPILATION_CACHE)))
     yield check_clock(existing_parent(run_dir))
@@ -115,7 +115,7 @@ def check_python() -> Finding:
     return Finding("python", "ok", text)
 
 
-def check_host_memory() -> Finding:
+def report_host_memory() -> Finding:
     """Check the memory that is available to this process, of the machine or its container."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = Path("/sys/fs/cgroup/memory.max")

@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
+
 from jaxrl_llm import models
-from jaxrl_llm.build.run import load_model_config
-from jaxrl_llm.checkpoint.params import restore_params
+from jaxrl_llm.build.models import check_frozen, load_model_config
+from jaxrl_llm.checkpoint.params import SavedParams, restore_params
 from jaxrl_llm.config import ChatConfig, ModelConfig
 from jaxrl_llm.data.template import set_template
 from jaxrl_llm.errors import UserError
@@ -47,37 +50,40 @@ def main(argv: list[str]) -> int:
         UserError: there is no usable checkpoint or tokenizer, or the folder cannot be written.
     """
     args = parse_arguments(ExportArguments, argv, "export")
-    step, params, config = restore_params(args.checkpoint, args.step)
-    params, config = merged_with_base(args.checkpoint, params, config)
+    saved = restore_params(args.checkpoint, args.step)
+    params, config = with_base(args.checkpoint, saved), lora.base_config(saved.config)
     tokenizer = run_tokenizer(args.checkpoint, config, args.tokenizer)
     folder = save_model(params, config, args.out, tokenizer, args.dtype)
     size = sum(file.stat().st_size for file in folder.iterdir())
-    print(f"step {step} of {args.checkpoint} -> {folder} ({args.dtype}, {size / 2**20:,.1f} MiB)")
+    print(f"step {saved.step} of {args.checkpoint} -> {folder} ({args.dtype}, {size / 2**20:,.1f} MiB)")
     return 0
 
 
-def merged_with_base(
-    run_dir: Path, params: Params, config: TransformerConfig
-) -> tuple[Params, TransformerConfig]:
-    """Return the model of a run with adapters, merged into the pretrained weights that they were trained on.
+def with_base(run_dir: Path, saved: SavedParams) -> Params:
+    """Return the model of a run with the pretrained weights that its adapters were trained on.
 
     Other models are returned as they are.
 
     Raises:
-        UserError: the run started from random weights, of which there is no copy.
+        UserError: the run started from random weights, of which there is no copy, or the folder has other
+            weights now.
     """
+    config = saved.config
     if config.lora is None:
-        return params, config
+        return saved.params
     settings = read_json(run_dir / "config.json")["config"]["model"]
     if not (path := settings["path"]):
         raise UserError(
             f"{run_dir}: its adapters belong to random weights, which no checkpoint holds. The run's last "
             f"model, merged, is in {run_dir / 'hf'}."
         )
-    folder, plain = resolve_model(path), lora.base_config(config)
-    stored = read_config(folder)
+    folder = resolve_model(path)
+    stored = lora.frozen_config(read_config(folder), config.quantize)
     base = cast_weights(load_params(folder, stored), settings["dtype"])  # as it was in the run
-    return lora.merge(lora.join_params(params, models.with_heads(base, config))), plain
+    trained = jax.tree.map(jnp.asarray, saved.params)
+    params = lora.join_params(trained, models.with_heads(base, config))
+    check_frozen(saved.frozen, lora.frozen_fingerprint(params), path, run_dir)
+    return params
 
 
 def run_tokenizer(run_dir: Path, config: TransformerConfig, override: str = "") -> Any:

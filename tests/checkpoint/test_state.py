@@ -282,7 +282,7 @@ def test_weights_alone_for_export(tmp_path):
             {},
         )
     saver.close()
-    step, weights, config = restore_params(tmp_path)
+    step, weights, config, _ = restore_params(tmp_path)
     assert step == 2 and config == TINY
     assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(weights))
     assert_same_bits(weights, jax.tree.map(lambda x: x * 2, params))

@@ -128,7 +128,7 @@ def assert_same_run(folder: Path, whole: Path, steps: Sequence[int] = STEPS) -> 
     run, expected = folder / "run", whole / "run"
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert lines(run / name) == lines(expected / name)
-    (step, weights, _), (last, others, _) = restore_params(run), restore_params(expected)
+    (step, weights, *_), (last, others, *_) = restore_params(run), restore_params(expected)
     assert step == last == steps[-1]
     for mine, theirs in zip(jax.tree.leaves(weights), jax.tree.leaves(others), strict=True):
         assert np.asarray(mine).tobytes() == np.asarray(theirs).tobytes()

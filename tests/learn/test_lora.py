@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from lora_models import merged
 
 from jaxrl_llm import algos, models
 from jaxrl_llm.algos import grpo, value
@@ -74,10 +75,10 @@ def test_outputs_of_new_adapters_of_merged_ones_and_of_the_base(adapted):
     base, fresh, trained = adapted
     np.testing.assert_array_equal(hidden(fresh), hidden(lora.base(trained)))
     np.testing.assert_allclose(hidden(fresh), hidden(base), atol=1e-6)
-    merged = jax.jit(lora.merge)(trained)
-    assert type(merged.config) is TransformerConfig and merged.config == BASE
+    whole = jax.jit(merged)(trained)
+    assert type(whole.config) is TransformerConfig and whole.config == BASE
     assert np.abs(hidden(trained) - hidden(base)).max() > 0.1
-    np.testing.assert_allclose(hidden(merged), hidden(trained), atol=2e-5)
+    np.testing.assert_allclose(hidden(whole), hidden(trained), atol=2e-5)
 
 
 def test_one_layer_by_hand(adapted):
@@ -86,8 +87,8 @@ def test_one_layer_by_hand(adapted):
     expected = leaves["layers.q"][1, :, 3] + 2.0 * (
         leaves["layers.q_lora_a"][1] @ leaves["layers.q_lora_b"][1, :, 3]
     )
-    merged = dict(models.named_leaves(lora.merge(adapted[2])))["layers.q"][1, :, 3]
-    np.testing.assert_allclose(merged, expected, atol=1e-6)
+    weight = dict(models.named_leaves(merged(adapted[2])))["layers.q"][1, :, 3]
+    np.testing.assert_allclose(weight, expected, atol=1e-6)
 
 
 # --- updates
@@ -145,8 +146,8 @@ def test_gradients_are_those_of_the_merged_weight(updated, adapted):
         dict(models.named_leaves(before.params))[name] - dict(models.named_leaves(after.params))[name]
     )
     plain = learner()
-    merged = Learner(plain.algo, BASE, plain.optimizer, plain.config, plain.mesh)
-    old, new, _ = one_update(merged, lora.merge(adapted[2]))
+    whole = Learner(plain.algo, BASE, plain.optimizer, plain.config, plain.mesh)
+    old, new, _ = one_update(whole, merged(adapted[2]))
     weights = dict(models.named_leaves(adapted[2]))
     for name in ("up", "down"):
         full = np.asarray(

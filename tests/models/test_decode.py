@@ -10,6 +10,7 @@ from random_weights import random_params
 
 from jaxrl_llm import models
 from jaxrl_llm.models import decode, paged
+from jaxrl_llm.models.config import QuantizedConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN
 
@@ -24,6 +25,8 @@ VARIANTS = {
         WINDOWED, qkv_bias=True, qk_norm=False, tie_embeddings=False
     ),
     "scanned": WINDOWED,
+    "nf4": QuantizedConfig(**vars(TINY)),
+    "nf4, scanned": QuantizedConfig(**vars(TINY)),
     "soft caps": dataclasses.replace(TINY, attention_softcap=2.0, logit_softcap=3.0),
     "dynamic rope": dataclasses.replace(
         TINY, max_position=7, rope=models.RopeConfig(theta=100.0, scaling="dynamic", factor=4.0)
@@ -49,7 +52,7 @@ def stepper(config, weights):
 def test_every_token_through_the_ring_equals_one_forward(variant, monkeypatch):
     """And prefill writes what decode writes. The ring is shorter than what passes through it."""
     config = VARIANTS[variant]
-    if variant == "scanned":
+    if "scanned" in variant:
         monkeypatch.setattr(decode, "MAX_UNROLLED_LAYERS", 1)
     tokens = np.random.default_rng(1).integers(0, 64, (2, 7), np.int32)
     positions = np.tile(np.arange(7, dtype=np.int32), (2, 1))

@@ -32,6 +32,7 @@ OTHERS = dataclasses.replace(
     attention_softcap=2.0, logit_softcap=3.0, num_heads=3, num_kv_heads=3,
 )  # fmt: skip
 ADAPTED = lora.with_lora(QWEN, models.LoraConfig(rank=4))
+QUANTIZED = lora.with_lora(QWEN, models.LoraConfig(rank=4, quantize="nf4"))
 TEMPERATURE = 0.7
 
 
@@ -81,8 +82,9 @@ def one_update(config, dtype, strict=True):
         pytest.param(OTHERS, "float32", marks=pytest.mark.slow),
         (ADAPTED, "float32"),
         pytest.param(ADAPTED, "bfloat16", marks=pytest.mark.slow),
+        (QUANTIZED, "bfloat16"),
     ],
-    ids=["qwen3", "qwen3 bfloat16", "windows, caps, biases", "adapters", "adapters bfloat16"],
+    ids=["qwen3", "qwen3 bfloat16", "windows, caps, biases", "adapters", "adapters bfloat16", "nf4 bfloat16"],
 )
 def test_scored_and_trained_log_probs_are_those_of_the_rollout(config, dtype):
     """Rows of several trajectories in another order, scored without and trained with rematerialisation."""

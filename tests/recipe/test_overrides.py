@@ -274,7 +274,8 @@ def test_a_value_of_another_type(value, hint):
         ("lora_r", "Here it is --lora.rank."),
         (
             "lora_anything",
-            "Here this is the group lora: --lora.rank, --lora.alpha, --lora.targets, --lora.rank_stabilized.",
+            "Here this is the group lora: --lora.rank, --lora.alpha, --lora.targets, --lora.rank_stabilized, "
+            "--lora.quantize.",
         ),
         (
             "ppo_epochs",

@@ -48,7 +48,7 @@ def test_a_fix_is_counted_and_gives_exit_code_1(capsys, monkeypatch):
 
 def test_versions_that_do_not_belong_together(monkeypatch):
     installed = {"jax": "0.10.2", "libtpu": "0.0.50", "jaxlib": "0.10.2", "flax": "0.12.8"}
-    monkeypatch.setattr(devices, "installed_version", lambda name: installed.get(name, ""))
+    monkeypatch.setattr(devices, "package_version", lambda name: installed.get(name, ""))
     requires = [
         "jaxlib<=0.10.2,>=0.10.2",
         'libtpu==0.0.42.*; extra == "tpu"',
@@ -117,12 +117,12 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
 
 
 def test_hopper_under_jax_0_12(monkeypatch):
-    monkeypatch.setattr(devices, "installed_version", lambda name: "0.12.0.1")
+    monkeypatch.setattr(devices, "package_version", lambda name: "0.12.0.1")
     findings = list(devices.describe_devices(H100, [("NVIDIA H100", "580.1", 2000)]))
     assert [finding.status for finding in findings] == ["ok", "note", "note"]
     assert "1 x NVIDIA H100 80GB HBM3, 60 GiB each" in findings[0].text
     assert "2000 MiB" in findings[1].text and "jax[cuda13]<0.12" in findings[2].text
-    monkeypatch.setattr(devices, "installed_version", lambda name: "0.11.2")
+    monkeypatch.setattr(devices, "package_version", lambda name: "0.11.2")
     assert len(list(devices.describe_devices(H100, []))) == 1
 
 
@@ -135,7 +135,7 @@ def test_hopper_under_jax_0_12(monkeypatch):
     ],
 )
 def test_drivers(monkeypatch, plugin, driver, status, text):
-    monkeypatch.setattr(devices, "installed_version", lambda name: "0.10.2" if name == plugin else "")
+    monkeypatch.setattr(devices, "package_version", lambda name: "0.10.2" if name == plugin else "")
     monkeypatch.setattr(devices, "nvidia_gpus", lambda: [("NVIDIA H100", driver, 0)])
     monkeypatch.setattr(devices, "run_command_line", lambda command: "no answer within 120 s")
     findings = list(devices.check_devices())

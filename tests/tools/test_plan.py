@@ -33,7 +33,7 @@ from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.learn.optim import OptimConfig
 from jaxrl_llm.learn.reference import freeze
-from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models import LoraConfig, TransformerConfig
 from jaxrl_llm.models.presets import preset
 from jaxrl_llm.plan import flops
 from jaxrl_llm.plan.advice import advise
@@ -498,6 +498,21 @@ def test_bytes_of_a_compressed_state_in_a_plan():
     assert update.program.args[1] is None and update.results is update.resident["gradients"]
     learner = make_stages(config, SMALL, make_mesh(MeshConfig(fsdp=1), jax.devices()[:1]))[-1].policy
     assert size["optimizer"] == bytes_per_device(learner.abstract_state().opt_state) < 9 * weights
+
+
+def test_a_frozen_state_that_does_not_fit():
+    """Layers of SMALL have 18,432 weights, its embedding 2,048: 90% of 20 GiB takes 4.5 bits, not 16."""
+    _, lines = advice(
+        cost("update: accumulate", parameters=20, activations=1),
+        model=dataclasses.replace(CONFIG.model, dtype="bfloat16"),
+        lora=LoraConfig(rank=4),
+    )
+    nf4 = next(line for line in lines if "--lora.quantize nf4" in line)
+    assert nf4.endswith("in 4 bits: saves 12.94 GiB of 5.00 GiB, would fit.")
+    _, lines = advice(
+        cost("update: accumulate", parameters=20, activations=1), lora=LoraConfig(rank=4, quantize="nf4")
+    )
+    assert not [line for line in lines if "--lora" in line]
 
 
 def test_the_verdict_names_host_memory():
