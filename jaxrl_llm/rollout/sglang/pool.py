@@ -271,7 +271,12 @@ class ServerPool:
             await asyncio.wait({request})
             if request.cancelled():
                 raise ServerError(f"{server.url} was left out meanwhile: {server.problem}")
-            reply = request.result()
+            try:
+                reply = request.result()
+            except RefusedError as error:
+                if self.names_adapters and label in str(error):  # its process may be another one
+                    raise ServerError(f"{server.url} has lost its adapters: {error}") from None
+                raise
             with parsing_reply(server.url):
                 generated = read(reply, body, label)
             server.record_response(len(generated.ids))
