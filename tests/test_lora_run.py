@@ -153,7 +153,10 @@ def test_another_base_is_refused(command, finished, tmp_path, capsys):
     [
         (["--lora.rank", "0", "--model.adapter", "x"], "--model.adapter x needs --lora.rank R"),
         (["--lora.rank", "5"], "lora.rank: was 4, now 5"),
-        (["--rollout.engine", "sglang", "--rollout.launch", "1"], "adapters are not sent to SGLang servers"),
+        (
+            ["--rollout.engine", "sglang", "--rollout.launch", "1", "--rollout.weight_noise", "0.1"],
+            "--rollout.weight_noise changes all weights, and with --lora.rank SGLang servers get adapters",
+        ),
     ],
 )
 def test_what_adapters_cannot_do(command, finished, more, message, capsys):

@@ -101,15 +101,16 @@ def server_problem(info: Json, lora: LoraConfig, max_versions: int) -> str:
     fused = {"qkv_proj": FUSED[0], "gate_up_proj": FUSED[1]}
     targets |= {name for one, group in fused.items() if one in targets for name in group}
     missing = [] if "all" in targets else [name for name in fit_lora(lora).targets if name not in targets]
+    rank, batch, loaded = (
+        info.get(f"max_{name}") for name in ("lora_rank", "loras_per_batch", "loaded_loras")
+    )
     problems = {
         "it was started without --enable-lora": not info.get("enable_lora"),
-        f"its --max-lora-rank is {info.get('max_lora_rank')}": (info.get("max_lora_rank") or 0) < lora.rank,
+        f"its --max-lora-rank is {rank}": (rank or 0) < lora.rank,
         f"its --lora-target-modules lack {', '.join(missing)}": bool(missing),
-        f"its --max-loras-per-batch is {info.get('max_loras_per_batch')}, fewer than versions in use": (
-            (info.get("max_loras_per_batch") or 0) < max_versions
-        ),
-        f"its --max-loaded-loras is {info.get('max_loaded_loras')}, fewer than versions in use": (
-            (info.get("max_loaded_loras") or max_versions + 1) <= max_versions
+        f"its --max-loras-per-batch is {batch}, {max_versions} are needed": (batch or 0) < max_versions,
+        f"its --max-loaded-loras is {loaded}, {max_versions + 1} are needed": (
+            loaded is not None and loaded <= max_versions
         ),
     }
     first = next((text for text, holds in problems.items() if holds), "")
@@ -217,9 +218,8 @@ class AdapterPublisher:
             receivers: list[ServerLike] = []
             if sends_base:
                 receivers = [server for server in self.pool.servers if lacks_base(server)]
-                self._push = Push(
-                    self.pool, publisher.transport, publisher.pause, self.base, self._check_base
-                )
+                transport, pause = publisher.transport, publisher.pause
+                self._push = Push(self.pool, transport, pause, self.base, self._check_base, self.problem)
             self._push.start(functools.partial(self._update, adapter), label, receivers)
         base_bytes, gather_seconds = gather_into(self._push, parts)
         metrics = publisher.on_first(
@@ -231,16 +231,21 @@ class AdapterPublisher:
         return prepare_adapter(params, self.dtype, name, self.publisher.make_probe(params, self.base, name))
 
     def _needs_base(self) -> bool:
-        """Return whether the base has to be gathered: some server lacks it, and it cannot be sent again."""
+        """Return whether the base has to be gathered: it cannot be sent again, and a server lacks it.
+
+        A server that does not reply is not waited for as long as another one holds the base.
+        """
         if self._push is None:
             return True
-        return not self._push.complete and any(map(lacks_base, self.pool.servers))
+        lacking = [server for server in self.pool.servers if lacks_base(server)]
+        reached = len(lacking) == len(self.pool.servers) or not all(server.unreachable for server in lacking)
+        return not self._push.complete and bool(lacking) and reached
 
     async def _update(self, adapter: Adapter, server: ServerLike) -> None:
         """Give one server the base, if it lacks it, and the adapters."""
-        receiver = await make_receiver(self.pool, server, self.problem)
         if self._push.expects(server) or lacks_base(server):
             await self._push.update(server)
+        receiver = await make_receiver(self.pool, server, self.problem)
         async with server.update_lock:
             start = time.perf_counter()
             reply = await self._load(adapter, receiver)

@@ -182,6 +182,7 @@ class Push:
     Args:
         label: of the weights.
         check: of a server that has received everything, before it counts.
+        problem: of a server's reply to /server_info.
     """
 
     def __init__(
@@ -191,9 +192,10 @@ class Push:
         pause: PauseMode,
         label: str,
         check: Callable[[Receiver], Awaitable[Any]],
+        problem: Problem = lambda info: "",
     ):
         self.pool, self.transport, self.pause = pool, transport, pause
-        self.label, self.check = label, check
+        self.label, self.check, self.problem = label, check, problem
         self.wire_seconds: dict[str, float] = {}  # by address, since `start`: spent in sending
         self.pause_seconds: dict[str, float] = {}
         self._inboxes: dict[int, asyncio.Queue[Part | None]] = {}
@@ -276,7 +278,7 @@ class Push:
                 inbox.get_nowait()
 
     async def _push_to(self, server: ServerLike, inbox: asyncio.Queue[Part | None]) -> None:
-        receiver = await make_receiver(self.pool, server)
+        receiver = await make_receiver(self.pool, server, self.problem)
         await self.transport.connect(receiver)
         part = await self._next(inbox)
         async with server.update_lock:  # what it generates from here on counts once it has been probed
@@ -317,7 +319,7 @@ class Push:
         self.wire_seconds[server.url] = self.wire_seconds.get(server.url, 0.0) + seconds
 
 
-async def make_receiver(pool: PoolLike, server: ServerLike, problem: Problem = lambda info: "") -> Receiver:
+async def make_receiver(pool: PoolLike, server: ServerLike, problem: Problem) -> Receiver:
     """Return a server with its tensor parallelism. One that does not reply in time gets no weights.
 
     Args:

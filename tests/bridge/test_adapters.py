@@ -1,21 +1,42 @@
 """Adapters to servers with SGLang's JSON: the base once, a name a version, probes that see what is wrong."""
 
+import dataclasses
+import functools
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
 from fake_sglang import FakeServer
 from lora_models import with_random_adapters
-from sglang_shared import GREEDY, KEY, MODEL, TOKENIZER, engine_for, ids, native, requests, until, weights
+from sglang_shared import (
+    GREEDY,
+    KEY,
+    MODEL,
+    ROLLOUT,
+    TOKENIZER,
+    engine_for,
+    ids,
+    native,
+    requests,
+    until,
+    weights,
+)
 
 from jaxrl_llm.bridge.adapters import fit_lora, lora_flags, server_problem
 from jaxrl_llm.bridge.buckets import WeightSource
 from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.bridge.transports.over_http import HttpTransport
-from jaxrl_llm.errors import ServerError, UserError
+from jaxrl_llm.build.engines import max_adapter_versions
+from jaxrl_llm.errors import ServerError, UnreachableError, UserError
 from jaxrl_llm.hf import export
 from jaxrl_llm.models import LoraConfig, named_leaves
 from jaxrl_llm.models.lora import add_adapters, with_lora
+from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
+from jaxrl_llm.rollout.sglang import auth
 from jaxrl_llm.rollout.sglang.health import run_health_checks
+from jaxrl_llm.rollout.sglang.launch import server_command
+from jaxrl_llm.rollout.sglang.validate import read_generated
 
 pytest.importorskip("torch")  # the fake server reads as SGLang does
 LORA = LoraConfig(rank=4, alpha=8.0)
@@ -236,8 +257,34 @@ def test_in_requests_the_base_is_sent_again_only_to_the_server_that_lacks_it(mak
     assert routes(servers[1]) == [LOAD]
 
 
-async def leave_out(server):
-    server.leave_out(ServerError("tried out"))
+def test_for_a_server_that_is_down_the_base_is_not_gathered_in_every_push(make, servers):
+    engine = make("http")
+    engine.publish(adapted(1), 1)
+    servers[0].down = True
+    engine.pool.run(leave_out(engine.pool.servers[0], UnreachableError("down")))
+    assert engine.publish(adapted(2), 2)["rollout/publish_bytes"] == ADAPTER_BYTES
+    servers[0].down = False
+    engine.pool.run(engine.pool.admit(engine.pool.servers[0]))  # as the health checks do: it replies again
+    metrics = engine.publish(adapted(3), 3)
+    assert metrics["rollout/publish_bytes"] > 2 * ADAPTER_BYTES and metrics["servers/usable"] == 2
+
+
+def test_a_colocated_server_gets_the_base_in_every_step(make, servers):
+    engine = make(urls=[servers[0].url], colocated=True)
+    for version in (1, 2):
+        engine.publish(adapted(version), version)
+        assert ids(engine.generate(requests(), GREEDY, KEY)) == expected(adapted(version))
+        engine.release_memory()
+    order = [(path[1:], *body.get("tags", ())) for path, body in servers[0].calls]
+    start = order.index(("release_memory_occupation", "kv_cache", "weights")) + 1
+    assert [call for call in order[start:] if "server_info" not in call][:7] == [
+        ("resume_memory_occupation", "weights"), ("pause_generation",), ("update_weights_from_disk",),
+        ("continue_generation",), ("resume_memory_occupation", "kv_cache"), (UNLOAD,), (LOAD,),
+    ]  # fmt: skip
+
+
+async def leave_out(server, error=ServerError("tried out")):  # noqa: B008 - a constant
+    server.leave_out(error)
 
 
 def test_adapters_that_a_killed_run_left_are_unloaded(make, servers):
@@ -261,8 +308,8 @@ FITS = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["all"],
         ({}, "it was started without --enable-lora"),
         (FITS | {"max_lora_rank": 4}, "its --max-lora-rank is 4"),
         (FITS | {"lora_target_modules": ["q_proj"]}, "its --lora-target-modules lack k_proj, v_proj"),
-        (FITS | {"max_loras_per_batch": 2}, "its --max-loras-per-batch is 2, fewer than versions in use"),
-        (FITS | {"max_loaded_loras": 3}, "its --max-loaded-loras is 3, fewer than versions in use"),
+        (FITS | {"max_loras_per_batch": 2}, "its --max-loras-per-batch is 2, 3 are needed"),
+        (FITS | {"max_loaded_loras": 3}, "its --max-loaded-loras is 3, 4 are needed"),
     ],
 )
 def test_a_server_that_cannot_take_the_adapters_is_named_with_the_flags(info, expected):
@@ -280,7 +327,7 @@ def test_a_server_that_cannot_take_the_adapters_is_named_with_the_flags(info, ex
 
 def test_servers_without_lora_are_refused_at_the_start_and_left_out_later(make, servers, monkeypatch):
     monkeypatch.setattr(servers[0], "lora_info", {"enable_lora": False})
-    engine = make()
+    engine = make("http")
     with pytest.raises(UserError, match=rf"{servers[0].url} cannot take .* --enable-lora --lora-strict"):
         engine.pool.check_reachable(engine.publisher.problem)
     assert engine.publish(adapted(), 1)["servers/usable"] == 1
@@ -296,3 +343,47 @@ def test_behind_a_router_requests_name_adapters_that_every_server_has(make, serv
         params = adapted(version)
         engine.publish(params, version)
         assert ids(engine.generate(requests(), GREEDY, KEY)) == expected(params)
+
+
+def test_each_route_gets_the_key_that_sglang_demands_there(make, servers, monkeypatch):
+    """Of 0.5.21: tensors of adapters are a route for the API key, unloading one for the admin key."""
+    keys = "tell-4711", "change-0815"
+    monkeypatch.setenv(auth.API_KEY, keys[0])
+    monkeypatch.setenv(auth.ADMIN_KEY, keys[1])
+    assert auth.request_headers(f"/{LOAD}") == {"Authorization": f"Bearer {keys[0]}"}
+    assert auth.request_headers(f"/{UNLOAD}") == {"Authorization": f"Bearer {keys[1]}"}
+    for server in servers:
+        server.keys = keys
+    assert make().publish(adapted(), 1)["servers/usable"] == 2
+
+
+@pytest.mark.parametrize(("flags", "more"), [("--device cpu", ["--lora-backend", "torch_native"]), ("", [])])
+def test_launched_servers_get_the_flags(flags, more):
+    flags_of_lora = lora_flags(LORA, 4)
+    command = server_command(ROLLOUT, SGLangConfig(flags=flags), Path("m"), 1, flags_of_lora)
+    assert command[-len([*flags_of_lora, *more, *flags.split()]) :] == [*flags_of_lora, *more, *flags.split()]
+    assert "--lora-backend" not in server_command(ROLLOUT, SGLangConfig(flags=flags), Path("m"), 1)
+    assert (
+        max_adapter_versions(RolloutConfig()) == 2
+        and max_adapter_versions(dataclasses.replace(ROLLOUT, max_staleness=3)) == 5
+    )
+
+
+def test_the_base_decides_the_version_of_no_token():
+    """All tokens have the version of the adapters that the request named; the reply's is that of the base."""
+    reply = {
+        "output_ids": [5, 6],
+        "meta_info": {
+            "finish_reason": {"type": "stop"},
+            "output_token_logprobs": [[-0.5, 5, None], [-1.0, 6, None]],
+            "weight_versions": [{"version": "base", "start": 0, "end": 2}],
+        },
+    }
+    body = {"rid": "r", "input_ids": [1], "sampling_params": {"max_new_tokens": 4}, "lora_path": "base-7-1"}
+    read = functools.partial(
+        read_generated, label="base-7-1", versions={"base-7-1": 7}, vocab_size=9, base="base"
+    )
+    assert read(reply, body).versions == [7, 7]
+    reply["meta_info"]["weight_versions"][0]["version"] = "default"
+    with pytest.raises(ValueError, match="wrote with weights 'default', which this run did not send"):
+        read(reply, body)

@@ -18,6 +18,7 @@ from fake_weights import FakeWeights
 
 from jaxrl_llm.models.scorer import make_scorer
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
+from jaxrl_llm.rollout.sglang import auth
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
 
@@ -100,7 +101,7 @@ class FakeServer(FakeWeights):
             if request.path != "/generate":
                 self.calls.append((request.path, body))
             self.headers.append(dict(request.headers))
-            key = self.keys[request.path not in ("/generate", "/model_info", "/server_info")]
+            key = self.keys[request.path not in auth.API_ROUTES]
             if key and request.headers.get("Authorization") != f"Bearer {key}" and request.path != "/health":
                 return web.Response(status=401, text="Unauthorized")
             if self.down:
