@@ -44,6 +44,7 @@ from jaxrl_llm.hf.names import adapter_tensors
 from jaxrl_llm.hf.peft import peft_config
 from jaxrl_llm.models import LoraConfig, abstract, named_leaves, without_value_head
 from jaxrl_llm.models.config import TARGETS
+from jaxrl_llm.models.lora import base as without_effect
 from jaxrl_llm.models.lora import base_config, with_lora, with_random_b, without_adapters
 from jaxrl_llm.structs import Metrics, Params
 
@@ -51,6 +52,11 @@ PREFIX = "jaxrl_llm-"
 """First part of every name: what a killed run left on a server is known by it."""
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that SGLang computes as one: adapters of some of them are mixed up or ignored."""
+
+TEST_SIZES = (0.3, 1.0, 3.0, 10.0)
+"""Of the outputs of test adapters, where those of the layers are about 1: the first with enough effect."""
+TEST_EFFECT = 4.0
+"""Mean change of log-probs by the test adapters, in tolerances of the probe."""
 
 
 def fit_lora(lora: LoraConfig) -> LoraConfig:
@@ -208,8 +214,8 @@ class AdapterPublisher:
         start, publisher = time.perf_counter(), self.publisher
         check_finite(params)
         if self._test is None:
-            self._test = self._prepare(with_random_b(params), f"{self.base}-test")
-        adapter = self._prepare(params, label)
+            self._test = self._prepare_test(params)
+        adapter = prepare_adapter(params, self.dtype, label, publisher.make_probe(params, self.base, label))
         publisher.on_first(publisher.wait_for_servers)
         parts: Iterator[Part] = iter(())
         if sends_base := publisher.on_first(self._needs_base):
@@ -227,8 +233,16 @@ class AdapterPublisher:
         )
         return push_metrics(start, gather_seconds, base_bytes + adapter.num_bytes) | metrics
 
-    def _prepare(self, params: Params, name: str) -> Adapter:
-        return prepare_adapter(params, self.dtype, name, self.publisher.make_probe(params, self.base, name))
+    def _prepare_test(self, params: Params) -> Adapter:
+        """Return random adapters, so large that the probe fails where they are ignored. A collective."""
+        name, publisher = f"{self.base}-test", self.publisher
+        plain = publisher.make_probe(without_effect(params), self.base).expected
+        for size in TEST_SIZES:
+            changed = with_random_b(params, size)
+            probe = publisher.make_probe(changed, self.base, name)
+            if np.abs(probe.expected - plain).mean() > TEST_EFFECT * publisher.tolerance:
+                break
+        return prepare_adapter(changed, self.dtype, name, probe)
 
     def _needs_base(self) -> bool:
         """Return whether the base has to be gathered: it cannot be sent again, and a server lacks it.

@@ -142,14 +142,14 @@ def without_adapters(params: Params) -> Params:
     return jax.tree.unflatten(jax.tree.structure(plain), [weights[name] for name, _ in named_leaves(plain)])
 
 
-def with_random_b(params: Params) -> Params:
+def with_random_b(params: Params, size: float) -> Params:
     """Return the model with random numbers for each B, the same at every call: its outputs differ visibly.
 
-    A x is of order 1 where A is new and x normalised, so B of standard deviation 0.3 / (scale * sqrt(R)) adds
-    0.2 to outputs of order 1.
+    A x is of order 1 where A is new and x normalised, so B of standard deviation size / (scale * sqrt(R))
+    adds numbers of order `size` to the outputs, which are of order 1.
     """
     lora, rng = params.config.lora, np.random.default_rng(0)
-    deviation = 0.3 / (lora.scale * math.sqrt(lora.rank))
+    deviation = size / (lora.scale * math.sqrt(lora.rank))
     shapes = {name: leaf.shape for name, leaf in named_leaves(params) if name.endswith("_lora_b")}
     values = {name: deviation * rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
     return replace_weights(params, values)

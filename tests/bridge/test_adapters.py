@@ -32,6 +32,7 @@ from jaxrl_llm.errors import ServerError, UnreachableError, UserError
 from jaxrl_llm.hf import export
 from jaxrl_llm.models import LoraConfig, named_leaves
 from jaxrl_llm.models.lora import add_adapters, with_lora
+from jaxrl_llm.models.lora import base as adapter_base
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 from jaxrl_llm.rollout.sglang import auth
 from jaxrl_llm.rollout.sglang.health import run_health_checks
@@ -118,6 +119,17 @@ def test_the_base_travels_once_and_each_version_is_an_adapter_that_every_request
         assert names == [f"{base}-test", f"{base}-5-1", f"{base}-6-2", f"{base}-7-3"]
         assert server.label == base and server.adapters.keys() == {f"{base}-6-2", f"{base}-7-3"}
         assert {body["lora_path"] for body in server.seen} == set(names)
+
+
+def test_the_test_adapters_change_log_probs_by_more_than_the_tolerance(make):
+    """The smallest ones change them by 1.2 nats here, which a tolerance of 0.5 takes for too little."""
+    effects = []
+    for tolerance in (0.1, 0.5):
+        publisher = make(probe_tolerance=tolerance).publisher
+        test = publisher._prepare_test(adapted())
+        plain = publisher.publisher.make_probe(adapter_base(adapted()), "x").expected
+        effects.append(float(np.abs(test.probe.expected - plain).mean()))
+    assert 0.4 < effects[0] < 2.0 < effects[1]
 
 
 def test_the_same_adapters_are_not_sent_twice(make):
