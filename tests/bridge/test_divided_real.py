@@ -4,10 +4,7 @@ import contextlib
 
 import pytest
 from real_sglang import FLAGS, NEEDED, started
-from test_adapters_real import LORA, check_two_versions, engine_of_adapters
 from test_bridge_real import TRANSPORTS, check_two_pushes, engine_by
-
-from jaxrl_llm.bridge.adapters import lora_flags
 
 pytestmark = NEEDED
 
@@ -17,8 +14,7 @@ def divided(tmp_path_factory):
     """One server of two processes that hold half of each weight; SGLang needs a core for each."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
-        folder = tmp_path_factory.mktemp("divided")
-        with started(folder, 1, f"{FLAGS} --tp 2", lora_flags(LORA, 2)) as launched:
+        with started(tmp_path_factory.mktemp("divided"), 1, f"{FLAGS} --tp 2") as launched:
             yield launched
 
 
@@ -26,9 +22,3 @@ def divided(tmp_path_factory):
 def test_servers_that_divide_a_model_get_their_parts(divided, tmp_path, transport):
     with contextlib.ExitStack() as closing:
         check_two_pushes(engine_by(transport, divided.urls, tmp_path, closing), usable=1)
-
-
-def test_adapters_of_divided_layers_count_once(divided):
-    engine = engine_of_adapters(divided.urls[0], LORA)
-    check_two_versions(engine, LORA)
-    engine.pool.close()
