@@ -61,7 +61,7 @@ $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install -q -e '.[test]'
 	touch $@ $(VENV)/.installed
 
-$(SGLANG_VENV)/.installed: scripts/sglang_cpu/install.sh
+$(SGLANG_VENV)/.installed: scripts/sglang_cpu/install.sh $(wildcard scripts/sglang_cpu/shim/*.py)
 	PYTHON=$(or $(SGLANG_PYTHON),python3.11) scripts/sglang_cpu/install.sh $(SGLANG_VENV)
 	touch $@
 

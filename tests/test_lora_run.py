@@ -214,7 +214,10 @@ def test_a_run_on_a_quantized_base_continues_bit_for_bit(command, kind, tmp_path
         (["--lora.rank", "0", "--model.adapter", "x"], "--model.adapter x needs --lora.rank R"),
         (["--lora.rank", "0", "--lora.quantize", "nf4"], "only frozen weights can be quantized"),
         (["--lora.rank", "5"], "lora.rank: was 4, now 5"),
-        (["--rollout.engine", "sglang", "--rollout.launch", "1"], "adapters are not sent to SGLang servers"),
+        (
+            ["--rollout.engine", "sglang", "--rollout.launch", "1", "--rollout.weight_noise", "0.1"],
+            "--rollout.weight_noise changes all weights, and with --lora.rank SGLang servers get adapters",
+        ),
     ],
 )
 def test_what_adapters_cannot_do(command, finished, more, message, capsys):

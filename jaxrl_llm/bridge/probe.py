@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.bridge.servers import PoolLike, ServerLike, parsing_reply
+from jaxrl_llm.bridge.servers import Receiver, parsing_reply
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.scorer import make_scorer
@@ -64,6 +64,7 @@ class Probe:
     Attributes:
         ids: fixed tokens [T]. expected: the trainer's log-probs of ids[1:], [T - 1].
         label: of the weights. tolerance: largest mean absolute difference, nats.
+        adapter: name of the adapters that the request gives; "" = none.
         differences: server's address -> mean absolute difference.
     """
 
@@ -71,9 +72,10 @@ class Probe:
     expected: np.ndarray
     label: str
     tolerance: float
+    adapter: str = ""
     differences: dict[str, float] = field(default_factory=dict)
 
-    async def check(self, pool: PoolLike, server: ServerLike) -> None:
+    async def check(self, receiver: Receiver) -> None:
         """Have a server score the tokens.
 
         Raises:
@@ -85,19 +87,23 @@ class Probe:
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        reply = await pool.request(server, "/generate", body)
-        with parsing_reply(server.url):
+        if self.adapter:
+            body["lora_path"] = self.adapter
+        reply, url = await receiver.request("/generate", body), receiver.server.url
+        with parsing_reply(url):
             version = str(reply["meta_info"]["weight_version"])[:100]
             rows = reply["meta_info"]["input_token_logprobs"]
             logprobs = np.array([logprob for logprob, *_ in rows[1:]], np.float32)
         if version != self.label:
-            raise ServerError(f"{server.url} answers with weights {version!r} after {self.label!r} was sent")
+            raise ServerError(f"{url} answers with weights {version!r} after {self.label!r} was sent")
         difference = np.inf
         if logprobs.shape == self.expected.shape:
             difference = float(np.abs(logprobs - self.expected).mean())
         if not difference <= self.tolerance:
             raise ServerError(
-                f"{server.url}: log-probs differ from the trainer's by {difference:.3g} on average, more "
+                f"{url}: log-probs differ from the trainer's by {difference:.3g} on average, more "
                 f"than {self.tolerance:g} (--sglang.probe_tolerance): other weights, type or model code"
+                + " or adapters"
+                * bool(self.adapter)
             )
-        self.differences[server.url] = difference
+        self.differences[url] = difference

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from jaxrl_llm import models
@@ -34,6 +34,8 @@ from jaxrl_llm.structs import Metrics, Params
 RETRY_TIMEOUT = 10.0  # seconds for a server that gave no reply last time
 SHORT_TIMEOUT = 30.0  # seconds for a reply that needs no work
 MAX_RANKS = 4096  # processes of one server
+Problem = Callable[[Json], str]
+"""(reply to /server_info) -> why the server cannot be used; "" = it can."""
 
 
 class Part(NamedTuple):
@@ -76,6 +78,9 @@ class Publisher:
         score: the trainer's log-probs, a collective.
         on_first: runs a function in process 0; every process gets its result, or its error.
         wait_for_servers: returns when servers that are being started reply.
+
+    Attributes:
+        base: label of a base that stays on the servers: "", since all weights are pushed.
     """
 
     def __init__(
@@ -91,6 +96,7 @@ class Publisher:
     ):
         self.pool, self.transport, self.pause, self.tolerance = pool, transport, pause, tolerance
         self.score, self.on_first, self.wait_for_servers = score, on_first, wait_for_servers
+        self.base = ""
         self.probe_ids = probe_tokens(model)
 
     def publish(self, params: Params, label: str) -> Metrics:
@@ -101,51 +107,120 @@ class Publisher:
             RunError: weights are NaN or Inf; the servers keep what they have.
         """
         start = time.perf_counter()
-        if bad := models.nonfinite(params):  # a probe would blame the servers
-            raise RunError(
-                f"not sent to the servers: weights hold NaN or Inf: {', '.join(bad)}. Lower "
-                "--optim.learning_rate, or start from another --model.path."
-            )
-        expected = self.score(params, self.probe_ids, 1.0)
+        check_finite(params)
+        probe = self.make_probe(params, label)
         self.on_first(self.wait_for_servers)
-        probe = Probe(self.probe_ids, expected, label, self.tolerance)
-        push = Push(self.pool, self.transport, self.pause, probe) if self.pool else None
-        num_bytes, gather_seconds, parts = 0, 0.0, self.transport.parts(params, label)
-        try:
-            while True:
-                before = time.perf_counter()
-                part = next(parts, None)
-                gather_seconds += time.perf_counter() - before
-                if part is None:
-                    break
-                num_bytes += part.num_bytes
-                if push:
-                    push.put(part)
-        except BaseException:
+        push = None
+        if self.pool:
+            push = Push(self.pool, self.transport, self.pause, label, probe.check)
+            push.start(push.update, label, self.pool.servers)
+        num_bytes, gather_seconds = gather_into(push, self.transport.parts(params, label))
+        metrics = self.on_first(
+            lambda: push.finish() | {"bridge/probe_mean_abs": max(probe.differences.values())}
+        )
+        return push_metrics(start, gather_seconds, num_bytes) | metrics
+
+    def make_probe(self, params: Params, label: str, adapter: str = "") -> Probe:
+        """Return the probe of these weights. A collective.
+
+        Args:
+            label: of the weights that the server is to hold. adapter: name that its request gives; "" = none.
+        """
+        expected = self.score(params, self.probe_ids, 1.0)
+        return Probe(self.probe_ids, expected, label, self.tolerance, adapter)
+
+
+def check_finite(params: Params) -> None:
+    """Refuse weights that are NaN or Inf: a probe would blame the servers.
+
+    Raises:
+        RunError: names them.
+    """
+    if bad := models.nonfinite(params):
+        raise RunError(
+            f"not sent to the servers: weights hold NaN or Inf: {', '.join(bad)}. Lower "
+            "--optim.learning_rate, or start from another --model.path."
+        )
+
+
+def gather_into(push: Push | None, parts: Iterator[Part]) -> tuple[int, float]:
+    """Put gathered parts into a push, if this process has one. A collective.
+
+    Returns: bytes of the parts; seconds of waiting for them.
+    """
+    num_bytes, seconds = 0, 0.0
+    try:
+        while True:
+            before = time.perf_counter()
+            part = next(parts, None)
+            seconds += time.perf_counter() - before
+            if part is None:
+                return num_bytes, seconds
+            num_bytes += part.num_bytes
             if push:
-                push.abandon()
-            raise
-        metrics = self.on_first(lambda: push.finish())
-        seconds = time.perf_counter() - start
-        return {
-            "rollout/publish_seconds": seconds,
-            "rollout/publish_bytes": num_bytes,
-            "bridge/gather_seconds": gather_seconds,
-            "bridge/gigabytes_per_second": num_bytes / seconds / 1e9,
-            **metrics,
-        }
+                push.put(part)
+    except BaseException:
+        if push:
+            push.abandon()
+        raise
+
+
+def push_metrics(start: float, gather_seconds: float, num_bytes: int) -> Metrics:
+    """Return the metrics of a push that began at `start` (`time.perf_counter`) and has ended."""
+    seconds = time.perf_counter() - start
+    return {
+        "rollout/publish_seconds": seconds,
+        "rollout/publish_bytes": num_bytes,
+        "bridge/gather_seconds": gather_seconds,
+        "bridge/gigabytes_per_second": num_bytes / seconds / 1e9,
+    }
 
 
 class Push:
-    """One push under way. Parts are `put` by the thread that gathers them."""
+    """One push under way. Parts are `put` by the thread that gathers them.
 
-    def __init__(self, pool: PoolLike, transport: WeightTransport, pause: PauseMode, probe: Probe):
-        self.pool, self.transport, self.pause, self.probe = pool, transport, pause, probe
-        self.wire_seconds: dict[str, float] = {}  # by address: spent in sending
+    Args:
+        label: of the weights.
+        check: of a server that has received everything, before it counts.
+        problem: of a server's reply to /server_info.
+    """
+
+    def __init__(
+        self,
+        pool: PoolLike,
+        transport: WeightTransport,
+        pause: PauseMode,
+        label: str,
+        check: Callable[[Receiver], Awaitable[Any]],
+        problem: Problem = lambda info: "",
+    ):
+        self.pool, self.transport, self.pause = pool, transport, pause
+        self.label, self.check, self.problem = label, check, problem
+        self.wire_seconds: dict[str, float] = {}  # by address, since `start`: spent in sending
         self.pause_seconds: dict[str, float] = {}
         self._inboxes: dict[int, asyncio.Queue[Part | None]] = {}
         self._sent: list[Part] = []  # where parts last
-        pool.run(self._start())
+
+    def start(
+        self,
+        update: Callable[[ServerLike], Awaitable[Any]],
+        label: str,
+        receivers: Sequence[ServerLike],
+    ) -> None:
+        """Begin to update all servers of the pool.
+
+        Args:
+            update: of one server; it calls `self.update` for the receivers.
+            label: that an updated server holds.
+            receivers: servers that get the parts as they are gathered.
+        """
+        self.wire_seconds, self.pause_seconds = {}, {}
+        self.pool.run(self._start(update, label, list(receivers)))
+
+    @property
+    def complete(self) -> bool:
+        """All parts are there to be sent again."""
+        return bool(self._sent) and self._sent[-1].last
 
     def put(self, part: Part | None) -> None:
         """Hand out the next part; waits until the slowest server has taken the one before."""
@@ -159,9 +234,8 @@ class Push:
         """
         self.pool.run(self._join())
         return {
-            "bridge/wire_seconds": max(self.wire_seconds.values()),
-            "bridge/pause_seconds": max(self.pause_seconds.values()),
-            "bridge/probe_mean_abs": max(self.probe.differences.values()),
+            "bridge/wire_seconds": max(self.wire_seconds.values(), default=0.0),
+            "bridge/pause_seconds": max(self.pause_seconds.values(), default=0.0),
             "servers/usable": len(self.pool.usable),
         }
 
@@ -171,10 +245,10 @@ class Push:
             self.put(None)  # not cancelled: a request that is cut off may be carried out after the next one
             self.finish()
 
-    async def _start(self) -> None:
-        servers = list(self.pool.servers)
-        self._inboxes = {id(server): asyncio.Queue(1) for server in servers}
-        self._task = asyncio.create_task(self.pool.update_all(self._update, self.probe.label, servers))
+    async def _start(self, update: Any, label: str, receivers: list[ServerLike]) -> None:
+        self._inboxes = {id(server): asyncio.Queue(1) for server in receivers}
+        servers = list(dict.fromkeys([*receivers, *self.pool.servers]))
+        self._task = asyncio.create_task(self.pool.update_all(update, label, servers))
 
     async def _put(self, part: Part | None) -> None:
         if self.transport.lasting and part:
@@ -184,10 +258,14 @@ class Push:
     async def _join(self) -> None:
         await self._task
 
-    async def _update(self, server: ServerLike) -> None:
+    def expects(self, server: ServerLike) -> bool:
+        """Return whether parts are being put that this server has not taken."""
+        return id(server) in self._inboxes
+
+    async def update(self, server: ServerLike) -> None:
         """Push to one server, now or, where parts last, when it comes back later."""
         if id(server) not in self._inboxes:
-            if not (self._sent and self._sent[-1].last):
+            if not self.complete:
                 raise ServerError(f"{server.url} waits for the next push")
             self._inboxes[id(server)] = asyncio.Queue()
             for part in self._sent:
@@ -200,7 +278,7 @@ class Push:
                 inbox.get_nowait()
 
     async def _push_to(self, server: ServerLike, inbox: asyncio.Queue[Part | None]) -> None:
-        receiver = Receiver(self.pool, server, await num_ranks(self.pool, server))
+        receiver = await make_receiver(self.pool, server, self.problem)
         await self.transport.connect(receiver)
         part = await self._next(inbox)
         async with server.update_lock:  # what it generates from here on counts once it has been probed
@@ -218,7 +296,7 @@ class Push:
                         await receiver.request("/flush_cache", {})
             self.pause_seconds[server.url] = time.perf_counter() - start
             await receiver.resume_memory(CACHE)
-            await self.probe.check(self.pool, server)
+            await self.check(receiver)
 
     async def _next(self, inbox: asyncio.Queue[Part | None]) -> Part:
         part = await inbox.get()
@@ -232,20 +310,34 @@ class Push:
         # assertion of SGLang's fails where responses in flight still read them.
         options: Json = {"flush_cache": part.last and self.pause != "in_place"}
         if part.last:
-            options["weight_version"] = self.probe.label
+            options["weight_version"] = self.label
         await self.transport.send(receiver, part, options)
-        url = receiver.server.url
-        self.wire_seconds[url] = self.wire_seconds.get(url, 0.0) + time.perf_counter() - start
+        self.add_seconds(receiver.server, time.perf_counter() - start)
+
+    def add_seconds(self, server: ServerLike, seconds: float) -> None:
+        """Count seconds that were spent in sending to a server."""
+        self.wire_seconds[server.url] = self.wire_seconds.get(server.url, 0.0) + seconds
 
 
-async def num_ranks(pool: PoolLike, server: ServerLike) -> int:
-    """Return a server's tensor parallelism. A server that does not reply in time gets no weights."""
+async def make_receiver(pool: PoolLike, server: ServerLike, problem: Problem) -> Receiver:
+    """Return a server with its tensor parallelism. One that does not reply in time gets no weights.
+
+    Args:
+        problem: of its reply to /server_info.
+
+    Raises:
+        ServerError: it does not reply, or has a problem.
+    """
     timeout = RETRY_TIMEOUT if server.unreachable else SHORT_TIMEOUT
-    ranks = (await pool.request(server, "/server_info", timeout=min(timeout, pool.timeout))).get("tp_size", 1)
+    info = await pool.request(server, "/server_info", timeout=min(timeout, pool.timeout))
+    ranks = info.get("tp_size", 1)
     with parsing_reply(server.url):
         if type(ranks) is not int or not 1 <= ranks <= MAX_RANKS:
             raise ValueError(f"/server_info: tp_size {str(ranks)[:20]!r}")
-    return ranks
+        text = problem(info)
+    if text:
+        raise ServerError(f"{server.url} {text}")
+    return Receiver(pool, server, ranks)
 
 
 @contextlib.asynccontextmanager

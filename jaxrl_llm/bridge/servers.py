@@ -30,6 +30,8 @@ class ServerLike(Protocol):
     """Held from new weights to their check: responses generated meanwhile do not count yet."""
     released: set[str]
     """Tags of the memory that it has released."""
+    label: str
+    """Of the weights that it holds; "" = not known."""
 
 
 class PoolLike(Protocol):
@@ -44,6 +46,10 @@ class PoolLike(Protocol):
     @property
     def usable(self) -> Sequence[ServerLike]:
         """Servers that hold the newest weights."""
+
+    @property
+    def labels_in_use(self) -> set[str]:
+        """Labels that requests in flight, or the next ones, name as their adapters."""
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine in the pool's event loop and return its result."""
@@ -90,16 +96,17 @@ class Receiver:
         """Send a request and return the JSON object of the reply."""
         return await self.pool.request(self.server, path, body, timeout)
 
-    async def update(self, path: str, body: Any) -> None:
-        """Send a request and check its success.
+    async def update(self, path: str, body: Any, timeout: float = 0.0) -> Json:
+        """Send a request, check its success and return the reply.
 
         Raises:
             ServerError: the reply reports no success.
         """
-        reply = await self.request(path, body)
+        reply = await self.request(path, body, timeout)
         if reply.get("success") is not True:
-            message = str(reply.get("message", ""))[:MAX_SHOWN]
+            message = str(reply.get("message") or reply.get("error_message") or "")[:MAX_SHOWN]
             raise ServerError(f"{self.server.url} did not take the weights ({path}): {message}")
+        return reply
 
     async def resume_memory(self, tag: str) -> None:
         """Have the server allocate memory that it has released; SGLang crashes if it has released none."""

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from jaxrl_llm.bridge import adapters
 from jaxrl_llm.bridge.buckets import WeightSource
 from jaxrl_llm.bridge.probe import make_score, tolerance_of
 from jaxrl_llm.bridge.push import Publisher, WeightTransport
+from jaxrl_llm.bridge.servers import Json
 from jaxrl_llm.bridge.transports.cuda_ipc import IpcTransport
 from jaxrl_llm.bridge.transports.disk import DiskTransport, weight_folder
 from jaxrl_llm.bridge.transports.over_http import HttpTransport
@@ -23,7 +26,7 @@ from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.export import export_config, save_description
 from jaxrl_llm.hf.folder import read_headers
 from jaxrl_llm.host.processes import on_first, print_on_first, share
-from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.rollout.checks import check_sampling
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 from jaxrl_llm.rollout.engine import Engine
@@ -65,22 +68,28 @@ def make_engine(
 
 def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing, stored) -> SGLangEngine:
     model = dataclasses.replace(model, value_head=False)  # servers have no use for it
+    base = lora.base_config(model)
     rollout, sglang, run_dir = config.rollout, config.sglang, Path(config.run_dir)
-    source = WeightSource(model, rollout.dtype, sglang.bucket_bytes)
+    source = WeightSource(base, rollout.dtype, sglang.bucket_bytes)
     if stored is not None:
-        _check_names(source, model, stored)
+        _check_names(source, base, stored)
     local = rollout.launch > 0
     folder = closing.enter_context(weight_folder(run_dir, sglang.folder, local, source.num_bytes))
     transport = _transport(sglang, source, DiskTransport(folder, rollout.dtype, tokenizer))
-    pool, wait_until_ready = None, lambda: None
+    pool, wait_until_ready, flags, problem = None, lambda: None, (), None
+    if model.lora:
+        flags = adapters.lora_flags(model.lora, max_adapter_versions(rollout))
+        problem = functools.partial(
+            adapters.server_problem, lora=model.lora, max_versions=max_adapter_versions(rollout)
+        )
     if jax.process_index() == 0:
         processes = None
         if rollout.launch:
-            shell = save_description(model, folder / "shell", tokenizer, rollout.dtype)
-            processes = ServerProcesses(rollout, sglang, shell, run_dir)
+            shell = save_description(base, folder / "shell", tokenizer, rollout.dtype)
+            processes = ServerProcesses(rollout, sglang, shell, run_dir, flags)
             closing.callback(processes.close)
             wait_until_ready = processes.wait
-        pool = _pool(rollout, sglang, processes, closing)
+        pool = _pool(rollout, sglang, processes, closing, problem)
         if isinstance(transport, GroupTransport):
             closing.callback(transport.close)
     publisher = Publisher(
@@ -93,7 +102,14 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing, store
         on_first,
         wait_until_ready,
     )
+    if model.lora:
+        publisher = adapters.AdapterPublisher(publisher, rollout.dtype, problem)
     return SGLangEngine(rollout, sglang, model, pool, publisher, on_first, tokenizer, eos_ids)
+
+
+def max_adapter_versions(rollout: RolloutConfig) -> int:
+    """Return how many versions of adapters a server has at once: of responses in flight, and a new one."""
+    return rollout.max_staleness + 2
 
 
 def _pool(
@@ -101,8 +117,9 @@ def _pool(
     sglang: SGLangConfig,
     processes: ServerProcesses | None,
     closing: contextlib.ExitStack,
+    problem: Callable[[Json], str] | None,
 ) -> ServerPool:
-    """Return the pool of running or starting servers, with its health checks."""
+    """Return the pool of running or starting servers, with its health checks; see `check_reachable`."""
     members = None
     urls: Sequence[str] = processes.urls if processes else rollout.servers
     if urls[0].startswith("@"):
@@ -111,7 +128,7 @@ def _pool(
     pool = ServerPool(urls, sglang.timeout, sglang.retries, rollout.slots, sglang.patience, sglang.router)
     closing.callback(pool.close)
     if not processes and not members:
-        pool.check_reachable()
+        pool.check_reachable(problem)
     pool.start(run_health_checks(pool, members, processes and processes.restart))
     return pool
 

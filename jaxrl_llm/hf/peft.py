@@ -54,7 +54,7 @@ def save_adapter(params: Params, folder: Path | str, base_name: str) -> Path:
         OSError: the disk fails or fills up. An earlier export stays.
     """
     folder, config = Path(folder).absolute(), params.config
-    raw = _to_peft_config(config, base_name)
+    raw = peft_config(config, base_name)
     files = {WEIGHTS: adapter_tensors(config)}
     write_folder(params, folder, files, "float32", lambda path: write_json(path / CONFIG, raw), CONFIG)
     return folder
@@ -117,8 +117,8 @@ def load_adapter(folder: Path | str, config: AdaptedConfig) -> dict[str, np.ndar
     return adapter
 
 
-def _to_peft_config(config: AdaptedConfig, base_name: str) -> dict[str, Any]:
-    """Return the content of adapter_config.json."""
+def peft_config(config: AdaptedConfig, base_name: str) -> dict[str, Any]:
+    """Return the content of adapter_config.json; `base_name` as for `save_adapter`."""
     lora, hub = config.lora, parse_hub_name(base_name)
     if expand_home(base_name).exists():
         hub = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -141,6 +142,25 @@ def share_frozen(params: Params, other: Params) -> Params:
 def base(params: Params) -> Params:
     """Return the model without the effect of its adapters: the same arrays, but zeros for each B."""
     return _map_named(lambda name, x: jnp.zeros_like(x) if name.endswith("_lora_b") else x, params)
+
+
+def without_adapters(params: Params) -> Params:
+    """Return the model without its adapters: the same arrays."""
+    plain, weights = abstract(base_config(params.config)), dict(named_leaves(params))
+    return jax.tree.unflatten(jax.tree.structure(plain), [weights[name] for name, _ in named_leaves(plain)])
+
+
+def with_random_b(params: Params, size: float) -> Params:
+    """Return the model with random numbers for each B, the same at every call: its outputs differ visibly.
+
+    A x is of order 1 where A is new and x normalised, so B of standard deviation size / (scale * sqrt(R))
+    adds numbers of order `size` to the outputs, which are of order 1.
+    """
+    lora, rng = params.config.lora, np.random.default_rng(0)
+    deviation = size / (lora.scale * math.sqrt(lora.rank))
+    shapes = {name: leaf.shape for name, leaf in named_leaves(params) if name.endswith("_lora_b")}
+    values = {name: deviation * rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    return replace_weights(params, values)
 
 
 def merged_weight(weights: Mapping[str, jax.Array], name: str, scale: float) -> jax.Array:

@@ -262,10 +262,15 @@ def _shape(config: TrainConfig, sizes: Mapping[str, int], max_position: int, hea
 
 def _rollout(config: TrainConfig) -> Iterator[str]:
     rollout, sglang = config.rollout, config.sglang
-    if config.lora.rank and rollout.engine == "sglang" and algos.of(config.algo).on_rollouts:
+    if config.lora.quantize != "none" and rollout.engine == "sglang":
         yield (
-            f"--lora.rank is {config.lora.rank}: adapters are not sent to SGLang servers. Set "
-            "--rollout.engine native, or --lora.rank 0."
+            f"--lora.quantize {config.lora.quantize}: SGLang servers would hold the base that is not quantized, "
+            "whose log-probs are not the trainer's. Set --rollout.engine native, or --lora.quantize none."
+        )
+    if config.lora.rank and rollout.engine == "sglang" and rollout.weight_noise:
+        yield (
+            "--rollout.weight_noise changes all weights, and with --lora.rank SGLang servers get adapters "
+            "alone. Set --rollout.engine native, or --rollout.weight_noise 0."
         )
     on_rollouts, responses = algos.of(config.algo).on_rollouts, config.responses_per_prompt
     if on_rollouts and responses > 1 and rollout.sampling.temperature == 0:

@@ -1,8 +1,8 @@
 """The pickle that SGLang reads tensors from, written without torch.
 
-It is what `pickle.dumps([(name, tensor), ...])` gives for CPU tensors that share one storage, and passes
-SGLang's list of what a pickle may name: the storage is a file of `torch.save` in its older form, and each
-tensor a view of it.
+It is what `pickle.dumps` gives for [(name, tensor), ...] or {name: tensor, ...} of CPU tensors that share one
+storage, and passes SGLang's list of what a pickle may name: the storage is a file of `torch.save` in its
+older form, and each tensor a view of it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ SIZES = {"short": 2, "int": 4, "long": 4}
 MEMO = 1000  # memo index of the storage: beyond those of `_value`, which counts from 0
 
 
-def pickle_bucket(bucket: Bucket) -> bytes:
-    """Return the pickle of [(name, tensor), ...], of a bucket on the host."""
+def pickle_bucket(bucket: Bucket, as_dict: bool = False) -> bytes:
+    """Return the pickle of [(name, tensor), ...], or of {name: tensor, ...}, of a bucket on the host."""
     parts = [
         *(pickle.PROTO, b"\x04"),
         *_call("torch.storage._load_from_bytes", _blob(_saved(bucket))),
         *(pickle.LONG_BINPUT, struct.pack("<I", MEMO), pickle.POP),
-        *(pickle.EMPTY_LIST, pickle.MARK),
+        *(pickle.EMPTY_DICT if as_dict else pickle.EMPTY_LIST, pickle.MARK),
     ]
     start = 0
     for tensor, array in zip(bucket.tensors, bucket.arrays, strict=True):
@@ -35,9 +35,9 @@ def pickle_bucket(bucket: Bucket) -> bytes:
         storage = pickle.LONG_BINGET + struct.pack("<I", MEMO)
         hooks = b"".join(_call("collections.OrderedDict", []))
         rebuilt = _call("torch._utils._rebuild_tensor_v2", [storage, place, hooks])
-        parts += [_value(tensor.name), *rebuilt, pickle.TUPLE2]
+        parts += [_value(tensor.name), *rebuilt, b"" if as_dict else pickle.TUPLE2]
         start += array.size
-    return b"".join([*parts, pickle.APPENDS, pickle.STOP])
+    return b"".join([*parts, pickle.SETITEMS if as_dict else pickle.APPENDS, pickle.STOP])
 
 
 def _saved(bucket: Bucket) -> list[bytes | memoryview]:

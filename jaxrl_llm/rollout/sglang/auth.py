@@ -8,7 +8,8 @@ from urllib.parse import urlsplit
 
 API_KEY, ADMIN_KEY = "JAXRL_SGLANG_API_KEY", "JAXRL_SGLANG_ADMIN_KEY"
 FLAGS = {"--api-key": API_KEY, "--admin-api-key": ADMIN_KEY}  # SGLang's flag -> our variable
-API_ROUTES = ("/generate", "/model_info", "/server_info")  # the other routes that are used are for admins
+API_ROUTES = ("/generate", "/model_info", "/server_info", "/load_lora_adapter_from_tensors")
+"""Routes for the API key; the others that are used are for admins."""
 
 
 def server_keys() -> dict[str, str]:

@@ -11,10 +11,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_llm.bridge.adapters import AdapterPublisher
 from jaxrl_llm.bridge.probe import tolerance_of
 from jaxrl_llm.bridge.push import Publisher
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models.lora import split_params
 from jaxrl_llm.rollout.checks import check_requests
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Request, SamplingConfig, eos_ids_of
@@ -64,7 +66,7 @@ class SGLangEngine:
 
     Args:
         pool: in process 0, which sends all requests; None elsewhere.
-        publisher: pushes weights to the pool.
+        publisher: pushes weights, or adapters, to the pool.
         on_first: runs a function in process 0; every process gets its result, or its error.
         tokenizer, eos_ids: as of NativeEngine.
     """
@@ -75,7 +77,7 @@ class SGLangEngine:
         sglang: SGLangConfig,
         model: TransformerConfig,
         pool: ServerPool | None,
-        publisher: Publisher,
+        publisher: Publisher | AdapterPublisher,
         on_first: Callable[[Callable[[], Any]], Any],
         tokenizer: Any = None,
         eos_ids: Sequence[int] = (),
@@ -83,13 +85,14 @@ class SGLangEngine:
         self.config, self.sglang, self.model, self.tokenizer = config, sglang, model, tokenizer
         self.pool, self.publisher, self.on_first = pool, publisher, on_first
         self._pushes, self._version = 0, 0
-        self._leaf: jax.Array | None = None  # the first weight that the servers hold
+        self._leaf: jax.Array | None = None  # the first trained weight that the servers hold
         self._versions: dict[str, int] = {}  # label -> policy version
         self._pending: weakref.WeakSet[PendingResponses] = weakref.WeakSet()
         self._mismatch = MismatchTotals()
         if pool:
             ends = eos_ids_of(tokenizer, eos_ids)
-            self.generator = ResponseGenerator(pool, ends, self._versions, model.vocab_size)
+            pool.names_adapters = bool(publisher.base)
+            self.generator = ResponseGenerator(pool, ends, self._versions, model.vocab_size, publisher.base)
 
     def publish(self, params: Params, version: int) -> Metrics:
         """Give the servers these weights, and probe that each of them computes with them.
@@ -97,11 +100,11 @@ class SGLangEngine:
         Raises:
             ServerError: no server took them.
         """
-        leaf = jax.tree.leaves(params)[0]
+        leaf = jax.tree.leaves(split_params(params)[0])[0]  # that training changes
         if self._leaf is leaf:
             return {}
         self._pushes += 1
-        label = f"{version}-{self._pushes}"
+        label = f"{self.publisher.base}-{version}-{self._pushes}".removeprefix("-")
         self._versions[label] = version
         metrics = self.publisher.publish(params, label)
         self._leaf, self._version = leaf, version

@@ -28,12 +28,20 @@ class ResponseGenerator:
     Args:
         eos_ids: token ids that end a response.
         versions: label of weights -> policy version, of all that were ever sent.
+        base: label of the base that every server holds, where requests name adapters; "" = they name none.
     """
 
-    def __init__(self, pool: ServerPool, eos_ids: Sequence[int], versions: dict[str, int], vocab_size: int):
+    def __init__(
+        self,
+        pool: ServerPool,
+        eos_ids: Sequence[int],
+        versions: dict[str, int],
+        vocab_size: int,
+        base: str = "",
+    ):
         self.pool, self.eos_ids, self.vocab_size = pool, eos_ids, vocab_size
         self.meter = Meter()
-        self._read = functools.partial(read_generated, versions=versions, vocab_size=vocab_size)
+        self._read = functools.partial(read_generated, versions=versions, vocab_size=vocab_size, base=base)
         self._last_reply = 0.0  # of any environment
         self._resumed = asyncio.Event()
         self._resumed.set()

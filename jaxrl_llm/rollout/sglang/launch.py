@@ -15,10 +15,11 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl_llm.errors import ServerError
-from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
+from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig, flag_value
 from jaxrl_llm.rollout.sglang import auth, colocated
 
 START = """
@@ -46,6 +47,7 @@ sys.argv[1:] += [word for pair in keys.items() for word in pair]
 runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 """  # SGLang takes keys on its command line alone, and logs it: here neither `ps` nor the log shows them
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+CPU_LORA = ("--lora-backend", "torch_native")  # the others are kernels of a GPU
 KILL_DELAY = 10.0  # seconds between SIGTERM and SIGKILL
 POLL_INTERVAL = 0.5
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know this machine
@@ -58,15 +60,18 @@ class ServerProcesses:
     Args:
         model: folder with config and tokenizer; its weights, if any, are read later.
         logs: directory for sglang_0.log, sglang_1.log, ...
+        flags: more of them, which `sglang.flags` override.
     """
 
-    def __init__(self, config: RolloutConfig, sglang: SGLangConfig, model: Path, logs: Path):
+    def __init__(
+        self, config: RolloutConfig, sglang: SGLangConfig, model: Path, logs: Path, flags: Sequence[str] = ()
+    ):
         self.timeout, self.restarts = sglang.start_timeout, sglang.restarts
         logs.mkdir(parents=True, exist_ok=True)
         self.logs = [logs / f"sglang_{index}.log" for index in range(config.launch)]
         ports = free_ports(config.launch)
         self.urls = [f"http://127.0.0.1:{port}" for port in ports]
-        self.commands = [server_command(config, sglang, model, port) for port in ports]
+        self.commands = [server_command(config, sglang, model, port, flags) for port in ports]
         self.visible = sglang.devices or [os.environ.get(VISIBLE, "")] * config.launch
         self.starts = [0] * config.launch
         self.processes = [self._start(index) for index in range(config.launch)]
@@ -140,8 +145,11 @@ def kill_group(process: subprocess.Popen) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def server_command(config: RolloutConfig, sglang: SGLangConfig, model: Path, port: int) -> list[str]:
+def server_command(
+    config: RolloutConfig, sglang: SGLangConfig, model: Path, port: int, flags: Sequence[str] = ()
+) -> list[str]:
     """Return the command that starts one server; `sglang.flags` come last and override the others."""
+    own = shlex.split(sglang.flags)
     module = (
         ("-c", f"FLAGS = {auth.FLAGS}{START_WITH_KEYS}")
         if auth.server_keys()
@@ -152,7 +160,9 @@ def server_command(config: RolloutConfig, sglang: SGLangConfig, model: Path, por
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", config.dtype),
         *("--load-format", "dummy", "--max-running-requests", str(config.slots), "--skip-server-warmup"),
         *([colocated.FLAG] if sglang.colocated else []),
-        *shlex.split(sglang.flags),
+        *flags,
+        *(CPU_LORA if "--enable-lora" in flags and flag_value(own, "--device") == "cpu" else []),
+        *own,
     ]
     return [sys.executable, "-I", "-c", START, str(os.getpid()), *server]
 

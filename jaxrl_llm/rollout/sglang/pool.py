@@ -72,6 +72,7 @@ class ServerPool:
         self.retried = 0
         self.interruptions = 0  # times that responses were interrupted on purpose
         self.label = ""  # of the newest weights
+        self.names_adapters = False  # requests give the label of their server's weights as their adapters
         self.memory_released = False  # colocated: no server is brought into use
         self._update: Callable[[Server], Awaitable[Any]] | None = None  # gives a server the newest weights
         self._max_servers, self._next_line = len(self.servers), 0.0
@@ -101,6 +102,12 @@ class ServerPool:
     def usable(self) -> list[Server]:
         return [server for server in self.servers if server.usable]
 
+    @property
+    def labels_in_use(self) -> set[str]:
+        """Labels of weights that requests in flight, or the next ones, rest on."""
+        servers = [*self.servers, *([self.router] if self.router else [])]
+        return {label for server in servers for label in (server.label, *server.labels_in_flight)} - {""}
+
     def describe(self) -> str:
         """Return the state of the servers, for a message."""
         states = dict.fromkeys(
@@ -122,17 +129,28 @@ class ServerPool:
             "servers/tokens_per_second/max": max(speeds),
         }
 
-    def check_reachable(self) -> None:
-        """Refuse addresses where no server replies: at the start that is a mistake.
+    def check_reachable(self, problem: Callable[[Json], str] | None = None) -> None:
+        """Refuse addresses where no server replies, or an unsuitable one: at the start that is a mistake.
+
+        Args:
+            problem: of a server's reply to /server_info, with the fix; "" = none.
 
         Raises:
             UserError: one does not; names it.
         """
 
-        async def request_all() -> list[Json | BaseException]:
+        async def check(server: Server) -> None:
+            await self.request(server, "/model_info", timeout=START_TIMEOUT)
+            if problem and server is not self.router:
+                info = await self.request(server, "/server_info", timeout=START_TIMEOUT)
+                with parsing_reply(server.url):
+                    text = problem(info)
+                if text:
+                    raise ServerError(f"{server.url} {text}")
+
+        async def request_all() -> list[BaseException | None]:
             servers = [*self.servers, *([self.router] if self.router else [])]
-            requests = [self.request(server, "/model_info", timeout=START_TIMEOUT) for server in servers]
-            return await asyncio.gather(*requests, return_exceptions=True)
+            return await asyncio.gather(*map(check, servers), return_exceptions=True)
 
         problems = [str(reply) for reply in self.run(request_all()) if isinstance(reply, BaseException)]
         if problems:
@@ -246,14 +264,19 @@ class ServerPool:
     async def _generate_on(self, server: Server, body: Json, group: int, read: Read) -> ServerResponse:
         failures, label = server.failures, server.label
         sticky = {"X-SMG-Routing-Key": str(group)} if server is self.router else {}
-        body = {**body, "rid": uuid.uuid4().hex}
+        body = {**body, "rid": uuid.uuid4().hex} | ({"lora_path": label} if self.names_adapters else {})
         limit = max_reply_bytes(body)
         work = self.request(server, "/generate", body, headers=sticky, max_bytes=limit)
-        with server.running(asyncio.create_task(work)) as request:
+        with server.running(asyncio.create_task(work), label) as request:
             await asyncio.wait({request})
             if request.cancelled():
                 raise ServerError(f"{server.url} was left out meanwhile: {server.problem}")
-            reply = request.result()
+            try:
+                reply = request.result()
+            except RefusedError as error:
+                if self.names_adapters and label in str(error):  # its process may be another one
+                    raise ServerError(f"{server.url} has lost its adapters: {error}") from None
+                raise
             with parsing_reply(server.url):
                 generated = read(reply, body, label)
             server.record_response(len(generated.ids))

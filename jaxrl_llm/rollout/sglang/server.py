@@ -85,7 +85,7 @@ class Server:
 
     def __post_init__(self):
         self.url = self.url.rstrip("/")
-        self._requests: set[asyncio.Task] = set()
+        self._requests: dict[asyncio.Task, str] = {}  # -> label of the server's weights when it was sent
         self._tokens, self._max_inflight, self._busy_seconds, self._left_out_seconds = 0, 0, 0.0, 0.0
         self._since: dict[str, float] = {}  # "busy", "left out" -> since when
         self._retry_delay = FIRST_RETRY
@@ -94,6 +94,11 @@ class Server:
     def inflight(self) -> int:
         """Requests that it is working on."""
         return len(self._requests)
+
+    @property
+    def labels_in_flight(self) -> set[str]:
+        """Labels of the weights that it held when its present requests were sent."""
+        return set(self._requests.values())
 
     def leave_out(self, error: ServerError) -> None:
         """Stop sending requests to it; those in flight go to other servers."""
@@ -120,17 +125,21 @@ class Server:
         self._left_out_seconds += self._end("left out")
 
     @contextlib.contextmanager
-    def running(self, request: asyncio.Task) -> Iterator[asyncio.Task]:
-        """Count a request among the server's; it is cancelled if it has not ended by then."""
+    def running(self, request: asyncio.Task, label: str) -> Iterator[asyncio.Task]:
+        """Count a request among the server's; it is cancelled if it has not ended by then.
+
+        Args:
+            label: of the server's weights when it was sent.
+        """
         if not self._requests:
             self._since["busy"] = self.last_reply = time.monotonic()
-        self._requests.add(request)
+        self._requests[request] = label
         self._max_inflight = max(self._max_inflight, self.inflight)
         try:
             yield request
         finally:
             request.cancel()
-            self._requests.discard(request)
+            self._requests.pop(request, None)
             if not self._requests:
                 self._busy_seconds += self._end("busy")
 

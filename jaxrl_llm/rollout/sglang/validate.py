@@ -28,7 +28,7 @@ def max_reply_bytes(body: Json) -> int:
 
 
 def read_generated(
-    reply: Json, body: Json, label: str, versions: Mapping[str, int], vocab_size: int
+    reply: Json, body: Json, label: str, versions: Mapping[str, int], vocab_size: int, base: str = ""
 ) -> Generated:
     """Return the tokens of a valid reply.
 
@@ -36,10 +36,14 @@ def read_generated(
         body: of the request.
         label: of the last weights that were sent to the server before the request; "" = not known.
         versions: label of weights -> policy version, of all that this run ever sent.
+        base: label of the base that every server holds, where the request names adapters: then all tokens
+            have their version.
 
     Raises:
         ValueError, TypeError, LookupError, AttributeError: it is not valid; the server is left out.
     """
+    if base:
+        label, versions = base, {base: versions[body["lora_path"]]}
     meta, max_tokens = reply["meta_info"], body["sampling_params"]["max_new_tokens"]
     _check_request(meta, body)
     finish = meta["finish_reason"]["type"]

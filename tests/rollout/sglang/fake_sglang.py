@@ -18,6 +18,7 @@ from fake_weights import FakeWeights
 
 from jaxrl_llm.models.scorer import make_scorer
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
+from jaxrl_llm.rollout.sglang import auth
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
 
@@ -56,6 +57,7 @@ class FakeServer(FakeWeights):
     def behave(self) -> None:
         """Serve requests from now on."""
         self.deaf = self.refuses = self.down = self.hangs = False
+        self.spoil_adapter = None
         self.breaks_after = self.holds_after = 0
         self.spoil, self.keys, self.replies = None, ("", ""), {}
         self.seen.clear()
@@ -65,6 +67,7 @@ class FakeServer(FakeWeights):
     def restart(self) -> None:
         """As if the process had been: the weights are gone."""
         self.label, self.engine = "default", None
+        self.adapters.clear()
 
     def _serve(self, port: int) -> None:
         async def start():
@@ -93,12 +96,12 @@ class FakeServer(FakeWeights):
                 return work(body)
 
         async def handle(request):
-            body = await request.json() if request.can_read_body else {}
+            body = await request.json() if request.body_exists else {}
             writes = request.path == "/generate" and "sampling_seed" in body["sampling_params"]
             if request.path != "/generate":
                 self.calls.append((request.path, body))
             self.headers.append(dict(request.headers))
-            key = self.keys[request.path not in ("/generate", "/model_info", "/server_info")]
+            key = self.keys[request.path not in auth.API_ROUTES]
             if key and request.headers.get("Authorization") != f"Bearer {key}" and request.path != "/health":
                 return web.Response(status=401, text="Unauthorized")
             if self.down:
@@ -118,6 +121,14 @@ class FakeServer(FakeWeights):
         """Aborts break off what waits; the rest is written when nothing is to be held any more."""
 
         async def handle(request):
+            name = (await request.json()).get("lora_path")
+            self.using[name] += 1
+            try:
+                return await hold(request)
+            finally:
+                self.using[name] -= 1
+
+        async def hold(request):
             said = await answer(request)
             if self.pace:
                 await asyncio.sleep(self.pace * len(json.loads(said.body)["output_ids"]))
@@ -140,12 +151,13 @@ class FakeServer(FakeWeights):
         self.turn.wait_for(lambda: not self.paused)
         self.seen.append(body)
         ids, wanted = np.array(body["input_ids"], np.int32), body["sampling_params"]
-        self.engine.eos_ids = tuple(wanted.get("stop_token_ids", ()))
+        engine, params, score = self.model_of(body)
+        engine.eos_ids = tuple(wanted.get("stop_token_ids", ()))
         most = wanted["max_new_tokens"]
         tokens = min(most, self.breaks_after or self.holds_after or most)
         sampling = SamplingConfig(temperature=wanted["temperature"])
         request = Request(ids, wanted.get("sampling_seed", 0), 1, tokens)
-        (made,) = self.engine.generate([request], sampling, jax.random.key(0))
+        (made,) = engine.generate([request], sampling, jax.random.key(0))
         broken = made.finish == "length" and tokens < most
         self.breaks_after = 0 if broken else self.breaks_after
         pairs = zip(made.logprobs.tolist(), made.response_ids.tolist(), strict=True)
@@ -159,7 +171,7 @@ class FakeServer(FakeWeights):
         }
         if body.get("logprob_start_len") == 0:
             with jax.set_mesh(self.mesh):
-                said = np.asarray(self.score(self.params, ids[None], np.array([len(ids)])))[0, :-1]
+                said = np.asarray(score(params, ids[None], np.array([len(ids)])))[0, :-1]
             meta["input_token_logprobs"] = [[None, int(ids[0]), None]] + [
                 [float(x), int(i), None] for x, i in zip(said, ids[1:], strict=True)
             ]

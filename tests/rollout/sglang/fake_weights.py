@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import pickle
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +19,10 @@ from hf_tensors import params_from_tensors
 from jaxrl_llm import models
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.load import load_params
-from jaxrl_llm.hf.names import hf_tensors
+from jaxrl_llm.hf.names import adapter_tensors, from_hf, hf_tensors, tensor_layout
+from jaxrl_llm.models import AdaptedConfig, LoraConfig, abstract, named_leaves
+from jaxrl_llm.models.config import TARGETS
+from jaxrl_llm.models.lora import with_lora
 from jaxrl_llm.rollout.native.engine import NativeEngine, RolloutConfig
 from jaxrl_llm.sharding.rules import TRAIN
 
@@ -26,16 +32,27 @@ class FakeWeights:
 
     Attributes:
         sessions: as SGLang has them since 0.5.21. ranks: of tensor parallelism, as it says.
-        fails_at: route that answers 500. asked: routes of weights in order, with what a test may look at.
+        fails_at: route that answers 500; with adapters, after its work.
+        asked: routes of weights in order, with what a test may look at.
+        lora_info: what it says of adapters. adapters: name -> adapters. spoil_adapter: what becomes of one.
     """
 
-    sessions, ranks, fails_at = True, 1, ""
+    sessions, ranks, fails_at, adapted = True, 1, "", None
 
     def weight_routes(self):
         self.asked: list[tuple[str, dict]] = []
         self.paused = self.open = False
         self.tensors: dict[str, np.ndarray] = {}
-        yield "/server_info", lambda body: {"tp_size": self.ranks}
+        self.lora_info = {
+            "enable_lora": True,
+            "max_lora_rank": 16,
+            "lora_target_modules": list(TARGETS),
+            "max_loras_per_batch": 8,
+        }
+        self.adapters: dict[str, Adapters] = {}
+        self.using: Counter[str] = Counter()  # adapters of requests that are worked on
+        self.spoil_adapter = None
+        yield "/server_info", lambda body: {"tp_size": self.ranks, **self.lora_info}
         for name, work in {
             "pause_generation": self._pause,
             "continue_generation": self._continue,
@@ -47,14 +64,17 @@ class FakeWeights:
             "init_weights_update_group": self._join,
             "update_weights_from_distributed": self._from_distributed,
             "destroy_weights_update_group": self._leave,
+            "load_lora_adapter_from_tensors": self._load_adapter,
+            "unload_lora_adapter": self._unload_adapter,
         }.items():
             yield f"/{name}", lambda body, name=name, work=work: self._weights(name, work, body)
 
     def _weights(self, name, work, body):
         self.asked.append((name, {k: v for k, v in body.items() if k != "serialized_named_tensors"}))
+        answer = work(body) if self.fails_at != name or "adapter" in name else None
         if self.fails_at == name:
             raise web.HTTPInternalServerError(text="out of order")
-        return work(body) or {"success": True, "message": ""}
+        return answer or {"success": True, "message": ""}
 
     def _pause(self, body):
         self.paused = True
@@ -139,3 +159,64 @@ class FakeWeights:
                 self.score = self.make_score(config)
             self.engine.publish(self.params, 0)
         self.label = body["weight_version"]
+
+    def _load_adapter(self, body):
+        """As SGLang: alpha / r whatever use_rslora says, and fused layers are adapted together."""
+        payloads, config = body["serialized_named_tensors"], body["config_dict"]
+        assert len(payloads) == self.ranks and len(set(payloads)) == 1
+        if body["lora_name"] in self.adapters:
+            raise web.HTTPBadRequest(text=f"LoRA adapter {body['lora_name']} is already loaded")
+        named = pickle.loads(base64.b64decode(payloads[0], validate=True))
+        tensors = {name: tensor.float().numpy() for name, tensor in named.items()}
+        sums = {name: hashlib.sha256(tensor.tobytes()).hexdigest() for name, tensor in tensors.items()}
+        assert sums == body["expected_checksums"]
+        lora = LoraConfig(config["r"], float(config["lora_alpha"]), targets=tuple(config["target_modules"]))
+        for group in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+            assert {name in lora.targets for name in group} != {True, False}
+        adapted = with_lora(self.engine.model, lora)
+        assert tensors.keys() == {tensor.name for tensor in adapter_tensors(adapted)}
+        made = Adapters(adapted, tensors)
+        self.adapters[body["lora_name"]] = self.spoil_adapter(made) if self.spoil_adapter else made
+        return {"success": True, "loaded_adapters": dict.fromkeys(self.adapters, "__tensor__")}
+
+    def _unload_adapter(self, body):
+        name = body["lora_name"]
+        assert not self.using[name], f"{name} is unloaded while requests use it"
+        if name not in self.adapters:
+            raise web.HTTPBadRequest(text=f"LoRA with name {name} does not exist")
+        del self.adapters[name]
+        return {"success": True, "loaded_adapters": dict.fromkeys(self.adapters, "__tensor__")}
+
+    def model_of(self, body):
+        """Return (engine, weights, score) of a request: of the base, or through adapters that it names."""
+        name = body.get("lora_path")
+        if not name:
+            return self.engine, self.params, self.score
+        if name not in self.adapters:
+            raise web.HTTPBadRequest(text=f"Got LoRA adapter that has never been loaded: {name}")
+        if self.adapters[name] is None:
+            return self.engine, self.params, self.score
+        config, tensors = self.adapters[name]
+        params = adapted_params(config, self.params, tensors)
+        if self.adapted is None or self.adapted.model != config:
+            self.adapted = NativeEngine(RolloutConfig(slots=2), config, self.mesh)
+            self.adapted_score = self.make_score(config)
+        self.adapted.publish(params, 0)
+        return self.adapted, params, self.adapted_score
+
+
+class Adapters(NamedTuple):
+    """Adapters as they were sent."""
+
+    config: AdaptedConfig
+    tensors: dict[str, np.ndarray]
+
+
+def adapted_params(config, base, tensors):
+    """The model of a base and PEFT tensors."""
+    values = {name: np.array(leaf) for name, leaf in named_leaves(models.init(config, jax.random.key(0)))}
+    values |= dict(named_leaves(base))
+    for tensor in adapter_tensors(config):
+        ((ours, layer),) = tensor.parts
+        values[ours][layer] = from_hf(tensors[tensor.name], tensor_layout(ours), values[ours].shape[1:])
+    return jax.tree.unflatten(jax.tree.structure(abstract(config)), [jnp.asarray(values[n]) for n in values])

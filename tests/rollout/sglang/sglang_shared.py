@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm import models
+from jaxrl_llm.bridge.adapters import AdapterPublisher, server_problem
 from jaxrl_llm.bridge.probe import make_score, tolerance_of
 from jaxrl_llm.bridge.push import Publisher
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
@@ -48,6 +49,9 @@ def engine_for(urls, transport, model=MODEL, slots=4, rollout=ROLLOUT, **setting
     tolerance = tolerance_of("float32", config.probe_tolerance)
     on_first = lambda work: work()
     publisher = Publisher(pool, transport, config.pause, model, tolerance, score_of(model), on_first)
+    if model.lora:
+        problem = functools.partial(server_problem, lora=model.lora, max_versions=2)
+        publisher = AdapterPublisher(publisher, "float32", problem)
     return SGLangEngine(rollout, config, model, pool, publisher, on_first, TOKENIZER)
 
 

@@ -55,9 +55,10 @@ def test_a_run_starts_its_servers_and_leaves_nothing_of_them(tmp_path, monkeypat
     here = tmp_path / "shared"
     (here / "of somebody else").mkdir(parents=True)
     launched = ["--rollout.launch", "1", "--sglang.python", sys.executable, "--sglang.folder", str(here)]
-    assert main([*ARGS, *launched, "--run_dir", str(tmp_path / "run")]) == 0
+    assert main([*ARGS, *launched, "--lora.rank", "2", "--run_dir", str(tmp_path / "run")]) == 0
     checked(tmp_path / "run")
-    assert "the fake server is up" in (tmp_path / "run/sglang_0.log").read_text()
+    log = (tmp_path / "run/sglang_0.log").read_text()
+    assert "the fake server is up" in log and "'--enable-lora', '--lora-strict-loading'" in log
     assert [path.name for path in here.iterdir()] == ["of somebody else"]
     assert not any(b"-4711" in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
 
@@ -101,8 +102,9 @@ def test_servers_that_go_away_end_it_saved_and_the_same_command_goes_on(tmp_path
 
 
 @pytest.mark.slow
-def test_two_processes_share_what_the_first_hears(tmp_path):
+@pytest.mark.parametrize("rank", ["0", "2"])
+def test_two_processes_share_what_the_first_hears(tmp_path, rank):
     server = FakeServer()
-    args = [*ARGS, "--rollout.servers", server.url, "--run_dir", str(tmp_path / "run")]
+    args = [*ARGS, "--lora.rank", rank, "--rollout.servers", server.url, "--run_dir", str(tmp_path / "run")]
     run_processes(TRAIN, 2, args, devices=4, initialize=False)
     checked(tmp_path / "run")

@@ -1,0 +1,289 @@
+"""Adapters (LoRA) to servers: the base once, and the adapters of each version under a name of their own.
+
+    base -> test adapters, probe | each version: load -> probe through it -> in use; unload unused ones
+
+A request names its adapters and keeps them to its end, so nothing pauses for new ones. A server that was left
+out gets the base again: its process may be another one.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import hashlib
+import math
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import jax
+import numpy as np
+
+from jaxrl_llm.bridge.buckets import ITEMSIZE, Bucket
+from jaxrl_llm.bridge.probe import Probe
+from jaxrl_llm.bridge.push import (
+    SHORT_TIMEOUT,
+    Part,
+    Problem,
+    Publisher,
+    Push,
+    check_finite,
+    gather_into,
+    make_receiver,
+    paused_generation,
+    push_metrics,
+)
+from jaxrl_llm.bridge.servers import WEIGHTS, Json, Receiver, ServerLike, parsing_reply
+from jaxrl_llm.bridge.transports.over_http import request_pieces
+from jaxrl_llm.bridge.transports.torch_pickle import pickle_bucket
+from jaxrl_llm.errors import ServerError
+from jaxrl_llm.hf.gather import gather_tensors
+from jaxrl_llm.hf.names import adapter_tensors
+from jaxrl_llm.hf.peft import peft_config
+from jaxrl_llm.models import LoraConfig, abstract, named_leaves, without_value_head
+from jaxrl_llm.models.config import TARGETS
+from jaxrl_llm.models.lora import base as without_effect
+from jaxrl_llm.models.lora import base_config, with_lora, with_random_b, without_adapters
+from jaxrl_llm.structs import Metrics, Params
+
+PREFIX = "jaxrl_llm-"
+"""First part of every name: what a killed run left on a server is known by it."""
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers that SGLang computes as one: adapters of some of them are mixed up or ignored."""
+
+TEST_SIZES = (0.3, 1.0, 3.0, 10.0)
+"""Of the outputs of test adapters, where those of the layers are about 1: the first with enough effect."""
+TEST_EFFECT = 4.0
+"""Mean change of log-probs by the test adapters, in tolerances of the probe."""
+
+
+def fit_lora(lora: LoraConfig) -> LoraConfig:
+    """Return adapters that SGLang computes correctly, and that have the same outputs as these.
+
+    SGLang multiplies by alpha / rank, also where `use_rslora` is set; and fused layers are adapted together.
+    """
+    names = {hf for hf, ours in TARGETS.items() if ours in lora.adapted}
+    for group in FUSED:
+        names |= set(group) if names & set(group) else set()
+    targets = tuple(name for name in TARGETS if name in names)
+    alpha = lora.alpha * math.sqrt(lora.rank) if lora.rank_stabilized else lora.alpha
+    return replace(lora, alpha=alpha, rank_stabilized=False, targets=targets)
+
+
+def fit_adapters(params: Params) -> Params:
+    """Return a model with the adapters of `fit_lora`: those that it lacks are zeros. No value head."""
+    params = without_value_head(params)
+    shapes = abstract(with_lora(base_config(params.config), fit_lora(params.config.lora)))
+    weights = dict(named_leaves(params))
+    leaves = [
+        weights[name] if name in weights else np.zeros(leaf.shape, np.float32)
+        for name, leaf in named_leaves(shapes)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+
+def lora_flags(lora: LoraConfig, max_versions: int) -> list[str]:
+    """Return the flags that a server needs to take these adapters.
+
+    Args:
+        max_versions: of adapters in one batch of requests.
+    """
+    return [
+        *("--enable-lora", "--lora-strict-loading", "--max-lora-rank", str(lora.rank)),
+        *("--max-loras-per-batch", str(max_versions), "--lora-target-modules", *fit_lora(lora).targets),
+    ]
+
+
+def server_problem(info: Json, lora: LoraConfig, max_versions: int) -> str:
+    """Return why a server cannot take these adapters, with the flags to add; "" = it can.
+
+    Args:
+        info: its reply to /server_info.
+        max_versions: as for `lora_flags`.
+    """
+    targets = {str(name) for name in info.get("lora_target_modules") or ()}
+    fused = {"qkv_proj": FUSED[0], "gate_up_proj": FUSED[1]}
+    targets |= {name for one, group in fused.items() if one in targets for name in group}
+    missing = [] if "all" in targets else [name for name in fit_lora(lora).targets if name not in targets]
+    rank, batch, loaded = (
+        info.get(f"max_{name}") for name in ("lora_rank", "loras_per_batch", "loaded_loras")
+    )
+    problems = {
+        "it was started without --enable-lora": not info.get("enable_lora"),
+        f"its --max-lora-rank is {rank}": (rank or 0) < lora.rank,
+        f"its --lora-target-modules lack {', '.join(missing)}": bool(missing),
+        f"its --max-loras-per-batch is {batch}, {max_versions} are needed": (batch or 0) < max_versions,
+        f"its --max-loaded-loras is {loaded}, {max_versions + 1} are needed": (
+            loaded is not None and loaded <= max_versions
+        ),
+    }
+    first = next((text for text, holds in problems.items() if holds), "")
+    flags = " ".join(lora_flags(lora, max_versions))
+    return first and f"cannot take adapters of --lora.rank {lora.rank}: {first}. Start it with {flags}"
+
+
+@dataclass
+class Adapter:
+    """Adapters of one version, ready to be sent, and their probe.
+
+    Attributes:
+        name: that requests give.
+        payload: pickled tensors in base64. options: the other fields of the request that loads them.
+        tried: addresses of servers that were given it, with whatever outcome.
+    """
+
+    name: str
+    payload: bytes
+    options: Json
+    num_bytes: int
+    probe: Probe
+    tried: set[str] = field(default_factory=set)
+
+    async def load(self, receiver: Receiver) -> Json:
+        """Have a server load it. A server takes a name once: what an earlier attempt left is unloaded first.
+
+        Raises:
+            ServerError: it is not loaded, or may not be.
+        """
+        if receiver.server.url in self.tried:
+            with contextlib.suppress(ServerError):  # most often it is not there
+                await unload(receiver, self.name)
+        self.tried.add(receiver.server.url)
+        body = request_pieces(self.payload, receiver.ranks, self.options)
+        return await receiver.update("/load_lora_adapter_from_tensors", body)
+
+
+async def unload(receiver: Receiver, name: str) -> None:
+    """Have a server unload an adapter; SGLang waits for the requests that use it."""
+    await receiver.update("/unload_lora_adapter", {"lora_name": name}, SHORT_TIMEOUT)
+
+
+def prepare_adapter(params: Params, dtype: str, name: str, probe: Probe) -> Adapter:
+    """Gather the adapters of a model, as tensors in a request. A collective; process 0 gets the tensors.
+
+    A file would not do: a server whose own weights are dummies (`--load-format dummy`) reads none.
+
+    Args:
+        dtype: "float32" or "bfloat16", of the tensors.
+    """
+    params = fit_adapters(params)
+    tensors = adapter_tensors(params.config)
+    (gathered,) = gather_tensors(params, [tensors], dtype)
+    num_bytes = ITEMSIZE[dtype] * sum(math.prod(tensor.shape) for tensor in tensors)
+    options: Json = {"lora_name": name, "config_dict": peft_config(params.config, "")}
+    payload = b""
+    if jax.process_index() == 0:
+        bucket = Bucket(tensors, [np.ascontiguousarray(array) for array in gathered], dtype)
+        sums = [hashlib.sha256(content).hexdigest() for content in bucket.bytes()]
+        options["expected_checksums"] = {t.name: s for t, s in zip(tensors, sums, strict=True)}
+        payload = base64.b64encode(pickle_bucket(bucket, as_dict=True))
+    return Adapter(name, payload, options, num_bytes, probe)
+
+
+class AdapterPublisher:
+    """Pushes the adapters of a model, and the base to servers that do not hold it.
+
+    The first adapters that a server gets are random ones, with a probe of their own: those of a new run
+    change nothing yet, so that a server that ignores adapters would pass.
+
+    Args:
+        publisher: of the base.
+        dtype: "float32" or "bfloat16", of the tensors that are sent.
+        problem: of a server's reply to /server_info.
+
+    Attributes:
+        base: label of the base on the servers, of this run alone; names of adapters start with it.
+    """
+
+    def __init__(self, publisher: Publisher, dtype: str, problem: Problem):
+        self.publisher, self.dtype, self.problem = publisher, dtype, problem
+        self.pool, self.score = publisher.pool, publisher.score
+        self.base: str = publisher.on_first(lambda: PREFIX + uuid.uuid4().hex[:8])
+        self._push: Push | None = None  # of the base; each publish starts it anew
+        self._test: Adapter | None = None
+
+    def publish(self, params: Params, label: str) -> Metrics:
+        """Give all servers these adapters under the name `label`. A collective.
+
+        Raises:
+            ServerError: no server took them.
+            RunError: weights are NaN or Inf; the servers keep what they have.
+        """
+        start, publisher = time.perf_counter(), self.publisher
+        check_finite(params)
+        if self._test is None:
+            self._test = self._prepare_test(params)
+        adapter = prepare_adapter(params, self.dtype, label, publisher.make_probe(params, self.base, label))
+        publisher.on_first(publisher.wait_for_servers)
+        parts: Iterator[Part] = iter(())
+        if sends_base := publisher.on_first(self._needs_base):
+            parts = publisher.transport.parts(without_adapters(params), self.base)
+        if self.pool:
+            receivers: list[ServerLike] = []
+            if sends_base:
+                receivers = [server for server in self.pool.servers if lacks_base(server)]
+                transport, pause = publisher.transport, publisher.pause
+                self._push = Push(self.pool, transport, pause, self.base, self._check_base, self.problem)
+            self._push.start(functools.partial(self._update, adapter), label, receivers)
+        base_bytes, gather_seconds = gather_into(self._push, parts)
+        metrics = publisher.on_first(
+            lambda: self._push.finish() | {"bridge/probe_mean_abs": max(adapter.probe.differences.values())}
+        )
+        return push_metrics(start, gather_seconds, base_bytes + adapter.num_bytes) | metrics
+
+    def _prepare_test(self, params: Params) -> Adapter:
+        """Return random adapters, so large that the probe fails where they are ignored. A collective."""
+        name, publisher = f"{self.base}-test", self.publisher
+        plain = publisher.make_probe(without_effect(params), self.base).expected
+        for size in TEST_SIZES:
+            changed = with_random_b(params, size)
+            probe = publisher.make_probe(changed, self.base, name)
+            if np.abs(probe.expected - plain).mean() > TEST_EFFECT * publisher.tolerance:
+                break
+        return prepare_adapter(changed, self.dtype, name, probe)
+
+    def _needs_base(self) -> bool:
+        """Return whether the base has to be gathered: it cannot be sent again, and a server lacks it.
+
+        A server that does not reply is not waited for as long as another one holds the base.
+        """
+        if self._push is None:
+            return True
+        lacking = [server for server in self.pool.servers if lacks_base(server)]
+        reached = len(lacking) == len(self.pool.servers) or not all(server.unreachable for server in lacking)
+        return not self._push.complete and bool(lacking) and reached
+
+    async def _update(self, adapter: Adapter, server: ServerLike) -> None:
+        """Give one server the base, if it lacks it, and the adapters."""
+        if self._push.expects(server) or lacks_base(server):
+            await self._push.update(server)
+        receiver = await make_receiver(self.pool, server, self.problem)
+        async with server.update_lock:
+            start = time.perf_counter()
+            reply = await self._load(adapter, receiver)
+            self._push.add_seconds(server, time.perf_counter() - start)
+            await adapter.probe.check(receiver)
+            with parsing_reply(server.url):
+                loaded = [name for name in reply.get("loaded_adapters") or () if name.startswith(PREFIX)]
+            for name in sorted({*loaded} - {adapter.name} - self.pool.labels_in_use):
+                await unload(receiver, name)
+
+    async def _load(self, adapter: Adapter, receiver: Receiver) -> Json:
+        """Load adapters; responses in flight are aborted, to continue with them, where that is the mode."""
+        if self.publisher.pause != "abort":
+            return await adapter.load(receiver)
+        async with paused_generation(receiver, "abort"):
+            return await adapter.load(receiver)
+
+    async def _check_base(self, receiver: Receiver) -> None:
+        """Probe a server that has received the base, through random adapters."""
+        await self._test.load(receiver)
+        await self._test.probe.check(receiver)
+        await unload(receiver, self._test.name)
+
+
+def lacks_base(server: ServerLike) -> bool:
+    """Return whether a server is not known to hold the base: new, left out, or without its memory."""
+    return not server.label or WEIGHTS in server.released
