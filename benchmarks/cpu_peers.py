@@ -11,7 +11,7 @@ process's peak of resident memory, compilation included.
 The peers' environments:
 
     python3.12 -m venv tunix && tunix/bin/pip install google-tunix==0.1.7
-    python3.11 -m venv trl && trl/bin/pip install torch==2.13.0 transformers trl peft      # a CPU build of torch
+    python3.11 -m venv trl && trl/bin/pip install torch==2.13.0 transformers trl peft  # torch for CPUs
 
 Run (20 to 40 minutes; --smoke: one repetition):
 
@@ -208,8 +208,8 @@ def describe_machine(load_before: tuple[float, ...]) -> str:
         model = names[0] if names else model
     before, after = (", ".join(f"{value:.1f}" for value in load) for load in (load_before, os.getloadavg()))
     return (
-        f"{os.cpu_count()} cores of {model}, {platform.system()}; load average {before} at the start, {after} "
-        "at the end."
+        f"{os.cpu_count()} cores of {model}, {platform.system()}; load average at the start {before}, at the "
+        f"end {after}."
     )
 
 

@@ -116,7 +116,7 @@ def read_curves(name: str, metric: str) -> Series:
 
 
 def write_report() -> None:
-    """Write docs/learning.md, and a picture of each study whose runs are complete; others keep their section."""
+    """Write docs/learning.md and a picture of each study with complete runs; others keep their section."""
     before = read_sections(PAGE.read_text()) if PAGE.exists() else {}
     done = [name for name in STUDIES if all((path / "hf").is_dir() for path, _ in jobs_of(name))]
     kept = [title(name) for name in STUDIES if name not in done and title(name) in before]
