@@ -74,7 +74,7 @@ PAIRS = f"--config dpo_tiny.py {FROM}"
 BUSY = "--minibatches_per_step 32 --tokens_per_device 384 --optim.learning_rate 2e-4"
 HOT = f"{GRPO} --steps 40 --rollout.sampling.temperature 2.0 --max_response_tokens 64"
 NOISY = f"{GRPO} --rollout.weight_noise 0.5"
-FIVE_TIMES = "--lora.rank {rank} --optim.learning_rate 2.5e-3"
+FIVE_TIMES = "--lora.rank {rank} --optim.learning_rate 2.5e-3"  # the recipes' rates are 5e-4
 RANKS = {"full": "", **{f"rank_{rank}": FIVE_TIMES.format(rank=rank) for rank in (1, 8, 32)}}
 CALCULATOR = f"--config grpo_tools_tiny.py {FROM} --steps 20 --eval.every 5"
 OTHERS = (
@@ -190,7 +190,8 @@ STUDIES: dict[str, Study] = {
     ),
     "lora_calculator": Study(
         "LoRA of rank 1, 8 and 32 (alpha 32, all linear layers), at five times the learning rate of full "
-        "tuning, learns to call a calculator: no rank ends more than 5 points below full tuning.",
+        "tuning, learns to call a calculator: no rank ends more than 5 points below full tuning. (Ten times, "
+        "usual for large models, was tried with rank 8 and seed 0: the run collapsed within five steps.)",
         {label: f"{CALCULATOR} {words}".strip() for label, words in RANKS.items()},
         within("full", 0.05),
         start="calculator",
@@ -202,16 +203,5 @@ STUDIES: dict[str, Study] = {
         {label: f"{PAIRS} --steps 50 {words}".strip() for label, words in RANKS.items()},
         within("full", 0.05),
         also=("margin", "accuracy"),
-    ),
-    "lora_learning_rate": Study(
-        "Ten times the learning rate of full tuning, usual for large models, is too high for this small one "
-        "(rank 8): the run collapses within five steps. Five times is not.",
-        {
-            "2x": f"{CALCULATOR} --lora.rank 8 --optim.learning_rate 1e-3",
-            "5x": f"{CALCULATOR} {RANKS['rank_8']}",
-            "10x": f"{CALCULATOR} --lora.rank 8 --optim.learning_rate 5e-3",
-        },
-        exceeds("5x", "10x", 0.1),
-        start="calculator",
     ),
 }
