@@ -6,7 +6,8 @@ tokens, and the whole GRPO step. `--lora`: both steps with adapters of rank 8, a
 of the same model (peft in TRL, qwix in Tunix). Each system runs each case in a process of its own; the driver
 requests one repetition of each in turn (A B C A B C ...), so that other load affects all alike. Reported are
 medians, and medians of the paired ratios peer / ours, of wall time and of CPU seconds of the process; and the
-process's peak of resident memory, compilation included.
+process's peak of resident memory, compilation included. On a busy machine use `--core 0`: threads that wait
+for each other cost CPU seconds, those of OpenMP (torch) most; one thread on one core does not wait.
 
 The peers' environments:
 
@@ -51,7 +52,7 @@ Timing = dict[str, float]  # wall, cpu: seconds; peak_mb
 class Peer:
     """A worker process with a protocol of JSON lines."""
 
-    def __init__(self, name: str, python: str):
+    def __init__(self, name: str, python: str, core: int | None):
         self.name = name
         self.log = tempfile.NamedTemporaryFile("w+", suffix=f"_{name}.log", delete=False)  # noqa: SIM115
         self.process = subprocess.Popen(
@@ -61,6 +62,7 @@ class Peer:
             stderr=self.log,
             text=True,
             bufsize=1,
+            preexec_fn=None if core is None else lambda: os.sched_setaffinity(0, {core}),
         )
         self.versions = self._answer()
 
@@ -90,6 +92,7 @@ def main() -> None:
     parser.add_argument("--lora", action="store_true", help="the steps with adapters, in place of the others")
     parser.add_argument("--cases", nargs="+", choices=[*CASES, *LORA_CASES], help="some of them only")
     parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--core", type=int, help="run on this core alone, with one thread")
     parser.add_argument("--smoke", action="store_true", help="one repetition, nothing is written")
     arguments = parser.parse_args()
     name, cases = ("cpu_lora", LORA_CASES) if arguments.lora else ("cpu_peers", CASES)
@@ -98,22 +101,22 @@ def main() -> None:
     pythons = {"ours": sys.executable, "tunix": arguments.tunix, "torch_trl": arguments.torch}
     load, versions, results = os.getloadavg(), {}, {}
     for case in arguments.cases or cases:
-        peers = [Peer(name, python) for name, python in pythons.items() if python]
+        peers = [Peer(name, python, arguments.core) for name, python in pythons.items() if python]
         versions = {peer.name: peer.versions for peer in peers}
         results[case] = measure_case(case, peers, 1 if arguments.smoke else arguments.repetitions)
         for peer in peers:
             peer.close()
-    report = {
-        "command": reproducing_command(arguments),
-        "machine": describe_machine(load),
-        "versions": versions,
-        "cases": results,
-    }
-    print(peers_table(report))
-    if not arguments.smoke:
-        (HERE / "results").mkdir(exist_ok=True)
-        (HERE / "results" / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
-        replace_table(HERE / "README.md", name, peers_table(report))
+        report = {
+            "command": reproducing_command(arguments),
+            "machine": describe_machine(load),
+            "versions": versions,
+            "cases": results,
+        }
+        print(peers_table(report), flush=True)
+        if not arguments.smoke:
+            (HERE / "results").mkdir(exist_ok=True)
+            (HERE / "results" / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+            replace_table(HERE / "README.md", name, peers_table(report))
 
 
 def reproducing_command(arguments: argparse.Namespace) -> str:
@@ -122,6 +125,7 @@ def reproducing_command(arguments: argparse.Namespace) -> str:
     words += ["--tunix tunix/bin/python"] * bool(arguments.tunix)
     words += ["--torch trl/bin/python"] * bool(arguments.torch)
     words += ["--lora"] * arguments.lora
+    words += [f"--core {arguments.core}"] * (arguments.core is not None)
     words += [f"--cases {' '.join(arguments.cases or ())}"] * bool(arguments.cases)
     return " ".join([*words, f"--repetitions {arguments.repetitions}"])
 

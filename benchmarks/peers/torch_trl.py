@@ -101,6 +101,7 @@ def trainer(reward, adapters: LoraConfig | None) -> GRPOTrainer:
         max_grad_norm=0.0,
         max_steps=STEPS,
         generation_kwargs={"min_new_tokens": work.NEW_TOKENS},
+        use_cache=True,  # of keys and values: transformers 5 turns it off by default, in generation too
         report_to="none",
         save_strategy="no",
         logging_steps=STEPS,
