@@ -199,8 +199,8 @@ STUDIES: dict[str, Study] = {
         also=("accuracy", "env/tool_calls"),
     ),
     "lora_preferences": Study(
-        "LoRA learns from preferences (DPO, the same settings, 50 steps of the recipe's 100): no rank ends more "
-        "than 5 points below full tuning.",
+        "LoRA learns from preferences (DPO, the same settings, 50 steps of the recipe's 100): no rank ends "
+        "more than 5 points below full tuning.",
         {label: f"{PAIRS} --steps 50 {words}".strip() for label, words in RANKS.items()},
         within("full", 0.05),
         also=("margin", "accuracy"),
