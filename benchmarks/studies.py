@@ -203,6 +203,6 @@ STUDIES: dict[str, Study] = {
         "more than 5 points below full tuning.",
         {label: f"{PAIRS} --steps 50 {words}".strip() for label, words in RANKS.items()},
         within("full", 0.05),
-        also=("margin", "accuracy"),
+        also=("eval/accuracy", "margin"),
     ),
 }
