@@ -2,20 +2,23 @@
 
 Work (peers/work.py): Qwen3 of 4 layers, width 256, vocabulary 2048, float32; 4 prompts of 64 tokens with 8
 responses each of 128 tokens (ragged: geometric lengths, mean 40, at most 256), an AdamW step on 32 x 192
-tokens, and the whole GRPO step. Each system runs in a process of its own; the driver requests one
-repetition of each in turn (A B C A B C ...), so that other load affects all alike. Reported are medians,
-and medians of the paired ratios peer / ours, of wall time and of CPU seconds of the process.
+tokens, and the whole GRPO step. `--lora`: both steps with adapters of rank 8, alpha 32, on all linear layers
+of the same model (peft in TRL, qwix in Tunix). Each system runs each case in a process of its own; the driver
+requests one repetition of each in turn (A B C A B C ...), so that other load affects all alike. Reported are
+medians, and medians of the paired ratios peer / ours, of wall time and of CPU seconds of the process; and the
+process's peak of resident memory, compilation included. On a busy machine use `--core 0`: threads that wait
+for each other cost CPU seconds, those of OpenMP (torch) most; one thread on one core does not wait.
 
 The peers' environments:
 
     python3.12 -m venv tunix && tunix/bin/pip install google-tunix==0.1.7
-    python3.11 -m venv trl && trl/bin/pip install torch==2.13.0 transformers trl      # a CPU build of torch
+    python3.11 -m venv trl && trl/bin/pip install torch==2.13.0 transformers trl peft  # torch for CPUs
 
 Run (20 to 40 minutes; --smoke: one repetition):
 
-    python benchmarks/cpu_peers.py --tunix tunix/bin/python --torch trl/bin/python
+    python benchmarks/cpu_peers.py --tunix tunix/bin/python --torch trl/bin/python [--lora]
 
-Writes results/cpu_peers.json and the table in README.md beside this file.
+Writes results/cpu_peers.json (cpu_lora.json) and the table in README.md beside this file.
 """
 
 from __future__ import annotations
@@ -38,15 +41,18 @@ CASES = {
     "train_step": "train step, 32 x 192 tokens",
     "grpo_step": "whole GRPO step",
 }
+LORA_CASES = {
+    "lora_train_step": "LoRA train step, 32 x 192 tokens",
+    "lora_grpo_step": "whole GRPO step with LoRA",
+}
 SCRIPTS = {"ours": "ours.py", "tunix": "tunix_peer.py", "torch_trl": "torch_trl.py"}
-BEGIN, END = "<!-- cpu_peers begin -->", "<!-- cpu_peers end -->"
-Timing = dict[str, float]  # wall, cpu: seconds
+Timing = dict[str, float]  # wall, cpu: seconds; peak_mb
 
 
 class Peer:
     """A worker process with a protocol of JSON lines."""
 
-    def __init__(self, name: str, python: str):
+    def __init__(self, name: str, python: str, core: int | None):
         self.name = name
         self.log = tempfile.NamedTemporaryFile("w+", suffix=f"_{name}.log", delete=False)  # noqa: SIM115
         self.process = subprocess.Popen(
@@ -56,6 +62,7 @@ class Peer:
             stderr=self.log,
             text=True,
             bufsize=1,
+            preexec_fn=None if core is None else lambda: os.sched_setaffinity(0, {core}),
         )
         self.versions = self._answer()
 
@@ -82,29 +89,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--tunix", help="python of an environment with google-tunix; left out: not compared")
     parser.add_argument("--torch", help="python of an environment with torch, transformers and trl")
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--lora", action="store_true", help="the steps with adapters, in place of the others")
+    parser.add_argument("--cases", nargs="+", choices=[*CASES, *LORA_CASES], help="some of them only")
     parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--core", type=int, help="run on this core alone, with one thread")
     parser.add_argument("--smoke", action="store_true", help="one repetition, nothing is written")
     arguments = parser.parse_args()
+    name, cases = ("cpu_lora", LORA_CASES) if arguments.lora else ("cpu_peers", CASES)
+    if unknown := set(arguments.cases or ()) - set(cases):
+        parser.error(f"{', '.join(unknown)}: {'leave out' if arguments.lora else 'add'} --lora")
     pythons = {"ours": sys.executable, "tunix": arguments.tunix, "torch_trl": arguments.torch}
-    peers = [Peer(name, python) for name, python in pythons.items() if python]
-    results = {
-        case: measure_case(case, peers, 1 if arguments.smoke else arguments.repetitions)
-        for case in arguments.cases
-    }
-    report = {
-        "command": reproducing_command(arguments),
-        "machine": describe_machine(),
-        "versions": {peer.name: peer.versions for peer in peers},
-        "cases": results,
-    }
-    for peer in peers:
-        peer.close()
-    print(peers_table(report))
-    if not arguments.smoke:
-        (HERE / "results").mkdir(exist_ok=True)
-        (HERE / "results" / "cpu_peers.json").write_text(json.dumps(report, indent=1) + "\n")
-        replace_table(HERE / "README.md", peers_table(report))
+    load, versions, results = os.getloadavg(), {}, {}
+    for case in arguments.cases or cases:
+        peers = [Peer(name, python, arguments.core) for name, python in pythons.items() if python]
+        versions = {peer.name: peer.versions for peer in peers}
+        results[case] = measure_case(case, peers, 1 if arguments.smoke else arguments.repetitions)
+        for peer in peers:
+            peer.close()
+        report = {
+            "command": reproducing_command(arguments),
+            "machine": describe_machine(load),
+            "versions": versions,
+            "cases": results,
+        }
+        print(peers_table(report), flush=True)
+        if not arguments.smoke:
+            (HERE / "results").mkdir(exist_ok=True)
+            (HERE / "results" / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+            replace_table(HERE / "README.md", name, peers_table(report))
 
 
 def reproducing_command(arguments: argparse.Namespace) -> str:
@@ -112,7 +124,9 @@ def reproducing_command(arguments: argparse.Namespace) -> str:
     words = ["python benchmarks/cpu_peers.py"]
     words += ["--tunix tunix/bin/python"] * bool(arguments.tunix)
     words += ["--torch trl/bin/python"] * bool(arguments.torch)
-    words += [f"--cases {' '.join(arguments.cases)}"] * (arguments.cases != list(CASES))
+    words += ["--lora"] * arguments.lora
+    words += [f"--core {arguments.core}"] * (arguments.core is not None)
+    words += [f"--cases {' '.join(arguments.cases or ())}"] * bool(arguments.cases)
     return " ".join([*words, f"--repetitions {arguments.repetitions}"])
 
 
@@ -134,6 +148,7 @@ def measure_case(case: str, peers: list[Peer], repetitions: int) -> dict[str, An
         "timings": timings,
         "median": {name: median(runs) for name, runs in timings.items()},
         "ratio": {name: ratios(runs, timings["ours"]) for name, runs in timings.items() if name != "ours"},
+        "peak_mb": {name: max(run["peak_mb"] for run in runs) for name, runs in timings.items()},
     }
 
 
@@ -149,7 +164,7 @@ def ratios(peer: list[Timing], ours: list[Timing]) -> Timing:
 
 
 def peers_table(report: dict[str, Any]) -> str:
-    """Return Markdown: seconds of each system (wall / CPU), and their ratios to ours."""
+    """Return Markdown: seconds of each system (wall, CPU), peak memory, and ratios to ours of the seconds."""
     names = list(report["versions"])
     versions = "; ".join(
         f"{name}: " + ", ".join(f"{package} {version}" for package, version in packages.items())
@@ -158,30 +173,33 @@ def peers_table(report: dict[str, Any]) -> str:
     others = [name for name in names if name != "ours"]
     head = [
         "work",
-        *(f"{name}, s (CPU s)" for name in names),
+        *(f"{name}, s (CPU s), MB" for name in names),
         *(f"{name} / ours, wall (CPU)" for name in others),
     ]
     lines = [f"`{report['command']}`", "", f"{report['machine']}", "", versions, ""]
     lines += ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for case, result in report["cases"].items():
         seconds = [
-            f"{result['median'][name]['wall']:.2f} ({result['median'][name]['cpu']:.2f})" for name in names
+            f"{result['median'][name]['wall']:.2f} ({result['median'][name]['cpu']:.2f}), "
+            f"{result['peak_mb'][name]:.0f}"
+            for name in names
         ]
         times = [
             f"{result['ratio'][name]['wall']:.2f} ({result['ratio'][name]['cpu']:.2f})" for name in others
         ]
-        lines.append("| " + " | ".join([CASES[case], *seconds, *times]) + " |")
+        lines.append("| " + " | ".join([(CASES | LORA_CASES)[case], *seconds, *times]) + " |")
     return "\n".join(lines)
 
 
-def replace_table(readme: Path, text: str) -> None:
-    """Replace the text between the two marks."""
+def replace_table(readme: Path, name: str, text: str) -> None:
+    """Replace the text between the two marks of this name."""
+    begin, end = f"<!-- {name} begin -->", f"<!-- {name} end -->"
     page = readme.read_text()
-    before, after = page.partition(BEGIN)[0], page.partition(END)[2]
-    readme.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+    before, after = page.partition(begin)[0], page.partition(end)[2]
+    readme.write_text(f"{before}{begin}\n{text}\n{end}{after}")
 
 
-def describe_machine() -> str:
+def describe_machine(load_before: tuple[float, ...]) -> str:
     """Return cores, processor, system and load."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
@@ -192,8 +210,11 @@ def describe_machine() -> str:
             if "model name" in line
         ]
         model = names[0] if names else model
-    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    return f"{os.cpu_count()} cores of {model}, {platform.system()}; load average at the end {load}."
+    before, after = (", ".join(f"{value:.1f}" for value in load) for load in (load_before, os.getloadavg()))
+    return (
+        f"{os.cpu_count()} cores of {model}, {platform.system()}; load average at the start {before}, at the "
+        f"end {after}."
+    )
 
 
 if __name__ == "__main__":

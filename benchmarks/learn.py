@@ -19,8 +19,10 @@ from statistics import mean
 from studies import STARTS, STUDIES, Study
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs/learning.md"
 RUNS = Path("runs/learn")
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#767676")
+ACRONYMS = {"sft": "SFT", "rl": "RL", "ppo": "PPO", "lora": "LoRA"}
 STYLES = ("-", "--", ":")
 Series = dict[str, list[list[tuple[int, float]]]]  # label -> one curve a seed, of (step, value)
 
@@ -59,7 +61,8 @@ def start_dir(start: str, seed: int) -> Path:
 
 
 def start_words(start: str, seed: int) -> str:
-    return f"--config grpo_tiny.py --steps 0 {STARTS[start].arguments.format()} --seed {seed}"
+    words = f"--config {STARTS[start].config} --steps 0 {STARTS[start].arguments.format()}"
+    return f"{words.strip()} --seed {seed}"
 
 
 def in_order(names: list[str]) -> list[list[str]]:
@@ -113,8 +116,10 @@ def read_curves(name: str, metric: str) -> Series:
 
 
 def write_report() -> None:
-    """Write docs/learning.md and a picture of each study whose runs are complete."""
+    """Write docs/learning.md and a picture of each study with complete runs; others keep their section."""
+    before = read_sections(PAGE.read_text()) if PAGE.exists() else {}
     done = [name for name in STUDIES if all((path / "hf").is_dir() for path, _ in jobs_of(name))]
+    kept = [title(name) for name in STUDIES if name not in done and title(name) in before]
     lines = [
         INTRO,
         *(f"- {name}: {start.task}" for name, start in STARTS.items()),
@@ -123,10 +128,18 @@ def write_report() -> None:
         "",
         EXPLANATION,
     ]
-    for name in done:
-        lines += section(name)
-    (ROOT / "docs/learning.md").write_text("\n".join(lines))
-    print(f"docs/learning.md: {len(done)} studies")
+    if kept:
+        lines += [f"Not run again for this page, but kept from an earlier one: {', '.join(kept)}.", ""]
+    for name in STUDIES:
+        lines += section(name) if name in done else before.get(title(name), [])
+    PAGE.write_text("\n".join(lines))
+    print(f"docs/learning.md: {len(done)} studies, {len(kept)} more kept")
+
+
+def read_sections(page: str) -> dict[str, list[str]]:
+    """Return the lines of each section of an earlier report by its heading, the verdict left out."""
+    sections = [f"## {text.rstrip()}" for text in page.split("\n## ")[1:]]
+    return {text[3:].partition(":")[0]: [*text.splitlines(), ""] for text in sections}
 
 
 def section(name: str) -> list[str]:
@@ -152,7 +165,7 @@ def section(name: str) -> list[str]:
 
 def title(name: str) -> str:
     """Return the heading of a study: "sft_then_rl" -> "SFT then RL"."""
-    words = [word.upper() if word in ("sft", "rl", "ppo") else word for word in name.split("_")]
+    words = [ACRONYMS.get(word, word) for word in name.split("_")]
     return " ".join([words[0][0].upper() + words[0][1:], *words[1:]])
 
 

@@ -30,10 +30,11 @@ class Study:
 
 @dataclass(frozen=True)
 class Start:
-    """An SFT warm-up: grpo_tiny.py without the RL."""
+    """An SFT warm-up: a recipe without the RL."""
 
     task: str
     arguments: str
+    config: str = "grpo_tiny.py"
 
 
 def all_at_least(bound: float) -> Callable[[Values], bool]:
@@ -47,6 +48,11 @@ def exceeds(label: str, baseline: str, margin: float) -> Callable[[Values], bool
     return lambda results: min(gaps(results)) > 0 and mean(gaps(results)) >= margin
 
 
+def within(baseline: str, margin: float) -> Callable[[Values], bool]:
+    """Return the claim that the mean over the seeds of no label is more than `margin` below `baseline`."""
+    return lambda results: min(map(mean, results.values())) >= mean(results[baseline]) - margin
+
+
 FLAWED = """--data.train.0.options '{{"digits":1,"terms":3,"noise":0.6}}'"""
 COUNTDOWN = "--data.train.0.path task:countdown --data.train.0.options '{{}}' --max_prompt_tokens 24"
 STARTS = {
@@ -54,6 +60,11 @@ STARTS = {
     "countdown": Start(
         "reach a number with three others; 32 to 45% are solved after the warm-up",
         f"--warm_start.steps 400 {COUNTDOWN} --max_response_tokens 10",
+    ),
+    "calculator": Start(
+        "products of three digits by calling a calculator, which 30% of the demonstrations do",
+        "",
+        config="grpo_tools_tiny.py",
     ),
 }
 
@@ -63,6 +74,9 @@ PAIRS = f"--config dpo_tiny.py {FROM}"
 BUSY = "--minibatches_per_step 32 --tokens_per_device 384 --optim.learning_rate 2e-4"
 HOT = f"{GRPO} --steps 40 --rollout.sampling.temperature 2.0 --max_response_tokens 64"
 NOISY = f"{GRPO} --rollout.weight_noise 0.5"
+FIVE_TIMES = "--lora.rank {rank} --optim.learning_rate 2.5e-3"  # the recipes' rates are 5e-4
+RANKS = {"full": "", **{f"rank_{rank}": FIVE_TIMES.format(rank=rank) for rank in (1, 8, 32)}}
+CALCULATOR = f"--config grpo_tools_tiny.py {FROM} --steps 20 --eval.every 5"
 OTHERS = (
     *("dr_grpo", "reinforce", "remax", "opo", "gpg", "passk", "otb", "gdpo", "raft", "online_dpo"),
     *("cispo", "sapo", "gmpo", "clip_cov", "kl_cov", "dppo", "dro", "vespo"),
@@ -173,5 +187,22 @@ STUDIES: dict[str, Study] = {
         },
         all_at_least(0.9),
         after="online",
+    ),
+    "lora_calculator": Study(
+        "LoRA of rank 1, 8 and 32 (alpha 32, all linear layers), at five times the learning rate of full "
+        "tuning, learns to call a calculator: no rank ends more than 5 points below full tuning. (20 steps "
+        "of the recipe's 30. The rate was chosen with rank 1 and 8 on seed 0; ten times, usual for large "
+        "models, collapsed at rank 8 within five steps.)",
+        {label: f"{CALCULATOR} {words}".strip() for label, words in RANKS.items()},
+        within("full", 0.05),
+        start="calculator",
+        also=("accuracy", "env/tool_calls"),
+    ),
+    "lora_preferences": Study(
+        "LoRA learns from preferences (DPO, the same settings, 50 steps of the recipe's 100): no rank ends "
+        "more than 5 points below full tuning.",
+        {label: f"{PAIRS} --steps 50 {words}".strip() for label, words in RANKS.items()},
+        within("full", 0.05),
+        also=("eval/accuracy", "margin"),
     ),
 }

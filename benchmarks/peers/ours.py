@@ -26,6 +26,8 @@ from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.optim import decayed
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import RopeConfig, TransformerConfig
+from jaxrl_llm.models.config import LoraConfig
+from jaxrl_llm.models.lora import with_lora
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
 from jaxrl_llm.rollout.native.engine import NativeEngine, RolloutConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
@@ -41,12 +43,13 @@ MODEL = TransformerConfig(
     rope=RopeConfig(theta=float(work.ROPE_THETA)),
     norm_eps=work.NORM_EPS,
 )
+ADAPTED = with_lora(MODEL, LoraConfig(work.LORA_RANK, work.LORA_ALPHA))
 SAMPLING = SamplingConfig(ignore_eos=True)
 ALGO = grpo.Config(kl_coef=0.0, clip_low=work.CLIP, clip_high=work.CLIP)
 ROWS = int(os.environ.get("ROWS", 8))  # of a micro-batch: what the backward pass keeps stays small
 
 
-def learner() -> Learner:
+def learner(model: TransformerConfig) -> Learner:
     optimizer = optax.adamw(
         work.LEARNING_RATE, work.B1, work.B2, work.EPS, weight_decay=work.WEIGHT_DECAY, mask=decayed
     )
@@ -56,21 +59,21 @@ def learner() -> Learner:
         remat="dots",  # as in configs/grpo_tiny.py: on a CPU, keeping less is faster
         max_grad_norm=0.0,
     )
-    return Learner(ALGO, MODEL, optimizer, config, make_mesh(MeshConfig()))
+    return Learner(ALGO, model, optimizer, config, make_mesh(MeshConfig()))
 
 
 def fresh_state(trainer: Learner):
     make = jax.jit(models.init, static_argnums=0, out_shardings=trainer.param_shardings)
-    return trainer.init_state(make(MODEL, jax.random.key(0)))
+    return trainer.init_state(make(trainer.model, jax.random.key(0)))
 
 
-def engine(mesh, tokenizer=None) -> NativeEngine:
-    return NativeEngine(RolloutConfig(slots=work.BATCH), MODEL, mesh, tokenizer)
+def engine(model: TransformerConfig, mesh, tokenizer=None) -> NativeEngine:
+    return NativeEngine(RolloutConfig(slots=work.BATCH), model, mesh, tokenizer)
 
 
 def rollout(requests_of, mesh=None):
     mesh = mesh or make_mesh(MeshConfig())
-    roll = engine(mesh)
+    roll = engine(MODEL, mesh)
     roll.publish(models.init(MODEL, jax.random.key(0)), version=0)
 
     def run(repetition: int) -> None:
@@ -94,8 +97,8 @@ def ragged(repetition: int) -> list[Request]:
     return [Request(prompts[i // work.GROUP], i, 1, length) for i, length in enumerate(lengths)]
 
 
-def train_step():
-    trainer = learner()
+def train_step(model: TransformerConfig):
+    trainer = learner(model)
     state = fresh_state(trainer)
     mask = np.r_[np.zeros(work.PROMPT_TOKENS), np.ones(work.NEW_TOKENS)].astype(np.float32)
 
@@ -113,10 +116,10 @@ def train_step():
     return run
 
 
-def grpo_step():
-    trainer = learner()
+def grpo_step(model: TransformerConfig):
+    trainer = learner(model)
     state = fresh_state(trainer)
-    roll = engine(trainer.mesh, work.tokenizer())
+    roll = engine(model, trainer.mesh, work.tokenizer())
 
     def run(repetition: int) -> None:
         nonlocal state
@@ -141,7 +144,9 @@ if __name__ == "__main__":
         {
             "rollout_fixed": lambda: rollout(fixed),
             "rollout_ragged": lambda: rollout(ragged),
-            "train_step": train_step,
-            "grpo_step": grpo_step,
+            "train_step": lambda: train_step(MODEL),
+            "grpo_step": lambda: grpo_step(MODEL),
+            "lora_train_step": lambda: train_step(ADAPTED),
+            "lora_grpo_step": lambda: grpo_step(ADAPTED),
         },
     )

@@ -1,7 +1,8 @@
 """The worker's end of the benchmark: a JSON line in, a JSON line out.
 
 {"prepare": case} builds and compiles it; {"run": case, "repetition": i} does it once and times it: wall
-seconds, and CPU seconds of the whole process, which other load on the machine disturbs least.
+seconds, CPU seconds of the whole process, which other load on the machine disturbs least, and the peak of
+its resident memory so far in MB.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import resource
 import sys
 import threading
 import time
@@ -56,7 +58,11 @@ def serve(channel: TextIO, packages: tuple[str, ...], cases: dict[str, Callable[
 def timed(run: Run, repetition: int) -> dict[str, float]:
     cpu, wall = time.process_time(), time.perf_counter()
     run(repetition)
-    return {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
+    return {
+        "wall": time.perf_counter() - wall,
+        "cpu": time.process_time() - cpu,
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000,
+    }
 
 
 class Gate:

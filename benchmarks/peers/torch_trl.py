@@ -18,6 +18,7 @@ warnings.simplefilter("ignore")
 import torch
 import work
 from datasets import Dataset
+from peft import LoraConfig
 from serve import Gate, serve
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
@@ -37,6 +38,14 @@ CONFIG = Qwen3Config(
     bos_token_id=None,
     eos_token_id=None,
     pad_token_id=0,
+)
+
+
+ADAPTERS = LoraConfig(
+    r=work.LORA_RANK,
+    lora_alpha=work.LORA_ALPHA,
+    target_modules=list(work.LORA_TARGETS),
+    task_type="CAUSAL_LM",
 )
 
 
@@ -70,7 +79,7 @@ def rollout(new_tokens_of):
     return run
 
 
-def trainer(reward) -> GRPOTrainer:
+def trainer(reward, adapters: LoraConfig | None) -> GRPOTrainer:
     """Return TRL's trainer, with logging, saving and gradient checkpointing turned off."""
     arguments = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
@@ -92,6 +101,7 @@ def trainer(reward) -> GRPOTrainer:
         max_grad_norm=0.0,
         max_steps=STEPS,
         generation_kwargs={"min_new_tokens": work.NEW_TOKENS},
+        use_cache=True,  # of keys and values: transformers 5 turns it off by default, in generation too
         report_to="none",
         save_strategy="no",
         logging_steps=STEPS,
@@ -104,14 +114,17 @@ def trainer(reward) -> GRPOTrainer:
         args=arguments,
         train_dataset=Dataset.from_list(rows),
         processing_class=work.tokenizer(),
+        peft_config=adapters,
     )
 
 
-def train_step():
+def train_step(adapters: LoraConfig | None = None):
     """Return a step of TRL's loss, backward and the trainer's own optimizer."""
-    loop = trainer(lambda completions, **_: [0.0] * len(completions))
+    loop = trainer(lambda completions, **_: [0.0] * len(completions), adapters)
     loop.current_gradient_accumulation_steps = 1
     policy = loop.model.train()
+    trained = [weight for weight in policy.parameters() if weight.requires_grad]
+    assert bool(adapters) == (len(trained) == 2 * work.LAYERS * len(work.LORA_TARGETS))
     optimizer = loop.create_optimizer()
 
     def run(repetition: int) -> None:
@@ -125,14 +138,14 @@ def train_step():
             "num_items_in_batch": torch.tensor(work.BATCH * work.NEW_TOKENS),
         }
         loop.compute_loss(policy, inputs).backward()
-        assert policy.model.embed_tokens.weight.grad.norm() > 0
+        assert any(weight.grad.norm() > 0 for weight in trained)
         optimizer.step()
         optimizer.zero_grad()
 
     return run
 
 
-def grpo_step():
+def grpo_step(adapters: LoraConfig | None = None):
     gate = Gate()
 
     def reward(completions, **_):
@@ -140,18 +153,20 @@ def grpo_step():
         gate.arrive()
         return [work.reward(text) for text in completions]
 
-    gate.start(lambda: trainer(reward).train())
+    gate.start(lambda: trainer(reward, adapters).train())
     return gate.step
 
 
 if __name__ == "__main__":
     serve(
         channel,
-        ("torch", "transformers", "trl", "accelerate"),
+        ("torch", "transformers", "trl", "accelerate", "peft"),
         {
             "rollout_fixed": lambda: rollout(lambda _: work.NEW_TOKENS),
             "rollout_ragged": lambda: rollout(lambda i: max(work.ragged_lengths(i))),
             "train_step": train_step,
             "grpo_step": grpo_step,
+            "lora_train_step": lambda: train_step(ADAPTERS),
+            "lora_grpo_step": lambda: grpo_step(ADAPTERS),
         },
     )

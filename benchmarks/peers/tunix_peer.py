@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import qwix
 import work
 from flax import nnx
 from serve import Gate, serve
@@ -52,6 +53,20 @@ def model():
     return qwen3.Qwen3(MODEL, rngs=nnx.Rngs(0))
 
 
+def adapted():
+    """Return the model with qwix's adapters, as `tunix.cli` makes it."""
+    base = model()
+    adapters = qwix.LoraProvider(
+        module_path="|".join(f".*{name}" for name in work.LORA_TARGETS),
+        rank=work.LORA_RANK,
+        alpha=work.LORA_ALPHA,
+    )
+    policy = qwix.apply_lora_to_model(base, adapters, **base.get_model_input(), rngs=nnx.Rngs(1))
+    leaves = jax.tree.leaves(nnx.state(policy, nnx.LoRAParam))
+    assert len(leaves) == 2 * work.LAYERS * len(work.LORA_TARGETS)
+    return policy
+
+
 def rollout(most_new_tokens: int, new_tokens_of):
     """Return the rollout: the batch decodes until its longest response has ended, in a cache for the cap."""
     cache = sampler_lib.CacheConfig(
@@ -79,7 +94,7 @@ def rollout(most_new_tokens: int, new_tokens_of):
     return run
 
 
-def learner(mesh, reward):
+def learner(mesh, reward, actor):
     roles = (rl_cluster.Role.ACTOR, rl_cluster.Role.REFERENCE, rl_cluster.Role.ROLLOUT)
     config = rl_cluster.ClusterConfig(
         role_to_mesh=dict.fromkeys(roles, mesh),
@@ -101,7 +116,7 @@ def learner(mesh, reward):
         ),
     )
     cluster = rl_cluster.RLCluster(
-        actor=model(), reference=None, tokenizer=work.tokenizer(), cluster_config=config
+        actor=actor, reference=None, tokenizer=work.tokenizer(), cluster_config=config
     )
     algorithm = grpo_learner.GRPOConfig(
         num_generations=work.GROUP, num_iterations=1, beta=0.0, epsilon=work.CLIP
@@ -113,10 +128,10 @@ def one_device():
     return jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
 
-def train_step():
+def train_step(make=model):
     mesh = one_device()
     with mesh:
-        _, cluster = learner(mesh, lambda prompts, completions, **_: [0.0] * len(completions))
+        _, cluster = learner(mesh, lambda prompts, completions, **_: [0.0] * len(completions), make())
         trainer = cluster.actor_trainer
         step, _ = trainer.jit_train_and_eval_step(False, True)
 
@@ -139,7 +154,7 @@ def train_step():
     return run
 
 
-def grpo_step():
+def grpo_step(make=model):
     mesh, gate = one_device(), Gate()
 
     def reward(prompts, completions, **_):
@@ -148,7 +163,7 @@ def grpo_step():
 
     def train():
         with mesh:
-            loop, _ = learner(mesh, reward)
+            loop, _ = learner(mesh, reward, make())
             loop.train(
                 {"prompts": np.array([work.text(ids) for ids in work.prompts(i)])} for i in range(FOREVER)
             )
@@ -166,5 +181,7 @@ if __name__ == "__main__":
             "rollout_ragged": lambda: rollout(work.RAGGED_MAX, lambda i: max(work.ragged_lengths(i))),
             "train_step": train_step,
             "grpo_step": grpo_step,
+            "lora_train_step": lambda: train_step(adapted),
+            "lora_grpo_step": lambda: grpo_step(adapted),
         },
     )
