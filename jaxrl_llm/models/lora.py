@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.models.config import AdaptedConfig, LoraConfig, Quantize, QuantizedConfig, TransformerConfig
-from jaxrl_llm.models.params import init, named_leaves
+from jaxrl_llm.models.params import abstract, init, named_leaves
 from jaxrl_llm.models.quantize import SCALE, dequantize_weight
 from jaxrl_llm.structs import Params, TrainState
 

@@ -264,7 +264,7 @@ def _rollout(config: TrainConfig) -> Iterator[str]:
     rollout, sglang = config.rollout, config.sglang
     if config.lora.quantize != "none" and rollout.engine == "sglang":
         yield (
-            f"--lora.quantize {config.lora.quantize}: SGLang servers would hold the base that is not quantized, "
+            f"--lora.quantize {config.lora.quantize}: SGLang servers would hold the base without quantization, "
             "whose log-probs are not the trainer's. Set --rollout.engine native, or --lora.quantize none."
         )
     if config.lora.rank and rollout.engine == "sglang" and rollout.weight_noise:
