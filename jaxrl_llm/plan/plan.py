@@ -70,7 +70,8 @@ class Plan:
     derived: dict[str, int]
     versions: dict[str, str]
     kernels: str = ""  # implementations of attention and log-probs, and the reason
-    meshes: dict[str, dict[str, Any]] = field(default_factory=dict)  # of other roles -> devices and mesh
+    meshes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Role -> devices and mesh, of the policy and those that have others; {} where all have the policy's."""
     selected: str = ""  # filter of the phases that were compiled, such as "update"; "" = all
     advice: list[str] = field(default_factory=list)
 
@@ -141,7 +142,7 @@ def make_plan(
         {
             role.rstrip("."): {"devices": device_ranges(own.devices.flat, target.devices), **own.shape}
             for role, own in meshes.items()
-            if len(set(meshes.values())) > 1
+            if own != mesh or (role == POLICY and len(set(meshes.values())) > 1)
         },
         only,
     )

@@ -29,12 +29,13 @@ from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.presets import preset
 from jaxrl_llm.plan import flops
 from jaxrl_llm.plan.advice import advise
-from jaxrl_llm.plan.compiled import bytes_needed, count_collectives, shape_bytes
+from jaxrl_llm.plan.compiled import CompiledStats, bytes_needed, count_collectives, shape_bytes
 from jaxrl_llm.plan.phases import phases
-from jaxrl_llm.plan.plan import MEMORY_KINDS, PhaseCost, Plan
+from jaxrl_llm.plan.plan import MEMORY_KINDS, PhaseCost, Plan, device_groups, phase_cost
 from jaxrl_llm.plan.report import verdict
-from jaxrl_llm.plan.target import parse_topology
+from jaxrl_llm.plan.target import open_target, parse_topology
 from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.sharding.config import PlacementConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.tools import plan as command
 
@@ -286,6 +287,29 @@ def test_a_plan_compiles_what_training_calls(monkeypatch):
     assert called["_score"][-1] == planned["score: reference"]
     assert set(map(str, called["_accumulate"])) == {str(planned["update: accumulate"])}
     assert set(map(str, called["_apply"])) == {str(planned["update: apply"])}
+
+
+def test_memory_is_that_of_the_devices_that_a_phase_runs_on():
+    """Trainer on devices 0 to 3, rollout and reference on 4 to 7; nothing is compiled."""
+    own = PlacementConfig(devices="4:8")
+    rollout = dataclasses.replace(CONFIG.rollout, devices="4:8", mesh=MeshConfig(tensor=2))
+    config = dataclasses.replace(CONFIG, mesh=MeshConfig(), devices="0:4", reference=own, rollout=rollout)
+    meshes, target = make_meshes(config), open_target(parse_topology("cpu"))
+    groups = device_groups(meshes)
+    assert [[device.id for device in group] for group in groups] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    nothing = CompiledStats(0.0, 0.0, 0.0, {}, 0.0)
+    costs = {p.name: phase_cost(p, nothing, target, groups) for p in phases(config, meshes)}
+    size = sum(math.prod(w.shape) for w in jax.tree.leaves(models.abstract(SMALL)))
+    update, decode = costs["update: accumulate"], costs["rollout: decode"]
+    assert {name for name, cost in costs.items() if cost.devices == "4:8"} == {
+        *(name for name in costs if name.startswith("rollout") and name != "rollout: publish"),
+        "score: reference",
+    }
+    assert update.memory["parameters"] == pytest.approx(4 * size / 4, rel=0.05)  # norms are not divided
+    assert update.memory["frozen models"] == update.memory["rollout weights"] == 0
+    assert decode.memory["parameters"] == decode.memory["optimizer"] == 0
+    assert decode.memory["frozen models"] == pytest.approx(2 * size / 4, rel=0.05)  # bfloat16
+    assert decode.memory["rollout weights"] == pytest.approx(4 * size / 2, rel=0.05)
 
 
 def test_a_plan_compiles_what_rollout_calls(monkeypatch):
