@@ -17,7 +17,7 @@ from jaxrl_llm.plan.compiled import CompiledStats, compile_program
 from jaxrl_llm.plan.models import planned_model
 from jaxrl_llm.plan.phases import Phase, phases
 from jaxrl_llm.plan.target import CompileTarget
-from jaxrl_llm.sharding.placement import device_ranges
+from jaxrl_llm.sharding.placement import device_ranges, placement_of
 from jaxrl_llm.sharding.rules import HOST, bytes_per_device
 
 MEMORY_KINDS = (
@@ -140,7 +140,7 @@ def make_plan(
         {"jax": jax.__version__, "compiler": target.compiler},
         describe_kernels(planned_model(config.model), config.model.dtype, mesh, config.strict),
         {
-            role.rstrip("."): {"devices": device_ranges(own.devices.flat, target.devices), **own.shape}
+            role.rstrip("."): placement_of(own, target.devices)
             for role, own in meshes.items()
             if own != mesh or (role == POLICY and len(set(meshes.values())) > 1)
         },

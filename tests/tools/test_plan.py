@@ -23,7 +23,7 @@ from jaxrl_llm.build.models import make_stages
 from jaxrl_llm.build.placement import make_meshes
 from jaxrl_llm.config import ModelConfig, RolloutConfig, SamplingConfig, TrainConfig
 from jaxrl_llm.data.packing import PackItem
-from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.learn.reference import freeze
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.presets import preset
@@ -38,6 +38,7 @@ from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.config import PlacementConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.tools import plan as command
+from jaxrl_llm.tools.generate import check_output_path
 
 ROOT = Path(__file__).parents[2]
 SMALL = TransformerConfig(
@@ -463,6 +464,13 @@ def test_a_missing_compiler_is_named_with_the_fix(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "libtpu" else find(name))
     assert run_command(command.main, ["--config", "grpo_tiny.py", "--topology", "v5e-16"]) == 2
     assert "pip install 'jaxrl-llm[plan]'" in capsys.readouterr().err
+
+
+def test_the_file_of_an_earlier_plan_is_replaced(tmp_path):
+    (tmp_path / "plan.json").write_text("{}")
+    check_output_path(tmp_path / "plan.json", flag="--json")
+    with pytest.raises(UserError, match=r"^--json .*: a folder"):
+        check_output_path(tmp_path, flag="--json")
 
 
 def test_an_unknown_model_is_refused_before_anything_is_compiled(capsys):
