@@ -49,7 +49,12 @@ CASES = [
     Case("Qwen/Qwen3-4B", "v5e-16", "--rollout.slots 128 --mesh.tensor 2"),
     Case("Qwen/Qwen3-8B", "h100x8", "--rollout.slots 256"),
     Case("Qwen/Qwen3-8B", "v6e-16", "--rollout.slots 256"),
-    Case("Qwen/Qwen3-8B", "v5e-16", "--rollout.slots 128 --rollout.mesh.tensor 4 --tokens_per_device 1536"),
+    Case(
+        "Qwen/Qwen3-8B",
+        "v5e-16",
+        "--rollout.slots 128 --mesh.tensor 2 --rollout.mesh.tensor 4 --tokens_per_device 1536 "
+        "--optim.offload True",
+    ),
     Case("Qwen/Qwen3-8B", "v5e-64", "--rollout.slots 256 --mesh.tensor 4"),
     Case("Qwen/Qwen3-32B", "h200x8", "--rollout.slots 256 --mesh.tensor 4"),
     Case("Qwen/Qwen3-32B", "v5p-64", "--rollout.slots 256 --mesh.tensor 4"),
