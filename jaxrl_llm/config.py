@@ -20,7 +20,7 @@ from jaxrl_llm.report.log import LogConfig
 from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 from jaxrl_llm.rollout.engine import SamplingConfig
-from jaxrl_llm.sharding.mesh import MeshConfig
+from jaxrl_llm.sharding.config import ALL_DEVICES, MeshConfig, PlacementConfig, device_problems
 from jaxrl_llm.sharding.rules import num_shards
 
 __all__ = [  # all that a recipe needs, besides its algorithm
@@ -121,7 +121,7 @@ class WarmStartConfig:
 
 
 @dataclass(frozen=True)
-class CriticConfig:
+class CriticConfig(PlacementConfig):
     """Critic with its own backbone (ppo); without a path it starts as a copy of the policy."""
 
     path: str = ""
@@ -132,12 +132,10 @@ class CriticConfig:
     """Value loss of the critic."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-5))
     """Optimizer and learning-rate schedule of the critic."""
-    mesh: MeshConfig | None = None
-    """Mesh of the critic, set in the recipe; None = the policy's."""
 
 
 @dataclass(frozen=True)
-class ReferenceConfig:
+class ReferenceConfig(PlacementConfig):
     """Frozen models that score a step: the reference of the KL penalty, or teachers."""
 
     offload: bool = False
@@ -179,14 +177,18 @@ class TrainConfig:
     strict: bool = False
     """Rollout (native engine) and trainer compute bit-equal log-probs: mismatch/max_abs is 0. Slower; for
     experiments, and to distinguish errors from rounding. One device."""
+    devices: str = ALL_DEVICES
+    """Devices of the policy, and of each model without devices of its own: all, or a range such as 0:4
+    (devices 0 to 3 of each process)."""
     max_runtime: SecondsOrZero = 0.0
     """Seconds after which the run saves and stops; 0 = no limit."""
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    teacher: PlacementConfig = field(default_factory=PlacementConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
-    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     score: ScoreConfig = field(default_factory=ScoreConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
@@ -199,7 +201,8 @@ class TrainConfig:
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, problem) for the sizes of a step."""
+        """Yield (field, problem) for the devices and the sizes of a step."""
+        yield from device_problems(self.devices)
         trajectories, updates = self.trajectories_per_step, self.minibatches_per_step
         if trajectories > MAX_TRAJECTORIES:
             yield (
@@ -214,6 +217,22 @@ class TrainConfig:
                 f"is {updates}: it must divide the {trajectories} trajectories of a step (prompts_per_step x "
                 f"responses_per_prompt). Set it to {choices}.",
             )
+
+    @property
+    def placements(self) -> dict[str, PlacementConfig]:
+        """Placement of each model by its role, the prefix of its keys: those of the policy have none."""
+        return {
+            "": PlacementConfig(mesh=self.mesh, devices=self.devices),
+            "rollout.": self.rollout,
+            "reference.": self.reference,
+            "critic.": self.critic,
+            "teacher.": self.teacher,
+            **{f"reward.models.{i}.": model for i, model in enumerate(self.reward.models)},
+        }
+
+    def mesh_of(self, role: str) -> MeshConfig:
+        """Return the axis sizes of a role of `placements`: its own, or the policy's."""
+        return self.placements[role].mesh or self.mesh
 
     @property
     def max_tokens(self) -> int:

@@ -21,22 +21,29 @@ ARGS = [
 ]
 
 
+ADAPTERS = ["--lora.rank", "2", "--optim.offload", "True", "--reference.offload", "True"]
+PLACED = [
+    *("--mesh.fsdp", "2", "--devices", "0:2", "--rollout.devices", "2:4", "--rollout.mesh.tensor", "2"),
+    *("--reference.devices", "2:4", "--reference.mesh.fsdp", "4"),
+]
+"""Each process gives two devices to the policy, and two to rollout and reference."""
+
+
 @pytest.mark.parametrize(
-    "more",
+    ("more", "placed"),
     [
-        [],
-        pytest.param(
-            ["--lora.rank", "2", "--optim.offload", "True", "--reference.offload", "True"],
-            marks=pytest.mark.slow,
-        ),
+        ([], []),
+        pytest.param(ADAPTERS, [], marks=pytest.mark.slow),
+        pytest.param([], PLACED, marks=pytest.mark.slow),
     ],
-    ids=["full", "adapters, moments on the host"],
+    ids=["full", "adapters, moments on the host", "models on devices of their own"],
 )
-def test_two_processes_train_as_one(more, tmp_path):
+def test_two_processes_train_as_one(more, placed, tmp_path):
     (tmp_path / "reward.py").write_text(DIGITS)
     args = [*ARGS, *more, "--reward.name", f"{tmp_path / 'reward.py'}:digits"]
     run_processes(TRAIN, 1, [*args, "--run_dir", str(tmp_path / "one")], devices=8, initialize=False)
-    run_processes(TRAIN, 2, [*args, "--run_dir", str(tmp_path / "two")], devices=4, initialize=False)
+    args = [*args, *placed, "--run_dir", str(tmp_path / "two")]
+    run_processes(TRAIN, 2, args, devices=4, initialize=False)
     one, two = untimed_metrics(tmp_path / "one"), untimed_metrics(tmp_path / "two")
     assert [row["step"] for row in two] == [1, 2, 3]
     for a, b in zip(one, two, strict=True):

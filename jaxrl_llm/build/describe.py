@@ -21,6 +21,7 @@ from jaxrl_llm.models.kernels import describe_kernels, turing_warning
 from jaxrl_llm.models.lora import trained_state
 from jaxrl_llm.models.quantize import SCALE
 from jaxrl_llm.report.log import PROMPTS
+from jaxrl_llm.sharding.placement import format_placement, placement_of
 
 MIN_LORA_RATE = 5e-6
 
@@ -36,6 +37,9 @@ def start_lines(run: Run, start: int) -> Iterator[str]:
     weights = sum(math.prod(w.shape) for name, w in leaves if not name.endswith(SCALE))
     mesh = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
     yield f"{weights / 1e6:,.1f}M weights on {run.mesh.size} {jax.devices()[0].device_kind} device(s): {mesh}"
+    for role, own in run.meshes.items():
+        if own != run.mesh:
+            yield f"{role.rstrip('.')}: {format_placement(placement_of(own, jax.devices()))}"
     yield describe_kernels(policy.model, config.model.dtype, run.mesh, config.strict)
     if warning := turing_warning(config.dtypes, run.mesh):
         yield warning

@@ -7,7 +7,7 @@ copies of weights, sharded state) and "may be enough" where it depends on the co
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import jax
@@ -24,7 +24,7 @@ from jaxrl_llm.plan.flops import layer_weights
 from jaxrl_llm.plan.models import planned_model
 from jaxrl_llm.plan.plan import PhaseCost, Plan
 from jaxrl_llm.plan.report import format_bytes
-from jaxrl_llm.sharding.mesh import MeshConfig
+from jaxrl_llm.sharding.config import MeshConfig
 from jaxrl_llm.sharding.rules import bytes_per_device, num_shards
 
 SHARDED = ("parameters", "optimizer", "gradients", "frozen models")
@@ -142,9 +142,14 @@ def _rollout(plan: Plan, config: TrainConfig, phases: list[PhaseCost]) -> Iterat
         yield _saving(f"--rollout.slots {slots}", cache * (1 - slots / config.rollout.slots), over)
     if weights > plan.memory / 4:
         yield (
-            f"--mesh.tensor above {num_shards('heads', plan.mesh)}: each device holds "
+            f"--rollout.mesh.tensor above {num_shards('heads', rollout_sizes(plan))}: each device holds "
             f"{format_bytes(weights)} of rollout weights, which only tensor parallelism shards."
         )
+
+
+def rollout_sizes(plan: Plan) -> Mapping[str, int]:
+    """Return the axis sizes of the rollout's mesh."""
+    return plan.meshes.get("rollout", plan.mesh)
 
 
 def _devices(plan: Plan, over: list[PhaseCost]) -> Iterator[str]:

@@ -72,15 +72,21 @@ def check_fields(config: Any) -> None:
     )
 
 
-def check_model(config: TrainConfig, sizes: Mapping[str, int], max_position: int, heads: int) -> None:
-    """Refuse rows that the model has no positions for, and rows and heads that the mesh does not divide.
+def check_model(
+    config: TrainConfig, sizes: Mapping[str, Mapping[str, int]], max_position: int, heads: int
+) -> None:
+    """Refuse rows that the model has no positions for, and rows and heads that a mesh does not divide.
 
-    `check_config` does it where config.json is at hand and `sizes`, those of the mesh, have no -1.
+    `check_config` does it where config.json is at hand and the sizes have no -1.
+
+    Args:
+        sizes: of the mesh of each role (`TrainConfig.placements`), mesh axis -> size.
 
     Raises:
         ConfigError: one line for each thing that is wrong.
     """
-    _refuse([*_strict(config, sizes), *_divided(config, sizes), *_shape(config, sizes, max_position, heads)])
+    shape = _shape(config, sizes[""], max_position, heads)
+    _refuse([*_strict(config, sizes), *_divided(config, sizes), *shape])
 
 
 def check_held_out(config: TrainConfig, rows: int) -> None:
@@ -160,32 +166,37 @@ def _teachers(config: TrainConfig) -> Iterator[str]:
 
 
 def _devices(config: TrainConfig) -> Iterator[str]:
-    yield from _strict(config, config.mesh.sizes)
-    yield from _divided(config, config.mesh.sizes)
+    sizes = {role: config.mesh_of(role).sizes for role in config.placements}
+    yield from _strict(config, sizes)
+    yield from _divided(config, sizes)
 
 
-def _strict(config: TrainConfig, sizes: Mapping[str, int]) -> Iterator[str]:
+def _strict(config: TrainConfig, sizes: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
     """Yield what --strict does not go with; a size of -1 is not known yet."""
     if config.strict:
-        yield from strict_problems(config.rollout, config.model.dtype, math.prod(sizes.values()))
+        num_devices = [math.prod(sizes[role].values()) for role in ("", "rollout.")]
+        yield from strict_problems(config.rollout, config.model.dtype, max(num_devices))
 
 
-def _divided(config: TrainConfig, sizes: Mapping[str, int]) -> Iterator[str]:
+def _divided(config: TrainConfig, sizes: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
     """Yield what is wrong with rows that context parallelism shards; a size of -1 is not known yet.
 
-    Ring attention needs two chunks a device.
+    Ring attention needs two chunks a device. The rollout has no rows.
     """
-    ring = config.mesh.sequence_parallel == "ring"
-    shards = num_shards("sequence", sizes)
-    chunks = shards * (2 if ring else 1)
-    if shards > 1 and config.row_tokens % chunks:
-        sequences = config.row_tokens // config.max_tokens
-        more = -config.max_tokens % (chunks // math.gcd(sequences, chunks))
-        yield (
-            f"--mesh.sequence {shards} does not divide a row of {config.row_tokens} tokens "
-            f"(max_prompt_tokens + max_response_tokens){' into two chunks a device' if ring else ''}. "
-            f"Set --max_response_tokens {config.max_response_tokens + more}."
-        )
+    for role, own in config.placements.items():
+        if own.mesh is None or role == "rollout.":
+            continue
+        ring = config.mesh_of(role).sequence_parallel == "ring"
+        shards = num_shards("sequence", sizes[role])
+        chunks = shards * (2 if ring else 1)
+        if shards > 1 and config.row_tokens % chunks:
+            sequences = config.row_tokens // config.max_tokens
+            more = -config.max_tokens % (chunks // math.gcd(sequences, chunks))
+            yield (
+                f"--{role}mesh.sequence {shards} does not divide a row of {config.row_tokens} tokens "
+                f"(max_prompt_tokens + max_response_tokens){' into two chunks a device' if ring else ''}. "
+                f"Set --max_response_tokens {config.max_response_tokens + more}."
+            )
 
 
 def _model(config: TrainConfig) -> Iterator[str]:
@@ -264,7 +275,7 @@ def _rollout(config: TrainConfig) -> Iterator[str]:
     rollout, sglang = config.rollout, config.sglang
     if config.lora.quantize != "none" and rollout.engine == "sglang":
         yield (
-            f"--lora.quantize {config.lora.quantize}: SGLang servers would hold the base without quantization, "
+            f"--lora.quantize {config.lora.quantize}: SGLang servers hold the base without quantization, "
             "whose log-probs are not the trainer's. Set --rollout.engine native, or --lora.quantize none."
         )
     if config.lora.rank and rollout.engine == "sglang" and rollout.weight_noise:

@@ -89,7 +89,10 @@ def add_missing(config: Config, path: Sequence[str]) -> Config:
     `critic.mesh.tensor`, `reward.models.0.path`.
     """
     head, *rest = path
-    inner = config_class(type_hints(type(config)).get(head))
+    hints = type_hints(type(config))
+    if head not in hints:  # no field, though it may be a property
+        return config
+    inner = config_class(hints[head])
     value = getattr(config, head, None)
     if isinstance(value, tuple) and inner and rest[:1] == [str(len(value))]:
         value = (*value, inner())

@@ -24,6 +24,7 @@ from rich.table import Table
 
 from jaxrl_llm import models
 from jaxrl_llm.build.models import make_stages, trained_config
+from jaxrl_llm.build.placement import make_meshes
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.envs.config import SandboxConfig
 from jaxrl_llm.envs.tools.sandbox import Sandbox
@@ -34,11 +35,12 @@ from jaxrl_llm.plan.models import ABSTRACT_MODELS, planned_model
 from jaxrl_llm.recipe.load import from_command_line
 from jaxrl_llm.rollout.sglang.auth import request_headers
 from jaxrl_llm.rollout.sglang.health import read_addresses
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.config import MeshConfig
 from jaxrl_llm.sharding.rules import HOST, bytes_per_device
 from jaxrl_llm.tools.arguments import parse_known_arguments
 from jaxrl_llm.tools.devices import GIB, Finding, check_devices, check_versions, run_command_line
 
+PLACED = ("rollout", "reference", "critic", "teacher")
 MIN_SHM = GIB  # NCCL and SGLang exchange data in shared memory
 MIN_MEMORY = 4 * GIB
 MAX_SKEW = 2.0  # seconds between this machine and the file system
@@ -203,10 +205,12 @@ def check_disk(folder: Path, needed: int) -> Finding:
 def written_bytes(config: TrainConfig) -> int:
     """Return the bytes that a run has on the disk: checkpoints, one more while it is written, the export."""
     jax.config.update("jax_platforms", "cpu")  # the accelerators are examined in a process of their own
-    mesh = make_mesh(MeshConfig(), jax.devices("cpu")[:1])
-    alone = replace(config, mesh=MeshConfig(), critic=replace(config.critic, mesh=None))
+    own = {"mesh": MeshConfig(), "devices": "all"}
+    roles = {name: replace(getattr(config, name), mesh=None, devices="") for name in PLACED}
+    alone = replace(config, **own, **roles, reward=replace(config.reward, models=()))
     model = trained_config(planned_model(config.model), config)
-    state = make_stages(alone, model, mesh, ABSTRACT_MODELS)[-1].abstract_state()
+    meshes = make_meshes(alone, jax.devices("cpu")[:1])
+    state = make_stages(alone, model, meshes, ABSTRACT_MODELS)[-1].abstract_state()
     kept = config.checkpoint.keep + (config.checkpoint.keep_best if config.checkpoint.best_metric else 0) + 1
     saved = bytes_per_device(trained_state(state)) + bytes_per_device(trained_state(state), HOST)
     weights = bytes_per_device(models.abstract(base_config(model))) // 4

@@ -67,4 +67,4 @@ def test_offload_is_refused_where_the_host_is_short(system):
     config = TrainConfig(optim=OptimConfig(offload=True))
     message = "--optim.offload needs 8.0 GiB .* 3.0 GiB are free. Set --optim.moments int8, a larger"
     with pytest.raises(UserError, match=message):
-        check_offload(config, Offloaded())
+        check_offload(config, Offloaded(), {})

@@ -313,3 +313,8 @@ def test_every_flag_of_the_table_is_unknown_here_and_every_key_it_names_exists(c
             re.findall(r"--([a-z_0-9.]*[a-z_0-9])", answer.replace("'--tp 2 --mem-fraction-static 0.6'", ""))
         )
         assert named - {"algo", "help"} <= known | groups, answer
+
+
+def test_a_property_is_no_key(config):
+    for name in ("max_tokens", "placements"):
+        assert refusal(changed, config, f"--{name} 300").startswith(f"--{name}: unknown key.")

@@ -21,31 +21,28 @@ from jaxrl_kernels.topology import missing_compiler
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
 from jaxrl_llm.build.models import make_stages
+from jaxrl_llm.build.placement import make_meshes
 from jaxrl_llm.config import (
     ModelConfig,
     ReferenceConfig,
     RolloutConfig,
     SamplingConfig,
-    ScoreConfig,
     TrainConfig,
 )
 from jaxrl_llm.data.packing import PackItem
-from jaxrl_llm.errors import ConfigError
-from jaxrl_llm.learn.optim import OptimConfig
+from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.learn.reference import freeze
-from jaxrl_llm.models import LoraConfig, TransformerConfig
+from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.presets import preset
 from jaxrl_llm.plan import flops
-from jaxrl_llm.plan.advice import advise
-from jaxrl_llm.plan.compiled import bytes_needed, count_collectives, shape_bytes
+from jaxrl_llm.plan.compiled import CompiledStats, bytes_needed, count_collectives, shape_bytes
 from jaxrl_llm.plan.phases import phases
-from jaxrl_llm.plan.plan import MEMORY_KINDS, PhaseCost, Plan
-from jaxrl_llm.plan.report import verdict
-from jaxrl_llm.plan.target import parse_topology
+from jaxrl_llm.plan.plan import device_groups, phase_cost
+from jaxrl_llm.plan.target import open_target, parse_topology
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
-from jaxrl_llm.sharding.rules import bytes_per_device
 from jaxrl_llm.tools import plan as command
+from jaxrl_llm.tools.generate import check_output_path
 
 ROOT = Path(__file__).parents[2]
 SMALL = TransformerConfig(
@@ -275,12 +272,12 @@ def described(tree):
 @pytest.mark.slow
 def test_a_plan_compiles_what_training_calls(monkeypatch):
     config = dataclasses.replace(CONFIG, mesh=MeshConfig(fsdp=4, tensor=2))
-    mesh = make_mesh(config.mesh)
-    planned = {phase.name: described(phase.program.args) for phase in phases(config, mesh)}
+    meshes = make_meshes(config)
+    planned = {phase.name: described(phase.program.args) for phase in phases(config, meshes)}
     rollout = [f"rollout: {name}" for name in ("publish", "prefill", "gather", "insert", "decode")]
     learned = ["score: policy", "score: reference", "update: accumulate", "update: apply"]
     assert list(planned) == rollout + learned
-    learner = (stage := make_stages(config, SMALL, mesh)[-1]).policy
+    learner = (stage := make_stages(config, SMALL, meshes)[-1]).policy
     called = {}
 
     def spy(name):
@@ -296,7 +293,7 @@ def test_a_plan_compiles_what_training_calls(monkeypatch):
         spy(name)
     ones = np.ones(8, np.float32)
     items = [PackItem(np.ones(8, np.int32), ones, {"rollout": ones, "advantages": ones}) for _ in range(16)]
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(learner.mesh):
         make = jax.jit(models.init, static_argnums=0, out_shardings=learner.param_shardings)
         state = stage.init_state(make(SMALL, jax.random.key(0)))
         stage.score(state, items, freeze(state.params, "bfloat16"))
@@ -305,6 +302,29 @@ def test_a_plan_compiles_what_training_calls(monkeypatch):
     assert called["_score"][-1] == planned["score: reference"]
     assert set(map(str, called["_accumulate"])) == {str(planned["update: accumulate"])}
     assert set(map(str, called["_apply"])) == {str(planned["update: apply"])}
+
+
+def test_memory_is_that_of_the_devices_that_a_phase_runs_on():
+    """Trainer on devices 0 to 3, rollout and reference on 4 to 7; nothing is compiled."""
+    own = ReferenceConfig(devices="4:8")
+    rollout = dataclasses.replace(CONFIG.rollout, devices="4:8", mesh=MeshConfig(tensor=2))
+    config = dataclasses.replace(CONFIG, mesh=MeshConfig(), devices="0:4", reference=own, rollout=rollout)
+    meshes, target = make_meshes(config), open_target(parse_topology("cpu"))
+    groups = device_groups(meshes)
+    assert [[device.id for device in group] for group in groups] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    nothing = CompiledStats(0.0, 0.0, 0.0, {}, 0.0)
+    costs = {p.name: phase_cost(p, nothing, target, groups) for p in phases(config, meshes)}
+    size = sum(math.prod(w.shape) for w in jax.tree.leaves(models.abstract(SMALL)))
+    update, decode = costs["update: accumulate"], costs["rollout: decode"]
+    assert {name for name, cost in costs.items() if cost.devices == "4:8"} == {
+        *(name for name in costs if name.startswith("rollout") and name != "rollout: publish"),
+        "score: reference",
+    }
+    assert update.memory["parameters"] == pytest.approx(4 * size / 4, rel=0.05)  # norms are not divided
+    assert update.memory["frozen models"] == update.memory["rollout weights"] == 0
+    assert decode.memory["parameters"] == decode.memory["optimizer"] == 0
+    assert decode.memory["frozen models"] == pytest.approx(2 * size / 4, rel=0.05)  # bfloat16
+    assert decode.memory["rollout weights"] == pytest.approx(4 * size / 2, rel=0.05)
 
 
 def test_a_plan_compiles_what_rollout_calls(monkeypatch):
@@ -380,155 +400,6 @@ def test_a_plan_on_eight_cpus(tmp_path, monkeypatch):
     assert phases["rollout: decode"]["memory"]["rollout weights"] == pytest.approx(4 * WEIGHTS / 2, rel=0.03)
 
 
-def cost(name, **memory):
-    memory = dict.fromkeys((*MEMORY_KINDS, "activations"), 0.0) | {
-        k.replace("_", " "): v * GIB for k, v in memory.items()
-    }
-    return PhaseCost(name, memory, 1, "call", 1e12, {}, {}, 1.0, "")
-
-
-def advice(*costs, memory=16.0, **changes):
-    config = dataclasses.replace(CONFIG, tokens_per_device=64, **changes)
-    mesh = {"data": 1, "fsdp": 4, "tensor": 1, "sequence": 1}
-    plan = advise(Plan("a model", "v5e-4", mesh, memory * GIB, list(costs), {}, {}), config)
-    return plan.fits, plan.advice
-
-
-def test_what_fits_needs_no_advice():
-    assert advice(cost("update: accumulate", parameters=4, optimizer=8, activations=3)) == (True, [])
-
-
-def test_activations_that_do_not_fit():
-    fits, lines = advice(cost("update: accumulate", parameters=2, optimizer=4, gradients=2, activations=16))
-    assert not fits
-    assert lines[0].startswith(
-        "  1. --model.remat dots, then attention, then full, then offload: may be enough (activations of"
-    )
-    assert "may take 8.00 GiB, now 16.00 GiB" in lines[0]
-    assert lines[1].startswith("  2. --tokens_per_device 32: may be enough if activations grow with tokens")
-    assert "--mesh.sequence or --mesh.tensor" in lines[2]
-    assert "does not help" in lines[3]
-
-
-def test_scores_that_do_not_fit_take_a_budget_of_their_own():
-    _, lines = advice(cost("score: policy", parameters=2, activations=28), score=ScoreConfig(128))
-    assert lines[0].startswith("  1. --score.tokens_per_device 64: may be enough")
-
-
-@pytest.mark.parametrize(
-    ("remat", "others"),
-    [("dots", "attention, then full, then offload"), ("full", "offload"), ("offload", None)],
-)
-def test_advice_names_every_remat_that_keeps_less(remat, others):
-    model = dataclasses.replace(CONFIG.model, remat=remat)
-    _, lines = advice(cost("update: accumulate", parameters=2, activations=16), model=model)
-    advised = [line.split(":")[0].removeprefix("  1. --model.remat ") for line in lines if "remat" in line]
-    assert advised == ([others] if others else [])
-
-
-def test_a_state_that_does_not_fit():
-    _, lines = advice(cost("update: apply", parameters=8, optimizer=16, gradients=8, activations=1))
-    assert "Activations are not the bottleneck" in lines[0] and "32.00 GiB" in lines[0]
-    assert lines[1].startswith("  2. --optim.moments int8: saves 6.93 GiB of 17.00 GiB, not enough")
-    assert lines[2].startswith("  3. --optim.grad_dtype bfloat16: saves 4.00 GiB")
-    assert "--lora.rank 32" in lines[3]
-    assert "--mesh.fsdp 16: 16 in all would fit" in lines[4]  # 32 / 4 + 1 is below 16, 32 / 2 + 1 is not
-
-
-def test_a_state_that_does_not_fit_beside_the_gradients():
-    """Moments leave the device but for `apply`; adapters also halve weights in bfloat16."""
-    model = dataclasses.replace(CONFIG.model, dtype="bfloat16")
-    _, lines = advice(
-        cost("update: accumulate", parameters=6, optimizer=12, gradients=6, activations=1), model=model
-    )
-    assert lines[1] == "  2. --optim.offload True: saves 12.00 GiB of 9.00 GiB, would fit."
-    assert lines[4].endswith("adapters in place of the weights: saves 21.00 GiB of 9.00 GiB, would fit.")
-
-
-def test_a_reference_that_does_not_fit_beside_the_gradients():
-    phase = cost("update: accumulate", parameters=8, gradients=8, frozen_models=4, activations=1)
-    _, lines = advice(phase)
-    assert lines[1] == "  2. --reference.offload True: saves 4.00 GiB of 5.00 GiB, not enough alone."
-    assert not any("reference" in x for x in advice(phase, algo=grpo.Config(kl_coef=0.0))[1])
-
-
-def test_an_offloaded_reference_is_on_the_host_but_for_its_norms():
-    """bfloat16: 2 bytes a weight of the matrices."""
-    model = dataclasses.replace(CONFIG.model, dtype="bfloat16")
-    config = dataclasses.replace(CONFIG, model=model, reference=ReferenceConfig(offload=True))
-    step = phases(config, make_mesh(MeshConfig(fsdp=1), jax.devices()[:1]))
-    (score,) = (phase for phase in step if phase.name == "score: reference")
-    frozen = score.resident["frozen models"]
-    norms = 5 * 32 + 4 * 8  # two a layer and the final one, of queries and keys
-    matrices = 64 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
-    assert bytes_per_device(frozen, "pinned_host") == 2 * matrices
-    assert bytes_per_device(frozen) == bytes_per_device(score.program.args[0]) == 2 * norms
-
-
-def test_a_state_on_the_host_that_does_not_fit_may_leave_its_remainders_there():
-    model = dataclasses.replace(CONFIG.model, dtype="bfloat16")
-    _, lines = advice(
-        cost("update: accumulate", parameters=12, gradients=6, activations=1),
-        model=model,
-        optim=OptimConfig(offload=True),
-    )
-    assert lines[1].startswith("  2. --optim.grad_dtype bfloat16: saves 3.00 GiB of 3.00 GiB, would fit")
-    assert lines[2].startswith("  3. --optim.store_param_remainders True: saves 6.00 GiB of 3.00 GiB, would")
-
-
-def test_bytes_of_a_compressed_state_in_a_plan():
-    """Weights 2 bytes, remainders 2 more, and a gradient of one micro-batch 2."""
-    optim = OptimConfig(moments="int8", store_param_remainders=True)
-    config = dataclasses.replace(
-        CONFIG,
-        model=dataclasses.replace(CONFIG.model, dtype="bfloat16"),
-        optim=optim,
-        tokens_per_device=1024,
-        prompts_per_step=1,
-    )
-    update = next(
-        p for p in phases(config, make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])) if "accum" in p.name
-    )
-    norms = sum(x.size for name, x in models.named_leaves(models.abstract(SMALL)) if "norm" in name)
-    weights = sum(x.size for x in jax.tree.leaves(models.abstract(SMALL)))
-    size = {
-        kind: bytes_per_device(update.resident[kind]) for kind in ("parameters", "optimizer", "gradients")
-    }
-    assert size["parameters"] == size["gradients"] == 2 * (weights + norms)
-    assert update.program.args[1] is None and update.results is update.resident["gradients"]
-    learner = make_stages(config, SMALL, make_mesh(MeshConfig(fsdp=1), jax.devices()[:1]))[-1].policy
-    assert size["optimizer"] == bytes_per_device(learner.abstract_state().opt_state) < 9 * weights
-
-
-def test_a_frozen_state_that_does_not_fit():
-    """Layers of SMALL have 18,432 weights, its embedding 2,048: 90% of 20 GiB takes 4.5 bits, not 16."""
-    _, lines = advice(
-        cost("update: accumulate", parameters=20, activations=1),
-        model=dataclasses.replace(CONFIG.model, dtype="bfloat16"),
-        lora=LoraConfig(rank=4),
-    )
-    nf4 = next(line for line in lines if "--lora.quantize nf4" in line)
-    assert nf4.endswith("in 4 bits: saves 12.94 GiB of 5.00 GiB, would fit.")
-    _, lines = advice(
-        cost("update: accumulate", parameters=20, activations=1), lora=LoraConfig(rank=4, quantize="nf4")
-    )
-    assert not [line for line in lines if "--lora" in line]
-
-
-def test_the_verdict_names_host_memory():
-    phase = dataclasses.replace(cost("update: accumulate", parameters=4), host=2.0 * GIB)
-    plan = Plan("a model", "v5e-4", {}, 16 * GIB, [phase], {}, {})
-    assert verdict(plan)[0] == "Host memory: 2.00 GiB for each device, of what is offloaded."
-    assert verdict(plan)[1].startswith("Fits: at most 4.00 GiB")
-
-
-def test_a_rollout_that_does_not_fit():
-    rollout = RolloutConfig(slots=64)
-    _, lines = advice(cost("rollout: decode", parameters=2, rollout_weights=4, KV_cache=20), rollout=rollout)
-    assert lines[0] == "  1. --rollout.dtype bfloat16: saves 12.00 GiB of 10.00 GiB, would fit."
-    assert lines[1] == "  2. --rollout.slots 32: saves 10.00 GiB of 10.00 GiB, would fit."
-
-
 def test_a_missing_compiler_is_named_with_the_fix(monkeypatch, capsys):
     from jaxrl_llm.host.command import run_command
 
@@ -536,6 +407,13 @@ def test_a_missing_compiler_is_named_with_the_fix(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "libtpu" else find(name))
     assert run_command(command.main, ["--config", "grpo_tiny.py", "--topology", "v5e-16"]) == 2
     assert "pip install 'jaxrl-llm[plan]'" in capsys.readouterr().err
+
+
+def test_the_file_of_an_earlier_plan_is_replaced(tmp_path):
+    (tmp_path / "plan.json").write_text("{}")
+    check_output_path(tmp_path / "plan.json", flag="--json")
+    with pytest.raises(UserError, match=r"^--json .*: a folder"):
+        check_output_path(tmp_path, flag="--json")
 
 
 def test_an_unknown_model_is_refused_before_anything_is_compiled(capsys):

@@ -1,4 +1,4 @@
-"""The native engine: continuous batching in plain JAX, with the layers and on the devices of training."""
+"""The native engine: continuous batching in plain JAX, with the layers of training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ from jaxrl_llm.rollout.native.paged_cache import (
 from jaxrl_llm.rollout.native.programs import Programs
 from jaxrl_llm.rollout.native.schedule import Scheduler
 from jaxrl_llm.rollout.native.shapes import MIN_LENGTH, ProgramShapes, bucket, make_shapes
+from jaxrl_llm.rollout.native.transfer import WeightTransfer
 from jaxrl_llm.rollout.partial import new_responses, trajectory_of
+from jaxrl_llm.sharding.placement import devices_of
 from jaxrl_llm.structs import Metrics, Params, Program, Trajectory
 
 
@@ -76,20 +78,24 @@ class NativeEngine:
         page_size = config.page if not strict and uses_pages(config, model, mesh) else 0
         self.programs = Programs(model, mesh, config.dtype, cache_dtype, config.chunk, strict, page_size)
         self.metrics: Metrics = {}
-        self._published, self._resident = None, resident
+        self.transfer = WeightTransfer(self.programs)
+        self._published, self._resident, self._shares_devices = None, resident, True
         self._shapes = self._make_shapes(1, 1, False)
 
     def publish(self, params: Params, version: int) -> Metrics:
         """Copy the weights into the sharding and type of the rollout; the caller may donate its own after."""
         start = time.perf_counter()
         self._published = None  # free the old copy before the new one is made
-        with jax.set_mesh(self.mesh):
-            weights = jax.block_until_ready(self.programs.publish(params))
+        self._shares_devices = not devices_of(params).isdisjoint(self.mesh.devices.flat)
+        if self.transfer.is_needed(params):
+            weights = jax.block_until_ready(self.transfer(params))
+            sent = self.transfer.num_bytes
+        else:
+            with jax.set_mesh(self.mesh):
+                weights = jax.block_until_ready(self.programs.publish(params))
+            sent = sum(w.nbytes for w in jax.tree.leaves(weights))
         self._published = weights, version
-        return {
-            "rollout/publish_seconds": time.perf_counter() - start,
-            "rollout/publish_bytes": sum(w.nbytes for w in jax.tree.leaves(weights)),
-        }
+        return {"rollout/publish_seconds": time.perf_counter() - start, "rollout/publish_bytes": sent}
 
     def start(
         self,
@@ -149,8 +155,10 @@ class NativeEngine:
         return []
 
     def release_memory(self) -> None:
-        """Free the copy of the weights. The trainer donates its own, so the two cannot share arrays."""
-        self._published = None
+        """Free the copy of the weights, unless no device of the rollout trains."""
+        if self._shares_devices:
+            self._published = None
+            self.transfer.free()
 
     def warm_up(
         self,
@@ -195,7 +203,8 @@ class NativeEngine:
                 bucket(length, MIN_LENGTH) for length in (max_prompt_tokens, max_response_tokens)
             )
         shapes = self._make_shapes(max_prompt_tokens, max_response_tokens, turns)
-        return largest_calls(self.programs, shapes, params, prompts, sampling, self._stop_ids(sampling))
+        calls = largest_calls(self.programs, shapes, params, prompts, sampling, self._stop_ids(sampling))
+        return calls | ({"publish": self.transfer.program(params)} if self.transfer.is_needed(params) else {})
 
     def compile_count(self) -> int:
         """Return the number of programs compiled so far; it is constant after `warm_up`."""

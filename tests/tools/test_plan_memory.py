@@ -1,0 +1,185 @@
+"""Advice and memory of a plan: which settings are named, and the bytes that they save."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxrl_kernels.chips import GIB
+from jaxrl_llm import models
+from jaxrl_llm.algos import grpo
+from jaxrl_llm.build.models import make_stages
+from jaxrl_llm.build.placement import make_meshes
+from jaxrl_llm.config import (
+    ModelConfig,
+    ReferenceConfig,
+    RolloutConfig,
+    ScoreConfig,
+    TrainConfig,
+)
+from jaxrl_llm.learn.optim import OptimConfig
+from jaxrl_llm.models import LoraConfig, TransformerConfig
+from jaxrl_llm.plan.advice import advise
+from jaxrl_llm.plan.phases import phases
+from jaxrl_llm.plan.plan import MEMORY_KINDS, PhaseCost, Plan
+from jaxrl_llm.plan.report import verdict
+from jaxrl_llm.sharding.rules import bytes_per_device
+
+ROOT = Path(__file__).parents[2]
+SMALL = TransformerConfig(
+    vocab_size=64, hidden_size=32, mlp_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
+)
+CONFIG = TrainConfig(
+    algo=grpo.Config(kl_coef=0.1), prompts_per_step=2, responses_per_prompt=8, minibatches_per_step=2,
+    tokens_per_device=16, max_prompt_tokens=4, max_response_tokens=4,
+    model=ModelConfig(architecture=SMALL, tokenizer="tiny"),
+    rollout=RolloutConfig(slots=4, prefill_tokens=64, warm_up=True),
+)  # fmt: skip
+
+
+def cost(name, **memory):
+    memory = dict.fromkeys((*MEMORY_KINDS, "activations"), 0.0) | {
+        k.replace("_", " "): v * GIB for k, v in memory.items()
+    }
+    return PhaseCost(name, memory, 1, "call", 1e12, {}, {}, 1.0, "")
+
+
+def advice(*costs, memory=16.0, **changes):
+    config = dataclasses.replace(CONFIG, tokens_per_device=64, **changes)
+    mesh = {"data": 1, "fsdp": 4, "tensor": 1, "sequence": 1}
+    plan = advise(Plan("a model", "v5e-4", mesh, memory * GIB, list(costs), {}, {}), config)
+    return plan.fits, plan.advice
+
+
+def test_what_fits_needs_no_advice():
+    assert advice(cost("update: accumulate", parameters=4, optimizer=8, activations=3)) == (True, [])
+
+
+def test_activations_that_do_not_fit():
+    fits, lines = advice(cost("update: accumulate", parameters=2, optimizer=4, gradients=2, activations=16))
+    assert not fits
+    assert lines[0].startswith(
+        "  1. --model.remat dots, then attention, then full, then offload: may be enough (activations of"
+    )
+    assert "may take 8.00 GiB, now 16.00 GiB" in lines[0]
+    assert lines[1].startswith("  2. --tokens_per_device 32: may be enough if activations grow with tokens")
+    assert "--mesh.sequence or --mesh.tensor" in lines[2]
+    assert "does not help" in lines[3]
+
+
+def test_scores_that_do_not_fit_take_a_budget_of_their_own():
+    _, lines = advice(cost("score: policy", parameters=2, activations=28), score=ScoreConfig(128))
+    assert lines[0].startswith("  1. --score.tokens_per_device 64: may be enough")
+
+
+@pytest.mark.parametrize(
+    ("remat", "others"),
+    [("dots", "attention, then full, then offload"), ("full", "offload"), ("offload", None)],
+)
+def test_advice_names_every_remat_that_keeps_less(remat, others):
+    model = dataclasses.replace(CONFIG.model, remat=remat)
+    _, lines = advice(cost("update: accumulate", parameters=2, activations=16), model=model)
+    advised = [line.split(":")[0].removeprefix("  1. --model.remat ") for line in lines if "remat" in line]
+    assert advised == ([others] if others else [])
+
+
+def test_a_state_that_does_not_fit():
+    _, lines = advice(cost("update: apply", parameters=8, optimizer=16, gradients=8, activations=1))
+    assert "Activations are not the bottleneck" in lines[0] and "32.00 GiB" in lines[0]
+    assert lines[1].startswith("  2. --optim.moments int8: saves 6.93 GiB of 17.00 GiB, not enough")
+    assert lines[2].startswith("  3. --optim.grad_dtype bfloat16: saves 4.00 GiB")
+    assert "--lora.rank 32" in lines[3]
+    assert "--mesh.fsdp 16: 16 in all would fit" in lines[4]  # 32 / 4 + 1 is below 16, 32 / 2 + 1 is not
+
+
+def test_a_state_that_does_not_fit_beside_the_gradients():
+    """Moments leave the device but for `apply`; adapters also halve weights in bfloat16."""
+    model = dataclasses.replace(CONFIG.model, dtype="bfloat16")
+    _, lines = advice(
+        cost("update: accumulate", parameters=6, optimizer=12, gradients=6, activations=1), model=model
+    )
+    assert lines[1] == "  2. --optim.offload True: saves 12.00 GiB of 9.00 GiB, would fit."
+    assert lines[4].endswith("adapters in place of the weights: saves 21.00 GiB of 9.00 GiB, would fit.")
+
+
+def test_a_reference_that_does_not_fit_beside_the_gradients():
+    phase = cost("update: accumulate", parameters=8, gradients=8, frozen_models=4, activations=1)
+    _, lines = advice(phase)
+    assert lines[1] == "  2. --reference.offload True: saves 4.00 GiB of 5.00 GiB, not enough alone."
+    assert not any("reference" in x for x in advice(phase, algo=grpo.Config(kl_coef=0.0))[1])
+
+
+def test_an_offloaded_reference_is_on_the_host_but_for_its_norms():
+    """bfloat16: 2 bytes a weight of the matrices."""
+    model = dataclasses.replace(CONFIG.model, dtype="bfloat16")
+    config = dataclasses.replace(CONFIG, model=model, reference=ReferenceConfig(offload=True))
+    step = phases(config, make_meshes(config, jax.devices()[:1]))
+    (score,) = (phase for phase in step if phase.name == "score: reference")
+    frozen = score.resident["frozen models"]
+    norms = 5 * 32 + 4 * 8  # two a layer and the final one, of queries and keys
+    matrices = 64 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
+    assert bytes_per_device(frozen, "pinned_host") == 2 * matrices
+    assert bytes_per_device(frozen) == bytes_per_device(score.program.args[0]) == 2 * norms
+
+
+def test_a_state_on_the_host_that_does_not_fit_may_leave_its_remainders_there():
+    model = dataclasses.replace(CONFIG.model, dtype="bfloat16")
+    _, lines = advice(
+        cost("update: accumulate", parameters=12, gradients=6, activations=1),
+        model=model,
+        optim=OptimConfig(offload=True),
+    )
+    assert lines[1].startswith("  2. --optim.grad_dtype bfloat16: saves 3.00 GiB of 3.00 GiB, would fit")
+    assert lines[2].startswith("  3. --optim.store_param_remainders True: saves 6.00 GiB of 3.00 GiB, would")
+
+
+def test_bytes_of_a_compressed_state_in_a_plan():
+    """Weights 2 bytes, remainders 2 more, and a gradient of one micro-batch 2."""
+    optim = OptimConfig(moments="int8", store_param_remainders=True)
+    config = dataclasses.replace(
+        CONFIG,
+        model=dataclasses.replace(CONFIG.model, dtype="bfloat16"),
+        optim=optim,
+        tokens_per_device=1024,
+        prompts_per_step=1,
+    )
+    update = next(p for p in phases(config, make_meshes(config, jax.devices()[:1])) if "accum" in p.name)
+    norms = sum(x.size for name, x in models.named_leaves(models.abstract(SMALL)) if "norm" in name)
+    weights = sum(x.size for x in jax.tree.leaves(models.abstract(SMALL)))
+    size = {
+        kind: bytes_per_device(update.resident[kind]) for kind in ("parameters", "optimizer", "gradients")
+    }
+    assert size["parameters"] == size["gradients"] == 2 * (weights + norms)
+    assert update.program.args[1] is None and update.results is update.resident["gradients"]
+    learner = make_stages(config, SMALL, make_meshes(config, jax.devices()[:1]))[-1].policy
+    assert size["optimizer"] == bytes_per_device(learner.abstract_state().opt_state) < 9 * weights
+
+
+def test_a_frozen_state_that_does_not_fit():
+    """Layers of SMALL have 18,432 weights, its embedding 2,048: 90% of 20 GiB takes 4.5 bits, not 16."""
+    _, lines = advice(
+        cost("update: accumulate", parameters=20, activations=1),
+        model=dataclasses.replace(CONFIG.model, dtype="bfloat16"),
+        lora=LoraConfig(rank=4),
+    )
+    nf4 = next(line for line in lines if "--lora.quantize nf4" in line)
+    assert nf4.endswith("in 4 bits: saves 12.94 GiB of 5.00 GiB, would fit.")
+    _, lines = advice(
+        cost("update: accumulate", parameters=20, activations=1), lora=LoraConfig(rank=4, quantize="nf4")
+    )
+    assert not [line for line in lines if "--lora" in line]
+
+
+def test_the_verdict_names_host_memory():
+    phase = dataclasses.replace(cost("update: accumulate", parameters=4), host=2.0 * GIB)
+    plan = Plan("a model", "v5e-4", {}, 16 * GIB, [phase], {}, {})
+    assert verdict(plan)[0] == "Host memory: 2.00 GiB for each device, of what is offloaded."
+    assert verdict(plan)[1].startswith("Fits: at most 4.00 GiB")
+
+
+def test_a_rollout_that_does_not_fit():
+    rollout = RolloutConfig(slots=64)
+    _, lines = advice(cost("rollout: decode", parameters=2, rollout_weights=4, KV_cache=20), rollout=rollout)
+    assert lines[0] == "  1. --rollout.dtype bfloat16: saves 12.00 GiB of 10.00 GiB, would fit."
+    assert lines[1] == "  2. --rollout.slots 32: saves 10.00 GiB of 10.00 GiB, would fit."
