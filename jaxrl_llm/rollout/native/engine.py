@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jaxrl_llm import ranges
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models.decode import DecodeWeights
 from jaxrl_llm.models.paged import NULL_PAGE
 from jaxrl_llm.rollout.checks import check_requests
 from jaxrl_llm.rollout.config import RolloutConfig
@@ -31,6 +32,7 @@ from jaxrl_llm.rollout.native.paged_cache import (
 from jaxrl_llm.rollout.native.programs import Programs
 from jaxrl_llm.rollout.native.schedule import Scheduler
 from jaxrl_llm.rollout.native.shapes import MIN_LENGTH, ProgramShapes, bucket, make_shapes
+from jaxrl_llm.rollout.native.transfer import WeightTransfer
 from jaxrl_llm.rollout.partial import new_responses, trajectory_of
 from jaxrl_llm.structs import Metrics, Params, Program, Trajectory
 
@@ -75,6 +77,7 @@ class NativeEngine:
         cache_dtype = config.cache_dtype or config.dtype
         page_size = config.page if not strict and uses_pages(config, model, mesh) else 0
         self.programs = Programs(model, mesh, config.dtype, cache_dtype, config.chunk, strict, page_size)
+        self._transfer = WeightTransfer(model, config.dtype, self.programs.shardings["weights"])
         self.metrics: Metrics = {}
         self._published, self._resident = None, resident
         self._shapes = self._make_shapes(1, 1, False)
@@ -83,13 +86,19 @@ class NativeEngine:
         """Copy the weights into the sharding and type of the rollout; the caller may donate its own after."""
         start = time.perf_counter()
         self._published = None  # free the old copy before the new one is made
-        with jax.set_mesh(self.mesh):
-            weights = jax.block_until_ready(self.programs.publish(params))
+        weights = jax.block_until_ready(self.copy_weights(params))
         self._published = weights, version
         return {
             "rollout/publish_seconds": time.perf_counter() - start,
             "rollout/publish_bytes": sum(w.nbytes for w in jax.tree.leaves(weights)),
         }
+
+    def copy_weights(self, params: Params) -> DecodeWeights:
+        """Return a copy of the trainer's weights in the sharding and type of the rollout."""
+        if jax.tree.leaves(params)[0].sharding.device_set != set(self.mesh.devices.flat):
+            return self._transfer(params)
+        with jax.set_mesh(self.mesh):
+            return self.programs.publish(params)
 
     def start(
         self,
@@ -120,21 +129,37 @@ class NativeEngine:
         check_requests(requests, sampling, self.model, self.tokenizer)
         if self._published is None:
             raise ValueError("rollout: no weights; call publish(params, version) before generate")
-        weights, version = self._published
+        responses = new_responses(requests, key)
+        self.metrics = self.finish(responses, *self._published, sampling, dialogue)
+        return [trajectory_of(response, self.tokenizer) for response in responses]
+
+    def finish(
+        self,
+        responses: Sequence[PartialResponse],
+        weights: DecodeWeights,
+        version: int,
+        sampling: SamplingConfig,
+        dialogue: Dialogue | None,
+        before_chunk: Callable[[], None] = lambda: None,
+    ) -> Metrics:
+        """Generate empty responses with these weights; return the metrics of the call.
+
+        Args:
+            before_chunk: called before each chunk of tokens; what it raises ends the call.
+        """
+        requests = list({id(response.request): response.request for response in responses}.values())
         self._fit_shapes(requests, turns=dialogue is not None)
         if self.programs.page_size:
             check_pages(requests, self.programs.page_size, self._shapes.num_pages)
-        responses, turns = new_responses(requests, key), None
-        if dialogue:
-            turns = TurnQueue(dialogue, responses, self.share, self.model.vocab_size)
+        turns = TurnQueue(dialogue, responses, self.share, self.model.vocab_size) if dialogue else None
         with jax.set_mesh(self.mesh):
             scheduler = Scheduler(
                 self._shapes, self.programs, weights, responses, self._stop_ids(sampling), turns
             )
-            self.metrics = scheduler.run(sampling, functools.partial(text_of, self.tokenizer))
+            metrics = scheduler.run(sampling, functools.partial(text_of, self.tokenizer), before_chunk)
         for response in responses:
             response.versions = [version] * len(response.ids)
-        return [trajectory_of(response, self.tokenizer) for response in responses]
+        return metrics
 
     def snapshot(self, pending: Sequence[DeferredGeneration]) -> list[list[PartialResponse]]:
         """Return empty lists: responses are generated within one call."""
