@@ -160,6 +160,10 @@ class AsynchronousEngine:
 
     def _serve(self) -> None:
         """Generate what is queued until the engine is closed; after an error nothing is generated."""
+        with jax.default_device(self.engine.first_device):  # of small programs, such as those of keys
+            self._serve_queue()
+
+    def _serve_queue(self) -> None:
         while (queued := self._queue.get()) is not None:
             if self._error is None:
                 try:

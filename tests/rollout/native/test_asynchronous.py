@@ -1,7 +1,6 @@
 """The native engine in a thread: what it generates depends on the order of the calls alone."""
 
 import threading
-import time
 from concurrent.futures import Future
 
 import jax
@@ -30,7 +29,8 @@ SETTINGS = {"slots": 4, "chunk": 8}
 
 def trained(seed, mesh):
     """Weights of a trainer on these devices."""
-    return jax.device_put(random_params(MODEL, seed), shardings(MODEL, mesh, TRAIN))
+    own = jax.tree.map(np.array, random_params(MODEL, seed))  # a test deletes them
+    return jax.device_put(own, shardings(MODEL, mesh, TRAIN))
 
 
 @pytest.fixture(scope="module")
@@ -234,8 +234,7 @@ def test_the_clock_counts_what_is_under_way():
     now = 1.0
     with clock:
         now = 3.0
-        assert clock.idle_fraction() == 1 / 3
+        assert clock.idle_fraction() == pytest.approx(1 / 3)
         now = 4.0
     now = 8.0
-    assert clock.idle_fraction() == 4 / 5
-    assert time.perf_counter() > 0
+    assert clock.idle_fraction() == pytest.approx(4 / 5)
