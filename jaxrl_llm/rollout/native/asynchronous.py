@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 
@@ -63,6 +64,8 @@ class AsynchronousEngine:
     def __init__(self, engine: NativeEngine):
         self.engine, self.model, self.tokenizer = engine, engine.model, engine.tokenizer
         self.metrics: Metrics = {}
+        own = (d for d in engine.mesh.devices.flat if d.process_index == jax.process_index())
+        self._device = next(own)  # of small programs, such as those of keys, which the trainer's would delay
         self._published: tuple[DecodeWeights, int] | None = None
         self._error: BaseException | None = None  # that ended the thread
         self._queue: queue.SimpleQueue[QueuedGeneration | None] = queue.SimpleQueue()
@@ -144,6 +147,11 @@ class AsynchronousEngine:
         """Drop the published weights; responses that are started keep theirs."""
         self._published = None
 
+    def warm_up(self, *args: Any, **kwargs: Any) -> None:
+        """Call `NativeEngine.warm_up`, before anything is started."""
+        with jax.default_device(self._device):
+            self.engine.warm_up(*args, **kwargs)
+
     def close(self) -> None:
         """End the thread, before the next chunk of tokens; what it has not finished is lost."""
         self._closed.set()
@@ -160,7 +168,7 @@ class AsynchronousEngine:
 
     def _serve(self) -> None:
         """Generate what is queued until the engine is closed; after an error nothing is generated."""
-        with jax.default_device(self.engine.first_device):  # of small programs, such as those of keys
+        with jax.default_device(self._device):
             self._serve_queue()
 
     def _serve_queue(self) -> None:

@@ -113,6 +113,14 @@ def test_unfinished_responses_of_another_engine_are_generated_anew(engine, train
     assert_same(rest, expected[0][1:])
 
 
+def test_nothing_compiles_in_the_thread_after_a_warm_up(engine, trainer):
+    engine.warm_up(5, LIMIT)
+    count = engine.engine.compile_count()
+    engine.publish(trained(0, trainer), 0)
+    engine.generate(requests(), SamplingConfig(), KEY)
+    assert engine.engine.compile_count() == count
+
+
 def test_an_error_ends_the_thread_and_is_raised_by_every_later_call(engine, trainer):
     def fail(*args):
         raise RunError("no memory")
