@@ -20,7 +20,7 @@ from jaxrl_llm.report.log import LogConfig
 from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 from jaxrl_llm.rollout.engine import SamplingConfig
-from jaxrl_llm.sharding.mesh import MeshConfig
+from jaxrl_llm.sharding.config import ALL_DEVICES, MeshConfig, PlacementConfig, device_problems
 from jaxrl_llm.sharding.rules import num_shards
 
 __all__ = [  # all that a recipe needs, besides its algorithm
@@ -158,6 +158,9 @@ class TrainConfig:
     strict: bool = False
     """Rollout (native engine) and trainer compute bit-equal log-probs: mismatch/max_abs is 0. Slower; for
     experiments, and to distinguish errors from rounding. One device."""
+    devices: str = ALL_DEVICES
+    """Devices of the policy, and of each model without devices of its own: all, or a range such as 0:4
+    (devices 0 to 3 of each process)."""
     max_runtime: SecondsOrZero = 0.0
     """Seconds after which the run saves and stops; 0 = no limit."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -176,7 +179,8 @@ class TrainConfig:
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, problem) for the sizes of a step."""
+        """Yield (field, problem) for the devices and the sizes of a step."""
+        yield from device_problems(self.devices)
         trajectories, updates = self.trajectories_per_step, self.minibatches_per_step
         if trajectories > MAX_TRAJECTORIES:
             yield (
@@ -191,6 +195,11 @@ class TrainConfig:
                 f"is {updates}: it must divide the {trajectories} trajectories of a step (prompts_per_step x "
                 f"responses_per_prompt). Set it to {choices}.",
             )
+
+    @property
+    def placements(self) -> dict[str, PlacementConfig]:
+        """Placement of each model by its role, the prefix of its keys: those of the policy have none."""
+        return {"": PlacementConfig(mesh=self.mesh, devices=self.devices), "rollout.": self.rollout}
 
     @property
     def max_tokens(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from jaxrl_llm.bridge.transports.cuda_ipc import IpcTransport
 from jaxrl_llm.bridge.transports.disk import DiskTransport, weight_folder
 from jaxrl_llm.bridge.transports.over_http import HttpTransport
 from jaxrl_llm.bridge.transports.process_group import GroupTransport
+from jaxrl_llm.build.placement import POLICY, ROLLOUT_ENGINE
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.export import export_config, save_description
@@ -37,7 +38,7 @@ from jaxrl_llm.rollout.sglang.pool import ServerPool
 def make_engine(
     config: TrainConfig,
     model: TransformerConfig,
-    mesh: Mesh,
+    meshes: Mapping[str, Mesh],
     tokenizer: Any,
     eos_ids: Sequence[int],
     closing: contextlib.ExitStack,
@@ -49,14 +50,16 @@ def make_engine(
     Args:
         closing: collects the resources to close at the end.
         folder: of the pretrained model; None = random weights.
-        resident: bytes of the trainer's arrays on each device.
+        meshes: `make_meshes`.
+        resident: bytes of the trainer's arrays on each device of the rollout.
     """
     samplings = {"--rollout.sampling": config.rollout.sampling, "--eval.sampling": config.eval.sampling}
     for key, sampling in samplings.items():
         check_sampling(sampling, model, tokenizer, key)
     if config.rollout.engine == "sglang":
-        return _sglang(config, model, mesh, tokenizer, eos_ids, closing, folder)
-    engine = NativeEngine(config.rollout, model, mesh, tokenizer, eos_ids, share, config.strict, resident)
+        return _sglang(config, model, meshes[POLICY], tokenizer, eos_ids, closing, folder)
+    mesh, strict = meshes[ROLLOUT_ENGINE], config.strict
+    engine = NativeEngine(config.rollout, model, mesh, tokenizer, eos_ids, share, strict, resident)
     if config.rollout.warm_up:
         longest = config.max_prompt_tokens, config.max_response_tokens
         engine.warm_up(*longest, list(samplings.values()), turns=config.env.active)

@@ -24,6 +24,7 @@ from jaxrl_llm.build.models import (
     trained_config,
     with_new_adapters,
 )
+from jaxrl_llm.build.placement import POLICY, ROLLOUT_ENGINE, make_meshes
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.rows import Example
@@ -51,7 +52,6 @@ from jaxrl_llm.rewards.load import choose_reward
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.keys import Purpose, run_key
-from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import TRAIN, bytes_per_device
 from jaxrl_llm.structs import Params, TrainState
 from jaxrl_llm.user_file import expand_home
@@ -166,11 +166,14 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     on_first(lambda: check_export_folder(Path(config.run_dir) / "hf"))
     if config.lora.rank:
         on_first(lambda: check_export_folder(Path(config.run_dir) / "adapter", "adapter_config.json"))
-    mesh = make_mesh(config.mesh)
+    meshes = make_meshes(config)
+    mesh = meshes[POLICY]
     model, tokenizer, folder = load_model_config(config.model)
     set_template(tokenizer, config.data.chat)
     check_vocabularies(config, tokenizer)
-    check_model(config, mesh.shape, model.max_position, model.num_heads)
+    check_model(
+        config, {role: own.shape for role, own in meshes.items()}, model.max_position, model.num_heads
+    )
     model = trained_config(model, config)
     adapter = load_adapter(expand_home(config.model.adapter), model) if config.model.adapter else {}
     env = make_conversations(config.env, tokenizer, config.data.chat)
@@ -185,8 +188,8 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     check_own_algorithm(stages[-1])
     if generates:
         ends = generation_end_ids(folder) if folder else ()
-        resident = resident_bytes(config, stages[-1])
-        engine = make_engine(config, model, mesh, tokenizer, ends, closing, folder, resident)
+        resident = resident_bytes(config, stages[-1], meshes[ROLLOUT_ENGINE])
+        engine = make_engine(config, model, meshes, tokenizer, ends, closing, folder, resident)
     if stages[0] is not stages[-1]:
         examples = config.warm_start.examples_per_step
         stages[0].source = DatasetSource(loaders["warm_start"], examples, stages[0].policy.algo)
@@ -286,12 +289,12 @@ def make_rollout_source(
     )
 
 
-def resident_bytes(config: TrainConfig, stage: Stage) -> int:
-    """Return the bytes on each device during the whole run: states and frozen reference."""
-    state = stage.abstract_state()
-    size = bytes_per_device(state)
+def resident_bytes(config: TrainConfig, stage: Stage, mesh: Mesh) -> int:
+    """Return the bytes on each device of a mesh during the whole run: states and frozen reference."""
+    state, devices = stage.abstract_state(), frozenset(mesh.devices.flat)
+    size = bytes_per_device(state, devices=devices)
     if stage.needs_reference and not stage.policy.model.lora:
-        size += bytes_per_device(state.params) * jnp.dtype(config.model.dtype).itemsize // 4
+        size += bytes_per_device(state.params, devices=devices) * jnp.dtype(config.model.dtype).itemsize // 4
     return size
 
 

@@ -16,7 +16,7 @@ from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.models.transformer import REMAT
 from jaxrl_llm.plan.plan import PhaseCost, Plan
 from jaxrl_llm.plan.report import format_bytes
-from jaxrl_llm.sharding.mesh import MeshConfig
+from jaxrl_llm.sharding.config import MeshConfig
 from jaxrl_llm.sharding.rules import num_shards
 
 SHARDED = ("parameters", "optimizer", "gradients", "frozen models")

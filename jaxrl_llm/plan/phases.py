@@ -48,7 +48,7 @@ def phases(config: TrainConfig, mesh: Mesh) -> list[Phase]:
         UserError: the recipe cannot run on this mesh, with the fix.
     """
     model = planned_model(config.model)
-    check_model(config, mesh.shape, model.max_position, model.num_heads)
+    check_model(config, {role: mesh.shape for role in config.placements}, model.max_position, model.num_heads)
     model = trained_config(model, config)
     stage = make_stages(config, model, mesh, ABSTRACT_MODELS)[-1]
     base = _always_resident(config, stage)

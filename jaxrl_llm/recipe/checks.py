@@ -74,15 +74,21 @@ def check_fields(config: Any) -> None:
     )
 
 
-def check_model(config: TrainConfig, sizes: Mapping[str, int], max_position: int, heads: int) -> None:
-    """Refuse rows that the model has no positions for, and rows and heads that the mesh does not divide.
+def check_model(
+    config: TrainConfig, sizes: Mapping[str, Mapping[str, int]], max_position: int, heads: int
+) -> None:
+    """Refuse rows that the model has no positions for, and rows and heads that a mesh does not divide.
 
-    `check_config` does it where config.json is at hand and `sizes`, those of the mesh, have no -1.
+    `check_config` does it where config.json is at hand and the sizes have no -1.
+
+    Args:
+        sizes: of the mesh of each role (`TrainConfig.placements`), mesh axis -> size.
 
     Raises:
         ConfigError: one line for each thing that is wrong.
     """
-    _refuse([*_strict(config, sizes), *_divided(config, sizes), *_shape(config, sizes, max_position, heads)])
+    shape = _shape(config, sizes[""], max_position, heads)
+    _refuse([*_strict(config, sizes), *_divided(config, sizes[""]), *shape])
 
 
 def check_held_out(config: TrainConfig, rows: int) -> None:
@@ -158,14 +164,16 @@ def _teachers(config: TrainConfig) -> Iterator[str]:
 
 
 def _devices(config: TrainConfig) -> Iterator[str]:
-    yield from _strict(config, config.mesh.sizes)
+    placements = config.placements.items()
+    yield from _strict(config, {role: (own.mesh or config.mesh).sizes for role, own in placements})
     yield from _divided(config, config.mesh.sizes)
 
 
-def _strict(config: TrainConfig, sizes: Mapping[str, int]) -> Iterator[str]:
+def _strict(config: TrainConfig, sizes: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
     """Yield what --strict does not go with; a size of -1 is not known yet."""
     if config.strict:
-        yield from strict_problems(config.rollout, config.model.dtype, math.prod(sizes.values()))
+        num_devices = [math.prod(sizes[role].values()) for role in ("", "rollout.")]
+        yield from strict_problems(config.rollout, config.model.dtype, max(num_devices))
 
 
 def _divided(config: TrainConfig, sizes: Mapping[str, int]) -> Iterator[str]:

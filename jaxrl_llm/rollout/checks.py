@@ -52,11 +52,16 @@ def check_sampling(
 
 
 def strict_problems(rollout: RolloutConfig, dtype: str, num_devices: int) -> Iterator[str]:
-    """Yield why the rollout's log-probs would differ from those of a trainer that computes in `dtype`."""
+    """Yield why the rollout's log-probs would differ from those of a trainer that computes in `dtype`.
+
+    Args:
+        num_devices: of the policy's or the rollout's mesh, the larger one.
+    """
     if num_devices > 1:
         yield (
             f"--strict works on one device, and the mesh has {num_devices}: sharded sums have another order. "
-            "Show the run one device (XLA_FLAGS, CUDA_VISIBLE_DEVICES) and leave --mesh as it is."
+            "Set --devices 0:1 and leave --mesh and --rollout.mesh as they are; the rollout may have another "
+            "device, --rollout.devices 1:2."
         )
     if rollout.engine != "native":
         yield (

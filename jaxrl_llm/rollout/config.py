@@ -13,12 +13,13 @@ from jaxrl_llm.bridge.servers import PauseMode
 from jaxrl_llm.ranges import Count, CountOrZero, Range, Seconds, SecondsOrZero
 from jaxrl_llm.rollout.engine import SamplingConfig
 from jaxrl_llm.rollout.sglang import auth
+from jaxrl_llm.sharding.config import PlacementConfig
 
 EIGHT_BITS = ("int8", "float8_e4m3fn")
 
 
 @dataclass(frozen=True)
-class RolloutConfig:
+class RolloutConfig(PlacementConfig):
     """The rollout engine and its sampling."""
 
     engine: Literal["native", "sglang"] = "native"
@@ -63,6 +64,13 @@ class RolloutConfig:
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, what is wrong), for rules across fields."""
+        yield from super().problems()
+        if self.engine == "sglang" and self.is_own:
+            yield (
+                "mesh" if self.mesh else "devices",
+                "is for the native engine: SGLang servers have devices of their own (--sglang.devices, "
+                "--sglang.flags). Leave it out, or set --rollout.engine native.",
+            )
         if self.cache == "ring" and self.cache_dtype in EIGHT_BITS:
             yield "cache_dtype", f"is {self.cache_dtype}: it needs --rollout.cache paged."
         if self.engine == "native" and (self.servers or self.launch):

@@ -3,63 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.ranges import Range
-
-AXES = ("data", "fsdp", "tensor", "sequence")
-AxisSize = Annotated[int, Range(-1, 2**20)]
+from jaxrl_llm.sharding.config import AXES, MeshConfig
 
 
-@dataclass(frozen=True)
-class MeshConfig:
-    """Sizes of the mesh axes; their product is the number of devices; one may be -1 (all that remain)."""
-
-    data: AxisSize = 1
-    """Data parallelism: replicas of the model, each with rows of its own."""
-    fsdp: AxisSize = -1
-    """Fully sharded data parallelism: parameters, gradients and optimizer are sharded; rows too."""
-    tensor: AxisSize = 1
-    """Tensor parallelism: heads, feed-forward and vocabulary are sharded."""
-    sequence: AxisSize = 1
-    """Context parallelism: tokens of a row are sharded; parameters, gradients and optimizer too."""
-    sequence_parallel: Literal["ring", "ulysses"] = "ring"
-    """Attention under context parallelism: ring, or Ulysses (all-to-all between tokens and heads)."""
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, what is wrong) for sizes that make no mesh."""
-        for name, size in self.sizes.items():
-            if size == 0:
-                yield name, "is 0: it must be at least 1, or -1 for all remaining devices."
-        remaining = [name for name, size in self.sizes.items() if size == -1]
-        if len(remaining) > 1:
-            others = ", ".join(f"mesh.{name}" for name in remaining[:-1])
-            problem = f"is -1, and so is {others}: one axis at most may take all remaining devices."
-            yield remaining[-1], f"{problem} Set this one to 1."
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Axis -> size, in the order of the mesh; -1 = all remaining devices."""
-        return {name: getattr(self, name) for name in AXES}
-
-    def resolved_sizes(self, num_devices: int) -> dict[str, int]:
-        """Return axis -> size on `num_devices`, -1 replaced by what the other axes leave (at least 1)."""
-        fixed = math.prod(size for size in self.sizes.values() if size != -1)
-        return {
-            name: max(num_devices // max(fixed, 1), 1) if size == -1 else size
-            for name, size in self.sizes.items()
-        }
-
-
-def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None, flag: str = "--mesh") -> Mesh:
-    """Return the mesh (data, fsdp, tensor, sequence) over all devices of all processes.
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None, flag: str = "--mesh") -> Mesh:
+    """Return the mesh (data, fsdp, tensor, sequence) over devices of all processes.
 
     Args:
         devices: others than `jax.devices()`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 import jax
@@ -121,17 +121,24 @@ def on_device(sharding: NamedSharding) -> NamedSharding:
     return sharding.with_memory_kind("device")
 
 
-def bytes_per_device(tree: Any, memory: Literal["device", "pinned_host"] = "device") -> int:
+def bytes_per_device(
+    tree: Any,
+    memory: Literal["device", "pinned_host"] = "device",
+    devices: Collection[jax.Device] | None = None,
+) -> int:
     """Return the bytes of abstract or host arrays that belong to one device, padding not counted.
 
     An array without a sharding is replicated.
 
     Args:
         memory: which arrays count: those on the devices, or those that `on_host` keeps off them.
+        devices: arrays that are sharded over none of these are left out; None = all arrays count.
     """
 
     def one(x) -> int:
         sharding = getattr(x, "sharding", None)
+        if sharding is not None and devices is not None and sharding.device_set.isdisjoint(devices):
+            return 0
         if (getattr(sharding, "memory_kind", None) == HOST) != (memory == HOST):
             return 0
         shape = x.shape if sharding is None else sharding.shard_shape(x.shape)

@@ -29,7 +29,8 @@ from jaxrl_llm.ranges import LARGEST, Count, Range
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.config import MeshConfig
+from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT, Rules
 from jaxrl_llm.structs import Params, Trajectory
 from jaxrl_llm.tools.arguments import parse_arguments

@@ -24,7 +24,8 @@ from jaxrl_llm.models.kernels import check_kernels_setting
 from jaxrl_llm.models.scorer import make_scorer
 from jaxrl_llm.ranges import Count, Range
 from jaxrl_llm.rollout.native.shapes import bucket
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.config import MeshConfig
+from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 from jaxrl_llm.tools.arguments import parse_arguments
 from jaxrl_llm.tools.generate import (

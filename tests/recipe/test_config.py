@@ -173,7 +173,7 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
         (dict(steps=True), "--steps is True (bool): expected a whole number."),
         (
             dict(env=MeshConfig),
-            "--env is <class 'jaxrl_llm.sharding.mesh.MeshConfig'> (type): expected EnvConfig.",
+            "--env is <class 'jaxrl_llm.sharding.config.MeshConfig'> (type): expected EnvConfig.",
         ),
         (
             dict(data=DataConfig(train=[])),
@@ -329,7 +329,7 @@ def test_a_local_model_is_checked_by_its_config_json(config, tmp_path):
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 32}))
     check_config(here)
     assert "more than the model's 31 positions" in refusal(
-        check_model, config, MeshConfig(fsdp=8).sizes, 31, 4
+        check_model, config, dict.fromkeys(("", "rollout."), MeshConfig(fsdp=8).sizes), 31, 4
     )
 
 

@@ -58,7 +58,7 @@ class AsynchronousEngine:
     """The `Engine` that generates while the trainer learns.
 
     Args:
-        engine: on devices of its own; used by the thread alone from here on.
+        engine: on devices of its own, on which the thread alone starts programs from here on.
     """
 
     def __init__(self, engine: NativeEngine):
@@ -66,7 +66,6 @@ class AsynchronousEngine:
         self.metrics: Metrics = {}
         own = (d for d in engine.mesh.devices.flat if d.process_index == jax.process_index())
         self._device = next(own)  # of small programs, such as those of keys, which the trainer's would delay
-        self._published: tuple[DecodeWeights, int] | None = None
         self._error: BaseException | None = None  # that ended the thread
         self._queue: queue.SimpleQueue[QueuedGeneration | None] = queue.SimpleQueue()
         self._closed = threading.Event()
@@ -80,14 +79,7 @@ class AsynchronousEngine:
         The weights of earlier calls stay there until their responses are generated.
         """
         self._raise_error()
-        start = time.perf_counter()
-        self._published = None
-        weights = jax.block_until_ready(self.engine.copy_weights(params))
-        self._published = weights, version
-        return {
-            "rollout/publish_seconds": time.perf_counter() - start,
-            "rollout/publish_bytes": sum(w.nbytes for w in jax.tree.leaves(weights)),
-        }
+        return self.engine.publish(params, version)
 
     def start(
         self,
@@ -109,13 +101,13 @@ class AsynchronousEngine:
         """
         self._raise_error()
         check_requests(requests, sampling, self.model, self.tokenizer)
-        if self._published is None:
+        if self.engine.published is None:
             raise ValueError("rollout: no weights; call publish(params, version) before start")
         responses = [
             replace(r, servers=[]) if is_complete(r, turns=dialogue is not None) else r.restarted()
             for r in new_responses(requests, key, partial)
         ]
-        queued = QueuedGeneration(self, responses, sampling, dialogue, *self._published)
+        queued = QueuedGeneration(self, responses, sampling, dialogue, *self.engine.published)
         self._queue.put(queued)
         return queued
 
@@ -144,8 +136,7 @@ class AsynchronousEngine:
         return []
 
     def release_memory(self) -> None:
-        """Drop the published weights; responses that are started keep theirs."""
-        self._published = None
+        """Do nothing: the trainer has no share in the rollout's devices."""
 
     def warm_up(self, *args: Any, **kwargs: Any) -> None:
         """Call `NativeEngine.warm_up`, before anything is started."""

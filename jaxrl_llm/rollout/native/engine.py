@@ -1,4 +1,4 @@
-"""The native engine: continuous batching in plain JAX, with the layers and on the devices of training."""
+"""The native engine: continuous batching in plain JAX, with the layers of training."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from jaxrl_llm.rollout.native.schedule import Scheduler
 from jaxrl_llm.rollout.native.shapes import MIN_LENGTH, ProgramShapes, bucket, make_shapes
 from jaxrl_llm.rollout.native.transfer import WeightTransfer
 from jaxrl_llm.rollout.partial import new_responses, trajectory_of
+from jaxrl_llm.sharding.placement import devices_of
 from jaxrl_llm.structs import Metrics, Params, Program, Trajectory
 
 
@@ -77,28 +78,30 @@ class NativeEngine:
         cache_dtype = config.cache_dtype or config.dtype
         page_size = config.page if not strict and uses_pages(config, model, mesh) else 0
         self.programs = Programs(model, mesh, config.dtype, cache_dtype, config.chunk, strict, page_size)
-        self._transfer = WeightTransfer(model, config.dtype, self.programs.shardings["weights"])
         self.metrics: Metrics = {}
-        self._published, self._resident = None, resident
+        self.transfer = WeightTransfer(self.programs)
+        self._published, self._resident, self._shares_devices = None, resident, True
         self._shapes = self._make_shapes(1, 1, False)
 
     def publish(self, params: Params, version: int) -> Metrics:
         """Copy the weights into the sharding and type of the rollout; the caller may donate its own after."""
         start = time.perf_counter()
         self._published = None  # free the old copy before the new one is made
-        weights = jax.block_until_ready(self.copy_weights(params))
+        self._shares_devices = not devices_of(params).isdisjoint(self.mesh.devices.flat)
+        if self.transfer.is_needed(params):
+            weights = jax.block_until_ready(self.transfer(params))
+            sent = self.transfer.num_bytes
+        else:
+            with jax.set_mesh(self.mesh):
+                weights = jax.block_until_ready(self.programs.publish(params))
+            sent = sum(w.nbytes for w in jax.tree.leaves(weights))
         self._published = weights, version
-        return {
-            "rollout/publish_seconds": time.perf_counter() - start,
-            "rollout/publish_bytes": sum(w.nbytes for w in jax.tree.leaves(weights)),
-        }
+        return {"rollout/publish_seconds": time.perf_counter() - start, "rollout/publish_bytes": sent}
 
-    def copy_weights(self, params: Params) -> DecodeWeights:
-        """Return a copy of the trainer's weights in the sharding and type of the rollout."""
-        if jax.tree.leaves(params)[0].sharding.device_set != set(self.mesh.devices.flat):
-            return self._transfer(params)
-        with jax.set_mesh(self.mesh):
-            return self.programs.publish(params)
+    @property
+    def published(self) -> tuple[DecodeWeights, int] | None:
+        """Return the weights that are used from now on, and their version."""
+        return self._published
 
     def start(
         self,
@@ -174,8 +177,10 @@ class NativeEngine:
         return []
 
     def release_memory(self) -> None:
-        """Free the copy of the weights. The trainer donates its own, so the two cannot share arrays."""
-        self._published = None
+        """Free the copy of the weights, unless no device of the rollout trains."""
+        if self._shares_devices:
+            self._published = None
+            self.transfer.free()
 
     def warm_up(
         self,
@@ -233,7 +238,8 @@ class NativeEngine:
         if not self.programs.page_size:
             return shapes
         required = pages_required(shapes, num_shards, self.programs.page_size)
-        reserved = 0 if self._published else self._resident + rollout_weight_bytes(self.programs)
+        reserved = config.max_staleness * self.transfer.bytes_of_version()  # of earlier calls of `publish`
+        reserved += 0 if self._published else self._resident + rollout_weight_bytes(self.programs)
         available = config.pages or self.share(pages_in_free_memory(self.programs, reserved))
         return dataclasses.replace(shapes, num_pages=NULL_PAGE + 1 + min(required, available or required))
 

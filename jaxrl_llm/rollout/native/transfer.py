@@ -1,85 +1,88 @@
-"""Transfer of the policy's weights from the trainer's devices to a rollout on devices of its own."""
+"""Weights of the policy, copied to a rollout whose devices are not those of the trainer."""
 
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Sequence
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
-from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.models.decode import DecodeWeights, decode_shardings, decode_weights
+from jaxrl_llm.models import decode
+from jaxrl_llm.models.decode import DecodeWeights
 from jaxrl_llm.models.lora import MARK, split_params
-from jaxrl_llm.sharding.rules import TRAIN
-from jaxrl_llm.structs import Params
+from jaxrl_llm.rollout.native.programs import Programs
+from jaxrl_llm.sharding.placement import reshard
+from jaxrl_llm.sharding.rules import TRAIN, bytes_per_device, with_shardings
+from jaxrl_llm.structs import Params, Program
 
 
 class WeightTransfer:
-    """Copies weights into the type of the rollout on the trainer's devices, then to those of the rollout.
+    """Copy of the policy's weights on the devices of the rollout.
 
-    No program runs on the rollout's devices. Frozen weights of a model with adapters are sent once: later
-    copies share them.
-
-    Args:
-        shardings: of the copy, on the mesh of the rollout.
+    The trainer's devices cast the weights and cut them into layers, sharded as in training; then each array
+    is sent into the rollout's sharding. Frozen weights of a model with adapters are sent once.
     """
 
-    def __init__(self, config: TransformerConfig, dtype: str, shardings: DecodeWeights):
-        self.config, self.dtype, self.shardings = config, dtype, shardings
-        self._sent: DecodeWeights | None = None  # the last copy, of a model with adapters
-        self._frozen: Sequence[weakref.ref] = ()  # the trainer's frozen weights that it was made of
+    def __init__(self, programs: Programs):
+        self.programs = programs
+        self.num_bytes = 0  # sent by the last call
+        paths, self._structure = jax.tree_util.tree_flatten_with_path(programs.shardings["weights"])
+        adapted = programs.config.lora is not None
+        self._shardings = [sharding for _, sharding in paths]
+        self._is_frozen = [adapted and MARK not in jax.tree_util.keystr(path) for path, _ in paths]
+        self._sources: list[jax.Array] = []  # the trainer's frozen weights that were sent last
+        self._copies: dict[int, jax.Array] = {}  # place in `_shardings` -> copy of a frozen weight
+
+    def is_needed(self, params: Params) -> bool:
+        """Return whether the weights are on other devices than the rollout's."""
+        sharding = jax.tree.leaves(params)[0].sharding
+        own = self.programs.mesh.devices.flat
+        return isinstance(sharding, NamedSharding) and sharding.device_set != set(own)
 
     def __call__(self, params: Params) -> DecodeWeights:
-        """Return the copy; the caller may donate its own weights at once."""
-        mesh = jax.tree.leaves(params)[0].sharding.mesh
-        adapted = self.config.lora is not None
-        frozen = jax.tree.leaves(split_params(params)[1]) if adapted else []
-        with jax.set_mesh(mesh):
-            if frozen and self._has_frozen(frozen):
-                new = _adapters_program(self.config, mesh, self.dtype)(params)
-                new = jax.device_put(new, adapter_leaves(self.shardings))
-                return with_adapters(self._sent, new)
-            copy = _copy_program(self.config, mesh, self.dtype)(params)
-        copy = jax.device_put(copy, self.shardings)
-        if adapted:
-            self._sent, self._frozen = copy, [weakref.ref(x) for x in frozen]
-        return copy
+        """Return the copy. A collective."""
+        frozen = jax.tree.leaves(split_params(params)[1])
+        if len(frozen) != len(self._sources) or any(
+            new is not old for new, old in zip(frozen, self._sources, strict=True)
+        ):
+            self._sources, self._copies = frozen, {}
+        call = self.program(params, skip_frozen=bool(self._copies))
+        with jax.set_mesh(_mesh_of(params)):
+            converted = call.fn(*call.args)
+        sent = {i: reshard(x, self._shardings[i]) for i, x in converted.items()}
+        self.num_bytes = sum(x.nbytes for x in sent.values())
+        leaves = self._copies | sent
+        self._copies = {i: x for i, x in leaves.items() if self._is_frozen[i]}
+        return jax.tree.unflatten(self._structure, [leaves[i] for i in range(len(leaves))])
 
-    def _has_frozen(self, frozen: Sequence[jax.Array]) -> bool:
-        return self._sent is not None and all(ref() is x for ref, x in zip(self._frozen, frozen, strict=True))
+    def bytes_of_version(self) -> int:
+        """Return the bytes on each device that a further version of the weights takes."""
+        leaves = jax.tree.leaves(jax.eval_shape(self.programs.zero_weights))
+        own = [i for i, is_frozen in enumerate(self._is_frozen) if not is_frozen]
+        return bytes_per_device(with_shardings([leaves[i] for i in own], [self._shardings[i] for i in own]))
 
+    def free(self) -> None:
+        """Free the copies of frozen weights."""
+        self._sources, self._copies = [], {}
 
-@functools.cache
-def _copy_program(config: TransformerConfig, mesh: Mesh, dtype: str):
-    """Return the jitted copy, with the trainer's shardings: each device casts its own shards."""
-    return jax.jit(
-        functools.partial(decode_weights, dtype=dtype), out_shardings=decode_shardings(config, mesh, TRAIN)
-    )
+    def program(self, params: Params, skip_frozen: bool = False) -> Program:
+        """Return the program that the trainer's devices run; its result is {place: array}."""
+        return Program(self._converter(_mesh_of(params), skip_frozen), (params,), {})
 
+    @functools.cache  # noqa: B019  an engine has one transfer, and both live as long as the run
+    def _converter(self, mesh: Mesh, skip_frozen: bool):
+        config, dtype = self.programs.config, self.programs.dtype
+        shardings = decode.decode_shardings(config, mesh, TRAIN)
 
-@functools.cache
-def _adapters_program(config: TransformerConfig, mesh: Mesh, dtype: str):
-    """Return the jitted copy of the adapters alone; XLA drops the other weights."""
-    return jax.jit(
-        lambda params: adapter_leaves(decode_weights(params, dtype)),
-        out_shardings=adapter_leaves(decode_shardings(config, mesh, TRAIN)),
-    )
+        def select(leaves):
+            return {i: x for i, x in enumerate(leaves) if not (skip_frozen and self._is_frozen[i])}
 
+        def convert(params: Params) -> dict[int, jax.Array]:
+            return select(jax.tree.leaves(decode.decode_weights(params, dtype, shardings)))
 
-def adapter_leaves(weights: DecodeWeights) -> list:
-    """Return the adapters of a tree of weights or shardings, in order."""
-    return [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(weights) if _is_adapter(path)]
-
-
-def with_adapters(weights: DecodeWeights, adapters: Sequence[jax.Array]) -> DecodeWeights:
-    """Return the weights with other adapters, in the order of `adapter_leaves`."""
-    remaining = iter(adapters)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, w: next(remaining) if _is_adapter(path) else w, weights
-    )
+        return jax.jit(convert, out_shardings=select(jax.tree.leaves(shardings)))
 
 
-def _is_adapter(path: tuple) -> bool:
-    return MARK in jax.tree_util.keystr(path)
+def _mesh_of(params: Params) -> Mesh:
+    """Return the mesh that the weights are sharded over."""
+    return jax.tree.leaves(params)[0].sharding.mesh

@@ -1,0 +1,129 @@
+"""Placement: the devices and mesh of each model of a run, and arrays moved between meshes.
+
+A range of devices counts those of each process (`0:4` = the first four of every process), so that every
+process has devices in every mesh: it can give rows to each model, and read its outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.sharding.config import PlacementConfig, device_bounds, device_problems
+from jaxrl_llm.sharding.mesh import make_mesh
+
+Device = TypeVar("Device")
+"""A `jax.Device`, of this machine or of a topology that is compiled for."""
+
+
+def place(
+    role: str, placement: PlacementConfig, policy: PlacementConfig, devices: Sequence[jax.Device]
+) -> Mesh:
+    """Return the mesh of a model.
+
+    Args:
+        role: prefix of its keys, such as "rollout."; "" = the policy.
+        policy: placement of the policy, which that of others defaults to.
+        devices: all devices of all processes.
+
+    Raises:
+        UserError: a range that some process lacks devices for, or sizes that do not multiply to the number
+            of devices; it names the key and the fix.
+    """
+    own, text = bool(placement.devices), placement.devices or policy.devices
+    chosen = select_devices(text, devices, f"--{role if own else ''}devices")
+    return make_mesh(placement.mesh or policy.mesh, chosen, f"--{role}mesh")
+
+
+def select_devices(text: str, devices: Sequence[Device], flag: str) -> list[Device]:
+    """Return the devices of "all" or of a range, in order: the same part of each process's devices.
+
+    Raises:
+        UserError: no range, or one that a process lacks devices for.
+    """
+    for _, problem in device_problems(text):
+        raise UserError(f"{flag} {problem}")
+    bounds = device_bounds(text)
+    if bounds is None:
+        return list(devices)
+    by_process = _by_process(devices)
+    fewest = min(map(len, by_process.values()))
+    if bounds[1] > fewest:
+        each = "each process" if len(by_process) > 1 else "the run"
+        raise UserError(
+            f"{flag} is {text}: {each} has {fewest} device(s), 0 to {fewest - 1}. Set {flag} to a range that "
+            f"ends at {fewest} or before, such as 0:{fewest}."
+        )
+    chosen = {device for own in by_process.values() for device in own[slice(*bounds)]}
+    return [device for device in devices if device in chosen]
+
+
+def devices_of(tree: Any) -> frozenset[jax.Device]:
+    """Return the devices of the arrays' shardings."""
+    return frozenset(device for leaf in jax.tree.leaves(tree) for device in leaf.sharding.device_set)
+
+
+def reshard(tree: Any, shardings: Any) -> Any:
+    """Return the arrays with these shardings, on the same or other devices. A collective.
+
+    Arrays that have their sharding already are returned themselves, and others may share memory with the
+    arrays passed in: donate neither while the other is used.
+
+    Args:
+        shardings: a tree of the same structure, on a mesh in which every process has devices.
+    """
+    return jax.tree.map(_reshard_array, tree, shardings)
+
+
+def _reshard_array(x: jax.Array, target: NamedSharding) -> jax.Array:
+    if x.sharding == target:
+        return x
+    if target.is_fully_addressable and x.is_fully_addressable:
+        return jax.device_put(x, target)
+    if x.sharding.device_set == target.device_set:
+        with jax.set_mesh(target.mesh):
+            return jax.device_put(x, target)
+    return _reshard_by_process(x, target)
+
+
+def _reshard_by_process(x: jax.Array, target: NamedSharding) -> jax.Array:
+    """Move an array of several processes to other devices of theirs, which `jax.device_put` does not do.
+
+    First each process gets the whole array, divided among its devices of the old mesh; then it copies the
+    shards of the new mesh from one of its devices to another. Waits, so that one array at a time is whole.
+    """
+    sources = _by_process(x.sharding.mesh.devices.flat)
+    grid = Mesh(np.array([sources[index] for index in sorted(sources)]), ("process", "local"))
+    local_mesh = Mesh(np.array(sources[jax.process_index()]), ("local",))
+    divided = [axis for axis, size in enumerate(x.shape) if size % local_mesh.size == 0]
+    spec = PartitionSpec(*[None] * divided[0], "local") if divided else PartitionSpec()
+    with jax.set_mesh(grid):
+        gathered = jax.device_put(x, NamedSharding(grid, spec))
+    parts = [shard.data for shard in gathered.addressable_shards]
+    local = jax.make_array_from_single_device_arrays(x.shape, NamedSharding(local_mesh, spec), parts)
+    with jax.set_mesh(local_mesh):
+        shards = list(_shards(local, target))
+    return jax.block_until_ready(jax.make_array_from_single_device_arrays(x.shape, target, shards))
+
+
+def _shards(x: jax.Array, target: NamedSharding) -> Iterator[jax.Array]:
+    """Yield the shard of each of this process's devices in `target`."""
+    pieces: dict[tuple, jax.Array] = {}  # devices with the same shard share one slice
+    for device, index in target.addressable_devices_indices_map(x.shape).items():
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index, x.shape, strict=True))
+        if bounds not in pieces:
+            pieces[bounds] = x[index]
+        yield jax.device_put(pieces[bounds], device)
+
+
+def _by_process(devices: Iterable[Device]) -> dict[int, list[Device]]:
+    """Return the devices of each process, in order."""
+    result: dict[int, list[Device]] = {}
+    for device in devices:
+        result.setdefault(device.process_index, []).append(device)
+    return result
