@@ -24,7 +24,7 @@ from jaxrl_llm.build.models import (
     trained_config,
     with_new_adapters,
 )
-from jaxrl_llm.build.placement import POLICY, ROLLOUT_ENGINE, make_meshes
+from jaxrl_llm.build.placement import POLICY, ROLLOUT_ENGINE, check_asynchronous, make_meshes
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.rows import Example
@@ -167,6 +167,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     if config.lora.rank:
         on_first(lambda: check_export_folder(Path(config.run_dir) / "adapter", "adapter_config.json"))
     meshes = make_meshes(config)
+    check_asynchronous(config, meshes)
     mesh = meshes[POLICY]
     model, tokenizer, folder = load_model_config(config.model)
     set_template(tokenizer, config.data.chat)
