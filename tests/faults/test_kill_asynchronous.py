@@ -23,9 +23,15 @@ KILLS = [
 ]
 
 
-def run(folder, *argv):
+def run(folder, *argv, more=()):
+    folder.mkdir(exist_ok=True)
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
-    return Running([*argv, *command(folder, *ARGS)], env).end()
+    return Running([*argv, *command(folder, *ARGS, *more)], env).end()
+
+
+def train(folder, *more):
+    end = run(folder, "-m", "jaxrl_llm.train", more=more)
+    assert end.code == 0, end.stderr
 
 
 def untimed(path):
@@ -34,29 +40,48 @@ def untimed(path):
     return [{k: v for k, v in row.items() if not timed.search(k)} for row in lines(path)]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whole")
-    end = run(folder, "-m", "jaxrl_llm.train")
-    assert end.code == 0, end.stderr
-    return folder
-
-
 @pytest.mark.slow
-def test_killed_ahead_of_training(tmp_path, whole):
+def test_killed_ahead_of_training(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train(whole)
     rows = lines(whole / "run/metrics.jsonl")
     assert [row["step"] for row in rows] == STEPS
     assert [row["staleness/max"] for row in rows[2:]] == [0, 2, 4, 4, 4, 4]  # two updates a step
     assert [row["staleness/mean"] for row in rows[2:]] == [0, 2, 4, 4, 4, 4]
     assert all(row["reward/std"] > 0 and row["grad_norm"] > 0 for row in rows[2:])
     saved = unpack_responses((whole / "run/checkpoints/4/rollouts.npz").read_bytes())
-    assert {draw: {v for one in responses for v in one.versions} for draw, (responses,) in saved.items()} == {
-        2: {0},
-        3: {2},
-    }
+    versions = {draw: {v for one in made for v in one.versions} for draw, (made,) in saved.items()}
+    assert versions == {2: {0}, 3: {2}}
     for place, count, number, code in KILLS:
-        end = run(tmp_path, "-c", SIGNALLER, place, str(count), str(int(number)))
+        end = run(killed, "-c", SIGNALLER, place, str(count), str(int(number)))
         assert end.code == code, f"{place}: {end.stdout}{end.stderr}"
-    end = run(tmp_path, "-m", "jaxrl_llm.train")
-    assert end.code == 0, end.stderr
-    assert_same_run(tmp_path, whole, STEPS, untimed)
+    train(killed)
+    assert_same_run(killed, whole, STEPS, untimed)
+
+
+ENV = """
+from jaxrl_llm.envs.env import Step
+
+class Twice:
+    async def reset(self, example, seed): pass
+    async def step(self, state, turn):
+        return Step("go on", float(len(turn.text) % 7 == 0), done=turn.number == 2)
+"""
+
+
+@pytest.mark.slow
+def test_killed_with_adapters_dynamic_sampling_and_conversations(tmp_path):
+    (tmp_path / "env.py").write_text(ENV)
+    more = ["--algo", "dapo", "--algo.max_draws", "3", "--lora.rank", "2", "--max_response_tokens", "24"]
+    more += ["--env.name", f"{tmp_path / 'env.py'}:Twice", "--reward.name", "none"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train(whole, *more)
+    rows = lines(whole / "run/metrics.jsonl")
+    assert any(row["dynamic/draws"] > 1 for row in rows[2:])
+    assert all(row["staleness/max"] <= 4 and row["env/turns_mean"] > 1 for row in rows[2:])
+    place, count, number, code = KILLS[2]
+    for signal_number, ended in ((signal.SIGKILL, -9), (number, code)):
+        end = run(killed, "-c", SIGNALLER, place, str(count + 3), str(int(signal_number)), more=more)
+        assert end.code == ended, f"{end.stdout}{end.stderr}"
+    train(killed, *more)
+    assert_same_run(killed, whole, STEPS, untimed)
