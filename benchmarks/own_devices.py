@@ -2,12 +2,12 @@
 
     python benchmarks/own_devices.py                 # about 10 minutes on 2 quiet cores
 
-Eight virtual CPU devices in one process: the policy has four (`--devices 0:4`), the rollout one of the others
-(`--rollout.devices 4:5`: XLA runs programs of several CPU devices one at a time, so a rollout on all four would
-wait for the trainer). Virtual devices share the cores of the machine, where rollout and trainer would compete.
-Therefore each decoded token takes a stand-in delay besides, in which the host does nothing, as on an
-accelerator of its own. Weights, tokens and learning are real. Synchronous runs have the same devices and delay.
-With `--delay 0` there is none.
+Eight virtual CPU devices in one process: the policy has four (`--devices 0:4`), the rollout one of the
+others (`--rollout.devices 4:5`: XLA runs programs of several CPU devices one at a time, so that a rollout
+on all four would wait for the trainer). Virtual devices share the cores of the machine, on which rollout
+and trainer would compete. Therefore each decoded token takes a simulated delay besides, in which the host
+does nothing, as it does while an accelerator decodes. Weights, tokens and learning are real. The
+synchronous runs have the same devices and the same delay. With `--delay 0` there is none.
 """
 
 from __future__ import annotations
@@ -66,10 +66,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--delay", type=float, default=0.02, help="stand-in seconds a decoded token")
+    parser.add_argument(
+        "--delay", type=float, default=0.02, help="simulated seconds a decoded token, besides its compute"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
-    common = ("--steps", str(STEPS), "--warm_start.steps", "20", "--eval.every", "0")
+    common = ("--steps", str(STEPS), "--warm_start.steps", "5", "--eval.every", "0")
     runs: dict[str, list] = {}
     for seed in range(options.seeds):
         for staleness in (0, 1, 2):
@@ -81,7 +83,7 @@ def main() -> None:
     speedup = {
         label: [ratio(a, b) for a, b in zip(runs[synchronous], runs[label], strict=True)] for label in others
     }
-    report = {"stand_in_seconds_per_token": options.delay, "devices": DEVICES, "cores": os.cpu_count()}
+    report = {"simulated_seconds_per_token": options.delay, "devices": DEVICES, "cores": os.cpu_count()}
     text = json.dumps({**report, "speedup": speedup, "runs": runs}, indent=2)
     (RESULTS / "own_devices.json").write_text(text + "\n")
     print(text)
