@@ -79,7 +79,7 @@ def test_killed_with_adapters_dynamic_sampling_and_conversations(tmp_path):
     train(whole, *more)
     rows = lines(whole / "run/metrics.jsonl")
     draws, ages = ({row[name] for row in rows[2:]} for name in ("dynamic/draws", "staleness/max"))
-    assert len(draws) > 1 and ages <= {0, 2, 4} and len(ages) > 1, (draws, ages)
+    assert len(draws) > 1 and 0 < max(ages) <= 4, (draws, ages)  # some steps update nothing
     assert all(row["env/turns_mean"] > 1 for row in rows[2:])
     place, count, number, code = KILLS[2]
     for signal_number, ended in ((signal.SIGKILL, -9), (number, code)):
