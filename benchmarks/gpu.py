@@ -39,6 +39,7 @@ from jaxrl_kernels.linear_logprob.api import linear_logprob
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
 from jaxrl_llm.build.models import make_stages
+from jaxrl_llm.build.placement import make_meshes
 from jaxrl_llm.config import DataConfig, ModelConfig, RolloutConfig, SourceConfig, TrainConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.models import TransformerConfig
@@ -87,8 +88,7 @@ def measure_attention(shape: Shape, seconds: float) -> dict[str, Any]:
 
 def measure_update(config: TrainConfig, repeat: int) -> dict[str, float]:
     """Measure tokens a second of a whole update: packing, micro-batches, optimizer."""
-    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    stage = make_stages(config, config.model.architecture, mesh)[-1]
+    stage = make_stages(config, config.model.architecture, make_meshes(config, jax.devices()[:1]))[-1]
     learner, rng = stage.policy, np.random.default_rng(0)
     state = learner.init_state(models.init(config.model.architecture, jax.random.key(0)))
     length, count = config.row_tokens, config.trajectories_per_step

@@ -116,7 +116,7 @@ class WarmStartConfig:
 
 
 @dataclass(frozen=True)
-class CriticConfig:
+class CriticConfig(PlacementConfig):
     """Critic with its own backbone (ppo); without a path it starts as a copy of the policy."""
 
     path: str = ""
@@ -127,8 +127,6 @@ class CriticConfig:
     """Value loss of the critic."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-5))
     """Optimizer and learning-rate schedule of the critic."""
-    mesh: MeshConfig | None = None
-    """Mesh of the critic, set in the recipe; None = the policy's."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +164,8 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    reference: PlacementConfig = field(default_factory=PlacementConfig)
+    teacher: PlacementConfig = field(default_factory=PlacementConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -199,7 +199,18 @@ class TrainConfig:
     @property
     def placements(self) -> dict[str, PlacementConfig]:
         """Placement of each model by its role, the prefix of its keys: those of the policy have none."""
-        return {"": PlacementConfig(mesh=self.mesh, devices=self.devices), "rollout.": self.rollout}
+        return {
+            "": PlacementConfig(mesh=self.mesh, devices=self.devices),
+            "rollout.": self.rollout,
+            "reference.": self.reference,
+            "critic.": self.critic,
+            "teacher.": self.teacher,
+            **{f"reward.models.{i}.": model for i, model in enumerate(self.reward.models)},
+        }
+
+    def mesh_of(self, role: str) -> MeshConfig:
+        """Return the axis sizes of a role of `placements`: its own, or the policy's."""
+        return self.placements[role].mesh or self.mesh
 
     @property
     def max_tokens(self) -> int:

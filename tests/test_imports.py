@@ -26,7 +26,7 @@ ALLOWED: dict[str, str | None] = {
     "sharding": "ranges errors jaxrl_kernels structs",
     "models": "ranges errors jaxrl_kernels structs sharding",
     "algos": "ranges errors structs user_file",
-    "rewards": "ranges errors outcome user_file",
+    "rewards": "ranges errors outcome user_file sharding",
     "data": "ranges errors structs user_file",
     "hf": "errors structs user_file host sharding models",
     "checkpoint": "ranges errors structs host models",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
 from jaxrl_llm.algos.contract import AlgoConfig, old_logprobs
+from jaxrl_llm.build.placement import CRITIC, POLICY, REFERENCE, TEACHER
 from jaxrl_llm.config import ModelConfig, TrainConfig, derived
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import ConfigError, UserError
@@ -22,12 +24,12 @@ from jaxrl_llm.hf.load import PRETRAINED, PretrainedModels
 from jaxrl_llm.hf.tokenizer import has_tokenizer, load_tokenizer, vocabulary_difference
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.optim import OptimConfig, make_optimizer
+from jaxrl_llm.learn.scoring import ScoringModel
 from jaxrl_llm.learn.stage import Stage, loss_signals
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.lora import add_adapters, base_config, with_lora
 from jaxrl_llm.rollout.keys import Purpose, run_key
-from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import TRAIN, with_shardings
 from jaxrl_llm.structs import Params
 
@@ -60,27 +62,50 @@ def load_model_config(config: ModelConfig) -> tuple[TransformerConfig, Any, Any]
 
 
 def make_stages(
-    config: TrainConfig, model: TransformerConfig, mesh: Mesh, stored: PretrainedModels = PRETRAINED
+    config: TrainConfig,
+    model: TransformerConfig,
+    meshes: Mapping[str, Mesh],
+    stored: PretrainedModels = PRETRAINED,
 ) -> list[Stage]:
     """Return the stages of a run without their sources: the SFT warm-up, if there is one, and the run itself.
 
     Their states have the same shapes.
 
     Args:
+        meshes: `make_meshes`.
         stored: source of the weights of teachers and of a pretrained critic.
     """
+    mesh = meshes[POLICY]
     updates = config.steps * config.minibatches_per_step
     requires, warm = algos.requirements(config.algo), config.warm_start
     policy = make_learner(config, config.algo, config.optim, updates, model, mesh)
-    critic = make_critic(config, model, mesh, updates, stored) if requires.critic else {}
-    teachers = load_teachers(config, mesh, stored)
-    settings = {"steps": config.steps, "minibatches": config.minibatches_per_step}
-    stages = [Stage(policy, "train", warm.steps, **settings, **critic, teachers=teachers)]
+    critic = make_critic(config, model, meshes[CRITIC], updates, stored) if requires.critic else {}
+    settings = {"steps": config.steps, "minibatches": config.minibatches_per_step, **critic}
+    settings["teachers"] = load_teachers(config, meshes[TEACHER], stored)
+    settings["teacher_model"] = scoring_model(config, policy, TEACHER, meshes)
+    settings["reference_model"] = scoring_model(config, policy, REFERENCE, meshes)
+    stages = [Stage(policy, "train", warm.steps, **settings)]
     if warm.steps:
         optim = replace(config.optim, learning_rate=warm.learning_rate, schedule="constant", warmup_steps=0)
         learner = make_learner(config, algos.sft.Config(), optim, warm.steps, model, mesh)
         stages.insert(0, Stage(learner, "warm_start", 0, warm.steps, **critic, updates_critic=False))
     return stages
+
+
+def scoring_model(
+    config: TrainConfig, policy: Learner, role: str, meshes: Mapping[str, Mesh]
+) -> ScoringModel | None:
+    """Return the forward pass of a role on its own mesh; None where that is the policy's."""
+    if meshes[role] == meshes[POLICY]:
+        return None
+    return ScoringModel(step_of(config, policy.config, role, meshes[role]), meshes[role], policy.group_size)
+
+
+def step_of(config: TrainConfig, step: StepConfig, role: str, mesh: Mesh) -> StepConfig:
+    """Return the policy's settings with the micro-batch of another role."""
+    own = replace(config, mesh=config.mesh_of(role))
+    rows = derived(own, mesh.size)["rows_per_microbatch"]
+    return replace(step, rows=rows, sequence_parallel=own.mesh.sequence_parallel)
 
 
 def check_own_algorithm(stage: Stage) -> None:
@@ -93,7 +118,7 @@ def check_own_algorithm(stage: Stage) -> None:
     if path.suffix != ".py":
         return
     try:
-        stage.policy.update_programs(loss_signals(stage), stage.teachers)
+        stage.policy.update_programs(loss_signals(stage), stage.loss_teachers)
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [f":{frame.lineno}" for frame in frames if frame.filename == str(path)]
@@ -133,13 +158,11 @@ def load_teachers(config: TrainConfig, mesh: Mesh, stored: PretrainedModels) -> 
 def make_critic(
     config: TrainConfig, model: TransformerConfig, mesh: Mesh, updates: int, stored: PretrainedModels
 ) -> dict[str, Any]:
-    """Return the fields of a Stage for a critic with its own backbone, mesh (same devices) and optimizer."""
+    """Return the fields of a Stage for a critic with its own backbone, mesh and optimizer."""
     critic = config.critic
-    if critic.mesh:
-        mesh = make_mesh(critic.mesh, list(mesh.devices.flat), "critic.mesh")
     base = stored.config(critic.path) if critic.path else base_config(model)
     model = with_lora(config_with_heads(base, critic.loss), config.lora)
-    config = replace(config, mesh=critic.mesh or config.mesh)
+    config = replace(config, mesh=config.mesh_of(CRITIC))
     learner = make_learner(config, critic.loss, critic.optim, updates, model, mesh)
     params = None
     if critic.path:
@@ -174,7 +197,8 @@ def with_new_adapters(params: Params, model: TransformerConfig, mesh: Mesh, seed
     if isinstance(jax.tree.leaves(params)[0], jax.ShapeDtypeStruct):  # of a plan
         return with_shardings(models.abstract(model), shardings)
     add = jax.jit(add_adapters, static_argnums=1, out_shardings=shardings, donate_argnums=0)
-    return add(params, model, run_key(seed, Purpose.ADAPTERS))
+    with jax.set_mesh(mesh):
+        return add(params, model, run_key(seed, Purpose.ADAPTERS))
 
 
 def config_with_heads(model: TransformerConfig, algo: AlgoConfig) -> TransformerConfig:
@@ -195,7 +219,7 @@ def make_learner(
     model: TransformerConfig,
     mesh: Mesh,
 ) -> Learner:
-    """Return the learner of a model. All learners of a run have micro-batches of one shape."""
+    """Return the learner of a model. Learners on meshes of one size have micro-batches of one shape."""
     algorithm, requires = algos.of(algo), algos.requirements(algo)
     on_rollouts = algorithm.on_rollouts
     step = StepConfig(

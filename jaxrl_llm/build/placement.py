@@ -11,8 +11,13 @@ from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.sharding.placement import place
 
-POLICY, ROLLOUT_ENGINE = "", "rollout."
-"""Roles of models: keys of `TrainConfig.placements`."""
+POLICY, ROLLOUT_ENGINE, REFERENCE, CRITIC, TEACHER = "", "rollout.", "reference.", "critic.", "teacher."
+"""Roles of models: keys of `TrainConfig.placements`. Reward models have one each, `reward_role`."""
+
+
+def reward_role(index: int) -> str:
+    """Return the role of a reward model."""
+    return f"reward.models.{index}."
 
 
 def make_meshes(config: TrainConfig, devices: Sequence[jax.Device] | None = None) -> dict[str, Mesh]:
@@ -22,13 +27,16 @@ def make_meshes(config: TrainConfig, devices: Sequence[jax.Device] | None = None
         devices: those of all processes; None = `jax.devices()`.
 
     Raises:
-        UserError: a range or mesh that does not fit the devices.
+        UserError: a range or mesh that does not fit the devices, or devices that asynchronous rollout cannot
+            have.
     """
     devices, placements = jax.devices() if devices is None else devices, config.placements
-    return {role: place(role, own, placements[POLICY], devices) for role, own in placements.items()}
+    meshes = {role: place(role, own, placements[POLICY], devices) for role, own in placements.items()}
+    _check_asynchronous(config, meshes)
+    return meshes
 
 
-def check_asynchronous(config: TrainConfig, meshes: Mapping[str, Mesh]) -> None:
+def _check_asynchronous(config: TrainConfig, meshes: Mapping[str, Mesh]) -> None:
     """Refuse native rollout ahead of training where it could not run beside it.
 
     Raises:

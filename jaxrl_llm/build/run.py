@@ -21,10 +21,11 @@ from jaxrl_llm.build.models import (
     check_vocabularies,
     load_model_config,
     make_stages,
+    step_of,
     trained_config,
     with_new_adapters,
 )
-from jaxrl_llm.build.placement import POLICY, ROLLOUT_ENGINE, check_asynchronous, make_meshes
+from jaxrl_llm.build.placement import POLICY, REFERENCE, ROLLOUT_ENGINE, make_meshes, reward_role
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.rows import Example
@@ -34,7 +35,7 @@ from jaxrl_llm.envs.load import Conversations, make_conversations
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.experience.dataset import DatasetSource, dataset_items
 from jaxrl_llm.experience.evaluate import HeldOutAccuracy, HeldOutLoss
-from jaxrl_llm.experience.reward_models import load_reward_model
+from jaxrl_llm.experience.reward_models import RewardModel, load_reward_model
 from jaxrl_llm.experience.rollouts import RolloutSource
 from jaxrl_llm.experience.score import Scorer, reward_sample
 from jaxrl_llm.hf.config import read_config
@@ -45,6 +46,7 @@ from jaxrl_llm.hf.tokenizer import generation_end_ids
 from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.learn.stage import Stage
+from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.models.kernels import check_kernels_setting
 from jaxrl_llm.recipe.checks import check_held_out, check_model
@@ -52,7 +54,7 @@ from jaxrl_llm.rewards.load import choose_reward
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.keys import Purpose, run_key
-from jaxrl_llm.sharding.rules import TRAIN, bytes_per_device
+from jaxrl_llm.sharding.rules import TRAIN, bytes_per_device, with_shardings
 from jaxrl_llm.structs import Params, TrainState
 from jaxrl_llm.user_file import expand_home
 
@@ -64,7 +66,7 @@ class Run:
     """Inputs of the training loop."""
 
     config: TrainConfig
-    mesh: Mesh
+    meshes: dict[str, Mesh]  # `make_meshes`
     model: TransformerConfig
     tokenizer: Any
     folder: Path | None  # of the pretrained weights
@@ -82,22 +84,32 @@ class Run:
         """Return the stage of a step."""
         return next(s for s in self.stages if s.start <= step < s.end)
 
-    def initial_params(self) -> Params:
-        """Return pretrained or random weights, float32; each device reads or initialises only its shard."""
-        base = lora.base_config(self.model)
-        shardings = models.shardings(base, self.mesh, TRAIN)
-        if self.folder is not None:
-            params = self._pretrained(base, shardings)
-        else:
-            make = jax.jit(models.init, static_argnums=0, out_shardings=shardings)
-            params = make(base, run_key(self.config.seed, Purpose.WEIGHTS))
-        params = with_new_adapters(params, self.model, self.mesh, self.config.seed)
+    @property
+    def mesh(self) -> Mesh:
+        """Mesh of the policy."""
+        return self.meshes[POLICY]
+
+    def initial_params(self, role: str = POLICY) -> Params:
+        """Return pretrained or random weights, float32; each device reads or initialises only its shard.
+
+        Args:
+            role: of the model whose mesh they are for.
+        """
+        mesh, base = self.meshes[role], lora.base_config(self.model)
+        with jax.set_mesh(mesh):
+            if self.folder is not None:
+                params = self._pretrained(base, mesh)
+            else:
+                shardings = models.shardings(base, mesh, TRAIN)
+                make = jax.jit(models.init, static_argnums=0, out_shardings=shardings)
+                params = make(base, run_key(self.config.seed, Purpose.WEIGHTS))
+        params = with_new_adapters(params, self.model, mesh, self.config.seed)
         return lora.replace_weights(params, self.adapter)
 
-    def _pretrained(self, base: TransformerConfig, shardings: Params) -> Params:
+    def _pretrained(self, base: TransformerConfig, mesh: Mesh) -> Params:
         """Return the folder's weights; a missing value head is initialised with zeros."""
-        saved = read_config(self.folder)
-        params = load_params(self.folder, saved, models.shardings(saved, self.mesh, TRAIN), jnp.float32)
+        saved, shardings = read_config(self.folder), models.shardings(base, mesh, TRAIN)
+        params = load_params(self.folder, saved, models.shardings(saved, mesh, TRAIN), jnp.float32)
         if saved == base:
             return params
         fit = functools.partial(models.with_heads, config=base)
@@ -127,8 +139,10 @@ class Run:
 
     def reference(self) -> Reference:
         """Return the frozen reference of the last stage; its weights are loaded at their first use."""
-        abstract = self.stages[0].policy.abstract_state().params
-        return Reference(Path(self.config.run_dir), self.config.model.dtype, self.initial_params, abstract)
+        run_dir, dtype = Path(self.config.run_dir), self.config.model.dtype
+        abstract, mesh = self.stages[0].policy.abstract_state().params, self.meshes[REFERENCE]
+        initial = functools.partial(self.initial_params, REFERENCE)
+        return Reference(run_dir, dtype, initial, abstract, mesh if mesh != self.mesh else None)
 
     def initial_state(self) -> TrainState:
         return self.stages[0].init_state(self.initial_params())
@@ -167,8 +181,6 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     if config.lora.rank:
         on_first(lambda: check_export_folder(Path(config.run_dir) / "adapter", "adapter_config.json"))
     meshes = make_meshes(config)
-    check_asynchronous(config, meshes)
-    mesh = meshes[POLICY]
     model, tokenizer, folder = load_model_config(config.model)
     set_template(tokenizer, config.data.chat)
     check_vocabularies(config, tokenizer)
@@ -185,28 +197,36 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     engine = rewards = None
     if generates:
         rewards = open_rewards(config, rows, reward, closing)
-    stages = make_stages(config, model, mesh)
+    stages = make_stages(config, model, meshes)
     check_own_algorithm(stages[-1])
     if generates:
         ends = generation_end_ids(folder) if folder else ()
-        resident = resident_bytes(config, stages[-1], meshes[ROLLOUT_ENGINE])
+        resident = resident_bytes(config, stages[-1], meshes)
         engine = make_engine(config, model, meshes, tokenizer, ends, closing, folder, resident)
     if stages[0] is not stages[-1]:
         examples = config.warm_start.examples_per_step
         stages[0].source = DatasetSource(loaders["warm_start"], examples, stages[0].policy.algo)
     if rolls_out:
-        reward_models = [
-            load_reward_model(c, stages[-1].policy.config, mesh, tokenizer, config.data.chat)
-            for c in config.reward.models
-        ]
-        scorer = Scorer(rewards, reward_models)
+        scorer = Scorer(rewards, load_reward_models(config, stages[-1].policy.config, meshes, tokenizer))
         stages[-1].source = make_rollout_source(config, loaders["train"], engine, scorer, env)
     else:
         stages[-1].source = DatasetSource(loaders["train"], config.prompts_per_step, config.algo)
     evaluators = []
     if config.eval.every:
         evaluators = make_evaluators(config, loaders["eval"], stages[-1], engine, rewards, env)
-    return Run(config, mesh, model, tokenizer, folder, stages, evaluators, loaders, adapter)
+    return Run(config, meshes, model, tokenizer, folder, stages, evaluators, loaders, adapter)
+
+
+def load_reward_models(
+    config: TrainConfig, step: StepConfig, meshes: Mapping[str, Mesh], tokenizer: Any
+) -> list[RewardModel]:
+    """Return the reward models, each on its mesh."""
+    loaded = []
+    for i, model in enumerate(config.reward.models):
+        role = reward_role(i)
+        own = step_of(config, step, role, meshes[role])
+        loaded.append(load_reward_model(model, own, meshes[role], tokenizer, config.data.chat))
+    return loaded
 
 
 def open_loaders(config: TrainConfig, tokenizer: Any, columns: dict[str, Any]) -> dict[str, Loader]:
@@ -290,12 +310,14 @@ def make_rollout_source(
     )
 
 
-def resident_bytes(config: TrainConfig, stage: Stage, mesh: Mesh) -> int:
-    """Return the bytes on each device of a mesh during the whole run: states and frozen reference."""
-    state, devices = stage.abstract_state(), frozenset(mesh.devices.flat)
+def resident_bytes(config: TrainConfig, stage: Stage, meshes: Mapping[str, Mesh]) -> int:
+    """Return the bytes on each device of the rollout during the whole run: states and frozen reference."""
+    state, devices = stage.abstract_state(), frozenset(meshes[ROLLOUT_ENGINE].devices.flat)
     size = bytes_per_device(state, devices=devices)
-    if stage.needs_reference and not stage.policy.model.lora:
-        size += bytes_per_device(state.params, devices=devices) * jnp.dtype(config.model.dtype).itemsize // 4
+    if stage.needs_reference and (meshes[REFERENCE] != meshes[POLICY] or not stage.policy.model.lora):
+        shardings = models.shardings(stage.policy.model, meshes[REFERENCE], TRAIN)
+        weights = bytes_per_device(with_shardings(state.params, shardings), devices=devices)
+        size += weights * jnp.dtype(config.model.dtype).itemsize // 4
     return size
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -16,7 +14,7 @@ from jax.sharding import Mesh
 from jaxrl_llm import models
 from jaxrl_llm.data.chat import encode_prompt, prompt_messages, prompt_row
 from jaxrl_llm.data.config import ChatConfig
-from jaxrl_llm.data.packing import PackItem, pack, unpack
+from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.data.preference import conversation_text, pointwise_prompt
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.template import ChatRenderer, find_template
@@ -25,14 +23,17 @@ from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.folder import resolve_model
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.tokenizer import load_tokenizer, same_vocabulary
-from jaxrl_llm.learn.update import StepConfig, model_outputs
+from jaxrl_llm.learn.scoring import ScoringModel
+from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.rewards.config import RewardModelConfig
 from jaxrl_llm.rewards.extract import verdict_probability
-from jaxrl_llm.sharding.rules import TRAIN, put_rows
+from jaxrl_llm.sharding.rules import TRAIN
 from jaxrl_llm.structs import Params, Trajectory
 
 EXTRA_TOKENS = 128
 """Tokens of a row beyond the longest trajectory: the judge's prompt, and one token after the last."""
+PendingRewards = Callable[[], list[np.ndarray]]
+"""Waits for a reward model that has been started, and returns its scores."""
 MODEL_CHAT = ChatConfig()
 """Chat settings of a reward model: its own template, not the policy's."""
 
@@ -43,8 +44,7 @@ class RewardModel:
 
     config: RewardModelConfig
     params: Params
-    step: StepConfig
-    mesh: Mesh
+    model: ScoringModel
     tokenizer: Any
     chat: ChatConfig  # of the policy: system prompt, and whether prompts are chats
     rerenders: bool  # renders the conversation with its own template and tokenizer
@@ -55,11 +55,20 @@ class RewardModel:
         Args:
             examples: the row of each trajectory's prompt.
         """
+        return self.start(trajectories, examples)()
+
+    def start(self, trajectories: Sequence[Trajectory], examples: Sequence[Example]) -> PendingRewards:
+        """Dispatch the forward passes, and return the function that waits and returns the scores."""
         if self.config.kind == "generative":
-            return self._verdicts(trajectories, examples)
+            return self._start_verdicts(trajectories, examples)
         items = [self._item(t, e) for t, e in zip(trajectories, examples, strict=True)]
-        values = [row[1:] for row in self._outputs(items, "values")]  # after each token
-        return [self._scores(t, v) for t, v in zip(trajectories, values, strict=True)]
+        pending = self.model.start(self.params, items, ("values",))
+
+        def finish() -> list[np.ndarray]:
+            values = [outputs["values"][1:] for outputs in pending()]  # after each token
+            return [self._scores(t, v) for t, v in zip(trajectories, values, strict=True)]
+
+        return finish
 
     def _item(self, trajectory: Trajectory, example: Example) -> PackItem:
         """Return the trajectory and one more token: value t is that of the state after token t - 1."""
@@ -83,11 +92,13 @@ class RewardModel:
 
     def _truncated(self, ids: Sequence[int]) -> PackItem:
         """Return the last `row_tokens` of the ids as an item."""
-        ids = np.asarray(ids[-self.step.row_tokens :], np.int32)
+        ids = np.asarray(ids[-self.model.config.row_tokens :], np.int32)
         return PackItem(ids, np.ones(len(ids), np.float32))
 
-    def _verdicts(self, trajectories: Sequence[Trajectory], examples: Sequence[Example]) -> list[np.ndarray]:
-        """Return the probability of Yes against No, at each response's last token (arXiv 2408.15240)."""
+    def _start_verdicts(
+        self, trajectories: Sequence[Trajectory], examples: Sequence[Example]
+    ) -> PendingRewards:
+        """Start the probability of Yes against No, at each response's last token (arXiv 2408.15240)."""
         words = [self.tokenizer.encode(word, add_special_tokens=False)[0] for word in ("Yes", "No")]
         items = []
         for trajectory, example in zip(trajectories, examples, strict=True):
@@ -98,21 +109,16 @@ class RewardModel:
             judge_prompt = Example(({"role": "user", "content": content},), None)
             ids = encode_prompt(self.tokenizer, judge_prompt, MODEL_CHAT)
             items += [self._truncated([*ids, word]) for word in words]
-        logprobs = [row[-1] for row in self._outputs(items, "policy")]
-        scores = [np.zeros(len(t.response_ids), np.float32) for t in trajectories]
-        for row, yes, no in zip(scores, logprobs[::2], logprobs[1::2], strict=True):
-            row[-1] = (verdict_probability({"Yes": yes, "No": no}) - self.config.mean) / self.config.scale
-        return scores
+        pending = self.model.start(self.params, items)
 
-    def _outputs(self, items: Sequence[PackItem], name: str) -> list[np.ndarray]:
-        """Return one of `model_outputs` for each item."""
-        with jax.set_mesh(self.mesh):
-            batches = pack(items, self.step.row_tokens, self.step.rows)
-            rows = [
-                np.asarray(_run(self.params, put_rows(self.mesh, batch), self.step, name))
-                for batch in batches
-            ]
-        return unpack(rows, items, self.step.row_tokens)
+        def finish() -> list[np.ndarray]:
+            logprobs = [outputs["policy"][-1] for outputs in pending()]
+            scores = [np.zeros(len(t.response_ids), np.float32) for t in trajectories]
+            for row, yes, no in zip(scores, logprobs[::2], logprobs[1::2], strict=True):
+                row[-1] = (verdict_probability({"Yes": yes, "No": no}) - self.config.mean) / self.config.scale
+            return scores
+
+        return finish
 
     def _scores(self, trajectory: Trajectory, values: np.ndarray) -> np.ndarray:
         scores = np.zeros(len(trajectory.response_ids), np.float32)
@@ -126,11 +132,6 @@ class RewardModel:
         ends = sorted({*ends, last})
         scores[ends] = values[len(trajectory.prompt_ids) :][ends]
         return scores
-
-
-@functools.partial(jax.jit, static_argnames=("step", "name"))
-def _run(params: Params, batch, step: StepConfig, name: str) -> jax.Array:
-    return model_outputs(params, batch, step, (name,))[name]
 
 
 def _joined(messages: Sequence[dict[str, Any]]) -> str:
@@ -177,7 +178,7 @@ def load_reward_model(
     shardings = models.shardings(model, mesh, TRAIN)
     params = load_params(folder, model, shardings, jnp.dtype(step.dtype))
     step = replace(step, row_tokens=step.row_tokens + EXTRA_TOKENS, temperature=1.0)
-    return RewardModel(config, params, step, mesh, tokenizer, chat, rerenders)
+    return RewardModel(config, params, ScoringModel(step, mesh), tokenizer, chat, rerenders)
 
 
 def _same_template(tokenizer: Any, policy_tokenizer: Any, chat: ChatConfig) -> bool:
@@ -209,17 +210,19 @@ def _check_template(path: str, tokenizer: Any, chat: ChatConfig) -> None:
 
 
 def add_scores(
-    reward_models: Sequence[RewardModel], trajectories: Sequence[Trajectory], examples: Sequence[Example]
+    reward_models: Sequence[RewardModel],
+    trajectories: Sequence[Trajectory],
+    pending: Sequence[PendingRewards],
 ) -> None:
     """Add each model's weighted scores to the trajectories' rewards and components.
 
     Args:
-        examples: the row of each trajectory's prompt.
+        pending: `RewardModel.start` of each.
 
     A process model's scores go to its steps (`token_rewards`), an outcome model's to the response's reward.
     """
-    for model in reward_models:
-        for trajectory, scores in zip(trajectories, model(trajectories, examples), strict=True):
+    for model, finish in zip(reward_models, pending, strict=True):
+        for trajectory, scores in zip(trajectories, finish(), strict=True):
             weighted = model.config.weight * scores
             trajectory.components = (*trajectory.components, float(weighted.sum()))
             if model.config.kind != "process":

@@ -26,10 +26,14 @@ class Scorer:
     reward_models: Sequence[RewardModel] = ()
 
     def __call__(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> Metrics:
-        """Score responses to `prompts` (by their prompt_index), and return the verifier's metrics."""
-        metrics = verify(self.pool, prompts, trajectories)
+        """Score responses to `prompts` (by their prompt_index), and return the verifier's metrics.
+
+        The devices run the reward models while the verifier's workers score.
+        """
         examples = [prompts[t.prompt_index].example for t in trajectories]
-        add_scores(self.reward_models, trajectories, examples)
+        pending = [model.start(trajectories, examples) for model in self.reward_models]
+        metrics = verify(self.pool, prompts, trajectories)
+        add_scores(self.reward_models, trajectories, pending)
         return metrics
 
 

@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
 from jaxrl_llm.algos.contract import AlgoConfig
-from jaxrl_llm.data.packing import PackItem, counts, empty_batch, pack, unpack
+from jaxrl_llm.data.packing import PackItem, counts
+from jaxrl_llm.learn.scoring import ScoringModel
+from jaxrl_llm.learn.teachers import PlacedTeachers, Teachers, teachers_of
 from jaxrl_llm.learn.update import (
     StepConfig,
     accumulate,
@@ -23,15 +25,14 @@ from jaxrl_llm.learn.update import (
     baseline,
     combine,
     loss_and_metrics,
-    model_outputs,
 )
 from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.models.transformer import cast_weights
-from jaxrl_llm.sharding.rules import TRAIN, on_device, on_host, put_rows, row_sharding, with_shardings
+from jaxrl_llm.sharding.rules import TRAIN, on_device, on_host, with_shardings
 from jaxrl_llm.structs import Batch, BatchTotals, Metrics, Params, Program, TrainState
 
 
-class Learner:
+class Learner(ScoringModel):
     """Score and update one model. Stateless: weights and optimizer state are arguments and results."""
 
     def __init__(
@@ -42,18 +43,12 @@ class Learner:
         config: StepConfig,
         mesh: Mesh,
     ):
-        self.algo, self.model, self.optimizer, self.config, self.mesh = algo, model, optimizer, config, mesh
-        self.group_size = algos.of(algo).group_size
+        super().__init__(config, mesh, algos.of(algo).group_size)
+        self.algo, self.model, self.optimizer = algo, model, optimizer
         self.param_shardings = models.shardings(model, mesh, TRAIN)
-        self.replicated = NamedSharding(mesh, PartitionSpec())
         self.state_shapes = jax.eval_shape(self._fresh, models.abstract(model))
         self.state_shardings = self._shardings(self.state_shapes)
         trained_shardings = lora.split_params(self.param_shardings)[0]
-        self._score = jax.jit(
-            functools.partial(model_outputs, config=config),
-            static_argnames=("names",),
-            out_shardings=self.replicated,  # every process reads all of it
-        )
         self._zeros = jax.jit(
             lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
             out_shardings=trained_shardings,
@@ -77,20 +72,12 @@ class Learner:
         """Return shapes, types and shardings of the TrainState, to restore a checkpoint into."""
         return with_shardings(self.state_shapes, self.state_shardings)
 
-    def abstract_batch(self, signals: Sequence[str] = ()) -> Batch:
-        """Return shapes, types and shardings of a micro-batch with these signals."""
-        empty = empty_batch(self.config.rows, self.config.row_tokens, signals)
-        return with_shardings(empty, jax.tree.map(lambda x: row_sharding(self.mesh, x.shape), empty))
-
-    def score_program(self, params: Params, names: tuple[str, ...]) -> Program:
-        """Return the program that `score` runs for each micro-batch."""
-        return Program(self._score, (params, self.abstract_batch()), {"names": names})
-
-    def update_programs(self, signals: Sequence[str], teachers: Sequence[Params] = ()) -> dict[str, Program]:
+    def update_programs(self, signals: Sequence[str], teachers: Teachers = ()) -> dict[str, Program]:
         """Return the programs that `update` runs for each micro-batch ("accumulate") and after ("apply")."""
         state, batch = self.abstract_state(), self.abstract_batch(signals)
         number = jax.ShapeDtypeStruct((), jnp.float32)
         totals = BatchTotals(number, number, state.kl_coef)
+        teachers = teachers.abstract_outputs(batch) if isinstance(teachers, PlacedTeachers) else teachers
         with jax.set_mesh(self.mesh):
             if algos.of(self.algo).baseline:
                 totals = replace(totals, baseline=jax.eval_shape(self._baseline, batch, totals))
@@ -111,27 +98,8 @@ class Learner:
         with jax.set_mesh(self.mesh):
             return jax.jit(self._fresh, out_shardings=self.state_shardings, donate_argnums=0)(params)
 
-    def put(self, batch: Batch) -> Batch:
-        """Move host rows to the devices, divided among them. Every process holds the same host batch."""
-        return put_rows(self.mesh, batch)
-
-    def score(
-        self, params: Params, items: Sequence[PackItem], names: tuple[str, ...] = ("policy",)
-    ) -> list[dict[str, np.ndarray]]:
-        """Return `model_outputs` of each item, [t] aligned with its tokens (the first is 0). No gradient."""
-        bare = [PackItem(item.tokens, item.mask) for item in items]
-        with jax.set_mesh(self.mesh):
-            results = [self._score(params, batch, names=names) for batch in self._batches(bare)]
-        by_name = {
-            name: unpack(
-                [np.asarray(r[name]) for r in results], bare, self.config.row_tokens, self.group_size
-            )
-            for name in names
-        }
-        return [dict(zip(names, arrays, strict=True)) for arrays in zip(*by_name.values(), strict=True)]
-
     def update(
-        self, state: TrainState, minibatches: Sequence[Sequence[PackItem]], teachers: Sequence[Params] = ()
+        self, state: TrainState, minibatches: Sequence[Sequence[PackItem]], teachers: Teachers = ()
     ) -> tuple[TrainState, Metrics]:
         """Apply one optimizer update for each mini-batch, in order. The state passed in is donated."""
         collected = []
@@ -148,7 +116,7 @@ class Learner:
         batches: Sequence[Batch],
         num_tokens: float,
         num_sequences: float,
-        teachers: Sequence[Params] = (),
+        teachers: Teachers = (),
     ) -> tuple[TrainState, Metrics]:
         """Apply one optimizer update from micro-batches on the devices and their global denominators."""
         with jax.set_mesh(self.mesh):
@@ -157,22 +125,20 @@ class Learner:
             grads = self._zeros(trained)
             parts = []
             for batch in batches:
-                grads, part = self._accumulate(trained, grads, batch, totals, tuple(teachers), frozen)
+                read = teachers_of(batch, teachers)
+                grads, part = self._accumulate(trained, grads, batch, totals, read, frozen)
                 parts.append(part)
             new, metrics = self._apply(lora.trained_state(state), grads, combine(parts), totals.num_sequences)
             return lora.with_frozen(new, frozen), metrics
 
-    def measure(
-        self, state: TrainState, items: Sequence[PackItem], teachers: Sequence[Params] = ()
-    ) -> Metrics:
+    def measure(self, state: TrainState, items: Sequence[PackItem], teachers: Teachers = ()) -> Metrics:
         """Return loss and metrics of these items as one mini-batch, without an update."""
         batches = self._batches(items)
         with jax.set_mesh(self.mesh):
             totals = self._totals(batches, *counts(items, self.group_size), state.kl_coef)
-            return combine([self._measure(state.params, b, totals, tuple(teachers))[1] for b in batches])
-
-    def _batches(self, items: Sequence[PackItem]) -> list[Batch]:
-        return [self.put(b) for b in pack(items, self.config.row_tokens, self.config.rows, self.group_size)]
+            read = [teachers_of(batch, teachers) for batch in batches]
+            outputs = [self._measure(state.params, b, totals, t) for b, t in zip(batches, read, strict=True)]
+            return combine([metrics for _, metrics in outputs])
 
     def _totals(
         self, batches: Sequence[Batch], num_tokens: float, num_sequences: float, kl_coef

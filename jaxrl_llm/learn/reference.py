@@ -11,11 +11,15 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
+from jaxrl_llm import models
 from jaxrl_llm.checkpoint.state import CheckpointConfig, Checkpointer
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import lora
+from jaxrl_llm.sharding.placement import reshard
+from jaxrl_llm.sharding.rules import TRAIN
 from jaxrl_llm.structs import Params
 
 
@@ -27,12 +31,22 @@ class Reference:
 
     Args:
         initial: returns the initial weights.
-        abstract: shapes and shardings of the weights, to restore them into.
+        abstract: shapes and shardings of the policy's weights, to restore those that were saved into.
+        mesh: of the reference, which then holds a copy of all its weights; None = the policy's.
     """
 
-    def __init__(self, run_dir: Path, dtype: str, initial: Callable[[], Params], abstract: Params):
+    def __init__(
+        self,
+        run_dir: Path,
+        dtype: str,
+        initial: Callable[[], Params],
+        abstract: Params,
+        mesh: Mesh | None = None,
+    ):
         self.run_dir, self.dtype, self.initial, self.abstract = run_dir, dtype, initial, abstract
+        self.mesh = mesh
         self.weights: Params | None = None
+        self.placed: Params | None = None
 
     def params(self, start: int, step: int, current: Params) -> Params:
         """Return the reference of a stage.
@@ -42,6 +56,19 @@ class Reference:
             step: the step about to be taken.
             current: present weights of the policy.
         """
+        if self.mesh is None:
+            return self._shared(start, step, current)
+        if self.placed is None:
+            trained, frozen = lora.split_params(self._shared(start, step, current))
+            if current.config.lora:  # those of the policy are donated to its next update
+                trained = jax.tree.map(jnp.copy, trained)
+            shardings = models.shardings(current.config, self.mesh, TRAIN)
+            self.placed = reshard(lora.join_params(trained, frozen), shardings)
+            self.weights = None
+        return self.placed
+
+    def _shared(self, start: int, step: int, current: Params) -> Params:
+        """Return the reference, which shares the policy's arrays where the policy does not change them."""
         if current.config.lora and not start:
             return lora.base(current)  # the frozen weights themselves
         if self.weights is None:
@@ -100,7 +127,13 @@ class LogprobCache:
         return item.tokens.tobytes(), np.asarray(item.mask, np.int8).tobytes()
 
 
-@functools.partial(jax.jit, static_argnums=1)
 def freeze(params: Params, dtype: str) -> Params:
     """Return a copy in the compute type; the original is donated to the next update."""
+    sharding = jax.tree.leaves(params)[0].sharding
+    with jax.set_mesh(sharding.mesh) if isinstance(sharding, NamedSharding) else contextlib.nullcontext():
+        return _copy_as(params, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _copy_as(params: Params, dtype: str) -> Params:
     return jax.tree.map(lambda w: jnp.copy(w).astype(dtype), params)

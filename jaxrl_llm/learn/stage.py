@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -22,7 +22,10 @@ from jaxrl_llm.data.packing import IN_LOSS, PackItem
 from jaxrl_llm.learn import credit
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.reference import LogprobCache
+from jaxrl_llm.learn.scoring import PendingScores, ScoringModel
+from jaxrl_llm.learn.teachers import PlacedTeachers, Teachers
 from jaxrl_llm.models import lora
+from jaxrl_llm.sharding.placement import reshard
 from jaxrl_llm.structs import Metrics, Params, TrainState, Trajectory
 
 Timer = Callable[[str], contextlib.AbstractContextManager]
@@ -71,6 +74,8 @@ class Stage:
     critic_params: Params | None = None  # pretrained weights of the critic; None = the policy's
     critic_warmup: int = 0  # first steps in which the critic alone is updated
     teachers: tuple[Params, ...] = ()  # an item's label is the index of its teacher
+    reference_model: ScoringModel | None = None  # on a mesh of its own; None = the policy's
+    teacher_model: ScoringModel | None = None  # likewise, of all teachers
     updates_critic: bool = True
     reference_cache: LogprobCache = field(default_factory=LogprobCache)
 
@@ -87,6 +92,13 @@ class Stage:
         """True where the frozen reference model scores the items."""
         return self.requires.reference and not self.teachers
 
+    @functools.cached_property
+    def loss_teachers(self) -> Teachers:
+        """Teachers that the loss reads; those that are scored alone are none."""
+        if self.teacher_model and self.requires.divergence:
+            return PlacedTeachers(self.teacher_model, self.teachers, self.policy.mesh)
+        return self.teachers if self.requires.divergence else ()
+
     def abstract_state(self) -> TrainState:
         """Return shapes, types and shardings of the state, to restore a checkpoint into."""
         return replace(self.policy.abstract_state(), critic=self.critic and self.critic.abstract_state())
@@ -97,7 +109,7 @@ class Stage:
         if self.critic:
             fit = functools.partial(models.with_heads, config=self.critic.model)
             start = self.critic_params or jax.tree.map(jnp.copy, jax.jit(fit)(params))
-            critic = self.critic.init_state(jax.device_put(start, self.critic.param_shardings))
+            critic = self.critic.init_state(reshard(start, self.critic.param_shardings))
         state = self.policy.init_state(params)
         if critic and not self.critic_params:  # one frozen base for both
             critic = replace(critic, params=lora.share_frozen(critic.params, state.params))
@@ -135,55 +147,75 @@ class Stage:
             critic, values = self.critic.update(critic, minibatches)
             metrics |= {f"critic/{name}": value for name, value in values.items()}
         if not self.critic or step >= self.critic_warmup:
-            policy, values = self.policy.update(policy, minibatches, self.teachers)
+            policy, values = self.policy.update(policy, minibatches, self.loss_teachers)
             metrics |= values
         return replace(policy, critic=critic), metrics
 
     def measure(self, state: TrainState, items: Sequence[PackItem], reference: Params | None) -> Metrics:
         """Return loss and metrics on held-out items, without an update."""
         self.score(state, items, reference)
-        return self.policy.measure(state, items, self.teachers)
+        return self.policy.measure(state, items, self.loss_teachers)
 
     def score(self, state: TrainState, items: Sequence[PackItem], reference: Params | None) -> None:
         """Write the signals that the algorithm requires of the models before the update into the items."""
         if self.policy.config.old == "rollout":
             for item in items:
                 item.signals["old"] = item.signals["rollout"]
+        started = []  # all, before the first is waited for: those on disjoint devices run at the same time
         if outputs := policy_scores(self.requires, self.policy.config.old):
-            self._score(self.policy, state.params, items, outputs)
+            started.append(self._start(self.policy, state.params, items, outputs))
         if self.critic and self.updates_critic:
-            self._score(self.critic, state.critic.params, items, ("values",))
+            started.append(self._start(self.critic, state.critic.params, items, ("values",)))
         if self.requires.reference and self.teachers:
-            self._score_by_teacher(items)
+            started += self._start_teachers(items)
         elif reference is not None:
-            self._score_by_reference(reference, items)
+            started.append(self._start_reference(reference, items))
+        for write in started:
+            write()
 
-    def _score(
-        self, learner: Learner, params: Params, items: Sequence[PackItem], names: tuple[str, ...]
-    ) -> None:
-        for item, outputs in zip(items, learner.score(params, items, names), strict=True):
-            item.signals |= {"old" if name == "policy" else name: array for name, array in outputs.items()}
+    def _start(
+        self, model: ScoringModel, params: Params, items: Sequence[PackItem], names: tuple[str, ...]
+    ) -> Callable[[], None]:
+        """Start a model, and return the function that waits for its outputs and writes them."""
+        pending = model.start(params, items, names)
 
-    def _score_by_teacher(self, items: Sequence[PackItem]) -> None:
-        """Write the log-probs of each item under its own teacher, as the reference."""
+        def write() -> None:
+            for item, outputs in zip(items, pending(), strict=True):
+                item.signals |= {"old" if name == "policy" else name: x for name, x in outputs.items()}
+
+        return write
+
+    def _start_teachers(self, items: Sequence[PackItem]) -> Iterator[Callable[[], None]]:
+        """Start the log-probs of each item under its own teacher, the reference."""
         for index, teacher in enumerate(self.teachers):
             chosen = [item for item in items if round(float(item.signals["labels"][0])) == index]
-            outputs = self.policy.score(teacher, chosen) if chosen else []
-            for item, output in zip(chosen, outputs, strict=True):
-                item.signals["reference"] = output["policy"]
+            if chosen:
+                pending = (self.teacher_model or self.policy).start(teacher, chosen)
+                yield functools.partial(write_reference, chosen, pending)
 
-    def _score_by_reference(self, reference: Params, items: Sequence[PackItem]) -> None:
-        """Write the log-probs under the frozen reference; those of a dataset's rows are cached."""
-        cached = not algos.of(self.policy.algo).on_rollouts
-        known = [self.reference_cache.get(item) if cached else None for item in items]
+    def _start_reference(self, reference: Params, items: Sequence[PackItem]) -> Callable[[], None]:
+        """Start the log-probs under the frozen reference; those of a dataset's rows are cached."""
+        model = self.reference_model or self.policy
+        if algos.of(self.policy.algo).on_rollouts:
+            return functools.partial(write_reference, items, model.start(reference, items))
+        known = [self.reference_cache.get(item) for item in items]
         new = complete_groups([i for i, row in enumerate(known) if row is None], self.policy.group_size)
-        outputs = self.policy.score(reference, [items[i] for i in new]) if new else []
-        for i, output in zip(new, outputs, strict=True):
-            known[i] = output["policy"]
-            if cached:
+        pending = model.start(reference, [items[i] for i in new]) if new else list
+
+        def write() -> None:
+            for i, output in zip(new, pending(), strict=True):
+                known[i] = output["policy"]
                 self.reference_cache.put(items[i], known[i])
-        for item, row in zip(items, known, strict=True):
-            item.signals["reference"] = row
+            for item, row in zip(items, known, strict=True):
+                item.signals["reference"] = row
+
+        return write
+
+
+def write_reference(items: Sequence[PackItem], pending: PendingScores) -> None:
+    """Wait for the log-probs of a reference or teacher, and write them into the items."""
+    for item, output in zip(items, pending(), strict=True):
+        item.signals["reference"] = output["policy"]
 
 
 def policy_scores(requires: Requirements, old: str) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ copies of weights, sharded state) and "may be enough" where it depends on the co
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -98,9 +98,14 @@ def _rollout(plan: Plan, config: TrainConfig, phases: list[PhaseCost]) -> Iterat
         yield _saving(f"--rollout.slots {slots}", cache * (1 - slots / config.rollout.slots), over)
     if weights > plan.memory / 4:
         yield (
-            f"--mesh.tensor above {num_shards('heads', plan.mesh)}: each device holds "
+            f"--rollout.mesh.tensor above {num_shards('heads', rollout_sizes(plan))}: each device holds "
             f"{format_bytes(weights)} of rollout weights, which only tensor parallelism shards."
         )
+
+
+def rollout_sizes(plan: Plan) -> Mapping[str, int]:
+    """Return the axis sizes of the rollout's mesh."""
+    return plan.meshes.get("rollout", plan.mesh)
 
 
 def _devices(plan: Plan, over: list[PhaseCost]) -> Iterator[str]:

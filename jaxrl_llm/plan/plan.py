@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
+from jax.sharding import Mesh
 
+from jaxrl_llm.build.placement import POLICY, make_meshes
 from jaxrl_llm.config import TrainConfig, derived
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.kernels import check_kernels_setting, describe_kernels
@@ -15,7 +17,7 @@ from jaxrl_llm.plan.compiled import CompiledStats, compile_program
 from jaxrl_llm.plan.models import planned_model
 from jaxrl_llm.plan.phases import Phase, phases
 from jaxrl_llm.plan.target import CompileTarget
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.placement import device_ranges
 from jaxrl_llm.sharding.rules import HOST, bytes_per_device
 
 MEMORY_KINDS = (
@@ -43,6 +45,7 @@ class PhaseCost:
     compile_seconds: float
     error: str  # of the compiler, where the program alone is too large
     host: float = 0.0  # bytes in the memory of the host, for each device
+    devices: str = ""  # of each process, on which it needs the most; "" = all are alike
 
     @property
     def peak(self) -> float:
@@ -67,6 +70,7 @@ class Plan:
     derived: dict[str, int]
     versions: dict[str, str]
     kernels: str = ""  # implementations of attention and log-probs, and the reason
+    meshes: dict[str, dict[str, Any]] = field(default_factory=dict)  # of other roles -> devices and mesh
     selected: str = ""  # filter of the phases that were compiled, such as "update"; "" = all
     advice: list[str] = field(default_factory=list)
 
@@ -114,8 +118,8 @@ def make_plan(
         UserError: the recipe cannot run on these devices, with the fix.
     """
     check_kernels_setting()
-    mesh = make_mesh(config.mesh, target.devices)
-    step = phases(config, mesh)
+    meshes = make_meshes(config, target.devices)
+    step, mesh = phases(config, meshes), meshes[POLICY]
     selected = [p for p in step if not only or any(word.strip() in p.name for word in only.split(","))]
     if not selected:
         names = ", ".join(phase.name for phase in step)
@@ -123,8 +127,8 @@ def make_plan(
     costs = []
     for phase in selected:
         log(f"compiling {phase.name}")
-        stats = compile_program(phase.program, mesh, target.topology.platform)
-        costs.append(phase_cost(phase, stats, target))
+        stats = compile_program(phase.program, phase.mesh, target.topology.platform)
+        costs.append(phase_cost(phase, stats, target, device_groups(meshes)))
     return Plan(
         config.model.path or "architecture of the recipe",
         target.topology.name,
@@ -134,17 +138,42 @@ def make_plan(
         derived(config, mesh.size),
         {"jax": jax.__version__, "compiler": target.compiler},
         describe_kernels(planned_model(config.model), config.model.dtype, mesh, config.strict),
+        {
+            role.rstrip("."): {"devices": device_ranges(own.devices.flat, target.devices), **own.shape}
+            for role, own in meshes.items()
+            if len(set(meshes.values())) > 1
+        },
         only,
     )
 
 
-def phase_cost(phase: Phase, stats: CompiledStats, target: CompileTarget) -> PhaseCost:
-    """Return memory, FLOPs and roofline of the phase on one device."""
-    memory = {kind: float(bytes_per_device(phase.resident.get(kind, []))) for kind in MEMORY_KINDS}
+def device_groups(meshes: Mapping[str, Mesh]) -> list[list[Any]]:
+    """Return the devices in groups, those of one group being in the same meshes."""
+    groups: dict[tuple[bool, ...], list[Any]] = {}
+    for device in dict.fromkeys(device for mesh in meshes.values() for device in mesh.devices.flat):
+        groups.setdefault(tuple(device in mesh.devices for mesh in meshes.values()), []).append(device)
+    return list(groups.values())
+
+
+def phase_cost(
+    phase: Phase, stats: CompiledStats, target: CompileTarget, groups: Sequence[Sequence[Any]]
+) -> PhaseCost:
+    """Return memory, FLOPs and roofline of the phase on one device, of the group that needs the most.
+
+    Args:
+        groups: `device_groups`; the same arrays are on all devices of a group.
+    """
+
+    def resident(devices, memory: Literal["device", "pinned_host"] = "device") -> dict[str, float]:
+        kept = {kind: phase.resident.get(kind, []) for kind in MEMORY_KINDS}
+        return {kind: float(bytes_per_device(tree, memory, devices)) for kind, tree in kept.items()}
+
+    used = [group for group in groups if group[0] in phase.mesh.devices]
+    fullest = max(used, key=lambda group: sum(resident(group).values()))
+    memory, host = resident(fullest), sum(resident(fullest, HOST).values())
     padding = max(stats.arguments - bytes_per_device(phase.program.args), 0.0)
-    host = float(sum(bytes_per_device(phase.resident.get(kind, []), HOST) for kind in MEMORY_KINDS))
     memory["activations"] = stats.temporary + stats.outputs + padding
-    flops, roofline = phase.flops / len(target.devices), {}
+    flops, roofline = phase.flops / phase.mesh.size, {}
     if target.chip:
         sent = sum(collective.bytes for collective in stats.collectives.values())
         roofline = {
@@ -163,4 +192,5 @@ def phase_cost(phase: Phase, stats: CompiledStats, target: CompileTarget) -> Pha
         stats.seconds,
         stats.error,
         host,
+        device_ranges(fullest, target.devices) if len(groups) > 1 else "",
     )

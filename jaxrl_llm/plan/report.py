@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from rich.console import Console
 from rich.table import Table
 
@@ -13,6 +16,8 @@ def print_plan(plan: Plan, console: Console) -> None:
     mesh = " x ".join(f"{name} {size}" for name, size in plan.mesh.items() if size > 1) or "1 device"
     versions = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
     console.print(f"{plan.model} on {plan.topology} ({mesh}); compiled, not run ({versions})")
+    for role, placement in plan.meshes.items():
+        console.print(f"{role or 'policy'}: {format_placement(placement)}", highlight=False)
     console.print(plan.kernels, highlight=False, soft_wrap=True)
     console.print(memory_table(plan))
     console.print(work_table(plan))
@@ -26,14 +31,17 @@ def memory_table(plan: Plan) -> Table:
     used = [kind for kind in kinds if any(phase.memory[kind] for phase in plan.phases)]
     table = Table(title="Memory of each device", title_justify="left")
     table.add_column("phase", no_wrap=True)
-    for name in (*used, "peak", "of device memory"):
+    grouped = any(phase.devices for phase in plan.phases)
+    for name in (*["devices"] * grouped, *used, "peak", "of device memory"):
         table.add_column(name, justify="right")
     for phase in plan.phases:
         over = phase.peak > plan.memory or phase.error
         cells = [format_bytes(phase.memory[kind]) for kind in used]
         share = f"{phase.peak / plan.memory:.0%}"
         style = "bold red" if over else None
-        table.add_row(phase.name, *cells, format_bytes(phase.peak), share, style=style)
+        table.add_row(
+            phase.name, *[phase.devices] * grouped, *cells, format_bytes(phase.peak), share, style=style
+        )
     return table
 
 
@@ -54,6 +62,12 @@ def work_table(plan: Plan) -> Table:
     return table
 
 
+def format_placement(placement: Mapping[str, Any]) -> str:
+    """Format devices and axis sizes: "devices 0:2 of each process, tensor 4"."""
+    sizes = [f"{name} {size}" for name, size in placement.items() if name != "devices" and size > 1]
+    return f"devices {placement['devices']} of each process, {' x '.join(sizes) or '1 device'}"
+
+
 def format_collectives(phase: PhaseCost) -> str:
     """Format the collectives of a call, most bytes first."""
     by_bytes = sorted(phase.collectives.items(), key=lambda item: -item[1]["bytes"])
@@ -66,11 +80,24 @@ def verdict(plan: Plan) -> list[str]:
     peak, memory = plan.peak, f"of the {format_bytes(plan.memory)} that a run may use"
     host = max(phase.host for phase in plan.phases)
     lines = [f"Host memory: {format_bytes(host)} for each device, of optimizer moments."] if host else []
+    lines += [
+        f"Devices {name}: at most {format_bytes(cost.peak)}, in {cost.name}."
+        for name, cost in peaks(plan).items()
+    ]
     if plan.fits:
         return [*lines, f"Fits: at most {format_bytes(peak.peak)} {memory} on each device, in {peak.name}."]
     lines += [f"Does not fit: {peak.name} needs {format_bytes(peak.peak)} {memory} on each device."]
     lines += [f"Compilation of {phase.name} failed: {phase.error}" for phase in plan.phases if phase.error]
     return [*lines, *(["Settings to change, in this order:"] if plan.advice else []), *plan.advice]
+
+
+def peaks(plan: Plan) -> dict[str, PhaseCost]:
+    """Return the phase with the highest peak of each group of devices; {} where all devices are alike."""
+    by_group: dict[str, PhaseCost] = {}
+    for phase in plan.phases:
+        if phase.devices and phase.peak > getattr(by_group.get(phase.devices), "peak", 0.0):
+            by_group[phase.devices] = phase
+    return by_group
 
 
 def format_bytes(count: float) -> str:

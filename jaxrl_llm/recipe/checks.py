@@ -88,7 +88,7 @@ def check_model(
         ConfigError: one line for each thing that is wrong.
     """
     shape = _shape(config, sizes[""], max_position, heads)
-    _refuse([*_strict(config, sizes), *_divided(config, sizes[""]), *shape])
+    _refuse([*_strict(config, sizes), *_divided(config, sizes), *shape])
 
 
 def check_held_out(config: TrainConfig, rows: int) -> None:
@@ -164,9 +164,9 @@ def _teachers(config: TrainConfig) -> Iterator[str]:
 
 
 def _devices(config: TrainConfig) -> Iterator[str]:
-    placements = config.placements.items()
-    yield from _strict(config, {role: (own.mesh or config.mesh).sizes for role, own in placements})
-    yield from _divided(config, config.mesh.sizes)
+    sizes = {role: config.mesh_of(role).sizes for role in config.placements}
+    yield from _strict(config, sizes)
+    yield from _divided(config, sizes)
 
 
 def _strict(config: TrainConfig, sizes: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
@@ -176,22 +176,25 @@ def _strict(config: TrainConfig, sizes: Mapping[str, Mapping[str, int]]) -> Iter
         yield from strict_problems(config.rollout, config.model.dtype, max(num_devices))
 
 
-def _divided(config: TrainConfig, sizes: Mapping[str, int]) -> Iterator[str]:
+def _divided(config: TrainConfig, sizes: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
     """Yield what is wrong with rows that context parallelism shards; a size of -1 is not known yet.
 
-    Ring attention needs two chunks a device.
+    Ring attention needs two chunks a device. The rollout has no rows.
     """
-    ring = config.mesh.sequence_parallel == "ring"
-    shards = num_shards("sequence", sizes)
-    chunks = shards * (2 if ring else 1)
-    if shards > 1 and config.row_tokens % chunks:
-        sequences = config.row_tokens // config.max_tokens
-        more = -config.max_tokens % (chunks // math.gcd(sequences, chunks))
-        yield (
-            f"--mesh.sequence {shards} does not divide a row of {config.row_tokens} tokens "
-            f"(max_prompt_tokens + max_response_tokens){' into two chunks a device' if ring else ''}. "
-            f"Set --max_response_tokens {config.max_response_tokens + more}."
-        )
+    for role, own in config.placements.items():
+        if own.mesh is None or role == "rollout.":
+            continue
+        ring = config.mesh_of(role).sequence_parallel == "ring"
+        shards = num_shards("sequence", sizes[role])
+        chunks = shards * (2 if ring else 1)
+        if shards > 1 and config.row_tokens % chunks:
+            sequences = config.row_tokens // config.max_tokens
+            more = -config.max_tokens % (chunks // math.gcd(sequences, chunks))
+            yield (
+                f"--{role}mesh.sequence {shards} does not divide a row of {config.row_tokens} tokens "
+                f"(max_prompt_tokens + max_response_tokens){' into two chunks a device' if ring else ''}. "
+                f"Set --max_response_tokens {config.max_response_tokens + more}."
+            )
 
 
 def _model(config: TrainConfig) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from jaxrl_llm.ranges import Count, CountOrZero, Fraction, Range
 from jaxrl_llm.rewards.builtin import REWARDS
+from jaxrl_llm.sharding.config import PlacementConfig
 from jaxrl_llm.user_file import did_you_mean, missing_file, split_name
 
 MAX_SCORE = 1e6
@@ -21,8 +22,8 @@ TimeLimit = Annotated[float, Range(0.01, 1e6)]
 
 
 @dataclass(frozen=True)
-class RewardModelConfig:
-    """A reward model in this run's own memory, sharded as the policy is."""
+class RewardModelConfig(PlacementConfig):
+    """A reward model in this run's own memory, sharded as the policy is unless it has its own mesh."""
 
     path: str = ""
     """Hugging Face folder (a sequence classifier, such as reward_model_tiny.py leaves; for generative a
@@ -39,6 +40,7 @@ class RewardModelConfig:
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, what is wrong with it)."""
+        yield from super().problems()
         if not self.path:
             yield "path", "is empty: set the folder or hub name of a reward model."
 

@@ -6,6 +6,7 @@ process has devices in every mesh: it can give rows to each model, and read its 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -61,6 +62,15 @@ def select_devices(text: str, devices: Sequence[Device], flag: str) -> list[Devi
         )
     chosen = {device for own in by_process.values() for device in own[slice(*bounds)]}
     return [device for device in devices if device in chosen]
+
+
+def device_ranges(chosen: Iterable[Device], devices: Sequence[Device]) -> str:
+    """Return the ranges of each process's devices that these are: "0:2" or "0:2,6:8"."""
+    chosen = set(chosen)
+    first = next(iter(_by_process(devices).values()))
+    inside = [False, *(device in chosen for device in first), False]
+    ends = [i for i, (a, b) in enumerate(itertools.pairwise(inside)) if a != b]
+    return ",".join(f"{start}:{stop}" for start, stop in zip(ends[::2], ends[1::2], strict=True))
 
 
 def devices_of(tree: Any) -> frozenset[jax.Device]:

@@ -4,10 +4,10 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrl_llm.build.models import check_own_algorithm, make_stages
+from jaxrl_llm.build.placement import make_meshes
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learn.credit import _advantages
 from jaxrl_llm.recipe import load
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.structs import Rollouts
 
 FILE = """"Reward-weighted log-likelihood."
@@ -34,7 +34,7 @@ def config_of(tmp_path, text):
 
 def check(tmp_path, text):
     config = config_of(tmp_path, text)
-    check_own_algorithm(make_stages(config, config.model.architecture, make_mesh(MeshConfig()))[-1])
+    check_own_algorithm(make_stages(config, config.model.architecture, make_meshes(config))[-1])
 
 
 def test_a_sound_loss_passes(tmp_path):

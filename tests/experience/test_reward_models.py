@@ -81,11 +81,15 @@ def test_the_score_is_the_value_after_the_last_token(weights, folder):
         assert not row[:-1].any()
 
 
+def add_all(judges, trajectories, examples):
+    add_scores(judges, trajectories, [judge.start(trajectories, examples) for judge in judges])
+
+
 def test_models_are_mixed_by_weight_and_kept_apart(weights, folder):
     """1 (verifier) + 0.5 v + 2 (v - 1) / 4."""
     t = trajectory("3+4")
     v = values(weights, t)[-1]
-    add_scores([judge(folder, weight=0.5), judge(folder, weight=2.0, mean=1.0, scale=4.0)], [t], [SUM])
+    add_all([judge(folder, weight=0.5), judge(folder, weight=2.0, mean=1.0, scale=4.0)], [t], [SUM])
     assert t.reward == pytest.approx(1 + 0.5 * v + 2 * (v - 1) / 4, abs=1e-4)
     np.testing.assert_allclose(t.components, [1.0, 0.5 * v, 2 * (v - 1) / 4], atol=1e-4)
     assert t.token_rewards is None
@@ -94,7 +98,7 @@ def test_models_are_mixed_by_weight_and_kept_apart(weights, folder):
 def test_a_process_model_scores_the_end_of_each_step(weights, folder):
     """Steps end with a newline; the last one before the end token."""
     t = trajectory("3\n4\n5")
-    add_scores([judge(folder, kind="process", weight=2.0)], [t], [SUM])
+    add_all([judge(folder, kind="process", weight=2.0)], [t], [SUM])
     after = values(weights, t)[len(t.prompt_ids) :]
     wanted = np.zeros(6)
     for place in (1, 3, 4):
@@ -148,11 +152,13 @@ class Recorder:
     def __init__(self, monkeypatch, tokenizer):
         self.texts = []
 
-        def outputs(model, items, name):
+        def start(model, params, items, names=("policy",)):
             self.texts += [tokenizer.decode(item.tokens[:-1]) for item in items]
-            return [np.zeros(len(item.tokens), np.float32) for item in items]
+            return lambda: [
+                {name: np.zeros(len(item.tokens), np.float32) for name in names} for item in items
+            ]
 
-        monkeypatch.setattr("jaxrl_llm.experience.reward_models.RewardModel._outputs", outputs)
+        monkeypatch.setattr("jaxrl_llm.learn.scoring.ScoringModel.start", start)
 
 
 @pytest.fixture(scope="module")

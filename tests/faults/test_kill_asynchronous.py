@@ -81,9 +81,9 @@ def test_killed_with_adapters_dynamic_sampling_and_conversations(tmp_path):
     draws, ages = ({row[name] for row in rows[2:]} for name in ("dynamic/draws", "staleness/max"))
     assert len(draws) > 1 and 0 < max(ages) <= 4, (draws, ages)  # some steps update nothing
     assert all(row["env/turns_mean"] > 1 for row in rows[2:])
-    place, count, number, code = KILLS[2]
-    for signal_number, ended in ((signal.SIGKILL, -9), (number, code)):
-        end = run(killed, "-c", SIGNALLER, place, str(count + 3), str(int(signal_number)), more=more)
-        assert end.code == ended, f"{end.stdout}{end.stderr}"
+    place = "jaxrl_llm.learn.learner:Learner.update"
+    for count, number, code in ((5, signal.SIGKILL, -9), (2, signal.SIGTERM, EXIT_STOPPED)):
+        end = run(killed, "-c", SIGNALLER, place, str(count), str(int(number)), more=more)
+        assert end.code == code, f"{end.stdout}{end.stderr}"
     train(killed, *more)
     assert_same_run(killed, whole, STEPS, untimed)

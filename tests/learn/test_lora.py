@@ -11,6 +11,7 @@ import pytest
 from jaxrl_llm import algos, models
 from jaxrl_llm.algos import grpo, value
 from jaxrl_llm.build.models import make_stages, trained_config
+from jaxrl_llm.build.placement import make_meshes
 from jaxrl_llm.config import LoraConfig, ModelConfig, TrainConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import ConfigError
@@ -217,8 +218,8 @@ def test_every_kind_of_algorithm_trains_adapters(name):
         prompts_per_step=2,
         responses_per_prompt=2,
     )
-    mesh = make_mesh(config.mesh, jax.devices()[:1])
-    stage = make_stages(config, trained_config(BASE, config), mesh)[-1]
+    meshes = make_meshes(config, jax.devices()[:1])
+    stage = make_stages(config, trained_config(BASE, config), meshes)[-1]
     for built in filter(None, (stage.policy, stage.critic)):
         gradients = built.update_programs(loss_signals(stage))["accumulate"].args[1]
         names = [name for name, x in models.named_leaves(gradients) if x is not None]

@@ -95,9 +95,9 @@ def pair(seed):
 def test_a_frozen_reference_is_asked_once_for_a_row(monkeypatch):
     stage = Stage(learner(dpo.Config()))
     asked = []
-    real = stage.policy.score
+    real = stage.policy.start
     monkeypatch.setattr(
-        stage.policy, "score", lambda params, items, *a: asked.append(len(items)) or real(params, items, *a)
+        stage.policy, "start", lambda params, items, *a: asked.append(len(items)) or real(params, items, *a)
     )
     with jax.set_mesh(stage.policy.mesh):
         params = models.init(MODEL, jax.random.key(0))

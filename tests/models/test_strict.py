@@ -113,14 +113,17 @@ def test_gradients_are_those_of_the_plain_model():
 
 
 @pytest.mark.slow
-def test_a_whole_run_has_no_mismatch(tmp_path, monkeypatch):
-    """Two updates a step on rows of several trajectories; the old log-probs are scored, not the update's."""
-    monkeypatch.setattr("jaxrl_llm.build.run.make_mesh", lambda config: one_device())
+def test_a_whole_run_has_no_mismatch(tmp_path):
+    """Two updates a step on rows of several trajectories; the old log-probs are scored, not the update's.
+
+    The rollout has another device than the policy.
+    """
     code = main([
         *("--config", "grpo_tiny.py", "--run_dir", str(tmp_path), "--strict", "true", "--steps", "2"),
         *("--prompts_per_step", "4", "--responses_per_prompt", "4", "--minibatches_per_step", "2"),
         *("--warm_start.steps", "1", "--eval.every", "0", "--log.progress", "none", "--reward.workers", "1"),
         *("--rollout.slots", "8", "--tokens_per_device", "144", "--log.tensorboard", "false"),
+        *("--devices", "0:1", "--rollout.devices", "1:2"),
     ])  # fmt: skip
     assert code == 0
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()][-2:]

@@ -17,13 +17,13 @@ import numpy as np
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
 from jaxrl_llm.build.models import make_stages
+from jaxrl_llm.build.placement import POLICY, make_meshes
 from jaxrl_llm.config import ModelConfig, RolloutConfig, TrainConfig, TransformerConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.plan.plan import make_plan
 from jaxrl_llm.plan.target import open_target, parse_topology
 from jaxrl_llm.rollout.engine import Request
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.sharding.mesh import make_mesh
 
 MODEL = TransformerConfig(
     vocab_size=4096, hidden_size=512, mlp_size=2048, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=64
@@ -73,13 +73,14 @@ def items() -> list[PackItem]:
 
 
 def main() -> None:
-    mesh = make_mesh(CONFIG.mesh)
+    meshes = make_meshes(CONFIG)
+    mesh = meshes[POLICY]
     plan = make_plan(CONFIG, open_target(parse_topology("cpu")))
     planned: dict[str, float] = {}
     for phase in plan.phases:
         group = phase.name.split(":")[0]
         planned[group] = max(planned.get(group, 0.0), phase.peak)
-    stage = make_stages(CONFIG, MODEL, mesh)[-1]
+    stage = make_stages(CONFIG, MODEL, meshes)[-1]
     engine = NativeEngine(CONFIG.rollout, MODEL, mesh)
     with jax.set_mesh(mesh):
         make = jax.jit(models.init, static_argnums=0, out_shardings=stage.policy.param_shardings)

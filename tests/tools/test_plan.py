@@ -20,6 +20,7 @@ from jaxrl_kernels.chips import CHIPS, GIB, GPUS, TPUS
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
 from jaxrl_llm.build.models import make_stages
+from jaxrl_llm.build.placement import make_meshes
 from jaxrl_llm.config import ModelConfig, RolloutConfig, SamplingConfig, TrainConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import ConfigError
@@ -257,12 +258,12 @@ def described(tree):
 @pytest.mark.slow
 def test_a_plan_compiles_what_training_calls(monkeypatch):
     config = dataclasses.replace(CONFIG, mesh=MeshConfig(fsdp=4, tensor=2))
-    mesh = make_mesh(config.mesh)
-    planned = {phase.name: described(phase.program.args) for phase in phases(config, mesh)}
+    meshes = make_meshes(config)
+    planned = {phase.name: described(phase.program.args) for phase in phases(config, meshes)}
     rollout = [f"rollout: {name}" for name in ("publish", "prefill", "gather", "insert", "decode")]
     learned = ["score: policy", "score: reference", "update: accumulate", "update: apply"]
     assert list(planned) == rollout + learned
-    learner = (stage := make_stages(config, SMALL, mesh)[-1]).policy
+    learner = (stage := make_stages(config, SMALL, meshes)[-1]).policy
     called = {}
 
     def spy(name):
@@ -278,7 +279,7 @@ def test_a_plan_compiles_what_training_calls(monkeypatch):
         spy(name)
     ones = np.ones(8, np.float32)
     items = [PackItem(np.ones(8, np.int32), ones, {"rollout": ones, "advantages": ones}) for _ in range(16)]
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(learner.mesh):
         make = jax.jit(models.init, static_argnums=0, out_shardings=learner.param_shardings)
         state = stage.init_state(make(SMALL, jax.random.key(0)))
         stage.score(state, items, freeze(state.params, "bfloat16"))
@@ -354,8 +355,8 @@ def test_a_plan_on_one_cpu(tmp_path, monkeypatch, capsys):
 def test_asynchronous_rollout_holds_a_version_for_each_stale_step():
     def rollout_bytes(k, **fields):
         rollout = dataclasses.replace(CONFIG.rollout, max_staleness=k, devices="1:2" if k else "")
-        config = dataclasses.replace(CONFIG, rollout=rollout, **fields)
-        found = phases(config, make_mesh(MeshConfig(), jax.devices()[:1]))
+        config = dataclasses.replace(CONFIG, devices="0:1", rollout=rollout, **fields)
+        found = phases(config, make_meshes(config, jax.devices()[:2]))
         decode = next(phase for phase in found if phase.name == "rollout: decode")
         return bytes_per_device(decode.resident["rollout weights"])
 

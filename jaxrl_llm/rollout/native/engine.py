@@ -225,7 +225,8 @@ class NativeEngine:
                 bucket(length, MIN_LENGTH) for length in (max_prompt_tokens, max_response_tokens)
             )
         shapes = self._make_shapes(max_prompt_tokens, max_response_tokens, turns)
-        return largest_calls(self.programs, shapes, params, prompts, sampling, self._stop_ids(sampling))
+        calls = largest_calls(self.programs, shapes, params, prompts, sampling, self._stop_ids(sampling))
+        return calls | ({"publish": self.transfer.program(params)} if self.transfer.is_needed(params) else {})
 
     def compile_count(self) -> int:
         """Return the number of programs compiled so far; it is constant after `warm_up`."""

@@ -1,0 +1,76 @@
+"""Scoring: outputs of one model at each token, without gradient, on the model's own mesh."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_llm.data.packing import PackItem, empty_batch, pack, unpack
+from jaxrl_llm.learn.update import StepConfig, model_outputs
+from jaxrl_llm.sharding.rules import put_rows, row_sharding, with_shardings
+from jaxrl_llm.structs import Batch, Params, Program
+
+Scores = list[dict[str, np.ndarray]]
+PendingScores = Callable[[], Scores]
+"""Waits for the scores of a model that has been started, and returns them."""
+
+
+class ScoringModel:
+    """Forward pass of one model on one mesh. Stateless: weights are arguments."""
+
+    def __init__(self, config: StepConfig, mesh: Mesh, group_size: int = 1):
+        self.config, self.mesh, self.group_size = config, mesh, group_size
+        self.replicated = NamedSharding(mesh, PartitionSpec())
+        self._score = jax.jit(
+            functools.partial(model_outputs, config=config),
+            static_argnames=("names",),
+            out_shardings=self.replicated,  # every process reads all of it
+        )
+
+    def abstract_batch(self, signals: Sequence[str] = ()) -> Batch:
+        """Return shapes, types and shardings of a micro-batch with these signals."""
+        empty = empty_batch(self.config.rows, self.config.row_tokens, signals)
+        return with_shardings(empty, jax.tree.map(lambda x: row_sharding(self.mesh, x.shape), empty))
+
+    def score_program(self, params: Params, names: tuple[str, ...]) -> Program:
+        """Return the program that `start` runs for each micro-batch."""
+        return Program(self._score, (params, self.abstract_batch()), {"names": names})
+
+    def put(self, batch: Batch) -> Batch:
+        """Move host rows to the devices, divided among them. Every process holds the same host batch."""
+        return put_rows(self.mesh, batch)
+
+    def start(
+        self, params: Params, items: Sequence[PackItem], names: tuple[str, ...] = ("policy",)
+    ) -> PendingScores:
+        """Dispatch `model_outputs` of each item, and return the function that waits for them.
+
+        Nothing is read from the devices before, so that models on disjoint devices are scored at once.
+        """
+        bare = [PackItem(item.tokens, item.mask) for item in items]
+        with jax.set_mesh(self.mesh):
+            results = [self._score(params, batch, names=names) for batch in self._batches(bare)]
+
+        def finish() -> Scores:
+            by_name = {
+                name: unpack(
+                    [np.asarray(r[name]) for r in results], bare, self.config.row_tokens, self.group_size
+                )
+                for name in names
+            }
+            return [dict(zip(names, arrays, strict=True)) for arrays in zip(*by_name.values(), strict=True)]
+
+        return finish
+
+    def score(
+        self, params: Params, items: Sequence[PackItem], names: tuple[str, ...] = ("policy",)
+    ) -> Scores:
+        """Return `model_outputs` of each item, [t] aligned with its tokens (the first is 0). No gradient."""
+        return self.start(params, items, names)()
+
+    def _batches(self, items: Sequence[PackItem]) -> list[Batch]:
+        return [self.put(b) for b in pack(items, self.config.row_tokens, self.config.rows, self.group_size)]

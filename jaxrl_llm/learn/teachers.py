@@ -1,0 +1,96 @@
+"""Teachers on a mesh of their own, for losses that read their whole distributions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Float
+
+from jaxrl_llm.learn.scoring import ScoringModel
+from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.sharding.placement import reshard
+from jaxrl_llm.sharding.rules import TRAIN, row_sharding, sharding_for, with_shardings
+from jaxrl_llm.structs import Batch, Params
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["hidden", "head"], meta_fields=["config"])
+class TeacherOutputs:
+    """A teacher's hidden states of one micro-batch, called as the teacher itself would be."""
+
+    def __init__(self, hidden: Float[Array, "B T D"], head: Float[Array, "V D"], config: TransformerConfig):
+        self.hidden, self.head, self.config = hidden, head, config
+
+    def __call__(self, *args, **settings) -> Float[Array, "B T D"]:
+        """Return the hidden states; the arguments are those of `Transformer`."""
+        return self.hidden
+
+
+class PlacedTeachers:
+    """Teachers whose hidden states are computed on their own mesh, then sent to the policy's.
+
+    Their devices are one micro-batch ahead at most of what the policy's read: nothing waits in between.
+
+    Args:
+        model: the forward pass on the teachers' mesh.
+        teachers: their weights there.
+        mesh: of the policy, which gets the LM heads once and hidden states for each micro-batch.
+    """
+
+    def __init__(self, model: ScoringModel, teachers: Sequence[Params], mesh: Mesh):
+        self.model, self.teachers, self.mesh = model, teachers, mesh
+        self._heads: list[jax.Array] = []
+        self._forward = jax.jit(self._hidden)
+
+    def outputs(self, batch: Batch) -> tuple[TeacherOutputs, ...]:
+        """Return the outputs of all teachers for a micro-batch of the policy."""
+        if not self._heads:
+            self._heads = [reshard(t.head, self._head_sharding(t)) for t in self.teachers]
+        inputs = batch.tokens, batch.positions, batch.segments
+        inputs = reshard(inputs, tuple(row_sharding(self.model.mesh, x.shape) for x in inputs))
+        with jax.set_mesh(self.model.mesh):
+            hidden = [self._forward(teacher, *inputs) for teacher in self.teachers]
+        sent = [reshard(x, self._hidden_sharding(x.shape)) for x in hidden]
+        return self._join(sent, self._heads)
+
+    def abstract_outputs(self, batch: Batch) -> tuple[TeacherOutputs, ...]:
+        """Return shapes, types and shardings of `outputs`, of abstract teachers."""
+        dtype, (rows, tokens) = jnp.dtype(self.model.config.dtype), batch.tokens.shape
+        shapes = [(rows, tokens, teacher.config.hidden_size) for teacher in self.teachers]
+        hidden = [
+            with_shardings(jax.ShapeDtypeStruct(shape, dtype), self._hidden_sharding(shape))
+            for shape in shapes
+        ]
+        return self._join(hidden, [with_shardings(t.head, self._head_sharding(t)) for t in self.teachers])
+
+    def _hidden(self, teacher: Params, tokens, positions, segments) -> Float[Array, "B T D"]:
+        config = self.model.config
+        return teacher(
+            tokens,
+            positions,
+            segments,
+            dtype=jnp.dtype(config.dtype),
+            sequence_parallel=config.sequence_parallel,
+        )
+
+    def _join(self, hidden: Sequence, heads: Sequence) -> tuple[TeacherOutputs, ...]:
+        parts = zip(hidden, heads, self.teachers, strict=True)
+        return tuple(TeacherOutputs(x, head, teacher.config) for x, head, teacher in parts)
+
+    def _hidden_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
+        return sharding_for(self.mesh, ("batch", "sequence", "hidden"), shape, TRAIN)
+
+    def _head_sharding(self, teacher: Params) -> NamedSharding:
+        return sharding_for(self.mesh, ("vocab", "embed"), teacher.head.shape, TRAIN)
+
+
+Teachers = Sequence[Params] | PlacedTeachers
+"""Teachers as an update takes them: their weights on the policy's mesh, or elsewhere."""
+
+
+def teachers_of(batch: Batch, teachers: Teachers) -> tuple:
+    """Return the teachers as the programs of a micro-batch read them."""
+    return teachers.outputs(batch) if isinstance(teachers, PlacedTeachers) else tuple(teachers)

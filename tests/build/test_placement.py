@@ -1,0 +1,174 @@
+"""Reference, critic and teachers on meshes and devices of their own give the step of one device."""
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax._src.array import ArrayImpl
+
+from jaxrl_llm import models
+from jaxrl_llm.algos import gkd, grpo, ppo
+from jaxrl_llm.build.models import make_stages, trained_config
+from jaxrl_llm.build.placement import POLICY, REFERENCE, make_meshes
+from jaxrl_llm.config import (
+    CriticConfig,
+    LoraConfig,
+    MeshConfig,
+    OptimConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+from jaxrl_llm.data.packing import from_trajectory
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.learn.reference import Reference
+from jaxrl_llm.learn.scoring import ScoringModel
+from jaxrl_llm.learn.stage import Experience
+from jaxrl_llm.models import TransformerConfig, lora
+from jaxrl_llm.sharding.config import PlacementConfig
+from jaxrl_llm.sharding.placement import devices_of
+from jaxrl_llm.sharding.rules import TRAIN
+from jaxrl_llm.structs import Trajectory
+
+MODEL = TransformerConfig(
+    vocab_size=64, hidden_size=16, mlp_size=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4,
+    initializer_range=0.3,
+)  # fmt: skip
+OPTIM = OptimConfig(name="sgd", learning_rate=0.1, schedule="constant", warmup_steps=0)
+BASE = TrainConfig(
+    optim=OPTIM, prompts_per_step=2, responses_per_prompt=4, tokens_per_device=16, max_prompt_tokens=4,
+    max_response_tokens=4, devices="0:1",
+)  # fmt: skip
+OTHER_LAYOUT = PlacementConfig(mesh=MeshConfig(tensor=2))
+OTHER_DEVICES = PlacementConfig(mesh=MeshConfig(tensor=2), devices="4:8")
+CASES = {
+    "grpo": dict(algo=grpo.Config(kl_coef=0.1)),
+    "adapters": dict(algo=grpo.Config(kl_coef=0.1), lora=LoraConfig(rank=2)),
+    "ppo": dict(algo=ppo.Config(kl_coef=0.0), critic=CriticConfig(path="critic", optim=OPTIM)),
+    "gkd": dict(algo=gkd.Config(teachers=("teacher",))),
+    "gkd of one sample": dict(algo=gkd.Config(teachers=("teacher",), form="policy_gradient")),
+}
+ROLES = {"grpo": "reference", "adapters": "reference", "ppo": "critic", "gkd": "teacher"}
+ROLES["gkd of one sample"] = "teacher"
+
+
+class RandomModels:
+    """`hf.load.PretrainedModels` with random weights, a function of the name."""
+
+    def config(self, path):
+        return MODEL
+
+    def params(self, path, config, shardings, dtype):
+        make = jax.jit(models.init, static_argnums=0, out_shardings=shardings)
+        return jax.tree.map(lambda w: w.astype(dtype), make(config, jax.random.key(len(path))))
+
+
+def test_asynchronous_rollout_shares_no_device(monkeypatch):
+    def refusal(rollout, **fields):
+        config = replace(BASE, rollout=RolloutConfig(max_staleness=1, devices=rollout), **fields)
+        with pytest.raises(UserError) as raised:
+            make_meshes(config)
+        return str(raised.value)
+
+    assert "--rollout.devices 0:2 and --devices have 1 device(s) in common. Set --devices to" in refusal(
+        "0:2"
+    )
+    shared = refusal("4:8", reference=PlacementConfig(devices="6:8"))
+    assert "--rollout.devices 4:8 and --reference.devices have 2 device(s) in common" in shared
+    alone = replace(BASE, devices="0:2", rollout=RolloutConfig(max_staleness=1, devices="4:8"))
+    assert make_meshes(alone)["rollout."].size == 4
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert "on CPUs with several processes the rollout must" in refusal("4:8", devices="0:2")
+
+
+def trajectories(seed, n=8):
+    rng = np.random.default_rng(seed)
+    ids = lambda length: rng.integers(1, 64, length).astype(np.int32)
+    return [
+        Trajectory(
+            prompt_ids=ids(3), response_ids=ids(4), logprobs=np.full(4, -4.0, np.float32), mask=np.ones(4),
+            versions=np.zeros(4), prompt_index=i // 4, response_index=i % 4, finish="stop",
+            reward=float(i % 2),
+        )
+        for i in range(n)
+    ]  # fmt: skip
+
+
+def built(case, role=None, placement=None, tmp_path=Path()):
+    """(stage, state, reference) of a case, one role placed elsewhere than the policy."""
+    config = replace(BASE, model=replace(BASE.model, dtype="float32"), **CASES[case])
+    if role:
+        own = getattr(config, role)
+        placed = {"mesh": placement.mesh, "devices": placement.devices}
+        config = replace(config, devices="0:4", **{role: replace(own, **placed)})
+    meshes = make_meshes(config)
+    model = trained_config(MODEL, config)
+    stage = make_stages(config, model, meshes, RandomModels())[-1]
+
+    def initial(role=POLICY):
+        with jax.set_mesh(meshes[role]):
+            shardings = models.shardings(model, meshes[role], TRAIN)
+            return jax.jit(models.init, static_argnums=0, out_shardings=shardings)(model, jax.random.key(0))
+
+    other = meshes[REFERENCE] if meshes[REFERENCE] != meshes[POLICY] else None
+    first = functools.partial(initial, REFERENCE)
+    reference = Reference(tmp_path, "float32", first, stage.policy.abstract_state().params, other)
+    with jax.set_mesh(meshes[POLICY]):
+        state = stage.init_state(initial())
+        if config.lora.rank:  # B is zero at first
+            noisy = jax.tree.map(lambda w: w + 0.01, lora.split_params(state.params)[0])
+            state = lora.with_frozen(replace(state, params=noisy), lora.split_params(state.params)[1])
+    return stage, state, reference
+
+
+def steps(stage, state, reference, count=2):
+    """(metrics of each step, final weights, weights of the reference)."""
+    collected, frozen = [], None
+    with jax.set_mesh(stage.policy.mesh):
+        for step in range(count):
+            if stage.needs_reference:
+                frozen = reference.params(0, step, state.params)
+            batch = trajectories(step)
+            items = [from_trajectory(t) for t in batch]
+            if stage.teachers:
+                for item in items:
+                    item.signals["labels"] = np.zeros(len(item.tokens), np.float32)
+            minibatches = stage.prepare(state, Experience(items, {}, 0, [], batch), frozen, seed=step)
+            state, metrics = stage.update(state, minibatches, step)
+            collected.append(jax.device_get(metrics))
+    return collected, jax.tree.map(np.asarray, state.params), frozen
+
+
+@functools.cache
+def on_one_device(case):
+    return steps(*built(case))[:2]
+
+
+@pytest.mark.parametrize("placement", [OTHER_LAYOUT, OTHER_DEVICES], ids=["layout", "devices"])
+@pytest.mark.parametrize("case", ROLES)
+def test_a_model_of_any_placement_gives_the_step_of_one_device(case, placement):
+    stage, state, reference = built(case, ROLES[case], placement)
+    metrics, params, frozen = steps(stage, state, reference)
+    for mine, other in zip(metrics, on_one_device(case)[0], strict=True):
+        assert mine.keys() == other.keys() and mine["grad_norm"] > 1e-3
+        for name, value in other.items():
+            np.testing.assert_allclose(mine[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
+    for w, other in zip(*map(jax.tree.leaves, (params, on_one_device(case)[1])), strict=True):
+        np.testing.assert_allclose(w, other, rtol=1e-5, atol=2e-6)
+    place = set(jax.devices()[4:8] if placement.devices else jax.devices()[:4])
+    weights = {"critic": state.critic and state.critic.params, "teacher": stage.teachers, "reference": frozen}
+    assert devices_of(weights[ROLES[case]]) == place
+
+
+def test_models_are_all_started_before_the_first_is_waited_for(monkeypatch):
+    """No host sync separates them, so that those on disjoint devices run at the same time."""
+    stage, state, _ = built("ppo", "critic", OTHER_DEVICES)
+    stage.policy.config = replace(stage.policy.config, old="recompute")
+    events, start, value = [], ScoringModel.start, ArrayImpl._value.fget
+    monkeypatch.setattr(ScoringModel, "start", lambda *args: events.append("start") or start(*args))
+    monkeypatch.setattr(ArrayImpl, "_value", property(lambda x: events.append("read") or value(x)))
+    with jax.set_mesh(stage.policy.mesh):
+        stage.score(state, [from_trajectory(t) for t in trajectories(0)], None)
+    assert events[:2] == ["start", "start"] and set(events[2:]) == {"read"}
