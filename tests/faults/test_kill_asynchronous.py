@@ -59,28 +59,23 @@ def test_killed_ahead_of_training(tmp_path):
     assert_same_run(killed, whole, STEPS, untimed)
 
 
-ENV = """
-from jaxrl_llm.envs.env import Step
-
-class Twice:
-    async def reset(self, example, seed): pass
-    async def step(self, state, turn):
-        return Step("go on", float(len(turn.text) % 3 == 0), done=turn.number == 2)
+COARSE = """
+def coarse(solution_str, ground_truth):  # few values, so that groups without variance are frequent
+    return float(len(solution_str) % 3 == 0)
 """
 
 
 @pytest.mark.slow
-def test_killed_with_adapters_dynamic_sampling_and_conversations(tmp_path):
-    (tmp_path / "env.py").write_text(ENV)
+def test_killed_with_adapters_and_dynamic_sampling(tmp_path):
+    """Without environments: when these reply decides which turns are in a batch, and so the last bits."""
+    (tmp_path / "coarse.py").write_text(COARSE)
     more = ["--algo", "dapo", "--algo.max_draws", "3", "--lora.rank", "2", "--max_response_tokens", "24"]
-    more += ["--rollout.sampling.stop", *"12345"]
-    more += ["--env.name", f"{tmp_path / 'env.py'}:Twice", "--reward.name", "none"]
+    more += ["--rollout.sampling.stop", *"12345", "--reward.name", f"{tmp_path / 'coarse.py'}:coarse"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     train(whole, *more)
     rows = lines(whole / "run/metrics.jsonl")
     draws, ages = ({row[name] for row in rows[2:]} for name in ("dynamic/draws", "staleness/max"))
     assert len(draws) > 1 and 0 < max(ages) <= 4, (draws, ages)  # some steps update nothing
-    assert all(row["env/turns_mean"] > 1 for row in rows[2:])
     place = "jaxrl_llm.learn.learner:Learner.update"
     for count, number, code in ((5, signal.SIGKILL, -9), (2, signal.SIGTERM, EXIT_STOPPED)):
         end = run(killed, "-c", SIGNALLER, place, str(count), str(int(number)), more=more)

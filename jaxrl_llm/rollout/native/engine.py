@@ -81,6 +81,7 @@ class NativeEngine:
         self.metrics: Metrics = {}
         self.transfer = WeightTransfer(self.programs)
         self._published, self._resident, self._shares_devices = None, resident, True
+        self._pages: int | None = None  # that each device has memory for
         self._shapes = self._make_shapes(1, 1, False)
 
     def publish(self, params: Params, version: int) -> Metrics:
@@ -239,10 +240,13 @@ class NativeEngine:
         if not self.programs.page_size:
             return shapes
         required = pages_required(shapes, num_shards, self.programs.page_size)
-        reserved = config.max_staleness * self.transfer.bytes_of_version()  # of earlier calls of `publish`
-        reserved += 0 if self._published else self._resident + rollout_weight_bytes(self.programs)
-        available = config.pages or self.share(pages_in_free_memory(self.programs, reserved))
-        return dataclasses.replace(shapes, num_pages=NULL_PAGE + 1 + min(required, available or required))
+        if self._pages is None or not config.max_staleness:  # later the free memory depends on the time
+            reserved = (
+                config.max_staleness * self.transfer.bytes_of_version()
+            )  # of earlier calls of `publish`
+            reserved += 0 if self._published else self._resident + rollout_weight_bytes(self.programs)
+            self._pages = config.pages or self.share(pages_in_free_memory(self.programs, reserved))
+        return dataclasses.replace(shapes, num_pages=NULL_PAGE + 1 + min(required, self._pages or required))
 
     def _fit_shapes(self, requests: list[Request], turns: bool) -> None:
         """Make the shapes large enough; in buckets, so that not every longer request changes them all."""

@@ -55,7 +55,7 @@ class WeightTransfer:
         self._copies = {i: x for i, x in leaves.items() if self._is_frozen[i]}
         return jax.tree.unflatten(self._structure, [leaves[i] for i in range(len(leaves))])
 
-    def own_weights(self, weights: DecodeWeights) -> list[jax.Array]:
+    def versioned_weights(self, weights: DecodeWeights) -> list[jax.Array]:
         """Return the weights that each version has for itself: all, or adapters where the base is frozen."""
         return [
             x for x, is_frozen in zip(jax.tree.leaves(weights), self._is_frozen, strict=True) if not is_frozen
@@ -64,7 +64,9 @@ class WeightTransfer:
     def bytes_of_version(self) -> int:
         """Return the bytes on each device that a further version of the weights takes."""
         weights = jax.eval_shape(self.programs.zero_weights)
-        return bytes_per_device(self.own_weights(with_shardings(weights, self.programs.shardings["weights"])))
+        return bytes_per_device(
+            self.versioned_weights(with_shardings(weights, self.programs.shardings["weights"]))
+        )
 
     def free(self) -> None:
         """Free the copies of frozen weights."""
