@@ -16,10 +16,10 @@ STEPS = [1, 2, 3, 4, 5, 6, 7, 8]  # two of the SFT warm-up, six of GRPO
 ARGS = [*AHEAD, "--steps", "6", "--checkpoint.every", "2", "--checkpoint.keep", "9"]
 
 KILLS = [
-    ("jaxrl_llm.learn.learner:Learner.update", 4, signal.SIGKILL, -9),  # while later steps are generated
-    ("jaxrl_llm.rollout.native.schedule:Scheduler._decode", 9, signal.SIGKILL, -9),  # in the thread
-    ("jaxrl_llm.learn.learner:Learner.update", 2, signal.SIGTERM, EXIT_STOPPED),
     ("jaxrl_llm.checkpoint.state:write_manifest", 1, signal.SIGKILL, -9),
+    ("jaxrl_llm.learn.learner:Learner.update", 4, signal.SIGKILL, -9),  # while later steps are generated
+    ("jaxrl_llm.learn.learner:Learner.update", 2, signal.SIGTERM, EXIT_STOPPED),
+    ("jaxrl_llm.rollout.native.schedule:Scheduler._decode", 2, signal.SIGKILL, -9),  # in the thread
 ]
 
 
