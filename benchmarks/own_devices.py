@@ -67,7 +67,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--delay", type=float, default=0.02, help="simulated seconds a decoded token, besides its compute"
+        "--delay", type=float, default=0.03, help="simulated seconds a decoded token, besides its compute"
     )
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
@@ -84,6 +84,7 @@ def main() -> None:
         label: [ratio(a, b) for a, b in zip(runs[synchronous], runs[label], strict=True)] for label in others
     }
     report = {"simulated_seconds_per_token": options.delay, "devices": DEVICES, "cores": os.cpu_count()}
+    report["load_average"] = os.getloadavg()[2]  # of 15 minutes: other jobs take cores from both sides
     text = json.dumps({**report, "speedup": speedup, "runs": runs}, indent=2)
     (RESULTS / "own_devices.json").write_text(text + "\n")
     print(text)
