@@ -49,6 +49,7 @@ CASES = [
     Case("Qwen/Qwen3-4B", "v5e-16", "--rollout.slots 128 --mesh.tensor 2"),
     Case("Qwen/Qwen3-8B", "h100x8", "--rollout.slots 256"),
     Case("Qwen/Qwen3-8B", "v6e-16", "--rollout.slots 256"),
+    Case("Qwen/Qwen3-8B", "v5e-16", "--rollout.slots 128 --rollout.mesh.tensor 4 --tokens_per_device 1536"),
     Case("Qwen/Qwen3-8B", "v5e-64", "--rollout.slots 256 --mesh.tensor 4"),
     Case("Qwen/Qwen3-32B", "h200x8", "--rollout.slots 256 --mesh.tensor 4"),
     Case("Qwen/Qwen3-32B", "v5p-64", "--rollout.slots 256 --mesh.tensor 4"),
@@ -114,6 +115,9 @@ def line(case: Case) -> str:
     largest = lambda *kinds: max(sum(phase["memory"][kind] for kind in kinds) for phase in phases) / GIB
     state = largest("parameters", "optimizer", "gradients", "frozen models")
     mesh = " x ".join(f"{name} {size}" for name, size in plan["mesh"].items() if size > 1) or "one device"
+    rollout = plan.get("meshes", {}).get("rollout", plan["mesh"])
+    if rollout["tensor"] != plan["mesh"]["tensor"]:
+        mesh += f", of the rollout tensor {rollout['tensor']}"
     cells = [
         case.model,
         case.topology,

@@ -42,7 +42,10 @@ COMMANDS = {
     "export": export.ExportArguments,
     "plan": plan.PlanArguments,
 }
-OPTIONAL = ("critic.mesh.fsdp", "data.eval.0.path", "reward.models.0.path", "reward.models.1.path")
+OPTIONAL = (
+    *("data.eval.0.path", "reward.models.0.path", "reward.models.1.path", "reward.models.0.mesh.fsdp"),
+    *(f"{role}.mesh.fsdp" for role in ("critic", "reference", "rollout", "teacher")),
+)
 """Keys of parts that recipes may lack."""
 OUTPUTS = re.compile(r"(runs|checkpoints|hf|adapter|tensorboard)/")  # of a run
 PLACEHOLDER = re.compile(r"my_\w+\.py(:\w+)?|(file|RECIPE|FILE)\.py(:\w+)?|[A-Z_]+|\.\.\.|/path/.*|\[.*")

@@ -14,20 +14,32 @@ SIZES = {"hidden_size": 16, "mlp_size": 16, "num_layers": 1, "head_dim": 4}  # i
 ARGS = [
     *("--config", "grpo_tiny.py", "--steps", "2", "--warm_start.steps", "1", "--algo.kl_coef", "0.1"),
     *("--prompts_per_step", "4", "--responses_per_prompt", "2", "--eval.prompts", "4", "--eval.every", "2"),
-    *("--warm_start.examples_per_step", "8", "--tokens_per_device", "28", "--checkpoint.every", "2"),
+    *("--warm_start.examples_per_step", "8", "--tokens_per_device", "24", "--checkpoint.every", "2"),
     *("--mesh.data", "2", "--mesh.fsdp", "4", "--log.progress", "none", "--log.tensorboard", "false"),
     *("--rollout.slots", "8", "--reward.workers", "1", "--model.remat", "none"),
     *(word for field, size in SIZES.items() for word in (f"--model.architecture.{field}", str(size))),
 ]
 
 
+ADAPTERS = ["--lora.rank", "2", "--optim.offload", "True"]
+PLACED = [
+    *("--mesh.fsdp", "2", "--devices", "0:2", "--rollout.devices", "2:4", "--rollout.mesh.tensor", "2"),
+    *("--reference.devices", "2:4", "--reference.mesh.fsdp", "4"),
+]
+"""Each process gives two devices to the policy, and two to rollout and reference."""
+
+
 @pytest.mark.parametrize(
-    "more",
-    [[], pytest.param(["--lora.rank", "2", "--optim.offload", "True"], marks=pytest.mark.slow)],
-    ids=["full", "adapters, moments on the host"],
+    ("more", "placed"),
+    [
+        ([], []),
+        pytest.param(ADAPTERS, [], marks=pytest.mark.slow),
+        pytest.param([], PLACED, marks=pytest.mark.slow),
+    ],
+    ids=["full", "adapters, moments on the host", "models on devices of their own"],
 )
-def test_two_processes_train_as_one(more, tmp_path):
-    check_two_processes([*ARGS, *more], [], [], 8, tmp_path)
+def test_two_processes_train_as_one(more, placed, tmp_path):
+    check_two_processes([*ARGS, *more], [], placed, 8, tmp_path)
 
 
 ENV = """
@@ -37,26 +49,18 @@ class Twice:
     async def reset(self, example, seed): pass
     async def step(self, state, turn): return Step("1", done=turn.number == 2)
 """
+IN_ONE = ["--devices", "0:4", "--rollout.devices", "4:6"]
+IN_TWO = ["--devices", "0:2", "--rollout.devices", "2:3"]
 
 
 @pytest.mark.slow
 def test_two_processes_give_a_device_each_to_asynchronous_rollout(tmp_path):
     """Conversations, whose replies process 0 shares in the thread, while the main threads share others."""
     (tmp_path / "env.py").write_text(ENV)
-    args = [
-        *ARGS,
-        "--mesh.fsdp",
-        "2",
-        "--rollout.mesh.fsdp",
-        "2",
-        "--rollout.max_staleness",
-        "1",
-        "--steps",
-        "3",
-    ]
-    args += ["--env.name", f"{tmp_path / 'env.py'}:Twice", "--rollout.sampling.stop", *"12345"]
-    one = ["--devices", "0:4", "--rollout.devices", "4:6"]
-    check_two_processes(args, one, ["--devices", "0:2", "--rollout.devices", "2:3"], 6, tmp_path)
+    args = [*ARGS, "--mesh.fsdp", "2", "--rollout.mesh.fsdp", "2", "--rollout.max_staleness", "1"]
+    args += ["--steps", "3", "--env.name", f"{tmp_path / 'env.py'}:Twice"]
+    args += ["--rollout.sampling.stop", *"12345"]
+    check_two_processes(args, IN_ONE, IN_TWO, 6, tmp_path)
     assert [row["staleness/max"] for row in untimed_metrics(tmp_path / "two")[1:]] == [0, 1, 1]
 
 
@@ -64,11 +68,9 @@ def check_two_processes(args, of_one, of_two, devices, tmp_path):
     """Compare the runs of one process and of two with half of its devices each."""
     (tmp_path / "reward.py").write_text(DIGITS)
     args = [*args, "--reward.name", f"{tmp_path / 'reward.py'}:digits"]
-    one, two = (
-        [*args, *more, "--run_dir", str(tmp_path / n)] for more, n in ((of_one, "one"), (of_two, "two"))
-    )
-    run_processes(TRAIN, 1, one, devices=devices, initialize=False)
-    run_processes(TRAIN, 2, two, devices=devices // 2, initialize=False)
+    for n, name, more in ((1, "one", of_one), (2, "two", of_two)):
+        words = [*args, *more, "--run_dir", str(tmp_path / name)]
+        run_processes(TRAIN, n, words, devices=devices // n, initialize=False)
     one, two = untimed_metrics(tmp_path / "one"), untimed_metrics(tmp_path / "two")
     assert [row["step"] for row in two] == list(range(1, len(one) + 1)) and len(one) > 2
     for a, b in zip(one, two, strict=True):

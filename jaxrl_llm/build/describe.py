@@ -19,6 +19,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.kernels import describe_kernels
 from jaxrl_llm.models.lora import trained_state
 from jaxrl_llm.report.log import PROMPTS
+from jaxrl_llm.sharding.placement import format_placement, placement_of
 
 MIN_LORA_RATE = 5e-6
 
@@ -33,6 +34,9 @@ def start_lines(run: Run, start: int) -> Iterator[str]:
     weights = sum(math.prod(w.shape) for w in jax.tree.leaves(policy.abstract_state().params))
     mesh = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
     yield f"{weights / 1e6:,.1f}M weights on {run.mesh.size} {jax.devices()[0].device_kind} device(s): {mesh}"
+    for role, own in run.meshes.items():
+        if own != run.mesh:
+            yield f"{role.rstrip('.')}: {format_placement(placement_of(own, jax.devices()))}"
     yield describe_kernels(policy.model, config.model.dtype, run.mesh, config.strict)
     yield ", ".join(f"{k} {v:,}" for k, v in derived(config, run.mesh.size).items())
     if line := staleness_line(config):

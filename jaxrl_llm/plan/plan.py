@@ -17,7 +17,7 @@ from jaxrl_llm.plan.compiled import CompiledStats, compile_program
 from jaxrl_llm.plan.models import planned_model
 from jaxrl_llm.plan.phases import Phase, phases
 from jaxrl_llm.plan.target import CompileTarget
-from jaxrl_llm.sharding.placement import device_ranges
+from jaxrl_llm.sharding.placement import device_ranges, placement_of
 from jaxrl_llm.sharding.rules import HOST, bytes_per_device
 
 MEMORY_KINDS = (
@@ -70,7 +70,8 @@ class Plan:
     derived: dict[str, int]
     versions: dict[str, str]
     kernels: str = ""  # implementations of attention and log-probs, and the reason
-    meshes: dict[str, dict[str, Any]] = field(default_factory=dict)  # of other roles -> devices and mesh
+    meshes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Role -> devices and mesh, of the policy and those that have others; {} where all have the policy's."""
     selected: str = ""  # filter of the phases that were compiled, such as "update"; "" = all
     advice: list[str] = field(default_factory=list)
 
@@ -139,9 +140,9 @@ def make_plan(
         {"jax": jax.__version__, "compiler": target.compiler},
         describe_kernels(planned_model(config.model), config.model.dtype, mesh, config.strict),
         {
-            role.rstrip("."): {"devices": device_ranges(own.devices.flat, target.devices), **own.shape}
+            role.rstrip("."): placement_of(own, target.devices)
             for role, own in meshes.items()
-            if len(set(meshes.values())) > 1
+            if own != mesh or (role == POLICY and len(set(meshes.values())) > 1)
         },
         only,
     )

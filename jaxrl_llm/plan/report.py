@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from rich.console import Console
 from rich.table import Table
 
 from jaxrl_llm.plan.plan import MEMORY_KINDS, PhaseCost, Plan
+from jaxrl_llm.sharding.placement import format_placement
 
 
 def print_plan(plan: Plan, console: Console) -> None:
@@ -60,12 +58,6 @@ def work_table(plan: Plan) -> Table:
     if plan.step_seconds:
         table.add_row("step", "", "", "", format_seconds(plan.step_seconds), "roofline, a lower bound")
     return table
-
-
-def format_placement(placement: Mapping[str, Any]) -> str:
-    """Format devices and axis sizes: "devices 0:2 of each process, tensor 4"."""
-    sizes = [f"{name} {size}" for name, size in placement.items() if name != "devices" and size > 1]
-    return f"devices {placement['devices']} of each process, {' x '.join(sizes) or '1 device'}"
 
 
 def format_collectives(phase: PhaseCost) -> str:

@@ -7,7 +7,7 @@ process has devices in every mesh: it can give rows to each model, and read its 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -71,6 +71,17 @@ def device_ranges(chosen: Iterable[Device], devices: Sequence[Device]) -> str:
     inside = [False, *(device in chosen for device in first), False]
     ends = [i for i, (a, b) in enumerate(itertools.pairwise(inside)) if a != b]
     return ",".join(f"{start}:{stop}" for start, stop in zip(ends[::2], ends[1::2], strict=True))
+
+
+def placement_of(mesh: Mesh, devices: Sequence[Device]) -> dict[str, Any]:
+    """Return devices, as ranges of each process's, and axis sizes of a mesh."""
+    return {"devices": device_ranges(mesh.devices.flat, devices), **mesh.shape}
+
+
+def format_placement(placement: Mapping[str, Any]) -> str:
+    """Format `placement_of`: "devices 0:2 of each process, tensor 4"."""
+    sizes = [f"{name} {size}" for name, size in placement.items() if name != "devices" and size > 1]
+    return f"devices {placement['devices']} of each process, {' x '.join(sizes) or '1 device'}"
 
 
 def devices_of(tree: Any) -> frozenset[jax.Device]:

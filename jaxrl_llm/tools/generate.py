@@ -181,14 +181,19 @@ def pick_dtype(dtype: Dtype) -> str:
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
-def check_output_path(path: Path, source: Path) -> None:
-    """Raise UserError if a file cannot be written there, or is the one that is read, before any work."""
+def check_output_path(path: Path, source: Path | None = None, flag: str = "--out") -> None:
+    """Raise UserError if a file cannot be written there, or is the one that is read, before any work.
+
+    Args:
+        source: file that is read; None = none.
+        flag: that names the path.
+    """
     if not path.absolute().parent.is_dir():
-        raise UserError(f"--out {path}: the folder {path.absolute().parent} does not exist; make it first")
+        raise UserError(f"{flag} {path}: the folder {path.absolute().parent} does not exist; make it first")
     if path.is_dir():
-        raise UserError(f"--out {path}: a folder; give a file name in it")
-    if path.exists() and source.exists() and path.samefile(source):
-        raise UserError(f"--out {path}: the file that is read; it would be overwritten. Give another name")
+        raise UserError(f"{flag} {path}: a folder; give a file name in it")
+    if source and path.exists() and source.exists() and path.samefile(source):
+        raise UserError(f"{flag} {path}: the file that is read; it would be overwritten. Give another name")
 
 
 def json_line(row: dict[str, Any], model: str) -> str:

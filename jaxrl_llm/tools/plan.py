@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     args, rest = parse_known_arguments(PlanArguments, argv, "plan")
     topology = parse_topology(args.topology)
     if args.json:
-        check_output_path(args.json, "--json")
+        check_output_path(args.json, flag="--json")
     config = from_command_line(rest, "python -m jaxrl_llm plan", writes=False).config
     target = open_target(topology)
     log = lambda line: print(line, file=sys.stderr, flush=True)

@@ -22,6 +22,7 @@ from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.rewards.config import RewardModelConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.placement import devices_of
 from jaxrl_llm.structs import Episode, Trajectory
 
 MODEL = TransformerConfig(
@@ -83,6 +84,17 @@ def test_the_score_is_the_value_after_the_last_token(weights, folder):
 
 def add_all(judges, trajectories, examples):
     add_scores(judges, trajectories, [judge.start(trajectories, examples) for judge in judges])
+
+
+def test_a_model_on_other_devices_than_the_policy_gives_the_same_scores(weights, folder):
+    other = make_mesh(MeshConfig(tensor=2), jax.devices()[4:8])
+    placed = load_reward_model(RewardModelConfig(path=str(folder)), STEP, other, TOKENIZER, CHAT)
+    batch = [trajectory("3"), trajectory("3+4")]
+    with jax.set_mesh(mesh()):  # the policy's, as in a run
+        scores = placed(batch, [SUM, SUM])
+    assert devices_of(placed.params) == set(jax.devices()[4:8])
+    for row, t in zip(scores, batch, strict=True):
+        assert row[-1] == pytest.approx(values(weights, t)[-1], rel=1e-5)
 
 
 def test_models_are_mixed_by_weight_and_kept_apart(weights, folder):

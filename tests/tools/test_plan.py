@@ -23,22 +23,23 @@ from jaxrl_llm.build.models import make_stages
 from jaxrl_llm.build.placement import make_meshes
 from jaxrl_llm.config import ModelConfig, RolloutConfig, SamplingConfig, TrainConfig
 from jaxrl_llm.data.packing import PackItem
-from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.learn.reference import freeze
 from jaxrl_llm.models import LoraConfig, TransformerConfig
 from jaxrl_llm.models.presets import preset
 from jaxrl_llm.plan import flops
 from jaxrl_llm.plan.advice import advise
-from jaxrl_llm.plan.compiled import bytes_needed, count_collectives, shape_bytes
+from jaxrl_llm.plan.compiled import CompiledStats, bytes_needed, count_collectives, shape_bytes
 from jaxrl_llm.plan.phases import phases
-from jaxrl_llm.plan.plan import MEMORY_KINDS, PhaseCost, Plan
+from jaxrl_llm.plan.plan import MEMORY_KINDS, PhaseCost, Plan, device_groups, phase_cost
 from jaxrl_llm.plan.report import verdict
-from jaxrl_llm.plan.target import parse_topology
+from jaxrl_llm.plan.target import open_target, parse_topology
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.sharding.config import MeshConfig
-from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.config import PlacementConfig
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import bytes_per_device
 from jaxrl_llm.tools import plan as command
+from jaxrl_llm.tools.generate import check_output_path
 
 ROOT = Path(__file__).parents[2]
 SMALL = TransformerConfig(
@@ -290,6 +291,29 @@ def test_a_plan_compiles_what_training_calls(monkeypatch):
     assert set(map(str, called["_apply"])) == {str(planned["update: apply"])}
 
 
+def test_memory_is_that_of_the_devices_that_a_phase_runs_on():
+    """Trainer on devices 0 to 3, rollout and reference on 4 to 7; nothing is compiled."""
+    own = PlacementConfig(devices="4:8")
+    rollout = dataclasses.replace(CONFIG.rollout, devices="4:8", mesh=MeshConfig(tensor=2))
+    config = dataclasses.replace(CONFIG, mesh=MeshConfig(), devices="0:4", reference=own, rollout=rollout)
+    meshes, target = make_meshes(config), open_target(parse_topology("cpu"))
+    groups = device_groups(meshes)
+    assert [[device.id for device in group] for group in groups] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    nothing = CompiledStats(0.0, 0.0, 0.0, {}, 0.0)
+    costs = {p.name: phase_cost(p, nothing, target, groups) for p in phases(config, meshes)}
+    size = sum(math.prod(w.shape) for w in jax.tree.leaves(models.abstract(SMALL)))
+    update, decode = costs["update: accumulate"], costs["rollout: decode"]
+    assert {name for name, cost in costs.items() if cost.devices == "4:8"} == {
+        *(name for name in costs if name.startswith("rollout") and name != "rollout: publish"),
+        "score: reference",
+    }
+    assert update.memory["parameters"] == pytest.approx(4 * size / 4, rel=0.05)  # norms are not divided
+    assert update.memory["frozen models"] == update.memory["rollout weights"] == 0
+    assert decode.memory["parameters"] == decode.memory["optimizer"] == 0
+    assert decode.memory["frozen models"] == pytest.approx(2 * size / 4, rel=0.05)  # bfloat16
+    assert decode.memory["rollout weights"] == pytest.approx(4 * size / 2, rel=0.05)
+
+
 def test_a_plan_compiles_what_rollout_calls(monkeypatch):
     """Every planned call is one that a warm-up makes, which is all that a run makes; nothing is compiled."""
     engine = NativeEngine(CONFIG.rollout, SMALL, make_mesh(MeshConfig(fsdp=1), jax.devices()[:1]))
@@ -456,6 +480,13 @@ def test_a_missing_compiler_is_named_with_the_fix(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "libtpu" else find(name))
     assert run_command(command.main, ["--config", "grpo_tiny.py", "--topology", "v5e-16"]) == 2
     assert "pip install 'jaxrl-llm[plan]'" in capsys.readouterr().err
+
+
+def test_the_file_of_an_earlier_plan_is_replaced(tmp_path):
+    (tmp_path / "plan.json").write_text("{}")
+    check_output_path(tmp_path / "plan.json", flag="--json")
+    with pytest.raises(UserError, match=r"^--json .*: a folder"):
+        check_output_path(tmp_path, flag="--json")
 
 
 def test_an_unknown_model_is_refused_before_anything_is_compiled(capsys):
