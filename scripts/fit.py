@@ -21,6 +21,8 @@ ROOT = Path(__file__).parents[1]
 FOLDER, PAGE = ROOT / "docs/fit", ROOT / "docs/fit.md"
 RECIPE = ["--config", "grpo_qwen.py", "--model.remat", "full", "--rollout.dtype", "bfloat16"]
 GIB = 2**30
+MORE_FLAGS = ("--tokens_per_device", "--optim.offload")
+"""Flags of a case that its line names besides mesh and slots."""
 
 
 class Case(NamedTuple):
@@ -49,7 +51,12 @@ CASES = [
     Case("Qwen/Qwen3-4B", "v5e-16", "--rollout.slots 128 --mesh.tensor 2"),
     Case("Qwen/Qwen3-8B", "h100x8", "--rollout.slots 256"),
     Case("Qwen/Qwen3-8B", "v6e-16", "--rollout.slots 256"),
-    Case("Qwen/Qwen3-8B", "v5e-16", "--rollout.slots 128 --rollout.mesh.tensor 4 --tokens_per_device 1536"),
+    Case(
+        "Qwen/Qwen3-8B",
+        "v5e-16",
+        "--rollout.slots 128 --mesh.tensor 2 --rollout.mesh.tensor 4 --tokens_per_device 1536 "
+        "--optim.offload True",
+    ),
     Case("Qwen/Qwen3-8B", "v5e-64", "--rollout.slots 256 --mesh.tensor 4"),
     Case("Qwen/Qwen3-32B", "h200x8", "--rollout.slots 256 --mesh.tensor 4"),
     Case("Qwen/Qwen3-32B", "v5p-64", "--rollout.slots 256 --mesh.tensor 4"),
@@ -118,10 +125,12 @@ def line(case: Case) -> str:
     rollout = plan.get("meshes", {}).get("rollout", plan["mesh"])
     if rollout["tensor"] != plan["mesh"]["tensor"]:
         mesh += f", of the rollout tensor {rollout['tensor']}"
+    words = case.flags.split()
+    others = [f"; {name[2:]} {words[words.index(name) + 1]}" for name in MORE_FLAGS if name in words]
     cells = [
         case.model,
         case.topology,
-        f"{mesh}; {case.slots} slots",
+        f"{mesh}; {case.slots} slots{''.join(others)}",
         f"{state:.2f}",
         f"{largest('rollout weights'):.2f}",
         f"{largest('KV cache'):.2f}",
