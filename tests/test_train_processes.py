@@ -39,13 +39,40 @@ PLACED = [
     ids=["full", "adapters, moments on the host", "models on devices of their own"],
 )
 def test_two_processes_train_as_one(more, placed, tmp_path):
+    check_two_processes([*ARGS, *more], [], placed, 8, tmp_path)
+
+
+ENV = """
+from jaxrl_llm.envs.env import Step
+
+class Twice:
+    async def reset(self, example, seed): pass
+    async def step(self, state, turn): return Step("1", done=turn.number == 2)
+"""
+IN_ONE = ["--devices", "0:4", "--rollout.devices", "4:6"]
+IN_TWO = ["--devices", "0:2", "--rollout.devices", "2:3"]
+
+
+@pytest.mark.slow
+def test_two_processes_give_a_device_each_to_asynchronous_rollout(tmp_path):
+    """Conversations, whose replies process 0 shares in the thread, while the main threads share others."""
+    (tmp_path / "env.py").write_text(ENV)
+    args = [*ARGS, "--mesh.fsdp", "2", "--rollout.mesh.fsdp", "2", "--rollout.max_staleness", "1"]
+    args += ["--steps", "3", "--env.name", f"{tmp_path / 'env.py'}:Twice"]
+    args += ["--rollout.sampling.stop", *"12345"]
+    check_two_processes(args, IN_ONE, IN_TWO, 6, tmp_path)
+    assert [row["staleness/max"] for row in untimed_metrics(tmp_path / "two")[1:]] == [0, 1, 1]
+
+
+def check_two_processes(args, of_one, of_two, devices, tmp_path):
+    """Compare the runs of one process and of two with half of its devices each."""
     (tmp_path / "reward.py").write_text(DIGITS)
-    args = [*ARGS, *more, "--reward.name", f"{tmp_path / 'reward.py'}:digits"]
-    run_processes(TRAIN, 1, [*args, "--run_dir", str(tmp_path / "one")], devices=8, initialize=False)
-    args = [*args, *placed, "--run_dir", str(tmp_path / "two")]
-    run_processes(TRAIN, 2, args, devices=4, initialize=False)
+    args = [*args, "--reward.name", f"{tmp_path / 'reward.py'}:digits"]
+    for n, name, more in ((1, "one", of_one), (2, "two", of_two)):
+        words = [*args, *more, "--run_dir", str(tmp_path / name)]
+        run_processes(TRAIN, n, words, devices=devices // n, initialize=False)
     one, two = untimed_metrics(tmp_path / "one"), untimed_metrics(tmp_path / "two")
-    assert [row["step"] for row in two] == [1, 2, 3]
+    assert [row["step"] for row in two] == list(range(1, len(one) + 1)) and len(one) > 2
     for a, b in zip(one, two, strict=True):
         assert a.keys() == b.keys()
         for key, value in a.items():

@@ -31,6 +31,7 @@ from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.rollout.checks import check_sampling
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.native.asynchronous import AsynchronousEngine
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.sglang.engine import SGLangEngine
 from jaxrl_llm.rollout.sglang.health import ServerList, run_health_checks
@@ -48,7 +49,9 @@ def make_engine(
     folder: Path | None = None,
     resident: int = 0,
 ) -> Engine:
-    """Return the native engine, or the engine on SGLang servers; start the servers to be launched.
+    """Return the native engine, in a thread for asynchronous rollout, or the engine on SGLang servers.
+
+    Servers to be launched are started.
 
     Args:
         closing: collects the resources to close at the end.
@@ -63,6 +66,9 @@ def make_engine(
         return _sglang(config, model, meshes[POLICY], tokenizer, eos_ids, closing, folder)
     mesh, strict = meshes[ROLLOUT_ENGINE], config.strict
     engine = NativeEngine(config.rollout, model, mesh, tokenizer, eos_ids, share, strict, resident)
+    if config.rollout.max_staleness:
+        engine = AsynchronousEngine(engine)
+        closing.callback(engine.close)
     if config.rollout.warm_up:
         longest = config.max_prompt_tokens, config.max_response_tokens
         engine.warm_up(*longest, list(samplings.values()), turns=config.env.active)

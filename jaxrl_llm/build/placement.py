@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import TrainConfig
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.sharding.placement import place
 
 POLICY, ROLLOUT_ENGINE, REFERENCE, CRITIC, TEACHER = "", "rollout.", "reference.", "critic.", "teacher."
@@ -26,7 +27,39 @@ def make_meshes(config: TrainConfig, devices: Sequence[jax.Device] | None = None
         devices: those of all processes; None = `jax.devices()`.
 
     Raises:
-        UserError: a range or mesh that does not fit the devices.
+        UserError: a range or mesh that does not fit the devices, or devices that asynchronous rollout cannot
+            have.
     """
     devices, placements = jax.devices() if devices is None else devices, config.placements
-    return {role: place(role, own, placements[POLICY], devices) for role, own in placements.items()}
+    meshes = {role: place(role, own, placements[POLICY], devices) for role, own in placements.items()}
+    _check_asynchronous(config, meshes)
+    return meshes
+
+
+def _check_asynchronous(config: TrainConfig, meshes: Mapping[str, Mesh]) -> None:
+    """Refuse native rollout ahead of training where it could not run beside it.
+
+    Raises:
+        UserError: the rollout shares devices with another model. Or CPUs of several processes would wait for
+            each other: their runtime runs programs of more than one local device one at a time, in the order
+            of their start, which differs between processes.
+    """
+    if config.rollout.engine != "native" or not config.rollout.max_staleness:
+        return
+    flag = f"--rollout.max_staleness is {config.rollout.max_staleness}"
+    own = set(meshes[ROLLOUT_ENGINE].devices.flat)
+    for role, mesh in meshes.items():
+        if role != ROLLOUT_ENGINE and (shared := own & set(mesh.devices.flat)):
+            raise UserError(
+                f"{flag}: the rollout generates while other models compute, and --rollout.devices "
+                f"{config.rollout.devices} and --{role}devices have {len(shared)} device(s) in common. Set "
+                f"--{role}devices to others, such as --devices 0:4 with --rollout.devices 4:8."
+            )
+    if jax.process_count() == 1 or meshes[POLICY].devices.flat[0].platform != "cpu":
+        return
+    local = {role: len(mesh.local_devices) for role, mesh in meshes.items()}
+    if local.pop(ROLLOUT_ENGINE) > 1 and max(local.values()) > 1:
+        raise UserError(
+            f"{flag}: on CPUs with several processes the rollout must have one device of each process. Set "
+            "--rollout.devices to one, such as 1:2."
+        )

@@ -5,33 +5,66 @@ from __future__ import annotations
 import logging
 import pickle
 import sys
+import threading
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
+from jax._src import distributed  # the coordinator's key-value store has no public name
 
 from jaxrl_llm.errors import RunError
 
 Result = TypeVar("Result")
+POLL_MILLISECONDS = 1000
+_calls: dict[str, int] = defaultdict(int)  # by name of the thread
 
 
 def agree(value: int) -> int:
     """Return the maximum of all processes' values. A collective."""
     if jax.process_count() == 1:
         return value
-    return int(np.max(multihost_utils.process_allgather(np.int32(value))))
+    return int(_combine(str(value).encode(), lambda values: max(values, key=int)))
 
 
 def share(value: Any) -> Any:
     """Return process 0's value, which must be picklable, on every process. A collective."""
     if jax.process_count() == 1:
         return value
-    data = np.frombuffer(pickle.dumps(value), np.uint8) if jax.process_index() == 0 else np.zeros(0, np.uint8)
-    padded = np.zeros(agree(len(data)), np.uint8)
-    padded[: len(data)] = data
-    return pickle.loads(multihost_utils.broadcast_one_to_all(padded).tobytes())
+    own = pickle.dumps(value) if jax.process_index() == 0 else b"-"
+    return pickle.loads(_combine(own, lambda values: values[0]))
+
+
+def _combine(own: bytes, combine: Callable[[list[bytes]], bytes]) -> bytes:
+    """Return what `combine` makes, in process 0, of the values of all processes, in their order.
+
+    The values pass through the coordinator's key-value store rather than the devices: threads that start
+    programs of several processes on the same devices in another order in each process would wait forever.
+    Threads of one name are a group of their own.
+    """
+    client, index = distributed.global_state.client, jax.process_index()
+    thread = threading.current_thread().name
+    number = _calls[thread] = _calls[thread] + 1
+    call = f"jaxrl_llm/processes/{thread}/{number}"
+    if index:
+        client.key_value_set_bytes(f"{call}/{index}", own)
+        return _wait_for(f"{call}/result")
+    values = [own, *(_wait_for(f"{call}/{i}") for i in range(1, jax.process_count()))]
+    if number > 1:  # all have called again, so they have read the last result
+        client.key_value_delete(f"jaxrl_llm/processes/{thread}/{number - 1}/")
+    result = combine(values)
+    client.key_value_set_bytes(f"{call}/result", result)
+    return result
+
+
+def _wait_for(key: str) -> bytes:
+    """Return a value of the key-value store once it is there; signals are handled meanwhile."""
+    while True:
+        try:
+            return distributed.global_state.client.blocking_key_value_get_bytes(key, POLL_MILLISECONDS)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
 
 
 def on_first(work: Callable[[], Result]) -> Result:

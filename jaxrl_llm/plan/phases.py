@@ -114,7 +114,8 @@ def _rollout(
     prompts = calls["write_pages"].args[1] if paged else calls["gather"].args[0]
     longest = last.shape[1] * rollout.page if paged else cache.length
     base = base | ({"rollout weights": params} if rollout.weight_noise else {})
-    with_weights = base | {"rollout weights": [weights, base.get("rollout weights")]}
+    stale = [engine.transfer.versioned_weights(weights)] * rollout.max_staleness
+    with_weights = base | {"rollout weights": [weights, stale, base.get("rollout weights")]}
     full = with_weights | {"KV cache": [cache, prompts]}
     draws = algos.requirements(config.algo).draws
     samples = config.prompts_per_step * config.responses_per_prompt * draws

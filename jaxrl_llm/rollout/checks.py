@@ -77,6 +77,8 @@ def strict_problems(rollout: RolloutConfig, dtype: str, num_devices: int) -> Ite
             )
     if rollout.cache == "paged":
         yield "--strict and --rollout.cache paged exclude each other: pages are summed in another order."
+    if rollout.max_staleness:
+        yield "--strict and --rollout.max_staleness exclude each other: stale tokens are of other weights."
     if rollout.weight_noise:
         yield "--strict and --rollout.weight_noise exclude each other: noise is there to make a mismatch."
 

@@ -54,8 +54,9 @@ class RolloutConfig(PlacementConfig):
     until others have finished."""
     max_staleness: Annotated[int, Range(0, 1000, usual="1 to 4 are usual")] = 0
     """Bounded staleness of asynchronous rollout: largest number of steps by which rollout may run ahead of
-    training. The responses of the next steps are generated while the trainer learns, and continue under new
-    weights when these arrive. 0 = synchronous: rollout and training alternate."""
+    training. The responses of the next steps are generated while the trainer learns: on servers, where they
+    continue under new weights when these arrive, or by the native engine on --rollout.devices, where each has
+    the weights of this many steps before. 0 = synchronous: rollout and training alternate."""
     warm_up: bool = False
     """Compile every shape of every program before the first step instead of at its first use: a slower start
     (seconds for a small model, minutes for a large one), and no pause later."""
@@ -79,11 +80,12 @@ class RolloutConfig(PlacementConfig):
         if self.engine == "native" and (self.servers or self.launch):
             name = "servers" if self.servers else "launch"
             yield name, "is for SGLang servers: add --rollout.engine sglang."
-        if self.engine == "native" and self.max_staleness:
+        if self.engine == "native" and self.max_staleness and not self.devices:
             yield (
                 "max_staleness",
-                f"is {self.max_staleness}: the native engine generates on the trainer's own devices, so "
-                "nothing is generated while it learns. Set it to 0, or add --rollout.engine sglang.",
+                f"is {self.max_staleness}: the native engine generates while the trainer learns only on "
+                "devices of its own. Add them, such as --devices 0:4 --rollout.devices 4:8, or "
+                "--rollout.engine sglang; or set it to 0.",
             )
         if self.engine == "sglang" and bool(self.servers) == bool(self.launch):
             yield (

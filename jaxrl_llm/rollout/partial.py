@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from jaxrl_llm.rollout.engine import PartialResponse, Request, text_of
 from jaxrl_llm.rollout.keys import sample_keys
-from jaxrl_llm.structs import Trajectory
+from jaxrl_llm.structs import Episode, Trajectory
 
 EARLIER_RUN = "earlier-run"  # in place of a server's address: generated part of a response before a restart
 PER_TOKEN = {"ids": np.int32, "logprobs": np.float32, "versions": np.int32}  # field -> type in the file
@@ -57,6 +58,20 @@ def trajectory_of(response: PartialResponse, tokenizer: Any) -> Trajectory:
     )
 
 
+def is_complete(response: PartialResponse, turns: bool) -> bool:
+    """Return whether nothing of a response is missing, the environment's last reply included.
+
+    Args:
+        turns: whether an environment replies to it.
+    """
+    if not turns:
+        return bool(response.finish)
+    replies = response.episode.turns if response.episode else 0
+    if response.finish == "length":  # the last turn was cut off, or its reply did not fit
+        return replies >= len(response.observed)
+    return response.finish == "stop" and replies > len(response.observed)
+
+
 def pack_responses(batches: Mapping[int, Sequence[Sequence[PartialResponse]]]) -> bytes:
     """Return {batch number: lists of responses} as one .npz, for a checkpoint."""
     rows = [(n, k, one) for n, lists in batches.items() for k, each in enumerate(lists) for one in each]
@@ -66,6 +81,8 @@ def pack_responses(batches: Mapping[int, Sequence[Sequence[PartialResponse]]]) -
         "length": np.array([len(one.ids) for _, _, one in rows], np.int32),
         "finish": np.array([one.finish for _, _, one in rows], "U8"),
     }
+    episodes = {row: dataclasses.asdict(one.episode) for row, (_, _, one) in enumerate(rows) if one.episode}
+    arrays["episodes"] = np.frombuffer(json.dumps(episodes, default=str).encode(), np.uint8)
     spans = [(row, *span) for row, (_, _, one) in enumerate(rows) for span in one.observed]
     arrays["observed"] = np.array(spans, np.int32).reshape(-1, 3)
     for name, dtype in PER_TOKEN.items():
@@ -83,10 +100,13 @@ def unpack_responses(data: bytes) -> dict[int, list[list[PartialResponse]]]:
     observed: list[list[tuple[int, int]]] = [[] for _ in arrays["length"]]
     for row, start, end in arrays["observed"].tolist():
         observed[row].append((start, end))
+    episodes = json.loads(arrays["episodes"].tobytes()) if "episodes" in arrays else {}
     batches: dict[int, list[list[PartialResponse]]] = {}
     for i, (n, k) in enumerate(zip(arrays["batch"].tolist(), arrays["list"].tolist(), strict=True)):
         lists = batches.setdefault(n, [])
         lists += [[] for _ in range(k + 1 - len(lists))]
         per_token = {name: column[i].tolist() for name, column in columns.items()}
         lists[k].append(PartialResponse(**per_token, finish=str(arrays["finish"][i]), observed=observed[i]))
+        if saved := episodes.get(str(i)):
+            lists[k][-1].episode = Episode(**{**saved, "messages": tuple(saved["messages"])})
     return batches

@@ -13,8 +13,16 @@ from jaxrl_llm import models
 from jaxrl_llm.algos import gkd, grpo, ppo
 from jaxrl_llm.build.models import make_stages, trained_config
 from jaxrl_llm.build.placement import POLICY, REFERENCE, make_meshes
-from jaxrl_llm.config import CriticConfig, LoraConfig, MeshConfig, OptimConfig, TrainConfig
+from jaxrl_llm.config import (
+    CriticConfig,
+    LoraConfig,
+    MeshConfig,
+    OptimConfig,
+    RolloutConfig,
+    TrainConfig,
+)
 from jaxrl_llm.data.packing import from_trajectory
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.learn.scoring import ScoringModel
 from jaxrl_llm.learn.stage import Experience
@@ -55,6 +63,24 @@ class RandomModels:
     def params(self, path, config, shardings, dtype):
         make = jax.jit(models.init, static_argnums=0, out_shardings=shardings)
         return jax.tree.map(lambda w: w.astype(dtype), make(config, jax.random.key(len(path))))
+
+
+def test_asynchronous_rollout_shares_no_device(monkeypatch):
+    def refusal(rollout, **fields):
+        config = replace(BASE, rollout=RolloutConfig(max_staleness=1, devices=rollout), **fields)
+        with pytest.raises(UserError) as raised:
+            make_meshes(config)
+        return str(raised.value)
+
+    assert "--rollout.devices 0:2 and --devices have 1 device(s) in common. Set --devices to" in refusal(
+        "0:2"
+    )
+    shared = refusal("4:8", reference=PlacementConfig(devices="6:8"))
+    assert "--rollout.devices 4:8 and --reference.devices have 2 device(s) in common" in shared
+    alone = replace(BASE, devices="0:2", rollout=RolloutConfig(max_staleness=1, devices="4:8"))
+    assert make_meshes(alone)["rollout."].size == 4
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert "on CPUs with several processes the rollout must" in refusal("4:8", devices="0:2")
 
 
 def trajectories(seed, n=8):

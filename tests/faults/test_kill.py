@@ -8,7 +8,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -123,11 +123,13 @@ def lines(path: Path) -> list[dict]:
     return [{key: value for key, value in row.items() if not timed.search(key)} for row in rows]
 
 
-def assert_same_run(folder: Path, whole: Path, steps: Sequence[int] = STEPS) -> None:
+def assert_same_run(
+    folder: Path, whole: Path, steps: Sequence[int] = STEPS, read: Callable[[Path], list[dict]] = lines
+) -> None:
     """Same metrics and samples line by line, same weights and export bit by bit."""
     run, expected = folder / "run", whole / "run"
     for name in ("metrics.jsonl", "samples.jsonl"):
-        assert lines(run / name) == lines(expected / name)
+        assert read(run / name) == read(expected / name)
     (step, weights, *_), (last, others, *_) = restore_params(run), restore_params(expected)
     assert step == last == steps[-1]
     for mine, theirs in zip(jax.tree.leaves(weights), jax.tree.leaves(others), strict=True):

@@ -59,6 +59,8 @@ def command(argv):
                     print(stranger.recv(100))
                 except ConnectionResetError:
                     print(b"")
+        if sys.argv[1] == "finish":
+            agree(0)  # process 0 announces its end to all that are connected then
         if sys.argv[1] in ("raise", "raise late") and jax.process_index() == int(sys.argv[2]):
             time.sleep(1.0)
             raise UserError("mine alone")

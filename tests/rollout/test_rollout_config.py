@@ -63,7 +63,8 @@ def test_every_number_has_a_range_that_refuses_nonsense(config):
         (
             RolloutConfig(max_staleness=1),
             "max_staleness",
-            "is 1: the native engine generates on the trainer's",
+            "is 1: the native engine generates while the trainer learns only on devices of its own. Add "
+            "them, such as --devices 0:4 --rollout.devices 4:8, or --rollout.engine sglang; or set it to 0.",
         ),
         (
             RolloutConfig(engine="sglang"),

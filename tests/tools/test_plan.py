@@ -32,7 +32,7 @@ from jaxrl_llm.config import (
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.learn.reference import freeze
-from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models import LoraConfig, TransformerConfig
 from jaxrl_llm.models.presets import preset
 from jaxrl_llm.plan import flops
 from jaxrl_llm.plan.compiled import CompiledStats, bytes_needed, count_collectives, shape_bytes
@@ -41,6 +41,7 @@ from jaxrl_llm.plan.plan import device_groups, phase_cost
 from jaxrl_llm.plan.target import open_target, parse_topology
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.rules import bytes_per_device
 from jaxrl_llm.tools import plan as command
 from jaxrl_llm.tools.generate import check_output_path
 
@@ -387,6 +388,21 @@ def test_a_plan_on_one_cpu(tmp_path, monkeypatch, capsys):
     table = capsys.readouterr().out
     assert "compiled, not run" in table and "update: accumulate" in table and "Fits: at most" in table
     assert "attention blockwise, log-probs chunked (cpu: plain JAX, there are no kernels for it)" in table
+
+
+def test_asynchronous_rollout_holds_a_version_for_each_stale_step():
+    def rollout_bytes(k, **fields):
+        rollout = dataclasses.replace(CONFIG.rollout, max_staleness=k, devices="1:2" if k else "")
+        config = dataclasses.replace(CONFIG, devices="0:1", rollout=rollout, **fields)
+        found = phases(config, make_meshes(config, jax.devices()[:2]))
+        decode = next(phase for phase in found if phase.name == "rollout: decode")
+        return bytes_per_device(decode.resident["rollout weights"])
+
+    weights = bytes_per_device(models.abstract(SMALL))
+    adapters = 4 * 2 * 2 * (32 + 32)  # rank 2 on q of two layers
+    lora = LoraConfig(rank=2, targets=("q_proj",))
+    assert [rollout_bytes(k) for k in (0, 1, 2)] == [weights, 2 * weights, 3 * weights]
+    assert [rollout_bytes(k, lora=lora) for k in (0, 1, 2)] == [weights + n * adapters for n in (1, 2, 3)]
 
 
 @pytest.mark.slow

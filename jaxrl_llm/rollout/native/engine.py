@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jaxrl_llm import ranges
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models.decode import DecodeWeights
 from jaxrl_llm.models.paged import NULL_PAGE
 from jaxrl_llm.rollout.checks import check_requests
 from jaxrl_llm.rollout.config import RolloutConfig
@@ -80,6 +81,7 @@ class NativeEngine:
         self.metrics: Metrics = {}
         self.transfer = WeightTransfer(self.programs)
         self._published, self._resident, self._shares_devices = None, resident, True
+        self._pages: int | None = None  # that each device has memory for
         self._shapes = self._make_shapes(1, 1, False)
 
     def publish(self, params: Params, version: int) -> Metrics:
@@ -96,6 +98,11 @@ class NativeEngine:
             sent = sum(w.nbytes for w in jax.tree.leaves(weights))
         self._published = weights, version
         return {"rollout/publish_seconds": time.perf_counter() - start, "rollout/publish_bytes": sent}
+
+    @property
+    def published(self) -> tuple[DecodeWeights, int] | None:
+        """Return the weights that are used from now on, and their version."""
+        return self._published
 
     def start(
         self,
@@ -126,21 +133,37 @@ class NativeEngine:
         check_requests(requests, sampling, self.model, self.tokenizer)
         if self._published is None:
             raise ValueError("rollout: no weights; call publish(params, version) before generate")
-        weights, version = self._published
+        responses = new_responses(requests, key)
+        self.metrics = self.finish(responses, *self._published, sampling, dialogue)
+        return [trajectory_of(response, self.tokenizer) for response in responses]
+
+    def finish(
+        self,
+        responses: Sequence[PartialResponse],
+        weights: DecodeWeights,
+        version: int,
+        sampling: SamplingConfig,
+        dialogue: Dialogue | None,
+        before_chunk: Callable[[], None] = lambda: None,
+    ) -> Metrics:
+        """Generate empty responses with these weights; return the metrics of the call.
+
+        Args:
+            before_chunk: called before each chunk of tokens; what it raises ends the call.
+        """
+        requests = list({id(response.request): response.request for response in responses}.values())
         self._fit_shapes(requests, turns=dialogue is not None)
         if self.programs.page_size:
             check_pages(requests, self.programs.page_size, self._shapes.num_pages)
-        responses, turns = new_responses(requests, key), None
-        if dialogue:
-            turns = TurnQueue(dialogue, responses, self.share, self.model.vocab_size)
+        turns = TurnQueue(dialogue, responses, self.share, self.model.vocab_size) if dialogue else None
         with jax.set_mesh(self.mesh):
             scheduler = Scheduler(
                 self._shapes, self.programs, weights, responses, self._stop_ids(sampling), turns
             )
-            self.metrics = scheduler.run(sampling, functools.partial(text_of, self.tokenizer))
+            metrics = scheduler.run(sampling, functools.partial(text_of, self.tokenizer), before_chunk)
         for response in responses:
             response.versions = [version] * len(response.ids)
-        return [trajectory_of(response, self.tokenizer) for response in responses]
+        return metrics
 
     def snapshot(self, pending: Sequence[DeferredGeneration]) -> list[list[PartialResponse]]:
         """Return empty lists: responses are generated within one call."""
@@ -217,9 +240,13 @@ class NativeEngine:
         if not self.programs.page_size:
             return shapes
         required = pages_required(shapes, num_shards, self.programs.page_size)
-        reserved = 0 if self._published else self._resident + rollout_weight_bytes(self.programs)
-        available = config.pages or self.share(pages_in_free_memory(self.programs, reserved))
-        return dataclasses.replace(shapes, num_pages=NULL_PAGE + 1 + min(required, available or required))
+        if self._pages is None or not config.max_staleness:  # later the free memory depends on the time
+            reserved = (
+                config.max_staleness * self.transfer.bytes_of_version()
+            )  # of earlier calls of `publish`
+            reserved += 0 if self._published else self._resident + rollout_weight_bytes(self.programs)
+            self._pages = config.pages or self.share(pages_in_free_memory(self.programs, reserved))
+        return dataclasses.replace(shapes, num_pages=NULL_PAGE + 1 + min(required, self._pages or required))
 
     def _fit_shapes(self, requests: list[Request], turns: bool) -> None:
         """Make the shapes large enough; in buckets, so that not every longer request changes them all."""

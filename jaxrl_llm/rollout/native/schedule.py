@@ -74,11 +74,21 @@ class Scheduler:
         self.prefilled = PrefillBatch(None, {}, np.zeros(0, np.int32))
         self.prefill_seconds, self.slot_steps = 0.0, 0
 
-    def run(self, sampling: SamplingConfig, detokenize: Detokenize) -> Metrics:
-        """Finish all responses. Returns throughput metrics."""
+    def run(
+        self,
+        sampling: SamplingConfig,
+        detokenize: Detokenize,
+        before_chunk: Callable[[], None] = lambda: None,
+    ) -> Metrics:
+        """Finish all responses. Returns throughput metrics.
+
+        Args:
+            before_chunk: called before each chunk; what it raises ends the call.
+        """
         start, tokens = time.perf_counter(), 0
         stops = () if sampling.ignore_eos else sampling.stop
         while self._collect_replies() or self.waiting or self.slots.active.any():
+            before_chunk()
             self._admit()
             if not self.slots.active.any():
                 continue  # the replies that came ended their conversations

@@ -12,7 +12,7 @@ from jaxrl_llm.models.decode import DecodeWeights
 from jaxrl_llm.models.lora import MARK, split_params
 from jaxrl_llm.rollout.native.programs import Programs
 from jaxrl_llm.sharding.placement import reshard
-from jaxrl_llm.sharding.rules import TRAIN
+from jaxrl_llm.sharding.rules import TRAIN, bytes_per_device, with_shardings
 from jaxrl_llm.structs import Params, Program
 
 
@@ -54,6 +54,19 @@ class WeightTransfer:
         leaves = self._copies | sent
         self._copies = {i: x for i, x in leaves.items() if self._is_frozen[i]}
         return jax.tree.unflatten(self._structure, [leaves[i] for i in range(len(leaves))])
+
+    def versioned_weights(self, weights: DecodeWeights) -> list[jax.Array]:
+        """Return the weights that each version has for itself: all, or adapters where the base is frozen."""
+        return [
+            x for x, is_frozen in zip(jax.tree.leaves(weights), self._is_frozen, strict=True) if not is_frozen
+        ]
+
+    def bytes_of_version(self) -> int:
+        """Return the bytes on each device that a further version of the weights takes."""
+        weights = jax.eval_shape(self.programs.zero_weights)
+        return bytes_per_device(
+            self.versioned_weights(with_shardings(weights, self.programs.shardings["weights"]))
+        )
 
     def free(self) -> None:
         """Free the copies of frozen weights."""

@@ -65,6 +65,7 @@ def test_frozen_weights_are_sent_once_and_adapters_each_time():
     sent = lambda weights: engine.publish(weights, 0)["rollout/publish_bytes"] / 4  # float32
     with jax.set_mesh(trainer):
         weights = make(params(), model, jax.random.key(1))
+        assert engine.transfer.bytes_of_version() == 4 * (2 * 32 * 2 + 2 * 2 * 4 * 8 / 2)  # B over tensor
         assert sent(weights) == base_size + adapters  # A [2 layers, 32, 2] and B [2 layers, 2, 4 heads, 8]
         embed = engine._published[0].embed
         trained, frozen = split_params(weights)

@@ -165,7 +165,11 @@ def replace(file, data):
     manifest.write_manifest(folder, old.step, old.arrays, meta, old.metrics)
 
 
-def test_the_native_engine_cannot_write_ahead(tmp_path, capsys):
+def test_the_native_engine_needs_devices_of_its_own(tmp_path, capsys):
     native_args = [word for word in ARGS if word not in ("--rollout.engine", "sglang")]
     assert main([*native_args, *AHEAD, "--run_dir", str(tmp_path)]) == 2
-    assert "--rollout.max_staleness is 1: the native engine generates on" in capsys.readouterr().err
+    assert "--rollout.max_staleness is 1: the native engine generates while" in capsys.readouterr().err
+    own = ["--rollout.devices", "4:8", "--rollout.mesh.fsdp", "4"]
+    assert main([*native_args, *AHEAD, *own, "--run_dir", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "--rollout.devices 4:8 and --devices have 4 device(s) in common. Set --devices to others" in error

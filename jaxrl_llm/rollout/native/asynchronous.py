@@ -1,0 +1,222 @@
+"""Asynchronous rollout: the native engine in a thread, on devices that no trained or scoring model uses.
+
+Calls of `start` are served one after the other, in their order, each with the weights that were published
+last when it was made. What a response is, and which version generated it, are therefore functions of the
+order of the calls and not of time: with `max_staleness` k, the responses of step s are those of the weights
+before step max(0, s - k), in every run of the recipe.
+
+The thread alone starts programs on the rollout's devices, and the trainer's thread alone those on the others:
+programs with collectives that two threads start on the same devices could wait for each other.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+
+from jaxrl_llm.errors import RunError
+from jaxrl_llm.models.decode import DecodeWeights
+from jaxrl_llm.rollout.checks import check_requests
+from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Request, SamplingConfig
+from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.rollout.partial import is_complete, new_responses, trajectory_of
+from jaxrl_llm.structs import Metrics, Params, Trajectory
+
+CLOSE_TIMEOUT = 10.0  # seconds that the thread has to end: a chunk of tokens, or a reply of an environment
+
+
+@dataclass(eq=False)
+class QueuedGeneration:
+    """Responses that the thread generates; holds their weights until then."""
+
+    engine: AsynchronousEngine
+    responses: list[PartialResponse]
+    sampling: SamplingConfig
+    dialogue: Dialogue | None
+    weights: DecodeWeights | None
+    version: int
+    metrics: Future[Metrics] = field(default_factory=Future)
+
+    def result(self) -> list[Trajectory]:
+        """Wait for all responses and return them.
+
+        Raises:
+            Exception: the one that ended the thread.
+        """
+        self.engine.metrics = self.metrics.result()
+        return [trajectory_of(response, self.engine.tokenizer) for response in self.responses]
+
+
+class AsynchronousEngine:
+    """The `Engine` that generates while the trainer learns.
+
+    Args:
+        engine: on devices of its own, on which the thread alone starts programs from here on.
+    """
+
+    def __init__(self, engine: NativeEngine):
+        self.engine, self.model, self.tokenizer = engine, engine.model, engine.tokenizer
+        self.metrics: Metrics = {}
+        own = (d for d in engine.mesh.devices.flat if d.process_index == jax.process_index())
+        self._device = next(own)  # of small programs, such as those of keys, which the trainer's would delay
+        self._error: BaseException | None = None  # that ended the thread
+        self._queue: queue.SimpleQueue[QueuedGeneration | None] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._clock = BusyClock()
+        self._thread = threading.Thread(target=self._serve, name="rollout", daemon=True)
+        self._thread.start()
+
+    def publish(self, params: Params, version: int) -> Metrics:
+        """Copy the weights to the rollout's devices, for the responses that are started from now on.
+
+        The weights of earlier calls stay there until their responses are generated.
+        """
+        self._raise_error()
+        return self.engine.publish(params, version)
+
+    def start(
+        self,
+        requests: list[Request],
+        sampling: SamplingConfig,
+        key: jax.Array,
+        dialogue: Dialogue | None = None,
+        partial: Sequence[PartialResponse] = (),
+    ) -> QueuedGeneration:
+        """Queue the generation of responses with the weights that are published now.
+
+        Args:
+            partial: complete ones are kept; the others are generated anew.
+
+        Raises:
+            UserError: an impossible prompt or sampling setting.
+            ValueError: nothing is published.
+            Exception: the one that ended the thread.
+        """
+        self._raise_error()
+        check_requests(requests, sampling, self.model, self.tokenizer)
+        if self.engine.published is None:
+            raise ValueError("rollout: no weights; call publish(params, version) before start")
+        responses = [
+            replace(r, servers=[]) if is_complete(r, turns=dialogue is not None) else r.restarted()
+            for r in new_responses(requests, key, partial)
+        ]
+        queued = QueuedGeneration(self, responses, sampling, dialogue, *self.engine.published)
+        self._queue.put(queued)
+        return queued
+
+    def generate(
+        self,
+        requests: list[Request],
+        sampling: SamplingConfig,
+        key: jax.Array,
+        dialogue: Dialogue | None = None,
+    ) -> list[Trajectory]:
+        """Call `start` and wait for the result: after all responses that were started earlier."""
+        return self.start(requests, sampling, key, dialogue).result()
+
+    def snapshot(self, pending: Sequence[QueuedGeneration]) -> list[list[PartialResponse]]:
+        """Wait for pending responses and return copies: a run that is resumed has their weights no more."""
+        for queued in pending:
+            queued.metrics.result()
+        return [[response.copy() for response in queued.responses] for queued in pending]
+
+    def usage(self) -> Metrics:
+        """Return the metrics of the last result, and the idle share of the time since the last call."""
+        return self.metrics | {"rollout/idle_fraction": self._clock.idle_fraction()}
+
+    def check_logprobs(self, params: Params, trajectories: Sequence[Trajectory]) -> list[int]:
+        """Return nothing: the reported log-probs are computed here, by the trainer's model code."""
+        return []
+
+    def release_memory(self) -> None:
+        """Do nothing: the trainer has no share in the rollout's devices."""
+
+    def warm_up(self, *args: Any, **kwargs: Any) -> None:
+        """Call `NativeEngine.warm_up`, before anything is started."""
+        with jax.default_device(self._device):
+            self.engine.warm_up(*args, **kwargs)
+
+    def close(self) -> None:
+        """End the thread, before the next chunk of tokens; what it has not finished is lost."""
+        self._closed.set()
+        self._queue.put(None)
+        self._thread.join(CLOSE_TIMEOUT)
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _raise_if_closed(self) -> None:
+        if self._closed.is_set():
+            raise RunError("rollout: the engine is closed")
+
+    def _serve(self) -> None:
+        """Generate what is queued until the engine is closed; after an error nothing is generated."""
+        with jax.default_device(self._device):
+            self._serve_queue()
+
+    def _serve_queue(self) -> None:
+        while (queued := self._queue.get()) is not None:
+            if self._error is None:
+                try:
+                    with self._clock:
+                        queued.metrics.set_result(self._generate(queued))
+                except BaseException as error:  # raised in the trainer's thread
+                    self._error = error
+            queued.weights = None
+            if self._error is not None:
+                queued.metrics.set_exception(self._error)
+            del queued  # it is not kept while the next one is awaited
+
+    def _generate(self, queued: QueuedGeneration) -> Metrics:
+        self._raise_if_closed()
+        empty = [response for response in queued.responses if not response.finish]
+        if not empty:
+            return {}
+        return self.engine.finish(
+            empty,
+            queued.weights,
+            queued.version,
+            queued.sampling,
+            queued.dialogue,
+            self._raise_if_closed,
+        )
+
+
+class BusyClock:
+    """A context manager that adds up the time inside; entered by one thread, read by another.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self.clock, self._lock = clock, threading.Lock()
+        self._start, self._busy, self._entered = clock(), 0.0, None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._entered = self.clock()
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._busy += self.clock() - self._entered
+            self._entered = None
+
+    def idle_fraction(self) -> float:
+        """Return the share of the time outside since the last call, or since the start."""
+        with self._lock:
+            now = self.clock()
+            if self._entered is not None:
+                self._busy += now - self._entered
+                self._entered = now
+            elapsed, busy = now - self._start, self._busy
+            self._start, self._busy = now, 0.0
+        return 1.0 - busy / max(elapsed, 1e-9)
