@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -17,6 +17,7 @@ from jaxrl_llm import models
 from jaxrl_llm.checkpoint.state import CheckpointConfig, Checkpointer
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.learn.scoring import PendingScores, ScoringModel
 from jaxrl_llm.models import lora
 from jaxrl_llm.sharding.placement import reshard
 from jaxrl_llm.sharding.rules import TRAIN
@@ -130,6 +131,52 @@ class LogprobCache:
 
     def _key(self, item: PackItem) -> tuple[bytes, bytes]:
         return item.tokens.tobytes(), np.asarray(item.mask, np.int8).tobytes()
+
+
+def start_reference(
+    model: ScoringModel, reference: Params, items: Sequence[PackItem], cache: LogprobCache | None
+) -> Callable[[], None]:
+    """Start the log-probs under the frozen reference; return the function that waits and writes them.
+
+    Args:
+        model: forward pass on the reference's mesh.
+        cache: of log-probs of a dataset's rows; None = rows do not repeat.
+    """
+    if cache is None:
+        return functools.partial(_write, items, model.start(reference, items))
+    known = [cache.get(item) for item in items]
+    new = complete_groups([i for i, row in enumerate(known) if row is None], model.group_size)
+    pending = model.start(reference, [items[i] for i in new]) if new else list
+
+    def write() -> None:
+        for i, output in zip(new, pending(), strict=True):
+            known[i] = output["policy"]
+            cache.put(items[i], known[i])
+        for item, row in zip(items, known, strict=True):
+            item.signals["reference"] = row
+
+    return write
+
+
+def start_teachers(
+    model: ScoringModel, teachers: Sequence[Params], items: Sequence[PackItem]
+) -> Iterator[Callable[[], None]]:
+    """Start the log-probs of each item under its own teacher, which is its reference."""
+    for index, teacher in enumerate(teachers):
+        chosen = [item for item in items if round(float(item.signals["labels"][0])) == index]
+        if chosen:
+            yield functools.partial(_write, chosen, model.start(teacher, chosen))
+
+
+def complete_groups(indices: Sequence[int], group_size: int) -> list[int]:
+    """Return all members of the groups that these belong to."""
+    groups = sorted({index // group_size for index in indices})
+    return [group_size * group + i for group in groups for i in range(group_size)]
+
+
+def _write(items: Sequence[PackItem], pending: PendingScores) -> None:
+    for item, output in zip(items, pending(), strict=True):
+        item.signals["reference"] = output["policy"]
 
 
 def freeze(params: Params, dtype: str) -> Params:

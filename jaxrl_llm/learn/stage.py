@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -21,8 +21,8 @@ from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.packing import IN_LOSS, PackItem
 from jaxrl_llm.learn import credit
 from jaxrl_llm.learn.learner import Learner
-from jaxrl_llm.learn.reference import LogprobCache
-from jaxrl_llm.learn.scoring import PendingScores, ScoringModel
+from jaxrl_llm.learn.reference import LogprobCache, start_reference, start_teachers
+from jaxrl_llm.learn.scoring import ScoringModel
 from jaxrl_llm.learn.teachers import PlacedTeachers, Teachers
 from jaxrl_llm.models import lora
 from jaxrl_llm.sharding.placement import reshard
@@ -167,9 +167,10 @@ class Stage:
         if self.critic and self.updates_critic:
             started.append(self._start(self.critic, state.critic.params, items, ("values",)))
         if self.requires.reference and self.teachers:
-            started += self._start_teachers(items)
+            started += start_teachers(self.teacher_model or self.policy, self.teachers, items)
         elif reference is not None:
-            started.append(self._start_reference(reference, items))
+            cache = None if algos.of(self.policy.algo).on_rollouts else self.reference_cache
+            started.append(start_reference(self.reference_model or self.policy, reference, items, cache))
         for write in started:
             write()
 
@@ -184,38 +185,6 @@ class Stage:
                 item.signals |= {"old" if name == "policy" else name: x for name, x in outputs.items()}
 
         return write
-
-    def _start_teachers(self, items: Sequence[PackItem]) -> Iterator[Callable[[], None]]:
-        """Start the log-probs of each item under its own teacher, the reference."""
-        for index, teacher in enumerate(self.teachers):
-            chosen = [item for item in items if round(float(item.signals["labels"][0])) == index]
-            if chosen:
-                pending = (self.teacher_model or self.policy).start(teacher, chosen)
-                yield functools.partial(write_reference, chosen, pending)
-
-    def _start_reference(self, reference: Params, items: Sequence[PackItem]) -> Callable[[], None]:
-        """Start the log-probs under the frozen reference; those of a dataset's rows are cached."""
-        model = self.reference_model or self.policy
-        if algos.of(self.policy.algo).on_rollouts:
-            return functools.partial(write_reference, items, model.start(reference, items))
-        known = [self.reference_cache.get(item) for item in items]
-        new = complete_groups([i for i, row in enumerate(known) if row is None], self.policy.group_size)
-        pending = model.start(reference, [items[i] for i in new]) if new else list
-
-        def write() -> None:
-            for i, output in zip(new, pending(), strict=True):
-                known[i] = output["policy"]
-                self.reference_cache.put(items[i], known[i])
-            for item, row in zip(items, known, strict=True):
-                item.signals["reference"] = row
-
-        return write
-
-
-def write_reference(items: Sequence[PackItem], pending: PendingScores) -> None:
-    """Wait for the log-probs of a reference or teacher, and write them into the items."""
-    for item, output in zip(items, pending(), strict=True):
-        item.signals["reference"] = output["policy"]
 
 
 def policy_scores(requires: Requirements, old: str) -> tuple[str, ...]:
@@ -241,9 +210,3 @@ def loss_signals(stage: Stage) -> tuple[str, ...]:
         "labels": bool(stage.teachers) or algorithm.input in ("pairs", "labels") or algorithm.data == "steps",
     }
     return tuple(name for name in IN_LOSS if present[name])
-
-
-def complete_groups(indices: Sequence[int], group_size: int) -> list[int]:
-    """Return all members of the groups that these belong to."""
-    groups = sorted({index // group_size for index in indices})
-    return [group_size * group + i for group in groups for i in range(group_size)]

@@ -241,9 +241,7 @@ class NativeEngine:
             return shapes
         required = pages_required(shapes, num_shards, self.programs.page_size)
         if self._pages is None or not config.max_staleness:  # later the free memory depends on the time
-            reserved = (
-                config.max_staleness * self.transfer.bytes_of_version()
-            )  # of earlier calls of `publish`
+            reserved = config.max_staleness * self.transfer.bytes_of_version()  # of versions still in use
             reserved += 0 if self._published else self._resident + rollout_weight_bytes(self.programs)
             self._pages = config.pages or self.share(pages_in_free_memory(self.programs, reserved))
         return dataclasses.replace(shapes, num_pages=NULL_PAGE + 1 + min(required, self._pages or required))
