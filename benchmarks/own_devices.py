@@ -45,7 +45,7 @@ sys.exit(main(sys.argv[1:]))
 """argv: seconds a token, then the arguments of training."""
 
 
-def train_placed(run_dir: Path, delay: float, *arguments: str) -> list[dict]:
+def train_on_own_devices(run_dir: Path, delay: float, *arguments: str) -> list[dict]:
     """Run grpo_tiny.py and return the rows of its metrics.jsonl."""
     shutil.rmtree(run_dir, ignore_errors=True)  # an earlier run would be continued
     common = ("--log.progress", "none", "--log.tensorboard", "false", "--run_dir", str(run_dir))
@@ -55,7 +55,7 @@ def train_placed(run_dir: Path, delay: float, *arguments: str) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def step_times(rows: list[dict]) -> dict[str, float]:
+def summarize_steps(rows: list[dict]) -> dict[str, float]:
     """Return medians of the steps but the first ones, which compile."""
     steps = [row for row in rows if row["kind"] == "train"][SKIPPED:]
     medians = {name: statistics.median(row[name] for row in steps) for name in METRICS if name in steps[0]}
@@ -76,8 +76,8 @@ def main() -> None:
     for seed in range(options.seeds):
         for staleness in (0, 1, 2):
             more = (*common, "--seed", str(seed), "--rollout.max_staleness", str(staleness))
-            rows = train_placed(OUT / f"{staleness}_{seed}", options.delay, *more)
-            runs.setdefault(f"max_staleness {staleness}", []).append(step_times(rows))
+            rows = train_on_own_devices(OUT / f"{staleness}_{seed}", options.delay, *more)
+            runs.setdefault(f"max_staleness {staleness}", []).append(summarize_steps(rows))
     synchronous, *others = runs
     ratio = lambda a, b: a["time/step"] / b["time/step"]
     speedup = {
