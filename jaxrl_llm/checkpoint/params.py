@@ -60,6 +60,7 @@ def restore_params(run_dir: Path, step: int | None = None) -> SavedParams:
     leaves = [
         jax.ShapeDtypeStruct(x.shape, saved.get(f"params.{name}", "float32").split("[")[0])
         for name, x in named_leaves(target)
+        if x is not None  # frozen: not in the checkpoint
     ]
     target = jax.tree.unflatten(jax.tree.structure(target), leaves)
     params = load_arrays(folder / str(chosen), target, "params.", on_host=True)

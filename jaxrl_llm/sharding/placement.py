@@ -85,8 +85,9 @@ def format_placement(placement: Mapping[str, Any]) -> str:
 
 
 def devices_of(tree: Any) -> frozenset[jax.Device]:
-    """Return the devices of the arrays' shardings."""
-    return frozenset(device for leaf in jax.tree.leaves(tree) for device in leaf.sharding.device_set)
+    """Return the devices of the arrays' shardings; arrays of the host have none."""
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "sharding")]
+    return frozenset(device for array in arrays for device in array.sharding.device_set)
 
 
 def reshard(tree: Any, shardings: Any) -> Any:

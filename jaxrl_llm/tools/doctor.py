@@ -29,6 +29,7 @@ from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.envs.config import SandboxConfig
 from jaxrl_llm.envs.tools.sandbox import Sandbox
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.host.memory import available_bytes
 from jaxrl_llm.host.start import COMPILATION_CACHE
 from jaxrl_llm.models.lora import base_config, trained_state
 from jaxrl_llm.plan.models import ABSTRACT_MODELS, planned_model
@@ -119,11 +120,8 @@ def check_python() -> Finding:
 
 def report_host_memory() -> Finding:
     """Check the memory that is available to this process, of the machine or its container."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
-        total = min(total, int(text))
-    text = f"{total / GIB:.1f} GiB, {os.cpu_count()} processors"
+    total = available_bytes() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    text = f"{total / GIB:.1f} GiB free, {os.cpu_count()} processors"
     if total < MIN_MEMORY:
         return Finding("memory", "note", f"{text}: enough for toy models only")
     return Finding("memory", "ok", text)

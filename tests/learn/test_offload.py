@@ -115,7 +115,7 @@ def test_a_teacher_in_host_memory_gives_the_gradient_of_one_on_the_devices():
     with jax.set_mesh(mesh):
         for teacher in (other, models.to_host(other)):
             trained, frozen = lora.split_params(student.params)
-            args = (rows[0], built._totals(rows, *totals, student.kl_coef), (teacher,), frozen)
+            args = (rows[0], built._totals(rows, *totals, student), (teacher,), frozen)
             grads.append(built._accumulate(trained, built._zeros(trained), *args)[0])
     assert_equal(*grads)
     assert max(np.abs(g).max() for g in jax.tree.leaves(grads[0])) > 1e-3
@@ -124,7 +124,7 @@ def test_a_teacher_in_host_memory_gives_the_gradient_of_one_on_the_devices():
 def test_a_reference_in_host_memory_is_that_of_the_devices_also_after_a_restart(tmp_path):
     built = learner(offload=False)
     current, abstract = start(built).params, built.abstract_state().params
-    reference = lambda offload: Reference(tmp_path, "bfloat16", lambda: current, abstract, offload)
+    reference = lambda offload: Reference(tmp_path, "bfloat16", lambda: current, abstract, offload=offload)
     plain = reference(False).params(0, 0, current)
     assert_equal(reference(True).params(0, 0, current), plain)
     after_warm_up = reference(True).params(3, 3, current)  # saves it

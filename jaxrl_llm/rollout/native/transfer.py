@@ -35,7 +35,7 @@ class WeightTransfer:
 
     def is_needed(self, params: Params) -> bool:
         """Return whether the weights are on other devices than the rollout's."""
-        sharding = jax.tree.leaves(params)[0].sharding
+        sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)  # None: in the memory of the host
         own = self.programs.mesh.devices.flat
         return isinstance(sharding, NamedSharding) and sharding.device_set != set(own)
 
