@@ -129,7 +129,7 @@ def train(
             break
         stage = run.stage(step)
         if step == stage.start and stage is not run.stages[0]:
-            state = stage.init_state(float32_params(state))
+            state = stage.init_state(float32_params(state), state.critic)
 
         with outage:
             experience = stage.source.next(step - stage.start, state.params, int(state.version), log.phase)

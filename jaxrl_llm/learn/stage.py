@@ -103,10 +103,12 @@ class Stage:
         """Return shapes, types and shardings of the state, to restore a checkpoint into."""
         return replace(self.policy.abstract_state(), critic=self.critic and self.critic.abstract_state())
 
-    def init_state(self, params: Params) -> TrainState:
-        """Return a state with fresh optimizers. `params` are donated to it; the critic starts from a copy."""
-        critic = None
-        if self.critic:
+    def init_state(self, params: Params, critic: TrainState | None = None) -> TrainState:
+        """Return a state with fresh optimizers, to which `params` are donated.
+
+        The critic starts from a copy of them, or is that of the stage before if it has weights of its own.
+        """
+        if self.critic and not (critic and self.critic_params):
             fit = functools.partial(models.with_heads, config=self.critic.model)
             start = self.critic_params or jax.tree.map(jnp.copy, jax.jit(fit)(params))
             critic = self.critic.init_state(reshard(start, self.critic.param_shardings))

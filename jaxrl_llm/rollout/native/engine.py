@@ -88,8 +88,7 @@ class NativeEngine:
         """Copy the weights into the sharding and type of the rollout; the caller may donate its own after."""
         start = time.perf_counter()
         self._published = None  # free the old copy before the new one is made
-        trained_on = devices_of(params)
-        self._shares_devices = not (trained_on and trained_on.isdisjoint(self.mesh.devices.flat))
+        self._shares_devices = not (own := devices_of(params)) or not own.isdisjoint(self.mesh.devices.flat)
         if self.transfer.is_needed(params):
             weights = jax.block_until_ready(self.transfer(params))
             sent = self.transfer.num_bytes

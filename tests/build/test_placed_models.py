@@ -20,6 +20,7 @@ from jaxrl_llm.config import (
     OptimConfig,
     RolloutConfig,
     TrainConfig,
+    WarmStartConfig,
 )
 from jaxrl_llm.data.packing import from_trajectory
 from jaxrl_llm.errors import UserError
@@ -172,3 +173,21 @@ def test_models_are_all_started_before_the_first_is_waited_for(monkeypatch):
     with jax.set_mesh(stage.policy.mesh):
         stage.score(state, [from_trajectory(t) for t in trajectories(0)], None)
     assert events[:2] == ["start", "start"] and set(events[2:]) == {"read"}
+
+
+def test_a_critic_with_weights_of_its_own_survives_the_border_of_the_warm_up():
+    """Its weights are donated to its state once; the warm-up does not train it."""
+    config = replace(
+        BASE,
+        model=replace(BASE.model, dtype="float32"),
+        warm_start=WarmStartConfig(steps=1),
+        **CASES["ppo"],
+    )
+    meshes = make_meshes(config)
+    warm, train = make_stages(config, trained_config(MODEL, config), meshes, RandomModels())
+    with jax.set_mesh(meshes[POLICY]):
+        state = warm.init_state(jax.jit(models.init, static_argnums=0)(MODEL, jax.random.key(0)))
+        before = [np.asarray(w) for w in jax.tree.leaves(state.critic.params)]
+        after = train.init_state(state.params, state.critic).critic.params
+    for old, new in zip(before, jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(old, new)
