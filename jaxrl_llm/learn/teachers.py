@@ -48,7 +48,9 @@ class PlacedTeachers:
     def outputs(self, batch: Batch) -> tuple[TeacherOutputs, ...]:
         """Return the outputs of all teachers for a micro-batch of the policy."""
         if not self._heads:
-            self._heads = [reshard(t.head, self._head_sharding(t)) for t in self.teachers]
+            with jax.set_mesh(self.model.mesh):
+                heads = [jax.jit(_head_of)(teacher) for teacher in self.teachers]
+            self._heads = [reshard(head, self._head_sharding(head)) for head in heads]
         inputs = batch.tokens, batch.positions, batch.segments
         inputs = reshard(inputs, tuple(row_sharding(self.model.mesh, x.shape) for x in inputs))
         with jax.set_mesh(self.model.mesh):
@@ -64,7 +66,8 @@ class PlacedTeachers:
             with_shardings(jax.ShapeDtypeStruct(shape, dtype), self._hidden_sharding(shape))
             for shape in shapes
         ]
-        return self._join(hidden, [with_shardings(t.head, self._head_sharding(t)) for t in self.teachers])
+        heads = [jax.eval_shape(_head_of, teacher) for teacher in self.teachers]
+        return self._join(hidden, [with_shardings(head, self._head_sharding(head)) for head in heads])
 
     def _hidden(self, teacher: Params, tokens, positions, segments) -> Float[Array, "B T D"]:
         config = self.model.config
@@ -83,8 +86,13 @@ class PlacedTeachers:
     def _hidden_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
         return sharding_for(self.mesh, ("batch", "sequence", "hidden"), shape, TRAIN)
 
-    def _head_sharding(self, teacher: Params) -> NamedSharding:
-        return sharding_for(self.mesh, ("vocab", "embed"), teacher.head.shape, TRAIN)
+    def _head_sharding(self, head: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
+        return sharding_for(self.mesh, ("vocab", "embed"), head.shape, TRAIN)
+
+
+def _head_of(teacher: Params) -> Float[Array, "V D"]:
+    """Return a copy of the LM head on the devices: that of an offloaded teacher is in host memory."""
+    return teacher.head
 
 
 Teachers = Sequence[Params] | PlacedTeachers

@@ -4,6 +4,7 @@ import functools
 from dataclasses import replace
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -97,9 +98,10 @@ def trajectories(seed, n=8):
     ]  # fmt: skip
 
 
-def built(case, role=None, placement=None, tmp_path=Path()):
+def built(case, role=None, placement=None, tmp_path=Path(), offload=False):
     """(stage, state, reference) of a case, one role placed elsewhere than the policy."""
     config = replace(BASE, model=replace(BASE.model, dtype="float32"), **CASES[case])
+    config = replace(config, reference=replace(config.reference, offload=offload))
     if role:
         own = getattr(config, role)
         placed = {"mesh": placement.mesh, "devices": placement.devices}
@@ -115,7 +117,8 @@ def built(case, role=None, placement=None, tmp_path=Path()):
 
     other = meshes[REFERENCE] if meshes[REFERENCE] != meshes[POLICY] else None
     first = functools.partial(initial, REFERENCE)
-    reference = Reference(tmp_path, "float32", first, stage.policy.abstract_state().params, other)
+    abstract, offload = stage.policy.abstract_state().params, config.reference.offload
+    reference = Reference(tmp_path, "float32", first, abstract, other, offload)
     with jax.set_mesh(meshes[POLICY]):
         state = stage.init_state(initial())
         if config.lora.rank:  # B is zero at first
@@ -173,6 +176,14 @@ def test_models_are_all_started_before_the_first_is_waited_for(monkeypatch):
     with jax.set_mesh(stage.policy.mesh):
         stage.score(state, [from_trajectory(t) for t in trajectories(0)], None)
     assert events[:2] == ["start", "start"] and set(events[2:]) == {"read"}
+
+
+@pytest.mark.parametrize("case, role", [("grpo", "reference"), ("gkd", "teacher")])
+def test_models_elsewhere_in_host_memory_give_the_same_bits(case, role):
+    on_devices, in_host_memory = (
+        steps(*built(case, role, OTHER_DEVICES, offload=offload), count=1) for offload in (False, True)
+    )
+    chex.assert_trees_all_equal(on_devices, in_host_memory)
 
 
 def test_a_critic_with_weights_of_its_own_survives_the_border_of_the_warm_up():
