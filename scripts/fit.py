@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER, PAGE = ROOT / "docs/fit", ROOT / "docs/fit.md"
 RECIPE = ["--config", "grpo_qwen.py", "--model.remat", "full", "--rollout.dtype", "bfloat16"]
 GIB = 2**30
+COMPRESSED = "--optim.moments int8 --optim.store_param_remainders True --optim.grad_dtype bfloat16"
 QLORA = "--lora.rank 32 --lora.quantize nf4"
 MORE_FLAGS = ("--tokens_per_device",)
 """Flags of a case that its line names besides mesh and slots."""
@@ -47,6 +48,7 @@ class Case(NamedTuple):
         parts += [f"LoRA rank {value.get('--lora.rank')}{base}"] * ("--lora.rank" in value)
         parts += ["8-bit moments"] * ("--optim.moments" in value)
         parts += ["bfloat16 weights with remainders"] * ("--optim.store_param_remainders" in value)
+        parts += ["bfloat16 gradients"] * ("--optim.grad_dtype" in value)
         parts += ["moments on the host"] * ("--optim.offload" in value)
         parts += ["reference on the host"] * ("--reference.offload" in value)
         return ", ".join(parts)
@@ -54,13 +56,15 @@ class Case(NamedTuple):
 
 CASES = [
     Case("Qwen/Qwen3-0.6B", "h100"),
-    Case("Qwen/Qwen3-4B", "h100", "--optim.moments int8 --optim.store_param_remainders True"),
+    Case("Qwen/Qwen3-4B", "h100", COMPRESSED),
     Case("Qwen/Qwen3-8B", "h100", "--lora.rank 32"),
-    Case("Qwen/Qwen3-8B", "h200", "--optim.moments int8 --optim.store_param_remainders True"),
-    Case("Qwen/Qwen3-8B", "rtx4090", f"{QLORA} --rollout.slots 16 --tokens_per_device 1536"),
+    Case("Qwen/Qwen3-8B", "h200", COMPRESSED),
+    Case("Qwen/Qwen3-8B", "rtx4090", f"{QLORA} --rollout.slots 8 --tokens_per_device 1536"),
     Case("Qwen/Qwen3-8B", "v5e-4", f"{QLORA} --rollout.slots 16 --tokens_per_device 2048"),
     Case("Qwen/Qwen3-32B", "h100x8", "--lora.rank 32 --rollout.slots 256 --mesh.tensor 8"),
-    Case("Qwen/Qwen3-32B", "v5e-16", "--lora.rank 32 --rollout.slots 128 --mesh.tensor 8"),
+    Case(
+        "Qwen/Qwen3-32B", "v5e-16", "--lora.rank 32 --lora.quantize int8 --rollout.slots 64 --mesh.tensor 8"
+    ),
     Case("meta-llama/Llama-3.1-70B", "h100x8", f"{QLORA} --rollout.slots 128 --mesh.tensor 8"),
     Case("Qwen/Qwen3-0.6B", "v5e-8", "--rollout.slots 128"),
     Case("Qwen/Qwen3-0.6B", "v6e-4", "--rollout.slots 128"),
