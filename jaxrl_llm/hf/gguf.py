@@ -6,6 +6,7 @@ servers. Weights are dequantized to float32: values of a quantized type are exac
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -60,13 +61,11 @@ def convert_gguf(file: Path) -> Path:
         UserError: the extra `gguf` is not installed, a damaged file, one that is a part of several, another
             architecture, a RoPE or quantization that is not supported, or no space.
     """
-    reader = _open(file)
-    with file.open("rb") as handle:
-        digest = hashlib.file_digest(handle, "sha256").hexdigest()
-    folder = _cache() / f"{file.stem}-{digest[:16]}"
+    status = file.stat()
+    folder = _cache() / f"{file.stem}-{_digest(file, status.st_size, status.st_mtime_ns)[:16]}"
     if (folder / "config.json").is_file():
         return folder
-    model = _GgufModel(file, reader)
+    model = _GgufModel(file, _open(file))
     tensors = model.check_tensors()
     shards = plan_files(tensors, itemsize=4, limit=_SHARD_BYTES)
     needed = sum(size for _, _, size in shards)
@@ -89,6 +88,13 @@ def convert_gguf(file: Path) -> Path:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+@functools.cache
+def _digest(file: Path, size: int, changed: int) -> str:
+    """Return the SHA-256 of a file, which is read once for each size and time of its last change."""
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def read_gguf_config(file: Path) -> TransformerConfig:
@@ -238,14 +244,18 @@ class _GgufModel:
         return tensors
 
     def gguf_name(self, name: str) -> str:
-        """Return the name of an HF tensor in the file; the library has the table."""
+        """Return the name of an HF tensor in the file."""
+        found = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert found is not None, name
+        return found
+
+    @functools.cached_property
+    def _names(self) -> Any:
+        """Table of names of the architecture, the library's."""
         from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
 
         arch = next(arch for arch in MODEL_ARCH if MODEL_ARCH_NAMES[arch] == self.family)
-        names = get_tensor_name_map(arch, self.config.num_layers)
-        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert found is not None, name
-        return found
+        return get_tensor_name_map(arch, self.config.num_layers)
 
     def tensor(self, tensor: HFTensor) -> np.ndarray:
         """Return a tensor as HF stores it, float32."""

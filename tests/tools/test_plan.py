@@ -14,20 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from plan_recipe import CONFIG, SMALL
 
 from jaxrl_kernels import dispatch
 from jaxrl_kernels.chips import CHIPS, GIB, GPUS, MULTIPROCESSORS, TPUS
 from jaxrl_kernels.topology import missing_compiler
 from jaxrl_llm import models
-from jaxrl_llm.algos import grpo
 from jaxrl_llm.build.models import make_stages
 from jaxrl_llm.build.placement import make_meshes
 from jaxrl_llm.config import (
-    ModelConfig,
     ReferenceConfig,
-    RolloutConfig,
     SamplingConfig,
-    TrainConfig,
 )
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import ConfigError, UserError
@@ -46,15 +43,6 @@ from jaxrl_llm.tools import plan as command
 from jaxrl_llm.tools.generate import check_output_path
 
 ROOT = Path(__file__).parents[2]
-SMALL = TransformerConfig(
-    vocab_size=64, hidden_size=32, mlp_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
-)
-CONFIG = TrainConfig(
-    algo=grpo.Config(kl_coef=0.1), prompts_per_step=2, responses_per_prompt=8, minibatches_per_step=2,
-    tokens_per_device=16, max_prompt_tokens=4, max_response_tokens=4,
-    model=ModelConfig(architecture=SMALL, tokenizer="tiny"),
-    rollout=RolloutConfig(slots=4, prefill_tokens=64, warm_up=True),
-)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
 """Advice and memory of a plan: which settings are named, and the bytes that they save."""
 
 import dataclasses
-from pathlib import Path
 
 import jax
 import pytest
+from plan_recipe import CONFIG, SMALL
 
 from jaxrl_kernels.chips import GIB
 from jaxrl_llm import models
@@ -12,30 +12,17 @@ from jaxrl_llm.algos import grpo
 from jaxrl_llm.build.models import make_stages
 from jaxrl_llm.build.placement import make_meshes
 from jaxrl_llm.config import (
-    ModelConfig,
     ReferenceConfig,
     RolloutConfig,
     ScoreConfig,
-    TrainConfig,
 )
 from jaxrl_llm.learn.optim import OptimConfig
-from jaxrl_llm.models import LoraConfig, TransformerConfig
+from jaxrl_llm.models import LoraConfig
 from jaxrl_llm.plan.advice import advise
 from jaxrl_llm.plan.phases import phases
 from jaxrl_llm.plan.plan import MEMORY_KINDS, PhaseCost, Plan
 from jaxrl_llm.plan.report import verdict
 from jaxrl_llm.sharding.rules import bytes_per_device
-
-ROOT = Path(__file__).parents[2]
-SMALL = TransformerConfig(
-    vocab_size=64, hidden_size=32, mlp_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
-)
-CONFIG = TrainConfig(
-    algo=grpo.Config(kl_coef=0.1), prompts_per_step=2, responses_per_prompt=8, minibatches_per_step=2,
-    tokens_per_device=16, max_prompt_tokens=4, max_response_tokens=4,
-    model=ModelConfig(architecture=SMALL, tokenizer="tiny"),
-    rollout=RolloutConfig(slots=4, prefill_tokens=64, warm_up=True),
-)  # fmt: skip
 
 
 def cost(name, **memory):
