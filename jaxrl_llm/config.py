@@ -20,7 +20,18 @@ from jaxrl_llm.report.log import LogConfig
 from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 from jaxrl_llm.rollout.engine import SamplingConfig
-from jaxrl_llm.sharding.config import ALL_DEVICES, MeshConfig, PlacementConfig, device_problems
+from jaxrl_llm.sharding.config import (
+    ALL_DEVICES,
+    CRITIC,
+    POLICY,
+    REFERENCE,
+    ROLLOUT_ENGINE,
+    TEACHER,
+    MeshConfig,
+    PlacementConfig,
+    device_problems,
+    reward_role,
+)
 from jaxrl_llm.sharding.rules import num_shards
 
 __all__ = [  # all that a recipe needs, besides its algorithm
@@ -222,12 +233,12 @@ class TrainConfig:
     def placements(self) -> dict[str, PlacementConfig]:
         """Placement of each model by its role, the prefix of its keys: those of the policy have none."""
         return {
-            "": PlacementConfig(mesh=self.mesh, devices=self.devices),
-            "rollout.": self.rollout,
-            "reference.": self.reference,
-            "critic.": self.critic,
-            "teacher.": self.teacher,
-            **{f"reward.models.{i}.": model for i, model in enumerate(self.reward.models)},
+            POLICY: PlacementConfig(mesh=self.mesh, devices=self.devices),
+            ROLLOUT_ENGINE: self.rollout,
+            REFERENCE: self.reference,
+            CRITIC: self.critic,
+            TEACHER: self.teacher,
+            **{reward_role(i): model for i, model in enumerate(self.reward.models)},
         }
 
     def mesh_of(self, role: str) -> MeshConfig:

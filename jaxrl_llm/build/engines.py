@@ -21,7 +21,6 @@ from jaxrl_llm.bridge.transports.cuda_ipc import IpcTransport
 from jaxrl_llm.bridge.transports.disk import DiskTransport, weight_folder
 from jaxrl_llm.bridge.transports.over_http import HttpTransport
 from jaxrl_llm.bridge.transports.process_group import GroupTransport
-from jaxrl_llm.build.placement import POLICY, ROLLOUT_ENGINE
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.export import export_config, save_description
@@ -37,6 +36,7 @@ from jaxrl_llm.rollout.sglang.engine import SGLangEngine
 from jaxrl_llm.rollout.sglang.health import ServerList, run_health_checks
 from jaxrl_llm.rollout.sglang.launch import ServerProcesses
 from jaxrl_llm.rollout.sglang.pool import ServerPool
+from jaxrl_llm.sharding.config import POLICY, ROLLOUT_ENGINE
 
 
 def make_engine(

@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
 from jaxrl_llm.algos.contract import AlgoConfig, old_logprobs
-from jaxrl_llm.build.placement import CRITIC, POLICY, REFERENCE, TEACHER
 from jaxrl_llm.config import ModelConfig, TrainConfig, derived
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import ConfigError, UserError
@@ -30,6 +29,7 @@ from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.lora import add_adapters, base_config, frozen_config, with_lora
 from jaxrl_llm.rollout.keys import Purpose, run_key
+from jaxrl_llm.sharding.config import CRITIC, POLICY, REFERENCE, TEACHER
 from jaxrl_llm.sharding.rules import TRAIN, with_shardings
 from jaxrl_llm.structs import Params
 

@@ -9,15 +9,8 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.sharding.config import POLICY, ROLLOUT_ENGINE
 from jaxrl_llm.sharding.placement import place
-
-POLICY, ROLLOUT_ENGINE, REFERENCE, CRITIC, TEACHER = "", "rollout.", "reference.", "critic.", "teacher."
-"""Roles of models: keys of `TrainConfig.placements`. Reward models have one each, `reward_role`."""
-
-
-def reward_role(index: int) -> str:
-    """Return the role of a reward model."""
-    return f"reward.models.{index}."
 
 
 def make_meshes(config: TrainConfig, devices: Sequence[jax.Device] | None = None) -> dict[str, Mesh]:

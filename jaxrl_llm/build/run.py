@@ -26,7 +26,7 @@ from jaxrl_llm.build.models import (
     trained_config,
     with_new_adapters,
 )
-from jaxrl_llm.build.placement import POLICY, REFERENCE, ROLLOUT_ENGINE, make_meshes, reward_role
+from jaxrl_llm.build.placement import make_meshes
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.rows import Example
@@ -56,6 +56,7 @@ from jaxrl_llm.rewards.load import choose_reward
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.keys import Purpose, run_key
+from jaxrl_llm.sharding.config import POLICY, REFERENCE, ROLLOUT_ENGINE, reward_role
 from jaxrl_llm.sharding.rules import HOST, TRAIN, bytes_per_device, with_shardings
 from jaxrl_llm.structs import Params, TrainState
 from jaxrl_llm.user_file import expand_home

@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
 from jaxrl_llm.build.models import make_stages, trained_config
-from jaxrl_llm.build.placement import CRITIC, POLICY, REFERENCE, ROLLOUT_ENGINE, reward_role
 from jaxrl_llm.config import TrainConfig, derived
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.scoring import ScoringModel
@@ -22,6 +21,7 @@ from jaxrl_llm.plan import flops
 from jaxrl_llm.plan.models import ABSTRACT_MODELS, planned_model
 from jaxrl_llm.recipe.checks import check_model
 from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.sharding.config import CRITIC, POLICY, REFERENCE, ROLLOUT_ENGINE, reward_role
 from jaxrl_llm.sharding.rules import TRAIN
 from jaxrl_llm.structs import Program
 

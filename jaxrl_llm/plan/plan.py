@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm.build.placement import POLICY, make_meshes
+from jaxrl_llm.build.placement import make_meshes
 from jaxrl_llm.config import TrainConfig, derived
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.kernels import check_kernels_setting, describe_kernels, turing_warning
@@ -17,6 +17,7 @@ from jaxrl_llm.plan.compiled import CompiledStats, compile_program
 from jaxrl_llm.plan.models import planned_model
 from jaxrl_llm.plan.phases import Phase, phases
 from jaxrl_llm.plan.target import CompileTarget
+from jaxrl_llm.sharding.config import POLICY
 from jaxrl_llm.sharding.placement import device_ranges, placement_of
 from jaxrl_llm.sharding.rules import HOST, bytes_per_device
 

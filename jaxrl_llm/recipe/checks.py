@@ -32,6 +32,7 @@ from jaxrl_llm.rollout.checks import strict_problems
 from jaxrl_llm.rollout.sglang import auth, colocated
 from jaxrl_llm.rollout.sglang.health import read_addresses
 from jaxrl_llm.sharding.attention import heads_problem
+from jaxrl_llm.sharding.config import POLICY, ROLLOUT_ENGINE
 from jaxrl_llm.sharding.rules import num_shards
 from jaxrl_llm.user_file import expand_home
 
@@ -174,7 +175,7 @@ def _devices(config: TrainConfig) -> Iterator[str]:
 def _strict(config: TrainConfig, sizes: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
     """Yield what --strict does not go with; a size of -1 is not known yet."""
     if config.strict:
-        num_devices = [math.prod(sizes[role].values()) for role in ("", "rollout.")]
+        num_devices = [math.prod(sizes[role].values()) for role in (POLICY, ROLLOUT_ENGINE)]
         yield from strict_problems(config.rollout, config.model.dtype, max(num_devices))
 
 
@@ -184,7 +185,7 @@ def _divided(config: TrainConfig, sizes: Mapping[str, Mapping[str, int]]) -> Ite
     Ring attention needs two chunks a device. The rollout has no rows.
     """
     for role, own in config.placements.items():
-        if own.mesh is None or role == "rollout.":
+        if own.mesh is None or role == ROLLOUT_ENGINE:
             continue
         ring = config.mesh_of(role).sequence_parallel == "ring"
         shards = num_shards("sequence", sizes[role])

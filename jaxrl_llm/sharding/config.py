@@ -12,6 +12,8 @@ from jaxrl_llm.ranges import Range
 
 ALL_DEVICES = "all"
 DEVICE_RANGE = re.compile(r"(\d{1,6}):(\d{1,6})")
+POLICY, ROLLOUT_ENGINE, REFERENCE, CRITIC, TEACHER = "", "rollout.", "reference.", "critic.", "teacher."
+"""Roles of models: keys of `TrainConfig.placements`. Reward models have one each, `reward_role`."""
 AXES = ("data", "fsdp", "tensor", "sequence")
 AxisSize = Annotated[int, Range(-1, 2**20)]
 
@@ -75,6 +77,11 @@ class PlacementConfig:
     def is_own(self) -> bool:
         """True where mesh or devices are set, so that they may differ from the policy's."""
         return self.mesh is not None or bool(self.devices)
+
+
+def reward_role(index: int) -> str:
+    """Return the role of a reward model."""
+    return f"reward.models.{index}."
 
 
 def device_bounds(text: str) -> tuple[int, int] | None:

@@ -13,7 +13,7 @@ from jax._src.array import ArrayImpl
 from jaxrl_llm import models
 from jaxrl_llm.algos import gkd, grpo, ppo
 from jaxrl_llm.build.models import make_stages, trained_config
-from jaxrl_llm.build.placement import POLICY, REFERENCE, make_meshes
+from jaxrl_llm.build.placement import make_meshes
 from jaxrl_llm.config import (
     CriticConfig,
     LoraConfig,
@@ -29,7 +29,7 @@ from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.learn.scoring import ScoringModel
 from jaxrl_llm.learn.stage import Experience
 from jaxrl_llm.models import TransformerConfig, lora
-from jaxrl_llm.sharding.config import PlacementConfig
+from jaxrl_llm.sharding.config import POLICY, REFERENCE, PlacementConfig
 from jaxrl_llm.sharding.placement import devices_of
 from jaxrl_llm.sharding.rules import TRAIN
 from jaxrl_llm.structs import Trajectory

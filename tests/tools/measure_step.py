@@ -17,13 +17,14 @@ import numpy as np
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
 from jaxrl_llm.build.models import make_stages
-from jaxrl_llm.build.placement import POLICY, make_meshes
+from jaxrl_llm.build.placement import make_meshes
 from jaxrl_llm.config import ModelConfig, RolloutConfig, TrainConfig, TransformerConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.plan.plan import make_plan
 from jaxrl_llm.plan.target import open_target, parse_topology
 from jaxrl_llm.rollout.engine import Request
 from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.sharding.config import POLICY
 
 MODEL = TransformerConfig(
     vocab_size=4096, hidden_size=512, mlp_size=2048, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=64
