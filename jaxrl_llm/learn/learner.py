@@ -208,8 +208,6 @@ class Learner(ScoringModel):
             transform_non_params=lambda _: self.replicated,
             is_leaf=is_moment,
         )
-        extra = {
-            name: None if getattr(state, name) is None else self.replicated
-            for name in ("loss_scale", "entropy_coef")
-        }
+        replicated = lambda x: None if x is None else self.replicated
+        extra = {name: replicated(getattr(state, name)) for name in ("loss_scale", "entropy_coef")}
         return TrainState(self.param_shardings, opt, *[self.replicated] * 3, **extra)
