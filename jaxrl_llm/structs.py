@@ -44,6 +44,7 @@ SIGNALS = (
     Signal("reference",      "frozen reference or teacher: log-probs, nats",        True, True),
     Signal("values",         "critic or value head before the first update",        True, True),
     Signal("sum_pi_squared", "policy: sum over the vocabulary of p^2",              True, False),
+    Signal("entropy",        "policy before the first update: entropy, nats",       True, False),
     Signal("advantages",     "credit assignment",                                   False, True),
     Signal("returns",        "credit assignment: targets of the critic",            False, True),
     Signal("labels",         "dataset: label of the token, or of its sequence",     False, True),
@@ -131,6 +132,7 @@ class Rollouts:
     reference: Float[Array, "N R"] | None = None  # log-probs of the frozen reference
     values: Float[Array, "N R"] | None = None  # the critic's, of the state in which the token was chosen
     sum_pi_squared: Float[Array, "N R"] | None = None  # sum over the vocabulary of the policy's p^2
+    entropy: Float[Array, "N R"] | None = None  # nats, of the policy before this step's updates
     kl_coef: Float[Array, ""] | None = None  # current coefficient of the KL controller
 
 
@@ -162,6 +164,7 @@ class BatchTotals:
     kl_coef: Float[Array, ""]
     baseline: Float[Array, "*shape"] | None = None
     loss_scale: Float[Array, ""] | None = None  # that of the TrainState
+    entropy_coef: Float[Array, "2"] | None = None  # likewise
 
 
 @pytree
@@ -179,6 +182,7 @@ class LossInputs:
     num_tokens: Float[Array, ""]
     num_sequences: Float[Array, ""]
     entropy: Float[Array, "B T"] | None = None  # nats, of the policy; carries gradient
+    sum_pi_squared: Float[Array, "B T"] | None = None  # over the vocabulary, of the policy; no gradient
     advantages: Float[Array, "B T"] | None = None
     rollout: Float[Array, "B T"] | None = None
     old: Float[Array, "B T"] | None = None
@@ -189,6 +193,7 @@ class LossInputs:
     labels: Float[Array, "B T"] | None = None
     divergence: Float[Array, "B T"] | None = None  # from the teacher's distribution; carries gradient
     kl_coef: Float[Array, ""] | None = None  # current coefficient of the KL controller
+    entropy_coef: Float[Array, ""] | None = None  # what the entropy controller applies
     baseline: Float[Array, "*shape"] | None = None  # the algorithm's `baseline`, summed over the mini-batch
 
 
@@ -203,6 +208,7 @@ class TrainState:
     kl_coef: Float[Array, ""]  # of the KL controller
     critic: TrainState | None = None  # of the critic, which is trained together with the policy
     loss_scale: Float[Array, ""] | None = None  # of float16 (`learn.loss_scale`)
+    entropy_coef: Float[Array, "2"] | None = None  # of the entropy controller: its value, what is applied
 
 
 class Program(NamedTuple):

@@ -189,7 +189,7 @@ def finish(run: Run, checkpoints: Checkpointer, log: RunLog, ended: Ended) -> No
 
 def restore(run: Run, checkpoints: Checkpointer) -> tuple[TrainState | None, int]:
     """Return (state, steps done) of the newest good checkpoint, or (None, 0) in a fresh run directory."""
-    target = trained_state(run.stages[0].abstract_state())
+    target = lambda step: trained_state(run.stage(min(max(step, 1), run.total) - 1).abstract_state())
     restored = checkpoints.restore(target, compatible=dump(run.config))
     return (run.complete(*restored[1:]), restored[0]) if restored else (None, 0)
 

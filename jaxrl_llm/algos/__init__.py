@@ -16,7 +16,6 @@ from jaxrl_llm.algos.clipped import (
     opo,
     otb,
     passk,
-    pf_ppo,
     ppo,
     reinforce_pp,
     remax,
@@ -29,14 +28,17 @@ from jaxrl_llm.algos.distillation import distill, gkd
 from jaxrl_llm.algos.imitation import raft, sft
 from jaxrl_llm.algos.policy_gradient import PolicyConfig
 from jaxrl_llm.algos.preference import cpo, dpo, kto, online_dpo, orpo, simpo
+from jaxrl_llm.algos.resampled import pf_ppo
 from jaxrl_llm.algos.reward_models import prm, reward_model
 from jaxrl_llm.algos.surrogates import (
+    a_star_po,
     cispo,
     dppo,
     dro,
     gmpo,
     gpg,
     gspo,
+    luspo,
     reinforce,
     sapo,
     vespo,
@@ -45,6 +47,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.user_file import explain, import_user_file
 
 ALGOS: dict[str, Algorithm] = {
+    "a_star_po": a_star_po,
     "cispo": cispo,
     "clip_cov": clip_cov,
     "cpo": cpo,
@@ -62,6 +65,7 @@ ALGOS: dict[str, Algorithm] = {
     "gspo": gspo,
     "kl_cov": kl_cov,
     "kto": kto,
+    "luspo": luspo,
     "online_dpo": online_dpo,
     "opo": opo,
     "orpo": orpo,

@@ -230,7 +230,7 @@ def decoupled(
 
 Advantage = Literal[
     "gae", "grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo", "gpg",
-    "gpg_rewards", "passk", "otb", "otb_tail", "gdpo",
+    "gpg_rewards", "passk", "otb", "otb_tail", "gdpo", "optimal_value", "reward",
 ]  # fmt: skip
 WHITENED = {"gae", "reinforce_pp", "reinforce_pp_baseline", "gdpo"}  # by their definition
 
@@ -238,6 +238,17 @@ WHITENED = {"gae", "reinforce_pp", "reinforce_pp_baseline", "gdpo"}  # by their 
 def less_greedy(returns: Float[Array, "N R"], greedy: Float[Array, "N"]) -> Float[Array, "N R"]:
     """Return returns - reward of the greedy response (ReMax, arXiv 2310.10505); 0 where that failed."""
     return jnp.where(jnp.isfinite(greedy)[:, None], returns - greedy[:, None], 0.0)
+
+
+def less_optimal_value(
+    rewards: Float[Array, "N"], group: Int[Array, "N"], valid: Float[Array, "N"], beta: float
+) -> Float[Array, "N"]:
+    """Return reward - V, V = beta log mean exp(reward / beta) of a group (A*-PO, arXiv 2505.20686)."""
+    largest = jax.ops.segment_max(jnp.where(valid > 0, rewards, -jnp.inf), group, rewards.shape[0])
+    below = jnp.where(valid > 0, rewards - largest[group], 0.0)
+    count = group_sum(jnp.ones_like(rewards), group, valid)
+    mean = group_sum(jnp.exp(below / beta), group, valid) / jnp.maximum(count, 1.0)
+    return jnp.where(valid > 0, below - beta * jnp.log(jnp.maximum(mean, 1e-30))[group], 0.0)
 
 
 def _passk(scores: Float[Array, "N"], r: Rollouts, config: AlgoConfig) -> Float[Array, "N"]:
@@ -278,6 +289,8 @@ PER_RESPONSE: dict[str, Callable[..., Float[Array, "N"]]] = {
     "gdpo": lambda s, r, c: decoupled(
         r.components, r.group, r.valid, c.component_weights, c.scale, c.reward_clip, c.reward_scale
     ),
+    "optimal_value": lambda s, r, c: less_optimal_value(s, r.group, r.valid, c.value_beta),
+    "reward": lambda s, r, c: jnp.where(r.valid > 0, s, 0.0),
 }
 """Scores [N], rollouts, config -> advantage of each response."""
 

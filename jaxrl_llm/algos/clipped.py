@@ -5,20 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algos.correction import correct
 from jaxrl_llm.algos.critic import value_loss
 from jaxrl_llm.algos.kl import kl, log_ratio
-from jaxrl_llm.algos.policy_gradient import PolicyConfig, policy_algorithm, select
+from jaxrl_llm.algos.policy_gradient import PolicyConfig, policy_algorithm
 from jaxrl_llm.algos.reduce import aggregate, token_mean
 from jaxrl_llm.ranges import Positive, Range
-from jaxrl_llm.structs import LossInputs, Metrics, Rollouts
+from jaxrl_llm.structs import LossInputs, Metrics
 
 Bound = Annotated[float, Range(0.0, math.inf)]
 """Distance of a ratio or log-ratio from 1 or 0; inf = no bound."""
@@ -86,11 +85,14 @@ def policy_loss(
     per_token = weights * surrogate
     if inputs.reference is not None:
         penalty = kl(inputs.policy, inputs.reference, config.kl)
+        if config.kl_importance:
+            penalty = penalty * jnp.exp(log_ratio(inputs.policy, inputs.old))
         metrics["kl"] = token_mean(penalty, inputs)
         if config.kl_in == "loss" and config.kl_coef:
             per_token = per_token + config.present_kl_coef(inputs) * penalty
-    if config.entropy_coef:
-        per_token = per_token - config.entropy_coef * inputs.entropy
+    if config.entropy_coef or config.entropy_target is not None:
+        coef = config.entropy_coef if config.entropy_target is None else inputs.entropy_coef
+        per_token = per_token - coef * inputs.entropy
     loss = aggregate(per_token, inputs, config.aggregation, config.constant)
     if config.advantage == "gae" and config.critic == "shared":
         of_values, moved = value_loss(inputs.values, inputs.old_values, inputs.returns, config.value_clip)
@@ -218,44 +220,4 @@ gdpo = policy_algorithm(
     whitened over the step: a reward of small spread is not drowned by one of large spread.""",
     ClippedConfig(advantage="gdpo", aggregation="sequence"),
     clipped_loss,
-)
-
-
-@dataclass(frozen=True)
-class FilteredConfig(ClippedConfig):
-    """Options of PF-PPO."""
-
-    filter: Literal["pow", "max_min", "max_random"] = "pow"
-    """Probability of a response: by |r|^power; best and worst only; the best 4 times as likely as others."""
-    power: Annotated[float, Range(0.0, 100.0)] = 2.0
-    """Exponent of the reward, for "pow"."""
-
-
-def resample(rollouts: Rollouts, config: FilteredConfig, rng: np.random.Generator) -> np.ndarray:
-    """Return as many trajectories as there are, drawn with replacement by their reward."""
-    kept = select(rollouts, config, rng)
-    if not len(kept):
-        return kept
-    rewards = np.asarray(rollouts.rewards, np.float64)[kept]
-    best = rewards == rewards.max()
-    if config.filter == "pow":
-        weights = np.abs(rewards) ** config.power
-    elif config.filter == "max_min":
-        weights = (best | (rewards == rewards.min())).astype(np.float64)
-    else:
-        weights = np.where(best, 0.4, 0.1)
-    weights = weights + 1e-8
-    return np.sort(rng.choice(kept, size=len(kept), p=weights / weights.sum()))
-
-
-pf_ppo = policy_algorithm(
-    "pf_ppo",
-    """Policy-filtered PPO: PF-PPO (arXiv 2409.06957, section 3), responses drawn again by their reward.
-
-    As many responses as there are, drawn with replacement: with weight |r|^power, or only the best and worst
-    of the step ("max_min"), or the best four times as likely as the rest ("max_random"). Rewards in the
-    middle, where a reward model is least sure, then count for less.""",
-    FilteredConfig(advantage="gae", lam=0.95, kl_coef=0.02, kl="k1", kl_in="reward"),
-    clipped_loss,
-    select=resample,
 )

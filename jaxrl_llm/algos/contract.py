@@ -67,6 +67,10 @@ class Requirements:
     """Values of a critic with its own backbone."""
     sum_pi_squared: bool = False
     """Sum over the vocabulary of the policy's p^2."""
+    square_in_loss: bool = False
+    """The same of the present policy in the loss, without gradient."""
+    old_entropy: bool = False
+    """Entropy of the policy before the first update: `advantages` reads it."""
     greedy: bool = False
     """A greedy response to every prompt, and its reward."""
     draws: int = 1
@@ -93,6 +97,15 @@ class AlgoConfig:
     def next_kl_coef(self, kl_coef: Array, metrics: Metrics, num_sequences: Array) -> Array:
         """Return the KL controller's coefficient after an update with these metrics."""
         return kl_coef
+
+    @property
+    def initial_entropy_coef(self) -> tuple[float, float] | None:
+        """State that the entropy controller starts with: (coefficient, applied); None = there is none."""
+        return None
+
+    def next_entropy_coef(self, coef: Array, metrics: Metrics) -> Array:
+        """Return the entropy controller's state after an update with these metrics."""
+        return coef
 
 
 def _policy_alone(config: AlgoConfig) -> Requirements:

@@ -53,6 +53,10 @@ class Correction:
     """Rules, lowest and highest value allowed: tokens or sequences that break one have weight 0.
     Nats; for k1 a ratio rollout / old, for tv a probability. Such as token_k1 0.8 1.25 seq_mean_k3 0 0.02."""
 
+    reject_only: Literal["all", "negative"] = "all"
+    """Apply `reject` to all tokens, or only where the advantage is negative. The off-policy sequence mask of
+    DeepSeek-V3.2 (arXiv 2512.02556) is of "policy", reject seq_mean_k1 0.001 exp(delta), negative."""
+
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, what is wrong with it) of rules across fields."""
         if not self.floor < self.cap:
@@ -173,6 +177,8 @@ def correct(inputs: LossInputs, config: Correction) -> tuple[Float[Array, "B T"]
         }
     if config.reject:
         keep = accepted(old, inputs.rollout, inputs.mask, ids, config)
+        if config.reject_only == "negative":
+            keep |= inputs.advantages >= 0
         weights = jnp.where(keep, weights, 0.0)
         metrics["is/rejected_fraction"] = token_mean((~keep).astype(weights.dtype), inputs)
     return weights, metrics

@@ -128,6 +128,17 @@ def transform_ratio(
     return ratio
 
 
+def sequence_alignment(inputs: LossInputs) -> Float[Array, "B H"]:
+    """Return the weight of each pair, the smaller the further off policy (WPO, arXiv 2406.11827).
+
+    w(y) = exp(mean over the tokens of log p - log sum over the vocabulary of p^2); the weight is
+    min(w(chosen) w(rejected), 1), without gradient.
+    """
+    aligned = jax.lax.stop_gradient(inputs.policy) - jnp.log(jnp.maximum(inputs.sum_pi_squared, 1e-30))
+    chosen, rejected = pair_means(aligned, inputs)
+    return jnp.exp(jnp.minimum(chosen + rejected, 0.0))
+
+
 def tail_weights(inputs: LossInputs, coef: float) -> Float[Array, "B T"]:
     """Return 1 at the first n trained tokens of each response, `coef` after them (LD-DPO, arXiv 2409.06411).
 

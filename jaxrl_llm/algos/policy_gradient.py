@@ -39,6 +39,8 @@ class PolicyConfig(AlgoConfig):
     """GAE over tokens that a tool wrote: skip them, or zero value and reward there (OpenRLHF)."""
     whiten: Literal["auto", "none", "unbiased", "biased"] = "auto"
     """Whiten advantages over the step's tokens; auto: where the estimator's paper does."""
+    value_beta: Positive = 0.5
+    """Temperature beta of the optimal value: V = beta log mean exp(r / beta) over the group (A*-PO)."""
     component_weights: tuple[Finite, ...] = ()
     """Weight of each normalised reward in GDPO: reward.name, reward.shaping, reward.models; empty = all 1."""
     reward_clip: tuple[Unbounded, Unbounded] | None = None
@@ -58,7 +60,8 @@ class PolicyConfig(AlgoConfig):
     value_clip: Positive = 0.5
     """Clip values to old value +- this, shared critic only."""
     aggregation: Aggregation = "token"
-    """Aggregation of token losses: token, sequence (mean of means), sequence_sum, constant (Dr. GRPO)."""
+    """Aggregation of token losses: token, sequence (mean of means), sequence_sum, constant (Dr. GRPO),
+    token_sum (no denominator)."""
     constant: Positive = 1024.0
     """Tokens that "constant" aggregation divides by."""
     kl_coef: Weight = 0.0
@@ -67,12 +70,25 @@ class PolicyConfig(AlgoConfig):
     """Estimator of the KL; k1+ and k3+ have the (unbiased) gradient of k2."""
     kl_in: KLPlace = "loss"
     """Subtract the KL in the loss, in each token's reward, or in its advantage."""
+    kl_importance: bool = False
+    """Weigh the KL in the loss by policy / old: k1 and k3, and the gradient of k3, are then unbiased for
+    tokens of an older policy (DeepSeek-V3.2, arXiv 2512.02556, section 3.1)."""
     kl_target: Positive | None = None
     """Adapt kl_coef to hold this KL, nats a token; None = kl_coef is fixed."""
     kl_horizon: Positive = 10000.0
     """Trajectories over which the adaptive coefficient moves."""
+    top_entropy: Annotated[float, Range(0.0, 1.0, open_low=True, usual="0.2 is usual")] = 1.0
+    """Share of the step's tokens that keep their advantage, those of highest entropy before the first update
+    (arXiv 2506.01939); 1 = all. The others still count in denominators."""
     entropy_coef: Finite = 0.0
-    """Weight of the entropy bonus; below 0 a penalty."""
+    """Weight of the entropy bonus; below 0 a penalty. With `entropy_target` where it starts."""
+    entropy_target: Positive | None = None
+    """Adapt entropy_coef to hold this entropy, nats a token: it rises by entropy_delta after an update below
+    the target, falls after others, and is not applied after one above the target (Skywork-OR1)."""
+    entropy_delta: Positive = 0.005
+    """Step of the adaptive coefficient (arXiv 2505.22312)."""
+    entropy_coef_max: Positive = 1.0
+    """Largest adaptive coefficient."""
     old: Old = "auto"
     """Old log-probs. "policy": the policy's before this step's updates, by a forward pass only if there are
     several; "recompute": the same, always by a forward pass; "rollout": those that the rollout reported;
@@ -92,6 +108,11 @@ class PolicyConfig(AlgoConfig):
                 'is "rollout": the correction weighs by old / rollout, which then is 1. Set it to auto, or '
                 "correction.of to policy.",
             )
+        if self.entropy_target is not None and not 0 <= self.entropy_coef <= self.entropy_coef_max:
+            yield (
+                "entropy_coef",
+                f"is {self.entropy_coef:g}: entropy_target adapts it from 0 to entropy_coef_max.",
+            )
         if self.advantage == "gdpo" and self.kl_in == "reward" and self.kl_coef:
             yield (
                 "kl_in",
@@ -107,6 +128,16 @@ class PolicyConfig(AlgoConfig):
         if self.kl_target is None or "kl" not in metrics:
             return kl_coef
         return next_kl_coef(kl_coef, metrics["kl"], num_sequences, self.kl_target, self.kl_horizon)
+
+    @property
+    def initial_entropy_coef(self) -> tuple[float, float] | None:
+        return None if self.entropy_target is None else (self.entropy_coef, 0.0)
+
+    def next_entropy_coef(self, coef: Float[Array, "2"], metrics: Metrics) -> Float[Array, "2"]:
+        low = metrics["entropy"] <= self.entropy_target
+        new = coef[0] + jnp.where(low, self.entropy_delta, -self.entropy_delta)
+        new = jnp.clip(new, 0.0, self.entropy_coef_max)
+        return jnp.stack([new, jnp.where(low, new, 0.0)])
 
     def present_kl_coef(self, x: Rollouts | LossInputs) -> Float[Array, ""] | float:
         """Return kl_coef, or the KL controller's present coefficient."""
@@ -124,7 +155,7 @@ def requires(config: PolicyConfig) -> Requirements:
     reads_old = config.advantage.startswith("otb") or config.correction.normalize
     reads_old |= config.kl_in != "loss" and config.kl_coef != 0
     return Requirements(
-        entropy=config.entropy_coef != 0,
+        entropy=config.entropy_coef != 0 or config.entropy_target is not None,
         old=config.old == "recompute" or reads_old,
         old_source="policy" if config.old == "recompute" else config.old,
         corrected=config.correction.active,
@@ -132,6 +163,7 @@ def requires(config: PolicyConfig) -> Requirements:
         values=config.advantage == "gae" and config.critic == "shared",
         critic=config.advantage == "gae" and config.critic == "separate",
         sum_pi_squared=config.advantage.startswith("otb"),
+        old_entropy=config.top_entropy < 1,
         greedy=config.advantage == "remax",
         draws=config.max_draws if config.dynamic_sampling else 1,
     )
@@ -155,6 +187,9 @@ def advantages(rollouts: Rollouts, config: PolicyConfig) -> Float[Array, "N R"]:
     if config.correction.normalize:
         gap = rollouts.old - rollouts.rollout
         out = out / mean_weight(gap, mask, config.correction)
+    if config.top_entropy < 1:
+        lowest = jnp.nanquantile(jnp.where(mask > 0, rollouts.entropy, jnp.nan), 1 - config.top_entropy)
+        out = jnp.where(rollouts.entropy >= lowest, out, 0.0)
     return jnp.where(mask > 0, out, 0.0)
 
 

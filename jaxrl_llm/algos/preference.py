@@ -26,6 +26,7 @@ from jaxrl_llm.algos.pair_losses import (
     over_pairs,
     pair_means,
     pair_sums,
+    sequence_alignment,
     sigmoid_loss,
     tail_weights,
     transform_ratio,
@@ -76,6 +77,8 @@ class DPOConfig(AlgoConfig):
     """Weight of the tokens beyond the length of the pair's shorter response (alpha of LD-DPO); 1 = DPO."""
     tau: Positive = 0.05
     """Temperature of discopop's blend."""
+    weighted: bool = False
+    """Weigh each pair by the probability of its responses under the policy (WPO)."""
     length_normalized: bool = False
     """Means over the tokens of a response instead of sums."""
     reference_free: bool = False
@@ -102,8 +105,12 @@ def dpo_loss(inputs: LossInputs, config: DPOConfig) -> tuple[Float[Array, ""], M
     sides = (pair_means if config.length_normalized else pair_sums)(ratio, inputs)
     chosen, rejected = (transform_ratio(side, config.divergence, config.alpha) for side in sides)
     settings = PairSettings(config.beta, config.label_smoothing, config.tau)
-    total = over_pairs(PAIR_LOSSES[config.loss](chosen, rejected, settings), inputs)
+    each = PAIR_LOSSES[config.loss](chosen, rejected, settings)
     metrics = pair_metrics(config.beta * chosen, config.beta * rejected, inputs)
+    if config.weighted:
+        weights = sequence_alignment(inputs)
+        metrics["pair_weight"], each = over_pairs(weights, inputs), weights * each
+    total = over_pairs(each, inputs)
     if config.nll_coef:
         metrics["chosen_nll"] = chosen_nll(inputs)
         total = total + config.nll_coef * metrics["chosen_nll"]
@@ -131,8 +138,10 @@ dpo = Algorithm(
 
     `divergence` puts f'(p / ref) in the place of the log-ratios (f-DPO, arXiv 2309.16240): forward_kl
     1 - exp(-c), js log 2 + log s(c), alpha (exp((alpha - 1) c) - 1) / (alpha - 1). `tail_coef` weighs the
-    tokens beyond the shorter response's length (LD-DPO, arXiv 2409.06411). AOT, which sorts the ratios of a
-    whole batch, is not here: it would depend on the division into batches.
+    tokens beyond the shorter response's length (LD-DPO, arXiv 2409.06411). `weighted` multiplies the loss of
+    a pair by min(w(c) w(r), 1), w = exp(mean over tokens of log p - log sum p^2): pairs that are likely under
+    the policy count more (WPO, arXiv 2406.11827). AOT, which sorts the ratios of a whole batch, is not here:
+    it would depend on the division into batches.
 
     `length_normalized` takes means over the tokens instead of sums: TRL's IPO (what its authors ran, by TRL's
     account), and the length-normalised DPO of Tulu 3 (arXiv 2411.15124). `nll_coef` adds the likelihood of
@@ -140,7 +149,7 @@ dpo = Algorithm(
     "pairs",
     DPOConfig(),
     dpo_loss,
-    requires=lambda config: Requirements(reference=not config.reference_free),
+    requires=lambda config: Requirements(reference=not config.reference_free, square_in_loss=config.weighted),
     group_size=2,
 )
 

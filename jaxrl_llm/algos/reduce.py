@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.structs import LossInputs
 
-Aggregation = Literal["token", "sequence", "sequence_sum", "constant"]
+Aggregation = Literal["token", "sequence", "sequence_sum", "constant", "token_sum"]
 
 
 def masked_sum(x: Float[Array, "..."], mask: Float[Array, "..."]) -> Float[Array, ""]:
@@ -32,6 +32,7 @@ def aggregate(
     sequence      mean over sequences of the mean over their tokens   (GRPO, arXiv 2402.03300, eq. 3)
     sequence_sum  mean over sequences of the sum over their tokens    (REINFORCE)
     constant      sequence_sum / constant, e.g. the longest response  (Dr. GRPO, arXiv 2503.20783)
+    token_sum     sum over all tokens: the gradient grows with the mini-batch
 
     Args:
         x: per-token loss.
@@ -40,6 +41,8 @@ def aggregate(
     """
     if how == "token":
         return token_mean(x, inputs)
+    if how == "token_sum":
+        return masked_sum(x, inputs.mask)
     if how == "sequence":
         x = x / inputs.lengths
     total = masked_sum(x, inputs.mask) / inputs.num_sequences

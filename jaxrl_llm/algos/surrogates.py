@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import jax
@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algos.clipped import Bound, ClippedConfig, clip, policy_loss
 from jaxrl_llm.algos.kl import MAX_LOG_RATIO, log_ratio
-from jaxrl_llm.algos.policy_gradient import Old, PolicyConfig, policy_algorithm
+from jaxrl_llm.algos.policy_gradient import Old, PolicyConfig, policy_algorithm, requires
 from jaxrl_llm.algos.reduce import Aggregation, sequence_mean, sequence_sum
 from jaxrl_llm.ranges import Positive, Range, Weight
 from jaxrl_llm.structs import LossInputs, Metrics
@@ -76,6 +76,16 @@ gspo = policy_algorithm(
     sg[s] pi / sg[pi]; loss = max(-A s, -A clip(s)), mean over responses. The clip range is a thousandth of
     PPO's. `aggregation = "token"` is veRL 0.9's and ChatLearn's.""",
     ClippedConfig(clip_low=3e-4, clip_high=4e-4, aggregation="sequence"),
+    gspo_loss,
+)
+
+luspo = policy_algorithm(
+    "luspo",
+    """Length-unbiased sequence policy optimization: LUSPO (arXiv 2602.05261), GSPO times the length.
+
+    GSPO's loss of a response, times its number of tokens, mean over responses: the gradient of a token no
+    longer shrinks with the length of its response.""",
+    ClippedConfig(clip_low=3e-4, clip_high=4e-4, aggregation="sequence_sum"),
     gspo_loss,
 )
 
@@ -299,4 +309,35 @@ dro = policy_algorithm(
     square pulls the policy back to the old one.""",
     DROConfig(),
     dro_loss,
+)
+
+# A*-PO
+
+
+@dataclass(frozen=True)
+class AStarPOConfig(PolicyConfig):
+    """Options of A*-PO."""
+
+    beta: Positive = 1e-3
+    """Strength of the KL constraint to the reference (beta_2 of the paper)."""
+
+
+def a_star_po_loss(inputs: LossInputs, config: AStarPOConfig) -> tuple[Float[Array, ""], Metrics]:
+    """Return (beta sum(policy - reference) - A)^2 of each response, the same at each of its tokens."""
+    reward = config.beta * sequence_sum(inputs.policy - inputs.reference, inputs.mask, inputs.segments)
+    error = reward - sequence_mean(inputs.advantages, inputs)
+    return policy_loss(jnp.square(error), {"implicit_reward": reward}, inputs, config)
+
+
+a_star_po = policy_algorithm(
+    "a_star_po",
+    """Optimal advantage regression: A*-PO (arXiv 2505.20686, eq. 3 and algorithm 1).
+
+    A = r - V, V = value_beta log mean exp(r / value_beta); loss = (beta log(pi / ref) - A)^2, mean over
+    responses, log(pi / ref) summed over tokens. V is taken over the step's own group; in the paper over
+    responses of the reference, once before training: for that let the reward subtract a column of the data
+    with V, and set `advantage = "reward"`.""",
+    AStarPOConfig(advantage="optimal_value", aggregation="sequence"),
+    a_star_po_loss,
+    requires=lambda config: replace(requires(config), reference=True),
 )

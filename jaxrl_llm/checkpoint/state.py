@@ -10,11 +10,11 @@ from __future__ import annotations
 import errno
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any, Literal
 
 import jax
@@ -165,13 +165,13 @@ class Checkpointer:
         return max(self.steps(), default=None)
 
     def restore(
-        self, target: Any, compatible: dict[str, Any] | None = None
+        self, target: Any | Callable[[int], Any], compatible: dict[str, Any] | None = None
     ) -> tuple[int, Any, dict[str, Any]] | None:
         """Load the newest valid checkpoint; each newer one that is damaged is reported.
 
         Args:
             target: pytree of jax.ShapeDtypeStruct with shardings, which decide the layout, not the
-                mesh that it was saved from.
+                mesh that it was saved from; or the function of a checkpoint's step that returns it.
             compatible: resolved config of this run, compared with the checkpoint's by `check_resume`.
 
         Returns: (step, state, meta), or None if the run has no checkpoint yet.
@@ -193,6 +193,8 @@ class Checkpointer:
         if compatible is not None:
             for line in check_resume(meta.get("config", {}), compatible, step):
                 print_on_first(f"checkpoint: resuming with {line}")
+        if isinstance(target, FunctionType):  # a model can be called, too
+            target = target(step)
         return step, load_arrays(folder, target), meta
 
     def _choose(self) -> int | None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
+from jax.typing import ArrayLike
 
 from jaxrl_llm import algos, models
 from jaxrl_llm.algos.contract import AlgoConfig
@@ -86,7 +87,7 @@ class Learner(ScoringModel):
         """Return the programs that `update` runs for each micro-batch ("accumulate") and after ("apply")."""
         state, batch = self.abstract_state(), self.abstract_batch(signals, self.config.rows)
         number = jax.ShapeDtypeStruct((), jnp.float32)
-        totals = BatchTotals(number, number, state.kl_coef, loss_scale=state.loss_scale)
+        totals = self._with_coefs(state, number, number)
         teachers = teachers.abstract_outputs(batch) if isinstance(teachers, PlacedTeachers) else teachers
         with jax.set_mesh(self.mesh):
             if algos.of(self.algo).baseline:
@@ -156,11 +157,14 @@ class Learner(ScoringModel):
     def _totals(
         self, batches: Sequence[Batch], num_tokens: float, num_sequences: float, state: TrainState
     ) -> BatchTotals:
-        numbers = np.float32(num_tokens), np.float32(num_sequences)
-        totals = BatchTotals(*numbers, state.kl_coef, loss_scale=state.loss_scale)
+        totals = self._with_coefs(state, np.float32(num_tokens), np.float32(num_sequences))
         if not algos.of(self.algo).baseline:
             return totals
         return replace(totals, baseline=sum(self._baseline(batch, totals) for batch in batches))
+
+    def _with_coefs(self, state: TrainState, *numbers: ArrayLike | jax.ShapeDtypeStruct) -> BatchTotals:
+        extra = {"loss_scale": state.loss_scale, "entropy_coef": state.entropy_coef}
+        return BatchTotals(*numbers, state.kl_coef, **extra)
 
     def _fresh(self, params: Params) -> TrainState:
         trained, frozen = lora.split_params(params)
@@ -169,8 +173,12 @@ class Learner(ScoringModel):
         kl_coef = jnp.float32(self.algo.initial_kl_coef)
         opt_state = self.optimizer.init(trained)
         stored = lora.join_params(stored_weights(trained, opt_state), frozen)
-        loss_scale = initial_loss_scale(self.config.dtype)
-        return TrainState(stored, opt_state, zero, zero, kl_coef, loss_scale=loss_scale)
+        entropy_coef = self.algo.initial_entropy_coef
+        extra = {
+            "loss_scale": initial_loss_scale(self.config.dtype),
+            "entropy_coef": None if entropy_coef is None else jnp.asarray(entropy_coef, jnp.float32),
+        }
+        return TrainState(stored, opt_state, zero, zero, kl_coef, **extra)
 
     def _on_devices(self, update: Callable) -> Callable:
         """Return `update`, a function of a TrainState, with its moments moved to the devices first."""
@@ -200,5 +208,6 @@ class Learner(ScoringModel):
             transform_non_params=lambda _: self.replicated,
             is_leaf=is_moment,
         )
-        loss_scale = None if state.loss_scale is None else self.replicated
-        return TrainState(self.param_shardings, opt, *[self.replicated] * 3, loss_scale=loss_scale)
+        replicated = lambda x: None if x is None else self.replicated
+        extra = {name: replicated(getattr(state, name)) for name in ("loss_scale", "entropy_coef")}
+        return TrainState(self.param_shardings, opt, *[self.replicated] * 3, **extra)

@@ -194,6 +194,7 @@ def policy_scores(requires: Requirements, old: str) -> tuple[str, ...]:
     return (
         ("policy",) * (old == "recompute")
         + ("sum_pi_squared",) * requires.sum_pi_squared
+        + ("entropy",) * requires.old_entropy
         + ("values",) * requires.values
     )
 

@@ -82,7 +82,7 @@ def model_outputs(
     hidden, head = forward(params), batch_invariant.rounded(params.head, dtype)
     softmax = dict(temperature=config.temperature, softcap=params.config.logit_softcap, chunk=config.chunk)
     outputs: Outputs = {}
-    if "policy" in names:
+    if "policy" in names or "entropy" in names:
         layout = {} if config.strict else {"partition_specs": logprob_specs(hidden, head)}
         outputs["policy"], outputs["entropy"] = (batch_invariant if config.strict else api).linear_logprob(
             hidden, head, batch.targets, batch.mask, with_entropy="entropy" in names, **layout, **softmax
@@ -114,6 +114,7 @@ def loss_outputs(requires: Requirements) -> tuple[str, ...]:
     """Return the outputs that a loss reads."""
     return (
         ("policy", "entropy") * requires.policy
+        + ("sum_pi_squared",) * requires.square_in_loss
         + ("values",) * requires.values
         + ("divergence",) * (requires.divergence is not None)
     )
@@ -192,6 +193,7 @@ def loss_inputs(batch: Batch, outputs: Outputs, totals: BatchTotals) -> LossInpu
         num_tokens=totals.num_tokens,
         num_sequences=totals.num_sequences,
         entropy=clean(outputs.get("entropy")),
+        sum_pi_squared=jax.lax.stop_gradient(clean(outputs.get("sum_pi_squared"))),
         advantages=clean(batch.advantages),
         rollout=clean(batch.rollout),
         old=jax.lax.stop_gradient(policy) if batch.old is None else clean(batch.old),
@@ -202,6 +204,7 @@ def loss_inputs(batch: Batch, outputs: Outputs, totals: BatchTotals) -> LossInpu
         labels=clean(batch.labels),
         divergence=clean(outputs.get("divergence")),
         kl_coef=totals.kl_coef,
+        entropy_coef=None if totals.entropy_coef is None else totals.entropy_coef[1],
         baseline=totals.baseline,
     )
 
@@ -279,6 +282,10 @@ def apply(
     finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm)
     new = update(step, (state.params, state.opt_state, grads), finite)
     kl_coef = algo.next_kl_coef(state.kl_coef, metrics, num_sequences)
+    entropy_coef = state.entropy_coef
+    if entropy_coef is not None:
+        metrics = {**metrics, "entropy_coef": entropy_coef[1]}
+        entropy_coef = jnp.where(new.finite, algo.next_entropy_coef(entropy_coef, metrics), entropy_coef)
     version = state.version + new.finite.astype(jnp.int32)
     scaling = {} if state.loss_scale is None else {"loss_scale": state.loss_scale}
     new_state = TrainState(
@@ -288,6 +295,7 @@ def apply(
         nonfinite=jnp.where(new.finite, 0, state.nonfinite + 1),
         kl_coef=jnp.where(new.finite, kl_coef, state.kl_coef),
         loss_scale=next_loss_scale(state.loss_scale, new.finite, version),
+        entropy_coef=entropy_coef,
     )
     norms = {"grad_norm": grad_norm, **new.norms, **scaling}
     return new_state, {**metrics, **norms, "nonfinite": 1.0 - new.finite}

@@ -9,6 +9,7 @@ import pytest
 from golden import ADVANTAGES, MASK, OLD, POLICY, ROLLOUT, advantages, loss_inputs, rollouts
 
 from jaxrl_llm.algos import (
+    a_star_po,
     dapo,
     dr_grpo,
     grpo,
@@ -20,6 +21,7 @@ from jaxrl_llm.algos import (
     value,
 )  # fmt: skip
 from jaxrl_llm.algos.kl import kl, next_kl_coef
+from jaxrl_llm.structs import Rollouts
 
 
 def test_dr_grpo_divides_by_a_constant():
@@ -164,3 +166,27 @@ def test_pf_ppo_draws_responses_by_their_reward():
     given = rollouts(valid=jnp.array([1.0, 1, 0, 1]))
     assert count(pf_ppo.Config(), given)[2] == 0
     assert len(pf_ppo.select(rollouts(valid=jnp.zeros(4)), pf_ppo.Config(), rng())) == 0
+
+
+def test_only_tokens_of_highest_entropy_keep_their_advantage():
+    """The 75% quantile of .1 .2 .3 .4 .7 .8 .9 is .75, at index 4.5; padding, of 5.0, does not count."""
+    mask = jnp.array([[1.0, 1, 1, 0], [1, 1, 1, 1]])
+    entropy = jnp.array([[0.1, 0.9, 0.3, 5.0], [0.2, 0.8, 0.7, 0.4]])
+    given = Rollouts(jnp.array([1.0, 0.0]), jnp.array([0, 0]), mask, jnp.ones(2), entropy=entropy)
+    config = grpo.Config(scale="none", top_entropy=0.25)
+    expected = np.zeros((2, 4))
+    expected[0, 1], expected[1, 1] = 0.5, -0.5
+    np.testing.assert_allclose(advantages(given, config), expected, atol=1e-6)
+    assert requirements(config).old_entropy and not requirements(grpo.config).old_entropy
+
+
+def test_the_optimal_value_is_a_soft_maximum_of_the_group():
+    """V = 0.5 log((e^2 + 1) / 2) and 0.5 log((e^4 + e) / 2); without failed responses."""
+    given = rollouts(rewards=jnp.array([1.0, 0.0, 2.0, 0.5]))
+    values = [0.5 * np.log((np.exp(2) + 1) / 2), 0.5 * np.log((np.exp(4) + np.exp(1)) / 2)]
+    got = np.asarray(advantages(given, a_star_po.Config()))[:, 0]
+    np.testing.assert_allclose(got, [1 - values[0], -values[0], 2 - values[1], 0.5 - values[1]], atol=1e-5)
+    alone = rollouts(rewards=jnp.array([1.0, np.nan, 2.0, 0.5]), valid=jnp.array([1.0, 0, 1, 1]))
+    np.testing.assert_allclose(advantages(alone, a_star_po.Config())[:2, 0], [0, 0], atol=1e-6)
+    plain = np.asarray(advantages(given, a_star_po.Config(advantage="reward")))[:, 0]
+    np.testing.assert_allclose(plain, [1, 0, 2, 0.5])

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import ADVANTAGES, MASK, OLD, POLICY, loss_inputs
+from golden import ADVANTAGES, MASK, OLD, POLICY, ROLLOUT, loss_inputs
 
 from jaxrl_llm import algos
 from jaxrl_llm.algos import (
     ALGOS,
+    a_star_po,
     cispo,
     clip_cov,
     dppo,
@@ -20,6 +21,7 @@ from jaxrl_llm.algos import (
     grpo,
     gspo,
     kl_cov,
+    luspo,
     reinforce,
     sapo,
     vespo,
@@ -201,3 +203,64 @@ def test_the_first_update_is_that_of_reinforce(name):
     np.testing.assert_allclose(
         gradient_of(config, old=same, reference=None), -ADVANTAGES * MASK / 7, atol=1e-6
     )
+
+
+def test_luspo_is_gspo_times_the_length():
+    """Sums over the 3 and 4 tokens instead of means: s A / sequences at each token."""
+    ratio = np.exp([0.6 / 3, 0.7 / 4])
+    expected = np.array([[-ratio[0]] * 3 + [0], [ratio[1]] * 4]) / 2
+    np.testing.assert_allclose(gradient_of(luspo.Config(**CLIP)), expected, atol=1e-6)
+    assert loss_of(luspo.Config(**CLIP)) == pytest.approx((-3 * ratio[0] + 4 * ratio[1]) / 2, rel=1e-6)
+
+
+def test_a_star_po_regresses_the_log_ratio_on_the_advantage():
+    """Sums of policy - reference .6 and .7 (beta 0.5: .3 and .35) against 1 and -1."""
+    config = a_star_po.Config(beta=0.5)
+    assert loss_of(config) == pytest.approx((0.7**2 + 1.35**2) / 2, rel=1e-6)
+    slope = 2 * 0.5 * np.array([[-0.7], [1.35]]) / 2
+    np.testing.assert_allclose(gradient_of(config), slope * MASK, atol=1e-6)
+    assert algos.requirements(config).reference
+
+
+def test_token_sum_has_no_denominator():
+    assert loss_of(grpo.Config(**CLIP, aggregation="token_sum", kl_coef=0.0)) == pytest.approx(
+        7 * 0.293748, abs=1e-5
+    )
+
+
+def test_kl_weighted_by_the_ratio():
+    """With reference = old and d = log r, r k3 = r (e^-d - 1 + d) = 1 - r + r d, whose slope is r d."""
+    config = grpo.Config(kl_importance=True, kl_coef=0.5, aggregation="token")
+    plain = replace(config, kl_coef=0.0)
+    d = np.array(POLICY - OLD)
+    added = loss_of(config) - loss_of(plain)
+    assert added == pytest.approx(0.5 * float(((1 - RATIO + RATIO * d) * MASK).sum()) / 7, abs=1e-6)
+    np.testing.assert_allclose(
+        gradient_of(config) - gradient_of(plain), 0.5 * RATIO * d * MASK / 7, atol=1e-6
+    )
+
+
+def test_off_policy_sequences_of_negative_advantage_are_masked():
+    """Row 2 is dropped below its mean of rollout - policy; row 1 never, for its advantage is positive."""
+    rule = dict(of="policy", reject_only="negative")
+    masked = lambda bound: gradient_of(
+        gpg.Config(correction=Correction(reject=(("seq_mean_k1", 1e-3, bound),), **rule)), rollout=ROLLOUT
+    )
+    means = [float(((ROLLOUT - POLICY)[i] * MASK[i]).sum() / MASK[i].sum()) for i in (0, 1)]
+    below, above = np.exp(min(means) - 0.01), np.exp(means[1] + 0.01)
+    assert masked(below)[0].any() and not masked(below)[1].any()  # row 1 has a positive advantage
+    assert masked(above)[0].any() and masked(above)[1].any()
+
+
+def test_the_entropy_bonus_holds_its_target():
+    """The coefficient moves by delta an update, within 0 and its bound, and is applied below the target."""
+    config = grpo.Config(entropy_target=0.5, entropy_coef=0.01, entropy_delta=0.02, entropy_coef_max=0.025)
+    coef, states = jnp.asarray(config.initial_entropy_coef), []
+    for entropy in (0.4, 0.5, 0.6, 0.7, 0.1):
+        coef = config.next_entropy_coef(coef, {"entropy": jnp.float32(entropy)})
+        states.append(coef)
+    expected = [(0.025, 0.025), (0.025, 0.025), (0.005, 0), (0, 0), (0.02, 0.02)]
+    np.testing.assert_allclose(np.array(states), expected, atol=1e-7)
+    assert algos.requirements(config).entropy and grpo.config.initial_entropy_coef is None
+    bonus = loss_of(config, entropy_coef=jnp.float32(0.3)) - loss_of(config, entropy_coef=jnp.float32(0.0))
+    assert bonus == pytest.approx(-0.3, abs=1e-6)  # an entropy of 1 at each token

@@ -110,6 +110,20 @@ def test_dpo_of_the_common_length():
         np.testing.assert_allclose(gradient[2][[1, 2]], gradient[2][0] * np.array([1, 0.25]), rtol=1e-5)
 
 
+def test_wpo_weighs_pairs_by_the_policys_confidence():
+    """w = min(exp(mean(log p - log sum p^2) of c, plus of r), 1) of each pair, without gradient."""
+    square = [0.01, 0.02, 0.3, 0.4]
+    means = [np.mean(np.array(p) - np.log(s)) for p, s in zip(POLICY, square, strict=True)]
+    weights = [min(np.exp(means[0] + means[1]), 1), min(np.exp(means[2] + means[3]), 1)]
+    config = dpo.Config(weighted=True)
+    arrays = dict(reference=REFERENCE, sum_pi_squared=square)
+    loss, metrics, gradient = run(dpo, config, POLICY, ONE_ROW, **arrays)
+    assert loss == pytest.approx((weights[0] * nll(0.15) + weights[1] * nll(-0.2)) / 2, rel=1e-5)
+    assert metrics["pair_weight"] == pytest.approx(np.mean(weights), rel=1e-5)
+    np.testing.assert_allclose(gradient[0], -weights[0] * 0.05 * sigmoid(-0.15), rtol=1e-4)
+    assert requirements(config).square_in_loss and requirements(online_dpo.Config(dpo=config)).square_in_loss
+
+
 @pytest.mark.parametrize("loss", PAIR_LOSSES)
 def test_extreme_ratios_give_finite_losses_and_gradients(loss):
     policy, reference = [[-300.0], [-1.0], [-1.0], [-300.0]], [[-1.0], [-300.0], [-300.0], [-1.0]]

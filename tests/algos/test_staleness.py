@@ -15,7 +15,9 @@ from jaxrl_llm.algos.correction import Correction
 from jaxrl_llm.algos.policy_gradient import PolicyConfig
 from jaxrl_llm.algos.returns import optimal_token_baseline
 
-POLICY_GRADIENTS = [name for name, a in ALGOS.items() if isinstance(a.config, PolicyConfig)]
+POLICY_GRADIENTS = [
+    name for name, a in ALGOS.items() if isinstance(a.config, PolicyConfig) and name != "a_star_po"
+]  # a regression, which any data serves
 
 
 def source(config, updates=1, on_policy=False):

@@ -86,7 +86,8 @@ def test_train_state_comes_back_bit_for_bit(tmp_path, name):
     saver = checkpointer(tmp_path)
     assert saver.save(5, with_nan, {**META, "cursor": [1, {"a": 0.1}]}, {"eval/accuracy": 0.5})
     saver.close()
-    step, back, meta = checkpointer(tmp_path).restore(abstract_of(with_nan))
+    targets = {5: abstract_of(with_nan)}  # a stage's state may have arrays that another's lacks
+    step, back, meta = checkpointer(tmp_path).restore(lambda step: targets[step])
     assert step == 5 and meta["cursor"] == [1, {"a": 0.1}]
     assert_same_bits(back, with_nan)
 

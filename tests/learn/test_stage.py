@@ -9,11 +9,11 @@ import optax
 import pytest
 
 from jaxrl_llm import models
-from jaxrl_llm.algos import distill, dpo, ppo, value
+from jaxrl_llm.algos import distill, dpo, grpo, ppo, value
 from jaxrl_llm.data.packing import PackItem, from_trajectory
 from jaxrl_llm.learn import credit
 from jaxrl_llm.learn.learner import Learner
-from jaxrl_llm.learn.stage import Stage
+from jaxrl_llm.learn.stage import Stage, policy_scores
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
@@ -143,3 +143,26 @@ def test_scores_do_not_depend_on_the_size_of_their_microbatches():
             for name in ("policy", "values"):
                 np.testing.assert_allclose(one[name], other[name], atol=1e-6)
     assert np.abs(results[0][0]["policy"]).max() > 3
+
+
+def test_entropy_is_scored_before_the_update_and_steers_its_bonus():
+    """A random model's entropy is near log 64 = 4.16 nats, below the target of 4.5."""
+    algo = grpo.Config(
+        kl_coef=0.0, top_entropy=0.25, entropy_target=4.5, entropy_coef=0.01, entropy_delta=0.02
+    )
+    stage = Stage(learner(algo))
+    assert policy_scores(stage.requires, "policy") == ("entropy",)
+    with jax.set_mesh(stage.policy.mesh):
+        state, batch = stage.init_state(models.init(MODEL, jax.random.key(0))), trajectories()
+        items, applied = [from_trajectory(t) for t in batch], []
+        for step in range(2):
+            stage.score(state, items, None)
+            trained = credit.assign_credit(algo, items, batch, 0.0, seed=step)
+            state, metrics = stage.update(state, [trained], step)
+            applied.append(float(metrics["entropy_coef"]))
+    entropy = np.concatenate([item.signals["entropy"][3:] for item in items])
+    advantages = np.concatenate([item.signals["advantages"][3:] for item in trained])
+    assert (advantages != 0).sum() == 8 == len(entropy) // 4
+    assert entropy[advantages != 0].min() >= entropy[advantages == 0].max()
+    np.testing.assert_allclose(applied, [0.0, 0.03], atol=1e-7)
+    np.testing.assert_allclose(state.entropy_coef, [0.05, 0.05], atol=1e-7)
