@@ -23,6 +23,8 @@ from jaxrl_llm.report import jsonl
 from jaxrl_llm.tools.generate import GenerateConfig, generate_all
 from jaxrl_llm.train import execute
 
+EVALUATION = {"data.eval_path", "data.holdout", "eval.every"}
+"""Settings that say on what to evaluate."""
 Rows = Iterable[Mapping[str, Any]]
 Prompt = str | Sequence[Mapping[str, str]] | Mapping[str, Any]
 
@@ -87,7 +89,7 @@ def run(
     Raises:
         UserError: input that cannot work, before any expensive work. RunError: the run cannot continue.
     """
-    if data is not None and eval_data is None and not {"data.eval_path", "eval.every"} & settings.keys():
+    if data is not None and eval_data is None and not EVALUATION & settings.keys():
         print("note: no eval_data is given, so nothing is evaluated", file=sys.stderr)
         settings["eval.every"] = 0
     if reward is not None and not callable(reward):

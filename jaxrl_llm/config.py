@@ -169,6 +169,9 @@ class TrainConfig:
     """Folder of everything that the run writes; the same command again continues the run."""
     steps: CountOrZero = 100
     """Training steps: one set of prompts, rolled out and learned from."""
+    epochs: Annotated[float, Range(0, 1e6, usual="1 to 3 are usual")] = 0.0
+    """Passes over the training rows, in place of `steps`: prompts_per_step rows a step, the last step filled
+    from the next pass; learning-rate schedules decay over them. 0 = `steps` counts."""
     seed: CountOrZero = 0
     """Seed of weights, data order and sampling."""
     algo: AlgoConfig = field(default_factory=algos.grpo.Config)

@@ -101,7 +101,7 @@ def execute_together(
     state, start = restore(run, checkpoints)
     log = RunLog(run_dir, config.log, run.total, resume_step=start or -1)
     closing.enter_context(contextlib.closing(log))
-    introduce(log, run, describe_run(config, resolved.recipe, list(argv)), start)
+    introduce(log, run, describe_run(run.config, resolved.recipe, list(argv)), start)
     with Stop(config.max_runtime) as stop:
         ended = train(run, checkpoints, log, state, start, stop)
         with deferred("exporting the model, then done"):

@@ -43,7 +43,13 @@ COMMANDS = {
     "plan": plan.PlanArguments,
 }
 OPTIONAL = (
-    *("data.eval.0.path", "reward.models.0.path", "reward.models.1.path", "reward.models.0.mesh.fsdp"),
+    *(
+        "data.eval.0.path",
+        "data.eval.1.path",
+        "reward.models.0.path",
+        "reward.models.1.path",
+        "reward.models.0.mesh.fsdp",
+    ),
     *(f"{role}.mesh.fsdp" for role in ("critic", "reference", "rollout", "teacher")),
 )
 """Keys of parts that recipes may lack."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
+from jaxrl_llm.build.data import open_loaders, try_first_rows, with_steps
 from jaxrl_llm.build.engines import make_engine
 from jaxrl_llm.build.models import (
     check_frozen,
@@ -31,7 +32,6 @@ from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.template import set_template
-from jaxrl_llm.envs.check import check_env
 from jaxrl_llm.envs.load import Conversations, make_conversations
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.experience.dataset import DatasetSource, dataset_items
@@ -51,7 +51,7 @@ from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.models.kernels import check_kernels_setting
-from jaxrl_llm.recipe.checks import check_held_out, check_model
+from jaxrl_llm.recipe.checks import check_model
 from jaxrl_llm.rewards.load import choose_reward
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rollout.engine import Engine
@@ -190,6 +190,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     adapter = load_adapter(expand_home(config.model.adapter), model) if config.model.adapter else {}
     env = make_conversations(config.env, tokenizer, config.data.chat)
     loaders = open_loaders(config, tokenizer, closing.enter_context(env).columns if env else {})
+    config = with_steps(config, loaders["train"])
     rows = try_first_rows(config, loaders)
     rolls_out = algos.of(config.algo).on_rollouts
     generates = rolls_out or (bool(config.eval.every) and algos.requirements(config.algo).policy)
@@ -244,42 +245,6 @@ def check_offload(config: TrainConfig, stage: Stage, meshes: Mapping[str, Mesh])
         smaller = "" if config.optim.moments == "int8" else smaller
         fix = f"Set {smaller}a larger --mesh.fsdp over more hosts, or {' or '.join(settings)} False."
         check_host_memory(sum(needed.values()) * jax.local_device_count(), " and ".join(settings), fix)
-
-
-def open_loaders(config: TrainConfig, tokenizer: Any, columns: dict[str, Any]) -> dict[str, Loader]:
-    """Open the data: "train", and "warm_start" and "eval" of runs that have them.
-
-    Args:
-        columns: columns that every row gets, such as the tools that the chat template shows.
-    """
-
-    def loader(data=config.data, split: Literal["train", "eval"] = "train") -> Loader:
-        longest = config.max_prompt_tokens
-        return Loader(data, tokenizer, config.seed, longest, split, config.max_tokens, columns)
-
-    loaders, warm = {"train": loader()}, config.warm_start
-    if warm.steps:
-        loaders["warm_start"] = loader(
-            replace(config.data, train=warm.sources, path="") if warm.sources else config.data
-        )
-    if config.eval.every:
-        loaders["eval"] = loader(split="eval")
-        check_held_out(config, loaders["eval"].stats()["rows"])
-    return loaders
-
-
-def try_first_rows(config: TrainConfig, loaders: dict[str, Loader]) -> list[Example]:
-    """Return a row of each training source, after rendering, tokenizing and resetting the environment for it.
-
-    Raises:
-        UserError: no row of a source can be used, or an environment or tool fails; with the fix.
-    """
-    algorithm = algos.of(config.algo)
-    kind = "prompts" if algorithm.on_rollouts else algorithm.data
-    kinds = {"train": kind, "warm_start": "tokens", "eval": kind}
-    rows = {name: loader.check_first_rows(kinds[name]) for name, loader in loaders.items()}
-    on_first(lambda: check_env(config.env, rows["train"]))
-    return rows["train"]
 
 
 def open_rewards(

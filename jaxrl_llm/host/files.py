@@ -19,3 +19,11 @@ def write_json(path: Path, tree: Any) -> None:
     with path.open("wb") as file:
         file.write((json.dumps(tree, indent=2) + "\n").encode())
         sync_to_disk(file)
+
+
+def replace_json(path: Path, tree: Any) -> None:
+    """Write a JSON file by one rename: a kill leaves no part of it. Its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    write_json(temporary, tree)
+    os.replace(temporary, path)

@@ -100,7 +100,7 @@ def check_held_out(config: TrainConfig, rows: int) -> None:
         less = f"Set --eval.prompts {rows} or less" if rows else "Set --eval.every 0, for no evaluation"
         raise ConfigError(
             f"--eval.prompts is {config.eval.prompts}: the held-out data has {rows} rows. "
-            f"{less}, or give it more rows (--data.eval_path)."
+            f"{less}, or give it more rows (--data.eval_path FILE, or --data.holdout {config.eval.prompts})."
         )
 
 
@@ -126,8 +126,14 @@ def _wrong_types(config: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _step(config: TrainConfig) -> Iterator[str]:
-    if not config.steps and not config.warm_start.steps:
+    if not config.steps and not config.epochs and not config.warm_start.steps:
         yield "--steps is 0, and so is --warm_start.steps: there is nothing to train. Set one of them."
+    generated = [own.path for own in config.data.sources("train") if own.is_generated]
+    if config.epochs and generated:
+        yield (
+            f"--epochs is {config.epochs:g}: {generated[0]} is generated, without an end. Set --steps N "
+            "--epochs 0."
+        )
     name = getattr(config.algo, "advantage", "")
     if name in GROUP_ADVANTAGES and config.responses_per_prompt == 1:
         yield (

@@ -16,6 +16,7 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 PROGRESS_METRICS = (
+    "epoch",
     "eval/pass@1",
     "eval/accuracy",
     "reward/mean",

@@ -13,7 +13,7 @@ from refusals import refusal
 
 from jaxrl_llm.algos import gkd, sft
 from jaxrl_llm.algos.clipped import ClippedConfig
-from jaxrl_llm.build.run import open_loaders
+from jaxrl_llm.build.data import open_loaders
 from jaxrl_llm.config import (
     CriticConfig,
     DataConfig,
@@ -232,8 +232,35 @@ def test_more_held_out_prompts_than_rows(config):
     more = replace(config, eval=EvalConfig(every=1))
     assert refusal(open_loaders, more, make_tokenizer(), {}) == (
         "--eval.prompts is 64: the held-out data has 20 rows. Set --eval.prompts 20 or less, or give it more "
-        "rows (--data.eval_path)."
+        "rows (--data.eval_path FILE, or --data.holdout 64)."
     )
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            DataConfig(path="a.jsonl", eval_path="b.jsonl", holdout=0.1),
+            "--data.holdout is 0.1: it must be 0 where eval_path is set (b.jsonl).",
+        ),
+        (
+            DataConfig(path="task:arithmetic", holdout=200),
+            "--data.holdout is 200: it must be 0 for generated data, which has a held-out tenth.",
+        ),
+        (
+            DataConfig(path="a.jsonl", holdout=1.5),
+            "--data.holdout is 1.5: it must be a number of rows, or a fraction below 1.",
+        ),
+    ],
+)
+def test_what_cannot_be_held_out(config, data, message):
+    assert refusal(check_config, replace(config, data=data)) == message
+
+
+def test_generated_data_has_no_epochs(config):
+    message = "--epochs is 2: task:arithmetic is generated, without an end. Set --steps N --epochs 0."
+    assert refusal(check_config, replace(config, epochs=2.0)) == message
+    check_config(replace(config, data=DataConfig(path="a.jsonl"), epochs=2.0, steps=0))
 
 
 def test_huge_sizes_are_refused_at_once(config):
