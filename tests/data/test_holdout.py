@@ -229,3 +229,26 @@ def test_steps_or_epochs(hundred, tmp_path):
     with pytest.raises(ConfigError, match="--steps and --epochs are both given"):
         changed(recipe, steps=7, epochs=2)
     assert changed(with_epochs, steps=7, epochs=0).steps == 7
+
+
+def test_more_sources_beside_the_path_of_the_first(hundred, tmp_path):
+    """The first keeps the recipe's keys but not its options; other sources of the recipe are dropped."""
+    recipe = config_of(
+        tmp_path,
+        data=DataConfig(
+            train=(
+                SourceConfig(path="task:arithmetic", options="{}", answer_key="gold"),
+                SourceConfig(path="b"),
+            ),
+            eval=(SourceConfig(path="c"),),
+        ),
+    )
+    settings = {"data.path": hundred, "data.train.1.path": "two.jsonl", "data.train.1.weight": 0.5}
+    data = with_settings(recipe, settings).config.data
+    two = SourceConfig(path="two.jsonl", weight=0.5)
+    assert data.sources("train") == (SourceConfig(path=hundred, answer_key="gold"), two)
+    data = with_settings(recipe, {"data.eval_path": "d", "data.eval.1.path": "e"}).config.data
+    assert [own.path for own in data.sources("eval")] == ["d", "e"]
+    assert [
+        own.path for own in with_settings(recipe, {"data.path": hundred}).config.data.sources("train")
+    ] == [hundred]
