@@ -12,6 +12,7 @@ import jax
 
 from jaxrl_llm import algos
 from jaxrl_llm.algos.contract import ignores_staleness
+from jaxrl_llm.build.evaluation import evaluation_line
 from jaxrl_llm.build.run import Run
 from jaxrl_llm.config import TrainConfig, derived
 from jaxrl_llm.data.chat import prompt_row
@@ -53,6 +54,7 @@ def start_lines(run: Run, start: int) -> Iterator[str]:
     for name, loader in run.loaders.items():
         counts = ", ".join(f"{what} {count:,}" for what, count in loader.stats().items())
         yield f"data for {name}: {counts}"
+    yield evaluation_line(config, run.evaluators)
     if 0 < start < run.total:
         yield f"continuing {config.run_dir} after step {start}"
     if start >= run.total:  # more where --steps is less than before

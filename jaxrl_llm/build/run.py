@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxrl_llm import algos, models
 from jaxrl_llm.build.data import open_loaders, try_first_rows, with_steps
 from jaxrl_llm.build.engines import make_engine
+from jaxrl_llm.build.evaluation import Evaluator, make_evaluators, open_judge
 from jaxrl_llm.build.models import (
     check_frozen,
     check_own_algorithm,
@@ -28,14 +29,13 @@ from jaxrl_llm.build.models import (
     with_new_adapters,
 )
 from jaxrl_llm.build.placement import make_meshes
-from jaxrl_llm.config import TrainConfig
+from jaxrl_llm.config import GENERATIVE, TrainConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.template import set_template
 from jaxrl_llm.envs.load import Conversations, make_conversations
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.experience.dataset import DatasetSource, dataset_items
-from jaxrl_llm.experience.evaluate import HeldOutAccuracy, HeldOutLoss
+from jaxrl_llm.experience.dataset import DatasetSource
 from jaxrl_llm.experience.reward_models import RewardModel, load_reward_model
 from jaxrl_llm.experience.rollouts import RolloutSource
 from jaxrl_llm.experience.score import Scorer, reward_sample
@@ -60,8 +60,6 @@ from jaxrl_llm.sharding.config import POLICY, REFERENCE, ROLLOUT_ENGINE, reward_
 from jaxrl_llm.sharding.rules import HOST, TRAIN, bytes_per_device, with_shardings
 from jaxrl_llm.structs import Params, TrainState
 from jaxrl_llm.user_file import expand_home
-
-Evaluator = HeldOutAccuracy | HeldOutLoss
 
 
 @dataclass
@@ -194,9 +192,10 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     rows = try_first_rows(config, loaders)
     rolls_out = algos.of(config.algo).on_rollouts
     generates = rolls_out or (bool(config.eval.every) and algos.requirements(config.algo).policy)
-    engine = rewards = None
+    engine = scorer = judge = None
     if generates:
         rewards = open_rewards(config, rows, reward, closing)
+        judge = open_judge(config, rows, closing)
     stages = make_stages(config, model, meshes)
     check_own_algorithm(stages[-1])
     check_offload(config, stages[-1], meshes)
@@ -204,29 +203,34 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
         ends = generation_end_ids(folder) if folder else ()
         resident = resident_bytes(config, stages[-1], meshes)
         engine = make_engine(config, model, meshes, tokenizer, ends, closing, folder, resident)
+        scorer = Scorer(rewards, load_reward_models(config, stages[-1].policy.config, meshes, tokenizer))
     if stages[0] is not stages[-1]:
         examples = config.warm_start.examples_per_step
         stages[0].source = DatasetSource(loaders["warm_start"], examples, stages[0].policy.algo)
     if rolls_out:
-        scorer = Scorer(rewards, load_reward_models(config, stages[-1].policy.config, meshes, tokenizer))
-        stages[-1].source = make_rollout_source(config, loaders["train"], engine, scorer, env)
+        rewarding = [model for model in scorer.reward_models if model.config.weight]
+        training = Scorer(rewards, rewarding)
+        stages[-1].source = make_rollout_source(config, loaders["train"], engine, training, env)
     else:
         stages[-1].source = DatasetSource(loaders["train"], config.prompts_per_step, config.algo)
     evaluators = []
     if config.eval.every:
-        evaluators = make_evaluators(config, loaders["eval"], stages[-1], engine, rewards, env)
+        evaluators = make_evaluators(config, loaders["eval"], stages[-1], engine, scorer, env, judge)
     return Run(config, meshes, model, tokenizer, folder, stages, evaluators, loaders, adapter)
 
 
 def load_reward_models(
     config: TrainConfig, step: StepConfig, meshes: Mapping[str, Mesh], tokenizer: Any
 ) -> list[RewardModel]:
-    """Return the reward models, each on its mesh."""
+    """Return the reward models, each on its mesh; those of weight 0 only if there is an evaluation."""
     loaded = []
     for i, model in enumerate(config.reward.models):
         role = reward_role(i)
-        own = step_of(config, step, role, meshes[role])
-        loaded.append(load_reward_model(model, own, meshes[role], tokenizer, config.data.chat))
+        compares = config.eval.judge == GENERATIVE and model.kind == GENERATIVE
+        if model.weight or config.eval.every:
+            own = step_of(config, step, role, meshes[role])
+            texts = (own, meshes[role], tokenizer, config.data.chat, 1 + compares)
+            loaded.append(load_reward_model(model, *texts))
     return loaded
 
 
@@ -257,7 +261,8 @@ def open_rewards(
         UserError: nothing rewards the responses that the run learns from.
     """
     samples = [reward_sample(row) for row in rows]
-    needed = algos.of(config.algo).on_rollouts and not (config.reward.models or config.env.name)
+    others = config.env.name or any(model.weight for model in config.reward.models)
+    needed = algos.of(config.algo).on_rollouts and not others
     settings = config.reward if function else choose_reward(config.reward, samples, required=needed)
     if needed and not function and settings.name == "none" and not algos.requirements(config.algo).teachers:
         raise UserError(
@@ -310,26 +315,3 @@ def reference_bytes(
     shapes = jax.eval_shape(cast, stage.abstract_state().params)
     shardings = models.shardings(stage.policy.model, mesh, TRAIN)
     return bytes_per_device(with_shardings(shapes, shardings), devices=devices)
-
-
-def make_evaluators(
-    config: TrainConfig,
-    held_out: Loader,
-    stage: Stage,
-    engine: Engine | None,
-    rewards: RewardPool | None,
-    env: Conversations | None,
-) -> list[Evaluator]:
-    """Return the evaluators: accuracy on prompts with answers for a policy; loss for a dataset algorithm."""
-    evaluators: list[Evaluator] = []
-    if engine is not None and rewards.config.name != "none":
-        prompts = [p for p in held_out.eval_set(config.eval.prompts) if p.example.answer is not None]
-        key = run_key(config.seed, Purpose.EVALUATION)
-        if prompts:
-            sampling, samples = config.eval.sampling, config.eval.samples
-            longest = config.max_response_tokens
-            evaluators.append(HeldOutAccuracy(prompts, engine, rewards, sampling, samples, longest, key, env))
-    if not algos.of(config.algo).on_rollouts:
-        items = dataset_items(held_out, config.algo, 0, held_out.eval_rows(config.eval.prompts))
-        evaluators.append(HeldOutLoss(items, stage))
-    return evaluators

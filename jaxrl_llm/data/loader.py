@@ -7,12 +7,15 @@ prompts can also be read by position, for steps that use a varying number of the
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import grain
@@ -209,6 +212,16 @@ class Loader:
         if any(config.is_generated for config in self._configs):
             return {}
         return {"epoch": position / self.stats()["rows"]}
+
+    def by_source(self) -> dict[str, Loader]:
+        """Return a loader of each source alone, by the source's name or file."""
+        loaders = {}
+        for config, source in zip(self._configs, self._sources, strict=True):
+            own = copy.copy(self)
+            own._configs, own._sources = [config], [source]
+            own._stream = _stream(own._sources, own._configs, self._seed, self._config.shuffle)
+            loaders[re.sub(r"[^\w./-]+", "_", config.name or Path(config.path).stem)] = own
+        return loaders
 
     def passes(self, position: int) -> dict[str, float]:
         """Return path -> passes over each source before a position, by its weight among the sources."""

@@ -89,6 +89,7 @@ def request_body(samples: list[RewardSample]) -> dict[str, Any]:
             "response": s.response,
             "answer": s.answer,
             "source": s.source,
+            **({} if s.other is None else {"other": s.other}),
         }
         for s in samples
     ]
