@@ -146,5 +146,5 @@ def _loss(axes: Axes, points: np.ndarray, held_out: np.ndarray, second_axis: boo
         axes.spines[["top", "left"]].set_visible(False)
     _line(axes, points, BLUE, "loss")
     if len(held_out):
-        _points(axes, held_out, GREEN, "held-out loss", "{:.3g}")
+        _points(axes, held_out, BLUE, "held-out loss", "{:.3g}")
     axes.set_ylabel("loss")

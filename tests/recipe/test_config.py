@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from refusals import refusal
 
-from jaxrl_llm.algos import gkd, sft
+from jaxrl_llm.algos import gkd, reward_model, sft
 from jaxrl_llm.algos.clipped import ClippedConfig
 from jaxrl_llm.build.data import open_loaders
 from jaxrl_llm.config import (
@@ -52,6 +52,24 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
             dict(prompts_per_step=3, responses_per_prompt=5, minibatches_per_step=4),
             "--minibatches_per_step is 4: it must divide the 15 trajectories of a step (prompts_per_step x "
             "responses_per_prompt). Set it to 3 or 5.",
+        ),
+        (
+            dict(reward=RewardConfig(weight=0.0, models=(RewardModelConfig(path="rm", weight=0.0),))),
+            "--reward.weight is 0 and nothing else rewards, so every reward would be 0. Set a reward model "
+            "(--reward.models.0.path FOLDER), an environment (--env.name) or --reward.weight 1.",
+        ),
+        (
+            dict(eval=EvalConfig(every=1, judge="generative")),
+            "--eval.judge generative needs a language model that compares: --reward.models.0.path FOLDER "
+            "--reward.models.0.kind generative, with --reward.models.0.weight 0 for evaluation alone.",
+        ),
+        (
+            dict(eval=EvalConfig(every=1, judge="exact")),
+            "--eval.judge is exact: it must compare two responses; judge(prompt, a, b) of a file does.",
+        ),
+        (
+            dict(algo=reward_model.Config(), eval=EvalConfig(judge="http://host")),
+            "--eval.judge compares responses, and reward_model generates none. Set --eval.judge ''.",
         ),
         (
             dict(reward=RewardConfig(weight=0.0)),
