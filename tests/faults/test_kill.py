@@ -149,6 +149,7 @@ def whole(tmp_path_factory) -> Path:
     assert (
         rows[-1]["reward/std"] > 0 and rows[-1]["grad_norm"] > 0 and rows[-1]["kl"] > 0
     )  # something is learnt
+    assert [row["step"] for row in rows if "eval/win_rate" in row] == [4, 6]  # against step 2
     return folder
 
 
