@@ -92,7 +92,10 @@ def run(
         UserError: input that cannot work, before any expensive work. RunError: the run cannot continue.
     """
     if data is not None and eval_data is None and not EVALUATION & settings.keys():
-        print("note: no eval_data is given, so nothing is evaluated", file=sys.stderr)
+        print(
+            'note: no eval_data is given, so nothing is evaluated; **{"data.holdout": 0.1} holds out a tenth',
+            file=sys.stderr,
+        )
         settings["eval.every"] = 0
     if reward is not None and not callable(reward):
         raise UserError(

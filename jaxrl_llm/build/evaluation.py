@@ -171,7 +171,8 @@ def describe_evaluator(evaluator: Evaluator, config: TrainConfig) -> list[str]:
     """Return what an evaluator measures."""
     if isinstance(evaluator, HeldOutLoss):
         return [f"loss of {len(evaluator.items):,} sequences"]
-    parts = [f"{len(evaluator.prompts):,} prompts x {evaluator.samples} responses"]
+    several = f" x {evaluator.samples} responses" * (evaluator.samples > 1)
+    parts = [f"{len(evaluator.prompts):,} prompts{several}"]
     if verifiable := sum(evaluator.is_verifiable):
         some = f" of {verifiable:,}" * (verifiable < len(evaluator.prompts))
         parts.append(f"pass@1{some}")

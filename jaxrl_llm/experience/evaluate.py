@@ -103,7 +103,7 @@ class HeldOutResponses:
             "score": scores,
             "win_rate": wins,
         }
-        metrics = lengths(trajectories) | (accuracies(verified) if verified else {})
+        metrics = lengths(trajectories) | (group_accuracies(verified) if verified else {})
         metrics |= win_rate_metrics(wins.reshape(-1, self.samples))
         for name, array in values.items():
             metrics |= by_source(name, array, sources)
@@ -160,20 +160,21 @@ def evaluate_all(
     return Evaluation(metrics, [row for result in results for row in result.samples])
 
 
-def accuracies(groups: Sequence[Sequence[Trajectory]]) -> Metrics:
-    """Return pass@1, pass@k and maj@k over prompts with k responses each.
+def group_accuracies(groups: Sequence[Sequence[Trajectory]]) -> Metrics:
+    """Return pass@k and maj@k over prompts with k > 1 responses each; pass@1 is the mean over responses.
 
-    eval/pass@1 = fraction of responses that are correct; eval/pass@k = fraction of prompts with any correct
-    one (Chen et al. 2021, arXiv 2107.03374, eq. 1 with n = k); eval/maj@k = fraction of prompts whose most
-    common answer is correct (Wang et al. 2022, arXiv 2203.11171), ties going to the first.
+    eval/pass@k = fraction of prompts with any correct response (Chen et al. 2021, arXiv 2107.03374, eq. 1
+    with n = k); eval/maj@k = fraction of prompts whose most common answer is correct (Wang et al. 2022, arXiv
+    2203.11171), ties going to the first.
     """
     k = len(groups[0])
+    if k == 1:
+        return {}
     correct = np.array([[t.outcome == Outcome.CORRECT for t in group] for group in groups])
-    metrics = {"eval/pass@1": float(correct.mean())}
-    if k > 1:
-        metrics[f"eval/pass@{k}"] = float(correct.any(axis=1).mean())
-        metrics[f"eval/maj@{k}"] = float(np.mean([majority(group) for group in groups]))
-    return metrics
+    return {
+        f"eval/pass@{k}": float(correct.any(axis=1).mean()),
+        f"eval/maj@{k}": float(np.mean([majority(group) for group in groups])),
+    }
 
 
 def lengths(trajectories: Sequence[Trajectory]) -> Metrics:
