@@ -23,6 +23,10 @@ from jaxrl_llm.report import jsonl
 from jaxrl_llm.tools.generate import GenerateConfig, generate_all
 from jaxrl_llm.train import execute
 
+EVALUATION = {"data.eval_path", "data.holdout", "eval.every"}
+"""Settings that say on what to evaluate."""
+OF_ROWS = {"data.holdout", "steps", "epochs"}
+"""Settings that are checked together with the rows, not with the recipe's own data."""
 Rows = Iterable[Mapping[str, Any]]
 Prompt = str | Sequence[Mapping[str, str]] | Mapping[str, Any]
 
@@ -39,7 +43,7 @@ class RunResult:
     metrics: list[dict[str, Any]]
     """One dict a step: "step", "kind" and the metrics by name."""
     samples: list[dict[str, Any]]
-    """Some prompts and responses of each step, with rewards."""
+    """Some prompts and responses of each step and ("eval" true) of each evaluation, with rewards."""
 
     @property
     def model(self) -> Path:
@@ -87,18 +91,24 @@ def run(
     Raises:
         UserError: input that cannot work, before any expensive work. RunError: the run cannot continue.
     """
-    if data is not None and eval_data is None and not {"data.eval_path", "eval.every"} & settings.keys():
-        print("note: no eval_data is given, so nothing is evaluated", file=sys.stderr)
+    if data is not None and eval_data is None and not EVALUATION & settings.keys():
+        print(
+            'note: no eval_data is given, so nothing is evaluated; **{"data.holdout": 0.1} holds out a tenth',
+            file=sys.stderr,
+        )
         settings["eval.every"] = 0
     if reward is not None and not callable(reward):
         raise UserError(
             f'reward: {reward!r:.100} is no function; a built-in reward is **{{"reward.name": NAME}}'
         )
+    given = {"data.path": data, "data.eval_path": eval_data}
+    of_rows = {key: settings.pop(key) for key in OF_ROWS & settings.keys() if data is not None}
     resolved = with_settings(recipe, settings)
-    for rows, name, key in ((data, "train", "data.path"), (eval_data, "eval", "data.eval_path")):
+    for (key, rows), name in zip(given.items(), ("train", "eval"), strict=True):
         if rows is not None:
             file = write_rows(rows, Path(resolved.config.run_dir) / "data", name)
-            resolved = with_settings(resolved.config, {key: str(file)})._replace(recipe=resolved.recipe)
+            own = {key: str(file), **(of_rows if rows is data else {})}
+            resolved = with_settings(resolved.config, own)._replace(recipe=resolved.recipe)
     ended = execute(resolved, reward=reward)
     run_dir = Path(resolved.config.run_dir)
     metrics, samples = (jsonl.read_rows(run_dir / name) for name in ("metrics.jsonl", "samples.jsonl"))

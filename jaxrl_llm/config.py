@@ -17,7 +17,8 @@ from jaxrl_llm.learn.optim import LearningRate, OptimConfig
 from jaxrl_llm.models.config import LoraConfig, RopeConfig, TransformerConfig
 from jaxrl_llm.ranges import CountOrZero, Range, SecondsOrZero
 from jaxrl_llm.report.log import LogConfig
-from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig
+from jaxrl_llm.rewards.builtin import REWARDS
+from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig, name_problem
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 from jaxrl_llm.rollout.engine import SamplingConfig
 from jaxrl_llm.sharding.config import (
@@ -61,6 +62,7 @@ __all__ = [  # all that a recipe needs, besides its algorithm
 ]
 
 MAX_TRAJECTORIES = 2**24  # of a step: one process keeps them all in memory
+GENERATIVE = "generative"  # the judge that is a generative reward model
 Tokens = Annotated[int, Range(1, 2**24)]
 DeviceTokens = Annotated[int, Range(1, 2**30)]
 
@@ -100,7 +102,8 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Held-out evaluation: eval/pass@1, and with several samples a prompt eval/pass@k and eval/maj@k."""
+    """Held-out evaluation: correct answers (eval/pass@1, of several samples a prompt eval/pass@k and
+    eval/maj@k), rewards, scores of reward models, and the win rate against the start; or held-out loss."""
 
     every: CountOrZero = 0
     """Steps between evaluations, besides the ones before the first and after the last step; 0 = never."""
@@ -110,11 +113,24 @@ class EvalConfig:
     """Responses to each prompt: the k of pass@k (any is correct) and maj@k (the commonest answer is)."""
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
     """Sampling of these responses; that of training is `rollout.sampling`."""
+    judge: str = ""
+    """Pairwise judge of eval/win_rate, the responses against those of the start: "my_judge.py:judge" with
+    judge(prompt, a, b), the URL of a service, or "generative" (that of reward.models). Empty: the scores of
+    reward models, or those of a reward function of yours, are compared."""
+    log_samples: CountOrZero = 64
+    """Prompts whose response is written to samples.jsonl in each evaluation."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, problem) for several samples that would all be the same."""
         if self.every and self.samples > 1 and self.sampling.temperature == 0:
             yield "sampling.temperature", same_responses(self.samples)
+        if self.judge in ("auto", "none", *REWARDS):
+            yield (
+                "judge",
+                f"is {self.judge}: it must compare two responses; judge(prompt, a, b) of a file does.",
+            )
+        elif self.judge and self.judge != GENERATIVE and (problem := name_problem(self.judge)):
+            yield "judge", problem
 
 
 @dataclass(frozen=True)
@@ -169,6 +185,9 @@ class TrainConfig:
     """Folder of everything that the run writes; the same command again continues the run."""
     steps: CountOrZero = 100
     """Training steps: one set of prompts, rolled out and learned from."""
+    epochs: Annotated[float, Range(0, 1e6, usual="1 to 3 are usual")] = 0.0
+    """Passes over the training rows, in place of `steps`: prompts_per_step rows a step, the last step filled
+    from the next pass; learning-rate schedules decay over them. 0 = `steps` counts."""
     seed: CountOrZero = 0
     """Seed of weights, data order and sampling."""
     algo: AlgoConfig = field(default_factory=algos.grpo.Config)

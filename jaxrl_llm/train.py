@@ -29,6 +29,7 @@ from jaxrl_llm.checkpoint.state import Checkpointer
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.chat import prompt_row
 from jaxrl_llm.errors import RunError, UserError
+from jaxrl_llm.experience.evaluate import evaluate_all
 from jaxrl_llm.experience.rollouts import CURSOR_FILE, PARTIAL_FILE
 from jaxrl_llm.host.command import run_command
 from jaxrl_llm.host.lock import run_dir_lock
@@ -101,7 +102,7 @@ def execute_together(
     state, start = restore(run, checkpoints)
     log = RunLog(run_dir, config.log, run.total, resume_step=start or -1)
     closing.enter_context(contextlib.closing(log))
-    introduce(log, run, describe_run(config, resolved.recipe, list(argv)), start)
+    introduce(log, run, describe_run(run.config, resolved.recipe, list(argv)), start)
     with Stop(config.max_runtime) as stop:
         ended = train(run, checkpoints, log, state, start, stop)
         with deferred("exporting the model, then done"):
@@ -217,12 +218,11 @@ def eval_due(run: Run, done: int) -> bool:
 
 
 def evaluate(run: Run, state: TrainState, reference: Reference, done: int, log: RunLog) -> Metrics:
-    """Return the metrics of all evaluators."""
-    metrics: Metrics = {}
+    """Return the metrics of all evaluators; their samples are logged."""
     frozen = lambda: reference_params(run.stages[-1], reference, done, state)
     with log.phase("evaluation"):
-        for evaluator in run.evaluators:
-            metrics |= evaluator(state, frozen)
+        metrics, samples = evaluate_all(run.evaluators, state, frozen, done)
+    log.samples(done, samples, limit=len(samples))
     return metrics
 
 

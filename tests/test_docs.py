@@ -43,11 +43,17 @@ COMMANDS = {
     "plan": plan.PlanArguments,
 }
 OPTIONAL = (
-    *("data.eval.0.path", "reward.models.0.path", "reward.models.1.path", "reward.models.0.mesh.fsdp"),
+    *(
+        "data.eval.0.path",
+        "data.eval.1.path",
+        "reward.models.0.path",
+        "reward.models.1.path",
+        "reward.models.0.mesh.fsdp",
+    ),
     *(f"{role}.mesh.fsdp" for role in ("critic", "reference", "rollout", "teacher")),
 )
 """Keys of parts that recipes may lack."""
-OUTPUTS = re.compile(r"(runs|checkpoints|hf|adapter|tensorboard)/")  # of a run
+OUTPUTS = re.compile(r"(runs|checkpoints|eval|hf|adapter|tensorboard)/")  # of a run
 PLACEHOLDER = re.compile(
     r"my_\w+\.py(:\w+)?|(file|RECIPE|FILE)\.(py|gguf)(:\w+)?|[A-Z_]+|\.\.\.|/path/.*|\[.*"
 )

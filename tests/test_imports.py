@@ -35,7 +35,9 @@ ALLOWED: dict[str, str | None] = {
     "envs": "ranges errors structs outcome user_file data rollout",
     # what joins them
     "learn": "ranges jaxrl_kernels errors structs sharding models algos data checkpoint",
-    "experience": "ranges errors structs host sharding models algos data rewards rollout envs hf learn",
+    "experience": (
+        "ranges errors structs host report sharding models algos data rewards rollout envs hf learn"
+    ),
     "config": "ranges errors structs report learn sharding models algos data rewards rollout envs checkpoint",
     "recipe": "ranges errors user_file algos sharding hf rollout checkpoint config",
     # the top

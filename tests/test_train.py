@@ -50,6 +50,9 @@ def test_a_run_leaves_what_it_promises(finished):
     assert [r["step"] for r in lines if "eval/pass@1" in r] == [2, 4, 5]
     assert {"eval/pass@2", "eval/maj@2"} <= lines[-1].keys()
     assert lines[-1]["kl"] is None  # no reference, no number
+    samples = [json.loads(line) for line in (finished / "samples.jsonl").read_text().splitlines()]
+    evaluated = [s["step"] for s in samples if s.get("eval") and s["data_source"] == "task_arithmetic"]
+    assert evaluated == [2] * 8 + [4] * 8 + [5] * 8 and sum("eval" not in s for s in samples) == 3 * 4
     for name in (
         "config.json",
         "samples.jsonl",

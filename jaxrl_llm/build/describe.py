@@ -12,9 +12,11 @@ import jax
 
 from jaxrl_llm import algos
 from jaxrl_llm.algos.contract import ignores_staleness
+from jaxrl_llm.build.evaluation import evaluation_line
 from jaxrl_llm.build.run import Run
 from jaxrl_llm.config import TrainConfig, derived
 from jaxrl_llm.data.chat import prompt_row
+from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import named_leaves
 from jaxrl_llm.models.kernels import describe_kernels, turing_warning
@@ -47,16 +49,30 @@ def start_lines(run: Run, start: int) -> Iterator[str]:
     if line := staleness_line(config):
         yield line
     yield from lora_lines(run)
+    if config.epochs:
+        yield epochs_line(config, run.loaders["train"])
     for name, loader in run.loaders.items():
         counts = ", ".join(f"{what} {count:,}" for what, count in loader.stats().items())
         yield f"data for {name}: {counts}"
+    yield evaluation_line(config, run.evaluators)
     if 0 < start < run.total:
         yield f"continuing {config.run_dir} after step {start}"
     if start >= run.total:  # more where --steps is less than before
+        length = "epochs" if config.epochs else "steps"
         yield (
-            f"nothing to do: step {start} of {run.total} is done in {config.run_dir}. Raise --steps to train "
-            "on, or set another --run_dir to train anew with these settings."
+            f"nothing to do: step {start} of {run.total} is done in {config.run_dir}. Raise --{length} to "
+            "train on, or set another --run_dir to train anew with these settings."
         )
+
+
+def epochs_line(config: TrainConfig, loader: Loader) -> str:
+    """Return the steps of the run's epochs; of several sources how often each is read."""
+    line = f"--epochs {config.epochs:g}: {config.steps:,} steps of {config.prompts_per_step} rows"
+    passes = loader.passes(config.steps * config.prompts_per_step)
+    if len(passes) == 1:
+        return line
+    each = ", ".join(f"{path} {count:.2f} times" for path, count in passes.items())
+    return f"{line}; by their weights {each}"
 
 
 def lora_lines(run: Run) -> Iterator[str]:

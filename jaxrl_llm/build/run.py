@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
+from jaxrl_llm.build.data import open_loaders, try_first_rows, with_steps
 from jaxrl_llm.build.engines import make_engine
+from jaxrl_llm.build.evaluation import Evaluator, make_evaluators, open_judge
 from jaxrl_llm.build.models import (
     check_frozen,
     check_own_algorithm,
@@ -27,15 +29,13 @@ from jaxrl_llm.build.models import (
     with_new_adapters,
 )
 from jaxrl_llm.build.placement import make_meshes
-from jaxrl_llm.config import TrainConfig
+from jaxrl_llm.config import GENERATIVE, TrainConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.template import set_template
-from jaxrl_llm.envs.check import check_env
 from jaxrl_llm.envs.load import Conversations, make_conversations
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.experience.dataset import DatasetSource, dataset_items
-from jaxrl_llm.experience.evaluate import HeldOutAccuracy, HeldOutLoss
+from jaxrl_llm.experience.dataset import DatasetSource
 from jaxrl_llm.experience.reward_models import RewardModel, load_reward_model
 from jaxrl_llm.experience.rollouts import RolloutSource
 from jaxrl_llm.experience.score import Scorer, reward_sample
@@ -51,7 +51,7 @@ from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.models.kernels import check_kernels_setting
-from jaxrl_llm.recipe.checks import check_held_out, check_model
+from jaxrl_llm.recipe.checks import check_model
 from jaxrl_llm.rewards.load import choose_reward
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rollout.engine import Engine
@@ -60,8 +60,6 @@ from jaxrl_llm.sharding.config import POLICY, REFERENCE, ROLLOUT_ENGINE, reward_
 from jaxrl_llm.sharding.rules import HOST, TRAIN, bytes_per_device, with_shardings
 from jaxrl_llm.structs import Params, TrainState
 from jaxrl_llm.user_file import expand_home
-
-Evaluator = HeldOutAccuracy | HeldOutLoss
 
 
 @dataclass
@@ -190,12 +188,14 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     adapter = load_adapter(expand_home(config.model.adapter), model) if config.model.adapter else {}
     env = make_conversations(config.env, tokenizer, config.data.chat)
     loaders = open_loaders(config, tokenizer, closing.enter_context(env).columns if env else {})
+    config = with_steps(config, loaders["train"])
     rows = try_first_rows(config, loaders)
     rolls_out = algos.of(config.algo).on_rollouts
     generates = rolls_out or (bool(config.eval.every) and algos.requirements(config.algo).policy)
-    engine = rewards = None
+    engine = scorer = judge = None
     if generates:
         rewards = open_rewards(config, rows, reward, closing)
+        judge = open_judge(config, rows, closing)
     stages = make_stages(config, model, meshes)
     check_own_algorithm(stages[-1])
     check_offload(config, stages[-1], meshes)
@@ -203,29 +203,34 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
         ends = generation_end_ids(folder) if folder else ()
         resident = resident_bytes(config, stages[-1], meshes)
         engine = make_engine(config, model, meshes, tokenizer, ends, closing, folder, resident)
+        scorer = Scorer(rewards, load_reward_models(config, stages[-1].policy.config, meshes, tokenizer))
     if stages[0] is not stages[-1]:
         examples = config.warm_start.examples_per_step
         stages[0].source = DatasetSource(loaders["warm_start"], examples, stages[0].policy.algo)
     if rolls_out:
-        scorer = Scorer(rewards, load_reward_models(config, stages[-1].policy.config, meshes, tokenizer))
-        stages[-1].source = make_rollout_source(config, loaders["train"], engine, scorer, env)
+        rewarding = [model for model in scorer.reward_models if model.config.weight]
+        training = Scorer(rewards, rewarding)
+        stages[-1].source = make_rollout_source(config, loaders["train"], engine, training, env)
     else:
         stages[-1].source = DatasetSource(loaders["train"], config.prompts_per_step, config.algo)
     evaluators = []
     if config.eval.every:
-        evaluators = make_evaluators(config, loaders["eval"], stages[-1], engine, rewards, env)
+        evaluators = make_evaluators(config, loaders["eval"], stages[-1], engine, scorer, env, judge)
     return Run(config, meshes, model, tokenizer, folder, stages, evaluators, loaders, adapter)
 
 
 def load_reward_models(
     config: TrainConfig, step: StepConfig, meshes: Mapping[str, Mesh], tokenizer: Any
 ) -> list[RewardModel]:
-    """Return the reward models, each on its mesh."""
+    """Return the reward models, each on its mesh; those of weight 0 only if there is an evaluation."""
     loaded = []
     for i, model in enumerate(config.reward.models):
         role = reward_role(i)
-        own = step_of(config, step, role, meshes[role])
-        loaded.append(load_reward_model(model, own, meshes[role], tokenizer, config.data.chat))
+        compares = config.eval.judge == GENERATIVE and model.kind == GENERATIVE
+        if model.weight or config.eval.every:
+            own = step_of(config, step, role, meshes[role])
+            texts = (own, meshes[role], tokenizer, config.data.chat, 1 + compares)
+            loaded.append(load_reward_model(model, *texts))
     return loaded
 
 
@@ -246,42 +251,6 @@ def check_offload(config: TrainConfig, stage: Stage, meshes: Mapping[str, Mesh])
         check_host_memory(sum(needed.values()) * jax.local_device_count(), " and ".join(settings), fix)
 
 
-def open_loaders(config: TrainConfig, tokenizer: Any, columns: dict[str, Any]) -> dict[str, Loader]:
-    """Open the data: "train", and "warm_start" and "eval" of runs that have them.
-
-    Args:
-        columns: columns that every row gets, such as the tools that the chat template shows.
-    """
-
-    def loader(data=config.data, split: Literal["train", "eval"] = "train") -> Loader:
-        longest = config.max_prompt_tokens
-        return Loader(data, tokenizer, config.seed, longest, split, config.max_tokens, columns)
-
-    loaders, warm = {"train": loader()}, config.warm_start
-    if warm.steps:
-        loaders["warm_start"] = loader(
-            replace(config.data, train=warm.sources, path="") if warm.sources else config.data
-        )
-    if config.eval.every:
-        loaders["eval"] = loader(split="eval")
-        check_held_out(config, loaders["eval"].stats()["rows"])
-    return loaders
-
-
-def try_first_rows(config: TrainConfig, loaders: dict[str, Loader]) -> list[Example]:
-    """Return a row of each training source, after rendering, tokenizing and resetting the environment for it.
-
-    Raises:
-        UserError: no row of a source can be used, or an environment or tool fails; with the fix.
-    """
-    algorithm = algos.of(config.algo)
-    kind = "prompts" if algorithm.on_rollouts else algorithm.data
-    kinds = {"train": kind, "warm_start": "tokens", "eval": kind}
-    rows = {name: loader.check_first_rows(kinds[name]) for name, loader in loaders.items()}
-    on_first(lambda: check_env(config.env, rows["train"]))
-    return rows["train"]
-
-
 def open_rewards(
     config: TrainConfig, rows: Sequence[Example], function: Callable | None, closing: contextlib.ExitStack
 ) -> RewardPool:
@@ -292,7 +261,8 @@ def open_rewards(
         UserError: nothing rewards the responses that the run learns from.
     """
     samples = [reward_sample(row) for row in rows]
-    needed = algos.of(config.algo).on_rollouts and not (config.reward.models or config.env.name)
+    others = config.env.name or any(model.weight for model in config.reward.models)
+    needed = algos.of(config.algo).on_rollouts and not others
     settings = config.reward if function else choose_reward(config.reward, samples, required=needed)
     if needed and not function and settings.name == "none" and not algos.requirements(config.algo).teachers:
         raise UserError(
@@ -345,26 +315,3 @@ def reference_bytes(
     shapes = jax.eval_shape(cast, stage.abstract_state().params)
     shardings = models.shardings(stage.policy.model, mesh, TRAIN)
     return bytes_per_device(with_shardings(shapes, shardings), devices=devices)
-
-
-def make_evaluators(
-    config: TrainConfig,
-    held_out: Loader,
-    stage: Stage,
-    engine: Engine | None,
-    rewards: RewardPool | None,
-    env: Conversations | None,
-) -> list[Evaluator]:
-    """Return the evaluators: accuracy on prompts with answers for a policy; loss for a dataset algorithm."""
-    evaluators: list[Evaluator] = []
-    if engine is not None and rewards.config.name != "none":
-        prompts = [p for p in held_out.eval_set(config.eval.prompts) if p.example.answer is not None]
-        key = run_key(config.seed, Purpose.EVALUATION)
-        if prompts:
-            sampling, samples = config.eval.sampling, config.eval.samples
-            longest = config.max_response_tokens
-            evaluators.append(HeldOutAccuracy(prompts, engine, rewards, sampling, samples, longest, key, env))
-    if not algos.of(config.algo).on_rollouts:
-        items = dataset_items(held_out, config.algo, 0, held_out.eval_rows(config.eval.prompts))
-        evaluators.append(HeldOutLoss(items, stage))
-    return evaluators

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.data.config import ChatConfig
+from jaxrl_llm.data.preference import conversation_text
 from jaxrl_llm.data.rows import Example, Message, RowError, template_columns
 from jaxrl_llm.data.template import ChatRenderer, read_options, token_ids
 from jaxrl_llm.errors import UserError
@@ -187,6 +188,12 @@ def prompt_row(example: Example, config: ChatConfig) -> dict[str, Any]:
     given = {"tools": tools, "chat_template_kwargs": {**read_options(config), **options}}
     present = {key: value for key, value in given.items() if value}
     return {"prompt": messages[-1]["content"], "messages": messages, **present}
+
+
+def question_text(example: Example, config: ChatConfig) -> str:
+    """Return the prompt as text for a judge: of a chat of several messages with their roles."""
+    messages = prompt_messages(example, config)
+    return _plain_text(example, config) if messages is None else conversation_text(messages)
 
 
 def plain_text_warning(

@@ -66,10 +66,15 @@ class SourceConfig:
     name: str = ""
     """Name of the rows' verifier where a row has no data_source; empty: the path."""
 
+    @property
+    def is_generated(self) -> bool:
+        """True of endless rows that are generated here, with a held-out part of their own."""
+        return self.path.startswith(GENERATED)
+
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, what is wrong with it) for rules across fields."""
         if self.options:
-            if not self.path.startswith(GENERATED):
+            if not self.is_generated:
                 yield "options", f"is {self.options!r}: only task: and gym: sources have options."
             elif problem := _object_problem(self.options):
                 yield "options", problem
@@ -124,6 +129,9 @@ class DataConfig:
     """Training sources, mixed by weight."""
     eval: tuple[SourceConfig, ...] = ()
     """Held-out sources; of generated ones the held-out part. None given: that of the training sources."""
+    holdout: Annotated[float, Range(0, 1e9)] = 0.0
+    """Rows of the training files that are held out for evaluation: a number (200), or below 1 a fraction.
+    Rows with the same prompt stay together. Takes the place of `eval`."""
     chat: ChatConfig = field(default_factory=ChatConfig)
     """Chat template and what is learned."""
     shuffle: bool = True
@@ -143,6 +151,17 @@ class DataConfig:
                 "is empty: set a file or folder, hub:OWNER/NAME, task:NAME (generated) or gym:NAME, or "
                 "data.train in the recipe.",
             )
+        if not self.holdout:
+            return
+        if self.holdout > 1 and self.holdout % 1:
+            yield "holdout", f"is {self.holdout:g}: it must be a number of rows, or a fraction below 1."
+        if self.eval_path:
+            yield "holdout", f"is {self.holdout:g}: it must be 0 where eval_path is set ({self.eval_path})."
+        if all(source.is_generated for source in self.sources("train")):
+            yield (
+                "holdout",
+                f"is {self.holdout:g}: it must be 0 for generated data, which has a held-out tenth.",
+            )
 
     def sources(self, split: Literal["train", "eval"]) -> tuple[SourceConfig, ...]:
         """Return the sources of a split, with `path` and `eval_path` applied."""
@@ -152,10 +171,10 @@ class DataConfig:
             return train
         if self.eval_path:
             return (dataclasses.replace(first, path=self.eval_path, split="test"),)
-        chosen = self.eval or tuple(source for source in train if source.path.startswith(GENERATED))
+        generated = tuple(source for source in train if source.is_generated)
+        chosen = generated if self.holdout else self.eval or generated
         return tuple(
-            dataclasses.replace(source, split="test") if source.path.startswith(GENERATED) else source
-            for source in chosen
+            dataclasses.replace(source, split="test") if source.is_generated else source for source in chosen
         )
 
 

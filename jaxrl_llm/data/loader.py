@@ -7,12 +7,15 @@ prompts can also be read by position, for steps that use a varying number of the
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import logging
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import grain
@@ -26,10 +29,10 @@ from jaxrl_llm.data.chat import (
     mismatched,
     plain_text_warning,
 )
-from jaxrl_llm.data.config import GENERATED, DataConfig, SourceConfig
+from jaxrl_llm.data.config import DataConfig, SourceConfig
 from jaxrl_llm.data.preference import label_of
 from jaxrl_llm.data.rows import Example, RowError
-from jaxrl_llm.data.sources import ExampleSource, open_source
+from jaxrl_llm.data.sources import ExampleSource, open_sources
 from jaxrl_llm.errors import UserError
 
 MAX_ROWS_DRAWN = 1000  # rows tried for one that fits
@@ -70,6 +73,7 @@ class Loader:
       max_prompt_tokens: longest prompt; `config.overlong` decides what becomes of longer ones.
       max_tokens: longest supervised example, prompt and response; None: no limit.
       columns: of every row that lacks them, such as the tools that the chat template shows.
+      opened: sources that are open already, with their settings (`data.holdout`); None: those of `config`.
 
     Raises:
       UserError: no source, no usable row, a bad row or an over-long prompt that was to be refused.
@@ -84,12 +88,12 @@ class Loader:
         split: Literal["train", "eval"] = "train",
         max_tokens: int | None = None,
         columns: dict[str, Any] | None = None,
+        opened: Sequence[tuple[SourceConfig, ExampleSource]] | None = None,
     ):
         self._config, self._tokenizer, self._seed = config, tokenizer, seed
         self._max_prompt_tokens, self._max_tokens = max_prompt_tokens, max_tokens
-        self._configs = config.sources(split)
-        source_seed = seed if split == "train" else 0
-        self._sources = [open_source(source, source_seed, config.bad_rows) for source in self._configs]
+        opened = open_sources(config, split, seed) if opened is None else opened
+        self._configs, self._sources = [own for own, _ in opened], [source for _, source in opened]
         self._stream = _stream(self._sources, self._configs, seed, config.shuffle) if self._sources else None
         self._columns = columns or {}
         self._overlong: set[RowIndex] = set()
@@ -146,9 +150,9 @@ class Loader:
         Fewer than `limit` are reported by a warning.
         """
         prompts: list[Prompt] = []
-        for k, source in enumerate(self._sources):
-            share = limit // len(self._sources) + (k < limit % len(self._sources))
-            for row in _spread(len(source), share):
+        sizes = [len(source) for source in self._sources]
+        for k, share in enumerate(_shares(sizes, limit)):
+            for row in _spread(sizes[k], share):
                 if tried := self._try((k, row), self._prompt):
                     prompts.append(Prompt(*tried, len(prompts)))
         if self._sources and len(prompts) < limit:
@@ -202,6 +206,28 @@ class Loader:
             "bad_rows": sum(source.num_bad for source in self._sources) + len(self._bad),
             "overlong": len(self._overlong),
         }
+
+    def epochs(self, position: int) -> dict[str, float]:
+        """Return {"epoch": passes over the rows before a position of the stream}; {} of generated sources."""
+        if any(config.is_generated for config in self._configs):
+            return {}
+        return {"epoch": position / self.stats()["rows"]}
+
+    def by_source(self) -> dict[str, Loader]:
+        """Return a loader of each source alone, by the source's name or file."""
+        loaders = {}
+        for config, source in zip(self._configs, self._sources, strict=True):
+            own = copy.copy(self)
+            own._configs, own._sources = [config], [source]
+            own._stream = _stream(own._sources, own._configs, self._seed, self._config.shuffle)
+            loaders[re.sub(r"[^\w./-]+", "_", config.name or Path(config.path).stem)] = own
+        return loaders
+
+    def passes(self, position: int) -> dict[str, float]:
+        """Return path -> passes over each source before a position, by its weight among the sources."""
+        total = sum(config.weight for config in self._configs)
+        pairs = zip(self._configs, self._sources, strict=True)
+        return {own.path: position * own.weight / total / len(source) for own, source in pairs}
 
     def _drawn(self, start: int, count: int, encode: Callable) -> list[tuple[Example, Any]]:
         """Return the examples from a position on, each with what `encode` makes of it."""
@@ -349,13 +375,22 @@ def _spread(size: int, count: int) -> Iterator[int]:
     return (i * size // count for i in range(count))
 
 
+def _shares(sizes: Sequence[int], count: int) -> list[int]:
+    """Return how many rows of each source make `count`: even shares, more where others have too few."""
+    even, more = divmod(count, max(len(sizes), 1))
+    shares = [min(size, even + (k < more)) for k, size in enumerate(sizes)]
+    for k, size in enumerate(sizes):
+        shares[k] += min(size - shares[k], count - sum(shares))
+    return shares
+
+
 def _stream(
-    sources: list[ExampleSource], configs: tuple[SourceConfig, ...], seed: int, shuffle: bool
+    sources: list[ExampleSource], configs: Sequence[SourceConfig], seed: int, shuffle: bool
 ) -> grain.MapDataset:
     """Return endless random-access (source, row), the sources interleaved in proportion to their weights."""
     streams = []
     for k, (source, config) in enumerate(zip(sources, configs, strict=True)):
-        random_already = config.path.startswith(GENERATED)
+        random_already = config.is_generated
         streams.append(
             grain.MapDataset.source(EpochOrder(k, len(source), seed, shuffle and not random_already))
         )

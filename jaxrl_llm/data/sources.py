@@ -12,10 +12,10 @@ import logging
 import random
 from array import array
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from jaxrl_llm.data import tasks
-from jaxrl_llm.data.config import BadRows, SourceConfig
+from jaxrl_llm.data.config import BadRows, DataConfig, SourceConfig
 from jaxrl_llm.data.files import open_rows
 from jaxrl_llm.data.preference import judgement, read_example
 from jaxrl_llm.data.rows import Damage, Example, RowError, RowFile
@@ -37,6 +37,18 @@ class ExampleSource(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Example: ...
+
+
+def open_sources(
+    config: DataConfig, split: Literal["train", "eval"], seed: int
+) -> list[tuple[SourceConfig, ExampleSource]]:
+    """Return the sources of a split with their settings; generated held-out problems suit every seed.
+
+    Raises:
+      UserError: as `open_source`.
+    """
+    seed = seed if split == "train" else 0
+    return [(own, open_source(own, seed, config.bad_rows)) for own in config.sources(split)]
 
 
 def open_source(config: SourceConfig, seed: int, bad_rows: BadRows = "fail") -> ExampleSource:

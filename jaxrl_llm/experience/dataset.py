@@ -26,7 +26,8 @@ class DatasetSource:
     def next(self, step: int, params: Params, version: int, timer: Timer) -> Experience:
         with timer("data"):
             items = dataset_items(self.loader, self.algo, step, self.examples)
-        return Experience(items, {}, sum(len(item.tokens) for item in items))
+        epochs = self.loader.epochs((step + 1) * self.examples)
+        return Experience(items, epochs, sum(len(item.tokens) for item in items))
 
     def snapshot(self) -> dict[str, bytes]:
         return {}

@@ -1,52 +1,124 @@
-"""Held-out evaluation: accuracy of responses (pass@1, pass@k, maj@k), and loss of examples."""
+"""Held-out evaluation: responses, verified, scored and compared with the start; loss of examples."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from jaxrl_llm import algos
+from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.envs.load import Conversations
+from jaxrl_llm.experience.reward_models import add_scores
 from jaxrl_llm.experience.rollouts import generate_responses
-from jaxrl_llm.experience.score import verify
+from jaxrl_llm.experience.score import Scorer, verify
+from jaxrl_llm.experience.win_rate import WinRate, eval_rows, source_name, win_rate_metrics
 from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.rewards.extract import find_answer, last_number
-from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rollout.engine import Engine, SamplingConfig
 from jaxrl_llm.structs import Metrics, Outcome, Params, TrainState, Trajectory
 
 ReferenceParams = Callable[[], Params | None]
 """Returns the weights of the frozen reference, None where the algorithm needs none."""
+MAX_SOURCES = 32  # data sources with metrics of their own: those with the most prompts
+BY_SOURCE = ("loss", "perplexity", "accuracy", "margin")  # of examples
+
+
+class Evaluation(NamedTuple):
+    """Results of one evaluation."""
+
+    metrics: Metrics
+    samples: list[dict[str, Any]]  # rows of samples.jsonl
 
 
 @dataclass
-class HeldOutAccuracy:
-    """Accuracy on the same held-out prompts, with the same random keys each time."""
+class HeldOutResponses:
+    """Responses to the same held-out prompts, with the same random keys each time."""
 
     prompts: list[Prompt]
+    is_verifiable: list[bool]  # of each prompt: the verifier can tell right from wrong
     engine: Engine
-    rewards: RewardPool
+    scorer: Scorer  # verifier and reward models
     sampling: SamplingConfig
     samples: int  # responses per prompt
     max_tokens: int
     key: jax.Array
+    chat: ChatConfig
     env: Conversations | None = None  # as in training
+    win_rate: WinRate | None = None
+    num_logged: int = 64  # prompts whose first response is returned as a sample
 
-    def __call__(self, state: TrainState, reference: ReferenceParams) -> Metrics:
-        """Return metrics eval/..."""
+    def __call__(self, state: TrainState, reference: ReferenceParams, step: int) -> Evaluation:
+        """Return metrics eval/..., those of a data source as eval/NAME/SOURCE, and samples."""
         self.engine.publish(state.params, int(state.version))
         trajectories = generate_responses(
             self.engine, self.prompts, self.samples, self.max_tokens, self.sampling, self.key, self.env
         )
         self.engine.release_memory()
-        verify(self.rewards, self.prompts, trajectories)
+        scores = self._score(trajectories)
+        wins = np.full(len(trajectories), np.nan)
+        if self.win_rate is not None:
+            compared = scores if self.scorer.reward_models else [t.reward for t in trajectories]
+            wins = self.win_rate(step, self.prompts, trajectories, compared)
+        metrics = self._metrics(trajectories, scores, wins)
+        return Evaluation(metrics, self._samples(trajectories, scores, wins))
+
+    def _score(self, trajectories: Sequence[Trajectory]) -> np.ndarray:
+        """Write rewards as in training; return the reward models' score of each response, NaN without any.
+
+        The models' scores are averaged by their weights, so that one model's is its own.
+        """
+        reward_models = self.scorer.reward_models
+        examples = [self.prompts[t.prompt_index].example for t in trajectories]
+        pending = [model.start(trajectories, examples) for model in reward_models]
+        for trajectory in trajectories:  # those without an answer
+            trajectory.reward = 0.0
+        verifiable = [t for t in trajectories if self.is_verifiable[t.prompt_index]]
+        verify(self.scorer.pool, self.prompts, verifiable)
+        results = [finish() for finish in pending]
+        add_scores(reward_models, trajectories, [lambda rows=rows: rows for rows in results])
+        if not reward_models:
+            return np.full(len(trajectories), np.nan)
+        weights = np.array([model.config.weight for model in reward_models])
+        weights = weights if weights.any() else np.ones(len(weights))
+        totals = np.array([[row.sum() for row in rows] for rows in results], np.float64)
+        return weights @ totals / np.abs(weights).sum()
+
+    def _metrics(self, trajectories: Sequence[Trajectory], scores: np.ndarray, wins: np.ndarray) -> Metrics:
+        """Return the metrics over all responses, and the main ones of each data source."""
         groups = [trajectories[i : i + self.samples] for i in range(0, len(trajectories), self.samples)]
-        return accuracies(groups)
+        verified = [group for group, known in zip(groups, self.is_verifiable, strict=True) if known]
+        sources = np.repeat([source_name(prompt.example) for prompt in self.prompts], self.samples)
+        correct = np.array([t.outcome == Outcome.CORRECT for t in trajectories])
+        values = {
+            "pass@1": np.where(np.repeat(self.is_verifiable, self.samples), correct, np.nan),
+            "reward": np.array([t.reward for t in trajectories]),
+            "score": scores,
+            "win_rate": wins,
+        }
+        metrics = lengths(trajectories) | (group_accuracies(verified) if verified else {})
+        metrics |= win_rate_metrics(wins.reshape(-1, self.samples))
+        for name, array in values.items():
+            metrics |= by_source(name, array, sources)
+        return metrics
+
+    def _samples(
+        self, trajectories: Sequence[Trajectory], scores: np.ndarray, wins: np.ndarray
+    ) -> list[dict[str, Any]]:
+        """Return the first response to some prompts, always the same ones, spread over them."""
+        count = min(self.num_logged, len(self.prompts))
+        chosen = [i * len(self.prompts) // count * self.samples for i in range(count)]
+        rows = eval_rows(self.prompts, [trajectories[i] for i in chosen], self.chat)
+        for row, i in zip(rows, chosen, strict=True):
+            row |= {k: float(x[i]) for k, x in (("score", scores), ("win", wins)) if np.isfinite(x[i])}
+        return rows
 
 
 @dataclass
@@ -55,32 +127,62 @@ class HeldOutLoss:
 
     items: list[PackItem]
     stage: Stage
+    sources: Mapping[str, list[PackItem]]  # data source -> its examples; {} = there is only one
 
-    def __call__(self, state: TrainState, reference: ReferenceParams) -> Metrics:
-        """Return metrics eval/..."""
-        metrics = jax.device_get(self.stage.measure(state, self.items, reference()))
-        return {f"eval/{name}": float(value) for name, value in metrics.items()}
+    def __call__(self, state: TrainState, reference: ReferenceParams, step: int) -> Evaluation:
+        """Return metrics eval/..., those of a data source as eval/NAME/SOURCE."""
+        metrics = {f"eval/{name}": value for name, value in self._measure(state, self.items, reference)}
+        for source, items in self.sources.items():
+            values = dict(self._measure(state, items, reference))
+            metrics |= {f"eval/{name}/{source}": values[name] for name in BY_SOURCE if name in values}
+        return Evaluation(metrics, [])
+
+    def _measure(
+        self, state: TrainState, items: list[PackItem], reference: ReferenceParams
+    ) -> list[tuple[str, float]]:
+        metrics = jax.device_get(self.stage.measure(state, items, reference()))
+        values = {name: float(value) for name, value in metrics.items()}
+        algo = self.stage.policy.algo
+        if algos.of(algo).name == "sft" and algo.aggregation == "token":
+            values["perplexity"] = math.exp(min(values["loss"], 100.0))
+        return list(values.items())
 
 
-def accuracies(groups: Sequence[Sequence[Trajectory]]) -> Metrics:
-    """Return pass@1, pass@k and maj@k over prompts with k responses each.
+def evaluate_all(
+    evaluators: Sequence[HeldOutResponses | HeldOutLoss],
+    state: TrainState,
+    reference: ReferenceParams,
+    step: int,
+) -> Evaluation:
+    """Return metrics and samples of all evaluators after a step."""
+    results = [evaluator(state, reference, step) for evaluator in evaluators]
+    metrics = {name: value for result in results for name, value in result.metrics.items()}
+    return Evaluation(metrics, [row for result in results for row in result.samples])
 
-    eval/pass@1 = fraction of responses that are correct; eval/pass@k = fraction of prompts with any correct
-    one (Chen et al. 2021, arXiv 2107.03374, eq. 1 with n = k); eval/maj@k = fraction of prompts whose most
-    common answer is correct (Wang et al. 2022, arXiv 2203.11171), ties going to the first.
+
+def group_accuracies(groups: Sequence[Sequence[Trajectory]]) -> Metrics:
+    """Return pass@k and maj@k over prompts with k > 1 responses each; pass@1 is the mean over responses.
+
+    eval/pass@k = fraction of prompts with any correct response (Chen et al. 2021, arXiv 2107.03374, eq. 1
+    with n = k); eval/maj@k = fraction of prompts whose most common answer is correct (Wang et al. 2022, arXiv
+    2203.11171), ties going to the first.
     """
     k = len(groups[0])
+    if k == 1:
+        return {}
     correct = np.array([[t.outcome == Outcome.CORRECT for t in group] for group in groups])
-    lengths = [len(t.response_ids) for group in groups for t in group]
-    metrics = {
-        "eval/pass@1": float(correct.mean()),
-        "eval/response_tokens/mean": float(np.mean(lengths)),
-        "eval/truncated_fraction": float(np.mean([t.finish == "length" for g in groups for t in g])),
+    return {
+        f"eval/pass@{k}": float(correct.any(axis=1).mean()),
+        f"eval/maj@{k}": float(np.mean([majority(group) for group in groups])),
     }
-    if k > 1:
-        metrics[f"eval/pass@{k}"] = float(correct.any(axis=1).mean())
-        metrics[f"eval/maj@{k}"] = float(np.mean([majority(group) for group in groups]))
-    return metrics
+
+
+def lengths(trajectories: Sequence[Trajectory]) -> Metrics:
+    """Return mean length of the responses, and the fraction that reached the maximum."""
+    return {
+        "eval/response_tokens/mean": float(np.mean([len(t.response_ids) for t in trajectories])),
+        "eval/truncated_fraction": float(np.mean([t.finish == "length" for t in trajectories])),
+    }
 
 
 def majority(group: Sequence[Trajectory]) -> bool:
@@ -89,3 +191,17 @@ def majority(group: Sequence[Trajectory]) -> bool:
     answers = [find_answer(text) or last_number(text) or text.strip() for text in texts]
     winner = Counter(answers).most_common(1)[0][0]
     return group[answers.index(winner)].outcome == Outcome.CORRECT
+
+
+def by_source(name: str, values: np.ndarray, sources: np.ndarray) -> Metrics:
+    """Return the mean of the finite values as eval/NAME and, of several data sources, as eval/NAME/SOURCE."""
+    known = np.isfinite(values)
+    if not known.any():
+        return {}
+    metrics = {f"eval/{name}": float(values[known].mean())}
+    counts = Counter(sources.tolist())
+    for source, _ in counts.most_common(MAX_SOURCES) if len(counts) > 1 else ():
+        own = known & (sources == source)
+        if own.any():
+            metrics[f"eval/{name}/{source}"] = float(values[own].mean())
+    return metrics

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm import models
-from jaxrl_llm.data.chat import encode_prompt, prompt_messages, prompt_row
+from jaxrl_llm.data.chat import encode_prompt, prompt_messages, prompt_row, question_text
 from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.data.preference import conversation_text, pointwise_prompt
@@ -98,25 +98,38 @@ class RewardModel:
     def _start_verdicts(
         self, trajectories: Sequence[Trajectory], examples: Sequence[Example]
     ) -> PendingRewards:
-        """Start the probability of Yes against No, at each response's last token (arXiv 2408.15240)."""
-        words = [self.tokenizer.encode(word, add_special_tokens=False)[0] for word in ("Yes", "No")]
-        items = []
-        for trajectory, example in zip(trajectories, examples, strict=True):
-            messages = prompt_messages(example, self.chat)
-            is_text = messages is None
-            question = prompt_row(example, self.chat)["prompt"] if is_text else conversation_text(messages)
-            content = pointwise_prompt(question, conversation_text(trajectory.messages))
-            judge_prompt = Example(({"role": "user", "content": content},), None)
-            ids = encode_prompt(self.tokenizer, judge_prompt, MODEL_CHAT)
-            items += [self._truncated([*ids, word]) for word in words]
-        pending = self.model.start(self.params, items)
+        """Start the probability of Yes against No, at each response's last token."""
+        prompts = [
+            pointwise_prompt(question_text(example, self.chat), conversation_text(trajectory.messages))
+            for trajectory, example in zip(trajectories, examples, strict=True)
+        ]
+        pending = self.start_replies(prompts, ("Yes", "No"))
 
         def finish() -> list[np.ndarray]:
-            logprobs = [outputs["policy"][-1] for outputs in pending()]
             scores = [np.zeros(len(t.response_ids), np.float32) for t in trajectories]
-            for row, yes, no in zip(scores, logprobs[::2], logprobs[1::2], strict=True):
-                row[-1] = (verdict_probability({"Yes": yes, "No": no}) - self.config.mean) / self.config.scale
+            for row, probability in zip(scores, pending(), strict=True):
+                row[-1] = (probability - self.config.mean) / self.config.scale
             return scores
+
+        return finish
+
+    def start_replies(self, prompts: Sequence[str], words: tuple[str, str]) -> Callable[[], list[float]]:
+        """Start the probability of the first of two words against the second as reply to each prompt.
+
+        By the log-probs of the reply's first token (arXiv 2408.15240); of a generative model.
+        """
+        ids = [self.tokenizer.encode(word, add_special_tokens=False)[0] for word in words]
+        items = []
+        for prompt in prompts:
+            example = Example(({"role": "user", "content": prompt},), None)
+            tokens = encode_prompt(self.tokenizer, example, MODEL_CHAT)
+            items += [self._truncated([*tokens, word]) for word in ids]
+        pending = self.model.start(self.params, items)
+
+        def finish() -> list[float]:
+            logprobs = [outputs["policy"][-1] for outputs in pending()]
+            pairs = zip(logprobs[::2], logprobs[1::2], strict=True)
+            return [verdict_probability(dict(zip(words, pair, strict=True)), *words) for pair in pairs]
 
         return finish
 
@@ -144,11 +157,13 @@ def load_reward_model(
     mesh: Mesh,
     policy_tokenizer: Any,
     chat: ChatConfig,
+    responses: int = 1,
 ) -> RewardModel:
     """Return the model of a folder, in the compute type, sharded over the mesh.
 
     Args:
         chat: chat settings of the policy.
+        responses: in a prompt of the model; 2 = it also compares two.
 
     Raises:
         UserError: no such folder, no value head in it, a process model that reads other tokens, or a template
@@ -177,7 +192,7 @@ def load_reward_model(
         _check_template(config.path, tokenizer, chat)
     shardings = models.shardings(model, mesh, TRAIN)
     params = load_params(folder, model, shardings, jnp.dtype(step.dtype))
-    step = replace(step, row_tokens=step.row_tokens + EXTRA_TOKENS, temperature=1.0)
+    step = replace(step, row_tokens=responses * step.row_tokens + EXTRA_TOKENS, temperature=1.0)
     return RewardModel(config, params, ScoringModel(step, mesh), tokenizer, chat, rerenders)
 
 

@@ -97,9 +97,9 @@ class RolloutSource:
             metrics["dynamic/kept_fraction"] = len(kept) / (len(prompts) * self.responses)
         kept = kept[:complete]
         metrics |= statistics(kept or trajectories) | staleness(kept, version) | self.engine.usage()
-        now, since = time.perf_counter(), self.last_end or begin
-        metrics["trainer/idle_fraction"] = metrics["rollout/wait_seconds"] / (now - since)
-        self.last_end = now
+        since, self.last_end = self.last_end or begin, time.perf_counter()
+        metrics["trainer/idle_fraction"] = metrics["rollout/wait_seconds"] / (self.last_end - since)
+        metrics |= self.loader.epochs(self.cursor * self.prompts)
         return self._experience(kept, trajectories, prompts, metrics)
 
     def snapshot(self) -> dict[str, bytes]:

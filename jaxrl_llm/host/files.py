@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,3 +20,22 @@ def write_json(path: Path, tree: Any) -> None:
     with path.open("wb") as file:
         file.write((json.dumps(tree, indent=2) + "\n").encode())
         sync_to_disk(file)
+
+
+def replace_json(path: Path, tree: Any) -> None:
+    """Write a JSON file as `replace_lines` does."""
+    _replace(path, json.dumps(tree, indent=2) + "\n")
+
+
+def replace_lines(path: Path, rows: Sequence[Any]) -> None:
+    """Write lines of JSON by one rename: a kill leaves no part of the file. Its folder is made."""
+    _replace(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _replace(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(text.encode())
+        sync_to_disk(file)
+    os.replace(temporary, path)

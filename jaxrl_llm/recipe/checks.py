@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import algos
-from jaxrl_llm.config import TrainConfig, same_responses
+from jaxrl_llm.config import GENERATIVE, TrainConfig, same_responses
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.hf.hub_name import SUFFIX, parse_hub_name
 from jaxrl_llm.ranges import problems
@@ -100,7 +100,7 @@ def check_held_out(config: TrainConfig, rows: int) -> None:
         less = f"Set --eval.prompts {rows} or less" if rows else "Set --eval.every 0, for no evaluation"
         raise ConfigError(
             f"--eval.prompts is {config.eval.prompts}: the held-out data has {rows} rows. "
-            f"{less}, or give it more rows (--data.eval_path)."
+            f"{less}, or give it more rows (--data.eval_path FILE, or --data.holdout {config.eval.prompts})."
         )
 
 
@@ -126,8 +126,14 @@ def _wrong_types(config: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _step(config: TrainConfig) -> Iterator[str]:
-    if not config.steps and not config.warm_start.steps:
+    if not config.steps and not config.epochs and not config.warm_start.steps:
         yield "--steps is 0, and so is --warm_start.steps: there is nothing to train. Set one of them."
+    generated = [own.path for own in config.data.sources("train") if own.is_generated]
+    if config.epochs and generated:
+        yield (
+            f"--epochs is {config.epochs:g}: {generated[0]} is generated, without an end. Set --steps N "
+            "--epochs 0."
+        )
     name = getattr(config.algo, "advantage", "")
     if name in GROUP_ADVANTAGES and config.responses_per_prompt == 1:
         yield (
@@ -148,13 +154,22 @@ def _step(config: TrainConfig) -> Iterator[str]:
 
 
 def _rewards(config: TrainConfig) -> Iterator[str]:
-    """Yield why all rewards of a run that learns from them would be 0."""
+    """Yield why all rewards of a run that learns from them would be 0, and judges that cannot judge."""
     reward, learns = config.reward, algos.of(config.algo).on_rollouts
-    used = reward.weight or reward.models or config.env.name or any(weight for _, weight in reward.shaping)
+    models = any(model.weight for model in reward.models)
+    used = reward.weight or models or config.env.name or any(weight for _, weight in reward.shaping)
     if learns and not used and not algos.requirements(config.algo).teachers:
         yield (
             "--reward.weight is 0 and nothing else rewards, so every reward would be 0. Set a reward model "
             "(--reward.models.0.path FOLDER), an environment (--env.name) or --reward.weight 1."
+        )
+    if config.eval.judge and not algos.requirements(config.algo).policy:
+        name = config.algo.algorithm
+        yield f"--eval.judge compares responses, and {name} generates none. Set --eval.judge ''."
+    if config.eval.judge == GENERATIVE and not any(model.kind == GENERATIVE for model in reward.models):
+        yield (
+            "--eval.judge generative needs a language model that compares: --reward.models.0.path FOLDER "
+            "--reward.models.0.kind generative, with --reward.models.0.weight 0 for evaluation alone."
         )
 
 

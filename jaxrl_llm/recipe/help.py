@@ -25,10 +25,12 @@ RUN = "run"  # the group of the keys without one
 COMMON = (
     "run_dir",
     "steps",
+    "epochs",
     "seed",
     "model.path",
     "data.path",
     "data.eval_path",
+    "data.holdout",
     "reward.name",
     "prompts_per_step",
     "responses_per_prompt",

@@ -15,10 +15,10 @@ import sys
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from jaxrl_llm import algos
-from jaxrl_llm.config import TrainConfig
+from jaxrl_llm.config import DataConfig, TrainConfig
 from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.recipe.checks import check_config
 from jaxrl_llm.recipe.help import overview, topics_text, usage
@@ -60,7 +60,7 @@ def from_command_line(argv: list[str], prog: str = PROG, writes: bool = True) ->
     path = find_recipe(name) if name is not None else None
     config = load_recipe(path) if path else TrainConfig()
     config, dropped = with_algo(config, _last(pairs, "algo"))
-    config, notes = apply_overrides(config, [pair for pair in pairs if pair[0] not in ("config", "algo")])
+    config, notes = _changed(config, [pair for pair in pairs if pair[0] not in ("config", "algo")])
     if topics is not None:
         recipes = [path.name for path in packaged_recipes()]
         _print_and_exit(topics_text(config, topics) if topics else overview(config, prog, recipes))
@@ -90,11 +90,38 @@ def with_settings(recipe: TrainConfig | str, settings: Mapping[str, Any]) -> Res
     else:
         config = dataclasses.replace(config, algo=algo)
     pairs = [(key, as_words(value)) for key, value in settings.items() if key != "algo"]
-    config, more = apply_overrides(config, pairs)
+    config, more = _changed(config, pairs)
     check_config(config)
     for note in notes + more:
         print(f"note: {note}", file=sys.stderr)
     return ResolvedRecipe(config, str(path or ""))
+
+
+def _changed(config: TrainConfig, pairs: list[Pair]) -> tuple[TrainConfig, list[str]]:
+    """Return `apply_overrides`; --steps takes the place of a recipe's epochs, --data.path of its sources."""
+    given = {key.replace("-", "_") for key, _ in pairs}
+    config, notes = apply_overrides(config, pairs)
+    data = _with_more_sources(
+        _with_more_sources(config.data, given, "path", "train"), given, "eval_path", "eval"
+    )
+    config = dataclasses.replace(config, data=data)
+    if "steps" not in given or not config.epochs:
+        return config, notes
+    if "epochs" in given:
+        raise ConfigError("--steps and --epochs are both given: each is the length of the run. Give one.")
+    note = f"--steps {config.steps} takes the place of the recipe's epochs {config.epochs:g}"
+    return dataclasses.replace(config, epochs=0.0), [*notes, note]
+
+
+def _with_more_sources(
+    data: DataConfig, given: set[str], path: str, split: Literal["train", "eval"]
+) -> DataConfig:
+    """Return `data` with both sources of --data.path a.jsonl --data.train.1.path b.jsonl."""
+    numbers = {int(key.split(".")[2]) for key in given if re.match(rf"data\.{split}\.[1-9]", key)}
+    if not numbers or not getattr(data, path):
+        return data
+    more = (getattr(data, split)[number] for number in sorted(numbers))
+    return dataclasses.replace(data, **{split: (*data.sources(split), *more), path: ""})
 
 
 def as_words(value: Any) -> list[str]:

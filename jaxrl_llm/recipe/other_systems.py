@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 MODEL = "--model.path"
-STEPS = "--steps: a step is one set of --prompts_per_step prompts; epochs are not counted"
+EPOCHS = "--epochs: passes over the data, in place of --steps"
 MICRO_BATCH = (
     "--tokens_per_device: micro-batches are measured in tokens, and gradients are accumulated over them"
 )
@@ -59,7 +59,7 @@ SAME = {
     "adam_beta2": "--optim.b2",
     "adam_epsilon": "--optim.eps",
     "optimizer": "--optim.name",
-    "num_train_epochs": STEPS,
+    "num_train_epochs": EPOCHS,
     "max_steps": "--steps",
     "output_dir": RUN_DIR,
     "run_name": RUN_DIR,
@@ -91,7 +91,7 @@ SAME = {
     "dataset_name": f"{DATA} hub:OWNER/NAME",
     "dataset_config": "--data.train.0.subset",
     "dataset_train_split": "--data.train.0.split",
-    "dataset_test_split": f"{EVAL_DATA}, or data.eval in the recipe",
+    "dataset_test_split": f"{EVAL_DATA}, or --data.holdout 200 of the training rows",
     "dataset_text_field": "--data.train.0.prompt_key",
     "completion_only_loss": "--data.chat.loss",
     "assistant_only_loss": "--data.chat.loss",
@@ -108,7 +108,7 @@ SAME = {
     # veRL, by the last parts of the key
     "train_batch_size": PROMPTS,
     "train_files": DATA,
-    "val_files": EVAL_DATA,
+    "val_files": f"{EVAL_DATA}, or --data.holdout 200 of the training rows",
     "prompt_key": "--data.train.0.prompt_key",
     "max_response_length": RESPONSE_TOKENS,
     "filter_overlong_prompts": "--data.overlong",
@@ -143,7 +143,7 @@ SAME = {
     "rollout_is": "--algo.correction.weight",
     "rollout_is_threshold": "--algo.correction.cap",
     "critic_warmup": "--critic.warmup_steps",
-    "total_epochs": STEPS,
+    "total_epochs": EPOCHS,
     "total_training_steps": "--steps",
     "n_gpus_per_node": MESH,
     "nnodes": MESH,
@@ -170,7 +170,7 @@ SAME = {
     "micro_train_batch_size": MICRO_BATCH,
     "micro_rollout_batch_size": "--rollout.slots",
     "rollout_batch_size": PROMPTS,
-    "num_episodes": STEPS,
+    "num_episodes": EPOCHS,
     "prompt_max_len": PROMPT_TOKENS,
     "generate_max_len": RESPONSE_TOKENS,
     "actor_learning_rate": "--optim.learning_rate",
@@ -205,7 +205,7 @@ SAME = {
     "ddp_size": "--mesh.data",
     "tis_coef": "--algo.correction.weight token and --algo.correction.cap",
     "avg_level": AGGREGATION,
-    "n_epochs": STEPS,
+    "n_epochs": EPOCHS,
     "use_peft": "--lora.rank",
     "optimizer_offload": "--optim.offload",
     "adam_offload": "--optim.offload",

@@ -13,14 +13,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#767676"  # distinct for colour-blind people
-HELD_OUT = ("eval/pass@1", "eval/accuracy")  # accuracy of generated answers, of preference pairs
+HELD_OUT = {
+    "eval/pass@1": "held-out accuracy",  # of generated answers
+    "eval/accuracy": "held-out accuracy",  # of preference pairs
+    "eval/win_rate": "win rate against the start",
+}
+"""Metric from 0 to 1 -> label; the first one with the most points is drawn."""
 
 
 def draw_curve(run_dir: Path) -> Path | None:
     """Draw run_dir/curve.png from metrics.jsonl.
 
-    Training accuracy and reward (the loss, where there is no reward) and held-out accuracy; the SFT warm-up
-    is shaded.
+    Training accuracy and reward (the loss, where there is no reward), held-out accuracy or win rate, and
+    held-out reward (or loss); the SFT warm-up is shaded. A note names a run without held-out evaluation.
 
     Returns: the path of the picture, or None where there are no points.
     """
@@ -31,22 +36,27 @@ def draw_curve(run_dir: Path) -> Path | None:
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     _style(axes)
-    accuracy, reward, held_out = (
-        series(train, "accuracy"),
-        series(train, "reward/mean"),
-        max((series(rows, key) for key in HELD_OUT), key=len),
+    accuracy, reward, loss = series(train, "accuracy"), series(train, "reward/mean"), series(rows, "loss")
+    held_out, label = max(
+        ((series(rows, key), label) for key, label in HELD_OUT.items()), key=lambda x: len(x[0])
     )
+    held_out_reward, held_out_loss = series(rows, "eval/reward"), series(rows, "eval/loss")
     if len(accuracy):
         _line(axes, accuracy, BLUE, "training accuracy")
-    if len(reward) and not (reward.shape == accuracy.shape and np.allclose(reward, accuracy)):
+    if len(reward) and not _equal(reward, accuracy):
         _line(axes, reward, ORANGE, "training reward")
+    if len(held_out_reward) and not _equal(held_out_reward, held_out):
+        _points(axes, held_out_reward, ORANGE, "held-out reward", "{:.3g}")
     if len(held_out):
-        _points(axes, held_out)
-    loss = series(rows, "loss")
+        _points(axes, held_out, GREEN, label, "{:.1%}")
+        low, high = axes.get_ylim()
+        axes.set_ylim(min(low, 0.0), max(high, 1.08))
     if not len(accuracy) and not len(reward) and len(loss):
-        _loss(axes, loss, second_axis=len(held_out) > 0)
+        _loss(axes, loss, held_out_loss, second_axis=len(held_out) + len(held_out_reward) > 0)
     elif not len(accuracy) + len(reward) + len(held_out):
         return None
+    if not len(held_out) + len(held_out_reward) + len(held_out_loss):
+        axes.set_title("no held-out evaluation", loc="right", fontsize=9, color=GREY)
     warm_up = [row["step"] for row in rows if row.get("kind") == "warm_start"]
     first, last = max(rows[0]["step"] - 1, 0), rows[-1]["step"] + 1
     if warm_up and max(warm_up) < last - 1:  # a long SFT warm-up is cut, to a third of the run's width
@@ -76,6 +86,10 @@ def smooth(values: np.ndarray) -> np.ndarray:
     index = np.arange(len(values))
     low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, len(values))
     return (total[high] - total[low]) / (high - low)
+
+
+def _equal(points: np.ndarray, others: np.ndarray) -> bool:
+    return points.shape == others.shape and np.allclose(points, others)
 
 
 def _style(axes: Axes) -> None:
@@ -109,30 +123,28 @@ def _line(axes: Axes, points: np.ndarray, color: str, label: str) -> None:
     axes.plot(steps, smooth(values), color=color, lw=2, label=label)
 
 
-def _points(axes: Axes, points: np.ndarray) -> None:
-    """Draw held-out accuracy; the last point is labelled with its value."""
-    axes.plot(
-        *points.T, color=GREEN, marker="o", ms=6, lw=1.5, mec="white", label="held-out accuracy", zorder=4
-    )
+def _points(axes: Axes, points: np.ndarray, color: str, label: str, form: str) -> None:
+    """Draw values of held-out data; the last point is labelled with its value."""
+    axes.plot(*points.T, color=color, marker="o", ms=6, lw=1.5, mec="white", label=label, zorder=4)
     step, value = points[-1]
     axes.annotate(
-        f"{value:.1%}",
+        form.format(value),
         (step, value),
         xytext=(0, 8),
         textcoords="offset points",
-        color=GREEN,
+        color=color,
         fontweight="bold",
         ha="right",
     )
-    low, high = axes.get_ylim()
-    axes.set_ylim(min(low, 0.0), max(high, 1.08))
 
 
-def _loss(axes: Axes, points: np.ndarray, second_axis: bool) -> None:
-    """Draw the loss, on a second axis where the first is that of accuracy."""
+def _loss(axes: Axes, points: np.ndarray, held_out: np.ndarray, second_axis: bool) -> None:
+    """Draw the loss and the held-out loss, on a second axis where the first is that of accuracy."""
     if second_axis:
         axes.set_ylabel("accuracy")
         axes = axes.twinx()
         axes.spines[["top", "left"]].set_visible(False)
     _line(axes, points, BLUE, "loss")
+    if len(held_out):
+        _points(axes, held_out, BLUE, "held-out loss", "{:.3g}")
     axes.set_ylabel("loss")

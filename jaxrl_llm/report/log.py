@@ -25,6 +25,7 @@ from jaxrl_llm.structs import Metrics, Trajectory
 PHASES = ("rollout", "reward", "update", "checkpoint")  # whose times are in every line
 
 PROMPTS = "prompts.jsonl"
+SUMMARY = (*curve.HELD_OUT, "eval/score", "eval/loss")  # held-out metrics of the summary
 OUTPUTS = {
     "curve": "curve.png",
     "metrics": "metrics.jsonl",
@@ -127,9 +128,10 @@ class RunLog:
         self.progress.step(step, row)
         return row
 
-    def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
-        """Write the first `config.samples` rows; see `sample_rows`."""
-        samples = [{"step": step, **row} for row in rows[: self.num_samples]]
+    def samples(self, step: int, rows: Sequence[dict[str, Any]], limit: int | None = None) -> None:
+        """Write the first rows, by default `config.samples`; see `sample_rows`."""
+        limit = self.num_samples if limit is None else limit
+        samples = [{"step": step, **row} for row in rows[:limit]]
         self._try("samples.jsonl", lambda: jsonl.append_rows(self.run_dir / "samples.jsonl", samples))
 
     def prompts(self, rows: Sequence[dict[str, Any]]) -> None:
@@ -231,7 +233,7 @@ def summary(run_dir: Path) -> str:
     lines = []
     rewarded = any("reward/mean" in row for row in train)
     main = ("reward/mean", "accuracy") if rewarded else ("loss",)
-    for key, chosen in (*((key, rows) for key in curve.HELD_OUT), *((key, train) for key in main)):
+    for key, chosen in (*((key, rows) for key in SUMMARY), *((key, train) for key in main)):
         points = curve.series(chosen, key)
         if len(points):
             (step, first), (_, last) = points[0], points[-1]

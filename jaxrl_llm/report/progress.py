@@ -16,8 +16,12 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 PROGRESS_METRICS = (
+    "epoch",
     "eval/pass@1",
     "eval/accuracy",
+    "eval/win_rate",
+    "eval/score",
+    "eval/loss",
     "reward/mean",
     "accuracy",
     "loss",

@@ -159,6 +159,9 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "overlong": overlong_reward,
 }
 
+COMPARING = ("exact", "arithmetic", "gsm8k", "math", "verdict")
+"""Rewards that need the row's answer."""
+
 
 def accepted_answers(answer: Any) -> list[str]:
     """Return the accepted answers of a row as text.

@@ -21,6 +21,7 @@ from typing import Any
 
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.ranges import problems
+from jaxrl_llm.rewards.builtin import COMPARING, REWARDS
 from jaxrl_llm.rewards.config import RewardConfig
 from jaxrl_llm.rewards.load import PICKLED, pickle_function, resolve_reward
 from jaxrl_llm.rewards.messages import (
@@ -136,6 +137,20 @@ class RewardPool:
             }
         check_failures(results, self.config.max_failed_fraction)
         return results
+
+    def can_score(self, row: RewardSample) -> bool:
+        """Return whether responses to a row can be scored: most built-in rewards compare with its answer."""
+        if self._only_name == "none" or row.answer is not None:
+            return self._only_name != "none"
+        try:
+            return self._name(row) not in COMPARING
+        except RewardLoadError:  # "auto" knows none
+            return False
+
+    @property
+    def is_builtin(self) -> bool:
+        """True where no reward of the user's scores responses."""
+        return self._only_name in (*REWARDS, "auto", "none")
 
     def check(self, rows: Sequence[RewardSample] = ()) -> None:
         """Load the reward in a worker and score the first rows, to find mistakes before a model is loaded.

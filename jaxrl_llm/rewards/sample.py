@@ -25,6 +25,7 @@ class RewardSample:
     response_ids: tuple[int, ...] = ()
     source: str = ""  # name of the data source
     columns: dict[str, Any] = field(default_factory=dict)  # all columns of the row
+    other: str | None = None  # for a pairwise judge: the response that `response` is compared with
 
 
 @dataclass(frozen=True)

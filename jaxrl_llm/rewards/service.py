@@ -7,7 +7,8 @@ One POST carries a list of samples and gets a list of scores in their order:
 
 OpenRLHF's remote reward models answer the same way to {"query", "prompts", "labels"}, which is sent too, with
 {"rewards": [...]}. A token for the service comes from the environment variable JAXRL_REWARD_TOKEN, which
-`reward.keep_env` must name. All this runs in a reward worker: a broken service costs samples, not the run.
+`reward.keep_env` must name. Samples for a pairwise judge have "other", too: the response to compare with. All
+this runs in a reward worker: a broken service costs samples, not the run.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ def request_body(samples: list[RewardSample]) -> dict[str, Any]:
             "response": s.response,
             "answer": s.answer,
             "source": s.source,
+            **({} if s.other is None else {"other": s.other}),
         }
         for s in samples
     ]

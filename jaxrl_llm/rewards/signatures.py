@@ -7,6 +7,7 @@ The convention of a function is read from its parameter names:
     veRL      compute_score(data_source, solution_str, ground_truth, extra_info) -> score or {"score": ...}
     OpenRLHF  reward_func(queries, prompts, labels)      -> list or tensor, or {"rewards", "scores"}
     RL2       reward_fn(messages, answer) -> score; env_step(state, action, extra_info) -> {"reward", "score"}
+    pairwise  judge(prompt, a, b) -> 1 where a is better, 0 where b is, 0.5 for a tie (--eval.judge)
 
 Any of them may be `async`. A bool is a score only under the conventions of veRL and RL2, whose own
 examples return one; elsewhere it is taken for a mistake.
@@ -31,7 +32,8 @@ ACCEPTED = """  reward(sample) or reward(sample, config)                        
   f(prompts, completions, completion_ids, **columns)                  (TRL)
   compute_score(data_source, solution_str, ground_truth, extra_info)  (veRL)
   reward_func(queries, prompts, labels)                               (OpenRLHF)
-  reward_fn(messages, answer) or env_step(state, action, extra_info)  (RL2)"""
+  reward_fn(messages, answer) or env_step(state, action, extra_info)  (RL2)
+  judge(prompt, a, b)                                                 (of two responses)"""
 KNOWN = ("sample", "config", "prompts", "completions", "completion_ids", "data_source", "solution_str")
 KNOWN += ("ground_truth", "extra_info", "queries", "labels", "messages", "answer", "state", "action")
 TEXT = ("response", "completion", "completions", "text", "prompt", "output", "answer", "solution")
@@ -80,6 +82,8 @@ def adapt(function: Callable[..., Any], name: str, config: RewardConfig) -> Adap
         return AdaptedReward(
             lambda samples: [call({"messages": _chat(s), "answer": s.answer}) for s in samples], bools=True
         )
+    if {"prompt", "a", "b"} <= names:
+        return AdaptedReward(lambda samples: [call(_pair(s)) for s in samples], bools=True)
     if {"state", "action", "extra_info"} <= names:
         return AdaptedReward(lambda samples: [call(_env_step(s)) for s in samples], bools=True)
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -224,6 +228,11 @@ def _rewards_and_scores(raw: Any) -> list[Any]:
     if len(scores) != len(rewards):
         raise InvalidScoreError(f"returned {len(rewards)} rewards and {len(scores)} scores")
     return [{"score": reward, "judged": score} for reward, score in zip(rewards, scores, strict=True)]
+
+
+def _pair(sample: RewardSample) -> dict[str, Any]:
+    known = {"messages": list(sample.messages), "answer": sample.answer, "data_source": sample.source}
+    return {**known, "prompt": sample.prompt, "a": sample.response, "b": sample.other}
 
 
 def _env_step(sample: RewardSample) -> dict[str, Any]:

@@ -36,6 +36,9 @@ class FakeLoader:
             for i in range(step * size, (step + 1) * size)
         ]
 
+    def epochs(self, position):
+        return {"epoch": position / 9}
+
 
 class FakeEngine:
     """The answer to prompt i is "right" for its first i % 3 responses; greedy ones are right."""

@@ -12,11 +12,12 @@ import pytest
 from jaxrl_llm import models
 from jaxrl_llm.data.chat import encode_prompt
 from jaxrl_llm.data.config import ChatConfig
-from jaxrl_llm.data.preference import pointwise_prompt
+from jaxrl_llm.data.preference import pairwise_prompt, pointwise_prompt
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.experience.reward_models import add_scores, load_reward_model
+from jaxrl_llm.experience.win_rate import Comparison, model_judge
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
@@ -230,6 +231,24 @@ def test_turns_of_a_conversation_are_read_with_their_roles(other, monkeypatch):
     assert seen.texts[0] == "[user] a?/[assistant] x/[tool] 3/[assistant] three/"
     answer = "assistant: x\n\ntool: 3\n\nassistant: three"
     assert seen.texts[1] == f"[user] {pointwise_prompt('a?', answer)}/"[-STEP.row_tokens - 128 + 1 :]
+
+
+def test_a_generative_model_compares_two_responses(weights, tmp_path, monkeypatch):
+    """Log-probs of 0 for A and ln 3 less for B: A is preferred with probability 3/4."""
+    plain = dataclasses.replace(MODEL, value_head=False)
+    save_model(models.with_heads(weights, plain), plain, tmp_path / "lm", TOKENIZER)
+    config = RewardModelConfig(path=str(tmp_path / "lm"), kind="generative")
+    model = load_reward_model(config, STEP, mesh(), TOKENIZER, CHAT, 2)
+    b, seen = TOKENIZER.encode("B", add_special_tokens=False)[0], []
+
+    def start(model, params, items, names=("policy",)):
+        seen.extend(TOKENIZER.decode(item.tokens) for item in items)
+        return lambda: [{"policy": -np.log([1, 3])[[int(item.tokens[-1] == b)]]} for item in items]
+
+    monkeypatch.setattr("jaxrl_llm.learn.scoring.ScoringModel.start", start)
+    assert model_judge(model)([Comparison(SUM, "1+2=", "3", "4")]) == [pytest.approx(0.75)]
+    assert [text[-1] for text in seen] == ["A", "B"] and pairwise_prompt("1+2=", "3", "4") in seen[0]
+    assert model.model.config.row_tokens == 2 * 32 + 128
 
 
 def test_a_template_alone_makes_a_model_read_anew(folder, tmp_path):

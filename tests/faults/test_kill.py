@@ -149,6 +149,7 @@ def whole(tmp_path_factory) -> Path:
     assert (
         rows[-1]["reward/std"] > 0 and rows[-1]["grad_norm"] > 0 and rows[-1]["kl"] > 0
     )  # something is learnt
+    assert [row["step"] for row in rows if "eval/win_rate" in row] == [4, 6]  # against step 2
     return folder
 
 
@@ -217,10 +218,10 @@ def test_killed_at_many_moments(tmp_path, whole):
 SAVING = "saving after this step, then stopping"
 SIGNALS = [  # place, call, signal, exit code, announcement
     ("jaxrl_llm.build.run:load_model_config", 1, signal.SIGINT, 130, "stopping"),
-    ("jaxrl_llm.experience.evaluate:HeldOutAccuracy.__call__", 1, signal.SIGINT, 75, SAVING),
+    ("jaxrl_llm.experience.evaluate:HeldOutResponses.__call__", 1, signal.SIGINT, 75, SAVING),
     ("jaxrl_llm.checkpoint.state:Checkpointer.save", 2, signal.SIGTERM, 75, SAVING),
     ("jaxrl_llm.checkpoint.state:Checkpointer.restore", 1, signal.SIGTERM, 143, "stopping"),
-    ("jaxrl_llm.experience.evaluate:HeldOutAccuracy.__call__", 1, signal.SIGTERM, 75, SAVING),
+    ("jaxrl_llm.experience.evaluate:HeldOutResponses.__call__", 1, signal.SIGTERM, 75, SAVING),
     ("jaxrl_llm.hf.export:save_model", 1, signal.SIGINT, 0, "exporting the model, then done"),
 ]
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from refusals import refusal
 
-from jaxrl_llm.algos import gkd, sft
+from jaxrl_llm.algos import gkd, reward_model, sft
 from jaxrl_llm.algos.clipped import ClippedConfig
-from jaxrl_llm.build.run import open_loaders
+from jaxrl_llm.build.data import open_loaders
 from jaxrl_llm.config import (
     CriticConfig,
     DataConfig,
@@ -52,6 +52,24 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
             dict(prompts_per_step=3, responses_per_prompt=5, minibatches_per_step=4),
             "--minibatches_per_step is 4: it must divide the 15 trajectories of a step (prompts_per_step x "
             "responses_per_prompt). Set it to 3 or 5.",
+        ),
+        (
+            dict(reward=RewardConfig(weight=0.0, models=(RewardModelConfig(path="rm", weight=0.0),))),
+            "--reward.weight is 0 and nothing else rewards, so every reward would be 0. Set a reward model "
+            "(--reward.models.0.path FOLDER), an environment (--env.name) or --reward.weight 1.",
+        ),
+        (
+            dict(eval=EvalConfig(every=1, judge="generative")),
+            "--eval.judge generative needs a language model that compares: --reward.models.0.path FOLDER "
+            "--reward.models.0.kind generative, with --reward.models.0.weight 0 for evaluation alone.",
+        ),
+        (
+            dict(eval=EvalConfig(every=1, judge="exact")),
+            "--eval.judge is exact: it must compare two responses; judge(prompt, a, b) of a file does.",
+        ),
+        (
+            dict(algo=reward_model.Config(), eval=EvalConfig(judge="http://host")),
+            "--eval.judge compares responses, and reward_model generates none. Set --eval.judge ''.",
         ),
         (
             dict(reward=RewardConfig(weight=0.0)),
@@ -232,8 +250,35 @@ def test_more_held_out_prompts_than_rows(config):
     more = replace(config, eval=EvalConfig(every=1))
     assert refusal(open_loaders, more, make_tokenizer(), {}) == (
         "--eval.prompts is 64: the held-out data has 20 rows. Set --eval.prompts 20 or less, or give it more "
-        "rows (--data.eval_path)."
+        "rows (--data.eval_path FILE, or --data.holdout 64)."
     )
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            DataConfig(path="a.jsonl", eval_path="b.jsonl", holdout=0.1),
+            "--data.holdout is 0.1: it must be 0 where eval_path is set (b.jsonl).",
+        ),
+        (
+            DataConfig(path="task:arithmetic", holdout=200),
+            "--data.holdout is 200: it must be 0 for generated data, which has a held-out tenth.",
+        ),
+        (
+            DataConfig(path="a.jsonl", holdout=1.5),
+            "--data.holdout is 1.5: it must be a number of rows, or a fraction below 1.",
+        ),
+    ],
+)
+def test_what_cannot_be_held_out(config, data, message):
+    assert refusal(check_config, replace(config, data=data)) == message
+
+
+def test_generated_data_has_no_epochs(config):
+    message = "--epochs is 2: task:arithmetic is generated, without an end. Set --steps N --epochs 0."
+    assert refusal(check_config, replace(config, epochs=2.0)) == message
+    check_config(replace(config, data=DataConfig(path="a.jsonl"), epochs=2.0, steps=0))
 
 
 def test_huge_sizes_are_refused_at_once(config):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from jaxrl_llm.config import ModelConfig, TrainConfig
@@ -439,6 +440,28 @@ def test_the_curve_of_sft_is_its_loss(tmp_path):
         tmp_path / "metrics.jsonl", [{"step": 9, "kind": "train", "loss": 0.1, "eval/pass@1": 0.5}]
     )
     assert imread(curve.draw_curve(tmp_path)).shape == (675, 1200, 4)
+
+
+@pytest.mark.parametrize(
+    ("extra", "labels", "note"),
+    [
+        ({}, ["training reward"], "no held-out evaluation"),
+        ({"eval/pass@1": 0.5}, ["training reward", "held-out accuracy"], ""),
+        (
+            {"eval/win_rate": 0.6, "eval/reward": 2.0},
+            ["training reward", "held-out reward", "win rate against the start"],
+            "",
+        ),
+    ],
+)
+def test_the_labels_of_the_curve_are_what_was_evaluated(tmp_path, monkeypatch, extra, labels, note):
+    figures = []
+    real = Figure.add_subplot
+    monkeypatch.setattr(Figure, "add_subplot", lambda self: figures.append(real(self)) or figures[-1])
+    made_up(tmp_path, [{"step": s, "kind": "train", "reward/mean": 1.5, **extra} for s in (1, 2)])
+    (axes,) = figures
+    assert axes.get_legend_handles_labels()[1] == labels
+    assert axes.get_title(loc="right") == note
 
 
 def test_there_is_no_curve_without_a_point(tmp_path):

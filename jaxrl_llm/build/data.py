@@ -1,0 +1,97 @@
+"""Data of a run: loaders of its splits, the record of the held-out rows, and steps from epochs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxrl_llm import algos
+from jaxrl_llm.config import TrainConfig
+from jaxrl_llm.data.holdout import HeldOutSplit, OpenSource, split_sources
+from jaxrl_llm.data.loader import Loader
+from jaxrl_llm.data.rows import Example
+from jaxrl_llm.data.sources import open_sources
+from jaxrl_llm.envs.check import check_env
+from jaxrl_llm.host.files import replace_json
+from jaxrl_llm.host.processes import on_first
+from jaxrl_llm.recipe.checks import check_held_out
+
+
+def open_loaders(config: TrainConfig, tokenizer: Any, columns: dict[str, Any]) -> dict[str, Loader]:
+    """Open the data: "train", and "warm_start" and "eval" of runs that have them.
+
+    Args:
+        columns: columns that every row gets, such as the tools that the chat template shows.
+    """
+    data, warm = config.data, config.warm_start
+    holdout = open_split(config) if data.holdout else None
+
+    def loader(data=data, split: Literal["train", "eval"] = "train", opened: list[OpenSource] | None = None):
+        limits = config.max_prompt_tokens, split, config.max_tokens
+        return Loader(data, tokenizer, config.seed, *limits, columns, opened)
+
+    loaders = {"train": loader(opened=holdout and holdout.train)}
+    if warm.steps and warm.sources:
+        own = replace(data, train=warm.sources, path="", holdout=0.0)
+        opened = holdout and holdout.without_held_out(open_sources(own, "train", config.seed))
+        loaders["warm_start"] = loader(own, opened=opened)
+    elif warm.steps:
+        loaders["warm_start"] = loader(opened=holdout and holdout.train)
+    if config.eval.every:
+        loaders["eval"] = loader(split="eval", opened=holdout and holdout.eval)
+        check_held_out(config, loaders["eval"].stats()["rows"])
+    return loaders
+
+
+def open_split(config: TrainConfig) -> HeldOutSplit:
+    """Return the training data, split; a run that continues holds out the prompts that it began with.
+
+    They are recorded in the run directory, by seed, number and sources: files may have grown since. A
+    collective.
+    """
+    data = config.data
+    paths = [source.path for source in data.sources("train")]
+    name = hashlib.sha256(json.dumps([config.seed, data.holdout, paths]).encode()).hexdigest()[:12]
+    path = Path(config.run_dir) / "eval" / f"holdout_{name}.json"
+    record = on_first(lambda: json.loads(path.read_text()) if path.exists() else None)
+    recorded = record and [int(prompt, 16) for prompt in record["prompts"]]
+    split = split_sources(data, config.seed, recorded)
+    if record is None:
+        prompts = [f"{prompt:016x}" for prompt in split.prompts.tolist()]
+        on_first(lambda: replace_json(path, {"holdout": data.holdout, "sources": paths, "prompts": prompts}))
+    return split
+
+
+def with_steps(config: TrainConfig, loader: Loader) -> TrainConfig:
+    """Return the config with the steps that its epochs over the rows of a loader take, if it has epochs."""
+    if not config.epochs:
+        return config
+    rows = loader.stats()["rows"]
+    return replace(config, steps=steps_of_epochs(config.epochs, rows, config.prompts_per_step))
+
+
+def steps_of_epochs(epochs: float, rows: int, rows_per_step: int) -> int:
+    """Return how many steps read every row `epochs` times, rounded up.
+
+    The last step is filled with the first rows of the next epoch, so that no row is left out.
+    """
+    return math.ceil(Fraction(str(epochs)) * rows / rows_per_step)  # exact: 1.1 * 100 / 10 is 11
+
+
+def try_first_rows(config: TrainConfig, loaders: dict[str, Loader]) -> list[Example]:
+    """Return a row of each training source, after rendering, tokenizing and resetting the environment for it.
+
+    Raises:
+        UserError: no row of a source can be used, or an environment or tool fails; with the fix.
+    """
+    algorithm = algos.of(config.algo)
+    kind = "prompts" if algorithm.on_rollouts else algorithm.data
+    kinds = {"train": kind, "warm_start": "tokens", "eval": kind}
+    rows = {name: loader.check_first_rows(kinds[name]) for name, loader in loaders.items()}
+    on_first(lambda: check_env(config.env, rows["train"]))
+    return rows["train"]

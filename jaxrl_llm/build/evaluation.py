@@ -1,0 +1,184 @@
+"""Evaluators of a run, made from its config, and the line on what is evaluated, or why nothing is."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm import algos
+from jaxrl_llm.config import GENERATIVE, TrainConfig
+from jaxrl_llm.data.loader import Loader
+from jaxrl_llm.data.rows import Example
+from jaxrl_llm.envs.load import Conversations
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.experience.dataset import dataset_items
+from jaxrl_llm.experience.evaluate import HeldOutLoss, HeldOutResponses
+from jaxrl_llm.experience.score import Scorer, reward_sample
+from jaxrl_llm.experience.win_rate import PairwiseJudge, WinRate, judge_sample, model_judge, pool_judge
+from jaxrl_llm.host.processes import on_first
+from jaxrl_llm.learn.stage import Stage
+from jaxrl_llm.recipe.dump import mask_text
+from jaxrl_llm.rewards.config import RewardConfig
+from jaxrl_llm.rewards.pool import RewardPool
+from jaxrl_llm.rewards.sample import RewardLoadError
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.keys import Purpose, run_key
+
+Evaluator = HeldOutResponses | HeldOutLoss
+START_FILE = "eval/start.jsonl"  # in the run directory: responses of the start
+NUM_JUDGED = 4  # rows that a judge is tried on
+
+
+def open_judge(
+    config: TrainConfig, rows: Sequence[Example], closing: contextlib.ExitStack
+) -> RewardPool | None:
+    """Return the workers of a judge that is a function or service, after it has compared the first rows.
+
+    Raises:
+        UserError: the judge cannot be loaded, fails on every row, or returns no number from 0 to 1.
+    """
+    name = config.eval.judge
+    if not config.eval.every or name in ("", GENERATIVE):
+        return None
+    settings = dataclasses.replace(config.reward, name=name, models=(), shaping=(), failed="mask")
+    settings = dataclasses.replace(settings, weight=1.0, env="replace", max_failed_fraction=1.0)
+    pool = closing.enter_context(RewardPool(settings, Path(config.run_dir) / "rewards.log"))
+    try:
+        on_first(lambda: try_judge(pool, rows))
+    except RewardLoadError as error:
+        text = str(error).replace("--reward.name: ", "")
+        raise UserError(f"--eval.judge {name}: {text}") from error
+    return pool
+
+
+def try_judge(pool: RewardPool, rows: Sequence[Example]) -> None:
+    """Compare a response with itself for the first rows.
+
+    Raises:
+        RewardLoadError: as `RewardPool.check`, or a preference is not from 0 to 1.
+    """
+    samples = [judge_sample(row, reward_sample(row).prompt, "a", "b") for row in rows[:NUM_JUDGED]]
+    pool.check(samples)
+    values = [result.score for result in pool.score(samples) if result.valid]
+    if wrong := [value for value in values if not 0 <= value <= 1]:
+        raise RewardLoadError(
+            f"it returned {wrong[0]:g}: it must be from 0 to 1; 1 = the first response is better."
+        )
+
+
+def make_evaluators(
+    config: TrainConfig,
+    held_out: Loader,
+    stage: Stage,
+    engine: Engine | None,
+    scorer: Scorer | None,
+    env: Conversations | None,
+    judge: RewardPool | None,
+) -> list[Evaluator]:
+    """Return the evaluators: of responses, if anything can grade them; loss of a dataset algorithm."""
+    evaluators: list[Evaluator] = []
+    if scorer is not None:
+        prompts = held_out.eval_set(config.eval.prompts)
+        known = [bool(config.env.name) or scorer.pool.can_score(reward_sample(p.example)) for p in prompts]
+        if not (scorer.reward_models or config.eval.judge):  # nothing reads responses without an answer
+            prompts, known = [p for p, k in zip(prompts, known, strict=True) if k], [True] * sum(known)
+        if prompts:
+            evaluators.append(
+                HeldOutResponses(
+                    prompts=prompts,
+                    is_verifiable=known,
+                    engine=engine,
+                    scorer=scorer,
+                    sampling=config.eval.sampling,
+                    samples=config.eval.samples,
+                    max_tokens=config.max_response_tokens,
+                    key=run_key(config.seed, Purpose.EVALUATION),
+                    chat=config.data.chat,
+                    env=env,
+                    win_rate=make_win_rate(config, stage.start, scorer, judge),
+                    num_logged=config.eval.log_samples,
+                )
+            )
+    if not algos.of(config.algo).on_rollouts:
+        evaluators.append(make_held_out_loss(config, held_out, stage))
+    return evaluators
+
+
+def make_win_rate(
+    config: TrainConfig, start: int, scorer: Scorer, judge: RewardPool | None
+) -> WinRate | None:
+    """Return the comparison with the start; None where nothing grades responses but a right answer."""
+    compare: PairwiseJudge | None = None
+    if judge is not None:
+        compare = pool_judge(judge)
+    elif config.eval.judge == GENERATIVE:
+        compare = model_judge(next(m for m in scorer.reward_models if m.config.kind == GENERATIVE))
+    elif not scorer.reward_models and scorer.pool.is_builtin:
+        return None
+    settings: dict[str, Any] = {
+        "seed": config.seed,
+        "eval.samples": config.eval.samples,
+        "eval.sampling": dataclasses.asdict(config.eval.sampling),
+        "max_response_tokens": config.max_response_tokens,
+    }
+    if compare is None:
+        settings["reward"] = score_settings(config.reward)
+    return WinRate(Path(config.run_dir) / START_FILE, start, settings, config.data.chat, compare)
+
+
+def score_settings(reward: RewardConfig) -> list[Any]:
+    """Return what the compared scores depend on: reward models, or the reward function."""
+    fields = ("path", "kind", "weight", "mean", "scale")
+    models = [[getattr(model, name) for name in fields] for model in reward.models]
+    return models or [mask_text(reward.name)]
+
+
+def make_held_out_loss(config: TrainConfig, held_out: Loader, stage: Stage) -> HeldOutLoss:
+    """Return the evaluator of held-out examples; of several sources also of each."""
+    items = lambda loader, rows: dataset_items(loader, config.algo, 0, rows)
+    by_source = held_out.by_source()
+    share = config.eval.prompts // max(len(by_source), 1)
+    sources = {
+        name: items(loader, rows)
+        for name, loader in by_source.items()
+        if len(by_source) > 1 and (rows := min(share, loader.stats()["rows"])) > 1
+    }
+    return HeldOutLoss(items(held_out, held_out.eval_rows(config.eval.prompts)), stage, sources)
+
+
+def evaluation_line(config: TrainConfig, evaluators: Sequence[Evaluator]) -> str:
+    """Return what a run evaluates on held-out data, or why nothing, and how to change that."""
+    if not config.eval.every:
+        data, line = config.data, "no evaluation: --eval.every is 0"
+        if data.holdout:
+            return f"{line}; the rows of --data.holdout {data.holdout:g} are neither trained on nor evaluated"
+        held_out = " --data.holdout 200" * (not data.sources("eval"))
+        return f"{line}. --eval.every 10{held_out} evaluates on held-out data every 10 steps"
+    if not evaluators:
+        return (
+            "no evaluation: no held-out prompt has an answer that --reward.name could compare with. Add a "
+            "reward model (--reward.models.0.path FOLDER --reward.models.0.weight 0), a reward function "
+            "(--reward.name my_rewards.py:my_reward) or a judge (--eval.judge my_judge.py:judge)"
+        )
+    parts = [text for evaluator in evaluators for text in describe_evaluator(evaluator, config)]
+    return f"evaluation every {config.eval.every} steps on held-out data: {', '.join(parts)}"
+
+
+def describe_evaluator(evaluator: Evaluator, config: TrainConfig) -> list[str]:
+    """Return what an evaluator measures."""
+    if isinstance(evaluator, HeldOutLoss):
+        return [f"loss of {len(evaluator.items):,} sequences"]
+    several = f" x {evaluator.samples} responses" * (evaluator.samples > 1)
+    parts = [f"{len(evaluator.prompts):,} prompts{several}"]
+    if verifiable := sum(evaluator.is_verifiable):
+        some = f" of {verifiable:,}" * (verifiable < len(evaluator.prompts))
+        parts.append(f"pass@1{some}")
+    if evaluator.scorer.reward_models:
+        parts.append("score of the reward models")
+    if evaluator.win_rate is not None:
+        judge = mask_text(config.eval.judge) or "the higher score"
+        parts.append(f"win rate against the start by {judge}")
+    return parts
