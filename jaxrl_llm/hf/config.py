@@ -247,10 +247,13 @@ def _as_classifier(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _windows(keys: JsonKeys, family: str, num_layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
     """Return (sliding_window, window_layers). Llama and Baichuan have none, Mistral one in every layer."""
-    window = keys.optional("sliding_window", LARGEST["max_position_embeddings"])
+    largest = LARGEST["max_position_embeddings"]
     if family in WINDOWED:
-        return window, None
-    if not family.startswith("qwen") or not keys.flag("use_sliding_window") or window is None:
+        return keys.optional("sliding_window", largest), None
+    if not family.startswith("qwen") or not keys.flag("use_sliding_window"):
+        return None, None
+    window = keys.optional("sliding_window", largest)
+    if window is None:
         return None, None
     kinds = keys.get("layer_types")
     if kinds is None:

@@ -53,9 +53,7 @@ def read_experts(keys: JsonKeys, family: str) -> MoEConfig | None:
         return MoEConfig(*sizes)
     for key, every_layer in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
         if keys.get(key) not in (None, every_layer):
-            raise keys.wrong(
-                key, keys.get(key), f"is not supported: {every_layer}, experts in every layer, is"
-            )
+            raise keys.wrong(key, keys.get(key), f"is not supported; supported: {every_layer}")
     count = "num_local_experts" if "num_local_experts" in keys.raw else "num_experts"  # transformers 5
     shared = integer("shared_expert_intermediate_size") if family == "qwen2_moe" else 0
     return MoEConfig(

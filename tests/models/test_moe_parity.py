@@ -87,7 +87,7 @@ def test_gradients_of_router_and_experts(loaded):
     tokens = random_tokens(1, 12)
     model.zero_grad()
     model(torch.tensor(tokens), use_cache=False).logits.square().sum().backward()
-    grads = jax.jit(jax.grad(lambda p: jnp.sum(our_logits.__wrapped__(p, tokens) ** 2)))(params)
+    grads = jax.jit(jax.grad(lambda p: jnp.sum(our_logits.__wrapped__(p, jnp.asarray(tokens)) ** 2)))(params)
     found = dict(named_leaves(grads))
     block = model.model.layers[1].mlp
     for name, expected in {
