@@ -1,4 +1,4 @@
-"""Random weights of the stacked layers."""
+"""Random weights of the stacked layers, and the dims of their matrices."""
 
 from __future__ import annotations
 
@@ -38,3 +38,26 @@ class Initializer:
 
     def zeros(self, shape, axes) -> nnx.Param:
         return self._param(jnp.zeros((self.config.num_layers, *shape), jnp.float32), axes)
+
+
+def matrix_dims(axes: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return the (input, output) dims of a matrix of the layers; None for norms, biases, embeddings, heads.
+
+    ("layers", "heads", "head_dim", "embed") of "o" gives ((1, 2), (3,)). "layers" and "experts" are batch
+    dims.
+
+    Args:
+        axes: logical axes of the weight, inputs before outputs as `project` contracts them.
+    """
+    if axes[0] != "layers":
+        return None
+    groups: list[tuple[int, ...]] = []
+    for dim, axis in enumerate(axes[1:], 1):
+        if axis == "experts":
+            continue
+        if axis == "head_dim" and groups:  # heads and head_dim are one side of the matrix
+            groups[-1] += (dim,)
+        else:
+            groups.append((dim,))
+    assert len(groups) <= 2, f"{axes} is no matrix: give its other dims a rule here"
+    return (groups[0], groups[1]) if len(groups) == 2 else None

@@ -17,7 +17,7 @@ from jaxrl_kernels.batch_invariant import rounded
 from jaxrl_kernels.flash_attention.api import SAVED
 from jaxrl_kernels.flash_attention.spec import NO_WINDOW
 from jaxrl_llm.models.config import TARGETS, MoEConfig, TransformerConfig
-from jaxrl_llm.models.initializer import Initializer
+from jaxrl_llm.models.initializer import Initializer, matrix_dims
 from jaxrl_llm.models.moe import sparse_mlp
 from jaxrl_llm.models.quantize import SCALE, dequantize_weight, quantize_weight
 from jaxrl_llm.models.rope import apply_rope, rope_tables
@@ -120,29 +120,6 @@ class Layers(nnx.Module):
         a = init.uniform((*shape[:inner], rank), (*axes[:inner], "rank"), bound)
         setattr(self, f"{name}_lora_a", a)
         setattr(self, f"{name}_lora_b", init.zeros((rank, *shape[inner:]), ("rank", *axes[inner:])))
-
-
-def matrix_dims(axes: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the (input, output) dims of a matrix of the layers; None for norms, biases, embeddings, heads.
-
-    ("layers", "heads", "head_dim", "embed") of "o" gives ((1, 2), (3,)). "layers" and "experts" are batch
-    dims.
-
-    Args:
-        axes: logical axes of the weight, inputs before outputs as `project` contracts them.
-    """
-    if axes[0] != "layers":
-        return None
-    groups: list[tuple[int, ...]] = []
-    for dim, axis in enumerate(axes[1:], 1):
-        if axis == "experts":
-            continue
-        if axis == "head_dim" and groups:  # heads and head_dim are one side of the matrix
-            groups[-1] += (dim,)
-        else:
-            groups.append((dim,))
-    assert len(groups) <= 2, f"{axes} is no matrix: give its other dims a rule here"
-    return (groups[0], groups[1]) if len(groups) == 2 else None
 
 
 class Transformer(nnx.Module):
@@ -265,14 +242,7 @@ def block(
         rules: by which the experts are divided.
     """
 
-    def linear(w, name, x):
-        y = multiply(w, name, x)
-        if hasattr(w, f"{name}_bias"):
-            y = y + getattr(w, f"{name}_bias")[...]
-        if hasattr(w, f"{name}_lora_a"):
-            a, b = getattr(w, f"{name}_lora_a")[...], getattr(w, f"{name}_lora_b")[...]
-            y = y + c.lora.scale * project(project(x, a), b)
-        return y
+    linear = functools.partial(apply_linear, c)
 
     def norm(x, weight):
         return constrain(rms_norm(x, weight, c.norm_eps), "batch", "sequence", "hidden")
@@ -288,18 +258,13 @@ def block(
     def add_attention(w, x, out):
         return constrain_residual(x + linear(w, "o", out))
 
-    def mlp(w, h):
-        gate, up = linear(w, "gate", h), linear(w, "up", h)
-        hidden = constrain(ACTIVATIONS[c.activation](gate) * up, "batch", "sequence", "mlp")
-        return linear(w, "down", hidden)
-
     def after_attention(w, x, out):
         x = add_attention(w, x, out)
         with jax.named_scope("mlp"):
-            return constrain_residual(x + mlp(w, norm(x, w.mlp_norm[...])))
+            return constrain_residual(x + mlp(c, w, norm(x, w.mlp_norm[...])))
 
     def add_shared_expert(w, h, y):
-        return y + jax.nn.sigmoid(linear(w, "shared_gate", h)) * mlp(w, h)
+        return y + jax.nn.sigmoid(linear(w, "shared_gate", h)) * mlp(c, w, h)
 
     per_token = per_token_call(strict)
     with jax.named_scope("attention"):
@@ -313,6 +278,24 @@ def block(
         y = sparse_mlp(c, w, h, ACTIVATIONS[c.activation], valid, rules, strict)
         y = per_token(add_shared_expert, w, h, y) if c.moe.shared_size else y
         return constrain_residual(x + y), kv
+
+
+def apply_linear(c: TransformerConfig, w: Layers, name: str, x: Float[Array, "B T *I"]):
+    """Apply a linear layer, with the bias and the adapter that it has."""
+    y = multiply(w, name, x)
+    if hasattr(w, f"{name}_bias"):
+        y = y + getattr(w, f"{name}_bias")[...]
+    if hasattr(w, f"{name}_lora_a"):
+        a, b = getattr(w, f"{name}_lora_a")[...], getattr(w, f"{name}_lora_b")[...]
+        y = y + c.lora.scale * project(project(x, a), b)
+    return y
+
+
+def mlp(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """Apply the gated feed-forward that every token passes."""
+    gate, up = apply_linear(c, w, "gate", h), apply_linear(c, w, "up", h)
+    hidden = constrain(ACTIVATIONS[c.activation](gate) * up, "batch", "sequence", "mlp")
+    return apply_linear(c, w, "down", hidden)
 
 
 def per_token_call(strict: bool):
