@@ -14,7 +14,7 @@ from jaxrl_llm.checkpoint.state import CheckpointConfig
 from jaxrl_llm.data.config import ChatConfig, DataConfig, SourceConfig
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.learn.optim import LearningRate, OptimConfig
-from jaxrl_llm.models.config import LoraConfig, RopeConfig, TransformerConfig
+from jaxrl_llm.models.config import LoraConfig, MoEConfig, RopeConfig, TransformerConfig
 from jaxrl_llm.ranges import CountOrZero, Range, SecondsOrZero
 from jaxrl_llm.report.log import LogConfig
 from jaxrl_llm.rewards.builtin import REWARDS
@@ -45,6 +45,7 @@ __all__ = [  # all that a recipe needs, besides its algorithm
     "LogConfig",
     "LoraConfig",
     "MeshConfig",
+    "MoEConfig",
     "ModelConfig",
     "OptimConfig",
     "ReferenceConfig",

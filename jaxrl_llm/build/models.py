@@ -17,7 +17,8 @@ from jaxrl_llm.algos.contract import AlgoConfig, old_logprobs
 from jaxrl_llm.config import ModelConfig, TrainConfig, derived
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import ConfigError, UserError
-from jaxrl_llm.hf.config import read_config
+from jaxrl_llm.hf.config import read_config, to_hf_config
+from jaxrl_llm.hf.export import export_config
 from jaxrl_llm.hf.load import PRETRAINED, PretrainedModels
 from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.hf.tokenizer import has_tokenizer, load_tokenizer, vocabulary_difference
@@ -42,6 +43,7 @@ def load_model_config(config: ModelConfig) -> tuple[TransformerConfig, Any, Any]
     """
     folder = resolve_model(config.path) if config.path else None
     model = read_config(folder) if folder else config.architecture
+    to_hf_config(export_config(model))  # refuses, before any work, what the export could not express
     if config.tokenizer == "tiny" or not (config.tokenizer or folder):
         tokenizer = make_tokenizer()
     else:
@@ -177,8 +179,10 @@ def trained_config(model: TransformerConfig, config: TrainConfig) -> Transformer
     """Return the policy's architecture: heads that the algorithm needs, and adapters (`lora.rank`).
 
     Raises:
-        ConfigError: a rank that is no smaller than the layers.
+        ConfigError: a rank that is no smaller than the layers; settings that experts do not have.
     """
+    if model.moe:
+        refuse_with_experts(config)
     sizes = {"hidden_size": model.hidden_size, "mlp_size": model.mlp_size}
     sizes |= {"num_kv_heads * head_dim": model.num_kv_heads * model.head_dim}
     name, smallest = min(sizes.items(), key=lambda item: item[1])
@@ -188,6 +192,27 @@ def trained_config(model: TransformerConfig, config: TrainConfig) -> Transformer
             f"Set --lora.rank {smallest} or less; 8 to 64 are usual."
         )
     return with_lora(config_with_heads(model, config.algo), config.lora)
+
+
+def refuse_with_experts(config: TrainConfig) -> None:
+    """Refuse settings that a mixture of experts does not have.
+
+    Raises:
+        ConfigError: names the key and the fix.
+    """
+    lora = config.lora
+    if lora.quantize != "none":
+        raise ConfigError(
+            f"--lora.quantize is {lora.quantize}: weights of experts are not quantized. Set it to none."
+        )
+    if lora.rank and {"gate", "up", "down"} & set(lora.adapted):
+        raise ConfigError(
+            "--lora.targets: experts have no adapters. Set --lora.targets q_proj k_proj v_proj o_proj."
+        )
+    if config.rollout.engine == "sglang":
+        raise ConfigError(
+            "--rollout.engine is sglang: weights of experts are not sent to servers. Set it to native."
+        )
 
 
 def with_new_adapters(params: Params, model: TransformerConfig, mesh: Mesh, seed: int) -> Params:

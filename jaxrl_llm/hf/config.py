@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.expert_config import EXPERT_DEFAULTS, read_experts, write_experts
 from jaxrl_llm.hf.json_file import JsonKeys, read_json
 from jaxrl_llm.models.config import RopeConfig, TransformerConfig, check_model_config
 
@@ -38,6 +39,9 @@ _MISTRAL = {
 DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": _QWEN,
     "qwen3": {**_QWEN, "head_dim": 128},
+    "qwen2_moe": {**_QWEN, **EXPERT_DEFAULTS["qwen2_moe"]},
+    "qwen3_moe": {**_QWEN, **EXPERT_DEFAULTS["qwen3_moe"]},
+    "mixtral": {**_LLAMA, **_MISTRAL, **EXPERT_DEFAULTS["mixtral"]},
     "llama": _LLAMA,
     "mistral": {**_LLAMA, **_MISTRAL},
     "baichuan": {**_LLAMA, "vocab_size": 64_000, "max_position_embeddings": None},
@@ -47,6 +51,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "baichuan": "BaichuanForCausalLM",
@@ -91,6 +98,10 @@ LARGEST = {
 }
 """Sizes beyond those of any model: nonsense rather than hours of making a list of weights."""
 LANGUAGE, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+BIAS_FLAG = ("llama", "qwen3", "qwen3_moe")
+"""Families whose attention has biases where `attention_bias` says so."""
+WINDOWED = ("mistral", "mixtral")
+"""Families whose layers all have the sliding window, if there is one."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 _REQUIRED = {
@@ -116,7 +127,7 @@ def read_config(folder: Path | str | dict) -> TransformerConfig:
     _check_supported(keys, family)
     sizes = {ours: keys.integer(hf, LARGEST[hf]) for ours, hf in SAME.items()}
     heads = sizes["num_heads"]
-    biased = keys.flag("attention_bias") and family in ("llama", "qwen3")
+    biased = keys.flag("attention_bias") and family in BIAS_FLAG
     window, window_layers = _windows(keys, family, sizes["num_layers"])
     has_head = _has_value_head(keys)
     own_kv = (
@@ -130,10 +141,11 @@ def read_config(folder: Path | str | dict) -> TransformerConfig:
         **sizes,
         num_kv_heads=own_kv or heads,
         head_dim=head_dim,
-        qkv_bias=biased or family == "qwen2",
+        moe=read_experts(keys, family),
+        qkv_bias=biased or (family in ("qwen2", "qwen2_moe") and keys.flag("qkv_bias", True)),
         out_bias=biased,
         mlp_bias=keys.flag("mlp_bias") and family == "llama",
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         activation=ACTIVATIONS[keys.one_of("hidden_act", ACTIVATIONS, "silu")],
         norm_eps=keys.number("rms_norm_eps", 1e-6, high=1.0),
         tie_embeddings=keys.flag("tie_word_embeddings") or has_head,  # a classifier has no other head
@@ -178,7 +190,9 @@ def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str
         **_write_rope(config),
         **_write_windows(config),
     }
-    raw |= {"attention_bias": config.qkv_bias} if family in ("llama", "qwen3") else {}
+    raw |= {"attention_bias": config.qkv_bias} if family in BIAS_FLAG else {}
+    raw |= {"qkv_bias": config.qkv_bias} if family == "qwen2_moe" else {}
+    raw |= write_experts(config)
     raw |= {"mlp_bias": config.mlp_bias} if family == "llama" else {}
     if config.attention_softcap is not None:
         raw["attn_logit_softcapping"] = config.attention_softcap
@@ -233,10 +247,13 @@ def _as_classifier(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _windows(keys: JsonKeys, family: str, num_layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
     """Return (sliding_window, window_layers). Llama and Baichuan have none, Mistral one in every layer."""
-    window = keys.optional("sliding_window", LARGEST["max_position_embeddings"])
-    if family == "mistral":
-        return window, None
-    if family not in ("qwen2", "qwen3") or not keys.flag("use_sliding_window") or window is None:
+    largest = LARGEST["max_position_embeddings"]
+    if family in WINDOWED:
+        return keys.optional("sliding_window", largest), None
+    if not family.startswith("qwen") or not keys.flag("use_sliding_window"):
+        return None, None
+    window = keys.optional("sliding_window", largest)
+    if window is None:
         return None, None
     kinds = keys.get("layer_types")
     if kinds is None:
@@ -253,9 +270,9 @@ def _windows(keys: JsonKeys, family: str, num_layers: int) -> tuple[int | None, 
 
 
 def _write_windows(config: TransformerConfig) -> dict[str, Any]:
-    if config.family == "mistral":
+    if config.family in WINDOWED:
         return {"sliding_window": config.sliding_window}
-    if config.family not in ("qwen2", "qwen3"):
+    if not config.family.startswith("qwen"):
         return {}
     slides = config.window_layers or (True,) * config.num_layers
     if config.sliding_window is None:

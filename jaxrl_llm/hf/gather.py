@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_llm.hf.names import HFTensor, tensor_layout, to_hf
+from jaxrl_llm.hf.names import HFTensor, Index, tensor_layout, to_hf
 from jaxrl_llm.models import named_leaves
 from jaxrl_llm.models.lora import merged_names, merged_weight
 from jaxrl_llm.structs import Params
@@ -66,17 +66,18 @@ def _start(
     tensor: HFTensor, leaves: dict, scale: float, dtype: str, replicated: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Dispatch the work for one HF tensor: the devices run it while the host continues."""
-    names, layer = tuple(name for name, _ in tensor.parts), tensor.parts[0][1]
+    names, index = tuple(name for name, _ in tensor.parts), tensor.parts[0][1]
     weights = {part: leaves[part] for name in names for part in merged_names(name) if part in leaves}
     first = weights[names[0]]
-    if isinstance(first, np.ndarray) and layer is not None:
+    if isinstance(first, np.ndarray) and index:
         # or the whole stack would go to the device each time
-        weights, layer = {name: weight[layer : layer + 1] for name, weight in weights.items()}, 0
+        part = tuple(slice(i, i + 1) for i in index)
+        weights, index = {name: weight[part] for name, weight in weights.items()}, (0,) * len(index)
     sharding = getattr(first, "sharding", None)
     whole = None
     if isinstance(sharding, NamedSharding) and (replicated or not sharding.is_fully_addressable):
         whole = NamedSharding(sharding.mesh, PartitionSpec())
-    array, finite = _converter(names, scale, dtype, whole)(weights, layer)
+    array, finite = _converter(names, scale, dtype, whole)(weights, index)
     if not replicated:
         array.copy_to_host_async()
     return array, finite
@@ -86,13 +87,13 @@ def _start(
 def _converter(names: tuple[str, ...], scale: float, dtype: str, sharding: NamedSharding | None):
     """Return the jitted conversion: transposing and rounding a large matrix is fast on the device."""
 
-    def convert(weights: dict[str, jax.Array], layer: int | None) -> tuple[jax.Array, jax.Array]:
-        if layer is not None:
-            weights = {k: jax.lax.dynamic_slice_in_dim(w, layer, 1) for k, w in weights.items()}
+    def convert(weights: dict[str, jax.Array], index: Index) -> tuple[jax.Array, jax.Array]:
+        for dim, i in enumerate(index):
+            weights = {k: jax.lax.dynamic_slice_in_dim(w, i, 1, axis=dim) for k, w in weights.items()}
         merged = [merged_weight(weights, name, scale) for name in names]
+        matrix = (0,) * len(index) or ...
         parts = [
-            to_hf(weight if layer is None else weight[0], tensor_layout(name))
-            for name, weight in zip(names, merged, strict=True)
+            to_hf(weight[matrix], tensor_layout(name)) for name, weight in zip(names, merged, strict=True)
         ]
         whole = (jnp.concatenate(parts) if len(parts) > 1 else parts[0]).astype(dtype)
         return whole, jnp.isfinite(whole).all()

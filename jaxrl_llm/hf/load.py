@@ -1,4 +1,4 @@
-"""Weights of Hugging Face folders, streamed in a layer of a weight at a time."""
+"""Weights of Hugging Face folders, streamed in a matrix of a weight at a time."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from jaxrl_llm.hf.folder import FLOATS, StoredTensor, read_headers, refuse_remot
 from jaxrl_llm.hf.names import TensorRows, from_hf, parse_layout, tensor_rows
 from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.models import TransformerConfig, abstract, logical_axes, named_leaves
+from jaxrl_llm.models.initializer import matrix_dims
 from jaxrl_llm.models.quantize import SCALE, quantize_weight
-from jaxrl_llm.models.transformer import matrix_dims
 from jaxrl_llm.structs import Params
 
 _MAX_READ = 16 * 2**20  # bytes of a file that are mapped at once
@@ -105,20 +105,20 @@ def load_params(
 def _fill(
     stored, parts: list[TensorRows], stacks: list[jax.Array], dtype, convert: Callable[..., Sequence[Any]]
 ) -> list[jax.Array]:
-    """Return the stacks of one weight, filled layer by layer in place: no second copy of it exists.
+    """Return the stacks of one weight, filled matrix by matrix in place: no second copy of it exists.
 
     Args:
         stacks: zeros, which are donated; the first has the weight's shape.
-        convert: returns of one layer of the weight, of type `dtype`, that of each stack.
+        convert: returns of one matrix of the weight, of type `dtype`, that of each stack.
     """
-    one_layer = stacks[0].sharding
-    if isinstance(one_layer, NamedSharding):
-        one_layer = NamedSharding(one_layer.mesh, PartitionSpec(*one_layer.spec[1:]))
-    for i, part in enumerate(parts):
-        layers = convert(_read_global(stored, part, stacks[0].shape[1:], one_layer, dtype))
+    dims, one_matrix = len(parts[0].index), stacks[0].sharding
+    if isinstance(one_matrix, NamedSharding):
+        one_matrix = NamedSharding(one_matrix.mesh, PartitionSpec(*one_matrix.spec[dims:]))
+    for part in parts:
+        matrices = convert(_read_global(stored, part, stacks[0].shape[dims:], one_matrix, dtype))
         stacks = [
-            _make_set_layer(stack.sharding)(stack, layer, i)
-            for stack, layer in zip(stacks, layers, strict=True)
+            _make_set_matrix(stack.sharding)(stack, matrix, part.index)
+            for stack, matrix in zip(stacks, matrices, strict=True)
         ]
     return stacks
 
@@ -197,6 +197,9 @@ def _make_zeros(sharding: Sharding):
 
 
 @functools.cache
-def _make_set_layer(sharding: Sharding):
-    set_layer = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=0)
-    return jax.jit(set_layer, donate_argnums=0, out_shardings=sharding)
+def _make_set_matrix(sharding: Sharding):
+    def set_matrix(stack: jax.Array, matrix: jax.Array, index: tuple[int, ...]) -> jax.Array:
+        start = (*index, *(0,) * matrix.ndim)
+        return jax.lax.dynamic_update_slice(stack, matrix[(None,) * len(index)], start)
+
+    return jax.jit(set_matrix, donate_argnums=0, out_shardings=sharding)

@@ -1,7 +1,8 @@
 """Our weights <-> Hugging Face's: one table of names and layouts, and the layout of one layer both ways.
 
-Ours are stacked over layers and keep heads apart ("layers.q" is [L, D, H, E]); HF has one matrix a layer,
-[outputs, inputs] ("model.layers.3.self_attn.q_proj.weight" is [H*E, D]).
+Ours are stacked over layers, those of experts over experts, too, and keep heads apart ("layers.q" is
+[L, D, H, E]); HF has one matrix a layer and expert, [outputs, inputs]
+("model.layers.3.self_attn.q_proj.weight" is [H*E, D]).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jaxrl_llm.models.lora import MARK
 from jaxrl_llm.models.params import abstract, named_leaves
 
 TABLE: dict[str, tuple[str, str]] = {
-    # ours, without L        HF name ({} = layer)                               layout, ours -> HF
+    # ours, without L and X  HF name ({} = layer, {} = expert)                  layout, ours -> HF
     "embed": ("model.embed_tokens.weight", "v d -> v d"),
     "norm": ("model.norm.weight", "d -> d"),
     "lm_head": ("lm_head.weight", "v d -> v d"),
@@ -42,15 +43,39 @@ TABLE: dict[str, tuple[str, str]] = {
     "layers.gate_bias": ("model.layers.{}.mlp.gate_proj.bias", "f -> f"),
     "layers.up_bias": ("model.layers.{}.mlp.up_proj.bias", "f -> f"),
     "layers.down_bias": ("model.layers.{}.mlp.down_proj.bias", "d -> d"),
+    "layers.router": ("model.layers.{}.mlp.gate.weight", "d x -> x d"),
+    "layers.expert_gate": ("model.layers.{}.mlp.experts.{}.gate_proj.weight", "d f -> f d"),
+    "layers.expert_up": ("model.layers.{}.mlp.experts.{}.up_proj.weight", "d f -> f d"),
+    "layers.expert_down": ("model.layers.{}.mlp.experts.{}.down_proj.weight", "f d -> d f"),
+    "layers.shared_gate": ("model.layers.{}.mlp.shared_expert_gate.weight", "d n -> n d"),
 }
+FAMILY_NAMES: dict[str, dict[str, str]] = {
+    "mixtral": {
+        "layers.router": "model.layers.{}.block_sparse_moe.gate.weight",
+        "layers.expert_gate": "model.layers.{}.block_sparse_moe.experts.{}.w1.weight",
+        "layers.expert_up": "model.layers.{}.block_sparse_moe.experts.{}.w3.weight",
+        "layers.expert_down": "model.layers.{}.block_sparse_moe.experts.{}.w2.weight",
+    },
+    "qwen2_moe": {
+        f"layers.{ours}": f"model.layers.{{}}.mlp.shared_expert.{ours}_proj.weight"
+        for ours in ("gate", "up", "down")
+    },
+}
+"""HF names of families that depart from TABLE."""
 FUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "baichuan": {"model.layers.{}.self_attn.W_pack.weight": ("layers.q", "layers.k", "layers.v")},
 }
 """HF matrices that hold several of ours, their rows one after the other."""
 
 
+Index = tuple[int, ...]
+"""Of a matrix in one of our stacks: (), (layer,) or (layer, expert)."""
+
+
 class TensorRows(NamedTuple):
-    """One layer of one of our weights in an HF tensor: its rows [start, start + rows)."""
+    """One matrix of one of our weights in an HF tensor: its rows [start, start + rows)."""
+
+    index: Index
 
     name: str  # HF name
     layout: str
@@ -63,18 +88,18 @@ class HFTensor(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple[tuple[str, int | None], ...]  # (our name, layer or None)
+    parts: tuple[tuple[str, Index], ...]  # (our name, index in its stack)
 
 
 def tensor_rows(config: TransformerConfig) -> dict[str, list[TensorRows]]:
-    """Return our names, in the order of the leaves -> rows of HF tensors, one entry a layer if stacked."""
+    """Return our names, in the order of the leaves -> rows of HF tensors, an entry a matrix."""
     by_name = {ours: [] for ours in _shapes(config)}
     for tensor in hf_tensors(config):
         start = 0
-        for ours, _ in tensor.parts:
+        for ours, index in tensor.parts:
             layout = TABLE[ours][1]
-            rows = _hf_shape(_layer_shape(config, ours), layout)[0]
-            by_name[ours].append(TensorRows(tensor.name, layout, start, rows))
+            rows = _hf_shape(_matrix_shape(config, ours), layout)[0]
+            by_name[ours].append(TensorRows(index, tensor.name, layout, start, rows))
             start += rows
     return by_name
 
@@ -83,7 +108,7 @@ def hf_tensors(config: TransformerConfig) -> list[HFTensor]:
     """Return all tensors of the model's HF folder, layer by layer; a tied head has none of its own."""
     names = _shapes(config)
     fused = FUSED.get(config.family, {})
-    groups = [((ours,), TABLE[ours][0]) for ours in TABLE if ours in names]
+    groups = [((ours,), hf_name(config, ours)) for ours in TABLE if ours in names]
     inside = {ours for members in fused.values() for ours in members}
     groups = [g for g in groups if g[0][0] not in inside] + [(members, hf) for hf, members in fused.items()]
     tensors = []
@@ -91,10 +116,29 @@ def hf_tensors(config: TransformerConfig) -> list[HFTensor]:
         for members, hf in groups:
             if members[0].startswith("layers.") != (layer is not None):
                 continue
-            shapes = [_hf_shape(_layer_shape(config, ours), TABLE[ours][1]) for ours in members]
+            shapes = [_hf_shape(_matrix_shape(config, ours), TABLE[ours][1]) for ours in members]
             shape = (sum(s[0] for s in shapes), *shapes[0][1:])
-            tensors.append(HFTensor(hf.format(layer), shape, tuple((ours, layer) for ours in members)))
+            for index in _indices(config, members[0], layer):
+                parts = tuple((ours, index) for ours in members)
+                tensors.append(HFTensor(hf.format(*index), shape, parts))
     return tensors
+
+
+def hf_name(config: TransformerConfig, ours: str) -> str:
+    """Return the HF name of one of our weights, with {} for the layer, and for the expert."""
+    return FAMILY_NAMES.get(config.family, {}).get(ours, TABLE[ours][0])
+
+
+def stack_dims(ours: str) -> int:
+    """Return the leading dims of a weight that number its matrices: none, L, or L and X."""
+    return ours.startswith("layers.") + ours.startswith("layers.expert_")
+
+
+def _indices(config: TransformerConfig, ours: str, layer: int | None) -> list[Index]:
+    """Return the indices of a layer's matrices; of a weight outside the layers the empty one."""
+    if stack_dims(ours) == 2:
+        return [(layer, expert) for expert in range(config.moe.num_experts)]
+    return [() if layer is None else (layer,)]
 
 
 def adapter_tensors(config: TransformerConfig) -> list[HFTensor]:
@@ -109,13 +153,13 @@ def adapter_tensors(config: TransformerConfig) -> list[HFTensor]:
     tensors = []
     for layer in range(config.num_layers):
         for ours, weight, matrix in adapters:
-            module = TABLE[weight][0].format(layer).removesuffix(".weight")
-            shape = _hf_shape(_layer_shape(config, ours), tensor_layout(ours))
+            module = hf_name(config, weight).format(layer).removesuffix(".weight")
+            shape = _hf_shape(_matrix_shape(config, ours), tensor_layout(ours))
             name = f"base_model.model.{module}.lora_{matrix.upper()}.weight"
-            tensors.append(HFTensor(name, shape, ((ours, layer),)))
+            tensors.append(HFTensor(name, shape, ((ours, (layer,)),)))
     if config.value_head:
-        shape = _layer_shape(config, "value")
-        tensors.append(HFTensor(f"base_model.model.{TABLE['value'][0]}", shape, (("value", None),)))
+        shape = _matrix_shape(config, "value")
+        tensors.append(HFTensor(f"base_model.model.{TABLE['value'][0]}", shape, (("value", ()),)))
     return tensors
 
 
@@ -133,7 +177,7 @@ def tensor_layout(ours: str) -> str:
 
 
 def to_hf(ours: np.ndarray | jax.Array, layout: str) -> np.ndarray | jax.Array:
-    """Return one layer of a weight in HF's layout: "d h e -> (h e) d" turns [D, H, E] into [H*E, D]."""
+    """Return one matrix of a weight in HF's layout: "d h e -> (h e) d" turns [D, H, E] into [H*E, D]."""
     source, groups = parse_layout(layout)
     order = [source.index(dim) for group in groups for dim in group]
     return ours.transpose(order).reshape(_hf_shape(ours.shape, layout))
@@ -160,9 +204,8 @@ def _hf_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
     return tuple(math.prod(sizes[dim] for dim in group) for group in groups)
 
 
-def _layer_shape(config: TransformerConfig, ours: str) -> tuple[int, ...]:
-    shape = _shapes(config)[ours]
-    return shape[1:] if ours.startswith("layers.") else shape
+def _matrix_shape(config: TransformerConfig, ours: str) -> tuple[int, ...]:
+    return _shapes(config)[ours][stack_dims(ours) :]
 
 
 @functools.cache

@@ -108,12 +108,12 @@ def load_adapter(folder: Path | str, config: AdaptedConfig) -> dict[str, np.ndar
     trained = {tensor.parts[0][0] for tensor in tensors}
     adapter = {ours: np.empty(shapes[ours], np.float32) for ours in shapes if ours in trained}
     for tensor in tensors:
-        ((ours, layer),) = tensor.parts
+        ((ours, index),) = tensor.parts
         out = adapter[ours]
-        shape = shapes[ours] if layer is None else shapes[ours][1:]
-        part = TensorRows(tensor.name, tensor_layout(ours), 0, tensor.shape[0])
+        shape = shapes[ours][len(index) :]
+        part = TensorRows(index, tensor.name, tensor_layout(ours), 0, tensor.shape[0])
         bounds = tuple((0, size) for size in shape)
-        out[... if layer is None else layer] = read_slice(stored[tensor.name], part, shape, bounds, out.dtype)
+        out[index or ...] = read_slice(stored[tensor.name], part, shape, bounds, out.dtype)
     return adapter
 
 

@@ -1,4 +1,4 @@
-"""TransformerConfig: the architecture of a dense decoder, covering Qwen, Llama, Mistral and Baichuan."""
+"""TransformerConfig: the architecture of a decoder, dense or with experts."""
 
 from __future__ import annotations
 
@@ -59,8 +59,32 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class MoEConfig:
+    """Mixture of experts: a router sends each token to a few of many feed-forward networks."""
+
+    num_experts: Annotated[int, Range(2, 2**16)] = 8
+    """Experts of a layer."""
+    experts_per_token: Annotated[int, Range(1, 2**8)] = 2
+    """Experts that a token passes."""
+    expert_size: Size = 768
+    """Width inside each expert."""
+    shared_size: Annotated[int, Range(0, 2**24)] = 0
+    """Width of the shared expert, which every token passes, times a sigmoid gate (Qwen2-MoE); 0 = none."""
+    normalize: bool = True
+    """Divide the router's probabilities of the chosen experts by their sum."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, what is wrong) for more experts of a token than there are."""
+        if self.experts_per_token > self.num_experts:
+            yield (
+                "experts_per_token",
+                f"is {self.experts_per_token}: there are {self.num_experts} experts (num_experts).",
+            )
+
+
+@dataclass(frozen=True)
 class TransformerConfig:
-    """The architecture of a dense decoder; Qwen, Llama, Mistral and Baichuan differ only in these fields."""
+    """The architecture of a decoder; Qwen, Llama, Mistral and the others differ only in these fields."""
 
     lora = None  # a field of AdaptedConfig alone
     quantize = "none"  # a field of QuantizedConfig and of AdaptedConfig.lora
@@ -71,7 +95,9 @@ class TransformerConfig:
     hidden_size: Size = 1024
     """Width of the residual stream."""
     mlp_size: Size = 3072
-    """Width inside the gated feed-forward."""
+    """Width inside the gated feed-forward; not used where `moe` is set."""
+    moe: MoEConfig | None = None
+    """Experts in place of the feed-forward of every layer; None = a dense model."""
     num_layers: Annotated[int, Range(1, 10_000)] = 28
     """Decoder layers."""
     num_heads: Annotated[int, Range(1, 2**16)] = 16
@@ -222,6 +248,7 @@ def check_model_config(config: TransformerConfig, where: str) -> None:
         UserError: one line that names every bad field.
     """
     rope = (("rope." + name, text) for name, text in problems(config.rope))
-    wrong = [f"{name} {text}" for name, text in (*problems(config), *rope)]
+    moe = (("moe." + name, text) for name, text in problems(config.moe)) if config.moe else ()
+    wrong = [f"{name} {text}" for name, text in (*problems(config), *rope, *moe)]
     if wrong:
         raise UserError(f"{where}: no model can have this architecture: {' '.join(wrong)}")

@@ -32,7 +32,7 @@ from jaxrl_llm.models.transformer import (
     rope_fn,
     window_sizes,
 )
-from jaxrl_llm.sharding.rules import Rules, constrain_residual
+from jaxrl_llm.sharding.rules import ROLLOUT, Rules, constrain_residual
 
 MAX_UNROLLED_LAYERS = 12
 """Each unrolled layer costs about 0.1 s of compile time, in every program."""
@@ -144,7 +144,7 @@ def prefill(
 
     def layer(x, w, window, *_):
         attend = make_attention_fn(c, segments, positions, window, strict=strict)
-        x, (k, v) = block(c, w, x, tables, attend, strict)
+        x, (k, v) = block(c, w, x, tables, attend, strict, segments > 0, ROLLOUT)
         return x, (k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
 
     x = constrain_residual(weights.embed[tokens])
@@ -174,7 +174,7 @@ def decode_ring(
     def layer(carry, w, window, array, index):
         x, ks, vs = carry
         attend = _attend_ring(c, (ks[array], vs[array]), index, cache.cursor, positions, window, strict)
-        x, (k, v) = block(c, w, x, tables, attend, strict)
+        x, (k, v) = block(c, w, x, tables, attend, strict, rules=ROLLOUT)
         put = lambda arrays, new: (*arrays[:array], new, *arrays[array + 1 :])
         return (x, put(ks, k), put(vs, v)), None
 

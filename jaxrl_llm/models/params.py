@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxrl_llm.models.config import TransformerConfig
-from jaxrl_llm.models.transformer import Transformer, matrix_dims
+from jaxrl_llm.models.initializer import matrix_dims
+from jaxrl_llm.models.transformer import Transformer
 from jaxrl_llm.sharding.rules import Rules, on_host, sharding_for, with_shardings
 from jaxrl_llm.structs import Params
 

@@ -10,13 +10,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_kernels import batch_invariant
 from jaxrl_kernels.batch_invariant import rounded
 from jaxrl_kernels.flash_attention.api import SAVED
 from jaxrl_kernels.flash_attention.spec import NO_WINDOW
-from jaxrl_llm.models.config import TARGETS, TransformerConfig
+from jaxrl_llm.models.config import TARGETS, MoEConfig, TransformerConfig
+from jaxrl_llm.models.initializer import Initializer, matrix_dims
+from jaxrl_llm.models.moe import sparse_mlp
 from jaxrl_llm.models.quantize import SCALE, dequantize_weight, quantize_weight
 from jaxrl_llm.models.rope import apply_rope, rope_tables
 from jaxrl_llm.sharding.attention import (
@@ -26,7 +28,7 @@ from jaxrl_llm.sharding.attention import (
     restore_tokens,
     sharded_attention,
 )
-from jaxrl_llm.sharding.rules import HOST, ROLLOUT, constrain, constrain_residual, fetch
+from jaxrl_llm.sharding.rules import HOST, ROLLOUT, TRAIN, Rules, constrain, constrain_residual, fetch
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -57,7 +59,7 @@ class Layers(nnx.Module):
     """All decoder layers, each weight stacked along a leading dim L, for a scan."""
 
     def __init__(self, config: TransformerConfig, key: jax.Array):
-        c, init = config, _Initializer(key, config)
+        c, init = config, Initializer(key, config)
         d, e = c.hidden_size, c.head_dim
         self.attention_norm = init.ones((d,), ("norm",))
         self.q = init.normal((d, c.num_heads, e), ("embed", "heads", "head_dim"))
@@ -74,19 +76,32 @@ class Layers(nnx.Module):
             self.q_norm = init.ones((e,), ("head_dim",))
             self.k_norm = init.ones((e,), ("head_dim",))
         self.mlp_norm = init.ones((d,), ("norm",))
-        self.gate = init.normal((d, c.mlp_size), ("embed", "mlp"))
-        self.up = init.normal((d, c.mlp_size), ("embed", "mlp"))
-        self.down = init.normal((c.mlp_size, d), ("mlp", "embed"), residual=True)
+        if size := c.moe.shared_size if c.moe else c.mlp_size:
+            self.gate = init.normal((d, size), ("embed", "mlp"))
+            self.up = init.normal((d, size), ("embed", "mlp"))
+            self.down = init.normal((size, d), ("mlp", "embed"), residual=True)
         if c.mlp_bias:
             self.gate_bias = init.zeros((c.mlp_size,), ("mlp",))
             self.up_bias = init.zeros((c.mlp_size,), ("mlp",))
             self.down_bias = init.zeros((d,), ("norm",))
+        if c.moe:
+            self._add_experts(c.moe, d, init)
         if c.quantize != "none":
             for name in TARGETS.values():
                 self._quantize(name, c.quantize)
         if c.lora:
             for name in c.lora.adapted:
                 self._add_adapter(name, c.lora.rank, init)
+
+    def _add_experts(self, moe: MoEConfig, d: int, init: Initializer) -> None:
+        shape, axes = (moe.num_experts, d, moe.expert_size), ("experts", "expert_embed", "expert_mlp")
+        self.router = init.normal((d, moe.num_experts), ("router", "router"))
+        self.expert_gate = init.normal(shape, axes)
+        self.expert_up = init.normal(shape, axes)
+        down = (moe.num_experts, moe.expert_size, d), ("experts", "expert_mlp", "expert_embed")
+        self.expert_down = init.normal(*down, residual=True)
+        if moe.shared_size:
+            self.shared_gate = init.normal((d, 1), ("router", "router"))
 
     def _quantize(self, name: str, kind: str) -> None:
         """Replace a weight by its codes, with their scales beside it."""
@@ -96,7 +111,7 @@ class Layers(nnx.Module):
         setattr(self, name, nnx.Param(codes, axes=axes))
         setattr(self, name + SCALE, nnx.Param(scale, axes=axes))
 
-    def _add_adapter(self, name: str, rank: int, init: _Initializer) -> None:
+    def _add_adapter(self, name: str, rank: int, init: Initializer) -> None:
         """Add A, uniform as in PEFT, and B, zero, beside a weight: the sum starts as the weight's output."""
         weight = getattr(self, name)
         axes, shape = weight.get_metadata("axes")[1:], weight.shape[1:]
@@ -105,26 +120,6 @@ class Layers(nnx.Module):
         a = init.uniform((*shape[:inner], rank), (*axes[:inner], "rank"), bound)
         setattr(self, f"{name}_lora_a", a)
         setattr(self, f"{name}_lora_b", init.zeros((rank, *shape[inner:]), ("rank", *axes[inner:])))
-
-
-def matrix_dims(axes: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the (input, output) dims of a matrix of the layers; None for norms, biases, embeddings, heads.
-
-    ("layers", "heads", "head_dim", "embed") of "o" gives ((1, 2), (3,)). "layers" is a batch dim.
-
-    Args:
-        axes: logical axes of the weight, inputs before outputs as `project` contracts them.
-    """
-    if axes[0] != "layers":
-        return None
-    groups: list[tuple[int, ...]] = []
-    for dim, axis in enumerate(axes[1:], 1):
-        if axis == "head_dim" and groups:  # heads and head_dim are one side of the matrix
-            groups[-1] += (dim,)
-        else:
-            groups.append((dim,))
-    assert len(groups) <= 2, f"{axes} is no matrix: give its other dims a rule here"
-    return (groups[0], groups[1]) if len(groups) == 2 else None
 
 
 class Transformer(nnx.Module):
@@ -193,7 +188,8 @@ class Transformer(nnx.Module):
             layer, window = layer_and_window
             x = checkpoint_name(x, LAYER_INPUT)
             attention_fn = make_attention_fn(c, segments, positions, window, method, strict)
-            return block(c, cast_weights(layer, dtype), x, rope, attention_fn, strict)[0], None
+            w = cast_weights(layer, dtype)
+            return block(c, w, x, rope, attention_fn, strict, segments > 0)[0], None
 
         if remat != "none":
             body = jax.checkpoint(body, policy=REMAT[remat], prevent_cse=False)
@@ -225,7 +221,16 @@ def make_attention_fn(
     return lambda q, k, v: (attend(q, k, v, segments, positions, jnp.asarray(window)), (k, v))
 
 
-def block(c: TransformerConfig, w: Layers, x, rope, attention_fn, strict: bool = False):
+def block(
+    c: TransformerConfig,
+    w: Layers,
+    x,
+    rope,
+    attention_fn,
+    strict: bool = False,
+    valid: Bool[Array, "B T"] | None = None,
+    rules: Rules = TRAIN,
+):
     """Compute one decoder layer. Returns (x, kv).
 
     Args:
@@ -233,16 +238,11 @@ def block(c: TransformerConfig, w: Layers, x, rope, attention_fn, strict: bool =
         rope: (cos, sin) of every position.
         attention_fn: (q, k, v) -> (out, kv); applies the mask, reads and writes the KV cache.
         strict: batch-invariant.
+        valid: tokens that are no padding: the others pass no expert; None = all.
+        rules: by which the experts are divided.
     """
 
-    def linear(w, name, x):
-        y = multiply(w, name, x)
-        if hasattr(w, f"{name}_bias"):
-            y = y + getattr(w, f"{name}_bias")[...]
-        if hasattr(w, f"{name}_lora_a"):
-            a, b = getattr(w, f"{name}_lora_a")[...], getattr(w, f"{name}_lora_b")[...]
-            y = y + c.lora.scale * project(project(x, a), b)
-        return y
+    linear = functools.partial(apply_linear, c)
 
     def norm(x, weight):
         return constrain(rms_norm(x, weight, c.norm_eps), "batch", "sequence", "hidden")
@@ -255,19 +255,47 @@ def block(c: TransformerConfig, w: Layers, x, rope, attention_fn, strict: bool =
             k = rms_norm(k, w.k_norm[...], c.norm_eps)
         return apply_rope(q, *rope), apply_rope(k, *rope), v
 
+    def add_attention(w, x, out):
+        return constrain_residual(x + linear(w, "o", out))
+
     def after_attention(w, x, out):
-        x = constrain_residual(x + linear(w, "o", out))
+        x = add_attention(w, x, out)
         with jax.named_scope("mlp"):
-            h = norm(x, w.mlp_norm[...])
-            gate, up = linear(w, "gate", h), linear(w, "up", h)
-            hidden = constrain(ACTIVATIONS[c.activation](gate) * up, "batch", "sequence", "mlp")
-            return constrain_residual(x + linear(w, "down", hidden))
+            return constrain_residual(x + mlp(c, w, norm(x, w.mlp_norm[...])))
+
+    def add_shared_expert(w, h, y):
+        return y + jax.nn.sigmoid(linear(w, "shared_gate", h)) * mlp(c, w, h)
 
     per_token = per_token_call(strict)
     with jax.named_scope("attention"):
         q, k, v = per_token(before_attention, w, x, rope)
         out, kv = attention_fn(constrain(q, "batch", "sequence", "heads", "head_dim"), k, v)
-    return per_token(after_attention, w, x, out), kv
+    if not c.moe:
+        return per_token(after_attention, w, x, out), kv
+    x = per_token(add_attention, w, x, out)
+    with jax.named_scope("experts"):
+        h = per_token(lambda w, x: norm(x, w.mlp_norm[...]), w, x)
+        y = sparse_mlp(c, w, h, ACTIVATIONS[c.activation], valid, rules, strict)
+        y = per_token(add_shared_expert, w, h, y) if c.moe.shared_size else y
+        return constrain_residual(x + y), kv
+
+
+def apply_linear(c: TransformerConfig, w: Layers, name: str, x: Float[Array, "B T *I"]):
+    """Apply a linear layer, with the bias and the adapter that it has."""
+    y = multiply(w, name, x)
+    if hasattr(w, f"{name}_bias"):
+        y = y + getattr(w, f"{name}_bias")[...]
+    if hasattr(w, f"{name}_lora_a"):
+        a, b = getattr(w, f"{name}_lora_a")[...], getattr(w, f"{name}_lora_b")[...]
+        y = y + c.lora.scale * project(project(x, a), b)
+    return y
+
+
+def mlp(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """Apply the gated feed-forward that every token passes."""
+    gate, up = apply_linear(c, w, "gate", h), apply_linear(c, w, "up", h)
+    hidden = constrain(ACTIVATIONS[c.activation](gate) * up, "batch", "sequence", "mlp")
+    return apply_linear(c, w, "down", hidden)
 
 
 def per_token_call(strict: bool):
@@ -353,32 +381,3 @@ def window_sizes(c: TransformerConfig) -> list[int]:
     """Return the sliding window of each layer: tokens that a token attends to, itself included."""
     layers = c.window_layers or (True,) * c.num_layers
     return [c.sliding_window if on and c.sliding_window else NO_WINDOW for on in layers]
-
-
-class _Initializer:
-    """Initialises the stacked weights of `Layers`, each with a key of its own."""
-
-    def __init__(self, key: jax.Array, config: TransformerConfig):
-        self.key, self.config, self.count = key, config, 0
-
-    def _param(self, value, axes):
-        return nnx.Param(value, axes=("layers", *axes))
-
-    def normal(self, shape, axes, residual: bool = False) -> nnx.Param:
-        self.count += 1
-        key = jax.random.fold_in(self.key, self.count)
-        std = self.config.initializer_range
-        if residual:  # GPT-2: the size of the residual stream does not depend on the depth
-            std /= math.sqrt(2 * self.config.num_layers)
-        return self._param(std * jax.random.normal(key, (self.config.num_layers, *shape), jnp.float32), axes)
-
-    def uniform(self, shape, axes, bound: float) -> nnx.Param:
-        self.count += 1
-        key, whole = jax.random.fold_in(self.key, self.count), (self.config.num_layers, *shape)
-        return self._param(jax.random.uniform(key, whole, jnp.float32, -bound, bound), axes)
-
-    def ones(self, shape, axes) -> nnx.Param:
-        return self._param(jnp.ones((self.config.num_layers, *shape), jnp.float32), axes)
-
-    def zeros(self, shape, axes) -> nnx.Param:
-        return self._param(jnp.zeros((self.config.num_layers, *shape), jnp.float32), axes)

@@ -9,9 +9,12 @@ from jaxrl_llm.models.transformer import window_sizes
 
 
 def layer_weights(c: TransformerConfig) -> int:
-    """Return the number of weights in the matrix products of all layers."""
+    """Return the number of weights in the matrix products of all layers that a token passes."""
     attention = c.head_dim * c.hidden_size * 2 * (c.num_heads + c.num_kv_heads)
-    return c.num_layers * (attention + 3 * c.hidden_size * c.mlp_size)
+    width, router = c.mlp_size, 0
+    if c.moe:
+        width, router = c.moe.experts_per_token * c.moe.expert_size + c.moe.shared_size, c.moe.num_experts
+    return c.num_layers * (attention + c.hidden_size * (3 * width + router))
 
 
 def head_flops(c: TransformerConfig, tokens: float) -> float:

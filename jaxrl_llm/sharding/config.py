@@ -14,7 +14,7 @@ ALL_DEVICES = "all"
 DEVICE_RANGE = re.compile(r"(\d{1,6}):(\d{1,6})")
 POLICY, ROLLOUT_ENGINE, REFERENCE, CRITIC, TEACHER = "", "rollout.", "reference.", "critic.", "teacher."
 """Roles of models: keys of `TrainConfig.placements`. Reward models have one each, `reward_role`."""
-AXES = ("data", "fsdp", "tensor", "sequence")
+AXES = ("data", "fsdp", "expert", "tensor", "sequence")
 AxisSize = Annotated[int, Range(-1, 2**20)]
 
 
@@ -26,6 +26,8 @@ class MeshConfig:
     """Data parallelism: replicas of the model, each with rows of its own."""
     fsdp: AxisSize = -1
     """Fully sharded data parallelism: parameters, gradients and optimizer are sharded; rows too."""
+    expert: AxisSize = 1
+    """Expert parallelism: experts are divided; all else as under fsdp."""
     tensor: AxisSize = 1
     """Tensor parallelism: heads, feed-forward and vocabulary are sharded; tokens between blocks too."""
     sequence: AxisSize = 1

@@ -14,7 +14,7 @@ from jaxrl_llm.sharding.config import AXES, MeshConfig
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None, flag: str = "--mesh") -> Mesh:
-    """Return the mesh (data, fsdp, tensor, sequence) over devices of all processes.
+    """Return the mesh (data, fsdp, expert, tensor, sequence) over devices of all processes.
 
     Args:
         devices: others than `jax.devices()`.

@@ -16,25 +16,31 @@ Rules = Mapping[str, str | tuple[str, ...] | None]
 
 TRAIN: Rules = {
     # activations
-    "batch": ("data", "fsdp"),
+    "batch": ("data", "fsdp", "expert"),
     "sequence": "sequence",
     "residual": ("sequence", "tensor"),  # tokens between the blocks of a layer
     "hidden": None,
     # weights
     "layers": None,
-    "embed": ("fsdp", "sequence"),
+    "embed": ("fsdp", "sequence", "expert"),
     "heads": "tensor",
     "kv_heads": "tensor",
     "head_dim": None,
     "mlp": "tensor",
     "vocab": "tensor",
+    "experts": "expert",
+    "expert_embed": ("fsdp", "sequence"),
+    "expert_mlp": "tensor",
+    "router": None,
     "norm": None,
     "rank": None,
 }
-"""Training and scoring: weights sharded over fsdp, sequence and tensor, rows over data and fsdp."""
+"""Training and scoring: weights sharded over fsdp, sequence, expert and tensor, rows over data, fsdp and
+expert. Experts are divided over expert, and each of them over the other axes."""
 
-ROLLOUT: Rules = {**TRAIN, "embed": None}
-"""Decoding reads every weight for every token: each replica holds all of them, sharded over tensor only."""
+ROLLOUT: Rules = {**TRAIN, "embed": None, "experts": ("fsdp", "expert"), "expert_embed": None}
+"""Decoding reads every weight for every token: each replica holds all of them, sharded over tensor only.
+Experts are divided among the replicas: a token is sent to those that it chooses."""
 
 
 def num_shards(axis: str, sizes: Mapping[str, int], rules: Rules = TRAIN) -> int:
@@ -45,7 +51,7 @@ def num_shards(axis: str, sizes: Mapping[str, int], rules: Rules = TRAIN) -> int
             parallelism, "heads" for that of tensor parallelism, or another key of `rules`.
         sizes: mesh axis -> size: `mesh.shape`, or `MeshConfig.resolved_sizes` before there is a mesh.
     """
-    return math.prod(sizes[name] for name in _mesh_axes(rules[axis]))
+    return math.prod(sizes[name] for name in axes_of(rules[axis]))
 
 
 def partition_spec(axes: tuple[str | None, ...], rules: Rules) -> PartitionSpec:
@@ -58,7 +64,7 @@ def partition_spec(axes: tuple[str | None, ...], rules: Rules) -> PartitionSpec:
     if unknown:
         raise ValueError(f"sharding: no rule for logical axis {unknown[0]!r}; known: {sorted(rules)}")
     entries = [None if a is None else rules[a] for a in axes]
-    used = [name for entry in entries for name in _mesh_axes(entry)]
+    used = [name for entry in entries for name in axes_of(entry)]
     if len(used) != len(set(used)):
         raise ValueError(f"sharding: {axes} maps a mesh axis to two dims: {entries}")
     return PartitionSpec(*entries)
@@ -179,13 +185,14 @@ def _on_cpu(sharding) -> bool:
 def _divisible(mesh, axes, shape, rules: Rules) -> PartitionSpec:
     """Return the PartitionSpec without the entries that do not divide their dim."""
     entries = [
-        entry if size % math.prod(mesh.shape[name] for name in _mesh_axes(entry)) == 0 else None
+        entry if size % math.prod(mesh.shape[name] for name in axes_of(entry)) == 0 else None
         for size, entry in zip(shape, partition_spec(axes, rules), strict=True)
     ]
     return PartitionSpec(*entries)
 
 
-def _mesh_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return the mesh axes of an entry of a PartitionSpec."""
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else entry

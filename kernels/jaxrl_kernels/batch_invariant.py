@@ -47,14 +47,15 @@ def _backward(plain, exact, args, cotangents):
 with_gradient_of.defvjp(_forward, _backward)
 
 
-def map_tokens(f: Callable[..., Any], weights: Any, *xs: Any) -> Any:
+def map_tokens(f: Callable[..., Any], weights: Any, *xs: Any, plain: Callable[..., Any] | None = None) -> Any:
     """Apply f(weights, *xs) TILE tokens at a time.
 
     Args:
         f: computes each token independently of the others.
         xs: trees of arrays [B, T, ...]; f gets [1, TILE, ...] of each.
+        plain: the same up to rounding, of all tokens at once, for the gradient; None = f.
     """
-    return with_gradient_of(f, functools.partial(_in_tiles, f), weights, *xs)
+    return with_gradient_of(plain or f, functools.partial(_in_tiles, f), weights, *xs)
 
 
 def _in_tiles(f, weights, *xs):

@@ -25,6 +25,7 @@ RECIPES = (
     "gkd_tiny.py",
     "grpo_async.py",
     "grpo_guess_tiny.py",
+    "grpo_moe_tiny.py",
     "grpo_qwen.py",
     "grpo_qwen_gym.py",
     "grpo_qwen_sglang.py",

@@ -27,14 +27,12 @@ from jaxrl_llm.sharding.rules import (
 
 def test_minus_one_takes_the_rest():
     assert dict(make_mesh(MeshConfig(data=2, fsdp=-1, tensor=2)).shape) == {
-        "data": 2, "fsdp": 2, "tensor": 2, "sequence": 1,
+        "data": 2, "fsdp": 2, "expert": 1, "tensor": 2, "sequence": 1,
     }  # fmt: skip
 
 
 WRONG = {
-    r"^--mesh: data=3 x fsdp=1 x tensor=1 x sequence=1 .* 8 cpu device.* Set --mesh.data 8.$": MeshConfig(
-        3, 1
-    ),
+    r"^--mesh: data=3 x fsdp=1 x expert=1 x tensor=1 .* 8 cpu device.* Set --mesh.data 8.$": MeshConfig(3, 1),
     r"Set --mesh.fsdp 2.$": MeshConfig(fsdp=4, tensor=4),
     r"Set --mesh.tensor 2.$": MeshConfig(tensor=3),
     r"divisors of 8 \(1, 2, 4, 8\) and one axis, such as --mesh.fsdp, to -1": MeshConfig(data=3, tensor=3),
@@ -59,7 +57,7 @@ def test_sizes_out_of_range_are_refused_before_any_device_is_asked_for(size):
 
 def test_shards_of_a_logical_axis_by_hand():
     sizes = MeshConfig(data=2, fsdp=-1, tensor=3, sequence=5).resolved_sizes(120)
-    assert sizes == {"data": 2, "fsdp": 4, "tensor": 3, "sequence": 5}
+    assert sizes == {"data": 2, "fsdp": 4, "expert": 1, "tensor": 3, "sequence": 5}
     shards = {axis: num_shards(axis, sizes) for axis in ("batch", "sequence", "heads", "embed", "norm")}
     assert shards == {"batch": 8, "sequence": 5, "heads": 3, "embed": 20, "norm": 1}
     mesh = make_mesh(MeshConfig(fsdp=2, tensor=4))
@@ -84,9 +82,11 @@ def test_nothing_outside_sharding_names_a_mesh_axis():
 
 def test_specs_by_hand():
     assert partition_spec(("layers", "embed", "heads", "head_dim"), TRAIN) == P(
-        None, ("fsdp", "sequence"), "tensor", None
+        None, ("fsdp", "sequence", "expert"), "tensor", None
     )
-    assert partition_spec(("batch", "sequence", "hidden"), TRAIN) == P(("data", "fsdp"), "sequence", None)
+    assert partition_spec(("batch", "sequence", "hidden"), TRAIN) == P(
+        ("data", "fsdp", "expert"), "sequence", None
+    )
     assert partition_spec(("vocab", "embed"), ROLLOUT) == P("tensor", None)
 
 
@@ -97,10 +97,17 @@ def test_unknown_and_twice_used_axes_are_refused():
         partition_spec(("heads", "mlp"), TRAIN)
 
 
+EMBED = ("fsdp", "sequence", "expert")
+
+
 def test_a_dim_that_is_not_divided_evenly_stays_whole():
     mesh = make_mesh(MeshConfig(fsdp=2, tensor=4))
-    assert sharding_for(mesh, ("embed", "kv_heads"), (32, 2), TRAIN).spec == P(("fsdp", "sequence"), None)
-    assert sharding_for(mesh, ("embed", "kv_heads"), (32, 4), TRAIN).spec == P(("fsdp", "sequence"), "tensor")
+    assert sharding_for(mesh, ("embed", "kv_heads"), (32, 2), TRAIN).spec == P(
+        ("fsdp", "sequence", "expert"), None
+    )
+    assert sharding_for(mesh, ("embed", "kv_heads"), (32, 4), TRAIN).spec == P(
+        ("fsdp", "sequence", "expert"), "tensor"
+    )
 
 
 def test_constrain_lays_out_under_a_mesh_and_is_nothing_without():

@@ -1,0 +1,85 @@
+"""Keys of config.json that describe a mixture of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxrl_llm.hf.json_file import JsonKeys
+from jaxrl_llm.models.config import MoEConfig, TransformerConfig
+
+EXPERT_DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "intermediate_size": 5632,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+    },
+    "qwen3_moe": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 4,
+        "intermediate_size": 6144,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+    "mixtral": {"sliding_window": None, "num_local_experts": 8, "num_experts_per_tok": 2},
+}
+"""HF's defaults of families with experts, beside those of their dense relatives."""
+LARGEST = {
+    **dict.fromkeys(("num_experts", "num_local_experts"), 2**16),
+    "num_experts_per_tok": 2**8,
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size"), 10**7),
+}
+"""Sizes beyond those of any model."""
+
+
+def read_experts(keys: JsonKeys, family: str) -> MoEConfig | None:
+    """Return the experts of a family that has them.
+
+    Raises:
+        UserError: some of its layers are dense.
+    """
+    if family not in ("qwen2_moe", "qwen3_moe", "mixtral"):
+        return None
+    integer = lambda key: keys.integer(key, LARGEST[key])
+    if family == "mixtral":
+        sizes = [integer(key) for key in ("num_local_experts", "num_experts_per_tok", "intermediate_size")]
+        return MoEConfig(*sizes)
+    for key, every_layer in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
+        if keys.get(key) not in (None, every_layer):
+            raise keys.wrong(key, keys.get(key), f"is not supported; supported: {every_layer}")
+    count = "num_local_experts" if "num_local_experts" in keys.raw else "num_experts"  # transformers 5
+    shared = integer("shared_expert_intermediate_size") if family == "qwen2_moe" else 0
+    return MoEConfig(
+        integer(count),
+        integer("num_experts_per_tok"),
+        integer("moe_intermediate_size"),
+        shared,
+        keys.flag("norm_topk_prob"),
+    )
+
+
+def write_experts(config: TransformerConfig) -> dict[str, Any]:
+    """Return the keys of the experts, none for a dense model."""
+    moe = config.moe
+    if moe is None:
+        return {}
+    common = {"num_experts_per_tok": moe.experts_per_token, "output_router_logits": False}
+    if config.family == "mixtral":
+        return {**common, "num_local_experts": moe.num_experts, "intermediate_size": moe.expert_size}
+    shared = {"shared_expert_intermediate_size": moe.shared_size} if config.family == "qwen2_moe" else {}
+    return {
+        **common,
+        **shared,
+        "num_experts": moe.num_experts,
+        "moe_intermediate_size": moe.expert_size,
+        "norm_topk_prob": moe.normalize,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }

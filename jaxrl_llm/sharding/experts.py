@@ -1,0 +1,87 @@
+"""Dropless dispatch of tokens to experts that are divided over the mesh.
+
+Every device gathers the tokens of the axes that divide the experts, computes those that chose its experts by
+grouped matrix products, and the sums are scattered back: all-gather and reduce-scatter, of static shapes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxrl_llm.sharding.rules import Rules, axes_of, current_spec
+
+Matrices = tuple[Float[Array, "X D F"], Float[Array, "X D F"], Float[Array, "X F D"]]
+"""Gate, up and down of each expert."""
+
+
+def sharded_experts(
+    h: Float[Array, "B T D"],
+    chosen: Int[Array, "B T K"],
+    weights: Float[Array, "B T K"],
+    matrices: Matrices,
+    activation: Callable[[Array], Array],
+    rules: Rules,
+) -> Float[Array, "B T D"]:
+    """Return the weighted sum of the chosen experts' outputs under the current mesh.
+
+    Args:
+        chosen: numbers of experts; the number of experts itself = none.
+        weights: float32.
+        rules: the experts' logical axes are "experts", "expert_embed" and "expert_mlp".
+    """
+    rows = current_spec(("batch", "sequence", "hidden"), h.shape)
+    if rows is None:
+        return grouped_experts(h, chosen, weights, matrices, activation).astype(h.dtype)
+    experts, _, mlp = current_spec(("experts", None, "expert_mlp"), matrices[0].shape, rules)
+    expert_axes, tensor_axes = axes_of(experts), axes_of(mlp)
+    gathered = tuple(name for name in axes_of(rows[0]) if name in expert_axes)
+    summed = (*(name for name in expert_axes if name not in gathered), *tensor_axes)
+
+    def local(h, chosen, weights, *matrices):
+        gather = lambda x: jax.lax.all_gather(x, gathered, axis=0, tiled=True) if gathered else x
+        first = jax.lax.axis_index(expert_axes) * matrices[0].shape[0] if expert_axes else 0
+        chosen = gather(chosen) - first
+        out = grouped_experts(gather(h), chosen, gather(weights), matrices, activation)
+        out = jax.lax.psum(out, summed) if summed else out
+        if gathered:
+            out = jax.lax.psum_scatter(out, gathered, scatter_dimension=0, tiled=True)
+        return out.astype(h.dtype)
+
+    up, down = PartitionSpec(experts, None, mlp), PartitionSpec(experts, mlp, None)
+    mapped = jax.shard_map(local, in_specs=(rows, rows, rows, up, up, down), out_specs=rows, check_vma=False)
+    return mapped(h, chosen, weights, *matrices)
+
+
+def grouped_experts(
+    h: Float[Array, "B T D"],
+    chosen: Int[Array, "B T K"],
+    weights: Float[Array, "B T K"],
+    matrices: Matrices,
+    activation: Callable[[Array], Array],
+) -> Float[Array, "B T D"]:
+    """Return the weighted sum of the outputs of these experts, float32; numbers outside [0, X) add 0.
+
+    Assignments are sorted by expert, so that each expert's tokens are rows of one grouped product.
+    """
+    gate, up, down = matrices
+    count, per_token = gate.shape[0], chosen.shape[-1]
+    tokens = h.reshape(-1, h.shape[-1])
+    numbers = chosen.reshape(-1)
+    numbers = jnp.where((numbers >= 0) & (numbers < count), numbers, count)
+    order = jnp.argsort(numbers, stable=True)
+    sizes = jnp.bincount(numbers, length=count + 1)[:count].astype(jnp.int32)
+    inside = (jnp.arange(len(order)) < jnp.sum(sizes))[:, None]
+    product = functools.partial(jax.lax.ragged_dot, group_sizes=sizes)
+    rows = jnp.where(inside, tokens[order // per_token], 0)
+    hidden = activation(product(rows, gate)) * product(rows, up)
+    hidden = jnp.where(inside, hidden, 0)  # rows beyond the last group may hold anything
+    out = product(hidden, down, preferred_element_type=jnp.float32)
+    out = jnp.where(inside, out, 0)[jnp.argsort(order)]
+    out = out.reshape(*chosen.shape, -1) * weights[..., None]
+    return jnp.sum(out, axis=-2)

@@ -1,0 +1,113 @@
+"""Mixtures of experts against transformers on torch: files in and out, logits, gradients, greedy text."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hf_oracle import hf_logits, our_logits, random_tokens, torch
+from safetensors.numpy import load_file
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.config import read_config, to_hf_config
+from jaxrl_llm.hf.export import save_model
+from jaxrl_llm.hf.load import load_params
+from jaxrl_llm.models import named_leaves
+
+COMMON = dict(
+    vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=16, max_position_embeddings=64, tie_word_embeddings=False, num_experts_per_tok=2,
+)  # fmt: skip
+QWEN = dict(num_experts=6, moe_intermediate_size=24, intermediate_size=48)
+FAMILIES = {
+    "mixtral": (
+        MixtralConfig, MixtralForCausalLM, {"num_local_experts": 6, "intermediate_size": 24}
+    ),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM, {**QWEN, "shared_expert_intermediate_size": 40}),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, {**QWEN, "norm_topk_prob": True}),
+}  # fmt: skip
+
+
+@functools.cache
+def theirs(family):
+    """Random weights: norms near 1, all else with a standard deviation of 0.3."""
+    config_class, model_class, settings = FAMILIES[family]
+    config = config_class(**COMMON, **settings)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = model_class(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = 0.3 * torch.randn(weight.shape)
+            weight.copy_(1 + noise if name.endswith("norm.weight") else noise)
+    return model
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def loaded(request, tmp_path_factory):
+    """(transformers' model, the folder that it wrote, ours)."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = theirs(request.param)
+    model.save_pretrained(folder)
+    return model, folder, load_params(folder, read_config(folder))
+
+
+def test_logits(loaded):
+    model, _, params = loaded
+    tokens = random_tokens()
+    expected = hf_logits(model, tokens)
+    assert np.abs(expected).max() > 1
+    np.testing.assert_allclose(our_logits(params, tokens), expected, atol=2e-4, rtol=0)
+
+
+def test_files_come_back_byte_for_byte(loaded, tmp_path):
+    _, folder, params = loaded
+    config = read_config(folder)
+    save_model(params, config, tmp_path / "out", dtype="float32")
+    stored, written = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "out"))
+    assert stored.keys() == written.keys()
+    assert any(".experts.5." in name for name in stored)
+    for name, tensor in stored.items():
+        np.testing.assert_array_equal(written[name], tensor, err_msg=name)
+    assert read_config(tmp_path / "out") == config
+
+
+def test_gradients_of_router_and_experts(loaded):
+    """Of the sum of squared logits, through the router's weights and each expert."""
+    model, _, params = loaded
+    tokens = random_tokens(1, 12)
+    model.zero_grad()
+    model(torch.tensor(tokens), use_cache=False).logits.square().sum().backward()
+    grads = jax.jit(jax.grad(lambda p: jnp.sum(our_logits.__wrapped__(p, jnp.asarray(tokens)) ** 2)))(params)
+    found = dict(named_leaves(grads))
+    block = model.model.layers[1].mlp
+    for name, expected in {
+        "router": block.gate.weight.grad.numpy().T,
+        "expert_down": block.experts.down_proj.grad.numpy().transpose(0, 2, 1),
+        "expert_gate": block.experts.gate_up_proj.grad.numpy()[:, :24].transpose(0, 2, 1),
+    }.items():
+        ours = np.asarray(found[f"layers.{name}"][1])
+        np.testing.assert_allclose(ours, expected, atol=1e-3 * np.abs(expected).max(), err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported; supported: 1"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers=.0. is not supported"),
+        ({"num_experts_per_tok": 7}, "moe.experts_per_token is 7: there are 6 experts"),
+    ],
+)
+def test_what_the_decoder_lacks_is_refused_by_name(changes, message):
+    raw = to_hf_config(read_config(theirs("qwen3_moe").config.to_dict()))
+    with pytest.raises(UserError, match=message):
+        read_config({**raw, **changes})
