@@ -44,6 +44,8 @@ class LogConfig:
     """Display of progress; auto = rich on a terminal, else plain lines."""
     samples: CountOrZero = 4
     """Responses of each step written to samples.jsonl."""
+    sample_tokens: CountOrZero = 1024
+    """First tokens of such a response that are written with advantage and log-probs; 0 = none."""
     tensorboard: bool = True
     """Write tensorboard events into the run directory."""
     wandb: str = ""
