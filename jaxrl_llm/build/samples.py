@@ -50,7 +50,7 @@ def per_token(
     generated = trajectory.mask[:limit] > 0
     columns: dict[str, Any] = {
         "text": token_texts(tokenizer, trajectory.response_ids[:limit].tolist()),
-        "rollout_logprobs": rounded(trajectory.logprobs[:limit], generated),
+        "rollout_logprobs": four_digits(trajectory.logprobs[:limit], generated),
     }
     trained = np.zeros_like(generated)
     if item is not None:
@@ -58,9 +58,9 @@ def per_token(
         signals = {name: array[response] for name, array in item.signals.items()}
         trained = (item.mask[response] > 0) & (trainer in signals)
         if trained.any():
-            columns["advantages"] = rounded(signals["advantages"], trained)
-            columns["logprobs"] = rounded(signals[trainer], trained)
-            columns["mismatch"] = rounded(signals[trainer] - signals["rollout"], trained)
+            columns["advantages"] = four_digits(signals["advantages"], trained)
+            columns["logprobs"] = four_digits(signals[trainer], trained)
+            columns["mismatch"] = four_digits(signals[trainer] - signals["rollout"], trained)
     constant = {
         name: values[0] if values and values.count(values[0]) == len(values) else values
         for name, values in {"trained": trained.astype(int).tolist(), **columns}.items()
@@ -69,7 +69,7 @@ def per_token(
     return {"text": columns["text"], **constant}
 
 
-def rounded(values: np.ndarray, present: np.ndarray) -> list[float | None]:
+def four_digits(values: np.ndarray, present: np.ndarray) -> list[float | None]:
     """Return the numbers with 4 significant digits; null where absent, NaN or infinite."""
     present = present & np.isfinite(values)
     return [float(f"{x:.4g}") if p else None for x, p in zip(values.tolist(), present.tolist(), strict=True)]
