@@ -30,9 +30,8 @@ from jaxrl_llm.report import jsonl
 from jaxrl_llm.tools.arguments import parse_arguments
 from jaxrl_llm.tools.generate import check_output_path
 
-METRICS, CONFIG, PAGE = "metrics.jsonl", "config.json", "view.html"
-SAMPLES = {"samples.jsonl": "train", "eval_samples.jsonl": "eval"}  # file -> split of its samples
-SCRIPTS = (
+METRICS, SAMPLES, CONFIG, PAGE = "metrics.jsonl", "samples.jsonl", "config.json", "view.html"
+SCRIPTS = [
     "base",
     "plot",
     "curves",
@@ -42,10 +41,25 @@ SCRIPTS = (
     "samples",
     "config",
     "page",
-)  # in this order
+]  # in this order
 CHUNK = 100  # samples whose values of tokens are decompressed together, when one of them is opened
 MAX_POINTS = 20_000  # rows of metrics.jsonl in the page; more are thinned evenly
-SHOWN = {"step", "prompt", "messages", "response", "turns", "reward", "outcome", "finish", "response_tokens"}
+SHOWN = {
+    *(
+        "step",
+        "eval",
+        "data_source",
+        "prompt",
+        "messages",
+        "response",
+        "turns",
+        "reward",
+        "outcome",
+        "finish",
+    ),
+    *("response_tokens", "per_token"),
+}
+"""Keys of samples.jsonl that the page has a place for; all others are shown by their names."""
 
 
 @dataclass(frozen=True)
@@ -93,14 +107,9 @@ def main(argv: list[str]) -> int:
         for note in run.notes:
             print(f"warning: {run.path}: {note}", file=sys.stderr)
     jsonl.replace_text(out, render_page(runs))
-    steps, samples = (sum(len(part) for part in parts) for parts in zip(*counts_of(runs), strict=True))
+    steps, samples = sum(len(run.metrics) for run in runs), sum(len(run.samples) for run in runs)
     print(f"{out}: {len(runs)} run(s), {steps:,} steps, {samples:,} samples; open it in a browser")
     return 0
-
-
-def counts_of(runs: Sequence[RunData]) -> list[tuple[list, list]]:
-    """Return (rows of metrics, samples) of each run."""
-    return [(run.metrics, run.samples) for run in runs]
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
@@ -146,10 +155,9 @@ def read_run(path: Path, name: str) -> RunData:
         )
     run = RunData(path, name, rows, {}, [])
     note_damage(run, METRICS, damaged)
-    for file, split in SAMPLES.items():
-        samples, damaged = jsonl.scan_rows(path / file)
-        note_damage(run, file, damaged)
-        run.samples += [to_sample(row, split) for row in samples]
+    samples, damaged = jsonl.scan_rows(path / SAMPLES)
+    note_damage(run, SAMPLES, damaged)
+    run.samples = [to_sample(row) for row in samples]
     try:
         run.config = flatten(json.loads((path / CONFIG).read_bytes()))
     except FileNotFoundError:
@@ -185,13 +193,14 @@ def evenly_spaced(count: int, kept: int) -> list[int]:
     return [round(i * (count - 1) / max(kept - 1, 1)) for i in range(kept)]
 
 
-def to_sample(row: jsonl.Row, split: str) -> dict[str, Any]:
+def to_sample(row: jsonl.Row) -> dict[str, Any]:
     """Return a row of samples.jsonl as the page reads it: texts are texts, numbers are finite."""
     prompt, turns = row.get("messages"), row.get("turns")
-    other = {key: value for key, value in row.items() if key not in SHOWN | {"per_token", "split"}}
+    other = {key: value for key, value in row.items() if key not in SHOWN}
     return {
         "step": row["step"],
-        "split": text(row.get("split", split)),
+        "split": "eval" if row.get("eval") else "train",
+        "source": text(row.get("data_source", "")),
         "prompt": messages(prompt) or [["prompt", text(row.get("prompt", ""))]],
         "response": messages(turns) or [["assistant", text(row.get("response", ""))]],
         "reward": finite(row.get("reward")),

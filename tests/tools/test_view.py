@@ -77,19 +77,14 @@ def test_metrics_are_columns_and_configs_are_flat(tmp_path):
 
 
 def test_samples_have_roles_and_the_values_of_their_tokens(tmp_path):
-    old = {
-        "step": 3,
-        "prompt": "1+1=",
-        "response": "2",
-        "reward": None,
-        "answer": 2,
-        "per_token": {"text": [1]},
-    }
+    old = {"step": 3, "eval": True, "data_source": "gsm8k", "prompt": "1+1=", "response": "2", "answer": 2}
+    old["per_token"] = {"text": [1]}  # not a text
     page = view_page(write_run(tmp_path / "run", [STEP], [conversation(1, 1.0), old]))
     first, second = page.data("samples-0")
     assert first["prompt"] == [["system", "Add."], ["user", "5+7="]]
     assert [role for role, _ in first["response"]] == ["assistant", "tool", "assistant"]
     assert (first["step"], first["reward"], first["outcome"], first["tokens"]) == (1, 1.0, "correct", 4)
+    assert (first["split"], second["split"], second["source"]) == ("train", "eval", "gsm8k")
     assert first["per_token"] and not second["per_token"]
     assert second["prompt"] == [["prompt", "1+1="]] and second["response"] == [["assistant", "2"]]
     assert second["reward"] is None and second["other"] == {"answer": "2"}

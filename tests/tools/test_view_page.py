@@ -65,8 +65,9 @@ def test_curves_of_both_runs_and_values_at_the_pointer(browser, page):
     browser.run(f"{at}.querySelector('.plot').focus()")
     browser.press("\ue010")  # End
     tip = browser.run(f"return {at}.querySelector('.tip').textContent")
-    assert tip.startswith("step 1,000large0.00100")
-    assert browser.run("return document.getElementById('live').textContent").startswith("step 1,000")
+    assert tip.startswith("step 900 after the SFT warm-uplarge")  # of 1,000: the warm-ups differ
+    assert re.search(r"large0.0010\d* \(0.001\)real", tip), tip  # smoothed, and as it is
+    assert browser.run("return document.getElementById('live').textContent").startswith("step 900")
     browser.run("document.querySelector('#legend button').click()")
     browser.wait(f"{at}.querySelectorAll('path.main').length === 1")
 

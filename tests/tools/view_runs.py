@@ -57,12 +57,14 @@ def conversation(step: int, reward: float, answer: str = "12") -> dict:
 def large_run(folder: Path, steps: int = 1000, each: int = 10) -> Path:
     """Write a run of `steps` steps with `each` samples, half of them hostile, and metrics with gaps."""
     draw = random.Random(0)
-    metrics = [
-        {"step": s, "kind": "warm_start" if s <= 100 else "train", "loss": 1 / s, "time/step": 0.5}
-        | ({"reward/mean": s / steps + draw.gauss(0, 0.05)} if s > 100 else {})
-        | ({"eval/pass@1": s / steps, "eval/gsm8k/pass@1": s / steps / 2} if s % 100 == 0 else {})
-        for s in range(1, steps + 1)
-    ]
+    metrics = []
+    for s in range(1, steps + 1):
+        row = {"step": s, "kind": "warm_start" if s <= 100 else "train", "loss": 1 / s, "time/step": 0.5}
+        if s > 100:
+            row["reward/mean"] = s / steps + draw.gauss(0, 0.05)
+        if s % 100 == 0:
+            row |= {"eval/pass@1": s / steps, "eval/pass@1/gsm8k": s / steps / 2, "eval/tokens/mean": 4}
+        metrics.append(row)
     metrics[-1]["<b>metric"] = 1.0
     samples = []
     for s in range(1, steps + 1):

@@ -3,6 +3,8 @@
 const MAIN = [
   "eval/pass@1",
   "eval/accuracy",
+  "eval/win_rate",
+  "eval/score",
   "eval/loss",
   "reward/mean",
   "accuracy",
@@ -213,8 +215,8 @@ function noteList() {
 
 /** Return a table of the runs: algorithm, model, length and the last values of the main metrics. */
 function runTable() {
-  const names = ["eval/pass@1", "eval/accuracy", "reward/mean", "loss"].filter((name) =>
-    runs.some((run) => lastOf(run, name)),
+  const names = ["eval/pass@1", "eval/accuracy", "eval/win_rate", "eval/score", "reward/mean", "loss"].filter(
+    (name) => runs.some((run) => lastOf(run, name)),
   );
   const model = (run) =>
     (run.config["model.path"] || run.config["model.architecture.family"] || "\u2013").split("/").pop();

@@ -6,6 +6,7 @@ function showSample(list, s, tokens) {
     s.run.name,
     `step ${s.step}`,
     `reward ${format(s.reward)}`,
+    s.source && `source ${s.source}`,
     s.finish && `finish ${s.finish}`,
     s.tokens != null && `${s.tokens} tokens`,
   ];

@@ -1,15 +1,15 @@
 // Evaluation: first, best and last values of eval/ metrics by data source, and their curves.
 
-const EVAL_METRIC = /^(?:(.+)\/)?((?:pass|maj)@\d+|accuracy|loss|truncated_fraction|response_tokens\/\w+)$/;
 const LOWER_IS_BETTER = /loss|truncated|kl|divergence|perplexity/;
 
-/** Return [metric, data source] of a metric eval/...; the source "" is all of them. */
-function evalParts(name) {
-  const rest = name.slice("eval/".length);
-  const first = /^((?:pass|maj)@\d+|accuracy)\/(.+)$/.exec(rest);
-  if (first) return [first[1], first[2]];
-  const [, source, metric] = EVAL_METRIC.exec(rest) ?? /^(?:(.+)\/)?(.+)$/.exec(rest);
-  return [metric, source ?? ""];
+/** Return [metric, data source] of eval/METRIC/SOURCE, where there is eval/METRIC; the source "" is all of them. */
+function evalParts(name, names) {
+  const parts = name.split("/");
+  for (let i = 2; i < parts.length; i++) {
+    if (names.includes(parts.slice(0, i).join("/")))
+      return [parts.slice(1, i).join("/"), parts.slice(i).join("/")];
+  }
+  return [parts.slice(1).join("/"), ""];
 }
 
 function evaluationView() {
@@ -22,7 +22,7 @@ function evaluationView() {
     );
     return { node, update: () => {} };
   }
-  const sources = [...new Set(names.map((name) => evalParts(name)[1]))].sort();
+  const sources = [...new Set(names.map((name) => evalParts(name, names)[1]))].sort();
   const plots = new Set(),
     tables = el("div", {});
   const fill = () => tables.replaceChildren(...sources.map((source) => sourceTable(source, names)));
@@ -44,10 +44,10 @@ function evaluationView() {
 /** Return the table of one data source: a row for each metric and run. */
 function sourceTable(source, names) {
   const rows = names
-    .filter((name) => evalParts(name)[1] === source)
+    .filter((name) => evalParts(name, names)[1] === source)
     .flatMap((name) => {
       const shown = visibleRuns().filter((run) => lastOf(run, name));
-      return shown.map((run, i) => evalRow(name, run, i === 0 && shown.length));
+      return shown.map((run, i) => evalRow(name, names, run, i === 0 && shown.length));
     });
   const heads = ["Metric", "Run", "First", "Best", "Last"];
   return el(
@@ -76,8 +76,8 @@ function sourceTable(source, names) {
   );
 }
 
-function evalRow(name, run, span) {
-  const [metric] = evalParts(name),
+function evalRow(name, names, run, span) {
+  const [metric] = evalParts(name, names),
     points = run.metrics[name]
       .map((value, i) => ({ value, step: run.steps[i] }))
       .filter((p) => p.value != null);

@@ -18,6 +18,7 @@ const NO_FILTER = {
   run: "",
   outcome: "",
   split: "",
+  source: "",
   from: null,
   to: null,
   low: null,
@@ -91,7 +92,8 @@ class Samples {
         const key = `${run.index}|${sample.split}|${sample.step}|${sample.prompt.map((m) => m[1]).join("\n")}`;
         const entry = { ...sample, run, index, id: this.all.length, key };
         this.all.push(entry);
-        this.groups.set(key, [...(this.groups.get(key) ?? []), entry]);
+        if (!this.groups.has(key)) this.groups.set(key, []);
+        this.groups.get(key).push(entry);
       }
     }
     if (!this.all.length) {
@@ -141,7 +143,10 @@ class Samples {
         el("span", {}, text),
         el("span", { class: "between" }, number(a, `${text} from`), "\u2013", number(b, `${text} to`)),
       );
-    const splits = values("split");
+    const among = (text, key) => {
+      const names = values(key);
+      return names.length > 1 && choice(text, key, [option("", "all"), ...names.map((name) => option(name))]);
+    };
     return el(
       "div",
       { class: "tools" },
@@ -156,7 +161,8 @@ class Samples {
       ),
       runs.length > 1 &&
         choice("Run", "run", [option("", "all"), ...runs.map((run) => option(run.index, run.name))]),
-      splits.length > 1 && choice("Split", "split", [option("", "all"), ...splits.map((s) => option(s))]),
+      among("Split", "split"),
+      among("Data source", "source"),
       choice("Outcome", "outcome", [option("", "all"), ...values("outcome").map((o) => option(o))]),
       between("Step", "from", "to"),
       between("Reward", "low", "high"),
@@ -204,6 +210,7 @@ class Samples {
         (f.run === "" || s.run.index === +f.run) &&
         (f.outcome === "" || s.outcome === f.outcome) &&
         (f.split === "" || s.split === f.split) &&
+        (f.source === "" || s.source === f.source) &&
         (f.from == null || s.step >= f.from) &&
         (f.to == null || s.step <= f.to) &&
         (f.low == null || (s.reward ?? -Infinity) >= f.low) &&
