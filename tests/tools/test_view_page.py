@@ -19,7 +19,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def page(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("view")
-    argv = "--config grpo_tiny.py --steps 2 --warm_start.steps 3 --eval.prompts 16 --log.progress none"
+    argv = "--config grpo_tiny.py --steps 2 --warm_start.steps 3 --eval.prompts 16 --devices 0:1"
     runs, out = [str(folder / "large"), str(folder / "real")], str(folder / "page.html")
     large_run(folder / "large")
     assert train.main([*argv.split(), "--run_dir", runs[1]]) == 0
