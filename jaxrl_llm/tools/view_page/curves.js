@@ -18,6 +18,12 @@ const MAIN = [
 ];
 const view = { axis: "step", smoothing: 0.6, log: false, warmUp: false, query: "" };
 
+/** Choose the view that the runs can be compared in: without SFT warm-ups, which may differ in length. */
+function initView() {
+  view.warmUp = !runs.some((run) => run.warm.includes(false));
+  if (new Set(runs.map((run) => run.warmUp.steps)).size > 1) view.axis = "after";
+}
+
 /** Return the names of the metrics of all runs, sorted. */
 const metricNames = () => [...new Set(runs.flatMap((run) => Object.keys(run.metrics)))].sort();
 
@@ -38,8 +44,6 @@ function pinned() {
 
 function curvesView() {
   const some = runs.some((run) => run.warm.includes(true) && run.warm.includes(false));
-  view.warmUp = !runs.some((run) => run.warm.includes(false));
-  if (new Set(runs.map((run) => run.warmUp.steps)).size > 1) view.axis = "after";
   const plots = new Set(),
     sections = el("div", {});
   const redraw = debounced(() => plots.forEach((plot) => plot.draw()), 10);

@@ -1,6 +1,7 @@
 // Evaluation: first, best and last values of eval/ metrics by data source, and their curves.
 
-const LOWER_IS_BETTER = /loss|truncated|kl|divergence|perplexity/;
+const HIGHER_IS_BETTER = /^((pass|maj)@|accuracy|reward|score|win_rate|margin)/;
+const LOWER_IS_BETTER = /loss|perplexity|divergence|^kl/;
 
 /** Return [metric, data source] of eval/METRIC/SOURCE, where there is eval/METRIC; the source "" is all of them. */
 function evalParts(name, names) {
@@ -81,8 +82,8 @@ function evalRow(name, names, run, span) {
     points = run.metrics[name]
       .map((value, i) => ({ value, step: run.steps[i] }))
       .filter((p) => p.value != null);
-  const better = LOWER_IS_BETTER.test(metric) ? (a, b) => b.value < a.value : (a, b) => b.value > a.value;
-  const best = points.reduce((a, b) => (better(a, b) ? b : a)),
+  const sign = HIGHER_IS_BETTER.test(metric) ? 1 : LOWER_IS_BETTER.test(metric) ? -1 : 0;
+  const best = points.reduce((a, b) => (sign * (b.value - a.value) > 0 ? b : a)),
     last = points[points.length - 1];
   const isRate = points.every((p) => p.value >= 0 && p.value <= 1) && !/loss/.test(metric);
   const cell = (p) =>
@@ -93,7 +94,7 @@ function evalRow(name, names, run, span) {
     span ? el("th", { scope: "rowgroup", rowspan: span }, metric) : null,
     el("td", {}, swatch(run), run.name),
     cell(points[0]),
-    cell(best),
+    sign ? cell(best) : el("td", { class: "number" }, format(null)),
     cell(last),
     el("td", { class: "meter-cell" }, isRate && meter(last.value, run)),
   );

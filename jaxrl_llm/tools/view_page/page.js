@@ -130,6 +130,7 @@ function fail(error) {
 async function start() {
   makeTheme();
   await loadRuns();
+  initView();
   makeTabs();
   makeLegend();
   makeKeys();

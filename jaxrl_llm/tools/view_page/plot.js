@@ -138,7 +138,15 @@ class Plot {
     }
     this.scale(width);
     this.cross = svg("g", { class: "cross" });
-    this.root.replaceChildren(this.axes(width), ...this.series.map((s) => this.line(s)), this.cross);
+    const [x, y, w, h] = [
+      MARGIN.left - 3,
+      0,
+      width - MARGIN.left - MARGIN.right + 6,
+      height - MARGIN.bottom + 3,
+    ];
+    const clip = { x, y, width: w, height: h, viewBox: `${x} ${y} ${w} ${h}` }; // extremes beyond the axes
+    const lines = svg("svg", clip, ...this.series.map((s) => this.line(s)));
+    this.root.replaceChildren(this.axes(width), lines, this.cross);
   }
 
   scale(width) {
@@ -191,7 +199,15 @@ class Plot {
     for (const x of ticks(x0 / unit, x1 / unit, Math.max(2, Math.floor(width / 90)))) {
       const suffix = time ? { 1: " s", 60: " min", 3600: " h" }[unit] : "";
       group.append(
-        svg("text", { x: this.px(x * unit), y: this.height - 6, class: "x" }, `${format(x)}${suffix}`),
+        svg(
+          "text",
+          {
+            x: this.px(x * unit),
+            y: this.height - 6,
+            class: this.px(x * unit) > width - 24 ? "x last" : "x",
+          },
+          `${format(x)}${suffix}`,
+        ),
       );
     }
     group.append(
