@@ -18,6 +18,7 @@ COMMANDS = {
     ),
     "generate": ("jaxrl_llm.tools.generate", "Generate responses to the prompts of a file."),
     "score": ("jaxrl_llm.tools.score", "Compute the log-probabilities of given tokens."),
+    "view": ("jaxrl_llm.tools.view", "Write runs as one HTML page: curves, evaluation, samples, configs."),
     "export": ("jaxrl_llm.tools.export", "Write the model of a checkpoint as a Hugging Face folder."),
 }
 

@@ -47,6 +47,7 @@ SIGNALS = (
     Signal("entropy",        "policy before the first update: entropy, nats",       True, False),
     Signal("advantages",     "credit assignment",                                   False, True),
     Signal("returns",        "credit assignment: targets of the critic",            False, True),
+    Signal("policy",         "update: log-probs in its forward pass, for the logs", False, False),
     Signal("labels",         "dataset: label of the token, or of its sequence",     False, True),
 )  # fmt: skip
 """All signals; `learn.stage.loss_signals` returns those of an algorithm's batches."""

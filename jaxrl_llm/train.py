@@ -17,7 +17,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -25,9 +25,9 @@ import numpy as np
 from jaxrl_llm.build.describe import next_command, prompts_to_try, start_lines
 from jaxrl_llm.build.pin import pin_models
 from jaxrl_llm.build.run import Run, build
+from jaxrl_llm.build.samples import samples_of
 from jaxrl_llm.checkpoint.state import Checkpointer
 from jaxrl_llm.config import TrainConfig
-from jaxrl_llm.data.chat import prompt_row
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.experience.evaluate import evaluate_all
 from jaxrl_llm.experience.rollouts import CURSOR_FILE, PARTIAL_FILE
@@ -43,7 +43,7 @@ from jaxrl_llm.learn.stage import Experience, Stage
 from jaxrl_llm.models.lora import trained_state
 from jaxrl_llm.recipe.dump import describe_run, dump
 from jaxrl_llm.recipe.load import ResolvedRecipe, from_command_line
-from jaxrl_llm.report.log import RunLog, sample_rows
+from jaxrl_llm.report.log import RunLog
 from jaxrl_llm.rollout.sglang.server import Outage
 from jaxrl_llm.structs import Metrics, Params, TrainState
 
@@ -148,7 +148,7 @@ def train(
         if eval_due(run, done):
             with outage:
                 metrics |= evaluate(run, state, reference, done, log)
-        log.samples(done, samples_of(experience, config))
+        log.samples(done, samples_of(run, step, experience))
         log.step(done, metrics, experience.tokens, stage.name)  # before the step's checkpoint, see RunLog
         if checkpoint_due(config, done, run.total):
             with log.phase("checkpoint"):
@@ -200,13 +200,6 @@ def introduce(log: RunLog, run: Run, description: dict, start: int) -> None:
     log.config(description)
     for line in start_lines(run, start):
         log.message(line)
-
-
-def samples_of(experience: Experience, config: TrainConfig) -> list[dict[str, Any]]:
-    """Return the rows of samples.jsonl."""
-    shown = experience.trajectories[: config.log.samples]
-    examples = [experience.prompts[t.prompt_index].example for t in shown]
-    return sample_rows(shown, [prompt_row(example, config.data.chat) for example in examples])
 
 
 def eval_due(run: Run, done: int) -> bool:

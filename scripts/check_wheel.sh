@@ -13,8 +13,10 @@ cd "$work"
 test -f "$work/run/hf/model.safetensors" -o -f "$work/run/hf/model.safetensors.index.json"
 "$work/venv/bin/python" -m jaxrl_llm export --checkpoint "$work/run" --out "$work/exported"
 test -f "$work/exported/config.json"
+"$work/venv/bin/python" -m jaxrl_llm view "$work/run"
+test -s "$work/run/view.html"
 if "$work/venv/bin/python" -m pip list 2>/dev/null | grep -iE '^(torch|libtpu|jax-cuda|nvidia)'; then
     echo "the base install brought an accelerator package or torch" >&2
     exit 1
 fi
-echo "the wheel trains and exports outside the checkout"
+echo "the wheel trains, exports and views outside the checkout"

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 import jaxrl_llm
@@ -43,6 +44,10 @@ def test_a_run_returns_its_metrics_samples_and_model(result):
     assert result.metrics[-1]["reward/failed_fraction"] == 0
     for sample in result.samples:
         assert sample["reward"] == float("7" in sample["response"])
+        tokens = sample["per_token"]  # of the update: one mini-batch, whose old log-probs are its own
+        assert len(tokens["text"]) == sample["response_tokens"] and tokens["trained"] == 1
+        assert tokens["logprobs"] == pytest.approx(tokens["rollout_logprobs"], rel=1e-3)
+        assert np.abs(tokens["mismatch"]).max() <= result.metrics[-1]["mismatch/max_abs"] * 1.001
     assert json.loads((result.run_dir / "config.json").read_text())["recipe"].endswith("grpo_tiny.py")
     assert result.curve.is_file()
 

@@ -59,7 +59,7 @@ class Learner(ScoringModel):
         self._accumulate = jax.jit(
             functools.partial(accumulate, algo=algo, config=config),
             donate_argnames=("grads",),
-            out_shardings=(self.grad_shardings, self.replicated),
+            out_shardings=(self.grad_shardings, self.replicated, self.replicated),
         )
         self._measure = jax.jit(functools.partial(loss_and_metrics, algo=algo, config=config))
         self._baseline = jax.jit(functools.partial(baseline, algo=algo))
@@ -96,7 +96,7 @@ class Learner(ScoringModel):
             zeros = jax.eval_shape(self._zeros, trained) if microbatches > 1 else None
             zeros = zeros and with_shardings(zeros, self.grad_shardings)
             args = (trained, zeros, batch, totals, tuple(teachers), frozen)
-            grads, metrics = jax.eval_shape(self._accumulate, *args)
+            grads, metrics, _ = jax.eval_shape(self._accumulate, *args)
         grads = with_shardings(grads, self.grad_shardings)
         metrics = with_shardings(metrics, jax.tree.map(lambda _: self.replicated, metrics))
         return {
@@ -115,12 +115,15 @@ class Learner(ScoringModel):
     def update(
         self, state: TrainState, minibatches: Sequence[Sequence[PackItem]], teachers: Teachers = ()
     ) -> tuple[TrainState, Metrics]:
-        """Apply one optimizer update for each mini-batch, in order. The state passed in is donated."""
-        collected = []
+        """Apply an update for each mini-batch, and write its log-probs; the state passed in is donated."""
+        collected, logprobs = [], []
         for items in minibatches:
-            batches = self._batches(items, self.config.rows)
-            state, metrics = self.update_minibatch(state, batches, *counts(items, self.group_size), teachers)
+            batches, totals = self._batches(items, self.config.rows), counts(items, self.group_size)
+            state, metrics, scores = self.update_minibatch(state, batches, *totals, teachers)
             collected.append(metrics)
+            logprobs.append(scores)
+        if algos.requirements(self.algo).policy:
+            self.write_signal("policy", minibatches, logprobs)
         with jax.set_mesh(self.mesh):
             return state, average(collected)
 
@@ -131,19 +134,20 @@ class Learner(ScoringModel):
         num_tokens: float,
         num_sequences: float,
         teachers: Teachers = (),
-    ) -> tuple[TrainState, Metrics]:
-        """Apply one optimizer update from micro-batches on the devices and their global denominators."""
+    ) -> tuple[TrainState, Metrics, list[jax.Array]]:
+        """Return state, metrics and log-probs of one optimizer update from micro-batches on the devices."""
         with jax.set_mesh(self.mesh):
             totals = self._totals(batches, num_tokens, num_sequences, state)
             trained, frozen = lora.split_params(state.params)
             grads = self._zeros(trained) if len(batches) > 1 else None
-            parts = []
+            parts, logprobs = [], []
             for batch in batches:
                 read = teachers_of(batch, teachers)
-                grads, part = self._accumulate(trained, grads, batch, totals, read, frozen)
+                grads, part, values = self._accumulate(trained, grads, batch, totals, read, frozen)
                 parts.append(part)
+                logprobs.append(values)
             new, metrics = self._apply(lora.trained_state(state), grads, combine(parts), totals.num_sequences)
-            return lora.with_frozen(new, frozen), metrics
+            return lora.with_frozen(new, frozen), metrics, logprobs
 
     def measure(self, state: TrainState, items: Sequence[PackItem], teachers: Teachers = ()) -> Metrics:
         """Return loss and metrics of these items as one mini-batch, without an update."""
@@ -152,7 +156,7 @@ class Learner(ScoringModel):
             totals = self._totals(batches, *counts(items, self.group_size), state)
             read = [teachers_of(batch, teachers) for batch in batches]
             outputs = [self._measure(state.params, b, totals, t) for b, t in zip(batches, read, strict=True)]
-            return combine([metrics for _, metrics in outputs])
+            return combine([metrics for _, (metrics, _) in outputs])
 
     def _totals(
         self, batches: Sequence[Batch], num_tokens: float, num_sequences: float, state: TrainState

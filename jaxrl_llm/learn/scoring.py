@@ -58,12 +58,7 @@ class ScoringModel:
             results = [self._score(params, batch, names=names) for batch in batches]
 
         def finish() -> Scores:
-            by_name = {
-                name: unpack(
-                    [np.asarray(r[name]) for r in results], bare, self.config.row_tokens, self.group_size
-                )
-                for name in names
-            }
+            by_name = {name: self.unpacked([r[name] for r in results], bare) for name in names}
             return [dict(zip(names, arrays, strict=True)) for arrays in zip(*by_name.values(), strict=True)]
 
         return finish
@@ -73,6 +68,21 @@ class ScoringModel:
     ) -> Scores:
         """Return `model_outputs` of each item, [t] aligned with its tokens (the first is 0). No gradient."""
         return self.start(params, items, names)()
+
+    def unpacked(self, values: Sequence[jax.Array], items: Sequence[PackItem]) -> list[np.ndarray]:
+        """Return per-token values of micro-batches, [B, T] each, as one array [t] for each item."""
+        return unpack([np.asarray(x) for x in values], items, self.config.row_tokens, self.group_size)
+
+    def write_signal(
+        self, name: str, minibatches: Sequence[Sequence[PackItem]], values: Sequence[Sequence[jax.Array]]
+    ) -> None:
+        """Write per-token values of the micro-batches of each mini-batch into the signals of its items.
+
+        An item of several mini-batches keeps the values of the first.
+        """
+        for items, batches in zip(minibatches, values, strict=True):
+            for item, array in zip(items, self.unpacked(batches, items), strict=True):
+                item.signals.setdefault(name, array)
 
     def _batches(self, items: Sequence[PackItem], rows: int) -> list[Batch]:
         return [self.put(b) for b in pack(items, self.config.row_tokens, rows, self.group_size)]

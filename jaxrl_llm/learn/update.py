@@ -128,8 +128,8 @@ def loss_and_metrics(
     *,
     algo: AlgoConfig,
     config: StepConfig,
-) -> tuple[Float[Array, ""], Metrics]:
-    """Return one micro-batch's part of the loss and metrics of the mini-batch."""
+) -> tuple[Float[Array, ""], tuple[Metrics, Float[Array, "B T"]]]:
+    """Return one micro-batch's part of loss and metrics of the mini-batch, and the policy's log-probs."""
     requires = algos.requirements(algo)
     outputs = model_outputs(params, batch, config, loss_outputs(requires), teachers, requires.divergence)
     if "entropy" in outputs and not requires.entropy:
@@ -137,7 +137,7 @@ def loss_and_metrics(
     inputs = loss_inputs(batch, outputs, totals)
     loss, metrics = algos.of(algo).loss(inputs, algo)
     metrics = {"loss": loss, **metrics, **monitor(inputs, config.old)}
-    return loss, jax.lax.stop_gradient(metrics)
+    return loss, jax.lax.stop_gradient((metrics, inputs.policy))
 
 
 def accumulate(
@@ -150,8 +150,8 @@ def accumulate(
     *,
     algo: AlgoConfig,
     config: StepConfig,
-) -> tuple[Params, Metrics]:
-    """Return the gradients of the trained weights plus one micro-batch's, and its metrics.
+) -> tuple[Params, Metrics, Float[Array, "B T"]]:
+    """Return the gradients of the trained weights plus one micro-batch's, its metrics and log-probs.
 
     Args:
         trained, frozen: the two parts of the model (`models.lora.split_params`); `grads` is like `trained`.
@@ -160,16 +160,16 @@ def accumulate(
 
     def loss_fn(trained):
         params = lora.join_params(trained, frozen)
-        loss, metrics = loss_and_metrics(params, batch, totals, teachers, algo=algo, config=config)
-        return scale_loss(loss, totals.loss_scale), metrics
+        loss, outputs = loss_and_metrics(params, batch, totals, teachers, algo=algo, config=config)
+        return scale_loss(loss, totals.loss_scale), outputs
 
-    (_, metrics), new = jax.value_and_grad(loss_fn, has_aux=True)(trained)
+    (_, (metrics, logprobs)), new = jax.value_and_grad(loss_fn, has_aux=True)(trained)
     new = unscale(new, totals.loss_scale)
     if grads is None:
         dtype = jnp.dtype(config.grad_dtype)
         narrow = lambda g: g if g.dtype.itemsize <= dtype.itemsize else g.astype(dtype)
-        return jax.tree.map(narrow, new), metrics
-    return jax.tree.map(lambda g, n: (g + n).astype(g.dtype), grads, new), metrics
+        return jax.tree.map(narrow, new), metrics, logprobs
+    return jax.tree.map(lambda g, n: (g + n).astype(g.dtype), grads, new), metrics, logprobs
 
 
 def baseline(batch: Batch, totals: BatchTotals, *, algo: AlgoConfig) -> Float[Array, "*shape"]:

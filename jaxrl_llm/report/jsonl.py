@@ -14,11 +14,22 @@ Row = dict[str, Any]
 
 def read_rows(path: Path) -> list[Row]:
     """Return the rows, without lines that a kill or a full disk cut short."""
-    rows = []
-    for line in path.read_bytes().split(b"\n") if path.exists() else []:
+    return scan_rows(path)[0]
+
+
+def scan_rows(path: Path) -> tuple[list[Row], list[int]]:
+    """Return the rows, and the numbers of the lines, from 1, that are none."""
+    rows: list[Row] = []
+    damaged = []
+    for number, line in enumerate(path.read_bytes().split(b"\n") if path.exists() else [], 1):
+        row = None
         with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
+            row = json.loads(line)
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+        elif line.strip():
+            damaged.append(number)
+    return rows, damaged
 
 
 def append_rows(path: Path, rows: Sequence[Row]) -> None:

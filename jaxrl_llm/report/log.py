@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ class LogConfig:
     """Display of progress; auto = rich on a terminal, else plain lines."""
     samples: CountOrZero = 4
     """Responses of each step written to samples.jsonl."""
+    sample_tokens: CountOrZero = 1024
+    """First tokens of such a response that are written with advantage and log-probs; 0 = none."""
     tensorboard: bool = True
     """Write tensorboard events into the run directory."""
     wandb: str = ""
@@ -227,7 +230,7 @@ def sample_rows(
 
 
 def summary(run_dir: Path) -> str:
-    """Return the first and last value of the main metrics, and the paths of the run's outputs."""
+    """Return first and last value of the main metrics, the paths of the outputs, and the command `view`."""
     rows = jsonl.read_rows(run_dir / "metrics.jsonl")
     train = [row for row in rows if row.get("kind") != "warm_start"]
     lines = []
@@ -239,4 +242,5 @@ def summary(run_dir: Path) -> str:
             (step, first), (_, last) = points[0], points[-1]
             lines.append(f"  {key:<14} {first:.3f} (step {step:.0f}) -> {last:.3f}")
     paths = [(name, run_dir / file) for name, file in OUTPUTS.items() if (run_dir / file).exists()]
+    paths += [("view", f"python -m jaxrl_llm view {shlex.quote(str(run_dir))}")] if rows else []
     return "\n".join([*lines, *(f"  {name:<14} {path}" for name, path in paths)])

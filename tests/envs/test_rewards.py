@@ -110,9 +110,9 @@ def test_nothing_that_stands_at_an_observation_reaches_loss_metrics_or_gradient(
         params, batch, whole, (), algo=algo, config=config
     )
     learn = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
-    (_, clean), expected = learn(params, *batch_of(algo, 0.0))
+    (_, (clean, _)), expected = learn(params, *batch_of(algo, 0.0))
     for garbage in (7.0, np.nan):
-        (_, found), grads = learn(params, *batch_of(algo, garbage))
+        (_, (found, _)), grads = learn(params, *batch_of(algo, garbage))
         assert jax.device_get(found) == jax.device_get(clean)
         jax.tree.map(np.testing.assert_array_equal, grads, expected)
     assert any(np.abs(g).max() > 0 for g in jax.tree.leaves(expected))

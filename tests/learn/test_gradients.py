@@ -70,7 +70,7 @@ def gradient(rows, **settings):
     before = jax.tree.map(np.asarray, params)
     batches = [built.put(batch) for batch in pack(items, 16, rows)]
     with jax.set_mesh(built.mesh):
-        state, metrics = built.update_minibatch(built.init_state(params), batches, *counts(items))
+        state, metrics, _ = built.update_minibatch(built.init_state(params), batches, *counts(items))
     change = jax.tree.map(lambda a, b: a - np.asarray(b), before, state.params)
     return np.concatenate([x.ravel() for x in jax.tree.leaves(change)]), metrics
 

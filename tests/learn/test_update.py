@@ -110,6 +110,19 @@ def test_microbatches_packing_and_padding_change_nothing(rows, row_tokens, refer
     assert_same(one_update(learner(rows=rows, row_tokens=row_tokens, max_grad_norm=0.0)), reference_update)
 
 
+def test_the_update_writes_the_logprobs_that_its_metrics_compare():
+    """Bit for bit, over packed rows, micro-batches and devices: mismatch/ is computed of the same numbers."""
+    items = trajectories()
+    metrics, _ = one_update(learner(MeshConfig(fsdp=2), rows=2, max_grad_norm=0.0), items)
+    trained = np.concatenate([item.mask for item in items]) > 0
+    policy, rollout = (
+        np.concatenate([i.signals[name] for i in items])[trained] for name in ("policy", "rollout")
+    )
+    assert metrics["mismatch/max_abs"] == np.abs(policy - rollout).max() > 0.1
+    assert metrics["mismatch/mean_abs"] == pytest.approx(np.abs(policy - rollout).mean(), rel=1e-6)
+    assert policy.mean() == pytest.approx(-math.log(64), abs=0.05)  # random weights
+
+
 @pytest.mark.parametrize("settings", [{"remat": "full"}, {"remat": "dots"}, {"chunk": 7}], ids=str)
 def test_what_is_recomputed_changes_nothing(settings, reference_update):
     assert_same(one_update(learner(max_grad_norm=0.0, **settings)), reference_update)
@@ -167,7 +180,9 @@ def test_mismatch_is_measured_on_trained_tokens():
     batch = dataclasses.replace(batch, rollout=exact, advantages=np.ones_like(exact))
     with jax.set_mesh(built.mesh):
         tokens, sequences = counts(items)
-        _, metrics = built.update_minibatch(built.init_state(params), [built.put(batch)], tokens, sequences)
+        _, metrics, _ = built.update_minibatch(
+            built.init_state(params), [built.put(batch)], tokens, sequences
+        )
     assert float(metrics["mismatch/max_abs"]) == pytest.approx(0.25, abs=1e-5)
     assert float(metrics["mismatch/mean_abs"]) == pytest.approx(0.25 / tokens, rel=1e-3)
 

@@ -495,6 +495,7 @@ def test_the_end_says_what_was_reached_and_where_things_lie(tmp_path, monkeypatc
         f"  curve          {tmp_path}/curve.png\n"
         f"  metrics        {tmp_path}/metrics.jsonl\n"
         f"  Hugging Face   {tmp_path}/hf\n"
+        f"  view           python -m jaxrl_llm view {tmp_path}\n"
         "\nnext:  python -m jaxrl_llm generate --model hf\n"
     )
 

@@ -1,0 +1,170 @@
+"""The page of `view` in a real headless Chromium: a real run, and a run with 10,000 samples."""
+
+import re
+from pathlib import Path
+
+import pytest
+from browser import CHROMEDRIVER, CHROMIUM, open_browser
+from view_runs import HOSTILE, large_run
+
+from jaxrl_llm import train
+from jaxrl_llm.__main__ import main
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (CHROMIUM and CHROMEDRIVER), reason="needs chromium and chromedriver"),
+]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("view")
+    argv = "--config grpo_tiny.py --steps 2 --warm_start.steps 3 --eval.prompts 16 --devices 0:1"
+    runs, out = [str(folder / "large"), str(folder / "real")], str(folder / "page.html")
+    large_run(folder / "large")
+    assert train.main([*argv.split(), "--run_dir", runs[1]]) == 0
+    assert main(["view", *runs, "--out", out, "--max_samples", "20000"]) == 0
+    return Path(out)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with open_browser() as driver:
+        driver.size(1280, 900)
+        yield driver
+
+
+@pytest.fixture(autouse=True)
+def no_error(browser):
+    """Neither an error of a script, nor a request or a style that the policy refuses."""
+    browser.console()
+    yield
+    assert browser.console() == []
+    assert browser.run("return window.hacked ?? null") is None
+    assert browser.run("return document.querySelectorAll('img, b b, script script').length") == 0
+
+
+def texts(browser, selector: str) -> list[str]:
+    return browser.run(f"return [...document.querySelectorAll({selector!r})].map((e) => e.textContent)")
+
+
+def fill(browser, name: str, value: str) -> None:
+    """Type into a filter, and wait until the list follows."""
+    control = f"document.getElementById({name!r})"
+    kind = "change" if browser.run(f"return {control}.tagName") == "SELECT" else "input"
+    browser.run(f"{control}.value = {value!r}; {control}.dispatchEvent(new Event({kind!r}))")
+    browser.run("await new Promise((r) => setTimeout(r, 250))")
+
+
+def test_curves_of_both_runs_and_values_at_the_pointer(browser, page):
+    browser.open(page)
+    assert texts(browser, "#legend button") == ["large", "real"]
+    assert {"eval/pass@1", "reward/mean", "loss", "entropy"} <= set(texts(browser, ".card h3"))
+    browser.wait("document.querySelectorAll('.plot path.main').length > 3")
+    at = "[...document.querySelectorAll('.card')].find((c) => c.querySelector('h3').textContent === 'loss')"
+    browser.run(f"{at}.querySelector('.plot').focus()")
+    browser.press("\ue010")  # End
+    tip = browser.run(f"return {at}.querySelector('.tip').textContent")
+    assert tip.startswith("step 900 after the SFT warm-uplarge")  # of 1,000: the warm-ups differ
+    assert re.search(r"large0.0010\d* \(0.001\)real", tip), tip  # smoothed, and as it is
+    assert browser.run("return document.getElementById('live').textContent").startswith("step 900")
+    browser.run("document.querySelector('#legend button').click()")
+    browser.wait(f"{at}.querySelectorAll('path.main').length === 1")
+
+
+def test_evaluation_by_data_source(browser, page):
+    browser.open(page, "#evaluation")
+    assert texts(browser, ".source h2") == ["All held-out data", "gsm8k"]
+    assert texts(browser, ".source:nth-child(2) td.number") == [
+        "0.05 step 100",
+        "0.5 step 1,000",
+        "0.5 step 1,000",
+    ]
+
+
+def test_ten_thousand_samples_are_filtered_and_few_rows_exist(browser, page):
+    browser.open(page, "#samples")
+    browser.wait("/samples$/.test(document.getElementById('count').textContent)")
+    assert texts(browser, "#count") == ["10,008 of 10,008 samples"]
+    assert 5 < browser.run("return document.querySelectorAll('.row').length") < 60
+    browser.run("const l = document.getElementById('list'); l.scrollTop = l.scrollHeight")
+    browser.wait("[...document.querySelectorAll('.row')].some((r) => r.ariaPosInSet === '10008')")
+    assert browser.run("return document.querySelectorAll('.row').length") < 60
+    fill(browser, "f-outcome", "correct")
+    fill(browser, "f-from", "500")
+    fill(browser, "f-to", "509")
+    assert re.fullmatch(r"50 of 10,008 samples", *texts(browser, "#count"))
+    fill(browser, "f-query", "/answer 50[3-5] 7/")
+    assert texts(browser, "#count") == ["3 of 10,008 samples"]
+    fill(browser, "f-query", "")
+    fill(browser, "f-low", "1.5")
+    assert texts(browser, "#count") == ["0 of 10,008 samples"]
+    fill(browser, "f-low", "")
+    fill(browser, "f-query", "/(/")
+    assert browser.run("return document.getElementById('f-query').ariaInvalid") == "true"
+
+
+def test_a_sample_shows_roles_tokens_and_their_values(browser, page):
+    browser.open(page, "#samples/0/5")
+    browser.wait("document.querySelector('.token')")
+    assert texts(browser, ".detail .role") == [
+        "system",
+        "user",
+        "assistant",
+        "environment (not trained on)",
+        "assistant",
+    ]
+    assert texts(browser, "[aria-pressed=true]")[-1] == "advantage"
+    colour = "return getComputedStyle(document.querySelectorAll('.token')[{}]).backgroundColor"
+    blue = browser.run(colour.format(0))
+    assert blue != browser.run(colour.format(1)) == "rgba(0, 0, 0, 0)"
+    browser.run("document.getElementById('by-mismatch').click(); document.querySelector('.tokens').focus()")
+    browser.press("\ue014", "\ue014", "\ue014")  # right arrow
+    (readout,) = texts(browser, ".readout")
+    assert readout == '3: "answer 1 5"   advantage 0.5   log-prob -1.25   of the rollout -1.5   mismatch 0.25'
+
+
+def test_a_hostile_sample_is_text(browser, page):
+    browser.open(page, "#samples/0/0")
+    browser.wait("document.querySelector('.token')")
+    browser.run("document.getElementById('by-text').click()")
+    assert HOSTILE in texts(browser, ".turn .content")
+    browser.run("document.getElementById('tab-config').click()")
+    assert any(HOSTILE in text for text in texts(browser, ".config th"))
+
+
+def test_keys_reach_everything(browser, page):
+    browser.open(page)
+    browser.press("3")
+    assert browser.run("return document.activeElement.id") == "tab-samples"
+    browser.wait("document.getElementById('f-query')")
+    browser.press("/")
+    assert browser.run("return document.activeElement.id") == "f-query"
+    browser.run("document.getElementById('list').focus()")
+    before = browser.run("return location.hash")
+    browser.press("j", "j")
+    browser.wait(f"location.hash !== {before!r}")
+    browser.run("document.getElementById('tab-samples').focus()")
+    browser.press("\ue014")
+    assert browser.run("return document.activeElement.id") == "tab-config"
+
+
+def test_differences_of_the_configs_come_first(browser, page):
+    browser.open(page, "#config")
+    assert texts(browser, "h2")[0].startswith("Differences")
+    rows = texts(browser, ".scroll:first-of-type tbody tr")
+    assert "steps10002" in rows
+    fill(browser, "find-key", "learning_rate")
+    assert all("learning_rate" in row for row in texts(browser, ".config tbody tr"))
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, True), (390, False), (390, True)])
+def test_contrast_and_width(browser, page, width, dark):
+    """Texts have a contrast of 4.5 at least (WCAG AA), and nothing is wider than a phone."""
+    browser.size(width, 800, dark)
+    contrast = Path(__file__).with_name("contrast.js").read_text()
+    for tab in ("curves", "evaluation", "samples", "config"):
+        browser.open(page, f"#{tab}")
+        browser.run("await new Promise((r) => setTimeout(r, 300))")
+        assert browser.run("return document.documentElement.scrollWidth") <= width
+        assert browser.run(contrast) == []
