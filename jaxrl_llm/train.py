@@ -254,10 +254,9 @@ def stop_if_nonfinite(
     if skipped < config.optim.max_nonfinite and not untrained:
         return
     path = Path(config.run_dir) / f"nonfinite_step_{done}.npz"
-    arrays = {f"{i}.tokens": item.tokens for i, item in enumerate(experience.items)}
-    arrays |= {
-        f"{i}.{name}": x for i, item in enumerate(experience.items) for name, x in item.signals.items()
-    }
+    arrays = {}
+    for i, item in enumerate(experience.items):
+        arrays |= {f"{i}.{name}": x for name, x in {"tokens": item.tokens, **item.signals}.items()}
     np.savez(path, **arrays)
     raise NonFiniteError(
         f"{skipped} updates in a row had NaN or Inf in loss, gradient or weights at step {done}; none changed"

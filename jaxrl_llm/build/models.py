@@ -76,11 +76,12 @@ def make_stages(
         stored: source of the weights of teachers and of a pretrained critic.
     """
     mesh = meshes[POLICY]
-    updates = config.steps * config.minibatches_per_step
+    updates = config.steps * config.updates_per_step
     requires, warm = algos.requirements(config.algo), config.warm_start
     policy = make_learner(config, config.algo, config.optim, updates, model, mesh)
     critic = make_critic(config, model, meshes[CRITIC], updates, stored) if requires.critic else {}
     settings = {"steps": config.steps, "minibatches": config.minibatches_per_step, **critic}
+    settings["epochs"] = config.ppo_epochs
     settings["teachers"] = load_teachers(config, meshes[TEACHER], stored)
     settings["teacher_model"] = scoring_model(config, policy, TEACHER, meshes)
     settings["reference_model"] = scoring_model(config, policy, REFERENCE, meshes)
@@ -256,6 +257,6 @@ def make_learner(
         grad_dtype=optim.grad_dtype,
         offload=optim.offload,
         update_by_leaf=optim.has_compressed_state and optim.name != "muon",  # which would orthogonalize twice
-        old=old_logprobs(algorithm, requires, config.minibatches_per_step, config.is_on_policy),
+        old=old_logprobs(algorithm, requires, config.updates_per_step, config.is_on_policy),
     )
     return Learner(algo, model, make_optimizer(optim, updates), step, mesh)

@@ -175,14 +175,14 @@ def _update(
     tokens, with_logits = rows * config.row_tokens, algos.requirements(learner.algo).policy
     work = flops.update_flops(learner.model, tokens, config.row_tokens / 2, config.model.remat, with_logits)
     results = grads if per_minibatch == 1 else None  # otherwise they replace an argument
-    accumulate = calls["accumulate"]
+    accumulate, times = calls["accumulate"], times * config.ppo_epochs
     yield Phase(f"{name}: accumulate", accumulate, resident, times, work, learner.mesh, results=results)
     weights = sum(math.prod(x.shape) for x in jax.tree.leaves(grads))
-    updates = config.minibatches_per_step
+    updates = config.updates_per_step
     yield Phase(f"{name}: apply", calls["apply"], resident, updates, 15.0 * weights, learner.mesh)
 
 
 def _microbatches(config: TrainConfig, model: ScoringModel, role: str) -> tuple[int, int]:
-    """Return (rows of a micro-batch, maximum micro-batches of a step)."""
+    """Return (rows of a micro-batch, maximum micro-batches of a pass over a step)."""
     sizes = derived(replace(config, mesh=config.mesh_of(role)), model.mesh.size)
     return model.config.rows, sizes["microbatches_per_update_at_most"] * config.minibatches_per_step

@@ -9,7 +9,8 @@ STEPS = "--steps: a step is one set of --prompts_per_step prompts; epochs are no
 MICRO_BATCH = (
     "--tokens_per_device: micro-batches are measured in tokens, and gradients are accumulated over them"
 )
-MINIBATCHES = "--minibatches_per_step: optimizer updates a step"
+MINIBATCHES = "--minibatches_per_step: mini-batches of a step, each an optimizer update"
+PPO_EPOCHS = "--ppo_epochs"
 PROMPTS = "--prompts_per_step"
 RESPONSES = "--responses_per_prompt"
 PROMPT_TOKENS, RESPONSE_TOKENS = "--max_prompt_tokens", "--max_response_tokens"
@@ -44,6 +45,8 @@ SAME = {
     "generation_batch_size": PROMPTS,
     "batch_size": PROMPTS,
     "steps_per_generation": MINIBATCHES,
+    "num_iterations": PPO_EPOCHS,
+    "num_ppo_epochs": PPO_EPOCHS,
     "beta": f"{KL}; of DPO and its like --algo.beta",
     "epsilon": "--algo.clip_low",
     "epsilon_high": "--algo.clip_high",
@@ -117,6 +120,8 @@ SAME = {
     "rollout.name": "--rollout.engine",
     "n": RESPONSES,
     "ppo_mini_batch_size": MINIBATCHES,
+    "actor.ppo_epochs": PPO_EPOCHS,
+    "critic.ppo_epochs": f"{PPO_EPOCHS}, of policy and critic",
     "ppo_micro_batch_size": MICRO_BATCH,
     "ppo_micro_batch_size_per_gpu": MICRO_BATCH,
     "log_prob_micro_batch_size_per_gpu": MICRO_BATCH,
@@ -171,6 +176,7 @@ SAME = {
     "micro_rollout_batch_size": "--rollout.slots",
     "rollout_batch_size": PROMPTS,
     "num_episodes": STEPS,
+    "max_epochs": f"{PPO_EPOCHS}, passes over the responses of a step",
     "prompt_max_len": PROMPT_TOKENS,
     "generate_max_len": RESPONSE_TOKENS,
     "actor_learning_rate": "--optim.learning_rate",
@@ -226,9 +232,6 @@ LORA = (
     "Here this is the group lora: --lora.rank, --lora.alpha, --lora.targets, --lora.rank_stabilized, "
     "--lora.quantize"
 )
-NO_EPOCHS = (
-    "There are no PPO epochs: a response is learned from once; --minibatches_per_step sets the updates"
-)
 NO_OFFLOAD = (
     "Trained weights stay on the devices: --optim.offload, --reference.offload, --mesh.fsdp, --model.remat "
     "and a smaller --tokens_per_device save memory"
@@ -237,10 +240,6 @@ NO_NEED = "There is no such switch: it is always so"
 NO_RESUME = "There is no such switch: the same command continues what is in --run_dir"
 
 MISSING = {
-    "ppo_epochs": NO_EPOCHS,
-    "num_ppo_epochs": NO_EPOCHS,
-    "num_iterations": NO_EPOCHS,
-    "max_epochs": NO_EPOCHS,
     "lora_dropout": "There is no dropout of adapters",
     "attn_implementation": "There is no such switch: the attention kernel is chosen for the device",
     "flash_attn": "There is no such switch: the attention kernel is chosen for the device",

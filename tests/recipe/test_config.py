@@ -54,6 +54,10 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
             "responses_per_prompt). Set it to 3 or 5.",
         ),
         (
+            dict(algo=sft.Config(), ppo_epochs=2),
+            "--ppo_epochs is 2: sft learns from a data set, not responses. Set it to 1.",
+        ),
+        (
             dict(reward=RewardConfig(weight=0.0)),
             "--reward.weight is 0 and nothing else rewards, so every reward would be 0. Set a reward model "
             "(--reward.models.0.path FOLDER), an environment (--env.name) or --reward.weight 1.",
@@ -392,6 +396,7 @@ def test_derived_numbers_by_hand(config):
         "microbatches_per_update_at_most": 1,
         "rows_per_scored_microbatch": 12,
     }
+    assert derived(replace(config, ppo_epochs=3), 4) == {**derived(config, 4), "updates": 60}
     score = lambda tokens: derived(replace(config, score=ScoreConfig(tokens)), 4)[
         "rows_per_scored_microbatch"
     ]

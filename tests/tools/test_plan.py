@@ -316,6 +316,14 @@ def test_memory_is_that_of_the_devices_that_a_phase_runs_on():
     assert decode.memory["rollout weights"] == pytest.approx(4 * size / 2, rel=0.05)
 
 
+def test_a_plan_counts_the_epochs_of_a_step():
+    """16 trajectories in two mini-batches of 8, a micro-batch of 8 rows of 8 tokens on each; three passes."""
+    config = dataclasses.replace(CONFIG, ppo_epochs=3, mesh=MeshConfig(fsdp=4, tensor=2))
+    calls = {phase.name: phase.calls for phase in phases(config, make_meshes(config))}
+    assert calls["score: policy"] == calls["score: reference"] == 2
+    assert calls["update: accumulate"] == calls["update: apply"] == 2 * 3
+
+
 def test_a_plan_compiles_what_rollout_calls(monkeypatch):
     """Every planned call is one that a warm-up makes, which is all that a run makes; nothing is compiled."""
     engine = NativeEngine(CONFIG.rollout, SMALL, make_mesh(MeshConfig(fsdp=1), jax.devices()[:1]))
