@@ -34,6 +34,8 @@ class OptimConfig:
     """Learning rate after the warm-up: constant, or falling to final_fraction of the peak over the run."""
     warmup_steps: CountOrZero = 0
     """Updates over which the learning rate rises from 0."""
+    warmup_ratio: Fraction = 0.0
+    """The same as a fraction of the updates of the run, rounded up; 0 = warmup_steps."""
     final_fraction: Fraction = 0.1
     """Learning rate at the end of the run as a fraction of the peak."""
     b1: Decay = 0.9
@@ -66,21 +68,25 @@ class OptimConfig:
         """Yield (field, what is wrong with it and the fix)."""
         if self.name == "adafactor" and self.moments != "float32":
             yield "moments", "is int8: adafactor's moments are factored and small; it must be float32."
+        if self.warmup_steps and self.warmup_ratio:
+            steps = f"warmup_steps {self.warmup_steps}"
+            yield "warmup_ratio", f"is {self.warmup_ratio}, beside {steps}: set one of them to 0."
 
 
 def make_schedule(config: OptimConfig, total_updates: int) -> optax.Schedule:
     """Return the learning rate as a function of the update number."""
     peak, end = config.learning_rate, config.learning_rate * config.final_fraction
-    decay_updates = max(total_updates - config.warmup_steps, 1)
+    warmup = config.warmup_steps or math.ceil(config.warmup_ratio * total_updates - 1e-6)  # 0.07 x 100 > 7
+    decay_updates = max(total_updates - warmup, 1)
     main = {
         "constant": lambda: optax.constant_schedule(peak),
         "cosine": lambda: optax.cosine_decay_schedule(peak, decay_updates, config.final_fraction),
         "linear": lambda: optax.linear_schedule(peak, end, decay_updates),
     }[config.schedule]()
-    if not config.warmup_steps:
+    if not warmup:
         return main
-    rise = optax.linear_schedule(0.0, peak, config.warmup_steps)
-    return optax.join_schedules([rise, main], [config.warmup_steps])
+    rise = optax.linear_schedule(0.0, peak, warmup)
+    return optax.join_schedules([rise, main], [warmup])
 
 
 def make_optimizer(config: OptimConfig, total_updates: int) -> optax.GradientTransformation:
