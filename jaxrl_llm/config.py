@@ -149,6 +149,9 @@ class CriticConfig(PlacementConfig):
 class ReferenceConfig(PlacementConfig):
     """Frozen models that score a step: the reference of the KL penalty, or teachers."""
 
+    path: str = ""
+    """Hugging Face folder, GGUF file or hub name of the reference; "" = the model as it was at the start, or
+    after the SFT warm-up. Read where the algorithm needs a reference."""
     offload: bool = False
     """Keep the weights in host memory; each layer is copied to the devices while it computes."""
 

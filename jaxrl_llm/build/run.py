@@ -20,6 +20,8 @@ from jaxrl_llm.build.models import (
     check_frozen,
     check_own_algorithm,
     check_vocabularies,
+    has_own_reference,
+    load_frozen,
     load_model_config,
     make_stages,
     step_of,
@@ -41,7 +43,7 @@ from jaxrl_llm.experience.rollouts import RolloutSource
 from jaxrl_llm.experience.score import Scorer, reward_sample
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.export import check_export_folder, save_model
-from jaxrl_llm.hf.load import load_params
+from jaxrl_llm.hf.load import PRETRAINED, load_params
 from jaxrl_llm.hf.peft import load_adapter, save_adapter
 from jaxrl_llm.hf.tokenizer import generation_end_ids
 from jaxrl_llm.host.memory import check_host_memory
@@ -140,7 +142,9 @@ class Run:
         abstract, mesh = self.stages[0].policy.abstract_state().params, self.meshes[REFERENCE]
         own = mesh if mesh != self.mesh else None
         initial = functools.partial(self.initial_params, REFERENCE)
-        return Reference(run_dir, dtype, initial, abstract, own, self.config.reference.offload)
+        path, offload = self.config.reference.path, self.config.reference.offload
+        pretrained = functools.partial(load_frozen, self.config, path, mesh) if path else None
+        return Reference(run_dir, dtype, initial, abstract, own, offload, pretrained)
 
     def initial_state(self) -> TrainState:
         return self.stages[0].init_state(self.initial_params())
@@ -236,7 +240,8 @@ def check_offload(config: TrainConfig, stage: Stage, meshes: Mapping[str, Mesh])
         UserError: names the bytes and the fix.
     """
     needed = {"--optim.offload": bytes_per_device(stage.abstract_state(), HOST)}
-    if config.reference.offload and stage.needs_reference and not stage.policy.model.lora:
+    own = has_own_reference(config, stage.policy.model, meshes)
+    if config.reference.offload and stage.needs_reference and own:
         needed["--reference.offload"] = reference_bytes(config, stage, meshes[REFERENCE])
     settings = [name for name, size in needed.items() if size]
     if settings:
@@ -331,8 +336,8 @@ def resident_bytes(config: TrainConfig, stage: Stage, meshes: Mapping[str, Mesh]
     """Return the bytes on each device of the rollout during the whole run: states and frozen reference."""
     state, devices = stage.abstract_state(), frozenset(meshes[ROLLOUT_ENGINE].devices.flat)
     size = bytes_per_device(state, devices=devices)
-    shared = meshes[REFERENCE] == meshes[POLICY] and stage.policy.model.lora
-    if stage.needs_reference and not (shared or config.reference.offload):
+    own = has_own_reference(config, stage.policy.model, meshes)
+    if stage.needs_reference and own and not config.reference.offload:
         size += reference_bytes(config, stage, meshes[REFERENCE], devices)
     return size
 
@@ -341,9 +346,11 @@ def reference_bytes(
     config: TrainConfig, stage: Stage, mesh: Mesh, devices: Collection[jax.Device] | None = None
 ) -> int:
     """Return the bytes of the frozen reference that belong to one device, of `devices` if they are given."""
-    cast = functools.partial(models.cast, dtype=config.model.dtype)
-    shapes = jax.eval_shape(cast, stage.abstract_state().params)
-    shardings = models.shardings(stage.policy.model, mesh, TRAIN)
+    cast, model = functools.partial(models.cast, dtype=config.model.dtype), stage.policy.model
+    if config.reference.path:
+        model = PRETRAINED.config(config.reference.path)
+    shapes = jax.eval_shape(cast, models.abstract(model))
+    shardings = models.shardings(model, mesh, TRAIN)
     return bytes_per_device(with_shardings(shapes, shardings), devices=devices)
 
 

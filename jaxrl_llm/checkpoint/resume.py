@@ -22,6 +22,7 @@ FIXED = (
     "model.architecture",
     "model.tokenizer",
     "model.dtype",
+    "reference.path",
     "lora",
     "optim.name",
     "optim.moments",

@@ -204,6 +204,8 @@ def _model(config: TrainConfig) -> Iterator[str]:
     path, shape = config.model.path, config.model.architecture
     if config.critic.path and algos.requirements(config.algo).critic:
         yield from _model_folder("critic.path", config.critic.path)
+    if config.reference.path and algos.requirements(config.algo).reference:
+        yield from _model_folder("reference.path", config.reference.path)
     if path:
         yield from _model_folder("model.path", path)
         yield from _stored_shape(config, expand_home(path) / "config.json")

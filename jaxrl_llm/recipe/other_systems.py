@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 MODEL = "--model.path"
+REFERENCE = "--reference.path"
 STEPS = "--steps: a step is one set of --prompts_per_step prompts; epochs are not counted"
 MICRO_BATCH = (
     "--tokens_per_device: micro-batches are measured in tokens, and gradients are accumulated over them"
@@ -89,6 +90,7 @@ SAME = {
     "model_name_or_path": MODEL,
     "tokenizer_name": "--model.tokenizer",
     "tokenizer": "--model.tokenizer",
+    "ref_model": REFERENCE,
     "teacher_model_name_or_path": "--algo.teachers, of --algo gkd and --algo distill",
     "dataset": DATA,
     "dataset_name": f"{DATA} hub:OWNER/NAME",
@@ -170,6 +172,7 @@ SAME = {
     "hybrid_engine": "--sglang.colocated",
     # OpenRLHF
     "pretrain": MODEL,
+    "ref_pretrain": REFERENCE,
     "reward_pretrain": "--reward.models.0.path FOLDER",
     "critic_pretrain": "--critic.path",
     "remote_rm_url": REWARD,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from refusals import refusal
 
-from jaxrl_llm.algos import gkd, sft
+from jaxrl_llm.algos import gkd, grpo, sft
 from jaxrl_llm.algos.clipped import ClippedConfig
 from jaxrl_llm.build.run import open_loaders
 from jaxrl_llm.config import (
@@ -22,6 +22,7 @@ from jaxrl_llm.config import (
     MeshConfig,
     ModelConfig,
     OptimConfig,
+    ReferenceConfig,
     RewardConfig,
     RewardModelConfig,
     SamplingConfig,
@@ -52,6 +53,11 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
             dict(prompts_per_step=3, responses_per_prompt=5, minibatches_per_step=4),
             "--minibatches_per_step is 4: it must divide the 15 trajectories of a step (prompts_per_step x "
             "responses_per_prompt). Set it to 3 or 5.",
+        ),
+        (
+            dict(algo=grpo.Config(kl_coef=0.1), reference=ReferenceConfig(path="/no/such")),
+            "--reference.path /no/such: no such folder. Set a Hugging Face folder (config.json and "
+            "*.safetensors), a GGUF file, or a hub name such as Qwen/Qwen3-0.6B.",
         ),
         (
             dict(algo=sft.Config(), ppo_epochs=2),
