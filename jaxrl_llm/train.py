@@ -149,8 +149,9 @@ def train(
                 metrics |= evaluate(run, state, reference, done, log)
         log.samples(done, samples_of(experience, config))
         log.step(done, metrics, experience.tokens, stage.name)  # before the step's checkpoint, see RunLog
-        if checkpoint_due(config, done, run.total):
-            with log.phase("checkpoint"):
+        with log.phase("checkpoint"):
+            run.export(state, done)
+            if checkpoint_due(config, done, run.total):
                 checkpoints.save(done, trained_state(state), meta, finite_metrics(metrics), source.snapshot())
 
     if outage.error and done == start:
@@ -176,7 +177,7 @@ def finish(run: Run, checkpoints: Checkpointer, log: RunLog, ended: Ended) -> No
         )
     if not ended.reason:
         try:
-            run.export(ended.state.params)
+            run.export(ended.state)
         except (OSError, UserError, RunError) as error:  # reported together with a missing checkpoint
             missing.append(f"The model is not exported: {error}")
     stopped = ended.reason or ("a failed save" if missing else "")

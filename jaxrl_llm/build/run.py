@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
 from jaxrl_llm.build.engines import make_engine
+from jaxrl_llm.build.exports import check_export_folders, export_due, export_models, export_step
 from jaxrl_llm.build.models import (
     check_frozen,
     check_own_algorithm,
@@ -28,6 +29,7 @@ from jaxrl_llm.build.models import (
     trained_config,
     with_new_adapters,
 )
+from jaxrl_llm.build.moments import adopt_moments, check_initial_moments, restart_moments
 from jaxrl_llm.build.placement import make_meshes
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.loader import Loader
@@ -42,9 +44,8 @@ from jaxrl_llm.experience.reward_models import RewardModel, load_reward_model
 from jaxrl_llm.experience.rollouts import RolloutSource
 from jaxrl_llm.experience.score import Scorer, reward_sample
 from jaxrl_llm.hf.config import read_config
-from jaxrl_llm.hf.export import check_export_folder, save_model
 from jaxrl_llm.hf.load import PRETRAINED, load_params
-from jaxrl_llm.hf.peft import load_adapter, save_adapter
+from jaxrl_llm.hf.peft import load_adapter
 from jaxrl_llm.hf.tokenizer import generation_end_ids
 from jaxrl_llm.host.memory import check_host_memory
 from jaxrl_llm.host.processes import on_first
@@ -122,19 +123,16 @@ class Run:
         fit = functools.partial(models.with_heads, config=base)
         return jax.jit(fit, out_shardings=shardings, donate_argnums=0)(params)
 
-    def export(self, params: Params) -> None:
-        """Write the model, its adapters merged, to run_dir/hf, and its adapters to run_dir/adapter.
+    def export(self, state: TrainState, step: int | None = None) -> None:
+        """Export the model at the end of the run, or at a step where --checkpoint.hf_every has one due.
 
         Raises:
             OSError, UserError, RunError: as `save_model`.
         """
-        run_dir = Path(self.config.run_dir)
-        if algos.requirements(self.config.algo).policy:  # other models keep their value head
-            params = models.without_value_head(params)
-        base = lora.base_config(params.config)
-        save_model(params, base, run_dir / "hf", self.tokenizer, dtype=self.config.model.dtype)
-        if self.model.lora:
-            save_adapter(params, run_dir / "adapter", self.config.model.path)
+        if step is None:
+            export_models(self.config, self.tokenizer, state, Path(self.config.run_dir))
+        elif export_due(self.config.checkpoint, step, self.total):
+            export_step(self.config, self.tokenizer, state, step)
 
     def reference(self) -> Reference:
         """Return the frozen reference of the last stage; its weights are loaded at their first use."""
@@ -147,20 +145,21 @@ class Run:
         return Reference(run_dir, dtype, initial, abstract, own, offload, pretrained)
 
     def initial_state(self) -> TrainState:
-        return self.stages[0].init_state(self.initial_params())
+        """Return the state before the first step."""
+        state = self.stages[0].init_state(self.initial_params())
+        return adopt_moments(self.config, self.stages[0], state)
 
     def complete(self, state: TrainState, meta: Mapping[str, Any]) -> TrainState:
-        """Return the state of a checkpoint with the frozen weights, which a checkpoint does not hold.
+        """Return the state of a checkpoint with what it does not hold: frozen weights, perhaps moments.
 
         Raises:
-            UserError: they are not those that its adapters were trained on.
+            UserError: they are not the weights that its adapters were trained on.
         """
-        if self.model.lora is None:
-            return state
-        whole = lora.with_frozen_of(state, self.initial_state())
-        frozen = self.frozen_fingerprint(whole.params)
-        check_frozen(meta.get("frozen", ""), frozen, self.config.model.path, self.config.run_dir)
-        return whole
+        if self.model.lora:
+            state = lora.with_frozen_of(state, self.stages[0].init_state(self.initial_params()))
+            frozen = self.frozen_fingerprint(state.params)
+            check_frozen(meta.get("frozen", ""), frozen, self.config.model.path, self.config.run_dir)
+        return restart_moments(self.stages[-1], state)
 
     def frozen_fingerprint(self, params: Params) -> str:
         """Return the checksum of the policy's frozen weights, which is computed once: they do not change."""
@@ -180,9 +179,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
         UserError: input that cannot work, with the fix.
     """
     check_kernels_setting()
-    on_first(lambda: check_export_folder(Path(config.run_dir) / "hf"))
-    if config.lora.rank:
-        on_first(lambda: check_export_folder(Path(config.run_dir) / "adapter", "adapter_config.json"))
+    on_first(lambda: check_export_folders(config))
     meshes = make_meshes(config)
     model, tokenizer, folder = load_model_config(config.model)
     set_template(tokenizer, config.data.chat)
@@ -203,6 +200,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     stages = make_stages(config, model, meshes)
     check_own_algorithm(stages[-1])
     check_offload(config, stages[-1], meshes)
+    check_initial_moments(config, stages[0])
     if generates:
         ends = generation_end_ids(folder) if folder else ()
         resident = resident_bytes(config, stages[-1], meshes)

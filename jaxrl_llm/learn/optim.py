@@ -12,7 +12,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from jaxrl_llm import models
-from jaxrl_llm.learn.optim_states import quantize_moments, store_remainders
+from jaxrl_llm.learn.optim_states import average_weights, quantize_moments, store_remainders
 from jaxrl_llm.ranges import Count, CountOrZero, Fraction, Range
 from jaxrl_llm.structs import Params
 
@@ -50,6 +50,12 @@ class OptimConfig:
     """Storage of the moments; int8 is blockwise and companded, embeddings, norms and biases stay float32."""
     store_param_remainders: bool = False
     """Weights are bfloat16, and the other 16 bits of the float32 masters part of the optimizer state."""
+    ema: Annotated[float, Range(0, 1, open_high=True, usual="0.999 is usual")] = 0.0
+    """Decay of an exponential moving average of the trained weights, one step an update, kept in float32
+    beside the moments and exported to hf_ema; 0 = none."""
+    init_from: str = ""
+    """Run directory whose newest checkpoint has the moments to start from, of the same weights and optimizer;
+    the learning-rate schedule starts anew. "" = zeros."""
     grad_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the gradients between the micro-batches of an update, and until it is applied."""
     offload: bool = False
@@ -102,6 +108,8 @@ def make_optimizer(config: OptimConfig, total_updates: int) -> optax.GradientTra
         optax.add_decayed_weights(config.weight_decay, mask=decayed),
         optax.scale_by_learning_rate(make_schedule(config, total_updates)),
     )
+    if config.ema:
+        optimizer = average_weights(optimizer, config.ema)
     return store_remainders(optimizer) if config.store_param_remainders else optimizer
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 MODEL = "--model.path"
+EMA = "--optim.ema 0.992"
 REFERENCE = "--reference.path"
 STEPS = "--steps: a step is one set of --prompts_per_step prompts; epochs are not counted"
 MICRO_BATCH = (
@@ -72,6 +73,7 @@ SAME = {
     "log_completions": "--log.samples",
     "save_steps": SAVE,
     "save_strategy": SAVE,
+    "save_only_model": "--checkpoint.optimizer False",
     "save_total_limit": "--checkpoint.keep",
     "eval_steps": EVAL,
     "eval_strategy": EVAL,
@@ -163,6 +165,7 @@ SAME = {
     "project_name": WANDB,
     "experiment_name": RUN_DIR,
     "default_local_dir": RUN_DIR,
+    "save_contents": "--checkpoint.hf_every and --checkpoint.optimizer",
     "tensor_model_parallel_size": f"--mesh.tensor, of servers {SERVER_FLAGS}",
     "gpu_memory_utilization": SERVER_FLAGS,
     "ulysses_sequence_parallel_size": "--mesh.sequence, with --mesh.sequence_parallel ulysses",
@@ -206,6 +209,9 @@ SAME = {
     "apply_chat_template": "--data.chat.render chat",
     "save_path": RUN_DIR,
     "ckpt_path": RUN_DIR,
+    "save_hf_ckpt": "--checkpoint.hf_every",
+    "enable_ema": EMA,
+    "ema_beta": EMA,
     "use_wandb": WANDB,
     # RL2
     "prompts_per_rollout": PROMPTS,

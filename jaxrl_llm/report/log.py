@@ -33,6 +33,8 @@ OUTPUTS = {
     "checkpoints": "checkpoints",
     "Hugging Face": "hf",
     "adapter": "adapter",
+    "averaged weights": "hf_ema",
+    "exports": "exports",
 }
 
 

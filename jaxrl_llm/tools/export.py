@@ -39,6 +39,8 @@ class ExportArguments:
     """Step of the checkpoint; None = the newest."""
     dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
     """Type of the weights."""
+    ema: bool = False
+    """Export the exponential moving average of the weights (--optim.ema)."""
     tokenizer: str = ""
     """Folder or hub name of the tokenizer, if the run's is missing; "" = the run's."""
 
@@ -50,7 +52,7 @@ def main(argv: list[str]) -> int:
         UserError: there is no usable checkpoint or tokenizer, or the folder cannot be written.
     """
     args = parse_arguments(ExportArguments, argv, "export")
-    saved = restore_params(args.checkpoint, args.step)
+    saved = restore_params(args.checkpoint, args.step, args.ema)
     params, config = with_base(args.checkpoint, saved), lora.base_config(saved.config)
     tokenizer = run_tokenizer(args.checkpoint, config, args.tokenizer)
     folder = save_model(params, config, args.out, tokenizer, args.dtype)

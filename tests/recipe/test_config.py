@@ -15,6 +15,7 @@ from jaxrl_llm.algos import gkd, grpo, sft
 from jaxrl_llm.algos.clipped import ClippedConfig
 from jaxrl_llm.build.run import open_loaders
 from jaxrl_llm.config import (
+    CheckpointConfig,
     CriticConfig,
     DataConfig,
     EnvConfig,
@@ -29,6 +30,7 @@ from jaxrl_llm.config import (
     ScoreConfig,
     SourceConfig,
     TransformerConfig,
+    WarmStartConfig,
     derived,
 )
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
@@ -58,6 +60,21 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
             dict(algo=grpo.Config(kl_coef=0.1), reference=ReferenceConfig(path="/no/such")),
             "--reference.path /no/such: no such folder. Set a Hugging Face folder (config.json and "
             "*.safetensors), a GGUF file, or a hub name such as Qwen/Qwen3-0.6B.",
+        ),
+        (
+            dict(
+                optim=OptimConfig(store_param_remainders=True), checkpoint=CheckpointConfig(optimizer=False)
+            ),
+            "--optim.store_param_remainders is True: the rest of each weight is optimizer state, which "
+            "--checkpoint.optimizer False does not save. Set one of them the other way.",
+        ),
+        (
+            dict(optim=OptimConfig(init_from="runs/a"), warm_start=WarmStartConfig(steps=1)),
+            "--optim.init_from: the SFT warm-up would start with these moments. Set --warm_start.steps 0.",
+        ),
+        (
+            dict(critic=CriticConfig(optim=OptimConfig(ema=0.9))),
+            "--critic.optim.ema is 0.9: no critic is exported. Set it to 0.",
         ),
         (
             dict(algo=sft.Config(), ppo_epochs=2),
