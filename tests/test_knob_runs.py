@@ -13,8 +13,8 @@ pytestmark = pytest.mark.slow
 TINY = [
     *("--config", "grpo_tiny.py", "--prompts_per_step", "4", "--responses_per_prompt", "4"),
     *("--eval.every", "0", "--warm_start.examples_per_step", "8", "--log.progress", "none"),
-    *("--log.tensorboard", "false", "--mesh.data", "1", "--mesh.fsdp", "8", "--reward.workers", "1"),
-    *("--algo.kl_coef", "0.1", "--minibatches_per_step", "2", "--ppo_epochs", "2"),
+    *("--log.tensorboard", "false", "--devices", "0:1", "--mesh.data", "1", "--mesh.fsdp", "1"),
+    *("--reward.workers", "1", "--algo.kl_coef", "0.1", "--minibatches_per_step", "2", "--ppo_epochs", "2"),
 ]
 AVERAGED = ("--warm_start.steps", "1", "--optim.ema", "0.5", "--checkpoint.every", "1")
 
@@ -35,12 +35,12 @@ def weights(folder):
 
 
 def test_a_stopped_run_continues_bit_for_bit_with_averages_and_epochs(finished, tmp_path):
-    """Its exports, too; step 4 is the last, whose export is hf."""
+    """Its exports, too."""
     for steps in ("1", "3"):
         assert train(tmp_path, "--steps", steps, *AVERAGED, "--checkpoint.hf_every", "2") == 0
     assert untimed_metrics(tmp_path) == untimed_metrics(finished)
-    assert [path.name for path in (finished / "exports").iterdir()] == ["2"]
-    for name in ("hf", "hf_ema", "exports/2/hf", "exports/2/hf_ema"):
+    assert sorted(path.name for path in (finished / "exports").iterdir()) == ["2", "4"]
+    for name in ("hf", "hf_ema", "exports/2/hf", "exports/2/hf_ema", "exports/4/hf"):
         files = [(run / name / "model.safetensors").read_bytes() for run in (finished, tmp_path)]
         assert files[0] == files[1], name
     last, averaged = weights(finished / "hf"), weights(finished / "hf_ema")
@@ -53,13 +53,14 @@ def test_a_stopped_run_continues_bit_for_bit_with_averages_and_epochs(finished, 
 
 def test_moments_and_reference_of_another_run(finished, tmp_path):
     """From its weights the KL to them starts at 0; from others it does not, and moments are those saved."""
-    anew = ("--warm_start.steps", "0", "--steps", "1", "--reference.path", finished / "hf")
+    anew = ["--warm_start.steps", "0", "--steps", "1", "--reference.path", finished / "hf"]
+    anew += ["--minibatches_per_step", "1", "--ppo_epochs", "1"]
     model = ("--model.path", finished / "hf", "--model.tokenizer", "tiny")
     assert train(tmp_path / "same", *anew, *model, "--optim.init_from", finished) == 0
     assert train(tmp_path / "zero", *anew, *model) == 0
     assert train(tmp_path / "other", *anew) == 0
     same, zero, other = (untimed_metrics(tmp_path / name)[-1] for name in ("same", "zero", "other"))
-    assert 0 < zero["kl"] < 0.1 < other["kl"]  # an average of four updates, of which the first is at 0
+    assert zero["kl"] == pytest.approx(0.0, abs=1e-7) and other["kl"] > 1e-3
     assert same["reward/mean"] == zero["reward/mean"] and same["update_norm"] != zero["update_norm"]
 
 

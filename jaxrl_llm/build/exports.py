@@ -37,14 +37,14 @@ def check_export_folders(config: TrainConfig) -> None:
             check_export_folder(Path(config.run_dir) / f"adapter{suffix}", "adapter_config.json")
 
 
-def export_due(config: CheckpointConfig, done: int, total: int) -> bool:
-    """Return whether to export after a step: every n steps, but not at the end, which has its own export."""
-    return bool(config.hf_every) and done % config.hf_every == 0 and done < total
+def export_due(config: CheckpointConfig, done: int) -> bool:
+    """Return whether to export after a step: every n steps, the last one included, for a run may go on."""
+    return bool(config.hf_every) and done % config.hf_every == 0
 
 
 def kept_exports(config: CheckpointConfig, steps: int) -> int:
-    """Return how many exports of a run of so many steps are on the disk at its end, without the last one."""
-    count = max(steps - 1, 0) // config.hf_every if config.hf_every else 0
+    """Return how many of the exports in between a run of so many steps leaves on the disk."""
+    count = steps // config.hf_every if config.hf_every else 0
     return min(count, config.hf_keep) if config.hf_keep else count
 
 

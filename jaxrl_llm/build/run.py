@@ -131,7 +131,7 @@ class Run:
         """
         if step is None:
             export_models(self.config, self.tokenizer, state, Path(self.config.run_dir))
-        elif export_due(self.config.checkpoint, step, self.total):
+        elif export_due(self.config.checkpoint, step):
             export_step(self.config, self.tokenizer, state, step)
 
     def reference(self) -> Reference:

@@ -54,7 +54,7 @@ class CheckpointConfig:
     """Save the optimizer state. Without it checkpoints are a third as large, and a run that continues from
     one starts its moments anew."""
     hf_every: CountOrZero = 0
-    """Steps between exports of the model to exports/STEP/hf, besides the one at the end; 0 = none."""
+    """Steps between exports of the model to exports/STEP/hf; 0 = none, but for the one at the end."""
     hf_keep: CountOrZero = 0
     """Newest of these exports to keep; 0 = all."""
     async_save: bool = True

@@ -269,7 +269,7 @@ MISSING = {
     "param_offload": NO_OFFLOAD,
     "trust_remote_code": "There is no remote code: README.md lists the model families",
     "device": "There is no such switch: jax chooses; JAX_PLATFORMS=cpu in the environment is for the CPU",
-    "local_rank": "There is no launcher: start the same command on each host (docs/recipes.md)",
+    "local_rank": "There is no launcher: start the same command on each host (docs/launching.md)",
 }
 """Flag of another system -> what is there in its place."""
 

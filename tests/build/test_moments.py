@@ -133,8 +133,8 @@ def test_moments_that_do_not_fit_are_refused_before_anything_is_read(tmp_path):
 def test_exports_in_between(tmp_path, capsys):
     """Weights and averages every 5 steps of 20, the last two kept; a full disk does not end the run."""
     checkpoint = CheckpointConfig(hf_every=5, hf_keep=2)
-    assert [step for step in range(1, 21) if export_due(checkpoint, step, 20)] == [5, 10, 15]
-    assert not any(export_due(CheckpointConfig(), step, 20) for step in range(1, 21))
+    assert [step for step in range(1, 21) if export_due(checkpoint, step)] == [5, 10, 15, 20]
+    assert not any(export_due(CheckpointConfig(), step) for step in range(1, 21))
     model = ModelConfig(architecture=MODEL, tokenizer="tiny", dtype="float32")
     config = TrainConfig(run_dir=str(tmp_path), model=model, checkpoint=checkpoint)
     state = trained(stage_of(dataclasses.replace(OPTIM, ema=0.9)), 2)
