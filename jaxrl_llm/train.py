@@ -179,7 +179,7 @@ def finish(run: Run, checkpoints: Checkpointer, log: RunLog, ended: Ended) -> No
         try:
             run.export(ended.state)
         except (OSError, UserError, RunError) as error:  # reported together with a missing checkpoint
-            missing.append(f"The model is not exported: {error}")
+            missing.append(f"The model is not exported or uploaded: {error}")
     stopped = ended.reason or ("a failed save" if missing else "")
     if not stopped:
         log.prompts(prompts_to_try(run))
@@ -234,8 +234,7 @@ def reference_params(stage: Stage, reference: Reference, step: int, state: Train
 
 def checkpoint_due(config: TrainConfig, done: int, total: int) -> bool:
     """Return whether to save: every n steps, and at the end."""
-    every = config.checkpoint.every
-    return done == total or bool(every and done % every == 0)
+    return done == total or done % (config.checkpoint.every or total) == 0
 
 
 def stop_if_nonfinite(

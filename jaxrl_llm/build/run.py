@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
 from jaxrl_llm.build.engines import make_engine
-from jaxrl_llm.build.exports import check_export_folders, export_due, export_models, export_step
+from jaxrl_llm.build.exports import check_export_folders, export_due, export_models, export_step, push_model
 from jaxrl_llm.build.models import (
     check_frozen,
     check_own_algorithm,
@@ -131,6 +131,7 @@ class Run:
         """
         if step is None:
             export_models(self.config, self.tokenizer, state, Path(self.config.run_dir))
+            push_model(self.config, self.total)
         elif export_due(self.config.checkpoint, step):
             export_step(self.config, self.tokenizer, state, step)
 

@@ -50,6 +50,7 @@ class Learner(ScoringModel):
         self.param_shardings = models.shardings(model, mesh, TRAIN)
         self.state_shapes = jax.eval_shape(self._fresh, models.abstract(model))
         self.state_shardings = self._shardings(self.state_shapes)
+        self.one_at_a_time = mesh.devices.flat[0].platform == "cpu"  # a long queue of collectives deadlocks
         self.grad_shardings = lora.split_params(self.param_shardings)[0]
         self._zeros = jax.jit(
             lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape, config.grad_dtype), params),
@@ -119,7 +120,7 @@ class Learner(ScoringModel):
         for items in minibatches:
             batches = self._batches(items, self.config.rows)
             state, metrics = self.update_minibatch(state, batches, *counts(items, self.group_size), teachers)
-            collected.append(metrics)
+            collected.append(jax.block_until_ready(metrics) if self.one_at_a_time else metrics)
         with jax.set_mesh(self.mesh):
             return state, average(collected)
 

@@ -74,6 +74,8 @@ SAME = {
     "save_steps": SAVE,
     "save_strategy": SAVE,
     "save_only_model": "--checkpoint.optimizer False",
+    "push_to_hub": "--checkpoint.push_to_hub NAME/MODEL",
+    "hub_model_id": "--checkpoint.push_to_hub NAME/MODEL",
     "save_total_limit": "--checkpoint.keep",
     "eval_steps": EVAL,
     "eval_strategy": EVAL,
