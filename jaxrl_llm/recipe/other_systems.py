@@ -250,6 +250,7 @@ NO_OFFLOAD = (
     "Trained weights stay on the devices: --optim.offload, --reference.offload, --mesh.fsdp, --model.remat "
     "and a smaller --tokens_per_device save memory"
 )
+NO_SYNC = "There is no update of the reference model: it stays as it was at the start, or is --reference.path"
 NO_NEED = "There is no such switch: it is always so"
 NO_RESUME = "There is no such switch: the same command continues what is in --run_dir"
 
@@ -263,7 +264,9 @@ MISSING = {
     "use_remove_padding": NO_NEED,
     "use_dynamic_bsz": NO_NEED,
     "logging_steps": "There is no such switch: every step is logged",
-    "sync_ref_model": "There is no update of the reference model: it stays as it was at the start",
+    "sync_ref_model": NO_SYNC,
+    "ref_model_sync_steps": NO_SYNC,
+    "ref_model_mixup_alpha": NO_SYNC,
     "resume_from_checkpoint": NO_RESUME,
     "resume_mode": NO_RESUME,
     "load_checkpoint": NO_RESUME,
