@@ -242,14 +242,20 @@ def test_averages_by_hand(remainders):
 
 def test_averages_change_no_weight_and_are_sharded_like_them():
     """They are 4 bytes a weight of the optimizer state."""
-    plain, averaged = learner(), learner(ema=0.9)
-    state, expected = (updated(x, start(x), range(2)) for x in (averaged, plain))
-    assert_equal(state.params, expected.params)
-    first = updated(plain, start(plain), range(1)).params
-    e = jax.tree.map(lambda a, b: a + 0.1 * (b - a), start(plain).params, first)
-    e = jax.tree.map(lambda a, b: a + 0.1 * (b - a), e, state.params)
+    one = MeshConfig(fsdp=1)
+    plain, averaged = learner(one), learner(one, ema=0.9)
+    state, trajectory = start(plain), []
+    for step in range(3):
+        trajectory.append(jax.tree.map(np.asarray, state.params))
+        state = updated(plain, state, [step]) if step < 2 else state
+    state = updated(averaged, start(averaged), range(2))
+    assert_equal(state.params, trajectory[2])
+    e = trajectory[0]
+    for weights in trajectory[1:]:
+        e = jax.tree.map(lambda a, b: a + 0.1 * (b - a), e, weights)
     for x, y in zip(jax.tree.leaves(averaged_weights(state.opt_state)), jax.tree.leaves(e), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
+    plain, averaged = learner(), learner(ema=0.9)  # on eight devices; nothing is compiled
     abstract = averaged.abstract_state()
     assert [x.sharding for x in jax.tree.leaves(abstract.opt_state.ema)] == [
         x.sharding for x in jax.tree.leaves(abstract.params)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiny_models import random_params
 
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
@@ -88,7 +89,7 @@ def by_hand(params, epochs):
 def test_epochs_are_those_of_a_loop_by_hand():
     algo = grpo.Config(kl_coef=0.0, scale="none", aggregation="token", clip_low=CLIP, clip_high=CLIP)
     stage = Stage(built(algo, old="recompute"), minibatches=2, epochs=EPOCHS)
-    params = models.init(MODEL, jax.random.key(0))
+    params = jax.tree.map(jnp.asarray, random_params(MODEL))
     state, metrics = stepped(stage, params)
     expected, loss = by_hand(params, EPOCHS)
     assert int(state.version) == 2 * EPOCHS
