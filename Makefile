@@ -48,6 +48,7 @@ fit: $(VENV)/.installed
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
+	$(BIN)/shellcheck launch/*.sh launch/*.sbatch scripts/*.sh scripts/*/*.sh .ci/run
 	$(BIN)/ruff format --check .
 
 $(VENV)/bin/python:

@@ -166,6 +166,9 @@ class CriticConfig(PlacementConfig):
 class ReferenceConfig(PlacementConfig):
     """Frozen models that score a step: the reference of the KL penalty, or teachers."""
 
+    path: str = ""
+    """Hugging Face folder, GGUF file or hub name of the reference; "" = the model as it was at the start, or
+    after the SFT warm-up. Read where the algorithm needs a reference."""
     offload: bool = False
     """Keep the weights in host memory; each layer is copied to the devices while it computes."""
 
@@ -198,7 +201,10 @@ class TrainConfig:
     responses_per_prompt: Annotated[int, Range(1, 2**16)] = 8
     """Responses to each prompt: the group that GRPO compares."""
     minibatches_per_step: Annotated[int, Range(1, 2**20)] = 1
-    """Optimizer updates a step; the trajectories are divided evenly among them."""
+    """Mini-batches of a step, each an optimizer update; the trajectories are divided evenly among them."""
+    ppo_epochs: Annotated[int, Range(1, 1024, usual="1 to 4 are usual")] = 1
+    """Passes over the mini-batches of a step, each in an order of its own; old log-probs and values are
+    those before the first. For algorithms that learn from responses."""
     tokens_per_device: DeviceTokens = 8192
     """Tokens of a micro-batch on each device, rounded down to whole rows."""
     max_prompt_tokens: Tokens = 512
@@ -248,6 +254,12 @@ class TrainConfig:
                 f"is {updates}: it must divide the {trajectories} trajectories of a step (prompts_per_step x "
                 f"responses_per_prompt). Set it to {choices}.",
             )
+        if self.ppo_epochs > 1 and not algos.of(self.algo).on_rollouts:
+            name = algos.of(self.algo).name
+            yield (
+                "ppo_epochs",
+                f"is {self.ppo_epochs}: {name} learns from a data set, not responses. Set it to 1.",
+            )
 
     @property
     def placements(self) -> dict[str, PlacementConfig]:
@@ -274,6 +286,11 @@ class TrainConfig:
     def row_tokens(self) -> int:
         """Length of a packed row: the longest trajectory, or two of them where they are compared."""
         return algos.of(self.algo).group_size * self.max_tokens
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates of a step."""
+        return self.minibatches_per_step * self.ppo_epochs
 
     @property
     def is_on_policy(self) -> bool:
@@ -327,7 +344,7 @@ def derived(config: TrainConfig, num_devices: int) -> dict[str, int]:
         "devices": num_devices,
         "trajectories_per_step": config.trajectories_per_step,
         "trajectories_per_update": per_update,
-        "updates": config.steps * config.minibatches_per_step,
+        "updates": config.steps * config.updates_per_step,
         "tokens_per_row": config.row_tokens,
         "rows_per_microbatch": rows,
         "tokens_per_microbatch": rows * config.row_tokens,

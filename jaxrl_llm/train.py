@@ -150,8 +150,9 @@ def train(
                 metrics |= evaluate(run, state, reference, done, log)
         log.samples(done, samples_of(run, step, experience))
         log.step(done, metrics, experience.tokens, stage.name)  # before the step's checkpoint, see RunLog
-        if checkpoint_due(config, done, run.total):
-            with log.phase("checkpoint"):
+        with log.phase("checkpoint"):
+            run.export(state, done)
+            if checkpoint_due(config, done, run.total):
                 checkpoints.save(done, trained_state(state), meta, finite_metrics(metrics), source.snapshot())
 
     if outage.error and done == start:
@@ -177,9 +178,9 @@ def finish(run: Run, checkpoints: Checkpointer, log: RunLog, ended: Ended) -> No
         )
     if not ended.reason:
         try:
-            run.export(ended.state.params)
+            run.export(ended.state)
         except (OSError, UserError, RunError) as error:  # reported together with a missing checkpoint
-            missing.append(f"The model is not exported: {error}")
+            missing.append(f"The model is not exported or uploaded: {error}")
     stopped = ended.reason or ("a failed save" if missing else "")
     if not stopped:
         log.prompts(prompts_to_try(run))
@@ -226,8 +227,7 @@ def reference_params(stage: Stage, reference: Reference, step: int, state: Train
 
 def checkpoint_due(config: TrainConfig, done: int, total: int) -> bool:
     """Return whether to save: every n steps, and at the end."""
-    every = config.checkpoint.every
-    return done == total or bool(every and done % every == 0)
+    return done == total or done % (config.checkpoint.every or total) == 0
 
 
 def stop_if_nonfinite(
@@ -247,10 +247,9 @@ def stop_if_nonfinite(
     if skipped < config.optim.max_nonfinite and not untrained:
         return
     path = Path(config.run_dir) / f"nonfinite_step_{done}.npz"
-    arrays = {f"{i}.tokens": item.tokens for i, item in enumerate(experience.items)}
-    arrays |= {
-        f"{i}.{name}": x for i, item in enumerate(experience.items) for name, x in item.signals.items()
-    }
+    arrays = {}
+    for i, item in enumerate(experience.items):
+        arrays |= {f"{i}.{name}": x for name, x in {"tokens": item.tokens, **item.signals}.items()}
     np.savez(path, **arrays)
     raise NonFiniteError(
         f"{skipped} updates in a row had NaN or Inf in loss, gradient or weights at step {done}; none changed"

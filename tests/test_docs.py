@@ -30,7 +30,18 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-FOLDERS = ("jaxrl_llm", "kernels", "configs", "tests", "docs", "benchmarks", "examples", "scripts", ".ci")
+FOLDERS = (
+    "jaxrl_llm",
+    "kernels",
+    "configs",
+    "tests",
+    "docs",
+    "benchmarks",
+    "examples",
+    "scripts",
+    "launch",
+    ".ci",
+)
 FILES = [path for name in FOLDERS for path in (ROOT / name).rglob("*") if "__pycache__" not in path.parts]
 FILES += [path for path in ROOT.iterdir() if path.is_file()]
 PATHS = {"/".join(path.parts[i:]) for path in FILES for i in range(len(ROOT.parts), len(path.parts))}
@@ -54,13 +65,15 @@ OPTIONAL = (
     *(f"{role}.mesh.fsdp" for role in ("critic", "reference", "rollout", "teacher")),
 )
 """Keys of parts that recipes may lack."""
-OUTPUTS = re.compile(r"(runs|checkpoints|eval|hf|adapter|tensorboard)/")  # of a run
+OUTPUTS = re.compile(r"(runs|checkpoints|eval|exports|(hf|adapter)(_ema)?|tensorboard)/")  # of a run
 PLACEHOLDER = re.compile(
     r"my_\w+\.py(:\w+)?|(file|RECIPE|FILE)\.(py|gguf)(:\w+)?|[A-Z_]+|\.\.\.|/path/.*|\[.*"
 )
 OTHERS = {"jax", "os", "np", "optax", "torch", "transformers"}  # first parts of names of other packages
 OTHERS |= {"GRPOLearner", "GRPOTrainer"}
-SGLANG = {"--enable-deterministic-inference", "--tp", "--load-format", "--mem-fraction-static"}
+OTHER_PROGRAMS = {"--enable-deterministic-inference", "--tp", "--load-format", "--mem-fraction-static"}
+OTHER_PROGRAMS |= {"--worker", "--batch", "--signal"}
+"""Flags of SGLang, gcloud and SLURM."""
 RETIRED = {
     "supervised start": "SFT warm-up",
     "writing ahead": "asynchronous rollout",
@@ -271,7 +284,7 @@ def test_every_flag_exists(page):
                     parse_words(key, known[key], given)
             elif "." in name:
                 assert name in of_commands, f"no such key: {span}"
-            elif name not in of_commands and flag not in SGLANG:
+            elif name not in of_commands and flag not in OTHER_PROGRAMS:
                 assert name.replace("-", "_").split("_")[0] in words(), f"no such flag: {span}"
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from distributed import run_processes
 from run_files import DIGITS, untimed_metrics
+from safetensors.numpy import load_file
 
 TRAIN = """
 import sys
@@ -23,7 +24,10 @@ ARGS = [
 ]
 
 
-ADAPTERS = ["--lora.rank", "2", "--optim.offload", "True", "--reference.offload", "True"]
+ADAPTERS = [
+    *("--lora.rank", "2", "--optim.offload", "True", "--reference.offload", "True"),
+    *("--optim.ema", "0.5", "--checkpoint.hf_every", "3", "--minibatches_per_step", "2", "--ppo_epochs", "2"),
+]
 PLACED = [
     *("--mesh.fsdp", "2", "--devices", "0:2", "--rollout.devices", "2:4", "--rollout.mesh.tensor", "2"),
     *("--reference.devices", "2:4", "--reference.mesh.fsdp", "4"),
@@ -83,6 +87,14 @@ def check_two_processes(args, of_one, of_two, devices, tmp_path):
             else:
                 assert b[key] == value, key
     assert all(row["reward/std"] > 0 and row["grad_norm"] > 0 for row in two[1:])  # something is learnt
+    exports = [sorted((tmp_path / name).glob("exports/*/*/*.safetensors")) for name in ("one", "two")]
+    assert [[file.parent.name for file in files] for files in exports] == [
+        ["adapter", "adapter_ema", "hf", "hf_ema"] * ("--optim.ema" in args)
+    ] * 2
+    for a, b in zip(*exports, strict=True):
+        arrays = load_file(a), load_file(b)
+        for name in arrays[0]:
+            np.testing.assert_allclose(arrays[0][name], arrays[1][name], atol=1e-4, err_msg=name)
     samples = [(tmp_path / name / "samples.jsonl").read_text().splitlines() for name in ("one", "two")]
     for a, b in zip(*(map(json.loads, lines) for lines in samples), strict=True):
         tokens, same = a.pop("per_token"), b.pop("per_token")

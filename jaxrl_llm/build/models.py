@@ -78,17 +78,19 @@ def make_stages(
         stored: source of the weights of teachers and of a pretrained critic.
     """
     mesh = meshes[POLICY]
-    updates = config.steps * config.minibatches_per_step
+    updates = config.steps * config.updates_per_step
     requires, warm = algos.requirements(config.algo), config.warm_start
     policy = make_learner(config, config.algo, config.optim, updates, model, mesh)
     critic = make_critic(config, model, meshes[CRITIC], updates, stored) if requires.critic else {}
     settings = {"steps": config.steps, "minibatches": config.minibatches_per_step, **critic}
+    settings["epochs"] = config.ppo_epochs
     settings["teachers"] = load_teachers(config, meshes[TEACHER], stored)
     settings["teacher_model"] = scoring_model(config, policy, TEACHER, meshes)
     settings["reference_model"] = scoring_model(config, policy, REFERENCE, meshes)
     stages = [Stage(policy, "train", warm.steps, **settings)]
     if warm.steps:
-        optim = replace(config.optim, learning_rate=warm.learning_rate, schedule="constant", warmup_steps=0)
+        constant = {"schedule": "constant", "warmup_steps": 0, "warmup_ratio": 0.0}
+        optim = replace(config.optim, learning_rate=warm.learning_rate, **constant)
         learner = make_learner(config, algos.sft.Config(), optim, warm.steps, model, mesh)
         stages.insert(0, Stage(learner, "warm_start", 0, warm.steps, **critic, updates_critic=False))
     return stages
@@ -131,13 +133,14 @@ def check_own_algorithm(stage: Stage) -> None:
 
 
 def check_vocabularies(config: TrainConfig, tokenizer: Any) -> None:
-    """Check that teachers and critic have the policy's tokenizer, whose token ids they read.
+    """Check that teachers, reference and critic have the policy's tokenizer, whose token ids they read.
 
     Raises:
         ConfigError: names the first tokens that differ.
     """
     requires = algos.requirements(config.algo)
     paths = [("teacher", path) for path in requires.teachers]
+    paths += [("reference", config.reference.path)] if requires.reference and config.reference.path else []
     paths += [("critic", config.critic.path)] if requires.critic and config.critic.path else []
     for role, path in paths:
         folder = resolve_model(path)
@@ -150,12 +153,22 @@ def check_vocabularies(config: TrainConfig, tokenizer: Any) -> None:
 
 def load_teachers(config: TrainConfig, mesh: Mesh, stored: PretrainedModels) -> tuple[Params, ...]:
     """Return the weights of the teachers, in the compute type; see `check_vocabularies`."""
-    loaded, place = [], models.to_host if config.reference.offload else lambda params: params
-    for path in algos.requirements(config.algo).teachers:
-        teacher = stored.config(path)
-        shardings = models.shardings(teacher, mesh, TRAIN)
-        loaded.append(place(stored.params(path, teacher, shardings, jnp.dtype(config.model.dtype))))
-    return tuple(loaded)
+    paths = algos.requirements(config.algo).teachers
+    return tuple(load_frozen(config, path, mesh, stored) for path in paths)
+
+
+def load_frozen(config: TrainConfig, path: str, mesh: Mesh, stored: PretrainedModels = PRETRAINED) -> Params:
+    """Return the weights of a teacher or reference, in the compute type, where `offload` puts them."""
+    model = stored.config(path)
+    shardings, dtype = models.shardings(model, mesh, TRAIN), jnp.dtype(config.model.dtype)
+    with jax.set_mesh(mesh):
+        params = stored.params(path, model, shardings, dtype)
+        return models.to_host(params) if config.reference.offload else params
+
+
+def has_own_reference(config: TrainConfig, model: TransformerConfig, meshes: Mapping[str, Mesh]) -> bool:
+    """Return whether a reference has weights of its own: it has none where it is the adapters' base."""
+    return bool(config.reference.path) or not model.lora or meshes[REFERENCE] != meshes[POLICY]
 
 
 def make_critic(
@@ -281,6 +294,6 @@ def make_learner(
         grad_dtype=optim.grad_dtype,
         offload=optim.offload,
         update_by_leaf=optim.has_compressed_state and optim.name != "muon",  # which would orthogonalize twice
-        old=old_logprobs(algorithm, requires, config.minibatches_per_step, config.is_on_policy),
+        old=old_logprobs(algorithm, requires, config.updates_per_step, config.is_on_policy),
     )
     return Learner(algo, model, make_optimizer(optim, updates), step, mesh)

@@ -41,6 +41,7 @@ def pin_models(config: TrainConfig) -> TrainConfig:
         model=model,
         algo=algo,
         critic=replace(config.critic, path=pin(config.critic.path)),
+        reference=replace(config.reference, path=pin(config.reference.path)),
         reward=replace(config.reward, models=rewards),
     )
 

@@ -18,16 +18,20 @@ from jaxrl_llm import algos, models
 from jaxrl_llm.build.data import open_loaders, try_first_rows, with_steps
 from jaxrl_llm.build.engines import make_engine
 from jaxrl_llm.build.evaluation import Evaluator, make_evaluators, open_judge
+from jaxrl_llm.build.exports import check_export_folders, export_due, export_models, export_step, push_model
 from jaxrl_llm.build.models import (
     check_frozen,
     check_own_algorithm,
     check_vocabularies,
+    has_own_reference,
+    load_frozen,
     load_model_config,
     make_stages,
     step_of,
     trained_config,
     with_new_adapters,
 )
+from jaxrl_llm.build.moments import adopt_moments, check_initial_moments, restart_moments
 from jaxrl_llm.build.placement import make_meshes
 from jaxrl_llm.config import GENERATIVE, TrainConfig
 from jaxrl_llm.data.loader import Loader
@@ -40,9 +44,8 @@ from jaxrl_llm.experience.reward_models import RewardModel, load_reward_model
 from jaxrl_llm.experience.rollouts import RolloutSource
 from jaxrl_llm.experience.score import Scorer, reward_sample
 from jaxrl_llm.hf.config import read_config
-from jaxrl_llm.hf.export import check_export_folder, save_model
-from jaxrl_llm.hf.load import load_params
-from jaxrl_llm.hf.peft import load_adapter, save_adapter
+from jaxrl_llm.hf.load import PRETRAINED, load_params
+from jaxrl_llm.hf.peft import load_adapter
 from jaxrl_llm.hf.tokenizer import generation_end_ids
 from jaxrl_llm.host.memory import check_host_memory
 from jaxrl_llm.host.processes import on_first
@@ -118,19 +121,17 @@ class Run:
         fit = functools.partial(models.with_heads, config=base)
         return jax.jit(fit, out_shardings=shardings, donate_argnums=0)(params)
 
-    def export(self, params: Params) -> None:
-        """Write the model, its adapters merged, to run_dir/hf, and its adapters to run_dir/adapter.
+    def export(self, state: TrainState, step: int | None = None) -> None:
+        """Export the model at the end of the run, or at a step where --checkpoint.hf_every has one due.
 
         Raises:
             OSError, UserError, RunError: as `save_model`.
         """
-        run_dir = Path(self.config.run_dir)
-        if algos.requirements(self.config.algo).policy:  # other models keep their value head
-            params = models.without_value_head(params)
-        base = lora.base_config(params.config)
-        save_model(params, base, run_dir / "hf", self.tokenizer, dtype=self.config.model.dtype)
-        if self.model.lora:
-            save_adapter(params, run_dir / "adapter", self.config.model.path)
+        if step is None:
+            export_models(self.config, self.tokenizer, state, Path(self.config.run_dir))
+            push_model(self.config, self.total)
+        elif export_due(self.config.checkpoint, step):
+            export_step(self.config, self.tokenizer, state, step)
 
     def reference(self) -> Reference:
         """Return the frozen reference of the last stage; its weights are loaded at their first use."""
@@ -138,23 +139,26 @@ class Run:
         abstract, mesh = self.stages[0].policy.abstract_state().params, self.meshes[REFERENCE]
         own = mesh if mesh != self.mesh else None
         initial = functools.partial(self.initial_params, REFERENCE)
-        return Reference(run_dir, dtype, initial, abstract, own, self.config.reference.offload)
+        path, offload = self.config.reference.path, self.config.reference.offload
+        pretrained = functools.partial(load_frozen, self.config, path, mesh) if path else None
+        return Reference(run_dir, dtype, initial, abstract, own, offload, pretrained)
 
     def initial_state(self) -> TrainState:
-        return self.stages[0].init_state(self.initial_params())
+        """Return the state before the first step."""
+        state = self.stages[0].init_state(self.initial_params())
+        return adopt_moments(self.config, self.stages[0], state)
 
     def complete(self, state: TrainState, meta: Mapping[str, Any]) -> TrainState:
-        """Return the state of a checkpoint with the frozen weights, which a checkpoint does not hold.
+        """Return the state of a checkpoint with what it does not hold: frozen weights, perhaps moments.
 
         Raises:
-            UserError: they are not those that its adapters were trained on.
+            UserError: they are not the weights that its adapters were trained on.
         """
-        if self.model.lora is None:
-            return state
-        whole = lora.with_frozen_of(state, self.initial_state())
-        frozen = self.frozen_fingerprint(whole.params)
-        check_frozen(meta.get("frozen", ""), frozen, self.config.model.path, self.config.run_dir)
-        return whole
+        if self.model.lora:
+            state = lora.with_frozen_of(state, self.stages[0].init_state(self.initial_params()))
+            frozen = self.frozen_fingerprint(state.params)
+            check_frozen(meta.get("frozen", ""), frozen, self.config.model.path, self.config.run_dir)
+        return restart_moments(self.stages[-1], state)
 
     def frozen_fingerprint(self, params: Params) -> str:
         """Return the checksum of the policy's frozen weights, which is computed once: they do not change."""
@@ -174,9 +178,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
         UserError: input that cannot work, with the fix.
     """
     check_kernels_setting()
-    on_first(lambda: check_export_folder(Path(config.run_dir) / "hf"))
-    if config.lora.rank:
-        on_first(lambda: check_export_folder(Path(config.run_dir) / "adapter", "adapter_config.json"))
+    on_first(lambda: check_export_folders(config))
     meshes = make_meshes(config)
     model, tokenizer, folder = load_model_config(config.model)
     set_template(tokenizer, config.data.chat)
@@ -199,6 +201,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     stages = make_stages(config, model, meshes)
     check_own_algorithm(stages[-1])
     check_offload(config, stages[-1], meshes)
+    check_initial_moments(config, stages[0])
     if generates:
         ends = generation_end_ids(folder) if folder else ()
         resident = resident_bytes(config, stages[-1], meshes)
@@ -241,7 +244,8 @@ def check_offload(config: TrainConfig, stage: Stage, meshes: Mapping[str, Mesh])
         UserError: names the bytes and the fix.
     """
     needed = {"--optim.offload": bytes_per_device(stage.abstract_state(), HOST)}
-    if config.reference.offload and stage.needs_reference and not stage.policy.model.lora:
+    own = has_own_reference(config, stage.policy.model, meshes)
+    if config.reference.offload and stage.needs_reference and own:
         needed["--reference.offload"] = reference_bytes(config, stage, meshes[REFERENCE])
     settings = [name for name, size in needed.items() if size]
     if settings:
@@ -301,8 +305,8 @@ def resident_bytes(config: TrainConfig, stage: Stage, meshes: Mapping[str, Mesh]
     """Return the bytes on each device of the rollout during the whole run: states and frozen reference."""
     state, devices = stage.abstract_state(), frozenset(meshes[ROLLOUT_ENGINE].devices.flat)
     size = bytes_per_device(state, devices=devices)
-    shared = meshes[REFERENCE] == meshes[POLICY] and stage.policy.model.lora
-    if stage.needs_reference and not (shared or config.reference.offload):
+    own = has_own_reference(config, stage.policy.model, meshes)
+    if stage.needs_reference and own and not config.reference.offload:
         size += reference_bytes(config, stage, meshes[REFERENCE], devices)
     return size
 
@@ -311,7 +315,9 @@ def reference_bytes(
     config: TrainConfig, stage: Stage, mesh: Mesh, devices: Collection[jax.Device] | None = None
 ) -> int:
     """Return the bytes of the frozen reference that belong to one device, of `devices` if they are given."""
-    cast = functools.partial(models.cast, dtype=config.model.dtype)
-    shapes = jax.eval_shape(cast, stage.abstract_state().params)
-    shardings = models.shardings(stage.policy.model, mesh, TRAIN)
+    cast, model = functools.partial(models.cast, dtype=config.model.dtype), stage.policy.model
+    if config.reference.path:
+        model = PRETRAINED.config(config.reference.path)
+    shapes = jax.eval_shape(cast, models.abstract(model))
+    shardings = models.shardings(model, mesh, TRAIN)
     return bytes_per_device(with_shardings(shapes, shardings), devices=devices)

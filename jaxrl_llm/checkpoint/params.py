@@ -32,7 +32,7 @@ class SavedParams(NamedTuple):
     frozen: str  # `models.lora.frozen_fingerprint` of the weights that are not saved; "" = all are
 
 
-def restore_params(run_dir: Path, step: int | None = None) -> SavedParams:
+def restore_params(run_dir: Path, step: int | None = None, ema: bool = False) -> SavedParams:
     """Return the weights as numpy arrays on the host, and the config of their model. Changes nothing.
 
     Of a run with adapters these are the trained weights alone (`models.lora.split_params`).
@@ -40,6 +40,35 @@ def restore_params(run_dir: Path, step: int | None = None) -> SavedParams:
     Args:
         run_dir: of the training run.
         step: which checkpoint; None = the newest valid one.
+        ema: return their exponential moving averages (`optim.ema`).
+
+    Raises:
+        UserError: no such checkpoint, it is damaged, or it has no averages.
+    """
+    folder = find_checkpoint(run_dir, step)
+    meta, saved = read_meta(folder), read_manifest(folder).arrays
+    config = _transformer_config(meta["model"])
+    prefixes = ("opt_state.ema.", "opt_state.inner.ema.") if ema else ("params.",)
+    prefix = next((p for p in prefixes if any(path.startswith(p) for path in saved)), None)
+    if prefix is None:
+        raise UserError(f"{folder} has no averages of the weights: the run was without --optim.ema")
+    target = lora.split_params(abstract(config))[0]
+    leaves = [
+        jax.ShapeDtypeStruct(x.shape, saved.get(f"{prefix}{name}", "float32").split("[")[0])
+        for name, x in named_leaves(target)
+        if x is not None  # frozen: not in the checkpoint
+    ]
+    target = jax.tree.unflatten(jax.tree.structure(target), leaves)
+    params = load_arrays(folder, target, prefix, on_host=True)
+    return SavedParams(int(folder.name), params, config, meta.get("frozen", ""))
+
+
+def find_checkpoint(run_dir: Path, step: int | None = None, checksums: bool = True) -> Path:
+    """Return the folder of a run's checkpoint, which is valid.
+
+    Args:
+        step: which checkpoint; None = the newest valid one.
+        checksums: read every byte; otherwise only that the files are there with their sizes.
 
     Raises:
         UserError: no such checkpoint, or it is damaged.
@@ -50,21 +79,10 @@ def restore_params(run_dir: Path, step: int | None = None) -> SavedParams:
         raise UserError(f"{folder}: no checkpoint; give the run_dir of a run that has saved one")
     if step is not None and step not in there:
         raise UserError(f"{folder}: no checkpoint of step {step}; there are {there}")
-    chosen = folders.newest_valid(folder, there if step is None else [step], checksums=True).step
+    chosen = folders.newest_valid(folder, there if step is None else [step], checksums).step
     if chosen is None:
         raise UserError(f"{folder}: no checkpoint can be used (each is named above with its fault)")
-    meta = read_meta(folder / str(chosen))
-    config = _transformer_config(meta["model"])
-    saved = read_manifest(folder / str(chosen)).arrays
-    target = lora.split_params(abstract(config))[0]
-    leaves = [
-        jax.ShapeDtypeStruct(x.shape, saved.get(f"params.{name}", "float32").split("[")[0])
-        for name, x in named_leaves(target)
-        if x is not None  # frozen: not in the checkpoint
-    ]
-    target = jax.tree.unflatten(jax.tree.structure(target), leaves)
-    params = load_arrays(folder / str(chosen), target, "params.", on_host=True)
-    return SavedParams(chosen, params, config, meta.get("frozen", ""))
+    return folder / str(chosen)
 
 
 def _transformer_config(fields: dict[str, Any]) -> TransformerConfig:

@@ -22,10 +22,12 @@ FIXED = (
     "model.architecture",
     "model.tokenizer",
     "model.dtype",
+    "reference.path",
     "lora",
     "optim.name",
     "optim.moments",
     "optim.store_param_remainders",
+    "optim.ema",
     "data",
     "max_prompt_tokens",  # decides which prompts are filtered, and so all that follow
     "prompts_per_step",  # step s reads prompts from s * prompts_per_step on
@@ -75,7 +77,12 @@ def check_resume(old: dict[str, Any], new: dict[str, Any], step: int) -> list[st
     return harmless
 
 
-def check_arrays(folder: Path, saved: dict[str, str], needed: dict[str, jax.ShapeDtypeStruct]) -> None:
+SAME_SETTINGS = "Put the settings it was saved with back, or start a new run with another --run_dir."
+
+
+def check_arrays(
+    folder: Path, saved: dict[str, str], needed: dict[str, jax.ShapeDtypeStruct], fix: str = SAME_SETTINGS
+) -> None:
     """Compare the arrays of a checkpoint ("params.layers.q" -> "float32[2,8]") with those to be filled.
 
     Raises:
@@ -91,10 +98,7 @@ def check_arrays(folder: Path, saved: dict[str, str], needed: dict[str, jax.Shap
         elif saved[path] != now[path]:
             lines.append(f"{path}: saved {saved[path]}, this run needs {now[path]}")
     if lines:
-        raise UserError(
-            f"{folder} holds the state of another model or optimizer:{_shown(lines)}\n"
-            "Put the settings it was saved with back, or start a new run with another --run_dir."
-        )
+        raise UserError(f"{folder} holds the state of another model or optimizer:{_shown(lines)}\n{fix}")
 
 
 def _check_algorithm(old: dict[str, Any], new: dict[str, Any]) -> None:

@@ -50,6 +50,16 @@ class CheckpointConfig:
     """max = a larger best_metric is better, min = a smaller one."""
     keep_best: CountOrZero = 1
     """Best checkpoints to keep."""
+    optimizer: bool = True
+    """Save the optimizer state. Without it checkpoints are a third as large, and a run that continues from
+    one starts its moments anew."""
+    hf_every: CountOrZero = 0
+    """Steps between exports of the model to exports/STEP/hf; 0 = none, but for the one at the end."""
+    hf_keep: CountOrZero = 0
+    """Newest of these exports to keep; 0 = all."""
+    push_to_hub: str = ""
+    """Hub repository (NAME/MODEL, or NAME/MODEL@BRANCH; a new one is private) that the model is uploaded to
+    at the end of the run; "" = none."""
     async_save: bool = True
     """Write in the background while training goes on."""
     on_full_disk: Literal["continue", "stop"] = "continue"
@@ -105,6 +115,8 @@ class Checkpointer:
         """
         self.wait()
         arrays = flatten_state(state)
+        if not self.config.optimizer:
+            arrays = {path: x for path, x in arrays.items() if not is_moment_path(path)}
         meta = json.loads(json.dumps(meta))  # a copy; and what is not JSON-able fails here
         metrics = {name: float(value) for name, value in metrics.items()}
         if on_first(lambda: self._exists(step)):
@@ -174,7 +186,8 @@ class Checkpointer:
                 mesh that it was saved from; or the function of a checkpoint's step that returns it.
             compatible: resolved config of this run, compared with the checkpoint's by `check_resume`.
 
-        Returns: (step, state, meta), or None if the run has no checkpoint yet.
+        Returns: (step, state, meta), or None if the run has no checkpoint yet. Optimizer state that was not
+            saved (`CheckpointConfig.optimizer`) stays as it is in `target`.
 
         Raises:
             UserError: there are checkpoints but none is valid; the config or the state does not fit.
@@ -195,7 +208,8 @@ class Checkpointer:
                 print_on_first(f"checkpoint: resuming with {line}")
         if isinstance(target, FunctionType):  # a model can be called, too
             target = target(step)
-        return step, load_arrays(folder, target), meta
+        saved_moments = any(map(is_moment_path, read_manifest(folder).arrays))
+        return step, load_arrays(folder, target, optional_moments=not saved_moments), meta
 
     def _choose(self) -> int | None:
         """Delete partial checkpoints, choose one and set damaged newer ones aside.
@@ -298,15 +312,28 @@ def _uncompressed() -> ocp.Context:
     return context
 
 
-def load_arrays(folder: Path, target: Any, prefix: str = "", on_host: bool = False) -> Any:
+def is_moment_path(path: str) -> bool:
+    """Return whether an array of a state is the optimizer's; averages of the weights are not."""
+    parts = path.split(".")
+    return "opt_state" in parts and "ema" not in parts
+
+
+def load_arrays(
+    folder: Path, target: Any, prefix: str = "", on_host: bool = False, optional_moments: bool = False
+) -> Any:
     """Return the part of a checkpoint below `prefix`, as a tree like `target`.
+
+    Args:
+        optional_moments: optimizer state may be missing; its leaves stay as they are.
 
     Raises:
         UserError: it has other arrays.
     """
-    wanted = {prefix + path: leaf for path, leaf in flatten_state(target).items()}
+    leaves = {prefix + path: leaf for path, leaf in flatten_state(target).items()}
+    needed = {path: x for path, x in leaves.items() if not (optional_moments and is_moment_path(path))}
     saved = read_manifest(folder).arrays
-    check_arrays(folder, {path: x for path, x in saved.items() if path.startswith(prefix)}, wanted)
-    read = lambda path: np.ndarray if on_host else wanted[path]
-    loaded = ocp.load(folder, {path: read(path) if path in wanted else ocp.PLACEHOLDER for path in saved})
-    return jax.tree.unflatten(jax.tree.structure(target), [loaded[path] for path in wanted])
+    check_arrays(folder, {path: x for path, x in saved.items() if path.startswith(prefix)}, needed)
+    read = lambda path: np.ndarray if on_host else needed[path]
+    loaded = ocp.load(folder, {path: read(path) if path in needed else ocp.PLACEHOLDER for path in saved})
+    tree = [loaded[path] if path in needed else leaf for path, leaf in leaves.items()]
+    return jax.tree.unflatten(jax.tree.structure(target), tree)

@@ -66,7 +66,7 @@ def side_by_side(
     response_part = lambda name: [
         i.signals[name][len(t.prompt_ids) :] for i, t in zip(items, trajectories, strict=True)
     ]
-    first = trajectories[0]
+    scores = [t.token_rewards for t in trajectories]
     index = {prompt: n for n, prompt in enumerate(dict.fromkeys(t.prompt_index for t in trajectories))}
     return Rollouts(
         rewards=rewards,
@@ -74,10 +74,8 @@ def side_by_side(
         mask=padded([t.mask for t in trajectories]),
         valid=jnp.asarray(jnp.isfinite(rewards), jnp.float32),
         truncated=numbers([t.finish == "length" for t in trajectories]),
-        components=numbers([t.components for t in trajectories]) if first.components else None,
-        token_rewards=padded([t.token_rewards for t in trajectories])
-        if first.token_rewards is not None
-        else None,
+        components=numbers([t.components for t in trajectories]) if trajectories[0].components else None,
+        token_rewards=None if scores[0] is None else padded(scores),
         greedy=numbers([t.greedy_reward for t in trajectories]),
         kl_coef=jnp.float32(kl_coef),
         **{name: padded(response_part(name)) for name in IN_ADVANTAGES if name in items[0].signals},
@@ -100,15 +98,16 @@ def _advantages(rollouts: Rollouts, algo: AlgoConfig) -> dict[str, jax.Array]:
 
 
 def split_minibatches(
-    items: Sequence[PackItem], count: int, seed: int, group_size: int = 1
+    items: Sequence[PackItem], count: int, seed: int, group_size: int = 1, epochs: int = 1
 ) -> list[list[PackItem]]:
     """Return at most `count` mini-batches of the shuffled items, none empty; one keeps their order.
 
     Args:
         group_size: consecutive items that are kept together.
+        epochs: passes over the items, each shuffled by itself; their mini-batches follow one another.
     """
     if count == 1:
-        return [list(items)] if items else []
-    order = np.random.default_rng(seed).permutation(len(items) // group_size)
-    parts = [part for part in np.array_split(order, count) if len(part)]
+        return [list(items)] * epochs if items else []
+    orders = [np.random.default_rng([seed, n]).permutation(len(items) // group_size) for n in range(epochs)]
+    parts = [part for order in orders for part in np.array_split(order, count) if len(part)]
     return [[items[group_size * g + i] for g in part for i in range(group_size)] for part in parts]

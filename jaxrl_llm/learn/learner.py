@@ -51,6 +51,7 @@ class Learner(ScoringModel):
         self.param_shardings = models.shardings(model, mesh, TRAIN)
         self.state_shapes = jax.eval_shape(self._fresh, models.abstract(model))
         self.state_shardings = self._shardings(self.state_shapes)
+        self.one_at_a_time = mesh.devices.flat[0].platform == "cpu"  # a long queue of collectives deadlocks
         self.grad_shardings = lora.split_params(self.param_shardings)[0]
         self._zeros = jax.jit(
             lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape, config.grad_dtype), params),
@@ -120,7 +121,7 @@ class Learner(ScoringModel):
         for items in minibatches:
             batches, totals = self._batches(items, self.config.rows), counts(items, self.group_size)
             state, metrics, scores = self.update_minibatch(state, batches, *totals, teachers)
-            collected.append(metrics)
+            collected.append(jax.block_until_ready(metrics) if self.one_at_a_time else metrics)
             logprobs.append(scores)
         if algos.requirements(self.algo).policy:
             self.write_signal("policy", minibatches, logprobs)

@@ -12,7 +12,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from jaxrl_llm import models
-from jaxrl_llm.learn.optim_states import quantize_moments, store_remainders
+from jaxrl_llm.learn.optim_states import average_weights, quantize_moments, store_remainders
 from jaxrl_llm.ranges import Count, CountOrZero, Fraction, Range
 from jaxrl_llm.structs import Params
 
@@ -34,6 +34,8 @@ class OptimConfig:
     """Learning rate after the warm-up: constant, or falling to final_fraction of the peak over the run."""
     warmup_steps: CountOrZero = 0
     """Updates over which the learning rate rises from 0."""
+    warmup_ratio: Fraction = 0.0
+    """The same as a fraction of the updates of the run, rounded up; 0 = warmup_steps."""
     final_fraction: Fraction = 0.1
     """Learning rate at the end of the run as a fraction of the peak."""
     b1: Decay = 0.9
@@ -48,6 +50,12 @@ class OptimConfig:
     """Storage of the moments; int8 is blockwise and companded, embeddings, norms and biases stay float32."""
     store_param_remainders: bool = False
     """Weights are bfloat16, and the other 16 bits of the float32 masters part of the optimizer state."""
+    ema: Annotated[float, Range(0, 1, open_high=True, usual="0.999 is usual")] = 0.0
+    """Decay of an exponential moving average of the trained weights, one step an update, kept in float32
+    beside the moments and exported to hf_ema; 0 = none."""
+    init_from: str = ""
+    """Run directory whose newest checkpoint has the moments to start from, of the same weights and optimizer;
+    the learning-rate schedule starts anew. "" = zeros."""
     grad_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the gradients between the micro-batches of an update, and until it is applied."""
     offload: bool = False
@@ -66,21 +74,25 @@ class OptimConfig:
         """Yield (field, what is wrong with it and the fix)."""
         if self.name == "adafactor" and self.moments != "float32":
             yield "moments", "is int8: adafactor's moments are factored and small; it must be float32."
+        if self.warmup_steps and self.warmup_ratio:
+            steps = f"warmup_steps {self.warmup_steps}"
+            yield "warmup_ratio", f"is {self.warmup_ratio}, beside {steps}: set one of them to 0."
 
 
 def make_schedule(config: OptimConfig, total_updates: int) -> optax.Schedule:
     """Return the learning rate as a function of the update number."""
     peak, end = config.learning_rate, config.learning_rate * config.final_fraction
-    decay_updates = max(total_updates - config.warmup_steps, 1)
+    warmup = config.warmup_steps or math.ceil(config.warmup_ratio * total_updates - 1e-6)  # 0.07 x 100 > 7
+    decay_updates = max(total_updates - warmup, 1)
     main = {
         "constant": lambda: optax.constant_schedule(peak),
         "cosine": lambda: optax.cosine_decay_schedule(peak, decay_updates, config.final_fraction),
         "linear": lambda: optax.linear_schedule(peak, end, decay_updates),
     }[config.schedule]()
-    if not config.warmup_steps:
+    if not warmup:
         return main
-    rise = optax.linear_schedule(0.0, peak, config.warmup_steps)
-    return optax.join_schedules([rise, main], [config.warmup_steps])
+    rise = optax.linear_schedule(0.0, peak, warmup)
+    return optax.join_schedules([rise, main], [warmup])
 
 
 def make_optimizer(config: OptimConfig, total_updates: int) -> optax.GradientTransformation:
@@ -96,6 +108,8 @@ def make_optimizer(config: OptimConfig, total_updates: int) -> optax.GradientTra
         optax.add_decayed_weights(config.weight_decay, mask=decayed),
         optax.scale_by_learning_rate(make_schedule(config, total_updates)),
     )
+    if config.ema:
+        optimizer = average_weights(optimizer, config.ema)
     return store_remainders(optimizer) if config.store_param_remainders else optimizer
 
 

@@ -1,6 +1,6 @@
-"""Optimizer states in fewer bytes: 8-bit moments, and remainders of weights that are stored in bfloat16.
+"""Optimizer states around optax's: 8-bit moments, remainders of bfloat16 weights, averages of the weights.
 
-Both wrap an optax transformation, whose arithmetic stays float32. Rounding needs no random numbers, so a
+Each wraps an optax transformation, whose arithmetic stays float32. Rounding needs no random numbers, so a
 resumed run is bit-equal, and blocks are parts of whole rows, so every mesh has the codes of one device.
 """
 
@@ -36,6 +36,13 @@ class MasterState(NamedTuple):
     """State of `store_remainders`: for each weight that is stored in bfloat16 the rest of its float32."""
 
     remainders: Params  # int16; MaskedNode for weights that are stored in float32
+    inner: Any
+
+
+class EmaState(NamedTuple):
+    """State of `average_weights`."""
+
+    ema: Params  # float32
     inner: Any
 
 
@@ -78,6 +85,31 @@ def store_remainders(inner: optax.GradientTransformation) -> optax.GradientTrans
         return updates, MasterState(_remainders(optax.apply_updates(params, updates)), new)
 
     return optax.GradientTransformation(init, update)
+
+
+def average_weights(inner: optax.GradientTransformation, decay: float) -> optax.GradientTransformation:
+    """Return the transformation with e = decay e + (1 - decay) w of the new weights w in its state.
+
+    The average starts at the weights before the first update, as in OpenRLHF, so it has no bias to correct.
+    """
+
+    def init(params):
+        return EmaState(jax.tree.map(lambda w: jnp.copy(w).astype(jnp.float32), params), inner.init(params))
+
+    def update(updates, state, params=None):
+        updates, new = inner.update(updates, state.inner, params)
+        weights = optax.apply_updates(params, updates)
+        ema = jax.tree.map(lambda e, w: e + (1 - decay) * (w - e), state.ema, weights)
+        return updates, EmaState(ema, new)
+
+    return optax.GradientTransformation(init, update)
+
+
+def averaged_weights(opt_state: Any) -> Params | None:
+    """Return the moving average of the trained weights, which may be in host memory; None = there is none."""
+    if isinstance(opt_state, MasterState):
+        opt_state = opt_state.inner
+    return opt_state.ema if isinstance(opt_state, EmaState) else None
 
 
 def master_weights(params: Params, opt_state: Any) -> Params:

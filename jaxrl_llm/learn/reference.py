@@ -25,7 +25,7 @@ from jaxrl_llm.structs import Params
 
 
 class Reference:
-    """Weights at the start of the last stage of a run, in the compute type.
+    """Weights at the start of the last stage of a run, or those of another model, in the compute type.
 
     Without an SFT warm-up they are the initial weights, loaded or initialised again when needed; after one
     they are saved once, in run_dir/reference.
@@ -35,6 +35,7 @@ class Reference:
         abstract: shapes and shardings of the policy's weights, to restore those that were saved into.
         mesh: of the reference, which then holds a copy of all its weights; None = the policy's.
         offload: keep them in host memory.
+        pretrained: returns the weights of another model, which is the reference all along; None = none.
     """
 
     def __init__(
@@ -45,9 +46,10 @@ class Reference:
         abstract: Params,
         mesh: Mesh | None = None,
         offload: bool = False,
+        pretrained: Callable[[], Params] | None = None,
     ):
         self.run_dir, self.dtype, self.initial, self.abstract = run_dir, dtype, initial, abstract
-        self.mesh, self.offload = mesh, offload
+        self.mesh, self.offload, self.pretrained = mesh, offload, pretrained
         self.weights: Params | None = None
         self.placed: Params | None = None
 
@@ -59,6 +61,9 @@ class Reference:
             step: the step about to be taken.
             current: present weights of the policy.
         """
+        if self.pretrained:
+            self.placed = self.pretrained() if self.placed is None else self.placed
+            return self.placed
         if self.mesh is None:
             return self._shared(start, step, current)
         if self.placed is None:

@@ -69,7 +69,8 @@ class Stage:
     start: int = 0
     steps: int = 0
     source: Source | None = None
-    minibatches: int = 1  # updates a step
+    minibatches: int = 1  # of a step, each an update
+    epochs: int = 1  # passes over them (`ppo_epochs`)
     critic: Learner | None = None
     critic_params: Params | None = None  # pretrained weights of the critic; None = the policy's
     critic_warmup: int = 0  # first steps in which the critic alone is updated
@@ -131,7 +132,7 @@ class Stage:
         self.score(state, experience.items, reference)
         kl_coef = float(state.kl_coef)
         items = credit.assign_credit(algo, experience.items, experience.trajectories, kl_coef, seed)
-        return credit.split_minibatches(items, self.minibatches, seed, self.policy.group_size)
+        return credit.split_minibatches(items, self.minibatches, seed, self.policy.group_size, self.epochs)
 
     def update(
         self, state: TrainState, minibatches: Sequence[Sequence[PackItem]], step: int

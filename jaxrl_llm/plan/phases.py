@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
-from jaxrl_llm.build.models import make_stages, trained_config
+from jaxrl_llm.build.models import has_own_reference, make_stages, trained_config
 from jaxrl_llm.config import TrainConfig, derived
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.scoring import ScoringModel
 from jaxrl_llm.learn.stage import Stage, loss_signals, policy_scores
+from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.plan import flops
 from jaxrl_llm.plan.models import ABSTRACT_MODELS, planned_model
 from jaxrl_llm.recipe.checks import check_model
@@ -80,7 +81,7 @@ def _always_resident(config: TrainConfig, stage: Stage, meshes: Mapping[str, Mes
         resident["parameters"].append(critic.params)
         resident["optimizer"].append(critic.opt_state)
     resident["frozen models"] += stage.teachers
-    if stage.needs_reference and (stage.reference_model or not stage.policy.model.lora):
+    if stage.needs_reference and has_own_reference(config, stage.policy.model, meshes):
         resident["frozen models"].append(_reference(config, stage, meshes))
     for i, reward in enumerate(config.reward.models):
         model = ABSTRACT_MODELS.config(reward.path)
@@ -92,11 +93,16 @@ def _always_resident(config: TrainConfig, stage: Stage, meshes: Mapping[str, Mes
 
 def _reference(config: TrainConfig, stage: Stage, meshes: Mapping[str, Mesh]) -> Any:
     """Return the abstract reference: with adapters, the policy's own arrays (`models.lora.base`)."""
-    model, dtype, mesh = stage.policy.model, jnp.dtype(config.model.dtype), meshes[REFERENCE]
-    if model.lora and mesh == meshes[POLICY]:
+    dtype, mesh = jnp.dtype(config.model.dtype), meshes[REFERENCE]
+    if not has_own_reference(config, stage.policy.model, meshes):
         return stage.policy.abstract_state().params
+    model = _reference_config(config, stage)
     params = ABSTRACT_MODELS.params("", model, models.shardings(model, mesh, TRAIN), dtype)
     return models.to_host(params) if config.reference.offload else params
+
+
+def _reference_config(config: TrainConfig, stage: Stage) -> TransformerConfig:
+    return ABSTRACT_MODELS.config(path) if (path := config.reference.path) else stage.policy.model
 
 
 def _rollout(
@@ -160,7 +166,7 @@ def _score(config: TrainConfig, stage: Stage, base: Resident, meshes: Mapping[st
         yield phase("critic", critic, critic.model, critic.abstract_state().params, ("values",))
     if stage.needs_reference:
         scored, params = stage.reference_model or policy, _reference(config, stage, meshes)
-        yield phase("reference", scored, policy.model, params, ("policy",))
+        yield phase("reference", scored, _reference_config(config, stage), params, ("policy",))
 
 
 def _update(
@@ -175,14 +181,14 @@ def _update(
     tokens, with_logits = rows * config.row_tokens, algos.requirements(learner.algo).policy
     work = flops.update_flops(learner.model, tokens, config.row_tokens / 2, config.model.remat, with_logits)
     results = grads if per_minibatch == 1 else None  # otherwise they replace an argument
-    accumulate = calls["accumulate"]
+    accumulate, times = calls["accumulate"], times * config.ppo_epochs
     yield Phase(f"{name}: accumulate", accumulate, resident, times, work, learner.mesh, results=results)
     weights = sum(math.prod(x.shape) for x in jax.tree.leaves(grads))
-    updates = config.minibatches_per_step
+    updates = config.updates_per_step
     yield Phase(f"{name}: apply", calls["apply"], resident, updates, 15.0 * weights, learner.mesh)
 
 
 def _microbatches(config: TrainConfig, model: ScoringModel, role: str) -> tuple[int, int]:
-    """Return (rows of a micro-batch, maximum micro-batches of a step)."""
+    """Return (rows of a micro-batch, maximum micro-batches of a pass over a step)."""
     sizes = derived(replace(config, mesh=config.mesh_of(role)), model.mesh.size)
     return model.config.rows, sizes["microbatches_per_update_at_most"] * config.minibatches_per_step

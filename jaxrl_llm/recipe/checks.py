@@ -219,6 +219,8 @@ def _model(config: TrainConfig) -> Iterator[str]:
     path, shape = config.model.path, config.model.architecture
     if config.critic.path and algos.requirements(config.algo).critic:
         yield from _model_folder("critic.path", config.critic.path)
+    if config.reference.path and algos.requirements(config.algo).reference:
+        yield from _model_folder("reference.path", config.reference.path)
     if path:
         yield from _model_folder("model.path", path)
         yield from _stored_shape(config, expand_home(path) / "config.json")
@@ -230,8 +232,17 @@ def _model(config: TrainConfig) -> Iterator[str]:
     for key in (key for key, optim in optims.items() if optim.store_param_remainders):
         if config.model.dtype != "bfloat16":
             yield f"--{key}.store_param_remainders is True: it needs --model.dtype bfloat16."
+        if not config.checkpoint.optimizer:
+            yield (
+                f"--{key}.store_param_remainders is True: the rest of each weight is optimizer state, which "
+                "--checkpoint.optimizer False does not save. Set one of them the other way."
+            )
         if config.lora.rank:
             yield f"--{key}.store_param_remainders is True: it is not for adapters. Set it to False."
+    for key in (key for key, optim in optims.items() if optim.init_from and config.warm_start.steps):
+        yield f"--{key}.init_from: the SFT warm-up would start with these moments. Set --warm_start.steps 0."
+    if config.critic.optim.ema:
+        yield f"--critic.optim.ema is {config.critic.optim.ema}: no critic is exported. Set it to 0."
     if config.model.adapter and not config.lora.rank:
         yield f"--model.adapter {config.model.adapter} needs --lora.rank R, the rank of that adapter."
 

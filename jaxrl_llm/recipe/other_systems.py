@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 
 MODEL = "--model.path"
+EMA = "--optim.ema 0.992"
 EPOCHS = "--epochs: passes over the data, in place of --steps"
+REFERENCE = "--reference.path"
 MICRO_BATCH = (
     "--tokens_per_device: micro-batches are measured in tokens, and gradients are accumulated over them"
 )
-MINIBATCHES = "--minibatches_per_step: optimizer updates a step"
+MINIBATCHES = "--minibatches_per_step: mini-batches of a step, each an optimizer update"
+PPO_EPOCHS = "--ppo_epochs"
 PROMPTS = "--prompts_per_step"
 RESPONSES = "--responses_per_prompt"
 PROMPT_TOKENS, RESPONSE_TOKENS = "--max_prompt_tokens", "--max_response_tokens"
@@ -44,6 +47,8 @@ SAME = {
     "generation_batch_size": PROMPTS,
     "batch_size": PROMPTS,
     "steps_per_generation": MINIBATCHES,
+    "num_iterations": PPO_EPOCHS,
+    "num_ppo_epochs": PPO_EPOCHS,
     "beta": f"{KL}; of DPO and its like --algo.beta",
     "epsilon": "--algo.clip_low",
     "epsilon_high": "--algo.clip_high",
@@ -54,7 +59,7 @@ SAME = {
     "mask_truncated_completions": "--algo.drop_truncated",
     "vllm_importance_sampling_correction": "--algo.correction.weight token",
     "lr_scheduler_type": SCHEDULE,
-    "warmup_ratio": "--optim.warmup_steps, in updates",
+    "warmup_ratio": "--optim.warmup_ratio",
     "adam_beta1": "--optim.b1",
     "adam_beta2": "--optim.b2",
     "adam_epsilon": "--optim.eps",
@@ -68,6 +73,9 @@ SAME = {
     "log_completions": "--log.samples",
     "save_steps": SAVE,
     "save_strategy": SAVE,
+    "save_only_model": "--checkpoint.optimizer False",
+    "push_to_hub": "--checkpoint.push_to_hub NAME/MODEL",
+    "hub_model_id": "--checkpoint.push_to_hub NAME/MODEL",
     "save_total_limit": "--checkpoint.keep",
     "eval_steps": EVAL,
     "eval_strategy": EVAL,
@@ -86,6 +94,7 @@ SAME = {
     "model_name_or_path": MODEL,
     "tokenizer_name": "--model.tokenizer",
     "tokenizer": "--model.tokenizer",
+    "ref_model": REFERENCE,
     "teacher_model_name_or_path": "--algo.teachers, of --algo gkd and --algo distill",
     "dataset": DATA,
     "dataset_name": f"{DATA} hub:OWNER/NAME",
@@ -117,6 +126,8 @@ SAME = {
     "rollout.name": "--rollout.engine",
     "n": RESPONSES,
     "ppo_mini_batch_size": MINIBATCHES,
+    "actor.ppo_epochs": PPO_EPOCHS,
+    "critic.ppo_epochs": f"{PPO_EPOCHS}, of policy and critic",
     "ppo_micro_batch_size": MICRO_BATCH,
     "ppo_micro_batch_size_per_gpu": MICRO_BATCH,
     "log_prob_micro_batch_size_per_gpu": MICRO_BATCH,
@@ -142,6 +153,8 @@ SAME = {
     "max_num_gen_batches": "--algo.max_draws",
     "rollout_is": "--algo.correction.weight",
     "rollout_is_threshold": "--algo.correction.cap",
+    "lr_warmup_steps": "--optim.warmup_steps, in updates",
+    "lr_warmup_steps_ratio": "--optim.warmup_ratio",
     "critic_warmup": "--critic.warmup_steps",
     "total_epochs": EPOCHS,
     "total_training_steps": "--steps",
@@ -154,6 +167,7 @@ SAME = {
     "project_name": WANDB,
     "experiment_name": RUN_DIR,
     "default_local_dir": RUN_DIR,
+    "save_contents": "--checkpoint.hf_every and --checkpoint.optimizer",
     "tensor_model_parallel_size": f"--mesh.tensor, of servers {SERVER_FLAGS}",
     "gpu_memory_utilization": SERVER_FLAGS,
     "ulysses_sequence_parallel_size": "--mesh.sequence, with --mesh.sequence_parallel ulysses",
@@ -163,6 +177,7 @@ SAME = {
     "hybrid_engine": "--sglang.colocated",
     # OpenRLHF
     "pretrain": MODEL,
+    "ref_pretrain": REFERENCE,
     "reward_pretrain": "--reward.models.0.path FOLDER",
     "critic_pretrain": "--critic.path",
     "remote_rm_url": REWARD,
@@ -171,8 +186,10 @@ SAME = {
     "micro_rollout_batch_size": "--rollout.slots",
     "rollout_batch_size": PROMPTS,
     "num_episodes": EPOCHS,
+    "max_epochs": f"{PPO_EPOCHS}, passes over the responses of a step",
     "prompt_max_len": PROMPT_TOKENS,
     "generate_max_len": RESPONSE_TOKENS,
+    "lr_warmup_ratio": "--optim.warmup_ratio",
     "actor_learning_rate": "--optim.learning_rate",
     "critic_learning_rate": "--critic.optim.learning_rate",
     "init_kl_coef": KL,
@@ -194,6 +211,9 @@ SAME = {
     "apply_chat_template": "--data.chat.render chat",
     "save_path": RUN_DIR,
     "ckpt_path": RUN_DIR,
+    "save_hf_ckpt": "--checkpoint.hf_every",
+    "enable_ema": EMA,
+    "ema_beta": EMA,
     "use_wandb": WANDB,
     # RL2
     "prompts_per_rollout": PROMPTS,
@@ -226,21 +246,15 @@ LORA = (
     "Here this is the group lora: --lora.rank, --lora.alpha, --lora.targets, --lora.rank_stabilized, "
     "--lora.quantize"
 )
-NO_EPOCHS = (
-    "There are no PPO epochs: a response is learned from once; --minibatches_per_step sets the updates"
-)
 NO_OFFLOAD = (
     "Trained weights stay on the devices: --optim.offload, --reference.offload, --mesh.fsdp, --model.remat "
     "and a smaller --tokens_per_device save memory"
 )
+NO_SYNC = "There is no update of the reference model: it stays as it was at the start, or is --reference.path"
 NO_NEED = "There is no such switch: it is always so"
 NO_RESUME = "There is no such switch: the same command continues what is in --run_dir"
 
 MISSING = {
-    "ppo_epochs": NO_EPOCHS,
-    "num_ppo_epochs": NO_EPOCHS,
-    "num_iterations": NO_EPOCHS,
-    "max_epochs": NO_EPOCHS,
     "lora_dropout": "There is no dropout of adapters",
     "attn_implementation": "There is no such switch: the attention kernel is chosen for the device",
     "flash_attn": "There is no such switch: the attention kernel is chosen for the device",
@@ -250,7 +264,9 @@ MISSING = {
     "use_remove_padding": NO_NEED,
     "use_dynamic_bsz": NO_NEED,
     "logging_steps": "There is no such switch: every step is logged",
-    "sync_ref_model": "There is no update of the reference model: it stays as it was at the start",
+    "sync_ref_model": NO_SYNC,
+    "ref_model_sync_steps": NO_SYNC,
+    "ref_model_mixup_alpha": NO_SYNC,
     "resume_from_checkpoint": NO_RESUME,
     "resume_mode": NO_RESUME,
     "load_checkpoint": NO_RESUME,
@@ -258,7 +274,7 @@ MISSING = {
     "param_offload": NO_OFFLOAD,
     "trust_remote_code": "There is no remote code: README.md lists the model families",
     "device": "There is no such switch: jax chooses; JAX_PLATFORMS=cpu in the environment is for the CPU",
-    "local_rank": "There is no launcher: start the same command on each host (docs/recipes.md)",
+    "local_rank": "There is no launcher: start the same command on each host (docs/launching.md)",
 }
 """Flag of another system -> what is there in its place."""
 

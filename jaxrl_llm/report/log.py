@@ -35,6 +35,8 @@ OUTPUTS = {
     "checkpoints": "checkpoints",
     "Hugging Face": "hf",
     "adapter": "adapter",
+    "averaged weights": "hf_ema",
+    "exports": "exports",
 }
 
 

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxrl_llm import models
+from jaxrl_llm.build.exports import kept_exports
 from jaxrl_llm.build.models import make_stages, trained_config
 from jaxrl_llm.build.placement import make_meshes
 from jaxrl_llm.config import TrainConfig
@@ -31,6 +32,7 @@ from jaxrl_llm.envs.tools.sandbox import Sandbox
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host.memory import available_bytes
 from jaxrl_llm.host.start import COMPILATION_CACHE
+from jaxrl_llm.learn.optim_states import averaged_weights
 from jaxrl_llm.models.lora import base_config, trained_state
 from jaxrl_llm.plan.models import ABSTRACT_MODELS, planned_model
 from jaxrl_llm.recipe.load import from_command_line
@@ -201,7 +203,7 @@ def check_disk(folder: Path, needed: int) -> Finding:
 
 
 def written_bytes(config: TrainConfig) -> int:
-    """Return the bytes that a run has on the disk: checkpoints, one more while it is written, the export."""
+    """Return the bytes that a run has on the disk: checkpoints, one more while it is written, exports."""
     jax.config.update("jax_platforms", "cpu")  # the accelerators are examined in a process of their own
     own = {"mesh": MeshConfig(), "devices": "all"}
     roles = {name: replace(getattr(config, name), mesh=None, devices="") for name in PLACED}
@@ -209,10 +211,13 @@ def written_bytes(config: TrainConfig) -> int:
     model = trained_config(planned_model(config.model), config)
     meshes = make_meshes(alone, jax.devices("cpu")[:1])
     state = make_stages(alone, model, meshes, ABSTRACT_MODELS)[-1].abstract_state()
+    if not config.checkpoint.optimizer:
+        state = replace(state, opt_state=averaged_weights(state.opt_state))
     kept = config.checkpoint.keep + (config.checkpoint.keep_best if config.checkpoint.best_metric else 0) + 1
     saved = bytes_per_device(trained_state(state)) + bytes_per_device(trained_state(state), HOST)
     weights = bytes_per_device(models.abstract(base_config(model))) // 4
-    return kept * saved + weights * jnp.dtype(config.model.dtype).itemsize
+    exported = weights * jnp.dtype(config.model.dtype).itemsize * (2 if config.optim.ema else 1)
+    return kept * saved + (1 + kept_exports(config.checkpoint, config.steps)) * exported
 
 
 def check_sandbox(needed: bool) -> Finding:

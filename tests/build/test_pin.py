@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl_llm import algos
 from jaxrl_llm.build.pin import pin_models
-from jaxrl_llm.config import CriticConfig, ModelConfig, TrainConfig
+from jaxrl_llm.config import CriticConfig, ModelConfig, ReferenceConfig, TrainConfig
 from jaxrl_llm.hf.hub_name import HubName, parse_hub_name
 from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.recipe.dump import describe_run
@@ -65,11 +65,13 @@ def test_a_run_keeps_the_commit_that_it_began_with(tmp_path, hub):
         run_dir=str(tmp_path / "run"),
         model=ModelConfig(path="hf://org/model", tokenizer="tiny"),
         critic=CriticConfig(path="org/critic@v2"),
+        reference=ReferenceConfig(path="org/reference@v3"),
         algo=algo,
     )
     pinned = pin_models(config)
     assert pinned.model.path == f"org/model@{OLD}" and pinned.model.tokenizer == "tiny"
     assert pinned.critic.path == f"org/critic@{OLD}"
+    assert pinned.reference.path == f"org/reference@{OLD}"
     assert pinned.algo.teachers == (f"org/teacher@{OLD}", str(tmp_path))
     assert pin_models(pinned) == pinned
     (tmp_path / "run").mkdir()

@@ -12,13 +12,14 @@ from jax._src.array import ArrayImpl
 
 from jaxrl_llm import models
 from jaxrl_llm.algos import gkd, grpo, ppo
-from jaxrl_llm.build.models import make_stages, trained_config
+from jaxrl_llm.build.models import has_own_reference, load_frozen, make_stages, trained_config
 from jaxrl_llm.build.placement import make_meshes
 from jaxrl_llm.config import (
     CriticConfig,
     LoraConfig,
     MeshConfig,
     OptimConfig,
+    ReferenceConfig,
     RolloutConfig,
     TrainConfig,
     WarmStartConfig,
@@ -49,6 +50,7 @@ CASES = {
     "grpo": dict(algo=grpo.Config(kl_coef=0.1)),
     "adapters": dict(algo=grpo.Config(kl_coef=0.1), lora=LoraConfig(rank=2)),
     "ppo": dict(algo=ppo.Config(kl_coef=0.0), critic=CriticConfig(path="critic", optim=OPTIM)),
+    "other": dict(algo=grpo.Config(kl_coef=0.1), reference=ReferenceConfig(path="other")),
     "gkd": dict(algo=gkd.Config(teachers=("teacher",))),
     "gkd of one sample": dict(algo=gkd.Config(teachers=("teacher",), form="policy_gradient")),
 }
@@ -117,8 +119,9 @@ def built(case, role=None, placement=None, tmp_path=Path(), offload=False):
 
     other = meshes[REFERENCE] if meshes[REFERENCE] != meshes[POLICY] else None
     first = functools.partial(initial, REFERENCE)
-    abstract, offload = stage.policy.abstract_state().params, config.reference.offload
-    reference = Reference(tmp_path, "float32", first, abstract, other, offload)
+    abstract, path = stage.policy.abstract_state().params, config.reference.path
+    load = functools.partial(load_frozen, config, path, meshes[REFERENCE], RandomModels()) if path else None
+    reference = Reference(tmp_path, "float32", first, abstract, other, config.reference.offload, load)
     with jax.set_mesh(meshes[POLICY]):
         state = stage.init_state(initial())
         if config.lora.rank:  # B is zero at first
@@ -164,6 +167,26 @@ def test_a_model_of_any_placement_gives_the_step_of_one_device(case, placement):
     place = set(jax.devices()[4:8] if placement.devices else jax.devices()[:4])
     weights = {"critic": state.critic and state.critic.params, "teacher": stage.teachers, "reference": frozen}
     assert devices_of(weights[ROLES[case]]) == place
+
+
+@pytest.mark.parametrize("lora, offload", [(LoraConfig(), True), (LoraConfig(rank=2), False)], ids=str)
+def test_a_reference_of_another_model_scores_with_its_own_weights(monkeypatch, lora, offload):
+    """Of the second step, too, and with adapters it is a second model."""
+    monkeypatch.setitem(CASES, "other", CASES["other"] | {"lora": lora})
+    stage, state, reference = built("other", "reference", OTHER_DEVICES, offload=offload)
+    own = RandomModels().params("other", MODEL, None, "float32")
+    items = [from_trajectory(t) for t in trajectories(3)]
+    expected = [score["policy"] for score in stage.policy.score(own, items)]
+    with jax.set_mesh(stage.policy.mesh):
+        for step in range(2):
+            stage.score(state, items, reference.params(0, step, state.params))
+            for item, logprobs in zip(items, expected, strict=True):
+                np.testing.assert_allclose(item.signals["reference"], logprobs, atol=1e-5)
+    config = replace(BASE, **CASES["other"])
+    assert has_own_reference(config, stage.policy.model, make_meshes(config))
+    assert has_own_reference(replace(config, reference=ReferenceConfig()), MODEL, make_meshes(config))
+    config = replace(config, reference=ReferenceConfig())
+    assert has_own_reference(config, stage.policy.model, make_meshes(config)) == (not lora.rank)
 
 
 def test_models_are_all_started_before_the_first_is_waited_for(monkeypatch):

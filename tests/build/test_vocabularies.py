@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl_llm import algos
 from jaxrl_llm.build.models import check_vocabularies, load_model_config
-from jaxrl_llm.config import CriticConfig, ModelConfig, TrainConfig, TransformerConfig
+from jaxrl_llm.config import CriticConfig, ModelConfig, ReferenceConfig, TrainConfig, TransformerConfig
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.hf.export import save_description
@@ -81,3 +81,9 @@ def test_teachers_and_critics_read_the_tokens_of_the_policy(folders):
     with pytest.raises(ConfigError, match=f"the critic {other} has another tokenizer"):
         check_vocabularies(config, make_tokenizer())
     check_vocabularies(replace(config, critic=CriticConfig(path=same)), make_tokenizer())
+    grpo, reference = algos.ALGOS["grpo"], ReferenceConfig(path=other)
+    config = replace(TrainConfig(), algo=grpo.Config(kl_coef=0.1), reference=reference)
+    with pytest.raises(ConfigError, match=f"the reference {other} has another tokenizer"):
+        check_vocabularies(config, make_tokenizer())
+    check_vocabularies(replace(config, reference=ReferenceConfig(path=same)), make_tokenizer())
+    check_vocabularies(replace(config, algo=grpo.Config(kl_coef=0.0)), make_tokenizer())  # has no reference

@@ -62,7 +62,7 @@ def test_no_room_for_the_export_either(tmp_path, capsys, monkeypatch, full_after
     assert train(tmp_path) == 1
     said = capsys.readouterr().err
     assert "step 2, the last, is not saved" in said
-    assert f"The model is not exported: {tmp_path}/hf: the export needs" in said
+    assert f"The model is not exported or uploaded: {tmp_path}/hf: the export needs" in said
     assert not (tmp_path / "hf").exists()
 
 

@@ -69,6 +69,17 @@ def test_minibatches_keep_groups_together():
     assert len(split_minibatches(items[:2], 3, seed=1)) == 2
 
 
+def test_each_epoch_is_all_items_in_an_order_of_its_own():
+    """The first epoch is that of a step with one epoch, numpy's permutation of the seed."""
+    items = [PackItem(np.array([i]), np.ones(1)) for i in range(8)]
+    parts = split_minibatches(items, 2, seed=5, epochs=3)
+    numbers = [[int(item.tokens[0]) for item in part] for part in parts]
+    assert numbers[:2] == [[1, 4, 2, 3], [7, 5, 6, 0]] and split_minibatches(items, 2, seed=5) == parts[:2]
+    assert numbers[2:4] == [[4, 2, 5, 0], [7, 6, 3, 1]]
+    assert sorted(numbers[4] + numbers[5]) == list(range(8)) and numbers[4:] != numbers[2:4]
+    assert split_minibatches(items, 1, seed=5, epochs=3) == [items] * 3
+
+
 @pytest.mark.parametrize("lengths", [(3, 5), (1, 1)])
 def test_rollouts_are_padded_to_a_power_of_two(lengths):
     trajectories = [trajectory(1.0, [5] * n) for n in lengths]

@@ -1,5 +1,6 @@
 """Optimizers: one step by hand each, ranges of their settings, and updates that must be skipped."""
 
+import dataclasses
 from typing import get_args, get_type_hints
 
 import jax
@@ -146,6 +147,18 @@ def test_schedules():
     rate = make_schedule(OptimConfig(learning_rate=1.0, schedule="cosine", warmup_steps=10), 110)
     assert [float(rate(i)) for i in (0, 5, 10, 60, 110)] == pytest.approx([0, 0.5, 1, 0.55, 0.1], abs=1e-6)
     assert float(make_schedule(OptimConfig(learning_rate=0.5), 9)(7)) == 0.5
+
+
+def test_a_warm_up_by_ratio():
+    """7% of 100 updates are 7, though 0.07 x 100 is 7.000000000000001; 3% of 110 are 3.3, rounded up."""
+    linear = OptimConfig(learning_rate=1.0, schedule="linear", final_fraction=0.0)
+    rate = make_schedule(dataclasses.replace(linear, warmup_ratio=0.07), 100)
+    assert [float(rate(i)) for i in (0, 1, 7, 100)] == pytest.approx([0, 1 / 7, 1, 0], abs=1e-6)
+    assert float(rate(7 + 31)) == pytest.approx(1 - 31 / 93)
+    rate = make_schedule(dataclasses.replace(linear, warmup_ratio=0.03), 110)
+    assert [float(rate(i)) for i in (2, 4, 57)] == pytest.approx([0.5, 1, 0.5])
+    both = dataclasses.replace(linear, warmup_ratio=0.03, warmup_steps=5)
+    assert list(problems(both)) == [("warmup_ratio", "is 0.03, beside warmup_steps 5: set one of them to 0.")]
 
 
 def test_decay_spares_norms_and_biases():

@@ -19,6 +19,7 @@ from jaxrl_llm.learn.optim import OptimConfig, make_optimizer
 from jaxrl_llm.learn.optim_states import (
     MasterState,
     Quantized,
+    averaged_weights,
     dequantize,
     float32_params,
     master_weights,
@@ -220,6 +221,49 @@ def test_remainders_need_bfloat16_and_no_adapters():
     assert "--optim.store_param_remainders is True: it is not for adapters." in str(caught.value)
 
 
+# -- averages of the weights
+
+
+@pytest.mark.parametrize("remainders", [False, True])
+def test_averages_by_hand(remainders):
+    """w = 2, 1.5, 1; e = 2, 2 + 0.1 (1.5 - 2) = 1.95, 1.95 + 0.1 (1 - 1.95) = 1.855."""
+    config = OptimConfig(name="sgd", b1=0.0, learning_rate=0.5, ema=0.9, store_param_remainders=remainders)
+    optimizer, weights = make_optimizer(config, 10), {"w": jnp.full((2, 2), 2.0)}
+    state = optimizer.init(weights)
+    collected = [averaged_weights(state)["w"]]
+    for _ in range(2):
+        updates, state = optimizer.update({"w": jnp.ones((2, 2))}, state, weights)
+        weights = optax.apply_updates(weights, updates)
+        collected.append(averaged_weights(state)["w"])
+    np.testing.assert_allclose([e[0, 0] for e in collected], [2.0, 1.95, 1.855], rtol=1e-6)
+    assert float(weights["w"][0, 0]) == 1.0
+    assert averaged_weights(make_optimizer(OptimConfig(), 10).init(weights)) is None
+
+
+def test_averages_change_no_weight_and_are_sharded_like_them():
+    """They are 4 bytes a weight of the optimizer state."""
+    one = MeshConfig(fsdp=1)
+    plain, averaged = learner(one), learner(one, ema=0.9)
+    state, trajectory = start(plain), []
+    for step in range(3):
+        trajectory.append(jax.tree.map(np.asarray, state.params))
+        state = updated(plain, state, [step]) if step < 2 else state
+    state = updated(averaged, start(averaged), range(2))
+    assert_equal(state.params, trajectory[2])
+    e = trajectory[0]
+    for weights in trajectory[1:]:
+        e = jax.tree.map(lambda a, b: a + 0.1 * (b - a), e, weights)
+    for x, y in zip(jax.tree.leaves(averaged_weights(state.opt_state)), jax.tree.leaves(e), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
+    plain, averaged = learner(), learner(ema=0.9)  # on eight devices; nothing is compiled
+    abstract = averaged.abstract_state()
+    assert [x.sharding for x in jax.tree.leaves(abstract.opt_state.ema)] == [
+        x.sharding for x in jax.tree.leaves(abstract.params)
+    ]
+    size = bytes_per_device(abstract.opt_state) - bytes_per_device(plain.abstract_state().opt_state)
+    assert size == bytes_per_device(abstract.params)
+
+
 # -- runs
 
 MODEL = TransformerConfig(
@@ -283,7 +327,9 @@ def test_eight_bits_resume_bit_equal_and_live_on_the_host(name, tmp_path):
 
 
 def test_remainders_resume_bit_equal_and_live_on_the_host(tmp_path):
-    check_resume_and_offload(tmp_path, moments="int8", store_param_remainders=True, dtype="bfloat16")
+    """So do averages of the weights beside them."""
+    settings = {"moments": "int8", "store_param_remainders": True, "dtype": "bfloat16", "ema": 0.9}
+    check_resume_and_offload(tmp_path, **settings)
 
 
 def test_bfloat16_weights_with_remainders_train_as_float32_masters():

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from refusals import refusal
 
-from jaxrl_llm.algos import gkd, reward_model, sft
+from jaxrl_llm.algos import gkd, grpo, reward_model, sft
 from jaxrl_llm.algos.clipped import ClippedConfig
 from jaxrl_llm.build.data import open_loaders
 from jaxrl_llm.config import (
+    CheckpointConfig,
     CriticConfig,
     DataConfig,
     EnvConfig,
@@ -22,12 +23,14 @@ from jaxrl_llm.config import (
     MeshConfig,
     ModelConfig,
     OptimConfig,
+    ReferenceConfig,
     RewardConfig,
     RewardModelConfig,
     SamplingConfig,
     ScoreConfig,
     SourceConfig,
     TransformerConfig,
+    WarmStartConfig,
     derived,
 )
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
@@ -70,6 +73,30 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
         (
             dict(algo=reward_model.Config(), eval=EvalConfig(judge="http://host")),
             "--eval.judge compares responses, and reward_model generates none. Set --eval.judge ''.",
+        ),
+        (
+            dict(algo=grpo.Config(kl_coef=0.1), reference=ReferenceConfig(path="/no/such")),
+            "--reference.path /no/such: no such folder. Set a Hugging Face folder (config.json and "
+            "*.safetensors), a GGUF file, or a hub name such as Qwen/Qwen3-0.6B.",
+        ),
+        (
+            dict(
+                optim=OptimConfig(store_param_remainders=True), checkpoint=CheckpointConfig(optimizer=False)
+            ),
+            "--optim.store_param_remainders is True: the rest of each weight is optimizer state, which "
+            "--checkpoint.optimizer False does not save. Set one of them the other way.",
+        ),
+        (
+            dict(optim=OptimConfig(init_from="runs/a"), warm_start=WarmStartConfig(steps=1)),
+            "--optim.init_from: the SFT warm-up would start with these moments. Set --warm_start.steps 0.",
+        ),
+        (
+            dict(critic=CriticConfig(optim=OptimConfig(ema=0.9))),
+            "--critic.optim.ema is 0.9: no critic is exported. Set it to 0.",
+        ),
+        (
+            dict(algo=sft.Config(), ppo_epochs=2),
+            "--ppo_epochs is 2: sft learns from a data set, not responses. Set it to 1.",
         ),
         (
             dict(reward=RewardConfig(weight=0.0)),
@@ -437,6 +464,7 @@ def test_derived_numbers_by_hand(config):
         "microbatches_per_update_at_most": 1,
         "rows_per_scored_microbatch": 12,
     }
+    assert derived(replace(config, ppo_epochs=3), 4) == {**derived(config, 4), "updates": 60}
     score = lambda tokens: derived(replace(config, score=ScoreConfig(tokens)), 4)[
         "rows_per_scored_microbatch"
     ]

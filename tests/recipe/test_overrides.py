@@ -278,9 +278,8 @@ def test_a_value_of_another_type(value, hint):
             "--lora.quantize.",
         ),
         (
-            "ppo_epochs",
-            "There are no PPO epochs: a response is learned from once; "
-            "--minibatches_per_step sets the updates.",
+            "actor_rollout_ref.actor.ppo_epochs",
+            "Here it is --ppo_epochs.",
         ),
         (
             "vllm_anything",

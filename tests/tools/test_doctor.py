@@ -84,6 +84,10 @@ def test_bytes_that_a_run_writes():
     one = doctor.written_bytes(config) - doctor.written_bytes(fewer)
     weights = (doctor.written_bytes(config) - 3 * one) / 2
     assert one == pytest.approx(12 * weights, rel=1e-3)
+    more = ("--checkpoint.hf_every", "10", "--checkpoint.hf_keep", "3", "--optim.ema", "0.9")
+    bare = recipe("--model.dtype", "bfloat16", "--checkpoint.optimizer", "false", "--steps", "100", *more)
+    expected = (bare.checkpoint.keep + 1) * 8 + (3 + 1) * 2 * 2  # weights and averages, in both places
+    assert doctor.written_bytes(bare) == pytest.approx(expected * weights, rel=1e-3)
     adapters = doctor.written_bytes(recipe("--lora.rank", "1", "--optim.learning_rate", "1e-4"))
     assert adapters < doctor.written_bytes(recipe()) / 3
 

@@ -28,6 +28,7 @@ from jaxrl_llm.config import (
 )
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import ConfigError, UserError
+from jaxrl_llm.hf.export import save_description
 from jaxrl_llm.learn.reference import freeze
 from jaxrl_llm.models import LoraConfig, TransformerConfig
 from jaxrl_llm.models.presets import preset
@@ -314,6 +315,28 @@ def test_memory_is_that_of_the_devices_that_a_phase_runs_on():
     assert decode.memory["parameters"] == decode.memory["optimizer"] == 0
     assert decode.memory["frozen models"] == pytest.approx(2 * size / 4, rel=0.05)  # bfloat16
     assert decode.memory["rollout weights"] == pytest.approx(4 * size / 2, rel=0.05)
+
+
+def test_a_plan_counts_the_epochs_of_a_step():
+    """16 trajectories in two mini-batches of 8, a micro-batch of 8 rows of 8 tokens on each; three passes."""
+    config = dataclasses.replace(CONFIG, ppo_epochs=3, mesh=MeshConfig(fsdp=4, tensor=2))
+    calls = {phase.name: phase.calls for phase in phases(config, make_meshes(config))}
+    assert calls["score: policy"] == calls["score: reference"] == 2
+    assert calls["update: accumulate"] == calls["update: apply"] == 2 * 3
+
+
+def test_a_plan_holds_the_reference_of_another_model(tmp_path):
+    """Beside adapters, whose base is otherwise the reference: all its weights in bfloat16, on 8 devices."""
+    larger = dataclasses.replace(SMALL, num_layers=5)
+    path = str(save_description(larger, tmp_path / "larger"))
+    config = dataclasses.replace(CONFIG, lora=LoraConfig(rank=2), mesh=MeshConfig(fsdp=8))
+    score = lambda config: {p.name: p for p in phases(config, make_meshes(config))}["score: reference"]
+    own, other = score(config), score(dataclasses.replace(config, reference=ReferenceConfig(path=path)))
+    assert bytes_per_device(own.resident["frozen models"]) == 0
+    size = sum(math.prod(w.shape) for w in jax.tree.leaves(models.abstract(larger)))
+    assert bytes_per_device(other.resident["frozen models"]) == pytest.approx(2 * size / 8, rel=0.1)
+    head = flops.head_flops(SMALL, 8 * 8)
+    assert (other.flops - head) / (own.flops - head) == pytest.approx(5 / 2)
 
 
 def test_a_plan_compiles_what_rollout_calls(monkeypatch):

@@ -1,0 +1,116 @@
+"""Hugging Face folders of a run: at its end, and every n steps."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxrl_llm import algos, models
+from jaxrl_llm.checkpoint.state import CheckpointConfig
+from jaxrl_llm.config import TrainConfig
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.export import check_export_folder, save_model
+from jaxrl_llm.hf.peft import save_adapter
+from jaxrl_llm.hf.upload import check_upload, upload_folder
+from jaxrl_llm.host.processes import on_first, print_on_first
+from jaxrl_llm.learn.optim_states import averaged_weights
+from jaxrl_llm.models import lora
+from jaxrl_llm.sharding.rules import on_device
+from jaxrl_llm.structs import Params, TrainState
+
+EXPORTS = "exports"
+EMA = "_ema"  # after the names of folders with averaged weights
+
+
+def check_export_folders(config: TrainConfig) -> None:
+    """Refuse places for the exports at the end of a run that have something else, or cannot be uploaded to.
+
+    Raises:
+        UserError: names what is there, or what is missing.
+    """
+    if config.checkpoint.push_to_hub:
+        check_upload("checkpoint.push_to_hub", config.checkpoint.push_to_hub)
+    for suffix in ("", EMA)[: 2 if config.optim.ema else 1]:
+        check_export_folder(Path(config.run_dir) / f"hf{suffix}")
+        if config.lora.rank:
+            check_export_folder(Path(config.run_dir) / f"adapter{suffix}", "adapter_config.json")
+
+
+def export_due(config: CheckpointConfig, done: int) -> bool:
+    """Return whether to export after a step: every n steps, the last one included, for a run may go on."""
+    return bool(config.hf_every) and done % config.hf_every == 0
+
+
+def kept_exports(config: CheckpointConfig, steps: int) -> int:
+    """Return how many of the exports in between a run of so many steps leaves on the disk."""
+    count = steps // config.hf_every if config.hf_every else 0
+    return min(count, config.hf_keep) if config.hf_keep else count
+
+
+def export_models(config: TrainConfig, tokenizer: Any, state: TrainState, folder: Path) -> None:
+    """Write the model, its adapters merged, to folder/hf, and its adapters to folder/adapter. A collective.
+
+    Averages of the weights (`optim.ema`) are written likewise, to hf_ema and adapter_ema.
+
+    Raises:
+        OSError, UserError, RunError: as `save_model`.
+    """
+    _export(config, tokenizer, state.params, folder)
+    if (averages := averaged_weights(state.opt_state)) is not None:
+        averages = jax.tree.map(lambda e: jax.device_put(e, on_device(e.sharding)), averages)
+        frozen = lora.split_params(state.params)[1]
+        _export(config, tokenizer, lora.join_params(averages, frozen), folder, EMA)
+
+
+def push_model(config: TrainConfig, step: int) -> None:
+    """Upload run_dir/hf to `checkpoint.push_to_hub`, if that is set. A collective.
+
+    Raises:
+        RunError: as `hf.upload.upload_folder`.
+    """
+    if name := config.checkpoint.push_to_hub:
+        hub = lambda: check_upload("checkpoint.push_to_hub", name)
+        message = f"Step {step} of {config.run_dir}"
+        url = on_first(lambda: upload_folder(Path(config.run_dir) / "hf", hub(), message))
+        print_on_first(f"uploaded: {url}")
+
+
+def export_step(config: TrainConfig, tokenizer: Any, state: TrainState, step: int) -> None:
+    """Export to run_dir/exports/<step>, then delete older ones (`checkpoint.hf_keep`). A collective.
+
+    Where the disk is full the run goes on, unless `checkpoint.on_full_disk` is "stop".
+
+    Raises:
+        OSError, UserError, RunError: as `save_model`.
+    """
+    folder = Path(config.run_dir) / EXPORTS
+    try:
+        export_models(config, tokenizer, state, folder / str(step))
+    except (OSError, UserError) as error:
+        if config.checkpoint.on_full_disk == "stop":
+            raise
+        print_on_first(f"step {step} is NOT exported: {error}")
+    on_first(lambda: _prune(folder, config.checkpoint.hf_keep))
+
+
+def _export(config: TrainConfig, tokenizer: Any, params: Params, folder: Path, suffix: str = "") -> None:
+    if algos.requirements(config.algo).policy:  # other models keep their value head
+        params = models.without_value_head(params)
+    base = lora.base_config(params.config)
+    save_model(params, base, folder / f"hf{suffix}", tokenizer, dtype=config.model.dtype)
+    if params.config.lora:
+        save_adapter(params, folder / f"adapter{suffix}", config.model.path)
+
+
+def _prune(folder: Path, keep: int) -> None:
+    """Delete all but the newest exports; each is renamed first, so that none is ever there in part."""
+    for left in folder.glob(".*.deleted"):
+        shutil.rmtree(left)
+    steps = sorted((int(path.parent.name) for path in folder.glob("[0-9]*/hf")), reverse=True)
+    for step in steps[keep:] if keep else []:
+        os.replace(folder / str(step), folder / f".{step}.deleted")
+        shutil.rmtree(folder / f".{step}.deleted")
