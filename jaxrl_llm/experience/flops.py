@@ -25,7 +25,7 @@ def step_flops(
         step: of the stage, from 0.
     """
     done = generation_flops(stage, experience) + scoring_flops(stage, experience.items)
-    return done + update_flops(stage, minibatches, step)
+    return done + learning_flops(stage, minibatches, step)
 
 
 def generation_flops(stage: Stage, experience: Experience) -> float:
@@ -69,7 +69,7 @@ def scoring_flops(stage: Stage, items: Sequence[PackItem]) -> float:
     return total
 
 
-def update_flops(stage: Stage, minibatches: Sequence[Sequence[PackItem]], step: int) -> float:
+def learning_flops(stage: Stage, minibatches: Sequence[Sequence[PackItem]], step: int) -> float:
     """Return the FLOPs of `Stage.update`, with those of the teachers that the loss reads."""
     lengths = [len(item.tokens) for items in minibatches for item in items]
     total = 0.0

@@ -12,6 +12,8 @@ from jaxrl_llm.models.lora import MARK
 from jaxrl_llm.models.params import abstract, named_leaves
 from jaxrl_llm.models.transformer import window_sizes
 
+Number = int | float
+
 
 def layer_weights(c: TransformerConfig) -> int:
     """Return the number of weights in the matrix products of all layers."""
@@ -19,12 +21,12 @@ def layer_weights(c: TransformerConfig) -> int:
     return c.num_layers * (attention + 3 * c.hidden_size * c.mlp_size)
 
 
-def head_flops(c: TransformerConfig, tokens: float) -> float:
+def head_flops(c: TransformerConfig, tokens: Number) -> float:
     """Return the FLOPs from hidden states to logits."""
     return 2.0 * tokens * c.hidden_size * c.vocab_size
 
 
-def attention_flops(c: TransformerConfig, tokens: float, context: float) -> float:
+def attention_flops(c: TransformerConfig, tokens: Number, context: Number) -> float:
     """Return the FLOPs of scores and weighted values.
 
     Args:
@@ -34,12 +36,12 @@ def attention_flops(c: TransformerConfig, tokens: float, context: float) -> floa
     return 4.0 * tokens * c.num_heads * c.head_dim * keys
 
 
-def forward_flops(c: TransformerConfig, tokens: float, context: float) -> float:
+def forward_flops(c: TransformerConfig, tokens: Number, context: Number) -> float:
     """Return the FLOPs of the layers, without the head."""
     return 2.0 * tokens * layer_weights(c) + attention_flops(c, tokens, context)
 
 
-RECOMPUTED: dict[str, Callable[[TransformerConfig, float, float], float]] = {
+RECOMPUTED: dict[str, Callable[[TransformerConfig, Number, Number], float]] = {
     "none": lambda c, tokens, context: 0.0,
     "dots": lambda c, tokens, context: 0.0,
     "attention": lambda c, tokens, context: 2.0 * tokens * layer_weights(c),
@@ -50,7 +52,9 @@ RECOMPUTED: dict[str, Callable[[TransformerConfig, float, float], float]] = {
 recomputes elementwise operations only; all but attention for "attention"."""
 
 
-def update_flops(c: TransformerConfig, tokens: float, context: float, remat: str, with_logits: bool) -> float:
+def update_flops(
+    c: TransformerConfig, tokens: Number, context: Number, remat: str, with_logits: bool
+) -> float:
     """Return the FLOPs of forward, backward (twice the forward) and recomputation.
 
     Args:
@@ -99,7 +103,7 @@ def training_flops(c: TransformerConfig, lengths: Iterable[int], logits: bool = 
     return 3 * sequence_flops(c, lengths, logits) - frozen
 
 
-def _causal_keys(length: int, window: float) -> float:
+def _causal_keys(length: int, window: int) -> float:
     """Return the number of (query, key) pairs of a causal sequence, at most `window` keys a query."""
     near = min(length, window)
     return near * (near + 1) / 2 + (length - near) * near
