@@ -108,6 +108,7 @@ class RunLog:
         """Yield start, ..., total - 1; the body takes step n + 1, which is profiled if that was asked for."""
         self.clock.charge()
         self.clock.outside = "other"
+        self.progress.phase("", begins=False)
         if self.profiler.steps and self.profiler.steps[-1] <= start:
             self.message("no profile: its steps are done")
         for step in range(start, total):
@@ -123,7 +124,7 @@ class RunLog:
             with self.clock.phase(name):
                 yield
         finally:
-            self.progress.phase(outer)
+            self.progress.phase(outer, begins=False)
             self._count(self.last_step if name == "checkpoint" else None)
 
     def step(

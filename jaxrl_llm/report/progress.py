@@ -69,12 +69,12 @@ class Progress:
             self.live = Live(self.bar, console=Console(), refresh_per_second=4, redirect_stderr=redirected)
             self.live.start()
 
-    def phase(self, name: str) -> None:
-        """Show the present phase of the run; "" = none."""
+    def phase(self, name: str, begins: bool = True) -> None:
+        """Show the present phase of the run, "" = none; `begins` is False on the return from an inner one."""
         self.phase_name, now = name, time.perf_counter()
         if self.live:
             self.bar.update(self.task, phase=name, since=now)
-        elif name and self.kind == "plain" and now - self.printed >= QUIET_SECONDS:
+        elif begins and self.kind == "plain" and now - self.printed >= QUIET_SECONDS:
             self.message(f"step {min(self.done + 1, self.total)}/{self.total}: {name}")
 
     def step(self, step: int, row: Mapping[str, Any]) -> None:

@@ -295,6 +295,65 @@ def test_plain_progress_is_one_line_a_step(tmp_path, monkeypatch, capsys):
     ]
 
 
+def shown_by(kind, capsys, rows, total=100):
+    display = progress.Progress(kind, total)
+    for row in rows:
+        display.step(row["step"], row)
+    display.close()
+    return capsys.readouterr().out
+
+
+def test_the_remaining_time_counts_evaluations_by_their_average_and_compilation_never(capsys):
+    """Steps of 2 s, one of four with 8 s of evaluation and saving: 4 s each on average, 96 to go."""
+    often = {"kind": "train", "time/step": 2.0}
+    rows = [{"step": 1, **often, "time/step": 32.0, "time/compile": 25.0, "time/start": 5.0}]
+    rows += [{"step": 2, **often}, {"step": 3, **often}]
+    rows += [{"step": 4, **often, "time/step": 10.0, "time/evaluate": 7.0, "time/checkpoint": 1.0}]
+    out = shown_by("plain", capsys, rows).splitlines()
+    assert [line.split("  ")[-1] for line in out] == ["3:18 left", "3:16 left", "3:14 left", "6:24 left"]
+
+
+def test_steps_of_the_warm_up_do_not_predict_those_of_the_run(capsys):
+    rows = [{"step": 0, "kind": "start", "eval/pass@1": 0.25, "time/step": 50.0}]
+    rows += [{"step": s, "kind": "warm_start", "loss": 2.0, "time/step": 0.5} for s in (1, 2)]
+    rows += [{"step": s, "kind": "train", "loss": 1.0, "time/step": 4.0} for s in (3, 4)]
+    assert shown_by("plain", capsys, rows, total=10).splitlines() == [
+        "evaluation at step 0/10  pass@1 0.25",
+        "step 1/10  loss 2  0 tokens/s",
+        "step 2/10  loss 2  0 tokens/s",
+        "step 3/10  loss 1  0 tokens/s  0:28 left",
+        "step 4/10  loss 1  0 tokens/s  0:24 left",
+    ]
+
+
+def test_each_evaluation_is_a_line_that_stays(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "150")
+    row = {
+        "step": 5,
+        "loss": 1.0,
+        "eval/pass@1": 0.5,
+        "eval/maj@4": 0.625,
+        "eval/note": "x",
+        "eval/bad": None,
+    }
+    line = "evaluation at step 5/100  pass@1 0.5  maj@4 0.625"
+    assert shown_by("plain", capsys, [row]).splitlines()[0] == line
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert line in shown_by("rich", capsys, [row, {"step": 6, "loss": 0.5}])
+    assert shown_by("none", capsys, [row]) == ""
+    many = {"step": 5, **{f"eval/source_{i}": i / 10 for i in range(11)}}
+    assert shown_by("plain", capsys, [many]).splitlines()[0].endswith("  and 3 more in metrics.jsonl")
+
+
+def test_a_long_step_shows_its_phases_in_a_log_without_a_terminal(tmp_path, monkeypatch, capsys):
+    clock = Clock(monkeypatch)
+    log = RunLog(tmp_path, LogConfig(progress="plain", tensorboard=False), 9, resume_step=3)
+    for name, seconds in (("rollout", 61.0), ("reward", 30.0), ("update", 100.0), ("checkpoint", 1.0)):
+        with log.phase(name):
+            clock.now += seconds
+    assert capsys.readouterr().out.splitlines() == ["step 4/9: reward", "step 4/9: checkpoint"]
+
+
 def test_the_live_panel_shows_phase_metrics_speed_and_gives_the_terminal_back(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
