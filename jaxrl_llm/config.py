@@ -17,7 +17,7 @@ from jaxrl_llm.learn.optim import LearningRate, OptimConfig
 from jaxrl_llm.models.config import LoraConfig, RopeConfig, TransformerConfig
 from jaxrl_llm.ranges import CountOrZero, Range, SecondsOrZero
 from jaxrl_llm.report.config import LogConfig
-from jaxrl_llm.report.profile import profiled_steps
+from jaxrl_llm.report.profiler import profiled_steps
 from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
 from jaxrl_llm.rollout.engine import SamplingConfig

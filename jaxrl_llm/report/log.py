@@ -22,7 +22,7 @@ from jaxrl_llm.report import curve, jsonl, loggers
 from jaxrl_llm.report.config import LogConfig
 from jaxrl_llm.report.goodput import FILE as GOODPUT_FILE
 from jaxrl_llm.report.goodput import PHASES, Goodput, PhaseClock
-from jaxrl_llm.report.profile import Profiler
+from jaxrl_llm.report.profiler import Profiler
 from jaxrl_llm.report.progress import Progress, format_duration
 from jaxrl_llm.structs import Metrics, Trajectory
 
@@ -212,7 +212,7 @@ class RunLog:
         self._try(GOODPUT_FILE, lambda: self.goodput.write(now=done is not None))
 
     def _open_loggers(self, config: LogConfig, resume_step: int) -> None:
-        """Open the loggers that the settings name, each with the run that an earlier start has begun."""
+        """Open the loggers that the settings name, each with the run of an earlier start."""
         runs = self._try(loggers.RUNS_FILE, lambda: loggers.LoggerRuns(self.run_dir, resume_step))
         self.runs = runs or loggers.LoggerRuns(self.run_dir, -1)
         make = {

@@ -11,7 +11,7 @@ from jaxrl_llm.config import TrainConfig, WarmStartConfig
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.report.config import LogConfig
 from jaxrl_llm.report.log import RunLog
-from jaxrl_llm.report.profile import profiled_steps
+from jaxrl_llm.report.profiler import profiled_steps
 
 QUIET = LogConfig(progress="none", tensorboard=False)
 
