@@ -9,6 +9,7 @@ from jaxrl_llm.experience.rollouts import RolloutSource
 from jaxrl_llm.learn.stage import Experience, Stage, policy_scores
 from jaxrl_llm.models.flops import sequence_flops, training_flops
 from jaxrl_llm.models.lora import base_config
+from jaxrl_llm.rollout.native.asynchronous import AsynchronousEngine
 from jaxrl_llm.rollout.native.engine import NativeEngine
 
 
@@ -40,13 +41,14 @@ def generation_flops(stage: Stage, experience: Experience) -> float:
     generated = len(experience.prompts) * (source.responses + stage.requires.greedy)
     lengths = [t.num_tokens for t in trajectories]
     model, total = stage.policy.model, 0.0
-    if isinstance(source.engine, NativeEngine):
+    native = isinstance(source.engine, NativeEngine | AsynchronousEngine)
+    if native:
         prompts = sequence_flops(model, (len(t.prompt_ids) for t in trajectories))
         total += sequence_flops(model, lengths) - prompts
     for reward in source.scorer.reward_models:
         total += sequence_flops(reward.params.config, lengths, logits=False)
     total *= generated / len(trajectories)
-    if isinstance(source.engine, NativeEngine):
+    if native:
         total += sequence_flops(model, (len(p.ids) for p in experience.prompts), logits=False)
     return total
 

@@ -243,7 +243,8 @@ class RunLog:
         for name, logger in list(self.loggers.items()):
             if not self.runs.has(name, step):
                 self._try(name, lambda logger=logger: logger.step(step, row, samples))
-                self.runs.logged(name, step)
+                if name in self.loggers:  # it has not failed
+                    self.runs.logged(name, step)
         self._try(loggers.RUNS_FILE, self.runs.write)
 
     def _try(self, name: str, action: Callable[[], Any]) -> Any:

@@ -15,6 +15,7 @@ from jaxrl_llm.learn.stage import Experience
 from jaxrl_llm.models import LoraConfig, TransformerConfig
 from jaxrl_llm.models.flops import sequence_flops, training_flops
 from jaxrl_llm.models.lora import with_lora
+from jaxrl_llm.rollout.native.asynchronous import AsynchronousEngine
 from jaxrl_llm.rollout.native.engine import NativeEngine
 
 MODEL = TransformerConfig(
@@ -86,6 +87,8 @@ def test_grpo():
     assert flops_of(own, experience()) == GENERATED + UPDATE
     own = stage(replace(config, kl_coef=0.1), "recompute", source=rollout_source())
     assert flops_of(own, experience(), epochs=2) == GENERATED + 2 * FORWARD + 2 * UPDATE
+    own = stage(config, source=rollout_source(engine=AsynchronousEngine))
+    assert flops_of(own, experience()) == GENERATED + UPDATE
     own = stage(config, source=rollout_source(engine=object))  # SGLang servers, on devices of theirs
     assert flops_of(own, experience()) == UPDATE
 

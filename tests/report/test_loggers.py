@@ -120,6 +120,7 @@ def test_wandb_gets_numbers_and_tables_and_is_left_alone_when_it_fails(tmp_path,
         "warning: wandb cannot be written (ConnectionError: no network); training continues.\n"
     )
     assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 3
+    assert json.loads((tmp_path / "run/loggers.json").read_text())["wandb"]["step"] == 1
 
 
 def test_settings_that_are_not_given_are_left_to_the_environment(tmp_path, monkeypatch):
