@@ -16,7 +16,8 @@ from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.learn.optim import LearningRate, OptimConfig
 from jaxrl_llm.models.config import LoraConfig, MoEConfig, RopeConfig, TransformerConfig
 from jaxrl_llm.ranges import CountOrZero, Range, SecondsOrZero
-from jaxrl_llm.report.log import LogConfig
+from jaxrl_llm.report.config import LogConfig
+from jaxrl_llm.report.profiler import profiled_steps
 from jaxrl_llm.rewards.builtin import REWARDS
 from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig, name_problem
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
@@ -219,6 +220,9 @@ class TrainConfig:
     (devices 0 to 3 of each process)."""
     max_runtime: SecondsOrZero = 0.0
     """Seconds after which the run saves and stops; 0 = no limit."""
+    profile: str = ""
+    """Steps to profile, FIRST:LAST with both (3:5 = 3, 4 and 5, as in metrics.jsonl), or one; "" = none. The
+    trace is written to RUN/profile."""
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -238,8 +242,9 @@ class TrainConfig:
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, problem) for the devices and the sizes of a step."""
+        """Yield (field, problem) for the devices, the profile and the sizes of a step."""
         yield from device_problems(self.devices)
+        yield from self._profile_problems()
         trajectories, updates = self.trajectories_per_step, self.minibatches_per_step
         if trajectories > MAX_TRAJECTORIES:
             yield (
@@ -260,6 +265,21 @@ class TrainConfig:
                 "ppo_epochs",
                 f"is {self.ppo_epochs}: {name} learns from a data set, not responses. Set it to 1.",
             )
+
+    def _profile_problems(self) -> Iterator[tuple[str, str]]:
+        try:
+            steps = profiled_steps(self.profile)
+        except ValueError as error:
+            yield "profile", str(error)
+            return
+        total = self.warm_start.steps + self.steps
+        if steps and steps[-1] > total:
+            yield "profile", f"is {self.profile!r}: the run has {total} steps, from 1 to {total}."
+
+    @property
+    def profiled(self) -> range:
+        """Steps to profile, numbered from 1."""
+        return profiled_steps(self.profile)
 
     @property
     def placements(self) -> dict[str, PlacementConfig]:

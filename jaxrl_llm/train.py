@@ -15,6 +15,7 @@ if __name__ == "__main__":  # before jax, whose import takes seconds
 import contextlib
 import dataclasses
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -30,6 +31,7 @@ from jaxrl_llm.checkpoint.state import Checkpointer
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.experience.evaluate import evaluate_all
+from jaxrl_llm.experience.flops import step_flops
 from jaxrl_llm.experience.rollouts import CURSOR_FILE, PARTIAL_FILE
 from jaxrl_llm.host.command import run_command
 from jaxrl_llm.host.lock import run_dir_lock
@@ -37,19 +39,16 @@ from jaxrl_llm.host.signals import deferred
 from jaxrl_llm.host.start import start_host
 from jaxrl_llm.host.stop import EXIT_STOPPED, Stop
 from jaxrl_llm.host.watch import watched_processes
+from jaxrl_llm.learn.nonfinite import stop_if_nonfinite
 from jaxrl_llm.learn.optim_states import float32_params
 from jaxrl_llm.learn.reference import Reference
-from jaxrl_llm.learn.stage import Experience, Stage
+from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.models.lora import trained_state
 from jaxrl_llm.recipe.dump import describe_run, dump
 from jaxrl_llm.recipe.load import ResolvedRecipe, from_command_line
 from jaxrl_llm.report.log import RunLog
 from jaxrl_llm.rollout.sglang.server import Outage
 from jaxrl_llm.structs import Metrics, Params, TrainState
-
-
-class NonFiniteError(RunError):
-    """NaN or Inf in loss, gradient or weights of several updates in a row."""
 
 
 class UnsavedError(RunError):
@@ -93,14 +92,14 @@ def execute_together(
     resolved: ResolvedRecipe, argv: Sequence[str], reward: Callable | None, closing: contextlib.ExitStack
 ) -> Ended:
     """Run in every process; `closing` collects the resources to close at the end, with all processes."""
-    config, run_dir = resolved.config, Path(resolved.config.run_dir)
+    began, config, run_dir = time.perf_counter(), resolved.config, Path(resolved.config.run_dir)
     closing.enter_context(run_dir_lock(run_dir))
     config = pin_models(config)
     run = build(config, closing, reward)
     closing.enter_context(jax.set_mesh(run.mesh))
     checkpoints = closing.enter_context(contextlib.closing(Checkpointer(config.checkpoint, run_dir)))
     state, start = restore(run, checkpoints)
-    log = RunLog(run_dir, config.log, run.total, resume_step=start or -1)
+    log = RunLog(run_dir, config.log, run.total, start or -1, run.devices, config.profiled, began)
     closing.enter_context(contextlib.closing(log))
     introduce(log, run, describe_run(run.config, resolved.recipe, list(argv)), start)
     with Stop(config.max_runtime) as stop:
@@ -125,7 +124,7 @@ def train(
     if start > run.stages[-1].start:
         files = {name: checkpoints.file(start, name) or b"" for name in (CURSOR_FILE, PARTIAL_FILE)}
         source.resume(files, start - run.stages[-1].start, state.params, int(state.version))
-    for step in range(start, run.total):
+    for step in log.steps(start, run.total):
         if reason := outage.reason or stop.requested(step, checkpoints.longest_save):
             break
         stage = run.stage(step)
@@ -142,14 +141,15 @@ def train(
         with log.phase("update"):
             state, metrics = stage.update(state, minibatches, step - stage.start)
             metrics = {"kl": None, **experience.metrics, **jax.device_get(metrics)}
-        stop_if_nonfinite(state, experience, config, step + 1, stage.end)
+        stop_if_nonfinite(state, experience, config.run_dir, config.optim.max_nonfinite, step + 1, stage.end)
 
         done = step + 1
         if eval_due(run, done):
             with outage:
                 metrics |= evaluate(run, state, reference, done, log)
         log.samples(done, samples_of(run, step, experience))
-        log.step(done, metrics, experience.tokens, stage.name)  # before the step's checkpoint, see RunLog
+        flops = step_flops(stage, experience, minibatches, step - stage.start, frozen)
+        log.step(done, metrics, experience.tokens, stage.name, flops)  # before the checkpoint, see RunLog
         with log.phase("checkpoint"):
             run.export(state, done)
             if checkpoint_due(config, done, run.total):
@@ -214,7 +214,7 @@ def eval_due(run: Run, done: int) -> bool:
 def evaluate(run: Run, state: TrainState, reference: Reference, done: int, log: RunLog) -> Metrics:
     """Return the metrics of all evaluators; their samples are logged."""
     frozen = lambda: reference_params(run.stages[-1], reference, done, state)
-    with log.phase("evaluation"):
+    with log.phase("evaluate"):
         metrics, samples = evaluate_all(run.evaluators, state, frozen, done)
     log.samples(done, samples, limit=len(samples))
     return metrics
@@ -228,34 +228,6 @@ def reference_params(stage: Stage, reference: Reference, step: int, state: Train
 def checkpoint_due(config: TrainConfig, done: int, total: int) -> bool:
     """Return whether to save: every n steps, and at the end."""
     return done == total or done % (config.checkpoint.every or total) == 0
-
-
-def stop_if_nonfinite(
-    state: TrainState, experience: Experience, config: TrainConfig, done: int, end: int
-) -> None:
-    """End the run after too many skipped updates in a row; its checkpoints stay as they are.
-
-    Args:
-        end: last step of the stage; one in which every update was skipped has trained nothing.
-
-    Raises:
-        NonFiniteError: names the file that the offending batch was written to.
-    """
-    models = [s for s in (state, state.critic) if s]
-    skipped = max(int(s.nonfinite) for s in models)
-    untrained = done == end and any(int(s.nonfinite) and not int(s.version) for s in models)
-    if skipped < config.optim.max_nonfinite and not untrained:
-        return
-    path = Path(config.run_dir) / f"nonfinite_step_{done}.npz"
-    arrays = {}
-    for i, item in enumerate(experience.items):
-        arrays |= {f"{i}.{name}": x for name, x in {"tokens": item.tokens, **item.signals}.items()}
-    np.savez(path, **arrays)
-    raise NonFiniteError(
-        f"{skipped} updates in a row had NaN or Inf in loss, gradient or weights at step {done}; none changed"
-        f" the weights. The batch is in {path}. Lower --optim.learning_rate or look at its rewards; the same "
-        "command continues from the last checkpoint."
-    )
 
 
 def finite_metrics(metrics: Metrics) -> Metrics:

@@ -65,7 +65,7 @@ OPTIONAL = (
     *(f"{role}.mesh.fsdp" for role in ("critic", "reference", "rollout", "teacher")),
 )
 """Keys of parts that recipes may lack."""
-OUTPUTS = re.compile(r"(runs|checkpoints|eval|exports|(hf|adapter)(_ema)?|tensorboard)/")  # of a run
+OUTPUTS = re.compile(r"(runs|checkpoints|eval|exports|(hf|adapter)(_ema)?|profile|tensorboard)/")  # of a run
 PLACEHOLDER = re.compile(
     r"my_\w+\.py(:\w+)?|(file|RECIPE|FILE)\.(py|gguf)(:\w+)?|[A-Z_]+|\.\.\.|/path/.*|\[.*"
 )

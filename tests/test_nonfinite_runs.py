@@ -5,12 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxrl_llm.config import TrainConfig
+from jaxrl_llm.learn.nonfinite import NonFiniteError, stop_if_nonfinite
 from jaxrl_llm.learn.optim import OptimConfig
 from jaxrl_llm.learn.stage import Experience
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.report.progress import format_metrics
-from jaxrl_llm.train import NonFiniteError, stop_if_nonfinite
 
 
 def state(nonfinite, version, critic=None):
@@ -30,13 +29,13 @@ def state(nonfinite, version, critic=None):
     ],
 )
 def test_a_run_ends_after_too_many_skipped_updates_or_if_none_was_applied(state, done, stops, tmp_path):
-    config, experience = TrainConfig(run_dir=str(tmp_path)), Experience([], {}, 0)
-    assert config.optim.max_nonfinite == 5
+    experience, most = Experience([], {}, 0), OptimConfig().max_nonfinite
+    assert most == 5
     if not stops:
-        stop_if_nonfinite(state, experience, config, done, end=99)
+        stop_if_nonfinite(state, experience, str(tmp_path), most, done, end=99)
         return
     with pytest.raises(NonFiniteError, match=f"[35] updates in a row had NaN or Inf .* at step {done}; none"):
-        stop_if_nonfinite(state, experience, config, done, end=99)
+        stop_if_nonfinite(state, experience, str(tmp_path), most, done, end=99)
 
 
 def test_skipped_updates_are_in_the_line_of_their_step():

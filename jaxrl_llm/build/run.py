@@ -90,6 +90,11 @@ class Run:
         return next(s for s in self.stages if s.start <= step < s.end)
 
     @property
+    def devices(self) -> list[jax.Device]:
+        """Devices of all models, once each."""
+        return sorted({d for own in self.meshes.values() for d in own.devices.flat}, key=lambda d: d.id)
+
+    @property
     def mesh(self) -> Mesh:
         """Mesh of the policy."""
         return self.meshes[POLICY]

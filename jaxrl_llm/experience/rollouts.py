@@ -74,7 +74,8 @@ class RolloutSource:
         with timer("rollout"):
             if self.weight_noise:
                 params = perturbed(params, weight_noise_key(self.key, step), self.weight_noise)
-            metrics = dict(self.engine.publish(params, version))
+            with timer("publish"):
+                metrics = dict(self.engine.publish(params, version))
             for ahead in range(min(self.max_staleness + 1, self.steps - step)):
                 self._start(self.cursor + ahead)
         prompts: list[Prompt] = []

@@ -117,6 +117,7 @@ class LogprobCache:
 
     def __init__(self, max_bytes: int = 2**28):
         self.max_bytes, self.size = max_bytes, 0
+        self.computed: list[int] = []  # tokens of each row that was not here, at the last start of the model
         self._rows: OrderedDict[tuple[bytes, bytes], np.ndarray] = OrderedDict()
 
     def get(self, item: PackItem) -> np.ndarray | None:
@@ -151,6 +152,7 @@ def start_reference(
         return functools.partial(_write, items, model.start(reference, items))
     known = [cache.get(item) for item in items]
     new = complete_groups([i for i, row in enumerate(known) if row is None], model.group_size)
+    cache.computed = [len(items[i].tokens) for i in new]
     pending = model.start(reference, [items[i] for i in new]) if new else list
 
     def write() -> None:

@@ -17,10 +17,10 @@ from jaxrl_llm import algos, models
 from jaxrl_llm.build.models import trained_config
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.learn.optim import make_optimizer
+from jaxrl_llm.models.flops import layer_weights
 from jaxrl_llm.models.lora import split_params
 from jaxrl_llm.models.quantize import TILE
 from jaxrl_llm.models.transformer import REMAT
-from jaxrl_llm.plan.flops import layer_weights
 from jaxrl_llm.plan.models import planned_model
 from jaxrl_llm.plan.plan import PhaseCost, Plan
 from jaxrl_llm.plan.report import format_bytes

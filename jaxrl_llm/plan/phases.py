@@ -17,8 +17,7 @@ from jaxrl_llm.config import TrainConfig, derived
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.scoring import ScoringModel
 from jaxrl_llm.learn.stage import Stage, loss_signals, policy_scores
-from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.plan import flops
+from jaxrl_llm.models import TransformerConfig, flops
 from jaxrl_llm.plan.models import ABSTRACT_MODELS, planned_model
 from jaxrl_llm.recipe.checks import check_model
 from jaxrl_llm.rollout.native.engine import NativeEngine

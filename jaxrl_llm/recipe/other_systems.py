@@ -69,7 +69,7 @@ SAME = {
     "output_dir": RUN_DIR,
     "run_name": RUN_DIR,
     "logging_dir": RUN_DIR,
-    "report_to": f"{WANDB}, --log.mlflow EXPERIMENT and --log.tensorboard",
+    "report_to": f"{WANDB}, --log.mlflow EXPERIMENT, --log.swanlab PROJECT and --log.tensorboard",
     "log_completions": "--log.samples",
     "save_steps": SAVE,
     "save_strategy": SAVE,

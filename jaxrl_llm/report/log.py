@@ -1,4 +1,4 @@
-"""Log of a run: metrics.jsonl and samples.jsonl; tensorboard, wandb, mlflow; progress; summary.
+"""Log of a run: metrics.jsonl and samples.jsonl; tensorboard, wandb, mlflow, swanlab; progress; summary.
 
 A logger that fails (full disk, no network) is reported once and dropped; training continues.
 """
@@ -10,28 +10,33 @@ import json
 import math
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 
-from jaxrl_llm.ranges import CountOrZero
+from jaxrl_kernels.chips import peak_flops
 from jaxrl_llm.report import curve, jsonl, loggers
+from jaxrl_llm.report.config import LogConfig
+from jaxrl_llm.report.goodput import FILE as GOODPUT_FILE
+from jaxrl_llm.report.goodput import PHASES, Goodput, PhaseClock
+from jaxrl_llm.report.profiler import Profiler
 from jaxrl_llm.report.progress import Progress, format_duration
 from jaxrl_llm.structs import Metrics, Trajectory
 
-PHASES = ("rollout", "reward", "update", "checkpoint")  # whose times are in every line
-
-PROMPTS = "prompts.jsonl"
+METRICS, SAMPLES, PROMPTS = "metrics.jsonl", "samples.jsonl", "prompts.jsonl"
 SUMMARY = (*curve.HELD_OUT, "eval/score", "eval/loss")  # held-out metrics of the summary
+UNMEASURED = ("evaluate", "checkpoint", "compile", "profile", "start")
+"""Phases in which a step neither generates nor learns; perf/... are of the others."""
 OUTPUTS = {
     "curve": "curve.png",
-    "metrics": "metrics.jsonl",
-    "samples": "samples.jsonl",
+    "metrics": METRICS,
+    "samples": SAMPLES,
     "prompts": PROMPTS,
+    "profile": "profile",
     "checkpoints": "checkpoints",
     "Hugging Face": "hf",
     "adapter": "adapter",
@@ -40,57 +45,59 @@ OUTPUTS = {
 }
 
 
-@dataclass(frozen=True)
-class LogConfig:
-    """Progress, samples and loggers of a run; metrics.jsonl is always written."""
-
-    progress: Literal["auto", "rich", "plain", "none"] = "auto"
-    """Display of progress; auto = rich on a terminal, else plain lines."""
-    samples: CountOrZero = 4
-    """Responses of each step written to samples.jsonl."""
-    sample_tokens: CountOrZero = 1024
-    """First tokens of such a response that are written with advantage and log-probs; 0 = none."""
-    tensorboard: bool = True
-    """Write tensorboard events into the run directory."""
-    wandb: str = ""
-    """Weights & Biases project; "" = off (needs the extra "wandb")."""
-    mlflow: str = ""
-    """MLflow experiment; "" = off (needs the extra "mlflow")."""
-
-
 class RunLog:
-    """Log files and progress of a run. Only process 0 writes.
+    """Log files and progress of a run. Only process 0 writes, except profiles.
 
         log = RunLog(run_dir, config.log, total_steps, resume_step=restored)
-        with log.phase("rollout"): ...
-        log.samples(step, sample_rows(trajectories, prompt_rows))
-        log.step(step, metrics, tokens=n)      # before the step's checkpoint: a resumed run keeps the line
-        log.finish(next_command="...")         # log.close() in any case
+        for step in log.steps(restored, total_steps):
+            with log.phase("rollout"): ...
+            log.samples(step, sample_rows(trajectories, prompt_rows))
+            log.step(step, metrics, tokens=n)  # before the step's checkpoint: a resumed run keeps the line
+        log.finish(next_command="...")  # log.close() in any case
 
     On resume, lines after `resume_step` (-1: all) are dropped: the files of a resumed run equal those of an
-    uninterrupted one (but for times).
+    uninterrupted one (but for times). Loggers get every step once, also those that an earlier start could not
+    send.
+
+    Args:
+        devices: of the run, for perf/...; () = none.
+        profile: steps to profile, numbered from 1.
+        began: time.perf_counter() when the start-up began; None = now.
     """
 
-    def __init__(self, run_dir: str | Path, config: LogConfig, total_steps: int, resume_step: int = 0):
+    def __init__(
+        self,
+        run_dir: str | Path,
+        config: LogConfig,
+        total_steps: int,
+        resume_step: int = 0,
+        devices: Sequence[jax.Device] = (),
+        profile: range = range(0),
+        began: float | None = None,
+    ):
         self.run_dir, self.num_samples = Path(run_dir), config.samples
-        self.is_writer = jax.process_index() == 0
+        self.is_writer, self.devices = jax.process_index() == 0, devices
         self.warned: set[str] = set()
         self.loggers: dict[str, loggers.Logger] = {}
+        self.shown: list[dict[str, Any]] = []  # samples of the step
         self.total_steps, self.last_step = total_steps, max(resume_step, 0)
         self.progress = Progress(
             config.progress if self.is_writer else "none", total_steps, max(resume_step, 0)
         )
         self.started = self.step_started = time.perf_counter()
-        self.times = dict.fromkeys(PHASES, 0.0)
+        self.clock, self.goodput = PhaseClock(), Goodput(self.run_dir)
+        self.clock.outside = "other" if began is None else "start"  # until the first step
+        self.times: Counter[str] = Counter()  # of the step
+        self.profiler = Profiler(self.run_dir / "profile", profile, self.message, self.clock.phase)
         self._try("run directory", lambda: self.run_dir.mkdir(parents=True, exist_ok=True))
-        for file in ("metrics.jsonl", "samples.jsonl"):
+        for file in (METRICS, SAMPLES):
             self._try(file, lambda file=file: jsonl.truncate_after(self.run_dir / file, resume_step))
-        if config.tensorboard:
-            self._open("tensorboard", lambda: loggers.Tensorboard(self.run_dir, resume_step))
-        if config.wandb:
-            self._open("wandb", lambda: loggers.Wandb(self.run_dir, config.wandb))
-        if config.mlflow:
-            self._open("mlflow", lambda: loggers.Mlflow(self.run_dir, config.mlflow))
+        rows = self._try(METRICS, lambda: jsonl.read_rows(self.run_dir / METRICS)) or []
+        last = rows[-1] if rows and rows[-1]["step"] == resume_step else {}
+        self._try(GOODPUT_FILE, lambda: self.goodput.resume(resume_step, last))
+        self.goodput.add({} if began is None else {"start": self.started - began})
+        self._open_loggers(config, resume_step)
+        self._send_missing(rows)
 
     def config(self, tree: dict[str, Any]) -> None:
         """Write config.json, and send it to the loggers."""
@@ -101,43 +108,65 @@ class RunLog:
         for name, logger in list(self.loggers.items()):
             self._try(name, lambda logger=logger: logger.config(tree))
 
+    def steps(self, start: int, total: int) -> Iterator[int]:
+        """Yield start, ..., total - 1; the body takes step n + 1, which is profiled if that was asked for."""
+        self.clock.charge()
+        self.clock.outside = "other"
+        self.progress.phase("", begins=False)
+        if self.profiler.steps and self.profiler.steps[-1] <= start:
+            self.message("no profile: its steps are done")
+        for step in range(start, total):
+            with self.profiler.step(step + 1):
+                yield step
+
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time spent inside to time/NAME of the step that ends next."""
+        """Add the time spent inside to time/NAME of the step that ends next; an inner phase takes its own."""
+        outer = self.progress.phase_name
         self.progress.phase(name)
-        start = time.perf_counter()
         try:
-            yield
+            with self.clock.phase(name):
+                yield
         finally:
-            self.times[name] = self.times.get(name, 0.0) + time.perf_counter() - start
-            self.progress.phase("")
+            self.progress.phase(outer, begins=False)
+            self._count(self.last_step if name == "checkpoint" else None)
 
-    def step(self, step: int, metrics: Metrics, tokens: int, kind: str = "train") -> dict[str, Any]:
-        """Write the line of a step: {"step", "kind", metrics, time/PHASE, time/step, tokens_per_second}.
+    def step(
+        self, step: int, metrics: Metrics, tokens: int, kind: str = "train", model_flops: float = 0.0
+    ) -> dict[str, Any]:
+        """Write the line of a step: {"step", "kind", metrics, time/, tokens_per_second, perf/, goodput/}.
 
         Args:
             metrics: scalars by name (Python, numpy, jax); NaN and Inf become null.
             tokens: prompt and response tokens of the step, for tokens_per_second.
-            kind: "train", or "warm_start" for a step of the SFT warm-up.
+            kind: "train", "warm_start" for a step of the SFT warm-up, "start" before the first step.
+            model_flops: of the step (`experience.flops`), for perf/mfu; 0 = not known.
         """
         now = time.perf_counter()
         seconds, self.step_started = now - self.step_started, now
-        times = {f"time/{name}": value for name, value in self.times.items()}
+        self._count(step)
+        times = {f"time/{name}": x for name, x in (dict.fromkeys(PHASES, 0.0) | self.times).items()}
         speed = {"time/step": seconds, "tokens_per_second": tokens / max(seconds, 1e-9)}
-        values = {**metrics, **times, **speed}
+        speed |= performance(self.times, tokens, model_flops, self.devices)
+        values = {**metrics, **times, **speed, **self.goodput.metrics()}
         row = {"step": step, "kind": kind, **{k: json_value(v) for k, v in values.items()}}
-        self.times, self.last_step = dict.fromkeys(PHASES, 0.0), step
-        self._try("metrics.jsonl", lambda: jsonl.append_rows(self.run_dir / "metrics.jsonl", [row]))
-        for name, logger in list(self.loggers.items()):
-            self._try(name, lambda logger=logger: logger.step(step, row))
+        self.last_step = step
+        self.times.clear()
+        self._try(METRICS, lambda: jsonl.append_rows(self.run_dir / METRICS, [row]))
+        self._send(step, row, self.shown)
+        self.shown = []
         self.progress.step(step, row)
         return row
 
     def samples(self, step: int, rows: Sequence[dict[str, Any]], limit: int | None = None) -> None:
-        """Write the first rows, by default `config.samples`; see `sample_rows`."""
+        """Write the first rows, by default `config.samples`; see `sample_rows`.
+
+        Loggers get them with the step's line.
+        """
         limit = self.num_samples if limit is None else limit
         samples = [{"step": step, **row} for row in rows[:limit]]
-        self._try("samples.jsonl", lambda: jsonl.append_rows(self.run_dir / "samples.jsonl", samples))
+        self.shown += samples
+        self._try(SAMPLES, lambda: jsonl.append_rows(self.run_dir / SAMPLES, samples))
 
     def prompts(self, rows: Sequence[dict[str, Any]]) -> None:
         """Write prompts.jsonl: prompts to try the trained model on."""
@@ -159,6 +188,7 @@ class RunLog:
             stopped: reason of an early stop, such as "SIGTERM"; "" = the run is complete.
             next_command: a command to try next; "" = none.
         """
+        self._count(self.last_step)
         self._try("curve.png", lambda: curve.draw_curve(self.run_dir))
         self.close()
         seconds = time.perf_counter() - self.started
@@ -173,16 +203,58 @@ class RunLog:
             self.message(f"\nnext:  {next_command}")
 
     def close(self) -> None:
-        """Restore the terminal and close the loggers; a second call does nothing."""
+        """Restore the terminal, end the profile and close the loggers; a second call does nothing."""
+        self.profiler.close()
+        self._count()
+        self._try(GOODPUT_FILE, lambda: self.goodput.write(now=True))
+        self.clock.close()
         self.progress.close()
         for name, logger in list(self.loggers.items()):
             self._try(name, logger.close)
         self.loggers.clear()
 
-    def _open(self, name: str, make: Callable[[], loggers.Logger]) -> None:
-        logger = self._try(name, make)
-        if logger is not None:
-            self.loggers[name] = logger
+    def _count(self, done: int | None = None) -> None:
+        """Count the time since the last call; `done` = a step that ends with it."""
+        taken = self.clock.take()
+        self.times.update(taken)
+        self.goodput.add(taken, done)
+        self._try(GOODPUT_FILE, lambda: self.goodput.write(now=done is not None))
+
+    def _open_loggers(self, config: LogConfig, resume_step: int) -> None:
+        """Open the loggers that the settings name, each with the run of an earlier start."""
+        runs = self._try(loggers.RUNS_FILE, lambda: loggers.LoggerRuns(self.run_dir, resume_step))
+        self.runs = runs or loggers.LoggerRuns(self.run_dir, -1)
+        make = {
+            "tensorboard": lambda _: loggers.Tensorboard(self.run_dir, resume_step),
+            "wandb": lambda run_id: loggers.Wandb(config, self.run_dir, run_id),
+            "mlflow": lambda run_id: loggers.Mlflow(config, self.run_dir, run_id, self.total_steps),
+            "swanlab": lambda run_id: loggers.Swanlab(config, self.run_dir, run_id),
+        }
+        for name in [name for name in make if getattr(config, name)]:
+            logger = self._try(name, lambda name=name: make[name](self.runs.id(name)))
+            if logger is not None:
+                self.loggers[name] = logger
+                self.runs.opened(name, logger)
+        self._try(loggers.RUNS_FILE, self.runs.write)
+
+    def _send_missing(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Send the steps of earlier starts that loggers lack: new ones, or those that a kill left behind."""
+        if all(self.runs.has(name, row["step"]) for name in self.loggers for row in rows[-1:]):
+            return
+        samples: dict[int, list[dict[str, Any]]] = {}
+        for sample in jsonl.read_rows(self.run_dir / SAMPLES):
+            samples.setdefault(sample["step"], []).append(sample)
+        for row in rows:
+            self._send(row["step"], row, samples.get(row["step"], []))
+
+    def _send(self, step: int, row: dict[str, Any], samples: Sequence[dict[str, Any]]) -> None:
+        """Send a step to the loggers that lack it."""
+        for name, logger in list(self.loggers.items()):
+            if not self.runs.has(name, step):
+                self._try(name, lambda logger=logger: logger.step(step, row, samples))
+                if name in self.loggers:  # it has not failed
+                    self.runs.logged(name, step)
+        self._try(loggers.RUNS_FILE, self.runs.write)
 
     def _try(self, name: str, action: Callable[[], Any]) -> Any:
         """Run an action on process 0; warn once if it fails. A logger is then dropped, a file tried again."""
@@ -196,6 +268,32 @@ class RunLog:
                 self.warned.add(name)
                 self.warn(f"{name} cannot be written ({type(error).__name__}: {error}); training continues.")
             return None
+
+
+def performance(
+    times: Mapping[str, float], tokens: int, model_flops: float, devices: Sequence[jax.Device]
+) -> dict[str, float]:
+    """Return perf/per_device_tokens_per_sec, perf/per_device_tflops_per_sec and perf/mfu of a step.
+
+    Model FLOPs utilization is model FLOPs / (seconds x peak FLOP/s of all devices), arXiv 2204.02311,
+    appendix B. The seconds are those of a step without UNMEASURED.
+
+    Args:
+        times: seconds by phase.
+        model_flops: 0 = not known.
+
+    Returns: what is known; no MFU where the peak of the devices is not, as on a CPU.
+    """
+    seconds = sum(x for name, x in times.items() if name not in UNMEASURED)
+    device_seconds = len(devices) * seconds
+    if not device_seconds or not tokens:
+        return {}
+    metrics = {"perf/per_device_tokens_per_sec": tokens / device_seconds}
+    if not model_flops:
+        return metrics
+    metrics["perf/per_device_tflops_per_sec"] = model_flops / device_seconds / 1e12
+    peaks = [peak_flops(device.device_kind) for device in devices]
+    return metrics if None in peaks else metrics | {"perf/mfu": model_flops / seconds / sum(peaks)}
 
 
 def json_value(value: Any) -> Any:
@@ -233,7 +331,7 @@ def sample_rows(
 
 def summary(run_dir: Path) -> str:
     """Return first and last value of the main metrics, the paths of the outputs, and the command `view`."""
-    rows = jsonl.read_rows(run_dir / "metrics.jsonl")
+    rows = jsonl.read_rows(run_dir / METRICS)
     train = [row for row in rows if row.get("kind") != "warm_start"]
     lines = []
     rewarded = any("reward/mean" in row for row in train)

@@ -1,32 +1,96 @@
-"""Loggers that receive the rows of metrics.jsonl: TensorBoard, Weights & Biases and MLflow."""
+"""Loggers that receive the rows of metrics.jsonl: TensorBoard, Weights & Biases, MLflow and SwanLab.
+
+A resumed training run continues the logger's run: its id and the last step that it has are in
+RUN/loggers.json, and steps that are taken again after a kill are not logged again.
+"""
 
 from __future__ import annotations
 
-import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+from uuid import uuid4
+
+from jaxrl_llm.report import jsonl
+from jaxrl_llm.report.config import LogConfig
 
 Row = dict[str, Any]
 
+RUNS_FILE = "loggers.json"
+SAMPLE_COLUMNS = ("step", "prompt", "response", "reward", "outcome", "finish", "response_tokens")
+"""Columns of the tables of samples; samples.jsonl has all fields."""
+MAX_PARAM_LENGTH = 6000  # of a value, mlflow.utils.validation
+MAX_PARAMS = 100  # of a request, there too
+TABLE_STEPS, MAX_TABLES = 100, 100  # a table is sent again as it grows; the names of all are in one tag
+MLFLOW_TABLES = "mlflow.loggedArtifacts"
+"""Tag with the names of a run's tables. `mlflow.log_table` is not used: to append, it reads a table as pandas
+does, where the text "007" is a number."""
+
 
 class Logger(Protocol):
-    """A logger of one run, opened with its run directory."""
+    """A logger of one run, opened with the settings, the run directory and what an earlier start left."""
+
+    id: str
+    """Identifies the logger's run, so that a later start continues it; "" = the run directory does."""
+    last_step: int | None
+    """Last step that the service has of the run; None = not known."""
 
     def config(self, tree: dict[str, Any]) -> None:
         """Log the resolved config."""
 
-    def step(self, step: int, row: Row) -> None:
-        """Log the numbers of a step's row."""
+    def step(self, step: int, row: Row, samples: Sequence[Row]) -> None:
+        """Log the numbers of a step's row, and its samples as a table."""
 
     def close(self) -> None:
         """Flush, and end the logger's run."""
 
 
+class LoggerRuns:
+    """RUN/loggers.json: id and last step of each logger's run; nothing where training starts anew."""
+
+    def __init__(self, run_dir: Path, resume_step: int):
+        self.path = run_dir / RUNS_FILE
+        self.runs: dict[str, dict[str, Any]] = {}
+        if resume_step > 0 and self.path.exists():
+            self.runs = json.loads(self.path.read_text())
+
+    def id(self, name: str) -> str:
+        """Return the id of a logger's run, "" = none yet."""
+        return self.runs.get(name, {}).get("id", "")
+
+    def opened(self, name: str, logger: Logger) -> None:
+        """Note the id of a run; its last step is the one that the service has, where that is known."""
+        known = self.runs.get(name, {}).get("step", -1) if self.id(name) == logger.id else -1
+        step = known if logger.last_step is None else logger.last_step
+        self.runs[name] = {"id": logger.id, "step": step}
+
+    def has(self, name: str, step: int) -> bool:
+        """Return whether a logger's run has a step already."""
+        return step <= self.runs[name]["step"]
+
+    def logged(self, name: str, step: int) -> None:
+        """Note that a logger's run has a step."""
+        self.runs[name]["step"] = step
+
+    def write(self) -> None:
+        """Write the file, of loggers whose runs have ids."""
+        if named := {name: run for name, run in self.runs.items() if run["id"]}:
+            jsonl.replace_text(self.path, json.dumps(named))
+
+
 class Tensorboard:
     """Event files in run_dir/tensorboard; events after the restored step are hidden on resume."""
 
+    id = ""
+
     def __init__(self, run_dir: Path, resume_step: int):
         from tensorboardX import SummaryWriter
+
+        self.last_step = resume_step
 
         folder = str(run_dir / "tensorboard")
         self.writer = SummaryWriter(folder, purge_step=resume_step + 1, flush_secs=30)
@@ -34,7 +98,7 @@ class Tensorboard:
     def config(self, tree: dict[str, Any]) -> None:
         """Do nothing: config.json is in the run directory."""
 
-    def step(self, step: int, row: Row) -> None:
+    def step(self, step: int, row: Row, samples: Sequence[Row]) -> None:
         for key, value in _numbers(row).items():
             self.writer.add_scalar(key, value, step)
 
@@ -43,43 +107,162 @@ class Tensorboard:
 
 
 class Wandb:
-    """A Weights & Biases run; its id is a hash of the run directory, so that a resumed run continues it."""
+    """A Weights & Biases run, online or offline (WANDB_MODE)."""
 
-    def __init__(self, run_dir: Path, project: str):
+    def __init__(self, config: LogConfig, run_dir: Path, run_id: str):
         import wandb
 
-        run_id = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:12]
-        self.run = wandb.init(project=project, name=run_dir.name, dir=str(run_dir), id=run_id, resume="allow")
+        entity, _, project = config.wandb.rpartition("/")
+        self.wandb = wandb
+        self.id = config.id or run_id or os.environ.get("WANDB_RUN_ID") or uuid4().hex[:12]
+        self.run = wandb.init(
+            entity=entity or None,
+            project=project,
+            id=self.id,
+            resume="allow",
+            name=_setting(config.name, "WANDB_NAME", run_dir.name),
+            dir=_setting(config.directory, "WANDB_DIR", str(run_dir)),
+            group=config.group or None,
+            tags=list(config.tags) or None,
+        )
+        self.last_step = None if self.run.offline else self.run.step - 1
 
     def config(self, tree: dict[str, Any]) -> None:
         self.run.config.update(tree, allow_val_change=True)
 
-    def step(self, step: int, row: Row) -> None:
-        self.run.log(_numbers(row), step=step)
+    def step(self, step: int, row: Row, samples: Sequence[Row]) -> None:
+        values = _numbers(row)
+        if samples:
+            values["samples"] = self.wandb.Table(columns=list(SAMPLE_COLUMNS), data=_cells(samples))
+        self.run.log(values, step=step, commit=True)
 
     def close(self) -> None:
         self.run.finish()
 
 
 class Mlflow:
-    """An MLflow run on the tracking server that MLflow's environment variables name."""
+    """An MLflow run on the tracking server of the settings or of MLflow's environment variables.
 
-    def __init__(self, run_dir: Path, experiment: str):
+    The package mlflow-skinny knows servers alone (and folders, with MLFLOW_ALLOW_FILE_STORE=true); sqlite
+    files need mlflow itself.
+
+    Args:
+        total_steps: of the training run, whose samples are at most about MAX_TABLES tables.
+    """
+
+    last_step = None
+
+    def __init__(self, config: LogConfig, run_dir: Path, run_id: str, total_steps: int):
         import mlflow
 
+        os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # of each table
         self.mlflow = mlflow
-        mlflow.set_experiment(experiment)
-        mlflow.start_run(run_name=run_dir.name)
+        self.table_steps = max(TABLE_STEPS, math.ceil(total_steps / MAX_TABLES))
+        self.samples_file, self.table, self.rows = run_dir / "samples.jsonl", -1, []
+        if config.tracking_uri:
+            mlflow.set_tracking_uri(config.tracking_uri)
+        mlflow.set_experiment(config.mlflow)
+        tags = {key: value or "true" for key, _, value in (tag.partition("=") for tag in config.tags)}
+        tags |= {"group": config.group} if config.group else {}
+        run = mlflow.start_run(
+            run_id=config.id or run_id or None,
+            run_name=config.name or run_dir.name,
+            tags=tags or None,
+        )
+        self.id, self.params = run.info.run_id, dict(run.data.params)
+        self.tables = json.loads(run.data.tags.get(MLFLOW_TABLES, "[]"))
 
     def config(self, tree: dict[str, Any]) -> None:
+        """Log config.json, and its keys as params, which never change: a resumed run adds the new ones."""
         self.mlflow.log_dict(tree, "config.json")
+        flat = [(_mlflow_name(key), text) for key, text in flat_texts(tree.get("config", tree))]
+        new = [(key, text[:MAX_PARAM_LENGTH]) for key, text in flat if key not in self.params]
+        for start in range(0, len(new), MAX_PARAMS):
+            self.mlflow.log_params(dict(new[start : start + MAX_PARAMS]))
 
-    def step(self, step: int, row: Row) -> None:
-        self.mlflow.log_metrics({key.replace("@", "_at_"): v for key, v in _numbers(row).items()}, step=step)
+    def step(self, step: int, row: Row, samples: Sequence[Row]) -> None:
+        numbers = {_mlflow_name(key): value for key, value in _numbers(row).items()}
+        self.mlflow.log_metrics(numbers, step=step)
+        if samples:
+            self._log_samples(step, samples)
 
     def close(self) -> None:
         self.mlflow.end_run()
 
+    def _log_samples(self, step: int, samples: Sequence[Row]) -> None:
+        """Log the table of the steps around `step`, as MLflow's JSON of a data frame."""
+        first = step - step % self.table_steps
+        if first != self.table:  # after a resume, an earlier start may have logged some of its steps
+            earlier = jsonl.read_rows(self.samples_file)
+            self.table, self.rows = first, [row for row in earlier if first <= row["step"] < step]
+        self.rows += samples
+        name = f"samples/from_step_{first:06}.json"
+        self.mlflow.log_dict({"columns": SAMPLE_COLUMNS, "data": _cells(self.rows)}, name)
+        entry = {"path": name, "type": "table"}
+        if entry not in self.tables:
+            self.tables.append(entry)
+            self.mlflow.set_tag(MLFLOW_TABLES, json.dumps(self.tables))
 
-def _numbers(row: Row) -> dict[str, float]:
+
+class Swanlab:
+    """A SwanLab run, online, or with SWANLAB_MODE offline or local."""
+
+    last_step = None
+
+    def __init__(self, config: LogConfig, run_dir: Path, run_id: str):
+        import swanlab
+
+        workspace, _, project = config.swanlab.rpartition("/")
+        self.swanlab = swanlab
+        self.id = config.id or run_id or os.environ.get("SWANLAB_RUN_ID") or uuid4().hex[:12]
+        self.run = swanlab.init(
+            workspace=workspace or None,
+            project=project,
+            id=self.id,
+            resume="allow",
+            name=_setting(config.name, "SWANLAB_EXP_NAME", run_dir.name),
+            log_dir=_setting(config.directory, "SWANLAB_LOG_DIR", str(run_dir / "swanlab")),
+            group=config.group or None,
+            tags=list(config.tags) or None,
+        )
+
+    def config(self, tree: dict[str, Any]) -> None:
+        self.run.config.update(tree)
+
+    def step(self, step: int, row: Row, samples: Sequence[Row]) -> None:
+        values = _numbers(row)
+        if samples:
+            values["samples"] = self.swanlab.echarts.Table().add(list(SAMPLE_COLUMNS), _cells(samples))
+        self.run.log(values, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def flat_texts(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield ("optim.learning_rate", "1e-05") pairs of a JSON tree; lists of scalars are one text."""
+    nested = isinstance(tree, list) and any(isinstance(item, dict) for item in tree)
+    if isinstance(tree, dict) or nested:
+        items = enumerate(tree) if nested else tree.items()
+        for key, value in items:
+            yield from flat_texts(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, tree if isinstance(tree, str) else json.dumps(tree)
+
+
+def _setting(value: str, variable: str, default: str) -> str | None:
+    """Return a setting; None = the library reads it from the environment variable, which is set."""
+    return value or (None if os.environ.get(variable) else default)
+
+
+def _mlflow_name(key: str) -> str:
+    """Return a name of the characters that MLflow allows."""
+    return re.sub(r"[^\w\-. :/]", "_", key.replace("@", "_at_"))
+
+
+def _cells(samples: Sequence[Row]) -> list[list[Any]]:
+    return [[row.get(column) for column in SAMPLE_COLUMNS] for row in samples]
+
+
+def _numbers(row: Row) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key != "step" and isinstance(value, int | float)}

@@ -1,27 +1,23 @@
-"""Progress of a run: a live panel on a terminal, else one line per step."""
+"""Progress of a run: a live panel on a terminal, else one line per step; evaluations are lines that stay."""
 
 from __future__ import annotations
 
 import os
 import statistics
 import sys
+import time
 from collections import deque
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, TextColumn
+from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
 from rich.progress import Progress as Bar
 from rich.text import Text
 
 PROGRESS_METRICS = (
     "epoch",
-    "eval/pass@1",
-    "eval/accuracy",
-    "eval/win_rate",
-    "eval/score",
-    "eval/loss",
     "reward/mean",
     "accuracy",
     "loss",
@@ -31,6 +27,19 @@ PROGRESS_METRICS = (
     "grad_norm",
 )
 WINDOW = 10  # last steps, from which the remaining time is estimated
+OCCASIONAL = ("time/evaluate", "time/checkpoint")  # not in every step
+ONCE = ("time/compile", "time/start", "time/profile")  # in few steps
+QUIET_SECONDS = 60.0  # without a line, after which plain progress prints the phase
+MAX_EVAL_METRICS = 8  # in a line
+
+
+class PhaseColumn(ProgressColumn):
+    """The phase of the run, and the time since it began."""
+
+    def render(self, task: Task) -> Text:
+        phase, since = task.fields["phase"], task.fields["since"]
+        text = f"{phase} {format_duration(time.perf_counter() - since)}" if phase else ""
+        return Text(text, style="cyan")
 
 
 class Progress:
@@ -45,39 +54,48 @@ class Progress:
 
     def __init__(self, kind: Literal["auto", "rich", "plain", "none"], total: int, done: int = 0):
         self.kind = ("rich" if on_terminal() else "plain") if kind == "auto" else kind
-        self.total, self.recent = total, deque(maxlen=WINDOW)
-        self.live = None
+        self.total, self.done, self.phase_name = total, done, "start"
+        self.remaining = RemainingTime(total)
+        self.printed, self.live = time.perf_counter(), None
         if self.kind == "rich":
             self.bar = Bar(
                 TextColumn("step {task.completed}/{task.total}"),
                 BarColumn(),
                 TextColumn("{task.fields[rate]}"),
-                TextColumn("[cyan]{task.fields[phase]}"),
+                PhaseColumn(),
             )
-            self.task = self.bar.add_task("", total=total, completed=done, phase="starting", rate="")
+            fields = {"phase": self.phase_name, "since": self.printed, "rate": ""}
+            self.task = self.bar.add_task("", total=total, completed=done, **fields)
             redirected = sys.stderr.isatty()  # other output to stderr then appears above the panel
             self.live = Live(self.bar, console=Console(), refresh_per_second=4, redirect_stderr=redirected)
             self.live.start()
 
-    def phase(self, name: str) -> None:
-        """Show the present phase of the run; "" = none."""
+    def phase(self, name: str, begins: bool = True) -> None:
+        """Show the present phase of the run, "" = none; `begins` is False on the return from an inner one."""
+        self.phase_name, now = name, time.perf_counter()
         if self.live:
-            self.bar.update(self.task, phase=name)
+            self.bar.update(self.task, phase=name, since=now)
+        elif begins and self.kind == "plain" and now - self.printed >= QUIET_SECONDS:
+            self.message(f"step {min(self.done + 1, self.total)}/{self.total}: {name}")
 
     def step(self, step: int, row: Mapping[str, Any]) -> None:
         """Show that a step is done; `row` is its line of metrics.jsonl."""
-        self.recent.append(row.get("time/step") or 0.0)
-        left = (self.total - step) * statistics.median(self.recent)  # the first steps compile
-        rate = f"{row.get('tokens_per_second') or 0:,.0f} tokens/s  {format_duration(left)} left"
+        self.done = step
+        if self.kind != "none" and (line := format_evaluation(row)):
+            self.message(f"evaluation at step {step}/{self.total}  {line}")
+        left = self.remaining.after(step, row)
+        speed = f"{row.get('tokens_per_second') or 0:,.0f} tokens/s"
+        rate = speed if left is None else f"{speed}  {format_duration(left)} left"
         if self.live:
             self.bar.update(self.task, completed=step, rate=rate)
             self.live.update(Group(self.bar, Text(format_metrics(row, "  "), style="dim")))
-        elif self.kind == "plain":
+        elif self.kind == "plain" and row.get("kind") != "start":
             parts = (f"step {step}/{self.total}", format_metrics(row, "  "), rate)
-            print("  ".join(part for part in parts if part), flush=True)
+            self.message("  ".join(part for part in parts if part))
 
     def message(self, text: str) -> None:
         """Print a line, above the panel."""
+        self.printed = time.perf_counter()
         if self.live:
             self.live.console.print(text, markup=False, highlight=False)
         else:
@@ -91,6 +109,37 @@ class Progress:
             self.live = None
 
 
+class RemainingTime:
+    """Estimate of the time to the end of a run.
+
+    A step is the median of the last steps, without what is not in every step: evaluations and checkpoints
+    count by their average over the steps of this start; compilation and start-up do not count.
+
+    Args:
+        total: steps of the run.
+    """
+
+    def __init__(self, total: int):
+        self.total, self.recent, self.kind = total, deque(maxlen=WINDOW), ""
+        self.steps, self.occasional = 0, 0.0
+
+    def after(self, step: int, row: Mapping[str, Any]) -> float | None:
+        """Return the seconds left after a step; None in the SFT warm-up, whose steps are shorter."""
+        kind = row.get("kind", "train")
+        if kind != self.kind:
+            self.recent.clear()
+            self.kind = kind
+        if kind == "start":
+            return None
+        spent = lambda names: sum(row.get(name) or 0.0 for name in names)
+        self.steps += 1
+        self.occasional += spent(OCCASIONAL)
+        self.recent.append(max((row.get("time/step") or 0.0) - spent(OCCASIONAL + ONCE), 0.0))
+        if kind == "warm_start" and step < self.total:
+            return None
+        return (self.total - step) * (statistics.median(self.recent) + self.occasional / self.steps)
+
+
 def on_terminal() -> bool:
     """Return whether stdout is a terminal that can redraw lines; a notebook's is not."""
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
@@ -101,6 +150,15 @@ def format_metrics(row: Mapping[str, Any], separator: str) -> str:
     keys = (*PROGRESS_METRICS, "nonfinite") if row.get("nonfinite") else PROGRESS_METRICS
     pairs = ((key, row.get(key)) for key in keys)
     return separator.join(f"{key} {value:.4g}" for key, value in pairs if isinstance(value, int | float))
+
+
+def format_evaluation(row: Mapping[str, Any]) -> str:
+    """Return the held-out metrics in a row as text: "pass@1 0.5  maj@4 0.6"; "" where there are none."""
+    pairs = [(key.removeprefix("eval/"), value) for key, value in row.items() if key.startswith("eval/")]
+    pairs = [(key, value) for key, value in pairs if isinstance(value, int | float)]
+    text = [f"{key} {value:.4g}" for key, value in pairs[:MAX_EVAL_METRICS]]
+    more = len(pairs) - len(text)
+    return "  ".join(text + [f"and {more} more in metrics.jsonl"] * bool(more))
 
 
 def format_duration(seconds: float) -> str:

@@ -150,3 +150,10 @@ def has_cudnn_attention(device_kind: str) -> bool:
 def lacks_bfloat16(device_kind: str) -> bool:
     """Return whether a GPU multiplies float16 in its matrix units, but not bfloat16."""
     return gpu_generation(device_kind) == "Turing"
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Return the bfloat16 FLOP/s (float16 on a T4) of a JAX device; None = not known, as of a CPU."""
+    chip = CHIPS.get(TPU_KINDS.get(device_kind, ""))
+    chip = chip or next((chip for chip in CHIPS.values() if chip.name == device_kind), None)
+    return chip.flops if chip else None

@@ -118,7 +118,7 @@ def run(*argv: str) -> End:
 
 def lines(path: Path) -> list[dict]:
     """The objects of a JSONL file without what depends on the clock."""
-    timed = re.compile(r"^time/|second|mfu|idle|share")
+    timed = re.compile(r"^time/|^perf/|^goodput/|second|idle|share")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return [{key: value for key, value in row.items() if not timed.search(key)} for row in rows]
 

@@ -10,10 +10,10 @@ import pytest
 from jaxrl_llm import models
 from jaxrl_llm.config import ModelConfig
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import flops
 from jaxrl_llm.models.config import check_model_config
 from jaxrl_llm.models.presets import PRESETS
 from jaxrl_llm.models.transformer import REMAT
-from jaxrl_llm.plan import flops
 
 IMPOSSIBLE = {
     "num_kv_heads is 3: it must divide num_heads, 16.": {"num_kv_heads": 3},

@@ -5,7 +5,6 @@ import json
 import math
 import re
 import sys
-import types
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +16,9 @@ from matplotlib.image import imread
 from jaxrl_llm.config import ModelConfig, TrainConfig
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.recipe.dump import describe_run
-from jaxrl_llm.report import curve, jsonl, log, loggers, progress
-from jaxrl_llm.report.log import LogConfig, RunLog, json_value, sample_rows
+from jaxrl_llm.report import curve, jsonl, log, progress
+from jaxrl_llm.report.config import LogConfig
+from jaxrl_llm.report.log import RunLog, json_value, sample_rows
 from jaxrl_llm.structs import Outcome, Trajectory
 
 QUIET = LogConfig(progress="none", tensorboard=False)
@@ -64,7 +64,13 @@ def test_a_step_is_one_line_with_times_by_phase(tmp_path, monkeypatch):
         "time/update": 1.0,
         "time/checkpoint": 0.0,
         "time/step": 4.0,
+        "time/other": 0.5,
         "tokens_per_second": 200.0,
+        "goodput/rollout": 0.625,
+        "goodput/update": 0.25,
+        "goodput/other": 0.125,
+        "goodput/productive": 0.875,
+        "goodput/wall_seconds": 4.0,
     }
     assert (second["kind"], second["time/rollout"], second["time/step"]) == ("warm_start", 0.0, 5.0)
 
@@ -107,7 +113,7 @@ def test_nan_is_null_in_the_file(tmp_path):
 
 def test_a_killed_and_rerun_training_has_the_file_of_an_uninterrupted_one(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    timed = lambda key: key.startswith("time/") or key == "tokens_per_second"
+    timed = lambda key: key.startswith(("time/", "goodput/")) or key == "tokens_per_second"
     without_times = lambda path: [{k: v for k, v in row.items() if not timed(k)} for row in lines(path)]
 
     def train(run_dir, steps, resume=0):
@@ -251,68 +257,6 @@ def test_tensorboard_events_hold_the_numbers(tmp_path):
     assert b"kl" not in data
 
 
-class FakeWandb(types.ModuleType):
-    """As much of wandb as is used; `log` fails from the second call on."""
-
-    def __init__(self):
-        super().__init__("wandb")
-        self.seen = []
-        self.config = types.SimpleNamespace(update=lambda tree, allow_val_change: self.seen.append(tree))
-
-    def init(self, **kwargs):
-        self.seen.append(kwargs)
-        return self
-
-    def log(self, row, step):
-        if step > 1:
-            raise ConnectionError("no network")
-        self.seen.append((step, row))
-
-    def finish(self):
-        self.seen.append("finished")
-
-
-def test_wandb_gets_the_numbers_and_is_left_alone_when_it_fails(tmp_path, monkeypatch, capsys):
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    log = RunLog(tmp_path / "run", LogConfig(progress="none", tensorboard=False, wandb="project"), 3)
-    log.config({"seed": 1})
-    for step in (1, 2, 3):
-        log.step(step, {"loss": 0.5, "bad": math.nan}, tokens=1)
-    log.close()
-    start, tree, (step, row) = fake.seen
-    assert (start["project"], start["name"], start["resume"]) == ("project", "run", "allow")
-    assert loggers.Wandb(tmp_path / "run", "project").run.seen[-1]["id"] == start["id"]
-    assert tree == {"seed": 1}
-    assert (step, row["loss"], "bad" in row, "step" in row) == (1, 0.5, False, False)
-    assert capsys.readouterr().out == (
-        "warning: wandb cannot be written (ConnectionError: no network); training continues.\n"
-    )
-    assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 3
-
-
-@pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_logger_that_is_not_installed_is_a_warning(name, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, name, None)
-    RunLog(tmp_path, LogConfig(progress="none", tensorboard=False, **{name: "x"}), 1).step(1, {}, tokens=1)
-    assert f"warning: {name} cannot be written (ModuleNotFoundError: " in capsys.readouterr().out
-
-
-def test_mlflow_gets_the_numbers_under_names_it_accepts(tmp_path, monkeypatch):
-    seen = []
-    fake = types.ModuleType("mlflow")
-    fake.set_experiment = fake.log_dict = lambda *a: seen.append(a)
-    fake.start_run = lambda run_name: seen.append(run_name)
-    fake.log_metrics = lambda row, step: seen.append((row, step))
-    fake.end_run = lambda: seen.append("ended")
-    monkeypatch.setitem(sys.modules, "mlflow", fake)
-    logger = loggers.Mlflow(tmp_path / "run", "mine")
-    logger.config({"a": 1})
-    logger.step(4, {"step": 4, "eval/pass@1": 0.5, "kind": "train"})
-    logger.close()
-    assert seen == [("mine",), "run", ({"a": 1}, "config.json"), ({"eval/pass_at_1": 0.5}, 4), "ended"]
-
-
 def test_no_secret_is_in_any_file_of_the_run(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hunter2hunter2")
     config = TrainConfig(run_dir=str(tmp_path), model=ModelConfig(path="https://user:hunter2@host/model"))
@@ -350,6 +294,65 @@ def test_plain_progress_is_one_line_a_step(tmp_path, monkeypatch, capsys):
         "step 10/100  reward/mean 0.5124  loss -0.001  grad_norm 2  2,500 tokens/s  3:00 left",
         "step 11/100  1 tokens/s  4:27 left",
     ]
+
+
+def shown_by(kind, capsys, rows, total=100):
+    display = progress.Progress(kind, total)
+    for row in rows:
+        display.step(row["step"], row)
+    display.close()
+    return capsys.readouterr().out
+
+
+def test_the_remaining_time_counts_evaluations_by_their_average_and_compilation_never(capsys):
+    """Steps of 2 s, one of four with 8 s of evaluation and saving: 4 s each on average, 96 to go."""
+    often = {"kind": "train", "time/step": 2.0}
+    rows = [{"step": 1, **often, "time/step": 32.0, "time/compile": 25.0, "time/start": 5.0}]
+    rows += [{"step": 2, **often}, {"step": 3, **often}]
+    rows += [{"step": 4, **often, "time/step": 10.0, "time/evaluate": 7.0, "time/checkpoint": 1.0}]
+    out = shown_by("plain", capsys, rows).splitlines()
+    assert [line.split("  ")[-1] for line in out] == ["3:18 left", "3:16 left", "3:14 left", "6:24 left"]
+
+
+def test_steps_of_the_warm_up_do_not_predict_those_of_the_run(capsys):
+    rows = [{"step": 0, "kind": "start", "eval/pass@1": 0.25, "time/step": 50.0}]
+    rows += [{"step": s, "kind": "warm_start", "loss": 2.0, "time/step": 0.5} for s in (1, 2)]
+    rows += [{"step": s, "kind": "train", "loss": 1.0, "time/step": 4.0} for s in (3, 4)]
+    assert shown_by("plain", capsys, rows, total=10).splitlines() == [
+        "evaluation at step 0/10  pass@1 0.25",
+        "step 1/10  loss 2  0 tokens/s",
+        "step 2/10  loss 2  0 tokens/s",
+        "step 3/10  loss 1  0 tokens/s  0:28 left",
+        "step 4/10  loss 1  0 tokens/s  0:24 left",
+    ]
+
+
+def test_each_evaluation_is_a_line_that_stays(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "150")
+    row = {
+        "step": 5,
+        "loss": 1.0,
+        "eval/pass@1": 0.5,
+        "eval/maj@4": 0.625,
+        "eval/note": "x",
+        "eval/bad": None,
+    }
+    line = "evaluation at step 5/100  pass@1 0.5  maj@4 0.625"
+    assert shown_by("plain", capsys, [row]).splitlines()[0] == line
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert line in shown_by("rich", capsys, [row, {"step": 6, "loss": 0.5}])
+    assert shown_by("none", capsys, [row]) == ""
+    many = {"step": 5, **{f"eval/source_{i}": i / 10 for i in range(11)}}
+    assert shown_by("plain", capsys, [many]).splitlines()[0].endswith("  and 3 more in metrics.jsonl")
+
+
+def test_a_long_step_shows_its_phases_in_a_log_without_a_terminal(tmp_path, monkeypatch, capsys):
+    clock = Clock(monkeypatch)
+    log = RunLog(tmp_path, LogConfig(progress="plain", tensorboard=False), 9, resume_step=3)
+    for name, seconds in (("rollout", 61.0), ("reward", 30.0), ("update", 100.0), ("checkpoint", 1.0)):
+        with log.phase(name):
+            clock.now += seconds
+    assert capsys.readouterr().out.splitlines() == ["step 4/9: reward", "step 4/9: checkpoint"]
 
 
 def test_the_live_panel_shows_phase_metrics_speed_and_gives_the_terminal_back(monkeypatch, capsys):

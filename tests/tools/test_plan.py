@@ -30,9 +30,8 @@ from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.hf.export import save_description
 from jaxrl_llm.learn.reference import freeze
-from jaxrl_llm.models import LoraConfig, TransformerConfig
+from jaxrl_llm.models import LoraConfig, TransformerConfig, flops
 from jaxrl_llm.models.presets import preset
-from jaxrl_llm.plan import flops
 from jaxrl_llm.plan.compiled import CompiledStats, bytes_needed, count_collectives, shape_bytes
 from jaxrl_llm.plan.phases import phases
 from jaxrl_llm.plan.plan import device_groups, phase_cost

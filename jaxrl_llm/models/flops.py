@@ -1,0 +1,112 @@
+"""FLOPs of the model's matrix products, counted analytically."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from jaxrl_llm.models.config import TransformerConfig
+from jaxrl_llm.models.lora import MARK
+from jaxrl_llm.models.params import abstract, named_leaves
+from jaxrl_llm.models.transformer import window_sizes
+
+Number = int | float
+
+
+def layer_weights(c: TransformerConfig) -> int:
+    """Return the number of weights in the matrix products of all layers that a token passes."""
+    attention = c.head_dim * c.hidden_size * 2 * (c.num_heads + c.num_kv_heads)
+    width, router = c.mlp_size, 0
+    if c.moe:
+        width, router = c.moe.experts_per_token * c.moe.expert_size + c.moe.shared_size, c.moe.num_experts
+    return c.num_layers * (attention + c.hidden_size * (3 * width + router))
+
+
+def head_flops(c: TransformerConfig, tokens: Number) -> float:
+    """Return the FLOPs from hidden states to logits."""
+    return 2.0 * tokens * c.hidden_size * c.vocab_size
+
+
+def attention_flops(c: TransformerConfig, tokens: Number, context: Number) -> float:
+    """Return the FLOPs of scores and weighted values.
+
+    Args:
+        context: keys of each query; a layer's window may be less.
+    """
+    keys = sum(min(context, window) for window in window_sizes(c))
+    return 4.0 * tokens * c.num_heads * c.head_dim * keys
+
+
+def forward_flops(c: TransformerConfig, tokens: Number, context: Number) -> float:
+    """Return the FLOPs of the layers, without the head."""
+    return 2.0 * tokens * layer_weights(c) + attention_flops(c, tokens, context)
+
+
+RECOMPUTED: dict[str, Callable[[TransformerConfig, Number, Number], float]] = {
+    "none": lambda c, tokens, context: 0.0,
+    "dots": lambda c, tokens, context: 0.0,
+    "attention": lambda c, tokens, context: 2.0 * tokens * layer_weights(c),
+    "full": forward_flops,
+    "offload": forward_flops,
+}
+"""`--model.remat` -> FLOPs of matrix products that the backward pass recomputes: none for "dots", which
+recomputes elementwise operations only; all but attention for "attention"."""
+
+
+def update_flops(
+    c: TransformerConfig, tokens: Number, context: Number, remat: str, with_logits: bool
+) -> float:
+    """Return the FLOPs of forward, backward (twice the forward) and recomputation.
+
+    Args:
+        remat: key of RECOMPUTED.
+        with_logits: True where the loss needs log-probs, whose logits are recomputed too.
+    """
+    layers = 3 * forward_flops(c, tokens, context) + RECOMPUTED[remat](c, tokens, context)
+    return layers + 4 * head_flops(c, tokens) * with_logits
+
+
+@functools.lru_cache
+def adapter_weights(c: TransformerConfig) -> int:
+    """Return the number of weights of all adapters; 0 = there are none."""
+    if c.lora is None:
+        return 0
+    return sum(math.prod(leaf.shape) for name, leaf in named_leaves(abstract(c)) if MARK in name)
+
+
+def sequence_flops(c: TransformerConfig, lengths: Iterable[int], logits: bool = True) -> float:
+    """Return the model FLOPs of a forward pass over sequences, each causal and of its own length.
+
+    2 (W + A) a token for the W weights of the layers and the A of adapters, 4 heads x head_dim for each key
+    that a query of a layer attends to, 2 hidden x vocab a token for the logits: arXiv 2204.02311, appendix B,
+    where a query attends to all positions.
+
+    Args:
+        lengths: tokens of each sequence.
+        logits: False for a model without LM head, or where no logits are computed.
+    """
+    lengths = list(lengths)
+    layers = Counter(window_sizes(c))
+    keys = sum(count * _causal_keys(n, window) for window, count in layers.items() for n in lengths)
+    matrices = 2.0 * sum(lengths) * (layer_weights(c) + adapter_weights(c))
+    return matrices + 4.0 * c.num_heads * c.head_dim * keys + head_flops(c, sum(lengths)) * logits
+
+
+def training_flops(c: TransformerConfig, lengths: Iterable[int], logits: bool = True) -> float:
+    """Return the model FLOPs of forward and backward pass: three times the forward pass; no recomputation.
+
+    With adapters there are no gradients of frozen weights: 2 W a token less, and those of the head.
+    """
+    lengths = list(lengths)
+    frozen = 0.0
+    if c.lora is not None:
+        frozen = 2.0 * sum(lengths) * layer_weights(c) + head_flops(c, sum(lengths)) * logits
+    return 3 * sequence_flops(c, lengths, logits) - frozen
+
+
+def _causal_keys(length: int, window: int) -> float:
+    """Return the number of (query, key) pairs of a causal sequence, at most `window` keys a query."""
+    near = min(length, window)
+    return near * (near + 1) / 2 + (length - near) * near

@@ -1,0 +1,58 @@
+"""Settings of a run's log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxrl_llm.ranges import CountOrZero
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Progress, samples and loggers of a run; metrics.jsonl is always written.
+
+    Keys of services (WANDB_API_KEY, SWANLAB_API_KEY, MLFLOW_TRACKING_TOKEN) are read from the environment
+    alone, as are all variables of a logger that no setting here replaces (WANDB_MODE, WANDB_ENTITY ...).
+    """
+
+    progress: Literal["auto", "rich", "plain", "none"] = "auto"
+    """Display of progress; auto = rich on a terminal, else plain lines."""
+    samples: CountOrZero = 4
+    """Responses of each step written to samples.jsonl, and as tables to wandb, mlflow and swanlab."""
+    sample_tokens: CountOrZero = 1024
+    """First tokens of such a response that are written with advantage and log-probs; 0 = none."""
+    tensorboard: bool = True
+    """Write tensorboard events into the run directory."""
+    wandb: str = ""
+    """Weights & Biases project, or ENTITY/PROJECT; "" = off (needs the extra "wandb")."""
+    mlflow: str = ""
+    """MLflow experiment; "" = off (needs the extra "mlflow")."""
+    swanlab: str = ""
+    """SwanLab project, or WORKSPACE/PROJECT; "" = off (needs the extra "swanlab")."""
+    name: str = ""
+    """Name of the logger's run; "" = WANDB_NAME or SWANLAB_EXP_NAME, else that of the run directory."""
+    id: str = ""
+    """Id of the logger's run to continue; "" = the one in RUN/loggers.json, or a new one (or WANDB_RUN_ID,
+    MLFLOW_RUN_ID, SWANLAB_RUN_ID)."""
+    group: str = ""
+    """Group of the run; in mlflow the tag "group"."""
+    tags: tuple[str, ...] = ()
+    """Tags of the run; in mlflow KEY=VALUE, or KEY alone."""
+    directory: str = ""
+    """Folder of the local files of wandb and swanlab; "" = WANDB_DIR or SWANLAB_LOG_DIR, else the run
+    directory."""
+    tracking_uri: str = ""
+    """Tracking server of MLflow, or a sqlite:/// file; "" = MLFLOW_TRACKING_URI, or MLflow's default."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, problem) for an id that would belong to several loggers or to none."""
+        named = [name for name in ("wandb", "mlflow", "swanlab") if getattr(self, name)]
+        if self.id and len(named) != 1:
+            yield (
+                "id",
+                f"is {self.id!r} with {' and '.join(named) or 'no logger'}: a run's id is that of one "
+                "logger. Set one of wandb, mlflow and swanlab, or the ids in the environment (WANDB_RUN_ID, "
+                "MLFLOW_RUN_ID, SWANLAB_RUN_ID).",
+            )

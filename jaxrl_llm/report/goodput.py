@@ -1,0 +1,141 @@
+"""Wall time of a run by phase, over all its starts: the metrics time/PHASE and goodput/PHASE."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.monitoring
+import jax.profiler
+
+from jaxrl_llm.report import jsonl
+
+PHASES = ("rollout", "reward", "update", "checkpoint")  # whose times are in every line
+PRODUCTIVE = ("data", "publish", "rollout", "reward", "score", "update")
+"""Phases that make experience and learn from it. The others: evaluate, checkpoint, compile, profile, start
+(before the first step), other, lost (since the last checkpoint before a crash)."""
+FILE = "goodput.json"
+WRITE_INTERVAL = 10.0  # seconds; a crash loses at most as much of the wall time, or a phase that is longer
+COMPILE_EVENTS = "/jax/core/compile/"  # tracing, lowering, XLA or its cache
+
+
+class PhaseClock:
+    """Seconds by phase. All time counts once: for the innermost phase, for "compile", or for `outside`.
+
+    The time in which the thread that made the clock traces and compiles counts as "compile"; programs that
+    other threads compile meanwhile do not.
+    """
+
+    def __init__(self):
+        self.outside = "other"  # phase of the time outside of all phases
+        self._seconds: Counter[str] = Counter()
+        self._open: list[str] = []
+        self._since = time.perf_counter()
+        self._thread, self._compiling = threading.get_ident(), []
+        jax.monitoring.register_event_time_span_listener(self._on_span)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time inside for a phase, and name it in profiles."""
+        self.charge()
+        self._open.append(name)
+        try:
+            with jax.profiler.TraceAnnotation(name):
+                yield
+        finally:
+            self.charge()
+            self._open.pop()
+
+    def charge(self) -> None:
+        """Count the time since the last call."""
+        now = time.perf_counter()
+        elapsed, self._since = now - self._since, now
+        compiling = min(sum(end - start for start, end in self._compiling), elapsed)
+        self._compiling = []
+        self._seconds["compile"] += compiling
+        self._seconds[self._open[-1] if self._open else self.outside] += elapsed - compiling
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds since the last call, by phase."""
+        self.charge()
+        taken = {name: x for name, x in self._seconds.items() if x}
+        self._seconds.clear()
+        return taken
+
+    def close(self) -> None:
+        """Stop listening to JAX; a second call does nothing."""
+        with contextlib.suppress(AssertionError):
+            jax.monitoring.unregister_event_time_span_listener(self._on_span)
+
+    def _on_span(self, event: str, start: float, end: float, **_: Any) -> None:
+        """Collect a span of compilation, in place of the shorter ones inside it."""
+        if event.startswith(COMPILE_EVENTS) and threading.get_ident() == self._thread:
+            self._compiling = [span for span in self._compiling if span[0] < start] + [(start, end)]
+
+
+class Goodput:
+    """Shares of a run's wall time, from its first start on; time between two starts is not counted.
+
+    RUN/goodput.json keeps the seconds up to the last step, and the wall time up to the last write. After a
+    crash, the time between the restored step and that write is lost.
+    """
+
+    def __init__(self, run_dir: Path):
+        self.path, self.step = run_dir / FILE, 0
+        self.seconds: Counter[str] = Counter()  # up to the end of `step`
+        self.unfinished: Counter[str] = Counter()  # since then
+        self._written = -WRITE_INTERVAL
+
+    def resume(self, step: int, row: Mapping[str, Any]) -> None:
+        """Continue what earlier starts have counted.
+
+        Args:
+            step: of the checkpoint that the run continues from; below 1 = the run starts anew.
+            row: that step's line of metrics.jsonl, {} = none.
+        """
+        if step < 1 or not self.path.exists():
+            return
+        saved = json.loads(self.path.read_text())
+        known = saved["seconds"] if saved["step"] == step else _seconds_of(row)
+        if known:
+            self.step = step
+            self.seconds.update(known)
+            self.seconds["lost"] += max(saved["wall_seconds"] - sum(known.values()), 0.0)
+
+    def add(self, seconds: Mapping[str, float], step: int | None = None) -> None:
+        """Add seconds by phase; `step` is done with them, None = it is not yet."""
+        self.unfinished.update(seconds)
+        if step is not None:
+            self.step = step
+            self.seconds.update(self.unfinished)
+            self.unfinished.clear()
+
+    def metrics(self) -> dict[str, float]:
+        """Return goodput/PHASE (fractions that add up to 1), goodput/productive and goodput/wall_seconds."""
+        total = self.seconds + self.unfinished
+        wall = sum(total.values())
+        shares = {name: x / wall for name, x in sorted(total.items()) if x} if wall else {}
+        productive = sum(share for name, share in shares.items() if name in PRODUCTIVE)
+        metrics = {f"goodput/{name}": share for name, share in shares.items()}
+        return metrics | {"goodput/productive": productive, "goodput/wall_seconds": wall}
+
+    def write(self, now: bool = False) -> None:
+        """Write the file, unless that was done less than WRITE_INTERVAL ago."""
+        if now or time.perf_counter() - self._written >= WRITE_INTERVAL:
+            wall = sum(self.seconds.values()) + sum(self.unfinished.values())
+            saved = {"step": self.step, "wall_seconds": wall, "seconds": dict(self.seconds)}
+            jsonl.replace_text(self.path, json.dumps(saved))
+            self._written = time.perf_counter()
+
+
+def _seconds_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the seconds by phase from the metrics of a step, {} = it has none."""
+    wall = row.get("goodput/wall_seconds") or 0.0
+    shares = {key.removeprefix("goodput/"): x for key, x in row.items() if key.startswith("goodput/")}
+    return {name: x * wall for name, x in shares.items() if name not in ("productive", "wall_seconds")}
