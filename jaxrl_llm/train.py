@@ -13,7 +13,6 @@ if __name__ == "__main__":  # before jax, whose import takes seconds
     install_handlers()
 
 import contextlib
-import dataclasses
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -114,9 +113,8 @@ def train(
 ) -> Ended:
     """Take the steps from `start` to the last, or until a stop is requested."""
     config, reference = run.config, run.reference()
-    meta = {"config": dump(config), "model": dataclasses.asdict(run.model)}
     state = run.initial_state() if state is None else state
-    meta["frozen"] = run.frozen_fingerprint(state.params)
+    meta = run.checkpoint_meta(state.params)
     if start == 0 and run.evaluators and not config.warm_start.steps:
         log.step(0, evaluate(run, state, reference, 0, log), tokens=0, kind="start")
     done, metrics, reason, outage = start, {}, "", Outage()

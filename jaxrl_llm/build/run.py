@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.models.kernels import check_kernels_setting
 from jaxrl_llm.recipe.checks import check_model
+from jaxrl_llm.recipe.dump import dump
 from jaxrl_llm.rewards.load import choose_reward
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rollout.engine import Engine
@@ -164,6 +165,11 @@ class Run:
             frozen = self.frozen_fingerprint(state.params)
             check_frozen(meta.get("frozen", ""), frozen, self.config.model.path, self.config.run_dir)
         return restart_moments(self.stages[-1], state)
+
+    def checkpoint_meta(self, params: Params) -> dict[str, Any]:
+        """Return what the checkpoints of the run hold besides their arrays."""
+        model, frozen = asdict(self.model), self.frozen_fingerprint(params)
+        return {"config": dump(self.config), "model": model, "frozen": frozen}
 
     def frozen_fingerprint(self, params: Params) -> str:
         """Return the checksum of the policy's frozen weights, which is computed once: they do not change."""
