@@ -68,6 +68,7 @@ COMMON = {
     "eval.dataset": Field("", items, "--data.eval_path"),
     "eval.steps": Field("eval.every", count_or_never),
     "ds.param_dtype": Field("", dtype, "--model.dtype and --rollout.dtype"),
+    "bf16": Field("", switch, "--model.dtype bfloat16"),  # of versions before 0.11
     "ds.tensor_parallel_size": Field("", whole_number, "--mesh.tensor"),
     "ds.ring_attn_size": Field("", whole_number, "--mesh.sequence"),
     "ds.zero_stage": Field("", whole_number, "--mesh.fsdp: weights are always sharded over it"),

@@ -189,11 +189,11 @@ def _flags(words: list[Word], file: Path) -> dict[str, Setting]:
     settings: dict[str, Setting] = {}
     key, values, line = "", [], 0
     for word in [*words, Word("--", 0)]:
-        if word.text.startswith("--"):
+        if word.text.startswith("--") or re.fullmatch("-[A-Za-z]", word.text):
             if key:
                 value = True if not values else _yaml_value(values[0]) if len(values) == 1 else values
                 settings[key] = Setting(value, f"{file}:{line}")
-            name, equals, value = word.text[2:].partition("=")
+            name, equals, value = word.text.removeprefix("-").removeprefix("-").partition("=")
             key, values, line = name.replace("-", "_"), [value] if equals else [], word.line
         else:
             values.append(word.text)

@@ -231,7 +231,8 @@ class Script:
 
     def _path_command(self, inside: str) -> str:
         """Return the output of pwd, dirname, basename, realpath or cd X && pwd, which only compute paths."""
-        words = expand(inside, self._name, self._line, self._variables).replace('"', "").split()
+        plain = inside.replace('\\"', "").replace('"', "")
+        words = expand(plain, self._name, self._line, self._variables).split()
         if words == ["pwd"]:
             return "."
         if len(words) >= 2 and not unknown_names(words[-1]):
