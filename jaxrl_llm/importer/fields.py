@@ -155,18 +155,17 @@ class Conversion:
         if self.is_set(key):
             self.unused[key] = reason
 
-    def put_steps(self, epochs_key: str, steps_key: str, batch: int, epochs_factor: int = 1) -> int:
+    def put_steps(self, epochs_key: str, steps_key: str, batch: int) -> int:
         """Set the steps, from the number of steps or from epochs, and return them.
 
         Args:
             batch: rows of a step.
-            epochs_factor: passes over a row in an epoch.
         """
         steps, epochs = self.get(steps_key) if steps_key else None, self.get(epochs_key)
         if steps and steps > 0:
             self.put("steps", steps, steps_key, stated=True)
         elif self.assumed.rows and epochs:
-            steps = max(int(epochs * epochs_factor * self.assumed.rows) // batch, 1)
+            steps = max(int(epochs * self.assumed.rows) // batch, 1)
             note = f"x {self.assumed.rows} rows // {batch} a step"
             self.put("steps", steps, epochs_key, note=note, stated=True)
         else:

@@ -1,5 +1,7 @@
 """The command import-config: shell syntax, files that are refused, and what it writes."""
 
+import json
+
 import pytest
 
 from jaxrl_llm.__main__ import main
@@ -149,6 +151,9 @@ def test_the_command_writes_a_recipe_once(tmp_path, capsys):
 
 
 def test_text_of_a_file_stays_text_in_the_recipe(imported):
-    hostile = 'x=\'"""\n)\nimport os  # \\\' "y=\\u0000{z}"'
-    run = imported(f"{VERL.format(8)[:-1]} {hostile} trainer.experiment_name='a\"b\\c'\n")
-    assert run.config.prompts_per_step == 8 and "\nimport os" not in run.text
+    text = 'x\'"""\\\n)\nimport os  # '
+    run = imported(
+        json.dumps({"model_name_or_path": text, f"key {text}": text, "num_generations": 8}), "c.yaml"
+    )
+    assert run.config.model.path == text and "\nimport os" not in run.text
+    assert list(run.unused) == [f"key {text}"]
