@@ -262,6 +262,11 @@ class Conversion:
         self.put("rollout.launch", max((self.devices or tensor) // tensor, 1), note=f"tp {tensor}")
         self.put("sglang.flags", f"--tp {tensor} --mem-fraction-static {memory or 0.5:g}", note="as there")
 
+    def fraction(self, key: str, of: str) -> float:
+        """Return the value of a key as a fraction of another's, at most 1; 1 of 0."""
+        whole = self.get(of)
+        return round(min(self.get(key) / whole, 1.0), 6) if whole else 1.0
+
     def value_of(self, ours: str, default: Any) -> Any:
         """Return the value of a key here that is set already."""
         return self.results[ours].value if ours in self.results else default

@@ -75,12 +75,11 @@ def _algorithm(conv: Conversion) -> None:
     conv.put("algo.aggregation", aggregation, loss, note=note)
     low_high = conv.get("actor.eps_clip_low_high")
     key = "actor.eps_clip_low_high" if low_high else "actor.eps_clip"
-    low, high = map(float, low_high or [conv.get("actor.eps_clip")] * 2)
+    low, high = low_high or [conv.get("actor.eps_clip")] * 2
     conv.put("algo.clip_low", low, key)
     conv.put("algo.clip_high", high, key)
     conv.put("algo.kl_in", "loss" if conv.get(f"{KL}.use_loss") else "reward", f"{KL}.use_loss")
-    clip = tuple(map(float, conv.get("reward.clip_range")))
-    conv.put("algo.reward_clip", clip, "reward.clip_range")
+    conv.put("algo.reward_clip", conv.get("reward.clip_range"), "reward.clip_range")
     if conv.get(f"{ADVANTAGE}.is_correction_enable"):
         _correction(conv)
     for key, reason in REASONS.items():
@@ -90,12 +89,13 @@ def _algorithm(conv: Conversion) -> None:
 def _correction(conv: Conversion) -> None:
     group = "algo.correction"
     threshold, kind = f"{ADVANTAGE}.is_correction_threshold", f"{ADVANTAGE}.is_correction_type"
-    low, high = map(float, conv.get(threshold))
+    low, high = conv.get(threshold)
     conv.put(f"{group}.weight", "token", f"{ADVANTAGE}.is_correction_enable")
     if conv.get(kind) == "seq-mask-tis":
         conv.put(f"{group}.cap", float("inf"), kind, note="weights are not clipped")
         note = "there bounds of old / rollout, here of rollout / old"
-        conv.put(f"{group}.reject", (("seq_mean_k1", 1 / high, 1 / low),), threshold, note=note)
+        inverse = 1 / (high or 1.0), 1 / (low or 1e-6)
+        conv.put(f"{group}.reject", (("seq_mean_k1", *inverse),), threshold, note=note)
         return
     conv.put(f"{group}.floor", low, threshold)
     conv.put(f"{group}.cap", high, threshold)

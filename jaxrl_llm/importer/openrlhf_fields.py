@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxrl_llm.importer.fields import Field
 from jaxrl_llm.importer.values import (
+    count,
     count_or_never,
     device_count,
     dtype,
@@ -13,9 +14,11 @@ from jaxrl_llm.importer.values import (
     lora_targets,
     name_text,
     number,
+    numbers,
     remat,
     switch,
     text,
+    two_numbers,
     whole_number,
 )
 
@@ -42,7 +45,7 @@ def _optimizer_fields(group: str, ours: str) -> dict[str, Field]:
     return {
         f"{prefix}optim": Field("", text, f"--{ours}.name"),
         f"{prefix}adam.lr": Field(f"{ours}.learning_rate", number),
-        f"{prefix}adam.betas": Field("", items, f"--{ours}.b1 and --{ours}.b2"),
+        f"{prefix}adam.betas": Field("", two_numbers, f"--{ours}.b1 and --{ours}.b2"),
         f"{prefix}adam.eps": Field(f"{ours}.eps", number),
         f"{prefix}adam.weight_decay": Field(f"{ours}.weight_decay", number),
         f"{prefix}muon.lr": Field("", number, f"--{ours}.learning_rate, with --{ours}.name muon"),
@@ -54,13 +57,13 @@ def _optimizer_fields(group: str, ours: str) -> dict[str, Field]:
 
 
 COMMON = {
-    "train.batch_size": Field("", whole_number, "--minibatches_per_step: trajectories of an update"),
-    "train.micro_batch_size": Field("", whole_number, "--tokens_per_device, in tokens"),
+    "train.batch_size": Field("", count, "--minibatches_per_step: trajectories of an update"),
+    "train.micro_batch_size": Field("", count, "--tokens_per_device, in tokens"),
     "train.dynamic_batch_enable": Field("", switch, "--tokens_per_device"),
-    "train.max_tokens_per_gpu": Field("", whole_number, "--tokens_per_device"),
+    "train.max_tokens_per_gpu": Field("", count, "--tokens_per_device"),
     "train.max_epochs": Field("", whole_number, "--steps: epochs are not counted"),
     "train.seed": Field("seed", whole_number),
-    "data.max_len": Field("", whole_number, "--max_prompt_tokens and --max_response_tokens"),
+    "data.max_len": Field("", count, "--max_prompt_tokens and --max_response_tokens"),
     "data.max_samples": Field("", whole_number, "--steps"),
     "data.apply_chat_template": Field("", switch, "--data.chat.render chat"),
     "data.input_template": Field("data.train.0.input_template", text),
@@ -94,7 +97,7 @@ PPO: dict[str, Field] = {
     "critic.model_name_or_path": Field("", text, "--critic.path"),
     "reward.model_name_or_path": Field("", items, "--reward.models.0.path FOLDER"),
     "reward.remote_url": Field("", items, "--reward.name: a URL, or my_rewards.py:my_reward"),
-    "reward.clip_range": Field("", items, "--algo.reward_clip"),
+    "reward.clip_range": Field("", two_numbers, "--algo.reward_clip"),
     "reward.overlong_buffer_len": Field("", number, "--reward.overlong_from"),
     "reward.overlong_penalty_factor": Field("", number, "--reward.shaping overlong 1.0"),
     **_optimizer_fields("actor", "optim"),
@@ -103,17 +106,17 @@ PPO: dict[str, Field] = {
     "actor.num_nodes": Field("", device_count, "all devices that are visible are used"),
     "actor.num_gpus_per_node": Field("", device_count, "all devices that are visible are used"),
     "actor.eps_clip": Field("", number, "--algo.clip_low and --algo.clip_high"),
-    "actor.eps_clip_low_high": Field("", items, "--algo.clip_low and --algo.clip_high"),
+    "actor.eps_clip_low_high": Field("", two_numbers, "--algo.clip_low and --algo.clip_high"),
     "actor.dual_clip": Field("algo.dual_clip", number),
     "actor.entropy_coef": Field("algo.entropy_coef", number),
     "actor.policy_loss_type": Field("", text, "--algo NAME"),
     "critic.value_clip": Field("", number, "--critic.loss.value_clip"),
     "critic.freezing_steps": Field("", count_or_never, "--critic.warmup_steps"),
-    "rollout.batch_size": Field("prompts_per_step", whole_number),
-    "rollout.n_samples_per_prompt": Field("responses_per_prompt", whole_number),
+    "rollout.batch_size": Field("prompts_per_step", count),
+    "rollout.n_samples_per_prompt": Field("responses_per_prompt", count),
     "rollout.micro_batch_size": Field("", whole_number, "--rollout.slots"),
     "rollout.max_tokens_per_gpu": Field("", whole_number, "--score.tokens_per_device"),
-    "rollout.max_new_tokens": Field("", whole_number, "--max_response_tokens"),
+    "rollout.max_new_tokens": Field("", count, "--max_response_tokens"),
     "prompt_max_len": Field("max_prompt_tokens", whole_number),  # of versions before 0.11
     "rollout.temperature": Field("rollout.sampling.temperature", number),
     "rollout.top_p": Field("rollout.sampling.top_p", number),
@@ -127,7 +130,7 @@ PPO: dict[str, Field] = {
     f"{ADVANTAGE}.lambd": Field("algo.lam", number),
     f"{ADVANTAGE}.no_std_norm": Field("", switch, "--algo.whiten"),
     f"{ADVANTAGE}.is_correction_enable": Field("", switch, "--algo.correction.weight token"),
-    f"{ADVANTAGE}.is_correction_threshold": Field("", items, "--algo.correction.floor and .cap"),
+    f"{ADVANTAGE}.is_correction_threshold": Field("", two_numbers, "--algo.correction.floor and .cap"),
     f"{ADVANTAGE}.is_correction_type": Field("", text, "--algo.correction.outside"),
     f"{KL}.init_coef": Field("algo.kl_coef", number),
     f"{KL}.estimator": Field("algo.kl", text),
@@ -137,7 +140,7 @@ PPO: dict[str, Field] = {
     "algo.dynamic_filtering_enable": Field("algo.dynamic_sampling", switch),
     "algo.dynamic_filtering_range": Field("", items, "--algo.dynamic_sampling"),
     "data.prompt_dataset": Field("", items, "--data.path"),
-    "data.prompt_probs": Field("", items, "--data.train.0.weight"),
+    "data.prompt_probs": Field("", numbers, "--data.train.0.weight"),
     "data.prompt_split": Field("data.train.0.split", text),
     "data.input_key": Field("data.train.0.prompt_key", text),
     "data.label_key": Field("data.train.0.answer_key", text),
@@ -145,7 +148,7 @@ PPO: dict[str, Field] = {
     "eval.n_samples_per_prompt": Field("eval.samples", whole_number),
     "eval.split": Field("", text, "--data.eval.0.split"),
     "vllm.num_engines": Field("", whole_number, "--rollout.launch N, of --rollout.engine sglang"),
-    "vllm.tensor_parallel_size": Field("", whole_number, "--sglang.flags, of servers"),
+    "vllm.tensor_parallel_size": Field("", count, "--sglang.flags, of servers"),
     "vllm.gpu_memory_utilization": Field("", number, "--sglang.flags, of servers"),
 }
 OPTIMIZER_DEFAULTS = {
@@ -203,11 +206,11 @@ PPO_DEFAULTS: dict[str, Any] = {
 EXAMPLES: dict[str, Field] = {
     **COMMON,
     **_optimizer_fields("", "optim"),
-    "train.batch_size": Field("prompts_per_step", whole_number),
+    "train.batch_size": Field("prompts_per_step", count),
     "model.model_name_or_path": Field("model.path", text),
     "model.gradient_checkpointing_enable": Field("model.remat", remat),
     "data.dataset": Field("", items, "--data.path"),
-    "data.dataset_probs": Field("", items, "--data.train.0.weight"),
+    "data.dataset_probs": Field("", numbers, "--data.train.0.weight"),
     "data.dataset_split": Field("data.train.0.split", text),
     "data.multiturn": Field("", switch, "rows of messages are recognized"),
 }

@@ -43,7 +43,7 @@ MARKS = {  # beginnings of keys that one system alone has, in YAML
 }
 LAUNCHERS = ("num_processes", "nproc_per_node", "nproc-per-node", "num_gpus")
 INTERPOLATION = re.compile(r"\$\{([^${}]+)\}")
-MAX_BYTES = 2**22
+MAX_BYTES, MAX_KEYS = 2**22, 10_000
 COMMAND = re.compile(
     r"^\s*(?:#\s*)?((?:accelerate launch|trl|python3?|torchrun)\s(?:.*\\\n)*.*)$", re.MULTILINE
 )
@@ -306,8 +306,12 @@ def _load_yaml(text: str, file: Path) -> dict[str, Setting]:
 def _flatten(
     node: yaml.MappingNode, values: dict[Any, Any], prefix: str, name: str, settings: dict[str, Setting]
 ) -> None:
-    for (_, child), (key, value) in zip(node.value, values.items(), strict=False):
-        if isinstance(value, dict) and isinstance(child, yaml.MappingNode) and value:
+    if len(settings) > MAX_KEYS:
+        raise UserError(f"{name}: more than {MAX_KEYS} keys, so no config. Give the config itself.")
+    children = {key.value: child for key, child in node.value}
+    for key, value in values.items():
+        child = children.get(str(key), node)  # a key that << merges has no node here
+        if isinstance(value, dict) and isinstance(child, yaml.MappingNode) and value and child is not node:
             _flatten(child, value, f"{prefix}{key}.", name, settings)
         else:
             value = None if value == "???" else value
@@ -351,7 +355,10 @@ def _referenced(inside: str, key: str, settings: Mapping[str, Setting], variable
 def _read_python_file(
     text: str, file: Path, system: str, trainer: str, variables: dict[str, str]
 ) -> SourceSettings:
-    python = read_python(text, str(file), variables)
+    try:
+        python = read_python(text, str(file), variables)
+    except RecursionError:
+        raise UserError(f"{file}: nested too deeply to be read. Put the command into a .sh file.") from None
     if python is not None:
         notes = [f"{file}: {other} is not read" for other in python.others]
         system, trainer = _checked(file, system or "trl", trainer or python.trainer)

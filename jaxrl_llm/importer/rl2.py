@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxrl_llm.importer.fields import Conversion, Field, System
 from jaxrl_llm.importer.values import (
+    count,
     count_or_never,
     dtype,
     items,
@@ -43,7 +44,7 @@ def _model_fields(model: str, ours: str) -> dict[str, Field]:
         f"{model}.dtype": Field("model.dtype", dtype),
         f"{model}.enable_gradient_checkpointing": Field("model.remat", remat),
         f"{model}.offload_optimizer": Field("optim.offload", switch),
-        f"{model}.max_length_per_device": Field("", whole_number, "--tokens_per_device"),
+        f"{model}.max_length_per_device": Field("", count, "--tokens_per_device"),
         f"{model}.max_inference_length_per_device": Field("", whole_number, "--score.tokens_per_device"),
         f"{model}.tp_size": Field("", whole_number, "--mesh.tensor"),
         f"{model}.cp_size": Field("", whole_number, "--mesh.sequence"),
@@ -69,12 +70,12 @@ PPO: dict[str, Field] = {
     "rollout.train.prompt_key": Field("data.train.0.prompt_key", text),
     "rollout.train.messages_key": Field("", text, "--data.train.0.prompt_key"),
     "rollout.train.apply_chat_template": Field("", switch, "--data.chat.render"),
-    "rollout.train.prompts_per_rollout": Field("prompts_per_step", whole_number),
-    "rollout.train.responses_per_prompt": Field("responses_per_prompt", whole_number),
+    "rollout.train.prompts_per_rollout": Field("prompts_per_step", count),
+    "rollout.train.responses_per_prompt": Field("responses_per_prompt", count),
     "rollout.train.max_turns": Field("env.max_turns", whole_number),
     "rollout.train.dynamic_filtering": Field("algo.dynamic_sampling", switch),
     f"rollout.train.{SAMPLING}.temperature": Field("rollout.sampling.temperature", number),
-    f"rollout.train.{SAMPLING}.max_new_tokens": Field("max_response_tokens", whole_number),
+    f"rollout.train.{SAMPLING}.max_new_tokens": Field("max_response_tokens", count),
     f"rollout.train.{SAMPLING}.stop": Field("", items, "--rollout.sampling.stop"),
     f"rollout.train.{SAMPLING}.top_p": Field("rollout.sampling.top_p", number),
     f"rollout.test.{SAMPLING}.temperature": Field("eval.sampling.temperature", number),
@@ -84,10 +85,10 @@ PPO: dict[str, Field] = {
     "rollout.test.responses_per_prompt": Field("eval.samples", whole_number),
     "rollout.env_path": Field("", text, "--env.name my_env.py, or --reward.name"),
     "rollout.server_args.model_path": Field("", text, "--model.path"),
-    "rollout.server_args.tp_size": Field("", whole_number, "--sglang.flags, of servers"),
+    "rollout.server_args.tp_size": Field("", count, "--sglang.flags, of servers"),
     "rollout.server_args.mem_fraction_static": Field("", number, "--sglang.flags, of servers"),
     "rollout.server_args.dtype": Field("rollout.dtype", dtype),
-    "actor.update_per_rollout": Field("minibatches_per_step", whole_number),
+    "actor.update_per_rollout": Field("minibatches_per_step", count),
     "actor.clip": Field("", number, "--algo.clip_low and --algo.clip_high"),
     "actor.tis_coef": Field("", number, "--algo.correction.weight token and --algo.correction.cap"),
     "actor.freeze_steps": Field("critic.warmup_steps", whole_number),
@@ -109,8 +110,8 @@ EXAMPLES: dict[str, Field] = {
     **TRAINER,
     "data.train.path": Field("", text, "--data.path"),
     "data.test.path": Field("", text, "--data.eval_path"),
-    "data.train.max_length": Field("", whole_number, "--max_prompt_tokens and --max_response_tokens"),
-    "data.train.batch_size": Field("prompts_per_step", whole_number),
+    "data.train.max_length": Field("", count, "--max_prompt_tokens and --max_response_tokens"),
+    "data.train.batch_size": Field("prompts_per_step", count),
     "data.train.prompt_key": Field("data.train.0.prompt_key", text),
     "data.train.apply_chat_template": Field("", switch, "--data.chat.render"),
     "trainer.n_epochs": Field("", number, "--steps: epochs are not counted"),
@@ -275,9 +276,9 @@ def _optimizer(conv: Conversion, model: str, ours: str, updates: int) -> None:
     }
     conv.put_schedule(schedules, name, ours)
     if conv.get(name) == "cosine_with_min_lr":
-        key, lowest = conv.first(f"{model}.optimizer.min_lr", f"{model}.scheduler.min_lr")
+        key = conv.first(f"{model}.optimizer.min_lr", f"{model}.scheduler.min_lr")[0]
         rate = f"{model}.optimizer.lr"
-        conv.put(f"{ours}.final_fraction", round(min(lowest / conv.get(rate), 1.0), 6), key, rate)
+        conv.put(f"{ours}.final_fraction", conv.fraction(key, rate), key, rate)
     ratio = f"{model}.scheduler.warmup_ratio"
     note = f"of {updates} updates"
     conv.put_warmup(int(conv.get(ratio) * updates), ratio, note=note, prefix=ours)

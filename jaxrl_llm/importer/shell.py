@@ -22,6 +22,7 @@ ARRAY = re.compile(r"\$\{([A-Za-z_]\w*)\[[@*]\]\}")
 HERE_DOCUMENT = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
 SPLIT = re.compile(r"(?:\x00[^\x00]*\x00|\S)+")
 OPERATORS = ("&&", "||", ";;", ";", "|", "&", "(", ")")
+MAX_CHARS = 100_000  # of a variable
 KEYWORDS = {"if", "then", "else", "elif", "while", "until", "do", "time", "exec", "!", "{", "("}
 DECLARATIONS = {"export", "declare", "local", "readonly", "typeset"}
 ARITHMETIC = {
@@ -121,6 +122,8 @@ class Script:
 
     def _assign(self, name: str, value: str, appended: bool) -> None:
         value = self._variables.get(name, "") + value if appended else value
+        if len(value) > MAX_CHARS:
+            raise UserError(f"{self._name}:{self._line}: {name} is longer than {MAX_CHARS:,}. Shorten it.")
         if name in self._given:
             return
         if self._depth and self._variables.get(name) not in (None, value):
@@ -145,6 +148,8 @@ class Script:
                 self._skip(len(self._operator()))
             else:
                 values = [*values, *self._expansion()[0]]
+                if sum(map(len, values)) > MAX_CHARS:
+                    raise UserError(f"{self._name}:{start}: {name} is longer than {MAX_CHARS:,}. Shorten it.")
         self._skip(1)
         self._arrays[name] = values
 
@@ -293,7 +298,7 @@ class Script:
             return "".join(map(unknown, names))
         try:
             return str(integer_value(ast.parse(named.strip(), mode="eval").body))
-        except (SyntaxError, ValueError, ZeroDivisionError):
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
             return unknown(f"(({inside.strip()}))")
 
     def _read_here_documents(self) -> None:

@@ -293,7 +293,7 @@ def _common(conv: Conversion, updates: int) -> None:
     if isinstance(options, Mapping) and "min_lr_rate" in options:
         conv.put("optim.final_fraction", float(options["min_lr_rate"]), "lr_scheduler_kwargs")
     elif isinstance(options, Mapping) and "min_lr" in options:
-        fraction = float(options["min_lr"]) / conv.get("learning_rate")
+        fraction = float(options["min_lr"]) / (conv.get("learning_rate") or 1.0)
         conv.put("optim.final_fraction", fraction, "lr_scheduler_kwargs")
     _warmup(conv, steps * updates)
     if conv.is_set("optim"):

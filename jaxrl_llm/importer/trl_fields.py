@@ -6,17 +6,20 @@ from typing import Any
 
 from jaxrl_llm.importer.fields import Field
 from jaxrl_llm.importer.values import (
+    count,
     dtype,
     items,
     lora_targets,
     name_text,
     number,
+    numbers,
     remat,
     same,
     source_path,
     switch,
     text,
     top_k,
+    two_numbers,
     whole_number,
 )
 
@@ -73,8 +76,8 @@ COMMON: dict[str, Field] = {
     "lr_scheduler_kwargs": Field("", same, "--optim.final_fraction"),
     "warmup_steps": Field("", number, "--optim.warmup_steps, in updates"),
     "warmup_ratio": Field("", number, "--optim.warmup_steps, in updates"),
-    "per_device_train_batch_size": Field("", whole_number, "--tokens_per_device: micro-batches in tokens"),
-    "gradient_accumulation_steps": Field("", whole_number, "--tokens_per_device: gradients are accumulated"),
+    "per_device_train_batch_size": Field("", count, "--tokens_per_device: micro-batches in tokens"),
+    "gradient_accumulation_steps": Field("", count, "--tokens_per_device: gradients are accumulated"),
     "per_device_eval_batch_size": Field("", whole_number, "--rollout.slots: sequences at once"),
     "num_train_epochs": Field("", number, "--steps: a step is one set of --prompts_per_step prompts"),
     "max_steps": Field("", whole_number, "--steps"),
@@ -103,13 +106,13 @@ COMMON: dict[str, Field] = {
 }
 ROLLOUTS: dict[str, Field] = {
     **COMMON,
-    "num_generations": Field("responses_per_prompt", whole_number),
-    "max_completion_length": Field("max_response_tokens", whole_number),
-    "max_new_tokens": Field("max_response_tokens", whole_number),
-    "max_prompt_length": Field("max_prompt_tokens", whole_number),
-    "generation_batch_size": Field("", whole_number, "--prompts_per_step"),
-    "steps_per_generation": Field("", whole_number, "--minibatches_per_step: updates a step"),
-    "num_iterations": Field("", whole_number, "one pass over a rollout batch"),
+    "num_generations": Field("responses_per_prompt", count),
+    "max_completion_length": Field("max_response_tokens", count),
+    "max_new_tokens": Field("max_response_tokens", count),
+    "max_prompt_length": Field("max_prompt_tokens", count),
+    "generation_batch_size": Field("", count, "--prompts_per_step"),
+    "steps_per_generation": Field("", count, "--minibatches_per_step: updates a step"),
+    "num_iterations": Field("", count, "one pass over a rollout batch"),
     "shuffle_dataset": Field("data.shuffle", switch),
     "temperature": Field("rollout.sampling.temperature", number),
     "top_p": Field("rollout.sampling.top_p", number),
@@ -121,13 +124,13 @@ ROLLOUTS: dict[str, Field] = {
     "mask_truncated_completions": Field("algo.drop_truncated", switch),
     "reward_funcs": Field("", items, "--reward.name, --reward.shaping and --reward.models.0.path"),
     "reward_model_name_or_path": Field("", text, "--reward.models.0.path FOLDER"),
-    "reward_weights": Field("", items, "--reward.shaping NAME WEIGHT ..."),
+    "reward_weights": Field("", numbers, "--reward.shaping NAME WEIGHT ..."),
     "log_completions": Field("", switch, "--log.samples"),
     "use_vllm": Field(
         "", switch, "--rollout.engine native, or sglang with --rollout.launch N; there is no vLLM"
     ),
     "vllm_mode": Field("", text, "--sglang.colocated; there is no vLLM"),
-    "vllm_tensor_parallel_size": Field("", whole_number, "--sglang.flags, of servers"),
+    "vllm_tensor_parallel_size": Field("", count, "--sglang.flags, of servers"),
     "vllm_gpu_memory_utilization": Field("", number, "--sglang.flags, of servers"),
     "chat_template_kwargs": Field("", same, "--data.chat.template_options"),
 }
@@ -151,13 +154,13 @@ GRPO = {
 }
 RLOO = {
     **ROLLOUTS,
-    "reward_clip_range": Field("", items, "--algo.reward_clip"),
+    "reward_clip_range": Field("", two_numbers, "--algo.reward_clip"),
     "normalize_advantages": Field("", switch, "--algo.whiten"),
 }
 EXAMPLES: dict[str, Field] = {
     **COMMON,
-    "max_length": Field("", whole_number, "--max_prompt_tokens and --max_response_tokens"),
-    "max_seq_length": Field("", whole_number, "--max_prompt_tokens and --max_response_tokens"),
+    "max_length": Field("", count, "--max_prompt_tokens and --max_response_tokens"),
+    "max_seq_length": Field("", count, "--max_prompt_tokens and --max_response_tokens"),
     "truncation_mode": Field("", text, "--data.overlong cut and --data.cut_side"),
     "dataset_text_field": Field("", text, "--data.train.0.prompt_key"),
     "chat_template_path": Field("", text, "--data.chat.chat_template FILE"),
@@ -173,7 +176,7 @@ DPO = {
     "beta": Field("algo.beta", number),
     "label_smoothing": Field("algo.label_smoothing", number),
     "loss_type": Field("", items, "--algo.loss"),
-    "loss_weights": Field("", items, "--algo.nll_coef"),
+    "loss_weights": Field("", numbers, "--algo.nll_coef"),
     "ld_alpha": Field("algo.tail_coef", number),
     "f_divergence_type": Field("", text, "--algo.divergence"),
     "f_alpha_divergence_coef": Field("algo.alpha", number),
@@ -205,7 +208,7 @@ GKD = {
     "beta": Field("algo.beta", number),
     "temperature": Field("", number, "--rollout.sampling.temperature"),
     "lmbda": Field("", number, "--algo gkd or --algo distill"),
-    "max_new_tokens": Field("", whole_number, "--max_response_tokens"),
+    "max_new_tokens": Field("", count, "--max_response_tokens"),
 }
 ONLINE_DPO = {
     **ROLLOUTS,

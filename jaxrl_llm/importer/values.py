@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -65,9 +66,12 @@ def number(value: Any) -> float:
     if isinstance(value, bool):
         raise ValueError("a number")
     try:
-        return float(value)
-    except (TypeError, ValueError):
+        parsed = float(value)
+    except (TypeError, ValueError, OverflowError):
         raise ValueError("a number") from None
+    if not math.isfinite(parsed):
+        raise ValueError("a finite number")
+    return parsed
 
 
 def whole_number(value: Any) -> int:
@@ -76,6 +80,27 @@ def whole_number(value: Any) -> int:
     if parsed != int(parsed):
         raise ValueError("a whole number")
     return int(parsed)
+
+
+def count(value: Any) -> int:
+    """Return a whole number of at least 1."""
+    parsed = whole_number(value)
+    if parsed < 1:
+        raise ValueError("a whole number of at least 1")
+    return parsed
+
+
+def numbers(value: Any) -> tuple[float, ...]:
+    """Return the numbers of a list, or of words divided by commas or spaces."""
+    return tuple(map(number, items(value)))
+
+
+def two_numbers(value: Any) -> tuple[float, float]:
+    """Return a lower and an upper bound, or two moments."""
+    pair = numbers(value)
+    if len(pair) != 2:
+        raise ValueError("two numbers")
+    return pair[0], pair[1]
 
 
 def device_count(value: Any) -> int:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 
 from jaxrl_llm.importer.fields import Conversion, System
-from jaxrl_llm.importer.values import items, source_path
+from jaxrl_llm.importer.values import source_path
 from jaxrl_llm.importer.verl_fields import (
     ACTOR,
     ADVANTAGES,
@@ -149,7 +149,7 @@ def _correction(conv: Conversion) -> None:
         conv.put("algo.correction.cap", conv.get(f"{ACTOR}.tis_imp_ratio_cap"), f"{ACTOR}.tis_imp_ratio_cap")
     if conv.get(weight) in ("token", "sequence"):
         conv.put("algo.correction.weight", conv.get(weight), weight)
-        bounds = [float(bound) for bound in str(conv.get(cap)).split("_")]
+        bounds = conv.get(cap)
         conv.put("algo.correction.cap", bounds[-1], cap)
         if len(bounds) == 2:
             conv.put("algo.correction.floor", bounds[0], cap)
@@ -157,7 +157,7 @@ def _correction(conv: Conversion) -> None:
         if conv.get(f"{CORRECTION}.rollout_is_batch_normalize"):
             conv.put("algo.correction.normalize", True, f"{CORRECTION}.rollout_is_batch_normalize")
     if rules := conv.get(f"{CORRECTION}.rollout_rs"):
-        thresholds = items(conv.get(f"{CORRECTION}.rollout_rs_threshold") or "2.0")
+        thresholds = conv.get(f"{CORRECTION}.rollout_rs_threshold") or [(2.0,)]
         pairs = [(rule, thresholds[min(i, len(thresholds) - 1)]) for i, rule in enumerate(rules)]
         conv.put(
             "algo.correction.reject",
@@ -172,12 +172,12 @@ def _correction(conv: Conversion) -> None:
             conv.put("algo.correction.of", "policy", f"{CORRECTION}.bypass_mode", note=note)
 
 
-def _bounds(rule: str, threshold: str) -> tuple[float, float]:
+def _bounds(rule: str, threshold: tuple[float, ...]) -> tuple[float, float]:
     """Return the bounds of a rule: of k1 a ratio, whose lower bound is the inverse where one is given."""
-    low, _, high = threshold.rpartition("_")
-    if low:
-        return float(low), float(high)
-    return (1 / float(high), float(high)) if rule.endswith("k1") else (0.0, float(high))
+    if len(threshold) == 2:
+        return threshold[0], threshold[1]
+    high = threshold[0]
+    return (1 / high if high else 0.0, high) if rule.endswith("k1") else (0.0, high)
 
 
 def _minibatches(conv: Conversion, prompts: int) -> int:
@@ -221,7 +221,7 @@ def _optimizer_rules(conv: Conversion, group: str, ours: str, steps: int, update
     if conv.value_of(f"{ours}.schedule", "constant") != "constant":
         key, fraction = conv.first(f"{group}.min_lr_ratio")
         if conv.is_set(f"{group}.min_lr"):
-            key, fraction = f"{group}.min_lr", conv.get(f"{group}.min_lr") / conv.get(f"{group}.lr")
+            key, fraction = f"{group}.min_lr", conv.fraction(f"{group}.min_lr", f"{group}.lr")
         conv.put(f"{ours}.final_fraction", fraction or 0.0, key)
     warmup, ratio = f"{group}.lr_warmup_steps", f"{group}.lr_warmup_steps_ratio"
     if (conv.get(warmup) or -1) > 0:
@@ -256,7 +256,7 @@ def _rewards(conv: Conversion) -> None:
             note = "the reward model alone rewards"
             conv.put("reward.name", "none", "reward_model.enable", note=note)
     for group in (MANAGER, "reward_model.overlong_buffer"):
-        if conv.get(f"{group}.enable"):
+        if conv.get(f"{group}.enable") and conv.get(f"{group}.len"):
             longest = conv.get("reward_model.reward_kwargs.max_resp_len") or conv.get(
                 "data.max_response_length"
             )
@@ -292,7 +292,7 @@ def _lora(conv: Conversion, model: str) -> None:
 def _data(conv: Conversion) -> None:
     for key, split in (("data.train_files", "train"), ("data.val_files", "eval")):
         if conv.is_set(key):
-            conv.put_sources(map(source_path, items(conv.get(key))), key, split)
+            conv.put_sources(map(source_path, conv.get(key)), key, split)
     truncation = str(conv.get("data.truncation"))
     if conv.get("data.filter_overlong_prompts"):
         conv.put("data.overlong", "filter", "data.filter_overlong_prompts")

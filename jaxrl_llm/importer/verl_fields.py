@@ -7,6 +7,7 @@ from typing import Any
 from jaxrl_llm.importer.fields import Field
 from jaxrl_llm.importer.values import (
     choice,
+    count,
     count_or_never,
     device_count,
     dtype,
@@ -19,6 +20,7 @@ from jaxrl_llm.importer.values import (
     switch,
     text,
     top_k,
+    two_numbers,
     whole_number,
 )
 
@@ -82,11 +84,21 @@ AGGREGATION = choice(
 )
 
 
+def bounds(value: Any) -> tuple[float, ...]:
+    """Return one upper bound, or the lower and the upper one of "0.5_2.0"."""
+    return tuple(map(number, str(value).split("_")[:2]))
+
+
+def bounds_list(value: Any) -> list[tuple[float, ...]]:
+    """Return the bounds of several rules."""
+    return list(map(bounds, items(value)))
+
+
 def _optimizer_fields(group: str, ours: str) -> dict[str, Field]:
     return {
         f"{group}.lr": Field(f"{ours}.learning_rate", number),
         f"{group}.weight_decay": Field(f"{ours}.weight_decay", number),
-        f"{group}.betas": Field("", items, f"--{ours}.b1 and --{ours}.b2"),
+        f"{group}.betas": Field("", two_numbers, f"--{ours}.b1 and --{ours}.b2"),
         f"{group}.lr_scheduler_type": Field("", text, f"--{ours}.schedule"),
         f"{group}.warmup_style": Field("", text, f"--{ours}.schedule"),
         f"{group}.lr_scheduler": Field("", text, f"--{ours}.schedule"),
@@ -113,17 +125,17 @@ TRAINER = {
     "trainer.n_gpus_per_node": Field("", device_count, "all devices that are visible are used"),
     "trainer.nnodes": Field("", device_count, "all devices that are visible are used"),
     "trainer.seed": Field("seed", whole_number),
-    "data.train_files": Field("", same, "--data.path"),
-    "data.val_files": Field("", same, "--data.eval_path"),
+    "data.train_files": Field("", items, "--data.path"),
+    "data.val_files": Field("", items, "--data.eval_path"),
     "data.truncation": Field("", text, "--data.overlong and --data.cut_side"),
     "data.apply_chat_template_kwargs": Field("", same, "--data.chat.template_options"),
     "data.apply_chat_template_kwargs.enable_thinking": Field("", switch, "--data.chat.template_options"),
 }
 PPO: dict[str, Field] = {
     "data.train_batch_size": Field("prompts_per_step", whole_number),
-    f"{ROLLOUT}.n": Field("responses_per_prompt", whole_number),
-    "data.max_prompt_length": Field("max_prompt_tokens", whole_number),
-    "data.max_response_length": Field("max_response_tokens", whole_number),
+    f"{ROLLOUT}.n": Field("responses_per_prompt", count),
+    "data.max_prompt_length": Field("max_prompt_tokens", count),
+    "data.max_response_length": Field("max_response_tokens", count),
     **TRAINER,
     "data.prompt_key": Field("data.train.0.prompt_key", text),
     "data.shuffle": Field("data.shuffle", switch),
@@ -146,13 +158,13 @@ PPO: dict[str, Field] = {
     f"{ACTOR}.megatron.optimizer_offload": Field("optim.offload", switch),
     f"{REF}.fsdp_config.param_offload": Field("", switch, "--reference.offload"),
     f"{REF}.megatron.param_offload": Field("", switch, "--reference.offload"),
-    f"{ACTOR}.ppo_mini_batch_size": Field("", whole_number, "--minibatches_per_step: updates a step"),
-    f"{ACTOR}.ppo_micro_batch_size_per_gpu": Field("", whole_number, "--tokens_per_device, in tokens"),
+    f"{ACTOR}.ppo_mini_batch_size": Field("", count, "--minibatches_per_step: updates a step"),
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": Field("", count, "--tokens_per_device, in tokens"),
     f"{ACTOR}.ppo_micro_batch_size": Field("", whole_number, "--tokens_per_device, in tokens"),
-    f"{ACTOR}.ppo_max_token_len_per_gpu": Field("", whole_number, "--tokens_per_device"),
+    f"{ACTOR}.ppo_max_token_len_per_gpu": Field("", count, "--tokens_per_device"),
     f"{ACTOR}.use_dynamic_bsz": Field("", switch, "--tokens_per_device"),
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": Field("", whole_number, "--score.tokens_per_device"),
-    f"{ROLLOUT}.log_prob_max_token_len_per_gpu": Field("", whole_number, "--score.tokens_per_device"),
+    f"{ROLLOUT}.log_prob_max_token_len_per_gpu": Field("", count, "--score.tokens_per_device"),
     f"{ACTOR}.ppo_epochs": Field("", whole_number, "one pass over a rollout batch"),
     f"{ACTOR}.fsdp_config.fsdp_size": Field("", device_count, "--mesh.fsdp and --mesh.data"),
     f"{ACTOR}.ulysses_sequence_parallel_size": Field(
@@ -190,10 +202,10 @@ PPO: dict[str, Field] = {
     "algorithm.pf_ppo.reweight_method": Field("", text, "--algo.filter, of --algo pf_ppo"),
     "algorithm.pf_ppo.weight_pow": Field("", number, "--algo.power, of --algo pf_ppo"),
     f"{CORRECTION}.rollout_is": Field("", text, "--algo.correction.weight"),
-    f"{CORRECTION}.rollout_is_threshold": Field("", text, "--algo.correction.cap"),
+    f"{CORRECTION}.rollout_is_threshold": Field("", bounds, "--algo.correction.cap"),
     f"{CORRECTION}.rollout_is_batch_normalize": Field("", switch, "--algo.correction.normalize"),
     f"{CORRECTION}.rollout_rs": Field("", items, "--algo.correction.reject"),
-    f"{CORRECTION}.rollout_rs_threshold": Field("", same, "--algo.correction.reject"),
+    f"{CORRECTION}.rollout_rs_threshold": Field("", bounds_list, "--algo.correction.reject"),
     f"{CORRECTION}.bypass_mode": Field("", switch, "--algo.old rollout"),
     f"{ACTOR}.tis_imp_ratio_cap": Field(
         "", number, "--algo.correction.weight token and --algo.correction.cap"
@@ -205,7 +217,7 @@ PPO: dict[str, Field] = {
     f"{ROLLOUT}.dtype": Field("rollout.dtype", dtype),
     f"{ROLLOUT}.max_num_seqs": Field("rollout.slots", whole_number),
     f"{ROLLOUT}.name": Field("", text, "--rollout.engine"),
-    f"{ROLLOUT}.tensor_model_parallel_size": Field("", whole_number, "--sglang.flags, of servers"),
+    f"{ROLLOUT}.tensor_model_parallel_size": Field("", count, "--sglang.flags, of servers"),
     f"{ROLLOUT}.gpu_memory_utilization": Field("", number, "--sglang.flags, of servers"),
     f"{ROLLOUT}.val_kwargs.n": Field("", whole_number, "--eval.samples"),
     f"{ROLLOUT}.val_kwargs.do_sample": Field("", switch, "--eval.sampling.temperature; 0 = greedy"),
@@ -309,11 +321,11 @@ CRITIC_DEFAULTS = {
     "critic.cliprange_value": 0.5,
 }
 SFT = {
-    "data.train_batch_size": Field("prompts_per_step", whole_number),
-    "data.max_length": Field("", whole_number, "--max_prompt_tokens and --max_response_tokens"),
-    "data.micro_batch_size_per_gpu": Field("", whole_number, "--tokens_per_device, in tokens"),
-    "data.micro_batch_size": Field("", whole_number, "--tokens_per_device, in tokens"),
-    "data.max_token_len_per_gpu": Field("", whole_number, "--tokens_per_device"),
+    "data.train_batch_size": Field("prompts_per_step", count),
+    "data.max_length": Field("", count, "--max_prompt_tokens and --max_response_tokens"),
+    "data.micro_batch_size_per_gpu": Field("", count, "--tokens_per_device, in tokens"),
+    "data.micro_batch_size": Field("", count, "--tokens_per_device, in tokens"),
+    "data.max_token_len_per_gpu": Field("", count, "--tokens_per_device"),
     "data.use_dynamic_bsz": Field("", switch, "--tokens_per_device"),
     "data.prompt_key": Field("data.train.0.prompt_key", text),
     "data.response_key": Field("data.train.0.response_key", text),

@@ -117,7 +117,7 @@ def import_recipe(args: ImportArguments) -> ImportedRecipe:
 
 def _is_set(conversion: Conversion, origin: str) -> bool:
     """Return whether the file itself, not a default, sets what a key comes from."""
-    return any(f"{key} " in f"{origin} " and f"{key} " in origin for key in conversion.settings)
+    return any(origin.startswith(f"{key} ") or f", {key} " in origin for key in conversion.settings)
 
 
 def _definitions(pairs: tuple[str, ...]) -> Mapping[str, str]:

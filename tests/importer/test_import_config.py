@@ -80,6 +80,17 @@ def test_the_first_value_of_a_branch_counts_and_is_named(imported):
             "/run.sh:1: data.train_batch_size is 'many': it must be a number. Set it right in a copy of the "
             "file.",
         ),
+        (
+            VERL.format("8 data.max_prompt_length=0"),
+            "run.sh",
+            "/run.sh:1: data.max_prompt_length is '0': it must be a whole number of at least 1. Set it right "
+            "in a copy of the file.",
+        ),
+        (
+            "X=aaaaaaaa\n" + "X=$X$X\n" * 20,
+            "run.sh",
+            "/run.sh:15: X is longer than 100,000. Shorten it.",
+        ),
         (VERL.format("8 'x"), "run.sh", "/run.sh:1: the quote ' is never closed. Close it."),
         ("A=(a\nb", "run.sh", "/run.sh:1: A=( is never closed. Close it with )."),
         ("cat <<EOF\nx\n", "run.sh", "/run.sh:2: <<EOF has no line EOF. End it with one."),
