@@ -12,7 +12,7 @@ from jaxrl_llm.importer.values import (
     lora_targets,
     name_text,
     number,
-    numbers,
+    number_list,
     remat,
     same,
     source_path,
@@ -124,7 +124,7 @@ ROLLOUTS: dict[str, Field] = {
     "mask_truncated_completions": Field("algo.drop_truncated", switch),
     "reward_funcs": Field("", items, "--reward.name, --reward.shaping and --reward.models.0.path"),
     "reward_model_name_or_path": Field("", text, "--reward.models.0.path FOLDER"),
-    "reward_weights": Field("", numbers, "--reward.shaping NAME WEIGHT ..."),
+    "reward_weights": Field("", number_list, "--reward.shaping NAME WEIGHT ..."),
     "log_completions": Field("", switch, "--log.samples"),
     "use_vllm": Field(
         "", switch, "--rollout.engine native, or sglang with --rollout.launch N; there is no vLLM"
@@ -176,7 +176,7 @@ DPO = {
     "beta": Field("algo.beta", number),
     "label_smoothing": Field("algo.label_smoothing", number),
     "loss_type": Field("", items, "--algo.loss"),
-    "loss_weights": Field("", numbers, "--algo.nll_coef"),
+    "loss_weights": Field("", number_list, "--algo.nll_coef"),
     "ld_alpha": Field("algo.tail_coef", number),
     "f_divergence_type": Field("", text, "--algo.divergence"),
     "f_alpha_divergence_coef": Field("algo.alpha", number),

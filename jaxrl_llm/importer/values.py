@@ -90,14 +90,14 @@ def count(value: Any) -> int:
     return parsed
 
 
-def numbers(value: Any) -> tuple[float, ...]:
+def number_list(value: Any) -> tuple[float, ...]:
     """Return the numbers of a list, or of words divided by commas or spaces."""
     return tuple(map(number, items(value)))
 
 
 def two_numbers(value: Any) -> tuple[float, float]:
     """Return a lower and an upper bound, or two moments."""
-    pair = numbers(value)
+    pair = number_list(value)
     if len(pair) != 2:
         raise ValueError("two numbers")
     return pair[0], pair[1]
