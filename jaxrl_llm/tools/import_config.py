@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.importer.fields import Assumptions, Conversion
 from jaxrl_llm.importer.hints import missing_reason
@@ -18,7 +21,7 @@ from jaxrl_llm.importer.systems import SYSTEMS
 from jaxrl_llm.importer.values import printable
 from jaxrl_llm.ranges import Count
 from jaxrl_llm.recipe.checks import check_config
-from jaxrl_llm.recipe.source import build_config, comment_lines, recipe_source
+from jaxrl_llm.recipe.source import WIDTH, build_config, comment_lines, recipe_source
 from jaxrl_llm.tools.arguments import parse_arguments
 
 SECRET = re.compile(r"key|token|secret|password", re.IGNORECASE)
@@ -61,9 +64,12 @@ def main(argv: list[str]) -> int:
     args = parse_arguments(ImportArguments, argv, "import-config")
     out = args.out or Path(f"{args.file.stem}.py".replace("-", "_"))
     _check_out(out, args)
-    recipe = import_recipe(args)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(recipe.source, encoding="utf-8")
+    recipe = import_recipe(dataclasses.replace(args, out=out))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(recipe.source, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written ({error.strerror}). Set another --out.") from None
     print(recipe.report)
     print(f"recipe: {out}\nnext: python -m jaxrl_llm.train --config {out} --help")
     return 0
@@ -151,29 +157,27 @@ def _footer(lines: list[str]) -> list[str]:
 
 
 def _docstring(args: ImportArguments, conversion: Conversion, notes: list[str]) -> str:
-    name = f"{args.out or Path(args.file.stem + '.py').name}"
     title = f"{conversion.algo.upper()} as in {conversion.system.title}'s {args.file.name}, by import-config."
     count = conversion.devices
     devices = f"{count} device{'s' * (count > 1)} there" if count else "not stated there"
     lines = [
         title,
         "",
-        f"Command:   python -m jaxrl_llm.train --config {name}",
+        f"Command:   python -m jaxrl_llm.train --config {args.out or 'recipe.py'}",
         f"Hardware:  {devices}",
         "Time:      not measured: this recipe has not been run yet",
         "Expected:  not measured either",
     ]
     if notes:
         lines += ["", "To know before a run:"]
-        lines += [
-            f"- {part[4:] if i else part[2:]}" if not i else f"  {part[2:].strip()}"
-            for note in notes
-            for i, part in enumerate(comment_lines(note))
-        ]
+        wrap = textwrap.TextWrapper(
+            WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False
+        )
+        lines += [part for note in notes for part in wrap.wrap(" ".join(note.split()))]
     return "\n".join(lines)
 
 
-def _problems(config) -> list[str]:
+def _problems(config: TrainConfig) -> list[str]:
     """Return what a run would refuse: paths that are absent, and values that cannot work."""
     try:
         check_config(config, writes=False)
