@@ -18,6 +18,10 @@ COMMANDS = {
     ),
     "generate": ("jaxrl_llm.tools.generate", "Generate responses to the prompts of a file."),
     "score": ("jaxrl_llm.tools.score", "Compute the log-probabilities of given tokens."),
+    "import-config": (
+        "jaxrl_llm.tools.import_config",
+        "Write a recipe from a config of veRL, OpenRLHF, TRL, RL2 or ChatLearn.",
+    ),
     "view": ("jaxrl_llm.tools.view", "Write runs as one HTML page: curves, evaluation, samples, configs."),
     "export": ("jaxrl_llm.tools.export", "Write the model of a checkpoint as a Hugging Face folder."),
 }
@@ -44,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 def command_table() -> str:
     """Return the usage line and the commands, each with a sentence."""
     lines = ["usage: python -m jaxrl_llm COMMAND [--key value ...]", ""]
-    lines += [f"    {name:<10} {sentence}" for name, (_, sentence) in COMMANDS.items()]
+    lines += [f"    {name:<13} {sentence}" for name, (_, sentence) in COMMANDS.items()]
     return "\n".join([*lines, "", "python -m jaxrl_llm COMMAND --help shows its options."])
 
 

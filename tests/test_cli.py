@@ -32,7 +32,7 @@ def test_help_names_every_command(argv, capsys):
     assert cli.main(argv) == 0
     out = capsys.readouterr().out
     assert out.startswith("usage: python -m jaxrl_llm COMMAND [--key value ...]")
-    assert all(f"    {name:<10} {sentence}" in out for name, (_, sentence) in cli.COMMANDS.items())
+    assert all(f"    {name:<13} {sentence}" in out for name, (_, sentence) in cli.COMMANDS.items())
     assert all(sentence[0].isupper() and sentence[-1] in ".?" for _, sentence in cli.COMMANDS.values())
 
 

@@ -22,7 +22,7 @@ from jaxrl_llm.recipe.checks import check_fields
 from jaxrl_llm.recipe.keys import add_missing, iter_fields
 from jaxrl_llm.recipe.load import find_recipe, load_recipe, packaged_recipes, with_algo
 from jaxrl_llm.recipe.overrides import apply_overrides, parse_words, resolve_key, split_arguments
-from jaxrl_llm.tools import export, generate, plan, score, view
+from jaxrl_llm.tools import export, generate, import_config, plan, score, view
 
 ROOT = Path(__file__).parents[1]
 ALGORITHMS = (ROOT / "docs/algorithms.md").read_text()
@@ -53,7 +53,9 @@ COMMANDS = {
     "export": export.ExportArguments,
     "view": view.ViewArguments,
     "plan": plan.PlanArguments,
+    "import-config": import_config.ImportArguments,
 }
+EXACT = ("generate", "score", "export", "view", "import-config")  # commands without flags of training
 OPTIONAL = (
     *(
         "data.eval.0.path",
@@ -298,7 +300,7 @@ def test_every_command_is_accepted(page, monkeypatch):
             assert {word for word in line[1:] if "=" not in word} <= targets, line
         elif "pytest" in line[:3]:
             check_pytest(line[line.index("pytest") + 1 :])
-        elif line[2] == "jaxrl_llm" and len(line) > 3 and line[3] in ("generate", "score", "export", "view"):
+        elif line[2] == "jaxrl_llm" and len(line) > 3 and line[3] in EXACT:
             given = {word[2:] for word in line if word.startswith("--")}
             assert given <= flags_of(COMMANDS[line[3]]) | {"help"}, line
         else:

@@ -39,7 +39,8 @@ ALLOWED: dict[str, str | None] = {
         "ranges errors structs host report sharding models algos data rewards rollout envs hf learn"
     ),
     "config": "ranges errors structs report learn sharding models algos data rewards rollout envs checkpoint",
-    "recipe": "ranges errors user_file algos sharding hf rollout checkpoint config",
+    "importer": "errors",  # files of other systems: no other part is needed to read them
+    "recipe": "ranges errors importer user_file algos sharding hf rollout checkpoint config",
     # the top
     "build": ANY,
     "train": ANY,

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from jaxrl_llm import algos
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.importer.hints import translate
 from jaxrl_llm.recipe.keys import (
     ConfigField,
     add_missing,
@@ -22,7 +23,6 @@ from jaxrl_llm.recipe.keys import (
     shorten,
     type_words,
 )
-from jaxrl_llm.recipe.other_systems import translate
 
 Pair = tuple[str, list[str]]
 

@@ -27,13 +27,13 @@ from jaxrl_llm.config import (
     derived,
 )
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.importer.hints import MISSING, SAME
 from jaxrl_llm.learn.optim import make_optimizer, make_schedule
 from jaxrl_llm.ranges import field_ranges
 from jaxrl_llm.recipe.checks import check_config
 from jaxrl_llm.recipe.dump import dump
 from jaxrl_llm.recipe.keys import iter_fields, replace_at, short_repr, type_hints
 from jaxrl_llm.recipe.load import config_classes, from_command_line, packaged_recipes
-from jaxrl_llm.recipe.other_systems import MISSING, SAME
 from jaxrl_llm.rollout.native.shapes import make_shapes
 
 LIMIT = 10.0  # seconds for one call; milliseconds are usual

@@ -14,8 +14,9 @@ from jaxrl_llm.config import (
     ModelConfig,
     TrainConfig,
 )
+from jaxrl_llm.importer.hints import GROUPS, INSIDE, MISSING, SAME, translate
+from jaxrl_llm.importer.systems import fields_by_name
 from jaxrl_llm.recipe.keys import has_type, iter_fields, parse_value, type_words
-from jaxrl_llm.recipe.other_systems import GROUPS, MISSING, SAME, translate
 from jaxrl_llm.recipe.overrides import apply_overrides, split_arguments
 from jaxrl_llm.rewards.config import RewardModelConfig
 
@@ -301,13 +302,15 @@ def test_a_translation_is_part_of_the_refusal(config):
 
 def test_every_flag_of_the_table_is_unknown_here_and_every_key_it_names_exists(config):
     other_algos = [replace(config, algo=algorithm.config) for algorithm in algos.ALGOS.values()]
-    models = (RewardModelConfig(path="m"),)  # a list that recipes leave empty
-    other_algos.append(replace(config, reward=replace(config.reward, models=models)))
+    reward = replace(config.reward, models=(RewardModelConfig(path="m"),))  # lists that recipes leave empty
+    data = replace(config.data, eval=config.data.train)
+    other_algos.append(replace(config, reward=reward, data=data))
     known = {key for one in other_algos for key, _ in iter_fields(one)}
     groups = {key.rpartition(".")[0] for key in known}
-    assert len(SAME) + len(MISSING) >= 60
+    fields = {field.hint or f"--{field.ours}" for field in fields_by_name().values()}
+    assert len(fields_by_name()) >= 400
     assert not {*SAME, *MISSING} & known
-    for answer in (*SAME.values(), *MISSING.values(), *GROUPS.values()):
+    for answer in (*SAME.values(), *MISSING.values(), *GROUPS.values(), *INSIDE.values(), *fields):
         named = set(
             re.findall(r"--([a-z_0-9.]*[a-z_0-9])", answer.replace("'--tp 2 --mem-fraction-static 0.6'", ""))
         )

@@ -1,0 +1,299 @@
+"""Tables of other systems' keys, and the conversion of a file's settings by them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.importer.values import (
+    SourceSettings,
+    convert_value,
+    device_count,
+    name_text,
+    printable,
+    same,
+    unknown_names,
+)
+
+DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Field:
+    """Counterpart of a key of another system."""
+
+    ours: str = ""
+    """Key of the same meaning; "" = several keys follow from it, by the system's rules."""
+    convert: Callable[[Any], Any] = same
+    """Reads the value; raises ValueError with what it must be."""
+    hint: str = ""
+    """Keys that follow from it, where `ours` is empty."""
+
+
+@dataclass(frozen=True)
+class System:
+    """Keys, defaults and rules of another system."""
+
+    name: str
+    title: str
+    tables: Mapping[str, Mapping[str, Field]]
+    """Trainer -> key -> its counterpart."""
+    defaults: Mapping[str, Mapping[str, Any]]
+    """Trainer -> key -> the system's default, where it matters."""
+    rules: Mapping[str, Callable[[Conversion], None]]
+    """Trainer -> what follows from several keys together."""
+    aliases: Mapping[str, str]
+    """Older spelling of a key -> the present one; "a|b" where that depends on the trainer."""
+
+
+class Result(NamedTuple):
+    """A key here."""
+
+    value: Any
+    origin: str
+    """Keys and values that it comes from."""
+    stated: bool
+    """Written even where the value is the default."""
+
+
+class Assumptions(NamedTuple):
+    """Facts that a file does not state, from the command line."""
+
+    rows: int | None
+    """Rows of the training data."""
+    devices: int | None
+    engine: str
+    """native or sglang."""
+
+
+class Conversion:
+    """Settings of another system on their way to keys here.
+
+    Attributes:
+        algo: name of the algorithm.
+        results: key here -> value and origin.
+        unused: key of the system -> why it has no counterpart.
+        notes: sentences to read before a run.
+    """
+
+    def __init__(self, system: System, source: SourceSettings, assumed: Assumptions):
+        self.system, self.trainer, self.assumed = system, source.trainer, assumed
+        self.table, self.defaults = system.tables[source.trainer], system.defaults[source.trainer]
+        self.settings = {self._present_name(key): setting for key, setting in source.settings.items()}
+        self.devices = assumed.devices or source.devices
+        self.algo = ""
+        self.results: dict[str, Result] = {}
+        self.unused: dict[str, str] = {}
+        self.notes = list(source.notes)
+        self._leave_out_devices()
+
+    def run(self) -> None:
+        """Convert everything: the fields of the table, then the system's rules."""
+        for key, field in self.table.items():
+            if field.ours and (key in self.settings or key in self.defaults):
+                value = self.get(key)
+                if value is not None:
+                    self.put(field.ours, value, key)
+        self.system.rules[self.trainer](self)
+        self._share_columns()
+        for key in self.settings:
+            if key not in self.table and key not in self.unused:
+                self.unused[key] = ""
+
+    def _share_columns(self) -> None:
+        """Give the held-out sources the columns of the training data."""
+        columns = [
+            key for key in self.results if re.fullmatch(r"data\.train\.0\.(\w+_key|input_template)", key)
+        ]
+        held_out = [key for key in self.results if re.fullmatch(r"data\.eval\.\d+\.path", key)]
+        for column in columns:
+            for path in held_out:
+                self.results.setdefault(path.replace("path", column.rpartition(".")[2]), self.results[column])
+
+    def is_set(self, key: str) -> bool:
+        """Return whether the file sets the key, to something."""
+        return key in self.settings and self.settings[key].value is not None
+
+    def get(self, key: str) -> Any:
+        """Return the converted value of a key, or the system's default; None = unset.
+
+        Raises:
+            UserError: the value cannot be read, or only running the file would tell it.
+        """
+        convert = self.table[key].convert if key in self.table else same
+        if self.is_set(key):
+            if convert is not name_text and unknown_names(self.settings[key].value):
+                raise self._unknown_error()
+            return convert_value(key, self.settings[key], convert)
+        default = self.defaults.get(key)
+        return None if default is None else convert(default)
+
+    def first(self, *keys: str) -> tuple[str, Any]:
+        """Return the first key that the file sets, or the last, and its value."""
+        key = next((key for key in keys if self.is_set(key)), keys[-1])
+        return key, self.get(key)
+
+    def origin(self, *keys: str) -> str:
+        """Return the keys with their values, as a comment."""
+        return ", ".join(
+            f"{key} {printable(self.settings[key].value)}"
+            if self.is_set(key)
+            else f"{key} {printable(self.defaults.get(key))} ({self.system.title}'s {DEFAULT})"
+            for key in keys
+        )
+
+    def put(self, ours: str, value: Any, *keys: str, note: str = "", stated: bool = False) -> None:
+        """Set a key here; the comment names the keys that it comes from."""
+        origin = self.origin(*(key for key in keys if key in self.settings or key in self.defaults))
+        self.results[ours] = Result(value, "; ".join(filter(None, (origin, note))), stated)
+
+    def drop(self, key: str, reason: str = "") -> None:
+        """State that a key that the file sets has no counterpart; "" = the reason is in the hints."""
+        if self.is_set(key):
+            self.unused[key] = reason
+
+    def put_steps(self, epochs_key: str, steps_key: str, batch: int) -> int:
+        """Set the steps, from the number of steps or from epochs, and return them.
+
+        Args:
+            batch: rows of a step.
+        """
+        steps, epochs = self.get(steps_key) if steps_key else None, self.get(epochs_key)
+        if steps and steps > 0:
+            self.put("steps", steps, steps_key, stated=True)
+        elif self.assumed.rows and epochs:
+            steps = max(int(epochs * self.assumed.rows) // batch, 1)
+            note = f"x {self.assumed.rows} rows // {batch} a step"
+            self.put("steps", steps, epochs_key, note=note, stated=True)
+        else:
+            steps = 100
+            note = f"NOT KNOWN: epochs x rows // {batch} a step. --rows N computes it"
+            self.put("steps", steps, epochs_key, note=note, stated=True)
+            self.notes.append(
+                f"steps is 100, a guess: {self.origin(epochs_key)} makes rows x epochs // {batch} steps, and "
+                "the rows are not in the file. import-config --rows N computes them"
+            )
+        return steps
+
+    def put_minibatches(self, total: int, per_update: int, *keys: str) -> int:
+        """Set the updates of a step, and return them.
+
+        Args:
+            total: trajectories of a step.
+            per_update: trajectories of an update.
+        """
+        updates = max(-(-total // max(per_update, 1)), 1)
+        fitting = updates
+        while total % fitting:
+            fitting += 1
+        note = f"{total} trajectories a step / {per_update} an update"
+        if fitting != updates:
+            note += f" are {updates}, the last one smaller; here updates are equal"
+        self.put("minibatches_per_step", fitting, *keys, note=note)
+        return fitting
+
+    def put_lengths(self, total: int, *keys: str) -> None:
+        """Set both lengths of a row whose prompt and response are limited together."""
+        note = f"{total} tokens together"
+        self.put("max_prompt_tokens", total // 2, *keys, note=note)
+        self.put("max_response_tokens", total - total // 2, *keys, note=note)
+
+    def put_tokens_per_device(self, tokens: int, *keys: str, note: str = "") -> None:
+        """Set the micro-batch; at least a row."""
+        row = self.row_tokens()
+        shards = max(self.value_of("mesh.sequence", 1), 1)
+        if tokens * shards < row:
+            note, tokens = f"{note}; here at least a row of {row}".strip("; "), -(-row // shards)
+        self.put("tokens_per_device", tokens, *keys, note=note)
+
+    def row_tokens(self) -> int:
+        """Return the tokens of a row: a trajectory, or two where responses are compared."""
+        pair = 2 if self.algo in ("dpo", "cpo", "orpo", "simpo", "reward_model", "online_dpo", "kto") else 1
+        return pair * (self.value_of("max_prompt_tokens", 512) + self.value_of("max_response_tokens", 1024))
+
+    def put_schedule(
+        self, names: Mapping[str, tuple[str, float]], scheduler_key: str, prefix: str = "optim"
+    ) -> None:
+        """Set the schedule of the learning rate, and its end.
+
+        Args:
+            names: name of a schedule of the system -> (the name here, the last rate over the first).
+        """
+        name = str(self.get(scheduler_key))
+        if name not in names:
+            self.drop(
+                scheduler_key, f"there is no such schedule here; the nearest is used: {prefix}.schedule"
+            )
+        schedule, final = names.get(name, ("cosine", 0.0))
+        self.put(f"{prefix}.schedule", schedule, scheduler_key)
+        if schedule != "constant":
+            self.put(f"{prefix}.final_fraction", final, scheduler_key)
+
+    def put_warmup(self, updates: float, *keys: str, note: str = "", prefix: str = "optim") -> None:
+        """Set the updates of the learning rate's warm-up."""
+        if updates > 0:
+            self.put(f"{prefix}.warmup_steps", round(updates), *keys, note=note)
+
+    def put_sources(self, paths: Iterable[str], key: str, split: str = "train") -> None:
+        """Set the training or evaluation sources."""
+        for i, path in enumerate(paths):
+            self.put(f"data.{split}.{i}.path", path, key)
+
+    def put_mesh(self, tensor: tuple[str, int], sequence: tuple[str, int], ulysses: bool) -> None:
+        """Set tensor and context parallelism; each is (its key, size)."""
+        for ours, (key, size) in (("mesh.tensor", tensor), ("mesh.sequence", sequence)):
+            if size and size > 1:
+                self.put(ours, size, key)
+        if sequence[1] and sequence[1] > 1 and ulysses:
+            self.put("mesh.sequence_parallel", "ulysses", sequence[0])
+
+    def put_engine(self, key: str, name: str, tensor: int, memory: float | None) -> None:
+        """Set the rollout engine: the native one, or with --engine sglang servers started here."""
+        if self.assumed.engine == "native":
+            self.notes.append(
+                f"{self.origin(key) if key else name}: here responses come from the native engine, in the "
+                "trainer's own processes. import-config --engine sglang sets SGLang servers instead"
+            )
+            return
+        self.put("rollout.engine", "sglang", note=f"--engine sglang, in place of {name}")
+        self.put("rollout.launch", max((self.devices or tensor) // tensor, 1), note=f"tp {tensor}")
+        self.put("sglang.flags", f"--tp {tensor} --mem-fraction-static {memory or 0.5:g}", note="as there")
+
+    def fraction(self, key: str, of: str) -> float:
+        """Return the value of a key as a fraction of another's, at most 1; 1 of 0."""
+        whole = self.get(of)
+        return round(min(self.get(key) / whole, 1.0), 6) if whole else 1.0
+
+    def value_of(self, ours: str, default: Any) -> Any:
+        """Return the value of a key here that is set already."""
+        return self.results[ours].value if ours in self.results else default
+
+    def _present_name(self, key: str) -> str:
+        names = self.system.aliases.get(key, key).split("|")
+        return next(
+            (name for name in names if name in self.table), key if "|" in "".join(names) else names[0]
+        )
+
+    def _leave_out_devices(self) -> None:
+        """Leave out numbers of devices that only running the file would tell."""
+        for key, setting in list(self.settings.items()):
+            if key in self.table and self.table[key].convert is device_count and unknown_names(setting.value):
+                del self.settings[key]
+                self.notes.append(f"{key} is {printable(setting.value)}, not known: --devices N sets devices")
+
+    def _unknown_error(self) -> UserError:
+        """Return the error of the settings whose value only running the file would tell."""
+        lines = []
+        for key, setting in self.settings.items():
+            field = self.table.get(key)
+            names = unknown_names(setting.value) if field and field.convert is not name_text else []
+            if names:
+                words = [f"--define {name}=VALUE" for name in dict.fromkeys(names) if name.isidentifier()]
+                fix = f"give {' '.join(words)}" if words else "write its value in a copy of the file"
+                lines.append(f"{setting.where}: {key} is {printable(setting.value)}: {fix}")
+        return UserError(
+            "\n".join(["values that only running the file would tell; it is never run:", *lines])
+        )

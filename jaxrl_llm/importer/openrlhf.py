@@ -1,0 +1,227 @@
+"""OpenRLHF: `python3 -m openrlhf.cli.train_ppo_ray --a.b c` and its SFT, DPO and reward-model trainers."""
+
+from __future__ import annotations
+
+from jaxrl_llm.importer.fields import Conversion, System
+from jaxrl_llm.importer.openrlhf_fields import (
+    ADVANTAGE,
+    DPO,
+    DPO_DEFAULTS,
+    ESTIMATORS,
+    KL,
+    OLD,
+    PPO,
+    PPO_DEFAULTS,
+    REASONS,
+    RM,
+    RM_DEFAULTS,
+    SCHEDULES,
+    SFT,
+    SFT_DEFAULTS,
+)
+from jaxrl_llm.importer.values import source_path
+
+
+def _rules_of_ppo(conv: Conversion) -> None:
+    _algorithm(conv)
+    _lengths(conv)
+    conv.devices = conv.devices or (conv.get("actor.num_nodes") or 1) * (
+        conv.get("actor.num_gpus_per_node") or 8
+    )
+    prompts, n = conv.get("rollout.batch_size"), conv.get("rollout.n_samples_per_prompt")
+    updates = conv.put_minibatches(
+        prompts * n,
+        conv.get("train.batch_size"),
+        "rollout.batch_size",
+        "rollout.n_samples_per_prompt",
+        "train.batch_size",
+    )
+    if conv.get("train.max_epochs") != 1:
+        conv.drop("train.max_epochs")
+    _limit_rows(conv)
+    steps = conv.put_steps("train.num_episodes", "", prompts)
+    _optimizer(conv, "actor.", "optim", steps * updates)
+    if conv.algo == "ppo":
+        _optimizer(conv, "critic.", "critic.optim", steps * updates)
+        conv.put("critic.loss.value_clip", conv.get("critic.value_clip"), "critic.value_clip")
+        if conv.get("critic.freezing_steps"):
+            conv.put("critic.warmup_steps", conv.get("critic.freezing_steps"), "critic.freezing_steps")
+        _critic_path(conv)
+    else:
+        conv.results = {key: result for key, result in conv.results.items() if not key.startswith("critic.")}
+    _rewards(conv)
+    conv.put_sources(map(source_path, conv.get("data.prompt_dataset") or ()), "data.prompt_dataset")
+    _common(conv)
+    if conv.get("train.async_enable") and conv.assumed.engine == "sglang":
+        staleness = conv.get("train.async_queue_size")
+        conv.put("rollout.max_staleness", staleness, "train.async_enable", "train.async_queue_size")
+    else:
+        conv.drop("train.async_enable", "the native engine needs devices of its own: docs/asynchronous.md")
+    conv.put("rollout.dtype", conv.get("ds.param_dtype"), "ds.param_dtype")
+    tensor = conv.get("vllm.tensor_parallel_size")
+    conv.put_engine("vllm.num_engines", "vLLM", tensor, conv.get("vllm.gpu_memory_utilization"))
+
+
+def _algorithm(conv: Conversion) -> None:
+    estimator, loss = f"{ADVANTAGE}.estimator", "actor.policy_loss_type"
+    conv.algo, advantage, scale = ESTIMATORS.get(str(conv.get(estimator)), ESTIMATORS["gae"])
+    note = "OpenRLHF's losses are means over tokens"
+    aggregation = "token"
+    if conv.get(loss) == "gspo":
+        conv.algo, aggregation, note = "gspo", "sequence", "OpenRLHF's GSPO is a mean over sequences"
+    conv.put("algo.advantage", advantage, estimator)
+    if advantage == "grpo":
+        conv.put("algo.scale", scale, estimator)
+    conv.put("algo.aggregation", aggregation, loss, note=note)
+    low_high = conv.get("actor.eps_clip_low_high")
+    key = "actor.eps_clip_low_high" if low_high else "actor.eps_clip"
+    low, high = low_high or [conv.get("actor.eps_clip")] * 2
+    conv.put("algo.clip_low", low, key)
+    conv.put("algo.clip_high", high, key)
+    conv.put("algo.kl_in", "loss" if conv.get(f"{KL}.use_loss") else "reward", f"{KL}.use_loss")
+    conv.put("algo.reward_clip", conv.get("reward.clip_range"), "reward.clip_range")
+    if conv.get(f"{ADVANTAGE}.is_correction_enable"):
+        _correction(conv)
+    for key, reason in REASONS.items():
+        conv.drop(key, reason)
+
+
+def _correction(conv: Conversion) -> None:
+    group = "algo.correction"
+    threshold, kind = f"{ADVANTAGE}.is_correction_threshold", f"{ADVANTAGE}.is_correction_type"
+    low, high = conv.get(threshold)
+    conv.put(f"{group}.weight", "token", f"{ADVANTAGE}.is_correction_enable")
+    if conv.get(kind) == "seq-mask-tis":
+        conv.put(f"{group}.cap", float("inf"), kind, note="weights are not clipped")
+        note = "there bounds of old / rollout, here of rollout / old"
+        inverse = 1 / (high or 1.0), 1 / (low or 1e-6)
+        conv.put(f"{group}.reject", (("seq_mean_k1", *inverse),), threshold, note=note)
+        return
+    conv.put(f"{group}.floor", low, threshold)
+    conv.put(f"{group}.cap", high, threshold)
+    conv.put(f"{group}.outside", "zero" if conv.get(kind) == "icepop" else "clip", kind)
+
+
+def _lengths(conv: Conversion) -> None:
+    total, response = conv.get("data.max_len"), conv.get("rollout.max_new_tokens")
+    if conv.is_set("prompt_max_len"):
+        conv.put("max_response_tokens", response or 1024, "rollout.max_new_tokens")
+    elif response and response < total:
+        conv.put("max_response_tokens", response, "rollout.max_new_tokens")
+        conv.put("max_prompt_tokens", total - response, "data.max_len", "rollout.max_new_tokens")
+    else:
+        conv.put_lengths(total, "data.max_len")
+        conv.notes.append(
+            "OpenRLHF lets a response take all that its prompt leaves of data.max_len; here half"
+        )
+
+
+def _limit_rows(conv: Conversion) -> None:
+    limit = conv.get("data.max_samples")
+    if limit and conv.assumed.rows and limit < conv.assumed.rows:
+        conv.assumed = conv.assumed._replace(rows=limit)
+    elif limit and limit < 10**6:
+        conv.notes.append(f"data.max_samples {limit}: rows there are at most that many, here all are used")
+
+
+def _critic_path(conv: Conversion) -> None:
+    """Set the critic's start: unless given, a reward model's weights."""
+    path, key = conv.get("critic.model_name_or_path"), "critic.model_name_or_path"
+    if not path and not conv.is_set("reward.remote_url") and conv.is_set("reward.model_name_or_path"):
+        path, key = conv.get("reward.model_name_or_path")[0], "reward.model_name_or_path"
+    if path:
+        conv.put(
+            "critic.path", path, key, note="there the critic starts from it, too" if "reward" in key else ""
+        )
+
+
+def _rewards(conv: Conversion) -> None:
+    urls = conv.get("reward.remote_url") or ()
+    for url in urls[:1]:
+        function = f"{url}:reward_func" if url.endswith(".py") else url
+        conv.put("reward.name", function, "reward.remote_url")
+    models = conv.get("reward.model_name_or_path") or ()
+    for i, path in enumerate(models if not urls else ()):
+        conv.put(f"reward.models.{i}.path", path, "reward.model_name_or_path")
+        conv.put("reward.name", "none", "reward.model_name_or_path", note="reward models alone reward")
+    if length := conv.get("reward.overlong_buffer_len"):
+        longest = conv.value_of("max_response_tokens", 1024)
+        factor = conv.get("reward.overlong_penalty_factor")
+        conv.put("reward.shaping", (("overlong", factor),), "reward.overlong_penalty_factor")
+        conv.put("reward.overlong_to", longest, "reward.overlong_buffer_len")
+        conv.put("reward.overlong_from", int(longest - length), "reward.overlong_buffer_len")
+
+
+def _rules_of_examples(conv: Conversion) -> None:
+    conv.algo = {"sft": "sft", "dpo": "dpo", "rm": "reward_model"}[conv.trainer]
+    if conv.trainer == "dpo" and conv.get("model.ipo_enable"):
+        conv.put("algo.loss", "ipo", "model.ipo_enable")
+    conv.put_lengths(conv.get("data.max_len"), "data.max_len")
+    _limit_rows(conv)
+    steps = conv.put_steps("train.max_epochs", "", conv.get("train.batch_size"))
+    _optimizer(conv, "", "optim", steps)
+    conv.put_sources(map(source_path, conv.get("data.dataset") or ()), "data.dataset")
+    if conv.get("data.apply_chat_template"):
+        conv.results.pop("data.train.0.input_template", None)
+    _common(conv)
+
+
+def _optimizer(conv: Conversion, group: str, ours: str, updates: int) -> None:
+    name = conv.get(f"{group}optim")
+    if name == "muon":
+        conv.put(f"{ours}.name", "muon", f"{group}optim")
+        note = "here AdamW's learning rates carry over to Muon"
+        conv.put(f"{ours}.learning_rate", conv.get(f"{group}muon.lr") or 0.02, f"{group}muon.lr", note=note)
+    conv.put_schedule(SCHEDULES, f"{group}lr_scheduler", ours)
+    if conv.get(f"{group}lr_scheduler") == "cosine_with_min_lr":
+        conv.put(f"{ours}.final_fraction", conv.get(f"{group}min_lr_ratio"), f"{group}min_lr_ratio")
+    for beta, value in zip(("b1", "b2"), conv.get(f"{group}adam.betas"), strict=False):
+        conv.put(f"{ours}.{beta}", float(value), f"{group}adam.betas")
+    ratio = conv.get(f"{group}lr_warmup_ratio")
+    note = f"of {updates} updates"
+    conv.put_warmup(ratio * updates, f"{group}lr_warmup_ratio", note=note, prefix=ours)
+
+
+def _common(conv: Conversion) -> None:
+    conv.put("model.dtype", conv.get("ds.param_dtype"), "ds.param_dtype")
+    conv.put_mesh(conv.first("ds.tensor_parallel_size"), conv.first("ds.ring_attn_size"), ulysses=False)
+    if conv.get("train.dynamic_batch_enable"):
+        conv.put_tokens_per_device(conv.get("train.max_tokens_per_gpu"), "train.max_tokens_per_gpu")
+    else:
+        size = conv.get("train.micro_batch_size") or 1
+        tokens = size * conv.row_tokens()
+        conv.put_tokens_per_device(tokens, "train.micro_batch_size", note="x the tokens of a row")
+    probs = conv.get("data.prompt_probs") or conv.get("data.dataset_probs") or ()
+    for i, weight in enumerate(probs):
+        if f"data.train.{i}.path" in conv.results:
+            conv.put(
+                f"data.train.{i}.weight",
+                float(weight),
+                *({"data.prompt_probs", "data.dataset_probs"} & set(conv.table)),
+            )
+    if conv.get("data.apply_chat_template"):
+        conv.put("data.chat.render", "chat", "data.apply_chat_template")
+    if conv.is_set("eval.dataset"):
+        conv.put_sources(map(source_path, conv.get("eval.dataset")), "eval.dataset", "eval")
+    if conv.value_of("lora.rank", 0):
+        conv.put("lora.alpha", conv.get("ds.lora.alpha"), "ds.lora.alpha")
+        conv.put("lora.targets", conv.get("ds.lora.target_modules"), "ds.lora.target_modules")
+        if conv.get("ds.load_in_4bit"):
+            conv.put("lora.quantize", "nf4", "ds.load_in_4bit")
+    if conv.is_set("logger.wandb.key"):
+        conv.put("log.wandb", conv.get("logger.wandb.project"), "logger.wandb.project")
+
+
+SYSTEM = System(
+    name="openrlhf",
+    title="OpenRLHF",
+    tables={"ppo": PPO, "sft": SFT, "dpo": DPO, "rm": RM},
+    defaults={"ppo": PPO_DEFAULTS, "sft": SFT_DEFAULTS, "dpo": DPO_DEFAULTS, "rm": RM_DEFAULTS},
+    rules={
+        "ppo": _rules_of_ppo,
+        "sft": _rules_of_examples,
+        "dpo": _rules_of_examples,
+        "rm": _rules_of_examples,
+    },
+    aliases=OLD,
+)

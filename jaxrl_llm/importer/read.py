@@ -1,0 +1,387 @@
+"""Files of other systems -> their settings. Shell, YAML and Python are read; nothing is executed."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.importer.python_file import read_python
+from jaxrl_llm.importer.shell import Script, Word
+from jaxrl_llm.importer.systems import SYSTEMS
+from jaxrl_llm.importer.values import Setting, SourceSettings, unknown
+
+PROGRAMS = {  # pattern of a word of a command -> system, trainer; the first that fits
+    r"verl\.trainer\.(fsdp_)?sft_trainer\w*|.*verl/trainer/(fsdp_)?sft_trainer\w*\.py": ("verl", "sft"),
+    r"(verl|recipe)\.[\w.]*main_\w+|.*\bmain_(ppo|dapo)\w*\.py|verl\.[\w.]*_main": ("verl", "ppo"),
+    r"openrlhf\.cli\.train_ppo\w*": ("openrlhf", "ppo"),
+    r"openrlhf\.cli\.train_(sft|dpo|rm)": ("openrlhf", r"\1"),
+    r"RL2\.trainer\.(ppo|sft|dpo|rm)": ("rl2", r"\1"),
+    r".*\bchatlearn/entrypoint\.py|chatlearn\.entrypoint": ("chatlearn", "grpo"),
+}
+SCRIPTS = {  # begin of the name of a script of TRL, or word after `trl` -> trainer
+    "reward_modeling": "reward", "online_dpo": "online_dpo", "grpo": "grpo", "gspo": "grpo", "rloo": "rloo",
+    "sft": "sft", "dpo": "dpo", "kto": "kto", "orpo": "orpo", "cpo": "cpo", "gkd": "gkd", "reward": "reward",
+}  # fmt: skip
+MARKS = {  # beginnings of keys that one system alone has, in YAML
+    "verl": ("actor_rollout_ref.", "trainer.total_epochs", "trainer.nnodes", "model.partial_pretrain"),
+    "chatlearn": ("runtime_args.", "models.policy"),
+    "rl2": ("rollout.train.", "actor.model_name", "adv.", "data.train.path", "critic.model_name"),
+    "openrlhf": ("ckpt.", "ds.", "actor.model_name_or_path", "pretrain", "prompt_data"),
+    "trl": (
+        "model_name_or_path",
+        "dataset_name",
+        "per_device_train_batch_size",
+        "output_dir",
+        "learning_rate",
+    ),
+}
+LAUNCHERS = ("num_processes", "nproc_per_node", "nproc-per-node", "num_gpus")
+INTERPOLATION = re.compile(r"\$\{([^${}]+)\}")
+MAX_BYTES, MAX_KEYS = 2**22, 10_000
+COMMAND = re.compile(
+    r"^\s*(?:#\s*)?((?:accelerate launch|trl|python3?|torchrun)\s(?:.*\\\n)*.*)$", re.MULTILINE
+)
+
+
+def read_settings(
+    file: Path, system: str = "", trainer: str = "", variables: Mapping[str, str] | None = None
+) -> SourceSettings:
+    """Return the settings of a shell script, a YAML file or a Python file.
+
+    Args:
+        system, trainer: where the file does not tell; "" = it does.
+        variables: shell variables and Python names that the file does not define.
+
+    Raises:
+        UserError: the file cannot be read or is of no known kind or system; names file, line and fix.
+    """
+    text = _text_of(file)
+    reader = {".sh": _read_shell, ".bash": _read_shell, ".slurm": _read_shell, ".sbatch": _read_shell}
+    reader |= {".yaml": _read_yaml, ".yml": _read_yaml, ".py": _read_python_file}
+    suffix = file.suffix or (".sh" if text.startswith("#!") else "")
+    if suffix not in reader:
+        raise UserError(
+            f"{file}: {file.suffix or 'no suffix'}: read are shell scripts (.sh), YAML (.yaml) and "
+            "Python (.py). Rename the file, or put the command into a .sh file."
+        )
+    return reader[suffix](text, file, system, trainer, dict(variables or {}))
+
+
+def _text_of(file: Path) -> str:
+    try:
+        if file.stat().st_size > MAX_BYTES:
+            raise UserError(
+                f"{file}: larger than {MAX_BYTES >> 20} MiB, so no config. Give the config itself."
+            )
+        return file.read_text(encoding="utf-8").replace("\r\n", "\n")
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}. Give the path of a script or config.") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{file}: not UTF-8 text. Give the path of a script or config.") from None
+
+
+def _checked(file: Path, system: str, trainer: str) -> tuple[str, str]:
+    """Return the names of system and trainer, or refuse what is not known."""
+    if not system:
+        raise UserError(f"{file}: of no system that is known by its keys. Set --system {'|'.join(SYSTEMS)}.")
+    if system not in SYSTEMS:
+        raise UserError(f"--system {system}: unknown. Set --system {'|'.join(SYSTEMS)}.")
+    trainers = SYSTEMS[system].tables
+    trainer = trainer or (next(iter(trainers)) if len(trainers) == 1 else "")
+    if trainer not in trainers:
+        problem = f"--trainer {trainer}: unknown" if trainer else f"{file}: the trainer is not in the file"
+        raise UserError(f"{problem}. {SYSTEMS[system].title} has --trainer {'|'.join(trainers)}.")
+    return system, trainer
+
+
+# -- shell
+
+
+def _read_shell(
+    text: str, file: Path, system: str, trainer: str, variables: dict[str, str]
+) -> SourceSettings:
+    script = Script(text, str(file), variables)
+    commands = [*script.commands, *_quoted_commands(script, str(file), variables)]
+    programs = [(words, *program) for words in commands if (program := _program(words))]
+    if not programs and system:
+        programs = [(words, 0, system, trainer) for words in script.commands if len(words) > 3][-1:]
+    if not programs:
+        raise UserError(
+            f"{file}: no command of a trainer that is known. Set --system {'|'.join(SYSTEMS)} and "
+            "--trainer NAME."
+        )
+    words, at, own_system, own_trainer = programs[0]
+    system, trainer = _checked(file, system or own_system, trainer or own_trainer)
+    notes = [
+        f"{file}:{words[at].line} is read; a second command in line {other[0][0].line} is not"
+        for other in programs[1:2]
+    ]
+    notes += [
+        f"{file}:{line}: {name} is assigned in a branch once more; its first value is used. "
+        f"--define {name}=VALUE sets another"
+        for name, line in script.branches.items()
+        if f"${name}" in text or f"${{{name}" in text
+    ]
+    arguments = [word for word in words[at + 1 :] if not re.match(r"\d*[<>]", word.text)]
+    is_hydra = system in ("verl", "rl2", "chatlearn")
+    settings = _hydra(arguments, file) if is_hydra else _flags(arguments, file)
+    base, base_notes = _base_config(settings, arguments, file)
+    settings = _interpolated({**base, **settings}, variables)
+    devices = _devices(words[:at], file)
+    return SourceSettings(system, trainer, settings, devices, notes + base_notes)
+
+
+def _quoted_commands(script: Script, name: str, variables: dict[str, str]) -> Iterator[list[Word]]:
+    """Yield the commands in quoted words, as of srun bash -c "..."."""
+    for word in (
+        word for words in script.commands for word in words if "\n" in word.text or "&&" in word.text
+    ):
+        for words in Script(word.text.replace("\x00", ""), name, variables).commands:
+            yield [inner._replace(line=word.line) for inner in words]
+
+
+def _program(words: list[Word]) -> tuple[int, str, str] | None:
+    """Return (place in the words, system, trainer) of the program that a command starts."""
+    for at, word in enumerate(words):
+        for pattern, (system, trainer) in PROGRAMS.items():
+            if match := re.fullmatch(pattern, word.text):
+                return at, system, match.expand(trainer)
+        name = word.text.rpartition("/")[2]
+        is_command = at and words[at - 1].text == "trl"
+        if is_command or name.endswith(".py"):
+            trainer = next(
+                (SCRIPTS[stem] for stem in SCRIPTS if name.removesuffix(".py").startswith(stem)), ""
+            )
+            if trainer:
+                return at, "trl", trainer
+    return None
+
+
+def _hydra(words: list[Word], file: Path) -> dict[str, Setting]:
+    """Return the overrides key=value; + and ~ before a key are Hydra's."""
+    settings = {}
+    for word in words:
+        key, equals, value = word.text.partition("=")
+        if equals and not key.startswith("-"):
+            settings[key.lstrip("+~")] = Setting(_yaml_value(value), f"{file}:{word.line}")
+    return settings
+
+
+def _yaml_value(text: str) -> Any:
+    """Return text as YAML reads it; text that is no YAML as it is."""
+    if "\x00" in text:
+        return text
+    try:
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError):
+        return text
+    return text if isinstance(value, dict) and not text.startswith("{") else value
+
+
+def _flags(words: list[Word], file: Path) -> dict[str, Setting]:
+    """Return the arguments --key value ...; a key alone is True."""
+    settings: dict[str, Setting] = {}
+    key, values, line = "", [], 0
+    for word in [*words, Word("--", 0)]:
+        if word.text.startswith("--") or re.fullmatch("-[A-Za-z]", word.text):
+            if key:
+                value = True if not values else _yaml_value(values[0]) if len(values) == 1 else values
+                settings[key] = Setting(value, f"{file}:{line}")
+            name, equals, value = word.text.removeprefix("-").removeprefix("-").partition("=")
+            key, values, line = name.replace("-", "_"), [value] if equals else [], word.line
+        else:
+            values.append(word.text)
+    return settings
+
+
+def _devices(words: list[Word], file: Path) -> int | None:
+    """Return the processes that a launcher starts, by its flags or its config file."""
+    flags = _flags(words, file)
+    for name in LAUNCHERS:
+        value = flags.get(name.replace("-", "_"))
+        if value and str(value.value).isdigit():
+            nodes = flags.get("nnodes")
+            return int(value.value) * (int(nodes.value) if nodes and str(nodes.value).isdigit() else 1)
+    if config := _near(file, str(flags["config_file"].value)) if "config_file" in flags else None:
+        count = _load_yaml(_text_of(config), config).get("num_processes")
+        return int(count.value) if count and str(count.value).isdigit() else None
+    return None
+
+
+def _base_config(
+    settings: dict[str, Setting], words: list[Word], file: Path
+) -> tuple[dict[str, Setting], list[str]]:
+    """Return the settings of the YAML file that a command names, where it is at hand."""
+    flags = _flags([word for word in words if "=" not in word.text or word.text.startswith("--")], file)
+    settings.pop("config", None)
+    folder = str(flags["config_path"].value) if "config_path" in flags else "."
+    names = [str(flags[key].value) for key in ("config_file", "config") if key in flags]
+    if "config_name" in flags:
+        name = str(flags["config_name"].value).removesuffix(".yaml")
+        if re.fullmatch(r"(ppo|sft)(_megatron)?_trainer(_engine)?", name):
+            return {}, []  # the system's own defaults
+        names.append(f"{folder}/{name}.yaml")
+    for name in names:
+        path = _near(file, name)
+        if path is None:
+            plain = name.replace("\x00", "$")
+            return {}, [f"{plain} is not at hand: the system's defaults count for the keys that it would set"]
+        return _load_yaml(_text_of(path), path), [f"{path} is read, too"]
+    return {}, []
+
+
+def _near(file: Path, name: str) -> Path | None:
+    """Return the file of a relative name: from here, beside the script, or above it."""
+    name = re.sub(r"^(\x00[^\x00]*\x00|\.)/", "", name)
+    folders = [Path("."), *file.resolve().parents[:5]]
+    return next((path for folder in folders if (path := folder / name).is_file()), None)
+
+
+# -- YAML
+
+
+def _read_yaml(text: str, file: Path, system: str, trainer: str, variables: dict[str, str]) -> SourceSettings:
+    settings = _load_yaml(text, file)
+    system = system or next(
+        (name for name, marks in MARKS.items() if any(key.startswith(marks) for key in settings)), ""
+    )
+    system, trainer = _checked(file, system, trainer or _trainer_of_yaml(system, settings, file.stem))
+    return SourceSettings(system, trainer, _interpolated(settings, variables), None, [])
+
+
+def _trainer_of_yaml(system: str, settings: Mapping[str, Setting], stem: str) -> str:
+    """Return the trainer that the keys, or the file's name, tell; "" = they do not."""
+    keys = set(settings)
+    if system == "verl":
+        return "ppo" if any(key.startswith(("actor_rollout_ref", "algorithm")) for key in keys) else "sft"
+    if system == "rl2":
+        if any(key.startswith("rollout.") for key in keys):
+            return "ppo"
+        if any(key.startswith("critic.") for key in keys):
+            return "rm"
+        return "dpo" if "actor.beta" in keys or "data.train.chosen_key" in keys else "sft"
+    if system == "trl" and keys & {"num_generations", "reward_funcs", "scale_rewards", "epsilon"}:
+        return "rloo" if "rloo" in stem else "grpo"
+    return (
+        next((trainer for word, trainer in SCRIPTS.items() if word in stem.lower()), "")
+        if system == "trl"
+        else ""
+    )
+
+
+def _load_yaml(text: str, file: Path) -> dict[str, Setting]:
+    """Return the leaves of a YAML file by dotted keys.
+
+    Raises:
+        UserError: it is no YAML mapping; names the line.
+    """
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = mark.line + 1 if mark else 1
+        raise UserError(
+            f"{file}:{line}: not YAML: {getattr(error, 'problem', error)}. Mend the line."
+        ) from None
+    except (RecursionError, ValueError) as error:
+        raise UserError(f"{file}: YAML that cannot be read ({error}). Mend the file.") from None
+    if not isinstance(values, dict) or node is None:
+        raise UserError(f"{file}:1: YAML, but no mapping of keys to values. Give the config itself.")
+    settings: dict[str, Setting] = {}
+    _flatten(node, values, "", str(file), settings)
+    return {
+        key: setting
+        for key, setting in settings.items()
+        if key.split(".")[0] not in ("defaults", "hydra", "env")
+    }
+
+
+def _flatten(
+    node: yaml.MappingNode, values: dict[Any, Any], prefix: str, name: str, settings: dict[str, Setting]
+) -> None:
+    if len(settings) > MAX_KEYS:
+        raise UserError(f"{name}: more than {MAX_KEYS} keys, so no config. Give the config itself.")
+    children = {key.value: child for key, child in node.value}
+    for key, value in values.items():
+        child = children.get(str(key), node)  # a key that << merges has no node here
+        if isinstance(value, dict) and isinstance(child, yaml.MappingNode) and value and child is not node:
+            _flatten(child, value, f"{prefix}{key}.", name, settings)
+        else:
+            value = None if value == "???" else value
+            settings[f"{prefix}{key}"] = Setting(value, f"{name}:{child.start_mark.line + 1}")
+
+
+def _interpolated(settings: dict[str, Setting], variables: Mapping[str, str]) -> dict[str, Setting]:
+    """Return the settings with OmegaConf's ${a.b} replaced by the values of those keys."""
+
+    def replaced(value: Any, key: str, depth: int) -> Any:
+        if not isinstance(value, str) or "${" not in value or depth > 10:
+            return value
+        whole = INTERPOLATION.fullmatch(value)
+        if whole:
+            return replaced(_referenced(whole[1], key, settings, variables), key, depth + 1)
+        joined = INTERPOLATION.sub(lambda match: str(_referenced(match[1], key, settings, variables)), value)
+        return replaced(joined, key, depth + 1)
+
+    return {key: setting._replace(value=replaced(setting.value, key, 0)) for key, setting in settings.items()}
+
+
+def _referenced(inside: str, key: str, settings: Mapping[str, Setting], variables: Mapping[str, str]) -> Any:
+    """Return what an interpolation stands for: a key's value, oc.select's default, or a part not known."""
+    resolver, colon, arguments = inside.partition(":")
+    name, _, default = arguments.partition(",") if colon else (inside, "", "")
+    name = name.strip()
+    if name.startswith("."):
+        name = f"{key.rpartition('.')[0]}{name}"
+    if resolver == "oc.env" and name in variables:
+        return variables[name]
+    if name in settings:
+        return settings[name].value
+    if colon and default:
+        return _yaml_value(default.strip())
+    return None if resolver == "oc.select" or not colon else unknown(name)
+
+
+# -- Python
+
+
+def _read_python_file(
+    text: str, file: Path, system: str, trainer: str, variables: dict[str, str]
+) -> SourceSettings:
+    try:
+        python = read_python(text, str(file), variables)
+    except RecursionError:
+        raise UserError(f"{file}: nested too deeply to be read. Put the command into a .sh file.") from None
+    if python is not None:
+        notes = [f"{file}: {other} is not read" for other in python.others]
+        system, trainer = _checked(file, system or "trl", trainer or python.trainer)
+        return SourceSettings(system, trainer, python.settings, None, notes)
+    found = _documented_command(text, file, variables)
+    if found is None:
+        raise UserError(
+            f"{file}: no call of a Config of TRL, such as GRPOConfig(...), and no command in its docstring. "
+            "Put the command that starts it into a .sh file."
+        )
+    return _read_shell(found, file, system, trainer, variables)
+
+
+def _documented_command(text: str, file: Path, variables: dict[str, str]) -> str | None:
+    """Return the first command of a trainer in the docstring of a file, at its line; None = there is none."""
+    body = ast.parse(text).body
+    if not body or ast.get_docstring(ast.Module(body[:1], [])) is None:
+        return None
+    lines = text.splitlines()
+    docstring = "\n".join(["", *lines[: body[0].end_lineno]][body[0].lineno :])
+    for match in COMMAND.finditer(docstring):
+        command = re.sub(r'"\s*,\s*"', '" "', match[1].replace('"""', ""))
+        shell = "\n" * (body[0].lineno - 1 + docstring.count("\n", 0, match.start(1))) + command
+        if any(map(_program, Script(shell, str(file), variables).commands)):
+            return shell
+    return None

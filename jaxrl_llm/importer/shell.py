@@ -1,0 +1,339 @@
+"""Shell scripts as lists of commands: variables are expanded, nothing is executed.
+
+Read are assignments, arrays, quotes, ${NAME:-default}, $((arithmetic)), continuation lines, comments and here
+documents. What only running the script would tell (other substitutions, arguments) is marked as unknown.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import posixpath
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.importer.values import unknown, unknown_names
+
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+NAME = re.compile(r"[A-Za-z_]\w*")
+ARRAY = re.compile(r"\$\{([A-Za-z_]\w*)\[[@*]\]\}")
+HERE_DOCUMENT = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
+SPLIT = re.compile(r"(?:\x00[^\x00]*\x00|\S)+")
+OPERATORS = ("&&", "||", ";;", ";", "|", "&", "(", ")")
+MAX_CHARS = 100_000  # of a variable
+KEYWORDS = {"if", "then", "else", "elif", "while", "until", "do", "time", "exec", "!", "{", "("}
+DECLARATIONS = {"export", "declare", "local", "readonly", "typeset"}
+ARITHMETIC = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+class Word(NamedTuple):
+    """A word of a command, expanded."""
+
+    text: str
+    line: int
+
+
+class Script:
+    """The commands of a shell script, each a list of words, and the variables at its end.
+
+    Args:
+        text: the script.
+        name: for messages.
+        variables: known from outside.
+
+    Raises:
+        UserError: a quote or bracket that is never closed, with its line.
+    """
+
+    def __init__(self, text: str, name: str, variables: Mapping[str, str]):
+        self._text, self._name, self._at, self._line = text, name, 0, 1
+        self._given = dict(variables)
+        self._variables: dict[str, str] = {"HOME": "~", "PWD": ".", **variables}
+        self._arrays: dict[str, list[str]] = {}
+        self._here: list[tuple[str, bool, list[Word]]] = []
+        self._depth = 0
+        self.branches: dict[str, int] = {}
+        """Variables that a branch of an `if` assigns once more -> the line; the first value counts."""
+        self.commands: list[list[Word]] = []
+        self._read()
+
+    def _read(self) -> None:
+        command: list[Word] = []
+        while self._at < len(self._text):
+            char = self._text[self._at]
+            if char == "\n" or self._operator():
+                self._end(command)
+                command = []
+                self._skip(len(self._operator()) or 1)
+                if char == "\n":
+                    self._read_here_documents()
+            elif char in " \t\r":
+                self._skip(1)
+            elif self._text.startswith(("\\\n", "\\\r\n"), self._at):
+                self._skip(2 if self._text[self._at + 1] == "\n" else 3)
+            elif char == "#":
+                self._skip(self._text.find("\n", self._at) % (len(self._text) + 1) - self._at)
+            elif match := HERE_DOCUMENT.match(self._text, self._at):
+                self._here.append((match[2], not match[1], command))
+                self._skip(len(match[0]))
+            else:
+                command += self._word(command)
+        self._end(command)
+
+    def _operator(self) -> str:
+        return next((op for op in OPERATORS if self._text.startswith(op, self._at)), "")
+
+    def _skip(self, count: int) -> None:
+        self._line += self._text.count("\n", self._at, self._at + count)
+        self._at += count
+
+    def _end(self, command: list[Word]) -> None:
+        words = [word.text for word in command]
+        self._depth += words[:1] == ["if"] or words[:1] == ["case"]
+        self._depth -= words[:1] == ["fi"] or words[:1] == ["esac"]
+        while words and words[0] in KEYWORDS:
+            words, command = words[1:], command[1:]
+        if words and not any(here is command for _, _, here in self._here):
+            self.commands.append(command)
+
+    def _word(self, command: list[Word]) -> list[Word]:
+        """Return the words that one word expands to; an assignment before a command is none."""
+        line = self._line
+        is_first = all(word.text in DECLARATIONS | KEYWORDS for word in command)
+        match = ASSIGNMENT.match(self._text, self._at) if is_first else None
+        if match:
+            self._skip(len(match[0]))
+            if self._text.startswith("(", self._at):
+                self._assign_array(match[1], bool(match[2]))
+            else:
+                self._assign(match[1], " ".join(self._expansion()[0]), bool(match[2]))
+            return []
+        texts, _ = self._expansion()
+        return [Word(text, line) for text in texts]
+
+    def _assign(self, name: str, value: str, appended: bool) -> None:
+        value = self._variables.get(name, "") + value if appended else value
+        if len(value) > MAX_CHARS:
+            raise UserError(f"{self._name}:{self._line}: {name} is longer than {MAX_CHARS:,}. Shorten it.")
+        if name in self._given:
+            return
+        if self._depth and self._variables.get(name) not in (None, value):
+            self.branches.setdefault(name, self._line)
+            if not unknown_names(self._variables[name]):
+                return
+        self._variables[name] = value
+
+    def _assign_array(self, name: str, appended: bool) -> None:
+        start, values = self._line, self._arrays.get(name, []) if appended else []
+        self._skip(1)
+        while not self._text.startswith(")", self._at):
+            if self._at >= len(self._text):
+                raise UserError(f"{self._name}:{start}: {name}=( is never closed. Close it with ).")
+            if self._text[self._at] in " \t\r\n":
+                self._skip(1)
+            elif self._text.startswith("\\\n", self._at):
+                self._skip(2)
+            elif self._text[self._at] == "#":
+                self._skip(max(self._text.find("\n", self._at), self._at + 1) - self._at)
+            elif self._operator():
+                self._skip(len(self._operator()))
+            else:
+                values = [*values, *self._expansion()[0]]
+                if sum(map(len, values)) > MAX_CHARS:
+                    raise UserError(f"{self._name}:{start}: {name} is longer than {MAX_CHARS:,}. Shorten it.")
+        self._skip(1)
+        self._arrays[name] = values
+
+    def _expansion(self) -> tuple[list[str], bool]:
+        """Return the words that the word at this place expands to, and whether a part is quoted."""
+        words, current, quoted = [], "", False
+        while self._at < len(self._text):
+            char = self._text[self._at]
+            if char in " \t\r\n" or (self._operator() and not self._text.startswith("$", self._at)):
+                break
+            if char == "'":
+                current, quoted = current + self._quoted("'"), True
+            elif char == '"':
+                parts, quoted = self._double_quoted(), True
+                words += [current + part for part in parts[:1] if len(parts) > 1] + parts[1:-1]
+                current = parts[-1] if len(parts) > 1 else current + "".join(parts)
+            elif char == "\\":
+                if self._text.startswith(("\\\n", "\\\r\n"), self._at):
+                    self._skip(2 if self._text[self._at + 1] == "\n" else 3)
+                    break
+                current += self._text[self._at + 1 : self._at + 2]
+                self._skip(2)
+            elif match := ARRAY.match(self._text, self._at):
+                words += ([current] if current else []) + self._arrays.get(match[1], [])
+                current = ""
+                self._skip(len(match[0]))
+            elif char in "$`":
+                split = SPLIT.findall(current + self._substitution()) or [""]
+                words, current = words + split[:-1], split[-1]
+            else:
+                current += char
+                self._skip(1)
+        return words + [current] * bool(current or (quoted and not words)), quoted
+
+    def _quoted(self, quote: str) -> str:
+        start = self._line
+        end = self._text.find(quote, self._at + 1)
+        if end < 0:
+            raise UserError(f"{self._name}:{start}: the quote {quote} is never closed. Close it.")
+        inside = self._text[self._at + 1 : end]
+        self._skip(end + 1 - self._at)
+        return inside
+
+    def _double_quoted(self) -> list[str]:
+        """Return the words of a text in double quotes: one, or an array's."""
+        start, words, current = self._line, [], ""
+        self._skip(1)
+        while self._at < len(self._text) and self._text[self._at] != '"':
+            char = self._text[self._at]
+            if match := ARRAY.match(self._text, self._at):
+                values = self._arrays.get(match[1], [])
+                words, current = [*words, *values[:-1]], "".join(values[-1:])
+                self._skip(len(match[0]))
+            elif char in "$`":
+                current += self._substitution()
+            elif char == "\\":
+                escaped = self._text[self._at + 1 : self._at + 2]
+                current += escaped if escaped in '$`"\\' else "" if escaped == "\n" else f"\\{escaped}"
+                self._skip(2)
+            else:
+                current += char
+                self._skip(1)
+        if self._at >= len(self._text):
+            raise UserError(f'{self._name}:{start}: the quote " is never closed. Close it.')
+        self._skip(1)
+        return [*words, current]
+
+    def _substitution(self) -> str:
+        """Return the value of the $... at this place; unknown where it would have to be run."""
+        if self._text[self._at] == "`":
+            return unknown(f"`{self._quoted('`')}`")
+        if self._text.startswith("$((", self._at):
+            return self._arithmetic(self._bracketed("$((", "))"))
+        if self._text.startswith("$(", self._at):
+            return self._path_command(self._bracketed("$(", ")").strip())
+        if self._text.startswith("${", self._at):
+            return self._parameter(self._bracketed("${", "}"))
+        if match := NAME.match(self._text, self._at + 1):
+            self._skip(1 + len(match[0]))
+            return self._variable(match[0])
+        special = self._text[self._at + 1 : self._at + 2]
+        self._skip(2)
+        return {"@": "", "*": "", "0": self._name}.get(special, unknown(special))
+
+    def _path_command(self, inside: str) -> str:
+        """Return the output of pwd, dirname, basename, realpath or cd X && pwd, which only compute paths."""
+        plain = inside.replace('\\"', "").replace('"', "")
+        words = expand(plain, self._name, self._line, self._variables).split()
+        if words == ["pwd"]:
+            return "."
+        if len(words) >= 2 and not unknown_names(words[-1]):
+            if words[0] in ("dirname", "basename"):
+                return str(getattr(posixpath, words[0])(words[-1])) or "."
+            if words[0] in ("realpath", "readlink"):
+                return posixpath.normpath(words[-1])
+        if (
+            len(words) == 4
+            and words[0] == "cd"
+            and words[2:] == ["&&", "pwd"]
+            and not unknown_names(words[1])
+        ):
+            return posixpath.normpath(words[1])
+        return unknown(f"({inside})")
+
+    def _bracketed(self, opening: str, closing: str) -> str:
+        """Return the text between brackets, which may have others inside, and go behind them."""
+        start, begin = self._line, self._at
+        one, other = opening[-1], closing[0]
+        depth, at = len(opening.replace("$", "")), begin + len(opening)
+        while depth and at < len(self._text):
+            depth += (self._text[at] == one) - (self._text[at] == other)
+            at += 1
+        if depth:
+            raise UserError(f"{self._name}:{start}: {opening} is never closed. Close it with {closing}.")
+        self._skip(at - begin)
+        return self._text[begin + len(opening) : at - len(closing)]
+
+    def _parameter(self, inside: str) -> str:
+        """Return the value of ${...}."""
+        match = re.match(r"(\w+)(:?[-=+?]|[#%/^,\[])?(.*)", inside, re.DOTALL)
+        if inside == "BASH_SOURCE[0]" or not match or match[2] is None:
+            return self._variable(inside.removesuffix("[0]"))
+        name, sign, rest = match[1], match[2], match[3]
+        value = self._variables.get(name)
+        if sign in (":-", "-", ":=", "="):
+            if value and not unknown_names(value):
+                return value
+            return expand(rest.replace('"', ""), self._name, self._line, self._variables)
+        if sign in (":+", "+"):
+            return expand(rest.replace('"', ""), self._name, self._line, self._variables) if value else ""
+        if sign in (":?", "?") and value:
+            return value
+        return unknown(name)
+
+    def _variable(self, name: str) -> str:
+        if name in self._variables:
+            return self._variables[name]
+        if name == "BASH_SOURCE":
+            return self._name
+        return self._arrays[name][0] if self._arrays.get(name) else unknown(name)
+
+    def _arithmetic(self, inside: str) -> str:
+        plain = expand(inside, self._name, self._line, self._variables)
+        named = NAME.sub(lambda match: self._variables.get(match[0], unknown(match[0])), plain)
+        if names := unknown_names(named):
+            return "".join(map(unknown, names))
+        try:
+            return str(integer_value(ast.parse(named.strip(), mode="eval").body))
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+            return unknown(f"(({inside.strip()}))")
+
+    def _read_here_documents(self) -> None:
+        for end, expanded, command in self._here:
+            start, begin = self._line, self._at
+            match = re.compile(rf"^\t*{end}[ \t]*$", re.MULTILINE).search(self._text, begin)
+            if match is None:
+                raise UserError(f"{self._name}:{start}: <<{end} has no line {end}. End it with one.")
+            body = self._text[begin : match.start()]
+            self._skip(match.end() - begin)
+            words = [word.text for word in command]
+            if words[:1] == ["read"]:
+                body = expand(body, self._name, start, self._variables) if expanded else body
+                self._variables[words[-1]] = body
+        self._here = []
+
+
+def expand(text: str, name: str, line: int, variables: Mapping[str, str]) -> str:
+    """Return text with the substitutions of double quotes."""
+    escaped = text.replace('"', '\\"')
+    script = Script("", name, variables)
+    script._text, script._line = f'"{escaped}"', line
+    return " ".join(script._double_quoted())
+
+
+def integer_value(node: ast.expr) -> int:
+    """Return the value of whole-number arithmetic.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
+        return ARITHMETIC[type(node.op)](integer_value(node.left), integer_value(node.right))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -integer_value(node.operand)
+    raise ValueError("not whole-number arithmetic")

@@ -1,0 +1,307 @@
+"""Keys and defaults of TRL 0.2x (trl/trainer and trl/experimental), by trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxrl_llm.importer.fields import Field
+from jaxrl_llm.importer.values import (
+    count,
+    dtype,
+    items,
+    lora_targets,
+    name_text,
+    number,
+    number_list,
+    remat,
+    same,
+    source_path,
+    switch,
+    text,
+    top_k,
+    two_numbers,
+    whole_number,
+)
+
+SCHEDULES = {
+    "linear": ("linear", 0.0),
+    "cosine": ("cosine", 0.0),
+    "constant": ("constant", 1.0),
+    "constant_with_warmup": ("constant", 1.0),
+    "cosine_with_min_lr": ("cosine", 0.1),
+}
+LOSSES = {  # loss_type of GRPO -> algorithm, aggregation
+    "grpo": ("grpo", "sequence"),
+    "bnpo": ("grpo", "token"),
+    "dapo": ("grpo", "token"),
+    "dr_grpo": ("grpo", "constant"),
+    "cispo": ("cispo", "token"),
+    "sapo": ("sapo", "sequence"),
+    "vespo": ("vespo", "token"),
+}
+LOSS_FIELDS = {
+    "sapo": {"sapo_temperature_pos": "algo.tau_positive", "sapo_temperature_neg": "algo.tau_negative"},
+    "vespo": {
+        "vespo_k_pos": "algo.k_positive",
+        "vespo_lambda_pos": "algo.lambda_positive",
+        "vespo_k_neg": "algo.k_negative",
+        "vespo_lambda_neg": "algo.lambda_negative",
+    },
+}
+DPO_LOSSES = {
+    "sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo", "robust": "robust", "bco_pair": "bco",
+    "nca_pair": "nca", "sppo_hard": "sppo", "exo_pair": "exo", "apo_zero": "apo_zero", "apo_down": "apo_down",
+    "discopop": "discopop",
+}  # fmt: skip
+REWARDS = {  # TRL's own functions -> reward here
+    "accuracy_reward": "math",
+    "reasoning_accuracy_reward": "math",
+}
+SHAPING = {"think_format_reward": "format", "get_soft_overlong_punishment": "overlong"}
+COMMON: dict[str, Field] = {
+    "model_name_or_path": Field("model.path", text),
+    "model": Field("model.path", text),
+    "model_revision": Field("", text, "--model.path MODEL@REVISION"),
+    "dtype": Field("", dtype, "--model.dtype; master weights are float32"),
+    "bf16": Field("", switch, "--model.dtype bfloat16"),
+    "fp16": Field("", switch, "--model.dtype float16"),
+    "learning_rate": Field("optim.learning_rate", number),
+    "weight_decay": Field("optim.weight_decay", number),
+    "adam_beta1": Field("optim.b1", number),
+    "adam_beta2": Field("optim.b2", number),
+    "adam_epsilon": Field("optim.eps", number),
+    "max_grad_norm": Field("optim.max_grad_norm", number),
+    "optim": Field("", text, "--optim.name"),
+    "lr_scheduler_type": Field("", text, "--optim.schedule"),
+    "lr_scheduler_kwargs": Field("", same, "--optim.final_fraction"),
+    "warmup_steps": Field("", number, "--optim.warmup_steps, in updates"),
+    "warmup_ratio": Field("", number, "--optim.warmup_steps, in updates"),
+    "per_device_train_batch_size": Field("", count, "--tokens_per_device: micro-batches in tokens"),
+    "gradient_accumulation_steps": Field("", count, "--tokens_per_device: gradients are accumulated"),
+    "per_device_eval_batch_size": Field("", whole_number, "--rollout.slots: sequences at once"),
+    "num_train_epochs": Field("", number, "--steps: a step is one set of --prompts_per_step prompts"),
+    "max_steps": Field("", whole_number, "--steps"),
+    "seed": Field("seed", whole_number),
+    "gradient_checkpointing": Field("model.remat", remat),
+    "output_dir": Field("run_dir", name_text),
+    "run_name": Field("", name_text, "--run_dir"),
+    "report_to": Field("", items, "--log.wandb PROJECT, --log.mlflow EXPERIMENT and --log.tensorboard"),
+    "project": Field("", name_text, "--log.wandb PROJECT"),
+    "save_steps": Field("", number, "--checkpoint.every"),
+    "save_strategy": Field("", text, "--checkpoint.every"),
+    "save_total_limit": Field("checkpoint.keep", whole_number),
+    "eval_steps": Field("", number, "--eval.every"),
+    "eval_strategy": Field("", text, "--eval.every"),
+    "dataset_name": Field("", source_path, "--data.path hub:OWNER/NAME"),
+    "dataset_config": Field("data.train.0.subset", text),
+    "dataset_train_split": Field("data.train.0.split", text),
+    "dataset_test_split": Field("", text, "--data.eval_path, or data.eval in the recipe"),
+    "use_peft": Field("", switch, "--lora.rank"),
+    "lora_r": Field("", whole_number, "--lora.rank"),
+    "lora_alpha": Field("", number, "--lora.alpha"),
+    "lora_target_modules": Field("", lora_targets, "--lora.targets"),
+    "use_rslora": Field("", switch, "--lora.rank_stabilized"),
+    "load_in_4bit": Field("", switch, "--lora.quantize nf4, with --lora.rank"),
+    "load_in_8bit": Field("", switch, "--lora.quantize int8, with --lora.rank"),
+}
+ROLLOUTS: dict[str, Field] = {
+    **COMMON,
+    "num_generations": Field("responses_per_prompt", count),
+    "max_completion_length": Field("max_response_tokens", count),
+    "max_new_tokens": Field("max_response_tokens", count),
+    "max_prompt_length": Field("max_prompt_tokens", count),
+    "generation_batch_size": Field("", count, "--prompts_per_step"),
+    "steps_per_generation": Field("", count, "--minibatches_per_step: updates a step"),
+    "num_iterations": Field("", count, "one pass over a rollout batch"),
+    "shuffle_dataset": Field("data.shuffle", switch),
+    "temperature": Field("rollout.sampling.temperature", number),
+    "top_p": Field("rollout.sampling.top_p", number),
+    "top_k": Field("rollout.sampling.top_k", top_k),
+    "min_p": Field("rollout.sampling.min_p", number),
+    "beta": Field("algo.kl_coef", number, "--algo.kl_coef; of DPO and its like --algo.beta"),
+    "epsilon": Field("", number, "--algo.clip_low"),
+    "epsilon_high": Field("", number, "--algo.clip_high"),
+    "mask_truncated_completions": Field("algo.drop_truncated", switch),
+    "reward_funcs": Field("", items, "--reward.name, --reward.shaping and --reward.models.0.path"),
+    "reward_model_name_or_path": Field("", text, "--reward.models.0.path FOLDER"),
+    "reward_weights": Field("", number_list, "--reward.shaping NAME WEIGHT ..."),
+    "log_completions": Field("", switch, "--log.samples"),
+    "use_vllm": Field(
+        "", switch, "--rollout.engine native, or sglang with --rollout.launch N; there is no vLLM"
+    ),
+    "vllm_mode": Field("", text, "--sglang.colocated; there is no vLLM"),
+    "vllm_tensor_parallel_size": Field("", count, "--sglang.flags, of servers"),
+    "vllm_gpu_memory_utilization": Field("", number, "--sglang.flags, of servers"),
+    "chat_template_kwargs": Field("", same, "--data.chat.template_options"),
+}
+GRPO = {
+    **ROLLOUTS,
+    "delta": Field("", number, "--algo.dual_clip"),
+    "loss_type": Field("", text, "--algo.aggregation, or another algorithm: --algo cispo, --algo sapo"),
+    "importance_sampling_level": Field("", text, "--algo gspo"),
+    "scale_rewards": Field("", text, "--algo.scale"),
+    "entropy_coef": Field("algo.entropy_coef", number),
+    "multi_objective_aggregation": Field("", text, "--algo gdpo"),
+    "vllm_importance_sampling_correction": Field("", switch, "--algo.correction.weight token"),
+    "vllm_importance_sampling_mode": Field("", text, "--algo.correction.weight and .outside"),
+    "vllm_importance_sampling_clip_max": Field("", number, "--algo.correction.cap"),
+    "vllm_importance_sampling_clip_min": Field("", number, "--algo.correction.floor"),
+    "vllm_importance_sampling_cap": Field("", number, "--algo.correction.cap"),
+    "max_tool_calling_iterations": Field("env.max_turns", whole_number),
+    **{
+        key: Field("", number, f"--{ours}") for fields in LOSS_FIELDS.values() for key, ours in fields.items()
+    },
+}
+RLOO = {
+    **ROLLOUTS,
+    "reward_clip_range": Field("", two_numbers, "--algo.reward_clip"),
+    "normalize_advantages": Field("", switch, "--algo.whiten"),
+}
+EXAMPLES: dict[str, Field] = {
+    **COMMON,
+    "max_length": Field("", count, "--max_prompt_tokens and --max_response_tokens"),
+    "max_seq_length": Field("", count, "--max_prompt_tokens and --max_response_tokens"),
+    "truncation_mode": Field("", text, "--data.overlong cut and --data.cut_side"),
+    "dataset_text_field": Field("", text, "--data.train.0.prompt_key"),
+    "chat_template_path": Field("", text, "--data.chat.chat_template FILE"),
+}
+SFT = {
+    **EXAMPLES,
+    "completion_only_loss": Field("", switch, "--data.chat.loss"),
+    "assistant_only_loss": Field("", switch, "--data.chat.loss"),
+    "loss_type": Field("", text, "--algo sft"),
+}
+DPO = {
+    **EXAMPLES,
+    "beta": Field("algo.beta", number),
+    "label_smoothing": Field("algo.label_smoothing", number),
+    "loss_type": Field("", items, "--algo.loss"),
+    "loss_weights": Field("", number_list, "--algo.nll_coef"),
+    "ld_alpha": Field("algo.tail_coef", number),
+    "f_divergence_type": Field("", text, "--algo.divergence"),
+    "f_alpha_divergence_coef": Field("algo.alpha", number),
+    "discopop_tau": Field("algo.tau", number),
+    "rpo_alpha": Field("algo.nll_coef", number),
+    "reference_free": Field("algo.reference_free", switch),
+}
+KTO = {
+    **EXAMPLES,
+    "beta": Field("algo.beta", number),
+    "loss_type": Field("", text, "--algo.baseline"),
+    "desirable_weight": Field("algo.desirable_weight", number),
+    "undesirable_weight": Field("algo.undesirable_weight", number),
+}
+REWARD = {**EXAMPLES, "center_rewards_coefficient": Field("algo.center_coef", number)}
+ORPO = {**EXAMPLES, "beta": Field("algo.beta", number)}
+CPO = {
+    **EXAMPLES,
+    "beta": Field("algo.beta", number),
+    "label_smoothing": Field("algo.label_smoothing", number),
+    "loss_type": Field("", text, "--algo.loss, or --algo simpo"),
+    "cpo_alpha": Field("algo.nll_coef", number),
+    "simpo_gamma": Field("", number, "--algo.gamma, of --algo simpo"),
+    "alpha": Field("", number, "--algo.alpha, of --algo simpo"),
+}
+GKD = {
+    **EXAMPLES,
+    "teacher_model_name_or_path": Field("", text, "--algo.teachers, of --algo gkd and --algo distill"),
+    "beta": Field("algo.beta", number),
+    "temperature": Field("", number, "--rollout.sampling.temperature"),
+    "lmbda": Field("", number, "--algo gkd or --algo distill"),
+    "max_new_tokens": Field("", count, "--max_response_tokens"),
+}
+ONLINE_DPO = {
+    **ROLLOUTS,
+    "beta": Field("algo.dpo.beta", number),
+    "loss_type": Field("", text, "--algo.dpo.loss"),
+    "reward_model_path": Field("", text, "--reward.models.0.path FOLDER"),
+    "judge": Field("", text, "--reward.models.0.kind generative"),
+    "missing_eos_penalty": Field("", number, "--algo.drop_truncated"),
+}
+
+COMMON_DEFAULTS: dict[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "num_train_epochs": 3.0,
+    "lr_scheduler_type": "linear",
+    "weight_decay": 0.0,
+    "adam_beta2": 0.999,
+    "max_grad_norm": 1.0,
+    "seed": 42,
+    "gradient_checkpointing": True,
+    "save_steps": 500,
+    "save_strategy": "steps",
+    "eval_strategy": "no",
+    "lora_r": 16,
+    "lora_alpha": 32,
+    "report_to": "none",
+}
+ROLLOUT_DEFAULTS = {
+    **COMMON_DEFAULTS,
+    "learning_rate": 1e-6,
+    "max_completion_length": 512,
+    "num_iterations": 1,
+    "epsilon": 0.2,
+    "temperature": 1.0,
+    "use_vllm": False,
+    "vllm_tensor_parallel_size": 1,
+}
+GRPO_DEFAULTS = {
+    **ROLLOUT_DEFAULTS,
+    "num_generations": 8,
+    "beta": 0.0,
+    "loss_type": "dapo",
+    "importance_sampling_level": "token",
+    "scale_rewards": "group",
+    "entropy_coef": 0.0,
+    "multi_objective_aggregation": "sum_then_normalize",
+    "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_mode": "sequence_mask",
+    "vllm_importance_sampling_clip_max": 3.0,
+    "sapo_temperature_pos": 1.0,
+    "sapo_temperature_neg": 1.05,
+    "vespo_k_pos": 2.0,
+    "vespo_lambda_pos": 3.0,
+    "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0,
+}
+RLOO_DEFAULTS = {**ROLLOUT_DEFAULTS, "num_generations": 2, "beta": 0.05, "normalize_advantages": False}
+EXAMPLE_DEFAULTS = {
+    **COMMON_DEFAULTS,
+    "learning_rate": 1e-6,
+    "max_length": 1024,
+    "truncation_mode": "keep_start",
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "grpo": GRPO_DEFAULTS,
+    "rloo": RLOO_DEFAULTS,
+    "online_dpo": {
+        **ROLLOUT_DEFAULTS, "learning_rate": 5e-7, "beta": 0.1, "max_new_tokens": 64, "temperature": 0.9,
+        "num_generations": 2, "loss_type": "sigmoid", "max_completion_length": None,
+    },
+    "sft": {**EXAMPLE_DEFAULTS, "learning_rate": 2e-5},
+    "dpo": {**EXAMPLE_DEFAULTS, "beta": 0.1, "loss_type": "sigmoid", "label_smoothing": 0.0},
+    "kto": {
+        **EXAMPLE_DEFAULTS, "beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0,
+        "loss_type": "kto",
+    },
+    "reward": {**EXAMPLE_DEFAULTS, "learning_rate": 1e-4},
+    "orpo": {**EXAMPLE_DEFAULTS, "beta": 0.1},
+    "cpo": {**EXAMPLE_DEFAULTS, "beta": 0.1, "loss_type": "sigmoid", "cpo_alpha": 1.0, "simpo_gamma": 0.5},
+    "gkd": {
+        **EXAMPLE_DEFAULTS, "learning_rate": 2e-5, "beta": 0.5, "lmbda": 0.5, "temperature": 0.9,
+        "max_new_tokens": 128,
+    },
+}  # fmt: skip
+TABLES = {
+    "grpo": GRPO,
+    "rloo": RLOO,
+    "online_dpo": ONLINE_DPO,
+    "sft": SFT,
+    "dpo": DPO,
+    "kto": KTO,
+    "reward": REWARD,
+    "orpo": ORPO,
+    "cpo": CPO,
+    "gkd": GKD,
+}

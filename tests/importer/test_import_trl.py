@@ -1,0 +1,177 @@
+"""TRL: command lines, YAML and Python files, numbers worked by hand."""
+
+import pytest
+
+GRPO = """\
+accelerate launch --num_processes 4 examples/scripts/grpo.py \\
+    --model_name_or_path Qwen/Qwen3-0.6B --dataset_name org/math --dataset_config main \\
+    --output_dir grpo-sums --learning_rate 1e-5 \\
+    --max_prompt_length 256 --max_completion_length 768 \\
+    --per_device_train_batch_size 8 --gradient_accumulation_steps 2 --num_generations 8 \\
+    --use_peft --lora_target_modules "q_proj", "v_proj" \\
+    --reward_funcs accuracy_reward think_format_reward --reward_weights 1.0 0.2 \\
+    --max_steps 120 --warmup_ratio 0.1 --save_steps 30 --report_to wandb --run_name sums
+"""
+GENERATION = (
+    "trl grpo --model org/m --steps_per_generation 16 --num_generations 4 --epsilon_high 0.28 --beta 0.04 "
+)
+GENERATION += "--loss_type dr_grpo --scale_rewards none --use_vllm --eval_strategy steps --eval_steps 50\n"
+GSPO = "trl grpo --model org/m --importance_sampling_level sequence --loss_type grpo --epsilon 3e-4 "
+GSPO += "--epsilon_high 4e-4 --lr_scheduler_type constant --bf16\n"
+YAML = """\
+model_name_or_path: org/m
+dataset_name: org/pairs
+beta: 0.3
+loss_type: [sigmoid, sft]
+loss_weights: [1.0, 0.5]
+num_train_epochs: 2
+per_device_train_batch_size: 4
+gradient_accumulation_steps: 8
+lr_scheduler_type: cosine
+warmup_steps: 10
+max_length: 2048
+"""
+PYTHON = '''\
+"""A script of a user."""
+import argparse
+from datasets import load_dataset
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--lr", type=float, default=3e-6)
+args = parser.parse_args()
+BATCH = 4 * 2
+MODEL = "Qwen/Qwen3-1.7B"
+raise SystemExit("this file is never run")
+
+def count_words(completions, **kwargs):
+    return [len(c.split()) for c in completions]
+
+dataset = load_dataset("org/prompts", "main", split="train")
+dataset = dataset.map(lambda row: row)
+config = GRPOConfig(
+    output_dir=f"runs/{MODEL}-grpo",
+    learning_rate=args.lr,
+    per_device_train_batch_size=BATCH,
+    num_generations=8,
+    max_completion_length=512,
+    temperature=0.9,
+    chat_template_kwargs={"enable_thinking": False},
+)
+trainer = GRPOTrainer(
+    model=MODEL, args=config, reward_funcs=[count_words, "org/reward-model"], train_dataset=dataset,
+    peft_config=LoraConfig(r=32),
+)
+trainer.train()
+'''
+DOCUMENTED = '''\
+# Copyright
+"""
+python examples/scripts/kto.py \\
+    --model_name_or_path org/m \\
+    --per_device_train_batch_size 16 \\
+    --desirable_weight 1.3 \\
+    --output_dir kto
+"""
+from trl import KTOConfig
+'''
+
+
+def test_grpo_counts_sequences_and_updates(imported):
+    run = imported(GRPO)
+    # a generation batch of 8 x 4 processes x 2 steps = 64 sequences / 8 generations; one update of 64
+    sizes = run.values("prompts_per_step", "responses_per_prompt", "minibatches_per_step", "steps")
+    assert sizes == (8, 8, 1, 120)
+    assert run.values("optim.warmup_steps", "checkpoint.every", "tokens_per_device") == (12, 30, 8 * 1024)
+    # TRL's defaults that are not those here
+    assert run.values("algo.aggregation", "algo.kl_coef", "algo.clip_high") == ("token", 0.0, 0.2)
+    assert run.values("optim.schedule", "optim.final_fraction", "seed") == ("linear", 0.0, 42)
+    assert run.values("model.remat", "rollout.dtype", "model.dtype") == ("full", "bfloat16", "bfloat16")
+    assert run.values("lora.rank", "lora.alpha", "lora.targets") == (16, 32.0, ("q_proj", "v_proj"))
+    assert run.values("reward.name", "reward.shaping") == ("math", (("format", 0.2),))
+    assert run.values("data.train.0.path", "data.train.0.subset") == ("hub:org/math", "main")
+    assert run.values("log.wandb", "run_dir") == ("sums", "grpo-sums")
+    assert run.unused == {}
+
+
+def test_generation_batches_of_several_updates(imported):
+    run = imported(GENERATION, devices=2, rows=640)
+    # 8 x 2 processes x 16 steps = 256 sequences / 4 = 64 prompts; updates of 8 x 2 x 1 = 16 sequences
+    assert run.values("prompts_per_step", "minibatches_per_step", "steps") == (64, 16, 30)  # 3 x 640 // 64
+    assert run.values("algo.aggregation", "algo.constant", "algo.scale") == ("constant", 512.0, "none")
+    assert run.values("algo.kl_coef", "algo.clip_low", "algo.clip_high") == (0.04, 0.2, 0.28)
+    assert run.values("checkpoint.every", "eval.every") == (31, 3)  # 500 and 50 updates / 16
+    correction = run.config.algo.correction
+    assert (correction.weight, correction.outside, correction.cap) == ("sequence", "zero", 3.0)
+
+
+def test_one_process_is_assumed_aloud(imported):
+    run = imported(GSPO)
+    assert run.config.algo.algorithm == "gspo" and run.config.optim.schedule == "constant"
+    assert run.values("algo.clip_low", "algo.clip_high", "algo.aggregation") == (3e-4, 4e-4, "sequence")
+    assert "the number of processes is not in the file: 1 is assumed" in run.report
+
+
+def test_dpo_of_yaml(imported):
+    run = imported(YAML, "dpo_config.yaml", rows=3200, devices=1)
+    assert run.config.algo.algorithm == "dpo" and run.values("algo.loss", "algo.beta") == ("sigmoid", 0.3)
+    assert run.values("algo.nll_coef", "prompts_per_step", "steps") == (0.5, 32, 200)  # 2 x 3,200 // 32
+    assert run.values("optim.warmup_steps", "optim.schedule", "data.overlong") == (10, "cosine", "cut")
+    assert run.values("max_prompt_tokens", "data.cut_side") == (1024, "right")
+
+
+def test_the_trainer_of_yaml_may_have_to_be_named(imported, refusal_of):
+    message = refusal_of(YAML, "config.yaml")
+    assert message.startswith("/config.yaml: the trainer is not in the file. TRL has --trainer grpo|rloo|")
+    assert imported(
+        YAML.replace("[sigmoid, sft]", "ipo"), "c.yaml", trainer="dpo"
+    ).config.algo.length_normalized
+
+
+def test_python_is_read_and_never_run(imported):
+    run = imported(PYTHON, "train.py", devices=1)
+    assert run.values("prompts_per_step", "optim.learning_rate", "model.path") == (1, 3e-6, "Qwen/Qwen3-1.7B")
+    assert run.values("lora.rank", "lora.alpha", "rollout.sampling.temperature") == (32, 8.0, 0.9)
+    assert run.values("data.train.0.path", "data.train.0.subset") == ("hub:org/prompts", "main")
+    assert run.config.reward.name.endswith("train.py:count_words")
+    assert run.config.reward.models[0].path == "org/reward-model"
+    assert run.config.run_dir == "runs/Qwen/Qwen3-1.7B-grpo"
+    assert run.config.data.chat.template_options == '{"enable_thinking": false}'
+
+
+def test_a_command_in_a_docstring(imported):
+    run = imported(DOCUMENTED, "kto.py")
+    assert run.config.algo.algorithm == "kto"
+    assert run.values("prompts_per_step", "algo.desirable_weight") == (16, 1.3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "algo", "values"),
+    [
+        ("grpo --loss_type cispo --epsilon_high 5.0", "cispo", {"algo.clip_high": 4.0}),
+        ("grpo --loss_type sapo", "sapo", {"algo.tau_negative": 1.05}),
+        ("grpo --loss_type vespo", "vespo", {"algo.k_negative": 3.0}),
+        ("rloo", "rloo", {"algo.kl_coef": 0.05, "algo.kl_in": "reward", "responses_per_prompt": 2}),
+        ("sft", "sft", {"optim.learning_rate": 2e-5, "prompts_per_step": 8}),
+        ("reward --center_rewards_coefficient 0.01", "reward_model", {"algo.center_coef": 0.01}),
+        ("dpo --loss_type apo_zero --f_divergence_type reverse_kl", "dpo", {"algo.loss": "apo_zero"}),
+        ("kto --beta 0.2", "kto", {"algo.beta": 0.2}),
+    ],
+)
+def test_trainers_and_losses(imported, flags, algo, values):
+    run = imported(f"trl {flags} --model org/m --dataset_name org/d\n", devices=1)
+    assert run.config.algo.algorithm == algo
+    assert run.values(*values) == tuple(values.values())
+
+
+def test_cpo_gkd_and_online_dpo(imported):
+    run = imported(
+        "python examples/scripts/cpo.py --loss_type simpo --simpo_gamma 0.7 --model_name_or_path m/m\n"
+    )
+    assert run.config.algo.algorithm == "simpo" and run.config.algo.gamma == 0.7
+    run = imported("python gkd.py --model_name_or_path m/m --teacher_model_name_or_path m/t --lmbda 1.0\n")
+    assert run.config.algo.algorithm == "gkd" and run.config.algo.teachers == ("m/t",)
+    assert run.values("max_response_tokens", "max_prompt_tokens", "responses_per_prompt") == (128, 896, 1)
+    run = imported("python online_dpo.py --model_name_or_path m/m --reward_model_path m/r --beta 0.2\n")
+    assert run.config.algo.dpo.beta == 0.2 and run.config.reward.models[0].path == "m/r"

@@ -1,0 +1,239 @@
+"""veRL: scripts with Hydra overrides and YAML, numbers worked by hand."""
+
+GRPO = """\
+#!/bin/bash
+set -x
+MODEL=${MODEL_PATH:-Qwen/Qwen3-1.7B}
+max_response=$((1024 * 2))
+
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo \\
+    data.train_files=$HOME/data/sums/train.parquet \\
+    data.val_files="['$HOME/data/sums/test.parquet', 'extra.parquet']" \\
+    data.train_batch_size=256 \\
+    data.max_prompt_length=384 \\
+    data.max_response_length=${max_response} \\
+    data.filter_overlong_prompts=True \\
+    actor_rollout_ref.model.path=$MODEL \\
+    actor_rollout_ref.model.use_remove_padding=True \\
+    actor_rollout_ref.actor.optim.lr=2e-6 \\
+    actor_rollout_ref.actor.optim.lr_warmup_steps=5 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=64 \\
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \\
+    actor_rollout_ref.actor.use_kl_loss=True \\
+    actor_rollout_ref.actor.kl_loss_coef=0.002 \\
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl \\
+    actor_rollout_ref.ref.fsdp_config.param_offload=True \\
+    actor_rollout_ref.rollout.name=vllm \\
+    actor_rollout_ref.rollout.n=6 \\
+    actor_rollout_ref.rollout.val_kwargs.do_sample=True \\
+    actor_rollout_ref.rollout.val_kwargs.temperature=0.7 \\
+    actor_rollout_ref.rollout.val_kwargs.n=4 \\
+    custom_reward_function.path=rewards/sums.py \\
+    custom_reward_function.name=score \\
+    trainer.logger='["console","wandb"]' \\
+    trainer.project_name=sums trainer.experiment_name=first \\
+    trainer.n_gpus_per_node=4 trainer.nnodes=1 \\
+    trainer.save_freq=-1 trainer.test_freq=10 trainer.total_epochs=3 $@ 2>&1 | tee log.txt
+"""
+PPO = """\
+python3 -m verl.trainer.main_ppo \\
+  data.train_files=a.parquet data.train_batch_size=128 data.truncation=left \\
+  actor_rollout_ref.model.path=m/policy critic.model.path=m/critic \\
+  actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.rollout.name=sglang \\
+  actor_rollout_ref.rollout.n=2 actor_rollout_ref.rollout.gpu_memory_utilization=0.4 \\
+  algorithm.use_kl_in_reward=True algorithm.kl_penalty=mse algorithm.kl_ctrl.type=adaptive \\
+  algorithm.kl_ctrl.kl_coef=0.05 algorithm.kl_ctrl.target_kl=0.2 algorithm.lam=0.95 \\
+  critic.optim.lr=2e-5 critic.optim.lr_warmup_steps_ratio=0.1 trainer.critic_warmup=7 \\
+  reward_model.enable=True reward_model.model.path=m/reward \\
+  actor_rollout_ref.actor.ppo_epochs=2 \\
+  trainer.total_training_steps=50 trainer.project_name=p
+"""
+DAPO = """\
+ACTOR=actor_rollout_ref.actor
+ARGS=(
+    algorithm.adv_estimator=grpo   # a comment
+    $ACTOR.clip_ratio_low=0.2
+    $ACTOR.clip_ratio_high=0.28
+    $ACTOR.clip_ratio_c=10.0
+    $ACTOR.loss_agg_mode=token-mean
+    algorithm.filter_groups.enable=True
+    +algorithm.filter_groups.max_num_gen_batches=10
+)
+len=4096
+python3 -m recipe.dapo.main_dapo "${ARGS[@]}" \\
+    data.train_batch_size=512 actor_rollout_ref.actor.ppo_mini_batch_size=32 \\
+    data.max_response_length=20480 data.train_files=dapo.parquet \\
+    actor_rollout_ref.rollout.n=16 actor_rollout_ref.model.path=Qwen/Qwen2.5-32B \\
+    reward_model.reward_manager=dapo \\
+    +reward_model.reward_kwargs.overlong_buffer_cfg.enable=True \\
+    +reward_model.reward_kwargs.overlong_buffer_cfg.len=$len \\
+    +reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5 \\
+    +reward_model.reward_kwargs.max_resp_len=20480 \\
+    actor_rollout_ref.actor.use_dynamic_bsz=True \\
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=22528 \\
+    actor_rollout_ref.actor.ulysses_sequence_parallel_size=4 \\
+    actor_rollout_ref.actor.fsdp_config.fsdp_size=8 \\
+    algorithm.rollout_correction.rollout_is=token \\
+    algorithm.rollout_correction.rollout_is_threshold="0.5_2.0" \\
+    algorithm.rollout_correction.rollout_rs=seq_mean_k1 \\
+    algorithm.rollout_correction.rollout_rs_threshold=1.25 \\
+    trainer.total_training_steps=100
+"""
+YAML = """\
+defaults:
+  - ppo_trainer
+  - _self_
+data:
+  train_files: x.parquet
+  train_batch_size: 64
+  max_response_length: 1024
+  apply_chat_template_kwargs: {enable_thinking: false}
+actor_rollout_ref:
+  model: {path: org/model, lora_rank: 32, lora_alpha: 64, target_modules: [q_proj, v_proj]}
+  actor:
+    ppo_mini_batch_size: 64
+    loss_agg_mode: seq-mean-token-sum-norm
+    policy_loss: {loss_mode: vanilla}
+    megatron: {tensor_model_parallel_size: 2, context_parallel_size: 2}
+  rollout: {n: 8, temperature: 0.9, top_k: -1}
+algorithm: {adv_estimator: grpo, norm_adv_by_std_in_grpo: false}
+trainer: {total_training_steps: 10, experiment_name: "${data.train_files}_run"}
+"""
+SFT = """\
+torchrun --standalone --nnodes=1 --nproc_per_node=8 -m verl.trainer.fsdp_sft_trainer \\
+    data.train_files=train.parquet data.val_files=test.parquet \\
+    data.prompt_key=extra_info data.response_key=extra_info \\
+    data.prompt_dict_keys=['question'] +data.response_dict_keys=['answer'] \\
+    data.max_length=1000 data.train_batch_size=32 optim.lr=3e-5 \\
+    data.micro_batch_size_per_gpu=2 model.partial_pretrain=org/base \\
+    trainer.experiment_name=sft trainer.total_epochs=2 trainer.logger=console
+"""
+LOSSES = {
+    "gspo": ("gspo", "sequence"),
+    "geo_mean": ("gmpo", "sequence"),
+    "cispo": ("cispo", "token"),
+    "kl_cov": ("kl_cov", "token"),
+}
+
+
+def test_grpo_with_shell_variables(imported):
+    run = imported(GRPO, rows=1000)
+    sizes = run.values("prompts_per_step", "responses_per_prompt", "minibatches_per_step", "steps")
+    # 256 x 6 trajectories a step / (64 x 6) an update; 3 epochs x 1,000 rows // 256
+    assert sizes == (256, 6, 4, 11)
+    # warm-up of 5 steps x 4 updates; micro-batches of 4 x (384 + 2048) tokens
+    assert run.values("optim.warmup_steps", "tokens_per_device", "max_response_tokens") == (20, 9728, 2048)
+    assert run.values("algo.kl_coef", "algo.kl", "algo.kl_in") == (0.002, "k3", "loss")
+    # veRL's defaults that are not those here
+    assert run.values("algo.aggregation", "algo.dual_clip", "optim.weight_decay") == ("token", 3.0, 0.01)
+    assert run.values("model.remat", "rollout.dtype", "checkpoint.every") == ("full", "bfloat16", 0)
+    assert run.values("model.path", "reward.name") == ("Qwen/Qwen3-1.7B", "rewards/sums.py:score")
+    assert [source.path for source in run.config.data.eval] == ["~/data/sums/test.parquet", "extra.parquet"]
+    assert run.values("eval.every", "eval.samples", "eval.sampling.temperature") == (10, 4, 0.7)
+    assert run.values("run_dir", "log.wandb", "reference.offload") == ("runs/first", "sums", True)
+    assert run.config.algo.algorithm == "grpo" and run.config.rollout.engine == "native"
+    assert list(run.unused) == ["actor_rollout_ref.model.use_remove_padding"]
+    assert "# Keys of the file without a counterpart here:\n# actor_rollout_ref.model.use_remove" in run.text
+    assert "no counterpart: actor_rollout_ref.model.use_remove_padding True" in run.report
+    assert "dual_clip=3.0,  # actor_rollout_ref.actor.clip_ratio_c 3.0 (veRL's default)" in run.text
+    assert imported(GRPO, define=("MODEL_PATH=other",)).config.model.path == "other"
+
+
+def test_epochs_without_rows_are_a_guess_that_is_named(imported):
+    run = imported(GRPO)
+    assert run.config.steps == 100
+    assert "NOT KNOWN: epochs x rows // 256 a step. --rows N computes it" in run.text
+    assert "steps is 100, a guess" in run.report
+
+
+def test_ppo_with_kl_in_the_reward_a_critic_and_a_reward_model(imported):
+    run = imported(PPO, engine="sglang")
+    assert run.config.algo.algorithm == "ppo"
+    assert run.values("algo.kl_in", "algo.kl", "algo.kl_coef", "algo.kl_target") == (
+        "reward",
+        "k2",
+        0.05,
+        0.2,
+    )
+    assert run.values("algo.lam", "algo.gamma", "critic.loss.value_clip") == (0.95, 1.0, 0.5)
+    assert run.values("critic.path", "critic.warmup_steps") == ("m/critic", 7)
+    # 0.1 of 50 steps x 4 updates (128 prompts / 32)
+    assert run.values("critic.optim.learning_rate", "critic.optim.warmup_steps") == (2e-5, 20)
+    assert run.config.reward.models[0].path == "m/reward" and run.config.reward.name == "none"
+    assert run.values("data.overlong", "data.cut_side", "steps") == ("cut", "left", 50)
+    # 8 GPUs, 2 a server (veRL's default)
+    assert run.values("rollout.engine", "rollout.launch") == ("sglang", 4)
+    assert run.config.sglang.flags == "--tp 2 --mem-fraction-static 0.4"
+    assert "There are no PPO epochs" in run.unused["actor_rollout_ref.actor.ppo_epochs"]
+
+
+def test_dapo_with_arrays_overlong_penalty_and_corrections(imported):
+    run = imported(DAPO)
+    assert run.values("algo.clip_low", "algo.clip_high", "algo.dual_clip") == (0.2, 0.28, 10.0)
+    assert run.values("algo.dynamic_sampling", "algo.max_draws") == (True, 10)
+    # 512 x 16 trajectories / (32 x 16)
+    assert run.config.minibatches_per_step == 16
+    assert run.values("reward.shaping", "reward.overlong_from", "reward.overlong_to") == (
+        (("overlong", 0.5),), 16384, 20480,
+    )  # fmt: skip
+    assert run.values("mesh.sequence", "mesh.sequence_parallel", "mesh.fsdp", "mesh.data") == (
+        4,
+        "ulysses",
+        8,
+        -1,
+    )
+    assert run.config.tokens_per_device == 22528
+    correction = run.config.algo.correction
+    assert (correction.weight, correction.floor, correction.cap, correction.outside) == (
+        "token",
+        0.5,
+        2.0,
+        "zero",
+    )
+    assert correction.reject == (("seq_mean_k1", 0.8, 1.25),)  # 1 / 1.25
+    assert run.config.algo.kl_coef == 0.0
+
+
+def test_yaml_with_lora_dr_grpo_and_megatron(imported):
+    run = imported(YAML, "config.yaml")
+    assert run.values("algo.scale", "algo.aggregation", "algo.constant") == ("none", "constant", 1024.0)
+    assert run.values("lora.rank", "lora.alpha", "lora.targets") == (32, 64.0, ("q_proj", "v_proj"))
+    assert run.values("mesh.tensor", "mesh.sequence", "mesh.sequence_parallel") == (2, 2, "ring")
+    assert run.config.data.chat.template_options == '{"enable_thinking": false}'
+    assert run.values("rollout.sampling.temperature", "rollout.sampling.top_k") == (0.9, 0)
+    assert run.config.run_dir == "runs/x.parquet_run"
+
+
+def test_sft(imported):
+    run = imported(SFT, rows=330)
+    assert run.config.algo.algorithm == "sft" and run.config.steps == 20  # 2 x 330 // 32
+    assert run.values("max_prompt_tokens", "max_response_tokens", "tokens_per_device") == (500, 500, 2000)
+    assert run.values("optim.schedule", "optim.final_fraction", "optim.warmup_steps") == ("cosine", 0.0, 2)
+    source = run.config.data.train[0]
+    assert (source.prompt_key, source.response_key) == ("extra_info.question", "extra_info.answer")
+    assert run.config.data.eval[0].prompt_key == "extra_info.question"
+    assert run.values("optim.b2", "seed", "log.wandb") == (0.95, 1, "")
+
+
+def test_policy_losses_and_estimators(imported):
+    for loss, expected in LOSSES.items():
+        text = GRPO.replace("$@", f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}")
+        run = imported(text)
+        assert (run.config.algo.algorithm, run.config.algo.aggregation) == expected
+    for estimator, algo, advantage in (
+        ("rloo", "rloo", "rloo"),
+        ("reinforce_plus_plus_baseline", "reinforce_pp", "reinforce_pp_baseline"),
+        ("remax", "remax", "remax"),
+    ):
+        run = imported(GRPO.replace("estimator=grpo", f"estimator={estimator}"))
+        assert (run.config.algo.algorithm, run.config.algo.advantage) == (algo, advantage)
+
+
+def test_a_mini_batch_that_does_not_divide_the_batch(imported):
+    # 256 / 60 are 5 updates, the last of 16 prompts; 1,536 trajectories divide into 6
+    run = imported(GRPO.replace("ppo_mini_batch_size=64", "ppo_mini_batch_size=60"))
+    assert run.config.minibatches_per_step == 6
+    assert "are 5, the last one smaller; here updates are equal" in " ".join(
+        run.text.replace("#", "").split()
+    )
