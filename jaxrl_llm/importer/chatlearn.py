@@ -29,7 +29,7 @@ GRPO: dict[str, Field] = {
     f"{ARGS}.train_global_batch_size": Field("", count, "--minibatches_per_step"),
     f"{ARGS}.train_micro_batch_size": Field("", count, "--tokens_per_device, in tokens"),
     f"{ARGS}.num_inference_per_prompt": Field("", count, "--responses_per_prompt"),
-    f"{ARGS}.num_training_epoch": Field("", whole_number, "one pass over a rollout batch"),
+    f"{ARGS}.num_training_epoch": Field("ppo_epochs", count),
     f"{ARGS}.save_episode_interval": Field("checkpoint.every", count_or_never),
     f"{ARGS}.eval_episode_interval": Field("eval.every", count_or_never),
     f"{ARGS}.data_path": Field("", items, "--data.path"),
@@ -169,9 +169,6 @@ def _batches(conv: Conversion) -> None:
     prompts = max(conv.get(samples) // n, 1)
     conv.put("prompts_per_step", prompts, samples, responses, note="samples / responses")
     conv.put_minibatches(prompts * n, conv.get(batch), samples, batch)
-    epochs = f"{ARGS}.num_training_epoch"
-    if conv.get(epochs) != 1:
-        conv.drop(epochs)
 
 
 def _data(conv: Conversion) -> None:

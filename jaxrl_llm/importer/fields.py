@@ -62,8 +62,6 @@ class Result(NamedTuple):
 class Assumptions(NamedTuple):
     """Facts that a file does not state, from the command line."""
 
-    rows: int | None
-    """Rows of the training data."""
     devices: int | None
     engine: str
     """native or sglang."""
@@ -155,28 +153,13 @@ class Conversion:
         if self.is_set(key):
             self.unused[key] = reason
 
-    def put_steps(self, epochs_key: str, steps_key: str, batch: int) -> int:
-        """Set the steps, from the number of steps or from epochs, and return them.
-
-        Args:
-            batch: rows of a step.
-        """
+    def put_steps(self, epochs_key: str, steps_key: str) -> None:
+        """Set the steps, or the epochs where the file counts those."""
         steps, epochs = self.get(steps_key) if steps_key else None, self.get(epochs_key)
         if steps and steps > 0:
             self.put("steps", steps, steps_key, stated=True)
-        elif self.assumed.rows and epochs:
-            steps = max(int(epochs * self.assumed.rows) // batch, 1)
-            note = f"x {self.assumed.rows} rows // {batch} a step"
-            self.put("steps", steps, epochs_key, note=note, stated=True)
-        else:
-            steps = 100
-            note = f"NOT KNOWN: epochs x rows // {batch} a step. --rows N computes it"
-            self.put("steps", steps, epochs_key, note=note, stated=True)
-            self.notes.append(
-                f"steps is 100, a guess: {self.origin(epochs_key)} makes rows x epochs // {batch} steps, and "
-                "the rows are not in the file. import-config --rows N computes them"
-            )
-        return steps
+        elif epochs:
+            self.put("epochs", float(epochs), epochs_key)
 
     def put_minibatches(self, total: int, per_update: int, *keys: str) -> int:
         """Set the updates of a step, and return them.
@@ -232,10 +215,9 @@ class Conversion:
         if schedule != "constant":
             self.put(f"{prefix}.final_fraction", final, scheduler_key)
 
-    def put_warmup(self, updates: float, *keys: str, note: str = "", prefix: str = "optim") -> None:
+    def put_warmup(self, updates: int, *keys: str, note: str = "", prefix: str = "optim") -> None:
         """Set the updates of the learning rate's warm-up."""
-        if updates > 0:
-            self.put(f"{prefix}.warmup_steps", round(updates), *keys, note=note)
+        self.put(f"{prefix}.warmup_steps", updates, *keys, note=note)
 
     def put_sources(self, paths: Iterable[str], key: str, split: str = "train") -> None:
         """Set the training or evaluation sources."""

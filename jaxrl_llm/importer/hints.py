@@ -16,6 +16,11 @@ MESH = "--mesh.data, --mesh.fsdp, --mesh.tensor and --mesh.sequence: all devices
 SERVER_FLAGS = "--sglang.flags, which are SGLang's own: '--tp 2 --mem-fraction-static 0.6'"
 
 SAME = {
+    "num_ppo_epochs": "--ppo_epochs",
+    "max_epochs": "--ppo_epochs, passes over the responses of a step, or --epochs of examples",
+    "ref_model": "--reference.path",
+    "save_contents": "--checkpoint.hf_every and --checkpoint.optimizer",
+    "save_hf_ckpt": "--checkpoint.hf_every",
     "max_tokens": LENGTH,
     "batch_size": PROMPTS,
     "optimizer": "--optim.name",
@@ -55,9 +60,6 @@ LORA = (
     "Here this is the group lora: --lora.rank, --lora.alpha, --lora.targets, --lora.rank_stabilized, "
     "--lora.quantize"
 )
-NO_EPOCHS = (
-    "There are no PPO epochs: a response is learned from once; --minibatches_per_step sets the updates"
-)
 NO_OFFLOAD = (
     "Trained weights stay on the devices: --optim.offload, --reference.offload, --mesh.fsdp, --model.remat "
     "and a smaller --tokens_per_device save memory"
@@ -79,11 +81,6 @@ NO_MEMORY_SWITCH = "There is no such switch: memory is freed as programs end"
 NO_PUSH = "There is no push to the hub: a run leaves a Hugging Face folder, RUN_DIR/hf"
 
 MISSING = {
-    "ppo_epochs": NO_EPOCHS,
-    "num_ppo_epochs": NO_EPOCHS,
-    "num_iterations": NO_EPOCHS,
-    "max_epochs": NO_EPOCHS,
-    "num_training_epoch": NO_EPOCHS,
     "lora_dropout": "There is no dropout of adapters",
     "attn_implementation": "There is no such switch: the attention kernel is chosen for the device",
     "flash_attn": "There is no such switch: the attention kernel is chosen for the device",
@@ -101,7 +98,7 @@ MISSING = {
     "param_offload": NO_OFFLOAD,
     "trust_remote_code": "There is no remote code: README.md lists the model families",
     "device": "There is no such switch: jax chooses; JAX_PLATFORMS=cpu in the environment is for the CPU",
-    "local_rank": "There is no launcher: start the same command on each host (docs/recipes.md)",
+    "local_rank": "There is no launcher: start the same command on each host (docs/launching.md)",
     **dict.fromkeys(
         (
             "log_prob_micro_batch_size",

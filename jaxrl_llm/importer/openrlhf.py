@@ -29,20 +29,19 @@ def _rules_of_ppo(conv: Conversion) -> None:
         conv.get("actor.num_gpus_per_node") or 8
     )
     prompts, n = conv.get("rollout.batch_size"), conv.get("rollout.n_samples_per_prompt")
-    updates = conv.put_minibatches(
+    conv.put_minibatches(
         prompts * n,
         conv.get("train.batch_size"),
         "rollout.batch_size",
         "rollout.n_samples_per_prompt",
         "train.batch_size",
     )
-    if conv.get("train.max_epochs") != 1:
-        conv.drop("train.max_epochs")
+    conv.put("ppo_epochs", conv.get("train.max_epochs"), "train.max_epochs")
     _limit_rows(conv)
-    steps = conv.put_steps("train.num_episodes", "", prompts)
-    _optimizer(conv, "actor.", "optim", steps * updates)
+    conv.put_steps("train.num_episodes", "")
+    _optimizer(conv, "actor.", "optim")
     if conv.algo == "ppo":
-        _optimizer(conv, "critic.", "critic.optim", steps * updates)
+        _optimizer(conv, "critic.", "critic.optim")
         conv.put("critic.loss.value_clip", conv.get("critic.value_clip"), "critic.value_clip")
         if conv.get("critic.freezing_steps"):
             conv.put("critic.warmup_steps", conv.get("critic.freezing_steps"), "critic.freezing_steps")
@@ -118,9 +117,7 @@ def _lengths(conv: Conversion) -> None:
 
 def _limit_rows(conv: Conversion) -> None:
     limit = conv.get("data.max_samples")
-    if limit and conv.assumed.rows and limit < conv.assumed.rows:
-        conv.assumed = conv.assumed._replace(rows=limit)
-    elif limit and limit < 10**6:
+    if limit and limit < 10**6:
         conv.notes.append(f"data.max_samples {limit}: rows there are at most that many, here all are used")
 
 
@@ -158,15 +155,15 @@ def _rules_of_examples(conv: Conversion) -> None:
         conv.put("algo.loss", "ipo", "model.ipo_enable")
     conv.put_lengths(conv.get("data.max_len"), "data.max_len")
     _limit_rows(conv)
-    steps = conv.put_steps("train.max_epochs", "", conv.get("train.batch_size"))
-    _optimizer(conv, "", "optim", steps)
+    conv.put_steps("train.max_epochs", "")
+    _optimizer(conv, "", "optim")
     conv.put_sources(map(source_path, conv.get("data.dataset") or ()), "data.dataset")
     if conv.get("data.apply_chat_template"):
         conv.results.pop("data.train.0.input_template", None)
     _common(conv)
 
 
-def _optimizer(conv: Conversion, group: str, ours: str, updates: int) -> None:
+def _optimizer(conv: Conversion, group: str, ours: str) -> None:
     name = conv.get(f"{group}optim")
     if name == "muon":
         conv.put(f"{ours}.name", "muon", f"{group}optim")
@@ -177,13 +174,12 @@ def _optimizer(conv: Conversion, group: str, ours: str, updates: int) -> None:
         conv.put(f"{ours}.final_fraction", conv.get(f"{group}min_lr_ratio"), f"{group}min_lr_ratio")
     for beta, value in zip(("b1", "b2"), conv.get(f"{group}adam.betas"), strict=False):
         conv.put(f"{ours}.{beta}", float(value), f"{group}adam.betas")
-    ratio = conv.get(f"{group}lr_warmup_ratio")
-    note = f"of {updates} updates"
-    conv.put_warmup(ratio * updates, f"{group}lr_warmup_ratio", note=note, prefix=ours)
 
 
 def _common(conv: Conversion) -> None:
     conv.put("model.dtype", conv.get("ds.param_dtype"), "ds.param_dtype")
+    if conv.get("train.enable_ema"):
+        conv.put("optim.ema", conv.get("train.ema_beta"), "train.enable_ema", "train.ema_beta")
     conv.put_mesh(conv.first("ds.tensor_parallel_size"), conv.first("ds.ring_attn_size"), ulysses=False)
     if conv.get("train.dynamic_batch_enable"):
         conv.put_tokens_per_device(conv.get("train.max_tokens_per_gpu"), "train.max_tokens_per_gpu")

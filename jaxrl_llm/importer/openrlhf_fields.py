@@ -50,7 +50,7 @@ def _optimizer_fields(group: str, ours: str) -> dict[str, Field]:
         f"{prefix}adam.weight_decay": Field(f"{ours}.weight_decay", number),
         f"{prefix}muon.lr": Field("", number, f"--{ours}.learning_rate, with --{ours}.name muon"),
         f"{prefix}lr_scheduler": Field("", text, f"--{ours}.schedule"),
-        f"{prefix}lr_warmup_ratio": Field("", number, f"--{ours}.warmup_steps, in updates"),
+        f"{prefix}lr_warmup_ratio": Field(f"{ours}.warmup_ratio", number),
         f"{prefix}min_lr_ratio": Field("", number, f"--{ours}.final_fraction"),
         f"{prefix}max_norm": Field(f"{ours}.max_grad_norm", number),
     }
@@ -61,8 +61,11 @@ COMMON = {
     "train.micro_batch_size": Field("", count, "--tokens_per_device, in tokens"),
     "train.dynamic_batch_enable": Field("", switch, "--tokens_per_device"),
     "train.max_tokens_per_gpu": Field("", count, "--tokens_per_device"),
-    "train.max_epochs": Field("", whole_number, "--steps: epochs are not counted"),
+    "train.max_epochs": Field("", whole_number, "--ppo_epochs, or --epochs of examples"),
     "train.seed": Field("seed", whole_number),
+    "train.enable_ema": Field("", switch, "--optim.ema 0.992"),
+    "train.ema_beta": Field("", number, "--optim.ema 0.992"),
+    "ref.model_name_or_path": Field("reference.path", text),
     "data.max_len": Field("", count, "--max_prompt_tokens and --max_response_tokens"),
     "data.max_samples": Field("", whole_number, "--steps"),
     "data.apply_chat_template": Field("", switch, "--data.chat.render chat"),
@@ -120,7 +123,7 @@ PPO: dict[str, Field] = {
     "prompt_max_len": Field("max_prompt_tokens", whole_number),  # of versions before 0.11
     "rollout.temperature": Field("rollout.sampling.temperature", number),
     "rollout.top_p": Field("rollout.sampling.top_p", number),
-    "train.num_episodes": Field("", whole_number, "--steps: epochs are not counted"),
+    "train.num_episodes": Field("", whole_number, "--epochs"),
     "train.async_enable": Field("", switch, "--rollout.max_staleness"),
     "train.async_queue_size": Field("", whole_number, "--rollout.max_staleness"),
     "train.colocate_all": Field("", switch, "all models share all devices, unless --MODEL.devices is set"),
@@ -162,6 +165,7 @@ OPTIMIZER_DEFAULTS = {
 COMMON_DEFAULTS: dict[str, Any] = {
     "train.batch_size": 128,
     "train.max_epochs": 1,
+    "train.ema_beta": 0.992,
     "train.seed": 42,
     "ds.param_dtype": "bf16",
     "ds.lora.alpha": 16,
@@ -272,6 +276,9 @@ REASONS = {
     f"{ADVANTAGE}.no_std_norm": "advantages are whitened with their standard deviation, or not at all",
 }
 OLD = {
+    "enable_ema": "train.enable_ema",
+    "ema_beta": "train.ema_beta",
+    "ref_pretrain": "ref.model_name_or_path",
     "pretrain": "actor.model_name_or_path|model.model_name_or_path",
     "critic_pretrain": "critic.model_name_or_path",
     "reward_pretrain": "reward.model_name_or_path",

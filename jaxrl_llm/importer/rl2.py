@@ -34,7 +34,7 @@ def _model_fields(model: str, ours: str) -> dict[str, Field]:
         f"{model}.optimizer.min_lr": Field("", number, f"--{prefix}.final_fraction"),
         f"{model}.scheduler.name": Field("", text, f"--{prefix}.schedule"),
         f"{model}.scheduler.min_lr": Field("", number, f"--{prefix}.final_fraction"),
-        f"{model}.scheduler.warmup_ratio": Field("", number, f"--{prefix}.warmup_steps, in updates"),
+        f"{model}.scheduler.warmup_ratio": Field(f"{prefix}.warmup_ratio", number),
         f"{model}.avg_level": Field("", text, "--algo.aggregation"),
     }
     if ours == "critic":
@@ -114,7 +114,7 @@ EXAMPLES: dict[str, Field] = {
     "data.train.batch_size": Field("prompts_per_step", count),
     "data.train.prompt_key": Field("data.train.0.prompt_key", text),
     "data.train.apply_chat_template": Field("", switch, "--data.chat.render"),
-    "trainer.n_epochs": Field("", number, "--steps: epochs are not counted"),
+    "trainer.n_epochs": Field("", number, "--epochs"),
 }
 CHOSEN = {
     "data.train.chosen_key": Field("data.train.0.response_key", text),
@@ -212,9 +212,9 @@ def _rules_of_ppo(conv: Conversion) -> None:
         conv.notes.append(
             "trainer.eval_only: this run only evaluates; here --steps 1 and --eval.every 1 do, too"
         )
-    _optimizer(conv, "actor", "optim", (steps or 100) * updates)
+    _optimizer(conv, "actor", "optim")
     if is_gae:
-        _optimizer(conv, "critic", "critic.optim", (steps or 100) * updates)
+        _optimizer(conv, "critic", "critic.optim")
     else:
         _without_critic(conv)
     if conv.get("rollout.train.dynamic_filtering"):
@@ -265,7 +265,7 @@ def _kl(conv: Conversion) -> None:
         conv.put("algo.kl", conv.get(key), key)
 
 
-def _optimizer(conv: Conversion, model: str, ours: str, updates: int) -> None:
+def _optimizer(conv: Conversion, model: str, ours: str) -> None:
     name = f"{model}.scheduler.name"
     schedules = {
         "cosine_with_min_lr": ("cosine", 0.1),
@@ -279,9 +279,6 @@ def _optimizer(conv: Conversion, model: str, ours: str, updates: int) -> None:
         key = conv.first(f"{model}.optimizer.min_lr", f"{model}.scheduler.min_lr")[0]
         rate = f"{model}.optimizer.lr"
         conv.put(f"{ours}.final_fraction", conv.fraction(key, rate), key, rate)
-    ratio = f"{model}.scheduler.warmup_ratio"
-    note = f"of {updates} updates"
-    conv.put_warmup(int(conv.get(ratio) * updates), ratio, note=note, prefix=ours)
 
 
 def _data(conv: Conversion, group: str) -> None:
@@ -328,8 +325,8 @@ def _rules_of_examples(conv: Conversion) -> None:
         conv.put_lengths(length, "data.train.max_length")
         conv.put("data.overlong", "cut", "data.train.max_length", note="RL2 cuts the end")
         conv.put("data.cut_side", "right", "data.train.max_length", note="RL2 cuts the end")
-    steps = conv.put_steps("trainer.n_epochs", "", conv.get("data.train.batch_size"))
-    _optimizer(conv, model, "optim", steps)
+    conv.put_steps("trainer.n_epochs", "")
+    _optimizer(conv, model, "optim")
     _data(conv, "data")
     _common(conv, model)
 

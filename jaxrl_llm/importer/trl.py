@@ -85,9 +85,8 @@ def _rollout_batch(conv: Conversion) -> int:
     conv.put("prompts_per_step", max(size // n, 1), *keys, note=note)
     if size % n:
         conv.notes.append(f"{size} sequences of a generation are no multiple of {n}: TRL refuses this file")
-    if conv.get("num_iterations") != 1:
-        conv.drop("num_iterations")
-    return conv.put_minibatches(max(size // n, 1) * n, per_update, ACCUMULATION, *keys)
+    updates = conv.put_minibatches(max(size // n, 1) * n, per_update, ACCUMULATION, *keys)
+    return updates * conv.get("num_iterations")
 
 
 def _grpo_loss(conv: Conversion) -> None:
@@ -278,16 +277,10 @@ def _common(conv: Conversion, updates: int) -> None:
     conv.put("model.dtype", _dtype(conv), "bf16", "fp16", "dtype")
     total = conv.get("max_steps")
     if total and total > 0:
-        steps = max(-(-total // updates), 1)
-        conv.put(
-            "steps",
-            steps,
-            "max_steps",
-            note=f"/ {updates} updates a step" if updates > 1 else "",
-            stated=True,
-        )
+        note = f"/ {updates} updates a step" if updates > 1 else ""
+        conv.put("steps", max(-(-total // updates), 1), "max_steps", note=note, stated=True)
     else:
-        steps = conv.put_steps("num_train_epochs", "", conv.value_of("prompts_per_step", 1))
+        conv.put_steps("num_train_epochs", "")
     conv.put_schedule(SCHEDULES, "lr_scheduler_type")
     options = conv.get("lr_scheduler_kwargs")
     if isinstance(options, Mapping) and "min_lr_rate" in options:
@@ -295,7 +288,13 @@ def _common(conv: Conversion, updates: int) -> None:
     elif isinstance(options, Mapping) and "min_lr" in options:
         fraction = float(options["min_lr"]) / (conv.get("learning_rate") or 1.0)
         conv.put("optim.final_fraction", fraction, "lr_scheduler_kwargs")
-    _warmup(conv, steps * updates)
+    steps = conv.get("warmup_steps")
+    if steps and steps < 1:  # of transformers 5
+        conv.put("optim.warmup_ratio", steps, "warmup_steps")
+    elif steps and not conv.get("warmup_ratio"):
+        conv.put_warmup(round(steps), "warmup_steps")
+    if conv.get("save_only_model"):
+        conv.put("checkpoint.optimizer", False, "save_only_model")
     if conv.is_set("optim"):
         name = conv.get("optim")
         conv.put(
@@ -305,7 +304,7 @@ def _common(conv: Conversion, updates: int) -> None:
         ("checkpoint.every", "save_steps", "save_strategy"),
         ("eval.every", "eval_steps", "eval_strategy"),
     ):
-        _interval(conv, ours, every, strategy, steps, updates)
+        _interval(conv, ours, every, strategy, updates)
     if conv.is_set("dataset_name"):
         conv.put_sources([conv.get("dataset_name")], "dataset_name")
         if conv.value_of("eval.every", 0):
@@ -315,29 +314,22 @@ def _common(conv: Conversion, updates: int) -> None:
                 conv.put("data.eval.0.subset", conv.get("dataset_config"), "dataset_config")
     if conv.get("use_peft"):
         _lora(conv)
-    for logger in ("wandb", "mlflow"):
+    for logger in ("wandb", "mlflow", "swanlab"):
         if logger in conv.get("report_to") or "all" in conv.get("report_to"):
             project = conv.get("project") or conv.get("run_name") or "huggingface"
             conv.put(f"log.{logger}", project, "report_to", "project", "run_name")
 
 
-def _warmup(conv: Conversion, updates: int) -> None:
-    """Set the warm-up; warmup_steps below 1 is a ratio in transformers 5."""
-    key, value = conv.first("warmup_ratio", "warmup_steps")
-    if value and value < 1:
-        conv.put_warmup(value * updates, key, note=f"of {updates} updates")
-    elif value:
-        conv.put_warmup(value, key)
-
-
-def _interval(conv: Conversion, ours: str, every: str, strategy: str, steps: int, updates: int) -> None:
-    """Set steps between events, which TRL counts in updates; below 1 they are a ratio of all."""
+def _interval(conv: Conversion, ours: str, every: str, strategy: str, updates: int) -> None:
+    """Set steps between events, which TRL counts in updates; below 1 they are a ratio of max_steps."""
     interval, when = conv.get(every) or 500, str(conv.get(strategy))
-    interval = max(round((interval if interval >= 1 else interval * steps * updates) / updates), 1)
+    if interval < 1:
+        interval = max(interval * (conv.get("max_steps") or 0), updates)
+    interval = max(round(interval / updates), 1)
     if when == "no":
         conv.put(ours, 0, strategy)
     elif when == "epoch":
-        conv.put(ours, 0, strategy, note="at the end alone: epochs are not counted here")
+        conv.put(ours, 0, strategy, note="at the end alone: events are counted in steps")
     else:
         conv.put(ours, interval, every, note=f"/ {updates} updates a step" if updates > 1 else "")
 

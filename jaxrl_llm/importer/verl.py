@@ -48,12 +48,12 @@ def _rules_of_ppo(conv: Conversion) -> None:
         conv.put(
             "prompts_per_step", prompts, f"{ACTOR}.ppo_mini_batch_size", note="data.train_batch_size is 0"
         )
-    steps = conv.put_steps("trainer.total_epochs", "trainer.total_training_steps", prompts)
+    conv.put_steps("trainer.total_epochs", "trainer.total_training_steps")
     updates = _minibatches(conv, prompts)
     _micro_batches(conv)
-    _optimizer_rules(conv, f"{ACTOR}.optim", "optim", steps, updates)
+    _optimizer_rules(conv, f"{ACTOR}.optim", "optim", updates)
     if conv.algo in ("ppo", "pf_ppo"):
-        _critic(conv, steps, updates)
+        _critic(conv, updates)
     else:
         for key in [key for key in conv.settings if key.startswith("critic.")]:
             conv.drop(key, f"{conv.algo} has no critic")
@@ -183,10 +183,8 @@ def _bounds(rule: str, threshold: tuple[float, ...]) -> tuple[float, float]:
 def _minibatches(conv: Conversion, prompts: int) -> int:
     key, n = f"{ACTOR}.ppo_mini_batch_size", conv.get(f"{ROLLOUT}.n")
     mini = min(conv.get(key), prompts)
-    epochs = f"{ACTOR}.ppo_epochs"
-    if conv.get(epochs) != 1:
-        conv.drop(epochs)
-    return conv.put_minibatches(prompts * n, mini * n, "data.train_batch_size", key, f"{ROLLOUT}.n")
+    updates = conv.put_minibatches(prompts * n, mini * n, "data.train_batch_size", key, f"{ROLLOUT}.n")
+    return updates * conv.get(f"{ACTOR}.ppo_epochs")
 
 
 def _micro_batches(conv: Conversion) -> None:
@@ -209,7 +207,7 @@ def _micro_batches(conv: Conversion) -> None:
         conv.put_tokens_per_device(size * conv.row_tokens(), micro, note="x the tokens of a row")
 
 
-def _optimizer_rules(conv: Conversion, group: str, ours: str, steps: int, updates: int) -> None:
+def _optimizer_rules(conv: Conversion, group: str, ours: str, updates: int) -> None:
     """Set schedule, warm-up and moments. veRL counts both in steps; here they are in updates."""
     scheduler = conv.first(
         f"{group}.warmup_style",
@@ -223,24 +221,22 @@ def _optimizer_rules(conv: Conversion, group: str, ours: str, steps: int, update
         if conv.is_set(f"{group}.min_lr"):
             key, fraction = f"{group}.min_lr", conv.fraction(f"{group}.min_lr", f"{group}.lr")
         conv.put(f"{ours}.final_fraction", fraction or 0.0, key)
-    warmup, ratio = f"{group}.lr_warmup_steps", f"{group}.lr_warmup_steps_ratio"
+    warmup = f"{group}.lr_warmup_steps"
     if (conv.get(warmup) or -1) > 0:
+        conv.results.pop(f"{ours}.warmup_ratio", None)  # veRL reads the ratio where there are no steps
         conv.put_warmup(conv.get(warmup) * updates, warmup, note=f"x {updates} updates a step", prefix=ours)
-    elif conv.get(ratio):
-        note = f"of {steps} steps x {updates} updates"
-        conv.put_warmup(conv.get(ratio) * steps * updates, ratio, note=note, prefix=ours)
     for name, beta in zip(("b1", "b2"), conv.get(f"{group}.betas") or (), strict=False):
         conv.put(f"{ours}.{name}", float(beta), f"{group}.betas")
     if conv.get(f"{group}.clip_grad") is not None:
         conv.put(f"{ours}.max_grad_norm", conv.get(f"{group}.clip_grad"), f"{group}.clip_grad")
 
 
-def _critic(conv: Conversion, steps: int, updates: int) -> None:
+def _critic(conv: Conversion, updates: int) -> None:
     conv.defaults = {**conv.defaults, **CRITIC_DEFAULTS}
     conv.put("critic.optim.learning_rate", conv.get("critic.optim.lr"), "critic.optim.lr")
     conv.put("critic.optim.weight_decay", conv.get("critic.optim.weight_decay"), "critic.optim.weight_decay")
     conv.put("critic.loss.value_clip", conv.get("critic.cliprange_value"), "critic.cliprange_value")
-    _optimizer_rules(conv, "critic.optim", "critic.optim", steps, updates)
+    _optimizer_rules(conv, "critic.optim", "critic.optim", updates)
     path = conv.get("critic.model.path")
     if path and path != conv.get(f"{MODEL}.path"):
         conv.put("critic.path", path, "critic.model.path")
@@ -343,10 +339,8 @@ def _rules_of_sft(conv: Conversion) -> None:
     else:
         key, size = conv.first("data.micro_batch_size", "data.micro_batch_size_per_gpu")
         conv.put_tokens_per_device(size * conv.row_tokens(), key, note="x the tokens of a row")
-    steps = conv.put_steps(
-        "trainer.total_epochs", "trainer.total_training_steps", conv.get("data.train_batch_size")
-    )
-    _optimizer_rules(conv, "optim", "optim", steps, 1)
+    conv.put_steps("trainer.total_epochs", "trainer.total_training_steps")
+    _optimizer_rules(conv, "optim", "optim", 1)
     for name in ("prompt", "response"):
         keys, inner = conv.get(f"data.{name}_key"), conv.get(f"data.{name}_dict_keys")
         if keys and inner:

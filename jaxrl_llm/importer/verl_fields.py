@@ -104,7 +104,7 @@ def _optimizer_fields(group: str, ours: str) -> dict[str, Field]:
         f"{group}.lr_scheduler": Field("", text, f"--{ours}.schedule"),
         f"{group}.lr_decay_style": Field("", text, f"--{ours}.schedule"),
         f"{group}.lr_warmup_steps": Field("", whole_number, f"--{ours}.warmup_steps, in updates"),
-        f"{group}.lr_warmup_steps_ratio": Field("", number, f"--{ours}.warmup_steps, in updates"),
+        f"{group}.lr_warmup_steps_ratio": Field(f"{ours}.warmup_ratio", number),
         f"{group}.min_lr_ratio": Field("", number, f"--{ours}.final_fraction"),
         f"{group}.min_lr": Field("", number, f"--{ours}.final_fraction"),
         f"{group}.total_training_steps": Field("", whole_number, "--steps"),
@@ -114,7 +114,7 @@ def _optimizer_fields(group: str, ours: str) -> dict[str, Field]:
 
 
 TRAINER = {
-    "trainer.total_epochs": Field("", number, "--steps: a step is one set of --prompts_per_step prompts"),
+    "trainer.total_epochs": Field("", number, "--epochs"),
     "trainer.total_training_steps": Field("", whole_number, "--steps"),
     "trainer.save_freq": Field("checkpoint.every", count_or_never),
     "trainer.test_freq": Field("", count_or_never, "--eval.every"),
@@ -126,7 +126,7 @@ TRAINER = {
     "trainer.nnodes": Field("", device_count, "all devices that are visible are used"),
     "trainer.seed": Field("seed", whole_number),
     "data.train_files": Field("", items, "--data.path"),
-    "data.val_files": Field("", items, "--data.eval_path"),
+    "data.val_files": Field("", items, "--data.eval_path, or --data.holdout 200"),
     "data.truncation": Field("", text, "--data.overlong and --data.cut_side"),
     "data.apply_chat_template_kwargs": Field("", same, "--data.chat.template_options"),
     "data.apply_chat_template_kwargs.enable_thinking": Field("", switch, "--data.chat.template_options"),
@@ -165,7 +165,7 @@ PPO: dict[str, Field] = {
     f"{ACTOR}.use_dynamic_bsz": Field("", switch, "--tokens_per_device"),
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": Field("", whole_number, "--score.tokens_per_device"),
     f"{ROLLOUT}.log_prob_max_token_len_per_gpu": Field("", count, "--score.tokens_per_device"),
-    f"{ACTOR}.ppo_epochs": Field("", whole_number, "one pass over a rollout batch"),
+    f"{ACTOR}.ppo_epochs": Field("ppo_epochs", count),
     f"{ACTOR}.fsdp_config.fsdp_size": Field("", device_count, "--mesh.fsdp and --mesh.data"),
     f"{ACTOR}.ulysses_sequence_parallel_size": Field(
         "", whole_number, "--mesh.sequence, with --mesh.sequence_parallel ulysses"

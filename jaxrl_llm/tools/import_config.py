@@ -43,8 +43,6 @@ class ImportArguments:
     """System that the file is of; "" = by its commands and keys."""
     trainer: str = ""
     """Trainer of the system, such as ppo, grpo, sft or dpo; "" = by the file."""
-    rows: Count | None = None
-    """Rows of the training data: makes steps of epochs."""
     devices: Count | None = None
     """Devices that the file is for, where it does not state them (TRL: processes)."""
     engine: Literal["native", "sglang"] = "native"
@@ -96,7 +94,7 @@ def import_recipe(args: ImportArguments) -> ImportedRecipe:
         UserError: the file, or a value in it, cannot be read.
     """
     source = read_settings(args.file, args.system, args.trainer, _definitions(args.define))
-    conversion = Conversion(SYSTEMS[source.system], source, Assumptions(args.rows, args.devices, args.engine))
+    conversion = Conversion(SYSTEMS[source.system], source, Assumptions(args.devices, args.engine))
     conversion.run()
     values = {key: result.value for key, result in conversion.results.items()}
     origins = {key: result.origin for key, result in conversion.results.items()}

@@ -200,14 +200,14 @@ def to_sample(row: jsonl.Row) -> dict[str, Any]:
     return {
         "step": row["step"],
         "split": "eval" if row.get("eval") else "train",
-        "source": text(row.get("data_source", "")),
-        "prompt": messages(prompt) or [["prompt", text(row.get("prompt", ""))]],
-        "response": messages(turns) or [["assistant", text(row.get("response", ""))]],
+        "source": shown(row.get("data_source", "")),
+        "prompt": messages(prompt) or [["prompt", shown(row.get("prompt", ""))]],
+        "response": messages(turns) or [["assistant", shown(row.get("response", ""))]],
         "reward": finite(row.get("reward")),
-        "outcome": text(row.get("outcome", "")),
-        "finish": text(row.get("finish", "")),
+        "outcome": shown(row.get("outcome", "")),
+        "finish": shown(row.get("finish", "")),
         "tokens": finite(row.get("response_tokens")),
-        "other": {key: text(value) for key, value in other.items()},
+        "other": {key: shown(value) for key, value in other.items()},
         "per_token": token_columns(row.get("per_token")),
     }
 
@@ -217,16 +217,16 @@ def messages(chat: Any) -> list[list[str]]:
     if not isinstance(chat, list):
         return []
     rows = [message if isinstance(message, dict) else {"content": message} for message in chat]
-    return [[text(row.get("role", "?")), content_of(row)] for row in rows]
+    return [[shown(row.get("role", "?")), content_of(row)] for row in rows]
 
 
 def content_of(message: dict[str, Any]) -> str:
     """Return the content of a message, with its tool calls as JSON."""
-    content = text(message.get("content") or "")
-    return "\n".join([content, text(message["tool_calls"])] if message.get("tool_calls") else [content])
+    content = shown(message.get("content") or "")
+    return "\n".join([content, shown(message["tool_calls"])] if message.get("tool_calls") else [content])
 
 
-def text(value: Any) -> str:
+def shown(value: Any) -> str:
     """Return a text as it is, any other value as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
@@ -258,7 +258,7 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, str]:
         elif isinstance(value, list) and any(isinstance(x, dict) for x in value):
             flat |= flatten({str(i): x for i, x in enumerate(value)}, f"{name}.")
         else:
-            flat[name] = " ".join(value) if name == "command" else text(value)
+            flat[name] = " ".join(value) if name == "command" else shown(value)
     return flat
 
 
@@ -312,7 +312,7 @@ def run_summary(run: RunData) -> dict[str, Any]:
         "notes": run.notes,
         "config": run.config,
         "steps": [row["step"] for row in run.metrics],
-        "kinds": [text(row.get("kind", "train")) for row in run.metrics],
+        "kinds": [shown(row.get("kind", "train")) for row in run.metrics],
         "metrics": metric_columns(run.metrics),
         "samples": len(run.samples),
         "chunk": CHUNK,

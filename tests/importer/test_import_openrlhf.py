@@ -33,7 +33,7 @@ ray job submit --address="http://127.0.0.1:8265" -- python3 -m openrlhf.cli.trai
 OLD = """\
 deepspeed --module openrlhf.cli.train_ppo_ray --pretrain org/p --reward_pretrain org/r \\
   --critic_pretrain org/c --micro_train_batch_size 8 --train_batch_size 128 \\
-  --rollout_batch_size 1024 --prompt_max_len 512 --generate_max_len 768 --max_epochs 1 \\
+  --rollout_batch_size 1024 --prompt_max_len 512 --generate_max_len 768 --max_epochs 2 --enable_ema \\
   --actor_learning_rate 5e-7 --init_kl_coef 0.01 --prompt_data org/d --input_key text \\
   --advantage_estimator reinforce_baseline --n_samples_per_prompt 4 --gradient_checkpointing --bf16
 """
@@ -42,6 +42,7 @@ read -r -d '' training_commands <<EOF
 openrlhf.cli.train_dpo \\
    --ckpt.output_dir ./checkpoint/dpo --train.batch_size 256 --train.micro_batch_size 1 \\
    --model.model_name_or_path org/sft --ds.param_dtype bf16 --train.max_epochs 3 \\
+   --ref.model_name_or_path org/start \\
    --data.max_len 1024 --adam.lr 5e-7 --model.beta 0.2 --model.ipo_enable \\
    --data.dataset org/pairs --data.chosen_key better --data.rejected_key worse
 EOF
@@ -59,13 +60,13 @@ torchrun --nproc_per_node 2 -m openrlhf.cli.train_sft --model.model_name_or_path
 
 
 def test_ppo_with_a_reward_model(imported):
-    run = imported(PPO, rows=10_000)
-    # 256 x 2 trajectories / 64; the 2,560 rows of max_samples // 256 prompts
-    assert run.values("prompts_per_step", "minibatches_per_step", "steps") == (256, 8, 10)
+    run = imported(PPO)
+    # 256 x 2 trajectories / 64
+    assert run.values("prompts_per_step", "minibatches_per_step", "epochs") == (256, 8, 1.0)
     assert run.values("max_prompt_tokens", "max_response_tokens") == (2000, 1000)
-    # cosine to a tenth; warm-up of 0.03 x 80 updates
-    schedule = run.values("optim.schedule", "optim.final_fraction", "optim.warmup_steps", "optim.b2")
-    assert schedule == ("cosine", 0.1, 2, 0.95)
+    # cosine to a tenth
+    schedule = run.values("optim.schedule", "optim.final_fraction", "optim.warmup_ratio", "optim.b2")
+    assert schedule == ("cosine", 0.1, 0.03, 0.95)
     assert run.values("algo.kl_in", "algo.kl", "algo.kl_coef", "algo.kl_target") == (
         "reward",
         "k1",
@@ -124,17 +125,18 @@ def test_flags_before_0_11(imported):
     )  # 4,096 / 128
     assert run.values("max_prompt_tokens", "max_response_tokens") == (512, 768)
     assert run.values("tokens_per_device", "optim.learning_rate") == (8 * 1280, 5e-7)
+    assert run.values("ppo_epochs", "optim.ema") == (2, 0.992)
 
 
 def test_dpo_in_a_here_document(imported):
-    run = imported(DPO, rows=1000)
+    run = imported(DPO)
     assert run.config.algo.algorithm == "dpo" and run.values("algo.loss", "algo.beta") == ("ipo", 0.2)
-    assert run.values("prompts_per_step", "steps") == (256, 11)  # 3 x 1,000 // 256
+    assert run.values("prompts_per_step", "epochs") == (256, 3.0)
     source = run.config.data.train[0]
     assert (source.path, source.response_key, source.rejected_key) == ("hub:org/pairs", "better", "worse")
     # OpenRLHF's micro-batch is of pairs: a row holds two of 1,024 tokens
     assert run.values("max_prompt_tokens", "max_response_tokens", "tokens_per_device") == (512, 512, 2048)
-    assert "algo.label_smoothing" not in run.text
+    assert run.config.reference.path == "org/start" and "algo.label_smoothing" not in run.text
 
 
 def test_reward_model_and_sft(imported):

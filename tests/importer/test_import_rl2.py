@@ -46,8 +46,8 @@ SFT = RM.replace("RL2.trainer.rm", "RL2.trainer.sft").replace("critic.", "actor.
 def test_reinforce_with_the_prompts_mean(imported):
     run = imported(REINFORCE)
     assert run.values("algo.advantage", "algo.scale", "algo.aggregation") == ("grpo", "none", "token")
-    # 0.03 x 200 steps x 2 updates; min_lr 1e-7 of 1e-6
-    assert run.values("minibatches_per_step", "optim.warmup_steps", "optim.final_fraction") == (2, 12, 0.1)
+    # min_lr 1e-7 of 1e-6
+    assert run.values("minibatches_per_step", "optim.warmup_ratio", "optim.final_fraction") == (2, 0.03, 0.1)
     assert run.values("optim.schedule", "optim.weight_decay", "algo.kl_coef") == ("cosine", 0.01, 0.0)
     correction = run.config.algo.correction
     assert (correction.weight, correction.cap, correction.of) == ("token", 2.0, "policy")
@@ -89,10 +89,10 @@ def test_yaml(imported):
 
 
 def test_reward_model_dpo_and_sft(imported):
-    run = imported(RM, rows=1280)
-    assert run.values("steps", "optim.learning_rate", "algo.margin") == (10, 5e-6, False)  # 1,280 // 128
+    run = imported(RM)
+    assert run.values("epochs", "optim.learning_rate", "algo.margin") == (1.0, 5e-6, False)
     assert run.values("max_prompt_tokens", "data.cut_side") == (1024, "right")
     run = imported(DPO)
     assert run.config.algo.algorithm == "dpo" and run.config.algo.beta == 0.3
-    run = imported(SFT, rows=1280)
-    assert run.config.algo.algorithm == "sft" and run.config.steps == 10
+    run = imported(SFT)
+    assert run.config.algo.algorithm == "sft" and run.config.epochs == 1

@@ -83,7 +83,7 @@ def test_grpo_counts_sequences_and_updates(imported):
     # a generation batch of 8 x 4 processes x 2 steps = 64 sequences / 8 generations; one update of 64
     sizes = run.values("prompts_per_step", "responses_per_prompt", "minibatches_per_step", "steps")
     assert sizes == (8, 8, 1, 120)
-    assert run.values("optim.warmup_steps", "checkpoint.every", "tokens_per_device") == (12, 30, 8 * 1024)
+    assert run.values("optim.warmup_ratio", "checkpoint.every", "tokens_per_device") == (0.1, 30, 8 * 1024)
     # TRL's defaults that are not those here
     assert run.values("algo.aggregation", "algo.kl_coef", "algo.clip_high") == ("token", 0.0, 0.2)
     assert run.values("optim.schedule", "optim.final_fraction", "seed") == ("linear", 0.0, 42)
@@ -96,9 +96,9 @@ def test_grpo_counts_sequences_and_updates(imported):
 
 
 def test_generation_batches_of_several_updates(imported):
-    run = imported(GENERATION, devices=2, rows=640)
+    run = imported(GENERATION, devices=2)
     # 8 x 2 processes x 16 steps = 256 sequences / 4 = 64 prompts; updates of 8 x 2 x 1 = 16 sequences
-    assert run.values("prompts_per_step", "minibatches_per_step", "steps") == (64, 16, 30)  # 3 x 640 // 64
+    assert run.values("prompts_per_step", "minibatches_per_step", "epochs") == (64, 16, 3.0)
     assert run.values("algo.aggregation", "algo.constant", "algo.scale") == ("constant", 512.0, "none")
     assert run.values("algo.kl_coef", "algo.clip_low", "algo.clip_high") == (0.04, 0.2, 0.28)
     assert run.values("checkpoint.every", "eval.every") == (31, 3)  # 500 and 50 updates / 16
@@ -114,9 +114,9 @@ def test_one_process_is_assumed_aloud(imported):
 
 
 def test_dpo_of_yaml(imported):
-    run = imported(YAML, "dpo_config.yaml", rows=3200, devices=1)
+    run = imported(YAML, "dpo_config.yaml", devices=1)
     assert run.config.algo.algorithm == "dpo" and run.values("algo.loss", "algo.beta") == ("sigmoid", 0.3)
-    assert run.values("algo.nll_coef", "prompts_per_step", "steps") == (0.5, 32, 200)  # 2 x 3,200 // 32
+    assert run.values("algo.nll_coef", "prompts_per_step", "epochs") == (0.5, 32, 2.0)
     assert run.values("optim.warmup_steps", "optim.schedule", "data.overlong") == (10, "cosine", "cut")
     assert run.values("max_prompt_tokens", "data.cut_side") == (1024, "right")
 

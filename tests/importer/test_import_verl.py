@@ -118,10 +118,10 @@ LOSSES = {
 
 
 def test_grpo_with_shell_variables(imported):
-    run = imported(GRPO, rows=1000)
-    sizes = run.values("prompts_per_step", "responses_per_prompt", "minibatches_per_step", "steps")
-    # 256 x 6 trajectories a step / (64 x 6) an update; 3 epochs x 1,000 rows // 256
-    assert sizes == (256, 6, 4, 11)
+    run = imported(GRPO)
+    sizes = run.values("prompts_per_step", "responses_per_prompt", "minibatches_per_step", "epochs")
+    # 256 x 6 trajectories a step / (64 x 6) an update
+    assert sizes == (256, 6, 4, 3.0)
     # warm-up of 5 steps x 4 updates; micro-batches of 4 x (384 + 2048) tokens
     assert run.values("optim.warmup_steps", "tokens_per_device", "max_response_tokens") == (20, 9728, 2048)
     assert run.values("algo.kl_coef", "algo.kl", "algo.kl_in") == (0.002, "k3", "loss")
@@ -140,11 +140,10 @@ def test_grpo_with_shell_variables(imported):
     assert imported(GRPO, define=("MODEL_PATH=other",)).config.model.path == "other"
 
 
-def test_epochs_without_rows_are_a_guess_that_is_named(imported):
-    run = imported(GRPO)
-    assert run.config.steps == 100
-    assert "NOT KNOWN: epochs x rows // 256 a step. --rows N computes it" in run.text
-    assert "steps is 100, a guess" in run.report
+def test_warm_up_of_steps_counts_all_updates_of_a_step(imported):
+    # 5 steps x 4 mini-batches x 3 passes
+    run = imported(GRPO.replace("$@", "actor_rollout_ref.actor.ppo_epochs=3"))
+    assert run.values("optim.warmup_steps", "optim.warmup_ratio", "ppo_epochs") == (60, 0.0, 3)
 
 
 def test_ppo_with_kl_in_the_reward_a_critic_and_a_reward_model(imported):
@@ -158,14 +157,13 @@ def test_ppo_with_kl_in_the_reward_a_critic_and_a_reward_model(imported):
     )
     assert run.values("algo.lam", "algo.gamma", "critic.loss.value_clip") == (0.95, 1.0, 0.5)
     assert run.values("critic.path", "critic.warmup_steps") == ("m/critic", 7)
-    # 0.1 of 50 steps x 4 updates (128 prompts / 32)
-    assert run.values("critic.optim.learning_rate", "critic.optim.warmup_steps") == (2e-5, 20)
+    assert run.values("critic.optim.learning_rate", "critic.optim.warmup_ratio") == (2e-5, 0.1)
     assert run.config.reward.models[0].path == "m/reward" and run.config.reward.name == "none"
     assert run.values("data.overlong", "data.cut_side", "steps") == ("cut", "left", 50)
     # 8 GPUs, 2 a server (veRL's default)
     assert run.values("rollout.engine", "rollout.launch") == ("sglang", 4)
     assert run.config.sglang.flags == "--tp 2 --mem-fraction-static 0.4"
-    assert "There are no PPO epochs" in run.unused["actor_rollout_ref.actor.ppo_epochs"]
+    assert run.values("minibatches_per_step", "ppo_epochs") == (4, 2)  # 128 prompts / 32
 
 
 def test_dapo_with_arrays_overlong_penalty_and_corrections(imported):
@@ -206,10 +204,10 @@ def test_yaml_with_lora_dr_grpo_and_megatron(imported):
 
 
 def test_sft(imported):
-    run = imported(SFT, rows=330)
-    assert run.config.algo.algorithm == "sft" and run.config.steps == 20  # 2 x 330 // 32
+    run = imported(SFT)
+    assert run.config.algo.algorithm == "sft" and run.config.epochs == 2
     assert run.values("max_prompt_tokens", "max_response_tokens", "tokens_per_device") == (500, 500, 2000)
-    assert run.values("optim.schedule", "optim.final_fraction", "optim.warmup_steps") == ("cosine", 0.0, 2)
+    assert run.values("optim.schedule", "optim.final_fraction", "optim.warmup_ratio") == ("cosine", 0.0, 0.1)
     source = run.config.data.train[0]
     assert (source.prompt_key, source.response_key) == ("extra_info.question", "extra_info.answer")
     assert run.config.data.eval[0].prompt_key == "extra_info.question"

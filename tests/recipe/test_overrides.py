@@ -85,7 +85,7 @@ def test_an_unknown_key_is_answered_with_the_nearest(config, typed, nearest):
 def test_keys_that_are_no_fields(config):
     assert refusal(changed, config, "--mesh 4") == (
         "--mesh: unknown key. mesh is a group; set its fields: "
-        "--mesh.data, --mesh.fsdp, --mesh.sequence, --mesh.sequence_parallel, --mesh.tensor. "
+        "--mesh.data, --mesh.expert, --mesh.fsdp, --mesh.sequence, --mesh.sequence_parallel, --mesh.tensor. "
         "--help mesh shows them."
     )
     assert refusal(changed, config, "--data.eval.1.path x") == (
@@ -185,8 +185,8 @@ def test_a_key_given_twice_is_noted(config):
         ),
         (
             "--algo.beta 0.1",
-            "--algo.beta: unknown key. grpo has no setting beta; cpo, distill, dpo, dro, gkd, kto, orpo, "
-            "simpo have. --algo NAME changes it.",
+            "--algo.beta: unknown key. grpo has no setting beta; a_star_po, cpo, distill, dpo, dro, gkd, kto, "
+            "orpo, simpo have. --algo NAME changes it.",
         ),
     ],
 )
