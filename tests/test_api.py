@@ -1,6 +1,7 @@
 """The Python API: a run with a reward function and rows from memory, then responses of its model."""
 
 import json
+import re
 
 import pytest
 
@@ -56,10 +57,24 @@ def test_a_run_cannot_be_continued_with_other_rows(result):
         "eval_data": ROWS[:8],
         "run_dir": str(result.run_dir),
         **SHORT,
+        "steps": 2,
         "eval.every": 1,
     }
     with pytest.raises(UserError, match=r"data\.path: was .*train_\w+\.jsonl"):
         jaxrl_llm.run("grpo_tiny.py", data=ROWS[1:], **arguments, **{"eval.prompts": 8})
+
+
+def test_a_finished_run_is_not_returned_for_another_reward(result):
+    """A cell whose reward was edited and run again would show the old results."""
+    name = json.loads((result.run_dir / "config.json").read_text())["config"]["reward"]["name"]
+    assert re.fullmatch(r"Python function contains_seven, [0-9a-f]{12}", name)
+
+    def contains_seven(sample):
+        return float("7" in sample.response)
+
+    message = r"has a finished run of another reward \(Python function contains_seven, .*Set another run_dir"
+    with pytest.raises(UserError, match=message):
+        jaxrl_llm.run("grpo_tiny.py", reward=contains_seven, run_dir=str(result.run_dir), **SHORT)
 
 
 def test_the_model_generates(result):

@@ -41,7 +41,7 @@ class LogConfig:
     """Progress, samples and loggers of a run; metrics.jsonl is always written."""
 
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
-    """Display of progress; auto = rich on a terminal, else plain lines."""
+    """Display of progress; auto = rich on a terminal, a panel in a notebook, else plain lines."""
     samples: CountOrZero = 4
     """Responses of each step written to samples.jsonl."""
     tensorboard: bool = True

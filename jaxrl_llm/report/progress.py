@@ -1,4 +1,4 @@
-"""Progress of a run: a live panel on a terminal, else one line per step."""
+"""Progress of a run: a live panel on a terminal or in a notebook, else one line per step."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from rich.live import Live
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.text import Text
+
+from jaxrl_llm.report.notebook import NotebookPanel, in_notebook
 
 PROGRESS_METRICS = (
     "eval/pass@1",
@@ -33,13 +35,14 @@ class Progress:
     """Steps done, phase, tokens per second, remaining time and the last metrics.
 
     Args:
-        kind: "rich" redraws one panel, "plain" prints a line per step (files, pipes, notebooks), "auto" is
-            rich where stdout is a terminal, "none" prints only messages.
+        kind: "rich" redraws one panel, "plain" prints a line per step (files, pipes), "auto" is rich where
+            stdout is a terminal and a `NotebookPanel` in a notebook, "none" prints only messages.
         total: steps of the run.
         done: steps of the checkpoint that the run continues from.
     """
 
     def __init__(self, kind: Literal["auto", "rich", "plain", "none"], total: int, done: int = 0):
+        self.panel = NotebookPanel(total, done) if kind == "auto" and in_notebook() else None
         self.kind = ("rich" if on_terminal() else "plain") if kind == "auto" else kind
         self.total, self.recent = total, deque(maxlen=WINDOW)
         self.live = None
@@ -57,7 +60,9 @@ class Progress:
 
     def phase(self, name: str) -> None:
         """Show the present phase of the run; "" = none."""
-        if self.live:
+        if self.panel:
+            self.panel.phase(name)
+        elif self.live:
             self.bar.update(self.task, phase=name)
 
     def step(self, step: int, row: Mapping[str, Any]) -> None:
@@ -65,7 +70,9 @@ class Progress:
         self.recent.append(row.get("time/step") or 0.0)
         left = (self.total - step) * statistics.median(self.recent)  # the first steps compile
         rate = f"{row.get('tokens_per_second') or 0:,.0f} tokens/s  {format_duration(left)} left"
-        if self.live:
+        if self.panel:
+            self.panel.step(step, row, rate)
+        elif self.live:
             self.bar.update(self.task, completed=step, rate=rate)
             self.live.update(Group(self.bar, Text(format_metrics(row, "  "), style="dim")))
         elif self.kind == "plain":
@@ -81,7 +88,10 @@ class Progress:
 
     def close(self) -> None:
         """End the live display; the last panel stays on the screen."""
-        if self.live:
+        if self.panel:
+            self.panel.close()
+            self.panel = None
+        elif self.live:
             self.bar.update(self.task, phase="")
             self.live.stop()
             self.live = None
