@@ -151,8 +151,8 @@ def refuse_other_reward(run_dir: Path, name: str, total: int) -> None:
     was = json.loads(file.read_text())["config"]["reward"]["name"]
     if was != name:
         raise UserError(
-            f"{run_dir} has a finished run of another reward ({was}; now {name}), so nothing would be trained. "
-            "Set another run_dir, or more steps to train on with the new reward."
+            f"{run_dir} has a finished run of another reward ({was}; now {name}), so nothing would be "
+            "trained. Set another run_dir, or more steps to train on with the new reward."
         )
 
 

@@ -4,8 +4,8 @@ The first signal ends the command: immediately during imports and interpreter sh
 `unwinding`, after the work in progress inside `deferred`. A second signal exits immediately. The exit code is
 128 + the signal's number (130, 143), unless the deferred work has another.
 
-Inside `interruptible`, for runs of a notebook, no SIGINT ends the process, which holds the user's variables: one
-that nothing defers, and the second one, raise KeyboardInterrupt.
+Inside `interruptible`, for runs of a notebook, no SIGINT ends the process, which holds the user's variables:
+one that nothing defers, and the second one, raise KeyboardInterrupt.
 
 Python runs signal handlers between two bytecodes of the main thread, which may be inside a compilation for
 minutes. Therefore a thread announces signals and handles the second one; the interpreter's C handler wakes it
