@@ -46,7 +46,16 @@ class RunResult:
 
     @property
     def model(self) -> Path:
-        """Hugging Face folder of the trained model."""
+        """Hugging Face folder of the trained model.
+
+        Raises:
+            UserError: the run was stopped, so there is none yet.
+        """
+        if self.stopped:
+            raise UserError(
+                f"{self.run_dir} was stopped by {self.stopped} after step {self.steps} and has no model yet: "
+                "the same call continues it, and python -m jaxrl_llm export makes a model of its checkpoint."
+            )
         return self.run_dir / "hf"
 
     @property

@@ -1,10 +1,11 @@
 """The notebooks, executed from top to bottom in a kernel of their own, with a small model and few steps."""
 
 import ast
+import importlib.util
 import json
 import os
 import re
-import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,7 @@ import jaxrl_llm
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SETTINGS = {"PACKAGE": "", "STEPS": 2, "RUN_DIR": "runs/small"}
-SMALL = {
-    "prompts_per_step": 16,
-    "max_prompt_tokens": 64,
-    "max_response_tokens": 16,
-    "tokens_per_device": 1280,
-}
+SMALL = {"prompts_per_step": 16, "max_prompt_tokens": 64, "max_response_tokens": 16}
 
 
 def notebook_of(file: Path) -> dict:
@@ -36,6 +32,16 @@ def test_a_notebook_is_source_without_outputs(file):
     names = [node.targets[0].id for node in ast.parse("".join(parameters["source"])).body]
     assert names == ["PACKAGE", "MODEL", "STEPS", "RUN_DIR"]
     assert len({cell["id"] for cell in cells}) == len(cells)
+
+
+def test_the_badge_opens_the_notebook_of_the_published_repository():
+    """Its address stands in pyproject.toml alone; without one the badge leads to the file."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    target = "notebooks/grpo_colab.ipynb"
+    if address := project.get("urls", {}).get("Repository", ""):
+        name = address.removeprefix("https://github.com/").removesuffix(".git")
+        target = f"https://colab.research.google.com/github/{name}/blob/main/{target}"
+    assert f"\n[colab]: {target}\n" in (ROOT / "README.md").read_text()
 
 
 def test_what_is_installed_for_each_accelerator(monkeypatch):
@@ -107,6 +113,6 @@ def test_a_notebook_runs_from_top_to_bottom(file, model, tmp_path):
     assert re.search(r"<th>before</th>\s*<th>after</th>", shown)  # the table
     assert len(texts(cells, "image/png")) > 10_000  # the curve
     assert "step 1/2" not in texts(cells, "stdout")  # no line a step
-    if "torch" in sys.modules or __import__("importlib.util").util.find_spec("torch"):
-        assert " -> " in texts(cells, "stdout")
+    if importlib.util.find_spec("torch"):
+        assert " -> " in texts(cells, "stdout")  # of transformers
     assert "Traceback" not in texts(cells, "stderr")
