@@ -178,7 +178,7 @@ def test_interrupted_in_process_is_an_exit():
 
 
 def test_in_a_notebook_no_interrupt_ends_the_process(capsys):
-    """Which holds the user's variables; pytest itself would end with it."""
+    """The process holds the user's variables; here it is pytest's own."""
     send = lambda: os.kill(os.getpid(), signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), interruptible():
         send()

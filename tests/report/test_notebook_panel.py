@@ -13,7 +13,7 @@ display = pytest.importorskip("IPython.display")
 
 @pytest.fixture
 def shown(monkeypatch):
-    """What each update shows, newest last."""
+    """The contents of all updates, newest last."""
     contents = []
     handle = types.SimpleNamespace(update=lambda content, raw: contents.append(content))
 
