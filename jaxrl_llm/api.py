@@ -148,16 +148,15 @@ def refuse_other_reward(run_dir: Path, name: str, total: int) -> None:
 
     Args:
         name: of `reward_label`.
-        total: steps of the run.
+        total: steps of the run, if the config states them.
 
     Raises:
         UserError: gives both names, and the fix.
     """
-    file = run_dir / "config.json"
     rows = jsonl.read_rows(run_dir / "metrics.jsonl")
-    if not rows or rows[-1]["step"] < total or not file.is_file():
+    if not rows or rows[-1]["step"] < total or not (run_dir / "hf").is_dir():
         return
-    was = json.loads(file.read_text())["config"]["reward"]["name"]
+    was = json.loads((run_dir / "config.json").read_text())["config"]["reward"]["name"]
     if was != name:
         raise UserError(
             f"{run_dir} has a finished run of another reward ({was}; now {name}), so nothing would be "
