@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SGLANG_VENV ?= .venv-sglang
 COMPILERS_VENV ?= .venv-compilers
+CLIENTS := .venv-clients .venv-clients4
 # The newest interpreter at hand, for `make test-newest`.
 NEWEST ?= $(shell sh scripts/newest_python.sh)
 
@@ -11,7 +12,7 @@ NEWEST ?= $(shell sh scripts/newest_python.sh)
 WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist worksteal
 
-.PHONY: quickstart learn test test-slow test-all test-newest test-sglang test-compilers fit lint clean
+.PHONY: quickstart learn test test-slow test-all test-newest test-sglang test-clients test-compilers fit lint clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m jaxrl_llm.train --config grpo_tiny.py
@@ -36,6 +37,11 @@ test-newest:
 # Everything that needs SGLang servers, on the CPU; SGLANG_PYTHON=/path/to/python3.11 where it has another name.
 test-sglang: $(VENV)/.installed-test $(SGLANG_VENV)/.installed
 	JAXRL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(BIN)/python -m pytest -q -s $(PYTEST_FLAGS) $$(find tests -name "test_*_real.py")
+
+# Exported folders in transformers 4 and 5, peft and lm-eval (3 GB of wheels); in vLLM too after `scripts/clients.sh
+# .venv-clients-vllm`, and `make test-sglang` has them in SGLang.
+test-clients: $(VENV)/.installed-test $(CLIENTS:=/.installed)
+	$(BIN)/python -m pytest -q -s tests/clients
 
 # The real TPU and CUDA compilers on our kernels; no accelerator is needed. 3 GB of wheels.
 test-compilers: $(COMPILERS_VENV)/.installed
@@ -66,10 +72,18 @@ $(SGLANG_VENV)/.installed: scripts/sglang_cpu/install.sh $(wildcard scripts/sgla
 	PYTHON=$(or $(SGLANG_PYTHON),python3.11) scripts/sglang_cpu/install.sh $(SGLANG_VENV)
 	touch $@
 
+.venv-clients%/.installed: scripts/clients.sh
+	PYTHON=$(PYTHON) scripts/clients.sh $(@D)
+	touch $@
+
+.venv-clients/.installed: scripts/clients.sh
+	PYTHON=$(PYTHON) scripts/clients.sh $(@D)
+	touch $@
+
 $(COMPILERS_VENV)/.installed: pyproject.toml
 	test -x $(COMPILERS_VENV)/bin/python || $(or $(NEWEST),$(PYTHON)) -m venv $(COMPILERS_VENV)
 	$(COMPILERS_VENV)/bin/python -m pip install -q -e '.[test,plan]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-newest $(SGLANG_VENV) $(COMPILERS_VENV) build dist *.egg-info
+	rm -rf $(VENV) .venv-newest $(SGLANG_VENV) $(COMPILERS_VENV) .venv-clients* build dist *.egg-info

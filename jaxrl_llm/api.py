@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import inspect
 import json
 import os
 import sys
@@ -17,6 +19,7 @@ from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.config import SourceConfig
 from jaxrl_llm.data.rows import Example, read_prompt_row
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.host.signals import interruptible
 from jaxrl_llm.recipe.checks import check_fields
 from jaxrl_llm.recipe.load import with_settings
 from jaxrl_llm.report import jsonl
@@ -47,7 +50,16 @@ class RunResult:
 
     @property
     def model(self) -> Path:
-        """Hugging Face folder of the trained model."""
+        """Hugging Face folder of the trained model.
+
+        Raises:
+            UserError: the run was stopped, so there is none yet.
+        """
+        if self.stopped:
+            raise UserError(
+                f"{self.run_dir} was stopped by {self.stopped} after step {self.steps} and has no model yet: "
+                "the same call continues it, and python -m jaxrl_llm export makes a model of its checkpoint."
+            )
         return self.run_dir / "hf"
 
     @property
@@ -82,14 +94,19 @@ def run(
         recipe: a TrainConfig, or the name or path of a recipe file.
         reward: reward function with the signature of TRL, veRL, OpenRLHF, RL2 or `f(sample) -> float`; it
             runs in worker processes: a notebook may define it, but it cannot change the notebook's variables.
+            A finished run is not continued with another one, see `reward_label`.
         data: training rows as dicts, with the columns that files of rows may have; they are written to
             run_dir/data, under a name made of their content: a run cannot be continued with other rows.
             None = the recipe's data.
         eval_data: held-out rows, likewise; with `data` alone nothing is evaluated.
         settings: fields by the keys of the command line, such as steps=50, algo="rloo".
 
+    An interrupt (Ctrl-C, the stop button of a notebook) ends the run after its step, with its state saved:
+    `RunResult.stopped` is "SIGINT". A second one stops it at once.
+
     Raises:
         UserError: input that cannot work, before any expensive work. RunError: the run cannot continue.
+        KeyboardInterrupt: interrupted before the first step, or twice.
     """
     if data is not None and eval_data is None and not EVALUATION & settings.keys():
         print(
@@ -109,10 +126,52 @@ def run(
             file = write_rows(rows, Path(resolved.config.run_dir) / "data", name)
             own = {key: str(file), **(of_rows if rows is data else {})}
             resolved = with_settings(resolved.config, own)._replace(recipe=resolved.recipe)
-    ended = execute(resolved, reward=reward)
     run_dir = Path(resolved.config.run_dir)
+    if reward is not None:
+        name = reward_label(reward)
+        total = resolved.config.steps + resolved.config.warm_start.steps
+        refuse_other_reward(run_dir, name, total)
+        config = resolved.config
+        config = dataclasses.replace(config, reward=dataclasses.replace(config.reward, name=name))
+        resolved = resolved._replace(config=config)
+    with interruptible():
+        ended = execute(resolved, reward=reward)
     metrics, samples = (jsonl.read_rows(run_dir / name) for name in ("metrics.jsonl", "samples.jsonl"))
     return RunResult(run_dir, ended.step, ended.reason, metrics, samples)
+
+
+def reward_label(function: Callable[..., Any]) -> str:
+    """Return the name of a reward function and a hash of its source, which config.json and checkpoints keep.
+
+    What the function refers to is not in the hash, nor the source of one that Python has none of.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    try:
+        source = inspect.getsource(function)
+    except (OSError, TypeError):
+        return f"Python function {name}"
+    return f"Python function {name}, {hashlib.sha256(source.encode()).hexdigest()[:12]}"
+
+
+def refuse_other_reward(run_dir: Path, name: str, total: int) -> None:
+    """Refuse a finished run of another reward: its results would be returned as if they were of this one.
+
+    Args:
+        name: of `reward_label`.
+        total: steps of the run, if the config states them.
+
+    Raises:
+        UserError: gives both names, and the fix.
+    """
+    rows = jsonl.read_rows(run_dir / "metrics.jsonl")
+    if not rows or rows[-1]["step"] < total or not (run_dir / "hf").is_dir():
+        return
+    was = json.loads((run_dir / "config.json").read_text())["config"]["reward"]["name"]
+    if was != name:
+        raise UserError(
+            f"{run_dir} has a finished run of another reward ({was}; now {name}), so nothing would be "
+            "trained. Set another run_dir, or more steps to train on with the new reward."
+        )
 
 
 def generate(

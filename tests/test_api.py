@@ -1,11 +1,15 @@
 """The Python API: a run with a reward function and rows from memory, then responses of its model."""
 
+import gc
 import json
+import re
 
+import jax
 import numpy as np
 import pytest
 
 import jaxrl_llm
+from jaxrl_llm.api import RunResult
 from jaxrl_llm.configs import grpo_tiny
 from jaxrl_llm.errors import ConfigError, UserError
 
@@ -26,7 +30,8 @@ def result(tmp_path_factory):
         assert all(a.isdigit() for a in answer)
         return [float(seen in completion[0]["content"]) for completion in completions]
 
-    return jaxrl_llm.run(
+    before = live_bytes()
+    ended = jaxrl_llm.run(
         "grpo_tiny.py",
         reward=contains_seven,
         data=ROWS,
@@ -35,6 +40,13 @@ def result(tmp_path_factory):
         **SHORT,
         **{"eval.every": 1, "eval.prompts": 8, "log.tensorboard": False},
     )
+    assert live_bytes() <= before + 1000  # the next run of a notebook has the memory of this one
+    return ended
+
+
+def live_bytes():
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays())
 
 
 def test_a_run_returns_its_metrics_samples_and_model(result):
@@ -61,10 +73,30 @@ def test_a_run_cannot_be_continued_with_other_rows(result):
         "eval_data": ROWS[:8],
         "run_dir": str(result.run_dir),
         **SHORT,
+        "steps": 2,
         "eval.every": 1,
     }
     with pytest.raises(UserError, match=r"data\.path: was .*train_\w+\.jsonl"):
         jaxrl_llm.run("grpo_tiny.py", data=ROWS[1:], **arguments, **{"eval.prompts": 8})
+
+
+def test_a_finished_run_is_not_returned_for_another_reward(result):
+    """A cell whose reward was edited and run again would show the old results."""
+    name = json.loads((result.run_dir / "config.json").read_text())["config"]["reward"]["name"]
+    assert re.fullmatch(r"Python function contains_seven, [0-9a-f]{12}", name)
+
+    def contains_seven(sample):
+        return float("7" in sample.response)
+
+    message = r"has a finished run of another reward \(Python function contains_seven, .*Set another run_dir"
+    with pytest.raises(UserError, match=message):
+        jaxrl_llm.run("grpo_tiny.py", reward=contains_seven, run_dir=str(result.run_dir), **SHORT)
+
+
+def test_a_stopped_run_says_how_to_get_a_model(tmp_path):
+    stopped = RunResult(tmp_path, 3, "SIGINT", [], [])
+    with pytest.raises(UserError, match=r"stopped by SIGINT after step 3 .* the same call continues it"):
+        _ = stopped.model
 
 
 def test_the_model_generates(result):

@@ -12,6 +12,7 @@ from jaxrl_llm.models import TransformerConfig
 
 _SHOWN = 3  # tokens of a difference
 _NONE = 2**31  # after every id
+_GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # of transformers 4, 5: tokenizer.json as it is
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -34,13 +35,16 @@ def load_tokenizer(folder: Path | str, config: TransformerConfig | None = None) 
             "name another tokenizer."
         )
     settings = folder / "tokenizer_config.json"
-    own_code = bool(settings.is_file() and read_json(settings).get("auto_map"))
+    raw = read_json(settings) if settings.is_file() else {}
+    own_code = bool(raw.get("auto_map"))
     if own_code and not (folder / "tokenizer.json").is_file():
         raise UserError(
             f"{settings}: auto_map asks for the folder's own code, which is never run. Put a tokenizer.json "
             "here (save the tokenizer as a fast one with transformers): it needs no code."
         )
-    tokenizer_class = PreTrainedTokenizerFast if own_code else AutoTokenizer
+    # transformers 5 would replace the generic class by Qwen2Tokenizer in every folder of a qwen2 model.
+    generic = raw.get("tokenizer_class") in _GENERIC and (folder / "tokenizer.json").is_file()
+    tokenizer_class = PreTrainedTokenizerFast if own_code or generic else AutoTokenizer
     try:
         tokenizer = tokenizer_class.from_pretrained(str(folder), trust_remote_code=False)
         eos, vocabulary = tokenizer.eos_token_id, vocabulary_of(tokenizer)
@@ -113,7 +117,7 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     path = folder / "tokenizer_config.json"
     settings = read_json(path)
     if settings.get("tokenizer_class") == "TokenizersBackend":
-        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        settings["tokenizer_class"] = _GENERIC[0]
     if isinstance(settings.get("extra_special_tokens"), list):
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
     if isinstance(tokenizer.chat_template, str):

@@ -4,6 +4,9 @@ The first signal ends the command: immediately during imports and interpreter sh
 `unwinding`, after the work in progress inside `deferred`. A second signal exits immediately. The exit code is
 128 + the signal's number (130, 143), unless the deferred work has another.
 
+Inside `interruptible`, for runs of a notebook, no SIGINT ends the process, which holds the user's variables:
+one that nothing defers, and the second one, raise KeyboardInterrupt.
+
 Python runs signal handlers between two bytecodes of the main thread, which may be inside a compilation for
 minutes. Therefore a thread announces signals and handles the second one; the interpreter's C handler wakes it
 through a pipe (`signal.set_wakeup_fd`). Imports only the standard library, since commands install the
@@ -31,13 +34,17 @@ class Interrupted(SystemExit):
 class SignalHandlers:
     """The handlers of this process.
 
+    Args:
+        keep_process: SIGINT raises KeyboardInterrupt where it would end the process.
+
     Attributes:
         received: number of the first signal; 0 = none yet.
         unwinds: True where the first signal unwinds the main thread, False where it exits immediately.
         deferred: description of the work that is finished first; "" = none.
     """
 
-    def __init__(self):
+    def __init__(self, keep_process: bool = False):
+        self.keep_process = keep_process
         self.received = 0
         self.unwinds = False
         self.deferred = ""
@@ -80,16 +87,23 @@ class SignalHandlers:
             if not self.received:
                 self.received = number
                 self._response = "defer" if self.deferred else "unwind" if self.unwinds else "exit"
-                self._action = f"{self.deferred or 'stopping'}; again = exit at once"
+                second = "stop" if self._raises(number) else "exit"
+                self._action = f"{self.deferred or 'stopping'}; again = {second} at once"
                 if self._response == "exit":
-                    self._action = "exit"
+                    self._action = second
+
+    def _raises(self, number: int) -> bool:
+        """Return whether this signal is a KeyboardInterrupt where it would end the process."""
+        return self.keep_process and number == signal.SIGINT
 
     def _handle(self, number: int, frame: object) -> None:
         """Handle a signal in the main thread, which runs this when it next executes Python."""
         self._handled += 1
-        if self._handled > 1:
+        if self._handled > 1 and not self._raises(number):
             exit_at_once(number)
         self._respond(number)
+        if self._raises(number) and (self._handled > 1 or self._response != "defer"):
+            raise KeyboardInterrupt
         if self._response == "unwind":
             raise Interrupted(128 + number)
 
@@ -107,12 +121,14 @@ class SignalHandlers:
         while data := os.read(self._read, 64):
             for number in filter(HANDLED.__contains__, data):
                 count += 1
+                if count > 1 and self._raises(number):
+                    continue  # the main thread raises it
                 if count > 1:
                     exit_at_once(number)
                 self._respond(number)
                 announce(number, self._action)
                 self._announced.set()
-                if self._response == "exit":
+                if self._response == "exit" and not self._raises(number):
                     exit_at_once(number)
         os.close(self._read)
 
@@ -121,12 +137,16 @@ _handlers: SignalHandlers | None = None
 _reset_in_forks = False
 
 
-def install_handlers() -> bool:
-    """Install the handlers, in the main thread only and once. Return whether this call installed them."""
+def install_handlers(keep_process: bool = False) -> bool:
+    """Install the handlers, in the main thread only and once. Return whether this call installed them.
+
+    Args:
+        keep_process: as of `SignalHandlers`.
+    """
     global _handlers, _reset_in_forks
     if _handlers is not None or threading.current_thread() is not threading.main_thread():
         return False
-    _handlers = SignalHandlers()
+    _handlers = SignalHandlers(keep_process)
     if not _reset_in_forks:
         os.register_at_fork(after_in_child=_forget)
         _reset_in_forks = True
@@ -134,10 +154,14 @@ def install_handlers() -> bool:
 
 
 @contextlib.contextmanager
-def handled_signals() -> Iterator[SignalHandlers | None]:
-    """Install the handlers inside the context; None in threads other than the main one."""
+def handled_signals(keep_process: bool = False) -> Iterator[SignalHandlers | None]:
+    """Install the handlers inside the context; None in threads other than the main one.
+
+    Args:
+        keep_process: as of `SignalHandlers`, where this context installs them.
+    """
     global _handlers
-    installed = install_handlers()
+    installed = install_handlers(keep_process)
     handlers = _handlers
     try:
         yield handlers
@@ -161,6 +185,13 @@ def unwinding() -> Iterator[None]:
             yield
         finally:
             handlers.unwinds = before
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Have SIGINT inside never end the process: what does not defer it sees KeyboardInterrupt."""
+    with handled_signals(keep_process=True):
+        yield
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ class LogConfig:
     """
 
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
-    """Display of progress; auto = rich on a terminal, else plain lines."""
+    """Display of progress; auto = rich on a terminal, a panel in a notebook, else plain lines."""
     samples: CountOrZero = 4
     """Responses of each step written to samples.jsonl, and as tables to wandb, mlflow and swanlab."""
     sample_tokens: CountOrZero = 1024

@@ -1,4 +1,4 @@
-"""Progress of a run: a live panel on a terminal, else one line per step; evaluations are lines that stay."""
+"""Progress of a run: a live panel on a terminal or in a notebook, else lines; each evaluation is one that stays."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from rich.live import Live
 from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
 from rich.progress import Progress as Bar
 from rich.text import Text
+
+from jaxrl_llm.report.notebook import NotebookPanel, in_notebook
 
 PROGRESS_METRICS = (
     "epoch",
@@ -46,13 +48,14 @@ class Progress:
     """Steps done, phase, tokens per second, remaining time and the last metrics.
 
     Args:
-        kind: "rich" redraws one panel, "plain" prints a line per step (files, pipes, notebooks), "auto" is
-            rich where stdout is a terminal, "none" prints only messages.
+        kind: "rich" redraws one panel, "plain" prints a line per step (files, pipes), "auto" is rich where
+            stdout is a terminal and a `NotebookPanel` in a notebook, "none" prints only messages.
         total: steps of the run.
         done: steps of the checkpoint that the run continues from.
     """
 
     def __init__(self, kind: Literal["auto", "rich", "plain", "none"], total: int, done: int = 0):
+        self.panel = NotebookPanel(total, done) if kind == "auto" and in_notebook() else None
         self.kind = ("rich" if on_terminal() else "plain") if kind == "auto" else kind
         self.total, self.done, self.phase_name = total, done, "start"
         self.remaining = RemainingTime(total)
@@ -73,7 +76,9 @@ class Progress:
     def phase(self, name: str, begins: bool = True) -> None:
         """Show the present phase of the run, "" = none; `begins` is False on the return from an inner one."""
         self.phase_name, now = name, time.perf_counter()
-        if self.live:
+        if self.panel:
+            self.panel.phase(name)
+        elif self.live:
             self.bar.update(self.task, phase=name, since=now)
         elif begins and self.kind == "plain" and now - self.printed >= QUIET_SECONDS:
             self.message(f"step {min(self.done + 1, self.total)}/{self.total}: {name}")
@@ -81,12 +86,15 @@ class Progress:
     def step(self, step: int, row: Mapping[str, Any]) -> None:
         """Show that a step is done; `row` is its line of metrics.jsonl."""
         self.done = step
-        if self.kind != "none" and (line := format_evaluation(row)):
+        line = "" if self.panel else format_evaluation(row)
+        if self.kind != "none" and line:
             self.message(f"evaluation at step {step}/{self.total}  {line}")
         left = self.remaining.after(step, row)
         speed = f"{row.get('tokens_per_second') or 0:,.0f} tokens/s"
         rate = speed if left is None else f"{speed}  {format_duration(left)} left"
-        if self.live:
+        if self.panel:
+            self.panel.step(step, row, rate)
+        elif self.live:
             self.bar.update(self.task, completed=step, rate=rate)
             self.live.update(Group(self.bar, Text(format_metrics(row, "  "), style="dim")))
         elif self.kind == "plain" and row.get("kind") != "start":
@@ -103,7 +111,10 @@ class Progress:
 
     def close(self) -> None:
         """End the live display; the last panel stays on the screen."""
-        if self.live:
+        if self.panel:
+            self.panel.close()
+            self.panel = None
+        elif self.live:
             self.bar.update(self.task, phase="")
             self.live.stop()
             self.live = None

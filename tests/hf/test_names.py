@@ -254,6 +254,10 @@ def test_what_is_written_reads_back_here_and_in_transformers(family, extra, capl
     raw = json.loads(json.dumps(to_hf_config(config, "float16")))
     assert read_config(raw) == config
     assert raw["dtype"] == raw["torch_dtype"] == "float16"
+    spellings = {4: ("rope_theta", "rope_scaling", "torch_dtype"), 5: ("rope_parameters", "dtype")}
+    for version, keys in spellings.items():  # each alone says all that the other does
+        other = {key for keys_of in (spellings.keys() - {version}) for key in spellings[keys_of]}
+        assert keys and read_config({k: v for k, v in raw.items() if k not in other}) == config
     if family == "baichuan":
         return
     theirs = HF_CLASSES[family](**{key: value for key, value in raw.items() if key != "model_type"})

