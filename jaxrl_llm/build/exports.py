@@ -15,7 +15,6 @@ from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.export import check_export_folder, save_model
 from jaxrl_llm.hf.peft import save_adapter
-from jaxrl_llm.hf.upload import check_upload, upload_folder
 from jaxrl_llm.host.processes import on_first, print_on_first
 from jaxrl_llm.learn.optim_states import averaged_weights
 from jaxrl_llm.models import lora
@@ -27,13 +26,11 @@ EMA = "_ema"  # after the names of folders with averaged weights
 
 
 def check_export_folders(config: TrainConfig) -> None:
-    """Refuse places for the exports at the end of a run that have something else, or cannot be uploaded to.
+    """Refuse places for the exports at the end of a run that have something else.
 
     Raises:
-        UserError: names what is there, or what is missing.
+        UserError: names what is there.
     """
-    if config.checkpoint.push_to_hub:
-        check_upload("checkpoint.push_to_hub", config.checkpoint.push_to_hub)
     for suffix in ("", EMA)[: 2 if config.optim.ema else 1]:
         check_export_folder(Path(config.run_dir) / f"hf{suffix}")
         if config.lora.rank:
@@ -64,19 +61,6 @@ def export_models(config: TrainConfig, tokenizer: Any, state: TrainState, folder
         averages = jax.tree.map(lambda e: jax.device_put(e, on_device(e.sharding)), averages)
         frozen = lora.split_params(state.params)[1]
         _export(config, tokenizer, lora.join_params(averages, frozen), folder, EMA)
-
-
-def push_model(config: TrainConfig, step: int) -> None:
-    """Upload run_dir/hf to `checkpoint.push_to_hub`, if that is set. A collective.
-
-    Raises:
-        RunError: as `hf.upload.upload_folder`.
-    """
-    if name := config.checkpoint.push_to_hub:
-        hub = lambda: check_upload("checkpoint.push_to_hub", name)
-        message = f"Step {step} of {config.run_dir}"
-        url = on_first(lambda: upload_folder(Path(config.run_dir) / "hf", hub(), message))
-        print_on_first(f"uploaded: {url}")
 
 
 def export_step(config: TrainConfig, tokenizer: Any, state: TrainState, step: int) -> None:

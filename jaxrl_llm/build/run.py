@@ -18,7 +18,7 @@ from jaxrl_llm import algos, models
 from jaxrl_llm.build.data import open_loaders, try_first_rows, with_steps
 from jaxrl_llm.build.engines import make_engine
 from jaxrl_llm.build.evaluation import Evaluator, make_evaluators, open_judge
-from jaxrl_llm.build.exports import check_export_folders, export_due, export_models, export_step, push_model
+from jaxrl_llm.build.exports import check_export_folders, export_due, export_models, export_step
 from jaxrl_llm.build.models import (
     check_frozen,
     check_own_algorithm,
@@ -135,7 +135,6 @@ class Run:
         """
         if step is None:
             export_models(self.config, self.tokenizer, state, Path(self.config.run_dir))
-            push_model(self.config, self.total)
         elif export_due(self.config.checkpoint, step):
             export_step(self.config, self.tokenizer, state, step)
 

@@ -57,9 +57,6 @@ class CheckpointConfig:
     """Steps between exports of the model to exports/STEP/hf; 0 = none, but for the one at the end."""
     hf_keep: CountOrZero = 0
     """Newest of these exports to keep; 0 = all."""
-    push_to_hub: str = ""
-    """Hub repository (NAME/MODEL, or NAME/MODEL@BRANCH; a new one is private) that the model is uploaded to
-    at the end of the run; "" = none."""
     async_save: bool = True
     """Write in the background while training goes on."""
     on_full_disk: Literal["continue", "stop"] = "continue"

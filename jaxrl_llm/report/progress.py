@@ -1,4 +1,4 @@
-"""Progress of a run: a live panel on a terminal or in a notebook, else lines; each evaluation is one that stays."""
+"""Progress of a run: a live panel on a terminal or in a notebook, else lines. Evaluations are lines that stay."""
 
 from __future__ import annotations
 

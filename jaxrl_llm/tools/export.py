@@ -20,7 +20,6 @@ from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.hf.json_file import read_json
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.resolve import resolve_model
-from jaxrl_llm.hf.upload import check_upload, upload_folder
 from jaxrl_llm.models import TransformerConfig, lora
 from jaxrl_llm.models.transformer import cast_weights
 from jaxrl_llm.ranges import CountOrZero
@@ -42,8 +41,6 @@ class ExportArguments:
     """Type of the weights."""
     ema: bool = False
     """Export the exponential moving average of the weights (--optim.ema)."""
-    push_to_hub: str = ""
-    """Hub repository (NAME/MODEL, or NAME/MODEL@BRANCH; a new one is private) to upload the folder to."""
     tokenizer: str = ""
     """Folder or hub name of the tokenizer, if the run's is missing; "" = the run's."""
 
@@ -58,12 +55,9 @@ def main(argv: list[str]) -> int:
     saved = restore_params(args.checkpoint, args.step, args.ema)
     params, config = with_base(args.checkpoint, saved), lora.base_config(saved.config)
     tokenizer = run_tokenizer(args.checkpoint, config, args.tokenizer)
-    hub = check_upload("push_to_hub", args.push_to_hub) if args.push_to_hub else None
     folder = save_model(params, config, args.out, tokenizer, args.dtype)
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"step {saved.step} of {args.checkpoint} -> {folder} ({args.dtype}, {size / 2**20:,.1f} MiB)")
-    if hub:
-        print(f"uploaded: {upload_folder(folder, hub, f'Step {saved.step} of {args.checkpoint}')}")
     return 0
 
 
