@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,14 +23,14 @@ from jaxrl_llm.recipe.checks import check_fields
 from jaxrl_llm.recipe.overrides import apply_overrides, split_arguments
 from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig
 from jaxrl_llm.rewards.load import choose_reward
-from jaxrl_llm.rewards.pool import RewardPool
+from jaxrl_llm.rewards.pool import CHECKED_ROWS, RewardPool
 from jaxrl_llm.rewards.sample import RewardResult
 from jaxrl_llm.rollout.native.shapes import bucket
 from jaxrl_llm.sharding.config import ALL_DEVICES, MeshConfig, PlacementConfig, reward_role
 from jaxrl_llm.sharding.placement import place
 from jaxrl_llm.sharding.rules import num_shards
 from jaxrl_llm.structs import Trajectory
-from jaxrl_llm.tools.selection import RewardedResponse
+from jaxrl_llm.tools.selection import RewardedResponse, plain_json
 
 SHORTEST_ROW = 64  # tokens
 FLAG = "--reward."
@@ -97,9 +97,9 @@ class ResponseScorer:
         self.pool, self.models = RewardPool(config), []
         self._by_width: dict[tuple[int, int], RewardModel] = {}
 
-    def open(self, examples: Sequence[Example]) -> None:
-        """Try the verifier on rows, at least one of each data source, then load the reward models."""
-        samples = [reward_sample(example) for example in examples]
+    def open(self, examples: Iterable[Example]) -> None:
+        """Try the verifier on the first rows of each data source, then load the reward models."""
+        samples = [reward_sample(example) for example in first_of_each_source(examples)]
         if self.config.name != "none":
             config = choose_reward(self.config, samples, required=True)
             self.pool = self.closing.enter_context(RewardPool(config))
@@ -185,9 +185,18 @@ class ResponseScorer:
                 columns["failure"] = result.reason
         for model, (score, more) in zip(self.models, scores, strict=True):
             total += model.config.weight * score
-            columns["rewards"][model.config.path] = score
-            columns |= more
+            columns["rewards"][model.config.path] = plain_json(score)
+            columns |= plain_json(more)
         return RewardedResponse(text, total if np.isfinite(total) else None, columns)
+
+
+def first_of_each_source(examples: Iterable[Example]) -> list[Example]:
+    """Return the first rows of each data source, for a trial of the verifier; reads all."""
+    kept: dict[str, list[Example]] = {}
+    for example in examples:
+        if len(rows := kept.setdefault(example.source, [])) < CHECKED_ROWS:
+            rows.append(example)
+    return [example for rows in kept.values() for example in rows]
 
 
 def given_trajectory(model: RewardModel, example: Example, text: str, chat: ChatConfig) -> Trajectory:

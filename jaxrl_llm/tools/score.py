@@ -41,6 +41,7 @@ from jaxrl_llm.tools.selection import (
     RewardSummary,
     SelectConfig,
     check_selection,
+    plain_json,
     reward_columns,
     selected_rows,
 )
@@ -193,9 +194,8 @@ def reward_scores(
     args: ScoreArguments, reward: RewardConfig, rows: RawRows, closing: contextlib.ExitStack
 ) -> Scores:
     """Return the function that rewards responses; all rows are checked before models are loaded."""
-    examples = [read_responses(*rows[i]).example for i in range(len(rows))]
     scorer = ResponseScorer(reward, args.mesh, pick_dtype(args.dtype), args.batch_tokens, args.chat, closing)
-    scorer.open(first_of_each_source(examples))
+    scorer.open(read_responses(*rows[i]).example for i in range(len(rows)))
     summary = RewardSummary()
 
     def score(numbers: range) -> tuple[list[str], str]:
@@ -247,20 +247,12 @@ def split_response(example: Example) -> tuple[Example, str]:
     return replace(example, messages=example.messages[:-1], rejected=None), example.messages[-1]["content"]
 
 
-def first_of_each_source(examples: Sequence[Example]) -> list[Example]:
-    """Return the first rows of each data source, for a trial of the verifier."""
-    kept: dict[str, list[Example]] = {}
-    for example in examples:
-        if len(rows := kept.setdefault(example.source, [])) < 4:
-            rows.append(example)
-    return [example for rows in kept.values() for example in rows]
-
-
 def with_rewards(
     row: dict[str, Any], given: GivenResponses, group: Sequence[RewardedResponse]
 ) -> dict[str, Any]:
     """Return the row with the rewards of its responses."""
     columns = [reward_columns(response) for response in group]
+    row = {name: plain_json(value) for name, value in row.items()}
     if given.kind == "response":
         return row | columns[0]
     if given.kind == "pair":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -115,8 +116,20 @@ class RewardSummary:
 
 def base_row(example: Example, chat: ChatConfig) -> dict[str, Any]:
     """Return prompt and other columns of an output row."""
-    carried = {name: value for name, value in example.columns.items() if name not in OWN_KEYS}
+    columns = example.columns.items()
+    carried = {name: plain_json(value) for name, value in columns if name not in OWN_KEYS}
     return carried | prompt_row(example, chat)
+
+
+def plain_json(value: Any) -> Any:
+    """Return a value as JSON holds it: numbers that are not finite are null, dates and the like text."""
+    if isinstance(value, Mapping):
+        return {str(name): plain_json(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_json(inner) for inner in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | bool | int) else str(value)
 
 
 def _pair(chosen: RewardedResponse, rejected: RewardedResponse) -> dict[str, Any]:

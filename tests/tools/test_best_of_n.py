@@ -1,6 +1,7 @@
 """Rewards of responses by `generate` and `score`, and the rows to train on that they select."""
 
 import dataclasses
+import datetime
 import json
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.tools import generate, score
 from jaxrl_llm.tools.output import ResumableOutput
 from jaxrl_llm.tools.response_rewards import split_reward_flags
-from jaxrl_llm.tools.selection import RewardedResponse, SelectConfig, selected_rows
+from jaxrl_llm.tools.selection import RewardedResponse, SelectConfig, base_row, selected_rows
 
 CONFIG = models.TransformerConfig(
     vocab_size=128, hidden_size=32, mlp_size=48, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8,
@@ -111,6 +112,17 @@ def test_conditional_rows_have_the_reward_at_the_end_of_the_prompt():
         Example(None, "Q:"), [RewardedResponse("x", 0.5)], SelectConfig("conditional"), ChatConfig()
     ))  # fmt: skip
     assert plain == {"prompt": "Q: <rm_score>: 0.50", "response": "x", "reward": 0.5}
+
+
+def test_columns_of_tables_become_json():
+    columns = {
+        "date": datetime.date(2026, 1, 2),
+        "nan": float("nan"),
+        "deep": [{"x": (1, b"b")}],
+        "prompt": "p",
+    }
+    row = base_row(Example(None, "p", columns=columns), ChatConfig())
+    assert row == {"date": "2026-01-02", "nan": None, "deep": [{"x": [1, "b'b'"]}], "prompt": "p"}
 
 
 def test_a_verifier_and_two_models_are_added_by_their_weights(judges, write, tmp_path):
