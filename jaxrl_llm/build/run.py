@@ -27,6 +27,7 @@ from jaxrl_llm.build.models import (
     with_new_adapters,
 )
 from jaxrl_llm.build.placement import make_meshes
+from jaxrl_llm.build.push import push_run
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.rows import Example
@@ -41,6 +42,7 @@ from jaxrl_llm.experience.rollouts import RolloutSource
 from jaxrl_llm.experience.score import Scorer, reward_sample
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.export import check_export_folder, save_model
+from jaxrl_llm.hf.hub import check_repository
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.peft import load_adapter, save_adapter
 from jaxrl_llm.hf.tokenizer import generation_end_ids
@@ -121,10 +123,10 @@ class Run:
         return jax.jit(fit, out_shardings=shardings, donate_argnums=0)(params)
 
     def export(self, params: Params) -> None:
-        """Write the model, its adapters merged, to run_dir/hf, and its adapters to run_dir/adapter.
+        """Write the model, its adapters merged, to run_dir/hf and its adapters to run_dir/adapter; push it.
 
         Raises:
-            OSError, UserError, RunError: as `save_model`.
+            OSError, UserError, RunError: as `save_model` and `push_run`.
         """
         run_dir = Path(self.config.run_dir)
         if algos.requirements(self.config.algo).policy:  # other models keep their value head
@@ -133,6 +135,7 @@ class Run:
         save_model(params, base, run_dir / "hf", self.tokenizer, dtype=self.config.model.dtype)
         if self.model.lora:
             save_adapter(params, run_dir / "adapter", self.config.model.path)
+        push_run(run_dir, self.config.hub)
 
     def reference(self) -> Reference:
         """Return the frozen reference of the last stage; its weights are loaded at their first use."""
@@ -177,6 +180,8 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     """
     check_kernels_setting()
     on_first(lambda: check_export_folder(Path(config.run_dir) / "hf"))
+    if config.hub.push:
+        on_first(lambda: check_repository(config.hub.push, config.hub.private))
     if config.lora.rank:
         on_first(lambda: check_export_folder(Path(config.run_dir) / "adapter", "adapter_config.json"))
     meshes = make_meshes(config)
