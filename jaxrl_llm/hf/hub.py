@@ -95,7 +95,6 @@ def _retried(repo: str, call: Callable[[], Result]) -> Result:
     Raises:
         UserError: the hub refuses the name or the token. PushError: any other error, repeatedly.
     """
-    import httpx  # of huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     for wait in (*RETRY_SECONDS, None):
@@ -103,7 +102,7 @@ def _retried(repo: str, call: Callable[[], Result]) -> Result:
             return call()
         except HFValidationError as error:
             raise UserError(f"{repo}: not the name of a repository, such as org/model ({error})") from error
-        except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
+        except (*HfHubHTTPError.__bases__, OSError) as error:  # of the hub, its transport, the network
             code = getattr(getattr(error, "response", None), "status_code", None)
             if code in DENIED:
                 raise UserError(
