@@ -105,18 +105,18 @@ def main(argv: list[str]) -> int:
     check_selection(args, gives_rewards(reward))
     examples = read_examples(args.prompts)
     check_output_path(args.out, args.prompts)
-    output = ResumableOutput(args.out, settings_of(args, reward, args.prompts), args.resume)
-    bar, summary = ProgressBar(len(examples), "prompts", output.rows_done), RewardSummary()
     with contextlib.ExitStack() as closing:
         generator = Generator(args.model, examples, args)
         scorer = open_scorer(args, reward, generator, examples, closing)
+        output = ResumableOutput(args.out, settings_of(args, reward, args.prompts), args.resume)
+        bar, summary = ProgressBar(len(examples), "prompts", output.rows_done), RewardSummary()
         for part, groups, speed in generator.windows(output.rows_done):
             rewarded = reward_groups(scorer, part, groups)
             rows = (row for x in zip(part, groups, rewarded, strict=True) for row in output_rows(*x, args))
             output.append([json_line(row, args.model) for row in rows], output.rows_done + len(part))
             note = summary.add(rewarded) if scorer else ""
             bar.update(output.rows_done, f"{speed:,.0f} tokens/s{note}")
-    output.finish()
+        output.finish()
     return 0
 
 

@@ -182,31 +182,26 @@ def test_relabelled_pairs_swap_where_the_rejected_one_is_better(write, tmp_path)
     ]
 
 
-def test_generated_rows_load_in_sft_and_dpo_and_in_score(policy, judges, write, tmp_path, capsys):
-    """One command each: best of 4 and pairs from `generate`; all responses through `score`."""
+def test_generated_rows_load_in_sft_and_dpo_and_in_score(policy, write, tmp_path, capsys):
+    """Pairs by one command; all responses, then the best of them, by two."""
     prompts = write("p.jsonl", [{"prompt": "1+1=", "answer": "2"}, {"messages": [QUESTION], "answer": "4"}])
     rewards = ["--reward.name", write("length.py", LENGTH)]
+    pairs, every, best = (tmp_path / name for name in ("pairs.jsonl", "all.jsonl", "best.jsonl"))
     argv = ["--model", policy, "--prompts", prompts, "--n", "4", "--max_tokens", "5", "--slots", "8", *SMALL]
-    load = lambda name, kind: Loader(
-        DataConfig(path=str(tmp_path / name)), TOKENIZER, 0, 200, "train", 300
-    ).check_first_rows(kind)
-    for select, name in (("all", "all.jsonl"), ("best", "best.jsonl"), ("pairs", "pairs.jsonl")):
-        given = rewards if select != "all" else []
-        assert generate.main([*argv, "--out", str(tmp_path / name), "--select", select, *given]) == 0
+    assert generate.main([*argv, "--out", str(pairs), "--select", "pairs", *rewards]) == 0
+    assert generate.main([*argv, "--out", str(every)]) == 0
     assert "2/2 prompts" in capsys.readouterr().err
-    best, everything = read(tmp_path / "best.jsonl"), read(tmp_path / "all.jsonl")
-    for row, group in zip(best, everything, strict=True):
-        longest = max((r["text"] for r in group["responses"]), key=len)
-        assert row["response"] == longest and row["reward"] == len(longest)
-        assert row["answer"] == group["answer"]
-    assert [e.response for e in load("best.jsonl", "tokens")] == [best[0]["response"]]
-    assert load("pairs.jsonl", "pairs")[0].rejected.response == read(tmp_path / "pairs.jsonl")[0]["rejected"]
-    again = tmp_path / "again.jsonl"
-    argv = ["--data", str(tmp_path / "all.jsonl"), "--out", str(again), *rewards, "--select", "best"]
-    assert score.main(argv) == 0
-    assert [(r["messages"] if "messages" in r else r["prompt"], r["response"]) for r in read(again)] == [
-        (r["messages"] if "messages" in r else r["prompt"], r["response"]) for r in best
-    ]
+    assert score.main(["--data", str(every), "--out", str(best), *rewards, "--select", "best"]) == 0
+    for row, pair, group in zip(read(best), read(pairs), read(every), strict=True):
+        texts = sorted((r["text"] for r in group["responses"]), key=len)
+        assert row["reward"] == pair["chosen_reward"] == len(texts[-1])
+        assert row["response"] == pair["chosen"] and len(pair["rejected"]) == len(texts[0])
+        assert row["answer"] == pair["answer"] == group["answer"]
+    load = lambda file, kind: Loader(
+        DataConfig(path=str(file)), TOKENIZER, 0, 200, "train", 300
+    ).check_first_rows(kind)
+    assert load(best, "tokens")[0].response == read(best)[0]["response"]
+    assert load(pairs, "pairs")[0].rejected.response == read(pairs)[0]["rejected"]
 
 
 def test_a_killed_command_continues_behind_the_last_window(write, tmp_path, monkeypatch):
