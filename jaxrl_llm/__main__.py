@@ -16,8 +16,9 @@ COMMANDS = {
         "jaxrl_llm.tools.doctor",
         "Check this machine for a run; name the fixes.",
     ),
-    "generate": ("jaxrl_llm.tools.generate", "Generate responses to the prompts of a file."),
-    "score": ("jaxrl_llm.tools.score", "Compute the log-probabilities of given tokens."),
+    "chat": ("jaxrl_llm.tools.chat", "Talk to a model in the terminal."),
+    "generate": ("jaxrl_llm.tools.generate", "Generate responses to the prompts of a file; best of n."),
+    "score": ("jaxrl_llm.tools.score", "Compute log-probabilities, or rewards, of given responses."),
     "import-config": (
         "jaxrl_llm.tools.import_config",
         "Write a recipe from a config of veRL, OpenRLHF, TRL, RL2 or ChatLearn.",

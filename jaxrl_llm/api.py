@@ -23,7 +23,7 @@ from jaxrl_llm.host.signals import interruptible
 from jaxrl_llm.recipe.checks import check_fields
 from jaxrl_llm.recipe.load import with_settings
 from jaxrl_llm.report import jsonl
-from jaxrl_llm.tools.generate import GenerateConfig, generate_all
+from jaxrl_llm.tools.generate import GenerateConfig, Generator
 from jaxrl_llm.train import execute
 
 EVALUATION = {"data.eval_path", "data.holdout", "eval.every"}
@@ -201,7 +201,7 @@ def generate(
     examples = [_as_example(prompt, i) for i, prompt in enumerate(prompts)]
     return [
         [Response(t.text, t.response_ids, t.logprobs, t.finish) for t in trajectories]
-        for _, responses, _ in generate_all(str(model), examples, config)
+        for _, responses, _ in Generator(str(model), examples, config).windows()
         for trajectories in responses
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -43,6 +44,7 @@ __all__ = [  # all that a recipe needs, besides its algorithm
     "DataConfig",
     "EnvConfig",
     "EvalConfig",
+    "HubConfig",
     "LogConfig",
     "LoraConfig",
     "MeshConfig",
@@ -63,6 +65,8 @@ __all__ = [  # all that a recipe needs, besides its algorithm
     "WarmStartConfig",
 ]
 
+REPOSITORY = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
+"""Name of a repository of the Hugging Face hub."""
 MAX_TRAJECTORIES = 2**24  # of a step: one process keeps them all in memory
 GENERATIVE = "generative"  # the judge that is a generative reward model
 Tokens = Annotated[int, Range(1, 2**24)]
@@ -133,6 +137,21 @@ class EvalConfig:
             )
         elif self.judge and self.judge != GENERATIVE and (problem := name_problem(self.judge)):
             yield "judge", problem
+
+
+@dataclass(frozen=True)
+class HubConfig:
+    """Upload of the trained model to the Hugging Face hub, by the token HF_TOKEN."""
+
+    push: str = ""
+    """Repository, ORG/NAME, that gets run_dir/hf and a model card at the end of the run; "" = none."""
+    private: bool = False
+    """Make a new repository private; an existing one keeps its visibility."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, problem) for text that names no repository."""
+        if self.push and not REPOSITORY.fullmatch(self.push):
+            yield "push", f"is {self.push!r:.100}: it must be the name of a repository, ORG/NAME."
 
 
 @dataclass(frozen=True)
@@ -238,6 +257,7 @@ class TrainConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    hub: HubConfig = field(default_factory=HubConfig)
     log: LogConfig = field(default_factory=LogConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
 

@@ -22,7 +22,7 @@ from jaxrl_llm.recipe.checks import check_fields
 from jaxrl_llm.recipe.keys import add_missing, iter_fields
 from jaxrl_llm.recipe.load import find_recipe, load_recipe, packaged_recipes, with_algo
 from jaxrl_llm.recipe.overrides import apply_overrides, parse_words, resolve_key, split_arguments
-from jaxrl_llm.tools import export, generate, import_config, plan, score, view
+from jaxrl_llm.tools import chat, export, generate, import_config, plan, score, view
 
 ROOT = Path(__file__).parents[1]
 ALGORITHMS = (ROOT / "docs/algorithms.md").read_text()
@@ -48,6 +48,7 @@ PATHS = {"/".join(path.parts[i:]) for path in FILES for i in range(len(ROOT.part
 PATHS |= set(FOLDERS)
 """Every file and folder by the end of its path: "bridge/push.py", "push.py"."""
 COMMANDS = {
+    "chat": chat.ChatArguments,
     "generate": generate.GenerateArguments,
     "score": score.ScoreArguments,
     "export": export.ExportArguments,
@@ -55,7 +56,7 @@ COMMANDS = {
     "plan": plan.PlanArguments,
     "import-config": import_config.ImportArguments,
 }
-EXACT = ("generate", "score", "export", "view", "import-config")  # commands without flags of training
+EXACT = ("chat", "generate", "score", "export", "view", "import-config")  # commands without flags of training
 OPTIONAL = (
     *(
         "data.eval.0.path",
@@ -302,7 +303,9 @@ def test_every_command_is_accepted(page, monkeypatch):
             check_pytest(line[line.index("pytest") + 1 :])
         elif line[2] == "jaxrl_llm" and len(line) > 3 and line[3] in EXACT:
             given = {word[2:] for word in line if word.startswith("--")}
-            assert given <= flags_of(COMMANDS[line[3]]) | {"help"}, line
+            of_rewards = {flag for flag in given if flag.startswith("reward.")}
+            assert of_rewards <= known_keys().keys() and (not of_rewards or line[3] in ("generate", "score"))
+            assert given - of_rewards <= flags_of(COMMANDS[line[3]]) | {"help"}, line
         else:
             check_training(line[3:])
 

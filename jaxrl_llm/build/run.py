@@ -33,6 +33,7 @@ from jaxrl_llm.build.models import (
 )
 from jaxrl_llm.build.moments import adopt_moments, check_initial_moments, restart_moments
 from jaxrl_llm.build.placement import make_meshes
+from jaxrl_llm.build.push import push_run
 from jaxrl_llm.config import GENERATIVE, TrainConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.rows import Example
@@ -44,6 +45,7 @@ from jaxrl_llm.experience.reward_models import RewardModel, load_reward_model
 from jaxrl_llm.experience.rollouts import RolloutSource
 from jaxrl_llm.experience.score import Scorer, reward_sample
 from jaxrl_llm.hf.config import read_config
+from jaxrl_llm.hf.hub import check_repository
 from jaxrl_llm.hf.load import PRETRAINED, load_params
 from jaxrl_llm.hf.peft import load_adapter
 from jaxrl_llm.hf.tokenizer import generation_end_ids
@@ -131,10 +133,11 @@ class Run:
         """Export the model at the end of the run, or at a step where --checkpoint.hf_every has one due.
 
         Raises:
-            OSError, UserError, RunError: as `save_model`.
+            OSError, UserError, RunError: as `save_model` and `push_run`.
         """
         if step is None:
             export_models(self.config, self.tokenizer, state, Path(self.config.run_dir))
+            push_run(Path(self.config.run_dir), self.config.hub)
         elif export_due(self.config.checkpoint, step):
             export_step(self.config, self.tokenizer, state, step)
 
@@ -189,6 +192,8 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     """
     check_kernels_setting()
     on_first(lambda: check_export_folders(config))
+    if config.hub.push:
+        on_first(lambda: check_repository(config.hub.push, config.hub.private))
     meshes = make_meshes(config)
     model, tokenizer, folder = load_model_config(config.model)
     set_template(tokenizer, config.data.chat)

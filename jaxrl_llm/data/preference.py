@@ -225,13 +225,18 @@ def _with_score(example: Example, row: dict, config: SourceConfig) -> Example:
             f"{example.where}: score_key {config.score_key!r} must hold a number, got "
             f"{lookup(row, config.score_key)!r:.100}; the columns are {column_names(row)}"
         )
-    suffix = f" <rm_score>: {(score - config.score_mean) / config.score_std:.2f}"
+    suffix = score_text((score - config.score_mean) / config.score_std)
     sides = [example, *([example.rejected] if example.rejected else [])]
-    sides = [_with_suffix(side, suffix) for side in sides]
+    sides = [with_suffix(side, suffix) for side in sides]
     return dataclasses.replace(sides[0], rejected=sides[1] if len(sides) > 1 else None)
 
 
-def _with_suffix(example: Example, suffix: str) -> Example:
+def score_text(score: float) -> str:
+    """Return the text of a score at the end of a prompt."""
+    return f" <rm_score>: {score:.2f}"
+
+
+def with_suffix(example: Example, suffix: str) -> Example:
     """Return the example with text added to its prompt: to the last message that is not the assistant's."""
     if example.messages is None:
         return dataclasses.replace(example, text=example.text + suffix)

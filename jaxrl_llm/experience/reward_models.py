@@ -139,12 +139,15 @@ class RewardModel:
         if self.config.kind == "outcome":
             scores[-1] = values[-1]
             return scores
-        ids = trajectory.response_ids
-        ends = [i for i, token in enumerate(ids) if "\n" in self.tokenizer.decode([token])]
-        last = max(len(ids) - 1 - int(ids[-1] == self.tokenizer.eos_token_id), 0)  # the end token is no step
-        ends = sorted({*ends, last})
+        ends = self.step_ends(trajectory.response_ids)
         scores[ends] = values[len(trajectory.prompt_ids) :][ends]
         return scores
+
+    def step_ends(self, ids: Sequence[int]) -> list[int]:
+        """Return the positions of a response's tokens that end a step: ends of lines, and the last."""
+        ends = [i for i, token in enumerate(ids) if "\n" in self.tokenizer.decode([token])]
+        last = max(len(ids) - 1 - int(ids[-1] == self.tokenizer.eos_token_id), 0)  # the end token is no step
+        return sorted({*ends, last})
 
 
 def _joined(messages: Sequence[dict[str, Any]]) -> str:
@@ -162,6 +165,7 @@ def load_reward_model(
     """Return the model of a folder, in the compute type, sharded over the mesh.
 
     Args:
+        policy_tokenizer: of the trajectories that it gets; None = its own.
         chat: chat settings of the policy.
         responses: in a prompt of the model; 2 = it also compares two.
 
@@ -180,6 +184,7 @@ def load_reward_model(
             "needs a language model."
         )
     tokenizer = load_tokenizer(folder, model)
+    policy_tokenizer = policy_tokenizer or tokenizer
     same = same_vocabulary(tokenizer, policy_tokenizer)
     if not same and config.kind == "process":
         raise UserError(

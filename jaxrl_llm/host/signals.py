@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 HANDLED = (signal.SIGTERM, signal.SIGINT)
@@ -41,6 +41,7 @@ class SignalHandlers:
         received: number of the first signal; 0 = none yet.
         unwinds: True where the first signal unwinds the main thread, False where it exits immediately.
         deferred: description of the work that is finished first; "" = none.
+        interrupt: called in the main thread by each SIGINT, which then ends nothing; None = SIGINT ends.
     """
 
     def __init__(self, keep_process: bool = False):
@@ -48,6 +49,7 @@ class SignalHandlers:
         self.received = 0
         self.unwinds = False
         self.deferred = ""
+        self.interrupt: Callable[[], None] | None = None
         self._response: Literal["exit", "unwind", "defer"] = "exit"
         self._action = ""  # announced with the first signal
         self._lock = threading.RLock()  # a handler may interrupt a handler
@@ -98,6 +100,9 @@ class SignalHandlers:
 
     def _handle(self, number: int, frame: object) -> None:
         """Handle a signal in the main thread, which runs this when it next executes Python."""
+        if number == signal.SIGINT and self.interrupt:
+            self.interrupt()
+            return
         self._handled += 1
         if self._handled > 1 and not self._raises(number):
             exit_at_once(number)
@@ -120,6 +125,8 @@ class SignalHandlers:
         count = 0
         while data := os.read(self._read, 64):
             for number in filter(HANDLED.__contains__, data):
+                if number == signal.SIGINT and self.interrupt:
+                    continue
                 count += 1
                 if count > 1 and self._raises(number):
                     continue  # the main thread raises it
@@ -206,6 +213,20 @@ def deferred(action: str) -> Iterator[None]:
     finally:
         if _handlers is not None:
             _handlers.deferred = before
+
+
+@contextlib.contextmanager
+def interrupts_call(action: Callable[[], None]) -> Iterator[None]:
+    """Have each SIGINT (Ctrl-C) inside call `action` in the main thread; SIGTERM ends the command."""
+    with handled_signals() as handlers:
+        if handlers is None:
+            yield
+            return
+        before, handlers.interrupt = handlers.interrupt, action
+        try:
+            yield
+        finally:
+            handlers.interrupt = before
 
 
 def received_signal() -> int:

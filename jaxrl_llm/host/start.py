@@ -29,6 +29,13 @@ class Cluster(NamedTuple):
     address: str = ""  # "host:port" of process 0; "" = jax detects it
 
 
+def open_compilation_cache() -> None:
+    """Share compiled programs with other commands, unless JAX_COMPILATION_CACHE_DIR names another folder."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(COMPILATION_CACHE))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
 def start_host() -> None:
     """Join the other processes of the run, if there are any, and share compiled programs between runs.
 
@@ -42,9 +49,7 @@ def start_host() -> None:
     """
     quiet_transformers()
     show_warnings()
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(COMPILATION_CACHE))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    open_compilation_cache()
     if not jax.distributed.is_initialized() and (cluster := find_cluster()):
         join_cluster(cluster)
 

@@ -16,6 +16,9 @@ MESH = "--mesh.data, --mesh.fsdp, --mesh.tensor and --mesh.sequence: all devices
 SERVER_FLAGS = "--sglang.flags, which are SGLang's own: '--tp 2 --mem-fraction-static 0.6'"
 
 SAME = {
+    **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_strategy"), "--hub.push ORG/NAME"),
+    "hub_private_repo": "--hub.private",
+    "hub_token": "the environment variable HF_TOKEN",
     "num_ppo_epochs": "--ppo_epochs",
     "max_epochs": "--ppo_epochs, passes over the responses of a step, or --epochs of examples",
     "ref_model": "--reference.path",
@@ -71,14 +74,13 @@ NO_PIPELINE = (
     "There is no pipeline parallelism: --mesh.fsdp, --mesh.tensor and --mesh.sequence shard the model"
 )
 NO_MEGATRON = "There is no Megatron: --mesh.tensor and its like shard the model, --model.remat saves memory"
-NO_EXPERTS = "There are no experts: README.md lists the model families"
+NO_EXPERTS = "There is no such setting of experts: docs/experts.md has what there is"
 NO_IMAGES = "There are no images: models are of text"
 NO_ENGINE_FLAG = "Flags of the servers' engine are --sglang.flags, which are SGLang's own"
 NO_PLACEMENT = "Models share all devices, unless --MODEL.devices is set (docs/placement.md)"
 SCORING = "--score.tokens_per_device sets the micro-batches of log-probs, in tokens"
-NO_PROFILER = "There is no such switch: the jax profiler traces a run from outside"
+PROFILER = "--profile 3:5 traces steps 3 to 5"
 NO_MEMORY_SWITCH = "There is no such switch: memory is freed as programs end"
-NO_PUSH = "There is no push to the hub: a run leaves a Hugging Face folder, RUN_DIR/hf"
 
 MISSING = {
     "lora_dropout": "There is no dropout of adapters",
@@ -262,7 +264,7 @@ MISSING = {
             "global_profiler.tool",
             "global_profiler.steps",
         ),
-        NO_PROFILER,
+        PROFILER,
     ),
     **dict.fromkeys(
         ("use_expandable_segments", "torch_empty_cache_steps"),
@@ -277,10 +279,6 @@ MISSING = {
             "data_checkpoint_path",
         ),
         NO_RESUME,
-    ),
-    **dict.fromkeys(
-        ("push_to_hub", "hub_model_id", "hub_strategy"),
-        NO_PUSH,
     ),
 }
 """Flag of another system -> what is there in its place."""
@@ -302,7 +300,7 @@ INSIDE = {
     "override_optimizer_config": "Memory of the optimizer: --optim.offload, --optim.moments int8",
     "override_config": "The model's shape is that of its config.json",
     "engine_kwargs": NO_ENGINE_FLAG,
-    "profiler": NO_PROFILER,
+    "profiler": PROFILER,
     "async_training": "Asynchronous rollout is --rollout.max_staleness, of steps: docs/asynchronous.md",
     "partial_rollout": "Responses are not cut between steps: docs/asynchronous.md has what overlaps",
     "reward_model.": "Reward models are part of the run: --reward.models.0.path and its fields",

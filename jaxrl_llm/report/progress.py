@@ -1,4 +1,4 @@
-"""Progress of a run: a live panel on a terminal or in a notebook, else lines. Evaluations are lines that stay."""
+"""Progress of a run: a live panel on a terminal or in a notebook, else lines; evaluations stay as lines."""
 
 from __future__ import annotations
 

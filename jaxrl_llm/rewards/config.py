@@ -14,6 +14,8 @@ from jaxrl_llm.user_file import did_you_mean, missing_file, split_name
 MAX_SCORE = 1e6
 """Largest absolute value of one reward function's score; more is a mistake."""
 URL = ("http://", "https://")
+MAX_CHUNK = 64
+"""Samples of one message to a worker."""
 
 Factor = Annotated[float, Range(-1e6, 1e6, usual="1 is usual")]
 """A factor of a score; a negative one penalises."""
@@ -74,6 +76,10 @@ class RewardConfig:
     timeout: TimeLimit = 10.0
     """Seconds one sample may take. A function that scores lists gets a tenth of it more per further sample;
     when that is not enough, its samples are tried one by one."""
+    concurrency: Annotated[int, Range(1, MAX_CHUNK, usual=f"{MAX_CHUNK} is usual")] = MAX_CHUNK
+    """Calls of an async reward function that a worker has in flight; a lower number respects a rate limit."""
+    service_samples: Annotated[int, Range(1, MAX_CHUNK)] = MAX_CHUNK
+    """Samples of one request to a service; with 1 a worker has `concurrency` requests in flight."""
     start_timeout: TimeLimit = 120.0
     """Seconds a worker may take to start and import the reward."""
     retries: Annotated[int, Range(0, 100)] = 1
@@ -87,7 +93,8 @@ class RewardConfig:
     recycle: Count = 1000
     """Samples after which a worker is replaced, against leaks."""
     keep_env: tuple[str, ...] = ()
-    """Environment variables that workers may see although their names or values look secret."""
+    """Names of environment variables that workers may see although names or values look secret, such as
+    OPENAI_API_KEY."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, what is wrong with it)."""

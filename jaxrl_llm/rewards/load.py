@@ -93,7 +93,7 @@ def load_reward(name: str, config: RewardConfig, function: bytes = b"") -> Adapt
     if name == PICKLED:
         return adapt(_unpickle(function), "function", config)
     if name.startswith(URL):
-        return service_reward(name, config.timeout)
+        return service_reward(name, config)
     if name not in REWARDS:
         return adapt(_user_function(name), name, config)
     library = LIBRARIES.get(name)

@@ -2,7 +2,8 @@
 
 To the worker: pickles over a private socket. From the worker, which runs code of the user: lines of JSON,
 which `parse_reply` validates. A request is answered by one "loaded" or "broken", then by one
-"scored" or "failed" a sample (a batched reward: for all samples at once).
+"scored" or "failed" a sample (a batched reward: for all samples at once), in any order where several are
+scored at once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from jaxrl_llm.outcome import Outcome
-from jaxrl_llm.rewards.config import MAX_SCORE, RewardConfig
+from jaxrl_llm.rewards.config import MAX_CHUNK, MAX_SCORE, RewardConfig
 from jaxrl_llm.rewards.sample import RewardResult, RewardSample
 
 MAX_LINE = 1 << 20  # bytes of a reply; one to 64 samples takes a quarter of that at most
@@ -58,6 +59,7 @@ class Loaded:
     """The reward is loaded."""
 
     batched: bool
+    concurrency: int = 1  # samples that the worker scores at once, starting them in order
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,9 @@ class Broken:
 class Failed:
     """A call of the reward raised."""
 
-    error: str  # type of the exception
+    error: str  # type of the exception; "" = none, it took too long
     reason: str
+    offset: int = 0  # of the sample among those without a reply
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class Scored:
     """Results of one call, in order."""
 
     results: tuple[RewardResult, ...]
+    offset: int = 0  # of the first sample among those without a reply
 
 
 Reply = Loaded | Broken | Failed | Scored
@@ -89,14 +93,14 @@ def encode_reply(request_id: int, reply: Reply) -> bytes:
     """Return a reply as a line of JSON."""
     body: dict[str, Any] = {"id": request_id, "kind": type(reply).__name__.lower()}
     match reply:
-        case Loaded(batched):
-            body["batched"] = batched
+        case Loaded(batched, concurrency):
+            body |= {"batched": batched, "concurrency": concurrency}
         case Broken(text):
             body["text"] = text[-MAX_BROKEN:]
-        case Failed(error, reason):
-            body |= {"error": error[:MAX_REASON], "reason": reason[:MAX_REASON]}
-        case Scored(results):
-            body["results"] = [_encode_result(result) for result in results]
+        case Failed(error, reason, offset):
+            body |= {"error": error[:MAX_REASON], "reason": reason[:MAX_REASON], "offset": offset}
+        case Scored(results, offset):
+            body |= {"results": [_encode_result(result) for result in results], "offset": offset}
     return json.dumps(body).encode() + b"\n"
 
 
@@ -126,18 +130,28 @@ def parse_reply(line: bytes, expected: ExpectedReply | None, config: RewardConfi
     if not isinstance(body, dict) or type(body.get("id")) is not int or body["id"] != expected.id:
         raise InvalidWorkerReplyError("a reply to another request")
     match body:
-        case {"kind": "loaded", "batched": bool(batched)} if not expected.loaded:
-            return Loaded(batched)
+        case {"kind": "loaded", "batched": bool(batched), "concurrency": int(count)} if not expected.loaded:
+            if not 1 <= count <= MAX_CHUNK:
+                raise InvalidWorkerReplyError(f"a reply of {count} samples at once")
+            return Loaded(batched, int(count))
         case {"kind": "broken", "text": str(text)} if not expected.loaded:
             return Broken(clean_text(text, MAX_BROKEN))
         case {"kind": "failed", "error": str(error), "reason": str(reason)} if _scoring(expected):
-            return Failed(clean_text(error), clean_text(reason))
+            return Failed(clean_text(error), clean_text(reason), _offset(body, expected))
         case {"kind": "scored", "results": list(results)} if _scoring(expected):
             count = expected.remaining if expected.batched else 1
             if len(results) != count:
                 raise InvalidWorkerReplyError(f"a reply with {len(results)} results instead of {count}")
-            return Scored(tuple(_parse_result(result, config) for result in results))
+            parsed = tuple(_parse_result(result, config) for result in results)
+            return Scored(parsed, _offset(body, expected))
     raise InvalidWorkerReplyError("a reply of no known kind, or out of order")
+
+
+def _offset(body: dict[str, Any], expected: ExpectedReply) -> int:
+    offset = body.get("offset")
+    if type(offset) is not int or not 0 <= offset < (1 if expected.batched else expected.remaining):
+        raise InvalidWorkerReplyError("a reply for a sample that was not sent")
+    return offset
 
 
 def _scoring(expected: ExpectedReply) -> bool:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import os
 import selectors
 import threading
 import time
@@ -22,7 +23,8 @@ from typing import Any
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.rewards.builtin import COMPARING, REWARDS
-from jaxrl_llm.rewards.config import RewardConfig
+from jaxrl_llm.rewards.config import MAX_CHUNK, URL, RewardConfig
+from jaxrl_llm.rewards.environment import explain_failure, is_certain_failure, mask_kept, warn_of_keys
 from jaxrl_llm.rewards.load import PICKLED, pickle_function, resolve_reward
 from jaxrl_llm.rewards.messages import (
     Broken,
@@ -39,16 +41,15 @@ from jaxrl_llm.rewards.sample import (
     RewardLoadError,
     RewardResult,
     RewardSample,
+    answered_by_row,
     check_failures,
     summarize,
 )
 
-MAX_CHUNK = 64  # samples of one message
+ASYNC_GRACE = 1.0  # seconds: a worker ends async calls in time by itself; it is killed where it cannot
 MAX_STARTS = 3  # workers in a row that may die before they have loaded the reward
 LOG_BYTES = 1 << 20  # of the workers' output kept in the log file
 CHECKED_ROWS = 4  # that `check` scores
-CERTAIN = {"NameError", "UnboundLocalError", "ImportError", "ModuleNotFoundError", "SyntaxError"}
-CERTAIN |= {"IndentationError", "UserError", "ServiceError", "InvalidScoreError"}
 """Errors that no other response would have avoided; other exceptions may be due to the response."""
 
 
@@ -61,6 +62,8 @@ class Chunk:
     id: int = 0  # of the request that it was last sent with
     loaded: bool = False  # the reward is loaded
     batched: bool = False  # the reward takes them as one list
+    concurrency: int = 1  # of them that are scored at once
+    is_retry: bool = False
 
 
 @dataclass
@@ -164,9 +167,10 @@ class RewardPool:
         """
         if self._only_name == "none":
             return
+        warn_of_keys(self.config, self._setup.function)
         by_name: dict[str, list[RewardSample]] = {}
         for row in rows:
-            by_name.setdefault(self._name(row), []).append(_answered(row))
+            by_name.setdefault(self._name(row), []).append(answered_by_row(row))
         if not by_name and self._only_name != "auto":
             by_name[self._only_name] = []
         for name, samples in by_name.items():
@@ -175,7 +179,7 @@ class RewardPool:
                 if not samples:
                     round_.queue.append(Chunk(name, []))
                 results = self._run(round_)
-            if results and all(_certain(result) for result in results):
+            if results and all(is_certain_failure(result, self.config.keep_env) for result in results):
                 raise RewardLoadError(
                     f"the reward {name} fails on every row that was tried ({len(results)}, with the row's "
                     f"answer as response): {results[0].reason}"
@@ -201,10 +205,12 @@ class RewardPool:
     def _plan(self, samples: Sequence[RewardSample], retries: int) -> Round:
         """Return chunks of neighbours that share a reward, small enough to keep every worker busy."""
         size = min(max(math.ceil(len(samples) / self.config.workers), 1), MAX_CHUNK)
+        one_request = self.config.service_samples if self.config.service_samples > 1 else MAX_CHUNK
         chunks: list[Chunk] = []
         for index, sample in enumerate(samples):
             name = self._name(sample)
-            if not chunks or chunks[-1].name != name or len(chunks[-1].indices) == size:
+            full = min(size, one_request) if name.startswith(URL) else size
+            if not chunks or chunks[-1].name != name or len(chunks[-1].indices) == full:
                 chunks.append(Chunk(name, []))
             chunks[-1].indices.append(index)
         return Round(samples, deque(chunks), [None] * len(samples), [0] * len(samples), retries)
@@ -283,55 +289,74 @@ class RewardPool:
         expected = chunk and ExpectedReply(chunk.id, chunk.loaded, chunk.batched, len(chunk.indices))
         reply = parse_reply(line, expected, self.config)
         if isinstance(reply, Broken):
-            raise RewardLoadError(reply.text)
+            raise RewardLoadError(explain_failure(reply.text, self.config.keep_env))
         if isinstance(reply, Loaded):
             self._failed_starts = 0
-            chunk.loaded, chunk.batched = True, reply.batched
+            chunk.loaded, chunk.batched, chunk.concurrency = True, reply.batched, reply.concurrency
         elif isinstance(reply, Failed):
-            self._fail(round_, chunk, reply.reason, reply.error)
+            round_.counts["timeout"] += not reply.error
+            self._fail(round_, chunk, reply.reason, reply.error, reply.offset)
         else:
             for result in reply.results:
-                self._settle(round_, chunk, result)
+                self._settle(round_, chunk, result, reply.offset)
                 worker.scored += 1
         extra = (len(chunk.indices) - 1) / 10 if chunk.batched else 0.0
-        worker.deadline = time.monotonic() + self.config.timeout * (1 + extra)
+        grace = ASYNC_GRACE if chunk.concurrency > 1 else 0.0
+        worker.deadline = time.monotonic() + self.config.timeout * (1 + extra) + grace
         if not chunk.indices:
             worker.assigned, worker.deadline = None, math.inf
 
-    def _settle(self, round_: Round, chunk: Chunk, result: RewardResult) -> None:
-        """Give the first sample of the chunk its result, or queue it again."""
-        index = chunk.indices.pop(0)
+    def _settle(self, round_: Round, chunk: Chunk, result: RewardResult, offset: int = 0) -> None:
+        """Give a sample of the chunk its result, or queue it again."""
+        index = chunk.indices.pop(offset)
         if result.outcome is Outcome.FAILED and not result.abstained:
             round_.attempts[index] += 1
             if round_.attempts[index] <= round_.retries:
-                round_.counts["retry"] += 1
-                round_.queue.append(Chunk(chunk.name, [index]))
+                self._retry(round_, chunk, index)
                 return
+            result = dataclasses.replace(result, reason=explain_failure(result.reason, self.config.keep_env))
             if self.config.failed == "zero":
                 zeros = (0.0,) * len(self.config.used)
                 result = dataclasses.replace(result, score=0.0, components=zeros)
         round_.results[index] = result
 
-    def _fail(self, round_: Round, chunk: Chunk, reason: str, error: str = "") -> None:
-        """Fail the sample at work. A list that failed is taken apart first, to find the sample at fault."""
-        if chunk.batched and len(chunk.indices) > 1:
-            round_.queue.extend(Chunk(chunk.name, [index]) for index in chunk.indices)
-            chunk.indices.clear()
+    def _retry(self, round_: Round, chunk: Chunk, index: int) -> None:
+        """Queue a sample again, those of an async reward together, so that they are scored at once."""
+        round_.counts["retry"] += 1
+        last = round_.queue[-1] if round_.queue else None
+        joins = chunk.concurrency > 1 and last and last.is_retry and last.name == chunk.name
+        if joins and len(last.indices) < MAX_CHUNK:
+            last.indices.append(index)
         else:
-            self._settle(round_, chunk, RewardResult(math.nan, Outcome.FAILED, reason, error=error))
+            round_.queue.append(Chunk(chunk.name, [index], is_retry=True))
+
+    def _fail(self, round_: Round, chunk: Chunk, reason: str, error: str = "", offset: int = 0) -> None:
+        """Fail a sample at work. A list that failed is taken apart first, to find the sample at fault."""
+        if chunk.batched and len(chunk.indices) > 1:
+            self._take_apart(round_, chunk, len(chunk.indices))
+        else:
+            self._settle(round_, chunk, RewardResult(math.nan, Outcome.FAILED, reason, error=error), offset)
+
+    def _take_apart(self, round_: Round, chunk: Chunk, count: int) -> None:
+        """Queue the first samples of a chunk one by one."""
+        round_.queue.extend(Chunk(chunk.name, [index]) for index in chunk.indices[:count])
+        del chunk.indices[:count]
 
     def _lose(self, round_: Round, worker: Worker, reason: str) -> None:
-        """End a worker, fail the sample at work, and give the others to another worker."""
+        """End a worker, fail the sample at work (of several, try each alone), and keep the others."""
         chunk = worker.assigned
         self._dismiss(worker)
         if chunk is None:
             return
-        if chunk.loaded:
+        if chunk.loaded and chunk.concurrency > 1 and len(chunk.indices) > 1:
+            self._take_apart(round_, chunk, chunk.concurrency)
+        elif chunk.loaded:
             self._fail(round_, chunk, reason)
         else:
             self._failed_starts += 1
             if self._failed_starts >= MAX_STARTS:
-                raise RewardLoadError(f"the reward {chunk.name} cannot be loaded: {reason}")
+                text = f"the reward {chunk.name} cannot be loaded: {reason}"
+                raise RewardLoadError(explain_failure(text, self.config.keep_env))
         if chunk.indices or not chunk.loaded:
             round_.queue.appendleft(Chunk(chunk.name, chunk.indices))
 
@@ -366,20 +391,8 @@ class RewardPool:
 
     def _write_log(self, text: bytes) -> None:
         if self._log is not None and self._logged < LOG_BYTES:
+            shown = mask_kept(text.decode(errors="surrogateescape"), os.environ, self.config.keep_env)
+            data = shown.encode(errors="surrogateescape")
             with self._log.open("ab") as file:
-                file.write(text[: LOG_BYTES - self._logged])
-            self._logged += len(text)
-
-
-def _answered(sample: RewardSample) -> RewardSample:
-    """Return the row with its own answer as response, where it has no response and the answer is text."""
-    if sample.response or not isinstance(sample.answer, str | int | float):
-        return sample
-    return dataclasses.replace(sample, response=str(sample.answer))
-
-
-def _certain(result: RewardResult) -> bool:
-    """Return whether the sample failed independently of its response."""
-    if result.outcome is not Outcome.FAILED or result.abstained:
-        return False
-    return result.error in CERTAIN or not result.error  # no exception: the worker crashed or took too long
+                file.write(data[: LOG_BYTES - self._logged])
+            self._logged += len(data)

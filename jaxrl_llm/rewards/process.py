@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import re
 import signal
 import socket
 import struct
@@ -19,17 +18,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from jaxrl_llm.rewards.environment import worker_environment
 from jaxrl_llm.rewards.messages import MAX_LINE
 
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from jaxrl_llm.rewards.worker import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
-SECRET_NAME = re.compile(
-    r"(^|_)(KEYS?|TOKENS?|PAT|AUTH|CREDENTIALS?)(_|$)|APIKEY|PASSW(OR)?D|PASSPHRASE|SECRET",
-    re.I,
-)
-SECRET_VALUE = re.compile(r"://[^/\s]*:[^/\s]*@")  # a URL with a password in it
 READ_BYTES = 1 << 16
 MAX_READS = 16  # in a row, of one file: a flood must not keep the trainer from everything else
 TAIL = 2000  # bytes of output kept for error messages
@@ -163,21 +158,6 @@ class Worker:
             os.killpg(self.process.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):  # gone already (EPERM for a zombie on macOS)
             return
-
-
-def worker_environment(environment: dict[str, str], keep: tuple[str, ...]) -> dict[str, str]:
-    """Return the environment less secrets, without accelerators, with a fixed hash seed (tasks need it)."""
-    clean = {
-        name: value
-        for name, value in environment.items()
-        if name in keep or not (SECRET_NAME.search(name) or SECRET_VALUE.search(value))
-    }
-    return clean | {
-        "JAX_PLATFORMS": "cpu",
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONHASHSEED": "0",
-    }
 
 
 def wait_for(process: subprocess.Popen, seconds: float) -> int | None:

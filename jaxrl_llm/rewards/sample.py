@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxrl_llm.errors import RunError, UserError
@@ -56,6 +56,13 @@ class RewardLoadError(UserError):
 
 class RewardFailureError(RunError):
     """Too many samples could not be scored."""
+
+
+def answered_by_row(sample: RewardSample) -> RewardSample:
+    """Return the row with its own answer as response, where it has no response and the answer is text."""
+    if sample.response or not isinstance(sample.answer, str | int | float):
+        return sample
+    return replace(sample, response=str(sample.answer))
 
 
 def summarize(results: Sequence[RewardResult]) -> dict[str, float]:

@@ -7,19 +7,23 @@ One POST carries a list of samples and gets a list of scores in their order:
 
 OpenRLHF's remote reward models answer the same way to {"query", "prompts", "labels"}, which is sent too, with
 {"rewards": [...]}. A token for the service comes from the environment variable JAXRL_REWARD_TOKEN, which
-`reward.keep_env` must name. Samples for a pairwise judge have "other", too: the response to compare with. All
-this runs in a reward worker: a broken service costs samples, not the run.
+`reward.keep_env` must name. A request has up to `reward.service_samples` samples. Samples for a pairwise
+judge have "other", too: the response to compare with. All this runs in a reward worker: a broken service
+costs samples, not the run.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 from jaxrl_llm.errors import RunError
+from jaxrl_llm.rewards.config import RewardConfig
 from jaxrl_llm.rewards.sample import RewardSample
 from jaxrl_llm.rewards.signatures import AdaptedReward
 
@@ -38,9 +42,21 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def service_reward(url: str, timeout: float) -> AdaptedReward:
-    """Return the AdaptedReward that posts to `url`; a request may take `timeout` seconds."""
-    return AdaptedReward(lambda samples: request_scores(url, samples, timeout), batched=True, abstains=True)
+def service_reward(url: str, config: RewardConfig) -> AdaptedReward:
+    """Return the AdaptedReward that posts to `url`; a request may take `config.timeout` seconds.
+
+    With `config.service_samples` 1 each sample is a request, and `config.concurrency` are in flight at once.
+    """
+    if config.service_samples > 1:
+        take = lambda samples: request_scores(url, samples, config.timeout)
+        return AdaptedReward(take, batched=True, abstains=True)
+    threads = ThreadPoolExecutor(config.concurrency)
+
+    async def request(samples: list[RewardSample]) -> list[Any]:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(threads, request_scores, url, samples, config.timeout)
+
+    return AdaptedReward(request, abstains=True, is_async=True)
 
 
 def request_scores(url: str, samples: list[RewardSample], timeout: float) -> list[Any]:

@@ -9,8 +9,9 @@ The convention of a function is read from its parameter names:
     RL2       reward_fn(messages, answer) -> score; env_step(state, action, extra_info) -> {"reward", "score"}
     pairwise  judge(prompt, a, b) -> 1 where a is better, 0 where b is, 0.5 for a tie (--eval.judge)
 
-Any of them may be `async`. A bool is a score only under the conventions of veRL and RL2, whose own
-examples return one; elsewhere it is taken for a mistake.
+Any of them may be `async`: a worker then runs the calls for several samples at once, in one event loop. A
+bool is a score only under the conventions of veRL and RL2, whose own examples return one; elsewhere it is
+taken for a mistake.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -52,12 +53,13 @@ class InvalidScoreError(ValueError):
 
 @dataclass(frozen=True)
 class AdaptedReward:
-    """A reward function in the one form that workers call."""
+    """A reward function in the one form that workers call; an async function's scores are awaited."""
 
-    call: Callable[[list[RewardSample]], list[Any]]
+    call: Callable[[list[RewardSample]], list[Any] | Awaitable[list[Any]]]
     batched: bool = False  # takes all samples at once
     bools: bool = False  # True and False are scores
     abstains: bool = False  # None = it abstains
+    is_async: bool = False  # calls for several samples may run at once
 
 
 def adapt(function: Callable[..., Any], name: str, config: RewardConfig) -> AdaptedReward:
@@ -71,28 +73,32 @@ def adapt(function: Callable[..., Any], name: str, config: RewardConfig) -> Adap
     except (TypeError, ValueError) as error:
         raise RewardLoadError(f"reward {name}: its parameters cannot be read: {error}") from None
     names = set(parameters)
-    call = _caller(function, parameters)
+    call, is_async = _caller(function, parameters), _is_async(function)
+
+    def each(one: Callable[[RewardSample], Any], bools: bool = False) -> AdaptedReward:
+        take = lambda samples: gather_scores([one(sample) for sample in samples], config.concurrency)
+        return AdaptedReward(take, bools=bools, is_async=is_async)
+
     if "completions" in names:
-        return AdaptedReward(lambda samples: _listed(call(_trl(samples))), batched=True, abstains=True)
+        take = lambda samples: _then(call(_trl(samples)), _listed)
+        return AdaptedReward(take, batched=True, abstains=True)
     if {"solution_str", "ground_truth"} <= names:
-        return AdaptedReward(lambda samples: [call(_verl(s)) for s in samples], bools=True)
+        return each(lambda sample: call(_verl(sample)), bools=True)
     if {"queries", "prompts"} <= names:
-        return AdaptedReward(lambda samples: _rewards_and_scores(call(_openrlhf(samples))), batched=True)
+        return AdaptedReward(lambda s: _then(call(_openrlhf(s)), _rewards_and_scores), batched=True)
     if {"messages", "answer"} <= names:
-        return AdaptedReward(
-            lambda samples: [call({"messages": _chat(s), "answer": s.answer}) for s in samples], bools=True
-        )
+        return each(lambda sample: call({"messages": _chat(sample), "answer": sample.answer}), bools=True)
     if {"prompt", "a", "b"} <= names:
-        return AdaptedReward(lambda samples: [call(_pair(s)) for s in samples], bools=True)
+        return each(lambda sample: call(_pair(sample)), bools=True)
     if {"state", "action", "extra_info"} <= names:
-        return AdaptedReward(lambda samples: [call(_env_step(s)) for s in samples], bools=True)
+        return each(lambda sample: call(_env_step(sample)), bools=True)
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = [p.name for p in parameters.values() if p.default is p.empty and p.kind in positional]
     keywords = [p for p in parameters.values() if p.default is p.empty and p.kind is p.KEYWORD_ONLY]
     if required == ["sample", "config"] and not keywords:
-        return AdaptedReward(lambda samples: [_awaited(function(s, config)) for s in samples])
+        return each(lambda sample: function(sample, config))
     if len(required) == 1 and not keywords and required[0] not in TEXT:
-        return AdaptedReward(lambda samples: [_awaited(function(s)) for s in samples])
+        return each(function)
     raise RewardLoadError(_no_convention(name, parameters))
 
 
@@ -133,7 +139,7 @@ def _caller(function: Callable[..., Any], parameters: Any) -> Callable[[dict[str
                 f"{', '.join(sorted(arguments))}.{did_you_mean(missing[0], arguments)}"
             )
         known = arguments if open_ended else {k: v for k, v in arguments.items() if k in parameters}
-        return _awaited(function(**known))
+        return function(**known)
 
     return call
 
@@ -164,13 +170,37 @@ def _number(raw: Any, bools: bool) -> float:
     return float(value)
 
 
-def _awaited(value: Any) -> Any:
-    """Return the value, or what an async function's coroutine returns."""
+def gather_scores(values: Sequence[Any], limit: int) -> list[Any] | Awaitable[list[Any]]:
+    """Return the values; where some are awaitable, an awaitable of all, of which `limit` run at once."""
+    if not any(map(inspect.isawaitable, values)):
+        return list(values)
 
-    async def finish() -> Any:
-        return await value
+    async def finish() -> list[Any]:
+        slots = asyncio.Semaphore(limit)
 
-    return asyncio.run(finish()) if inspect.isawaitable(value) else value
+        async def one(value: Any) -> Any:
+            async with slots:
+                return await value if inspect.isawaitable(value) else value
+
+        if len(values) == 1:  # in this task: SystemExit in another would leave the event loop
+            return [await one(values[0])]
+        return await asyncio.gather(*map(one, values))
+
+    return finish()
+
+
+def _then(value: Any, finish: Callable[[Any], list[Any]]) -> list[Any] | Awaitable[list[Any]]:
+    """Return `finish(value)`; an awaitable of it where the value is awaitable."""
+
+    async def awaited() -> list[Any]:
+        return finish(await value)
+
+    return awaited() if inspect.isawaitable(value) else finish(value)
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    """Return whether each call of a function, or of an object with `__call__`, gives a coroutine."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _listed(raw: Any) -> list[Any]:

@@ -7,8 +7,10 @@ that left its session, and kills them all when the child or the trainer ends (Li
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
+import inspect
 import os
 import pickle
 import signal
@@ -16,6 +18,8 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -119,10 +123,19 @@ def _exit_as(status: int) -> NoReturn:
 
 def serve_requests(connection: socket.socket) -> None:
     """Answer requests until the connection is closed."""
-    me = os.getpid()
     setup: Setup = _receive(connection)
-    config = setup.config
-    _limit_memory(config.memory_gb)
+    _limit_memory(setup.config.memory_gb)
+    with contextlib.closing(asyncio.Runner()) as runner, contextlib.suppress(asyncio.CancelledError):
+        _serve(connection, setup, runner)
+
+
+def _serve(connection: socket.socket, setup: Setup, runner: asyncio.Runner) -> None:
+    """Answer requests; all async calls run in one event loop, which clients of the reward may keep.
+
+    Raises:
+        CancelledError: by SIGTERM, after the calls in flight were cancelled.
+    """
+    me, config = os.getpid(), setup.config
     rewards: dict[str, AdaptedReward] = {}
     while (request := _receive(connection)) is not None:
         try:
@@ -133,10 +146,14 @@ def serve_requests(connection: socket.socket) -> None:
             _send(connection, request, Broken(text))
             continue
         batched = any(reward.batched for reward in used)
-        _send(connection, request, Loaded(batched))
+        at_once = config.concurrency if not batched and any(reward.is_async for reward in used) else 1
+        _send(connection, request, Loaded(batched, at_once))
         samples = request.samples
+        if at_once > 1:
+            runner.run(_score_at_once(connection, request, used, setup))
+            samples = []
         for group in [samples] if batched else [[sample] for sample in samples]:
-            reply = _score(group, used, setup) if group else None
+            reply = _score(group, used, setup, runner) if group else None
             if os.getpid() != me:  # a reward forked, and its child came back here
                 os._exit(0)
             if reply is not None:
@@ -144,16 +161,79 @@ def serve_requests(connection: socket.socket) -> None:
         sys.stdout.flush()
 
 
-def _score(group: list[RewardSample], used: list[AdaptedReward], setup: Setup) -> Reply:
+def _score(
+    group: Sequence[RewardSample], used: list[AdaptedReward], setup: Setup, runner: asyncio.Runner
+) -> Reply:
     """Return the results of a group, or the failure of a call."""
     started = time.perf_counter()
     try:
         columns = [reward.call(group) for reward in used]
-        for raws in columns:
-            if len(raws) != len(group):
-                raise InvalidScoreError(f"returned {len(raws)} scores for {len(group)} samples")
+        if any(map(inspect.isawaitable, columns)):
+            columns = runner.run(_awaited(columns))
+        return _results(columns, group, used, setup, started)
     except BaseException as error:  # also SystemExit and KeyboardInterrupt: they are the reward's, not ours
         return Failed(type(error).__name__, describe_error(error))
+
+
+async def _score_at_once(
+    connection: socket.socket, request: ScoreRequest, used: list[AdaptedReward], setup: Setup
+) -> None:
+    """Score the samples of a request concurrently, and send each reply as soon as it is there.
+
+    SIGTERM cancels the calls, so that they can close what they hold.
+    """
+    me, slots, waiting = os.getpid(), asyncio.Semaphore(setup.config.concurrency), [*request.samples]
+
+    async def one(sample: RewardSample) -> None:
+        async with slots:
+            reply = await _score_async(sample, used, setup)
+        if os.getpid() != me:
+            os._exit(0)
+        offset = next(i for i, other in enumerate(waiting) if other is sample)
+        del waiting[offset]
+        _send(connection, request, replace(reply, offset=offset))
+
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    if sys.platform == "linux":  # where a supervisor kills what does not end
+        loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        await asyncio.gather(*map(one, request.samples))
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+
+
+async def _score_async(sample: RewardSample, used: list[AdaptedReward], setup: Setup) -> Reply:
+    """Return the result of a sample, or the failure of a call, within the time limit of a sample."""
+    started, seconds = time.perf_counter(), setup.config.timeout
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            columns = await _awaited([reward.call([sample]) for reward in used])
+        return _results(columns, [sample], used, setup, started)
+    except BaseException as error:  # as in `_score`
+        if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
+            raise  # SIGTERM
+        if limit.expired():
+            return Failed("", f"took longer than {seconds:g} s (reward.timeout)")
+        return Failed(type(error).__name__, describe_error(error))
+
+
+async def _awaited(columns: list[Any]) -> list[list[Any]]:
+    """Return the scores of each reward."""
+    return [await raws if inspect.isawaitable(raws) else raws for raws in columns]
+
+
+def _results(
+    columns: list[list[Any]],
+    group: Sequence[RewardSample],
+    used: list[AdaptedReward],
+    setup: Setup,
+    started: float,
+) -> Scored:
+    """Return the results of a group from the raw scores of each reward."""
+    for raws in columns:
+        if len(raws) != len(group):
+            raise InvalidScoreError(f"returned {len(raws)} scores for {len(group)} samples")
     seconds = (time.perf_counter() - started) / len(group)
     return Scored(tuple(_combine(raws, used, setup, seconds) for raws in zip(*columns, strict=True)))
 

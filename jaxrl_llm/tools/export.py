@@ -11,12 +11,14 @@ import jax.numpy as jnp
 
 from jaxrl_llm import models
 from jaxrl_llm.build.models import check_frozen, load_model_config
+from jaxrl_llm.build.push import model_card
 from jaxrl_llm.checkpoint.params import SavedParams, restore_params
 from jaxrl_llm.config import ChatConfig, ModelConfig
 from jaxrl_llm.data.template import set_template
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.export import save_model
+from jaxrl_llm.hf.hub import PushError, check_repository, push_folder
 from jaxrl_llm.hf.json_file import read_json
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.resolve import resolve_model
@@ -43,21 +45,36 @@ class ExportArguments:
     """Export the exponential moving average of the weights (--optim.ema)."""
     tokenizer: str = ""
     """Folder or hub name of the tokenizer, if the run's is missing; "" = the run's."""
+    push: str = ""
+    """Repository of the Hugging Face hub, ORG/NAME, that the folder is uploaded to, with a model card; the
+    token comes from HF_TOKEN."""
+    private: bool = False
+    """Make a new repository private; an existing one keeps its visibility."""
 
 
 def main(argv: list[str]) -> int:
     """Write the folder and print its size.
 
     Raises:
-        UserError: there is no usable checkpoint or tokenizer, or the folder cannot be written.
+        UserError: there is no usable checkpoint or tokenizer, the folder cannot be written, or the hub
+            refuses the repository.
+        PushError: the upload failed; the folder is complete.
     """
     args = parse_arguments(ExportArguments, argv, "export")
+    if args.push:
+        check_repository(args.push, args.private)
     saved = restore_params(args.checkpoint, args.step, args.ema)
     params, config = with_base(args.checkpoint, saved), lora.base_config(saved.config)
     tokenizer = run_tokenizer(args.checkpoint, config, args.tokenizer)
     folder = save_model(params, config, args.out, tokenizer, args.dtype)
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"step {saved.step} of {args.checkpoint} -> {folder} ({args.dtype}, {size / 2**20:,.1f} MiB)")
+    if args.push:
+        card, message = model_card(args.checkpoint, args.push), f"Checkpoint of step {saved.step}"
+        try:
+            print(f"pushed to {push_folder(folder, args.push, args.private, card, message)}")
+        except PushError as error:
+            raise PushError(f"{folder} is complete, but is not on the hub: {error}") from error
     return 0
 
 

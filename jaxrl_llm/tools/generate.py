@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import sys
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +15,11 @@ from jax.sharding import Mesh
 from jaxrl_kernels.chips import lacks_bfloat16
 from jaxrl_kernels.dispatch import device
 from jaxrl_llm import models
-from jaxrl_llm.data.chat import encode_prompt, plain_text_warning
+from jaxrl_llm.data.chat import encode_prompt, plain_text_warning, prompt_messages
 from jaxrl_llm.data.config import ChatConfig, SourceConfig
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.sources import open_source
-from jaxrl_llm.errors import RunError, UserError
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.resolve import resolve_model
@@ -28,6 +27,7 @@ from jaxrl_llm.hf.tokenizer import generation_end_ids, load_tokenizer
 from jaxrl_llm.host.processes import show_warnings
 from jaxrl_llm.models.kernels import check_kernels_setting
 from jaxrl_llm.ranges import LARGEST, Count, Range
+from jaxrl_llm.rewards.config import RewardConfig
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
 from jaxrl_llm.rollout.native.engine import NativeEngine
@@ -36,6 +36,17 @@ from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT, Rules
 from jaxrl_llm.structs import Params, Trajectory
 from jaxrl_llm.tools.arguments import parse_arguments
+from jaxrl_llm.tools.output import ProgressBar, ResumableOutput, json_line, print_progress, settings_of
+from jaxrl_llm.tools.response_rewards import ResponseScorer, gives_rewards, split_reward_flags
+from jaxrl_llm.tools.selection import (
+    RewardedResponse,
+    RewardSummary,
+    SelectConfig,
+    base_row,
+    check_selection,
+    reward_columns,
+    selected_rows,
+)
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -61,8 +72,12 @@ class GenerateConfig(SamplingConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateArguments(GenerateConfig):
-    """Generate responses to the prompts of a file: one row out for each row in, in order."""
+class GenerateArguments(GenerateConfig, SelectConfig):
+    """Generate responses to the prompts of a file, and reward and select them.
+
+    Rewards have the flags of training: --reward.name math (or my_rewards.py:f, or a URL),
+    --reward.models.0.path FOLDER, --reward.models.0.weight 0.5 and so on.
+    """
 
     model: str
     """Hugging Face folder, GGUF file or hub name."""
@@ -70,7 +85,12 @@ class GenerateArguments(GenerateConfig):
     """JSONL (or JSON, CSV, Parquet, Arrow) with "prompt" (text) or "messages" (a chat, to be rendered with
     the chat template), such as samples.jsonl of a run."""
     out: Path
-    """JSONL to write: {"prompt", "responses": [{"text", "tokens", "logprobs", "finish"}]}."""
+    """JSONL to write: {"prompt", "responses": [{"text", "tokens", "logprobs", "finish"}]}, each response with
+    "reward" where there is one, and the columns of the prompt's row. Other rows: --select."""
+    resume: bool = True
+    """Continue the file of a command that was killed; False = write it anew."""
+    batch_tokens: Count = 8192
+    """Tokens of one forward pass of a reward model, including padding."""
 
 
 def main(argv: list[str]) -> int:
@@ -79,50 +99,125 @@ def main(argv: list[str]) -> int:
     Raises:
         UserError: a model, file, row or setting that cannot be used, with the fix.
     """
-    args = parse_arguments(GenerateArguments, argv, "generate")
+    reward, words = split_reward_flags(argv)
+    args = parse_arguments(GenerateArguments, words, "generate")
     show_warnings()
+    check_selection(args, gives_rewards(reward))
     examples = read_examples(args.prompts)
     check_output_path(args.out, args.prompts)
-    done = 0
-    with open_out(args.out) as out:
-        for part, responses, speed in generate_all(args.model, examples, args):
-            for example, trajectories in zip(part, responses, strict=True):
-                out.write(json_line(to_row(example, trajectories), args.model))
-            done += len(part)
-            print_progress(f"{done}/{len(examples)} prompts, {speed:,.0f} tokens/s")
+    with contextlib.ExitStack() as closing:
+        generator = Generator(args.model, examples, args)
+        scorer = open_scorer(args, reward, generator, examples, closing)
+        output = ResumableOutput(args.out, settings_of(args, reward, args.prompts), args.resume)
+        bar, summary = ProgressBar(len(examples), "prompts", output.rows_done), RewardSummary()
+        for part, groups, speed in generator.windows(output.rows_done):
+            rewarded = reward_groups(scorer, part, groups)
+            rows = (row for x in zip(part, groups, rewarded, strict=True) for row in output_rows(*x, args))
+            output.append([json_line(row, args.model) for row in rows], output.rows_done + len(part))
+            note = summary.add(rewarded) if scorer else ""
+            bar.update(output.rows_done, f"{speed:,.0f} tokens/s{note}")
+        output.finish()
     return 0
 
 
-def generate_all(
-    model: str, examples: Sequence[Example], config: GenerateConfig
-) -> Iterator[tuple[Sequence[Example], list[list[Trajectory]], float]]:
-    """Load a model and yield (examples, their responses, tokens per second) for several prompts at a time.
+class Generator:
+    """A model and requests for responses to all prompts.
 
     Raises:
         UserError: a model or prompt that cannot be used, with the fix.
     """
-    check_kernels_setting()
-    mesh = make_mesh(config.mesh)
-    folder = resolve_model(model)
-    architecture = read_config(folder)
-    tokenizer = load_tokenizer(folder, architecture)
-    if warning := plain_text_warning(tokenizer, examples, config.chat, "--chat.render"):
-        print_progress(f"warning: {warning}")
-    requests = [
-        make_request(config, architecture.max_position, tokenizer, i, example)
-        for i, example in enumerate(examples)
+
+    def __init__(self, model: str, examples: Sequence[Example], config: GenerateConfig):
+        check_kernels_setting()
+        self.examples, self.config, self.mesh = examples, config, make_mesh(config.mesh)
+        self.folder = resolve_model(model)
+        self.architecture = read_config(self.folder)
+        self.tokenizer = load_tokenizer(self.folder, self.architecture)
+        self.dtype = pick_dtype(config.dtype)
+        if warning := plain_text_warning(self.tokenizer, examples, config.chat, "--chat.render"):
+            print_progress(f"warning: {warning}")
+        positions = self.architecture.max_position
+        self.requests = [
+            make_request(config, positions, self.tokenizer, i, example) for i, example in enumerate(examples)
+        ]
+
+    def windows(self, start: int = 0) -> Iterator[tuple[Sequence[Example], list[list[Trajectory]], float]]:
+        """Load the model; yield (examples, their responses, tokens per second) for several prompts at a time.
+
+        Args:
+            start: prompts that are left out; responses to the others do not depend on them.
+        """
+        config, rollout = self.config, RolloutConfig(slots=self.config.slots, dtype=self.dtype)
+        if start >= len(self.requests):
+            return
+        ends = generation_end_ids(self.folder)
+        engine = NativeEngine(rollout, self.architecture, self.mesh, self.tokenizer, ends)
+        params = load_sharded(self.folder, self.architecture, self.mesh, ROLLOUT, self.dtype)
+        engine.publish(params, version=0)
+        window = max(1, 8 * config.slots // config.n)  # prompts between two results
+        for first in range(start, len(self.requests), window):
+            part = self.requests[first : first + window]
+            trajectories = engine.generate(part, config, jax.random.key(config.seed))
+            responses = [trajectories[i * config.n : (i + 1) * config.n] for i in range(len(part))]
+            yield (
+                self.examples[first : first + window],
+                responses,
+                engine.metrics["rollout/tokens_per_second"],
+            )
+
+
+def open_scorer(
+    args: GenerateArguments,
+    reward: RewardConfig,
+    generator: Generator,
+    examples: Sequence[Example],
+    closing: contextlib.ExitStack,
+) -> ResponseScorer | None:
+    """Return the rewards of a command, tried on the first rows; None = there are none."""
+    if not gives_rewards(reward):
+        return None
+    scorer = ResponseScorer(
+        reward, args.mesh, generator.dtype, args.batch_tokens, args.chat, closing, generator.tokenizer
+    )
+    scorer.open(examples)
+    return scorer
+
+
+def reward_groups(
+    scorer: ResponseScorer | None, examples: Sequence[Example], groups: Sequence[Sequence[Trajectory]]
+) -> list[list[RewardedResponse]]:
+    """Return the responses of each prompt with their rewards; without a scorer they have none."""
+    if scorer is None:
+        return [[RewardedResponse(t.text) for t in group] for group in groups]
+    each = [example for example, group in zip(examples, groups, strict=True) for _ in group]
+    rewarded = iter(scorer.score(each, [t for group in groups for t in group]))
+    return [[next(rewarded) for _ in group] for group in groups]
+
+
+def output_rows(
+    example: Example,
+    group: Sequence[Trajectory],
+    rewarded: Sequence[RewardedResponse],
+    args: GenerateArguments,
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a prompt."""
+    if args.select != "all":
+        yield from selected_rows(example, rewarded, args, args.chat)
+        return
+    messages = prompt_messages(example, args.chat)
+    base = base_row(example, args.chat)
+    prompt = base.pop("prompt") if messages is None else base.pop("messages")
+    responses = [
+        {
+            "text": t.text,
+            "tokens": t.response_ids.tolist(),
+            "logprobs": t.logprobs.tolist(),
+            "finish": t.finish,
+            **reward_columns(response),
+        }
+        for t, response in zip(group, rewarded, strict=True)
     ]
-    dtype = pick_dtype(config.dtype)
-    rollout = RolloutConfig(slots=config.slots, dtype=dtype)
-    engine = NativeEngine(rollout, architecture, mesh, tokenizer, generation_end_ids(folder))
-    engine.publish(load_sharded(folder, architecture, mesh, ROLLOUT, dtype), version=0)
-    window = max(1, 8 * config.slots // config.n)  # prompts between two results
-    for start in range(0, len(requests), window):
-        part = requests[start : start + window]
-        trajectories = engine.generate(part, config, jax.random.key(config.seed))
-        responses = [trajectories[i * config.n : (i + 1) * config.n] for i in range(len(part))]
-        speed = engine.metrics["rollout/tokens_per_second"]
-        yield examples[start : start + window], responses, speed
+    yield {**base, "prompt": prompt, "responses": responses}
 
 
 def make_request(
@@ -140,22 +235,6 @@ def make_request(
             f"model's {max_position}; shorten the prompt"
         )
     return Request(ids, i, config.n, min(config.max_tokens, max_position - len(ids)))
-
-
-def to_row(example: Example, responses: Sequence[Trajectory]) -> dict[str, Any]:
-    """Return the output row of a prompt."""
-    return {
-        "prompt": example.text if example.messages is None else list(example.messages),
-        "responses": [
-            {
-                "text": r.text,
-                "tokens": r.response_ids.tolist(),
-                "logprobs": r.logprobs.tolist(),
-                "finish": r.finish,
-            }
-            for r in responses
-        ],
-    }
 
 
 def read_examples(path: Path) -> list[Example]:
@@ -198,28 +277,3 @@ def check_output_path(path: Path, source: Path | None = None, flag: str = "--out
         raise UserError(f"{flag} {path}: a folder; give a file name in it")
     if source and path.exists() and source.exists() and path.samefile(source):
         raise UserError(f"{flag} {path}: the file that is read; it would be overwritten. Give another name")
-
-
-def json_line(row: dict[str, Any], model: str) -> str:
-    """Return a row of an output file.
-
-    Raises:
-        RunError: a log-prob is NaN or infinite, which JSON has no word for.
-    """
-    try:
-        return json.dumps(row, allow_nan=False) + "\n"
-    except ValueError as error:
-        raise RunError(
-            f"{model} computes log-probs that are NaN or infinite: its activations overflow. Try --dtype "
-            "float32, or another checkpoint."
-        ) from error
-
-
-def open_out(path: Path):
-    """Open the file on process 0, /dev/null on the others."""
-    return path.open("w", encoding="utf-8") if jax.process_index() == 0 else Path("/dev/null").open("w")
-
-
-def print_progress(text: str) -> None:
-    """Print a line to stderr, which keeps stdout free."""
-    print(text, file=sys.stderr, flush=True)

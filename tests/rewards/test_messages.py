@@ -38,6 +38,9 @@ BOTH = ExpectedReply(id=7, loaded=True, batched=True, remaining=2)
         (Failed("KeyError", "KeyError: 'a'"), ONE),
         (Scored((GOOD,)), ONE),
         (Scored((GOOD, GOOD)), BOTH),
+        (Loaded(False, 64), NEW),
+        (Failed("", "took longer than 1 s", offset=1), ONE),
+        (Scored((GOOD,), offset=1), ONE),
     ],
 )
 def test_a_reply_is_read_as_it_was_written(reply, expected):
@@ -51,7 +54,7 @@ def test_a_failed_result_has_no_score():
 
 def scored(score=1.75, outcome=0, reason="", error="", seconds=0.25, components=(1.0, 0.5), **body):
     result = [score, outcome, reason, error, seconds, list(components)]
-    return json.dumps({"id": 7, "kind": "scored", "results": [result], **body}).encode()
+    return json.dumps({"id": 7, "kind": "scored", "results": [result], "offset": 0, **body}).encode()
 
 
 @pytest.mark.parametrize(
@@ -80,10 +83,14 @@ def scored(score=1.75, outcome=0, reason="", error="", seconds=0.25, components=
         scored(results=[[1.75, 0, "", "", 0.25, [1.0, 0.5]]] * 2),
         scored(results={"0": 1}),
         scored(results=[[[[]]]]),
+        scored(offset=2),
+        scored(offset=-1),
+        scored(offset=True),
+        scored(offset=None),
         scored(id=8),
         scored(id=7.0),
         scored(id=True),
-        scored(kind="loaded", batched=True),  # a second time
+        scored(kind="loaded", batched=True, concurrency=1),  # a second time
         scored(kind="broken", text=""),
         scored(kind="stop"),
         b"",

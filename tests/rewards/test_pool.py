@@ -15,8 +15,8 @@ import pytest
 
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.config import RewardConfig
+from jaxrl_llm.rewards.environment import worker_environment
 from jaxrl_llm.rewards.pool import RewardPool
-from jaxrl_llm.rewards.process import worker_environment
 from jaxrl_llm.rewards.sample import RewardFailureError, RewardLoadError, RewardSample
 
 FAULTS = """

@@ -88,6 +88,32 @@ def test_a_service_that_is_not_there_fails_its_samples_and_no_more():
     assert all("127.0.0.1:9" in r.reason and not r.valid for r in results)
 
 
+def test_requests_of_single_samples_are_in_flight_at_once(serve):
+    """Each waits until all four are there; one that the service refuses costs its own sample only."""
+    together = threading.Barrier(4, timeout=20)
+
+    def judge(body):
+        together.wait()
+        (sample,) = body["samples"]
+        return {"scores": [float(sample["response"])] if sample["response"] != "2" else []}
+
+    url, bodies = serve(judge)
+    config = RewardConfig(
+        name=url, workers=1, service_samples=1, concurrency=4, retries=0, max_failed_fraction=1.0
+    )
+    with RewardPool(config) as pool:
+        results = pool.score([RewardSample(str(i)) for i in range(4)])
+    assert [r.score for r in results if r.valid] == [0.0, 1.0, 3.0] and len(bodies) == 4
+    assert "expected" in results[2].reason
+
+
+def test_a_request_has_no_more_samples_than_allowed(serve):
+    url, bodies = serve(lambda body: {"scores": [1.0] * len(body["samples"])})
+    with RewardPool(RewardConfig(name=url, workers=1, service_samples=2)) as pool:
+        assert [r.score for r in pool.score(SAMPLES[:1] * 5)] == [1.0] * 5
+    assert [len(body["samples"]) for body, _ in bodies] == [2, 2, 1]
+
+
 def test_what_is_no_url_is_still_refused():
     with pytest.raises(RewardLoadError, match="unknown"):
         RewardPool(RewardConfig(name="ftp//x"))

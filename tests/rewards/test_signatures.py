@@ -1,5 +1,7 @@
 """Reward functions of other systems, as they are; and what a raw value is worth."""
 
+import asyncio
+import inspect
 import math
 
 import pytest
@@ -27,7 +29,14 @@ CHAT = [
 
 def run(function, samples=PLAIN):
     reward = adapt(function, "f", CONFIG)
-    return [parse_score(raw, reward, CONFIG.correct_at) for raw in reward.call(samples)]
+    raws = reward.call(samples)
+    if inspect.isawaitable(raws):
+        raws = asyncio.run(_list_of(raws))
+    return [parse_score(raw, reward, CONFIG.correct_at) for raw in raws]
+
+
+async def _list_of(raws):
+    return await raws
 
 
 def right_then_wrong(verdicts):

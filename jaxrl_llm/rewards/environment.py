@@ -1,0 +1,104 @@
+"""Environment of reward workers: secrets are withheld, unless `reward.keep_env` names them.
+
+Values of secrets are never shown.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+from jaxrl_llm.outcome import Outcome
+from jaxrl_llm.rewards.config import RewardConfig
+from jaxrl_llm.rewards.sample import RewardResult
+from jaxrl_llm.user_file import split_name
+
+SECRET_NAME = re.compile(
+    r"(^|_)(KEYS?|TOKENS?|PAT|AUTH|CREDENTIALS?)(_|$)|APIKEY|PASSW(OR)?D|PASSPHRASE|SECRET",
+    re.I,
+)
+SECRET_VALUE = re.compile(r"://[^/\s]*:[^/\s]*@")  # a URL with a password in it
+VARIABLE = re.compile(r"\b[A-Z][A-Z0-9_]{2,}\b")
+MIN_SECRET = 8  # characters; what is shorter may be an ordinary word
+log = logging.getLogger(__name__)
+CERTAIN = {"NameError", "UnboundLocalError", "ImportError", "ModuleNotFoundError", "SyntaxError"}
+CERTAIN |= {"IndentationError", "UserError", "ServiceError", "InvalidScoreError"}
+
+
+def withheld_names(environment: Mapping[str, str], keep: Sequence[str]) -> set[str]:
+    """Return the names of variables that workers do not see: name or value looks secret, not in `keep`."""
+    is_secret = lambda name: SECRET_NAME.search(name) or SECRET_VALUE.search(environment[name])
+    return {name for name in environment if name not in keep and is_secret(name)}
+
+
+def key_hint(text: str, environment: Mapping[str, str], keep: Sequence[str]) -> str:
+    """Return the fix of a failure that names an environment variable which the worker lacks; "" = none.
+
+    Args:
+        text: message of the failure, such as "KeyError: 'OPENAI_API_KEY'".
+    """
+    words = dict.fromkeys(VARIABLE.findall(text))
+    if name := next((word for word in words if word in withheld_names(environment, keep)), ""):
+        return f"{name} is set but withheld from reward workers; pass it on: --reward.keep_env {name}"
+    if not re.search("KeyError|environ", text):
+        return ""
+    if name := next((word for word in words if SECRET_NAME.search(word) and word not in environment), ""):
+        passed = "" if name in keep else f", and pass it on: --reward.keep_env {name}"
+        return f"{name} is not set where this command was started; set it{passed}"
+    return ""
+
+
+def mask_kept(text: str, environment: Mapping[str, str], keep: Sequence[str]) -> str:
+    """Return text of a worker without the values of secrets that were passed on to it."""
+    secret = {name for name in keep if name in environment} & withheld_names(environment, ())
+    for value in sorted((environment[name] for name in secret), key=len, reverse=True):
+        text = text.replace(value, "***") if len(value) >= MIN_SECRET else text
+    return text
+
+
+def worker_environment(environment: dict[str, str], keep: Sequence[str]) -> dict[str, str]:
+    """Return the environment less secrets, without accelerators, with a fixed hash seed (tasks need it)."""
+    withheld = withheld_names(environment, keep)
+    clean = {name: value for name, value in environment.items() if name not in withheld}
+    return clean | {
+        "JAX_PLATFORMS": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONHASHSEED": "0",
+    }
+
+
+def explain_failure(reason: str, keep: Sequence[str]) -> str:
+    """Return the reason of a failure without secrets, with the fix where a key was not passed on."""
+    reason = mask_kept(reason, os.environ, keep)
+    hint = key_hint(reason, os.environ, keep)
+    return f"{reason}. {hint}" if hint and hint not in reason else reason
+
+
+def is_certain_failure(result: RewardResult, keep_env: Sequence[str]) -> bool:
+    """Return whether the sample failed independently of its response."""
+    if result.outcome is not Outcome.FAILED or result.abstained:
+        return False
+    unavoidable = result.error in CERTAIN or not result.error  # no exception: it crashed or took too long
+    return unavoidable or bool(key_hint(result.reason, os.environ, keep_env))
+
+
+def warn_of_keys(config: RewardConfig, function: bytes) -> None:
+    """Warn of variables that are named in the source of a reward and that workers do not see.
+
+    Args:
+        function: of `load.pickle_function`, which holds the names, too; b"" = none.
+    """
+    sources = {"the reward function": function}
+    for name in config.used:
+        path, _ = split_name(name)
+        if path.suffix == ".py" and path.is_file():
+            sources[str(path)] = path.read_bytes()
+    withheld = withheld_names(os.environ, config.keep_env)
+    for source, text in sources.items():
+        words = set(re.findall(rb"\w+", text))
+        if named := sorted(name for name in withheld if name.encode() in words):
+            fix = f"to pass it on: --reward.keep_env {' '.join(named)}"
+            log.warning("%s names %s, which reward workers do not see; %s", source, ", ".join(named), fix)

@@ -1,0 +1,226 @@
+"""Rewards of responses, for commands: a verifier and reward models, each as in training."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm.data.chat import encode_supervised
+from jaxrl_llm.data.config import ChatConfig
+from jaxrl_llm.data.rows import Example
+from jaxrl_llm.experience.reward_models import EXTRA_TOKENS, RewardModel, load_reward_model
+from jaxrl_llm.experience.score import reward_sample
+from jaxrl_llm.host.processes import on_first
+from jaxrl_llm.learn.scoring import ScoringModel
+from jaxrl_llm.learn.update import StepConfig
+from jaxrl_llm.outcome import Outcome
+from jaxrl_llm.recipe.checks import check_fields
+from jaxrl_llm.recipe.overrides import apply_overrides, split_arguments
+from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig
+from jaxrl_llm.rewards.load import choose_reward
+from jaxrl_llm.rewards.pool import CHECKED_ROWS, RewardPool
+from jaxrl_llm.rewards.sample import RewardResult
+from jaxrl_llm.rollout.native.shapes import bucket
+from jaxrl_llm.sharding.config import ALL_DEVICES, MeshConfig, PlacementConfig, reward_role
+from jaxrl_llm.sharding.placement import place
+from jaxrl_llm.sharding.rules import num_shards
+from jaxrl_llm.structs import Trajectory
+from jaxrl_llm.tools.selection import RewardedResponse, plain_json
+
+SHORTEST_ROW = 64  # tokens
+FLAG = "--reward."
+
+
+@dataclass(frozen=True)
+class RewardArguments:
+    """Flags of rewards, as in training; nothing rewards by default."""
+
+    reward: RewardConfig = field(default_factory=lambda: RewardConfig(name="none"))
+
+
+def split_reward_flags(argv: Sequence[str]) -> tuple[RewardConfig, list[str]]:
+    """Return the rewards of a command line (--reward.name, --reward.models.0.path ...) and its other words.
+
+    Raises:
+        ConfigError: an unknown key, or a value that it does not take.
+    """
+    reward: list[str] = []
+    others: list[str] = []
+    current = others
+    for word in argv:
+        if word.startswith("--"):
+            current = reward if word.startswith(FLAG) else others
+        current.append(word)
+    arguments, _ = apply_overrides(RewardArguments(), split_arguments(reward))
+    check_fields(arguments)
+    return arguments.reward, others
+
+
+def gives_rewards(config: RewardConfig) -> bool:
+    """Return whether a verifier or a reward model is set."""
+    return config.name != "none" or bool(config.models)
+
+
+class ResponseScorer:
+    """A verifier and reward models, which `open` starts and loads.
+
+    Args:
+        closing: ends the workers of the verifier.
+        mesh: of reward models without one of their own.
+        dtype: of the reward models.
+        batch_tokens: of one forward pass, including padding.
+        chat: of the prompts.
+        policy_tokenizer: of the trajectories that `score` gets; None = only `score_texts` is called.
+
+    Raises:
+        UserError: a verifier or a reward model that cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: RewardConfig,
+        mesh: MeshConfig,
+        dtype: str,
+        batch_tokens: int,
+        chat: ChatConfig,
+        closing: contextlib.ExitStack,
+        policy_tokenizer: Any = None,
+    ):
+        self.config, self.chat, self.batch_tokens = config, chat, batch_tokens
+        self.mesh, self.dtype = PlacementConfig(mesh=mesh, devices=ALL_DEVICES), dtype
+        self.policy_tokenizer, self.closing = policy_tokenizer, closing
+        self.pool, self.models = RewardPool(config), []
+        self._by_width: dict[tuple[int, int], RewardModel] = {}
+
+    def open(self, examples: Iterable[Example]) -> None:
+        """Try the verifier on the first rows of each data source, then load the reward models."""
+        samples = [reward_sample(example) for example in first_of_each_source(examples)]
+        if self.config.name != "none":
+            config = choose_reward(self.config, samples, required=True)
+            self.pool = self.closing.enter_context(RewardPool(config))
+            on_first(lambda: self.pool.check(samples))
+        self.models = [self._load(i, model) for i, model in enumerate(self.config.models)]
+
+    def _load(self, i: int, config: RewardModelConfig) -> RewardModel:
+        mesh = place(reward_role(i), config, self.mesh, jax.devices())
+        step = StepConfig(row_tokens=SHORTEST_ROW, rows=1, dtype=self.dtype)
+        return load_reward_model(config, step, mesh, self.policy_tokenizer, self.chat)
+
+    def score(
+        self, examples: Sequence[Example], trajectories: Sequence[Trajectory]
+    ) -> list[RewardedResponse]:
+        """Return the rewards of generated responses; `examples` are the rows of their prompts."""
+        by_model = [self._start(i, examples, trajectories) for i in range(len(self.models))]
+        return self._combine(examples, [t.text for t in trajectories], trajectories, by_model)
+
+    def score_texts(self, examples: Sequence[Example], texts: Sequence[str]) -> list[RewardedResponse]:
+        """Return the rewards of given responses, each of which a model reads with its own tokenizer."""
+        by_model = []
+        for i, model in enumerate(self.models):
+            read = [given_trajectory(model, e, t, self.chat) for e, t in zip(examples, texts, strict=True)]
+            by_model.append(self._start(i, examples, read))
+        plain = [text_trajectory(text) for text in texts]
+        return self._combine(examples, texts, plain, by_model)
+
+    def _start(self, i: int, examples: Sequence[Example], trajectories: Sequence[Trajectory]):
+        """Start a reward model, and return the function that waits for (score, columns) of each response."""
+        model = self._of_width(i, max((t.num_tokens for t in trajectories), default=1))
+        finish = model.start(trajectories, examples)
+
+        def scores() -> list[tuple[float, dict[str, Any]]]:
+            results = []
+            for trajectory, by_token in zip(trajectories, finish(), strict=True):
+                if model.config.kind == "process":
+                    steps = [float(by_token[k]) for k in model.step_ends(trajectory.response_ids)]
+                    results.append((min(steps), {"steps": steps}))
+                else:
+                    results.append((float(by_token[-1]), {}))
+            return results
+
+        return scores
+
+    def _of_width(self, i: int, longest: int) -> RewardModel:
+        """Return the model for rows that hold the longest response; in few widths, each of which compiles."""
+        model = self.models[i]
+        width = bucket(longest, SHORTEST_ROW) + EXTRA_TOKENS
+        if (i, width) not in self._by_width:
+            mesh = model.model.mesh
+            shards = num_shards("batch", mesh.shape)
+            rows = -(-max(self.batch_tokens // width, 1) // shards) * shards
+            step = replace(model.model.config, row_tokens=width, rows=rows)
+            self._by_width[i, width] = replace(model, model=ScoringModel(step, mesh))
+        return self._by_width[i, width]
+
+    def _combine(
+        self,
+        examples: Sequence[Example],
+        texts: Sequence[str],
+        trajectories: Sequence[Trajectory],
+        by_model: Sequence[Any],
+    ) -> list[RewardedResponse]:
+        """Return total rewards: the verifier's, and each model's score times its weight."""
+        samples = [reward_sample(e, t) for e, t in zip(examples, trajectories, strict=True)]
+        verified = on_first(lambda: self.pool.score(samples))
+        scores = [finish() for finish in by_model]
+        return [
+            self._rewarded(text, result, [column[n] for column in scores])
+            for n, (text, result) in enumerate(zip(texts, verified, strict=True))
+        ]
+
+    def _rewarded(
+        self, text: str, result: RewardResult, scores: Sequence[tuple[float, Mapping[str, Any]]]
+    ) -> RewardedResponse:
+        columns: dict[str, Any] = {"rewards": {}}
+        total = 0.0
+        if self.pool.config.name != "none":
+            total = result.score
+            columns["rewards"] |= dict(zip(self.pool.config.used, result.components, strict=False))
+            columns["outcome"] = Outcome(result.outcome).name.lower()
+            if result.reason:
+                columns["failure"] = result.reason
+        for model, (score, more) in zip(self.models, scores, strict=True):
+            total += model.config.weight * score
+            columns["rewards"][model.config.path] = plain_json(score)
+            columns |= plain_json(more)
+        return RewardedResponse(text, total if np.isfinite(total) else None, columns)
+
+
+def first_of_each_source(examples: Iterable[Example]) -> list[Example]:
+    """Return the first rows of each data source, for a trial of the verifier; reads all."""
+    kept: dict[str, list[Example]] = {}
+    for example in examples:
+        if len(rows := kept.setdefault(example.source, [])) < CHECKED_ROWS:
+            rows.append(example)
+    return [example for rows in kept.values() for example in rows]
+
+
+def given_trajectory(model: RewardModel, example: Example, text: str, chat: ChatConfig) -> Trajectory:
+    """Return a response that was not generated here as a reward model was trained to read it.
+
+    Raises:
+        RowError: its prompt or the response cannot be rendered.
+    """
+    if example.messages is not None and not model.tokenizer.chat_template:
+        ids = model.render(text_trajectory(text), example)
+        return text_trajectory(text, ids[:-1], ids[-1:])
+    whole = replace(example, response=text, turns=())
+    ids, mask = encode_supervised(model.tokenizer, whole, replace(chat, loss="last"))
+    start = int(mask.argmax())
+    return text_trajectory(text, ids[:start], ids[start:])
+
+
+def text_trajectory(
+    text: str, prompt_ids: Sequence[int] = (), response_ids: Sequence[int] = (0,)
+) -> Trajectory:
+    """Return a response of which only text and ids are known."""
+    zeros = np.zeros(len(response_ids), np.int32)
+    return Trajectory(
+        prompt_ids=np.asarray(prompt_ids, np.int32), response_ids=np.asarray(response_ids, np.int32),
+        logprobs=zeros.astype(np.float32), mask=zeros.astype(np.int8) + 1, versions=zeros, prompt_index=0,
+        response_index=0, finish="stop", text=text,
+    )  # fmt: skip

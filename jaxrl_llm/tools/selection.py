@@ -1,0 +1,137 @@
+"""Rows of training data made of rewarded responses: best of n, pairs, filtered and conditional SFT."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jaxrl_llm.data.chat import prompt_row
+from jaxrl_llm.data.config import ChatConfig
+from jaxrl_llm.data.preference import score_text, with_suffix
+from jaxrl_llm.data.rows import PROMPT_KEYS, RESPONSE_KEYS, Example
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.ranges import Count, Finite, Positive
+
+OWN_KEYS = {
+    *PROMPT_KEYS,
+    *RESPONSE_KEYS,
+    "responses",
+    "chosen",
+    "rejected",
+    "margin",
+    "completions",
+    "labels",
+}
+OWN_KEYS |= {"reward", "rewards", "outcome", "failure", "finish", "steps", "response_tokens", "turns"}
+"""Columns of an input row that output rows do not take over: they have prompts and responses of their own."""
+
+
+@dataclass(frozen=True)
+class SelectConfig:
+    """Rows that are written of rewarded responses."""
+
+    select: Literal["all", "best", "filter", "pairs", "conditional"] = "all"
+    """all: a row for each row, every response with its reward. Others need a reward, and write rows to train
+    on. best: the response with the highest reward (best of n, rejection sampling). filter: each response.
+    pairs: the best against the worst. conditional: each response, its reward at the end of the prompt."""
+    keep: Count = 1
+    """best: responses of each prompt."""
+    threshold: Finite | None = None
+    """best, filter, conditional: lowest reward of a response; pairs: of the chosen one. None = any."""
+    margin: Positive = 1e-6
+    """pairs: smallest difference of the rewards."""
+
+
+@dataclass(frozen=True)
+class RewardedResponse:
+    """One response and its rewards."""
+
+    text: str
+    reward: float | None = None  # None: a verifier failed, or nothing rewards
+    columns: dict[str, Any] = field(default_factory=dict)  # for the output: rewards by name, outcome, ...
+
+
+def selected_rows(
+    example: Example, responses: Sequence[RewardedResponse], config: SelectConfig, chat: ChatConfig
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows to train on of one prompt and its responses; those without a reward are left out.
+
+    They are rows of `data.rows` and `data.preference`: the prompt as `chat` renders it, "response" or
+    "chosen" and "rejected" (text), and the columns of the input. Equal rewards keep the responses' order.
+    """
+    scored = [r for r in responses if r.reward is not None]
+    ranked = sorted(scored, key=lambda r: -r.reward)
+    enough = lambda r: config.threshold is None or r.reward >= config.threshold
+    base = base_row(example, chat)
+    if config.select == "pairs":
+        if ranked and enough(ranked[0]) and ranked[0].reward - ranked[-1].reward >= config.margin:
+            yield base | _pair(ranked[0], ranked[-1])
+        return
+    for response in ranked[: config.keep] if config.select == "best" else scored:
+        if not enough(response):
+            continue
+        if config.select == "conditional":
+            base = base_row(with_suffix(example, score_text(response.reward)), chat)
+        yield base | {"response": response.text, "reward": response.reward, **response.columns}
+
+
+def check_selection(config: SelectConfig, rewarded: bool) -> None:
+    """Refuse a selection of responses that nothing rewards.
+
+    Raises:
+        UserError: with the fix.
+    """
+    if config.select != "all" and not rewarded:
+        raise UserError(
+            f"--select {config.select}: nothing rewards the responses. Set a verifier (--reward.name math, "
+            "or my_rewards.py:f) or a reward model (--reward.models.0.path FOLDER)."
+        )
+
+
+def reward_columns(response: RewardedResponse) -> dict[str, Any]:
+    """Return the reward of a response as columns; {} where nothing rewards."""
+    return {"reward": response.reward, **response.columns} if response.columns else {}
+
+
+class RewardSummary:
+    """Mean rewards of all responses so far: of each, and of the best of each prompt."""
+
+    def __init__(self):
+        self.total = self.count = self.best = self.prompts = 0
+
+    def add(self, groups: Sequence[Sequence[RewardedResponse]]) -> str:
+        """Return a note on all groups so far, for the progress."""
+        for group in groups:
+            rewards = [r.reward for r in group if r.reward is not None]
+            self.total, self.count = self.total + sum(rewards), self.count + len(rewards)
+            if rewards:
+                self.best, self.prompts = self.best + max(rewards), self.prompts + 1
+        if not self.count:
+            return ", no response has a reward"
+        best = f", best {self.best / self.prompts:.3f}" if self.count > self.prompts else ""
+        return f", reward {self.total / self.count:.3f}{best}"
+
+
+def base_row(example: Example, chat: ChatConfig) -> dict[str, Any]:
+    """Return prompt and other columns of an output row."""
+    columns = example.columns.items()
+    carried = {name: plain_json(value) for name, value in columns if name not in OWN_KEYS}
+    return carried | prompt_row(example, chat)
+
+
+def plain_json(value: Any) -> Any:
+    """Return a value as JSON holds it: numbers that are not finite are null, dates and the like text."""
+    if isinstance(value, Mapping):
+        return {str(name): plain_json(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_json(inner) for inner in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | bool | int) else str(value)
+
+
+def _pair(chosen: RewardedResponse, rejected: RewardedResponse) -> dict[str, Any]:
+    rewards = {"chosen_reward": chosen.reward, "rejected_reward": rejected.reward}
+    return {"chosen": chosen.text, "rejected": rejected.text, **rewards}

@@ -1,0 +1,294 @@
+"""Rewards of responses by `generate` and `score`, and the rows to train on that they select."""
+
+import dataclasses
+import datetime
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from random_weights import random_params
+
+from jaxrl_llm import models
+from jaxrl_llm.__main__ import main
+from jaxrl_llm.data.chat import encode_supervised
+from jaxrl_llm.data.config import ChatConfig, DataConfig
+from jaxrl_llm.data.loader import Loader
+from jaxrl_llm.data.preference import read_example
+from jaxrl_llm.data.rows import Example
+from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+from jaxrl_llm.errors import ConfigError, UserError
+from jaxrl_llm.hf.export import save_model
+from jaxrl_llm.tools import generate, score
+from jaxrl_llm.tools.output import ResumableOutput
+from jaxrl_llm.tools.response_rewards import split_reward_flags
+from jaxrl_llm.tools.selection import RewardedResponse, SelectConfig, base_row, selected_rows
+
+CONFIG = models.TransformerConfig(
+    vocab_size=128, hidden_size=32, mlp_size=48, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8,
+    initializer_range=0.3, max_position=512,
+)  # fmt: skip
+TOKENIZER = make_tokenizer()
+VALUES = jax.jit(lambda weights, tokens, positions: weights.values(weights(tokens, positions)))
+QUESTION = {"role": "user", "content": "2 + 2"}
+LENGTH = "def reward(sample):\n    return float(len(sample.response))\n"
+SMALL = ["--mesh.data", "1", "--mesh.fsdp", "8", "--batch_tokens", "512"]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("policy") / "model"
+    save_model(random_params(CONFIG), CONFIG, folder, TOKENIZER, "float32")
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def judges(tmp_path_factory):
+    """Folders and weights of two reward models."""
+    config = dataclasses.replace(CONFIG, value_head=True, tie_embeddings=True)
+    results = []
+    for seed in (1, 2):
+        params, folder = random_params(config, seed), tmp_path_factory.mktemp("judge") / "hf"
+        save_model(params, config, folder, TOKENIZER, "float32")
+        results.append((str(folder), jax.tree.map(jnp.asarray, params)))
+    return results
+
+
+@pytest.fixture
+def write(tmp_path):
+    def to_file(name, content):
+        lines = content if isinstance(content, str) else "".join(json.dumps(row) + "\n" for row in content)
+        (tmp_path / name).write_text(lines)
+        return str(tmp_path / name)
+
+    return to_file
+
+
+def read(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def value(weights, example, response):
+    """The value after the last token of a response as reward models are trained to read it."""
+    return values(weights, example, response)[-1]
+
+
+def values(weights, example, response):
+    """The value after each token; causal, so all texts can have one length."""
+    ids, _ = encode_supervised(TOKENIZER, dataclasses.replace(example, response=response), ChatConfig())
+    tokens = jnp.zeros((1, 96), jnp.int32).at[0, : len(ids)].set(ids)
+    return np.asarray(VALUES(weights, tokens, jnp.arange(96)[None]))[0, : len(ids)]
+
+
+def rows_of(**settings):
+    example = read_example({"messages": [QUESTION], "answer": "4", "level": 3}, "f:1", score.NO_SOURCE)
+    rewards = {"a": 1.0, "b": 3.0, "c": None, "d": 2.0, "e": 3.0, "f": -1.0}
+    responses = [RewardedResponse(text, reward) for text, reward in rewards.items()]
+    return list(selected_rows(example, responses, SelectConfig(**settings), ChatConfig()))
+
+
+def test_the_best_of_n_and_what_a_threshold_leaves():
+    base = {"prompt": "2 + 2", "messages": [QUESTION], "answer": "4", "level": 3}
+    assert rows_of(select="best") == [base | {"response": "b", "reward": 3.0}]  # the first of equals
+    assert [row["response"] for row in rows_of(select="best", keep=3)] == ["b", "e", "d"]
+    assert rows_of(select="best", threshold=3.5) == []
+    assert [row["response"] for row in rows_of(select="filter")] == ["a", "b", "d", "e", "f"]
+    assert [row["response"] for row in rows_of(select="filter", threshold=2.0)] == ["b", "d", "e"]
+
+
+def test_pairs_are_the_best_against_the_worst_with_a_margin():
+    (row,) = rows_of(select="pairs")
+    assert (row["chosen"], row["rejected"], row["chosen_reward"], row["rejected_reward"]) == ("b", "f", 3, -1)
+    assert rows_of(select="pairs", margin=4.0) and not rows_of(select="pairs", margin=4.1)
+    assert rows_of(select="pairs", threshold=3.0) and not rows_of(select="pairs", threshold=3.1)
+
+
+def test_conditional_rows_have_the_reward_at_the_end_of_the_prompt():
+    row = rows_of(select="conditional")[1]
+    assert row["messages"][-1]["content"] == "2 + 2 <rm_score>: 3.00" and row["response"] == "b"
+    plain = next(selected_rows(
+        Example(None, "Q:"), [RewardedResponse("x", 0.5)], SelectConfig("conditional"), ChatConfig()
+    ))  # fmt: skip
+    assert plain == {"prompt": "Q: <rm_score>: 0.50", "response": "x", "reward": 0.5}
+
+
+def test_columns_of_tables_become_json():
+    columns = {
+        "date": datetime.date(2026, 1, 2),
+        "nan": float("nan"),
+        "deep": [{"x": (1, b"b")}],
+        "prompt": "p",
+    }
+    row = base_row(Example(None, "p", columns=columns), ChatConfig())
+    assert row == {"date": "2026-01-02", "nan": None, "deep": [{"x": [1, "b'b'"]}], "prompt": "p"}
+
+
+def test_a_verifier_and_two_models_are_added_by_their_weights(judges, write, tmp_path):
+    """Responses of `generate`, a single one, a pair and a chat: numbers are those of the models alone."""
+    data = [
+        {"prompt": "1+2=", "answer": "3", "responses": [{"text": "3", "finish": "stop"}, {"text": "33"}]},
+        {"messages": [QUESTION], "response": "4"},
+        {"prompt": "5+5=", "chosen": "10", "rejected": "a long one"},
+        {"messages": [QUESTION, {"role": "assistant", "content": "5!"}]},
+    ]
+    (first, weights), (second, others) = judges
+    out = tmp_path / "out.jsonl"
+    flags = ["--reward.name", write("length.py", LENGTH), "--reward.weight", "0.1"]
+    flags += ["--reward.models.0.path", first, "--reward.models.0.weight", "2"]
+    flags += ["--reward.models.1.path", second, "--reward.models.1.mean", "1", "--reward.models.1.scale", "4"]
+    argv = ["--data", write("data.jsonl", data), "--out", str(out), *flags, *SMALL, "--window", "3"]
+    assert score.main(argv) == 0
+    rows = read(out)
+    total = lambda example, text: (
+        0.1 * len(text) + 2 * value(weights, example, text) + (value(others, example, text) - 1) / 4
+    )
+    sums, chat = Example(None, "1+2="), Example((QUESTION,), None)
+    expected = [total(sums, "3"), total(sums, "33")]
+    np.testing.assert_allclose([r["reward"] for r in rows[0]["responses"]], expected, atol=1e-4)
+    assert rows[0]["responses"][0]["finish"] == "stop" and rows[0]["answer"] == "3"
+    assert rows[1]["reward"] == pytest.approx(total(chat, "4"), abs=1e-4)
+    assert rows[1]["rewards"][first] == pytest.approx(value(weights, chat, "4"), abs=1e-4)
+    assert rows[1]["rewards"][flags[1]] == 1.0 and rows[1]["outcome"] == "correct"
+    tens = Example(None, "5+5=")
+    assert rows[2]["chosen_reward"] == pytest.approx(total(tens, "10"), abs=1e-4)
+    assert rows[2]["rejected_reward"] == pytest.approx(total(tens, "a long one"), abs=1e-4)
+    assert rows[3]["reward"] == pytest.approx(total(chat, "5!"), abs=1e-4)
+
+
+def test_a_process_model_ranks_by_the_worst_step(judges, write, tmp_path):
+    (folder, weights), _ = judges
+    out, text = tmp_path / "out.jsonl", "a\nb"
+    data = write("data.jsonl", [{"prompt": "p", "response": text}])
+    flags = ["--reward.models.0.path", folder, "--reward.models.0.kind", "process"]
+    assert score.main(["--data", data, "--out", str(out), *flags, *SMALL]) == 0
+    after = values(weights, Example(None, "p"), text)
+    (row,) = read(out)
+    np.testing.assert_allclose(row["steps"], after[[2, 3]], atol=1e-4)  # the newline, "b"; no end token
+    assert row["reward"] == pytest.approx(min(after[2], after[3]), abs=1e-4)
+
+
+def test_relabelled_pairs_swap_where_the_rejected_one_is_better(write, tmp_path):
+    data = [
+        {"prompt": "p", "chosen": "a", "rejected": "bbb"},
+        {"prompt": "q", "chosen": "cc", "rejected": "d"},
+    ]
+    out = tmp_path / "out.jsonl"
+    argv = ["--data", write("d.jsonl", data), "--out", str(out), "--reward.name", write("length.py", LENGTH)]
+    assert score.main([*argv, "--select", "pairs", "--margin", "2"]) == 0
+    assert read(out) == [
+        {"prompt": "p", "chosen": "bbb", "rejected": "a", "chosen_reward": 3.0, "rejected_reward": 1.0}
+    ]
+
+
+def test_generated_rows_load_in_sft_and_dpo_and_in_score(policy, write, tmp_path, capsys):
+    """Pairs by one command; all responses, then the best of them, by two."""
+    prompts = write("p.jsonl", [{"prompt": "1+1=", "answer": "2"}, {"messages": [QUESTION], "answer": "4"}])
+    rewards = ["--reward.name", write("length.py", LENGTH)]
+    pairs, every, best = (tmp_path / name for name in ("pairs.jsonl", "all.jsonl", "best.jsonl"))
+    argv = ["--model", policy, "--prompts", prompts, "--n", "4", "--max_tokens", "5", "--slots", "8", *SMALL]
+    assert generate.main([*argv, "--out", str(pairs), "--select", "pairs", *rewards]) == 0
+    assert generate.main([*argv, "--out", str(every)]) == 0
+    assert "2/2 prompts" in capsys.readouterr().err
+    assert score.main(["--data", str(every), "--out", str(best), *rewards, "--select", "best"]) == 0
+    for row, pair, group in zip(read(best), read(pairs), read(every), strict=True):
+        texts = sorted((r["text"] for r in group["responses"]), key=len)
+        assert row["reward"] == pair["chosen_reward"] == len(texts[-1])
+        assert row["response"] == pair["chosen"] and len(pair["rejected"]) == len(texts[0])
+        assert row["answer"] == pair["answer"] == group["answer"]
+    load = lambda file, kind: Loader(
+        DataConfig(path=str(file)), TOKENIZER, 0, 200, "train", 300
+    ).check_first_rows(kind)
+    assert load(best, "tokens")[0].response == read(best)[0]["response"]
+    assert load(pairs, "pairs")[0].rejected.response == read(pairs)[0]["rejected"]
+
+
+def test_a_killed_command_continues_behind_the_last_window(write, tmp_path, monkeypatch):
+    data = write("d.jsonl", [{"prompt": f"p{i}", "response": "x" * i} for i in range(1, 8)])
+    out = tmp_path / "o.jsonl"
+    rewards = ["--reward.name", write("length.py", LENGTH)]
+    argv = ["--data", data, "--out", str(out), *rewards, "--window", "2"]
+    append, calls = ResumableOutput.append, []
+
+    def append_twice(self, rows, rows_done):
+        calls.append(rows_done)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        append(self, rows, rows_done)
+
+    monkeypatch.setattr(ResumableOutput, "append", append_twice)
+    with pytest.raises(KeyboardInterrupt):
+        score.main(argv)
+    assert len(read(out)) == 4 and (tmp_path / ".o.jsonl.progress").exists()
+    with out.open("a") as file:
+        file.write('{"prompt": "p5", "resp')  # cut short
+    with pytest.raises(UserError, match=r"another select\. Repeat that command"):
+        score.main([*argv, "--select", "best"])
+    calls[:] = [0, 0, 0]
+    assert score.main(argv) == 0
+    assert calls[3:] == [6, 7]  # input rows done
+    assert [row["reward"] for row in read(out)] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    assert not (tmp_path / ".o.jsonl.progress").exists()
+
+
+def test_a_failed_verifier_leaves_the_response_without_a_reward(write, tmp_path):
+    broken = "def reward(sample):\n    return 1.0 if sample.response != 'b' else float('nan')\n"
+    data = write("d.jsonl", [{"prompt": "p", "responses": ["a", "b", "c"]}])
+    out = tmp_path / "o.jsonl"
+    assert score.main(["--data", data, "--out", str(out), "--reward.name", write("f.py", broken)]) == 0
+    first, second, _ = read(out)[0]["responses"]
+    assert (first["reward"], first["outcome"]) == (1.0, "correct")
+    assert (second["reward"], second["outcome"]) == (None, "failed") and "nan" in second["failure"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "neither is given"),
+        (["--model", "m", "--reward.name", "exact"], "both are given"),
+        (["--model", "m", "--select", "best"], "--select best: nothing rewards the responses"),
+        (["--reward.nam", "exact"], r"--reward.nam: unknown key. Did you mean --reward.name"),
+        (["--reward.name", "exat"], 'reward.name is "exat": unknown. Did you mean exact'),
+        (["--reward.name", "exact", "--margin", "0"], "--margin is 0.0: it must be above 0"),
+        (["--reward.name", "exact"], r"d.jsonl:2: nothing to reward"),
+    ],
+)
+def test_wrong_settings_are_named(write, tmp_path, flags, message):
+    data = write("d.jsonl", [{"prompt": "a", "response": "b"}, {"prompt": "c"}])
+    with pytest.raises(UserError, match=message):
+        score.main(["--data", data, "--out", str(tmp_path / "o"), *flags])
+
+
+def test_reward_flags_are_those_of_training():
+    config, rest = split_reward_flags(
+        ["--n", "2", "--reward.models.0.path", "a", "--reward.keep_env", "K", "L", "--out=o"]
+    )
+    assert rest == ["--n", "2", "--out=o"]
+    assert config.models[0].path == "a" and config.keep_env == ("K", "L") and config.name == "none"
+    with pytest.raises(ConfigError):
+        split_reward_flags(["--reward.timeout", "soon"])
+
+
+@pytest.mark.slow
+def test_two_commands_make_data_and_train_on_it(policy, write, tmp_path):
+    prompts = write("p.jsonl", [{"prompt": f"{i}+1="} for i in range(8)])
+    rewards = ["--reward.name", write("length.py", LENGTH)]
+    for select, recipe in (("best", "sft_tiny.py"), ("pairs", "dpo_tiny.py"), ("conditional", "sft_tiny.py")):
+        out, run_dir = str(tmp_path / f"{select}.jsonl"), tmp_path / select
+        argv = ["generate", "--model", policy, "--prompts", prompts, "--out", out, "--n", "4"]
+        assert main([*argv, "--max_tokens", "5", "--slots", "8", "--select", select, *rewards, *SMALL]) == 0
+        data = [
+            "--data.path",
+            out,
+            "--data.chat.render",
+            "plain",
+            "--eval.every",
+            "0",
+            "--steps",
+            "2",
+            "--warm_start.steps",
+            "0",
+        ]
+        assert main(["train", "--config", recipe, *data, "--run_dir", str(run_dir)]) == 0
+        assert np.isfinite(read(run_dir / "metrics.jsonl")[-1]["loss"])

@@ -1,0 +1,265 @@
+"""`python -m jaxrl_llm chat`: answers, streaming, commands and Ctrl-C."""
+
+import dataclasses
+import io
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from random_weights import random_params
+
+from jaxrl_llm import models
+from jaxrl_llm.__main__ import main
+from jaxrl_llm.data.config import ChatConfig
+from jaxrl_llm.data.preference import read_example
+from jaxrl_llm.data.rows import Example
+from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.export import save_model
+from jaxrl_llm.hf.peft import save_adapter
+from jaxrl_llm.models import LoraConfig, lora
+from jaxrl_llm.sharding.config import MeshConfig
+from jaxrl_llm.tools import chat
+from jaxrl_llm.tools.chat_model import ConversationEngine, TextStream, chat_mesh, open_chat_model
+from jaxrl_llm.tools.generate import GenerateConfig, Generator
+from jaxrl_llm.tools.score import NO_SOURCE
+
+CONFIG = models.TransformerConfig(
+    vocab_size=128, hidden_size=32, mlp_size=48, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8,
+    initializer_range=0.3, max_position=256,
+)  # fmt: skip
+ARGS = chat.ChatArguments(model="m", temperature=0.0, max_tokens=6, context=256)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    save_model(random_params(CONFIG), CONFIG, folder, make_tokenizer(), "float32")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
+    mesh = chat_mesh(MeshConfig(fsdp=1))
+    return ConversationEngine(
+        open_chat_model(str(folder), None, "", mesh, "float32"), mesh, "float32", 256, 6
+    )
+
+
+@pytest.fixture
+def talk(engine):
+    """Run a session on these lines; return it."""
+
+    def run(*lines, args=ARGS, tokenizer=None):
+        session = chat.Session(args, tokenizer or engine.tokenizer, engine, iter(lines))
+        session.run()
+        return session
+
+    return run
+
+
+def contents(session):
+    return [message["content"] for message in session.messages]
+
+
+def test_answers_are_those_of_generate_and_later_turns_compile_nothing(engine, folder, talk, capsys):
+    session = talk("1 + 1", "and 2?")
+    first, answer, _, second = contents(session)
+    turns = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": answer}]
+    rows = [turns[:1], [*turns, {"role": "user", "content": "and 2?"}]]
+    config = GenerateConfig(temperature=0.0, max_tokens=6, slots=8)
+    examples = [Example(tuple(row), None, where="x") for row in rows]
+    expected = [
+        group[0].text
+        for _, groups, _ in Generator(str(folder), examples, config).windows()
+        for group in groups
+    ]
+    assert [answer, second] == expected and first == "1 + 1"
+    assert capsys.readouterr().out == f"{answer}\n{second}\n"
+    compiled = engine.compile_count()
+    talk("3 + 3", "/temperature 0", "more")
+    assert engine.compile_count() == compiled
+
+
+def test_the_system_prompt_is_the_first_message(talk, capsys):
+    session = talk("/system Be brief", "hi", "/history", "/system", "/reset", "ho", "/history")
+    text = capsys.readouterr().out
+    assert "system: Be brief\nuser: hi\nassistant:" in text and text.count("system:") == 1
+    assert [message["role"] for message in session.messages] == ["user", "assistant"]
+    given = dataclasses.replace(ARGS, chat=ChatConfig(system_prompt="Be long"))
+    assert talk("hi", args=given).conversation()[0] == {"role": "system", "content": "Be long"}
+
+
+def test_commands_change_the_conversation(talk, tmp_path, capsys):
+    file = tmp_path / "saved.jsonl"
+    session = talk("a", "b", "/undo", f"/save {file}", "//not a command", "/undo", "/undo", "/undo", "/regen")
+    assert session.messages == []
+    example = read_example(json.loads(file.read_text()), "f:1", NO_SOURCE)
+    assert [m["role"] for m in example.messages] == ["user", "assistant"]
+    errors = capsys.readouterr().err
+    assert "error: /undo: the conversation is empty" in errors
+    assert "error: /regen: there is no question yet" in errors
+    assert contents(talk("//x"))[0] == "/x"
+
+
+def test_regen_gives_another_answer_at_a_temperature(talk):
+    args = dataclasses.replace(ARGS, temperature=1.0)
+    once, again = contents(talk("a", args=args)), contents(talk("a", "/regen", args=args))
+    assert once[0] == again[0] == "a" and once[1] != again[1]
+
+
+def test_settings_are_checked(talk, capsys):
+    session = talk(
+        "/max_tokens 2", "/top_p 1.5", "/top_k x", "/seed", "/tempratur 1", "hi", "/exit", "unread"
+    )
+    errors = capsys.readouterr().err
+    assert "max_tokens 2\n" in errors and "[cut off after 2 tokens]" in errors
+    assert "error: /top_p is 1.5: it must be above 0 and at most 1" in errors
+    assert "error: /top_k: expected a whole number" in errors or "error: /top_k: expected" in errors
+    assert "seed 0\n" in errors and "error: /tempratur: unknown command. Did you mean temperature?" in errors
+    assert len(session.messages) == 2 and session.args.max_tokens == 2
+
+
+def test_a_conversation_that_is_too_long_is_an_error_and_can_be_undone(talk, capsys):
+    session = talk("a" * 300, "ok")
+    assert "tokens, the context 256: /undo or /reset" in capsys.readouterr().err
+    assert contents(session)[0] == "ok" and len(session.messages) == 2
+
+
+def test_without_a_template_the_text_is_continued(talk, capsys):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    session = talk("Once", "upon", tokenizer=tokenizer)
+    first, second = contents(session)[1::2]
+    assert session.text() == f"Once{first}\nupon{second}"
+    assert "no chat template: the model continues the text" in capsys.readouterr().err
+    prompt = talk("Once", "/undo", tokenizer=tokenizer)
+    prompt.messages.append({"role": "user", "content": "Once"})
+    assert tokenizer.decode(prompt.prompt_ids()) == "Once"
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(talk, monkeypatch, capsys):
+    before = chat.Session.before_chunk
+
+    def interrupted(self, stream, response):
+        if self.answers == 1 and len(response.ids) >= 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        before(self, stream, response)
+
+    monkeypatch.setattr(chat.Session, "before_chunk", interrupted)
+    session = talk("a", "b", args=dataclasses.replace(ARGS, ignore_eos=True))
+    stopped, complete = contents(session)[1::2]
+    assert len(stopped) == 4 and len(complete) == 6  # characters are tokens; four a call
+    captured = capsys.readouterr()
+    assert captured.out == f"{stopped}\n{complete}\n" and "[stopped]" in captured.err
+
+
+def test_ctrl_c_at_the_prompt_leaves_the_line(talk, monkeypatch):
+    def lines():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+        yield "lost"
+
+    monkeypatch.setattr(chat, "terminal_lines", lambda: iter(["kept"]))
+    session = chat.Session(ARGS, talk().tokenizer, talk().engine, lines())
+    session.run()
+    assert contents(session)[0] == "kept"
+
+
+class Bytes:
+    """A tokenizer of bytes."""
+
+    def decode(self, ids, **_):
+        return bytes(ids).decode(errors="replace")
+
+
+def test_only_whole_characters_are_written():
+    pieces = []
+    stream = TextStream(Bytes(), pieces.append)
+    data = "a\u00e9\U0001f600b\x1b[31m".encode()
+    for end in range(len(data) + 1):
+        stream.update(data[:end])
+    assert pieces[:9] == ["", "a", "", "\u00e9", "", "", "", "\U0001f600", "b"]
+    assert "".join(pieces) == "a\u00e9\U0001f600b\\x1b[31m"  # no control sequence reaches the terminal
+    cut = TextStream(Bytes(), pieces.append)
+    pieces.clear()
+    cut.update("\u00e9".encode()[:1])
+    assert pieces == [""]
+    cut.update("\u00e9".encode()[:1], final=True)
+    assert pieces[-1] == "\ufffd"
+
+
+def test_messages_of_several_lines(monkeypatch):
+    text = 'one\ntwo \\\nlines\n"""\na\nb\n"""\n"""c\nd"""\nlast'
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    assert list(chat.terminal_lines()) == ["one", "two \nlines", "a\nb", "c\nd", "last"]
+
+
+def test_an_adapter_is_added_to_the_model(folder, tmp_path):
+    adapters = LoraConfig(rank=2, alpha=4.0, targets=("q_proj",))
+    config = lora.with_lora(CONFIG, adapters)
+    params = random_params(config, seed=3)
+    save_adapter(jax.tree.map(jax.numpy.asarray, params), tmp_path / "adapter", str(folder))
+    model = open_chat_model(
+        str(folder), None, str(tmp_path / "adapter"), chat_mesh(MeshConfig(fsdp=1)), "float32"
+    )
+    expected, base = dict(models.named_leaves(params)), dict(models.named_leaves(random_params(CONFIG)))
+    for name, leaf in models.named_leaves(model.params):
+        value = expected[name] if "_lora_" in name else base[name]
+        np.testing.assert_allclose(np.asarray(leaf), value, atol=1e-6)
+    assert model.architecture.lora == adapters
+
+
+def test_models_that_cannot_talk_are_refused(folder, tmp_path):
+    scorer = dataclasses.replace(CONFIG, value_head=True, tie_embeddings=True)
+    save_model(random_params(scorer), scorer, tmp_path / "scorer", make_tokenizer(), "float32")
+    mesh = chat_mesh(MeshConfig(fsdp=1))
+    with pytest.raises(UserError, match="a model with a score head, such as a reward model, cannot talk"):
+        open_chat_model(str(tmp_path / "scorer"), None, "", mesh, "float32")
+    with pytest.raises(UserError, match=r"--step 3: .* is no directory of a run"):
+        open_chat_model(str(folder), 3, "", mesh, "float32")
+
+
+@pytest.mark.slow
+def test_a_run_talks_in_a_pipe_and_on_a_terminal(tmp_path):
+    """Its newest checkpoint; Ctrl-C on the terminal stops an answer, Ctrl-D ends the program."""
+    run_dir = str(tmp_path / "run")
+    settings = ["--steps", "1", "--warm_start.steps", "1", "--eval.every", "0", "--run_dir", run_dir]
+    assert main(["train", "--config", "grpo_tiny.py", *settings]) == 0
+    command = [sys.executable, "-m", "jaxrl_llm", "chat", "--model", run_dir, "--ignore_eos", "True"]
+    short = [*command, "--max_tokens", "5"]
+    done = subprocess.run(short, input="1+2=\n/undo\n", capture_output=True, text=True, timeout=300)
+    assert (
+        done.returncode == 0 and done.stderr.startswith("step 2 of ") and len(done.stdout.rstrip("\n")) <= 5
+    )
+    terminal, child = pty.openpty()
+    long = [*command, "--max_tokens", "4000", "--context", "5000", "--temperature", "1"]
+    with subprocess.Popen(long, stdin=child, stdout=child, stderr=child, start_new_session=True) as process:
+        os.close(child)
+        wait_for(terminal, b"> ")
+        os.write(terminal, b"1+2=\n")
+        wait_for(terminal, b"1+2=\r\n")
+        wait_for(terminal, b"")  # the answer begins
+        process.send_signal(signal.SIGINT)
+        wait_for(terminal, b"[stopped]")
+        wait_for(terminal, b"> ")
+        os.write(terminal, b"\x04")
+        assert process.wait(60) == 0
+    os.close(terminal)
+
+
+def wait_for(terminal, text):
+    """Read from a terminal until something, and the text in it, has come."""
+    received, end = b"", time.monotonic() + 100
+    while not received or text not in received:
+        ready, _, _ = select.select([terminal], [], [], max(end - time.monotonic(), 0))
+        assert ready, received
+        received += os.read(terminal, 1)
