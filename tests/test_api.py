@@ -54,8 +54,11 @@ def test_a_run_returns_its_metrics_samples_and_model(result):
     assert [row["kind"] for row in result.metrics] == ["start", "train"]
     assert 0 <= result.metrics[-1]["reward/mean"] <= 1
     assert result.metrics[-1]["reward/failed_fraction"] == 0
+    assert any(sample.get("eval") for sample in result.samples)
     for sample in result.samples:
         assert sample["reward"] == float("7" in sample["response"])
+        if sample.get("eval"):  # no update has read it
+            continue
         tokens = sample["per_token"]  # of the update: one mini-batch, whose old log-probs are its own
         assert len(tokens["text"]) == sample["response_tokens"] and tokens["trained"] == 1
         assert tokens["logprobs"] == pytest.approx(tokens["rollout_logprobs"], rel=1e-3)
