@@ -222,10 +222,13 @@ TINY: dict[str, Study] = {
     ),
 }
 
-GRPO_REAL = "--config grpo_smollm2.py"
+WEIGHTS = "models/SmolLM2-135M-Instruct.Q4_1.gguf"  # `make real` fetches it
+REAL_MODEL = f"--model.path {WEIGHTS}"
+GRPO_REAL = f"--config grpo_smollm2.py {REAL_MODEL}"
+DPO_REAL = f"--config dpo_smollm2.py {REAL_MODEL}"
 TRL = "trl_grpo.py"  # of peers/: the recipe of GRPO_REAL in TRL
 PAIRS_REAL, TEST_PAIRS_REAL = "runs/smollm2_pairs.jsonl", "runs/smollm2_pairs_test.jsonl"
-SAMPLE_PAIRS = "examples/sample_pairs.py --config grpo_smollm2.py"
+SAMPLE_PAIRS = f"examples/sample_pairs.py --config grpo_smollm2.py --model {WEIGHTS}"
 PAIR_FILES = {
     PAIRS_REAL: f"{SAMPLE_PAIRS} --out {PAIRS_REAL}",
     TEST_PAIRS_REAL: f"{SAMPLE_PAIRS} --split test --prompts 128 --out {TEST_PAIRS_REAL}",
@@ -248,7 +251,7 @@ REAL: dict[str, Study] = {
     ),
     "sft": Study(
         "SFT on answers, a number each, raises held-out accuracy by at least 10 points.",
-        {"sft": "--config sft_smollm2.py"},
+        {"sft": f"--config sft_smollm2.py {REAL_MODEL}"},
         all_at_least(0.10),
         of="gain",
         start="",
@@ -256,7 +259,7 @@ REAL: dict[str, Study] = {
     ),
     "preferences": Study(
         "DPO and KTO on pairs of the model's own responses raise held-out accuracy by at least 5 points.",
-        {"dpo": "--config dpo_smollm2.py", "kto": "--config dpo_smollm2.py --algo kto"},
+        {"dpo": DPO_REAL, "kto": f"{DPO_REAL} --algo kto"},
         all_at_least(0.05),
         of="gain",
         start="",
@@ -265,7 +268,7 @@ REAL: dict[str, Study] = {
     ),
     "reward_model": Study(
         "A reward model ranks at least 80% of pairs of responses to problems that it has not seen correctly.",
-        {"reward_model": "--config reward_model_smollm2.py"},
+        {"reward_model": f"--config reward_model_smollm2.py {REAL_MODEL}"},
         all_at_least(0.80),
         metric="eval/accuracy",
         start="",
@@ -274,7 +277,7 @@ REAL: dict[str, Study] = {
     "ppo_on_reward_model": Study(
         "PPO with that reward model as its only reward raises held-out accuracy by at least 5 points.",
         {
-            "ppo": "--config ppo_smollm2.py "
+            "ppo": f"--config ppo_smollm2.py {REAL_MODEL} "
             "--reward.models.0.path runs/real/reward_model/reward_model/{seed}/hf"
         },
         all_at_least(0.05),
@@ -285,7 +288,7 @@ REAL: dict[str, Study] = {
     ),
     "distillation": Study(
         "On-policy distillation from the SFT model raises held-out accuracy by at least 10 points.",
-        {"gkd": "--config gkd_smollm2.py --algo.teachers runs/real/sft/sft/{seed}/hf"},
+        {"gkd": f"--config gkd_smollm2.py {REAL_MODEL} --algo.teachers runs/real/sft/sft/{{seed}}/hf"},
         all_at_least(0.10),
         of="gain",
         start="",
@@ -294,7 +297,7 @@ REAL: dict[str, Study] = {
     "tools": Study(
         "GRPO over several turns makes the model call a calculator: products of three digits, of which at "
         "least 80% are right in the end.",
-        {"grpo": "--config grpo_tools_smollm2.py"},
+        {"grpo": f"--config grpo_tools_smollm2.py {REAL_MODEL}"},
         all_at_least(0.80),
         start="",
         also=("accuracy", "env/tool_calls"),

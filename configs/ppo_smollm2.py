@@ -1,7 +1,7 @@
 """PPO against reward_model_smollm2.py's scores; the verifier only evaluates.
 
 Command:   python -m jaxrl_llm.train --config reward_model_smollm2.py
-           python -m jaxrl_llm.train --config ppo_smollm2.py   (weights: see grpo_smollm2.py)
+           python -m jaxrl_llm.train --config ppo_smollm2.py
 Hardware:  any CPU with 2 cores and 12 GB
 Time:      docs/real.md
 Expected:  docs/real.md

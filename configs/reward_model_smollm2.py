@@ -3,7 +3,7 @@
 Command:   python examples/sample_pairs.py --config grpo_smollm2.py --out runs/smollm2_pairs.jsonl
            python examples/sample_pairs.py --config grpo_smollm2.py --split test \\
                --prompts 128 --out runs/smollm2_pairs_test.jsonl
-           python -m jaxrl_llm.train --config reward_model_smollm2.py   (weights: see grpo_smollm2.py)
+           python -m jaxrl_llm.train --config reward_model_smollm2.py
 Hardware:  any CPU with 2 cores and 8 GB
 Time:      docs/real.md
 Expected:  docs/real.md; ppo_smollm2.py then trains on its scores

@@ -1,6 +1,6 @@
 """SFT of SmolLM2-135M-Instruct on answers to the sums of grpo_smollm2.py: a number and nothing else.
 
-Command:   python -m jaxrl_llm.train --config sft_smollm2.py   (weights: see grpo_smollm2.py)
+Command:   python -m jaxrl_llm.train --config sft_smollm2.py
 Hardware:  any CPU with 2 cores and 8 GB
 Time:      docs/real.md
 Expected:  docs/real.md; the result is the teacher of gkd_smollm2.py
