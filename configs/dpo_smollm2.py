@@ -25,7 +25,6 @@ def get_config() -> TrainConfig:
     return dataclasses.replace(
         base,
         run_dir="runs/dpo_smollm2",
-        steps=24,
         algo=dpo.Config(),
         prompts_per_step=16,
         optim=OptimConfig(learning_rate=1e-5, warmup_steps=4),

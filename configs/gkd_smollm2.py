@@ -18,7 +18,6 @@ def get_config() -> TrainConfig:
     return dataclasses.replace(
         grpo_smollm2.get_config(),
         run_dir="runs/gkd_smollm2",
-        steps=24,
         algo=gkd.Config(teachers=("runs/sft_smollm2/hf",)),
         prompts_per_step=32,
         responses_per_prompt=1,

@@ -18,7 +18,6 @@ def get_config() -> TrainConfig:
     return dataclasses.replace(
         grpo_smollm2.get_config(),
         run_dir="runs/ppo_smollm2",
-        steps=24,
         algo=ppo.Config(),
         responses_per_prompt=4,
         critic=CriticConfig(optim=OptimConfig(learning_rate=2e-5)),

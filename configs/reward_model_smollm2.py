@@ -23,7 +23,6 @@ def get_config() -> TrainConfig:
     return dataclasses.replace(
         base,
         run_dir="runs/reward_model_smollm2",
-        steps=24,
         algo=reward_model.Config(),
         optim=OptimConfig(learning_rate=2e-5, warmup_steps=4),
         data=DataConfig(train=(dpo_smollm2.PAIRS,), eval=(TEST_PAIRS,), chat=base.data.chat),

@@ -17,7 +17,6 @@ def get_config() -> TrainConfig:
     return dataclasses.replace(
         grpo_smollm2.get_config(),
         run_dir="runs/sft_smollm2",
-        steps=24,
         algo=sft.Config(),
         prompts_per_step=32,
         optim=OptimConfig(learning_rate=3e-5, warmup_steps=4),
