@@ -23,7 +23,6 @@ import platform
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -165,14 +164,14 @@ def run_job(job: Job, options: argparse.Namespace) -> int:
         write_trl_spec(job, words[1:])
         script, words = [options.trl_python, str(ROOT / "benchmarks/peers" / TRL)], []
     job.path.parent.mkdir(parents=True, exist_ok=True)
-    started, at = time.time(), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     command = [*script, *words, "--run_dir", str(job.path)]
     log = contextlib.nullcontext() if options.jobs == 1 else job.path.with_suffix(".log").open("a")
     with log as output:
         code = subprocess.run(command, stdout=output, stderr=output, check=False).returncode
     if not code:
-        record = {"seconds": round(time.time() - started), "load": os.getloadavg()[2], "started": at}
-        (job.path / "record.json").write_text(json.dumps({**record, "commit": commit()}) + "\n")
+        record = {"load": round(os.getloadavg()[2], 1), "started": started, "commit": commit()}
+        (job.path / "record.json").write_text(json.dumps(record) + "\n")
     print(f"{'failed' if code else 'done'}  {job.path}", flush=True)
     return code
 

@@ -39,7 +39,7 @@ def write_run(label, seed, accuracies, load=1.0):
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sizes = {"eval": {"prompts": 100, "samples": 1}, "prompts_per_step": 8, "responses_per_prompt": 8}
     (path / "config.json").write_text(json.dumps({"versions": {"jax": "0.10.2"}, "config": sizes}))
-    record = {"seconds": 400, "load": load, "started": "2026-01-01", "commit": "abc"}
+    record = {"load": load, "started": "2026-01-01", "commit": "abc"}
     (path / "record.json").write_text(json.dumps(record))
     (path / "before_after.json").write_text(
         json.dumps([{"prompt": "Problem: 1 + 2 =", "answer": "3", "before": "I think", "after": "3 | `3`"}])
