@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="run nothing")
     options = parser.parse_args()
     suite = SUITES[options.suite]
-    chosen = choose(suite, options.only)
+    chosen = choose_runs(suite, options.only)
     if not options.report:
         starts = [(suite.studies[name].start, s) for name in chosen for s in seeds_of(suite, name, options)]
         starts = [start_job(suite, *start) for start in dict.fromkeys(starts) if start[0]]
@@ -94,7 +94,7 @@ def main() -> None:
     print_summary(options.suite, chosen)
 
 
-def choose(suite: Suite, only: Sequence[str]) -> dict[str, list[str] | None]:
+def choose_runs(suite: Suite, only: Sequence[str]) -> dict[str, list[str] | None]:
     """Return study -> its labels to run, None = all."""
     chosen: dict[str, list[str] | None] = {}
     for word in suite.studies if list(only) == ["all"] else only:
@@ -170,7 +170,7 @@ def run_job(job: Job, options: argparse.Namespace) -> int:
     with log as output:
         code = subprocess.run(command, stdout=output, stderr=output, check=False).returncode
     if not code:
-        record = {"load": round(os.getloadavg()[2], 1), "started": started, "commit": commit()}
+        record = {"load": round(os.getloadavg()[2], 1), "started": started, "commit": git_commit()}
         (job.path / "record.json").write_text(json.dumps(record) + "\n")
     print(f"{'failed' if code else 'done'}  {job.path}", flush=True)
     return code
@@ -214,7 +214,7 @@ def write_trl_spec(job: Job, words: list[str]) -> None:
     (job.path / "spec.json").write_text(json.dumps(spec))
 
 
-def commit() -> str:
+def git_commit() -> str:
     """Return the commit of the code, "+" after it where files have changed; "" outside a repository."""
     git = lambda *words: subprocess.run(
         ["git", *words], cwd=ROOT, capture_output=True, text=True, check=False
@@ -223,7 +223,7 @@ def commit() -> str:
     return git("rev-parse", "--short", "HEAD").stdout.strip() + "+" * bool(changed)
 
 
-def device() -> str:
+def processor_name() -> str:
     """Return the processor, or the accelerator that jax would use."""
     if os.environ.get("JAX_PLATFORMS", "cpu") != "cpu":
         import jax
@@ -261,7 +261,7 @@ def collect(suite_name: str, name: str) -> None:
     if runs and json.dumps({**result, "runs": runs}) != before:
         path = result_path(suite_name, name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        result = {"study": name, "device": device(), "runs": runs}
+        result = {"study": name, "device": processor_name(), "runs": runs}
         path.write_text(format_result(result))
 
 
@@ -282,7 +282,7 @@ def run_result(suite: Suite, name: str, label: str, path: Path) -> dict[str, Any
     job = jobs_of(suite, name, [int(path.name)], [label])[0]
     saved = json.loads((path / "config.json").read_text())
     record = json.loads((path / "record.json").read_text()) if (path / "record.json").exists() else {}
-    rows = read_rows(path)
+    rows = rows_after_warm_up(path)
     metrics = (study.metric, *study.also)
     curves = {metric: points for metric in metrics if (points := points_of(rows, metric))}
     sizes = saved["config"]
@@ -332,7 +332,7 @@ def greedy_responses(model: str, rows: tuple[str, ...], max_tokens: int) -> list
     return [group[0].text for group in responses]
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def rows_after_warm_up(path: Path) -> list[dict[str, Any]]:
     """Return the metrics of a run from the end of its SFT warm-up on."""
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if row["kind"] != "warm_start" or row["step"] == rows[-1]["step"]]
@@ -393,7 +393,7 @@ def section(suite: Suite, name: str, result: dict[str, Any]) -> list[str]:
     study, series = suite.studies[name], series_of(result, suite.studies[name].metric)
     folder = Path(suite.page).stem
     draw_curves(ROOT / "docs" / folder / f"{name}.png", study.metric, series, num_evaluated(result))
-    lines = [f"## {title(name)}: {verdict(study, series)}", "", study.claim, ""]
+    lines = [f"## {title(name)}: {claim_verdict(study, series)}", "", study.claim, ""]
     lines += [*main_table(study, series, num_evaluated(result)), ""]
     lines += [line for metric in study.also for line in metric_table(metric, series_of(result, metric))]
     if "reward/mean" in study.also:
@@ -405,7 +405,7 @@ def section(suite: Suite, name: str, result: dict[str, Any]) -> list[str]:
     return [*lines, *(f"    {label}: {run['command']}" for label, run in runs.items()), ""]
 
 
-def verdict(study: Study, series: Series) -> str:
+def claim_verdict(study: Study, series: Series) -> str:
     if set(series) != set(study.runs):
         return f"{', '.join(label for label in study.runs if label not in series)} not run"
     return "reproduced" if study.holds(claim_values(study, series)) else "not reproduced"

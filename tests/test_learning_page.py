@@ -97,10 +97,10 @@ def test_page_is_written_from_the_results_of_finished_runs(learn, capsys):
 
 def test_runs_are_chosen_by_study_and_label(learn):
     suite = learn.SUITES["real"]
-    assert learn.choose(suite, ["grpo/full", "sft"]) == {"grpo": ["full"], "sft": None}
-    assert list(learn.choose(suite, ["all"])) == list(suite.studies)
+    assert learn.choose_runs(suite, ["grpo/full", "sft"]) == {"grpo": ["full"], "sft": None}
+    assert list(learn.choose_runs(suite, ["all"])) == list(suite.studies)
     with pytest.raises(SystemExit, match="grpo/rloo: there are grpo, sft"):
-        learn.choose(suite, ["grpo/rloo"])
+        learn.choose_runs(suite, ["grpo/rloo"])
     assert learn.in_order(suite, ["grpo", "distillation"])[0] == ["sft", "grpo"]
     assert [str(job.path) for job in learn.jobs_of(suite, "grpo", [1], ["lora"])] == ["runs/real/grpo/lora/1"]
 
