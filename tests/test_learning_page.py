@@ -1,37 +1,118 @@
-"""docs/learning.md, as benchmarks/learn.py writes it."""
+"""docs/learning.md and docs/real.md, as benchmarks/learn.py writes them."""
 
 import importlib.util
+import json
+import sys
 from pathlib import Path
 
 import pytest
 
 FILE = Path(__file__).parents[1] / "benchmarks/learn.py"
+WEIGHTS = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @pytest.fixture
 def learn(tmp_path, monkeypatch):
-    """The script, in a folder without runs."""
+    """The script, in a folder without runs and results."""
     monkeypatch.syspath_prepend(FILE.parent)
     spec = importlib.util.spec_from_file_location("learning_report", FILE)
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look it up
     spec.loader.exec_module(module)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "PAGE", tmp_path / "learning.md")
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "RESULTS", tmp_path / "results")
+    (tmp_path / "docs").mkdir()
     return module
 
 
-def test_sections_of_studies_without_runs_are_kept(learn):
+def write_run(label, seed, accuracies, load=1.0):
+    """Write what a finished run of the study real/grpo leaves: evaluations at steps 0, 8, 16 ..."""
+    path = Path("runs/real/grpo") / label / str(seed)
+    (path / "hf").mkdir(parents=True)
+    rows = [{"step": 0, "kind": "start", "eval/pass@1": accuracies[0], "time/step": 9.0}]
+    for step in range(1, 8 * (len(accuracies) - 1) + 1):
+        row = {"step": step, "kind": "train", "reward/mean": 0.5, "time/step": 18.0}
+        if step % 8 == 0:
+            row |= {"eval/pass@1": accuracies[step // 8], "time/step": 20.0, "time/evaluation": 2.0}
+        rows.append(row)
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sizes = {"eval": {"prompts": 100, "samples": 1}, "prompts_per_step": 8, "responses_per_prompt": 8}
+    (path / "config.json").write_text(json.dumps({"versions": {"jax": "0.10.2"}, "config": sizes}))
+    record = {"load": load, "started": "2026-01-01", "commit": "abc"}
+    (path / "record.json").write_text(json.dumps(record))
+    (path / "before_after.json").write_text(
+        json.dumps([{"prompt": "Problem: 1 + 2 =", "answer": "3", "before": "I think", "after": "3 | `3`"}])
+    )
+
+
+def test_sections_of_studies_without_results_are_kept(learn):
     section = "## LoRA calculator: reproduced\n\nA claim.\n\n| full | 0.9 |\n\n    full: python\n"
-    learn.PAGE.write_text(f"An introduction.\n\n{section}\n## Of no study: reproduced\n\nGone.\n")
-    learn.write_report()
-    page = learn.PAGE.read_text()
-    assert section in page and page.startswith(learn.INTRO)
-    assert "Gone." not in page and "kept from an earlier one: LoRA calculator." in page
-    learn.write_report()
-    assert learn.PAGE.read_text() == page
+    page = learn.ROOT / "docs/learning.md"
+    page.write_text(f"An introduction.\n\n{section}\n## Of no study: reproduced\n\nGone.\n")
+    learn.write_report("tiny")
+    text = page.read_text()
+    assert section in text and text.startswith(learn.SUITES["tiny"].intro)
+    assert "Gone." not in text and "kept from an earlier one: LoRA calculator." in text
+    learn.write_report("tiny")
+    assert page.read_text() == text
 
 
 def test_margin_of_a_claim_is_one_of_means(learn):
-    claim = learn.STUDIES["lora_calculator"].holds
+    claim = learn.SUITES["tiny"].studies["lora_calculator"].holds
     assert claim({"full": [1.0, 0.9, 0.8], "rank_1": [0.7, 0.98, 0.9]})  # 0.86 is 0.04 below 0.9
     assert not claim({"full": [1.0, 0.9, 0.8], "rank_1": [0.7, 0.95, 0.87]})  # 0.84 is 0.06 below
+
+
+def test_intervals_are_those_of_wilson(learn):
+    assert learn.interval(0.5, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
+    assert learn.interval(0.0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)  # Z^2 / (n + Z^2)
+
+
+def test_page_is_written_from_the_results_of_finished_runs(learn, capsys):
+    write_run("full", 0, [0.1, 0.4, 0.5])
+    write_run("full", 1, [0.1, 0.3, 0.7])
+    write_run("lora", 0, [0.1, 0.15, 0.3], load=50.0)
+    (Path("runs/real/grpo/full/2")).mkdir()  # not finished
+    for _ in range(2):  # the second time from the results alone
+        learn.collect("real", "grpo")
+        learn.write_report("real")
+        page = (learn.ROOT / "docs/real.md").read_text()
+        assert "## GRPO: trl not run\n" in page
+        assert "| full | 0.100 0.100 | 0.500 0.700 | 0.600 | 0.531 to 0.665 |" in page  # n = 200
+        assert "| full | 1024 1024 | 0.500 0.500 | 0.08 0.08 | 6400 6400 |" in page  # 16 x 18 s = 0.08 h
+        assert "| lora | 1024 | 0.500 | other load | other load |" in page
+        assert "| `1 + 2 =` | 3 | `I think` | `3 / '3'` |" in page
+        assert (
+            f"    lora: python -m jaxrl_llm.train --config grpo_smollm2.py --model.path {WEIGHTS} --lora"
+            in page
+        )
+        for run in Path("runs/real/grpo").glob("*/*/metrics.jsonl"):
+            run.unlink()
+            run.parent.joinpath("hf").rmdir()
+    assert (learn.ROOT / "docs/real/grpo.png").exists()
+    learn.print_summary("real", {"grpo": ["full"]})
+    assert "grpo/full seed 1: eval/pass@1 0.100 -> 0.700, step 16, 5 minutes" in capsys.readouterr().out
+
+
+def test_runs_are_chosen_by_study_and_label(learn):
+    suite = learn.SUITES["real"]
+    assert learn.choose_runs(suite, ["grpo/full", "sft"]) == {"grpo": ["full"], "sft": None}
+    assert list(learn.choose_runs(suite, ["all"])) == list(suite.studies)
+    with pytest.raises(SystemExit, match="grpo/rloo: there are grpo, sft"):
+        learn.choose_runs(suite, ["grpo/rloo"])
+    assert learn.in_order(suite, ["grpo", "distillation"])[0] == ["sft", "grpo"]
+    assert [str(job.path) for job in learn.jobs_of(suite, "grpo", [1], ["lora"])] == ["runs/real/grpo/lora/1"]
+
+
+def test_commands_of_every_study_name_recipes_and_keys_that_exist(learn):
+    from jaxrl_llm.recipe.load import from_command_line
+
+    for suite in learn.SUITES.values():
+        for name in suite.studies:
+            for job in learn.jobs_of(suite, name, [0]):
+                words = learn.shlex.split(job.arguments.removeprefix(learn.TRL))
+                if "--model.path" in words:  # a folder or file that is not there yet
+                    words[words.index("--model.path") + 1] = "org/model"
+                config = from_command_line([*words, "--run_dir", "x"], writes=False).config
+                assert config.seed == 0

@@ -40,6 +40,8 @@ class SourceConfig:
     """Share of the examples drawn from this source, relative to the other sources."""
     options: str = ""
     """Settings of a task: or gym: source, as a JSON object: '{"digits": 2}'."""
+    distinct: bool = False
+    """Each problem of a task: or gym: source once: what its `size` draws repeat is left out."""
     prompt_key: str = ""
     """Column that holds the prompt (text or messages); empty: the usual names. Dots reach into columns."""
     answer_key: str = ""
@@ -78,6 +80,11 @@ class SourceConfig:
                 yield "options", f"is {self.options!r}: only task: and gym: sources have options."
             elif problem := _object_problem(self.options):
                 yield "options", problem
+        if self.distinct and not self.path.startswith(GENERATED):
+            yield (
+                "distinct",
+                "is true: only task: and gym: sources draw problems; rows of files are as they are.",
+            )
         if self.input_template and "{}" not in self.input_template:
             yield "input_template", f"is {self.input_template!r}: it must hold {{}}, for the prompt."
         if self.rejected_key and not self.response_key:
@@ -165,7 +172,9 @@ class DataConfig:
 
     def sources(self, split: Literal["train", "eval"]) -> tuple[SourceConfig, ...]:
         """Return the sources of a split, with `path` and `eval_path` applied."""
-        first = dataclasses.replace(self.train[0] if self.train else SourceConfig(), options="")
+        first = dataclasses.replace(
+            self.train[0] if self.train else SourceConfig(), options="", distinct=False
+        )
         train = (dataclasses.replace(first, path=self.path),) if self.path else self.train
         if split == "train":
             return train

@@ -11,7 +11,7 @@ import json
 import logging
 import random
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, Protocol
 
 from jaxrl_llm.data import tasks
@@ -134,6 +134,7 @@ class TaskSource:
     """Problems of a built-in task, generated on demand; a tenth of all problems is held out of split train.
 
     Each is a pair too: the demonstration against the mistake, the other way round for a share `noise`.
+    With `distinct`, a problem in another guise (1+2 and 2+1) counts as the same.
     """
 
     num_bad = 0
@@ -145,22 +146,16 @@ class TaskSource:
         self._draw, options = tasks.TASKS[self._name]
         self._options = tasks.parse_options(options, _options(config), config.path)
         self._config, self._seed = config, seed
+        keys = (self._problem(i)[0].key for i in range(self._options.size))
+        self._rows = _first_rows(keys) if config.distinct else range(self._options.size)
 
     def __len__(self) -> int:
-        return self._options.size
+        return len(self._rows)
 
     def __getitem__(self, index: int) -> Example:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        for attempt in range(MAX_PROBLEMS):
-            rng = random.Random(f"{self._name} {self._seed} {self._config.split} {index} {attempt}")
-            problem = self._draw(rng, self._options)
-            if tasks.is_held_out(problem.key) != (self._config.split == "train"):
-                break
-        else:
-            raise UserError(
-                f"{self._config.path} has no problem of split {self._config.split!r}: make it larger"
-            )
+        problem, rng = self._problem(self._rows[index])
         wrong = rng.random() < self._options.noise
         better, worse = (problem.response, problem.mistake)[:: -1 if wrong else 1]
         other = Example(
@@ -179,12 +174,22 @@ class TaskSource:
             example = dataclasses.replace(example, response=None, turns=problem.turns[wrong])
         return judgement(example) if self._config.judge else example
 
+    def _problem(self, index: int) -> tuple[tasks.TaskProblem, random.Random]:
+        """Return a problem of the split and its random stream, for further draws."""
+        for attempt in range(MAX_PROBLEMS):
+            rng = random.Random(f"{self._name} {self._seed} {self._config.split} {index} {attempt}")
+            problem = self._draw(rng, self._options)
+            if tasks.is_held_out(problem.key) != (self._config.split == "train"):
+                return problem, rng
+        raise UserError(f"{self._config.path} has no problem of split {self._config.split!r}: make it larger")
+
 
 class GymSource:
     """A reasoning-gym task; its entries go into `columns` as they are, for its own scorer.
 
     Many tasks have several right answers and give none (answer None). A tenth of the questions is held
-    out of split train; an index that falls on a question of another split stands for a later one.
+    out of split train; an index that falls on a question of another split stands for a later one. With
+    `distinct`, each question is there once.
     """
 
     num_bad = 0
@@ -207,25 +212,16 @@ class GymSource:
         except Exception as error:  # a hundred tasks have as many kinds of errors
             raise UserError(f"{config.path}: {error}; size was {self._size}, options {options}") from error
         self._config = config
+        questions = (self._entry(i)["question"] for i in range(self._size))
+        self._rows = _first_rows(questions) if config.distinct else range(self._size)
 
     def __len__(self) -> int:
-        return self._size
+        return len(self._rows)
 
     def __getitem__(self, index: int) -> Example:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        where = f"{self._config.path}:{index}"
-        for attempt in range(min(MAX_PROBLEMS, self._size)):
-            try:
-                entry = self._tasks[(index + attempt * STRIDE) % self._size]
-            except Exception as error:  # as above
-                raise RowError(f"{where}: cannot be generated ({type(error).__name__}: {error})") from error
-            if tasks.is_held_out(entry["question"]) != (self._config.split == "train"):
-                break
-        else:
-            raise UserError(
-                f"{self._config.path}: no question of split {self._config.split!r}: raise option size"
-            )
+        entry, where = self._entry(self._rows[index]), f"{self._config.path}:{index}"
         answer = entry["answer"]
         return Example(
             messages=({"role": "user", "content": entry["question"]},),
@@ -237,6 +233,27 @@ class GymSource:
             where=where,
             teacher=self._config.teacher,
         )
+
+    def _entry(self, index: int) -> dict[str, Any]:
+        """Return the entry of the task for an index: its own, or the next of the split."""
+        for attempt in range(min(MAX_PROBLEMS, self._size)):
+            try:
+                entry = self._tasks[(index + attempt * STRIDE) % self._size]
+            except Exception as error:  # a hundred tasks have as many kinds of errors
+                raise RowError(
+                    f"{self._config.path}:{index}: cannot be generated ({type(error).__name__}: {error})"
+                ) from error
+            if tasks.is_held_out(entry["question"]) != (self._config.split == "train"):
+                return entry
+        raise UserError(
+            f"{self._config.path}: no question of split {self._config.split!r}: raise option size"
+        )
+
+
+def _first_rows(keys: Iterable[str]) -> array:
+    """Return the indices at which a key comes for the first time."""
+    seen: set[str] = set()
+    return array("q", (i for i, key in enumerate(keys) if not (key in seen or seen.add(key))))
 
 
 def _options(config: SourceConfig) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from jaxrl_llm.data.config import SourceConfig
+from jaxrl_llm.data.config import DataConfig, SourceConfig
 from jaxrl_llm.data.sources import open_source
 
 ROWS = [{"question": f"{i}+1?", "answer": f"#### {i + 1}"} for i in range(5)]
@@ -249,6 +249,42 @@ def test_gym_held_out_questions_are_never_trained_on():
     questions = lambda source: {source[i].columns["question"] for i in range(300)}
     assert len(questions(test)) > 5 and not questions(train) & questions(test)
     assert opened("gym:chain_sum", options=options, seed=1)[0] != train[0]
+
+
+def test_distinct_gym_questions_come_once_and_keep_the_split():
+    pytest.importorskip("reasoning_gym")
+    options = '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "size": 2000}'
+    every, train, test = (
+        opened("gym:chain_sum", options=options, **settings)
+        for settings in ({}, {"distinct": True}, {"distinct": True, "split": "test"})
+    )
+    questions = lambda source: [source[i].columns["question"] for i in range(len(source))]
+    assert len(set(questions(train))) == len(train) and len(set(questions(test))) == len(test)
+    assert set(questions(train)) == set(questions(every))  # in 2,000 draws all of them come up
+    assert len(train) + len(test) == 200  # 10 x 10 operands, 2 operators
+    assert not set(questions(train)) & set(questions(test))
+    with pytest.raises(IndexError):
+        test[len(test)]
+
+
+def test_distinct_problems_of_a_task_come_once_in_any_guise():
+    options = '{"digits": 1, "size": 800}'
+    train = opened("task:arithmetic", options=options, distinct=True)
+    test = opened("task:arithmetic", options=options, distinct=True, split="test")
+    operands = lambda source: [
+        tuple(sorted(source[i].messages[0]["content"].rstrip("=").split("+"))) for i in range(len(source))
+    ]
+    both = operands(train) + operands(test)
+    assert len(set(both)) == len(both) == 55  # 0+0 to 9+9, 1+2 being 2+1
+    first = opened("task:arithmetic", options=options)[0]
+    assert train[0] == first
+
+
+def test_distinct_rows_of_a_file_are_refused():
+    (problem,) = [text for key, text in SourceConfig(path="rows.jsonl", distinct=True).problems()]
+    assert "only task: and gym: sources" in problem
+    own_file = DataConfig(path="rows.jsonl", train=(SourceConfig(path="task:reverse", distinct=True),))
+    assert not own_file.sources("train")[0].distinct
 
 
 def test_gym_that_changes_between_processes_warns(caplog):

@@ -21,7 +21,9 @@ from jaxrl_llm.recipe.load import from_command_line
 
 RECIPES = (
     "dapo_tiny.py",
+    "dpo_smollm2.py",
     "dpo_tiny.py",
+    "gkd_smollm2.py",
     "gkd_tiny.py",
     "grpo_async.py",
     "grpo_guess_tiny.py",
@@ -29,11 +31,16 @@ RECIPES = (
     "grpo_qwen.py",
     "grpo_qwen_gym.py",
     "grpo_qwen_sglang.py",
+    "grpo_smollm2.py",
     "grpo_tiny.py",
+    "grpo_tools_smollm2.py",
     "grpo_tools_tiny.py",
     "ppo_reward_tiny.py",
+    "ppo_smollm2.py",
     "ppo_tiny.py",
+    "reward_model_smollm2.py",
     "reward_model_tiny.py",
+    "sft_smollm2.py",
     "sft_tiny.py",
 )
 

