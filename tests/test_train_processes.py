@@ -35,12 +35,13 @@ PLACED = [
 """Each process gives two devices to the policy, and two to rollout and reference."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "placed"),
     [
         ([], []),
-        pytest.param(ADAPTERS, [], marks=pytest.mark.slow),
-        pytest.param([], PLACED, marks=pytest.mark.slow),
+        (ADAPTERS, []),
+        ([], PLACED),
     ],
     ids=["full", "adapters, moments on the host", "models on devices of their own"],
 )

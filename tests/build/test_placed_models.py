@@ -153,7 +153,13 @@ def on_one_device(case):
     return steps(*built(case))[:2]
 
 
-@pytest.mark.parametrize("placement", [OTHER_LAYOUT, OTHER_DEVICES], ids=["layout", "devices"])
+@pytest.mark.parametrize(
+    "placement",
+    [
+        pytest.param(OTHER_LAYOUT, id="layout", marks=pytest.mark.slow),
+        pytest.param(OTHER_DEVICES, id="devices"),
+    ],
+)
 @pytest.mark.parametrize("case", ROLES)
 def test_a_model_of_any_placement_gives_the_step_of_one_device(case, placement):
     stage, state, reference = built(case, ROLES[case], placement)
@@ -169,7 +175,11 @@ def test_a_model_of_any_placement_gives_the_step_of_one_device(case, placement):
     assert devices_of(weights[ROLES[case]]) == place
 
 
-@pytest.mark.parametrize("lora, offload", [(LoraConfig(), True), (LoraConfig(rank=2), False)], ids=str)
+@pytest.mark.parametrize(
+    "lora, offload",
+    [(LoraConfig(), True), pytest.param(LoraConfig(rank=2), False, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_a_reference_of_another_model_scores_with_its_own_weights(monkeypatch, lora, offload):
     """Of the second step, too, and with adapters it is a second model."""
     monkeypatch.setitem(CASES, "other", CASES["other"] | {"lora": lora})

@@ -177,6 +177,7 @@ def test_stopped_by_budget_killed_stopped_by_signal(tmp_path, whole):
     assert_same_run(tmp_path, whole)
 
 
+@pytest.mark.slow
 def test_stopped_by_budget_and_by_a_signal_in_one_process(tmp_path, monkeypatch, capfd):
     """As in processes of their own, which takes a minute: see the slow tests."""
     more = ["--warm_start.steps", "0", "--steps", "3", "--eval.every", "0"]

@@ -240,6 +240,7 @@ def test_averages_by_hand(remainders):
     assert averaged_weights(make_optimizer(OptimConfig(), 10).init(weights)) is None
 
 
+@pytest.mark.slow
 def test_averages_change_no_weight_and_are_sharded_like_them():
     """They are 4 bytes a weight of the optimizer state."""
     one = MeshConfig(fsdp=1)
@@ -382,6 +383,7 @@ def test_codes_are_sharded_like_their_weights():
         assert bytes_per_device(scale) == bytes_per_device(codes) * 4 / row * (1 if row == 16 else 2)
 
 
+@pytest.mark.slow
 def test_every_mesh_gives_the_codes_of_one_device():
     """Blocks are those of whole rows, also where a device holds half a block (64 / 4 of hidden_size)."""
     rng = np.random.default_rng(4)

@@ -20,12 +20,11 @@ CONFIG = TransformerConfig(
     vocab_size=64, hidden_size=32, mlp_size=48, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8,
     initializer_range=0.3, moe=MoEConfig(num_experts=8, experts_per_token=3, expert_size=16),
 )  # fmt: skip
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 MESHES = [
     MeshConfig(fsdp=2, expert=2, tensor=2),
-    slow(MeshConfig(fsdp=1, expert=8)),
-    slow(MeshConfig(fsdp=2, expert=2, sequence=2)),
-    slow(MeshConfig(data=2, fsdp=4)),
+    MeshConfig(fsdp=1, expert=8),
+    MeshConfig(fsdp=2, expert=2, sequence=2),
+    MeshConfig(data=2, fsdp=4),
 ]
 
 
@@ -93,6 +92,7 @@ def assert_close(got, expected):
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max() + 1e-8, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh_config", MESHES, ids=str)
 def test_every_mesh_gives_the_gradient_of_one_device(mesh_config):
     mesh = make_mesh(mesh_config)

@@ -125,6 +125,7 @@ def test_columns_of_tables_become_json():
     assert row == {"date": "2026-01-02", "nan": None, "deep": [{"x": [1, "b'b'"]}], "prompt": "p"}
 
 
+@pytest.mark.slow
 def test_a_verifier_and_two_models_are_added_by_their_weights(judges, write, tmp_path):
     """Responses of `generate`, a single one, a pair and a chat: numbers are those of the models alone."""
     data = [

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from fake_sglang import FakeServer
 from sglang_shared import GREEDY, KEY, native, requests, until, weights
 from test_sglang import make, servers  # noqa: F401
@@ -110,6 +111,7 @@ def made_request(made, tokens):
 AHEAD = ["--rollout.max_staleness", "1", "--checkpoint.every", "1", "--checkpoint.keep", "9"]
 
 
+@pytest.mark.slow
 def test_a_run_ahead_stays_within_its_bound_and_a_killed_one_goes_on_with_what_was_written(tmp_path):
     server, run = FakeServer(), tmp_path / "run"
     args = [*ARGS, "--steps", "3", "--rollout.servers", server.url, *AHEAD, "--run_dir", str(run)]
