@@ -259,8 +259,8 @@ def check_offload(config: TrainConfig, stage: Stage, meshes: Mapping[str, Mesh])
         UserError: names the bytes and the fix.
     """
     needed = {"--optim.offload": bytes_per_device(stage.abstract_state(), HOST)}
-    own = has_own_reference(config, stage.policy.model, meshes)
-    if config.reference.offload and stage.needs_reference and own:
+    offloads = config.reference.offload and stage.needs_reference
+    if offloads and has_own_reference(config, stage.policy.model, meshes):
         needed["--reference.offload"] = reference_bytes(config, stage, meshes[REFERENCE])
     settings = [name for name, size in needed.items() if size]
     if settings:

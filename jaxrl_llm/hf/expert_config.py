@@ -28,7 +28,13 @@ EXPERT_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
     },
-    "mixtral": {"sliding_window": None, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "mixtral": {
+        "sliding_window": None,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+    },
 }
 """HF's defaults of families with experts, beside those of their dense relatives."""
 LARGEST = {

@@ -32,6 +32,9 @@ HF_CLASSES = {
     "qwen3": transformers.Qwen3Config,
     "llama": transformers.LlamaConfig,
     "mistral": transformers.MistralConfig,
+    "qwen2_moe": transformers.Qwen2MoeConfig,
+    "qwen3_moe": transformers.Qwen3MoeConfig,
+    "mixtral": transformers.MixtralConfig,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 16.0}
 LLAMA3 = {
@@ -140,7 +143,7 @@ def test_absent_keys_mean_what_they_mean_to_transformers(family):
     assert config.num_kv_heads == theirs.num_key_value_heads
     assert config.max_position == theirs.max_position_embeddings
     assert config.norm_eps == theirs.rms_norm_eps
-    assert config.rope == RopeConfig(theta=10_000.0)
+    assert config.rope == RopeConfig(theta=1e6 if family == "mixtral" else 10_000.0)
     assert config.head_dim == {"qwen3": 128}.get(family, theirs.hidden_size // theirs.num_attention_heads)
     assert config.sliding_window == {"mistral": 4096}.get(family)
     assert not config.tie_embeddings
@@ -269,7 +272,7 @@ def test_what_is_written_reads_back_here_and_in_transformers(family, extra, capl
 @pytest.mark.parametrize(
     "raw, message",
     [
-        ({}, r"model_type=None is not supported; supported: qwen2, qwen3, llama, mistral, baichuan"),
+        ({}, r"model_type=None is not supported; supported: qwen2, qwen3, qwen2_moe, "),
         (tiny("gpt2"), r"model_type='gpt2' is not supported"),
         (tiny(hidden_act="relu"), r"hidden_act='relu' is not supported; supported: silu, swish, gelu"),
         (

@@ -259,7 +259,7 @@ def test_optimizer_state_lies_where_the_weights_lie():
     abstract = built.abstract_state()
     moments = [x for x in jax.tree.leaves(abstract.opt_state) if x.shape == (2, 32, 64)]
     assert len(moments) == 4  # mean and square of gate and up
-    assert {tuple(x.sharding.spec) for x in moments} == {(None, ("fsdp", "sequence"), "tensor")}
+    assert {tuple(x.sharding.spec) for x in moments} == {(None, ("fsdp", "sequence", "expert"), "tensor")}
 
 
 def test_sft_learns_a_short_text_by_heart():

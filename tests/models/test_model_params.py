@@ -108,11 +108,14 @@ def test_init_makes_each_device_only_its_shard():
         np.testing.assert_allclose(one, other, atol=1e-8, err_msg=name)
 
 
+EMBED = ("fsdp", "sequence", "expert")
+
+
 def test_a_dim_that_does_not_divide_is_replicated():
     mesh = make_mesh(MeshConfig(fsdp=1, tensor=8))
     shardings = dict(models.named_leaves(models.shardings(CONFIG, mesh, TRAIN)))
-    assert tuple(shardings["layers.gate"].spec) == (None, ("fsdp", "sequence"), "tensor")
-    assert tuple(shardings["layers.k"].spec) == (None, ("fsdp", "sequence"), None, None)  # 2 heads on 8
+    assert tuple(shardings["layers.gate"].spec) == (None, EMBED, "tensor")
+    assert tuple(shardings["layers.k"].spec) == (None, EMBED, None, None)  # 2 heads on 8
 
 
 def test_rollout_rules_replicate_weights_over_fsdp():
