@@ -51,8 +51,9 @@ def test_a_lost_process_ends_the_run_and_the_same_command_continues(tmp_path):
         ends = [each.end(60) for each in running]
         assert time.monotonic() - start < 30
         assert (ends[victim].code, ends[1 - victim].code) == (-signal.SIGKILL, 1)
-        last = ends[1 - victim].stderr.splitlines()[-1]
-        assert last.startswith(f"error: process {victim} on ") and " is lost: killed" in last
+        errors = [line for line in ends[1 - victim].stderr.splitlines() if line.startswith("error:")]
+        assert errors and errors[-1].startswith(f"error: process {victim} on "), ends[1 - victim].stderr
+        assert " is lost: killed" in errors[-1]
         assert "Traceback" not in ends[1 - victim].stderr
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)) and len(rows) >= 5
