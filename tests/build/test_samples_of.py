@@ -32,7 +32,6 @@ class Words:
         (Bytes(), list("\N{SNOWMAN}".encode())[:2], ["", "\ufffd"]),  # cut off within a character
         (Words(), [0, 1, 2, 3, 1], ["one", " two", "\n", " three", " two"]),
     ],
-    ids=repr,
 )
 def test_texts_of_tokens_join_to_the_response(tokenizer, ids, texts):
     assert token_texts(tokenizer, ids) == texts
