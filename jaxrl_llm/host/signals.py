@@ -181,17 +181,25 @@ def handled_signals(keep_process: bool = False) -> Iterator[SignalHandlers | Non
 
 
 @contextlib.contextmanager
-def unwinding() -> Iterator[None]:
-    """Have the first signal inside raise `Interrupted` in the main thread, so that `with` blocks close."""
+def _handlers_with(name: str, value: Any) -> Iterator[None]:
+    """Install the handlers, with another value of one attribute inside the context."""
     with handled_signals() as handlers:
         if handlers is None:
             yield
             return
-        before, handlers.unwinds = handlers.unwinds, True
+        before = getattr(handlers, name)
+        setattr(handlers, name, value)
         try:
             yield
         finally:
-            handlers.unwinds = before
+            setattr(handlers, name, before)
+
+
+@contextlib.contextmanager
+def unwinding() -> Iterator[None]:
+    """Have the first signal inside raise `Interrupted` in the main thread, so that `with` blocks close."""
+    with _handlers_with("unwinds", True):
+        yield
 
 
 @contextlib.contextmanager
@@ -218,15 +226,8 @@ def deferred(action: str) -> Iterator[None]:
 @contextlib.contextmanager
 def interrupts_call(action: Callable[[], None]) -> Iterator[None]:
     """Have each SIGINT (Ctrl-C) inside call `action` in the main thread; SIGTERM ends the command."""
-    with handled_signals() as handlers:
-        if handlers is None:
-            yield
-            return
-        before, handlers.interrupt = handlers.interrupt, action
-        try:
-            yield
-        finally:
-            handlers.interrupt = before
+    with _handlers_with("interrupt", action):
+        yield
 
 
 def received_signal() -> int:

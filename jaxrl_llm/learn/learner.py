@@ -168,8 +168,8 @@ class Learner(ScoringModel):
         return replace(totals, baseline=sum(self._baseline(batch, totals) for batch in batches))
 
     def _with_coefs(self, state: TrainState, *numbers: ArrayLike | jax.ShapeDtypeStruct) -> BatchTotals:
-        extra = {"loss_scale": state.loss_scale, "entropy_coef": state.entropy_coef}
-        return BatchTotals(*numbers, state.kl_coef, **extra)
+        coefs = {"loss_scale": state.loss_scale, "entropy_coef": state.entropy_coef}
+        return BatchTotals(*numbers, state.kl_coef, **coefs)
 
     def _fresh(self, params: Params) -> TrainState:
         trained, frozen = lora.split_params(params)
@@ -213,6 +213,5 @@ class Learner(ScoringModel):
             transform_non_params=lambda _: self.replicated,
             is_leaf=is_moment,
         )
-        replicated = lambda x: None if x is None else self.replicated
-        extra = {name: replicated(getattr(state, name)) for name in ("loss_scale", "entropy_coef")}
-        return TrainState(self.param_shardings, opt, *[self.replicated] * 3, **extra)
+        replicated = jax.tree.map(lambda _: self.replicated, state)
+        return replace(replicated, params=self.param_shardings, opt_state=opt)

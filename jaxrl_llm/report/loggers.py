@@ -114,16 +114,13 @@ class Wandb:
 
         entity, _, project = config.wandb.rpartition("/")
         self.wandb = wandb
-        self.id = config.id or run_id or os.environ.get("WANDB_RUN_ID") or uuid4().hex[:12]
+        settings = _run_settings(config, run_dir, run_id, "WANDB_RUN_ID", "WANDB_NAME")
+        self.id = settings["id"]
         self.run = wandb.init(
             entity=entity or None,
             project=project,
-            id=self.id,
-            resume="allow",
-            name=_setting(config.name, "WANDB_NAME", run_dir.name),
             dir=_setting(config.directory, "WANDB_DIR", str(run_dir)),
-            group=config.group or None,
-            tags=list(config.tags) or None,
+            **settings,
         )
         self.last_step = None if self.run.offline else self.run.step - 1
 
@@ -214,16 +211,13 @@ class Swanlab:
 
         workspace, _, project = config.swanlab.rpartition("/")
         self.swanlab = swanlab
-        self.id = config.id or run_id or os.environ.get("SWANLAB_RUN_ID") or uuid4().hex[:12]
+        settings = _run_settings(config, run_dir, run_id, "SWANLAB_RUN_ID", "SWANLAB_EXP_NAME")
+        self.id = settings["id"]
         self.run = swanlab.init(
             workspace=workspace or None,
             project=project,
-            id=self.id,
-            resume="allow",
-            name=_setting(config.name, "SWANLAB_EXP_NAME", run_dir.name),
             log_dir=_setting(config.directory, "SWANLAB_LOG_DIR", str(run_dir / "swanlab")),
-            group=config.group or None,
-            tags=list(config.tags) or None,
+            **settings,
         )
 
     def config(self, tree: dict[str, Any]) -> None:
@@ -248,6 +242,19 @@ def flat_texts(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
             yield from flat_texts(value, f"{prefix}.{key}" if prefix else str(key))
     else:
         yield prefix, tree if isinstance(tree, str) else json.dumps(tree)
+
+
+def _run_settings(
+    config: LogConfig, run_dir: Path, run_id: str, id_variable: str, name_variable: str
+) -> dict[str, Any]:
+    """Return the arguments that wandb.init and swanlab.init share."""
+    return {
+        "id": config.id or run_id or os.environ.get(id_variable) or uuid4().hex[:12],
+        "resume": "allow",
+        "name": _setting(config.name, name_variable, run_dir.name),
+        "group": config.group or None,
+        "tags": list(config.tags) or None,
+    }
 
 
 def _setting(value: str, variable: str, default: str) -> str | None:
