@@ -42,6 +42,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**_QWEN, **EXPERT_DEFAULTS["qwen2_moe"]},
     "qwen3_moe": {**_QWEN, **EXPERT_DEFAULTS["qwen3_moe"]},
     "mixtral": {**_LLAMA, **_MISTRAL, **EXPERT_DEFAULTS["mixtral"]},
+    "olmoe": EXPERT_DEFAULTS["olmoe"],
     "llama": _LLAMA,
     "mistral": {**_LLAMA, **_MISTRAL},
     "baichuan": {**_LLAMA, "vocab_size": 64_000, "max_position_embeddings": None},
@@ -54,6 +55,7 @@ ARCHITECTURES = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "baichuan": "BaichuanForCausalLM",
@@ -98,7 +100,7 @@ LARGEST = {
 }
 """Sizes beyond those of any model: nonsense rather than hours of making a list of weights."""
 LANGUAGE, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
-BIAS_FLAG = ("llama", "qwen3", "qwen3_moe")
+BIAS_FLAG = ("llama", "qwen3", "qwen3_moe", "olmoe")
 """Families whose attention has biases where `attention_bias` says so."""
 WINDOWED = ("mistral", "mixtral")
 """Families whose layers all have the sliding window, if there is one."""
@@ -145,7 +147,8 @@ def read_config(folder: Path | str | dict) -> TransformerConfig:
         qkv_bias=biased or (family in ("qwen2", "qwen2_moe") and keys.flag("qkv_bias", True)),
         out_bias=biased,
         mlp_bias=keys.flag("mlp_bias") and family == "llama",
-        qk_norm=family in ("qwen3", "qwen3_moe"),
+        qk_norm=family in ("qwen3", "qwen3_moe", "olmoe"),
+        qk_norm_over_heads=family == "olmoe",
         activation=ACTIVATIONS[keys.one_of("hidden_act", ACTIVATIONS, "silu")],
         norm_eps=keys.number("rms_norm_eps", 1e-6, high=1.0),
         tie_embeddings=keys.flag("tie_word_embeddings") or has_head,  # a classifier has no other head
@@ -207,6 +210,8 @@ def _check_supported(keys: JsonKeys, family: str) -> None:
     """Refuse a model that would load and then compute something else."""
     if keys.get("quantization_config"):
         raise UserError(f"{keys.file}: quantization_config is set; only bf16, fp16 and fp32 weights are read")
+    if keys.get("clip_qkv") is not None:
+        raise keys.wrong("clip_qkv", keys.get("clip_qkv"), "is not supported; supported: null")
     if family == "baichuan" and keys.get("max_position_embeddings") is None:
         raise UserError(
             f"{keys.file}: baichuan without max_position_embeddings is the 13B model, which uses ALiBi; "

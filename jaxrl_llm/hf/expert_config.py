@@ -35,6 +35,17 @@ EXPERT_DEFAULTS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e6,
     },
+    "olmoe": {
+        "vocab_size": 50_304,
+        "hidden_size": 2048,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+    },
 }
 """HF's defaults of families with experts, beside those of their dense relatives."""
 LARGEST = {
@@ -51,7 +62,7 @@ def read_experts(keys: JsonKeys, family: str) -> MoEConfig | None:
     Raises:
         UserError: some of its layers are dense.
     """
-    if family not in ("qwen2_moe", "qwen3_moe", "mixtral"):
+    if family not in EXPERT_DEFAULTS:
         return None
     integer = lambda key: keys.integer(key, LARGEST[key])
     if family == "mixtral":
@@ -65,7 +76,7 @@ def read_experts(keys: JsonKeys, family: str) -> MoEConfig | None:
     return MoEConfig(
         integer(count),
         integer("num_experts_per_tok"),
-        integer("moe_intermediate_size"),
+        integer("intermediate_size" if family == "olmoe" else "moe_intermediate_size"),
         shared,
         keys.flag("norm_topk_prob"),
     )
@@ -79,13 +90,14 @@ def write_experts(config: TransformerConfig) -> dict[str, Any]:
     common = {"num_experts_per_tok": moe.experts_per_token, "output_router_logits": False}
     if config.family == "mixtral":
         return {**common, "num_local_experts": moe.num_experts, "intermediate_size": moe.expert_size}
+    common |= {"num_experts": moe.num_experts, "norm_topk_prob": moe.normalize}
+    if config.family == "olmoe":
+        return {**common, "intermediate_size": moe.expert_size, "clip_qkv": None}
     shared = {"shared_expert_intermediate_size": moe.shared_size} if config.family == "qwen2_moe" else {}
     return {
         **common,
         **shared,
-        "num_experts": moe.num_experts,
         "moe_intermediate_size": moe.expert_size,
-        "norm_topk_prob": moe.normalize,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }

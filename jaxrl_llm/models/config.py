@@ -114,6 +114,8 @@ class TransformerConfig:
     """Biases on the three feed-forward projections."""
     qk_norm: bool = True
     """RMSNorm over head_dim of queries and keys before RoPE (Qwen3)."""
+    qk_norm_over_heads: bool = False
+    """`qk_norm` is over all heads together, before they are split, not over each (OLMoE)."""
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     """Activation of the feed-forward gate."""
     norm_eps: Annotated[float, Range(0.0, 1.0, usual="1e-6 is usual")] = 1e-6
@@ -141,6 +143,8 @@ class TransformerConfig:
         """Yield (field, what is wrong) for sizes that do not go together."""
         if self.num_heads % self.num_kv_heads:
             yield "num_kv_heads", f"is {self.num_kv_heads}: it must divide num_heads, {self.num_heads}."
+        if self.qk_norm_over_heads and not self.qk_norm:
+            yield "qk_norm_over_heads", "is True: it says which norm qk_norm is, so that must be True, too."
         if self.head_dim % 2:
             yield "head_dim", f"is {self.head_dim}: it must be even, since RoPE rotates pairs."
         if self.window_layers is not None and len(self.window_layers) != self.num_layers:

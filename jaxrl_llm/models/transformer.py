@@ -73,8 +73,9 @@ class Layers(nnx.Module):
         if c.out_bias:
             self.o_bias = init.zeros((d,), ("norm",))
         if c.qk_norm:
-            self.q_norm = init.ones((e,), ("head_dim",))
-            self.k_norm = init.ones((e,), ("head_dim",))
+            q_width, k_width = (c.num_heads * e, c.num_kv_heads * e) if c.qk_norm_over_heads else (e, e)
+            self.q_norm = init.ones((q_width,), ("head_dim",))
+            self.k_norm = init.ones((k_width,), ("head_dim",))
         self.mlp_norm = init.ones((d,), ("norm",))
         if size := c.moe.shared_size if c.moe else c.mlp_size:
             self.gate = init.normal((d, size), ("embed", "mlp"))
@@ -251,8 +252,7 @@ def block(
         h = norm(x, w.attention_norm[...])
         q, k, v = linear(w, "q", h), linear(w, "k", h), linear(w, "v", h)
         if c.qk_norm:
-            q = rms_norm(q, w.q_norm[...], c.norm_eps)
-            k = rms_norm(k, w.k_norm[...], c.norm_eps)
+            q, k = _qk_norm(c, q, w.q_norm[...]), _qk_norm(c, k, w.k_norm[...])
         return apply_rope(q, *rope), apply_rope(k, *rope), v
 
     def add_attention(w, x, out):
@@ -278,6 +278,11 @@ def block(
         y = sparse_mlp(c, w, h, ACTIVATIONS[c.activation], valid, rules, strict)
         y = per_token(add_shared_expert, w, h, y) if c.moe.shared_size else y
         return constrain_residual(x + y), kv
+
+
+def _qk_norm(c: TransformerConfig, x: Float[Array, "B T H E"], weight: Array) -> Float[Array, "B T H E"]:
+    flat = x.reshape(*x.shape[:2], -1) if c.qk_norm_over_heads else x
+    return rms_norm(flat, weight, c.norm_eps).reshape(x.shape)
 
 
 def apply_linear(c: TransformerConfig, w: Layers, name: str, x: Float[Array, "B T *I"]):

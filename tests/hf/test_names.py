@@ -35,6 +35,7 @@ HF_CLASSES = {
     "qwen2_moe": transformers.Qwen2MoeConfig,
     "qwen3_moe": transformers.Qwen3MoeConfig,
     "mixtral": transformers.MixtralConfig,
+    "olmoe": transformers.OlmoeConfig,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 16.0}
 LLAMA3 = {

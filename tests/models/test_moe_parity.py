@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hf_oracle import hf_logits, our_logits, random_tokens, torch
+from hf_oracle import agree_in_greedy_text, hf_logits, our_logits, random_tokens, torch
 from safetensors.numpy import load_file
 from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
     Qwen3MoeConfig,
@@ -32,6 +34,10 @@ FAMILIES = {
     "mixtral": (
         MixtralConfig, MixtralForCausalLM, {"num_local_experts": 6, "intermediate_size": 24}
     ),
+    "olmoe": (
+        OlmoeConfig, OlmoeForCausalLM,
+        {"num_experts": 6, "intermediate_size": 24, "head_dim": 8, "rms_norm_eps": 1e-5},
+    ),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM, {**QWEN, "shared_expert_intermediate_size": 40}),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, {**QWEN, "norm_topk_prob": True}),
 }  # fmt: skip
@@ -41,7 +47,7 @@ FAMILIES = {
 def theirs(family):
     """Random weights: norms near 1, all else with a standard deviation of 0.3."""
     config_class, model_class, settings = FAMILIES[family]
-    config = config_class(**COMMON, **settings)
+    config = config_class(**{**COMMON, **settings})
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = model_class(config).eval()
@@ -54,10 +60,10 @@ def theirs(family):
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def loaded(request, tmp_path_factory):
-    """(transformers' model, the folder that it wrote, ours)."""
+    """(transformers' model, the folder of several files that it wrote, ours)."""
     folder = tmp_path_factory.mktemp(request.param)
     model = theirs(request.param)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size=40_000)
     return model, folder, load_params(folder, read_config(folder))
 
 
@@ -69,11 +75,23 @@ def test_logits(loaded):
     np.testing.assert_allclose(our_logits(params, tokens), expected, atol=2e-4, rtol=0)
 
 
+@pytest.mark.slow
+def test_greedy_text(loaded):
+    model, _, params = loaded
+    agree_in_greedy_text(model, params, random_tokens(length=6), new=10)
+
+
+def stored_tensors(folder):
+    files = sorted(folder.glob("*.safetensors"))
+    assert len(files) > 1
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
 def test_files_come_back_byte_for_byte(loaded, tmp_path):
     _, folder, params = loaded
     config = read_config(folder)
-    save_model(params, config, tmp_path / "out", dtype="float32")
-    stored, written = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "out"))
+    save_model(params, config, tmp_path / "out", dtype="float32", max_shard_bytes=40_000)
+    stored, written = stored_tensors(folder), stored_tensors(tmp_path / "out")
     assert stored.keys() == written.keys()
     assert any(".experts.5." in name for name in stored)
     for name, tensor in stored.items():
@@ -111,3 +129,8 @@ def test_what_the_decoder_lacks_is_refused_by_name(changes, message):
     raw = to_hf_config(read_config(theirs("qwen3_moe").config.to_dict()))
     with pytest.raises(UserError, match=message):
         read_config({**raw, **changes})
+
+
+def test_olmoe_with_clipped_queries_is_refused():
+    with pytest.raises(UserError, match=r"clip_qkv=8.0 is not supported; supported: null"):
+        read_config({"model_type": "olmoe", "clip_qkv": 8.0})
