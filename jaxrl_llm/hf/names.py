@@ -36,6 +36,7 @@ TABLE: dict[str, tuple[str, str]] = {
     "layers.o_bias": ("model.layers.{}.self_attn.o_proj.bias", "d -> d"),
     "layers.q_norm": ("model.layers.{}.self_attn.q_norm.weight", "e -> e"),
     "layers.k_norm": ("model.layers.{}.self_attn.k_norm.weight", "e -> e"),
+    "layers.sinks": ("model.layers.{}.self_attn.sinks", "h -> h"),
     "layers.mlp_norm": ("model.layers.{}.post_attention_layernorm.weight", "d -> d"),
     "layers.gate": ("model.layers.{}.mlp.gate_proj.weight", "d f -> f d"),
     "layers.up": ("model.layers.{}.mlp.up_proj.weight", "d f -> f d"),

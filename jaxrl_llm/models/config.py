@@ -130,6 +130,8 @@ class TransformerConfig:
     """Tokens that a token attends to, itself included; None = all before it."""
     window_layers: tuple[bool, ...] | None = None
     """True for each layer that uses the sliding window; None = all layers."""
+    attention_sinks: bool = False
+    """A learnt score a head in the denominator of attention's softmax (gpt-oss)."""
     attention_softcap: Annotated[float, Positive] | None = None
     """c: attention scores become c tanh(score / c) (Gemma 2)."""
     logit_softcap: Annotated[float, Positive] | None = None

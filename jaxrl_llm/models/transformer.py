@@ -76,6 +76,8 @@ class Layers(nnx.Module):
             q_width, k_width = (c.num_heads * e, c.num_kv_heads * e) if c.qk_norm_over_heads else (e, e)
             self.q_norm = init.ones((q_width,), ("head_dim",))
             self.k_norm = init.ones((k_width,), ("head_dim",))
+        if c.attention_sinks:
+            self.sinks = init.zeros((c.num_heads,), ("heads",))
         self.mlp_norm = init.ones((d,), ("norm",))
         if size := c.moe.shared_size if c.moe else c.mlp_size:
             self.gate = init.normal((d, size), ("embed", "mlp"))
@@ -188,8 +190,8 @@ class Transformer(nnx.Module):
         def body(x, layer_and_window):
             layer, window = layer_and_window
             x = checkpoint_name(x, LAYER_INPUT)
-            attention_fn = make_attention_fn(c, segments, positions, window, method, strict)
             w = cast_weights(layer, dtype)
+            attention_fn = make_attention_fn(c, w, segments, positions, window, method, strict)
             return block(c, w, x, rope, attention_fn, strict, segments > 0)[0], None
 
         if remat != "none":
@@ -201,6 +203,7 @@ class Transformer(nnx.Module):
 
 def make_attention_fn(
     c: TransformerConfig,
+    w: Layers,
     segments: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     window: int | Int[Array, ""],
@@ -210,16 +213,22 @@ def make_attention_fn(
     """Return the `attention_fn` of `block` for causal attention within segments; kv are those of the row."""
     settings = {"scale": 1 / math.sqrt(c.head_dim), "softcap": c.attention_softcap}
 
-    def plain(q, k, v, segments, positions, window):
+    def plain(q, k, v, segments, positions, window, sinks):
         known = {"windows": tuple(sorted(set(window_sizes(c)))), "method": method}
-        return sharded_attention(q, k, v, segments, window=window, **known, **settings)
+        return sharded_attention(q, k, v, segments, window=window, sinks=sinks, **known, **settings)
 
-    def exact(q, k, v, segments, positions, window):
+    def exact(q, k, v, segments, positions, window, sinks):
         start = jnp.arange(q.shape[1]) - positions
-        return batch_invariant.invariant_attention(q, k, v, start, positions, window, **settings)
+        return batch_invariant.invariant_attention(q, k, v, start, positions, window, sinks=sinks, **settings)
 
     attend = functools.partial(batch_invariant.with_gradient_of, plain, exact) if strict else plain
-    return lambda q, k, v: (attend(q, k, v, segments, positions, jnp.asarray(window)), (k, v))
+    rest = segments, positions, jnp.asarray(window), sinks_of(w)
+    return lambda q, k, v: (attend(q, k, v, *rest), (k, v))
+
+
+def sinks_of(w: Layers) -> Float[Array, "H"] | None:
+    """Return the attention sinks of a layer, None where it has none."""
+    return w.sinks[...] if hasattr(w, "sinks") else None
 
 
 def block(
@@ -319,15 +328,15 @@ def final_norm_fn(c: TransformerConfig):
 
 
 def cast_weights(weights: nnx.Module, dtype: DTypeLike) -> nnx.Module:
-    """Cast weights to `dtype`, except those of norms, and codes and scales of quantized ones.
+    """Cast weights to `dtype`, except those of norms, sinks, and codes and scales of quantized ones.
 
     Weights in host memory are copied to the devices.
     """
 
     def cast(path, w):
         name, w = jax.tree_util.keystr(path), fetch(w)
-        kept = "norm" in name or SCALE in name or not jnp.issubdtype(w.dtype, jnp.floating)
-        return w if kept else rounded(w, dtype)
+        kept = any(part in name for part in ("norm", "sinks", SCALE))
+        return w if kept or not jnp.issubdtype(w.dtype, jnp.floating) else rounded(w, dtype)
 
     return jax.tree_util.tree_map_with_path(cast, weights)
 

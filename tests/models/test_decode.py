@@ -18,10 +18,10 @@ TINY = models.TransformerConfig(
     vocab_size=64, hidden_size=32, mlp_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
     initializer_range=0.2,
 )  # fmt: skip
-WINDOWED = dataclasses.replace(TINY, sliding_window=3, window_layers=(True, False))
+WINDOWED = dataclasses.replace(TINY, sliding_window=3, window_layers=(True, False), attention_sinks=True)
 VARIANTS = {
     "qwen3": TINY,
-    "window, biases, untied": dataclasses.replace(
+    "window, sinks, biases, untied": dataclasses.replace(
         WINDOWED, qkv_bias=True, qk_norm=False, tie_embeddings=False
     ),
     "scanned": WINDOWED,
@@ -84,7 +84,7 @@ def test_every_token_through_the_ring_equals_one_forward(variant, monkeypatch):
 
 @pytest.mark.parametrize("lanes", [1, 128])
 def test_pages_hold_what_the_ring_holds(monkeypatch, lanes):
-    """A scanned model with windows, token by token; also in the wider pages of a TPU."""
+    """A scanned model with windows and sinks, token by token; also in the wider pages of a TPU."""
     monkeypatch.setattr(decode, "MAX_UNROLLED_LAYERS", 1)
     weights = weights_of(WINDOWED)
     ring = decode.init_ring_cache(WINDOWED, 2, 24, jnp.float32)
