@@ -44,6 +44,7 @@ TABLE: dict[str, tuple[str, str]] = {
     "layers.up_bias": ("model.layers.{}.mlp.up_proj.bias", "f -> f"),
     "layers.down_bias": ("model.layers.{}.mlp.down_proj.bias", "d -> d"),
     "layers.router": ("model.layers.{}.mlp.gate.weight", "d x -> x d"),
+    "layers.router_bias": ("model.layers.{}.mlp.gate.e_score_correction_bias", "x -> x"),
     "layers.expert_gate": ("model.layers.{}.mlp.experts.{}.gate_proj.weight", "d f -> f d"),
     "layers.expert_up": ("model.layers.{}.mlp.experts.{}.up_proj.weight", "d f -> f d"),
     "layers.expert_down": ("model.layers.{}.mlp.experts.{}.down_proj.weight", "f d -> d f"),

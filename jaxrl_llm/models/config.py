@@ -69,16 +69,47 @@ class MoEConfig:
     expert_size: Size = 768
     """Width inside each expert."""
     shared_size: Annotated[int, Range(0, 2**24)] = 0
-    """Width of the shared expert, which every token passes, times a sigmoid gate (Qwen2-MoE); 0 = none."""
+    """Width of the shared expert, which every token passes; 0 = none."""
     normalize: bool = True
-    """Divide the router's probabilities of the chosen experts by their sum."""
+    """Divide the router's scores of the chosen experts by their sum."""
+    shared_gate: bool = True
+    """Multiply the shared expert's output by a sigmoid gate (Qwen2-MoE)."""
+    score: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
+    """Scores from the router's logits: softmax over all experts, sigmoid (DeepSeek-V3), or softmax over the
+    chosen experts."""
+    scale: Annotated[float, Range(0, 1e6, open_low=True, usual="1 to 2.5 is usual")] = 1.0
+    """Multiplies the weights of the chosen experts (HF `routed_scaling_factor`)."""
+    groups: Annotated[int, Range(1, 2**16)] = 1
+    """Groups of consecutive experts; a token chooses among those of groups_kept (arXiv 2412.19437)."""
+    groups_kept: Annotated[int, Range(1, 2**16)] = 1
+    """Groups whose two best experts have the largest sum; not used with one group."""
+    selection_bias: bool = False
+    """Add a bias to the scores by which experts are chosen, not to their weights (arXiv 2408.15664)."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, what is wrong) for more experts of a token than there are."""
+        """Yield (field, what is wrong) for more experts of a token than there are, and for uneven groups."""
         if self.experts_per_token > self.num_experts:
             yield (
                 "experts_per_token",
                 f"is {self.experts_per_token}: there are {self.num_experts} experts (num_experts).",
+            )
+        if self.groups > 1:
+            yield from self._group_problems()
+        if self.score == "softmax_of_chosen" and (self.groups > 1 or self.selection_bias):
+            yield "score", "is softmax_of_chosen: groups and selection_bias need softmax or sigmoid."
+
+    def _group_problems(self) -> Iterator[tuple[str, str]]:
+        if self.num_experts % self.groups or self.num_experts < 2 * self.groups:
+            yield (
+                "groups",
+                f"is {self.groups}: it must divide {self.num_experts} experts into groups of at least 2.",
+            )
+        elif self.groups_kept > self.groups:
+            yield "groups_kept", f"is {self.groups_kept}: there are {self.groups} groups (groups)."
+        elif self.experts_per_token > (inside := self.groups_kept * (self.num_experts // self.groups)):
+            yield (
+                "experts_per_token",
+                f"is {self.experts_per_token}: the groups kept have {inside} experts (groups_kept).",
             )
 
 

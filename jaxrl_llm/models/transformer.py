@@ -100,7 +100,9 @@ class Layers(nnx.Module):
         self.expert_up = init.normal(shape, axes)
         down = (moe.num_experts, moe.expert_size, d), ("experts", "expert_mlp", "expert_embed")
         self.expert_down = init.normal(*down, residual=True)
-        if moe.shared_size:
+        if moe.selection_bias:
+            self.router_bias = init.zeros((moe.num_experts,), ("router",))
+        if moe.shared_size and moe.shared_gate:
             self.shared_gate = init.normal((d, 1), ("router", "router"))
 
     def _quantize(self, name: str, kind: str) -> None:
@@ -264,7 +266,8 @@ def block(
             return constrain_residual(x + mlp(c, w, norm(x, w.mlp_norm[...])))
 
     def add_shared_expert(w, h, y):
-        return y + jax.nn.sigmoid(linear(w, "shared_gate", h)) * mlp(c, w, h)
+        out = mlp(c, w, h)
+        return y + (jax.nn.sigmoid(linear(w, "shared_gate", h)) * out if c.moe.shared_gate else out)
 
     per_token = per_token_call(strict)
     with jax.named_scope("attention"):
@@ -314,14 +317,17 @@ def final_norm_fn(c: TransformerConfig):
 
 
 def cast_weights(weights: nnx.Module, dtype: DTypeLike) -> nnx.Module:
-    """Cast weights to `dtype`, except those of norms, and codes and scales of quantized ones.
+    """Cast weights to `dtype`, except those of norms, the bias that chooses experts, and codes and scales of
+    quantized ones.
 
     Weights in host memory are copied to the devices.
     """
 
     def cast(path, w):
         name, w = jax.tree_util.keystr(path), fetch(w)
-        kept = "norm" in name or SCALE in name or not jnp.issubdtype(w.dtype, jnp.floating)
+        kept = any(part in name for part in ("norm", "router_bias", SCALE)) or not jnp.issubdtype(
+            w.dtype, jnp.floating
+        )
         return w if kept else rounded(w, dtype)
 
     return jax.tree_util.tree_map_with_path(cast, weights)
