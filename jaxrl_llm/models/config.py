@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -85,6 +86,8 @@ class MoEConfig:
     """Groups whose two best experts have the largest sum; not used with one group."""
     selection_bias: bool = False
     """Add a bias to the scores by which experts are chosen, not to their weights (arXiv 2408.15664)."""
+    dense_layers: Annotated[int, Range(0, 10_000)] = 0
+    """Leading layers that have the feed-forward of a dense model, of width mlp_size, and no experts."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, what is wrong) for more experts of a token than there are, and for uneven groups."""
@@ -126,9 +129,9 @@ class TransformerConfig:
     hidden_size: Size = 1024
     """Width of the residual stream."""
     mlp_size: Size = 3072
-    """Width inside the gated feed-forward; not used where `moe` is set."""
+    """Width inside the gated feed-forward of layers without experts."""
     moe: MoEConfig | None = None
-    """Experts in place of the feed-forward of every layer; None = a dense model."""
+    """Experts in place of the feed-forward, but in leading dense layers; None = a dense model."""
     num_layers: Annotated[int, Range(1, 10_000)] = 28
     """Decoder layers."""
     num_heads: Annotated[int, Range(1, 2**16)] = 16
@@ -181,6 +184,29 @@ class TransformerConfig:
             )
         if self.rope.scaling == "dynamic" and self.head_dim < 4:
             yield "head_dim", f"is {self.head_dim}: dynamic RoPE scaling needs at least 4."
+        if self.moe and self.moe.dense_layers >= self.num_layers:
+            yield (
+                "num_layers",
+                f"is {self.num_layers}: it must be above moe.dense_layers, {self.moe.dense_layers}.",
+            )
+
+
+DENSE = "dense_layers"
+"""Name of the stack of leading dense layers of a model with experts."""
+
+
+def layer_stacks(c: TransformerConfig) -> dict[str, TransformerConfig]:
+    """Return name -> architecture of each stack of equal layers, in order; those of a stack are one scan."""
+    count = c.moe.dense_layers if c.moe else 0
+    if not count:
+        return {"layers": c}
+    windows = c.window_layers
+    first, rest = (windows[:count], windows[count:]) if windows else (None, None)
+    moe = dataclasses.replace(c.moe, dense_layers=0)
+    return {
+        DENSE: dataclasses.replace(c, moe=None, num_layers=count, window_layers=first),
+        "layers": dataclasses.replace(c, moe=moe, num_layers=c.num_layers - count, window_layers=rest),
+    }
 
 
 TARGETS = {

@@ -29,6 +29,7 @@ IMPOSSIBLE = {
     "moe.groups is 3: it must divide 8 experts into groups of": {"moe": MoEConfig(8, groups=3)},
     "moe.groups_kept is 3: there are 2 groups": {"moe": MoEConfig(8, groups=2, groups_kept=3)},
     "moe.experts_per_token is 3: the groups kept have 2 experts": {"moe": MoEConfig(8, 3, groups=4)},
+    "num_layers is 2: it must be above moe.dense_layers, 2.": {"moe": MoEConfig(dense_layers=2)},
     "moe.score is softmax_of_chosen: groups and selection_bias need": {
         "moe": MoEConfig(score="softmax_of_chosen", selection_bias=True)
     },
