@@ -12,12 +12,16 @@ from hf_tensors import params_from_tensors, tensors_of
 from jaxrl_llm.hf.config import DEFAULTS, read_config, to_hf_config
 from jaxrl_llm.hf.names import (
     TABLE,
+    adapter_tensors,
     from_hf,
     hf_tensors,
     tensor_rows,
     to_hf,
 )
-from jaxrl_llm.models import RopeConfig, TransformerConfig, init, named_leaves
+from jaxrl_llm.models import LoraConfig, RopeConfig, TransformerConfig, init, named_leaves
+from jaxrl_llm.models.config import MoEConfig
+from jaxrl_llm.models.flops import layer_weights
+from jaxrl_llm.models.lora import with_lora
 
 TINY = {
     "vocab_size": 64,
@@ -120,6 +124,28 @@ def test_baichuan_packs_queries_keys_and_values_in_one_matrix():
     again = params_from_tensors(config, fused)
     for (name, a), (_, b) in zip(named_leaves(params), named_leaves(again), strict=True):
         np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+def test_leading_dense_layers_are_a_stack_of_their_own():
+    """Layers 0 and 1 are dense_layers[0] and [1], layer 2 is layers[0]; adapters and FLOPs likewise."""
+    moe = MoEConfig(4, 2, 8, dense_layers=2)
+    c = TransformerConfig(vocab_size=64, hidden_size=32, mlp_size=48, num_layers=3, num_heads=4,
+                          num_kv_heads=2, head_dim=8, moe=moe)  # fmt: skip
+    parts = {tensor.name: tensor.parts for tensor in hf_tensors(c)}
+    layer = "model.layers.{}."
+    assert parts[layer.format(1) + "self_attn.q_proj.weight"] == (("dense_layers.q", (1,)),)
+    assert parts[layer.format(2) + "self_attn.q_proj.weight"] == (("layers.q", (0,)),)
+    assert parts[layer.format(1) + "mlp.up_proj.weight"] == (("dense_layers.up", (1,)),)
+    assert parts[layer.format(2) + "mlp.experts.3.up_proj.weight"] == (("layers.expert_up", (0, 3)),)
+    assert layer.format(2) + "mlp.up_proj.weight" not in parts
+    adapted = adapter_tensors(with_lora(c, LoraConfig(rank=2, targets=("q_proj",))))
+    assert [(tensor.name.split(".")[4], tensor.parts[0]) for tensor in adapted[::2]] == [
+        ("0", ("dense_layers.q_lora_a", (0,))),
+        ("1", ("dense_layers.q_lora_a", (1,))),
+        ("2", ("layers.q_lora_a", (0,))),
+    ]
+    attention = 32 * 8 * (4 + 2 + 2 + 4)
+    assert layer_weights(c) == 3 * attention + 2 * 32 * 3 * 48 + 32 * (3 * 2 * 8 + 4)
 
 
 def test_a_missing_tensor_is_named():
