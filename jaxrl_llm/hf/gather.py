@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_llm.hf.names import HFTensor, Index, tensor_layout, to_hf
+from jaxrl_llm.hf.names import HFTensor, Index, to_hf
 from jaxrl_llm.models import named_leaves
 from jaxrl_llm.models.lora import merged_names, merged_weight
 from jaxrl_llm.structs import Params
@@ -77,14 +77,21 @@ def _start(
     whole = None
     if isinstance(sharding, NamedSharding) and (replicated or not sharding.is_fully_addressable):
         whole = NamedSharding(sharding.mesh, PartitionSpec())
-    array, finite = _converter(names, scale, dtype, whole)(weights, index)
+    array, finite = _converter(names, tensor.layouts, tensor.interleaved, scale, dtype, whole)(weights, index)
     if not replicated:
         array.copy_to_host_async()
     return array, finite
 
 
 @functools.cache
-def _converter(names: tuple[str, ...], scale: float, dtype: str, sharding: NamedSharding | None):
+def _converter(
+    names: tuple[str, ...],
+    layouts: tuple[str, ...],
+    interleaved: bool,
+    scale: float,
+    dtype: str,
+    sharding: NamedSharding | None,
+):
     """Return the jitted conversion: transposing and rounding a large matrix is fast on the device."""
 
     def convert(weights: dict[str, jax.Array], index: Index) -> tuple[jax.Array, jax.Array]:
@@ -92,9 +99,9 @@ def _converter(names: tuple[str, ...], scale: float, dtype: str, sharding: Named
             weights = {k: jax.lax.dynamic_slice_in_dim(w, i, 1, axis=dim) for k, w in weights.items()}
         merged = [merged_weight(weights, name, scale) for name in names]
         matrix = (0,) * len(index) or ...
-        parts = [
-            to_hf(weight[matrix], tensor_layout(name)) for name, weight in zip(names, merged, strict=True)
-        ]
+        parts = [to_hf(weight[matrix], layout) for weight, layout in zip(merged, layouts, strict=True)]
+        if interleaved:
+            parts = [jnp.stack(parts, axis=-1).reshape(*parts[0].shape[:-1], -1)]
         whole = (jnp.concatenate(parts) if len(parts) > 1 else parts[0]).astype(dtype)
         return whole, jnp.isfinite(whole).all()
 

@@ -86,6 +86,13 @@ class MoEConfig:
     """Groups whose two best experts have the largest sum; not used with one group."""
     selection_bias: bool = False
     """Add a bias to the scores by which experts are chosen, not to their weights (arXiv 2408.15664)."""
+    bias: bool = False
+    """Biases on the router and on the three projections of each expert (gpt-oss)."""
+    swiglu_limit: Annotated[float, Positive] | None = None
+    """c: an expert computes g sigmoid(swiglu_alpha g) (u + 1) with its gate g up to c and its up projection u
+    within -c and c (gpt-oss); None = activation(g) u."""
+    swiglu_alpha: Annotated[float, Positive] = 1.702
+    """Factor inside the sigmoid, where swiglu_limit is set."""
     dense_layers: Annotated[int, Range(0, 10_000)] = 0
     """Leading layers that have the feed-forward of a dense model, of width mlp_size, and no experts."""
 

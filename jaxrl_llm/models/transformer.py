@@ -90,6 +90,11 @@ class Layers(nnx.Module):
         self.expert_up = init.normal(shape, axes)
         down = (moe.num_experts, moe.expert_size, d), ("experts", "expert_mlp", "expert_embed")
         self.expert_down = init.normal(*down, residual=True)
+        if moe.bias:
+            self.router_logit_bias = init.zeros((moe.num_experts,), ("router",))
+            self.expert_gate_bias = init.zeros((moe.num_experts, moe.expert_size), ("experts", "expert_mlp"))
+            self.expert_up_bias = init.zeros((moe.num_experts, moe.expert_size), ("experts", "expert_mlp"))
+            self.expert_down_bias = init.zeros((moe.num_experts, d), ("experts", "expert_embed"))
         if moe.selection_bias:
             self.router_bias = init.zeros((moe.num_experts,), ("router",))
         if moe.shared_size and moe.shared_gate:

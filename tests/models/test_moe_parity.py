@@ -9,6 +9,8 @@ import pytest
 from hf_oracle import agree_in_greedy_text, hf_logits, our_logits, random_tokens, torch
 from safetensors.numpy import load_file
 from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
@@ -31,6 +33,10 @@ COMMON = dict(
 )  # fmt: skip
 QWEN = dict(num_experts=6, moe_intermediate_size=24, intermediate_size=48)
 FAMILIES = {
+    "gpt_oss": (
+        GptOssConfig, GptOssForCausalLM,
+        {"num_local_experts": 6, "intermediate_size": 24, "sliding_window": 5, "swiglu_limit": 1.5},
+    ),
     "mixtral": (
         MixtralConfig, MixtralForCausalLM, {"num_local_experts": 6, "intermediate_size": 24}
     ),
@@ -93,26 +99,42 @@ def test_files_come_back_byte_for_byte(loaded, tmp_path):
     save_model(params, config, tmp_path / "out", dtype="float32", max_shard_bytes=40_000)
     stored, written = stored_tensors(folder), stored_tensors(tmp_path / "out")
     assert stored.keys() == written.keys()
-    assert any(".experts.5." in name for name in stored)
+    assert any(".experts.5." in name or name.endswith("experts.gate_up_proj_bias") for name in stored)
     for name, tensor in stored.items():
         np.testing.assert_array_equal(written[name], tensor, err_msg=name)
     assert read_config(tmp_path / "out") == config
 
 
+def gradients_of(model, layer):
+    """Our name -> gradient of transformers' model. Experts are fused; gpt-oss's alternate gate and up."""
+    mlp = model.model.layers[layer].mlp
+    down, both = mlp.experts.down_proj.grad.numpy(), mlp.experts.gate_up_proj.grad.numpy()
+    if not hasattr(mlp, "router"):
+        experts = {"expert_down": down.transpose(0, 2, 1), "expert_gate": both[:, :24].transpose(0, 2, 1)}
+        return {"router": mlp.gate.weight.grad.numpy().T, **experts}
+    bias = mlp.experts.gate_up_proj_bias.grad.numpy()
+    return {
+        "router": mlp.router.weight.grad.numpy().T,
+        "router_logit_bias": mlp.router.bias.grad.numpy(),
+        "expert_down": down,
+        "expert_down_bias": mlp.experts.down_proj_bias.grad.numpy(),
+        "expert_gate": both[..., ::2],
+        "expert_up": both[..., 1::2],
+        "expert_gate_bias": bias[:, ::2],
+        "expert_up_bias": bias[:, 1::2],
+        "sinks": model.model.layers[layer].self_attn.sinks.grad.numpy(),
+    }
+
+
 def test_gradients_of_router_and_experts(loaded):
-    """Of the sum of squared logits, through the router's weights and each expert."""
+    """Of the sum of squared logits, through the router's weights and each expert; of sinks, too."""
     model, _, params = loaded
     tokens = random_tokens(1, 12)
     model.zero_grad()
     model(torch.tensor(tokens), use_cache=False).logits.square().sum().backward()
     grads = jax.jit(jax.grad(lambda p: jnp.sum(our_logits.__wrapped__(p, jnp.asarray(tokens)) ** 2)))(params)
     found = dict(named_leaves(grads))
-    block = model.model.layers[1].mlp
-    for name, expected in {
-        "router": block.gate.weight.grad.numpy().T,
-        "expert_down": block.experts.down_proj.grad.numpy().transpose(0, 2, 1),
-        "expert_gate": block.experts.gate_up_proj.grad.numpy()[:, :24].transpose(0, 2, 1),
-    }.items():
+    for name, expected in gradients_of(model, 1).items():
         ours = np.asarray(found[f"layers.{name}"][1])
         np.testing.assert_allclose(ours, expected, atol=1e-3 * np.abs(expected).max(), err_msg=name)
 
