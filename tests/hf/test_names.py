@@ -40,6 +40,7 @@ HF_CLASSES = {
     "qwen3_moe": transformers.Qwen3MoeConfig,
     "mixtral": transformers.MixtralConfig,
     "olmoe": transformers.OlmoeConfig,
+    "gpt_oss": transformers.GptOssConfig,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 16.0}
 LLAMA3 = {
@@ -170,9 +171,14 @@ def test_absent_keys_mean_what_they_mean_to_transformers(family):
     assert config.num_kv_heads == theirs.num_key_value_heads
     assert config.max_position == theirs.max_position_embeddings
     assert config.norm_eps == theirs.rms_norm_eps
-    assert config.rope == RopeConfig(theta=1e6 if family == "mixtral" else 10_000.0)
-    assert config.head_dim == {"qwen3": 128}.get(family, theirs.hidden_size // theirs.num_attention_heads)
-    assert config.sliding_window == {"mistral": 4096}.get(family)
+    own = {
+        "mixtral": RopeConfig(1e6),
+        "gpt_oss": RopeConfig(150_000.0, "yarn", 32.0, original_max_position=4096, truncate=False),
+    }
+    assert config.rope == own.get(family, RopeConfig())
+    own = {"qwen3": 128, "gpt_oss": 64}
+    assert config.head_dim == own.get(family, theirs.hidden_size // theirs.num_attention_heads)
+    assert config.sliding_window == {"mistral": 4096, "gpt_oss": 128}.get(family)
     assert not config.tie_embeddings
 
 
