@@ -387,7 +387,7 @@ this page; what has not been run is not here.
 The task is reasoning-gym's `chain_sum` with two terms of one or two digits, as in "State the final answer to
 the following arithmetic problem: 43 + 14 =". The reward is 1 if the response's last number is the answer. A
 hash of the question decides whether a problem is held out, one in ten, so no run of any seed trains on one.
-The 128 evaluated problems are distinct (`--data.eval.0.distinct True`), most of them of two digits.
+The 256 evaluated problems are distinct (`--data.eval.0.distinct True`), most of them of two digits.
 Evaluation is greedy.
 """,
         REAL,

@@ -38,7 +38,7 @@ DISTINCT = SourceConfig(path=SUMS.path, options=SUMS.options, split="test", dist
 def get_config() -> TrainConfig:
     return TrainConfig(
         run_dir="runs/grpo_smollm2",
-        steps=40,
+        steps=50,
         algo=grpo.Config(kl_coef=0.0, clip_high=0.28, aggregation="token"),
         prompts_per_step=16,
         responses_per_prompt=8,
@@ -49,6 +49,6 @@ def get_config() -> TrainConfig:
         optim=OptimConfig(learning_rate=1e-5),
         data=DataConfig(train=(SUMS,), eval=(DISTINCT,), chat=ChatConfig(render="plain")),
         reward=RewardConfig(name="arithmetic", workers=1),
-        eval=EvalConfig(every=10, prompts=128),
+        eval=EvalConfig(every=10, prompts=256),
         checkpoint=CheckpointConfig(every=10),
     )
