@@ -260,8 +260,8 @@ TINY: dict[str, Study] = {
         after="online",
     ),
     "experts": Study(
-        "A mixture of experts, 2 of 8 a token, goes from under 0.5 to at least 0.9 with every seed, and ends no "
-        "more than 3 points below a dense model of as many active weights (each with its own SFT warm-up).",
+        "A mixture of experts, 2 of 8 a token, goes from under 0.5 to at least 0.9 with every seed, and ends "
+        "no more than 3 points below a dense model of as many active weights. Each has its own SFT warm-up.",
         {"experts": f"--config grpo_moe_tiny.py {FLAWED}", "dense": f"--config grpo_tiny.py {FLAWED}"},
         every(lambda results: min(results["experts"]) >= 0.9, within("dense", 0.03)),
         start="",
