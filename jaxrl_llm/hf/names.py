@@ -50,6 +50,10 @@ TABLE: dict[str, tuple[str, str]] = {
     "layers.expert_down": ("model.layers.{}.mlp.experts.{}.down_proj.weight", "f d -> d f"),
     "layers.shared_gate": ("model.layers.{}.mlp.shared_expert_gate.weight", "d n -> n d"),
 }
+SHARED_EXPERTS = {
+    f"layers.{ours}": f"model.layers.{{}}.mlp.shared_experts.{ours}_proj.weight"
+    for ours in ("gate", "up", "down")
+}
 FAMILY_NAMES: dict[str, dict[str, str]] = {
     "mixtral": {
         "layers.router": "model.layers.{}.block_sparse_moe.gate.weight",
@@ -57,6 +61,7 @@ FAMILY_NAMES: dict[str, dict[str, str]] = {
         "layers.expert_up": "model.layers.{}.block_sparse_moe.experts.{}.w3.weight",
         "layers.expert_down": "model.layers.{}.block_sparse_moe.experts.{}.w2.weight",
     },
+    "glm4_moe": SHARED_EXPERTS,
     "qwen2_moe": {
         f"layers.{ours}": f"model.layers.{{}}.mlp.shared_expert.{ours}_proj.weight"
         for ours in ("gate", "up", "down")
