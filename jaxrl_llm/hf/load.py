@@ -17,7 +17,7 @@ from safetensors import safe_open
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.folder import FLOATS, StoredTensor, read_headers, refuse_remote_code
-from jaxrl_llm.hf.names import TensorRows, from_hf, parse_layout, tensor_rows
+from jaxrl_llm.hf.names import TensorRows, from_hf, parse_layout, stack_dims, tensor_rows
 from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.models import TransformerConfig, abstract, logical_axes, named_leaves
 from jaxrl_llm.models.initializer import matrix_dims
@@ -88,13 +88,13 @@ def load_params(
     dtype = jnp.dtype(dtype)
     for name, rows in parts.items():
         shape, sharding = leaves[name].shape, layouts[name]
-        if name.startswith("layers.") and name + SCALE in leaves:
+        if stack_dims(name) and name + SCALE in leaves:
             names = (name, name + SCALE)
             stacks = [_make_zeros(layouts[n])(leaves[n].shape, leaves[n].dtype) for n in names]
             axis = matrix_dims(axes[name])[0][-1] - 1
             convert = functools.partial(quantize_weight, kind=config.quantize, axis=axis)
             weights |= zip(names, _fill(stored, rows, stacks, jnp.dtype(jnp.float32), convert), strict=True)
-        elif name.startswith("layers.") and rows:
+        elif stack_dims(name) and rows:
             stack = _make_zeros(sharding)(shape, dtype)
             (weights[name],) = _fill(stored, rows, [stack], dtype, lambda layer: (layer,))
         elif rows:

@@ -1,8 +1,8 @@
 """Our weights <-> Hugging Face's: one table of names and layouts, and the layout of one layer both ways.
 
-Ours are stacked over layers, those of experts over experts, too, and keep heads apart ("layers.q" is
-[L, D, H, E]); HF has one matrix a layer and expert, [outputs, inputs]
-("model.layers.3.self_attn.q_proj.weight" is [H*E, D]).
+Ours are stacked over equal layers, those of experts over experts, too, and keep heads apart ("layers.q" is
+[L, D, H, E]; "dense_layers.q" the same of leading dense layers); HF has one matrix a layer and
+expert, [outputs, inputs] ("model.layers.3.self_attn.q_proj.weight" is [H*E, D]).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxrl_llm.models.config import TransformerConfig
+from jaxrl_llm.models.config import DENSE, TransformerConfig, layer_stacks
 from jaxrl_llm.models.lora import MARK
 from jaxrl_llm.models.params import abstract, named_leaves
 
@@ -44,10 +44,15 @@ TABLE: dict[str, tuple[str, str]] = {
     "layers.up_bias": ("model.layers.{}.mlp.up_proj.bias", "f -> f"),
     "layers.down_bias": ("model.layers.{}.mlp.down_proj.bias", "d -> d"),
     "layers.router": ("model.layers.{}.mlp.gate.weight", "d x -> x d"),
+    "layers.router_bias": ("model.layers.{}.mlp.gate.e_score_correction_bias", "x -> x"),
     "layers.expert_gate": ("model.layers.{}.mlp.experts.{}.gate_proj.weight", "d f -> f d"),
     "layers.expert_up": ("model.layers.{}.mlp.experts.{}.up_proj.weight", "d f -> f d"),
     "layers.expert_down": ("model.layers.{}.mlp.experts.{}.down_proj.weight", "f d -> d f"),
     "layers.shared_gate": ("model.layers.{}.mlp.shared_expert_gate.weight", "d n -> n d"),
+}
+SHARED_EXPERTS = {
+    f"layers.{ours}": f"model.layers.{{}}.mlp.shared_experts.{ours}_proj.weight"
+    for ours in ("gate", "up", "down")
 }
 FAMILY_NAMES: dict[str, dict[str, str]] = {
     "mixtral": {
@@ -56,6 +61,7 @@ FAMILY_NAMES: dict[str, dict[str, str]] = {
         "layers.expert_up": "model.layers.{}.block_sparse_moe.experts.{}.w3.weight",
         "layers.expert_down": "model.layers.{}.block_sparse_moe.experts.{}.w2.weight",
     },
+    "glm4_moe": SHARED_EXPERTS,
     "qwen2_moe": {
         f"layers.{ours}": f"model.layers.{{}}.mlp.shared_expert.{ours}_proj.weight"
         for ours in ("gate", "up", "down")
@@ -97,7 +103,7 @@ def tensor_rows(config: TransformerConfig) -> dict[str, list[TensorRows]]:
     for tensor in hf_tensors(config):
         start = 0
         for ours, index in tensor.parts:
-            layout = TABLE[ours][1]
+            layout = tensor_layout(ours)
             rows = _hf_shape(_matrix_shape(config, ours), layout)[0]
             by_name[ours].append(TensorRows(index, tensor.name, layout, start, rows))
             start += rows
@@ -106,36 +112,51 @@ def tensor_rows(config: TransformerConfig) -> dict[str, list[TensorRows]]:
 
 def hf_tensors(config: TransformerConfig) -> list[HFTensor]:
     """Return all tensors of the model's HF folder, layer by layer; a tied head has none of its own."""
-    names = _shapes(config)
-    fused = FUSED.get(config.family, {})
-    groups = [((ours,), hf_name(config, ours)) for ours in TABLE if ours in names]
-    inside = {ours for members in fused.values() for ours in members}
-    groups = [g for g in groups if g[0][0] not in inside] + [(members, hf) for hf, members in fused.items()]
+    stacks = {stack: _groups(config, stack) for stack in ("", *layer_stacks(config))}
     tensors = []
-    for layer in [None, *range(config.num_layers)]:
-        for members, hf in groups:
-            if members[0].startswith("layers.") != (layer is not None):
-                continue
-            shapes = [_hf_shape(_matrix_shape(config, ours), TABLE[ours][1]) for ours in members]
+    for layer, (stack, i) in enumerate([("", None), *_places(config)], -1):
+        for members, hf in stacks[stack]:
+            shapes = [_hf_shape(_matrix_shape(config, ours), tensor_layout(ours)) for ours in members]
             shape = (sum(s[0] for s in shapes), *shapes[0][1:])
-            for index in _indices(config, members[0], layer):
+            for index in _indices(config, members[0], i):
                 parts = tuple((ours, index) for ours in members)
-                tensors.append(HFTensor(hf.format(*index), shape, parts))
+                tensors.append(HFTensor(hf.format(layer, *index[1:]), shape, parts))
     return tensors
 
 
 def hf_name(config: TransformerConfig, ours: str) -> str:
     """Return the HF name of one of our weights, with {} for the layer, and for the expert."""
-    return FAMILY_NAMES.get(config.family, {}).get(ours, TABLE[ours][0])
+    return FAMILY_NAMES.get(config.family, {}).get(ours, TABLE[_row(ours)][0])
 
 
 def stack_dims(ours: str) -> int:
     """Return the leading dims of a weight that number its matrices: none, L, or L and X."""
-    return ours.startswith("layers.") + ours.startswith("layers.expert_")
+    row = _row(ours)
+    return row.startswith("layers.") + row.startswith("layers.expert_")
+
+
+def _row(ours: str) -> str:
+    """Return the key of a weight in TABLE: leading dense layers have those of the others."""
+    return "layers" + ours.removeprefix(DENSE) if ours.startswith(DENSE) else ours
+
+
+def _places(config: TransformerConfig) -> list[tuple[str, int]]:
+    """Return (stack, index in it) of each layer."""
+    return [(stack, i) for stack, of in layer_stacks(config).items() for i in range(of.num_layers)]
+
+
+def _groups(config: TransformerConfig, stack: str) -> list[tuple[tuple[str, ...], str]]:
+    """Return (our names, HF name) of each matrix of a layer of a stack; those outside the layers for ""."""
+    names, fused = _shapes(config), FUSED.get(config.family, {}) if stack else {}
+    inside = {row for rows in fused.values() for row in rows}
+    rows = [row for row in TABLE if row.startswith("layers.") == bool(stack) and row not in inside]
+    ours = [row.replace("layers", stack, 1) for row in rows]
+    groups = [((name,), hf_name(config, name)) for name in ours if name in names]
+    return groups + [(members, hf) for hf, members in fused.items()]
 
 
 def _indices(config: TransformerConfig, ours: str, layer: int | None) -> list[Index]:
-    """Return the indices of a layer's matrices; of a weight outside the layers the empty one."""
+    """Return the indices of a layer's matrices in its stack; of a weight outside the layers the empty one."""
     if stack_dims(ours) == 2:
         return [(layer, expert) for expert in range(config.moe.num_experts)]
     return [() if layer is None else (layer,)]
@@ -151,12 +172,14 @@ def adapter_tensors(config: TransformerConfig) -> list[HFTensor]:
     """
     adapters = [(ours, *ours.split(MARK)) for ours in _shapes(config) if MARK in ours]
     tensors = []
-    for layer in range(config.num_layers):
+    for layer, (stack, i) in enumerate(_places(config)):
         for ours, weight, matrix in adapters:
+            if ours.partition(".")[0] != stack:
+                continue
             module = hf_name(config, weight).format(layer).removesuffix(".weight")
             shape = _hf_shape(_matrix_shape(config, ours), tensor_layout(ours))
             name = f"base_model.model.{module}.lora_{matrix.upper()}.weight"
-            tensors.append(HFTensor(name, shape, ((ours, (layer,)),)))
+            tensors.append(HFTensor(name, shape, ((ours, (i,)),)))
     if config.value_head:
         shape = _matrix_shape(config, "value")
         tensors.append(HFTensor(f"base_model.model.{TABLE['value'][0]}", shape, (("value", ()),)))
@@ -169,7 +192,7 @@ def tensor_layout(ours: str) -> str:
     "layers.o" is "h e d -> d (h e)", so its A is "h e r -> r (h e)" and its B is "r d -> (d) r".
     """
     weight, _, matrix = ours.partition(MARK)
-    layout = TABLE[weight][1]
+    layout = TABLE[_row(weight)][1]
     if not matrix:
         return layout
     outputs, inputs = (" ".join(group) for group in parse_layout(layout)[1])

@@ -8,6 +8,7 @@ with depth.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_kernels import batch_invariant
 from jaxrl_kernels.flash_attention.reference import dense_attention
-from jaxrl_llm.models.config import TransformerConfig
+from jaxrl_llm.models.config import TransformerConfig, layer_stacks
 from jaxrl_llm.models.params import shardings
 from jaxrl_llm.models.transformer import (
     Layers,
@@ -44,7 +45,7 @@ class DecodeWeights(NamedTuple):
     embed: Float[Array, "V D"]
     norm: Float[Array, "D"]
     head: Float[Array, "V D"] | None  # None = tied to embed
-    layers: tuple[Layers, ...]  # unrolled: one per layer, without the layer axis; scanned: one stack
+    layers: tuple[Layers, ...]  # unrolled: one per layer, without the layer axis; scanned: one per stack
 
 
 class RingCache(NamedTuple):
@@ -81,25 +82,33 @@ def decode_weights(
             all at once, a TPU would hold the gathered stack and the copy of it.
     """
     params = jax.tree.map(jnp.copy, cast_weights(params, dtype))
-    c, layers = params.config, (params.layers,)
+    c = params.config
+    layers = [getattr(params, name) for name in layer_stacks(c)]
     if is_unrolled(c):
-        layers = tuple(jax.tree.map(lambda w, i=i: w[i], params.layers) for i in range(c.num_layers))
+        depths = [stack.num_layers for stack in layer_stacks(c).values()]
+        stacks = zip(layers, depths, strict=True)
+        layers = [jax.tree.map(lambda w, i=i: w[i], stack) for stack, n in stacks for i in range(n)]
     elif out_shardings is not None:
-        of_layer = jax.tree.map(_without_layer_axis, out_shardings.layers[0])
-        reshard = lambda layer: jax.tree.map(jax.lax.with_sharding_constraint, layer, of_layer)
-        layers = (jax.lax.map(reshard, params.layers),)
+        of_layer = [jax.tree.map(_without_layer_axis, stack) for stack in out_shardings.layers]
+        reshard = functools.partial(jax.tree.map, jax.lax.with_sharding_constraint)
+        layers = [
+            jax.lax.map(lambda layer, target=target: reshard(layer, target), stack)
+            for stack, target in zip(layers, of_layer, strict=True)
+        ]
     head = None if c.tie_embeddings else params.lm_head[...]
-    return DecodeWeights(params.embed[...], params.norm[...], head, layers)
+    return DecodeWeights(params.embed[...], params.norm[...], head, tuple(layers))
 
 
 def decode_shardings(c: TransformerConfig, mesh: Mesh, rules: Rules) -> DecodeWeights:
     """Return the tree of `decode_weights` with `NamedSharding` leaves."""
     tree = shardings(c, mesh, rules)
-    layers = (tree.layers,)
+    layers = [getattr(tree, name) for name in layer_stacks(c)]
     if is_unrolled(c):
-        layers = (jax.tree.map(_without_layer_axis, tree.layers),) * c.num_layers
+        layers = [jax.tree.map(_without_layer_axis, stack) for stack in layers]
+        depths = [stack.num_layers for stack in layer_stacks(c).values()]
+        layers = [layer for layer, n in zip(layers, depths, strict=True) for _ in range(n)]
     head = None if c.tie_embeddings else tree.lm_head.get_value()
-    return DecodeWeights(tree.embed.get_value(), tree.norm.get_value(), head, layers)
+    return DecodeWeights(tree.embed.get_value(), tree.norm.get_value(), head, tuple(layers))
 
 
 def _without_layer_axis(stack: NamedSharding) -> NamedSharding:
@@ -142,7 +151,7 @@ def prefill(
     segments, positions = (positions >= 0).astype(jnp.int32), jnp.maximum(positions, 0)
     tables = per_token_call(strict)(rope_fn(c), None, positions)
 
-    def layer(x, w, window, *_):
+    def layer(c, x, w, window, *_):
         attend = make_attention_fn(c, segments, positions, window, strict=strict)
         x, (k, v) = block(c, w, x, tables, attend, strict, segments > 0, ROLLOUT)
         return x, (k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
@@ -171,7 +180,7 @@ def decode_ring(
     by_row, positions = per_token_call(strict), positions[:, None]
     tables = by_row(rope_fn(c), None, positions)
 
-    def layer(carry, w, window, array, index):
+    def layer(c, carry, w, window, array, index):
         x, ks, vs = carry
         attend = _attend_ring(c, (ks[array], vs[array]), index, cache.cursor, positions, window, strict)
         x, (k, v) = block(c, w, x, tables, attend, strict, rules=ROLLOUT)
@@ -185,23 +194,28 @@ def decode_ring(
 
 
 def apply_layers(c: TransformerConfig, layers: tuple[Layers, ...], layer, carry):
-    """Apply `layer(carry, weights, window, array, index) -> (carry, out)` to all layers in order.
+    """Apply `layer(config, carry, weights, window, array, index) -> (carry, out)` to all layers in order.
 
     The cache of a layer is `arrays[array][index]`: array = 0, 1, ... and index () where the layers are
-    unrolled; array 0 and index (i,) where they are scanned.
+    unrolled; array 0 and index (i,) where they are scanned. The config is that of the layer's stack.
 
     Returns: (carry, outs): a list with an out per layer, or with one stack of all.
     """
-    windows = window_sizes(c)
+    outs, start = [], 0
+    stacks = layer_stacks(c).values()
     if is_unrolled(c):
-        outs = []
-        for i, (weights, window) in enumerate(zip(layers, windows, strict=True)):
-            carry, out = layer(carry, weights, window, i, ())
+        configs = [stack for stack in stacks for _ in range(stack.num_layers)]
+        for i, (config, weights, window) in enumerate(zip(configs, layers, window_sizes(c), strict=True)):
+            carry, out = layer(config, carry, weights, window, i, ())
             outs.append(out)
         return carry, outs
-    one = lambda carry, xs: layer(carry, xs[0], xs[1], 0, (xs[2],))
-    carry, outs = jax.lax.scan(one, carry, (layers[0], jnp.asarray(windows), jnp.arange(c.num_layers)))
-    return carry, [outs]
+    for config, weights in zip(stacks, layers, strict=True):
+        one = lambda carry, xs, config=config: layer(config, carry, xs[0], xs[1], 0, (xs[2],))
+        indices = start + jnp.arange(config.num_layers)
+        carry, out = jax.lax.scan(one, carry, (weights, jnp.asarray(window_sizes(config)), indices))
+        outs.append(out)
+        start += config.num_layers
+    return carry, [jax.tree.map(lambda *parts: jnp.concatenate(parts), *outs) if len(outs) > 1 else outs[0]]
 
 
 def _attend_ring(

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from jaxrl_llm.models.config import TransformerConfig
+from jaxrl_llm.models.config import TransformerConfig, layer_stacks
 from jaxrl_llm.models.lora import MARK
 from jaxrl_llm.models.params import abstract, named_leaves
 from jaxrl_llm.models.transformer import window_sizes
@@ -17,11 +17,15 @@ Number = int | float
 
 def layer_weights(c: TransformerConfig) -> int:
     """Return the number of weights in the matrix products of all layers that a token passes."""
+    return sum(stack.num_layers * _one_layer(stack) for stack in layer_stacks(c).values())
+
+
+def _one_layer(c: TransformerConfig) -> int:
     attention = c.head_dim * c.hidden_size * 2 * (c.num_heads + c.num_kv_heads)
     width, router = c.mlp_size, 0
     if c.moe:
         width, router = c.moe.experts_per_token * c.moe.expert_size + c.moe.shared_size, c.moe.num_experts
-    return c.num_layers * (attention + c.hidden_size * (3 * width + router))
+    return attention + c.hidden_size * (3 * width + router)
 
 
 def head_flops(c: TransformerConfig, tokens: Number) -> float:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from jaxrl_llm.models.transformer import Layers
 
 Activation = Callable[[Array], Array]
+SMALLEST_SUM = 1e-20
+"""Added to the sum of scores, as in transformers: sigmoids may all be 0."""
 
 
 def router_logits(w: Layers, h: Float[Array, "B T D"]) -> Float[Array, "B T X"]:
@@ -28,17 +30,42 @@ def router_logits(w: Layers, h: Float[Array, "B T D"]) -> Float[Array, "B T X"]:
     return jnp.einsum("btd,dx->btx", h, w.router[...], preferred_element_type=jnp.float32)
 
 
-def choose_experts(moe: MoEConfig, logits: Float[Array, "B T X"]) -> Int[Array, "B T K"]:
-    """Return the experts of largest logits, by number; of equal ones the lower number."""
-    return jnp.sort(jax.lax.top_k(jax.lax.stop_gradient(logits), moe.experts_per_token)[1], axis=-1)
+def choose_experts(
+    moe: MoEConfig, logits: Float[Array, "B T X"], bias: Float[Array, " X"] | None = None
+) -> Int[Array, "B T K"]:
+    """Return the experts of largest scores, by number; of equal ones the lower number. No gradient.
+
+    With groups only the experts of the groups kept count (group-limited routing, arXiv 2412.19437, 2.1.2).
+
+    Args:
+        bias: added to the scores (`selection_bias`).
+    """
+    logits = jax.lax.stop_gradient(logits)
+    if bias is None and moe.groups == 1:  # scores rise with the logits
+        return jnp.sort(jax.lax.top_k(logits, moe.experts_per_token)[1], axis=-1)
+    scores = jax.nn.sigmoid(logits) if moe.score == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+    scores = scores if bias is None else scores + jax.lax.stop_gradient(bias)
+    if moe.groups > 1:
+        by_group = scores.reshape(*scores.shape[:-1], moe.groups, -1)
+        best = jnp.sum(jax.lax.top_k(by_group, 2)[0], axis=-1)
+        kept = jax.lax.top_k(best, moe.groups_kept)[1]
+        is_kept = jnp.any(kept[..., None] == jnp.arange(moe.groups), axis=-2)
+        scores = jnp.where(is_kept[..., None], by_group, -jnp.inf).reshape(scores.shape)
+    return jnp.sort(jax.lax.top_k(scores, moe.experts_per_token)[1], axis=-1)
 
 
 def expert_weights(
     moe: MoEConfig, logits: Float[Array, "B T X"], chosen: Int[Array, "B T K"]
 ) -> Float[Array, "B T K"]:
-    """Return the weights of the chosen experts: their probabilities, over their sum if `normalize`."""
-    weights = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), chosen, axis=-1)
-    return weights / jnp.sum(weights, axis=-1, keepdims=True) if moe.normalize else weights
+    """Return the weights of the chosen experts: scores, over their sum if `normalize`, times `scale`."""
+    if moe.score == "softmax":
+        weights = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), chosen, axis=-1)
+    else:
+        weights = jnp.take_along_axis(logits, chosen, axis=-1)
+        weights = jax.nn.sigmoid(weights) if moe.score == "sigmoid" else jax.nn.softmax(weights, axis=-1)
+    if moe.normalize and moe.score != "softmax_of_chosen":
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + SMALLEST_SUM)
+    return weights if moe.scale == 1.0 else moe.scale * weights
 
 
 def sparse_mlp(
@@ -60,7 +87,8 @@ def sparse_mlp(
     """
 
     def choose(w, h):
-        return choose_experts(c.moe, router_logits(w, h))
+        bias = w.router_bias[...] if c.moe.selection_bias else None
+        return choose_experts(c.moe, router_logits(w, h), bias)
 
     def plain(w, h, chosen, valid):
         weights = expert_weights(c.moe, router_logits(w, h), chosen)

@@ -71,16 +71,16 @@ def decode_paged(
 
     Returns: (hidden state after the final norm, cache with the token's keys and values).
     """
-    tables = rope_tables(c, positions[:, None])
+    model, tables = c, rope_tables(c, positions[:, None])
     lengths = jnp.where(active, positions + 1, 0)
 
-    def layer(carry, w, window, array, index):
+    def layer(c, carry, w, window, array, index):
         x, cache = carry
         layer_index = index[0] if index else array
 
         def attend(q, k, v):
             out, new = _shard_mapped(
-                c, _attend, cache, (q[:, 0], k[:, 0], v[:, 0]), table, lengths, layer_index, window
+                model, _attend, cache, (q[:, 0], k[:, 0], v[:, 0]), table, lengths, layer_index, window
             )
             return out[:, None], new
 

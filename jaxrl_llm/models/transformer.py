@@ -16,7 +16,7 @@ from jaxrl_kernels import batch_invariant
 from jaxrl_kernels.batch_invariant import rounded
 from jaxrl_kernels.flash_attention.api import SAVED
 from jaxrl_kernels.flash_attention.spec import NO_WINDOW
-from jaxrl_llm.models.config import TARGETS, MoEConfig, TransformerConfig
+from jaxrl_llm.models.config import TARGETS, MoEConfig, TransformerConfig, layer_stacks
 from jaxrl_llm.models.initializer import Initializer, matrix_dims
 from jaxrl_llm.models.moe import sparse_mlp
 from jaxrl_llm.models.quantize import SCALE, dequantize_weight, quantize_weight
@@ -56,10 +56,15 @@ REMAT = {
 
 
 class Layers(nnx.Module):
-    """All decoder layers, each weight stacked along a leading dim L, for a scan."""
+    """Equal decoder layers, each weight stacked along a leading dim L, for a scan.
 
-    def __init__(self, config: TransformerConfig, key: jax.Array):
-        c, init = config, Initializer(key, config)
+    Args:
+        config: of this stack (`layer_stacks`).
+        depth: layers of the whole model.
+    """
+
+    def __init__(self, config: TransformerConfig, key: jax.Array, depth: int):
+        c, init = config, Initializer(key, config, depth)
         d, e = c.hidden_size, c.head_dim
         self.attention_norm = init.ones((d,), ("norm",))
         self.q = init.normal((d, c.num_heads, e), ("embed", "heads", "head_dim"))
@@ -100,7 +105,9 @@ class Layers(nnx.Module):
         self.expert_up = init.normal(shape, axes)
         down = (moe.num_experts, moe.expert_size, d), ("experts", "expert_mlp", "expert_embed")
         self.expert_down = init.normal(*down, residual=True)
-        if moe.shared_size:
+        if moe.selection_bias:
+            self.router_bias = init.zeros((moe.num_experts,), ("router",))
+        if moe.shared_size and moe.shared_gate:
             self.shared_gate = init.normal((d, 1), ("router", "router"))
 
     def _quantize(self, name: str, kind: str) -> None:
@@ -131,7 +138,9 @@ class Transformer(nnx.Module):
         shape, axes = (config.vocab_size, config.hidden_size), ("vocab", "embed")
         std = config.initializer_range
         self.embed = nnx.Param(std * jax.random.normal(embed_key, shape, jnp.float32), axes=axes)
-        self.layers = Layers(config, layer_key)
+        for name, stack in layer_stacks(config).items():
+            key = layer_key if name == "layers" else jax.random.fold_in(layer_key, 0)
+            setattr(self, name, Layers(stack, key, config.num_layers))
         self.norm = nnx.Param(jnp.ones(config.hidden_size, jnp.float32), axes=("norm",))
         if config.value_head:  # zeros: a new critic predicts 0
             self.value = nnx.Param(jnp.zeros((1, config.hidden_size), jnp.float32), axes=("norm", "norm"))
@@ -160,7 +169,7 @@ class Transformer(nnx.Module):
     ) -> Float[Array, "B T D"]:
         """Compute hidden states after the final norm. A token attends to the earlier ones of its own segment.
 
-        The layers are scanned: compile time does not grow with depth.
+        Equal layers are scanned: compile time does not grow with depth.
 
         Args:
             tokens, positions: ids and their positions in the trajectory (0-based).
@@ -173,7 +182,7 @@ class Transformer(nnx.Module):
             strict: every bit of a token depends on its trajectory alone, and equals that of decoding
                 (`jaxrl_kernels.batch_invariant`); one device.
         """
-        c, windows = self.config, window_sizes(self.config)
+        c = self.config
         if segments is None:
             segments = jnp.ones_like(tokens)
         method = context_parallel(tokens.shape[1], sequence_parallel)
@@ -184,16 +193,18 @@ class Transformer(nnx.Module):
         table = constrain(table, "vocab", "hidden")  # a lookup reads whole rows
         x = constrain_residual(table[tokens])
 
-        def body(x, layer_and_window):
+        def body(c, x, layer_and_window):
             layer, window = layer_and_window
             x = checkpoint_name(x, LAYER_INPUT)
             attention_fn = make_attention_fn(c, segments, positions, window, method, strict)
             w = cast_weights(layer, dtype)
             return block(c, w, x, rope, attention_fn, strict, segments > 0)[0], None
 
-        if remat != "none":
-            body = jax.checkpoint(body, policy=REMAT[remat], prevent_cse=False)
-        x, _ = jax.lax.scan(body, x, (self.layers, jnp.asarray(windows)))
+        for name, stack in layer_stacks(c).items():
+            layer = functools.partial(body, stack)
+            if remat != "none":
+                layer = jax.checkpoint(layer, policy=REMAT[remat], prevent_cse=False)
+            x, _ = jax.lax.scan(layer, x, (getattr(self, name), jnp.asarray(window_sizes(stack))))
         x = per_token(final_norm_fn(c), fetch(self.norm[...]), x)
         return restore_tokens(constrain(x, "batch", "sequence", "hidden"), method)
 
@@ -264,7 +275,8 @@ def block(
             return constrain_residual(x + mlp(c, w, norm(x, w.mlp_norm[...])))
 
     def add_shared_expert(w, h, y):
-        return y + jax.nn.sigmoid(linear(w, "shared_gate", h)) * mlp(c, w, h)
+        out = mlp(c, w, h)
+        return y + (jax.nn.sigmoid(linear(w, "shared_gate", h)) * out if c.moe.shared_gate else out)
 
     per_token = per_token_call(strict)
     with jax.named_scope("attention"):
@@ -314,14 +326,17 @@ def final_norm_fn(c: TransformerConfig):
 
 
 def cast_weights(weights: nnx.Module, dtype: DTypeLike) -> nnx.Module:
-    """Cast weights to `dtype`, except those of norms, and codes and scales of quantized ones.
+    """Cast weights to `dtype`, except those of norms, the bias that chooses experts, and codes and scales of
+    quantized ones.
 
     Weights in host memory are copied to the devices.
     """
 
     def cast(path, w):
         name, w = jax.tree_util.keystr(path), fetch(w)
-        kept = "norm" in name or SCALE in name or not jnp.issubdtype(w.dtype, jnp.floating)
+        kept = any(part in name for part in ("norm", "router_bias", SCALE)) or not jnp.issubdtype(
+            w.dtype, jnp.floating
+        )
         return w if kept else rounded(w, dtype)
 
     return jax.tree_util.tree_map_with_path(cast, weights)

@@ -1,5 +1,6 @@
 """Experts: routing by hand, dispatch over every mesh, padding, strict mode, decoding."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,10 +9,12 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import models
+from jaxrl_llm.learn.optim import decayed
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.decode import decode_ring, decode_shardings, decode_weights, init_ring_cache
-from jaxrl_llm.models.moe import choose_experts, expert_weights
+from jaxrl_llm.models.moe import choose_experts, expert_weights, router_logits, sparse_mlp
+from jaxrl_llm.models.transformer import cast_weights
 from jaxrl_llm.sharding.experts import grouped_experts
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, put_rows
@@ -39,6 +42,70 @@ def test_routing_by_hand():
     np.testing.assert_allclose(
         expert_weights(plain, logits, chosen), [[[4 / 11] * 2, [4 / 13] * 2]], rtol=1e-6
     )
+
+
+def logits_of(*scores):
+    """Return the logits [1, 1, X] of these sigmoids."""
+    return jnp.log(jnp.array([[scores]]) / (1 - jnp.array([[scores]])))
+
+
+def test_selection_bias_by_hand():
+    """Sigmoids 0.5, 0.8, 0.2, 0.9 and the bias choose 0 and 2; their weights are of the scores alone."""
+    logits, bias = logits_of(0.5, 0.8, 0.2, 0.9), jnp.array([0.45, 0, 0.71, 0])
+    moe = MoEConfig(4, 2, 8, score="sigmoid", scale=2.5, selection_bias=True)
+    chosen = choose_experts(moe, logits, bias)
+    np.testing.assert_array_equal(chosen, [[[0, 2]]])  # 0.95, 0.91; then 0.9 and 0.8
+    weights = expert_weights(moe, logits, chosen)
+    np.testing.assert_allclose(weights, [[[2.5 * 5 / 7, 2.5 * 2 / 7]]], rtol=1e-6)
+    alone = expert_weights(MoEConfig(4, 2, 8, score="sigmoid", normalize=False), logits, chosen)
+    np.testing.assert_allclose(alone, [[[0.5, 0.2]]], rtol=1e-6)
+    never = expert_weights(moe, jnp.full((1, 1, 4), -200.0), chosen)
+    np.testing.assert_array_equal(never, np.zeros((1, 1, 2)))  # sigmoids of 0: no division by 0
+
+
+def test_softmax_of_chosen_by_hand():
+    moe = MoEConfig(4, 2, 8, score="softmax_of_chosen")
+    logits = jnp.log(jnp.array([[[1.0, 8, 2, 4]]]))
+    chosen = choose_experts(moe, logits)
+    np.testing.assert_array_equal(chosen, [[[1, 3]]])
+    np.testing.assert_allclose(expert_weights(moe, logits, chosen), [[[2 / 3, 1 / 3]]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("bias", [0.0, -1.0])
+def test_groups_by_hand(bias):
+    """Of two groups the second has the larger sum of two, 1.1 > 1.03, but not of three. With a bias of -1 all
+    scores are negative, and the groups left out must not come in with 0."""
+    moe = MoEConfig(6, 2, 8, score="sigmoid", groups=2, groups_kept=1, selection_bias=True)
+    logits = logits_of(0.52, 0.51, 0.5, 0.8, 0.3, 0.1)
+    np.testing.assert_array_equal(choose_experts(moe, logits, jnp.full(6, bias)), [[[3, 4]]])
+
+
+def test_the_selection_bias_chooses_experts_in_every_mode_and_gets_no_gradient():
+    """A bias that leaves one choice; each mode gives the sum over these experts."""
+    moe = MoEConfig(
+        8, 3, 16, 24, shared_gate=False, score="sigmoid", groups=4, groups_kept=2, selection_bias=True
+    )
+    c = dataclasses.replace(CONFIG, moe=moe)
+    w = jax.tree.map(lambda x: x[0], models.init(c, jax.random.key(1)).layers)
+    h = jax.random.normal(jax.random.key(2), (1, 5, 32))
+    bias = jnp.array([9.0, 0, 0, 0, 0, 0, 8, 8])
+    weights = expert_weights(moe, router_logits(w, h), jnp.broadcast_to(jnp.array([0, 6, 7]), (1, 5, 3)))
+    hidden = [jax.nn.silu(h @ w.expert_gate[x]) * (h @ w.expert_up[x]) for x in (0, 6, 7)]
+    outs = [y @ w.expert_down[x] for x, y in zip((0, 6, 7), hidden, strict=True)]
+    expected = sum(weights[..., i, None] * out for i, out in enumerate(outs))
+
+    def apply(w, bias, strict):
+        w.router_bias[...] = bias
+        return sparse_mlp(c, w, h, jax.nn.silu, None, TRAIN, strict)
+
+    for strict in (False, True):
+        np.testing.assert_allclose(apply(w, bias, strict), expected, atol=1e-5)
+    grads = jax.grad(lambda w: jnp.sum(apply(w, w.router_bias[...], False)))(w)
+    assert not np.any(grads.router_bias[...])
+    np.testing.assert_array_equal(np.any(grads.router[...], axis=0), bias > 0)
+    params = models.init(c, jax.random.key(1))
+    assert not decayed(params).layers.router_bias.get_value()
+    assert cast_weights(params.layers, jnp.bfloat16).router_bias[...].dtype == jnp.float32
 
 
 def test_grouped_products_equal_a_loop_over_experts():

@@ -1,14 +1,17 @@
 """Mixtures of experts against transformers on torch: files in and out, logits, gradients, greedy text."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hf_oracle import hf_logits, our_logits, random_tokens, torch
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen2MoeConfig,
@@ -20,15 +23,24 @@ from transformers import (
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config, to_hf_config
 from jaxrl_llm.hf.export import save_model
+from jaxrl_llm.hf.folder import read_headers
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.models import named_leaves
+from jaxrl_llm.rollout.engine import Request, SamplingConfig
+from jaxrl_llm.rollout.native.engine import NativeEngine, RolloutConfig
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
 COMMON = dict(
     vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     head_dim=16, max_position_embeddings=64, tie_word_embeddings=False, num_experts_per_tok=2,
 )  # fmt: skip
 QWEN = dict(num_experts=6, moe_intermediate_size=24, intermediate_size=48)
+GROUPED = dict(
+    n_routed_experts=6, moe_intermediate_size=24, intermediate_size=48, first_k_dense_replace=1,
+    routed_scaling_factor=1.5, n_group=3, topk_group=2,
+)  # fmt: skip
 FAMILIES = {
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM, {**GROUPED, "attention_bias": True, "use_qk_norm": True}),
     "mixtral": (
         MixtralConfig, MixtralForCausalLM, {"num_local_experts": 6, "intermediate_size": 24}
     ),
@@ -46,9 +58,10 @@ def theirs(family):
     torch.manual_seed(0)
     model = model_class(config).eval()
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for name, weight in (*model.named_parameters(), *model.named_buffers()):
             noise = 0.3 * torch.randn(weight.shape)
-            weight.copy_(1 + noise if name.endswith("norm.weight") else noise)
+            if not name.endswith("inv_freq"):
+                weight.copy_(1 + noise if name.endswith("norm.weight") else noise)
     return model
 
 
@@ -57,7 +70,7 @@ def loaded(request, tmp_path_factory):
     """(transformers' model, the folder that it wrote, ours)."""
     folder = tmp_path_factory.mktemp(request.param)
     model = theirs(request.param)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size="30KB")
     return model, folder, load_params(folder, read_config(folder))
 
 
@@ -72,8 +85,12 @@ def test_logits(loaded):
 def test_files_come_back_byte_for_byte(loaded, tmp_path):
     _, folder, params = loaded
     config = read_config(folder)
-    save_model(params, config, tmp_path / "out", dtype="float32")
-    stored, written = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "out"))
+    save_model(params, config, tmp_path / "out", dtype="float32", max_shard_bytes=30_000)
+    stored, written = (
+        {name: tensor for file in f.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        for f in (folder, tmp_path / "out")
+    )
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     assert stored.keys() == written.keys()
     assert any(".experts.5." in name for name in stored)
     for name, tensor in stored.items():
@@ -95,8 +112,61 @@ def test_gradients_of_router_and_experts(loaded):
         "expert_down": block.experts.down_proj.grad.numpy().transpose(0, 2, 1),
         "expert_gate": block.experts.gate_up_proj.grad.numpy()[:, :24].transpose(0, 2, 1),
     }.items():
-        ours = np.asarray(found[f"layers.{name}"][1])
+        ours = np.asarray(found[f"layers.{name}"][1 - params.config.moe.dense_layers])
         np.testing.assert_allclose(ours, expected, atol=1e-3 * np.abs(expected).max(), err_msg=name)
+
+
+@pytest.mark.slow
+def test_greedy_text(loaded):
+    """Token for token, by the rollout engine: prefill, then the KV cache."""
+    model, _, params = loaded
+    prompts, settings = random_tokens(length=10).astype(np.int32), dict(max_new_tokens=16, do_sample=False)
+    with torch.no_grad():
+        ids = torch.tensor(prompts, dtype=torch.long)
+        expected = model.generate(ids, eos_token_id=None, pad_token_id=0, **settings).numpy()[:, 10:]
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    engine = NativeEngine(RolloutConfig(slots=2, chunk=16), params.config, mesh)
+    engine.publish(params, version=0)
+    requests = [Request(ids, i, 1, 16) for i, ids in enumerate(prompts)]
+    trajectories = engine.generate(requests, SamplingConfig(temperature=0.0), jax.random.key(0))
+    np.testing.assert_array_equal([t.response_ids for t in trajectories], expected)
+    assert len(np.unique(expected)) > 5
+
+
+def test_weights_of_multi_token_prediction_are_skipped(tmp_path, capfd):
+    """The layer after the last one, which config.json counts; a second one is unexpected."""
+    raw = theirs("glm4_moe").config.to_dict()
+    theirs("glm4_moe").save_pretrained(tmp_path)
+    config, extra = read_config(tmp_path), {"model.layers.2.eh_proj.weight": np.ones((4, 4), np.float32)}
+    save_file(extra, tmp_path / "model-2.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {
+        **dict.fromkeys(load_file(tmp_path / "model.safetensors"), "model.safetensors"),
+        **dict.fromkeys(extra, "model-2.safetensors"),
+    }}))  # fmt: skip
+    assert raw["num_nextn_predict_layers"] == 1
+    assert len(read_headers(tmp_path, config)) == len(load_file(tmp_path / "model.safetensors"))
+    assert "1 weights of multi-token prediction are not used" in capfd.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "num_nextn_predict_layers": 0}))
+    with pytest.raises(UserError, match=r"1 unexpected: model\.layers\.2\.eh_proj"):
+        read_headers(tmp_path, config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scoring_func": "softmax"}, "scoring_func='softmax' is not supported; supported: sigmoid"),
+        ({"topk_method": "greedy"}, "topk_method='greedy' is not supported; supported: noaux_tc"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported; supported: 1"),
+        ({"n_group": 4}, "moe.groups is 4: it must divide 6 experts"),
+        ({"first_k_dense_replace": 2}, "num_layers is 2: it must be above moe.dense_layers, 2"),
+        ({"n_shared_experts": 0}, "n_shared_experts=0 must be"),
+        ({"partial_rotary_factor": 0.2, "rope_parameters": None}, "16, of which partial_rotary 0.2 is 3: it"),
+    ],
+)
+def test_what_grouped_routers_lack_is_refused_by_name(changes, message):
+    raw = to_hf_config(read_config(theirs("glm4_moe").config.to_dict()))
+    with pytest.raises(UserError, match=message):
+        read_config({**raw, **changes})
 
 
 @pytest.mark.parametrize(
