@@ -10,9 +10,9 @@ Expected:  held-out accuracy rises from 0.03 to 0.34 (seed 0; 128 problems, 95% 
            docs/real.md has curves, and responses before and after
 
 A problem is of one or two digits ("43 + 14 ="). A hash of the question decides whether it is held out, a
-tenth is, so that no seed trains on one; evaluation has each problem once. The reward is 1 if the last number of
-the response is the answer. Prompts are plain: through its chat template a model of 135M explains how one adds
-and gets to no number within 16 tokens, so that hardly a sample is rewarded.
+tenth is, so that no seed trains on one; evaluation has each problem once. The reward is 1 if the last number
+of the response is the answer. Prompts are plain: through its chat template a model of 135M explains how one
+adds and gets to no number within 16 tokens, so that hardly a sample is rewarded.
 """
 
 from jaxrl_llm.algos import grpo

@@ -43,6 +43,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_QWEN, **EXPERT_DEFAULTS["qwen3_moe"]},
     "mixtral": {**_LLAMA, **_MISTRAL, **EXPERT_DEFAULTS["mixtral"]},
     "glm4_moe": EXPERT_DEFAULTS["glm4_moe"],
+    "olmoe": EXPERT_DEFAULTS["olmoe"],
+    "gpt_oss": EXPERT_DEFAULTS["gpt_oss"],
     "llama": _LLAMA,
     "mistral": {**_LLAMA, **_MISTRAL},
     "baichuan": {**_LLAMA, "vocab_size": 64_000, "max_position_embeddings": None},
@@ -56,6 +58,8 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "baichuan": "BaichuanForCausalLM",
@@ -100,7 +104,7 @@ LARGEST = {
 }
 """Sizes beyond those of any model: nonsense rather than hours of making a list of weights."""
 LANGUAGE, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
-BIAS_FLAG = ("llama", "qwen3", "qwen3_moe", "glm4_moe")
+BIAS_FLAG = ("llama", "qwen3", "qwen3_moe", "glm4_moe", "olmoe", "gpt_oss")
 """Families whose attention has biases where `attention_bias` says so."""
 WINDOWED = ("mistral", "mixtral")
 """Families whose layers all have the sliding window, if there is one."""
@@ -147,7 +151,10 @@ def read_config(folder: Path | str | dict) -> TransformerConfig:
         qkv_bias=biased or (family in ("qwen2", "qwen2_moe") and keys.flag("qkv_bias", True)),
         out_bias=biased and family != "glm4_moe",
         mlp_bias=keys.flag("mlp_bias") and family == "llama",
-        qk_norm=family in ("qwen3", "qwen3_moe") or (family == "glm4_moe" and keys.flag("use_qk_norm")),
+        qk_norm=family in ("qwen3", "qwen3_moe", "olmoe")
+        or (family == "glm4_moe" and keys.flag("use_qk_norm")),
+        qk_norm_over_heads=family == "olmoe",
+        attention_sinks=family == "gpt_oss",
         activation=ACTIVATIONS[keys.one_of("hidden_act", ACTIVATIONS, "silu")],
         norm_eps=keys.number("rms_norm_eps", 1e-6, high=1.0),
         tie_embeddings=keys.flag("tie_word_embeddings") or has_head,  # a classifier has no other head
@@ -208,8 +215,16 @@ def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str
 
 def _check_supported(keys: JsonKeys, family: str) -> None:
     """Refuse a model that would load and then compute something else."""
+    if keys.section("quantization_config").raw.get("quant_method") == "mxfp4":
+        raise UserError(
+            f"{keys.file}: quantization_config is mxfp4; only bf16, fp16 and fp32 weights are read. Dequantize "
+            "them once: transformers.AutoModelForCausalLM.from_pretrained(FOLDER, quantization_config="
+            "transformers.Mxfp4Config(dequantize=True)).save_pretrained(NEW_FOLDER)"
+        )
     if keys.get("quantization_config"):
         raise UserError(f"{keys.file}: quantization_config is set; only bf16, fp16 and fp32 weights are read")
+    if keys.get("clip_qkv") is not None:
+        raise keys.wrong("clip_qkv", keys.get("clip_qkv"), "is not supported; supported: null")
     if family == "baichuan" and keys.get("max_position_embeddings") is None:
         raise UserError(
             f"{keys.file}: baichuan without max_position_embeddings is the 13B model, which uses ALiBi; "
@@ -253,12 +268,15 @@ def _windows(keys: JsonKeys, family: str, num_layers: int) -> tuple[int | None, 
     largest = LARGEST["max_position_embeddings"]
     if family in WINDOWED:
         return keys.optional("sliding_window", largest), None
-    if not family.startswith("qwen") or not keys.flag("use_sliding_window"):
+    alternates = family == "gpt_oss"
+    if not alternates and not (family.startswith("qwen") and keys.flag("use_sliding_window")):
         return None, None
     window = keys.optional("sliding_window", largest)
     if window is None:
         return None, None
     kinds = keys.get("layer_types")
+    if kinds is None and alternates:
+        kinds = [LAYER_TYPES[i % 2 == 0] for i in range(num_layers)]
     if kinds is None:
         first = keys.integer("max_window_layers", LARGEST["num_hidden_layers"], low=0)
         kinds = [LAYER_TYPES[i >= first] for i in range(num_layers)]
@@ -275,17 +293,19 @@ def _windows(keys: JsonKeys, family: str, num_layers: int) -> tuple[int | None, 
 def _write_windows(config: TransformerConfig) -> dict[str, Any]:
     if config.family in WINDOWED:
         return {"sliding_window": config.sliding_window}
-    if not config.family.startswith("qwen"):
+    if not config.family.startswith("qwen") and config.family != "gpt_oss":
         return {}
     slides = config.window_layers or (True,) * config.num_layers
     if config.sliding_window is None:
         slides = (False,) * config.num_layers
-    return {
-        "use_sliding_window": any(slides),
+    both = {
         "sliding_window": config.sliding_window,
-        "max_window_layers": slides.index(True) if any(slides) else config.num_layers,
         "layer_types": [LAYER_TYPES[on] for on in slides],
     }
+    if config.family == "gpt_oss":
+        return both
+    first = slides.index(True) if any(slides) else config.num_layers
+    return {**both, "use_sliding_window": any(slides), "max_window_layers": first}
 
 
 def _read_rope(keys: JsonKeys, max_position: int, family: str) -> RopeConfig:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_llm.hf.names import HFTensor, Index, tensor_layout, to_hf
+from jaxrl_llm.hf.names import HFTensor, Index, to_hf
 from jaxrl_llm.models import named_leaves
 from jaxrl_llm.models.lora import merged_names, merged_weight
 from jaxrl_llm.structs import Params
@@ -95,7 +95,9 @@ def _start(run: list[HFTensor], leaves: dict, scale: float, dtype: str, replicat
     whole = None
     if isinstance(sharding, NamedSharding) and (replicated or not sharding.is_fully_addressable):
         whole = NamedSharding(sharding.mesh, PartitionSpec())
-    arrays, finite = _converter(names, len(run), scale, dtype, whole, replicated)(weights, index)
+    parts = tuple(zip(names, run[0].layouts, strict=True))
+    convert = _converter(parts, run[0].interleaved, len(run), scale, dtype, whole, replicated)
+    arrays, finite = convert(weights, index)
     if not replicated:
         arrays.copy_to_host_async()
     return arrays, finite
@@ -103,7 +105,8 @@ def _start(run: list[HFTensor], leaves: dict, scale: float, dtype: str, replicat
 
 @functools.cache
 def _converter(
-    names: tuple[str, ...],
+    parts: tuple[tuple[str, str], ...],
+    interleaved: bool,
     count: int,
     scale: float,
     dtype: str,
@@ -116,12 +119,14 @@ def _converter(
         for dim, i in enumerate(index):
             size = count if dim == len(index) - 1 else 1
             weights = {k: jax.lax.dynamic_slice_in_dim(w, i, size, axis=dim) for k, w in weights.items()}
-        parts = []
-        for name in names:
+        converted = []
+        for name, layout in parts:
             merged = merged_weight(weights, name, scale)
             stack = merged.reshape(count, *merged.shape[len(index) :])
-            parts.append(jax.vmap(functools.partial(to_hf, layout=tensor_layout(name)))(stack))
-        whole = (jnp.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]).astype(dtype)
+            converted.append(jax.vmap(functools.partial(to_hf, layout=layout))(stack))
+        if interleaved:
+            converted = [jnp.stack(converted, axis=-1).reshape(*converted[0].shape[:-1], -1)]
+        whole = (jnp.concatenate(converted, axis=1) if len(converted) > 1 else converted[0]).astype(dtype)
         finite = jnp.isfinite(whole).all(axis=tuple(range(1, whole.ndim)))
         return (tuple(whole), tuple(finite)) if cut else (whole, finite)
 

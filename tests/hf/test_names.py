@@ -40,6 +40,7 @@ HF_CLASSES = {
     "qwen3_moe": transformers.Qwen3MoeConfig,
     "mixtral": transformers.MixtralConfig,
     "glm4_moe": transformers.Glm4MoeConfig,
+    "olmoe": transformers.OlmoeConfig,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 16.0}
 LLAMA3 = {
