@@ -55,6 +55,10 @@ TABLE: dict[str, tuple[str, str]] = {
     "layers.expert_down_bias": ("model.layers.{}.mlp.experts.down_proj_bias", "x d -> x d"),
     "layers.shared_gate": ("model.layers.{}.mlp.shared_expert_gate.weight", "d n -> n d"),
 }
+SHARED_EXPERTS = {
+    f"layers.{ours}": f"model.layers.{{}}.mlp.shared_experts.{ours}_proj.weight"
+    for ours in ("gate", "up", "down")
+}
 FAMILY_NAMES: dict[str, dict[str, str]] = {
     "gpt_oss": {
         "layers.router": "model.layers.{}.mlp.router.weight",
@@ -66,6 +70,7 @@ FAMILY_NAMES: dict[str, dict[str, str]] = {
         "layers.expert_up": "model.layers.{}.block_sparse_moe.experts.{}.w3.weight",
         "layers.expert_down": "model.layers.{}.block_sparse_moe.experts.{}.w2.weight",
     },
+    "glm4_moe": SHARED_EXPERTS,
     "qwen2_moe": {
         f"layers.{ours}": f"model.layers.{{}}.mlp.shared_expert.{ours}_proj.weight"
         for ours in ("gate", "up", "down")

@@ -49,6 +49,8 @@ class RopeConfig:
     """Frequencies of wavelengths above original length / this are divided by `factor` (llama3)."""
     high_freq_factor: Annotated[float, Positive] = 4.0
     """Wavelengths below original length / this stay as they are (llama3)."""
+    partial_rotary: Annotated[float, Range(0.0, 1.0, open_low=True)] = 1.0
+    """Fraction of the dims of a head that is rotated, the first ones (HF `partial_rotary_factor`)."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, what is wrong) for borders in the wrong order."""
@@ -182,20 +184,27 @@ class TransformerConfig:
     initializer_range: Annotated[float, Range(0.0, 10.0, usual="0.02 is usual")] = 0.02
     """Standard deviation of random weights."""
 
+    @property
+    def rotary_dim(self) -> int:
+        """Dims of a head that RoPE rotates."""
+        return int(self.head_dim * self.rope.partial_rotary)
+
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, what is wrong) for sizes that do not go together."""
         if self.num_heads % self.num_kv_heads:
             yield "num_kv_heads", f"is {self.num_kv_heads}: it must divide num_heads, {self.num_heads}."
         if self.qk_norm_over_heads and not self.qk_norm:
             yield "qk_norm_over_heads", "is True: it says which norm qk_norm is, so that must be True, too."
-        if self.head_dim % 2:
-            yield "head_dim", f"is {self.head_dim}: it must be even, since RoPE rotates pairs."
+        if self.rotary_dim % 2 or not self.rotary_dim:
+            part = f", of which partial_rotary {self.rope.partial_rotary} is {self.rotary_dim}"
+            part = "" if self.rope.partial_rotary == 1.0 else part
+            yield "head_dim", f"is {self.head_dim}{part}: it must be even, since RoPE rotates pairs."
         if self.window_layers is not None and len(self.window_layers) != self.num_layers:
             yield (
                 "window_layers",
                 f"has {len(self.window_layers)} entries: it must have one a layer, {self.num_layers}.",
             )
-        if self.rope.scaling == "dynamic" and self.head_dim < 4:
+        if self.rope.scaling == "dynamic" and self.rotary_dim < 4:
             yield "head_dim", f"is {self.head_dim}: dynamic RoPE scaling needs at least 4."
         if self.moe and self.moe.dense_layers >= self.num_layers:
             yield (

@@ -39,6 +39,7 @@ HF_CLASSES = {
     "qwen2_moe": transformers.Qwen2MoeConfig,
     "qwen3_moe": transformers.Qwen3MoeConfig,
     "mixtral": transformers.MixtralConfig,
+    "glm4_moe": transformers.Glm4MoeConfig,
     "olmoe": transformers.OlmoeConfig,
     "gpt_oss": transformers.GptOssConfig,
 }
@@ -162,7 +163,8 @@ def test_a_missing_tensor_is_named():
 
 @pytest.mark.parametrize("family", HF_CLASSES)
 def test_absent_keys_mean_what_they_mean_to_transformers(family):
-    config, theirs = read_config({"model_type": family}), HF_CLASSES[family]()
+    extra = {"head_dim": 128} if family == "glm4_moe" else {}  # its default is odd
+    config, theirs = read_config({"model_type": family, **extra}), HF_CLASSES[family](**extra)
     assert config == read_config({"model_type": family, **theirs.to_dict()})
     assert config.vocab_size == theirs.vocab_size
     assert config.hidden_size == theirs.hidden_size
@@ -173,10 +175,11 @@ def test_absent_keys_mean_what_they_mean_to_transformers(family):
     assert config.norm_eps == theirs.rms_norm_eps
     own = {
         "mixtral": RopeConfig(1e6),
+        "glm4_moe": RopeConfig(partial_rotary=0.5),
         "gpt_oss": RopeConfig(150_000.0, "yarn", 32.0, original_max_position=4096, truncate=False),
     }
     assert config.rope == own.get(family, RopeConfig())
-    own = {"qwen3": 128, "gpt_oss": 64}
+    own = {"qwen3": 128, "glm4_moe": 128, "gpt_oss": 64}
     assert config.head_dim == own.get(family, theirs.hidden_size // theirs.num_attention_heads)
     assert config.sliding_window == {"mistral": 4096, "gpt_oss": 128}.get(family)
     assert not config.tie_embeddings

@@ -1,14 +1,17 @@
 """Mixtures of experts against transformers on torch: files in and out, logits, gradients, greedy text."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hf_oracle import agree_in_greedy_text, hf_logits, our_logits, random_tokens, torch
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     MixtralConfig,
@@ -35,7 +38,12 @@ COMMON = dict(
     head_dim=16, max_position_embeddings=64, tie_word_embeddings=False, num_experts_per_tok=2,
 )  # fmt: skip
 QWEN = dict(num_experts=6, moe_intermediate_size=24, intermediate_size=48)
+GROUPED = dict(
+    n_routed_experts=6, moe_intermediate_size=24, intermediate_size=48, first_k_dense_replace=1,
+    routed_scaling_factor=1.5, n_group=3, topk_group=2,
+)  # fmt: skip
 FAMILIES = {
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM, {**GROUPED, "attention_bias": True, "use_qk_norm": True}),
     "gpt_oss": (
         GptOssConfig, GptOssForCausalLM,
         {"num_local_experts": 6, "intermediate_size": 24, "sliding_window": 5, "swiglu_limit": 1.5},
@@ -61,9 +69,10 @@ def theirs(family):
     torch.manual_seed(0)
     model = model_class(config).eval()
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for name, weight in (*model.named_parameters(), *model.named_buffers()):
             noise = 0.3 * torch.randn(weight.shape)
-            weight.copy_(1 + noise if name.endswith("norm.weight") else noise)
+            if not name.endswith("inv_freq"):
+                weight.copy_(1 + noise if name.endswith("norm.weight") else noise)
     return model
 
 
@@ -94,12 +103,6 @@ def test_logits(loaded, computed):
     np.testing.assert_allclose(computed[0], expected, atol=2e-4, rtol=0)
 
 
-@pytest.mark.slow
-def test_greedy_text(loaded):
-    model, _, params = loaded
-    agree_in_greedy_text(model, params, random_tokens(length=6), new=10)
-
-
 def stored_tensors(folder):
     files = sorted(folder.glob("*.safetensors"))
     assert len(files) > 1
@@ -111,6 +114,7 @@ def test_files_come_back_byte_for_byte(loaded, tmp_path):
     config = read_config(folder)
     save_model(params, config, tmp_path / "out", dtype="float32", max_shard_bytes=40_000)
     stored, written = stored_tensors(folder), stored_tensors(tmp_path / "out")
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     assert stored.keys() == written.keys()
     assert any(".experts.5." in name or name.endswith("experts.gate_up_proj_bias") for name in stored)
     for name, tensor in stored.items():
@@ -144,9 +148,52 @@ def test_gradients_of_router_and_experts(loaded, computed):
     model = loaded[0]
     model.zero_grad()
     model(torch.tensor(random_tokens()), use_cache=False).logits.square().sum().backward()
+    layer = 1 - loaded[2].config.moe.dense_layers
     for name, expected in gradients_of(model, 1).items():
-        ours = np.asarray(computed[1][f"layers.{name}"][1])
+        ours = np.asarray(computed[1][f"layers.{name}"][layer])
         np.testing.assert_allclose(ours, expected, atol=1e-3 * np.abs(expected).max(), err_msg=name)
+
+
+@pytest.mark.slow
+def test_greedy_text(loaded):
+    model, _, params = loaded
+    agree_in_greedy_text(model, params, random_tokens(length=6), new=10)
+
+
+def test_weights_of_multi_token_prediction_are_skipped(tmp_path, capfd):
+    """The layer after the last one, which config.json counts; a second one is unexpected."""
+    raw = theirs("glm4_moe").config.to_dict()
+    theirs("glm4_moe").save_pretrained(tmp_path)
+    config, extra = read_config(tmp_path), {"model.layers.2.eh_proj.weight": np.ones((4, 4), np.float32)}
+    save_file(extra, tmp_path / "model-2.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {
+        **dict.fromkeys(load_file(tmp_path / "model.safetensors"), "model.safetensors"),
+        **dict.fromkeys(extra, "model-2.safetensors"),
+    }}))  # fmt: skip
+    assert raw["num_nextn_predict_layers"] == 1
+    assert len(read_headers(tmp_path, config)) == len(load_file(tmp_path / "model.safetensors"))
+    assert "1 weights of multi-token prediction are not used" in capfd.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "num_nextn_predict_layers": 0}))
+    with pytest.raises(UserError, match=r"1 unexpected: model\.layers\.2\.eh_proj"):
+        read_headers(tmp_path, config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scoring_func": "softmax"}, "scoring_func='softmax' is not supported; supported: sigmoid"),
+        ({"topk_method": "greedy"}, "topk_method='greedy' is not supported; supported: noaux_tc"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported; supported: 1"),
+        ({"n_group": 4}, "moe.groups is 4: it must divide 6 experts"),
+        ({"first_k_dense_replace": 2}, "num_layers is 2: it must be above moe.dense_layers, 2"),
+        ({"n_shared_experts": 0}, "n_shared_experts=0 must be"),
+        ({"partial_rotary_factor": 0.2, "rope_parameters": None}, "16, of which partial_rotary 0.2 is 3: it"),
+    ],
+)
+def test_what_grouped_routers_lack_is_refused_by_name(changes, message):
+    raw = to_hf_config(read_config(theirs("glm4_moe").config.to_dict()))
+    with pytest.raises(UserError, match=message):
+        read_config({**raw, **changes})
 
 
 @pytest.mark.parametrize(
