@@ -96,7 +96,7 @@ def grouped_experts(
     inside = (jnp.arange(len(order)) < jnp.sum(sizes))[:, None]
     expert_of_row = jnp.minimum(numbers[order], count - 1)
     product = functools.partial(jax.lax.ragged_dot, group_sizes=sizes)
-    biased = lambda y, bias: y if bias is None else y + bias[expert_of_row]
+    biased = lambda y, bias: y if bias is None else jnp.where(inside, y + bias[expert_of_row], 0)
     rows = jnp.where(inside, tokens[order // per_token], 0)
     gate = biased(product(rows, experts.gate), experts.gate_bias)
     hidden = gated(gate, biased(product(rows, experts.up), experts.up_bias))

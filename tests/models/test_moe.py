@@ -125,7 +125,12 @@ def test_grouped_products_equal_a_loop_over_experts():
     biases = [rng.normal(size=(3, size)).astype(np.float32) for size in (6, 6, 4)]
     experts = ExpertWeights(*map(jnp.asarray, (gate, up, down, *biases)))
     gated = gate_fn(MoEConfig(3, 2, 6, swiglu_limit=1.5, swiglu_alpha=2.0), jax.nn.silu)
-    out = grouped_experts(*map(jnp.asarray, (h, chosen, weights)), experts, gated)
+
+    def total(experts):
+        out = grouped_experts(*map(jnp.asarray, (h, chosen, weights)), experts, gated)
+        return jnp.sum(out), out
+
+    gradient, out = jax.grad(total, has_aux=True)(experts)
     expected = np.zeros((2, 5, 4))
     for b, t, k in np.ndindex(2, 5, 2):
         if 0 <= (x := chosen[b, t, k]) < 3:
@@ -134,6 +139,8 @@ def test_grouped_products_equal_a_loop_over_experts():
             hidden = (u + 1) * g / (1 + np.exp(-2.0 * g))
             expected[b, t] += weights[b, t, k] * (hidden @ down[x] + biases[2][x])
     np.testing.assert_allclose(out, expected, atol=1e-5)
+    each = [np.full(4, weights[chosen == x].sum()) for x in range(3)]
+    np.testing.assert_allclose(gradient.down_bias, each, rtol=1e-5)
 
 
 @functools.cache
