@@ -95,7 +95,7 @@ INTERLEAVED: dict[str, dict[str, tuple[str, ...]]] = {
         "model.layers.{}.mlp.experts.gate_up_proj_bias": ("layers.expert_gate_bias", "layers.expert_up_bias"),
     },
 }
-"""HF tensors that hold several of ours, which take turns along the last dim."""
+"""HF tensors that hold several of ours, interleaved along the last dim."""
 
 
 Index = tuple[int, ...]
@@ -122,7 +122,7 @@ class HFTensor(NamedTuple):
     shape: tuple[int, ...]
     parts: tuple[tuple[str, Index], ...]  # (our name, index in its stack)
     layouts: tuple[str, ...]  # of the parts
-    interleaved: bool = False  # the parts take turns along the last dim
+    interleaved: bool = False  # the parts, along the last dim
 
 
 def tensor_rows(config: TransformerConfig) -> dict[str, list[TensorRows]]:
