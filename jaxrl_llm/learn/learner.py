@@ -18,6 +18,7 @@ from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.data.packing import PackItem, counts
 from jaxrl_llm.learn.loss_scale import initial_loss_scale
 from jaxrl_llm.learn.optim_states import is_moment, moment_shardings, stored_weights
+from jaxrl_llm.learn.routing import routing_metrics
 from jaxrl_llm.learn.scoring import ScoringModel
 from jaxrl_llm.learn.teachers import PlacedTeachers, Teachers, teachers_of
 from jaxrl_llm.learn.update import (
@@ -157,7 +158,7 @@ class Learner(ScoringModel):
             totals = self._totals(batches, *counts(items, self.group_size), state)
             read = [teachers_of(batch, teachers) for batch in batches]
             outputs = [self._measure(state.params, b, totals, t) for b, t in zip(batches, read, strict=True)]
-            return combine([metrics for _, (metrics, _) in outputs])
+            return routing_metrics(combine([metrics for _, (metrics, _) in outputs]))[0]
 
     def _totals(
         self, batches: Sequence[Batch], num_tokens: float, num_sequences: float, state: TrainState

@@ -84,7 +84,7 @@ def decode_paged(
             )
             return out[:, None], new
 
-        return block(c, w, x, tables, attend, valid=active[:, None], rules=ROLLOUT), None
+        return block(c, w, x, tables, attend, valid=active[:, None], rules=ROLLOUT)[:2], None
 
     x = constrain_residual(weights.embed[tokens][:, None])
     (x, cache), _ = apply_layers(c, weights.layers, layer, (x, cache))
