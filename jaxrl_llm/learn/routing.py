@@ -1,15 +1,32 @@
-"""Load of the experts: metrics of an update."""
+"""Routing of tokens to experts in training: load of the experts, and the balance loss."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.models.moe import RoutingSums
-from jaxrl_llm.structs import Metrics
+from jaxrl_llm.ranges import Range
+from jaxrl_llm.structs import Batch, Metrics, Params
 
 ROUTING = "routing"
 """Key of the `RoutingSums` among the metrics of micro-batches, until `routing_metrics` takes it out."""
+
+
+@dataclass(frozen=True)
+class RoutingConfig:
+    """Routing of tokens to experts in training, of models with experts."""
+
+    balance_coef: Annotated[float, Range(0, 1e3, usual="0 is usual in RL, 0.001 to 0.01 in SFT")] = 0.0
+    """Coefficient of the balance loss, which moves tokens from busy experts to others: the sum over layers of
+    X sum f P, where f and P are an expert's share of the assignments and its mean score over the whole
+    mini-batch, and X is the number of experts. 0 = none."""
 
 
 def balance(
@@ -37,3 +54,20 @@ def routing_metrics(metrics: Metrics) -> tuple[Metrics, RoutingSums | None]:
     metrics["moe/load_max"] = jnp.max(load / jnp.mean(load, axis=-1, keepdims=True))
     metrics["moe/balance"] = jnp.mean(balance(load, sums.scores, jnp.sum(sums.scores, axis=-1)))
     return metrics, sums
+
+
+def balance_weights(
+    score: Callable[..., dict], params: Params, batches: Sequence[Batch]
+) -> Float[Array, "L X"]:
+    """Return X f / N of a mini-batch of N tokens: the balance loss is the sum of these times the scores.
+
+    The loss is linear in the tokens once f, which has no gradient, is known; so it and its gradient add over
+    any split into micro-batches, rows and devices.
+
+    Args:
+        score: (params, batch, names) -> `learn.update.model_outputs`: a forward pass before the update.
+    """
+    sums = [score(params, batch, names=(ROUTING,))[ROUTING] for batch in batches]
+    load, scores = functools.reduce(functools.partial(jax.tree.map, jnp.add), sums)
+    num_tokens = jnp.sum(scores, axis=-1, keepdims=True)
+    return load.shape[-1] * load / jnp.sum(load, axis=-1, keepdims=True) / num_tokens

@@ -53,6 +53,7 @@ class StepConfig:
     grad_dtype: str = "float32"  # of gradients in memory
     update_by_leaf: bool = False  # see `finite_update`
     offload: bool = False  # optimizer moments in host memory between updates
+    balance_coef: float = 0.0  # of the balance loss of experts
     old: Literal["policy", "recompute", "rollout"] = "policy"  # source of old log-probs, see `old_logprobs`
 
     @property
@@ -139,6 +140,8 @@ def loss_and_metrics(
         outputs["entropy"] = jax.lax.stop_gradient(outputs["entropy"])
     inputs = loss_inputs(batch, outputs, totals)
     loss, metrics = algos.of(algo).loss(inputs, algo)
+    if totals.balance_weights is not None:
+        loss += config.balance_coef * jnp.sum(totals.balance_weights * outputs[ROUTING].scores)
     metrics = {"loss": loss, **metrics, **monitor(inputs, config.old)}
     if ROUTING in outputs:
         metrics[ROUTING] = outputs[ROUTING]

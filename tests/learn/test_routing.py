@@ -1,5 +1,6 @@
 """Routing in training: load of the experts, balance loss, selection bias, router replay."""
 
+import dataclasses
 import functools
 import math
 
@@ -11,9 +12,12 @@ import pytest
 from tiny_models import random_params
 
 from jaxrl_llm.algos import sft
+from jaxrl_llm.build.models import trained_config
+from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.packing import PackItem
+from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.learn.learner import Learner
-from jaxrl_llm.learn.routing import ROUTING, balance, routing_metrics
+from jaxrl_llm.learn.routing import ROUTING, RoutingConfig, balance, balance_weights, routing_metrics
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.config import MoEConfig
@@ -53,14 +57,30 @@ def test_sigmoid_scores_of_a_token_sum_to_1():
     np.testing.assert_allclose(sums.scores, np.array([0.5, 0.75, 0.8, 0.2]) / 2.25, rtol=1e-6)
 
 
+def test_the_gradient_of_the_balance_loss_by_hand():
+    """That of token t is X / N p_tx (f_x - sum_y f_y p_ty), here in two micro-batches of 3 and 2 tokens."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(5, 4))
+    chosen = np.argsort(-logits, axis=-1)[:, :2]
+    moe, cuts = MoEConfig(4, 2), (slice(0, 3), slice(3, 5))
+    sums_of = lambda x, cut: routing_sums(
+        moe, Routing(x[None, cut], jnp.asarray(chosen[None, cut])), jnp.ones((1, cut.stop - cut.start), bool)
+    )
+    score = lambda x, cut, names: {ROUTING: jax.tree.map(lambda a: a[None], sums_of(x, cut))}
+    weights = balance_weights(score, jnp.asarray(logits), cuts)
+    loss = lambda x: sum(jnp.sum(weights[0] * sums_of(x, cut).scores) for cut in cuts)
+    value, gradient = jax.value_and_grad(loss)(jnp.asarray(logits))
+    p = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    f = np.bincount(chosen.ravel(), minlength=4) / 10
+    assert value == pytest.approx(4 * (f * p.mean(axis=0)).sum(), rel=1e-5)
+    np.testing.assert_allclose(gradient, 4 / 5 * p * (f - p @ f[:, None]), atol=1e-6)
+
+
 def items(count=8, seed=0):
-    """Sequences of 4 to 15 tokens, a random part of them trained on."""
+    """Sequences of 9 to 15 tokens, none of them trained on: the balance loss is the loss."""
     rng = np.random.default_rng(seed)
-    lengths = rng.integers(4, 16, count)
-    return [
-        PackItem(rng.integers(0, 64, n).astype(np.int32), (rng.random(n) < 0.7).astype(np.float32))
-        for n in lengths
-    ]
+    lengths = rng.integers(9, 16, count)
+    return [PackItem(rng.integers(0, 64, n).astype(np.int32), np.zeros(n, np.float32)) for n in lengths]
 
 
 def learner(rows=8, row_tokens=16, mesh=None, model=MODEL, **settings):
@@ -82,17 +102,39 @@ def one_update(built, sequences=None):
 
 @functools.cache
 def reference_update():
-    return one_update(learner())
+    """All 8 rows as one micro-batch."""
+    return one_update(learner(balance_coef=1.0))
 
 
-def test_metrics_of_the_load_do_not_depend_on_micro_batches():
-    """Rows twice as long hold as much padding as tokens."""
-    metrics, _ = reference_update()
-    again, _ = one_update(learner(rows=1, row_tokens=32))
-    for name in ("moe/load_max", "moe/balance"):
-        assert 1.02 < metrics[name] < 4
-        assert again[name] == pytest.approx(metrics[name], rel=1e-6)
-    measured = learner(rows=4).measure(
-        learner().init_state(jax.tree.map(jnp.asarray, random_params(MODEL))), items()
-    )
-    assert measured["moe/balance"] == pytest.approx(metrics["moe/balance"], rel=1e-6)
+def test_the_loss_is_that_of_the_whole_mini_batch():
+    """Two layers: the sum of their balance, whose mean is a metric."""
+    metrics, gradient = reference_update()
+    assert 1.01 < metrics["moe/balance"] < 4 and 1.02 < metrics["moe/load_max"] < 4
+    assert metrics["loss"] == pytest.approx(2 * metrics["moe/balance"], rel=1e-6)
+    assert optax.tree.norm(gradient.layers.router[...]) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_tokens", "mesh"),
+    [
+        (1, 16, None),
+        pytest.param(4, 16, None, marks=pytest.mark.slow),
+        pytest.param(2, 32, MeshConfig(fsdp=2, expert=2), marks=pytest.mark.slow),
+        pytest.param(4, 16, MeshConfig(fsdp=1, expert=2, tensor=2, sequence=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_no_split_changes_the_balance_loss(rows, row_tokens, mesh):
+    """Eight micro-batches, two, packed rows and meshes: metrics and gradient of one micro-batch."""
+    expected, expected_gradient = reference_update()
+    metrics, gradient = one_update(learner(rows, row_tokens, mesh, balance_coef=1.0))
+    for name in ("loss", "moe/load_max", "moe/balance"):
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-6)
+    difference = optax.tree.norm(jax.tree.map(lambda a, b: a - b, gradient, expected_gradient))
+    assert difference <= 1e-5 * optax.tree.norm(expected_gradient)
+
+
+def test_a_model_without_experts_is_refused_by_name():
+    dense = dataclasses.replace(MODEL, moe=None)
+    with pytest.raises(ConfigError, match=r"--routing\.balance_coef: the model has no experts"):
+        trained_config(dense, TrainConfig(routing=RoutingConfig(balance_coef=0.1)))
