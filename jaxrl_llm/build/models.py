@@ -29,6 +29,7 @@ from jaxrl_llm.learn.scoring import ScoringModel
 from jaxrl_llm.learn.stage import Stage, loss_signals
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.lora import add_adapters, base_config, frozen_config, with_lora
 from jaxrl_llm.rollout.keys import Purpose, run_key
 from jaxrl_llm.sharding.config import CRITIC, POLICY, REFERENCE, TEACHER
@@ -197,7 +198,7 @@ def trained_config(model: TransformerConfig, config: TrainConfig) -> Transformer
             model without experts does not.
     """
     if model.moe:
-        refuse_with_experts(config)
+        refuse_with_experts(config, model.moe)
     elif config.routing != RoutingConfig():
         name = next(f.name for f in fields(RoutingConfig) if getattr(config.routing, f.name) != f.default)
         raise ConfigError(f"--routing.{name}: the model has no experts. Leave it out.")
@@ -212,7 +213,7 @@ def trained_config(model: TransformerConfig, config: TrainConfig) -> Transformer
     return with_lora(config_with_heads(model, config.algo), config.lora)
 
 
-def refuse_with_experts(config: TrainConfig) -> None:
+def refuse_with_experts(config: TrainConfig, moe: MoEConfig) -> None:
     """Refuse settings that a mixture of experts does not have.
 
     Raises:
@@ -227,6 +228,9 @@ def refuse_with_experts(config: TrainConfig) -> None:
         raise ConfigError(
             "--lora.targets: experts have no adapters. Set --lora.targets q_proj k_proj v_proj o_proj."
         )
+    if config.routing.bias_rate and (lora.rank or not moe.selection_bias):
+        why = "with --lora.rank it is frozen" if lora.rank else "the model's routers have none"
+        raise ConfigError(f"--routing.bias_rate moves a selection bias: {why}. Set it to 0.")
     if config.rollout.engine == "sglang":
         raise ConfigError(
             "--rollout.engine is sglang: weights of experts are not sent to servers. Set it to native."
@@ -302,4 +306,4 @@ def make_learner(
         update_by_leaf=optim.has_compressed_state and optim.name != "muon",  # which would orthogonalize twice
         old=old_logprobs(algorithm, requires, config.updates_per_step, config.is_on_policy),
     )
-    return Learner(algo, model, make_optimizer(optim, updates), step, mesh)
+    return Learner(algo, model, make_optimizer(optim, updates, config.routing.bias_rate), step, mesh)

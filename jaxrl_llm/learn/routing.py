@@ -1,4 +1,4 @@
-"""Routing of tokens to experts in training: load of the experts, and the balance loss."""
+"""Routing of tokens to experts in training: load of the experts, balance loss, selection bias."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Annotated
 
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.models.moe import RoutingSums
+from jaxrl_llm.models.moe import SELECTION_BIAS, RoutingSums
 from jaxrl_llm.ranges import Range
 from jaxrl_llm.structs import Batch, Metrics, Params
 
@@ -27,6 +28,9 @@ class RoutingConfig:
     """Coefficient of the balance loss, which moves tokens from busy experts to others: the sum over layers of
     X sum f P, where f and P are an expert's share of the assignments and its mean score over the whole
     mini-batch, and X is the number of experts. 0 = none."""
+    bias_rate: Annotated[float, Range(0, 1, usual="0 is usual in RL, 0.001 in pretraining")] = 0.0
+    """Change of a router's selection bias in each update: up where an expert has less than the mean load of
+    the mini-batch, down where it has more (DeepSeek-V3). 0 = the bias stays as it is."""
 
 
 def balance(
@@ -71,3 +75,28 @@ def balance_weights(
     load, scores = functools.reduce(functools.partial(jax.tree.map, jnp.add), sums)
     num_tokens = jnp.sum(scores, axis=-1, keepdims=True)
     return load.shape[-1] * load / jnp.sum(load, axis=-1, keepdims=True) / num_tokens
+
+
+def with_bias_gradient(grads: Params, sums: RoutingSums | None) -> Params:
+    """Return the gradients with sign(load - mean load) as that of the selection bias (arXiv 2408.15664)."""
+    if sums is None:
+        return grads
+    load = sums.load.astype(jnp.float32)
+    excess = jnp.sign(load - jnp.mean(load, axis=-1, keepdims=True))
+    return jax.tree_util.tree_map_with_path(lambda path, g: excess if _is_bias(path) else g, grads)
+
+
+def move_bias(inner: optax.GradientTransformation, rate: float) -> optax.GradientTransformation:
+    """Return the transformation with gradient descent of this rate for the selection bias alone."""
+
+    def update(updates, state, params=None):
+        others = jax.tree_util.tree_map_with_path(lambda path, g: 0 * g if _is_bias(path) else g, updates)
+        new, state = inner.update(others, state, params)
+        choose = lambda path, u, g: -rate * g if _is_bias(path) else u
+        return jax.tree_util.tree_map_with_path(choose, new, updates), state
+
+    return optax.GradientTransformation(inner.init, update)
+
+
+def _is_bias(path: tuple) -> bool:
+    return SELECTION_BIAS in jax.tree_util.keystr(path)

@@ -27,7 +27,7 @@ from jaxrl_llm.algos.reduce import token_mean
 from jaxrl_llm.learn.finite_update import UpdateStep, update_by_leaf, update_if_finite
 from jaxrl_llm.learn.loss_scale import next_loss_scale, scale_loss, unscale
 from jaxrl_llm.learn.optim_states import master_weights, stored_weights
-from jaxrl_llm.learn.routing import ROUTING, routing_metrics
+from jaxrl_llm.learn.routing import ROUTING, routing_metrics, with_bias_gradient
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.moe import RoutingSums
 from jaxrl_llm.sharding.rules import logprob_specs
@@ -274,7 +274,7 @@ def apply(
     Args:
         by_leaf: see `finite_update.update_by_leaf`.
     """
-    metrics, _ = routing_metrics(metrics)
+    metrics, routing = routing_metrics(metrics)
     grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
 
     def step(params, opt_state, grads):
@@ -282,6 +282,7 @@ def apply(
         if max_grad_norm:
             scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(grad_norm, 1e-12))
             grads = jax.tree.map(lambda g: g * scale, grads)
+        grads = with_bias_gradient(grads, routing)
         masters = master_weights(params, opt_state)
         updates, opt_state = optimizer.update(grads, opt_state, masters)
         masters = optax.apply_updates(masters, updates)

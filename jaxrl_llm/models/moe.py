@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from jaxrl_llm.models.transformer import Layers
 
 Activation = Callable[[Array], Array]
+SELECTION_BIAS = "router_bias"
+"""Weight that is added to the scores by which experts are chosen; its gradient is 0."""
 SMALLEST_SUM = 1e-20
 """Added to the sum of scores, as in transformers: sigmoids may all be 0."""
 

@@ -17,12 +17,15 @@ from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.learn.learner import Learner
+from jaxrl_llm.learn.optim import OptimConfig, make_optimizer
+from jaxrl_llm.learn.optim_states import master_weights, stored_weights
 from jaxrl_llm.learn.routing import ROUTING, RoutingConfig, balance, balance_weights, routing_metrics
-from jaxrl_llm.learn.update import StepConfig
+from jaxrl_llm.learn.update import StepConfig, apply
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.models.config import MoEConfig
+from jaxrl_llm.models.config import LoraConfig, MoEConfig
 from jaxrl_llm.models.moe import Routing, RoutingSums, routing_sums
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.structs import TrainState
 
 MODEL = TransformerConfig(
     vocab_size=64, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8,
@@ -138,3 +141,39 @@ def test_a_model_without_experts_is_refused_by_name():
     dense = dataclasses.replace(MODEL, moe=None)
     with pytest.raises(ConfigError, match=r"--routing\.balance_coef: the model has no experts"):
         trained_config(dense, TrainConfig(routing=RoutingConfig(balance_coef=0.1)))
+
+
+BIASED = dataclasses.replace(MODEL, moe=dataclasses.replace(MODEL.moe, score="sigmoid", selection_bias=True))
+
+
+def test_the_selection_bias_moves_towards_the_mean_load():
+    """Loads 3, 1, 2, 2 and then 2, 2, 2, 2 of one layer, mean 2; the gradient itself is 0."""
+    optim = OptimConfig(weight_decay=0.1, store_param_remainders=True, ema=0.5)
+    params = {"router_bias": jnp.full((1, 4), 0.5), "w": jnp.ones((2, 2))}
+    optimizer, zero = make_optimizer(optim, 10, bias_rate=0.25), jnp.zeros((), jnp.int32)
+    opt_state = optimizer.init(params)
+    state = TrainState(stored_weights(params, opt_state), opt_state, zero, zero, jnp.float32(0))
+    grads = jax.tree.map(lambda w: jnp.zeros(w.shape), params)
+    for load in ([3, 1, 2, 2], [2, 2, 2, 2]):
+        metrics = {"loss": jnp.float32(1), ROUTING: RoutingSums(jnp.array([load]), jnp.ones((1, 4)))}
+        settings = {"algo": sft.Config(), "optimizer": optimizer, "max_grad_norm": 1.0}
+        state, metrics = apply(state, grads, metrics, jnp.float32(1), **settings)
+        np.testing.assert_array_equal(
+            master_weights(state.params, state.opt_state)["router_bias"], [[0.25, 0.75, 0.5, 0.5]]
+        )
+        assert metrics["moe/load_max"] == load[0] / 2 and metrics["grad_norm"] == 0
+    fixed = make_optimizer(optim, 10)
+    moved, _ = fixed.update({**grads, "router_bias": jnp.ones((1, 4))}, fixed.init(params), params)
+    assert not np.any(moved["router_bias"])
+
+
+@pytest.mark.parametrize(
+    ("model", "lora", "message"),
+    [(MODEL, 0, "the model's routers have none"), (BIASED, 2, "with --lora.rank it is frozen")],
+    ids=["no bias", "lora"],
+)
+def test_a_selection_bias_that_cannot_move_is_refused(model, lora, message):
+    targets = ("q_proj",)
+    config = TrainConfig(routing=RoutingConfig(bias_rate=0.1), lora=LoraConfig(rank=lora, targets=targets))
+    with pytest.raises(ConfigError, match=message):
+        trained_config(model, config)
