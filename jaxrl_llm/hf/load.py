@@ -154,6 +154,8 @@ def read_slice(
     lead = [group[0] for group in groups]
     inner = [int(np.prod([size[dim] for dim in group[1:]])) for group in groups]
     columns = tuple(slice(bound[d][0] * n, bound[d][1] * n) for d, n in zip(lead[1:], inner[1:], strict=True))
+    if part.step > 1:
+        columns = (*columns[:-1], slice(columns[-1].start * part.step, columns[-1].stop * part.step))
     cut = tuple(slice(None) if dim in lead else slice(*bound[dim]) for dim in dims)
     out = aligned_empty(tuple(stop - start for start, stop in bounds), dtype)
     rows_axis, (first, last) = dims.index(lead[0]), bound[lead[0]]
@@ -164,7 +166,7 @@ def read_slice(
         stop = min(start + step, last)
         rows = slice(part.start + start * inner[0], part.start + stop * inner[0])
         with safe_open(stored.file, framework="np") as handle:
-            block = handle.get_slice(part.name)[(rows, *columns)]
+            block = handle.get_slice(part.name)[(rows, *columns)][..., part.column :: part.step]
         if not _all_finite(block):
             raise UserError(
                 f"{stored.file}: {part.name} holds NaN or Inf. Download the model again, or take another."

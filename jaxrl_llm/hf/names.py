@@ -36,6 +36,7 @@ TABLE: dict[str, tuple[str, str]] = {
     "layers.o_bias": ("model.layers.{}.self_attn.o_proj.bias", "d -> d"),
     "layers.q_norm": ("model.layers.{}.self_attn.q_norm.weight", "e -> e"),
     "layers.k_norm": ("model.layers.{}.self_attn.k_norm.weight", "e -> e"),
+    "layers.sinks": ("model.layers.{}.self_attn.sinks", "h -> h"),
     "layers.mlp_norm": ("model.layers.{}.post_attention_layernorm.weight", "d -> d"),
     "layers.gate": ("model.layers.{}.mlp.gate_proj.weight", "d f -> f d"),
     "layers.up": ("model.layers.{}.mlp.up_proj.weight", "d f -> f d"),
@@ -48,25 +49,53 @@ TABLE: dict[str, tuple[str, str]] = {
     "layers.expert_gate": ("model.layers.{}.mlp.experts.{}.gate_proj.weight", "d f -> f d"),
     "layers.expert_up": ("model.layers.{}.mlp.experts.{}.up_proj.weight", "d f -> f d"),
     "layers.expert_down": ("model.layers.{}.mlp.experts.{}.down_proj.weight", "f d -> d f"),
+    "layers.router_logit_bias": ("model.layers.{}.mlp.router.bias", "x -> x"),
+    "layers.expert_gate_bias": ("model.layers.{}.mlp.experts.gate_up_proj_bias", "x f -> x f"),
+    "layers.expert_up_bias": ("model.layers.{}.mlp.experts.gate_up_proj_bias", "x f -> x f"),
+    "layers.expert_down_bias": ("model.layers.{}.mlp.experts.down_proj_bias", "x d -> x d"),
     "layers.shared_gate": ("model.layers.{}.mlp.shared_expert_gate.weight", "d n -> n d"),
 }
+SHARED_EXPERTS = {
+    f"layers.{ours}": f"model.layers.{{}}.mlp.shared_experts.{ours}_proj.weight"
+    for ours in ("gate", "up", "down")
+}
 FAMILY_NAMES: dict[str, dict[str, str]] = {
+    "gpt_oss": {
+        "layers.router": "model.layers.{}.mlp.router.weight",
+        "layers.expert_down": "model.layers.{}.mlp.experts.down_proj",
+    },
     "mixtral": {
         "layers.router": "model.layers.{}.block_sparse_moe.gate.weight",
         "layers.expert_gate": "model.layers.{}.block_sparse_moe.experts.{}.w1.weight",
         "layers.expert_up": "model.layers.{}.block_sparse_moe.experts.{}.w3.weight",
         "layers.expert_down": "model.layers.{}.block_sparse_moe.experts.{}.w2.weight",
     },
+    "glm4_moe": SHARED_EXPERTS,
     "qwen2_moe": {
         f"layers.{ours}": f"model.layers.{{}}.mlp.shared_expert.{ours}_proj.weight"
         for ours in ("gate", "up", "down")
     },
 }
 """HF names of families that depart from TABLE."""
+FAMILY_LAYOUTS: dict[str, dict[str, str]] = {
+    "gpt_oss": {
+        "layers.expert_gate": "x d f -> x d f",
+        "layers.expert_up": "x d f -> x d f",
+        "layers.expert_down": "x f d -> x f d",
+    },
+}
+"""Layouts of families that depart from TABLE: a layout with x is that of all experts of a layer."""
 FUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "baichuan": {"model.layers.{}.self_attn.W_pack.weight": ("layers.q", "layers.k", "layers.v")},
 }
 """HF matrices that hold several of ours, their rows one after the other."""
+INTERLEAVED: dict[str, dict[str, tuple[str, ...]]] = {
+    "gpt_oss": {
+        "model.layers.{}.mlp.experts.gate_up_proj": ("layers.expert_gate", "layers.expert_up"),
+        "model.layers.{}.mlp.experts.gate_up_proj_bias": ("layers.expert_gate_bias", "layers.expert_up_bias"),
+    },
+}
+"""HF tensors that hold several of ours, which take turns along the last dim."""
 
 
 Index = tuple[int, ...]
@@ -82,26 +111,29 @@ class TensorRows(NamedTuple):
     layout: str
     start: int
     rows: int
+    column: int = 0  # of interleaved tensors: its columns column, column + step, ...
+    step: int = 1
 
 
 class HFTensor(NamedTuple):
-    """A tensor of an HF folder, and our weights that it is made of in the order of its rows."""
+    """A tensor of an HF folder, and our weights that it is made of, by rows or interleaved."""
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[tuple[str, Index], ...]  # (our name, index in its stack)
+    layouts: tuple[str, ...]  # of the parts
+    interleaved: bool = False  # the parts take turns along the last dim
 
 
 def tensor_rows(config: TransformerConfig) -> dict[str, list[TensorRows]]:
     """Return our names, in the order of the leaves -> rows of HF tensors, an entry a matrix."""
     by_name = {ours: [] for ours in _shapes(config)}
     for tensor in hf_tensors(config):
-        start = 0
-        for ours, index in tensor.parts:
-            layout = tensor_layout(ours)
+        start, step = 0, len(tensor.parts) if tensor.interleaved else 1
+        for i, ((ours, index), layout) in enumerate(zip(tensor.parts, tensor.layouts, strict=True)):
             rows = _hf_shape(_matrix_shape(config, ours), layout)[0]
-            by_name[ours].append(TensorRows(index, tensor.name, layout, start, rows))
-            start += rows
+            by_name[ours].append(TensorRows(index, tensor.name, layout, start, rows, i % step, step))
+            start += rows if step == 1 else 0
     return by_name
 
 
@@ -111,11 +143,15 @@ def hf_tensors(config: TransformerConfig) -> list[HFTensor]:
     tensors = []
     for layer, (stack, i) in enumerate([("", None), *_places(config)], -1):
         for members, hf in stacks[stack]:
-            shapes = [_hf_shape(_matrix_shape(config, ours), tensor_layout(ours)) for ours in members]
+            layouts = tuple(tensor_layout(ours, config.family) for ours in members)
+            pairs = zip(members, layouts, strict=True)
+            shapes = [_hf_shape(_matrix_shape(config, ours), layout) for ours, layout in pairs]
             shape = (sum(s[0] for s in shapes), *shapes[0][1:])
+            if interleaved := hf in INTERLEAVED.get(config.family, {}):
+                shape = (*shapes[0][:-1], sum(s[-1] for s in shapes))
             for index in _indices(config, members[0], i):
                 parts = tuple((ours, index) for ours in members)
-                tensors.append(HFTensor(hf.format(layer, *index[1:]), shape, parts))
+                tensors.append(HFTensor(hf.format(layer, *index[1:]), shape, parts, layouts, interleaved))
     return tensors
 
 
@@ -124,10 +160,12 @@ def hf_name(config: TransformerConfig, ours: str) -> str:
     return FAMILY_NAMES.get(config.family, {}).get(ours, TABLE[_row(ours)][0])
 
 
-def stack_dims(ours: str) -> int:
-    """Return the leading dims of a weight that number its matrices: none, L, or L and X."""
+def stack_dims(ours: str, family: str = "") -> int:
+    """Return the leading dims of a weight that number its matrices in files: none, L, or L and X."""
     row = _row(ours)
-    return row.startswith("layers.") + row.startswith("layers.expert_")
+    if not row.startswith("layers.expert_"):
+        return row.startswith("layers.")
+    return 1 if "x" in parse_layout(tensor_layout(ours, family))[0] else 2
 
 
 def _row(ours: str) -> str:
@@ -142,17 +180,19 @@ def _places(config: TransformerConfig) -> list[tuple[str, int]]:
 
 def _groups(config: TransformerConfig, stack: str) -> list[tuple[tuple[str, ...], str]]:
     """Return (our names, HF name) of each matrix of a layer of a stack; those outside the layers for ""."""
-    names, fused = _shapes(config), FUSED.get(config.family, {}) if stack else {}
-    inside = {row for rows in fused.values() for row in rows}
+    names, joined = _shapes(config), {}
+    if stack:
+        joined = FUSED.get(config.family, {}) | INTERLEAVED.get(config.family, {})
+    inside = {row for rows in joined.values() for row in rows}
     rows = [row for row in TABLE if row.startswith("layers.") == bool(stack) and row not in inside]
     ours = [row.replace("layers", stack, 1) for row in rows]
     groups = [((name,), hf_name(config, name)) for name in ours if name in names]
-    return groups + [(members, hf) for hf, members in fused.items()]
+    return groups + [(members, hf) for hf, members in joined.items()]
 
 
 def _indices(config: TransformerConfig, ours: str, layer: int | None) -> list[Index]:
     """Return the indices of a layer's matrices in its stack; of a weight outside the layers the empty one."""
-    if stack_dims(ours) == 2:
+    if stack_dims(ours, config.family) == 2:
         return [(layer, expert) for expert in range(config.moe.num_experts)]
     return [() if layer is None else (layer,)]
 
@@ -172,22 +212,23 @@ def adapter_tensors(config: TransformerConfig) -> list[HFTensor]:
             if ours.partition(".")[0] != stack:
                 continue
             module = hf_name(config, weight).format(layer).removesuffix(".weight")
-            shape = _hf_shape(_matrix_shape(config, ours), tensor_layout(ours))
+            layout = tensor_layout(ours, config.family)
+            shape = _hf_shape(_matrix_shape(config, ours), layout)
             name = f"base_model.model.{module}.lora_{matrix.upper()}.weight"
-            tensors.append(HFTensor(name, shape, ((ours, (i,)),)))
+            tensors.append(HFTensor(name, shape, ((ours, (i,)),), (layout,)))
     if config.value_head:
-        shape = _matrix_shape(config, "value")
-        tensors.append(HFTensor(f"base_model.model.{TABLE['value'][0]}", shape, (("value", ()),)))
+        shape, (name, layout) = _matrix_shape(config, "value"), TABLE["value"]
+        tensors.append(HFTensor(f"base_model.model.{name}", shape, (("value", ()),), (layout,)))
     return tensors
 
 
-def tensor_layout(ours: str) -> str:
+def tensor_layout(ours: str, family: str = "") -> str:
     """Return the layout of one of our weights, ours -> HF; an adapter's follows from that of its weight.
 
     "layers.o" is "h e d -> d (h e)", so its A is "h e r -> r (h e)" and its B is "r d -> (d) r".
     """
     weight, _, matrix = ours.partition(MARK)
-    layout = TABLE[_row(weight)][1]
+    layout = FAMILY_LAYOUTS.get(family, {}).get(weight, TABLE[_row(weight)][1])
     if not matrix:
         return layout
     outputs, inputs = (" ".join(group) for group in parse_layout(layout)[1])
@@ -223,7 +264,7 @@ def _hf_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
 
 
 def _matrix_shape(config: TransformerConfig, ours: str) -> tuple[int, ...]:
-    return _shapes(config)[ours][stack_dims(ours) :]
+    return _shapes(config)[ours][stack_dims(ours, config.family) :]
 
 
 @functools.cache

@@ -49,6 +49,8 @@ class RopeConfig:
     """Frequencies of wavelengths above original length / this are divided by `factor` (llama3)."""
     high_freq_factor: Annotated[float, Positive] = 4.0
     """Wavelengths below original length / this stay as they are (llama3)."""
+    partial_rotary: Annotated[float, Range(0.0, 1.0, open_low=True)] = 1.0
+    """Fraction of the dims of a head that is rotated, the first ones (HF `partial_rotary_factor`)."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, what is wrong) for borders in the wrong order."""
@@ -86,6 +88,13 @@ class MoEConfig:
     """Groups whose two best experts have the largest sum; not used with one group."""
     selection_bias: bool = False
     """Add a bias to the scores by which experts are chosen, not to their weights (arXiv 2408.15664)."""
+    bias: bool = False
+    """Biases on the router and on the three projections of each expert (gpt-oss)."""
+    swiglu_limit: Annotated[float, Positive] | None = None
+    """c: an expert computes g sigmoid(swiglu_alpha g) (u + 1) with its gate g up to c and its up projection u
+    within -c and c (gpt-oss); None = activation(g) u."""
+    swiglu_alpha: Annotated[float, Positive] = 1.702
+    """Factor inside the sigmoid, where swiglu_limit is set."""
     dense_layers: Annotated[int, Range(0, 10_000)] = 0
     """Leading layers that have the feed-forward of a dense model, of width mlp_size, and no experts."""
 
@@ -148,6 +157,8 @@ class TransformerConfig:
     """Biases on the three feed-forward projections."""
     qk_norm: bool = True
     """RMSNorm over head_dim of queries and keys before RoPE (Qwen3)."""
+    qk_norm_over_heads: bool = False
+    """`qk_norm` is over all heads together, before they are split, not over each (OLMoE)."""
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     """Activation of the feed-forward gate."""
     norm_eps: Annotated[float, Range(0.0, 1.0, usual="1e-6 is usual")] = 1e-6
@@ -162,6 +173,8 @@ class TransformerConfig:
     """Tokens that a token attends to, itself included; None = all before it."""
     window_layers: tuple[bool, ...] | None = None
     """True for each layer that uses the sliding window; None = all layers."""
+    attention_sinks: bool = False
+    """A learnt score a head in the denominator of attention's softmax (gpt-oss)."""
     attention_softcap: Annotated[float, Positive] | None = None
     """c: attention scores become c tanh(score / c) (Gemma 2)."""
     logit_softcap: Annotated[float, Positive] | None = None
@@ -171,18 +184,27 @@ class TransformerConfig:
     initializer_range: Annotated[float, Range(0.0, 10.0, usual="0.02 is usual")] = 0.02
     """Standard deviation of random weights."""
 
+    @property
+    def rotary_dim(self) -> int:
+        """Dims of a head that RoPE rotates."""
+        return int(self.head_dim * self.rope.partial_rotary)
+
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, what is wrong) for sizes that do not go together."""
         if self.num_heads % self.num_kv_heads:
             yield "num_kv_heads", f"is {self.num_kv_heads}: it must divide num_heads, {self.num_heads}."
-        if self.head_dim % 2:
-            yield "head_dim", f"is {self.head_dim}: it must be even, since RoPE rotates pairs."
+        if self.qk_norm_over_heads and not self.qk_norm:
+            yield "qk_norm_over_heads", "is True: it says which norm qk_norm is, so that must be True, too."
+        if self.rotary_dim % 2 or not self.rotary_dim:
+            part = f", of which partial_rotary {self.rope.partial_rotary} is {self.rotary_dim}"
+            part = "" if self.rope.partial_rotary == 1.0 else part
+            yield "head_dim", f"is {self.head_dim}{part}: it must be even, since RoPE rotates pairs."
         if self.window_layers is not None and len(self.window_layers) != self.num_layers:
             yield (
                 "window_layers",
                 f"has {len(self.window_layers)} entries: it must have one a layer, {self.num_layers}.",
             )
-        if self.rope.scaling == "dynamic" and self.head_dim < 4:
+        if self.rope.scaling == "dynamic" and self.rotary_dim < 4:
             yield "head_dim", f"is {self.head_dim}: dynamic RoPE scaling needs at least 4."
         if self.moe and self.moe.dense_layers >= self.num_layers:
             yield (

@@ -20,6 +20,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_kernels import batch_invariant
 from jaxrl_kernels.flash_attention.reference import dense_attention
+from jaxrl_kernels.flash_attention.sinks import add_sinks
+from jaxrl_kernels.flash_attention.spec import AttentionSpec
 from jaxrl_llm.models.config import TransformerConfig, layer_stacks
 from jaxrl_llm.models.params import shardings
 from jaxrl_llm.models.transformer import (
@@ -31,6 +33,7 @@ from jaxrl_llm.models.transformer import (
     make_attention_fn,
     per_token_call,
     rope_fn,
+    sinks_of,
     window_sizes,
 )
 from jaxrl_llm.sharding.rules import ROLLOUT, Rules, constrain_residual
@@ -152,7 +155,7 @@ def prefill(
     tables = per_token_call(strict)(rope_fn(c), None, positions)
 
     def layer(c, x, w, window, *_):
-        attend = make_attention_fn(c, segments, positions, window, strict=strict)
+        attend = make_attention_fn(c, w, segments, positions, window, strict=strict)
         x, (k, v), _ = block(c, w, x, tables, attend, strict, segments > 0, ROLLOUT)
         return x, (k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
 
@@ -182,7 +185,8 @@ def decode_ring(
 
     def layer(c, carry, w, window, array, index):
         x, ks, vs = carry
-        attend = _attend_ring(c, (ks[array], vs[array]), index, cache.cursor, positions, window, strict)
+        kv, sinks = (ks[array], vs[array]), sinks_of(w)
+        attend = _attend_ring(c, kv, index, cache.cursor, positions, window, sinks, strict)
         x, (k, v), _ = block(c, w, x, tables, attend, strict, rules=ROLLOUT)
         put = lambda arrays, new: (*arrays[:array], new, *arrays[array + 1 :])
         return (x, put(ks, k), put(vs, v)), None
@@ -219,7 +223,7 @@ def apply_layers(c: TransformerConfig, layers: tuple[Layers, ...], layer, carry)
 
 
 def _attend_ring(
-    c: TransformerConfig, kv, index: tuple, cursor, positions: Int[Array, "S 1"], window, strict: bool
+    c: TransformerConfig, kv, index: tuple, cursor, positions: Int[Array, "S 1"], window, sinks, strict: bool
 ):
     """Return `attend` of `block`: write the new key and value at the cursor, attend to the slot's past."""
 
@@ -235,13 +239,11 @@ def _attend_ring(
         vs, v = write(kv[1], v.transpose(0, 2, 1, 3), (0, 0, cursor, 0))
         k, v = k.transpose(0, 3, 1, 2).astype(q.dtype), v.transpose(0, 2, 1, 3).astype(q.dtype)
         if strict:
-            start = cursor - positions
-            return batch_invariant.invariant_attention(q, k, v, start, positions, window, **settings), (
-                ks,
-                vs,
-            )
+            where = cursor - positions, positions, window
+            return batch_invariant.invariant_attention(q, k, v, *where, sinks=sinks, **settings), (ks, vs)
         age = jnp.mod(cursor - jnp.arange(k.shape[1]), k.shape[1])
         visible = (age <= positions) & (age < window)
-        return dense_attention(q, k, v, visible[:, None], **settings), (ks, vs)
+        out, lse = dense_attention(AttentionSpec(**settings), q, k, v, visible[:, None])
+        return out if sinks is None else add_sinks(out, lse, sinks)[0], (ks, vs)
 
     return attend

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_kernels import batch_invariant
 from jaxrl_llm.models.config import MoEConfig, TransformerConfig
-from jaxrl_llm.sharding.experts import sharded_experts
+from jaxrl_llm.sharding.experts import ExpertWeights, Gate, sharded_experts
 from jaxrl_llm.sharding.rules import Rules
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ class RoutingSums(NamedTuple):
 
 def router_logits(w: Layers, h: Float[Array, "B T D"]) -> Float[Array, "B T X"]:
     """Return the router's logits, float32 whatever the type of the product's inputs."""
-    return jnp.einsum("btd,dx->btx", h, w.router[...], preferred_element_type=jnp.float32)
+    logits = jnp.einsum("btd,dx->btx", h, w.router[...], preferred_element_type=jnp.float32)
+    return logits + w.router_logit_bias[...] if hasattr(w, "router_logit_bias") else logits
 
 
 def choose_experts(
@@ -126,8 +127,7 @@ def sparse_mlp(
     def plain(w, h, chosen, valid):
         weights = expert_weights(c.moe, router_logits(w, h), chosen)
         chosen = jnp.where(valid[..., None], chosen, c.moe.num_experts)
-        matrices = w.expert_gate[...], w.expert_up[...], w.expert_down[...]
-        return sharded_experts(h, chosen, weights, matrices, activation, rules)
+        return sharded_experts(h, chosen, weights, _weights_of(w), gate_fn(c.moe, activation), rules)
 
     def exact(w, h, chosen, valid):
         return _all_experts(c.moe, w, h, chosen, activation)
@@ -154,11 +154,30 @@ def _all_experts(
     is_chosen = chosen[..., None] == jnp.arange(moe.num_experts)
     dense = jnp.sum(jnp.where(is_chosen, weights[..., None], 0.0), axis=-2)  # [B, T, X]
 
-    def add(total, expert):
-        gate, up, down, weight = expert
-        hidden = activation(h @ gate) * (h @ up)
-        return total + weight[..., None] * (hidden @ down).astype(jnp.float32), None
+    gated, biased = gate_fn(moe, activation), lambda y, bias: y if bias is None else y + bias
 
-    matrices = w.expert_gate[...], w.expert_up[...], w.expert_down[...]
+    def add(total, expert):
+        e, weight = expert
+        hidden = gated(biased(h @ e.gate, e.gate_bias), biased(h @ e.up, e.up_bias))
+        out = biased(hidden @ e.down, e.down_bias)
+        return total + weight[..., None] * out.astype(jnp.float32), None
+
     total = jnp.zeros(h.shape, jnp.float32)
-    return jax.lax.scan(add, total, (*matrices, jnp.moveaxis(dense, -1, 0)))[0].astype(h.dtype)
+    return jax.lax.scan(add, total, (_weights_of(w), jnp.moveaxis(dense, -1, 0)))[0].astype(h.dtype)
+
+
+def gate_fn(moe: MoEConfig, activation: Activation) -> Gate:
+    """Return the function of an expert's gate and up projection that gives its hidden state."""
+    if moe.swiglu_limit is None:
+        return lambda gate, up: activation(gate) * up
+
+    def clamped(gate, up):
+        gate, up = jnp.minimum(gate, moe.swiglu_limit), jnp.clip(up, -moe.swiglu_limit, moe.swiglu_limit)
+        return gate * jax.nn.sigmoid(moe.swiglu_alpha * gate) * (up + 1)
+
+    return clamped
+
+
+def _weights_of(w: Layers) -> ExpertWeights:
+    names = [f"expert_{name}" for name in ExpertWeights._fields]
+    return ExpertWeights(*(getattr(w, name)[...] if hasattr(w, name) else None for name in names))

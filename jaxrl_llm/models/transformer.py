@@ -14,12 +14,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_kernels import batch_invariant
 from jaxrl_kernels.batch_invariant import rounded
-from jaxrl_kernels.flash_attention.api import SAVED
 from jaxrl_kernels.flash_attention.spec import NO_WINDOW
 from jaxrl_llm.models.config import TARGETS, MoEConfig, TransformerConfig, layer_stacks
 from jaxrl_llm.models.initializer import Initializer, matrix_dims
 from jaxrl_llm.models.moe import RoutingSums, routing_sums, sparse_mlp
 from jaxrl_llm.models.quantize import SCALE, dequantize_weight, quantize_weight
+from jaxrl_llm.models.remat import LAYER_INPUT, REMAT
 from jaxrl_llm.models.rope import apply_rope, rope_tables
 from jaxrl_llm.sharding.attention import (
     ContextParallel,
@@ -28,31 +28,13 @@ from jaxrl_llm.sharding.attention import (
     restore_tokens,
     sharded_attention,
 )
-from jaxrl_llm.sharding.rules import HOST, ROLLOUT, TRAIN, Rules, constrain, constrain_residual, fetch
+from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, Rules, constrain, constrain_residual, fetch
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
 }
-LAYER_INPUT = "layer_input"
-SAVE_ATTENTION = jax.checkpoint_policies.save_only_these_names(SAVED)
-REMAT = {
-    "none": None,
-    "dots": jax.checkpoint_policies.save_from_both_policies(
-        SAVE_ATTENTION, jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    ),
-    "attention": SAVE_ATTENTION,
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=[LAYER_INPUT],
-        offload_src="device",
-        offload_dst=HOST,
-    ),
-}
-"""Rematerialization: name -> policy of what is saved of a layer besides its input, most memory first.
-"offload" saves the input itself in host memory."""
 
 
 class Layers(nnx.Module):
@@ -78,8 +60,11 @@ class Layers(nnx.Module):
         if c.out_bias:
             self.o_bias = init.zeros((d,), ("norm",))
         if c.qk_norm:
-            self.q_norm = init.ones((e,), ("head_dim",))
-            self.k_norm = init.ones((e,), ("head_dim",))
+            q_width, k_width = (c.num_heads * e, c.num_kv_heads * e) if c.qk_norm_over_heads else (e, e)
+            self.q_norm = init.ones((q_width,), ("head_dim",))
+            self.k_norm = init.ones((k_width,), ("head_dim",))
+        if c.attention_sinks:
+            self.sinks = init.zeros((c.num_heads,), ("heads",))
         self.mlp_norm = init.ones((d,), ("norm",))
         if size := c.moe.shared_size if c.moe else c.mlp_size:
             self.gate = init.normal((d, size), ("embed", "mlp"))
@@ -105,6 +90,11 @@ class Layers(nnx.Module):
         self.expert_up = init.normal(shape, axes)
         down = (moe.num_experts, moe.expert_size, d), ("experts", "expert_mlp", "expert_embed")
         self.expert_down = init.normal(*down, residual=True)
+        if moe.bias:
+            self.router_logit_bias = init.zeros((moe.num_experts,), ("router",))
+            self.expert_gate_bias = init.zeros((moe.num_experts, moe.expert_size), ("experts", "expert_mlp"))
+            self.expert_up_bias = init.zeros((moe.num_experts, moe.expert_size), ("experts", "expert_mlp"))
+            self.expert_down_bias = init.zeros((moe.num_experts, d), ("experts", "expert_embed"))
         if moe.selection_bias:
             self.router_bias = init.zeros((moe.num_experts,), ("router",))
         if moe.shared_size and moe.shared_gate:
@@ -202,8 +192,8 @@ class Transformer(nnx.Module):
         def body(c, x, layer_and_window):
             layer, window = layer_and_window
             x = checkpoint_name(x, LAYER_INPUT)
-            attention_fn = make_attention_fn(c, segments, positions, window, method, strict)
             w = cast_weights(layer, dtype)
+            attention_fn = make_attention_fn(c, w, segments, positions, window, method, strict)
             x, _, routing = block(c, w, x, rope, attention_fn, strict, segments > 0)
             return x, routing and routing_sums(c.moe, routing, segments > 0)
 
@@ -218,6 +208,7 @@ class Transformer(nnx.Module):
 
 def make_attention_fn(
     c: TransformerConfig,
+    w: Layers,
     segments: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     window: int | Int[Array, ""],
@@ -227,16 +218,22 @@ def make_attention_fn(
     """Return the `attention_fn` of `block` for causal attention within segments; kv are those of the row."""
     settings = {"scale": 1 / math.sqrt(c.head_dim), "softcap": c.attention_softcap}
 
-    def plain(q, k, v, segments, positions, window):
+    def plain(q, k, v, segments, positions, window, sinks):
         known = {"windows": tuple(sorted(set(window_sizes(c)))), "method": method}
-        return sharded_attention(q, k, v, segments, window=window, **known, **settings)
+        return sharded_attention(q, k, v, segments, window=window, sinks=sinks, **known, **settings)
 
-    def exact(q, k, v, segments, positions, window):
+    def exact(q, k, v, segments, positions, window, sinks):
         start = jnp.arange(q.shape[1]) - positions
-        return batch_invariant.invariant_attention(q, k, v, start, positions, window, **settings)
+        return batch_invariant.invariant_attention(q, k, v, start, positions, window, sinks=sinks, **settings)
 
     attend = functools.partial(batch_invariant.with_gradient_of, plain, exact) if strict else plain
-    return lambda q, k, v: (attend(q, k, v, segments, positions, jnp.asarray(window)), (k, v))
+    rest = segments, positions, jnp.asarray(window), sinks_of(w)
+    return lambda q, k, v: (attend(q, k, v, *rest), (k, v))
+
+
+def sinks_of(w: Layers) -> Float[Array, "H"] | None:
+    """Return the attention sinks of a layer, None where it has none."""
+    return w.sinks[...] if hasattr(w, "sinks") else None
 
 
 def block(
@@ -269,8 +266,7 @@ def block(
         h = norm(x, w.attention_norm[...])
         q, k, v = linear(w, "q", h), linear(w, "k", h), linear(w, "v", h)
         if c.qk_norm:
-            q = rms_norm(q, w.q_norm[...], c.norm_eps)
-            k = rms_norm(k, w.k_norm[...], c.norm_eps)
+            q, k = _qk_norm(c, q, w.q_norm[...]), _qk_norm(c, k, w.k_norm[...])
         return apply_rope(q, *rope), apply_rope(k, *rope), v
 
     def add_attention(w, x, out):
@@ -297,6 +293,11 @@ def block(
         y, routing = sparse_mlp(c, w, h, ACTIVATIONS[c.activation], valid, rules, strict)
         y = per_token(add_shared_expert, w, h, y) if c.moe.shared_size else y
         return constrain_residual(x + y), kv, routing
+
+
+def _qk_norm(c: TransformerConfig, x: Float[Array, "B T H E"], weight: Array) -> Float[Array, "B T H E"]:
+    flat = x.reshape(*x.shape[:2], -1) if c.qk_norm_over_heads else x
+    return rms_norm(flat, weight, c.norm_eps).reshape(x.shape)
 
 
 def apply_linear(c: TransformerConfig, w: Layers, name: str, x: Float[Array, "B T *I"]):
@@ -333,18 +334,16 @@ def final_norm_fn(c: TransformerConfig):
 
 
 def cast_weights(weights: nnx.Module, dtype: DTypeLike) -> nnx.Module:
-    """Cast weights to `dtype`, except those of norms, the bias that chooses experts, and codes and scales of
-    quantized ones.
+    """Cast weights to `dtype`, except those of norms, sinks, the bias that chooses experts, and codes and
+    scales of quantized ones.
 
     Weights in host memory are copied to the devices.
     """
 
     def cast(path, w):
         name, w = jax.tree_util.keystr(path), fetch(w)
-        kept = any(part in name for part in ("norm", "router_bias", SCALE)) or not jnp.issubdtype(
-            w.dtype, jnp.floating
-        )
-        return w if kept else rounded(w, dtype)
+        kept = any(part in name for part in ("norm", "sinks", "router_bias", SCALE))
+        return w if kept or not jnp.issubdtype(w.dtype, jnp.floating) else rounded(w, dtype)
 
     return jax.tree_util.tree_map_with_path(cast, weights)
 

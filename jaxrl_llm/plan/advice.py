@@ -20,7 +20,7 @@ from jaxrl_llm.learn.optim import make_optimizer
 from jaxrl_llm.models.flops import layer_weights
 from jaxrl_llm.models.lora import split_params
 from jaxrl_llm.models.quantize import TILE
-from jaxrl_llm.models.transformer import REMAT
+from jaxrl_llm.models.remat import REMAT
 from jaxrl_llm.plan.models import planned_model
 from jaxrl_llm.plan.plan import PhaseCost, Plan
 from jaxrl_llm.plan.report import format_bytes

@@ -39,6 +39,8 @@ HF_CLASSES = {
     "qwen2_moe": transformers.Qwen2MoeConfig,
     "qwen3_moe": transformers.Qwen3MoeConfig,
     "mixtral": transformers.MixtralConfig,
+    "glm4_moe": transformers.Glm4MoeConfig,
+    "olmoe": transformers.OlmoeConfig,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 16.0}
 LLAMA3 = {
@@ -160,7 +162,8 @@ def test_a_missing_tensor_is_named():
 
 @pytest.mark.parametrize("family", HF_CLASSES)
 def test_absent_keys_mean_what_they_mean_to_transformers(family):
-    config, theirs = read_config({"model_type": family}), HF_CLASSES[family]()
+    extra = {"head_dim": 128} if family == "glm4_moe" else {}  # its default is odd
+    config, theirs = read_config({"model_type": family, **extra}), HF_CLASSES[family](**extra)
     assert config == read_config({"model_type": family, **theirs.to_dict()})
     assert config.vocab_size == theirs.vocab_size
     assert config.hidden_size == theirs.hidden_size
@@ -169,8 +172,11 @@ def test_absent_keys_mean_what_they_mean_to_transformers(family):
     assert config.num_kv_heads == theirs.num_key_value_heads
     assert config.max_position == theirs.max_position_embeddings
     assert config.norm_eps == theirs.rms_norm_eps
-    assert config.rope == RopeConfig(theta=1e6 if family == "mixtral" else 10_000.0)
-    assert config.head_dim == {"qwen3": 128}.get(family, theirs.hidden_size // theirs.num_attention_heads)
+    partial = 0.5 if family == "glm4_moe" else 1.0
+    assert config.rope == RopeConfig(theta=1e6 if family == "mixtral" else 10_000.0, partial_rotary=partial)
+    assert config.head_dim == {"qwen3": 128, "glm4_moe": 128}.get(
+        family, theirs.hidden_size // theirs.num_attention_heads
+    )
     assert config.sliding_window == {"mistral": 4096}.get(family)
     assert not config.tie_embeddings
 

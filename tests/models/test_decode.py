@@ -18,14 +18,14 @@ TINY = models.TransformerConfig(
     vocab_size=64, hidden_size=32, mlp_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
     initializer_range=0.2,
 )  # fmt: skip
-WINDOWED = dataclasses.replace(TINY, sliding_window=3, window_layers=(True, False))
+WINDOWED = dataclasses.replace(TINY, sliding_window=3, window_layers=(True, False), attention_sinks=True)
 DENSE_FIRST = dataclasses.replace(
     TINY, num_layers=3, sliding_window=3, window_layers=(True, False, True),
     moe=MoEConfig(4, 2, 24, shared_size=16, shared_gate=False, dense_layers=1),
 )  # fmt: skip
 VARIANTS = {
     "qwen3": TINY,
-    "window, biases, untied": dataclasses.replace(
+    "window, sinks, biases, untied": dataclasses.replace(
         WINDOWED, qkv_bias=True, qk_norm=False, tie_embeddings=False
     ),
     "scanned": WINDOWED,
@@ -90,7 +90,7 @@ def test_every_token_through_the_ring_equals_one_forward(variant, monkeypatch):
 
 @pytest.mark.parametrize(("config", "lanes"), [(DENSE_FIRST, 1), (WINDOWED, 128)], ids=["experts", "lanes"])
 def test_pages_hold_what_the_ring_holds(monkeypatch, config, lanes):
-    """A scanned model with windows, token by token; also in the wider pages of a TPU."""
+    """A scanned model with windows and sinks, token by token; also in the wider pages of a TPU."""
     monkeypatch.setattr(decode, "MAX_UNROLLED_LAYERS", 1)
     weights = weights_of(config)
     ring = decode.init_ring_cache(config, 2, 24, jnp.float32)

@@ -13,7 +13,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import flops
 from jaxrl_llm.models.config import MoEConfig, check_model_config
 from jaxrl_llm.models.presets import PRESETS
-from jaxrl_llm.models.transformer import REMAT
+from jaxrl_llm.models.remat import REMAT
 
 IMPOSSIBLE = {
     "num_kv_heads is 3: it must divide num_heads, 16.": {"num_kv_heads": 3},

@@ -15,7 +15,7 @@ from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.decode import decode_ring, decode_shardings, decode_weights, init_ring_cache
 from jaxrl_llm.models.moe import choose_experts, expert_weights, router_logits, sparse_mlp
 from jaxrl_llm.models.transformer import cast_weights
-from jaxrl_llm.sharding.experts import grouped_experts
+from jaxrl_llm.sharding.experts import ExpertWeights, grouped_experts
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, put_rows
 
@@ -117,7 +117,9 @@ def test_grouped_products_equal_a_loop_over_experts():
     chosen = rng.integers(-1, 5, (2, 5, 2))
     weights = rng.uniform(size=(2, 5, 2)).astype(np.float32)
     h_, chosen_, weights_, *matrices = map(jnp.asarray, (h, chosen, weights, gate, up, down))
-    out = grouped_experts(h_, chosen_, weights_, tuple(matrices), jnp.tanh)
+    out = grouped_experts(
+        h_, chosen_, weights_, ExpertWeights(*matrices), lambda gate, up: jnp.tanh(gate) * up
+    )
     expected = np.zeros((2, 5, 4))
     for b, t, k in np.ndindex(2, 5, 2):
         if 0 <= (x := chosen[b, t, k]) < 3:

@@ -29,9 +29,9 @@ QWEN = models.TransformerConfig(
 )  # fmt: skip
 OTHERS = dataclasses.replace(
     QWEN, sliding_window=7, window_layers=(True, False), qkv_bias=True, qk_norm=False, tie_embeddings=False,
-    attention_softcap=2.0, logit_softcap=3.0, num_heads=3, num_kv_heads=3,
+    attention_softcap=2.0, attention_sinks=True, logit_softcap=3.0, num_heads=3, num_kv_heads=3,
 )  # fmt: skip
-ADAPTED = lora.with_lora(QWEN, models.LoraConfig(rank=4))
+ADAPTED = lora.with_lora(dataclasses.replace(QWEN, attention_sinks=True), models.LoraConfig(rank=4))
 QUANTIZED = lora.with_lora(QWEN, models.LoraConfig(rank=4, quantize="nf4"))
 TEMPERATURE = 0.7
 
@@ -84,7 +84,14 @@ def one_update(config, dtype, strict=True):
         pytest.param(ADAPTED, "bfloat16", marks=pytest.mark.slow),
         (QUANTIZED, "bfloat16"),
     ],
-    ids=["qwen3", "qwen3 bfloat16", "windows, caps, biases", "adapters", "adapters bfloat16", "nf4 bfloat16"],
+    ids=[
+        "qwen3",
+        "qwen3 bfloat16",
+        "windows, caps, sinks, biases",
+        "adapters",
+        "adapters bfloat16",
+        "nf4 bfloat16",
+    ],
 )
 def test_scored_and_trained_log_probs_are_those_of_the_rollout(config, dtype):
     """Rows of several trajectories in another order, scored without and trained with rematerialisation."""
