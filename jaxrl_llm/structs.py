@@ -166,6 +166,7 @@ class BatchTotals:
     baseline: Float[Array, "*shape"] | None = None
     loss_scale: Float[Array, ""] | None = None  # that of the TrainState
     entropy_coef: Float[Array, "2"] | None = None  # likewise
+    balance_weights: Float[Array, "L X"] | None = None  # of the balance loss of X experts (`learn.routing`)
 
 
 @pytree

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,12 @@ from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.hf.tokenizer import has_tokenizer, load_tokenizer, vocabulary_difference
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.optim import OptimConfig, make_optimizer
+from jaxrl_llm.learn.routing import RoutingConfig
 from jaxrl_llm.learn.scoring import ScoringModel
 from jaxrl_llm.learn.stage import Stage, loss_signals
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.lora import add_adapters, base_config, frozen_config, with_lora
 from jaxrl_llm.rollout.keys import Purpose, run_key
 from jaxrl_llm.sharding.config import CRITIC, POLICY, REFERENCE, TEACHER
@@ -192,10 +194,14 @@ def trained_config(model: TransformerConfig, config: TrainConfig) -> Transformer
     """Return the policy's architecture: heads that the algorithm needs, and adapters (`lora.rank`).
 
     Raises:
-        ConfigError: a rank that is no smaller than the layers; settings that experts do not have.
+        ConfigError: a rank that is no smaller than the layers; settings that experts do not have, or that a
+            model without experts does not.
     """
     if model.moe:
-        refuse_with_experts(config)
+        refuse_with_experts(config, model.moe)
+    elif config.routing != RoutingConfig():
+        name = next(f.name for f in fields(RoutingConfig) if getattr(config.routing, f.name) != f.default)
+        raise ConfigError(f"--routing.{name}: the model has no experts. Leave it out.")
     sizes = {"hidden_size": model.hidden_size, "mlp_size": model.mlp_size}
     sizes |= {"num_kv_heads * head_dim": model.num_kv_heads * model.head_dim}
     name, smallest = min(sizes.items(), key=lambda item: item[1])
@@ -207,7 +213,7 @@ def trained_config(model: TransformerConfig, config: TrainConfig) -> Transformer
     return with_lora(config_with_heads(model, config.algo), config.lora)
 
 
-def refuse_with_experts(config: TrainConfig) -> None:
+def refuse_with_experts(config: TrainConfig, moe: MoEConfig) -> None:
     """Refuse settings that a mixture of experts does not have.
 
     Raises:
@@ -222,6 +228,9 @@ def refuse_with_experts(config: TrainConfig) -> None:
         raise ConfigError(
             "--lora.targets: experts have no adapters. Set --lora.targets q_proj k_proj v_proj o_proj."
         )
+    if config.routing.bias_rate and (lora.rank or not moe.selection_bias):
+        why = "with --lora.rank it is frozen" if lora.rank else "the model's routers have none"
+        raise ConfigError(f"--routing.bias_rate moves a selection bias: {why}. Set it to 0.")
     if config.rollout.engine == "sglang":
         raise ConfigError(
             "--rollout.engine is sglang: weights of experts are not sent to servers. Set it to native."
@@ -293,7 +302,8 @@ def make_learner(
         max_grad_norm=optim.max_grad_norm,
         grad_dtype=optim.grad_dtype,
         offload=optim.offload,
+        balance_coef=config.routing.balance_coef if model.moe else 0.0,
         update_by_leaf=optim.has_compressed_state and optim.name != "muon",  # which would orthogonalize twice
         old=old_logprobs(algorithm, requires, config.updates_per_step, config.is_on_policy),
     )
-    return Learner(algo, model, make_optimizer(optim, updates), step, mesh)
+    return Learner(algo, model, make_optimizer(optim, updates, config.routing.bias_rate), step, mesh)

@@ -156,7 +156,7 @@ def prefill(
 
     def layer(c, x, w, window, *_):
         attend = make_attention_fn(c, w, segments, positions, window, strict=strict)
-        x, (k, v) = block(c, w, x, tables, attend, strict, segments > 0, ROLLOUT)
+        x, (k, v), _ = block(c, w, x, tables, attend, strict, segments > 0, ROLLOUT)
         return x, (k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
 
     x = constrain_residual(weights.embed[tokens])
@@ -187,7 +187,7 @@ def decode_ring(
         x, ks, vs = carry
         kv, sinks = (ks[array], vs[array]), sinks_of(w)
         attend = _attend_ring(c, kv, index, cache.cursor, positions, window, sinks, strict)
-        x, (k, v) = block(c, w, x, tables, attend, strict, rules=ROLLOUT)
+        x, (k, v), _ = block(c, w, x, tables, attend, strict, rules=ROLLOUT)
         put = lambda arrays, new: (*arrays[:array], new, *arrays[array + 1 :])
         return (x, put(ks, k), put(vs, v)), None
 

@@ -5,8 +5,9 @@ Choosing experts and weighing them are apart: weights can be computed for any ch
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,24 @@ if TYPE_CHECKING:
     from jaxrl_llm.models.transformer import Layers
 
 Activation = Callable[[Array], Array]
+SELECTION_BIAS = "router_bias"
+"""Weight that is added to the scores by which experts are chosen; its gradient is 0."""
 SMALLEST_SUM = 1e-20
 """Added to the sum of scores, as in transformers: sigmoids may all be 0."""
+
+
+class Routing(NamedTuple):
+    """The router's outputs of one layer."""
+
+    logits: Float[Array, "B T X"]
+    chosen: Int[Array, "B T K"]
+
+
+class RoutingSums(NamedTuple):
+    """Sums over tokens, padding not among them, of all L layers with experts; they add over micro-batches."""
+
+    load: Int[Array, "*L X"]  # assignments to each expert
+    scores: Float[Array, "*L X"]  # the router's scores; those of a token sum to 1
 
 
 def router_logits(w: Layers, h: Float[Array, "B T D"]) -> Float[Array, "B T X"]:
@@ -69,6 +86,22 @@ def expert_weights(
     return weights if moe.scale == 1.0 else moe.scale * weights
 
 
+def routing_sums(moe: MoEConfig, routing: Routing, valid: Bool[Array, "B T"]) -> RoutingSums:
+    """Return the load of the experts and the sums of the router's scores, which carry its gradient.
+
+    Scores are probabilities, or sigmoids over their sum (DeepSeek-V3, arXiv 2412.19437, equations 18 to 20).
+    """
+    logits = jnp.where(valid[..., None], routing.logits, 0.0)
+    if moe.score == "sigmoid":
+        scores = jax.nn.sigmoid(logits)
+        scores = scores / (jnp.sum(scores, axis=-1, keepdims=True) + SMALLEST_SUM)
+    else:
+        scores = jax.nn.softmax(logits, axis=-1)
+    is_chosen = jnp.any(routing.chosen[..., None] == jnp.arange(moe.num_experts), axis=-2)
+    over_tokens = functools.partial(jnp.sum, axis=(0, 1), where=valid[..., None])
+    return RoutingSums(over_tokens(is_chosen, dtype=jnp.int32), over_tokens(scores))
+
+
 def sparse_mlp(
     c: TransformerConfig,
     w: Layers,
@@ -77,8 +110,8 @@ def sparse_mlp(
     valid: Bool[Array, "B T"] | None,
     rules: Rules,
     strict: bool = False,
-) -> Float[Array, "B T D"]:
-    """Return the weighted sum of the chosen experts' outputs. No token is dropped.
+) -> tuple[Float[Array, "B T D"], Routing]:
+    """Return the weighted sum of the chosen experts' outputs, and the routing. No token is dropped.
 
     Args:
         h: normalised hidden states.
@@ -87,9 +120,9 @@ def sparse_mlp(
         strict: batch-invariant. The gradient is that of the plain computation with the experts chosen here.
     """
 
-    def choose(w, h):
+    def choose(w, logits):
         bias = w.router_bias[...] if c.moe.selection_bias else None
-        return choose_experts(c.moe, router_logits(w, h), bias)
+        return choose_experts(c.moe, logits, bias)
 
     def plain(w, h, chosen, valid):
         weights = expert_weights(c.moe, router_logits(w, h), chosen)
@@ -100,10 +133,13 @@ def sparse_mlp(
         return _all_experts(c.moe, w, h, chosen, activation)
 
     valid = jnp.ones(h.shape[:2], bool) if valid is None else valid
+    logits = router_logits(w, h)
     if not strict:
-        return plain(w, h, choose(w, h), valid)
-    chosen = batch_invariant.map_tokens(choose, jax.lax.stop_gradient(w), jax.lax.stop_gradient(h))
-    return batch_invariant.map_tokens(exact, w, h, chosen, valid, plain=plain)
+        chosen = choose(w, logits)
+        return plain(w, h, chosen, valid), Routing(logits, chosen)
+    exact_choice = lambda w, h: choose(w, router_logits(w, h))
+    chosen = batch_invariant.map_tokens(exact_choice, jax.lax.stop_gradient(w), jax.lax.stop_gradient(h))
+    return batch_invariant.map_tokens(exact, w, h, chosen, valid, plain=plain), Routing(logits, chosen)
 
 
 def _all_experts(

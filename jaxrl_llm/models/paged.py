@@ -86,7 +86,7 @@ def decode_paged(
             out, sinks = out[:, None], sinks_of(w)
             return out if sinks is None else add_sinks(out, lse[..., None], sinks)[0], new
 
-        return block(c, w, x, tables, attend, valid=active[:, None], rules=ROLLOUT), None
+        return block(c, w, x, tables, attend, valid=active[:, None], rules=ROLLOUT)[:2], None
 
     x = constrain_residual(weights.embed[tokens][:, None])
     (x, cache), _ = apply_layers(c, weights.layers, layer, (x, cache))

@@ -17,7 +17,7 @@ from jaxrl_kernels.batch_invariant import rounded
 from jaxrl_kernels.flash_attention.spec import NO_WINDOW
 from jaxrl_llm.models.config import TARGETS, MoEConfig, TransformerConfig, layer_stacks
 from jaxrl_llm.models.initializer import Initializer, matrix_dims
-from jaxrl_llm.models.moe import sparse_mlp
+from jaxrl_llm.models.moe import RoutingSums, routing_sums, sparse_mlp
 from jaxrl_llm.models.quantize import SCALE, dequantize_weight, quantize_weight
 from jaxrl_llm.models.remat import LAYER_INPUT, REMAT
 from jaxrl_llm.models.rope import apply_rope, rope_tables
@@ -146,7 +146,11 @@ class Transformer(nnx.Module):
         """Return the value head's output for final hidden states, float32."""
         return hidden.astype(jnp.float32) @ fetch(self.value[...])[0]
 
-    def __call__(
+    def __call__(self, *args, **settings) -> Float[Array, "B T D"]:
+        """Return the hidden states of `forward`."""
+        return self.forward(*args, **settings)[0]
+
+    def forward(
         self,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
@@ -156,7 +160,7 @@ class Transformer(nnx.Module):
         remat: str = "none",
         sequence_parallel: ContextParallel = "ring",
         strict: bool = False,
-    ) -> Float[Array, "B T D"]:
+    ) -> tuple[Float[Array, "B T D"], RoutingSums | None]:
         """Compute hidden states after the final norm. A token attends to the earlier ones of its own segment.
 
         Equal layers are scanned: compile time does not grow with depth.
@@ -171,8 +175,10 @@ class Transformer(nnx.Module):
             sequence_parallel: method of context parallelism where the mesh shards the tokens of a row.
             strict: every bit of a token depends on its trajectory alone, and equals that of decoding
                 (`jaxrl_kernels.batch_invariant`); one device.
+
+        Returns: (hidden states, sums of the routing; None for a model without experts).
         """
-        c = self.config
+        c, sums = self.config, None
         if segments is None:
             segments = jnp.ones_like(tokens)
         method = context_parallel(tokens.shape[1], sequence_parallel)
@@ -188,15 +194,16 @@ class Transformer(nnx.Module):
             x = checkpoint_name(x, LAYER_INPUT)
             w = cast_weights(layer, dtype)
             attention_fn = make_attention_fn(c, w, segments, positions, window, method, strict)
-            return block(c, w, x, rope, attention_fn, strict, segments > 0)[0], None
+            x, _, routing = block(c, w, x, rope, attention_fn, strict, segments > 0)
+            return x, routing and routing_sums(c.moe, routing, segments > 0)
 
         for name, stack in layer_stacks(c).items():
             layer = functools.partial(body, stack)
             if remat != "none":
                 layer = jax.checkpoint(layer, policy=REMAT[remat], prevent_cse=False)
-            x, _ = jax.lax.scan(layer, x, (getattr(self, name), jnp.asarray(window_sizes(stack))))
+            x, sums = jax.lax.scan(layer, x, (getattr(self, name), jnp.asarray(window_sizes(stack))))
         x = per_token(final_norm_fn(c), fetch(self.norm[...]), x)
-        return restore_tokens(constrain(x, "batch", "sequence", "hidden"), method)
+        return restore_tokens(constrain(x, "batch", "sequence", "hidden"), method), sums
 
 
 def make_attention_fn(
@@ -239,7 +246,7 @@ def block(
     valid: Bool[Array, "B T"] | None = None,
     rules: Rules = TRAIN,
 ):
-    """Compute one decoder layer. Returns (x, kv).
+    """Compute one decoder layer. Returns (x, kv, routing); the last is None without experts.
 
     Args:
         w: its weights, cast to the type of x by `cast_weights`.
@@ -279,13 +286,13 @@ def block(
         q, k, v = per_token(before_attention, w, x, rope)
         out, kv = attention_fn(constrain(q, "batch", "sequence", "heads", "head_dim"), k, v)
     if not c.moe:
-        return per_token(after_attention, w, x, out), kv
+        return per_token(after_attention, w, x, out), kv, None
     x = per_token(add_attention, w, x, out)
     with jax.named_scope("experts"):
         h = per_token(lambda w, x: norm(x, w.mlp_norm[...]), w, x)
-        y = sparse_mlp(c, w, h, ACTIVATIONS[c.activation], valid, rules, strict)
+        y, routing = sparse_mlp(c, w, h, ACTIVATIONS[c.activation], valid, rules, strict)
         y = per_token(add_shared_expert, w, h, y) if c.moe.shared_size else y
-        return constrain_residual(x + y), kv
+        return constrain_residual(x + y), kv, routing
 
 
 def _qk_norm(c: TransformerConfig, x: Float[Array, "B T H E"], weight: Array) -> Float[Array, "B T H E"]:

@@ -102,7 +102,7 @@ def test_the_selection_bias_chooses_experts_in_every_mode_and_gets_no_gradient()
 
     def apply(w, bias, strict):
         w.router_bias[...] = bias
-        return sparse_mlp(c, w, h, jax.nn.silu, None, TRAIN, strict)
+        return sparse_mlp(c, w, h, jax.nn.silu, None, TRAIN, strict)[0]
 
     for strict in (False, True):
         np.testing.assert_allclose(apply(w, bias, strict), expected, atol=1e-5)
