@@ -200,5 +200,5 @@ def test_decoding_gives_the_hidden_states_of_the_forward_pass(mesh_config):
             jax.jit(functools.partial(decode_ring, CONFIG)),
         )
         for t in range(6):
-            hidden, cache = step(weights, cache, tokens[:, t], positions[:, t])
+            hidden, cache, _ = step(weights, cache, tokens[:, t], positions[:, t])
             np.testing.assert_allclose(hidden, expected[:, t], atol=2e-5)
