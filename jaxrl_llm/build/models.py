@@ -24,13 +24,14 @@ from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.hf.tokenizer import has_tokenizer, load_tokenizer, vocabulary_difference
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.optim import OptimConfig, make_optimizer
-from jaxrl_llm.learn.routing import RoutingConfig
+from jaxrl_llm.learn.routing import Replay, RoutingConfig
 from jaxrl_llm.learn.scoring import ScoringModel
 from jaxrl_llm.learn.stage import Stage, loss_signals
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.lora import add_adapters, base_config, frozen_config, with_lora
+from jaxrl_llm.models.moe import route_spec
 from jaxrl_llm.rollout.keys import Purpose, run_key
 from jaxrl_llm.sharding.config import CRITIC, POLICY, REFERENCE, TEACHER
 from jaxrl_llm.sharding.rules import TRAIN, with_shardings
@@ -231,6 +232,14 @@ def refuse_with_experts(config: TrainConfig, moe: MoEConfig) -> None:
     if config.routing.bias_rate and (lora.rank or not moe.selection_bias):
         why = "with --lora.rank it is frozen" if lora.rank else "the model's routers have none"
         raise ConfigError(f"--routing.bias_rate moves a selection bias: {why}. Set it to 0.")
+    if config.routing.replay == "rollout" and config.rollout.engine == "sglang":
+        raise ConfigError(
+            "--routing.replay is rollout: SGLang servers report no routes. Set --rollout.engine native, or "
+            "--routing.replay old."
+        )
+    if config.routing.replay != "none" and not algos.of(config.algo).on_rollouts:
+        name = algos.of(config.algo).name
+        raise ConfigError(f"--routing.replay is for runs with a rollout: {name} has none. Set it to none.")
     if config.rollout.engine == "sglang":
         raise ConfigError(
             "--rollout.engine is sglang: weights of experts are not sent to servers. Set it to native."
@@ -277,6 +286,14 @@ def config_with_heads(model: TransformerConfig, algo: AlgoConfig) -> Transformer
     return replace(model, value_head=requires.values, tie_embeddings=tied)
 
 
+def make_replay(config: TrainConfig, algo: AlgoConfig, model: TransformerConfig) -> Replay | None:
+    """Return the replay of a model: of the policy alone, whose routes the rollout knows."""
+    source, is_policy = config.routing.replay, algos.requirements(algo).policy
+    if source == "none" or not (is_policy and algos.of(algo).on_rollouts):
+        return None
+    return Replay(source, route_spec(model))
+
+
 def make_learner(
     config: TrainConfig,
     algo: AlgoConfig,
@@ -302,6 +319,7 @@ def make_learner(
         max_grad_norm=optim.max_grad_norm,
         grad_dtype=optim.grad_dtype,
         offload=optim.offload,
+        replay=make_replay(config, algo, model),
         balance_coef=config.routing.balance_coef if model.moe else 0.0,
         update_by_leaf=optim.has_compressed_state and optim.name != "muon",  # which would orthogonalize twice
         old=old_logprobs(algorithm, requires, config.updates_per_step, config.is_on_policy),

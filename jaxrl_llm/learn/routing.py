@@ -1,11 +1,11 @@
-"""Routing of tokens to experts in training: load of the experts, balance loss, selection bias."""
+"""Routing of tokens to experts in training: load of the experts, balance loss, selection bias, replay."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,17 @@ from jaxrl_llm.ranges import Range
 from jaxrl_llm.structs import Batch, Metrics, Params
 
 ROUTING = "routing"
-"""Key of the `RoutingSums` among the metrics of micro-batches, until `routing_metrics` takes it out."""
+"""Name of the `RoutingSums` among a model's outputs and, until `routing_metrics` takes them out, metrics."""
+ROUTES = "routes"
+"""Name of the routes of each token among a model's outputs."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Router replay of a model."""
+
+    source: Literal["old", "rollout"]
+    route: jax.ShapeDtypeStruct  # of a token (`models.moe.route_spec`)
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,9 @@ class RoutingConfig:
     bias_rate: Annotated[float, Range(0, 1, usual="0 is usual in RL, 0.001 in pretraining")] = 0.0
     """Change of a router's selection bias in each update: up where an expert has less than the mean load of
     the mini-batch, down where it has more (DeepSeek-V3). 0 = the bias stays as it is."""
+    replay: Literal["none", "old", "rollout"] = "none"
+    """Experts that the policy's tokens pass in training: those of its own choice (none), those that the
+    policy chose before the first update of the step (old, R2), or those of the rollout (rollout, R3)."""
 
 
 def balance(
@@ -57,6 +70,8 @@ def routing_metrics(metrics: Metrics) -> tuple[Metrics, RoutingSums | None]:
     load = sums.load.astype(jnp.float32)
     metrics["moe/load_max"] = jnp.max(load / jnp.mean(load, axis=-1, keepdims=True))
     metrics["moe/balance"] = jnp.mean(balance(load, sums.scores, jnp.sum(sums.scores, axis=-1)))
+    if sums.replayed is not None:
+        metrics["moe/route_agreement"] = jnp.sum(sums.agreed) / jnp.maximum(jnp.sum(sums.replayed), 1)
     return metrics, sums
 
 
@@ -72,7 +87,7 @@ def balance_weights(
         score: (params, batch, names) -> `learn.update.model_outputs`: a forward pass before the update.
     """
     sums = [score(params, batch, names=(ROUTING,))[ROUTING] for batch in batches]
-    load, scores = functools.reduce(functools.partial(jax.tree.map, jnp.add), sums)
+    load, scores, *_ = functools.reduce(functools.partial(jax.tree.map, jnp.add), sums)
     num_tokens = jnp.sum(scores, axis=-1, keepdims=True)
     return load.shape[-1] * load / jnp.sum(load, axis=-1, keepdims=True) / num_tokens
 

@@ -14,7 +14,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt
 
 from jaxrl_kernels import batch_invariant
 from jaxrl_kernels.linear_divergence.chunked import linear_divergence
@@ -27,13 +27,13 @@ from jaxrl_llm.algos.reduce import token_mean
 from jaxrl_llm.learn.finite_update import UpdateStep, update_by_leaf, update_if_finite
 from jaxrl_llm.learn.loss_scale import next_loss_scale, scale_loss, unscale
 from jaxrl_llm.learn.optim_states import master_weights, stored_weights
-from jaxrl_llm.learn.routing import ROUTING, routing_metrics, with_bias_gradient
+from jaxrl_llm.learn.routing import ROUTES, ROUTING, Replay, routing_metrics, with_bias_gradient
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.moe import RoutingSums
 from jaxrl_llm.sharding.rules import logprob_specs
 from jaxrl_llm.structs import Batch, BatchTotals, LossInputs, Metrics, Params, TrainState
 
-Outputs = dict[str, Float[Array, "B T"] | RoutingSums]
+Outputs = dict[str, Float[Array, "B T"] | UInt[Array, "B T L K"] | RoutingSums]
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class StepConfig:
     update_by_leaf: bool = False  # see `finite_update`
     offload: bool = False  # optimizer moments in host memory between updates
     balance_coef: float = 0.0  # of the balance loss of experts
+    replay: Replay | None = None  # of routes
     old: Literal["policy", "recompute", "rollout"] = "policy"  # source of old log-probs, see `old_logprobs`
 
     @property
@@ -75,16 +76,17 @@ def model_outputs(
     Args:
         names: of "policy" (log-prob of the target, nats), "entropy" (of the prediction, nats),
             "sum_pi_squared" (sum over the vocabulary of p^2), "values" (of the value head),
-            "divergence" (from the teacher's prediction) and ROUTING (`RoutingSums`).
+            "divergence" (from the teacher's prediction), ROUTING (`RoutingSums`) and ROUTES [B, T, L, K].
         teachers: models, for "divergence"; `batch.labels` holds the index of a token's teacher.
         divergence: settings of `linear_divergence`.
     """
     dtype = jnp.dtype(config.dtype)
     settings = {"dtype": dtype, **{n: getattr(config, n) for n in ("remat", "sequence_parallel", "strict")}}
     rows = batch.tokens, batch.positions, batch.segments
-    (hidden, sums), head = params.forward(*rows, **settings), batch_invariant.rounded(params.head, dtype)
+    hidden, sums, routes = params.forward(*rows, batch.routes, **settings)
+    head = batch_invariant.rounded(params.head, dtype)
     softmax = dict(temperature=config.temperature, softcap=params.config.logit_softcap, chunk=config.chunk)
-    outputs = {ROUTING: sums}
+    outputs = {ROUTING: sums, ROUTES: routes}
     if "policy" in names or "entropy" in names:
         layout = {} if config.strict else {"partition_specs": logprob_specs(hidden, head)}
         outputs["policy"], outputs["entropy"] = (batch_invariant if config.strict else api).linear_logprob(

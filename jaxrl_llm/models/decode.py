@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt
 
 from jaxrl_kernels import batch_invariant
 from jaxrl_kernels.flash_attention.reference import dense_attention
 from jaxrl_kernels.flash_attention.sinks import add_sinks
 from jaxrl_kernels.flash_attention.spec import AttentionSpec
 from jaxrl_llm.models.config import TransformerConfig, layer_stacks
+from jaxrl_llm.models.moe import join_routes
 from jaxrl_llm.models.params import shardings
 from jaxrl_llm.models.transformer import (
     Layers,
@@ -40,6 +41,10 @@ from jaxrl_llm.sharding.rules import ROLLOUT, Rules, constrain_residual
 
 MAX_UNROLLED_LAYERS = 12
 """Each unrolled layer costs about 0.1 s of compile time, in every program."""
+
+
+PromptKV = tuple[tuple[Float[Array, "*L B K E T"], ...], tuple[Float[Array, "*L B K T E"], ...]]
+"""Keys and values of prompts, in the layout of `RingCache`."""
 
 
 class DecodeWeights(NamedTuple):
@@ -142,13 +147,14 @@ def prefill(
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
     strict: bool = False,
-) -> tuple[tuple[Float[Array, "*L B K E T"], ...], tuple[Float[Array, "*L B K T E"], ...]]:
+) -> tuple[PromptKV, UInt[Array, "B T L K"] | None]:
     """Compute keys and values of left-padded prompts.
 
     Args:
         tokens: row b holds its prompt in the last lengths[b] places.
 
-    Returns: (k, v), arrays of the layout of `RingCache`; padding holds arbitrary numbers.
+    Returns: ((k, v), arrays of the layout of `RingCache`, routes of the tokens); padding holds arbitrary
+        numbers. Routes (`moe.route_spec`) are None without experts.
     """
     positions = jnp.arange(tokens.shape[1]) - (tokens.shape[1] - lengths)[:, None]
     segments, positions = (positions >= 0).astype(jnp.int32), jnp.maximum(positions, 0)
@@ -156,12 +162,12 @@ def prefill(
 
     def layer(c, x, w, window, *_):
         attend = make_attention_fn(c, w, segments, positions, window, strict=strict)
-        x, (k, v), _ = block(c, w, x, tables, attend, strict, segments > 0, ROLLOUT)
-        return x, (k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
+        x, (k, v), routing = block(c, w, x, tables, attend, strict, segments > 0, ROLLOUT)
+        return x, (k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)), routing
 
     x = constrain_residual(weights.embed[tokens])
-    _, kv = apply_layers(c, weights.layers, layer, x)
-    return tuple(k for k, _ in kv), tuple(v for _, v in kv)
+    _, kv, routes = apply_layers(c, weights.layers, layer, x)
+    return (tuple(k for k, _ in kv), tuple(v for _, v in kv)), routes
 
 
 def decode_ring(
@@ -171,14 +177,14 @@ def decode_ring(
     tokens: Int[Array, "S"],
     positions: Int[Array, "S"],
     strict: bool = False,
-) -> tuple[Float[Array, "S D"], RingCache]:
+) -> tuple[Float[Array, "S D"], RingCache, UInt[Array, "S 1 L K"] | None]:
     """Feed one token per slot through the model, with the ring cache.
 
     Args:
         tokens: the token of each slot.
         positions: its position in the sequence, 0, 1, ...
 
-    Returns: (hidden state after the final norm, cache with the token's keys and values).
+    Returns: (hidden state after the final norm, cache with the token's keys and values, its routes).
     """
     by_row, positions = per_token_call(strict), positions[:, None]
     tables = by_row(rope_fn(c), None, positions)
@@ -187,39 +193,47 @@ def decode_ring(
         x, ks, vs = carry
         kv, sinks = (ks[array], vs[array]), sinks_of(w)
         attend = _attend_ring(c, kv, index, cache.cursor, positions, window, sinks, strict)
-        x, (k, v), _ = block(c, w, x, tables, attend, strict, rules=ROLLOUT)
+        x, (k, v), routing = block(c, w, x, tables, attend, strict, rules=ROLLOUT)
         put = lambda arrays, new: (*arrays[:array], new, *arrays[array + 1 :])
-        return (x, put(ks, k), put(vs, v)), None
+        return (x, put(ks, k), put(vs, v)), None, routing
 
     x = constrain_residual(weights.embed[tokens][:, None])
-    (x, ks, vs), _ = apply_layers(c, weights.layers, layer, (x, cache.k, cache.v))
+    (x, ks, vs), _, routes = apply_layers(c, weights.layers, layer, (x, cache.k, cache.v))
     hidden = by_row(final_norm_fn(c), weights.norm, x)[:, 0]
-    return hidden, RingCache(ks, vs, jnp.mod(cache.cursor + 1, cache.length))
+    return hidden, RingCache(ks, vs, jnp.mod(cache.cursor + 1, cache.length)), routes
 
 
 def apply_layers(c: TransformerConfig, layers: tuple[Layers, ...], layer, carry):
-    """Apply `layer(config, carry, weights, window, array, index) -> (carry, out)` to all layers in order.
+    """Apply `layer(config, carry, weights, window, array, index) -> (carry, out, routing)` to all layers.
 
     The cache of a layer is `arrays[array][index]`: array = 0, 1, ... and index () where the layers are
     unrolled; array 0 and index (i,) where they are scanned. The config is that of the layer's stack.
 
-    Returns: (carry, outs): a list with an out per layer, or with one stack of all.
+    Returns: (carry, outs, routes): a list with an out per layer, or with one stack of all.
     """
     outs, start = [], 0
     stacks = layer_stacks(c).values()
     if is_unrolled(c):
         configs = [stack for stack in stacks for _ in range(stack.num_layers)]
+        chosen = []
         for i, (config, weights, window) in enumerate(zip(configs, layers, window_sizes(c), strict=True)):
-            carry, out = layer(config, carry, weights, window, i, ())
+            carry, out, routing = layer(config, carry, weights, window, i, ())
             outs.append(out)
-        return carry, outs
+            chosen += [routing.chosen] if routing else []
+        return carry, outs, join_routes(c, jnp.stack(chosen) if chosen else None)
     for config, weights in zip(stacks, layers, strict=True):
-        one = lambda carry, xs, config=config: layer(config, carry, xs[0], xs[1], 0, (xs[2],))
+
+        def one(carry, xs, config=config):
+            carry, out, routing = layer(config, carry, xs[0], xs[1], 0, (xs[2],))
+            return carry, (out, routing and routing.chosen)
+
         indices = start + jnp.arange(config.num_layers)
-        carry, out = jax.lax.scan(one, carry, (weights, jnp.asarray(window_sizes(config)), indices))
+        inputs = weights, jnp.asarray(window_sizes(config)), indices
+        carry, (out, chosen) = jax.lax.scan(one, carry, inputs)  # experts are in the last stack
         outs.append(out)
         start += config.num_layers
-    return carry, [jax.tree.map(lambda *parts: jnp.concatenate(parts), *outs) if len(outs) > 1 else outs[0]]
+    outs = [jax.tree.map(lambda *parts: jnp.concatenate(parts), *outs)] if len(outs) > 1 else outs
+    return carry, outs, join_routes(c, chosen)
 
 
 def _attend_ring(

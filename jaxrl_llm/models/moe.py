@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxrl_kernels import batch_invariant
 from jaxrl_llm.models.config import MoEConfig, TransformerConfig
@@ -29,10 +30,12 @@ SMALLEST_SUM = 1e-20
 
 
 class Routing(NamedTuple):
-    """The router's outputs of one layer."""
+    """Routing of one layer."""
 
     logits: Float[Array, "B T X"]
-    chosen: Int[Array, "B T K"]
+    chosen: Int[Array, "B T K"]  # ascending
+    own: Int[Array, "B T K"] | None = None  # what the router chooses, where other choices are replayed
+    is_replayed: Bool[Array, "B T"] | None = None
 
 
 class RoutingSums(NamedTuple):
@@ -40,6 +43,27 @@ class RoutingSums(NamedTuple):
 
     load: Int[Array, "*L X"]  # assignments to each expert
     scores: Float[Array, "*L X"]  # the router's scores; those of a token sum to 1
+    replayed: Int[Array, "*L"] | None = None  # replayed assignments
+    agreed: Int[Array, "*L"] | None = None  # those of them that the router would have chosen
+
+
+def route_spec(c: TransformerConfig) -> jax.ShapeDtypeStruct:
+    """Return shape [L, K] and type of the routes of a token: experts that it chose in each layer with any.
+
+    The largest value of the type is `unknown_route`.
+    """
+    dtype = jnp.uint8 if c.moe.num_experts <= jnp.iinfo(jnp.uint8).max else jnp.uint16
+    return jax.ShapeDtypeStruct((c.num_layers - c.moe.dense_layers, c.moe.experts_per_token), dtype)
+
+
+def unknown_route(dtype: DTypeLike) -> int:
+    """Return the value in a route that leaves the choice to the router."""
+    return int(jnp.iinfo(dtype).max)
+
+
+def join_routes(c: TransformerConfig, chosen: Int[Array, "L B T K"] | None) -> UInt[Array, "B T L K"] | None:
+    """Return the experts chosen in each layer as the routes of each token."""
+    return None if chosen is None else jnp.moveaxis(chosen, 0, 2).astype(route_spec(c).dtype)
 
 
 def router_logits(w: Layers, h: Float[Array, "B T D"]) -> Float[Array, "B T X"]:
@@ -99,7 +123,12 @@ def routing_sums(moe: MoEConfig, routing: Routing, valid: Bool[Array, "B T"]) ->
         scores = jax.nn.softmax(logits, axis=-1)
     is_chosen = jnp.any(routing.chosen[..., None] == jnp.arange(moe.num_experts), axis=-2)
     over_tokens = functools.partial(jnp.sum, axis=(0, 1), where=valid[..., None])
-    return RoutingSums(over_tokens(is_chosen, dtype=jnp.int32), over_tokens(scores))
+    sums = RoutingSums(over_tokens(is_chosen, dtype=jnp.int32), over_tokens(scores))
+    if routing.own is None:
+        return sums
+    agrees = jnp.any(routing.own[..., None] == routing.chosen[..., None, :], axis=-1)
+    counts = lambda x: jnp.sum(x & (valid & routing.is_replayed)[..., None], dtype=jnp.int32)
+    return sums._replace(replayed=counts(jnp.ones_like(agrees)), agreed=counts(agrees))
 
 
 def sparse_mlp(
@@ -110,6 +139,7 @@ def sparse_mlp(
     valid: Bool[Array, "B T"] | None,
     rules: Rules,
     strict: bool = False,
+    routes: UInt[Array, "B T K"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Routing]:
     """Return the weighted sum of the chosen experts' outputs, and the routing. No token is dropped.
 
@@ -118,6 +148,8 @@ def sparse_mlp(
         valid: False = padding, which passes no expert and gets 0; None = all tokens are valid.
         rules: by which the experts are divided (`sharding.rules`).
         strict: batch-invariant. The gradient is that of the plain computation with the experts chosen here.
+        routes: experts to pass in place of the router's choice, but for `unknown_route`. They are weighted
+            by the router's logits, which get the gradient (arXiv 2510.11370).
     """
 
     def choose(w, logits):
@@ -134,12 +166,18 @@ def sparse_mlp(
 
     valid = jnp.ones(h.shape[:2], bool) if valid is None else valid
     logits = router_logits(w, h)
-    if not strict:
+    if strict:
+        exact_choice = lambda w, h: choose(w, router_logits(w, h))
+        chosen = batch_invariant.map_tokens(exact_choice, jax.lax.stop_gradient(w), jax.lax.stop_gradient(h))
+    else:
         chosen = choose(w, logits)
-        return plain(w, h, chosen, valid), Routing(logits, chosen)
-    exact_choice = lambda w, h: choose(w, router_logits(w, h))
-    chosen = batch_invariant.map_tokens(exact_choice, jax.lax.stop_gradient(w), jax.lax.stop_gradient(h))
-    return batch_invariant.map_tokens(exact, w, h, chosen, valid, plain=plain), Routing(logits, chosen)
+    routing = Routing(logits, chosen)
+    if routes is not None:
+        is_replayed = jnp.all(routes != unknown_route(routes.dtype), axis=-1)
+        replayed = jnp.where(is_replayed[..., None], routes.astype(chosen.dtype), chosen)
+        routing = Routing(logits, replayed, chosen, is_replayed)
+    apply = functools.partial(batch_invariant.map_tokens, exact, plain=plain) if strict else plain
+    return apply(w, h, routing.chosen, valid), routing
 
 
 def _all_experts(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num, UInt
 
 from jaxrl_kernels.chips import LANES
 from jaxrl_kernels.decode_attention.api import decode_attention, write_token
@@ -61,7 +61,7 @@ def decode_paged(
     tokens: Int[Array, "S"],
     positions: Int[Array, "S"],
     active: Bool[Array, "S"],
-) -> tuple[Float[Array, "S D"], PagedCache]:
+) -> tuple[Float[Array, "S D"], PagedCache, UInt[Array, "S 1 L K"] | None]:
     """Feed one token per slot through the model, with the paged cache.
 
     Args:
@@ -70,7 +70,7 @@ def decode_paged(
         positions: its position in the sequence, 0, 1, ...
         active: inactive slots write to NULL_PAGE.
 
-    Returns: (hidden state after the final norm, cache with the token's keys and values).
+    Returns: (hidden state after the final norm, cache with the token's keys and values, its routes).
     """
     model, tables = c, rope_tables(c, positions[:, None])
     lengths = jnp.where(active, positions + 1, 0)
@@ -86,11 +86,12 @@ def decode_paged(
             out, sinks = out[:, None], sinks_of(w)
             return out if sinks is None else add_sinks(out, lse[..., None], sinks)[0], new
 
-        return block(c, w, x, tables, attend, valid=active[:, None], rules=ROLLOUT)[:2], None
+        x, cache, routing = block(c, w, x, tables, attend, valid=active[:, None], rules=ROLLOUT)
+        return (x, cache), None, routing
 
     x = constrain_residual(weights.embed[tokens][:, None])
-    (x, cache), _ = apply_layers(c, weights.layers, layer, (x, cache))
-    return final_norm_fn(c)(weights.norm, x)[:, 0], cache
+    (x, cache), _, routes = apply_layers(c, weights.layers, layer, (x, cache))
+    return final_norm_fn(c)(weights.norm, x)[:, 0], cache, routes
 
 
 def write_prompts(

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxrl_kernels import batch_invariant
 from jaxrl_kernels.batch_invariant import rounded
 from jaxrl_kernels.flash_attention.spec import NO_WINDOW
 from jaxrl_llm.models.config import TARGETS, MoEConfig, TransformerConfig, layer_stacks
 from jaxrl_llm.models.initializer import Initializer, matrix_dims
-from jaxrl_llm.models.moe import RoutingSums, routing_sums, sparse_mlp
+from jaxrl_llm.models.moe import RoutingSums, join_routes, routing_sums, sparse_mlp
 from jaxrl_llm.models.quantize import SCALE, dequantize_weight, quantize_weight
 from jaxrl_llm.models.remat import LAYER_INPUT, REMAT
 from jaxrl_llm.models.rope import apply_rope, rope_tables
@@ -155,12 +155,13 @@ class Transformer(nnx.Module):
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         segments: Int[Array, "B T"] | None = None,
+        routes: UInt[Array, "B T L K"] | None = None,
         *,
         dtype: DTypeLike = jnp.float32,
         remat: str = "none",
         sequence_parallel: ContextParallel = "ring",
         strict: bool = False,
-    ) -> tuple[Float[Array, "B T D"], RoutingSums | None]:
+    ) -> tuple[Float[Array, "B T D"], RoutingSums | None, UInt[Array, "B T L K"] | None]:
         """Compute hidden states after the final norm. A token attends to the earlier ones of its own segment.
 
         Equal layers are scanned: compile time does not grow with depth.
@@ -168,6 +169,7 @@ class Transformer(nnx.Module):
         Args:
             tokens, positions: ids and their positions in the trajectory (0-based).
             segments: which trajectory of the row each token belongs to, 0 = padding; None = one a row.
+            routes: experts that tokens pass (`moe.route_spec`); None = those that the routers choose.
             dtype: of activations and products; norms, softmax and RoPE are float32.
             remat: what the backward pass keeps: "none" = everything; "dots" = layer inputs, attention outputs
                 and matrix products; "attention" = layer inputs and attention outputs; "full" = layer inputs;
@@ -176,9 +178,9 @@ class Transformer(nnx.Module):
             strict: every bit of a token depends on its trajectory alone, and equals that of decoding
                 (`jaxrl_kernels.batch_invariant`); one device.
 
-        Returns: (hidden states, sums of the routing; None for a model without experts).
+        Returns: (hidden states, sums of the routing, routes); the last two are None without experts.
         """
-        c, sums = self.config, None
+        c = self.config
         if segments is None:
             segments = jnp.ones_like(tokens)
         method = context_parallel(tokens.shape[1], sequence_parallel)
@@ -189,21 +191,27 @@ class Transformer(nnx.Module):
         table = constrain(table, "vocab", "hidden")  # a lookup reads whole rows
         x = constrain_residual(table[tokens])
 
-        def body(c, x, layer_and_window):
-            layer, window = layer_and_window
+        if routes is not None:
+            routes = jnp.moveaxis(reorder_tokens(routes, method), 2, 0)
+
+        def body(c, x, layer_inputs):
+            layer, window, routes = layer_inputs
             x = checkpoint_name(x, LAYER_INPUT)
             w = cast_weights(layer, dtype)
             attention_fn = make_attention_fn(c, w, segments, positions, window, method, strict)
-            x, _, routing = block(c, w, x, rope, attention_fn, strict, segments > 0)
-            return x, routing and routing_sums(c.moe, routing, segments > 0)
+            x, _, routing = block(c, w, x, rope, attention_fn, strict, segments > 0, routes=routes)
+            return x, routing and (routing_sums(c.moe, routing, segments > 0), routing.chosen)
 
         for name, stack in layer_stacks(c).items():
             layer = functools.partial(body, stack)
             if remat != "none":
                 layer = jax.checkpoint(layer, policy=REMAT[remat], prevent_cse=False)
-            x, sums = jax.lax.scan(layer, x, (getattr(self, name), jnp.asarray(window_sizes(stack))))
+            inputs = getattr(self, name), jnp.asarray(window_sizes(stack)), routes if stack.moe else None
+            x, routing = jax.lax.scan(layer, x, inputs)
         x = per_token(final_norm_fn(c), fetch(self.norm[...]), x)
-        return restore_tokens(constrain(x, "batch", "sequence", "hidden"), method), sums
+        hidden = restore_tokens(constrain(x, "batch", "sequence", "hidden"), method)
+        sums, chosen = routing or (None, None)
+        return hidden, sums, None if chosen is None else restore_tokens(join_routes(c, chosen), method)
 
 
 def make_attention_fn(
@@ -245,6 +253,7 @@ def block(
     strict: bool = False,
     valid: Bool[Array, "B T"] | None = None,
     rules: Rules = TRAIN,
+    routes: UInt[Array, "B T K"] | None = None,
 ):
     """Compute one decoder layer. Returns (x, kv, routing); the last is None without experts.
 
@@ -255,6 +264,7 @@ def block(
         strict: batch-invariant.
         valid: tokens that are no padding: the others pass no expert; None = all.
         rules: by which the experts are divided.
+        routes: see `sparse_mlp`.
     """
 
     linear = functools.partial(apply_linear, c)
@@ -290,7 +300,7 @@ def block(
     x = per_token(add_attention, w, x, out)
     with jax.named_scope("experts"):
         h = per_token(lambda w, x: norm(x, w.mlp_norm[...]), w, x)
-        y, routing = sparse_mlp(c, w, h, ACTIVATIONS[c.activation], valid, rules, strict)
+        y, routing = sparse_mlp(c, w, h, ACTIVATIONS[c.activation], valid, rules, strict, routes)
         y = per_token(add_shared_expert, w, h, y) if c.moe.shared_size else y
         return constrain_residual(x + y), kv, routing
 

@@ -19,12 +19,28 @@ from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.optim import OptimConfig, make_optimizer
 from jaxrl_llm.learn.optim_states import master_weights, stored_weights
-from jaxrl_llm.learn.routing import ROUTING, RoutingConfig, balance, balance_weights, routing_metrics
+from jaxrl_llm.learn.routing import (
+    ROUTES,
+    ROUTING,
+    Replay,
+    RoutingConfig,
+    balance,
+    balance_weights,
+    routing_metrics,
+)
 from jaxrl_llm.learn.update import StepConfig, apply
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.config import LoraConfig, MoEConfig
-from jaxrl_llm.models.moe import Routing, RoutingSums, routing_sums
+from jaxrl_llm.models.moe import (
+    Routing,
+    RoutingSums,
+    route_spec,
+    routing_sums,
+    sparse_mlp,
+)
+from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.rules import TRAIN
 from jaxrl_llm.structs import TrainState
 
 MODEL = TransformerConfig(
@@ -177,3 +193,70 @@ def test_a_selection_bias_that_cannot_move_is_refused(model, lora, message):
     config = TrainConfig(routing=RoutingConfig(bias_rate=0.1), lora=LoraConfig(rank=lora, targets=targets))
     with pytest.raises(ConfigError, match=message):
         trained_config(model, config)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_replayed_experts_are_weighted_by_the_present_logits(strict):
+    """Three tokens: experts 0 and 3 are replayed, none, then those that the router chooses."""
+    w = jax.tree.map(lambda x: x[0], random_params(MODEL).layers)
+    h = np.random.default_rng(0).normal(size=(1, 3, 16)).astype(np.float32)
+    logits = h[0] @ w.router.get_value()
+    own = np.sort(np.argsort(-logits, axis=-1)[:, :2], axis=-1)
+    assert (own[0] != [0, 3]).any()
+    routes = np.array([[[0, 3], [255, 255], own[2]]], np.uint8)
+    is_passed = np.array([[x in experts for x in range(4)] for experts in ([0, 3], own[1], own[2])])
+
+    def replayed(w):
+        args = jnp.asarray(h), jax.nn.silu, None, TRAIN, strict, jnp.asarray(routes)
+        y, routing = sparse_mlp(MODEL, w, *args)
+        return jnp.sum(y * jnp.arange(16.0)), routing_sums(MODEL.moe, routing, jnp.ones((1, 3), bool))
+
+    def by_hand(w):
+        p = jnp.where(is_passed, jax.nn.softmax(h[0] @ w.router[...], axis=-1), 0)
+        hidden = jax.nn.silu(jnp.einsum("td,xdf->txf", h[0], w.expert_gate[...]))
+        hidden *= jnp.einsum("td,xdf->txf", h[0], w.expert_up[...])
+        outs = jnp.einsum("txf,xfd->txd", hidden, w.expert_down[...])
+        return jnp.sum((p / p.sum(axis=-1, keepdims=True))[..., None] * outs * jnp.arange(16.0))
+
+    (value, sums), grads = jax.jit(jax.value_and_grad(replayed, has_aux=True))(w)
+    expected, expected_grads = jax.jit(jax.value_and_grad(by_hand))(w)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+    common = len({0, 3} & {*own[0].tolist()})
+    assert (sums.replayed, sums.agreed, sums.load.sum()) == (4, 2 + common, 6)
+    metrics, _ = routing_metrics({ROUTING: jax.tree.map(lambda x: x[None], sums)})
+    assert metrics["moe/route_agreement"] == (2 + common) / 4
+
+
+@pytest.mark.slow
+def test_routes_that_are_replayed_into_the_model_that_chose_them_change_nothing():
+    """Routes of packed rows, over a mesh that divides the tokens of a row; and other routes do."""
+    mesh = MeshConfig(fsdp=2, sequence=2)
+    built = learner(4, 16, mesh, balance_coef=1.0, replay=Replay("rollout", route_spec(MODEL)))
+    sequences, (metrics, gradient) = items(), reference_update()
+    with jax.set_mesh(built.mesh):
+        params = jax.device_put(random_params(MODEL), built.param_shardings)
+        for item, outputs in zip(sequences, built.score(params, sequences, (ROUTES,)), strict=True):
+            item.routes = outputs[ROUTES]
+    again, same = one_update(built, sequences)
+    assert again["moe/route_agreement"] == 1 and again["loss"] == pytest.approx(metrics["loss"], rel=1e-6)
+    difference = optax.tree.norm(jax.tree.map(lambda a, b: a - b, same, gradient))
+    assert difference <= 1e-5 * optax.tree.norm(gradient)
+    for item in sequences:
+        item.routes = np.tile(np.array([0, 1], np.uint8), (len(item.tokens), 2, 1))
+    other, _ = one_update(built, sequences)
+    assert other["moe/route_agreement"] < 0.8 and other["moe/load_max"] == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (TrainConfig(algo=sft.Config()), "is for runs with a rollout: sft has none"),
+        (TrainConfig(rollout=RolloutConfig(engine="sglang", launch=1)), "SGLang servers report no routes"),
+    ],
+    ids=["sft", "sglang"],
+)
+def test_a_replay_without_routes_is_refused(config, message):
+    with pytest.raises(ConfigError, match=f"--routing.replay.*{message}"):
+        trained_config(MODEL, dataclasses.replace(config, routing=RoutingConfig(replay="rollout")))

@@ -48,7 +48,7 @@ def stepper(config, weights):
     """(logits [S, V], cache) of one token a slot."""
 
     def step(cache, tokens, positions):
-        hidden, cache = decode.decode_ring(config, weights, cache, tokens, positions)
+        hidden, cache, _ = decode.decode_ring(config, weights, cache, tokens, positions)
         return decode.next_token_logits(config, weights, hidden), cache
 
     return jax.jit(step)
@@ -76,7 +76,7 @@ def test_every_token_through_the_ring_equals_one_forward(variant, monkeypatch):
     if variant in ("soft caps", "dynamic rope"):
         return  # of which the keys and values know nothing, or nothing else than the forward
     prompts = tokens[:, :6]
-    written = jax.jit(decode.prefill, static_argnums=0)(config, weights, prompts, jnp.array([6, 2]))
+    written, _ = jax.jit(decode.prefill, static_argnums=0)(config, weights, prompts, jnp.array([6, 2]))
     cache = empty
     for t in range(6):  # the second prompt is columns 4 and 5
         _, cache = step(cache, tokens[:, t], np.array([t, max(t - 4, 0)]))
@@ -103,8 +103,10 @@ def test_pages_hold_what_the_ring_holds(monkeypatch, config, lanes):
     other = jax.jit(lambda cache, *args: paged.decode_paged(config, weights, cache, table, *args, active))
     for t in range(20):
         args = jnp.array([t, 63 - t]), jnp.full(2, t)
-        (expected, ring), (found, pages) = one(ring, *args), other(pages, *args)
+        (expected, ring, routes), (found, pages, others) = one(ring, *args), other(pages, *args)
         np.testing.assert_allclose(found, expected, atol=2e-5)
+        assert (routes is None) == (config.moe is None)
+        np.testing.assert_array_equal(others, routes)
 
 
 def test_weights_are_a_copy_and_norms_keep_their_type():

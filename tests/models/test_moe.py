@@ -223,5 +223,5 @@ def test_decoding_gives_the_hidden_states_of_the_forward_pass(config, mesh_confi
             jax.jit(functools.partial(decode_ring, config)),
         )
         for t in range(6):
-            hidden, cache = step(weights, cache, tokens[:, t], positions[:, t])
+            hidden, cache, _ = step(weights, cache, tokens[:, t], positions[:, t])
             np.testing.assert_allclose(hidden, expected[:, t], atol=2e-5)
