@@ -231,10 +231,6 @@ def refuse_with_experts(config: TrainConfig, moe: MoEConfig) -> None:
     if config.routing.bias_rate and (lora.rank or not moe.selection_bias):
         why = "with --lora.rank it is frozen" if lora.rank else "the model's routers have none"
         raise ConfigError(f"--routing.bias_rate moves a selection bias: {why}. Set it to 0.")
-    if config.rollout.engine == "sglang":
-        raise ConfigError(
-            "--rollout.engine is sglang: weights of experts are not sent to servers. Set it to native."
-        )
 
 
 def with_new_adapters(params: Params, model: TransformerConfig, mesh: Mesh, seed: int) -> Params:
