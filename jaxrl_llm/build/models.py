@@ -240,10 +240,6 @@ def refuse_with_experts(config: TrainConfig, moe: MoEConfig) -> None:
     if config.routing.replay != "none" and not algos.of(config.algo).on_rollouts:
         name = algos.of(config.algo).name
         raise ConfigError(f"--routing.replay is for runs with a rollout: {name} has none. Set it to none.")
-    if config.rollout.engine == "sglang":
-        raise ConfigError(
-            "--rollout.engine is sglang: weights of experts are not sent to servers. Set it to native."
-        )
 
 
 def with_new_adapters(params: Params, model: TransformerConfig, mesh: Mesh, seed: int) -> Params:
