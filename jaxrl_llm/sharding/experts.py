@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jaxrl_kernels.grouped_matmul.api import grouped_matmul
 from jaxrl_llm.sharding.rules import Rules, axes_of, current_spec
 
 Matrices = tuple[Float[Array, "X D F"], Float[Array, "X D F"], Float[Array, "X F D"]]
@@ -76,12 +77,9 @@ def grouped_experts(
     numbers = jnp.where((numbers >= 0) & (numbers < count), numbers, count)
     order = jnp.argsort(numbers, stable=True)
     sizes = jnp.bincount(numbers, length=count + 1)[:count].astype(jnp.int32)
-    inside = (jnp.arange(len(order)) < jnp.sum(sizes))[:, None]
-    product = functools.partial(jax.lax.ragged_dot, group_sizes=sizes)
-    rows = jnp.where(inside, tokens[order // per_token], 0)
+    product = functools.partial(grouped_matmul, sizes=sizes)
+    rows = tokens[order // per_token]
     hidden = activation(product(rows, gate)) * product(rows, up)
-    hidden = jnp.where(inside, hidden, 0)  # rows beyond the last group may hold anything
-    out = product(hidden, down, preferred_element_type=jnp.float32)
-    out = jnp.where(inside, out, 0)[jnp.argsort(order)]
+    out = product(hidden, down, preferred_element_type=jnp.float32)[jnp.argsort(order)]
     out = out.reshape(*chosen.shape, -1) * weights[..., None]
     return jnp.sum(out, axis=-2)
