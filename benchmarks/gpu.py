@@ -6,8 +6,8 @@
 
 Targets, on an H100: attention forward 579 TFLOP/s (FlashAttention-3, causal, head_dim 128, 4k tokens; arXiv
 2407.08608) and backward 450, packed rows within 10% of whole ones; linear_logprob 670 (Liger, hidden 4096,
-vocabulary 131072); grouped_matmul 590 forward, 500 with Zipf's loads, 450 for its gradients, and no less than
-tokamax where that is installed (shapes of Qwen3-30B-A3B); decode 85% of memory bandwidth and 12k tokens/s of a
+vocabulary 131072); grouped_matmul 590 forward, 500 with Zipf's loads, 450 for gradients, no less than
+tokamax where it is installed (shapes of Qwen3-30B-A3B); decode 85% of memory bandwidth and 12k tokens/s of a
 Qwen3-0.6B, 512 in and 128 out (vLLM); a GRPO update of it 36k tokens/s. `--compile` needs `pip install
 'jaxrl-llm[plan]'`; it proves that programs compile and what memory they take, and no speed.
 """

@@ -246,17 +246,7 @@ def _rows_kernel(plan: _Plan, count, visits, lhs, rhs, out, **memory: Any) -> No
                 multiply, shape, memory.ready, memory.free, n * steps, steps, plan.interpret
             )
             first = visits[1, visit] * TILE + warpgroup * ROWS
-            begin = jnp.maximum(visits[2, visit] - first, 0)
-            size = jnp.maximum(jnp.minimum(visits[3, visit] - first, ROWS) - begin, 0)
-
-            @pl.when(size == ROWS)
-            def _():
-                target = lambda columns: out.at[pl.ds(first, ROWS), columns]
-                _store(plan, product, memory.tiled.at[warpgroup], target, column)
-
-            @pl.when((size > 0) & (size < ROWS))
-            def _():
-                _store_some(plan, product, memory.plain.at[warpgroup], out, (first, begin, size), column)
+            _store_rows_of(plan, product, memory, out, (first, visits[2, visit], visits[3, visit]), column)
 
         plgpu.wait_smem_to_gmem(0)
 
@@ -365,6 +355,23 @@ def _store(plan: _Plan, product, buffer, target, column) -> None:
         buffer[...] = sums
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(buffer, target(columns))
+
+
+def _store_rows_of(plan: _Plan, product, memory, out, rows, column) -> None:
+    """Store a group's rows of a consumer's tile: (first row of the tile, first and end row of the group)."""
+    first, begin, end = rows
+    begin = jnp.maximum(begin - first, 0)
+    size = jnp.maximum(jnp.minimum(end - first, ROWS) - begin, 0)
+    warpgroup = lax.axis_index("group")
+
+    @pl.when(size == ROWS)
+    def _():
+        target = lambda columns: out.at[pl.ds(first, ROWS), columns]
+        _store(plan, product, memory.tiled.at[warpgroup], target, column)
+
+    @pl.when((size > 0) & (size < ROWS))
+    def _():
+        _store_some(plan, product, memory.plain.at[warpgroup], out, (first, begin, size), column)
 
 
 def _store_some(plan: _Plan, product, buffer, out, rows, column) -> None:
