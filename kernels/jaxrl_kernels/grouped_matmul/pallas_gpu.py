@@ -254,76 +254,91 @@ def _rows_kernel(plan: _Plan, count, visits, lhs, rhs, out, **memory: Any) -> No
 def _groups_kernel(plan: _Plan, offsets, lhs, d_out, out, **memory: Any) -> None:
     """Store the gradient of each group's matrix, in tiles of two slabs of ROWS of its rows."""
     memory, warpgroup, slabs = SimpleNamespace(**memory), lax.axis_index("group"), out.shape[1] // ROWS
-    slab_tiles, width = pl.cdiv(slabs, CONSUMERS), plan.width
-    num_tiles, tile_at = share_tiles(jnp.int32(out.shape[0] * slab_tiles), plan.column_tiles, TOGETHER)
+    tiles = jnp.int32(pl.cdiv(slabs, CONSUMERS))
+    num_tiles, tile_at = share_tiles(out.shape[0] * tiles, plan.column_tiles, TOGETHER)
 
-    def tile(n):
-        """Return (group, its first and end row, its steps, first slab, tile of columns)."""
+    def rows_of(n):
+        """Return (group, its rows, first slab, tile of columns) of this multiprocessor's n-th tile."""
         row, column = tile_at(n)
-        group = lax.div(row, jnp.int32(slab_tiles))
-        begin, end = offsets[group], offsets[group + 1]
-        slab = lax.rem(row, jnp.int32(slab_tiles)) * CONSUMERS
-        return group, begin, end, lax.div(end - begin + DEPTH - 1, jnp.int32(DEPTH)), slab, column
-
-    def block_start(begin, k):
-        """Return the first row of a block; the last one of all rows begins earlier to end with them."""
-        return jnp.minimum(begin + k * DEPTH, plan.depth - DEPTH)
+        group = lax.div(row, tiles)
+        rows = _GroupRows(offsets[group], offsets[group + 1], plan.depth)
+        return group, rows, lax.rem(row, tiles) * CONSUMERS, column
 
     @pl.when(warpgroup == CONSUMERS)
     def _copy():
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
 
         def copy_tile(n, done):
-            _, begin, _, steps, slab, column = tile(n)
-            columns = pl.ds(column * width, width)
+            _, rows, slab, column = rows_of(n)
+            columns = pl.ds(column * plan.width, plan.width)
 
-            @pl.loop(0, steps)
+            @pl.loop(0, rows.steps)
             def _(k):
-                stage, rows = _next_stage(memory, done + k), pl.ds(block_start(begin, k), DEPTH)
+                stage, block = _next_stage(memory, done + k), pl.ds(rows.block_start(k), DEPTH)
                 ready = memory.ready.at[stage]
                 for i in range(CONSUMERS):  # a slab that is not there is the last one again
                     own = pl.ds(jnp.minimum(slab + i, slabs - 1) * ROWS, ROWS)
-                    plgpu.copy_gmem_to_smem(lhs.at[rows, own], memory.a.at[stage, i], ready)
-                plgpu.copy_gmem_to_smem(d_out.at[rows, columns], memory.b.at[stage], ready)
+                    plgpu.copy_gmem_to_smem(lhs.at[block, own], memory.a.at[stage, i], ready)
+                plgpu.copy_gmem_to_smem(d_out.at[block, columns], memory.b.at[stage], ready)
 
-            return done + steps
+            return done + rows.steps
 
         _wait_for_consumers(memory, lax.fori_loop(0, num_tiles, copy_tile, jnp.int32(0)))
 
     @pl.when(warpgroup < CONSUMERS)
     def _compute():
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        ops = WarpgroupOps(plan.interpret)
 
         def sum_tile(n, done):
-            group, begin, end, steps, slab, column = tile(n)
+            group, rows, slab, column = rows_of(n)
+            product, own = _sum_rows(plan, memory, rows, done), slab + warpgroup
 
-            def multiply(acc, stage, k):
-                a, first = memory.a.at[stage, warpgroup], begin + k * DEPTH
-
-                @pl.when(first + DEPTH > end)
-                def _():
-                    row = ops.iota((DEPTH, ROWS), 0) + block_start(begin, k)
-                    kept = (row >= first) & (row < end)
-                    a[...] = jnp.where(kept, a[...], jnp.zeros((), a.dtype))
-                    plgpu.commit_smem()
-
-                add_product(acc, a, memory.b.at[stage], transpose_a=True)
-
-            product = ring_product(
-                multiply, (ROWS, width), memory.ready, memory.free, done, steps, plan.interpret
-            )
-
-            @pl.when(slab + warpgroup < slabs)
+            @pl.when(own < slabs)
             def _():
-                rows = pl.ds((slab + warpgroup) * ROWS, ROWS)
-                target = lambda columns: out.at[group, rows, columns]
+                target = lambda columns: out.at[group, pl.ds(own * ROWS, ROWS), columns]
                 _store(plan, product, memory.tiled.at[warpgroup], target, column)
 
-            return done + steps
+            return done + rows.steps
 
         lax.fori_loop(0, num_tiles, sum_tile, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
+
+
+class _GroupRows(NamedTuple):
+    """The rows of a group, in blocks of DEPTH from its first one on."""
+
+    begin: Any
+    end: Any
+    total: int
+    """Rows of all groups, padded."""
+
+    @property
+    def steps(self):
+        return lax.div(self.end - self.begin + DEPTH - 1, jnp.int32(DEPTH))
+
+    def block_start(self, k):
+        """Return the first row that is copied of a block: the last block of all ends with the rows."""
+        return jnp.minimum(self.begin + k * DEPTH, self.total - DEPTH)
+
+
+def _sum_rows(plan: _Plan, memory, rows: _GroupRows, done):
+    """Return a consumer's tile of the gradient, after `done` steps of the ring."""
+    ops, warpgroup = WarpgroupOps(plan.interpret), lax.axis_index("group")
+
+    def multiply(acc, stage, k):
+        a, first = memory.a.at[stage, warpgroup], rows.begin + k * DEPTH
+
+        @pl.when(first + DEPTH > rows.end)
+        def _():
+            row = ops.iota((DEPTH, ROWS), 0) + rows.block_start(k)
+            kept = (row >= first) & (row < rows.end)
+            a[...] = jnp.where(kept, a[...], jnp.zeros((), a.dtype))
+            plgpu.commit_smem()
+
+        add_product(acc, a, memory.b.at[stage], transpose_a=True)
+
+    shape = (ROWS, plan.width)
+    return ring_product(multiply, shape, memory.ready, memory.free, done, rows.steps, plan.interpret)
 
 
 def _next_stage(memory: Any, step):
