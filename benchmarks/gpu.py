@@ -97,7 +97,7 @@ def measure_grouped(shape: tuple[int, int, int, int], repeat: int) -> list[dict[
     for name in grouped.implementations():
         for skew in (0.0, 1.0):
             try:
-                rows.append(grouped.measure(name, *shape, skew=skew, repeat=repeat))
+                rows.append(grouped.measure_product(name, *shape, skew=skew, repeat=repeat))
             except Exception as error:  # such as memory for XLA's dense product
                 rows.append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
     return rows

@@ -27,7 +27,7 @@ from jaxrl_llm.learn.optim import OptimConfig, make_optimizer
 from jaxrl_llm.learn.scoring import ScoringModel
 from jaxrl_llm.learn.stage import Stage, loss_signals
 from jaxrl_llm.learn.update import StepConfig
-from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models import LoraConfig, TransformerConfig
 from jaxrl_llm.models.lora import add_adapters, base_config, frozen_config, with_lora
 from jaxrl_llm.rollout.keys import Purpose, run_key
 from jaxrl_llm.sharding.config import CRITIC, POLICY, REFERENCE, TEACHER
@@ -177,7 +177,7 @@ def make_critic(
     """Return the fields of a Stage for a critic with its own backbone, mesh and optimizer."""
     critic = config.critic
     base = stored.config(critic.path) if critic.path else base_config(model)
-    model = with_lora(config_with_heads(base, critic.loss), config.lora)
+    model = adapted_config(config_with_heads(base, critic.loss), config.lora)
     config = replace(config, mesh=config.mesh_of(CRITIC))
     learner = make_learner(config, critic.loss, critic.optim, updates, model, mesh)
     params = None
@@ -192,40 +192,51 @@ def trained_config(model: TransformerConfig, config: TrainConfig) -> Transformer
     """Return the policy's architecture: heads that the algorithm needs, and adapters (`lora.rank`).
 
     Raises:
-        ConfigError: a rank that is no smaller than the layers; settings that experts do not have.
+        ConfigError: as `adapted_config`; experts with an engine that does not take them.
     """
-    if model.moe:
-        refuse_with_experts(config)
-    sizes = {"hidden_size": model.hidden_size, "mlp_size": model.mlp_size}
-    sizes |= {"num_kv_heads * head_dim": model.num_kv_heads * model.head_dim}
-    name, smallest = min(sizes.items(), key=lambda item: item[1])
-    if config.lora.rank > smallest:
+    if model.moe and config.rollout.engine == "sglang":
         raise ConfigError(
-            f"--lora.rank is {config.lora.rank}: the model's {name} is {smallest}. "
-            f"Set --lora.rank {smallest} or less; 8 to 64 are usual."
+            "--rollout.engine is sglang: weights of experts are not sent to servers. Set it to native."
         )
-    return with_lora(config_with_heads(model, config.algo), config.lora)
+    return adapted_config(config_with_heads(model, config.algo), config.lora)
 
 
-def refuse_with_experts(config: TrainConfig) -> None:
-    """Refuse settings that a mixture of experts does not have.
+def adapted_config(model: TransformerConfig, lora: LoraConfig) -> TransformerConfig:
+    """Return the architecture with these adapters; itself where their rank is 0.
 
     Raises:
-        ConfigError: names the key and the fix.
+        ConfigError: a rank that is no smaller than the layers; what a mixture of experts does not have. Names
+            the key and the fix.
     """
-    lora = config.lora
+    adapted = with_lora(model, lora)
+    sizes = {"hidden_size": model.hidden_size, "num_kv_heads * head_dim": model.num_kv_heads * model.head_dim}
+    if not model.moe:
+        sizes["mlp_size"] = model.mlp_size
+    name, smallest = min(sizes.items(), key=lambda item: item[1])
+    if lora.rank > smallest:
+        raise ConfigError(
+            f"--lora.rank is {lora.rank}: the model's {name} is {smallest}. "
+            f"Set --lora.rank {smallest} or less; 8 to 64 are usual."
+        )
+    if not (model.moe and lora.rank):
+        return adapted
     if lora.quantize != "none":
         raise ConfigError(
             f"--lora.quantize is {lora.quantize}: weights of experts are not quantized. Set it to none."
         )
-    if lora.rank and {"gate", "up", "down"} & set(lora.adapted):
+    if ("gate" in lora.adapted) != ("up" in lora.adapted):
         raise ConfigError(
-            "--lora.targets: experts have no adapters. Set --lora.targets q_proj k_proj v_proj o_proj."
+            "--lora.targets has one of gate_proj and up_proj: PEFT, SGLang and vLLM keep both of an expert "
+            "in one matrix. Name both or neither."
         )
-    if config.rollout.engine == "sglang":
+    ranks = [rank for layer, (rank, _) in adapted.adapters.items() if layer.startswith("expert_")]
+    smallest = min(model.moe.expert_size, model.hidden_size)
+    if ranks and ranks[0] > smallest:
         raise ConfigError(
-            "--rollout.engine is sglang: weights of experts are not sent to servers. Set it to native."
+            f"--lora.expert_rank is {ranks[0]}: the model's experts have {smallest} inputs or outputs. "
+            f"Set --lora.expert_rank {smallest} or less; 1 to 8 are usual."
         )
+    return adapted
 
 
 def with_new_adapters(params: Params, model: TransformerConfig, mesh: Mesh, seed: int) -> Params:

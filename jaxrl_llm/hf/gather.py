@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.hf.names import HFTensor, Index, tensor_layout, to_hf
 from jaxrl_llm.models import named_leaves
-from jaxrl_llm.models.lora import merged_names, merged_weight
+from jaxrl_llm.models.lora import adapter_scale, merged_names, merged_weight
 from jaxrl_llm.structs import Params
 
 
@@ -51,11 +51,14 @@ def gather_checked(
     params: Params, groups: Sequence[Sequence[HFTensor]], dtype: str, replicated: bool = False
 ) -> Iterator[list[tuple[jax.Array, jax.Array]]]:
     """Yield as `gather_tensors`, each tensor with a bool[] on the device: all its numbers are finite."""
-    leaves, lora = dict(named_leaves(params)), params.config.lora
-    scale = lora.scale if lora else 0.0
+    leaves, config = dict(named_leaves(params)), params.config
     current: list[tuple[jax.Array, jax.Array]] = []
     for group in groups:
-        following = [_start(tensor, leaves, scale, dtype, replicated) for tensor in group]
+        scales = [adapter_scale(config, tensor.parts[0][0]) for tensor in group]  # of fused ones the same
+        following = [
+            _start(tensor, leaves, scale, dtype, replicated)
+            for tensor, scale in zip(group, scales, strict=True)
+        ]
         if current:
             yield current
         current = following

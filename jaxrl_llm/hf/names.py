@@ -153,10 +153,11 @@ def adapter_tensors(config: TransformerConfig) -> list[HFTensor]:
     tensors = []
     for layer in range(config.num_layers):
         for ours, weight, matrix in adapters:
-            module = hf_name(config, weight).format(layer).removesuffix(".weight")
+            module = hf_name(config, weight).removesuffix(".weight")
             shape = _hf_shape(_matrix_shape(config, ours), tensor_layout(ours))
-            name = f"base_model.model.{module}.lora_{matrix.upper()}.weight"
-            tensors.append(HFTensor(name, shape, ((ours, (layer,)),)))
+            for index in _indices(config, ours, layer):
+                name = f"base_model.model.{module.format(*index)}.lora_{matrix.upper()}.weight"
+                tensors.append(HFTensor(name, shape, ((ours, index),)))
     if config.value_head:
         shape = _matrix_shape(config, "value")
         tensors.append(HFTensor(f"base_model.model.{TABLE['value'][0]}", shape, (("value", ()),)))

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_kernels import batch_invariant
 from jaxrl_llm.models.config import MoEConfig, TransformerConfig
-from jaxrl_llm.sharding.experts import sharded_experts
+from jaxrl_llm.sharding.experts import AdaptedMatrices, Matrices, sharded_experts
 from jaxrl_llm.sharding.rules import Rules
 
 if TYPE_CHECKING:
@@ -65,11 +65,10 @@ def sparse_mlp(
     def plain(w, h, chosen, valid):
         weights = expert_weights(c.moe, router_logits(w, h), chosen)
         chosen = jnp.where(valid[..., None], chosen, c.moe.num_experts)
-        matrices = w.expert_gate[...], w.expert_up[...], w.expert_down[...]
-        return sharded_experts(h, chosen, weights, matrices, activation, rules)
+        return sharded_experts(h, chosen, weights, expert_matrices(c, w), activation, rules)
 
     def exact(w, h, chosen, valid):
-        return _all_experts(c.moe, w, h, chosen, activation)
+        return _all_experts(c, w, h, chosen, activation)
 
     valid = jnp.ones(h.shape[:2], bool) if valid is None else valid
     if not strict:
@@ -78,23 +77,41 @@ def sparse_mlp(
     return batch_invariant.map_tokens(exact, w, h, chosen, valid, plain=plain)
 
 
+def expert_matrices(c: TransformerConfig, w: Layers) -> Matrices:
+    """Return gate, up and down of the experts of a layer, with the adapters that they have."""
+
+    def one(name):
+        weight = getattr(w, name)[...]
+        if not hasattr(w, f"{name}_lora_a"):
+            return weight
+        a, b = getattr(w, f"{name}_lora_a")[...], getattr(w, f"{name}_lora_b")[...]
+        return AdaptedMatrices(weight, a, b, c.adapters[name][1])
+
+    return one("expert_gate"), one("expert_up"), one("expert_down")
+
+
 def _all_experts(
-    moe: MoEConfig,
+    c: TransformerConfig,
     w: Layers,
     h: Float[Array, "B T D"],
     chosen: Int[Array, "B T K"],
     activation: Activation,
 ) -> Float[Array, "B T D"]:
     """Return the weighted sum over all experts in the order of their numbers; those not chosen add 0."""
-    weights = expert_weights(moe, router_logits(w, h), chosen)
-    is_chosen = chosen[..., None] == jnp.arange(moe.num_experts)
+    weights = expert_weights(c.moe, router_logits(w, h), chosen)
+    is_chosen = chosen[..., None] == jnp.arange(c.moe.num_experts)
     dense = jnp.sum(jnp.where(is_chosen, weights[..., None], 0.0), axis=-2)  # [B, T, X]
+
+    def product(x, matrix):
+        if not isinstance(matrix, AdaptedMatrices):
+            return x @ matrix
+        return x @ matrix.weight + matrix.scale * (x @ matrix.a @ matrix.b)
 
     def add(total, expert):
         gate, up, down, weight = expert
-        hidden = activation(h @ gate) * (h @ up)
-        return total + weight[..., None] * (hidden @ down).astype(jnp.float32), None
+        hidden = activation(product(h, gate)) * product(h, up)
+        return total + weight[..., None] * product(hidden, down).astype(jnp.float32), None
 
-    matrices = w.expert_gate[...], w.expert_up[...], w.expert_down[...]
     total = jnp.zeros(h.shape, jnp.float32)
-    return jax.lax.scan(add, total, (*matrices, jnp.moveaxis(dense, -1, 0)))[0].astype(h.dtype)
+    experts = *expert_matrices(c, w), jnp.moveaxis(dense, -1, 0)
+    return jax.lax.scan(add, total, experts)[0].astype(h.dtype)

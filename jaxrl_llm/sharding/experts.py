@@ -6,18 +6,38 @@ grouped matrix products, and the sums are scattered back: all-gather and reduce-
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxrl_kernels.grouped_matmul.api import grouped_matmul
 from jaxrl_llm.sharding.rules import Rules, axes_of, current_spec
 
-Matrices = tuple[Float[Array, "X D F"], Float[Array, "X D F"], Float[Array, "X F D"]]
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "a", "b"], meta_fields=["scale"])
+@dataclasses.dataclass(frozen=True)
+class AdaptedMatrices:
+    """The matrices of all experts with adapters: x W + scale (x A) B."""
+
+    weight: Any
+    a: Any
+    b: Any
+    scale: float
+
+
+ExpertMatrix = Float[Array, "X _ _"] | AdaptedMatrices
+Matrices = tuple[
+    Float[Array, "X D F"] | AdaptedMatrices,
+    Float[Array, "X D F"] | AdaptedMatrices,
+    Float[Array, "X F D"] | AdaptedMatrices,
+]
 """Gate, up and down of each expert."""
 
 
@@ -39,14 +59,15 @@ def sharded_experts(
     rows = current_spec(("batch", "sequence", "hidden"), h.shape)
     if rows is None:
         return grouped_experts(h, chosen, weights, matrices, activation).astype(h.dtype)
-    experts, _, mlp = current_spec(("experts", None, "expert_mlp"), matrices[0].shape, rules)
+    shape = jax.tree.leaves(matrices[0])[0].shape
+    experts, _, mlp = current_spec(("experts", None, "expert_mlp"), shape, rules)
     expert_axes, tensor_axes = axes_of(experts), axes_of(mlp)
     gathered = tuple(name for name in axes_of(rows[0]) if name in expert_axes)
     summed = (*(name for name in expert_axes if name not in gathered), *tensor_axes)
 
     def local(h, chosen, weights, *matrices):
         gather = lambda x: jax.lax.all_gather(x, gathered, axis=0, tiled=True) if gathered else x
-        first = jax.lax.axis_index(expert_axes) * matrices[0].shape[0] if expert_axes else 0
+        first = jax.lax.axis_index(expert_axes) * num_experts(matrices) if expert_axes else 0
         chosen = gather(chosen) - first
         out = grouped_experts(gather(h), chosen, gather(weights), matrices, activation)
         out = jax.lax.psum(out, summed) if summed else out
@@ -54,8 +75,16 @@ def sharded_experts(
             out = jax.lax.psum_scatter(out, gathered, scatter_dimension=0, tiled=True)
         return out.astype(h.dtype)
 
-    up, down = PartitionSpec(experts, None, mlp), PartitionSpec(experts, mlp, None)
-    mapped = jax.shard_map(local, in_specs=(rows, rows, rows, up, up, down), out_specs=rows, check_vma=False)
+    def specs(matrix: ExpertMatrix, inner, outer):
+        spec = PartitionSpec(experts, inner, outer)
+        if not isinstance(matrix, AdaptedMatrices):
+            return spec
+        a, b = PartitionSpec(experts, inner, None), PartitionSpec(experts, None, outer)
+        return dataclasses.replace(matrix, weight=spec, a=a, b=b)
+
+    gate, up, down = matrices
+    of_matrices = specs(gate, None, mlp), specs(up, None, mlp), specs(down, mlp, None)
+    mapped = jax.shard_map(local, in_specs=(rows, rows, rows, *of_matrices), out_specs=rows, check_vma=False)
     return mapped(h, chosen, weights, *matrices)
 
 
@@ -71,15 +100,31 @@ def grouped_experts(
     Assignments are sorted by expert, so that each expert's tokens are rows of one grouped product.
     """
     gate, up, down = matrices
-    count, per_token = gate.shape[0], chosen.shape[-1]
+    count, per_token = num_experts(matrices), chosen.shape[-1]
     tokens = h.reshape(-1, h.shape[-1])
     numbers = chosen.reshape(-1)
     numbers = jnp.where((numbers >= 0) & (numbers < count), numbers, count)
     order = jnp.argsort(numbers, stable=True)
     sizes = jnp.bincount(numbers, length=count + 1)[:count].astype(jnp.int32)
-    product = functools.partial(grouped_matmul, sizes=sizes)
+    product = functools.partial(_product, sizes=sizes)
     rows = tokens[order // per_token]
     hidden = activation(product(rows, gate)) * product(rows, up)
-    out = product(hidden, down, preferred_element_type=jnp.float32)[jnp.argsort(order)]
+    out = product(hidden, down, dtype=jnp.float32)[jnp.argsort(order)]
     out = out.reshape(*chosen.shape, -1) * weights[..., None]
     return jnp.sum(out, axis=-2)
+
+
+def num_experts(matrices: Matrices) -> int:
+    """Return the number of experts that have these matrices."""
+    return jax.tree.leaves(matrices)[0].shape[0]
+
+
+def _product(
+    rows: Float[Array, "M I"], matrix: ExpertMatrix, sizes: Int[Array, "X"], dtype: DTypeLike | None = None
+) -> Float[Array, "M O"]:
+    """Return the grouped product of the rows with the matrices, and their adapters, of type `dtype`."""
+    multiply = functools.partial(grouped_matmul, sizes=sizes)
+    if not isinstance(matrix, AdaptedMatrices):
+        return multiply(rows, matrix, preferred_element_type=dtype)
+    change = multiply(multiply(rows, matrix.a), matrix.b, preferred_element_type=dtype)
+    return multiply(rows, matrix.weight, preferred_element_type=dtype) + matrix.scale * change

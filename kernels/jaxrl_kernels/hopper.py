@@ -136,8 +136,8 @@ def num_multiprocessors() -> int:
     return getattr(jax.devices()[0], "core_count", HOPPER_SMS)
 
 
-def round_up(x: int, to: int) -> int:
-    """Round up to a multiple of `to`."""
+def next_multiple(x: int, to: int) -> int:
+    """Return the smallest multiple of `to` that is at least x."""
     return -(-x // to) * to
 
 

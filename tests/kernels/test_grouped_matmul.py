@@ -14,7 +14,7 @@ from jaxrl_kernels import dispatch, topology
 from jaxrl_kernels.chips import TPUS
 from jaxrl_kernels.grouped_matmul import pallas_gpu, ragged_dot, reference
 from jaxrl_kernels.grouped_matmul.api import grouped_matmul
-from jaxrl_kernels.grouped_matmul.bench import group_sizes, measure
+from jaxrl_kernels.grouped_matmul.bench import group_sizes, measure_product
 
 FAST = {"xla_backend_optimization_level": 0}  # of compilation
 MISSING = topology.missing_compiler("cuda")
@@ -111,7 +111,7 @@ def test_bench_counts_the_work():
     """Zipf: shares of 6/11, 3/11 and 2/11 of 110 rows."""
     np.testing.assert_array_equal(group_sizes(110, 3, skew=1.0), [60, 30, 20])
     np.testing.assert_array_equal(group_sizes(12, 3, skew=0.0), [4, 4, 4])
-    row = measure("ragged_dot", 64, 4, 16, 8, dtype="float32", repeat=1)
+    row = measure_product("ragged_dot", 64, 4, 16, 8, dtype="float32", repeat=1)
     np.testing.assert_allclose(row["forward_tflops"] * row["forward_s"], 2e-12 * 64 * 16 * 8)
     np.testing.assert_allclose(row["gradients_tflops"] * row["gradients_s"], 4e-12 * 64 * 16 * 8)
 

@@ -37,7 +37,7 @@ def implementations() -> list[str]:
     return [*own, *([PEER] if importlib.util.find_spec(PEER) else [])]
 
 
-def measure(
+def measure_product(
     implementation: str,
     rows: int,
     groups: int,
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names, skews = given.pop("implementations"), given.pop("skew")
     for name in names:
         for skew in skews:
-            print(json.dumps(measure(name, skew=skew, **given)), flush=True)
+            print(json.dumps(measure_product(name, skew=skew, **given)), flush=True)
 
 
 if __name__ == "__main__":

@@ -31,9 +31,9 @@ from jaxrl_kernels.hopper import (
     add_product,
     launch,
     matrix_memory,
+    next_multiple,
     num_multiprocessors,
     ring_product,
-    round_up,
     share_tiles,
     unsupported_dtype,
 )
@@ -87,7 +87,7 @@ def d_logits(
 ) -> Float[Array, "M V"]:
     """Compute `reference.d_logits`."""
     plan = _plan(spec, hidden, head, interpret)
-    out = jax.ShapeDtypeStruct((plan.tokens, round_up(plan.rows, SLICE)), hidden.dtype)
+    out = jax.ShapeDtypeStruct((plan.tokens, next_multiple(plan.rows, SLICE)), hidden.dtype)
     scratch = {"epilogue": matrix_memory((CONSUMERS, ROWS, SLICE), hidden.dtype, SLICE)}
     columns = [targets, *(x for x in columns if x is not None)]
     (gradient,) = _call(plan, _d_logits_tile, (out,), scratch, targets.shape[0], hidden, head, columns)
@@ -120,8 +120,8 @@ class _Plan(NamedTuple):
 
 def _plan(spec: LogprobSpec, hidden, head, interpret: bool) -> _Plan:
     (tokens, dim), vocab = hidden.shape, head.shape[0]
-    rows = max(round_up(vocab, 8), WIDTH)
-    return _Plan(spec, vocab, rows, round_up(tokens, TOKENS), round_up(dim, DEPTH), interpret)
+    rows = max(next_multiple(vocab, 8), WIDTH)
+    return _Plan(spec, vocab, rows, next_multiple(tokens, TOKENS), next_multiple(dim, DEPTH), interpret)
 
 
 def _call(plan: _Plan, tile_fn, outputs, scratch, count, hidden, head, columns):
