@@ -211,11 +211,13 @@ def adapter_tensors(config: TransformerConfig) -> list[HFTensor]:
         for ours, weight, matrix in adapters:
             if ours.partition(".")[0] != stack:
                 continue
-            module = hf_name(config, weight).format(layer).removesuffix(".weight")
+            module = hf_name(config, weight).removesuffix(".weight")
             layout = tensor_layout(ours, config.family)
             shape = _hf_shape(_matrix_shape(config, ours), layout)
-            name = f"base_model.model.{module}.lora_{matrix.upper()}.weight"
-            tensors.append(HFTensor(name, shape, ((ours, (i,)),), (layout,)))
+            for index in _indices(config, ours, i):
+                full = module.format(layer, *index[1:])
+                name = f"base_model.model.{full}.lora_{matrix.upper()}.weight"
+                tensors.append(HFTensor(name, shape, ((ours, index),), (layout,)))
     if config.value_head:
         shape, (name, layout) = _matrix_shape(config, "value"), TABLE["value"]
         tensors.append(HFTensor(f"base_model.model.{name}", shape, (("value", ()),), (layout,)))

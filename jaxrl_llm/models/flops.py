@@ -88,10 +88,13 @@ def update_flops(
 
 @functools.lru_cache
 def adapter_weights(c: TransformerConfig) -> int:
-    """Return the number of weights of all adapters; 0 = there are none."""
+    """Return the number of weights of the adapters that a token passes; 0 = there are none."""
     if c.lora is None:
         return 0
-    return sum(math.prod(leaf.shape) for name, leaf in named_leaves(abstract(c)) if MARK in name)
+    sizes = {name: math.prod(leaf.shape) for name, leaf in named_leaves(abstract(c)) if MARK in name}
+    experts = sum(size for name, size in sizes.items() if name.startswith("layers.expert_"))
+    passed = experts * c.moe.experts_per_token // c.moe.num_experts if experts else 0
+    return sum(sizes.values()) - experts + passed
 
 
 def sequence_flops(c: TransformerConfig, lengths: Iterable[int], logits: bool = True) -> float:
