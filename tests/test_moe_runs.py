@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from jaxrl_llm.train import main
@@ -64,4 +63,4 @@ def test_a_run_with_a_selection_bias_continues_bit_for_bit(tmp_path):
     parts = train(tmp_path / "b", *words, "--steps", "4")
     names = ("loss", "grad_norm", "param_norm", "moe/load_max", "moe/balance", "moe/route_agreement")
     assert [[x[name] for name in names] for x in parts] == [[x[name] for name in names] for x in whole]
-    assert np.mean([x["moe/route_agreement"] for x in whole]) > 0.9
+    assert all(0.5 < x["moe/route_agreement"] < 1 for x in whole)
