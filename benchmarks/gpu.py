@@ -6,9 +6,10 @@
 
 Targets, on an H100: attention forward 579 TFLOP/s (FlashAttention-3, causal, head_dim 128, 4k tokens; arXiv
 2407.08608) and backward 450, packed rows within 10% of whole ones; linear_logprob 670 (Liger, hidden 4096,
-vocabulary 131072); decode 85% of memory bandwidth and 12k tokens/s of a Qwen3-0.6B, 512 in and 128 out
-(vLLM); a GRPO update of it 36k tokens/s. `--compile` needs `pip install 'jaxrl-llm[plan]'`; it proves that
-programs compile and what memory they take, and no speed.
+vocabulary 131072); grouped_matmul 590 forward, 500 with Zipf's loads, 450 for gradients, no less than
+tokamax where it is installed (shapes of Qwen3-30B-A3B); decode 85% of memory bandwidth and 12k tokens/s of a
+Qwen3-0.6B, 512 in and 128 out (vLLM); a GRPO update of it 36k tokens/s. `--compile` needs `pip install
+'jaxrl-llm[plan]'`; it proves that programs compile and what memory they take, and no speed.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl_kernels.chips import CHIPS, GPUS
 from jaxrl_kernels.flash_attention import bench as attention
 from jaxrl_kernels.flash_attention.bench import Shape
+from jaxrl_kernels.grouped_matmul import bench as grouped
+from jaxrl_kernels.grouped_matmul.api import grouped_matmul
 from jaxrl_kernels.linear_logprob import bench as logprob
 from jaxrl_kernels.linear_logprob.api import linear_logprob
 from jaxrl_llm import models
@@ -51,6 +54,8 @@ from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
 RESULTS = Path(__file__).parent / "results"
 QWEN = TransformerConfig()  # the shape of Qwen3-0.6B
+QWEN_EXPERTS = (131_072, 128, 2048, 768)
+"""Rows, experts, hidden size and width of an expert of Qwen3-30B-A3B: 16k tokens, eight experts each."""
 TINY = replace(QWEN, vocab_size=512, hidden_size=64, mlp_size=128, num_layers=2, num_heads=4, num_kv_heads=2,
                head_dim=16)  # fmt: skip
 
@@ -84,6 +89,18 @@ def measure_attention(shape: Shape, seconds: float) -> dict[str, Any]:
                 rows[row.name] = dict(zip(("forward", "backward"), row.rates(one), strict=True))
         results[label] = rows
     return results
+
+
+def measure_grouped(shape: tuple[int, int, int, int], repeat: int) -> list[dict[str, Any] | str]:
+    """Measure TFLOP/s of grouped products, balanced and with Zipf's loads; what fails is recorded."""
+    rows = []
+    for name in grouped.implementations():
+        for skew in (0.0, 1.0):
+            try:
+                rows.append(grouped.measure_product(name, *shape, skew=skew, repeat=repeat))
+            except Exception as error:  # such as memory for XLA's dense product
+                rows.append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
+    return rows
 
 
 def measure_update(config: TrainConfig, repeat: int) -> dict[str, float]:
@@ -154,6 +171,7 @@ def measure_all(small: bool) -> dict[str, Any]:
     model, repeat, seconds = (TINY, 2, 0.1) if small else (QWEN, 5, 1.0)
     shape = Shape(1, 256, 4, 2, 64, "float32") if small else Shape()
     head = (256, 64, 512) if small else (16_384, 4096, 131_072)
+    experts = (256, 4, 64, 64) if small else QWEN_EXPERTS
     update = gpu_recipe(model, *((1024, 64, 64, 8) if small else (16_384, 512, 512, 256)))
     rollout = gpu_recipe(model, *((1024, 16, 16, 8) if small else (16_384, 512, 128, 256)))
     parts: dict[str, Callable[[], Any]] = {
@@ -161,6 +179,7 @@ def measure_all(small: bool) -> dict[str, Any]:
         "linear_logprob": lambda: [
             logprob.measure(name, *head, repeat=repeat) for name in ("auto", "chunked")
         ],
+        "grouped_matmul": lambda: measure_grouped(experts, repeat),
         "update": lambda: measure_update(update, repeat),
         "rollout": lambda: measure_rollout(rollout, 16 if small else 500, repeat),
         "grpo": lambda: measure_run(2 if small else 100),
@@ -194,6 +213,12 @@ def compile_for(kind: str) -> dict[str, Any]:
     loss = lambda hidden, head: sum(x.sum() for x in linear_logprob(hidden, head, targets))
     results["linear_logprob"] = compile_cuda(
         mesh, jax.grad(loss, (0, 1)), bf16(1, 16_384, 4096), bf16(131_072, 4096)
+    )
+    rows, groups, depth, columns = QWEN_EXPERTS
+    product = lambda lhs, rhs, sizes: grouped_matmul(lhs, rhs, sizes).astype(jnp.float32).sum()
+    sizes = jax.ShapeDtypeStruct((groups,), jnp.int32, sharding=replicated)
+    results["grouped_matmul"] = compile_cuda(
+        mesh, jax.grad(product, (0, 1)), bf16(rows, depth), bf16(groups, depth, columns), sizes
     )
     for name, config in {
         "update": gpu_recipe(QWEN, 16_384, 512, 512, 256),

@@ -1,12 +1,14 @@
 """Models with adapters, for tests."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.hf.peft import load_adapter, read_adapter_config
 from jaxrl_llm.models import LoraConfig, abstract, named_leaves
-from jaxrl_llm.models.lora import add_adapters, base_config, merged_weight, with_lora
+from jaxrl_llm.models.lora import adapter_scale, add_adapters, base_config, merged_weight, with_lora
 from jaxrl_llm.structs import Params
 
 
@@ -29,11 +31,12 @@ def merged(params: Params) -> Params:
     """Return the plain model with adapters added and quantized weights dequantized, float32."""
     plain, weights = base_config(params.config), dict(named_leaves(params))
     shapes = abstract(plain)
-    leaves = [merged_weight(weights, name, params.config.lora.scale) for name, _ in named_leaves(shapes)]
+    scale = functools.partial(adapter_scale, params.config)
+    leaves = [merged_weight(weights, name, scale(name)) for name, _ in named_leaves(shapes)]
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
 
 def with_stored_adapters(base: Params, folder) -> Params:
     """Return the model with the adapters of a PEFT folder."""
-    config = with_lora(base.config, read_adapter_config(folder))
+    config = with_lora(base.config, read_adapter_config(folder, base.config.moe is not None))
     return replace_weights(add_adapters(base, config, jax.random.key(0)), load_adapter(folder, config))

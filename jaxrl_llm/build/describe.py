@@ -83,7 +83,9 @@ def lora_lines(run: Run) -> Iterator[str]:
     state = trained_state(run.stages[-1].abstract_state())
     trained = sum(math.prod(w.shape) for w in jax.tree.leaves(state.params))
     base = "" if lora.quantize == "none" else f", linear layers frozen in {lora.quantize}"
-    yield f"LoRA: rank {lora.rank}, scale {lora.scale:g}, {trained / 1e6:,.2f}M trained weights{base}"
+    experts = [rank for name, (rank, _) in run.model.adapters.items() if name.startswith("expert_")]
+    ranks = f"rank {lora.rank}" + (f", of experts {experts[0]}" if experts else "")
+    yield f"LoRA: {ranks}, scale {lora.scale:g}, {trained / 1e6:,.2f}M trained weights{base}"
     if rate < MIN_LORA_RATE:
         yield (
             f"warning: --optim.learning_rate {rate:g} is small for LoRA, which learns at about ten times the "

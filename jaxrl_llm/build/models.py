@@ -28,7 +28,7 @@ from jaxrl_llm.learn.routing import Replay, RoutingConfig
 from jaxrl_llm.learn.scoring import ScoringModel
 from jaxrl_llm.learn.stage import Stage, loss_signals
 from jaxrl_llm.learn.update import StepConfig
-from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models import LoraConfig, TransformerConfig
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.lora import add_adapters, base_config, frozen_config, with_lora
 from jaxrl_llm.models.moe import route_spec
@@ -180,7 +180,7 @@ def make_critic(
     """Return the fields of a Stage for a critic with its own backbone, mesh and optimizer."""
     critic = config.critic
     base = stored.config(critic.path) if critic.path else base_config(model)
-    model = with_lora(config_with_heads(base, critic.loss), config.lora)
+    model = adapted_config(config_with_heads(base, critic.loss), config.lora)
     config = replace(config, mesh=config.mesh_of(CRITIC))
     learner = make_learner(config, critic.loss, critic.optim, updates, model, mesh)
     params = None
@@ -195,55 +195,73 @@ def trained_config(model: TransformerConfig, config: TrainConfig) -> Transformer
     """Return the policy's architecture: heads that the algorithm needs, and adapters (`lora.rank`).
 
     Raises:
-        ConfigError: a rank that is no smaller than the layers; settings that experts do not have, or that a
-            model without experts does not.
+        ConfigError: as `adapted_config` and `check_routing`; settings of routing for a model without experts.
     """
     if model.moe:
-        refuse_with_experts(config, model.moe)
+        check_routing(config, model.moe)
     elif config.routing != RoutingConfig():
         name = next(f.name for f in fields(RoutingConfig) if getattr(config.routing, f.name) != f.default)
         raise ConfigError(f"--routing.{name}: the model has no experts. Leave it out.")
-    sizes = {"hidden_size": model.hidden_size, "mlp_size": model.mlp_size}
-    sizes |= {"num_kv_heads * head_dim": model.num_kv_heads * model.head_dim}
-    name, smallest = min(sizes.items(), key=lambda item: item[1])
-    if config.lora.rank > smallest:
-        raise ConfigError(
-            f"--lora.rank is {config.lora.rank}: the model's {name} is {smallest}. "
-            f"Set --lora.rank {smallest} or less; 8 to 64 are usual."
-        )
-    return with_lora(config_with_heads(model, config.algo), config.lora)
+    return adapted_config(config_with_heads(model, config.algo), config.lora)
 
 
-def refuse_with_experts(config: TrainConfig, moe: MoEConfig) -> None:
-    """Refuse settings that a mixture of experts does not have.
+def check_routing(config: TrainConfig, moe: MoEConfig) -> None:
+    """Refuse settings of routing that a model or a run does not have.
 
     Raises:
         ConfigError: names the key and the fix.
     """
-    lora = config.lora
-    if lora.quantize != "none":
-        raise ConfigError(
-            f"--lora.quantize is {lora.quantize}: weights of experts are not quantized. Set it to none."
-        )
-    if lora.rank and {"gate", "up", "down"} & set(lora.adapted):
-        raise ConfigError(
-            "--lora.targets: experts have no adapters. Set --lora.targets q_proj k_proj v_proj o_proj."
-        )
-    if config.routing.bias_rate and (lora.rank or not moe.selection_bias):
-        why = "with --lora.rank it is frozen" if lora.rank else "the model's routers have none"
+    routing, algo = config.routing, algos.of(config.algo)
+    if routing.bias_rate and (config.lora.rank or not moe.selection_bias):
+        why = "with --lora.rank it is frozen" if config.lora.rank else "the model's routers have none"
         raise ConfigError(f"--routing.bias_rate moves a selection bias: {why}. Set it to 0.")
-    if config.routing.replay == "rollout" and config.rollout.engine == "sglang":
+    if routing.replay == "rollout" and config.rollout.engine == "sglang":
         raise ConfigError(
             "--routing.replay is rollout: SGLang servers report no routes. Set --rollout.engine native, or "
             "--routing.replay old."
         )
-    if config.routing.replay != "none" and not algos.of(config.algo).on_rollouts:
-        name = algos.of(config.algo).name
-        raise ConfigError(f"--routing.replay is for runs with a rollout: {name} has none. Set it to none.")
-    if config.rollout.engine == "sglang":
+    if routing.replay != "none" and not algo.on_rollouts:
         raise ConfigError(
-            "--rollout.engine is sglang: weights of experts are not sent to servers. Set it to native."
+            f"--routing.replay is for runs with a rollout: {algo.name} has none. Set it to none."
         )
+
+
+def adapted_config(model: TransformerConfig, lora: LoraConfig) -> TransformerConfig:
+    """Return the architecture with these adapters; itself where their rank is 0.
+
+    Raises:
+        ConfigError: a rank that is no smaller than the layers; what a mixture of experts does not have. Names
+            the key and the fix.
+    """
+    adapted = with_lora(model, lora)
+    sizes = {"hidden_size": model.hidden_size, "num_kv_heads * head_dim": model.num_kv_heads * model.head_dim}
+    if not model.moe:
+        sizes["mlp_size"] = model.mlp_size
+    name, smallest = min(sizes.items(), key=lambda item: item[1])
+    if lora.rank > smallest:
+        raise ConfigError(
+            f"--lora.rank is {lora.rank}: the model's {name} is {smallest}. "
+            f"Set --lora.rank {smallest} or less; 8 to 64 are usual."
+        )
+    if not (model.moe and lora.rank):
+        return adapted
+    if lora.quantize != "none":
+        raise ConfigError(
+            f"--lora.quantize is {lora.quantize}: weights of experts are not quantized. Set it to none."
+        )
+    if ("gate" in lora.adapted) != ("up" in lora.adapted):
+        raise ConfigError(
+            "--lora.targets has one of gate_proj and up_proj: PEFT, SGLang and vLLM keep both of an expert "
+            "in one matrix. Name both or neither."
+        )
+    ranks = [rank for layer, (rank, _) in adapted.adapters.items() if layer.startswith("expert_")]
+    smallest = min(model.moe.expert_size, model.hidden_size)
+    if ranks and ranks[0] > smallest:
+        raise ConfigError(
+            f"--lora.expert_rank is {ranks[0]}: the model's experts have {smallest} inputs or outputs. "
+            f"Set --lora.expert_rank {smallest} or less; 1 to 8 are usual."
+        )
+    return adapted
 
 
 def with_new_adapters(params: Params, model: TransformerConfig, mesh: Mesh, seed: int) -> Params:

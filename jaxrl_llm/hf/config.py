@@ -218,8 +218,8 @@ def _check_supported(keys: JsonKeys, family: str) -> None:
     if keys.section("quantization_config").raw.get("quant_method") == "mxfp4":
         raise UserError(
             f"{keys.file}: quantization_config is mxfp4; only bf16, fp16 and fp32 weights are read. "
-            "Dequantize them once: transformers.AutoModelForCausalLM.from_pretrained(FOLDER, quantization_config="
-            "transformers.Mxfp4Config(dequantize=True)).save_pretrained(NEW_FOLDER)"
+            "Dequantize them once: transformers.AutoModelForCausalLM.from_pretrained(FOLDER, "
+            "quantization_config=transformers.Mxfp4Config(dequantize=True)).save_pretrained(NEW_FOLDER)"
         )
     if keys.get("quantization_config"):
         raise UserError(f"{keys.file}: quantization_config is set; only bf16, fp16 and fp32 weights are read")

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.hf.names import HFTensor, Index, to_hf
 from jaxrl_llm.models import named_leaves
-from jaxrl_llm.models.lora import merged_names, merged_weight
+from jaxrl_llm.models.lora import adapter_scale, merged_names, merged_weight
 from jaxrl_llm.structs import Params
 
 
@@ -68,12 +68,15 @@ def gather_checked(
     params: Params, groups: Sequence[Sequence[HFTensor]], dtype: str, replicated: bool = False
 ) -> Iterator[list[tuple[Any, Any]]]:
     """Yield as `gather_tensors`, each tensor with a bool: all its numbers are finite."""
-    leaves, lora = dict(named_leaves(params)), params.config.lora
-    scale = lora.scale if lora else 0.0
+    leaves = dict(named_leaves(params))
     on_host = list if replicated else np.asarray
     current: list[tuple[Any, Any]] = []
     for group in [*groups, []]:
-        following = [_start(run, leaves, scale, dtype, replicated) for run in stacked_runs(group)]
+        runs = stacked_runs(group)
+        scales = [adapter_scale(params.config, run[0].parts[0][0]) for run in runs]  # of fused ones the same
+        following = [
+            _start(run, leaves, scale, dtype, replicated) for run, scale in zip(runs, scales, strict=True)
+        ]
         if current:
             yield [pair for run in current for pair in zip(*map(on_host, run), strict=True)]
         current = following

@@ -95,7 +95,7 @@ INTERLEAVED: dict[str, dict[str, tuple[str, ...]]] = {
         "model.layers.{}.mlp.experts.gate_up_proj_bias": ("layers.expert_gate_bias", "layers.expert_up_bias"),
     },
 }
-"""HF tensors that hold several of ours, which take turns along the last dim."""
+"""HF tensors that hold several of ours, interleaved along the last dim."""
 
 
 Index = tuple[int, ...]
@@ -122,7 +122,7 @@ class HFTensor(NamedTuple):
     shape: tuple[int, ...]
     parts: tuple[tuple[str, Index], ...]  # (our name, index in its stack)
     layouts: tuple[str, ...]  # of the parts
-    interleaved: bool = False  # the parts take turns along the last dim
+    interleaved: bool = False  # the parts, along the last dim
 
 
 def tensor_rows(config: TransformerConfig) -> dict[str, list[TensorRows]]:
@@ -211,11 +211,13 @@ def adapter_tensors(config: TransformerConfig) -> list[HFTensor]:
         for ours, weight, matrix in adapters:
             if ours.partition(".")[0] != stack:
                 continue
-            module = hf_name(config, weight).format(layer).removesuffix(".weight")
+            module = hf_name(config, weight).removesuffix(".weight")
             layout = tensor_layout(ours, config.family)
             shape = _hf_shape(_matrix_shape(config, ours), layout)
-            name = f"base_model.model.{module}.lora_{matrix.upper()}.weight"
-            tensors.append(HFTensor(name, shape, ((ours, (i,)),), (layout,)))
+            for index in _indices(config, ours, i):
+                full = module.format(layer, *index[1:])
+                name = f"base_model.model.{full}.lora_{matrix.upper()}.weight"
+                tensors.append(HFTensor(name, shape, ((ours, index),), (layout,)))
     if config.value_head:
         shape, (name, layout) = _matrix_shape(config, "value"), TABLE["value"]
         tensors.append(HFTensor(f"base_model.model.{name}", shape, (("value", ()),), (layout,)))

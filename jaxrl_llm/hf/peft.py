@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,24 @@ from jaxrl_llm.hf.folder import file_inside, list_mismatches, read_header
 from jaxrl_llm.hf.hub_name import parse_hub_name
 from jaxrl_llm.hf.json_file import JsonKeys, read_json
 from jaxrl_llm.hf.load import read_slice
-from jaxrl_llm.hf.names import TensorRows, adapter_tensors, tensor_layout
+from jaxrl_llm.hf.names import TensorRows, adapter_tensors, hf_name, tensor_layout
 from jaxrl_llm.host.files import write_json
 from jaxrl_llm.models import AdaptedConfig, LoraConfig, abstract, named_leaves
 from jaxrl_llm.models.config import TARGETS, check_lora_config
+from jaxrl_llm.models.lora import MARK, scale_b
 from jaxrl_llm.structs import Params
 from jaxrl_llm.user_file import expand_home
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 HEADS = ("score", "classifier")
 """PEFT's `modules_to_save` of a classifier; ours is called score, as in every family's Hugging Face model."""
 
 _DEFAULTS = {"r": 8, "lora_alpha": 8, "bias": "none"}  # PEFT's
-_READ = ("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save", "bias")
+_READ = (
+    *("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save", "bias"),
+    *("rank_pattern", "alpha_pattern"),
+)
 _NO_EFFECT = (
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("lora_dropout", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
@@ -33,6 +39,7 @@ _NO_EFFECT = (
     *("init_lora_weights", "eva_config"),
 )
 """Keys that do not change what a trained adapter computes. Any other that is set is refused."""
+WITHOUT = "train the adapter without it, or merge it (peft: merge_and_unload) and give that model"
 _KEEP_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 """Initialisations that leave the base model as it is."""
 
@@ -55,13 +62,17 @@ def save_adapter(params: Params, folder: Path | str, base_name: str) -> Path:
     """
     folder, config = Path(folder).absolute(), params.config
     raw = peft_config(config, base_name)
+    params = scale_b(params, _file_factors(config))
     files = {WEIGHTS: adapter_tensors(config)}
     write_folder(params, folder, files, "float32", lambda path: write_json(path / CONFIG, raw), CONFIG)
     return folder
 
 
-def read_adapter_config(folder: Path | str) -> LoraConfig:
+def read_adapter_config(folder: Path | str, has_experts: bool = False) -> LoraConfig:
     """Return the adapters that a PEFT folder holds. Dropout, which only training applies, is not read.
+
+    Args:
+        has_experts: the model is a mixture of experts, whose adapters have a rank of their own.
 
     Raises:
         UserError: no or broken adapter_config.json, or adapters that the decoder does not have (DoRA, ranks a
@@ -72,11 +83,14 @@ def read_adapter_config(folder: Path | str) -> LoraConfig:
         raise UserError(f"{file}: no such file; a PEFT adapter has one. Give the folder that holds it.")
     keys = JsonKeys(read_json(file), str(file), _DEFAULTS)
     _check_supported(keys)
+    rank, targets = keys.integer("r", 2**31 - 1), _read_targets(keys)
+    others = _read_pattern(keys, "rank_pattern", has_experts)
     lora = LoraConfig(
-        rank=keys.integer("r", 2**31 - 1),
+        rank=others or rank,
+        expert_rank=rank if has_experts else None,
         alpha=keys.number("lora_alpha", 8.0),
         rank_stabilized=keys.flag("use_rslora"),
-        targets=_read_targets(keys),
+        targets=targets,
     )
     check_lora_config(lora, str(file))
     return lora
@@ -95,7 +109,7 @@ def load_adapter(folder: Path | str, config: AdaptedConfig) -> dict[str, np.ndar
             has; tensors missing, unexpected, misshapen, damaged, pickled, or outside the folder; NaN or Inf.
     """
     folder = Path(folder)
-    _check_same(read_adapter_config(folder), config.lora, folder / CONFIG)
+    _check_same(read_adapter_config(folder, config.moe is not None), config, folder / CONFIG)
     tensors, file = adapter_tensors(config), _weight_file(folder)
     stored = read_header(file)
     expected = {tensor.name: tensor.shape for tensor in tensors}
@@ -114,12 +128,24 @@ def load_adapter(folder: Path | str, config: AdaptedConfig) -> dict[str, np.ndar
         part = TensorRows(index, tensor.name, tensor_layout(ours), 0, tensor.shape[0])
         bounds = tuple((0, size) for size in shape)
         out[index or ...] = read_slice(stored[tensor.name], part, shape, bounds, out.dtype)
+    for name, factor in _stored_factors(folder / CONFIG, config).items():
+        adapter[f"{name}{MARK}b"] /= np.float32(factor)
     return adapter
 
 
 def peft_config(config: AdaptedConfig, base_name: str) -> dict[str, Any]:
-    """Return the content of adapter_config.json; `base_name` as for `save_adapter`."""
+    """Return the content of adapter_config.json; `base_name` as for `save_adapter`.
+
+    Of a mixture of experts `r` is the rank of its experts: peft with transformers 5, which keeps the experts
+    of a layer in one parameter, reads no rank pattern for them. Other layers have their rank in
+    `rank_pattern`, and in `alpha_pattern` an alpha that gives them the factor of experts: SGLang and vLLM
+    read no patterns and multiply by alpha / r everywhere. `save_adapter` divides that out of their B.
+    """
     lora, hub = config.lora, parse_hub_name(base_name)
+    rank, factors = _file_rank(config), _file_factors(config)
+    modules = {f"layers.{name}": _module(config, f"layers.{name}") for name in config.adapters}
+    others = [module for name, module in modules.items() if name in factors]
+    alpha = lora.alpha * lora.scale_at(rank) / lora.scale
     if expand_home(base_name).exists():
         hub = None
     return {
@@ -127,10 +153,10 @@ def peft_config(config: AdaptedConfig, base_name: str) -> dict[str, Any]:
         "task_type": "SEQ_CLS" if config.value_head else "CAUSAL_LM",
         "base_model_name_or_path": hub.repo if hub else base_name,
         "revision": hub.revision if hub else None,
-        "r": lora.rank,
+        "r": rank,
         "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
         "use_rslora": lora.rank_stabilized,
-        "target_modules": [hf for hf, ours in TARGETS.items() if ours in lora.adapted],
+        "target_modules": list(dict.fromkeys(module.rpartition(".")[2] for module in modules.values())),
         "modules_to_save": ["score"] if config.value_head else None,
         "bias": "none",
         "lora_dropout": 0.0,
@@ -138,10 +164,56 @@ def peft_config(config: AdaptedConfig, base_name: str) -> dict[str, Any]:
         "inference_mode": True,
         "init_lora_weights": True,
         "use_dora": False,
-        "rank_pattern": {},
-        "alpha_pattern": {},
+        "rank_pattern": dict.fromkeys(others, lora.rank),
+        "alpha_pattern": dict.fromkeys(others, alpha),
         "layers_to_transform": None,
     }
+
+
+def _module(config: AdaptedConfig, name: str) -> str:
+    """Return the end of a linear layer's HF name: "q_proj", "shared_expert.up_proj", "w1"."""
+    path = hf_name(config, name).removesuffix(".weight").split(".")
+    return ".".join(path[-2:] if path[-2] == "shared_expert" else path[-1:])
+
+
+def _file_rank(config: AdaptedConfig) -> int:
+    """Return `r` of adapter_config.json: that of experts where these have adapters."""
+    ranks = (rank for name, (rank, _) in config.adapters.items() if name.startswith("expert_"))
+    return next(ranks, config.lora.rank)
+
+
+def _file_factors(config: AdaptedConfig) -> dict[str, float]:
+    """Return weight -> factor of its B in a file, for adapters of another rank than the file's `r`."""
+    lora, rank = config.lora, _file_rank(config)
+    if rank == lora.rank:
+        return {}
+    names = [f"layers.{name}" for name in config.adapters if not name.startswith("expert_")]
+    return dict.fromkeys(names, lora.scale / lora.scale_at(rank))
+
+
+def _stored_factors(file: Path, config: AdaptedConfig) -> dict[str, float]:
+    """Return `_file_factors` of a file, whose alphas may be others."""
+    keys = JsonKeys(read_json(file), str(file), _DEFAULTS)
+    layers = peft_config(config, "")["rank_pattern"].keys()
+    for name in ("rank_pattern", "alpha_pattern"):
+        stored = keys.raw.get(name)
+        if stored and stored.keys() != layers:
+            known = f"patterns of {', '.join(layers)}" if layers else "none"
+            raise keys.wrong(name, stored, f"is not supported for this model; supported: {known}")
+    alpha = _read_pattern(keys, "alpha_pattern", config.moe is not None) or config.lora.alpha
+    return dict.fromkeys(_file_factors(config), config.lora.alpha / alpha)
+
+
+def _read_pattern(keys: JsonKeys, key: str, has_experts: bool) -> Any:
+    """Return the one rank or alpha of all layers that are no experts; None = that of the experts."""
+    pattern = keys.raw.get(key)
+    if pattern in (None, {}):
+        return None
+    values = list(pattern.values()) if has_experts and isinstance(pattern, dict) else []
+    kinds = (int,) if key == "rank_pattern" else (int, float)
+    if not values or type(values[0]) not in kinds or values[0] <= 0 or values != values[:1] * len(values):
+        raise keys.wrong(key, pattern, f"is not supported; {WITHOUT}")
+    return values[0]
 
 
 def _check_supported(keys: JsonKeys) -> None:
@@ -158,8 +230,7 @@ def _check_supported(keys: JsonKeys) -> None:
         raise keys.wrong("modules_to_save", heads, f"{needed} adapters; train it without modules_to_save")
     for key, value in keys.raw.items():
         if key not in (*_READ, *_NO_EFFECT) and value not in (None, False, "", [], {}):
-            fix = "train the adapter without it, or merge it (peft: merge_and_unload) and give that model"
-            raise keys.wrong(key, value, f"is not supported; {fix}")
+            raise keys.wrong(key, value, f"is not supported; {WITHOUT}")
 
 
 def _read_targets(keys: JsonKeys) -> tuple[str, ...]:
@@ -171,21 +242,31 @@ def _read_targets(keys: JsonKeys) -> tuple[str, ...]:
     if not isinstance(modules, list) or not modules or not all(isinstance(name, str) for name in modules):
         raise keys.wrong("target_modules", modules, f"is not supported; {supported}")
     names = {name.rpartition(".")[2] for name in modules}
+    names = {MIXTRAL.get(name, name) for name in names}
     if unknown := sorted(names - TARGETS.keys()):
         raise keys.wrong("target_modules", unknown[0], f"is no layer that can be adapted; {supported}")
     return ("all",) if names == TARGETS.keys() else tuple(name for name in TARGETS if name in names)
 
 
-def _check_same(stored: LoraConfig, model: LoraConfig, file: Path) -> None:
+def _check_same(stored: LoraConfig, config: AdaptedConfig, file: Path) -> None:
     """Refuse an adapter for a model whose adapters would give other outputs with its weights."""
-    for name in ("rank", "scale", "adapted"):
-        theirs, ours = getattr(stored, name), getattr(model, name)
+    for kind in ("rank", "scale", "adapted"):
+        theirs, ours = _summary(replace(config, lora=stored), kind), _summary(config, kind)
         if theirs != ours:
+            experts = f", expert_rank={stored.expert_rank}" if stored.expert_rank else ""
             raise UserError(
-                f"{file}: holds adapters of {name}={theirs}, but the model's have {name}={ours}; give the "
-                f"model rank={stored.rank}, alpha={stored.alpha:g}, "
+                f"{file}: holds adapters of {kind}={theirs}, but the model's have {kind}={ours}; give the "
+                f"model rank={stored.rank}{experts}, alpha={stored.alpha:g}, "
                 f"rank_stabilized={stored.rank_stabilized}, targets={' '.join(stored.targets)}"
             )
+
+
+def _summary(config: AdaptedConfig, kind: str) -> Any:
+    """Return the names of the adapted layers, or their ranks or scales: one, or also another of experts."""
+    if kind == "adapted":
+        return tuple(config.adapters)
+    values = dict.fromkeys(adapter[kind == "scale"] for adapter in config.adapters.values())
+    return next(iter(values)) if len(values) == 1 else tuple(values)
 
 
 def _weight_file(folder: Path) -> Path:

@@ -241,6 +241,8 @@ TARGETS = {
     "down_proj": "down",
 }
 """Hugging Face's names of the linear layers -> ours."""
+MLP = ("gate", "up", "down")
+"""Those of the feed-forward: of the shared expert and of each expert where there are experts."""
 
 
 @dataclass(frozen=True)
@@ -249,6 +251,8 @@ class LoraConfig:
 
     rank: Annotated[int, Range(0, 2**14, usual="8 to 64 are usual")] = 0
     """Inner size R of each adapter; 0 = no adapters, all weights are trained."""
+    expert_rank: Annotated[int, Range(1, 2**14)] | None = None
+    """R of the adapters of experts; None = rank / experts of a token, at least 1 (LoRA Without Regret)."""
     alpha: Annotated[float, Range(0, 1e6, open_low=True, usual="32 is usual")] = 32.0
     """The adapter's output is multiplied by alpha / rank."""
     rank_stabilized: bool = False
@@ -276,7 +280,11 @@ class LoraConfig:
     @property
     def scale(self) -> float:
         """Factor of the adapter's output."""
-        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+        return self.scale_at(self.rank)
+
+    def scale_at(self, rank: int) -> float:
+        """Return the factor of the output of an adapter of this rank."""
+        return self.alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 
     @property
     def adapted(self) -> tuple[str, ...]:
@@ -297,6 +305,18 @@ class AdaptedConfig(TransformerConfig):
     """A decoder whose linear layers have adapters, which are trained in place of its weights."""
 
     lora: LoraConfig = LoraConfig(rank=8)
+
+    @property
+    def adapters(self) -> dict[str, tuple[int, float]]:
+        """Adapted weights of a layer -> rank and factor of the adapter's output, in order."""
+        lora, moe, names = self.lora, self.moe, self.lora.adapted
+        dense, experts = names, ()
+        if moe:
+            experts = tuple(f"expert_{name}" for name in names if name in MLP)
+            dense = tuple(name for name in names if moe.shared_size or name not in MLP)
+        rank = lora.expert_rank or max(1, lora.rank // (moe.experts_per_token if moe else 1))
+        adapters = dict.fromkeys(dense, (lora.rank, lora.scale))
+        return adapters | dict.fromkeys(experts, (rank, lora.scale_at(rank)))
 
     @property
     def quantize(self) -> Quantize:

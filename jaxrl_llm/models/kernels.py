@@ -1,4 +1,4 @@
-"""Choice of the kernels that compute attention and log-probs of a model."""
+"""Choice of the kernels that compute attention, log-probs and experts of a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxrl_llm.models.config import TransformerConfig
 
 
 def describe_kernels(config: TransformerConfig, dtype: str, mesh: Mesh, strict: bool = False) -> str:
-    """Return one line that names the implementations of attention and log-probs on `mesh`, and why.
+    """Return one line that names the implementations of attention, log-probs and experts on `mesh`, and why.
 
     Args:
         dtype: of the activations, "bfloat16", "float16" or "float32".
@@ -22,11 +22,16 @@ def describe_kernels(config: TransformerConfig, dtype: str, mesh: Mesh, strict: 
         return "attention and log-probs batch_invariant (--strict: the same bits in rollout and trainer)"
     check_kernels_setting()
     with jax.set_mesh(mesh):
-        attention, reason = choose("flash_attention", config.head_dim, dtype, config.attention_softcap)
-        logprob, logprob_reason = choose("linear_logprob", config.hidden_size, dtype)
-    if reason == logprob_reason:
-        return f"attention {attention}, log-probs {logprob} ({reason})"
-    return f"attention {attention} ({reason}), log-probs {logprob} ({logprob_reason})"
+        chosen = {
+            "attention": choose("flash_attention", config.head_dim, dtype, config.attention_softcap),
+            "log-probs": choose("linear_logprob", config.hidden_size, dtype),
+        }
+        if config.moe:
+            chosen["experts"] = choose("grouped_matmul", dtype)
+    if len({reason for _, reason in chosen.values()}) == 1:
+        names = ", ".join(f"{part} {name}" for part, (name, _) in chosen.items())
+        return f"{names} ({chosen['attention'][1]})"
+    return ", ".join(f"{part} {name} ({reason})" for part, (name, reason) in chosen.items())
 
 
 def turing_warning(dtypes: dict[str, str], mesh: Mesh) -> str:

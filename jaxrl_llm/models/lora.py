@@ -1,8 +1,9 @@
 """Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685): y = W x + scale * B (A x), with W frozen.
 
 Adapters are leaves of the model beside the weights that they adapt: "layers.q_lora_a" [L, D, R] and
-"layers.q_lora_b" [L, R, H, E] beside "layers.q" [L, D, H, E]. Training, scoring and decoding compute the
-same unmerged sum (`transformer.block`).
+"layers.q_lora_b" [L, R, H, E] beside "layers.q" [L, D, H, E]. Each expert has its own adapters, of smaller
+rank: "layers.expert_up_lora_a" is [L, X, D, R]. Training, scoring and decoding compute the same unmerged sum
+(`transformer.block`, `sharding.experts`).
 """
 
 from __future__ import annotations
@@ -150,21 +151,35 @@ def without_adapters(params: Params) -> Params:
     return jax.tree.unflatten(jax.tree.structure(plain), [weights[name] for name, _ in named_leaves(plain)])
 
 
+def scale_b(params: Params, factors: Mapping[str, float]) -> Params:
+    """Return the model with the B of each named weight ("layers.q") multiplied by a factor."""
+    factors = {f"{name}{MARK}b": factor for name, factor in factors.items()}
+    return _map_named(lambda name, x: x * factors[name] if name in factors else x, params)
+
+
 def with_random_b(params: Params, size: float) -> Params:
     """Return the model with random numbers for each B, the same at every call: its outputs differ visibly.
 
     A x is of order 1 where A is new and x normalised, so B of standard deviation size / (scale * sqrt(R))
     adds numbers of order `size` to the outputs, which are of order 1.
     """
-    lora, rng = params.config.lora, np.random.default_rng(0)
-    deviation = size / (lora.scale * math.sqrt(lora.rank))
-    shapes = {name: leaf.shape for name, leaf in named_leaves(params) if name.endswith("_lora_b")}
-    values = {name: deviation * rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    rng, values, b = np.random.default_rng(0), {}, f"{MARK}b"
+    for name, leaf in named_leaves(params):
+        if name.endswith(b):
+            rank, scale = params.config.adapters[name.removeprefix("layers.").removesuffix(b)]
+            noise = rng.standard_normal(leaf.shape, np.float32)
+            values[name] = size / (scale * math.sqrt(rank)) * noise
     return replace_weights(params, values)
 
 
+def adapter_scale(config: TransformerConfig, name: str) -> float:
+    """Return the factor of the output of the adapter of a weight ("layers.q"); 0 where it has none."""
+    adapters = config.adapters if config.lora else {}
+    return adapters.get(name.removeprefix("layers."), (0, 0.0))[1]
+
+
 def merged_weight(weights: Mapping[str, jax.Array], name: str, scale: float) -> jax.Array:
-    """Return W + scale * A B of one weight [L, ...], dequantized and added in float32.
+    """Return W + scale * A B of one weight [L, ...] or [L, X, ...], dequantized and added in float32.
 
     A weight that has no adapter and is not quantized is returned as it is.
 
@@ -176,7 +191,9 @@ def merged_weight(weights: Mapping[str, jax.Array], name: str, scale: float) -> 
         weight = dequantize_weight(weight, scales, jnp.float32)
     if a is None:
         return weight
-    change = jax.vmap(lambda a, b: jnp.tensordot(a, b, 1))(a.astype(jnp.float32), b.astype(jnp.float32))
+    product = jax.vmap(lambda a, b: jnp.tensordot(a, b, 1))
+    product = jax.vmap(product) if name.startswith("layers.expert_") else product
+    change = product(a.astype(jnp.float32), b.astype(jnp.float32))
     return weight.astype(jnp.float32) + scale * change
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxrl_kernels import batch_invariant
 from jaxrl_llm.models.config import MoEConfig, TransformerConfig
-from jaxrl_llm.sharding.experts import ExpertWeights, Gate, sharded_experts
+from jaxrl_llm.sharding.experts import AdaptedMatrices, ExpertWeights, Gate, sharded_experts
 from jaxrl_llm.sharding.rules import Rules
 
 if TYPE_CHECKING:
@@ -159,10 +159,12 @@ def sparse_mlp(
     def plain(w, h, chosen, valid):
         weights = expert_weights(c.moe, router_logits(w, h), chosen)
         chosen = jnp.where(valid[..., None], chosen, c.moe.num_experts)
-        return sharded_experts(h, chosen, weights, _weights_of(w), gate_fn(c.moe, activation), rules)
+        return sharded_experts(
+            h, chosen, weights, weights_of_experts(c, w), gate_fn(c.moe, activation), rules
+        )
 
     def exact(w, h, chosen, valid):
-        return _all_experts(c.moe, w, h, chosen, activation)
+        return _all_experts(c, w, h, chosen, activation)
 
     valid = jnp.ones(h.shape[:2], bool) if valid is None else valid
     logits = router_logits(w, h)
@@ -180,28 +182,48 @@ def sparse_mlp(
     return apply(w, h, routing.chosen, valid), routing
 
 
+def weights_of_experts(c: TransformerConfig, w: Layers) -> ExpertWeights:
+    """Return the weights of a layer's experts, with the biases and adapters that they have."""
+
+    def one(name):
+        if not hasattr(w, name):
+            return None
+        weight = getattr(w, name)[...]
+        if not hasattr(w, f"{name}_lora_a"):
+            return weight
+        a, b = getattr(w, f"{name}_lora_a")[...], getattr(w, f"{name}_lora_b")[...]
+        return AdaptedMatrices(weight, a, b, c.adapters[name][1])
+
+    return ExpertWeights(*(one(f"expert_{name}") for name in ExpertWeights._fields))
+
+
 def _all_experts(
-    moe: MoEConfig,
+    c: TransformerConfig,
     w: Layers,
     h: Float[Array, "B T D"],
     chosen: Int[Array, "B T K"],
     activation: Activation,
 ) -> Float[Array, "B T D"]:
     """Return the weighted sum over all experts in the order of their numbers; those not chosen add 0."""
-    weights = expert_weights(moe, router_logits(w, h), chosen)
-    is_chosen = chosen[..., None] == jnp.arange(moe.num_experts)
+    weights = expert_weights(c.moe, router_logits(w, h), chosen)
+    is_chosen = chosen[..., None] == jnp.arange(c.moe.num_experts)
     dense = jnp.sum(jnp.where(is_chosen, weights[..., None], 0.0), axis=-2)  # [B, T, X]
 
-    gated, biased = gate_fn(moe, activation), lambda y, bias: y if bias is None else y + bias
+    gated, biased = gate_fn(c.moe, activation), lambda y, bias: y if bias is None else y + bias
+
+    def product(x, matrix):
+        if not isinstance(matrix, AdaptedMatrices):
+            return x @ matrix
+        return x @ matrix.weight + matrix.scale * (x @ matrix.a @ matrix.b)
 
     def add(total, expert):
         e, weight = expert
-        hidden = gated(biased(h @ e.gate, e.gate_bias), biased(h @ e.up, e.up_bias))
-        out = biased(hidden @ e.down, e.down_bias)
+        hidden = gated(biased(product(h, e.gate), e.gate_bias), biased(product(h, e.up), e.up_bias))
+        out = biased(product(hidden, e.down), e.down_bias)
         return total + weight[..., None] * out.astype(jnp.float32), None
 
-    total = jnp.zeros(h.shape, jnp.float32)
-    return jax.lax.scan(add, total, (_weights_of(w), jnp.moveaxis(dense, -1, 0)))[0].astype(h.dtype)
+    total, experts = jnp.zeros(h.shape, jnp.float32), weights_of_experts(c, w)
+    return jax.lax.scan(add, total, (experts, jnp.moveaxis(dense, -1, 0)))[0].astype(h.dtype)
 
 
 def gate_fn(moe: MoEConfig, activation: Activation) -> Gate:
@@ -214,8 +236,3 @@ def gate_fn(moe: MoEConfig, activation: Activation) -> Gate:
         return gate * jax.nn.sigmoid(moe.swiglu_alpha * gate) * (up + 1)
 
     return clamped
-
-
-def _weights_of(w: Layers) -> ExpertWeights:
-    names = [f"expert_{name}" for name in ExpertWeights._fields]
-    return ExpertWeights(*(getattr(w, name)[...] if hasattr(w, name) else None for name in names))

@@ -80,8 +80,8 @@ class Layers(nnx.Module):
             for name in TARGETS.values():
                 self._quantize(name, c.quantize)
         if c.lora:
-            for name in c.lora.adapted:
-                self._add_adapter(name, c.lora.rank, init)
+            for name, (rank, _) in c.adapters.items():
+                self._add_adapter(name, rank, init)
 
     def _add_experts(self, moe: MoEConfig, d: int, init: Initializer) -> None:
         shape, axes = (moe.num_experts, d, moe.expert_size), ("experts", "expert_embed", "expert_mlp")
@@ -112,11 +112,13 @@ class Layers(nnx.Module):
         """Add A, uniform as in PEFT, and B, zero, beside a weight: the sum starts as the weight's output."""
         weight = getattr(self, name)
         axes, shape = weight.get_metadata("axes")[1:], weight.shape[1:]
-        inner = len(matrix_dims(weight.get_metadata("axes"))[0])
-        bound = 1 / math.sqrt(math.prod(shape[:inner]))
-        a = init.uniform((*shape[:inner], rank), (*axes[:inner], "rank"), bound)
+        inner = matrix_dims(weight.get_metadata("axes"))[0]
+        first, end = inner[0] - 1, inner[-1]  # behind the experts, if there are some
+        bound = 1 / math.sqrt(math.prod(shape[first:end]))
+        a = init.uniform((*shape[:end], rank), (*axes[:end], "rank"), bound)
+        b = (*shape[:first], rank, *shape[end:]), (*axes[:first], "rank", *axes[end:])
         setattr(self, f"{name}_lora_a", a)
-        setattr(self, f"{name}_lora_b", init.zeros((rank, *shape[inner:]), ("rank", *axes[inner:])))
+        setattr(self, f"{name}_lora_b", init.zeros(*b))
 
 
 class Transformer(nnx.Module):

@@ -94,7 +94,7 @@ def _state(plan: Plan, config: TrainConfig, worst: PhaseCost) -> Iterator[str]:
         stored = 2 if config.optim.store_param_remainders else 4
         saved = worst.memory["parameters"] * (1 - itemsize / stored) + moments + worst.memory["gradients"]
         yield _saving("--lora.rank 32, which trains adapters in place of the weights", saved, over)
-    elif config.lora.quantize == "none":
+    elif config.lora.quantize == "none" and not planned_model(config.model).moe:
         saved = worst.memory["parameters"] * _linear_fraction(config) * (1 - BITS / 8 / itemsize)
         yield _saving("--lora.quantize nf4, which holds linear layers in 4 bits", saved, over)
 

@@ -6,30 +6,52 @@ grouped matrix products, and the sums are scattered back: all-gather and reduce-
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxrl_kernels.grouped_matmul.api import grouped_matmul
 from jaxrl_llm.sharding.rules import Rules, axes_of, current_spec
 
 Gate = Callable[[Array, Array], Array]
 """Hidden state of an expert from its gate and up projection."""
 
 
-class ExpertWeights(NamedTuple):
-    """The projections of each expert, and their biases where it has them."""
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "a", "b"], meta_fields=["scale"])
+@dataclasses.dataclass(frozen=True)
+class AdaptedMatrices:
+    """The matrices of all experts with adapters: x W + scale (x A) B."""
 
-    gate: Float[Array, "X D F"]
-    up: Float[Array, "X D F"]
-    down: Float[Array, "X F D"]
+    weight: Any
+    a: Any
+    b: Any
+    scale: float
+
+
+ExpertMatrix = Float[Array, "X _ _"] | AdaptedMatrices
+
+
+class ExpertWeights(NamedTuple):
+    """The projections of each expert, [X, D, F] and down [X, F, D], and their biases where it has them."""
+
+    gate: ExpertMatrix
+    up: ExpertMatrix
+    down: ExpertMatrix
     gate_bias: Float[Array, "X F"] | None = None
     up_bias: Float[Array, "X F"] | None = None
     down_bias: Float[Array, "X D"] | None = None
+
+    @property
+    def count(self) -> int:
+        """The number of experts."""
+        return jax.tree.leaves(self)[0].shape[0]
 
 
 def sharded_experts(
@@ -50,14 +72,15 @@ def sharded_experts(
     rows = current_spec(("batch", "sequence", "hidden"), h.shape)
     if rows is None:
         return grouped_experts(h, chosen, weights, experts, gated).astype(h.dtype)
-    owners, _, mlp = current_spec(("experts", None, "expert_mlp"), experts.gate.shape, rules)
+    shape = jax.tree.leaves(experts.gate)[0].shape
+    owners, _, mlp = current_spec(("experts", None, "expert_mlp"), shape, rules)
     expert_axes, tensor_axes = axes_of(owners), axes_of(mlp)
     gathered = tuple(name for name in axes_of(rows[0]) if name in expert_axes)
     summed = (*(name for name in expert_axes if name not in gathered), *tensor_axes)
 
     def local(h, chosen, weights, experts):
         gather = lambda x: jax.lax.all_gather(x, gathered, axis=0, tiled=True) if gathered else x
-        first = jax.lax.axis_index(expert_axes) * experts.gate.shape[0] if expert_axes else 0
+        first = jax.lax.axis_index(expert_axes) * experts.count if expert_axes else 0
         chosen = gather(chosen) - first
         if tensor_axes and experts.down_bias is not None:  # or the sum over them would have it several times
             is_first = jax.lax.axis_index(tensor_axes) == 0
@@ -68,12 +91,24 @@ def sharded_experts(
             out = jax.lax.psum_scatter(out, gathered, scatter_dimension=0, tiled=True)
         return out.astype(h.dtype)
 
-    up, down = PartitionSpec(owners, None, mlp), PartitionSpec(owners, mlp, None)
-    up_bias = None if experts.up_bias is None else PartitionSpec(owners, mlp)
-    down_bias = None if experts.down_bias is None else PartitionSpec(owners, None)
-    specs = rows, rows, rows, ExpertWeights(up, up, down, up_bias, up_bias, down_bias)
+    specs = rows, rows, rows, _specs_of_experts(experts, owners, mlp)
     mapped = jax.shard_map(local, in_specs=specs, out_specs=rows, check_vma=False)
     return mapped(h, chosen, weights, experts)
+
+
+def _specs_of_experts(experts: ExpertWeights, owners: Any, mlp: Any) -> ExpertWeights:
+    """Return how the experts are sharded: their numbers over `owners`, hidden states over `mlp`."""
+
+    def matrix(weight: ExpertMatrix, inner, outer):
+        spec = PartitionSpec(owners, inner, outer)
+        if not isinstance(weight, AdaptedMatrices):
+            return spec
+        a, b = PartitionSpec(owners, inner, None), PartitionSpec(owners, None, outer)
+        return dataclasses.replace(weight, weight=spec, a=a, b=b)
+
+    matrices = matrix(experts.gate, None, mlp), matrix(experts.up, None, mlp), matrix(experts.down, mlp, None)
+    biases = zip(experts[3:], (mlp, mlp, None), strict=True)
+    return ExpertWeights(*matrices, *(None if b is None else PartitionSpec(owners, of) for b, of in biases))
 
 
 def grouped_experts(
@@ -87,7 +122,7 @@ def grouped_experts(
 
     Assignments are sorted by expert, so that each expert's tokens are rows of one grouped product.
     """
-    count, per_token = experts.gate.shape[0], chosen.shape[-1]
+    count, per_token = experts.count, chosen.shape[-1]
     tokens = h.reshape(-1, h.shape[-1])
     numbers = chosen.reshape(-1)
     numbers = jnp.where((numbers >= 0) & (numbers < count), numbers, count)
@@ -95,13 +130,22 @@ def grouped_experts(
     sizes = jnp.bincount(numbers, length=count + 1)[:count].astype(jnp.int32)
     inside = (jnp.arange(len(order)) < jnp.sum(sizes))[:, None]
     expert_of_row = jnp.minimum(numbers[order], count - 1)
-    product = functools.partial(jax.lax.ragged_dot, group_sizes=sizes)
-    biased = lambda y, bias: y if bias is None else y + bias[expert_of_row]
-    rows = jnp.where(inside, tokens[order // per_token], 0)
+    product = functools.partial(_product, sizes=sizes)
+    biased = lambda y, bias: y if bias is None else jnp.where(inside, y + bias[expert_of_row], 0)
+    rows = tokens[order // per_token]
     gate = biased(product(rows, experts.gate), experts.gate_bias)
     hidden = gated(gate, biased(product(rows, experts.up), experts.up_bias))
-    hidden = jnp.where(inside, hidden, 0)  # rows beyond the last group may hold anything
-    out = biased(product(hidden, experts.down, preferred_element_type=jnp.float32), experts.down_bias)
-    out = jnp.where(inside, out, 0)[jnp.argsort(order)]
+    out = biased(product(hidden, experts.down, dtype=jnp.float32), experts.down_bias)[jnp.argsort(order)]
     out = out.reshape(*chosen.shape, -1) * weights[..., None]
     return jnp.sum(out, axis=-2)
+
+
+def _product(
+    rows: Float[Array, "M I"], matrix: ExpertMatrix, sizes: Int[Array, "X"], dtype: DTypeLike | None = None
+) -> Float[Array, "M O"]:
+    """Return the grouped product of the rows with the matrices, and their adapters, of type `dtype`."""
+    multiply = functools.partial(grouped_matmul, sizes=sizes)
+    if not isinstance(matrix, AdaptedMatrices):
+        return multiply(rows, matrix, preferred_element_type=dtype)
+    change = multiply(multiply(rows, matrix.a), matrix.b, preferred_element_type=dtype)
+    return multiply(rows, matrix.weight, preferred_element_type=dtype) + matrix.scale * change

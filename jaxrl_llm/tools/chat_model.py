@@ -87,7 +87,7 @@ def with_adapter(params: Params, name: str, mesh: Mesh) -> Params:
     folder = resolve_model(name)
     if params.config.lora is not None:
         raise UserError(f"--adapter {name}: the run has adapters of its own; give its base model")
-    config = lora.with_lora(params.config, read_adapter_config(folder))
+    config = lora.with_lora(params.config, read_adapter_config(folder, params.config.moe is not None))
     weights = load_adapter(folder, config)
     return lora.replace_weights(with_new_adapters(params, config, mesh, seed=0), weights)
 

@@ -28,6 +28,8 @@ class Operation(NamedTuple):
     """Modules of the operation's folder."""
     portable: str
     """The one for devices without a kernel: plain JAX, any shape."""
+    compiled_on: tuple[str, ...] = ()
+    """Platforms on which XLA compiles the portable one to a kernel of its own."""
 
 
 OPERATIONS = {
@@ -36,6 +38,9 @@ OPERATIONS = {
     ),
     "linear_logprob": Operation(("reference", "chunked", "pallas_tpu", "pallas_gpu"), portable="chunked"),
     "decode_attention": Operation(("reference", "pallas_tpu", "pallas_gpu"), portable="reference"),
+    "grouped_matmul": Operation(
+        ("reference", "ragged_dot", "pallas_gpu"), portable="ragged_dot", compiled_on=("tpu",)
+    ),
 }
 
 NO_KERNELS = "{}: plain JAX, there are no kernels for it"
@@ -54,11 +59,14 @@ def choose(operation: str, *shape: Any, implementation: str = "auto") -> tuple[s
         ValueError: the named implementation does not exist or does not take the shape; or JAXRL_KERNELS is
             neither "auto" nor "jax".
     """
-    names, portable = OPERATIONS[operation]
+    names, portable, compiled_on = OPERATIONS[operation]
     if implementation == "auto":
         kernel, reason = kernel_family()
         if kernel not in names:
-            return portable, reason if kernel is None else NO_KERNELS.format(device()[1])
+            platform, kind = device()
+            if platform in compiled_on:
+                return portable, f"{kind}: XLA's kernel"
+            return portable, reason if kernel is None else NO_KERNELS.format(kind)
         problem = _unsupported(operation, kernel, shape)
         return (portable, problem) if problem else (kernel, reason)
     if implementation not in names:

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxrl_kernels.chips import HOPPER_SHARED_MEMORY
+from jaxrl_kernels.chips import HOPPER_SHARED_MEMORY, HOPPER_SMS
 
 ROWS = 64
 """Rows of a wgmma, which one warpgroup issues."""
@@ -46,12 +46,13 @@ class InterpretedAccumulator:
         self.value = value
 
 
-def add_product(acc: Any, a: Any, b: Any, transpose: bool = False) -> None:
-    """Start acc += a @ b, or a @ b^T. a is a reference or registers, b a reference."""
+def add_product(acc: Any, a: Any, b: Any, transpose: bool = False, transpose_a: bool = False) -> None:
+    """Start acc += a @ b, a @ b^T or a^T @ b. a is a reference or registers, b a reference."""
     if not isinstance(acc, InterpretedAccumulator):
+        a = a.transpose((1, 0)) if transpose_a else a
         plgpu.wgmma(acc, a, b.transpose((1, 0)) if transpose else b)
         return
-    contracted = (((1,), (1 if transpose else 0,)), ((), ()))
+    contracted = (((0 if transpose_a else 1,), (1 if transpose else 0,)), ((), ()))
     acc.value += lax.dot_general(a[...], b[...], contracted, preferred_element_type=jnp.float32)
     plgpu.commit_smem()  # reads end before TMA writes there again; wgmma needs none
 
@@ -61,6 +62,83 @@ def read_accumulator(acc: Any, in_flight: int = 0) -> jax.Array:
     if isinstance(acc, InterpretedAccumulator):
         return acc.value
     return plgpu.wgmma_accumulator_load(acc, wait_n=in_flight)
+
+
+def ring_product(
+    multiply: Callable[[Any, jax.Array, jax.Array], None],
+    shape: tuple[int, int],
+    ready: Any,
+    free: Any,
+    first: jax.Array,
+    steps: int | jax.Array,
+    interpret: bool,
+) -> jax.Array:
+    """Return float32 registers, the sum of the products of `steps` blocks of a ring; zero without steps.
+
+    A block is released when its product is done, one step later.
+
+    Args:
+        multiply: (accumulator, stage, step of these) starts `add_product` of the block in a stage.
+        ready, free: barriers of the stages.
+        first: step of the ring, counted over the whole kernel, at which they begin.
+    """
+    slot = lambda step: lax.rem(first + step, jnp.int32(len(free)))
+
+    def interpreted(k, value):
+        acc, stage = InterpretedAccumulator(value), slot(k)
+        plgpu.barrier_wait(ready.at[stage])
+        multiply(acc, stage, k)
+        plgpu.barrier_arrive(free.at[stage])
+        return acc.value
+
+    if interpret:
+        return lax.fori_loop(0, steps, interpreted, jnp.zeros(shape, jnp.float32))
+
+    def accumulated(acc):
+        @pl.loop(0, steps)
+        def _(k):
+            stage = slot(k)
+            plgpu.barrier_wait(ready.at[stage])
+            multiply(acc, stage, k)
+            plgpu.wgmma_wait(1)  # the step before this one is done
+            pl.when(k > 0)(lambda: plgpu.barrier_arrive(free.at[slot(k - 1)]))
+
+        done = acc[...]
+        pl.when(steps > 0)(lambda: plgpu.barrier_arrive(free.at[slot(steps - 1)]))
+        return done
+
+    return pl.run_scoped(accumulated, plgpu.ACC(shape, jnp.float32))
+
+
+def share_tiles(
+    row_tiles: jax.Array, column_tiles: int, together: int
+) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, jax.Array]]]:
+    """Return (number of tiles of this multiprocessor, n -> its n-th tile's row and column).
+
+    Tiles are numbered down the columns of `together` rows, which share columns while the L2 cache has them.
+    """
+    sm, sms = lax.axis_index("sm"), lax.axis_size("sm")
+
+    def tile_at(n):
+        n, size = sm + n * sms, jnp.int32(together * column_tiles)
+        first = lax.div(n, size) * together
+        rows, rest = jnp.minimum(row_tiles - first, together), lax.rem(n, size)
+        return first + lax.rem(rest, rows), lax.div(rest, rows)
+
+    return jnp.maximum(pl.cdiv(row_tiles * column_tiles - sm, sms), 0), tile_at
+
+
+def num_multiprocessors() -> int:
+    """Return the streaming multiprocessors of the GPU that is compiled for."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None and device.platform == "gpu":
+        return device.num_cores
+    return getattr(jax.devices()[0], "core_count", HOPPER_SMS)
+
+
+def next_multiple(x: int, to: int) -> int:
+    """Return the smallest multiple of `to` that is at least x."""
+    return -(-x // to) * to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +192,17 @@ def matrix_memory(shape: tuple[int, ...], dtype: Any, stripe: int) -> Any:
     swizzle = plgpu.find_swizzle(stripe * bits)
     transforms = (plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def store_rows(ref: Any, value: jax.Array) -> None:
+    """Store registers in shared memory that is not tiled, whose rows can be copied one by one.
+
+    Memory banks conflict: tiled memory is faster.
+    """
+    if hasattr(plgpu, "store"):  # since jax 0.12, which else refuses conflicts
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
 
 
 def stages_that_fit(kernel: str, length: int, fixed: int, per_row: int, max_stages: int = 4) -> int:

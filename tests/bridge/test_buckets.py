@@ -69,10 +69,10 @@ def test_buckets_of_sharded_weights_hold_the_bytes_of_the_exported_folder(config
 
 @pytest.fixture
 def started(monkeypatch):
-    """Arrays whose way to the host has begun, one a dispatch."""
+    """Arrays that are copied to the host, one a dispatch."""
     started, array = [], type(jnp.zeros(1))
-    begin = array.copy_to_host_async
-    monkeypatch.setattr(array, "copy_to_host_async", lambda self: started.append(self) or begin(self))
+    copy = array.copy_to_host_async
+    monkeypatch.setattr(array, "copy_to_host_async", lambda self: started.append(self) or copy(self))
     return started
 
 

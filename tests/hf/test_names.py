@@ -41,6 +41,7 @@ HF_CLASSES = {
     "mixtral": transformers.MixtralConfig,
     "glm4_moe": transformers.Glm4MoeConfig,
     "olmoe": transformers.OlmoeConfig,
+    "gpt_oss": transformers.GptOssConfig,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 16.0}
 LLAMA3 = {
@@ -172,12 +173,15 @@ def test_absent_keys_mean_what_they_mean_to_transformers(family):
     assert config.num_kv_heads == theirs.num_key_value_heads
     assert config.max_position == theirs.max_position_embeddings
     assert config.norm_eps == theirs.rms_norm_eps
-    partial = 0.5 if family == "glm4_moe" else 1.0
-    assert config.rope == RopeConfig(theta=1e6 if family == "mixtral" else 10_000.0, partial_rotary=partial)
-    assert config.head_dim == {"qwen3": 128, "glm4_moe": 128}.get(
-        family, theirs.hidden_size // theirs.num_attention_heads
-    )
-    assert config.sliding_window == {"mistral": 4096}.get(family)
+    own = {
+        "mixtral": RopeConfig(1e6),
+        "glm4_moe": RopeConfig(partial_rotary=0.5),
+        "gpt_oss": RopeConfig(150_000.0, "yarn", 32.0, original_max_position=4096, truncate=False),
+    }
+    assert config.rope == own.get(family, RopeConfig())
+    own = {"qwen3": 128, "glm4_moe": 128, "gpt_oss": 64}
+    assert config.head_dim == own.get(family, theirs.hidden_size // theirs.num_attention_heads)
+    assert config.sliding_window == {"mistral": 4096, "gpt_oss": 128}.get(family)
     assert not config.tie_embeddings
 
 

@@ -11,6 +11,7 @@ from tiny_models import random_params
 from jaxrl_kernels import dispatch
 from jaxrl_llm import models
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.kernels import describe_kernels
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
@@ -160,6 +161,8 @@ def test_the_line_on_kernels_names_them_and_the_reason(kind, dtype, line, monkey
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     assert describe_kernels(models.TransformerConfig(), dtype, mesh) == line
     assert "--strict" in describe_kernels(models.TransformerConfig(), dtype, mesh, strict=True)
+    experts = describe_kernels(models.TransformerConfig(moe=MoEConfig()), dtype, mesh)
+    assert f", experts {'ragged_dot' if dtype == 'float32' else 'pallas_gpu'} (" in experts
 
 
 def test_a_bad_kernels_setting_is_the_users_error(monkeypatch):

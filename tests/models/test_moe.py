@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from random_weights import random_params
 
 from jaxrl_llm import models
 from jaxrl_llm.learn.optim import decayed
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.decode import decode_ring, decode_shardings, decode_weights, init_ring_cache
-from jaxrl_llm.models.moe import choose_experts, expert_weights, router_logits, sparse_mlp
+from jaxrl_llm.models.moe import choose_experts, expert_weights, gate_fn, router_logits, sparse_mlp
 from jaxrl_llm.models.transformer import cast_weights
 from jaxrl_llm.sharding.experts import ExpertWeights, grouped_experts
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
@@ -22,6 +23,11 @@ from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, put_rows
 CONFIG = TransformerConfig(
     vocab_size=64, hidden_size=32, mlp_size=48, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8,
     initializer_range=0.3, moe=MoEConfig(num_experts=8, experts_per_token=3, expert_size=16),
+)  # fmt: skip
+GPT_OSS = dataclasses.replace(
+    CONFIG, num_layers=2, qk_norm=False, qkv_bias=True, out_bias=True, attention_sinks=True,
+    sliding_window=3, window_layers=(True, False),
+    moe=MoEConfig(8, 3, 16, score="softmax_of_chosen", bias=True, swiglu_limit=1.0),
 )  # fmt: skip
 MESHES = [
     MeshConfig(fsdp=2, expert=2, tensor=2),
@@ -109,28 +115,37 @@ def test_the_selection_bias_chooses_experts_in_every_mode_and_gets_no_gradient()
 
 
 def test_grouped_products_equal_a_loop_over_experts():
-    """Assignments to no expert, and to experts of other devices, add nothing."""
+    """Assignments to no expert, and to experts of other devices, add nothing, nor do their biases."""
     rng = np.random.default_rng(0)
     h = rng.normal(size=(2, 5, 4)).astype(np.float32)
     gate, up = (rng.normal(size=(3, 4, 6)).astype(np.float32) for _ in range(2))
     down = rng.normal(size=(3, 6, 4)).astype(np.float32)
     chosen = rng.integers(-1, 5, (2, 5, 2))
     weights = rng.uniform(size=(2, 5, 2)).astype(np.float32)
-    h_, chosen_, weights_, *matrices = map(jnp.asarray, (h, chosen, weights, gate, up, down))
-    out = grouped_experts(
-        h_, chosen_, weights_, ExpertWeights(*matrices), lambda gate, up: jnp.tanh(gate) * up
-    )
+    biases = [rng.normal(size=(3, size)).astype(np.float32) for size in (6, 6, 4)]
+    experts = ExpertWeights(*map(jnp.asarray, (gate, up, down, *biases)))
+    gated = gate_fn(MoEConfig(3, 2, 6, swiglu_limit=1.5, swiglu_alpha=2.0), jax.nn.silu)
+
+    def total(experts):
+        out = grouped_experts(*map(jnp.asarray, (h, chosen, weights)), experts, gated)
+        return jnp.sum(out), out
+
+    gradient, out = jax.grad(total, has_aux=True)(experts)
     expected = np.zeros((2, 5, 4))
     for b, t, k in np.ndindex(2, 5, 2):
         if 0 <= (x := chosen[b, t, k]) < 3:
-            hidden = np.tanh(h[b, t] @ gate[x]) * (h[b, t] @ up[x])
-            expected[b, t] += weights[b, t, k] * (hidden @ down[x])
+            g, u = h[b, t] @ gate[x] + biases[0][x], h[b, t] @ up[x] + biases[1][x]
+            g, u = np.minimum(g, 1.5), np.clip(u, -1.5, 1.5)
+            hidden = (u + 1) * g / (1 + np.exp(-2.0 * g))
+            expected[b, t] += weights[b, t, k] * (hidden @ down[x] + biases[2][x])
     np.testing.assert_allclose(out, expected, atol=1e-5)
+    each = [np.full(4, weights[chosen == x].sum()) for x in range(3)]
+    np.testing.assert_allclose(gradient.down_bias, each, rtol=1e-5)
 
 
 @functools.cache
-def params():
-    return models.init(CONFIG, jax.random.key(0))
+def params(config=CONFIG):
+    return models.init(config, jax.random.key(0)) if config is CONFIG else random_params(config)
 
 
 def rows(garbage=0):
@@ -152,8 +167,8 @@ def loss_and_gradient(params, *row, strict=False):
 
 
 @functools.cache
-def on_one_device():
-    return jax.device_get(loss_and_gradient(params(), *rows()))
+def on_one_device(config=CONFIG):
+    return jax.device_get(loss_and_gradient(params(config), *rows()))
 
 
 def assert_close(got, expected):
@@ -163,41 +178,49 @@ def assert_close(got, expected):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh_config", MESHES, ids=str)
-def test_every_mesh_gives_the_gradient_of_one_device(mesh_config):
+@pytest.mark.parametrize("config", [CONFIG, GPT_OSS], ids=["qwen3", "gpt-oss"])
+def test_every_mesh_gives_the_gradient_of_one_device(config, mesh_config):
     mesh = make_mesh(mesh_config)
-    sharded = jax.device_put(params(), models.shardings(CONFIG, mesh, TRAIN))
+    sharded = jax.device_put(params(config), models.shardings(config, mesh, TRAIN))
     with jax.set_mesh(mesh):
         got = loss_and_gradient(sharded, *put_rows(mesh, rows()))
-    assert_close(got, on_one_device())
+    assert_close(got, on_one_device(config))
 
 
 def test_padding_passes_no_expert():
     assert_close(loss_and_gradient(params(), *rows(garbage=63)), on_one_device())
 
 
-def test_strict_has_the_plain_gradient_and_the_bits_of_any_batch():
-    assert_close(loss_and_gradient(params(), *rows(), strict=True), on_one_device())
-    forward = jax.jit(lambda *row: params()(*row, strict=True))
+@pytest.mark.parametrize(
+    "config", [CONFIG, pytest.param(GPT_OSS, marks=pytest.mark.slow)], ids=["qwen3", "gpt-oss"]
+)
+def test_strict_has_the_plain_gradient_and_the_bits_of_any_batch(config):
+    assert_close(loss_and_gradient(params(config), *rows(), strict=True), on_one_device(config))
+    forward = jax.jit(lambda *row: params(config)(*row, strict=True))
     whole, alone = forward(*rows()), forward(*(x[:1] for x in rows()))
     np.testing.assert_array_equal(whole[:1, :12], alone[:, :12])
 
 
-@pytest.mark.parametrize("mesh_config", [None, MeshConfig(fsdp=2, expert=2, tensor=2)], ids=str)
-def test_decoding_gives_the_hidden_states_of_the_forward_pass(mesh_config):
+@pytest.mark.parametrize(
+    ("config", "mesh_config"),
+    [(CONFIG, None), (GPT_OSS, MeshConfig(fsdp=2, expert=2, tensor=2))],
+    ids=["one device", "gpt-oss on a mesh"],
+)
+def test_decoding_gives_the_hidden_states_of_the_forward_pass(config, mesh_config):
     """The rollout's copy divides the experts over fsdp and expert."""
     tokens = rows()[0][:, :6]
     positions = np.tile(np.arange(6), (8, 1))
-    expected = params()(jnp.asarray(tokens), jnp.asarray(positions))
+    expected = params(config)(jnp.asarray(tokens), jnp.asarray(positions))
     mesh = make_mesh(mesh_config or MeshConfig(fsdp=1), jax.devices()[: 8 if mesh_config else 1])
-    trained = jax.device_put(params(), models.shardings(CONFIG, mesh, TRAIN))
+    trained = jax.device_put(params(config), models.shardings(config, mesh, TRAIN))
     with jax.set_mesh(mesh):
-        shardings = decode_shardings(CONFIG, mesh, ROLLOUT)
+        shardings = decode_shardings(config, mesh, ROLLOUT)
         weights = jax.jit(lambda p: decode_weights(p, jnp.float32), out_shardings=shardings)(trained)
         if mesh_config:
             assert weights.layers[0].expert_gate[...].sharding.shard_shape((8, 32, 16)) == (2, 32, 8)
         cache, step = (
-            init_ring_cache(CONFIG, 8, 6, jnp.float32),
-            jax.jit(functools.partial(decode_ring, CONFIG)),
+            init_ring_cache(config, 8, 6, jnp.float32),
+            jax.jit(functools.partial(decode_ring, config)),
         )
         for t in range(6):
             hidden, cache, _ = step(weights, cache, tokens[:, t], positions[:, t])

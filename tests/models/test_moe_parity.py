@@ -28,8 +28,10 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config, to_hf_config
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.hf.folder import read_headers
-from jaxrl_llm.hf.load import load_params
-from jaxrl_llm.models import named_leaves
+from jaxrl_llm.hf.load import load_params, read_slice
+from jaxrl_llm.hf.names import adapter_tensors, tensor_rows
+from jaxrl_llm.models import LoraConfig, abstract, named_leaves
+from jaxrl_llm.models.lora import split_params, with_lora
 
 COMMON = dict(
     vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -83,12 +85,22 @@ def loaded(request, tmp_path_factory):
     return model, folder, load_params(folder, read_config(folder))
 
 
-def test_logits(loaded):
-    model, _, params = loaded
-    tokens = random_tokens()
-    expected = hf_logits(model, tokens)
+@pytest.fixture(scope="module")
+def computed(loaded):
+    """(our logits, the gradients of the sum of their squares by name), in one program."""
+
+    def squares(params):
+        logits = our_logits.__wrapped__(params, jnp.asarray(random_tokens()))
+        return jnp.sum(logits**2), logits
+
+    gradients, logits = jax.jit(jax.grad(squares, has_aux=True))(loaded[2])
+    return logits, dict(named_leaves(gradients))
+
+
+def test_logits(loaded, computed):
+    expected = hf_logits(loaded[0], random_tokens())
     assert np.abs(expected).max() > 1
-    np.testing.assert_allclose(our_logits(params, tokens), expected, atol=2e-4, rtol=0)
+    np.testing.assert_allclose(computed[0], expected, atol=2e-4, rtol=0)
 
 
 def stored_tensors(folder):
@@ -131,17 +143,14 @@ def gradients_of(model, layer):
     }
 
 
-def test_gradients_of_router_and_experts(loaded):
+def test_gradients_of_router_and_experts(loaded, computed):
     """Of the sum of squared logits, through the router's weights and each expert; of sinks, too."""
-    model, _, params = loaded
-    tokens = random_tokens(1, 12)
+    model = loaded[0]
     model.zero_grad()
-    model(torch.tensor(tokens), use_cache=False).logits.square().sum().backward()
-    grads = jax.jit(jax.grad(lambda p: jnp.sum(our_logits.__wrapped__(p, jnp.asarray(tokens)) ** 2)))(params)
-    found = dict(named_leaves(grads))
-    layer = 1 - params.config.moe.dense_layers
+    model(torch.tensor(random_tokens()), use_cache=False).logits.square().sum().backward()
+    layer = 1 - loaded[2].config.moe.dense_layers
     for name, expected in gradients_of(model, 1).items():
-        ours = np.asarray(found[f"layers.{name}"][layer])
+        ours = np.asarray(computed[1][f"layers.{name}"][layer])
         np.testing.assert_allclose(ours, expected, atol=1e-3 * np.abs(expected).max(), err_msg=name)
 
 
@@ -201,6 +210,39 @@ def test_what_the_decoder_lacks_is_refused_by_name(changes, message):
         read_config({**raw, **changes})
 
 
-def test_olmoe_with_clipped_queries_is_refused():
-    with pytest.raises(UserError, match=r"clip_qkv=8.0 is not supported; supported: null"):
-        read_config({"model_type": "olmoe", "clip_qkv": 8.0})
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, r"clip_qkv=8.0 is not supported; supported: null"),
+        (
+            {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
+            r"quantization_config is mxfp4; .*Mxfp4Config\(dequantize=True\)\)\.save_pretrained",
+        ),
+        ({"model_type": "gpt_oss", "swiglu_limit": "7"}, r"swiglu_limit='7' must be a number"),
+    ],
+)
+def test_families_refuse_what_they_lack(raw, message):
+    with pytest.raises(UserError, match=message):
+        read_config(raw)
+
+
+def test_a_shard_of_interleaved_experts_is_read_alone(tmp_path):
+    """Experts 2 and 3, inputs 8 to 19, hidden states 6 to 11 of gate and up, which alternate in the file."""
+    model = theirs("gpt_oss")
+    model.save_pretrained(tmp_path)
+    stored = model.model.layers[1].mlp.experts.gate_up_proj.detach().numpy()
+    config = read_config(tmp_path)
+    for column, name in enumerate(("layers.expert_gate", "layers.expert_up")):
+        (part,) = (part for part in tensor_rows(config)[name] if part.index == (1,))
+        tensor = read_headers(tmp_path, config)[part.name]
+        bounds = (2, 4), (8, 20), (6, 12)
+        shard = read_slice(tensor, part, (6, 32, 24), bounds, np.dtype(np.float32))
+        np.testing.assert_array_equal(shard, stored[2:4, 8:20, 12 + column : 24 : 2])
+
+
+def test_adapters_of_gpt_oss_leave_sinks_and_experts_alone():
+    config = with_lora(read_config(theirs("gpt_oss").config.to_dict()), LoraConfig(2, targets=("q_proj",)))
+    trained = {name for name, x in named_leaves(split_params(abstract(config))[0]) if x is not None}
+    assert trained == {"layers.q_lora_a", "layers.q_lora_b"}
+    names = {tensor.name for tensor in adapter_tensors(config)}
+    assert "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight" in names and len(names) == 4

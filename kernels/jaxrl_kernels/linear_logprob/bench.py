@@ -39,8 +39,8 @@ def measure(
         logprob, entropy = linear_logprob(hidden, head, targets, implementation=name)
         return jnp.sum(logprob) + 0.01 * jnp.sum(entropy)
 
-    forward = _median(jax.jit(loss), (hidden, head), repeat)
-    both = _median(jax.jit(jax.grad(loss, argnums=(0, 1))), (hidden, head), repeat)
+    forward = median_seconds(jax.jit(loss), (hidden, head), repeat)
+    both = median_seconds(jax.jit(jax.grad(loss, argnums=(0, 1))), (hidden, head), repeat)
     work = 2e-12 * tokens * dim * vocab
     return {
         "op": "linear_logprob",
@@ -60,7 +60,8 @@ def measure(
     }
 
 
-def _median(fn: Callable, args: tuple, repeat: int) -> float:
+def median_seconds(fn: Callable, args: tuple, repeat: int) -> float:
+    """Return the median seconds of fn(*args), compiled before."""
     times = []
     for _ in range(repeat + 1):  # the first compiles
         start = time.perf_counter()

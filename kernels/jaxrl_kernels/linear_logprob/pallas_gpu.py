@@ -21,7 +21,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jaxrl_kernels.chips import HOPPER_SMS
 from jaxrl_kernels.hopper import (
     CONSUMER_REGISTERS,
     CONSUMERS,
@@ -29,8 +28,13 @@ from jaxrl_kernels.hopper import (
     PER_ROW,
     PRODUCER_REGISTERS,
     ROWS,
+    add_product,
     launch,
     matrix_memory,
+    next_multiple,
+    num_multiprocessors,
+    ring_product,
+    share_tiles,
     unsupported_dtype,
 )
 from jaxrl_kernels.linear_logprob.reference import MASKED_LOGIT, LogprobOutputs, LogprobSpec, merge_shards
@@ -83,7 +87,7 @@ def d_logits(
 ) -> Float[Array, "M V"]:
     """Compute `reference.d_logits`."""
     plan = _plan(spec, hidden, head, interpret)
-    out = jax.ShapeDtypeStruct((plan.tokens, _up(plan.rows, SLICE)), hidden.dtype)
+    out = jax.ShapeDtypeStruct((plan.tokens, next_multiple(plan.rows, SLICE)), hidden.dtype)
     scratch = {"epilogue": matrix_memory((CONSUMERS, ROWS, SLICE), hidden.dtype, SLICE)}
     columns = [targets, *(x for x in columns if x is not None)]
     (gradient,) = _call(plan, _d_logits_tile, (out,), scratch, targets.shape[0], hidden, head, columns)
@@ -116,12 +120,8 @@ class _Plan(NamedTuple):
 
 def _plan(spec: LogprobSpec, hidden, head, interpret: bool) -> _Plan:
     (tokens, dim), vocab = hidden.shape, head.shape[0]
-    return _Plan(spec, vocab, max(_up(vocab, 8), WIDTH), _up(tokens, TOKENS), _up(dim, DEPTH), interpret)
-
-
-def _up(x: int, to: int) -> int:
-    """Round up to a multiple of `to`."""
-    return -(-x // to) * to
+    rows = max(next_multiple(vocab, 8), WIDTH)
+    return _Plan(spec, vocab, rows, next_multiple(tokens, TOKENS), next_multiple(dim, DEPTH), interpret)
 
 
 def _call(plan: _Plan, tile_fn, outputs, scratch, count, hidden, head, columns):
@@ -139,7 +139,7 @@ def _call(plan: _Plan, tile_fn, outputs, scratch, count, hidden, head, columns):
         "columns_ready": plgpu.Barrier(),
         "columns_free": plgpu.Barrier(num_arrivals=CONSUMERS),
     }
-    grid = {"sm": 1 if plan.interpret else _sms()}
+    grid = {"sm": 1 if plan.interpret else num_multiprocessors()}
     body = functools.partial(_kernel, plan, tile_fn, len(outputs))
     kernel = launch(body, outputs, scratch, grid, CONSUMERS, plan.interpret)
     return kernel(jnp.asarray(count, jnp.int32)[None], columns, hidden, head)
@@ -160,7 +160,7 @@ class _Ring(NamedTuple):
 def _kernel(plan: _Plan, tile_fn, num_outputs: int, count, columns, hidden, head, *refs, epilogue, **ring):
     outputs, ring = refs[:num_outputs], _Ring(**ring)
     warpgroup, steps = lax.axis_index("group"), plan.dim // DEPTH
-    num_tiles, tile_at = _share(plan, count[0])
+    num_tiles, tile_at = share_tiles(pl.cdiv(count[0], TOKENS), plan.vocab_tiles, GROUP)
 
     @pl.when(warpgroup == CONSUMERS)
     def _():
@@ -172,10 +172,15 @@ def _kernel(plan: _Plan, tile_fn, num_outputs: int, count, columns, hidden, head
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
         own = pl.ds(warpgroup * ROWS, ROWS)
 
+        def multiply(acc, stage, _):
+            add_product(acc, ring.a.at[stage, own], ring.b.at[stage], transpose=True)
+
         @pl.loop(0, num_tiles)
         def _(n):
             i, j = tile_at(n)
-            product = _product(plan, ring.a.at[:, own], ring, n * steps, steps)
+            product = ring_product(
+                multiply, (ROWS, WIDTH), ring.ready, ring.free, n * steps, steps, plan.interpret
+            )
             plgpu.barrier_wait(ring.columns_ready)
             of_tokens = [plan.layout(ring.of_tokens[c, own], PER_ROW) for c in range(columns.shape[0])]
             plgpu.commit_smem()  # reads end before TMA writes there again
@@ -184,20 +189,6 @@ def _kernel(plan: _Plan, tile_fn, num_outputs: int, count, columns, hidden, head
             tile_fn(plan, j, product, of_tokens, epilogue.at[warpgroup], rows, outputs)
 
         plgpu.wait_smem_to_gmem(0)
-
-
-def _share(plan: _Plan, count):
-    """Return (number of tiles of logits of this SM, n -> (tile of tokens, tile of the vocabulary))."""
-    sm, sms = lax.axis_index("sm"), lax.axis_size("sm")
-    token_tiles = pl.cdiv(count, TOKENS)
-
-    def tile_at(n):
-        n, size = sm + n * sms, jnp.int32(GROUP * plan.vocab_tiles)
-        first = lax.div(n, size) * GROUP
-        wide, rest = jnp.minimum(token_tiles - first, GROUP), lax.rem(n, size)
-        return first + lax.rem(rest, wide), lax.div(rest, wide)
-
-    return jnp.maximum(pl.cdiv(token_tiles * plan.vocab_tiles - sm, sms), 0), tile_at
 
 
 def _copy(plan: _Plan, ring: _Ring, num_tiles, tile_at, columns, hidden, head):
@@ -224,38 +215,6 @@ def _copy(plan: _Plan, ring: _Ring, num_tiles, tile_at, columns, hidden, head):
         plgpu.barrier_wait(ring.free.at[slot(step)])
 
     pl.when(num_tiles > 0)(functools.partial(plgpu.barrier_wait, ring.columns_free))
-
-
-def _product(plan: _Plan, a, ring: _Ring, first, steps: int):
-    """Return [ROWS, WIDTH] float32, the product over `steps` blocks of the ring from step `first` on."""
-    slot = lambda step: lax.rem(step, jnp.int32(STAGES))
-
-    def interpreted(k, acc):
-        stage = slot(first + k)
-        plgpu.barrier_wait(ring.ready.at[stage])
-        both = (((1,), (1,)), ((), ()))
-        acc += lax.dot_general(a[stage], ring.b[stage], both, preferred_element_type=jnp.float32)
-        plgpu.commit_smem()  # wgmma would need none
-        plgpu.barrier_arrive(ring.free.at[stage])
-        return acc
-
-    if plan.interpret:
-        return lax.fori_loop(0, steps, interpreted, jnp.zeros((ROWS, WIDTH), jnp.float32))
-
-    def accumulated(acc):
-        @pl.loop(0, steps)
-        def _(k):
-            stage = slot(first + k)
-            plgpu.barrier_wait(ring.ready.at[stage])
-            plgpu.wgmma(acc, a.at[stage], ring.b.at[stage].transpose((1, 0)))
-            plgpu.wgmma_wait(1)  # the step before this one is done
-            pl.when(k > 0)(lambda: plgpu.barrier_arrive(ring.free.at[slot(first + k - 1)]))
-
-        done = acc[...]
-        plgpu.barrier_arrive(ring.free.at[slot(first + steps - 1)])
-        return done
-
-    return pl.run_scoped(accumulated, plgpu.ACC((ROWS, WIDTH), jnp.float32))
 
 
 def _slices(plan: _Plan, j, product):
@@ -307,10 +266,3 @@ def _d_logits_tile(plan: _Plan, j, product, of_tokens, epilogue, rows, outputs):
 
 def _over_rows(x: Float[Array, "R"] | Int[Array, "R"]) -> Array:
     return lax.broadcast_in_dim(x, (ROWS, SLICE), [0])
-
-
-def _sms() -> int:
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None and device.platform == "gpu":
-        return device.num_cores
-    return getattr(jax.devices()[0], "core_count", HOPPER_SMS)
