@@ -13,7 +13,7 @@ MODEL = TransformerConfig(hidden_size=64, head_dim=16, moe=MoEConfig(8, 4, exper
 
 
 def test_ranks():
-    """32 over 4 experts of a token; alpha / R: 1 of attention, 4 of experts. The MLP's size does not count."""
+    """32 over 4 experts of a token; alpha / R is 1 of attention, 4 of experts. mlp_size does not count."""
     adapters = adapted_config(MODEL, LoraConfig(rank=32)).adapters
     assert adapters["q"] == (32, 1.0) and adapters["expert_down"] == (8, 4.0) and "down" not in adapters
     assert adapted_config(MODEL, LoraConfig()) is MODEL
