@@ -84,7 +84,7 @@ def read_adapter_config(folder: Path | str, has_experts: bool = False) -> LoraCo
     keys = JsonKeys(read_json(file), str(file), _DEFAULTS)
     _check_supported(keys)
     rank, targets = keys.integer("r", 2**31 - 1), _read_targets(keys)
-    others = _read_pattern(keys, "rank_pattern", has_experts)
+    others, _ = (_read_pattern(keys, key, has_experts) for key in ("rank_pattern", "alpha_pattern"))
     lora = LoraConfig(
         rank=others or rank,
         expert_rank=rank if has_experts else None,
