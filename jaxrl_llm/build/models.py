@@ -30,7 +30,7 @@ from jaxrl_llm.learn.scoring import ScoringModel
 from jaxrl_llm.learn.stage import Stage, loss_signals
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import LoraConfig, TransformerConfig
-from jaxrl_llm.models.config import MoEConfig
+from jaxrl_llm.models.config import MLP, MoEConfig
 from jaxrl_llm.models.lora import add_adapters, base_config, frozen_config, with_lora
 from jaxrl_llm.models.moe import route_spec
 from jaxrl_llm.rollout.keys import Purpose, run_key
@@ -255,6 +255,11 @@ def adapted_config(model: TransformerConfig, lora: LoraConfig) -> TransformerCon
     if lora.quantize != "none":
         raise ConfigError(
             f"--lora.quantize is {lora.quantize}: weights of experts are not quantized. Set it to none."
+        )
+    if model.moe.dense_layers and set(MLP) & set(lora.adapted):
+        raise ConfigError(
+            "--lora.targets: PEFT folders cannot tell leading dense layers' feed-forwards from experts. "
+            "Set --lora.targets q_proj k_proj v_proj o_proj."
         )
     if ("gate" in lora.adapted) != ("up" in lora.adapted):
         raise ConfigError(

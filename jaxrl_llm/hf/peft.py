@@ -14,11 +14,11 @@ from jaxrl_llm.hf.folder import file_inside, list_mismatches, read_header
 from jaxrl_llm.hf.hub_name import parse_hub_name
 from jaxrl_llm.hf.json_file import JsonKeys, read_json
 from jaxrl_llm.hf.load import read_slice
-from jaxrl_llm.hf.names import TensorRows, adapter_tensors, hf_name, tensor_layout
+from jaxrl_llm.hf.names import TensorRows, adapter_tensors, hf_name
 from jaxrl_llm.host.files import write_json
 from jaxrl_llm.models import AdaptedConfig, LoraConfig, abstract, named_leaves
 from jaxrl_llm.models.config import TARGETS, check_lora_config
-from jaxrl_llm.models.lora import MARK, scale_b
+from jaxrl_llm.models.lora import MARK, named_adapters, scale_b
 from jaxrl_llm.structs import Params
 from jaxrl_llm.user_file import expand_home
 
@@ -125,7 +125,7 @@ def load_adapter(folder: Path | str, config: AdaptedConfig) -> dict[str, np.ndar
         ((ours, index),) = tensor.parts
         out = adapter[ours]
         shape = shapes[ours][len(index) :]
-        part = TensorRows(index, tensor.name, tensor_layout(ours), 0, tensor.shape[0])
+        part = TensorRows(index, tensor.name, tensor.layouts[0], 0, tensor.shape[0])
         bounds = tuple((0, size) for size in shape)
         out[index or ...] = read_slice(stored[tensor.name], part, shape, bounds, out.dtype)
     for name, factor in _stored_factors(folder / CONFIG, config).items():
@@ -143,7 +143,7 @@ def peft_config(config: AdaptedConfig, base_name: str) -> dict[str, Any]:
     """
     lora, hub = config.lora, parse_hub_name(base_name)
     rank, factors = _file_rank(config), _file_factors(config)
-    modules = {f"layers.{name}": _module(config, f"layers.{name}") for name in config.adapters}
+    modules = {name: _module(config, name) for name in named_adapters(config)}
     others = [module for name, module in modules.items() if name in factors]
     alpha = lora.alpha * lora.scale_at(rank) / lora.scale
     if expand_home(base_name).exists():
@@ -187,7 +187,7 @@ def _file_factors(config: AdaptedConfig) -> dict[str, float]:
     lora, rank = config.lora, _file_rank(config)
     if rank == lora.rank:
         return {}
-    names = [f"layers.{name}" for name in config.adapters if not name.startswith("expert_")]
+    names = [name for name in named_adapters(config) if ".expert_" not in name]
     return dict.fromkeys(names, lora.scale / lora.scale_at(rank))
 
 

@@ -18,7 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.models.config import AdaptedConfig, LoraConfig, Quantize, QuantizedConfig, TransformerConfig
+from jaxrl_llm.models.config import (
+    AdaptedConfig,
+    LoraConfig,
+    Quantize,
+    QuantizedConfig,
+    TransformerConfig,
+    layer_stacks,
+)
 from jaxrl_llm.models.params import abstract, init, named_leaves
 from jaxrl_llm.models.quantize import SCALE, dequantize_weight
 from jaxrl_llm.structs import Params, TrainState
@@ -164,18 +171,24 @@ def with_random_b(params: Params, size: float) -> Params:
     adds numbers of order `size` to the outputs, which are of order 1.
     """
     rng, values, b = np.random.default_rng(0), {}, f"{MARK}b"
+    adapters = named_adapters(params.config)
     for name, leaf in named_leaves(params):
         if name.endswith(b):
-            rank, scale = params.config.adapters[name.removeprefix("layers.").removesuffix(b)]
+            rank, scale = adapters[name.removesuffix(b)]
             noise = rng.standard_normal(leaf.shape, np.float32)
             values[name] = size / (scale * math.sqrt(rank)) * noise
     return replace_weights(params, values)
 
 
+def named_adapters(config: TransformerConfig) -> dict[str, tuple[int, float]]:
+    """Return adapted weights by our names ("layers.q") -> rank and factor of the adapter's output."""
+    stacks = layer_stacks(config).items() if config.lora else ()
+    return {f"{stack}.{name}": adapter for stack, c in stacks for name, adapter in c.adapters.items()}
+
+
 def adapter_scale(config: TransformerConfig, name: str) -> float:
     """Return the factor of the output of the adapter of a weight ("layers.q"); 0 where it has none."""
-    adapters = config.adapters if config.lora else {}
-    return adapters.get(name.removeprefix("layers."), (0, 0.0))[1]
+    return named_adapters(config).get(name, (0, 0.0))[1]
 
 
 def merged_weight(weights: Mapping[str, jax.Array], name: str, scale: float) -> jax.Array:
@@ -204,5 +217,5 @@ def merged_names(name: str) -> tuple[str, str, str, str]:
 
 def _map_named(f: Callable[[str, Any], Any], params: Params) -> Params:
     """Return the tree of f(name, weight); f may return None for a weight that is left out."""
-    leaves = [f(name, leaf) for name, leaf in named_leaves(params)]
-    return jax.tree.unflatten(jax.tree.structure(params), leaves)
+    leaves = [f(name, leaf) for name, leaf in named_leaves(params)]  # None of those that are left out already
+    return jax.tree.unflatten(jax.tree.structure(params, is_leaf=lambda x: x is None), leaves)

@@ -7,16 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lora_models import merged, with_random_adapters
 from random_weights import random_params
 
 from jaxrl_llm import models
 from jaxrl_llm.learn.optim import decayed
-from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models import LoraConfig, TransformerConfig
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.decode import decode_ring, decode_shardings, decode_weights, init_ring_cache
 from jaxrl_llm.models.moe import choose_experts, expert_weights, gate_fn, router_logits, sparse_mlp
 from jaxrl_llm.models.transformer import cast_weights
-from jaxrl_llm.sharding.experts import ExpertWeights, grouped_experts
+from jaxrl_llm.sharding.experts import AdaptedMatrices, ExpertWeights, grouped_experts
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, put_rows
 
@@ -167,8 +168,18 @@ def loss_and_gradient(params, *row, strict=False):
 
 
 @functools.cache
-def on_one_device(config=CONFIG):
-    return jax.device_get(loss_and_gradient(params(config), *rows()))
+def adapted():
+    """With adapters: rank 6 of attention, 6 / 3 of experts."""
+    return with_random_adapters(params(), LoraConfig(rank=6, alpha=4.0))
+
+
+def gpt_oss():
+    return params(GPT_OSS)
+
+
+@functools.cache
+def on_one_device(of=params):
+    return jax.device_get(loss_and_gradient(of(), *rows()))
 
 
 def assert_close(got, expected):
@@ -177,26 +188,53 @@ def assert_close(got, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh_config", MESHES, ids=str)
-@pytest.mark.parametrize("config", [CONFIG, GPT_OSS], ids=["qwen3", "gpt-oss"])
-def test_every_mesh_gives_the_gradient_of_one_device(config, mesh_config):
+@pytest.mark.parametrize(
+    ("of", "mesh_config"),
+    [*((of, mesh) for of in (params, gpt_oss) for mesh in MESHES), *((adapted, MESHES[i]) for i in (0, 3))],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+def test_every_mesh_gives_the_gradient_of_one_device(of, mesh_config):
     mesh = make_mesh(mesh_config)
-    sharded = jax.device_put(params(config), models.shardings(config, mesh, TRAIN))
+    sharded = jax.device_put(of(), models.shardings(of().config, mesh, TRAIN))
     with jax.set_mesh(mesh):
         got = loss_and_gradient(sharded, *put_rows(mesh, rows()))
-    assert_close(got, on_one_device(config))
+    assert_close(got, on_one_device(of))
 
 
 def test_padding_passes_no_expert():
     assert_close(loss_and_gradient(params(), *rows(garbage=63)), on_one_device())
 
 
-@pytest.mark.parametrize(
-    "config", [CONFIG, pytest.param(GPT_OSS, marks=pytest.mark.slow)], ids=["qwen3", "gpt-oss"]
-)
-def test_strict_has_the_plain_gradient_and_the_bits_of_any_batch(config):
-    assert_close(loss_and_gradient(params(config), *rows(), strict=True), on_one_device(config))
-    forward = jax.jit(lambda *row: params(config)(*row, strict=True))
+def test_adapters_of_experts_by_hand():
+    """(x W + 0.5 x A B) of the expert, with A = [1, 2]^T and B = [10, 20]: x A = 5 of x = [1, 2]."""
+    weight, a, b = jnp.zeros((2, 2, 2)), jnp.array([[[1.0], [2]]] * 2), jnp.array([[[10.0, 20]], [[0, 0]]])
+    up = AdaptedMatrices(weight.at[0].set(jnp.eye(2)), a, b, 0.5)
+    ones = jnp.ones((2, 2, 2))
+    chosen, weights = jnp.array([[[0], [1]]]), jnp.ones((1, 2, 1))
+    experts, gated = ExpertWeights(ones, up, ones), lambda gate, up: up
+    out = grouped_experts(jnp.array([[[1.0, 2], [1, 2]]]), chosen, weights, experts, gated)
+    np.testing.assert_allclose(out, [[[1 + 25 + 2 + 50] * 2, [0, 0]]])
+
+
+@pytest.mark.slow
+def test_adapters_equal_merged_weights_and_the_strict_pass():
+    expected = np.asarray(params_forward(merged(adapted()), *rows()))[:, :12]
+    assert np.abs(expected - params_forward(params(), *rows())[:, :12]).max() > 0.1
+    for strict in (False, True):
+        got = params_forward(adapted(), *rows(), strict=strict)
+        np.testing.assert_allclose(got[:, :12], expected, atol=2e-5)
+    assert_close(loss_and_gradient(adapted(), *rows(), strict=True), on_one_device(adapted))
+
+
+@functools.partial(jax.jit, static_argnames="strict")
+def params_forward(params, *row, strict=False):
+    return params(*row, strict=strict)
+
+
+@pytest.mark.parametrize("of", [params, pytest.param(gpt_oss, marks=pytest.mark.slow)])
+def test_strict_has_the_plain_gradient_and_the_bits_of_any_batch(of):
+    assert_close(loss_and_gradient(of(), *rows(), strict=True), on_one_device(of))
+    forward = jax.jit(lambda *row: of()(*row, strict=True))
     whole, alone = forward(*rows()), forward(*(x[:1] for x in rows()))
     np.testing.assert_array_equal(whole[:1, :12], alone[:, :12])
 

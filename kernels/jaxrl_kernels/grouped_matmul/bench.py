@@ -8,6 +8,7 @@ Qwen3-30B-A3B's up projection. FLOPs are 2 M K N forward, and 4 M K N for both g
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 from collections.abc import Callable, Sequence
@@ -86,9 +87,8 @@ def measure_product(
 def _product(implementation: str) -> Callable:
     if implementation != PEER:
         return lambda *args: grouped_matmul(*args, implementation=implementation)
-    import tokamax  # only where it is measured
-
-    return lambda lhs, rhs, sizes: tokamax.ragged_dot(lhs, rhs, group_sizes=sizes)
+    peer = importlib.import_module(PEER)  # only where it is measured
+    return lambda lhs, rhs, sizes: peer.ragged_dot(lhs, rhs, group_sizes=sizes)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

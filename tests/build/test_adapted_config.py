@@ -1,0 +1,34 @@
+"""Adapters of a mixture of experts, of the policy or a critic: ranks, and what is refused."""
+
+import re
+
+import pytest
+
+from jaxrl_llm.build.models import adapted_config
+from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.models import LoraConfig, TransformerConfig
+from jaxrl_llm.models.config import MoEConfig
+
+MODEL = TransformerConfig(hidden_size=64, head_dim=16, moe=MoEConfig(8, 4, expert_size=12))
+
+
+def test_ranks():
+    """32 over 4 experts of a token; alpha / R is 1 of attention, 4 of experts. mlp_size does not count."""
+    adapters = adapted_config(MODEL, LoraConfig(rank=32)).adapters
+    assert adapters["q"] == (32, 1.0) and adapters["expert_down"] == (8, 4.0) and "down" not in adapters
+    assert adapted_config(MODEL, LoraConfig()) is MODEL
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        (LoraConfig(4, quantize="nf4"), "--lora.quantize is nf4: weights of experts are not quantized."),
+        (LoraConfig(4, targets=("q_proj", "up_proj")), "--lora.targets has one of gate_proj and up_proj"),
+        (LoraConfig(64), "--lora.expert_rank is 16: the model's experts have 12 inputs or outputs."),
+        (LoraConfig(65), "--lora.rank is 65: the model's hidden_size is 64."),
+    ],
+    ids=["quantize", "targets", "expert_rank", "rank"],
+)
+def test_what_experts_do_not_have_is_refused(lora, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        adapted_config(MODEL, lora)
