@@ -20,6 +20,7 @@ from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.hf.config import read_config, to_hf_config
 from jaxrl_llm.hf.export import export_config
 from jaxrl_llm.hf.load import PRETRAINED, PretrainedModels
+from jaxrl_llm.hf.names import INTERLEAVED
 from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.hf.tokenizer import has_tokenizer, load_tokenizer, vocabulary_difference
 from jaxrl_llm.learn.learner import Learner
@@ -195,13 +196,19 @@ def trained_config(model: TransformerConfig, config: TrainConfig) -> Transformer
     """Return the policy's architecture: heads that the algorithm needs, and adapters (`lora.rank`).
 
     Raises:
-        ConfigError: as `adapted_config` and `check_routing`; settings of routing for a model without experts.
+        ConfigError: as `adapted_config` and `check_routing`; settings of routing for a model without experts;
+            sinks on servers.
     """
     if model.moe:
         check_routing(config, model.moe)
     elif config.routing != RoutingConfig():
         name = next(f.name for f in fields(RoutingConfig) if getattr(config.routing, f.name) != f.default)
         raise ConfigError(f"--routing.{name}: the model has no experts. Leave it out.")
+    if model.attention_sinks and config.rollout.engine == "sglang":
+        raise ConfigError(
+            "--rollout.engine is sglang: models with attention sinks (gpt-oss) are not sent to servers. "
+            "Set it to native."
+        )
     return adapted_config(config_with_heads(model, config.algo), config.lora)
 
 
@@ -260,6 +267,11 @@ def adapted_config(model: TransformerConfig, lora: LoraConfig) -> TransformerCon
             "in one matrix. Name both or neither."
         )
     ranks = [rank for layer, (rank, _) in adapted.adapters.items() if layer.startswith("expert_")]
+    if ranks and model.family in INTERLEAVED:
+        raise ConfigError(
+            f"--lora.targets: {model.family} has all experts of a layer in one tensor, which takes no "
+            "adapters. Set --lora.targets q_proj k_proj v_proj o_proj."
+        )
     smallest = min(model.moe.expert_size, model.hidden_size)
     if ranks and ranks[0] > smallest:
         raise ConfigError(
