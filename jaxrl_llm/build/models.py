@@ -192,10 +192,13 @@ def trained_config(model: TransformerConfig, config: TrainConfig) -> Transformer
     """Return the policy's architecture: heads that the algorithm needs, and adapters (`lora.rank`).
 
     Raises:
-        ConfigError: a rank that is no smaller than the layers; settings that experts do not have.
+        ConfigError: a rank that is no smaller than the layers; settings that experts or latent attention
+            do not have.
     """
     if model.moe:
         refuse_with_experts(config)
+    if model.mla and config.lora.rank:
+        raise ConfigError("--lora.rank: latent attention (DeepSeek-V3) has no adapters. Set it to 0.")
     sizes = {"hidden_size": model.hidden_size, "mlp_size": model.mlp_size}
     sizes |= {"num_kv_heads * head_dim": model.num_kv_heads * model.head_dim}
     name, smallest = min(sizes.items(), key=lambda item: item[1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -43,19 +43,22 @@ def gather_tensors(
     Args:
         replicated: every device holds whole tensors, not only (with several processes) every process.
     """
-    for gathered in gather_checked(params, groups, dtype, replicated):
+    for gathered in gather_checked(params, groups, lambda _: dtype, replicated):
         yield [array for array, _ in gathered]
 
 
 def gather_checked(
-    params: Params, groups: Sequence[Sequence[HFTensor]], dtype: str, replicated: bool = False
+    params: Params,
+    groups: Sequence[Sequence[HFTensor]],
+    dtype_of: Callable[[HFTensor], str],
+    replicated: bool = False,
 ) -> Iterator[list[tuple[jax.Array, jax.Array]]]:
     """Yield as `gather_tensors`, each tensor with a bool[] on the device: all its numbers are finite."""
     leaves, lora = dict(named_leaves(params)), params.config.lora
     scale = lora.scale if lora else 0.0
     current: list[tuple[jax.Array, jax.Array]] = []
     for group in groups:
-        following = [_start(tensor, leaves, scale, dtype, replicated) for tensor in group]
+        following = [_start(tensor, leaves, scale, dtype_of(tensor), replicated) for tensor in group]
         if current:
             yield current
         current = following

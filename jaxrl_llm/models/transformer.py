@@ -18,9 +18,11 @@ from jaxrl_kernels.flash_attention.api import SAVED
 from jaxrl_kernels.flash_attention.spec import NO_WINDOW
 from jaxrl_llm.models.config import TARGETS, MoEConfig, TransformerConfig, layer_stacks
 from jaxrl_llm.models.initializer import Initializer, matrix_dims
+from jaxrl_llm.models.linear import apply_linear, rms_norm
+from jaxrl_llm.models.mla import DecodeLatents, add_latent_weights, decode_latents, expand_latents
 from jaxrl_llm.models.moe import sparse_mlp
-from jaxrl_llm.models.quantize import SCALE, dequantize_weight, quantize_weight
-from jaxrl_llm.models.rope import apply_rope, rope_tables
+from jaxrl_llm.models.quantize import SCALE, quantize_weight
+from jaxrl_llm.models.rope import apply_rope, attention_scale, rope_tables
 from jaxrl_llm.sharding.attention import (
     ContextParallel,
     context_parallel,
@@ -28,7 +30,7 @@ from jaxrl_llm.sharding.attention import (
     restore_tokens,
     sharded_attention,
 )
-from jaxrl_llm.sharding.rules import HOST, ROLLOUT, TRAIN, Rules, constrain, constrain_residual, fetch
+from jaxrl_llm.sharding.rules import HOST, TRAIN, Rules, constrain, constrain_residual, fetch
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -65,21 +67,14 @@ class Layers(nnx.Module):
 
     def __init__(self, config: TransformerConfig, key: jax.Array, depth: int):
         c, init = config, Initializer(key, config, depth)
-        d, e = c.hidden_size, c.head_dim
+        d = c.hidden_size
         self.attention_norm = init.ones((d,), ("norm",))
-        self.q = init.normal((d, c.num_heads, e), ("embed", "heads", "head_dim"))
-        self.k = init.normal((d, c.num_kv_heads, e), ("embed", "kv_heads", "head_dim"))
-        self.v = init.normal((d, c.num_kv_heads, e), ("embed", "kv_heads", "head_dim"))
-        self.o = init.normal((c.num_heads, e, d), ("heads", "head_dim", "embed"), residual=True)
-        if c.qkv_bias:
-            self.q_bias = init.zeros((c.num_heads, e), ("heads", "head_dim"))
-            self.k_bias = init.zeros((c.num_kv_heads, e), ("kv_heads", "head_dim"))
-            self.v_bias = init.zeros((c.num_kv_heads, e), ("kv_heads", "head_dim"))
+        if c.mla:
+            add_latent_weights(self, c, init)
+        else:
+            self._add_attention(c, init)
         if c.out_bias:
             self.o_bias = init.zeros((d,), ("norm",))
-        if c.qk_norm:
-            self.q_norm = init.ones((e,), ("head_dim",))
-            self.k_norm = init.ones((e,), ("head_dim",))
         self.mlp_norm = init.ones((d,), ("norm",))
         if size := c.moe.shared_size if c.moe else c.mlp_size:
             self.gate = init.normal((d, size), ("embed", "mlp"))
@@ -97,6 +92,20 @@ class Layers(nnx.Module):
         if c.lora:
             for name in c.lora.adapted:
                 self._add_adapter(name, c.lora.rank, init)
+
+    def _add_attention(self, c: TransformerConfig, init: Initializer) -> None:
+        d, e = c.hidden_size, c.head_dim
+        self.q = init.normal((d, c.num_heads, e), ("embed", "heads", "head_dim"))
+        self.k = init.normal((d, c.num_kv_heads, e), ("embed", "kv_heads", "head_dim"))
+        self.v = init.normal((d, c.num_kv_heads, e), ("embed", "kv_heads", "head_dim"))
+        self.o = init.normal((c.num_heads, e, d), ("heads", "head_dim", "embed"), residual=True)
+        if c.qkv_bias:
+            self.q_bias = init.zeros((c.num_heads, e), ("heads", "head_dim"))
+            self.k_bias = init.zeros((c.num_kv_heads, e), ("kv_heads", "head_dim"))
+            self.v_bias = init.zeros((c.num_kv_heads, e), ("kv_heads", "head_dim"))
+        if c.qk_norm:
+            self.q_norm = init.ones((e,), ("head_dim",))
+            self.k_norm = init.ones((e,), ("head_dim",))
 
     def _add_experts(self, moe: MoEConfig, d: int, init: Initializer) -> None:
         shape, axes = (moe.num_experts, d, moe.expert_size), ("experts", "expert_embed", "expert_mlp")
@@ -218,7 +227,7 @@ def make_attention_fn(
     strict: bool = False,
 ):
     """Return the `attention_fn` of `block` for causal attention within segments; kv are those of the row."""
-    settings = {"scale": 1 / math.sqrt(c.head_dim), "softcap": c.attention_softcap}
+    settings = {"scale": attention_scale(c), "softcap": c.attention_softcap}
 
     def plain(q, k, v, segments, positions, window):
         known = {"windows": tuple(sorted(set(window_sizes(c)))), "method": method}
@@ -247,7 +256,8 @@ def block(
     Args:
         w: its weights, cast to the type of x by `cast_weights`.
         rope: (cos, sin) of every position.
-        attention_fn: (q, k, v) -> (out, kv); applies the mask, reads and writes the KV cache.
+        attention_fn: (q, k, v) -> (out, kv); applies the mask, reads and writes the KV cache. DecodeLatents
+            for a cache of latents; the kv of other calls are then latents, too, but in strict mode.
         strict: batch-invariant.
         valid: tokens that are no padding: the others pass no expert; None = all.
         rules: by which the experts are divided.
@@ -259,12 +269,7 @@ def block(
         return constrain(rms_norm(x, weight, c.norm_eps), "batch", "sequence", "hidden")
 
     def before_attention(w, x, rope):
-        h = norm(x, w.attention_norm[...])
-        q, k, v = linear(w, "q", h), linear(w, "k", h), linear(w, "v", h)
-        if c.qk_norm:
-            q = rms_norm(q, w.q_norm[...], c.norm_eps)
-            k = rms_norm(k, w.k_norm[...], c.norm_eps)
-        return apply_rope(q, *rope), apply_rope(k, *rope), v
+        return (expand_latents if c.mla else project_heads)(c, w, norm(x, w.attention_norm[...]), rope)
 
     def add_attention(w, x, out):
         return constrain_residual(x + linear(w, "o", out))
@@ -280,8 +285,13 @@ def block(
 
     per_token = per_token_call(strict)
     with jax.named_scope("attention"):
-        q, k, v = per_token(before_attention, w, x, rope)
-        out, kv = attention_fn(constrain(q, "batch", "sequence", "heads", "head_dim"), k, v)
+        if isinstance(attention_fn, DecodeLatents):
+            out, kv = decode_latents(c, w, norm(x, w.attention_norm[...]), rope, attention_fn)
+        else:
+            q, k, v, latents = per_token(before_attention, w, x, rope)
+            out, kv = attention_fn(constrain(q, "batch", "sequence", "heads", "head_dim"), k, v)
+            if c.mla:
+                out, kv = out[..., : c.mla.value_dim], kv if strict else (latents, None)
     if not c.moe:
         return per_token(after_attention, w, x, out), kv
     x = per_token(add_attention, w, x, out)
@@ -292,15 +302,13 @@ def block(
         return constrain_residual(x + y), kv
 
 
-def apply_linear(c: TransformerConfig, w: Layers, name: str, x: Float[Array, "B T *I"]):
-    """Apply a linear layer, with the bias and the adapter that it has."""
-    y = multiply(w, name, x)
-    if hasattr(w, f"{name}_bias"):
-        y = y + getattr(w, f"{name}_bias")[...]
-    if hasattr(w, f"{name}_lora_a"):
-        a, b = getattr(w, f"{name}_lora_a")[...], getattr(w, f"{name}_lora_b")[...]
-        y = y + c.lora.scale * project(project(x, a), b)
-    return y
+def project_heads(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"], rope):
+    """Return queries, keys and values of each head, and None, for there are no latents."""
+    q, k, v = (apply_linear(c, w, name, h) for name in "qkv")
+    if c.qk_norm:
+        q = rms_norm(q, w.q_norm[...], c.norm_eps)
+        k = rms_norm(k, w.k_norm[...], c.norm_eps)
+    return apply_rope(q, *rope), apply_rope(k, *rope), v, None
 
 
 def mlp(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -340,46 +348,6 @@ def cast_weights(weights: nnx.Module, dtype: DTypeLike) -> nnx.Module:
         return w if kept else rounded(w, dtype)
 
     return jax.tree_util.tree_map_with_path(cast, weights)
-
-
-def multiply(w: Layers, name: str, x: Float[Array, "B T *I"]) -> Float[Array, "B T *O"]:
-    """Multiply x by a weight of a layer, which is dequantized here, alone, if it is quantized.
-
-    The backward pass dequantizes it again: kept, it would be a stack of all layers. The barrier keeps XLA
-    from dequantizing all layers before a loop over tokens. fsdp gathers codes.
-    """
-    weight, scale = getattr(w, name), getattr(w, name + SCALE, None)
-    if scale is None:
-        return project(x, weight[...])
-    axes = weight.get_metadata("axes")[1:]
-
-    def product(x, *quantized):
-        x, *quantized = jax.lax.optimization_barrier((x, *quantized))
-        codes, scale = (constrain(part, *axes, rules=ROLLOUT) for part in quantized)
-        return project(x, dequantize_weight(codes, scale, x.dtype))
-
-    return jax.checkpoint(product, prevent_cse=False)(x, weight[...], scale[...])
-
-
-def project(x: Float[Array, "B T *I"], w: Float[Array, "*I_and_O"]) -> Float[Array, "B T *O"]:
-    """Multiply x w, contracting all dims of x but B and T; the other dims of w follow.
-
-    On one device B and T are merged first: with two dims, XLA's CPU backend copies the transpose of every
-    output gradient, and a weight's gradient takes 1.8 times as long. On several devices they stay separate,
-    since each may be sharded.
-    """
-    inner, outer = x.ndim - 2, x.shape[:2]
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        x = x.reshape(-1, *x.shape[2:])
-    return jnp.tensordot(x, w, inner).reshape(*outer, *w.shape[inner:])
-
-
-def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*B D"]:
-    """Compute x / sqrt(mean x^2 + eps) * weight (Zhang & Sennrich 2019) in float32; returns the type of x."""
-    x32 = x.astype(jnp.float32)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (x32 * weight).astype(x.dtype)
 
 
 def trajectory_lengths(
