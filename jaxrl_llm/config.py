@@ -16,7 +16,7 @@ from jaxrl_llm.data.config import ChatConfig, DataConfig, SourceConfig
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.learn.optim import LearningRate, OptimConfig
 from jaxrl_llm.learn.routing import RoutingConfig
-from jaxrl_llm.models.config import LoraConfig, MoEConfig, RopeConfig, TransformerConfig
+from jaxrl_llm.models.config import LoraConfig, MLAConfig, MoEConfig, RopeConfig, TransformerConfig
 from jaxrl_llm.ranges import CountOrZero, Range, SecondsOrZero
 from jaxrl_llm.report.config import LogConfig
 from jaxrl_llm.report.profiler import profiled_steps
@@ -48,6 +48,7 @@ __all__ = [  # all that a recipe needs, besides its algorithm
     "HubConfig",
     "LogConfig",
     "LoraConfig",
+    "MLAConfig",
     "MeshConfig",
     "MoEConfig",
     "ModelConfig",

@@ -93,12 +93,12 @@ def our_logits(params: models.Transformer, tokens: np.ndarray, dtype=jnp.float32
     return (hidden @ params.head.astype(dtype).T).astype(jnp.float32)
 
 
-def agree_in_greedy_text(model, params: models.Transformer, prompts: np.ndarray, new: int) -> None:
+def agree_in_greedy_text(model, params: models.Transformer, prompts: np.ndarray, new: int, **rollout) -> None:
     """Assert that our engine generates the tokens that transformers does."""
     settings = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     with torch.no_grad():
         theirs = model.generate(torch.tensor(prompts), **settings).numpy()[:, prompts.shape[1] :]
-    rollout = RolloutConfig(slots=len(prompts), chunk=new // 2)
+    rollout = RolloutConfig(slots=len(prompts), chunk=new // 2, **rollout)
     engine = NativeEngine(rollout, params.config, make_mesh(MeshConfig(), jax.devices()[:1]))
     engine.publish(params, version=0)
     requests = [Request(ids, i, 1, new) for i, ids in enumerate(prompts.astype(np.int32))]

@@ -197,13 +197,18 @@ def trained_config(model: TransformerConfig, config: TrainConfig) -> Transformer
 
     Raises:
         ConfigError: as `adapted_config` and `check_routing`; settings of routing for a model without experts;
-            sinks on servers.
+            sinks or latent attention on servers.
     """
     if model.moe:
         check_routing(config, model.moe)
     elif config.routing != RoutingConfig():
         name = next(f.name for f in fields(RoutingConfig) if getattr(config.routing, f.name) != f.default)
         raise ConfigError(f"--routing.{name}: the model has no experts. Leave it out.")
+    if model.mla and config.rollout.engine == "sglang":
+        raise ConfigError(
+            "--rollout.engine is sglang: models with latent attention (DeepSeek-V3) are not sent to servers. "
+            "Set it to native."
+        )
     if model.attention_sinks and config.rollout.engine == "sglang":
         raise ConfigError(
             "--rollout.engine is sglang: models with attention sinks (gpt-oss) are not sent to servers. "
@@ -240,6 +245,8 @@ def adapted_config(model: TransformerConfig, lora: LoraConfig) -> TransformerCon
         ConfigError: a rank that is no smaller than the layers; what a mixture of experts does not have. Names
             the key and the fix.
     """
+    if model.mla and lora.rank:
+        raise ConfigError("--lora.rank: latent attention (DeepSeek-V3) has no adapters. Set it to 0.")
     adapted = with_lora(model, lora)
     sizes = {"hidden_size": model.hidden_size, "num_kv_heads * head_dim": model.num_kv_heads * model.head_dim}
     if not model.moe:

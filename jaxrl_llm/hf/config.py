@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.hf.expert_config import EXPERT_DEFAULTS, read_experts, write_experts
+from jaxrl_llm.hf.expert_config import (
+    EXPERT_DEFAULTS,
+    read_experts,
+    read_latent_attention,
+    write_experts,
+    write_latent_attention,
+)
 from jaxrl_llm.hf.json_file import JsonKeys, read_json
 from jaxrl_llm.models.config import RopeConfig, TransformerConfig, check_model_config
 
@@ -42,6 +48,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**_QWEN, **EXPERT_DEFAULTS["qwen2_moe"]},
     "qwen3_moe": {**_QWEN, **EXPERT_DEFAULTS["qwen3_moe"]},
     "mixtral": {**_LLAMA, **_MISTRAL, **EXPERT_DEFAULTS["mixtral"]},
+    "deepseek_v3": EXPERT_DEFAULTS["deepseek_v3"],
     "glm4_moe": EXPERT_DEFAULTS["glm4_moe"],
     "olmoe": EXPERT_DEFAULTS["olmoe"],
     "gpt_oss": EXPERT_DEFAULTS["gpt_oss"],
@@ -57,6 +64,7 @@ ARCHITECTURES = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
@@ -104,8 +112,14 @@ LARGEST = {
 }
 """Sizes beyond those of any model: nonsense rather than hours of making a list of weights."""
 LANGUAGE, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
-BIAS_FLAG = ("llama", "qwen3", "qwen3_moe", "glm4_moe", "olmoe", "gpt_oss")
+BIAS_FLAG = ("llama", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe", "olmoe", "gpt_oss")
 """Families whose attention has biases where `attention_bias` says so."""
+DEQUANTIZE = {
+    "fp8": "; convert the fp8 weights to bf16 with the model's own script first",
+    "mxfp4": "; dequantize them once: transformers.AutoModelForCausalLM.from_pretrained(FOLDER, "
+    "quantization_config=transformers.Mxfp4Config(dequantize=True)).save_pretrained(NEW_FOLDER)",
+}
+"""What to do with quantized weights."""
 WINDOWED = ("mistral", "mixtral")
 """Families whose layers all have the sliding window, if there is one."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -139,7 +153,9 @@ def read_config(folder: Path | str | dict) -> TransformerConfig:
     own_kv = (
         None if family == "baichuan" else keys.optional("num_key_value_heads", LARGEST["num_attention_heads"])
     )
+    mla = read_latent_attention(keys, family, heads)
     head_dim = keys.optional("head_dim", 1 << 16) or sizes["hidden_size"] // heads
+    head_dim = mla.nope_dim + mla.rope_dim if mla else head_dim
     if not head_dim:
         raise keys.wrong("hidden_size", sizes["hidden_size"], f"is less than num_attention_heads={heads}")
     config = TransformerConfig(
@@ -147,6 +163,7 @@ def read_config(folder: Path | str | dict) -> TransformerConfig:
         **sizes,
         num_kv_heads=own_kv or heads,
         head_dim=head_dim,
+        mla=mla,
         moe=read_experts(keys, family),
         qkv_bias=biased or (family in ("qwen2", "qwen2_moe") and keys.flag("qkv_bias", True)),
         out_bias=biased and family != "glm4_moe",
@@ -202,7 +219,7 @@ def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str
     raw |= {"attention_bias": config.qkv_bias} if family in BIAS_FLAG else {}
     raw |= {"qkv_bias": config.qkv_bias} if family == "qwen2_moe" else {}
     raw |= {"use_qk_norm": config.qk_norm} if family == "glm4_moe" else {}
-    raw |= write_experts(config)
+    raw |= write_experts(config) | write_latent_attention(config)
     raw |= {"mlp_bias": config.mlp_bias} if family == "llama" else {}
     if config.attention_softcap is not None:
         raw["attn_logit_softcapping"] = config.attention_softcap
@@ -215,14 +232,10 @@ def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str
 
 def _check_supported(keys: JsonKeys, family: str) -> None:
     """Refuse a model that would load and then compute something else."""
-    if keys.section("quantization_config").raw.get("quant_method") == "mxfp4":
-        raise UserError(
-            f"{keys.file}: quantization_config is mxfp4; only bf16, fp16 and fp32 weights are read. "
-            "Dequantize them once: transformers.AutoModelForCausalLM.from_pretrained(FOLDER, "
-            "quantization_config=transformers.Mxfp4Config(dequantize=True)).save_pretrained(NEW_FOLDER)"
-        )
-    if keys.get("quantization_config"):
-        raise UserError(f"{keys.file}: quantization_config is set; only bf16, fp16 and fp32 weights are read")
+    if method := keys.get("quantization_config"):
+        method = method.get("quant_method") if isinstance(method, dict) else None
+        known = "only bf16, fp16 and fp32 weights are read"
+        raise UserError(f"{keys.file}: quantization_config is set; {known}{DEQUANTIZE.get(method, '')}")
     if keys.get("clip_qkv") is not None:
         raise keys.wrong("clip_qkv", keys.get("clip_qkv"), "is not supported; supported: null")
     if family == "baichuan" and keys.get("max_position_embeddings") is None:

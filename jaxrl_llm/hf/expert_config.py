@@ -1,11 +1,11 @@
-"""Keys of config.json that describe a mixture of experts."""
+"""Keys of config.json that describe a mixture of experts, and the latent attention of DeepSeek-V3."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from jaxrl_llm.hf.json_file import JsonKeys
-from jaxrl_llm.models.config import MoEConfig, TransformerConfig
+from jaxrl_llm.models.config import MLAConfig, MoEConfig, TransformerConfig
 
 EXPERT_DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {
@@ -34,6 +34,28 @@ EXPERT_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e6,
+    },
+    "deepseek_v3": {
+        "vocab_size": 129_280,
+        "hidden_size": 7168,
+        "intermediate_size": 18_432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "max_position_embeddings": 4096,
+        "moe_intermediate_size": 2048,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "n_routed_experts": 256,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
     },
     "glm4_moe": {
         "vocab_size": 151_552,
@@ -96,11 +118,13 @@ EXPERT_DEFAULTS: dict[str, dict[str, Any]] = {
 """HF's defaults of families with experts, beside those of their dense relatives."""
 LARGEST = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_group", "topk_group"), 2**16),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 10**6),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 2**12),
     **dict.fromkeys(("num_experts_per_tok", "n_shared_experts"), 2**8),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size"), 10**7),
 }
 """Sizes beyond those of any model."""
-GROUPED = ("glm4_moe",)
+GROUPED = ("deepseek_v3", "glm4_moe")
 """Families whose routers have groups, sigmoid scores and a selection bias."""
 FIXED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 """Keys of such families that have one supported value."""
@@ -166,6 +190,44 @@ def _clamped(keys: JsonKeys) -> dict[str, Any]:
     defaults = {key: EXPERT_DEFAULTS["gpt_oss"][key] for key in ("swiglu_limit", "swiglu_alpha")}
     limits = {key: keys.number(key, value, low=1e-6, high=1e6) for key, value in defaults.items()}
     return {"score": "softmax_of_chosen", "bias": True, **limits}
+
+
+def read_latent_attention(keys: JsonKeys, family: str, heads: int) -> MLAConfig | None:
+    """Return the latent attention of a family that has it.
+
+    Raises:
+        UserError: fewer key heads than query heads.
+    """
+    if family != "deepseek_v3":
+        return None
+    if keys.get("num_key_value_heads") not in (None, heads):
+        requirement = f"is not supported; supported: num_attention_heads, {heads}"
+        raise keys.wrong("num_key_value_heads", keys.get("num_key_value_heads"), requirement)
+    integer = lambda key: keys.integer(key, LARGEST[key])
+    return MLAConfig(
+        integer("kv_lora_rank"),
+        keys.optional("q_lora_rank", LARGEST["q_lora_rank"]) or 0,
+        integer("qk_nope_head_dim"),
+        integer("qk_rope_head_dim"),
+        integer("v_head_dim"),
+        keys.flag("rope_interleave", True),
+    )
+
+
+def write_latent_attention(config: TransformerConfig) -> dict[str, Any]:
+    """Return the keys of latent attention, none for a model without."""
+    mla = config.mla
+    if mla is None:
+        return {}
+    return {
+        "head_dim": mla.rope_dim,  # as transformers has it
+        "kv_lora_rank": mla.kv_rank,
+        "q_lora_rank": mla.q_rank or None,
+        "qk_nope_head_dim": mla.nope_dim,
+        "qk_rope_head_dim": mla.rope_dim,
+        "v_head_dim": mla.value_dim,
+        "rope_interleave": mla.interleaved,
+    }
 
 
 def write_experts(config: TransformerConfig) -> dict[str, Any]:

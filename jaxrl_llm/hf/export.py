@@ -20,7 +20,7 @@ from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.hf.config import to_hf_config
 from jaxrl_llm.hf.folder import INDEX, SINGLE, shorten_names
 from jaxrl_llm.hf.gather import gather_checked, group_by_size, stacked_runs
-from jaxrl_llm.hf.names import HFTensor, hf_tensors
+from jaxrl_llm.hf.names import HFTensor, hf_tensors, stored_dtype
 from jaxrl_llm.hf.tokenizer import generation_config, save_tokenizer, special_ids
 from jaxrl_llm.host.files import sync_to_disk, write_json
 from jaxrl_llm.host.processes import on_first
@@ -186,7 +186,7 @@ def _write_shard(path: Path, tensors: list[HFTensor], params: Params, dtype: str
     flags: list[bool] = []
     size = jnp.dtype(dtype).itemsize
     groups = [group for run in stacked_runs(tensors) for group in group_by_size(run, size, _MAX_STACK)]
-    gathered = gather_checked(params, groups, dtype)
+    gathered = gather_checked(params, groups, lambda tensor: stored_dtype(tensor, dtype))
     arrays = (flags.append(finite) or array for group in gathered for array, finite in group)
     failure = None
     if jax.process_index() == 0:
@@ -210,8 +210,9 @@ def write_safetensors(path: Path, tensors: list[HFTensor], arrays: Iterator[np.n
     """Write a safetensors file tensor by tensor; the library's writer needs all of them in memory."""
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for tensor in tensors:
-        start, end = end, end + jnp.dtype(dtype).itemsize * math.prod(tensor.shape)
-        header[tensor.name] = {"dtype": DTYPES[dtype], "shape": tensor.shape, "data_offsets": [start, end]}
+        own = stored_dtype(tensor, dtype)
+        start, end = end, end + jnp.dtype(own).itemsize * math.prod(tensor.shape)
+        header[tensor.name] = {"dtype": DTYPES[own], "shape": tensor.shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:

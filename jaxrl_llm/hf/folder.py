@@ -63,9 +63,10 @@ def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTen
 
 def _predictor_weights(folder: Path, config: TransformerConfig, stored: Collection[str]) -> set[str]:
     """Return the weights of layers that predict further tokens (DeepSeek-V3, GLM-4.5), after the last one."""
-    count = read_json(folder / "config.json").get("num_nextn_predict_layers", 1)
-    if config.family not in GROUPED or not isinstance(count, int):
+    if config.family not in GROUPED:
         return set()
+    count = read_json(folder / "config.json").get("num_nextn_predict_layers", 1)
+    count = count if isinstance(count, int) else 0
     layers = [f"model.layers.{config.num_layers + i}." for i in range(min(count, MAX_PREDICTORS))]
     return {name for name in stored if name.startswith(tuple(layers))}
 
@@ -111,13 +112,13 @@ def list_mismatches(
 def refuse_remote_code(folder: Path) -> None:
     """Refuse a folder whose config.json names Python code of its own: no code of a folder is ever run.
 
-    Baichuan always has code; its decoder is built in here, so config.json may name it.
+    Baichuan and DeepSeek-V3 always have code; their decoders are built in here, so config.json may name it.
 
     Raises:
         UserError: config.json names classes of the folder's own Python files.
     """
     raw = read_json(folder / "config.json")
-    if raw.get("auto_map") and raw.get("model_type") != "baichuan":
+    if raw.get("auto_map") and raw.get("model_type") not in ("baichuan", "deepseek_v3"):
         raise UserError(
             f"{folder / 'config.json'}: auto_map={raw['auto_map']} asks for the folder's own code, which is "
             f"never run. If the model is a plain {raw.get('model_type')}, remove auto_map to use it."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -60,22 +60,24 @@ def gather_tensors(
     Args:
         replicated: the tensors stay on the devices, every one of which holds them whole.
     """
-    for gathered in gather_checked(params, groups, dtype, replicated):
+    for gathered in gather_checked(params, groups, lambda _: dtype, replicated):
         yield [array for array, _ in gathered]
 
 
 def gather_checked(
-    params: Params, groups: Sequence[Sequence[HFTensor]], dtype: str, replicated: bool = False
+    params: Params,
+    groups: Sequence[Sequence[HFTensor]],
+    dtype_of: Callable[[HFTensor], str],
+    replicated: bool = False,
 ) -> Iterator[list[tuple[Any, Any]]]:
     """Yield as `gather_tensors`, each tensor with a bool: all its numbers are finite."""
     leaves = dict(named_leaves(params))
     on_host = list if replicated else np.asarray
+    scale_of = lambda tensor: adapter_scale(params.config, tensor.parts[0][0])  # the same of all its parts
     current: list[tuple[Any, Any]] = []
     for group in [*groups, []]:
-        runs = stacked_runs(group)
-        scales = [adapter_scale(params.config, run[0].parts[0][0]) for run in runs]  # of fused ones the same
         following = [
-            _start(run, leaves, scale, dtype, replicated) for run, scale in zip(runs, scales, strict=True)
+            _start(run, leaves, scale_of(run[0]), dtype_of(run[0]), replicated) for run in stacked_runs(group)
         ]
         if current:
             yield [pair for run in current for pair in zip(*map(on_host, run), strict=True)]

@@ -37,6 +37,14 @@ TABLE: dict[str, tuple[str, str]] = {
     "layers.q_norm": ("model.layers.{}.self_attn.q_norm.weight", "e -> e"),
     "layers.k_norm": ("model.layers.{}.self_attn.k_norm.weight", "e -> e"),
     "layers.sinks": ("model.layers.{}.self_attn.sinks", "h -> h"),
+    "layers.q_a": ("model.layers.{}.self_attn.q_a_proj.weight", "d r -> r d"),
+    "layers.q_a_bias": ("model.layers.{}.self_attn.q_a_proj.bias", "r -> r"),
+    "layers.q_a_norm": ("model.layers.{}.self_attn.q_a_layernorm.weight", "r -> r"),
+    "layers.q_b": ("model.layers.{}.self_attn.q_b_proj.weight", "r h e -> (h e) r"),
+    "layers.kv_a": ("model.layers.{}.self_attn.kv_a_proj_with_mqa.weight", "d r -> r d"),
+    "layers.kv_a_bias": ("model.layers.{}.self_attn.kv_a_proj_with_mqa.bias", "r -> r"),
+    "layers.kv_a_norm": ("model.layers.{}.self_attn.kv_a_layernorm.weight", "r -> r"),
+    "layers.kv_b": ("model.layers.{}.self_attn.kv_b_proj.weight", "r h e -> (h e) r"),
     "layers.mlp_norm": ("model.layers.{}.post_attention_layernorm.weight", "d -> d"),
     "layers.gate": ("model.layers.{}.mlp.gate_proj.weight", "d f -> f d"),
     "layers.up": ("model.layers.{}.mlp.up_proj.weight", "d f -> f d"),
@@ -70,7 +78,7 @@ FAMILY_NAMES: dict[str, dict[str, str]] = {
         "layers.expert_up": "model.layers.{}.block_sparse_moe.experts.{}.w3.weight",
         "layers.expert_down": "model.layers.{}.block_sparse_moe.experts.{}.w2.weight",
     },
-    "glm4_moe": SHARED_EXPERTS,
+    **dict.fromkeys(("deepseek_v3", "glm4_moe"), SHARED_EXPERTS),
     "qwen2_moe": {
         f"layers.{ours}": f"model.layers.{{}}.mlp.shared_expert.{ours}_proj.weight"
         for ours in ("gate", "up", "down")
@@ -158,6 +166,11 @@ def hf_tensors(config: TransformerConfig) -> list[HFTensor]:
 def hf_name(config: TransformerConfig, ours: str) -> str:
     """Return the HF name of one of our weights, with {} for the layer, and for the expert."""
     return FAMILY_NAMES.get(config.family, {}).get(ours, TABLE[_row(ours)][0])
+
+
+def stored_dtype(tensor: HFTensor, dtype: str) -> str:
+    """Return the type of a tensor in files of type `dtype`: the bias that chooses experts stays float32."""
+    return "float32" if tensor.parts[0][0].endswith("router_bias") else dtype
 
 
 def stack_dims(ours: str, family: str = "") -> int:

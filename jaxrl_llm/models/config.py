@@ -126,6 +126,24 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
+class MLAConfig:
+    """Multi-head latent attention (arXiv 2405.04434): keys and values are projections of one small latent."""
+
+    kv_rank: Size = 512
+    """Size of the latent of a token's keys and values (HF `kv_lora_rank`)."""
+    q_rank: Annotated[int, Range(0, 2**24)] = 1536
+    """Size of the latent of its queries (HF `q_lora_rank`); 0 = none."""
+    nope_dim: Size = 128
+    """Dims of a head of queries and keys that RoPE leaves as they are, the first ones."""
+    rope_dim: Size = 64
+    """Dims that RoPE rotates, the last ones; all heads of keys share them."""
+    value_dim: Size = 128
+    """Dims of a head of values."""
+    interleaved: bool = True
+    """RoPE rotates neighbouring dims, 2i and 2i + 1, not i and i + rope_dim / 2."""
+
+
+@dataclass(frozen=True)
 class TransformerConfig:
     """The architecture of a decoder; Qwen, Llama, Mistral and the others differ only in these fields."""
 
@@ -148,7 +166,9 @@ class TransformerConfig:
     num_kv_heads: Annotated[int, Range(1, 2**16)] = 8
     """Key and value heads; each serves num_heads / num_kv_heads query heads."""
     head_dim: Annotated[int, Range(2, 2**13, usual="64 or 128 is usual")] = 128
-    """Size of one head; need not be hidden_size / num_heads."""
+    """Size of one head; need not be hidden_size / num_heads. With `mla` nope_dim + rope_dim."""
+    mla: MLAConfig | None = None
+    """Multi-head latent attention (DeepSeek-V3); None = keys and values are projected directly."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections (Qwen2)."""
     out_bias: bool = False
@@ -187,16 +207,22 @@ class TransformerConfig:
     @property
     def rotary_dim(self) -> int:
         """Dims of a head that RoPE rotates."""
+        if self.mla:
+            return self.mla.rope_dim
         return int(self.head_dim * self.rope.partial_rotary)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, what is wrong) for sizes that do not go together."""
+        if self.mla:
+            yield from self._latent_problems(self.mla)
         if self.num_heads % self.num_kv_heads:
             yield "num_kv_heads", f"is {self.num_kv_heads}: it must divide num_heads, {self.num_heads}."
         if self.qk_norm_over_heads and not self.qk_norm:
             yield "qk_norm_over_heads", "is True: it says which norm qk_norm is, so that must be True, too."
-        if self.rotary_dim % 2 or not self.rotary_dim:
-            part = f", of which partial_rotary {self.rope.partial_rotary} is {self.rotary_dim}"
+        in_range = 0 < self.rope.partial_rotary <= 1  # or its own range is reported
+        rotary = self.rotary_dim if in_range else 4
+        if rotary % 2 or not rotary:
+            part = f", of which partial_rotary {self.rope.partial_rotary} is {rotary}"
             part = "" if self.rope.partial_rotary == 1.0 else part
             yield "head_dim", f"is {self.head_dim}{part}: it must be even, since RoPE rotates pairs."
         if self.window_layers is not None and len(self.window_layers) != self.num_layers:
@@ -204,13 +230,26 @@ class TransformerConfig:
                 "window_layers",
                 f"has {len(self.window_layers)} entries: it must have one a layer, {self.num_layers}.",
             )
-        if self.rope.scaling == "dynamic" and self.rotary_dim < 4:
+        if self.rope.scaling == "dynamic" and rotary < 4:
             yield "head_dim", f"is {self.head_dim}: dynamic RoPE scaling needs at least 4."
         if self.moe and self.moe.dense_layers >= self.num_layers:
             yield (
                 "num_layers",
                 f"is {self.num_layers}: it must be above moe.dense_layers, {self.moe.dense_layers}.",
             )
+
+    def _latent_problems(self, mla: MLAConfig) -> Iterator[tuple[str, str]]:
+        size = mla.nope_dim + mla.rope_dim
+        if self.head_dim != size:
+            yield "head_dim", f"is {self.head_dim}: it must be mla.nope_dim + mla.rope_dim, {size}."
+        if self.num_kv_heads != self.num_heads:
+            yield "num_kv_heads", f"is {self.num_kv_heads}: with mla it must be num_heads, {self.num_heads}."
+        if mla.value_dim > size:
+            yield "head_dim", f"is {self.head_dim}: it must be at least mla.value_dim, {mla.value_dim}."
+        if self.qk_norm:
+            yield "qk_norm", "is true: with mla it must be false."
+        if self.rope.partial_rotary != 1.0:
+            yield "rope", f"has partial_rotary {self.rope.partial_rotary}: with mla it must be 1."
 
 
 DENSE = "dense_layers"

@@ -9,7 +9,6 @@ with depth.
 from __future__ import annotations
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -23,8 +22,10 @@ from jaxrl_kernels.flash_attention.reference import dense_attention
 from jaxrl_kernels.flash_attention.sinks import add_sinks
 from jaxrl_kernels.flash_attention.spec import AttentionSpec
 from jaxrl_llm.models.config import TransformerConfig, layer_stacks
+from jaxrl_llm.models.mla import DecodeLatents, cache_dims
 from jaxrl_llm.models.moe import join_routes
 from jaxrl_llm.models.params import shardings
+from jaxrl_llm.models.rope import attention_scale
 from jaxrl_llm.models.transformer import (
     Layers,
     Transformer,
@@ -56,7 +57,8 @@ class RingCache(NamedTuple):
     """Keys and values of S slots in ring buffers with one shared write index.
 
     The newest token of every slot is at `cursor` - 1, the one before at `cursor` - 2, and so on modulo C: a
-    step writes one column for all slots, of any lengths, instead of scattering.
+    step writes one column for all slots, of any lengths, instead of scattering. A cache of latents has them
+    in k, one head of E = kv_rank + rope_dim, and no v.
     """
 
     k: tuple[Float[Array, "*L S K E C"], ...]  # an array per layer, or one [L, ...]; C last suits q k^T
@@ -66,7 +68,7 @@ class RingCache(NamedTuple):
     @property
     def length(self) -> int:
         """Return the capacity of a slot in tokens."""
-        return self.v[0].shape[-2]
+        return self.k[0].shape[-1]
 
 
 def is_unrolled(c: TransformerConfig) -> bool:
@@ -119,13 +121,16 @@ def _without_layer_axis(stack: NamedSharding) -> NamedSharding:
     return NamedSharding(stack.mesh, PartitionSpec(*stack.spec[1:]))
 
 
-def init_ring_cache(c: TransformerConfig, slots: int, length: int, dtype: DTypeLike) -> RingCache:
-    """Return zeros for `slots` sequences of `length` tokens."""
+def init_ring_cache(
+    c: TransformerConfig, slots: int, length: int, dtype: DTypeLike, strict: bool = False
+) -> RingCache:
+    """Return zeros for `slots` sequences of `length` tokens; a strict cache holds no latents."""
     arrays, depth = (c.num_layers, ()) if is_unrolled(c) else (1, (c.num_layers,))
-    shape = (*depth, slots, c.num_kv_heads)
-    k = tuple(jnp.zeros((*shape, c.head_dim, length), dtype) for _ in range(arrays))
-    v = tuple(jnp.zeros((*shape, length, c.head_dim), dtype) for _ in range(arrays))
-    return RingCache(k, v, jnp.int32(0))
+    heads, size = cache_dims(c, strict)
+    shape = (*depth, slots, heads)
+    k = tuple(jnp.zeros((*shape, size, length), dtype) for _ in range(arrays))
+    v = tuple(jnp.zeros((*shape, length, size), dtype) for _ in range(arrays))
+    return RingCache(k, () if c.mla and not strict else v, jnp.int32(0))
 
 
 def next_token_logits(
@@ -162,11 +167,12 @@ def prefill(
     def layer(c, x, w, window, *_):
         attend = make_attention_fn(c, w, segments, positions, window, strict=strict)
         x, (k, v), routing = block(c, w, x, tables, attend, strict, segments > 0, ROLLOUT)
-        return x, (k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)), routing
+        v = None if v is None else v.transpose(0, 2, 1, 3)
+        return x, (k.transpose(0, 2, 3, 1), v), routing
 
     x = constrain_residual(weights.embed[tokens])
     _, kv, routes = apply_layers(c, weights.layers, layer, x)
-    return (tuple(k for k, _ in kv), tuple(v for _, v in kv)), routes
+    return (tuple(k for k, _ in kv), tuple(v for _, v in kv if v is not None)), routes
 
 
 def decode_ring(
@@ -190,11 +196,11 @@ def decode_ring(
 
     def layer(c, carry, w, window, array, index):
         x, ks, vs = carry
-        kv, sinks = (ks[array], vs[array]), sinks_of(w)
+        kv, sinks = (ks[array], vs[array] if vs else None), sinks_of(w)
         attend = _attend_ring(c, kv, index, cache.cursor, positions, window, sinks, strict)
         x, (k, v), routing = block(c, w, x, tables, attend, strict, rules=ROLLOUT)
         put = lambda arrays, new: (*arrays[:array], new, *arrays[array + 1 :])
-        return (x, put(ks, k), put(vs, v)), None, routing
+        return (x, put(ks, k), put(vs, v) if vs else ()), None, routing
 
     x = constrain_residual(weights.embed[tokens][:, None])
     (x, ks, vs), _, routes = apply_layers(c, weights.layers, layer, (x, cache.k, cache.v))
@@ -245,7 +251,16 @@ def _attend_ring(
         cache = jax.lax.dynamic_update_slice(cache, column, (*index, *start))
         return cache, jax.lax.dynamic_index_in_dim(cache, *index, keepdims=False) if index else cache
 
-    settings = {"scale": 1 / math.sqrt(c.head_dim), "softcap": c.attention_softcap}
+    settings = {"scale": attention_scale(c), "softcap": c.attention_softcap}
+
+    def visible(length):
+        age = jnp.mod(cursor - jnp.arange(length), length)
+        return ((age <= positions) & (age < window))[:, None]
+
+    def attend_latents(q, latents):
+        ks, k = write(kv[0], latents.transpose(0, 2, 3, 1), (0, 0, 0, cursor))
+        k = k.transpose(0, 3, 1, 2).astype(q.dtype)
+        return dense_attention(AttentionSpec(**settings), q, k, k, visible(k.shape[1]))[0], (ks, None)
 
     def attend(q, k, v):
         ks, k = write(kv[0], k.transpose(0, 2, 3, 1), (0, 0, 0, cursor))
@@ -254,9 +269,7 @@ def _attend_ring(
         if strict:
             where = cursor - positions, positions, window
             return batch_invariant.invariant_attention(q, k, v, *where, sinks=sinks, **settings), (ks, vs)
-        age = jnp.mod(cursor - jnp.arange(k.shape[1]), k.shape[1])
-        visible = (age <= positions) & (age < window)
-        out, lse = dense_attention(AttentionSpec(**settings), q, k, v, visible[:, None])
+        out, lse = dense_attention(AttentionSpec(**settings), q, k, v, visible(k.shape[1]))
         return out if sinks is None else add_sinks(out, lse, sinks)[0], (ks, vs)
 
-    return attend
+    return DecodeLatents(attend_latents) if kv[1] is None else attend

@@ -22,6 +22,11 @@ def layer_weights(c: TransformerConfig) -> int:
 
 def _one_layer(c: TransformerConfig) -> int:
     attention = c.head_dim * c.hidden_size * 2 * (c.num_heads + c.num_kv_heads)
+    if mla := c.mla:
+        queries = c.num_heads * c.head_dim
+        attention = mla.q_rank * (c.hidden_size + queries) if mla.q_rank else c.hidden_size * queries
+        attention += c.hidden_size * (mla.kv_rank + mla.rope_dim + c.num_heads * mla.value_dim)
+        attention += mla.kv_rank * c.num_heads * (mla.nope_dim + mla.value_dim)
     width, router = c.mlp_size, 0
     if c.moe:
         width, router = c.moe.experts_per_token * c.moe.expert_size + c.moe.shared_size, c.moe.num_experts
@@ -40,7 +45,12 @@ def attention_flops(c: TransformerConfig, tokens: Number, context: Number) -> fl
         context: keys of each query; a layer's window may be less.
     """
     keys = sum(min(context, window) for window in window_sizes(c))
-    return 4.0 * tokens * c.num_heads * c.head_dim * keys
+    return 2.0 * tokens * _key_and_value_dims(c) * keys
+
+
+def _key_and_value_dims(c: TransformerConfig) -> int:
+    """Return the dims of all heads of a token's key and value."""
+    return c.num_heads * (c.head_dim + (c.mla.value_dim if c.mla else c.head_dim))
 
 
 def matrix_flops(c: TransformerConfig, tokens: Number) -> float:
@@ -111,11 +121,8 @@ def sequence_flops(c: TransformerConfig, lengths: Iterable[int], logits: bool = 
     lengths = list(lengths)
     layers = Counter(window_sizes(c))
     keys = sum(count * _causal_keys(n, window) for window, count in layers.items() for n in lengths)
-    return (
-        matrix_flops(c, sum(lengths))
-        + 4.0 * c.num_heads * c.head_dim * keys
-        + head_flops(c, sum(lengths)) * logits
-    )
+    matrices = matrix_flops(c, sum(lengths))
+    return matrices + 2.0 * _key_and_value_dims(c) * keys + head_flops(c, sum(lengths)) * logits
 
 
 def training_flops(c: TransformerConfig, lengths: Iterable[int], logits: bool = True) -> float:

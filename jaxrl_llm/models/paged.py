@@ -7,7 +7,7 @@ layers reads and writes it in place.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -22,7 +22,8 @@ from jaxrl_kernels.dispatch import choose, device
 from jaxrl_kernels.flash_attention.sinks import add_sinks
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.decode import DecodeWeights, apply_layers
-from jaxrl_llm.models.rope import rope_tables
+from jaxrl_llm.models.mla import DecodeLatents, cache_dims
+from jaxrl_llm.models.rope import attention_scale, rope_tables
 from jaxrl_llm.models.transformer import block, final_norm_fn, sinks_of
 from jaxrl_llm.sharding.rules import ROLLOUT, constrain_residual, current_spec
 
@@ -39,7 +40,7 @@ class PagedCache(NamedTuple):
     """
 
     k: Num[Array, "X K page R"]
-    v: Num[Array, "X K page R"]
+    v: Num[Array, "X K page R"] | None  # None: k holds latents (`models.mla`), which are the values, too
     k_scales: Float[Array, "X K page"] | None  # of 8-bit pages
     v_scales: Float[Array, "X K page"] | None
 
@@ -47,9 +48,12 @@ class PagedCache(NamedTuple):
 def init_paged_cache(c: TransformerConfig, num_pages: int, page_size: int, dtype: DTypeLike) -> PagedCache:
     """Return zeros for `num_pages` pages of `page_size` tokens, counted over all shards of the slots."""
     lanes = LANES if device()[0] == "tpu" else 1
-    shape = (c.num_layers * num_pages, c.num_kv_heads, page_size, -(-c.head_dim // lanes) * lanes)
+    heads, size = cache_dims(c)
+    shape = (c.num_layers * num_pages, heads, page_size, -(-size // lanes) * lanes)
     quantized = jnp.dtype(dtype).itemsize == 1
     scales = lambda: jnp.zeros(shape[:3], jnp.float32) if quantized else None
+    if c.mla:
+        return PagedCache(jnp.zeros(shape, dtype), None, scales(), None)
     return PagedCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), scales(), scales())
 
 
@@ -79,13 +83,13 @@ def decode_paged(
         x, cache = carry
         layer_index = index[0] if index else array
 
-        def attend(q, k, v):
-            (out, lse), new = _shard_mapped(
-                model, _attend, cache, (q[:, 0], k[:, 0], v[:, 0]), table, lengths, layer_index, window
-            )
+        def attend(*new):
+            new = tuple(x[:, 0] for x in new)
+            (out, lse), new = _shard_mapped(model, _attend, cache, new, table, lengths, layer_index, window)
             out, sinks = out[:, None], sinks_of(w)
             return out if sinks is None else add_sinks(out, lse[..., None], sinks)[0], new
 
+        attend = DecodeLatents(attend) if c.mla else attend
         x, cache, routing = block(c, w, x, tables, attend, valid=active[:, None], rules=ROLLOUT)
         return (x, cache), None, routing
 
@@ -118,7 +122,7 @@ def write_prompts(
         x = x.reshape(*x.shape[:3], -1, page_size, x.shape[4])
         return jnp.moveaxis(x, 2, 3)  # [L, B, N, K, page, E]
 
-    new = to_pages(prompts[0], 4), to_pages(prompts[1], 3)
+    new = (to_pages(prompts[0], 4), *((to_pages(prompts[1], 3),) if prompts[1] else ()))
     return _shard_mapped(c, _write, cache, new, tables)
 
 
@@ -131,7 +135,7 @@ def copy_pages(
 
 def _attend(c, cache: PagedCache, new, table, lengths, layer, window):
     """Write the new keys and values, then attend to the pages of each slot; returns ((out, lse), cache)."""
-    q, k, v = new
+    q, *new = new
     start, page_size = layer * _pages_per_layer(c, cache), cache.k.shape[2]
     at = lengths - 1
     pages = jnp.take_along_axis(table, at[:, None] // page_size, axis=1, mode="fill", fill_value=NULL_PAGE)[
@@ -139,22 +143,22 @@ def _attend(c, cache: PagedCache, new, table, lengths, layer, window):
     ]
     pages = start + jnp.where(lengths > 0, pages, NULL_PAGE)
     implementation, _ = choose("decode_attention", q, cache.k, table)
-    cache = write_token(cache, _to_storage(cache, (k, v)), pages, at % page_size, implementation)
+    cache = write_token(cache, _to_storage(cache, new), pages, at % page_size, implementation)
     out, lse = decode_attention(
         _pad_head_dim(q, cache),
         cache.k,
-        cache.v,
+        cache.k if c.mla else cache.v,
         table + start,
         lengths,
-        scale=1 / math.sqrt(c.head_dim),
+        scale=attention_scale(c),
         window=window,
         softcap=c.attention_softcap,
         k_scales=cache.k_scales,
-        v_scales=cache.v_scales,
+        v_scales=cache.k_scales if c.mla else cache.v_scales,
         implementation=implementation,
         return_lse=True,
     )
-    return (out[..., : c.head_dim], lse), cache
+    return (out[..., : q.shape[-1]], lse), cache
 
 
 def _write(c, cache: PagedCache, new, tables):
@@ -172,12 +176,14 @@ def _pages_per_layer(c: TransformerConfig, cache: PagedCache) -> int:
     return cache.k.shape[0] // c.num_layers
 
 
-def _to_storage(cache: PagedCache, new: tuple[Array, Array]) -> PagedCache:
-    """Pad and cast or quantize keys and values to the storage format of the cache."""
+def _to_storage(cache: PagedCache, new: Sequence[Array]) -> PagedCache:
+    """Pad and cast or quantize keys and values, or latents, to the storage format of the cache."""
     new = [_pad_head_dim(x, cache) for x in new]
     if cache.k_scales is None:
-        return PagedCache(*(x.astype(cache.k.dtype) for x in new), None, None)
-    (k, k_scales), (v, v_scales) = (quantize(x, cache.k.dtype) for x in new)
+        pairs = [(x.astype(cache.k.dtype), None) for x in new]
+    else:
+        pairs = [quantize(x, cache.k.dtype) for x in new]
+    (k, k_scales), (v, v_scales) = (*pairs, (None, None))[:2]
     return PagedCache(k, v, k_scales, v_scales)
 
 
@@ -206,11 +212,13 @@ def _shard_mapped(c, fn, cache: PagedCache, new: tuple, *rest):
     batch, heads = spec
     pages = jax.tree.map(lambda x: PartitionSpec(batch, heads), cache)
     rows = lambda x: PartitionSpec(batch) if jnp.ndim(x) else PartitionSpec()
-    if fn is _attend:  # q, k, v [S, heads, E]
-        new_spec = PartitionSpec(batch, heads)
-        out = ((new_spec, new_spec), pages)
+    if fn is _attend:  # q, k, v [S, heads, E]; latents have one head, of which queries have many
+        of_query = PartitionSpec(*current_spec(("batch", "heads"), new[0].shape[:2])) if c.mla else None
+        of_query = of_query or PartitionSpec(batch, heads)
+        new_specs = of_query, *(PartitionSpec(batch, heads) for _ in new[1:])
+        out = ((of_query, of_query), pages)
     else:  # prompts [L, B, N, K, page, E], replicated over shards
-        new_spec, out = PartitionSpec(None, None, None, heads), pages
-    specs = pages, tuple(new_spec for _ in new), *map(rows, rest)
+        new_specs, out = tuple(PartitionSpec(None, None, None, heads) for _ in new), pages
+    specs = pages, new_specs, *map(rows, rest)
     run = jax.shard_map(lambda *args: fn(c, *args), in_specs=specs, out_specs=out, check_vma=False)
     return run(cache, new, *rest)

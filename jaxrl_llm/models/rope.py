@@ -39,11 +39,22 @@ def rope_tables(
 
 
 def apply_rope(
-    x: Float[Array, "B T H E"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
+    x: Float[Array, "B T H E"],
+    cos: Float[Array, "B T half"],
+    sin: Float[Array, "B T half"],
+    interleaved: bool = False,
 ) -> Float[Array, "B T H E"]:
-    """Rotate the pairs (x[i], x[i + half]) of the first 2 half dims, HF's half-split layout, in float32."""
+    """Rotate the pairs (x[i], x[i + half]) of the first 2 half dims, HF's half-split layout, in float32.
+
+    Args:
+        interleaved: the pairs are (x[2 i], x[2 i + 1]), but the result is in the same layout (DeepSeek).
+    """
     rotated, rest = x[..., : 2 * cos.shape[-1]], x[..., 2 * cos.shape[-1] :]
-    first, second = jnp.split(rotated.astype(jnp.float32), 2, axis=-1)
+    rotated = rotated.astype(jnp.float32)
+    if interleaved:
+        first, second = rotated[..., ::2], rotated[..., 1::2]
+    else:
+        first, second = jnp.split(rotated, 2, axis=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return jnp.concatenate([rotated.astype(x.dtype), rest], axis=-1) if rest.size else rotated.astype(x.dtype)
@@ -86,15 +97,28 @@ def _yarn(rope: RopeConfig, frequencies: np.ndarray, original: int) -> np.ndarra
     return frequencies * (1 - ramp) + frequencies / rope.factor * ramp
 
 
-def _yarn_attention_factor(rope: RopeConfig) -> float:
-    def magnitude(weight: float) -> float:
-        return 0.1 * weight * math.log(rope.factor) + 1 if rope.factor > 1 else 1.0
+def attention_scale(config: TransformerConfig) -> float:
+    """Return the factor of attention scores: 1 / sqrt(head_dim).
 
+    Latent attention with yarn multiplies by the square of its magnitude at mscale_all_dim, as transformers
+    has it (`yarn_apply_mscale`).
+    """
+    scale, rope = 1 / math.sqrt(config.head_dim), config.rope
+    if config.mla and rope.scaling == "yarn" and rope.mscale_all_dim:
+        scale *= _yarn_magnitude(rope, rope.mscale_all_dim) ** 2
+    return scale
+
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
-        return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
-    return magnitude(1.0)
+        return _yarn_magnitude(rope, rope.mscale) / _yarn_magnitude(rope, rope.mscale_all_dim)
+    return _yarn_magnitude(rope, 1.0)
+
+
+def _yarn_magnitude(rope: RopeConfig, weight: float) -> float:
+    return 0.1 * weight * math.log(rope.factor) + 1 if rope.factor > 1 else 1.0
 
 
 def _llama3(rope: RopeConfig, frequencies: np.ndarray, original: int) -> np.ndarray:

@@ -18,10 +18,11 @@ from jaxrl_kernels.flash_attention.spec import NO_WINDOW
 from jaxrl_llm.models.config import TARGETS, MoEConfig, TransformerConfig, layer_stacks
 from jaxrl_llm.models.initializer import Initializer, matrix_dims
 from jaxrl_llm.models.linear import apply_linear, rms_norm
+from jaxrl_llm.models.mla import DecodeLatents, add_latent_weights, decode_latents, expand_latents
 from jaxrl_llm.models.moe import RoutingSums, join_routes, routing_sums, sparse_mlp
 from jaxrl_llm.models.quantize import SCALE, quantize_weight
 from jaxrl_llm.models.remat import LAYER_INPUT, REMAT
-from jaxrl_llm.models.rope import apply_rope, rope_tables
+from jaxrl_llm.models.rope import apply_rope, attention_scale, rope_tables
 from jaxrl_llm.sharding.attention import (
     ContextParallel,
     context_parallel,
@@ -48,22 +49,14 @@ class Layers(nnx.Module):
 
     def __init__(self, config: TransformerConfig, key: jax.Array, depth: int):
         c, init = config, Initializer(key, config, depth)
-        d, e = c.hidden_size, c.head_dim
+        d = c.hidden_size
         self.attention_norm = init.ones((d,), ("norm",))
-        self.q = init.normal((d, c.num_heads, e), ("embed", "heads", "head_dim"))
-        self.k = init.normal((d, c.num_kv_heads, e), ("embed", "kv_heads", "head_dim"))
-        self.v = init.normal((d, c.num_kv_heads, e), ("embed", "kv_heads", "head_dim"))
-        self.o = init.normal((c.num_heads, e, d), ("heads", "head_dim", "embed"), residual=True)
-        if c.qkv_bias:
-            self.q_bias = init.zeros((c.num_heads, e), ("heads", "head_dim"))
-            self.k_bias = init.zeros((c.num_kv_heads, e), ("kv_heads", "head_dim"))
-            self.v_bias = init.zeros((c.num_kv_heads, e), ("kv_heads", "head_dim"))
+        if c.mla:
+            add_latent_weights(self, c, init)
+        else:
+            self._add_attention(c, init)
         if c.out_bias:
             self.o_bias = init.zeros((d,), ("norm",))
-        if c.qk_norm:
-            q_width, k_width = (c.num_heads * e, c.num_kv_heads * e) if c.qk_norm_over_heads else (e, e)
-            self.q_norm = init.ones((q_width,), ("head_dim",))
-            self.k_norm = init.ones((k_width,), ("head_dim",))
         if c.attention_sinks:
             self.sinks = init.zeros((c.num_heads,), ("heads",))
         self.mlp_norm = init.ones((d,), ("norm",))
@@ -83,6 +76,21 @@ class Layers(nnx.Module):
         if c.lora:
             for name, (rank, _) in c.adapters.items():
                 self._add_adapter(name, rank, init)
+
+    def _add_attention(self, c: TransformerConfig, init: Initializer) -> None:
+        d, e = c.hidden_size, c.head_dim
+        self.q = init.normal((d, c.num_heads, e), ("embed", "heads", "head_dim"))
+        self.k = init.normal((d, c.num_kv_heads, e), ("embed", "kv_heads", "head_dim"))
+        self.v = init.normal((d, c.num_kv_heads, e), ("embed", "kv_heads", "head_dim"))
+        self.o = init.normal((c.num_heads, e, d), ("heads", "head_dim", "embed"), residual=True)
+        if c.qkv_bias:
+            self.q_bias = init.zeros((c.num_heads, e), ("heads", "head_dim"))
+            self.k_bias = init.zeros((c.num_kv_heads, e), ("kv_heads", "head_dim"))
+            self.v_bias = init.zeros((c.num_kv_heads, e), ("kv_heads", "head_dim"))
+        if c.qk_norm:
+            q_width, k_width = (c.num_heads * e, c.num_kv_heads * e) if c.qk_norm_over_heads else (e, e)
+            self.q_norm = init.ones((q_width,), ("head_dim",))
+            self.k_norm = init.ones((k_width,), ("head_dim",))
 
     def _add_experts(self, moe: MoEConfig, d: int, init: Initializer) -> None:
         shape, axes = (moe.num_experts, d, moe.expert_size), ("experts", "expert_embed", "expert_mlp")
@@ -227,7 +235,7 @@ def make_attention_fn(
     strict: bool = False,
 ):
     """Return the `attention_fn` of `block` for causal attention within segments; kv are those of the row."""
-    settings = {"scale": 1 / math.sqrt(c.head_dim), "softcap": c.attention_softcap}
+    settings = {"scale": attention_scale(c), "softcap": c.attention_softcap}
 
     def plain(q, k, v, segments, positions, window, sinks):
         known = {"windows": tuple(sorted(set(window_sizes(c)))), "method": method}
@@ -263,7 +271,8 @@ def block(
     Args:
         w: its weights, cast to the type of x by `cast_weights`.
         rope: (cos, sin) of every position.
-        attention_fn: (q, k, v) -> (out, kv); applies the mask, reads and writes the KV cache.
+        attention_fn: (q, k, v) -> (out, kv); applies the mask, reads and writes the KV cache. DecodeLatents
+            for a cache of latents; the kv of other calls are then latents, too, but in strict mode.
         strict: batch-invariant.
         valid: tokens that are no padding: the others pass no expert; None = all.
         rules: by which the experts are divided.
@@ -276,11 +285,7 @@ def block(
         return constrain(rms_norm(x, weight, c.norm_eps), "batch", "sequence", "hidden")
 
     def before_attention(w, x, rope):
-        h = norm(x, w.attention_norm[...])
-        q, k, v = linear(w, "q", h), linear(w, "k", h), linear(w, "v", h)
-        if c.qk_norm:
-            q, k = _qk_norm(c, q, w.q_norm[...]), _qk_norm(c, k, w.k_norm[...])
-        return apply_rope(q, *rope), apply_rope(k, *rope), v
+        return (expand_latents if c.mla else project_heads)(c, w, norm(x, w.attention_norm[...]), rope)
 
     def add_attention(w, x, out):
         return constrain_residual(x + linear(w, "o", out))
@@ -296,8 +301,13 @@ def block(
 
     per_token = per_token_call(strict)
     with jax.named_scope("attention"):
-        q, k, v = per_token(before_attention, w, x, rope)
-        out, kv = attention_fn(constrain(q, "batch", "sequence", "heads", "head_dim"), k, v)
+        if isinstance(attention_fn, DecodeLatents):
+            out, kv = decode_latents(c, w, norm(x, w.attention_norm[...]), rope, attention_fn)
+        else:
+            q, k, v, latents = per_token(before_attention, w, x, rope)
+            out, kv = attention_fn(constrain(q, "batch", "sequence", "heads", "head_dim"), k, v)
+            if c.mla:
+                out, kv = out[..., : c.mla.value_dim], kv if strict else (latents, None)
     if not c.moe:
         return per_token(after_attention, w, x, out), kv, None
     x = per_token(add_attention, w, x, out)
@@ -306,6 +316,14 @@ def block(
         y, routing = sparse_mlp(c, w, h, ACTIVATIONS[c.activation], valid, rules, strict, routes)
         y = per_token(add_shared_expert, w, h, y) if c.moe.shared_size else y
         return constrain_residual(x + y), kv, routing
+
+
+def project_heads(c: TransformerConfig, w: Layers, h: Float[Array, "B T D"], rope):
+    """Return queries, keys and values of each head, and None, for there are no latents."""
+    q, k, v = (apply_linear(c, w, name, h) for name in "qkv")
+    if c.qk_norm:
+        q, k = _qk_norm(c, q, w.q_norm[...]), _qk_norm(c, k, w.k_norm[...])
+    return apply_rope(q, *rope), apply_rope(k, *rope), v, None
 
 
 def _qk_norm(c: TransformerConfig, x: Float[Array, "B T H E"], weight: Array) -> Float[Array, "B T H E"]:

@@ -32,13 +32,19 @@ TRAIN: Rules = {
     "expert_embed": ("fsdp", "sequence"),
     "expert_mlp": "tensor",
     "router": None,
+    "latent": ("fsdp", "sequence", "expert"),  # inputs of the second projection of latent attention
+    "compressed": None,  # outputs of the first one
     "norm": None,
     "rank": None,
 }
 """Training and scoring: weights sharded over fsdp, sequence, expert and tensor, rows over data, fsdp and
 expert. Experts are divided over expert, and each of them over the other axes."""
 
-ROLLOUT: Rules = {**TRAIN, "embed": None, "experts": ("fsdp", "expert"), "expert_embed": None}
+ROLLOUT: Rules = {
+    **TRAIN,
+    **{"embed": None, "latent": None},
+    **{"experts": ("fsdp", "expert"), "expert_embed": None},
+}
 """Decoding reads every weight for every token: each replica holds all of them, sharded over tensor only.
 Experts are divided among the replicas: a token is sent to those that it chooses."""
 

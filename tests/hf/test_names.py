@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ from jaxrl_llm.hf.names import (
     tensor_rows,
     to_hf,
 )
-from jaxrl_llm.models import LoraConfig, RopeConfig, TransformerConfig, init, named_leaves
+from jaxrl_llm.models import LoraConfig, RopeConfig, TransformerConfig, abstract, init, named_leaves
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.flops import layer_weights
 from jaxrl_llm.models.lora import with_lora
@@ -39,6 +40,7 @@ HF_CLASSES = {
     "qwen2_moe": transformers.Qwen2MoeConfig,
     "qwen3_moe": transformers.Qwen3MoeConfig,
     "mixtral": transformers.MixtralConfig,
+    "deepseek_v3": transformers.DeepseekV3Config,
     "glm4_moe": transformers.Glm4MoeConfig,
     "olmoe": transformers.OlmoeConfig,
     "gpt_oss": transformers.GptOssConfig,
@@ -150,6 +152,13 @@ def test_leading_dense_layers_are_a_stack_of_their_own():
     assert layer_weights(c) == 3 * attention + 2 * 32 * 3 * 48 + 32 * (3 * 2 * 8 + 4)
 
 
+def test_deepseek_v3_has_671_billion_weights_of_which_a_token_passes_37():
+    """The abstract of arXiv 2412.19437, which does not count the embedding among the latter."""
+    c = read_config({"model_type": "deepseek_v3"})
+    assert sum(math.prod(leaf.shape) for _, leaf in named_leaves(abstract(c))) == 671_026_419_200
+    assert round((layer_weights(c) + c.vocab_size * c.hidden_size) / 1e9) == 37
+
+
 def test_a_missing_tensor_is_named():
     config = read_config(tiny())
     tensors = tensors_of(config, init(config, jax.random.key(0)))
@@ -179,7 +188,7 @@ def test_absent_keys_mean_what_they_mean_to_transformers(family):
         "gpt_oss": RopeConfig(150_000.0, "yarn", 32.0, original_max_position=4096, truncate=False),
     }
     assert config.rope == own.get(family, RopeConfig())
-    own = {"qwen3": 128, "glm4_moe": 128, "gpt_oss": 64}
+    own = {"qwen3": 128, "glm4_moe": 128, "gpt_oss": 64, "deepseek_v3": 192}
     assert config.head_dim == own.get(family, theirs.hidden_size // theirs.num_attention_heads)
     assert config.sliding_window == {"mistral": 4096, "gpt_oss": 128}.get(family)
     assert not config.tie_embeddings
@@ -277,7 +286,15 @@ def test_sliding_windows_of_qwen(family, extra, window, layers):
 
 
 CASES = [
-    *[(family, {}) for family in DEFAULTS if family != "baichuan"],
+    *[(family, {}) for family in DEFAULTS if family not in ("baichuan", "deepseek_v3")],
+    ("deepseek_v3", {"num_key_value_heads": 4, "first_k_dense_replace": 1}),
+    (
+        "deepseek_v3",
+        {
+            **{"num_key_value_heads": 4, "first_k_dense_replace": 0, "q_lora_rank": None},
+            **{"rope_interleave": False, "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.5}},
+        },
+    ),
     ("baichuan", {"max_position_embeddings": 4096, "num_key_value_heads": 4}),
     ("qwen3", {"attention_bias": True, "rope_scaling": YARN, "rope_theta": 1e6, "hidden_act": "gelu"}),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),

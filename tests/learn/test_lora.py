@@ -13,7 +13,7 @@ from jaxrl_llm import algos, models
 from jaxrl_llm.algos import grpo, value
 from jaxrl_llm.build.models import make_stages, trained_config
 from jaxrl_llm.build.placement import make_meshes
-from jaxrl_llm.config import LoraConfig, ModelConfig, TrainConfig
+from jaxrl_llm.config import LoraConfig, MLAConfig, ModelConfig, TrainConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.learn.learner import Learner
@@ -244,6 +244,8 @@ def test_adapters_that_cannot_be(config, message):
 def test_a_rank_above_a_dimension_is_refused():
     with pytest.raises(ConfigError, match=r"--lora.rank is 17: the model's num_kv_heads \* head_dim is 16"):
         trained_config(BASE, TrainConfig(lora=LoraConfig(rank=17)))
+    with pytest.raises(ConfigError, match=r"latent attention .* has no adapters"):
+        trained_config(dataclasses.replace(BASE, mla=MLAConfig()), TrainConfig(lora=LoraConfig(rank=2)))
 
 
 def test_the_fingerprint_is_of_the_frozen_weights_whatever_the_sharding(adapted):

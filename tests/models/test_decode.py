@@ -10,7 +10,7 @@ from random_weights import random_params
 
 from jaxrl_llm import models
 from jaxrl_llm.models import decode, paged
-from jaxrl_llm.models.config import MoEConfig, QuantizedConfig
+from jaxrl_llm.models.config import MLAConfig, MoEConfig, QuantizedConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN
 
@@ -23,14 +23,17 @@ DENSE_FIRST = dataclasses.replace(
     TINY, num_layers=3, sliding_window=3, window_layers=(True, False, True),
     moe=MoEConfig(4, 2, 24, shared_size=16, shared_gate=False, dense_layers=1),
 )  # fmt: skip
+LATENTS = dataclasses.replace(
+    DENSE_FIRST, num_kv_heads=4, qk_norm=False, head_dim=12, mla=MLAConfig(16, 20, 8, 4, 6)
+)
 VARIANTS = {
     "qwen3": TINY,
     "window, sinks, biases, untied": dataclasses.replace(
         WINDOWED, qkv_bias=True, qk_norm=False, tie_embeddings=False
     ),
     "scanned": WINDOWED,
-    "dense layers first": DENSE_FIRST,
-    "dense layers first, scanned": DENSE_FIRST,
+    "latents": LATENTS,
+    "latents, scanned": LATENTS,
     "nf4": QuantizedConfig(**vars(TINY)),
     "nf4, scanned": QuantizedConfig(**vars(TINY)),
     "soft caps": dataclasses.replace(TINY, attention_softcap=2.0, logit_softcap=3.0),
@@ -82,13 +85,14 @@ def test_every_token_through_the_ring_equals_one_forward(variant, monkeypatch):
         _, cache = step(cache, tokens[:, t], np.array([t, max(t - 4, 0)]))
     (ks, vs), cache = jax.device_get((written, cache))
     for row, start in ((0, 0), (1, 4)):
-        for k, v, expected_k, expected_v in zip(ks, vs, cache.k, cache.v, strict=True):
-            own = slice(start, 6)
-            np.testing.assert_allclose(k[..., row, :, :, own], expected_k[..., row, :, :, own], atol=2e-5)
-            np.testing.assert_allclose(v[..., row, :, own, :], expected_v[..., row, :, own, :], atol=2e-5)
+        own = slice(start, 6)
+        for k, expected in zip(ks, cache.k, strict=True):
+            np.testing.assert_allclose(k[..., row, :, :, own], expected[..., row, :, :, own], atol=2e-5)
+        for v, expected in zip(vs, cache.v, strict=True):
+            np.testing.assert_allclose(v[..., row, :, own, :], expected[..., row, :, own, :], atol=2e-5)
 
 
-@pytest.mark.parametrize(("config", "lanes"), [(DENSE_FIRST, 1), (WINDOWED, 128)], ids=["experts", "lanes"])
+@pytest.mark.parametrize(("config", "lanes"), [(LATENTS, 1), (WINDOWED, 128)], ids=["latents", "lanes"])
 def test_pages_hold_what_the_ring_holds(monkeypatch, config, lanes):
     """A scanned model with windows and sinks, token by token; also in the wider pages of a TPU."""
     monkeypatch.setattr(decode, "MAX_UNROLLED_LAYERS", 1)
@@ -97,7 +101,7 @@ def test_pages_hold_what_the_ring_holds(monkeypatch, config, lanes):
     with monkeypatch.context() as there:
         there.setattr(paged, "device", lambda: ("tpu" if lanes > 1 else "cpu", ""))
         pages = paged.init_paged_cache(config, 7, 8, jnp.float32)
-    assert pages.k.shape[3] == max(config.head_dim, lanes)
+    assert pages.k.shape[3] == max(16 + 4 if config.mla else config.head_dim, lanes)
     table, active = jnp.array([[3, 1, 6], [2, 5, 4]], jnp.int32), jnp.ones(2, bool)
     one = jax.jit(lambda cache, *args: decode.decode_ring(config, weights, cache, *args))
     other = jax.jit(lambda cache, *args: paged.decode_paged(config, weights, cache, table, *args, active))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,10 @@ from random_weights import random_params
 from jaxrl_llm import models
 from jaxrl_llm.learn.optim import decayed
 from jaxrl_llm.models import LoraConfig, TransformerConfig
-from jaxrl_llm.models.config import MoEConfig
+from jaxrl_llm.models.config import MLAConfig, MoEConfig
 from jaxrl_llm.models.decode import decode_ring, decode_shardings, decode_weights, init_ring_cache
 from jaxrl_llm.models.moe import choose_experts, expert_weights, gate_fn, router_logits, sparse_mlp
+from jaxrl_llm.models.rope import apply_rope
 from jaxrl_llm.models.transformer import cast_weights
 from jaxrl_llm.sharding.experts import AdaptedMatrices, ExpertWeights, grouped_experts
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
@@ -29,6 +31,13 @@ GPT_OSS = dataclasses.replace(
     CONFIG, num_layers=2, qk_norm=False, qkv_bias=True, out_bias=True, attention_sinks=True,
     sliding_window=3, window_layers=(True, False),
     moe=MoEConfig(8, 3, 16, score="softmax_of_chosen", bias=True, swiglu_limit=1.0),
+)  # fmt: skip
+DEEPSEEK = dataclasses.replace(
+    CONFIG, num_layers=2, num_kv_heads=4, head_dim=12, qk_norm=False, mla=MLAConfig(16, 20, 8, 4, 6),
+    moe=MoEConfig(
+        8, 3, 16, 24, shared_gate=False, score="sigmoid", groups=4, groups_kept=2, selection_bias=True,
+        dense_layers=1,
+    ),
 )  # fmt: skip
 MESHES = [
     MeshConfig(fsdp=2, expert=2, tensor=2),
@@ -89,30 +98,42 @@ def test_groups_by_hand(bias):
 
 def test_the_selection_bias_chooses_experts_in_every_mode_and_gets_no_gradient():
     """A bias that leaves one choice; each mode gives the sum over these experts."""
-    moe = MoEConfig(
-        8, 3, 16, 24, shared_gate=False, score="sigmoid", groups=4, groups_kept=2, selection_bias=True
-    )
+    moe = dataclasses.replace(DEEPSEEK.moe, dense_layers=0)
     c = dataclasses.replace(CONFIG, moe=moe)
-    w = jax.tree.map(lambda x: x[0], models.init(c, jax.random.key(1)).layers)
+    params = random_params(c)
+    w = jax.tree.map(lambda x: x[0], params.layers)
     h = jax.random.normal(jax.random.key(2), (1, 5, 32))
     bias = jnp.array([9.0, 0, 0, 0, 0, 0, 8, 8])
-    weights = expert_weights(moe, router_logits(w, h), jnp.broadcast_to(jnp.array([0, 6, 7]), (1, 5, 3)))
-    hidden = [jax.nn.silu(h @ w.expert_gate[x]) * (h @ w.expert_up[x]) for x in (0, 6, 7)]
-    outs = [y @ w.expert_down[x] for x, y in zip((0, 6, 7), hidden, strict=True)]
-    expected = sum(weights[..., i, None] * out for i, out in enumerate(outs))
+    chosen = jnp.broadcast_to(jnp.array([0, 6, 7]), (1, 5, 3))
 
-    def apply(w, bias, strict):
+    @functools.partial(jax.jit, static_argnames="strict")
+    def apply(w, bias, strict=False):
         w.router_bias[...] = bias
         return sparse_mlp(c, w, h, jax.nn.silu, None, TRAIN, strict)[0]
 
+    @jax.jit
+    def expected(w):
+        weights = expert_weights(moe, router_logits(w, h), chosen)
+        hidden = [jax.nn.silu(h @ w.expert_gate[x]) * (h @ w.expert_up[x]) for x in (0, 6, 7)]
+        outs = [y @ w.expert_down[x] for x, y in zip((0, 6, 7), hidden, strict=True)]
+        return sum(weights[..., i, None] * out for i, out in enumerate(outs))
+
     for strict in (False, True):
-        np.testing.assert_allclose(apply(w, bias, strict), expected, atol=1e-5)
-    grads = jax.grad(lambda w: jnp.sum(apply(w, w.router_bias[...], False)))(w)
-    assert not np.any(grads.router_bias[...])
-    np.testing.assert_array_equal(np.any(grads.router[...], axis=0), bias > 0)
-    params = models.init(c, jax.random.key(1))
+        np.testing.assert_allclose(apply(w, bias, strict), expected(w), atol=1e-5)
+    to_bias, to_weights = jax.jit(jax.grad(lambda bias, w: jnp.sum(apply(w, bias)), (0, 1)))(bias, w)
+    assert not np.any(to_bias)
+    np.testing.assert_array_equal(np.any(to_weights.router[...], axis=0), bias > 0)
     assert not decayed(params).layers.router_bias.get_value()
-    assert cast_weights(params.layers, jnp.bfloat16).router_bias[...].dtype == jnp.float32
+    kept = jax.eval_shape(lambda layers: cast_weights(layers, jnp.bfloat16), params.layers)
+    types = [getattr(kept, name).get_value().dtype for name in ("router_bias", "router")]
+    assert types == [jnp.float32, jnp.bfloat16]
+
+
+def test_rotations_by_hand():
+    """By 90 degrees, of the first four of five dims: pairs (1, 3), (2, 4), and interleaved (1, 2), (3, 4)."""
+    x, cos, sin = jnp.array([[[[1.0, 2, 3, 4, 5]]]]), jnp.zeros((1, 1, 2)), jnp.ones((1, 1, 2))
+    np.testing.assert_array_equal(apply_rope(x, cos, sin)[0, 0, 0], [-3, -4, 1, 2, 5])
+    np.testing.assert_array_equal(apply_rope(x, cos, sin, interleaved=True)[0, 0, 0], [-2, -4, 1, 3, 5])
 
 
 def test_grouped_products_equal_a_loop_over_experts():
@@ -177,6 +198,10 @@ def gpt_oss():
     return params(GPT_OSS)
 
 
+def latents():
+    return params(DEEPSEEK)
+
+
 @functools.cache
 def on_one_device(of=params):
     return jax.device_get(loss_and_gradient(of(), *rows()))
@@ -190,14 +215,21 @@ def assert_close(got, expected):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("of", "mesh_config"),
-    [*((of, mesh) for of in (params, gpt_oss) for mesh in MESHES), *((adapted, MESHES[i]) for i in (0, 3))],
+    [
+        *((of, mesh) for of in (params, gpt_oss) for mesh in MESHES),
+        *((adapted, MESHES[i]) for i in (0, 3)),
+        (latents, MeshConfig(fsdp=2, tensor=2)),
+    ],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_every_mesh_gives_the_gradient_of_one_device(of, mesh_config):
-    mesh = make_mesh(mesh_config)
+    devices = math.prod((mesh_config.data, mesh_config.fsdp, mesh_config.expert, mesh_config.tensor))
+    mesh = make_mesh(mesh_config, jax.devices()[: devices * mesh_config.sequence])
     sharded = jax.device_put(of(), models.shardings(of().config, mesh, TRAIN))
     with jax.set_mesh(mesh):
         got = loss_and_gradient(sharded, *put_rows(mesh, rows()))
+    if of is latents:
+        assert sharded.layers.kv_b[...].sharding.shard_shape((1, 16, 4, 14)) == (1, 8, 2, 14)
     assert_close(got, on_one_device(of))
 
 

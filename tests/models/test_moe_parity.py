@@ -8,8 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hf_oracle import agree_in_greedy_text, hf_logits, our_logits, random_tokens, torch
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     GptOssConfig,
@@ -45,7 +48,20 @@ GROUPED = dict(
     n_routed_experts=6, moe_intermediate_size=24, intermediate_size=48, first_k_dense_replace=1,
     routed_scaling_factor=1.5, n_group=3, topk_group=2,
 )  # fmt: skip
+LATENTS = dict(
+    **GROUPED, num_key_value_heads=4, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
+    head_dim=4,
+)  # fmt: skip
+YARN = dict(
+    rope_type="yarn", rope_theta=1e4, factor=4.0, mscale=1.0, mscale_all_dim=0.8,
+    original_max_position_embeddings=16, beta_fast=32, beta_slow=1,
+)  # fmt: skip
+DIRECT = dict(q_lora_rank=None, rope_interleave=False, attention_bias=True)
 FAMILIES = {
+    "deepseek_v3": (
+        DeepseekV3Config, DeepseekV3ForCausalLM, {**LATENTS, "q_lora_rank": 20, "rope_parameters": YARN}
+    ),
+    "deepseek_v3 without q_lora_rank": (DeepseekV3Config, DeepseekV3ForCausalLM, {**LATENTS, **DIRECT}),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM, {**GROUPED, "attention_bias": True, "use_qk_norm": True}),
     "gpt_oss": (
         GptOssConfig, GptOssForCausalLM,
@@ -79,10 +95,17 @@ def theirs(family):
     return model
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+SLOW = ("deepseek_v3", "deepseek_v3 without q_lora_rank", "glm4_moe")
+
+
+def cases(slow):
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in slow else []) for name in FAMILIES]
+
+
+@pytest.fixture(scope="module", params=cases(SLOW))
 def loaded(request, tmp_path_factory):
     """(transformers' model, the folder of several files that it wrote, ours)."""
-    folder = tmp_path_factory.mktemp(request.param)
+    folder = tmp_path_factory.mktemp("model")
     model = theirs(request.param)
     model.save_pretrained(folder, max_shard_size=40_000)
     return model, folder, load_params(folder, read_config(folder))
@@ -100,6 +123,7 @@ def computed(loaded):
     return logits, dict(named_leaves(gradients))
 
 
+@pytest.mark.parametrize("loaded", cases(SLOW[1:]), indirect=True)
 def test_logits(loaded, computed):
     expected = hf_logits(loaded[0], random_tokens())
     assert np.abs(expected).max() > 1
@@ -123,6 +147,12 @@ def test_files_come_back_byte_for_byte(loaded, tmp_path):
     for name, tensor in stored.items():
         np.testing.assert_array_equal(written[name], tensor, err_msg=name)
     assert read_config(tmp_path / "out") == config
+    if config.moe.selection_bias:  # which stays float32 in files of bfloat16
+        save_model(params, config, tmp_path / "narrow", dtype="bfloat16")
+        narrow = safe_open(tmp_path / "narrow" / "model.safetensors", "np")
+        name = "model.layers.1.mlp.gate.e_score_correction_bias"
+        assert narrow.get_slice(name.replace("e_score_correction_bias", "weight")).get_dtype() == "BF16"
+        np.testing.assert_array_equal(narrow.get_tensor(name), stored[name])
 
 
 def gradients_of(model, layer):
@@ -131,7 +161,7 @@ def gradients_of(model, layer):
     down, both = mlp.experts.down_proj.grad.numpy(), mlp.experts.gate_up_proj.grad.numpy()
     if not hasattr(mlp, "router"):
         experts = {"expert_down": down.transpose(0, 2, 1), "expert_gate": both[:, :24].transpose(0, 2, 1)}
-        return {"router": mlp.gate.weight.grad.numpy().T, **experts}
+        return {"router": mlp.gate.weight.grad.numpy().T, **experts, **latent_gradients(model, layer)}
     bias = mlp.experts.gate_up_proj_bias.grad.numpy()
     return {
         "router": mlp.router.weight.grad.numpy().T,
@@ -146,6 +176,14 @@ def gradients_of(model, layer):
     }
 
 
+def latent_gradients(model, layer):
+    attention = model.model.layers[layer].self_attn
+    if not hasattr(attention, "kv_b_proj"):
+        return {}
+    kv_b = attention.kv_b_proj.weight.grad.numpy().reshape(4, 14, 16).transpose(2, 0, 1)
+    return {"kv_a": attention.kv_a_proj_with_mqa.weight.grad.numpy().T, "kv_b": kv_b}
+
+
 def test_gradients_of_router_and_experts(loaded, computed):
     """Of the sum of squared logits, through the router's weights and each expert; of sinks, too."""
     model = loaded[0]
@@ -158,9 +196,10 @@ def test_gradients_of_router_and_experts(loaded, computed):
 
 
 @pytest.mark.slow
-def test_greedy_text(loaded):
+@pytest.mark.parametrize("cache", ["ring", "paged"])
+def test_greedy_text(loaded, cache):
     model, _, params = loaded
-    agree_in_greedy_text(model, params, random_tokens(length=6), new=10)
+    agree_in_greedy_text(model, params, random_tokens(length=6), 10, cache=cache, page=8)
 
 
 def test_weights_of_multi_token_prediction_are_skipped(tmp_path, capfd):
@@ -188,6 +227,7 @@ def test_weights_of_multi_token_prediction_are_skipped(tmp_path, capfd):
         ({"topk_method": "greedy"}, "topk_method='greedy' is not supported; supported: noaux_tc"),
         ({"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported; supported: 1"),
         ({"n_group": 4}, "moe.groups is 4: it must divide 6 experts"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is set.*convert the fp8"),
         ({"first_k_dense_replace": 2}, "num_layers is 2: it must be above moe.dense_layers, 2"),
         ({"n_shared_experts": 0}, "n_shared_experts=0 must be"),
         ({"partial_rotary_factor": 0.2, "rope_parameters": None}, "16, of which partial_rotary 0.2 is 3: it"),
@@ -195,6 +235,21 @@ def test_weights_of_multi_token_prediction_are_skipped(tmp_path, capfd):
 )
 def test_what_grouped_routers_lack_is_refused_by_name(changes, message):
     raw = to_hf_config(read_config(theirs("glm4_moe").config.to_dict()))
+    with pytest.raises(UserError, match=message):
+        read_config({**raw, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_key_value_heads": 2}, "num_key_value_heads=2 is not supported; supported: .*, 4"),
+        ({"v_head_dim": 16}, "head_dim is 12: it must be at least mla.value_dim, 16"),
+        ({"qk_rope_head_dim": 3}, "head_dim is 11: it must be even"),
+        ({"kv_lora_rank": None}, "kv_lora_rank=None must be"),
+    ],
+)
+def test_what_latent_attention_lacks_is_refused_by_name(changes, message):
+    raw = to_hf_config(read_config(theirs("deepseek_v3").config.to_dict()))
     with pytest.raises(UserError, match=message):
         read_config({**raw, **changes})
 

@@ -17,7 +17,7 @@ from jaxrl_llm.data.packing import from_trajectory
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import lora
-from jaxrl_llm.models.config import MoEConfig
+from jaxrl_llm.models.config import MLAConfig, MoEConfig
 from jaxrl_llm.rollout.checks import strict_problems
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
 from jaxrl_llm.rollout.native.engine import NativeEngine, RolloutConfig
@@ -31,6 +31,11 @@ QWEN = models.TransformerConfig(
 OTHERS = dataclasses.replace(
     QWEN, sliding_window=7, window_layers=(True, False), qkv_bias=True, qk_norm=False, tie_embeddings=False,
     attention_softcap=2.0, attention_sinks=True, logit_softcap=3.0, num_heads=3, num_kv_heads=3,
+)  # fmt: skip
+LATENTS = dataclasses.replace(
+    QWEN, num_kv_heads=4, head_dim=12, qk_norm=False, mla=MLAConfig(16, 20, 8, 4, 6), moe=MoEConfig(
+        4, 2, 24, 24, shared_gate=False, score="sigmoid", groups=2, selection_bias=True, dense_layers=1
+    ),
 )  # fmt: skip
 GPT_OSS = dataclasses.replace(
     QWEN, sliding_window=7, window_layers=(True, False), qkv_bias=True, out_bias=True, qk_norm=False,
@@ -86,6 +91,7 @@ def one_update(config, dtype, strict=True):
         pytest.param(QWEN, "bfloat16", marks=pytest.mark.slow),
         pytest.param(OTHERS, "float32", marks=pytest.mark.slow),
         pytest.param(GPT_OSS, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(LATENTS, "float32", marks=pytest.mark.slow),
         (ADAPTED, "float32"),
         pytest.param(ADAPTED, "bfloat16", marks=pytest.mark.slow),
         (QUANTIZED, "bfloat16"),
@@ -95,6 +101,7 @@ def one_update(config, dtype, strict=True):
         "qwen3 bfloat16",
         "windows, caps, sinks, biases",
         "gpt-oss bfloat16",
+        "latents",
         "adapters",
         "adapters bfloat16",
         "nf4 bfloat16",

@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from jaxrl_kernels.dispatch import choose
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models.mla import cache_dims
 from jaxrl_llm.models.paged import NULL_PAGE, init_paged_cache
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.engine import Request
@@ -135,7 +136,7 @@ class PagedCacheManager:
         Then copy the last page of prompts that are now there for the slots that continue it.
         """
         if (rows >= 0).any():
-            width = pages_for(batch.kv[1][0].shape[-2], self.page_size)
+            width = pages_for(batch.kv[0][0].shape[-1], self.page_size)
             tables = np.full((len(self.pools), len(batch.lengths), width), NULL_PAGE, np.int32)
             for slot in np.flatnonzero(rows >= 0):
                 prompt = self.slots[slot].prompt
@@ -199,8 +200,9 @@ def uses_pages(config: RolloutConfig, model: TransformerConfig, mesh: Mesh) -> b
     dtype = jnp.dtype(config.cache_dtype or config.dtype)
     if config.cache != "auto" or dtype.itemsize == 1:
         return config.cache != "ring"
-    pages = jax.ShapeDtypeStruct((1, model.num_kv_heads, config.page, model.head_dim), dtype)
-    q = jax.ShapeDtypeStruct((1, model.num_heads, model.head_dim), jnp.dtype(config.dtype))
+    heads, size = cache_dims(model)
+    pages = jax.ShapeDtypeStruct((1, heads, config.page, size), dtype)
+    q = jax.ShapeDtypeStruct((1, model.num_heads, size), jnp.dtype(config.dtype))
     with jax.set_mesh(mesh):
         return choose("decode_attention", q, pages, jax.ShapeDtypeStruct((1, 1), jnp.int32))[0] != "reference"
 

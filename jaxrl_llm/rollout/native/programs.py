@@ -104,7 +104,7 @@ class Programs:
         replicated = NamedSharding(mesh, PartitionSpec())
         # Every result has an explicit sharding, so that one program's output is the next one's input on
         # every path: a cache of another sharding would be another program.
-        shapes = jax.eval_shape(lambda: decode.init_ring_cache(config, self.num_shards, 1, self.cache_dtype))
+        shapes = jax.eval_shape(lambda: self._init_ring(self.num_shards, 1))
         cache = RingCache(*self._kv_shardings(shapes, "batch"), replicated)
         weights = decode.decode_shardings(config, mesh, ROLLOUT)
         prompts = self._kv_shardings(shapes, None)
@@ -157,8 +157,12 @@ class Programs:
     def _empty_cache(self, count: int, length: int) -> RingCache | PagedCache:
         """Return a ring cache of `count` slots, or a paged one of `count` pages, of `length` tokens each."""
         self.compile_count += 1
-        init = paged.init_paged_cache if self.page_size else decode.init_ring_cache
-        return init(self.config, count, length, self.cache_dtype)
+        if self.page_size:
+            return paged.init_paged_cache(self.config, count, length, self.cache_dtype)
+        return self._init_ring(count, length)
+
+    def _init_ring(self, slots: int, length: int) -> RingCache:
+        return decode.init_ring_cache(self.config, slots, length, self.cache_dtype, self.strict)
 
     def _prefill(self, weights: DecodeWeights, tokens, lengths) -> tuple[PromptKV, jax.Array | None]:
         """Compute keys and values of left-padded prompts, and routes. Rows are replicated: any slot may take

@@ -55,5 +55,5 @@ class RingCacheManager:
         return chunk
 
     def _resize(self, old_slots: np.ndarray, length: int) -> None:
-        per_shard = self.cache.v[0].shape[-4] // self.programs.num_shards
+        per_shard = self.cache.k[0].shape[-4] // self.programs.num_shards
         self.cache = self.programs.resize(self.cache, (old_slots % per_shard).astype(np.int32), length=length)

@@ -115,7 +115,7 @@ def test_prompts_share_pages_and_the_last_one_is_copied():
     # 10 tokens to read, the last by decode: two full pages and one of a token. 6 more: 15 in the cache.
     assert cache.allocate(0, b"a", 10, 6) and cache.allocate(1, b"a", 10, 6)
     assert cache.slots[0].pages == [1, 2, 4] and cache.slots[1].pages == [1, 2, 5]
-    batch = PrefillBatch((None, (np.zeros((1, 1, 12, 1)),)), {b"a": 0}, np.array([9]))
+    batch = PrefillBatch(((np.zeros((1, 1, 1, 12)),), None), {b"a": 0}, np.array([9]))
     cache.insert(batch, np.array([0, 0, -1]))
     assert programs.written == [[1, 2, 3]] and programs.copied == [(3, 4), (3, 5)]
     assert len(cache.pools[0].free_pages) == 6 and not cache.needs_prompt(1)

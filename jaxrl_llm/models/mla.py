@@ -1,0 +1,114 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, 2.1; DeepSeek-V3, arXiv 2412.19437, 2.1.1).
+
+A token has one latent for the keys and values of all heads, and one key of the dims that RoPE rotates.
+Training, prefill and strict mode expand them to keys and values of each head. Decoding keeps both in the
+cache in place of keys and values, and moves the expansion to queries and outputs, which gives the same sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxrl_llm.models.config import TransformerConfig
+from jaxrl_llm.models.initializer import Initializer
+from jaxrl_llm.models.linear import apply_linear, rms_norm
+from jaxrl_llm.models.rope import apply_rope
+from jaxrl_llm.sharding.rules import constrain
+
+if TYPE_CHECKING:
+    from jaxrl_llm.models.transformer import Layers
+
+LATENT_EPS = 1e-6
+"""Added to the mean square in the norms of latents, whatever `norm_eps` is (transformers)."""
+Rope = tuple[Float[Array, "B T half"], Float[Array, "B T half"]]
+
+
+class DecodeLatents(NamedTuple):
+    """The `attention_fn` of `block` that reads a cache of latents."""
+
+    attend: Callable[..., tuple[Array, Any]]
+    """(q [S, 1, H, R + rope], latents [S, 1, 1, R + rope]) -> (out [S, 1, H, R + rope], cache)."""
+
+
+def cache_dims(c: TransformerConfig, strict: bool = False) -> tuple[int, int]:
+    """Return (heads, size) of what the KV cache holds of a token: its keys, or its latent and rotated key."""
+    if c.mla and not strict:
+        return 1, c.mla.kv_rank + c.mla.rope_dim
+    return c.num_kv_heads, c.head_dim
+
+
+def add_latent_weights(layers: Layers, c: TransformerConfig, init: Initializer) -> None:
+    """Add the projections of latent attention and their norms."""
+    mla, d = c.mla, c.hidden_size
+    heads = ("latent", "heads", "head_dim")
+    if mla.q_rank:
+        layers.q_a = init.normal((d, mla.q_rank), ("embed", "compressed"))
+        layers.q_a_norm = init.ones((mla.q_rank,), ("norm",))
+        layers.q_b = init.normal((mla.q_rank, c.num_heads, c.head_dim), heads)
+    else:
+        layers.q = init.normal((d, c.num_heads, c.head_dim), ("embed", "heads", "head_dim"))
+    layers.kv_a = init.normal((d, mla.kv_rank + mla.rope_dim), ("embed", "compressed"))
+    layers.kv_a_norm = init.ones((mla.kv_rank,), ("norm",))
+    layers.kv_b = init.normal((mla.kv_rank, c.num_heads, mla.nope_dim + mla.value_dim), heads)
+    output = (c.num_heads, mla.value_dim, d), ("heads", "head_dim", "embed")
+    layers.o = init.normal(*output, residual=True)
+    if c.qkv_bias:
+        layers.kv_a_bias = init.zeros((mla.kv_rank + mla.rope_dim,), ("norm",))
+        if mla.q_rank:
+            layers.q_a_bias = init.zeros((mla.q_rank,), ("norm",))
+
+
+def expand_latents(
+    c: TransformerConfig, w: Layers, h: Float[Array, "B T D"], rope: Rope
+) -> tuple[
+    Float[Array, "B T H E"], Float[Array, "B T H E"], Float[Array, "B T H E"], Float[Array, "B T 1 C"]
+]:
+    """Return queries, keys and values of each head, and what a cache of latents holds of the tokens.
+
+    Values are padded with zeros to the size of keys, since kernels take one size.
+    """
+    mla = c.mla
+    q, latent, rotated = _project(c, w, h, rope)
+    k, v = jnp.split(apply_linear(c, w, "kv_b", latent), [mla.nope_dim], axis=-1)
+    shared = jnp.broadcast_to(rotated, (*k.shape[:-1], mla.rope_dim))
+    v = jnp.pad(v, ((0, 0),) * 3 + ((0, c.head_dim - mla.value_dim),))
+    k = constrain(jnp.concatenate([k, shared], axis=-1), "batch", "sequence", "heads", "head_dim")
+    return q, k, v, jnp.concatenate([latent[:, :, None], rotated], axis=-1)
+
+
+def decode_latents(
+    c: TransformerConfig, w: Layers, h: Float[Array, "S 1 D"], rope: Rope, attention_fn: DecodeLatents
+) -> tuple[Float[Array, "S 1 H V"], Any]:
+    """Return (attention of a new token over the cache of latents, the cache with the token).
+
+    With keys W_k c and values W_v c of a latent c, q W_k c = (W_k^T q) c, and a sum of W_v c is W_v times
+    the sum of c: neither keys nor values are computed.
+    """
+    mla = c.mla
+    q, latent, rotated = _project(c, w, h, rope)
+    w_k, w_v = jnp.split(w.kv_b[...], [mla.nope_dim], axis=-1)
+    absorbed = jnp.einsum("sthn,rhn->sthr", q[..., : mla.nope_dim], w_k)
+    q = jnp.concatenate([absorbed, q[..., mla.nope_dim :]], axis=-1)
+    token = jnp.concatenate([latent[:, :, None], rotated], axis=-1)
+    out, cache = attention_fn.attend(q, token)
+    return jnp.einsum("sthr,rhv->sthv", out[..., : mla.kv_rank], w_v), cache
+
+
+def _project(
+    c: TransformerConfig, w: Layers, h: Float[Array, "B T D"], rope: Rope
+) -> tuple[Float[Array, "B T H E"], Float[Array, "B T R"], Float[Array, "B T 1 rope"]]:
+    """Return queries, the normalised latent of keys and values, and the key that all heads share, rotated."""
+    mla = c.mla
+    if mla.q_rank:
+        q = apply_linear(c, w, "q_b", rms_norm(apply_linear(c, w, "q_a", h), w.q_a_norm[...], LATENT_EPS))
+    else:
+        q = apply_linear(c, w, "q", h)
+    nope, q_rope = jnp.split(q, [mla.nope_dim], axis=-1)
+    q = jnp.concatenate([nope, apply_rope(q_rope, *rope, mla.interleaved)], axis=-1)
+    latent, k_rope = jnp.split(apply_linear(c, w, "kv_a", h), [mla.kv_rank], axis=-1)
+    rotated = apply_rope(k_rope[:, :, None], *rope, mla.interleaved)
+    return q, rms_norm(latent, w.kv_a_norm[...], LATENT_EPS), rotated
