@@ -127,6 +127,7 @@ EIGHT_SAMPLES = "--eval.samples 8 --eval.sampling.temperature 1.0"
 BUSY = "--minibatches_per_step 32 --tokens_per_device 384 --optim.learning_rate 2e-4"
 HOT = f"{GRPO} --steps 40 --rollout.sampling.temperature 2.0 --max_response_tokens 64"
 NOISY = f"{GRPO} --rollout.weight_noise 0.5"
+NOISY_EXPERTS = f"--config grpo_moe_tiny.py {FLAWED} --rollout.weight_noise 0.05"
 FIVE_TIMES = "--lora.rank {rank} --optim.learning_rate 2.5e-3"  # the recipes' rates are 5e-4
 RANKS = {"full": "", **{f"rank_{rank}": FIVE_TIMES.format(rank=rank) for rank in (1, 8, 32)}}
 CALCULATOR = f"--config grpo_tools_tiny.py {FROM} --steps 20 --eval.every 5"
@@ -266,6 +267,16 @@ TINY: dict[str, Study] = {
         every(lambda results: min(results["experts"]) >= 0.9, within("dense", 0.03)),
         start="",
         also=("accuracy", "entropy"),
+    ),
+    "router_replay": Study(
+        "With noise of 5% on the rollout's weights, the trainer's log-probs are nearer to the rollout's with "
+        "every seed if it replays the rollout's routes than if its routers choose.",
+        {replay: f"{NOISY_EXPERTS} --routing.replay {replay}" for replay in ("none", "rollout")},
+        exceeds("none", "rollout", 0.0),
+        metric="mismatch/mean_abs",
+        of="run_mean",
+        start="",
+        also=("accuracy", PASS),
     ),
     "lora_calculator": Study(
         "LoRA of rank 1, 8 and 32 (alpha 32, all linear layers), at five times the learning rate of full "
