@@ -116,7 +116,7 @@ def start_job(suite: Suite, start: str, seed: int) -> Job:
 
 def start_arguments(suite: Suite, start: str, seed: int) -> str:
     chosen = suite.starts[start]
-    return " ".join(f"--config {chosen.config} --steps 0 {chosen.arguments.format()} --seed {seed}".split())
+    return " ".join(f"--config {chosen.config} --steps 0 {chosen.arguments} --seed {seed}".split())
 
 
 def in_order(suite: Suite, names: list[str]) -> list[list[str]]:
@@ -132,7 +132,8 @@ def jobs_of(suite: Suite, name: str, seeds: Sequence[int], labels: Sequence[str]
         for seed in seeds if labels is None or label in labels else ():
             start = str(start_job(suite, study.start, seed).path / "hf") if study.start else ""
             path = Path(suite.runs) / name / label / str(seed)
-            jobs.append(Job(path, f"{arguments.format(start=start, seed=seed)} --seed {seed}"))
+            words = arguments.replace("{start}", start).replace("{seed}", str(seed))
+            jobs.append(Job(path, f"{words} --seed {seed}"))
     return jobs
 
 
@@ -191,7 +192,10 @@ def write_trl_spec(job: Job, words: list[str]) -> None:
     def loader(split: str) -> Loader:
         return Loader(config.data, tokenizer, config.seed, config.max_prompt_tokens, split)
 
-    rows = lambda prompts: [{"prompt": list(p.example.messages), "answer": p.example.answer} for p in prompts]
+    def rows(prompts) -> list[dict[str, str]]:
+        texts = tokenizer.batch_decode([prompt.ids for prompt in prompts])
+        return [{"prompt": text, "answer": p.example.answer} for p, text in zip(prompts, texts, strict=True)]
+
     spec = {
         "model": str(folder.resolve()),
         "seed": config.seed,

@@ -19,6 +19,6 @@ def get_config() -> TrainConfig:
         grpo_smollm2.get_config(),
         run_dir="runs/gkd_smollm2",
         algo=gkd.Config(teachers=("runs/sft_smollm2/hf",)),
-        prompts_per_step=32,
+        prompts_per_step=64,
         responses_per_prompt=1,
     )

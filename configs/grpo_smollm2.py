@@ -9,10 +9,10 @@ Time:      not measured on an idle machine; 38 minutes of steps on one with much
 Expected:  held-out accuracy rises from 0.03 to 0.34 (seed 0; 128 problems, 95% interval 0.26 to 0.42):
            docs/real.md has curves, and responses before and after
 
-A problem is of one or two digits ("43 + 14"). A hash of the question decides whether it is held out, a tenth
-is, so that no seed trains on one; evaluation has each problem once. The reward is 1 if the last number of
-the response is the answer. Temperature 0.7, because at 1.0 a model of 135M rarely
-writes a number within 16 tokens.
+A problem is of one or two digits ("43 + 14 ="). A hash of the question decides whether it is held out, a
+tenth is, so that no seed trains on one; evaluation has each problem once. The reward is 1 if the last number
+of the response is the answer. Prompts are plain: through its chat template a model of 135M explains how one
+adds and gets to no number within 16 tokens, so that hardly a sample is rewarded.
 """
 
 from jaxrl_llm.algos import grpo
@@ -24,8 +24,6 @@ from jaxrl_llm.config import (
     ModelConfig,
     OptimConfig,
     RewardConfig,
-    RolloutConfig,
-    SamplingConfig,
     SourceConfig,
     TrainConfig,
 )
@@ -40,18 +38,17 @@ DISTINCT = SourceConfig(path=SUMS.path, options=SUMS.options, split="test", dist
 def get_config() -> TrainConfig:
     return TrainConfig(
         run_dir="runs/grpo_smollm2",
-        steps=24,
+        steps=50,
         algo=grpo.Config(kl_coef=0.0, clip_high=0.28, aggregation="token"),
-        prompts_per_step=8,
+        prompts_per_step=16,
         responses_per_prompt=8,
         tokens_per_device=2048,
-        max_prompt_tokens=48,
-        max_response_tokens=16,
+        max_prompt_tokens=24,
+        max_response_tokens=8,
         model=ModelConfig(path="HuggingFaceTB/SmolLM2-135M-Instruct", dtype="float32", remat="dots"),
-        rollout=RolloutConfig(sampling=SamplingConfig(temperature=0.7)),
         optim=OptimConfig(learning_rate=1e-5),
-        data=DataConfig(train=(SUMS,), eval=(DISTINCT,), chat=ChatConfig(render="chat")),
+        data=DataConfig(train=(SUMS,), eval=(DISTINCT,), chat=ChatConfig(render="plain")),
         reward=RewardConfig(name="arithmetic", workers=1),
-        eval=EvalConfig(every=8, prompts=128),
-        checkpoint=CheckpointConfig(every=8),
+        eval=EvalConfig(every=10, prompts=256),
+        checkpoint=CheckpointConfig(every=10),
     )

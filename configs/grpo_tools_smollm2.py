@@ -11,7 +11,17 @@ conversations with a call; in 70% of them the model gives up instead of calling.
 
 import dataclasses
 
-from jaxrl_llm.config import DataConfig, EnvConfig, SourceConfig, TrainConfig, WarmStartConfig
+from jaxrl_llm.config import (
+    ChatConfig,
+    DataConfig,
+    EnvConfig,
+    EvalConfig,
+    RolloutConfig,
+    SamplingConfig,
+    SourceConfig,
+    TrainConfig,
+    WarmStartConfig,
+)
 from jaxrl_llm.configs import grpo_smollm2
 
 
@@ -22,9 +32,13 @@ def get_config() -> TrainConfig:
         base,
         run_dir="runs/grpo_tools_smollm2",
         steps=16,
+        prompts_per_step=8,
         responses_per_prompt=4,
+        max_prompt_tokens=48,
         max_response_tokens=80,
-        data=DataConfig(train=(products,), chat=base.data.chat),
+        rollout=RolloutConfig(sampling=SamplingConfig(temperature=0.7)),
+        eval=EvalConfig(every=8, prompts=128),
+        data=DataConfig(train=(products,), chat=ChatConfig(render="chat")),
         env=EnvConfig(tools=("calculator",), format="hermes", max_turns=3),
         warm_start=WarmStartConfig(steps=24, learning_rate=3e-5, examples_per_step=16),
     )

@@ -42,6 +42,7 @@ def main() -> None:
         [list(example.messages) for example in examples],
         n=options.n,
         max_tokens=recipe.max_response_tokens,
+        chat=recipe.data.chat,
         **dataclasses.asdict(recipe.rollout.sampling),
     )
     rows = []

@@ -15,6 +15,7 @@ from jaxrl_llm.checkpoint.state import CheckpointConfig
 from jaxrl_llm.data.config import ChatConfig, DataConfig, SourceConfig
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.learn.optim import LearningRate, OptimConfig
+from jaxrl_llm.learn.routing import RoutingConfig
 from jaxrl_llm.models.config import LoraConfig, MoEConfig, RopeConfig, TransformerConfig
 from jaxrl_llm.ranges import CountOrZero, Range, SecondsOrZero
 from jaxrl_llm.report.config import LogConfig
@@ -56,6 +57,7 @@ __all__ = [  # all that a recipe needs, besides its algorithm
     "RewardModelConfig",
     "RolloutConfig",
     "RopeConfig",
+    "RoutingConfig",
     "SGLangConfig",
     "SamplingConfig",
     "ScoreConfig",
@@ -248,6 +250,7 @@ class TrainConfig:
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     teacher: PlacementConfig = field(default_factory=PlacementConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     score: ScoreConfig = field(default_factory=ScoreConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

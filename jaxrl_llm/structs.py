@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt
 
 from jaxrl_llm.outcome import Outcome
 
@@ -87,6 +87,7 @@ class Trajectory:
     components: tuple[float, ...] = ()  # the weighted rewards that `reward` is the sum of
     token_rewards: np.ndarray | None = None  # float32 [R'], of a process reward model
     greedy_reward: float = float("nan")  # of the greedy response to the same prompt (ReMax)
+    routes: np.ndarray | None = None  # uint8 or uint16 [tokens, L, K], `models.moe.route_spec`, of all tokens
 
     @property
     def num_tokens(self) -> int:
@@ -154,6 +155,7 @@ class Batch:
     values: Float[Array, "B T"] | None = None  # the critic's values before the first update of this step
     returns: Float[Array, "B T"] | None = None  # targets of the critic
     labels: Float[Array, "B T"] | None = None  # label of the token, or of its sequence
+    routes: UInt[Array, "B T L K"] | None = None  # replayed routes of tokens (`models.moe.route_spec`)
 
 
 @pytree
@@ -166,6 +168,7 @@ class BatchTotals:
     baseline: Float[Array, "*shape"] | None = None
     loss_scale: Float[Array, ""] | None = None  # that of the TrainState
     entropy_coef: Float[Array, "2"] | None = None  # likewise
+    balance_weights: Float[Array, "L X"] | None = None  # of the balance loss of X experts (`learn.routing`)
 
 
 @pytree

@@ -24,6 +24,9 @@ from transformers import (  # noqa: E402
 
 from jaxrl_llm import models  # noqa: E402
 from jaxrl_llm.hf.config import read_config  # noqa: E402
+from jaxrl_llm.rollout.engine import Request, SamplingConfig  # noqa: E402
+from jaxrl_llm.rollout.native.engine import NativeEngine, RolloutConfig  # noqa: E402
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh  # noqa: E402
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -88,6 +91,20 @@ def our_logits(params: models.Transformer, tokens: np.ndarray, dtype=jnp.float32
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     hidden = params(tokens, positions, dtype=dtype)
     return (hidden @ params.head.astype(dtype).T).astype(jnp.float32)
+
+
+def agree_in_greedy_text(model, params: models.Transformer, prompts: np.ndarray, new: int) -> None:
+    """Assert that our engine generates the tokens that transformers does."""
+    settings = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with torch.no_grad():
+        theirs = model.generate(torch.tensor(prompts), **settings).numpy()[:, prompts.shape[1] :]
+    rollout = RolloutConfig(slots=len(prompts), chunk=new // 2)
+    engine = NativeEngine(rollout, params.config, make_mesh(MeshConfig(), jax.devices()[:1]))
+    engine.publish(params, version=0)
+    requests = [Request(ids, i, 1, new) for i, ids in enumerate(prompts.astype(np.int32))]
+    trajectories = engine.generate(requests, SamplingConfig(temperature=0.0), jax.random.key(0))
+    np.testing.assert_array_equal([t.response_ids for t in trajectories], theirs)
+    assert len(np.unique(theirs)) > 5  # not one token over and over
 
 
 def random_tokens(rows: int = 2, length: int = 24, seed: int = 0) -> np.ndarray:

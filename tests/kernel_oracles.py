@@ -31,19 +31,26 @@ def visible(spec, mask, q_segments, kv_segments):
     return allowed & (distance < window) & ((distance >= 0) | (not spec.causal))
 
 
-def attention(q, k, v, allowed, scale, softcap=None, d_out=None, d_lse=0.0):
-    """(out, lse), and with d_out also (dq, dk, dv), of softmax attention with H / K queries a key head."""
+def attention(q, k, v, allowed, scale, softcap=None, d_out=None, d_lse=0.0, sinks=None):
+    """(out, lse), and with d_out also (dq, dk, dv), of softmax attention with H / K queries a key head.
+
+    With sinks [H], scores of one more key of value 0, the lse is over it, too, and d_sinks comes last.
+    """
     q, k, v = (np.asarray(x).astype(np.float64) for x in (q, k, v))
     kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]
     k, v = (x.repeat(group, axis=2) for x in (k, v))
     scores = np.einsum("bthe,bche->bhtc", q, k) * scale
     scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
     masked = np.where(allowed[:, None], scores, -np.inf)
+    if sinks is not None:
+        extra = np.broadcast_to(np.asarray(sinks, np.float64)[:, None, None], (*masked.shape[:3], 1))
+        masked = np.concatenate([masked, extra], axis=-1)
     top = masked.max(axis=-1, keepdims=True, initial=MASKED_LSE)
     weights = np.exp(masked - top)
     total = weights.sum(axis=-1, keepdims=True)
     attends = total > 0
     weights /= np.where(attends, total, 1)
+    sink_weights, weights = weights[..., k.shape[1] :], weights[..., : k.shape[1]]
     out = np.einsum("bhtc,bche->bthe", weights, v)
     lse = np.where(attends, top + np.log(np.where(attends, total, 1)), MASKED_LSE)[..., 0]
     if d_out is None:
@@ -55,7 +62,8 @@ def attention(q, k, v, allowed, scale, softcap=None, d_out=None, d_lse=0.0):
     shared = lambda x: x.reshape(*x.shape[:2], kv_heads, group, -1).sum(axis=3)
     dq = np.einsum("bhtc,bche->bthe", d_scores, k)
     dk, dv = np.einsum("bhtc,bthe->bche", d_scores, q), np.einsum("bhtc,bthe->bche", weights, d_out)
-    return out, lse, dq, shared(dk), shared(dv)
+    results = out, lse, dq, shared(dk), shared(dv)
+    return results if sinks is None else (*results, -(sink_weights[..., 0] * delta).sum(axis=(0, 2)))
 
 
 def logprob(hidden, head, targets, temperature=1.0, softcap=None, d_logprob=None, d_entropy=0.0):

@@ -21,7 +21,7 @@ ALLOWED: dict[str, str | None] = {
     "user_file": "errors",
     "structs": "outcome",
     "host": "errors",
-    "report": "ranges errors structs jaxrl_kernels",
+    "report": "ranges errors structs host jaxrl_kernels",
     # the parts
     "sharding": "ranges errors jaxrl_kernels structs",
     "models": "ranges errors jaxrl_kernels structs sharding",

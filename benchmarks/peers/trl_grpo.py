@@ -37,10 +37,8 @@ def main(run_dir: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(spec["model"], padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
 
-    def reward(completions: list[list[dict[str, str]]], answer: list[str], **_: Any) -> list[float]:
-        scores = [
-            score(turns[-1]["content"], right) for turns, right in zip(completions, answer, strict=True)
-        ]
+    def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        scores = [score(text, right) for text, right in zip(completions, answer, strict=True)]
         log.rewards += scores
         return scores
 
@@ -130,10 +128,8 @@ class Evaluation(TrainerCallback):
     @torch.no_grad()
     def evaluate(self, model: Any) -> dict[str, float]:
         started, rows = time.perf_counter(), self.spec["eval"]
-        chats = [row["prompt"] for row in rows]
-        inputs = self.tokenizer.apply_chat_template(
-            chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
-        ).to(model.device)
+        prompts = [row["prompt"] for row in rows]
+        inputs = self.tokenizer(prompts, padding=True, return_tensors="pt").to(model.device)
         model.eval()
         out = model.generate(**inputs, do_sample=False, max_new_tokens=self.spec["max_tokens"])
         model.train()

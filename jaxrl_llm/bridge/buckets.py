@@ -89,10 +89,10 @@ class WeightSource:
         first = jax.process_index() == 0
         arrays_of = gather_tensors(params, self.groups, self.dtype, replicated=on_device)
         for i, (tensors, arrays) in enumerate(zip(self.groups, arrays_of, strict=True)):
-            if first and not on_device:
-                arrays = [np.ascontiguousarray(array) for array in arrays]
-            else:
+            if on_device:
                 jax.block_until_ready(arrays)  # or the devices would fill up with what is to come
+            else:
+                arrays = [np.ascontiguousarray(array) for array in arrays]
             content = Bucket(tensors, arrays, self.dtype) if first else None
             yield Part(content, self._num_bytes(tensors), i == len(self.groups) - 1)
 

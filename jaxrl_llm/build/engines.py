@@ -64,8 +64,8 @@ def make_engine(
         check_sampling(sampling, model, tokenizer, key)
     if config.rollout.engine == "sglang":
         return _sglang(config, model, meshes[POLICY], tokenizer, eos_ids, closing, folder)
-    mesh, strict = meshes[ROLLOUT_ENGINE], config.strict
-    engine = NativeEngine(config.rollout, model, mesh, tokenizer, eos_ids, share, strict, resident)
+    mesh, strict, routes = meshes[ROLLOUT_ENGINE], config.strict, config.routing.replay == "rollout"
+    engine = NativeEngine(config.rollout, model, mesh, tokenizer, eos_ids, share, strict, resident, routes)
     if config.rollout.max_staleness:
         engine = AsynchronousEngine(engine)
         closing.callback(engine.close)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,19 @@ from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.hf.config import read_config, to_hf_config
 from jaxrl_llm.hf.export import export_config
 from jaxrl_llm.hf.load import PRETRAINED, PretrainedModels
+from jaxrl_llm.hf.names import FAMILY_LAYOUTS
 from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.hf.tokenizer import has_tokenizer, load_tokenizer, vocabulary_difference
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.optim import OptimConfig, make_optimizer
+from jaxrl_llm.learn.routing import Replay, RoutingConfig
 from jaxrl_llm.learn.scoring import ScoringModel
 from jaxrl_llm.learn.stage import Stage, loss_signals
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import LoraConfig, TransformerConfig
+from jaxrl_llm.models.config import MLP, MoEConfig
 from jaxrl_llm.models.lora import add_adapters, base_config, frozen_config, with_lora
+from jaxrl_llm.models.moe import route_spec
 from jaxrl_llm.rollout.keys import Purpose, run_key
 from jaxrl_llm.sharding.config import CRITIC, POLICY, REFERENCE, TEACHER
 from jaxrl_llm.sharding.rules import TRAIN, with_shardings
@@ -192,13 +196,41 @@ def trained_config(model: TransformerConfig, config: TrainConfig) -> Transformer
     """Return the policy's architecture: heads that the algorithm needs, and adapters (`lora.rank`).
 
     Raises:
-        ConfigError: as `adapted_config`; experts with an engine that does not take them.
+        ConfigError: as `adapted_config` and `check_routing`; settings of routing for a model without experts.
     """
-    if model.moe and config.rollout.engine == "sglang":
+    if model.moe:
+        check_routing(config, model.moe)
+    elif config.routing != RoutingConfig():
+        name = next(f.name for f in fields(RoutingConfig) if getattr(config.routing, f.name) != f.default)
+        raise ConfigError(f"--routing.{name}: the model has no experts. Leave it out.")
+    adapts_experts = model.moe and config.lora.rank and {*MLP} & {*config.lora.adapted}
+    if adapts_experts and config.rollout.engine == "sglang":
         raise ConfigError(
-            "--rollout.engine is sglang: weights of experts are not sent to servers. Set it to native."
+            "--rollout.engine is sglang: adapters of experts are not sent to servers. Set --lora.targets "
+            "q_proj k_proj v_proj o_proj, or --rollout.engine native."
         )
     return adapted_config(config_with_heads(model, config.algo), config.lora)
+
+
+def check_routing(config: TrainConfig, moe: MoEConfig) -> None:
+    """Refuse settings of routing that a model or a run does not have.
+
+    Raises:
+        ConfigError: names the key and the fix.
+    """
+    routing, algo = config.routing, algos.of(config.algo)
+    if routing.bias_rate and (config.lora.rank or not moe.selection_bias):
+        why = "with --lora.rank it is frozen" if config.lora.rank else "the model's routers have none"
+        raise ConfigError(f"--routing.bias_rate moves a selection bias: {why}. Set it to 0.")
+    if routing.replay == "rollout" and config.rollout.engine == "sglang":
+        raise ConfigError(
+            "--routing.replay is rollout: SGLang servers report no routes. Set --rollout.engine native, or "
+            "--routing.replay old."
+        )
+    if routing.replay != "none" and not algo.on_rollouts:
+        raise ConfigError(
+            f"--routing.replay is for runs with a rollout: {algo.name} has none. Set it to none."
+        )
 
 
 def adapted_config(model: TransformerConfig, lora: LoraConfig) -> TransformerConfig:
@@ -210,7 +242,7 @@ def adapted_config(model: TransformerConfig, lora: LoraConfig) -> TransformerCon
     """
     adapted = with_lora(model, lora)
     sizes = {"hidden_size": model.hidden_size, "num_kv_heads * head_dim": model.num_kv_heads * model.head_dim}
-    if not model.moe:
+    if not model.moe or model.moe.dense_layers:
         sizes["mlp_size"] = model.mlp_size
     name, smallest = min(sizes.items(), key=lambda item: item[1])
     if lora.rank > smallest:
@@ -230,6 +262,11 @@ def adapted_config(model: TransformerConfig, lora: LoraConfig) -> TransformerCon
             "in one matrix. Name both or neither."
         )
     ranks = [rank for layer, (rank, _) in adapted.adapters.items() if layer.startswith("expert_")]
+    if ranks and model.family in FAMILY_LAYOUTS:
+        raise ConfigError(
+            f"--lora.targets: {model.family} keeps all experts of a layer in one matrix, so PEFT files have "
+            "no names for their adapters. Set --lora.targets q_proj k_proj v_proj o_proj."
+        )
     smallest = min(model.moe.expert_size, model.hidden_size)
     if ranks and ranks[0] > smallest:
         raise ConfigError(
@@ -279,6 +316,14 @@ def config_with_heads(model: TransformerConfig, algo: AlgoConfig) -> Transformer
     return replace(model, value_head=requires.values, tie_embeddings=tied)
 
 
+def make_replay(config: TrainConfig, algo: AlgoConfig, model: TransformerConfig) -> Replay | None:
+    """Return the replay of a model: of the policy alone, whose routes the rollout knows."""
+    source, is_policy = config.routing.replay, algos.requirements(algo).policy
+    if source == "none" or not (is_policy and algos.of(algo).on_rollouts):
+        return None
+    return Replay(source, route_spec(model))
+
+
 def make_learner(
     config: TrainConfig,
     algo: AlgoConfig,
@@ -304,7 +349,9 @@ def make_learner(
         max_grad_norm=optim.max_grad_norm,
         grad_dtype=optim.grad_dtype,
         offload=optim.offload,
+        replay=make_replay(config, algo, model),
+        balance_coef=config.routing.balance_coef if model.moe else 0.0,
         update_by_leaf=optim.has_compressed_state and optim.name != "muon",  # which would orthogonalize twice
         old=old_logprobs(algorithm, requires, config.updates_per_step, config.is_on_policy),
     )
-    return Learner(algo, model, make_optimizer(optim, updates), step, mesh)
+    return Learner(algo, model, make_optimizer(optim, updates, config.routing.bias_rate), step, mesh)

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import jax
 import numpy as np
 
 from jaxrl_llm.errors import UserError
@@ -23,6 +24,7 @@ class PackItem:
     signals: dict[str, np.ndarray] = field(
         default_factory=dict
     )  # by the name in structs.SIGNALS, float32 [t]
+    routes: np.ndarray | None = None  # as those of a Trajectory, [t, L, K]
 
 
 def from_trajectory(trajectory: Trajectory) -> PackItem:
@@ -33,6 +35,7 @@ def from_trajectory(trajectory: Trajectory) -> PackItem:
         tokens=np.concatenate([trajectory.prompt_ids, trajectory.response_ids]).astype(np.int32),
         mask=on_response(trajectory.mask),
         signals={"rollout": on_response(trajectory.logprobs)},
+        routes=trajectory.routes,
     )
 
 
@@ -48,7 +51,9 @@ def counts(sequences: Sequence[PackItem], group_size: int = 1) -> tuple[float, f
     return max(sum(trained), 1.0), max(float(group_size * sum(min(group) > 0 for group in groups)), 1.0)
 
 
-def pack(sequences: Sequence[PackItem], row_length: int, rows: int, group_size: int = 1) -> list[Batch]:
+def pack(
+    sequences: Sequence[PackItem], row_length: int, rows: int, group_size: int = 1, replay: bool = False
+) -> list[Batch]:
     """Pack by first-fit decreasing into rows of `row_length`, `rows` rows a micro-batch, the last one padded.
 
     Rows are assigned to micro-batches longest first. The packing depends on the lengths alone, so the same
@@ -56,23 +61,32 @@ def pack(sequences: Sequence[PackItem], row_length: int, rows: int, group_size: 
 
     Args:
         group_size: consecutive sequences that stay side by side in one row (2 = a pair).
+        replay: include the routes that the sequences have.
 
     Raises:
         UserError: a group longer than a row.
     """
     packed = arrange(sequences, row_length, group_size)
+    route = next((s.routes[0] for s in sequences if s.routes is not None), None) if replay else None
     batches = []
     for start in range(0, len(packed), rows):
-        batches.append(_fill_rows(sequences, packed[start : start + rows], row_length, rows))
+        batches.append(_fill_rows(sequences, packed[start : start + rows], row_length, rows, route))
     return batches
 
 
 def unpack(
-    values: Sequence[np.ndarray], sequences: Sequence[PackItem], row_length: int, group_size: int = 1
+    values: Sequence[np.ndarray],
+    sequences: Sequence[PackItem],
+    row_length: int,
+    group_size: int = 1,
+    on_targets: bool = True,
 ) -> list[np.ndarray]:
-    """Return per-token outputs of the batches of `pack`, [B, T] each, as one array [t] for each sequence.
+    """Return per-token outputs of the batches of `pack`, [B, T, ...], as one array [t, ...] a sequence.
 
     They are aligned with the tokens of the sequence again: index t belongs to token t; the first is 0.
+
+    Args:
+        on_targets: the outputs belong to the targets of their places; else to the tokens.
     """
     outputs: list[np.ndarray] = [np.zeros(0)] * len(sequences)
     rows = itertools.chain.from_iterable(values)
@@ -80,7 +94,8 @@ def unpack(
         start = 0
         for index in members:
             end = start + len(sequences[index].tokens)
-            outputs[index] = np.concatenate([np.zeros(1, row.dtype), row[start : end - 1]])
+            shifted = np.concatenate([np.zeros_like(row[:1]), row[start : end - 1]])
+            outputs[index] = shifted if on_targets else row[start:end]
             start = end
     return outputs
 
@@ -115,9 +130,21 @@ def first_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
     return rows
 
 
-def empty_batch(rows: int, row_length: int, signals: Sequence[str] = ()) -> Batch:
-    """Return a micro-batch of padding alone."""
+def empty_batch(
+    rows: int,
+    row_length: int,
+    signals: Sequence[str] = (),
+    route: np.ndarray | jax.ShapeDtypeStruct | None = None,
+) -> Batch:
+    """Return a micro-batch of padding alone.
+
+    Args:
+        route: of a token, for its shape and type; None = the batch has no routes.
+    """
     zeros = lambda dtype: np.zeros((rows, row_length), dtype)
+    if route is not None:
+        unknown = np.iinfo(route.dtype).max
+        route = np.full((rows, row_length, *route.shape), unknown, route.dtype)
     return Batch(
         tokens=zeros(np.int32),
         targets=zeros(np.int32),
@@ -126,12 +153,19 @@ def empty_batch(rows: int, row_length: int, signals: Sequence[str] = ()) -> Batc
         mask=zeros(np.float32),
         lengths=np.ones((rows, row_length), np.float32),
         **{name: zeros(np.float32) for name in signals},
+        routes=route,
     )
 
 
-def _fill_rows(sequences: Sequence[PackItem], packed: list[list[int]], row_length: int, rows: int) -> Batch:
+def _fill_rows(
+    sequences: Sequence[PackItem],
+    packed: list[list[int]],
+    row_length: int,
+    rows: int,
+    route: np.ndarray | None,
+) -> Batch:
     names = tuple(name for name in IN_LOSS if name in sequences[0].signals)
-    batch = empty_batch(rows, row_length, names)
+    batch = empty_batch(rows, row_length, names, route)
     for row, members in enumerate(packed):
         start = 0
         for segment, index in enumerate(members, 1):
@@ -146,5 +180,7 @@ def _fill_rows(sequences: Sequence[PackItem], packed: list[list[int]], row_lengt
             batch.lengths[row, here] = max(float(s.mask[1:].sum()), 1.0)
             for name in names:
                 getattr(batch, name)[row, shifted] = s.signals[name][1:]
+            if route is not None and s.routes is not None:
+                batch.routes[row, here] = s.routes
             start = end
     return batch

@@ -42,6 +42,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**_QWEN, **EXPERT_DEFAULTS["qwen2_moe"]},
     "qwen3_moe": {**_QWEN, **EXPERT_DEFAULTS["qwen3_moe"]},
     "mixtral": {**_LLAMA, **_MISTRAL, **EXPERT_DEFAULTS["mixtral"]},
+    "glm4_moe": EXPERT_DEFAULTS["glm4_moe"],
+    "olmoe": EXPERT_DEFAULTS["olmoe"],
+    "gpt_oss": EXPERT_DEFAULTS["gpt_oss"],
     "llama": _LLAMA,
     "mistral": {**_LLAMA, **_MISTRAL},
     "baichuan": {**_LLAMA, "vocab_size": 64_000, "max_position_embeddings": None},
@@ -54,6 +57,9 @@ ARCHITECTURES = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "baichuan": "BaichuanForCausalLM",
@@ -76,7 +82,7 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "original_max_position", "low_freq_factor", "high_freq_factor"),
 }
 """`rope_type` -> the fields of RopeConfig that it reads. HF's names are the same, but for ORIGINAL."""
-ORIGINAL = "original_max_position_embeddings"
+ORIGINAL, PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
 
 SAME = {
     "vocab_size": "vocab_size",
@@ -98,7 +104,7 @@ LARGEST = {
 }
 """Sizes beyond those of any model: nonsense rather than hours of making a list of weights."""
 LANGUAGE, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
-BIAS_FLAG = ("llama", "qwen3", "qwen3_moe")
+BIAS_FLAG = ("llama", "qwen3", "qwen3_moe", "glm4_moe", "olmoe", "gpt_oss")
 """Families whose attention has biases where `attention_bias` says so."""
 WINDOWED = ("mistral", "mixtral")
 """Families whose layers all have the sliding window, if there is one."""
@@ -143,14 +149,17 @@ def read_config(folder: Path | str | dict) -> TransformerConfig:
         head_dim=head_dim,
         moe=read_experts(keys, family),
         qkv_bias=biased or (family in ("qwen2", "qwen2_moe") and keys.flag("qkv_bias", True)),
-        out_bias=biased,
+        out_bias=biased and family != "glm4_moe",
         mlp_bias=keys.flag("mlp_bias") and family == "llama",
-        qk_norm=family in ("qwen3", "qwen3_moe"),
+        qk_norm=family in ("qwen3", "qwen3_moe", "olmoe")
+        or (family == "glm4_moe" and keys.flag("use_qk_norm")),
+        qk_norm_over_heads=family == "olmoe",
+        attention_sinks=family == "gpt_oss",
         activation=ACTIVATIONS[keys.one_of("hidden_act", ACTIVATIONS, "silu")],
         norm_eps=keys.number("rms_norm_eps", 1e-6, high=1.0),
         tie_embeddings=keys.flag("tie_word_embeddings") or has_head,  # a classifier has no other head
         value_head=has_head,
-        rope=_read_rope(keys, sizes["max_position"]),
+        rope=_read_rope(keys, sizes["max_position"], family),
         sliding_window=window,
         window_layers=window_layers,
         attention_softcap=keys.number("attn_logit_softcapping", None, low=1e-6),
@@ -192,6 +201,7 @@ def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str
     }
     raw |= {"attention_bias": config.qkv_bias} if family in BIAS_FLAG else {}
     raw |= {"qkv_bias": config.qkv_bias} if family == "qwen2_moe" else {}
+    raw |= {"use_qk_norm": config.qk_norm} if family == "glm4_moe" else {}
     raw |= write_experts(config)
     raw |= {"mlp_bias": config.mlp_bias} if family == "llama" else {}
     if config.attention_softcap is not None:
@@ -205,8 +215,16 @@ def to_hf_config(config: TransformerConfig, dtype: str = "bfloat16") -> dict[str
 
 def _check_supported(keys: JsonKeys, family: str) -> None:
     """Refuse a model that would load and then compute something else."""
+    if keys.section("quantization_config").raw.get("quant_method") == "mxfp4":
+        raise UserError(
+            f"{keys.file}: quantization_config is mxfp4; only bf16, fp16 and fp32 weights are read. "
+            "Dequantize them once: transformers.AutoModelForCausalLM.from_pretrained(FOLDER, "
+            "quantization_config=transformers.Mxfp4Config(dequantize=True)).save_pretrained(NEW_FOLDER)"
+        )
     if keys.get("quantization_config"):
         raise UserError(f"{keys.file}: quantization_config is set; only bf16, fp16 and fp32 weights are read")
+    if keys.get("clip_qkv") is not None:
+        raise keys.wrong("clip_qkv", keys.get("clip_qkv"), "is not supported; supported: null")
     if family == "baichuan" and keys.get("max_position_embeddings") is None:
         raise UserError(
             f"{keys.file}: baichuan without max_position_embeddings is the 13B model, which uses ALiBi; "
@@ -250,12 +268,15 @@ def _windows(keys: JsonKeys, family: str, num_layers: int) -> tuple[int | None, 
     largest = LARGEST["max_position_embeddings"]
     if family in WINDOWED:
         return keys.optional("sliding_window", largest), None
-    if not family.startswith("qwen") or not keys.flag("use_sliding_window"):
+    alternates = family == "gpt_oss"
+    if not alternates and not (family.startswith("qwen") and keys.flag("use_sliding_window")):
         return None, None
     window = keys.optional("sliding_window", largest)
     if window is None:
         return None, None
     kinds = keys.get("layer_types")
+    if kinds is None and alternates:
+        kinds = [LAYER_TYPES[i % 2 == 0] for i in range(num_layers)]
     if kinds is None:
         first = keys.integer("max_window_layers", LARGEST["num_hidden_layers"], low=0)
         kinds = [LAYER_TYPES[i >= first] for i in range(num_layers)]
@@ -272,20 +293,22 @@ def _windows(keys: JsonKeys, family: str, num_layers: int) -> tuple[int | None, 
 def _write_windows(config: TransformerConfig) -> dict[str, Any]:
     if config.family in WINDOWED:
         return {"sliding_window": config.sliding_window}
-    if not config.family.startswith("qwen"):
+    if not config.family.startswith("qwen") and config.family != "gpt_oss":
         return {}
     slides = config.window_layers or (True,) * config.num_layers
     if config.sliding_window is None:
         slides = (False,) * config.num_layers
-    return {
-        "use_sliding_window": any(slides),
+    both = {
         "sliding_window": config.sliding_window,
-        "max_window_layers": slides.index(True) if any(slides) else config.num_layers,
         "layer_types": [LAYER_TYPES[on] for on in slides],
     }
+    if config.family == "gpt_oss":
+        return both
+    first = slides.index(True) if any(slides) else config.num_layers
+    return {**both, "use_sliding_window": any(slides), "max_window_layers": first}
 
 
-def _read_rope(keys: JsonKeys, max_position: int) -> RopeConfig:
+def _read_rope(keys: JsonKeys, max_position: int, family: str) -> RopeConfig:
     """Read RoPE as transformers 5 does: `rope_scaling`, `rope_parameters`, the top-level `rope_theta`."""
     name = "rope_scaling" if keys.get("rope_scaling") else "rope_parameters"
     rope = keys.section(name)
@@ -293,13 +316,13 @@ def _read_rope(keys: JsonKeys, max_position: int) -> RopeConfig:
         raise keys.wrong(name, rope.raw, ": one RoPE for all layers is supported, not one a layer type")
     key = "rope_type" if "rope_type" in rope.raw else "type"
     kind = rope.one_of(key, ROPE_FIELDS, "default")
-    for owner in (rope, keys):
-        if (partial := owner.number("partial_rotary_factor", 1.0)) != 1.0:
-            raise owner.wrong("partial_rotary_factor", partial, "is not supported; supported: 1.0")
+    partial = rope.number(PARTIAL, None, 1e-9, 1.0) or keys.number(PARTIAL, 1.0, 1e-9, 1.0)
+    if partial != 1.0 and family != "glm4_moe":
+        raise keys.wrong(PARTIAL, partial, f"is not supported for {family}; supported: 1.0")
     missing = [key for key in _REQUIRED.get(kind, ()) if key not in rope.raw]
     if missing:
         raise UserError(f"{keys.file}: rope_type={kind!r} needs {missing[0]!r}; there are {sorted(rope.raw)}")
-    fields: dict[str, Any] = {}
+    fields: dict[str, Any] = {"partial_rotary": partial}
     for field in set(ROPE_FIELDS[kind]) & rope.raw.keys():
         fields[field] = (
             rope.flag(field)
@@ -316,11 +339,13 @@ def _read_rope(keys: JsonKeys, max_position: int) -> RopeConfig:
 
 def _write_rope(config: TransformerConfig) -> dict[str, Any]:
     rope = _canonical(config).rope
-    scaling = {"rope_type": rope.scaling}
+    partial = {PARTIAL: rope.partial_rotary} if config.family == "glm4_moe" else {}
+    scaling = {"rope_type": rope.scaling, **partial}
     for name in ROPE_FIELDS[rope.scaling]:
         if getattr(rope, name) is not None:
             scaling[ORIGINAL if name == "original_max_position" else name] = getattr(rope, name)
     return {
+        **partial,
         "rope_theta": rope.theta,
         "rope_scaling": None if rope.scaling == "default" else {**scaling, "type": rope.scaling},
         "rope_parameters": {**scaling, "rope_theta": rope.theta},
@@ -337,6 +362,7 @@ def _canonical(config: TransformerConfig) -> TransformerConfig:
         window, layers = None, None
     if layers and all(layers):
         layers = None
+    kept["partial_rotary"] = config.rope.partial_rotary
     rope = RopeConfig(theta=config.rope.theta, scaling=config.rope.scaling, **kept)
     return dataclasses.replace(config, rope=rope, sliding_window=window, window_layers=layers)
 

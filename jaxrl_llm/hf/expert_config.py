@@ -35,14 +35,75 @@ EXPERT_DEFAULTS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e6,
     },
+    "glm4_moe": {
+        "vocab_size": 151_552,
+        "hidden_size": 4096,
+        "intermediate_size": 10_944,
+        "num_hidden_layers": 46,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "n_routed_experts": 128,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+    },
+    "olmoe": {
+        "vocab_size": 50_304,
+        "hidden_size": 2048,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+    },
+    "gpt_oss": {
+        "vocab_size": 201_088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "attention_bias": True,
+        "max_position_embeddings": 131_072,
+        "sliding_window": 128,
+        "rms_norm_eps": 1e-5,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "swiglu_limit": 7.0,
+        "swiglu_alpha": 1.702,
+        "rope_theta": 150_000.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
 }
 """HF's defaults of families with experts, beside those of their dense relatives."""
 LARGEST = {
-    **dict.fromkeys(("num_experts", "num_local_experts"), 2**16),
-    "num_experts_per_tok": 2**8,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_group", "topk_group"), 2**16),
+    **dict.fromkeys(("num_experts_per_tok", "n_shared_experts"), 2**8),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size"), 10**7),
 }
 """Sizes beyond those of any model."""
+GROUPED = ("glm4_moe",)
+"""Families whose routers have groups, sigmoid scores and a selection bias."""
+FIXED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+"""Keys of such families that have one supported value."""
 
 
 def read_experts(keys: JsonKeys, family: str) -> MoEConfig | None:
@@ -51,12 +112,14 @@ def read_experts(keys: JsonKeys, family: str) -> MoEConfig | None:
     Raises:
         UserError: some of its layers are dense.
     """
-    if family not in ("qwen2_moe", "qwen3_moe", "mixtral"):
+    if family not in EXPERT_DEFAULTS:
         return None
+    if family in GROUPED:
+        return _read_grouped(keys)
     integer = lambda key: keys.integer(key, LARGEST[key])
-    if family == "mixtral":
+    if family in ("mixtral", "gpt_oss"):
         sizes = [integer(key) for key in ("num_local_experts", "num_experts_per_tok", "intermediate_size")]
-        return MoEConfig(*sizes)
+        return MoEConfig(*sizes, **_clamped(keys)) if family == "gpt_oss" else MoEConfig(*sizes)
     for key, every_layer in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
         if keys.get(key) not in (None, every_layer):
             raise keys.wrong(key, keys.get(key), f"is not supported; supported: {every_layer}")
@@ -65,10 +128,44 @@ def read_experts(keys: JsonKeys, family: str) -> MoEConfig | None:
     return MoEConfig(
         integer(count),
         integer("num_experts_per_tok"),
-        integer("moe_intermediate_size"),
+        integer("intermediate_size" if family == "olmoe" else "moe_intermediate_size"),
         shared,
         keys.flag("norm_topk_prob"),
     )
+
+
+def _read_grouped(keys: JsonKeys) -> MoEConfig:
+    """Return the experts of DeepSeek-V3 and its relatives.
+
+    Raises:
+        UserError: another way of choosing experts, or dense layers among sparse ones.
+    """
+    integer = lambda key: keys.integer(key, LARGEST[key])
+    for key, supported in FIXED.items():
+        if keys.get(key) not in (None, supported):
+            raise keys.wrong(key, keys.get(key), f"is not supported; supported: {supported}")
+    size, groups = integer("moe_intermediate_size"), integer("n_group")
+    return MoEConfig(
+        integer("n_routed_experts"),
+        integer("num_experts_per_tok"),
+        size,
+        shared_size=size * integer("n_shared_experts"),
+        normalize=keys.flag("norm_topk_prob"),
+        shared_gate=False,
+        score="sigmoid",
+        scale=keys.number("routed_scaling_factor", 1.0, low=1e-6, high=1e6),
+        groups=groups,
+        groups_kept=integer("topk_group") if groups > 1 else 1,
+        selection_bias=True,
+        dense_layers=keys.integer("first_k_dense_replace", 10_000, low=0),
+    )
+
+
+def _clamped(keys: JsonKeys) -> dict[str, Any]:
+    """Return what the experts of gpt-oss have and those of others lack."""
+    defaults = {key: EXPERT_DEFAULTS["gpt_oss"][key] for key in ("swiglu_limit", "swiglu_alpha")}
+    limits = {key: keys.number(key, value, low=1e-6, high=1e6) for key, value in defaults.items()}
+    return {"score": "softmax_of_chosen", "bias": True, **limits}
 
 
 def write_experts(config: TransformerConfig) -> dict[str, Any]:
@@ -77,15 +174,31 @@ def write_experts(config: TransformerConfig) -> dict[str, Any]:
     if moe is None:
         return {}
     common = {"num_experts_per_tok": moe.experts_per_token, "output_router_logits": False}
-    if config.family == "mixtral":
-        return {**common, "num_local_experts": moe.num_experts, "intermediate_size": moe.expert_size}
+    if config.family in GROUPED:
+        return {
+            **common,
+            "n_routed_experts": moe.num_experts,
+            "moe_intermediate_size": moe.expert_size,
+            "n_shared_experts": moe.shared_size // moe.expert_size,
+            "norm_topk_prob": moe.normalize,
+            "routed_scaling_factor": moe.scale,
+            "n_group": moe.groups,
+            "topk_group": moe.groups_kept,
+            "first_k_dense_replace": moe.dense_layers,
+            "num_nextn_predict_layers": 0,
+        }
+    if config.family in ("mixtral", "gpt_oss"):
+        clamp = {"swiglu_limit": moe.swiglu_limit, "swiglu_alpha": moe.swiglu_alpha}
+        sizes = {"num_local_experts": moe.num_experts, "intermediate_size": moe.expert_size}
+        return {**common, **sizes, **(clamp if config.family == "gpt_oss" else {})}
+    common |= {"num_experts": moe.num_experts, "norm_topk_prob": moe.normalize}
+    if config.family == "olmoe":
+        return {**common, "intermediate_size": moe.expert_size, "clip_qkv": None}
     shared = {"shared_expert_intermediate_size": moe.shared_size} if config.family == "qwen2_moe" else {}
     return {
         **common,
         **shared,
-        "num_experts": moe.num_experts,
         "moe_intermediate_size": moe.expert_size,
-        "norm_topk_prob": moe.normalize,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }

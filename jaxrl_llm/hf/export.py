@@ -19,7 +19,7 @@ import numpy as np
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.hf.config import to_hf_config
 from jaxrl_llm.hf.folder import INDEX, SINGLE, shorten_names
-from jaxrl_llm.hf.gather import gather_checked, group_by_size
+from jaxrl_llm.hf.gather import gather_checked, group_by_size, stacked_runs
 from jaxrl_llm.hf.names import HFTensor, hf_tensors
 from jaxrl_llm.hf.tokenizer import generation_config, save_tokenizer, special_ids
 from jaxrl_llm.host.files import sync_to_disk, write_json
@@ -28,6 +28,8 @@ from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.structs import Params
 
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_MAX_STACK = 2**30
+"""Bytes of a layer's experts that are gathered at once; a larger stack is gathered in pieces."""
 _EXPORTED = {
     "config.json": ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"),
     "adapter_config.json": ("adapter_config.json", "adapter_model.safetensors"),
@@ -45,9 +47,9 @@ def save_model(
 ) -> Path:
     """Write the folder that `transformers` and this project load; an earlier export there is replaced.
 
-    One tensor at a time is gathered to the host, while the one before is written. The folder is written
-    beside its place and renamed, so it is never half there. In a multi-process run every process calls this
-    and the first one writes.
+    One tensor at a time, or a layer's experts, is gathered to the host, while the one before is written. The
+    folder is written beside its place and renamed, so it is never half there. In a multi-process run every
+    process calls this and the first one writes.
 
     Baichuan is written as Llama, q, k and v apart: the same decoder, and loads without the folder's own code.
 
@@ -86,7 +88,7 @@ def write_folder(
 
     Args:
         folder: absolute.
-        files: name -> tensors, one of which is gathered at a time.
+        files: name -> tensors, one of which, or a layer's experts, is gathered at a time.
         write_rest: writes the other files to a folder, on process 0.
         config_name: the file by which an earlier export is known: "config.json" or "adapter_config.json".
 
@@ -181,19 +183,21 @@ def _write_shard(path: Path, tensors: list[HFTensor], params: Params, dtype: str
         RunError: tensors are not finite.
         OSError: of process 0, on every process.
     """
-    flags: list[jax.Array] = []
-    gathered = gather_checked(params, [[tensor] for tensor in tensors], dtype)
-    arrays = (flags.append(finite) or array for ((array, finite),) in gathered)
+    flags: list[bool] = []
+    size = jnp.dtype(dtype).itemsize
+    groups = [group for run in stacked_runs(tensors) for group in group_by_size(run, size, _MAX_STACK)]
+    gathered = gather_checked(params, groups, dtype)
+    arrays = (flags.append(finite) or array for group in gathered for array, finite in group)
     failure = None
     if jax.process_index() == 0:
         try:
             write_safetensors(path, tensors, arrays, dtype)
         except OSError as error:
             failure = error
-    for array in arrays:  # gathering them takes all processes
-        jax.block_until_ready(array)
+    for _ in arrays:  # gathering them takes all processes
+        pass
     on_first(lambda: _raise(failure))
-    bad = [tensor.name for tensor, finite in zip(tensors, jax.device_get(flags), strict=True) if not finite]
+    bad = [tensor.name for tensor, finite in zip(tensors, flags, strict=True) if not finite]
     if bad:
         raise RunError(
             f"not exported: {len(bad)} of {len(tensors)} tensors of {path.name} hold NaN or Inf as {dtype}: "
@@ -202,7 +206,7 @@ def _write_shard(path: Path, tensors: list[HFTensor], params: Params, dtype: str
         )
 
 
-def write_safetensors(path: Path, tensors: list[HFTensor], arrays: Iterator[jax.Array], dtype: str) -> None:
+def write_safetensors(path: Path, tensors: list[HFTensor], arrays: Iterator[np.ndarray], dtype: str) -> None:
     """Write a safetensors file tensor by tensor; the library's writer needs all of them in memory."""
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for tensor in tensors:

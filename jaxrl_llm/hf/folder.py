@@ -10,8 +10,10 @@ from typing import NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.expert_config import GROUPED
 from jaxrl_llm.hf.json_file import read_json
 from jaxrl_llm.hf.names import hf_tensors
+from jaxrl_llm.host.processes import print_on_first
 from jaxrl_llm.models import TransformerConfig
 
 INDEX = "model.safetensors.index.json"
@@ -21,6 +23,7 @@ FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
 
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")  # buffers that old checkpoints carry along
 _SHOWN = 8
+MAX_PREDICTORS = 64  # of any model
 
 
 class StoredTensor(NamedTuple):
@@ -49,10 +52,22 @@ def read_headers(folder: Path, config: TransformerConfig) -> dict[str, StoredTen
     expected = {tensor.name: tensor.shape for tensor in hf_tensors(config)}
     ignored = {"lm_head.weight"} if config.tie_embeddings else set()
     ignored |= {name for name in stored if _DERIVED.fullmatch(name)}
+    ignored |= (unused := _predictor_weights(folder, config, stored))
     if problem := list_mismatches(stored, expected, "config.json", ignored):
         what = f"not the weights that its {config.family} config.json describes"
         raise UserError(f"{folder}: {what}; {problem}")
+    if unused:
+        print_on_first(f"{folder}: {len(unused)} weights of multi-token prediction are not used")
     return {name: stored[name] for name in expected}
+
+
+def _predictor_weights(folder: Path, config: TransformerConfig, stored: Collection[str]) -> set[str]:
+    """Return the weights of layers that predict further tokens (DeepSeek-V3, GLM-4.5), after the last one."""
+    count = read_json(folder / "config.json").get("num_nextn_predict_layers", 1)
+    if config.family not in GROUPED or not isinstance(count, int):
+        return set()
+    layers = [f"model.layers.{config.num_layers + i}." for i in range(min(count, MAX_PREDICTORS))]
+    return {name for name in stored if name.startswith(tuple(layers))}
 
 
 def list_mismatches(

@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_llm.hf.names import HFTensor, Index, tensor_layout, to_hf
+from jaxrl_llm.hf.names import HFTensor, Index, to_hf
 from jaxrl_llm.models import named_leaves
-from jaxrl_llm.models.lora import adapter_scale, merged_names, merged_weight
+from jaxrl_llm.models.lora import adapter_settings, merged_names, merged_weight
 from jaxrl_llm.structs import Params
 
 
@@ -31,17 +32,33 @@ def group_by_size(tensors: Sequence[HFTensor], itemsize: int, limit: int) -> lis
     return groups
 
 
+def stacked_runs(tensors: Sequence[HFTensor]) -> list[list[HFTensor]]:
+    """Return the tensors in order, in runs that follow one another in our stacks: a layer's experts."""
+    runs: list[list[HFTensor]] = []
+    for tensor in tensors:
+        if runs and tensor.parts == _next_parts(runs[-1][-1]):
+            runs[-1].append(tensor)
+        else:
+            runs.append([tensor])
+    return runs
+
+
+def _next_parts(tensor: HFTensor) -> tuple[tuple[str, Index], ...]:
+    return tuple((name, (*index[:-1], index[-1] + 1)) for name, index in tensor.parts if index)
+
+
 def gather_tensors(
     params: Params, groups: Sequence[Sequence[HFTensor]], dtype: str, replicated: bool = False
-) -> Iterator[list[jax.Array]]:
-    """Yield the tensors of each group, whole and of type `dtype`; `np.asarray` brings one to the host.
+) -> Iterator[list[np.ndarray] | list[jax.Array]]:
+    """Yield the tensors of each group, whole and of type `dtype`, on the host.
 
-    While one group is used the next one is on its way to the host, so two of them are in memory. Adapters are
+    While one group is used the next one is on its way to the host, so two of them are in memory. A layer's
+    experts that follow one another in a group are gathered at once and cut on the host. Adapters are
     merged and quantized weights dequantized, in float32, a layer of a weight at a time. In a multi-process
     run a collective: every process iterates.
 
     Args:
-        replicated: every device holds whole tensors, not only (with several processes) every process.
+        replicated: the tensors stay on the devices, every one of which holds them whole.
     """
     for gathered in gather_checked(params, groups, dtype, replicated):
         yield [array for array, _ in gathered]
@@ -49,56 +66,73 @@ def gather_tensors(
 
 def gather_checked(
     params: Params, groups: Sequence[Sequence[HFTensor]], dtype: str, replicated: bool = False
-) -> Iterator[list[tuple[jax.Array, jax.Array]]]:
-    """Yield as `gather_tensors`, each tensor with a bool[] on the device: all its numbers are finite."""
-    leaves, config = dict(named_leaves(params)), params.config
-    current: list[tuple[jax.Array, jax.Array]] = []
-    for group in groups:
-        scales = [adapter_scale(config, tensor.parts[0][0]) for tensor in group]  # of fused ones the same
+) -> Iterator[list[tuple[Any, Any]]]:
+    """Yield as `gather_tensors`, each tensor with a bool: all its numbers are finite."""
+    leaves = dict(named_leaves(params))
+    on_host = list if replicated else np.asarray
+    current: list[tuple[Any, Any]] = []
+    for group in [*groups, []]:
+        runs = stacked_runs(group)
+        scales = [
+            adapter_settings(params.config, run[0].parts[0][0])[1] for run in runs
+        ]  # of fused ones the same
         following = [
-            _start(tensor, leaves, scale, dtype, replicated)
-            for tensor, scale in zip(group, scales, strict=True)
+            _start(run, leaves, scale, dtype, replicated) for run, scale in zip(runs, scales, strict=True)
         ]
         if current:
-            yield current
+            yield [pair for run in current for pair in zip(*map(on_host, run), strict=True)]
         current = following
-    yield current
 
 
-def _start(
-    tensor: HFTensor, leaves: dict, scale: float, dtype: str, replicated: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Dispatch the work for one HF tensor: the devices run it while the host continues."""
-    names, index = tuple(name for name, _ in tensor.parts), tensor.parts[0][1]
+def _start(run: list[HFTensor], leaves: dict, scale: float, dtype: str, replicated: bool) -> tuple[Any, Any]:
+    """Dispatch the work for the tensors of a run: the devices do it while the host continues.
+
+    Returns: the tensors [N, ...], and which of them are finite [N]; `replicated`: tuples of N arrays.
+    """
+    names, index = tuple(name for name, _ in run[0].parts), run[0].parts[0][1]
     weights = {part: leaves[part] for name in names for part in merged_names(name) if part in leaves}
     first = weights[names[0]]
     if isinstance(first, np.ndarray) and index:
         # or the whole stack would go to the device each time
-        part = tuple(slice(i, i + 1) for i in index)
+        part = (*(slice(i, i + 1) for i in index[:-1]), slice(index[-1], index[-1] + len(run)))
         weights, index = {name: weight[part] for name, weight in weights.items()}, (0,) * len(index)
     sharding = getattr(first, "sharding", None)
     whole = None
     if isinstance(sharding, NamedSharding) and (replicated or not sharding.is_fully_addressable):
         whole = NamedSharding(sharding.mesh, PartitionSpec())
-    array, finite = _converter(names, scale, dtype, whole)(weights, index)
+    parts = tuple(zip(names, run[0].layouts, strict=True))
+    convert = _converter(parts, run[0].interleaved, len(run), scale, dtype, whole, replicated)
+    arrays, finite = convert(weights, index)
     if not replicated:
-        array.copy_to_host_async()
-    return array, finite
+        arrays.copy_to_host_async()
+    return arrays, finite
 
 
 @functools.cache
-def _converter(names: tuple[str, ...], scale: float, dtype: str, sharding: NamedSharding | None):
+def _converter(
+    parts: tuple[tuple[str, str], ...],
+    interleaved: bool,
+    count: int,
+    scale: float,
+    dtype: str,
+    sharding: NamedSharding | None,
+    cut: bool,
+):
     """Return the jitted conversion: transposing and rounding a large matrix is fast on the device."""
 
-    def convert(weights: dict[str, jax.Array], index: Index) -> tuple[jax.Array, jax.Array]:
+    def convert(weights: dict[str, jax.Array], index: Index) -> tuple[Any, Any]:
         for dim, i in enumerate(index):
-            weights = {k: jax.lax.dynamic_slice_in_dim(w, i, 1, axis=dim) for k, w in weights.items()}
-        merged = [merged_weight(weights, name, scale) for name in names]
-        matrix = (0,) * len(index) or ...
-        parts = [
-            to_hf(weight[matrix], tensor_layout(name)) for name, weight in zip(names, merged, strict=True)
-        ]
-        whole = (jnp.concatenate(parts) if len(parts) > 1 else parts[0]).astype(dtype)
-        return whole, jnp.isfinite(whole).all()
+            size = count if dim == len(index) - 1 else 1
+            weights = {k: jax.lax.dynamic_slice_in_dim(w, i, size, axis=dim) for k, w in weights.items()}
+        converted = []
+        for name, layout in parts:
+            merged = merged_weight(weights, name, scale)
+            stack = merged.reshape(count, *merged.shape[len(index) :])
+            converted.append(jax.vmap(functools.partial(to_hf, layout=layout))(stack))
+        if interleaved:
+            converted = [jnp.stack(converted, axis=-1).reshape(*converted[0].shape[:-1], -1)]
+        whole = (jnp.concatenate(converted, axis=1) if len(converted) > 1 else converted[0]).astype(dtype)
+        finite = jnp.isfinite(whole).all(axis=tuple(range(1, whole.ndim)))
+        return (tuple(whole), tuple(finite)) if cut else (whole, finite)
 
     return jax.jit(convert, out_shardings=sharding)

@@ -83,8 +83,8 @@ class JsonKeys:
         return value
 
     def section(self, key: str) -> JsonKeys:
-        """Return the keys of an object in the file, none for null."""
-        value = self.get(key) or {}
+        """Return the keys of an object in the file; null = the default, or none."""
+        value = self.get(key) or self.defaults.get(key) or {}
         if not isinstance(value, dict):
             raise self.wrong(key, value, "must be an object")
         return JsonKeys({name: inner for name, inner in value.items() if inner is not None}, self.file, {})

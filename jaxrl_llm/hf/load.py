@@ -17,7 +17,7 @@ from safetensors import safe_open
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.folder import FLOATS, StoredTensor, read_headers, refuse_remote_code
-from jaxrl_llm.hf.names import TensorRows, from_hf, parse_layout, tensor_rows
+from jaxrl_llm.hf.names import TensorRows, from_hf, parse_layout, stack_dims, tensor_rows
 from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.models import TransformerConfig, abstract, logical_axes, named_leaves
 from jaxrl_llm.models.initializer import matrix_dims
@@ -88,13 +88,13 @@ def load_params(
     dtype = jnp.dtype(dtype)
     for name, rows in parts.items():
         shape, sharding = leaves[name].shape, layouts[name]
-        if name.startswith("layers.") and name + SCALE in leaves:
+        if stack_dims(name) and name + SCALE in leaves:
             names = (name, name + SCALE)
             stacks = [_make_zeros(layouts[n])(leaves[n].shape, leaves[n].dtype) for n in names]
             axis = matrix_dims(axes[name])[0][-1] - 1
             convert = functools.partial(quantize_weight, kind=config.quantize, axis=axis)
             weights |= zip(names, _fill(stored, rows, stacks, jnp.dtype(jnp.float32), convert), strict=True)
-        elif name.startswith("layers.") and rows:
+        elif stack_dims(name) and rows:
             stack = _make_zeros(sharding)(shape, dtype)
             (weights[name],) = _fill(stored, rows, [stack], dtype, lambda layer: (layer,))
         elif rows:
@@ -154,6 +154,8 @@ def read_slice(
     lead = [group[0] for group in groups]
     inner = [int(np.prod([size[dim] for dim in group[1:]])) for group in groups]
     columns = tuple(slice(bound[d][0] * n, bound[d][1] * n) for d, n in zip(lead[1:], inner[1:], strict=True))
+    if part.step > 1:
+        columns = (*columns[:-1], slice(columns[-1].start * part.step, columns[-1].stop * part.step))
     cut = tuple(slice(None) if dim in lead else slice(*bound[dim]) for dim in dims)
     out = aligned_empty(tuple(stop - start for start, stop in bounds), dtype)
     rows_axis, (first, last) = dims.index(lead[0]), bound[lead[0]]
@@ -164,7 +166,7 @@ def read_slice(
         stop = min(start + step, last)
         rows = slice(part.start + start * inner[0], part.start + stop * inner[0])
         with safe_open(stored.file, framework="np") as handle:
-            block = handle.get_slice(part.name)[(rows, *columns)]
+            block = handle.get_slice(part.name)[(rows, *columns)][..., part.column :: part.step]
         if not _all_finite(block):
             raise UserError(
                 f"{stored.file}: {part.name} holds NaN or Inf. Download the model again, or take another."

@@ -1,8 +1,8 @@
 """Our weights <-> Hugging Face's: one table of names and layouts, and the layout of one layer both ways.
 
-Ours are stacked over layers, those of experts over experts, too, and keep heads apart ("layers.q" is
-[L, D, H, E]); HF has one matrix a layer and expert, [outputs, inputs]
-("model.layers.3.self_attn.q_proj.weight" is [H*E, D]).
+Ours are stacked over equal layers, those of experts over experts, too, and keep heads apart ("layers.q" is
+[L, D, H, E]; "dense_layers.q" the same of leading dense layers); HF has one matrix a layer and
+expert, [outputs, inputs] ("model.layers.3.self_attn.q_proj.weight" is [H*E, D]).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxrl_llm.models.config import TransformerConfig
+from jaxrl_llm.models.config import DENSE, TransformerConfig, layer_stacks
 from jaxrl_llm.models.lora import MARK
 from jaxrl_llm.models.params import abstract, named_leaves
 
@@ -36,6 +36,7 @@ TABLE: dict[str, tuple[str, str]] = {
     "layers.o_bias": ("model.layers.{}.self_attn.o_proj.bias", "d -> d"),
     "layers.q_norm": ("model.layers.{}.self_attn.q_norm.weight", "e -> e"),
     "layers.k_norm": ("model.layers.{}.self_attn.k_norm.weight", "e -> e"),
+    "layers.sinks": ("model.layers.{}.self_attn.sinks", "h -> h"),
     "layers.mlp_norm": ("model.layers.{}.post_attention_layernorm.weight", "d -> d"),
     "layers.gate": ("model.layers.{}.mlp.gate_proj.weight", "d f -> f d"),
     "layers.up": ("model.layers.{}.mlp.up_proj.weight", "d f -> f d"),
@@ -44,28 +45,57 @@ TABLE: dict[str, tuple[str, str]] = {
     "layers.up_bias": ("model.layers.{}.mlp.up_proj.bias", "f -> f"),
     "layers.down_bias": ("model.layers.{}.mlp.down_proj.bias", "d -> d"),
     "layers.router": ("model.layers.{}.mlp.gate.weight", "d x -> x d"),
+    "layers.router_bias": ("model.layers.{}.mlp.gate.e_score_correction_bias", "x -> x"),
     "layers.expert_gate": ("model.layers.{}.mlp.experts.{}.gate_proj.weight", "d f -> f d"),
     "layers.expert_up": ("model.layers.{}.mlp.experts.{}.up_proj.weight", "d f -> f d"),
     "layers.expert_down": ("model.layers.{}.mlp.experts.{}.down_proj.weight", "f d -> d f"),
+    "layers.router_logit_bias": ("model.layers.{}.mlp.router.bias", "x -> x"),
+    "layers.expert_gate_bias": ("model.layers.{}.mlp.experts.gate_up_proj_bias", "x f -> x f"),
+    "layers.expert_up_bias": ("model.layers.{}.mlp.experts.gate_up_proj_bias", "x f -> x f"),
+    "layers.expert_down_bias": ("model.layers.{}.mlp.experts.down_proj_bias", "x d -> x d"),
     "layers.shared_gate": ("model.layers.{}.mlp.shared_expert_gate.weight", "d n -> n d"),
 }
+SHARED_EXPERTS = {
+    f"layers.{ours}": f"model.layers.{{}}.mlp.shared_experts.{ours}_proj.weight"
+    for ours in ("gate", "up", "down")
+}
 FAMILY_NAMES: dict[str, dict[str, str]] = {
+    "gpt_oss": {
+        "layers.router": "model.layers.{}.mlp.router.weight",
+        "layers.expert_down": "model.layers.{}.mlp.experts.down_proj",
+    },
     "mixtral": {
         "layers.router": "model.layers.{}.block_sparse_moe.gate.weight",
         "layers.expert_gate": "model.layers.{}.block_sparse_moe.experts.{}.w1.weight",
         "layers.expert_up": "model.layers.{}.block_sparse_moe.experts.{}.w3.weight",
         "layers.expert_down": "model.layers.{}.block_sparse_moe.experts.{}.w2.weight",
     },
+    "glm4_moe": SHARED_EXPERTS,
     "qwen2_moe": {
         f"layers.{ours}": f"model.layers.{{}}.mlp.shared_expert.{ours}_proj.weight"
         for ours in ("gate", "up", "down")
     },
 }
 """HF names of families that depart from TABLE."""
+FAMILY_LAYOUTS: dict[str, dict[str, str]] = {
+    "gpt_oss": {
+        "layers.expert_gate": "x d f -> x d f",
+        "layers.expert_up": "x d f -> x d f",
+        "layers.expert_down": "x f d -> x f d",
+    },
+}
+"""Layouts of families that depart from TABLE: a layout with x is that of all experts of a layer."""
 FUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "baichuan": {"model.layers.{}.self_attn.W_pack.weight": ("layers.q", "layers.k", "layers.v")},
 }
 """HF matrices that hold several of ours, their rows one after the other."""
+INTERLEAVED: dict[str, dict[str, tuple[str, ...]]] = {
+    "gpt_oss": {
+        "model.layers.{}.mlp.experts.gate_up_proj": ("layers.expert_gate", "layers.expert_up"),
+        "model.layers.{}.mlp.experts.gate_up_proj_bias": ("layers.expert_gate_bias", "layers.expert_up_bias"),
+    },
+}
+"""HF tensors that hold several of ours, interleaved along the last dim."""
 
 
 Index = tuple[int, ...]
@@ -81,62 +111,88 @@ class TensorRows(NamedTuple):
     layout: str
     start: int
     rows: int
+    column: int = 0  # of interleaved tensors: its columns column, column + step, ...
+    step: int = 1
 
 
 class HFTensor(NamedTuple):
-    """A tensor of an HF folder, and our weights that it is made of in the order of its rows."""
+    """A tensor of an HF folder, and our weights that it is made of, by rows or interleaved."""
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[tuple[str, Index], ...]  # (our name, index in its stack)
+    layouts: tuple[str, ...]  # of the parts
+    interleaved: bool = False  # the parts, along the last dim
 
 
 def tensor_rows(config: TransformerConfig) -> dict[str, list[TensorRows]]:
     """Return our names, in the order of the leaves -> rows of HF tensors, an entry a matrix."""
     by_name = {ours: [] for ours in _shapes(config)}
     for tensor in hf_tensors(config):
-        start = 0
-        for ours, index in tensor.parts:
-            layout = TABLE[ours][1]
+        start, step = 0, len(tensor.parts) if tensor.interleaved else 1
+        for i, ((ours, index), layout) in enumerate(zip(tensor.parts, tensor.layouts, strict=True)):
             rows = _hf_shape(_matrix_shape(config, ours), layout)[0]
-            by_name[ours].append(TensorRows(index, tensor.name, layout, start, rows))
-            start += rows
+            by_name[ours].append(TensorRows(index, tensor.name, layout, start, rows, i % step, step))
+            start += rows if step == 1 else 0
     return by_name
 
 
 def hf_tensors(config: TransformerConfig) -> list[HFTensor]:
     """Return all tensors of the model's HF folder, layer by layer; a tied head has none of its own."""
-    names = _shapes(config)
-    fused = FUSED.get(config.family, {})
-    groups = [((ours,), hf_name(config, ours)) for ours in TABLE if ours in names]
-    inside = {ours for members in fused.values() for ours in members}
-    groups = [g for g in groups if g[0][0] not in inside] + [(members, hf) for hf, members in fused.items()]
+    stacks = {stack: _groups(config, stack) for stack in ("", *layer_stacks(config))}
     tensors = []
-    for layer in [None, *range(config.num_layers)]:
-        for members, hf in groups:
-            if members[0].startswith("layers.") != (layer is not None):
-                continue
-            shapes = [_hf_shape(_matrix_shape(config, ours), TABLE[ours][1]) for ours in members]
+    for layer, (stack, i) in enumerate([("", None), *_places(config)], -1):
+        for members, hf in stacks[stack]:
+            layouts = tuple(tensor_layout(ours, config.family) for ours in members)
+            pairs = zip(members, layouts, strict=True)
+            shapes = [_hf_shape(_matrix_shape(config, ours), layout) for ours, layout in pairs]
             shape = (sum(s[0] for s in shapes), *shapes[0][1:])
-            for index in _indices(config, members[0], layer):
+            if interleaved := hf in INTERLEAVED.get(config.family, {}):
+                shape = (*shapes[0][:-1], sum(s[-1] for s in shapes))
+            for index in _indices(config, members[0], i):
                 parts = tuple((ours, index) for ours in members)
-                tensors.append(HFTensor(hf.format(*index), shape, parts))
+                tensors.append(HFTensor(hf.format(layer, *index[1:]), shape, parts, layouts, interleaved))
     return tensors
 
 
 def hf_name(config: TransformerConfig, ours: str) -> str:
     """Return the HF name of one of our weights, with {} for the layer, and for the expert."""
-    return FAMILY_NAMES.get(config.family, {}).get(ours, TABLE[ours][0])
+    return FAMILY_NAMES.get(config.family, {}).get(ours, TABLE[_row(ours)][0])
 
 
-def stack_dims(ours: str) -> int:
-    """Return the leading dims of a weight that number its matrices: none, L, or L and X."""
-    return ours.startswith("layers.") + ours.startswith("layers.expert_")
+def stack_dims(ours: str, family: str = "") -> int:
+    """Return the leading dims of a weight that number its matrices in files: none, L, or L and X."""
+    row = _row(ours)
+    if not row.startswith("layers.expert_"):
+        return row.startswith("layers.")
+    return 1 if "x" in parse_layout(tensor_layout(ours, family))[0] else 2
+
+
+def _row(ours: str) -> str:
+    """Return the key of a weight in TABLE: leading dense layers have those of the others."""
+    return "layers" + ours.removeprefix(DENSE) if ours.startswith(DENSE) else ours
+
+
+def _places(config: TransformerConfig) -> list[tuple[str, int]]:
+    """Return (stack, index in it) of each layer."""
+    return [(stack, i) for stack, of in layer_stacks(config).items() for i in range(of.num_layers)]
+
+
+def _groups(config: TransformerConfig, stack: str) -> list[tuple[tuple[str, ...], str]]:
+    """Return (our names, HF name) of each matrix of a layer of a stack; those outside the layers for ""."""
+    names, joined = _shapes(config), {}
+    if stack:
+        joined = FUSED.get(config.family, {}) | INTERLEAVED.get(config.family, {})
+    inside = {row for rows in joined.values() for row in rows}
+    rows = [row for row in TABLE if row.startswith("layers.") == bool(stack) and row not in inside]
+    ours = [row.replace("layers", stack, 1) for row in rows]
+    groups = [((name,), hf_name(config, name)) for name in ours if name in names]
+    return groups + [(members, hf) for hf, members in joined.items()]
 
 
 def _indices(config: TransformerConfig, ours: str, layer: int | None) -> list[Index]:
-    """Return the indices of a layer's matrices; of a weight outside the layers the empty one."""
-    if stack_dims(ours) == 2:
+    """Return the indices of a layer's matrices in its stack; of a weight outside the layers the empty one."""
+    if stack_dims(ours, config.family) == 2:
         return [(layer, expert) for expert in range(config.moe.num_experts)]
     return [() if layer is None else (layer,)]
 
@@ -151,26 +207,30 @@ def adapter_tensors(config: TransformerConfig) -> list[HFTensor]:
     """
     adapters = [(ours, *ours.split(MARK)) for ours in _shapes(config) if MARK in ours]
     tensors = []
-    for layer in range(config.num_layers):
+    for layer, (stack, i) in enumerate(_places(config)):
         for ours, weight, matrix in adapters:
+            if ours.partition(".")[0] != stack:
+                continue
             module = hf_name(config, weight).removesuffix(".weight")
-            shape = _hf_shape(_matrix_shape(config, ours), tensor_layout(ours))
-            for index in _indices(config, ours, layer):
-                name = f"base_model.model.{module.format(*index)}.lora_{matrix.upper()}.weight"
-                tensors.append(HFTensor(name, shape, ((ours, index),)))
+            layout = tensor_layout(ours, config.family)
+            shape = _hf_shape(_matrix_shape(config, ours), layout)
+            for index in _indices(config, ours, i):
+                full = module.format(layer, *index[1:])
+                name = f"base_model.model.{full}.lora_{matrix.upper()}.weight"
+                tensors.append(HFTensor(name, shape, ((ours, index),), (layout,)))
     if config.value_head:
-        shape = _matrix_shape(config, "value")
-        tensors.append(HFTensor(f"base_model.model.{TABLE['value'][0]}", shape, (("value", ()),)))
+        shape, (name, layout) = _matrix_shape(config, "value"), TABLE["value"]
+        tensors.append(HFTensor(f"base_model.model.{name}", shape, (("value", ()),), (layout,)))
     return tensors
 
 
-def tensor_layout(ours: str) -> str:
+def tensor_layout(ours: str, family: str = "") -> str:
     """Return the layout of one of our weights, ours -> HF; an adapter's follows from that of its weight.
 
     "layers.o" is "h e d -> d (h e)", so its A is "h e r -> r (h e)" and its B is "r d -> (d) r".
     """
     weight, _, matrix = ours.partition(MARK)
-    layout = TABLE[weight][1]
+    layout = FAMILY_LAYOUTS.get(family, {}).get(weight, TABLE[_row(weight)][1])
     if not matrix:
         return layout
     outputs, inputs = (" ".join(group) for group in parse_layout(layout)[1])
@@ -206,7 +266,7 @@ def _hf_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
 
 
 def _matrix_shape(config: TransformerConfig, ours: str) -> tuple[int, ...]:
-    return _shapes(config)[ours][stack_dims(ours) :]
+    return _shapes(config)[ours][stack_dims(ours, config.family) :]
 
 
 @functools.cache

@@ -17,8 +17,8 @@ from jaxrl_llm.hf.load import read_slice
 from jaxrl_llm.hf.names import TensorRows, adapter_tensors, hf_name, tensor_layout
 from jaxrl_llm.host.files import write_json
 from jaxrl_llm.models import AdaptedConfig, LoraConfig, abstract, named_leaves
-from jaxrl_llm.models.config import TARGETS, check_lora_config
-from jaxrl_llm.models.lora import MARK, scale_b
+from jaxrl_llm.models.config import MLP, TARGETS, check_lora_config
+from jaxrl_llm.models.lora import is_common_b, scale_b
 from jaxrl_llm.structs import Params
 from jaxrl_llm.user_file import expand_home
 
@@ -62,7 +62,8 @@ def save_adapter(params: Params, folder: Path | str, base_name: str) -> Path:
     """
     folder, config = Path(folder).absolute(), params.config
     raw = peft_config(config, base_name)
-    params = scale_b(params, _file_factors(config))
+    factor = _file_factor(config)
+    params = scale_b(params, factor) if factor != 1 else params
     files = {WEIGHTS: adapter_tensors(config)}
     write_folder(params, folder, files, "float32", lambda path: write_json(path / CONFIG, raw), CONFIG)
     return folder
@@ -128,9 +129,8 @@ def load_adapter(folder: Path | str, config: AdaptedConfig) -> dict[str, np.ndar
         part = TensorRows(index, tensor.name, tensor_layout(ours), 0, tensor.shape[0])
         bounds = tuple((0, size) for size in shape)
         out[index or ...] = read_slice(stored[tensor.name], part, shape, bounds, out.dtype)
-    for name, factor in _stored_factors(folder / CONFIG, config).items():
-        adapter[f"{name}{MARK}b"] /= np.float32(factor)
-    return adapter
+    factor = np.float32(_stored_factor(folder / CONFIG, config))
+    return {name: x / factor if is_common_b(name) and factor != 1 else x for name, x in adapter.items()}
 
 
 def peft_config(config: AdaptedConfig, base_name: str) -> dict[str, Any]:
@@ -142,9 +142,8 @@ def peft_config(config: AdaptedConfig, base_name: str) -> dict[str, Any]:
     read no patterns and multiply by alpha / r everywhere. `save_adapter` divides that out of their B.
     """
     lora, hub = config.lora, parse_hub_name(base_name)
-    rank, factors = _file_rank(config), _file_factors(config)
-    modules = {f"layers.{name}": _module(config, f"layers.{name}") for name in config.adapters}
-    others = [module for name, module in modules.items() if name in factors]
+    rank, modules = _file_rank(config), [_module(config, f"layers.{name}") for name in config.adapters]
+    others = _common_modules(config) if rank != lora.rank else []
     alpha = lora.alpha * lora.scale_at(rank) / lora.scale
     if expand_home(base_name).exists():
         hub = None
@@ -156,7 +155,7 @@ def peft_config(config: AdaptedConfig, base_name: str) -> dict[str, Any]:
         "r": rank,
         "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
         "use_rslora": lora.rank_stabilized,
-        "target_modules": list(dict.fromkeys(module.rpartition(".")[2] for module in modules.values())),
+        "target_modules": list(dict.fromkeys(module.rpartition(".")[2] for module in modules)),
         "modules_to_save": ["score"] if config.value_head else None,
         "bias": "none",
         "lora_dropout": 0.0,
@@ -173,7 +172,14 @@ def peft_config(config: AdaptedConfig, base_name: str) -> dict[str, Any]:
 def _module(config: AdaptedConfig, name: str) -> str:
     """Return the end of a linear layer's HF name: "q_proj", "shared_expert.up_proj", "w1"."""
     path = hf_name(config, name).removesuffix(".weight").split(".")
-    return ".".join(path[-2:] if path[-2] == "shared_expert" else path[-1:])
+    return ".".join(path[-2:] if path[-2].startswith("shared_expert") else path[-1:])
+
+
+def _common_modules(config: AdaptedConfig) -> list[str]:
+    """Return the ends of the HF names of all adapted layers that are no experts."""
+    common = [_module(config, f"layers.{name}") for name in config.adapters if not name.startswith("expert_")]
+    dense = [f"mlp.{hf}" for hf, ours in TARGETS.items() if ours in MLP and ours in config.lora.adapted]
+    return common + (dense if config.moe and config.moe.dense_layers else [])
 
 
 def _file_rank(config: AdaptedConfig) -> int:
@@ -182,17 +188,13 @@ def _file_rank(config: AdaptedConfig) -> int:
     return next(ranks, config.lora.rank)
 
 
-def _file_factors(config: AdaptedConfig) -> dict[str, float]:
-    """Return weight -> factor of its B in a file, for adapters of another rank than the file's `r`."""
-    lora, rank = config.lora, _file_rank(config)
-    if rank == lora.rank:
-        return {}
-    names = [f"layers.{name}" for name in config.adapters if not name.startswith("expert_")]
-    return dict.fromkeys(names, lora.scale / lora.scale_at(rank))
+def _file_factor(config: AdaptedConfig) -> float:
+    """Return the factor of B in a file, of all adapters but those of experts."""
+    return config.lora.scale / config.lora.scale_at(_file_rank(config))
 
 
-def _stored_factors(file: Path, config: AdaptedConfig) -> dict[str, float]:
-    """Return `_file_factors` of a file, whose alphas may be others."""
+def _stored_factor(file: Path, config: AdaptedConfig) -> float:
+    """Return `_file_factor` of a file, whose alphas may be others."""
     keys = JsonKeys(read_json(file), str(file), _DEFAULTS)
     layers = peft_config(config, "")["rank_pattern"].keys()
     for name in ("rank_pattern", "alpha_pattern"):
@@ -201,7 +203,7 @@ def _stored_factors(file: Path, config: AdaptedConfig) -> dict[str, float]:
             known = f"patterns of {', '.join(layers)}" if layers else "none"
             raise keys.wrong(name, stored, f"is not supported for this model; supported: {known}")
     alpha = _read_pattern(keys, "alpha_pattern", config.moe is not None) or config.lora.alpha
-    return dict.fromkeys(_file_factors(config), config.lora.alpha / alpha)
+    return config.lora.alpha / alpha
 
 
 def _read_pattern(keys: JsonKeys, key: str, has_experts: bool) -> Any:

@@ -23,19 +23,25 @@ def write_json(path: Path, tree: Any) -> None:
 
 
 def replace_json(path: Path, tree: Any) -> None:
-    """Write a JSON file as `replace_lines` does."""
-    _replace(path, json.dumps(tree, indent=2) + "\n")
+    """Write a JSON file by one rename."""
+    replace_text(path, json.dumps(tree, indent=2) + "\n")
 
 
 def replace_lines(path: Path, rows: Sequence[Any]) -> None:
-    """Write lines of JSON by one rename: a kill leaves no part of the file. Its folder is made."""
-    _replace(path, "".join(json.dumps(row) + "\n" for row in rows))
+    """Write lines of JSON by one rename."""
+    replace_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str, sync: bool = True) -> None:
+    """Write a file by one rename: a kill leaves the old or the new one. Its folder is made.
+
+    Args:
+        sync: a power cut, too, leaves one of them; takes milliseconds.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as file:
         file.write(text.encode())
-        sync_to_disk(file)
+        if sync:
+            sync_to_disk(file)
     os.replace(temporary, path)

@@ -18,6 +18,7 @@ from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.data.packing import PackItem, counts
 from jaxrl_llm.learn.loss_scale import initial_loss_scale
 from jaxrl_llm.learn.optim_states import is_moment, moment_shardings, stored_weights
+from jaxrl_llm.learn.routing import balance_weights, routing_metrics
 from jaxrl_llm.learn.scoring import ScoringModel
 from jaxrl_llm.learn.teachers import PlacedTeachers, Teachers, teachers_of
 from jaxrl_llm.learn.update import (
@@ -93,6 +94,9 @@ class Learner(ScoringModel):
         with jax.set_mesh(self.mesh):
             if algos.of(self.algo).baseline:
                 totals = replace(totals, baseline=jax.eval_shape(self._baseline, batch, totals))
+            if self.config.balance_coef:
+                weights = functools.partial(balance_weights, self._score)
+                totals = replace(totals, balance_weights=jax.eval_shape(weights, state.params, [batch]))
             trained, frozen = lora.split_params(state.params)
             zeros = jax.eval_shape(self._zeros, trained) if microbatches > 1 else None
             zeros = zeros and with_shardings(zeros, self.grad_shardings)
@@ -139,6 +143,8 @@ class Learner(ScoringModel):
         """Return state, metrics and log-probs of one optimizer update from micro-batches on the devices."""
         with jax.set_mesh(self.mesh):
             totals = self._totals(batches, num_tokens, num_sequences, state)
+            if self.config.balance_coef:
+                totals = replace(totals, balance_weights=balance_weights(self._score, state.params, batches))
             trained, frozen = lora.split_params(state.params)
             grads = self._zeros(trained) if len(batches) > 1 else None
             parts, logprobs = [], []
@@ -157,7 +163,7 @@ class Learner(ScoringModel):
             totals = self._totals(batches, *counts(items, self.group_size), state)
             read = [teachers_of(batch, teachers) for batch in batches]
             outputs = [self._measure(state.params, b, totals, t) for b, t in zip(batches, read, strict=True)]
-            return combine([metrics for _, (metrics, _) in outputs])
+            return routing_metrics(combine([metrics for _, (metrics, _) in outputs]))[0]
 
     def _totals(
         self, batches: Sequence[Batch], num_tokens: float, num_sequences: float, state: TrainState

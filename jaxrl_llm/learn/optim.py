@@ -13,6 +13,7 @@ from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from jaxrl_llm import models
 from jaxrl_llm.learn.optim_states import average_weights, quantize_moments, store_remainders
+from jaxrl_llm.learn.routing import move_bias
 from jaxrl_llm.ranges import Count, CountOrZero, Fraction, Range
 from jaxrl_llm.structs import Params
 
@@ -95,10 +96,15 @@ def make_schedule(config: OptimConfig, total_updates: int) -> optax.Schedule:
     return optax.join_schedules([rise, main], [warmup])
 
 
-def make_optimizer(config: OptimConfig, total_updates: int) -> optax.GradientTransformation:
+def make_optimizer(
+    config: OptimConfig, total_updates: int, bias_rate: float = 0.0
+) -> optax.GradientTransformation:
     """Return direction + weight_decay * weights, times -learning rate: one order for every optimizer.
 
     Gradients are clipped in `learn.update`, which computes their norm.
+
+    Args:
+        bias_rate: of the selection bias of routers (`learn.routing.move_bias`).
     """
     direction = _direction(config)
     if config.moments == "int8":
@@ -108,6 +114,7 @@ def make_optimizer(config: OptimConfig, total_updates: int) -> optax.GradientTra
         optax.add_decayed_weights(config.weight_decay, mask=decayed),
         optax.scale_by_learning_rate(make_schedule(config, total_updates)),
     )
+    optimizer = move_bias(optimizer, bias_rate)
     if config.ema:
         optimizer = average_weights(optimizer, config.ema)
     return store_remainders(optimizer) if config.store_param_remainders else optimizer

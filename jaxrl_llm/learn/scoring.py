@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.data.packing import PackItem, empty_batch, pack, unpack
+from jaxrl_llm.learn.routing import ROUTES
 from jaxrl_llm.learn.update import StepConfig, model_outputs
 from jaxrl_llm.sharding.rules import put_rows, row_sharding, with_shardings
 from jaxrl_llm.structs import Batch, Params, Program
@@ -31,14 +32,15 @@ class ScoringModel:
             out_shardings=self.replicated,  # every process reads all of it
         )
 
-    def abstract_batch(self, signals: Sequence[str], rows: int) -> Batch:
+    def abstract_batch(self, signals: Sequence[str], rows: int, replay: bool = True) -> Batch:
         """Return shapes, types and shardings of a micro-batch with these signals."""
-        empty = empty_batch(rows, self.config.row_tokens, signals)
+        route = self.config.replay.route if replay and self.config.replay else None
+        empty = empty_batch(rows, self.config.row_tokens, signals, route)
         return with_shardings(empty, jax.tree.map(lambda x: row_sharding(self.mesh, x.shape), empty))
 
-    def score_program(self, params: Params, names: tuple[str, ...]) -> Program:
+    def score_program(self, params: Params, names: tuple[str, ...], replay: bool = False) -> Program:
         """Return the program that `start` runs for each micro-batch."""
-        batch = self.abstract_batch((), self.config.rows_scored)
+        batch = self.abstract_batch((), self.config.rows_scored, replay)
         return Program(self._score, (params, batch), {"names": names})
 
     def put(self, batch: Batch) -> Batch:
@@ -46,19 +48,28 @@ class ScoringModel:
         return put_rows(self.mesh, batch)
 
     def start(
-        self, params: Params, items: Sequence[PackItem], names: tuple[str, ...] = ("policy",)
+        self,
+        params: Params,
+        items: Sequence[PackItem],
+        names: tuple[str, ...] = ("policy",),
+        replay: bool = False,
     ) -> PendingScores:
         """Dispatch `model_outputs` of each item, and return the function that waits for them.
 
         Nothing is read from the devices before, so that models on disjoint devices are scored at once.
+
+        Args:
+            replay: these are weights of the model whose routes the items have (`StepConfig.replay`).
         """
-        bare = [PackItem(item.tokens, item.mask) for item in items]
+        bare = [PackItem(item.tokens, item.mask, routes=item.routes) for item in items]
         with jax.set_mesh(self.mesh):
-            batches = self._batches(bare, self.config.rows_scored)
+            batches = self._batches(bare, self.config.rows_scored, replay)
             results = [self._score(params, batch, names=names) for batch in batches]
 
         def finish() -> Scores:
-            by_name = {name: self.unpacked([r[name] for r in results], bare) for name in names}
+            by_name = {
+                name: self.unpacked([r[name] for r in results], bare, name != ROUTES) for name in names
+            }
             return [dict(zip(names, arrays, strict=True)) for arrays in zip(*by_name.values(), strict=True)]
 
         return finish
@@ -69,9 +80,12 @@ class ScoringModel:
         """Return `model_outputs` of each item, [t] aligned with its tokens (the first is 0). No gradient."""
         return self.start(params, items, names)()
 
-    def unpacked(self, values: Sequence[jax.Array], items: Sequence[PackItem]) -> list[np.ndarray]:
-        """Return per-token values of micro-batches, [B, T] each, as one array [t] for each item."""
-        return unpack([np.asarray(x) for x in values], items, self.config.row_tokens, self.group_size)
+    def unpacked(
+        self, values: Sequence[jax.Array], items: Sequence[PackItem], on_targets: bool = True
+    ) -> list[np.ndarray]:
+        """Return per-token values of micro-batches, [B, T, ...], as one array [t, ...] for each item."""
+        values = [np.asarray(x) for x in values]
+        return unpack(values, items, self.config.row_tokens, self.group_size, on_targets)
 
     def write_signal(
         self, name: str, minibatches: Sequence[Sequence[PackItem]], values: Sequence[Sequence[jax.Array]]
@@ -84,5 +98,6 @@ class ScoringModel:
             for item, array in zip(items, self.unpacked(batches, items), strict=True):
                 item.signals.setdefault(name, array)
 
-    def _batches(self, items: Sequence[PackItem], rows: int) -> list[Batch]:
-        return [self.put(b) for b in pack(items, self.config.row_tokens, rows, self.group_size)]
+    def _batches(self, items: Sequence[PackItem], rows: int, replay: bool = True) -> list[Batch]:
+        replay = replay and self.config.replay is not None
+        return [self.put(b) for b in pack(items, self.config.row_tokens, rows, self.group_size, replay)]

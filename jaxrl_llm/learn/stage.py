@@ -22,8 +22,10 @@ from jaxrl_llm.data.packing import IN_LOSS, PackItem
 from jaxrl_llm.learn import credit
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.reference import LogprobCache, start_reference, start_teachers
+from jaxrl_llm.learn.routing import ROUTES
 from jaxrl_llm.learn.scoring import ScoringModel
 from jaxrl_llm.learn.teachers import PlacedTeachers, Teachers
+from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import lora
 from jaxrl_llm.sharding.placement import reshard
 from jaxrl_llm.structs import Metrics, Params, TrainState, Trajectory
@@ -165,7 +167,7 @@ class Stage:
             for item in items:
                 item.signals["old"] = item.signals["rollout"]
         started = []  # all, before the first is waited for: those on disjoint devices run at the same time
-        if outputs := policy_scores(self.requires, self.policy.config.old):
+        if outputs := policy_scores(self.requires, self.policy.config):
             started.append(self._start(self.policy, state.params, items, outputs))
         if self.critic and self.updates_critic:
             started.append(self._start(self.critic, state.critic.params, items, ("values",)))
@@ -181,19 +183,21 @@ class Stage:
         self, model: ScoringModel, params: Params, items: Sequence[PackItem], names: tuple[str, ...]
     ) -> Callable[[], None]:
         """Start a model, and return the function that waits for its outputs and writes them."""
-        pending = model.start(params, items, names)
+        pending = model.start(params, items, names, replay=True)
 
         def write() -> None:
             for item, outputs in zip(items, pending(), strict=True):
+                item.routes = outputs.pop(ROUTES, item.routes)
                 item.signals |= {"old" if name == "policy" else name: x for name, x in outputs.items()}
 
         return write
 
 
-def policy_scores(requires: Requirements, old: str) -> tuple[str, ...]:
+def policy_scores(requires: Requirements, config: StepConfig) -> tuple[str, ...]:
     """Return the outputs of the policy that are computed before the first update of a step."""
     return (
-        ("policy",) * (old == "recompute")
+        ("policy",) * (config.old == "recompute")
+        + (ROUTES,) * (config.replay is not None and config.replay.source == "old")
         + ("sum_pi_squared",) * requires.sum_pi_squared
         + ("entropy",) * requires.old_entropy
         + ("values",) * requires.values

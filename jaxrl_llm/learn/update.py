@@ -14,7 +14,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt
 
 from jaxrl_kernels import batch_invariant
 from jaxrl_kernels.linear_divergence.chunked import linear_divergence
@@ -27,11 +27,13 @@ from jaxrl_llm.algos.reduce import token_mean
 from jaxrl_llm.learn.finite_update import UpdateStep, update_by_leaf, update_if_finite
 from jaxrl_llm.learn.loss_scale import next_loss_scale, scale_loss, unscale
 from jaxrl_llm.learn.optim_states import master_weights, stored_weights
+from jaxrl_llm.learn.routing import ROUTES, ROUTING, Replay, routing_metrics, with_bias_gradient
 from jaxrl_llm.models import lora
+from jaxrl_llm.models.moe import RoutingSums
 from jaxrl_llm.sharding.rules import logprob_specs
 from jaxrl_llm.structs import Batch, BatchTotals, LossInputs, Metrics, Params, TrainState
 
-Outputs = dict[str, Float[Array, "B T"]]
+Outputs = dict[str, Float[Array, "B T"] | UInt[Array, "B T L K"] | RoutingSums]
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class StepConfig:
     grad_dtype: str = "float32"  # of gradients in memory
     update_by_leaf: bool = False  # see `finite_update`
     offload: bool = False  # optimizer moments in host memory between updates
+    balance_coef: float = 0.0  # of the balance loss of experts
+    replay: Replay | None = None  # of routes
     old: Literal["policy", "recompute", "rollout"] = "policy"  # source of old log-probs, see `old_logprobs`
 
     @property
@@ -67,21 +71,22 @@ def model_outputs(
     teachers: Sequence[Params] = (),
     divergence: Divergence | None = None,
 ) -> Outputs:
-    """Return outputs of a model at each token, [B, T] float32: the one forward for scoring and training.
+    """Return outputs of a model, [B, T] float32 at each token: the one forward for scoring and training.
 
     Args:
         names: of "policy" (log-prob of the target, nats), "entropy" (of the prediction, nats),
-            "sum_pi_squared" (sum over the vocabulary of p^2), "values" (of the value head) and
-            "divergence" (from the teacher's prediction).
+            "sum_pi_squared" (sum over the vocabulary of p^2), "values" (of the value head),
+            "divergence" (from the teacher's prediction), ROUTING (`RoutingSums`) and ROUTES [B, T, L, K].
         teachers: models, for "divergence"; `batch.labels` holds the index of a token's teacher.
         divergence: settings of `linear_divergence`.
     """
     dtype = jnp.dtype(config.dtype)
     settings = {"dtype": dtype, **{n: getattr(config, n) for n in ("remat", "sequence_parallel", "strict")}}
-    forward = lambda model: model(batch.tokens, batch.positions, batch.segments, **settings)
-    hidden, head = forward(params), batch_invariant.rounded(params.head, dtype)
+    rows = batch.tokens, batch.positions, batch.segments
+    hidden, sums, routes = params.forward(*rows, batch.routes, **settings)
+    head = batch_invariant.rounded(params.head, dtype)
     softmax = dict(temperature=config.temperature, softcap=params.config.logit_softcap, chunk=config.chunk)
-    outputs: Outputs = {}
+    outputs = {ROUTING: sums, ROUTES: routes}
     if "policy" in names or "entropy" in names:
         layout = {} if config.strict else {"partition_specs": logprob_specs(hidden, head)}
         outputs["policy"], outputs["entropy"] = (batch_invariant if config.strict else api).linear_logprob(
@@ -96,7 +101,7 @@ def model_outputs(
             linear_divergence(
                 hidden,
                 head,
-                jax.lax.stop_gradient(forward(teacher)),
+                jax.lax.stop_gradient(teacher(*rows, **settings)),
                 teacher.head.astype(dtype),
                 student_softcap=params.config.logit_softcap,
                 teacher_softcap=teacher.config.logit_softcap,
@@ -131,12 +136,17 @@ def loss_and_metrics(
 ) -> tuple[Float[Array, ""], tuple[Metrics, Float[Array, "B T"]]]:
     """Return one micro-batch's part of loss and metrics of the mini-batch, and the policy's log-probs."""
     requires = algos.requirements(algo)
-    outputs = model_outputs(params, batch, config, loss_outputs(requires), teachers, requires.divergence)
+    names = loss_outputs(requires) + (ROUTING,) * (params.config.moe is not None)
+    outputs = model_outputs(params, batch, config, names, teachers, requires.divergence)
     if "entropy" in outputs and not requires.entropy:
         outputs["entropy"] = jax.lax.stop_gradient(outputs["entropy"])
     inputs = loss_inputs(batch, outputs, totals)
     loss, metrics = algos.of(algo).loss(inputs, algo)
+    if totals.balance_weights is not None:
+        loss += config.balance_coef * jnp.sum(totals.balance_weights * outputs[ROUTING].scores)
     metrics = {"loss": loss, **metrics, **monitor(inputs, config.old)}
+    if ROUTING in outputs:
+        metrics[ROUTING] = outputs[ROUTING]
     return loss, jax.lax.stop_gradient((metrics, inputs.policy))
 
 
@@ -236,7 +246,7 @@ def is_max(name: str) -> bool:
 
 def combine(parts: Sequence[Metrics]) -> Metrics:
     """Combine the metrics of micro-batches into those of their mini-batch."""
-    take = lambda name: jnp.maximum if is_max(name) else jnp.add
+    take = lambda name: functools.partial(jax.tree.map, jnp.maximum if is_max(name) else jnp.add)
     return {name: functools.reduce(take(name), [part[name] for part in parts]) for name in parts[0]}
 
 
@@ -266,6 +276,7 @@ def apply(
     Args:
         by_leaf: see `finite_update.update_by_leaf`.
     """
+    metrics, routing = routing_metrics(metrics)
     grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
 
     def step(params, opt_state, grads):
@@ -273,6 +284,7 @@ def apply(
         if max_grad_norm:
             scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(grad_norm, 1e-12))
             grads = jax.tree.map(lambda g: g * scale, grads)
+        grads = with_bias_gradient(grads, routing)
         masters = master_weights(params, opt_state)
         updates, opt_state = optimizer.update(grads, opt_state, masters)
         masters = optax.apply_updates(masters, updates)

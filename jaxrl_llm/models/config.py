@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ class RopeConfig:
     """Frequencies of wavelengths above original length / this are divided by `factor` (llama3)."""
     high_freq_factor: Annotated[float, Positive] = 4.0
     """Wavelengths below original length / this stay as they are (llama3)."""
+    partial_rotary: Annotated[float, Range(0.0, 1.0, open_low=True)] = 1.0
+    """Fraction of the dims of a head that is rotated, the first ones (HF `partial_rotary_factor`)."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, what is wrong) for borders in the wrong order."""
@@ -69,16 +72,56 @@ class MoEConfig:
     expert_size: Size = 768
     """Width inside each expert."""
     shared_size: Annotated[int, Range(0, 2**24)] = 0
-    """Width of the shared expert, which every token passes, times a sigmoid gate (Qwen2-MoE); 0 = none."""
+    """Width of the shared expert, which every token passes; 0 = none."""
     normalize: bool = True
-    """Divide the router's probabilities of the chosen experts by their sum."""
+    """Divide the router's scores of the chosen experts by their sum."""
+    shared_gate: bool = True
+    """Multiply the shared expert's output by a sigmoid gate (Qwen2-MoE)."""
+    score: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
+    """Scores from the router's logits: softmax over all experts, sigmoid (DeepSeek-V3), or softmax over the
+    chosen experts."""
+    scale: Annotated[float, Range(0, 1e6, open_low=True, usual="1 to 2.5 is usual")] = 1.0
+    """Multiplies the weights of the chosen experts (HF `routed_scaling_factor`)."""
+    groups: Annotated[int, Range(1, 2**16)] = 1
+    """Groups of consecutive experts; a token chooses among those of groups_kept (arXiv 2412.19437)."""
+    groups_kept: Annotated[int, Range(1, 2**16)] = 1
+    """Groups whose two best experts have the largest sum; not used with one group."""
+    selection_bias: bool = False
+    """Add a bias to the scores by which experts are chosen, not to their weights (arXiv 2408.15664)."""
+    bias: bool = False
+    """Biases on the router and on the three projections of each expert (gpt-oss)."""
+    swiglu_limit: Annotated[float, Positive] | None = None
+    """c: an expert computes g sigmoid(swiglu_alpha g) (u + 1) with its gate g up to c and its up projection u
+    within -c and c (gpt-oss); None = activation(g) u."""
+    swiglu_alpha: Annotated[float, Positive] = 1.702
+    """Factor inside the sigmoid, where swiglu_limit is set."""
+    dense_layers: Annotated[int, Range(0, 10_000)] = 0
+    """Leading layers that have the feed-forward of a dense model, of width mlp_size, and no experts."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, what is wrong) for more experts of a token than there are."""
+        """Yield (field, what is wrong) for more experts of a token than there are, and for uneven groups."""
         if self.experts_per_token > self.num_experts:
             yield (
                 "experts_per_token",
                 f"is {self.experts_per_token}: there are {self.num_experts} experts (num_experts).",
+            )
+        if self.groups > 1:
+            yield from self._group_problems()
+        if self.score == "softmax_of_chosen" and (self.groups > 1 or self.selection_bias):
+            yield "score", "is softmax_of_chosen: groups and selection_bias need softmax or sigmoid."
+
+    def _group_problems(self) -> Iterator[tuple[str, str]]:
+        if self.num_experts % self.groups or self.num_experts < 2 * self.groups:
+            yield (
+                "groups",
+                f"is {self.groups}: it must divide {self.num_experts} experts into groups of at least 2.",
+            )
+        elif self.groups_kept > self.groups:
+            yield "groups_kept", f"is {self.groups_kept}: there are {self.groups} groups (groups)."
+        elif self.experts_per_token > (inside := self.groups_kept * (self.num_experts // self.groups)):
+            yield (
+                "experts_per_token",
+                f"is {self.experts_per_token}: the groups kept have {inside} experts (groups_kept).",
             )
 
 
@@ -95,9 +138,9 @@ class TransformerConfig:
     hidden_size: Size = 1024
     """Width of the residual stream."""
     mlp_size: Size = 3072
-    """Width inside the gated feed-forward; not used where `moe` is set."""
+    """Width inside the gated feed-forward of layers without experts."""
     moe: MoEConfig | None = None
-    """Experts in place of the feed-forward of every layer; None = a dense model."""
+    """Experts in place of the feed-forward, but in leading dense layers; None = a dense model."""
     num_layers: Annotated[int, Range(1, 10_000)] = 28
     """Decoder layers."""
     num_heads: Annotated[int, Range(1, 2**16)] = 16
@@ -114,6 +157,8 @@ class TransformerConfig:
     """Biases on the three feed-forward projections."""
     qk_norm: bool = True
     """RMSNorm over head_dim of queries and keys before RoPE (Qwen3)."""
+    qk_norm_over_heads: bool = False
+    """`qk_norm` is over all heads together, before they are split, not over each (OLMoE)."""
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     """Activation of the feed-forward gate."""
     norm_eps: Annotated[float, Range(0.0, 1.0, usual="1e-6 is usual")] = 1e-6
@@ -128,6 +173,8 @@ class TransformerConfig:
     """Tokens that a token attends to, itself included; None = all before it."""
     window_layers: tuple[bool, ...] | None = None
     """True for each layer that uses the sliding window; None = all layers."""
+    attention_sinks: bool = False
+    """A learnt score a head in the denominator of attention's softmax (gpt-oss)."""
     attention_softcap: Annotated[float, Positive] | None = None
     """c: attention scores become c tanh(score / c) (Gemma 2)."""
     logit_softcap: Annotated[float, Positive] | None = None
@@ -137,19 +184,51 @@ class TransformerConfig:
     initializer_range: Annotated[float, Range(0.0, 10.0, usual="0.02 is usual")] = 0.02
     """Standard deviation of random weights."""
 
+    @property
+    def rotary_dim(self) -> int:
+        """Dims of a head that RoPE rotates."""
+        return int(self.head_dim * self.rope.partial_rotary)
+
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, what is wrong) for sizes that do not go together."""
         if self.num_heads % self.num_kv_heads:
             yield "num_kv_heads", f"is {self.num_kv_heads}: it must divide num_heads, {self.num_heads}."
-        if self.head_dim % 2:
-            yield "head_dim", f"is {self.head_dim}: it must be even, since RoPE rotates pairs."
+        if self.qk_norm_over_heads and not self.qk_norm:
+            yield "qk_norm_over_heads", "is True: it says which norm qk_norm is, so that must be True, too."
+        if self.rotary_dim % 2 or not self.rotary_dim:
+            part = f", of which partial_rotary {self.rope.partial_rotary} is {self.rotary_dim}"
+            part = "" if self.rope.partial_rotary == 1.0 else part
+            yield "head_dim", f"is {self.head_dim}{part}: it must be even, since RoPE rotates pairs."
         if self.window_layers is not None and len(self.window_layers) != self.num_layers:
             yield (
                 "window_layers",
                 f"has {len(self.window_layers)} entries: it must have one a layer, {self.num_layers}.",
             )
-        if self.rope.scaling == "dynamic" and self.head_dim < 4:
+        if self.rope.scaling == "dynamic" and self.rotary_dim < 4:
             yield "head_dim", f"is {self.head_dim}: dynamic RoPE scaling needs at least 4."
+        if self.moe and self.moe.dense_layers >= self.num_layers:
+            yield (
+                "num_layers",
+                f"is {self.num_layers}: it must be above moe.dense_layers, {self.moe.dense_layers}.",
+            )
+
+
+DENSE = "dense_layers"
+"""Name of the stack of leading dense layers of a model with experts."""
+
+
+def layer_stacks(c: TransformerConfig) -> dict[str, TransformerConfig]:
+    """Return name -> architecture of each stack of equal layers, in order; those of a stack are one scan."""
+    count = c.moe.dense_layers if c.moe else 0
+    if not count:
+        return {"layers": c}
+    windows = c.window_layers
+    first, rest = (windows[:count], windows[count:]) if windows else (None, None)
+    moe = dataclasses.replace(c.moe, dense_layers=0)
+    return {
+        DENSE: dataclasses.replace(c, moe=None, num_layers=count, window_layers=first),
+        "layers": dataclasses.replace(c, moe=moe, num_layers=c.num_layers - count, window_layers=rest),
+    }
 
 
 TARGETS = {

@@ -8,6 +8,7 @@ with depth.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -15,11 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt
 
 from jaxrl_kernels import batch_invariant
 from jaxrl_kernels.flash_attention.reference import dense_attention
-from jaxrl_llm.models.config import TransformerConfig
+from jaxrl_kernels.flash_attention.sinks import add_sinks
+from jaxrl_kernels.flash_attention.spec import AttentionSpec
+from jaxrl_llm.models.config import TransformerConfig, layer_stacks
+from jaxrl_llm.models.moe import join_routes
 from jaxrl_llm.models.params import shardings
 from jaxrl_llm.models.transformer import (
     Layers,
@@ -30,6 +34,7 @@ from jaxrl_llm.models.transformer import (
     make_attention_fn,
     per_token_call,
     rope_fn,
+    sinks_of,
     window_sizes,
 )
 from jaxrl_llm.sharding.rules import ROLLOUT, Rules, constrain_residual
@@ -38,13 +43,17 @@ MAX_UNROLLED_LAYERS = 12
 """Each unrolled layer costs about 0.1 s of compile time, in every program."""
 
 
+PromptKV = tuple[tuple[Float[Array, "*L B K E T"], ...], tuple[Float[Array, "*L B K T E"], ...]]
+"""Keys and values of prompts, in the layout of `RingCache`."""
+
+
 class DecodeWeights(NamedTuple):
     """The policy's weights in the layout of decoding."""
 
     embed: Float[Array, "V D"]
     norm: Float[Array, "D"]
     head: Float[Array, "V D"] | None  # None = tied to embed
-    layers: tuple[Layers, ...]  # unrolled: one per layer, without the layer axis; scanned: one stack
+    layers: tuple[Layers, ...]  # unrolled: one per layer, without the layer axis; scanned: one per stack
 
 
 class RingCache(NamedTuple):
@@ -81,25 +90,33 @@ def decode_weights(
             all at once, a TPU would hold the gathered stack and the copy of it.
     """
     params = jax.tree.map(jnp.copy, cast_weights(params, dtype))
-    c, layers = params.config, (params.layers,)
+    c = params.config
+    layers = [getattr(params, name) for name in layer_stacks(c)]
     if is_unrolled(c):
-        layers = tuple(jax.tree.map(lambda w, i=i: w[i], params.layers) for i in range(c.num_layers))
+        depths = [stack.num_layers for stack in layer_stacks(c).values()]
+        stacks = zip(layers, depths, strict=True)
+        layers = [jax.tree.map(lambda w, i=i: w[i], stack) for stack, n in stacks for i in range(n)]
     elif out_shardings is not None:
-        of_layer = jax.tree.map(_without_layer_axis, out_shardings.layers[0])
-        reshard = lambda layer: jax.tree.map(jax.lax.with_sharding_constraint, layer, of_layer)
-        layers = (jax.lax.map(reshard, params.layers),)
+        of_layer = [jax.tree.map(_without_layer_axis, stack) for stack in out_shardings.layers]
+        reshard = functools.partial(jax.tree.map, jax.lax.with_sharding_constraint)
+        layers = [
+            jax.lax.map(lambda layer, target=target: reshard(layer, target), stack)
+            for stack, target in zip(layers, of_layer, strict=True)
+        ]
     head = None if c.tie_embeddings else params.lm_head[...]
-    return DecodeWeights(params.embed[...], params.norm[...], head, layers)
+    return DecodeWeights(params.embed[...], params.norm[...], head, tuple(layers))
 
 
 def decode_shardings(c: TransformerConfig, mesh: Mesh, rules: Rules) -> DecodeWeights:
     """Return the tree of `decode_weights` with `NamedSharding` leaves."""
     tree = shardings(c, mesh, rules)
-    layers = (tree.layers,)
+    layers = [getattr(tree, name) for name in layer_stacks(c)]
     if is_unrolled(c):
-        layers = (jax.tree.map(_without_layer_axis, tree.layers),) * c.num_layers
+        layers = [jax.tree.map(_without_layer_axis, stack) for stack in layers]
+        depths = [stack.num_layers for stack in layer_stacks(c).values()]
+        layers = [layer for layer, n in zip(layers, depths, strict=True) for _ in range(n)]
     head = None if c.tie_embeddings else tree.lm_head.get_value()
-    return DecodeWeights(tree.embed.get_value(), tree.norm.get_value(), head, layers)
+    return DecodeWeights(tree.embed.get_value(), tree.norm.get_value(), head, tuple(layers))
 
 
 def _without_layer_axis(stack: NamedSharding) -> NamedSharding:
@@ -130,26 +147,27 @@ def prefill(
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
     strict: bool = False,
-) -> tuple[tuple[Float[Array, "*L B K E T"], ...], tuple[Float[Array, "*L B K T E"], ...]]:
+) -> tuple[PromptKV, UInt[Array, "B T L K"] | None]:
     """Compute keys and values of left-padded prompts.
 
     Args:
         tokens: row b holds its prompt in the last lengths[b] places.
 
-    Returns: (k, v), arrays of the layout of `RingCache`; padding holds arbitrary numbers.
+    Returns: ((k, v), arrays of the layout of `RingCache`, routes of the tokens); padding holds arbitrary
+        numbers. Routes (`moe.route_spec`) are None without experts.
     """
     positions = jnp.arange(tokens.shape[1]) - (tokens.shape[1] - lengths)[:, None]
     segments, positions = (positions >= 0).astype(jnp.int32), jnp.maximum(positions, 0)
     tables = per_token_call(strict)(rope_fn(c), None, positions)
 
-    def layer(x, w, window, *_):
-        attend = make_attention_fn(c, segments, positions, window, strict=strict)
-        x, (k, v) = block(c, w, x, tables, attend, strict, segments > 0, ROLLOUT)
-        return x, (k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
+    def layer(c, x, w, window, *_):
+        attend = make_attention_fn(c, w, segments, positions, window, strict=strict)
+        x, (k, v), routing = block(c, w, x, tables, attend, strict, segments > 0, ROLLOUT)
+        return x, (k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)), routing
 
     x = constrain_residual(weights.embed[tokens])
-    _, kv = apply_layers(c, weights.layers, layer, x)
-    return tuple(k for k, _ in kv), tuple(v for _, v in kv)
+    _, kv, routes = apply_layers(c, weights.layers, layer, x)
+    return (tuple(k for k, _ in kv), tuple(v for _, v in kv)), routes
 
 
 def decode_ring(
@@ -159,53 +177,67 @@ def decode_ring(
     tokens: Int[Array, "S"],
     positions: Int[Array, "S"],
     strict: bool = False,
-) -> tuple[Float[Array, "S D"], RingCache]:
+) -> tuple[Float[Array, "S D"], RingCache, UInt[Array, "S 1 L K"] | None]:
     """Feed one token per slot through the model, with the ring cache.
 
     Args:
         tokens: the token of each slot.
         positions: its position in the sequence, 0, 1, ...
 
-    Returns: (hidden state after the final norm, cache with the token's keys and values).
+    Returns: (hidden state after the final norm, cache with the token's keys and values, its routes).
     """
     by_row, positions = per_token_call(strict), positions[:, None]
     tables = by_row(rope_fn(c), None, positions)
 
-    def layer(carry, w, window, array, index):
+    def layer(c, carry, w, window, array, index):
         x, ks, vs = carry
-        attend = _attend_ring(c, (ks[array], vs[array]), index, cache.cursor, positions, window, strict)
-        x, (k, v) = block(c, w, x, tables, attend, strict, rules=ROLLOUT)
+        kv, sinks = (ks[array], vs[array]), sinks_of(w)
+        attend = _attend_ring(c, kv, index, cache.cursor, positions, window, sinks, strict)
+        x, (k, v), routing = block(c, w, x, tables, attend, strict, rules=ROLLOUT)
         put = lambda arrays, new: (*arrays[:array], new, *arrays[array + 1 :])
-        return (x, put(ks, k), put(vs, v)), None
+        return (x, put(ks, k), put(vs, v)), None, routing
 
     x = constrain_residual(weights.embed[tokens][:, None])
-    (x, ks, vs), _ = apply_layers(c, weights.layers, layer, (x, cache.k, cache.v))
+    (x, ks, vs), _, routes = apply_layers(c, weights.layers, layer, (x, cache.k, cache.v))
     hidden = by_row(final_norm_fn(c), weights.norm, x)[:, 0]
-    return hidden, RingCache(ks, vs, jnp.mod(cache.cursor + 1, cache.length))
+    return hidden, RingCache(ks, vs, jnp.mod(cache.cursor + 1, cache.length)), routes
 
 
 def apply_layers(c: TransformerConfig, layers: tuple[Layers, ...], layer, carry):
-    """Apply `layer(carry, weights, window, array, index) -> (carry, out)` to all layers in order.
+    """Apply `layer(config, carry, weights, window, array, index) -> (carry, out, routing)` to all layers.
 
     The cache of a layer is `arrays[array][index]`: array = 0, 1, ... and index () where the layers are
-    unrolled; array 0 and index (i,) where they are scanned.
+    unrolled; array 0 and index (i,) where they are scanned. The config is that of the layer's stack.
 
-    Returns: (carry, outs): a list with an out per layer, or with one stack of all.
+    Returns: (carry, outs, routes): a list with an out per layer, or with one stack of all.
     """
-    windows = window_sizes(c)
+    outs, start = [], 0
+    stacks = layer_stacks(c).values()
     if is_unrolled(c):
-        outs = []
-        for i, (weights, window) in enumerate(zip(layers, windows, strict=True)):
-            carry, out = layer(carry, weights, window, i, ())
+        configs = [stack for stack in stacks for _ in range(stack.num_layers)]
+        chosen = []
+        for i, (config, weights, window) in enumerate(zip(configs, layers, window_sizes(c), strict=True)):
+            carry, out, routing = layer(config, carry, weights, window, i, ())
             outs.append(out)
-        return carry, outs
-    one = lambda carry, xs: layer(carry, xs[0], xs[1], 0, (xs[2],))
-    carry, outs = jax.lax.scan(one, carry, (layers[0], jnp.asarray(windows), jnp.arange(c.num_layers)))
-    return carry, [outs]
+            chosen += [routing.chosen] if routing else []
+        return carry, outs, join_routes(c, jnp.stack(chosen) if chosen else None)
+    for config, weights in zip(stacks, layers, strict=True):
+
+        def one(carry, xs, config=config):
+            carry, out, routing = layer(config, carry, xs[0], xs[1], 0, (xs[2],))
+            return carry, (out, routing and routing.chosen)
+
+        indices = start + jnp.arange(config.num_layers)
+        inputs = weights, jnp.asarray(window_sizes(config)), indices
+        carry, (out, chosen) = jax.lax.scan(one, carry, inputs)  # experts are in the last stack
+        outs.append(out)
+        start += config.num_layers
+    outs = [jax.tree.map(lambda *parts: jnp.concatenate(parts), *outs)] if len(outs) > 1 else outs
+    return carry, outs, join_routes(c, chosen)
 
 
 def _attend_ring(
-    c: TransformerConfig, kv, index: tuple, cursor, positions: Int[Array, "S 1"], window, strict: bool
+    c: TransformerConfig, kv, index: tuple, cursor, positions: Int[Array, "S 1"], window, sinks, strict: bool
 ):
     """Return `attend` of `block`: write the new key and value at the cursor, attend to the slot's past."""
 
@@ -221,13 +253,11 @@ def _attend_ring(
         vs, v = write(kv[1], v.transpose(0, 2, 1, 3), (0, 0, cursor, 0))
         k, v = k.transpose(0, 3, 1, 2).astype(q.dtype), v.transpose(0, 2, 1, 3).astype(q.dtype)
         if strict:
-            start = cursor - positions
-            return batch_invariant.invariant_attention(q, k, v, start, positions, window, **settings), (
-                ks,
-                vs,
-            )
+            where = cursor - positions, positions, window
+            return batch_invariant.invariant_attention(q, k, v, *where, sinks=sinks, **settings), (ks, vs)
         age = jnp.mod(cursor - jnp.arange(k.shape[1]), k.shape[1])
         visible = (age <= positions) & (age < window)
-        return dense_attention(q, k, v, visible[:, None], **settings), (ks, vs)
+        out, lse = dense_attention(AttentionSpec(**settings), q, k, v, visible[:, None])
+        return out if sinks is None else add_sinks(out, lse, sinks)[0], (ks, vs)
 
     return attend

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from jaxrl_llm.models.config import TransformerConfig
+from jaxrl_llm.models.config import TransformerConfig, layer_stacks
 from jaxrl_llm.models.lora import MARK
 from jaxrl_llm.models.params import abstract, named_leaves
 from jaxrl_llm.models.transformer import window_sizes
@@ -17,11 +17,15 @@ Number = int | float
 
 def layer_weights(c: TransformerConfig) -> int:
     """Return the number of weights in the matrix products of all layers that a token passes."""
+    return sum(stack.num_layers * _one_layer(stack) for stack in layer_stacks(c).values())
+
+
+def _one_layer(c: TransformerConfig) -> int:
     attention = c.head_dim * c.hidden_size * 2 * (c.num_heads + c.num_kv_heads)
     width, router = c.mlp_size, 0
     if c.moe:
         width, router = c.moe.experts_per_token * c.moe.expert_size + c.moe.shared_size, c.moe.num_experts
-    return c.num_layers * (attention + c.hidden_size * (3 * width + router))
+    return attention + c.hidden_size * (3 * width + router)
 
 
 def head_flops(c: TransformerConfig, tokens: Number) -> float:
@@ -39,15 +43,27 @@ def attention_flops(c: TransformerConfig, tokens: Number, context: Number) -> fl
     return 4.0 * tokens * c.num_heads * c.head_dim * keys
 
 
+def matrix_flops(c: TransformerConfig, tokens: Number) -> float:
+    """Return the FLOPs of the layers' matrix products with weights, those of adapters included."""
+    return 2.0 * tokens * (layer_weights(c) + adapter_weights(c))
+
+
 def forward_flops(c: TransformerConfig, tokens: Number, context: Number) -> float:
     """Return the FLOPs of the layers, without the head."""
-    return 2.0 * tokens * layer_weights(c) + attention_flops(c, tokens, context)
+    return matrix_flops(c, tokens) + attention_flops(c, tokens, context)
+
+
+def frozen_flops(c: TransformerConfig, tokens: Number, logits: bool) -> float:
+    """Return the FLOPs that a backward pass saves where only adapters are trained: gradients of weights."""
+    if c.lora is None:
+        return 0.0
+    return 2.0 * tokens * layer_weights(c) + head_flops(c, tokens) * logits
 
 
 RECOMPUTED: dict[str, Callable[[TransformerConfig, Number, Number], float]] = {
     "none": lambda c, tokens, context: 0.0,
     "dots": lambda c, tokens, context: 0.0,
-    "attention": lambda c, tokens, context: 2.0 * tokens * layer_weights(c),
+    "attention": lambda c, tokens, context: matrix_flops(c, tokens),
     "full": forward_flops,
     "offload": forward_flops,
 }
@@ -60,12 +76,14 @@ def update_flops(
 ) -> float:
     """Return the FLOPs of forward, backward (twice the forward) and recomputation.
 
+    With adapters there are no gradients of frozen weights (`frozen_flops`).
+
     Args:
         remat: key of RECOMPUTED.
         with_logits: True where the loss needs log-probs, whose logits are recomputed too.
     """
     layers = 3 * forward_flops(c, tokens, context) + RECOMPUTED[remat](c, tokens, context)
-    return layers + 4 * head_flops(c, tokens) * with_logits
+    return layers + 4 * head_flops(c, tokens) * with_logits - frozen_flops(c, tokens, with_logits)
 
 
 @functools.lru_cache
@@ -93,20 +111,20 @@ def sequence_flops(c: TransformerConfig, lengths: Iterable[int], logits: bool = 
     lengths = list(lengths)
     layers = Counter(window_sizes(c))
     keys = sum(count * _causal_keys(n, window) for window, count in layers.items() for n in lengths)
-    matrices = 2.0 * sum(lengths) * (layer_weights(c) + adapter_weights(c))
-    return matrices + 4.0 * c.num_heads * c.head_dim * keys + head_flops(c, sum(lengths)) * logits
+    return (
+        matrix_flops(c, sum(lengths))
+        + 4.0 * c.num_heads * c.head_dim * keys
+        + head_flops(c, sum(lengths)) * logits
+    )
 
 
 def training_flops(c: TransformerConfig, lengths: Iterable[int], logits: bool = True) -> float:
     """Return the model FLOPs of forward and backward pass: three times the forward pass; no recomputation.
 
-    With adapters there are no gradients of frozen weights: 2 W a token less, and those of the head.
+    With adapters there are no gradients of frozen weights (`frozen_flops`).
     """
     lengths = list(lengths)
-    frozen = 0.0
-    if c.lora is not None:
-        frozen = 2.0 * sum(lengths) * layer_weights(c) + head_flops(c, sum(lengths)) * logits
-    return 3 * sequence_flops(c, lengths, logits) - frozen
+    return 3 * sequence_flops(c, lengths, logits) - frozen_flops(c, sum(lengths), logits)
 
 
 def _causal_keys(length: int, window: int) -> float:

@@ -12,10 +12,14 @@ from jaxrl_llm.models.config import TransformerConfig
 
 
 class Initializer:
-    """Initialises the stacked weights of `Layers`, each with a key of its own."""
+    """Initialises the stacked weights of `Layers`, each with a key of its own.
 
-    def __init__(self, key: jax.Array, config: TransformerConfig):
-        self.key, self.config, self.count = key, config, 0
+    Args:
+        depth: layers of the model, of which those of `config` may be a part.
+    """
+
+    def __init__(self, key: jax.Array, config: TransformerConfig, depth: int):
+        self.key, self.config, self.depth, self.count = key, config, depth, 0
 
     def _param(self, value, axes):
         return nnx.Param(value, axes=("layers", *axes))
@@ -25,7 +29,7 @@ class Initializer:
         key = jax.random.fold_in(self.key, self.count)
         std = self.config.initializer_range
         if residual:  # GPT-2: the size of the residual stream does not depend on the depth
-            std /= math.sqrt(2 * self.config.num_layers)
+            std /= math.sqrt(2 * self.depth)
         return self._param(std * jax.random.normal(key, (self.config.num_layers, *shape), jnp.float32), axes)
 
     def uniform(self, shape, axes, bound: float) -> nnx.Param:

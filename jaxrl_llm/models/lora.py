@@ -151,10 +151,14 @@ def without_adapters(params: Params) -> Params:
     return jax.tree.unflatten(jax.tree.structure(plain), [weights[name] for name, _ in named_leaves(plain)])
 
 
-def scale_b(params: Params, factors: Mapping[str, float]) -> Params:
-    """Return the model with the B of each named weight ("layers.q") multiplied by a factor."""
-    factors = {f"{name}{MARK}b": factor for name, factor in factors.items()}
-    return _map_named(lambda name, x: x * factors[name] if name in factors else x, params)
+def scale_b(params: Params, factor: float) -> Params:
+    """Return the model with each B multiplied by a factor, but those of experts."""
+    return _map_named(lambda name, x: x * factor if is_common_b(name) else x, params)
+
+
+def is_common_b(name: str) -> bool:
+    """Return whether a weight is the B of an adapter, and not of an expert."""
+    return name.endswith(f"{MARK}b") and ".expert_" not in name
 
 
 def with_random_b(params: Params, size: float) -> Params:
@@ -166,16 +170,16 @@ def with_random_b(params: Params, size: float) -> Params:
     rng, values, b = np.random.default_rng(0), {}, f"{MARK}b"
     for name, leaf in named_leaves(params):
         if name.endswith(b):
-            rank, scale = params.config.adapters[name.removeprefix("layers.").removesuffix(b)]
+            rank, scale = adapter_settings(params.config, name.removesuffix(b))
             noise = rng.standard_normal(leaf.shape, np.float32)
             values[name] = size / (scale * math.sqrt(rank)) * noise
     return replace_weights(params, values)
 
 
-def adapter_scale(config: TransformerConfig, name: str) -> float:
-    """Return the factor of the output of the adapter of a weight ("layers.q"); 0 where it has none."""
-    adapters = config.adapters if config.lora else {}
-    return adapters.get(name.removeprefix("layers."), (0, 0.0))[1]
+def adapter_settings(config: TransformerConfig, name: str) -> tuple[int, float]:
+    """Return rank and factor of the output of the adapter of a weight ("layers.q"), if it has one."""
+    common = (config.lora.rank, config.lora.scale) if config.lora else (0, 0.0)
+    return config.adapters.get(name.rpartition(".")[2], common) if config.lora else common
 
 
 def merged_weight(weights: Mapping[str, jax.Array], name: str, scale: float) -> jax.Array:

@@ -5,40 +5,130 @@ Choosing experts and weighing them are apart: weights can be computed for any ch
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxrl_kernels import batch_invariant
 from jaxrl_llm.models.config import MoEConfig, TransformerConfig
-from jaxrl_llm.sharding.experts import AdaptedMatrices, Matrices, sharded_experts
+from jaxrl_llm.sharding.experts import AdaptedMatrices, ExpertWeights, Gate, sharded_experts
 from jaxrl_llm.sharding.rules import Rules
 
 if TYPE_CHECKING:
     from jaxrl_llm.models.transformer import Layers
 
 Activation = Callable[[Array], Array]
+SELECTION_BIAS = "router_bias"
+"""Weight that is added to the scores by which experts are chosen; its gradient is 0."""
+SMALLEST_SUM = 1e-20
+"""Added to the sum of scores, as in transformers: sigmoids may all be 0."""
+
+
+class Routing(NamedTuple):
+    """Routing of one layer."""
+
+    logits: Float[Array, "B T X"]
+    chosen: Int[Array, "B T K"]  # ascending
+    own: Int[Array, "B T K"] | None = None  # what the router chooses, where other choices are replayed
+    is_replayed: Bool[Array, "B T"] | None = None
+
+
+class RoutingSums(NamedTuple):
+    """Sums over tokens, padding not among them, of all L layers with experts; they add over micro-batches."""
+
+    load: Int[Array, "*L X"]  # assignments to each expert
+    scores: Float[Array, "*L X"]  # the router's scores; those of a token sum to 1
+    replayed: Int[Array, "*L"] | None = None  # replayed assignments
+    agreed: Int[Array, "*L"] | None = None  # those of them that the router would have chosen
+
+
+def route_spec(c: TransformerConfig) -> jax.ShapeDtypeStruct:
+    """Return shape [L, K] and type of the routes of a token: experts that it chose in each layer with any.
+
+    The largest value of the type is `unknown_route`.
+    """
+    dtype = jnp.uint8 if c.moe.num_experts <= jnp.iinfo(jnp.uint8).max else jnp.uint16
+    return jax.ShapeDtypeStruct((c.num_layers - c.moe.dense_layers, c.moe.experts_per_token), dtype)
+
+
+def unknown_route(dtype: DTypeLike) -> int:
+    """Return the value in a route that leaves the choice to the router."""
+    return int(jnp.iinfo(dtype).max)
+
+
+def join_routes(c: TransformerConfig, chosen: Int[Array, "L B T K"] | None) -> UInt[Array, "B T L K"] | None:
+    """Return the experts chosen in each layer as the routes of each token."""
+    return None if chosen is None else jnp.moveaxis(chosen, 0, 2).astype(route_spec(c).dtype)
 
 
 def router_logits(w: Layers, h: Float[Array, "B T D"]) -> Float[Array, "B T X"]:
     """Return the router's logits, float32 whatever the type of the product's inputs."""
-    return jnp.einsum("btd,dx->btx", h, w.router[...], preferred_element_type=jnp.float32)
+    logits = jnp.einsum("btd,dx->btx", h, w.router[...], preferred_element_type=jnp.float32)
+    return logits + w.router_logit_bias[...] if hasattr(w, "router_logit_bias") else logits
 
 
-def choose_experts(moe: MoEConfig, logits: Float[Array, "B T X"]) -> Int[Array, "B T K"]:
-    """Return the experts of largest logits, by number; of equal ones the lower number."""
-    return jnp.sort(jax.lax.top_k(jax.lax.stop_gradient(logits), moe.experts_per_token)[1], axis=-1)
+def choose_experts(
+    moe: MoEConfig, logits: Float[Array, "B T X"], bias: Float[Array, " X"] | None = None
+) -> Int[Array, "B T K"]:
+    """Return the experts of largest scores, by number; of equal ones the lower number. No gradient.
+
+    With groups only the experts of the groups kept count (group-limited routing, arXiv 2412.19437, 2.1.2).
+
+    Args:
+        bias: added to the scores (`selection_bias`).
+    """
+    logits = jax.lax.stop_gradient(logits)
+    if bias is None and moe.groups == 1:  # scores rise with the logits
+        return jnp.sort(jax.lax.top_k(logits, moe.experts_per_token)[1], axis=-1)
+    scores = jax.nn.sigmoid(logits) if moe.score == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+    scores = scores if bias is None else scores + jax.lax.stop_gradient(bias)
+    if moe.groups > 1:
+        by_group = scores.reshape(*scores.shape[:-1], moe.groups, -1)
+        best = jnp.sum(jax.lax.top_k(by_group, 2)[0], axis=-1)
+        kept = jax.lax.top_k(best, moe.groups_kept)[1]
+        is_kept = jnp.any(kept[..., None] == jnp.arange(moe.groups), axis=-2)
+        scores = jnp.where(is_kept[..., None], by_group, -jnp.inf).reshape(scores.shape)
+    return jnp.sort(jax.lax.top_k(scores, moe.experts_per_token)[1], axis=-1)
 
 
 def expert_weights(
     moe: MoEConfig, logits: Float[Array, "B T X"], chosen: Int[Array, "B T K"]
 ) -> Float[Array, "B T K"]:
-    """Return the weights of the chosen experts: their probabilities, over their sum if `normalize`."""
-    weights = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), chosen, axis=-1)
-    return weights / jnp.sum(weights, axis=-1, keepdims=True) if moe.normalize else weights
+    """Return the weights of the chosen experts: scores, over their sum if `normalize`, times `scale`."""
+    if moe.score == "softmax":
+        weights = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), chosen, axis=-1)
+    else:
+        weights = jnp.take_along_axis(logits, chosen, axis=-1)
+        weights = jax.nn.sigmoid(weights) if moe.score == "sigmoid" else jax.nn.softmax(weights, axis=-1)
+    if moe.normalize and moe.score != "softmax_of_chosen":
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + SMALLEST_SUM)
+    return weights if moe.scale == 1.0 else moe.scale * weights
+
+
+def routing_sums(moe: MoEConfig, routing: Routing, valid: Bool[Array, "B T"]) -> RoutingSums:
+    """Return the load of the experts and the sums of the router's scores, which carry its gradient.
+
+    Scores are probabilities, or sigmoids over their sum (DeepSeek-V3, arXiv 2412.19437, equations 18 to 20).
+    """
+    logits = jnp.where(valid[..., None], routing.logits, 0.0)
+    if moe.score == "sigmoid":
+        scores = jax.nn.sigmoid(logits)
+        scores = scores / (jnp.sum(scores, axis=-1, keepdims=True) + SMALLEST_SUM)
+    else:
+        scores = jax.nn.softmax(logits, axis=-1)
+    is_chosen = jnp.any(routing.chosen[..., None] == jnp.arange(moe.num_experts), axis=-2)
+    over_tokens = functools.partial(jnp.sum, axis=(0, 1), where=valid[..., None])
+    sums = RoutingSums(over_tokens(is_chosen, dtype=jnp.int32), over_tokens(scores))
+    if routing.own is None:
+        return sums
+    agrees = jnp.any(routing.own[..., None] == routing.chosen[..., None, :], axis=-1)
+    counts = lambda x: jnp.sum(x & (valid & routing.is_replayed)[..., None], dtype=jnp.int32)
+    return sums._replace(replayed=counts(jnp.ones_like(agrees)), agreed=counts(agrees))
 
 
 def sparse_mlp(
@@ -49,45 +139,62 @@ def sparse_mlp(
     valid: Bool[Array, "B T"] | None,
     rules: Rules,
     strict: bool = False,
-) -> Float[Array, "B T D"]:
-    """Return the weighted sum of the chosen experts' outputs. No token is dropped.
+    routes: UInt[Array, "B T K"] | None = None,
+) -> tuple[Float[Array, "B T D"], Routing]:
+    """Return the weighted sum of the chosen experts' outputs, and the routing. No token is dropped.
 
     Args:
         h: normalised hidden states.
         valid: False = padding, which passes no expert and gets 0; None = all tokens are valid.
         rules: by which the experts are divided (`sharding.rules`).
         strict: batch-invariant. The gradient is that of the plain computation with the experts chosen here.
+        routes: experts to pass in place of the router's choice, but for `unknown_route`. They are weighted
+            by the router's logits, which get the gradient (arXiv 2510.11370).
     """
 
-    def choose(w, h):
-        return choose_experts(c.moe, router_logits(w, h))
+    def choose(w, logits):
+        bias = w.router_bias[...] if c.moe.selection_bias else None
+        return choose_experts(c.moe, logits, bias)
 
     def plain(w, h, chosen, valid):
         weights = expert_weights(c.moe, router_logits(w, h), chosen)
         chosen = jnp.where(valid[..., None], chosen, c.moe.num_experts)
-        return sharded_experts(h, chosen, weights, expert_matrices(c, w), activation, rules)
+        return sharded_experts(
+            h, chosen, weights, weights_of_experts(c, w), gate_fn(c.moe, activation), rules
+        )
 
     def exact(w, h, chosen, valid):
         return _all_experts(c, w, h, chosen, activation)
 
     valid = jnp.ones(h.shape[:2], bool) if valid is None else valid
-    if not strict:
-        return plain(w, h, choose(w, h), valid)
-    chosen = batch_invariant.map_tokens(choose, jax.lax.stop_gradient(w), jax.lax.stop_gradient(h))
-    return batch_invariant.map_tokens(exact, w, h, chosen, valid, plain=plain)
+    logits = router_logits(w, h)
+    if strict:
+        exact_choice = lambda w, h: choose(w, router_logits(w, h))
+        chosen = batch_invariant.map_tokens(exact_choice, jax.lax.stop_gradient(w), jax.lax.stop_gradient(h))
+    else:
+        chosen = choose(w, logits)
+    routing = Routing(logits, chosen)
+    if routes is not None:
+        is_replayed = jnp.all(routes != unknown_route(routes.dtype), axis=-1)
+        replayed = jnp.where(is_replayed[..., None], routes.astype(chosen.dtype), chosen)
+        routing = Routing(logits, replayed, chosen, is_replayed)
+    apply = functools.partial(batch_invariant.map_tokens, exact, plain=plain) if strict else plain
+    return apply(w, h, routing.chosen, valid), routing
 
 
-def expert_matrices(c: TransformerConfig, w: Layers) -> Matrices:
-    """Return gate, up and down of the experts of a layer, with the adapters that they have."""
+def weights_of_experts(c: TransformerConfig, w: Layers) -> ExpertWeights:
+    """Return the weights of a layer's experts, with the biases and adapters that they have."""
 
     def one(name):
+        if not hasattr(w, name):
+            return None
         weight = getattr(w, name)[...]
         if not hasattr(w, f"{name}_lora_a"):
             return weight
         a, b = getattr(w, f"{name}_lora_a")[...], getattr(w, f"{name}_lora_b")[...]
         return AdaptedMatrices(weight, a, b, c.adapters[name][1])
 
-    return one("expert_gate"), one("expert_up"), one("expert_down")
+    return ExpertWeights(*(one(f"expert_{name}") for name in ExpertWeights._fields))
 
 
 def _all_experts(
@@ -102,16 +209,30 @@ def _all_experts(
     is_chosen = chosen[..., None] == jnp.arange(c.moe.num_experts)
     dense = jnp.sum(jnp.where(is_chosen, weights[..., None], 0.0), axis=-2)  # [B, T, X]
 
+    gated, biased = gate_fn(c.moe, activation), lambda y, bias: y if bias is None else y + bias
+
     def product(x, matrix):
         if not isinstance(matrix, AdaptedMatrices):
             return x @ matrix
         return x @ matrix.weight + matrix.scale * (x @ matrix.a @ matrix.b)
 
     def add(total, expert):
-        gate, up, down, weight = expert
-        hidden = activation(product(h, gate)) * product(h, up)
-        return total + weight[..., None] * product(hidden, down).astype(jnp.float32), None
+        e, weight = expert
+        hidden = gated(biased(product(h, e.gate), e.gate_bias), biased(product(h, e.up), e.up_bias))
+        out = biased(product(hidden, e.down), e.down_bias)
+        return total + weight[..., None] * out.astype(jnp.float32), None
 
-    total = jnp.zeros(h.shape, jnp.float32)
-    experts = *expert_matrices(c, w), jnp.moveaxis(dense, -1, 0)
-    return jax.lax.scan(add, total, experts)[0].astype(h.dtype)
+    total, experts = jnp.zeros(h.shape, jnp.float32), weights_of_experts(c, w)
+    return jax.lax.scan(add, total, (experts, jnp.moveaxis(dense, -1, 0)))[0].astype(h.dtype)
+
+
+def gate_fn(moe: MoEConfig, activation: Activation) -> Gate:
+    """Return the function of an expert's gate and up projection that gives its hidden state."""
+    if moe.swiglu_limit is None:
+        return lambda gate, up: activation(gate) * up
+
+    def clamped(gate, up):
+        gate, up = jnp.minimum(gate, moe.swiglu_limit), jnp.clip(up, -moe.swiglu_limit, moe.swiglu_limit)
+        return gate * jax.nn.sigmoid(moe.swiglu_alpha * gate) * (up + 1)
+
+    return clamped

@@ -14,15 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num, UInt
 
 from jaxrl_kernels.chips import LANES
 from jaxrl_kernels.decode_attention.api import decode_attention, write_token
 from jaxrl_kernels.dispatch import choose, device
+from jaxrl_kernels.flash_attention.sinks import add_sinks
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.decode import DecodeWeights, apply_layers
 from jaxrl_llm.models.rope import rope_tables
-from jaxrl_llm.models.transformer import block, final_norm_fn
+from jaxrl_llm.models.transformer import block, final_norm_fn, sinks_of
 from jaxrl_llm.sharding.rules import ROLLOUT, constrain_residual, current_spec
 
 NULL_PAGE = 0
@@ -60,7 +61,7 @@ def decode_paged(
     tokens: Int[Array, "S"],
     positions: Int[Array, "S"],
     active: Bool[Array, "S"],
-) -> tuple[Float[Array, "S D"], PagedCache]:
+) -> tuple[Float[Array, "S D"], PagedCache, UInt[Array, "S 1 L K"] | None]:
     """Feed one token per slot through the model, with the paged cache.
 
     Args:
@@ -69,26 +70,28 @@ def decode_paged(
         positions: its position in the sequence, 0, 1, ...
         active: inactive slots write to NULL_PAGE.
 
-    Returns: (hidden state after the final norm, cache with the token's keys and values).
+    Returns: (hidden state after the final norm, cache with the token's keys and values, its routes).
     """
-    tables = rope_tables(c, positions[:, None])
+    model, tables = c, rope_tables(c, positions[:, None])
     lengths = jnp.where(active, positions + 1, 0)
 
-    def layer(carry, w, window, array, index):
+    def layer(c, carry, w, window, array, index):
         x, cache = carry
         layer_index = index[0] if index else array
 
         def attend(q, k, v):
-            out, new = _shard_mapped(
-                c, _attend, cache, (q[:, 0], k[:, 0], v[:, 0]), table, lengths, layer_index, window
+            (out, lse), new = _shard_mapped(
+                model, _attend, cache, (q[:, 0], k[:, 0], v[:, 0]), table, lengths, layer_index, window
             )
-            return out[:, None], new
+            out, sinks = out[:, None], sinks_of(w)
+            return out if sinks is None else add_sinks(out, lse[..., None], sinks)[0], new
 
-        return block(c, w, x, tables, attend, valid=active[:, None], rules=ROLLOUT), None
+        x, cache, routing = block(c, w, x, tables, attend, valid=active[:, None], rules=ROLLOUT)
+        return (x, cache), None, routing
 
     x = constrain_residual(weights.embed[tokens][:, None])
-    (x, cache), _ = apply_layers(c, weights.layers, layer, (x, cache))
-    return final_norm_fn(c)(weights.norm, x)[:, 0], cache
+    (x, cache), _, routes = apply_layers(c, weights.layers, layer, (x, cache))
+    return final_norm_fn(c)(weights.norm, x)[:, 0], cache, routes
 
 
 def write_prompts(
@@ -127,7 +130,7 @@ def copy_pages(
 
 
 def _attend(c, cache: PagedCache, new, table, lengths, layer, window):
-    """Write the new keys and values, then attend to the pages of each slot."""
+    """Write the new keys and values, then attend to the pages of each slot; returns ((out, lse), cache)."""
     q, k, v = new
     start, page_size = layer * _pages_per_layer(c, cache), cache.k.shape[2]
     at = lengths - 1
@@ -137,7 +140,7 @@ def _attend(c, cache: PagedCache, new, table, lengths, layer, window):
     pages = start + jnp.where(lengths > 0, pages, NULL_PAGE)
     implementation, _ = choose("decode_attention", q, cache.k, table)
     cache = write_token(cache, _to_storage(cache, (k, v)), pages, at % page_size, implementation)
-    out = decode_attention(
+    out, lse = decode_attention(
         _pad_head_dim(q, cache),
         cache.k,
         cache.v,
@@ -149,8 +152,9 @@ def _attend(c, cache: PagedCache, new, table, lengths, layer, window):
         k_scales=cache.k_scales,
         v_scales=cache.v_scales,
         implementation=implementation,
+        return_lse=True,
     )
-    return out[..., : c.head_dim], cache
+    return (out[..., : c.head_dim], lse), cache
 
 
 def _write(c, cache: PagedCache, new, tables):
@@ -203,7 +207,8 @@ def _shard_mapped(c, fn, cache: PagedCache, new: tuple, *rest):
     pages = jax.tree.map(lambda x: PartitionSpec(batch, heads), cache)
     rows = lambda x: PartitionSpec(batch) if jnp.ndim(x) else PartitionSpec()
     if fn is _attend:  # q, k, v [S, heads, E]
-        new_spec, out = PartitionSpec(batch, heads), (PartitionSpec(batch, heads), pages)
+        new_spec = PartitionSpec(batch, heads)
+        out = ((new_spec, new_spec), pages)
     else:  # prompts [L, B, N, K, page, E], replicated over shards
         new_spec, out = PartitionSpec(None, None, None, heads), pages
     specs = pages, tuple(new_spec for _ in new), *map(rows, rest)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxrl_llm.models.config import RopeConfig, TransformerConfig
+from jaxrl_llm.models.config import MoEConfig, RopeConfig, TransformerConfig
 
 
 def _qwen3(hidden: int, mlp: int, layers: int, heads: int, tied: bool) -> TransformerConfig:
     return TransformerConfig(
         hidden_size=hidden, mlp_size=mlp, num_layers=layers, num_heads=heads, tie_embeddings=tied
     )
+
+
+def _qwen3_moe(hidden: int, layers: int, heads: int, expert: int) -> TransformerConfig:
+    dense = replace(_qwen3(hidden, 3 * hidden, layers, heads, False), family="qwen3_moe", num_kv_heads=4)
+    return replace(dense, moe=MoEConfig(num_experts=128, experts_per_token=8, expert_size=expert))
 
 
 def _llama3(hidden: int, mlp: int, layers: int, heads: int) -> TransformerConfig:
@@ -41,6 +46,8 @@ PRESETS: dict[str, TransformerConfig] = {
     "Qwen/Qwen3-8B": _qwen3(4096, 12_288, 36, 32, False),
     "Qwen/Qwen3-14B": _qwen3(5120, 17_408, 40, 40, False),
     "Qwen/Qwen3-32B": _qwen3(5120, 25_600, 64, 64, False),
+    "Qwen/Qwen3-30B-A3B": _qwen3_moe(2048, 48, 32, 768),
+    "Qwen/Qwen3-235B-A22B": _qwen3_moe(4096, 94, 64, 1536),
     "meta-llama/Meta-Llama-3-8B": _LLAMA_8B,
     "meta-llama/Meta-Llama-3-70B": _LLAMA_70B,
     "meta-llama/Llama-3.1-8B": replace(_LLAMA_8B, **_LONG),

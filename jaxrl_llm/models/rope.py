@@ -19,7 +19,7 @@ def rope_tables(
     """Compute cos and sin of every position, float32.
 
     Args:
-        config: its `rope`, head_dim and max_position.
+        config: its `rope`, rotary_dim and max_position.
         positions: of each token in its trajectory, 0-based.
         lengths: tokens of the trajectory so far, for "dynamic" scaling, whose frequencies depend on the
             length once that exceeds max_position. Each token uses the length of its own trajectory, so
@@ -32,7 +32,7 @@ def rope_tables(
     frequencies = jnp.asarray(frequencies, jnp.float32)
     if config.rope.scaling == "dynamic" and lengths is not None:
         stretch = _dynamic_stretch(config, lengths)
-        exponents = np.arange(0, config.head_dim, 2) / (config.head_dim - 2)
+        exponents = np.arange(0, config.rotary_dim, 2) / (config.rotary_dim - 2)
         frequencies = frequencies * stretch[..., None] ** -jnp.asarray(exponents, jnp.float32)
     angles = positions[..., None].astype(jnp.float32) * frequencies
     return scale * jnp.cos(angles), scale * jnp.sin(angles)
@@ -41,20 +41,22 @@ def rope_tables(
 def apply_rope(
     x: Float[Array, "B T H E"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
 ) -> Float[Array, "B T H E"]:
-    """Rotate the pairs (x[i], x[i + E/2]), HF's half-split layout, in float32."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    """Rotate the pairs (x[i], x[i + half]) of the first 2 half dims, HF's half-split layout, in float32."""
+    rotated, rest = x[..., : 2 * cos.shape[-1]], x[..., 2 * cos.shape[-1] :]
+    first, second = jnp.split(rotated.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return jnp.concatenate([rotated.astype(x.dtype), rest], axis=-1) if rest.size else rotated.astype(x.dtype)
 
 
 def rope_frequencies(config: TransformerConfig) -> tuple[np.ndarray, float]:
-    """Return radians a position for each of the head_dim / 2 pairs (float64), and the factor on cos and sin.
+    """Return radians a position for each of rotary_dim / 2 pairs (float64), and the factor on cos and sin.
 
     Sources: linear (kaiokendev), yarn (arXiv 2309.00071, section 3), llama3 (Llama 3.1), each as HF
     defines it. "dynamic" has the default frequencies up to max_position.
     """
     rope = config.rope
-    frequencies = rope.theta ** -(np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
+    frequencies = rope.theta ** -(np.arange(0, config.rotary_dim, 2, dtype=np.float64) / config.rotary_dim)
     original = rope.original_max_position or config.max_position
     match rope.scaling:
         case "default" | "dynamic":

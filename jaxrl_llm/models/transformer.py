@@ -10,16 +10,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxrl_kernels import batch_invariant
 from jaxrl_kernels.batch_invariant import rounded
-from jaxrl_kernels.flash_attention.api import SAVED
 from jaxrl_kernels.flash_attention.spec import NO_WINDOW
-from jaxrl_llm.models.config import TARGETS, MoEConfig, TransformerConfig
+from jaxrl_llm.models.config import TARGETS, MoEConfig, TransformerConfig, layer_stacks
 from jaxrl_llm.models.initializer import Initializer, matrix_dims
-from jaxrl_llm.models.moe import sparse_mlp
+from jaxrl_llm.models.moe import RoutingSums, join_routes, routing_sums, sparse_mlp
 from jaxrl_llm.models.quantize import SCALE, dequantize_weight, quantize_weight
+from jaxrl_llm.models.remat import LAYER_INPUT, REMAT
 from jaxrl_llm.models.rope import apply_rope, rope_tables
 from jaxrl_llm.sharding.attention import (
     ContextParallel,
@@ -28,38 +28,25 @@ from jaxrl_llm.sharding.attention import (
     restore_tokens,
     sharded_attention,
 )
-from jaxrl_llm.sharding.rules import HOST, ROLLOUT, TRAIN, Rules, constrain, constrain_residual, fetch
+from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, Rules, constrain, constrain_residual, fetch
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
 }
-LAYER_INPUT = "layer_input"
-SAVE_ATTENTION = jax.checkpoint_policies.save_only_these_names(SAVED)
-REMAT = {
-    "none": None,
-    "dots": jax.checkpoint_policies.save_from_both_policies(
-        SAVE_ATTENTION, jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    ),
-    "attention": SAVE_ATTENTION,
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=[LAYER_INPUT],
-        offload_src="device",
-        offload_dst=HOST,
-    ),
-}
-"""Rematerialization: name -> policy of what is saved of a layer besides its input, most memory first.
-"offload" saves the input itself in host memory."""
 
 
 class Layers(nnx.Module):
-    """All decoder layers, each weight stacked along a leading dim L, for a scan."""
+    """Equal decoder layers, each weight stacked along a leading dim L, for a scan.
 
-    def __init__(self, config: TransformerConfig, key: jax.Array):
-        c, init = config, Initializer(key, config)
+    Args:
+        config: of this stack (`layer_stacks`).
+        depth: layers of the whole model.
+    """
+
+    def __init__(self, config: TransformerConfig, key: jax.Array, depth: int):
+        c, init = config, Initializer(key, config, depth)
         d, e = c.hidden_size, c.head_dim
         self.attention_norm = init.ones((d,), ("norm",))
         self.q = init.normal((d, c.num_heads, e), ("embed", "heads", "head_dim"))
@@ -73,8 +60,11 @@ class Layers(nnx.Module):
         if c.out_bias:
             self.o_bias = init.zeros((d,), ("norm",))
         if c.qk_norm:
-            self.q_norm = init.ones((e,), ("head_dim",))
-            self.k_norm = init.ones((e,), ("head_dim",))
+            q_width, k_width = (c.num_heads * e, c.num_kv_heads * e) if c.qk_norm_over_heads else (e, e)
+            self.q_norm = init.ones((q_width,), ("head_dim",))
+            self.k_norm = init.ones((k_width,), ("head_dim",))
+        if c.attention_sinks:
+            self.sinks = init.zeros((c.num_heads,), ("heads",))
         self.mlp_norm = init.ones((d,), ("norm",))
         if size := c.moe.shared_size if c.moe else c.mlp_size:
             self.gate = init.normal((d, size), ("embed", "mlp"))
@@ -100,7 +90,14 @@ class Layers(nnx.Module):
         self.expert_up = init.normal(shape, axes)
         down = (moe.num_experts, moe.expert_size, d), ("experts", "expert_mlp", "expert_embed")
         self.expert_down = init.normal(*down, residual=True)
-        if moe.shared_size:
+        if moe.bias:
+            self.router_logit_bias = init.zeros((moe.num_experts,), ("router",))
+            self.expert_gate_bias = init.zeros((moe.num_experts, moe.expert_size), ("experts", "expert_mlp"))
+            self.expert_up_bias = init.zeros((moe.num_experts, moe.expert_size), ("experts", "expert_mlp"))
+            self.expert_down_bias = init.zeros((moe.num_experts, d), ("experts", "expert_embed"))
+        if moe.selection_bias:
+            self.router_bias = init.zeros((moe.num_experts,), ("router",))
+        if moe.shared_size and moe.shared_gate:
             self.shared_gate = init.normal((d, 1), ("router", "router"))
 
     def _quantize(self, name: str, kind: str) -> None:
@@ -133,7 +130,9 @@ class Transformer(nnx.Module):
         shape, axes = (config.vocab_size, config.hidden_size), ("vocab", "embed")
         std = config.initializer_range
         self.embed = nnx.Param(std * jax.random.normal(embed_key, shape, jnp.float32), axes=axes)
-        self.layers = Layers(config, layer_key)
+        for name, stack in layer_stacks(config).items():
+            key = layer_key if name == "layers" else jax.random.fold_in(layer_key, 0)
+            setattr(self, name, Layers(stack, key, config.num_layers))
         self.norm = nnx.Param(jnp.ones(config.hidden_size, jnp.float32), axes=("norm",))
         if config.value_head:  # zeros: a new critic predicts 0
             self.value = nnx.Param(jnp.zeros((1, config.hidden_size), jnp.float32), axes=("norm", "norm"))
@@ -149,24 +148,30 @@ class Transformer(nnx.Module):
         """Return the value head's output for final hidden states, float32."""
         return hidden.astype(jnp.float32) @ fetch(self.value[...])[0]
 
-    def __call__(
+    def __call__(self, *args, **settings) -> Float[Array, "B T D"]:
+        """Return the hidden states of `forward`."""
+        return self.forward(*args, **settings)[0]
+
+    def forward(
         self,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         segments: Int[Array, "B T"] | None = None,
+        routes: UInt[Array, "B T L K"] | None = None,
         *,
         dtype: DTypeLike = jnp.float32,
         remat: str = "none",
         sequence_parallel: ContextParallel = "ring",
         strict: bool = False,
-    ) -> Float[Array, "B T D"]:
+    ) -> tuple[Float[Array, "B T D"], RoutingSums | None, UInt[Array, "B T L K"] | None]:
         """Compute hidden states after the final norm. A token attends to the earlier ones of its own segment.
 
-        The layers are scanned: compile time does not grow with depth.
+        Equal layers are scanned: compile time does not grow with depth.
 
         Args:
             tokens, positions: ids and their positions in the trajectory (0-based).
             segments: which trajectory of the row each token belongs to, 0 = padding; None = one a row.
+            routes: experts that tokens pass (`moe.route_spec`); None = those that the routers choose.
             dtype: of activations and products; norms, softmax and RoPE are float32.
             remat: what the backward pass keeps: "none" = everything; "dots" = layer inputs, attention outputs
                 and matrix products; "attention" = layer inputs and attention outputs; "full" = layer inputs;
@@ -174,8 +179,10 @@ class Transformer(nnx.Module):
             sequence_parallel: method of context parallelism where the mesh shards the tokens of a row.
             strict: every bit of a token depends on its trajectory alone, and equals that of decoding
                 (`jaxrl_kernels.batch_invariant`); one device.
+
+        Returns: (hidden states, sums of the routing, routes); the last two are None without experts.
         """
-        c, windows = self.config, window_sizes(self.config)
+        c = self.config
         if segments is None:
             segments = jnp.ones_like(tokens)
         method = context_parallel(tokens.shape[1], sequence_parallel)
@@ -186,22 +193,32 @@ class Transformer(nnx.Module):
         table = constrain(table, "vocab", "hidden")  # a lookup reads whole rows
         x = constrain_residual(table[tokens])
 
-        def body(x, layer_and_window):
-            layer, window = layer_and_window
-            x = checkpoint_name(x, LAYER_INPUT)
-            attention_fn = make_attention_fn(c, segments, positions, window, method, strict)
-            w = cast_weights(layer, dtype)
-            return block(c, w, x, rope, attention_fn, strict, segments > 0)[0], None
+        if routes is not None:
+            routes = jnp.moveaxis(reorder_tokens(routes, method), 2, 0)
 
-        if remat != "none":
-            body = jax.checkpoint(body, policy=REMAT[remat], prevent_cse=False)
-        x, _ = jax.lax.scan(body, x, (self.layers, jnp.asarray(windows)))
+        def body(c, x, layer_inputs):
+            layer, window, routes = layer_inputs
+            x = checkpoint_name(x, LAYER_INPUT)
+            w = cast_weights(layer, dtype)
+            attention_fn = make_attention_fn(c, w, segments, positions, window, method, strict)
+            x, _, routing = block(c, w, x, rope, attention_fn, strict, segments > 0, routes=routes)
+            return x, routing and (routing_sums(c.moe, routing, segments > 0), routing.chosen)
+
+        for name, stack in layer_stacks(c).items():
+            layer = functools.partial(body, stack)
+            if remat != "none":
+                layer = jax.checkpoint(layer, policy=REMAT[remat], prevent_cse=False)
+            inputs = getattr(self, name), jnp.asarray(window_sizes(stack)), routes if stack.moe else None
+            x, routing = jax.lax.scan(layer, x, inputs)
         x = per_token(final_norm_fn(c), fetch(self.norm[...]), x)
-        return restore_tokens(constrain(x, "batch", "sequence", "hidden"), method)
+        hidden = restore_tokens(constrain(x, "batch", "sequence", "hidden"), method)
+        sums, chosen = routing or (None, None)
+        return hidden, sums, None if chosen is None else restore_tokens(join_routes(c, chosen), method)
 
 
 def make_attention_fn(
     c: TransformerConfig,
+    w: Layers,
     segments: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     window: int | Int[Array, ""],
@@ -211,16 +228,22 @@ def make_attention_fn(
     """Return the `attention_fn` of `block` for causal attention within segments; kv are those of the row."""
     settings = {"scale": 1 / math.sqrt(c.head_dim), "softcap": c.attention_softcap}
 
-    def plain(q, k, v, segments, positions, window):
+    def plain(q, k, v, segments, positions, window, sinks):
         known = {"windows": tuple(sorted(set(window_sizes(c)))), "method": method}
-        return sharded_attention(q, k, v, segments, window=window, **known, **settings)
+        return sharded_attention(q, k, v, segments, window=window, sinks=sinks, **known, **settings)
 
-    def exact(q, k, v, segments, positions, window):
+    def exact(q, k, v, segments, positions, window, sinks):
         start = jnp.arange(q.shape[1]) - positions
-        return batch_invariant.invariant_attention(q, k, v, start, positions, window, **settings)
+        return batch_invariant.invariant_attention(q, k, v, start, positions, window, sinks=sinks, **settings)
 
     attend = functools.partial(batch_invariant.with_gradient_of, plain, exact) if strict else plain
-    return lambda q, k, v: (attend(q, k, v, segments, positions, jnp.asarray(window)), (k, v))
+    rest = segments, positions, jnp.asarray(window), sinks_of(w)
+    return lambda q, k, v: (attend(q, k, v, *rest), (k, v))
+
+
+def sinks_of(w: Layers) -> Float[Array, "H"] | None:
+    """Return the attention sinks of a layer, None where it has none."""
+    return w.sinks[...] if hasattr(w, "sinks") else None
 
 
 def block(
@@ -232,8 +255,9 @@ def block(
     strict: bool = False,
     valid: Bool[Array, "B T"] | None = None,
     rules: Rules = TRAIN,
+    routes: UInt[Array, "B T K"] | None = None,
 ):
-    """Compute one decoder layer. Returns (x, kv).
+    """Compute one decoder layer. Returns (x, kv, routing); the last is None without experts.
 
     Args:
         w: its weights, cast to the type of x by `cast_weights`.
@@ -242,6 +266,7 @@ def block(
         strict: batch-invariant.
         valid: tokens that are no padding: the others pass no expert; None = all.
         rules: by which the experts are divided.
+        routes: see `sparse_mlp`.
     """
 
     linear = functools.partial(apply_linear, c)
@@ -253,8 +278,7 @@ def block(
         h = norm(x, w.attention_norm[...])
         q, k, v = linear(w, "q", h), linear(w, "k", h), linear(w, "v", h)
         if c.qk_norm:
-            q = rms_norm(q, w.q_norm[...], c.norm_eps)
-            k = rms_norm(k, w.k_norm[...], c.norm_eps)
+            q, k = _qk_norm(c, q, w.q_norm[...]), _qk_norm(c, k, w.k_norm[...])
         return apply_rope(q, *rope), apply_rope(k, *rope), v
 
     def add_attention(w, x, out):
@@ -266,20 +290,26 @@ def block(
             return constrain_residual(x + mlp(c, w, norm(x, w.mlp_norm[...])))
 
     def add_shared_expert(w, h, y):
-        return y + jax.nn.sigmoid(linear(w, "shared_gate", h)) * mlp(c, w, h)
+        out = mlp(c, w, h)
+        return y + (jax.nn.sigmoid(linear(w, "shared_gate", h)) * out if c.moe.shared_gate else out)
 
     per_token = per_token_call(strict)
     with jax.named_scope("attention"):
         q, k, v = per_token(before_attention, w, x, rope)
         out, kv = attention_fn(constrain(q, "batch", "sequence", "heads", "head_dim"), k, v)
     if not c.moe:
-        return per_token(after_attention, w, x, out), kv
+        return per_token(after_attention, w, x, out), kv, None
     x = per_token(add_attention, w, x, out)
     with jax.named_scope("experts"):
         h = per_token(lambda w, x: norm(x, w.mlp_norm[...]), w, x)
-        y = sparse_mlp(c, w, h, ACTIVATIONS[c.activation], valid, rules, strict)
+        y, routing = sparse_mlp(c, w, h, ACTIVATIONS[c.activation], valid, rules, strict, routes)
         y = per_token(add_shared_expert, w, h, y) if c.moe.shared_size else y
-        return constrain_residual(x + y), kv
+        return constrain_residual(x + y), kv, routing
+
+
+def _qk_norm(c: TransformerConfig, x: Float[Array, "B T H E"], weight: Array) -> Float[Array, "B T H E"]:
+    flat = x.reshape(*x.shape[:2], -1) if c.qk_norm_over_heads else x
+    return rms_norm(flat, weight, c.norm_eps).reshape(x.shape)
 
 
 def apply_linear(c: TransformerConfig, w: Layers, name: str, x: Float[Array, "B T *I"]):
@@ -316,15 +346,16 @@ def final_norm_fn(c: TransformerConfig):
 
 
 def cast_weights(weights: nnx.Module, dtype: DTypeLike) -> nnx.Module:
-    """Cast weights to `dtype`, except those of norms, and codes and scales of quantized ones.
+    """Cast weights to `dtype`, except those of norms, sinks, the bias that chooses experts, and codes and
+    scales of quantized ones.
 
     Weights in host memory are copied to the devices.
     """
 
     def cast(path, w):
         name, w = jax.tree_util.keystr(path), fetch(w)
-        kept = "norm" in name or SCALE in name or not jnp.issubdtype(w.dtype, jnp.floating)
-        return w if kept else rounded(w, dtype)
+        kept = any(part in name for part in ("norm", "sinks", "router_bias", SCALE))
+        return w if kept or not jnp.issubdtype(w.dtype, jnp.floating) else rounded(w, dtype)
 
     return jax.tree_util.tree_map_with_path(cast, weights)
 

@@ -20,7 +20,7 @@ from jaxrl_llm.learn.optim import make_optimizer
 from jaxrl_llm.models.flops import layer_weights
 from jaxrl_llm.models.lora import split_params
 from jaxrl_llm.models.quantize import TILE
-from jaxrl_llm.models.transformer import REMAT
+from jaxrl_llm.models.remat import REMAT
 from jaxrl_llm.plan.models import planned_model
 from jaxrl_llm.plan.plan import PhaseCost, Plan
 from jaxrl_llm.plan.report import format_bytes
@@ -94,7 +94,7 @@ def _state(plan: Plan, config: TrainConfig, worst: PhaseCost) -> Iterator[str]:
         stored = 2 if config.optim.store_param_remainders else 4
         saved = worst.memory["parameters"] * (1 - itemsize / stored) + moments + worst.memory["gradients"]
         yield _saving("--lora.rank 32, which trains adapters in place of the weights", saved, over)
-    elif config.lora.quantize == "none":
+    elif config.lora.quantize == "none" and not planned_model(config.model).moe:
         saved = worst.memory["parameters"] * _linear_fraction(config) * (1 - BITS / 8 / itemsize)
         yield _saving("--lora.quantize nf4, which holds linear layers in 4 bits", saved, over)
 

@@ -15,6 +15,7 @@ from jaxrl_llm import algos, models
 from jaxrl_llm.build.models import has_own_reference, make_stages, trained_config
 from jaxrl_llm.config import TrainConfig, derived
 from jaxrl_llm.learn.learner import Learner
+from jaxrl_llm.learn.routing import ROUTES
 from jaxrl_llm.learn.scoring import ScoringModel
 from jaxrl_llm.learn.stage import Stage, loss_signals, policy_scores
 from jaxrl_llm.models import TransformerConfig, flops
@@ -108,7 +109,7 @@ def _rollout(
     config: TrainConfig, model, meshes: Mapping[str, Mesh], params, base: Resident
 ) -> Iterator[Phase]:
     mesh, rollout = meshes[ROLLOUT_ENGINE], config.rollout
-    engine = NativeEngine(rollout, model, mesh)
+    engine = NativeEngine(rollout, model, mesh, routes=config.routing.replay == "rollout")
     prompt, response = config.max_prompt_tokens, config.max_response_tokens
     calls = engine.largest_calls(
         params, prompt, response, config.prompts_per_step, rollout.sampling, config.env.active
@@ -149,18 +150,18 @@ def _score(config: TrainConfig, stage: Stage, base: Resident, meshes: Mapping[st
     """Yield the phases that score the batch before the first update."""
     policy, critic = stage.policy, stage.critic
 
-    def phase(name, scored, model, params, outputs):
+    def phase(name, scored, model, params, outputs, replay=False):
         rows = scored.config.rows_scored
         times, tokens = math.ceil(config.trajectories_per_step / rows), rows * config.row_tokens
-        program = scored.score_program(params, outputs)
+        program = scored.score_program(params, outputs, replay)
         resident = base | {"batch": [program.args[1]] * times}
         work = flops.forward_flops(model, tokens, config.row_tokens / 2)
         work += flops.head_flops(model, tokens) * (outputs != ("values",))
         return Phase(f"score: {name}", program, resident, times, work, scored.mesh)
 
-    if outputs := policy_scores(stage.requires, policy.config.old):
-        params = policy.abstract_state().params
-        yield phase("policy", policy, policy.model, params, outputs)
+    if outputs := policy_scores(stage.requires, policy.config):
+        params, replay = policy.abstract_state().params, ROUTES not in outputs
+        yield phase("policy", policy, policy.model, params, outputs, replay)
     if critic:
         yield phase("critic", critic, critic.model, critic.abstract_state().params, ("values",))
     if stage.needs_reference:

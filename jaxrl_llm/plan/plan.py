@@ -14,6 +14,7 @@ from jaxrl_llm.config import TrainConfig, derived
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.kernels import check_kernels_setting, describe_kernels, turing_warning
 from jaxrl_llm.plan.compiled import CompiledStats, compile_program
+from jaxrl_llm.plan.experts import ExpertGather, expert_gather
 from jaxrl_llm.plan.models import planned_model
 from jaxrl_llm.plan.phases import Phase, phases
 from jaxrl_llm.plan.target import CompileTarget
@@ -73,6 +74,7 @@ class Plan:
     kernels: str = ""  # implementations of attention and log-probs, and the reason
     meshes: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Role -> devices and mesh, of the policy and those that have others; {} where all have the policy's."""
+    experts: ExpertGather | None = None  # of the policy; None = a dense model, or nothing is gathered
     selected: str = ""  # filter of the phases that were compiled, such as "update"; "" = all
     advice: list[str] = field(default_factory=list)
 
@@ -133,6 +135,7 @@ def make_plan(
         log(f"compiling {phase.name}")
         stats = compile_program(phase.program, phase.mesh, target.topology.platform)
         costs.append(phase_cost(phase, stats, target, device_groups(meshes)))
+    model = planned_model(config.model)
     return Plan(
         config.model.path or "architecture of the recipe",
         target.topology.name,
@@ -141,12 +144,13 @@ def make_plan(
         costs,
         derived(config, mesh.size),
         {"jax": jax.__version__, "compiler": target.compiler},
-        describe_kernels(planned_model(config.model), config.model.dtype, mesh, config.strict),
+        describe_kernels(model, config.model.dtype, mesh, config.strict),
         {
             role.rstrip("."): placement_of(own, target.devices)
             for role, own in meshes.items()
             if own != mesh or (role == POLICY and len(set(meshes.values())) > 1)
         },
+        expert_gather(config, model, mesh.shape, target.chip),
         only,
     )
 

@@ -76,6 +76,8 @@ def verdict(plan: Plan) -> list[str]:
         f"Devices {name}: at most {format_bytes(cost.peak)}, in {cost.name}."
         for name, cost in peaks(plan).items()
     ]
+    if plan.experts:
+        lines.append(plan.experts.describe())
     if plan.fits:
         return [*lines, f"Fits: at most {format_bytes(peak.peak)} {memory} on each device, in {peak.name}."]
     lines += [f"Does not fit: {peak.name} needs {format_bytes(peak.peak)} {memory} on each device."]

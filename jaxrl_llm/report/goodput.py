@@ -14,7 +14,7 @@ from typing import Any
 import jax.monitoring
 import jax.profiler
 
-from jaxrl_llm.report import jsonl
+from jaxrl_llm.host.files import replace_text
 
 PHASES = ("rollout", "reward", "update", "checkpoint")  # whose times are in every line
 PRODUCTIVE = ("data", "publish", "rollout", "reward", "score", "update")
@@ -130,7 +130,7 @@ class Goodput:
         if now or time.perf_counter() - self._written >= WRITE_INTERVAL:
             wall = sum(self.seconds.values()) + sum(self.unfinished.values())
             saved = {"step": self.step, "wall_seconds": wall, "seconds": dict(self.seconds)}
-            jsonl.replace_text(self.path, json.dumps(saved))
+            replace_text(self.path, json.dumps(saved), sync=False)
             self._written = time.perf_counter()
 
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm.host.files import replace_text
+
 Row = dict[str, Any]
 
 
@@ -46,11 +48,4 @@ def truncate_after(path: Path, step: int) -> None:
     """Delete the lines of steps after `step`, and those that were cut short."""
     if path.exists():
         kept = (json.dumps(row) + "\n" for row in read_rows(path) if row["step"] <= step)
-        replace_text(path, "".join(kept))
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Replace a file by one rename: a kill leaves either the old or the new file."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+        replace_text(path, "".join(kept), sync=False)

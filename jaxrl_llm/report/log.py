@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from jaxrl_kernels.chips import peak_flops
+from jaxrl_llm.host.files import replace_text
 from jaxrl_llm.report import curve, jsonl, loggers
 from jaxrl_llm.report.config import LogConfig
 from jaxrl_llm.report.goodput import FILE as GOODPUT_FILE
@@ -103,7 +104,7 @@ class RunLog:
         """Write config.json, and send it to the loggers."""
         self._try(
             "config.json",
-            lambda: jsonl.replace_text(self.run_dir / "config.json", json.dumps(tree, indent=2)),
+            lambda: replace_text(self.run_dir / "config.json", json.dumps(tree, indent=2), sync=False),
         )
         for name, logger in list(self.loggers.items()):
             self._try(name, lambda logger=logger: logger.config(tree))
@@ -171,7 +172,7 @@ class RunLog:
     def prompts(self, rows: Sequence[dict[str, Any]]) -> None:
         """Write prompts.jsonl: prompts to try the trained model on."""
         text = "".join(f"{json.dumps(row)}\n" for row in rows)
-        self._try(PROMPTS, lambda: jsonl.replace_text(self.run_dir / PROMPTS, text))
+        self._try(PROMPTS, lambda: replace_text(self.run_dir / PROMPTS, text, sync=False))
 
     def message(self, text: str) -> None:
         """Print text, above the live panel."""

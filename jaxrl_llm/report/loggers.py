@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
 
+from jaxrl_llm.host.files import replace_text
 from jaxrl_llm.report import jsonl
 from jaxrl_llm.report.config import LogConfig
 
@@ -79,7 +80,7 @@ class LoggerRuns:
     def write(self) -> None:
         """Write the file, of loggers whose runs have ids."""
         if named := {name: run for name, run in self.runs.items() if run["id"]}:
-            jsonl.replace_text(self.path, json.dumps(named))
+            replace_text(self.path, json.dumps(named), sync=False)
 
 
 class Tensorboard:

@@ -33,6 +33,7 @@ OCCASIONAL = ("time/evaluate", "time/checkpoint")  # not in every step
 ONCE = ("time/compile", "time/start", "time/profile")  # in few steps
 QUIET_SECONDS = 60.0  # without a line, after which plain progress prints the phase
 MAX_EVAL_METRICS = 8  # in a line
+RESULTS = ("pass@", "maj@", "accuracy", "win_rate", "reward", "loss")  # of evaluations, first in the line
 
 
 class PhaseColumn(ProgressColumn):
@@ -167,6 +168,7 @@ def format_evaluation(row: Mapping[str, Any]) -> str:
     """Return the held-out metrics in a row as text: "pass@1 0.5  maj@4 0.6"; "" where there are none."""
     pairs = [(key.removeprefix("eval/"), value) for key, value in row.items() if key.startswith("eval/")]
     pairs = [(key, value) for key, value in pairs if isinstance(value, int | float)]
+    pairs.sort(key=lambda pair: not pair[0].startswith(RESULTS))
     text = [f"{key} {value:.4g}" for key, value in pairs[:MAX_EVAL_METRICS]]
     more = len(pairs) - len(text)
     return "  ".join(text + [f"and {more} more in metrics.jsonl"] * bool(more))

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_llm.models.moe import unknown_route
 from jaxrl_llm.rollout.engine import PartialResponse, Request, text_of
 from jaxrl_llm.rollout.keys import sample_keys
 from jaxrl_llm.structs import Episode, Trajectory
@@ -55,7 +56,18 @@ def trajectory_of(response: PartialResponse, tokenizer: Any) -> Trajectory:
         answer=last_turn,
         episode=response.episode,
         server=" ".join(response.servers),
+        routes=routes_of(response),
     )
+
+
+def routes_of(response: PartialResponse) -> np.ndarray | None:
+    """Return the routes of all tokens, `unknown_route` after the last known one; None = there are none."""
+    if not response.routes:
+        return None
+    known = np.stack(response.routes)
+    missing = len(response.request.prompt_ids) + len(response.ids) - len(known)
+    unknown = np.full((missing, *known.shape[1:]), unknown_route(known.dtype), known.dtype)
+    return np.concatenate([known, unknown])
 
 
 def is_complete(response: PartialResponse, turns: bool) -> bool:
@@ -85,6 +97,9 @@ def pack_responses(batches: Mapping[int, Sequence[Sequence[PartialResponse]]]) -
     arrays["episodes"] = np.frombuffer(json.dumps(episodes, default=str).encode(), np.uint8)
     spans = [(row, *span) for row, (_, _, one) in enumerate(rows) for span in one.observed]
     arrays["observed"] = np.array(spans, np.int32).reshape(-1, 3)
+    routes = [route for _, _, one in rows for route in one.routes]
+    arrays["num_routes"] = np.array([len(one.routes) for _, _, one in rows], np.int32)
+    arrays["routes"] = np.stack(routes) if routes else np.zeros(0, np.uint8)
     for name, dtype in PER_TOKEN.items():
         arrays[name] = np.array([x for _, _, one in rows for x in getattr(one, name)], dtype)
     out = io.BytesIO()
@@ -100,13 +115,18 @@ def unpack_responses(data: bytes) -> dict[int, list[list[PartialResponse]]]:
     observed: list[list[tuple[int, int]]] = [[] for _ in arrays["length"]]
     for row, start, end in arrays["observed"].tolist():
         observed[row].append((start, end))
+    routes: Sequence = [()] * len(arrays["length"])
+    if "routes" in arrays:
+        routes = np.split(arrays["routes"], np.cumsum(arrays["num_routes"])[:-1])
     episodes = json.loads(arrays["episodes"].tobytes()) if "episodes" in arrays else {}
     batches: dict[int, list[list[PartialResponse]]] = {}
     for i, (n, k) in enumerate(zip(arrays["batch"].tolist(), arrays["list"].tolist(), strict=True)):
         lists = batches.setdefault(n, [])
         lists += [[] for _ in range(k + 1 - len(lists))]
         per_token = {name: column[i].tolist() for name, column in columns.items()}
-        lists[k].append(PartialResponse(**per_token, finish=str(arrays["finish"][i]), observed=observed[i]))
+        finish = str(arrays["finish"][i])
+        one = PartialResponse(**per_token, finish=finish, observed=observed[i], routes=list(routes[i]))
+        lists[k].append(one)
         if saved := episodes.get(str(i)):
             lists[k][-1].episode = Episode(**{**saved, "messages": tuple(saved["messages"])})
     return batches

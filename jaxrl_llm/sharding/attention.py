@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jaxrl_kernels.dispatch import choose, load_implementation
 from jaxrl_kernels.flash_attention.api import SAVED, flash_attention
+from jaxrl_kernels.flash_attention.sinks import add_sinks, d_sinks
 from jaxrl_kernels.flash_attention.spec import AttentionSpec, DynamicMask
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.sharding.ring import RingAttention, from_zigzag, to_zigzag
@@ -60,6 +61,7 @@ def sharded_attention(
     window: int | Int[Array, ""],
     windows: tuple[int, ...] | None = None,
     softcap: float | None = None,
+    sinks: Float[Array, "H"] | None = None,
     method: ContextParallel = "none",
 ) -> Float[Array, "B T H E"]:
     """Compute causal attention within the segments of each row, sharded over the current mesh.
@@ -68,6 +70,7 @@ def sharded_attention(
         segments: 0 = padding.
         window: sliding window: tokens that a token attends to, itself included.
         windows: all values that `window` may have, where it is traced; cuDNN compiles each.
+        sinks: the score of one more key of value 0 for each head; None = none.
         method: of `context_parallel`; q, k, v and segments are in its order (`reorder_tokens`).
 
     Raises:
@@ -76,7 +79,7 @@ def sharded_attention(
     spec = current_spec(QUERY_AXES, q.shape, REPLICATED_SEQUENCE if method == "none" else TRAIN)
     if spec is None:
         return flash_attention(
-            q, k, v, segments, scale=scale, window=window, windows=windows, softcap=softcap
+            q, k, v, segments, scale=scale, window=window, windows=windows, softcap=softcap, sinks=sinks
         )
     mesh = jax.sharding.get_abstract_mesh()
     head_shards = q.shape[2] // NamedSharding(mesh, spec).shard_shape(q.shape)[2]
@@ -91,7 +94,7 @@ def sharded_attention(
     if method in METHODS:
         implementation = METHODS[method](implementation, AXIS)
     static = _Static(implementation, AttentionSpec(scale, True, softcap, windows), spec)
-    return _attention(static, q, k, v, segments, window)
+    return _attention(static, q, k, v, segments, window, sinks)
 
 
 def heads_problem(heads: int, parts: int) -> str:
@@ -124,19 +127,20 @@ class _Static(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(static: _Static, q, k, v, segments, window):
-    return _forward(static, q, k, v, segments, window)[0]
+def _attention(static: _Static, q, k, v, segments, window, sinks):
+    return _forward(static, q, k, v, segments, window, sinks)[0]
 
 
-def _forward(static: _Static, q, k, v, segments, window):
+def _forward(static: _Static, q, k, v, segments, window, sinks):
     def local(q, k, v, segments, window):
         mask = DynamicMask(window=window)
         return static.implementation.forward(static.spec, q, k, v, segments, segments, mask)
 
     window = jnp.asarray(window, jnp.int32)
     results = static.shard_map(local, "rrrsw", "rl")(q, k, v, segments, window)
+    results = results if sinks is None else add_sinks(*results, sinks)
     out, lse = [checkpoint_name(x, SAVED) for x in results]
-    return out, (q, k, v, segments, window, out, lse)
+    return out, ((q, k, v, segments, window, out, lse), sinks)
 
 
 def _backward(static: _Static, residuals, d_out):
@@ -144,7 +148,9 @@ def _backward(static: _Static, residuals, d_out):
         mask = DynamicMask(window=window)
         return static.implementation.backward(static.spec, q, k, v, segments, segments, mask, out, lse, d_out)
 
-    return *static.shard_map(local, "rrrswrlr", "rrr")(*residuals, d_out), None, None
+    arrays, sinks = residuals
+    d_qkv = static.shard_map(local, "rrrswrlr", "rrr")(*arrays, d_out)
+    return *d_qkv, None, None, None if sinks is None else d_sinks(sinks, *arrays[-2:], d_out)
 
 
 _attention.defvjp(_forward, _backward)

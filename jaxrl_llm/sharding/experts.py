@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_kernels.grouped_matmul.api import grouped_matmul
 from jaxrl_llm.sharding.rules import Rules, axes_of, current_spec
+
+Gate = Callable[[Array, Array], Array]
+"""Hidden state of an expert from its gate and up projection."""
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "a", "b"], meta_fields=["scale"])
@@ -33,20 +36,30 @@ class AdaptedMatrices:
 
 
 ExpertMatrix = Float[Array, "X _ _"] | AdaptedMatrices
-Matrices = tuple[
-    Float[Array, "X D F"] | AdaptedMatrices,
-    Float[Array, "X D F"] | AdaptedMatrices,
-    Float[Array, "X F D"] | AdaptedMatrices,
-]
-"""Gate, up and down of each expert."""
+
+
+class ExpertWeights(NamedTuple):
+    """The projections of each expert, [X, D, F] and down [X, F, D], and their biases where it has them."""
+
+    gate: ExpertMatrix
+    up: ExpertMatrix
+    down: ExpertMatrix
+    gate_bias: Float[Array, "X F"] | None = None
+    up_bias: Float[Array, "X F"] | None = None
+    down_bias: Float[Array, "X D"] | None = None
+
+    @property
+    def count(self) -> int:
+        """The number of experts."""
+        return jax.tree.leaves(self)[0].shape[0]
 
 
 def sharded_experts(
     h: Float[Array, "B T D"],
     chosen: Int[Array, "B T K"],
     weights: Float[Array, "B T K"],
-    matrices: Matrices,
-    activation: Callable[[Array], Array],
+    experts: ExpertWeights,
+    gated: Gate,
     rules: Rules,
 ) -> Float[Array, "B T D"]:
     """Return the weighted sum of the chosen experts' outputs under the current mesh.
@@ -58,65 +71,73 @@ def sharded_experts(
     """
     rows = current_spec(("batch", "sequence", "hidden"), h.shape)
     if rows is None:
-        return grouped_experts(h, chosen, weights, matrices, activation).astype(h.dtype)
-    shape = jax.tree.leaves(matrices[0])[0].shape
-    experts, _, mlp = current_spec(("experts", None, "expert_mlp"), shape, rules)
-    expert_axes, tensor_axes = axes_of(experts), axes_of(mlp)
+        return grouped_experts(h, chosen, weights, experts, gated).astype(h.dtype)
+    shape = jax.tree.leaves(experts.gate)[0].shape
+    owners, _, mlp = current_spec(("experts", None, "expert_mlp"), shape, rules)
+    expert_axes, tensor_axes = axes_of(owners), axes_of(mlp)
     gathered = tuple(name for name in axes_of(rows[0]) if name in expert_axes)
     summed = (*(name for name in expert_axes if name not in gathered), *tensor_axes)
 
-    def local(h, chosen, weights, *matrices):
+    def local(h, chosen, weights, experts):
         gather = lambda x: jax.lax.all_gather(x, gathered, axis=0, tiled=True) if gathered else x
-        first = jax.lax.axis_index(expert_axes) * num_experts(matrices) if expert_axes else 0
+        first = jax.lax.axis_index(expert_axes) * experts.count if expert_axes else 0
         chosen = gather(chosen) - first
-        out = grouped_experts(gather(h), chosen, gather(weights), matrices, activation)
+        if tensor_axes and experts.down_bias is not None:  # or the sum over them would have it several times
+            is_first = jax.lax.axis_index(tensor_axes) == 0
+            experts = experts._replace(down_bias=jnp.where(is_first, experts.down_bias, 0))
+        out = grouped_experts(gather(h), chosen, gather(weights), experts, gated)
         out = jax.lax.psum(out, summed) if summed else out
         if gathered:
             out = jax.lax.psum_scatter(out, gathered, scatter_dimension=0, tiled=True)
         return out.astype(h.dtype)
 
-    def specs(matrix: ExpertMatrix, inner, outer):
-        spec = PartitionSpec(experts, inner, outer)
-        if not isinstance(matrix, AdaptedMatrices):
-            return spec
-        a, b = PartitionSpec(experts, inner, None), PartitionSpec(experts, None, outer)
-        return dataclasses.replace(matrix, weight=spec, a=a, b=b)
+    specs = rows, rows, rows, _specs_of_experts(experts, owners, mlp)
+    mapped = jax.shard_map(local, in_specs=specs, out_specs=rows, check_vma=False)
+    return mapped(h, chosen, weights, experts)
 
-    gate, up, down = matrices
-    of_matrices = specs(gate, None, mlp), specs(up, None, mlp), specs(down, mlp, None)
-    mapped = jax.shard_map(local, in_specs=(rows, rows, rows, *of_matrices), out_specs=rows, check_vma=False)
-    return mapped(h, chosen, weights, *matrices)
+
+def _specs_of_experts(experts: ExpertWeights, owners: Any, mlp: Any) -> ExpertWeights:
+    """Return how the experts are sharded: their numbers over `owners`, hidden states over `mlp`."""
+
+    def matrix(weight: ExpertMatrix, inner, outer):
+        spec = PartitionSpec(owners, inner, outer)
+        if not isinstance(weight, AdaptedMatrices):
+            return spec
+        a, b = PartitionSpec(owners, inner, None), PartitionSpec(owners, None, outer)
+        return dataclasses.replace(weight, weight=spec, a=a, b=b)
+
+    matrices = matrix(experts.gate, None, mlp), matrix(experts.up, None, mlp), matrix(experts.down, mlp, None)
+    biases = zip(experts[3:], (mlp, mlp, None), strict=True)
+    return ExpertWeights(*matrices, *(None if b is None else PartitionSpec(owners, of) for b, of in biases))
 
 
 def grouped_experts(
     h: Float[Array, "B T D"],
     chosen: Int[Array, "B T K"],
     weights: Float[Array, "B T K"],
-    matrices: Matrices,
-    activation: Callable[[Array], Array],
+    experts: ExpertWeights,
+    gated: Gate,
 ) -> Float[Array, "B T D"]:
     """Return the weighted sum of the outputs of these experts, float32; numbers outside [0, X) add 0.
 
     Assignments are sorted by expert, so that each expert's tokens are rows of one grouped product.
     """
-    gate, up, down = matrices
-    count, per_token = num_experts(matrices), chosen.shape[-1]
+    count, per_token = experts.count, chosen.shape[-1]
     tokens = h.reshape(-1, h.shape[-1])
     numbers = chosen.reshape(-1)
     numbers = jnp.where((numbers >= 0) & (numbers < count), numbers, count)
     order = jnp.argsort(numbers, stable=True)
     sizes = jnp.bincount(numbers, length=count + 1)[:count].astype(jnp.int32)
+    inside = (jnp.arange(len(order)) < jnp.sum(sizes))[:, None]
+    expert_of_row = jnp.minimum(numbers[order], count - 1)
     product = functools.partial(_product, sizes=sizes)
+    biased = lambda y, bias: y if bias is None else jnp.where(inside, y + bias[expert_of_row], 0)
     rows = tokens[order // per_token]
-    hidden = activation(product(rows, gate)) * product(rows, up)
-    out = product(hidden, down, dtype=jnp.float32)[jnp.argsort(order)]
+    gate = biased(product(rows, experts.gate), experts.gate_bias)
+    hidden = gated(gate, biased(product(rows, experts.up), experts.up_bias))
+    out = biased(product(hidden, experts.down, dtype=jnp.float32), experts.down_bias)[jnp.argsort(order)]
     out = out.reshape(*chosen.shape, -1) * weights[..., None]
     return jnp.sum(out, axis=-2)
-
-
-def num_experts(matrices: Matrices) -> int:
-    """Return the number of experts that have these matrices."""
-    return jax.tree.leaves(matrices)[0].shape[0]
 
 
 def _product(

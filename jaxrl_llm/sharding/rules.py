@@ -112,7 +112,7 @@ def logprob_specs(hidden: jax.Array, head: jax.Array) -> tuple[PartitionSpec, Pa
 
 
 def put_rows(mesh: Mesh, batch: Any) -> Any:
-    """Put host arrays [B, T] on the devices, rows sharded; every process holds the whole batch."""
+    """Put host arrays [B, T, ...] on the devices, rows sharded; every process holds the whole batch."""
 
     def put(x: np.ndarray) -> jax.Array:
         return jax.make_array_from_callback(x.shape, row_sharding(mesh, x.shape), lambda index: x[index])
@@ -120,9 +120,9 @@ def put_rows(mesh: Mesh, batch: Any) -> Any:
     return jax.tree.map(put, batch)
 
 
-def row_sharding(mesh: Mesh, shape: tuple[int, int]) -> NamedSharding:
-    """Return the sharding of rows of tokens [B, T]."""
-    return sharding_for(mesh, ("batch", "sequence"), shape, TRAIN)
+def row_sharding(mesh: Mesh, shape: tuple[int, ...]) -> NamedSharding:
+    """Return the sharding of rows of tokens [B, T, ...]."""
+    return sharding_for(mesh, ("batch", "sequence", *(None,) * (len(shape) - 2)), shape, TRAIN)
 
 
 def with_shardings(shapes: Any, shardings: Any) -> Any:

@@ -15,10 +15,9 @@ from typing import Any
 import jax
 
 from jaxrl_llm.errors import RunError, UserError
-from jaxrl_llm.host.files import sync_to_disk
+from jaxrl_llm.host.files import replace_text, sync_to_disk
 from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.recipe.keys import iter_fields
-from jaxrl_llm.report.jsonl import replace_text
 from jaxrl_llm.report.progress import format_duration
 from jaxrl_llm.rewards.config import RewardConfig
 
@@ -57,7 +56,7 @@ class ResumableOutput:
             sync_to_disk(file)
         self.num_bytes += len(data)
         state = {"rows": rows_done, "bytes": self.num_bytes, "settings": self.settings}
-        replace_text(self.progress, json.dumps(state))
+        replace_text(self.progress, json.dumps(state), sync=False)
 
     def finish(self) -> None:
         """Remove the record of the progress: the file is complete."""

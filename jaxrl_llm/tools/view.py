@@ -25,6 +25,7 @@ from typing import Any
 import tyro
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.host.files import replace_text
 from jaxrl_llm.ranges import Count
 from jaxrl_llm.report import jsonl
 from jaxrl_llm.tools.arguments import parse_arguments
@@ -106,7 +107,7 @@ def main(argv: list[str]) -> int:
     for run in runs:
         for note in run.notes:
             print(f"warning: {run.path}: {note}", file=sys.stderr)
-    jsonl.replace_text(out, render_page(runs))
+    replace_text(out, render_page(runs), sync=False)
     steps, samples = sum(len(run.metrics) for run in runs), sum(len(run.samples) for run in runs)
     print(f"{out}: {len(runs)} run(s), {steps:,} steps, {samples:,} samples; open it in a browser")
     return 0

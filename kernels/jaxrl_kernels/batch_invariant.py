@@ -85,12 +85,14 @@ def invariant_attention(
     *,
     scale: float,
     softcap: float | None = None,
+    sinks: Float[Array, "H"] | None = None,
 ) -> Float[Array, "B T H E"]:
     """Compute softmax attention of each query to its trajectory's keys, up to its own position. No gradient.
 
     Args:
         start: the key of position p is at index (start + p) mod C of the query's row.
         window: sliding window: the most keys that a query attends to, its own included.
+        sinks: the score of one more key of value 0 for each head, float32; None = none.
     """
     batch, length, kv_heads, dim = k.shape
     row = jnp.broadcast_to(jnp.arange(batch)[:, None] * length, positions.shape)
@@ -100,7 +102,7 @@ def invariant_attention(
     def tile(shared, q, row, start, positions):
         q = q.reshape(TILE, kv_heads, -1, dim)
         row, start, last = (x.reshape(TILE, 1) for x in (row, start, positions))
-        (keys, values), window = shared
+        (keys, values), window, sinks = shared
 
         def add(step, carry):
             top, total, out = carry
@@ -119,12 +121,13 @@ def invariant_attention(
             return higher, total, out * shrink[..., None] + weighted
 
         zeros = jnp.zeros(q.shape, jnp.float32)
-        carry = zeros[..., 0] + MASKED_LSE, zeros[..., 0], zeros
+        top, total = (MASKED_LSE, 0) if sinks is None else (sinks.reshape(kv_heads, -1), 1)
+        carry = zeros[..., 0] + top, zeros[..., 0] + total, zeros
         first = jnp.maximum(jnp.min(last) - window + 1, 0) // KEYS
         _, total, out = jax.lax.fori_loop(first, jnp.max(last) // KEYS + 1, add, carry)
         return (out / total[..., None]).astype(q.dtype).reshape(1, TILE, -1, dim)
 
-    return _in_tiles(tile, (kv, jnp.asarray(window)), q, row, start, positions)
+    return _in_tiles(tile, (kv, jnp.asarray(window), sinks), q, row, start, positions)
 
 
 def logits_fn(softcap: float | None) -> Callable[..., Float[Array, "B T V"]]:

@@ -18,6 +18,7 @@ from jaxrl_llm.bridge.transports.torch_pickle import pickle_bucket
 from jaxrl_llm.hf import export
 from jaxrl_llm.hf.names import hf_tensors
 from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 
@@ -29,17 +30,26 @@ BIASED = dataclasses.replace(
     MODEL, family="qwen2", qk_norm=False, qkv_bias=True, tie_embeddings=True, value_head=True
 )
 BAICHUAN = dataclasses.replace(MODEL, family="baichuan", num_kv_heads=4, qk_norm=False)
+EXPERTS = dataclasses.replace(MODEL, family="qwen3_moe", num_layers=2, moe=MoEConfig(16, 2, expert_size=24))
 
 
 @functools.cache
 def sharded(config):
-    mesh = make_mesh(MeshConfig(data=1, fsdp=4, tensor=2))
+    mesh = make_mesh(MeshConfig(fsdp=2, expert=2, tensor=2) if config.moe else MeshConfig(fsdp=4, tensor=2))
     made = models.init(config, jax.random.key(0))
     return jax.device_put(made, models.shardings(config, mesh, TRAIN))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("config", [MODEL, BIASED, BAICHUAN], ids=["plain", "tied", "baichuan"])
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        (MODEL, "float32"),
+        (EXPERTS, "bfloat16"),
+        (BIASED, "float32"),
+        (BAICHUAN, "bfloat16"),
+    ],
+    ids=["plain", "experts", "tied", "baichuan"],
+)
 def test_buckets_of_sharded_weights_hold_the_bytes_of_the_exported_folder(config, dtype, tmp_path):
     params = sharded(config)
     assert any(not leaf.is_fully_replicated for leaf in jax.tree.leaves(params))
@@ -57,12 +67,31 @@ def test_buckets_of_sharded_weights_hold_the_bytes_of_the_exported_folder(config
         assert array.dtype == expected[name].dtype and array.tobytes() == expected[name].tobytes(), name
 
 
-def test_the_next_bucket_is_on_its_way_and_no_other(monkeypatch):
+@pytest.fixture
+def started(monkeypatch):
+    """Arrays that are copied to the host, one a dispatch."""
+    started, array = [], type(jnp.zeros(1))
+    copy = array.copy_to_host_async
+    monkeypatch.setattr(array, "copy_to_host_async", lambda self: started.append(self) or copy(self))
+    return started
+
+
+def test_the_experts_of_a_layer_are_gathered_at_once_and_cut_on_the_host(started, tmp_path):
+    """Each of 2 layers has 3 stacks of 16 experts and 9 other tensors; 3 are outside: 117 in 27 arrays."""
+    params, num_stacks = sharded(EXPERTS), 2 * (9 + 3) + 3
+    source = WeightSource(EXPERTS, "float32", limit=1 << 30)
+    (part,) = source.parts(params)
+    assert len(part.content.tensors) == 2 * (9 + 3 * 16) + 3 and len(started) == num_stacks
+    started.clear()
+    export.save_model(params, EXPERTS, tmp_path / "hf", dtype="float32")
+    assert len(started) == num_stacks
+    started.clear()
+    parts = list(WeightSource(EXPERTS, "float32", limit=40_000).parts(params))
+    assert len(started) - num_stacks < len(parts)  # a stack is cut only where a bucket ends
+
+
+def test_the_next_bucket_is_on_its_way_and_no_other(started):
     """Never the whole model: at most one bucket is gathered ahead of the one in use."""
-    started = []
-    array = type(jnp.zeros(1))
-    begin = array.copy_to_host_async
-    monkeypatch.setattr(array, "copy_to_host_async", lambda self: started.append(self) or begin(self))
     source = WeightSource(MODEL, "float32", limit=20_000)
     counts = [len(group) for group in source.groups]
     for i, _ in enumerate(source.parts(sharded(MODEL))):
@@ -70,9 +99,9 @@ def test_the_next_bucket_is_on_its_way_and_no_other(monkeypatch):
 
 
 def test_on_the_devices_every_one_has_whole_tensors():
-    params = sharded(MODEL)
-    host = list(WeightSource(MODEL, "float32", 50_000).parts(params))
-    for here, there in zip(host, WeightSource(MODEL, "float32", 50_000).parts(params, True), strict=True):
+    params = sharded(EXPERTS)
+    host = list(WeightSource(EXPERTS, "float32", 50_000).parts(params))
+    for here, there in zip(host, WeightSource(EXPERTS, "float32", 50_000).parts(params, True), strict=True):
         for array, copies in zip(here.content.arrays, there.content.arrays, strict=True):
             assert len(copies.addressable_shards) == 8 and copies.is_fully_replicated
             assert (np.asarray(copies.addressable_shards[5].data) == array).all()

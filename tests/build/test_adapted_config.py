@@ -1,5 +1,6 @@
 """Adapters of a mixture of experts, of the policy or a critic: ranks, and what is refused."""
 
+import dataclasses
 import re
 
 import pytest
@@ -13,10 +14,19 @@ MODEL = TransformerConfig(hidden_size=64, head_dim=16, moe=MoEConfig(8, 4, exper
 
 
 def test_ranks():
-    """32 over 4 experts of a token; alpha / R: 1 of attention, 4 of experts. The MLP's size does not count."""
+    """32 over 4 experts of a token; alpha / R: 1 of attention, 4 of experts."""
     adapters = adapted_config(MODEL, LoraConfig(rank=32)).adapters
     assert adapters["q"] == (32, 1.0) and adapters["expert_down"] == (8, 4.0) and "down" not in adapters
     assert adapted_config(MODEL, LoraConfig()) is MODEL
+
+
+def test_gpt_oss_has_no_adapters_of_experts():
+    model = dataclasses.replace(MODEL, family="gpt_oss")
+    with pytest.raises(
+        ConfigError, match="--lora.targets: gpt_oss keeps all experts of a layer in one matrix"
+    ):
+        adapted_config(model, LoraConfig(8))
+    assert "q" in adapted_config(model, LoraConfig(8, targets=("q_proj",))).adapters
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,16 @@ from hf_tensors import params_from_tensors, tensors_of
 from jaxrl_llm.hf.config import DEFAULTS, read_config, to_hf_config
 from jaxrl_llm.hf.names import (
     TABLE,
+    adapter_tensors,
     from_hf,
     hf_tensors,
     tensor_rows,
     to_hf,
 )
-from jaxrl_llm.models import RopeConfig, TransformerConfig, init, named_leaves
+from jaxrl_llm.models import LoraConfig, RopeConfig, TransformerConfig, init, named_leaves
+from jaxrl_llm.models.config import MoEConfig
+from jaxrl_llm.models.flops import layer_weights
+from jaxrl_llm.models.lora import with_lora
 
 TINY = {
     "vocab_size": 64,
@@ -35,6 +39,9 @@ HF_CLASSES = {
     "qwen2_moe": transformers.Qwen2MoeConfig,
     "qwen3_moe": transformers.Qwen3MoeConfig,
     "mixtral": transformers.MixtralConfig,
+    "glm4_moe": transformers.Glm4MoeConfig,
+    "olmoe": transformers.OlmoeConfig,
+    "gpt_oss": transformers.GptOssConfig,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 16.0}
 LLAMA3 = {
@@ -121,6 +128,28 @@ def test_baichuan_packs_queries_keys_and_values_in_one_matrix():
         np.testing.assert_array_equal(a, b, err_msg=name)
 
 
+def test_leading_dense_layers_are_a_stack_of_their_own():
+    """Layers 0 and 1 are dense_layers[0] and [1], layer 2 is layers[0]; adapters and FLOPs likewise."""
+    moe = MoEConfig(4, 2, 8, dense_layers=2)
+    c = TransformerConfig(vocab_size=64, hidden_size=32, mlp_size=48, num_layers=3, num_heads=4,
+                          num_kv_heads=2, head_dim=8, moe=moe)  # fmt: skip
+    parts = {tensor.name: tensor.parts for tensor in hf_tensors(c)}
+    layer = "model.layers.{}."
+    assert parts[layer.format(1) + "self_attn.q_proj.weight"] == (("dense_layers.q", (1,)),)
+    assert parts[layer.format(2) + "self_attn.q_proj.weight"] == (("layers.q", (0,)),)
+    assert parts[layer.format(1) + "mlp.up_proj.weight"] == (("dense_layers.up", (1,)),)
+    assert parts[layer.format(2) + "mlp.experts.3.up_proj.weight"] == (("layers.expert_up", (0, 3)),)
+    assert layer.format(2) + "mlp.up_proj.weight" not in parts
+    adapted = adapter_tensors(with_lora(c, LoraConfig(rank=2, targets=("q_proj",))))
+    assert [(tensor.name.split(".")[4], tensor.parts[0]) for tensor in adapted[::2]] == [
+        ("0", ("dense_layers.q_lora_a", (0,))),
+        ("1", ("dense_layers.q_lora_a", (1,))),
+        ("2", ("layers.q_lora_a", (0,))),
+    ]
+    attention = 32 * 8 * (4 + 2 + 2 + 4)
+    assert layer_weights(c) == 3 * attention + 2 * 32 * 3 * 48 + 32 * (3 * 2 * 8 + 4)
+
+
 def test_a_missing_tensor_is_named():
     config = read_config(tiny())
     tensors = tensors_of(config, init(config, jax.random.key(0)))
@@ -134,7 +163,8 @@ def test_a_missing_tensor_is_named():
 
 @pytest.mark.parametrize("family", HF_CLASSES)
 def test_absent_keys_mean_what_they_mean_to_transformers(family):
-    config, theirs = read_config({"model_type": family}), HF_CLASSES[family]()
+    extra = {"head_dim": 128} if family == "glm4_moe" else {}  # its default is odd
+    config, theirs = read_config({"model_type": family, **extra}), HF_CLASSES[family](**extra)
     assert config == read_config({"model_type": family, **theirs.to_dict()})
     assert config.vocab_size == theirs.vocab_size
     assert config.hidden_size == theirs.hidden_size
@@ -143,9 +173,15 @@ def test_absent_keys_mean_what_they_mean_to_transformers(family):
     assert config.num_kv_heads == theirs.num_key_value_heads
     assert config.max_position == theirs.max_position_embeddings
     assert config.norm_eps == theirs.rms_norm_eps
-    assert config.rope == RopeConfig(theta=1e6 if family == "mixtral" else 10_000.0)
-    assert config.head_dim == {"qwen3": 128}.get(family, theirs.hidden_size // theirs.num_attention_heads)
-    assert config.sliding_window == {"mistral": 4096}.get(family)
+    own = {
+        "mixtral": RopeConfig(1e6),
+        "glm4_moe": RopeConfig(partial_rotary=0.5),
+        "gpt_oss": RopeConfig(150_000.0, "yarn", 32.0, original_max_position=4096, truncate=False),
+    }
+    assert config.rope == own.get(family, RopeConfig())
+    own = {"qwen3": 128, "glm4_moe": 128, "gpt_oss": 64}
+    assert config.head_dim == own.get(family, theirs.hidden_size // theirs.num_attention_heads)
+    assert config.sliding_window == {"mistral": 4096, "gpt_oss": 128}.get(family)
     assert not config.tie_embeddings
 
 

@@ -10,12 +10,16 @@ import pytest
 from kernel_oracles import assert_close
 
 from jaxrl_kernels.flash_attention import reference
+from jaxrl_kernels.flash_attention.sinks import add_sinks
+from jaxrl_kernels.flash_attention.spec import AttentionSpec
 
 FAST = {"xla_backend_optimization_level": 0}  # of compilation
 T = 9
-attention = functools.partial(jax.jit, static_argnames=("scale", "softcap"), compiler_options=FAST)(
-    reference.dense_attention
-)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "softcap"), compiler_options=FAST)
+def attention(q, k, v, visible, scale, softcap=None):
+    return reference.dense_attention(AttentionSpec(scale, softcap=softcap), q, k, v, visible)[0]
 
 
 def inputs():
@@ -44,6 +48,13 @@ def test_softcap_by_hand():
     np.testing.assert_allclose(out.item(), np.e / (1 + np.e), rtol=1e-6)
 
 
+def test_a_sink_by_hand():
+    """Scores ln 1, ln 3 and a sink of ln 4: weights 1/8, 3/8 and 4/8, of value 0; log-sum-exp ln 8."""
+    out, lse = jnp.full((1, 1, 1, 1), 5.0), jnp.log(jnp.full((1, 1, 1), 4.0))
+    out, lse = add_sinks(out, lse, jnp.log(jnp.array([4.0])))
+    np.testing.assert_allclose([out.item(), lse.item()], [2.5, np.log(8)], rtol=1e-6)
+
+
 def test_masked_rows_are_zero_and_gradients_finite():
     """Padding attends to nothing; neither it nor enormous scores may make a NaN."""
     q, k, v = inputs()
@@ -51,7 +62,7 @@ def test_masked_rows_are_zero_and_gradients_finite():
     visible[0, 2:4] = False
 
     def loss(q, k, v):
-        out = reference.dense_attention(q, k, v, jnp.asarray(visible), scale=300.0)
+        out, _ = reference.dense_attention(AttentionSpec(300.0), q, k, v, jnp.asarray(visible))
         return (out**2).sum(), out
 
     run = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True), compiler_options=FAST)

@@ -47,7 +47,7 @@ def quantized(dtype, **shape):
 
 
 def oracle(q, k, v, table, lengths, *, scale, window=NO_WINDOW, softcap=None, k_scales=None, v_scales=None):
-    """Dense attention of each slot's newest token to its gathered pages."""
+    """(out, lse) of dense attention of each slot's newest token to its gathered pages."""
 
     def gathered(pages, scales):
         pages = pages.astype(np.float64) * (1 if scales is None else scales[..., None])
@@ -57,7 +57,15 @@ def oracle(q, k, v, table, lengths, *, scale, window=NO_WINDOW, softcap=None, k_
     keys, values = gathered(k, k_scales), gathered(v, v_scales)
     position, last = np.arange(keys.shape[1]), lengths[:, None] - 1
     allowed = (position <= last) & (last - position < window)
-    return oracles.attention(q[:, None], keys, values, allowed[:, None], scale, softcap)[0][:, 0]
+    out, lse = oracles.attention(q[:, None], keys, values, allowed[:, None], scale, softcap)
+    return out[:, 0], lse[..., 0]
+
+
+def assert_both_close(got, expected, dtype="float32"):
+    """The dtype is that of out; the log-sum-exp is float32."""
+    for name, one, other in zip(("out", "lse"), got, expected, strict=True):
+        assert_close(one, other, dtype, name)
+    assert got[1].dtype == jnp.float32
 
 
 def no_races() -> bool:
@@ -81,7 +89,7 @@ def test_the_definition_is_dense_attention_of_the_last_token():
     run = fast_jit(functools.partial(reference.decode_attention, scale=0.3, softcap=4.0))
     for window in (NO_WINDOW, 5):
         got = run(*arrays, window=np.int32(window))
-        assert_close(got, oracle(*arrays, scale=0.3, window=window, softcap=4.0))
+        assert_both_close(got, oracle(*arrays, scale=0.3, window=window, softcap=4.0))
 
 
 CASES = {
@@ -100,8 +108,10 @@ def test_tpu_kernel_equals_the_oracle(case):
     run = fast_jit(functools.partial(pallas_tpu.decode_attention, scale=0.2, interpret=True, **options))
     for window in (NO_WINDOW, 40, 20):
         got = run(*arrays, window=np.int32(window))
-        assert_close(got, oracle(*arrays, scale=0.2, window=window, softcap=options.get("softcap")), dtype)
-        assert got.dtype == dtype and not np.asarray(got[0]).any()  # a slot of length 0
+        assert_both_close(
+            got, oracle(*arrays, scale=0.2, window=window, softcap=options.get("softcap")), dtype
+        )
+        assert got[0].dtype == dtype and not np.asarray(got[0][0]).any()  # a slot of length 0
 
 
 @pytest.mark.parametrize(
@@ -112,9 +122,9 @@ def test_tpu_kernel_reads_8_bits_with_scales(dtype):
     arrays, scales = quantized(dtype, **shape)
     kernel = functools.partial(pallas_tpu.decode_attention, scale=0.2, window=NO_WINDOW, interpret=True)
     got = fast_jit(kernel)(*arrays, **scales)
-    assert_close(got, oracle(*arrays, scale=0.2, **scales), jnp.bfloat16)
-    exact = oracle(*inputs(jnp.bfloat16, **shape), scale=0.2)
-    np.testing.assert_allclose(np.asarray(got).astype(np.float32), exact, atol=0.1)
+    assert_both_close(got, oracle(*arrays, scale=0.2, **scales), jnp.bfloat16)
+    exact, _ = oracle(*inputs(jnp.bfloat16, **shape), scale=0.2)
+    np.testing.assert_allclose(np.asarray(got[0]).astype(np.float32), exact, atol=0.1)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8], ids=lambda d: d.__name__)
@@ -145,7 +155,7 @@ def test_tpu_kernel_has_no_race_and_reads_no_unwritten_memory():
     arrays = inputs(lengths=(0, 37, 64, 5), heads=2, kv_heads=1)
     kernel = functools.partial(pallas_tpu.decode_attention, scale=0.2, window=45, block=32, splits=2)
     got = fast_jit(functools.partial(kernel, interpret=RACES))(*arrays)
-    assert_close(got, oracle(*arrays, scale=0.2, window=45))
+    assert_both_close(got, oracle(*arrays, scale=0.2, window=45))
     assert no_races()
 
 
@@ -204,8 +214,8 @@ def test_hopper_kernel_equals_the_oracle(compile_once):
     run = fast_jit(kernel)
     for window in (40, 10):
         got = run(*arrays, window=np.int32(window))
-        assert_close(got, oracle(*arrays, scale=0.2, softcap=3.0, window=window), jnp.bfloat16)
-    assert not np.asarray(got[0]).any()
+        assert_both_close(got, oracle(*arrays, scale=0.2, softcap=3.0, window=window), jnp.bfloat16)
+    assert not np.asarray(got[0][0]).any()
     assert not interpret_pallas_call.get_races().races_found
 
 

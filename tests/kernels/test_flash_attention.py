@@ -15,6 +15,7 @@ from jaxrl_kernels import dispatch
 from jaxrl_kernels.dispatch import choose, load_implementation
 from jaxrl_kernels.flash_attention import blocks, blockwise, pallas_tpu, shapes
 from jaxrl_kernels.flash_attention.api import SAVED, flash_attention
+from jaxrl_kernels.flash_attention.sinks import add_sinks, d_sinks
 from jaxrl_kernels.flash_attention.spec import NO_WINDOW, AttentionSpec, DynamicMask
 
 FAST = {"xla_backend_optimization_level": 0}  # of compilation
@@ -31,11 +32,16 @@ class Case(NamedTuple):
     dim: int = 64
     dtype: str = "float32"
     rows: int = 2
+    sinks: tuple[float, ...] | None = None  # a score a head
 
 
 CASES = {
-    "grouped heads; a window; part of a longer row": Case(
-        AttentionSpec(0.2), (DynamicMask(), DynamicMask(window=40), DynamicMask(30, 100, 90)), (4, 2), dim=40
+    "grouped heads, sinks; a window; part of a longer row": Case(
+        AttentionSpec(0.2),
+        (DynamicMask(), DynamicMask(window=40), DynamicMask(30, 100, 90)),
+        (4, 2),
+        dim=40,
+        sinks=(1.0, -2.0, 5.0, 3.0),
     ),
     "softcap, not causal": Case(AttentionSpec(1.0, False, 2.0), lengths=(70, 200), dim=96),
     "bfloat16, softcap": Case(AttentionSpec(0.1, True, 5.0), dim=256, dtype="bfloat16"),
@@ -75,13 +81,16 @@ def segments(case: Case, mask: DynamicMask):
 
 
 def compiled(module, case: Case):
-    """(out, lse, dq, dk, dv) of an implementation, for every mask."""
+    """(out, lse, dq, dk, dv), and with sinks their gradient, of an implementation, for every mask."""
 
     @fast_jit
     def both(q, k, v, q_segments, kv_segments, mask, d_out, d_lse):
         operands = q, k, v, q_segments, kv_segments, mask
-        results = module.forward(case.spec, *operands)
-        return *results, *module.backward(case.spec, *operands, *results, d_out, d_lse)
+        results, rest = module.forward(case.spec, *operands), ()
+        if case.sinks:
+            results = add_sinks(*results, jnp.array(case.sinks))
+            rest = (d_sinks(jnp.array(case.sinks), *results, d_out, d_lse),)
+        return *results, *module.backward(case.spec, *operands, *results, d_out, d_lse), *rest
 
     return both
 
@@ -90,14 +99,17 @@ def check(case: Case, mask: DynamicMask, results) -> None:
     """Compare with the oracle, in values, types and zeros of masked queries."""
     q, k, v, d_out, d_lse = inputs(case)
     allowed = oracles.visible(case.spec, mask, *segments(case, mask))
-    wanted = oracles.attention(q, k, v, allowed, case.spec.scale, case.spec.softcap, d_out, d_lse)
-    for name, got, expected in zip(("out", "lse", "dq", "dk", "dv"), results, wanted, strict=True):
+    wanted = oracles.attention(
+        q, k, v, allowed, case.spec.scale, case.spec.softcap, d_out, d_lse, sinks=case.sinks
+    )
+    names = ("out", "lse", "dq", "dk", "dv", "d_sinks")[: len(wanted)]
+    for name, got, expected in zip(names, results, wanted, strict=True):
         assert_close(got, expected, case.dtype, name)
         assert got.dtype == (jnp.float32 if name == "lse" else case.dtype)
     out, lse, dq = (np.asarray(x, np.float32) for x in results[:3])
     masked = ~allowed.any(axis=-1)
     assert masked.any() and not out[masked].any() and not dq[masked].any()
-    assert (np.moveaxis(lse, 1, 2)[masked] == MASKED_LSE).all()
+    assert (np.moveaxis(lse, 1, 2)[masked] == (case.sinks or MASKED_LSE)).all()
 
 
 @pytest.mark.parametrize(("name", "case"), CHECKED)
@@ -168,37 +180,39 @@ def test_the_kernels_lower_for_tpu(monkeypatch, dtype):
 
 
 def test_gradients_through_a_scan_with_a_window_a_layer():
-    """As a model calls it: the window is traced, the log-sum-exp has a gradient too."""
+    """As a model calls it: the window is traced, the log-sum-exp has a gradient too, and so have sinks."""
     case = Case(AttentionSpec(0.3), lengths=(130, 130), dim=8)
     windows = (20, NO_WINDOW)
     q, k, v, *_ = inputs(case)
     ids, _ = segments(case, DynamicMask())
 
-    def loss(q, k, v):
+    sinks = np.array([1.5], np.float32)
+
+    def loss(q, k, v, sinks):
         def layer(x, window):
-            out, lse = flash_attention(x, k, v, ids, scale=0.3, window=window, return_lse=True)
-            lse = jnp.moveaxis(jnp.where(lse > MASKED_LSE, lse, 0), 1, 2)[..., None]
+            settings = {"scale": 0.3, "window": window, "sinks": sinks, "return_lse": True}
+            out, lse = flash_attention(x, k, v, ids, **settings)
+            lse = jnp.moveaxis(lse, 1, 2)[..., None]
             return x + out * jnp.sin(lse), None
 
         return jax.lax.scan(layer, q, jnp.array(windows))[0].sum()
 
     ids = jnp.asarray(ids)
-    ours = fast_jit(jax.grad(loss, (0, 1, 2)))(*(jnp.asarray(x) for x in (q, k, v)))
+    ours = fast_jit(jax.grad(loss, (0, 1, 2, 3)))(*(jnp.asarray(x) for x in (q, k, v, sinks)))
 
     x, seen = q.astype(np.float64), []  # the chain rule, by hand
     for window in windows:
         allowed = oracles.visible(case.spec, DynamicMask(window=window), ids, ids)
-        out, lse = oracles.attention(x, k, v, allowed, 0.3)
-        finite = np.where(lse > MASKED_LSE, lse, 0)
-        seen.append((x, allowed, out, finite))
-        x = x + out * np.moveaxis(np.sin(finite), 1, 2)[..., None]
-    d_x, d_k, d_v = np.ones_like(x), 0.0, 0.0
+        out, lse = oracles.attention(x, k, v, allowed, 0.3, sinks=sinks)
+        seen.append((x, allowed, out, lse))
+        x = x + out * np.moveaxis(np.sin(lse), 1, 2)[..., None]
+    d_x, d_k, d_v, d_s = np.ones_like(x), 0.0, 0.0, 0.0
     for x, allowed, out, lse in reversed(seen):
-        d_lse = np.moveaxis((d_x * out).sum(-1), 2, 1) * np.cos(lse) * allowed.any(-1)[:, None]
+        d_lse = np.moveaxis((d_x * out).sum(-1), 2, 1) * np.cos(lse)
         d_out = d_x * np.moveaxis(np.sin(lse), 1, 2)[..., None]
-        *_, dq, dk, dv = oracles.attention(x, k, v, allowed, 0.3, None, d_out, d_lse)
-        d_x, d_k, d_v = d_x + dq, d_k + dk, d_v + dv
-    for name, got, expected in zip("qkv", ours, (d_x, d_k, d_v), strict=True):
+        *_, dq, dk, dv, ds = oracles.attention(x, k, v, allowed, 0.3, None, d_out, d_lse, sinks)
+        d_x, d_k, d_v, d_s = d_x + dq, d_k + dk, d_v + dv, d_s + ds
+    for name, got, expected in zip(("q", "k", "v", "sinks"), ours, (d_x, d_k, d_v, d_s), strict=True):
         assert_close(got, expected, name=name)
 
 

@@ -15,9 +15,9 @@ from kernel_oracles import MASKED_LSE, assert_close
 
 from jaxrl_kernels import dispatch, topology
 from jaxrl_kernels.decode_attention import api as decode
-from jaxrl_kernels.flash_attention import blockwise, cudnn
+from jaxrl_kernels.flash_attention import blockwise, cudnn, reference
 from jaxrl_kernels.flash_attention.api import flash_attention
-from jaxrl_kernels.flash_attention.reference import attention_and_lse
+from jaxrl_kernels.flash_attention.sinks import add_sinks
 from jaxrl_kernels.flash_attention.spec import NO_WINDOW, AttentionSpec, DynamicMask
 from jaxrl_kernels.linear_logprob.api import linear_logprob
 
@@ -45,24 +45,19 @@ def emulated_call(is_backward, spec, window, slots, q, k, v, *residuals):
     position = jnp.arange(longest)
     index = jnp.minimum(slots.first[:, None] + position, tokens - 1)
     inside = position < slots.lengths[:, None]
-    allowed = (position[:, None] >= position) & inside[:, :, None] & inside[:, None]
-    if window:
-        allowed &= position[:, None] - position < window
     take = lambda x: jnp.where(inside[..., None, None], x[index], 0)
-    attend = lambda q, k, v: attention_and_lse(spec, q, k, v, allowed)
 
     def put(x):
         target = jnp.where(inside, index, tokens)
         return jnp.full((tokens, *x.shape[2:]), jnp.nan, x.dtype).at[target].set(x, mode="drop")
 
-    (out, lse), vjp = jax.vjp(attend, take(q), take(k), take(v))
+    ids, mask = inside.astype(jnp.int32), DynamicMask(window=window or NO_WINDOW)
+    operands = spec, take(q), take(k), take(v), ids, ids, mask
     if not is_backward:
+        out, lse = reference.forward(*operands)
         return put(out), jnp.where(inside[:, None], lse, jnp.nan)
-    statistics, d_out, forward_out = residuals
-    results = [(statistics, jnp.where(inside[:, None], lse, -MASKED_LSE)), (take(forward_out), out)]
-    same = jnp.all(jnp.array([jnp.allclose(*pair, atol=1e-4) for pair in results]))
-    gradients = vjp((take(d_out), jnp.zeros_like(lse)))
-    return tuple(put(jnp.where(same, x, jnp.nan)) for x in gradients)
+    statistics, d_out, out = residuals
+    return tuple(map(put, reference.backward(*operands, take(out), statistics, take(d_out))))
 
 
 @pytest.fixture
@@ -80,31 +75,38 @@ def inputs():
     return [rng.normal(size=(2, LENGTH, heads, DIM)).astype(np.float32) for heads in sizes]
 
 
-def both_passes(spec, with_lse, segments, window, q, k, v, d_out, d_lse):
+def both_passes(spec, with_lse, sinks, segments, window, q, k, v, d_out, d_lse):
     mask = DynamicMask(window=window)
     out, lse = cudnn.forward(spec, q, k, v, segments, segments, mask)
+    out, lse = (out, lse) if sinks is None else add_sinks(out, lse, jnp.asarray(sinks))
     extra = (d_lse,) if with_lse else ()
     return out, lse, *cudnn.backward(spec, q, k, v, segments, segments, mask, out, lse, d_out, *extra)
 
 
-def check(spec, segments, window, with_lse=False):
+def check(spec, segments, window, with_lse=False, sinks=None):
     q, k, v, d_out = inputs()
     d_lse = np.random.default_rng(1).normal(size=(2, HEADS, LENGTH)).astype(np.float32) * with_lse
-    run = jax.jit(lambda *x: both_passes(spec, with_lse, *x), compiler_options=FAST)  # traced anew
+    run = jax.jit(lambda *x: both_passes(spec, with_lse, sinks, *x), compiler_options=FAST)  # traced anew
     results = run(segments, np.int32(window), q, k, v, d_out, d_lse)
     allowed = oracles.visible(spec, DynamicMask(window=window), segments, segments)
-    wanted = oracles.attention(q, k, v, allowed, spec.scale, None, d_out, d_lse)
-    for name, got, expected in zip(("out", "lse", "dq", "dk", "dv"), results, wanted, strict=True):
+    wanted = oracles.attention(q, k, v, allowed, spec.scale, None, d_out, d_lse, sinks)
+    for name, got, expected in zip(("out", "lse", "dq", "dk", "dv"), results, wanted[:5], strict=True):
         assert_close(got, expected, name=name)
     padding = segments == 0
-    assert (np.moveaxis(np.asarray(results[1]), 1, 2)[padding] == MASKED_LSE).all()
+    masked_lse = MASKED_LSE if sinks is None else sinks
+    assert (np.moveaxis(np.asarray(results[1]), 1, 2)[padding] == masked_lse).all()
     assert not any(np.asarray(x)[padding].any() for x in (results[0], *results[2:]))
 
 
-@pytest.mark.parametrize("window", [NO_WINDOW, 40])
-def test_packed_rows_are_those_of_the_oracle(window, emulator):
-    """Values and gradients of every class of lengths, without `blockwise`; one program for both windows."""
-    check(AttentionSpec(0.3, windows=(40, NO_WINDOW)), SEGMENTS, window)
+@pytest.mark.parametrize(
+    ("window", "sinks"), [(NO_WINDOW, None), (40, np.linspace(-1, 4, HEADS, dtype=np.float32))]
+)
+def test_packed_rows_are_those_of_the_oracle(window, sinks, emulator):
+    """Values and gradients of every class of lengths, without `blockwise`; one program for both windows.
+
+    Sinks change out and lse between the passes.
+    """
+    check(AttentionSpec(0.3, windows=(40, NO_WINDOW)), SEGMENTS, window, sinks=sinks)
 
 
 @pytest.mark.parametrize(

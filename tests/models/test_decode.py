@@ -10,7 +10,7 @@ from random_weights import random_params
 
 from jaxrl_llm import models
 from jaxrl_llm.models import decode, paged
-from jaxrl_llm.models.config import QuantizedConfig
+from jaxrl_llm.models.config import MoEConfig, QuantizedConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN
 
@@ -18,13 +18,19 @@ TINY = models.TransformerConfig(
     vocab_size=64, hidden_size=32, mlp_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
     initializer_range=0.2,
 )  # fmt: skip
-WINDOWED = dataclasses.replace(TINY, sliding_window=3, window_layers=(True, False))
+WINDOWED = dataclasses.replace(TINY, sliding_window=3, window_layers=(True, False), attention_sinks=True)
+DENSE_FIRST = dataclasses.replace(
+    TINY, num_layers=3, sliding_window=3, window_layers=(True, False, True),
+    moe=MoEConfig(4, 2, 24, shared_size=16, shared_gate=False, dense_layers=1),
+)  # fmt: skip
 VARIANTS = {
     "qwen3": TINY,
-    "window, biases, untied": dataclasses.replace(
+    "window, sinks, biases, untied": dataclasses.replace(
         WINDOWED, qkv_bias=True, qk_norm=False, tie_embeddings=False
     ),
     "scanned": WINDOWED,
+    "dense layers first": DENSE_FIRST,
+    "dense layers first, scanned": DENSE_FIRST,
     "nf4": QuantizedConfig(**vars(TINY)),
     "nf4, scanned": QuantizedConfig(**vars(TINY)),
     "soft caps": dataclasses.replace(TINY, attention_softcap=2.0, logit_softcap=3.0),
@@ -42,7 +48,7 @@ def stepper(config, weights):
     """(logits [S, V], cache) of one token a slot."""
 
     def step(cache, tokens, positions):
-        hidden, cache = decode.decode_ring(config, weights, cache, tokens, positions)
+        hidden, cache, _ = decode.decode_ring(config, weights, cache, tokens, positions)
         return decode.next_token_logits(config, weights, hidden), cache
 
     return jax.jit(step)
@@ -70,7 +76,7 @@ def test_every_token_through_the_ring_equals_one_forward(variant, monkeypatch):
     if variant in ("soft caps", "dynamic rope"):
         return  # of which the keys and values know nothing, or nothing else than the forward
     prompts = tokens[:, :6]
-    written = jax.jit(decode.prefill, static_argnums=0)(config, weights, prompts, jnp.array([6, 2]))
+    written, _ = jax.jit(decode.prefill, static_argnums=0)(config, weights, prompts, jnp.array([6, 2]))
     cache = empty
     for t in range(6):  # the second prompt is columns 4 and 5
         _, cache = step(cache, tokens[:, t], np.array([t, max(t - 4, 0)]))
@@ -82,23 +88,25 @@ def test_every_token_through_the_ring_equals_one_forward(variant, monkeypatch):
             np.testing.assert_allclose(v[..., row, :, own, :], expected_v[..., row, :, own, :], atol=2e-5)
 
 
-@pytest.mark.parametrize("lanes", [1, 128])
-def test_pages_hold_what_the_ring_holds(monkeypatch, lanes):
-    """A scanned model with windows, token by token; also in the wider pages of a TPU."""
+@pytest.mark.parametrize(("config", "lanes"), [(DENSE_FIRST, 1), (WINDOWED, 128)], ids=["experts", "lanes"])
+def test_pages_hold_what_the_ring_holds(monkeypatch, config, lanes):
+    """A scanned model with windows and sinks, token by token; also in the wider pages of a TPU."""
     monkeypatch.setattr(decode, "MAX_UNROLLED_LAYERS", 1)
-    weights = weights_of(WINDOWED)
-    ring = decode.init_ring_cache(WINDOWED, 2, 24, jnp.float32)
+    weights = weights_of(config)
+    ring = decode.init_ring_cache(config, 2, 24, jnp.float32)
     with monkeypatch.context() as there:
         there.setattr(paged, "device", lambda: ("tpu" if lanes > 1 else "cpu", ""))
-        pages = paged.init_paged_cache(WINDOWED, 7, 8, jnp.float32)
-    assert pages.k.shape[3] == max(WINDOWED.head_dim, lanes)
+        pages = paged.init_paged_cache(config, 7, 8, jnp.float32)
+    assert pages.k.shape[3] == max(config.head_dim, lanes)
     table, active = jnp.array([[3, 1, 6], [2, 5, 4]], jnp.int32), jnp.ones(2, bool)
-    one = jax.jit(lambda cache, *args: decode.decode_ring(WINDOWED, weights, cache, *args))
-    other = jax.jit(lambda cache, *args: paged.decode_paged(WINDOWED, weights, cache, table, *args, active))
+    one = jax.jit(lambda cache, *args: decode.decode_ring(config, weights, cache, *args))
+    other = jax.jit(lambda cache, *args: paged.decode_paged(config, weights, cache, table, *args, active))
     for t in range(20):
         args = jnp.array([t, 63 - t]), jnp.full(2, t)
-        (expected, ring), (found, pages) = one(ring, *args), other(pages, *args)
+        (expected, ring, routes), (found, pages, others) = one(ring, *args), other(pages, *args)
         np.testing.assert_allclose(found, expected, atol=2e-5)
+        assert (routes is None) == (config.moe is None)
+        np.testing.assert_array_equal(others, routes)
 
 
 def test_weights_are_a_copy_and_norms_keep_their_type():
@@ -115,12 +123,12 @@ def test_stacked_weights_are_resharded_layer_by_layer(monkeypatch):
     """From the trainer's sharding to that of rollout on 2 x 2 x 2 devices, layers in one array."""
     monkeypatch.setattr(decode, "MAX_UNROLLED_LAYERS", 1)
     mesh = make_mesh(MeshConfig(2, 2, 2), jax.devices()[:8])
-    there = decode.decode_shardings(TINY, mesh, ROLLOUT)
-    moved = jax.device_put(random_params(TINY), models.shardings(TINY, mesh, TRAIN))
+    there = decode.decode_shardings(DENSE_FIRST, mesh, ROLLOUT)
+    moved = jax.device_put(random_params(DENSE_FIRST), models.shardings(DENSE_FIRST, mesh, TRAIN))
     publish = jax.jit(lambda p: decode.decode_weights(p, jnp.bfloat16, there), out_shardings=there)
     with jax.set_mesh(mesh):
         found, text = publish(moved), publish.lower(moved).as_text()
-    jax.tree.map(np.testing.assert_array_equal, found, weights_of(TINY, jnp.bfloat16))
+    jax.tree.map(np.testing.assert_array_equal, found, weights_of(DENSE_FIRST, jnp.bfloat16))
     assert jax.tree.all(jax.tree.map(lambda x, where: x.sharding == where, found, there))
     assert "stablehlo.while" in text
 

@@ -11,9 +11,9 @@ from jaxrl_llm import models
 from jaxrl_llm.config import ModelConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import flops
-from jaxrl_llm.models.config import check_model_config
+from jaxrl_llm.models.config import MoEConfig, check_model_config
 from jaxrl_llm.models.presets import PRESETS
-from jaxrl_llm.models.transformer import REMAT
+from jaxrl_llm.models.remat import REMAT
 
 IMPOSSIBLE = {
     "num_kv_heads is 3: it must divide num_heads, 16.": {"num_kv_heads": 3},
@@ -26,6 +26,13 @@ IMPOSSIBLE = {
     "num_layers is 0: it must be at least 1 and at most 10000.": {"num_layers": 0},
     "norm_eps is nan: it must be at least 0 and at most 1; 1e-6 is usual.": {"norm_eps": math.nan},
     "rope.theta is 1.0: it must be above 1": {"rope": models.RopeConfig(theta=1.0)},
+    "moe.groups is 3: it must divide 8 experts into groups of": {"moe": MoEConfig(8, groups=3)},
+    "moe.groups_kept is 3: there are 2 groups": {"moe": MoEConfig(8, groups=2, groups_kept=3)},
+    "moe.experts_per_token is 3: the groups kept have 2 experts": {"moe": MoEConfig(8, 3, groups=4)},
+    "num_layers is 2: it must be above moe.dense_layers, 2.": {"moe": MoEConfig(dense_layers=2)},
+    "moe.score is softmax_of_chosen: groups and selection_bias need": {
+        "moe": MoEConfig(score="softmax_of_chosen", selection_bias=True)
+    },
     "rope.high_freq_factor is 1.0: it must be above low_freq_factor, 1.0.": {
         "rope": models.RopeConfig(scaling="llama3", high_freq_factor=1.0)
     },

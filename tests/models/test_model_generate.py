@@ -1,15 +1,8 @@
 """Greedy generation by the rollout engine, token for token what transformers generates."""
 
-import jax
-import numpy as np
 import pytest
-from hf_oracle import hf_model, our_model, random_tokens, raw_config, state_dict, torch
+from hf_oracle import agree_in_greedy_text, hf_model, our_model, random_tokens, raw_config, state_dict
 
-from jaxrl_llm.rollout.engine import Request, SamplingConfig
-from jaxrl_llm.rollout.native.engine import NativeEngine, RolloutConfig
-from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
-
-PROMPT, NEW = 10, 24
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -34,16 +27,5 @@ LLAMA3 = {
     ids=["qwen3", "qwen2 window in one layer", "mistral window", "llama3 rope", "dynamic rope"],
 )
 def test_greedy_generation(raw):
-    model, prompts = hf_model(raw), random_tokens(length=PROMPT).astype(np.int32)
-    settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    with torch.no_grad():
-        theirs = model.generate(torch.tensor(prompts, dtype=torch.long), **settings).numpy()[:, PROMPT:]
-    params = our_model(raw, state_dict(model))
-    engine = NativeEngine(
-        RolloutConfig(slots=2, chunk=10), params.config, make_mesh(MeshConfig(), jax.devices()[:1])
-    )
-    engine.publish(params, version=0)
-    requests = [Request(ids, i, 1, NEW) for i, ids in enumerate(prompts)]
-    trajectories = engine.generate(requests, SamplingConfig(temperature=0.0), jax.random.key(0))
-    np.testing.assert_array_equal([t.response_ids for t in trajectories], theirs)
-    assert len(np.unique(theirs)) > 5  # not one token over and over
+    model = hf_model(raw)
+    agree_in_greedy_text(model, our_model(raw, state_dict(model)), random_tokens(length=10), new=24)

@@ -1,5 +1,6 @@
 """Experts: routing by hand, dispatch over every mesh, padding, strict mode, decoding."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,19 +8,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from lora_models import merged, with_random_adapters
+from random_weights import random_params
 
 from jaxrl_llm import models
+from jaxrl_llm.learn.optim import decayed
 from jaxrl_llm.models import LoraConfig, TransformerConfig
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.models.decode import decode_ring, decode_shardings, decode_weights, init_ring_cache
-from jaxrl_llm.models.moe import choose_experts, expert_weights
-from jaxrl_llm.sharding.experts import AdaptedMatrices, grouped_experts
+from jaxrl_llm.models.moe import choose_experts, expert_weights, gate_fn, router_logits, sparse_mlp
+from jaxrl_llm.models.transformer import cast_weights
+from jaxrl_llm.sharding.experts import AdaptedMatrices, ExpertWeights, grouped_experts
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN, put_rows
 
 CONFIG = TransformerConfig(
     vocab_size=64, hidden_size=32, mlp_size=48, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8,
     initializer_range=0.3, moe=MoEConfig(num_experts=8, experts_per_token=3, expert_size=16),
+)  # fmt: skip
+GPT_OSS = dataclasses.replace(
+    CONFIG, num_layers=2, qk_norm=False, qkv_bias=True, out_bias=True, attention_sinks=True,
+    sliding_window=3, window_layers=(True, False),
+    moe=MoEConfig(8, 3, 16, score="softmax_of_chosen", bias=True, swiglu_limit=1.0),
 )  # fmt: skip
 MESHES = [
     MeshConfig(fsdp=2, expert=2, tensor=2),
@@ -42,27 +51,102 @@ def test_routing_by_hand():
     )
 
 
+def logits_of(*scores):
+    """Return the logits [1, 1, X] of these sigmoids."""
+    return jnp.log(jnp.array([[scores]]) / (1 - jnp.array([[scores]])))
+
+
+def test_selection_bias_by_hand():
+    """Sigmoids 0.5, 0.8, 0.2, 0.9 and the bias choose 0 and 2; their weights are of the scores alone."""
+    logits, bias = logits_of(0.5, 0.8, 0.2, 0.9), jnp.array([0.45, 0, 0.71, 0])
+    moe = MoEConfig(4, 2, 8, score="sigmoid", scale=2.5, selection_bias=True)
+    chosen = choose_experts(moe, logits, bias)
+    np.testing.assert_array_equal(chosen, [[[0, 2]]])  # 0.95, 0.91; then 0.9 and 0.8
+    weights = expert_weights(moe, logits, chosen)
+    np.testing.assert_allclose(weights, [[[2.5 * 5 / 7, 2.5 * 2 / 7]]], rtol=1e-6)
+    alone = expert_weights(MoEConfig(4, 2, 8, score="sigmoid", normalize=False), logits, chosen)
+    np.testing.assert_allclose(alone, [[[0.5, 0.2]]], rtol=1e-6)
+    never = expert_weights(moe, jnp.full((1, 1, 4), -200.0), chosen)
+    np.testing.assert_array_equal(never, np.zeros((1, 1, 2)))  # sigmoids of 0: no division by 0
+
+
+def test_softmax_of_chosen_by_hand():
+    moe = MoEConfig(4, 2, 8, score="softmax_of_chosen")
+    logits = jnp.log(jnp.array([[[1.0, 8, 2, 4]]]))
+    chosen = choose_experts(moe, logits)
+    np.testing.assert_array_equal(chosen, [[[1, 3]]])
+    np.testing.assert_allclose(expert_weights(moe, logits, chosen), [[[2 / 3, 1 / 3]]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("bias", [0.0, -1.0])
+def test_groups_by_hand(bias):
+    """Of two groups the second has the larger sum of two, 1.1 > 1.03, but not of three. With a bias of -1 all
+    scores are negative, and the groups left out must not come in with 0."""
+    moe = MoEConfig(6, 2, 8, score="sigmoid", groups=2, groups_kept=1, selection_bias=True)
+    logits = logits_of(0.52, 0.51, 0.5, 0.8, 0.3, 0.1)
+    np.testing.assert_array_equal(choose_experts(moe, logits, jnp.full(6, bias)), [[[3, 4]]])
+
+
+def test_the_selection_bias_chooses_experts_in_every_mode_and_gets_no_gradient():
+    """A bias that leaves one choice; each mode gives the sum over these experts."""
+    moe = MoEConfig(
+        8, 3, 16, 24, shared_gate=False, score="sigmoid", groups=4, groups_kept=2, selection_bias=True
+    )
+    c = dataclasses.replace(CONFIG, moe=moe)
+    w = jax.tree.map(lambda x: x[0], models.init(c, jax.random.key(1)).layers)
+    h = jax.random.normal(jax.random.key(2), (1, 5, 32))
+    bias = jnp.array([9.0, 0, 0, 0, 0, 0, 8, 8])
+    weights = expert_weights(moe, router_logits(w, h), jnp.broadcast_to(jnp.array([0, 6, 7]), (1, 5, 3)))
+    hidden = [jax.nn.silu(h @ w.expert_gate[x]) * (h @ w.expert_up[x]) for x in (0, 6, 7)]
+    outs = [y @ w.expert_down[x] for x, y in zip((0, 6, 7), hidden, strict=True)]
+    expected = sum(weights[..., i, None] * out for i, out in enumerate(outs))
+
+    def apply(w, bias, strict):
+        w.router_bias[...] = bias
+        return sparse_mlp(c, w, h, jax.nn.silu, None, TRAIN, strict)[0]
+
+    for strict in (False, True):
+        np.testing.assert_allclose(apply(w, bias, strict), expected, atol=1e-5)
+    grads = jax.grad(lambda w: jnp.sum(apply(w, w.router_bias[...], False)))(w)
+    assert not np.any(grads.router_bias[...])
+    np.testing.assert_array_equal(np.any(grads.router[...], axis=0), bias > 0)
+    params = models.init(c, jax.random.key(1))
+    assert not decayed(params).layers.router_bias.get_value()
+    assert cast_weights(params.layers, jnp.bfloat16).router_bias[...].dtype == jnp.float32
+
+
 def test_grouped_products_equal_a_loop_over_experts():
-    """Assignments to no expert, and to experts of other devices, add nothing."""
+    """Assignments to no expert, and to experts of other devices, add nothing, nor do their biases."""
     rng = np.random.default_rng(0)
     h = rng.normal(size=(2, 5, 4)).astype(np.float32)
     gate, up = (rng.normal(size=(3, 4, 6)).astype(np.float32) for _ in range(2))
     down = rng.normal(size=(3, 6, 4)).astype(np.float32)
     chosen = rng.integers(-1, 5, (2, 5, 2))
     weights = rng.uniform(size=(2, 5, 2)).astype(np.float32)
-    h_, chosen_, weights_, *matrices = map(jnp.asarray, (h, chosen, weights, gate, up, down))
-    out = grouped_experts(h_, chosen_, weights_, tuple(matrices), jnp.tanh)
+    biases = [rng.normal(size=(3, size)).astype(np.float32) for size in (6, 6, 4)]
+    experts = ExpertWeights(*map(jnp.asarray, (gate, up, down, *biases)))
+    gated = gate_fn(MoEConfig(3, 2, 6, swiglu_limit=1.5, swiglu_alpha=2.0), jax.nn.silu)
+
+    def total(experts):
+        out = grouped_experts(*map(jnp.asarray, (h, chosen, weights)), experts, gated)
+        return jnp.sum(out), out
+
+    gradient, out = jax.grad(total, has_aux=True)(experts)
     expected = np.zeros((2, 5, 4))
     for b, t, k in np.ndindex(2, 5, 2):
         if 0 <= (x := chosen[b, t, k]) < 3:
-            hidden = np.tanh(h[b, t] @ gate[x]) * (h[b, t] @ up[x])
-            expected[b, t] += weights[b, t, k] * (hidden @ down[x])
+            g, u = h[b, t] @ gate[x] + biases[0][x], h[b, t] @ up[x] + biases[1][x]
+            g, u = np.minimum(g, 1.5), np.clip(u, -1.5, 1.5)
+            hidden = (u + 1) * g / (1 + np.exp(-2.0 * g))
+            expected[b, t] += weights[b, t, k] * (hidden @ down[x] + biases[2][x])
     np.testing.assert_allclose(out, expected, atol=1e-5)
+    each = [np.full(4, weights[chosen == x].sum()) for x in range(3)]
+    np.testing.assert_allclose(gradient.down_bias, each, rtol=1e-5)
 
 
 @functools.cache
-def params():
-    return models.init(CONFIG, jax.random.key(0))
+def params(config=CONFIG):
+    return models.init(config, jax.random.key(0)) if config is CONFIG else random_params(config)
 
 
 def rows(garbage=0):
@@ -84,14 +168,8 @@ def loss_and_gradient(params, *row, strict=False):
 
 
 @functools.cache
-def adapted():
-    """With adapters: rank 6 of attention, 6 / 3 of experts."""
-    return with_random_adapters(params(), LoraConfig(rank=6, alpha=4.0))
-
-
-@functools.cache
-def on_one_device(of=params):
-    return jax.device_get(loss_and_gradient(of(), *rows()))
+def on_one_device(config=CONFIG):
+    return jax.device_get(loss_and_gradient(params(config), *rows()))
 
 
 def assert_close(got, expected):
@@ -100,17 +178,14 @@ def assert_close(got, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("of", "mesh_config"),
-    [*((params, mesh) for mesh in MESHES), (adapted, MESHES[0]), (adapted, MESHES[3])],
-    ids=lambda x: getattr(x, "__name__", str(x)),
-)
-def test_every_mesh_gives_the_gradient_of_one_device(of, mesh_config):
+@pytest.mark.parametrize("mesh_config", MESHES, ids=str)
+@pytest.mark.parametrize("config", [CONFIG, GPT_OSS], ids=["qwen3", "gpt-oss"])
+def test_every_mesh_gives_the_gradient_of_one_device(config, mesh_config):
     mesh = make_mesh(mesh_config)
-    sharded = jax.device_put(of(), models.shardings(of().config, mesh, TRAIN))
+    sharded = jax.device_put(params(config), models.shardings(config, mesh, TRAIN))
     with jax.set_mesh(mesh):
         got = loss_and_gradient(sharded, *put_rows(mesh, rows()))
-    assert_close(got, on_one_device(of))
+    assert_close(got, on_one_device(config))
 
 
 def test_padding_passes_no_expert():
@@ -123,8 +198,26 @@ def test_adapters_of_experts_by_hand():
     up = AdaptedMatrices(weight.at[0].set(jnp.eye(2)), a, b, 0.5)
     ones = jnp.ones((2, 2, 2))
     chosen, weights = jnp.array([[[0], [1]]]), jnp.ones((1, 2, 1))
-    out = grouped_experts(jnp.array([[[1.0, 2], [1, 2]]]), chosen, weights, (ones, up, ones), jnp.ones_like)
+    out = grouped_experts(
+        jnp.array([[[1.0, 2], [1, 2]]]), chosen, weights, ExpertWeights(ones, up, ones), lambda g, u: u
+    )
     np.testing.assert_allclose(out, [[[1 + 25 + 2 + 50] * 2, [0, 0]]])
+
+
+@functools.cache
+def adapted():
+    """With adapters: rank 6 of attention, 6 / 3 of experts."""
+    return with_random_adapters(params(), LoraConfig(rank=6, alpha=4.0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh_config", [MESHES[0], MESHES[3]], ids=str)
+def test_adapters_have_the_gradient_of_one_device_on_a_mesh(mesh_config):
+    mesh = make_mesh(mesh_config)
+    sharded = jax.device_put(adapted(), models.shardings(adapted().config, mesh, TRAIN))
+    with jax.set_mesh(mesh):
+        got = loss_and_gradient(sharded, *put_rows(mesh, rows()))
+    assert_close(got, jax.device_get(loss_and_gradient(adapted(), *rows())))
 
 
 @pytest.mark.slow
@@ -134,7 +227,7 @@ def test_adapters_equal_merged_weights_and_the_strict_pass():
     for strict in (False, True):
         got = params_forward(adapted(), *rows(), strict=strict)
         np.testing.assert_allclose(got[:, :12], expected, atol=2e-5)
-    assert_close(loss_and_gradient(adapted(), *rows(), strict=True), on_one_device(adapted))
+    assert_close(loss_and_gradient(adapted(), *rows(), strict=True), loss_and_gradient(adapted(), *rows()))
 
 
 @functools.partial(jax.jit, static_argnames="strict")
@@ -142,30 +235,37 @@ def params_forward(params, *row, strict=False):
     return params(*row, strict=strict)
 
 
-def test_strict_has_the_plain_gradient_and_the_bits_of_any_batch():
-    assert_close(loss_and_gradient(params(), *rows(), strict=True), on_one_device())
-    forward = jax.jit(lambda *row: params()(*row, strict=True))
+@pytest.mark.parametrize(
+    "config", [CONFIG, pytest.param(GPT_OSS, marks=pytest.mark.slow)], ids=["qwen3", "gpt-oss"]
+)
+def test_strict_has_the_plain_gradient_and_the_bits_of_any_batch(config):
+    assert_close(loss_and_gradient(params(config), *rows(), strict=True), on_one_device(config))
+    forward = jax.jit(lambda *row: params(config)(*row, strict=True))
     whole, alone = forward(*rows()), forward(*(x[:1] for x in rows()))
     np.testing.assert_array_equal(whole[:1, :12], alone[:, :12])
 
 
-@pytest.mark.parametrize("mesh_config", [None, MeshConfig(fsdp=2, expert=2, tensor=2)], ids=str)
-def test_decoding_gives_the_hidden_states_of_the_forward_pass(mesh_config):
+@pytest.mark.parametrize(
+    ("config", "mesh_config"),
+    [(CONFIG, None), (GPT_OSS, MeshConfig(fsdp=2, expert=2, tensor=2))],
+    ids=["one device", "gpt-oss on a mesh"],
+)
+def test_decoding_gives_the_hidden_states_of_the_forward_pass(config, mesh_config):
     """The rollout's copy divides the experts over fsdp and expert."""
     tokens = rows()[0][:, :6]
     positions = np.tile(np.arange(6), (8, 1))
-    expected = params()(jnp.asarray(tokens), jnp.asarray(positions))
+    expected = params(config)(jnp.asarray(tokens), jnp.asarray(positions))
     mesh = make_mesh(mesh_config or MeshConfig(fsdp=1), jax.devices()[: 8 if mesh_config else 1])
-    trained = jax.device_put(params(), models.shardings(CONFIG, mesh, TRAIN))
+    trained = jax.device_put(params(config), models.shardings(config, mesh, TRAIN))
     with jax.set_mesh(mesh):
-        shardings = decode_shardings(CONFIG, mesh, ROLLOUT)
+        shardings = decode_shardings(config, mesh, ROLLOUT)
         weights = jax.jit(lambda p: decode_weights(p, jnp.float32), out_shardings=shardings)(trained)
         if mesh_config:
             assert weights.layers[0].expert_gate[...].sharding.shard_shape((8, 32, 16)) == (2, 32, 8)
         cache, step = (
-            init_ring_cache(CONFIG, 8, 6, jnp.float32),
-            jax.jit(functools.partial(decode_ring, CONFIG)),
+            init_ring_cache(config, 8, 6, jnp.float32),
+            jax.jit(functools.partial(decode_ring, config)),
         )
         for t in range(6):
-            hidden, cache = step(weights, cache, tokens[:, t], positions[:, t])
+            hidden, cache, _ = step(weights, cache, tokens[:, t], positions[:, t])
             np.testing.assert_allclose(hidden, expected[:, t], atol=2e-5)

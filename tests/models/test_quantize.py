@@ -340,7 +340,7 @@ def test_decoding_dequantizes_in_the_loop_over_tokens():
 
     def tokens(weights, cache, first):
         def one(i, carry):
-            hidden, cache = decode.decode_ring(c, weights, carry[0], carry[1], jnp.full(2, i))
+            hidden, cache, _ = decode.decode_ring(c, weights, carry[0], carry[1], jnp.full(2, i))
             logits = decode.next_token_logits(c, weights, hidden)
             return cache, jnp.argmax(logits, -1).astype(jnp.int32)
 

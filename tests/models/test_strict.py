@@ -17,6 +17,7 @@ from jaxrl_llm.data.packing import from_trajectory
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import lora
+from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.rollout.checks import strict_problems
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
 from jaxrl_llm.rollout.native.engine import NativeEngine, RolloutConfig
@@ -29,9 +30,13 @@ QWEN = models.TransformerConfig(
 )  # fmt: skip
 OTHERS = dataclasses.replace(
     QWEN, sliding_window=7, window_layers=(True, False), qkv_bias=True, qk_norm=False, tie_embeddings=False,
-    attention_softcap=2.0, logit_softcap=3.0, num_heads=3, num_kv_heads=3,
+    attention_softcap=2.0, attention_sinks=True, logit_softcap=3.0, num_heads=3, num_kv_heads=3,
 )  # fmt: skip
-ADAPTED = lora.with_lora(QWEN, models.LoraConfig(rank=4))
+GPT_OSS = dataclasses.replace(
+    QWEN, sliding_window=7, window_layers=(True, False), qkv_bias=True, out_bias=True, qk_norm=False,
+    attention_sinks=True, moe=MoEConfig(6, 2, 24, score="softmax_of_chosen", bias=True, swiglu_limit=1.0),
+)  # fmt: skip
+ADAPTED = lora.with_lora(dataclasses.replace(QWEN, attention_sinks=True), models.LoraConfig(rank=4))
 QUANTIZED = lora.with_lora(QWEN, models.LoraConfig(rank=4, quantize="nf4"))
 TEMPERATURE = 0.7
 
@@ -80,11 +85,20 @@ def one_update(config, dtype, strict=True):
         (QWEN, "float32"),
         pytest.param(QWEN, "bfloat16", marks=pytest.mark.slow),
         pytest.param(OTHERS, "float32", marks=pytest.mark.slow),
+        pytest.param(GPT_OSS, "bfloat16", marks=pytest.mark.slow),
         (ADAPTED, "float32"),
         pytest.param(ADAPTED, "bfloat16", marks=pytest.mark.slow),
         (QUANTIZED, "bfloat16"),
     ],
-    ids=["qwen3", "qwen3 bfloat16", "windows, caps, biases", "adapters", "adapters bfloat16", "nf4 bfloat16"],
+    ids=[
+        "qwen3",
+        "qwen3 bfloat16",
+        "windows, caps, sinks, biases",
+        "gpt-oss bfloat16",
+        "adapters",
+        "adapters bfloat16",
+        "nf4 bfloat16",
+    ],
 )
 def test_scored_and_trained_log_probs_are_those_of_the_rollout(config, dtype):
     """Rows of several trajectories in another order, scored without and trained with rematerialisation."""

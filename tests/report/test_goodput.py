@@ -129,7 +129,7 @@ def test_a_damaged_goodput_json_is_a_warning(tmp_path, capsys):
 
 def test_the_file_is_not_written_in_every_phase(tmp_path, clock, monkeypatch):
     written = []
-    monkeypatch.setattr(goodput.jsonl, "replace_text", lambda path, text: written.append(clock.now))
+    monkeypatch.setattr(goodput, "replace_text", lambda path, text, sync: written.append(clock.now))
     log = RunLog(tmp_path, QUIET, 9)
     for _ in range(30):
         with log.phase("rollout"):

@@ -332,12 +332,13 @@ def test_each_evaluation_is_a_line_that_stays(monkeypatch, capsys):
     row = {
         "step": 5,
         "loss": 1.0,
+        "eval/truncated_fraction": 0.0,
         "eval/pass@1": 0.5,
         "eval/maj@4": 0.625,
         "eval/note": "x",
         "eval/bad": None,
     }
-    line = "evaluation at step 5/100  pass@1 0.5  maj@4 0.625"
+    line = "evaluation at step 5/100  pass@1 0.5  maj@4 0.625  truncated_fraction 0"
     assert shown_by("plain", capsys, [row]).splitlines()[0] == line
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert line in shown_by("rich", capsys, [row, {"step": 6, "loss": 0.5}])

@@ -98,7 +98,7 @@ ATTENTION = {
 
 @pytest.mark.parametrize(("method", "config"), ATTENTION.values(), ids=ATTENTION)
 def test_attention_of_sharded_rows_is_that_of_whole_ones(method, config):
-    """Packed rows, one of them mostly padding, a sliding window; fewer kv heads than shards of heads."""
+    """Packed rows, one mostly padding, a sliding window, sinks; fewer kv heads than shards of heads."""
     rng = np.random.default_rng(1)
     kv_heads = 1 if method == "ring" else 2
     q, k, v = (rng.normal(size=(2, ROW, n, 8)).astype(np.float32) for n in (8, kv_heads, kv_heads))
@@ -106,20 +106,23 @@ def test_attention_of_sharded_rows_is_that_of_whole_ones(method, config):
     segments = np.stack([np.repeat([1, 2, 3, 0], [41, 11, 40, 4]), np.repeat([1, 2, 0], [5, 20, 71])])
     segments = segments.astype(np.int32)
 
-    def loss(q, k, v, segments, window):
+    sinks = rng.normal(size=8).astype(np.float32)
+
+    def loss(q, k, v, sinks, segments, window):
         q, k, v, segments = [sharded.reorder_tokens(x, method) for x in (q, k, v, segments)]
-        out = sharded.sharded_attention(q, k, v, segments, method=method, window=window, scale=0.4)
+        settings = {"method": method, "window": window, "scale": 0.4, "sinks": sinks}
+        out = sharded.sharded_attention(q, k, v, segments, **settings)
         out = sharded.restore_tokens(out, method)
         return jnp.sum(out * d_out), out
 
     with jax.set_mesh(make_mesh(config)):
         assert sharded.context_parallel(ROW, method) == method
-        run = quick(jax.grad(loss, (0, 1, 2), has_aux=True))
-        gradients, out = run(q, k, v, segments, np.int32(30))
+        run = quick(jax.grad(loss, (0, 1, 2, 3), has_aux=True))
+        gradients, out = run(q, k, v, sinks, segments, np.int32(30))
     allowed = oracles.visible(AttentionSpec(0.4), DynamicMask(window=30), segments, segments)
-    expected, _, *wanted = oracles.attention(q, k, v, allowed, 0.4, None, d_out)
+    expected, _, *wanted = oracles.attention(q, k, v, allowed, 0.4, None, d_out, sinks=sinks)
     assert_close(out, expected)
-    for name, got, want in zip("qkv", gradients, wanted, strict=True):
+    for name, got, want in zip(("q", "k", "v", "sinks"), gradients, wanted, strict=True):
         assert_close(got, want, name=name)
 
 

@@ -23,6 +23,7 @@ from jaxrl_llm import models
 from jaxrl_llm.build.models import make_stages
 from jaxrl_llm.build.placement import make_meshes
 from jaxrl_llm.config import (
+    ModelConfig,
     ReferenceConfig,
     SamplingConfig,
 )
@@ -31,8 +32,10 @@ from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.hf.export import save_description
 from jaxrl_llm.learn.reference import freeze
 from jaxrl_llm.models import LoraConfig, TransformerConfig, flops
+from jaxrl_llm.models.lora import join_params, split_params, with_lora
 from jaxrl_llm.models.presets import preset
 from jaxrl_llm.plan.compiled import CompiledStats, bytes_needed, count_collectives, shape_bytes
+from jaxrl_llm.plan.experts import expert_gather
 from jaxrl_llm.plan.phases import phases
 from jaxrl_llm.plan.plan import device_groups, phase_cost
 from jaxrl_llm.plan.target import open_target, parse_topology
@@ -204,6 +207,8 @@ def test_out_of_memory_errors_have_their_bytes(message, needed):
         ("Qwen/Qwen3-4B", 4.022),
         ("Qwen/Qwen3-8B-Base", 8.191),
         ("Qwen/Qwen3-32B", 32.762),
+        ("Qwen/Qwen3-30B-A3B-Base", 30.532),
+        ("Qwen/Qwen3-235B-A22B", 235.094),
         ("meta-llama/Llama-3.1-70B-Instruct", 70.554),
     ],
 )
@@ -237,6 +242,56 @@ def test_flops_are_those_of_xla():
     for remat, again in recomputed.items():
         assert flops.update_flops(c, 8, 4, remat, with_logits=True) == 3 * forward + again + 4 * head, remat
     assert flops.update_flops(c, 8, 4, "none", with_logits=False) == 3 * forward
+
+
+def test_flops_of_adapters_are_those_of_xla():
+    """Frozen weights have no gradients: two of three products. Of one layer, q, k and v need no gradient of
+    their inputs, either."""
+    model = TransformerConfig(
+        vocab_size=512, hidden_size=256, mlp_size=512, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=64
+    )
+    c, tokens = with_lora(model, LoraConfig(rank=8)), 32
+
+    def loss(trained, frozen):
+        ids = jnp.zeros((1, tokens), jnp.int32)
+        return jnp.sum(jnp.sin(join_params(trained, frozen)(ids, ids)))
+
+    compiled = jax.jit(jax.grad(loss)).lower(*split_params(models.abstract(c))).compile()
+    counted = compiled.cost_analysis()["flops"] + 2 * tokens * 256 * (4 + 2 + 2) * 64
+    frozen = 256 * 64 * 2 * (4 + 2) + 3 * 256 * 512
+    analytic = flops.update_flops(c, tokens, tokens, "none", with_logits=False)
+    attention = flops.attention_flops(c, tokens, tokens)
+    assert analytic == 2 * tokens * (2 * frozen + 3 * flops.adapter_weights(c)) + 3 * attention
+    assert counted == pytest.approx(analytic, rel=0.04)
+    head = flops.update_flops(c, tokens, tokens, "none", with_logits=True) - analytic
+    assert head == 3 * 2 * tokens * 256 * 512
+
+
+@pytest.mark.parametrize(
+    ("topology", "model", "mesh", "gathered", "least"),
+    [
+        # All 29.91B weights of the layers for 2.73B that a token passes: 989.4e12 / 450e9 * 10.95.
+        ("h100x8", "Qwen/Qwen3-30B-A3B", MeshConfig(fsdp=8), 29.91e9, 24_084),
+        # A quarter of the 28.99B in experts: 0.92B + 28.99B / 4.
+        ("v5p-16", "Qwen/Qwen3-30B-A3B", MeshConfig(fsdp=2, expert=4), 8.166e9, 2_288),
+    ],
+)
+def test_tokens_from_which_gathering_experts_hides_behind_computing(topology, model, mesh, gathered, least):
+    config = dataclasses.replace(
+        CONFIG,
+        mesh=mesh,
+        tokens_per_device=3 * CONFIG.row_tokens,
+        model=ModelConfig(path=model, dtype="bfloat16"),
+    )
+    sizes, chip = mesh.resolved_sizes(8), CHIPS[parse_topology(topology).kind]
+    numbers = expert_gather(config, preset(model), sizes, chip)
+    assert numbers.gathered == pytest.approx(gathered, rel=1e-3)
+    assert numbers.least_tokens == pytest.approx(least, rel=1e-3)
+    assert numbers.tokens == CONFIG.row_tokens  # 8 trajectories of an update on 8 devices
+    assert f"longer than computing: {numbers.tokens:.0f} tokens per device" in numbers.describe()
+    assert "no longer" in dataclasses.replace(numbers, tokens=least + 1.0).describe()
+    assert expert_gather(config, preset("Qwen/Qwen3-8B"), sizes, chip) is None
+    assert expert_gather(config, preset(model), MeshConfig(fsdp=1, expert=8).resolved_sizes(8), chip) is None
 
 
 def test_the_device_that_kernels_are_chosen_for_is_that_of_the_mesh():

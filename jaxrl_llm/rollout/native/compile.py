@@ -51,7 +51,7 @@ def compile_all(
         return
     for width, counts in shapes.prefill:
         for count in counts:
-            prompts = programs.prefill(weights, _zeros(count, width), _zeros(count))
+            prompts, _ = programs.prefill(weights, _zeros(count, width), _zeros(count))
             prompts = programs.gather(prompts, _zeros(max_slots), length=shapes.max_prefill_length)
     for i, length in enumerate(shapes.cache_lengths):
         cache = programs.empty_cache(max_slots, length)
@@ -70,7 +70,7 @@ def _compile_paged(programs: Programs, shapes: ProgramShapes, weights: DecodeWei
     for width, counts in shapes.prefill:
         for count in counts:
             lengths = _zeros(count)
-            prompts = programs.prefill(weights, _zeros(count, width), lengths)
+            prompts, _ = programs.prefill(weights, _zeros(count, width), lengths)
             tables = _zeros(programs.num_shards * count, pages_for(width, programs.page_size))
             cache = programs.write_pages(cache, prompts, lengths, tables)
     max_slots = shapes.slot_counts[-1]
@@ -102,9 +102,8 @@ def largest_calls(
     state = empty_slots(max_slots, np.zeros(2, np.uint32))
     with jax.set_mesh(programs.mesh):
         weights = with_shardings(jax.eval_shape(programs.publish, params), shardings["weights"])
-        prompts = with_shardings(
-            jax.eval_shape(programs.prefill, weights, tokens, lengths), shardings["prompts"]
-        )
+        prompts, _ = jax.eval_shape(programs.prefill, weights, tokens, lengths)
+        prompts = with_shardings(prompts, shardings["prompts"])
         uniform = with_shardings(jax.eval_shape(programs.uniforms, state), shardings["replicated"])
         calls_of = _paged_calls if programs.page_size else _ring_calls
         cache, calls = calls_of(programs, shapes, prompts, lengths)

@@ -55,6 +55,7 @@ class NativeEngine:
         strict: log-probs are bit-equal to those of strict training.
         resident: bytes that the trainer will hold on each device later; the paged cache leaves them free
             until the first `publish`.
+        routes: trajectories have routes.
 
     Raises:
         ConfigError: a field of `config` is out of its range.
@@ -70,6 +71,7 @@ class NativeEngine:
         share: Callable[[Any], Any] = lambda value: value,
         strict: bool = False,
         resident: int = 0,
+        routes: bool = False,
     ):
         for field, problem in ranges.problems(config):
             raise ConfigError(f"rollout.{field} {problem}")
@@ -77,7 +79,8 @@ class NativeEngine:
         self.eos_ids = eos_ids_of(tokenizer, eos_ids)
         cache_dtype = config.cache_dtype or config.dtype
         page_size = config.page if not strict and uses_pages(config, model, mesh) else 0
-        self.programs = Programs(model, mesh, config.dtype, cache_dtype, config.chunk, strict, page_size)
+        types = config.dtype, cache_dtype
+        self.programs = Programs(model, mesh, *types, config.chunk, strict, page_size, routes)
         self.metrics: Metrics = {}
         self.transfer = WeightTransfer(self.programs)
         self._published, self._resident, self._shares_devices = None, resident, True

@@ -12,13 +12,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm import models
 from jaxrl_llm.models import TransformerConfig, decode, paged
-from jaxrl_llm.models.decode import DecodeWeights, RingCache
+from jaxrl_llm.models.decode import DecodeWeights, PromptKV, RingCache
+from jaxrl_llm.models.moe import route_spec
 from jaxrl_llm.models.paged import PagedCache
 from jaxrl_llm.rollout.native.sampling import SamplingParams, sample_tokens, sample_tokens_strict, uniforms
 from jaxrl_llm.sharding.rules import ROLLOUT, sharding_for
 from jaxrl_llm.structs import Params
-
-PromptKV = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
 
 
 class SlotState(NamedTuple):
@@ -40,6 +39,7 @@ class ChunkOutput(NamedTuple):
     produced: jax.Array  # int32 [S]
     active: jax.Array  # bool [S]
     steps: jax.Array  # int32
+    routes: jax.Array | None = None  # [chunk, S, L, K], of the token that was read before each
 
 
 class PrefillBatch(NamedTuple):
@@ -78,6 +78,7 @@ class Programs:
     Args:
         chunk: tokens that one call of `decode` generates at most.
         page_size: tokens of a page of the paged cache; 0 = the ring cache.
+        routes: prefill and decoding return routes (`models.moe.route_spec`).
     """
 
     def __init__(
@@ -89,9 +90,11 @@ class Programs:
         chunk: int,
         strict: bool = False,
         page_size: int = 0,
+        routes: bool = False,
     ):
         self.config, self.mesh, self.chunk = config, mesh, chunk
         self.strict, self.page_size = strict, page_size
+        self.route = route_spec(config) if routes else None
         self.dtype, self.cache_dtype = jnp.dtype(dtype), jnp.dtype(cache_dtype)
         per_shard = sharding_for(mesh, ("batch",), (mesh.size,), ROLLOUT).shard_shape((mesh.size,))[0]
         self.num_shards = mesh.size // per_shard  # that the slots are divided into
@@ -111,7 +114,7 @@ class Programs:
         self.empty_cache = jax.jit(self._empty_cache, static_argnums=(0, 1), out_shardings=cache)
         self.write_pages = jax.jit(self._write_pages, donate_argnums=0, out_shardings=cache)
         self.copy_pages = jax.jit(self._copy_pages, donate_argnums=0, out_shardings=cache)
-        self.prefill = jax.jit(self._prefill, out_shardings=prompts)
+        self.prefill = jax.jit(self._prefill, out_shardings=(prompts, replicated))
         self.gather = jax.jit(self._gather, static_argnames="length", out_shardings=cache[:2])
         self.insert = jax.jit(self._insert, donate_argnums=0, out_shardings=cache)
         self.resize = jax.jit(self._resize, static_argnames="length", out_shardings=cache)
@@ -155,12 +158,14 @@ class Programs:
         init = paged.init_paged_cache if self.page_size else decode.init_ring_cache
         return init(self.config, count, length, self.cache_dtype)
 
-    def _prefill(self, weights: DecodeWeights, tokens, lengths) -> PromptKV:
-        """Compute keys and values of left-padded prompts. Rows are replicated: any slot may take them."""
+    def _prefill(self, weights: DecodeWeights, tokens, lengths) -> tuple[PromptKV, jax.Array | None]:
+        """Compute keys and values of left-padded prompts, and routes. Rows are replicated: any slot may take
+        them."""
         self.compile_count += 1
-        kv = decode.prefill(self.config, weights, tokens, lengths, self.strict)
+        kv, routes = decode.prefill(self.config, weights, tokens, lengths, self.strict)
         quantized = self.cache_dtype.itemsize == 1  # `write_pages` makes the scales
-        return jax.tree.map(lambda x: x.astype(self.dtype if quantized else self.cache_dtype), kv)
+        kv = jax.tree.map(lambda x: x.astype(self.dtype if quantized else self.cache_dtype), kv)
+        return kv, None if self.route is None else routes
 
     def _write_pages(self, cache: PagedCache, prompts: PromptKV, lengths, tables) -> PagedCache:
         self.compile_count += 1
@@ -251,12 +256,13 @@ class Programs:
             return (step < stop.max_steps) & (busiest > stop.min_active)
 
         def body(carry):
-            step, cache, state, (tokens, logprobs) = carry
+            step, cache, state, out = carry
             inputs = (state.tokens, state.positions)
             if table is None:
-                hidden, cache = decode.decode_ring(self.config, weights, cache, *inputs, self.strict)
+                model = decode.decode_ring(self.config, weights, cache, *inputs, self.strict)
             else:
-                hidden, cache = paged.decode_paged(self.config, weights, cache, table, *inputs, state.active)
+                model = paged.decode_paged(self.config, weights, cache, table, *inputs, state.active)
+            hidden, cache, routes = model
             logits = decode.next_token_logits(self.config, weights, hidden, self.strict)
             token, logprob = sample(logits, uniform[step], params, filtered)
             one = state.active.astype(jnp.int32)
@@ -269,12 +275,15 @@ class Programs:
                 active=state.active & ~ended,
             )
             put = lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, step, 0)
-            return step + 1, cache, state, (put(tokens, token), put(logprobs, logprob))
+            new = (token, logprob) if self.route is None else (token, logprob, routes[:, 0])
+            return step + 1, cache, state, tuple(map(put, out, new))
 
-        out = (jnp.zeros((self.chunk, num_slots), jnp.int32), jnp.zeros((self.chunk, num_slots), jnp.float32))
+        zeros = lambda dtype, *dims: jnp.zeros((self.chunk, num_slots, *dims), dtype)
+        out = zeros(jnp.int32), zeros(jnp.float32)
+        out += () if self.route is None else (zeros(self.route.dtype, *self.route.shape),)
         state = slots._replace(keys=jnp.zeros(()))
         step, cache, state, out = jax.lax.while_loop(unfinished, body, (jnp.int32(0), cache, state, out))
-        return cache, ChunkOutput(*out, state.counts - slots.counts, state.active, step)
+        return cache, ChunkOutput(*out[:2], state.counts - slots.counts, state.active, step, *out[2:])
 
 
 def _pad_widths(x: jax.Array, axis: int, widths: tuple[int, int]) -> list[tuple[int, int]]:

@@ -72,6 +72,7 @@ class Scheduler:
         else:
             self.cache = RingCacheManager(programs, shapes)
         self.prefilled = PrefillBatch(None, {}, np.zeros(0, np.int32))
+        self.prompt_routes: dict[bytes, np.ndarray] = {}  # of all tokens of a prompt but the last
         self.prefill_seconds, self.slot_steps = 0.0, 0
 
     def run(
@@ -148,6 +149,9 @@ class Scheduler:
                 self._prefill_batch(upcoming[i:])
             rows[slot] = self.prefilled.rows[prompt]
         self.cache.insert(self.prefilled, rows)
+        if self.programs.route is not None:
+            for response in (self.running[slot] for slot in new):
+                response.routes.extend(self.prompt_routes[_prompt_key(response)][len(response.routes) :])
 
     def _prefill_batch(self, responses: list[PartialResponse]) -> None:
         """Run one forward over the first prompts of these responses, as many as fit."""
@@ -168,7 +172,10 @@ class Scheduler:
         for row, ids in enumerate(batch.values()):
             lengths[row] = len(ids)
             tokens[row, width - len(ids) :] = ids
-        kv = jax.block_until_ready(self.programs.prefill(self.weights, tokens, lengths))
+        kv, routes = jax.block_until_ready(self.programs.prefill(self.weights, tokens, lengths))
+        if routes is not None:
+            rows = zip(batch, np.asarray(routes), lengths, strict=False)
+            self.prompt_routes |= {prompt: row[width - n :] for prompt, row, n in rows}
         self.prefilled = PrefillBatch(kv, {prompt: row for row, prompt in enumerate(batch)}, lengths)
         self.prefill_seconds += time.perf_counter() - start
 
@@ -222,10 +229,12 @@ class Scheduler:
             response, produced = self.running[s], int(chunk.produced[s])
             checked = len(response.ids)
             response.append(tokens[s][:produced], logprobs[s][:produced])
+            response.routes.extend(() if chunk.routes is None else chunk.routes[:produced, s])
             slots.tokens[s] = response.ids[-1]
             end = stop_end(response.ids, checked, stops, detokenize, response.turn_start) if stops else None
             if end is not None:
                 del response.ids[end:], response.logprobs[end:]
+                del response.routes[len(response.request.prompt_ids) + end :]
                 slots.active[s] = False
             stopped = end is not None or response.ids[-1] in self.stop_ids
             if not slots.active[s]:

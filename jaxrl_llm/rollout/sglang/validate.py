@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import base64
+import math
 from collections.abc import Mapping
 from reprlib import repr as short  # of nested and long values, too
 from typing import Any, NamedTuple
 
+import numpy as np
+from jaxtyping import Int
+
 from jaxrl_llm.bridge.servers import Json
+from jaxrl_llm.models.config import TransformerConfig
 
 FINISHES = ("stop", "length", "abort")
 ROUNDING = 1e-4  # nats above 0 that the log-prob of a certain token may be
+MAX_ROUTE_BYTES = 2**14
+"""Of a token: 8 experts in each of 61 layers (DeepSeek-V3) take 2,603."""
 LOWEST = -104.0  # nats: exp of less is 0 in float32, and what has probability 0 is never drawn
 
 
@@ -24,7 +32,9 @@ class Generated(NamedTuple):
 
 def max_reply_bytes(body: Json) -> int:
     """Return how long a reply to this request can be: log-prob, id and text of each token, and the rest."""
-    return 2**20 + 1024 * body["sampling_params"]["max_new_tokens"]
+    new = body["sampling_params"]["max_new_tokens"]
+    routes = MAX_ROUTE_BYTES * (len(body["input_ids"]) + new) * bool(body.get("return_routed_experts"))
+    return 2**20 + 1024 * new + routes
 
 
 def read_generated(
@@ -62,6 +72,38 @@ def read_generated(
         if type(logprob) not in (int, float) or not LOWEST <= logprob <= ROUNDING:
             raise ValueError(f"log-prob {short(logprob)} of token {token}")
     return Generated(ids, logprobs, token_versions(meta, len(ids), label, versions), finish)
+
+
+def routed_experts(
+    meta: Mapping[str, Any], body: Json, count: int, model: TransformerConfig
+) -> Int[np.ndarray, "N L K"]:
+    """Return the experts that tokens of prompt and response chose in each layer with any, ascending numbers.
+
+    SGLang sends them as base64 of int32 (`--enable-return-routed-experts`), of all tokens but the last, which
+    no layer has read yet, from `routed_experts_start_len` on, and of all layers: those of layers without
+    experts mean nothing.
+
+    Args:
+        meta: `meta_info` of a reply that `read_generated` accepts.
+        body: of the request, with "return_routed_experts": True.
+        count: tokens of the reply. One that was broken off before it ran has no experts.
+
+    Raises:
+        ValueError, TypeError, LookupError, AttributeError: it is not valid.
+    """
+    moe, sent, num_tokens = model.moe, meta.get("routed_experts"), 0
+    if sent is not None or count:
+        num_tokens = len(body["input_ids"]) + count - 1 - body["routed_experts_start_len"]
+    shape = max(num_tokens, 0), model.num_layers, moe.experts_per_token
+    data = base64.b64decode(sent or "", validate=True)
+    if len(data) != 4 * math.prod(shape):
+        raise ValueError(f"{len(data)} bytes of experts, where {shape} tokens, layers and choices are int32")
+    experts = np.sort(np.frombuffer(data, "<i4").reshape(shape)[:, moe.dense_layers :], axis=-1)
+    if experts.size and not 0 <= experts.min() <= experts.max() < moe.num_experts:
+        raise ValueError(f"experts {experts.min()} to {experts.max()} of {moe.num_experts}")
+    if (experts[..., 1:] == experts[..., :-1]).any():
+        raise ValueError("an expert that a token chose twice")
+    return experts
 
 
 def _check_request(meta: Mapping[str, Any], body: Json) -> None:

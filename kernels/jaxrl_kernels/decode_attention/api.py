@@ -24,7 +24,8 @@ def decode_attention(
     v_scales: Float[Array, "P K page"] | None = None,
     implementation: str = "auto",
     splits: int | None = None,
-) -> Float[Array, "S H E"]:
+    return_lse: bool = False,
+) -> Float[Array, "S H E"] | tuple[Float[Array, "S H E"], Float[Array, "S H"]]:
     """Compute softmax(scale * q k^T) v for the newest token of each slot, H/K query heads a kv head.
 
     A page holds `page` consecutive tokens of all kv heads, contiguous in memory. Any slots may share pages.
@@ -41,17 +42,20 @@ def decode_attention(
         implementation: "auto" or one of `dispatch.OPERATIONS`.
         splits: of every context (split-KV), None = as many as occupy all cores.
 
-    Returns: the type of q; softmax and sums are float32.
+        return_lse: also return the log-sum-exp of the scores, float32, in nats.
+
+    Returns: the type of q; softmax and sums are float32. With `return_lse` (out, lse).
 
     Raises:
         ValueError: shapes that do not fit together, or what the requested implementation cannot do.
     """
     _check_shapes(q, k_pages, v_pages, page_table, lengths, k_scales, v_scales)
     name, _ = choose("decode_attention", q, k_pages, page_table, implementation=implementation)
-    return load_implementation("decode_attention", name).decode_attention(
+    out, lse = load_implementation("decode_attention", name).decode_attention(
         q, k_pages, v_pages, page_table, lengths, scale=scale, window=window, softcap=softcap,
         k_scales=k_scales, v_scales=v_scales, splits=splits,
     )  # fmt: skip
+    return (out, lse) if return_lse else out
 
 
 def write_token(

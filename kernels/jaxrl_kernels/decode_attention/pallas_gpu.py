@@ -68,8 +68,8 @@ def decode_attention(
     v_scales: None = None,
     splits: int | None = None,
     interpret: bool = False,
-) -> Float[Array, "S H E"]:
-    """Compute `api.decode_attention`, without scales.
+) -> tuple[Float[Array, "S H E"], Float[Array, "S H"]]:
+    """Compute `reference.decode_attention`, without scales.
 
     Args:
         splits: of every context, each for a thread block of its own; None = as many as occupy the card.
@@ -101,7 +101,8 @@ def decode_attention(
     kernel = launch(functools.partial(_kernel, plan), tuple(outputs), scratch, grid, 1, interpret)
     window = jnp.asarray(window, jnp.int32).reshape(1)
     out, lse = kernel(page_table, lengths, window, grouped, k_pages, v_pages)
-    return merge_splits(out, lse[..., None])[:, :, :group].astype(q.dtype).reshape(q.shape)
+    out, lse = (x[:, :, :group] for x in merge_splits(out, lse[..., None]))
+    return out.astype(q.dtype).reshape(q.shape), lse.reshape(q.shape[:2])
 
 
 def unsupported(q: ArrayOrShape, k_pages: ArrayOrShape, page_table: ArrayOrShape) -> str | None:

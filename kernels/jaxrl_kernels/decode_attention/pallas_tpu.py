@@ -91,8 +91,8 @@ def decode_attention(
     splits: int | None = None,
     block: int | None = None,
     interpret: bool | pltpu.InterpretParams = False,
-) -> Float[Array, "S H E"]:
-    """Compute `api.decode_attention`.
+) -> tuple[Float[Array, "S H E"], Float[Array, "S H"]]:
+    """Compute `reference.decode_attention`.
 
     Args:
         splits: of every context, divided among the cores of a device; None = one a core.
@@ -124,7 +124,8 @@ def decode_attention(
         q.reshape(slots, kv_heads, group, dim),
         *tensors,
     )
-    return merge_splits(out, lse).astype(q.dtype).reshape(q.shape)
+    out, lse = merge_splits(out, lse)
+    return out.astype(q.dtype).reshape(q.shape), lse.reshape(q.shape[:2])
 
 
 def _grid_spec(queries: tuple[int, int, int], tensors: list[Array], block: int, grid: tuple[int, int]):

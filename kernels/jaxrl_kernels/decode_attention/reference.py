@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from jaxrl_kernels.flash_attention.reference import dense_attention
-from jaxrl_kernels.flash_attention.spec import NO_WINDOW
+from jaxrl_kernels.flash_attention.spec import NO_WINDOW, AttentionSpec
 
 Pages = TypeVar("Pages")
 """A tree of arrays: keys, values, and for 8-bit pages their scales."""
@@ -29,14 +29,19 @@ def decode_attention(
     k_scales: Float[Array, "P K page"] | None = None,
     v_scales: Float[Array, "P K page"] | None = None,
     splits: int | None = None,
-) -> Float[Array, "S H E"]:
-    """Compute `api.decode_attention`, reading whole rows of the page table, however short a slot."""
+) -> tuple[Float[Array, "S H E"], Float[Array, "S H"]]:
+    """Compute `api.decode_attention` and its log-sum-exp, MASKED_LSE for an empty slot.
+
+    Reads whole rows of the page table, however short a slot.
+    """
     k = gather_pages(k_pages, k_scales, page_table).astype(q.dtype)
     v = gather_pages(v_pages, v_scales, page_table).astype(q.dtype)
     position = jnp.arange(k.shape[1])
     last = lengths[:, None] - 1
     visible = (position <= last) & (last - position < window)
-    return dense_attention(q[:, None], k, v, visible[:, None], scale=scale, softcap=softcap)[:, 0]
+    spec = AttentionSpec(scale, softcap=softcap)
+    out, lse = dense_attention(spec, q[:, None], k, v, visible[:, None])
+    return out[:, 0], lse[..., 0]
 
 
 def write_token(pages: Pages, new: Pages, numbers: Int[Array, "S"], offsets: Int[Array, "S"]) -> Pages:
@@ -57,9 +62,11 @@ def gather_pages(
     return jnp.moveaxis(pages[page_table], 2, 3).reshape(slots, count * size, heads, dim)
 
 
-def merge_splits(out: Float[Array, "N *R E"], lse: Float[Array, "N *R 1"]) -> Float[Array, "*R E"]:
-    """Merge attention over N splits of the keys by the log-sum-exp of each."""
+def merge_splits(
+    out: Float[Array, "N *R E"], lse: Float[Array, "N *R 1"]
+) -> tuple[Float[Array, "*R E"], Float[Array, "*R"]]:
+    """Merge (out, lse) of attention over N splits of the keys."""
     if len(out) == 1:
-        return out[0]
+        return out[0], lse[0, ..., 0]
     weights = jax.nn.softmax(lse, axis=0)
-    return jnp.sum(weights * out.astype(jnp.float32), axis=0)
+    return jnp.sum(weights * out.astype(jnp.float32), axis=0), jax.nn.logsumexp(lse[..., 0], axis=0)

@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxrl_kernels.dispatch import choose, load_implementation
+from jaxrl_kernels.flash_attention.sinks import add_sinks, d_sinks
 from jaxrl_kernels.flash_attention.spec import NO_WINDOW, AttentionSpec, DynamicMask
 
 SAVED = "flash_attention"
@@ -29,6 +30,7 @@ def flash_attention(
     window: int | Int[Array, ""] | None = None,
     windows: tuple[int, ...] | None = None,
     softcap: float | None = None,
+    sinks: Float[Array, "H"] | None = None,
     implementation: str = "auto",
     return_lse: bool = False,
 ) -> Float[Array, "B T H E"] | tuple[Float[Array, "B T H E"], Float[Array, "B H T"]]:
@@ -41,8 +43,9 @@ def flash_attention(
             all of them.
         windows: all values that a traced `window` may have; None = any, which cuDNN cannot compile.
         softcap: c: scores become c * tanh(score / c) (Gemma 2, arXiv 2408.00118, section 2).
+        sinks: the score of one more key of value 0 for each head (`sinks.add_sinks`); None = none.
         implementation: "auto" or one of `dispatch.OPERATIONS`.
-        return_lse: also return the log-sum-exp of the scores, float32, in nats.
+        return_lse: also return the log-sum-exp of the scores, that of the sink included, float32, in nats.
 
     Returns: like q, 0 for a fully masked token; with `return_lse` (out, lse).
 
@@ -56,7 +59,8 @@ def flash_attention(
     spec = AttentionSpec(scale, causal, softcap, (window,) if isinstance(window, int) else windows)
     name, _ = choose("flash_attention", q.shape[3], q.dtype, softcap, implementation=implementation)
     segments = jnp.ones(q.shape[:2], jnp.int32) if segments is None else segments
-    out, lse = _attention(_Static(name, spec, return_lse), q, k, v, segments, jnp.asarray(window, jnp.int32))
+    static, window = _Static(name, spec, return_lse), jnp.asarray(window, jnp.int32)
+    out, lse = _attention(static, q, k, v, segments, window, sinks)
     return (out, lse) if return_lse else out
 
 
@@ -69,25 +73,24 @@ class _Static(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(static: _Static, q, k, v, segments, window):
+def _attention(static: _Static, q, k, v, segments, window, sinks):
     module = load_implementation("flash_attention", static.name)
-    return module.forward(static.spec, q, k, v, segments, segments, DynamicMask(window=window))
+    results = module.forward(static.spec, q, k, v, segments, segments, DynamicMask(window=window))
+    return results if sinks is None else add_sinks(*results, sinks)
 
 
-def _attention_forward(static: _Static, q, k, v, segments, window):
-    out, lse = (checkpoint_name(x, SAVED) for x in _attention(static, q, k, v, segments, window))
-    return (out, lse), (q, k, v, segments, window, out, lse)
+def _attention_forward(static: _Static, q, k, v, segments, window, sinks):
+    out, lse = (checkpoint_name(x, SAVED) for x in _attention(static, q, k, v, segments, window, sinks))
+    return (out, lse), (q, k, v, segments, window, sinks, out, lse)
 
 
 def _attention_backward(static: _Static, residuals, gradients):
-    q, k, v, segments, window, *results = residuals
+    q, k, v, segments, window, sinks, *results = residuals
     module = load_implementation("flash_attention", static.name)
-    d_out, d_lse = gradients
-    d = module.backward(
-        static.spec, q, k, v, segments, segments, DynamicMask(window=window), *results,
-        d_out, d_lse if static.with_lse else None,
-    )  # fmt: skip
-    return *d, None, None
+    gradients = gradients[0], gradients[1] if static.with_lse else None
+    mask = DynamicMask(window=window)
+    d = module.backward(static.spec, q, k, v, segments, segments, mask, *results, *gradients)
+    return *d, None, None, None if sinks is None else d_sinks(sinks, *results, *gradients)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)

@@ -10,32 +10,21 @@ from jaxrl_kernels.flash_attention.spec import MASKED_LSE, AttentionSpec, Dynami
 
 
 def dense_attention(
-    q: Float[Array, "B T H E"],
-    k: Float[Array, "B C K E"],
-    v: Float[Array, "B C K E"],
-    visible: Bool[Array, "B T C"],
-    *,
-    scale: float,
-    softcap: float | None = None,
-) -> Float[Array, "B T H E"]:
-    """Compute softmax(scale * q k^T) v over the visible keys, H/K query heads sharing each key head.
-
-    A fully masked query (padding) returns zeros. With `softcap` c the scores become
-    c * tanh(score / c) (Gemma 2, arXiv 2408.00118, section 2).
-
-    Returns: the type of q; scores and softmax are float32.
-    """
-    return attention_and_lse(AttentionSpec(scale, softcap=softcap), q, k, v, visible)[0]
-
-
-def attention_and_lse(
     spec: AttentionSpec,
     q: Float[Array, "B T H E"],
     k: Float[Array, "B C K E"],
     v: Float[Array, "B C K E"],
     visible: Bool[Array, "B T C"],
 ) -> tuple[Float[Array, "B T H E"], Float[Array, "B H T"]]:
-    """Compute `dense_attention` and its float32 log-sum-exp, MASKED_LSE where no key is visible."""
+    """Compute softmax(scale * q k^T) v over the visible keys, H/K query heads sharing each key head.
+
+    A fully masked query (padding) returns zeros. With `softcap` c the scores become
+    c * tanh(score / c) (Gemma 2, arXiv 2408.00118, section 2).
+
+    Returns:
+        out: the type of q; scores and softmax are float32.
+        lse: float32 log-sum-exp of the scores, MASKED_LSE where no key is visible.
+    """
     batch, length, heads, dim = q.shape
     kv_heads, group = k.shape[2], heads // k.shape[2]
     # Queries and the heads that share keys are one dim, X = T * G: plain batched matrix products, which
@@ -81,7 +70,7 @@ def forward(
     """
     rows, columns = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])
     allowed = visible(spec, mask, rows, columns, q_segments[:, :, None], kv_segments[:, None])
-    return attention_and_lse(spec, q, k, v, allowed)
+    return dense_attention(spec, q, k, v, allowed)
 
 
 def backward(

@@ -2,10 +2,12 @@
 
 The registrations of PyPI's torchvision, which is built for CUDA, are disabled: they fail on a CPU. SGLang's
 LoRA code requests page-locked memory, which only an accelerator's driver provides: ordinary memory is given.
+So it is for the experts that tokens chose.
 """
 
 import functools
 import importlib.abc
+import importlib.util
 import sys
 import types
 
@@ -43,4 +45,24 @@ def without_pin_memory(make):
     return wrapped
 
 
-sys.meta_path.insert(0, BeforeLora())
+class WithRoutes(importlib.abc.MetaPathFinder):
+    """Has `--enable-return-routed-experts` keep the experts in memory that no driver knows."""
+
+    module = "sglang.srt.mem_cache.pool_host.common"
+
+    def find_spec(self, name, path=None, target=None):
+        if name != self.module:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)  # of the other finders
+        execute = spec.loader.exec_module
+
+        def execute_and_change(module):
+            execute(module)
+            module._cuda_host_register = lambda *args: None
+
+        spec.loader.exec_module = execute_and_change
+        return spec
+
+
+sys.meta_path[:0] = [BeforeLora(), WithRoutes()]

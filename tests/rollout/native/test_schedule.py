@@ -30,7 +30,11 @@ def zeros(*shape):
 
 
 class FakePrograms:
-    """Programs that decode random tokens. `calls` are all calls, by what makes a compiled program."""
+    """Programs that decode random tokens. `calls` are all calls, by what makes a compiled program.
+
+    The route of a token, [1, 1], is the token."""
+
+    route = np.zeros((1, 1), np.uint8)
 
     def __init__(self, num_shards=1, chunk=8, page_size=0):
         self.num_shards, self.chunk, self.page_size = num_shards, chunk, page_size
@@ -53,7 +57,8 @@ class FakePrograms:
         self.count("prefill", tokens, lengths)
         self.prefilled += [row[len(row) - n :].tolist() for row, n in zip(tokens, lengths, strict=True) if n]
         rows, width = tokens.shape
-        return (zeros(rows, 1, 1, width),), (zeros(rows, 1, width, 1),)
+        kv = (zeros(rows, 1, 1, width),), (zeros(rows, 1, width, 1),)
+        return kv, tokens[..., None, None].astype(np.uint8)
 
     def gather(self, prompts, rows, *, length):
         self.count("gather", prompts, rows, length=length)
@@ -89,7 +94,8 @@ class FakePrograms:
             active &= ~np.isin(tokens[step], stop.token_ids) & (counts < slots.limits)
             step += 1
         logprobs = np.zeros(tokens.shape, np.float32)
-        return cache, ChunkOutput(tokens, logprobs, counts - slots.counts, active, np.int32(step))
+        read = np.concatenate([slots.tokens[None], tokens[:-1]])[..., None, None].astype(np.uint8)
+        return cache, ChunkOutput(tokens, logprobs, counts - slots.counts, active, np.int32(step), read)
 
 
 class Replies:
@@ -139,6 +145,7 @@ def test_every_call_has_a_shape_that_ahead_of_time_compilation_knows(page_size, 
         for r in responses:
             assert 1 <= len(r.ids) <= r.request.max_tokens and len(r.logprobs) == len(r.ids)
             assert (r.finish == "stop") == (r.ids[-1] == 1) or turns
+            assert np.ravel(r.routes).tolist() == [*r.request.prompt_ids, *r.ids][:-1]  # the last is not read
     assert set(programs.calls) <= set(ahead.calls)
     assert len(programs.calls) > len(ahead.calls) / 2  # and most of them are of use
 

@@ -25,11 +25,11 @@ CONFIG = RolloutConfig(engine="sglang", launch=2, slots=8)
 
 
 @contextlib.contextmanager
-def started(folder, servers=2, flags=FLAGS, more_flags=(), **settings):
+def started(folder, servers=2, flags=FLAGS, more_flags=(), model=MODEL, **settings):
     """Start servers that reply; they end with the block. `flags` override `more_flags`."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("SGLANG_USE_CPU_ENGINE", "1")
-        shell = save_description(MODEL, folder / "shell", TOKENIZER, "float32")
+        shell = save_description(model, folder / "shell", TOKENIZER, "float32")
         config = RolloutConfig(engine="sglang", launch=servers, slots=CONFIG.slots)
         launched = ServerProcesses(
             config, SGLangConfig(python=PYTHON, flags=flags, **settings), shell, folder, more_flags

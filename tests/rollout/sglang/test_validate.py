@@ -1,14 +1,18 @@
 """Replies to /generate: read in full, or refused."""
 
+import base64
 import copy
 import functools
 import math
 import random
 
+import numpy as np
 import pytest
 
 from jaxrl_llm.bridge.servers import parsing_reply
 from jaxrl_llm.errors import InvalidReplyError
+from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.rollout.sglang import validate
 
 
@@ -41,6 +45,41 @@ def test_spans_that_are_not_the_tokens_one_after_the_other_are_refused(spans):
     said = {"weight_versions": [{"version": v, "start": a, "end": b} for v, a, b in spans]}
     with pytest.raises(ValueError, match="of 3 tokens"):
         validate.token_versions(said, 3, "", {"1-1": 1, "2-2": 2})
+
+
+ROUTED = TransformerConfig(num_layers=3, moe=MoEConfig(8, 2, dense_layers=1))
+ROUTED_BODY = {"input_ids": [1, 2], "return_routed_experts": True, "routed_experts_start_len": 1}
+
+
+def routed(experts):
+    return {"routed_experts": base64.b64encode(np.asarray(experts, "<i4").tobytes()).decode()}
+
+
+def test_experts_that_tokens_chose_are_read():
+    """2 + 3 tokens, the first known, the last not read yet: 3 tokens x 3 layers, the first of them dense."""
+    sent = [[[0, 0], [7, 2], [1, 5]], [[0, 0], [3, 4], [6, 0]], [[9, 9], [5, 6], [2, 1]]]
+    read = [[[2, 7], [1, 5]], [[3, 4], [0, 6]], [[5, 6], [1, 2]]]
+    assert validate.routed_experts(routed(sent), ROUTED_BODY, 3, ROUTED).tolist() == read
+    for meta in ({}, {"routed_experts": None}, routed([])):  # broken off before the first token
+        assert validate.routed_experts(meta, ROUTED_BODY, 0, ROUTED).shape == (0, 2, 2)
+    assert validate.max_reply_bytes(BODY | ROUTED_BODY) - validate.max_reply_bytes(BODY) == 6 * 2**14
+
+
+@pytest.mark.parametrize(
+    ("meta", "message"),
+    [
+        (routed(np.zeros((3, 2, 2))), "48 bytes of experts, where .3, 3, 2. tokens, layers and choices"),
+        (routed([[[0, 0], [0, 8], [0, 1]]] * 3), "experts 0 to 8 of 8"),
+        (routed([[[0, 0], [1, 2], [-1, 1]]] * 3), "experts -1 to 2 of 8"),
+        (routed([[[0, 0], [1, 2], [3, 3]]] * 3), "an expert that a token chose twice"),
+        ({"routed_experts": "%%"}, "base64"),
+        ({}, "0 bytes of experts"),
+    ],
+    ids=["short", "beyond", "negative", "twice", "text", "none"],
+)
+def test_other_experts_are_refused(meta, message):
+    with pytest.raises(ValueError, match=message):
+        validate.routed_experts(meta, ROUTED_BODY, 3, ROUTED)
 
 
 BODY = {"rid": "r", "input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4}}

@@ -1,4 +1,4 @@
-"""In place of SGLang's CUDA kernels on a CPU, where dense models call none of them: any name imports."""
+"""In place of SGLang's CUDA kernels on a CPU, where plain torch computes the models: any name imports."""
 
 import importlib.abc
 import importlib.machinery

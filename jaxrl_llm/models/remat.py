@@ -1,0 +1,27 @@
+"""Rematerialization: what the backward pass keeps of a layer."""
+
+from __future__ import annotations
+
+import jax
+
+from jaxrl_kernels.flash_attention.api import SAVED
+from jaxrl_llm.sharding.rules import HOST
+
+LAYER_INPUT = "layer_input"
+SAVE_ATTENTION = jax.checkpoint_policies.save_only_these_names(SAVED)
+REMAT = {
+    "none": None,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        SAVE_ATTENTION, jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    ),
+    "attention": SAVE_ATTENTION,
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[LAYER_INPUT],
+        offload_src="device",
+        offload_dst=HOST,
+    ),
+}
+"""Name -> policy of what is saved of a layer besides its input, most memory first.
+"offload" saves the input itself in host memory."""

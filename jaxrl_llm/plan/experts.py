@@ -1,0 +1,80 @@
+"""Experts: whether gathering their weights takes longer than computing with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from jaxrl_kernels.chips import Chip
+from jaxrl_llm.config import TrainConfig, derived
+from jaxrl_llm.models import TransformerConfig, abstract, named_leaves
+from jaxrl_llm.models.flops import layer_weights
+from jaxrl_llm.sharding.rules import num_shards
+
+
+@dataclass(frozen=True)
+class ExpertGather:
+    """One forward pass of a micro-batch on a device: weights gathered over the mesh, and computed with."""
+
+    tokens: float  # of a device, in a micro-batch
+    flops: float  # FLOP/s of a device
+    interconnect: float  # bytes/s into a device
+    gathered: float  # weights of all layers that a device gathers
+    active: float  # weights of all layers that a token passes
+    itemsize: int  # bytes of a gathered weight
+
+    @property
+    def least_tokens(self) -> float:
+        """Tokens from which on gathering takes no longer than computing.
+
+        itemsize * gathered / interconnect <= 2 * tokens * active / flops
+        """
+        return self.flops / self.interconnect * self.itemsize / 2 * self.gathered / self.active
+
+    def describe(self) -> str:
+        """Return the inequality with its numbers, and the settings that change it."""
+        hidden = self.tokens >= self.least_tokens
+        line = (
+            f"Experts: gathering weights takes {'no longer than' if hidden else 'longer than'} computing: "
+            f"{self.tokens:,.0f} tokens per device and micro-batch {'>=' if hidden else '<'} "
+            f"{self.least_tokens:,.0f} = {self.flops / 1e12:,.0f} TFLOP/s / {self.interconnect / 1e9:,.0f} "
+            f"GB/s x {self.itemsize} bytes / 2 x {self.gathered / 1e9:.3g}B gathered / "
+            f"{self.active / 1e9:.3g}B active weights of the layers."
+        )
+        if hidden:
+            return line
+        return (
+            f"{line} Larger micro-batches (--tokens_per_device), or a larger --mesh.expert, which divides "
+            "the experts and gathers tokens in their place."
+        )
+
+
+def expert_gather(
+    config: TrainConfig, model: TransformerConfig, sizes: Mapping[str, int], chip: Chip | None
+) -> ExpertGather | None:
+    """Return the numbers of a model whose experts are gathered; None = there are none, or none are gathered.
+
+    All weights of the layers are sharded over fsdp, sequence and expert and gathered, but experts over
+    expert, which divides them. What tensor parallelism divides, it divides on both sides.
+
+    Args:
+        sizes: mesh axis -> size. chip: None = unknown.
+    """
+    if model.moe is None or chip is None or num_shards("expert_embed", sizes) == 1:
+        return None
+    weights = {name: math.prod(leaf.shape) for name, leaf in named_leaves(abstract(model))}
+    experts = sum(size for name, size in weights.items() if ".expert_" in name)
+    others = sum(size for name, size in weights.items() if "." in name) - experts
+    rows = derived(config, math.prod(sizes.values()))["rows_per_microbatch"]
+    replicas = num_shards("batch", sizes) * num_shards("sequence", sizes)
+    return ExpertGather(
+        rows * config.row_tokens / replicas,
+        chip.flops,
+        chip.interconnect,
+        others + experts / num_shards("experts", sizes),
+        layer_weights(model),
+        jnp.dtype(config.model.dtype).itemsize,
+    )

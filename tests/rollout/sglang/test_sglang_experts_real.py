@@ -1,0 +1,86 @@
+"""A mixture of experts on a real SGLang server on a CPU: text, log-probs, pushes, chosen experts."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from real_sglang import MODEL, NEEDED, engine_on, started
+from sglang_shared import KEY, native
+from test_sglang_real import requests
+
+from jaxrl_llm import models
+from jaxrl_llm.bridge.buckets import WeightSource
+from jaxrl_llm.bridge.transports.over_http import HttpTransport
+from jaxrl_llm.errors import ServerError
+from jaxrl_llm.hf.export import save_model
+from jaxrl_llm.models.config import MoEConfig
+from jaxrl_llm.rollout.engine import SamplingConfig
+from jaxrl_llm.rollout.sglang.validate import routed_experts
+
+pytestmark = NEEDED
+EXPERTS = dataclasses.replace(
+    MODEL, family="qwen3_moe", tie_embeddings=False, initializer_range=0.2,
+    moe=MoEConfig(8, 3, expert_size=32),
+)  # fmt: skip
+GREEDY = SamplingConfig(temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    """On one server; a bucket has 2 of a layer's 8 experts."""
+    folder, flags = tmp_path_factory.mktemp("experts"), ("--enable-return-routed-experts",)
+    with started(folder, 1, model=EXPERTS, more_flags=flags) as launched:
+        made = engine_on(launched.urls, HttpTransport(WeightSource(EXPERTS, "float32", 20_000)), EXPERTS)
+        yield made
+        made.pool.close()
+
+
+def weights(seed):
+    return models.init(EXPERTS, jax.random.key(seed))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_greedy_text_and_log_probs_are_those_of_the_native_engine(engine, seed):
+    metrics = engine.publish(weights(seed), seed)
+    assert metrics["bridge/probe_mean_abs"] < 1e-5
+    mine = engine.generate(requests(), GREEDY, KEY)
+    for a, b in zip(mine, native(weights(seed), GREEDY, requests(), EXPERTS), strict=True):
+        assert a.response_ids.tolist() == b.response_ids.tolist() and a.finish == b.finish
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+
+
+def test_text_and_chosen_experts_are_those_of_transformers(engine, tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    engine.publish(weights(0), 2)
+    folder = save_model(weights(0), EXPERTS, tmp_path / "hf", dtype="float32")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for request in requests(tokens=12):
+        prompt = request.prompt_ids.tolist()
+        body = {
+            "input_ids": prompt,
+            "sampling_params": {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True},
+            "return_routed_experts": True,
+            "routed_experts_start_len": 0,
+        }
+        reply = engine.pool.run(engine.pool.request(engine.pool.servers[0], "/generate", body))
+        text = torch.tensor([prompt + reply["output_ids"]])
+        with torch.no_grad():
+            out = model(text, output_router_logits=True)
+        assert out.logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == reply["output_ids"]
+        expected = [np.sort(layer.topk(3, dim=-1).indices.numpy())[:-1] for layer in out.router_logits]
+        chosen = routed_experts(reply["meta_info"], body, 12, EXPERTS)
+        np.testing.assert_array_equal(chosen, np.stack(expected, axis=1))
+
+
+def test_the_probe_sees_two_experts_that_change_places(engine, monkeypatch):
+    """The down projections of experts 2 and 5 of layer 1."""
+    source = engine.publisher.transport.source
+    name = "model.layers.1.mlp.experts.{}.down_proj.weight"
+    swapped = {name.format(2): name.format(5), name.format(5): name.format(2)}
+    groups = [[t._replace(name=swapped.get(t.name, t.name)) for t in group] for group in source.groups]
+    monkeypatch.setattr(source, "groups", groups)
+    with pytest.raises(ServerError, match="log-probs differ from the trainer's"):
+        engine.publish(weights(3), 3)
+    monkeypatch.undo()
+    assert engine.publish(weights(3), 4)["servers/usable"] == 1
