@@ -23,7 +23,7 @@ def test_ranks():
 def test_gpt_oss_has_no_adapters_of_experts():
     model = dataclasses.replace(MODEL, family="gpt_oss")
     with pytest.raises(
-        ConfigError, match="--lora.targets: gpt_oss keeps all experts of a layer in one matrix"
+        ConfigError, match=r"--lora\.targets: gpt_oss keeps all experts of a layer in one matrix"
     ):
         adapted_config(model, LoraConfig(8))
     assert "q" in adapted_config(model, LoraConfig(8, targets=("q_proj",))).adapters
