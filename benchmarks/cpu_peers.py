@@ -3,7 +3,8 @@
 Work (peers/work.py): Qwen3 of 4 layers, width 256, vocabulary 2048, float32; 4 prompts of 64 tokens with 8
 responses each of 128 tokens (ragged: geometric lengths, mean 40, at most 256), an AdamW step on 32 x 192
 tokens, and the whole GRPO step. `--lora`: both steps with adapters of rank 8, alpha 32, on all linear layers
-of the same model (peft in TRL, qwix in Tunix). Each system runs each case in a process of its own; the driver
+of the same model (peft in TRL, qwix in Tunix). `--moe`: Qwen3-MoE of 8 experts of width 384, 2 a token, so
+with the same active weights, against torch. Each system runs each case in a process of its own; the driver
 requests one repetition of each in turn (A B C A B C ...), so that other load affects all alike. Reported are
 medians, and medians of the paired ratios peer / ours, of wall time and of CPU seconds of the process; and the
 process's peak of resident memory, compilation included. On a busy machine use `--core 0`: threads that wait
@@ -17,8 +18,9 @@ The peers' environments:
 Run (20 to 40 minutes; --smoke: one repetition):
 
     python benchmarks/cpu_peers.py --tunix tunix/bin/python --torch trl/bin/python [--lora]
+    python benchmarks/cpu_peers.py --torch trl/bin/python --moe
 
-Writes results/cpu_peers.json (cpu_lora.json) and the table in README.md beside this file.
+Writes results/cpu_peers.json (cpu_lora.json, cpu_moe.json) and the table in README.md beside this file.
 """
 
 from __future__ import annotations
@@ -45,6 +47,14 @@ LORA_CASES = {
     "lora_train_step": "LoRA train step, 32 x 192 tokens",
     "lora_grpo_step": "whole GRPO step with LoRA",
 }
+MOE_CASES = {
+    "moe_rollout_fixed": "rollout with experts, 32 x 128 new tokens",
+    "moe_train_step": "train step with experts, 32 x 192 tokens",
+    "moe_grpo_step": "whole GRPO step with experts",
+}
+SUITES = {"cpu_peers": CASES, "cpu_lora": LORA_CASES, "cpu_moe": MOE_CASES}
+"""Name of the results -> cases."""
+ALL_CASES = CASES | LORA_CASES | MOE_CASES
 SCRIPTS = {"ours": "ours.py", "tunix": "tunix_peer.py", "torch_trl": "torch_trl.py"}
 Timing = dict[str, float]  # wall, cpu: seconds; peak_mb
 
@@ -89,15 +99,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--tunix", help="python of an environment with google-tunix; left out: not compared")
     parser.add_argument("--torch", help="python of an environment with torch, transformers and trl")
-    parser.add_argument("--lora", action="store_true", help="the steps with adapters, in place of the others")
-    parser.add_argument("--cases", nargs="+", choices=[*CASES, *LORA_CASES], help="some of them only")
+    suite = parser.add_mutually_exclusive_group()
+    suite.add_argument("--lora", action="store_true", help="the steps with adapters, in place of the others")
+    suite.add_argument("--moe", action="store_true", help="a mixture of experts, in place of the dense model")
+    parser.add_argument("--cases", nargs="+", choices=list(ALL_CASES), help="some of them only")
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--core", type=int, help="run on this core alone, with one thread")
     parser.add_argument("--smoke", action="store_true", help="one repetition, nothing is written")
     arguments = parser.parse_args()
-    name, cases = ("cpu_lora", LORA_CASES) if arguments.lora else ("cpu_peers", CASES)
+    name = "cpu_lora" if arguments.lora else "cpu_moe" if arguments.moe else "cpu_peers"
+    cases = SUITES[name]
     if unknown := set(arguments.cases or ()) - set(cases):
-        parser.error(f"{', '.join(unknown)}: {'leave out' if arguments.lora else 'add'} --lora")
+        parser.error(
+            f"{', '.join(unknown)}: not of {name}, which has {', '.join(cases)}; see --lora and --moe"
+        )
+    if arguments.moe and arguments.tunix:
+        parser.error("--moe: Tunix is not compared; leave out --tunix")
     pythons = {"ours": sys.executable, "tunix": arguments.tunix, "torch_trl": arguments.torch}
     load, versions, results = os.getloadavg(), {}, {}
     for case in arguments.cases or cases:
@@ -124,7 +141,7 @@ def reproducing_command(arguments: argparse.Namespace) -> str:
     words = ["python benchmarks/cpu_peers.py"]
     words += ["--tunix tunix/bin/python"] * bool(arguments.tunix)
     words += ["--torch trl/bin/python"] * bool(arguments.torch)
-    words += ["--lora"] * arguments.lora
+    words += ["--lora"] * arguments.lora + ["--moe"] * arguments.moe
     words += [f"--core {arguments.core}"] * (arguments.core is not None)
     words += [f"--cases {' '.join(arguments.cases or ())}"] * bool(arguments.cases)
     return " ".join([*words, f"--repetitions {arguments.repetitions}"])
@@ -187,7 +204,7 @@ def peers_table(report: dict[str, Any]) -> str:
         times = [
             f"{result['ratio'][name]['wall']:.2f} ({result['ratio'][name]['cpu']:.2f})" for name in others
         ]
-        lines.append("| " + " | ".join([(CASES | LORA_CASES)[case], *seconds, *times]) + " |")
+        lines.append("| " + " | ".join([ALL_CASES[case], *seconds, *times]) + " |")
     return "\n".join(lines)
 
 

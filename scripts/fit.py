@@ -81,6 +81,7 @@ CASES = [
     Case("Qwen/Qwen3-8B", "v5e-64", "--rollout.slots 256 --mesh.tensor 4"),
     Case("Qwen/Qwen3-32B", "h200x8", "--rollout.slots 256 --mesh.tensor 4"),
     Case("Qwen/Qwen3-32B", "v5p-64", "--rollout.slots 256 --mesh.tensor 4"),
+    Case("Qwen/Qwen3-30B-A3B", "v5p-16", "--rollout.slots 256"),
     Case("meta-llama/Llama-3.1-70B", "v5p-256", "--rollout.slots 256 --mesh.tensor 8"),
     Case("meta-llama/Llama-3.1-70B", "v6e-256", "--rollout.slots 256 --mesh.tensor 8"),
 ]
@@ -100,7 +101,7 @@ speed.
 The last two commands print memory by phase and kind, collectives, FLOPs, the roofline, and what to change
 if it does not fit (exit code 1), for any recipe and the flags of training. Topologies: v4-N, v5e-N, v5p-N,
 v6e-N, tpu7x-N, shapes such as v5e:4x4, h100, h200, b200, a100 (80 GB), a100-40, l4, rtx4090, t4, up to 8
-of them such as h100x8, cpu.
+of them such as h100x8, hosts of 8 such as h200x64, cpu.
 
 The table below is GRPO as in `configs/grpo_qwen.py` (64 prompts x 8 responses, 512 + 1024 tokens, old and
 reference log-probs, native rollout), with `--model.remat full --rollout.dtype bfloat16` and the mesh and

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxrl_llm.hf.peft import load_adapter, read_adapter_config
 from jaxrl_llm.models import LoraConfig, abstract, named_leaves
-from jaxrl_llm.models.lora import adapter_settings, add_adapters, base_config, merged_weight, with_lora
+from jaxrl_llm.models.lora import adapter_scale, add_adapters, base_config, merged_weight, with_lora
 from jaxrl_llm.structs import Params
 
 
@@ -31,8 +31,8 @@ def merged(params: Params) -> Params:
     """Return the plain model with adapters added and quantized weights dequantized, float32."""
     plain, weights = base_config(params.config), dict(named_leaves(params))
     shapes = abstract(plain)
-    settings = functools.partial(adapter_settings, params.config)
-    leaves = [merged_weight(weights, name, settings(name)[1]) for name, _ in named_leaves(shapes)]
+    scale = functools.partial(adapter_scale, params.config)
+    leaves = [merged_weight(weights, name, scale(name)) for name, _ in named_leaves(shapes)]
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
 

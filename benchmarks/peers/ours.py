@@ -8,6 +8,7 @@ from serve import open_channel
 channel = open_channel()
 
 import os
+from dataclasses import replace
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -26,7 +27,7 @@ from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.optim import decayed
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import RopeConfig, TransformerConfig
-from jaxrl_llm.models.config import LoraConfig
+from jaxrl_llm.models.config import LoraConfig, MoEConfig
 from jaxrl_llm.models.lora import with_lora
 from jaxrl_llm.rollout.engine import Request, SamplingConfig
 from jaxrl_llm.rollout.native.engine import NativeEngine, RolloutConfig
@@ -42,6 +43,9 @@ MODEL = TransformerConfig(
     head_dim=work.HEAD_DIM,
     rope=RopeConfig(theta=float(work.ROPE_THETA)),
     norm_eps=work.NORM_EPS,
+)
+MIXTURE = replace(
+    MODEL, family="qwen3_moe", moe=MoEConfig(work.EXPERTS, work.EXPERTS_PER_TOKEN, work.EXPERT_SIZE)
 )
 ADAPTED = with_lora(MODEL, LoraConfig(work.LORA_RANK, work.LORA_ALPHA))
 SAMPLING = SamplingConfig(ignore_eos=True)
@@ -71,10 +75,10 @@ def engine(model: TransformerConfig, mesh, tokenizer=None) -> NativeEngine:
     return NativeEngine(RolloutConfig(slots=work.BATCH), model, mesh, tokenizer)
 
 
-def rollout(requests_of, mesh=None):
+def rollout(requests_of, mesh=None, model: TransformerConfig = MODEL):
     mesh = mesh or make_mesh(MeshConfig())
-    roll = engine(MODEL, mesh)
-    roll.publish(models.init(MODEL, jax.random.key(0)), version=0)
+    roll = engine(model, mesh)
+    roll.publish(models.init(model, jax.random.key(0)), version=0)
 
     def run(repetition: int) -> None:
         requests = requests_of(repetition)
@@ -146,6 +150,9 @@ if __name__ == "__main__":
             "rollout_ragged": lambda: rollout(ragged),
             "train_step": lambda: train_step(MODEL),
             "grpo_step": lambda: grpo_step(MODEL),
+            "moe_rollout_fixed": lambda: rollout(fixed, model=MIXTURE),
+            "moe_train_step": lambda: train_step(MIXTURE),
+            "moe_grpo_step": lambda: grpo_step(MIXTURE),
             "lora_train_step": lambda: train_step(ADAPTED),
             "lora_grpo_step": lambda: grpo_step(ADAPTED),
         },

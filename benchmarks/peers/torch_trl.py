@@ -20,11 +20,11 @@ import work
 from datasets import Dataset
 from peft import LoraConfig
 from serve import Gate, serve
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 from trl import GRPOConfig, GRPOTrainer
 
 STEPS = 10_000
-CONFIG = Qwen3Config(
+COMMON = dict(
     vocab_size=work.VOCAB,
     hidden_size=work.WIDTH,
     intermediate_size=work.MLP,
@@ -39,8 +39,14 @@ CONFIG = Qwen3Config(
     eos_token_id=None,
     pad_token_id=0,
 )
-
-
+CONFIG = Qwen3Config(**COMMON)
+MIXTURE = Qwen3MoeConfig(
+    **COMMON,
+    num_experts=work.EXPERTS,
+    num_experts_per_tok=work.EXPERTS_PER_TOKEN,
+    moe_intermediate_size=work.EXPERT_SIZE,
+    norm_topk_prob=True,
+)
 ADAPTERS = LoraConfig(
     r=work.LORA_RANK,
     lora_alpha=work.LORA_ALPHA,
@@ -49,14 +55,14 @@ ADAPTERS = LoraConfig(
 )
 
 
-def model() -> Qwen3ForCausalLM:
+def model(config: PreTrainedConfig) -> PreTrainedModel:
     torch.manual_seed(0)
-    return Qwen3ForCausalLM(CONFIG).float()
+    return AutoModelForCausalLM.from_config(config).float()
 
 
-def rollout(new_tokens_of):
+def rollout(new_tokens_of, config: PreTrainedConfig = CONFIG):
     """Return the rollout: the batch decodes until its longest response has ended."""
-    policy = model().eval()
+    policy = model(config).eval()
 
     @torch.no_grad()
     def run(repetition: int) -> None:
@@ -79,7 +85,7 @@ def rollout(new_tokens_of):
     return run
 
 
-def trainer(reward, adapters: LoraConfig | None) -> GRPOTrainer:
+def trainer(reward, adapters: LoraConfig | None, config: PreTrainedConfig) -> GRPOTrainer:
     """Return TRL's trainer, with logging, saving and gradient checkpointing turned off."""
     arguments = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
@@ -109,7 +115,7 @@ def trainer(reward, adapters: LoraConfig | None) -> GRPOTrainer:
     )
     rows = [{"prompt": work.text(ids)} for i in range(64) for ids in work.prompts(i)]
     return GRPOTrainer(
-        model=model(),
+        model=model(config),
         reward_funcs=reward,
         args=arguments,
         train_dataset=Dataset.from_list(rows),
@@ -118,9 +124,9 @@ def trainer(reward, adapters: LoraConfig | None) -> GRPOTrainer:
     )
 
 
-def train_step(adapters: LoraConfig | None = None):
+def train_step(adapters: LoraConfig | None = None, config: PreTrainedConfig = CONFIG):
     """Return a step of TRL's loss, backward and the trainer's own optimizer."""
-    loop = trainer(lambda completions, **_: [0.0] * len(completions), adapters)
+    loop = trainer(lambda completions, **_: [0.0] * len(completions), adapters, config)
     loop.current_gradient_accumulation_steps = 1
     policy = loop.model.train()
     trained = [weight for weight in policy.parameters() if weight.requires_grad]
@@ -145,7 +151,7 @@ def train_step(adapters: LoraConfig | None = None):
     return run
 
 
-def grpo_step(adapters: LoraConfig | None = None):
+def grpo_step(adapters: LoraConfig | None = None, config: PreTrainedConfig = CONFIG):
     gate = Gate()
 
     def reward(completions, **_):
@@ -153,7 +159,7 @@ def grpo_step(adapters: LoraConfig | None = None):
         gate.arrive()
         return [work.reward(text) for text in completions]
 
-    gate.start(lambda: trainer(reward, adapters).train())
+    gate.start(lambda: trainer(reward, adapters, config).train())
     return gate.step
 
 
@@ -166,6 +172,9 @@ if __name__ == "__main__":
             "rollout_ragged": lambda: rollout(lambda i: max(work.ragged_lengths(i))),
             "train_step": train_step,
             "grpo_step": grpo_step,
+            "moe_rollout_fixed": lambda: rollout(lambda _: work.NEW_TOKENS, MIXTURE),
+            "moe_train_step": lambda: train_step(config=MIXTURE),
+            "moe_grpo_step": lambda: grpo_step(config=MIXTURE),
             "lora_train_step": lambda: train_step(ADAPTERS),
             "lora_grpo_step": lambda: grpo_step(ADAPTERS),
         },

@@ -11,6 +11,7 @@ BATCH = PROMPTS * GROUP
 RAGGED_MEAN, RAGGED_MAX, RAGGED_SETS = 40, 256, 3
 LEARNING_RATE, B1, B2, EPS, WEIGHT_DECAY = 1e-5, 0.9, 0.999, 1e-8, 0.1
 CLIP = 0.2
+EXPERTS, EXPERTS_PER_TOKEN, EXPERT_SIZE = 8, 2, MLP // 2  # as many active weights as without experts
 LORA_RANK, LORA_ALPHA = 8, 32.0
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SPECIAL = ("<pad>", "<eos>", "<unk>")  # ids 0, 1, 2; id i >= 3 is the word w{i - 3}

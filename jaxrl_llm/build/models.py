@@ -20,7 +20,7 @@ from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.hf.config import read_config, to_hf_config
 from jaxrl_llm.hf.export import export_config
 from jaxrl_llm.hf.load import PRETRAINED, PretrainedModels
-from jaxrl_llm.hf.names import FAMILY_LAYOUTS
+from jaxrl_llm.hf.names import INTERLEAVED
 from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.hf.tokenizer import has_tokenizer, load_tokenizer, vocabulary_difference
 from jaxrl_llm.learn.learner import Learner
@@ -196,20 +196,27 @@ def trained_config(model: TransformerConfig, config: TrainConfig) -> Transformer
     """Return the policy's architecture: heads that the algorithm needs, and adapters (`lora.rank`).
 
     Raises:
-        ConfigError: as `adapted_config` and `check_routing`; settings of routing for a model without experts.
+        ConfigError: as `adapted_config` and `check_routing`; settings of routing for a model without experts;
+            sinks or adapters of experts on servers.
     """
     if model.moe:
         check_routing(config, model.moe)
     elif config.routing != RoutingConfig():
         name = next(f.name for f in fields(RoutingConfig) if getattr(config.routing, f.name) != f.default)
         raise ConfigError(f"--routing.{name}: the model has no experts. Leave it out.")
-    adapts_experts = model.moe and config.lora.rank and {*MLP} & {*config.lora.adapted}
-    if adapts_experts and config.rollout.engine == "sglang":
+    if model.attention_sinks and config.rollout.engine == "sglang":
+        raise ConfigError(
+            "--rollout.engine is sglang: models with attention sinks (gpt-oss) are not sent to servers. "
+            "Set it to native."
+        )
+    adapted = adapted_config(config_with_heads(model, config.algo), config.lora)
+    names = adapted.adapters if adapted.lora else ()
+    if config.rollout.engine == "sglang" and any(name.startswith("expert_") for name in names):
         raise ConfigError(
             "--rollout.engine is sglang: adapters of experts are not sent to servers. Set --lora.targets "
             "q_proj k_proj v_proj o_proj, or --rollout.engine native."
         )
-    return adapted_config(config_with_heads(model, config.algo), config.lora)
+    return adapted
 
 
 def check_routing(config: TrainConfig, moe: MoEConfig) -> None:
@@ -242,7 +249,7 @@ def adapted_config(model: TransformerConfig, lora: LoraConfig) -> TransformerCon
     """
     adapted = with_lora(model, lora)
     sizes = {"hidden_size": model.hidden_size, "num_kv_heads * head_dim": model.num_kv_heads * model.head_dim}
-    if not model.moe or model.moe.dense_layers:
+    if not model.moe:
         sizes["mlp_size"] = model.mlp_size
     name, smallest = min(sizes.items(), key=lambda item: item[1])
     if lora.rank > smallest:
@@ -256,16 +263,21 @@ def adapted_config(model: TransformerConfig, lora: LoraConfig) -> TransformerCon
         raise ConfigError(
             f"--lora.quantize is {lora.quantize}: weights of experts are not quantized. Set it to none."
         )
+    if model.moe.dense_layers and set(MLP) & set(lora.adapted):
+        raise ConfigError(
+            "--lora.targets: PEFT folders cannot tell leading dense layers' feed-forwards from experts. "
+            "Set --lora.targets q_proj k_proj v_proj o_proj."
+        )
     if ("gate" in lora.adapted) != ("up" in lora.adapted):
         raise ConfigError(
             "--lora.targets has one of gate_proj and up_proj: PEFT, SGLang and vLLM keep both of an expert "
             "in one matrix. Name both or neither."
         )
     ranks = [rank for layer, (rank, _) in adapted.adapters.items() if layer.startswith("expert_")]
-    if ranks and model.family in FAMILY_LAYOUTS:
+    if ranks and model.family in INTERLEAVED:
         raise ConfigError(
-            f"--lora.targets: {model.family} keeps all experts of a layer in one matrix, so PEFT files have "
-            "no names for their adapters. Set --lora.targets q_proj k_proj v_proj o_proj."
+            f"--lora.targets: {model.family} has all experts of a layer in one tensor, which takes no "
+            "adapters. Set --lora.targets q_proj k_proj v_proj o_proj."
         )
     smallest = min(model.moe.expert_size, model.hidden_size)
     if ranks and ranks[0] > smallest:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.experience.rollouts import RolloutSource
+from jaxrl_llm.learn.routing import reads_logits
 from jaxrl_llm.learn.stage import Experience, Stage, policy_scores
 from jaxrl_llm.models.flops import sequence_flops, training_flops
 from jaxrl_llm.rollout.native.asynchronous import AsynchronousEngine
@@ -62,8 +63,8 @@ def scoring_flops(stage: Stage, items: Sequence[PackItem], reference: Params | N
     """Return the FLOPs of `Stage.score`."""
     lengths, policy, critic = [len(item.tokens) for item in items], stage.policy, stage.critic
     total = 0.0
-    if outputs := policy_scores(stage.requires, policy.config.old):
-        total += sequence_flops(policy.model, lengths, logits=outputs != ("values",))
+    if outputs := policy_scores(stage.requires, policy.config):
+        total += sequence_flops(policy.model, lengths, logits=reads_logits(outputs))
     if critic and stage.updates_critic:
         total += sequence_flops(critic.model, lengths, logits=False)
     if stage.requires.reference and stage.teachers:
@@ -84,6 +85,8 @@ def learning_flops(stage: Stage, minibatches: Sequence[Sequence[PackItem]], step
         total += training_flops(stage.critic.model, lengths, logits=False)
     if not stage.critic or step >= stage.critic_warmup:
         total += training_flops(stage.policy.model, lengths, logits=stage.requires.policy)
+        if stage.policy.config.balance_coef:  # loads before the update
+            total += sequence_flops(stage.policy.model, lengths, logits=False)
         if stage.requires.divergence:
             total += sum(sequence_flops(teacher.config, lengths) for teacher in stage.teachers)
     return total

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.hf.names import HFTensor, Index, to_hf
 from jaxrl_llm.models import named_leaves
-from jaxrl_llm.models.lora import adapter_settings, merged_names, merged_weight
+from jaxrl_llm.models.lora import adapter_scale, merged_names, merged_weight
 from jaxrl_llm.structs import Params
 
 
@@ -73,9 +73,7 @@ def gather_checked(
     current: list[tuple[Any, Any]] = []
     for group in [*groups, []]:
         runs = stacked_runs(group)
-        scales = [
-            adapter_settings(params.config, run[0].parts[0][0])[1] for run in runs
-        ]  # of fused ones the same
+        scales = [adapter_scale(params.config, run[0].parts[0][0]) for run in runs]  # of fused ones the same
         following = [
             _start(run, leaves, scale, dtype, replicated) for run, scale in zip(runs, scales, strict=True)
         ]

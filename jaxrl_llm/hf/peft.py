@@ -14,11 +14,11 @@ from jaxrl_llm.hf.folder import file_inside, list_mismatches, read_header
 from jaxrl_llm.hf.hub_name import parse_hub_name
 from jaxrl_llm.hf.json_file import JsonKeys, read_json
 from jaxrl_llm.hf.load import read_slice
-from jaxrl_llm.hf.names import TensorRows, adapter_tensors, hf_name, tensor_layout
+from jaxrl_llm.hf.names import TensorRows, adapter_tensors, hf_name
 from jaxrl_llm.host.files import write_json
 from jaxrl_llm.models import AdaptedConfig, LoraConfig, abstract, named_leaves
-from jaxrl_llm.models.config import MLP, TARGETS, check_lora_config
-from jaxrl_llm.models.lora import is_common_b, scale_b
+from jaxrl_llm.models.config import TARGETS, check_lora_config
+from jaxrl_llm.models.lora import MARK, named_adapters, scale_b
 from jaxrl_llm.structs import Params
 from jaxrl_llm.user_file import expand_home
 
@@ -62,8 +62,7 @@ def save_adapter(params: Params, folder: Path | str, base_name: str) -> Path:
     """
     folder, config = Path(folder).absolute(), params.config
     raw = peft_config(config, base_name)
-    factor = _file_factor(config)
-    params = scale_b(params, factor) if factor != 1 else params
+    params = scale_b(params, _file_factors(config))
     files = {WEIGHTS: adapter_tensors(config)}
     write_folder(params, folder, files, "float32", lambda path: write_json(path / CONFIG, raw), CONFIG)
     return folder
@@ -85,7 +84,7 @@ def read_adapter_config(folder: Path | str, has_experts: bool = False) -> LoraCo
     keys = JsonKeys(read_json(file), str(file), _DEFAULTS)
     _check_supported(keys)
     rank, targets = keys.integer("r", 2**31 - 1), _read_targets(keys)
-    others = _read_pattern(keys, "rank_pattern", has_experts)
+    others, _ = (_read_pattern(keys, key, has_experts) for key in ("rank_pattern", "alpha_pattern"))
     lora = LoraConfig(
         rank=others or rank,
         expert_rank=rank if has_experts else None,
@@ -126,11 +125,12 @@ def load_adapter(folder: Path | str, config: AdaptedConfig) -> dict[str, np.ndar
         ((ours, index),) = tensor.parts
         out = adapter[ours]
         shape = shapes[ours][len(index) :]
-        part = TensorRows(index, tensor.name, tensor_layout(ours), 0, tensor.shape[0])
+        part = TensorRows(index, tensor.name, tensor.layouts[0], 0, tensor.shape[0])
         bounds = tuple((0, size) for size in shape)
         out[index or ...] = read_slice(stored[tensor.name], part, shape, bounds, out.dtype)
-    factor = np.float32(_stored_factor(folder / CONFIG, config))
-    return {name: x / factor if is_common_b(name) and factor != 1 else x for name, x in adapter.items()}
+    for name, factor in _stored_factors(folder / CONFIG, config).items():
+        adapter[f"{name}{MARK}b"] /= np.float32(factor)
+    return adapter
 
 
 def peft_config(config: AdaptedConfig, base_name: str) -> dict[str, Any]:
@@ -142,8 +142,9 @@ def peft_config(config: AdaptedConfig, base_name: str) -> dict[str, Any]:
     read no patterns and multiply by alpha / r everywhere. `save_adapter` divides that out of their B.
     """
     lora, hub = config.lora, parse_hub_name(base_name)
-    rank, modules = _file_rank(config), [_module(config, f"layers.{name}") for name in config.adapters]
-    others = _common_modules(config) if rank != lora.rank else []
+    rank, factors = _file_rank(config), _file_factors(config)
+    modules = {name: _module(config, name) for name in named_adapters(config)}
+    others = [module for name, module in modules.items() if name in factors]
     alpha = lora.alpha * lora.scale_at(rank) / lora.scale
     if expand_home(base_name).exists():
         hub = None
@@ -155,7 +156,7 @@ def peft_config(config: AdaptedConfig, base_name: str) -> dict[str, Any]:
         "r": rank,
         "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
         "use_rslora": lora.rank_stabilized,
-        "target_modules": list(dict.fromkeys(module.rpartition(".")[2] for module in modules)),
+        "target_modules": list(dict.fromkeys(module.rpartition(".")[2] for module in modules.values())),
         "modules_to_save": ["score"] if config.value_head else None,
         "bias": "none",
         "lora_dropout": 0.0,
@@ -175,26 +176,23 @@ def _module(config: AdaptedConfig, name: str) -> str:
     return ".".join(path[-2:] if path[-2].startswith("shared_expert") else path[-1:])
 
 
-def _common_modules(config: AdaptedConfig) -> list[str]:
-    """Return the ends of the HF names of all adapted layers that are no experts."""
-    common = [_module(config, f"layers.{name}") for name in config.adapters if not name.startswith("expert_")]
-    dense = [f"mlp.{hf}" for hf, ours in TARGETS.items() if ours in MLP and ours in config.lora.adapted]
-    return common + (dense if config.moe and config.moe.dense_layers else [])
-
-
 def _file_rank(config: AdaptedConfig) -> int:
     """Return `r` of adapter_config.json: that of experts where these have adapters."""
     ranks = (rank for name, (rank, _) in config.adapters.items() if name.startswith("expert_"))
     return next(ranks, config.lora.rank)
 
 
-def _file_factor(config: AdaptedConfig) -> float:
-    """Return the factor of B in a file, of all adapters but those of experts."""
-    return config.lora.scale / config.lora.scale_at(_file_rank(config))
+def _file_factors(config: AdaptedConfig) -> dict[str, float]:
+    """Return weight -> factor of its B in a file, for adapters of another rank than the file's `r`."""
+    lora, rank = config.lora, _file_rank(config)
+    if rank == lora.rank:
+        return {}
+    names = [name for name in named_adapters(config) if ".expert_" not in name]
+    return dict.fromkeys(names, lora.scale / lora.scale_at(rank))
 
 
-def _stored_factor(file: Path, config: AdaptedConfig) -> float:
-    """Return `_file_factor` of a file, whose alphas may be others."""
+def _stored_factors(file: Path, config: AdaptedConfig) -> dict[str, float]:
+    """Return `_file_factors` of a file, whose alphas may be others."""
     keys = JsonKeys(read_json(file), str(file), _DEFAULTS)
     layers = peft_config(config, "")["rank_pattern"].keys()
     for name in ("rank_pattern", "alpha_pattern"):
@@ -203,7 +201,7 @@ def _stored_factor(file: Path, config: AdaptedConfig) -> float:
             known = f"patterns of {', '.join(layers)}" if layers else "none"
             raise keys.wrong(name, stored, f"is not supported for this model; supported: {known}")
     alpha = _read_pattern(keys, "alpha_pattern", config.moe is not None) or config.lora.alpha
-    return config.lora.alpha / alpha
+    return dict.fromkeys(_file_factors(config), config.lora.alpha / alpha)
 
 
 def _read_pattern(keys: JsonKeys, key: str, has_experts: bool) -> Any:

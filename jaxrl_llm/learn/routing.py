@@ -22,6 +22,11 @@ ROUTES = "routes"
 """Name of the routes of each token among a model's outputs."""
 
 
+def reads_logits(names: Sequence[str]) -> bool:
+    """Return whether a model computes logits for these outputs (`learn.update.model_outputs`)."""
+    return not {*names} <= {"values", ROUTES, ROUTING}
+
+
 @dataclass(frozen=True)
 class Replay:
     """Router replay of a model."""

@@ -43,10 +43,6 @@ MAX_UNROLLED_LAYERS = 12
 """Each unrolled layer costs about 0.1 s of compile time, in every program."""
 
 
-PromptKV = tuple[tuple[Float[Array, "*L B K E T"], ...], tuple[Float[Array, "*L B K T E"], ...]]
-"""Keys and values of prompts, in the layout of `RingCache`."""
-
-
 class DecodeWeights(NamedTuple):
     """The policy's weights in the layout of decoding."""
 
@@ -147,7 +143,10 @@ def prefill(
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
     strict: bool = False,
-) -> tuple[PromptKV, UInt[Array, "B T L K"] | None]:
+) -> tuple[
+    tuple[tuple[Float[Array, "*L B K E T"], ...], tuple[Float[Array, "*L B K T E"], ...]],
+    UInt[Array, "B T sparse chosen"] | None,
+]:
     """Compute keys and values of left-padded prompts.
 
     Args:
@@ -177,7 +176,7 @@ def decode_ring(
     tokens: Int[Array, "S"],
     positions: Int[Array, "S"],
     strict: bool = False,
-) -> tuple[Float[Array, "S D"], RingCache, UInt[Array, "S 1 L K"] | None]:
+) -> tuple[Float[Array, "S D"], RingCache, UInt[Array, "S 1 sparse chosen"] | None]:
     """Feed one token per slot through the model, with the ring cache.
 
     Args:

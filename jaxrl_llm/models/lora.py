@@ -18,7 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.models.config import AdaptedConfig, LoraConfig, Quantize, QuantizedConfig, TransformerConfig
+from jaxrl_llm.models.config import (
+    AdaptedConfig,
+    LoraConfig,
+    Quantize,
+    QuantizedConfig,
+    TransformerConfig,
+    layer_stacks,
+)
 from jaxrl_llm.models.params import abstract, init, named_leaves
 from jaxrl_llm.models.quantize import SCALE, dequantize_weight
 from jaxrl_llm.structs import Params, TrainState
@@ -151,14 +158,10 @@ def without_adapters(params: Params) -> Params:
     return jax.tree.unflatten(jax.tree.structure(plain), [weights[name] for name, _ in named_leaves(plain)])
 
 
-def scale_b(params: Params, factor: float) -> Params:
-    """Return the model with each B multiplied by a factor, but those of experts."""
-    return _map_named(lambda name, x: x * factor if is_common_b(name) else x, params)
-
-
-def is_common_b(name: str) -> bool:
-    """Return whether a weight is the B of an adapter, and not of an expert."""
-    return name.endswith(f"{MARK}b") and ".expert_" not in name
+def scale_b(params: Params, factors: Mapping[str, float]) -> Params:
+    """Return the model with the B of each named weight ("layers.q") multiplied by a factor."""
+    factors = {f"{name}{MARK}b": factor for name, factor in factors.items()}
+    return _map_named(lambda name, x: x * factors[name] if name in factors else x, params)
 
 
 def with_random_b(params: Params, size: float) -> Params:
@@ -168,18 +171,24 @@ def with_random_b(params: Params, size: float) -> Params:
     adds numbers of order `size` to the outputs, which are of order 1.
     """
     rng, values, b = np.random.default_rng(0), {}, f"{MARK}b"
+    adapters = named_adapters(params.config)
     for name, leaf in named_leaves(params):
         if name.endswith(b):
-            rank, scale = adapter_settings(params.config, name.removesuffix(b))
+            rank, scale = adapters[name.removesuffix(b)]
             noise = rng.standard_normal(leaf.shape, np.float32)
             values[name] = size / (scale * math.sqrt(rank)) * noise
     return replace_weights(params, values)
 
 
-def adapter_settings(config: TransformerConfig, name: str) -> tuple[int, float]:
-    """Return rank and factor of the output of the adapter of a weight ("layers.q"), if it has one."""
-    common = (config.lora.rank, config.lora.scale) if config.lora else (0, 0.0)
-    return config.adapters.get(name.rpartition(".")[2], common) if config.lora else common
+def named_adapters(config: TransformerConfig) -> dict[str, tuple[int, float]]:
+    """Return adapted weights by our names ("layers.q") -> rank and factor of the adapter's output."""
+    stacks = layer_stacks(config).items() if config.lora else ()
+    return {f"{stack}.{name}": adapter for stack, c in stacks for name, adapter in c.adapters.items()}
+
+
+def adapter_scale(config: TransformerConfig, name: str) -> float:
+    """Return the factor of the output of the adapter of a weight ("layers.q"); 0 where it has none."""
+    return named_adapters(config).get(name, (0, 0.0))[1]
 
 
 def merged_weight(weights: Mapping[str, jax.Array], name: str, scale: float) -> jax.Array:
@@ -208,5 +217,5 @@ def merged_names(name: str) -> tuple[str, str, str, str]:
 
 def _map_named(f: Callable[[str, Any], Any], params: Params) -> Params:
     """Return the tree of f(name, weight); f may return None for a weight that is left out."""
-    leaves = [f(name, leaf) for name, leaf in named_leaves(params)]
-    return jax.tree.unflatten(jax.tree.structure(params), leaves)
+    leaves = [f(name, leaf) for name, leaf in named_leaves(params)]  # None of those that are left out already
+    return jax.tree.unflatten(jax.tree.structure(params, is_leaf=lambda x: x is None), leaves)

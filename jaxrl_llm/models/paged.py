@@ -61,7 +61,7 @@ def decode_paged(
     tokens: Int[Array, "S"],
     positions: Int[Array, "S"],
     active: Bool[Array, "S"],
-) -> tuple[Float[Array, "S D"], PagedCache, UInt[Array, "S 1 L K"] | None]:
+) -> tuple[Float[Array, "S D"], PagedCache, UInt[Array, "S 1 sparse chosen"] | None]:
     """Feed one token per slot through the model, with the paged cache.
 
     Args:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from jaxrl_kernels.chips import Chip
+from jaxrl_kernels.chips import GPUS_PER_HOST, HOST_LINKS, Chip
 from jaxrl_llm.config import TrainConfig, derived
 from jaxrl_llm.models import TransformerConfig, abstract, named_leaves
 from jaxrl_llm.models.flops import layer_weights
@@ -58,7 +58,8 @@ def expert_gather(
     """Return the numbers of a model whose experts are gathered; None = there are none, or none are gathered.
 
     All weights of the layers are sharded over fsdp, sequence and expert and gathered, but experts over
-    expert, which divides them. What tensor parallelism divides, it divides on both sides.
+    expert, which divides them. What tensor parallelism divides, it divides on both sides. What the GPUs of a
+    host gather from other hosts enters it once, through all of its adapters, and goes on over NVLink.
 
     Args:
         sizes: mesh axis -> size. chip: None = unknown.
@@ -69,11 +70,12 @@ def expert_gather(
     experts = sum(size for name, size in weights.items() if ".expert_" in name)
     others = sum(size for name, size in weights.items() if "." in name) - experts
     rows = derived(config, math.prod(sizes.values()))["rows_per_microbatch"]
+    several_hosts = not chip.torus_dims and math.prod(sizes.values()) > GPUS_PER_HOST
     replicas = num_shards("batch", sizes) * num_shards("sequence", sizes)
     return ExpertGather(
         rows * config.row_tokens / replicas,
         chip.flops,
-        chip.interconnect,
+        min(chip.interconnect, HOST_LINKS) if several_hosts else chip.interconnect,
         others + experts / num_shards("experts", sizes),
         layer_weights(model),
         jnp.dtype(config.model.dtype).itemsize,

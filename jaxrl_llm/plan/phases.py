@@ -15,7 +15,7 @@ from jaxrl_llm import algos, models
 from jaxrl_llm.build.models import has_own_reference, make_stages, trained_config
 from jaxrl_llm.config import TrainConfig, derived
 from jaxrl_llm.learn.learner import Learner
-from jaxrl_llm.learn.routing import ROUTES
+from jaxrl_llm.learn.routing import ROUTES, reads_logits
 from jaxrl_llm.learn.scoring import ScoringModel
 from jaxrl_llm.learn.stage import Stage, loss_signals, policy_scores
 from jaxrl_llm.models import TransformerConfig, flops
@@ -156,7 +156,7 @@ def _score(config: TrainConfig, stage: Stage, base: Resident, meshes: Mapping[st
         program = scored.score_program(params, outputs, replay)
         resident = base | {"batch": [program.args[1]] * times}
         work = flops.forward_flops(model, tokens, config.row_tokens / 2)
-        work += flops.head_flops(model, tokens) * (outputs != ("values",))
+        work += flops.head_flops(model, tokens) * reads_logits(outputs)
         return Phase(f"score: {name}", program, resident, times, work, scored.mesh)
 
     if outputs := policy_scores(stage.requires, policy.config):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxrl_kernels.chips import CHIPS, GPUS, TPUS, Chip
+from jaxrl_kernels.chips import CHIPS, GPUS, GPUS_PER_HOST, TPUS, Chip
 from jaxrl_kernels.topology import gpu_devices, missing_compiler, tpu_devices
 from jaxrl_llm.errors import ConfigError
 
@@ -21,7 +21,7 @@ SLICES = {
 """Dims of the torus -> shapes of slices, in chips."""
 KNOWN_TOPOLOGIES = (
     "v4-N, v5e-N, v5p-N, v6e-N, tpu7x-N, a shape such as v5e:4x4, "
-    f"{', '.join(GPUS)}, N of them such as h100x8, or cpu"
+    f"{', '.join(GPUS)}, N of them such as h100x8 or, on hosts of 8, h200x64, or cpu"
 )
 GPU_MEM_FRACTION = 0.75
 """Share of a GPU's memory that XLA preallocates, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set."""
@@ -63,8 +63,11 @@ def parse_topology(name: str) -> Topology:
         return Topology(name, "cpu", "cpu", ())
     if match := re.fullmatch(rf"({'|'.join(GPUS)})(?:x(\d+))?", name):
         count = int(match[2] or 1)
-        if not 1 <= count <= 8:
-            raise ConfigError(f"--topology {name}: 1 to 8 GPUs of one host, such as {match[1]}x8.")
+        if not count or (count > GPUS_PER_HOST and count % GPUS_PER_HOST):
+            raise ConfigError(
+                f"--topology {name}: 1 to 8 GPUs of one host, such as {match[1]}x8, or hosts of 8, such as "
+                f"{match[1]}x64."
+            )
         return Topology(name, "cuda", match[1], (count,))
     match = re.fullmatch(rf"({'|'.join(TPUS)}|v5litepod)(?:-(\d+)|:(\d+(?:x\d+)+))", name)
     if not match:

@@ -30,7 +30,7 @@ class PlanArguments:
 
     topology: str = ""
     """Devices to compile for: v4-N, v5e-N, v5p-N, v6e-N, tpu7x-N, a shape such as v5e:4x4, h100, h100xN,
-    h200xN, or cpu (the devices of this process)."""
+    h200xN (on hosts of 8), or cpu (the devices of this process)."""
     json: Path | None = None
     """File to write all results to."""
     only: str = ""

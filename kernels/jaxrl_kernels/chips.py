@@ -79,6 +79,12 @@ TPUS = tuple(kind for kind, chip in CHIPS.items() if chip.torus_dims)
 GPUS = tuple(kind for kind in CHIPS if kind not in TPUS)
 
 
+GPUS_PER_HOST = 8
+HOST_LINKS = 400e9
+"""Bytes/s out of a host with eight GPUs: an adapter of 400 Gbit/s for each (NVIDIA DGX H100, H200, B200 data
+sheets)."""
+
+
 class Multiprocessors(NamedTuple):
     """The streaming multiprocessors of a GPU, as its compiler needs them."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from jax.experimental import topologies
 
-from jaxrl_kernels.chips import CHIPS, GPUS, MULTIPROCESSORS
+from jaxrl_kernels.chips import CHIPS, GPUS, GPUS_PER_HOST, MULTIPROCESSORS
 
 CUDA_PLUGIN, CUDA_COMPILER = "jax_plugins.xla_cuda13", "nvidia.cu13"
 """The packages of the wheels jax-cuda13-plugin, and nvidia-cuda-nvcc, which has ptxas."""
@@ -83,7 +83,7 @@ def tpu_devices(kind: str, shape: tuple[int, ...]) -> list[Any]:
 
 
 def gpu_devices(kind: str, count: int = 1) -> list[Any]:
-    """Return `count` GPUs of one host.
+    """Return `count` GPUs: of one host, or of hosts of 8.
 
     The process must not have used the CUDA plugin before: XLA reads XLA_FLAGS once.
 
@@ -101,8 +101,9 @@ def gpu_devices(kind: str, count: int = 1) -> list[Any]:
         # Autotuning times candidates on a card.
         added = f"--xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir={root}"
         os.environ["XLA_FLAGS"] = f"{flags} {added}".strip()
+    hosts = max(count // GPUS_PER_HOST, 1)
     target = topologies.get_topology_desc(
-        platform="cuda", target_config=gpu_target_config(kind), topology=f"1x1x{count}"
+        platform="cuda", target_config=gpu_target_config(kind), topology=f"1x{hosts}x{count // hosts}"
     )
     return list(target.devices)
 

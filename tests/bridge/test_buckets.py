@@ -148,13 +148,15 @@ from jaxrl_llm import models
 from jaxrl_llm.bridge.buckets import WeightSource
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 
 config = TransformerConfig(
-    vocab_size=64, hidden_size=16, mlp_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4
+    family="qwen3_moe", vocab_size=64, hidden_size=16, mlp_size=24, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=4, moe=MoEConfig(4, 2, expert_size=8),
 )
-layout = models.shardings(config, make_mesh(MeshConfig(data=1, fsdp=4, tensor=2)), TRAIN)
+layout = models.shardings(config, make_mesh(MeshConfig(fsdp=2, expert=2, tensor=2)), TRAIN)
 params = jax.jit(models.init, static_argnums=0, out_shardings=layout)(config, jax.random.key(0))
 assert not jax.tree.leaves(params)[0].is_fully_addressable
 save_model(params, config, sys.argv[1], dtype="float32")

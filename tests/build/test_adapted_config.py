@@ -1,11 +1,12 @@
 """Adapters of a mixture of experts, of the policy or a critic: ranks, and what is refused."""
 
-import dataclasses
 import re
+from dataclasses import replace
 
 import pytest
 
-from jaxrl_llm.build.models import adapted_config
+from jaxrl_llm.build.models import adapted_config, trained_config
+from jaxrl_llm.config import RolloutConfig, TrainConfig
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.models import LoraConfig, TransformerConfig
 from jaxrl_llm.models.config import MoEConfig
@@ -14,19 +15,18 @@ MODEL = TransformerConfig(hidden_size=64, head_dim=16, moe=MoEConfig(8, 4, exper
 
 
 def test_ranks():
-    """32 over 4 experts of a token; alpha / R: 1 of attention, 4 of experts."""
+    """32 over 4 experts of a token; alpha / R is 1 of attention, 4 of experts. mlp_size does not count."""
     adapters = adapted_config(MODEL, LoraConfig(rank=32)).adapters
     assert adapters["q"] == (32, 1.0) and adapters["expert_down"] == (8, 4.0) and "down" not in adapters
     assert adapted_config(MODEL, LoraConfig()) is MODEL
 
 
-def test_gpt_oss_has_no_adapters_of_experts():
-    model = dataclasses.replace(MODEL, family="gpt_oss")
-    with pytest.raises(
-        ConfigError, match=r"--lora\.targets: gpt_oss keeps all experts of a layer in one matrix"
-    ):
-        adapted_config(model, LoraConfig(8))
-    assert "q" in adapted_config(model, LoraConfig(8, targets=("q_proj",))).adapters
+def test_servers_get_no_adapters_of_experts():
+    run = TrainConfig(rollout=RolloutConfig(engine="sglang"), lora=LoraConfig(8))
+    with pytest.raises(ConfigError, match="adapters of experts are not sent to servers"):
+        trained_config(MODEL, run)
+    attention = replace(run, lora=LoraConfig(8, targets=("q_proj",)))
+    assert list(trained_config(MODEL, attention).adapters) == ["q"]
 
 
 @pytest.mark.parametrize(

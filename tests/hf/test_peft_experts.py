@@ -28,7 +28,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"),  # peft's own
 ]
 
-MLP_MODULES = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]  # of leading dense layers
 LORA = LoraConfig(rank=4, alpha=6.0)  # of experts: 4 / 2
 
 
@@ -103,10 +102,9 @@ def test_the_merged_export_has_the_outputs_of_the_adapters(base, tmp_path):
         np.testing.assert_allclose(x, y, atol=1e-6, err_msg=name)
 
 
-def tiny(family, experts=2, shared=0, dense_layers=0):
-    moe = MoEConfig(3, experts, expert_size=12, shared_size=shared, dense_layers=dense_layers)
-    settings = {"num_layers": 1 + dense_layers, "mlp_size": 24}
-    return TransformerConfig(family, 32, 16, moe=moe, **settings, num_heads=2, num_kv_heads=1, head_dim=8)
+def tiny(family, experts=2, shared=0):
+    moe = MoEConfig(3, experts, expert_size=12, shared_size=shared)
+    return TransformerConfig(family, 32, 16, moe=moe, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)
 
 
 def test_config_and_names_by_hand():
@@ -127,10 +125,10 @@ def test_config_and_names_by_hand():
     assert shapes[f"{expert}.w1.lora_A.weight"] == (4, 16) and shapes[f"{expert}.w2.lora_B.weight"] == (16, 4)
     assert len(shapes) == 2 * (4 + 3 * 3)
     assert with_lora(tiny("mixtral"), LoraConfig(rank=1)).adapters["expert_up"][0] == 1
-    dense = with_lora(tiny("glm4_moe", dense_layers=1), config.lora)
-    assert list(peft_config(dense, "")["rank_pattern"]) == [*attention, *MLP_MODULES]
     shared = with_lora(tiny("qwen2_moe", shared=20), LoraConfig(rank=8, targets=("up_proj",)))
     assert peft_config(shared, "")["rank_pattern"] == {"shared_expert.up_proj": 8}
+    glm = with_lora(tiny("glm4_moe", shared=20), LoraConfig(rank=8, targets=("up_proj",)))
+    assert list(peft_config(glm, "")["rank_pattern"]) == ["shared_experts.up_proj"]
 
 
 @pytest.mark.parametrize(
@@ -139,9 +137,8 @@ def test_config_and_names_by_hand():
         (tiny("mixtral"), LoraConfig(rank=6, alpha=5.0, rank_stabilized=True)),
         (tiny("qwen2_moe", shared=20), LoraConfig(rank=4, expert_rank=3, targets=("gate_proj", "up_proj"))),
         (tiny("qwen3_moe"), LoraConfig(rank=4, targets=("gate_proj", "up_proj", "down_proj"))),
-        (tiny("glm4_moe", shared=20, dense_layers=1), LoraConfig(rank=4)),
     ],
-    ids=["mixtral", "qwen2_moe", "experts alone", "glm4_moe"],
+    ids=["mixtral", "qwen2_moe", "experts alone"],
 )
 @pytest.mark.slow
 def test_a_round_trip(config, lora, tmp_path):
@@ -152,9 +149,6 @@ def test_a_round_trip(config, lora, tmp_path):
     assert again.config.adapters == params.config.adapters
     for (name, x), (_, y) in zip(named_leaves(again), named_leaves(params), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-6, err_msg=name)
-    tokens = random_tokens(1, 5) % 32
-    plain = our_logits(merged(params), tokens)
-    np.testing.assert_allclose(our_logits(params, tokens), plain, atol=2e-5 * np.abs(plain).max(), rtol=0)
 
 
 @functools.cache

@@ -151,7 +151,7 @@ def test_entropy_is_scored_before_the_update_and_steers_its_bonus():
         kl_coef=0.0, top_entropy=0.25, entropy_target=4.5, entropy_coef=0.01, entropy_delta=0.02
     )
     stage = Stage(learner(algo))
-    assert policy_scores(stage.requires, "policy") == ("entropy",)
+    assert policy_scores(stage.requires, StepConfig(1, 1)) == ("entropy",)
     with jax.set_mesh(stage.policy.mesh):
         state, batch = stage.init_state(models.init(MODEL, jax.random.key(0))), trajectories()
         items, applied = [from_trajectory(t) for t in batch], []

@@ -168,8 +168,18 @@ def loss_and_gradient(params, *row, strict=False):
 
 
 @functools.cache
-def on_one_device(config=CONFIG):
-    return jax.device_get(loss_and_gradient(params(config), *rows()))
+def adapted():
+    """With adapters: rank 6 of attention, 6 / 3 of experts."""
+    return with_random_adapters(params(), LoraConfig(rank=6, alpha=4.0))
+
+
+def gpt_oss():
+    return params(GPT_OSS)
+
+
+@functools.cache
+def on_one_device(of=params):
+    return jax.device_get(loss_and_gradient(of(), *rows()))
 
 
 def assert_close(got, expected):
@@ -178,14 +188,17 @@ def assert_close(got, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh_config", MESHES, ids=str)
-@pytest.mark.parametrize("config", [CONFIG, GPT_OSS], ids=["qwen3", "gpt-oss"])
-def test_every_mesh_gives_the_gradient_of_one_device(config, mesh_config):
+@pytest.mark.parametrize(
+    ("of", "mesh_config"),
+    [*((of, mesh) for of in (params, gpt_oss) for mesh in MESHES), *((adapted, MESHES[i]) for i in (0, 3))],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+def test_every_mesh_gives_the_gradient_of_one_device(of, mesh_config):
     mesh = make_mesh(mesh_config)
-    sharded = jax.device_put(params(config), models.shardings(config, mesh, TRAIN))
+    sharded = jax.device_put(of(), models.shardings(of().config, mesh, TRAIN))
     with jax.set_mesh(mesh):
         got = loss_and_gradient(sharded, *put_rows(mesh, rows()))
-    assert_close(got, on_one_device(config))
+    assert_close(got, on_one_device(of))
 
 
 def test_padding_passes_no_expert():
@@ -198,26 +211,9 @@ def test_adapters_of_experts_by_hand():
     up = AdaptedMatrices(weight.at[0].set(jnp.eye(2)), a, b, 0.5)
     ones = jnp.ones((2, 2, 2))
     chosen, weights = jnp.array([[[0], [1]]]), jnp.ones((1, 2, 1))
-    out = grouped_experts(
-        jnp.array([[[1.0, 2], [1, 2]]]), chosen, weights, ExpertWeights(ones, up, ones), lambda g, u: u
-    )
+    experts, gated = ExpertWeights(ones, up, ones), lambda gate, up: up
+    out = grouped_experts(jnp.array([[[1.0, 2], [1, 2]]]), chosen, weights, experts, gated)
     np.testing.assert_allclose(out, [[[1 + 25 + 2 + 50] * 2, [0, 0]]])
-
-
-@functools.cache
-def adapted():
-    """With adapters: rank 6 of attention, 6 / 3 of experts."""
-    return with_random_adapters(params(), LoraConfig(rank=6, alpha=4.0))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh_config", [MESHES[0], MESHES[3]], ids=str)
-def test_adapters_have_the_gradient_of_one_device_on_a_mesh(mesh_config):
-    mesh = make_mesh(mesh_config)
-    sharded = jax.device_put(adapted(), models.shardings(adapted().config, mesh, TRAIN))
-    with jax.set_mesh(mesh):
-        got = loss_and_gradient(sharded, *put_rows(mesh, rows()))
-    assert_close(got, jax.device_get(loss_and_gradient(adapted(), *rows())))
 
 
 @pytest.mark.slow
@@ -227,7 +223,7 @@ def test_adapters_equal_merged_weights_and_the_strict_pass():
     for strict in (False, True):
         got = params_forward(adapted(), *rows(), strict=strict)
         np.testing.assert_allclose(got[:, :12], expected, atol=2e-5)
-    assert_close(loss_and_gradient(adapted(), *rows(), strict=True), loss_and_gradient(adapted(), *rows()))
+    assert_close(loss_and_gradient(adapted(), *rows(), strict=True), on_one_device(adapted))
 
 
 @functools.partial(jax.jit, static_argnames="strict")
@@ -235,12 +231,10 @@ def params_forward(params, *row, strict=False):
     return params(*row, strict=strict)
 
 
-@pytest.mark.parametrize(
-    "config", [CONFIG, pytest.param(GPT_OSS, marks=pytest.mark.slow)], ids=["qwen3", "gpt-oss"]
-)
-def test_strict_has_the_plain_gradient_and_the_bits_of_any_batch(config):
-    assert_close(loss_and_gradient(params(config), *rows(), strict=True), on_one_device(config))
-    forward = jax.jit(lambda *row: params(config)(*row, strict=True))
+@pytest.mark.parametrize("of", [params, pytest.param(gpt_oss, marks=pytest.mark.slow)])
+def test_strict_has_the_plain_gradient_and_the_bits_of_any_batch(of):
+    assert_close(loss_and_gradient(of(), *rows(), strict=True), on_one_device(of))
+    forward = jax.jit(lambda *row: of()(*row, strict=True))
     whole, alone = forward(*rows()), forward(*(x[:1] for x in rows()))
     np.testing.assert_array_equal(whole[:1, :12], alone[:, :12])
 

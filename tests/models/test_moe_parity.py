@@ -24,7 +24,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.build.models import trained_config
+from jaxrl_llm.config import TrainConfig
+from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.hf.config import read_config, to_hf_config
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.hf.folder import read_headers
@@ -32,6 +34,7 @@ from jaxrl_llm.hf.load import load_params, read_slice
 from jaxrl_llm.hf.names import adapter_tensors, tensor_rows
 from jaxrl_llm.models import LoraConfig, abstract, named_leaves
 from jaxrl_llm.models.lora import split_params, with_lora
+from jaxrl_llm.rollout.config import RolloutConfig
 
 COMMON = dict(
     vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -238,6 +241,14 @@ def test_a_shard_of_interleaved_experts_is_read_alone(tmp_path):
         bounds = (2, 4), (8, 20), (6, 12)
         shard = read_slice(tensor, part, (6, 32, 24), bounds, np.dtype(np.float32))
         np.testing.assert_array_equal(shard, stored[2:4, 8:20, 12 + column : 24 : 2])
+
+
+def test_gpt_oss_has_no_adapters_of_experts_and_no_servers():
+    config = read_config(theirs("gpt_oss").config.to_dict())
+    with pytest.raises(ConfigError, match=r"gpt_oss has all experts .* Set --lora.targets q_proj k_proj"):
+        trained_config(config, TrainConfig(lora=LoraConfig(2)))
+    with pytest.raises(ConfigError, match=r"sinks \(gpt-oss\) are not sent to servers. Set it to native"):
+        trained_config(config, TrainConfig(rollout=RolloutConfig(engine="sglang")))
 
 
 def test_adapters_of_gpt_oss_leave_sinks_and_experts_alone():

@@ -39,7 +39,7 @@ def test_the_overview_has_the_groups_and_the_values_of_the_command_line(capsys):
     text = printed(capsys, "--config", "grpo_tiny.py", "--help", "--steps", "77")
     assert "    --steps 77                          Training steps: one set of prompts" in text
     groups = [f.name for f in dataclasses.fields(TrainConfig) if is_config(getattr(TrainConfig(), f.name))]
-    assert len(groups) == 19
+    assert len(groups) == 20
     assert all(re.search(rf"^    {group} +\w", text, re.M) for group in groups)
     assert text.split("\n\n")[-1].split()[-2:] == ["sft_smollm2.py,", "sft_tiny.py"]
 

@@ -61,6 +61,7 @@ ROOT = Path(__file__).parents[2]
         ("v5p:4x4x12", "tpu", "v5p", (4, 4, 12)),
         ("h100", "cuda", "h100", (1,)),
         ("h200x8", "cuda", "h200", (8,)),
+        ("h200x64", "cuda", "h200", (64,)),
         ("a100x8", "cuda", "a100", (8,)),
         ("a100-40x2", "cuda", "a100-40", (2,)),
         ("rtx4090", "cuda", "rtx4090", (1,)),
@@ -77,7 +78,8 @@ def test_names_of_topologies(name, platform, kind, shape):
         ("v5e-12", r"no such slice; v5e-1, v5e-4, v5e-8, v5e-16, .*v5e:AxB"),
         ("v5p-4", "no such slice; v5p-2, v5p-8"),
         ("v5e:2x2x1", "a shape of v5e has 2 numbers"),
-        ("h100x16", "1 to 8 GPUs of one host"),
+        ("h100x12", "1 to 8 GPUs of one host, such as h100x8, or hosts of 8, such as h100x64"),
+        ("h100x0", "1 to 8 GPUs of one host"),
         ("v9-8", "unknown. Known: v4-N"),
         ("v100", "unknown. Known: .* h100, h200, b200, a100, a100-40, l4, rtx4090, t4, N of them"),
         ("", "--topology is missing. Known: v4-N"),
@@ -519,7 +521,7 @@ def test_the_predicted_peak_is_within_a_tenth_of_what_the_process_measures():
 
 @pytest.mark.compilers
 @pytest.mark.parametrize(
-    "topology", ["v5e-4", "v4-8", "v5p-8", "v6e-4", "tpu7x-8", "h100x8", "h200", "a100", "t4"]
+    "topology", ["v5e-4", "v4-8", "v5p-8", "v6e-4", "tpu7x-8", "h100x8", "h200", "h200x16", "a100", "t4"]
 )
 def test_a_real_compiler_plans_the_tiny_recipe(topology, tmp_path):
     out = tmp_path / "plan.json"

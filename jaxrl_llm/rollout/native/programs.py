@@ -12,12 +12,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm import models
 from jaxrl_llm.models import TransformerConfig, decode, paged
-from jaxrl_llm.models.decode import DecodeWeights, PromptKV, RingCache
+from jaxrl_llm.models.decode import DecodeWeights, RingCache
 from jaxrl_llm.models.moe import route_spec
 from jaxrl_llm.models.paged import PagedCache
 from jaxrl_llm.rollout.native.sampling import SamplingParams, sample_tokens, sample_tokens_strict, uniforms
 from jaxrl_llm.sharding.rules import ROLLOUT, sharding_for
 from jaxrl_llm.structs import Params
+
+PromptKV = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
 
 
 class SlotState(NamedTuple):

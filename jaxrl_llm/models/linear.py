@@ -1,0 +1,67 @@
+"""Linear layers of one layer, with the bias, adapter and codes that they may have, and RMSNorm."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxrl_llm.models.config import TransformerConfig
+from jaxrl_llm.models.quantize import SCALE, dequantize_weight
+from jaxrl_llm.sharding.rules import ROLLOUT, constrain
+
+if TYPE_CHECKING:
+    from jaxrl_llm.models.transformer import Layers
+
+
+def apply_linear(c: TransformerConfig, w: Layers, name: str, x: Float[Array, "B T *I"]):
+    """Apply a linear layer, with the bias and the adapter that it has."""
+    y = multiply(w, name, x)
+    if hasattr(w, f"{name}_bias"):
+        y = y + getattr(w, f"{name}_bias")[...]
+    if hasattr(w, f"{name}_lora_a"):
+        a, b = getattr(w, f"{name}_lora_a")[...], getattr(w, f"{name}_lora_b")[...]
+        y = y + c.lora.scale * project(project(x, a), b)
+    return y
+
+
+def multiply(w: Layers, name: str, x: Float[Array, "B T *I"]) -> Float[Array, "B T *O"]:
+    """Multiply x by a weight of a layer, which is dequantized here, alone, if it is quantized.
+
+    The backward pass dequantizes it again: kept, it would be a stack of all layers. The barrier keeps XLA
+    from dequantizing all layers before a loop over tokens. fsdp gathers codes.
+    """
+    weight, scale = getattr(w, name), getattr(w, name + SCALE, None)
+    if scale is None:
+        return project(x, weight[...])
+    axes = weight.get_metadata("axes")[1:]
+
+    def product(x, *quantized):
+        x, *quantized = jax.lax.optimization_barrier((x, *quantized))
+        codes, scale = (constrain(part, *axes, rules=ROLLOUT) for part in quantized)
+        return project(x, dequantize_weight(codes, scale, x.dtype))
+
+    return jax.checkpoint(product, prevent_cse=False)(x, weight[...], scale[...])
+
+
+def project(x: Float[Array, "B T *I"], w: Float[Array, "*I_and_O"]) -> Float[Array, "B T *O"]:
+    """Multiply x w, contracting all dims of x but B and T; the other dims of w follow.
+
+    On one device B and T are merged first: with two dims, XLA's CPU backend copies the transpose of every
+    output gradient, and a weight's gradient takes 1.8 times as long. On several devices they stay separate,
+    since each may be sharded.
+    """
+    inner, outer = x.ndim - 2, x.shape[:2]
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        x = x.reshape(-1, *x.shape[2:])
+    return jnp.tensordot(x, w, inner).reshape(*outer, *w.shape[inner:])
+
+
+def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*B D"]:
+    """Compute x / sqrt(mean x^2 + eps) * weight (Zhang & Sennrich 2019) in float32; returns the type of x."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * weight).astype(x.dtype)

@@ -1,0 +1,66 @@
+"""Runs of a tiny mixture of experts: strict over many steps, replay, resume with a selection bias."""
+
+import json
+
+import pytest
+
+from jaxrl_llm.train import main
+
+RECIPE = """
+import dataclasses
+from jaxrl_llm.config import MoEConfig
+from jaxrl_llm.configs import grpo_moe_tiny
+
+def get_config():
+    config = grpo_moe_tiny.get_config()
+    moe = MoEConfig(8, 2, 16, score="sigmoid", shared_size=16, shared_gate=False, selection_bias=True)
+    sizes = dict(hidden_size=32, num_heads=2, num_kv_heads=1)
+    architecture = dataclasses.replace(config.model.architecture, family="glm4_moe", moe=moe, **sizes)
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, architecture=architecture))
+"""
+TINY = (
+    *("--prompts_per_step", "4", "--responses_per_prompt", "4", "--rollout.slots", "16", "--seed", "1"),
+    *("--eval.every", "0", "--reward.workers", "1", "--tokens_per_device", "144", "--devices", "0:1"),
+    *("--warm_start.steps", "2", "--routing.bias_rate", "0.01", "--optim.schedule", "constant"),
+    *("--log.progress", "none", "--log.tensorboard", "false"),
+)
+pytestmark = pytest.mark.slow
+
+
+def train(folder, *words):
+    """Return the lines of the RL steps."""
+    folder.mkdir(exist_ok=True)
+    (folder / "moe.py").write_text(RECIPE)
+    assert main(["--config", str(folder / "moe.py"), "--run_dir", str(folder / "run"), *TINY, *words]) == 0
+    lines = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["kind"] == "train"]
+
+
+def test_rollout_and_trainer_are_bit_equal_over_20_steps(tmp_path):
+    """Log-probs and routes; a selection bias that moves, several micro-batches and two updates a step."""
+    words = ("--strict", "true", "--steps", "20", "--minibatches_per_step", "2")
+    steps = train(tmp_path, *words, "--routing.replay", "rollout")
+    assert len(steps) == 20 and [step["mismatch/max_abs"] for step in steps] == [0.0] * 20
+    assert all(
+        0.8 < step["moe/route_agreement"] <= 1 for step in steps
+    )  # of the second update, other weights
+
+
+def test_routes_of_noised_weights_are_replayed(tmp_path):
+    """One update a step, before which the trainer's routers agree with a part of the rollout's."""
+    words = ("--steps", "1", "--routing.replay", "rollout")
+    [exact] = train(tmp_path / "a", *words, "--strict", "true")
+    assert exact["moe/route_agreement"] == 1 and exact["mismatch/max_abs"] == 0
+    [noised] = train(tmp_path / "b", *words, "--rollout.weight_noise", "0.3")
+    assert noised["moe/route_agreement"] < 0.99
+
+
+def test_a_run_with_a_selection_bias_continues_bit_for_bit(tmp_path):
+    """And with the routes of the policy before the first of two updates."""
+    words = ("--routing.replay", "old", "--routing.balance_coef", "0.01", "--minibatches_per_step", "2")
+    whole = train(tmp_path / "a", *words, "--steps", "4")
+    train(tmp_path / "b", *words, "--steps", "2")
+    parts = train(tmp_path / "b", *words, "--steps", "4")
+    names = ("loss", "grad_norm", "param_norm", "moe/load_max", "moe/balance", "moe/route_agreement")
+    assert [[x[name] for name in names] for x in parts] == [[x[name] for name in names] for x in whole]
+    assert all(0.5 < x["moe/route_agreement"] < 1 for x in whole)
