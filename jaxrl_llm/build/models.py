@@ -197,7 +197,7 @@ def trained_config(model: TransformerConfig, config: TrainConfig) -> Transformer
 
     Raises:
         ConfigError: as `adapted_config` and `check_routing`; settings of routing for a model without experts;
-            sinks or latent attention on servers.
+            sinks, latent attention or adapters of experts on servers.
     """
     if model.moe:
         check_routing(config, model.moe)
@@ -214,7 +214,14 @@ def trained_config(model: TransformerConfig, config: TrainConfig) -> Transformer
             "--rollout.engine is sglang: models with attention sinks (gpt-oss) are not sent to servers. "
             "Set it to native."
         )
-    return adapted_config(config_with_heads(model, config.algo), config.lora)
+    adapted = adapted_config(config_with_heads(model, config.algo), config.lora)
+    names = adapted.adapters if adapted.lora else ()
+    if config.rollout.engine == "sglang" and any(name.startswith("expert_") for name in names):
+        raise ConfigError(
+            "--rollout.engine is sglang: adapters of experts are not sent to servers. Set --lora.targets "
+            "q_proj k_proj v_proj o_proj, or --rollout.engine native."
+        )
+    return adapted
 
 
 def check_routing(config: TrainConfig, moe: MoEConfig) -> None:

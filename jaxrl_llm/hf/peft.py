@@ -173,7 +173,7 @@ def peft_config(config: AdaptedConfig, base_name: str) -> dict[str, Any]:
 def _module(config: AdaptedConfig, name: str) -> str:
     """Return the end of a linear layer's HF name: "q_proj", "shared_expert.up_proj", "w1"."""
     path = hf_name(config, name).removesuffix(".weight").split(".")
-    return ".".join(path[-2:] if path[-2] == "shared_expert" else path[-1:])
+    return ".".join(path[-2:] if path[-2].startswith("shared_expert") else path[-1:])
 
 
 def _file_rank(config: AdaptedConfig) -> int:

@@ -1,10 +1,12 @@
 """Adapters of a mixture of experts, of the policy or a critic: ranks, and what is refused."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
-from jaxrl_llm.build.models import adapted_config
+from jaxrl_llm.build.models import adapted_config, trained_config
+from jaxrl_llm.config import RolloutConfig, TrainConfig
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.models import LoraConfig, TransformerConfig
 from jaxrl_llm.models.config import MoEConfig
@@ -17,6 +19,14 @@ def test_ranks():
     adapters = adapted_config(MODEL, LoraConfig(rank=32)).adapters
     assert adapters["q"] == (32, 1.0) and adapters["expert_down"] == (8, 4.0) and "down" not in adapters
     assert adapted_config(MODEL, LoraConfig()) is MODEL
+
+
+def test_servers_get_no_adapters_of_experts():
+    run = TrainConfig(rollout=RolloutConfig(engine="sglang"), lora=LoraConfig(8))
+    with pytest.raises(ConfigError, match="adapters of experts are not sent to servers"):
+        trained_config(MODEL, run)
+    attention = replace(run, lora=LoraConfig(8, targets=("q_proj",)))
+    assert list(trained_config(MODEL, attention).adapters) == ["q"]
 
 
 @pytest.mark.parametrize(

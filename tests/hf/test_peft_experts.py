@@ -127,6 +127,8 @@ def test_config_and_names_by_hand():
     assert with_lora(tiny("mixtral"), LoraConfig(rank=1)).adapters["expert_up"][0] == 1
     shared = with_lora(tiny("qwen2_moe", shared=20), LoraConfig(rank=8, targets=("up_proj",)))
     assert peft_config(shared, "")["rank_pattern"] == {"shared_expert.up_proj": 8}
+    glm = with_lora(tiny("glm4_moe", shared=20), LoraConfig(rank=8, targets=("up_proj",)))
+    assert list(peft_config(glm, "")["rank_pattern"]) == ["shared_experts.up_proj"]
 
 
 @pytest.mark.parametrize(
