@@ -119,7 +119,7 @@ DEQUANTIZE = {
     "mxfp4": "; dequantize them once: transformers.AutoModelForCausalLM.from_pretrained(FOLDER, "
     "quantization_config=transformers.Mxfp4Config(dequantize=True)).save_pretrained(NEW_FOLDER)",
 }
-"""What to do with quantized weights."""
+"""Kinds of quantized weights -> how to get plain ones, for the message."""
 WINDOWED = ("mistral", "mixtral")
 """Families whose layers all have the sliding window, if there is one."""
 LAYER_TYPES = ("full_attention", "sliding_attention")

@@ -290,8 +290,6 @@ class LoraConfig:
 
     rank: Annotated[int, Range(0, 2**14, usual="8 to 64 are usual")] = 0
     """Inner size R of each adapter; 0 = no adapters, all weights are trained."""
-    expert_rank: Annotated[int, Range(1, 2**14)] | None = None
-    """R of the adapters of experts; None = rank / experts of a token, at least 1 (LoRA Without Regret)."""
     alpha: Annotated[float, Range(0, 1e6, open_low=True, usual="32 is usual")] = 32.0
     """The adapter's output is multiplied by alpha / rank."""
     rank_stabilized: bool = False
@@ -300,6 +298,8 @@ class LoraConfig:
     """Linear layers that get adapters: q_proj k_proj v_proj o_proj gate_proj up_proj down_proj, or all."""
     quantize: Quantize = "none"
     """Keep all linear layers' frozen weights in 8 bits (int8) or 4 (nf4, QLoRA, arXiv 2305.14314)."""
+    expert_rank: Annotated[int, Range(1, 2**14)] | None = None
+    """R of the adapters of experts; None = rank / experts of a token, at least 1 (LoRA Without Regret)."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, problem) for layers that no model has, and for quantized weights without adapters."""
