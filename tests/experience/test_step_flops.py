@@ -46,7 +46,7 @@ def test_adapters_train_without_gradients_of_frozen_weights():
 
 
 def stage(algo, old="policy", model=MODEL, **fields):
-    policy = SimpleNamespace(model=model, config=SimpleNamespace(old=old, replay=None))
+    policy = SimpleNamespace(model=model, config=SimpleNamespace(old=old, replay=None, balance_coef=0.0))
     requires = algos.requirements(algo)
     fields = {"critic": None, "updates_critic": True, "critic_warmup": 0, "teachers": ()} | fields
     cache = LogprobCache()
