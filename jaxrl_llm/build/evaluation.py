@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import algos
+from jaxrl_llm.algos.contract import AlgoConfig
 from jaxrl_llm.config import GENERATIVE, TrainConfig
 from jaxrl_llm.data.loader import Loader
-from jaxrl_llm.data.rows import Example
+from jaxrl_llm.data.rows import Example, RowError
 from jaxrl_llm.envs.load import Conversations
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.experience.dataset import dataset_items
@@ -103,8 +104,21 @@ def make_evaluators(
                 )
             )
     if not algos.of(config.algo).on_rollouts:
-        evaluators.append(make_held_out_loss(config, held_out, stage))
+        if evaluators:  # sources without targets have their responses evaluated
+            held_out = held_out.of_sources(sources_with_targets(held_out, config.algo))
+        if not evaluators or held_out.num_sources:
+            evaluators.append(make_held_out_loss(config, held_out, stage))
     return evaluators
+
+
+def sources_with_targets(held_out: Loader, algo: AlgoConfig) -> list[int]:
+    """Return the sources, by index, whose first row is one that a dataset algorithm learns from."""
+    indices = []
+    for i in range(held_out.num_sources):
+        with contextlib.suppress(RowError):
+            dataset_items(held_out.of_sources([i]), algo, 0, 1)
+            indices.append(i)
+    return indices
 
 
 def make_win_rate(

@@ -215,13 +215,20 @@ class Loader:
 
     def by_source(self) -> dict[str, Loader]:
         """Return a loader of each source alone, by the source's name or file."""
-        loaders = {}
-        for config, source in zip(self._configs, self._sources, strict=True):
-            own = copy.copy(self)
-            own._configs, own._sources = [config], [source]
-            own._stream = _stream(own._sources, own._configs, self._seed, self._config.shuffle)
-            loaders[re.sub(r"[^\w./-]+", "_", config.name or Path(config.path).stem)] = own
-        return loaders
+        names = [re.sub(r"[^\w./-]+", "_", config.name or Path(config.path).stem) for config in self._configs]
+        return {name: self.of_sources([i]) for i, name in enumerate(names)}
+
+    @property
+    def num_sources(self) -> int:
+        """The number of sources."""
+        return len(self._sources)
+
+    def of_sources(self, indices: Sequence[int]) -> Loader:
+        """Return a loader of these sources alone."""
+        own = copy.copy(self)
+        own._configs, own._sources = ([of[i] for i in indices] for of in (self._configs, self._sources))
+        own._stream = _stream(own._sources, own._configs, self._seed, self._config.shuffle)
+        return own
 
     def passes(self, position: int) -> dict[str, float]:
         """Return path -> passes over each source before a position, by its weight among the sources."""
