@@ -1,4 +1,6 @@
-"""Held-out sources of a dataset algorithm: those with targets have a loss, all have their responses evaluated."""
+"""Held-out sources without targets: no loss of a dataset algorithm, whose responses are evaluated there."""
+
+import json
 
 from jaxrl_llm.algos import dpo, sft
 from jaxrl_llm.build.evaluation import sources_with_targets
@@ -7,20 +9,22 @@ from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.experience.dataset import dataset_items
 
-PAIRS, SUMS = (
-    SourceConfig(path=f"task:{name}", options='{"size": 50}') for name in ("preference", "arithmetic")
-)
+PAIRS = SourceConfig(path="task:preference", options='{"size": 50}')
 
 
 def held_out(*sources):
     return Loader(DataConfig(train=(PAIRS,), eval=sources), make_tokenizer(), 0, 16, "eval", max_tokens=32)
 
 
-def test_a_source_without_pairs_has_no_loss_of_dpo():
-    loader = held_out(SUMS, PAIRS)
+def test_a_source_without_pairs_has_no_loss_of_dpo(tmp_path):
+    file = tmp_path / "sums.jsonl"
+    file.write_text(
+        "".join(json.dumps({"prompt": f"{i}+1=", "response": str(i + 1)}) + "\n" for i in range(9))
+    )
+    loader = held_out(SourceConfig(path=str(file)), PAIRS)
     assert sources_with_targets(loader, dpo.Config()) == [1]
     assert sources_with_targets(loader, sft.Config()) == [0, 1]
-    assert sources_with_targets(held_out(SUMS), dpo.Config()) == []
+    assert sources_with_targets(held_out(SourceConfig(path=str(file))), dpo.Config()) == []
     alone, kept = held_out(PAIRS), loader.of_sources([1])
     assert (loader.num_sources, kept.num_sources) == (2, 1)
     for one, other in zip(*(dataset_items(x, dpo.Config(), 0, 8) for x in (alone, kept)), strict=True):
