@@ -38,7 +38,7 @@ DISTINCT = SourceConfig(path=SUMS.path, options=SUMS.options, split="test", dist
 def get_config() -> TrainConfig:
     return TrainConfig(
         run_dir="runs/grpo_smollm2",
-        steps=50,
+        steps=30,
         algo=grpo.Config(kl_coef=0.0, clip_high=0.28, aggregation="token"),
         prompts_per_step=16,
         responses_per_prompt=8,
