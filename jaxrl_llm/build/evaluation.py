@@ -104,10 +104,10 @@ def make_evaluators(
                 )
             )
     if not algos.of(config.algo).on_rollouts:
-        if evaluators:  # sources without targets have their responses evaluated
-            held_out = held_out.of_sources(sources_with_targets(held_out, config.algo))
-        if not evaluators or held_out.num_sources:
+        if not evaluators:
             evaluators.append(make_held_out_loss(config, held_out, stage))
+        elif indices := sources_with_targets(held_out, config.algo):  # of others, responses are evaluated
+            evaluators.append(make_held_out_loss(config, held_out.of_sources(indices), stage))
     return evaluators
 
 

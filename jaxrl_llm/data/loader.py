@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import logging
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import grain
 import numpy as np
 
 from jaxrl_llm.data.chat import (
@@ -33,13 +30,12 @@ from jaxrl_llm.data.config import DataConfig, SourceConfig
 from jaxrl_llm.data.preference import label_of
 from jaxrl_llm.data.rows import Example, RowError
 from jaxrl_llm.data.sources import ExampleSource, open_sources
+from jaxrl_llm.data.stream import RowIndex, endless_rows
 from jaxrl_llm.errors import UserError
 
 MAX_ROWS_DRAWN = 1000  # rows tried for one that fits
 MAX_ROWS_CHECKED = 500  # rows of each source tried before a run
 log = logging.getLogger(__name__)
-RowIndex = tuple[int, int]
-"""(source, row)."""
 RowKind = Literal["prompts", "tokens", "teachers", "pairs", "labels", "steps"]
 """The form in which an algorithm reads rows: prompts to answer, or one of `algos.data`."""
 
@@ -94,7 +90,9 @@ class Loader:
         self._max_prompt_tokens, self._max_tokens = max_prompt_tokens, max_tokens
         opened = open_sources(config, split, seed) if opened is None else opened
         self._configs, self._sources = [own for own, _ in opened], [source for _, source in opened]
-        self._stream = _stream(self._sources, self._configs, seed, config.shuffle) if self._sources else None
+        self._stream = (
+            endless_rows(self._sources, self._configs, seed, config.shuffle) if self._sources else None
+        )
         self._columns = columns or {}
         self._overlong: set[RowIndex] = set()
         self._bad: set[RowIndex] = set()  # that cannot be rendered or tokenized
@@ -227,7 +225,7 @@ class Loader:
         """Return a loader of these sources alone."""
         own = copy.copy(self)
         own._configs, own._sources = ([of[i] for i in indices] for of in (self._configs, self._sources))
-        own._stream = _stream(own._sources, own._configs, self._seed, self._config.shuffle)
+        own._stream = endless_rows(own._sources, own._configs, self._seed, self._config.shuffle)
         return own
 
     def passes(self, position: int) -> dict[str, float]:
@@ -357,25 +355,6 @@ class Loader:
         return f"{used} are used; the held-out data has {counts['rows']:,} rows, {left_out}"
 
 
-class EpochOrder:
-    """Endless rows of source number `k`: epochs in order, or each in a new order.
-
-    grain's own shuffle walks a cycle of 2^16 to find an index, which takes 20 ms a row where rows are few.
-    """
-
-    def __init__(self, k: int, num_rows: int, seed: int, shuffle: bool):
-        self._k, self._num_rows, self._shuffle = k, num_rows, shuffle
-        shuffled = lambda epoch: np.random.default_rng([seed, k, epoch]).permutation(num_rows)
-        self._order = functools.lru_cache(maxsize=2)(shuffled)
-
-    def __len__(self) -> int:
-        return sys.maxsize
-
-    def __getitem__(self, position: int) -> RowIndex:
-        epoch, row = divmod(position, self._num_rows)
-        return self._k, int(self._order(epoch)[row]) if self._shuffle else row
-
-
 def _spread(size: int, count: int) -> Iterator[int]:
     """Yield at most `count` different rows of `size`, evenly spread."""
     count = min(count, size)
@@ -389,16 +368,3 @@ def _shares(sizes: Sequence[int], count: int) -> list[int]:
     for k, size in enumerate(sizes):
         shares[k] += min(size - shares[k], count - sum(shares))
     return shares
-
-
-def _stream(
-    sources: list[ExampleSource], configs: Sequence[SourceConfig], seed: int, shuffle: bool
-) -> grain.MapDataset:
-    """Return endless random-access (source, row), the sources interleaved in proportion to their weights."""
-    streams = []
-    for k, (source, config) in enumerate(zip(sources, configs, strict=True)):
-        random_already = config.is_generated
-        streams.append(
-            grain.MapDataset.source(EpochOrder(k, len(source), seed, shuffle and not random_already))
-        )
-    return grain.MapDataset.mix(streams, weights=[config.weight for config in configs])

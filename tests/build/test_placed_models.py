@@ -204,7 +204,8 @@ def test_models_are_all_started_before_the_first_is_waited_for(monkeypatch):
     stage, state, _ = built("ppo", "critic", OTHER_DEVICES)
     stage.policy.config = replace(stage.policy.config, old="recompute")
     events, start, value = [], ScoringModel.start, ArrayImpl._value.fget
-    monkeypatch.setattr(ScoringModel, "start", lambda *args: events.append("start") or start(*args))
+    started = lambda *args, **settings: events.append("start") or start(*args, **settings)
+    monkeypatch.setattr(ScoringModel, "start", started)
     monkeypatch.setattr(ArrayImpl, "_value", property(lambda x: events.append("read") or value(x)))
     with jax.set_mesh(stage.policy.mesh):
         stage.score(state, [from_trajectory(t) for t in trajectories(0)], None)
