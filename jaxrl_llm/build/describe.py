@@ -20,7 +20,7 @@ from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import named_leaves
 from jaxrl_llm.models.kernels import describe_kernels, turing_warning
-from jaxrl_llm.models.lora import trained_state
+from jaxrl_llm.models.lora import rank_of_experts, trained_state
 from jaxrl_llm.models.quantize import SCALE
 from jaxrl_llm.report.log import PROMPTS
 from jaxrl_llm.sharding.placement import format_placement, placement_of
@@ -83,8 +83,8 @@ def lora_lines(run: Run) -> Iterator[str]:
     state = trained_state(run.stages[-1].abstract_state())
     trained = sum(math.prod(w.shape) for w in jax.tree.leaves(state.params))
     base = "" if lora.quantize == "none" else f", linear layers frozen in {lora.quantize}"
-    experts = [rank for name, (rank, _) in run.model.adapters.items() if name.startswith("expert_")]
-    ranks = f"rank {lora.rank}" + (f", of experts {experts[0]}" if experts else "")
+    experts = rank_of_experts(run.model)
+    ranks = f"rank {lora.rank}" + (f", of experts {experts}" if experts else "")
     yield f"LoRA: {ranks}, scale {lora.scale:g}, {trained / 1e6:,.2f}M trained weights{base}"
     if rate < MIN_LORA_RATE:
         yield (

@@ -31,7 +31,7 @@ from jaxrl_llm.learn.stage import Stage, loss_signals
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import LoraConfig, TransformerConfig
 from jaxrl_llm.models.config import MLP, MoEConfig
-from jaxrl_llm.models.lora import add_adapters, base_config, frozen_config, with_lora
+from jaxrl_llm.models.lora import add_adapters, base_config, frozen_config, rank_of_experts, with_lora
 from jaxrl_llm.models.moe import route_spec
 from jaxrl_llm.rollout.keys import Purpose, run_key
 from jaxrl_llm.sharding.config import CRITIC, POLICY, REFERENCE, TEACHER
@@ -204,24 +204,28 @@ def trained_config(model: TransformerConfig, config: TrainConfig) -> Transformer
     elif config.routing != RoutingConfig():
         name = next(f.name for f in fields(RoutingConfig) if getattr(config.routing, f.name) != f.default)
         raise ConfigError(f"--routing.{name}: the model has no experts. Leave it out.")
-    if model.mla and config.rollout.engine == "sglang":
-        raise ConfigError(
-            "--rollout.engine is sglang: models with latent attention (DeepSeek-V3) are not sent to servers. "
-            "Set it to native."
-        )
-    if model.attention_sinks and config.rollout.engine == "sglang":
-        raise ConfigError(
-            "--rollout.engine is sglang: models with attention sinks (gpt-oss) are not sent to servers. "
-            "Set it to native."
-        )
     adapted = adapted_config(config_with_heads(model, config.algo), config.lora)
-    names = adapted.adapters if adapted.lora else ()
-    if config.rollout.engine == "sglang" and any(name.startswith("expert_") for name in names):
-        raise ConfigError(
-            "--rollout.engine is sglang: adapters of experts are not sent to servers. Set --lora.targets "
-            "q_proj k_proj v_proj o_proj, or --rollout.engine native."
-        )
+    if config.rollout.engine == "sglang":
+        _check_servers(adapted)
     return adapted
+
+
+def _check_servers(model: TransformerConfig) -> None:
+    """Refuse an architecture that is not sent to SGLang servers.
+
+    Raises:
+        ConfigError: names the key and the fix.
+    """
+    unsent, fix = "", "Set it to native."
+    if model.mla:
+        unsent = "models with latent attention (DeepSeek-V3)"
+    elif model.attention_sinks:
+        unsent = "models with attention sinks (gpt-oss)"
+    elif rank_of_experts(model):
+        unsent = "adapters of experts"
+        fix = "Set --lora.targets q_proj k_proj v_proj o_proj, or --rollout.engine native."
+    if unsent:
+        raise ConfigError(f"--rollout.engine is sglang: {unsent} are not sent to servers. {fix}")
 
 
 def check_routing(config: TrainConfig, moe: MoEConfig) -> None:
@@ -280,16 +284,16 @@ def adapted_config(model: TransformerConfig, lora: LoraConfig) -> TransformerCon
             "--lora.targets has one of gate_proj and up_proj: PEFT, SGLang and vLLM keep both of an expert "
             "in one matrix. Name both or neither."
         )
-    ranks = [rank for layer, (rank, _) in adapted.adapters.items() if layer.startswith("expert_")]
-    if ranks and model.family in INTERLEAVED:
+    rank = rank_of_experts(adapted)
+    if rank and model.family in INTERLEAVED:
         raise ConfigError(
             f"--lora.targets: {model.family} has all experts of a layer in one tensor, which takes no "
             "adapters. Set --lora.targets q_proj k_proj v_proj o_proj."
         )
     smallest = min(model.moe.expert_size, model.hidden_size)
-    if ranks and ranks[0] > smallest:
+    if rank and rank > smallest:
         raise ConfigError(
-            f"--lora.expert_rank is {ranks[0]}: the model's experts have {smallest} inputs or outputs. "
+            f"--lora.expert_rank is {rank}: the model's experts have {smallest} inputs or outputs. "
             f"Set --lora.expert_rank {smallest} or less; 1 to 8 are usual."
         )
     return adapted

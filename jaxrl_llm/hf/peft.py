@@ -18,7 +18,7 @@ from jaxrl_llm.hf.names import TensorRows, adapter_tensors, hf_name
 from jaxrl_llm.host.files import write_json
 from jaxrl_llm.models import AdaptedConfig, LoraConfig, abstract, named_leaves
 from jaxrl_llm.models.config import TARGETS, check_lora_config
-from jaxrl_llm.models.lora import MARK, named_adapters, scale_b
+from jaxrl_llm.models.lora import MARK, named_adapters, rank_of_experts, scale_b
 from jaxrl_llm.structs import Params
 from jaxrl_llm.user_file import expand_home
 
@@ -178,8 +178,7 @@ def _module(config: AdaptedConfig, name: str) -> str:
 
 def _file_rank(config: AdaptedConfig) -> int:
     """Return `r` of adapter_config.json: that of experts where these have adapters."""
-    ranks = (rank for name, (rank, _) in config.adapters.items() if name.startswith("expert_"))
-    return next(ranks, config.lora.rank)
+    return rank_of_experts(config) or config.lora.rank
 
 
 def _file_factors(config: AdaptedConfig) -> dict[str, float]:

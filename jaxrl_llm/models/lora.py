@@ -186,6 +186,12 @@ def named_adapters(config: TransformerConfig) -> dict[str, tuple[int, float]]:
     return {f"{stack}.{name}": adapter for stack, c in stacks for name, adapter in c.adapters.items()}
 
 
+def rank_of_experts(config: TransformerConfig) -> int | None:
+    """Return the rank of the adapters of experts; None where these have none."""
+    adapters = config.adapters if config.lora else {}
+    return next((rank for name, (rank, _) in adapters.items() if name.startswith("expert_")), None)
+
+
 def adapter_scale(config: TransformerConfig, name: str) -> float:
     """Return the factor of the output of the adapter of a weight ("layers.q"); 0 where it has none."""
     return named_adapters(config).get(name, (0, 0.0))[1]
