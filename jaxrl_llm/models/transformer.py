@@ -207,6 +207,7 @@ class Transformer(nnx.Module):
         method = context_parallel(tokens.shape[1], sequence_parallel)
         tokens, positions, segments = [reorder_tokens(x, method) for x in (tokens, positions, segments)]
         last = None if last is None else reorder_tokens(last, method)
+        readers = jnp.where(segments > 0, 1 if last is None else last - segments + 1, 0)
         per_token = per_token_call(strict)
         rope = per_token(rope_fn(c), None, positions, trajectory_lengths(c, positions, segments))
         table = rounded(fetch(self.embed[...]), dtype)
@@ -222,7 +223,7 @@ class Transformer(nnx.Module):
             w = cast_weights(layer, dtype)
             attention_fn = make_attention_fn(c, w, segments, positions, window, last, method, strict)
             x, _, routing = block(c, w, x, rope, attention_fn, strict, segments > 0, routes=routes)
-            return x, routing and (routing_sums(c.moe, routing, segments > 0), routing.chosen)
+            return x, routing and (routing_sums(c.moe, routing, readers), routing.chosen)
 
         for name, stack in layer_stacks(c).items():
             layer = functools.partial(body, stack)
