@@ -344,8 +344,11 @@ class TrainConfig:
         if not self.shares_prompts or min(shards) < 0:
             return longest
         multiple = ROW_MULTIPLE * math.lcm(*shards)
-        all_of_them = self.max_prompt_tokens + self.responses_per_prompt * (self.max_response_tokens + 1)
-        row = -(-all_of_them // multiple) * multiple
+        # Each response after the first begins with a copy of the last token of the prompt.
+        more = (self.responses_per_prompt - 1) * (
+            self.max_response_tokens + 1
+        )
+        row = -(-(self.max_tokens + more) // multiple) * multiple
         tokens = min(self.tokens_per_device, self.score.tokens_per_device or self.tokens_per_device)
         budget = max(tokens * min(shards) // longest, 1) * longest
         return row if row <= budget else budget

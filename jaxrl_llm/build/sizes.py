@@ -49,7 +49,7 @@ def rows_needed(config: TrainConfig, trajectories: int) -> int:
     """Return the rows that some of a step's trajectories take if all are as long as they may be."""
     if not config.shares_prompts:
         return trajectories
-    fitting = (config.row_tokens - config.max_prompt_tokens) // (config.max_response_tokens + 1)
+    fitting = 1 + (config.row_tokens - config.max_tokens) // (config.max_response_tokens + 1)
     return min(trajectories, config.prompts_per_step * math.ceil(config.responses_per_prompt / fitting))
 
 
