@@ -345,9 +345,7 @@ class TrainConfig:
             return longest
         multiple = ROW_MULTIPLE * math.lcm(*shards)
         # Each response after the first begins with a copy of the last token of the prompt.
-        more = (self.responses_per_prompt - 1) * (
-            self.max_response_tokens + 1
-        )
+        more = (self.responses_per_prompt - 1) * (self.max_response_tokens + 1)
         row = -(-(self.max_tokens + more) // multiple) * multiple
         tokens = min(self.tokens_per_device, self.score.tokens_per_device or self.tokens_per_device)
         budget = max(tokens * min(shards) // longest, 1) * longest
