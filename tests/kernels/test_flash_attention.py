@@ -200,15 +200,15 @@ def test_the_tpu_kernels_have_no_races(monkeypatch, capfd):
     assert "RACE" not in "".join(capfd.readouterr()).upper()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_kernels_lower_for_tpu(monkeypatch, dtype):
+@pytest.mark.parametrize(("dtype", "branches"), [("bfloat16", False), ("float32", True)])
+def test_the_kernels_lower_for_tpu(monkeypatch, dtype, branches):
     monkeypatch.setattr(pallas_tpu, "INTERPRET", False)
     q, k = (jax.ShapeDtypeStruct((2, 300, heads, 64), dtype) for heads in (4, 2))
-    loss = lambda q, k, v, w: flash_attention(
-        q, k, v, scale=0.1, window=w, softcap=9.0, implementation="pallas_tpu"
+    loss = lambda q, k, v, ids, w: flash_attention(
+        q, k, v, ids, ids if branches else None, scale=0.1, window=w, softcap=9.0, implementation="pallas_tpu"
     ).sum()
-    window = jax.ShapeDtypeStruct((), jnp.int32)
-    traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, k, window)
+    ids, window = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 300), ()))
+    traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, k, ids, window)
     assert traced.lower(lowering_platforms=("tpu",)).as_text().count("tpu_custom_call") == 3
 
 
