@@ -336,10 +336,15 @@ class TrainConfig:
         return shares and algos.of(self.algo).on_rollouts
 
     @property
+    def min_row_tokens(self) -> int:
+        """Length of the longest trajectory, or of two where they are compared."""
+        return algos.of(self.algo).group_size * self.max_tokens
+
+    @property
     def row_tokens(self) -> int:
-        """Length of a packed row: the longest trajectory, or two of them where they are compared; where
-        responses share their prompt, as many of them as the step and the tokens of a micro-batch have."""
-        longest = algos.of(self.algo).group_size * self.max_tokens
+        """Length of a packed row: the least; where responses share their prompt, all that there are to it or
+        as many as the tokens of a micro-batch allow."""
+        longest = self.min_row_tokens
         shards = [self.mesh_of(role).sequence for role in self.placements if role != ROLLOUT_ENGINE]
         if not self.shares_prompts or min(shards) < 0:
             return longest

@@ -54,7 +54,6 @@ OURS = pytest.mark.parametrize("name", ["blockwise", "pallas_tpu"])
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Several blocks in short rows, on the CPU."""
-    monkeypatch.setattr(blockwise, "BLOCK", 64)
     monkeypatch.setattr(blockwise, "MAX_SCORES", 10_000)
     monkeypatch.setattr(shapes, "SIZES", (shapes.Blocks(128, 128),))
     monkeypatch.setattr(pallas_tpu, "INTERPRET", True)
