@@ -36,8 +36,8 @@ def test_a_source_without_pairs_has_no_loss_of_dpo(tmp_path):
 
 
 def test_held_out_prompts_are_no_bad_rows_of_dpo(tmp_path):
-    """The default --data.bad_rows fail refused reasoning-gym's problems as pairs before the first step."""
-    check_held_out_rows(held_out(SourceConfig(path="gym:chain_sum"), PAIRS), "pairs")
+    """The default --data.bad_rows fail refused generated problems as pairs before the first step."""
+    check_held_out_rows(held_out(SourceConfig(path="task:arithmetic"), PAIRS), "pairs")
     file = tmp_path / "rows.jsonl"
     file.write_text('{"other": 1}\n')
     with pytest.raises(UserError, match=r"rows\.jsonl:1: .*chosen"):

@@ -21,8 +21,8 @@ from jaxrl_kernels.flash_attention.spec import (
 )
 
 CPU_BLOCK, BLOCK = 64, 256
-"""Maximum tokens of a block of queries or keys, on a CPU and elsewhere. Larger ones skip less and do not fit a
-CPU's cache; more of them cost an accelerator more starts."""
+"""Maximum tokens of a block of queries or keys, on a CPU and elsewhere. Larger ones skip less and do not fit
+a CPU's cache; more of them cost an accelerator more starts."""
 MAX_SCORES = 2**18
 """Scores in memory at once, about 1 MiB of float32: sets how many rows of the batch are computed together."""
 
