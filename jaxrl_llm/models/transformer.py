@@ -215,7 +215,7 @@ class Transformer(nnx.Module):
 
         for name, stack in layer_stacks(c).items():
             layer = functools.partial(body, stack)
-            if remat != "none":
+            if remat != "none" or stack.moe:
                 layer = jax.checkpoint(layer, policy=REMAT[remat], prevent_cse=False)
             inputs = getattr(self, name), jnp.asarray(window_sizes(stack)), routes if stack.moe else None
             x, routing = jax.lax.scan(layer, x, inputs)
