@@ -106,6 +106,15 @@ def test_scarce_pages_change_nothing_but_what_is_read_again():
     assert few["rollout/prefill_tokens"] > all_of_them["rollout/prefill_tokens"]
 
 
+def test_planned_conversations_extend_pages():
+    """40 + 40 tokens, 4096 / 96 rows; 8 columns of pages. Without conversations there is no such program."""
+    arguments = params(), 40, 40, 5, SamplingConfig()
+    program = engine(**ROOMY).largest_calls(*arguments, turns=True)["extend"]
+    _, _, table, tokens, *_ = program.args
+    assert tokens.shape == (42, 96) and table.shape == (42, 12)
+    assert "extend" not in engine(**ROOMY).largest_calls(*arguments, turns=False)
+
+
 def test_new_weights_use_no_page_of_older_ones():
     """Nor does a call after another one."""
     again = new_engine(**ROOMY)
