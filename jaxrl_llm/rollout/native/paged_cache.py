@@ -6,7 +6,7 @@ only if its longest continuation fits besides those of all running ones, so noth
 result depends on the size of the cache.
 
 Conversations: the pages of a turn that has ended are kept while the environment answers, and the next turn
-prefills only what follows them. Kept pages are nobody's reservation: where running responses need them, those
+prefills only what follows them. Kept pages are not reserved: where running responses need them, those
 of prompts that no slot uses go first, then those of conversations, least recently used ones first; such a
 conversation is prefilled from its start. The cache is made for one call of `generate`, so for one version of
 the weights.

@@ -285,15 +285,13 @@ class Programs:
 
         def body(carry):
             step, cache, state, out = carry
+            model = self.config, weights, cache
             if table is None:
-                inputs = state.tokens, state.positions
-                hidden, cache, routes = decode.decode_ring(self.config, weights, cache, *inputs, self.strict)
+                hidden, cache, routes = decode.decode_ring(*model, state.tokens, state.positions, self.strict)
             else:
-                inputs = state.tokens, jnp.where(state.active, state.positions, -1)
-                inputs = table, *(x[:, None] for x in inputs)
-                hidden, cache, routes = paged.decode_paged(self.config, weights, cache, *inputs, self.strict)
-                hidden = hidden[:, 0]
-            logits = decode.next_token_logits(self.config, weights, hidden, self.strict)
+                inputs = (x[:, None] for x in (state.tokens, jnp.where(state.active, state.positions, -1)))
+                hidden, cache, routes = paged.decode_paged(*model, table, *inputs, self.strict)
+            logits = decode.next_token_logits(*model[:2], hidden.reshape(num_slots, -1), self.strict)
             token, logprob = sample(logits, uniform[step], params, filtered)
             one = state.active.astype(jnp.int32)
             counts = state.counts + one
