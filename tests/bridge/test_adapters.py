@@ -393,7 +393,7 @@ def test_the_base_decides_the_version_of_no_token():
     }
     body = {"rid": "r", "input_ids": [1], "sampling_params": {"max_new_tokens": 4}, "lora_path": "base-7-1"}
     read = functools.partial(
-        read_generated, label="base-7-1", versions={"base-7-1": 7}, vocab_size=9, base="base"
+        read_generated, label="base-7-1", versions={"base-7-1": 7}, model=MODEL, base="base"
     )
     assert read(reply, body).versions == [7, 7]
     reply["meta_info"]["weight_versions"][0]["version"] = "default"
