@@ -403,11 +403,11 @@ SmolLM2-135M-Instruct (Apache 2.0), read from the GGUF file (Q4_1) of the PyPI p
 in float32 on two CPU cores. `make real` runs GRPO with one seed, `make real RECIPES=all SEEDS="0 1 2"` all of
 this page; what has not been run is not here.
 
-The task is reasoning-gym's `chain_sum` with two terms of one or two digits, as in "State the final answer to
-the following arithmetic problem: 43 + 14 =". The reward is 1 if the response's last number is the answer. A
-hash of the question decides whether a problem is held out, one in ten, so no run of any seed trains on one.
-The 256 evaluated problems are distinct (`--data.eval.0.distinct True`), most of them of two digits.
-Evaluation is greedy.
+The task is reasoning-gym's `basic_arithmetic`: sums of two numbers of one or two digits, as in "Calculate
+43 + 14.", through the model's own chat template. The reward is 1 if the response's last number is the answer;
+a response has 16 tokens. A hash of the question decides whether a problem is held out, one in ten, so no run
+of any seed trains on one. The 256 evaluated problems are distinct (`--data.eval.0.distinct True`), most of
+them of two digits. Evaluation is greedy.
 """,
         REAL,
     ),

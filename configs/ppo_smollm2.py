@@ -19,7 +19,6 @@ def get_config() -> TrainConfig:
         grpo_smollm2.get_config(),
         run_dir="runs/ppo_smollm2",
         algo=ppo.Config(),
-        responses_per_prompt=4,
         critic=CriticConfig(optim=OptimConfig(learning_rate=2e-5)),
         reward=RewardConfig(
             name="arithmetic",
