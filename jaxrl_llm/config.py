@@ -36,7 +36,6 @@ from jaxrl_llm.sharding.config import (
     device_problems,
     reward_role,
 )
-from jaxrl_llm.sharding.rules import num_shards
 
 __all__ = [  # all that a recipe needs, besides its algorithm
     "ChatConfig",
@@ -71,6 +70,7 @@ __all__ = [  # all that a recipe needs, besides its algorithm
 REPOSITORY = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
 """Name of a repository of the Hugging Face hub."""
 MAX_TRAJECTORIES = 2**24  # of a step: one process keeps them all in memory
+ROW_MULTIPLE = 16  # of the tokens of a row on each device: two chunks of ring attention, 8 lanes each
 GENERATIVE = "generative"  # the judge that is a generative reward model
 Tokens = Annotated[int, Range(1, 2**24)]
 DeviceTokens = Annotated[int, Range(1, 2**30)]
@@ -234,6 +234,9 @@ class TrainConfig:
     """Longest prompt."""
     max_response_tokens: Tokens = 1024
     """Longest response; a row holds the longest prompt and response together."""
+    share_prefixes: bool = True
+    """A row of the trainer holds a prompt once, then all responses to it (or a chosen and a rejected one)
+    that fit. Not in strict mode, nor with sliding windows, dynamic RoPE or cuDNN's attention."""
     strict: bool = False
     """Rollout (native engine) and trainer compute bit-equal log-probs: mismatch/max_abs is 0. Slower; for
     experiments, and to distinguish errors from rounding. One device."""
@@ -327,9 +330,28 @@ class TrainConfig:
         return self.max_prompt_tokens + self.max_response_tokens
 
     @property
+    def shares_prompts(self) -> bool:
+        """True where the trainer's rows hold a prompt once for several responses of the policy."""
+        shares = self.share_prefixes and not self.strict and self.responses_per_prompt > 1
+        return shares and algos.of(self.algo).on_rollouts
+
+    @property
     def row_tokens(self) -> int:
-        """Length of a packed row: the longest trajectory, or two of them where they are compared."""
-        return algos.of(self.algo).group_size * self.max_tokens
+        """Length of a packed row: the longest trajectory, or two of them where they are compared; where
+        responses share their prompt, as many of them as the step and the tokens of a micro-batch have."""
+        longest = algos.of(self.algo).group_size * self.max_tokens
+        shards = [self.mesh_of(role).sequence for role in self.placements if role != ROLLOUT_ENGINE]
+        if not self.shares_prompts or min(shards) < 0:
+            return longest
+        multiple = ROW_MULTIPLE * math.lcm(*shards)
+        # Each response after the first begins with a copy of the last token of the prompt.
+        more = (self.responses_per_prompt - 1) * (
+            self.max_response_tokens + 1
+        )
+        row = -(-(self.max_tokens + more) // multiple) * multiple
+        tokens = min(self.tokens_per_device, self.score.tokens_per_device or self.tokens_per_device)
+        budget = max(tokens * min(shards) // longest, 1) * longest
+        return row if row <= budget else budget
 
     @property
     def updates_per_step(self) -> int:
@@ -367,33 +389,3 @@ def nearest_divisors(number: int, near: int) -> list[int]:
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     divisors = {*small, *(number // n for n in small)}
     return sorted(sorted(divisors, key=lambda n: (abs(n - near), n))[:2])
-
-
-def derived(config: TrainConfig, num_devices: int) -> dict[str, int]:
-    """Return the sizes that follow from the config and the number of devices; printed at the start.
-
-    Rows are sharded over the replicas; a micro-batch has no more of them than an update has trajectories, and
-    one that is scored no more than a step.
-    """
-    sizes = config.mesh.resolved_sizes(num_devices)
-    replicas = num_shards("batch", sizes)
-    per_update = config.trajectories_per_step // config.minibatches_per_step
-
-    def rows_of(tokens_per_device: int, trajectories: int) -> int:
-        in_budget = max(tokens_per_device * num_shards("sequence", sizes) // config.row_tokens, 1)
-        return replicas * min(in_budget, math.ceil(trajectories / replicas))
-
-    rows, score_tokens = rows_of(config.tokens_per_device, per_update), config.score.tokens_per_device
-    return {
-        "devices": num_devices,
-        "trajectories_per_step": config.trajectories_per_step,
-        "trajectories_per_update": per_update,
-        "updates": config.steps * config.updates_per_step,
-        "tokens_per_row": config.row_tokens,
-        "rows_per_microbatch": rows,
-        "tokens_per_microbatch": rows * config.row_tokens,
-        "microbatches_per_update_at_most": math.ceil(per_update / rows),
-        "rows_per_scored_microbatch": (
-            rows_of(score_tokens, config.trajectories_per_step) if score_tokens else rows
-        ),
-    }

@@ -22,13 +22,33 @@ def assert_close(got, expected, dtype="float32", name=""):
     np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance, err_msg=name)
 
 
-def visible(spec, mask, q_segments, kv_segments):
-    """Return the keys [B, Tk] that each query [B, Tq] attends to, from the definition of the mask."""
+def ancestors(parents, count):
+    """A table [s, a] that is True where segment a is s or one that s continues, of segments to `count`."""
+    table = np.zeros((count + 1, count + 1), bool)
+    for segment in range(1, count + 1):
+        ancestor = segment
+        while ancestor:
+            table[segment, ancestor] = True
+            ancestor = (parents or {}).get(ancestor, 0)
+    return table
+
+
+def last_segments(segments, parents):
+    """The last segment of whole rows that continues each token's."""
+    table = ancestors(parents, segments.max())
+    return np.array([0, *(np.flatnonzero(column).max() for column in table.T[1:])], np.int32)[segments]
+
+
+def visible(mask, q_segments, kv_segments, parents=None):
+    """Return the keys [B, Tk] that each query [B, Tq] attends to, from the definition of the mask.
+
+    `parents` has for each segment that continues one the latter.
+    """
     q_offset, kv_offset, window = (int(x) for x in mask)
     rows, columns = np.arange(q_segments.shape[1])[:, None], np.arange(kv_segments.shape[1])
     distance = (q_offset + rows) - (kv_offset + columns)
-    allowed = (q_segments[:, :, None] == kv_segments[:, None]) & (q_segments[:, :, None] > 0)
-    return allowed & (distance < window) & ((distance >= 0) | (not spec.causal))
+    table = ancestors(parents, max(q_segments.max(), kv_segments.max()))
+    return table[q_segments[:, :, None], kv_segments[:, None]] & (distance < window) & (distance >= 0)
 
 
 def attention(q, k, v, allowed, scale, softcap=None, d_out=None, d_lse=0.0, sinks=None):

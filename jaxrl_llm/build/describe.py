@@ -14,7 +14,8 @@ from jaxrl_llm import algos
 from jaxrl_llm.algos.contract import ignores_staleness
 from jaxrl_llm.build.evaluation import evaluation_line
 from jaxrl_llm.build.run import Run
-from jaxrl_llm.config import TrainConfig, derived
+from jaxrl_llm.build.sizes import derived
+from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.chat import prompt_row
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.errors import UserError

@@ -14,7 +14,8 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
 from jaxrl_llm.algos.contract import AlgoConfig, old_logprobs
-from jaxrl_llm.config import ModelConfig, TrainConfig, derived
+from jaxrl_llm.build.sizes import derived
+from jaxrl_llm.config import ModelConfig, TrainConfig
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.hf.config import read_config, to_hf_config
@@ -367,6 +368,9 @@ def make_learner(
         remat=config.model.remat,
         sequence_parallel=config.mesh.sequence_parallel,
         strict=config.strict and on_rollouts and requires.policy,
+        share_prefixes=config.shares_prompts
+        if on_rollouts
+        else config.share_prefixes and algorithm.input in ("pairs", "labels"),
         temperature=(config.rollout.sampling.temperature or 1.0) if on_rollouts else 1.0,
         chunk=config.model.logprob_chunk,
         max_grad_norm=optim.max_grad_norm,

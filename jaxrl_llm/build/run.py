@@ -34,6 +34,7 @@ from jaxrl_llm.build.models import (
 from jaxrl_llm.build.moments import adopt_moments, check_initial_moments, restart_moments
 from jaxrl_llm.build.placement import make_meshes
 from jaxrl_llm.build.push import push_run
+from jaxrl_llm.build.sizes import with_prefixes
 from jaxrl_llm.config import GENERATIVE, TrainConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.rows import Example
@@ -213,6 +214,7 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
     if generates:
         rewards = open_rewards(config, rows, reward, closing)
         judge = open_judge(config, rows, closing)
+    config = with_prefixes(config, model, meshes[POLICY])
     stages = make_stages(config, model, meshes)
     check_own_algorithm(stages[-1])
     check_offload(config, stages[-1], meshes)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
+from jaxrl_llm.data.prefixes import shared_tokens, trees
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.structs import SIGNALS, Batch, Trajectory
 
@@ -51,26 +53,46 @@ def counts(sequences: Sequence[PackItem], group_size: int = 1) -> tuple[float, f
     return max(sum(trained), 1.0), max(float(group_size * sum(min(group) > 0 for group in groups)), 1.0)
 
 
+class Place(NamedTuple):
+    """Where a sequence lies in a row."""
+
+    index: int  # of the sequence
+    shared: int  # its first tokens that are those of the sequence before it in the row
+    columns: np.ndarray  # of all its tokens, [t]
+
+    @property
+    def end(self) -> int:
+        """The first column after it."""
+        return int(self.columns[-1]) + 1
+
+
 def pack(
-    sequences: Sequence[PackItem], row_length: int, rows: int, group_size: int = 1, replay: bool = False
+    sequences: Sequence[PackItem],
+    row_length: int,
+    rows: int,
+    group_size: int = 1,
+    replay: bool = False,
+    share: bool = False,
 ) -> list[Batch]:
     """Pack by first-fit decreasing into rows of `row_length`, `rows` rows a micro-batch, the last one padded.
 
-    Rows are assigned to micro-batches longest first. The packing depends on the lengths alone, so the same
-    sequences always pack the same way.
+    Rows are assigned to micro-batches longest first. The packing depends on the lengths, and where prefixes
+    are shared on the tokens, alone, so the same sequences always pack the same way.
 
     Args:
         group_size: consecutive sequences that stay side by side in one row (2 = a pair).
         replay: include the routes that the sequences have.
+        share: a row holds a prefix that several of its sequences have in common once.
 
     Raises:
         UserError: a group longer than a row.
     """
-    packed = arrange(sequences, row_length, group_size)
+    packed = arrange(sequences, row_length, group_size, share)
     route = next((s.routes[0] for s in sequences if s.routes is not None), None) if replay else None
     batches = []
     for start in range(0, len(packed), rows):
-        batches.append(_fill_rows(sequences, packed[start : start + rows], row_length, rows, route))
+        members = packed[start : start + rows]
+        batches.append(_fill_rows(sequences, members, row_length, rows, route, share))
     return batches
 
 
@@ -80,6 +102,7 @@ def unpack(
     row_length: int,
     group_size: int = 1,
     on_targets: bool = True,
+    share: bool = False,
 ) -> list[np.ndarray]:
     """Return per-token outputs of the batches of `pack`, [B, T, ...], as one array [t, ...] a sequence.
 
@@ -90,23 +113,38 @@ def unpack(
     """
     outputs: list[np.ndarray] = [np.zeros(0)] * len(sequences)
     rows = itertools.chain.from_iterable(values)
-    for members, row in zip(arrange(sequences, row_length, group_size), rows, strict=False):
-        start = 0
-        for index in members:
-            end = start + len(sequences[index].tokens)
-            shifted = np.concatenate([np.zeros_like(row[:1]), row[start : end - 1]])
-            outputs[index] = shifted if on_targets else row[start:end]
-            start = end
+    for members, row in zip(arrange(sequences, row_length, group_size, share), rows, strict=False):
+        for place in members:
+            found = row[place.columns]
+            shifted = np.concatenate([np.zeros_like(row[:1]), found[:-1]])
+            outputs[place.index] = shifted if on_targets else found
     return outputs
 
 
-def arrange(sequences: Sequence[PackItem], row_length: int, group_size: int = 1) -> list[list[int]]:
-    """Return rows as lists of the indices of their sequences, groups complete and in their order."""
-    lengths = [len(s.tokens) for s in sequences]
-    rows = first_fit(
-        [sum(lengths[i : i + group_size]) for i in range(0, len(lengths), group_size)], row_length
-    )
-    return [[group_size * member + i for member in row for i in range(group_size)] for row in rows]
+def arrange(
+    sequences: Sequence[PackItem], row_length: int, group_size: int = 1, share: bool = False
+) -> list[list[Place]]:
+    """Return the places of the sequences in each row, groups complete and in their order."""
+    groups = [list(range(i, i + group_size)) for i in range(0, len(sequences), group_size)]
+    if share:
+        groups = trees(sequences, groups, row_length)
+    sizes = [_places(sequences, members, share)[-1].end for members in groups]
+    rows = first_fit(sizes, row_length)
+    return [_places(sequences, [i for group in row for i in groups[group]], share) for row in rows]
+
+
+def _places(sequences: Sequence[PackItem], members: Sequence[int], share: bool) -> list[Place]:
+    """Return the places of sequences that lie in a row in this order."""
+    places: list[Place] = []
+    columns, end = np.zeros(0, np.int64), 0
+    for i, index in enumerate(members):
+        before = sequences[members[i - 1]] if share and i else None
+        shared = shared_tokens(before, sequences[index]) if before else 0
+        own = len(sequences[index].tokens) - shared
+        columns = np.concatenate([columns[:shared], np.arange(end, end + own)])
+        places.append(Place(index, shared, columns))
+        end += own
+    return places
 
 
 def first_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
@@ -135,10 +173,12 @@ def empty_batch(
     row_length: int,
     signals: Sequence[str] = (),
     route: np.ndarray | jax.ShapeDtypeStruct | None = None,
+    share: bool = False,
 ) -> Batch:
     """Return a micro-batch of padding alone.
 
     Args:
+        share: its sequences may share prefixes.
         route: of a token, for its shape and type; None = the batch has no routes.
     """
     zeros = lambda dtype: np.zeros((rows, row_length), dtype)
@@ -150,6 +190,7 @@ def empty_batch(
         targets=zeros(np.int32),
         positions=zeros(np.int32),
         segments=zeros(np.int32),
+        last=zeros(np.int32) if share else None,
         mask=zeros(np.float32),
         lengths=np.ones((rows, row_length), np.float32),
         **{name: zeros(np.float32) for name in signals},
@@ -159,28 +200,28 @@ def empty_batch(
 
 def _fill_rows(
     sequences: Sequence[PackItem],
-    packed: list[list[int]],
+    packed: list[list[Place]],
     row_length: int,
     rows: int,
     route: np.ndarray | None,
+    share: bool,
 ) -> Batch:
     names = tuple(name for name in IN_LOSS if name in sequences[0].signals)
-    batch = empty_batch(rows, row_length, names, route)
-    for row, members in enumerate(packed):
-        start = 0
-        for segment, index in enumerate(members, 1):
+    batch = empty_batch(rows, row_length, names, route, share)
+    for row, places in enumerate(packed):
+        for segment, (index, shared, columns) in enumerate(places, 1):
             s = sequences[index]
-            end = start + len(s.tokens)
-            here, shifted = slice(start, end), slice(start, end - 1)  # position t predicts token t + 1
-            batch.tokens[row, here] = s.tokens
-            batch.positions[row, here] = np.arange(len(s.tokens))
+            here, shifted = columns[shared:], columns[shared:-1]  # position t predicts token t + 1
+            batch.tokens[row, here] = s.tokens[shared:]
+            batch.positions[row, here] = np.arange(shared, len(s.tokens))
             batch.segments[row, here] = segment
-            batch.targets[row, shifted] = s.tokens[1:]
-            batch.mask[row, shifted] = s.mask[1:]
+            batch.targets[row, shifted] = s.tokens[shared + 1 :]
+            batch.mask[row, shifted] = s.mask[shared + 1 :]
             batch.lengths[row, here] = max(float(s.mask[1:].sum()), 1.0)
             for name in names:
-                getattr(batch, name)[row, shifted] = s.signals[name][1:]
+                getattr(batch, name)[row, shifted] = s.signals[name][shared + 1 :]
             if route is not None and s.routes is not None:
-                batch.routes[row, here] = s.routes
-            start = end
+                batch.routes[row, here] = s.routes[shared:]
+            if share:
+                batch.last[row, columns] = segment  # the next one overwrites what it continues
     return batch

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.experience.rollouts import RolloutSource
+from jaxrl_llm.experience.score import group_by_prompt
 from jaxrl_llm.learn.routing import reads_logits
 from jaxrl_llm.learn.stage import Experience, Stage, policy_scores
+from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.flops import sequence_flops, training_flops
 from jaxrl_llm.rollout.native.asynchronous import AsynchronousEngine
 from jaxrl_llm.rollout.native.engine import NativeEngine
@@ -51,8 +53,11 @@ def generation_flops(stage: Stage, experience: Experience) -> float:
     if native:
         prompts = sequence_flops(model, (len(t.prompt_ids) for t in trajectories))
         total += sequence_flops(model, lengths) - prompts
+    again = [len(t.prompt_ids) for group in group_by_prompt(trajectories) for t in group[1:]]
     for reward in source.scorer.reward_models:
+        shared = again if reward.model.config.share_prefixes else ()
         total += sequence_flops(reward.params.config, lengths, logits=False)
+        total -= sequence_flops(reward.params.config, shared, logits=False)
     total *= generated / len(trajectories)
     if native:
         total += sequence_flops(model, (len(p.ids) for p in experience.prompts), logits=False)
@@ -61,32 +66,45 @@ def generation_flops(stage: Stage, experience: Experience) -> float:
 
 def scoring_flops(stage: Stage, items: Sequence[PackItem], reference: Params | None) -> float:
     """Return the FLOPs of `Stage.score`."""
-    lengths, policy, critic = [len(item.tokens) for item in items], stage.policy, stage.critic
+    policy, critic, forward = stage.policy, stage.critic, _distinct(sequence_flops, stage, [items])
     total = 0.0
     if outputs := policy_scores(stage.requires, policy.config):
-        total += sequence_flops(policy.model, lengths, logits=reads_logits(outputs))
+        total += forward(policy.model, reads_logits(outputs))
     if critic and stage.updates_critic:
-        total += sequence_flops(critic.model, lengths, logits=False)
+        total += forward(critic.model, False)
     if stage.requires.reference and stage.teachers:
         for index, teacher in enumerate(stage.teachers):
-            chosen = [len(i.tokens) for i in items if round(float(i.signals["labels"][0])) == index]
-            total += sequence_flops(teacher.config, chosen)
+            chosen = [i for i in items if round(float(i.signals["labels"][0])) == index]
+            total += _distinct(sequence_flops, stage, [chosen])(teacher.config)
+    elif reference is not None and isinstance(stage.source, RolloutSource):
+        total += forward(reference.config)
     elif reference is not None:
-        computed = lengths if isinstance(stage.source, RolloutSource) else stage.reference_cache.computed
-        total += sequence_flops(reference.config, computed)
+        total += sequence_flops(reference.config, stage.reference_cache.computed)
     return total
 
 
 def learning_flops(stage: Stage, minibatches: Sequence[Sequence[PackItem]], step: int) -> float:
     """Return the FLOPs of `Stage.update`, with those of the teachers that the loss reads."""
-    lengths = [len(item.tokens) for items in minibatches for item in items]
+    forward = _distinct(sequence_flops, stage, minibatches)
+    training = _distinct(training_flops, stage, minibatches)
     total = 0.0
     if stage.critic and stage.updates_critic:
-        total += training_flops(stage.critic.model, lengths, logits=False)
+        total += training(stage.critic.model, False)
     if not stage.critic or step >= stage.critic_warmup:
-        total += training_flops(stage.policy.model, lengths, logits=stage.requires.policy)
+        total += training(stage.policy.model, stage.requires.policy)
         if stage.policy.config.balance_coef:  # loads before the update
-            total += sequence_flops(stage.policy.model, lengths, logits=False)
+            total += forward(stage.policy.model, False)
         if stage.requires.divergence:
-            total += sum(sequence_flops(teacher.config, lengths) for teacher in stage.teachers)
+            total += sum(forward(teacher.config) for teacher in stage.teachers)
     return total
+
+
+def _distinct(
+    flops: Callable[[TransformerConfig, list[int], bool], float],
+    stage: Stage,
+    minibatches: Sequence[Sequence[PackItem]],
+) -> Callable[..., float]:
+    """Return (model, logits) -> `flops` of the items, tokens that rows have once for several counted once."""
+    lengths = [len(item.tokens) for items in minibatches for item in items]
+    shared = [length for items in minibatches for length in stage.policy.shared_tokens(items)]
+    return lambda c, logits=True: flops(c, lengths, logits) - flops(c, shared, logits)

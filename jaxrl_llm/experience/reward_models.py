@@ -25,6 +25,7 @@ from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.hf.tokenizer import load_tokenizer, same_vocabulary
 from jaxrl_llm.learn.scoring import ScoringModel
 from jaxrl_llm.learn.update import StepConfig
+from jaxrl_llm.models.kernels import can_share_prefixes
 from jaxrl_llm.rewards.config import RewardModelConfig
 from jaxrl_llm.rewards.extract import verdict_probability
 from jaxrl_llm.sharding.rules import TRAIN
@@ -73,10 +74,9 @@ class RewardModel:
     def _item(self, trajectory: Trajectory, example: Example) -> PackItem:
         """Return the trajectory and one more token: value t is that of the state after token t - 1."""
         if self.rerenders:
-            ids = self.render(trajectory, example)
-        else:
-            ids = [*trajectory.prompt_ids, *trajectory.response_ids]
-        return self._truncated([*ids, 0])
+            return self._truncated([*self.render(trajectory, example), 0])
+        ids = [*trajectory.prompt_ids, *trajectory.response_ids, 0]
+        return self._truncated(ids, len(trajectory.prompt_ids))
 
     def render(self, trajectory: Trajectory, example: Example) -> list[int]:
         """Return the ids of prompt and response, every turn of them, up to the end token of the last.
@@ -90,10 +90,11 @@ class RewardModel:
         chat = ChatRenderer(self.tokenizer, [*messages, *trajectory.messages], example, MODEL_CHAT)
         return chat.tokenize(chat.render().rstrip())
 
-    def _truncated(self, ids: Sequence[int]) -> PackItem:
-        """Return the last `row_tokens` of the ids as an item."""
-        ids = np.asarray(ids[-self.model.config.row_tokens :], np.int32)
-        return PackItem(ids, np.ones(len(ids), np.float32))
+    def _truncated(self, ids: Sequence[int], context: int = 0) -> PackItem:
+        """Return the last `row_tokens` of the ids as an item; others may share the first `context` ids."""
+        first = max(len(ids) - self.model.config.row_tokens, 0)
+        mask = np.arange(first, len(ids)) >= context
+        return PackItem(np.asarray(ids[first:], np.int32), mask.astype(np.float32))
 
     def _start_verdicts(
         self, trajectories: Sequence[Trajectory], examples: Sequence[Example]
@@ -123,7 +124,7 @@ class RewardModel:
         for prompt in prompts:
             example = Example(({"role": "user", "content": prompt},), None)
             tokens = encode_prompt(self.tokenizer, example, MODEL_CHAT)
-            items += [self._truncated([*tokens, word]) for word in ids]
+            items += [self._truncated([*tokens, word], len(tokens)) for word in ids]
         pending = self.model.start(self.params, items)
 
         def finish() -> list[float]:
@@ -198,6 +199,8 @@ def load_reward_model(
     shardings = models.shardings(model, mesh, TRAIN)
     params = load_params(folder, model, shardings, jnp.dtype(step.dtype))
     step = replace(step, row_tokens=responses * step.row_tokens + EXTRA_TOKENS, temperature=1.0)
+    shares = step.share_prefixes and can_share_prefixes(model, step.dtype, mesh)
+    step = replace(step, share_prefixes=shares)
     return RewardModel(config, params, ScoringModel(step, mesh), tokenizer, chat, rerenders)
 
 

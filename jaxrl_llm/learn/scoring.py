@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm.data.packing import PackItem, empty_batch, pack, unpack
+from jaxrl_llm.data.packing import PackItem, arrange, empty_batch, pack, unpack
 from jaxrl_llm.learn.routing import ROUTES
 from jaxrl_llm.learn.update import StepConfig, model_outputs
 from jaxrl_llm.sharding.rules import put_rows, row_sharding, with_shardings
@@ -35,7 +35,7 @@ class ScoringModel:
     def abstract_batch(self, signals: Sequence[str], rows: int, replay: bool = True) -> Batch:
         """Return shapes, types and shardings of a micro-batch with these signals."""
         route = self.config.replay.route if replay and self.config.replay else None
-        empty = empty_batch(rows, self.config.row_tokens, signals, route)
+        empty = empty_batch(rows, self.config.row_tokens, signals, route, self.config.share_prefixes)
         return with_shardings(empty, jax.tree.map(lambda x: row_sharding(self.mesh, x.shape), empty))
 
     def score_program(self, params: Params, names: tuple[str, ...], replay: bool = False) -> Program:
@@ -84,8 +84,8 @@ class ScoringModel:
         self, values: Sequence[jax.Array], items: Sequence[PackItem], on_targets: bool = True
     ) -> list[np.ndarray]:
         """Return per-token values of micro-batches, [B, T, ...], as one array [t, ...] for each item."""
-        values = [np.asarray(x) for x in values]
-        return unpack(values, items, self.config.row_tokens, self.group_size, on_targets)
+        values, c = [np.asarray(x) for x in values], self.config
+        return unpack(values, items, c.row_tokens, self.group_size, on_targets, c.share_prefixes)
 
     def write_signal(
         self, name: str, minibatches: Sequence[Sequence[PackItem]], values: Sequence[Sequence[jax.Array]]
@@ -98,6 +98,13 @@ class ScoringModel:
             for item, array in zip(items, self.unpacked(batches, items), strict=True):
                 item.signals.setdefault(name, array)
 
+    def shared_tokens(self, items: Sequence[PackItem]) -> list[int]:
+        """Return the lengths of the prefixes that items have in common with others of their rows."""
+        c = self.config
+        rows = arrange(items, c.row_tokens, self.group_size, share=True) if c.share_prefixes else []
+        return [place.shared for row in rows for place in row if place.shared]
+
     def _batches(self, items: Sequence[PackItem], rows: int, replay: bool = True) -> list[Batch]:
-        replay = replay and self.config.replay is not None
-        return [self.put(b) for b in pack(items, self.config.row_tokens, rows, self.group_size, replay)]
+        c, size = self.config, self.group_size
+        replay = replay and c.replay is not None
+        return [self.put(b) for b in pack(items, c.row_tokens, rows, size, replay, c.share_prefixes)]

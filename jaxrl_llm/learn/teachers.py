@@ -51,8 +51,8 @@ class PlacedTeachers:
             with jax.set_mesh(self.model.mesh):
                 heads = [jax.jit(_head_of)(teacher) for teacher in self.teachers]
             self._heads = [reshard(head, self._head_sharding(head)) for head in heads]
-        inputs = batch.tokens, batch.positions, batch.segments
-        inputs = reshard(inputs, tuple(row_sharding(self.model.mesh, x.shape) for x in inputs))
+        inputs = batch.tokens, batch.positions, batch.segments, batch.last
+        inputs = reshard(inputs, jax.tree.map(lambda x: row_sharding(self.model.mesh, x.shape), inputs))
         with jax.set_mesh(self.model.mesh):
             hidden = [self._forward(teacher, *inputs) for teacher in self.teachers]
         sent = [reshard(x, self._hidden_sharding(x.shape)) for x in hidden]
@@ -69,12 +69,13 @@ class PlacedTeachers:
         heads = [jax.eval_shape(_head_of, teacher) for teacher in self.teachers]
         return self._join(hidden, [with_shardings(head, self._head_sharding(head)) for head in heads])
 
-    def _hidden(self, teacher: Params, tokens, positions, segments) -> Float[Array, "B T D"]:
+    def _hidden(self, teacher: Params, tokens, positions, segments, last) -> Float[Array, "B T D"]:
         config = self.model.config
         return teacher(
             tokens,
             positions,
             segments,
+            last=last,
             dtype=jnp.dtype(config.dtype),
             sequence_parallel=config.sequence_parallel,
         )

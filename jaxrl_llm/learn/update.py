@@ -45,6 +45,7 @@ class StepConfig:
     dtype: str = "float32"
     remat: str = "none"
     sequence_parallel: str = "ring"  # context parallelism, where the mesh divides the tokens of a row
+    share_prefixes: bool = False  # a row holds what its trajectories have in common once
     strict: bool = False  # batch-invariant: a log-prob depends, bit for bit, on its trajectory alone
     temperature: float = 1.0  # of the rollout: its log-probs are of the softmax at this temperature
     score_rows: int = 0  # rows of a micro-batch that is scored without gradient; 0 = rows
@@ -81,7 +82,8 @@ def model_outputs(
         divergence: settings of `linear_divergence`.
     """
     dtype = jnp.dtype(config.dtype)
-    settings = {"dtype": dtype, **{n: getattr(config, n) for n in ("remat", "sequence_parallel", "strict")}}
+    settings = {n: getattr(config, n) for n in ("remat", "sequence_parallel", "strict")}
+    settings |= {"dtype": dtype, "last": batch.last}
     rows = batch.tokens, batch.positions, batch.segments
     hidden, sums, routes = params.forward(*rows, batch.routes, **settings)
     head = batch_invariant.rounded(params.head, dtype)

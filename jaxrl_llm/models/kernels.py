@@ -34,6 +34,17 @@ def describe_kernels(config: TransformerConfig, dtype: str, mesh: Mesh, strict: 
     return ", ".join(f"{part} {name} ({reason})" for part, (name, reason) in chosen.items())
 
 
+def can_share_prefixes(config: TransformerConfig, dtype: str, mesh: Mesh) -> bool:
+    """Return whether a model can read rows whose sequences share prefixes.
+
+    Sliding windows count the tokens of a row, dynamic RoPE reads the length of a sequence, and cuDNN has no
+    such mask.
+    """
+    with jax.set_mesh(mesh):
+        name, _ = choose("flash_attention", config.head_dim, dtype, config.attention_softcap)
+    return not (config.sliding_window or config.rope.scaling == "dynamic" or name == "cudnn")
+
+
 def turing_warning(dtypes: dict[str, str], mesh: Mesh) -> str:
     """Return a warning of bfloat16 on GPUs without units for it; "" where there is nothing to warn of.
 

@@ -110,11 +110,13 @@ def expert_weights(
     return weights if moe.scale == 1.0 else moe.scale * weights
 
 
-def routing_sums(moe: MoEConfig, routing: Routing, valid: Bool[Array, "B T"]) -> RoutingSums:
+def routing_sums(moe: MoEConfig, routing: Routing, readers: Int[Array, "B T"]) -> RoutingSums:
     """Return the load of the experts and the sums of the router's scores, which carry its gradient.
 
-    Scores are probabilities, or sigmoids over their sum (DeepSeek-V3, arXiv 2412.19437, equations 18 to 20).
+    A token counts once for each of the sequences that it is part of, its `readers`; padding has none. Scores
+    are probabilities, or sigmoids over their sum (DeepSeek-V3, arXiv 2412.19437, equations 18 to 20).
     """
+    valid, readers = readers > 0, readers[..., None]
     logits = jnp.where(valid[..., None], routing.logits, 0.0)
     if moe.score == "sigmoid":
         scores = jax.nn.sigmoid(logits)
@@ -123,11 +125,11 @@ def routing_sums(moe: MoEConfig, routing: Routing, valid: Bool[Array, "B T"]) ->
         scores = jax.nn.softmax(logits, axis=-1)
     is_chosen = jnp.any(routing.chosen[..., None] == jnp.arange(moe.num_experts), axis=-2)
     over_tokens = functools.partial(jnp.sum, axis=(0, 1), where=valid[..., None])
-    sums = RoutingSums(over_tokens(is_chosen, dtype=jnp.int32), over_tokens(scores))
+    sums = RoutingSums(over_tokens(is_chosen * readers, dtype=jnp.int32), over_tokens(scores * readers))
     if routing.own is None:
         return sums
     agrees = jnp.any(routing.own[..., None] == routing.chosen[..., None, :], axis=-1)
-    counts = lambda x: jnp.sum(x & (valid & routing.is_replayed)[..., None], dtype=jnp.int32)
+    counts = lambda x: jnp.sum(x * readers, where=routing.is_replayed[..., None], dtype=jnp.int32)
     return sums._replace(replayed=counts(jnp.ones_like(agrees)), agreed=counts(agrees))
 
 

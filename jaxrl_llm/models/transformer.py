@@ -168,18 +168,23 @@ class Transformer(nnx.Module):
         segments: Int[Array, "B T"] | None = None,
         routes: UInt[Array, "B T L K"] | None = None,
         *,
+        last: Int[Array, "B T"] | None = None,
         dtype: DTypeLike = jnp.float32,
         remat: str = "none",
         sequence_parallel: ContextParallel = "ring",
         strict: bool = False,
     ) -> tuple[Float[Array, "B T D"], RoutingSums | None, UInt[Array, "B T L K"] | None]:
-        """Compute hidden states after the final norm. A token attends to the earlier ones of its own segment.
+        """Compute hidden states after the final norm. A token attends to the earlier ones of its own segment,
+        and of those that it continues.
 
         Equal layers are scanned: compile time does not grow with depth.
 
         Args:
             tokens, positions: ids and their positions in the trajectory (0-based).
-            segments: which trajectory of the row each token belongs to, 0 = padding; None = one a row.
+            segments: number of each token's trajectory, or of a part of it that others share: 1, 2, ... in
+                the order of the row, 0 = padding; None = one a row.
+            last: number of the last segment that continues each token's (`flash_attention`); None = none
+                continues another. Rows must be no longer than a sliding window.
             routes: experts that tokens pass (`moe.route_spec`); None = those that the routers choose.
             dtype: of activations and products; norms, softmax and RoPE are float32.
             remat: what the backward pass keeps: "none" = everything; "dots" = layer inputs, attention outputs
@@ -190,12 +195,19 @@ class Transformer(nnx.Module):
                 (`jaxrl_kernels.batch_invariant`); one device.
 
         Returns: (hidden states, sums of the routing, routes); the last two are None without experts.
+
+        Raises:
+            ValueError: `last` in strict mode, or with dynamic RoPE, which reads the length of a trajectory.
         """
         c = self.config
+        if last is not None and (strict or c.rope.scaling == "dynamic"):
+            raise ValueError("strict mode and dynamic RoPE take no shared prefixes (`last`)")
         if segments is None:
             segments = jnp.ones_like(tokens)
         method = context_parallel(tokens.shape[1], sequence_parallel)
         tokens, positions, segments = [reorder_tokens(x, method) for x in (tokens, positions, segments)]
+        last = None if last is None else reorder_tokens(last, method)
+        readers = jnp.where(segments > 0, 1 if last is None else last - segments + 1, 0)
         per_token = per_token_call(strict)
         rope = per_token(rope_fn(c), None, positions, trajectory_lengths(c, positions, segments))
         table = rounded(fetch(self.embed[...]), dtype)
@@ -209,9 +221,9 @@ class Transformer(nnx.Module):
             layer, window, routes = layer_inputs
             x = checkpoint_name(x, LAYER_INPUT)
             w = cast_weights(layer, dtype)
-            attention_fn = make_attention_fn(c, w, segments, positions, window, method, strict)
+            attention_fn = make_attention_fn(c, w, segments, positions, window, last, method, strict)
             x, _, routing = block(c, w, x, rope, attention_fn, strict, segments > 0, routes=routes)
-            return x, routing and (routing_sums(c.moe, routing, segments > 0), routing.chosen)
+            return x, routing and (routing_sums(c.moe, routing, readers), routing.chosen)
 
         for name, stack in layer_stacks(c).items():
             layer = functools.partial(body, stack)
@@ -231,6 +243,7 @@ def make_attention_fn(
     segments: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     window: int | Int[Array, ""],
+    last: Int[Array, "B T"] | None = None,
     method: ContextParallel = "none",
     strict: bool = False,
 ):
@@ -239,7 +252,7 @@ def make_attention_fn(
 
     def plain(q, k, v, segments, positions, window, sinks):
         known = {"windows": tuple(sorted(set(window_sizes(c)))), "method": method}
-        return sharded_attention(q, k, v, segments, window=window, sinks=sinks, **known, **settings)
+        return sharded_attention(q, k, v, segments, last, window=window, sinks=sinks, **known, **settings)
 
     def exact(q, k, v, segments, positions, window, sinks):
         start = jnp.arange(q.shape[1]) - positions

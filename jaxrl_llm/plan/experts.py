@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from jaxrl_kernels.chips import GPUS_PER_HOST, HOST_LINKS, Chip
-from jaxrl_llm.config import TrainConfig, derived
+from jaxrl_llm.build.sizes import derived
+from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.models import TransformerConfig, abstract, named_leaves
 from jaxrl_llm.models.flops import layer_weights
 from jaxrl_llm.sharding.rules import num_shards

@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
 from jaxrl_llm.build.models import has_own_reference, make_stages, trained_config
-from jaxrl_llm.config import TrainConfig, derived
+from jaxrl_llm.build.sizes import derived, rows_needed
+from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.routing import ROUTES, reads_logits
 from jaxrl_llm.learn.scoring import ScoringModel
@@ -152,10 +153,11 @@ def _score(config: TrainConfig, stage: Stage, base: Resident, meshes: Mapping[st
 
     def phase(name, scored, model, params, outputs, replay=False):
         rows = scored.config.rows_scored
-        times, tokens = math.ceil(config.trajectories_per_step / rows), rows * config.row_tokens
+        needed = rows_needed(config, config.trajectories_per_step)
+        times, tokens = math.ceil(needed / rows), rows * config.row_tokens
         program = scored.score_program(params, outputs, replay)
         resident = base | {"batch": [program.args[1]] * times}
-        work = flops.forward_flops(model, tokens, config.row_tokens / 2)
+        work = flops.forward_flops(model, tokens, config.max_tokens / 2)
         work += flops.head_flops(model, tokens) * reads_logits(outputs)
         return Phase(f"score: {name}", program, resident, times, work, scored.mesh)
 
@@ -179,7 +181,7 @@ def _update(
     batch, grads = calls["accumulate"].args[2], calls["apply"].args[1]
     resident = base | {"gradients": grads, "batch": [batch] * per_minibatch}
     tokens, with_logits = rows * config.row_tokens, algos.requirements(learner.algo).policy
-    work = flops.update_flops(learner.model, tokens, config.row_tokens / 2, config.model.remat, with_logits)
+    work = flops.update_flops(learner.model, tokens, config.max_tokens / 2, config.model.remat, with_logits)
     results = grads if per_minibatch == 1 else None  # otherwise they replace an argument
     accumulate, times = calls["accumulate"], times * config.ppo_epochs
     yield Phase(f"{name}: accumulate", accumulate, resident, times, work, learner.mesh, results=results)

@@ -10,12 +10,13 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl_llm.build.placement import make_meshes
-from jaxrl_llm.config import TrainConfig, derived
+from jaxrl_llm.build.sizes import derived, with_prefixes
+from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.kernels import check_kernels_setting, describe_kernels, turing_warning
 from jaxrl_llm.plan.compiled import CompiledStats, compile_program
 from jaxrl_llm.plan.experts import ExpertGather, expert_gather
-from jaxrl_llm.plan.models import planned_model
+from jaxrl_llm.plan.models import ABSTRACT_MODELS, planned_model
 from jaxrl_llm.plan.phases import Phase, phases
 from jaxrl_llm.plan.target import CompileTarget
 from jaxrl_llm.sharding.config import POLICY
@@ -123,7 +124,9 @@ def make_plan(
     """
     check_kernels_setting()
     meshes = make_meshes(config, target.devices)
-    step, mesh = phases(config, meshes), meshes[POLICY]
+    model, mesh = planned_model(config.model), meshes[POLICY]
+    config = with_prefixes(config, model, mesh, ABSTRACT_MODELS)
+    step = phases(config, meshes)
     selected = [p for p in step if not only or any(word.strip() in p.name for word in only.split(","))]
     if not selected:
         names = ", ".join(phase.name for phase in step)
@@ -135,7 +138,6 @@ def make_plan(
         log(f"compiling {phase.name}")
         stats = compile_program(phase.program, phase.mesh, target.topology.platform)
         costs.append(phase_cost(phase, stats, target, device_groups(meshes)))
-    model = planned_model(config.model)
     return Plan(
         config.model.path or "architecture of the recipe",
         target.topology.name,

@@ -281,7 +281,7 @@ def _stored_shape(config: TrainConfig, file: Path) -> Iterator[str]:
 
 def _shape(config: TrainConfig, sizes: Mapping[str, int], max_position: int, heads: int) -> Iterator[str]:
     """Yield what does not fit the model's positions and heads; 0 = not known."""
-    if 0 < max_position < config.row_tokens:
+    if 0 < max_position < config.max_tokens:
         room = max_position - config.max_prompt_tokens
         fix = f"--max_response_tokens {room} or less" if room > 0 else "both smaller"
         yield (

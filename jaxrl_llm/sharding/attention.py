@@ -56,6 +56,7 @@ def sharded_attention(
     k: Float[Array, "B T K E"],
     v: Float[Array, "B T K E"],
     segments: Int[Array, "B T"],
+    last: Int[Array, "B T"] | None = None,
     *,
     scale: float,
     window: int | Int[Array, ""],
@@ -67,11 +68,10 @@ def sharded_attention(
     """Compute causal attention within the segments of each row, sharded over the current mesh.
 
     Args:
-        segments: 0 = padding.
-        window: sliding window: tokens that a token attends to, itself included.
+        segments, last, window: of `flash_attention`.
         windows: all values that `window` may have, where it is traced; cuDNN compiles each.
         sinks: the score of one more key of value 0 for each head; None = none.
-        method: of `context_parallel`; q, k, v and segments are in its order (`reorder_tokens`).
+        method: of `context_parallel`; what has tokens is in its order (`reorder_tokens`).
 
     Raises:
         UserError: Ulysses with heads that its devices do not divide.
@@ -79,7 +79,7 @@ def sharded_attention(
     spec = current_spec(QUERY_AXES, q.shape, REPLICATED_SEQUENCE if method == "none" else TRAIN)
     if spec is None:
         return flash_attention(
-            q, k, v, segments, scale=scale, window=window, windows=windows, softcap=softcap, sinks=sinks
+            q, k, v, segments, last, scale=scale, window=window, windows=windows, softcap=softcap, sinks=sinks
         )
     mesh = jax.sharding.get_abstract_mesh()
     head_shards = q.shape[2] // NamedSharding(mesh, spec).shard_shape(q.shape)[2]
@@ -93,8 +93,8 @@ def sharded_attention(
     implementation = load_implementation("flash_attention", name)
     if method in METHODS:
         implementation = METHODS[method](implementation, AXIS)
-    static = _Static(implementation, AttentionSpec(scale, True, softcap, windows), spec)
-    return _attention(static, q, k, v, segments, window, sinks)
+    static = _Static(implementation, AttentionSpec(scale, softcap, windows, last is not None), spec)
+    return _attention(static, q, k, v, segments, last, window, sinks)
 
 
 def heads_problem(heads: int, parts: int) -> str:
@@ -127,30 +127,31 @@ class _Static(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(static: _Static, q, k, v, segments, window, sinks):
-    return _forward(static, q, k, v, segments, window, sinks)[0]
+def _attention(static: _Static, q, k, v, segments, last, window, sinks):
+    return _forward(static, q, k, v, segments, last, window, sinks)[0]
 
 
-def _forward(static: _Static, q, k, v, segments, window, sinks):
-    def local(q, k, v, segments, window):
+def _forward(static: _Static, q, k, v, segments, last, window, sinks):
+    def local(q, k, v, segments, last, window):
+        last = segments if last is None else last  # one array, as cuDNN needs to know
         mask = DynamicMask(window=window)
-        return static.implementation.forward(static.spec, q, k, v, segments, segments, mask)
+        return static.implementation.forward(static.spec, q, k, v, segments, last, mask)
 
     window = jnp.asarray(window, jnp.int32)
-    results = static.shard_map(local, "rrrsw", "rl")(q, k, v, segments, window)
+    results = static.shard_map(local, "rrrssw", "rl")(q, k, v, segments, last, window)
     results = results if sinks is None else add_sinks(*results, sinks)
     out, lse = [checkpoint_name(x, SAVED) for x in results]
-    return out, ((q, k, v, segments, window, out, lse), sinks)
+    return out, ((q, k, v, segments, last, window, out, lse), sinks)
 
 
 def _backward(static: _Static, residuals, d_out):
-    def local(q, k, v, segments, window, out, lse, d_out):
-        mask = DynamicMask(window=window)
-        return static.implementation.backward(static.spec, q, k, v, segments, segments, mask, out, lse, d_out)
+    def local(q, k, v, segments, last, window, out, lse, d_out):
+        last, mask = segments if last is None else last, DynamicMask(window=window)
+        return static.implementation.backward(static.spec, q, k, v, segments, last, mask, out, lse, d_out)
 
     arrays, sinks = residuals
-    d_qkv = static.shard_map(local, "rrrswrlr", "rrr")(*arrays, d_out)
-    return *d_qkv, None, None, None if sinks is None else d_sinks(sinks, *arrays[-2:], d_out)
+    d_qkv = static.shard_map(local, "rrrsswrlr", "rrr")(*arrays, d_out)
+    return *d_qkv, None, None, None, None if sinks is None else d_sinks(sinks, *arrays[-2:], d_out)
 
 
 _attention.defvjp(_forward, _backward)

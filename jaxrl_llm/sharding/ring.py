@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from jaxrl_kernels.flash_attention.blocks import block_segments, visible_blocks
+from jaxrl_kernels.flash_attention.blocks import key_segments, query_segments, visible_blocks
 from jaxrl_kernels.flash_attention.spec import MASKED_LSE, AttentionSpec, DynamicMask
 
 PAIRS = ((0, 0), (1, 0), (1, 1))
@@ -32,7 +32,7 @@ class RingAttention(NamedTuple):
     axis: str
     """Mesh axis that the row is sharded over."""
 
-    def forward(self, spec: AttentionSpec, q, k, v, q_segments, kv_segments, mask: DynamicMask):
+    def forward(self, spec: AttentionSpec, q, k, v, q_segments, kv_last, mask: DynamicMask):
         """Compute (out, lse) of the local queries over the keys of all devices."""
 
         def add(results, operands):
@@ -41,7 +41,7 @@ class RingAttention(NamedTuple):
         def step(s, carry):
             kv, results = carry
             following = self._rotate(kv)  # overlaps with the computation
-            for i, _, visible, operands in self._pairs(spec, s, q, q_segments, kv, mask):
+            for i, _, visible, operands in self._pairs(s, q, q_segments, kv, mask):
                 result = jax.lax.cond(visible, add, lambda result, _: result, results[i], operands)
                 results = (result, results[1]) if i == 0 else (results[0], result)
             return following, results
@@ -51,7 +51,7 @@ class RingAttention(NamedTuple):
             jnp.zeros((batch, length // 2, heads, dim), jnp.float32),
             jnp.full((batch, heads, length // 2), MASKED_LSE, jnp.float32),
         )
-        _, (early, late) = self._all_steps(step, ((k, v, kv_segments), (empty, empty)))
+        _, (early, late) = self._all_steps(step, ((k, v, kv_last), (empty, empty)))
         out = jnp.concatenate([early[0], late[0]], axis=1).astype(q.dtype)
         return out, jnp.concatenate([early[1], late[1]], axis=2)
 
@@ -62,7 +62,7 @@ class RingAttention(NamedTuple):
         k,
         v,
         q_segments,
-        kv_segments,
+        kv_last,
         mask: DynamicMask,
         out,
         lse,
@@ -84,7 +84,7 @@ class RingAttention(NamedTuple):
             kv, d_kv, d_q = carry
             following, arrived = self._rotate((kv, d_kv))
             parts = [[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]  # of dq, dk, dv: early and late chunk
-            for i, j, visible, operands in self._pairs(spec, s, q, q_segments, kv, mask):
+            for i, j, visible, operands in self._pairs(s, q, q_segments, kv, mask):
                 gradients = jax.lax.cond(visible, compute, skip, operands, results[i])
                 for part, chunk, gradient in zip(parts, (i, j, j), gradients, strict=True):
                     part[chunk] = part[chunk] + gradient
@@ -92,7 +92,7 @@ class RingAttention(NamedTuple):
             return following, jax.tree.map(jnp.add, arrived, d_kv_part), d_q + d_q_part
 
         d_q, *d_kv = [jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)]
-        _, d_kv, d_q = self._all_steps(step, ((k, v, kv_segments), d_kv, d_q))
+        _, d_kv, d_q = self._all_steps(step, ((k, v, kv_last), d_kv, d_q))
         d_k, d_v = self._rotate(d_kv)  # to the devices of their keys
         return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
 
@@ -106,7 +106,7 @@ class RingAttention(NamedTuple):
         n = jax.lax.axis_size(self.axis)
         return jax.lax.ppermute(tree, self.axis, [(i, (i + 1) % n) for i in range(n)])
 
-    def _pairs(self, spec: AttentionSpec, s, q, q_segments, kv, mask: DynamicMask):
+    def _pairs(self, s, q, q_segments, kv, mask: DynamicMask):
         """Yield (query chunk, key chunk, whether any pair is visible, operands of `forward`) of step s."""
         n, device = jax.lax.axis_size(self.axis), jax.lax.axis_index(self.axis)
         length = q.shape[1] // 2
@@ -114,11 +114,11 @@ class RingAttention(NamedTuple):
         queries = list(zip(_halves(q), _halves(q_segments), strict=True))
         keys = list(zip(*[_halves(x) for x in kv], strict=True))
         for i, j in PAIRS:
-            (q_i, q_segments_i), (k_j, v_j, kv_segments_j) = queries[i], keys[j]
+            (q_i, q_segments_i), (k_j, v_j, kv_last_j) = queries[i], keys[j]
             chunk_mask = DynamicMask(start(device, i), start((device - s) % n, j), mask.window)
-            of = [block_segments(x, length) for x in (q_segments_i, kv_segments_j)]
-            visible = jnp.any(visible_blocks(spec, chunk_mask, *of, (length, length)))
-            yield i, j, visible, (q_i, k_j, v_j, q_segments_i, kv_segments_j, chunk_mask)
+            of = query_segments(q_segments_i, length), key_segments(kv_last_j, length)
+            visible = jnp.any(visible_blocks(chunk_mask, *of, (length, length)))
+            yield i, j, visible, (q_i, k_j, v_j, q_segments_i, kv_last_j, chunk_mask)
 
 
 def to_zigzag(x: Shaped[Array, "B T ..."], axis: str) -> Shaped[Array, "B T ..."]:

@@ -25,10 +25,10 @@ class UlyssesAttention(NamedTuple):
     axis: str
     """Mesh axis that the row is sharded over; its size divides the number of query heads."""
 
-    def forward(self, spec: AttentionSpec, q, k, v, q_segments, kv_segments, mask: DynamicMask):
+    def forward(self, spec: AttentionSpec, q, k, v, q_segments, kv_last, mask: DynamicMask):
         """Compute (out, lse) of the local queries over the keys of all devices."""
         qkv = self._by_heads(q, self._repeat(k), self._repeat(v))
-        out, lse = self.implementation.forward(spec, *qkv, *self._gather(q_segments, kv_segments), mask)
+        out, lse = self.implementation.forward(spec, *qkv, *self._gather(q_segments, kv_last), mask)
         return self._by_tokens(out)[0], jax.lax.all_to_all(lse, self.axis, 2, 1, tiled=True)
 
     def backward(
@@ -38,7 +38,7 @@ class UlyssesAttention(NamedTuple):
         k,
         v,
         q_segments,
-        kv_segments,
+        kv_last,
         mask: DynamicMask,
         out,
         lse,
@@ -51,7 +51,7 @@ class UlyssesAttention(NamedTuple):
             q, self._repeat(k), self._repeat(v), out, d_out
         )
         d_q, d_k, d_v = self.implementation.backward(
-            spec, q, repeated_k, repeated_v, *self._gather(q_segments, kv_segments), mask,
+            spec, q, repeated_k, repeated_v, *self._gather(q_segments, kv_last), mask,
             out, across(lse), d_out, across(d_lse),
         )  # fmt: skip
         d_q, d_k, d_v = self._by_tokens(d_q, d_k, d_v)

@@ -46,7 +46,8 @@ def test_adapters_train_without_gradients_of_frozen_weights():
 
 
 def stage(algo, old="policy", model=MODEL, **fields):
-    policy = SimpleNamespace(model=model, config=SimpleNamespace(old=old, replay=None, balance_coef=0.0))
+    settings = SimpleNamespace(old=old, replay=None, balance_coef=0.0)
+    policy = SimpleNamespace(model=model, config=settings, shared_tokens=lambda items: [])
     requires = algos.requirements(algo)
     fields = {"critic": None, "updates_critic": True, "critic_warmup": 0, "teachers": ()} | fields
     cache = LogprobCache()
@@ -64,7 +65,7 @@ def rollout_source(responses=2, engine=NativeEngine, reward_models=()):
 def experience(num_prompts=1):
     """Two responses of 3 and 4 tokens to a prompt of 2."""
     prompts = [SimpleNamespace(ids=np.zeros(2))] * num_prompts
-    trajectories = [SimpleNamespace(prompt_ids=np.zeros(2), num_tokens=n) for n in (5, 6)]
+    trajectories = [SimpleNamespace(prompt_ids=np.zeros(2), num_tokens=n, prompt_index=0) for n in (5, 6)]
     items = [PackItem(np.zeros(n, np.int32), np.ones(n)) for n in (5, 6)]
     return Experience(items, {}, 11, prompts, trajectories)
 
@@ -99,7 +100,8 @@ def test_responses_that_dynamic_sampling_dropped_count_as_those_that_it_kept():
 
 def test_reward_models_and_critic():
     small = replace(MODEL, num_layers=1)
-    reward = SimpleNamespace(params=SimpleNamespace(config=small))
+    step = SimpleNamespace(config=SimpleNamespace(share_prefixes=False))
+    reward = SimpleNamespace(params=SimpleNamespace(config=small), model=step)
     critic = SimpleNamespace(model=MODEL)
     source = rollout_source(reward_models=[reward])
     own = stage(replace(algos.ppo.Config(), kl_coef=0.0), critic=critic, critic_warmup=1, source=source)
@@ -117,3 +119,14 @@ def test_datasets_and_teachers():
     teacher = SimpleNamespace(config=replace(MODEL, num_layers=1))
     own = stage(algos.gkd.Config(teachers=("x",)), source=rollout_source(), teachers=(teacher,))
     assert flops_of(own, rows) == GENERATED + UPDATE + sequence_flops(teacher.config, [5, 6])
+
+
+def test_a_shared_prompt_counts_once():
+    """By policy, reference and reward model: a row has the first token of the prompt once for both."""
+    step = SimpleNamespace(config=SimpleNamespace(share_prefixes=True))
+    reward = SimpleNamespace(params=SimpleNamespace(config=MODEL), model=step)
+    own = stage(replace(algos.grpo.Config(), kl_coef=0.1), source=rollout_source(reward_models=[reward]))
+    own.policy.shared_tokens = lambda items: [1]
+    forward = FORWARD - sequence_flops(MODEL, [1])
+    scores = sequence_flops(MODEL, [5, 6], logits=False) - sequence_flops(MODEL, [2], logits=False)
+    assert flops_of(own, experience()) == GENERATED + scores + forward + 3 * forward

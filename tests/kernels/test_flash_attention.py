@@ -36,15 +36,15 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "grouped heads, sinks; a window; part of a longer row": Case(
-        AttentionSpec(0.2),
+    "branches, grouped heads, sinks; a window; part of a longer row": Case(
+        AttentionSpec(0.2, branches=True),
         (DynamicMask(), DynamicMask(window=40), DynamicMask(30, 100, 90)),
         (4, 2),
         dim=40,
         sinks=(1.0, -2.0, 5.0, 3.0),
     ),
-    "softcap, not causal": Case(AttentionSpec(1.0, False, 2.0), lengths=(70, 200), dim=96),
-    "bfloat16, softcap": Case(AttentionSpec(0.1, True, 5.0), dim=256, dtype="bfloat16"),
+    "softcap": Case(AttentionSpec(1.0, 2.0), lengths=(70, 200), dim=96),
+    "branches, bfloat16, softcap": Case(AttentionSpec(0.1, 5.0, branches=True), dim=256, dtype="bfloat16"),
 }
 CHECKED = [(name, case) for name in ("blockwise", "pallas_tpu") for case in CASES]
 CHECKED += [("reference", case) for case in CASES if "bfloat16" not in case]
@@ -69,23 +69,37 @@ def inputs(case: Case):
     return *(x.astype(dtype) for x in arrays), rng.normal(size=(case.rows, heads, queries)).astype(np.float32)
 
 
+PARENTS = {3: 2, 4: 3, 5: 2, 7: 6, 8: 6}
+"""Of the second row, with branches: segment -> the one that it continues."""
+
+
 def segments(case: Case, mask: DynamicMask):
-    """Of queries and keys: a row of 1 and 2 with padding between and after; a row of 1."""
+    """(segments of queries, of keys, last ones that continue those of keys).
 
-    def of(length, offset):
-        index = offset + np.arange(length)
-        packed = np.select([index < 60, index < 66, index < 120], [1, 0, 2], 0)
-        return np.stack([packed, np.ones_like(packed)])[: case.rows].astype(np.int32)
+    The first row is 1 and 2 with padding between and after; the second 1, with branches 1 and two trees.
+    """
+    packed = np.repeat([1, 0, 2, 0], [60, 6, 54, 180])
+    lengths = [20, 30, 25, 15, 35, 5, 20, 25, 30, 95] if case.spec.branches else [300]
+    tree = np.repeat([1, 2, 3, 4, 5, 0, 6, 7, 8, 0][: len(lengths)], lengths)
+    whole = np.stack([packed, tree]).astype(np.int32)[: case.rows]
+    last = np.stack([oracles.last_segments(row, of) for row, of in zip(whole, ({}, PARENTS), strict=False)])
+    queries, keys = (slice(at, at + n) for at, n in zip(mask, case.lengths, strict=False))
+    return whole[:, queries], whole[:, keys], last[:, keys]
 
-    return of(case.lengths[0], mask.q_offset), of(case.lengths[1], mask.kv_offset)
+
+def visible(case: Case, mask: DynamicMask):
+    """The keys that each query attends to, by PARENTS."""
+    q_segments, kv_segments, _ = segments(case, mask)
+    rows = zip(q_segments[:, None], kv_segments[:, None], ({}, PARENTS), strict=False)
+    return np.concatenate([oracles.visible(mask, *row) for row in rows])
 
 
 def compiled(module, case: Case):
     """(out, lse, dq, dk, dv), and with sinks their gradient, of an implementation, for every mask."""
 
     @fast_jit
-    def both(q, k, v, q_segments, kv_segments, mask, d_out, d_lse):
-        operands = q, k, v, q_segments, kv_segments, mask
+    def both(q, k, v, q_segments, kv_last, mask, d_out, d_lse):
+        operands = q, k, v, q_segments, kv_last, mask
         results, rest = module.forward(case.spec, *operands), ()
         if case.sinks:
             results = add_sinks(*results, jnp.array(case.sinks))
@@ -98,7 +112,7 @@ def compiled(module, case: Case):
 def check(case: Case, mask: DynamicMask, results) -> None:
     """Compare with the oracle, in values, types and zeros of masked queries."""
     q, k, v, d_out, d_lse = inputs(case)
-    allowed = oracles.visible(case.spec, mask, *segments(case, mask))
+    allowed = visible(case, mask)
     wanted = oracles.attention(
         q, k, v, allowed, case.spec.scale, case.spec.softcap, d_out, d_lse, sinks=case.sinks
     )
@@ -118,7 +132,8 @@ def test_values_and_gradients_are_those_of_the_oracle(name, case):
     q, k, v, *gradients = inputs(case)
     run = compiled(load_implementation("flash_attention", name), case)
     for mask in case.masks:
-        arguments = q, k, v, *segments(case, mask), DynamicMask(*mask.array()), *gradients
+        q_segments, _, kv_last = segments(case, mask)
+        arguments = q, k, v, q_segments, kv_last, DynamicMask(*mask.array()), *gradients
         results, again = run(*arguments), run(*arguments)
         check(case, mask, results)
         jax.tree.map(np.testing.assert_array_equal, results, again)  # to the last bit
@@ -126,33 +141,46 @@ def test_values_and_gradients_are_those_of_the_oracle(name, case):
 
 @OURS
 def test_masked_blocks_are_not_computed(name):
-    """NaNs in the keys of segment 2 would reach every query of a block that computes with them."""
-    case = Case(AttentionSpec(0.2, causal=False), lengths=(256, 256), dim=8, rows=1)
+    """NaNs in the keys of segment 2 would reach every query of a block that computes with them.
+
+    Segments 2 and 3 continue 1, so that 2 is between the blocks that 3 needs.
+    """
+    case = Case(AttentionSpec(0.2, branches=True), lengths=(384, 384), dim=8, rows=1)
     q, k, v, *_ = inputs(case)
-    ids = np.repeat(np.array([[1, 2]], np.int32), 128, axis=1)
-    k[:, 128:], v[:, 128:] = np.nan, np.nan
-    forward = functools.partial(load_implementation("flash_attention", name).forward, case.spec)
-    out, _ = fast_jit(forward)(q, k, v, ids, ids, DynamicMask(*DynamicMask().array()))
-    assert np.isfinite(out[:, :128]).all() and np.isnan(out[:, 128:]).all()
+    ids, last = (np.repeat(np.array([x], np.int32), 128, axis=1) for x in ([1, 2, 3], [3, 2, 3]))
+    k[:, 128:256], v[:, 128:256] = np.nan, np.nan
+
+    @fast_jit
+    def out_and_dq(*operands):
+        out, lse = module.forward(case.spec, *operands)
+        return out, module.backward(case.spec, *operands, out, lse, operands[0])[0]
+
+    module = load_implementation("flash_attention", name)
+    for result in out_and_dq(q, k, v, ids, last, DynamicMask(*DynamicMask().array())):
+        assert np.isfinite(result[:, :128]).all() and np.isfinite(result[:, 256:]).all()
+        assert np.isnan(result[:, 128:256]).all()
 
 
 def test_visible_blocks_by_hand():
-    """Blocks of 2 in a row of 8: causal order below the diagonal, a window, and three segments."""
-    of = lambda *ids: blocks.block_segments(jnp.array([ids], jnp.int32), 2)
-    one = of(*[1] * 8)
+    """Blocks of 2 in a row of 8: causal order below the diagonal, a window, segments, and branches."""
 
-    def needed(mask, q, kv):
-        return np.asarray(blocks.visible_blocks(AttentionSpec(1.0), mask, q, kv, (2, 2))[0]).astype(int)
+    def needed(mask, ids, last=None):
+        q, kv = (jnp.array([x], jnp.int32) for x in (ids, last or ids))
+        of = blocks.query_segments(q, 2), blocks.key_segments(kv, 2)
+        return np.asarray(blocks.visible_blocks(mask, *of, (2, 2))[0]).astype(int)
 
-    np.testing.assert_array_equal(needed(DynamicMask(), one, one), np.tril(np.ones((4, 4))))
+    one = [1] * 8
+    np.testing.assert_array_equal(needed(DynamicMask(), one), np.tril(np.ones((4, 4))))
     band = np.tril(np.ones((4, 4))) - np.tril(np.ones((4, 4)), -2)
-    np.testing.assert_array_equal(needed(DynamicMask(window=3), one, one), band)
-    assert needed(DynamicMask(window=4), one, one).sum() == band.sum() + 2  # index 4 attends to index 1
-    packed = of(1, 1, 1, 2, 2, 2, 0, 0)
+    np.testing.assert_array_equal(needed(DynamicMask(window=3), one), band)
+    assert needed(DynamicMask(window=4), one).sum() == band.sum() + 2  # index 4 attends to index 1
     wanted = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0]]
-    np.testing.assert_array_equal(needed(DynamicMask(), packed, packed), wanted)
-    assert packed.only.tolist() == [[1, 0, 2, 0]]
-    later = needed(DynamicMask(q_offset=0, kv_offset=4), one, one)  # most keys come later
+    np.testing.assert_array_equal(needed(DynamicMask(), [1, 1, 1, 2, 2, 2, 0, 0]), wanted)
+    wanted = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 1]]  # 2 and 3 continue 1
+    np.testing.assert_array_equal(
+        needed(DynamicMask(), [1, 1, 2, 2, 3, 3, 4, 0], [3, 3, 2, 2, 3, 3, 4, 0]), wanted
+    )
+    later = needed(DynamicMask(q_offset=0, kv_offset=4), one)  # most keys come later
     np.testing.assert_array_equal(later, [[0] * 4, [0] * 4, [1, 0, 0, 0], [1, 1, 0, 0]])
     first, end = blocks.block_range(jnp.array([[[0, 1, 1, 0], [0, 0, 0, 0], [1, 0, 0, 1]]], bool))
     assert (first.tolist(), end.tolist()) == ([[1, 0, 0]], [[3, 0, 4]])
@@ -163,7 +191,8 @@ def test_the_tpu_kernels_have_no_races(monkeypatch, capfd):
     case = Case(AttentionSpec(0.2), lengths=(100, 130), dim=8, rows=1)
     q, k, v, *gradients = inputs(case)
     mask = DynamicMask()
-    check(case, mask, compiled(pallas_tpu, case)(q, k, v, *segments(case, mask), mask, *gradients))
+    q_segments, _, kv_last = segments(case, mask)
+    check(case, mask, compiled(pallas_tpu, case)(q, k, v, q_segments, kv_last, mask, *gradients))
     assert "RACE" not in "".join(capfd.readouterr()).upper()
 
 
@@ -184,7 +213,7 @@ def test_gradients_through_a_scan_with_a_window_a_layer():
     case = Case(AttentionSpec(0.3), lengths=(130, 130), dim=8)
     windows = (20, NO_WINDOW)
     q, k, v, *_ = inputs(case)
-    ids, _ = segments(case, DynamicMask())
+    ids, *_ = segments(case, DynamicMask())
 
     sinks = np.array([1.5], np.float32)
 
@@ -202,7 +231,7 @@ def test_gradients_through_a_scan_with_a_window_a_layer():
 
     x, seen = q.astype(np.float64), []  # the chain rule, by hand
     for window in windows:
-        allowed = oracles.visible(case.spec, DynamicMask(window=window), ids, ids)
+        allowed = oracles.visible(DynamicMask(window=window), np.asarray(ids), np.asarray(ids))
         out, lse = oracles.attention(x, k, v, allowed, 0.3, sinks=sinks)
         seen.append((x, allowed, out, lse))
         x = x + out * np.moveaxis(np.sin(lse), 1, 2)[..., None]
@@ -278,6 +307,10 @@ def test_errors_name_what_would_do(monkeypatch):
         attend("flash", q)
     with pytest.raises(ValueError, match="4 query heads cannot share 3"):
         attend("auto", q, k)
+    with pytest.raises(
+        ValueError, match=r"cudnn: no segment may continue another.*implementation='blockwise'"
+    ):
+        attend("cudnn", q, last=jnp.ones((1, 8), jnp.int32))
     with pytest.raises(ValueError, match=r"cudnn: cuDNN attention has no soft-cap"):
         attend("cudnn", q, softcap=1.0)
     with pytest.raises(ValueError, match=r"cudnn: cuDNN attention takes bfloat16 and float16, not float32"):

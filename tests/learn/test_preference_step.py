@@ -69,7 +69,8 @@ def test_rows_packing_order_and_devices_change_nothing(name):
     turned = items_of(algo, tasks, 6)
     size = algos.of(algo).group_size
     turned = [item for i in range(len(turned) - size, -1, -size) for item in turned[i : i + size]]
-    metrics, found = gradient(algo, turned, rows=4, row_tokens=72, chunk=7, devices=2)
+    metrics, found = gradient(algo, turned, rows=4, row_tokens=72, chunk=7, devices=2, share_prefixes=True)
+    assert metrics.pop("packing/shared_fraction") > 0.05
     assert metrics == {k: pytest.approx(v, rel=2e-5, abs=2e-6) for k, v in wanted.items()}
     apart = optax.tree.norm(jax.tree.map(lambda a, b: a - b, found, wanted_gradient))
     assert float(apart) < 3e-5 * wanted["grad_norm"]

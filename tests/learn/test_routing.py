@@ -55,7 +55,7 @@ def test_load_and_balance_by_hand():
     Experts 1 and 2, then 0 and 1, are chosen: shares f = (1, 2, 1, 0) / 4 and P = (3, 4, 6, 3) / 16."""
     scores = np.array([[1, 2, 4, 1], [2, 2, 2, 2], [7, 1, 0, 0]]) / 8
     routing = Routing(jnp.log(jnp.array(scores[None])), jnp.array([[[1, 2], [0, 1], [0, 1]]]))
-    sums = routing_sums(MoEConfig(4, 2), routing, jnp.array([[True, True, False]]))
+    sums = routing_sums(MoEConfig(4, 2), routing, jnp.array([[1, 1, 0]]))
     np.testing.assert_array_equal(sums.load, [1, 2, 1, 0])
     np.testing.assert_allclose(sums.scores, np.array([3, 4, 6, 3]) / 8, rtol=1e-6)
     metrics, _ = routing_metrics({ROUTING: RoutingSums(sums.load[None], sums.scores[None])})
@@ -71,7 +71,7 @@ def test_balance_is_1_for_equal_experts_and_their_number_for_one():
 def test_sigmoid_scores_of_a_token_sum_to_1():
     logits = jnp.log(jnp.array([[[1.0, 3, 4, 1 / 4]]]))  # sigmoids 1/2, 3/4, 4/5, 1/5
     sums = routing_sums(
-        MoEConfig(4, 2, score="sigmoid"), Routing(logits, jnp.array([[[1, 2]]])), jnp.ones((1, 1), bool)
+        MoEConfig(4, 2, score="sigmoid"), Routing(logits, jnp.array([[[1, 2]]])), jnp.ones((1, 1), int)
     )
     np.testing.assert_allclose(sums.scores, np.array([0.5, 0.75, 0.8, 0.2]) / 2.25, rtol=1e-6)
 
@@ -83,7 +83,7 @@ def test_the_gradient_of_the_balance_loss_by_hand():
     chosen = np.argsort(-logits, axis=-1)[:, :2]
     moe, cuts = MoEConfig(4, 2), (slice(0, 3), slice(3, 5))
     sums_of = lambda x, cut: routing_sums(
-        moe, Routing(x[None, cut], jnp.asarray(chosen[None, cut])), jnp.ones((1, cut.stop - cut.start), bool)
+        moe, Routing(x[None, cut], jnp.asarray(chosen[None, cut])), jnp.ones((1, cut.stop - cut.start), int)
     )
     score = lambda x, cut, names: {ROUTING: jax.tree.map(lambda a: a[None], sums_of(x, cut))}
     weights = balance_weights(score, jnp.asarray(logits), cuts)
@@ -96,10 +96,16 @@ def test_the_gradient_of_the_balance_loss_by_hand():
 
 
 def items(count=8, seed=0):
-    """Sequences of 9 to 15 tokens, none of them trained on: the balance loss is the loss."""
+    """Sequences of 9 to 15 tokens, none of them trained on: the balance loss is the loss.
+
+    The first half of them begin alike, and the second.
+    """
     rng = np.random.default_rng(seed)
     lengths = rng.integers(9, 16, count)
-    return [PackItem(rng.integers(0, 64, n).astype(np.int32), np.zeros(n, np.float32)) for n in lengths]
+    tokens = [rng.integers(0, 64, n).astype(np.int32) for n in lengths]
+    for i, sequence in enumerate(tokens):
+        sequence[:7] = tokens[i // (count // 2) * (count // 2)][:7]
+    return [PackItem(sequence, np.zeros(len(sequence), np.float32)) for sequence in tokens]
 
 
 def learner(rows=8, row_tokens=16, mesh=None, model=MODEL, **settings):
@@ -134,19 +140,24 @@ def test_the_loss_is_that_of_the_whole_mini_batch():
 
 
 @pytest.mark.parametrize(
-    ("rows", "row_tokens", "mesh"),
+    ("rows", "row_tokens", "mesh", "share"),
     [
-        (1, 16, None),
-        pytest.param(4, 16, None, marks=pytest.mark.slow),
-        pytest.param(2, 32, MeshConfig(fsdp=2, expert=2), marks=pytest.mark.slow),
-        pytest.param(4, 16, MeshConfig(fsdp=1, expert=2, tensor=2, sequence=2), marks=pytest.mark.slow),
+        (1, 32, None, True),
+        pytest.param(1, 16, None, False, marks=pytest.mark.slow),
+        pytest.param(4, 16, None, False, marks=pytest.mark.slow),
+        pytest.param(2, 32, MeshConfig(fsdp=2, expert=2), True, marks=pytest.mark.slow),
+        pytest.param(
+            4, 16, MeshConfig(fsdp=1, expert=2, tensor=2, sequence=2), False, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )
-def test_no_split_changes_the_balance_loss(rows, row_tokens, mesh):
-    """Eight micro-batches, two, packed rows and meshes: metrics and gradient of one micro-batch."""
+def test_no_split_changes_the_balance_loss(rows, row_tokens, mesh, share):
+    """Micro-batches, packed rows, shared prefixes and meshes: metrics and gradient of one micro-batch."""
     expected, expected_gradient = reference_update()
-    metrics, gradient = one_update(learner(rows, row_tokens, mesh, balance_coef=1.0))
+    built = learner(rows, row_tokens, mesh, balance_coef=1.0, share_prefixes=share)
+    metrics, gradient = one_update(built)
+    assert share == (metrics.get("packing/shared_fraction", 0) > 0.2)
     for name in ("loss", "moe/load_max", "moe/balance"):
         assert metrics[name] == pytest.approx(expected[name], rel=1e-6)
     difference = optax.tree.norm(jax.tree.map(lambda a, b: a - b, gradient, expected_gradient))
@@ -209,7 +220,7 @@ def test_replayed_experts_are_weighted_by_the_present_logits(strict):
     def replayed(w):
         args = jnp.asarray(h), jax.nn.silu, None, TRAIN, strict, jnp.asarray(routes)
         y, routing = sparse_mlp(MODEL, w, *args)
-        return jnp.sum(y * jnp.arange(16.0)), routing_sums(MODEL.moe, routing, jnp.ones((1, 3), bool))
+        return jnp.sum(y * jnp.arange(16.0)), routing_sums(MODEL.moe, routing, jnp.ones((1, 3), int))
 
     def by_hand(w):
         p = jnp.where(is_passed, jax.nn.softmax(h[0] @ w.router[...], axis=-1), 0)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_models import random_params
@@ -11,7 +12,7 @@ from tiny_models import random_params
 from jaxrl_kernels import dispatch
 from jaxrl_llm import models
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.config import MoEConfig
+from jaxrl_llm.models.config import MLAConfig, MoEConfig
 from jaxrl_llm.models.kernels import describe_kernels
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
@@ -74,6 +75,41 @@ def test_packed_row_equals_separate_rows(config):
     apart = hidden_of(params, tokens, positions, segments)
     joined = np.concatenate([row[:length] for row, length in zip(apart, lengths, strict=True)])
     np.testing.assert_allclose(together[: len(joined)], joined, atol=2e-5)
+
+
+SHARED = dataclasses.replace(CONFIG, attention_sinks=True, attention_softcap=5.0)
+LATENT = dataclasses.replace(CONFIG, num_kv_heads=4, head_dim=12, mla=MLAConfig(16, 20, 8, 4, 6))
+
+
+@pytest.mark.parametrize("config", [SHARED, LATENT], ids=["softcap and sinks", "latent attention"])
+def test_shared_prefixes_give_what_rows_of_their_own_give(config):
+    """Segments 2 and 5 continue 1, 3 and 4 continue 2, and 7 continues 6."""
+    lengths, starts, last = [6, 5, 4, 3, 5, 4, 3], [0, 6, 11, 11, 6, 0, 4], [5, 4, 3, 4, 5, 7, 7]
+    texts = np.split(np.random.default_rng(0).integers(0, 64, sum(lengths)), np.cumsum(lengths)[:-1])
+    row = np.zeros((4, 1, 36), np.int32)  # and much padding
+    numbers = np.repeat(range(1, 8), lengths), np.repeat(last, lengths)
+    positions = [start + np.arange(n) for start, n in zip(starts, lengths, strict=True)]
+    row[:, 0, : sum(lengths)] = np.stack([np.concatenate(texts), np.concatenate(positions), *numbers])
+    params = init(config)
+    together = quick(lambda params, last, *row: params(*row, last=last))(params, row[3], *row[:3])[0]
+
+    paths = [(0, 1, 2), (0, 1, 3), (0, 4), (5, 6)]
+    tokens, segments = np.zeros((2, len(paths), 15), np.int32)
+    for number, path in enumerate(paths):
+        own = np.concatenate([texts[i] for i in path])
+        tokens[number, : len(own)], segments[number, : len(own)] = own, 1
+    apart = hidden_of(params, tokens, np.broadcast_to(np.arange(15, dtype=np.int32), tokens.shape), segments)
+    parts = np.split(np.asarray(together), np.cumsum(lengths))
+    for path, alone in zip(paths, apart, strict=True):
+        shared = np.concatenate([parts[i] for i in path])
+        np.testing.assert_allclose(shared, alone[: len(shared)], atol=1e-5)
+
+
+@pytest.mark.parametrize(("config", "strict"), [(DYNAMIC, False), (CONFIG, True)], ids=["dynamic rope", "strict"])
+def test_what_reads_whole_trajectories_shares_no_prefixes(config, strict):
+    tokens, positions, segments = (jnp.asarray(x) for x in packed())
+    with pytest.raises(ValueError, match="strict mode and dynamic RoPE take no shared prefixes"):
+        models.abstract(config)(tokens, positions, segments, last=segments, strict=strict)
 
 
 def test_padding_and_later_tokens_have_no_influence():

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from refusals import refusal
 
-from jaxrl_llm.algos import gkd, grpo, reward_model, sft
+from jaxrl_llm.algos import dpo, gkd, grpo, reward_model, sft
 from jaxrl_llm.algos.clipped import ClippedConfig
 from jaxrl_llm.build.data import open_loaders
+from jaxrl_llm.build.sizes import derived
 from jaxrl_llm.config import (
     CheckpointConfig,
     CriticConfig,
@@ -31,7 +32,6 @@ from jaxrl_llm.config import (
     SourceConfig,
     TransformerConfig,
     WarmStartConfig,
-    derived,
 )
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.envs.config import SandboxConfig, ToolsConfig
@@ -430,7 +430,7 @@ def test_a_run_dir_that_is_a_file_is_refused(config, tmp_path):
 def test_nothing_of_this_starts_a_jax_backend(tmp_path):
     code = (
         "import sys\nfrom jax._src import xla_bridge\nfrom jaxrl_llm.recipe.load import from_command_line\n"
-        "from jaxrl_llm.config import derived\nfrom jaxrl_llm.recipe.dump import dump\n"
+        "from jaxrl_llm.build.sizes import derived\nfrom jaxrl_llm.recipe.dump import dump\n"
         "c = from_command_line(sys.argv[1:]).config\n"
         "dump(c), derived(c, 8)\nprint(xla_bridge.backends_are_initialized(), 'matplotlib' in sys.modules)"
     )
@@ -452,6 +452,7 @@ def test_derived_numbers_by_hand(config):
         responses_per_prompt=4,
         minibatches_per_step=2,
         tokens_per_device=100,
+        share_prefixes=False,
     )
     assert derived(config, 4) == {
         "devices": 4,
@@ -476,3 +477,27 @@ def test_derived_numbers_by_hand(config):
     roomy = replace(config, tokens_per_device=10_000)
     assert derived(roomy, 8)["rows_per_microbatch"] == 16  # 12 trajectories need no more
     assert derived(replace(config, algo=sft.Config()), 4)["trajectories_per_step"] == 6
+
+
+def test_rows_for_shared_prompts_by_hand(config):
+    """Prompts of 24 tokens and responses of 8: 32 + 3 (8 + 1) = 59 tokens for the four to a prompt."""
+    sizes = {"max_prompt_tokens": 24, "max_response_tokens": 8, "tokens_per_device": 200}
+    config = replace(config, prompts_per_step=6, responses_per_prompt=4, **sizes)
+    numbers = lambda devices=1, **changes: tuple(
+        derived(replace(config, **changes), devices)[name]
+        for name in ("tokens_per_row", "rows_per_microbatch", "microbatches_per_update_at_most")
+    )
+    assert numbers() == (64, 3, 2)  # a multiple of 16; one row for each prompt
+    assert numbers(devices=4) == (64, 8, 1)
+    assert numbers(minibatches_per_step=4) == (64, 3, 2)  # all 6 prompts may be among its 6 trajectories
+    assert numbers(tokens_per_device=50) == (32, 1, 24)  # a row is no longer than the budget
+    assert numbers(tokens_per_device=63) == (32, 1, 24)
+    assert numbers(score=ScoreConfig(40)) == (32, 6, 4)
+    assert numbers(responses_per_prompt=8, tokens_per_device=110) == (96, 1, 6)  # 32 + 7 x 9 = 95
+    assert numbers(responses_per_prompt=9, tokens_per_device=110) == (96, 1, 12)  # 104: 8 of the 9 fit
+    assert numbers(responses_per_prompt=1) == (32, 6, 1)
+    for off in ({"share_prefixes": False}, {"strict": True}, {"algo": sft.Config()}):
+        assert numbers(**off)[0] == 32
+    assert numbers(mesh=MeshConfig(fsdp=1, sequence=2), tokens_per_device=100, devices=2)[0] == 64
+    assert numbers(mesh=MeshConfig(fsdp=1, sequence=3), tokens_per_device=100, devices=3)[0] == 96
+    assert config.row_tokens == 64 and replace(config, algo=dpo.Config()).row_tokens == 64

@@ -13,6 +13,7 @@ import jaxtyping
 import pytest
 
 from jaxrl_llm import algos
+from jaxrl_llm.build.sizes import derived
 from jaxrl_llm.config import (
     CriticConfig,
     DataConfig,
@@ -24,7 +25,6 @@ from jaxrl_llm.config import (
     TrainConfig,
     TransformerConfig,
     WarmStartConfig,
-    derived,
 )
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.importer.hints import MISSING, SAME

@@ -43,7 +43,10 @@ quick = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_l
 
 
 def rows():
-    """(tokens, positions, segments, mask): a full row, two packed ones, one with much padding."""
+    """(tokens, positions, segments, last, mask): a full row, two packed ones, one with much padding.
+
+    Segments 2 and 3 of the second row continue 1.
+    """
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 64, (4, ROW)).astype(np.int32)
     positions, segments = np.zeros((2, 4, ROW), np.int32)
@@ -54,7 +57,8 @@ def rows():
             segments[row, start : start + length] = segment
             start += length
     mask = ((positions > 3) * rng.normal(size=positions.shape)).astype(np.float32)
-    return tokens, positions, segments, mask
+    last = np.where((segments == 1) & (np.arange(4) == 1)[:, None], 3, segments)
+    return tokens, positions, segments, last, mask
 
 
 def loss_and_gradient(config: MeshConfig, devices: int):
@@ -62,8 +66,9 @@ def loss_and_gradient(config: MeshConfig, devices: int):
     mesh = make_mesh(config, jax.devices()[:devices])
     shardings = models.shardings(MODEL, mesh, TRAIN)
 
-    def loss(params, tokens, positions, segments, weights):
-        hidden = params(tokens, positions, segments, sequence_parallel=config.sequence_parallel)
+    def loss(params, tokens, positions, segments, last, weights):
+        settings = {"last": last, "sequence_parallel": config.sequence_parallel}
+        hidden = params(tokens, positions, segments, **settings)
         logprob, entropy = linear_logprob(
             hidden, params.head, jnp.roll(tokens, -1, axis=1), weights**2, chunk=48,
             partition_specs=logprob_specs(hidden, params.head),
@@ -98,28 +103,30 @@ ATTENTION = {
 
 @pytest.mark.parametrize(("method", "config"), ATTENTION.values(), ids=ATTENTION)
 def test_attention_of_sharded_rows_is_that_of_whole_ones(method, config):
-    """Packed rows, one mostly padding, a sliding window, sinks; fewer kv heads than shards of heads."""
+    """Packed rows, one with branches, a sliding window, sinks; fewer kv heads than shards of heads."""
     rng = np.random.default_rng(1)
     kv_heads = 1 if method == "ring" else 2
     q, k, v = (rng.normal(size=(2, ROW, n, 8)).astype(np.float32) for n in (8, kv_heads, kv_heads))
     d_out = np.broadcast_to(np.cos(np.arange(8.0)), q.shape).astype(np.float32)
-    segments = np.stack([np.repeat([1, 2, 3, 0], [41, 11, 40, 4]), np.repeat([1, 2, 0], [5, 20, 71])])
-    segments = segments.astype(np.int32)
-
+    lengths = [41, 11, 40, 4], [5, 20, 15, 6, 20, 30]
+    segments = np.stack([np.repeat([1, 2, 3, 0], lengths[0]), np.repeat([1, 2, 3, 4, 5, 0], lengths[1])])
+    segments, parents = segments.astype(np.int32), ({}, {3: 2, 4: 3, 5: 2})
+    last = np.stack([oracles.last_segments(row, of) for row, of in zip(segments, parents, strict=True)])
     sinks = rng.normal(size=8).astype(np.float32)
 
-    def loss(q, k, v, sinks, segments, window):
-        q, k, v, segments = [sharded.reorder_tokens(x, method) for x in (q, k, v, segments)]
+    def loss(q, k, v, sinks, segments, last, window):
+        q, k, v, segments, last = [sharded.reorder_tokens(x, method) for x in (q, k, v, segments, last)]
         settings = {"method": method, "window": window, "scale": 0.4, "sinks": sinks}
-        out = sharded.sharded_attention(q, k, v, segments, **settings)
+        out = sharded.sharded_attention(q, k, v, segments, last, **settings)
         out = sharded.restore_tokens(out, method)
         return jnp.sum(out * d_out), out
 
     with jax.set_mesh(make_mesh(config)):
         assert sharded.context_parallel(ROW, method) == method
         run = quick(jax.grad(loss, (0, 1, 2, 3), has_aux=True))
-        gradients, out = run(q, k, v, sinks, segments, np.int32(30))
-    allowed = oracles.visible(AttentionSpec(0.4), DynamicMask(window=30), segments, segments)
+        gradients, out = run(q, k, v, sinks, segments, last, np.int32(30))
+    rows = zip(segments[:, None], segments[:, None], parents, strict=True)
+    allowed = np.concatenate([oracles.visible(DynamicMask(window=30), *row) for row in rows])
     expected, _, *wanted = oracles.attention(q, k, v, allowed, 0.4, None, d_out, sinks=sinks)
     assert_close(out, expected)
     for name, got, want in zip(("q", "k", "v", "sinks"), gradients, wanted, strict=True):
@@ -141,7 +148,7 @@ class Counting:
     """An implementation whose log-sum-exps, joined, count the calls: log(1 + 1 + ...)."""
 
     @staticmethod
-    def forward(spec, q, k, v, q_segments, kv_segments, mask):
+    def forward(spec, q, k, v, q_segments, kv_last, mask):
         return jnp.zeros(q.shape), jnp.zeros((*q_segments.shape[:1], q.shape[2], q.shape[1]))
 
 

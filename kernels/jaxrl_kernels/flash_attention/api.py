@@ -24,9 +24,9 @@ def flash_attention(
     k: Float[Array, "B T K E"],
     v: Float[Array, "B T K E"],
     segments: Int[Array, "B T"] | None = None,
+    last: Int[Array, "B T"] | None = None,
     *,
     scale: float,
-    causal: bool = True,
     window: int | Int[Array, ""] | None = None,
     windows: tuple[int, ...] | None = None,
     softcap: float | None = None,
@@ -34,13 +34,19 @@ def flash_attention(
     implementation: str = "auto",
     return_lse: bool = False,
 ) -> Float[Array, "B T H E"] | tuple[Float[Array, "B T H E"], Float[Array, "B H T"]]:
-    """Compute softmax(scale * q k^T) v, each token attending to the earlier ones of its own segment.
+    """Compute softmax(scale * q k^T) v, each token attending to the earlier ones of its own segment, and of
+    those that it continues.
 
     Args:
-        segments: which sequence of the row each token belongs to, 0 = padding; None = one a row.
-        causal: False: also to the later ones.
+        segments: number of each token's segment, 1, 2, ... in the order of the row, 0 = padding; None = one
+            a row.
+        last: number of the last segment that continues each token's, its own where none does, 0 = padding;
+            None = no segment continues another. A segment comes before those that continue it, and they
+            before the next one that does not: depth first, as in the trees 1 -> (2 -> 3, 4) and 5, of which
+            `last` is 4, 3, 3, 4, 5.
         window: sliding window: how many tokens a token attends to, itself included; may be traced. None =
-            all of them.
+            all of them. It counts tokens of the row, also those of branches between, so share prefixes only
+            where rows are no longer than the window.
         windows: all values that a traced `window` may have; None = any, which cuDNN cannot compile.
         softcap: c: scores become c * tanh(score / c) (Gemma 2, arXiv 2408.00118, section 2).
         sinks: the score of one more key of value 0 for each head (`sinks.add_sinks`); None = none.
@@ -56,11 +62,16 @@ def flash_attention(
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads cannot share {kv_heads} key heads: it is no multiple")
     window = NO_WINDOW if window is None else window
-    spec = AttentionSpec(scale, causal, softcap, (window,) if isinstance(window, int) else windows)
+    windows = (window,) if isinstance(window, int) else windows
+    spec = AttentionSpec(scale, softcap, windows, branches=last is not None)
     name, _ = choose("flash_attention", q.shape[3], q.dtype, softcap, implementation=implementation)
+    if implementation == "cudnn" and spec.branches:
+        raise ValueError(
+            "flash_attention: cudnn: no segment may continue another; use implementation='blockwise'"
+        )
     segments = jnp.ones(q.shape[:2], jnp.int32) if segments is None else segments
     static, window = _Static(name, spec, return_lse), jnp.asarray(window, jnp.int32)
-    out, lse = _attention(static, q, k, v, segments, window, sinks)
+    out, lse = _attention(static, q, k, v, segments, last, window, sinks)
     return (out, lse) if return_lse else out
 
 
@@ -73,24 +84,26 @@ class _Static(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(static: _Static, q, k, v, segments, window, sinks):
+def _attention(static: _Static, q, k, v, segments, last, window, sinks):
     module = load_implementation("flash_attention", static.name)
-    results = module.forward(static.spec, q, k, v, segments, segments, DynamicMask(window=window))
+    last = segments if last is None else last  # one array, as cuDNN needs to know
+    results = module.forward(static.spec, q, k, v, segments, last, DynamicMask(window=window))
     return results if sinks is None else add_sinks(*results, sinks)
 
 
-def _attention_forward(static: _Static, q, k, v, segments, window, sinks):
-    out, lse = (checkpoint_name(x, SAVED) for x in _attention(static, q, k, v, segments, window, sinks))
-    return (out, lse), (q, k, v, segments, window, sinks, out, lse)
+def _attention_forward(static: _Static, q, k, v, segments, last, window, sinks):
+    results = _attention(static, q, k, v, segments, last, window, sinks)
+    out, lse = (checkpoint_name(x, SAVED) for x in results)
+    return (out, lse), (q, k, v, segments, last, window, sinks, out, lse)
 
 
 def _attention_backward(static: _Static, residuals, gradients):
-    q, k, v, segments, window, sinks, *results = residuals
+    q, k, v, segments, last, window, sinks, *results = residuals
     module = load_implementation("flash_attention", static.name)
     gradients = gradients[0], gradients[1] if static.with_lse else None
-    mask = DynamicMask(window=window)
-    d = module.backward(static.spec, q, k, v, segments, segments, mask, *results, *gradients)
-    return *d, None, None, None if sinks is None else d_sinks(sinks, *results, *gradients)
+    last, mask = segments if last is None else last, DynamicMask(window=window)
+    d = module.backward(static.spec, q, k, v, segments, last, mask, *results, *gradients)
+    return *d, None, None, None, None if sinks is None else d_sinks(sinks, *results, *gradients)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)

@@ -7,32 +7,38 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jaxrl_kernels.flash_attention.spec import AttentionSpec, DynamicMask
+from jaxrl_kernels.flash_attention.spec import DynamicMask
+
+PADDING = jnp.iinfo(jnp.int32).max
+"""The segment of padding among queries here: after every segment, so that it continues none."""
 
 
 class BlockSegments(NamedTuple):
-    """The segments in each block of queries, or of keys."""
+    """The segments in each block of queries; or the last segments that continue those of its keys.
 
-    low: Int[Array, "B N"]  # the least that is no padding; of a block of padding more than any `high`
+    Of blocks of tokens in the order of the row, some query attends to some key if q.low <= kv.high, every
+    query to every key if q.high <= kv.low.
+    """
+
+    low: Int[Array, "B N"]
     high: Int[Array, "B N"]
-    only: Int[Array, "B N"]  # the one segment of all its tokens; 0 where there are several, or padding
 
 
-def block_segments(segments: Int[Array, "B T"], block: int) -> BlockSegments:
-    """Return the segments in each block of `block` tokens, T being a multiple of it."""
-    s = segments.reshape(segments.shape[0], -1, block)
-    high = s.max(-1)
-    low = jnp.where(s > 0, s, jnp.iinfo(jnp.int32).max).min(-1)
-    return BlockSegments(low, high, jnp.where(s.min(-1) == high, high, 0))
+def query_segments(segments: Int[Array, "B T"], block: int) -> BlockSegments:
+    """Return the segments in each block of `block` queries, T being a multiple of it."""
+    return key_segments(jnp.where(segments > 0, segments, PADDING), block)
+
+
+def key_segments(last: Int[Array, "B T"], block: int) -> BlockSegments:
+    """Return the last segments that continue those in each block of `block` keys, as `query_segments`."""
+    s = last.reshape(last.shape[0], -1, block)
+    return BlockSegments(s.min(-1), s.max(-1))
 
 
 def visible_blocks(
-    spec: AttentionSpec, mask: DynamicMask, q: BlockSegments, kv: BlockSegments, blocks: tuple[int, int]
+    mask: DynamicMask, q: BlockSegments, kv: BlockSegments, blocks: tuple[int, int]
 ) -> Bool[Array, "B Nq Nk"]:
     """Return whether any query of a block may attend to any key of a block.
-
-    Exact for order and window. Segments are compared by their range, so it may be true for nothing where a
-    block of several segments leaves one out that the other has.
 
     Args:
         blocks: lengths of a block of queries and of keys.
@@ -40,10 +46,8 @@ def visible_blocks(
     first = mask.q_offset + blocks[0] * jnp.arange(q.low.shape[1])[:, None]
     kv_first = mask.kv_offset + blocks[1] * jnp.arange(kv.low.shape[1])
     near = first - (kv_first + blocks[1] - 1) < mask.window
-    if spec.causal:
-        near &= first + blocks[0] - 1 >= kv_first
-    shared = (q.low[:, :, None] <= kv.high[:, None]) & (kv.low[:, None] <= q.high[:, :, None])
-    return near & shared
+    near &= first + blocks[0] - 1 >= kv_first
+    return near & (q.low[:, :, None] <= kv.high[:, None])
 
 
 def block_range(needed: Bool[Array, "B Ni Nj"]) -> tuple[Int[Array, "B Ni"], Int[Array, "B Ni"]]:

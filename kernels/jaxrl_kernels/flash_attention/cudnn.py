@@ -76,12 +76,12 @@ def forward(
     k: Float[Array, "B Tk K E"],
     v: Float[Array, "B Tk K E"],
     q_segments: Int[Array, "B Tq"],
-    kv_segments: Int[Array, "B Tk"],
+    kv_last: Int[Array, "B Tk"],
     mask: DynamicMask,
 ) -> tuple[Float[Array, "B Tq H E"], Float[Array, "B H Tq"]]:
     """Compute `reference.forward`: by cuDNN where `_call` allows it, else by `blockwise`."""
-    plain = lambda *qkv: blockwise.forward(spec, *qkv, q_segments, kv_segments, mask)
-    return _call(spec, mask, (q_segments, kv_segments), _forward, plain, (q, k, v))
+    plain = lambda *qkv: blockwise.forward(spec, *qkv, q_segments, kv_last, mask)
+    return _call(spec, mask, (q_segments, kv_last), _forward, plain, (q, k, v))
 
 
 def backward(
@@ -90,7 +90,7 @@ def backward(
     k: Float[Array, "B Tk K E"],
     v: Float[Array, "B Tk K E"],
     q_segments: Int[Array, "B Tq"],
-    kv_segments: Int[Array, "B Tk"],
+    kv_last: Int[Array, "B Tk"],
     mask: DynamicMask,
     out: Float[Array, "B Tq H E"],
     lse: Float[Array, "B H Tq"],
@@ -101,13 +101,13 @@ def backward(
 
     def plain(q, k, v, out, lse, d_out):
         return blockwise.backward(
-            spec, q, k, v, q_segments, kv_segments, mask, out, lse, d_out.astype(q.dtype), d_lse
+            spec, q, k, v, q_segments, kv_last, mask, out, lse, d_out.astype(q.dtype), d_lse
         )
 
     operands = q, k, v, out, lse, d_out
     if d_lse is not None:
         return plain(*operands)
-    return _call(spec, mask, (q_segments, kv_segments), _backward, plain, operands)
+    return _call(spec, mask, (q_segments, kv_last), _backward, plain, operands)
 
 
 class Runs(NamedTuple):
@@ -131,16 +131,15 @@ def _call(
 ):
     """Return `fused(spec, window, runs, *operands)`, or `plain(*operands)` where cuDNN cannot compute it.
 
-    Known when compiling: queries and keys that are not the same tokens (`q_segments is kv_segments`, as in
-    every caller but the ring), and a window without causal order. When running: a window that is not one of
-    `spec.windows`, a segment in several pieces, and segments of `MIN_CLASS` tokens or fewer that are more
-    than 1 for every 32 tokens.
+    Known when compiling: branches, and queries and keys that are not the same tokens (`q_segments is kv_last`
+    in every other caller but the ring). When running: a window that is not one of `spec.windows`, and
+    segments of `MIN_CLASS` tokens or fewer that are more than 1 for every 32 tokens.
     """
-    q_segments, kv_segments = segments
-    whole_rows = q_segments is kv_segments and all(isinstance(x, int) for x in mask[:2])
+    q_segments, kv_last = segments
+    whole_rows = q_segments is kv_last and all(isinstance(x, int) for x in mask[:2])
     length = q_segments.shape[1]
     windows = sorted({min(window, length) for window in spec.windows or (NO_WINDOW,)})
-    if not whole_rows or mask.q_offset != mask.kv_offset or (windows != [length] and not spec.causal):
+    if not whole_rows or mask.q_offset != mask.kv_offset:
         return plain(*operands)
     padded = _padded_length(length)
     runs, fits = find_runs(_pad_rows(q_segments, padded))
@@ -151,14 +150,10 @@ def _call(
 
 
 def find_runs(segments: Int[Array, "B T"]) -> tuple[Runs, Bool[Array, ""]]:
-    """Return the segments of rows, and whether each is in one piece and `_classes` has slots for all."""
+    """Return the segments of rows, and whether `_classes` has slots for all."""
     batch, length = segments.shape
     differs = segments[:, 1:] != segments[:, :-1]
     first = jnp.concatenate([jnp.ones((batch, 1), bool), differs], axis=1) & (segments > 0)
-    ids = jnp.sort(segments, axis=1)
-    distinct = (ids[:, 0] > 0) + jnp.sum(ids[:, 1:] != ids[:, :-1], axis=1)  # 0 is not counted
-    in_one_piece = jnp.all(jnp.sum(first, axis=1) == distinct)
-
     first, real = first.reshape(-1), segments.reshape(-1) > 0
     index = jnp.arange(batch * length)
     start = jax.lax.cummax(jnp.where(first, index, 0))
@@ -166,7 +161,7 @@ def find_runs(segments: Int[Array, "B T"]) -> tuple[Runs, Bool[Array, ""]]:
     runs = Runs(start, jnp.where(real, counts[start], 0))
     shortest, longest = _classes(length)[-1]
     count = jnp.sum(first & runs.of_length(shortest, longest))
-    return runs, in_one_piece & (count <= SLOTS * (batch * length // longest))
+    return runs, count <= SLOTS * (batch * length // longest)
 
 
 def _padded_length(length: int) -> int:
@@ -344,7 +339,7 @@ def _backend_config(is_backward: bool, spec: AttentionSpec, window: int, q: Floa
         "fmha_scale": spec.scale,
         "intermediate_tensor_shape": scores,
         "is_flash_attention": True,
-        "mask_type": "PADDING_CAUSAL" if spec.causal else "PADDING",
+        "mask_type": "PADDING_CAUSAL",
         "sliding_window_length": window,
         "max_seg_per_batch": SLOTS,
     }

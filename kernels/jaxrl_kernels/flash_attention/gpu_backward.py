@@ -55,9 +55,7 @@ def dq(plan: TilePlan, inputs: Inputs, mask: DynamicMask) -> jax.Array:
         "tile_ready": plgpu.Barrier(num_arrivals=5 * CONSUMERS),
         **plan.barriers(k_ready=2, v_ready=1, k_free=CONSUMERS, v_free=CONSUMERS),
     }
-    ranges = block_ranges(
-        plan.spec, mask, inputs.q_segments, inputs.kv_segments, TILE, plan.block, of_keys=False
-    )
+    ranges = block_ranges(mask, inputs.q_segments, inputs.kv_last, TILE, plan.block, of_keys=False)
     shape = jax.ShapeDtypeStruct(inputs.q.shape, plan.dtype)
     grid = {"head": heads, "tile": length // TILE, "batch": batch}
     kernel = launch(functools.partial(_dq_kernel, plan), shape, scratch, grid, CONSUMERS, plan.interpret)
@@ -148,9 +146,7 @@ def dkv(plan: TilePlan, outputs: tuple[str, ...], inputs: Inputs, mask: DynamicM
         "tile_ready": plgpu.Barrier(num_arrivals=3 * CONSUMERS),
         **plan.barriers(q_ready=4, d_out_ready=1, q_free=CONSUMERS, d_out_free=CONSUMERS),
     }
-    ranges = block_ranges(
-        plan.spec, mask, inputs.q_segments, inputs.kv_segments, plan.block, TILE, of_keys=True
-    )
+    ranges = block_ranges(mask, inputs.q_segments, inputs.kv_last, plan.block, TILE, of_keys=True)
     shapes = [jax.ShapeDtypeStruct(inputs.k.shape, plan.dtype) for _ in outputs]
     grid = {"head": heads, "tile": length // TILE, "batch": batch}
     body = functools.partial(_dkv_kernel, plan, outputs)
@@ -171,7 +167,7 @@ def _dkv_kernel(plan: TilePlan, outputs: tuple[str, ...], *refs: Any, **memory: 
             memory.tile_ready,
             (lambda rows: inputs.k.at[batch, rows, head], memory.k),
             (lambda rows: inputs.v.at[batch, rows, head], memory.v),
-            (lambda rows: inputs.kv_segments.at[batch, rows], memory.k_ids),
+            (lambda rows: inputs.kv_last.at[batch, rows], memory.k_ids),
         )
         copy_blocks(plan, work.blocks.count * plan.group, _query_rings(plan, work, inputs, memory))
 

@@ -15,7 +15,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
-from jaxrl_kernels.flash_attention.blocks import block_range, block_segments, visible_blocks
+from jaxrl_kernels.flash_attention.blocks import (
+    PADDING,
+    block_range,
+    key_segments,
+    query_segments,
+    visible_blocks,
+)
 from jaxrl_kernels.flash_attention.spec import AttentionSpec, DynamicMask
 from jaxrl_kernels.hopper import (
     CONSUMERS,
@@ -125,10 +131,9 @@ class BlockRange(NamedTuple):
 
 
 def block_ranges(
-    spec: AttentionSpec,
     mask: DynamicMask,
     q_segments: Int[Array, "B Tq"],
-    kv_segments: Int[Array, "B Tk"],
+    kv_last: Int[Array, "B Tk"],
     q_block: int,
     kv_block: int,
     of_keys: bool,
@@ -136,17 +141,14 @@ def block_ranges(
     """Return the `BlockRange` of each query tile over blocks of keys, or of each key tile over blocks of
     queries.
 
-    Segments need not be in order: blocks between the first and the last visible one are read. A fully masked
-    tile reads one block.
+    Blocks between the first and the last visible one are read. A fully masked tile reads one block.
     """
-    q, kv = block_segments(q_segments, q_block), block_segments(kv_segments, kv_block)
-    some = visible_blocks(spec, mask, q, kv, (q_block, kv_block))
+    q, kv = query_segments(q_segments, q_block), key_segments(kv_last, kv_block)
+    some = visible_blocks(mask, q, kv, (q_block, kv_block))
     q_first = mask.q_offset + jnp.arange(some.shape[1])[:, None] * q_block
     kv_first = mask.kv_offset + jnp.arange(some.shape[2]) * kv_block
-    full = (q.only[:, :, None] == kv.only[:, None]) & (q.only > 0)[:, :, None]
-    full &= q_first + q_block - 1 - kv_first < mask.window
-    if spec.causal:
-        full &= kv_first + kv_block - 1 <= q_first
+    full = (q.high[:, :, None] <= kv.low[:, None]) & (q_first + q_block - 1 - kv_first < mask.window)
+    full &= kv_first + kv_block - 1 <= q_first
     if of_keys:
         some, full = jnp.swapaxes(some, 1, 2), jnp.swapaxes(full, 1, 2)
     first, end = block_range(some)
@@ -165,7 +167,8 @@ class Inputs(NamedTuple):
     k: Any
     v: Any
     q_segments: Any
-    kv_segments: Any
+    """`PADDING` for padding."""
+    kv_last: Any
     mask: Any
     ranges: Any = None
     d_out: Any = None
@@ -202,7 +205,7 @@ class BlockMask(NamedTuple):
 
     plan: TilePlan
     row_segments: jax.Array
-    """[ROWS], -1 for padding."""
+    """[ROWS], as in `Inputs`."""
     segments: Any
     """Of the blocks in the ring."""
     start: jax.Array
@@ -218,7 +221,6 @@ class BlockMask(NamedTuple):
         ids = plan.ops.layout(rows[work.warpgroup], PER_ROW)
         mask = inputs.mask
         start = (mask[1] - mask[0]) if of_keys else (mask[0] - mask[1])
-        ids = jnp.where(ids > 0, ids, -1)
         return BlockMask(plan, ids, segments, start + work.first_row, mask[2], of_keys)
 
     def __call__(self, slot: jax.Array, block: jax.Array) -> jax.Array:
@@ -228,8 +230,9 @@ class BlockMask(NamedTuple):
         plgpu.commit_smem()  # reads end before TMA writes there again
         ahead = ops.iota(shape, 0) - ops.iota(shape, 1) + (self.start - block * self.plan.block)
         back = -ahead if self.of_keys else ahead
-        allowed = (over_columns(self.row_segments, shape) == over_rows(columns, shape)) & (back < self.window)
-        return allowed & (back >= 0) if self.plan.spec.causal else allowed
+        rows, columns = over_columns(self.row_segments, shape), over_rows(columns, shape)
+        continues = columns <= rows if self.of_keys else rows <= columns
+        return continues & (back >= 0) & (back < self.window)
 
 
 def over_columns(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
@@ -276,13 +279,13 @@ def padded_inputs(
     k: jax.Array,
     v: jax.Array,
     q_segments: jax.Array,
-    kv_segments: jax.Array,
+    kv_last: jax.Array,
     mask: DynamicMask,
 ) -> Inputs:
-    """Pad lengths to whole tiles with segment 0, and the head dim to what TMA swizzles with zeros."""
+    """Pad lengths to whole tiles, and the head dim to what TMA swizzles with zeros."""
     q, k, v = (pad_to(x, {1: TILE, 3: 32}) for x in (q, k, v))
-    segments = (pad_to(x.astype(jnp.int32), {1: TILE}) for x in (q_segments, kv_segments))
-    return Inputs(q, k, v, *segments, mask.array())
+    q_segments, kv_last = (pad_to(x.astype(jnp.int32), {1: TILE}) for x in (q_segments, kv_last))
+    return Inputs(q, k, v, jnp.where(q_segments > 0, q_segments, PADDING), kv_last, mask.array())
 
 
 def plan_for(
@@ -313,7 +316,7 @@ def key_rings(plan: TilePlan, work: Work, inputs: Inputs, memory: Any) -> tuple:
     def block(ref: Any, *then: jax.Array) -> Callable:
         return lambda i: ref.at[(work.batch, pl.ds(work.blocks.block(i) * plan.block, plan.block), *then)]
 
-    keys = (block(inputs.k, head), memory.k), (block(inputs.kv_segments), memory.k_ids)
+    keys = (block(inputs.k, head), memory.k), (block(inputs.kv_last), memory.k_ids)
     values = ((block(inputs.v, head), memory.v),)
     return (memory.k_ready, memory.k_free, keys), (memory.v_ready, memory.v_free, values)
 

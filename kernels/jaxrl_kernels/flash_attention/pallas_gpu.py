@@ -184,7 +184,7 @@ def forward(
     k: Float[Array, "B Tk K E"],
     v: Float[Array, "B Tk K E"],
     q_segments: Int[Array, "B Tq"],
-    kv_segments: Int[Array, "B Tk"],
+    kv_last: Int[Array, "B Tk"],
     mask: DynamicMask,
     *,
     blocks: RingBlocks | None = None,
@@ -199,7 +199,7 @@ def forward(
     Raises:
         ValueError: blocks that do not fit into shared memory.
     """
-    inputs = padded_inputs(q, k, v, q_segments, kv_segments, mask)
+    inputs = padded_inputs(q, k, v, q_segments, kv_last, mask)
     plan = plan_for(spec, inputs, "forward", blocks, interpret)
     batch, length, heads, _ = inputs.q.shape
     scratch = {
@@ -216,7 +216,7 @@ def forward(
     lse = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
     shapes = jax.ShapeDtypeStruct(inputs.q.shape, plan.dtype), lse
     grid = {"head": heads, "tile": length // TILE, "batch": batch}
-    ranges = block_ranges(spec, mask, inputs.q_segments, inputs.kv_segments, TILE, plan.block, of_keys=False)
+    ranges = block_ranges(mask, inputs.q_segments, inputs.kv_last, TILE, plan.block, of_keys=False)
     kernel = launch(functools.partial(_kernel, plan), shapes, scratch, grid, CONSUMERS, interpret)
     out, lse = kernel(*inputs._replace(ranges=ranges)[:7])
     return out[:, : q.shape[1], :, : q.shape[3]], lse[:, :, : q.shape[1]]
@@ -228,7 +228,7 @@ def backward(
     k: Float[Array, "B Tk K E"],
     v: Float[Array, "B Tk K E"],
     q_segments: Int[Array, "B Tq"],
-    kv_segments: Int[Array, "B Tk"],
+    kv_last: Int[Array, "B Tk"],
     mask: DynamicMask,
     out: Float[Array, "B Tq H E"],
     lse: Float[Array, "B H Tq"],
@@ -241,7 +241,7 @@ def backward(
     """Compute `reference.backward`; `blocks`, `interpret` and errors as in `forward`."""
     delta = jnp.einsum("bthe,bthe->bht", d_out, out, preferred_element_type=jnp.float32)
     delta = delta if d_lse is None else delta - d_lse
-    inputs = padded_inputs(q, k, v, q_segments, kv_segments, mask)._replace(
+    inputs = padded_inputs(q, k, v, q_segments, kv_last, mask)._replace(
         d_out=pad_to(d_out.astype(q.dtype), {1: TILE, 3: 32}),
         lse=pad_to(lse * LOG2E, {2: TILE}),
         delta=pad_to(delta, {2: TILE}),

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jaxrl_kernels import dispatch
 from jaxrl_kernels.chips import LANES
-from jaxrl_kernels.flash_attention.blocks import block_range, block_segments, visible_blocks
+from jaxrl_kernels.flash_attention.blocks import block_range, key_segments, query_segments, visible_blocks
 from jaxrl_kernels.flash_attention.shapes import (
     DTYPES,
     HEAD_DIMS,
@@ -41,7 +41,7 @@ from jaxrl_kernels.flash_attention.spec import (
 
 INTERPRET = False
 """Set by tests: True or a `pltpu.InterpretParams` runs the kernels in the interpreter."""
-FIRST, END, LOW, HIGH, ONLY, FIELDS = range(6)
+FIRST, END, LOW, HIGH, FIELDS = range(5)
 """Fields of a block's scalar prefetch: it needs the blocks FIRST to END of the other side, and its segments
 (`blocks.BlockSegments`)."""
 
@@ -64,11 +64,11 @@ def forward(
     k: Float[Array, "B Tk K E"],
     v: Float[Array, "B Tk K E"],
     q_segments: Int[Array, "B Tq"],
-    kv_segments: Int[Array, "B Tk"],
+    kv_last: Int[Array, "B Tk"],
     mask: DynamicMask,
 ) -> tuple[Float[Array, "B Tq H E"], Float[Array, "B H Tq"]]:
     """Compute `reference.forward`."""
-    inputs = _pad_inputs("forward", spec, q, k, v, q_segments, kv_segments, mask)
+    inputs = _pad_inputs("forward", q, k, v, q_segments, kv_last, mask)
     (batch, heads, length, dim), block = inputs.q.shape, inputs.blocks.q
     of_q, of_kv = inputs.specs_by_query()
     out, lse = _call(
@@ -91,7 +91,7 @@ def backward(
     k: Float[Array, "B Tk K E"],
     v: Float[Array, "B Tk K E"],
     q_segments: Int[Array, "B Tq"],
-    kv_segments: Int[Array, "B Tk"],
+    kv_last: Int[Array, "B Tk"],
     mask: DynamicMask,
     out: Float[Array, "B Tq H E"],
     lse: Float[Array, "B H Tq"],
@@ -101,7 +101,7 @@ def backward(
     """Compute `reference.backward`."""
     delta = jnp.moveaxis(jnp.sum(d_out.astype(jnp.float32) * out, axis=-1), 1, 2)
     delta = delta if d_lse is None else delta - d_lse
-    arguments = spec, q, k, v, q_segments, kv_segments, mask
+    arguments = q, k, v, q_segments, kv_last, mask
     gradients = d_out.astype(q.dtype), lse, delta
     dq = _d_queries(spec, _pad_inputs("dq", *arguments), *gradients)
     dk, dv = _d_keys(spec, _pad_inputs("dkv", *arguments), *gradients)
@@ -148,7 +148,7 @@ def _backward_inputs(inputs: _Inputs, d_out, lse, delta) -> tuple[Array, ...]:
 
 
 def _forward_kernel(spec, blocks, *refs):
-    *scalars, q, k, v, q_segments, kv_segments, out, lse, summed, top, total, segments = refs
+    *scalars, q, k, v, q_segments, kv_last, out, lse, summed, top, total, segments = refs
     i, j = pl.program_id(2), pl.program_id(3)
 
     @pl.when(j == 0)
@@ -161,7 +161,7 @@ def _forward_kernel(spec, blocks, *refs):
     def add(mask):
         scores = capped_scores(spec, _dot(q[...], k[...], (1, 1)))
         if mask is not None:
-            scores = jnp.where(mask(segments[:, :1], kv_segments[...]), scores, -jnp.inf)
+            scores = jnp.where(mask(segments[:, :1], kv_last[...]), scores, -jnp.inf)
         new = jnp.maximum(top[...], scores.max(axis=1, keepdims=True))
         weights, kept = jnp.exp(scores - new[:, :1]), jnp.exp(top[...] - new)
         top[...] = new
@@ -188,7 +188,7 @@ def _dq_kernel(spec, blocks, *refs):
         lse_row,
         delta_row,
         q_segments,
-        kv_segments,
+        kv_last,
         dq,
         summed,
         lse,
@@ -207,7 +207,7 @@ def _dq_kernel(spec, blocks, *refs):
         scores = capped_scores(spec, _dot(q[...], k[...], (1, 1)))
         weights = jnp.exp(scores - lse[:, :1])
         if mask is not None:
-            weights = jnp.where(mask(segments[:, :1], kv_segments[...]), weights, 0)
+            weights = jnp.where(mask(segments[:, :1], kv_last[...]), weights, 0)
         d_weights = _dot(d_out[...], v[...], (1, 1))
         d_scores = d_products(spec, scores, weights * (d_weights - delta[:, :1]))
         summed[...] += _dot(d_scores.astype(k.dtype), k[...], (1, 0))
@@ -220,13 +220,13 @@ def _dq_kernel(spec, blocks, *refs):
 
 
 def _dkv_kernel(spec, blocks, *refs):
-    *scalars, q, k, v, d_out, lse, delta, q_segments, kv_segments, dk, dv, dk_sum, dv_sum, segments = refs
+    *scalars, q, k, v, d_out, lse, delta, q_segments, kv_last, dk, dv, dk_sum, dv_sum, segments = refs
     j, head, i = pl.program_id(2), pl.program_id(3), pl.program_id(4)
 
     @pl.when((head == 0) & (i == 0))
     def start():
         dk_sum[...], dv_sum[...] = jnp.zeros_like(dk_sum), jnp.zeros_like(dv_sum)
-        segments[...] = _column(kv_segments[...])
+        segments[...] = _column(kv_last[...])
 
     def add(mask):  # scores transposed: keys x queries
         scores = capped_scores(spec, _dot(k[...], q[...], (1, 1)))
@@ -248,7 +248,7 @@ def _dkv_kernel(spec, blocks, *refs):
 def _unless_masked(spec: AttentionSpec, blocks: Blocks, scalars, i, j, add, *, by_key: bool = False) -> None:
     """Call `add(mask)` unless all pairs of block i of queries and block j of keys are masked.
 
-    `mask(q_segments, kv_segments)` returns the visible pairs; None if all are.
+    `mask(q_segments, kv_last)` returns the visible pairs; None if all are.
     """
     offsets, q_info, kv_info = scalars
     batch = pl.program_id(0)
@@ -258,16 +258,15 @@ def _unless_masked(spec: AttentionSpec, blocks: Blocks, scalars, i, j, add, *, b
     offsets = DynamicMask(offsets[0], offsets[1], offsets[2])
     first, kv_first = offsets.q_offset + i * blocks.q, offsets.kv_offset + j * blocks.kv
 
-    needed = (q(FIRST) <= j) & (j < q(END)) & (q(LOW) <= kv(HIGH)) & (kv(LOW) <= q(HIGH))
-    unmasked = (q(ONLY) == kv(ONLY)) & (q(ONLY) > 0) & (first + blocks.q - 1 - kv_first < offsets.window)
-    if spec.causal:
-        unmasked &= first >= kv_first + blocks.kv - 1
+    needed = (q(FIRST) <= j) & (j < q(END)) & (q(LOW) <= kv(HIGH))
+    unmasked = (q(HIGH) <= kv(LOW)) & (first + blocks.q - 1 - kv_first < offsets.window)
+    unmasked &= first >= kv_first + blocks.kv - 1
 
-    def mask(q_segments, kv_segments, keys_first: bool = False):
+    def mask(q_segments, kv_last, keys_first: bool = False):
         shape = (blocks.kv, blocks.q) if keys_first else (blocks.q, blocks.kv)
         rows = i * blocks.q + jax.lax.broadcasted_iota(jnp.int32, shape, int(keys_first))
         columns = j * blocks.kv + jax.lax.broadcasted_iota(jnp.int32, shape, int(not keys_first))
-        return visible(spec, offsets, rows, columns, q_segments, kv_segments)
+        return visible(offsets, rows, columns, q_segments, kv_last)
 
     pl.when(needed & unmasked)(lambda: add(None))
     pl.when(needed & jnp.logical_not(unmasked))(lambda: add(mask))
@@ -350,15 +349,13 @@ class _Inputs(NamedTuple):
         return _specs(q, self.blocks.q, self.q.shape[3]), _specs(kv, self.blocks.kv, self.q.shape[3])
 
 
-def _pad_inputs(
-    kernel: str, spec: AttentionSpec, q, k, v, q_segments, kv_segments, mask: DynamicMask
-) -> _Inputs:
+def _pad_inputs(kernel: str, q, k, v, q_segments, kv_last, mask: DynamicMask) -> _Inputs:
     """Pad to whole blocks and find which blocks each block needs."""
     blocks = blocks_for(kernel, q.shape[1], k.shape[1], q.shape[3], q.dtype)
     pad = lambda x, block: jnp.pad(x.astype(jnp.int32), ((0, 0), (0, -x.shape[1] % block)))
-    padded = pad(q_segments, blocks.q), pad(kv_segments, blocks.kv)
-    of_q, of_kv = (block_segments(x, block) for x, block in zip(padded, blocks, strict=True))
-    needed = visible_blocks(spec, mask, of_q, of_kv, blocks)
+    padded = pad(q_segments, blocks.q), pad(kv_last, blocks.kv)
+    of_q, of_kv = query_segments(padded[0], blocks.q), key_segments(padded[1], blocks.kv)
+    needed = visible_blocks(mask, of_q, of_kv, blocks)
     info = lambda needed, of: jnp.stack([*block_range(needed), *of], axis=-1).reshape(-1)
     return _Inputs(
         blocks,

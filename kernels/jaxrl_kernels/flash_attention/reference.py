@@ -56,20 +56,21 @@ def forward(
     k: Float[Array, "B Tk K E"],
     v: Float[Array, "B Tk K E"],
     q_segments: Int[Array, "B Tq"],
-    kv_segments: Int[Array, "B Tk"],
+    kv_last: Int[Array, "B Tk"],
     mask: DynamicMask,
 ) -> tuple[Float[Array, "B Tq H E"], Float[Array, "B H Tq"]]:
     """Compute attention of the queries to the keys that `spec` and `mask` leave visible.
 
     Args:
-        q_segments, kv_segments: which sequence of the row each token belongs to, 0 = padding.
+        q_segments: number of the segment of each query in its row, 0 = padding.
+        kv_last: number of the last segment that continues that of each key, 0 = padding (`DynamicMask`).
 
     Returns:
         out: like q; 0 for a fully masked query.
         lse: log-sum-exp of its scores in nats, float32; MASKED_LSE for a fully masked query.
     """
     rows, columns = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])
-    allowed = visible(spec, mask, rows, columns, q_segments[:, :, None], kv_segments[:, None])
+    allowed = visible(mask, rows, columns, q_segments[:, :, None], kv_last[:, None])
     return dense_attention(spec, q, k, v, allowed)
 
 
@@ -79,7 +80,7 @@ def backward(
     k: Float[Array, "B Tk K E"],
     v: Float[Array, "B Tk K E"],
     q_segments: Int[Array, "B Tq"],
-    kv_segments: Int[Array, "B Tk"],
+    kv_last: Int[Array, "B Tk"],
     mask: DynamicMask,
     out: Float[Array, "B Tq H E"],
     lse: Float[Array, "B H Tq"],
@@ -98,7 +99,7 @@ def backward(
     """
     group = q.shape[2] // k.shape[2]
     rows, columns = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])
-    allowed = visible(spec, mask, rows, columns, q_segments[:, :, None], kv_segments[:, None])[:, None]
+    allowed = visible(mask, rows, columns, q_segments[:, :, None], kv_last[:, None])[:, None]
     d_out = d_out.astype(jnp.float32)
     delta = jnp.einsum("bthe,bthe->bht", d_out, out.astype(jnp.float32)) - (0 if d_lse is None else d_lse)
 

@@ -17,18 +17,24 @@ class AttentionSpec(NamedTuple):
     """Static arguments, known when compiling."""
 
     scale: float
-    causal: bool = True
     softcap: float | None = None
     windows: tuple[int, ...] | None = None
     """All values that the window of `DynamicMask` may have, for kernels that compile it; None = any."""
+    branches: bool = False
+    """True = several segments may continue one: kernels skip masked blocks between visible ones, too."""
 
 
 class DynamicMask(NamedTuple):
     """The part of the mask known when running: a scanned stack of layers has a window a layer, ring attention
     an offset a step.
 
-    The query at row index i attends to the key at row index j of the same segment if
-    kv_offset + j <= q_offset + i (where causal) and (q_offset + i) - (kv_offset + j) < window.
+    With distance = (q_offset + i) - (kv_offset + j), the query at row index i attends to the key at row index
+    j if 0 <= distance < window and 0 < q_segments[i] <= kv_last[j].
+
+    Segments are numbered in the order of the row, in which every segment comes before those that continue it,
+    and they before the next one that does not (depth first). So the segments that continue a key's own are
+    those from it to the last, `kv_last`, and the order of the row excludes earlier ones: without branches
+    `kv_last` is the key's segment. Padding has 0 in both.
     """
 
     q_offset: int | Int[Array, ""] = 0
@@ -41,17 +47,16 @@ class DynamicMask(NamedTuple):
 
 
 def visible(
-    spec: AttentionSpec,
     mask: DynamicMask,
     rows: Int[Array, "..."],
     columns: Int[Array, "..."],
     q_segments: Int[Array, "..."],
-    kv_segments: Int[Array, "..."],
+    kv_last: Int[Array, "..."],
 ) -> Bool[Array, "..."]:
     """Return whether queries of these row indices and segments attend to the keys of these columns."""
     distance = (mask.q_offset + rows) - (mask.kv_offset + columns)
-    attends = (q_segments == kv_segments) & (q_segments > 0) & (distance < mask.window)
-    return attends & (distance >= 0) if spec.causal else attends
+    continues = (q_segments > 0) & (q_segments <= kv_last)
+    return continues & (distance >= 0) & (distance < mask.window)
 
 
 def capped_scores(spec: AttentionSpec, products: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -1,0 +1,69 @@
+"""Sizes of micro-batches, which follow from a config, its model and the number of devices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from jax.sharding import Mesh
+
+from jaxrl_llm import algos
+from jaxrl_llm.config import TrainConfig
+from jaxrl_llm.hf.load import PRETRAINED, PretrainedModels
+from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models.kernels import can_share_prefixes
+from jaxrl_llm.sharding.rules import num_shards
+
+
+def derived(config: TrainConfig, num_devices: int) -> dict[str, int]:
+    """Return the sizes that follow from the config and the number of devices; printed at the start.
+
+    Rows are sharded over the replicas; a micro-batch has no more of them than an update needs, and one that
+    is scored no more than a step.
+    """
+    sizes = config.mesh.resolved_sizes(num_devices)
+    replicas = num_shards("batch", sizes)
+    per_update = config.trajectories_per_step // config.minibatches_per_step
+
+    def rows_of(tokens_per_device: int, trajectories: int) -> int:
+        in_budget = max(tokens_per_device * num_shards("sequence", sizes) // config.row_tokens, 1)
+        return replicas * min(in_budget, math.ceil(rows_needed(config, trajectories) / replicas))
+
+    rows, score_tokens = rows_of(config.tokens_per_device, per_update), config.score.tokens_per_device
+    return {
+        "devices": num_devices,
+        "trajectories_per_step": config.trajectories_per_step,
+        "trajectories_per_update": per_update,
+        "updates": config.steps * config.updates_per_step,
+        "tokens_per_row": config.row_tokens,
+        "rows_per_microbatch": rows,
+        "tokens_per_microbatch": rows * config.row_tokens,
+        "microbatches_per_update_at_most": math.ceil(rows_needed(config, per_update) / rows),
+        "rows_per_scored_microbatch": (
+            rows_of(score_tokens, config.trajectories_per_step) if score_tokens else rows
+        ),
+    }
+
+
+def rows_needed(config: TrainConfig, trajectories: int) -> int:
+    """Return the rows that some of a step's trajectories take if all are as long as they may be."""
+    if not config.shares_prompts:
+        return trajectories
+    fitting = 1 + (config.row_tokens - config.max_tokens) // (config.max_response_tokens + 1)
+    return min(trajectories, config.prompts_per_step * math.ceil(config.responses_per_prompt / fitting))
+
+
+def with_prefixes(
+    config: TrainConfig, model: TransformerConfig, mesh: Mesh, stored: PretrainedModels = PRETRAINED
+) -> TrainConfig:
+    """Return the config, without shared prefixes where one of the models that read its rows cannot have them.
+
+    Args:
+        model: the policy.
+        stored: source of the configs of the others.
+    """
+    requires = algos.requirements(config.algo)
+    paths = [*requires.teachers, config.reference.path, config.critic.path if requires.critic else ""]
+    others = [stored.config(path) for path in paths if path] if config.share_prefixes else []
+    able = all(can_share_prefixes(c, config.model.dtype, mesh) for c in (model, *others))
+    return config if able else replace(config, share_prefixes=False)

@@ -1,0 +1,66 @@
+"""Prefixes that packed sequences share: a row holds a prompt once, then the responses to it (host, numpy).
+
+A sequence that begins like the one before it in the row continues that one's tokens in place of a copy of
+them; so the sequences of a row form trees, in depth-first order (prefix sharing: arXiv 2506.05433). Tokens
+that a sequence is trained on are its own, and so is the token before them, whose target they are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from jaxrl_llm.data.packing import PackItem
+
+
+def shared_tokens(before: PackItem, item: PackItem) -> int:
+    """Return how many of an item's first tokens can be those of the item before it in the row.
+
+    The tokens, their targets and their routes are equal, and the item is trained on none of the targets.
+    """
+    length = min(len(before.tokens), len(item.tokens))
+    equal = before.tokens[:length] == item.tokens[:length]
+    if item.routes is not None and before.routes is not None:
+        equal &= (before.routes[:length] == item.routes[:length]).all(axis=(1, 2))
+    common = length if equal.all() else int(np.argmin(equal))
+    return max(min(common, context_tokens(item)) - 1, 0)
+
+
+def context_tokens(item: PackItem) -> int:
+    """Return the number of tokens before the first one that is trained on; all, if none is."""
+    trained = np.flatnonzero(item.mask[1:])
+    return int(trained[0]) + 1 if len(trained) else len(item.tokens)
+
+
+def trees(sequences: Sequence[PackItem], groups: Sequence[Sequence[int]], row_length: int) -> list[list[int]]:
+    """Return the groups joined to trees, as lists of the indices of their sequences; a tree fits a row.
+
+    Neighbours in the order of their tokens are joined, those that share most first, if the second then has
+    less than half of its context for itself; so a tree that is too long for a row is cut, and the prompt
+    copied.
+    """
+    groups = sorted(groups, key=lambda members: sequences[members[0]].tokens.tobytes())
+    pairs = [(sequences[a[-1]], sequences[b[0]]) for a, b in itertools.pairwise(groups)]
+    shared = [0, *(shared_tokens(*pair) for pair in pairs)]
+    sizes = [size_of(sequences, members) for members in groups]
+    starts, ends = list(range(len(groups))), list(range(len(groups)))  # of the tree that ends or starts here
+    for i in sorted(range(1, len(groups)), key=lambda i: (-shared[i], i)):
+        first, size = starts[i - 1], sizes[starts[i - 1]] + sizes[i] - shared[i]
+        context = context_tokens(sequences[groups[i][0]]) - 1
+        if shared[i] and 2 * shared[i] >= context and size <= row_length:
+            sizes[first], ends[first], starts[ends[i]] = size, ends[i], first
+    trees, start = [], 0
+    while start < len(groups):
+        trees.append([index for members in groups[start : ends[start] + 1] for index in members])
+        start = ends[start] + 1
+    return trees
+
+
+def size_of(sequences: Sequence[PackItem], members: Sequence[int]) -> int:
+    """Return the tokens of a row that these sequences take, one after the other."""
+    shared = sum(shared_tokens(sequences[a], sequences[b]) for a, b in itertools.pairwise(members))
+    return sum(len(sequences[i].tokens) for i in members) - shared
