@@ -336,18 +336,21 @@ class TrainConfig:
         return shares and algos.of(self.algo).on_rollouts
 
     @property
+    def min_row_tokens(self) -> int:
+        """Length of the longest trajectory, or of two where they are compared."""
+        return algos.of(self.algo).group_size * self.max_tokens
+
+    @property
     def row_tokens(self) -> int:
-        """Length of a packed row: the longest trajectory, or two of them where they are compared; where
-        responses share their prompt, as many of them as the step and the tokens of a micro-batch have."""
-        longest = algos.of(self.algo).group_size * self.max_tokens
+        """Length of a packed row: the least; where responses share their prompt, all that there are to it or
+        as many as the tokens of a micro-batch allow."""
+        longest = self.min_row_tokens
         shards = [self.mesh_of(role).sequence for role in self.placements if role != ROLLOUT_ENGINE]
         if not self.shares_prompts or min(shards) < 0:
             return longest
         multiple = ROW_MULTIPLE * math.lcm(*shards)
         # Each response after the first begins with a copy of the last token of the prompt.
-        more = (self.responses_per_prompt - 1) * (
-            self.max_response_tokens + 1
-        )
+        more = (self.responses_per_prompt - 1) * (self.max_response_tokens + 1)
         row = -(-(self.max_tokens + more) // multiple) * multiple
         tokens = min(self.tokens_per_device, self.score.tokens_per_device or self.tokens_per_device)
         budget = max(tokens * min(shards) // longest, 1) * longest

@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 FOLDER, PAGE = ROOT / "docs/fit", ROOT / "docs/fit.md"
-RECIPE = ["--config", "grpo_qwen.py", "--model.remat", "full", "--rollout.dtype", "bfloat16"]
+FLAGS = ["--model.remat", "full", "--rollout.dtype", "bfloat16", "--share_prefixes", "False"]
+RECIPE = ["--config", "grpo_qwen.py", *FLAGS]
 GIB = 2**30
 COMPRESSED = "--optim.moments int8 --optim.store_param_remainders True --optim.grad_dtype bfloat16"
 QLORA = "--lora.rank 32 --lora.quantize nf4"
@@ -104,8 +105,9 @@ v6e-N, tpu7x-N, shapes such as v5e:4x4, h100, h200, b200, a100 (80 GB), a100-40,
 of them such as h100x8, hosts of 8 such as h200x64, cpu.
 
 The table below is GRPO as in `configs/grpo_qwen.py` (64 prompts x 8 responses, 512 + 1024 tokens, old and
-reference log-probs, native rollout), with `--model.remat full --rollout.dtype bfloat16` and the mesh and
-settings of each line. `make fit` writes it; the numbers of every phase are in [docs/fit](fit).
+reference log-probs, native rollout), with `--model.remat full --rollout.dtype bfloat16`, `--share_prefixes
+False` and the mesh and settings of each line. `make fit` writes it; the numbers of every phase are in
+[docs/fit](fit).
 
 ## Results
 

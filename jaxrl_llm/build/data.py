@@ -13,10 +13,11 @@ from typing import Any, Literal
 from jaxrl_llm import algos
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.data.holdout import HeldOutSplit, OpenSource, split_sources
-from jaxrl_llm.data.loader import Loader
+from jaxrl_llm.data.loader import Loader, RowKind
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.sources import open_sources
 from jaxrl_llm.envs.check import check_env
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.host.files import replace_json
 from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.recipe.checks import check_held_out
@@ -91,7 +92,26 @@ def try_first_rows(config: TrainConfig, loaders: dict[str, Loader]) -> list[Exam
     """
     algorithm = algos.of(config.algo)
     kind = "prompts" if algorithm.on_rollouts else algorithm.data
-    kinds = {"train": kind, "warm_start": "tokens", "eval": kind}
-    rows = {name: loader.check_first_rows(kinds[name]) for name, loader in loaders.items()}
+    kinds = {"train": kind, "warm_start": "tokens"}
+    rows = {name: loaders[name].check_first_rows(kinds[name]) for name in kinds if name in loaders}
+    if "eval" in loaders:
+        check_held_out_rows(loaders["eval"], kind)
     on_first(lambda: check_env(config.env, rows["train"]))
     return rows["train"]
+
+
+def check_held_out_rows(held_out: Loader, kind: RowKind) -> None:
+    """Try rows of each held-out source: those that the algorithm learns from, or else prompts to answer.
+
+    Raises:
+        UserError: no row of a source is either, with the reason for the first.
+    """
+    for i in range(held_out.num_sources):
+        source = held_out.of_sources([i])
+        try:
+            source.check_first_rows(kind)
+        except UserError as error:
+            try:
+                source.check_first_rows("prompts")
+            except UserError:
+                raise error from None

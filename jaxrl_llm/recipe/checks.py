@@ -140,7 +140,7 @@ def _step(config: TrainConfig) -> Iterator[str]:
             f"--responses_per_prompt is 1: {name} compares the responses to one prompt, so it would have "
             "nothing to compare. Set it to 2 or more; 8 is usual."
         )
-    row, sequence = config.row_tokens, max(config.mesh.sequence, 1)
+    row, sequence = config.min_row_tokens, max(config.mesh.sequence, 1)
     budgets = {
         "tokens_per_device": config.tokens_per_device,
         "score.tokens_per_device": config.score.tokens_per_device,
@@ -205,11 +205,11 @@ def _divided(config: TrainConfig, sizes: Mapping[str, Mapping[str, int]]) -> Ite
         ring = config.mesh_of(role).sequence_parallel == "ring"
         shards = num_shards("sequence", sizes[role])
         chunks = shards * (2 if ring else 1)
-        if shards > 1 and config.row_tokens % chunks:
-            sequences = config.row_tokens // config.max_tokens
+        if shards > 1 and config.min_row_tokens % chunks:
+            sequences = config.min_row_tokens // config.max_tokens
             more = -config.max_tokens % (chunks // math.gcd(sequences, chunks))
             yield (
-                f"--{role}mesh.sequence {shards} does not divide a row of {config.row_tokens} tokens "
+                f"--{role}mesh.sequence {shards} does not divide a row of {config.min_row_tokens} tokens "
                 f"(max_prompt_tokens + max_response_tokens){' into two chunks a device' if ring else ''}. "
                 f"Set --max_response_tokens {config.max_response_tokens + more}."
             )

@@ -2,11 +2,15 @@
 
 import json
 
+import pytest
+
 from jaxrl_llm.algos import dpo, sft
+from jaxrl_llm.build.data import check_held_out_rows
 from jaxrl_llm.build.evaluation import sources_with_targets
 from jaxrl_llm.data.config import DataConfig, SourceConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.experience.dataset import dataset_items
 
 PAIRS = SourceConfig(path="task:preference", options='{"size": 50}')
@@ -29,3 +33,12 @@ def test_a_source_without_pairs_has_no_loss_of_dpo(tmp_path):
     assert (loader.num_sources, kept.num_sources) == (2, 1)
     for one, other in zip(*(dataset_items(x, dpo.Config(), 0, 8) for x in (alone, kept)), strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
+
+
+def test_held_out_prompts_are_no_bad_rows_of_dpo(tmp_path):
+    """The default --data.bad_rows fail refused generated problems as pairs before the first step."""
+    check_held_out_rows(held_out(SourceConfig(path="task:arithmetic"), PAIRS), "pairs")
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"other": 1}\n')
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: no prompt"):
+        check_held_out_rows(held_out(PAIRS, SourceConfig(path=str(file))), "pairs")

@@ -25,17 +25,25 @@ def mesh(chip, tpu):
     return Mesh(np.array(tpu(chip)[:1]), ("x",))
 
 
-def compiled(mesh, dim, dtype, *, length=4096, spec=None, heads=(8, 2)) -> str:
+def compiled(mesh, dim, dtype, *, rows=1, length=4096, spec=None, heads=(8, 2), branches=False) -> str:
     """The program of attention and its gradients, packed rows, a traced window."""
     array = lambda *shape, kind=dtype: jax.ShapeDtypeStruct(
         shape, kind, sharding=NamedSharding(mesh, PartitionSpec())
     )
-    q, k = (array(1, length, count, dim) for count in heads)
-    segments, window = array(1, length, kind=jnp.int32), array(kind=jnp.int32)
+    q, k = (array(rows, length, count, dim) for count in heads)
+    segments, window = array(rows, length, kind=jnp.int32), array(kind=jnp.int32)
 
     def loss(q, k, v, segments, window):
         out, lse = flash_attention(
-            q, k, v, segments, scale=0.1, window=window, return_lse=True, **(spec or {})
+            q,
+            k,
+            v,
+            segments,
+            segments if branches else None,
+            scale=0.1,
+            window=window,
+            return_lse=True,
+            **(spec or {}),
         )
         return out.astype(jnp.float32).sum() + lse.sum()
 
@@ -52,8 +60,14 @@ def test_every_head_dim_compiles(mesh, dim, dtype):
 
 
 @CHIPS
-def test_softcap_and_an_odd_length_compile(mesh):
-    compiled(mesh, 80, "float32", length=700, spec={"softcap": 30.0}, heads=(2, 2))
+def test_softcap_branches_and_an_odd_length_compile(mesh):
+    compiled(mesh, 80, "float32", length=700, spec={"softcap": 30.0}, heads=(2, 2), branches=True)
+
+
+@CHIPS
+def test_the_largest_table_of_blocks_fits_scalar_memory(mesh):
+    """Rows of 131,072 tokens in blocks of 512 queries and 1,024 keys, two of them: 2**16 numbers."""
+    compiled(mesh, 128, "bfloat16", length=2**17, rows=2, heads=(1, 1), branches=True)
 
 
 @CHIPS

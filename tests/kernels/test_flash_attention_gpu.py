@@ -25,6 +25,9 @@ def packed(*parts):
 
 PACKED = packed((1, 70), (2, 60), (0, 6), (3, 94))
 """Padding in the middle; 230 tokens, no whole tiles of 128."""
+TREE = packed((1, 128), (2, 70), (3, 58), (4, 90), (0, 6), (5, 20))
+PARENTS = {2: 1, 3: 2, 4: 1}
+"""Segment -> the one that it continues; the last tile needs no key of the second one."""
 CASES = {
     # The last 100 queries of 230 tokens, as in a ring; two heads share keys; some queries are fully masked.
     "quick": (
@@ -33,6 +36,7 @@ CASES = {
         (100, 230, 2, 1, 64),
         (PACKED[:, 130:], PACKED),
     ),
+    "branches": (AttentionSpec(0.125, branches=True), DynamicMask(), (372, 372, 2, 1, 64), (TREE, TREE)),
     "packed": (AttentionSpec(96**-0.5), DynamicMask(), (230, 230, 2, 1, 96), (PACKED, PACKED)),
     "wide heads": (
         AttentionSpec(1 / 16),
@@ -45,7 +49,8 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "name", ["quick", *(pytest.param(name, marks=pytest.mark.slow) for name in ("packed", "wide heads"))]
+    "name",
+    ["quick", "branches", *(pytest.param(name, marks=pytest.mark.slow) for name in ("packed", "wide heads"))],
 )
 def test_values_and_gradients_are_those_of_the_oracle(name, compile_once):
     spec, mask, (queries, keys, heads, kv_heads, dim), segments = CASES[name]
@@ -53,17 +58,19 @@ def test_values_and_gradients_are_those_of_the_oracle(name, compile_once):
     sizes = (queries, heads), (keys, kv_heads), (keys, kv_heads), (queries, heads)
     q, k, v, d_out = (rng.normal(size=(1, *size, dim)).astype(jnp.bfloat16) for size in sizes)
     d_lse = rng.normal(size=(1, heads, queries)).astype(np.float32)
+    parents = PARENTS if spec.branches else {}
+    operands = q, k, v, segments[0], oracles.last_segments(segments[1], parents)
     traced = jax.tree.map(np.int32, mask)  # one compilation serves every offset and window
     ours = functools.partial(
         jax.jit, static_argnums=0, static_argnames="interpret",
         compiler_options={"xla_backend_optimization_level": 0},
     )  # fmt: skip
-    out, lse = ours(pallas_gpu.forward)(spec, q, k, v, *segments, traced, interpret=True)
+    out, lse = ours(pallas_gpu.forward)(spec, *operands, traced, interpret=True)
     assert not interpret_pallas_call.get_races().races_found
-    got = ours(pallas_gpu.backward)(spec, q, k, v, *segments, traced, out, lse, d_out, d_lse, interpret=True)
+    got = ours(pallas_gpu.backward)(spec, *operands, traced, out, lse, d_out, d_lse, interpret=True)
     assert not interpret_pallas_call.get_races().races_found
 
-    allowed = oracles.visible(mask, *segments)
+    allowed = oracles.visible(mask, *segments, parents)
     wanted = oracles.attention(q, k, v, allowed, spec.scale, spec.softcap, d_out, d_lse)
     assert out.dtype == q.dtype and lse.dtype == jnp.float32
     finite = wanted[1][wanted[1] > MASKED_LSE]
@@ -79,7 +86,7 @@ def test_values_and_gradients_are_those_of_the_oracle(name, compile_once):
 def test_blocks_a_tile_reads():
     """512 tokens, the first 256 one segment: tiles of 128 queries against blocks of 64 keys."""
     segments = jnp.asarray(packed((1, 256), (2, 200), (0, 56)))
-    find = functools.partial(gpu_plan.block_ranges, DynamicMask(), segments, segments)
+    find = functools.partial(gpu_plan.blocks_to_read, AttentionSpec(1.0), DynamicMask(), segments, segments)
     find = jax.jit(find, static_argnums=(0, 1), static_argnames="of_keys")
     ranges = np.asarray(find(128, 64, of_keys=False))[0].tolist()  # first, [first full, end full), end
     assert ranges == [[0, 0, 0, 2], [0, 0, 2, 4], [4, 4, 4, 6], [4, 4, 4, 8]]
@@ -90,10 +97,22 @@ def test_blocks_a_tile_reads():
     assert blocks.block(jnp.arange(7)).tolist() == [2, 3, 7, 8, 4, 5, 6]
 
 
+def test_blocks_a_tile_reads_where_segments_have_branches():
+    """512 tokens, the last 128 padding; tiles of 128 queries against blocks of 64 keys."""
+    segments = jnp.asarray(np.pad(TREE, ((0, 0), (0, 140))))
+    last = jnp.asarray(oracles.last_segments(np.asarray(segments), PARENTS))
+    spec = AttentionSpec(1.0, branches=True)
+    found = jax.jit(
+        lambda: gpu_plan.blocks_to_read(spec, DynamicMask(), segments, last, 128, 64, of_keys=False)
+    )
+    lists = [row[: 2 + row[1]] for row in np.asarray(found())[0].tolist()]  # masked, count, blocks
+    assert lists == [[2, 2, 0, 1], [2, 4, 2, 3, 0, 1], [4, 4, 0, 1, 4, 5], [1, 1, 0]]
+
+
 def test_a_window_skips_blocks_and_a_fully_masked_tile_reads_one():
     ones = jnp.ones((1, 512), jnp.int32)
     settings = {"q_segments": ones, "kv_last": ones, "q_block": 128, "kv_block": 64, "of_keys": False}
-    find = jax.jit(lambda mask: gpu_plan.block_ranges(mask, **settings))
+    find = jax.jit(lambda mask: gpu_plan.blocks_to_read(AttentionSpec(1.0), mask, **settings))
     ranges = np.asarray(find(DynamicMask(window=130)))[0].tolist()
     assert ranges[3] == [3, 3, 3, 8]  # keys 255 to 511; no block is visible to all 128 queries
     assert np.asarray(find(DynamicMask(0, 512, NO_WINDOW)))[0].tolist() == [[0, 0, 0, 1]] * 4
@@ -119,9 +138,9 @@ def test_stages_are_as_many_as_fit():
         hopper.stages_that_fit("x", 48, 0, 512)
 
 
-def program(dim, dtype=jnp.bfloat16, softcap=None, sharding=None):
+def program(dim, dtype=jnp.bfloat16, softcap=None, branches=False, sharding=None):
     """(forward and backward with a traced mask, its abstract arguments)."""
-    spec = AttentionSpec(dim**-0.5, softcap=softcap)
+    spec = AttentionSpec(dim**-0.5, softcap=softcap, branches=branches)
 
     def both(q, k, v, segments, place, d_out):
         out, lse = pallas_gpu.forward(spec, q, k, v, segments, segments, DynamicMask(*place))
@@ -132,9 +151,9 @@ def program(dim, dtype=jnp.bfloat16, softcap=None, sharding=None):
     return both, (q, kv, kv, array((2, 1024), jnp.int32), array((3,), jnp.int32), q)
 
 
-@pytest.mark.parametrize("dim, dtype, softcap", [(96, jnp.float16, None), (256, jnp.bfloat16, 30.0)])
-def test_lowers_for_cuda_without_one(dim, dtype, softcap):
-    both, args = program(dim, dtype, softcap)
+@pytest.mark.parametrize("case", [(96, jnp.float16, None, True), (256, jnp.bfloat16, 30.0, False)])
+def test_lowers_for_cuda_without_one(case):
+    (dim, *_), (both, args) = case, program(*case)
     text = jax.jit(both).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 2 + len(gpu_plan.passes(dim))  # forward, dq
 
@@ -153,15 +172,26 @@ def test_blocks_are_what_the_registers_hold(divided, monkeypatch):
 
 
 @pytest.mark.compilers
-@pytest.mark.parametrize("dim, softcap", [(64, None), (96, None), (128, None), (128, 30.0), (256, None)])
-def test_compiles_for_an_h100_that_is_not_here(dim, softcap, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    "dim, softcap, branches",
+    [
+        *((dim, None, False) for dim in (64, 96, 128, 256)),
+        (128, 30.0, False),
+        (128, None, True),
+        (256, 30.0, True),
+    ],
+)
+def test_compiles_for_an_h100_that_is_not_here(dim, softcap, branches, monkeypatch, capfd):
     if problem := topology.missing_compiler("cuda"):
         pytest.skip(problem)
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     devices = np.array(topology.gpu_devices("h100"))
     mesh = jax.sharding.Mesh(devices, ("x",))
     both, args = program(
-        dim, softcap=softcap, sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        dim,
+        softcap=softcap,
+        branches=branches,
+        sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()),
     )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         compiled = jax.jit(both).trace(*args).lower(lowering_platforms=("cuda",)).compile()

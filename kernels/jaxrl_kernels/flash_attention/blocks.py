@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
@@ -48,6 +49,13 @@ def visible_blocks(
     near = first - (kv_first + blocks[1] - 1) < mask.window
     near &= first + blocks[0] - 1 >= kv_first
     return near & (q.low[:, :, None] <= kv.high[:, None])
+
+
+def nearest_blocks(needed: Bool[Array, "B Ni Nj"]) -> Int[Array, "B Ni Nj"]:
+    """Return j where block i needs j, else the last block before j that it needs, or else the first."""
+    j = jnp.where(needed, jnp.arange(needed.shape[-1], dtype=jnp.int32), -1)
+    before = jax.lax.cummax(j, axis=2)
+    return jnp.where(before < 0, jnp.argmax(needed, axis=-1, keepdims=True).astype(jnp.int32), before)
 
 
 def block_range(needed: Bool[Array, "B Ni Nj"]) -> tuple[Int[Array, "B Ni"], Int[Array, "B Ni"]]:

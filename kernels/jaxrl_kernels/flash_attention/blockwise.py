@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from jaxrl_kernels.dispatch import device
 from jaxrl_kernels.flash_attention.blocks import key_segments, query_segments, visible_blocks
 from jaxrl_kernels.flash_attention.spec import (
     MASKED_LSE,
@@ -19,10 +20,11 @@ from jaxrl_kernels.flash_attention.spec import (
     visible,
 )
 
-BLOCK = 256
-"""Maximum tokens of a block of queries or keys. Larger ones skip less and do not fit a CPU's cache."""
-MAX_SCORES = 2**20
-"""Scores in memory at once, about 4 MiB of float32: sets how many rows of the batch are computed together."""
+CPU_BLOCK, BLOCK = 64, 256
+"""Maximum tokens of a block of queries or keys, on a CPU and elsewhere. Larger ones skip less and do not fit
+a CPU's cache; more of them cost an accelerator more starts."""
+MAX_SCORES = 2**18
+"""Scores in memory at once, about 1 MiB of float32: sets how many rows of the batch are computed together."""
 
 
 def forward(
@@ -66,7 +68,7 @@ def _in_batches(one: Callable, k: Array, q: Array, *inputs: Array):
     Fewer rows at once also skip more: a block is skipped if none of them needs it.
     """
     batch, length, heads = q.shape[:3]
-    row = heads * min(length, BLOCK) * min(k.shape[1], BLOCK)
+    row = heads * min(length, _block()) * min(k.shape[1], _block())
     splits = next(
         n for n in range(1, batch + 1) if batch % n == 0 and (batch // n * row <= MAX_SCORES or n == batch)
     )
@@ -134,6 +136,10 @@ def _backward(spec: AttentionSpec, mask: DynamicMask, q, k, v, q_segments, kv_la
     return _join(dq, length), _join(dk.astype(k.dtype), keys), _join(dv.astype(v.dtype), keys)
 
 
+def _block() -> int:
+    return CPU_BLOCK if device()[0] == "cpu" else BLOCK
+
+
 _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
@@ -159,7 +165,7 @@ def _split(x: Shaped[Array, "B T H E"], kv_heads: int) -> Shaped[Array, "N B K X
     """Return N blocks of equal length; X = tokens of a block times the query heads of a key head, for plain
     batched matrix products."""
     batch, length, heads, dim = x.shape
-    blocks = -(-length // BLOCK)
+    blocks = -(-length // _block())
     x = jnp.pad(x, ((0, 0), (0, -length % blocks), (0, 0), (0, 0)))
     x = x.reshape(batch, blocks, -1, kv_heads, heads // kv_heads, dim)
     x = x.transpose(1, 0, 3, 2, 4, 5)

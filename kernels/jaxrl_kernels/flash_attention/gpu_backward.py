@@ -18,7 +18,7 @@ from jaxrl_kernels.flash_attention.gpu_plan import (
     Inputs,
     TilePlan,
     Work,
-    block_ranges,
+    blocks_to_read,
     copy_blocks,
     copy_tile,
     key_rings,
@@ -55,7 +55,9 @@ def dq(plan: TilePlan, inputs: Inputs, mask: DynamicMask) -> jax.Array:
         "tile_ready": plgpu.Barrier(num_arrivals=5 * CONSUMERS),
         **plan.barriers(k_ready=2, v_ready=1, k_free=CONSUMERS, v_free=CONSUMERS),
     }
-    ranges = block_ranges(mask, inputs.q_segments, inputs.kv_last, TILE, plan.block, of_keys=False)
+    ranges = blocks_to_read(
+        plan.spec, mask, inputs.q_segments, inputs.kv_last, TILE, plan.block, of_keys=False
+    )
     shape = jax.ShapeDtypeStruct(inputs.q.shape, plan.dtype)
     grid = {"head": heads, "tile": length // TILE, "batch": batch}
     kernel = launch(functools.partial(_dq_kernel, plan), shape, scratch, grid, CONSUMERS, plan.interpret)
@@ -64,7 +66,7 @@ def dq(plan: TilePlan, inputs: Inputs, mask: DynamicMask) -> jax.Array:
 
 def _dq_kernel(plan: TilePlan, *refs: Any, **memory: Any) -> None:
     inputs, out, memory = Inputs(*refs[:-1]), refs[-1], SimpleNamespace(**memory)
-    work = Work.from_grid(inputs, longest_first=True)
+    work = Work.from_grid(plan, inputs, longest_first=True)
 
     @pl.when(work.warpgroup == CONSUMERS)
     def _copy():
@@ -146,7 +148,9 @@ def dkv(plan: TilePlan, outputs: tuple[str, ...], inputs: Inputs, mask: DynamicM
         "tile_ready": plgpu.Barrier(num_arrivals=3 * CONSUMERS),
         **plan.barriers(q_ready=4, d_out_ready=1, q_free=CONSUMERS, d_out_free=CONSUMERS),
     }
-    ranges = block_ranges(mask, inputs.q_segments, inputs.kv_last, plan.block, TILE, of_keys=True)
+    ranges = blocks_to_read(
+        plan.spec, mask, inputs.q_segments, inputs.kv_last, plan.block, TILE, of_keys=True
+    )
     shapes = [jax.ShapeDtypeStruct(inputs.k.shape, plan.dtype) for _ in outputs]
     grid = {"head": heads, "tile": length // TILE, "batch": batch}
     body = functools.partial(_dkv_kernel, plan, outputs)
@@ -156,7 +160,7 @@ def dkv(plan: TilePlan, outputs: tuple[str, ...], inputs: Inputs, mask: DynamicM
 def _dkv_kernel(plan: TilePlan, outputs: tuple[str, ...], *refs: Any, **memory: Any) -> None:
     count = len(Inputs._fields)
     inputs, outs, memory = Inputs(*refs[:count]), refs[count:], SimpleNamespace(**memory)
-    work = Work.from_grid(inputs)
+    work = Work.from_grid(plan, inputs)
 
     @pl.when(work.warpgroup == CONSUMERS)
     def _copy():

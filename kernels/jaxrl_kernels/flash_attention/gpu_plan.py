@@ -130,18 +130,32 @@ class BlockRange(NamedTuple):
         return jnp.where(i < before, self.first + i, late)
 
 
-def block_ranges(
+class BlockList(NamedTuple):
+    """The blocks that a tile reads where segments have branches: those with masked pairs first."""
+
+    masked: jax.Array
+    count: jax.Array
+    block: Callable
+
+    @staticmethod
+    def read(numbers: Any, *tile: jax.Array) -> BlockList:
+        """Return the list of a tile from its `masked`, its `count` and its blocks, in memory."""
+        return BlockList(numbers[*tile, 0], numbers[*tile, 1], lambda i: numbers[*tile, 2 + i])
+
+
+def blocks_to_read(
+    spec: AttentionSpec,
     mask: DynamicMask,
     q_segments: Int[Array, "B Tq"],
     kv_last: Int[Array, "B Tk"],
     q_block: int,
     kv_block: int,
     of_keys: bool,
-) -> Int[Array, "B tiles 4"]:
-    """Return the `BlockRange` of each query tile over blocks of keys, or of each key tile over blocks of
-    queries.
+) -> Int[Array, "B tiles numbers"]:
+    """Return the `BlockRange`, with branches `BlockList`, of each query tile over blocks of keys, or of each
+    key tile over blocks of queries.
 
-    Blocks between the first and the last visible one are read. A fully masked tile reads one block.
+    A fully masked tile reads one block.
     """
     q, kv = query_segments(q_segments, q_block), key_segments(kv_last, kv_block)
     some = visible_blocks(mask, q, kv, (q_block, kv_block))
@@ -151,6 +165,11 @@ def block_ranges(
     full &= kv_first + kv_block - 1 <= q_first
     if of_keys:
         some, full = jnp.swapaxes(some, 1, 2), jnp.swapaxes(full, 1, 2)
+    if spec.branches:
+        order = jnp.argsort(jnp.where(full, 1, jnp.where(some, 0, 2)), axis=-1, stable=True)
+        masked, count = (some & ~full).sum(-1), some.sum(-1)
+        masked, count = jnp.where(count == 0, 1, jnp.stack([masked, count]))
+        return jnp.concatenate([masked[..., None], count[..., None], order], axis=-1).astype(jnp.int32)
     first, end = block_range(some)
     first_full = jnp.argmax(full, axis=-1)
     run = full | (jnp.arange(full.shape[-1]) < first_full[..., None])
@@ -184,14 +203,17 @@ class Work(NamedTuple):
     head: jax.Array
     tile: jax.Array
     warpgroup: jax.Array
-    blocks: BlockRange
+    blocks: BlockRange | BlockList
 
     @staticmethod
-    def from_grid(inputs: Inputs, longest_first: bool = False) -> Work:
-        """Return this program's work; of causal query tiles `longest_first` starts with the last."""
+    def from_grid(plan: TilePlan, inputs: Inputs, longest_first: bool = False) -> Work:
+        """Return this program's work; of query tiles `longest_first` starts with the last."""
         batch, head, tile = (lax.axis_index(name) for name in ("batch", "head", "tile"))
         tile = inputs.ranges.shape[1] - 1 - tile if longest_first else tile
-        blocks = BlockRange(*(inputs.ranges[batch, tile, i] for i in range(4)))
+        if plan.spec.branches:
+            blocks = BlockList.read(inputs.ranges, batch, tile)
+        else:
+            blocks = BlockRange(*(inputs.ranges[batch, tile, i] for i in range(4)))
         return Work(batch, head, tile, lax.axis_index("group"), blocks)
 
     @property

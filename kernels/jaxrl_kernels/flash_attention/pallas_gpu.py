@@ -40,7 +40,7 @@ from jaxrl_kernels.flash_attention.gpu_plan import (
     RingBlocks,
     TilePlan,
     Work,
-    block_ranges,
+    blocks_to_read,
     copy_blocks,
     copy_tile,
     key_rings,
@@ -76,7 +76,7 @@ def unsupported(head_dim: int, dtype: DTypeLike, softcap: float | None = None) -
 def _kernel(plan: TilePlan, *refs: Any, **memory: Any) -> None:
     """Compute the output and log-sum-exp of a query tile."""
     inputs, (out, lse), memory = Inputs(*refs[:7]), refs[7:], SimpleNamespace(**memory)
-    work = Work.from_grid(inputs, longest_first=True)
+    work = Work.from_grid(plan, inputs, longest_first=True)
 
     @pl.when(work.warpgroup == CONSUMERS)
     def _copy():
@@ -216,7 +216,7 @@ def forward(
     lse = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
     shapes = jax.ShapeDtypeStruct(inputs.q.shape, plan.dtype), lse
     grid = {"head": heads, "tile": length // TILE, "batch": batch}
-    ranges = block_ranges(mask, inputs.q_segments, inputs.kv_last, TILE, plan.block, of_keys=False)
+    ranges = blocks_to_read(spec, mask, inputs.q_segments, inputs.kv_last, TILE, plan.block, of_keys=False)
     kernel = launch(functools.partial(_kernel, plan), shapes, scratch, grid, CONSUMERS, interpret)
     out, lse = kernel(*inputs._replace(ranges=ranges)[:7])
     return out[:, : q.shape[1], :, : q.shape[3]], lse[:, :, : q.shape[1]]

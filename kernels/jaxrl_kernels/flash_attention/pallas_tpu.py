@@ -21,7 +21,13 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jaxrl_kernels import dispatch
 from jaxrl_kernels.chips import LANES
-from jaxrl_kernels.flash_attention.blocks import block_range, key_segments, query_segments, visible_blocks
+from jaxrl_kernels.flash_attention.blocks import (
+    block_range,
+    key_segments,
+    nearest_blocks,
+    query_segments,
+    visible_blocks,
+)
 from jaxrl_kernels.flash_attention.shapes import (
     DTYPES,
     HEAD_DIMS,
@@ -41,9 +47,11 @@ from jaxrl_kernels.flash_attention.spec import (
 
 INTERPRET = False
 """Set by tests: True or a `pltpu.InterpretParams` runs the kernels in the interpreter."""
-FIRST, END, LOW, HIGH, FIELDS = range(5)
-"""Fields of a block's scalar prefetch: it needs the blocks FIRST to END of the other side, and its segments
-(`blocks.BlockSegments`)."""
+LOW, HIGH, FIELDS = range(3)
+"""Fields of a block's scalar prefetch: its segments (`blocks.BlockSegments`)."""
+MAX_READS = 2**16
+"""Largest table of the blocks to copy, in numbers of scalar memory (1 MiB); with more, and without branches,
+the range of needed blocks is copied."""
 
 
 def unsupported(head_dim: int, dtype: DTypeLike, softcap: float | None = None) -> str | None:
@@ -68,7 +76,7 @@ def forward(
     mask: DynamicMask,
 ) -> tuple[Float[Array, "B Tq H E"], Float[Array, "B H Tq"]]:
     """Compute `reference.forward`."""
-    inputs = _pad_inputs("forward", q, k, v, q_segments, kv_last, mask)
+    inputs = _pad_inputs("forward", spec, q, k, v, q_segments, kv_last, mask)
     (batch, heads, length, dim), block = inputs.q.shape, inputs.blocks.q
     of_q, of_kv = inputs.specs_by_query()
     out, lse = _call(
@@ -101,7 +109,7 @@ def backward(
     """Compute `reference.backward`."""
     delta = jnp.moveaxis(jnp.sum(d_out.astype(jnp.float32) * out, axis=-1), 1, 2)
     delta = delta if d_lse is None else delta - d_lse
-    arguments = q, k, v, q_segments, kv_last, mask
+    arguments = spec, q, k, v, q_segments, kv_last, mask
     gradients = d_out.astype(q.dtype), lse, delta
     dq = _d_queries(spec, _pad_inputs("dq", *arguments), *gradients)
     dk, dv = _d_keys(spec, _pad_inputs("dkv", *arguments), *gradients)
@@ -250,7 +258,7 @@ def _unless_masked(spec: AttentionSpec, blocks: Blocks, scalars, i, j, add, *, b
 
     `mask(q_segments, kv_last)` returns the visible pairs; None if all are.
     """
-    offsets, q_info, kv_info = scalars
+    offsets, q_info, kv_info, _ = scalars
     batch = pl.program_id(0)
     q_count, kv_count = (pl.num_programs(n) for n in ((4, 2) if by_key else (2, 3)))
     q = lambda field: q_info[(batch * q_count + i) * FIELDS + field]
@@ -258,9 +266,9 @@ def _unless_masked(spec: AttentionSpec, blocks: Blocks, scalars, i, j, add, *, b
     offsets = DynamicMask(offsets[0], offsets[1], offsets[2])
     first, kv_first = offsets.q_offset + i * blocks.q, offsets.kv_offset + j * blocks.kv
 
-    needed = (q(FIRST) <= j) & (j < q(END)) & (q(LOW) <= kv(HIGH))
-    unmasked = (q(HIGH) <= kv(LOW)) & (first + blocks.q - 1 - kv_first < offsets.window)
-    unmasked &= first >= kv_first + blocks.kv - 1
+    end, kv_end = first + blocks.q - 1, kv_first + blocks.kv - 1
+    needed = (q(LOW) <= kv(HIGH)) & (kv_first <= end) & (first - kv_end < offsets.window)
+    unmasked = (q(HIGH) <= kv(LOW)) & (kv_end <= first) & (end - kv_first < offsets.window)
 
     def mask(q_segments, kv_last, keys_first: bool = False):
         shape = (blocks.kv, blocks.q) if keys_first else (blocks.q, blocks.kv)
@@ -317,54 +325,60 @@ def _specs(at: Callable, block: int, dim: int) -> _Specs:
     )
 
 
-def _clamped(i, info, other):
-    """Return the block to read at step i: itself, or the nearest that the other side's block needs."""
-    first, end = info[other * FIELDS + FIRST], info[other * FIELDS + END]
-    return jnp.clip(i, first, jnp.maximum(end - 1, first))
-
-
 class _Inputs(NamedTuple):
     """Inputs of the kernels, padded to whole blocks: tokens [B H T E] and segments [B 1 T]."""
 
     blocks: Blocks
     counts: tuple[int, int]  # of blocks of queries, of keys
-    scalars: tuple[Array, Array, Array]  # the mask; the fields of each block of queries, of keys
+    scalars: tuple[Array, ...]  # the mask; the fields of each block of queries, of keys; what `_read` reads
     q: Array
     k: Array
     v: Array
     segments: tuple[Array, Array]
+    by_table: bool  # the block to read at every step is in the scalars, not only their range
 
     def specs_by_query(self) -> tuple[_Specs, _Specs]:
         """Return the specs of queries and keys on the grid (row, head, block of queries, block of keys)."""
-        group, count = self.q.shape[1] // self.k.shape[1], self.counts[0]
+        group, (count, steps) = self.q.shape[1] // self.k.shape[1], self.counts
         q = lambda b, h, i, j, *_: (b, h, i)
-        kv = lambda b, h, i, j, _, q_info, __: (b, jax.lax.div(h, group), _clamped(j, q_info, b * count + i))
+        kv = lambda b, h, i, j, *s: (b, jax.lax.div(h, group), self._read(j, steps, s[-1], b * count + i))
         return _specs(q, self.blocks.q, self.q.shape[3]), _specs(kv, self.blocks.kv, self.q.shape[3])
 
     def specs_by_key(self) -> tuple[_Specs, _Specs]:
         """Return them on the grid (row, key head, block of keys, query head of it, block of queries)."""
-        group, count = self.q.shape[1] // self.k.shape[1], self.counts[1]
-        q = lambda b, h, j, g, i, _, __, kv_info: (b, h * group + g, _clamped(i, kv_info, b * count + j))
+        group, (steps, count) = self.q.shape[1] // self.k.shape[1], self.counts
+        q = lambda b, h, j, g, i, *s: (b, h * group + g, self._read(i, steps, s[-1], b * count + j))
         kv = lambda b, h, j, g, i, *_: (b, h, j)
         return _specs(q, self.blocks.q, self.q.shape[3]), _specs(kv, self.blocks.kv, self.q.shape[3])
 
+    def _read(self, i, steps, reads, other):
+        """Return the block to read at step i of `steps`: itself, or a near one that block `other` needs."""
+        if self.by_table:
+            return reads[other * steps + i]
+        first, end = reads[2 * other], reads[2 * other + 1]
+        return jnp.clip(i, first, jnp.maximum(end - 1, first))
 
-def _pad_inputs(kernel: str, q, k, v, q_segments, kv_last, mask: DynamicMask) -> _Inputs:
+
+def _pad_inputs(kernel: str, spec: AttentionSpec, q, k, v, q_segments, kv_last, mask: DynamicMask) -> _Inputs:
     """Pad to whole blocks and find which blocks each block needs."""
     blocks = blocks_for(kernel, q.shape[1], k.shape[1], q.shape[3], q.dtype)
     pad = lambda x, block: jnp.pad(x.astype(jnp.int32), ((0, 0), (0, -x.shape[1] % block)))
     padded = pad(q_segments, blocks.q), pad(kv_last, blocks.kv)
     of_q, of_kv = query_segments(padded[0], blocks.q), key_segments(padded[1], blocks.kv)
     needed = visible_blocks(mask, of_q, of_kv, blocks)
-    info = lambda needed, of: jnp.stack([*block_range(needed), *of], axis=-1).reshape(-1)
+    read = needed.swapaxes(1, 2) if kernel == "dkv" else needed
+    by_table = spec.branches and read.size <= MAX_READS
+    reads = nearest_blocks(read) if by_table else jnp.stack(block_range(read), axis=-1)
+    flat = lambda of: jnp.stack(of, axis=-1).reshape(-1)
     return _Inputs(
         blocks,
         needed.shape[1:],
-        (mask.array(), info(needed, of_q), info(needed.swapaxes(1, 2), of_kv)),
+        (mask.array(), flat(of_q), flat(of_kv), reads.reshape(-1)),
         _block_rows(q, blocks.q),
         _block_rows(k, blocks.kv),
         _block_rows(v, blocks.kv),
         tuple(x[:, None] for x in padded),
+        by_table,
     )
 
 
@@ -388,13 +402,13 @@ def _scratch(tokens: int, dim: int, dtype=jnp.float32):
 
 
 def _call(kernel: Callable, grid: tuple[int, ...], *, ins, outs, out_shape, scratch):
-    """Return the kernel with three scalar-prefetch arrays; the last dims of the grid accumulate."""
+    """Return the kernel with four scalar-prefetch arrays; the last dims of the grid accumulate."""
     accumulating = len(grid) - 3
     return pl.pallas_call(
         kernel,
         out_shape=out_shape,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3, grid=grid, in_specs=ins, out_specs=outs, scratch_shapes=scratch
+            num_scalar_prefetch=4, grid=grid, in_specs=ins, out_specs=outs, scratch_shapes=scratch
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",) * 3 + ("arbitrary",) * accumulating,
