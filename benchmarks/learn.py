@@ -202,7 +202,7 @@ def write_trl_spec(job: Job, words: list[str]) -> None:
         "steps": config.steps,
         "group": config.responses_per_prompt,
         "sequences": config.trajectories_per_step,
-        "micro_batch": config.tokens_per_device // config.row_tokens,
+        "micro_batch": config.tokens_per_device // config.max_tokens,
         "max_tokens": config.max_response_tokens,
         "temperature": config.rollout.sampling.temperature,
         "clip": [config.algo.clip_low, config.algo.clip_high],

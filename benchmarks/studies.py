@@ -305,8 +305,8 @@ TRL = "trl_grpo.py"  # of peers/: the recipe of GRPO_REAL in TRL
 PAIRS_REAL, TEST_PAIRS_REAL = "runs/smollm2_pairs.jsonl", "runs/smollm2_pairs_test.jsonl"
 SAMPLE_PAIRS = f"examples/sample_pairs.py --config grpo_smollm2.py --model {WEIGHTS}"
 PAIR_FILES = {
-    PAIRS_REAL: f"{SAMPLE_PAIRS} --out {PAIRS_REAL}",
-    TEST_PAIRS_REAL: f"{SAMPLE_PAIRS} --split test --prompts 128 --out {TEST_PAIRS_REAL}",
+    PAIRS_REAL: f"{SAMPLE_PAIRS} --prompts 640 --out {PAIRS_REAL}",
+    TEST_PAIRS_REAL: f"{SAMPLE_PAIRS} --split test --prompts 512 --out {TEST_PAIRS_REAL}",
 }
 REAL: dict[str, Study] = {
     "grpo": Study(
