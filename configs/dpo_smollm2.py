@@ -1,6 +1,7 @@
 """DPO of SmolLM2-135M-Instruct on pairs of its own responses: a right one and a wrong one to each sum.
 
-Command:   python examples/sample_pairs.py --config grpo_smollm2.py --prompts 640 --out runs/smollm2_pairs.jsonl
+Command:   python examples/sample_pairs.py --config grpo_smollm2.py --prompts 640 \\
+               --out runs/smollm2_pairs.jsonl
            python -m jaxrl_llm.train --config dpo_smollm2.py
            python -m jaxrl_llm.train --config dpo_smollm2.py --algo kto --run_dir runs/kto_smollm2
 Hardware:  any CPU with 2 cores and 8 GB

@@ -1,6 +1,7 @@
 """A reward model from SmolLM2-135M-Instruct: which of two of its responses to a sum is right.
 
-Command:   python examples/sample_pairs.py --config grpo_smollm2.py --prompts 640 --out runs/smollm2_pairs.jsonl
+Command:   python examples/sample_pairs.py --config grpo_smollm2.py --prompts 640 \\
+               --out runs/smollm2_pairs.jsonl
            python examples/sample_pairs.py --config grpo_smollm2.py --split test \\
                --prompts 512 --out runs/smollm2_pairs_test.jsonl
            python -m jaxrl_llm.train --config reward_model_smollm2.py

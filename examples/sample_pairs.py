@@ -1,6 +1,7 @@
 """Pairs of a model's own responses, a right and a wrong one to a prompt, for DPO, KTO and reward models.
 
-Command:   python examples/sample_pairs.py --config grpo_smollm2.py --prompts 640 --out runs/smollm2_pairs.jsonl
+Command:   python examples/sample_pairs.py --config grpo_smollm2.py --prompts 640 \\
+               --out runs/smollm2_pairs.jsonl
            python examples/sample_pairs.py --config grpo_smollm2.py --split test \\
                --prompts 512 --out runs/smollm2_pairs_test.jsonl
 Time:      minutes on a CPU with 2 cores
