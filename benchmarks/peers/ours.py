@@ -51,15 +51,20 @@ ADAPTED = with_lora(MODEL, LoraConfig(work.LORA_RANK, work.LORA_ALPHA))
 SAMPLING = SamplingConfig(ignore_eos=True)
 ALGO = grpo.Config(kl_coef=0.0, clip_low=work.CLIP, clip_high=work.CLIP)
 ROWS = int(os.environ.get("ROWS", 8))  # of a micro-batch: what the backward pass keeps stays small
+ONE_RESPONSE = {"row_tokens": work.PROMPT_TOKENS + work.NEW_TOKENS, "rows": ROWS}
+ALL_RESPONSES = {
+    "row_tokens": ONE_RESPONSE["row_tokens"] + (work.GROUP - 1) * (work.NEW_TOKENS + 1),
+    "rows": 2,  # as many tokens as in ROWS rows of one response, and half as many again
+    "share_prefixes": True,
+}
 
 
-def learner(model: TransformerConfig) -> Learner:
+def learner(model: TransformerConfig, rows: dict[str, int]) -> Learner:
     optimizer = optax.adamw(
         work.LEARNING_RATE, work.B1, work.B2, work.EPS, weight_decay=work.WEIGHT_DECAY, mask=decayed
     )
     config = StepConfig(
-        row_tokens=work.PROMPT_TOKENS + work.NEW_TOKENS,
-        rows=ROWS,
+        **rows,
         remat="dots",  # as in configs/grpo_tiny.py: on a CPU, keeping less is faster
         max_grad_norm=0.0,
     )
@@ -102,7 +107,7 @@ def ragged(repetition: int) -> list[Request]:
 
 
 def train_step(model: TransformerConfig):
-    trainer = learner(model)
+    trainer = learner(model, ONE_RESPONSE)
     state = fresh_state(trainer)
     mask = np.r_[np.zeros(work.PROMPT_TOKENS), np.ones(work.NEW_TOKENS)].astype(np.float32)
 
@@ -121,7 +126,7 @@ def train_step(model: TransformerConfig):
 
 
 def grpo_step(model: TransformerConfig):
-    trainer = learner(model)
+    trainer = learner(model, ALL_RESPONSES)
     state = fresh_state(trainer)
     roll = engine(model, trainer.mesh, work.tokenizer())
 
