@@ -26,7 +26,6 @@ from jaxrl_llm.bridge.probe import Probe
 from jaxrl_llm.bridge.push import (
     SHORT_TIMEOUT,
     Part,
-    Problem,
     Publisher,
     Push,
     check_finite,
@@ -191,14 +190,13 @@ class AdapterPublisher:
     Args:
         publisher: of the base.
         dtype: "float32" or "bfloat16", of the tensors that are sent.
-        problem: of a server's reply to /server_info.
 
     Attributes:
         base: label of the base on the servers, of this run alone; names of adapters start with it.
     """
 
-    def __init__(self, publisher: Publisher, dtype: str, problem: Problem):
-        self.publisher, self.dtype, self.problem = publisher, dtype, problem
+    def __init__(self, publisher: Publisher, dtype: str):
+        self.publisher, self.dtype, self.problem = publisher, dtype, publisher.problem
         self.pool, self.score = publisher.pool, publisher.score
         self.base: str = publisher.on_first(lambda: PREFIX + uuid.uuid4().hex[:8])
         self._push: Push | None = None  # of the base; each publish starts it anew

@@ -15,7 +15,7 @@ from jaxrl_llm.bridge.push import Part
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.export import export_config
 from jaxrl_llm.hf.gather import gather_tensors, group_by_size
-from jaxrl_llm.hf.names import HFTensor, hf_tensors
+from jaxrl_llm.hf.names import HFTensor, hf_tensors, stored_dtype
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.structs import Params
 
@@ -40,14 +40,19 @@ class WeightSource:
     """Buckets of a model's weights; a value head, which serves training alone, is not among them.
 
     Args:
-        dtype: "float32" or "bfloat16", of what is sent.
+        dtype: "float32" or "bfloat16", of what is sent; tensors that stay float32 are buckets of their own.
         limit: bytes of a bucket; a larger tensor is a bucket of its own.
     """
 
     def __init__(self, config: TransformerConfig, dtype: str, limit: int):
         self.tensors = [t for t in hf_tensors(export_config(config)) if t.name != "score.weight"]
-        self.dtype, self.itemsize = dtype, ITEMSIZE[dtype]
-        self.groups = group_by_size(self.tensors, self.itemsize, limit)
+        self.dtype = dtype
+        self.groups = [
+            group
+            for own, itemsize in ITEMSIZE.items()
+            if (tensors := [t for t in self.tensors if stored_dtype(t, dtype) == own])
+            for group in group_by_size(tensors, itemsize, limit)
+        ]
 
     @property
     def num_bytes(self) -> int:
@@ -93,8 +98,9 @@ class WeightSource:
                 jax.block_until_ready(arrays)  # or the devices would fill up with what is to come
             else:
                 arrays = [np.ascontiguousarray(array) for array in arrays]
-            content = Bucket(tensors, arrays, self.dtype) if first else None
+            content = Bucket(tensors, arrays, stored_dtype(tensors[0], self.dtype)) if first else None
             yield Part(content, self._num_bytes(tensors), i == len(self.groups) - 1)
 
     def _num_bytes(self, tensors: list[HFTensor]) -> int:
-        return self.itemsize * sum(math.prod(tensor.shape) for tensor in tensors)
+        itemsize = ITEMSIZE[stored_dtype(tensors[0], self.dtype)]
+        return itemsize * sum(math.prod(tensor.shape) for tensor in tensors)

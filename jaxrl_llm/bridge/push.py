@@ -78,6 +78,7 @@ class Publisher:
         score: the trainer's log-probs, a collective.
         on_first: runs a function in process 0; every process gets its result, or its error.
         wait_for_servers: returns when servers that are being started reply.
+        problem: of a server's reply to /server_info.
 
     Attributes:
         base: label of a base that stays on the servers: "", since all weights are pushed.
@@ -93,9 +94,11 @@ class Publisher:
         score: Score,
         on_first: Callable[[Callable[[], Any]], Any],
         wait_for_servers: Callable[[], None] = lambda: None,
+        problem: Problem = lambda info: "",
     ):
         self.pool, self.transport, self.pause, self.tolerance = pool, transport, pause, tolerance
         self.score, self.on_first, self.wait_for_servers = score, on_first, wait_for_servers
+        self.problem = problem
         self.base = ""
         self.probe_ids = probe_tokens(model)
 
@@ -112,7 +115,7 @@ class Publisher:
         self.on_first(self.wait_for_servers)
         push = None
         if self.pool:
-            push = Push(self.pool, self.transport, self.pause, label, probe.check)
+            push = Push(self.pool, self.transport, self.pause, label, probe.check, self.problem)
             push.start(push.update, label, self.pool.servers)
         num_bytes, gather_seconds = gather_into(push, self.transport.parts(params, label))
         metrics = self.on_first(

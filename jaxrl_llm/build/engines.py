@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.bridge import adapters
 from jaxrl_llm.bridge.buckets import WeightSource
 from jaxrl_llm.bridge.probe import make_score, tolerance_of
-from jaxrl_llm.bridge.push import Publisher, WeightTransport
-from jaxrl_llm.bridge.servers import Json
+from jaxrl_llm.bridge.push import Problem, Publisher, WeightTransport
 from jaxrl_llm.bridge.transports.cuda_ipc import IpcTransport
 from jaxrl_llm.bridge.transports.disk import DiskTransport, weight_folder
 from jaxrl_llm.bridge.transports.over_http import HttpTransport
@@ -34,7 +33,7 @@ from jaxrl_llm.rollout.native.asynchronous import AsynchronousEngine
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.sglang.engine import SGLangEngine
 from jaxrl_llm.rollout.sglang.health import ServerList, run_health_checks
-from jaxrl_llm.rollout.sglang.launch import ServerProcesses
+from jaxrl_llm.rollout.sglang.launch import ROUTES_FLAG, ServerProcesses, routes_problem
 from jaxrl_llm.rollout.sglang.pool import ServerPool
 from jaxrl_llm.sharding.config import POLICY, ROLLOUT_ENGINE
 
@@ -85,12 +84,8 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing, store
     local = rollout.launch > 0
     folder = closing.enter_context(weight_folder(run_dir, sglang.folder, local, source.num_bytes))
     transport = _transport(sglang, source, DiskTransport(folder, rollout.dtype, tokenizer))
-    pool, wait_until_ready, flags, problem = None, lambda: None, (), None
-    if model.lora:
-        flags = adapters.lora_flags(model.lora, max_adapter_versions(rollout))
-        problem = functools.partial(
-            adapters.server_problem, lora=model.lora, max_versions=max_adapter_versions(rollout)
-        )
+    pool, wait_until_ready, routes = None, lambda: None, config.routing.replay == "rollout"
+    flags, problem = _requirements(model, rollout, routes)
     if jax.process_index() == 0:
         processes = None
         if rollout.launch:
@@ -110,10 +105,27 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing, store
         make_score(model, rollout.dtype, mesh),
         on_first,
         wait_until_ready,
+        problem,
     )
     if model.lora:
-        publisher = adapters.AdapterPublisher(publisher, rollout.dtype, problem)
-    return SGLangEngine(rollout, sglang, model, pool, publisher, on_first, tokenizer, eos_ids)
+        publisher = adapters.AdapterPublisher(publisher, rollout.dtype)
+    return SGLangEngine(rollout, sglang, model, pool, publisher, on_first, tokenizer, eos_ids, routes)
+
+
+def _requirements(
+    model: TransformerConfig, rollout: RolloutConfig, routes: bool
+) -> tuple[list[str], Problem]:
+    """Return the flags that servers need for adapters and routes, and the check that they have them."""
+    flags: list[str] = []
+    problems: list[Problem] = []
+    if model.lora:
+        flags += adapters.lora_flags(model.lora, max_adapter_versions(rollout))
+        check = functools.partial(adapters.server_problem, lora=model.lora)
+        problems.append(functools.partial(check, max_versions=max_adapter_versions(rollout)))
+    if routes:
+        flags.append(ROUTES_FLAG)
+        problems.append(routes_problem)
+    return flags, lambda info: next(filter(None, (problem(info) for problem in problems)), "")
 
 
 def max_adapter_versions(rollout: RolloutConfig) -> int:
@@ -126,7 +138,7 @@ def _pool(
     sglang: SGLangConfig,
     processes: ServerProcesses | None,
     closing: contextlib.ExitStack,
-    problem: Callable[[Json], str] | None,
+    problem: Problem,
 ) -> ServerPool:
     """Return the pool of running or starting servers, with its health checks; see `check_reachable`."""
     members = None

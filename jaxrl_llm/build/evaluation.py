@@ -116,7 +116,7 @@ def sources_with_targets(held_out: Loader, algo: AlgoConfig) -> list[int]:
     indices = []
     for i in range(held_out.num_sources):
         with contextlib.suppress(RowError):
-            dataset_items(held_out.of_sources([i]), algo, 0, 1)
+            dataset_items(held_out.of_sources([i]), algo, 0, 2)  # KTO reads two
             indices.append(i)
     return indices
 

@@ -222,6 +222,9 @@ def _check_servers(model: TransformerConfig) -> None:
         unsent = "models with latent attention (DeepSeek-V3)"
     elif model.attention_sinks:
         unsent = "models with attention sinks (gpt-oss)"
+    elif model.moe and model.tie_embeddings:  # SGLang computes with an LM head of their own
+        unsent = "mixtures of experts with tied embeddings"
+        fix = "Set --model.architecture.tie_embeddings false for random weights, or --rollout.engine native."
     elif rank_of_experts(model):
         unsent = "adapters of experts"
         fix = "Set --lora.targets q_proj k_proj v_proj o_proj, or --rollout.engine native."
@@ -239,11 +242,6 @@ def check_routing(config: TrainConfig, moe: MoEConfig) -> None:
     if routing.bias_rate and (config.lora.rank or not moe.selection_bias):
         why = "with --lora.rank it is frozen" if config.lora.rank else "the model's routers have none"
         raise ConfigError(f"--routing.bias_rate moves a selection bias: {why}. Set it to 0.")
-    if routing.replay == "rollout" and config.rollout.engine == "sglang":
-        raise ConfigError(
-            "--routing.replay is rollout: SGLang servers report no routes. Set --rollout.engine native, or "
-            "--routing.replay old."
-        )
     if routing.replay != "none" and not algo.on_rollouts:
         raise ConfigError(
             f"--routing.replay is for runs with a rollout: {algo.name} has none. Set it to none."

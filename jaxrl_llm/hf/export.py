@@ -186,7 +186,7 @@ def _write_shard(path: Path, tensors: list[HFTensor], params: Params, dtype: str
     flags: list[bool] = []
     size = jnp.dtype(dtype).itemsize
     groups = [group for run in stacked_runs(tensors) for group in group_by_size(run, size, _MAX_STACK)]
-    gathered = gather_checked(params, groups, lambda tensor: stored_dtype(tensor, dtype))
+    gathered = gather_checked(params, groups, dtype)
     arrays = (flags.append(finite) or array for group in gathered for array, finite in group)
     failure = None
     if jax.process_index() == 0:

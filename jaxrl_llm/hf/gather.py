@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_llm.hf.names import HFTensor, Index, to_hf
+from jaxrl_llm.hf.names import HFTensor, Index, stored_dtype, to_hf
 from jaxrl_llm.models import named_leaves
 from jaxrl_llm.models.lora import adapter_scale, merged_names, merged_weight
 from jaxrl_llm.structs import Params
@@ -50,7 +50,7 @@ def _next_parts(tensor: HFTensor) -> tuple[tuple[str, Index], ...]:
 def gather_tensors(
     params: Params, groups: Sequence[Sequence[HFTensor]], dtype: str, replicated: bool = False
 ) -> Iterator[list[np.ndarray] | list[jax.Array]]:
-    """Yield the tensors of each group, whole and of type `dtype`, on the host.
+    """Yield the tensors of each group, whole and of type `dtype` (`stored_dtype`), on the host.
 
     While one group is used the next one is on its way to the host, so two of them are in memory. A layer's
     experts that follow one another in a group are gathered at once and cut on the host. Adapters are
@@ -60,14 +60,14 @@ def gather_tensors(
     Args:
         replicated: the tensors stay on the devices, every one of which holds them whole.
     """
-    for gathered in gather_checked(params, groups, lambda _: dtype, replicated):
+    for gathered in gather_checked(params, groups, dtype, replicated):
         yield [array for array, _ in gathered]
 
 
 def gather_checked(
     params: Params,
     groups: Sequence[Sequence[HFTensor]],
-    dtype_of: Callable[[HFTensor], str],
+    dtype: str,
     replicated: bool = False,
 ) -> Iterator[list[tuple[Any, Any]]]:
     """Yield as `gather_tensors`, each tensor with a bool: all its numbers are finite."""
@@ -77,7 +77,8 @@ def gather_checked(
     current: list[tuple[Any, Any]] = []
     for group in [*groups, []]:
         following = [
-            _start(run, leaves, scale_of(run[0]), dtype_of(run[0]), replicated) for run in stacked_runs(group)
+            _start(run, leaves, scale_of(run[0]), stored_dtype(run[0], dtype), replicated)
+            for run in stacked_runs(group)
         ]
         if current:
             yield [pair for run in current for pair in zip(*map(on_host, run), strict=True)]

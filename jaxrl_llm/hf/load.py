@@ -21,6 +21,7 @@ from jaxrl_llm.hf.names import TensorRows, from_hf, parse_layout, stack_dims, te
 from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.models import TransformerConfig, abstract, logical_axes, named_leaves
 from jaxrl_llm.models.initializer import matrix_dims
+from jaxrl_llm.models.moe import copy_dtype
 from jaxrl_llm.models.quantize import SCALE, quantize_weight
 from jaxrl_llm.structs import Params
 
@@ -73,7 +74,7 @@ def load_params(
         config: of the model, as `read_config(folder)` gives it; weights of linear layers are quantized, a
             layer at a time, if it says so (`models.lora.frozen_config`).
         shardings: tree of `models.shardings`; None = all on one device.
-        dtype: of the weights in memory that are not quantized.
+        dtype: of the weights in memory that are not quantized (`models.moe.copy_dtype`).
 
     Raises:
         UserError: weights missing, unexpected, misshapen, damaged, pickled, or outside the folder;
@@ -85,8 +86,8 @@ def load_params(
     one_device = SingleDeviceSharding(jax.local_devices()[0])
     layouts = dict.fromkeys(parts, one_device) if shardings is None else dict(named_leaves(shardings))
     axes, leaves, weights = logical_axes(shapes), dict(named_leaves(shapes)), {}
-    dtype = jnp.dtype(dtype)
     for name, rows in parts.items():
+        own = jnp.dtype(copy_dtype(name, dtype))
         shape, sharding = leaves[name].shape, layouts[name]
         if stack_dims(name) and name + SCALE in leaves:
             names = (name, name + SCALE)
@@ -95,10 +96,10 @@ def load_params(
             convert = functools.partial(quantize_weight, kind=config.quantize, axis=axis)
             weights |= zip(names, _fill(stored, rows, stacks, jnp.dtype(jnp.float32), convert), strict=True)
         elif stack_dims(name) and rows:
-            stack = _make_zeros(sharding)(shape, dtype)
-            (weights[name],) = _fill(stored, rows, [stack], dtype, lambda layer: (layer,))
+            stack = _make_zeros(sharding)(shape, own)
+            (weights[name],) = _fill(stored, rows, [stack], own, lambda layer: (layer,))
         elif rows:
-            weights[name] = _read_global(stored, rows[0], shape, sharding, dtype)
+            weights[name] = _read_global(stored, rows[0], shape, sharding, own)
     return jax.tree.unflatten(jax.tree.structure(shapes), [weights[name] for name in leaves])
 
 

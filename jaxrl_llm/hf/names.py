@@ -13,10 +13,12 @@ import re
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.models.config import DENSE, TransformerConfig, layer_stacks
 from jaxrl_llm.models.lora import MARK
+from jaxrl_llm.models.moe import copy_dtype
 from jaxrl_llm.models.params import abstract, named_leaves
 
 TABLE: dict[str, tuple[str, str]] = {
@@ -169,8 +171,8 @@ def hf_name(config: TransformerConfig, ours: str) -> str:
 
 
 def stored_dtype(tensor: HFTensor, dtype: str) -> str:
-    """Return the type of a tensor in files of type `dtype`: the bias that chooses experts stays float32."""
-    return "float32" if tensor.parts[0][0].endswith("router_bias") else dtype
+    """Return the type of a tensor in files and buckets of type `dtype` (`models.moe.copy_dtype`)."""
+    return jnp.dtype(copy_dtype(tensor.parts[0][0], dtype)).name
 
 
 def stack_dims(ours: str, family: str = "") -> int:

@@ -14,6 +14,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Int8, UInt8
 
+from jaxrl_llm.models.moe import copy_dtype
 from jaxrl_llm.sharding.rules import on_device
 from jaxrl_llm.structs import Params, TrainState
 
@@ -215,11 +216,12 @@ def moment_shardings(moment: Any, shape: tuple[int, ...], like: NamedSharding, o
 
 
 def _remainders(params: Params) -> Params:
-    """Return the remainders of the weights that the forward pass rounds: all but norms and value heads."""
+    """Return the remainders of the weights that the forward pass rounds: all but norms, value heads and the
+    biases that choose experts."""
 
     def low(path, weight):
         name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
-        if "norm" in name or name == "value":
+        if "norm" in name or name == "value" or copy_dtype(name, jnp.bfloat16) == jnp.float32:
             return optax.MaskedNode()
         bits = jax.lax.bitcast_convert_type(weight, jnp.int32)
         return (bits - (_high_bits(weight) << 16)).astype(jnp.int16)

@@ -195,4 +195,4 @@ def freeze(params: Params, dtype: str) -> Params:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _copy_as(params: Params, dtype: str) -> Params:
-    return jax.tree.map(lambda w: jnp.copy(w).astype(dtype), params)
+    return models.cast(jax.tree.map(jnp.copy, params), dtype)

@@ -47,6 +47,14 @@ class RoutingSums(NamedTuple):
     agreed: Int[Array, "*L"] | None = None  # those of them that the router would have chosen
 
 
+def copy_dtype(name: str, dtype: DTypeLike) -> DTypeLike:
+    """Return the type of a weight in copies, files and pushes of type `dtype`.
+
+    The bias that chooses experts is float32 in all of them: bfloat16 would lose the steps in which it moves.
+    """
+    return jnp.float32 if SELECTION_BIAS in name else dtype
+
+
 def route_spec(c: TransformerConfig) -> jax.ShapeDtypeStruct:
     """Return shape [L, K] and type of the routes of a token: experts that it chose in each layer with any.
 

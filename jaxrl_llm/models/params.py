@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.initializer import matrix_dims
+from jaxrl_llm.models.moe import copy_dtype
 from jaxrl_llm.models.transformer import Transformer
 from jaxrl_llm.sharding.rules import Rules, on_host, sharding_for, with_shardings
 from jaxrl_llm.structs import Params
@@ -104,8 +105,9 @@ def without_value_head(params: Params) -> Params:
 
 
 def cast(params: Params, dtype: DTypeLike) -> Params:
-    """Cast all weights to another float type."""
-    return jax.tree.map(lambda w: w.astype(dtype), params)
+    """Cast all weights to another float type (`moe.copy_dtype`)."""
+    one = lambda path, w: w.astype(copy_dtype(jax.tree_util.keystr(path), dtype))
+    return jax.tree_util.tree_map_with_path(one, params)
 
 
 def _named_params(params: Params) -> list[tuple[str, nnx.Param]]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import jax
 
 from jaxrl_kernels.flash_attention.api import SAVED
+from jaxrl_llm.sharding.experts import GATHERED
 from jaxrl_llm.sharding.rules import HOST
 
 LAYER_INPUT = "layer_input"
 SAVE_ATTENTION = jax.checkpoint_policies.save_only_these_names(SAVED)
 REMAT = {
-    "none": None,
+    "none": jax.checkpoint_policies.save_anything_except_these_names(GATHERED),
     "dots": jax.checkpoint_policies.save_from_both_policies(
         SAVE_ATTENTION, jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     ),

@@ -19,7 +19,7 @@ from jaxrl_llm.models.config import TARGETS, MoEConfig, TransformerConfig, layer
 from jaxrl_llm.models.initializer import Initializer, matrix_dims
 from jaxrl_llm.models.linear import apply_linear, rms_norm
 from jaxrl_llm.models.mla import DecodeLatents, add_latent_weights, decode_latents, expand_latents
-from jaxrl_llm.models.moe import RoutingSums, join_routes, routing_sums, sparse_mlp
+from jaxrl_llm.models.moe import RoutingSums, copy_dtype, join_routes, routing_sums, sparse_mlp
 from jaxrl_llm.models.quantize import SCALE, quantize_weight
 from jaxrl_llm.models.remat import LAYER_INPUT, REMAT
 from jaxrl_llm.models.rope import apply_rope, attention_scale, rope_tables
@@ -227,7 +227,7 @@ class Transformer(nnx.Module):
 
         for name, stack in layer_stacks(c).items():
             layer = functools.partial(body, stack)
-            if remat != "none":
+            if remat != "none" or stack.moe:
                 layer = jax.checkpoint(layer, policy=REMAT[remat], prevent_cse=False)
             inputs = getattr(self, name), jnp.asarray(window_sizes(stack)), routes if stack.moe else None
             x, routing = jax.lax.scan(layer, x, inputs)
@@ -375,8 +375,9 @@ def cast_weights(weights: nnx.Module, dtype: DTypeLike) -> nnx.Module:
 
     def cast(path, w):
         name, w = jax.tree_util.keystr(path), fetch(w)
-        kept = any(part in name for part in ("norm", "sinks", "router_bias", SCALE))
-        return w if kept or not jnp.issubdtype(w.dtype, jnp.floating) else rounded(w, dtype)
+        kept = any(part in name for part in ("norm", "sinks", SCALE))
+        is_float = jnp.issubdtype(w.dtype, jnp.floating)
+        return w if kept or not is_float else rounded(w, copy_dtype(name, dtype))
 
     return jax.tree_util.tree_map_with_path(cast, weights)
 

@@ -25,7 +25,7 @@ from jaxrl_llm.plan.models import planned_model
 from jaxrl_llm.plan.plan import PhaseCost, Plan
 from jaxrl_llm.plan.report import format_bytes
 from jaxrl_llm.sharding.config import MeshConfig
-from jaxrl_llm.sharding.rules import bytes_per_device, num_shards
+from jaxrl_llm.sharding.rules import ROLLOUT, axes_of, bytes_per_device, num_shards
 
 SHARDED = ("parameters", "optimizer", "gradients", "frozen models")
 """Kinds of memory that fsdp and tensor shard."""
@@ -143,8 +143,17 @@ def _rollout(plan: Plan, config: TrainConfig, phases: list[PhaseCost]) -> Iterat
     if weights > plan.memory / 4:
         yield (
             f"--rollout.mesh.tensor above {num_shards('heads', rollout_sizes(plan))}: each device holds "
-            f"{format_bytes(weights)} of rollout weights, which only tensor parallelism shards."
+            f"{format_bytes(weights)} of rollout weights, {_sharded_by(plan, config)}."
         )
+
+
+def _sharded_by(plan: Plan, config: TrainConfig) -> str:
+    """Return a clause on what shards the rollout's copy of the weights (`sharding.rules.ROLLOUT`)."""
+    if not planned_model(config.model).moe:
+        return "which only tensor parallelism shards"
+    axes = " or ".join(f"--rollout.mesh.{axis}" for axis in axes_of(ROLLOUT["experts"]))
+    count = num_shards("experts", rollout_sizes(plan), ROLLOUT)
+    return f"which tensor parallelism shards; experts are divided over {count} devices, more with {axes}"
 
 
 def rollout_sizes(plan: Plan) -> Mapping[str, int]:

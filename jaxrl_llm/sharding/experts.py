@@ -1,7 +1,8 @@
 """Dropless dispatch of tokens to experts that are divided over the mesh.
 
 Every device gathers the tokens of the axes that divide the experts, computes those that chose its experts by
-grouped matrix products, and the sums are scattered back: all-gather and reduce-scatter, of static shapes.
+grouped matrix products, and the sums are scattered back: all-gather and reduce-scatter, of static shapes. If
+the matrices of an expert are sharded, too, each device gathers its experts, and their gradient is scattered.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -20,6 +22,8 @@ from jaxtyping import Array, Float, Int
 from jaxrl_kernels.grouped_matmul.api import grouped_matmul
 from jaxrl_llm.sharding.rules import Rules, axes_of, current_spec
 
+GATHERED = "gathered_experts"
+"""Name of the weights of experts that are gathered for a layer: no rematerialization keeps them."""
 Gate = Callable[[Array, Array], Array]
 """Hidden state of an expert from its gate and up projection."""
 
@@ -73,12 +77,15 @@ def sharded_experts(
     if rows is None:
         return grouped_experts(h, chosen, weights, experts, gated).astype(h.dtype)
     shape = jax.tree.leaves(experts.gate)[0].shape
-    owners, _, mlp = current_spec(("experts", None, "expert_mlp"), shape, rules)
+    owners, embed, mlp = current_spec(("experts", "expert_embed", "expert_mlp"), shape, rules)
     expert_axes, tensor_axes = axes_of(owners), axes_of(mlp)
     gathered = tuple(name for name in axes_of(rows[0]) if name in expert_axes)
     summed = (*(name for name in expert_axes if name not in gathered), *tensor_axes)
+    expert_specs = _specs_of_experts(experts, owners, embed, mlp)
 
     def local(h, chosen, weights, experts):
+        if embed:  # the transpose is a reduce-scatter; that of a gather by the partitioner is an all-reduce
+            experts = jax.tree.map(functools.partial(_gather, axes=embed), experts, expert_specs)
         gather = lambda x: jax.lax.all_gather(x, gathered, axis=0, tiled=True) if gathered else x
         first = jax.lax.axis_index(expert_axes) * experts.count if expert_axes else 0
         chosen = gather(chosen) - first
@@ -91,13 +98,21 @@ def sharded_experts(
             out = jax.lax.psum_scatter(out, gathered, scatter_dimension=0, tiled=True)
         return out.astype(h.dtype)
 
-    specs = rows, rows, rows, _specs_of_experts(experts, owners, mlp)
+    specs = rows, rows, rows, expert_specs
     mapped = jax.shard_map(local, in_specs=specs, out_specs=rows, check_vma=False)
     return mapped(h, chosen, weights, experts)
 
 
-def _specs_of_experts(experts: ExpertWeights, owners: Any, mlp: Any) -> ExpertWeights:
-    """Return how the experts are sharded: their numbers over `owners`, hidden states over `mlp`."""
+def _gather(x: Array, spec: PartitionSpec, axes: str | tuple[str, ...]) -> Array:
+    """Return the shards of an array over these mesh axes, joined."""
+    if axes not in spec:
+        return x
+    return checkpoint_name(jax.lax.all_gather(x, axes, axis=spec.index(axes), tiled=True), GATHERED)
+
+
+def _specs_of_experts(experts: ExpertWeights, owners: Any, embed: Any, mlp: Any) -> ExpertWeights:
+    """Return how the experts are sharded: over `owners`, their inputs and outputs over `embed`, hidden states
+    over `mlp`."""
 
     def matrix(weight: ExpertMatrix, inner, outer):
         spec = PartitionSpec(owners, inner, outer)
@@ -106,8 +121,12 @@ def _specs_of_experts(experts: ExpertWeights, owners: Any, mlp: Any) -> ExpertWe
         a, b = PartitionSpec(owners, inner, None), PartitionSpec(owners, None, outer)
         return dataclasses.replace(weight, weight=spec, a=a, b=b)
 
-    matrices = matrix(experts.gate, None, mlp), matrix(experts.up, None, mlp), matrix(experts.down, mlp, None)
-    biases = zip(experts[3:], (mlp, mlp, None), strict=True)
+    matrices = (
+        matrix(experts.gate, embed, mlp),
+        matrix(experts.up, embed, mlp),
+        matrix(experts.down, mlp, embed),
+    )
+    biases = zip(experts[3:], (mlp, mlp, embed), strict=True)
     return ExpertWeights(*matrices, *(None if b is None else PartitionSpec(owners, of) for b, of in biases))
 
 

@@ -11,7 +11,9 @@ from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.models import LoraConfig, TransformerConfig
 from jaxrl_llm.models.config import MoEConfig
 
-MODEL = TransformerConfig(hidden_size=64, head_dim=16, moe=MoEConfig(8, 4, expert_size=12))
+MODEL = TransformerConfig(
+    hidden_size=64, head_dim=16, tie_embeddings=False, moe=MoEConfig(8, 4, expert_size=12)
+)
 
 
 def test_ranks():
@@ -27,6 +29,13 @@ def test_servers_get_no_adapters_of_experts():
         trained_config(MODEL, run)
     attention = replace(run, lora=LoraConfig(8, targets=("q_proj",)))
     assert list(trained_config(MODEL, attention).adapters) == ["q"]
+
+
+def test_servers_get_no_experts_with_tied_embeddings():
+    """SGLang's mixtures of experts have an LM head of their own, whatever `tie_word_embeddings` says."""
+    run = TrainConfig(rollout=RolloutConfig(engine="sglang"))
+    with pytest.raises(ConfigError, match=r"tied embeddings are not sent to servers. Set --model.*false"):
+        trained_config(replace(MODEL, tie_embeddings=True), run)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxrl_llm.algos import dpo, sft
+from jaxrl_llm.algos import dpo, kto, sft
 from jaxrl_llm.build.data import check_held_out_rows
 from jaxrl_llm.build.evaluation import sources_with_targets
 from jaxrl_llm.data.config import DataConfig, SourceConfig
@@ -28,6 +28,7 @@ def test_a_source_without_pairs_has_no_loss_of_dpo(tmp_path):
     loader = held_out(SourceConfig(path=str(file)), PAIRS)
     assert sources_with_targets(loader, dpo.Config()) == [1]
     assert sources_with_targets(loader, sft.Config()) == [0, 1]
+    assert sources_with_targets(loader, kto.Config()) == [1]  # it reads two rows at least
     assert sources_with_targets(held_out(SourceConfig(path=str(file))), dpo.Config()) == []
     alone, kept = held_out(PAIRS), loader.of_sources([1])
     assert (loader.num_sources, kept.num_sources) == (2, 1)

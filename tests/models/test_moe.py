@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -231,6 +232,22 @@ def test_every_mesh_gives_the_gradient_of_one_device(of, mesh_config):
     if of is latents:
         assert sharded.layers.kv_b[...].sharding.shard_shape((1, 16, 4, 14)) == (1, 8, 2, 14)
     assert_close(got, on_one_device(of))
+
+
+def test_gradients_of_gathered_experts_are_scattered():
+    """An all-reduce would send twice as much. The matrices are [8, 32, 16], and [8, 16, 32] of the third."""
+    mesh = make_mesh(MeshConfig(fsdp=8), jax.devices()[:8])
+    sharded = jax.device_put(params(), models.shardings(CONFIG, mesh, TRAIN))
+    with jax.set_mesh(mesh):
+        hlo = loss_and_gradient.lower(sharded, *put_rows(mesh, rows())).compile().as_text()
+    results = {
+        name: " ".join(re.findall(rf" = (.*) {name}(?:-start)?\(", hlo))
+        for name in ("all-gather", "all-reduce", "reduce-scatter")
+    }
+    assert not re.search(r"\[8,(32,16|16,32)\]", results["all-reduce"])
+    scattered = sorted(re.findall(r"\[8,\d+,\d+\]", results["reduce-scatter"]))
+    assert scattered == ["[8,16,4]", "[8,4,16]", "[8,4,16]"]
+    assert len(re.findall(r"\[8,(?:32,16|16,32)\]", results["all-gather"])) == 3
 
 
 def test_padding_passes_no_expert():

@@ -42,6 +42,7 @@ from jaxrl_llm.plan.target import open_target, parse_topology
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import bytes_per_device
+from jaxrl_llm.structs import Batch
 from jaxrl_llm.tools import plan as command
 from jaxrl_llm.tools.generate import check_output_path
 
@@ -379,6 +380,20 @@ def test_a_plan_counts_the_epochs_of_a_step():
     calls = {phase.name: phase.calls for phase in phases(config, make_meshes(config))}
     assert calls["score: policy"] == calls["score: reference"] == 2
     assert calls["update: accumulate"] == calls["update: apply"] == 2 * 3
+
+
+def test_a_plan_has_a_prompt_once_for_its_responses():
+    """8 rows of 8 + 7 (4 + 1) tokens, rounded up to 48, in place of 64 rows of 8."""
+    sizes = {"prompts_per_step": 8, "minibatches_per_step": 1, "tokens_per_device": 64}
+    config = dataclasses.replace(CONFIG, mesh=MeshConfig(fsdp=4, tensor=2), **sizes)
+    apart, shared = (
+        {phase.name: phase for phase in phases(c, make_meshes(c))}
+        for c in (config, dataclasses.replace(config, share_prefixes=True))
+    )
+    for name in ("score: reference", "update: accumulate"):
+        batch = next(x for x in shared[name].program.args if isinstance(x, Batch))
+        assert batch.last.shape == batch.tokens.shape == (4, 48) and shared[name].calls == 2
+        assert shared[name].flops == pytest.approx(48 / 64 * apart[name].flops) and apart[name].calls == 2
 
 
 def test_a_plan_holds_the_reference_of_another_model(tmp_path):

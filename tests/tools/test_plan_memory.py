@@ -18,6 +18,7 @@ from jaxrl_llm.config import (
 )
 from jaxrl_llm.learn.optim import OptimConfig
 from jaxrl_llm.models import LoraConfig
+from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.plan.advice import advise
 from jaxrl_llm.plan.phases import phases
 from jaxrl_llm.plan.plan import MEMORY_KINDS, PhaseCost, Plan
@@ -34,7 +35,7 @@ def cost(name, **memory):
 
 def advice(*costs, memory=16.0, **changes):
     config = dataclasses.replace(CONFIG, tokens_per_device=64, **changes)
-    mesh = {"data": 1, "fsdp": 4, "tensor": 1, "sequence": 1}
+    mesh = {"data": 1, "fsdp": 4, "expert": 1, "tensor": 1, "sequence": 1}
     plan = advise(Plan("a model", "v5e-4", mesh, memory * GIB, list(costs), {}, {}), config)
     return plan.fits, plan.advice
 
@@ -170,3 +171,23 @@ def test_a_rollout_that_does_not_fit():
     _, lines = advice(cost("rollout: decode", parameters=2, rollout_weights=4, KV_cache=20), rollout=rollout)
     assert lines[0] == "  1. --rollout.dtype bfloat16: saves 12.00 GiB of 10.00 GiB, would fit."
     assert lines[1] == "  2. --rollout.slots 32: saves 10.00 GiB of 10.00 GiB, would fit."
+
+
+@pytest.mark.parametrize(
+    ("moe", "sharded_by"),
+    [
+        (None, "which only tensor parallelism shards."),
+        (
+            MoEConfig(8, 2, 16),
+            "which tensor parallelism shards; experts are divided over 4 devices, more with "
+            "--rollout.mesh.fsdp or --rollout.mesh.expert.",
+        ),
+    ],
+    ids=["dense", "experts"],
+)
+def test_what_shards_the_rollouts_weights(moe, sharded_by):
+    """fsdp is 4."""
+    model = dataclasses.replace(CONFIG.model, architecture=dataclasses.replace(SMALL, moe=moe))
+    _, lines = advice(cost("rollout: decode", rollout_weights=20), model=model)
+    line = next(line for line in lines if "--rollout.mesh" in line)
+    assert line.endswith(f"above 1: each device holds 20.00 GiB of rollout weights, {sharded_by}")

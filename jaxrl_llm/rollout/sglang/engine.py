@@ -68,7 +68,7 @@ class SGLangEngine:
         pool: in process 0, which sends all requests; None elsewhere.
         publisher: pushes weights, or adapters, to the pool.
         on_first: runs a function in process 0; every process gets its result, or its error.
-        tokenizer, eos_ids: as of NativeEngine.
+        tokenizer, eos_ids, routes: as of NativeEngine.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class SGLangEngine:
         on_first: Callable[[Callable[[], Any]], Any],
         tokenizer: Any = None,
         eos_ids: Sequence[int] = (),
+        routes: bool = False,
     ):
         self.config, self.sglang, self.model, self.tokenizer = config, sglang, model, tokenizer
         self.pool, self.publisher, self.on_first = pool, publisher, on_first
@@ -92,7 +93,7 @@ class SGLangEngine:
         if pool:
             ends = eos_ids_of(tokenizer, eos_ids)
             pool.names_adapters = bool(publisher.base)
-            self.generator = ResponseGenerator(pool, ends, self._versions, model.vocab_size, publisher.base)
+            self.generator = ResponseGenerator(pool, ends, self._versions, model, publisher.base, routes)
 
     def publish(self, params: Params, version: int) -> Metrics:
         """Give the servers these weights, and probe that each of them computes with them.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from jaxrl_llm.bridge.servers import Json
 from jaxrl_llm.errors import ServerError
+from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Reply, SamplingConfig
 from jaxrl_llm.rollout.sglang.pool import ServerPool
 from jaxrl_llm.rollout.sglang.server import Server
@@ -29,6 +30,7 @@ class ResponseGenerator:
         eos_ids: token ids that end a response.
         versions: label of weights -> policy version, of all that were ever sent.
         base: label of the base that every server holds, where requests name adapters; "" = they name none.
+        routes: responses have routes, which servers started with `ROUTES_FLAG` report.
     """
 
     def __init__(
@@ -36,12 +38,13 @@ class ResponseGenerator:
         pool: ServerPool,
         eos_ids: Sequence[int],
         versions: dict[str, int],
-        vocab_size: int,
+        model: TransformerConfig,
         base: str = "",
+        routes: bool = False,
     ):
-        self.pool, self.eos_ids, self.vocab_size = pool, eos_ids, vocab_size
+        self.pool, self.eos_ids, self.model, self.routes = pool, eos_ids, model, routes
         self.meter = Meter()
-        self._read = functools.partial(read_generated, versions=versions, vocab_size=vocab_size, base=base)
+        self._read = functools.partial(read_generated, versions=versions, model=model, base=base)
         self._last_reply = 0.0  # of any environment
         self._resumed = asyncio.Event()
         self._resumed.set()
@@ -108,6 +111,7 @@ class ResponseGenerator:
         for start, end in response.observed:
             turn = slice(len(again.ids), start)
             again.append(response.ids[turn], response.logprobs[turn], response.versions[turn])
+            again.routes = response.routes[: len(response.request.prompt_ids) + start]
             again.finish = "stop"
             more = await self._answered(again, dialogue)
             if not more or again.ids != response.ids[:end]:
@@ -132,7 +136,7 @@ class ResponseGenerator:
         finally:
             reply.cancel()
         self._last_reply = time.monotonic()
-        return read_reply(reply, response, self.vocab_size)
+        return read_reply(reply, response, self.model.vocab_size)
 
     async def _finish_turn(
         self, response: PartialResponse, sampling: SamplingConfig, group_servers: dict[int, Server]
@@ -146,13 +150,16 @@ class ResponseGenerator:
                 "return_logprob": True,
                 "extra_key": self.pool.label,  # keys cached under older weights must not be used
             }
+            if self.routes:  # of the tokens that have none yet
+                body |= {"return_routed_experts": True, "routed_experts_start_len": len(response.routes)}
             async with self.pool.slot:
                 await self._resumed.wait()
                 with self.meter:
-                    (ids, logprobs, versions, finish), server = await self.pool.generate(
+                    (ids, logprobs, versions, finish, routes), server = await self.pool.generate(
                         body, group_servers, request.prompt_index, self._read
                     )
             response.append(ids, logprobs, versions)
+            response.routes.extend(routes)
             if ids and server not in response.servers:
                 response.servers.append(server)
             stalled = 0 if ids or interruptions != self.pool.interruptions else stalled + 1

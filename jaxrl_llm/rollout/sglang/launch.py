@@ -18,6 +18,7 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxrl_llm.bridge.servers import Json
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig, flag_value
 from jaxrl_llm.rollout.sglang import auth, colocated
@@ -47,6 +48,7 @@ sys.argv[1:] += [word for pair in keys.items() for word in pair]
 runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 """  # SGLang takes keys on its command line alone, and logs it: here neither `ps` nor the log shows them
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+ROUTES_FLAG = "--enable-return-routed-experts"
 CPU_LORA = ("--lora-backend", "torch_native")  # the others are kernels of a GPU
 KILL_DELAY = 10.0  # seconds between SIGTERM and SIGKILL
 POLL_INTERVAL = 0.5
@@ -165,6 +167,17 @@ def server_command(
         *own,
     ]
     return [sys.executable, "-I", "-c", START, str(os.getpid()), *server]
+
+
+def routes_problem(info: Json) -> str:
+    """Return why a server does not report routes, with the flag to add; "" = it does.
+
+    Args:
+        info: its reply to /server_info.
+    """
+    if info.get("enable_return_routed_experts"):
+        return ""
+    return f"does not report the experts that tokens chose (--routing.replay). Start it with {ROUTES_FLAG}"
 
 
 def free_ports(count: int) -> list[int]:

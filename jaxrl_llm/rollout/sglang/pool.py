@@ -129,7 +129,7 @@ class ServerPool:
             "servers/tokens_per_second/max": max(speeds),
         }
 
-    def check_reachable(self, problem: Callable[[Json], str] | None = None) -> None:
+    def check_reachable(self, problem: Callable[[Json], str]) -> None:
         """Refuse addresses where no server replies, or an unsuitable one: at the start that is a mistake.
 
         Args:
@@ -141,7 +141,7 @@ class ServerPool:
 
         async def check(server: Server) -> None:
             await self.request(server, "/model_info", timeout=START_TIMEOUT)
-            if problem and server is not self.router:
+            if server is not self.router:
                 info = await self.request(server, "/server_info", timeout=START_TIMEOUT)
                 with parsing_reply(server.url):
                     text = problem(info)

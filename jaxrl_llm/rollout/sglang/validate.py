@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from reprlib import repr as short  # of nested and long values, too
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import UInt
 
 from jaxrl_llm.bridge.servers import Json
 from jaxrl_llm.models.config import TransformerConfig
+from jaxrl_llm.models.moe import route_spec
 
 FINISHES = ("stop", "length", "abort")
 ROUNDING = 1e-4  # nats above 0 that the log-prob of a certain token may be
@@ -28,6 +29,7 @@ class Generated(NamedTuple):
     logprobs: list[float]  # nats, in [LOWEST, 0]
     versions: list[int]  # the policy version that generated each
     finish: str  # one of FINISHES; "abort" = broken off
+    routes: Sequence[np.ndarray] = ()  # of `routed_experts`, where the request asks for them
 
 
 def max_reply_bytes(body: Json) -> int:
@@ -38,7 +40,7 @@ def max_reply_bytes(body: Json) -> int:
 
 
 def read_generated(
-    reply: Json, body: Json, label: str, versions: Mapping[str, int], vocab_size: int, base: str = ""
+    reply: Json, body: Json, label: str, versions: Mapping[str, int], model: TransformerConfig, base: str = ""
 ) -> Generated:
     """Return the tokens of a valid reply.
 
@@ -67,17 +69,20 @@ def read_generated(
     if len(counts) > 1 or list(reply.get("output_ids", ids)) != ids:
         raise ValueError(f"log-probs of {len(ids)} tokens, and other tokens or another number of them")
     for token, logprob in pairs:
-        if type(token) is not int or not 0 <= token < vocab_size:
-            raise ValueError(f"token {short(token)} of a vocabulary of {vocab_size}")
+        if type(token) is not int or not 0 <= token < model.vocab_size:
+            raise ValueError(f"token {short(token)} of a vocabulary of {model.vocab_size}")
         if type(logprob) not in (int, float) or not LOWEST <= logprob <= ROUNDING:
             raise ValueError(f"log-prob {short(logprob)} of token {token}")
-    return Generated(ids, logprobs, token_versions(meta, len(ids), label, versions), finish)
+    routes: Sequence[np.ndarray] = ()  # of a response that was broken off they may come with its next part
+    if body.get("return_routed_experts") and (finish != "abort" or meta.get("routed_experts")):
+        routes = routed_experts(meta, body, len(ids), model)
+    return Generated(ids, logprobs, token_versions(meta, len(ids), label, versions), finish, routes)
 
 
 def routed_experts(
     meta: Mapping[str, Any], body: Json, count: int, model: TransformerConfig
-) -> Int[np.ndarray, "N L K"]:
-    """Return the experts that tokens of prompt and response chose in each layer with any, ascending numbers.
+) -> UInt[np.ndarray, "N L K"]:
+    """Return the routes of tokens of prompt and response (`models.moe.route_spec`), ascending numbers.
 
     SGLang sends them as base64 of int32 (`--enable-return-routed-experts`), of all tokens but the last, which
     no layer has read yet, from `routed_experts_start_len` on, and of all layers: those of layers without
@@ -86,16 +91,16 @@ def routed_experts(
     Args:
         meta: `meta_info` of a reply that `read_generated` accepts.
         body: of the request, with "return_routed_experts": True.
-        count: tokens of the reply. One that was broken off before it ran has no experts.
+        count: tokens of the reply.
 
     Raises:
         ValueError, TypeError, LookupError, AttributeError: it is not valid.
     """
-    moe, sent, num_tokens = model.moe, meta.get("routed_experts"), 0
-    if sent is not None or count:
-        num_tokens = len(body["input_ids"]) + count - 1 - body["routed_experts_start_len"]
-    shape = max(num_tokens, 0), model.num_layers, moe.experts_per_token
-    data = base64.b64decode(sent or "", validate=True)
+    moe, num_tokens = model.moe, len(body["input_ids"]) + count - 1 - body["routed_experts_start_len"]
+    if meta.get("routed_experts") is None:
+        raise ValueError("no experts: a server without --enable-return-routed-experts, or an old router")
+    shape = num_tokens, model.num_layers, moe.experts_per_token
+    data = base64.b64decode(meta["routed_experts"], validate=True)
     if len(data) != 4 * math.prod(shape):
         raise ValueError(f"{len(data)} bytes of experts, where {shape} tokens, layers and choices are int32")
     experts = np.sort(np.frombuffer(data, "<i4").reshape(shape)[:, moe.dense_layers :], axis=-1)
@@ -103,7 +108,7 @@ def routed_experts(
         raise ValueError(f"experts {experts.min()} to {experts.max()} of {moe.num_experts}")
     if (experts[..., 1:] == experts[..., :-1]).any():
         raise ValueError("an expert that a token chose twice")
-    return experts
+    return experts.astype(route_spec(model).dtype)
 
 
 def _check_request(meta: Mapping[str, Any], body: Json) -> None:

@@ -6,6 +6,7 @@ As a script it is what `python -m sglang.launch_server` would be: see stub/sglan
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import threading
@@ -175,4 +176,11 @@ class FakeServer(FakeWeights):
             meta["input_token_logprobs"] = [[None, int(ids[0]), None]] + [
                 [float(x), int(i), None] for x, i in zip(said, ids[1:], strict=True)
             ]
+        if body.get("return_routed_experts"):
+            meta["routed_experts"] = encode_routes(made.routes[body["routed_experts_start_len"] : -1])
         return {"output_ids": made.response_ids.tolist(), "meta_info": meta}
+
+
+def encode_routes(routes):
+    """Routes [N, L, K] of a model without dense layers, as SGLang sends them."""
+    return base64.b64encode(routes[..., ::-1].astype("<i4").tobytes()).decode()

@@ -34,6 +34,7 @@ class FakeWeights:
         sessions: as SGLang has them since 0.5.21. ranks: of tensor parallelism, as it says.
         fails_at: route that answers 500; with adapters, after its work.
         asked: routes of weights in order, with what a test may look at.
+        reports_routes: it was started so that it does.
         lora_info: what it says of adapters. adapters: name -> adapters. spoil_adapter: what becomes of one.
     """
 
@@ -49,10 +50,20 @@ class FakeWeights:
             "lora_target_modules": list(TARGETS),
             "max_loras_per_batch": 8,
         }
+        self.reports_routes = True
         self.adapters: dict[str, Adapters] = {}
         self.using: Counter[str] = Counter()  # adapters of requests that are worked on
         self.spoil_adapter = None
-        yield "/server_info", lambda body: {"tp_size": self.ranks, **self.lora_info}
+        yield (
+            "/server_info",
+            lambda body: {
+                **{
+                    "tp_size": self.ranks,
+                    "enable_return_routed_experts": self.reports_routes,
+                    **self.lora_info,
+                }
+            },
+        )
         for name, work in {
             "pause_generation": self._pause,
             "continue_generation": self._continue,
@@ -155,7 +166,7 @@ class FakeWeights:
         if not self.deaf or self.engine is None:
             self.params = jax.device_put(load(), models.shardings(config, self.mesh, TRAIN))
             if self.engine is None or self.engine.model != config:
-                self.engine = NativeEngine(RolloutConfig(slots=2), config, self.mesh)
+                self.engine = NativeEngine(RolloutConfig(slots=2), config, self.mesh, routes=bool(config.moe))
                 self.score = self.make_score(config)
             self.engine.publish(self.params, 0)
         self.label = body["weight_version"]

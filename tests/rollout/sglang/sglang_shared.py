@@ -50,9 +50,9 @@ def engine_for(urls, transport, model=MODEL, slots=4, rollout=ROLLOUT, **setting
     on_first = lambda work: work()
     publisher = Publisher(pool, transport, config.pause, model, tolerance, score_of(model), on_first)
     if model.lora:
-        problem = functools.partial(server_problem, lora=model.lora, max_versions=2)
-        publisher = AdapterPublisher(publisher, "float32", problem)
-    return SGLangEngine(rollout, config, model, pool, publisher, on_first, TOKENIZER)
+        publisher.problem = functools.partial(server_problem, lora=model.lora, max_versions=2)
+        publisher = AdapterPublisher(publisher, "float32")
+    return SGLangEngine(rollout, config, model, pool, publisher, on_first, TOKENIZER, routes=bool(model.moe))
 
 
 def weights(seed=0, model=MODEL):
@@ -68,7 +68,7 @@ def requests(prompts=3, responses=2, tokens=12):
 
 @functools.cache
 def native_engine(model):
-    return NativeEngine(RolloutConfig(slots=4), model, one_device(), TOKENIZER)
+    return NativeEngine(RolloutConfig(slots=4), model, one_device(), TOKENIZER, routes=bool(model.moe))
 
 
 def native(params, sampling, todo=None, model=MODEL):

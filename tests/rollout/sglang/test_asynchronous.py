@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from fake_sglang import FakeServer
-from sglang_shared import GREEDY, KEY, native, requests, until, weights
+from sglang_shared import GREEDY, KEY, MODEL, native, requests, until, weights
 from test_sglang import make, servers  # noqa: F401
 from test_sglang_train import ARGS, rows
 
@@ -87,18 +87,20 @@ def test_what_an_earlier_run_had_stays_until_a_new_environment_replies_otherwise
     """Also in a checkpoint that is taken while its turns are sent again."""
     response = PartialResponse([1, 2, 3, 4], [-1.0, -1.0, 0.0, -1.0], [7] * 4, "", [(2, 3)])
     response.request = Request(np.array([9]), 0, 1, 9)
+    response.routes = [np.full((1, 1), i) for i in range(4)]  # of the tokens that are kept they stay
     for reply, more, after in (([3], True, [1, 2, 3, 4]), ([5, 5], True, [1, 2, 5, 5]), ([], False, [1, 2])):
         future, again = Future(), response.copy()
         dialogue = SimpleNamespace(patience=60, reply=lambda *asked, future=future: future)
 
         async def replay(future=future, again=again, dialogue=dialogue, reply=reply, more=more):
-            task = asyncio.create_task(ResponseGenerator(None, (), {}, 9)._replayed(again, dialogue))
+            task = asyncio.create_task(ResponseGenerator(None, (), {}, MODEL)._replayed(again, dialogue))
             await asyncio.sleep(0.01)
             assert (again.ids, again.observed) == (response.ids, response.observed)
             future.set_result(Reply(reply, not more, Episode(1)))
             return await task
 
         assert asyncio.run(replay()) == more and again.ids == after and again.episode.turns == 1
+        assert [route.item() for route in again.routes] == [0, 1, 2, 3][: 4 if reply == [3] else 3]
 
 
 def made_request(made, tokens):

@@ -9,8 +9,14 @@ from fake_sglang import FakeServer
 from sglang_shared import GREEDY, KEY, MODEL, TOKENIZER, engine_for, native, requests, weights
 
 from jaxrl_llm.bridge.transports.disk import DiskTransport
-from jaxrl_llm.errors import ServerError
+from jaxrl_llm.errors import ServerError, UserError
+from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.rollout.engine import SamplingConfig
+from jaxrl_llm.rollout.sglang.launch import routes_problem
+
+EXPERTS = dataclasses.replace(
+    MODEL, family="qwen3_moe", tie_embeddings=False, moe=MoEConfig(8, 3, expert_size=16)
+)
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +132,29 @@ def test_a_response_that_is_broken_off_goes_on_where_it_stopped(make, servers):
     assert mine.response_ids.tolist() == theirs.response_ids.tolist()
     np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-5)
     assert mine.finish == theirs.finish and len(mine.versions) == len(mine.response_ids)
+
+
+def test_routes_are_those_of_the_native_engine(make, servers):
+    """Of prompt and response, also of one that is broken off; the last token has none."""
+    engine, params = make(urls=[servers[0].url], model=EXPERTS), weights(model=EXPERTS)
+    engine.publish(params, 1)
+    todo = requests(prompts=2, responses=1)
+    servers[0].breaks_after = 2
+    mine, theirs = engine.generate(todo, GREEDY, KEY), native(params, GREEDY, todo, EXPERTS)
+    for a, b in zip(mine, theirs, strict=True):
+        assert a.response_ids.tolist() == b.response_ids.tolist() and len(a.response_ids) > 2
+        assert len(a.routes) == len(a.prompt_ids) + len(a.response_ids) and a.routes.dtype == np.uint8
+        np.testing.assert_array_equal(a.routes, b.routes)
+    assert (mine[0].routes[-1] == 255).all() and (mine[0].routes[:-1] < 8).all()
+    asked = [body for body in servers[0].seen if body.get("return_routed_experts")]
+    known = sorted((body["routed_experts_start_len"], len(body["input_ids"])) for body in asked)
+    assert len(known) == 3 and known[1][0] == 0 and known[2][0] == known[2][1] - 1
+
+
+def test_servers_that_do_not_report_routes_are_refused(make, servers, monkeypatch):
+    monkeypatch.setattr(servers[0], "reports_routes", False)
+    with pytest.raises(UserError, match=rf"{servers[0].url} does not report .* --enable-return-routed-exp"):
+        make().pool.check_reachable(routes_problem)
 
 
 def test_tokens_of_weights_that_were_not_sent_are_refused(make, servers):

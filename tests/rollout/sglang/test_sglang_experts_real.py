@@ -5,9 +5,10 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from real_sglang import MODEL, NEEDED, engine_on, started
+from real_sglang import FLAGS, MODEL, NEEDED, PYTHON, engine_on, started
 from sglang_shared import KEY, native
 from test_sglang_real import requests
+from test_sglang_train import rows
 
 from jaxrl_llm import models
 from jaxrl_llm.bridge.buckets import WeightSource
@@ -17,6 +18,7 @@ from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.rollout.engine import SamplingConfig
 from jaxrl_llm.rollout.sglang.validate import routed_experts
+from jaxrl_llm.train import main
 
 pytestmark = NEEDED
 EXPERTS = dataclasses.replace(
@@ -48,6 +50,32 @@ def test_greedy_text_and_log_probs_are_those_of_the_native_engine(engine, seed):
     for a, b in zip(mine, native(weights(seed), GREEDY, requests(), EXPERTS), strict=True):
         assert a.response_ids.tolist() == b.response_ids.tolist() and a.finish == b.finish
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+        np.testing.assert_array_equal(a.routes, b.routes)
+
+
+def test_a_run_replays_routes_that_the_trainers_routers_choose_too(tmp_path):
+    """One GRPO step on a server that the run starts: every token but the last of a response has a route."""
+    args = [
+        *("--config", "grpo_moe_tiny.py", "--routing.replay", "rollout", "--steps", "1", "--devices", "0:1"),
+        *("--rollout.engine", "sglang", "--rollout.launch", "1", "--sglang.python", PYTHON),
+        *("--sglang.flags", FLAGS, "--prompts_per_step", "4", "--responses_per_prompt", "2"),
+        *(
+            "--model.architecture.tie_embeddings",
+            "false",
+            "--warm_start.steps",
+            "2",
+            "--eval.every",
+            "0",
+            "--reward.workers",
+            "1",
+            "--log.progress",
+            "none",
+        ),
+        *("--log.tensorboard", "false", "--run_dir", str(tmp_path)),
+    ]
+    assert main(args) == 0
+    [step] = [row for row in rows(tmp_path) if row["kind"] == "train"]
+    assert step["moe/route_agreement"] > 0.999 and step["mismatch/max_abs"] < 1e-4
 
 
 def test_text_and_chosen_experts_are_those_of_transformers(engine, tmp_path):

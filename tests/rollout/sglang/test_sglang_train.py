@@ -63,6 +63,19 @@ def test_a_run_starts_its_servers_and_leaves_nothing_of_them(tmp_path, monkeypat
     assert not any(b"-4711" in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
 
 
+@pytest.mark.slow
+def test_a_run_replays_the_routes_of_servers_that_it_starts(tmp_path, monkeypatch):
+    """In the only update of a step the trainer's routers choose the same experts."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "stub"))
+    args = [*ARGS[2:], "--config", "grpo_moe_tiny.py", "--routing.replay", "rollout"]
+    args += ["--model.architecture.tie_embeddings", "false"]
+    launched = ["--rollout.launch", "1", "--sglang.python", sys.executable]
+    assert main([*args, *launched, "--run_dir", str(tmp_path / "run")]) == 0
+    checked(tmp_path / "run")
+    steps = [row for row in rows(tmp_path / "run") if row["kind"] == "train"]
+    assert [row["moe/route_agreement"] for row in steps] == [1.0, 1.0]
+
+
 def test_an_address_where_no_server_is_is_refused_before_any_step(tmp_path, capsys):
     assert main([*ARGS, "--rollout.servers", "http://127.0.0.1:9", "--run_dir", str(tmp_path / "run")]) == 2
     assert "error: --rollout.servers: http://127.0.0.1:9/model_info: Client" in capsys.readouterr().err

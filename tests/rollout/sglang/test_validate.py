@@ -60,8 +60,6 @@ def test_experts_that_tokens_chose_are_read():
     sent = [[[0, 0], [7, 2], [1, 5]], [[0, 0], [3, 4], [6, 0]], [[9, 9], [5, 6], [2, 1]]]
     read = [[[2, 7], [1, 5]], [[3, 4], [0, 6]], [[5, 6], [1, 2]]]
     assert validate.routed_experts(routed(sent), ROUTED_BODY, 3, ROUTED).tolist() == read
-    for meta in ({}, {"routed_experts": None}, routed([])):  # broken off before the first token
-        assert validate.routed_experts(meta, ROUTED_BODY, 0, ROUTED).shape == (0, 2, 2)
     assert validate.max_reply_bytes(BODY | ROUTED_BODY) - validate.max_reply_bytes(BODY) == 6 * 2**14
 
 
@@ -73,7 +71,7 @@ def test_experts_that_tokens_chose_are_read():
         (routed([[[0, 0], [1, 2], [-1, 1]]] * 3), "experts -1 to 2 of 8"),
         (routed([[[0, 0], [1, 2], [3, 3]]] * 3), "an expert that a token chose twice"),
         ({"routed_experts": "%%"}, "base64"),
-        ({}, "0 bytes of experts"),
+        ({}, "no experts: a server without --enable-return-routed-experts"),
     ],
     ids=["short", "beyond", "negative", "twice", "text", "none"],
 )
@@ -83,6 +81,22 @@ def test_other_experts_are_refused(meta, message):
 
 
 BODY = {"rid": "r", "input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4}}
+
+
+def test_a_response_that_was_broken_off_may_come_without_experts():
+    """They come with the next part of it; a finished one needs them."""
+    meta = {"finish_reason": {"type": "abort"}, "output_token_logprobs": [], "weight_version": "1-1"}
+    body = BODY | ROUTED_BODY
+    read = functools.partial(validate.read_generated, label="", versions={"1-1": 1}, model=ROUTED)
+    for more in ({}, {"routed_experts": None}, routed([])):
+        assert len(read({"meta_info": meta | more}, body).routes) == 0
+    meta = meta | {"output_token_logprobs": [[-0.5, 5, None]]}
+    assert read({"meta_info": meta}, body).routes == ()
+    assert len(read({"meta_info": meta | routed([[[0, 0], [1, 2], [3, 4]]])}, body).routes) == 1
+    with pytest.raises(ValueError, match="no experts"):
+        read({"meta_info": meta | {"finish_reason": {"type": "stop"}}}, body)
+
+
 JUNK = (None, True, -1, 0, 3, 7, 0.5, -0.5, 1e308, math.nan, 10**400, "", "a", [], [[]], {}, {"type": "stop"})
 
 
@@ -104,8 +118,9 @@ def test_no_reply_is_read_as_what_it_is_not():
             ],
         },
     }
-    read = functools.partial(validate.read_generated, versions={"1-1": 1, "2-2": 2}, vocab_size=9)
-    assert read(reply, BODY, "") == ([5, 6, 7], [-0.5, -1.0, -2.0], [1, 2, 2], "stop")
+    model = TransformerConfig(vocab_size=9)
+    read = functools.partial(validate.read_generated, versions={"1-1": 1, "2-2": 2}, model=model)
+    assert read(reply, BODY, "") == ([5, 6, 7], [-0.5, -1.0, -2.0], [1, 2, 2], "stop", ())
     refused = 0
     for _ in range(3000):
         broken = copy.deepcopy(reply)
@@ -113,7 +128,7 @@ def test_no_reply_is_read_as_what_it_is_not():
             mutate(broken, rng)
         try:
             with parsing_reply("a server"):
-                ids, logprobs, versions, _ = read(broken, BODY, "")
+                ids, logprobs, versions, *_ = read(broken, BODY, "")
         except InvalidReplyError:
             refused += 1
             continue

@@ -15,8 +15,9 @@ logging.warning("arguments: %s", sys.argv[1:])  # as SGLang does
 parser = argparse.ArgumentParser()
 parser.add_argument("--model-path")
 parser.add_argument("--port", type=int)
+parser.add_argument("--enable-return-routed-experts", action="store_true")
 options, _ = parser.parse_known_args()
 assert (Path(options.model_path) / "config.json").is_file()
-FakeServer(options.port, Path(options.model_path))
+FakeServer(options.port, Path(options.model_path)).reports_routes = options.enable_return_routed_experts
 print("the fake server is up", flush=True)
 threading.Event().wait()

@@ -1,0 +1,113 @@
+"""Updates with a prompt once for all its responses, against rows of one response each.
+
+    python benchmarks/prefixes.py --output benchmarks/results/prefixes.json      # minutes on a CPU
+
+The model of cpu_peers.py; GRPO's loss, `--model.remat dots`; prompts x 8 responses in one micro-batch. For
+each size the two updates take turns. Reported are medians of wall and CPU seconds, and the paired ratio; the
+temporary memory and the FLOPs of the compiled program, which no load changes; loss and gradient norm agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent / "peers"))
+
+import jax
+import numpy as np
+import ours
+import work
+from learn import git_commit, processor_name
+
+from jaxrl_llm.data.packing import PackItem
+from jaxrl_llm.learn.learner import Learner
+
+SIZES = {"64 + 8 x 128": (4, 64, 128), "1024 + 8 x 64": (1, 1024, 64), "38 + 8 x 11": (8, 38, 11)}
+"""Name -> prompts, tokens of a prompt, tokens of a response."""
+
+
+def items(prompts: int, prompt_tokens: int, response_tokens: int) -> list[PackItem]:
+    """Return random responses to random prompts."""
+    rng = np.random.default_rng(0)
+    mask = np.r_[np.zeros(prompt_tokens), np.ones(response_tokens)].astype(np.float32)
+    draw = lambda count: rng.integers(3, work.VOCAB, count, dtype=np.int32)
+    firsts = [draw(prompt_tokens) for _ in range(prompts)]
+    return [
+        PackItem(np.r_[first, draw(response_tokens)], mask, {"advantages": mask * rng.normal()})
+        for first in firsts
+        for _ in range(work.GROUP)
+    ]
+
+
+def learner(prompts: int, prompt_tokens: int, response_tokens: int, share: bool) -> Learner:
+    """Return the learner whose micro-batch holds all responses."""
+    row = prompt_tokens + response_tokens
+    rows = {"row_tokens": row, "rows": prompts * work.GROUP}
+    if share:
+        row += (work.GROUP - 1) * (response_tokens + 1)
+        rows = {"row_tokens": row, "rows": prompts, "share_prefixes": True}
+    return ours.learner(ours.MODEL, rows)
+
+
+def measure(size: tuple[int, int, int], repetitions: int) -> dict[str, Any]:
+    """Return seconds, memory and FLOPs of both updates."""
+    sequences = items(*size)
+    learners = {name: learner(*size, share=name == "shared") for name in ("shared", "apart")}
+    states = {name: ours.fresh_state(built) for name, built in learners.items()}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in learners}
+    numbers: dict[str, dict[str, float]] = {name: {} for name in learners}
+    for repetition in range(repetitions + 1):
+        for name, built in learners.items():
+            wall, cpu = time.perf_counter(), time.process_time()
+            states[name], metrics = built.update(states[name], [sequences])
+            jax.block_until_ready(states[name])
+            if repetition:
+                seconds[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+            numbers[name] |= {key: float(metrics[key]) for key in ("loss", "grad_norm")}
+    for name, built in learners.items():
+        program = built.update_programs(("advantages",), microbatches=1)["accumulate"]
+        with jax.set_mesh(built.mesh):
+            compiled = program.fn.lower(*program.args, **program.static).compile()
+        numbers[name]["temporary_bytes"] = compiled.memory_analysis().temp_size_in_bytes
+        numbers[name]["flops"] = compiled.cost_analysis()["flops"]
+        numbers[name]["wall"], numbers[name]["cpu"] = map(statistics.median, zip(*seconds[name], strict=True))
+    ratios = [
+        [a / b for a, b in zip(apart, shared, strict=True)]
+        for apart, shared in zip(seconds["apart"], seconds["shared"], strict=True)
+    ]
+    wall, cpu = map(statistics.median, zip(*ratios, strict=True))
+    exact = {key: numbers["apart"][key] / numbers["shared"][key] for key in ("temporary_bytes", "flops")}
+    return {**numbers, "ratio": {"wall": wall, "cpu": cpu, **exact}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    report: dict[str, Any] = {
+        "command": "python benchmarks/prefixes.py",
+        "device": processor_name(),
+        "commit": git_commit(),
+        "load": os.getloadavg()[0],
+        "versions": {name: importlib.metadata.version(name) for name in ("jaxrl-llm", "jax", "jaxlib")},
+        "sizes": {},
+    }
+    for name, size in SIZES.items():
+        report["sizes"][name] = result = measure(size, options.repetitions)
+        parts = ", ".join(f"{key} {value:.2f}" for key, value in result["ratio"].items())
+        print(f"{name} tokens, apart / shared: {parts}", flush=True)
+    if options.output:
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
