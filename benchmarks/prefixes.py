@@ -3,7 +3,7 @@
     python benchmarks/prefixes.py --output benchmarks/results/prefixes.json      # minutes on a CPU
 
 The model of cpu_peers.py; GRPO's loss, `--model.remat dots`; prompts x 8 responses in one micro-batch. For
-each size the two updates take turns. Reported are medians of wall and CPU seconds, and the paired ratio; the
+each size the two updates alternate. Reported are medians of wall and CPU seconds, and the paired ratio; the
 temporary memory and the FLOPs of the compiled program, which no load changes; loss and gradient norm agree.
 """
 
@@ -34,7 +34,7 @@ SIZES = {"64 + 8 x 128": (4, 64, 128), "1024 + 8 x 64": (1, 1024, 64), "38 + 8 x
 """Name -> prompts, tokens of a prompt, tokens of a response."""
 
 
-def items(prompts: int, prompt_tokens: int, response_tokens: int) -> list[PackItem]:
+def make_items(prompts: int, prompt_tokens: int, response_tokens: int) -> list[PackItem]:
     """Return random responses to random prompts."""
     rng = np.random.default_rng(0)
     mask = np.r_[np.zeros(prompt_tokens), np.ones(response_tokens)].astype(np.float32)
@@ -57,9 +57,9 @@ def learner(prompts: int, prompt_tokens: int, response_tokens: int, share: bool)
     return ours.learner(ours.MODEL, rows)
 
 
-def measure(size: tuple[int, int, int], repetitions: int) -> dict[str, Any]:
+def measure_size(size: tuple[int, int, int], repetitions: int) -> dict[str, Any]:
     """Return seconds, memory and FLOPs of both updates."""
-    sequences = items(*size)
+    sequences = make_items(*size)
     learners = {name: learner(*size, share=name == "shared") for name in ("shared", "apart")}
     states = {name: ours.fresh_state(built) for name, built in learners.items()}
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in learners}
@@ -102,7 +102,7 @@ def main() -> None:
         "sizes": {},
     }
     for name, size in SIZES.items():
-        report["sizes"][name] = result = measure(size, options.repetitions)
+        report["sizes"][name] = result = measure_size(size, options.repetitions)
         parts = ", ".join(f"{key} {value:.2f}" for key, value in result["ratio"].items())
         print(f"{name} tokens, apart / shared: {parts}", flush=True)
     if options.output:

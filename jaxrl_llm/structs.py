@@ -140,11 +140,7 @@ class Rollouts:
 
 @pytree
 class Batch:
-    """Packed rows of one micro-batch. Row = trajectories end to end, then padding (segment 0).
-
-    Where trajectories share prefixes, one that begins like an earlier one lacks these tokens, and `last` says
-    who reads them: trajectory s those with segment <= s <= last. Else `last` is None.
-    """
+    """Packed rows of one micro-batch. Row = trajectories end to end, then padding (segment 0)."""
 
     tokens: Int[Array, "B T"]
     targets: Int[Array, "B T"]  # the next token of the same trajectory; 0 where there is none
@@ -152,7 +148,7 @@ class Batch:
     segments: Int[Array, "B T"]  # 1, 2, ... number the trajectories of a row; 0 = padding
     mask: Float[Array, "B T"]  # 1 where the target is trained on
     lengths: Float[Array, "B T"]  # trained tokens of the trajectory that this token belongs to (>= 1)
-    last: Int[Array, "B T"] | None = None  # the last trajectory of the row that reads this token
+    last: Int[Array, "B T"] | None = None  # the last trajectory that reads this token (docs/prefixes.md)
     advantages: Float[Array, "B T"] | None = None
     rollout: Float[Array, "B T"] | None = None  # log-probs (nats) the rollout engine reported
     old: Float[Array, "B T"] | None = None  # log-probs before the first update of this step

@@ -27,10 +27,10 @@ TINY = (
 pytestmark = pytest.mark.slow
 
 
-def train(folder, *words):
+def train(folder, *words, base="grpo_moe_tiny"):
     """Return the lines of the RL steps."""
     folder.mkdir(exist_ok=True)
-    (folder / "moe.py").write_text(RECIPE)
+    (folder / "moe.py").write_text(RECIPE.replace("grpo_moe_tiny", base))
     assert main(["--config", str(folder / "moe.py"), "--run_dir", str(folder / "run"), *TINY, *words]) == 0
     lines = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
     return [line for line in lines if line["kind"] == "train"]
@@ -64,3 +64,16 @@ def test_a_run_with_a_selection_bias_continues_bit_for_bit(tmp_path):
     names = ("loss", "grad_norm", "param_norm", "moe/load_max", "moe/balance", "moe/route_agreement")
     assert [[x[name] for name in names] for x in parts] == [[x[name] for name in names] for x in whole]
     assert all(0.5 < x["moe/route_agreement"] < 1 for x in whole)
+
+
+def test_a_critic_with_experts(tmp_path):
+    """At first its weights and routes are the policy's, and its value head is zero; then it learns that every
+    response costs something."""
+    words = ("--critic.warmup_steps", "0", "--routing.replay", "rollout", "--minibatches_per_step", "1")
+    words += ("--reward.shaping", "overlong", "1.0", "--steps", "2")
+    words += ("--reward.overlong_from", "1", "--reward.overlong_to", "8")
+    first, second = train(tmp_path, *words, base="ppo_tiny")
+    loads = [[step[f"{of}moe/load_max"] for of in ("", "critic/")] for step in (first, second)]
+    assert loads[0][0] == loads[0][1] and loads[1][0] != loads[1][1]
+    assert first["critic/value"] == 0 > second["critic/value"] and first["critic/return"] < 0
+    assert first["moe/route_agreement"] == 1

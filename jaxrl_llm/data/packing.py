@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from jaxrl_llm.data.prefixes import shared_tokens, trees
+from jaxrl_llm.data.prefixes import Place, places_of, trees
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.structs import SIGNALS, Batch, Trajectory
 
@@ -51,19 +50,6 @@ def counts(sequences: Sequence[PackItem], group_size: int = 1) -> tuple[float, f
     trained = [float(s.mask[1:].sum()) for s in sequences]
     groups = [trained[i : i + group_size] for i in range(0, len(trained), group_size)]
     return max(sum(trained), 1.0), max(float(group_size * sum(min(group) > 0 for group in groups)), 1.0)
-
-
-class Place(NamedTuple):
-    """Where a sequence lies in a row."""
-
-    index: int  # of the sequence
-    shared: int  # its first tokens that are those of the sequence before it in the row
-    columns: np.ndarray  # of all its tokens, [t]
-
-    @property
-    def end(self) -> int:
-        """The first column after it."""
-        return int(self.columns[-1]) + 1
 
 
 def pack(
@@ -128,23 +114,9 @@ def arrange(
     groups = [list(range(i, i + group_size)) for i in range(0, len(sequences), group_size)]
     if share:
         groups = trees(sequences, groups, row_length)
-    sizes = [_places(sequences, members, share)[-1].end for members in groups]
+    sizes = [places_of(sequences, members, share)[-1].end for members in groups]
     rows = first_fit(sizes, row_length)
-    return [_places(sequences, [i for group in row for i in groups[group]], share) for row in rows]
-
-
-def _places(sequences: Sequence[PackItem], members: Sequence[int], share: bool) -> list[Place]:
-    """Return the places of sequences that lie in a row in this order."""
-    places: list[Place] = []
-    columns, end = np.zeros(0, np.int64), 0
-    for i, index in enumerate(members):
-        before = sequences[members[i - 1]] if share and i else None
-        shared = shared_tokens(before, sequences[index]) if before else 0
-        own = len(sequences[index].tokens) - shared
-        columns = np.concatenate([columns[:shared], np.arange(end, end + own)])
-        places.append(Place(index, shared, columns))
-        end += own
-    return places
+    return [places_of(sequences, [i for group in row for i in groups[group]], share) for row in rows]
 
 
 def first_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:

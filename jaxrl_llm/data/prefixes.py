@@ -9,12 +9,25 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
     from jaxrl_llm.data.packing import PackItem
+
+
+class Place(NamedTuple):
+    """The place of a sequence in a row."""
+
+    index: int  # of the sequence
+    shared: int  # its first tokens that are those of the sequence before it in the row
+    columns: np.ndarray  # of all its tokens, [t]
+
+    @property
+    def end(self) -> int:
+        """The first column after it."""
+        return int(self.columns[-1]) + 1
 
 
 def shared_tokens(before: PackItem, item: PackItem) -> int:
@@ -46,7 +59,7 @@ def trees(sequences: Sequence[PackItem], groups: Sequence[Sequence[int]], row_le
     groups = sorted(groups, key=lambda members: sequences[members[0]].tokens.tobytes())
     pairs = [(sequences[a[-1]], sequences[b[0]]) for a, b in itertools.pairwise(groups)]
     shared = [0, *(shared_tokens(*pair) for pair in pairs)]
-    sizes = [size_of(sequences, members) for members in groups]
+    sizes = [places_of(sequences, members, share=True)[-1].end for members in groups]
     starts, ends = list(range(len(groups))), list(range(len(groups)))  # of the tree that ends or starts here
     for i in sorted(range(1, len(groups)), key=lambda i: (-shared[i], i)):
         first, size = starts[i - 1], sizes[starts[i - 1]] + sizes[i] - shared[i]
@@ -60,7 +73,15 @@ def trees(sequences: Sequence[PackItem], groups: Sequence[Sequence[int]], row_le
     return trees
 
 
-def size_of(sequences: Sequence[PackItem], members: Sequence[int]) -> int:
-    """Return the tokens of a row that these sequences take, one after the other."""
-    shared = sum(shared_tokens(sequences[a], sequences[b]) for a, b in itertools.pairwise(members))
-    return sum(len(sequences[i].tokens) for i in members) - shared
+def places_of(sequences: Sequence[PackItem], members: Sequence[int], share: bool) -> list[Place]:
+    """Return the places of sequences that lie in a row in this order."""
+    places: list[Place] = []
+    columns, end = np.zeros(0, np.int64), 0
+    for i, index in enumerate(members):
+        before = sequences[members[i - 1]] if share and i else None
+        shared = shared_tokens(before, sequences[index]) if before else 0
+        own = len(sequences[index].tokens) - shared
+        columns = np.concatenate([columns[:shared], np.arange(end, end + own)])
+        places.append(Place(index, shared, columns))
+        end += own
+    return places

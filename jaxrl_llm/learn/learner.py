@@ -130,7 +130,7 @@ class Learner(ScoringModel):
         if algos.requirements(self.algo).policy:
             self.write_signal("policy", minibatches, logprobs)
         with jax.set_mesh(self.mesh):
-            return state, average(collected) | self._shared_fraction(minibatches)
+            return state, average(collected) | self.shared_fraction(minibatches)
 
     def update_minibatch(
         self,
@@ -164,15 +164,6 @@ class Learner(ScoringModel):
             read = [teachers_of(batch, teachers) for batch in batches]
             outputs = [self._measure(state.params, b, totals, t) for b, t in zip(batches, read, strict=True)]
             return routing_metrics(combine([metrics for _, (metrics, _) in outputs]))[0]
-
-    def _shared_fraction(self, minibatches: Sequence[Sequence[PackItem]]) -> Metrics:
-        """Return the fraction of the tokens that was not computed, for a row has it once for several."""
-        if not self.config.share_prefixes:
-            return {}
-        shared = sum(sum(self.shared_tokens(items)) for items in minibatches)
-        return {
-            "packing/shared_fraction": shared / sum(len(i.tokens) for items in minibatches for i in items)
-        }
 
     def _totals(
         self, batches: Sequence[Batch], num_tokens: float, num_sequences: float, state: TrainState

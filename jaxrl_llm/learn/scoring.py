@@ -13,7 +13,7 @@ from jaxrl_llm.data.packing import PackItem, arrange, empty_batch, pack, unpack
 from jaxrl_llm.learn.routing import ROUTES
 from jaxrl_llm.learn.update import StepConfig, model_outputs
 from jaxrl_llm.sharding.rules import put_rows, row_sharding, with_shardings
-from jaxrl_llm.structs import Batch, Params, Program
+from jaxrl_llm.structs import Batch, Metrics, Params, Program
 
 Scores = list[dict[str, np.ndarray]]
 PendingScores = Callable[[], Scores]
@@ -103,6 +103,15 @@ class ScoringModel:
         c = self.config
         rows = arrange(items, c.row_tokens, self.group_size, share=True) if c.share_prefixes else []
         return [place.shared for row in rows for place in row if place.shared]
+
+    def shared_fraction(self, minibatches: Sequence[Sequence[PackItem]]) -> Metrics:
+        """Return the fraction of the tokens that was not computed, for a row has it once for several."""
+        if not self.config.share_prefixes:
+            return {}
+        shared = sum(sum(self.shared_tokens(items)) for items in minibatches)
+        return {
+            "packing/shared_fraction": shared / sum(len(i.tokens) for items in minibatches for i in items)
+        }
 
     def _batches(self, items: Sequence[PackItem], rows: int, replay: bool = True) -> list[Batch]:
         c, size = self.config, self.group_size

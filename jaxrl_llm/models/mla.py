@@ -31,7 +31,7 @@ class DecodeLatents(NamedTuple):
     """The `attention_fn` of `block` that reads a cache of latents."""
 
     attend: Callable[..., tuple[Array, Any]]
-    """(q [S, 1, H, R + rope], latents [S, 1, 1, R + rope]) -> (out [S, 1, H, R + rope], cache)."""
+    """(q [S, T, H, R + rope], latents [S, T, 1, R + rope]) -> (out [S, T, H, R + rope], cache)."""
 
 
 def cache_dims(c: TransformerConfig, strict: bool = False) -> tuple[int, int]:
@@ -81,9 +81,9 @@ def expand_latents(
 
 
 def decode_latents(
-    c: TransformerConfig, w: Layers, h: Float[Array, "S 1 D"], rope: Rope, attention_fn: DecodeLatents
-) -> tuple[Float[Array, "S 1 H V"], Any]:
-    """Return (attention of a new token over the cache of latents, the cache with the token).
+    c: TransformerConfig, w: Layers, h: Float[Array, "S T D"], rope: Rope, attention_fn: DecodeLatents
+) -> tuple[Float[Array, "S T H V"], Any]:
+    """Return (attention of new tokens over the cache of latents, the cache with the tokens).
 
     With keys W_k c and values W_v c of a latent c, q W_k c = (W_k^T q) c, and a sum of W_v c is W_v times
     the sum of c: neither keys nor values are computed.

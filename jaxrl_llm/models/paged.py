@@ -8,23 +8,27 @@ layers reads and writes it in place.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Num, UInt
+from jaxtyping import Array, Float, Int, Num, UInt
 
+from jaxrl_kernels.batch_invariant import invariant_attention
 from jaxrl_kernels.chips import LANES
+from jaxrl_kernels.decode_attention import reference
 from jaxrl_kernels.decode_attention.api import decode_attention, write_token
+from jaxrl_kernels.decode_attention.chunks import chunk_attention
 from jaxrl_kernels.dispatch import choose, device
 from jaxrl_kernels.flash_attention.sinks import add_sinks
 from jaxrl_llm.models.config import TransformerConfig
 from jaxrl_llm.models.decode import DecodeWeights, apply_layers
 from jaxrl_llm.models.mla import DecodeLatents, cache_dims
-from jaxrl_llm.models.rope import attention_scale, rope_tables
-from jaxrl_llm.models.transformer import block, final_norm_fn, sinks_of
+from jaxrl_llm.models.rope import attention_scale
+from jaxrl_llm.models.transformer import block, final_norm_fn, per_token_call, rope_fn, sinks_of
 from jaxrl_llm.sharding.rules import ROLLOUT, constrain_residual, current_spec
 
 NULL_PAGE = 0
@@ -45,14 +49,19 @@ class PagedCache(NamedTuple):
     v_scales: Float[Array, "X K page"] | None
 
 
-def init_paged_cache(c: TransformerConfig, num_pages: int, page_size: int, dtype: DTypeLike) -> PagedCache:
-    """Return zeros for `num_pages` pages of `page_size` tokens, counted over all shards of the slots."""
+def init_paged_cache(
+    c: TransformerConfig, num_pages: int, page_size: int, dtype: DTypeLike, strict: bool = False
+) -> PagedCache:
+    """Return zeros for `num_pages` pages of `page_size` tokens, counted over all shards of the slots.
+
+    A strict cache holds no latents.
+    """
     lanes = LANES if device()[0] == "tpu" else 1
-    heads, size = cache_dims(c)
+    heads, size = cache_dims(c, strict)
     shape = (c.num_layers * num_pages, heads, page_size, -(-size // lanes) * lanes)
     quantized = jnp.dtype(dtype).itemsize == 1
     scales = lambda: jnp.zeros(shape[:3], jnp.float32) if quantized else None
-    if c.mla:
+    if c.mla and not strict:
         return PagedCache(jnp.zeros(shape, dtype), None, scales(), None)
     return PagedCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), scales(), scales())
 
@@ -62,40 +71,38 @@ def decode_paged(
     weights: DecodeWeights,
     cache: PagedCache,
     table: Int[Array, "S N"],
-    tokens: Int[Array, "S"],
-    positions: Int[Array, "S"],
-    active: Bool[Array, "S"],
-) -> tuple[Float[Array, "S D"], PagedCache, UInt[Array, "S 1 sparse chosen"] | None]:
-    """Feed one token per slot through the model, with the paged cache.
+    tokens: Int[Array, "S T"],
+    positions: Int[Array, "S T"],
+    strict: bool = False,
+) -> tuple[Float[Array, "S T D"], PagedCache, UInt[Array, "S T sparse chosen"] | None]:
+    """Feed T tokens per slot through the model, behind those that the paged cache holds.
 
     Args:
         table: pages of each slot, in order, counted within its shard.
-        tokens: the token of each slot.
-        positions: its position in the sequence, 0, 1, ...
-        active: inactive slots write to NULL_PAGE.
+        tokens: the next tokens of each slot; T = 1 in decoding.
+        positions: their positions in the sequence, 0, 1, ...; -1 = padding, which writes to NULL_PAGE.
 
-    Returns: (hidden state after the final norm, cache with the token's keys and values, its routes).
+    Returns: (hidden states after the final norm, cache with the tokens' keys and values, their routes).
     """
-    model, tables = c, rope_tables(c, positions[:, None])
-    lengths = jnp.where(active, positions + 1, 0)
+    by_row = per_token_call(strict)
+    tables = by_row(rope_fn(c), None, jnp.maximum(positions, 0))
 
-    def layer(c, carry, w, window, array, index):
+    def layer(model, carry, w, window, array, index):
         x, cache = carry
-        layer_index = index[0] if index else array
+        layer_index, sinks = index[0] if index else array, sinks_of(w)
 
         def attend(*new):
-            new = tuple(x[:, 0] for x in new)
-            (out, lse), new = _shard_mapped(model, _attend, cache, new, table, lengths, layer_index, window)
-            out, sinks = out[:, None], sinks_of(w)
-            return out if sinks is None else add_sinks(out, lse[..., None], sinks)[0], new
+            where = table, positions, layer_index, window
+            (out, lse), new = _shard_mapped(c, partial(_attend, strict, sinks), cache, new, *where)
+            return out if sinks is None or strict else add_sinks(out, lse, sinks)[0], new
 
-        attend = DecodeLatents(attend) if c.mla else attend
-        x, cache, routing = block(c, w, x, tables, attend, valid=active[:, None], rules=ROLLOUT)
+        attend = DecodeLatents(attend) if cache.v is None else attend
+        x, cache, routing = block(model, w, x, tables, attend, strict, positions >= 0, ROLLOUT)
         return (x, cache), None, routing
 
-    x = constrain_residual(weights.embed[tokens][:, None])
+    x = constrain_residual(weights.embed[tokens])
     (x, cache), _, routes = apply_layers(c, weights.layers, layer, (x, cache))
-    return final_norm_fn(c)(weights.norm, x)[:, 0], cache, routes
+    return by_row(final_norm_fn(c), weights.norm, x), cache, routes
 
 
 def write_prompts(
@@ -133,31 +140,39 @@ def copy_pages(
     return _shard_mapped(c, _copy, cache, (), sources, targets)
 
 
-def _attend(c, cache: PagedCache, new, table, lengths, layer, window):
-    """Write the new keys and values, then attend to the pages of each slot; returns ((out, lse), cache)."""
-    q, *new = new
-    start, page_size = layer * _pages_per_layer(c, cache), cache.k.shape[2]
-    at = lengths - 1
-    pages = jnp.take_along_axis(table, at[:, None] // page_size, axis=1, mode="fill", fill_value=NULL_PAGE)[
-        :, 0
-    ]
-    pages = start + jnp.where(lengths > 0, pages, NULL_PAGE)
-    implementation, _ = choose("decode_attention", q, cache.k, table)
-    cache = write_token(cache, _to_storage(cache, new), pages, at % page_size, implementation)
-    out, lse = decode_attention(
-        _pad_head_dim(q, cache),
-        cache.k,
-        cache.k if c.mla else cache.v,
-        table + start,
-        lengths,
-        scale=attention_scale(c),
-        window=window,
-        softcap=c.attention_softcap,
-        k_scales=cache.k_scales,
-        v_scales=cache.k_scales if c.mla else cache.v_scales,
-        implementation=implementation,
-        return_lse=True,
-    )
+def _attend(strict, sinks, c, cache: PagedCache, new, table, positions, layer, window):
+    """Write the new keys and values, then attend to the pages of each slot; returns ((out, lse), cache).
+
+    In strict mode the sinks are in the result, and there is no lse.
+    """
+    (q, *new), page_size = new, cache.k.shape[2]
+    table = table + layer * _pages_per_layer(c, cache)
+    at, page_of = jnp.maximum(positions, 0), jnp.minimum(positions // page_size, table.shape[1] - 1)
+    pages = jnp.where(positions >= 0, jnp.take_along_axis(table, page_of, axis=1, mode="clip"), NULL_PAGE)
+    new, scale = _to_storage(cache, new), attention_scale(c)
+    if q.shape[1] == 1 and not strict:
+        implementation, _ = choose("decode_attention", q[:, 0], cache.k, table)
+        one = jax.tree.map(lambda x: x[:, 0], new)
+        cache = write_token(cache, one, pages[:, 0], at[:, 0] % page_size, implementation)
+    else:
+        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), new)
+        cache = reference.write_token(cache, flat, pages.ravel(), (at % page_size).ravel())
+    k, k_scales = cache.k, cache.k_scales
+    v, v_scales = (k, k_scales) if cache.v is None else (cache.v, cache.v_scales)
+    if strict:
+        k, v = (reference.gather_pages(x, None, table)[..., : q.shape[-1]] for x in (k, v))
+        start, softcap = jnp.zeros_like(at), c.attention_softcap
+        out = invariant_attention(q, k, v, start, at, window, scale=scale, softcap=softcap, sinks=sinks)
+        return (out, None), cache
+    settings = {"scale": scale, "window": window, "softcap": c.attention_softcap}
+    settings |= {"k_scales": k_scales, "v_scales": v_scales}
+    padded = _pad_head_dim(q, cache)
+    if q.shape[1] == 1:
+        settings |= {"implementation": implementation, "return_lse": True}
+        out, lse = decode_attention(padded[:, 0], k, v, table, positions[:, 0] + 1, **settings)
+        out, lse = out[:, None], lse[..., None]
+    else:
+        out, lse = chunk_attention(padded, k, v, table, positions, **settings)
     return (out[..., : q.shape[-1]], lse), cache
 
 
@@ -212,13 +227,14 @@ def _shard_mapped(c, fn, cache: PagedCache, new: tuple, *rest):
     batch, heads = spec
     pages = jax.tree.map(lambda x: PartitionSpec(batch, heads), cache)
     rows = lambda x: PartitionSpec(batch) if jnp.ndim(x) else PartitionSpec()
-    if fn is _attend:  # q, k, v [S, heads, E]; latents have one head, of which queries have many
-        of_query = PartitionSpec(*current_spec(("batch", "heads"), new[0].shape[:2])) if c.mla else None
-        of_query = of_query or PartitionSpec(batch, heads)
-        new_specs = of_query, *(PartitionSpec(batch, heads) for _ in new[1:])
-        out = ((of_query, of_query), pages)
-    else:  # prompts [L, B, N, K, page, E], replicated over shards
+    if fn in (_write, _copy):  # prompts [L, B, N, K, page, E], replicated over shards
         new_specs, out = tuple(PartitionSpec(None, None, None, heads) for _ in new), pages
+    else:  # q, k, v [S, T, heads, E]; latents have one head, of which queries have many
+        shape = (*new[0].shape[:1], new[0].shape[2])
+        q_batch, q_heads = current_spec(("batch", "heads"), shape) if cache.v is None else spec
+        specs = (q_batch, q_heads), *((batch, heads) for _ in new[1:])
+        new_specs = tuple(PartitionSpec(rows, None, of) for rows, of in specs)
+        out = ((new_specs[0], PartitionSpec(q_batch, q_heads)), pages)
     specs = pages, new_specs, *map(rows, rest)
     run = jax.shard_map(lambda *args: fn(c, *args), in_specs=specs, out_specs=out, check_vma=False)
     return run(cache, new, *rest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -36,6 +37,16 @@ def rope_tables(
         frequencies = frequencies * stretch[..., None] ** -jnp.asarray(exponents, jnp.float32)
     angles = positions[..., None].astype(jnp.float32) * frequencies
     return scale * jnp.cos(angles), scale * jnp.sin(angles)
+
+
+def trajectory_lengths(
+    c: TransformerConfig, positions: Int[Array, "B T"], segments: Int[Array, "B T"]
+) -> Int[Array, "B T"] | None:
+    """Return the length of each token's trajectory within these rows; None where RoPE does not need it."""
+    if c.rope.scaling != "dynamic":
+        return None
+    last = jax.vmap(lambda row, ids: jax.ops.segment_max(row, ids, row.size + 1))(positions, segments)
+    return jnp.take_along_axis(last, segments, axis=1) + 1
 
 
 def apply_rope(

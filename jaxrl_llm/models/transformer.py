@@ -22,7 +22,7 @@ from jaxrl_llm.models.mla import DecodeLatents, add_latent_weights, decode_laten
 from jaxrl_llm.models.moe import RoutingSums, copy_dtype, join_routes, routing_sums, sparse_mlp
 from jaxrl_llm.models.quantize import SCALE, quantize_weight
 from jaxrl_llm.models.remat import LAYER_INPUT, REMAT
-from jaxrl_llm.models.rope import apply_rope, attention_scale, rope_tables
+from jaxrl_llm.models.rope import apply_rope, attention_scale, rope_tables, trajectory_lengths
 from jaxrl_llm.sharding.attention import (
     ContextParallel,
     context_parallel,
@@ -380,16 +380,6 @@ def cast_weights(weights: nnx.Module, dtype: DTypeLike) -> nnx.Module:
         return w if kept or not is_float else rounded(w, copy_dtype(name, dtype))
 
     return jax.tree_util.tree_map_with_path(cast, weights)
-
-
-def trajectory_lengths(
-    c: TransformerConfig, positions: Int[Array, "B T"], segments: Int[Array, "B T"]
-) -> Int[Array, "B T"] | None:
-    """Return the length of each token's trajectory within these rows; None where RoPE does not need it."""
-    if c.rope.scaling != "dynamic":
-        return None
-    last = jax.vmap(lambda row, ids: jax.ops.segment_max(row, ids, row.size + 1))(positions, segments)
-    return jnp.take_along_axis(last, segments, axis=1) + 1
 
 
 def window_sizes(c: TransformerConfig) -> list[int]:

@@ -139,6 +139,10 @@ def _rollout(
     if paged:
         yield Phase("rollout: write", calls["write_pages"], full, prefills, 0.0, mesh)
         yield Phase("rollout: copy", calls["copy_pages"], full, rounds, 0.0, mesh)
+        if "extend" in calls:
+            read = math.prod(calls["extend"].args[3].shape)
+            extend, count = flops.forward_flops(model, read, longest), math.ceil(samples * response / read)
+            yield Phase("rollout: extend", calls["extend"], full, count, extend, mesh)
     else:
         yield Phase("rollout: gather", calls["gather"], full, rounds, 0.0, mesh)
         copied = with_weights | {"KV cache": [cache, prompts, calls["insert"].args[1]]}

@@ -75,8 +75,6 @@ def strict_problems(rollout: RolloutConfig, dtype: str, num_devices: int) -> Ite
                 f"--strict: --rollout.{name} is {value}, --model.dtype is {dtype}, so the two would round "
                 f"differently. Set --rollout.{name} {dtype}."
             )
-    if rollout.cache == "paged":
-        yield "--strict and --rollout.cache paged exclude each other: pages are summed in another order."
     if rollout.max_staleness:
         yield "--strict and --rollout.max_staleness exclude each other: stale tokens are of other weights."
     if rollout.weight_noise:

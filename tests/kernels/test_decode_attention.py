@@ -13,7 +13,7 @@ from kernel_oracles import assert_close
 
 from jaxrl_kernels import topology
 from jaxrl_kernels.chips import TPUS
-from jaxrl_kernels.decode_attention import api, pallas_gpu, pallas_tpu, reference
+from jaxrl_kernels.decode_attention import api, chunks, pallas_gpu, pallas_tpu, reference
 from jaxrl_kernels.dispatch import choose
 from jaxrl_kernels.flash_attention.spec import NO_WINDOW
 
@@ -90,6 +90,23 @@ def test_the_definition_is_dense_attention_of_the_last_token():
     for window in (NO_WINDOW, 5):
         got = run(*arrays, window=np.int32(window))
         assert_both_close(got, oracle(*arrays, scale=0.3, window=window, softcap=4.0))
+
+
+@pytest.mark.parametrize("scores", [2**20, 1])
+def test_chunks_are_attention_of_each_token(monkeypatch, scores):
+    """Five tokens a slot, some of them padding; of all slots at once, and of one slot after the other."""
+    monkeypatch.setattr(chunks, "max_scores", lambda: scores)
+    monkeypatch.setattr(chunks, "BLOCK", 32)
+    (_, *pages, table, lengths), scales = quantized(jnp.int8)
+    q = np.random.default_rng(1).normal(size=(len(lengths), 5, 4, 64)).astype(jnp.bfloat16)
+    positions = np.maximum(lengths[:, None] - 5 + np.arange(5), -1)
+    run = fast_jit(functools.partial(chunks.chunk_attention, scale=0.2, softcap=4.0))
+    for window in (NO_WINDOW, 20):
+        out, lse = run(q, *pages, table, positions, window=np.int32(window), **scales)
+        for i in range(5):
+            args = q[:, i], *pages, table, positions[:, i] + 1
+            expected = oracle(*args, scale=0.2, window=window, softcap=4.0, **scales)
+            assert_both_close((out[:, i], lse[..., i]), expected, "bfloat16")
 
 
 CASES = {

@@ -102,15 +102,26 @@ def test_pages_hold_what_the_ring_holds(monkeypatch, config, lanes):
         there.setattr(paged, "device", lambda: ("tpu" if lanes > 1 else "cpu", ""))
         pages = paged.init_paged_cache(config, 7, 8, jnp.float32)
     assert pages.k.shape[3] == max(16 + 4 if config.mla else config.head_dim, lanes)
-    table, active = jnp.array([[3, 1, 6], [2, 5, 4]], jnp.int32), jnp.ones(2, bool)
+    table = jnp.array([[3, 1, 6], [2, 5, 4]], jnp.int32)
     one = jax.jit(lambda cache, *args: decode.decode_ring(config, weights, cache, *args))
-    other = jax.jit(lambda cache, *args: paged.decode_paged(config, weights, cache, table, *args, active))
+    other = jax.jit(
+        lambda cache, *args: paged.decode_paged(config, weights, cache, table, *(x[:, None] for x in args))
+    )
+    hidden, by_chunks, empty = [], [], pages
     for t in range(20):
         args = jnp.array([t, 63 - t]), jnp.full(2, t)
         (expected, ring, routes), (found, pages, others) = one(ring, *args), other(pages, *args)
-        np.testing.assert_allclose(found, expected, atol=2e-5)
+        np.testing.assert_allclose(found[:, 0], expected, atol=2e-5)
         assert (routes is None) == (config.moe is None)
         np.testing.assert_array_equal(others, routes)
+        hidden.append(expected)
+    chunks = jax.jit(lambda cache, *args: paged.decode_paged(config, weights, cache, table, *args))
+    for start in (0, 7, 14):  # of 7 tokens; the last one is padded
+        at = jnp.arange(start, start + 7)
+        tokens, positions = jnp.array([at, 63 - at]), jnp.tile(jnp.where(at < 20, at, -1), (2, 1))
+        found, empty, _ = chunks(empty, tokens, positions)
+        by_chunks.append(found)
+    np.testing.assert_allclose(jnp.concatenate(by_chunks, 1)[:, :20], jnp.stack(hidden, 1), atol=2e-5)
 
 
 def test_weights_are_a_copy_and_norms_keep_their_type():

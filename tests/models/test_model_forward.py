@@ -105,7 +105,9 @@ def test_shared_prefixes_give_what_rows_of_their_own_give(config):
         np.testing.assert_allclose(shared, alone[: len(shared)], atol=1e-5)
 
 
-@pytest.mark.parametrize(("config", "strict"), [(DYNAMIC, False), (CONFIG, True)], ids=["dynamic rope", "strict"])
+@pytest.mark.parametrize(
+    ("config", "strict"), [(DYNAMIC, False), (CONFIG, True)], ids=["dynamic rope", "strict"]
+)
 def test_what_reads_whole_trajectories_shares_no_prefixes(config, strict):
     tokens, positions, segments = (jnp.asarray(x) for x in packed())
     with pytest.raises(ValueError, match="strict mode and dynamic RoPE take no shared prefixes"):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +20,10 @@ from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.config import MLAConfig, MoEConfig
 from jaxrl_llm.rollout.checks import strict_problems
-from jaxrl_llm.rollout.engine import Request, SamplingConfig
+from jaxrl_llm.rollout.engine import Reply, Request, SamplingConfig
 from jaxrl_llm.rollout.native.engine import NativeEngine, RolloutConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.structs import Episode
 from jaxrl_llm.train import main
 
 QWEN = models.TransformerConfig(
@@ -63,8 +65,8 @@ def generated(config, dtype, slots=2, chunk=8, max_new_tokens=8):
     return engine.generate(requests, SamplingConfig(temperature=TEMPERATURE), jax.random.key(1))
 
 
-def learner(config, dtype, remat="full", strict=True):
-    step = StepConfig(64, 2, dtype, remat, strict=strict, temperature=TEMPERATURE)
+def learner(config, dtype, remat="full", strict=True, row_tokens=64):
+    step = StepConfig(row_tokens, 2, dtype, remat, strict=strict, temperature=TEMPERATURE)
     return Learner(grpo.Config(kl_coef=0.0), config, optax.sgd(1.0), step, one_device())
 
 
@@ -125,6 +127,57 @@ def test_text_and_log_probs_do_not_depend_on_the_other_slots():
     for one, other in zip(few, many, strict=True):
         np.testing.assert_array_equal(one.response_ids, other.response_ids)
         np.testing.assert_array_equal(one.logprobs, other.logprobs)
+
+
+class Echo:
+    """Replies to the first two turns with twenty tokens."""
+
+    patience = 10.0
+
+    def reply(self, prompt_index, response_index, conversation, ids, start):
+        future, turn = Future(), (conversation or 0) + 1
+        future.set_result(Reply(list(range(2, 22)), turn == 3, Episode(), turn))
+        return future
+
+
+@functools.cache
+def conversations(config, dtype, **settings):
+    """Four conversations of up to three turns, and the metrics of the call."""
+    rollout = RolloutConfig(slots=4, dtype=dtype, chunk=8, **settings)
+    engine = NativeEngine(rollout, config, one_device(), strict=True, routes=bool(config.moe))
+    engine.publish(random_params(config), version=0)
+    prompts = [np.arange(2, 2 + n, dtype=np.int32) for n in (5, 40)]
+    requests = [Request(prompt, i, 2, 64) for i, prompt in enumerate(prompts)]
+    sampling = SamplingConfig(temperature=TEMPERATURE, stop_tokens=tuple(range(1, 100, 6)))
+    return engine.generate(requests, sampling, jax.random.key(1), Echo()), engine.metrics
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        (QWEN, "float32"),
+        pytest.param(OTHERS, "float32", marks=pytest.mark.slow),
+        pytest.param(GPT_OSS, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(LATENTS, "float32", marks=pytest.mark.slow),
+    ],
+    ids=["qwen3", "windows, caps, sinks, biases", "gpt-oss bfloat16", "latents"],
+)
+def test_kept_pages_hold_the_bits_that_reading_again_would_give(config, dtype):
+    """The ring reads every conversation again for each turn; both are what the trainer scores."""
+    (again, _), (kept, metrics) = (
+        conversations(config, dtype, cache=cache, page=16) for cache in ("ring", "paged")
+    )
+    assert metrics["rollout/reused_tokens"] > 0 and any((t.mask == 0).sum() == 40 for t in kept)
+    for one, other in zip(kept, again, strict=True):
+        np.testing.assert_array_equal(one.response_ids, other.response_ids)
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+        assert (one.routes is None) == (config.moe is None)
+        np.testing.assert_array_equal(one.routes, other.routes)
+    items = [from_trajectory(t) for t in kept]
+    scores = learner(config, dtype, remat="none", row_tokens=128).score(random_params(config), items)
+    for item, scored in zip(items, scores, strict=True):
+        on = item.mask > 0
+        np.testing.assert_array_equal(scored["policy"][on], item.signals["rollout"][on])
 
 
 def test_gradients_are_those_of_the_plain_model():

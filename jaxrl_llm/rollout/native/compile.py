@@ -73,6 +73,10 @@ def _compile_paged(programs: Programs, shapes: ProgramShapes, weights: DecodeWei
             prompts, _ = programs.prefill(weights, _zeros(count, width), lengths)
             tables = _zeros(programs.num_shards * count, pages_for(width, programs.page_size))
             cache = programs.write_pages(cache, prompts, lengths, tables)
+    for width, counts in shapes.extend:
+        for count in counts:
+            rows = _zeros(count, width), _zeros(count), _zeros(count)
+            cache, _ = programs.extend(weights, cache, _zeros(count, _columns(programs, shapes)), *rows)
     max_slots = shapes.slot_counts[-1]
     cache = programs.copy_pages(cache, _zeros(max_slots), _zeros(max_slots))
     for columns in {pages_for(length, programs.page_size) for length in shapes.cache_lengths}:
@@ -109,7 +113,12 @@ def largest_calls(
         cache, calls = calls_of(programs, shapes, prompts, lengths)
     inputs = state, uniform, make_params(sampling), make_stop_conditions(stop_ids, 0, 0)
     if programs.page_size:
-        inputs += (_zeros(max_slots, pages_for(shapes.cache_lengths[-1], programs.page_size)),)
+        inputs += (_zeros(max_slots, _columns(programs, shapes)),)
+    if shapes.extend and programs.page_size:
+        width, (*_, rows) = shapes.extend[-1]
+        table = _zeros(rows, _columns(programs, shapes))
+        args = weights, cache, table, _zeros(rows, width), _zeros(rows), _zeros(rows)
+        calls["extend"] = Program(programs.extend, args, {})
     return {
         "publish": Program(programs.publish, (params,), {}),
         "prefill": Program(programs.prefill, (weights, tokens, lengths), {}),
@@ -155,6 +164,11 @@ def _paged_calls(
         "write_pages": Program(programs.write_pages, (cache, prompts, lengths, tables), {}),
         "copy_pages": Program(programs.copy_pages, (cache, slots, slots), {}),
     }
+
+
+def _columns(programs: Programs, shapes: ProgramShapes) -> int:
+    """Return the width of the longest page table."""
+    return pages_for(shapes.cache_lengths[-1], programs.page_size)
 
 
 def _zeros(*shape: int) -> np.ndarray:

@@ -44,15 +44,15 @@ class TurnQueue:
         return self._keys[self._number[id(response)]]
 
     def send(self, response: PartialResponse) -> None:
-        """Send the turn that has just ended; `collect` returns the response if another turn follows."""
+        """Send the turn that has just ended; `collect` returns the response once it has a reply."""
         self.num_waiting += 1
         if jax.process_index() == 0:
             number = self._number[id(response)]
             future = request_reply(self.dialogue, response)
             future.add_done_callback(lambda future: self._arrived.put((number, future)))
 
-    def collect(self, block: bool) -> list[PartialResponse]:
-        """Return responses that have got a reply and continue. A collective.
+    def collect(self, block: bool) -> tuple[list[PartialResponse], list[PartialResponse]]:
+        """Return responses that have got a reply: (those that continue, those that have ended). A collective.
 
         Args:
             block: wait for a reply, at most as long as the dialogue's patience.
@@ -61,16 +61,19 @@ class TurnQueue:
             DialogueError: no conversation can continue.
         """
         if not self.num_waiting:
-            return []
+            return [], []
         replies = self.share(self._receive(block) if jax.process_index() == 0 else None)
         if isinstance(replies, DialogueError):
             raise replies
         self.num_waiting -= len(replies)
-        continued = [self.responses[i] for i, reply in replies if append_reply(self.responses[i], reply)]
+        continued, ended = [], []
+        for i, reply in replies:
+            response = self.responses[i]
+            (continued if append_reply(response, reply) else ended).append(response)
         keys = turn_keys(np.array([r.key for r in continued]), [len(r.observed) for r in continued])
         for response, key in zip(continued, keys, strict=True):
             self._keys[self._number[id(response)]] = key
-        return continued
+        return continued, ended
 
     def _receive(self, block: bool) -> list[tuple[int, Reply]] | DialogueError:
         """Return the replies that have arrived, with the numbers of their responses."""

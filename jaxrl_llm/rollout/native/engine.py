@@ -78,7 +78,7 @@ class NativeEngine:
         self.config, self.model, self.mesh, self.tokenizer, self.share = config, model, mesh, tokenizer, share
         self.eos_ids = eos_ids_of(tokenizer, eos_ids)
         cache_dtype = config.cache_dtype or config.dtype
-        page_size = config.page if not strict and uses_pages(config, model, mesh) else 0
+        page_size = config.page if uses_pages(config, model, mesh, strict) else 0
         types = config.dtype, cache_dtype
         self.programs = Programs(model, mesh, *types, config.chunk, strict, page_size, routes)
         self.metrics: Metrics = {}

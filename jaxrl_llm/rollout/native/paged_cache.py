@@ -4,11 +4,17 @@ Prefix sharing: the pages of a prompt are written once and shared by its respons
 last page, if it is not full, is copied for each response, which continues in the copy. A response is admitted
 only if its longest continuation fits besides those of all running ones, so nothing is ever preempted, and no
 result depends on the size of the cache.
+
+Conversations: the pages of a turn that has ended are kept while the environment answers, and the next turn
+prefills only what follows them. Kept pages are not reserved: where running responses need them, those
+of prompts that no slot uses go first, then those of conversations, least recently used ones first; such a
+conversation is prefilled from its start. The cache is made for one call of `generate`, so for one version of
+the weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -72,7 +78,15 @@ class SlotPages(NamedTuple):
 
     pages: list[int]  # in order; grows
     max_pages: int  # reserved for it
-    prompt: CachedPrompt
+    prompt: CachedPrompt | None  # None: kept pages of the turn before
+    num_kept: int = 0  # tokens in the kept pages
+
+
+class KeptPages(NamedTuple):
+    """The pages of a conversation whose environment answers."""
+
+    pages: list[int]
+    num_tokens: int  # in them
 
 
 class PagedCacheManager:
@@ -89,26 +103,38 @@ class PagedCacheManager:
         self.cache = programs.empty_cache(programs.num_shards * num_pages, self.page_size)
         self.pools = [PagePool(num_pages) for _ in range(programs.num_shards)]
         self.prompts: list[dict[bytes, CachedPrompt]] = [{} for _ in self.pools]
+        self.kept: list[dict[Hashable, KeptPages]] = [{} for _ in self.pools]  # least recently used first
         self.slots: list[SlotPages | None] = [None] * num_slots
         self.pending_copies: list[tuple[int, int, int]] = []  # (slot, source, target)
         self.table_width = 0
 
-    def allocate(self, slot: int, prompt_key: bytes, num_context: int, max_new_tokens: int) -> bool:
-        """Give the slot its first pages, and reserve all that it may ever need.
+    def allocate(
+        self,
+        slot: int,
+        prompt_key: bytes,
+        num_context: int,
+        max_new_tokens: int,
+        conversation: Hashable = None,
+    ) -> bool:
+        """Give the slot its first pages, or those kept of the conversation, and reserve all it may ever need.
 
         Returns: whether there were enough; otherwise nothing has changed.
         """
-        shard = self._shard_of(slot)
+        shard = self.shard_of(slot)
         pool, prompts = self.pools[shard], self.prompts[shard]
-        shared = (num_context - 1) // self.page_size
         total = pages_for(num_context + max_new_tokens - 1, self.page_size)
+        if kept := self.kept[shard].get(conversation):
+            if not self._make_room(shard, total - len(kept.pages), conversation):
+                return False
+            del self.kept[shard][conversation]
+            self.slots[slot] = SlotPages(kept.pages, total, None, kept.num_tokens)
+            return True
+        shared = (num_context - 1) // self.page_size
         first = pages_for(num_context - 1, self.page_size)
         needed = total - shared + (0 if prompt_key in prompts else first)
-        if self._unreserved(shard) < needed:
-            for key in [k for k, prompt in prompts.items() if not prompt.num_active and k != prompt_key]:
-                pool.free(prompts.pop(key).pages)
-        if self._unreserved(shard) < needed:
+        if not self._make_room(shard, needed, prompt_key):
             return False
+        self.drop(conversation)  # its pages are in another shard
         prompt = prompts.get(prompt_key) or prompts.setdefault(prompt_key, CachedPrompt(pool.allocate(first)))
         prompt.num_active += 1
         pages = prompt.pages[:shared]
@@ -120,15 +146,32 @@ class PagedCacheManager:
         return True
 
     def free(self, slot: int) -> None:
-        """Free the pages of a slot whose turn has ended."""
-        own = self.slots[slot]
-        own.prompt.num_active -= 1
-        self.pools[self._shard_of(slot)].free(own.pages)
-        self.slots[slot] = None
+        """Free the pages of a slot whose response has ended."""
+        self._free(slot, 0)
+
+    def keep(self, slot: int, conversation: Hashable, num_tokens: int) -> None:
+        """Keep the pages of a slot whose turn has ended, up to the first `num_tokens` tokens."""
+        pages = self._free(slot, pages_for(num_tokens, self.page_size))
+        self.kept[self.shard_of(slot)][conversation] = KeptPages(pages, num_tokens)
+
+    def drop(self, conversation: Hashable) -> None:
+        """Free the pages kept of a conversation, if there are any."""
+        for pool, kept in zip(self.pools, self.kept, strict=True):
+            if conversation in kept:
+                pool.free(kept.pop(conversation).pages)
+
+    def kept_in(self, conversation: Hashable) -> int | None:
+        """Return the shard that keeps pages of the conversation; None = there are none."""
+        return next((shard for shard, kept in enumerate(self.kept) if conversation in kept), None)
+
+    def num_kept(self, slot: int) -> int:
+        """Return the tokens in the slot's pages when its turn began; 0 = it began with a prompt."""
+        return self.slots[slot].num_kept
 
     def needs_prompt(self, slot: int) -> bool:
         """Return whether the slot's prompt is not in the cache yet."""
-        return not self.slots[slot].prompt.cached
+        prompt = self.slots[slot].prompt
+        return prompt is not None and not prompt.cached
 
     def insert(self, batch: PrefillBatch, rows: np.ndarray) -> None:
         """Write prompt rows[s] of the batch to the pages of slot s (row -1 = nothing to write).
@@ -140,7 +183,7 @@ class PagedCacheManager:
             tables = np.full((len(self.pools), len(batch.lengths), width), NULL_PAGE, np.int32)
             for slot in np.flatnonzero(rows >= 0):
                 prompt = self.slots[slot].prompt
-                tables[self._shard_of(slot), rows[slot], : len(prompt.pages)] = prompt.pages
+                tables[self.shard_of(slot), rows[slot], : len(prompt.pages)] = prompt.pages
                 prompt.cached = True
             tables = tables.reshape(-1, width)
             self.cache = self.programs.write_pages(self.cache, batch.kv, batch.lengths, tables)
@@ -152,13 +195,31 @@ class PagedCacheManager:
             self.cache = self.programs.copy_pages(self.cache, *copies)
         self.pending_copies = [copy for copy in self.pending_copies if copy not in ready]
 
+    def extend(
+        self, weights, slots: Sequence[int], tokens: np.ndarray, lengths: np.ndarray
+    ) -> jax.Array | None:
+        """Prefill tokens behind the kept pages of slots; return their routes.
+
+        Args:
+            slots: of each row, -1 = none; with equally many rows for each shard, the first shard's first.
+            tokens, lengths: see `Programs.extend`.
+        """
+        table = np.full((len(slots), pages_for(self.lengths[-1], self.page_size)), NULL_PAGE, np.int32)
+        starts = np.zeros(len(slots), np.int32)
+        for row, slot in enumerate(slots):
+            if slot >= 0:
+                own = self.slots[slot]
+                table[row, : len(own.pages)], starts[row] = own.pages, own.num_kept
+        self.cache, routes = self.programs.extend(weights, self.cache, table, tokens, lengths, starts)
+        return routes
+
     def reserve(self, state: SlotState, steps: int) -> None:
         """Allocate pages for `steps` more tokens of each active slot, or up to its limit."""
         tokens = state.positions + np.minimum(steps, state.limits - state.counts)
         for slot in np.flatnonzero(state.active):
             own = self.slots[slot]
             missing = pages_for(tokens[slot], self.page_size) - len(own.pages)
-            own.pages.extend(self.pools[self._shard_of(slot)].allocate(missing))
+            own.pages.extend(self.pools[self.shard_of(slot)].allocate(missing))
             assert len(own.pages) <= own.max_pages, "more pages than were reserved"
         self.table_width = pages_for(round_up(self.lengths, tokens[state.active].max()), self.page_size)
 
@@ -184,8 +245,40 @@ class PagedCacheManager:
                 table[slot, : len(own.pages)] = own.pages
         return table
 
-    def _shard_of(self, slot: int) -> int:
+    def shard_of(self, slot: int) -> int:
+        """Return the shard of a slot."""
         return slot * len(self.pools) // len(self.slots)
+
+    def _free(self, slot: int, num_pages: int) -> list[int]:
+        """Free a slot and all of its pages but the first `num_pages`, which are returned."""
+        own = self.slots[slot]
+        if own.prompt:
+            own.prompt.num_active -= 1
+        self.pools[self.shard_of(slot)].free(own.pages[num_pages:])
+        self.slots[slot] = None
+        return own.pages[:num_pages]
+
+    def _make_room(self, shard: int, needed: int, spared: Hashable) -> bool:
+        """Drop what no slot uses until so many pages are unreserved.
+
+        Args:
+            spared: prompt or conversation that stays.
+
+        Returns: whether there are enough; otherwise nothing is dropped.
+        """
+        pool, prompts, kept = self.pools[shard], self.prompts[shard], self.kept[shard]
+        unused = [(prompts, key) for key, prompt in prompts.items() if not prompt.num_active]
+        unused = [(owner, key) for owner, key in [*unused, *((kept, key) for key in kept)] if key != spared]
+        pages = np.array([page for owner, key in unused for page in owner[key].pages], np.int32)
+        references = np.bincount(pages, minlength=len(pool.ref_counts))
+        freed = np.sum((references > 0) & (references == pool.ref_counts))
+        if self._unreserved(shard) + freed < needed:
+            return False
+        for owner, key in unused:
+            if self._unreserved(shard) >= needed:
+                break
+            pool.free(owner.pop(key).pages)
+        return True
 
     def _unreserved(self, shard: int) -> int:
         """Return the free pages of a shard that are not reserved for running responses."""
@@ -195,11 +288,13 @@ class PagedCacheManager:
         return len(self.pools[shard].free_pages) - reserved
 
 
-def uses_pages(config: RolloutConfig, model: TransformerConfig, mesh: Mesh) -> bool:
+def uses_pages(config: RolloutConfig, model: TransformerConfig, mesh: Mesh, strict: bool = False) -> bool:
     """Resolve `rollout.cache`: "auto" is paged where a kernel reads pages, and for 8-bit caches."""
     dtype = jnp.dtype(config.cache_dtype or config.dtype)
     if config.cache != "auto" or dtype.itemsize == 1:
         return config.cache != "ring"
+    if strict:  # plain JAX
+        return False
     heads, size = cache_dims(model)
     pages = jax.ShapeDtypeStruct((1, heads, config.page, size), dtype)
     q = jax.ShapeDtypeStruct((1, model.num_heads, size), jnp.dtype(config.dtype))
@@ -261,7 +356,7 @@ def free_device_bytes(programs: Programs) -> int | None:
 def page_bytes(programs: Programs) -> int:
     """Return the size of a page in all layers, on one device."""
     init = lambda: init_paged_cache(
-        programs.config, programs.num_shards, programs.page_size, programs.cache_dtype
+        programs.config, programs.num_shards, programs.page_size, programs.cache_dtype, programs.strict
     )
     with jax.set_mesh(programs.mesh):
         shapes = jax.eval_shape(init)

@@ -116,6 +116,7 @@ class Programs:
         self.empty_cache = jax.jit(self._empty_cache, static_argnums=(0, 1), out_shardings=cache)
         self.write_pages = jax.jit(self._write_pages, donate_argnums=0, out_shardings=cache)
         self.copy_pages = jax.jit(self._copy_pages, donate_argnums=0, out_shardings=cache)
+        self.extend = jax.jit(self._extend, donate_argnums=1, out_shardings=(cache, replicated))
         self.prefill = jax.jit(self._prefill, out_shardings=(prompts, replicated))
         self.gather = jax.jit(self._gather, static_argnames="length", out_shardings=cache[:2])
         self.insert = jax.jit(self._insert, donate_argnums=0, out_shardings=cache)
@@ -140,7 +141,9 @@ class Programs:
     def page_shardings(self) -> PagedCache:
         """Return shardings of the paged cache: pages over the shards of the slots, heads over tensor."""
         shapes = jax.eval_shape(
-            lambda: paged.init_paged_cache(self.config, self.num_shards, self.page_size, self.cache_dtype)
+            lambda: paged.init_paged_cache(
+                self.config, self.num_shards, self.page_size, self.cache_dtype, self.strict
+            )
         )
         axes = lambda x: ("batch", "kv_heads", *(None,) * (x.ndim - 2))
         return jax.tree.map(lambda x: sharding_for(self.mesh, axes(x), x.shape, ROLLOUT), shapes)
@@ -158,7 +161,7 @@ class Programs:
         """Return a ring cache of `count` slots, or a paged one of `count` pages, of `length` tokens each."""
         self.compile_count += 1
         if self.page_size:
-            return paged.init_paged_cache(self.config, count, length, self.cache_dtype)
+            return paged.init_paged_cache(self.config, count, length, self.cache_dtype, self.strict)
         return self._init_ring(count, length)
 
     def _init_ring(self, slots: int, length: int) -> RingCache:
@@ -180,6 +183,25 @@ class Programs:
     def _copy_pages(self, cache: PagedCache, sources, targets) -> PagedCache:
         self.compile_count += 1
         return paged.copy_pages(self.config, cache, sources, targets)
+
+    def _extend(
+        self, weights: DecodeWeights, cache: PagedCache, table, tokens, lengths, starts
+    ) -> tuple[PagedCache, jax.Array | None]:
+        """Prefill tokens behind those that pages hold already; return the cache and the tokens' routes.
+
+        Args:
+            table: int32 [R, N], pages of each row, in order. R is a multiple of num_shards: the first rows
+                are of the first shard.
+            tokens: int32 [R, T], row r has lengths[r] tokens, then padding.
+            starts: int32 [R], position of a row's first token.
+        """
+        self.compile_count += 1
+        at = jnp.arange(tokens.shape[1])
+        positions = jnp.where(at < lengths[:, None], starts[:, None] + at, -1)
+        _, cache, routes = paged.decode_paged(
+            self.config, weights, cache, table, tokens, positions, self.strict
+        )
+        return cache, None if self.route is None else routes
 
     def _gather(self, prompts: PromptKV, rows, *, length: int) -> PromptKV:
         """Copy prompt rows[s] for slot s, padded to `length` columns.
@@ -263,13 +285,13 @@ class Programs:
 
         def body(carry):
             step, cache, state, out = carry
-            inputs = (state.tokens, state.positions)
+            model = self.config, weights, cache
             if table is None:
-                model = decode.decode_ring(self.config, weights, cache, *inputs, self.strict)
+                hidden, cache, routes = decode.decode_ring(*model, state.tokens, state.positions, self.strict)
             else:
-                model = paged.decode_paged(self.config, weights, cache, table, *inputs, state.active)
-            hidden, cache, routes = model
-            logits = decode.next_token_logits(self.config, weights, hidden, self.strict)
+                inputs = (x[:, None] for x in (state.tokens, jnp.where(state.active, state.positions, -1)))
+                hidden, cache, routes = paged.decode_paged(*model, table, *inputs, self.strict)
+            logits = decode.next_token_logits(*model[:2], hidden.reshape(num_slots, -1), self.strict)
             token, logprob = sample(logits, uniform[step], params, filtered)
             one = state.active.astype(jnp.int32)
             counts = state.counts + one

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import numpy as np
 
 from jaxrl_llm.rollout.native.programs import ChunkOutput, PrefillBatch, Programs, SlotState
@@ -14,12 +16,25 @@ class RingCacheManager:
     def __init__(self, programs: Programs, shapes: ProgramShapes):
         self.programs, self.shapes, self.cache = programs, shapes, None
 
-    def allocate(self, slot: int, prompt_key: bytes, num_context: int, max_new_tokens: int) -> bool:
+    def allocate(self, slot: int, *context) -> bool:
         """Return True: every slot has its own columns."""
         return True
 
     def free(self, slot: int) -> None:
         """Do nothing: the next sequence overwrites the columns."""
+
+    def keep(self, slot: int, conversation: Hashable, num_tokens: int) -> None:
+        """Do nothing: the columns are the next sequence's."""
+
+    def drop(self, conversation: Hashable) -> None:
+        """Do nothing: nothing is kept."""
+
+    def kept_in(self, conversation: Hashable) -> None:
+        """Return None: nothing is kept."""
+
+    def num_kept(self, slot: int) -> int:
+        """Return 0: nothing is kept."""
+        return 0
 
     def needs_prompt(self, slot: int) -> bool:
         """Return True: every slot has its own copy of the prompt."""

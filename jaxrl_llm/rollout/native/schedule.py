@@ -7,6 +7,9 @@
   responses do not pay for the many that have finished.
 - **Prefix sharing.** A prompt is prefilled once for all its responses, and prompts are prefilled in batches.
   In the paged cache its pages are shared; in the ring cache every slot gets a copy.
+- **Conversations.** The paged cache keeps the pages of a turn while the environment answers; the next turn
+  prefills only the observation, behind them. A response goes to a slot in the shard of its pages, and before
+  those that have none.
 - **Cache growth.** The ring cache is as long as the longest sequence is at the end of the chunk, the paged
   cache holds the pages that each sequence needs (`ring_cache.py`, `paged_cache.py`).
 - **Compiled shapes.** All sizes are rungs of short ladders (`shapes.py`), so programs are few and each is
@@ -40,6 +43,7 @@ from jaxrl_llm.rollout.native.sampling import is_filtered, make_params
 from jaxrl_llm.rollout.native.shapes import ProgramShapes, round_up
 from jaxrl_llm.structs import Metrics
 
+MIN_FILLED = 0.75  # of the rows of a batch of `Programs.extend`; with fewer, two smaller batches are run
 Detokenize = Callable[[Sequence[int]], str]
 
 
@@ -74,6 +78,7 @@ class Scheduler:
         self.prefilled = PrefillBatch(None, {}, np.zeros(0, np.int32))
         self.prompt_routes: dict[bytes, np.ndarray] = {}  # of all tokens of a prompt but the last
         self.prefill_seconds, self.slot_steps = 0.0, 0
+        self.prefill_tokens, self.reused_tokens = 0, 0
 
     def run(
         self,
@@ -105,6 +110,8 @@ class Scheduler:
             "rollout/seconds": seconds,
             "rollout/tokens_per_second": tokens / max(seconds, 1e-9),
             "rollout/prefill_share": self.prefill_seconds / max(seconds, 1e-9),
+            "rollout/prefill_tokens": self.prefill_tokens,
+            "rollout/reused_tokens": self.reused_tokens,
             "rollout/slot_occupancy": tokens / max(self.slot_steps, 1),
         }
 
@@ -113,7 +120,10 @@ class Scheduler:
         if self.turns is None:
             return False
         busy = bool(self.waiting) or self.slots.active.any()
-        self.waiting += self.turns.collect(block=not busy)
+        continued, ended = self.turns.collect(block=not busy)
+        self.waiting += continued
+        for response in ended:
+            self.cache.drop(response)
         return self.turns.num_waiting > 0
 
     def _admit(self) -> None:
@@ -123,22 +133,80 @@ class Scheduler:
         for slot in sorted(free, key=lambda s: (s % per_shard, s)):
             if not self.waiting:
                 break
-            response = self.waiting[0]
+            response = self._next_for(slot // per_shard)
             context, key = response.context, self.turns.key_of(response) if self.turns else response.key
             max_new_tokens = response.request.max_tokens - len(response.ids)
-            if not self.cache.allocate(slot, _prompt_key(response), len(context), max_new_tokens):
+            if not self.cache.allocate(slot, _prompt_key(response), len(context), max_new_tokens, response):
                 continue  # another shard may have free slots
-            self.waiting.popleft()
+            self.waiting.remove(response)
             self.running[slot] = response
             values = (context[-1], len(context) - 1, 0, max_new_tokens, True, key)
             for array, value in zip(self.slots, values, strict=True):
                 array[slot] = value
 
+    def _next_for(self, shard: int) -> PartialResponse:
+        """Return the waiting response to admit to the shard: one with pages there, then one without pages."""
+        if self.turns is None:
+            return self.waiting[0]
+        order = {shard: 0, None: 1}
+        return min(self.waiting, key=lambda response: order.get(self.cache.kept_in(response), 2))
+
     def _prefill(self) -> None:
-        """Prefill the prompts of newly admitted responses, each once, and insert them into the cache."""
-        rows = np.full(len(self.running), -1, np.int32)
+        """Prefill newly admitted responses: what follows their kept pages, or their whole context."""
         new = np.flatnonzero(self.slots.active & (self.slots.counts == 0))
-        upcoming = [self.running[s] for s in new] + list(itertools.islice(self.waiting, 8 * len(rows)))
+        for slot in new:  # decode reads the last token, and returns its route
+            response = self.running[slot]
+            del response.routes[self.slots.positions[slot] :]
+        fresh = [slot for slot in new if not self.cache.num_kept(slot)]
+        self._prefill_prompts(fresh)
+        chunks = {s: self.running[s].context[self.cache.num_kept(s) : -1] for s in new if s not in fresh}
+        self.reused_tokens += sum(map(self.cache.num_kept, chunks))
+        ordered = sorted((slot for slot in chunks if len(chunks[slot])), key=lambda slot: len(chunks[slot]))
+        while ordered:
+            batch = self._first_batch(ordered, chunks)
+            self._extend([[(slot, chunks[slot]) for slot in slots] for slots in batch])
+            ordered = [slot for slot in ordered if not any(slot in slots for slots in batch)]
+
+    def _first_batch(self, ordered: list[int], chunks: dict[int, np.ndarray]) -> list[list[int]]:
+        """Return the first slots whose chunks fit into one batch of `Programs.extend`, by shard."""
+        by_shard: list[list[int]] = [[] for _ in range(self.programs.num_shards)]
+        counts_of, counts = dict(self.shapes.extend), ()
+        for slot in ordered:
+            slots, longer = by_shard[self.cache.shard_of(slot)], round_up(tuple(counts_of), len(chunks[slot]))
+            if len(by_shard) * max(len(slots) + 1, *map(len, by_shard)) > counts_of[longer][-1]:
+                break
+            slots.append(slot)
+            counts = counts_of[longer]
+        rows = len(by_shard) * max(map(len, by_shard))
+        if rows < MIN_FILLED * round_up(counts, rows):
+            rows = max((count for count in counts if count <= rows), default=rows)
+        return [slots[: rows // len(by_shard)] for slots in by_shard]
+
+    def _extend(self, batch: list[list[tuple[int, np.ndarray]]]) -> None:
+        """Run one forward over the tokens that follow the kept pages of slots: (slot, tokens) by shard."""
+        start = time.perf_counter()
+        widths = tuple(length for length, _ in self.shapes.extend)
+        width = round_up(widths, max(len(ids) for rows in batch for _, ids in rows))
+        num_rows = round_up(dict(self.shapes.extend)[width], len(batch) * max(map(len, batch)))
+        tokens, lengths = np.zeros((num_rows, width), np.int32), np.zeros(num_rows, np.int32)
+        slots = np.full(num_rows, -1, np.int32)
+        for shard, members in enumerate(batch):
+            for row, (slot, ids) in enumerate(members, shard * num_rows // len(batch)):
+                slots[row], lengths[row], tokens[row, : len(ids)] = slot, len(ids), ids
+        routes = self.cache.extend(self.weights, slots, tokens, lengths)
+        jax.block_until_ready(self.cache.cache)
+        if routes is not None:
+            for slot, row, n in zip(slots, np.asarray(routes), lengths, strict=True):
+                if slot >= 0:
+                    self.running[slot].routes.extend(row[:n])
+        self.prefill_tokens += int(lengths.sum())
+        self.prefill_seconds += time.perf_counter() - start
+
+    def _prefill_prompts(self, new: list[int]) -> None:
+        """Prefill the contexts of these slots, each once, and insert them into the cache."""
+        rows = np.full(len(self.running), -1, np.int32)
+        later = itertools.islice(self.waiting, 8 * len(rows))
+        upcoming = [self.running[s] for s in new] + [r for r in later if self.cache.kept_in(r) is None]
         for i, slot in enumerate(new):
             if not self.cache.needs_prompt(slot):
                 continue
@@ -176,6 +244,7 @@ class Scheduler:
         if routes is not None:
             rows = zip(batch, np.asarray(routes), lengths, strict=False)
             self.prompt_routes |= {prompt: row[width - n :] for prompt, row, n in rows}
+        self.prefill_tokens += int(lengths.sum())
         self.prefilled = PrefillBatch(kv, {prompt: row for row, prompt in enumerate(batch)}, lengths)
         self.prefill_seconds += time.perf_counter() - start
 
@@ -240,9 +309,12 @@ class Scheduler:
             if not slots.active[s]:
                 response.finish = "stop" if stopped else "length"
                 self.running[s] = None
-                self.cache.free(s)
                 if stopped and self.turns:
+                    read = len(response.request.prompt_ids) + len(response.ids)
+                    self.cache.keep(s, response, min(int(slots.positions[s]), read))
                     self.turns.send(response)
+                else:
+                    self.cache.free(s)
 
     def _remaining(self) -> int:
         """Return the largest number of tokens that an active slot may still generate."""

@@ -24,6 +24,8 @@ class ProgramShapes:
     """Tokens that a slot of the ring cache, or a row of the page table, holds."""
     prefill: tuple[tuple[int, tuple[int, ...]], ...]
     """(prompt length, numbers of rows) of the batches that one prefill reads."""
+    extend: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """(tokens, numbers of rows) of the batches that are read behind the kept pages of conversations."""
     num_pages: int = 0
     """Pages of the paged cache in each shard of the slots."""
 
@@ -50,12 +52,16 @@ def make_shapes(
     counts = {-(-per_shard // part) for part in parts}
     longest = max_prompt + max_response * turns
     lengths = ladder(longest - 1, MIN_LENGTH, 2 if turns else 4)  # decode reads the last prompt token
+    row_ladders = lambda lengths: tuple((n, row_counts(prefill_tokens // n)) for n in lengths)
+    multiples = lambda counts: tuple(sorted({-(-n // num_shards) * num_shards for n in counts}))
+    observations = row_ladders(ladder(longest - 1, MIN_LENGTH, 1.5)) if turns else ()
     return ProgramShapes(
         max_prompt,
         max_response,
         tuple(n * num_shards for n in sorted(counts)),
         ladder(max_prompt + max_response, 2 * MIN_LENGTH, 1.5)[-5:],
-        tuple((length, row_counts(prefill_tokens // length)) for length in lengths),
+        row_ladders(lengths),
+        tuple((length, multiples(counts)) for length, counts in observations),
     )
 
 

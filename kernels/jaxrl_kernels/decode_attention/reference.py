@@ -55,11 +55,12 @@ def gather_pages(
     page_table: Int[Array, "S N"],
 ) -> Num[Array, "S C K E"]:
     """Return the slots' keys or values, C = N page of each in order, with their scales applied."""
-    if scales is not None:
-        pages = pages.astype(jnp.float32) * scales[..., None]
     slots, count = page_table.shape
     _, heads, size, dim = pages.shape
-    return jnp.moveaxis(pages[page_table], 2, 3).reshape(slots, count * size, heads, dim)
+    x = pages[page_table]
+    if scales is not None:
+        x = x.astype(jnp.float32) * scales[page_table][..., None]
+    return jnp.moveaxis(x, 2, 3).reshape(slots, count * size, heads, dim)
 
 
 def merge_splits(

@@ -1,5 +1,6 @@
-"""The paged cache: the text of the ring, in less memory; which slot uses which pages."""
+"""The paged cache: the text of the ring, in less memory; whose pages are whose."""
 
+import functools
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -42,12 +43,6 @@ def test_the_text_is_that_of_the_ring(temperature):
     assert_same(got, base(temperature))
 
 
-def test_the_text_is_the_same_on_eight_devices():
-    """Slots over data and fsdp, each shard with its own pages; kv heads over tensor."""
-    sharded = engine((2, 2, 2), cache="paged", page=8, slots=4, chunk=16)
-    assert_same(sharded.generate(requests(), SamplingConfig(), KEY), base())
-
-
 class Echo:
     """Replies to the first two turns with three tokens."""
 
@@ -60,10 +55,88 @@ class Echo:
         return future
 
 
+ROOMY = {"cache": "paged", "page": 8, "slots": 15, "chunk": 5}
+"""A slot and pages for every conversation."""
+
+
+class Late(Echo):
+    """Replies to no first turn before all of them have ended."""
+
+    def __init__(self, conversations):
+        self.conversations, self.held = conversations, []
+
+    def reply(self, prompt_index, response_index, conversation, ids, start):
+        reply = super().reply(prompt_index, response_index, conversation, ids, start)
+        if conversation:
+            return reply
+        self.held.append((Future(), reply.result()))
+        if len(self.held) == self.conversations:
+            for future, value in self.held:
+                future.set_result(value)
+        return self.held[-1][0]
+
+
+def talk(engine, dialogue=None):
+    sampling = SamplingConfig(stop_tokens=tuple(range(1, 128, 4)))
+    return engine.generate(requests(), sampling, KEY, dialogue or Echo())
+
+
+@functools.cache
+def talked():
+    """(trajectories, metrics) of conversations whose pages are all kept."""
+    return talk(engine(**ROOMY)), engine(**ROOMY).metrics
+
+
+def test_each_token_of_a_conversation_is_read_once():
+    """Those of prompts but the last, and those of replies; the groups of the same prompt share it."""
+    turned, metrics = talked()
+    prompts = sum(len(ids) - 1 for ids in {tuple(t.prompt_ids.tolist()) for t in turned})
+    assert metrics["rollout/prefill_tokens"] == prompts + sum((t.mask == 0).sum() for t in turned)
+    kept = [
+        len(t.prompt_ids) + start - 1 for t in turned for start in np.flatnonzero(np.diff(t.mask) < 0) + 1
+    ]
+    assert metrics["rollout/reused_tokens"] == sum(kept)
+
+
+def test_scarce_pages_change_nothing_but_what_is_read_again():
+    late = Late(sum(t.episode is not None for t in talked()[0]))
+    assert_same(talk(engine(**SCARCE), late), talked()[0], atol=3e-5)
+    few, all_of_them = engine(**SCARCE).metrics, talked()[1]
+    assert 0 < few["rollout/reused_tokens"] < all_of_them["rollout/reused_tokens"]
+    assert few["rollout/prefill_tokens"] > all_of_them["rollout/prefill_tokens"]
+
+
+def test_planned_conversations_extend_pages():
+    """40 + 40 tokens, 4096 / 96 rows; 8 columns of pages. Without conversations there is no such program."""
+    arguments = params(), 40, 40, 5, SamplingConfig()
+    program = engine(**ROOMY).largest_calls(*arguments, turns=True)["extend"]
+    _, _, table, tokens, *_ = program.args
+    assert tokens.shape == (42, 96) and table.shape == (42, 12)
+    assert "extend" not in engine(**ROOMY).largest_calls(*arguments, turns=False)
+
+
+def test_new_weights_use_no_page_of_older_ones():
+    """Nor does a call after another one."""
+    again = new_engine(**ROOMY)
+    again.programs = engine(**ROOMY).programs
+    again.publish(jax.tree.map(lambda w: w * 1.1, params()), 0)
+    talk(again)
+    again.publish(params(), 1)
+    for one, other in zip(talk(again), talked()[0], strict=True):
+        np.testing.assert_array_equal(one.response_ids, other.response_ids)
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+
+
+def test_the_text_is_the_same_on_eight_devices():
+    """Slots over data and fsdp, each shard with its own pages; kv heads over tensor."""
+    sharded = engine((2, 2, 2), cache="paged", page=8, slots=4, chunk=16)
+    assert_same(talk(sharded), talked()[0])
+    assert sharded.metrics["rollout/reused_tokens"] > 0
+
+
 def test_later_turns_read_the_observations():
     """Log-probs of all turns are those of the training forward."""
-    sampling = SamplingConfig(stop_tokens=tuple(range(1, 128, 4)))
-    turned = engine(**SCARCE).generate(requests(), sampling, KEY, Echo())
+    turned, _ = talked()
     assert sum((t.mask == 0).sum() == 6 for t in turned) >= 8  # two observations of three tokens
     for t in turned:
         expected = expected_logprobs(t.prompt_ids, t.response_ids)[np.arange(len(t.mask)), t.response_ids]
@@ -127,7 +200,37 @@ def test_prompts_share_pages_and_the_last_one_is_copied():
     cache.free(1)
     cache.free(2)
     assert len(cache.pools[0].free_pages) == 6  # the prompts stay cached until their pages are needed
-    assert cache.allocate(0, b"c", 30, 3) and len(cache.prompts[0]) == 1
+    assert cache.allocate(0, b"c", 30, 3) and list(cache.prompts[0]) == [b"b", b"c"]
+
+
+def test_kept_pages_by_hand():
+    """Of three turns that have ended, those that no response needs stay, the latest longest."""
+    programs = FakePrograms(num_shards=1, page_size=4, chunk=8)
+    cache = PagedCacheManager(programs, num_slots=3, num_pages=12, lengths=(32,))
+    for slot, name in enumerate("abc"):  # 8 tokens in the cache after the turn
+        assert cache.allocate(slot, name.encode(), 1, 8)
+        state = SimpleNamespace(
+            positions=np.zeros(3, int),
+            limits=np.full(3, 8),
+            counts=np.zeros(3, int),
+            active=np.arange(3) == slot,
+        )
+        cache.reserve(state, 8)
+    for slot, tokens in ((1, 8), (0, 4), (2, 5)):  # a's second page holds nothing that counts
+        cache.keep(slot, "abc"[slot], tokens)
+    assert [(name, own.num_tokens, len(own.pages)) for name, own in cache.kept[0].items()] == [
+        ("b", 8, 2), ("a", 4, 1), ("c", 5, 2)
+    ]  # fmt: skip
+    assert len(cache.pools[0].free_pages) == 6
+    assert not cache.allocate(0, b"d", 1, 45)  # 12 pages, and there are 11: nothing is dropped for it
+    assert len(cache.kept[0]) == 3
+    first = cache.kept[0]["a"].pages[0]
+    assert cache.allocate(0, b"a", 8, 25, "a")  # 8 pages, one of them its own: b's go, c's stay
+    assert cache.slots[0].pages == [first] and cache.num_kept(0) == 4 and not cache.needs_prompt(0)
+    assert list(cache.kept[0]) == ["c"]
+    cache.drop("c")
+    cache.free(0)
+    assert sorted(cache.pools[0].free_pages) == list(range(1, 12))
 
 
 def test_pages_for_a_chunk_are_those_it_can_fill():

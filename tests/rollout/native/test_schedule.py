@@ -1,7 +1,7 @@
 """Continuous batching on the host, with programs made of numpy; and stop strings."""
 
 import dataclasses
-from collections import Counter
+from collections import Counter, deque
 from concurrent.futures import Future
 
 import jax
@@ -39,6 +39,7 @@ class FakePrograms:
     def __init__(self, num_shards=1, chunk=8, page_size=0):
         self.num_shards, self.chunk, self.page_size = num_shards, chunk, page_size
         self.rng, self.calls, self.prefilled = np.random.default_rng(0), Counter(), []
+        self.extended = []  # (position, tokens)
 
     def count(self, name, *args, **static):
         shapes = [(np.shape(x), np.asarray(x).dtype.name) for x in jax.tree.leaves(args)]
@@ -75,6 +76,12 @@ class FakePrograms:
     def write_pages(self, cache, prompts, lengths, tables):
         self.count("write_pages", cache, prompts, lengths, tables)
         return cache
+
+    def extend(self, weights, cache, table, tokens, lengths, starts):
+        self.count("extend", cache, table, tokens, lengths, starts)
+        rows = zip(starts, tokens, lengths, strict=True)
+        self.extended += [(int(start), row[:n].tolist()) for start, row, n in rows if n]
+        return cache, tokens[..., None, None].astype(np.uint8)
 
     def copy_pages(self, cache, sources, targets):
         self.count("copy_pages", cache, sources, targets)
@@ -170,6 +177,36 @@ def test_turns_read_all_that_came_before():
     assert response.episode.turns == 4 and response.finish == "stop"
     context = [3, 4, *response.ids]
     assert programs.prefilled == [context[:1], context[:5], context[:9], context[:13]]
+
+
+def test_turns_on_pages_read_only_what_came_since():
+    """The token that ended a turn, which decode has not read, and the observation but its last token."""
+    programs = FakePrograms(chunk=4, page_size=8)
+    shapes = dataclasses.replace(make_shapes(2, 200, 1, 1, 512, turns=True), num_pages=40)
+    requests = [Request(np.array([3, 4]), 0, 1, 200)]
+    [response], metrics = run(programs, shapes, requests, tuple(range(1, VOCAB)), turns=True)
+    assert response.observed == [(1, 4), (5, 8), (9, 12)] and len(response.ids) == 13
+    context = [3, 4, *response.ids]
+    assert programs.prefilled == [context[:1]]
+    assert programs.extended == [(at, context[at : at + 3]) for at in (2, 6, 10)]
+    assert np.ravel(response.routes).tolist() == context[:-1]
+    assert metrics["rollout/prefill_tokens"] == 1 + 3 * 3 and metrics["rollout/reused_tokens"] == 2 + 6 + 10
+
+
+def test_a_turn_goes_to_the_shard_of_its_pages_and_before_what_has_none():
+    programs = FakePrograms(num_shards=2, page_size=8)
+    shapes = dataclasses.replace(make_shapes(2, 50, 4, 2, 512, turns=True), num_pages=40)
+    waiting = new_responses([Request(np.array([3]), 0, 5, 50)], jax.random.key(0))
+    queue = TurnQueue(Replies(), waiting, lambda value: value, VOCAB)
+    scheduler = Scheduler(shapes, programs, None, waiting, (1,), queue)
+    where = {waiting[3]: 1, waiting[4]: 0}
+    scheduler.cache.kept_in = where.get
+    assert [waiting.index(scheduler._next_for(shard)) for shard in (0, 1)] == [4, 3]
+    del where[waiting[4]], where[waiting[3]]
+    assert waiting.index(scheduler._next_for(0)) == 0
+    scheduler.waiting = deque([waiting[3]])
+    where[waiting[3]] = 1
+    assert scheduler._next_for(0) is waiting[3]  # no slot stays empty
 
 
 def occupancy(slots, limits, chunk):
