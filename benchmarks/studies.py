@@ -409,8 +409,8 @@ A response has 16 tokens, in which the model as it comes hardly gets to a number
 128 problems (`--steps 0 --max_response_tokens 96 --eval.prompts 128`).
 
 A hash of the question decides whether a problem is held out, one in ten, so no run of any seed trains on one.
-The 256 evaluated problems are distinct (`--data.eval.0.distinct True`), most of them of two digits. Evaluation
-is greedy.
+The 256 evaluated problems are distinct (`--data.eval.0.distinct True`), most of them of two digits.
+Evaluation is greedy.
 """,
         REAL,
     ),
