@@ -405,8 +405,8 @@ this page; what has not been run is not here.
 
 The task is reasoning-gym's `basic_arithmetic`: sums of two numbers of one or two digits, as in "Calculate
 43 + 14.", through the model's own chat template. The reward is 1 if the response's last number is the answer.
-A response has 16 tokens, in which the model as it comes hardly gets to a number; with 96 it is right in 16% of
-128 problems (`--steps 0 --max_response_tokens 96 --eval.prompts 128`).
+A response has 16 tokens, in which the model as it comes hardly gets to a number; with 96 it is right in 16%
+of 128 problems (`--steps 0 --max_response_tokens 96 --eval.prompts 128`).
 
 A hash of the question decides whether a problem is held out, one in ten, so no run of any seed trains on one.
 The 256 evaluated problems are distinct (`--data.eval.0.distinct True`), most of them of two digits.
