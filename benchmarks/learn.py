@@ -4,10 +4,12 @@ Command:   make learn                        docs/learning.md, about an hour on 
            make real RECIPES=all             docs/real.md, hours on 2 cores; without RECIPES GRPO alone
            python benchmarks/learn.py --only dynamic_sampling --jobs 2
            python benchmarks/learn.py --suite real --only grpo/full sft --seeds 0 1 2 --jobs 1
+           python benchmarks/learn.py --suite real --only grpo --time --trl_python PYTHON   seconds a step
            python benchmarks/learn.py --suite real --report      the page anew from finished runs and results
 
 Finished runs are not repeated, and interrupted ones are continued. Results are kept in results/learning/,
-with device, versions, command and commit; the page is written from them.
+with device, versions, command and commit; the page is written from them. `--time` is for a machine with
+nothing else to do: a few steps of each label, in turn.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 from studies import SUITES, TRL, Study, Suite
@@ -38,6 +40,9 @@ COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#76
 ACRONYMS = {"sft": "SFT", "rl": "RL", "ppo": "PPO", "lora": "LoRA", "grpo": "GRPO"}
 STYLES = ("-", "--", ":")
 BUSY = 1.5  # load average a core above which times are not reported
+TIMED = "--steps 7 --eval.every 100 --eval.prompts 8"  # of `--time`
+WARM_UP_STEPS = 2  # not counted there
+TIME_ROUNDS = 2
 Z = 1.96  # of a 95% interval
 NUM_SAMPLES = 8  # held-out problems whose responses before and after are kept
 Points = list[tuple[int, float]]  # (step, value) of one run
@@ -69,11 +74,15 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="*", type=int, help="in place of the studies' own")
     parser.add_argument("--jobs", type=int, default=2, help="runs at once; 1 prints their progress")
     parser.add_argument("--trl_python", default="", help="interpreter with trl; without it TRL is not run")
+    parser.add_argument("--time", action="store_true", help="a few steps of the runs, on an idle machine")
     parser.add_argument("--report", action="store_true", help="run nothing")
     options = parser.parse_args()
     suite = SUITES[options.suite]
     chosen = choose_runs(suite, options.only)
-    if not options.report:
+    if options.time:
+        for name, labels in chosen.items():
+            time_steps(options, name, labels or list(suite.studies[name].runs))
+    elif not options.report:
         starts = [(suite.studies[name].start, s) for name in chosen for s in seeds_of(suite, name, options)]
         starts = [start_job(suite, *start) for start in dict.fromkeys(starts) if start[0]]
         run_all(starts, options)
@@ -177,6 +186,23 @@ def run_job(job: Job, options: argparse.Namespace) -> int:
     return code
 
 
+def time_steps(options: argparse.Namespace, name: str, labels: Sequence[str]) -> None:
+    """Measure the seconds of a step of each label, in turn so that other load affects all alike."""
+    suite, seconds = SUITES[options.suite], {label: [] for label in labels}
+    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    for turn in range(TIME_ROUNDS):
+        for label in labels:
+            job = jobs_of(suite, name, [turn], [label])[0]
+            job = Job(Path(suite.runs) / "time" / name / label / str(turn), f"{job.arguments} {TIMED}")
+            run_all([job], options)
+            rows = rows_after_warm_up(job.path) if (job.path / "hf").is_dir() else []
+            seconds[label] += [step_seconds(row) for row in rows if row["step"] > WARM_UP_STEPS]
+    result = read_result(options.suite, name)
+    record = {"started": started, "load": round(os.getloadavg()[2], 1), "commit": git_commit()}
+    result["timing"] = {**record, "step_seconds": {k: median(v) for k, v in seconds.items() if v}}
+    result_path(options.suite, name).write_text(format_result(result))
+
+
 def write_trl_spec(job: Job, words: list[str]) -> None:
     """Write the input of peers/trl_grpo.py: model, settings, prompts in order, held-out problems."""
     from jaxrl_llm.data.loader import Loader
@@ -202,7 +228,7 @@ def write_trl_spec(job: Job, words: list[str]) -> None:
         "steps": config.steps,
         "group": config.responses_per_prompt,
         "sequences": config.trajectories_per_step,
-        "micro_batch": config.tokens_per_device // config.row_tokens,
+        "micro_batch": config.tokens_per_device // config.max_tokens,
         "max_tokens": config.max_response_tokens,
         "temperature": config.rollout.sampling.temperature,
         "clip": [config.algo.clip_low, config.algo.clip_high],
@@ -241,6 +267,11 @@ def processor_name() -> str:
 # Results
 
 
+def step_seconds(row: dict[str, Any]) -> float:
+    """Return the seconds of a step without its evaluation."""
+    return row["time/step"] - row.get("time/evaluation", 0.0)
+
+
 def result_path(suite_name: str, name: str) -> Path:
     return RESULTS / suite_name / f"{name}.json"
 
@@ -265,7 +296,7 @@ def collect(suite_name: str, name: str) -> None:
     if runs and json.dumps({**result, "runs": runs}) != before:
         path = result_path(suite_name, name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        result = {"study": name, "device": processor_name(), "runs": runs}
+        result = {**result, "study": name, "device": processor_name(), "runs": runs}
         path.write_text(format_result(result))
 
 
@@ -294,9 +325,7 @@ def run_result(suite: Suite, name: str, label: str, path: Path) -> dict[str, Any
         "command": command_of(job),
         "versions": saved["versions"],
         **record,
-        "step_seconds": sum(
-            row["time/step"] - row.get("time/evaluation", 0.0) for row in rows if row["step"]
-        ),
+        "step_seconds": sum(step_seconds(row) for row in rows if row["step"]),
         "eval_prompts": sizes["eval"]["prompts"] * sizes["eval"]["samples"],
         "samples_per_step": sizes["prompts_per_step"] * sizes["responses_per_prompt"],
         "curves": curves,
@@ -480,7 +509,11 @@ def metric_table(metric: str, series: Series) -> list[str]:
 
 
 def cost_table(result: dict[str, Any]) -> list[str]:
-    """Return reward by response and by hour; times are those of an otherwise idle machine, or left out."""
+    """Return reward by response and by hour; times are those of an otherwise idle machine, or left out.
+
+    Where a few steps of each label have been timed in turn (`--time`), these are the times.
+    """
+    timed = result.get("timing", {}).get("step_seconds", {})
     lines = [
         "| | responses | reward a response, over the run | hours | reward an hour |",
         "|---|---|---|---|---|",
@@ -491,6 +524,8 @@ def cost_table(result: dict[str, Any]) -> list[str]:
         counts = [n * run["samples_per_step"] for n, run in zip(steps, seeds.values(), strict=True)]
         idle = all("load" in run and run["load"] < BUSY * (os.cpu_count() or 1) for run in seeds.values())
         hours = [run["step_seconds"] / 3600 for run in seeds.values()]
+        if label in timed:
+            idle, hours = True, [timed[label] * n / 3600 for n in steps]
         an_hour = [r * n / h for r, n, h in zip(rewards, counts, hours, strict=True)]
         times = [numbers(hours, 2), numbers(an_hour, 0)] if idle else ["other load", "other load"]
         lines.append(f"| {' | '.join([label, numbers(counts, 0), numbers(rewards), *times])} |")

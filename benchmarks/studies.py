@@ -305,8 +305,8 @@ TRL = "trl_grpo.py"  # of peers/: the recipe of GRPO_REAL in TRL
 PAIRS_REAL, TEST_PAIRS_REAL = "runs/smollm2_pairs.jsonl", "runs/smollm2_pairs_test.jsonl"
 SAMPLE_PAIRS = f"examples/sample_pairs.py --config grpo_smollm2.py --model {WEIGHTS}"
 PAIR_FILES = {
-    PAIRS_REAL: f"{SAMPLE_PAIRS} --out {PAIRS_REAL}",
-    TEST_PAIRS_REAL: f"{SAMPLE_PAIRS} --split test --prompts 128 --out {TEST_PAIRS_REAL}",
+    PAIRS_REAL: f"{SAMPLE_PAIRS} --prompts 640 --out {PAIRS_REAL}",
+    TEST_PAIRS_REAL: f"{SAMPLE_PAIRS} --split test --prompts 512 --out {TEST_PAIRS_REAL}",
 }
 REAL: dict[str, Study] = {
     "grpo": Study(
@@ -342,9 +342,9 @@ REAL: dict[str, Study] = {
         files=PAIR_FILES,
     ),
     "reward_model": Study(
-        "A reward model ranks at least 80% of pairs of responses to problems that it has not seen correctly.",
+        "A reward model ranks at least 75% of pairs of responses to problems that it has not seen correctly.",
         {"reward_model": f"--config reward_model_smollm2.py {REAL_MODEL}"},
-        all_at_least(0.80),
+        all_at_least(0.75),
         metric="eval/accuracy",
         start="",
         files=PAIR_FILES,
@@ -403,9 +403,12 @@ SmolLM2-135M-Instruct (Apache 2.0), read from the GGUF file (Q4_1) of the PyPI p
 in float32 on two CPU cores. `make real` runs GRPO with one seed, `make real RECIPES=all SEEDS="0 1 2"` all of
 this page; what has not been run is not here.
 
-The task is reasoning-gym's `chain_sum` with two terms of one or two digits, as in "State the final answer to
-the following arithmetic problem: 43 + 14 =". The reward is 1 if the response's last number is the answer. A
-hash of the question decides whether a problem is held out, one in ten, so no run of any seed trains on one.
+The task is reasoning-gym's `basic_arithmetic`: sums of two numbers of one or two digits, as in "Calculate
+43 + 14.", through the model's own chat template. The reward is 1 if the response's last number is the answer.
+A response has 16 tokens, in which the model as it comes hardly gets to a number; with 96 it is right in 16%
+of 128 problems (`--steps 0 --max_response_tokens 96 --eval.prompts 128`).
+
+A hash of the question decides whether a problem is held out, one in ten, so no run of any seed trains on one.
 The 256 evaluated problems are distinct (`--data.eval.0.distinct True`), most of them of two digits.
 Evaluation is greedy.
 """,

@@ -1,13 +1,14 @@
 """DPO of SmolLM2-135M-Instruct on pairs of its own responses: a right one and a wrong one to each sum.
 
-Command:   python examples/sample_pairs.py --config grpo_smollm2.py --out runs/smollm2_pairs.jsonl
+Command:   python examples/sample_pairs.py --config grpo_smollm2.py --prompts 640 \\
+               --out runs/smollm2_pairs.jsonl
            python -m jaxrl_llm.train --config dpo_smollm2.py
            python -m jaxrl_llm.train --config dpo_smollm2.py --algo kto --run_dir runs/kto_smollm2
 Hardware:  any CPU with 2 cores and 8 GB
 Time:      docs/real.md
-Expected:  docs/real.md
+Expected:  held-out accuracy rises from 0.03 to 0.28 (docs/real.md)
 
-The model writes 16 responses to each of 256 training problems and the verifier judges them, so that nothing
+The model writes 8 responses to each of 640 training problems and the verifier judges them, so that nothing
 but the model and a rule is needed for the data. KTO reads the same file: a pair is two labelled responses.
 """
 

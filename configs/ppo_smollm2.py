@@ -4,7 +4,8 @@ Command:   python -m jaxrl_llm.train --config reward_model_smollm2.py
            python -m jaxrl_llm.train --config ppo_smollm2.py
 Hardware:  any CPU with 2 cores and 12 GB
 Time:      docs/real.md
-Expected:  docs/real.md
+Expected:  held-out accuracy rises from 0.03 to 0.29 at step 10; from there PPO exploits the reward
+           model, and it falls to 0.20 (docs/real.md)
 """
 
 import dataclasses
@@ -19,7 +20,6 @@ def get_config() -> TrainConfig:
         grpo_smollm2.get_config(),
         run_dir="runs/ppo_smollm2",
         algo=ppo.Config(),
-        responses_per_prompt=4,
         critic=CriticConfig(optim=OptimConfig(learning_rate=2e-5)),
         reward=RewardConfig(
             name="arithmetic",

@@ -1,8 +1,9 @@
 """Pairs of a model's own responses, a right and a wrong one to a prompt, for DPO, KTO and reward models.
 
-Command:   python examples/sample_pairs.py --config grpo_smollm2.py --out runs/smollm2_pairs.jsonl
+Command:   python examples/sample_pairs.py --config grpo_smollm2.py --prompts 640 \\
+               --out runs/smollm2_pairs.jsonl
            python examples/sample_pairs.py --config grpo_smollm2.py --split test \\
-               --prompts 128 --out runs/smollm2_pairs_test.jsonl
+               --prompts 512 --out runs/smollm2_pairs_test.jsonl
 Time:      minutes on a CPU with 2 cores
 
 Prompts, model, sampling and verifier are those of a recipe of online RL. A row has messages, answer, chosen

@@ -1,5 +1,6 @@
 """docs/learning.md and docs/real.md, as benchmarks/learn.py writes them."""
 
+import argparse
 import importlib.util
 import json
 import sys
@@ -93,6 +94,29 @@ def test_page_is_written_from_the_results_of_finished_runs(learn, capsys):
     assert (learn.ROOT / "docs/real/grpo.png").exists()
     learn.print_summary("real", {"grpo": ["full"]})
     assert "grpo/full seed 1: eval/pass@1 0.100 -> 0.700, step 16, 5 minutes" in capsys.readouterr().out
+
+
+def test_steps_timed_in_turn_are_the_hours_of_the_page(learn, monkeypatch):
+    """Median of steps 3 to 7 of two runs each; the load of the long runs no longer matters."""
+    write_run("full", 0, [0.1, 0.4], load=50.0)
+    learn.collect("real", "grpo")
+    order = []
+
+    def run_all(jobs, options):
+        (job,) = jobs
+        order.append(str(job.path))
+        assert job.arguments.endswith(learn.TIMED)
+        (job.path / "hf").mkdir(parents=True)
+        seconds = [50.0, 40.0, 30.0, 5.0, 6.0, 7.0, 8.0, 9.0]
+        rows = [{"step": i, "kind": "train", "time/step": s} for i, s in enumerate(seconds)]
+        (job.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    monkeypatch.setattr(learn, "run_all", run_all)
+    learn.time_steps(argparse.Namespace(suite="real"), "grpo", ["full", "lora"])
+    assert order == [f"runs/real/time/grpo/{label}/{turn}" for turn in (0, 1) for label in ("full", "lora")]
+    learn.collect("real", "grpo")
+    learn.write_report("real")
+    assert "| full | 512 | 0.500 | 0.02 | 16457 |" in (learn.ROOT / "docs/real.md").read_text()  # 8 x 7 s
 
 
 def test_runs_are_chosen_by_study_and_label(learn):
