@@ -382,6 +382,7 @@ def test_a_plan_counts_the_epochs_of_a_step():
     assert calls["update: accumulate"] == calls["update: apply"] == 2 * 3
 
 
+@pytest.mark.slow
 def test_a_plan_has_a_prompt_once_for_its_responses():
     """8 rows of 8 + 7 (4 + 1) tokens, rounded up to 48, in place of 64 rows of 8."""
     sizes = {"prompts_per_step": 8, "minibatches_per_step": 1, "tokens_per_device": 64}
