@@ -342,7 +342,7 @@ REAL: dict[str, Study] = {
         files=PAIR_FILES,
     ),
     "reward_model": Study(
-        "A reward model ranks at least 75% of pairs of responses to problems that it has not seen correctly.",
+        "A reward model ranks at least 75% of pairs of responses to other problems correctly.",
         {"reward_model": f"--config reward_model_smollm2.py {REAL_MODEL}"},
         all_at_least(0.75),
         metric="eval/accuracy",
