@@ -13,10 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-GLOO = re.compile(r"^\[Gloo\]|connected peer ranks")  # from C++, at will, and not always in one piece
 DEVICE_COUNT = re.compile(r"(--xla_force_host_platform_device_count=)\d+")
+# C++ (Gloo) writes to descriptor 1 from several threads, its lines torn apart: stdout is Python's alone.
+OWN_STDOUT = """\
+import os, sys
+sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+os.dup2(2, 1)
+"""
 PREAMBLE = """\
-import os
 import jax
 n, i = int(os.environ["JAX_NUM_PROCESSES"]), int(os.environ["JAX_PROCESS_ID"])
 jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], n, i)
@@ -59,8 +63,7 @@ class Running:
         with self.stdout, self.stderr:
             self.stdout.seek(0)
             self.stderr.seek(0)
-            lines = [line for line in self.stdout if not GLOO.search(line)]
-            return End(self.process.returncode, "".join(lines), self.stderr.read())
+            return End(self.process.returncode, self.stdout.read(), self.stderr.read())
 
 
 def run_processes(
@@ -92,7 +95,7 @@ def start_processes(
     script: str, n: int, args: Sequence[str] = (), *, devices: int = 4, initialize: bool = True
 ) -> list[Running]:
     """The processes of `run_processes`, still running."""
-    source = PREAMBLE + script if initialize else script
+    source = OWN_STDOUT + (PREAMBLE if initialize else "") + script
     env = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
