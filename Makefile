@@ -12,19 +12,26 @@ NEWEST ?= $(shell sh scripts/newest_python.sh)
 WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist worksteal
 
-# Of `make real`: STUDY or STUDY/LABEL of docs/real.md, or all; an interpreter with trl, for the runs of TRL.
+# Of `make real`: STUDY or STUDY/LABEL of docs/real.md, or all; an interpreter with trl, for the runs of TRL; of
+# `make bench`, also one with google-tunix.
 RECIPES ?= grpo/full
 SEEDS ?= 0
 TRL_PYTHON ?=
+TUNIX_PYTHON ?=
 SMOLLM2 := models/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: quickstart learn real test test-slow test-all test-newest test-sglang test-clients test-compilers fit lint clean
+.PHONY: quickstart learn real bench test test-slow test-all test-newest test-sglang test-clients test-compilers fit lint clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m jaxrl_llm.train --config grpo_tiny.py
 
 learn: $(VENV)/.installed
 	$(BIN)/python benchmarks/learn.py
+
+# The CPU comparisons of benchmarks/README.md, on an idle machine; interpreters with the peers, as cpu_peers.py says.
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/cpu_peers.py --tunix "$(TUNIX_PYTHON)" --torch "$(TRL_PYTHON)"
+	$(BIN)/python benchmarks/prefixes.py --output benchmarks/results/prefixes.json
 
 # A pretrained model on a CPU. Interrupted runs are continued, finished ones are not repeated.
 real: $(VENV)/.installed-real $(SMOLLM2)

@@ -16,7 +16,7 @@ next two steps meanwhile, and truncated importance sampling weighs tokens of old
 
 import dataclasses
 
-from jaxrl_llm.algos.correction import Correction
+from jaxrl_llm.algos.config import Correction
 from jaxrl_llm.config import (
     CheckpointConfig,
     DataConfig,

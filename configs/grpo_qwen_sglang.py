@@ -14,7 +14,7 @@ kernels, so tokens are weighed by truncated importance sampling, which also cove
 
 import dataclasses
 
-from jaxrl_llm.algos.correction import Correction
+from jaxrl_llm.algos.config import Correction
 from jaxrl_llm.config import RolloutConfig, SGLangConfig, TrainConfig
 from jaxrl_llm.configs import grpo_qwen
 

@@ -10,7 +10,7 @@ from jaxrl_llm.host.command import run_command
 from jaxrl_llm.host.signals import handled_signals, install_handlers
 
 COMMANDS = {
-    "train": ("jaxrl_llm.train", "Train a model by a recipe."),
+    "train": ("jaxrl_llm.tools.train", "Train a model by a recipe."),
     "plan": ("jaxrl_llm.tools.plan", "Compile a recipe for devices that need not be here: does it fit?"),
     "doctor": (
         "jaxrl_llm.tools.doctor",
@@ -42,7 +42,6 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
     with handled_signals():  # before jax, whose import takes seconds
-        importlib.import_module("jaxrl_llm.host.start").quiet_transformers()
         return run_command(importlib.import_module(COMMANDS[command][0]).main, rest)
 
 

@@ -20,7 +20,7 @@ from jaxrl_llm.data.config import SourceConfig
 from jaxrl_llm.data.rows import Example, read_prompt_row
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host.signals import interruptible
-from jaxrl_llm.recipe.checks import check_fields
+from jaxrl_llm.recipe.fields import check_fields
 from jaxrl_llm.recipe.load import with_settings
 from jaxrl_llm.report import jsonl
 from jaxrl_llm.tools.generate import GenerateConfig, Generator

@@ -9,21 +9,17 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from jaxrl_llm import algos
-from jaxrl_llm.algos.contract import AlgoConfig
-from jaxrl_llm.algos.critic import ValueConfig
-from jaxrl_llm.checkpoint.state import CheckpointConfig
+from jaxrl_llm.algos.config import GRPO, VALUE, AlgoConfig, ValueConfig
+from jaxrl_llm.checkpoint.config import CheckpointConfig
 from jaxrl_llm.data.config import ChatConfig, DataConfig, SourceConfig
 from jaxrl_llm.envs.config import EnvConfig
-from jaxrl_llm.learn.optim import LearningRate, OptimConfig
-from jaxrl_llm.learn.routing import RoutingConfig
+from jaxrl_llm.learn.config import LearningRate, OptimConfig, RoutingConfig
 from jaxrl_llm.models.config import LoraConfig, MLAConfig, MoEConfig, RopeConfig, TransformerConfig
 from jaxrl_llm.ranges import CountOrZero, Range, SecondsOrZero
-from jaxrl_llm.report.config import LogConfig
-from jaxrl_llm.report.profiler import profiled_steps
+from jaxrl_llm.report.config import LogConfig, profiled_steps
 from jaxrl_llm.rewards.builtin import REWARDS
 from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig, name_problem
-from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
-from jaxrl_llm.rollout.engine import SamplingConfig
+from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig, SGLangConfig
 from jaxrl_llm.sharding.config import (
     ALL_DEVICES,
     CRITIC,
@@ -179,7 +175,7 @@ class CriticConfig(PlacementConfig):
     """Hugging Face folder or hub name to start from, such as a reward model; "" = the policy's weights."""
     warmup_steps: CountOrZero = 0
     """First steps, in which only the critic is trained."""
-    loss: ValueConfig = field(default_factory=algos.value.Config)
+    loss: ValueConfig = VALUE
     """Value loss of the critic."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-5))
     """Optimizer and learning-rate schedule of the critic."""
@@ -217,7 +213,7 @@ class TrainConfig:
     from the next pass; learning-rate schedules decay over them. 0 = `steps` counts."""
     seed: CountOrZero = 0
     """Seed of weights, data order and sampling."""
-    algo: AlgoConfig = field(default_factory=algos.grpo.Config)
+    algo: AlgoConfig = GRPO
     """Algorithm and its settings; another algorithm: `--algo NAME` or `--algo my_algo.py`."""
     prompts_per_step: Annotated[int, Range(1, 2**20)] = 16
     """Prompts of a step; examples of a step where the algorithm learns from examples (sft)."""
@@ -354,7 +350,7 @@ class TrainConfig:
         row = -(-(self.max_tokens + more) // multiple) * multiple
         tokens = min(self.tokens_per_device, self.score.tokens_per_device or self.tokens_per_device)
         budget = max(tokens * min(shards) // longest, 1) * longest
-        return row if row <= budget else budget
+        return min(row, budget)
 
     @property
     def updates_per_step(self) -> int:

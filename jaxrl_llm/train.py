@@ -7,14 +7,16 @@ when the same command is given again: everything random is a function of (seed, 
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before jax, whose import takes seconds
+import sys
+
+if __name__ == "__main__":  # the recipe is read before jax is imported, which takes seconds
+    from jaxrl_llm.__main__ import main as run_command
     from jaxrl_llm.host.signals import install_handlers
 
-    install_handlers()
+    install_handlers()  # to the end of the interpreter
+    sys.exit(run_command(["train", *sys.argv[1:]]))
 
 import contextlib
-import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -36,7 +38,7 @@ from jaxrl_llm.host.command import run_command
 from jaxrl_llm.host.lock import run_dir_lock
 from jaxrl_llm.host.signals import deferred
 from jaxrl_llm.host.start import start_host
-from jaxrl_llm.host.stop import EXIT_STOPPED, Stop
+from jaxrl_llm.host.stop import Stop
 from jaxrl_llm.host.watch import watched_processes
 from jaxrl_llm.learn.nonfinite import stop_if_nonfinite
 from jaxrl_llm.learn.optim_states import float32_params
@@ -44,10 +46,12 @@ from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.models.lora import trained_state
 from jaxrl_llm.recipe.dump import describe_run, dump
-from jaxrl_llm.recipe.load import ResolvedRecipe, from_command_line
+from jaxrl_llm.recipe.load import ResolvedRecipe
+from jaxrl_llm.report.goodput import PhaseClock
 from jaxrl_llm.report.log import RunLog
 from jaxrl_llm.rollout.sglang.server import Outage
 from jaxrl_llm.structs import Metrics, Params, TrainState
+from jaxrl_llm.tools import train as command
 
 
 class UnsavedError(RunError):
@@ -64,43 +68,53 @@ class Ended(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code; `host.stop` lists them."""
-    return run_command(run_from_command_line, list(sys.argv[1:] if argv is None else argv))
+    return run_command(command.main, list(sys.argv[1:] if argv is None else argv))
 
 
-def run_from_command_line(argv: list[str]) -> int:
-    """Run the recipe of a command line; return the exit code of a run without errors."""
-    return EXIT_STOPPED if execute(from_command_line(argv), argv).reason else 0
-
-
-def execute(resolved: ResolvedRecipe, argv: Sequence[str] = (), reward: Callable | None = None) -> Ended:
+def execute(
+    resolved: ResolvedRecipe,
+    argv: Sequence[str] = (),
+    reward: Callable | None = None,
+    began: float | None = None,
+) -> Ended:
     """Take a run from its newest checkpoint to its export.
 
     Args:
         argv: the command line, for config.json.
         reward: Python function that takes the place of `reward.name`.
+        began: time.perf_counter() at the start of the command; None = now.
 
     Raises:
         UserError: input that cannot work. RunError: a run that cannot continue.
     """
-    start_host()
-    with contextlib.ExitStack() as closing, watched_processes():  # left before anything is closed
-        return execute_together(resolved, argv, reward, closing)
+    with contextlib.closing(PhaseClock("import", began)) as clock:
+        start_host()
+        with contextlib.ExitStack() as closing, watched_processes():  # left before anything is closed
+            return execute_together(resolved, argv, reward, closing, clock)
 
 
 def execute_together(
-    resolved: ResolvedRecipe, argv: Sequence[str], reward: Callable | None, closing: contextlib.ExitStack
+    resolved: ResolvedRecipe,
+    argv: Sequence[str],
+    reward: Callable | None,
+    closing: contextlib.ExitStack,
+    clock: PhaseClock,
 ) -> Ended:
     """Run in every process; `closing` collects the resources to close at the end, with all processes."""
-    began, config, run_dir = time.perf_counter(), resolved.config, Path(resolved.config.run_dir)
+    clock.begin("build")
+    config, run_dir = resolved.config, Path(resolved.config.run_dir)
     closing.enter_context(run_dir_lock(run_dir))
     config = pin_models(config)
     run = build(config, closing, reward)
     closing.enter_context(jax.set_mesh(run.mesh))
+    clock.begin("restore")
     checkpoints = closing.enter_context(contextlib.closing(Checkpointer(config.checkpoint, run_dir)))
     state, start = restore(run, checkpoints)
-    log = RunLog(run_dir, config.log, run.total, start or -1, run.devices, config.profiled, began)
+    clock.begin("loggers")
+    log = RunLog(run_dir, config.log, run.total, start or -1, run.devices, config.profiled, clock)
     closing.enter_context(contextlib.closing(log))
     introduce(log, run, describe_run(run.config, resolved.recipe, list(argv)), start)
+    clock.begin("weights")
     with Stop(config.max_runtime) as stop:
         ended = train(run, checkpoints, log, state, start, stop)
         with deferred("exporting the model, then done"):
@@ -231,7 +245,3 @@ def checkpoint_due(config: TrainConfig, done: int, total: int) -> bool:
 def finite_metrics(metrics: Metrics) -> Metrics:
     """Return the metrics that are finite numbers, for the checkpoint's manifest."""
     return {name: float(x) for name, x in metrics.items() if x is not None and np.isfinite(x)}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

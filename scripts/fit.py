@@ -127,6 +127,8 @@ NOTES = """
   Decoding counts as if each token read the whole cache; a paged cache reads the pages in use, about two
   thirds over a step.
 """
+WRITTEN_BY_HAND = "\n## Compiled work and its floor\n"
+"""Heading of the part of the page that is kept."""
 
 
 def compile_case(case: Case, only: str) -> None:
@@ -171,11 +173,12 @@ def line(case: Case) -> str:
 
 
 def render() -> None:
-    """Write docs/fit.md from the compiled cases."""
+    """Write docs/fit.md from the compiled cases, but for its last part."""
     plans = [json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json"))]
     versions = sorted({", ".join(f"{k} {v}" for k, v in plan["versions"].items()) for plan in plans})
     compiler = f"- Compiled with {'; '.join(versions)}.\n" if versions else "- Nothing is compiled yet.\n"
-    PAGE.write_text(INTRO + "\n".join(map(line, CASES)) + "\n" + NOTES + compiler)
+    _, heading, floors = PAGE.read_text().partition(WRITTEN_BY_HAND) if PAGE.exists() else ("", "", "")
+    PAGE.write_text(INTRO + "\n".join(map(line, CASES)) + "\n" + NOTES + compiler + heading + floors)
 
 
 def main(argv: list[str]) -> None:

@@ -24,7 +24,8 @@ from transformers import (  # noqa: E402
 
 from jaxrl_llm import models  # noqa: E402
 from jaxrl_llm.hf.config import read_config  # noqa: E402
-from jaxrl_llm.rollout.engine import Request, SamplingConfig  # noqa: E402
+from jaxrl_llm.rollout.config import SamplingConfig  # noqa: E402
+from jaxrl_llm.rollout.engine import Request  # noqa: E402
 from jaxrl_llm.rollout.native.engine import NativeEngine, RolloutConfig  # noqa: E402
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh  # noqa: E402
 

@@ -18,7 +18,7 @@ import jaxrl_llm
 from jaxrl_llm import algos
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import ConfigError
-from jaxrl_llm.recipe.checks import check_fields
+from jaxrl_llm.recipe.fields import check_fields
 from jaxrl_llm.recipe.keys import add_missing, iter_fields
 from jaxrl_llm.recipe.load import find_recipe, load_recipe, packaged_recipes, with_algo
 from jaxrl_llm.recipe.overrides import apply_overrides, parse_words, resolve_key, split_arguments

@@ -50,6 +50,9 @@ ALLOWED: dict[str, str | None] = {
     "__main__": ANY,
 }
 """Part of jaxrl_llm -> the other parts it may import. Imports go one way, from the bottom up."""
+
+HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "grain", "numpy", "transformers", "aiohttp"}
+"""Packages whose import takes a tenth of a second or more."""
 TOP = {name for name, allowed in ALLOWED.items() if allowed is ANY}
 
 

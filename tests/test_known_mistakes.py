@@ -19,7 +19,8 @@ from jaxrl_llm.data.config import DataConfig, SourceConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.rollout.engine import Request, SamplingConfig
+from jaxrl_llm.rollout.config import SamplingConfig
+from jaxrl_llm.rollout.engine import Request
 from jaxrl_llm.rollout.native.engine import NativeEngine, RolloutConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.train import main
@@ -136,6 +137,7 @@ def test_supervised_end_tokens_are_learned_where_pad_is_the_end_token():
 # --- counting
 
 
+@pytest.mark.slow
 def test_everything_that_counts_steps_counts_the_same(tmp_path, capsys):
     """Metrics, samples, progress, checkpoints and --steps, over an SFT warm-up and a resumed run.
 

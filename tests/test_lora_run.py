@@ -174,6 +174,7 @@ def test_a_resumed_run_computes_the_fingerprint_once(command, finished, tmp_path
     assert calls == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_a_run_on_a_quantized_base_continues_bit_for_bit(command, kind, tmp_path, capsys):
     """It checkpoints adapters alone, refuses another quantization, and exports the dequantized model."""

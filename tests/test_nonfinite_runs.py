@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from jaxrl_llm.learn.config import OptimConfig
 from jaxrl_llm.learn.nonfinite import NonFiniteError, stop_if_nonfinite
-from jaxrl_llm.learn.optim import OptimConfig
 from jaxrl_llm.learn.stage import Experience
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.report.progress import format_metrics

@@ -1,104 +1,124 @@
-"""Table of the algorithms by name, and the loader of a user's own file (`--algo path/to/my_algo.py`)."""
+"""Table of the algorithms by name, and the loader of a user's own file (`--algo path/to/my_algo.py`).
+
+Imports no jax: names and first lines are for the command line, an algorithm is imported when it is used.
+"""
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 import os
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-from jaxrl_llm.algos import policy_gradient
-from jaxrl_llm.algos.clipped import (
-    dapo,
-    dr_grpo,
-    gdpo,
-    grpo,
-    opo,
-    otb,
-    passk,
-    ppo,
-    reinforce_pp,
-    remax,
-    rloo,
-)
-from jaxrl_llm.algos.contract import AlgoConfig, Algorithm, Divergence, Requirements
-from jaxrl_llm.algos.covariance import clip_cov, kl_cov
-from jaxrl_llm.algos.critic import value
-from jaxrl_llm.algos.distillation import distill, gkd
-from jaxrl_llm.algos.imitation import raft, sft
-from jaxrl_llm.algos.policy_gradient import PolicyConfig
-from jaxrl_llm.algos.preference import cpo, dpo, kto, online_dpo, orpo, simpo
-from jaxrl_llm.algos.resampled import pf_ppo
-from jaxrl_llm.algos.reward_models import prm, reward_model
-from jaxrl_llm.algos.surrogates import (
-    a_star_po,
-    cispo,
-    dppo,
-    dro,
-    gmpo,
-    gpg,
-    gspo,
-    luspo,
-    reinforce,
-    sapo,
-    vespo,
-)
+from jaxrl_llm.algos.config import AlgoConfig, PolicyConfig
+from jaxrl_llm.algos.contract import Algorithm, Divergence, Requirements
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.user_file import explain, import_user_file
 
-ALGOS: dict[str, Algorithm] = {
-    "a_star_po": a_star_po,
-    "cispo": cispo,
-    "clip_cov": clip_cov,
-    "cpo": cpo,
-    "dapo": dapo,
-    "distill": distill,
-    "dpo": dpo,
-    "dppo": dppo,
-    "dr_grpo": dr_grpo,
-    "dro": dro,
-    "gdpo": gdpo,
-    "gkd": gkd,
-    "gmpo": gmpo,
-    "gpg": gpg,
-    "grpo": grpo,
-    "gspo": gspo,
-    "kl_cov": kl_cov,
-    "kto": kto,
-    "luspo": luspo,
-    "online_dpo": online_dpo,
-    "opo": opo,
-    "orpo": orpo,
-    "otb": otb,
-    "passk": passk,
-    "pf_ppo": pf_ppo,
-    "ppo": ppo,
-    "prm": prm,
-    "raft": raft,
-    "reinforce": reinforce,
-    "reinforce_pp": reinforce_pp,
-    "remax": remax,
-    "reward_model": reward_model,
-    "rloo": rloo,
-    "sapo": sapo,
-    "sft": sft,
-    "simpo": simpo,
-    "vespo": vespo,
-}
+
+class Algorithms(Mapping[str, Algorithm]):
+    """Algorithms by name, each imported with its module, and jax, when it is looked up.
+
+    Args:
+        modules: module of jaxrl_llm.algos -> the algorithms that it defines.
+    """
+
+    def __init__(self, modules: dict[str, tuple[str, ...]]):
+        self._modules = {name: module for module, names in modules.items() for name in names}
+
+    def __getitem__(self, name: str) -> Algorithm:
+        return getattr(importlib.import_module(f"{__name__}.{self._modules[name]}"), name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._modules
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._modules))
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def first_line(self, name: str) -> str:
+        """Return the first line of an algorithm's doc, its second argument, from the source of its module."""
+        source = Path(__file__).with_name(f"{self._modules[name]}.py").read_text()
+        for statement in ast.parse(source).body:
+            if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == name:
+                return inspect.cleandoc(ast.literal_eval(statement.value.args[1])).partition("\n")[0]
+        raise AssertionError(f"{self._modules[name]}.py defines no {name}")
+
+
+ALGOS = Algorithms(
+    {
+        "clipped": (
+            "dapo",
+            "dr_grpo",
+            "gdpo",
+            "grpo",
+            "opo",
+            "otb",
+            "passk",
+            "ppo",
+            "reinforce_pp",
+            "remax",
+            "rloo",
+        ),
+        "covariance": ("clip_cov", "kl_cov"),
+        "distillation": ("distill", "gkd"),
+        "imitation": ("raft", "sft"),
+        "preference": ("cpo", "dpo", "kto", "online_dpo", "orpo", "simpo"),
+        "resampled": ("pf_ppo",),
+        "reward_models": ("prm", "reward_model"),
+        "surrogates": (
+            "a_star_po",
+            "cispo",
+            "dppo",
+            "dro",
+            "gmpo",
+            "gpg",
+            "gspo",
+            "luspo",
+            "reinforce",
+            "sapo",
+            "vespo",
+        ),
+    }
+)
+"""The algorithms of `--algo`."""
 _LOADED: dict[str, Algorithm] = {}  # path of a user's file -> its algorithm
+_CRITIC = Algorithms({"critic": ("value",)})
+_KNOWN = ChainMap(_LOADED, ALGOS, _CRITIC)
 
 __all__ = ["ALGOS", "AlgoConfig", "load_algorithm", "of", "requirements", "value", *ALGOS]
+
+
+def __getattr__(name: str) -> Algorithm:
+    if name in _KNOWN:
+        return _KNOWN[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def of(config: AlgoConfig) -> Algorithm:
     """Return the algorithm whose settings these are."""
     assert is_known(config), f"{config}: of no algorithm; make it with NAME.Config(...)"
-    return {**ALGOS, value.name: value, **_LOADED}[config.algorithm]
+    return _KNOWN[config.algorithm]
 
 
 def is_known(config: AlgoConfig) -> bool:
     """Return whether these are settings of an algorithm, as NAME.Config(...) makes them."""
-    return config.algorithm in {**ALGOS, value.name: value, **_LOADED}
+    return config.algorithm in _KNOWN
+
+
+def first_line(config: AlgoConfig) -> str:
+    """Return the first line of the doc of the algorithm whose settings these are."""
+    for table in (ALGOS, _CRITIC):
+        if config.algorithm in table:
+            return table.first_line(config.algorithm)
+    return of(config).doc.partition("\n")[0]
 
 
 def requirements(config: AlgoConfig) -> Requirements:
@@ -172,7 +192,11 @@ _PROPERTIES = {
 
 def _properties(config: AlgoConfig) -> Requirements:
     """Return the requirements that a Config states in properties."""
-    base = policy_gradient.requires(config) if isinstance(config, PolicyConfig) else Requirements()
+    base = Requirements()
+    if isinstance(config, PolicyConfig):
+        from jaxrl_llm.algos.policy_gradient import requires  # imports jax
+
+        base = requires(config)
     stated = {field: getattr(config, name) for name, field in _PROPERTIES.items() if hasattr(config, name)}
     if getattr(config, "bypass_old", False):
         stated["old_source"] = "rollout"

@@ -13,13 +13,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm.algos.contract import AlgoConfig
+from jaxrl_llm.algos.config import AlgoConfig, Scale
 from jaxrl_llm.algos.correction import importance_weights
 from jaxrl_llm.algos.returns import gae, optimal_token_baseline, return_to_go
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.structs import Rollouts
-
-Scale = Literal["std", "population_std", "batch_std", "none"]
 
 
 class GroupMoments(NamedTuple):
@@ -228,10 +226,6 @@ def decoupled(
     return each @ jnp.asarray(weights or (1.0,) * number, components.dtype)
 
 
-Advantage = Literal[
-    "gae", "grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo", "gpg",
-    "gpg_rewards", "passk", "otb", "otb_tail", "gdpo", "optimal_value", "reward",
-]  # fmt: skip
 WHITENED = {"gae", "reinforce_pp", "reinforce_pp_baseline", "gdpo"}  # by their definition
 
 

@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jaxrl_llm.algos.config import GRPO, ClippedConfig, PolicyConfig
 from jaxrl_llm.algos.correction import correct
 from jaxrl_llm.algos.critic import value_loss
 from jaxrl_llm.algos.kl import kl, log_ratio
-from jaxrl_llm.algos.policy_gradient import PolicyConfig, policy_algorithm
+from jaxrl_llm.algos.policy_gradient import policy_algorithm
 from jaxrl_llm.algos.reduce import aggregate, token_mean
-from jaxrl_llm.ranges import Positive, Range
 from jaxrl_llm.structs import LossInputs, Metrics
-
-Bound = Annotated[float, Range(0.0, math.inf)]
-"""Distance of a ratio or log-ratio from 1 or 0; inf = no bound."""
-
-
-@dataclass(frozen=True)
-class ClippedConfig(PolicyConfig):
-    """Options of the clipped loss."""
-
-    clip_low: Bound = 0.2
-    """The ratio may fall to 1 - clip_low."""
-    clip_high: Bound = 0.2
-    """The ratio may rise to 1 + clip_high (DAPO: 0.28)."""
-    dual_clip: Annotated[float, Range(1.0, math.inf, open_low=True, usual="3 is usual")] | None = None
-    """Bound on the ratio where the advantage is negative (3.0 is usual); None = none."""
-    loss_cap: Positive | None = None
-    """Bound on the loss of every token (ChatLearn: 3.0); None = none."""
 
 
 def clipped_loss(inputs: LossInputs, config: ClippedConfig) -> tuple[Float[Array, ""], Metrics]:
@@ -109,7 +89,7 @@ grpo = policy_algorithm(
     A = (r - mean of the group) / (std of the group + 1e-6), the same for all tokens of a response;
     loss = mean over responses of the mean over tokens of max(-A r_t, -A clip(r_t)) + kl_coef k3.
     ChatLearn divides by the population std; veRL averages over tokens.""",
-    ClippedConfig(aggregation="sequence", kl_coef=0.04),
+    GRPO,
     clipped_loss,
 )
 

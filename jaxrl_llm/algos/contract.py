@@ -20,20 +20,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, get_args
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-import numpy as np
-from jax import Array
+from jaxrl_llm.algos.config import AlgoConfig, AlgorithmName
 
-from jaxrl_llm.structs import LossInputs, Metrics, Rollouts
+if TYPE_CHECKING:  # structs imports jax
+    import numpy as np
+
+    from jaxrl_llm.structs import LossInputs, Metrics, Rollouts
 
 Input = Literal["rollouts", "tokens", "pairs", "labels"]
 OldSource = Literal["auto", "policy", "rollout"]
-
-
-class AlgorithmName(str):
-    """Key of an algorithm in ALGOS, or the path of a user's file; no option of the command line."""
 
 
 class Divergence(NamedTuple):
@@ -80,32 +78,6 @@ class Requirements:
     """Folders of the teachers' weights."""
     divergence: Divergence | None = None
     """Divergence from the teachers' whole distributions; None = not computed."""
-
-
-@dataclass(frozen=True)
-class AlgoConfig:
-    """Base of every algorithm's Config."""
-
-    algorithm: AlgorithmName = field(default=AlgorithmName(""), kw_only=True)
-    """Name of the algorithm whose settings these are; `Algorithm` sets it."""
-
-    @property
-    def initial_kl_coef(self) -> float:
-        """Coefficient that the KL controller starts with."""
-        return 0.0
-
-    def next_kl_coef(self, kl_coef: Array, metrics: Metrics, num_sequences: Array) -> Array:
-        """Return the KL controller's coefficient after an update with these metrics."""
-        return kl_coef
-
-    @property
-    def initial_entropy_coef(self) -> tuple[float, float] | None:
-        """State that the entropy controller starts with: (coefficient, applied); None = there is none."""
-        return None
-
-    def next_entropy_coef(self, coef: Array, metrics: Metrics) -> Array:
-        """Return the entropy controller's state after an update with these metrics."""
-        return coef
 
 
 def _policy_alone(config: AlgoConfig) -> Requirements:

@@ -8,69 +8,15 @@ per sequence, so that micro-batches add up; the one number of a batch, its mean 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrl_llm.algos.config import Correction
 from jaxrl_llm.algos.kl import MAX_LOG_RATIO, log_ratio
 from jaxrl_llm.algos.reduce import aggregate, sequence_sum, token_mean
-from jaxrl_llm.ranges import Range, Unbounded
 from jaxrl_llm.structs import LossInputs, Metrics
-
-Rule = Literal[
-    "token_k1", "token_k2", "token_k3", "token_tv", "token_binary_kl",
-    "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
-    "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_mean_tv", "seq_mean_binary_kl",
-    "seq_max_k2", "seq_max_k3",
-]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Correction:
-    """Options of importance weights and rejection for the gap between rollout and trainer.
-
-    Usual settings: truncated importance sampling (TIS) is weight "token", cap 2; IcePop is weight "token",
-    floor 0.5, cap 5, outside "zero"; a sequence mask is weight "token", cap inf, reject seq_mean_k1.
-    """
-
-    weight: Literal["none", "token", "sequence"] = "none"
-    """Weigh the policy loss by exp(old - rollout), of each token or its product over the sequence."""
-    cap: Annotated[float, Range(0.0, math.inf, open_low=True)] = 2.0
-    """Largest weight."""
-    floor: Annotated[float, Range(0.0, 1e6)] = 0.0
-    """Smallest weight."""
-    outside: Literal["clip", "zero"] = "clip"
-    """Clip a weight outside [floor, cap] to the bound, or set it to 0 (IcePop, masked sampling)."""
-    of: Literal["old", "policy"] = "old"
-    """Numerator of the ratio: the policy before this step's updates, or the present one (RL2)."""
-    normalize: bool = False
-    """Divide by the mean weight of the step's tokens (of its sequences, for weight "sequence")."""
-    reject: tuple[tuple[Rule, Unbounded, Unbounded], ...] = ()
-    """Rules, lowest and highest value allowed: tokens or sequences that break one have weight 0.
-    Nats; for k1 a ratio rollout / old, for tv a probability. Such as token_k1 0.8 1.25 seq_mean_k3 0 0.02."""
-
-    reject_only: Literal["all", "negative"] = "all"
-    """Apply `reject` to all tokens, or only where the advantage is negative. The off-policy sequence mask of
-    DeepSeek-V3.2 (arXiv 2512.02556) is of "policy", reject seq_mean_k1 0.001 exp(delta), negative."""
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, what is wrong with it) of rules across fields."""
-        if not self.floor < self.cap:
-            yield "floor", f"is {self.floor:g}: it must be below cap, {self.cap:g}."
-        for rule, low, high in self.reject:
-            if not low < high or (rule.endswith("k1") and low <= 0):
-                yield (
-                    "reject",
-                    f"has {rule} {low:g} {high:g}: it must have the lower bound first; above 0 for k1.",
-                )
-
-    @property
-    def active(self) -> bool:
-        return self.weight != "none" or bool(self.reject)
 
 
 def importance_weights(

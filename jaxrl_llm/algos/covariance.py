@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxrl_llm.algos.clipped import ClippedConfig, clip, policy_loss
+from jaxrl_llm.algos.clipped import clip, policy_loss
+from jaxrl_llm.algos.config import ClippedConfig, PolicyConfig
 from jaxrl_llm.algos.kl import kl, log_ratio
-from jaxrl_llm.algos.policy_gradient import PolicyConfig, policy_algorithm
+from jaxrl_llm.algos.policy_gradient import policy_algorithm
 from jaxrl_llm.algos.reduce import masked_sum
 from jaxrl_llm.ranges import Fraction, Unbounded, Weight
 from jaxrl_llm.structs import LossInputs, Metrics

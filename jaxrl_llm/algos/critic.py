@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxrl_llm.algos.contract import AlgoConfig, Algorithm, Requirements
-from jaxrl_llm.algos.reduce import Aggregation, aggregate, token_mean
-from jaxrl_llm.ranges import Positive
+from jaxrl_llm.algos.config import VALUE, ValueConfig
+from jaxrl_llm.algos.contract import Algorithm, Requirements
+from jaxrl_llm.algos.reduce import aggregate, token_mean
 from jaxrl_llm.structs import LossInputs, Metrics
-
-
-@dataclass(frozen=True)
-class ValueConfig(AlgoConfig):
-    """Options of a critic."""
-
-    value_clip: Positive | None = 0.5
-    """Clip values to old value +- this; None = no clipping."""
-    factor: Positive = 0.5
-    """Weight of the squared error (RL2: 1)."""
-    aggregation: Aggregation = "token"
-    """Aggregation of token losses: token, sequence (mean of means), sequence_sum."""
 
 
 def value_loss(
@@ -64,7 +50,7 @@ value = Algorithm(
 
     loss = factor max((V - R)^2, (clip(V, old +- clip) - R)^2), R the returns.""",
     "rollouts",
-    ValueConfig(),
+    VALUE,
     critic_loss,
     requires=lambda config: Requirements(policy=False, values=True),
 )

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxrl_llm.algos.advantages import group_advantages
-from jaxrl_llm.algos.clipped import Bound, ClippedConfig, clip
-from jaxrl_llm.algos.contract import AlgoConfig, Algorithm, Divergence, Requirements
+from jaxrl_llm.algos.clipped import clip
+from jaxrl_llm.algos.config import Aggregation, AlgoConfig, Bound, ClippedConfig
+from jaxrl_llm.algos.contract import Algorithm, Divergence, Requirements
 from jaxrl_llm.algos.kl import log_ratio
-from jaxrl_llm.algos.reduce import Aggregation, aggregate, token_mean
+from jaxrl_llm.algos.reduce import aggregate, token_mean
 from jaxrl_llm.ranges import CountOrZero, Fraction, Positive, Weight
 from jaxrl_llm.structs import LossInputs, Metrics, Rollouts
 

@@ -9,8 +9,9 @@ from typing import Annotated
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxrl_llm.algos.contract import AlgoConfig, Algorithm
-from jaxrl_llm.algos.reduce import Aggregation, aggregate
+from jaxrl_llm.algos.config import Aggregation, AlgoConfig
+from jaxrl_llm.algos.contract import Algorithm
+from jaxrl_llm.algos.reduce import aggregate
 from jaxrl_llm.ranges import Count, Range
 from jaxrl_llm.structs import LossInputs, Metrics, Rollouts
 

@@ -1,14 +1,13 @@
-"""Log-ratios, estimators of KL(policy || reference) from sampled tokens, and the KL controller."""
+"""Log-ratios, estimators of KL(policy || reference) from sampled tokens, the KL and entropy controllers."""
 
 from __future__ import annotations
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-Estimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+"]
+from jaxrl_llm.algos.config import Estimator
+
 MAX_LOG_RATIO = 20.0  # nats
 
 
@@ -69,3 +68,15 @@ def next_kl_coef(
     """
     error = jnp.clip(measured / target - 1.0, -0.2, 0.2)
     return jnp.asarray(coef * (1.0 + error * num_samples / horizon), jnp.float32)
+
+
+def next_entropy_coef(
+    coef: Float[Array, ""] | float, low: Bool[Array, ""] | bool, delta: float, largest: float
+) -> Float[Array, "2"]:
+    """Return the entropy controller's (coefficient, applied) of Skywork-OR1 (arXiv 2505.22312).
+
+    The coefficient rises by delta after an update of low entropy and falls after others, between 0 and
+    `largest`; after the others it is not applied.
+    """
+    new = jnp.clip(coef + jnp.where(low, delta, -delta), 0.0, largest)
+    return jnp.stack([new, jnp.where(low, new, 0.0)])

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxrl_llm.algos.contract import AlgoConfig, Algorithm, Requirements
+from jaxrl_llm.algos.config import AlgoConfig
+from jaxrl_llm.algos.contract import Algorithm, Requirements
 from jaxrl_llm.algos.pair_losses import (
     OF_DIFFERENCE,
     PAIR_LOSSES,

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxrl_llm.algos.config import Aggregation
 from jaxrl_llm.structs import LossInputs
-
-Aggregation = Literal["token", "sequence", "sequence_sum", "constant", "token_sum"]
 
 
 def masked_sum(x: Float[Array, "..."], mask: Float[Array, "..."]) -> Float[Array, ""]:

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 import numpy as np
 
-from jaxrl_llm.algos.clipped import ClippedConfig, clipped_loss
+from jaxrl_llm.algos.clipped import clipped_loss
+from jaxrl_llm.algos.config import ClippedConfig
 from jaxrl_llm.algos.policy_gradient import policy_algorithm, select
 from jaxrl_llm.ranges import Range
 from jaxrl_llm.structs import Rollouts

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-Gaps = Literal["skip", "zero"]
+from jaxrl_llm.algos.config import Gaps
+
 Whitening = Literal["unbiased", "biased"]
 
 

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxrl_llm.algos.contract import AlgoConfig, Algorithm, Requirements
+from jaxrl_llm.algos.config import Aggregation, AlgoConfig
+from jaxrl_llm.algos.contract import Algorithm, Requirements
 from jaxrl_llm.algos.pair_losses import Pair, over_pairs, pair_means, sigmoid_loss
 from jaxrl_llm.algos.preference import Smoothing, pair_metrics
-from jaxrl_llm.algos.reduce import Aggregation, aggregate, segment_sums, token_mean
+from jaxrl_llm.algos.reduce import aggregate, segment_sums, token_mean
 from jaxrl_llm.ranges import Weight
 from jaxrl_llm.structs import LossInputs, Metrics
 

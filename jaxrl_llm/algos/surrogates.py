@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxrl_llm.algos.clipped import Bound, ClippedConfig, clip, policy_loss
+from jaxrl_llm.algos.clipped import clip, policy_loss
+from jaxrl_llm.algos.config import Aggregation, Bound, ClippedConfig, Old, PolicyConfig
 from jaxrl_llm.algos.kl import MAX_LOG_RATIO, log_ratio
-from jaxrl_llm.algos.policy_gradient import Old, PolicyConfig, policy_algorithm, requires
-from jaxrl_llm.algos.reduce import Aggregation, sequence_mean, sequence_sum
+from jaxrl_llm.algos.policy_gradient import policy_algorithm, requires
+from jaxrl_llm.algos.reduce import sequence_mean, sequence_sum
 from jaxrl_llm.ranges import Positive, Range, Weight
 from jaxrl_llm.structs import LossInputs, Metrics
 

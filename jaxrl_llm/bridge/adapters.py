@@ -197,7 +197,7 @@ class AdapterPublisher:
 
     def __init__(self, publisher: Publisher, dtype: str):
         self.publisher, self.dtype, self.problem = publisher, dtype, publisher.problem
-        self.pool, self.score = publisher.pool, publisher.score
+        self.pool, self.score, self.tolerance = publisher.pool, publisher.score, publisher.tolerance
         self.base: str = publisher.on_first(lambda: PREFIX + uuid.uuid4().hex[:8])
         self._push: Push | None = None  # of the base; each publish starts it anew
         self._test: Adapter | None = None
@@ -238,7 +238,7 @@ class AdapterPublisher:
         for size in TEST_SIZES:
             changed = with_random_b(params, size)
             probe = publisher.make_probe(changed, self.base, name)
-            if np.abs(probe.expected - plain).mean() > TEST_EFFECT * publisher.tolerance:
+            if np.abs(probe.expected - plain).mean() > TEST_EFFECT * self.tolerance:
                 break
         return prepare_adapter(changed, self.dtype, name, probe)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +12,13 @@ import numpy as np
 from jaxrl_llm import models
 from jaxrl_llm.bridge.push import Part
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.hf.export import export_config
+from jaxrl_llm.hf.export import export_tensors
 from jaxrl_llm.hf.gather import gather_tensors, group_by_size
-from jaxrl_llm.hf.names import HFTensor, hf_tensors, stored_dtype
+from jaxrl_llm.hf.names import Encode, HFTensor, stored_dtype, tensor_bytes
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.structs import Params
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2}
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}
 MAX_SHOWN = 8  # names in an error
 
 
@@ -40,12 +39,13 @@ class WeightSource:
     """Buckets of a model's weights; a value head, which serves training alone, is not among them.
 
     Args:
-        dtype: "float32" or "bfloat16", of what is sent; tensors that stay float32 are buckets of their own.
+        dtype: "float32" or "bfloat16", of what is sent; tensors of another type are buckets of their own.
         limit: bytes of a bucket; a larger tensor is a bucket of its own.
+        encode: of tensors that are not sent in `dtype`; None = all are.
     """
 
-    def __init__(self, config: TransformerConfig, dtype: str, limit: int):
-        self.tensors = [t for t in hf_tensors(export_config(config)) if t.name != "score.weight"]
+    def __init__(self, config: TransformerConfig, dtype: str, limit: int, encode: Encode | None = None):
+        self.tensors = [t for t in export_tensors(config, encode) if t.name != "score.weight"]
         self.dtype = dtype
         self.groups = [
             group
@@ -102,5 +102,4 @@ class WeightSource:
             yield Part(content, self._num_bytes(tensors), i == len(self.groups) - 1)
 
     def _num_bytes(self, tensors: list[HFTensor]) -> int:
-        itemsize = ITEMSIZE[stored_dtype(tensors[0], self.dtype)]
-        return itemsize * sum(math.prod(tensor.shape) for tensor in tensors)
+        return sum(tensor_bytes(tensor, self.dtype) for tensor in tensors)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm.bridge import adapters
+from jaxrl_llm.bridge import adapters, fp8
 from jaxrl_llm.bridge.buckets import WeightSource
 from jaxrl_llm.bridge.probe import make_score, tolerance_of
 from jaxrl_llm.bridge.push import Problem, Publisher, WeightTransport
@@ -78,14 +78,19 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing, store
     model = dataclasses.replace(model, value_head=False)  # servers have no use for it
     base = lora.base_config(model)
     rollout, sglang, run_dir = config.rollout, config.sglang, Path(config.run_dir)
-    source = WeightSource(base, rollout.dtype, sglang.bucket_bytes)
     if stored is not None:
-        _check_names(source, base, stored)
+        _check_names(WeightSource(base, rollout.dtype, sglang.bucket_bytes), base, stored)
+    eight_bits, encode, served = sglang.quantization == "fp8", None, None
+    if eight_bits:
+        fp8.check_architecture(base)
+        encode = fp8.quantized_tensors
+        served = functools.partial(fp8.rounded_params, dtype=rollout.dtype)
+    source = WeightSource(base, rollout.dtype, sglang.bucket_bytes, encode)
     local = rollout.launch > 0
     folder = closing.enter_context(weight_folder(run_dir, sglang.folder, local, source.num_bytes))
-    transport = _transport(sglang, source, DiskTransport(folder, rollout.dtype, tokenizer))
+    transport = _transport(sglang, source, DiskTransport(folder, rollout.dtype, tokenizer, encode))
     pool, wait_until_ready, routes = None, lambda: None, config.routing.replay == "rollout"
-    flags, problem = _requirements(model, rollout, routes)
+    flags, problem = _requirements(model, rollout, routes, eight_bits)
     if jax.process_index() == 0:
         processes = None
         if rollout.launch:
@@ -101,8 +106,8 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing, store
         transport,
         sglang.pause,
         model,
-        tolerance_of(rollout.dtype, sglang.probe_tolerance),
-        make_score(model, rollout.dtype, mesh),
+        tolerance_of("fp8" if eight_bits else rollout.dtype, sglang.probe_tolerance),
+        make_score(model, rollout.dtype, mesh, served),
         on_first,
         wait_until_ready,
         problem,
@@ -113,9 +118,9 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing, store
 
 
 def _requirements(
-    model: TransformerConfig, rollout: RolloutConfig, routes: bool
+    model: TransformerConfig, rollout: RolloutConfig, routes: bool, eight_bits: bool
 ) -> tuple[list[str], Problem]:
-    """Return the flags that servers need for adapters and routes, and the check that they have them."""
+    """Return the flags that servers need for adapters, routes and fp8, and the check that they have them."""
     flags: list[str] = []
     problems: list[Problem] = []
     if model.lora:
@@ -125,6 +130,9 @@ def _requirements(
     if routes:
         flags.append(ROUTES_FLAG)
         problems.append(routes_problem)
+    if eight_bits:
+        flags += fp8.FLAGS
+        problems.append(fp8.quantization_problem)
     return flags, lambda info: next(filter(None, (problem(info) for problem in problems)), "")
 
 

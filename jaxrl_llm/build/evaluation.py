@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import algos
-from jaxrl_llm.algos.contract import AlgoConfig
+from jaxrl_llm.algos.config import AlgoConfig
 from jaxrl_llm.config import GENERATIVE, TrainConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.rows import Example, RowError

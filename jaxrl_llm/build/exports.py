@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxrl_llm import algos, models
-from jaxrl_llm.checkpoint.state import CheckpointConfig
+from jaxrl_llm.checkpoint.config import CheckpointConfig
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.export import check_export_folder, save_model

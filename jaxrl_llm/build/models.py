@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm import algos, models
-from jaxrl_llm.algos.contract import AlgoConfig, old_logprobs
+from jaxrl_llm.algos.config import AlgoConfig
+from jaxrl_llm.algos.contract import old_logprobs
 from jaxrl_llm.build.sizes import derived
 from jaxrl_llm.config import ModelConfig, TrainConfig
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
@@ -24,9 +25,10 @@ from jaxrl_llm.hf.load import PRETRAINED, PretrainedModels
 from jaxrl_llm.hf.names import INTERLEAVED
 from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.hf.tokenizer import has_tokenizer, load_tokenizer, vocabulary_difference
+from jaxrl_llm.learn.config import OptimConfig, RoutingConfig
 from jaxrl_llm.learn.learner import Learner
-from jaxrl_llm.learn.optim import OptimConfig, make_optimizer
-from jaxrl_llm.learn.routing import Replay, RoutingConfig
+from jaxrl_llm.learn.optim import make_optimizer
+from jaxrl_llm.learn.routing import Replay
 from jaxrl_llm.learn.scoring import ScoringModel
 from jaxrl_llm.learn.stage import Stage, loss_signals
 from jaxrl_llm.learn.update import StepConfig

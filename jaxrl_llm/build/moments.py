@@ -19,8 +19,8 @@ from jaxrl_llm.checkpoint.state import is_moment_path, load_arrays
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host.processes import on_first, print_on_first
+from jaxrl_llm.learn.config import OptimConfig
 from jaxrl_llm.learn.learner import Learner
-from jaxrl_llm.learn.optim import OptimConfig
 from jaxrl_llm.learn.optim_states import EmaState, MasterState
 from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.models import lora

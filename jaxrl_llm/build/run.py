@@ -34,7 +34,9 @@ from jaxrl_llm.build.models import (
 from jaxrl_llm.build.moments import adopt_moments, check_initial_moments, restart_moments
 from jaxrl_llm.build.placement import make_meshes
 from jaxrl_llm.build.push import push_run
+from jaxrl_llm.build.reference import abstract_reference, own_reference
 from jaxrl_llm.build.sizes import with_prefixes
+from jaxrl_llm.build.warm_up import compile_stages
 from jaxrl_llm.config import GENERATIVE, TrainConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.rows import Example
@@ -47,7 +49,7 @@ from jaxrl_llm.experience.rollouts import RolloutSource
 from jaxrl_llm.experience.score import Scorer, reward_sample
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.hub import check_repository
-from jaxrl_llm.hf.load import PRETRAINED, load_params
+from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.peft import load_adapter
 from jaxrl_llm.hf.tokenizer import generation_end_ids
 from jaxrl_llm.host.memory import check_host_memory
@@ -64,7 +66,7 @@ from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.keys import Purpose, run_key
 from jaxrl_llm.sharding.config import POLICY, REFERENCE, ROLLOUT_ENGINE, reward_role
-from jaxrl_llm.sharding.rules import HOST, TRAIN, bytes_per_device, with_shardings
+from jaxrl_llm.sharding.rules import HOST, TRAIN, bytes_per_device
 from jaxrl_llm.structs import Params, TrainState
 from jaxrl_llm.user_file import expand_home
 
@@ -224,6 +226,8 @@ def build(config: TrainConfig, closing: contextlib.ExitStack, reward: Callable |
         resident = resident_bytes(config, stages[-1], meshes)
         engine = make_engine(config, model, meshes, tokenizer, ends, closing, folder, resident)
         scorer = Scorer(rewards, load_reward_models(config, stages[-1].policy.config, meshes, tokenizer))
+    if config.rollout.warm_up:
+        compile_stages(stages, abstract_reference(config, stages[-1], meshes))
     if stages[0] is not stages[-1]:
         examples = config.warm_start.examples_per_step
         stages[0].source = DatasetSource(loaders["warm_start"], examples, stages[0].policy.algo)
@@ -332,9 +336,4 @@ def reference_bytes(
     config: TrainConfig, stage: Stage, mesh: Mesh, devices: Collection[jax.Device] | None = None
 ) -> int:
     """Return the bytes of the frozen reference that belong to one device, of `devices` if they are given."""
-    cast, model = functools.partial(models.cast, dtype=config.model.dtype), stage.policy.model
-    if config.reference.path:
-        model = PRETRAINED.config(config.reference.path)
-    shapes = jax.eval_shape(cast, models.abstract(model))
-    shardings = models.shardings(model, mesh, TRAIN)
-    return bytes_per_device(with_shardings(shapes, shardings), devices=devices)
+    return bytes_per_device(own_reference(config, stage, mesh), devices=devices)

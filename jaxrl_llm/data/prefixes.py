@@ -66,11 +66,11 @@ def trees(sequences: Sequence[PackItem], groups: Sequence[Sequence[int]], row_le
         context = context_tokens(sequences[groups[i][0]]) - 1
         if shared[i] and 2 * shared[i] >= context and size <= row_length:
             sizes[first], ends[first], starts[ends[i]] = size, ends[i], first
-    trees, start = [], 0
+    joined, start = [], 0
     while start < len(groups):
-        trees.append([index for members in groups[start : ends[start] + 1] for index in members])
+        joined.append([index for members in groups[start : ends[start] + 1] for index in members])
         start = ends[start] + 1
-    return trees
+    return joined
 
 
 def places_of(sequences: Sequence[PackItem], members: Sequence[int], share: bool) -> list[Place]:

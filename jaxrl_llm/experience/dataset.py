@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxrl_llm import algos
-from jaxrl_llm.algos.contract import AlgoConfig
+from jaxrl_llm.algos.config import AlgoConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.learn.stage import Experience, Timer

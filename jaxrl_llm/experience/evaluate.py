@@ -22,7 +22,8 @@ from jaxrl_llm.experience.score import Scorer, verify
 from jaxrl_llm.experience.win_rate import WinRate, eval_rows, source_name, win_rate_metrics
 from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.rewards.extract import find_answer, last_number
-from jaxrl_llm.rollout.engine import Engine, SamplingConfig
+from jaxrl_llm.rollout.config import SamplingConfig
+from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.structs import Metrics, Outcome, Params, TrainState, Trajectory
 
 ReferenceParams = Callable[[], Params | None]

@@ -9,7 +9,6 @@ from jaxrl_llm.experience.rollouts import RolloutSource
 from jaxrl_llm.experience.score import group_by_prompt
 from jaxrl_llm.learn.routing import reads_logits
 from jaxrl_llm.learn.stage import Experience, Stage, policy_scores
-from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.flops import sequence_flops, training_flops
 from jaxrl_llm.rollout.native.asynchronous import AsynchronousEngine
 from jaxrl_llm.rollout.native.engine import NativeEngine
@@ -66,18 +65,18 @@ def generation_flops(stage: Stage, experience: Experience) -> float:
 
 def scoring_flops(stage: Stage, items: Sequence[PackItem], reference: Params | None) -> float:
     """Return the FLOPs of `Stage.score`."""
-    policy, critic, forward = stage.policy, stage.critic, _distinct(sequence_flops, stage, [items])
+    policy, critic, distinct = stage.policy, stage.critic, _distinct(stage, [items])
     total = 0.0
     if outputs := policy_scores(stage.requires, policy.config):
-        total += forward(policy.model, reads_logits(outputs))
+        total += distinct(sequence_flops, policy.model, reads_logits(outputs))
     if critic and stage.updates_critic:
-        total += forward(critic.model, False)
+        total += distinct(sequence_flops, critic.model, False)
     if stage.requires.reference and stage.teachers:
         for index, teacher in enumerate(stage.teachers):
             chosen = [i for i in items if round(float(i.signals["labels"][0])) == index]
-            total += _distinct(sequence_flops, stage, [chosen])(teacher.config)
+            total += _distinct(stage, [chosen])(sequence_flops, teacher.config)
     elif reference is not None and isinstance(stage.source, RolloutSource):
-        total += forward(reference.config)
+        total += distinct(sequence_flops, reference.config)
     elif reference is not None:
         total += sequence_flops(reference.config, stage.reference_cache.computed)
     return total
@@ -85,26 +84,20 @@ def scoring_flops(stage: Stage, items: Sequence[PackItem], reference: Params | N
 
 def learning_flops(stage: Stage, minibatches: Sequence[Sequence[PackItem]], step: int) -> float:
     """Return the FLOPs of `Stage.update`, with those of the teachers that the loss reads."""
-    forward = _distinct(sequence_flops, stage, minibatches)
-    training = _distinct(training_flops, stage, minibatches)
-    total = 0.0
+    distinct, total = _distinct(stage, minibatches), 0.0
     if stage.critic and stage.updates_critic:
-        total += training(stage.critic.model, False)
+        total += distinct(training_flops, stage.critic.model, False)
     if not stage.critic or step >= stage.critic_warmup:
-        total += training(stage.policy.model, stage.requires.policy)
+        total += distinct(training_flops, stage.policy.model, stage.requires.policy)
         if stage.policy.config.balance_coef:  # loads before the update
-            total += forward(stage.policy.model, False)
+            total += distinct(sequence_flops, stage.policy.model, False)
         if stage.requires.divergence:
-            total += sum(forward(teacher.config) for teacher in stage.teachers)
+            total += sum(distinct(sequence_flops, teacher.config) for teacher in stage.teachers)
     return total
 
 
-def _distinct(
-    flops: Callable[[TransformerConfig, list[int], bool], float],
-    stage: Stage,
-    minibatches: Sequence[Sequence[PackItem]],
-) -> Callable[..., float]:
-    """Return (model, logits) -> `flops` of the items, tokens that rows have once for several counted once."""
+def _distinct(stage: Stage, minibatches: Sequence[Sequence[PackItem]]) -> Callable[..., float]:
+    """Return (flops, model, logits) -> FLOPs of the items, each token of a row counted once."""
     lengths = [len(item.tokens) for items in minibatches for item in items]
     shared = [length for items in minibatches for length in stage.policy.shared_tokens(items)]
-    return lambda c, logits=True: flops(c, lengths, logits) - flops(c, shared, logits)
+    return lambda flops, c, logits=True: flops(c, lengths, logits) - flops(c, shared, logits)

@@ -12,13 +12,15 @@ import jax
 import numpy as np
 
 from jaxrl_llm import algos
-from jaxrl_llm.algos.contract import AlgoConfig, Requirements
+from jaxrl_llm.algos.config import AlgoConfig
+from jaxrl_llm.algos.contract import Requirements
 from jaxrl_llm.data.loader import Loader, Prompt
 from jaxrl_llm.data.packing import from_trajectory
 from jaxrl_llm.envs.load import Conversations
 from jaxrl_llm.experience.score import Scorer, group_by_prompt, has_variance, statistics
 from jaxrl_llm.learn.stage import Experience, Timer
-from jaxrl_llm.rollout.engine import Engine, PartialResponse, Pending, Request, SamplingConfig
+from jaxrl_llm.rollout.config import SamplingConfig
+from jaxrl_llm.rollout.engine import Engine, PartialResponse, Pending, Request
 from jaxrl_llm.rollout.keys import weight_noise_key
 from jaxrl_llm.rollout.partial import pack_responses, unpack_responses
 from jaxrl_llm.structs import Metrics, Outcome, Params, Trajectory

@@ -20,7 +20,7 @@ from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.hf.config import to_hf_config
 from jaxrl_llm.hf.folder import INDEX, SINGLE, shorten_names
 from jaxrl_llm.hf.gather import gather_checked, group_by_size, stacked_runs
-from jaxrl_llm.hf.names import HFTensor, hf_tensors, stored_dtype
+from jaxrl_llm.hf.names import Encode, HFTensor, hf_tensors, stored_dtype
 from jaxrl_llm.hf.tokenizer import generation_config, save_tokenizer, special_ids
 from jaxrl_llm.host.files import sync_to_disk, write_json
 from jaxrl_llm.host.processes import on_first
@@ -28,6 +28,7 @@ from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.structs import Params
 
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_STORED = DTYPES | {"float8_e4m3fn": "F8_E4M3"}
 _MAX_STACK = 2**30
 """Bytes of a layer's experts that are gathered at once; a larger stack is gathered in pieces."""
 _EXPORTED = {
@@ -44,6 +45,7 @@ def save_model(
     tokenizer: Any = None,
     dtype: str = "bfloat16",
     max_shard_bytes: int = 4 * 2**30,
+    encode: Encode | None = None,
 ) -> Path:
     """Write the folder that `transformers` and this project load; an earlier export there is replaced.
 
@@ -58,6 +60,7 @@ def save_model(
         tokenizer: of transformers; None = weights and config only.
         dtype: of the weights in the files.
         max_shard_bytes: of a file; a larger tensor gets a file of its own.
+        encode: of tensors that are not in `dtype`; None = all are.
 
     Raises:
         UserError: unknown dtype, a config the family cannot express, no space on the disk, or a folder that
@@ -70,7 +73,8 @@ def save_model(
         raise UserError(f"export: dtype={dtype!r} is not supported; supported: {', '.join(DTYPES)}")
     config = export_config(config)
     raw = _raw(config, dtype, tokenizer)
-    shards = plan_files(hf_tensors(config), jnp.dtype(dtype).itemsize, max_shard_bytes)
+    tensors = export_tensors(config, encode)
+    shards = plan_files(tensors, jnp.dtype(dtype).itemsize, max_shard_bytes)
     files = {name: tensors for name, tensors, _ in shards}
     write_folder(params, folder, files, dtype, lambda path: write_description(path, raw, shards, tokenizer))
     return folder
@@ -133,6 +137,12 @@ def save_description(
 def export_config(config: TransformerConfig) -> TransformerConfig:
     """Return the config of the folder: Baichuan becomes Llama, q, k and v apart."""
     return dataclasses.replace(config, family="llama") if config.family == "baichuan" else config
+
+
+def export_tensors(config: TransformerConfig, encode: Encode | None = None) -> list[HFTensor]:
+    """Return the tensors of the folder."""
+    tensors = hf_tensors(export_config(config))
+    return encode(tensors) if encode else tensors
 
 
 def _raw(config: TransformerConfig, dtype: str, tokenizer: Any) -> dict[str, Any]:
@@ -212,7 +222,7 @@ def write_safetensors(path: Path, tensors: list[HFTensor], arrays: Iterator[np.n
     for tensor in tensors:
         own = stored_dtype(tensor, dtype)
         start, end = end, end + jnp.dtype(own).itemsize * math.prod(tensor.shape)
-        header[tensor.name] = {"dtype": DTYPES[own], "shape": tensor.shape, "data_offsets": [start, end]}
+        header[tensor.name] = {"dtype": _STORED[own], "shape": tensor.shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:

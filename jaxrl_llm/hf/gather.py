@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_llm.hf.names import HFTensor, Index, stored_dtype, to_hf
+from jaxrl_llm.hf.names import Encoding, HFTensor, Index, stored_dtype, to_hf
 from jaxrl_llm.models import named_leaves
 from jaxrl_llm.models.lora import adapter_scale, merged_names, merged_weight
 from jaxrl_llm.structs import Params
@@ -77,7 +77,7 @@ def gather_checked(
     current: list[tuple[Any, Any]] = []
     for group in [*groups, []]:
         following = [
-            _start(run, leaves, scale_of(run[0]), stored_dtype(run[0], dtype), replicated)
+            _start(run, leaves, scale_of(run[0]), run[0].encoding or stored_dtype(run[0], dtype), replicated)
             for run in stacked_runs(group)
         ]
         if current:
@@ -85,7 +85,9 @@ def gather_checked(
         current = following
 
 
-def _start(run: list[HFTensor], leaves: dict, scale: float, dtype: str, replicated: bool) -> tuple[Any, Any]:
+def _start(
+    run: list[HFTensor], leaves: dict, scale: float, form: Encoding | str, replicated: bool
+) -> tuple[Any, Any]:
     """Dispatch the work for the tensors of a run: the devices do it while the host continues.
 
     Returns: the tensors [N, ...], and which of them are finite [N]; `replicated`: tuples of N arrays.
@@ -102,7 +104,7 @@ def _start(run: list[HFTensor], leaves: dict, scale: float, dtype: str, replicat
     if isinstance(sharding, NamedSharding) and (replicated or not sharding.is_fully_addressable):
         whole = NamedSharding(sharding.mesh, PartitionSpec())
     parts = tuple(zip(names, run[0].layouts, strict=True))
-    convert = _converter(parts, run[0].interleaved, len(run), scale, dtype, whole, replicated)
+    convert = _converter(parts, run[0].interleaved, len(run), scale, form, whole, replicated)
     arrays, finite = convert(weights, index)
     if not replicated:
         arrays.copy_to_host_async()
@@ -115,7 +117,7 @@ def _converter(
     interleaved: bool,
     count: int,
     scale: float,
-    dtype: str,
+    form: Encoding | str,
     sharding: NamedSharding | None,
     cut: bool,
 ):
@@ -132,7 +134,8 @@ def _converter(
             converted.append(jax.vmap(functools.partial(to_hf, layout=layout))(stack))
         if interleaved:
             converted = [jnp.stack(converted, axis=-1).reshape(*converted[0].shape[:-1], -1)]
-        whole = (jnp.concatenate(converted, axis=1) if len(converted) > 1 else converted[0]).astype(dtype)
+        whole = jnp.concatenate(converted, axis=1) if len(converted) > 1 else converted[0]
+        whole = jax.vmap(form.apply)(whole) if isinstance(form, Encoding) else whole.astype(form)
         finite = jnp.isfinite(whole).all(axis=tuple(range(1, whole.ndim)))
         return (tuple(whole), tuple(finite)) if cut else (whole, finite)
 

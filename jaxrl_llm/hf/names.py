@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -125,6 +126,13 @@ class TensorRows(NamedTuple):
     step: int = 1
 
 
+class Encoding(NamedTuple):
+    """Stored form of a tensor other than its numbers rounded to the type of all."""
+
+    dtype: str
+    apply: Callable[[jax.Array], jax.Array]  # to one HF matrix
+
+
 class HFTensor(NamedTuple):
     """A tensor of an HF folder, and our weights that it is made of, by rows or interleaved."""
 
@@ -133,6 +141,11 @@ class HFTensor(NamedTuple):
     parts: tuple[tuple[str, Index], ...]  # (our name, index in its stack)
     layouts: tuple[str, ...]  # of the parts
     interleaved: bool = False  # the parts, along the last dim
+    encoding: Encoding | None = None
+
+
+Encode = Callable[[list[HFTensor]], list[HFTensor]]
+"""Tensors of a model -> the same with encodings, and more tensors that decoding needs."""
 
 
 def tensor_rows(config: TransformerConfig) -> dict[str, list[TensorRows]]:
@@ -172,7 +185,12 @@ def hf_name(config: TransformerConfig, ours: str) -> str:
 
 def stored_dtype(tensor: HFTensor, dtype: str) -> str:
     """Return the type of a tensor in files and buckets of type `dtype` (`models.moe.copy_dtype`)."""
-    return jnp.dtype(copy_dtype(tensor.parts[0][0], dtype)).name
+    return jnp.dtype(tensor.encoding.dtype if tensor.encoding else copy_dtype(tensor.parts[0][0], dtype)).name
+
+
+def tensor_bytes(tensor: HFTensor, dtype: str) -> int:
+    """Return the bytes of a tensor in files and buckets of type `dtype`."""
+    return jnp.dtype(stored_dtype(tensor, dtype)).itemsize * math.prod(tensor.shape)
 
 
 def stack_dims(ours: str, family: str = "") -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ def run_command(command: Callable[[list[str]], int | None], argv: list[str]) -> 
     Raises:
         Interrupted: by SIGTERM or SIGINT; it ends the interpreter with code 143 or 130 and no traceback.
     """
+    quiet_transformers()
     with unwinding():
         try:
             return command(argv) or 0
@@ -24,3 +26,12 @@ def run_command(command: Callable[[list[str]], int | None], argv: list[str]) -> 
         except Interrupted:  # perhaps while a live panel was being opened
             show_cursor()
             raise
+
+
+def quiet_transformers() -> None:
+    """Hide the warning of transformers that torch, which is not needed, is not installed."""
+    logging.getLogger("transformers").addFilter(_is_relevant)
+
+
+def _is_relevant(record: logging.LogRecord) -> bool:
+    return "PyTorch was not found" not in record.getMessage()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import threading
@@ -13,6 +12,7 @@ import jax
 from jax._src import clusters  # jax has no public function that detects a cluster without joining it
 
 from jaxrl_llm.errors import RunError, UserError
+from jaxrl_llm.host.command import quiet_transformers
 from jaxrl_llm.host.processes import show_warnings
 
 COMPILATION_CACHE = "~/.cache/jaxrl_llm/compiled"
@@ -33,7 +33,7 @@ def open_compilation_cache() -> None:
     """Share compiled programs with other commands, unless JAX_COMPILATION_CACHE_DIR names another folder."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(COMPILATION_CACHE))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def start_host() -> None:
@@ -163,12 +163,3 @@ def _end_process(cluster: Cluster) -> None:
 
 def _describe(cluster: Cluster) -> str:
     return f"process {cluster.process_id} of {cluster.num_processes} (detected by {cluster.method})"
-
-
-def quiet_transformers() -> None:
-    """Hide the warning of transformers that torch, which is not needed, is not installed."""
-    logging.getLogger("transformers").addFilter(_is_relevant)
-
-
-def _is_relevant(record: logging.LogRecord) -> bool:
-    return "PyTorch was not found" not in record.getMessage()

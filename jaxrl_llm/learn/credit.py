@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import algos
-from jaxrl_llm.algos.contract import AlgoConfig
+from jaxrl_llm.algos.config import AlgoConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.structs import SIGNALS, Rollouts, Trajectory

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from jaxrl_llm import algos, models
-from jaxrl_llm.algos.contract import AlgoConfig
+from jaxrl_llm.algos.config import AlgoConfig
 from jaxrl_llm.data.packing import PackItem, counts
 from jaxrl_llm.learn.loss_scale import initial_loss_scale
 from jaxrl_llm.learn.optim_states import is_moment, moment_shardings, stored_weights

@@ -14,7 +14,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm import models
-from jaxrl_llm.checkpoint.state import CheckpointConfig, Checkpointer
+from jaxrl_llm.checkpoint.config import CheckpointConfig
+from jaxrl_llm.checkpoint.state import Checkpointer
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learn.scoring import PendingScores, ScoringModel
@@ -188,11 +189,8 @@ def _write(items: Sequence[PackItem], pending: PendingScores) -> None:
 
 def freeze(params: Params, dtype: str) -> Params:
     """Return a copy in the compute type; the original is donated to the next update."""
-    sharding = jax.tree.leaves(params)[0].sharding
+    shardings = jax.tree.map(lambda x: x.sharding, params)  # else XLA may choose others, for other programs
+    sharding = jax.tree.leaves(shardings)[0]
+    copy = jax.jit(lambda params: models.cast(jax.tree.map(jnp.copy, params), dtype), out_shardings=shardings)
     with jax.set_mesh(sharding.mesh) if isinstance(sharding, NamedSharding) else contextlib.nullcontext():
-        return _copy_as(params, dtype)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _copy_as(params: Params, dtype: str) -> Params:
-    return models.cast(jax.tree.map(jnp.copy, params), dtype)
+        return copy(params)

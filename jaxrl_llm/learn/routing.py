@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.models.moe import SELECTION_BIAS, RoutingSums
-from jaxrl_llm.ranges import Range
 from jaxrl_llm.structs import Batch, Metrics, Params
 
 ROUTING = "routing"
@@ -33,22 +32,6 @@ class Replay:
 
     source: Literal["old", "rollout"]
     route: jax.ShapeDtypeStruct  # of a token (`models.moe.route_spec`)
-
-
-@dataclass(frozen=True)
-class RoutingConfig:
-    """Routing of tokens to experts in training, of models with experts."""
-
-    balance_coef: Annotated[float, Range(0, 1e3, usual="0 is usual in RL, 0.001 to 0.01 in SFT")] = 0.0
-    """Coefficient of the balance loss, which moves tokens from busy experts to others: the sum over layers of
-    X sum f P, where f and P are an expert's share of the assignments and its mean score over the whole
-    mini-batch, and X is the number of experts. 0 = none."""
-    bias_rate: Annotated[float, Range(0, 1, usual="0 is usual in RL, 0.001 in pretraining")] = 0.0
-    """Change of a router's selection bias in each update: up where an expert has less than the mean load of
-    the mini-batch, down where it has more (DeepSeek-V3). 0 = the bias stays as it is."""
-    replay: Literal["none", "old", "rollout"] = "none"
-    """Experts that the policy's tokens pass in training: those of its own choice (none), those that the
-    policy chose before the first update of the step (old, R2), or those of the rollout (rollout, R3)."""
 
 
 def balance(

@@ -21,7 +21,8 @@ from jaxrl_kernels.linear_divergence.chunked import linear_divergence
 from jaxrl_kernels.linear_logprob import api
 from jaxrl_kernels.linear_logprob.square import linear_square
 from jaxrl_llm import algos
-from jaxrl_llm.algos.contract import AlgoConfig, Divergence, Requirements
+from jaxrl_llm.algos.config import AlgoConfig
+from jaxrl_llm.algos.contract import Divergence, Requirements
 from jaxrl_llm.algos.correction import diagnostics
 from jaxrl_llm.algos.reduce import token_mean
 from jaxrl_llm.learn.finite_update import UpdateStep, update_by_leaf, update_if_finite

@@ -2,39 +2,37 @@
 
 params = init(config, key)
 hidden = params(tokens, positions, segments)  # logits = hidden @ params.head.T
+
+The configs are data; the functions are imported at their first use, with jax and Flax.
 """
 
-from jaxrl_llm.models.config import AdaptedConfig, LoraConfig, RopeConfig, TransformerConfig
-from jaxrl_llm.models.params import (
-    abstract,
-    cast,
-    init,
-    layer_matrices,
-    logical_axes,
-    named_leaves,
-    nonfinite,
-    shardings,
-    to_host,
-    with_heads,
-    without_value_head,
-)
-from jaxrl_llm.models.transformer import Transformer
+import importlib
+from typing import Any
 
-__all__ = [
-    "AdaptedConfig",
-    "LoraConfig",
-    "RopeConfig",
-    "Transformer",
-    "TransformerConfig",
-    "abstract",
-    "cast",
-    "init",
-    "layer_matrices",
-    "logical_axes",
-    "named_leaves",
-    "nonfinite",
-    "shardings",
-    "to_host",
-    "with_heads",
-    "without_value_head",
-]
+from jaxrl_llm.models.config import AdaptedConfig, LoraConfig, RopeConfig, TransformerConfig
+
+_FUNCTIONS = {
+    "params": (
+        "abstract",
+        "cast",
+        "init",
+        "layer_matrices",
+        "logical_axes",
+        "named_leaves",
+        "nonfinite",
+        "shardings",
+        "to_host",
+        "with_heads",
+        "without_value_head",
+    ),
+    "transformer": ("Transformer",),
+}
+_MODULES = {name: module for module, names in _FUNCTIONS.items() for name in names}
+
+__all__ = ["AdaptedConfig", "LoraConfig", "RopeConfig", "TransformerConfig", *_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -30,7 +30,7 @@ from jaxrl_llm.sharding.attention import (
     restore_tokens,
     sharded_attention,
 )
-from jaxrl_llm.sharding.rules import TRAIN, Rules, constrain, constrain_residual, fetch
+from jaxrl_llm.sharding.rules import TRAIN, Rules, constrain, constrain_residual, fetch, whole_rows
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -211,8 +211,7 @@ class Transformer(nnx.Module):
         per_token = per_token_call(strict)
         rope = per_token(rope_fn(c), None, positions, trajectory_lengths(c, positions, segments))
         table = rounded(fetch(self.embed[...]), dtype)
-        table = constrain(table, "vocab", "hidden")  # a lookup reads whole rows
-        x = constrain_residual(table[tokens])
+        x = constrain_residual(whole_rows(table)[tokens])
 
         if routes is not None:
             routes = jnp.moveaxis(reorder_tokens(routes, method), 2, 0)

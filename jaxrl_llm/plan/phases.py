@@ -8,25 +8,41 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxrl_kernels.dispatch import choose
+from jaxrl_kernels.linear_logprob.api import tokens_at_once
 from jaxrl_llm import algos, models
 from jaxrl_llm.build.models import has_own_reference, make_stages, trained_config
+from jaxrl_llm.build.reference import abstract_reference, reference_model
 from jaxrl_llm.build.sizes import derived, rows_needed
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.learn.learner import Learner
-from jaxrl_llm.learn.routing import ROUTES, reads_logits
+from jaxrl_llm.learn.programs import score_programs, update_programs
+from jaxrl_llm.learn.routing import reads_logits
 from jaxrl_llm.learn.scoring import ScoringModel
-from jaxrl_llm.learn.stage import Stage, loss_signals, policy_scores
+from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.models import TransformerConfig, flops
+from jaxrl_llm.plan.floors import (
+    Rows,
+    forward_floor,
+    kernel_flops,
+    rollout_floors,
+    rollout_rows,
+    rows_flops,
+    training_floor,
+)
+from jaxrl_llm.plan.hlo import NO_HINTS, Hints
 from jaxrl_llm.plan.models import ABSTRACT_MODELS, planned_model
+from jaxrl_llm.plan.work import NO_WORK, ProgramWork
 from jaxrl_llm.recipe.checks import check_model
 from jaxrl_llm.rollout.native.engine import NativeEngine
-from jaxrl_llm.sharding.config import CRITIC, POLICY, REFERENCE, ROLLOUT_ENGINE, reward_role
-from jaxrl_llm.sharding.rules import TRAIN
+from jaxrl_llm.sharding.config import CRITIC, POLICY, ROLLOUT_ENGINE, reward_role
+from jaxrl_llm.sharding.rules import TRAIN, bytes_per_device, num_shards
 from jaxrl_llm.structs import Program
 
+DECODING = r"^jit\(_decode(_drafts)?\)/while$"
+"""The loop over the tokens of a chunk of decoding, as `hlo.Instruction.source` names it."""
 Resident = dict[str, Any]
 """Kind of memory (`plan.MEMORY_KINDS`) -> tree of abstract arrays."""
 
@@ -43,6 +59,8 @@ class Phase:
     mesh: Mesh  # that the program runs on
     unit: str = "call"  # of `calls`: "call" or "token"
     results: Any = None  # outputs that `resident` counts
+    floor: ProgramWork = NO_WORK
+    hints: Hints = NO_HINTS
 
 
 def phases(config: TrainConfig, meshes: Mapping[str, Mesh]) -> list[Phase]:
@@ -83,7 +101,7 @@ def _always_resident(config: TrainConfig, stage: Stage, meshes: Mapping[str, Mes
         resident["optimizer"].append(critic.opt_state)
     resident["frozen models"] += stage.teachers
     if stage.needs_reference and has_own_reference(config, stage.policy.model, meshes):
-        resident["frozen models"].append(_reference(config, stage, meshes))
+        resident["frozen models"].append(abstract_reference(config, stage, meshes, ABSTRACT_MODELS))
     for i, reward in enumerate(config.reward.models):
         model = ABSTRACT_MODELS.config(reward.path)
         shardings = models.shardings(model, meshes[reward_role(i)], TRAIN)
@@ -92,29 +110,12 @@ def _always_resident(config: TrainConfig, stage: Stage, meshes: Mapping[str, Mes
     return resident
 
 
-def _reference(config: TrainConfig, stage: Stage, meshes: Mapping[str, Mesh]) -> Any:
-    """Return the abstract reference: with adapters, the policy's own arrays (`models.lora.base`)."""
-    dtype, mesh = jnp.dtype(config.model.dtype), meshes[REFERENCE]
-    if not has_own_reference(config, stage.policy.model, meshes):
-        return stage.policy.abstract_state().params
-    model = _reference_config(config, stage)
-    params = ABSTRACT_MODELS.params("", model, models.shardings(model, mesh, TRAIN), dtype)
-    return models.to_host(params) if config.reference.offload else params
-
-
-def _reference_config(config: TrainConfig, stage: Stage) -> TransformerConfig:
-    return ABSTRACT_MODELS.config(path) if (path := config.reference.path) else stage.policy.model
-
-
 def _rollout(
     config: TrainConfig, model, meshes: Mapping[str, Mesh], params, base: Resident
 ) -> Iterator[Phase]:
     mesh, rollout = meshes[ROLLOUT_ENGINE], config.rollout
     engine = NativeEngine(rollout, model, mesh, routes=config.routing.replay == "rollout")
-    prompt, response = config.max_prompt_tokens, config.max_response_tokens
-    calls = engine.largest_calls(
-        params, prompt, response, config.prompts_per_step, rollout.sampling, config.env.active
-    )
+    calls, response = _rollout_calls(config, engine, params), config.max_response_tokens
     weights, cache, state, *_, last = calls["decode"].args
     slots, width = len(state.tokens), calls["prefill"].args[1].shape
     paged = "write_pages" in calls
@@ -128,70 +129,94 @@ def _rollout(
     samples = config.prompts_per_step * config.responses_per_prompt * draws
     rounds = math.ceil(samples / slots)
     prefills = math.ceil(config.prompts_per_step * draws / width[0])
+    computed = rollout_rows(calls, longest)
+    floors = rollout_floors(model, mesh, calls, computed, rollout.page)
+
+    def phase(program, name, resident, count, on=mesh):
+        rows, decodes = computed.get(program), program in ("decode", "decode_drafts")
+        kernels, work = (kernel_flops(model, mesh, rows), rows_flops(model, rows)) if rows else ({}, 0.0)
+        steps, unit = (rollout.chunk, "token") if decodes else (1, "call")
+        hints = Hints({DECODING: steps}, steps, kernels, reads_cache=decodes)
+        args = calls[program], resident, count, work, on, unit
+        return Phase(f"rollout: {name}", *args, floor=floors[program], hints=hints)
+
     sender = meshes[POLICY] if engine.transfer.is_needed(params) else mesh
-    yield Phase("rollout: publish", calls["publish"], base, 1, 0.0, sender)
-    prefill = flops.forward_flops(model, width[0] * width[1], width[1] / 2)
-    yield Phase("rollout: prefill", calls["prefill"], full, prefills, prefill, mesh)
+    yield phase("publish", "publish", base, 1, on=sender)
+    yield phase("prefill", "prefill", full, prefills)
     if "resize" in calls:
-        short = calls["resize"].args[0]
-        resident = with_weights | {"KV cache": [short, prompts]}
-        yield Phase("rollout: resize", calls["resize"], resident, 1, 0.0, mesh)
+        yield phase("resize", "resize", with_weights | {"KV cache": [calls["resize"].args[0], prompts]}, 1)
     if paged:
-        yield Phase("rollout: write", calls["write_pages"], full, prefills, 0.0, mesh)
-        yield Phase("rollout: copy", calls["copy_pages"], full, rounds, 0.0, mesh)
+        yield phase("write_pages", "write", full, prefills)
+        yield phase("copy_pages", "copy", full, rounds)
         if "extend" in calls:
-            read = math.prod(calls["extend"].args[3].shape)
-            extend, count = flops.forward_flops(model, read, longest), math.ceil(samples * response / read)
-            yield Phase("rollout: extend", calls["extend"], full, count, extend, mesh)
+            yield phase("extend", "extend", full, math.ceil(samples * response / computed["extend"].tokens))
     else:
-        yield Phase("rollout: gather", calls["gather"], full, rounds, 0.0, mesh)
+        yield phase("gather", "gather", full, rounds)
         copied = with_weights | {"KV cache": [cache, prompts, calls["insert"].args[1]]}
-        yield Phase("rollout: insert", calls["insert"], copied, rounds, 0.0, mesh)
-    decode = flops.forward_flops(model, slots, longest) + flops.head_flops(model, slots)
-    yield Phase("rollout: decode", calls["decode"], full, rounds * response, decode, mesh, "token")
+        yield phase("insert", "insert", copied, rounds)
+    yield phase("decode", "decode", full, rounds * response)
+    if "decode_drafts" in calls:  # in place of steps of decode: their time is counted there
+        yield phase("decode_drafts", "drafts", full, 0)
+
+
+def _rollout_calls(config: TrainConfig, engine: NativeEngine, params) -> dict[str, Program]:
+    lengths = config.max_prompt_tokens, config.max_response_tokens
+    return engine.largest_calls(
+        params, *lengths, config.prompts_per_step, config.rollout.sampling, config.env.active
+    )
 
 
 def _score(config: TrainConfig, stage: Stage, base: Resident, meshes: Mapping[str, Mesh]) -> Iterator[Phase]:
     """Yield the phases that score the batch before the first update."""
-    policy, critic = stage.policy, stage.critic
-
-    def phase(name, scored, model, params, outputs, replay=False):
+    reference = abstract_reference(config, stage, meshes, ABSTRACT_MODELS) if stage.needs_reference else None
+    for name, scored, program in score_programs(stage, reference):
+        model = scored.model if name != "reference" else reference_model(config, stage, ABSTRACT_MODELS)
         rows = scored.config.rows_scored
         needed = rows_needed(config, config.trajectories_per_step)
         times, tokens = math.ceil(needed / rows), rows * config.row_tokens
-        program = scored.score_program(params, outputs, replay)
         resident = base | {"batch": [program.args[1]] * times}
-        work = flops.forward_flops(model, tokens, config.max_tokens / 2)
-        work += flops.head_flops(model, tokens) * reads_logits(outputs)
-        return Phase(f"score: {name}", program, resident, times, work, scored.mesh)
-
-    if outputs := policy_scores(stage.requires, policy.config):
-        params, replay = policy.abstract_state().params, ROUTES not in outputs
-        yield phase("policy", policy, policy.model, params, outputs, replay)
-    if critic:
-        yield phase("critic", critic, critic.model, critic.abstract_state().params, ("values",))
-    if stage.needs_reference:
-        scored, params = stage.reference_model or policy, _reference(config, stage, meshes)
-        yield phase("reference", scored, _reference_config(config, stage), params, ("policy",))
+        counted = Rows(tokens, config.max_tokens / 2, reads_logits(program.static["names"]))
+        floor = forward_floor(model, scored.mesh, config.model.dtype, counted)
+        hints = _hints(config, scored, model, rows, kernel_flops(model, scored.mesh, counted))
+        args = program, resident, times, rows_flops(model, counted), scored.mesh
+        yield Phase(f"score: {name}", *args, floor=floor, hints=hints)
 
 
 def _update(
     name: str, config: TrainConfig, learner: Learner, stage: Stage, base: Resident
 ) -> Iterator[Phase]:
-    teachers, role = (stage.loss_teachers, POLICY) if learner is stage.policy else ((), CRITIC)
-    rows, times = _microbatches(config, learner, role)
+    rows, times = _microbatches(config, learner, POLICY if learner is stage.policy else CRITIC)
     per_minibatch = times // config.minibatches_per_step
-    calls = learner.update_programs(loss_signals(stage), teachers, per_minibatch)
+    calls = update_programs(stage, learner, per_minibatch)
     batch, grads = calls["accumulate"].args[2], calls["apply"].args[1]
     resident = base | {"gradients": grads, "batch": [batch] * per_minibatch}
-    tokens, with_logits = rows * config.row_tokens, algos.requirements(learner.algo).policy
-    work = flops.update_flops(learner.model, tokens, config.max_tokens / 2, config.model.remat, with_logits)
+    counted = Rows(rows * config.row_tokens, config.max_tokens / 2, algos.requirements(learner.algo).policy)
+    remat, mesh = config.model.remat, learner.mesh
+    work = flops.update_flops(learner.model, *counted[:2], remat, counted.logits)
     results = grads if per_minibatch == 1 else None  # otherwise they replace an argument
     accumulate, times = calls["accumulate"], times * config.ppo_epochs
-    yield Phase(f"{name}: accumulate", accumulate, resident, times, work, learner.mesh, results=results)
-    weights = sum(math.prod(x.shape) for x in jax.tree.leaves(grads))
-    updates = config.updates_per_step
-    yield Phase(f"{name}: apply", calls["apply"], resident, updates, 15.0 * weights, learner.mesh)
+    size, state = bytes_per_device(grads), bytes_per_device(calls["apply"].args[0])
+    added = 2 * size if results is None else size  # not read where there is nothing to add to
+    floor = training_floor(learner.model, mesh, config.model.dtype, counted, added)
+    kernels = kernel_flops(learner.model, mesh, counted, trained=True, remat=remat)
+    hints = _hints(config, learner, learner.model, rows, kernels)
+    args = accumulate, resident, times, work, mesh
+    yield Phase(f"{name}: accumulate", *args, results=results, floor=floor, hints=hints)
+    work, updates = 15.0 * sum(math.prod(x.shape) for x in jax.tree.leaves(grads)), config.updates_per_step
+    floor = ProgramWork(memory=2.0 * state + size)
+    yield Phase(f"{name}: apply", calls["apply"], resident, updates, work, mesh, floor=floor)
+
+
+def _hints(
+    config: TrainConfig, scored: ScoringModel, model: TransformerConfig, rows: int, kernels: dict[str, float]
+) -> Hints:
+    """Return the hints of a program that computes log-probs, in a loop over the tokens of the mask: all."""
+    with jax.set_mesh(scored.mesh):
+        name, _ = choose("linear_logprob", model.hidden_size, config.model.dtype)
+    sizes = scored.mesh.shape
+    shape = rows // num_shards("batch", sizes), config.row_tokens // num_shards("sequence", sizes)
+    chunk = tokens_at_once(name, shape, model.hidden_size, scored.config.chunk)
+    return Hints({"linear_logprob": math.ceil(math.prod(shape) / chunk)}, kernels=kernels)
 
 
 def _microbatches(config: TrainConfig, model: ScoringModel, role: str) -> tuple[int, int]:

@@ -42,13 +42,17 @@ class PhaseCost:
     memory: dict[str, float]  # kind -> bytes, of MEMORY_KINDS and "activations"; the sum is the peak
     calls: int  # a step, at most
     unit: str  # of `calls`: "call" or "token"
-    flops: float
+    flops: float  # of the arithmetic that the recipe chooses, recomputation included
     collectives: dict[str, Any]  # kind of collective -> count and bytes sent
     roofline: dict[str, float]  # least seconds of a call for compute, memory and interconnect; {} = unknown
     compile_seconds: float
     error: str  # of the compiler, where the program alone is too large
     host: float = 0.0  # bytes in the memory of the host, for each device: what is offloaded
     devices: str = ""  # of each process, on which it needs the most; "" = all are alike
+    compiled: dict[str, float] = field(default_factory=dict)  # `ProgramWork` of the compiled program
+    floor: dict[str, float] = field(default_factory=dict)  # `ProgramWork` that is needed (`plan.floors`)
+    synchronous: list[dict[str, Any]] = field(default_factory=list)
+    """Collectives in loops that no computation overlaps, most bytes first (`SynchronousCollective`)."""
 
     @property
     def peak(self) -> float:
@@ -136,7 +140,7 @@ def make_plan(
     costs = []
     for phase in selected:
         log(f"compiling {phase.name}")
-        stats = compile_program(phase.program, phase.mesh, target.topology.platform)
+        stats = compile_program(phase.program, phase.mesh, target.topology.platform, phase.hints)
         costs.append(phase_cost(phase, stats, target, device_groups(meshes)))
     return Plan(
         config.model.path or "architecture of the recipe",
@@ -204,4 +208,7 @@ def phase_cost(
         stats.error,
         host,
         device_ranges(fullest, target.devices) if len(groups) > 1 else "",
+        stats.work._asdict(),
+        phase.floor._asdict(),
+        [collective._asdict() for collective in stats.synchronous],
     )

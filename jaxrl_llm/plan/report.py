@@ -8,6 +8,9 @@ from rich.table import Table
 from jaxrl_llm.plan.plan import MEMORY_KINDS, PhaseCost, Plan
 from jaxrl_llm.sharding.placement import format_placement
 
+MIN_SYNCHRONOUS = 2**20
+"""Bytes a call below which a synchronous collective is not printed; JSON has all."""
+
 
 def print_plan(plan: Plan, console: Console) -> None:
     """Print the memory table, the work table and the verdict."""
@@ -19,7 +22,8 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(plan.kernels, highlight=False, soft_wrap=True)
     console.print(memory_table(plan))
     console.print(work_table(plan))
-    for line in verdict(plan):
+    console.print(floor_table(plan))
+    for line in [*synchronous_lines(plan), *verdict(plan)]:
         console.print(line, highlight=False, soft_wrap=True)
 
 
@@ -58,6 +62,35 @@ def work_table(plan: Plan) -> Table:
     if plan.step_seconds:
         table.add_row("step", "", "", "", format_seconds(plan.step_seconds), "roofline, a lower bound")
     return table
+
+
+def floor_table(plan: Plan) -> Table:
+    """Return the work of each compiled program, its floor (`plan.floors`) and their ratio."""
+    title = "Work of each device (one call) as compiled, and its floor"
+    table = Table(title=title, title_justify="left")
+    table.add_column("phase", no_wrap=True)
+    for name in ("FLOPs", "floor", "ratio", "memory traffic", "floor", "ratio", "sent", "floor", "ratio"):
+        table.add_column(name, justify="right")
+    for phase in plan.phases:
+        cells = []
+        for kind, number in phase.compiled.items():
+            format_number = format_flops if kind == "flops" else format_bytes
+            floor = phase.floor[kind]
+            ratio = f"{number / floor:.2f}" if floor else "-"
+            cells += [format_number(number), format_number(floor), ratio]
+        table.add_row(phase.name, *cells)
+    return table
+
+
+def synchronous_lines(plan: Plan) -> list[str]:
+    """Return lines on the collectives in loops that the devices wait for, those of a MiB or more."""
+    return [
+        f"Synchronous in {phase.name}: {one['kind']}, {format_bytes(one['bytes'])} ({one['count']:.0f}), of "
+        f"{one['source'] or 'no operation of JAX'}"
+        for phase in plan.phases
+        for one in phase.synchronous
+        if one["bytes"] >= MIN_SYNCHRONOUS
+    ]
 
 
 def format_collectives(phase: PhaseCost) -> str:

@@ -5,29 +5,19 @@ Types and ranges, and the rules within one Config, are declared there; here are 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from jaxrl_llm import algos
 from jaxrl_llm.config import GENERATIVE, TrainConfig, same_responses
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.hf.hub_name import SUFFIX, parse_hub_name
-from jaxrl_llm.ranges import problems
-from jaxrl_llm.recipe.keys import (
-    has_type,
-    iter_configs,
-    nested_configs,
-    short_repr,
-    shorten,
-    type_hints,
-    type_words,
-)
+from jaxrl_llm.recipe.fields import check_fields, refuse
+from jaxrl_llm.recipe.keys import short_repr, shorten
 from jaxrl_llm.rollout.checks import strict_problems
 from jaxrl_llm.rollout.sglang import auth, colocated
 from jaxrl_llm.rollout.sglang.health import read_addresses
@@ -39,7 +29,6 @@ from jaxrl_llm.user_file import expand_home
 GROUP_ADVANTAGES = {
     "grpo", "rloo", "opo", "gpg", "gpg_rewards", "passk", "gdpo", "reinforce_pp_baseline", "otb",
 }  # fmt: skip
-MAX_LINE = 1000  # characters of a message
 
 
 def check_config(config: TrainConfig, writes: bool = True) -> None:
@@ -53,24 +42,9 @@ def check_config(config: TrainConfig, writes: bool = True) -> None:
     """
     check_fields(config)
     rules = (_step, _rewards, _teachers, _devices, _model, _rollout)
-    _refuse([line for rule in rules for line in rule(config)])
+    refuse([line for rule in rules for line in rule(config)])
     if writes:
-        _refuse(list(_run_dir(config.run_dir)))
-
-
-def check_fields(config: Any) -> None:
-    """Refuse fields of the wrong type, outside their range, or against a rule of their own Config.
-
-    Args:
-        config: a dataclass with Configs in it: TrainConfig, or the arguments of a command.
-
-    Raises:
-        ConfigError: one line for each thing that is wrong.
-    """
-    _refuse(list(_wrong_types(config)))  # ranges and rules compute with the values
-    _refuse(
-        [f"--{prefix}{name} {text}" for prefix, part in iter_configs(config) for name, text in problems(part)]
-    )
+        refuse(list(_run_dir(config.run_dir)))
 
 
 def check_model(
@@ -87,7 +61,7 @@ def check_model(
         ConfigError: one line for each thing that is wrong.
     """
     shape = _shape(config, sizes[""], max_position, heads)
-    _refuse([*_strict(config, sizes), *_divided(config, sizes), *shape])
+    refuse([*_strict(config, sizes), *_divided(config, sizes), *shape])
 
 
 def check_held_out(config: TrainConfig, rows: int) -> None:
@@ -102,27 +76,6 @@ def check_held_out(config: TrainConfig, rows: int) -> None:
             f"--eval.prompts is {config.eval.prompts}: the held-out data has {rows} rows. "
             f"{less}, or give it more rows (--data.eval_path FILE, or --data.holdout {config.eval.prompts})."
         )
-
-
-def _refuse(lines: list[str]) -> None:
-    lines = [shorten(line, MAX_LINE) for line in lines]
-    if len(lines) > 1:
-        raise ConfigError("\n".join(["the config has several problems:", *(f"  - {line}" for line in lines)]))
-    if lines:
-        raise ConfigError(lines[0])
-
-
-def _wrong_types(config: Any, prefix: str = "") -> Iterator[str]:
-    hints = type_hints(type(config))
-    for field in dataclasses.fields(config):
-        key, hint, value = f"{prefix}{field.name}", hints[field.name], getattr(config, field.name)
-        if not has_type(value, hint):
-            yield f"--{key} is {short_repr(value)} ({type(value).__name__}): expected {type_words(hint)}."
-        elif isinstance(value, algos.AlgoConfig) and not algos.is_known(value):
-            yield f"--{key}: {type(value).__name__} of no algorithm; make it with NAME.Config(...)."
-        else:
-            for part_key, part in nested_configs(key, value):
-                yield from _wrong_types(part, f"{part_key}.")
 
 
 def _step(config: TrainConfig) -> Iterator[str]:
@@ -305,6 +258,8 @@ def _rollout(config: TrainConfig) -> Iterator[str]:
             f"--lora.quantize {config.lora.quantize}: SGLang servers hold the base without quantization, "
             "whose log-probs are not the trainer's. Set --rollout.engine native, or --lora.quantize none."
         )
+    if sglang.quantization == "fp8":
+        yield from _fp8(config)
     if config.lora.rank and rollout.engine == "sglang" and rollout.weight_noise:
         yield (
             "--rollout.weight_noise changes all weights, and with --lora.rank SGLang servers get adapters "
@@ -313,6 +268,12 @@ def _rollout(config: TrainConfig) -> Iterator[str]:
     on_rollouts, responses = algos.of(config.algo).on_rollouts, config.responses_per_prompt
     if on_rollouts and responses > 1 and rollout.sampling.temperature == 0:
         yield f"--rollout.sampling.temperature {same_responses(responses)}"
+    if rollout.draft_tokens and config.env.active and rollout.slots > rollout.draft_slots:
+        yield (
+            f"--rollout.draft_tokens {rollout.draft_tokens}: conversations keep all {rollout.slots} slots "
+            f"to the end, and drafts are for {rollout.draft_slots} at most. Set --rollout.slots "
+            f"{rollout.draft_slots}, --rollout.draft_slots {rollout.slots} or --rollout.draft_tokens 0."
+        )
     yield from _addresses(rollout.servers)
     if sglang.colocated and rollout.max_staleness:
         yield (
@@ -329,6 +290,28 @@ def _rollout(config: TrainConfig) -> Iterator[str]:
         yield (
             "--sglang.transport ipc shares the memory of GPUs with servers that are started here "
             "(--rollout.launch); for --rollout.servers set disk, http or group."
+        )
+
+
+def _fp8(config: TrainConfig) -> Iterator[str]:
+    """Yield what weights in 8 bits on servers do not go with, or lack."""
+    key = "--sglang.quantization fp8"
+    if config.rollout.engine != "sglang":
+        yield f"{key} is for SGLang servers: add --rollout.engine sglang, or set --sglang.quantization none."
+    if config.rollout.dtype != "bfloat16":
+        yield f"{key}: SGLang multiplies bfloat16 alone by such weights. Set --rollout.dtype bfloat16."
+    if config.lora.rank:
+        yield (
+            f"{key}: adapters are trained on a base that is not rounded. Set --sglang.quantization none, or "
+            "--lora.rank 0."
+        )
+    if config.sglang.transport == "ipc":
+        yield f"{key} has no --sglang.transport ipc: set disk, http or group."
+    if algos.of(config.algo).on_rollouts and not algos.requirements(config.algo).corrected:
+        yield (
+            f"{key}: responses are of rounded weights, and without a correction the policy learns as if they "
+            "were its own. Set --algo.correction.weight token (truncated importance sampling), with an "
+            "algorithm that has it (docs/algorithms.md)."
         )
 
 

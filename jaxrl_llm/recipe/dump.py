@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl_llm.algos.contract import AlgorithmName
+from jaxrl_llm.algos.config import AlgorithmName
 from jaxrl_llm.checkpoint.resume import MASKED
 from jaxrl_llm.config import TrainConfig
 

@@ -160,12 +160,8 @@ def _spell(value: Any) -> str:
 
 def _group_doc(config: Any) -> str:
     if isinstance(config, algos.AlgoConfig) and algos.is_known(config):
-        return f"Settings of {config.algorithm}. {_first_line(algos.of(config).doc)}"
+        return f"Settings of {config.algorithm}. {algos.first_line(config)}"
     return inspect.cleandoc(type(config).__doc__ or "").partition("\n\n")[0].replace("\n", " ")
-
-
-def _first_line(text: str) -> str:
-    return text.partition("\n")[0]
 
 
 def _doc(field: ConfigField) -> str:

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from jaxrl_llm.algos.contract import AlgorithmName
+from jaxrl_llm.algos.config import AlgorithmName
 
 Config = TypeVar("Config")
 

@@ -20,7 +20,6 @@ from typing import Any, Literal, NamedTuple, NoReturn
 from jaxrl_llm import algos
 from jaxrl_llm.config import DataConfig, TrainConfig
 from jaxrl_llm.errors import ConfigError, UserError
-from jaxrl_llm.recipe.checks import check_config
 from jaxrl_llm.recipe.help import overview, topics_text, usage
 from jaxrl_llm.recipe.keys import iter_fields, shorten
 from jaxrl_llm.recipe.overrides import Pair, apply_overrides, closest_key, closest_word, split_arguments
@@ -64,10 +63,7 @@ def from_command_line(argv: list[str], prog: str = PROG, writes: bool = True) ->
     if topics is not None:
         recipes = [path.name for path in packaged_recipes()]
         _print_and_exit(topics_text(config, topics) if topics else overview(config, prog, recipes))
-    check_config(config, writes)
-    for note in dropped + notes:
-        print(f"note: {note}", file=sys.stderr)
-    return ResolvedRecipe(config, str(path))
+    return _checked(ResolvedRecipe(config, str(path)), dropped + notes, writes)
 
 
 def with_settings(recipe: TrainConfig | str, settings: Mapping[str, Any]) -> ResolvedRecipe:
@@ -91,10 +87,17 @@ def with_settings(recipe: TrainConfig | str, settings: Mapping[str, Any]) -> Res
         config = dataclasses.replace(config, algo=algo)
     pairs = [(key, as_words(value)) for key, value in settings.items() if key != "algo"]
     config, more = _changed(config, pairs)
-    check_config(config)
-    for note in notes + more:
+    return _checked(ResolvedRecipe(config, str(path or "")), notes + more)
+
+
+def _checked(resolved: ResolvedRecipe, notes: list[str], writes: bool = True) -> ResolvedRecipe:
+    """Return the recipe after `check_config`, and print the notes."""
+    from jaxrl_llm.recipe.checks import check_config  # imports jax: not for --help
+
+    check_config(resolved.config, writes)
+    for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    return ResolvedRecipe(config, str(path or ""))
+    return resolved
 
 
 def _changed(config: TrainConfig, pairs: list[Pair]) -> tuple[TrainConfig, list[str]]:
@@ -288,8 +291,7 @@ def list_text() -> str:
 def algorithms_text() -> str:
     """Return the algorithms, each with the first line of its doc."""
     lines = ["algorithms (--algo NAME):"]
-    for name, algorithm in sorted(algos.ALGOS.items()):
-        lines.append(f"    {name:<22} {algorithm.doc.splitlines()[0]}")
+    lines += [f"    {name:<22} {algos.ALGOS.first_line(name)}" for name in algos.ALGOS]
     return "\n".join(lines)
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm import algos
 from jaxrl_llm import config as config_module
-from jaxrl_llm.algos.contract import AlgoConfig
+from jaxrl_llm.algos.config import AlgoConfig
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.recipe.keys import (

@@ -1,12 +1,15 @@
-"""Settings of a run's log."""
+"""Settings of a run's log, and the steps to profile."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from jaxrl_llm.ranges import CountOrZero
+
+MAX_STEPS = 100  # of one trace: a step of seconds is tens of megabytes
 
 
 @dataclass(frozen=True)
@@ -56,3 +59,24 @@ class LogConfig:
                 "logger. Set one of wandb, mlflow and swanlab, or the ids in the environment (WANDB_RUN_ID, "
                 "MLFLOW_RUN_ID, SWANLAB_RUN_ID).",
             )
+
+
+def profiled_steps(text: str) -> range:
+    """Return the steps of "3:5" (3, 4 and 5, as they are numbered in metrics.jsonl) or "3"; "" = none.
+
+    Raises:
+        ValueError: says what is wrong, as in "--profile is '5:3': it ...".
+    """
+    if not text:
+        return range(0)
+    match = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= first <= last:
+        raise ValueError(
+            f"is {text!r}: it must be FIRST:LAST, steps from 1 on, both of them included (3:5), or one (3)."
+        )
+    if last - first >= MAX_STEPS:
+        raise ValueError(
+            f"is {text!r}: it must be at most {MAX_STEPS} steps; traces of more cannot be opened."
+        )
+    return range(first, last + 1)

@@ -17,6 +17,8 @@ import jax.profiler
 from jaxrl_llm.host.files import replace_text
 
 PHASES = ("rollout", "reward", "update", "checkpoint")  # whose times are in every line
+STARTUP = ("import", "build", "restore", "loggers", "weights")
+"""Parts of the phase "start"."""
 PRODUCTIVE = ("data", "publish", "rollout", "reward", "score", "update")
 """Phases that make experience and learn from it. The others: evaluate, checkpoint, compile, profile, start
 (before the first step), other, lost (since the last checkpoint before a crash)."""
@@ -30,15 +32,24 @@ class PhaseClock:
 
     The time in which the thread that made the clock traces and compiles counts as "compile"; programs that
     other threads compile meanwhile do not.
+
+    Args:
+        outside: phase of the time outside of all phases, until `begin`.
+        began: time.perf_counter() from which on time counts; None = now.
     """
 
-    def __init__(self):
-        self.outside = "other"  # phase of the time outside of all phases
+    def __init__(self, outside: str = "other", began: float | None = None):
+        self.outside = outside
         self._seconds: Counter[str] = Counter()
         self._open: list[str] = []
-        self._since = time.perf_counter()
+        self._since = time.perf_counter() if began is None else began
         self._thread, self._compiling = threading.get_ident(), []
         jax.monitoring.register_event_time_span_listener(self._on_span)
+
+    def begin(self, name: str) -> None:
+        """Count the time outside of all phases for this one from now on."""
+        self.charge()
+        self.outside = name
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -132,6 +143,20 @@ class Goodput:
             saved = {"step": self.step, "wall_seconds": wall, "seconds": dict(self.seconds)}
             replace_text(self.path, json.dumps(saved), sync=False)
             self._written = time.perf_counter()
+
+
+def with_start(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return seconds by phase, the parts of "start" together."""
+    summed: Counter[str] = Counter()
+    for name, x in seconds.items():
+        summed["start" if name in STARTUP else name] += x
+    return dict(summed)
+
+
+def startup_line(seconds: Mapping[str, float]) -> str:
+    """Return the seconds from the start of the command to the end of its first step, by phase, in a line."""
+    phases = ", ".join(f"{name} {x:.1f}" for name, x in seconds.items() if x >= 0.05)
+    return f"first step done {sum(seconds.values()):.1f} s after the start: {phases}"
 
 
 def _seconds_of(row: Mapping[str, Any]) -> dict[str, float]:

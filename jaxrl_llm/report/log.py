@@ -23,7 +23,7 @@ from jaxrl_llm.host.files import replace_text
 from jaxrl_llm.report import curve, jsonl, loggers
 from jaxrl_llm.report.config import LogConfig
 from jaxrl_llm.report.goodput import FILE as GOODPUT_FILE
-from jaxrl_llm.report.goodput import PHASES, Goodput, PhaseClock
+from jaxrl_llm.report.goodput import PHASES, Goodput, PhaseClock, startup_line, with_start
 from jaxrl_llm.report.profiler import Profiler
 from jaxrl_llm.report.progress import Progress, format_duration
 from jaxrl_llm.structs import Metrics, Trajectory
@@ -63,7 +63,7 @@ class RunLog:
     Args:
         devices: of the run, for perf/...; () = none.
         profile: steps to profile, numbered from 1.
-        began: time.perf_counter() when the start-up began; None = now.
+        clock: of the start-up, whose times are printed with the first step; None = there was none.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class RunLog:
         resume_step: int = 0,
         devices: Sequence[jax.Device] = (),
         profile: range = range(0),
-        began: float | None = None,
+        clock: PhaseClock | None = None,
     ):
         self.run_dir, self.num_samples = Path(run_dir), config.samples
         self.is_writer, self.devices = jax.process_index() == 0, devices
@@ -86,8 +86,8 @@ class RunLog:
             config.progress if self.is_writer else "none", total_steps, max(resume_step, 0)
         )
         self.started = self.step_started = time.perf_counter()
-        self.clock, self.goodput = PhaseClock(), Goodput(self.run_dir)
-        self.clock.outside = "other" if began is None else "start"  # until the first step
+        self.clock, self.goodput = clock or PhaseClock(), Goodput(self.run_dir)
+        self.startup = clock and Counter(clock.take())  # seconds by phase; None = after the first step
         self.times: Counter[str] = Counter()  # of the step
         self.profiler = Profiler(self.run_dir / "profile", profile, self.message, self.clock.phase)
         self._try("run directory", lambda: self.run_dir.mkdir(parents=True, exist_ok=True))
@@ -96,7 +96,7 @@ class RunLog:
         rows = self._try(METRICS, lambda: jsonl.read_rows(self.run_dir / METRICS)) or []
         last = rows[-1] if rows and rows[-1]["step"] == resume_step else {}
         self._try(GOODPUT_FILE, lambda: self.goodput.resume(resume_step, last))
-        self.goodput.add({} if began is None else {"start": self.started - began})
+        self.goodput.add(with_start(self.startup or {}))
         self._open_loggers(config, resume_step)
         self._send_missing(rows)
 
@@ -111,8 +111,7 @@ class RunLog:
 
     def steps(self, start: int, total: int) -> Iterator[int]:
         """Yield start, ..., total - 1; the body takes step n + 1, which is profiled if that was asked for."""
-        self.clock.charge()
-        self.clock.outside = "other"
+        self.clock.begin("other")
         self.progress.phase("", begins=False)
         if self.profiler.steps and self.profiler.steps[-1] <= start:
             self.message("no profile: its steps are done")
@@ -156,6 +155,9 @@ class RunLog:
         self._try(METRICS, lambda: jsonl.append_rows(self.run_dir / METRICS, [row]))
         self._send(step, row, self.shown)
         self.shown = []
+        if self.startup is not None and kind != "start":
+            self.message(startup_line(self.startup))
+            self.startup = None
         self.progress.step(step, row)
         return row
 
@@ -217,6 +219,9 @@ class RunLog:
     def _count(self, done: int | None = None) -> None:
         """Count the time since the last call; `done` = a step that ends with it."""
         taken = self.clock.take()
+        if self.startup is not None:
+            self.startup.update(taken)
+        taken = with_start(taken)
         self.times.update(taken)
         self.goodput.add(taken, done)
         self._try(GOODPUT_FILE, lambda: self.goodput.write(now=done is not None))

@@ -6,10 +6,12 @@ RUN/loggers.json, and steps that are taken again after a kill are not logged aga
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -83,16 +85,29 @@ class LoggerRuns:
             replace_text(self.path, json.dumps(named), sync=False)
 
 
+@contextlib.contextmanager
+def _hidden(package: str) -> Iterator[None]:
+    """Make imports of a package fail inside, as if it were not installed, unless it is imported already."""
+    if package in sys.modules:
+        yield
+        return
+    sys.modules[package] = None
+    try:
+        yield
+    finally:
+        del sys.modules[package]
+
+
 class Tensorboard:
     """Event files in run_dir/tensorboard; events after the restored step are hidden on resume."""
 
     id = ""
 
     def __init__(self, run_dir: Path, resume_step: int):
-        from tensorboardX import SummaryWriter
+        with _hidden("torch"):  # whose import takes seconds, for arguments that are not used here
+            from tensorboardX import SummaryWriter
 
         self.last_step = resume_step
-
         folder = str(run_dir / "tensorboard")
         self.writer = SummaryWriter(folder, purge_step=resume_step + 1, flush_secs=30)
 

@@ -3,35 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
 
 Timer = Callable[[str], contextlib.AbstractContextManager]
-MAX_STEPS = 100  # of one trace: a step of seconds is tens of megabytes
-
-
-def profiled_steps(text: str) -> range:
-    """Return the steps of "3:5" (3, 4 and 5, as they are numbered in metrics.jsonl) or "3"; "" = none.
-
-    Raises:
-        ValueError: says what is wrong, as in "--profile is '5:3': it ...".
-    """
-    if not text:
-        return range(0)
-    match = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", text)
-    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if not 1 <= first <= last:
-        raise ValueError(
-            f"is {text!r}: it must be FIRST:LAST, steps from 1 on, both of them included (3:5), or one (3)."
-        )
-    if last - first >= MAX_STEPS:
-        raise ValueError(
-            f"is {text!r}: it must be at most {MAX_STEPS} steps; traces of more cannot be opened."
-        )
-    return range(first, last + 1)
 
 
 class Profiler:

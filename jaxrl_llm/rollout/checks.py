@@ -10,8 +10,8 @@ import numpy as np
 from jaxrl_llm import ranges
 from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.rollout.config import RolloutConfig
-from jaxrl_llm.rollout.engine import Request, SamplingConfig
+from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig
+from jaxrl_llm.rollout.engine import Request
 
 
 def check_requests(

@@ -1,4 +1,4 @@
-"""Settings of the rollout: the engine, and how each of them works."""
+"""Settings of the rollout: sampling, the engine, and how each of them works."""
 
 from __future__ import annotations
 
@@ -10,12 +10,51 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from jaxrl_llm.bridge.servers import PauseMode
-from jaxrl_llm.ranges import Count, CountOrZero, Range, Seconds, SecondsOrZero
-from jaxrl_llm.rollout.engine import SamplingConfig
+from jaxrl_llm.ranges import LARGEST, Count, CountOrZero, Fraction, Range, Seconds, SecondsOrZero
 from jaxrl_llm.rollout.sglang import auth
 from jaxrl_llm.sharding.config import PlacementConfig
 
 EIGHT_BITS = ("int8", "float8_e4m3fn")
+MIN_TEMPERATURE = 0.01  # below it logits / temperature overflow
+MAX_STOP_LENGTH = 1000  # characters; the text after each chunk is searched for all stop strings
+MAX_STOPS = 256
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """Sampling of tokens. Reported log-probs are of the full softmax at `temperature`."""
+
+    temperature: Annotated[float, Range(0.0, 100.0, usual="1.0 is usual for training, 0 is greedy")] = 1.0
+    """0 = greedy."""
+    top_k: CountOrZero = 0
+    """Keep the k likeliest tokens; 0 = all."""
+    top_p: Annotated[float, Range(0.0, 1.0, open_low=True, usual="1.0 keeps all tokens")] = 1.0
+    """Keep the smallest set of tokens with at least this probability (nucleus)."""
+    min_p: Fraction = 0.0
+    """Drop tokens less likely than this times the likeliest."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response; kept in it."""
+    stop_tokens: tuple[Annotated[int, Range(0, LARGEST)], ...] = ()
+    """Token ids that end a response, besides the tokenizer's end token; kept in it."""
+    ignore_eos: bool = False
+    """Generate max_tokens tokens, end tokens or not (benchmarks)."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, what is wrong with it)."""
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            yield (
+                "temperature",
+                f"is {self.temperature:g}: it must be 0 (greedy) or at least {MIN_TEMPERATURE}.",
+            )
+        for text in self.stop:
+            if not 0 < len(text) <= MAX_STOP_LENGTH:
+                yield (
+                    "stop",
+                    f"has a string of {len(text)} characters: each must have 1 to {MAX_STOP_LENGTH}.",
+                )
+        for name in ("stop", "stop_tokens"):
+            if len(getattr(self, name)) > MAX_STOPS:
+                yield name, f"has {len(getattr(self, name))} entries: at most {MAX_STOPS} are allowed."
 
 
 @dataclass(frozen=True)
@@ -52,14 +91,22 @@ class RolloutConfig(PlacementConfig):
     pages: Count | None = None
     """Pages on each device; None = enough for all slots, or what its memory holds. With fewer, responses wait
     until others have finished."""
+    draft_tokens: Annotated[int, Range(0, 63, usual="7 is usual")] = 0
+    """Draft tokens that a slot reads with its last one, in one forward: what followed the same few tokens
+    earlier in the text, its group or the last epoch. They make text that repeats itself faster, and never
+    change it. 0 = none."""
+    draft_slots: Annotated[int, Range(1, 65536, usual="8 is usual")] = 8
+    """Largest number of running sequences that drafts are made for: the tail of long responses, where a
+    forward takes as long for several tokens as for one."""
     max_staleness: Annotated[int, Range(0, 1000, usual="1 to 4 are usual")] = 0
     """Bounded staleness of asynchronous rollout: largest number of steps by which rollout may run ahead of
     training. The responses of the next steps are generated while the trainer learns: on servers, where they
     continue under new weights when these arrive, or by the native engine on --rollout.devices, where each has
     the weights of this many steps before. 0 = synchronous: rollout and training alternate."""
     warm_up: bool = False
-    """Compile every shape of every program before the first step instead of at its first use: a slower start
-    (seconds for a small model, minutes for a large one), and no pause later."""
+    """Compile every shape of every program of rollout, scoring and update before the first step, several at
+    a time, instead of at its first use: a slower start (seconds for a small model, minutes for a large one),
+    and no pause later."""
     weight_noise: Annotated[float, Range(0.0, 1.0)] = 0.0
     """Gaussian noise on the rollout's weights, relative to the size of each weight and new in every step: an
     experiment in how much mismatch between rollout and trainer an algorithm tolerates."""
@@ -75,6 +122,18 @@ class RolloutConfig(PlacementConfig):
             )
         if self.cache == "ring" and self.cache_dtype in EIGHT_BITS:
             yield "cache_dtype", f"is {self.cache_dtype}: it needs --rollout.cache paged."
+        if self.draft_tokens and self.engine == "sglang":
+            yield (
+                "draft_tokens",
+                f"is {self.draft_tokens}: it is for the native engine. Set it to 0; SGLang servers have "
+                'drafts of their own, such as --sglang.flags "--speculative-algorithm NGRAM".',
+            )
+        if self.draft_tokens and self.cache == "ring":
+            yield (
+                "draft_tokens",
+                f"is {self.draft_tokens}: rejected drafts would overwrite a ring. Set --rollout.cache "
+                "paged (or auto), or --rollout.draft_tokens 0.",
+            )
         if self.engine == "sglang" and self.dtype == "float16":
             yield "dtype", "is float16: it needs --rollout.engine native; servers take float32 and bfloat16."
         if self.engine == "native" and (self.servers or self.launch):
@@ -120,6 +179,9 @@ class SGLangConfig:
     """Transport of weights to the servers: files that they read (disk), in requests (http), over a torch
     process group (group), or as handles of memory on GPUs that trainer and server share (ipc). http and ipc
     send pickles to the servers; nothing receives one."""
+    quantization: Literal["none", "fp8"] = "none"
+    """fp8: linear layers are sent and computed in 8 bits, in blocks of 128 x 128 with a scale each; needs
+    algo.correction, and rollout.dtype bfloat16 for all else."""
     pause: PauseMode = "retract"
     """Responses in flight when weights change: aborted and requested again (abort), back in the server's
     queue and prefilled anew under the new weights (retract), or continued on keys and values of the old
@@ -145,7 +207,7 @@ class SGLangConfig:
     probe_tolerance: Annotated[float, Range(0.0, 100.0, open_low=True)] | None = None
     """Largest mean difference of log-probs, nats, between a server and the trainer: on fixed tokens after
     each push, and on the responses. Beyond it the server is left out. None = 1e-3 in float32, 0.1 in
-    bfloat16."""
+    bfloat16, 0.4 with quantization fp8."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, what is wrong), for rules across fields."""

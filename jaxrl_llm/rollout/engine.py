@@ -2,58 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
 from jaxrl_llm.errors import RunError
-from jaxrl_llm.ranges import LARGEST, CountOrZero, Fraction, Range
+from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.structs import Episode, Metrics, Params, Trajectory
-
-MIN_TEMPERATURE = 0.01  # below it logits / temperature overflow
-MAX_STOP_LENGTH = 1000  # characters; the text after each chunk is searched for all stop strings
-MAX_STOPS = 256
-
-
-@dataclass(frozen=True)
-class SamplingConfig:
-    """Sampling of tokens. Reported log-probs are of the full softmax at `temperature`."""
-
-    temperature: Annotated[float, Range(0.0, 100.0, usual="1.0 is usual for training, 0 is greedy")] = 1.0
-    """0 = greedy."""
-    top_k: CountOrZero = 0
-    """Keep the k likeliest tokens; 0 = all."""
-    top_p: Annotated[float, Range(0.0, 1.0, open_low=True, usual="1.0 keeps all tokens")] = 1.0
-    """Keep the smallest set of tokens with at least this probability (nucleus)."""
-    min_p: Fraction = 0.0
-    """Drop tokens less likely than this times the likeliest."""
-    stop: tuple[str, ...] = ()
-    """Strings that end a response; kept in it."""
-    stop_tokens: tuple[Annotated[int, Range(0, LARGEST)], ...] = ()
-    """Token ids that end a response, besides the tokenizer's end token; kept in it."""
-    ignore_eos: bool = False
-    """Generate max_tokens tokens, end tokens or not (benchmarks)."""
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, what is wrong with it)."""
-        if 0 < self.temperature < MIN_TEMPERATURE:
-            yield (
-                "temperature",
-                f"is {self.temperature:g}: it must be 0 (greedy) or at least {MIN_TEMPERATURE}.",
-            )
-        for text in self.stop:
-            if not 0 < len(text) <= MAX_STOP_LENGTH:
-                yield (
-                    "stop",
-                    f"has a string of {len(text)} characters: each must have 1 to {MAX_STOP_LENGTH}.",
-                )
-        for name in ("stop", "stop_tokens"):
-            if len(getattr(self, name)) > MAX_STOPS:
-                yield name, f"has {len(getattr(self, name))} entries: at most {MAX_STOPS} are allowed."
 
 
 class Request(NamedTuple):

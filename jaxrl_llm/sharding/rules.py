@@ -40,6 +40,9 @@ TRAIN: Rules = {
 """Training and scoring: weights sharded over fsdp, sequence, expert and tensor, rows over data, fsdp and
 expert. Experts are divided over expert, and each of them over the other axes."""
 
+GATHERED: Rules = {**TRAIN, **{"embed": None, "latent": None, "expert_embed": None}}
+"""Weights of training and scoring as products read them: gathered over all axes but tensor and expert."""
+
 ROLLOUT: Rules = {
     **TRAIN,
     **{"embed": None, "latent": None},
@@ -108,6 +111,28 @@ def constrain_residual(x: jax.Array) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     is_even = not mesh.empty and x.shape[1] % num_shards("residual", mesh.shape) == 0
     return constrain(x, "batch", "residual" if is_even else "sequence", "hidden")
+
+
+@jax.custom_vjp
+def whole_rows(table: jax.Array) -> jax.Array:
+    """Gather the embedding [V, D] for a lookup, which reads whole rows.
+
+    Its gradient has the sharding of the weight: devices then exchange the gradients of tokens. That of a
+    gathered table would be an all-reduce of tables. Without the first constraint a cast to `table` may be
+    made after the gather, whose bytes are then those of the wider type.
+    """
+    return constrain(constrain(table, "vocab", "embed"), "vocab", "hidden")
+
+
+def _whole_rows_forward(table: jax.Array) -> tuple[jax.Array, None]:
+    return whole_rows(table), None
+
+
+def _whole_rows_backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (constrain(gradient, "vocab", "embed"),)
+
+
+whole_rows.defvjp(_whole_rows_forward, _whole_rows_backward)
 
 
 def logprob_specs(hidden: jax.Array, head: jax.Array) -> tuple[PartitionSpec, PartitionSpec] | None:

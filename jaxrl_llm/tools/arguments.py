@@ -1,13 +1,15 @@
-"""Parser of the commands' arguments, in the style of training's flags: `--max_tokens 8`, `--switch True`."""
+"""Arguments of the commands, in the style of training's flags: `--max_tokens 8`, `--switch True`; no jax."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import tyro
 
-from jaxrl_llm.recipe.checks import check_fields
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.recipe.fields import check_fields
 
 Args = TypeVar("Args")
 STYLE = (tyro.conf.FlagConversionOff, tyro.conf.HelptextFromCommentsOff)
@@ -40,6 +42,21 @@ def parse_known_arguments(
     )
     check_fields(args)
     return args, rest
+
+
+def check_output_path(path: Path, source: Path | None = None, flag: str = "--out") -> None:
+    """Raise UserError if a file cannot be written there, or is the one that is read, before any work.
+
+    Args:
+        source: file that is read; None = none.
+        flag: that names the path.
+    """
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"{flag} {path}: the folder {path.absolute().parent} does not exist; make it first")
+    if path.is_dir():
+        raise UserError(f"{flag} {path}: a folder; give a file name in it")
+    if source and path.exists() and source.exists() and path.samefile(source):
+        raise UserError(f"{flag} {path}: the file that is read; it would be overwritten. Give another name")
 
 
 def _prog(command: str) -> str:

@@ -23,7 +23,8 @@ from jaxrl_llm.host.start import open_compilation_cache
 from jaxrl_llm.models.kernels import check_kernels_setting
 from jaxrl_llm.ranges import LARGEST, Count, CountOrZero, Range, problems
 from jaxrl_llm.recipe.keys import parse_value, type_hints, type_words
-from jaxrl_llm.rollout.engine import PartialResponse, Request, SamplingConfig, text_of
+from jaxrl_llm.rollout.config import SamplingConfig
+from jaxrl_llm.rollout.engine import PartialResponse, Request, text_of
 from jaxrl_llm.rollout.partial import new_responses
 from jaxrl_llm.sharding.config import MeshConfig
 from jaxrl_llm.tools.arguments import parse_arguments

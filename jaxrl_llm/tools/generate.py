@@ -28,14 +28,14 @@ from jaxrl_llm.host.processes import show_warnings
 from jaxrl_llm.models.kernels import check_kernels_setting
 from jaxrl_llm.ranges import LARGEST, Count, Range
 from jaxrl_llm.rewards.config import RewardConfig
-from jaxrl_llm.rollout.config import RolloutConfig
-from jaxrl_llm.rollout.engine import Request, SamplingConfig
+from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig
+from jaxrl_llm.rollout.engine import Request
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.config import MeshConfig
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT, Rules
 from jaxrl_llm.structs import Params, Trajectory
-from jaxrl_llm.tools.arguments import parse_arguments
+from jaxrl_llm.tools.arguments import check_output_path, parse_arguments
 from jaxrl_llm.tools.output import ProgressBar, ResumableOutput, json_line, print_progress, settings_of
 from jaxrl_llm.tools.response_rewards import ResponseScorer, gives_rewards, split_reward_flags
 from jaxrl_llm.tools.selection import (
@@ -262,18 +262,3 @@ def pick_dtype(dtype: Dtype) -> str:
         return dtype
     platform, kind = device()
     return "float32" if platform == "cpu" else "float16" if lacks_bfloat16(kind) else "bfloat16"
-
-
-def check_output_path(path: Path, source: Path | None = None, flag: str = "--out") -> None:
-    """Raise UserError if a file cannot be written there, or is the one that is read, before any work.
-
-    Args:
-        source: file that is read; None = none.
-        flag: that names the path.
-    """
-    if not path.absolute().parent.is_dir():
-        raise UserError(f"{flag} {path}: the folder {path.absolute().parent} does not exist; make it first")
-    if path.is_dir():
-        raise UserError(f"{flag} {path}: a folder; give a file name in it")
-    if source and path.exists() and source.exists() and path.samefile(source):
-        raise UserError(f"{flag} {path}: the file that is read; it would be overwritten. Give another name")

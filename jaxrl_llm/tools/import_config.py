@@ -20,7 +20,6 @@ from jaxrl_llm.importer.read import read_settings
 from jaxrl_llm.importer.systems import SYSTEMS
 from jaxrl_llm.importer.values import printable
 from jaxrl_llm.ranges import Count
-from jaxrl_llm.recipe.checks import check_config
 from jaxrl_llm.recipe.source import WIDTH, build_config, comment_lines, recipe_source
 from jaxrl_llm.tools.arguments import parse_arguments
 
@@ -177,6 +176,8 @@ def _docstring(args: ImportArguments, conversion: Conversion, notes: list[str]) 
 
 def _problems(config: TrainConfig) -> list[str]:
     """Return what a run would refuse: paths that are absent, and values that cannot work."""
+    from jaxrl_llm.recipe.checks import check_config  # imports jax: not for --help
+
     try:
         check_config(config, writes=False)
     except ConfigError as error:

@@ -10,13 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jaxrl_llm.plan.advice import advise
-from jaxrl_llm.plan.plan import make_plan
-from jaxrl_llm.plan.report import print_plan
-from jaxrl_llm.plan.target import open_target, parse_topology
 from jaxrl_llm.recipe.load import from_command_line
-from jaxrl_llm.tools.arguments import parse_known_arguments
-from jaxrl_llm.tools.generate import check_output_path
+from jaxrl_llm.tools.arguments import check_output_path, parse_known_arguments
 
 
 @dataclass(frozen=True)
@@ -46,6 +41,11 @@ def main(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         argv = ["--help"]  # without the recipe's flags, which the help of training lists
     args, rest = parse_known_arguments(PlanArguments, argv, "plan")
+    from jaxrl_llm.plan.advice import advise  # these import jax: not for --help
+    from jaxrl_llm.plan.plan import make_plan
+    from jaxrl_llm.plan.report import print_plan
+    from jaxrl_llm.plan.target import open_target, parse_topology
+
     topology = parse_topology(args.topology)
     if args.json:
         check_output_path(args.json, flag="--json")

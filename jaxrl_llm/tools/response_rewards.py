@@ -19,7 +19,7 @@ from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.learn.scoring import ScoringModel
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.outcome import Outcome
-from jaxrl_llm.recipe.checks import check_fields
+from jaxrl_llm.recipe.fields import check_fields
 from jaxrl_llm.recipe.overrides import apply_overrides, split_arguments
 from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig
 from jaxrl_llm.rewards.load import choose_reward

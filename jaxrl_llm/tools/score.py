@@ -32,8 +32,8 @@ from jaxrl_llm.rollout.native.shapes import bucket
 from jaxrl_llm.sharding.config import MeshConfig
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
-from jaxrl_llm.tools.arguments import parse_arguments
-from jaxrl_llm.tools.generate import Dtype, check_output_path, load_sharded, pick_dtype
+from jaxrl_llm.tools.arguments import check_output_path, parse_arguments
+from jaxrl_llm.tools.generate import Dtype, load_sharded, pick_dtype
 from jaxrl_llm.tools.output import ProgressBar, ResumableOutput, json_line, settings_of
 from jaxrl_llm.tools.response_rewards import ResponseScorer, gives_rewards, split_reward_flags
 from jaxrl_llm.tools.selection import (

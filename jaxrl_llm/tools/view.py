@@ -28,8 +28,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.host.files import replace_text
 from jaxrl_llm.ranges import Count
 from jaxrl_llm.report import jsonl
-from jaxrl_llm.tools.arguments import parse_arguments
-from jaxrl_llm.tools.generate import check_output_path
+from jaxrl_llm.tools.arguments import check_output_path, parse_arguments
 
 METRICS, SAMPLES, CONFIG, PAGE = "metrics.jsonl", "samples.jsonl", "config.json", "view.html"
 SCRIPTS = [

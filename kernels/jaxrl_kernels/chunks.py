@@ -1,4 +1,4 @@
-"""Chunked computation over a sequence, so that logits of few tokens are in memory at once."""
+"""Computation in parts of a sequence or a batch, so that intermediate values of one part are in memory."""
 
 from __future__ import annotations
 
@@ -30,3 +30,14 @@ def map_chunks(one: Callable[..., Any], chunk: int, *inputs: Shaped[Array, "B T 
     chunks = tuple(split(x, chunk) for x in inputs)
     outputs = jax.lax.map(lambda xs: one(*xs), chunks)
     return jax.tree.map(lambda x: join(x, length), outputs)
+
+
+def map_rows(one: Callable[..., Any], rows: int, *inputs: Shaped[Array, "B ..."]) -> Any:
+    """Apply `one` to equal parts of a batch, at most `rows` (at least 1) rows each, sequentially."""
+    batch = inputs[0].shape[0]
+    splits = next(n for n in range(1, batch + 1) if batch % n == 0 and batch // n <= max(rows, 1))
+    if splits == 1:
+        return one(*inputs)
+    parts = tuple(x.reshape(splits, -1, *x.shape[1:]) for x in inputs)
+    outputs = jax.lax.map(lambda xs: one(*xs), parts)
+    return jax.tree.map(lambda x: x.reshape(batch, *x.shape[2:]), outputs)

@@ -28,8 +28,8 @@ from jaxrl_llm.algos import (
     requirements,
     value,
 )  # fmt: skip
-from jaxrl_llm.algos.contract import AlgoConfig, Algorithm, Divergence, old_logprobs
-from jaxrl_llm.algos.correction import Correction
+from jaxrl_llm.algos.config import AlgoConfig, Correction
+from jaxrl_llm.algos.contract import Algorithm, Divergence, old_logprobs
 from jaxrl_llm.errors import UserError
 
 
@@ -110,7 +110,7 @@ def test_old_log_probs_are_computed_only_where_the_policy_has_moved():
 
 MODULE = """
 from dataclasses import dataclass
-from jaxrl_llm.algos.contract import AlgoConfig
+from jaxrl_llm.algos.config import AlgoConfig
 
 INPUT, UNIT = "rollouts", 2
 

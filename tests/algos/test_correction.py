@@ -10,13 +10,8 @@ from golden import ADVANTAGES, MASK, OLD, POLICY, ROLLOUT, SEGMENTS, advantages,
 
 from jaxrl_llm import ranges
 from jaxrl_llm.algos import grpo, reinforce, requirements
-from jaxrl_llm.algos.correction import (
-    Correction,
-    accepted,
-    correct,
-    importance_weights,
-    mean_weight,
-)
+from jaxrl_llm.algos.config import Correction
+from jaxrl_llm.algos.correction import accepted, correct, importance_weights, mean_weight
 
 GAP = OLD - ROLLOUT
 

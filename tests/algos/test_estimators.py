@@ -14,11 +14,11 @@ from jaxrl_llm.algos import cispo, gdpo, gpg, grpo, gspo, opo, passk, reinforce,
 from jaxrl_llm.algos.advantages import (
     PER_RESPONSE,
     PER_TOKEN,
-    Advantage,
     best_over_second,
     leave_one_out,
     length_weighted,
-)  # fmt: skip
+)
+from jaxrl_llm.algos.config import Advantage  # fmt: skip
 from jaxrl_llm.algos.kl import kl
 from jaxrl_llm.algos.policy_gradient import shaped_rewards
 from jaxrl_llm.errors import UserError

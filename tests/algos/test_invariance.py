@@ -8,8 +8,7 @@ import pytest
 from sequences import run
 
 from jaxrl_llm.algos import ALGOS, raft, requirements
-from jaxrl_llm.algos.correction import Correction
-from jaxrl_llm.algos.policy_gradient import PolicyConfig
+from jaxrl_llm.algos.config import Correction, PolicyConfig
 
 ON_LINE = sorted(n for n, a in ALGOS.items() if a is raft or isinstance(a.config, PolicyConfig))
 OF_ITS_MICROBATCH = {"clip_cov", "kl_cov"}  # their covariances are centred on the tokens at hand

@@ -27,7 +27,7 @@ from jaxrl_llm.algos import (
     vespo,
 )  # fmt: skip
 from jaxrl_llm.algos.clipped import clip
-from jaxrl_llm.algos.correction import Correction
+from jaxrl_llm.algos.config import Correction
 from jaxrl_llm.algos.covariance import covariance, hash_uniform, largest
 from jaxrl_llm.algos.surrogates import vespo_weight
 

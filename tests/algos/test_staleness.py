@@ -10,9 +10,8 @@ from golden import POLICY, ROLLOUT, loss_inputs
 
 from jaxrl_llm import algos
 from jaxrl_llm.algos import ALGOS, dpo, gkd, gpg, grpo, otb, requirements, sft
+from jaxrl_llm.algos.config import Correction, PolicyConfig
 from jaxrl_llm.algos.contract import ignores_staleness, old_logprobs
-from jaxrl_llm.algos.correction import Correction
-from jaxrl_llm.algos.policy_gradient import PolicyConfig
 from jaxrl_llm.algos.returns import optimal_token_baseline
 
 POLICY_GRADIENTS = [

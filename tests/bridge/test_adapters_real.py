@@ -16,7 +16,8 @@ from jaxrl_llm.errors import ServerError
 from jaxrl_llm.models import LoraConfig
 from jaxrl_llm.models.lora import with_lora
 from jaxrl_llm.models.scorer import make_scorer
-from jaxrl_llm.rollout.engine import Request, SamplingConfig
+from jaxrl_llm.rollout.config import SamplingConfig
+from jaxrl_llm.rollout.engine import Request
 from jaxrl_llm.train import main
 
 pytestmark = NEEDED

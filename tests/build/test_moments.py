@@ -12,15 +12,17 @@ from jaxrl_llm import models
 from jaxrl_llm.algos import sft
 from jaxrl_llm.build.exports import export_due, export_step
 from jaxrl_llm.build.moments import adopt_moments, check_initial_moments, restart_moments
+from jaxrl_llm.checkpoint.config import CheckpointConfig
 from jaxrl_llm.checkpoint.params import restore_params
-from jaxrl_llm.checkpoint.state import CheckpointConfig, Checkpointer
+from jaxrl_llm.checkpoint.state import Checkpointer
 from jaxrl_llm.config import ModelConfig, TrainConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.load import load_params
+from jaxrl_llm.learn.config import OptimConfig
 from jaxrl_llm.learn.learner import Learner
-from jaxrl_llm.learn.optim import OptimConfig, make_optimizer
+from jaxrl_llm.learn.optim import make_optimizer
 from jaxrl_llm.learn.optim_states import averaged_weights
 from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.learn.update import StepConfig

@@ -12,7 +12,7 @@ from jaxrl_llm.structs import Rollouts
 
 FILE = """"Reward-weighted log-likelihood."
 from dataclasses import dataclass
-from jaxrl_llm.algos.contract import AlgoConfig
+from jaxrl_llm.algos.config import AlgoConfig
 INPUT = "rollouts"
 @dataclass(frozen=True)
 class Config(AlgoConfig):

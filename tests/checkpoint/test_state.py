@@ -12,13 +12,15 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl_llm.checkpoint.config import CheckpointConfig
 from jaxrl_llm.checkpoint.folder import rank_steps
 from jaxrl_llm.checkpoint.manifest import read_manifest
 from jaxrl_llm.checkpoint.params import restore_params
 from jaxrl_llm.checkpoint.resume import check_resume
-from jaxrl_llm.checkpoint.state import CheckpointConfig, Checkpointer
+from jaxrl_llm.checkpoint.state import Checkpointer
 from jaxrl_llm.errors import RunError, UserError
-from jaxrl_llm.learn.optim import OptimConfig, make_optimizer
+from jaxrl_llm.learn.config import OptimConfig
+from jaxrl_llm.learn.optim import make_optimizer
 from jaxrl_llm.models import RopeConfig, TransformerConfig, init
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from distributed import run_processes
 
-from jaxrl_llm.checkpoint.state import CheckpointConfig, Checkpointer
+from jaxrl_llm.checkpoint.config import CheckpointConfig
+from jaxrl_llm.checkpoint.state import Checkpointer
 
 TWO_PROCESSES = """
 import sys
@@ -14,7 +15,8 @@ import numpy as np
 from pathlib import Path
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl_llm.checkpoint.folder import rank_steps
-from jaxrl_llm.checkpoint.state import Checkpointer, CheckpointConfig
+from jaxrl_llm.checkpoint.state import Checkpointer
+from jaxrl_llm.checkpoint.config import CheckpointConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
 run_dir = Path(sys.argv[1])

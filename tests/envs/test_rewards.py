@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo, gspo, reinforce_pp
-from jaxrl_llm.algos.correction import Correction
+from jaxrl_llm.algos.config import Correction
 from jaxrl_llm.data.loader import Prompt
 from jaxrl_llm.data.packing import counts, from_trajectory, pack
 from jaxrl_llm.data.rows import Example

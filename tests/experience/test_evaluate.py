@@ -26,7 +26,7 @@ from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.sample import RewardResult, RewardSample
 from jaxrl_llm.rewards.service import request_body
-from jaxrl_llm.rollout.engine import SamplingConfig
+from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.native.engine import DeferredGeneration
 from jaxrl_llm.structs import Trajectory
 

@@ -18,7 +18,7 @@ from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.config import RewardConfig
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.sample import RewardResult
-from jaxrl_llm.rollout.engine import SamplingConfig
+from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.native.engine import DeferredGeneration
 from jaxrl_llm.structs import Trajectory
 

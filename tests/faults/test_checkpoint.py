@@ -16,8 +16,9 @@ import pytest
 from distributed import Running
 
 from jaxrl_llm.checkpoint import folder as folders
+from jaxrl_llm.checkpoint.config import CheckpointConfig
 from jaxrl_llm.checkpoint.manifest import fingerprint
-from jaxrl_llm.checkpoint.state import CheckpointConfig, Checkpointer
+from jaxrl_llm.checkpoint.state import Checkpointer
 from jaxrl_llm.errors import UserError
 
 META = {"config": {"seed": 0}}

@@ -19,7 +19,8 @@ import transformers
 from distributed import run_processes
 from safetensors.numpy import load_file, save_file
 
-from jaxrl_llm.checkpoint.state import CheckpointConfig, Checkpointer
+from jaxrl_llm.checkpoint.config import CheckpointConfig
+from jaxrl_llm.checkpoint.state import Checkpointer
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.hf import export as hf_export
 from jaxrl_llm.hf import load

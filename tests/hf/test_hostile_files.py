@@ -13,7 +13,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm import __main__ as cli
-from jaxrl_llm.checkpoint.state import CheckpointConfig, Checkpointer
+from jaxrl_llm.checkpoint.config import CheckpointConfig
+from jaxrl_llm.checkpoint.state import Checkpointer
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.hf.config import read_config

@@ -14,7 +14,7 @@ from jaxrl_llm.config import HubConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf import hub
 from jaxrl_llm.hf.hub import GENERATED, PushError, check_repository, push_folder
-from jaxrl_llm.recipe.checks import check_fields
+from jaxrl_llm.recipe.fields import check_fields
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from jaxrl_llm.build.run import check_offload
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.host import memory
-from jaxrl_llm.learn.optim import OptimConfig
+from jaxrl_llm.learn.config import OptimConfig
 from jaxrl_llm.sharding.rules import on_host
 
 

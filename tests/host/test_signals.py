@@ -22,14 +22,26 @@ time.sleep(60)
 """
 
 
+TRAIN = ["train", "--config", "grpo_tiny.py"]
+UNWINDS = "stopping; again = exit at once"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("command", [["jaxrl_llm.train"], ["jaxrl_llm", "train"]], ids=" ".join)
-def test_a_signal_while_jax_is_imported_ends_the_command(tmp_path, number, command):
+@pytest.mark.parametrize(
+    "command, message",
+    [
+        (["jaxrl_llm.train", *TRAIN[1:]], UNWINDS),  # a recipe imports jax
+        (["jaxrl_llm", *TRAIN], UNWINDS),
+        (["jaxrl_llm", "generate"], "exit"),
+    ],
+    ids=["module", "train", "generate"],
+)
+def test_a_signal_while_jax_is_imported_ends_the_command(tmp_path, number, command, message):
     (tmp_path / "jax.py").write_text(SLOW_JAX)
-    running = Running(["-m", *command, "--config", "x"], {**os.environ, "PYTHONPATH": str(tmp_path)})
+    running = Running(["-m", *command], {**os.environ, "PYTHONPATH": str(tmp_path)})
     running.wait_for("importing")
     running.process.send_signal(number)
-    assert running.end(20) == (128 + number, "importing\n", f"{number.name}: exit\n")
+    assert running.end(20) == (128 + number, "importing\n", f"{number.name}: {message}\n")
 
 
 COMMAND = """

@@ -6,10 +6,12 @@ import pytest
 
 from jaxrl_llm import models
 from jaxrl_llm.algos import gkd, sft
-from jaxrl_llm.checkpoint.state import CheckpointConfig, Checkpointer
+from jaxrl_llm.checkpoint.config import CheckpointConfig
+from jaxrl_llm.checkpoint.state import Checkpointer
 from jaxrl_llm.data.packing import PackItem
+from jaxrl_llm.learn.config import OptimConfig
 from jaxrl_llm.learn.learner import Learner
-from jaxrl_llm.learn.optim import OptimConfig, make_optimizer
+from jaxrl_llm.learn.optim import make_optimizer
 from jaxrl_llm.learn.reference import Reference
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import LoraConfig, TransformerConfig, lora

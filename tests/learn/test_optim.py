@@ -12,8 +12,9 @@ import pytest
 from jaxrl_llm import models
 from jaxrl_llm.algos import sft
 from jaxrl_llm.hf.names import MARK, parse_layout, tensor_layout
+from jaxrl_llm.learn.config import OptimConfig
 from jaxrl_llm.learn.learner import Learner
-from jaxrl_llm.learn.optim import OptimConfig, make_optimizer, make_schedule
+from jaxrl_llm.learn.optim import make_optimizer, make_schedule
 from jaxrl_llm.learn.update import StepConfig, apply
 from jaxrl_llm.models import LoraConfig, lora
 from jaxrl_llm.ranges import problems

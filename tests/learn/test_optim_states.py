@@ -10,12 +10,14 @@ import pytest
 
 from jaxrl_llm import models
 from jaxrl_llm.algos import sft
-from jaxrl_llm.checkpoint.state import CheckpointConfig, Checkpointer
+from jaxrl_llm.checkpoint.config import CheckpointConfig
+from jaxrl_llm.checkpoint.state import Checkpointer
 from jaxrl_llm.config import DataConfig, ModelConfig, TrainConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.learn.config import OptimConfig
 from jaxrl_llm.learn.learner import Learner
-from jaxrl_llm.learn.optim import OptimConfig, make_optimizer
+from jaxrl_llm.learn.optim import make_optimizer
 from jaxrl_llm.learn.optim_states import (
     MasterState,
     Quantized,
@@ -322,11 +324,13 @@ def check_resume_and_offload(tmp_path, **settings):
     saver.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_eight_bits_resume_bit_equal_and_live_on_the_host(name, tmp_path):
     check_resume_and_offload(tmp_path, name=name, moments="int8")
 
 
+@pytest.mark.slow
 def test_remainders_resume_bit_equal_and_live_on_the_host(tmp_path):
     """So do averages of the weights beside them."""
     settings = {"moments": "int8", "store_param_remainders": True, "dtype": "bfloat16", "ema": 0.9}

@@ -14,8 +14,9 @@ from jaxrl_llm import algos, models
 from jaxrl_llm.algos import grpo, requirements, sft
 from jaxrl_llm.algos.contract import old_logprobs
 from jaxrl_llm.data.packing import PackItem, counts, pack
+from jaxrl_llm.learn.config import OptimConfig
 from jaxrl_llm.learn.learner import Learner
-from jaxrl_llm.learn.optim import OptimConfig, make_optimizer
+from jaxrl_llm.learn.optim import make_optimizer
 from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.learn.update import StepConfig, combine, loss_inputs, model_outputs
 from jaxrl_llm.models import TransformerConfig

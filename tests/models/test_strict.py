@@ -20,7 +20,8 @@ from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.config import MLAConfig, MoEConfig
 from jaxrl_llm.rollout.checks import strict_problems
-from jaxrl_llm.rollout.engine import Reply, Request, SamplingConfig
+from jaxrl_llm.rollout.config import SamplingConfig
+from jaxrl_llm.rollout.engine import Reply, Request
 from jaxrl_llm.rollout.native.engine import NativeEngine, RolloutConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.structs import Episode
@@ -140,12 +141,20 @@ class Echo:
         return future
 
 
-@functools.cache
-def conversations(config, dtype, **settings):
-    """Four conversations of up to three turns, and the metrics of the call."""
+def make_engine(config, dtype, **settings):
     rollout = RolloutConfig(slots=4, dtype=dtype, chunk=8, **settings)
     engine = NativeEngine(rollout, config, one_device(), strict=True, routes=bool(config.moe))
     engine.publish(random_params(config), version=0)
+    return engine
+
+
+@functools.cache
+def conversations(config, dtype, **settings):
+    return converse(make_engine(config, dtype, **settings))
+
+
+def converse(engine):
+    """Return four conversations of up to three turns, and the metrics of the call."""
     prompts = [np.arange(2, 2 + n, dtype=np.int32) for n in (5, 40)]
     requests = [Request(prompt, i, 2, 64) for i, prompt in enumerate(prompts)]
     sampling = SamplingConfig(temperature=TEMPERATURE, stop_tokens=tuple(range(1, 100, 6)))
@@ -178,6 +187,31 @@ def test_kept_pages_hold_the_bits_that_reading_again_would_give(config, dtype):
     for item, scored in zip(items, scores, strict=True):
         on = item.mask > 0
         np.testing.assert_array_equal(scored["policy"][on], item.signals["rollout"][on])
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        (QWEN, "float32"),
+        pytest.param(OTHERS, "float32", marks=pytest.mark.slow),
+        pytest.param(GPT_OSS, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(LATENTS, "float32", marks=pytest.mark.slow),
+    ],
+    ids=["qwen3", "windows, caps, sinks, biases", "gpt-oss bfloat16", "latents"],
+)
+def test_drafts_change_no_bit(config, dtype):
+    """Neither those of the first call, mostly wrong, nor those of the second, which knows the responses."""
+    plain, _ = conversations(config, dtype, cache="paged", page=16)
+    engine, accepted = make_engine(config, dtype, page=16, draft_tokens=3), []
+    for _ in range(2):
+        drafted, metrics = converse(engine)
+        accepted.append(metrics["rollout/draft_accepted"])
+        for one, other in zip(drafted, plain, strict=True):
+            np.testing.assert_array_equal(one.response_ids, other.response_ids)
+            np.testing.assert_array_equal(one.logprobs, other.logprobs)
+            np.testing.assert_array_equal(one.routes, other.routes)
+            assert (one.finish, one.episode) == (other.finish, other.episode)
+    assert accepted[0] < 0.3 < accepted[1]
 
 
 def test_gradients_are_those_of_the_plain_model():

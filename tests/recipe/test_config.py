@@ -12,7 +12,7 @@ import pytest
 from refusals import refusal
 
 from jaxrl_llm.algos import dpo, gkd, grpo, reward_model, sft
-from jaxrl_llm.algos.clipped import ClippedConfig
+from jaxrl_llm.algos.config import ClippedConfig
 from jaxrl_llm.build.data import open_loaders
 from jaxrl_llm.build.sizes import derived
 from jaxrl_llm.config import (
@@ -35,6 +35,7 @@ from jaxrl_llm.config import (
 )
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.envs.config import SandboxConfig, ToolsConfig
+from jaxrl_llm.models import LoraConfig
 from jaxrl_llm.recipe.checks import check_config, check_model
 
 
@@ -357,6 +358,18 @@ def test_addresses_in_a_file_are_checked_too(config, tmp_path):
     assert refusal(check_config, alone).startswith("--sglang.colocated needs servers that are started here")
 
 
+def test_drafts_for_conversations_need_few_slots(config):
+    """Without conversations the slots shrink to them."""
+    rollout = replace(config.rollout, slots=64, draft_tokens=7)
+    check_config(replace(config, rollout=rollout))
+    tools = replace(config, env=EnvConfig(tools=("calculator",)), rollout=rollout)
+    check_config(replace(tools, rollout=replace(rollout, slots=8)))
+    assert refusal(check_config, tools) == (
+        "--rollout.draft_tokens 7: conversations keep all 64 slots to the end, and drafts are for 8 at most. "
+        "Set --rollout.slots 8, --rollout.draft_slots 64 or --rollout.draft_tokens 0."
+    )
+
+
 def test_an_interpreter_for_servers_must_exist(config):
     chosen = replace(config, rollout=replace(config.rollout, engine="sglang", launch=1))
     check_config(chosen)
@@ -366,6 +379,34 @@ def test_an_interpreter_for_servers_must_exist(config):
     assert refusal(check_config, missing) == "--sglang.python is '/no/python': no such program."
     relayed = replace(chosen, sglang=replace(chosen.sglang, transport="group", relay_python="/no/python"))
     assert refusal(check_config, relayed) == "--sglang.relay_python is '/no/python': no such program."
+
+
+def test_weights_in_8_bits_need_servers_in_bfloat16_and_a_correction(config):
+    correction = replace(config.algo.correction, weight="token")
+    rollout = replace(config.rollout, engine="sglang", launch=1, dtype="bfloat16")
+    sglang = replace(config.sglang, quantization="fp8")
+    good = replace(config, algo=replace(config.algo, correction=correction), rollout=rollout, sglang=sglang)
+    check_config(good)
+    key = "--sglang.quantization fp8"
+    assert refusal(check_config, replace(good, rollout=replace(config.rollout, dtype="bfloat16"))) == (
+        f"{key} is for SGLang servers: add --rollout.engine sglang, or set --sglang.quantization none."
+    )
+    assert refusal(check_config, replace(good, algo=config.algo)) == (
+        f"{key}: responses are of rounded weights, and without a correction the policy learns as if they "
+        "were its own. Set --algo.correction.weight token (truncated importance sampling), with an algorithm "
+        "that has it (docs/algorithms.md)."
+    )
+    for change, message in (
+        (dict(rollout=replace(rollout, dtype="float32")), "Set --rollout.dtype bfloat16."),
+        (dict(lora=LoraConfig(rank=8)), "Set --sglang.quantization none, or --lora.rank 0."),
+        (
+            dict(sglang=replace(sglang, transport="ipc")),
+            "has no --sglang.transport ipc: set disk, http or group.",
+        ),
+        (dict(strict=True), "Set --rollout.engine native."),
+    ):
+        message_of = refusal(check_config, replace(good, **change))
+        assert message in message_of, message_of
 
 
 def test_memory_is_shared_with_servers_that_are_started_here_alone(config):

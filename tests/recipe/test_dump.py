@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from jaxrl_llm.algos import grpo
-from jaxrl_llm.algos.clipped import ClippedConfig
+from jaxrl_llm.algos.config import ClippedConfig
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.recipe.dump import describe_run, dump, mask_secrets, mask_text
 

@@ -302,6 +302,7 @@ def random_line(rng: random.Random, configs: dict[str, TrainConfig]) -> list[str
     return line if rng.random() < 0.95 else rng.sample(line, len(line))
 
 
+@pytest.mark.slow
 def test_random_command_lines_end_in_one_message_or_build(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     rng = random.Random(0)

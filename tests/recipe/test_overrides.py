@@ -8,7 +8,7 @@ import pytest
 from refusals import refusal
 
 from jaxrl_llm import algos
-from jaxrl_llm.algos.contract import AlgoConfig
+from jaxrl_llm.algos.config import AlgoConfig
 from jaxrl_llm.config import (
     MeshConfig,
     ModelConfig,

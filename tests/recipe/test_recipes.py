@@ -170,7 +170,7 @@ def test_a_recipe_that_cannot_be_read_or_named(tmp_path, monkeypatch):
 
 ALGO = """
 from dataclasses import dataclass
-from jaxrl_llm.algos.contract import AlgoConfig
+from jaxrl_llm.algos.config import AlgoConfig
 INPUT = "tokens"
 @dataclass(frozen=True)
 class Config(AlgoConfig):

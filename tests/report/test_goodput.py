@@ -50,19 +50,32 @@ def test_an_inner_phase_takes_its_time_from_the_outer_one(tmp_path, clock):
     assert row["time/step"] == sum(x for key, x in row.items() if key.startswith("time/")) / 2
 
 
-def test_start_up_ends_with_the_first_step(tmp_path, clock):
-    log = RunLog(tmp_path, QUIET, 2, began=90.0)  # 10 s before the log is opened
+def test_start_up_ends_with_the_first_step(tmp_path, clock, capsys):
+    startup = goodput.PhaseClock("import", began=93.0)  # 7 s ago
+    startup.begin("build")
+    clock.now += 3.0
+    startup.begin("weights")
+    log = RunLog(tmp_path, LogConfig(progress="plain", tensorboard=False), 2, clock=startup)
     clock.now += 4.0
+    with log.phase("evaluate"):
+        clock.now += 1.0
+    log.step(0, {}, tokens=0, kind="start")
     for step in log.steps(0, 2):
         clock.now += 0.5
         row = take_step(log, clock, step + 1, 1.0)
     assert goodputs(row) == {
-        "start": pytest.approx(14 / 17),
-        "update": pytest.approx(2 / 17),
-        "other": pytest.approx(1 / 17),
-        "productive": pytest.approx(2 / 17),
-        "wall_seconds": 17.0,
+        "start": pytest.approx(14 / 18),
+        "evaluate": pytest.approx(1 / 18),
+        "update": pytest.approx(2 / 18),
+        "other": pytest.approx(1 / 18),
+        "productive": pytest.approx(2 / 18),
+        "wall_seconds": 18.0,
     }
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("first step")]
+    assert lines == [
+        "first step done 16.5 s after the start: import 7.0, build 3.0, weights 4.0, evaluate 1.0, "
+        "other 0.5, update 1.0"
+    ]
 
 
 def test_compilation_is_counted_once_and_not_for_its_phase(tmp_path):

@@ -9,9 +9,8 @@ import pytest
 
 from jaxrl_llm.config import TrainConfig, WarmStartConfig
 from jaxrl_llm.ranges import problems
-from jaxrl_llm.report.config import LogConfig
+from jaxrl_llm.report.config import LogConfig, profiled_steps
 from jaxrl_llm.report.log import RunLog
-from jaxrl_llm.report.profiler import profiled_steps
 
 QUIET = LogConfig(progress="none", tensorboard=False)
 

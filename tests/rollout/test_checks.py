@@ -10,7 +10,8 @@ from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.models import RopeConfig, TransformerConfig
 from jaxrl_llm.rollout.checks import check_requests, check_sampling
-from jaxrl_llm.rollout.engine import Request, SamplingConfig
+from jaxrl_llm.rollout.config import SamplingConfig
+from jaxrl_llm.rollout.engine import Request
 
 MODEL = TransformerConfig(
     vocab_size=64, hidden_size=8, mlp_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8,

@@ -54,6 +54,16 @@ def test_every_number_has_a_range_that_refuses_nonsense(config):
             "cache_dtype",
             "is int8: it needs --rollout.cache pa",
         ),
+        (
+            RolloutConfig(cache="ring", draft_tokens=7),
+            "draft_tokens",
+            "is 7: rejected drafts would overwrite a ring. Set --rollout.cache paged (or auto), or --rol",
+        ),
+        (
+            RolloutConfig(engine="sglang", launch=1, draft_tokens=7),
+            "draft_tokens",
+            "is 7: it is for the native engine. Set it to 0; SGLang servers have drafts of their own, such",
+        ),
         (RolloutConfig(launch=1), "launch", "is for SGLang servers: add --rollout.engine sglang."),
         (
             RolloutConfig(servers=("http://127.0.0.1:1",)),

@@ -24,7 +24,8 @@ from jaxrl_llm.data.template import ChatConfig
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.envs.env import Step
 from jaxrl_llm.envs.load import Conversations
-from jaxrl_llm.rollout.engine import DialogueError, PartialResponse, Reply, Request, SamplingConfig
+from jaxrl_llm.rollout.config import SamplingConfig
+from jaxrl_llm.rollout.engine import DialogueError, PartialResponse, Reply, Request
 from jaxrl_llm.rollout.turns import read_reply
 from jaxrl_llm.structs import Episode
 

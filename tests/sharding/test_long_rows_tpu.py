@@ -10,7 +10,8 @@ from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.update import StepConfig
-from jaxrl_llm.plan.compiled import count_collectives
+from jaxrl_llm.plan.collectives import count_collectives
+from jaxrl_llm.plan.hlo import parse
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import num_shards
 
@@ -69,7 +70,7 @@ def test_offloaded_layer_inputs_leave_the_devices(tpu):
 def test_sums_over_tensor_are_scattered_between_blocks(tpu):
     """Two products of a layer are summed over tensor; their sums of all tokens would be 2^12 x 1024."""
     program = compiled(tpu("v5e:2x2"), MeshConfig(fsdp=1, tensor=4), 2**12, 2)
-    collectives = count_collectives(program.as_text(), 4)
+    collectives = count_collectives(parse(program.as_text()), 4)
     assert collectives["reduce-scatter"].count >= 2 * 2 + 2 * 2  # forward and backward
     assert collectives["all-gather"].count >= 2 * 2 + 2 * 2
     assert collectives["all-reduce"].count < 4  # of embedding and log-probs; one a product would be 8

@@ -34,8 +34,10 @@ from jaxrl_llm.learn.reference import freeze
 from jaxrl_llm.models import LoraConfig, TransformerConfig, flops
 from jaxrl_llm.models.lora import join_params, split_params, with_lora
 from jaxrl_llm.models.presets import preset
-from jaxrl_llm.plan.compiled import CompiledStats, bytes_needed, count_collectives, shape_bytes
+from jaxrl_llm.plan.collectives import count_collectives
+from jaxrl_llm.plan.compiled import CompiledStats, bytes_needed
 from jaxrl_llm.plan.experts import expert_gather
+from jaxrl_llm.plan.hlo import parse, shape_bytes
 from jaxrl_llm.plan.phases import phases
 from jaxrl_llm.plan.plan import device_groups, phase_cost
 from jaxrl_llm.plan.target import open_target, parse_topology
@@ -44,7 +46,7 @@ from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import bytes_per_device
 from jaxrl_llm.structs import Batch
 from jaxrl_llm.tools import plan as command
-from jaxrl_llm.tools.generate import check_output_path
+from jaxrl_llm.tools.arguments import check_output_path
 
 ROOT = Path(__file__).parents[2]
 
@@ -165,7 +167,7 @@ ENTRY %main (t: (s32[], bf16[4,16], f32[8,16])) -> f32[8,16] {
 
 
 def test_collectives_are_counted_with_their_loops_and_asynchronous_ones_once():
-    assert count_collectives(HLO, devices=8) == {
+    assert count_collectives(parse(HLO), devices=8) == {
         "all-gather": (28, 28 * 4 * 16 * 2 * 3),  # 4 devices: its own shard to 3 others
         "reduce-scatter": (28, 28 * 8 * 16 * 4 * 3 / 4),
         "collective-permute": (1, 8 * 16 * 4),
@@ -175,9 +177,9 @@ def test_collectives_are_counted_with_their_loops_and_asynchronous_ones_once():
 
 def test_a_loop_that_the_compiler_has_counted_and_one_of_unknown_length():
     counted = HLO.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"5"}}')
-    assert count_collectives(counted, 8)["all-gather"].count == 5
+    assert count_collectives(parse(counted), 8)["all-gather"].count == 5
     unknown = HLO.replace("direction=LT", "direction=NE")
-    assert count_collectives(unknown, 8)["all-gather"].count == 1
+    assert count_collectives(parse(unknown), 8)["all-gather"].count == 1
 
 
 def test_sizes_of_shapes():
@@ -382,6 +384,16 @@ def test_a_plan_counts_the_epochs_of_a_step():
     assert calls["update: accumulate"] == calls["update: apply"] == 2 * 3
 
 
+def test_a_plan_has_the_forward_over_drafts():
+    """8 slots of 64 read 4 tokens each. Decode is counted for all tokens, drafts in place of it not again."""
+    rollout = dataclasses.replace(CONFIG.rollout, slots=64, page=32, draft_tokens=3)
+    config = dataclasses.replace(CONFIG, rollout=rollout, mesh=MeshConfig(fsdp=4, tensor=2))
+    planned = {phase.name: phase for phase in phases(config, make_meshes(config))}
+    drafts, decode = planned["rollout: drafts"], planned["rollout: decode"]
+    assert drafts.flops == pytest.approx(8 * 4 / 64 * decode.flops) and drafts.calls == 0
+    assert drafts.resident == decode.resident
+
+
 @pytest.mark.slow
 def test_a_plan_has_a_prompt_once_for_its_responses():
     """8 rows of 8 + 7 (4 + 1) tokens, rounded up to 48, in place of 64 rows of 8."""
@@ -436,7 +448,7 @@ def test_a_plan_compiles_what_rollout_calls(monkeypatch):
 
         monkeypatch.setattr(engine.programs, name, called)
 
-    for name in ("zero_weights", "prefill", "gather", "insert", "resize", "decode", "uniforms"):
+    for name in ("prefill", "gather", "insert", "resize", "decode", "uniforms"):
         fake(name)
     engine.warm_up(40, 60)
     for name, call in planned.items():
@@ -474,6 +486,7 @@ def test_a_plan_on_one_cpu(tmp_path, monkeypatch, capsys):
     assert "attention blockwise, log-probs chunked (cpu: plain JAX, there are no kernels for it)" in table
 
 
+@pytest.mark.slow
 def test_asynchronous_rollout_holds_a_version_for_each_stale_step():
     def rollout_bytes(k, **fields):
         rollout = dataclasses.replace(CONFIG.rollout, max_staleness=k, devices="1:2" if k else "")

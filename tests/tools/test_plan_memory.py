@@ -16,7 +16,7 @@ from jaxrl_llm.config import (
     RolloutConfig,
     ScoreConfig,
 )
-from jaxrl_llm.learn.optim import OptimConfig
+from jaxrl_llm.learn.config import OptimConfig
 from jaxrl_llm.models import LoraConfig
 from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.plan.advice import advise

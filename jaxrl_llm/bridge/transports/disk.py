@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import jax
-import jax.numpy as jnp
 
 from jaxrl_llm import models
 from jaxrl_llm.bridge.push import Part
 from jaxrl_llm.bridge.servers import Json, Receiver
-from jaxrl_llm.hf.export import save_model
+from jaxrl_llm.hf.export import export_tensors, save_model
+from jaxrl_llm.hf.names import Encode, tensor_bytes
 from jaxrl_llm.structs import Params
 
 KEPT = 2  # pushes: a server that was left out reads the newest again while the next is written
@@ -33,26 +33,27 @@ class DiskTransport:
     Args:
         folder: of this run alone, that every server sees under the same path (`weight_folder`).
         dtype: "float32" or "bfloat16", of the weights in the files.
+        encode: of tensors that are not in `dtype`; None = all are.
     """
 
     session = False
     lasting = True
 
-    def __init__(self, folder: Path, dtype: str, tokenizer: Any = None):
-        self.folder, self.dtype, self.tokenizer = folder, dtype, tokenizer
+    def __init__(self, folder: Path, dtype: str, tokenizer: Any = None, encode: Encode | None = None):
+        self.folder, self.dtype, self.tokenizer, self.encode = folder, dtype, tokenizer, encode
         self._pushes: list[Path] = []
 
     def parts(self, params: Params, label: str) -> Iterator[Part]:
         """Write the folder of the push, which is its one part."""
         params, path = models.without_value_head(params), self.folder / label
-        save_model(params, params.config, path, self.tokenizer, self.dtype)
+        save_model(params, params.config, path, self.tokenizer, self.dtype, encode=self.encode)
         self._pushes.append(path)
         while len(self._pushes) > KEPT:
             old = self._pushes.pop(0)
             if jax.process_index() == 0:
                 shutil.rmtree(old, ignore_errors=True)
-        itemsize = jnp.dtype(self.dtype).itemsize
-        yield Part(path, itemsize * sum(leaf.size for leaf in jax.tree.leaves(params)), last=True)
+        tensors = export_tensors(params.config, self.encode)
+        yield Part(path, sum(tensor_bytes(tensor, self.dtype) for tensor in tensors), last=True)
 
     async def connect(self, receiver: Receiver) -> None:
         pass

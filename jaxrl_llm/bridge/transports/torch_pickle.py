@@ -14,7 +14,9 @@ from typing import Any
 
 from jaxrl_llm.bridge.buckets import Bucket
 
-STORAGE = {"float32": "FloatStorage", "bfloat16": "BFloat16Storage"}
+STORAGE = {"float32": "FloatStorage", "bfloat16": "BFloat16Storage", "float8_e4m3fn": "ByteStorage"}
+REBUILD = {"float8_e4m3fn": ("_rebuild_tensor_v3", b"ctorch\nfloat8_e4m3fn\n")}
+"""Types without a storage -> the function that rebuilds tensors of one, and the pickle of the type."""
 MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001  # of torch.save's files
 SIZES = {"short": 2, "int": 4, "long": 4}
 MEMO = 1000  # memo index of the storage: beyond those of `_value`, which counts from 0
@@ -28,13 +30,14 @@ def pickle_bucket(bucket: Bucket, as_dict: bool = False) -> bytes:
         *(pickle.LONG_BINPUT, struct.pack("<I", MEMO), pickle.POP),
         *(pickle.EMPTY_DICT if as_dict else pickle.EMPTY_LIST, pickle.MARK),
     ]
+    rebuild, dtype = REBUILD.get(bucket.dtype, ("_rebuild_tensor_v2", b""))
     start = 0
     for tensor, array in zip(bucket.tensors, bucket.arrays, strict=True):
         strides = tuple(stride // array.itemsize for stride in array.strides)
         place = _value(start) + _value(tuple(array.shape)) + _value(strides) + pickle.NEWFALSE
         storage = pickle.LONG_BINGET + struct.pack("<I", MEMO)
         hooks = b"".join(_call("collections.OrderedDict", []))
-        rebuilt = _call("torch._utils._rebuild_tensor_v2", [storage, place, hooks])
+        rebuilt = _call(f"torch._utils.{rebuild}", [storage, place, hooks, dtype])
         parts += [_value(tensor.name), *rebuilt, b"" if as_dict else pickle.TUPLE2]
         start += array.size
     return b"".join([*parts, pickle.SETITEMS if as_dict else pickle.APPENDS, pickle.STOP])

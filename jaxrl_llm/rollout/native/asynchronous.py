@@ -24,7 +24,8 @@ import jax
 from jaxrl_llm.errors import RunError
 from jaxrl_llm.models.decode import DecodeWeights
 from jaxrl_llm.rollout.checks import check_requests
-from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Request, SamplingConfig
+from jaxrl_llm.rollout.config import SamplingConfig
+from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Request
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.partial import is_complete, new_responses, trajectory_of
 from jaxrl_llm.structs import Metrics, Params, Trajectory

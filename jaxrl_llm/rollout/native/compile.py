@@ -1,25 +1,38 @@
-"""Ahead-of-time compilation: all programs of a run in all their shapes, or their largest calls for `plan`."""
+"""Ahead-of-time compilation: all programs of a rollout in all shapes, or their largest calls for `plan`."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxrl_llm.models.decode import DecodeWeights, RingCache
 from jaxrl_llm.models.paged import PagedCache
-from jaxrl_llm.rollout.engine import SamplingConfig
+from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.native.programs import Programs, empty_slots, make_stop_conditions
 from jaxrl_llm.rollout.native.sampling import is_filtered, make_params
 from jaxrl_llm.rollout.native.shapes import ProgramShapes, pages_for, round_up
+from jaxrl_llm.sharding.compile import ParallelCompiler
 from jaxrl_llm.sharding.rules import with_shardings
 from jaxrl_llm.structs import Params, Program
 
 
-def compile_all(
-    programs: Programs,
+class CompiledCalls:
+    """`Programs` whose calls compile a program instead of running it, and return abstract results."""
+
+    def __init__(self, programs: Programs, compiler: ParallelCompiler):
+        self._programs, self._compiler = programs, compiler
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._programs, name)
+        return partial(self._compiler.start, value) if isinstance(value, jax.stages.Wrapped) else value
+
+
+def call_all(
+    programs: Programs | CompiledCalls,
     shapes: ProgramShapes,
     weights: DecodeWeights,
     samplings: Collection[SamplingConfig],
@@ -29,6 +42,7 @@ def compile_all(
     """Call every program once in every shape that a `Scheduler` may need, with empty slots.
 
     Args:
+        weights: or their shapes, where the calls only compile.
         samplings: those of the run; with filters `decode` is another program.
         stop_ids: as many as will end a response.
         key: any key data, for its shape.
@@ -41,13 +55,16 @@ def compile_all(
         uniform = programs.uniforms(state)
         for filtered, sampling in variants.items():
             params, stop = make_params(sampling), make_stop_conditions(stop_ids, 0, 0)
-            cache, _ = programs.decode(
-                weights, cache, state, uniform, params, stop, *table, filtered=filtered
-            )
+            inputs, static = (state, uniform, params, stop, *table), {"filtered": filtered}
+            cache, _ = programs.decode(weights, cache, *inputs, **static)
+            if shapes.has_drafts(num_slots):
+                inputs += (_no_texts(programs, shapes, *table),)
+                static["num_drafts"] = shapes.draft_tokens
+                cache, _ = programs.decode_drafts(weights, cache, *inputs, **static)
         return cache
 
     if programs.page_size:
-        _compile_paged(programs, shapes, weights, decode)
+        _call_paged(programs, shapes, weights, decode)
         return
     for width, counts in shapes.prefill:
         for count in counts:
@@ -62,10 +79,11 @@ def compile_all(
             for longer in shapes.cache_lengths[i + 1 : i + 2]:
                 programs.resize(cache, _zeros(num_slots), length=longer)
             cache = decode(cache, num_slots)
-        jax.block_until_ready(cache)
 
 
-def _compile_paged(programs: Programs, shapes: ProgramShapes, weights: DecodeWeights, decode) -> None:
+def _call_paged(
+    programs: Programs | CompiledCalls, shapes: ProgramShapes, weights: DecodeWeights, decode
+) -> None:
     cache = programs.empty_cache(programs.num_shards * shapes.num_pages, programs.page_size)
     for width, counts in shapes.prefill:
         for count in counts:
@@ -82,7 +100,6 @@ def _compile_paged(programs: Programs, shapes: ProgramShapes, weights: DecodeWei
     for columns in {pages_for(length, programs.page_size) for length in shapes.cache_lengths}:
         for num_slots in shapes.slot_counts:
             cache = decode(cache, num_slots, _zeros(num_slots, columns))
-    jax.block_until_ready(cache)
 
 
 def largest_calls(
@@ -111,7 +128,8 @@ def largest_calls(
         uniform = with_shardings(jax.eval_shape(programs.uniforms, state), shardings["replicated"])
         calls_of = _paged_calls if programs.page_size else _ring_calls
         cache, calls = calls_of(programs, shapes, prompts, lengths)
-    inputs = state, uniform, make_params(sampling), make_stop_conditions(stop_ids, 0, 0)
+    settings = make_params(sampling), make_stop_conditions(stop_ids, 0, 0)
+    inputs, static = (state, uniform, *settings), {"filtered": is_filtered(sampling)}
     if programs.page_size:
         inputs += (_zeros(max_slots, _columns(programs, shapes)),)
     if shapes.extend and programs.page_size:
@@ -119,11 +137,16 @@ def largest_calls(
         table = _zeros(rows, _columns(programs, shapes))
         args = weights, cache, table, _zeros(rows, width), _zeros(rows), _zeros(rows)
         calls["extend"] = Program(programs.extend, args, {})
+    with_drafts = [count for count in shapes.slot_counts if shapes.has_drafts(count)]
+    if with_drafts:
+        args = _draft_inputs(programs, shapes, with_drafts[-1], settings)
+        drafts = {"num_drafts": shapes.draft_tokens}
+        calls["decode_drafts"] = Program(programs.decode_drafts, (weights, cache, *args), drafts | static)
     return {
         "publish": Program(programs.publish, (params,), {}),
         "prefill": Program(programs.prefill, (weights, tokens, lengths), {}),
         **calls,
-        "decode": Program(programs.decode, (weights, cache, *inputs), {"filtered": is_filtered(sampling)}),
+        "decode": Program(programs.decode, (weights, cache, *inputs), static),
     }
 
 
@@ -166,7 +189,21 @@ def _paged_calls(
     }
 
 
-def _columns(programs: Programs, shapes: ProgramShapes) -> int:
+def _draft_inputs(programs: Programs, shapes: ProgramShapes, num_slots: int, settings) -> tuple:
+    """Return the arguments of `Programs.decode_drafts` behind the cache, for so many slots."""
+    state = empty_slots(num_slots, np.zeros(2, np.uint32))
+    table = _zeros(num_slots, _columns(programs, shapes))
+    uniform = with_shardings(jax.eval_shape(programs.uniforms, state), programs.shardings["replicated"])
+    return state, uniform, *settings, table, _no_texts(programs, shapes, table)
+
+
+def _no_texts(programs: Programs | CompiledCalls, shapes: ProgramShapes, table: np.ndarray) -> np.ndarray:
+    """Return the texts of `Programs.decode_drafts` of slots without any."""
+    num_slots, columns = table.shape
+    return np.full((num_slots, shapes.max_draft_texts + columns * programs.page_size), -1, np.int32)
+
+
+def _columns(programs: Programs | CompiledCalls, shapes: ProgramShapes) -> int:
     """Return the width of the longest page table."""
     return pages_for(shapes.cache_lengths[-1], programs.page_size)
 

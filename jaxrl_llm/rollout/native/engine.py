@@ -18,10 +18,11 @@ from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.decode import DecodeWeights
 from jaxrl_llm.models.paged import NULL_PAGE
 from jaxrl_llm.rollout.checks import check_requests
-from jaxrl_llm.rollout.config import RolloutConfig
-from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Request, SamplingConfig, eos_ids_of, text_of
-from jaxrl_llm.rollout.native.compile import compile_all, largest_calls
+from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig
+from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Request, eos_ids_of, text_of
+from jaxrl_llm.rollout.native.compile import CompiledCalls, call_all, largest_calls
 from jaxrl_llm.rollout.native.conversations import TurnQueue
+from jaxrl_llm.rollout.native.drafts import DraftMemory
 from jaxrl_llm.rollout.native.paged_cache import (
     check_pages,
     pages_in_free_memory,
@@ -34,6 +35,7 @@ from jaxrl_llm.rollout.native.schedule import Scheduler
 from jaxrl_llm.rollout.native.shapes import MIN_LENGTH, ProgramShapes, bucket, make_shapes
 from jaxrl_llm.rollout.native.transfer import WeightTransfer
 from jaxrl_llm.rollout.partial import new_responses, trajectory_of
+from jaxrl_llm.sharding.compile import ParallelCompiler
 from jaxrl_llm.sharding.placement import devices_of
 from jaxrl_llm.structs import Metrics, Params, Program, Trajectory
 
@@ -82,6 +84,7 @@ class NativeEngine:
         types = config.dtype, cache_dtype
         self.programs = Programs(model, mesh, *types, config.chunk, strict, page_size, routes)
         self.metrics: Metrics = {}
+        self.memory = DraftMemory()
         self.transfer = WeightTransfer(self.programs)
         self._published, self._resident, self._shares_devices = None, resident, True
         self._pages: int | None = None  # that each device has memory for
@@ -160,9 +163,8 @@ class NativeEngine:
             check_pages(requests, self.programs.page_size, self._shapes.num_pages)
         turns = TurnQueue(dialogue, responses, self.share, self.model.vocab_size) if dialogue else None
         with jax.set_mesh(self.mesh):
-            scheduler = Scheduler(
-                self._shapes, self.programs, weights, responses, self._stop_ids(sampling), turns
-            )
+            stop_ids, memory = self._stop_ids(sampling), self.memory
+            scheduler = Scheduler(self._shapes, self.programs, weights, responses, stop_ids, turns, memory)
             metrics = scheduler.run(sampling, functools.partial(text_of, self.tokenizer), before_chunk)
         for response in responses:
             response.versions = [version] * len(response.ids)
@@ -196,7 +198,7 @@ class NativeEngine:
         """Compile all that prompts and responses of at most these lengths may need, in any number.
 
         After it `generate` compiles nothing. Without it, or beyond these lengths, programs are compiled
-        when they are first needed. Needs no weights; makes zeros of their shapes, and frees them.
+        when they are first needed. Needs no weights, and runs nothing.
 
         Args:
             samplings: those that `generate` will be given (filters make another program).
@@ -205,9 +207,9 @@ class NativeEngine:
         self._shapes = self._make_shapes(max_prompt_tokens, max_response_tokens, turns)
         key = np.zeros(2, np.uint32)
         stop_ids = max((self._stop_ids(sampling) for sampling in samplings), key=len)
-        with jax.set_mesh(self.mesh):
-            weights = self._published[0] if self._published else self.programs.zero_weights()
-            compile_all(self.programs, self._shapes, weights, samplings, stop_ids, key)
+        with jax.set_mesh(self.mesh), ParallelCompiler() as compiler:
+            calls, weights = CompiledCalls(self.programs, compiler), self.programs.abstract_weights()
+            call_all(calls, self._shapes, weights, samplings, stop_ids, key)
 
     def largest_calls(
         self,
@@ -239,7 +241,8 @@ class NativeEngine:
     def _make_shapes(self, max_prompt: int, max_response: int, turns: bool) -> ProgramShapes:
         num_shards, config = self.programs.num_shards, self.config
         self._limits = max_prompt, max_response, turns
-        shapes = make_shapes(max_prompt, max_response, config.slots, num_shards, config.prefill_tokens, turns)
+        lengths, drafts = (max_prompt, max_response), (config.draft_tokens, config.draft_slots)
+        shapes = make_shapes(*lengths, config.slots, num_shards, config.prefill_tokens, turns, *drafts)
         if not self.programs.page_size:
             return shapes
         required = pages_required(shapes, num_shards, self.programs.page_size)

@@ -227,10 +227,14 @@ class PagedCacheManager:
         """Return the tokens that each slot can still take: what `reserve` allocated."""
         return self.programs.chunk
 
-    def decode(self, weights, state: SlotState, *args, **options) -> ChunkOutput:
-        """Generate a chunk."""
-        run = self.programs.decode
-        self.cache, chunk = run(weights, self.cache, state, *args, self._table(), **options)
+    def decode(
+        self, weights, state: SlotState, *args, texts: np.ndarray | None = None, **options
+    ) -> ChunkOutput:
+        """Generate a chunk, with drafts where there are texts for them."""
+        run, tables = self.programs.decode, (self._table(),)
+        if texts is not None:
+            run, tables = self.programs.decode_drafts, (*tables, texts)
+        self.cache, chunk = run(weights, self.cache, state, *args, *tables, **options)
         return chunk
 
     def reorder(self, old_slots: np.ndarray) -> None:
@@ -289,9 +293,9 @@ class PagedCacheManager:
 
 
 def uses_pages(config: RolloutConfig, model: TransformerConfig, mesh: Mesh, strict: bool = False) -> bool:
-    """Resolve `rollout.cache`: "auto" is paged where a kernel reads pages, and for 8-bit caches."""
+    """Resolve `rollout.cache`: "auto" is paged where a kernel reads pages, for 8 bits and for drafts."""
     dtype = jnp.dtype(config.cache_dtype or config.dtype)
-    if config.cache != "auto" or dtype.itemsize == 1:
+    if config.cache != "auto" or dtype.itemsize == 1 or config.draft_tokens:
         return config.cache != "ring"
     if strict:  # plain JAX
         return False
@@ -340,8 +344,7 @@ def pages_in_free_memory(programs: Programs, reserved_bytes: int) -> int | None:
 
 def rollout_weight_bytes(programs: Programs) -> int:
     """Return the size of the rollout's copy of the weights on one device."""
-    weights = jax.eval_shape(programs.zero_weights)
-    return bytes_per_device(with_shardings(weights, programs.shardings["weights"]))
+    return bytes_per_device(programs.abstract_weights())
 
 
 def free_device_bytes(programs: Programs) -> int | None:

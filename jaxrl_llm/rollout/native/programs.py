@@ -15,10 +15,12 @@ from jaxrl_llm.models import TransformerConfig, decode, paged
 from jaxrl_llm.models.decode import DecodeWeights, RingCache
 from jaxrl_llm.models.moe import route_spec
 from jaxrl_llm.models.paged import PagedCache
+from jaxrl_llm.rollout.native.drafts import accept_drafts, propose_drafts
 from jaxrl_llm.rollout.native.sampling import SamplingParams, sample_tokens, sample_tokens_strict, uniforms
-from jaxrl_llm.sharding.rules import ROLLOUT, sharding_for
+from jaxrl_llm.sharding.rules import ROLLOUT, sharding_for, with_shardings
 from jaxrl_llm.structs import Params
 
+FAR = 2**30  # a column behind all, where nothing is written
 PromptKV = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
 
 
@@ -42,6 +44,7 @@ class ChunkOutput(NamedTuple):
     active: jax.Array  # bool [S]
     steps: jax.Array  # int32
     routes: jax.Array | None = None  # [chunk, S, L, K], of the token that was read before each
+    drafts: jax.Array | None = None  # int32 [2], draft tokens that were read, and those that were accepted
 
 
 class PrefillBatch(NamedTuple):
@@ -112,21 +115,18 @@ class Programs:
             cache = self.page_shardings()
         self.shardings = {"weights": weights, "cache": cache, "prompts": prompts, "replicated": replicated}
         self.publish = jax.jit(self._publish, out_shardings=weights)
-        self.zero_weights = jax.jit(self._zero_weights, out_shardings=weights)
         self.empty_cache = jax.jit(self._empty_cache, static_argnums=(0, 1), out_shardings=cache)
         self.write_pages = jax.jit(self._write_pages, donate_argnums=0, out_shardings=cache)
         self.copy_pages = jax.jit(self._copy_pages, donate_argnums=0, out_shardings=cache)
-        self.extend = jax.jit(self._extend, donate_argnums=1, out_shardings=(cache, replicated))
+        forward = {"donate_argnums": 1, "out_shardings": (cache, replicated)}
+        self.extend = jax.jit(self._extend, **forward)
         self.prefill = jax.jit(self._prefill, out_shardings=(prompts, replicated))
         self.gather = jax.jit(self._gather, static_argnames="length", out_shardings=cache[:2])
         self.insert = jax.jit(self._insert, donate_argnums=0, out_shardings=cache)
         self.resize = jax.jit(self._resize, static_argnames="length", out_shardings=cache)
-        self.decode = jax.jit(
-            self._decode,
-            static_argnames=("filtered",),
-            donate_argnums=1,
-            out_shardings=(cache, replicated),
-        )
+        self.decode = jax.jit(self._decode, static_argnames=("filtered",), **forward)
+        static = ("num_drafts", "filtered")
+        self.decode_drafts = jax.jit(self._decode_drafts, static_argnames=static, **forward)
         self.uniforms = jax.jit(self._uniforms, out_shardings=replicated)
 
     def _kv_shardings(self, shapes: RingCache, rows: str | None) -> PromptKV:
@@ -152,10 +152,10 @@ class Programs:
         self.compile_count += 1
         return decode.decode_weights(params, self.dtype, self.shardings["weights"])
 
-    def _zero_weights(self) -> DecodeWeights:
-        """Return zeros of the shapes of `publish`."""
+    def abstract_weights(self) -> DecodeWeights:
+        """Return shapes, types and shardings of what `publish` returns."""
         shapes = jax.eval_shape(self._publish, models.abstract(self.config))
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return with_shardings(shapes, self.shardings["weights"])
 
     def _empty_cache(self, count: int, length: int) -> RingCache | PagedCache:
         """Return a ring cache of `count` slots, or a paged one of `count` pages, of `length` tokens each."""
@@ -280,18 +280,13 @@ class Programs:
 
         def unfinished(carry):
             step, _, state, _ = carry
-            busiest = jnp.max(jnp.sum(state.active.reshape(self.num_shards, -1), axis=1))
-            return (step < stop.max_steps) & (busiest > stop.min_active)
+            return (step < stop.max_steps) & (self._busiest(state) > stop.min_active)
 
         def body(carry):
             step, cache, state, out = carry
-            model = self.config, weights, cache
-            if table is None:
-                hidden, cache, routes = decode.decode_ring(*model, state.tokens, state.positions, self.strict)
-            else:
-                inputs = (x[:, None] for x in (state.tokens, jnp.where(state.active, state.positions, -1)))
-                hidden, cache, routes = paged.decode_paged(*model, table, *inputs, self.strict)
-            logits = decode.next_token_logits(*model[:2], hidden.reshape(num_slots, -1), self.strict)
+            positions = state.positions if table is None else jnp.where(state.active, state.positions, -1)
+            inputs = state.tokens[:, None], positions[:, None]
+            logits, cache, routes = self._logits(weights, cache, table, *inputs)
             token, logprob = sample(logits, uniform[step], params, filtered)
             one = state.active.astype(jnp.int32)
             counts = state.counts + one
@@ -306,12 +301,81 @@ class Programs:
             new = (token, logprob) if self.route is None else (token, logprob, routes[:, 0])
             return step + 1, cache, state, tuple(map(put, out, new))
 
-        zeros = lambda dtype, *dims: jnp.zeros((self.chunk, num_slots, *dims), dtype)
-        out = zeros(jnp.int32), zeros(jnp.float32)
-        out += () if self.route is None else (zeros(self.route.dtype, *self.route.shape),)
-        state = slots._replace(keys=jnp.zeros(()))
+        state, out = slots._replace(keys=jnp.zeros(())), self._empty_output(num_slots)
         step, cache, state, out = jax.lax.while_loop(unfinished, body, (jnp.int32(0), cache, state, out))
         return cache, ChunkOutput(*out[:2], state.counts - slots.counts, state.active, step, *out[2:])
+
+    def _decode_drafts(
+        self, weights, cache, slots: SlotState, uniform, params, stop, table, texts, *, num_drafts, filtered
+    ) -> tuple[PagedCache, ChunkOutput]:
+        """Generate what `_decode` would, in fewer steps: a step may keep several tokens of a draft.
+
+        Ends once any slot has stop.max_steps tokens. Keys and values of rejected drafts stay in the pages,
+        behind the slot's length, until other tokens are written there.
+
+        Args:
+            texts: int32 [S, C], see `propose_drafts`; own_start = C - N page.
+        """
+        self.compile_count += 1
+        sample = sample_tokens_strict if self.strict else sample_tokens
+        own_start = texts.shape[1] - table.shape[1] * self.page_size
+        rows, places = jnp.arange(len(slots.tokens))[:, None], jnp.arange(num_drafts + 1)
+
+        def unfinished(carry):
+            _, _, state, *_ = carry
+            longest = jnp.max(jnp.where(state.active, state.counts - slots.counts, 0))
+            return (longest < stop.max_steps) & (self._busiest(state) > stop.min_active)
+
+        def body(carry):
+            step, cache, state, texts, counted, out = carry
+            drafts = propose_drafts(texts, own_start, state.positions, num_drafts)
+            tokens = jnp.concatenate([state.tokens[:, None], drafts], axis=1)
+            at = (state.counts - slots.counts)[:, None] + places  # in the chunk
+            end = jnp.minimum(stop.max_steps, state.limits - slots.counts)[:, None]
+            read = state.active[:, None] & (at < end) & (tokens >= 0)
+            positions = state.positions[:, None] + places
+            inputs = jnp.maximum(tokens, 0), jnp.where(read, positions, -1)
+            logits, cache, routes = self._logits(weights, cache, table, *inputs)
+            numbers = uniform[jnp.minimum(at, self.chunk - 1), rows].ravel()
+            drawn, *new = (x.reshape(at.shape) for x in sample(logits, numbers, params, filtered))
+            state, kept = accept_drafts(state, drafts, drawn, read, stop.token_ids)
+            to_keep = lambda column: jnp.where(places < kept[:, None], column, FAR)
+            texts = texts.at[rows, to_keep(own_start + positions + 1)].set(drawn, mode="drop")
+            new = (drawn, *new) if self.route is None else (drawn, *new, routes)
+            out = tuple(x.at[to_keep(at), rows].set(y, mode="drop") for x, y in zip(out, new, strict=True))
+            counted += jnp.stack([jnp.sum(read[:, 1:]), jnp.sum(jnp.maximum(kept - 1, 0))])
+            return step + 1, cache, state, texts, counted, out
+
+        state, out = slots._replace(keys=jnp.zeros(())), self._empty_output(len(slots.tokens))
+        carry = jnp.int32(0), cache, state, texts, jnp.zeros(2, jnp.int32), out
+        step, cache, state, _, counted, out = jax.lax.while_loop(unfinished, body, carry)
+        chunk = ChunkOutput(*out[:2], state.counts - slots.counts, state.active, step, *out[2:])
+        return cache, chunk._replace(drafts=counted)
+
+    def _logits(self, weights: DecodeWeights, cache, table, tokens, positions):
+        """Read tokens [S, T]; return (logits [S T, V] of the tokens that follow, cache, routes [S, T, ...]).
+
+        Args:
+            table: the page table; None = the ring cache, which reads one token.
+        """
+        model = self.config, weights
+        if table is None:
+            step = decode.decode_ring(*model, cache, tokens[:, 0], positions[:, 0], self.strict)
+        else:
+            step = paged.decode_paged(*model, cache, table, tokens, positions, self.strict)
+        hidden, cache, routes = step
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        return decode.next_token_logits(*model, hidden, self.strict), cache, routes
+
+    def _busiest(self, state: SlotState) -> jax.Array:
+        """Return the largest number of active slots in a shard."""
+        return jnp.max(jnp.sum(state.active.reshape(self.num_shards, -1), axis=1))
+
+    def _empty_output(self, num_slots: int) -> tuple[jax.Array, ...]:
+        """Return zeros for tokens, log-probs and, if there are any, routes of a chunk."""
+        zeros = lambda dtype, *dims: jnp.zeros((self.chunk, num_slots, *dims), dtype)
+        out = zeros(jnp.int32), zeros(jnp.float32)
+        return out if self.route is None else (*out, zeros(self.route.dtype, *self.route.shape))
 
 
 def _pad_widths(x: jax.Array, axis: int, widths: tuple[int, int]) -> list[tuple[int, int]]:

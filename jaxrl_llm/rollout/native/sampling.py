@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from jaxrl_kernels import batch_invariant
-from jaxrl_llm.rollout.engine import SamplingConfig
+from jaxrl_llm.rollout.config import SamplingConfig
 
 BLOCK = 64  # vocabulary entries of the lower level
 

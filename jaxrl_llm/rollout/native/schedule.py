@@ -27,8 +27,10 @@ import jax
 import numpy as np
 
 from jaxrl_llm.models.decode import DecodeWeights
-from jaxrl_llm.rollout.engine import PartialResponse, SamplingConfig
+from jaxrl_llm.rollout.config import SamplingConfig
+from jaxrl_llm.rollout.engine import PartialResponse
 from jaxrl_llm.rollout.native.conversations import TurnQueue
+from jaxrl_llm.rollout.native.drafts import DraftMemory, DraftTexts
 from jaxrl_llm.rollout.native.paged_cache import PagedCacheManager
 from jaxrl_llm.rollout.native.programs import (
     ChunkOutput,
@@ -54,6 +56,7 @@ class Scheduler:
         responses: what is to be generated, in order of admission.
         stop_ids: token ids that end a response, or a turn.
         turns: where there are conversations; a turn that has ended is answered while others decode.
+        memory: responses of earlier calls, for drafts.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Scheduler:
         responses: Sequence[PartialResponse],
         stop_ids: Sequence[int],
         turns: TurnQueue | None = None,
+        memory: DraftMemory | None = None,
     ):
         self.shapes, self.programs, self.weights = shapes, programs, weights
         self.waiting: deque[PartialResponse] = deque(responses)
@@ -79,6 +83,7 @@ class Scheduler:
         self.prompt_routes: dict[bytes, np.ndarray] = {}  # of all tokens of a prompt but the last
         self.prefill_seconds, self.slot_steps = 0.0, 0
         self.prefill_tokens, self.reused_tokens = 0, 0
+        self.drafts = DraftTexts(memory or DraftMemory(), responses, shapes.max_draft_texts)
 
     def run(
         self,
@@ -105,14 +110,15 @@ class Scheduler:
             tokens += int(chunk.produced.sum())
             self._process(chunk, stops, detokenize)
         seconds = time.perf_counter() - start
-        return {
+        drafts = self.drafts.finish() if self.shapes.draft_tokens else {}
+        return drafts | {
             "rollout/tokens": tokens,
             "rollout/seconds": seconds,
             "rollout/tokens_per_second": tokens / max(seconds, 1e-9),
             "rollout/prefill_share": self.prefill_seconds / max(seconds, 1e-9),
             "rollout/prefill_tokens": self.prefill_tokens,
             "rollout/reused_tokens": self.reused_tokens,
-            "rollout/slot_occupancy": tokens / max(self.slot_steps, 1),
+            "rollout/slot_occupancy": (tokens - self.drafts.accepted) / max(self.slot_steps, 1),
         }
 
     def _collect_replies(self) -> bool:
@@ -280,11 +286,15 @@ class Scheduler:
             min_active = max(smaller, default=0) // self.programs.num_shards
         uniform = self.programs.uniforms(self.slots)
         params, stop = make_params(sampling), make_stop_conditions(self.stop_ids, steps, min_active)
-        chunk = self.cache.decode(
-            self.weights, self.slots, uniform, params, stop, filtered=is_filtered(sampling)
-        )
+        options = {"filtered": is_filtered(sampling)}
+        if self.shapes.has_drafts(num_slots) and self.drafts.use():
+            texts = self.drafts.texts(self.running, self.cache.table_width * self.programs.page_size)
+            options |= {"texts": texts, "num_drafts": self.shapes.draft_tokens}
+        chunk = self.cache.decode(self.weights, self.slots, uniform, params, stop, **options)
         chunk = ChunkOutput(*jax.device_get(chunk))
         self.slot_steps += int(chunk.steps) * num_slots
+        if chunk.drafts is not None:
+            self.drafts.record(int(chunk.produced.sum()), *chunk.drafts.tolist())
         return chunk
 
     def _process(self, chunk: ChunkOutput, stops: Sequence[str], detokenize: Detokenize) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MIN_LENGTH = 32  # tokens; a shorter rung saves nothing
+MAX_TEXTS = 8  # of other responses, as long as the longest sequence, that drafts are looked up in
 
 
 @dataclass(frozen=True)
@@ -28,15 +29,35 @@ class ProgramShapes:
     """(tokens, numbers of rows) of the batches that are read behind the kept pages of conversations."""
     num_pages: int = 0
     """Pages of the paged cache in each shard of the slots."""
+    draft_tokens: int = 0
+    """Draft tokens that a slot reads with its last one (`drafts.py`); 0 = none."""
+    draft_slots: int = 0
+    """Largest number of slots that are decoded with drafts."""
 
     @property
     def max_prefill_length(self) -> int:
         """Return the length of the longest prefill rows."""
         return self.prefill[-1][0]
 
+    @property
+    def max_draft_texts(self) -> int:
+        """Return the tokens of other responses that the drafts of a slot are looked up in."""
+        return MAX_TEXTS * self.cache_lengths[-1]
+
+    def has_drafts(self, num_slots: int) -> bool:
+        """Return whether so many slots are decoded with drafts."""
+        return self.draft_tokens > 0 and num_slots <= self.draft_slots
+
 
 def make_shapes(
-    max_prompt: int, max_response: int, slots: int, num_shards: int, prefill_tokens: int, turns: bool = False
+    max_prompt: int,
+    max_response: int,
+    slots: int,
+    num_shards: int,
+    prefill_tokens: int,
+    turns: bool = False,
+    draft_tokens: int = 0,
+    draft_slots: int = 0,
 ) -> ProgramShapes:
     """Return the ladders of a run.
 
@@ -46,10 +67,15 @@ def make_shapes(
         prefill_tokens: tokens of one prefill batch, padding included, unless it is a single prompt.
         turns: whether there are conversations: each turn prefills all tokens before it, so a prefill may be
             as long as prompt and response together; and turns come back, so the slots are never fewer.
+        draft_tokens: of a slot.
+        draft_slots: the most slots with drafts, rounded up as `slots`; a rung of their own.
     """
     per_shard = -(-slots // num_shards)
     parts = (1,) if turns else (1, 2, 4, 8)  # below an eighth there is little left to save
     counts = {-(-per_shard // part) for part in parts}
+    with_drafts = -(-draft_slots // num_shards)
+    if draft_tokens and with_drafts < per_shard and not turns:
+        counts.add(with_drafts)
     longest = max_prompt + max_response * turns
     lengths = ladder(longest - 1, MIN_LENGTH, 2 if turns else 4)  # decode reads the last prompt token
     row_ladders = lambda lengths: tuple((n, row_counts(prefill_tokens // n)) for n in lengths)
@@ -62,6 +88,8 @@ def make_shapes(
         ladder(max_prompt + max_response, 2 * MIN_LENGTH, 1.5)[-5:],
         row_ladders(lengths),
         tuple((length, multiples(counts)) for length, counts in observations),
+        draft_tokens=draft_tokens,
+        draft_slots=with_drafts * num_shards,
     )
 
 

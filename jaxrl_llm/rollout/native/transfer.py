@@ -12,7 +12,7 @@ from jaxrl_llm.models.decode import DecodeWeights
 from jaxrl_llm.models.lora import MARK, split_params
 from jaxrl_llm.rollout.native.programs import Programs
 from jaxrl_llm.sharding.placement import reshard
-from jaxrl_llm.sharding.rules import TRAIN, bytes_per_device, with_shardings
+from jaxrl_llm.sharding.rules import TRAIN, bytes_per_device
 from jaxrl_llm.structs import Params, Program
 
 
@@ -63,10 +63,7 @@ class WeightTransfer:
 
     def bytes_of_version(self) -> int:
         """Return the bytes on each device that a further version of the weights takes."""
-        weights = jax.eval_shape(self.programs.zero_weights)
-        return bytes_per_device(
-            self.versioned_weights(with_shardings(weights, self.programs.shardings["weights"]))
-        )
+        return bytes_per_device(self.versioned_weights(self.programs.abstract_weights()))
 
     def free(self) -> None:
         """Free the copies of frozen weights."""

@@ -12,14 +12,13 @@ import jax
 import numpy as np
 
 from jaxrl_llm.bridge.adapters import AdapterPublisher
-from jaxrl_llm.bridge.probe import tolerance_of
 from jaxrl_llm.bridge.push import Publisher
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.lora import split_params
 from jaxrl_llm.rollout.checks import check_requests
-from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
-from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Request, SamplingConfig, eos_ids_of
+from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig, SGLangConfig
+from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Request, eos_ids_of
 from jaxrl_llm.rollout.partial import new_responses, trajectory_of
 from jaxrl_llm.rollout.sglang import colocated
 from jaxrl_llm.rollout.sglang.generate import ResponseGenerator
@@ -198,7 +197,7 @@ class SGLangEngine:
             tokens = np.concatenate([each.prompt_ids, each.response_ids])
             logprobs = self.publisher.score(params, tokens, temperature)
             own.append(logprobs[len(each.prompt_ids) - 1 :])
-        tolerance = tolerance_of(self.config.dtype, self.sglang.probe_tolerance) / min(temperature, 1.0)
+        tolerance = self.publisher.tolerance / min(temperature, 1.0)
         false = self.on_first(lambda: self._find_false(compared, own, tolerance))
         return [i for i, t in enumerate(trajectories) if not false.isdisjoint({t.server, *t.server.split()})]
 

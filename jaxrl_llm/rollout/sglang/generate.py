@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from jaxrl_llm.bridge.servers import Json
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Reply, SamplingConfig
+from jaxrl_llm.rollout.config import SamplingConfig
+from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Reply
 from jaxrl_llm.rollout.sglang.pool import ServerPool
 from jaxrl_llm.rollout.sglang.server import Server
 from jaxrl_llm.rollout.sglang.validate import read_generated

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
+from jaxrl_kernels.chunks import map_rows
 from jaxrl_kernels.decode_attention.reference import gather_pages
 from jaxrl_kernels.dispatch import device
 from jaxrl_kernels.flash_attention.reference import dense_attention
@@ -64,14 +65,8 @@ def chunk_attention(
         out, lse = jax.lax.fori_loop(first, end + 1, add, empty)
         return out.astype(q.dtype), lse
 
-    slots, length, heads, _ = q.shape
-    scores = slots * length * heads * columns * page
-    splits = next(
-        n for n in range(1, slots + 1) if slots % n == 0 and (scores <= n * max_scores() or n == slots)
-    )
-    split = lambda x: x.reshape(splits, -1, *x.shape[1:])
-    out = jax.lax.map(lambda xs: attend(*xs), tuple(map(split, (q, table, positions))))
-    return jax.tree.map(lambda x: x.reshape(slots, *x.shape[2:]), out)
+    scores_of_slot = q.shape[1] * q.shape[2] * columns * page
+    return map_rows(attend, max_scores() // scores_of_slot, q, table, positions)
 
 
 def max_scores() -> int:

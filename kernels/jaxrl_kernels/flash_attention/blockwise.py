@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from jaxrl_kernels.chunks import map_rows
 from jaxrl_kernels.dispatch import device
 from jaxrl_kernels.flash_attention.blocks import key_segments, query_segments, visible_blocks
 from jaxrl_kernels.flash_attention.spec import (
@@ -67,15 +68,8 @@ def _in_batches(one: Callable, k: Array, q: Array, *inputs: Array):
 
     Fewer rows at once also skip more: a block is skipped if none of them needs it.
     """
-    batch, length, heads = q.shape[:3]
-    row = heads * min(length, _block()) * min(k.shape[1], _block())
-    splits = next(
-        n for n in range(1, batch + 1) if batch % n == 0 and (batch // n * row <= MAX_SCORES or n == batch)
-    )
-    if splits == 1:
-        return one(q, *inputs)
-    outs = jax.lax.map(lambda xs: one(*xs), [x.reshape(splits, -1, *x.shape[1:]) for x in (q, *inputs)])
-    return jax.tree.map(lambda x: x.reshape(batch, *x.shape[2:]), outs)
+    scores_of_row = q.shape[2] * min(q.shape[1], _block()) * min(k.shape[1], _block())
+    return map_rows(one, MAX_SCORES // scores_of_row, q, *inputs)
 
 
 def _forward(spec: AttentionSpec, mask: DynamicMask, q, k, v, q_segments, kv_last):

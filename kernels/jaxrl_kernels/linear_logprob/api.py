@@ -66,6 +66,7 @@ def linear_logprob(
     specs = None
     if partition_specs is not None:  # a PartitionSpec may be shorter than its array's shape
         specs = _Specs(*(PartitionSpec(*spec, *(None,) * (3 - len(spec))) for spec in partition_specs))
+        head = jax.lax.with_sharding_constraint(head, partition_specs[1])  # casts stay before the gather
     static = _Static(LogprobSpec(temperature, softcap, with_entropy), name, chunk, specs)
     logprob, entropy = _logprob(static, hidden, head, targets, mask)
     masked = lambda x: x if mask is None else jnp.where(mask > 0, x, 0.0)
@@ -155,7 +156,7 @@ def _local_forward(s: _Static, hidden, head, targets, mask):
     targets, has_target = _shard_targets(s, head, targets)
     run = load_implementation("linear_logprob", s.implementation).forward
     if s.implementation == "chunked":
-        run = functools.partial(run, chunk=_chunk(s, restore.shape, hidden.shape))
+        run = functools.partial(run, chunk=tokens_at_once("chunked", restore.shape, hidden.shape[1], s.chunk))
     outputs = run(s.spec, hidden, head, targets, count)
     if s.specs and s.specs.vocab:
         outputs = merge_shards(outputs, has_target, s.specs.vocab)
@@ -173,9 +174,10 @@ def _local_backward(s: _Static, hidden, head, targets, mask, *columns):
     (hidden, targets, *columns), count, restore = _masked_first(mask, hidden, targets, *columns)
     targets, _ = _shard_targets(s, head, targets)
     module = load_implementation("linear_logprob", s.implementation)
+    chunk = tokens_at_once(s.implementation, restore.shape, hidden.shape[1], s.chunk)
     d_hidden, d_head = chunked.backward(
         s.spec, hidden, head, targets, count, *columns,
-        chunk=_chunk(s, restore.shape, hidden.shape), d_logits=module.d_logits,
+        chunk=chunk, d_logits=module.d_logits,
     )  # fmt: skip
     if at := s.specs:
         if at.vocab:
@@ -186,13 +188,19 @@ def _local_backward(s: _Static, hidden, head, targets, mask, *columns):
     return restore(d_hidden), d_head.astype(head.dtype)
 
 
-def _chunk(s: _Static, shape: tuple[int, int], flat: tuple[int, int]) -> int:
-    """Return the number of tokens whose logits are in memory at once."""
-    tokens, dim = flat
-    if s.implementation == "reference":
+def tokens_at_once(implementation: str, shape: tuple[int, int], dim: int, chunk: int) -> int:
+    """Return the number of a device's tokens whose logits are in memory at once.
+
+    Args:
+        shape: rows of the device and tokens of each.
+        dim: size of the hidden states.
+        chunk: as of `linear_logprob`.
+    """
+    tokens = math.prod(shape)
+    if implementation == "reference":
         return tokens
-    if s.implementation == "chunked":
-        return min(s.chunk * shape[0], MAX_CHUNK, tokens)
+    if implementation == "chunked":
+        return min(chunk * shape[0], MAX_CHUNK, tokens)
     # Half of the bytes of d_head: with fewer tokens, adding to d_head would cost more than the products.
     return min(-(-dim // 256) * 256, tokens)
 

@@ -2,7 +2,7 @@
 
 The registrations of PyPI's torchvision, which is built for CUDA, are disabled: they fail on a CPU. SGLang's
 LoRA code requests page-locked memory, which only an accelerator's driver provides: ordinary memory is given.
-So it is for the experts that tokens chose.
+So it is for the experts that tokens chose. Weights in fp8 are dequantized by SGLang's own function.
 """
 
 import functools
@@ -45,10 +45,11 @@ def without_pin_memory(make):
     return wrapped
 
 
-class WithRoutes(importlib.abc.MetaPathFinder):
-    """Has `--enable-return-routed-experts` keep the experts in memory that no driver knows."""
+class Changed(importlib.abc.MetaPathFinder):
+    """Changes a module of SGLang's as soon as it has been imported."""
 
-    module = "sglang.srt.mem_cache.pool_host.common"
+    def __init__(self, module, change):
+        self.module, self.change = module, change
 
     def find_spec(self, name, path=None, target=None):
         if name != self.module:
@@ -59,10 +60,48 @@ class WithRoutes(importlib.abc.MetaPathFinder):
 
         def execute_and_change(module):
             execute(module)
-            module._cuda_host_register = lambda *args: None
+            self.change(module)
 
         spec.loader.exec_module = execute_and_change
         return spec
 
 
-sys.meta_path[:0] = [BeforeLora(), WithRoutes()]
+def keep_routes_in_memory(module):
+    """Have `--enable-return-routed-experts` keep the experts in memory that no driver knows."""
+    module._cuda_host_register = lambda *args: None
+
+
+def multiply_dequantized(module):
+    """Have layers of fp8 blocks multiply by dequantized weights: SGLang has AMX kernels alone on a CPU."""
+    import torch
+    from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant
+
+    def weight(method, layer, name, dtype):
+        codes, scales = getattr(layer, name), getattr(layer, f"{name}_scale_inv")
+        return block_quant_dequant(codes, scales, method.quant_config.weight_block_size, dtype)
+
+    def apply(self, layer, x, bias=None):
+        return torch.nn.functional.linear(x, weight(self, layer, "weight", x.dtype), bias)
+
+    def apply_experts(self, layer, dispatch_output):
+        from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
+        from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+
+        x = dispatch_output.hidden_states
+        names = ("w13_weight", "w2_weight")
+        experts = types.SimpleNamespace(
+            num_experts=layer.num_experts, **{name: weight(self, layer, name, x.dtype) for name in names}
+        )
+        output = moe_forward_native(experts, x, dispatch_output.topk_output, self.moe_runner_config)
+        return StandardCombineInput(hidden_states=output)
+
+    for method in (module.Fp8LinearMethod, module.Fp8MoEMethod):
+        method.process_weights_after_loading = lambda self, layer: None
+    module.Fp8LinearMethod.apply, module.Fp8MoEMethod.apply = apply, apply_experts
+
+
+sys.meta_path[:0] = [
+    BeforeLora(),
+    Changed("sglang.srt.mem_cache.pool_host.common", keep_routes_in_memory),
+    Changed("sglang.srt.layers.quantization.fp8", multiply_dequantized),
+]

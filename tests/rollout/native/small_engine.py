@@ -12,8 +12,8 @@ from random_weights import random_params
 
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.rollout.config import RolloutConfig
-from jaxrl_llm.rollout.engine import Request, SamplingConfig
+from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig
+from jaxrl_llm.rollout.engine import Request
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 

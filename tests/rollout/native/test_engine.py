@@ -22,7 +22,8 @@ from small_engine import (
 )
 
 from jaxrl_llm.errors import ConfigError, UserError
-from jaxrl_llm.rollout.engine import Request, SamplingConfig, text_of
+from jaxrl_llm.rollout.config import SamplingConfig
+from jaxrl_llm.rollout.engine import Request, text_of
 
 
 def test_trajectories_in_order_with_ids_masks_versions():

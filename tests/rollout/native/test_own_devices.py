@@ -12,8 +12,8 @@ from small_engine import KEY, LIMIT, MODEL, assert_same, ids, new_engine
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import RunError
 from jaxrl_llm.models import shardings
-from jaxrl_llm.rollout.config import RolloutConfig
-from jaxrl_llm.rollout.engine import PartialResponse, Reply, Request, SamplingConfig
+from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig
+from jaxrl_llm.rollout.engine import PartialResponse, Reply, Request
 from jaxrl_llm.rollout.native.asynchronous import AsynchronousEngine, BusyClock
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.partial import is_complete, pack_responses, unpack_responses

@@ -22,8 +22,8 @@ from small_engine import (
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import paged
-from jaxrl_llm.rollout.config import RolloutConfig
-from jaxrl_llm.rollout.engine import Reply, SamplingConfig
+from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig
+from jaxrl_llm.rollout.engine import Reply
 from jaxrl_llm.rollout.native import paged_cache
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.native.paged_cache import PagedCacheManager, check_pages

@@ -9,7 +9,8 @@ SCRIPT = """
 import json, sys
 import jax, numpy as np
 from jaxrl_llm import models
-from jaxrl_llm.rollout.engine import Request, SamplingConfig
+from jaxrl_llm.rollout.engine import Request
+from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.config import RolloutConfig
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh

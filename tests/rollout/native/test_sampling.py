@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.rollout.engine import SamplingConfig
+from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.native import sampling
 from jaxrl_llm.rollout.native.sampling import make_params
 

@@ -10,8 +10,9 @@ import pytest
 
 from jaxrl_llm.models.decode import RingCache
 from jaxrl_llm.models.paged import PagedCache
-from jaxrl_llm.rollout.engine import Reply, Request, SamplingConfig
-from jaxrl_llm.rollout.native.compile import compile_all
+from jaxrl_llm.rollout.config import SamplingConfig
+from jaxrl_llm.rollout.engine import Reply, Request
+from jaxrl_llm.rollout.native.compile import call_all
 from jaxrl_llm.rollout.native.conversations import TurnQueue
 from jaxrl_llm.rollout.native.paged_cache import pages_required
 from jaxrl_llm.rollout.native.programs import ChunkOutput
@@ -104,6 +105,12 @@ class FakePrograms:
         read = np.concatenate([slots.tokens[None], tokens[:-1]])[..., None, None].astype(np.uint8)
         return cache, ChunkOutput(tokens, logprobs, counts - slots.counts, active, np.int32(step), read)
 
+    def decode_drafts(self, weights, cache, slots, uniform, params, stop, table, texts, **static):
+        """All drafts are wrong."""
+        self.count("decode_drafts", cache, slots, uniform, params, stop, table, texts, **static)
+        cache, chunk = self.decode(weights, cache, slots, uniform, params, stop, table, filtered=False)
+        return cache, chunk._replace(drafts=np.array([5, 0], np.int32))
+
 
 class Replies:
     """Three tokens as the reply to each turn before the fourth."""
@@ -133,17 +140,21 @@ def random_requests(rng, max_prompt, max_response):
 
 @pytest.mark.parametrize("turns", [False, True], ids=["", "turns"])
 @pytest.mark.parametrize("num_shards", [1, 2])
-@pytest.mark.parametrize("page_size", [0, 8], ids=["ring", "paged"])
-def test_every_call_has_a_shape_that_ahead_of_time_compilation_knows(page_size, num_shards, turns):
+@pytest.mark.parametrize(
+    ("page_size", "draft_tokens"), [(0, 0), (8, 0), (8, 2)], ids=["ring", "paged", "drafts"]
+)
+def test_every_call_has_a_shape_that_ahead_of_time_compilation_knows(
+    page_size, draft_tokens, num_shards, turns
+):
     """30 calls of `generate` with prompts of 1 to 150 tokens and responses of 1 to 100, in any number."""
-    shapes = make_shapes(150, 100, 12, num_shards, 512, turns)
+    shapes = make_shapes(150, 100, 12, num_shards, 512, turns, draft_tokens, draft_slots=12 if turns else 5)
     if page_size:  # three sequences of the longest at once
         pages = pages_required(shapes, num_shards, page_size) * 3 * num_shards // 12
         shapes = dataclasses.replace(shapes, num_pages=pages + 1)
     samplings = [PLAIN, SamplingConfig(top_p=0.9)]
     ahead = FakePrograms(num_shards, page_size=page_size)
-    compile_all(ahead, shapes, None, samplings, (1,), np.zeros(2, np.uint32))
-    assert max(ahead.calls.values()) <= 4  # few are called twice
+    call_all(ahead, shapes, None, samplings, (1,), np.zeros(2, np.uint32))
+    assert max(ahead.calls.values()) <= 4 + 2 * bool(draft_tokens)  # few are called twice
     programs, rng = FakePrograms(num_shards, page_size=page_size), np.random.default_rng(1)
     for i in range(30):
         requests = random_requests(rng, 150, 100)

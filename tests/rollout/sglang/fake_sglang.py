@@ -18,7 +18,8 @@ from aiohttp import web
 from fake_weights import FakeWeights
 
 from jaxrl_llm.models.scorer import make_scorer
-from jaxrl_llm.rollout.engine import Request, SamplingConfig
+from jaxrl_llm.rollout.config import SamplingConfig
+from jaxrl_llm.rollout.engine import Request
 from jaxrl_llm.rollout.sglang import auth
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 

@@ -35,6 +35,7 @@ class FakeWeights:
         fails_at: route that answers 500; with adapters, after its work.
         asked: routes of weights in order, with what a test may look at.
         reports_routes: it was started so that it does.
+        info: more of what it says of itself. types: of the tensors that it got.
         lora_info: what it says of adapters. adapters: name -> adapters. spoil_adapter: what becomes of one.
     """
 
@@ -50,7 +51,7 @@ class FakeWeights:
             "lora_target_modules": list(TARGETS),
             "max_loras_per_batch": 8,
         }
-        self.reports_routes = True
+        self.reports_routes, self.info, self.types = True, {}, {}
         self.adapters: dict[str, Adapters] = {}
         self.using: Counter[str] = Counter()  # adapters of requests that are worked on
         self.spoil_adapter = None
@@ -61,6 +62,7 @@ class FakeWeights:
                     "tp_size": self.ranks,
                     "enable_return_routed_experts": self.reports_routes,
                     **self.lora_info,
+                    **self.info,
                 }
             },
         )
@@ -156,11 +158,13 @@ class FakeWeights:
     def _take(self, named, body):
         if self.open != self.sessions:
             raise web.HTTPBadRequest(text="must run between begin_weight_update() and end_weight_update()")
-        self.tensors |= {name: tensor.float().numpy() for name, tensor in named}
+        named = dict(named)
+        self.tensors |= {name: tensor.float().numpy() for name, tensor in named.items()}
+        self.types |= {name: str(tensor.dtype) for name, tensor in named.items()}
         if "weight_version" in body:
-            config = read_config(self.model_path)
-            assert self.tensors.keys() == {tensor.name for tensor in hf_tensors(config)}
-            self._use(config, lambda: params_from_tensors(config, self.tensors), body)
+            config, tensors = read_config(self.model_path), dequantized(self.tensors)
+            assert tensors.keys() == {tensor.name for tensor in hf_tensors(config)}
+            self._use(config, lambda: params_from_tensors(config, tensors), body)
 
     def _use(self, config, load, body):
         if not self.deaf or self.engine is None:
@@ -214,6 +218,16 @@ class FakeWeights:
             self.adapted_score = self.make_score(config)
         self.adapted.publish(params, 0)
         return self.adapted, params, self.adapted_score
+
+
+def dequantized(tensors):
+    """Tensors with scales multiplied by them, one for 128 x 128 numbers; the others as they are."""
+    plain = {name: tensor for name, tensor in tensors.items() if not name.endswith("_scale_inv")}
+    for name in tensors.keys() - plain.keys():
+        weight = name.removesuffix("_scale_inv")
+        rows, columns = np.indices(plain[weight].shape) // 128
+        plain[weight] = plain[weight] * tensors[name][rows, columns]
+    return plain
 
 
 class Adapters(NamedTuple):

@@ -13,8 +13,8 @@ from jaxrl_llm.bridge.probe import make_score, tolerance_of
 from jaxrl_llm.bridge.push import Publisher
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
-from jaxrl_llm.rollout.engine import Request, SamplingConfig
+from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig, SGLangConfig
+from jaxrl_llm.rollout.engine import Request
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.sglang.engine import SGLangEngine
 from jaxrl_llm.rollout.sglang.launch import ServerProcesses

@@ -142,6 +142,7 @@ class Twice:
 """
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_conversations_too(tmp_path):
     (tmp_path / "env.py").write_text(ENV)
     run, server = tmp_path / "run", FakeServer()

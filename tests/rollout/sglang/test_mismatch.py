@@ -10,7 +10,7 @@ from test_servers import pairs
 
 from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.errors import ServerError
-from jaxrl_llm.rollout.engine import SamplingConfig
+from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.sglang import health
 from jaxrl_llm.rollout.sglang.health import run_health_checks
 from jaxrl_llm.rollout.sglang.mismatch import MismatchTotals, choose_compared, logprob_differences

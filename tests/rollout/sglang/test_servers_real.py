@@ -20,7 +20,8 @@ from test_servers import BROKEN
 from jaxrl_llm import models
 from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.errors import ServerError
-from jaxrl_llm.rollout.engine import Request, SamplingConfig
+from jaxrl_llm.rollout.config import SamplingConfig
+from jaxrl_llm.rollout.engine import Request
 from jaxrl_llm.rollout.sglang import auth, health
 from jaxrl_llm.rollout.sglang.health import ServerList, run_health_checks
 from jaxrl_llm.rollout.sglang.launch import DIRECT, is_up

@@ -11,7 +11,7 @@ from sglang_shared import GREEDY, KEY, MODEL, TOKENIZER, engine_for, native, req
 from jaxrl_llm.bridge.transports.disk import DiskTransport
 from jaxrl_llm.errors import ServerError, UserError
 from jaxrl_llm.models.config import MoEConfig
-from jaxrl_llm.rollout.engine import SamplingConfig
+from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.sglang.launch import routes_problem
 
 EXPERTS = dataclasses.replace(

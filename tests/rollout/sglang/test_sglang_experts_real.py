@@ -16,7 +16,7 @@ from jaxrl_llm.bridge.transports.over_http import HttpTransport
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.models.config import MoEConfig
-from jaxrl_llm.rollout.engine import SamplingConfig
+from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.sglang.validate import routed_experts
 from jaxrl_llm.train import main
 

@@ -13,8 +13,8 @@ from jaxrl_llm.data.template import ChatConfig
 from jaxrl_llm.envs.config import EnvConfig
 from jaxrl_llm.envs.load import Conversations
 from jaxrl_llm.models.scorer import make_scorer
-from jaxrl_llm.rollout.config import RolloutConfig
-from jaxrl_llm.rollout.engine import Request, SamplingConfig
+from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig
+from jaxrl_llm.rollout.engine import Request
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 

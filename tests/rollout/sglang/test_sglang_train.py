@@ -48,6 +48,7 @@ def checked(run_dir):
     assert (run_dir / "hf/config.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_run_starts_its_servers_and_leaves_nothing_of_them(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "stub"))
     monkeypatch.setenv(auth.API_KEY, "tell-4711")
@@ -90,6 +91,7 @@ def test_servers_that_fail_in_the_run_end_it_with_a_message(tmp_path, capsys):
     assert "error: no SGLang server can be used: http://127.0.0.1:" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("during", [1, 2], ids=["a step", "the last evaluation"])
 def test_servers_that_go_away_end_it_saved_and_the_same_command_goes_on(tmp_path, capsys, during):
     server, run_dir = FakeServer(), tmp_path / "run"

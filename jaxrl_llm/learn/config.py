@@ -1,0 +1,86 @@
+"""Settings of the update: optimizer, learning rate, routing of tokens to experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from jaxrl_llm.ranges import Count, CountOrZero, Fraction, Range
+
+LearningRate = Annotated[float, Range(0, 10, open_low=True, usual="1e-6 is usual for RL, 1e-5 for SFT")]
+Decay = Annotated[float, Range(0, 1, open_high=True)]
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Optimizer and learning-rate schedule."""
+
+    name: Literal["adamw", "adafactor", "lion", "sgd", "muon"] = "adamw"
+    """AdamW (arXiv 1711.05101), Adafactor (1804.04235), Lion (2302.06675), SGD with momentum b1, or Muon
+    (2502.16982): orthogonalized momentum b1 for the matrices of the layers, AdamW for the other weights."""
+    learning_rate: LearningRate = 1e-6
+    """Peak learning rate."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Learning rate after the warm-up: constant, or falling to final_fraction of the peak over the run."""
+    warmup_steps: CountOrZero = 0
+    """Updates over which the learning rate rises from 0."""
+    warmup_ratio: Fraction = 0.0
+    """The same as a fraction of the updates of the run, rounded up; 0 = warmup_steps."""
+    final_fraction: Fraction = 0.1
+    """Learning rate at the end of the run as a fraction of the peak."""
+    b1: Decay = 0.9
+    """Decay of the first moment; momentum of sgd and muon, for which 0.95 is usual."""
+    b2: Decay = 0.999
+    """Decay of the second moment (adamw, lion, muon's AdamW)."""
+    eps: Annotated[float, Range(1e-30, 1, usual="1e-8 is usual")] = 1e-8
+    """Added to the root of the second moment (adamw, muon's AdamW)."""
+    weight_decay: Annotated[float, Range(0, 10)] = 0.0
+    """Decoupled decay of matrices, scaled by the learning rate; norms and biases do not decay."""
+    moments: Literal["float32", "int8"] = "float32"
+    """Storage of the moments; int8 is blockwise and companded, embeddings, norms and biases stay float32."""
+    store_param_remainders: bool = False
+    """Weights are bfloat16, and the other 16 bits of the float32 masters part of the optimizer state."""
+    ema: Annotated[float, Range(0, 1, open_high=True, usual="0.999 is usual")] = 0.0
+    """Decay of an exponential moving average of the trained weights, one step an update, kept in float32
+    beside the moments and exported to hf_ema; 0 = none."""
+    init_from: str = ""
+    """Run directory whose newest checkpoint has the moments to start from, of the same weights and optimizer;
+    the learning-rate schedule starts anew. "" = zeros."""
+    grad_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the gradients between the micro-batches of an update, and until it is applied."""
+    offload: bool = False
+    """Keep the moments in host memory except during an update, which waits for the transfer both ways."""
+    max_grad_norm: Annotated[float, Range(0, 1e9)] = 1.0
+    """Global norm that gradients are clipped to; 0 = no clipping."""
+    max_nonfinite: Count = 5
+    """Updates with NaN or Inf in loss, gradient or weights are skipped; so many in a row end the run."""
+
+    @property
+    def has_compressed_state(self) -> bool:
+        """True where decoding the whole state at once would take more memory than it saves."""
+        return self.moments != "float32" or self.store_param_remainders
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, what is wrong with it and the fix)."""
+        if self.name == "adafactor" and self.moments != "float32":
+            yield "moments", "is int8: adafactor's moments are factored and small; it must be float32."
+        if self.warmup_steps and self.warmup_ratio:
+            steps = f"warmup_steps {self.warmup_steps}"
+            yield "warmup_ratio", f"is {self.warmup_ratio}, beside {steps}: set one of them to 0."
+
+
+@dataclass(frozen=True)
+class RoutingConfig:
+    """Routing of tokens to experts in training, of models with experts."""
+
+    balance_coef: Annotated[float, Range(0, 1e3, usual="0 is usual in RL, 0.001 to 0.01 in SFT")] = 0.0
+    """Coefficient of the balance loss, which moves tokens from busy experts to others: the sum over layers of
+    X sum f P, where f and P are an expert's share of the assignments and its mean score over the whole
+    mini-batch, and X is the number of experts. 0 = none."""
+    bias_rate: Annotated[float, Range(0, 1, usual="0 is usual in RL, 0.001 in pretraining")] = 0.0
+    """Change of a router's selection bias in each update: up where an expert has less than the mean load of
+    the mini-batch, down where it has more (DeepSeek-V3). 0 = the bias stays as it is."""
+    replay: Literal["none", "old", "rollout"] = "none"
+    """Experts that the policy's tokens pass in training: those of its own choice (none), those that the
+    policy chose before the first update of the step (old, R2), or those of the rollout (rollout, R3)."""

@@ -1,0 +1,36 @@
+"""Programs of a stage: the forward passes before the update, and the updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jaxrl_llm.learn.learner import Learner
+from jaxrl_llm.learn.routing import ROUTES
+from jaxrl_llm.learn.scoring import ScoringModel
+from jaxrl_llm.learn.stage import Stage, loss_signals, policy_scores
+from jaxrl_llm.structs import Params, Program
+
+
+def score_programs(
+    stage: Stage, reference: Params | None = None
+) -> Iterator[tuple[str, ScoringModel, Program]]:
+    """Yield (name, model, program) of each forward pass before the first update; teachers not among them.
+
+    Args:
+        reference: abstract weights of the frozen reference, where the stage needs one.
+    """
+    policy, critic = stage.policy, stage.critic
+    if outputs := policy_scores(stage.requires, policy.config):
+        params, replay = policy.abstract_state().params, ROUTES not in outputs
+        yield "policy", policy, policy.score_program(params, outputs, replay)
+    if critic and stage.updates_critic:
+        yield "critic", critic, critic.score_program(critic.abstract_state().params, ("values",))
+    if stage.needs_reference:
+        scored = stage.reference_model or policy
+        yield "reference", scored, scored.score_program(reference, ("policy",))
+
+
+def update_programs(stage: Stage, learner: Learner, microbatches: int) -> dict[str, Program]:
+    """Return `Learner.update_programs` of the policy or the critic for so many micro-batches an update."""
+    teachers = stage.loss_teachers if learner is stage.policy else ()
+    return learner.update_programs(loss_signals(stage), teachers, microbatches)

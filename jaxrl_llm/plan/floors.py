@@ -1,0 +1,240 @@
+"""Floors of a phase: the least work of one device that its arithmetic and its sharding need.
+
+- FLOPs: those of the model once, forward, and twice that backward. Recomputation is not part of it.
+- Device memory: each matrix product reads its input and writes its output once, attention reads queries, keys
+  and values and writes its output; everything else is fused into them. Weights are read once a pass, in the
+  type of the products, and their gradient is written once. Logits are never in memory.
+- Links: weights of the layers are gathered once a pass, those of embedding and head once a call, and
+  gradients scattered once. Tensor parallelism gathers and scatters tokens before and after attention and MLP
+  (arXiv 2205.05198), context parallelism sends keys and values around the ring or heads all to all, and
+  experts get a token once a device that it chooses, and return it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from jaxrl_llm.models import TransformerConfig, abstract, flops, layer_matrices, named_leaves, shardings
+from jaxrl_llm.models.lora import MARK
+from jaxrl_llm.models.quantize import SCALE
+from jaxrl_llm.plan.work import ATTENTION, ProgramWork
+from jaxrl_llm.sharding.rules import GATHERED, ROLLOUT, TRAIN, Rules, bytes_per_device, num_shards
+from jaxrl_llm.structs import Program
+
+Sizes = Mapping[str, float]
+"""Name of a weight -> its bytes on one device."""
+
+
+class Rows(NamedTuple):
+    """Tokens that a program computes."""
+
+    tokens: int  # of all devices
+    context: float  # keys of each query
+    logits: bool  # whether the head is applied
+
+
+def rows_flops(c: TransformerConfig, rows: Rows) -> float:
+    """Return the model FLOPs of a forward pass, on all devices."""
+    return flops.forward_flops(c, rows.tokens, rows.context) + flops.head_flops(c, rows.tokens) * rows.logits
+
+
+def forward_floor(
+    c: TransformerConfig, mesh: Mesh, dtype: DTypeLike, rows: Rows, rules: Rules = TRAIN
+) -> ProgramWork:
+    """Return the floor of a forward pass.
+
+    Args:
+        dtype: of activations and products.
+        rules: of the weights: TRAIN, of which all are gathered, or ROLLOUT.
+    """
+    used = ROLLOUT if rules is ROLLOUT else GATHERED
+    stored, held = (weight_bytes(c, mesh, x, dtype) for x in (rules, used))
+    return ProgramWork(
+        rows_flops(c, rows) / mesh.size,
+        _bytes_read(c, held, rows) + _activation_bytes(c, mesh, dtype, rows),
+        _gathers(held, stored, passes=1) + _activation_links(c, mesh, dtype, rows, used),
+    )
+
+
+def training_floor(
+    c: TransformerConfig, mesh: Mesh, dtype: DTypeLike, rows: Rows, grads: float
+) -> ProgramWork:
+    """Return the floor of forward and backward pass over a micro-batch.
+
+    Args:
+        dtype: of activations and products.
+        grads: bytes of the gradients that the micro-batch's are added to, read and written.
+    """
+    is_frozen = c.lora is not None
+    stored, held = (weight_bytes(c, mesh, rules, dtype) for rules in (TRAIN, GATHERED))
+    trained = lambda sizes: {name: size for name, size in sizes.items() if MARK in name or not is_frozen}
+    work = 3 * rows_flops(c, rows) - flops.frozen_flops(c, rows.tokens, rows.logits)
+    memory = (2 if is_frozen else 3) * _activation_bytes(c, mesh, dtype, rows)
+    memory += 2 * _bytes_read(c, held, rows) + sum(trained(held).values()) + grads
+    links = _gathers(held, stored, passes=2) + _gathers(trained(held), stored, passes=1)
+    copies = mesh.size // (num_shards("embed", mesh.shape) * num_shards("heads", mesh.shape))
+    links += 2 * (copies - 1) / copies * sum(trained(stored).values())  # all-reduce of replicated shards
+    links += _activation_links(c, mesh, dtype, rows, GATHERED, backward=True)
+    return ProgramWork(work / mesh.size, memory, links)
+
+
+def rollout_rows(calls: Mapping[str, Program], longest: int) -> dict[str, Rows]:
+    """Return program of the native engine -> what it computes.
+
+    Args:
+        calls: `NativeEngine.largest_calls`.
+        longest: tokens that a slot's cache may hold.
+    """
+    rows, width = calls["prefill"].args[1].shape
+    slots = lambda name: len(calls[name].args[2].tokens)
+    found = {"prefill": Rows(rows * width, width / 2, False), "decode": Rows(slots("decode"), longest, True)}
+    if drafts := calls.get("decode_drafts"):
+        read = slots("decode_drafts") * (drafts.static["num_drafts"] + 1)
+        found["decode_drafts"] = Rows(read, longest, True)
+    if "extend" in calls:
+        found["extend"] = Rows(math.prod(calls["extend"].args[3].shape), longest, False)
+    return found
+
+
+def rollout_floors(
+    c: TransformerConfig, mesh: Mesh, calls: Mapping[str, Program], computed: Mapping[str, Rows], page: int
+) -> dict[str, ProgramWork]:
+    """Return program of the native engine -> its floor. What only moves data reads and writes it once.
+
+    Args:
+        calls: `NativeEngine.largest_calls`.
+        computed: `rollout_rows`; all but prefill read the cache.
+        page: tokens of a page.
+    """
+    weights, cache = calls["decode"].args[:2]
+    dtype, size = weights.embed.dtype, bytes_per_device
+    floors = {
+        name: forward_floor(c, mesh, dtype, rows, ROLLOUT).plus(size(cache) * (name != "prefill"))
+        for name, rows in computed.items()
+    }
+    sent = size(weights) - sum(weight_bytes(c, mesh, TRAIN, dtype).values())
+    publish = ProgramWork(memory=size(calls["publish"].args) + size(weights), links=max(sent, 0.0))
+    floors["publish"] = publish
+    if "write_pages" in calls:
+        prompts = 2.0 * size(calls["write_pages"].args[1])
+        tokens = computed["decode"].tokens / num_shards("batch", mesh.shape) * page
+        copied = tokens / computed["prefill"].tokens
+        return floors | {
+            "write_pages": ProgramWork(memory=prompts),
+            "copy_pages": ProgramWork(memory=copied * prompts),
+        }
+    if "resize" in calls:
+        floors["resize"] = ProgramWork(memory=size(calls["resize"].args[0]) + size(cache))
+    inserted = ProgramWork(memory=2.0 * size(calls["insert"].args[1]))
+    return floors | {"gather": inserted, "insert": inserted}
+
+
+def kernel_flops(
+    c: TransformerConfig, mesh: Mesh, rows: Rows, trained: bool = False, remat: str = "none"
+) -> dict[str, float]:
+    """Return scope of a kernel in the model -> FLOPs of all its runs on one device, where it is a kernel.
+
+    Attention is two products forward, and backward seven: each of two kernels computes the scores again.
+    Of log-probs the kernel backward computes the logits again; the two products that follow are XLA's.
+    """
+    again = trained and flops.RECOMPUTED[remat] is flops.forward_flops
+    attention = flops.attention_flops(c, rows.tokens, rows.context) * (1 + 3.5 * trained + again)
+    head = flops.head_flops(c, rows.tokens) * rows.logits * (1 + trained)
+    found = {ATTENTION: attention, "linear_logprob": head}
+    if c.moe:
+        found["experts"] = 2.0 * rows.tokens * _expert_weights(c) * (1 + 2 * trained + again)
+    return {name: number / mesh.size for name, number in found.items()}
+
+
+def weight_bytes(c: TransformerConfig, mesh: Mesh, rules: Rules, dtype: DTypeLike) -> Sizes:
+    """Return the bytes of each weight on one device, floats in `dtype`; a tied head is the embedding."""
+    placed = jax.tree.leaves(shardings(c, mesh, rules))
+    width = lambda leaf: min(jnp.dtype(dtype).itemsize, leaf.dtype.itemsize)
+    return {
+        name: float(math.prod(sharding.shard_shape(leaf.shape)) * width(leaf))
+        for (name, leaf), sharding in zip(named_leaves(abstract(c)), placed, strict=True)
+    }
+
+
+def product_widths(c: TransformerConfig) -> float:
+    """Return the numbers that a token reads and writes in the products of all layers and in attention."""
+    params, total = abstract(c), 0.0
+    for (name, leaf), dims in zip(named_leaves(params), layer_matrices(params), strict=True):
+        if dims is None or name.endswith(SCALE):
+            continue
+        width = sum(math.prod(leaf.shape[dim] for dim in side) for side in dims)
+        total += leaf.shape[0] * width * (c.moe.experts_per_token if ".expert_" in name else 1)
+    return total + c.num_layers * _attention_width(c)
+
+
+def _key_value_width(c: TransformerConfig) -> int:
+    if c.mla:
+        return c.num_heads * (c.head_dim + c.mla.value_dim)
+    return 2 * c.num_kv_heads * c.head_dim
+
+
+def _attention_width(c: TransformerConfig) -> int:
+    """Return the numbers of a token's queries, keys, values and outputs of attention."""
+    return c.num_heads * (c.head_dim + (c.mla.value_dim if c.mla else c.head_dim)) + _key_value_width(c)
+
+
+def _expert_weights(c: TransformerConfig) -> int:
+    """Return the number of weights of the experts that a token passes."""
+    return _num_moe_layers(c) * 3 * c.moe.experts_per_token * c.moe.expert_size * c.hidden_size
+
+
+def _num_moe_layers(c: TransformerConfig) -> int:
+    return dict(named_leaves(abstract(c)))["layers.expert_gate"].shape[0] if c.moe else 0
+
+
+def _is_of_layer(name: str) -> bool:
+    return "." in name
+
+
+def _bytes_read(c: TransformerConfig, held: Sizes, rows: Rows) -> float:
+    """Return the bytes of the weights that products read in one pass; a lookup reads next to nothing."""
+    head = "embed" if c.tie_embeddings else "lm_head"
+    return sum(x for name, x in held.items() if _is_of_layer(name) or (rows.logits and name == head))
+
+
+def _gathers(held: Sizes, stored: Sizes, passes: int) -> float:
+    """Return the bytes of gathering each weight: of the layers in every pass, the others once."""
+    return sum((held[name] - stored[name]) * (passes if _is_of_layer(name) else 1) for name in held)
+
+
+def _local_tokens(mesh: Mesh, rows: Rows) -> float:
+    """Return the tokens of a replica's part of the rows; those that share it by tensor have the same."""
+    return rows.tokens / (num_shards("batch", mesh.shape) * num_shards("sequence", mesh.shape))
+
+
+def _activation_bytes(c: TransformerConfig, mesh: Mesh, dtype: DTypeLike, rows: Rows) -> float:
+    widths = product_widths(c) / num_shards("heads", mesh.shape) + c.hidden_size * rows.logits
+    return _local_tokens(mesh, rows) * widths * jnp.dtype(dtype).itemsize
+
+
+def _activation_links(
+    c: TransformerConfig, mesh: Mesh, dtype: DTypeLike, rows: Rows, rules: Rules, backward: bool = False
+) -> float:
+    """Return the bytes of activations that a device sends in tensor, context and expert parallelism."""
+    tensor, ring, owners = (
+        num_shards("heads", mesh.shape),
+        num_shards("sequence", mesh.shape),
+        num_shards("experts", mesh.shape, rules),
+    )
+    sent = lambda count: (count - 1) / count
+    passes = 2 if backward else 1
+    width = passes * sent(tensor) * c.hidden_size * (4 * c.num_layers + rows.logits)
+    around = (ring - 1) * _key_value_width(c) * (3 if backward else 1)  # backward keys, values and gradients
+    all_to_all = passes * sent(ring) * _attention_width(c)
+    width += c.num_layers * min(around, all_to_all) / tensor
+    if c.moe:
+        chosen = min(c.moe.experts_per_token, owners) * sent(owners)
+        width += passes * _num_moe_layers(c) * 2 * chosen * c.hidden_size
+    return _local_tokens(mesh, rows) * width * jnp.dtype(dtype).itemsize

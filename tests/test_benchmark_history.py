@@ -1,0 +1,62 @@
+"""Tests of benchmarks/cpu_peers.py: tables, and the page of ratios over the commits."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def peers():
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        return runpy.run_path(str(BENCHMARKS / "cpu_peers.py"))
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+def report(peers, ours, floor):
+    """Return a report of one case with two repetitions each, (wall, cpu) seconds."""
+    timings = {
+        name: [{"wall": wall, "cpu": cpu, "peak_mb": 100.0} for wall, cpu in runs]
+        for name, runs in (("ours", ours), ("floor", floor))
+    }
+    median, ratios = peers["median"], peers["ratios"]
+    result = {
+        "median": {name: median(runs) for name, runs in timings.items()},
+        "ratio": {"floor": ratios(timings["floor"], timings["ours"])},
+        "peak_mb": {"ours": 100.0, "floor": 50.0},
+    }
+    versions = {"ours": {"jax": "1"}, "floor": {"jax": "1"}}
+    same = {"command": "python x", "commit": "abc1234", "machine": "2 cores", "versions": versions}
+    return {**same, "cases": {"train_step": result}}
+
+
+def test_history_page_has_the_ratios_of_every_run(peers):
+    first = report(peers, ours=[(2.0, 4.0), (4.0, 4.0)], floor=[(1.0, 1.0), (1.0, 3.0)])
+    rows = [peers["history_row"]("train_step", first)]
+    page = peers["history_page"]([*rows, {**rows[0], "commit": "def5678", "ratio": {}}])
+    lines = page.splitlines()
+    assert "## train step, 32 x 192 tokens" in lines
+    assert "| date | commit | floor / ours |" in lines
+    # by hand: wall (1/2 + 1/4) / 2, CPU (1/4 + 3/4) / 2
+    assert f"| {rows[0]['date']} | abc1234 | 0.38 (0.50) |" in lines
+    assert f"| {rows[0]['date']} | def5678 |  |" in lines
+
+
+def test_table_leaves_out_what_a_peer_does_not_do(peers):
+    dense = report(peers, ours=[(2.0, 4.0)], floor=[(1.0, 1.0)])
+    ragged = {"median": {"ours": {"wall": 1.0, "cpu": 2.0}}, "ratio": {}, "peak_mb": {"ours": 10.0}}
+    table = peers["peers_table"]({**dense, "cases": {**dense["cases"], "rollout_ragged": ragged}})
+    assert "| train step, 32 x 192 tokens | 2.00 (4.00), 100 | 1.00 (1.00), 50 | 0.50 (0.25) |" in table
+    assert "| rollout, 32 ragged lengths | 1.00 (2.00), 10 |  |  |" in table
+    assert "commit abc1234" in table
+
+
+def test_every_case_has_a_suite_and_the_floor_knows_it(peers):
+    floor = (BENCHMARKS / "peers/floor.py").read_text()
+    for case in peers["ALL_CASES"]:
+        assert f'"{case}"' in floor or case in peers["NOT_DONE"]["floor"]

@@ -1,0 +1,268 @@
+"""Work of compiled programs, read from their text, and floors of phases: by hand, and by XLA's own count."""
+
+import dataclasses
+import io
+
+import jax
+import jax.numpy as jnp
+import pytest
+from plan_recipe import CONFIG, SMALL
+from rich.console import Console
+
+from jaxrl_llm.build.placement import make_meshes
+from jaxrl_llm.models.config import MoEConfig
+from jaxrl_llm.plan.collectives import count_collectives, synchronous_collectives
+from jaxrl_llm.plan.floors import Rows, forward_floor, kernel_flops, product_widths, training_floor
+from jaxrl_llm.plan.hlo import Hints, parse
+from jaxrl_llm.plan.phases import phases
+from jaxrl_llm.plan.plan import PhaseCost, Plan
+from jaxrl_llm.plan.report import floor_table, synchronous_lines
+from jaxrl_llm.plan.work import ProgramWork, count_work
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.sharding.rules import ROLLOUT, whole_rows
+
+HINTS = Hints()
+
+
+def module_of(*body: str, computations: str = ""):
+    return parse(f"{computations}\nENTRY %main (p: f32[]) -> f32[] {{\n" + "\n".join(body) + "\n}\n")
+
+
+UNROLLED = """\
+%body (x: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %x = (s32[], f32[8]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%x), index=0
+  %two = s32[] constant(2)
+  %next = s32[] add(%i, %two)
+  %v = f32[8]{0} get-tuple-element(%x), index=1
+  %sent = (f32[8]{0}, f32[8]{0}) collective-permute-start(%v), channel_id=1, source_target_pairs={{0,1}}
+  %got = f32[8]{0} collective-permute-done(%sent)
+  %waits = f32[8]{0} all-reduce(%got), channel_id=2, replica_groups={{0,1}}, metadata={op_name="jit(f)/mlp"}
+  %half = f32[4]{0} slice(%got), slice={[0:4]}
+  %other = f32[4]{0} all-reduce(%half), channel_id=2, replica_groups={{0,1}}, metadata={op_name="jit(f)/mlp"}
+  %fused = f32[4]{0} fusion(%waits), kind=kCustom, calls=%overlapped
+  ROOT %t = (s32[], f32[8]{0}) tuple(%next, %waits)
+}
+
+%overlapped (q: f32[8]) -> f32[16] {
+  %q = f32[8]{0} parameter(0)
+  %g = f32[16]{0} all-gather(%q), channel_id=3, replica_groups={{0,1}}, dimensions={0}
+  ROOT %start = f32[16]{0} custom-call(%g), custom_call_target="AsyncCollectiveStart"
+}
+
+%condition (y: (s32[], f32[8])) -> pred[] {
+  %limit = s32[] constant(5)
+  %y = (s32[], f32[8]{0}) parameter(0)
+  %j = s32[] get-tuple-element(%y), index=0
+  ROOT %lt = pred[] compare(%j, %limit), direction=LT
+}
+"""
+LOOP = "  %w = (s32[], f32[8]{0}) while(%t), condition=%condition, body=%body"
+
+
+def test_a_loop_that_the_compiler_unrolled_runs_fewer_times():
+    """0, 2 and 4 are below 5."""
+    module = module_of(LOOP, computations=UNROLLED)
+    counts = count_collectives(module, 2)
+    assert counts["collective-permute"] == (3, 3 * 32)
+    assert counts["all-gather"] == (3, 3 * 32)
+    assert counts["all-reduce"] == (6, 3 * 2 * (32 + 16) / 2)  # of one channel, but two collectives
+
+
+def test_what_nothing_overlaps_is_named_with_the_operation_it_is_of():
+    module = module_of(LOOP, computations=UNROLLED)
+    (found,) = synchronous_collectives(module, 2)
+    assert found == ("all-reduce", "jit(f)/mlp", 6, 3 * (32 + 16))
+    outside = module_of("  %a = f32[8]{0} all-reduce(f32[8]{0} %p), replica_groups={{0,1}}")
+    assert synchronous_collectives(outside, 2) == []
+
+
+def test_loops_of_unknown_length_take_theirs_from_hints():
+    loop = f'{LOOP}, metadata={{op_name="jit(f)/while"}}'
+    unknown = module_of(loop, computations=UNROLLED.replace("direction=LT", "direction=NE"))
+    hints = Hints({r"^jit\(f\)/while$": 32}, steps=16)
+    assert count_collectives(unknown, 2, hints)["collective-permute"] == (2, 64)
+
+
+@pytest.mark.parametrize(
+    ("line", "flops"),
+    [
+        (
+            "dot(f32[4,8]{1,0} %a, f32[8,2]{1,0} %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+            2 * 8 * 8,
+        ),
+        ("convolution(f32[4,8]{1,0} %a, f32[8,2]{1,0} %b), dim_labels=bf_io->bf", 2 * 8 * 8),
+        # A TPU's product with heads: 4 tokens, 8 inputs, 2 outputs in each of 3 heads; the rest is padding.
+        (
+            "convolution(f32[4,8,1]{2,1,0} %a, f32[3,8,2]{2,1,0} %b), "
+            "window={size=3 pad=2_2 rhs_reversal=1}, dim_labels=bf0_0io->b0f",
+            2 * 4 * 8 * 2 * 3,
+        ),
+        (
+            'custom-call(f32[4,8]{1,0} %a, f32[8,2]{1,0} %b), custom_call_target="__cublas$gemm", '
+            'backend_config={"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}',
+            2 * 8 * 8,
+        ),
+    ],
+)
+def test_flops_of_products(line, flops):
+    shape = "f32[4,3,2]{2,1,0}" if "bf0" in line else "f32[4,2]{1,0}"
+    assert count_work(module_of(f"  %c = {shape} {line}"), HINTS).flops == flops
+
+
+FUSED = """\
+%layer (stack: f32[6,8], i: s32[], old: f32[6,8], x: f32[8]) -> (f32[6,8], f32[8]) {
+  %stack = f32[6,8]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %old = f32[6,8]{1,0} parameter(2)
+  %x = f32[8]{0} parameter(3)
+  %slice = f32[1,8]{1,0} dynamic-slice(%stack, %i, %i), dynamic_slice_sizes={1,8}
+  %flat = f32[8]{0} bitcast(%slice)
+  %sum = f32[8]{0} add(%flat, %x)
+  %row = f32[1,8]{1,0} bitcast(%sum)
+  %new = f32[6,8]{1,0} dynamic-update-slice(%old, %row, %i, %i)
+  ROOT %both = (f32[6,8]{1,0}, f32[8]{0}) tuple(%new, %sum)
+}
+"""
+
+
+def test_memory_traffic_is_that_of_slices_and_updates():
+    """A row of the stack is read and a row written, 32 bytes each; x is in vector memory, the sum is not."""
+    module = module_of(
+        "  %stack = f32[6,8]{1,0} parameter(0)",
+        "  %i = s32[] constant(0)",
+        "  %x = f32[8]{0:T(128)S(1)} copy(%y)",
+        "  %f = (f32[6,8]{1,0}, f32[8]{0}) fusion(%stack, %i, %stack, %x), kind=kLoop, calls=%layer",
+        computations=FUSED,
+    )
+    assert count_work(module, HINTS).memory == 3 * 32 + 4  # and the index
+
+
+def test_kernels_count_as_their_operands_and_by_their_hints():
+    """A kernel of the cache gets that of all layers, and reads its own; updates in place move nothing."""
+    call = 'custom_call_target="tpu_custom_call"'
+    source = 'metadata={op_name="attention/decode_attention"}'
+    module = module_of(
+        "  %cache = bf16[4,100]{1,0} parameter(0)",
+        "  %q = bf16[10]{0} parameter(1)",
+        f"  %w = bf16[4,100]{{1,0}} custom-call(%q, %cache), {call}, "
+        "output_to_operand_aliasing={{}: (1, {})}",
+        f"  %a = bf16[10]{{0}} custom-call(%q, %cache), {call}, {source}",
+        f"  %b = bf16[10]{{0}} custom-call(%q, %cache), {call}, {source}",
+    )
+    hints = Hints(kernels={"attention": 7.0, "experts": 5.0})
+    assert count_work(module, hints) == ProgramWork(flops=7.0, memory=20 + 2 * (20 + 800 + 20))
+    work = count_work(module, hints._replace(reads_cache=True))
+    assert work == ProgramWork(flops=7.0, memory=20 + (20 + 800 + 20))
+
+
+def test_counts_are_those_of_xla_and_a_loop_counts_every_time():
+    def step(x, w):
+        return jnp.tanh(x @ w), None
+
+    x, stack = jnp.zeros((8, 128)), jnp.zeros((3, 128, 128))
+    once = jax.jit(lambda x, w: x @ w).lower(x, stack[0]).compile()
+    counted = count_work(parse(once.as_text()), HINTS)
+    expected = once.cost_analysis()
+    assert (counted.flops, counted.memory) == (expected["flops"], expected["bytes accessed"])
+    scanned = jax.jit(lambda x, stack: jax.lax.scan(step, x, stack)[0]).lower(x, stack).compile()
+    looped = count_work(parse(scanned.as_text()), HINTS)
+    assert looped.flops == 3 * counted.flops
+    assert looped.memory >= 3 * counted.memory
+
+
+def test_floors_of_a_dense_model():
+    """4 shards of 16 tokens, two devices each; a layer has 9,216 weights, norms of 80, and a token has 512
+    numbers in and out of its products and 96 of attention."""
+    mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
+    rows = Rows(64, 4.0, True)
+    flops = 2 * 64 * 2 * 9216 + 2 * 64 * 64 * 8 + 2 * 64 * 32 * 64
+    assert product_widths(SMALL) == 2 * (512 + 96)
+    activations = 2 * 16 * (608 + 32)
+    layers, norms, table = 2 * 9216, 2 * 2 * 80, 2 * 32 * 32  # bytes: half of 2-byte weights
+    gathers = 0.75 * layers, 0.75 * table
+    around = 2 * 16 * 32 * (4 * 2 + 1) / 2  # tokens to the other device of tensor
+    assert forward_floor(SMALL, mesh, "bfloat16", rows) == (
+        flops / 8, activations + layers + norms + table, sum(gathers) + around
+    )  # fmt: skip
+    final_norm = 2 * 32
+    assert training_floor(SMALL, mesh, "bfloat16", rows, grads=1000.0) == (
+        3 * flops / 8,
+        3 * (activations + layers + norms + table) + final_norm + 1000,
+        3 * gathers[0] + 2 * gathers[1] + 2 * around,
+    )
+    decoding = forward_floor(SMALL, mesh, "bfloat16", rows, ROLLOUT)
+    assert decoding.links == around  # all weights are there
+
+
+def test_floors_of_experts():
+    """2 of 8 experts of 3 x 32 x 16 weights, a quarter of them on a device, which gathers half of each; a
+    token is sent to 1.5 other devices and back."""
+    c = dataclasses.replace(SMALL, moe=MoEConfig(8, 2, 16))
+    mesh = make_mesh(MeshConfig(fsdp=2, expert=4))
+    floor = forward_floor(c, mesh, "bfloat16", Rows(64, 4.0, False))
+    attention, table = 2 * 2 * 3072 * 7 / 8, 2 * 2048 * 7 / 8
+    experts = 2 * 2 * 8 * 3 * 32 * 16 / 4 / 2
+    assert floor.links == attention + table + experts + 2 * 8 * 2 * 2 * 1.5 * 32
+    assert kernel_flops(c, mesh, Rows(64, 4.0, False))["experts"] == 2 * 64 * 2 * 2 * 3 * 32 * 16 / 8
+
+
+def test_phases_have_floors():
+    """16 trajectories of 8 tokens in mini-batches of 8 rows; a slot's cache is read once a token."""
+    config = dataclasses.replace(CONFIG, mesh=MeshConfig(fsdp=4, tensor=2))
+    by_name = {phase.name: phase for phase in phases(config, make_meshes(config))}
+    update, decode = by_name["update: accumulate"], by_name["rollout: decode"]
+    head = 2 * 64 * 32 * 64
+    assert 8 * update.floor.flops == update.flops - head  # logits are computed again, layers are not
+    assert 8 * decode.floor.flops == decode.flops
+    assert decode.hints.steps == config.rollout.chunk
+    weights = 4 * (2 * 9216 + 2048) / 2
+    assert decode.floor.memory > weights
+    full = dataclasses.replace(config, model=dataclasses.replace(config.model, remat="full"))
+    again = {phase.name: phase for phase in phases(full, make_meshes(full))}["update: accumulate"]
+    assert again.floor == update.floor and again.flops > update.flops
+
+
+def test_ratios_and_synchronous_collectives_are_printed():
+    waits = {"kind": "all-gather", "source": "jit(f)/mlp/dot_general", "count": 28.0, "bytes": 3.0 * 2**20}
+    cost = PhaseCost(
+        "update: accumulate", {"activations": 1.0}, 1, "call", 1e12, {}, {}, 1.0, "",
+        compiled={"flops": 3e12, "memory": 2.0**30, "links": 2.0**20},
+        floor={"flops": 2e12, "memory": 2.0**29, "links": 0.0},
+        synchronous=[waits, waits | {"bytes": 100.0}],
+    )  # fmt: skip
+    plan = Plan("a model", "v5e-4", {}, 1e9, [cost], {}, {})
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(floor_table(plan))
+    row = next(line for line in console.export_text().splitlines() if "accumulate" in line)
+    assert [cell.strip() for cell in row.strip("\u2502").split("\u2502")][1:] == [
+        "3 T", "2 T", "1.50", "1.00 GiB", "512.00 MiB", "2.00", "1.00 MiB", "-", "-",
+    ]  # fmt: skip
+    assert synchronous_lines(plan) == [
+        "Synchronous in update: accumulate: all-gather, 3.00 MiB (28), of jit(f)/mlp/dot_general"
+    ]
+
+
+def test_the_gradient_of_a_lookup_is_no_all_reduce_of_tables():
+    """8 devices exchange the gradients of tokens, 8 x 4 x 128 numbers, not tables of 1024 x 128; the values
+    are those of one device."""
+    mesh = make_mesh(MeshConfig(fsdp=8))
+    tokens = jax.random.randint(jax.random.key(0), (8, 4), 0, 1024)
+    table = jax.random.normal(jax.random.key(1), (1024, 128))
+    gradient = jax.grad(lambda table: jnp.sum(jnp.sin(whole_rows(table)[tokens])))
+    with jax.set_mesh(mesh):
+        place = jax.NamedSharding(mesh, jax.P(None, ("fsdp",)))
+        rows = jax.NamedSharding(mesh, jax.P(("fsdp",)))
+
+        def sharded(table, tokens):
+            loss = lambda table: jnp.sum(jnp.sin(whole_rows(table)[tokens]))
+            return jax.grad(loss)(table)
+
+        compiled = (
+            jax.jit(sharded, in_shardings=(place, rows), out_shardings=place).lower(table, tokens).compile()
+        )
+        found = compiled(jax.device_put(table, place), jax.device_put(tokens, rows))
+    sent = count_collectives(parse(compiled.as_text()), 8)
+    others = sum(stats.bytes for kind, stats in sent.items() if kind != "all-gather")
+    assert others < 4 * 1024 * 128 / 8
+    assert jnp.array_equal(found, gradient(table))
