@@ -1,31 +1,41 @@
 """The same work by jaxrl_llm, google-tunix and transformers/TRL, interleaved on this machine's CPU.
 
-Work (peers/work.py): Qwen3 of 4 layers, width 256, vocabulary 2048, float32; 4 prompts of 64 tokens with 8
-responses each of 128 tokens (ragged: geometric lengths, mean 40, at most 256), an AdamW step on 32 x 192
-tokens, and the whole GRPO step. `--lora`: both steps with adapters of rank 8, alpha 32, on all linear layers
-of the same model (peft in TRL, qwix in Tunix). `--moe`: Qwen3-MoE of 8 experts of width 384, 2 a token, so
-with the same active weights, against torch. Each system runs each case in a process of its own; the driver
-requests one repetition of each in turn (A B C A B C ...), so that other load affects all alike. Reported are
-medians, and medians of the paired ratios peer / ours, of wall time and of CPU seconds of the process; and the
-process's peak of resident memory, compilation included. On a busy machine use `--core 0`: threads that wait
-for each other cost CPU seconds, those of OpenMP (torch) most; one thread on one core does not wait.
+Suites (peers/work.py), all float32:
+
+    dense    Qwen3 of 4 layers, width 256, vocabulary 2048; 4 prompts of 64 tokens with 8 responses each of
+             128 tokens (ragged: geometric lengths, mean 40, at most 256), an AdamW step on 32 x 192 tokens,
+             and the whole GRPO step
+    lora     both steps with adapters of rank 8, alpha 32, on all linear layers of the same model (peft in
+             TRL, qwix in Tunix)
+    moe      Qwen3-MoE of 8 experts of width 384, 2 a token, so with the same active weights; not by Tunix
+    smollm2  random weights in the shape of SmolLM2-135M; 8 prompts of 38 tokens with 8 responses each of 11,
+             the work of a step of configs/grpo_smollm2.py; not by Tunix
+
+Each system runs each case in a process of its own; the driver requests one repetition of each in turn
+(A B C A B C ...), so that other load affects all alike. Reported are medians, and medians of the paired
+ratios peer / ours, of wall time and of CPU seconds of the process; and the process's peak of resident memory,
+compilation included. "floor" is the matrix products of the work alone (peers/floor.py). On a busy machine use
+`--core 0`: threads that wait for each other cost CPU seconds, those of OpenMP (torch) most; one thread on one
+core does not wait.
 
 The peers' environments:
 
     python3.12 -m venv tunix && tunix/bin/pip install google-tunix==0.1.7
     python3.11 -m venv trl && trl/bin/pip install torch==2.13.0 transformers trl peft  # torch for CPUs
 
-Run (20 to 40 minutes; --smoke: one repetition):
+Run (20 to 40 minutes a suite; --smoke: one repetition):
 
-    python benchmarks/cpu_peers.py --tunix tunix/bin/python --torch trl/bin/python [--lora]
-    python benchmarks/cpu_peers.py --torch trl/bin/python --moe
+    make bench TUNIX_PYTHON=tunix/bin/python TRL_PYTHON=trl/bin/python      # all suites
+    python benchmarks/cpu_peers.py --suites smollm2 --torch trl/bin/python
 
-Writes results/cpu_peers.json (cpu_lora.json, cpu_moe.json) and the table in README.md beside this file.
+Writes results/cpu_SUITE.json, the tables in README.md beside this file, a line for each case into
+results/cpu_history.jsonl and from it HISTORY.md: the ratios over the commits.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import platform
@@ -35,6 +45,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from learn import git_commit
 
 HERE = Path(__file__).parent
 CASES = {
@@ -52,10 +64,22 @@ MOE_CASES = {
     "moe_train_step": "train step with experts, 32 x 192 tokens",
     "moe_grpo_step": "whole GRPO step with experts",
 }
-SUITES = {"cpu_peers": CASES, "cpu_lora": LORA_CASES, "cpu_moe": MOE_CASES}
-"""Name of the results -> cases."""
-ALL_CASES = CASES | LORA_CASES | MOE_CASES
-SCRIPTS = {"ours": "ours.py", "tunix": "tunix_peer.py", "torch_trl": "torch_trl.py"}
+SMOLLM2_CASES = {
+    "smollm2_rollout_fixed": "rollout of SmolLM2-135M, 64 x 11 new tokens",
+    "smollm2_train_step": "train step of SmolLM2-135M, 64 x 49 tokens",
+    "smollm2_grpo_step": "whole GRPO step of SmolLM2-135M",
+}
+SUITES = {"dense": CASES, "lora": LORA_CASES, "moe": MOE_CASES, "smollm2": SMOLLM2_CASES}
+ALL_CASES = CASES | LORA_CASES | MOE_CASES | SMOLLM2_CASES
+SCRIPTS = {"ours": "ours.py", "floor": "floor.py", "tunix": "tunix_peer.py", "torch_trl": "torch_trl.py"}
+NOT_DONE = {"floor": {"rollout_ragged"}, "tunix": {*MOE_CASES, *SMOLLM2_CASES}}
+HISTORY_EXPLANATION = """\
+Medians of the paired ratios of each run of [cpu_peers.py](cpu_peers.py), of wall time (of CPU seconds): above
+1 ours is faster. "floor" is the matrix products alone, so below 1: the share of our time that they take.
+Versions and machine of each run are in [results/cpu_history.jsonl](results/cpu_history.jsonl); a "+" after a
+commit says that files had changed since.
+"""
+HISTORY = HERE / "results/cpu_history.jsonl"
 Timing = dict[str, float]  # wall, cpu: seconds; peak_mb
 
 
@@ -98,50 +122,58 @@ class Peer:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--tunix", help="python of an environment with google-tunix; left out: not compared")
-    parser.add_argument("--torch", help="python of an environment with torch, transformers and trl")
-    suite = parser.add_mutually_exclusive_group()
-    suite.add_argument("--lora", action="store_true", help="the steps with adapters, in place of the others")
-    suite.add_argument("--moe", action="store_true", help="a mixture of experts, in place of the dense model")
+    parser.add_argument("--torch", help="python of an environment with torch, transformers, trl and peft")
+    parser.add_argument("--suites", nargs="+", choices=list(SUITES), default=list(SUITES))
     parser.add_argument("--cases", nargs="+", choices=list(ALL_CASES), help="some of them only")
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--core", type=int, help="run on this core alone, with one thread")
     parser.add_argument("--smoke", action="store_true", help="one repetition, nothing is written")
     arguments = parser.parse_args()
-    name = "cpu_lora" if arguments.lora else "cpu_moe" if arguments.moe else "cpu_peers"
-    cases = SUITES[name]
-    if unknown := set(arguments.cases or ()) - set(cases):
-        parser.error(
-            f"{', '.join(unknown)}: not of {name}, which has {', '.join(cases)}; see --lora and --moe"
-        )
-    if arguments.moe and arguments.tunix:
-        parser.error("--moe: Tunix is not compared; leave out --tunix")
-    pythons = {"ours": sys.executable, "tunix": arguments.tunix, "torch_trl": arguments.torch}
+    for suite in arguments.suites:
+        cases = [case for case in SUITES[suite] if case in (arguments.cases or SUITES[suite])]
+        if cases:
+            measure_suite(suite, cases, arguments)
+    if not arguments.smoke:
+        (HERE / "HISTORY.md").write_text(history_page(read_history()))
+
+
+def measure_suite(suite: str, cases: list[str], arguments: argparse.Namespace) -> None:
+    """Run the cases of one suite; after each, print its results and write them."""
+    pythons = {
+        "ours": sys.executable,
+        "floor": sys.executable,
+        "tunix": arguments.tunix,
+        "torch_trl": arguments.torch,
+    }
     load, versions, results = os.getloadavg(), {}, {}
-    for case in arguments.cases or cases:
-        peers = [Peer(name, python, arguments.core) for name, python in pythons.items() if python]
-        versions = {peer.name: peer.versions for peer in peers}
+    for case in cases:
+        chosen = [name for name in pythons if pythons[name] and case not in NOT_DONE.get(name, ())]
+        peers = [Peer(name, pythons[name], arguments.core) for name in chosen]
+        versions |= {peer.name: peer.versions for peer in peers}
         results[case] = measure_case(case, peers, 1 if arguments.smoke else arguments.repetitions)
         for peer in peers:
             peer.close()
         report = {
-            "command": reproducing_command(arguments),
+            "command": reproducing_command(suite, arguments),
+            "commit": git_commit(),
             "machine": describe_machine(load),
             "versions": versions,
             "cases": results,
         }
         print(peers_table(report), flush=True)
         if not arguments.smoke:
-            (HERE / "results").mkdir(exist_ok=True)
-            (HERE / "results" / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
-            replace_table(HERE / "README.md", name, peers_table(report))
+            path = HERE / f"results/cpu_{suite}.json"
+            path.write_text(json.dumps(report, indent=1) + "\n")
+            replace_table(HERE / "README.md", f"cpu_{suite}", peers_table(report))
+            with HISTORY.open("a") as history:
+                history.write(json.dumps(history_row(case, report)) + "\n")
 
 
-def reproducing_command(arguments: argparse.Namespace) -> str:
-    """Return the command of this run, with the paths of the environments as in the docstring above."""
-    words = ["python benchmarks/cpu_peers.py"]
-    words += ["--tunix tunix/bin/python"] * bool(arguments.tunix)
+def reproducing_command(suite: str, arguments: argparse.Namespace) -> str:
+    """Return the command of this suite, with the paths of the environments as in the docstring above."""
+    words = [f"python benchmarks/cpu_peers.py --suites {suite}"]
+    words += ["--tunix tunix/bin/python"] * bool(arguments.tunix and suite in ("dense", "lora"))
     words += ["--torch trl/bin/python"] * bool(arguments.torch)
-    words += ["--lora"] * arguments.lora + ["--moe"] * arguments.moe
     words += [f"--core {arguments.core}"] * (arguments.core is not None)
     words += [f"--cases {' '.join(arguments.cases or ())}"] * bool(arguments.cases)
     return " ".join([*words, f"--repetitions {arguments.repetitions}"])
@@ -193,19 +225,63 @@ def peers_table(report: dict[str, Any]) -> str:
         *(f"{name}, s (CPU s), MB" for name in names),
         *(f"{name} / ours, wall (CPU)" for name in others),
     ]
-    lines = [f"`{report['command']}`", "", f"{report['machine']}", "", versions, ""]
+    lines = [
+        f"`{report['command']}`, commit {report['commit']}",
+        "",
+        f"{report['machine']}",
+        "",
+        versions,
+        "",
+    ]
     lines += ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for case, result in report["cases"].items():
         seconds = [
-            f"{result['median'][name]['wall']:.2f} ({result['median'][name]['cpu']:.2f}), "
-            f"{result['peak_mb'][name]:.0f}"
+            f"{seconds_text(result['median'][name])}, {result['peak_mb'][name]:.0f}"
+            if name in result["median"]
+            else ""
             for name in names
         ]
-        times = [
-            f"{result['ratio'][name]['wall']:.2f} ({result['ratio'][name]['cpu']:.2f})" for name in others
-        ]
+        times = [seconds_text(result["ratio"][name]) if name in result["ratio"] else "" for name in others]
         lines.append("| " + " | ".join([ALL_CASES[case], *seconds, *times]) + " |")
     return "\n".join(lines)
+
+
+def seconds_text(timing: Timing) -> str:
+    return f"{timing['wall']:.2f} ({timing['cpu']:.2f})"
+
+
+def history_row(case: str, report: dict[str, Any]) -> dict[str, Any]:
+    """Return what the history keeps of a case: the ratios, which machines and load change least."""
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    same = {key: report[key] for key in ("commit", "machine", "versions")}
+    return {"case": case, "date": date, **same, "ratio": report["cases"][case]["ratio"]}
+
+
+def read_history() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in HISTORY.read_text().splitlines()] if HISTORY.exists() else []
+
+
+def history_page(rows: list[dict[str, Any]]) -> str:
+    """Return Markdown with a table a case: the ratios by commit, oldest first."""
+    lines = ["# Ratios over the commits", "", HISTORY_EXPLANATION]
+    for case, description in ALL_CASES.items():
+        chosen = [row for row in rows if row["case"] == case]
+        names = [name for name in SCRIPTS if any(name in row["ratio"] for row in chosen)]
+        if chosen:
+            heads = " | ".join(f"{name} / ours" for name in names)
+            lines += [
+                f"## {description}",
+                "",
+                f"| date | commit | {heads} |",
+                "|" + "---|" * (2 + len(names)),
+            ]
+        for row in chosen:
+            ratios = " | ".join(
+                seconds_text(row["ratio"][name]) if name in row["ratio"] else "" for name in names
+            )
+            lines.append(f"| {row['date']} | {row['commit']} | {ratios} |")
+        lines += [""] * bool(chosen)
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def replace_table(readme: Path, name: str, text: str) -> None:

@@ -38,21 +38,21 @@ def make_items(prompts: int, prompt_tokens: int, response_tokens: int) -> list[P
     """Return random responses to random prompts."""
     rng = np.random.default_rng(0)
     mask = np.r_[np.zeros(prompt_tokens), np.ones(response_tokens)].astype(np.float32)
-    draw = lambda count: rng.integers(3, work.VOCAB, count, dtype=np.int32)
+    draw = lambda count: rng.integers(3, work.SMALL.vocab, count, dtype=np.int32)
     firsts = [draw(prompt_tokens) for _ in range(prompts)]
     return [
         PackItem(np.r_[first, draw(response_tokens)], mask, {"advantages": mask * rng.normal()})
         for first in firsts
-        for _ in range(work.GROUP)
+        for _ in range(work.SMALL.group)
     ]
 
 
 def learner(prompts: int, prompt_tokens: int, response_tokens: int, share: bool) -> Learner:
     """Return the learner whose micro-batch holds all responses."""
     row = prompt_tokens + response_tokens
-    rows = {"row_tokens": row, "rows": prompts * work.GROUP}
+    rows = {"row_tokens": row, "rows": prompts * work.SMALL.group}
     if share:
-        row += (work.GROUP - 1) * (response_tokens + 1)
+        row += (work.SMALL.group - 1) * (response_tokens + 1)
         rows = {"row_tokens": row, "rows": prompts, "share_prefixes": True}
     return ours.learner(ours.MODEL, rows)
 

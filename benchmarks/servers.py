@@ -39,8 +39,8 @@ from jaxrl_llm.bridge.transports.process_group import GroupTransport
 from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.hf.export import save_description
 from jaxrl_llm.models import TransformerConfig
-from jaxrl_llm.rollout.config import RolloutConfig, SGLangConfig
-from jaxrl_llm.rollout.engine import Engine, Request, SamplingConfig
+from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig, SGLangConfig
+from jaxrl_llm.rollout.engine import Engine, Request
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.sglang.engine import SGLangEngine
 from jaxrl_llm.rollout.sglang.launch import ServerProcesses

@@ -18,6 +18,7 @@ import numpy as np
 import optax
 import work
 from serve import serve
+from work import SMALL, SMOLLM2, Work
 
 from jaxrl_llm import models
 from jaxrl_llm.algos import grpo
@@ -29,21 +30,31 @@ from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import RopeConfig, TransformerConfig
 from jaxrl_llm.models.config import LoraConfig, MoEConfig
 from jaxrl_llm.models.lora import with_lora
-from jaxrl_llm.rollout.engine import Request, SamplingConfig
+from jaxrl_llm.rollout.config import SamplingConfig
+from jaxrl_llm.rollout.engine import Request
 from jaxrl_llm.rollout.native.engine import NativeEngine, RolloutConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 
-MODEL = TransformerConfig(
-    vocab_size=work.VOCAB,
-    hidden_size=work.WIDTH,
-    mlp_size=work.MLP,
-    num_layers=work.LAYERS,
-    num_heads=work.HEADS,
-    num_kv_heads=work.KV_HEADS,
-    head_dim=work.HEAD_DIM,
-    rope=RopeConfig(theta=float(work.ROPE_THETA)),
-    norm_eps=work.NORM_EPS,
-)
+
+def model_of(size: Work, family: str) -> TransformerConfig:
+    """Return the config of a model without biases, the embedding tied."""
+    return TransformerConfig(
+        family=family,
+        vocab_size=size.vocab,
+        hidden_size=size.width,
+        mlp_size=size.mlp,
+        num_layers=size.layers,
+        num_heads=size.heads,
+        num_kv_heads=size.kv_heads,
+        head_dim=size.head_dim,
+        rope=RopeConfig(theta=float(size.rope_theta)),
+        norm_eps=size.norm_eps,
+        qk_norm=family == "qwen3",
+    )
+
+
+MODEL = model_of(SMALL, "qwen3")
+LLAMA = model_of(SMOLLM2, "llama")
 MIXTURE = replace(
     MODEL, family="qwen3_moe", moe=MoEConfig(work.EXPERTS, work.EXPERTS_PER_TOKEN, work.EXPERT_SIZE)
 )
@@ -51,12 +62,22 @@ ADAPTED = with_lora(MODEL, LoraConfig(work.LORA_RANK, work.LORA_ALPHA))
 SAMPLING = SamplingConfig(ignore_eos=True)
 ALGO = grpo.Config(kl_coef=0.0, clip_low=work.CLIP, clip_high=work.CLIP)
 ROWS = int(os.environ.get("ROWS", 8))  # of a micro-batch: what the backward pass keeps stays small
-ONE_RESPONSE = {"row_tokens": work.PROMPT_TOKENS + work.NEW_TOKENS, "rows": ROWS}
-ALL_RESPONSES = {
-    "row_tokens": ONE_RESPONSE["row_tokens"] + (work.GROUP - 1) * (work.NEW_TOKENS + 1),
-    "rows": 2,  # as many tokens as in ROWS rows of one response, and half as many again
-    "share_prefixes": True,
-}
+
+
+def one_response(size: Work) -> dict[str, int]:
+    """Return the rows of a micro-batch, of one response each."""
+    return {"row_tokens": size.prompt_tokens + size.new_tokens, "rows": ROWS}
+
+
+def all_responses(size: Work) -> dict[str, int]:
+    """Return the rows of a micro-batch, of a prompt and all its responses each."""
+    row_tokens = size.prompt_tokens + size.new_tokens + (size.group - 1) * (size.new_tokens + 1)
+    tokens = 1.5 * ROWS * (SMALL.prompt_tokens + SMALL.new_tokens)
+    return {
+        "row_tokens": row_tokens,
+        "rows": min(int(tokens // row_tokens), size.prompts),
+        "share_prefixes": True,
+    }
 
 
 def learner(model: TransformerConfig, rows: dict[str, int]) -> Learner:
@@ -76,17 +97,17 @@ def fresh_state(trainer: Learner):
     return trainer.init_state(make(trainer.model, jax.random.key(0)))
 
 
-def engine(model: TransformerConfig, mesh, tokenizer=None) -> NativeEngine:
-    return NativeEngine(RolloutConfig(slots=work.BATCH), model, mesh, tokenizer)
+def engine(model: TransformerConfig, size: Work, mesh, tokenizer=None) -> NativeEngine:
+    return NativeEngine(RolloutConfig(slots=size.batch), model, mesh, tokenizer)
 
 
-def rollout(requests_of, mesh=None, model: TransformerConfig = MODEL):
-    mesh = mesh or make_mesh(MeshConfig())
-    roll = engine(model, mesh)
+def rollout(requests_of, model: TransformerConfig = MODEL, size: Work = SMALL):
+    mesh = make_mesh(MeshConfig())
+    roll = engine(model, size, mesh)
     roll.publish(models.init(model, jax.random.key(0)), version=0)
 
     def run(repetition: int) -> None:
-        requests = requests_of(repetition)
+        requests = requests_of(size, repetition)
         trajectories = roll.generate(requests, SAMPLING, jax.random.key(repetition))
         lengths = [r.max_tokens for r in requests for _ in range(r.num_responses)]
         assert [len(t.response_ids) for t in trajectories] == lengths
@@ -94,29 +115,29 @@ def rollout(requests_of, mesh=None, model: TransformerConfig = MODEL):
     return run
 
 
-def fixed(repetition: int) -> list[Request]:
-    prompts = [np.array(ids, np.int32) for ids in work.prompts(repetition)]
-    return [Request(ids, i, work.GROUP, work.NEW_TOKENS) for i, ids in enumerate(prompts)]
+def fixed(size: Work, repetition: int) -> list[Request]:
+    prompts = [np.array(ids, np.int32) for ids in work.prompts(size, repetition)]
+    return [Request(ids, i, size.group, size.new_tokens) for i, ids in enumerate(prompts)]
 
 
-def ragged(repetition: int) -> list[Request]:
+def ragged(size: Work, repetition: int) -> list[Request]:
     """Return a request for each sample: each has a length of its own, so prompts are not shared here."""
-    prompts = [np.array(ids, np.int32) for ids in work.prompts(repetition)]
+    prompts = [np.array(ids, np.int32) for ids in work.prompts(size, repetition)]
     lengths = work.ragged_lengths(repetition)
-    return [Request(prompts[i // work.GROUP], i, 1, length) for i, length in enumerate(lengths)]
+    return [Request(prompts[i // size.group], i, 1, length) for i, length in enumerate(lengths)]
 
 
-def train_step(model: TransformerConfig):
-    trainer = learner(model, ONE_RESPONSE)
+def train_step(model: TransformerConfig = MODEL, size: Work = SMALL):
+    trainer = learner(model, one_response(size))
     state = fresh_state(trainer)
-    mask = np.r_[np.zeros(work.PROMPT_TOKENS), np.ones(work.NEW_TOKENS)].astype(np.float32)
+    mask = np.r_[np.zeros(size.prompt_tokens), np.ones(size.new_tokens)].astype(np.float32)
 
     def run(repetition: int) -> None:
         nonlocal state
-        advantages = work.training_advantages(repetition)
+        advantages = work.training_advantages(size, repetition)
         items = [
             PackItem(np.array(ids, np.int32), mask, {"advantages": mask * advantage})
-            for ids, advantage in zip(work.training_ids(repetition), advantages, strict=True)
+            for ids, advantage in zip(work.training_ids(size, repetition), advantages, strict=True)
         ]
         state, metrics = trainer.update(state, [items])
         jax.block_until_ready(state)
@@ -125,15 +146,15 @@ def train_step(model: TransformerConfig):
     return run
 
 
-def grpo_step(model: TransformerConfig):
-    trainer = learner(model, ALL_RESPONSES)
+def grpo_step(model: TransformerConfig = MODEL, size: Work = SMALL):
+    trainer = learner(model, all_responses(size))
     state = fresh_state(trainer)
-    roll = engine(model, trainer.mesh, work.tokenizer())
+    roll = engine(model, size, trainer.mesh, work.tokenizer())
 
     def run(repetition: int) -> None:
         nonlocal state
         roll.publish(state.params, int(state.version))
-        trajectories = roll.generate(fixed(repetition), SAMPLING, jax.random.key(repetition))
+        trajectories = roll.generate(fixed(size, repetition), SAMPLING, jax.random.key(repetition))
         for trajectory in trajectories:
             trajectory.reward = work.reward(trajectory.text)
         items = [from_trajectory(t) for t in trajectories]
@@ -153,12 +174,15 @@ if __name__ == "__main__":
         {
             "rollout_fixed": lambda: rollout(fixed),
             "rollout_ragged": lambda: rollout(ragged),
-            "train_step": lambda: train_step(MODEL),
-            "grpo_step": lambda: grpo_step(MODEL),
-            "moe_rollout_fixed": lambda: rollout(fixed, model=MIXTURE),
+            "train_step": train_step,
+            "grpo_step": grpo_step,
+            "moe_rollout_fixed": lambda: rollout(fixed, MIXTURE),
             "moe_train_step": lambda: train_step(MIXTURE),
             "moe_grpo_step": lambda: grpo_step(MIXTURE),
             "lora_train_step": lambda: train_step(ADAPTED),
             "lora_grpo_step": lambda: grpo_step(ADAPTED),
+            "smollm2_rollout_fixed": lambda: rollout(fixed, LLAMA, SMOLLM2),
+            "smollm2_train_step": lambda: train_step(LLAMA, SMOLLM2),
+            "smollm2_grpo_step": lambda: grpo_step(LLAMA, SMOLLM2),
         },
     )

@@ -10,6 +10,7 @@ channel = open_channel()
 import os
 import tempfile
 import warnings
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -20,28 +21,43 @@ import work
 from datasets import Dataset
 from peft import LoraConfig
 from serve import Gate, serve
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from trl import GRPOConfig, GRPOTrainer
+from work import SMALL, SMOLLM2, Work
 
 STEPS = 10_000
-COMMON = dict(
-    vocab_size=work.VOCAB,
-    hidden_size=work.WIDTH,
-    intermediate_size=work.MLP,
-    num_hidden_layers=work.LAYERS,
-    num_attention_heads=work.HEADS,
-    num_key_value_heads=work.KV_HEADS,
-    head_dim=work.HEAD_DIM,
-    rms_norm_eps=work.NORM_EPS,
-    rope_parameters={"rope_type": "default", "rope_theta": float(work.ROPE_THETA)},
-    tie_word_embeddings=True,
-    bos_token_id=None,
-    eos_token_id=None,
-    pad_token_id=0,
-)
-CONFIG = Qwen3Config(**COMMON)
+
+
+def common(size: Work) -> dict[str, Any]:
+    """Return what configs of a model without biases, the embedding tied, have in common."""
+    return {
+        "vocab_size": size.vocab,
+        "hidden_size": size.width,
+        "intermediate_size": size.mlp,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "head_dim": size.head_dim,
+        "rms_norm_eps": size.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(size.rope_theta)},
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+
+
+CONFIG = Qwen3Config(**common(SMALL))
+LLAMA = LlamaConfig(**common(SMOLLM2))
 MIXTURE = Qwen3MoeConfig(
-    **COMMON,
+    **common(SMALL),
     num_experts=work.EXPERTS,
     num_experts_per_tok=work.EXPERTS_PER_TOKEN,
     moe_intermediate_size=work.EXPERT_SIZE,
@@ -60,7 +76,7 @@ def model(config: PreTrainedConfig) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config).float()
 
 
-def rollout(new_tokens_of, config: PreTrainedConfig = CONFIG):
+def rollout(new_tokens_of, config: PreTrainedConfig = CONFIG, size: Work = SMALL):
     """Return the rollout: the batch decodes until its longest response has ended."""
     policy = model(config).eval()
 
@@ -68,11 +84,11 @@ def rollout(new_tokens_of, config: PreTrainedConfig = CONFIG):
     def run(repetition: int) -> None:
         steps = new_tokens_of(repetition)
         torch.manual_seed(repetition)
-        ids = torch.tensor(work.prompts(repetition))
+        ids = torch.tensor(work.prompts(size, repetition))
         out = policy.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            num_return_sequences=work.GROUP,
+            num_return_sequences=size.group,
             do_sample=True,
             temperature=1.0,
             top_k=0,
@@ -80,21 +96,21 @@ def rollout(new_tokens_of, config: PreTrainedConfig = CONFIG):
             min_new_tokens=steps,
             max_new_tokens=steps,
         )
-        assert out.shape == (work.BATCH, work.PROMPT_TOKENS + steps), out.shape
+        assert out.shape == (size.batch, size.prompt_tokens + steps), out.shape
 
     return run
 
 
-def trainer(reward, adapters: LoraConfig | None, config: PreTrainedConfig) -> GRPOTrainer:
+def trainer(reward, adapters: LoraConfig | None, config: PreTrainedConfig, size: Work) -> GRPOTrainer:
     """Return TRL's trainer, with logging, saving and gradient checkpointing turned off."""
     arguments = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
-        per_device_train_batch_size=work.BATCH,
-        num_generations=work.GROUP,
-        max_completion_length=work.NEW_TOKENS,
+        per_device_train_batch_size=size.batch,
+        num_generations=size.group,
+        max_completion_length=size.new_tokens,
         temperature=1.0,
         beta=0.0,
         epsilon=work.CLIP,
@@ -106,14 +122,14 @@ def trainer(reward, adapters: LoraConfig | None, config: PreTrainedConfig) -> GR
         weight_decay=work.WEIGHT_DECAY,
         max_grad_norm=0.0,
         max_steps=STEPS,
-        generation_kwargs={"min_new_tokens": work.NEW_TOKENS},
+        generation_kwargs={"min_new_tokens": size.new_tokens},
         use_cache=True,  # of keys and values: transformers 5 turns it off by default, in generation too
         report_to="none",
         save_strategy="no",
         logging_steps=STEPS,
         disable_tqdm=True,
     )
-    rows = [{"prompt": work.text(ids)} for i in range(64) for ids in work.prompts(i)]
+    rows = [{"prompt": work.text(ids)} for i in range(64) for ids in work.prompts(size, i)]
     return GRPOTrainer(
         model=model(config),
         reward_funcs=reward,
@@ -124,24 +140,24 @@ def trainer(reward, adapters: LoraConfig | None, config: PreTrainedConfig) -> GR
     )
 
 
-def train_step(adapters: LoraConfig | None = None, config: PreTrainedConfig = CONFIG):
+def train_step(adapters: LoraConfig | None = None, config: PreTrainedConfig = CONFIG, size: Work = SMALL):
     """Return a step of TRL's loss, backward and the trainer's own optimizer."""
-    loop = trainer(lambda completions, **_: [0.0] * len(completions), adapters, config)
+    loop = trainer(lambda completions, **_: [0.0] * len(completions), adapters, config, size)
     loop.current_gradient_accumulation_steps = 1
     policy = loop.model.train()
     trained = [weight for weight in policy.parameters() if weight.requires_grad]
-    assert bool(adapters) == (len(trained) == 2 * work.LAYERS * len(work.LORA_TARGETS))
+    assert bool(adapters) == (len(trained) == 2 * size.layers * len(work.LORA_TARGETS))
     optimizer = loop.create_optimizer()
 
     def run(repetition: int) -> None:
-        ids = torch.tensor(work.training_ids(repetition))
+        ids = torch.tensor(work.training_ids(size, repetition))
         inputs = {
-            "prompt_ids": ids[:, : work.PROMPT_TOKENS],
-            "prompt_mask": torch.ones(work.BATCH, work.PROMPT_TOKENS, dtype=torch.long),
-            "completion_ids": ids[:, work.PROMPT_TOKENS :],
-            "completion_mask": torch.ones(work.BATCH, work.NEW_TOKENS, dtype=torch.long),
-            "advantages": torch.tensor(work.training_advantages(repetition)),
-            "num_items_in_batch": torch.tensor(work.BATCH * work.NEW_TOKENS),
+            "prompt_ids": ids[:, : size.prompt_tokens],
+            "prompt_mask": torch.ones(size.batch, size.prompt_tokens, dtype=torch.long),
+            "completion_ids": ids[:, size.prompt_tokens :],
+            "completion_mask": torch.ones(size.batch, size.new_tokens, dtype=torch.long),
+            "advantages": torch.tensor(work.training_advantages(size, repetition)),
+            "num_items_in_batch": torch.tensor(size.batch * size.new_tokens),
         }
         loop.compute_loss(policy, inputs).backward()
         assert any(weight.grad.norm() > 0 for weight in trained)
@@ -151,15 +167,15 @@ def train_step(adapters: LoraConfig | None = None, config: PreTrainedConfig = CO
     return run
 
 
-def grpo_step(adapters: LoraConfig | None = None, config: PreTrainedConfig = CONFIG):
+def grpo_step(adapters: LoraConfig | None = None, config: PreTrainedConfig = CONFIG, size: Work = SMALL):
     gate = Gate()
 
     def reward(completions, **_):
-        assert all(len(text.split()) <= work.NEW_TOKENS for text in completions)
+        assert all(len(text.split()) <= size.new_tokens for text in completions)
         gate.arrive()
         return [work.reward(text) for text in completions]
 
-    gate.start(lambda: trainer(reward, adapters, config).train())
+    gate.start(lambda: trainer(reward, adapters, config, size).train())
     return gate.step
 
 
@@ -168,14 +184,17 @@ if __name__ == "__main__":
         channel,
         ("torch", "transformers", "trl", "accelerate", "peft"),
         {
-            "rollout_fixed": lambda: rollout(lambda _: work.NEW_TOKENS),
+            "rollout_fixed": lambda: rollout(lambda _: SMALL.new_tokens),
             "rollout_ragged": lambda: rollout(lambda i: max(work.ragged_lengths(i))),
             "train_step": train_step,
             "grpo_step": grpo_step,
-            "moe_rollout_fixed": lambda: rollout(lambda _: work.NEW_TOKENS, MIXTURE),
+            "moe_rollout_fixed": lambda: rollout(lambda _: SMALL.new_tokens, MIXTURE),
             "moe_train_step": lambda: train_step(config=MIXTURE),
             "moe_grpo_step": lambda: grpo_step(config=MIXTURE),
             "lora_train_step": lambda: train_step(ADAPTERS),
             "lora_grpo_step": lambda: grpo_step(ADAPTERS),
+            "smollm2_rollout_fixed": lambda: rollout(lambda _: SMOLLM2.new_tokens, LLAMA, SMOLLM2),
+            "smollm2_train_step": lambda: train_step(config=LLAMA, size=SMOLLM2),
+            "smollm2_grpo_step": lambda: grpo_step(config=LLAMA, size=SMOLLM2),
         },
     )

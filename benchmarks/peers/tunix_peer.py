@@ -29,20 +29,21 @@ from tunix.models.qwen3 import model as qwen3
 from tunix.rl import rl_cluster
 from tunix.rl.grpo import grpo_learner
 from tunix.rl.rollout import base_rollout
+from work import SMALL
 
 SAMPLING = dict(temperature=1.0, top_p=1.0, top_k=None)
 SPARE = 8  # cache positions that Tunix needs beyond prompt + new tokens
 FOREVER = 10**6
 MODEL = qwen3.ModelConfig(
-    num_layers=work.LAYERS,
-    vocab_size=work.VOCAB,
-    embed_dim=work.WIDTH,
-    hidden_dim=work.MLP,
-    num_heads=work.HEADS,
-    num_kv_heads=work.KV_HEADS,
-    head_dim=work.HEAD_DIM,
-    rope_theta=work.ROPE_THETA,
-    norm_eps=work.NORM_EPS,
+    num_layers=SMALL.layers,
+    vocab_size=SMALL.vocab,
+    embed_dim=SMALL.width,
+    hidden_dim=SMALL.mlp,
+    num_heads=SMALL.heads,
+    num_kv_heads=SMALL.kv_heads,
+    head_dim=SMALL.head_dim,
+    rope_theta=SMALL.rope_theta,
+    norm_eps=SMALL.norm_eps,
     use_tied_embedding=True,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
@@ -63,33 +64,33 @@ def adapted():
     )
     policy = qwix.apply_lora_to_model(base, adapters, **base.get_model_input(), rngs=nnx.Rngs(1))
     leaves = jax.tree.leaves(nnx.state(policy, nnx.LoRAParam))
-    assert len(leaves) == 2 * work.LAYERS * len(work.LORA_TARGETS)
+    assert len(leaves) == 2 * SMALL.layers * len(work.LORA_TARGETS)
     return policy
 
 
 def rollout(most_new_tokens: int, new_tokens_of):
     """Return the rollout: the batch decodes until its longest response has ended, in a cache for the cap."""
     cache = sampler_lib.CacheConfig(
-        cache_size=work.PROMPT_TOKENS + most_new_tokens + SPARE,
-        num_layers=work.LAYERS,
-        num_kv_heads=work.KV_HEADS,
-        head_dim=work.HEAD_DIM,
+        cache_size=SMALL.prompt_tokens + most_new_tokens + SPARE,
+        num_layers=SMALL.layers,
+        num_kv_heads=SMALL.kv_heads,
+        head_dim=SMALL.head_dim,
     )
     sampler = sampler_lib.Sampler(model(), work.tokenizer(), cache)
 
     def run(repetition: int) -> None:
         steps = new_tokens_of(repetition)
-        prompts = [work.text(ids) for ids in work.prompts(repetition) for _ in range(work.GROUP)]
+        prompts = [work.text(ids) for ids in work.prompts(SMALL, repetition) for _ in range(SMALL.group)]
         out = sampler(
             prompts,
             max_generation_steps=steps,
-            max_prompt_length=work.PROMPT_TOKENS,
+            max_prompt_length=SMALL.prompt_tokens,
             eos_tokens=[-1],
             seed=repetition,
             **SAMPLING,
         )
         jax.block_until_ready(out.tokens)
-        assert [len(tokens) for tokens in out.tokens] == [steps] * work.BATCH
+        assert [len(tokens) for tokens in out.tokens] == [steps] * SMALL.batch
 
     return run
 
@@ -108,9 +109,9 @@ def learner(mesh, reward, actor):
             max_steps=FOREVER,
         ),
         rollout_config=base_rollout.RolloutConfig(
-            max_tokens_to_generate=work.NEW_TOKENS,
-            max_prompt_length=work.PROMPT_TOKENS,
-            kv_cache_size=work.PROMPT_TOKENS + work.NEW_TOKENS + SPARE,
+            max_tokens_to_generate=SMALL.new_tokens,
+            max_prompt_length=SMALL.prompt_tokens,
+            kv_cache_size=SMALL.prompt_tokens + SMALL.new_tokens + SPARE,
             eos_tokens=[-1],
             **SAMPLING,
         ),
@@ -119,7 +120,7 @@ def learner(mesh, reward, actor):
         actor=actor, reference=None, tokenizer=work.tokenizer(), cluster_config=config
     )
     algorithm = grpo_learner.GRPOConfig(
-        num_generations=work.GROUP, num_iterations=1, beta=0.0, epsilon=work.CLIP
+        num_generations=SMALL.group, num_iterations=1, beta=0.0, epsilon=work.CLIP
     )
     return grpo_learner.GRPOLearner(rl_cluster=cluster, reward_fns=reward, algo_config=algorithm), cluster
 
@@ -136,13 +137,13 @@ def train_step(make=model):
         step, _ = trainer.jit_train_and_eval_step(False, True)
 
     def run(repetition: int) -> None:
-        ids = np.array(work.training_ids(repetition), np.int32)
+        ids = np.array(work.training_ids(SMALL, repetition), np.int32)
         example = grpo_learner.TrainExample(
-            prompt_ids=jnp.asarray(ids[:, : work.PROMPT_TOKENS]),
-            prompt_mask=jnp.ones((work.BATCH, work.PROMPT_TOKENS), bool),
-            completion_ids=jnp.asarray(ids[:, work.PROMPT_TOKENS :]),
-            completion_mask=jnp.ones((work.BATCH, work.NEW_TOKENS), bool),
-            advantages=jnp.asarray(work.training_advantages(repetition), jnp.float32),
+            prompt_ids=jnp.asarray(ids[:, : SMALL.prompt_tokens]),
+            prompt_mask=jnp.ones((SMALL.batch, SMALL.prompt_tokens), bool),
+            completion_ids=jnp.asarray(ids[:, SMALL.prompt_tokens :]),
+            completion_mask=jnp.ones((SMALL.batch, SMALL.new_tokens), bool),
+            advantages=jnp.asarray(work.training_advantages(SMALL, repetition), jnp.float32),
             ref_per_token_logps=None,
             old_per_token_logps=None,
         )
@@ -165,7 +166,8 @@ def grpo_step(make=model):
         with mesh:
             loop, _ = learner(mesh, reward, make())
             loop.train(
-                {"prompts": np.array([work.text(ids) for ids in work.prompts(i)])} for i in range(FOREVER)
+                {"prompts": np.array([work.text(ids) for ids in work.prompts(SMALL, i)])}
+                for i in range(FOREVER)
             )
 
     gate.start(train)
@@ -177,7 +179,7 @@ if __name__ == "__main__":
         channel,
         ("google-tunix", "jax", "flax", "optax", "qwix", "transformers"),
         {
-            "rollout_fixed": lambda: rollout(work.NEW_TOKENS, lambda _: work.NEW_TOKENS),
+            "rollout_fixed": lambda: rollout(SMALL.new_tokens, lambda _: SMALL.new_tokens),
             "rollout_ragged": lambda: rollout(work.RAGGED_MAX, lambda i: max(work.ragged_lengths(i))),
             "train_step": train_step,
             "grpo_step": grpo_step,

@@ -3,41 +3,67 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
-VOCAB, LAYERS, WIDTH, MLP, HEADS, KV_HEADS, HEAD_DIM = 2048, 4, 256, 768, 8, 4, 32
-ROPE_THETA, NORM_EPS = 1_000_000, 1e-6
-PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 64, 128
-BATCH = PROMPTS * GROUP
+
+@dataclass(frozen=True)
+class Work:
+    """A model, and how much it generates and trains on in a step."""
+
+    vocab: int
+    layers: int
+    width: int
+    mlp: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope_theta: int
+    norm_eps: float
+    prompts: int
+    prompt_tokens: int
+    new_tokens: int
+    group: int = 8
+
+    @property
+    def batch(self) -> int:
+        return self.prompts * self.group
+
+
+SMALL = Work(2048, 4, 256, 768, 8, 4, 32, 1_000_000, 1e-6, prompts=4, prompt_tokens=64, new_tokens=128)
+"""A small Qwen3."""
+SMOLLM2 = Work(49152, 30, 576, 1536, 9, 3, 64, 100_000, 1e-5, prompts=8, prompt_tokens=38, new_tokens=11)
+"""SmolLM2-135M, a Llama, at the lengths of configs/grpo_smollm2.py."""
 RAGGED_MEAN, RAGGED_MAX, RAGGED_SETS = 40, 256, 3
 LEARNING_RATE, B1, B2, EPS, WEIGHT_DECAY = 1e-5, 0.9, 0.999, 1e-8, 0.1
 CLIP = 0.2
-EXPERTS, EXPERTS_PER_TOKEN, EXPERT_SIZE = 8, 2, MLP // 2  # as many active weights as without experts
+EXPERTS, EXPERTS_PER_TOKEN, EXPERT_SIZE = 8, 2, SMALL.mlp // 2  # as many active weights as without experts
 LORA_RANK, LORA_ALPHA = 8, 32.0
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SPECIAL = ("<pad>", "<eos>", "<unk>")  # ids 0, 1, 2; id i >= 3 is the word w{i - 3}
 
 
-def prompts(repetition: int) -> list[list[int]]:
-    """Return four prompts of 64 random token ids."""
+def prompts(work: Work, repetition: int) -> list[list[int]]:
+    """Return prompts of random token ids."""
     draw = random.Random(f"prompts {repetition}")
-    return [[draw.randrange(3, VOCAB) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
+    return [[draw.randrange(3, SMALL.vocab) for _ in range(work.prompt_tokens)] for _ in range(work.prompts)]
 
 
 def ragged_lengths(repetition: int) -> list[int]:
-    """Return response lengths of the 32 samples: geometric with mean 40, at most 256; three sets in turn."""
+    """Return response lengths of the samples: geometric with mean 40, at most 256; three sets in turn."""
     draw = random.Random(f"lengths {repetition % RAGGED_SETS}")
-    return [_geometric(draw) for _ in range(BATCH)]
+    return [_geometric(draw) for _ in range(SMALL.batch)]
 
 
-def training_ids(repetition: int) -> list[list[int]]:
-    """Return 32 sequences of 64 prompt and 128 response token ids."""
+def training_ids(work: Work, repetition: int) -> list[list[int]]:
+    """Return the token ids of prompts and responses, no two with the same prompt."""
     draw = random.Random(f"training {repetition}")
-    return [[draw.randrange(3, VOCAB) for _ in range(PROMPT_TOKENS + NEW_TOKENS)] for _ in range(BATCH)]
+    length = work.prompt_tokens + work.new_tokens
+    return [[draw.randrange(3, SMALL.vocab) for _ in range(length)] for _ in range(work.batch)]
 
 
-def training_advantages(repetition: int) -> list[float]:
+def training_advantages(work: Work, repetition: int) -> list[float]:
     draw = random.Random(f"advantages {repetition}")
-    return [draw.gauss(0.0, 1.0) for _ in range(BATCH)]
+    return [draw.gauss(0.0, 1.0) for _ in range(work.batch)]
 
 
 def text(ids: list[int]) -> str:
@@ -50,11 +76,11 @@ def reward(response: str) -> float:
 
 
 def tokenizer():
-    """Return a word-level tokenizer of the vocabulary above."""
+    """Return a word-level tokenizer of the first words of any vocabulary above."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = [*SPECIAL, *(f"w{i}" for i in range(VOCAB - len(SPECIAL)))]
+    words = [*SPECIAL, *(f"w{i}" for i in range(SMALL.vocab - len(SPECIAL)))]
     inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(

@@ -1,0 +1,144 @@
+"""The matrix products of the shared work alone: what no implementation in float32 on these cores goes below.
+
+Products with weights only: attention, norms, activations, sampling and the optimizer are left out. A train
+step has three for each weight (forward, gradient of the inputs, gradient of the weight), with adapters two;
+decoding has one a token for all responses at once, prefill one for the prompts. Distinct tokens count once.
+"""
+
+# ruff: noqa: E402  (stdout is taken before anything can print)
+from __future__ import annotations
+
+from serve import open_channel
+
+channel = open_channel()
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import work
+from serve import serve
+from work import SMALL, SMOLLM2, Work
+
+MICROBATCH = 1536  # tokens: more at once are no faster
+Activations = dict[int, jax.Array]  # width -> [tokens, width]
+
+
+def shapes(size: Work, experts: bool) -> list[tuple[int, int, int]]:
+    """Return (experts, inputs, outputs) of the weights of all layers and of the head."""
+    heads, kv_heads = size.heads * size.head_dim, size.kv_heads * size.head_dim
+    attention = [(1, size.width, heads), *[(1, size.width, kv_heads)] * 2, (1, heads, size.width)]
+    copies, mlp = (work.EXPERTS, work.EXPERT_SIZE) if experts else (1, size.mlp)
+    layer = [*attention, *[(copies, size.width, mlp)] * 2, (copies, mlp, size.width)]
+    return layer * size.layers + [(1, size.width, size.vocab)]
+
+
+def make_weights(size: Work, experts: bool) -> list[jax.Array]:
+    """Return random weights [experts, inputs, outputs] that keep the scale of what they multiply."""
+    draw = lambda i, shape: jax.random.normal(jax.random.key(i), shape) / shape[1] ** 0.5
+    return [draw(i, shape) for i, shape in enumerate(shapes(size, experts))]
+
+
+def activations(weights: list[jax.Array], tokens: int) -> Activations:
+    widths = sorted({width for weight in weights for width in weight.shape[1:]})
+    return {width: jax.random.normal(jax.random.key(width), (tokens, width)) for width in widths}
+
+
+def routed(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Return [experts, tokens of an expert, width]: the tokens divided evenly, each as often as routed."""
+    if weight.shape[0] == 1:
+        return x[None]
+    return jnp.tile(x, (work.EXPERTS_PER_TOKEN, 1)).reshape(weight.shape[0], -1, x.shape[1])
+
+
+def forward(weights: list[jax.Array], x: Activations) -> Activations:
+    """Multiply by one weight after the other; all results are used, so that no product is left out."""
+    x = dict(x)
+    for weight in weights:
+        y = jnp.einsum("eti,eio->eto", routed(x[weight.shape[1]], weight), weight)
+        x[weight.shape[2]] = add(x[weight.shape[2]], y)
+    return x
+
+
+def add(x: jax.Array, results: jax.Array) -> jax.Array:
+    return 0.5 * (x + results.reshape(-1, x.shape[1])[: len(x)])
+
+
+def backward(
+    weights: list[jax.Array], x: Activations, d: Activations, trained: bool
+) -> tuple[Activations, list[jax.Array]]:
+    """Multiply by the transposed weights in reverse; return also the gradients of trained weights."""
+    d, gradients = dict(d), []
+    for weight in reversed(weights):
+        d_out = routed(d[weight.shape[2]], weight)
+        if trained:
+            gradients.append(jnp.einsum("eti,eto->eio", routed(x[weight.shape[1]], weight), d_out))
+        d_in = jnp.einsum("eto,eio->eti", d_out, weight)
+        d[weight.shape[1]] = add(d[weight.shape[1]], d_in)
+    return d, gradients
+
+
+def train(weights: list[jax.Array], tokens: int, trained: bool):
+    """Return the products of an update on so many tokens."""
+    counts = [MICROBATCH] * (tokens // MICROBATCH) + [tokens % MICROBATCH] * (tokens % MICROBATCH > 0)
+    inputs = {count: activations(weights, count) for count in set(counts)}
+
+    @jax.jit
+    def step(weights, x):
+        outputs = forward(weights, x)
+        return backward(weights, x, outputs, trained)
+
+    return lambda: [jax.block_until_ready(step(weights, inputs[count])) for count in counts]
+
+
+def decode(weights: list[jax.Array], size: Work):
+    """Return the products of a rollout: the prompts at once, then a token of each response at a time."""
+    prompts = activations(weights[:-1], size.prompts * size.prompt_tokens)
+    responses = activations(weights, size.batch)
+
+    @jax.jit
+    def generate(weights, prompts, x):
+        step = lambda _, x: forward(weights, x)
+        return forward(weights[:-1], prompts), jax.lax.fori_loop(0, size.new_tokens, step, x)
+
+    return lambda: jax.block_until_ready(generate(weights, prompts, responses))
+
+
+def rollout(size: Work = SMALL, experts: bool = False):
+    run = decode(make_weights(size, experts), size)
+    return lambda repetition: run()
+
+
+def train_step(size: Work = SMALL, experts: bool = False, trained: bool = True):
+    tokens = size.batch * (size.prompt_tokens + size.new_tokens)
+    run = train(make_weights(size, experts), tokens, trained)
+    return lambda repetition: run()
+
+
+def grpo_step(size: Work = SMALL, experts: bool = False, trained: bool = True):
+    weights = make_weights(size, experts)
+    tokens = size.prompts * (size.prompt_tokens + size.group * size.new_tokens)
+    parts = decode(weights, size), train(weights, tokens, trained)
+    return lambda repetition: [part() for part in parts]
+
+
+if __name__ == "__main__":
+    serve(
+        channel,
+        ("jax",),
+        {
+            "rollout_fixed": rollout,
+            "train_step": train_step,
+            "grpo_step": grpo_step,
+            "moe_rollout_fixed": lambda: rollout(experts=True),
+            "moe_train_step": lambda: train_step(experts=True),
+            "moe_grpo_step": lambda: grpo_step(experts=True),
+            "lora_train_step": lambda: train_step(trained=False),
+            "lora_grpo_step": lambda: grpo_step(trained=False),
+            "smollm2_rollout_fixed": lambda: rollout(SMOLLM2),
+            "smollm2_train_step": lambda: train_step(SMOLLM2),
+            "smollm2_grpo_step": lambda: grpo_step(SMOLLM2),
+        },
+    )
