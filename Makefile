@@ -20,7 +20,7 @@ TRL_PYTHON ?=
 TUNIX_PYTHON ?=
 SMOLLM2 := models/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: quickstart learn real bench test test-slow test-all test-newest test-sglang test-clients test-compilers fit lint clean
+.PHONY: quickstart learn real weights bench test test-slow test-all test-newest test-sglang test-clients test-compilers fit lint clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m jaxrl_llm.train --config grpo_tiny.py
@@ -34,8 +34,10 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/prefixes.py --output benchmarks/results/prefixes.json
 
 # A pretrained model on a CPU. Interrupted runs are continued, finished ones are not repeated.
-real: $(VENV)/.installed-real $(SMOLLM2)
+real: $(VENV)/.installed-real weights
 	$(BIN)/python benchmarks/learn.py --suite real --jobs 1 --only $(RECIPES) --seeds $(SEEDS) --trl_python "$(TRL_PYTHON)"
+
+weights: $(SMOLLM2)
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "not slow and not compilers" -q $(PARALLEL)

@@ -46,7 +46,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from learn import git_commit
+from machine import git_commit, processor_name
 
 HERE = Path(__file__).parent
 CASES = {
@@ -294,20 +294,8 @@ def replace_table(readme: Path, name: str, text: str) -> None:
 
 def describe_machine(load_before: tuple[float, ...]) -> str:
     """Return cores, processor, system and load."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [
-            line.partition(":")[2].strip()
-            for line in cpuinfo.read_text().splitlines()
-            if "model name" in line
-        ]
-        model = names[0] if names else model
     before, after = (", ".join(f"{value:.1f}" for value in load) for load in (load_before, os.getloadavg()))
-    return (
-        f"{os.cpu_count()} cores of {model}, {platform.system()}; load average at the start {before}, at the "
-        f"end {after}."
-    )
+    return f"{processor_name()}, {platform.system()}; load average at the start {before}, at the end {after}."
 
 
 if __name__ == "__main__":

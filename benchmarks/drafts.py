@@ -14,9 +14,7 @@ two tokens may be another one after other rounding.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import os
 import statistics
 import time
 from pathlib import Path
@@ -24,7 +22,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from learn import git_commit, processor_name
+from machine import report_head
 
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.load import load_params
@@ -113,11 +111,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     report: dict[str, Any] = {
-        "command": "python benchmarks/drafts.py",
-        "device": processor_name(),
-        "commit": git_commit(),
-        "load": os.getloadavg()[0],
-        "versions": {name: importlib.metadata.version(name) for name in ("jaxrl-llm", "jax", "jaxlib")},
+        **report_head(),
         "responses": options.responses,
         "max_tokens": options.tokens,
         "temperature": options.temperature,

@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from machine import report_head
 
 from jaxrl_kernels.chips import CHIPS, GPUS
 from jaxrl_kernels.flash_attention import bench as attention
@@ -185,7 +186,7 @@ def measure_all(small: bool) -> dict[str, Any]:
         "rollout": lambda: measure_rollout(rollout, 16 if small else 500, repeat),
         "grpo": lambda: measure_run(2 if small else 100),
     }
-    results: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+    results: dict[str, Any] = report_head()
     for name, part in parts.items():
         try:
             results[name] = part()

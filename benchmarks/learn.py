@@ -19,9 +19,7 @@ import contextlib
 import datetime
 import functools
 import json
-import math
 import os
-import platform
 import shlex
 import subprocess
 import sys
@@ -29,32 +27,17 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
-from studies import SUITES, TRL, Study, Suite
+from learn_page import Points, read_result, result_path, write_report
+from machine import ROOT, git_commit, processor_name
+from studies import SUITES, TRL, Suite
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks/results/learning"
-COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#767676")
-ACRONYMS = {"sft": "SFT", "rl": "RL", "ppo": "PPO", "lora": "LoRA", "grpo": "GRPO"}
-STYLES = ("-", "--", ":")
-BUSY = 1.5  # load average a core above which times are not reported
 TIMED = "--steps 7 --eval.every 100 --eval.prompts 8"  # of `--time`
 WARM_UP_STEPS = 2  # not counted there
 TIME_ROUNDS = 2
-Z = 1.96  # of a 95% interval
 NUM_SAMPLES = 8  # held-out problems whose responses before and after are kept
-Points = list[tuple[int, float]]  # (step, value) of one run
-Series = dict[str, list[Points]]  # label -> one curve a seed
-
-EXPLANATION = """\
-A heading ends in "reproduced" where the claim below it holds for every seed; of a difference between two
-runs, with the stated margin on the mean of the seeds. Tables have one value a seed, of the first and the last
-evaluation; of metrics of the training steps, the mean over the first and the last tenth of the run. Intervals
-(shaded in the pictures) are Wilson's of 95% for the evaluated problems of all seeds together: the error of
-evaluating so few problems. How far another seed may end is seen in the values of the seeds.
-"""
 
 
 @dataclass(frozen=True)
@@ -120,12 +103,7 @@ def seeds_of(suite: Suite, name: str, options: argparse.Namespace) -> Sequence[i
 
 def start_job(suite: Suite, start: str, seed: int) -> Job:
     """Return the SFT warm-up that a seed's runs begin with."""
-    return Job(Path(suite.runs) / "start" / start / str(seed), start_arguments(suite, start, seed))
-
-
-def start_arguments(suite: Suite, start: str, seed: int) -> str:
-    chosen = suite.starts[start]
-    return " ".join(f"--config {chosen.config} --steps 0 {chosen.arguments} --seed {seed}".split())
+    return Job(Path(suite.runs) / "start" / start / str(seed), suite.start_arguments(start, seed))
 
 
 def in_order(suite: Suite, names: list[str]) -> list[list[str]]:
@@ -244,42 +222,12 @@ def write_trl_spec(job: Job, words: list[str]) -> None:
     (job.path / "spec.json").write_text(json.dumps(spec))
 
 
-def git_commit() -> str:
-    """Return the commit of the code, "+" after it where files have changed; "" outside a repository."""
-    git = lambda *words: subprocess.run(
-        ["git", *words], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    changed = git("status", "--porcelain", "--untracked-files=no").stdout.strip()
-    return git("rev-parse", "--short", "HEAD").stdout.strip() + "+" * bool(changed)
-
-
-def processor_name() -> str:
-    """Return the processor, or the accelerator that jax would use."""
-    if os.environ.get("JAX_PLATFORMS", "cpu") != "cpu":
-        import jax
-
-        return f"{jax.device_count()} x {jax.devices()[0].device_kind}"
-    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
-    return f"{os.cpu_count()} cores of {names[0] if names else platform.processor() or platform.machine()}"
-
-
 # Results
 
 
 def step_seconds(row: dict[str, Any]) -> float:
     """Return the seconds of a step without its evaluation."""
     return row["time/step"] - row.get("time/evaluation", 0.0)
-
-
-def result_path(suite_name: str, name: str) -> Path:
-    return RESULTS / suite_name / f"{name}.json"
-
-
-def read_result(suite_name: str, name: str) -> dict[str, Any]:
-    """Return {label: {seed: run}} of a study and what is common to its runs; {} = there are none yet."""
-    path = result_path(suite_name, name)
-    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def collect(suite_name: str, name: str) -> None:
@@ -375,177 +323,11 @@ def points_of(rows: list[dict[str, Any]], metric: str) -> Points:
     return [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
 
 
-def series_of(result: dict[str, Any], metric: str) -> Series:
-    """Return a metric over the steps since the SFT warm-up, of the labels that have it."""
-    series = {
-        label: [run["curves"][metric] for run in seeds.values() if metric in run["curves"]]
-        for label, seeds in result["runs"].items()
-    }
-    return {label: curves for label, curves in series.items() if curves}
-
-
 def command_of(job: Job) -> str:
     """Return the command of a run as a user types it."""
     if job.arguments.startswith(TRL):
         return f"python benchmarks/peers/{TRL} --run_dir {job.path}"
     return f"python -m jaxrl_llm.train {job.arguments}"
-
-
-# The page
-
-
-def write_report(suite_name: str) -> None:
-    """Write the suite's page and a picture of each study with results; others keep their section."""
-    suite = SUITES[suite_name]
-    page = ROOT / "docs" / suite.page
-    before = read_sections(page.read_text()) if page.exists() else {}
-    results = {name: result for name in suite.studies if (result := read_result(suite_name, name))}
-    kept = [title(name) for name in suite.studies if name not in results and title(name) in before]
-    lines = [suite.intro]
-    if suite.starts:
-        lines += [*(f"- {name}: {start.task}" for name, start in suite.starts.items()), ""]
-        words = {name: start_arguments(suite, name, 0) for name in suite.starts}
-        lines += [*(f"      {name}: python -m jaxrl_llm.train {words[name]}" for name in words), ""]
-    lines.append(EXPLANATION)
-    if kept:
-        lines += [f"Not run again for this page, but kept from an earlier one: {', '.join(kept)}.", ""]
-    for name in suite.studies:
-        lines += section(suite, name, results[name]) if name in results else before.get(title(name), [])
-    page.write_text("\n".join(lines).rstrip("\n") + "\n")
-    print(f"docs/{suite.page}: {len(results)} studies, {len(kept)} more kept")
-
-
-def read_sections(page: str) -> dict[str, list[str]]:
-    """Return the lines of each section of an earlier report by its heading, the verdict left out."""
-    sections = [f"## {text.rstrip()}" for text in page.split("\n## ")[1:]]
-    return {text[3:].partition(":")[0]: [*text.splitlines(), ""] for text in sections}
-
-
-def section(suite: Suite, name: str, result: dict[str, Any]) -> list[str]:
-    """Return the lines of a study: verdict, claim, tables, picture, responses and commands."""
-    study, series = suite.studies[name], series_of(result, suite.studies[name].metric)
-    folder = Path(suite.page).stem
-    draw_curves(ROOT / "docs" / folder / f"{name}.png", study.metric, series, num_evaluated(result))
-    lines = [f"## {title(name)}: {claim_verdict(study, series)}", "", study.claim, ""]
-    lines += [*main_table(study, series, num_evaluated(result)), ""]
-    lines += [line for metric in study.also for line in metric_table(metric, series_of(result, metric))]
-    if "reward/mean" in study.also:
-        lines += cost_table(result)
-    lines += [f"![{name}]({folder}/{name}.png)", ""]
-    for label in study.shows:
-        lines += response_table(label, next(iter(result["runs"].get(label, {}).values()), {}))
-    runs = {label: next(iter(seeds.values())) for label, seeds in result["runs"].items()}
-    return [*lines, *(f"    {label}: {run['command']}" for label, run in runs.items()), ""]
-
-
-def claim_verdict(study: Study, series: Series) -> str:
-    if set(series) != set(study.runs):
-        return f"{', '.join(label for label in study.runs if label not in series)} not run"
-    return "reproduced" if study.holds(claim_values(study, series)) else "not reproduced"
-
-
-def title(name: str) -> str:
-    """Return the heading of a study: "sft_then_rl" -> "SFT then RL"."""
-    words = [ACRONYMS.get(word, word) for word in name.split("_")]
-    return " ".join([words[0][0].upper() + words[0][1:], *words[1:]])
-
-
-def claim_values(study: Study, series: Series) -> dict[str, list[float]]:
-    """Return the values that the study's claim is about: one a seed."""
-    value = {
-        "last": lambda points: points[-1][1],
-        "gain": lambda points: points[-1][1] - points[0][1],
-        "run_mean": lambda points: mean(value for _, value in points),
-    }[study.of]
-    return {label: [value(points) for points in seeds] for label, seeds in series.items()}
-
-
-def num_evaluated(result: dict[str, Any]) -> int:
-    """Return the responses that an evaluation judges."""
-    return next(iter(next(iter(result["runs"].values())).values()))["eval_prompts"]
-
-
-def interval(share: float, count: int) -> tuple[float, float]:
-    """Return Wilson's 95% interval of a binomial share (Wilson 1927; Brown et al. 2001, eq. 4)."""
-    center = (share + Z**2 / (2 * count)) / (1 + Z**2 / count)
-    half = Z / (1 + Z**2 / count) * math.sqrt(share * (1 - share) / count + Z**2 / (4 * count**2))
-    return center - half, center + half
-
-
-def is_share(metric: str) -> bool:
-    return metric.startswith("eval/pass@") or metric == "eval/accuracy"
-
-
-def main_table(study: Study, series: Series, count: int) -> list[str]:
-    """Return the table of the study's metric: a value a seed, means, the interval of a share."""
-    over_run, shares = study.of == "run_mean", is_share(study.metric)
-    columns = [study.metric, "first", "last", "mean of last"]
-    columns += ["95% interval"] * shares + ["mean over the run"] * over_run
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for label, seeds in series.items():
-        first, last = ([points[at][1] for points in seeds] for at in (0, -1))
-        cells = [label, numbers(first), numbers(last), f"{mean(last):.3f}"]
-        if shares:
-            cells.append("{:.3f} to {:.3f}".format(*interval(mean(last), count * len(last))))
-        if over_run:
-            means = claim_values(study, series)[label]
-            cells.append(f"{numbers(means)}: {mean(means):.3f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def metric_table(metric: str, series: Series) -> list[str]:
-    """Return a table of a metric of the training steps: its first and last tenth."""
-    lines = [f"| {metric} | first tenth | last tenth |", "|---|---|---|"]
-    for label, seeds in series.items():
-        ends: list[list[float]] = [[], []]
-        for points in seeds:
-            values = [value for _, value in points]
-            tenth = max(len(values) // 10, 1)
-            for end, part in zip(ends, (values[:tenth], values[-tenth:]), strict=True):
-                end.append(mean(part))
-        lines.append(f"| {label} | {numbers(ends[0])} | {numbers(ends[1])} |")
-    return [*lines, ""]
-
-
-def cost_table(result: dict[str, Any]) -> list[str]:
-    """Return reward by response and by hour; times are those of an otherwise idle machine, or left out.
-
-    Where a few steps of each label have been timed in turn (`--time`), these are the times.
-    """
-    timed = result.get("timing", {}).get("step_seconds", {})
-    lines = [
-        "| | responses | reward a response, over the run | hours | reward an hour |",
-        "|---|---|---|---|---|",
-    ]
-    for label, seeds in result["runs"].items():
-        rewards = [mean(value for _, value in run["curves"]["reward/mean"]) for run in seeds.values()]
-        steps = [len(run["curves"]["reward/mean"]) for run in seeds.values()]
-        counts = [n * run["samples_per_step"] for n, run in zip(steps, seeds.values(), strict=True)]
-        idle = all("load" in run and run["load"] < BUSY * (os.cpu_count() or 1) for run in seeds.values())
-        hours = [run["step_seconds"] / 3600 for run in seeds.values()]
-        if label in timed:
-            idle, hours = True, [timed[label] * n / 3600 for n in steps]
-        an_hour = [r * n / h for r, n, h in zip(rewards, counts, hours, strict=True)]
-        times = [numbers(hours, 2), numbers(an_hour, 0)] if idle else ["other load", "other load"]
-        lines.append(f"| {' | '.join([label, numbers(counts, 0), numbers(rewards), *times])} |")
-    return [*lines, ""]
-
-
-def response_table(label: str, run: dict[str, Any]) -> list[str]:
-    """Return held-out problems with the responses before and after a run."""
-    if not run.get("samples"):
-        return []
-    cell = lambda text: "`" + " ".join(str(text).replace("`", "'").replace("|", "/").split()) + "`"
-    lines = [f"| held-out problem | answer | before | after ({label}) |", "|---|---|---|---|"]
-    for row in run["samples"]:
-        cells = [cell(str(row["prompt"]).rpartition(":")[2]), str(row["answer"])]
-        lines.append(f"| {' | '.join([*cells, cell(row['before']), cell(row['after'])])} |")
-    return [*lines, ""]
-
-
-def numbers(values: Sequence[float], digits: int = 3) -> str:
-    return " ".join(f"{value:.{digits}f}" for value in values)
 
 
 def print_summary(suite_name: str, chosen: dict[str, list[str] | None]) -> None:
@@ -560,31 +342,6 @@ def print_summary(suite_name: str, chosen: dict[str, list[str] | None]) -> None:
                 print(
                     f"{name}/{label} seed {seed}: {metric} {first:.3f} -> {last:.3f}, step {step}, {minutes}"
                 )
-
-
-def draw_curves(path: Path, metric: str, series: Series, count: int) -> None:
-    """Draw the mean over the seeds as a line, the seeds faint behind it, and the interval of a share."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 3.6), dpi=110, layout="constrained")
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", alpha=0.2)
-    for index, (label, seeds) in enumerate(series.items()):
-        color, style = COLORS[index % len(COLORS)], STYLES[index // len(COLORS)]
-        for points in seeds if len(seeds) > 1 else ():
-            axes.plot(*zip(*points, strict=True), color=color, alpha=0.2, lw=1)
-        steps = [step for step, _ in seeds[0]]
-        middle = [mean(dict(points).get(step, float("nan")) for points in seeds) for step in steps]
-        if is_share(metric):
-            low, high = zip(*(interval(share, count * len(seeds)) for share in middle), strict=True)
-            axes.fill_between(steps, low, high, color=color, alpha=0.12, lw=0)
-        axes.plot(steps, middle, color=color, ls=style, lw=2, label=label)
-    axes.set_xlabel("step")
-    axes.set_ylabel(metric)
-    axes.legend(frameon=False, ncols=3, fontsize=9)
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path)
 
 
 if __name__ == "__main__":

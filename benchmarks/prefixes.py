@@ -10,9 +10,7 @@ temporary memory and the FLOPs of the compiled program, which no load changes; l
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import os
 import statistics
 import sys
 import time
@@ -25,7 +23,7 @@ import jax
 import numpy as np
 import ours
 import work
-from learn import git_commit, processor_name
+from machine import report_head
 
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.learn.learner import Learner
@@ -94,11 +92,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     report: dict[str, Any] = {
-        "command": "python benchmarks/prefixes.py",
-        "device": processor_name(),
-        "commit": git_commit(),
-        "load": os.getloadavg()[0],
-        "versions": {name: importlib.metadata.version(name) for name in ("jaxrl-llm", "jax", "jaxlib")},
+        **report_head(),
         "sizes": {},
     }
     for name, size in SIZES.items():

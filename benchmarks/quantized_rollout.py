@@ -17,8 +17,6 @@ import argparse
 import contextlib
 import functools
 import json
-import os
-import platform
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -28,6 +26,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from machine import report_head
 
 from jaxrl_llm import models
 from jaxrl_llm.bridge import fp8
@@ -140,9 +139,8 @@ def main() -> None:
         print(json.dumps(run_case(args.case, args.model)))
         return
     report = {
-        "command": f"python benchmarks/quantized_rollout.py --model {args.model}",
-        "versions": {"jax": jax.__version__, "python": platform.python_version()},
-        "device": f"{platform.machine()}, {os.cpu_count()} shared cores; float32, 8 bits in storage",
+        **report_head(),
+        "arithmetic": "float32, 8 bits in storage",
         "responses": PROMPTS * RESPONSES,
     }
     for case in CASES:  # a process each: compiled programs are those of the case

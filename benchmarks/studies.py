@@ -53,6 +53,11 @@ class Suite:
     studies: dict[str, Study]
     starts: dict[str, Start] = field(default_factory=dict)
 
+    def start_arguments(self, name: str, seed: int) -> str:
+        """Return the arguments of the SFT warm-up that a seed's runs begin with."""
+        start = self.starts[name]
+        return " ".join(f"--config {start.config} --steps 0 {start.arguments} --seed {seed}".split())
+
 
 def all_at_least(bound: float) -> Callable[[Values], bool]:
     """Return the claim that every seed of every label reaches `bound`."""

@@ -1,0 +1,44 @@
+"""What a result says of the machine and the code that it comes from."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def report_head() -> dict[str, Any]:
+    """Return command, device, commit, load (of one minute, before) and versions."""
+    return {
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "device": processor_name(),
+        "commit": git_commit(),
+        "load": os.getloadavg()[0],
+        "versions": {name: importlib.metadata.version(name) for name in ("jaxrl-llm", "jax", "jaxlib")},
+    }
+
+
+def git_commit() -> str:
+    """Return the commit of the code, "+" after it where files have changed; "" outside a repository."""
+    git = lambda *words: subprocess.run(
+        ["git", *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    changed = git("status", "--porcelain", "--untracked-files=no").stdout.strip()
+    return git("rev-parse", "--short", "HEAD").stdout.strip() + "+" * bool(changed)
+
+
+def processor_name() -> str:
+    """Return the processor, or where jax is in use, which takes them, the accelerators."""
+    jax = sys.modules.get("jax")
+    if jax and jax.default_backend() != "cpu":
+        return f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return f"{os.cpu_count()} cores of {names[0] if names else platform.processor() or platform.machine()}"
