@@ -227,7 +227,7 @@ def write_trl_spec(job: Job, words: list[str]) -> None:
 
 def step_seconds(row: dict[str, Any]) -> float:
     """Return the seconds of a step without its evaluation."""
-    return row["time/step"] - row.get("time/evaluation", 0.0)
+    return row["time/step"] - row.get("time/evaluate", 0.0)
 
 
 def collect(suite_name: str, name: str) -> None:
@@ -273,6 +273,7 @@ def run_result(suite: Suite, name: str, label: str, path: Path) -> dict[str, Any
         "command": command_of(job),
         "versions": saved["versions"],
         **record,
+        "seconds": sum(row["time/step"] for row in rows if row["step"]),
         "step_seconds": sum(step_seconds(row) for row in rows if row["step"]),
         "eval_prompts": sizes["eval"]["prompts"] * sizes["eval"]["samples"],
         "samples_per_step": sizes["prompts_per_step"] * sizes["responses_per_prompt"],
@@ -338,7 +339,7 @@ def print_summary(suite_name: str, chosen: dict[str, list[str] | None]) -> None:
         for label, seeds in result.get("runs", {}).items():
             for seed, run in seeds.items() if labels is None or label in labels else ():
                 (_, first), (step, last) = run["curves"][metric][0], run["curves"][metric][-1]
-                minutes = f"{run['step_seconds'] / 60:.0f} minutes of training"
+                minutes = f"{run['seconds'] / 60:.0f} minutes"
                 print(
                     f"{name}/{label} seed {seed}: {metric} {first:.3f} -> {last:.3f}, step {step}, {minutes}"
                 )

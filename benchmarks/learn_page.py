@@ -87,6 +87,8 @@ def section(suite: Suite, name: str, result: dict[str, Any]) -> list[str]:
     lines += [line for metric in study.also for line in metric_table(metric, series_of(result, metric))]
     if "reward/mean" in study.also:
         lines += cost_table(result)
+    if suite.minutes:
+        lines += [minutes_line(result), ""]
     lines += [f"![{name}]({folder}/{name}.png)", ""]
     for label in study.shows:
         lines += response_table(label, next(iter(result["runs"].get(label, {}).values()), {}))
@@ -179,13 +181,24 @@ def cost_table(result: dict[str, Any]) -> list[str]:
         steps = [len(run["curves"]["reward/mean"]) for run in seeds.values()]
         counts = [n * run["samples_per_step"] for n, run in zip(steps, seeds.values(), strict=True)]
         idle = all("load" in run and run["load"] < BUSY * (os.cpu_count() or 1) for run in seeds.values())
-        hours = [run["step_seconds"] / 3600 for run in seeds.values()]
+        idle = idle and all("step_seconds" in run for run in seeds.values())
+        hours = [run.get("step_seconds", 0.0) / 3600 for run in seeds.values()]
         if label in timed:
             idle, hours = True, [timed[label] * n / 3600 for n in steps]
         an_hour = [r * n / h for r, n, h in zip(rewards, counts, hours, strict=True)]
         times = [numbers(hours, 2), numbers(an_hour, 0)] if idle else ["other load", "other load"]
         lines.append(f"| {' | '.join([label, numbers(counts, 0), numbers(rewards), *times])} |")
     return [*lines, ""]
+
+
+def minutes_line(result: dict[str, Any]) -> str:
+    """Return the minutes of the steps of each run, evaluations included, and the load at its end."""
+    runs = {
+        label: " ".join(f"{run['seconds'] / 60:.0f} ({run.get('load', '?')})" for run in seeds.values())
+        for label, seeds in result["runs"].items()
+    }
+    words = "; ".join(f"{label} {minutes}" for label, minutes in runs.items())
+    return f"Minutes of the steps and their evaluations, in brackets the load average of two cores: {words}."
 
 
 def response_table(label: str, run: dict[str, Any]) -> list[str]:

@@ -52,6 +52,7 @@ class Suite:
     intro: str
     studies: dict[str, Study]
     starts: dict[str, Start] = field(default_factory=dict)
+    minutes: bool = False  # the page says how long each run took
 
     def start_arguments(self, name: str, seed: int) -> str:
         """Return the arguments of the SFT warm-up that a seed's runs begin with."""
@@ -426,5 +427,6 @@ The 256 evaluated problems are distinct (`--data.eval.0.distinct True`), most of
 Evaluation is greedy.
 """,
         REAL,
+        minutes=True,
     ),
 }

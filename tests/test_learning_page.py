@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxrl_llm.report.progress import OCCASIONAL
+
+EVALUATION = OCCASIONAL[0]  # metric of its seconds
 WEIGHTS = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -31,7 +34,7 @@ def write_run(label, seed, accuracies, load=1.0):
     for step in range(1, 8 * (len(accuracies) - 1) + 1):
         row = {"step": step, "kind": "train", "reward/mean": 0.5, "time/step": 18.0}
         if step % 8 == 0:
-            row |= {"eval/pass@1": accuracies[step // 8], "time/step": 20.0, "time/evaluation": 2.0}
+            row |= {"eval/pass@1": accuracies[step // 8], "time/step": 20.0, EVALUATION: 2.0}
         rows.append(row)
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sizes = {"eval": {"prompts": 100, "samples": 1}, "prompts_per_step": 8, "responses_per_prompt": 8}
@@ -81,6 +84,7 @@ def test_page_is_written_from_the_results_of_finished_runs(learn, capsys):
         assert "| full | 0.100 0.100 | 0.500 0.700 | 0.600 | 0.531 to 0.665 |" in page  # n = 200
         assert "| full | 1024 1024 | 0.500 0.500 | 0.08 0.08 | 6400 6400 |" in page  # 16 x 18 s = 0.08 h
         assert "| lora | 1024 | 0.500 | other load | other load |" in page
+        assert "full 5 (1.0) 5 (1.0); lora 5 (50.0)." in page  # 14 x 18 s + 2 x 20 s
         assert "| `1 + 2 =` | 3 | `I think` | `3 / '3'` |" in page
         assert (
             f"    lora: python -m jaxrl_llm.train --config grpo_smollm2.py --model.path {WEIGHTS} --lora"

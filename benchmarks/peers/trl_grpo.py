@@ -135,7 +135,7 @@ class Evaluation(TrainerCallback):
         model.train()
         texts = self.tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         right = [score(text, row["answer"]) for text, row in zip(texts, rows, strict=True)]
-        return {"eval/pass@1": sum(right) / len(right), "time/evaluation": time.perf_counter() - started}
+        return {"eval/pass@1": sum(right) / len(right), "time/evaluate": time.perf_counter() - started}
 
 
 def score(response: str, answer: str) -> float:
