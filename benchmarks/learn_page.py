@@ -99,7 +99,9 @@ def section(suite: Suite, name: str, result: dict[str, Any]) -> list[str]:
 def claim_verdict(study: Study, series: Series) -> str:
     if set(series) != set(study.runs):
         return f"{', '.join(label for label in study.runs if label not in series)} not run"
-    return "reproduced" if study.holds(claim_values(study, series)) else "not reproduced"
+    verdict = "reproduced" if study.holds(claim_values(study, series)) else "not reproduced"
+    seeds = min(map(len, series.values()))
+    return verdict if seeds >= len(study.seeds) else f"{verdict}, {seeds} of {len(study.seeds)} seeds"
 
 
 def title(name: str) -> str:

@@ -71,6 +71,15 @@ def test_intervals_are_those_of_wilson(learn):
     assert interval(0.0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)  # Z^2 / (n + Z^2)
 
 
+def test_a_verdict_names_how_many_seeds_it_rests_on(learn):
+    from learn_page import claim_verdict
+
+    study, rises, falls = learn.SUITES["real"].studies["sft"], [(0, 0.1), (8, 0.5)], [(0, 0.5), (8, 0.1)]
+    assert claim_verdict(study, {"sft": [rises]}) == "reproduced, 1 of 3 seeds"
+    assert claim_verdict(study, {"sft": [rises, falls, rises]}) == "not reproduced"
+    assert claim_verdict(study, {"sft": [rises] * 3}) == "reproduced"
+
+
 def test_page_is_written_from_the_results_of_finished_runs(learn, capsys):
     write_run("full", 0, [0.1, 0.4, 0.5])
     write_run("full", 1, [0.1, 0.3, 0.7])
