@@ -84,6 +84,8 @@ def section(suite: Suite, name: str, result: dict[str, Any]) -> list[str]:
     draw_curves(ROOT / "docs" / folder / f"{name}.png", study.metric, series, num_evaluated(result))
     lines = [f"## {title(name)}: {claim_verdict(study, series)}", "", study.claim, ""]
     lines += [*main_table(study, series, num_evaluated(result)), ""]
+    if is_share(study.metric) and len(series) > 1:
+        lines += [apart_line(series, num_evaluated(result)), ""]
     lines += [line for metric in study.also for line in metric_table(metric, series_of(result, metric))]
     if "reward/mean" in study.also:
         lines += cost_table(result)
@@ -152,6 +154,17 @@ def main_table(study: Study, series: Series, count: int) -> list[str]:
             cells.append(f"{numbers(means)}: {mean(means):.3f}")
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def apart_line(series: Series, count: int) -> str:
+    """Return which labels end apart from which, by intervals that do not overlap."""
+    ends = {
+        label: interval(mean(points[-1][1] for points in seeds), count * len(seeds))
+        for label, seeds in series.items()
+    }
+    below = {a: [b for b in ends if ends[b][1] < ends[a][0]] for a in ends}
+    pairs = [f"{label} above {', '.join(others)}" for label, others in below.items() if others]
+    return f"Ends whose intervals do not overlap: {'; '.join(pairs) or 'none'}."
 
 
 def metric_table(metric: str, series: Series) -> list[str]:

@@ -71,6 +71,15 @@ def test_intervals_are_those_of_wilson(learn):
     assert interval(0.0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)  # Z^2 / (n + Z^2)
 
 
+def test_labels_that_end_apart_are_named(learn):
+    """100 problems: 0.9 has the interval 0.826 to 0.945, 0.5 0.404 to 0.596, 0.55 0.452 to 0.644."""
+    from learn_page import apart_line
+
+    series = {"a": [[(0, 0.1), (8, 0.9)]], "b": [[(0, 0.1), (8, 0.5)]], "c": [[(0, 0.1), (8, 0.55)]]}
+    assert apart_line(series, 100) == "Ends whose intervals do not overlap: a above b, c."
+    assert apart_line({"b": series["b"], "c": series["c"]}, 100).endswith("none.")
+
+
 def test_a_verdict_names_how_many_seeds_it_rests_on(learn):
     from learn_page import claim_verdict
 
