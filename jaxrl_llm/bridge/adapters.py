@@ -198,6 +198,7 @@ class AdapterPublisher:
     def __init__(self, publisher: Publisher, dtype: str):
         self.publisher, self.dtype, self.problem = publisher, dtype, publisher.problem
         self.pool, self.score, self.tolerance = publisher.pool, publisher.score, publisher.tolerance
+        self.served = publisher.served
         self.base: str = publisher.on_first(lambda: PREFIX + uuid.uuid4().hex[:8])
         self._push: Push | None = None  # of the base; each publish starts it anew
         self._test: Adapter | None = None

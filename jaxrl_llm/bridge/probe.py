@@ -6,8 +6,8 @@ It finds weights that did not arrive, another model or type, and wrong names or 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.bridge.servers import Receiver, parsing_reply
 from jaxrl_llm.errors import ServerError
 from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models.moe import unknown_route
 from jaxrl_llm.models.scorer import make_scorer
 from jaxrl_llm.structs import Params
 
@@ -25,8 +26,19 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "fp8": 0.4}
 activations, too, and the trainer does not; docs/sglang.md has the measurement."""
 SHORTEST = 32
 
-Score = Callable[[Params, np.ndarray, float], np.ndarray]
-"""(params, ids [T], temperature) -> the trainer's log-probs of ids[1:], float32 [T - 1], nats."""
+
+class Score(Protocol):
+    """The trainer's own log-probs of one sequence. A collective."""
+
+    def __call__(
+        self, params: Params, ids: np.ndarray, temperature: float, routes: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Return the log-probs of ids[1:], float32 [T - 1], nats.
+
+        Args:
+            ids: tokens [T].
+            routes: experts that the tokens pass [T, L, K] (`moe.route_spec`); None = the routers choose.
+        """
 
 
 def tolerance_of(dtype: str, chosen: float | None) -> float:
@@ -34,25 +46,24 @@ def tolerance_of(dtype: str, chosen: float | None) -> float:
     return TOLERANCE[dtype] if chosen is None else chosen
 
 
-def make_score(
-    model: TransformerConfig, dtype: str, mesh: Mesh, served: Callable[[Params], Params] | None = None
-) -> Score:
-    """Return the trainer's own log-probs of one sequence. A collective.
-
-    Args:
-        served: the trainer's weights -> those that servers compute with; None = the same.
-    """
+def make_score(model: TransformerConfig, dtype: str, mesh: Mesh) -> Score:
+    """Return the log-probs of a model in `dtype` on this mesh."""
     scorer = functools.cache(lambda temperature: make_scorer(model, temperature, dtype, mesh))
 
-    def score(params: Params, ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-        params = served(params) if served else params
+    def score(
+        params: Params, ids: np.ndarray, temperature: float = 1.0, routes: np.ndarray | None = None
+    ) -> np.ndarray:
         width = SHORTEST
         while width < len(ids):  # few widths, so that few programs are compiled
             width *= 2
         tokens = np.zeros((1, width), np.int32)
         tokens[0, : len(ids)] = ids
+        if routes is not None:
+            padded = np.full((1, width, *routes.shape[1:]), unknown_route(routes.dtype), routes.dtype)
+            padded[0, : len(routes)] = routes
+            routes = padded
         with jax.set_mesh(mesh):
-            logprobs = scorer(temperature)(params, tokens, np.array([len(ids)]))
+            logprobs = scorer(temperature)(params, tokens, np.array([len(ids)]), routes)
         return np.asarray(logprobs)[0, : len(ids) - 1]
 
     return score

@@ -79,6 +79,7 @@ class Publisher:
         on_first: runs a function in process 0; every process gets its result, or its error.
         wait_for_servers: returns when servers that are being started reply.
         problem: of a server's reply to /server_info.
+        served: the trainer's weights -> those that servers compute with.
 
     Attributes:
         base: label of a base that stays on the servers: "", since all weights are pushed.
@@ -95,10 +96,11 @@ class Publisher:
         on_first: Callable[[Callable[[], Any]], Any],
         wait_for_servers: Callable[[], None] = lambda: None,
         problem: Problem = lambda info: "",
+        served: Callable[[Params], Params] = lambda params: params,
     ):
         self.pool, self.transport, self.pause, self.tolerance = pool, transport, pause, tolerance
         self.score, self.on_first, self.wait_for_servers = score, on_first, wait_for_servers
-        self.problem = problem
+        self.problem, self.served = problem, served
         self.base = ""
         self.probe_ids = probe_tokens(model)
 
@@ -129,7 +131,7 @@ class Publisher:
         Args:
             label: of the weights that the server is to hold. adapter: name that its request gives; "" = none.
         """
-        expected = self.score(params, self.probe_ids, 1.0)
+        expected = self.score(self.served(params), self.probe_ids, 1.0)
         return Probe(self.probe_ids, expected, label, self.tolerance, adapter)
 
 

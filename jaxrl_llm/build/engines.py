@@ -80,7 +80,7 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing, store
     rollout, sglang, run_dir = config.rollout, config.sglang, Path(config.run_dir)
     if stored is not None:
         _check_names(WeightSource(base, rollout.dtype, sglang.bucket_bytes), base, stored)
-    eight_bits, encode, served = sglang.quantization == "fp8", None, None
+    eight_bits, encode, served = sglang.quantization == "fp8", None, lambda params: params
     if eight_bits:
         fp8.check_architecture(base)
         encode = fp8.quantized_tensors
@@ -107,10 +107,11 @@ def _sglang(config: TrainConfig, model, mesh, tokenizer, eos_ids, closing, store
         sglang.pause,
         model,
         tolerance_of("fp8" if eight_bits else rollout.dtype, sglang.probe_tolerance),
-        make_score(model, rollout.dtype, mesh, served),
+        make_score(model, rollout.dtype, mesh),
         on_first,
         wait_until_ready,
         problem,
+        served,
     )
     if model.lora:
         publisher = adapters.AdapterPublisher(publisher, rollout.dtype)

@@ -12,15 +12,16 @@ from jaxrl_llm.sharding.rules import logprob_specs
 
 
 def make_scorer(config: TransformerConfig, temperature: float, dtype: str, mesh: Mesh):
-    """Return a jitted (params, tokens [B, T], lengths [B]) -> log-probs [B, T], nats.
+    """Return a jitted (params, tokens [B, T], lengths [B], routes = None) -> log-probs [B, T], nats.
 
-    Position t has the log-prob of tokens[:, t + 1].
+    Position t has the log-prob of tokens[:, t + 1]. Routes [B, T, L, K] are the experts that tokens pass
+    (`moe.route_spec`); None = the routers choose.
     """
 
-    def forward(params, tokens, lengths):
+    def forward(params, tokens, lengths, routes=None):
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         segments = (positions < lengths[:, None]).astype(jnp.int32)
-        hidden = params(tokens, positions, segments, dtype=jnp.dtype(dtype))
+        hidden = params(tokens, positions, segments, routes, dtype=jnp.dtype(dtype))
         head = params.head.astype(hidden.dtype)
         return linear_logprob(
             hidden,

@@ -153,7 +153,7 @@ def engine_on(server, transport, served):
     group = transport == "group"
     made = GroupTransport(source, sys.executable, "gloo", 30.0) if group else HttpTransport(source)
     engine = engine_for([server.url], made, SERVED)
-    engine.publisher.score = make_score(SERVED, "float32", one_device(), served)
+    engine.publisher.score, engine.publisher.served = make_score(SERVED, "float32", one_device()), served
     yield engine
     if group:
         made.close()
@@ -171,7 +171,10 @@ def test_servers_compute_with_the_blocks_that_are_pushed(server, transport):
 
 
 def test_a_probe_of_the_weights_as_they_are_would_fail(server):
-    with engine_on(server, "http", None) as engine, pytest.raises(ServerError, match=r"trainer's by 0\.0"):
+    with (
+        engine_on(server, "http", lambda params: params) as engine,
+        pytest.raises(ServerError, match=r"trainer's by 0\.0"),
+    ):
         engine.publish(models.init(SERVED, jax.random.key(1)), 1)
 
 
@@ -209,7 +212,8 @@ def test_the_engine_of_a_run_pushes_blocks_and_probes_rounded_weights(server, tm
     with contextlib.ExitStack() as closing:
         engine = make(closing)
         difference = engine.publish(params, 1)["bridge/probe_mean_abs"]
-        expected = engine.publisher.score(params, engine.publisher.probe_ids, 1.0)
+        served = engine.publisher.served(params)
+        expected = engine.publisher.score(served, engine.publisher.probe_ids, 1.0)
     plain = make_score(SERVED, "bfloat16", one_device())(params, engine.publisher.probe_ids)
     assert difference < np.abs(expected - plain).mean() / 3
     assert engine.publisher.tolerance == 0.4

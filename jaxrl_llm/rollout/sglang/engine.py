@@ -180,7 +180,8 @@ class SGLangEngine:
         and one pending response of each server: in asynchronous rollout the weights that generated a finished
         one are gone. A server whose mean difference exceeds the probe's tolerance is left out for good, and
         what it generated of pending responses is generated again. Not compared are tokens of other weights
-        than `params`, and rollouts with `weight_noise` or temperature 0.
+        than `params`, and rollouts with `weight_noise` or temperature 0. Routes that servers reported are
+        replayed, as in training.
 
         Args:
             params: the weights that were published last.
@@ -193,9 +194,10 @@ class SGLangEngine:
         pending = self.on_first(lambda: self.pool.run(self._samples()))
         compared = [*choose_compared(trajectories, self._version), *pending]
         own = []
+        served = self.publisher.served(params) if compared else params
         for each in compared:
             tokens = np.concatenate([each.prompt_ids, each.response_ids])
-            logprobs = self.publisher.score(params, tokens, temperature)
+            logprobs = self.publisher.score(served, tokens, temperature, each.routes)
             own.append(logprobs[len(each.prompt_ids) - 1 :])
         tolerance = self.publisher.tolerance / min(temperature, 1.0)
         false = self.on_first(lambda: self._find_false(compared, own, tolerance))

@@ -134,6 +134,23 @@ def test_a_response_that_is_broken_off_goes_on_where_it_stopped(make, servers):
     assert mine.finish == theirs.finish and len(mine.versions) == len(mine.response_ids)
 
 
+def test_log_probs_are_compared_under_the_routes_that_servers_reported(make, servers):
+    """A router that would choose otherwise, as rounding makes one do, is not the server's fault."""
+    engine, params = make(urls=[servers[0].url], model=EXPERTS), weights(model=EXPERTS)
+    engine.publish(params, 1)
+    made = engine.generate(requests(prompts=2, responses=1, tokens=24), SamplingConfig(), KEY)
+    ids = [np.concatenate([t.prompt_ids, t.response_ids]) for t in made]
+    score = engine.publisher.score
+    for t, tokens in zip(made, ids, strict=True):
+        said = score(params, tokens, 1.0, t.routes)[len(t.prompt_ids) - 1 :]
+        np.testing.assert_allclose(said, t.logprobs, atol=1e-5)
+    assert not engine.check_logprobs(params, made)
+    others = dataclasses.replace(made[0], routes=(made[0].routes + 1) % 8)
+    others.routes.sort(axis=-1)
+    assert np.abs(score(params, ids[0], 1.0, others.routes) - score(params, ids[0], 1.0)).max() > 1e-3
+    assert engine.check_logprobs(params, [others, made[1]])
+
+
 def test_routes_are_those_of_the_native_engine(make, servers):
     """Of prompt and response, also of one that is broken off; the last token has none."""
     engine, params = make(urls=[servers[0].url], model=EXPERTS), weights(model=EXPERTS)
