@@ -315,9 +315,14 @@ def greedy_responses(model: str, rows: tuple[str, ...], max_tokens: int) -> list
 
 
 def rows_after_warm_up(path: Path) -> list[dict[str, Any]]:
-    """Return the metrics of a run from the end of its SFT warm-up on."""
+    """Return the metrics of a run from the end of its SFT warm-up on, of the warm-up its last evaluation."""
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["kind"] != "warm_start" or row["step"] == rows[-1]["step"]]
+    end = max((i for i, row in enumerate(rows) if row["kind"] == "warm_start"), default=None)
+    if end is None:
+        return rows
+    evaluation = {key: value for key, value in rows[end].items() if key.startswith("eval/")}
+    last = {"step": rows[end]["step"], "kind": "warm_start", "time/step": 0.0, **evaluation}
+    return [last, *rows[end + 1 :]]
 
 
 def points_of(rows: list[dict[str, Any]], metric: str) -> Points:

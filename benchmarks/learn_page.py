@@ -195,13 +195,14 @@ def cost_table(result: dict[str, Any]) -> list[str]:
         rewards = [mean(value for _, value in run["curves"]["reward/mean"]) for run in seeds.values()]
         steps = [len(run["curves"]["reward/mean"]) for run in seeds.values()]
         counts = [n * run["samples_per_step"] for n, run in zip(steps, seeds.values(), strict=True)]
-        idle = all("load" in run and run["load"] < BUSY * (os.cpu_count() or 1) for run in seeds.values())
-        idle = idle and all("step_seconds" in run for run in seeds.values())
-        hours = [run.get("step_seconds", 0.0) / 3600 for run in seeds.values()]
-        if label in timed:
-            idle, hours = True, [timed[label] * n / 3600 for n in steps]
-        an_hour = [r * n / h for r, n, h in zip(rewards, counts, hours, strict=True)]
-        times = [numbers(hours, 2), numbers(an_hour, 0)] if idle else ["other load", "other load"]
+        known = all("step_seconds" in run and "load" in run for run in seeds.values())
+        hours = [timed[label] * n / 3600 for n in steps] if label in timed else []
+        if not hours and known and all(run["load"] < BUSY * (os.cpu_count() or 1) for run in seeds.values()):
+            hours = [run["step_seconds"] / 3600 for run in seeds.values()]
+        times = ["other load", "other load"]
+        if hours:
+            an_hour = [r * n / h for r, n, h in zip(rewards, counts, hours, strict=True)]
+            times = [numbers(hours, 2), numbers(an_hour, 0)]
         lines.append(f"| {' | '.join([label, numbers(counts, 0), numbers(rewards), *times])} |")
     return [*lines, ""]
 

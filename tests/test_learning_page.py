@@ -112,6 +112,10 @@ def test_page_is_written_from_the_results_of_finished_runs(learn, capsys):
             run.unlink()
             run.parent.joinpath("hf").rmdir()
     assert Path("docs/real/grpo.png").exists()
+    results = learn.result_path("real", "grpo")
+    results.write_text(results.read_text().replace("step_seconds", "unknown"))  # as of runs from before it
+    learn.write_report("real")
+    assert "| full | 1024 1024 | 0.500 0.500 | other load |" in Path("docs/real.md").read_text()
     learn.print_summary("real", {"grpo": ["full"]})
     assert "grpo/full seed 1: eval/pass@1 0.100 -> 0.700, step 16, 5 minutes" in capsys.readouterr().out
 
@@ -137,6 +141,19 @@ def test_steps_timed_in_turn_are_the_hours_of_the_page(learn, monkeypatch):
     learn.collect("real", "grpo")
     learn.write_report("real")
     assert "| full | 512 | 0.500 | 0.02 | 16457 |" in Path("docs/real.md").read_text()  # 8 x 7 s
+
+
+def test_a_run_is_measured_from_the_evaluation_after_its_warm_up(learn, tmp_path):
+    def read(*kinds):
+        rows = [{"step": i, "kind": kind, "loss": 1.0, "time/step": 5.0} for i, kind in enumerate(kinds)]
+        rows[1]["eval/pass@1"] = 0.25
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return learn.rows_after_warm_up(tmp_path)
+
+    assert [row["step"] for row in read("start", "train", "train")] == [0, 1, 2]
+    first, second = read("warm_start", "warm_start", "train")
+    assert first == {"step": 1, "kind": "warm_start", "time/step": 0.0, "eval/pass@1": 0.25}
+    assert second["step"] == 2 and second["loss"] == 1.0
 
 
 def test_runs_are_chosen_by_study_and_label(learn):
