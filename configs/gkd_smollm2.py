@@ -3,8 +3,8 @@
 Command:   python -m jaxrl_llm.train --config sft_smollm2.py
            python -m jaxrl_llm.train --config gkd_smollm2.py
 Hardware:  any CPU with 2 cores and 8 GB
-Time:      docs/real.md
-Expected:  docs/real.md
+Time:      27 minutes beside other work (docs/real.md)
+Expected:  held-out accuracy rises from 0.03 to 0.53 (docs/real.md)
 """
 
 import dataclasses

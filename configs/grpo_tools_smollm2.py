@@ -2,8 +2,8 @@
 
 Command:   python -m jaxrl_llm.train --config grpo_tools_smollm2.py
 Hardware:  any CPU with 2 cores and 8 GB
-Time:      docs/real.md
-Expected:  docs/real.md
+Time:      13 minutes (docs/real.md)
+Expected:  held-out accuracy rises from 0.00 after the warm-up to 0.99 (docs/real.md)
 
 The model has not been trained on tools and its chat template has no place for them, so an SFT warm-up shows
 conversations with a call; in 70% of them the model gives up instead of calling. GRPO makes it call.

@@ -3,7 +3,7 @@
 Command:   python -m jaxrl_llm.train --config reward_model_smollm2.py
            python -m jaxrl_llm.train --config ppo_smollm2.py
 Hardware:  any CPU with 2 cores and 12 GB
-Time:      docs/real.md
+Time:      13 minutes (docs/real.md)
 Expected:  held-out accuracy rises from 0.03 to 0.29 at step 10; from there PPO exploits the reward
            model, and it falls to 0.20 (docs/real.md)
 """

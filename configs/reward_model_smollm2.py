@@ -6,7 +6,7 @@ Command:   python examples/sample_pairs.py --config grpo_smollm2.py --prompts 64
                --prompts 512 --out runs/smollm2_pairs_test.jsonl
            python -m jaxrl_llm.train --config reward_model_smollm2.py
 Hardware:  any CPU with 2 cores and 8 GB
-Time:      docs/real.md
+Time:      6 minutes, without its pairs (docs/real.md)
 Expected:  79% of 128 pairs of responses to other problems ranked correctly (docs/real.md);
            ppo_smollm2.py then trains on its scores
 """

@@ -2,7 +2,7 @@
 
 Command:   python -m jaxrl_llm.train --config sft_smollm2.py
 Hardware:  any CPU with 2 cores and 8 GB
-Time:      docs/real.md
+Time:      7 minutes (docs/real.md)
 Expected:  held-out accuracy rises from 0.03 to 0.79 (docs/real.md); the result is the teacher
            of gkd_smollm2.py
 """
