@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from jaxrl_llm.importer.fields import Conversion, Field, System
+from jaxrl_llm.importer.fields import RUN_NAME, Conversion, Field, System
 from jaxrl_llm.importer.values import (
     count,
     count_or_never,
@@ -37,7 +37,7 @@ GRPO: dict[str, Field] = {
     f"{ARGS}.data_shuffle": Field("data.shuffle", switch),
     f"{ARGS}.data_ratio": Field("", number_list, "--data.train.0.weight"),
     f"{ARGS}.output_dir": Field("", name_text, "--run_dir"),
-    f"{ARGS}.exp_name": Field("", name_text, "--run_dir"),
+    f"{ARGS}.exp_name": Field("", name_text, RUN_NAME),
     f"{ARGS}.train_backend": Field("", text, "one trainer: sharded by --mesh.fsdp and --mesh.tensor"),
     f"{ARGS}.rollout_backend": Field("", text, "--rollout.engine"),
     f"{ARGS}.log_args_dict.enable_wandb": Field("", switch, "--log.wandb PROJECT"),

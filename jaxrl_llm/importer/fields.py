@@ -19,6 +19,8 @@ from jaxrl_llm.importer.values import (
 )
 
 DEFAULT = "default"
+RUN_NAME = "--log.name, its name in a logger, or --run_dir, the run's folder"
+"""Hint of a run's name, which is both here."""
 
 
 @dataclass(frozen=True)

@@ -318,6 +318,8 @@ def _common(conv: Conversion, updates: int) -> None:
         if logger in conv.get("report_to") or "all" in conv.get("report_to"):
             project = conv.get("project") or conv.get("run_name") or "huggingface"
             conv.put(f"log.{logger}", project, "report_to", "project", "run_name")
+            if conv.is_set("run_name"):
+                conv.put("log.name", conv.get("run_name"), "run_name")
 
 
 def _interval(conv: Conversion, ours: str, every: str, strategy: str, updates: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxrl_llm.importer.fields import Field
+from jaxrl_llm.importer.fields import RUN_NAME, Field
 from jaxrl_llm.importer.values import (
     count,
     dtype,
@@ -53,6 +53,7 @@ DPO_LOSSES = {
     "nca_pair": "nca", "sppo_hard": "sppo", "exo_pair": "exo", "apo_zero": "apo_zero", "apo_down": "apo_down",
     "discopop": "discopop",
 }  # fmt: skip
+LOSS_TYPE = "--algo.aggregation, or another algorithm (--algo cispo, sapo, vespo, luspo); of pairs --algo.loss"
 REWARDS = {  # TRL's own functions -> reward here
     "accuracy_reward": "math",
     "reasoning_accuracy_reward": "math",
@@ -84,7 +85,7 @@ COMMON: dict[str, Field] = {
     "seed": Field("seed", whole_number),
     "gradient_checkpointing": Field("model.remat", remat),
     "output_dir": Field("run_dir", name_text),
-    "run_name": Field("", name_text, "--run_dir"),
+    "run_name": Field("", name_text, RUN_NAME),
     "report_to": Field("", items, "--log.wandb PROJECT, --log.mlflow, --log.swanlab and --log.tensorboard"),
     "project": Field("", name_text, "--log.wandb PROJECT"),
     "save_steps": Field("", number, "--checkpoint.every"),
@@ -138,7 +139,7 @@ ROLLOUTS: dict[str, Field] = {
 GRPO = {
     **ROLLOUTS,
     "delta": Field("", number, "--algo.dual_clip"),
-    "loss_type": Field("", text, "--algo.aggregation, or another algorithm: --algo cispo, --algo sapo"),
+    "loss_type": Field("", text, LOSS_TYPE),
     "importance_sampling_level": Field("", text, "--algo gspo"),
     "scale_rewards": Field("", text, "--algo.scale"),
     "entropy_coef": Field("algo.entropy_coef", number),

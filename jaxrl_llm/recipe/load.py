@@ -305,7 +305,8 @@ def _did_you_mean(error: BaseException) -> str:
         if cls.__name__ == found[1]
         for field in dataclasses.fields(cls)
     ]
-    return f". Did you mean '{closest_key(found[2], names)}'?" if names else ""
+    closest = closest_key(found[2], names)
+    return f". Did you mean '{closest}'?" if closest else ""
 
 
 def config_classes() -> set[type]:
