@@ -38,6 +38,7 @@ LOSSES = {  # loss_type of GRPO -> algorithm, aggregation
     "cispo": ("cispo", "token"),
     "sapo": ("sapo", "sequence"),
     "vespo": ("vespo", "token"),
+    "luspo": ("luspo", "sequence_sum"),
 }
 LOSS_FIELDS = {
     "sapo": {"sapo_temperature_pos": "algo.tau_positive", "sapo_temperature_neg": "algo.tau_negative"},
@@ -48,12 +49,19 @@ LOSS_FIELDS = {
         "vespo_lambda_neg": "algo.lambda_negative",
     },
 }
+NO_AOT = (
+    "there is no AOT: it sorts the ratios of a whole batch, and would depend on the division into batches"
+)
+NO_DPO_LOSSES = dict.fromkeys(("aot", "aot_unpaired", "aot_pair"), NO_AOT)
+"""loss_type of DPO that is not here -> why."""
 DPO_LOSSES = {
     "sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo", "robust": "robust", "bco_pair": "bco",
     "nca_pair": "nca", "sppo_hard": "sppo", "exo_pair": "exo", "apo_zero": "apo_zero", "apo_down": "apo_down",
     "discopop": "discopop",
 }  # fmt: skip
-LOSS_TYPE = "--algo.aggregation, or another algorithm (--algo cispo, sapo, vespo, luspo); of pairs --algo.loss"
+LOSS_TYPE = (
+    "--algo.aggregation, or another algorithm (--algo cispo, sapo, vespo, luspo); of pairs --algo.loss"
+)
 REWARDS = {  # TRL's own functions -> reward here
     "accuracy_reward": "math",
     "reasoning_accuracy_reward": "math",
@@ -144,6 +152,11 @@ GRPO = {
     "scale_rewards": Field("", text, "--algo.scale"),
     "entropy_coef": Field("algo.entropy_coef", number),
     "multi_objective_aggregation": Field("", text, "--algo gdpo"),
+    "top_entropy_quantile": Field("", number, "--algo.top_entropy"),
+    "off_policy_mask_threshold": Field(
+        "", number, "--algo.correction.reject seq_mean_k1, with --algo.correction.reject_only negative"
+    ),
+    "use_bias_correction_kl": Field("algo.kl_importance", switch),
     "vllm_importance_sampling_correction": Field("", switch, "--algo.correction.weight token"),
     "vllm_importance_sampling_mode": Field("", text, "--algo.correction.weight and .outside"),
     "vllm_importance_sampling_clip_max": Field("", number, "--algo.correction.cap"),
@@ -185,6 +198,7 @@ DPO = {
     "discopop_tau": Field("algo.tau", number),
     "rpo_alpha": Field("algo.nll_coef", number),
     "reference_free": Field("algo.reference_free", switch),
+    "use_weighting": Field("algo.weighted", switch),
 }
 KTO = {
     **EXAMPLES,

@@ -82,7 +82,7 @@ def test_an_unknown_key_is_answered_with_the_nearest(config, typed, nearest):
     assert message == f"--{typed}: unknown key. Did you mean --{nearest}? --help all lists the keys."
 
 
-@pytest.mark.parametrize("typed", ["xyzzy", "dropout", "gguf_files"])
+@pytest.mark.parametrize("typed", ["xyzzy", "dropout"])
 def test_no_key_is_suggested_that_is_unlike(config, typed):
     message = refusal(apply_overrides, config, [(typed, ["1"])])
     assert message == f"--{typed}: unknown key. --help all lists the keys."
@@ -94,8 +94,14 @@ def test_no_key_is_suggested_that_is_unlike(config, typed):
         ("reward.models.1.path", "reward.models is empty in this recipe: begin with --reward.models.0.path."),
         ("reward.models.2.pth", "reward.models is empty in this recipe: begin with --reward.models.0.path."),
         ("reward.models.path", "reward.models is empty in this recipe: begin with --reward.models.0.path."),
-        ("data.train.3.path", "data.train has 2 in this recipe: the next one begins with --data.train.2.path."),
-        ("data.train.9.pth", "data.train has 2 in this recipe: the next one begins with --data.train.2.path."),
+        (
+            "data.train.3.path",
+            "data.train has 2 in this recipe: the next one begins with --data.train.2.path.",
+        ),
+        (
+            "data.train.9.pth",
+            "data.train has 2 in this recipe: the next one begins with --data.train.2.path.",
+        ),
     ],
 )
 def test_a_later_entry_of_a_list_keeps_its_field(config, typed, answer):
