@@ -11,6 +11,10 @@ _PART = r"[A-Za-z0-9][\w.-]*"
 _HUB_NAME = re.compile(
     rf"(hf://)?(?P<repo>{_PART}(/{_PART})?)(@(?P<revision>[\w./-]+?))?(?P<file>(/[\w.-]+)+\.gguf)?"
 )
+_LINK = re.compile(
+    rf"(?P<site>(https?://)?(www\.)?(huggingface\.co|hf\.co)/)?(?P<repo>{_PART}/{_PART})"
+    r"(/(tree|blob|resolve)/(?P<revision>[\w.-]+)(?P<file>(/[\w.-]+)+\.gguf)?)?(:(?P<tag>[\w.-]+))?(/|\?.*)?"
+)
 
 
 class HubName(NamedTuple):
@@ -31,3 +35,14 @@ def parse_hub_name(name: str) -> HubName | None:
     if match is None or match["repo"].endswith(SUFFIX):  # a GGUF file that is not there
         return None
     return HubName(match["repo"], match["revision"], match["file"] and match["file"][1:])
+
+
+def hub_spelling(name: str) -> str:
+    """Return how a link to the hub, or llama.cpp's ORG/MODEL:TAG, is written here; "" = it is neither."""
+    match = _LINK.fullmatch(name) if len(name) <= MAX_NAME else None
+    if match is None or not (match["site"] or match["tag"]):
+        return ""
+    if match["tag"]:
+        return f"{match['repo']}/FILE.gguf, by the file of {match['tag']}"
+    revision = "" if match["revision"] in (None, "main") else match["revision"]
+    return str(HubName(match["repo"], revision, match["file"] and match["file"][1:]))

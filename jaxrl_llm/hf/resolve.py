@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.gguf import convert_gguf
-from jaxrl_llm.hf.hub_name import SUFFIX, HubName, parse_hub_name
+from jaxrl_llm.hf.hub_name import SUFFIX, HubName, hub_spelling, parse_hub_name
 from jaxrl_llm.user_file import expand_home
 
 _DOWNLOAD = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model"]
@@ -41,9 +41,12 @@ def resolve_model(name: str | Path) -> Path:
             f"{path}: a file, but a model is a folder (config.json and *.safetensors) or a GGUF file"
         )
     hub = parse_hub_name(str(name))
+    if hub is None and (spelling := hub_spelling(str(name))):
+        raise UserError(f"{name}: a model of the hub is written {spelling}")
     if hub is None:
+        kind = "file" if path.suffix == SUFFIX else "folder"
         raise UserError(
-            f"{path.absolute()}: no such folder; give a model folder, a GGUF file or a hub name (org/model)"
+            f"{path.absolute()}: no such {kind}; give a model folder, a GGUF file or a hub name (org/model)"
         )
     downloaded = _download(hub, path)
     return convert_gguf(downloaded) if hub.file else downloaded

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from jaxrl_llm.importer.fields import Conversion, Field, System
+from jaxrl_llm.importer.fields import RUN_NAME, Conversion, Field, System
 from jaxrl_llm.importer.values import (
     count,
     count_or_never,
@@ -37,11 +37,13 @@ GRPO: dict[str, Field] = {
     f"{ARGS}.data_shuffle": Field("data.shuffle", switch),
     f"{ARGS}.data_ratio": Field("", number_list, "--data.train.0.weight"),
     f"{ARGS}.output_dir": Field("", name_text, "--run_dir"),
-    f"{ARGS}.exp_name": Field("", name_text, "--run_dir"),
+    f"{ARGS}.exp_name": Field("", name_text, RUN_NAME),
     f"{ARGS}.train_backend": Field("", text, "one trainer: sharded by --mesh.fsdp and --mesh.tensor"),
     f"{ARGS}.rollout_backend": Field("", text, "--rollout.engine"),
     f"{ARGS}.log_args_dict.enable_wandb": Field("", switch, "--log.wandb PROJECT"),
     f"{ARGS}.log_args_dict.wandb_project": Field("", name_text, "--log.wandb PROJECT"),
+    f"{ARGS}.log_args_dict.wandb_name": Field("", name_text, "--log.name"),
+    f"{ARGS}.log_args_dict.wandb_id": Field("", name_text, "--log.id"),
     f"{ARGS}.log_args_dict.enable_tensorboard": Field("", switch, "--log.tensorboard"),
     f"{TRAINER}.load": Field("model.path", text),
     f"{TRAINER}.seed": Field("seed", whole_number),
@@ -192,6 +194,9 @@ def _outputs(conv: Conversion) -> None:
     if conv.get(f"{wandb}.enable_wandb"):
         project = conv.get(f"{wandb}.wandb_project") or "chatlearn"
         conv.put("log.wandb", project, f"{wandb}.enable_wandb", f"{wandb}.wandb_project")
+        for ours in ("name", "id"):
+            if conv.is_set(f"{wandb}.wandb_{ours}"):
+                conv.put(f"log.{ours}", conv.get(f"{wandb}.wandb_{ours}"), f"{wandb}.wandb_{ours}")
 
 
 SYSTEM = System(

@@ -19,6 +19,8 @@ from jaxrl_llm.importer.values import (
 )
 
 DEFAULT = "default"
+RUN_NAME = "--log.name, its name in a logger, or --run_dir, the run's folder"
+"""Hint of a run's name, which is both here."""
 
 
 @dataclass(frozen=True)
@@ -102,13 +104,13 @@ class Conversion:
                 self.unused[key] = ""
 
     def _share_columns(self) -> None:
-        """Give the held-out sources the columns of the training data."""
+        """Give the other sources the columns of the first, which are those of all files there."""
         columns = [
             key for key in self.results if re.fullmatch(r"data\.train\.0\.(\w+_key|input_template)", key)
         ]
-        held_out = [key for key in self.results if re.fullmatch(r"data\.eval\.\d+\.path", key)]
+        others = [key for key in self.results if re.fullmatch(r"data\.(eval|train)\.\d+\.path", key)]
         for column in columns:
-            for path in held_out:
+            for path in others:
                 self.results.setdefault(path.replace("path", column.rpartition(".")[2]), self.results[column])
 
     def is_set(self, key: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from jaxrl_llm.importer.systems import fields_by_name
 
@@ -18,6 +18,13 @@ SERVER_FLAGS = "--sglang.flags, which are SGLang's own: '--tp 2 --mem-fraction-s
 SAME = {
     **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_strategy"), "--hub.push ORG/NAME"),
     "hub_private_repo": "--hub.private",
+    "gguf_file": "--model.path FILE.gguf, or ORG/NAME/FILE.gguf of the hub",
+    "wandb_name": "--log.name",
+    "wandb_group": "--log.group",
+    "wandb_tags": "--log.tags",
+    "wandb_id": "--log.id",
+    "wandb_dir": "--log.directory",
+    **dict.fromkeys(("wandb_entity", "wandb_org"), "--log.wandb ENTITY/PROJECT"),
     "hub_token": "the environment variable HF_TOKEN",
     "num_ppo_epochs": "--ppo_epochs",
     "max_epochs": "--ppo_epochs, passes over the responses of a step, or --epochs of examples",
@@ -63,6 +70,10 @@ LORA = (
     "Here this is the group lora: --lora.rank, --lora.alpha, --lora.targets, --lora.rank_stabilized, "
     "--lora.quantize"
 )
+OF_WANDB = (
+    "--log.wandb PROJECT, with --log.name, --log.group, --log.tags, --log.id and --log.directory; its other "
+    "settings are wandb's environment variables"
+)
 NO_OFFLOAD = (
     "Trained weights stay on the devices: --optim.offload, --reference.offload, --mesh.fsdp, --model.remat "
     "and a smaller --tokens_per_device save memory"
@@ -99,6 +110,10 @@ MISSING = {
     "resume": NO_RESUME,
     "param_offload": NO_OFFLOAD,
     "trust_remote_code": "There is no remote code: README.md lists the model families",
+    **dict.fromkeys(
+        ("early_stopping", "early_stopping_patience", "early_stopping_threshold"),
+        "There is no early stopping: --checkpoint.best_metric keeps the best checkpoint",
+    ),
     "device": "There is no such switch: jax chooses; JAX_PLATFORMS=cpu in the environment is for the CPU",
     "local_rank": "There is no launcher: start the same command on each host (docs/launching.md)",
     **dict.fromkeys(
@@ -289,6 +304,7 @@ GROUPS = {
     "fsdp": f"Here it is {MESH}",
     "lora": LORA,
     "peft": LORA,
+    "wandb": f"Here it is {OF_WANDB}",
     "vllm": "There is no vLLM: the rollout engines are --rollout.engine native and --rollout.engine sglang",
 }
 """First word of a flag of another system, which has many that begin with it -> the answer."""
@@ -307,7 +323,7 @@ INSIDE = {
     "rollout_manager": "The engine spreads requests itself",
     "multi_turn": "Tools and turns are the group env: docs/agents.md",
     "custom_cls": "Rows are read by their columns: --help data",
-    "wandb_": "--log.wandb PROJECT; its other settings are wandb's environment variables",
+    "wandb_": OF_WANDB,
     "ref_policy.": "The reference has --reference.mesh, --reference.devices and --reference.offload",
     "critic.": "The critic has --critic.mesh and --critic.devices; its micro-batches are the policy's",
     "actor.strategy": "There is one: sharded by --mesh.fsdp and its like",
@@ -316,10 +332,13 @@ INSIDE = {
 """Part of a key of another system -> what is there in the place of all such keys."""
 
 
-def translate(key: str) -> str:
+def translate(key: str, known: Container[str] = ()) -> str:
     """Return what a flag of another system is here, as a sentence; "" = no such flag is known.
 
     The whole key is looked up, then without its first part and so on; at last its first word.
+
+    Args:
+        known: keys of the recipe. A flag that several trainers have (loss_type) is the one of its algorithm.
     """
     fields = fields_by_name()
     for tail in tails(key):
@@ -327,10 +346,18 @@ def translate(key: str) -> str:
             return f"Here it is {SAME[tail]}."
         if tail in MISSING:
             return f"{MISSING[tail]}."
-        if tail in fields and (hint := fields[tail].hint or f"--{fields[tail].ours}").startswith("--"):
-            return f"Here it is {hint}."
+        answers = [field.hint or f"--{field.ours}" for field in fields.get(tail, ())]
+        if answers := [answer for answer in answers if answer.startswith("--")]:
+            own = (answer for answer in answers if _option_of_algorithm(answer) in known)
+            return f"Here it is {next(own, answers[0])}."
     group = _group(key)
     return group and f"{group}."
+
+
+def _option_of_algorithm(answer: str) -> str:
+    """Return the key that an answer begins with, if it is one of an algorithm's settings; else ""."""
+    found = re.match(r"--(algo\.[\w.]*\w)", answer)
+    return found[1] if found else ""
 
 
 def missing_reason(key: str) -> str:

@@ -206,6 +206,8 @@ def _common(conv: Conversion) -> None:
             conv.put("lora.quantize", "nf4", "ds.load_in_4bit")
     if conv.is_set("logger.wandb.key"):
         conv.put("log.wandb", conv.get("logger.wandb.project"), "logger.wandb.project")
+        if conv.is_set("logger.wandb.run_name"):
+            conv.put("log.name", conv.get("logger.wandb.run_name"), "logger.wandb.run_name")
 
 
 SYSTEM = System(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxrl_llm.importer.fields import Field
+from jaxrl_llm.importer.fields import RUN_NAME, Field
 from jaxrl_llm.importer.values import (
     count,
     count_or_never,
@@ -91,7 +91,7 @@ COMMON = {
         "", lambda _: "set", "--log.wandb PROJECT; the key belongs into the environment"
     ),
     "logger.wandb.project": Field("", name_text, "--log.wandb PROJECT"),
-    "logger.wandb.run_name": Field("", name_text, "--run_dir"),
+    "logger.wandb.run_name": Field("", name_text, RUN_NAME),
     "logger.tensorboard_dir": Field("", name_text, "--log.tensorboard"),
 }
 PPO: dict[str, Field] = {

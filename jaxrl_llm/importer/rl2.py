@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxrl_llm.importer.fields import Conversion, Field, System
+from jaxrl_llm.importer.fields import RUN_NAME, Conversion, Field, System
 from jaxrl_llm.importer.values import (
     count,
     count_or_never,
@@ -56,7 +56,7 @@ def _model_fields(model: str, ours: str) -> dict[str, Field]:
 
 TRAINER = {
     "trainer.project": Field("", name_text, "--log.wandb PROJECT"),
-    "trainer.experiment_name": Field("", name_text, "--run_dir"),
+    "trainer.experiment_name": Field("", name_text, RUN_NAME),
     "trainer.save_dir": Field("", name_text, "--run_dir"),
     "trainer.save_freq": Field("checkpoint.every", count_or_never),
     "trainer.use_wandb": Field("", switch, "--log.wandb PROJECT"),

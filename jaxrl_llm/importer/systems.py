@@ -15,22 +15,29 @@ SYSTEMS: dict[str, System] = {
 
 
 @functools.cache
-def fields_by_name() -> dict[str, Field]:
+def fields_by_name() -> dict[str, list[Field]]:
     """Return the fields of all systems by their keys, older names included, and by the last parts of keys.
 
-    Of several keys that end alike the first counts: tables name the policy's before the critic's. One word
-    alone is a name only where it is a key, or has an underscore.
+    The likeliest field stands first: that of a whole key before those of longer ones that end so, and tables
+    name the policy's keys before the critic's. One word alone is a name only where it is a key, or has an
+    underscore.
     """
-    names: dict[str, Field] = {}
-    for key, field in _all_fields():
-        parts = key.split(".")
-        for start in range(len(parts)):
-            tail = ".".join(parts[start:])
-            is_name = "." in tail or "_" in tail or not start
-            ours = re.match(r"[\w.-]*", field.ours or field.hint)[0].lstrip("-")
-            if is_name and tail != ours.rpartition(".")[2]:  # else the nearest key is the answer
-                names.setdefault(tail, field)
+    keys = list(_all_fields())
+    names: dict[str, list[Field]] = {}
+    for name, field in [*keys, *((end, field) for key, field in keys for end in _ends(key))]:
+        ours = re.match(r"[\w.-]*", field.ours or field.hint)[0].lstrip("-")
+        if name != ours.rpartition(".")[2]:  # else the nearest key is the answer
+            names.setdefault(name, []).append(field)
     return names
+
+
+def _ends(key: str) -> Iterator[str]:
+    """Yield the last parts of a key, without those that are one word."""
+    parts = key.split(".")
+    for start in range(1, len(parts)):
+        end = ".".join(parts[start:])
+        if "." in end or "_" in end:
+            yield end
 
 
 def _all_fields() -> Iterator[tuple[str, Field]]:

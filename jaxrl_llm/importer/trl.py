@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 
 from jaxrl_llm.importer.fields import Conversion, System
@@ -11,6 +12,7 @@ from jaxrl_llm.importer.trl_fields import (
     DPO_LOSSES,
     LOSS_FIELDS,
     LOSSES,
+    NO_DPO_LOSSES,
     REWARDS,
     SCHEDULES,
     SHAPING,
@@ -18,6 +20,7 @@ from jaxrl_llm.importer.trl_fields import (
 )
 
 ACCUMULATION, BATCH = "gradient_accumulation_steps", "per_device_train_batch_size"
+LOWEST_RATIO = 1e-9  # of rollout over policy: no bound in practice
 ALGORITHMS = {"reward": "reward_model"}
 OPTIMIZERS = {"adafactor": "adafactor", "lion_32bit": "lion", "sgd": "sgd", "muon": "muon"}
 
@@ -57,6 +60,7 @@ def _rules_of_rollouts(conv: Conversion) -> None:
     _rewards(conv)
     if conv.trainer == "grpo":
         _correction(conv)
+        _off_policy_mask(conv)
     if options := conv.get("chat_template_kwargs"):
         options = options if isinstance(options, str) else json.dumps(options)
         conv.put("data.chat.template_options", options, "chat_template_kwargs")
@@ -94,6 +98,9 @@ def _grpo_loss(conv: Conversion) -> None:
     if loss not in LOSSES:
         conv.drop("loss_type", "no such loss here; grpo's is used")
     conv.algo, aggregation = LOSSES.get(loss, LOSSES["grpo"])
+    if conv.algo == "luspo" and conv.get("importance_sampling_level") != "sequence":
+        level = conv.origin("importance_sampling_level")
+        conv.notes.append(f"{level}: luspo's ratio here is that of the sequence, as in its paper")
     if conv.get("importance_sampling_level") == "sequence" and conv.algo == "grpo":
         conv.algo = "gspo"
     elif conv.get("multi_objective_aggregation") == "normalize_then_sum":
@@ -120,16 +127,38 @@ def _grpo_loss(conv: Conversion) -> None:
         )
     for key, ours in LOSS_FIELDS.get(conv.algo, {}).items():
         conv.put(ours, conv.get(key), key)
+    if conv.is_set("top_entropy_quantile"):
+        note = "of the tokens of a step before its first update; TRL's are those of a micro-batch"
+        conv.put("algo.top_entropy", conv.get("top_entropy_quantile"), "top_entropy_quantile", note=note)
     scale = str(conv.get("scale_rewards")).lower()
     names = {"false": "none", "none": "none", "batch": "batch_std"}
     conv.put("algo.scale", names.get(scale, "std"), "scale_rewards")
 
 
 def _clip(conv: Conversion) -> None:
-    if conv.algo in ("grpo", "gspo", "gdpo", "rloo"):
+    if conv.algo in ("grpo", "gspo", "gdpo", "luspo", "rloo"):
         conv.put("algo.clip_low", conv.get("epsilon"), "epsilon")
         key = conv.first("epsilon_high", "epsilon")[0]
         conv.put("algo.clip_high", conv.get(key), key)
+
+
+def _off_policy_mask(conv: Conversion) -> None:
+    """Set the off-policy sequence mask of DeepSeek-V3.2.
+
+    TRL drops a sequence of negative advantage where the mean over its tokens of rollout - policy is above the
+    threshold, in nats; seq_mean_k1 is that mean, and its bounds are ratios.
+    """
+    key = "off_policy_mask_threshold"
+    if not conv.is_set(key):
+        return
+    high = round(math.exp(conv.get(key)), 6)
+    conv.put("algo.correction.reject", (("seq_mean_k1", LOWEST_RATIO, high),), key, note="exp(threshold)")
+    conv.put("algo.correction.reject_only", "negative", key)
+    if conv.value_of("algo.correction.weight", "none") == "none":
+        conv.put("algo.correction.of", "policy", key)
+    else:
+        note = "before a step's updates, as the importance weights are; TRL masks in each update"
+        conv.notes.append(f"{conv.origin(key)}: {note}")
 
 
 def _correction(conv: Conversion) -> None:
@@ -221,12 +250,14 @@ def _dpo_loss(conv: Conversion) -> None:
         at = losses.index("sft")
         conv.put("algo.nll_coef", weights.pop(at) / (sum(weights) or 1.0), "loss_type", "loss_weights")
         losses.pop(at)
-    if len(losses) > 1 or losses[0] not in DPO_LOSSES:
-        known = next((loss for loss in losses if loss in DPO_LOSSES), "sigmoid")
-        conv.drop("loss_type", f"one loss at a time, of those there are; {known} is used")
-        losses = [known]
-    conv.put("algo.loss", DPO_LOSSES[losses[0]], "loss_type")
-    if losses[0] == "ipo":
+    known = [loss for loss in losses if loss in DPO_LOSSES]
+    loss = known[0] if known else "sigmoid"
+    reasons = [NO_DPO_LOSSES.get(name, f"there is no {name}") for name in losses if name not in DPO_LOSSES]
+    reasons += ["there is one loss at a time"] * (len(known) > 1)
+    if reasons:
+        conv.drop("loss_type", f"{'; '.join(reasons)}; {loss} is used")
+    conv.put("algo.loss", DPO_LOSSES[loss], "loss_type")
+    if loss == "ipo":
         conv.put("algo.length_normalized", True, "loss_type", note="TRL's IPO averages over tokens")
     divergences = {"reverse_kl": "reverse_kl", "js_divergence": "js", "alpha_divergence": "alpha"}
     if conv.is_set("f_divergence_type"):
@@ -318,6 +349,8 @@ def _common(conv: Conversion, updates: int) -> None:
         if logger in conv.get("report_to") or "all" in conv.get("report_to"):
             project = conv.get("project") or conv.get("run_name") or "huggingface"
             conv.put(f"log.{logger}", project, "report_to", "project", "run_name")
+            if conv.is_set("run_name"):
+                conv.put("log.name", conv.get("run_name"), "run_name")
 
 
 def _interval(conv: Conversion, ours: str, every: str, strategy: str, updates: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxrl_llm.importer.fields import Field
+from jaxrl_llm.importer.fields import RUN_NAME, Field
 from jaxrl_llm.importer.values import (
     count,
     dtype,
@@ -38,6 +38,7 @@ LOSSES = {  # loss_type of GRPO -> algorithm, aggregation
     "cispo": ("cispo", "token"),
     "sapo": ("sapo", "sequence"),
     "vespo": ("vespo", "token"),
+    "luspo": ("luspo", "sequence_sum"),
 }
 LOSS_FIELDS = {
     "sapo": {"sapo_temperature_pos": "algo.tau_positive", "sapo_temperature_neg": "algo.tau_negative"},
@@ -48,11 +49,19 @@ LOSS_FIELDS = {
         "vespo_lambda_neg": "algo.lambda_negative",
     },
 }
+NO_AOT = (
+    "there is no AOT: it sorts the ratios of a whole batch, and would depend on the division into batches"
+)
+NO_DPO_LOSSES = dict.fromkeys(("aot", "aot_unpaired", "aot_pair"), NO_AOT)
+"""loss_type of DPO that is not here -> why."""
 DPO_LOSSES = {
     "sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo", "robust": "robust", "bco_pair": "bco",
     "nca_pair": "nca", "sppo_hard": "sppo", "exo_pair": "exo", "apo_zero": "apo_zero", "apo_down": "apo_down",
     "discopop": "discopop",
 }  # fmt: skip
+LOSS_TYPE = (
+    "--algo.aggregation, or another algorithm (--algo cispo, sapo, vespo, luspo); of pairs --algo.loss"
+)
 REWARDS = {  # TRL's own functions -> reward here
     "accuracy_reward": "math",
     "reasoning_accuracy_reward": "math",
@@ -84,7 +93,7 @@ COMMON: dict[str, Field] = {
     "seed": Field("seed", whole_number),
     "gradient_checkpointing": Field("model.remat", remat),
     "output_dir": Field("run_dir", name_text),
-    "run_name": Field("", name_text, "--run_dir"),
+    "run_name": Field("", name_text, RUN_NAME),
     "report_to": Field("", items, "--log.wandb PROJECT, --log.mlflow, --log.swanlab and --log.tensorboard"),
     "project": Field("", name_text, "--log.wandb PROJECT"),
     "save_steps": Field("", number, "--checkpoint.every"),
@@ -138,11 +147,16 @@ ROLLOUTS: dict[str, Field] = {
 GRPO = {
     **ROLLOUTS,
     "delta": Field("", number, "--algo.dual_clip"),
-    "loss_type": Field("", text, "--algo.aggregation, or another algorithm: --algo cispo, --algo sapo"),
+    "loss_type": Field("", text, LOSS_TYPE),
     "importance_sampling_level": Field("", text, "--algo gspo"),
     "scale_rewards": Field("", text, "--algo.scale"),
     "entropy_coef": Field("algo.entropy_coef", number),
     "multi_objective_aggregation": Field("", text, "--algo gdpo"),
+    "top_entropy_quantile": Field("", number, "--algo.top_entropy"),
+    "off_policy_mask_threshold": Field(
+        "", number, "--algo.correction.reject seq_mean_k1, with --algo.correction.reject_only negative"
+    ),
+    "use_bias_correction_kl": Field("algo.kl_importance", switch),
     "vllm_importance_sampling_correction": Field("", switch, "--algo.correction.weight token"),
     "vllm_importance_sampling_mode": Field("", text, "--algo.correction.weight and .outside"),
     "vllm_importance_sampling_clip_max": Field("", number, "--algo.correction.cap"),
@@ -184,6 +198,7 @@ DPO = {
     "discopop_tau": Field("algo.tau", number),
     "rpo_alpha": Field("algo.nll_coef", number),
     "reference_free": Field("algo.reference_free", switch),
+    "use_weighting": Field("algo.weighted", switch),
 }
 KTO = {
     **EXAMPLES,

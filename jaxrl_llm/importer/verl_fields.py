@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxrl_llm.importer.fields import Field
+from jaxrl_llm.importer.fields import RUN_NAME, Field
 from jaxrl_llm.importer.values import (
     choice,
     count,
@@ -28,6 +28,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MODEL, REF = "actor_rollout_ref.model", "actor_rollout_ref.ref"
 CORRECTION = "algorithm.rollout_correction"
 MANAGER = "reward_model.reward_kwargs.overlong_buffer_cfg"
+ULYSSES = "--mesh.sequence, with --mesh.sequence_parallel ulysses"
 SCHEDULES = {
     "constant": ("constant", 1.0),
     "constant_with_warmup": ("constant", 1.0),
@@ -120,7 +121,7 @@ TRAINER = {
     "trainer.test_freq": Field("", count_or_never, "--eval.every"),
     "trainer.logger": Field("", items, "--log.wandb PROJECT, --log.mlflow EXPERIMENT and --log.tensorboard"),
     "trainer.project_name": Field("", name_text, "--log.wandb PROJECT"),
-    "trainer.experiment_name": Field("", name_text, "--run_dir"),
+    "trainer.experiment_name": Field("", name_text, RUN_NAME),
     "trainer.default_local_dir": Field("", name_text, "--run_dir"),
     "trainer.n_gpus_per_node": Field("", device_count, "all devices that are visible are used"),
     "trainer.nnodes": Field("", device_count, "all devices that are visible are used"),
@@ -167,9 +168,7 @@ PPO: dict[str, Field] = {
     f"{ROLLOUT}.log_prob_max_token_len_per_gpu": Field("", count, "--score.tokens_per_device"),
     f"{ACTOR}.ppo_epochs": Field("ppo_epochs", count),
     f"{ACTOR}.fsdp_config.fsdp_size": Field("", device_count, "--mesh.fsdp and --mesh.data"),
-    f"{ACTOR}.ulysses_sequence_parallel_size": Field(
-        "", whole_number, "--mesh.sequence, with --mesh.sequence_parallel ulysses"
-    ),
+    f"{ACTOR}.ulysses_sequence_parallel_size": Field("", whole_number, ULYSSES),
     f"{ACTOR}.megatron.tensor_model_parallel_size": Field("", whole_number, "--mesh.tensor"),
     f"{ACTOR}.megatron.context_parallel_size": Field("", whole_number, "--mesh.sequence"),
     f"{ACTOR}.clip_ratio": Field("", number, "--algo.clip_low and --algo.clip_high"),
@@ -342,8 +341,8 @@ SFT = {
     "model.target_modules": Field("", lora_targets, "--lora.targets"),
     "model.enable_gradient_checkpointing": Field("model.remat", remat),
     **_optimizer_fields("optim", "optim"),
-    "ulysses_sequence_parallel_size": Field("", whole_number, "--mesh.sequence"),
-    "engine.ulysses_sequence_parallel_size": Field("", whole_number, "--mesh.sequence"),
+    "ulysses_sequence_parallel_size": Field("", whole_number, ULYSSES),
+    "engine.ulysses_sequence_parallel_size": Field("", whole_number, ULYSSES),
     "engine.tensor_model_parallel_size": Field("", whole_number, "--mesh.tensor"),
     "engine.context_parallel_size": Field("", whole_number, "--mesh.sequence"),
     "trainer.max_ckpt_to_keep": Field("checkpoint.keep", whole_number),

@@ -15,7 +15,7 @@ from pathlib import Path
 from jaxrl_llm import algos
 from jaxrl_llm.config import GENERATIVE, TrainConfig, same_responses
 from jaxrl_llm.errors import ConfigError
-from jaxrl_llm.hf.hub_name import SUFFIX, parse_hub_name
+from jaxrl_llm.hf.hub_name import SUFFIX, hub_spelling, parse_hub_name
 from jaxrl_llm.recipe.fields import check_fields, refuse
 from jaxrl_llm.recipe.keys import short_repr, shorten
 from jaxrl_llm.rollout.checks import strict_problems
@@ -210,9 +210,12 @@ def _model_folder(key: str, path: str) -> Iterator[str]:
             yield f"--{key} {path}: no config.json in it, so it is no Hugging Face model folder."
         return
     hub = parse_hub_name(path)
-    if hub is None or (folder.parent != Path(".") and os.path.isdir(folder.parent)):
+    if hub is None and (spelling := hub_spelling(path)):
+        yield f"--{key} {shorten(path)}: no such folder. A model of the hub is written {spelling}."
+    elif hub is None or (folder.parent != Path(".") and os.path.isdir(folder.parent)):
+        kind = "file" if folder.suffix == SUFFIX else "folder"
         yield (
-            f"--{key} {shorten(path)}: no such folder. Set a Hugging Face folder (config.json and "
+            f"--{key} {shorten(path)}: no such {kind}. Set a Hugging Face folder (config.json and "
             "*.safetensors), a GGUF file, or a hub name such as Qwen/Qwen3-0.6B."
         )
 

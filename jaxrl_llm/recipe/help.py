@@ -118,7 +118,8 @@ def _keys_named(name: str, known: dict[str, ConfigField], groups: dict[str, Any]
     keys = [key] if key else [k for k in known if k.rpartition(".")[2] == name]
     if not keys:
         closest = closest_key(name, [*groups, *known])
-        raise ConfigError(f"--help {name}: no such key or group. Did you mean --help {closest}?")
+        advice = f"Did you mean --help {closest}?" if closest else "--help all lists the keys."
+        raise ConfigError(f"--help {name}: no such key or group. {advice}")
     for key in keys:
         yield from _paragraph(key, known[key])
 

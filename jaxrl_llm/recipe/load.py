@@ -21,6 +21,7 @@ from jaxrl_llm import algos
 from jaxrl_llm.config import DataConfig, TrainConfig
 from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.recipe.help import overview, topics_text, usage
+from jaxrl_llm.recipe.idle import without_effect
 from jaxrl_llm.recipe.keys import iter_fields, shorten
 from jaxrl_llm.recipe.overrides import Pair, apply_overrides, closest_key, closest_word, split_arguments
 from jaxrl_llm.user_file import expand_home, explain, explain_end, import_user_file
@@ -91,11 +92,11 @@ def with_settings(recipe: TrainConfig | str, settings: Mapping[str, Any]) -> Res
 
 
 def _checked(resolved: ResolvedRecipe, notes: list[str], writes: bool = True) -> ResolvedRecipe:
-    """Return the recipe after `check_config`, and print the notes."""
+    """Return the recipe after `check_config`; print the notes, and those on settings without effect."""
     from jaxrl_llm.recipe.checks import check_config  # imports jax: not for --help
 
     check_config(resolved.config, writes)
-    for note in notes:
+    for note in notes + without_effect(resolved.config):
         print(f"note: {note}", file=sys.stderr)
     return resolved
 
@@ -305,7 +306,8 @@ def _did_you_mean(error: BaseException) -> str:
         if cls.__name__ == found[1]
         for field in dataclasses.fields(cls)
     ]
-    return f". Did you mean '{closest_key(found[2], names)}'?" if names else ""
+    closest = closest_key(found[2], names)
+    return f". Did you mean '{closest}'?" if closest else ""
 
 
 def config_classes() -> set[type]:

@@ -25,6 +25,7 @@ from jaxrl_llm.recipe.keys import (
 )
 
 Pair = tuple[str, list[str]]
+MIN_LIKENESS = 0.6  # of a key that is suggested: "gguf_file" and "profile" have 0.5
 
 
 def split_arguments(argv: list[str]) -> list[Pair]:
@@ -127,17 +128,39 @@ def _advice(typed: str, known: dict[str, ConfigField], config: TrainConfig) -> s
         more = ", ..." if len(group) > 8 else ""
         fields = ", ".join(f"--{name}" for name in group[:8])
         return f"{key} is a group; set its fields: {fields}{more}. --help {key} shows them."
-    if empty := next((k for k in known if key.startswith(f"{k}.") and known[k].value == ()), None):
-        hint = known[empty].hint
-        first = inner_key(empty, hint) or f"{empty} {type_words(hint)}"
-        return f"{empty} is empty in this recipe: begin with --{first}."
+    if next_entry := _next_entry(key, known, config):
+        return next_entry
     if negated := _negated(key, known):
         return f"Write --{negated} False."
     if advice := _of_other_algorithms(key, config):
         return advice
-    if advice := translate(key):
-        return f"{advice} --help all lists the keys."
-    return f"Did you mean --{closest_key(key, known)}? --help all lists the keys."
+    near = closest_key(key, known)
+    advice = translate(key, known) or (near and f"Did you mean --{near}?")
+    return f"{advice} --help all lists the keys.".lstrip()
+
+
+def _next_entry(key: str, known: dict[str, ConfigField], config: TrainConfig) -> str:
+    """Return with which entry a list goes on, where the key is of a later one; "" = it is of none."""
+    if empty := next((k for k in known if key.startswith(f"{k}.") and known[k].value == ()), None):
+        hint = known[empty].hint
+        longer = dict(iter_fields(add_missing(config, f"{empty}.0.".split("."))))
+        field = re.sub(r"^\d+\.", "", key.removeprefix(f"{empty}."))
+        first = _key_of_group(f"{empty}.0.", field, longer) or inner_key(empty, hint)
+        return f"{empty} is empty in this recipe: begin with --{first or f'{empty} {type_words(hint)}'}."
+    found = re.match(r"(?P<entries>[\w.]+?)\.(?P<index>\d+)\.(?P<field>.+)", key)
+    entries = found["entries"] if found else ""
+    count = len({k.split(".")[entries.count(".") + 1] for k in known if k.startswith(f"{entries}.")})
+    if not entries or int(found["index"]) < count:
+        return ""
+    first = _key_of_group(f"{entries}.0.", found["field"], known)
+    after = first.replace(f"{entries}.0.", f"{entries}.{count}.")
+    return f"{entries} has {count} in this recipe: the next one begins with --{after}." if first else ""
+
+
+def _key_of_group(group: str, field: str, known: Iterable[str]) -> str:
+    """Return the likeliest key of a group of `known` for the field that was typed; "" = there is none."""
+    inside = [key for key in known if key.startswith(group)]
+    return resolve_key(f"{group}{field}", inside) or closest_key(f"{group}{field}", inside)
 
 
 def _negated(key: str, known: dict[str, ConfigField]) -> str:
@@ -163,23 +186,32 @@ def _of_other_algorithms(key: str, config: TrainConfig) -> str:
 
 
 def closest_key(key: str, known: Iterable[str]) -> str:
-    """Return the likeliest of `known`: a misspelling, a field of another group, initials (lr), a neighbor."""
+    """Return the likeliest of `known`: a misspelling, a field of another group, initials (lr), a neighbor.
+
+    Returns:
+        "" where none is like it.
+    """
     key = key[:100]
     parent, _, name = key.rpartition(".")
     to_name, to_key = difflib.SequenceMatcher(None, b=name), difflib.SequenceMatcher(None, b=key)
 
     def likeness(other: str) -> float:
-        other_parent, _, other_name = other.rpartition(".")
+        other_name = other.rpartition(".")[2]
         if name == other_name:
             return 1.0
         if other_name.startswith(name) or name == "".join(word[0] for word in other_name.split("_") if word):
             return 0.9
         to_name.set_seq1(other_name)
         to_key.set_seq1(other)
-        best = max(to_key.ratio(), 0.95 * to_name.ratio())
-        return max(best, min(best + 0.3, 0.75)) if parent == other_parent else best
+        return max(to_key.ratio(), 0.95 * to_name.ratio())
 
-    return max(known, key=likeness)
+    def with_neighbors(other: str) -> float:
+        """Return the likeness, more for a key of the same group."""
+        like = alike[other]
+        return max(like, min(like + 0.3, 0.75)) if parent == other.rpartition(".")[0] else like
+
+    alike = {other: like for other in known if (like := likeness(other)) >= MIN_LIKENESS}
+    return max(alike, key=with_neighbors, default="")
 
 
 def closest_word(word: str, known: Iterable[str]) -> str:

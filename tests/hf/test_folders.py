@@ -535,6 +535,10 @@ def test_resolve(tmp_path, monkeypatch):
         resolve_model("/nowhere/qwen/3")
     with pytest.raises(ValueError, match=r"/models/qwen3/a: no such folder"):
         resolve_model("./models/qwen3/a")
+    with pytest.raises(ValueError, match=r"/nowhere/qwen\.gguf: no such file"):
+        resolve_model("/nowhere/qwen.gguf")
+    with pytest.raises(ValueError, match=r"org/m:Q8_0: a model of the hub is written org/m/FILE\.gguf"):
+        resolve_model("hf.co/org/m:Q8_0")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(
         ValueError, match=r"org/name: no folder .*/org/name, and the hub has not delivered it .*copy"

@@ -11,7 +11,7 @@ from jaxrl_llm.recipe.keys import iter_fields
 from jaxrl_llm.recipe.load import from_command_line, load_recipe
 from jaxrl_llm.tools.import_config import ImportArguments, import_recipe
 
-ABSENT = ("no such folder", "there is no file", "is empty: set a f")
+ABSENT = ("no such folder", "no such file", "there is no file", "is empty: set a f")
 
 
 class Imported(NamedTuple):

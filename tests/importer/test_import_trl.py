@@ -91,7 +91,7 @@ def test_grpo_counts_sequences_and_updates(imported):
     assert run.values("lora.rank", "lora.alpha", "lora.targets") == (16, 32.0, ("q_proj", "v_proj"))
     assert run.values("reward.name", "reward.shaping") == ("math", (("format", 0.2),))
     assert run.values("data.train.0.path", "data.train.0.subset") == ("hub:org/math", "main")
-    assert run.values("log.wandb", "run_dir") == ("sums", "grpo-sums")
+    assert run.values("log.wandb", "log.name", "run_dir") == ("sums", "sums", "grpo-sums")
     assert run.unused == {}
 
 
@@ -152,6 +152,23 @@ def test_a_command_in_a_docstring(imported):
         ("grpo --loss_type cispo --epsilon_high 5.0", "cispo", {"algo.clip_high": 4.0}),
         ("grpo --loss_type sapo", "sapo", {"algo.tau_negative": 1.05}),
         ("grpo --loss_type vespo", "vespo", {"algo.k_negative": 3.0}),
+        (
+            "grpo --loss_type luspo --epsilon 2e-3 --epsilon_high 2.5e-3",
+            "luspo",
+            {"algo.aggregation": "sequence_sum", "algo.clip_low": 2e-3, "algo.clip_high": 2.5e-3},
+        ),
+        ("grpo --top_entropy_quantile 0.2", "grpo", {"algo.top_entropy": 0.2}),
+        ("grpo --use_bias_correction_kl True --beta 0.04", "grpo", {"algo.kl_importance": True}),
+        (
+            "grpo --off_policy_mask_threshold 0.5",  # exp(0.5)
+            "grpo",
+            {
+                "algo.correction.reject": (("seq_mean_k1", 1e-9, 1.648721),),
+                "algo.correction.reject_only": "negative",
+                "algo.correction.of": "policy",
+            },
+        ),
+        ("dpo --use_weighting True", "dpo", {"algo.weighted": True}),
         ("rloo", "rloo", {"algo.kl_coef": 0.05, "algo.kl_in": "reward", "responses_per_prompt": 2}),
         ("sft", "sft", {"optim.learning_rate": 2e-5, "prompts_per_step": 8}),
         ("reward --center_rewards_coefficient 0.01", "reward_model", {"algo.center_coef": 0.01}),
@@ -163,6 +180,36 @@ def test_trainers_and_losses(imported, flags, algo, values):
     run = imported(f"trl {flags} --model org/m --dataset_name org/d\n", devices=1)
     assert run.config.algo.algorithm == algo
     assert run.values(*values) == tuple(values.values())
+
+
+def test_the_off_policy_mask_beside_importance_weights(imported):
+    run = imported("trl grpo --model org/m --use_vllm True --off_policy_mask_threshold 0.5\n", devices=1)
+    assert run.values("algo.correction.weight", "algo.correction.of") == ("sequence", "old")
+    assert "0.5: before a step's updates, as the importance weights are" in run.report
+
+
+def test_luspo_of_token_ratios_is_noted(imported):
+    text = "trl grpo --model org/m --loss_type luspo\n"
+    assert "luspo's ratio here is that of the sequence" in imported(text, devices=1).report
+    text = text.replace("luspo", "luspo --importance_sampling_level sequence")
+    assert "luspo's ratio" not in imported(text, devices=1).report
+
+
+@pytest.mark.parametrize(
+    ("losses", "reason"),
+    [
+        (
+            "aot",
+            "there is no AOT: it sorts the ratios of a whole batch, and would depend on the division into "
+            "batches; sigmoid is used",
+        ),
+        ("hinge ipo", "there is one loss at a time; hinge is used"),
+        ("zzz hinge", "there is no zzz; hinge is used"),
+    ],
+)
+def test_dpo_losses_that_are_not_here(imported, losses, reason):
+    run = imported(f"trl dpo --model org/m --loss_type {losses}\n", devices=1)
+    assert run.unused == {"loss_type": reason}
 
 
 def test_cpo_gkd_and_online_dpo(imported):

@@ -186,6 +186,20 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
             "*.safetensors), a GGUF file, or a hub name such as Qwen/Qwen3-0.6B.",
         ),
         (
+            dict(model=ModelConfig(path="model.gguf")),
+            "--model.path model.gguf: no such file. Set a Hugging Face folder (config.json and "
+            "*.safetensors), a GGUF file, or a hub name such as Qwen/Qwen3-0.6B.",
+        ),
+        (
+            dict(model=ModelConfig(path="https://huggingface.co/org/m")),
+            "--model.path https://huggingface.co/org/m: no such folder. A model of the hub is written org/m.",
+        ),
+        (
+            dict(model=ModelConfig(path="org/m:Q4_K_M")),
+            "--model.path org/m:Q4_K_M: no such folder. A model of the hub is written org/m/FILE.gguf, by "
+            "the file of Q4_K_M.",
+        ),
+        (
             dict(data=DataConfig()),
             "--data.path is empty: set a file or folder, hub:OWNER/NAME, task:NAME (generated) or gym:NAME, "
             "or data.train in the recipe.",

@@ -71,6 +71,9 @@ def test_a_key_is_found_in_every_spelling():
     assert refusal(topics_text, config, ["rolout"]) == (
         "--help rolout: no such key or group. Did you mean --help rollout?"
     )
+    assert refusal(topics_text, config, ["xyzzy"]) == (
+        "--help xyzzy: no such key or group. --help all lists the keys."
+    )
 
 
 def test_help_on_the_algorithm_shows_its_settings(capsys):

@@ -82,6 +82,32 @@ def test_an_unknown_key_is_answered_with_the_nearest(config, typed, nearest):
     assert message == f"--{typed}: unknown key. Did you mean --{nearest}? --help all lists the keys."
 
 
+@pytest.mark.parametrize("typed", ["xyzzy", "dropout"])
+def test_no_key_is_suggested_that_is_unlike(config, typed):
+    message = refusal(apply_overrides, config, [(typed, ["1"])])
+    assert message == f"--{typed}: unknown key. --help all lists the keys."
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("reward.models.1.path", "reward.models is empty in this recipe: begin with --reward.models.0.path."),
+        ("reward.models.2.pth", "reward.models is empty in this recipe: begin with --reward.models.0.path."),
+        ("reward.models.path", "reward.models is empty in this recipe: begin with --reward.models.0.path."),
+        (
+            "data.train.3.path",
+            "data.train has 2 in this recipe: the next one begins with --data.train.2.path.",
+        ),
+        (
+            "data.train.9.pth",
+            "data.train has 2 in this recipe: the next one begins with --data.train.2.path.",
+        ),
+    ],
+)
+def test_a_later_entry_of_a_list_keeps_its_field(config, typed, answer):
+    assert refusal(apply_overrides, config, [(typed, ["x"])]) == f"--{typed}: unknown key. {answer}"
+
+
 def test_keys_that_are_no_fields(config):
     assert refusal(changed, config, "--mesh 4") == (
         "--mesh: unknown key. mesh is a group; set its fields: "
@@ -286,12 +312,32 @@ def test_a_value_of_another_type(value, hint):
             "vllm_anything",
             "There is no vLLM: the rollout engines are --rollout.engine native and --rollout.engine sglang.",
         ),
+        ("model_name_or_path", "Here it is --model.path."),
+        ("ref.model_name_or_path", "Here it is --reference.path."),
+        ("run_name", "Here it is --log.name, its name in a logger, or --run_dir, the run's folder."),
+        ("experiment_name", "Here it is --log.name, its name in a logger, or --run_dir, the run's folder."),
+        ("wandb_run_name", "Here it is --log.name, its name in a logger, or --run_dir, the run's folder."),
+        ("wandb_group", "Here it is --log.group."),
+        ("gguf_file", "Here it is --model.path FILE.gguf, or ORG/NAME/FILE.gguf of the hub."),
+        ("early_stopping", "There is no early stopping: --checkpoint.best_metric keeps the best checkpoint."),
         ("stpes", ""),
         ("model.pth", ""),
     ],
 )
 def test_flags_of_other_systems_are_translated(typed, answer):
     assert translate(typed) == answer
+
+
+def test_a_flag_of_several_trainers_is_that_of_the_recipes_algorithm(config):
+    answers = [
+        refusal(changed, replace(config, algo=algo.Config()), "--loss_type x").partition("unknown key. ")[2]
+        for algo in (algos.dpo, algos.grpo, algos.sft)
+    ]
+    of_policies = (
+        "Here it is --algo.aggregation, or another algorithm (--algo cispo, sapo, vespo, luspo); of pairs "
+        "--algo.loss. --help all lists the keys."
+    )
+    assert answers == ["Here it is --algo.loss. --help all lists the keys.", of_policies, of_policies]
 
 
 def test_a_translation_is_part_of_the_refusal(config):
@@ -307,7 +353,7 @@ def test_every_flag_of_the_table_is_unknown_here_and_every_key_it_names_exists(c
     other_algos.append(replace(config, reward=reward, data=data))
     known = {key for one in other_algos for key, _ in iter_fields(one)}
     groups = {key.rpartition(".")[0] for key in known}
-    fields = {field.hint or f"--{field.ours}" for field in fields_by_name().values()}
+    fields = {field.hint or f"--{field.ours}" for of_name in fields_by_name().values() for field in of_name}
     assert len(fields_by_name()) >= 400
     assert not {*SAME, *MISSING} & known
     for answer in (*SAME.values(), *MISSING.values(), *GROUPS.values(), *INSIDE.values(), *fields):

@@ -1,0 +1,135 @@
+"""Settings without effect: values that other settings keep a run from reading.
+
+They are noted and not refused: a recipe may state a value that the command line makes idle, such as the
+alpha of its adapters with --lora.rank 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jaxrl_llm import algos
+from jaxrl_llm.algos.config import AlgoConfig, PolicyConfig
+from jaxrl_llm.config import TrainConfig
+from jaxrl_llm.recipe.keys import iter_fields
+
+READ_CAP = ("reinforce", "gpg")
+"""Algorithms whose loss reads correction.cap without a correction: `surrogates.reinforce_loss`."""
+
+
+class Idle(NamedTuple):
+    """Settings that are not read where others have certain values."""
+
+    keys: str
+    """Keys, with a space between."""
+    reason: str
+    """Settings that keep them from being read."""
+    is_idle: Callable[[TrainConfig], bool]
+
+
+def _policy(config: TrainConfig, is_idle: Callable[[Any], bool]) -> bool:
+    """Return is_idle(settings of the policy gradient); False for others, and for a user's loss."""
+    algo = config.algo
+    return isinstance(algo, PolicyConfig) and algo.algorithm in algos.ALGOS and is_idle(algo)
+
+
+def _dpo(config: TrainConfig, is_idle: Callable[[Any], bool]) -> bool:
+    """Return is_idle(settings of DPO's loss); False for other algorithms."""
+    algo: Any = config.algo
+    pairs: dict[str, AlgoConfig] = {"dpo": algo, "online_dpo": getattr(algo, "dpo", algo)}
+    return algo.algorithm in pairs and is_idle(pairs[algo.algorithm])
+
+
+IDLE = (
+    Idle(
+        "reference.path reference.offload",
+        "no reference model is used with these settings",
+        lambda c: not algos.requirements(c.algo).reference,
+    ),
+    Idle(
+        "algo.kl_target algo.kl_importance",
+        "--algo.kl_coef is 0",
+        lambda c: _policy(c, lambda algo: not algo.kl_coef),
+    ),
+    Idle(
+        "algo.kl_importance",
+        "--algo.kl_in is not loss",
+        lambda c: _policy(c, lambda algo: algo.kl_coef and algo.kl_in != "loss" and algo.kl_target is None),
+    ),
+    Idle(
+        "algo.correction.cap",
+        "--algo.correction.weight is none",
+        lambda c: _policy(
+            c, lambda algo: algo.correction.weight == "none" and algo.algorithm not in READ_CAP
+        ),
+    ),
+    Idle(
+        "algo.correction.floor algo.correction.outside algo.correction.normalize",
+        "--algo.correction.weight is none",
+        lambda c: _policy(c, lambda algo: algo.correction.weight == "none"),
+    ),
+    Idle(
+        "algo.correction.reject_only",
+        "--algo.correction.reject is empty",
+        lambda c: _policy(c, lambda algo: not algo.correction.reject),
+    ),
+    Idle(
+        "algo.correction.of",
+        "--algo.correction.weight is none, and --algo.correction.reject is empty",
+        lambda c: _policy(c, lambda algo: not algo.correction.active),
+    ),
+    Idle(
+        "algo.tau algo.dpo.tau",
+        "it is read by the loss discopop only",
+        lambda c: _dpo(c, lambda dpo: dpo.loss != "discopop"),
+    ),
+    Idle(
+        "algo.alpha algo.dpo.alpha",
+        "it is read by the divergence alpha only",
+        lambda c: _dpo(c, lambda dpo: dpo.divergence != "alpha"),
+    ),
+    Idle("eval.judge", "--eval.every is 0", lambda c: not c.eval.every),
+    Idle("checkpoint.hf_keep", "--checkpoint.hf_every is 0", lambda c: not c.checkpoint.hf_every),
+    Idle(
+        "checkpoint.keep_best checkpoint.best_mode",
+        "--checkpoint.best_metric is empty",
+        lambda c: not c.checkpoint.best_metric,
+    ),
+    Idle(
+        "log.name log.group log.tags",
+        "there is no logger (--log.wandb, --log.mlflow, --log.swanlab)",
+        lambda c: not (c.log.wandb or c.log.mlflow or c.log.swanlab),
+    ),
+    Idle(
+        "log.directory",
+        "there is no logger with local files (--log.wandb, --log.swanlab)",
+        lambda c: not (c.log.wandb or c.log.swanlab),
+    ),
+    Idle("log.tracking_uri", "--log.mlflow is empty", lambda c: not c.log.mlflow),
+    Idle("hub.private", "--hub.push is empty", lambda c: not c.hub.push),
+    Idle(
+        "lora.alpha lora.rank_stabilized lora.targets lora.expert_rank",
+        "--lora.rank is 0",
+        lambda c: not c.lora.rank,
+    ),
+)
+
+
+def without_effect(config: TrainConfig) -> list[str]:
+    """Return a note on each setting that is not its default and has no effect on this run."""
+    known = dict(iter_fields(config))
+    at_defaults = dataclasses.replace(TrainConfig(), algo=algos.of(config.algo).config)
+    defaults = dict(iter_fields(at_defaults))
+    notes = []
+    for row in IDLE:
+        keys = [
+            f"--{key}"
+            for key in row.keys.split()
+            if key in known and key in defaults and known[key].value != defaults[key].value
+        ]
+        if keys and row.is_idle(config):
+            has = "has" if len(keys) == 1 else "have"
+            notes.append(f"{', '.join(keys)} {has} no effect: {row.reason}")
+    return notes
