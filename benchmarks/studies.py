@@ -142,7 +142,7 @@ RANKS = {"full": "", **{f"rank_{rank}": FIVE_TIMES.format(rank=rank) for rank in
 CALCULATOR = f"--config grpo_tools_tiny.py {FROM} --steps 20 --eval.every 5"
 OTHERS = (
     *("dr_grpo", "reinforce", "remax", "opo", "gpg", "passk", "otb", "gdpo", "raft", "online_dpo"),
-    *("cispo", "sapo", "gmpo", "clip_cov", "kl_cov", "dppo", "dro", "vespo"),
+    *("luspo", "cispo", "sapo", "gmpo", "clip_cov", "kl_cov", "dppo", "dro", "vespo"),
 )
 TINY: dict[str, Study] = {
     "online": Study(
@@ -162,9 +162,11 @@ TINY: dict[str, Study] = {
         also=("entropy", "clip_fraction"),
     ),
     "online_others": Study(
-        "The other online algorithms do so too, with the same settings.",
+        "The other online algorithms do so too, with the same settings; A*-PO with one update a step, and as "
+        "many updates.",
         {
             "pf_ppo": f"{ONLINE_PPO} --algo pf_ppo",
+            "a_star_po": f"{SEARCH} --steps 200 --algo a_star_po",  # on-policy: its loss has no ratio
             **{name: f"{ONLINE} --algo {name}" for name in OTHERS},
         },
         all_at_least(0.05),

@@ -141,8 +141,8 @@ dpo = Algorithm(
     1 - exp(-c), js log 2 + log s(c), alpha (exp((alpha - 1) c) - 1) / (alpha - 1). `tail_coef` weighs the
     tokens beyond the shorter response's length (LD-DPO, arXiv 2409.06411). `weighted` multiplies the loss of
     a pair by min(w(c) w(r), 1), w = exp(mean over tokens of log p - log sum p^2): pairs that are likely under
-    the policy count more (WPO, arXiv 2406.11827). AOT, which sorts the ratios of a whole batch, is not here:
-    it would depend on the division into batches.
+    the policy count more (WPO, arXiv 2406.11827). AOT (arXiv 2406.05882), which pairs by rank, is not here:
+    ranks are those of a mini-batch, and a loss sees a micro-batch (docs/algorithms.md).
 
     `length_normalized` takes means over the tokens instead of sums: TRL's IPO (what its authors ran, by TRL's
     account), and the length-normalised DPO of Tulu 3 (arXiv 2411.15124). `nll_coef` adds the likelihood of

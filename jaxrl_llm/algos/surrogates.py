@@ -337,7 +337,10 @@ a_star_po = policy_algorithm(
     A = r - V, V = value_beta log mean exp(r / value_beta); loss = (beta log(pi / ref) - A)^2, mean over
     responses, log(pi / ref) summed over tokens. V is taken over the step's own group; in the paper over
     responses of the reference, once before training: for that let the reward subtract a column of the data
-    with V, and set `advantage = "reward"`.""",
+    with V, and set `advantage = "reward"`.
+
+    On-policy, as in the paper: one update a step. V is a soft maximum, so A sums to less than 0 over a group,
+    and no ratio bounds how far later updates would push the step's responses down.""",
     AStarPOConfig(advantage="optimal_value", aggregation="sequence"),
     a_star_po_loss,
     requires=lambda config: replace(requires(config), reference=True),

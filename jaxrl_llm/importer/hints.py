@@ -61,6 +61,9 @@ SAME = {
     "ckpt_path": RUN_DIR,
     "use_wandb": WANDB,
     "sp_size": "--mesh.sequence",
+    **dict.fromkeys(("expert_model_parallel_size", "expert_parallel_size", "ep_size"), "--mesh.expert"),
+    **dict.fromkeys(("aux_loss_coef", "router_aux_loss_coef"), "--routing.balance_coef"),
+    **dict.fromkeys(("enable_rollout_routing_replay", "router_replay.mode"), "--routing.replay"),
     "lora": "--lora.rank",
     "bnb_4bit_quant_type": "--lora.quantize nf4, with --lora.rank",
 }
@@ -143,20 +146,14 @@ MISSING = {
     ),
     **dict.fromkeys(
         (
-            "expert_model_parallel_size",
             "expert_tensor_parallel_size",
-            "expert_parallel_size",
             "moe_router_force_load_balancing",
-            "aux_loss_coef",
-            "router_aux_loss_coef",
             "moe_router_dtype",
             "moe_permute_fusion",
             "moe_token_dispatcher_type",
             "moe_enable_deepep",
             "moe_grouped_gemm",
             "groupgemm",
-            "enable_rollout_routing_replay",
-            "router_replay.mode",
         ),
         NO_EXPERTS,
     ),
@@ -330,6 +327,45 @@ INSIDE = {
     "checkpoint": "Checkpoints are whole: --checkpoint.every and --checkpoint.keep",
 }
 """Part of a key of another system -> what is there in the place of all such keys."""
+
+
+ALGORITHMS = {
+    "cdpo": "--algo dpo --algo.label_smoothing 0.1",
+    "ipo": "--algo dpo --algo.loss ipo",
+    "slic": "--algo dpo --algo.loss hinge",
+    "exo": "--algo dpo --algo.loss exo --algo.label_smoothing 0.001",
+    "nca": "--algo dpo --algo.loss nca",
+    "bco": "--algo dpo --algo.loss bco",
+    "sppo": "--algo dpo --algo.loss sppo",
+    "apo": "--algo dpo --algo.loss apo_zero, or apo_down",
+    "discopop": "--algo dpo --algo.loss discopop",
+    "rpo": "--algo dpo --algo.nll_coef 1.0",
+    "ld_dpo": "--algo dpo --algo.tail_coef 0.5",
+    "wpo": "--algo dpo --algo.weighted True",
+    "alphapo": "--algo simpo --algo.alpha 0.25",
+    "a2po": "--algo a_star_po",
+}
+"""Algorithm with another name here, or an option of another one -> the words of the command line."""
+
+NO_ALGORITHM = {
+    "aot": "its loss pairs sequences by their ranks in the mini-batch, and a loss here sees a micro-batch",
+    "tpo": (
+        "triple preference optimization has three responses to a prompt, rows here two, where its loss is "
+        "--algo cpo; target policy optimization needs all responses to a prompt in one micro-batch"
+    ),
+    "sdft": "its teacher has a demonstration in the prompt, and teachers here read the student's prompt",
+    "sdpo": "its teacher has feedback in the prompt, and teachers here read the student's prompt",
+    "gold": "its teacher has another tokenizer; with the same one it is --algo gkd",
+}
+"""Algorithm that there is not -> the reason; docs/algorithms.md has more."""
+
+
+def translate_algorithm(name: str) -> str:
+    """Return what the algorithm of a paper or another system is here, as a sentence; "" = none is known."""
+    key = name.lower().replace("-", "_")
+    if key in ALGORITHMS:
+        return f"Here it is {ALGORITHMS[key]}."
+    return f"There is none: {NO_ALGORITHM[key]} (docs/algorithms.md)." if key in NO_ALGORITHM else ""
 
 
 def translate(key: str, known: Container[str] = ()) -> str:

@@ -28,6 +28,7 @@ from jaxrl_llm.user_file import expand_home
 
 GROUP_ADVANTAGES = {
     "grpo", "rloo", "opo", "gpg", "gpg_rewards", "passk", "gdpo", "reinforce_pp_baseline", "otb",
+    "optimal_value",
 }  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 from jaxrl_llm import algos
 from jaxrl_llm.config import DataConfig, TrainConfig
 from jaxrl_llm.errors import ConfigError, UserError
+from jaxrl_llm.importer.hints import translate_algorithm
 from jaxrl_llm.recipe.help import overview, topics_text, usage
 from jaxrl_llm.recipe.idle import without_effect
 from jaxrl_llm.recipe.keys import iter_fields, shorten
@@ -169,6 +170,8 @@ def with_algo(config: TrainConfig, name: str | None) -> tuple[TrainConfig, list[
     if name is None:
         return config, []
     if not name.endswith(".py") and name not in algos.ALGOS:
+        if answer := translate_algorithm(name):
+            raise ConfigError(f"--algo {shorten(name)}: unknown algorithm. {answer}")
         near, known = closest_word(name, algos.ALGOS), ", ".join(sorted(algos.ALGOS))
         raise ConfigError(
             f"--algo {shorten(name)}: unknown algorithm. Did you mean --algo {near}? "

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from refusals import refusal
 
-from jaxrl_llm.algos import dpo, gkd, grpo, reward_model, sft
+from jaxrl_llm.algos import a_star_po, dpo, gkd, grpo, reward_model, sft
 from jaxrl_llm.algos.config import ClippedConfig
 from jaxrl_llm.build.data import open_loaders
 from jaxrl_llm.build.sizes import derived
@@ -51,6 +51,11 @@ def test_a_sound_config_passes_and_its_folder_is_made(config):
             dict(responses_per_prompt=1),
             "--responses_per_prompt is 1: grpo compares the responses to one prompt, so it would have "
             "nothing to compare. Set it to 2 or more; 8 is usual.",
+        ),
+        (
+            dict(responses_per_prompt=1, algo=a_star_po.Config()),
+            "--responses_per_prompt is 1: optimal_value compares the responses to one prompt, so it would "
+            "have nothing to compare. Set it to 2 or more; 8 is usual.",
         ),
         (
             dict(prompts_per_step=3, responses_per_prompt=5, minibatches_per_step=4),

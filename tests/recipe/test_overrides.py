@@ -14,9 +14,11 @@ from jaxrl_llm.config import (
     ModelConfig,
     TrainConfig,
 )
-from jaxrl_llm.importer.hints import GROUPS, INSIDE, MISSING, SAME, translate
+from jaxrl_llm.importer.hints import ALGORITHMS, GROUPS, INSIDE, MISSING, NO_ALGORITHM, SAME, translate
 from jaxrl_llm.importer.systems import fields_by_name
+from jaxrl_llm.ranges import problems
 from jaxrl_llm.recipe.keys import has_type, iter_fields, parse_value, type_words
+from jaxrl_llm.recipe.load import with_algo
 from jaxrl_llm.recipe.overrides import apply_overrides, split_arguments
 from jaxrl_llm.rewards.config import RewardModelConfig
 
@@ -312,6 +314,9 @@ def test_a_value_of_another_type(value, hint):
             "vllm_anything",
             "There is no vLLM: the rollout engines are --rollout.engine native and --rollout.engine sglang.",
         ),
+        ("expert_model_parallel_size", "Here it is --mesh.expert."),
+        ("router_aux_loss_coef", "Here it is --routing.balance_coef."),
+        ("router_replay.mode", "Here it is --routing.replay."),
         ("model_name_or_path", "Here it is --model.path."),
         ("ref.model_name_or_path", "Here it is --reference.path."),
         ("run_name", "Here it is --log.name, its name in a logger, or --run_dir, the run's folder."),
@@ -361,6 +366,22 @@ def test_every_flag_of_the_table_is_unknown_here_and_every_key_it_names_exists(c
             re.findall(r"--([a-z_0-9.]*[a-z_0-9])", answer.replace("'--tp 2 --mem-fraction-static 0.6'", ""))
         )
         assert named - {"algo", "help"} <= known | groups, answer
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_algorithm_of_another_name_is_accepted_as_the_refusal_says(config, name):
+    line = ALGORITHMS[name].partition(",")[0]
+    answer = f"Here it is {ALGORITHMS[name]}."
+    assert refusal(with_algo, config, name) == f"--algo {name}: unknown algorithm. {answer}"
+    of, *option = line.removeprefix("--algo ").split(" ", 1)
+    plain = with_algo(config, of)[0]
+    after = changed(plain, *option) if option else plain
+    assert (after.algo != plain.algo) == bool(option) and not list(problems(after.algo))
+
+
+def test_no_algorithm_that_there_is_is_translated():
+    assert not {*ALGORITHMS, *NO_ALGORITHM} & {*algos.ALGOS}
+    assert not {*ALGORITHMS} & {*NO_ALGORITHM}
 
 
 def test_a_property_is_no_key(config):

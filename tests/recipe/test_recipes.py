@@ -237,6 +237,10 @@ def test_an_unknown_or_broken_algorithm_is_refused(tmp_path):
         f"--algo grppo: unknown algorithm. Did you mean --algo grpo? There are {known}; your own is the path "
         "of a .py file."
     )
+    assert refusal(load.with_algo, config, "SDPO") == (
+        "--algo SDPO: unknown algorithm. There is none: its teacher has feedback in the prompt, and teachers "
+        "here read the student's prompt (docs/algorithms.md)."
+    )
     mine = tmp_path / "mine_broken.py"
     mine.write_text("x = y\n")
     assert refusal(load.with_algo, config, str(mine)) == (
