@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 from jaxrl_llm import algos
 from jaxrl_llm.config import DataConfig, TrainConfig
 from jaxrl_llm.errors import ConfigError, UserError
-from jaxrl_llm.importer.hints import translate_algorithm
+from jaxrl_llm.importer.algorithm_names import translate_algorithm
 from jaxrl_llm.recipe.help import overview, topics_text, usage
 from jaxrl_llm.recipe.idle import without_effect
 from jaxrl_llm.recipe.keys import iter_fields, shorten

@@ -14,7 +14,8 @@ from jaxrl_llm.config import (
     ModelConfig,
     TrainConfig,
 )
-from jaxrl_llm.importer.hints import ALGORITHMS, GROUPS, INSIDE, MISSING, NO_ALGORITHM, SAME, translate
+from jaxrl_llm.importer.algorithm_names import ALGORITHMS, NO_ALGORITHM
+from jaxrl_llm.importer.hints import GROUPS, INSIDE, MISSING, SAME, translate
 from jaxrl_llm.importer.systems import fields_by_name
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.recipe.keys import has_type, iter_fields, parse_value, type_words
