@@ -27,7 +27,7 @@ activations, too, and the trainer does not; docs/sglang.md has the measurement."
 SHORTEST = 32
 
 
-class Score(Protocol):
+class SequenceScorer(Protocol):
     """The trainer's own log-probs of one sequence. A collective."""
 
     def __call__(
@@ -46,7 +46,7 @@ def tolerance_of(dtype: str, chosen: float | None) -> float:
     return TOLERANCE[dtype] if chosen is None else chosen
 
 
-def make_score(model: TransformerConfig, dtype: str, mesh: Mesh) -> Score:
+def make_score(model: TransformerConfig, dtype: str, mesh: Mesh) -> SequenceScorer:
     """Return the log-probs of a model in `dtype` on this mesh."""
     scorer = functools.cache(lambda temperature: make_scorer(model, temperature, dtype, mesh))
 

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from typing import Any, NamedTuple, Protocol
 
 from jaxrl_llm import models
-from jaxrl_llm.bridge.probe import Probe, Score, probe_tokens
+from jaxrl_llm.bridge.probe import Probe, SequenceScorer, probe_tokens
 from jaxrl_llm.bridge.servers import (
     CACHE,
     WEIGHTS,
@@ -92,7 +92,7 @@ class Publisher:
         pause: PauseMode,
         model: TransformerConfig,
         tolerance: float,
-        score: Score,
+        score: SequenceScorer,
         on_first: Callable[[Callable[[], Any]], Any],
         wait_for_servers: Callable[[], None] = lambda: None,
         problem: Problem = lambda info: "",
