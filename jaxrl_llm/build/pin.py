@@ -22,8 +22,8 @@ def pin_models(config: TrainConfig) -> tuple[TrainConfig, dict[str, str]]:
     """Return (the config with a commit in each hub name, name -> name with it, for config.json).
 
     A run that continues reads the weights that it began with, though the hub may have newer ones: the frozen
-    reference, the base of adapters, teachers. A name means the commit that it meant at its first use: a branch
-    of a repository and its default branch are two names. Process 0 chooses the commits. A collective.
+    reference, the base of adapters, teachers. A name means the commit that it meant at its first use, and a
+    repository with and without a branch are two names. Process 0 chooses the commits. A collective.
     """
     pins = read_pins(Path(config.run_dir) / "config.json")
 

@@ -61,8 +61,7 @@ def convert_gguf(file: Path) -> Path:
         UserError: the extra `gguf` is not installed, a damaged file, one that is a part of several, another
             architecture, a RoPE or quantization that is not supported, or no space.
     """
-    status = file.stat()
-    folder = _cache() / f"{file.stem}-{_digest(file, status.st_size, status.st_mtime_ns)[:16]}"
+    folder = converted_folder(file)
     if (folder / "config.json").is_file():
         return folder
     model = _GgufModel(file, _open(file))
@@ -88,6 +87,12 @@ def convert_gguf(file: Path) -> Path:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def converted_folder(file: Path) -> Path:
+    """Return the folder of a GGUF file's conversion, which is there or will be."""
+    status = file.stat()
+    return gguf_cache() / f"{file.stem}-{_digest(file, status.st_size, status.st_mtime_ns)[:16]}"
 
 
 @functools.cache
@@ -325,7 +330,8 @@ def _open(file: Path) -> Any:
         raise UserError(f"{file}: truncated, damaged, or no GGUF file ({error})") from error
 
 
-def _cache() -> Path:
+def gguf_cache() -> Path:
+    """Return the folder of converted GGUF files."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "jaxrl_llm" / "gguf"
 
