@@ -1,4 +1,4 @@
-"""What a result says of the machine and the code that it comes from."""
+"""Machine and code that a result comes from."""
 
 from __future__ import annotations
 
