@@ -272,7 +272,11 @@ class RunLog:
             self.loggers.pop(name, None)
             if name not in self.warned:
                 self.warned.add(name)
-                self.warn(f"{name} cannot be written ({type(error).__name__}: {error}); training continues.")
+                missing = isinstance(error, ModuleNotFoundError) and error.name in loggers.EXTRAS
+                fix = f" Fix: pip install 'jaxrl-llm[{error.name}]'" if missing else ""
+                self.warn(
+                    f"{name} cannot be written ({type(error).__name__}: {error}); training continues.{fix}"
+                )
             return None
 
 

@@ -41,6 +41,7 @@ from jaxrl_llm.learn.optim_states import averaged_weights
 from jaxrl_llm.models.lora import base_config, trained_state
 from jaxrl_llm.plan.models import ABSTRACT_MODELS, UnknownModelError, planned_model
 from jaxrl_llm.recipe.load import from_command_line
+from jaxrl_llm.report.loggers import EXTRAS
 from jaxrl_llm.rewards.load import LIBRARIES, resolve_reward
 from jaxrl_llm.rewards.sample import RewardLoadError
 from jaxrl_llm.rollout.sglang.auth import request_headers
@@ -51,7 +52,6 @@ from jaxrl_llm.tools.arguments import parse_known_arguments
 from jaxrl_llm.tools.devices import GIB, Finding, check_devices, check_versions, run_command_line
 from jaxrl_llm.user_file import expand_home
 
-LOGGER_EXTRAS = ("wandb", "mlflow", "swanlab")
 PLACED = ("rollout", "reference", "critic", "teacher")
 MIN_SHM = GIB  # NCCL and SGLang exchange data in shared memory
 MIN_MEMORY = 4 * GIB
@@ -266,7 +266,7 @@ def needed_packages(config: TrainConfig) -> Iterator[tuple[str, str, str]]:
     yield from ((LIBRARIES[name], "tasks", f"reward {name}") for name in sorted(rewards & LIBRARIES.keys()))
     yield from (("gguf", "gguf", name) for name in model_names(config) if name.endswith(SUFFIX))
     yield from (("mcp", "mcp", f"--env.tools {name}") for name in config.env.tools if name.startswith("mcp:"))
-    yield from ((name, name, f"--log.{name}") for name in LOGGER_EXTRAS if getattr(config.log, name))
+    yield from ((name, name, f"--log.{name}") for name in EXTRAS if getattr(config.log, name))
 
 
 def _reward_of(name: str, source: str) -> str:
