@@ -136,7 +136,7 @@ def train(
     if start > run.stages[-1].start:
         files = {name: checkpoints.file(start, name) or b"" for name in (CURSOR_FILE, PARTIAL_FILE)}
         source.resume(files, start - run.stages[-1].start, state.params, int(state.version))
-    for step in log.steps(start, run.total):
+    for step in log.steps(start, run.total, warm_up=run.stages[-1].start):
         if reason := outage.reason or stop.requested(step, checkpoints.longest_save):
             break
         stage = run.stage(step)

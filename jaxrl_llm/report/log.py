@@ -109,8 +109,13 @@ class RunLog:
         for name, logger in list(self.loggers.items()):
             self._try(name, lambda logger=logger: logger.config(tree))
 
-    def steps(self, start: int, total: int) -> Iterator[int]:
-        """Yield start, ..., total - 1; the body takes step n + 1, which is profiled if that was asked for."""
+    def steps(self, start: int, total: int, warm_up: int = 0) -> Iterator[int]:
+        """Yield start, ..., total - 1; the body takes step n + 1, which is profiled if that was asked for.
+
+        Args:
+            warm_up: first steps that are of the SFT warm-up, whose remaining time is shown on its own.
+        """
+        self.progress.remaining.warm_up = warm_up
         self.clock.begin("other")
         self.progress.phase("", begins=False)
         if self.profiler.steps and self.profiler.steps[-1] <= start:

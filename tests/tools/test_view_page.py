@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from browser import CHROMEDRIVER, CHROMIUM, open_browser
-from view_runs import HOSTILE, large_run
-
 from PIL import Image
+from view_runs import HOSTILE, large_run
 
 from jaxrl_llm import train
 from jaxrl_llm.__main__ import main
@@ -85,7 +84,9 @@ def test_evaluation_by_data_source(browser, page):
         "0.5 step 1,000",
     ]
     browser.size(390, 900)  # a name stays beside its colour: each row is one line
-    heights = browser.run("return [...document.querySelectorAll('.eval tbody tr')].map((r) => r.offsetHeight)")
+    heights = browser.run(
+        "return [...document.querySelectorAll('.eval tbody tr')].map((r) => r.offsetHeight)"
+    )
     browser.size(1280, 900)
     assert len(heights) > 2 and max(heights) < 50, heights
 
