@@ -104,7 +104,7 @@ def execute_together(
     clock.begin("build")
     config, run_dir = resolved.config, Path(resolved.config.run_dir)
     closing.enter_context(run_dir_lock(run_dir))
-    config = pin_models(config)
+    config, pins = pin_models(config)
     run = build(config, closing, reward)
     closing.enter_context(jax.set_mesh(run.mesh))
     clock.begin("restore")
@@ -113,7 +113,7 @@ def execute_together(
     clock.begin("loggers")
     log = RunLog(run_dir, config.log, run.total, start or -1, run.devices, config.profiled, clock)
     closing.enter_context(contextlib.closing(log))
-    introduce(log, run, describe_run(run.config, resolved.recipe, list(argv)), start)
+    introduce(log, run, describe_run(run.config, resolved.recipe, list(argv), pins), start)
     clock.begin("weights")
     with Stop(config.max_runtime) as stop:
         ended = train(run, checkpoints, log, state, start, stop)
@@ -136,7 +136,7 @@ def train(
     if start > run.stages[-1].start:
         files = {name: checkpoints.file(start, name) or b"" for name in (CURSOR_FILE, PARTIAL_FILE)}
         source.resume(files, start - run.stages[-1].start, state.params, int(state.version))
-    for step in log.steps(start, run.total):
+    for step in log.steps(start, run.total, warm_up=run.stages[-1].start):
         if reason := outage.reason or stop.requested(step, checkpoints.longest_save):
             break
         stage = run.stage(step)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from jaxrl_llm import algos
 from jaxrl_llm.config import TrainConfig
@@ -12,51 +14,80 @@ from jaxrl_llm.hf.hub_name import parse_hub_name
 from jaxrl_llm.hf.resolve import pin_revision
 from jaxrl_llm.host.processes import on_first
 
+PINS = "pins"
+"""Key of config.json: hub name as the recipe has it -> name with the commit."""
 
-def pin_models(config: TrainConfig) -> TrainConfig:
-    """Return the config with a commit in each hub name: those of the run directory, if it has some.
+
+def pin_models(config: TrainConfig) -> tuple[TrainConfig, dict[str, str]]:
+    """Return (the config with a commit in each hub name, name -> name with it, for config.json).
 
     A run that continues reads the weights that it began with, though the hub may have newer ones: the frozen
-    reference, the base of adapters, teachers. Process 0 chooses the commits. A collective.
+    reference, the base of adapters, teachers. A name means the commit that it meant at its first use, and a
+    repository with and without a branch are two names. Process 0 chooses the commits. A collective.
     """
-    earlier = _recorded_names(Path(config.run_dir) / "config.json")
+    pins = read_pins(Path(config.run_dir) / "config.json")
 
     def pin(name: str) -> str:
-        if not name or parse_hub_name(name) is None:
+        if not name or (hub := parse_hub_name(name)) is None:
             return name
-        return earlier.get(name) or on_first(lambda: pin_revision(name))
+        if str(hub) not in pins:
+            pinned = on_first(lambda: pin_revision(name))
+            if pinned == name:  # a local folder, or a commit already
+                return name
+            pins[str(hub)] = pinned
+        return pins[str(hub)]
 
+    return map_models(config, pin), pins
+
+
+def map_models(config: TrainConfig, rename: Callable[[str], str]) -> TrainConfig:
+    """Return the config with each name of a model or its tokenizer replaced; "" = there is none."""
     tokenizer = config.model.tokenizer
     model = replace(
         config.model,
-        path=pin(config.model.path),
-        tokenizer=tokenizer if tokenizer == "tiny" else pin(tokenizer),
+        path=rename(config.model.path),
+        tokenizer=tokenizer if tokenizer == "tiny" else rename(tokenizer),
     )
-    rewards = tuple(replace(reward, path=pin(reward.path)) for reward in config.reward.models)
+    rewards = tuple(replace(reward, path=rename(reward.path)) for reward in config.reward.models)
     algo = config.algo
     if algos.requirements(algo).teachers and hasattr(algo, "teachers"):
-        algo = replace(algo, teachers=tuple(map(pin, algo.teachers)))
+        algo = replace(algo, teachers=tuple(map(rename, algo.teachers)))
     return replace(
         config,
         model=model,
         algo=algo,
-        critic=replace(config.critic, path=pin(config.critic.path)),
-        reference=replace(config.reference, path=pin(config.reference.path)),
+        critic=replace(config.critic, path=rename(config.critic.path)),
+        reference=replace(config.reference, path=rename(config.reference.path)),
         reward=replace(config.reward, models=rewards),
     )
 
 
-def _recorded_names(file: Path) -> dict[str, str]:
-    """Return hub name without commit -> with it, as config.json of the run directory has them."""
+def read_pins(file: Path) -> dict[str, str]:
+    """Return hub name -> name with its commit, as config.json of the run directory has them.
+
+    Where an earlier version wrote the file without them, they are the names in it, each without its commit.
+    A repository of which it has two commits is left out: which of them a name meant is not known.
+    """
     try:
         tree = json.loads(file.read_text())
     except (OSError, ValueError):
         return {}
-    names, pending = {}, [tree]
+    if isinstance(tree, dict) and PINS in tree:
+        return dict(tree[PINS])
+    found: dict[str, set[str]] = {}
+    for text in _texts(tree.get("config") if isinstance(tree, dict) else None):
+        if "@" in text and (hub := parse_hub_name(text)):
+            found.setdefault(str(hub._replace(revision=None)), set()).add(text)
+    return {name: pinned.pop() for name, pinned in found.items() if len(pinned) == 1}
+
+
+def _texts(tree: Any) -> list[str]:
+    """Return the texts in a tree of JSON values."""
+    texts, pending = [], [tree]
     while pending:
         value = pending.pop()
         if isinstance(value, dict | list):
             pending += value.values() if isinstance(value, dict) else value
-        elif isinstance(value, str) and "@" in value and (hub := parse_hub_name(value)):
-            names[str(hub._replace(revision=None))] = value
-    return names
+        elif isinstance(value, str):
+            texts.append(value)
+    return texts

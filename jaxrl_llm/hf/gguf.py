@@ -28,6 +28,8 @@ from jaxrl_llm.models import TransformerConfig
 FAMILIES = ("llama", "qwen2", "qwen3")
 """Values of `general.architecture` that are read; files of Mistral models say "llama"."""
 
+_FORMAT = 2
+"""Version of conversions; those of version 1, without a number, lack tokens that begin a text."""
 _SHARD_BYTES = 4 * 2**30
 _SIZES = {
     # config.json             GGUF, after "<architecture>."
@@ -55,14 +57,14 @@ _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 def convert_gguf(file: Path) -> Path:
     """Return the Hugging Face folder of a GGUF file, which is converted at its first use.
 
-    The folder is named by the SHA-256 of the file, in $XDG_CACHE_HOME/jaxrl_llm/gguf (~/.cache by default).
+    The folder is named by the SHA-256 of the file and the version of conversions, in
+    $XDG_CACHE_HOME/jaxrl_llm/gguf (~/.cache by default).
 
     Raises:
         UserError: the extra `gguf` is not installed, a damaged file, one that is a part of several, another
             architecture, a RoPE or quantization that is not supported, or no space.
     """
-    status = file.stat()
-    folder = _cache() / f"{file.stem}-{_digest(file, status.st_size, status.st_mtime_ns)[:16]}"
+    folder = converted_folder(file)
     if (folder / "config.json").is_file():
         return folder
     model = _GgufModel(file, _open(file))
@@ -88,6 +90,13 @@ def convert_gguf(file: Path) -> Path:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def converted_folder(file: Path) -> Path:
+    """Return the folder of a GGUF file's conversion, which is there or will be."""
+    status = file.stat()
+    digest = _digest(file, status.st_size, status.st_mtime_ns)[:16]
+    return gguf_cache() / f"{file.stem}-{digest}-{_FORMAT}"
 
 
 @functools.cache
@@ -285,6 +294,7 @@ class _GgufModel:
             backend, extra = convert(self.family, settings)
             backend = _without_new_tokens(backend, len(settings["tokens"]))
             special = {name: settings["tokens"][i] for name, i in self._special_ids().items()}
+            backend.post_processor = self._post_processor(special)
             extra |= special | ({"chat_template": template} if template else {})
             return PreTrainedTokenizerFast(tokenizer_object=backend, **extra)
         except BaseException as error:  # all kinds, for metadata that it does not know; of Rust, no Exception
@@ -296,6 +306,28 @@ class _GgufModel:
         """Return generation_config.json: a chat model may end a response in several ways."""
         ids = {self.value(f"tokenizer.ggml.{key}") for key in _ENDS} - {None}
         return {"eos_token_id": sorted(ids)}
+
+    def _post_processor(self, special: dict[str, str]) -> Any:
+        """Return what puts the beginning-of-sequence token before a text, and the end token behind it.
+
+        As llama.cpp, a SentencePiece vocabulary ("llama") begins texts unless its file says that it does not.
+        """
+        from tokenizers.processors import TemplateProcessing
+
+        sentencepiece = self.value("tokenizer.ggml.model") == "llama"
+        adds = {
+            "bos_token": self.value("tokenizer.ggml.add_bos_token", sentencepiece),
+            "eos_token": self.value("tokenizer.ggml.add_eos_token", False),
+        }
+        used = {name: special[name] for name, is_added in adds.items() if is_added and name in special}
+        before, after = ([used[name]] if name in used else [] for name in adds)
+        around = lambda text, kind: [f"{part}:{kind}" for part in (*before, text, *after)]
+        ids = self._special_ids()
+        return TemplateProcessing(
+            single=around("$A", 0),
+            pair=around("$A", 0) + around("$B", 1),
+            special_tokens=sorted({(token, ids[name]) for name, token in used.items()}),
+        )
 
     def _special_ids(self) -> dict[str, int]:
         ids = {name: self.value(f"tokenizer.ggml.{key}") for name, key in _SPECIAL.items()}
@@ -325,7 +357,8 @@ def _open(file: Path) -> Any:
         raise UserError(f"{file}: truncated, damaged, or no GGUF file ({error})") from error
 
 
-def _cache() -> Path:
+def gguf_cache() -> Path:
+    """Return the folder of converted GGUF files."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "jaxrl_llm" / "gguf"
 

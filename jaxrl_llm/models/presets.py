@@ -34,12 +34,27 @@ def _llama3(hidden: int, mlp: int, layers: int, heads: int) -> TransformerConfig
     )
 
 
+_SMOLLM2_135M = TransformerConfig(
+    family="llama",
+    vocab_size=49_152,
+    hidden_size=576,
+    mlp_size=1536,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    qk_norm=False,
+    norm_eps=1e-5,
+    rope=RopeConfig(theta=100_000.0),
+    max_position=8192,
+)
 _LLAMA_8B, _LLAMA_70B = _llama3(4096, 14_336, 32, 32), _llama3(8192, 28_672, 80, 64)
 _LONG = {
     "rope": RopeConfig(500_000.0, "llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0),
     "max_position": 131_072,
 }
 PRESETS: dict[str, TransformerConfig] = {
+    "HuggingFaceTB/SmolLM2-135M": _SMOLLM2_135M,
     "Qwen/Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, True),
     "Qwen/Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, True),
     "Qwen/Qwen3-4B": _qwen3(2560, 9728, 36, 32, True),

@@ -10,12 +10,23 @@ from jaxrl_llm.config import ModelConfig
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.gguf import read_gguf_config
-from jaxrl_llm.hf.hub_name import SUFFIX
+from jaxrl_llm.hf.hub_name import SUFFIX, parse_hub_name
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.presets import PRESETS, preset
 from jaxrl_llm.sharding.rules import with_shardings
 from jaxrl_llm.structs import Params
 from jaxrl_llm.user_file import expand_home
+
+
+class UnknownModelError(ConfigError):
+    """A model whose architecture is neither in a local folder nor in `models.presets`."""
+
+    def __init__(self, name: str):
+        super().__init__(
+            f"--model.path {name}: no such folder, and no architecture of that name is known. Give a "
+            f"folder with its config.json (weights are not needed), or one of {', '.join(PRESETS)}."
+        )
+        self.name = name
 
 
 class AbstractModels:
@@ -25,18 +36,16 @@ class AbstractModels:
         """Return the architecture of a local folder's model, or of one in `models.presets`.
 
         Raises:
-            ConfigError: there is neither such a folder nor such a preset.
+            UnknownModelError: there is neither such a folder nor such a preset.
         """
         folder = expand_home(path)
         if folder.is_dir():
             return read_config(folder)
         if folder.suffix == SUFFIX and folder.is_file():
             return read_gguf_config(folder)
-        if (known := preset(path)) is None:
-            raise ConfigError(
-                f"--model.path {path}: no such folder, and no architecture of that name is known. Give a "
-                f"folder with its config.json (weights are not needed), or one of {', '.join(PRESETS)}."
-            )
+        hub = parse_hub_name(path)
+        if (known := preset(hub.repo if hub and not hub.file else path)) is None:
+            raise UnknownModelError(path)
         return known
 
     def params(self, path: str, config: TransformerConfig, shardings: Params, dtype: DTypeLike) -> Params:

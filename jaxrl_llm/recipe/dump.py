@@ -9,6 +9,7 @@ import os
 import platform
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from jaxrl_llm.algos.config import AlgorithmName
@@ -46,10 +47,15 @@ def dump(config: TrainConfig) -> dict[str, Any]:
     return tree
 
 
-def describe_run(config: TrainConfig, recipe: str, argv: list[str]) -> dict[str, Any]:
-    """Return the contents of config.json: command, recipe, versions, the resolved config.
+def describe_run(
+    config: TrainConfig, recipe: str, argv: list[str], pins: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Return the contents of config.json: command, recipe, versions, commits of models, the resolved config.
 
     Values of environment variables whose names look secret are masked in every text.
+
+    Args:
+        pins: hub name as the recipe has it -> name with its commit.
     """
     installed = {dist.name for dist in importlib.metadata.distributions()}
     versions = {name: importlib.metadata.version(name) for name in PACKAGES if name in installed}
@@ -57,6 +63,7 @@ def describe_run(config: TrainConfig, recipe: str, argv: list[str]) -> dict[str,
         "command": [mask_text(word) for word in argv],
         "recipe": recipe,
         "versions": {"python": platform.python_version(), **versions},
+        "pins": dict(pins),
         "config": dump(config),
     }
     return mask_secrets(described, os.environ)

@@ -109,8 +109,13 @@ class RunLog:
         for name, logger in list(self.loggers.items()):
             self._try(name, lambda logger=logger: logger.config(tree))
 
-    def steps(self, start: int, total: int) -> Iterator[int]:
-        """Yield start, ..., total - 1; the body takes step n + 1, which is profiled if that was asked for."""
+    def steps(self, start: int, total: int, warm_up: int = 0) -> Iterator[int]:
+        """Yield start, ..., total - 1; the body takes step n + 1, which is profiled if that was asked for.
+
+        Args:
+            warm_up: first steps that are of the SFT warm-up, whose remaining time is shown on its own.
+        """
+        self.progress.remaining.warm_up = warm_up
         self.clock.begin("other")
         self.progress.phase("", begins=False)
         if self.profiler.steps and self.profiler.steps[-1] <= start:
@@ -272,7 +277,11 @@ class RunLog:
             self.loggers.pop(name, None)
             if name not in self.warned:
                 self.warned.add(name)
-                self.warn(f"{name} cannot be written ({type(error).__name__}: {error}); training continues.")
+                missing = isinstance(error, ModuleNotFoundError) and error.name in loggers.EXTRAS
+                fix = f" Fix: pip install 'jaxrl-llm[{error.name}]'" if missing else ""
+                self.warn(
+                    f"{name} cannot be written ({type(error).__name__}: {error}); training continues.{fix}"
+                )
             return None
 
 

@@ -24,8 +24,23 @@ from jaxrl_llm.report.config import LogConfig
 Row = dict[str, Any]
 
 RUNS_FILE = "loggers.json"
-SAMPLE_COLUMNS = ("step", "prompt", "response", "reward", "outcome", "finish", "response_tokens")
-"""Columns of the tables of samples; samples.jsonl has all fields."""
+EXTRAS = ("wandb", "mlflow", "swanlab")
+"""Loggers whose packages come with the extras of these names."""
+SAMPLE_COLUMNS = (
+    "step",
+    "eval",
+    "data_source",
+    "prompt",
+    "response",
+    "reward",
+    "outcome",
+    "score",
+    "win",
+    "finish",
+    "response_tokens",
+)
+"""Columns of the tables of samples, in which eval, data_source, score and win are those of evaluations;
+samples.jsonl has all fields."""
 MAX_PARAM_LENGTH = 6000  # of a value, mlflow.utils.validation
 MAX_PARAMS = 100  # of a request, there too
 TABLE_STEPS, MAX_TABLES = 100, 100  # a table is sent again as it grows; the names of all are in one tag

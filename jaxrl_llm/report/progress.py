@@ -92,7 +92,8 @@ class Progress:
             self.message(f"evaluation at step {step}/{self.total}  {line}")
         left = self.remaining.after(step, row)
         speed = f"{row.get('tokens_per_second') or 0:,.0f} tokens/s"
-        rate = speed if left is None else f"{speed}  {format_duration(left)} left"
+        part = " of the SFT warm-up" if step < self.remaining.warm_up else ""
+        rate = speed if left is None else f"{speed}  {format_duration(left)}{part} left"
         if self.panel:
             self.panel.step(step, row, rate)
         elif self.live:
@@ -125,18 +126,20 @@ class RemainingTime:
     """Estimate of the time to the end of a run.
 
     A step is the median of the last steps, without what is not in every step: evaluations and checkpoints
-    count by their average over the steps of this start; compilation and start-up do not count.
+    count by their average over the steps of this start; compilation and start-up do not count. In the SFT
+    warm-up the end is its own, for the steps after it are longer, and how long is not known yet.
 
     Args:
         total: steps of the run.
     """
 
     def __init__(self, total: int):
-        self.total, self.recent, self.kind = total, deque(maxlen=WINDOW), ""
+        self.total, self.warm_up = total, 0  # steps; those of the warm-up come first
+        self.recent, self.kind = deque(maxlen=WINDOW), ""
         self.steps, self.occasional = 0, 0.0
 
     def after(self, step: int, row: Mapping[str, Any]) -> float | None:
-        """Return the seconds left after a step; None in the SFT warm-up, whose steps are shorter."""
+        """Return the seconds left after a step, of the SFT warm-up in it; None = not known."""
         kind = row.get("kind", "train")
         if kind != self.kind:
             self.recent.clear()
@@ -147,9 +150,10 @@ class RemainingTime:
         self.steps += 1
         self.occasional += spent(OCCASIONAL)
         self.recent.append(max((row.get("time/step") or 0.0) - spent(OCCASIONAL + ONCE), 0.0))
-        if kind == "warm_start" and step < self.total:
+        end = self.warm_up if kind == "warm_start" and step < self.total else self.total
+        if end <= step < self.total:
             return None
-        return (self.total - step) * (statistics.median(self.recent) + self.occasional / self.steps)
+        return (end - step) * (statistics.median(self.recent) + self.occasional / self.steps)
 
 
 def on_terminal() -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import importlib.metadata
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -18,6 +18,7 @@ GIB = 2**30
 TIMEOUT = 120.0  # seconds for a subprocess: importing jax and opening a TPU takes long
 DRIVERS = {"jax-cuda13-plugin": 580, "jax-cuda12-plugin": 525}
 """Plugin -> major version of the oldest NVIDIA driver with its CUDA (docs.nvidia.com, CUDA compatibility)."""
+TPU_DEVICES = ("/dev/accel*", "/dev/vfio/[0-9]*")
 DEVICES = """
 import json, jax
 limit = lambda device: (device.memory_stats() or {}).get("bytes_limit", 0)
@@ -32,7 +33,7 @@ class Finding(NamedTuple):
     """Result of a check."""
 
     name: str
-    status: Status  # "note": works, but slower or with less; "fix": a run would fail
+    status: Status  # "note": works, but slower or with less; "fix": a run would fail, or lack a logger
     text: str
 
 
@@ -89,7 +90,7 @@ def check_devices() -> Iterator[Finding]:
     done = run_command_line([sys.executable, "-c", DEVICES])
     if isinstance(done, str) or done.returncode:
         reason = done if isinstance(done, str) else (done.stderr.strip().splitlines() or ["no message"])[-1]
-        fix = "another process may hold the devices (fuser -v /dev/accel* /dev/nvidia*)"
+        fix = "another process may hold the devices (fuser -v /dev/accel* /dev/vfio/* /dev/nvidia*)"
         yield Finding("devices", "fix", f"jax cannot open them ({reason}): {fix}")
         return
     yield from describe_devices(json.loads(done.stdout.splitlines()[-1]), gpus)
@@ -100,7 +101,7 @@ def describe_devices(devices: list[dict], gpus: list[tuple[str, str, int]]) -> I
     first = devices[0]
     memory = f", {first['memory'] / GIB:.0f} GiB each for jax" if first["memory"] else ""
     text = f"{len(devices)} x {first['kind']}{memory}"
-    if first["platform"] == "cpu" and (gpus or os.path.exists("/dev/accel0")):
+    if first["platform"] == "cpu" and (gpus or has_tpu()):
         yield Finding("devices", "fix", f"jax sees no accelerator, but there is one: {_plugin_fix(gpus)}")
     elif first["platform"] == "cpu":
         yield Finding("devices", "note", f"{text}: no accelerator; for small models and tests")
@@ -117,6 +118,11 @@ def describe_devices(devices: list[dict], gpus: list[tuple[str, str, int]]) -> I
 
 def _plugin_fix(gpus: list) -> str:
     return f"pip install 'jaxrl-llm[{'cuda' if gpus else 'tpu'}]', and unset JAX_PLATFORMS"
+
+
+def has_tpu() -> bool:
+    """Return whether this machine has a TPU: VFIO devices from v5e on, /dev/accel before."""
+    return any(glob.glob(pattern) for pattern in TPU_DEVICES)
 
 
 def nvidia_gpus() -> list[tuple[str, str, int]]:

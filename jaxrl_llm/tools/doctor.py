@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import importlib.util
 import json
 import os
 import platform
@@ -13,35 +14,43 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from jaxrl_llm import models
 from jaxrl_llm.build.exports import kept_exports
 from jaxrl_llm.build.models import make_stages, trained_config
+from jaxrl_llm.build.pin import map_models
 from jaxrl_llm.build.placement import make_meshes
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.envs.config import SandboxConfig
 from jaxrl_llm.envs.tools.sandbox import Sandbox
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.gguf import converted_folder, gguf_cache, read_gguf_config
+from jaxrl_llm.hf.hub_name import SUFFIX
 from jaxrl_llm.host.memory import available_bytes
 from jaxrl_llm.host.start import COMPILATION_CACHE
 from jaxrl_llm.learn.optim_states import averaged_weights
 from jaxrl_llm.models.lora import base_config, trained_state
-from jaxrl_llm.plan.models import ABSTRACT_MODELS, planned_model
+from jaxrl_llm.plan.models import ABSTRACT_MODELS, UnknownModelError, planned_model
 from jaxrl_llm.recipe.load import from_command_line
+from jaxrl_llm.report.loggers import EXTRAS
+from jaxrl_llm.rewards.load import LIBRARIES, resolve_reward
+from jaxrl_llm.rewards.sample import RewardLoadError
 from jaxrl_llm.rollout.sglang.auth import request_headers
 from jaxrl_llm.rollout.sglang.health import read_addresses
 from jaxrl_llm.sharding.config import MeshConfig
 from jaxrl_llm.sharding.rules import HOST, bytes_per_device
 from jaxrl_llm.tools.arguments import parse_known_arguments
 from jaxrl_llm.tools.devices import GIB, Finding, check_devices, check_versions, run_command_line
+from jaxrl_llm.user_file import expand_home
 
 PLACED = ("rollout", "reference", "critic", "teacher")
 MIN_SHM = GIB  # NCCL and SGLang exchange data in shared memory
@@ -55,7 +64,7 @@ class DoctorArguments:
     machine, each with "ok" or the fix.
 
     With --config RECIPE.py, and any flags of training, what that recipe needs is checked, too: disk space for
-    its checkpoints, its servers, its sandbox.
+    its checkpoints, the extras of this package, its servers, its sandbox.
     """
 
     json: bool = False
@@ -94,7 +103,8 @@ def examine(config: TrainConfig | None) -> Iterator[Finding]:
     yield check_cache(os.environ.get("JAX_COMPILATION_CACHE_DIR", os.path.expanduser(COMPILATION_CACHE)))
     yield check_clock(existing_parent(run_dir))
     yield check_ports(os.environ)
-    yield check_disk(existing_parent(run_dir), written_bytes(config) if config else 0)
+    yield from check_run_disk(config) if config else [check_disk(existing_parent(run_dir), 0)]
+    yield from check_extras(needed_packages(config) if config else [])
     yield check_sandbox(config is not None and any(tool.startswith("python") for tool in config.env.tools))
     yield from check_sglang(config)
     yield from check_devices()
@@ -106,7 +116,8 @@ def print_findings(findings: Sequence[Finding]) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     for finding in findings:
         colour = colours[finding.status]
-        table.add_row(f"[{colour}]{finding.status}[/{colour}]", finding.name, finding.text)
+        # escape: rich reads the [wandb] of "jaxrl-llm[wandb]" as a style
+        table.add_row(f"[{colour}]{finding.status}[/{colour}]", finding.name, escape(finding.text))
     Console(width=None if sys.stdout.isatty() else 110, highlight=False).print(table)
     fixes = sum(finding.status == "fix" for finding in findings)
     print(f"{fixes} to fix" if fixes else "ready")
@@ -200,6 +211,87 @@ def check_disk(folder: Path, needed: int) -> Finding:
     if needed > free:
         return Finding("disk", "fix", f"{text}: free some, lower --checkpoint.keep, or set --run_dir")
     return Finding("disk", "ok", text)
+
+
+def check_run_disk(config: TrainConfig) -> Iterator[Finding]:
+    """Compare free space with what a recipe writes: its run directory, and converted GGUF files."""
+    folder, written = existing_parent(Path(config.run_dir)), 0
+    try:
+        written = written_bytes(config)
+        yield check_disk(folder, written)
+    except UnknownModelError as error:
+        finding = check_disk(folder, 0)
+        unknown = (
+            f"the size of {error.name} is not known, nor is what the recipe writes: give a folder that is "
+            "there in its place (--model.path FOLDER)"
+        )
+        yield finding if finding.status == "fix" else Finding("disk", "note", f"{finding.text}; {unknown}")
+    if converted := converted_bytes(config):
+        cache = existing_parent(gguf_cache())
+        shared = written if os.stat(cache).st_dev == os.stat(folder).st_dev else 0
+        free = shutil.disk_usage(cache).free
+        text = f"{_size(free)} free in {cache}; converting the GGUF file takes {_size(converted)}"
+        if converted + shared > free:
+            yield Finding("disk", "fix", f"{text}: free some, or set XDG_CACHE_HOME to a larger disk")
+        else:
+            yield Finding("disk", "ok", text)
+
+
+def converted_bytes(config: TrainConfig) -> int:
+    """Return the bytes that converting the recipe's GGUF files takes, 4 a weight; 0 = all are converted.
+
+    A file of the hub is not counted: its size is not known before it is downloaded.
+    """
+    files = {expand_home(name) for name in model_names(config)}
+    files = [file for file in files if file.suffix == SUFFIX and file.is_file()]
+    if not files or not is_installed("gguf"):  # `check_extras` names the fix
+        return 0
+    new = [file for file in files if not (converted_folder(file) / "config.json").is_file()]
+    return sum(bytes_per_device(models.abstract(read_gguf_config(file))) for file in new)
+
+
+def model_names(config: TrainConfig) -> list[str]:
+    """Return the names of the recipe's models and tokenizers."""
+    names: list[str] = []
+    map_models(config, lambda name: names.append(name) or name)
+    return list(filter(None, names))
+
+
+def needed_packages(config: TrainConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield (module, extra that brings it, setting that needs it) of the packages that a recipe needs."""
+    sources = (*config.data.sources("train"), *config.data.sources("eval"), *config.warm_start.sources)
+    gym = [source.path for source in sources if source.path.startswith("gym:")]
+    yield from (("reasoning_gym", "tasks", path) for path in gym[:1])
+    rewards = {_reward_of(name, source.path) for name in config.reward.used for source in sources}
+    yield from ((LIBRARIES[name], "tasks", f"reward {name}") for name in sorted(rewards & LIBRARIES.keys()))
+    yield from (("gguf", "gguf", name) for name in model_names(config) if name.endswith(SUFFIX))
+    yield from (("mcp", "mcp", f"--env.tools {name}") for name in config.env.tools if name.startswith("mcp:"))
+    yield from ((name, name, f"--log.{name}") for name in EXTRAS if getattr(config.log, name))
+
+
+def _reward_of(name: str, source: str) -> str:
+    """Return the reward of a source; "" = no built-in one fits."""
+    try:
+        return resolve_reward(name, source, {})
+    except RewardLoadError:
+        return ""
+
+
+def is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def check_extras(packages: Iterable[tuple[str, str, str]]) -> Iterator[Finding]:
+    """Check that the packages of the recipe's extras can be imported; see `needed_packages`."""
+    found = []
+    for module, extra, setting in dict.fromkeys(packages):
+        if is_installed(module):
+            found.append(module)
+        else:
+            text = f"{module} is not installed, which {setting} needs: pip install 'jaxrl-llm[{extra}]'"
+            yield Finding("extras", "fix", text)
+    if found:
+        yield Finding("extras", "ok", ", ".join(dict.fromkeys(found)))
 
 
 def written_bytes(config: TrainConfig) -> int:

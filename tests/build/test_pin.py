@@ -8,8 +8,15 @@ import huggingface_hub
 import pytest
 
 from jaxrl_llm import algos
-from jaxrl_llm.build.pin import pin_models
-from jaxrl_llm.config import CriticConfig, ModelConfig, ReferenceConfig, TrainConfig
+from jaxrl_llm.build.pin import pin_models, read_pins
+from jaxrl_llm.config import (
+    CriticConfig,
+    ModelConfig,
+    ReferenceConfig,
+    RewardConfig,
+    RewardModelConfig,
+    TrainConfig,
+)
 from jaxrl_llm.hf.hub_name import HubName, parse_hub_name
 from jaxrl_llm.hf.resolve import resolve_model
 from jaxrl_llm.recipe.dump import describe_run
@@ -43,12 +50,16 @@ def test_parts_of_hub_names(name, parts):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """Let the hub deliver a folder of commit `hub["head"]`; its requests are in hub["requests"]."""
-    state = {"head": OLD, "requests": []}
+    """Let the hub deliver a folder of commit `hub["head"]`, or of `hub["heads"]` by revision.
+
+    Its requests are in hub["requests"].
+    """
+    state = {"head": OLD, "heads": {}, "requests": []}
 
     def snapshot(repo, revision=None, **patterns):
         state["requests"].append((repo, revision))
-        commit = revision if revision and len(revision) == 40 else state["head"]
+        commit = state["heads"].get(revision, state["head"])
+        commit = revision if revision and len(revision) == 40 else commit
         return str(tmp_path / "cache" / repo.replace("/", "--") / "snapshots" / commit)
 
     def one_file(repo, file, revision=None):
@@ -57,6 +68,16 @@ def hub(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", one_file)
     return state
+
+
+def start(config, write=True):
+    """Return the pinned config of a start of a run, which writes config.json as `train` does."""
+    pinned, pins = pin_models(config)
+    run_dir = Path(config.run_dir)
+    run_dir.mkdir(exist_ok=True)
+    if write:
+        (run_dir / "config.json").write_text(json.dumps(describe_run(pinned, "recipe", [], pins)))
+    return pinned
 
 
 def test_a_run_keeps_the_commit_that_it_began_with(tmp_path, hub):
@@ -68,19 +89,55 @@ def test_a_run_keeps_the_commit_that_it_began_with(tmp_path, hub):
         reference=ReferenceConfig(path="org/reference@v3"),
         algo=algo,
     )
-    pinned = pin_models(config)
+    pinned = start(config)
     assert pinned.model.path == f"org/model@{OLD}" and pinned.model.tokenizer == "tiny"
     assert pinned.critic.path == f"org/critic@{OLD}"
     assert pinned.reference.path == f"org/reference@{OLD}"
     assert pinned.algo.teachers == (f"org/teacher@{OLD}", str(tmp_path))
-    assert pin_models(pinned) == pinned
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/config.json").write_text(json.dumps(describe_run(pinned, "recipe", [])))
+    assert pin_models(pinned)[0] == pinned
     hub["head"] = NEW
-    again = pin_models(replace(config, model=ModelConfig(path="org/model", tokenizer="tiny")))
+    assert start(config) == pinned == start(config)  # the first of them has written its names, too
+    again = start(replace(config, model=ModelConfig(path="org/model", tokenizer="tiny")))
     assert again.model.path == f"org/model@{OLD}" and again.algo.teachers[0] == f"org/teacher@{OLD}"
-    other_run = pin_models(replace(config, run_dir=str(tmp_path / "other")))
+    other_run = start(replace(config, run_dir=str(tmp_path / "other")))
     assert other_run.model.path == f"org/model@{NEW}"
+
+
+@pytest.mark.parametrize("name", ["org/model", "hf://org/model", "org/model@main", "hf://org/model@v1"])
+def test_every_spelling_is_kept(tmp_path, hub, name):
+    rewards = RewardConfig(models=(RewardModelConfig(path=name),))
+    config = TrainConfig(run_dir=str(tmp_path / "run"), model=ModelConfig(path=name), reward=rewards)
+    first = start(config)
+    hub["head"] = NEW
+    again = start(config)
+    assert again == first and again.model.path == again.reward.models[0].path == f"org/model@{OLD}"
+
+
+def test_two_revisions_of_a_repository_stay_two(tmp_path, hub):
+    model, reference = ModelConfig(path="org/model@v1"), ReferenceConfig(path="org/model")
+    config = TrainConfig(run_dir=str(tmp_path / "run"), model=model, reference=reference)
+    hub["heads"] = {"v1": OLD, None: NEW}
+    first = start(config)
+    assert (first.model.path, first.reference.path) == (f"org/model@{OLD}", f"org/model@{NEW}")
+    hub["heads"] = {"v1": "c" * 40, None: "d" * 40}
+    assert start(config) == first
+
+
+def test_a_run_of_an_earlier_version_keeps_its_commits(tmp_path, hub):
+    """Its config.json has the pinned names alone."""
+    reference = ReferenceConfig(path="org/other@v1")
+    config = TrainConfig(
+        run_dir=str(tmp_path / "run"), model=ModelConfig(path="hf://org/model"), reference=reference
+    )
+    first = start(config, write=False)
+    described = describe_run(first, "recipe", ["--reference.path", "org/other@v1"])
+    del described["pins"]
+    (tmp_path / "run/config.json").write_text(json.dumps(described))
+    hub["head"] = NEW
+    assert start(config).model.path == f"org/model@{OLD}"
+    described["config"]["critic"]["path"] = f"org/model@{NEW}"  # two commits: which is meant is not known
+    (tmp_path / "run/config.json").write_text(json.dumps(described))
+    assert read_pins(tmp_path / "run/config.json") == {"org/other": f"org/other@{OLD}"}
 
 
 def test_the_pinned_commit_is_downloaded(hub):
@@ -92,4 +149,4 @@ def test_local_folders_stay(tmp_path, monkeypatch, hub):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org/model").mkdir(parents=True)
     config = TrainConfig(model=ModelConfig(path="org/model"), run_dir=str(tmp_path / "run"))
-    assert pin_models(config) == config and not hub["requests"]
+    assert pin_models(config) == (config, {}) and not hub["requests"]

@@ -20,6 +20,8 @@ HEADS, KV, LAYERS, HIDDEN, MLP = 4, 2, 2, 64, 96
 TOKENS = [chr(i) for i in range(33, 127)] + ["\u0120", "he", "llo", "<|endoftext|>", "<s>", "<end>", "<turn>"]
 MERGES = ["h e", "l l", "ll o"]
 TOKENS.insert(0, "ll")
+PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+PIECES += ["\u2581h", "\u2581he", "ll", "llo", "\u2581hello", *(chr(i) for i in range(33, 127)), "\u2581"]
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '<turn>' }}{% endfor %}"
 BASE = {
     "block_count": LAYERS,
@@ -68,39 +70,12 @@ def tensors_of(family, tied=True, **sizes):
     """Return random weights of a model by GGUF name."""
     sizes = {"head": head_size(family)} | sizes
     rng = np.random.default_rng(0)
-    hidden = sizes.get("hidden", HIDDEN)
-    shapes = {"token_embd.weight": (len(TOKENS), hidden), "output_norm.weight": (hidden,)}
-    shapes |= {} if tied else {"output.weight": (len(TOKENS), hidden)}
+    hidden, vocabulary = sizes.get("hidden", HIDDEN), sizes.pop("vocabulary", len(TOKENS))
+    shapes = {"token_embd.weight": (vocabulary, hidden), "output_norm.weight": (hidden,)}
+    shapes |= {} if tied else {"output.weight": (vocabulary, hidden)}
     for i in range(LAYERS):
         shapes |= {f"blk.{i}.{name}": shape for name, shape in layer_shapes(family, **sizes).items()}
     return {name: rng.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
-
-
-def write_gguf(path, family="llama", tensors=None, quantize=None, keys=None, tokenizer=True):
-    """Write a GGUF file; `quantize` = type of the matrices, `keys` = metadata to add, None deletes."""
-    writer = gguf.GGUFWriter(path, family)
-    heads = ("attention.key_length", "attention.value_length") if family == "qwen3" else ()
-    own = dict.fromkeys(heads or ("rope.dimension_count",), head_size(family))
-    values = {f"{family}.{name}": value for name, value in (BASE | own).items()} | (keys or {})
-    for name, value in values.items():
-        if isinstance(value, str):
-            writer.add_string(name, value)
-        elif isinstance(value, float):
-            writer.add_float32(name, value)
-        elif value is not None:
-            writer.add_uint32(name, value)
-    if tokenizer:
-        add_tokenizer(writer)
-    for name, tensor in (tensors or tensors_of(family)).items():
-        if quantize is not None and tensor.ndim == 2:
-            writer.add_tensor(name, gguf.quantize(tensor, quantize), raw_dtype=quantize)
-        else:
-            writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def add_tokenizer(writer):
@@ -115,12 +90,50 @@ def add_tokenizer(writer):
     writer.add_chat_template(TEMPLATE)
 
 
+def add_sentencepiece(writer):
+    """Add the tokenizer of a Llama 2 file: merges follow from the scores."""
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(PIECES)
+    writer.add_token_scores([0.0] * 259 + [-float(i) for i in range(len(PIECES) - 259)])
+    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * (len(PIECES) - 259))
+    for add, piece in (("bos", "<s>"), ("eos", "</s>"), ("unk", "<unk>")):
+        getattr(writer, f"add_{add}_token_id")(PIECES.index(piece))
+
+
+def write_gguf(path, family="llama", tensors=None, quantize=None, keys=None, tokenizer=add_tokenizer):
+    """Write a GGUF file; `quantize` = type of the matrices, `keys` = metadata to add, None deletes."""
+    writer = gguf.GGUFWriter(path, family)
+    heads = ("attention.key_length", "attention.value_length") if family == "qwen3" else ()
+    own = dict.fromkeys(heads or ("rope.dimension_count",), head_size(family))
+    values = {f"{family}.{name}": value for name, value in (BASE | own).items()} | (keys or {})
+    for name, value in values.items():
+        if isinstance(value, bool):
+            writer.add_bool(name, value)
+        elif isinstance(value, str):
+            writer.add_string(name, value)
+        elif isinstance(value, float):
+            writer.add_float32(name, value)
+        elif value is not None:
+            writer.add_uint32(name, value)
+    tokenizer(writer)
+    for name, tensor in (tensors or tensors_of(family)).items():
+        if quantize is not None and tensor.ndim == 2:
+            writer.add_tensor(name, gguf.quantize(tensor, quantize), raw_dtype=quantize)
+        else:
+            writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 @pytest.mark.parametrize(
     "family, quantize, tied", [("llama", Type.Q8_0, True), ("qwen2", Type.Q4_1, False), ("qwen3", None, True)]
 )
-def test_logits_and_tokens_are_those_of_transformers(tmp_path, family, quantize, tied):
+def test_logits_are_those_of_transformers(tmp_path, family, quantize, tied):
     from hf_oracle import our_logits, random_tokens, torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     # MLP rows of 96 are three blocks of 32 numbers.
     file = write_gguf(tmp_path / "m.gguf", family, tensors_of(family, tied), quantize)
@@ -133,10 +146,38 @@ def test_logits_and_tokens_are_those_of_transformers(tmp_path, family, quantize,
         expected = theirs(torch.tensor(ids)).logits.numpy()
     assert np.abs(expected).max() > 1  # else agreement would say little
     np.testing.assert_allclose(our_logits(load_params(folder, config), ids), expected, atol=2e-4)
-    ours = load_tokenizer(folder, config)
+
+
+@pytest.mark.parametrize("add_eos", [None, True])
+@pytest.mark.parametrize("add_bos", [None, False, True])
+@pytest.mark.parametrize(
+    "family, vocabulary, hello",
+    [
+        ("llama", add_tokenizer, ["he", "llo"]),
+        ("qwen2", add_tokenizer, ["he", "llo"]),
+        ("qwen3", add_tokenizer, ["he", "llo"]),
+        ("llama", add_sentencepiece, ["\u2581hello"]),
+    ],
+)
+def test_tokens_are_those_of_transformers(tmp_path, family, vocabulary, hello, add_bos, add_eos):
+    """SentencePiece vocabularies begin texts unless the file says that they do not."""
+    from transformers import AutoTokenizer
+
+    is_pieces = vocabulary is add_sentencepiece
+    keys = {"tokenizer.ggml.add_bos_token": add_bos, "tokenizer.ggml.add_eos_token": add_eos}
+    tensors = tensors_of(family, vocabulary=len(PIECES if is_pieces else TOKENS))
+    folder = convert_gguf(write_gguf(tmp_path / "m.gguf", family, tensors, keys=keys, tokenizer=vocabulary))
+    ours = load_tokenizer(folder, read_config(folder))
     reference = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
-    for text in ("hello, he said", "<s>hi<turn>", "x"):
+    for text in ("hello", "hello, he said", "<s>hi<turn>", "x", ""):
         assert ours.encode(text) == reference.encode(text)
+        assert ours(text, "x")["input_ids"] == reference(text, "x")["input_ids"]
+        plain = ours.encode(text, add_special_tokens=False)
+        assert plain == reference.encode(text, add_special_tokens=False)
+        assert ours.decode(plain) == reference.decode(plain)
+    before = ["<s>"] if add_bos or (add_bos is None and is_pieces) else []
+    after = ["</s>" if is_pieces else "<end>"] if add_eos else []
+    assert ours.convert_ids_to_tokens(ours.encode("hello")) == before + hello + after
 
 
 @pytest.mark.parametrize("kind", [*library_types, Type.F16], ids=lambda kind: kind.name)
@@ -252,7 +293,7 @@ def drop(name):
             {"tensors": tensors_of("llama") | {"blk.0.ffn_up.weight": np.ones((95, 64), np.float32)}},
             r"1 of another shape: blk\.0\.ffn_up\.weight",
         ),
-        ({"tokenizer": False}, r"its tokenizer cannot be read"),
+        ({"tokenizer": lambda writer: None}, r"its tokenizer cannot be read"),
     ],
 )
 def test_refusals(tmp_path, arguments, message):

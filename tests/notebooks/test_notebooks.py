@@ -1,12 +1,14 @@
 """The notebooks, executed from top to bottom in a kernel of their own, with a small model and few steps."""
 
 import ast
+import contextlib
 import importlib.util
 import json
 import os
 import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -44,13 +46,29 @@ def test_the_badge_opens_the_notebook_of_the_published_repository():
     assert f"\n[colab]: {target}\n" in (ROOT / "README.md").read_text()
 
 
-def test_what_is_installed_for_each_accelerator(monkeypatch):
-    """The cell is the same in both notebooks; drivers before 580 have no CUDA 13."""
+def install_cell() -> str:
+    """The source of the cell that installs, the same in both notebooks."""
     cells = ["".join(c["source"]) for file in FILES for c in notebook_of(file)["cells"]]
     install, other = (cell for cell in cells if "def requirements" in cell)
     assert install == other
+    return install
+
+
+@pytest.mark.parametrize("exit_code", [0, 1])
+def test_a_failed_installation_stops_the_notebook(exit_code, capsys):
+    """And says what to set, where the next cell would fail to import."""
+    shell = SimpleNamespace(user_ns={}, system=lambda command: shell.user_ns.update(_exit_code=exit_code))
+    names = {"PACKAGE": "jaxrl-llm==0", "get_ipython": lambda: shell}
+    failed = contextlib.nullcontext() if not exit_code else pytest.raises(RuntimeError, match="Set PACKAGE")
+    with failed:
+        exec(install_cell(), names)
+    assert "pip install -q 'jaxrl-llm" in capsys.readouterr().out
+
+
+def test_what_is_installed_for_each_accelerator(monkeypatch):
+    """Drivers before 580 have no CUDA 13."""
     names: dict = {"PACKAGE": ""}
-    exec(install, names)
+    exec(install_cell(), names)
     from_git = "jaxrl-llm @ git+https://example.org/x"
 
     def requirements(paths, driver):

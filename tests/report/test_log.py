@@ -327,6 +327,24 @@ def test_steps_of_the_warm_up_do_not_predict_those_of_the_run(capsys):
     ]
 
 
+def test_the_warm_up_has_a_remaining_time_of_its_own(tmp_path, monkeypatch, capsys):
+    """Steps of 0.5 s, of which 300 are the warm-up; the run's steps are not known before they are taken."""
+    log = RunLog(tmp_path, LogConfig(progress="plain", tensorboard=False), 302)
+    monkeypatch.setattr(log, "progress", progress.Progress("plain", 302))
+    rows = [{"step": s, "kind": "warm_start", "time/step": 0.5} for s in (100, 299, 300)]
+    rows += [{"step": 301, "kind": "train", "time/step": 4.0}]
+    for _ in log.steps(0, 1, warm_up=300):
+        for row in rows:
+            log.progress.step(row["step"], row)
+    log.close()
+    assert capsys.readouterr().out.splitlines() == [
+        "step 100/302  0 tokens/s  1:40 of the SFT warm-up left",
+        "step 299/302  0 tokens/s  0:00 of the SFT warm-up left",
+        "step 300/302  0 tokens/s",
+        "step 301/302  0 tokens/s  0:04 left",
+    ]
+
+
 def test_each_evaluation_is_a_line_that_stays(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "150")
     row = {

@@ -20,7 +20,7 @@ from jaxrl_llm.report.log import RunLog
 
 SAMPLE = {"prompt": "1+1=", "response": "2", "reward": None, "outcome": "failed", "finish": "stop"}
 SAMPLE |= {"response_tokens": 1, "turns": []}
-CELLS = ["1+1=", "2", None, "failed", "stop", 1]
+CELLS = [None, None, "1+1=", "2", None, "failed", None, None, "stop", 1]
 FLAGS = {"progress": "none", "tensorboard": False}
 
 SIGNATURES = {
@@ -123,6 +123,18 @@ def test_wandb_gets_numbers_and_tables_and_is_left_alone_when_it_fails(tmp_path,
     assert json.loads((tmp_path / "run/loggers.json").read_text())["wandb"]["step"] == 1
 
 
+def test_samples_of_an_evaluation_are_told_from_those_of_the_step(tmp_path, monkeypatch):
+    fake = Fake("wandb", monkeypatch)
+    log = RunLog(tmp_path, LogConfig(**FLAGS, wandb="p"), 3)
+    log.samples(1, [SAMPLE | {"eval": True, "data_source": "gsm8k", "score": 0.25, "win": 0.5}])
+    log.samples(1, [SAMPLE])
+    log.step(1, {}, tokens=1)
+    columns, rows = fake.arguments("log")[0]["data"]["samples"].values()
+    evaluation, step = (dict(zip(columns, row, strict=True)) for row in rows)
+    assert {"eval": True, "data_source": "gsm8k", "score": 0.25, "win": 0.5}.items() <= evaluation.items()
+    assert evaluation["prompt"] == step["prompt"] == "1+1=" and step["eval"] is None
+
+
 def test_settings_that_are_not_given_are_left_to_the_environment(tmp_path, monkeypatch):
     fake = Fake("wandb", monkeypatch)
     for name in ("WANDB_NAME", "WANDB_DIR", "WANDB_RUN_ID"):
@@ -165,7 +177,9 @@ def test_what_a_kill_left_unsent_is_sent_from_metrics_jsonl(tmp_path, monkeypatc
 def test_a_logger_that_is_not_installed_is_a_warning(name, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, name, None)
     RunLog(tmp_path, LogConfig(**FLAGS, **{name: "x"}), 1).step(1, {}, tokens=1)
-    assert f"warning: {name} cannot be written (ModuleNotFoundError: " in capsys.readouterr().out
+    line = capsys.readouterr().out
+    assert line.startswith(f"warning: {name} cannot be written (ModuleNotFoundError: ")
+    assert line.endswith(f"training continues. Fix: pip install 'jaxrl-llm[{name}]'\n")
 
 
 def test_a_damaged_loggers_json_is_a_warning(tmp_path, monkeypatch, capsys):

@@ -3,12 +3,14 @@
 import importlib.metadata
 import json
 import os
+import re
 import socket
 from types import SimpleNamespace
 
 import pytest
 
-from jaxrl_llm.recipe.load import from_command_line
+from jaxrl_llm.models.presets import preset
+from jaxrl_llm.recipe.load import from_command_line, packaged_recipes
 from jaxrl_llm.tools import devices, doctor
 from jaxrl_llm.tools.devices import Finding
 
@@ -44,6 +46,84 @@ def test_a_fix_is_counted_and_gives_exit_code_1(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "examine", lambda config: [Finding("disk", "fix", "full")])
     assert doctor.main([]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "1 to fix"
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Leave out what starts processes."""
+    monkeypatch.setattr(doctor, "run_command_line", lambda command: "not found")
+    monkeypatch.setattr(doctor, "check_devices", lambda: iter(()))
+    monkeypatch.setattr(doctor, "check_sandbox", lambda needed: Finding("sandbox", "ok", ""))
+
+
+@pytest.mark.parametrize("name", [path.name for path in packaged_recipes()])
+def test_every_packaged_recipe_is_examined(name, quick, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = from_command_line(["--config", name], "doctor", writes=False).config
+    findings = {finding.name: finding for finding in doctor.examine(config)}
+    assert {"python", "versions", "disk", "sandbox"} <= findings.keys()
+    known = not name.startswith("gkd")  # whose teachers are the results of other recipes
+    assert bool(re.search(r"the recipe writes \d", findings["disk"].text)) == known, findings["disk"]
+    assert known or re.search(r"the size of runs/\w+/hf is not known", findings["disk"].text)
+
+
+def test_a_model_whose_size_is_not_known(quick, tmp_path, monkeypatch):
+    findings = list(doctor.examine(recipe("--model.path", "Qwen/Qwen2.5-1.5B-Instruct")))
+    (disk,) = [finding for finding in findings if finding.name == "disk"]
+    assert disk.status == "note" and "the size of Qwen/Qwen2.5-1.5B-Instruct is not known" in disk.text
+    assert "--model.path FOLDER" in disk.text and findings[-1].name == "sglang"  # and all that follows
+    known = doctor.written_bytes(recipe("--model.path", "hf://Qwen/Qwen3-0.6B@main"))
+    assert known == doctor.written_bytes(recipe("--model.path", "Qwen/Qwen3-0.6B")) > 2**30
+
+
+@pytest.mark.parametrize(
+    "flags, module, extra",
+    [
+        (("--log.wandb", "x"), "wandb", "wandb"),
+        (("--log.mlflow", "x"), "mlflow", "mlflow"),
+        (("--log.swanlab", "x"), "swanlab", "swanlab"),
+        (("--data.path", "gym:chain_sum"), "reasoning_gym", "tasks"),
+        (("--reward.name", "math"), "math_verify", "tasks"),
+        (("--data.path", "hub:org/math-500"), "math_verify", "tasks"),
+        (("--env.tools", "mcp:server"), "mcp", "mcp"),
+        (("--reference.path", "org/model/m.gguf", "--algo.kl_coef", "0.1"), "gguf", "gguf"),
+    ],
+)
+def test_extras_that_a_recipe_needs(quick, monkeypatch, capsys, flags, module, extra):
+    config = recipe(*flags)
+    installed = {"wandb", "mlflow", "swanlab", "reasoning_gym", "math_verify", "mcp", "gguf"}
+    monkeypatch.setattr(doctor, "is_installed", lambda name: name in installed)
+    findings = list(doctor.check_extras(doctor.needed_packages(config)))
+    assert [finding.status for finding in findings] == ["ok"] and module in findings[0].text
+    installed.remove(module)
+    finding = next(doctor.check_extras(doctor.needed_packages(config)))
+    assert finding.status == "fix" and finding.text.startswith(f"{module} is not installed, which ")
+    doctor.print_findings([finding])
+    assert f"pip install 'jaxrl-llm[{extra}]'" in " ".join(capsys.readouterr().out.split())
+    assert list(doctor.check_extras(doctor.needed_packages(recipe()))) == []
+
+
+def test_space_for_the_conversion_of_a_gguf_file(quick, tmp_path, monkeypatch):
+    """4 bytes a weight in the cache, beside what the run writes; nothing once it is converted."""
+    file, folder = tmp_path / "m.gguf", tmp_path / "cache/jaxrl_llm/gguf/m"
+    file.write_bytes(b"GGUF")
+    model = preset("Qwen/Qwen3-0.6B")
+    monkeypatch.setattr(doctor, "read_gguf_config", lambda file: model)
+    monkeypatch.setattr(doctor, "converted_folder", lambda file: folder)
+    monkeypatch.setattr(doctor, "gguf_cache", lambda: folder.parent)
+    monkeypatch.setattr(doctor, "written_bytes", lambda config: 2**30)
+    monkeypatch.setattr(doctor, "is_installed", lambda name: True)
+    config = recipe("--model.path", str(file), "--run_dir", str(tmp_path / "run"))
+    assert doctor.converted_bytes(config) == 4 * 596_049_920
+    free = SimpleNamespace(free=4 * 596_049_920 + 2**30)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: free)
+    assert [finding.status for finding in doctor.check_run_disk(config)] == ["ok", "ok"]
+    free.free -= 1
+    fix = list(doctor.check_run_disk(config))[1]
+    assert fix.status == "fix" and "takes 2.2 GiB" in fix.text and "XDG_CACHE_HOME" in fix.text
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    assert len(list(doctor.check_run_disk(config))) == 1
 
 
 def test_versions_that_do_not_belong_together(monkeypatch):
@@ -152,6 +232,18 @@ def test_an_accelerator_that_jax_does_not_see():
     cpu = [{"platform": "cpu", "kind": "cpu", "memory": 0}]
     (finding,) = devices.describe_devices(cpu, [("NVIDIA L4", "580.1", 0)])
     assert finding.status == "fix" and "jaxrl-llm[cuda]" in finding.text
+
+
+@pytest.mark.parametrize("device", ["accel0", "vfio/0", ""])
+def test_a_tpu_without_its_plugin(device, monkeypatch, tmp_path):
+    (tmp_path / "vfio").mkdir()
+    (tmp_path / "vfio/vfio").touch()  # the container device, which machines without a TPU have, too
+    (tmp_path / device).touch()
+    monkeypatch.setattr(devices, "TPU_DEVICES", [f"{tmp_path}/{x[5:]}" for x in devices.TPU_DEVICES])
+    cpu = [{"platform": "cpu", "kind": "cpu", "memory": 0}]
+    (finding,) = devices.describe_devices(cpu, [])
+    assert finding.status == ("fix" if device else "note")
+    assert ("pip install 'jaxrl-llm[tpu]'" in finding.text) == bool(device)
 
 
 def test_the_list_of_gpus(monkeypatch):

@@ -3,13 +3,16 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from browser import CHROMEDRIVER, CHROMIUM, open_browser
+from PIL import Image
 from view_runs import HOSTILE, large_run
 
 from jaxrl_llm import train
 from jaxrl_llm.__main__ import main
 
+TABS = ("curves", "evaluation", "samples", "config")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not (CHROMIUM and CHROMEDRIVER), reason="needs chromium and chromedriver"),
@@ -80,6 +83,12 @@ def test_evaluation_by_data_source(browser, page):
         "0.5 step 1,000",
         "0.5 step 1,000",
     ]
+    browser.size(390, 900)  # a name stays beside its colour: each row is one line
+    heights = browser.run(
+        "return [...document.querySelectorAll('.eval tbody tr')].map((r) => r.offsetHeight)"
+    )
+    browser.size(1280, 900)
+    assert len(heights) > 2 and max(heights) < 50, heights
 
 
 def test_ten_thousand_samples_are_filtered_and_few_rows_exist(browser, page):
@@ -163,8 +172,24 @@ def test_contrast_and_width(browser, page, width, dark):
     """Texts have a contrast of 4.5 at least (WCAG AA), and nothing is wider than a phone."""
     browser.size(width, 800, dark)
     contrast = Path(__file__).with_name("contrast.js").read_text()
-    for tab in ("curves", "evaluation", "samples", "config"):
+    for tab in TABS:
         browser.open(page, f"#{tab}")
         browser.run("await new Promise((r) => setTimeout(r, 300))")
         assert browser.run("return document.documentElement.scrollWidth") <= width
         assert browser.run(contrast) == []
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_pictures_of_every_tab(browser, page, tmp_path, dark):
+    """Each is drawn, on a background of the colours that are asked for."""
+    browser.size(1280, 900, dark)
+    for tab in TABS:
+        browser.open(page, f"#{tab}")
+        browser.run("await new Promise((r) => setTimeout(r, 300))")
+        file = tmp_path / f"{tab}_{'dark' if dark else 'light'}.png"
+        file.write_bytes(browser.screenshot())
+        with Image.open(file) as picture:
+            assert (picture.format, picture.size) == ("PNG", (1280, 900))
+            grey = np.asarray(picture.convert("L"))
+        assert grey.mean() < 64 if dark else grey.mean() > 192, file.name
+        assert len(np.unique(grey)) > 64  # letters and lines, with their smooth edges

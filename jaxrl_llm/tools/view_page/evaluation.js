@@ -92,7 +92,7 @@ function evalRow(name, names, run, span) {
     "tr",
     {},
     span ? el("th", { scope: "rowgroup", rowspan: span }, metric) : null,
-    el("td", {}, swatch(run), run.name),
+    el("td", { class: "run-name" }, swatch(run), run.name),
     cell(points[0]),
     sign ? cell(best) : el("td", { class: "number" }, format(null)),
     cell(last),
