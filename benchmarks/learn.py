@@ -1,6 +1,6 @@
 """Learning curves: run the studies of a suite, keep their results, draw them, write the suite's page.
 
-Command:   make learn                        docs/learning.md, about an hour on 2 cores
+Command:   make learn                        docs/learning.md, about three hours on 2 cores
            make real RECIPES=all             docs/real.md, hours on 2 cores; without RECIPES GRPO alone
            python benchmarks/learn.py --only dynamic_sampling --jobs 2
            python benchmarks/learn.py --suite real --only grpo/full sft --seeds 0 1 2 --jobs 1

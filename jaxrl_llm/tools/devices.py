@@ -5,10 +5,12 @@ from __future__ import annotations
 import glob
 import importlib.metadata
 import json
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from packaging.requirements import Requirement
@@ -18,6 +20,7 @@ GIB = 2**30
 TIMEOUT = 120.0  # seconds for a subprocess: importing jax and opening a TPU takes long
 DRIVERS = {"jax-cuda13-plugin": 580, "jax-cuda12-plugin": 525}
 """Plugin -> major version of the oldest NVIDIA driver with its CUDA (docs.nvidia.com, CUDA compatibility)."""
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 TPU_DEVICES = ("/dev/accel*", "/dev/vfio/[0-9]*")
 DEVICES = """
 import json, jax
@@ -93,7 +96,10 @@ def check_devices() -> Iterator[Finding]:
         fix = "another process may hold the devices (fuser -v /dev/accel* /dev/vfio/* /dev/nvidia*)"
         yield Finding("devices", "fix", f"jax cannot open them ({reason}): {fix}")
         return
-    yield from describe_devices(json.loads(done.stdout.splitlines()[-1]), gpus)
+    found = json.loads(done.stdout.splitlines()[-1])
+    yield from describe_devices(found, gpus)
+    if found[0]["platform"] == "cpu":
+        yield from check_huge_pages()
 
 
 def describe_devices(devices: list[dict], gpus: list[tuple[str, str, int]]) -> Iterator[Finding]:
@@ -114,6 +120,14 @@ def describe_devices(devices: list[dict], gpus: list[tuple[str, str, int]]) -> I
     if hopper and Version(package_version("jax")) >= Version("0.12"):
         slow = "jax 0.12 compiles the Hopper kernels without register reallocation"
         yield Finding("kernels", "note", f"{slow}: pip install 'jax[cuda13]<0.12' (docs/kernels.md)")
+
+
+def check_huge_pages() -> Iterator[Finding]:
+    """Note that arrays on a CPU have small pages: they cost a tenth of the processor time of a step."""
+    on_request = HUGE_PAGES.exists() and "[madvise]" in HUGE_PAGES.read_text()
+    if on_request and "malloc.hugetlb=1" not in os.environ.get("GLIBC_TUNABLES", ""):
+        fix = "export GLIBC_TUNABLES=glibc.malloc.hugetlb=1"
+        yield Finding("huge pages", "note", f"the system gives them on request: {fix} makes steps faster")
 
 
 def _plugin_fix(gpus: list) -> str:
