@@ -102,8 +102,11 @@ def claim_verdict(study: Study, series: Series) -> str:
     if set(series) != set(study.runs):
         return f"{', '.join(label for label in study.runs if label not in series)} not run"
     verdict = "reproduced" if study.holds(claim_values(study, series)) else "not reproduced"
-    seeds = min(map(len, series.values()))
-    return verdict if seeds >= len(study.seeds) else f"{verdict}, {seeds} of {len(study.seeds)} seeds"
+    total = len(study.seeds)
+    fewer = {label: len(seeds) for label, seeds in series.items() if len(seeds) < total}
+    if len(fewer) == len(series):
+        return f"{verdict}, {min(fewer.values())} of {total} seeds"
+    return ", ".join([verdict, *(f"{label} with {count} of {total} seeds" for label, count in fewer.items())])
 
 
 def title(name: str) -> str:

@@ -87,6 +87,9 @@ def test_a_verdict_names_how_many_seeds_it_rests_on(learn):
     assert claim_verdict(study, {"sft": [rises]}) == "reproduced, 1 of 3 seeds"
     assert claim_verdict(study, {"sft": [rises, falls, rises]}) == "not reproduced"
     assert claim_verdict(study, {"sft": [rises] * 3}) == "reproduced"
+    grpo = learn.SUITES["real"].studies["grpo"]
+    runs = {"full": [rises] * 3, "lora": [rises] * 3, "trl": [rises]}
+    assert claim_verdict(grpo, runs) == "reproduced, trl with 1 of 3 seeds"
 
 
 def test_page_is_written_from_the_results_of_finished_runs(learn, capsys):
