@@ -79,6 +79,16 @@ class Browser:
         return [entry["message"] for entry in entries if entry["level"] in ("WARNING", "SEVERE")]
 
 
+def start_problem() -> str:
+    """Return why Chromium does not start on this machine; "" = it does."""
+    command = [CHROMIUM, *FLAGS, "--dump-dom", "about:blank"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        return "Chromium does not start within 60 s"
+    return f"Chromium does not start: {done.stderr[-300:]}" if done.returncode else ""
+
+
 @contextlib.contextmanager
 def open_browser() -> Iterator[Browser]:
     """Start chromedriver and a browser with a profile of its own; end both."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from browser import CHROMEDRIVER, CHROMIUM, open_browser
+from browser import CHROMEDRIVER, CHROMIUM, open_browser, start_problem
 from PIL import Image
 from view_runs import HOSTILE, large_run
 
@@ -32,6 +32,8 @@ def page(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser():
+    if problem := start_problem():
+        pytest.skip(problem)
     with open_browser() as driver:
         driver.size(1280, 900)
         yield driver
