@@ -49,6 +49,7 @@ def live_bytes():
     return sum(array.nbytes for array in jax.live_arrays())
 
 
+@pytest.mark.slow
 def test_a_run_returns_its_metrics_samples_and_model(result):
     assert (result.steps, result.stopped) == (1, "")
     assert [row["kind"] for row in result.metrics] == ["start", "train"]
@@ -67,6 +68,7 @@ def test_a_run_returns_its_metrics_samples_and_model(result):
     assert result.curve.is_file()
 
 
+@pytest.mark.slow
 def test_a_run_cannot_be_continued_with_other_rows(result):
     """Rows are files named by their content, so the setting data.path differs."""
     (file,) = (result.run_dir / "data").glob("train_*.jsonl")
@@ -83,6 +85,7 @@ def test_a_run_cannot_be_continued_with_other_rows(result):
         jaxrl_llm.run("grpo_tiny.py", data=ROWS[1:], **arguments, **{"eval.prompts": 8})
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_returned_for_another_reward(result):
     """A cell whose reward was edited and run again would show the old results."""
     name = json.loads((result.run_dir / "config.json").read_text())["config"]["reward"]["name"]
@@ -102,6 +105,7 @@ def test_a_stopped_run_says_how_to_get_a_model(tmp_path):
         _ = stopped.model
 
 
+@pytest.mark.slow
 def test_the_model_generates(result):
     chat = [{"role": "user", "content": "1 + 1 ="}]
     responses = jaxrl_llm.generate(result.model, ["1 + 1 =", chat, {"prompt": "2"}], n=2, max_tokens=3)
@@ -137,6 +141,7 @@ def test_mistakes_are_user_errors(arguments, settings, message, tmp_path):
     assert message in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_config_is_a_recipe_and_a_wrong_setting_of_generate_is_named(result, tmp_path):
     with pytest.raises(ConfigError, match=r"--optim.b1 is 1.0"):
         jaxrl_llm.run(grpo_tiny.get_config(), run_dir=str(tmp_path), **{"optim.b1": 1.0})

@@ -20,6 +20,7 @@ from jaxrl_llm.models.quantize import dequantize_weight
 from jaxrl_llm.tools import export
 from jaxrl_llm.train import main
 
+pytestmark = pytest.mark.slow
 TOKENIZER = make_tokenizer()
 MODEL = TransformerConfig(
     vocab_size=len(TOKENIZER),
@@ -174,7 +175,6 @@ def test_a_resumed_run_computes_the_fingerprint_once(command, finished, tmp_path
     assert calls == [1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_a_run_on_a_quantized_base_continues_bit_for_bit(command, kind, tmp_path, capsys):
     """It checkpoints adapters alone, refuses another quantization, and exports the dequantized model."""

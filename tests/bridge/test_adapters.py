@@ -98,6 +98,7 @@ def routes(server):
 LOAD, UNLOAD = "load_lora_adapter_from_tensors", "unload_lora_adapter"
 
 
+@pytest.mark.slow
 def test_the_base_travels_once_and_each_version_is_an_adapter_that_every_request_names(make, servers):
     servers[1].ranks = 2
     engine = make("http")
@@ -172,6 +173,7 @@ def test_the_probe_sees_adapters_that_are_ignored_or_other_ones(make, servers, s
     assert "weights, type or model code or adapters" in engine.pool.servers[1].problem
 
 
+@pytest.mark.slow
 def test_rank_stabilised_adapters_of_some_layers_compute_what_the_trainer_computes(make):
     lora = LoraConfig(rank=4, alpha=3.0, rank_stabilized=True, targets=("k_proj", "up_proj", "o_proj"))
     engine, params = make("http", lora), adapted(0, lora)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from distributed import run_processes
 
 from jaxrl_llm.checkpoint.config import CheckpointConfig
@@ -43,6 +44,7 @@ print(saver.steps(), rank_steps(saver.folder, "m", "max")[0])
 """
 
 
+@pytest.mark.slow
 def test_two_processes_save_and_restore_together(tmp_path):
     assert run_processes(TWO_PROCESSES, 2, [str(tmp_path)]) == ["[2, 3, 4] 2\n"] * 2
     (tmp_path / "checkpoints/4/meta.json").write_text("{}")

@@ -40,6 +40,7 @@ def full_after_one_save(monkeypatch):
     monkeypatch.setattr(folders, "free_bytes", lambda folder: room.pop() if room else 0)
 
 
+@pytest.mark.slow
 def test_a_last_step_that_does_not_fit_fails_the_run(tmp_path, capsys, monkeypatch, full_after_one_save):
     """Training continues when a save does not fit; a run whose result is not on the disk is no success."""
     assert train(tmp_path) == 1

@@ -214,6 +214,7 @@ save_model(params, config, target, dtype="bfloat16", max_shard_bytes=20_000)
 """
 
 
+@pytest.mark.slow
 def test_two_processes_each_read_their_half_and_write_one_folder(tmp_path):
     theirs = write_folder(tmp_path / "in", tiny(), ml_dtypes.bfloat16)
     run_processes(TWO_PROCESSES, 2, [str(tmp_path / "in"), str(tmp_path / "out")], devices=1)

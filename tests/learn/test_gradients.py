@@ -75,6 +75,7 @@ def gradient(rows, **settings):
     return np.concatenate([x.ravel() for x in jax.tree.leaves(change)]), metrics
 
 
+@pytest.mark.slow
 def test_gradients_in_bfloat16_are_rounded_sums():
     """A rounding to 8 bits a micro-batch: 2^-9 of a sum, relative, at each; the norm is that of float32."""
     exact, metrics = gradient(4)

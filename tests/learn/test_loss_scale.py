@@ -42,6 +42,7 @@ def gradients(dtype, scale):
     return jax.jit(step)(trained, jax.tree.map(jnp.zeros_like, trained), batch, totals, (), frozen)[0]
 
 
+@pytest.mark.slow
 def test_small_gradients_are_flushed_to_zero_without_a_scale_and_kept_with_it():
     exact, plain = gradients("float32", None), gradients("float16", None)
     scaled = gradients("float16", INITIAL)

@@ -337,6 +337,7 @@ def test_remainders_resume_bit_equal_and_live_on_the_host(tmp_path):
     check_resume_and_offload(tmp_path, **settings)
 
 
+@pytest.mark.slow
 def test_bfloat16_weights_with_remainders_train_as_float32_masters():
     """The same gradients but for ties of rounding and the sum over both uses of a tied embedding."""
     one = MeshConfig(fsdp=1)

@@ -86,6 +86,7 @@ def by_hand(params, epochs):
     return params, np.mean(losses)
 
 
+@pytest.mark.slow
 def test_epochs_are_those_of_a_loop_by_hand():
     algo = grpo.Config(kl_coef=0.0, scale="none", aggregation="token", clip_low=CLIP, clip_high=CLIP)
     stage = Stage(built(algo, old="recompute"), minibatches=2, epochs=EPOCHS)

@@ -137,6 +137,7 @@ def test_rotations_by_hand():
     np.testing.assert_array_equal(apply_rope(x, cos, sin, interleaved=True)[0, 0, 0], [-2, -4, 1, 3, 5])
 
 
+@pytest.mark.slow
 def test_grouped_products_equal_a_loop_over_experts():
     """Assignments to no expert, and to experts of other devices, add nothing, nor do their biases."""
     rng = np.random.default_rng(0)
@@ -254,6 +255,7 @@ def test_padding_passes_no_expert():
     assert_close(loss_and_gradient(params(), *rows(garbage=63)), on_one_device())
 
 
+@pytest.mark.slow
 def test_adapters_of_experts_by_hand():
     """(x W + 0.5 x A B) of the expert, with A = [1, 2]^T and B = [10, 20]: x A = 5 of x = [1, 2]."""
     weight, a, b = jnp.zeros((2, 2, 2)), jnp.array([[[1.0], [2]]] * 2), jnp.array([[[10.0, 20]], [[0, 0]]])

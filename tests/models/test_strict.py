@@ -97,7 +97,7 @@ def one_update(config, dtype, strict=True):
         pytest.param(LATENTS, "float32", marks=pytest.mark.slow),
         (ADAPTED, "float32"),
         pytest.param(ADAPTED, "bfloat16", marks=pytest.mark.slow),
-        (QUANTIZED, "bfloat16"),
+        pytest.param(QUANTIZED, "bfloat16", marks=pytest.mark.slow),
     ],
     ids=[
         "qwen3",
@@ -161,6 +161,7 @@ def converse(engine):
     return engine.generate(requests, sampling, jax.random.key(1), Echo()), engine.metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "dtype"),
     [

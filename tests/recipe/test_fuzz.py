@@ -237,7 +237,10 @@ def extremes(algo: str) -> Iterator[tuple[str, object]]:
             yield key, value
 
 
-@pytest.mark.parametrize("algo", sorted(algos.ALGOS))
+# With grpo come the keys that all algorithms share.
+@pytest.mark.parametrize(
+    "algo", [pytest.param(name, marks=[pytest.mark.slow] * (name == "grpo")) for name in sorted(algos.ALGOS)]
+)
 def test_extremes_of_every_field_are_refused_or_build(algo):
     config, wrong = full_config(algo), []
     for key, value in extremes(algo):

@@ -353,6 +353,7 @@ def test_a_plan_compiles_what_training_calls(monkeypatch):
     assert set(map(str, called["_apply"])) == {str(planned["update: apply"])}
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_the_devices_that_a_phase_runs_on():
     """Trainer on devices 0 to 3, rollout and reference on 4 to 7; nothing is compiled."""
     own = ReferenceConfig(devices="4:8")
@@ -409,6 +410,7 @@ def test_a_plan_has_a_prompt_once_for_its_responses():
         assert shared[name].flops == pytest.approx(48 / 64 * apart[name].flops) and apart[name].calls == 2
 
 
+@pytest.mark.slow
 def test_a_plan_holds_the_reference_of_another_model(tmp_path):
     """Beside adapters, whose base is otherwise the reference: all its weights in bfloat16, on 8 devices."""
     larger = dataclasses.replace(SMALL, num_layers=5)

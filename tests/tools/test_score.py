@@ -33,6 +33,7 @@ def run(folder, tmp_path, lines, *arguments):
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_logprobs_in_order_of_the_rows_whatever_their_lengths(folder, tmp_path):
     params = load_params(folder, CONFIG)
     rng = np.random.default_rng(0)
