@@ -183,13 +183,16 @@ print(min(beyond) / max(4 * np.prod(t.shape) for t in hf_tensors(config)))
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux's /proc")
 def test_loading_needs_little_more_than_the_weights(tmp_path):
-    """245 MB in 5 layers: peak beyond the weights under 1.2 x the largest tensor (a whole stack is 5 x)."""
-    environment = {**os.environ, "XLA_FLAGS": ""}
+    """245 MB in 5 layers: peak beyond the weights under 1.5 x the largest tensor (a whole stack is 5 x).
+
+    One tensor of 17 MB is in memory beside the weights, and a few MB of the allocator.
+    """
+    environment = {**os.environ, "XLA_FLAGS": "", "GLIBC_TUNABLES": ""}  # huge pages count whole
     out = subprocess.run(
         [sys.executable, "-c", MEMORY, tmp_path / "big"], env=environment, capture_output=True, text=True
     )
     assert out.returncode == 0, out.stderr
-    assert float(out.stdout) < 1.2
+    assert float(out.stdout) < 1.5
 
 
 TWO_PROCESSES = """
