@@ -32,7 +32,8 @@ from typing import Any
 
 from learn_page import Points, read_result, result_path, write_report
 from machine import ROOT, git_commit, processor_name
-from studies import SUITES, TRL, Suite
+from studies import SUITES, TRL
+from study import Suite
 
 TIMED = "--steps 7 --eval.every 100 --eval.prompts 8"  # of `--time`
 WARM_UP_STEPS = 2  # not counted there
@@ -152,22 +153,27 @@ def run_job(job: Job, options: argparse.Namespace) -> int:
         write_trl_spec(job, words[1:])
         script, words = [options.trl_python, str(ROOT / "benchmarks/peers" / TRL)], []
     job.path.parent.mkdir(parents=True, exist_ok=True)
-    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    started = datetime.datetime.now(datetime.UTC)
     command = [*script, *words, "--run_dir", str(job.path)]
     log = contextlib.nullcontext() if options.jobs == 1 else job.path.with_suffix(".log").open("a")
     with log as output:
         code = subprocess.run(command, stdout=output, stderr=output, check=False).returncode
     if not code:
-        record = {"load": round(os.getloadavg()[2], 1), "started": started, "commit": git_commit()}
-        (job.path / "record.json").write_text(json.dumps(record) + "\n")
+        (job.path / "record.json").write_text(json.dumps(record_since(started)) + "\n")
     print(f"{'failed' if code else 'done'}  {job.path}", flush=True)
     return code
+
+
+def record_since(started: datetime.datetime) -> dict[str, Any]:
+    """Return what a result keeps of its run: the load of the last 15 minutes, the start and the commit."""
+    load = round(os.getloadavg()[2], 1)
+    return {"load": load, "started": started.isoformat(timespec="seconds"), "commit": git_commit()}
 
 
 def time_steps(options: argparse.Namespace, name: str, labels: Sequence[str]) -> None:
     """Measure the seconds of a step of each label, in turn so that other load affects all alike."""
     suite, seconds = SUITES[options.suite], {label: [] for label in labels}
-    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    started = datetime.datetime.now(datetime.UTC)
     for turn in range(TIME_ROUNDS):
         for label in labels:
             job = jobs_of(suite, name, [turn], [label])[0]
@@ -176,8 +182,8 @@ def time_steps(options: argparse.Namespace, name: str, labels: Sequence[str]) ->
             rows = rows_after_warm_up(job.path) if (job.path / "hf").is_dir() else []
             seconds[label] += [step_seconds(row) for row in rows if row["step"] > WARM_UP_STEPS]
     result = read_result(options.suite, name)
-    record = {"started": started, "load": round(os.getloadavg()[2], 1), "commit": git_commit()}
-    result["timing"] = {**record, "step_seconds": {k: median(v) for k, v in seconds.items() if v}}
+    medians = {label: median(values) for label, values in seconds.items() if values}
+    result["timing"] = {**record_since(started), "step_seconds": medians}
     result_path(options.suite, name).write_text(format_result(result))
 
 

@@ -11,7 +11,8 @@ from statistics import mean
 from typing import Any
 
 from machine import ROOT
-from studies import SUITES, Study, Suite
+from studies import SUITES
+from study import Study, Suite
 
 RESULTS = ROOT / "benchmarks/results/learning"
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#767676")

@@ -161,8 +161,7 @@ def converse(engine):
     return engine.generate(requests, sampling, jax.random.key(1), Echo()), engine.metrics
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
+of_each_kind = pytest.mark.parametrize(
     ("config", "dtype"),
     [
         (QWEN, "float32"),
@@ -172,17 +171,26 @@ def converse(engine):
     ],
     ids=["qwen3", "windows, caps, sinks, biases", "gpt-oss bfloat16", "latents"],
 )
+
+
+def assert_same_responses(ours, others):
+    """Tokens, log-probs and routes, bit for bit."""
+    for one, other in zip(ours, others, strict=True):
+        np.testing.assert_array_equal(one.response_ids, other.response_ids)
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+        np.testing.assert_array_equal(one.routes, other.routes)
+
+
+@pytest.mark.slow
+@of_each_kind
 def test_kept_pages_hold_the_bits_that_reading_again_would_give(config, dtype):
     """The ring reads every conversation again for each turn; both are what the trainer scores."""
     (again, _), (kept, metrics) = (
         conversations(config, dtype, cache=cache, page=16) for cache in ("ring", "paged")
     )
     assert metrics["rollout/reused_tokens"] > 0 and any((t.mask == 0).sum() == 40 for t in kept)
-    for one, other in zip(kept, again, strict=True):
-        np.testing.assert_array_equal(one.response_ids, other.response_ids)
-        np.testing.assert_array_equal(one.logprobs, other.logprobs)
-        assert (one.routes is None) == (config.moe is None)
-        np.testing.assert_array_equal(one.routes, other.routes)
+    assert_same_responses(kept, again)
+    assert all((t.routes is None) == (config.moe is None) for t in kept)
     items = [from_trajectory(t) for t in kept]
     scores = learner(config, dtype, remat="none", row_tokens=128).score(random_params(config), items)
     for item, scored in zip(items, scores, strict=True):
@@ -190,16 +198,7 @@ def test_kept_pages_hold_the_bits_that_reading_again_would_give(config, dtype):
         np.testing.assert_array_equal(scored["policy"][on], item.signals["rollout"][on])
 
 
-@pytest.mark.parametrize(
-    ("config", "dtype"),
-    [
-        (QWEN, "float32"),
-        pytest.param(OTHERS, "float32", marks=pytest.mark.slow),
-        pytest.param(GPT_OSS, "bfloat16", marks=pytest.mark.slow),
-        pytest.param(LATENTS, "float32", marks=pytest.mark.slow),
-    ],
-    ids=["qwen3", "windows, caps, sinks, biases", "gpt-oss bfloat16", "latents"],
-)
+@of_each_kind
 def test_drafts_change_no_bit(config, dtype):
     """Neither those of the first call, mostly wrong, nor those of the second, which knows the responses."""
     plain, _ = conversations(config, dtype, cache="paged", page=16)
@@ -207,11 +206,8 @@ def test_drafts_change_no_bit(config, dtype):
     for _ in range(2):
         drafted, metrics = converse(engine)
         accepted.append(metrics["rollout/draft_accepted"])
-        for one, other in zip(drafted, plain, strict=True):
-            np.testing.assert_array_equal(one.response_ids, other.response_ids)
-            np.testing.assert_array_equal(one.logprobs, other.logprobs)
-            np.testing.assert_array_equal(one.routes, other.routes)
-            assert (one.finish, one.episode) == (other.finish, other.episode)
+        assert_same_responses(drafted, plain)
+        assert [(t.finish, t.episode) for t in drafted] == [(t.finish, t.episode) for t in plain]
     assert accepted[0] < 0.3 < accepted[1]
 
 

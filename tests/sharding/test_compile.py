@@ -36,6 +36,7 @@ def test_two_programs_compile_at_the_same_time():
         for _ in range(2):
             compiler.start(jitted := function(both.wait))
             compiler.start(jitted)  # once: a third would wait for a fourth
+    assert not both.broken and both.n_waiting == 0
 
 
 def test_a_failed_compilation_is_raised():
