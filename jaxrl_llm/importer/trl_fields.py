@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxrl_llm.importer.algorithm_names import NO_ALGORITHM
 from jaxrl_llm.importer.fields import RUN_NAME, Field
 from jaxrl_llm.importer.values import (
     count,
@@ -49,10 +50,7 @@ LOSS_FIELDS = {
         "vespo_lambda_neg": "algo.lambda_negative",
     },
 }
-NO_AOT = (
-    "there is no AOT: it sorts the ratios of a whole batch, and would depend on the division into batches"
-)
-NO_DPO_LOSSES = dict.fromkeys(("aot", "aot_unpaired", "aot_pair"), NO_AOT)
+NO_DPO_LOSSES = dict.fromkeys(("aot", "aot_unpaired", "aot_pair"), f"there is no AOT: {NO_ALGORITHM['aot']}")
 """loss_type of DPO that is not here -> why."""
 DPO_LOSSES = {
     "sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo", "robust": "robust", "bco_pair": "bco",

@@ -200,8 +200,8 @@ def test_luspo_of_token_ratios_is_noted(imported):
     [
         (
             "aot",
-            "there is no AOT: it sorts the ratios of a whole batch, and would depend on the division into "
-            "batches; sigmoid is used",
+            "there is no AOT: its loss pairs sequences by their ranks in the mini-batch, and a loss here "
+            "sees a micro-batch; sigmoid is used",
         ),
         ("hinge ipo", "there is one loss at a time; hinge is used"),
         ("zzz hinge", "there is no zzz; hinge is used"),
