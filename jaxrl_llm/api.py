@@ -23,7 +23,8 @@ from jaxrl_llm.host.signals import interruptible
 from jaxrl_llm.recipe.fields import check_fields
 from jaxrl_llm.recipe.load import with_settings
 from jaxrl_llm.report import jsonl
-from jaxrl_llm.tools.generate import GenerateConfig, Generator
+from jaxrl_llm.tools.config import GenerateConfig
+from jaxrl_llm.tools.generation import Generator
 from jaxrl_llm.train import execute
 
 EVALUATION = {"data.eval_path", "data.holdout", "eval.every"}

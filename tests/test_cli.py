@@ -64,6 +64,54 @@ def test_arguments_out_of_their_range_are_one_message(argv, message, capsys):
     assert capsys.readouterr().err.startswith(f"error: {message}")
 
 
+MODULES_AFTER = """
+import contextlib, io, json, sys
+from jaxrl_llm.__main__ import main
+for argv in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            code = main(argv)
+        except SystemExit as ended:
+            code = ended.code
+    print(json.dumps([argv, code, sorted({"jax", "flax", "transformers"} & sys.modules.keys())]))
+"""
+GENERATE = ["generate", "--model", "m", "--prompts", "p", "--out", "o"]
+SCORE = ["score", "--data", "d", "--out", "o"]
+REFUSED = [
+    ["train", "--steps", "3"],  # without a recipe, whose algorithm imports jax
+    ["plan", "--topology", "v9-1"],
+    ["plan", "--topology", "cpu", "--json", "/no/such/folder/p.json"],
+    ["plan", "--topology", "cpu", "--steps", "3"],
+    ["doctor", "--json", "perhaps"],
+    ["doctor", "--steps", "3"],
+    ["chat", "--modl", "m"],
+    ["chat", "--model", "m", "--max_tokens", "0"],
+    [*GENERATE, "--n", "0"],
+    [*GENERATE, "--select", "best"],
+    [*GENERATE, "--reward.timeout", "soon"],
+    [*GENERATE, "--out", "/no/such/folder/o"],
+    SCORE,
+    [*SCORE, "--model", "m", "--temperature", "0"],
+    ["import-config", "f.yml", "--sytem", "trl"],
+    ["view", "run", "--max_samples", "0"],
+    ["export", "--checkpoint", "c", "--out", "o", "--step", "-1"],
+]
+
+
+@pytest.mark.parametrize(
+    ("lines", "code"),
+    [([[name, "--help"] for name in cli.COMMANDS], 0), (REFUSED, 2)],
+    ids=["help", "refused flags"],
+)
+def test_help_and_refusals_of_every_command_come_before_jax(lines, code):
+    assert {line[0] for line in lines} == cli.COMMANDS.keys()
+    command_line = [sys.executable, "-c", MODULES_AFTER, json.dumps(lines)]
+    done = subprocess.run(command_line, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert results == [[line, code, []] for line in lines]
+
+
 def test_an_unknown_command_is_answered_with_the_nearest(capsys):
     assert cli.main(["genrate", "--model", "x"]) == 2
     assert capsys.readouterr().err.startswith("error: genrate: unknown command. Did you mean generate?\n")

@@ -26,8 +26,7 @@ from jaxrl_llm.sharding.config import MeshConfig
 from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 from jaxrl_llm.structs import Params
-from jaxrl_llm.tools.export import run_tokenizer, with_base
-from jaxrl_llm.tools.generate import load_sharded
+from jaxrl_llm.tools.models import load_sharded, run_tokenizer, with_base
 from jaxrl_llm.tools.output import print_progress
 from jaxrl_llm.user_file import expand_home
 

@@ -2,60 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import datetime
-import importlib.util
 import json
-import os
-import platform
-import shutil
-import socket
 import sys
-import tempfile
-import time
-import urllib.request
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import jax
-import jax.numpy as jnp
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxrl_llm import models
-from jaxrl_llm.build.exports import kept_exports
-from jaxrl_llm.build.models import make_stages, trained_config
-from jaxrl_llm.build.pin import map_models
-from jaxrl_llm.build.placement import make_meshes
-from jaxrl_llm.config import TrainConfig
-from jaxrl_llm.envs.config import SandboxConfig
-from jaxrl_llm.envs.tools.sandbox import Sandbox
-from jaxrl_llm.errors import UserError
-from jaxrl_llm.hf.gguf import converted_folder, gguf_cache, read_gguf_config
-from jaxrl_llm.hf.hub_name import SUFFIX
-from jaxrl_llm.host.memory import available_bytes
-from jaxrl_llm.host.start import COMPILATION_CACHE
-from jaxrl_llm.learn.optim_states import averaged_weights
-from jaxrl_llm.models.lora import base_config, trained_state
-from jaxrl_llm.plan.models import ABSTRACT_MODELS, UnknownModelError, planned_model
 from jaxrl_llm.recipe.load import from_command_line
-from jaxrl_llm.report.loggers import EXTRAS
-from jaxrl_llm.rewards.load import LIBRARIES, resolve_reward
-from jaxrl_llm.rewards.sample import RewardLoadError
-from jaxrl_llm.rollout.sglang.auth import request_headers
-from jaxrl_llm.rollout.sglang.health import read_addresses
-from jaxrl_llm.sharding.config import MeshConfig
-from jaxrl_llm.sharding.rules import HOST, bytes_per_device
 from jaxrl_llm.tools.arguments import parse_known_arguments
-from jaxrl_llm.tools.devices import GIB, Finding, check_devices, check_versions, run_command_line
-from jaxrl_llm.user_file import expand_home
-
-PLACED = ("rollout", "reference", "critic", "teacher")
-MIN_SHM = GIB  # NCCL and SGLang exchange data in shared memory
-MIN_MEMORY = 4 * GIB
-MAX_SKEW = 2.0  # seconds between this machine and the file system
+from jaxrl_llm.tools.devices import Finding
 
 
 @dataclass(frozen=True)
@@ -81,33 +39,14 @@ def main(argv: list[str]) -> int:
         argv = ["--help"]
     args, rest = parse_known_arguments(DoctorArguments, argv, "doctor")
     config = from_command_line(rest, "python -m jaxrl_llm doctor", writes=False).config if rest else None
+    from jaxrl_llm.tools.checks import examine  # imports jax: --help and bad flags end before
+
     findings = list(examine(config))
     if args.json:
         print(json.dumps([finding._asdict() for finding in findings], indent=1))
     else:
         print_findings(findings)
     return int(any(finding.status == "fix" for finding in findings))
-
-
-def examine(config: TrainConfig | None) -> Iterator[Finding]:
-    """Yield the findings, cheap checks first.
-
-    Args:
-        config: of the run that is to start; None = none in particular.
-    """
-    run_dir = Path(config.run_dir if config else ".")
-    yield check_python()
-    yield from check_versions()
-    yield report_host_memory()
-    yield check_shared_memory(config is not None and config.rollout.engine == "sglang")
-    yield check_cache(os.environ.get("JAX_COMPILATION_CACHE_DIR", os.path.expanduser(COMPILATION_CACHE)))
-    yield check_clock(existing_parent(run_dir))
-    yield check_ports(os.environ)
-    yield from check_run_disk(config) if config else [check_disk(existing_parent(run_dir), 0)]
-    yield from check_extras(needed_packages(config) if config else [])
-    yield check_sandbox(config is not None and any(tool.startswith("python") for tool in config.env.tools))
-    yield from check_sglang(config)
-    yield from check_devices()
 
 
 def print_findings(findings: Sequence[Finding]) -> None:
@@ -121,249 +60,3 @@ def print_findings(findings: Sequence[Finding]) -> None:
     Console(width=None if sys.stdout.isatty() else 110, highlight=False).print(table)
     fixes = sum(finding.status == "fix" for finding in findings)
     print(f"{fixes} to fix" if fixes else "ready")
-
-
-def check_python() -> Finding:
-    """Check the interpreter."""
-    text = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
-    if platform.system() != "Linux":
-        return Finding("python", "note", f"{text}: Linux is the system that is tested")
-    return Finding("python", "ok", text)
-
-
-def report_host_memory() -> Finding:
-    """Check the memory that is available to this process, of the machine or its container."""
-    total = available_bytes() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    text = f"{total / GIB:.1f} GiB free, {os.cpu_count()} processors"
-    if total < MIN_MEMORY:
-        return Finding("memory", "note", f"{text}: enough for toy models only")
-    return Finding("memory", "ok", text)
-
-
-def check_shared_memory(needed: bool, folder: str = "/dev/shm") -> Finding:
-    """Check the size of /dev/shm, which containers limit to 64 MB by default."""
-    try:
-        size = shutil.disk_usage(folder).total
-    except OSError:
-        return Finding("/dev/shm", "note", "absent: NCCL and SGLang exchange data there")
-    if size < MIN_SHM:
-        fix = f"{size / 2**20:.0f} MiB; NCCL and SGLang need {MIN_SHM // GIB} GiB: docker run --shm-size=16g"
-        return Finding("/dev/shm", "fix" if needed else "note", fix)
-    return Finding("/dev/shm", "ok", f"{size / GIB:.1f} GiB")
-
-
-def check_cache(folder: str) -> Finding:
-    """Check that compiled programs can be kept."""
-    if not folder:
-        return Finding("compilation cache", "note", "off (JAX_COMPILATION_CACHE_DIR is empty)")
-    if "://" in folder:
-        return Finding("compilation cache", "ok", folder)
-    place = existing_parent(Path(folder).expanduser())
-    if not os.access(place, os.W_OK):
-        fix = f"{place} cannot be written to, so each start compiles anew: set JAX_COMPILATION_CACHE_DIR"
-        return Finding("compilation cache", "fix", fix)
-    size = sum(file.stat().st_size for file in Path(folder).glob("*") if file.is_file())
-    return Finding("compilation cache", "ok", f"{folder}, {size / 2**20:.0f} MiB")
-
-
-def check_clock(folder: Path) -> Finding:
-    """Compare the clock with that of the file system, which may be another machine's."""
-    now = datetime.datetime.now(datetime.UTC)
-    if now.year < 2026:
-        return Finding("clock", "fix", f"{now:%Y-%m-%d}: certificates and logs need the date: timedatectl")
-    try:
-        with tempfile.NamedTemporaryFile(dir=folder) as file:
-            before, written, after = time.time(), os.stat(file.name).st_mtime, time.time()
-    except OSError:
-        return Finding("clock", "ok", f"{now:%Y-%m-%d %H:%M} UTC")
-    if not before - MAX_SKEW <= written <= after + MAX_SKEW:
-        skew = f"the file system of {folder} is {written - after:+.0f} s off"
-        return Finding("clock", "note", f"{skew}: synchronise both machines (chronyc makestep)")
-    return Finding("clock", "ok", f"{now:%Y-%m-%d %H:%M} UTC")
-
-
-def check_ports(environment: dict[str, str] | os._Environ) -> Finding:
-    """Check that local ports can be opened; on process 0 that of the coordinator."""
-    address = environment.get("JAX_COORDINATOR_ADDRESS", "")
-    port = int(address.rpartition(":")[2] or 0) if environment.get("JAX_PROCESS_ID") == "0" else 0
-    try:
-        with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(("", port) if port else ("127.0.0.1", 0))
-    except OSError as error:
-        fix = f"port {port or 'on 127.0.0.1'} cannot be opened ({error.strerror})"
-        return Finding("ports", "fix", f"{fix}: end the process that holds it (ss -ltnp), or choose another")
-    return Finding("ports", "ok", f"{port} for the coordinator is free" if port else "can be opened")
-
-
-def check_disk(folder: Path, needed: int) -> Finding:
-    """Compare free space with what the recipe writes.
-
-    Args:
-        needed: bytes; 0 = no recipe was given.
-    """
-    if not os.access(folder, os.W_OK):
-        return Finding("disk", "fix", f"{folder} cannot be written to: set --run_dir")
-    free = shutil.disk_usage(folder).free
-    text = f"{_size(free)} free in {folder}"
-    if needed:
-        text += f"; the recipe writes {_size(needed)}"
-    if needed > free:
-        return Finding("disk", "fix", f"{text}: free some, lower --checkpoint.keep, or set --run_dir")
-    return Finding("disk", "ok", text)
-
-
-def check_run_disk(config: TrainConfig) -> Iterator[Finding]:
-    """Compare free space with what a recipe writes: its run directory, and converted GGUF files."""
-    folder, written = existing_parent(Path(config.run_dir)), 0
-    try:
-        written = written_bytes(config)
-        yield check_disk(folder, written)
-    except UnknownModelError as error:
-        finding = check_disk(folder, 0)
-        unknown = (
-            f"the size of {error.name} is not known, nor is what the recipe writes: give a folder that is "
-            "there in its place (--model.path FOLDER)"
-        )
-        yield finding if finding.status == "fix" else Finding("disk", "note", f"{finding.text}; {unknown}")
-    if converted := converted_bytes(config):
-        cache = existing_parent(gguf_cache())
-        shared = written if os.stat(cache).st_dev == os.stat(folder).st_dev else 0
-        free = shutil.disk_usage(cache).free
-        text = f"{_size(free)} free in {cache}; converting the GGUF file takes {_size(converted)}"
-        if converted + shared > free:
-            yield Finding("disk", "fix", f"{text}: free some, or set XDG_CACHE_HOME to a larger disk")
-        else:
-            yield Finding("disk", "ok", text)
-
-
-def converted_bytes(config: TrainConfig) -> int:
-    """Return the bytes that converting the recipe's GGUF files takes, 4 a weight; 0 = all are converted.
-
-    A file of the hub is not counted: its size is not known before it is downloaded.
-    """
-    files = {expand_home(name) for name in model_names(config)}
-    files = [file for file in files if file.suffix == SUFFIX and file.is_file()]
-    if not files or not is_installed("gguf"):  # `check_extras` names the fix
-        return 0
-    new = [file for file in files if not (converted_folder(file) / "config.json").is_file()]
-    return sum(bytes_per_device(models.abstract(read_gguf_config(file))) for file in new)
-
-
-def model_names(config: TrainConfig) -> list[str]:
-    """Return the names of the recipe's models and tokenizers."""
-    names: list[str] = []
-    map_models(config, lambda name: names.append(name) or name)
-    return list(filter(None, names))
-
-
-def needed_packages(config: TrainConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield (module, extra that brings it, setting that needs it) of the packages that a recipe needs."""
-    sources = (*config.data.sources("train"), *config.data.sources("eval"), *config.warm_start.sources)
-    gym = [source.path for source in sources if source.path.startswith("gym:")]
-    yield from (("reasoning_gym", "tasks", path) for path in gym[:1])
-    rewards = {_reward_of(name, source.path) for name in config.reward.used for source in sources}
-    yield from ((LIBRARIES[name], "tasks", f"reward {name}") for name in sorted(rewards & LIBRARIES.keys()))
-    yield from (("gguf", "gguf", name) for name in model_names(config) if name.endswith(SUFFIX))
-    yield from (("mcp", "mcp", f"--env.tools {name}") for name in config.env.tools if name.startswith("mcp:"))
-    yield from ((name, name, f"--log.{name}") for name in EXTRAS if getattr(config.log, name))
-
-
-def _reward_of(name: str, source: str) -> str:
-    """Return the reward of a source; "" = no built-in one fits."""
-    try:
-        return resolve_reward(name, source, {})
-    except RewardLoadError:
-        return ""
-
-
-def is_installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
-
-
-def check_extras(packages: Iterable[tuple[str, str, str]]) -> Iterator[Finding]:
-    """Check that the packages of the recipe's extras can be imported; see `needed_packages`."""
-    found = []
-    for module, extra, setting in dict.fromkeys(packages):
-        if is_installed(module):
-            found.append(module)
-        else:
-            text = f"{module} is not installed, which {setting} needs: pip install 'jaxrl-llm[{extra}]'"
-            yield Finding("extras", "fix", text)
-    if found:
-        yield Finding("extras", "ok", ", ".join(dict.fromkeys(found)))
-
-
-def written_bytes(config: TrainConfig) -> int:
-    """Return the bytes that a run has on the disk: checkpoints, one more while it is written, exports."""
-    jax.config.update("jax_platforms", "cpu")  # the accelerators are examined in a process of their own
-    own = {"mesh": MeshConfig(), "devices": "all"}
-    roles = {name: replace(getattr(config, name), mesh=None, devices="") for name in PLACED}
-    alone = replace(config, **own, **roles, reward=replace(config.reward, models=()))
-    model = trained_config(planned_model(config.model), config)
-    meshes = make_meshes(alone, jax.devices("cpu")[:1])
-    state = make_stages(alone, model, meshes, ABSTRACT_MODELS)[-1].abstract_state()
-    if not config.checkpoint.optimizer:
-        state = replace(state, opt_state=averaged_weights(state.opt_state))
-    kept = config.checkpoint.keep + (config.checkpoint.keep_best if config.checkpoint.best_metric else 0) + 1
-    saved = bytes_per_device(trained_state(state)) + bytes_per_device(trained_state(state), HOST)
-    weights = bytes_per_device(models.abstract(base_config(model))) // 4
-    exported = weights * jnp.dtype(config.model.dtype).itemsize * (2 if config.optim.ema else 1)
-    return kept * saved + (1 + kept_exports(config.checkpoint, config.steps)) * exported
-
-
-def check_sandbox(needed: bool) -> Finding:
-    """Run a program in the sandbox of the tool `python`."""
-    try:
-        output = asyncio.run(_run_in_sandbox())
-    except UserError as error:
-        return Finding("sandbox", "fix" if needed else "note", f"the tool `python` cannot run: {error}")
-    if output.strip() != "2":
-        return Finding("sandbox", "fix" if needed else "note", f"1 + 1 gave {output[:200]!r} in the sandbox")
-    return Finding("sandbox", "ok", "bubblewrap runs programs of the tool `python`")
-
-
-async def _run_in_sandbox() -> str:
-    return await Sandbox(SandboxConfig()).run("print(1 + 1)")
-
-
-def check_sglang(config: TrainConfig | None) -> Iterator[Finding]:
-    """Check the SGLang of the recipe: its interpreter, and servers that run already."""
-    python = config.sglang.python if config else sys.executable
-    needed = config is not None and config.rollout.engine == "sglang"
-    if not needed or config.rollout.launch:
-        code = "import importlib.metadata as m; print(m.version('sglang'))"
-        done = run_command_line([python, "-c", code])
-        if isinstance(done, str) or done.returncode:
-            text = f"not installed for {python}: pip install sglang there, or set --sglang.python"
-            yield Finding("sglang", "fix" if needed else "note", text)
-        else:
-            yield Finding("sglang", "ok", f"{done.stdout.strip()} in {python}")
-    for address in _addresses(config) if needed else ():
-        yield _check_server(address)
-
-
-def _addresses(config: TrainConfig) -> Iterator[str]:
-    for name in config.rollout.servers:
-        yield from read_addresses(Path(name[1:])) if name.startswith("@") else (name,)
-
-
-def _check_server(address: str) -> Finding:
-    route = "/model_info"
-    request = urllib.request.Request(address.rstrip("/") + route, headers=request_headers(route))
-    try:
-        with urllib.request.urlopen(request, timeout=10) as reply:
-            model = json.loads(reply.read()).get("model_path", "?")
-    except (OSError, ValueError) as error:
-        return Finding("server", "fix", f"{address} does not answer ({error}): start it")
-    return Finding("server", "ok", f"{address} serves {model}")
-
-
-def _size(count: int) -> str:
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.1f} MiB"
-
-
-def existing_parent(path: Path) -> Path:
-    """Return the path itself, or the nearest folder above that exists."""
-    path = path.expanduser().absolute()
-    return next(folder for folder in (path, *path.parents) if folder.is_dir())

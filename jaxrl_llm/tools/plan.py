@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from jaxrl_llm.plan.topology import parse_topology
 from jaxrl_llm.recipe.load import from_command_line
 from jaxrl_llm.tools.arguments import check_output_path, parse_known_arguments
 
@@ -41,15 +42,15 @@ def main(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         argv = ["--help"]  # without the recipe's flags, which the help of training lists
     args, rest = parse_known_arguments(PlanArguments, argv, "plan")
-    from jaxrl_llm.plan.advice import advise  # these import jax: not for --help
-    from jaxrl_llm.plan.plan import make_plan
-    from jaxrl_llm.plan.report import print_plan
-    from jaxrl_llm.plan.target import open_target, parse_topology
-
     topology = parse_topology(args.topology)
     if args.json:
         check_output_path(args.json, flag="--json")
     config = from_command_line(rest, "python -m jaxrl_llm plan", writes=False).config
+    from jaxrl_llm.plan.advice import advise  # these import jax: --help and bad flags end before
+    from jaxrl_llm.plan.plan import make_plan
+    from jaxrl_llm.plan.report import print_plan
+    from jaxrl_llm.plan.target import open_target
+
     target = open_target(topology)
     log = lambda line: print(line, file=sys.stderr, flush=True)
     plan = make_plan(config, target, args.only, log)

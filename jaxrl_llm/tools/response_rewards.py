@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -19,8 +19,6 @@ from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.learn.scoring import ScoringModel
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.outcome import Outcome
-from jaxrl_llm.recipe.fields import check_fields
-from jaxrl_llm.recipe.overrides import apply_overrides, split_arguments
 from jaxrl_llm.rewards.config import RewardConfig, RewardModelConfig
 from jaxrl_llm.rewards.load import choose_reward
 from jaxrl_llm.rewards.pool import CHECKED_ROWS, RewardPool
@@ -33,37 +31,6 @@ from jaxrl_llm.structs import Trajectory
 from jaxrl_llm.tools.selection import RewardedResponse, plain_json
 
 SHORTEST_ROW = 64  # tokens
-FLAG = "--reward."
-
-
-@dataclass(frozen=True)
-class RewardArguments:
-    """Flags of rewards, as in training; nothing rewards by default."""
-
-    reward: RewardConfig = field(default_factory=lambda: RewardConfig(name="none"))
-
-
-def split_reward_flags(argv: Sequence[str]) -> tuple[RewardConfig, list[str]]:
-    """Return the rewards of a command line (--reward.name, --reward.models.0.path ...) and its other words.
-
-    Raises:
-        ConfigError: an unknown key, or a value that it does not take.
-    """
-    reward: list[str] = []
-    others: list[str] = []
-    current = others
-    for word in argv:
-        if word.startswith("--"):
-            current = reward if word.startswith(FLAG) else others
-        current.append(word)
-    arguments, _ = apply_overrides(RewardArguments(), split_arguments(reward))
-    check_fields(arguments)
-    return arguments.reward, others
-
-
-def gives_rewards(config: RewardConfig) -> bool:
-    """Return whether a verifier or a reward model is set."""
-    return config.name != "none" or bool(config.models)
 
 
 class ResponseScorer:

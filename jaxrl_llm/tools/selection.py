@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from jaxrl_llm.data.chat import prompt_row
 from jaxrl_llm.data.config import ChatConfig
 from jaxrl_llm.data.preference import score_text, with_suffix
 from jaxrl_llm.data.rows import PROMPT_KEYS, RESPONSE_KEYS, Example
-from jaxrl_llm.errors import UserError
-from jaxrl_llm.ranges import Count, Finite, Positive
+from jaxrl_llm.tools.config import SelectConfig
 
 OWN_KEYS = {
     *PROMPT_KEYS,
@@ -26,22 +25,6 @@ OWN_KEYS = {
 }
 OWN_KEYS |= {"reward", "rewards", "outcome", "failure", "finish", "steps", "response_tokens", "turns"}
 """Columns of an input row that output rows do not take over: they have prompts and responses of their own."""
-
-
-@dataclass(frozen=True)
-class SelectConfig:
-    """Rows that are written of rewarded responses."""
-
-    select: Literal["all", "best", "filter", "pairs", "conditional"] = "all"
-    """all: a row for each row, every response with its reward. Others need a reward, and write rows to train
-    on. best: the response with the highest reward (best of n, rejection sampling). filter: each response.
-    pairs: the best against the worst. conditional: each response, its reward at the end of the prompt."""
-    keep: Count = 1
-    """best: responses of each prompt."""
-    threshold: Finite | None = None
-    """best, filter, conditional: lowest reward of a response; pairs: of the chosen one. None = any."""
-    margin: Positive = 1e-6
-    """pairs: smallest difference of the rewards."""
 
 
 @dataclass(frozen=True)
@@ -75,19 +58,6 @@ def selected_rows(
         if config.select == "conditional":
             base = base_row(with_suffix(example, score_text(response.reward)), chat)
         yield base | {"response": response.text, "reward": response.reward, **response.columns}
-
-
-def check_selection(config: SelectConfig, rewarded: bool) -> None:
-    """Refuse a selection of responses that nothing rewards.
-
-    Raises:
-        UserError: with the fix.
-    """
-    if config.select != "all" and not rewarded:
-        raise UserError(
-            f"--select {config.select}: nothing rewards the responses. Set a verifier (--reward.name math, "
-            "or my_rewards.py:f) or a reward model (--reward.models.0.path FOLDER)."
-        )
 
 
 def reward_columns(response: RewardedResponse) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from jaxrl_llm.learn.update import StepConfig, accumulate, apply
 from jaxrl_llm.models import TransformerConfig, kernels, lora
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.structs import BatchTotals, TrainState
-from jaxrl_llm.tools.generate import pick_dtype
+from jaxrl_llm.tools.models import pick_dtype
 
 MODEL = TransformerConfig(
     vocab_size=64, hidden_size=32, mlp_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
@@ -124,7 +124,7 @@ def test_bfloat16_on_turing_is_warned_of(monkeypatch):
     [("cpu", "cpu", "float32"), ("gpu", "Tesla T4", "float16"), ("gpu", "NVIDIA L4", "bfloat16")],
 )
 def test_auto_is_the_type_that_the_device_multiplies(platform, kind, dtype, monkeypatch):
-    monkeypatch.setattr("jaxrl_llm.tools.generate.device", lambda: (platform, kind))
+    monkeypatch.setattr("jaxrl_llm.tools.models.device", lambda: (platform, kind))
     assert (pick_dtype("auto"), pick_dtype("float32")) == (dtype, "float32")
 
 

@@ -12,7 +12,7 @@ from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.report import jsonl
 from jaxrl_llm.report.log import sample_rows
 from jaxrl_llm.structs import Episode, Outcome, Trajectory
-from jaxrl_llm.tools.generate import read_examples
+from jaxrl_llm.tools.generation import read_examples
 
 TOKENIZER = make_tokenizer()
 TOKENIZER.chat_template = (

@@ -22,9 +22,11 @@ from jaxrl_llm.data.tiny_tokenizer import make_tokenizer
 from jaxrl_llm.errors import ConfigError, UserError
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.tools import generate, score
+from jaxrl_llm.tools.config import SelectConfig
 from jaxrl_llm.tools.output import ResumableOutput
-from jaxrl_llm.tools.response_rewards import split_reward_flags
-from jaxrl_llm.tools.selection import RewardedResponse, SelectConfig, base_row, selected_rows
+from jaxrl_llm.tools.reward_flags import split_reward_flags
+from jaxrl_llm.tools.scoring import NO_SOURCE
+from jaxrl_llm.tools.selection import RewardedResponse, base_row, selected_rows
 
 CONFIG = models.TransformerConfig(
     vocab_size=128, hidden_size=32, mlp_size=48, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8,
@@ -83,7 +85,7 @@ def values(weights, example, response):
 
 
 def rows_of(**settings):
-    example = read_example({"messages": [QUESTION], "answer": "4", "level": 3}, "f:1", score.NO_SOURCE)
+    example = read_example({"messages": [QUESTION], "answer": "4", "level": 3}, "f:1", NO_SOURCE)
     rewards = {"a": 1.0, "b": 3.0, "c": None, "d": 2.0, "e": 3.0, "f": -1.0}
     responses = [RewardedResponse(text, reward) for text, reward in rewards.items()]
     return list(selected_rows(example, responses, SelectConfig(**settings), ChatConfig()))

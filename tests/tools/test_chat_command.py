@@ -27,16 +27,18 @@ from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.hf.peft import save_adapter
 from jaxrl_llm.models import LoraConfig, lora
 from jaxrl_llm.sharding.config import MeshConfig
-from jaxrl_llm.tools import chat
+from jaxrl_llm.tools import chat_session
+from jaxrl_llm.tools.chat import ChatArguments
 from jaxrl_llm.tools.chat_model import ConversationEngine, TextStream, chat_mesh, open_chat_model
-from jaxrl_llm.tools.generate import GenerateConfig, Generator
-from jaxrl_llm.tools.score import NO_SOURCE
+from jaxrl_llm.tools.config import GenerateConfig
+from jaxrl_llm.tools.generation import Generator
+from jaxrl_llm.tools.scoring import NO_SOURCE
 
 CONFIG = models.TransformerConfig(
     vocab_size=128, hidden_size=32, mlp_size=48, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8,
     initializer_range=0.3, max_position=256,
 )  # fmt: skip
-ARGS = chat.ChatArguments(model="m", temperature=0.0, max_tokens=6, context=256)
+ARGS = ChatArguments(model="m", temperature=0.0, max_tokens=6, context=256)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +61,7 @@ def talk(engine):
     """Run a session on these lines; return it."""
 
     def run(*lines, args=ARGS, tokenizer=None):
-        session = chat.Session(args, tokenizer or engine.tokenizer, engine, iter(lines))
+        session = chat_session.Session(args, tokenizer or engine.tokenizer, engine, iter(lines))
         session.run()
         return session
 
@@ -147,14 +149,14 @@ def test_without_a_template_the_text_is_continued(talk, capsys):
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(talk, monkeypatch, capsys):
-    before = chat.Session.before_chunk
+    before = chat_session.Session.before_chunk
 
     def interrupted(self, stream, response):
         if self.answers == 1 and len(response.ids) >= 4:
             os.kill(os.getpid(), signal.SIGINT)
         before(self, stream, response)
 
-    monkeypatch.setattr(chat.Session, "before_chunk", interrupted)
+    monkeypatch.setattr(chat_session.Session, "before_chunk", interrupted)
     session = talk("a", "b", args=dataclasses.replace(ARGS, ignore_eos=True))
     stopped, complete = contents(session)[1::2]
     assert len(stopped) == 4 and len(complete) == 6  # characters are tokens; four a call
@@ -168,8 +170,8 @@ def test_ctrl_c_at_the_prompt_leaves_the_line(talk, monkeypatch):
         time.sleep(1)
         yield "lost"
 
-    monkeypatch.setattr(chat, "terminal_lines", lambda: iter(["kept"]))
-    session = chat.Session(ARGS, talk().tokenizer, talk().engine, lines())
+    monkeypatch.setattr(chat_session, "terminal_lines", lambda: iter(["kept"]))
+    session = chat_session.Session(ARGS, talk().tokenizer, talk().engine, lines())
     session.run()
     assert contents(session)[0] == "kept"
 
@@ -200,7 +202,7 @@ def test_only_whole_characters_are_written():
 def test_messages_of_several_lines(monkeypatch):
     text = 'one\ntwo \\\nlines\n"""\na\nb\n"""\n"""c\nd"""\nlast'
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-    assert list(chat.terminal_lines()) == ["one", "two \nlines", "a\nb", "c\nd", "last"]
+    assert list(chat_session.terminal_lines()) == ["one", "two \nlines", "a\nb", "c\nd", "last"]
 
 
 def test_an_adapter_is_added_to_the_model(folder, tmp_path):

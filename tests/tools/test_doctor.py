@@ -11,7 +11,7 @@ import pytest
 
 from jaxrl_llm.models.presets import preset
 from jaxrl_llm.recipe.load import from_command_line, packaged_recipes
-from jaxrl_llm.tools import devices, doctor
+from jaxrl_llm.tools import checks, devices, doctor
 from jaxrl_llm.tools.devices import Finding
 
 H100 = [{"platform": "gpu", "kind": "NVIDIA H100 80GB HBM3", "memory": 60 * 2**30}]
@@ -22,8 +22,8 @@ def recipe(*flags):
 
 
 def test_a_machine_that_is_ready(capsys, monkeypatch):
-    monkeypatch.setattr(doctor, "run_command_line", lambda command: "not found")
-    monkeypatch.setattr(doctor, "check_devices", lambda: iter([Finding("devices", "ok", "8 x TPU v5e")]))
+    monkeypatch.setattr(checks, "run_command_line", lambda command: "not found")
+    monkeypatch.setattr(checks, "check_devices", lambda: iter([Finding("devices", "ok", "8 x TPU v5e")]))
     assert doctor.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "ready" and any("8 x TPU v5e" in line for line in lines)
@@ -43,7 +43,7 @@ def test_a_machine_that_is_ready(capsys, monkeypatch):
 
 
 def test_a_fix_is_counted_and_gives_exit_code_1(capsys, monkeypatch):
-    monkeypatch.setattr(doctor, "examine", lambda config: [Finding("disk", "fix", "full")])
+    monkeypatch.setattr(checks, "examine", lambda config: [Finding("disk", "fix", "full")])
     assert doctor.main([]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "1 to fix"
 
@@ -51,16 +51,16 @@ def test_a_fix_is_counted_and_gives_exit_code_1(capsys, monkeypatch):
 @pytest.fixture
 def quick(monkeypatch):
     """Leave out what starts processes."""
-    monkeypatch.setattr(doctor, "run_command_line", lambda command: "not found")
-    monkeypatch.setattr(doctor, "check_devices", lambda: iter(()))
-    monkeypatch.setattr(doctor, "check_sandbox", lambda needed: Finding("sandbox", "ok", ""))
+    monkeypatch.setattr(checks, "run_command_line", lambda command: "not found")
+    monkeypatch.setattr(checks, "check_devices", lambda: iter(()))
+    monkeypatch.setattr(checks, "check_sandbox", lambda needed: Finding("sandbox", "ok", ""))
 
 
 @pytest.mark.parametrize("name", [path.name for path in packaged_recipes()])
 def test_every_packaged_recipe_is_examined(name, quick, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = from_command_line(["--config", name], "doctor", writes=False).config
-    findings = {finding.name: finding for finding in doctor.examine(config)}
+    findings = {finding.name: finding for finding in checks.examine(config)}
     assert {"python", "versions", "disk", "sandbox"} <= findings.keys()
     known = not name.startswith("gkd")  # whose teachers are the results of other recipes
     assert bool(re.search(r"the recipe writes \d", findings["disk"].text)) == known, findings["disk"]
@@ -68,12 +68,12 @@ def test_every_packaged_recipe_is_examined(name, quick, tmp_path, monkeypatch):
 
 
 def test_a_model_whose_size_is_not_known(quick, tmp_path, monkeypatch):
-    findings = list(doctor.examine(recipe("--model.path", "Qwen/Qwen2.5-1.5B-Instruct")))
+    findings = list(checks.examine(recipe("--model.path", "Qwen/Qwen2.5-1.5B-Instruct")))
     (disk,) = [finding for finding in findings if finding.name == "disk"]
     assert disk.status == "note" and "the size of Qwen/Qwen2.5-1.5B-Instruct is not known" in disk.text
     assert "--model.path FOLDER" in disk.text and findings[-1].name == "sglang"  # and all that follows
-    known = doctor.written_bytes(recipe("--model.path", "hf://Qwen/Qwen3-0.6B@main"))
-    assert known == doctor.written_bytes(recipe("--model.path", "Qwen/Qwen3-0.6B")) > 2**30
+    known = checks.written_bytes(recipe("--model.path", "hf://Qwen/Qwen3-0.6B@main"))
+    assert known == checks.written_bytes(recipe("--model.path", "Qwen/Qwen3-0.6B")) > 2**30
 
 
 @pytest.mark.parametrize(
@@ -92,15 +92,15 @@ def test_a_model_whose_size_is_not_known(quick, tmp_path, monkeypatch):
 def test_extras_that_a_recipe_needs(quick, monkeypatch, capsys, flags, module, extra):
     config = recipe(*flags)
     installed = {"wandb", "mlflow", "swanlab", "reasoning_gym", "math_verify", "mcp", "gguf"}
-    monkeypatch.setattr(doctor, "is_installed", lambda name: name in installed)
-    findings = list(doctor.check_extras(doctor.needed_packages(config)))
+    monkeypatch.setattr(checks, "is_installed", lambda name: name in installed)
+    findings = list(checks.check_extras(checks.needed_packages(config)))
     assert [finding.status for finding in findings] == ["ok"] and module in findings[0].text
     installed.remove(module)
-    finding = next(doctor.check_extras(doctor.needed_packages(config)))
+    finding = next(checks.check_extras(checks.needed_packages(config)))
     assert finding.status == "fix" and finding.text.startswith(f"{module} is not installed, which ")
     doctor.print_findings([finding])
     assert f"pip install 'jaxrl-llm[{extra}]'" in " ".join(capsys.readouterr().out.split())
-    assert list(doctor.check_extras(doctor.needed_packages(recipe()))) == []
+    assert list(checks.check_extras(checks.needed_packages(recipe()))) == []
 
 
 def test_space_for_the_conversion_of_a_gguf_file(quick, tmp_path, monkeypatch):
@@ -108,22 +108,22 @@ def test_space_for_the_conversion_of_a_gguf_file(quick, tmp_path, monkeypatch):
     file, folder = tmp_path / "m.gguf", tmp_path / "cache/jaxrl_llm/gguf/m"
     file.write_bytes(b"GGUF")
     model = preset("Qwen/Qwen3-0.6B")
-    monkeypatch.setattr(doctor, "read_gguf_config", lambda file: model)
-    monkeypatch.setattr(doctor, "converted_folder", lambda file: folder)
-    monkeypatch.setattr(doctor, "gguf_cache", lambda: folder.parent)
-    monkeypatch.setattr(doctor, "written_bytes", lambda config: 2**30)
-    monkeypatch.setattr(doctor, "is_installed", lambda name: True)
+    monkeypatch.setattr(checks, "read_gguf_config", lambda file: model)
+    monkeypatch.setattr(checks, "converted_folder", lambda file: folder)
+    monkeypatch.setattr(checks, "gguf_cache", lambda: folder.parent)
+    monkeypatch.setattr(checks, "written_bytes", lambda config: 2**30)
+    monkeypatch.setattr(checks, "is_installed", lambda name: True)
     config = recipe("--model.path", str(file), "--run_dir", str(tmp_path / "run"))
-    assert doctor.converted_bytes(config) == 4 * 596_049_920
+    assert checks.converted_bytes(config) == 4 * 596_049_920
     free = SimpleNamespace(free=4 * 596_049_920 + 2**30)
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: free)
-    assert [finding.status for finding in doctor.check_run_disk(config)] == ["ok", "ok"]
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda folder: free)
+    assert [finding.status for finding in checks.check_run_disk(config)] == ["ok", "ok"]
     free.free -= 1
-    fix = list(doctor.check_run_disk(config))[1]
+    fix = list(checks.check_run_disk(config))[1]
     assert fix.status == "fix" and "takes 2.2 GiB" in fix.text and "XDG_CACHE_HOME" in fix.text
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
-    assert len(list(doctor.check_run_disk(config))) == 1
+    assert len(list(checks.check_run_disk(config))) == 1
 
 
 def test_versions_that_do_not_belong_together(monkeypatch):
@@ -144,16 +144,16 @@ def test_versions_that_do_not_belong_together(monkeypatch):
 
 
 def test_small_shared_memory(monkeypatch):
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: SimpleNamespace(total=64 * 2**20))
-    assert doctor.check_shared_memory(needed=False).status == "note"
-    finding = doctor.check_shared_memory(needed=True)
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda folder: SimpleNamespace(total=64 * 2**20))
+    assert checks.check_shared_memory(needed=False).status == "note"
+    finding = checks.check_shared_memory(needed=True)
     assert finding.status == "fix" and finding.text.startswith("64 MiB") and "--shm-size" in finding.text
 
 
 def test_a_disk_that_is_too_small(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**30))
-    assert doctor.check_disk(tmp_path, 2**29).status == "ok"
-    finding = doctor.check_disk(tmp_path, 2**31)
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**30))
+    assert checks.check_disk(tmp_path, 2**29).status == "ok"
+    finding = checks.check_disk(tmp_path, 2**31)
     assert finding.status == "fix" and "1.0 GiB free" in finding.text and "writes 2.0 GiB" in finding.text
 
 
@@ -161,15 +161,15 @@ def test_bytes_that_a_run_writes():
     """12 bytes a weight (AdamW) in each of 2 + 1 checkpoints, and 2 bytes in the export."""
     config = recipe("--model.dtype", "bfloat16", "--checkpoint.keep", "2")
     fewer = recipe("--model.dtype", "bfloat16", "--checkpoint.keep", "1")
-    one = doctor.written_bytes(config) - doctor.written_bytes(fewer)
-    weights = (doctor.written_bytes(config) - 3 * one) / 2
+    one = checks.written_bytes(config) - checks.written_bytes(fewer)
+    weights = (checks.written_bytes(config) - 3 * one) / 2
     assert one == pytest.approx(12 * weights, rel=1e-3)
     more = ("--checkpoint.hf_every", "10", "--checkpoint.hf_keep", "3", "--optim.ema", "0.9")
     bare = recipe("--model.dtype", "bfloat16", "--checkpoint.optimizer", "false", "--steps", "100", *more)
     expected = (bare.checkpoint.keep + 1) * 8 + (3 + 1) * 2 * 2  # weights and averages, in both places
-    assert doctor.written_bytes(bare) == pytest.approx(expected * weights, rel=1e-3)
-    adapters = doctor.written_bytes(recipe("--lora.rank", "1", "--optim.learning_rate", "1e-4"))
-    assert adapters < doctor.written_bytes(recipe()) / 3
+    assert checks.written_bytes(bare) == pytest.approx(expected * weights, rel=1e-3)
+    adapters = checks.written_bytes(recipe("--lora.rank", "1", "--optim.learning_rate", "1e-4"))
+    assert adapters < checks.written_bytes(recipe()) / 3
 
 
 def test_a_port_that_is_taken():
@@ -177,27 +177,27 @@ def test_a_port_that_is_taken():
         sock.bind(("", 0))
         sock.listen()
         address = f"localhost:{sock.getsockname()[1]}"
-        taken = doctor.check_ports({"JAX_COORDINATOR_ADDRESS": address, "JAX_PROCESS_ID": "0"})
-        other = doctor.check_ports({"JAX_COORDINATOR_ADDRESS": address, "JAX_PROCESS_ID": "1"})
+        taken = checks.check_ports({"JAX_COORDINATOR_ADDRESS": address, "JAX_PROCESS_ID": "0"})
+        other = checks.check_ports({"JAX_COORDINATOR_ADDRESS": address, "JAX_PROCESS_ID": "1"})
     assert taken.status == "fix" and "cannot be opened" in taken.text
     assert other.status == "ok"
 
 
 def test_a_clock_that_differs_from_the_file_system(tmp_path, monkeypatch):
-    assert doctor.check_clock(tmp_path).status == "ok"
+    assert checks.check_clock(tmp_path).status == "ok"
     real = os.stat
     late = lambda name, **options: SimpleNamespace(st_mtime=real(name).st_mtime + 90)
     with monkeypatch.context() as patch:
-        patch.setattr(doctor.os, "stat", late)
-        finding = doctor.check_clock(tmp_path)
+        patch.setattr(checks.os, "stat", late)
+        finding = checks.check_clock(tmp_path)
     assert finding.status == "note" and "+90 s off" in finding.text
 
 
 def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
-    assert doctor.check_cache(str(tmp_path)).status == "ok"
-    assert doctor.check_cache("").status == "note" and doctor.check_cache("gs://bucket/cache").status == "ok"
-    monkeypatch.setattr(doctor.os, "access", lambda folder, mode: False)
-    assert doctor.check_cache(str(tmp_path / "new")).status == "fix"
+    assert checks.check_cache(str(tmp_path)).status == "ok"
+    assert checks.check_cache("").status == "note" and checks.check_cache("gs://bucket/cache").status == "ok"
+    monkeypatch.setattr(checks.os, "access", lambda folder, mode: False)
+    assert checks.check_cache(str(tmp_path / "new")).status == "fix"
 
 
 def test_hopper_under_jax_0_12(monkeypatch):
@@ -278,5 +278,5 @@ def test_servers_that_do_not_answer():
         sock.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{sock.getsockname()[1]}"
         config = recipe("--rollout.engine", "sglang", "--rollout.servers", address)
-        (finding,) = doctor.check_sglang(config)
+        (finding,) = checks.check_sglang(config)
     assert finding.status == "fix" and f"{address} does not answer" in finding.text

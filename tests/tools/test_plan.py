@@ -40,7 +40,8 @@ from jaxrl_llm.plan.experts import expert_gather
 from jaxrl_llm.plan.hlo import parse, shape_bytes
 from jaxrl_llm.plan.phases import phases
 from jaxrl_llm.plan.plan import device_groups, phase_cost
-from jaxrl_llm.plan.target import open_target, parse_topology
+from jaxrl_llm.plan.target import open_target
+from jaxrl_llm.plan.topology import parse_topology
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import bytes_per_device

@@ -1,0 +1,318 @@
+"""A conversation in the terminal, as `chat` has it: answers, streamed, and commands."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from jaxrl_llm.data.chat import encode_prompt
+from jaxrl_llm.data.rows import Example, Message
+from jaxrl_llm.data.template import set_template
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.host.processes import show_warnings
+from jaxrl_llm.host.signals import interrupts_call
+from jaxrl_llm.host.start import open_compilation_cache
+from jaxrl_llm.models.kernels import check_kernels_setting
+from jaxrl_llm.ranges import problems
+from jaxrl_llm.recipe.keys import parse_value, type_hints, type_words
+from jaxrl_llm.rollout.engine import PartialResponse, Request, text_of
+from jaxrl_llm.rollout.partial import new_responses
+from jaxrl_llm.tools.chat import ChatArguments
+from jaxrl_llm.tools.chat_model import CONTROLS, ConversationEngine, TextStream, chat_mesh, open_chat_model
+from jaxrl_llm.tools.models import pick_dtype
+from jaxrl_llm.tools.output import print_progress
+from jaxrl_llm.user_file import did_you_mean, expand_home
+
+BLOCK = '"""'
+"""Begins and ends a message of several lines."""
+HELP = """/reset            begin a new conversation; the system prompt stays
+/undo             remove the last question and its answer
+/regen            another answer to the last question
+/system TEXT      set the system prompt; without TEXT remove it
+/history          print the conversation
+/save FILE        append the conversation to a JSONL file, as a row that training reads
+/NAME VALUE       temperature, top_k, top_p, min_p, max_tokens or seed; without VALUE show it
+/exit, Ctrl-D     end
+Ctrl-C stops an answer. A line that ends with \\ goes on in the next; \"\"\" begins and ends a message of
+several lines; // begins a message with a slash."""
+NUMBERS = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "seed")
+
+
+def open_session(args: ChatArguments) -> Session:
+    """Load the model and return a session on the terminal, or on the lines of a pipe.
+
+    Raises:
+        UserError: a model or setting that cannot be used, with the fix.
+    """
+    show_warnings()
+    check_kernels_setting()
+    open_compilation_cache()
+    for stream in (sys.stdin, sys.stdout):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    mesh, dtype = chat_mesh(args.mesh), pick_dtype(args.dtype)
+    model = open_chat_model(args.model, args.step, args.adapter, mesh, dtype)
+    set_template(model.tokenizer, args.chat)
+    longest = min(args.context, model.architecture.max_position)
+    args = dataclasses.replace(args, context=longest, max_tokens=min(args.max_tokens, longest - 1))
+    engine = ConversationEngine(model, mesh, dtype, args.context, args.max_tokens)
+    return Session(args, model.tokenizer, engine, terminal_lines())
+
+
+class AnswerStoppedError(Exception):
+    """Ctrl-C during an answer."""
+
+
+class CommandError(Exception):
+    """A command that cannot be done; the message is printed."""
+
+
+class Session:
+    """A conversation and its settings.
+
+    Args:
+        lines: messages and commands.
+    """
+
+    def __init__(self, args: ChatArguments, tokenizer: Any, engine: ConversationEngine, lines: Iterator[str]):
+        self.args, self.tokenizer, self.engine, self.lines = args, tokenizer, engine, lines
+        self.system, self.messages, self.answers = args.chat.system_prompt, [], 0
+        self.is_plain = args.chat.render == "plain" or not tokenizer.chat_template
+        self.answering = self.stopped = False
+
+    def run(self) -> None:
+        """Answer messages and do commands until the input ends."""
+        if self.is_plain:
+            print_progress("no chat template: the model continues the text (plain)")
+        with interrupts_call(self.interrupt):
+            while True:
+                try:
+                    line = next(self.lines, None)
+                except KeyboardInterrupt:  # at the prompt; a generator that raised has ended
+                    print()
+                    self.lines = terminal_lines()
+                    continue
+                if line is None or line.strip() in ("/exit", "/quit"):
+                    return
+                try:
+                    self.handle(line)
+                except (CommandError, UserError) as error:
+                    print_progress(f"error: {error}")
+
+    def interrupt(self) -> None:
+        """Stop the answer, or leave the line that is being typed."""
+        self.stopped = True
+        if not self.answering:
+            raise KeyboardInterrupt
+
+    def handle(self, line: str) -> None:
+        """Do a command, or answer a message.
+
+        Raises:
+            CommandError, UserError: it cannot be done; the conversation is as before.
+        """
+        if line.startswith("/") and not line.startswith("//"):
+            name, _, value = line[1:].strip().partition(" ")
+            self.command(name, value.strip())
+        elif line.strip():
+            content = line[1:] if line.startswith("//") else line
+            self.messages.append({"role": "user", "content": content})
+            try:
+                self.answer()
+            except UserError:
+                self.messages.pop()
+                raise
+
+    def command(self, name: str, value: str) -> None:
+        """Do a command.
+
+        Raises:
+            CommandError: it is unknown or cannot be done.
+        """
+        commands: dict[str, Callable[[str], None]] = {
+            "help": lambda _: print_progress(HELP),
+            "reset": lambda _: self.messages.clear(),
+            "undo": lambda _: self.undo(),
+            "regen": lambda _: self.regenerate(),
+            "system": self.set_system,
+            "history": lambda _: self.print_history(),
+            "save": self.save,
+        }
+        if name in NUMBERS:
+            self.set_number(name, value)
+        elif name in commands:
+            commands[name](value)
+        else:
+            hint = did_you_mean(name, [*commands, *NUMBERS, "exit"])
+            raise CommandError(
+                f"/{name}: unknown command.{hint} /help lists them; // begins a message with /"
+            )
+
+    def undo(self) -> None:
+        """Remove the last question and its answer."""
+        if not self.messages:
+            raise CommandError("/undo: the conversation is empty")
+        del self.messages[-2:]
+
+    def regenerate(self) -> None:
+        """Replace the last answer."""
+        if not self.messages:
+            raise CommandError("/regen: there is no question yet")
+        before = self.messages.pop()
+        try:
+            self.answer()
+        except UserError:
+            self.messages.append(before)
+            raise
+
+    def set_system(self, text: str) -> None:
+        """Set the system prompt of this and later conversations."""
+        self.system = text
+
+    def set_number(self, name: str, value: str) -> None:
+        """Set or show a setting of sampling."""
+        if value:
+            try:
+                number = parse_value(type_hints(ChatArguments)[name], [value])
+            except ValueError:
+                expected = type_words(type_hints(ChatArguments)[name])
+                raise CommandError(f"/{name}: expected {expected}, got {value!r}") from None
+            args = dataclasses.replace(self.args, **{name: number})
+            if wrong := [f"/{key} {problem}" for key, problem in problems(args)]:
+                raise CommandError("; ".join(wrong))
+            self.args = args
+        print_progress(f"{name} {getattr(self.args, name)}")
+
+    def print_history(self) -> None:
+        """Print the conversation."""
+        for message in self.conversation():
+            print(f"{message['role']}: {message['content'].translate(CONTROLS)}")
+
+    def save(self, name: str) -> None:
+        """Append the conversation to a file as a row."""
+        if not name or not self.messages:
+            raise CommandError("/save FILE: " + ("name a file" if self.messages else "nothing to save yet"))
+        row = {"text": self.text()} if self.is_plain else {"messages": self.conversation()}
+        try:
+            with expand_home(name).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise CommandError(f"/save {name}: {error.strerror}") from None
+        print_progress(f"saved to {name}")
+
+    def conversation(self) -> list[Message]:
+        """Return the messages, the system prompt first."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, *self.messages]
+
+    def text(self) -> str:
+        """Return the conversation without a template; messages of the user begin lines."""
+        parts = [f"{self.system}\n\n"] if self.system else []
+        for i, message in enumerate(self.messages):
+            parts.append("\n" * (i > 0 and message["role"] == "user") + message["content"])
+        return "".join(parts)
+
+    def prompt_ids(self) -> Any:
+        """Return the token ids of the conversation up to the answer, int32 [.].
+
+        Raises:
+            UserError: the template refuses the conversation, or the context has no token left for an answer.
+        """
+        if self.is_plain:
+            example = Example(None, self.text(), where="the conversation")
+            config = dataclasses.replace(self.args.chat, render="plain", system_prompt="")
+        else:
+            example = Example(tuple(self.conversation()), None, where="the conversation")
+            config = dataclasses.replace(self.args.chat, render="chat", system_prompt="")
+        ids = encode_prompt(self.tokenizer, example, config)
+        if len(ids) >= self.args.context:
+            raise UserError(
+                f"the conversation has {len(ids)} tokens, the context {self.args.context}: /undo or /reset"
+            )
+        return ids
+
+    def answer(self) -> None:
+        """Generate the answer to the conversation and write it as it comes; Ctrl-C keeps what there is.
+
+        Raises:
+            UserError: as `prompt_ids`.
+        """
+        ids = self.prompt_ids()
+        tokens = min(self.args.max_tokens, self.args.context - len(ids))
+        request = Request(ids, self.answers, 1, tokens)
+        (response,) = new_responses([request], jax.random.key(self.args.seed))
+        self.answers += 1
+        stream = TextStream(self.tokenizer, self.write)
+        self.answering, self.stopped = True, False
+        try:
+            self.engine.finish(
+                [response],
+                *self.engine.published,
+                self.args,
+                None,
+                lambda: self.before_chunk(stream, response),
+            )
+        except AnswerStoppedError:
+            response.finish = "stopped"
+        finally:
+            self.answering = False
+        stream.update(response.ids, final=True)
+        self.write("\n")
+        self.messages.append({"role": "assistant", "content": text_of(self.tokenizer, response.ids)})
+        notes = {"length": f"[cut off after {tokens} tokens]", "stopped": "[stopped]"}
+        if note := notes.get(response.finish):
+            print_progress(note)
+
+    def before_chunk(self, stream: TextStream, response: PartialResponse) -> None:
+        """Write the tokens of the last chunk.
+
+        Raises:
+            AnswerStoppedError: Ctrl-C.
+        """
+        stream.update(response.ids)
+        if self.stopped:
+            raise AnswerStoppedError
+
+    def write(self, text: str) -> None:
+        """Write a part of an answer at once."""
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def terminal_lines() -> Iterator[str]:
+    """Yield messages and commands: typed at a prompt with line editing and history, or lines of a pipe."""
+    interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    if interactive:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  gives input() its line editing and history
+    read = (lambda prompt: input(prompt)) if interactive else _read_line
+    with contextlib.suppress(EOFError):
+        while True:
+            yield _whole_message(read)
+
+
+def _read_line(prompt: str) -> str:
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.rstrip("\n")
+
+
+def _whole_message(read: Callable[[str], str]) -> str:
+    """Return the next message, joined of several lines where they are marked so."""
+    line = read("> ")
+    if line.strip().startswith(BLOCK):
+        lines = [line.strip().removeprefix(BLOCK)]
+        while BLOCK not in lines[-1]:
+            lines.append(read("  "))
+        lines[-1] = lines[-1].partition(BLOCK)[0]
+        return "\n".join(lines).strip("\n")
+    while line.endswith("\\"):
+        line = f"{line[:-1]}\n{read('  ')}"
+    return line

@@ -1,0 +1,249 @@
+"""Log-probs and rewards of given responses, as `score` writes them."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxrl_llm.data.chat import encode_conversation
+from jaxrl_llm.data.config import ChatConfig, SourceConfig
+from jaxrl_llm.data.files import open_rows
+from jaxrl_llm.data.preference import read_example
+from jaxrl_llm.data.rows import Example, RowError, check_row, check_text
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.config import read_config
+from jaxrl_llm.hf.resolve import resolve_model
+from jaxrl_llm.hf.tokenizer import load_tokenizer
+from jaxrl_llm.host.processes import show_warnings
+from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.models.kernels import check_kernels_setting
+from jaxrl_llm.models.scorer import make_scorer
+from jaxrl_llm.rewards.config import RewardConfig
+from jaxrl_llm.rollout.native.shapes import bucket
+from jaxrl_llm.sharding.mesh import make_mesh
+from jaxrl_llm.sharding.rules import TRAIN
+from jaxrl_llm.tools.models import load_sharded, pick_dtype
+from jaxrl_llm.tools.output import ProgressBar, ResumableOutput, json_line, settings_of
+from jaxrl_llm.tools.response_rewards import ResponseScorer
+from jaxrl_llm.tools.score import ScoreArguments
+from jaxrl_llm.tools.selection import RewardedResponse, RewardSummary, plain_json, reward_columns, selected_rows
+
+NO_SOURCE = SourceConfig()
+
+
+def write_scores(args: ScoreArguments, reward: RewardConfig) -> None:
+    """Write the log-probs of a model, where one is given, else rewards; or continue the file of a command
+    that was killed.
+
+    Raises:
+        UserError: a model, file or row that cannot be used, with the fix.
+    """
+    show_warnings()
+    check_kernels_setting()
+    rows = RawRows(args.data)
+    with contextlib.ExitStack() as closing:
+        score = logprob_scores(args, rows) if args.model else reward_scores(args, reward, rows, closing)
+        output = ResumableOutput(args.out, settings_of(args, reward, args.data), args.resume)
+        bar = ProgressBar(len(rows), "rows", output.rows_done)
+        for start in range(output.rows_done, len(rows), args.window):
+            numbers = range(start, min(start + args.window, len(rows)))
+            lines, note = score(numbers)
+            output.append(lines, numbers.stop)
+            bar.update(numbers.stop, note)
+        output.finish()
+
+
+class RawRows:
+    """Rows of a file or dataset as they are, by number.
+
+    Raises:
+        UserError: there are none, or a part of a file cannot be read.
+    """
+
+    def __init__(self, path: Path):
+        self.files = open_rows(SourceConfig(path=str(path)))
+        for damage in itertools.chain.from_iterable(file.damage for file in self.files):
+            raise UserError(damage.reason)
+        self.starts = [0, *itertools.accumulate(file.size for file in self.files)]
+        if not len(self):
+            raise UserError(f"{path} has no rows")
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def __getitem__(self, number: int) -> tuple[dict[str, Any], str]:
+        """Return (row, its place)."""
+        which = bisect.bisect_right(self.starts, number) - 1
+        file, i = self.files[which], number - self.starts[which]
+        row, where = file.get(i), file.where(i)
+        check_row(row, where)
+        return row, where
+
+
+Scores = Callable[[range], tuple[list[str], str]]
+"""(numbers of rows) -> (lines of the output, note for the progress)."""
+
+
+def logprob_scores(args: ScoreArguments, rows: RawRows) -> Scores:
+    """Return the function that computes log-probs; token rows are checked before the model is loaded."""
+    mesh, folder = make_mesh(args.mesh), resolve_model(args.model)
+    config = read_config(folder)
+    tokenizer = None
+    for row, where in (rows[i] for i in range(len(rows))):
+        if "tokens" in row:
+            check_tokens(row["tokens"], where, config)
+        elif "messages" not in row:
+            raise UserError(f'{where}: a row needs "tokens" (ids) or "messages" (a chat)')
+        else:
+            tokenizer = tokenizer or load_tokenizer(folder, config)
+    dtype = pick_dtype(args.dtype)
+    params = load_sharded(folder, config, mesh, TRAIN, dtype)
+    forward = make_scorer(config, args.temperature, dtype, mesh)
+
+    def ids_of(number: int) -> list[int]:
+        row, where = rows[number]
+        ids = row["tokens"] if "tokens" in row else chat_tokens(tokenizer, row, where, args.chat)
+        check_tokens(ids, where, config)
+        return ids
+
+    def score(numbers: range) -> tuple[list[str], str]:
+        window = [ids_of(number) for number in numbers]
+        results: list[list[float]] = [[] for _ in window]
+        with jax.set_mesh(mesh):
+            for batch in batches(window, args.batch_tokens):
+                logprobs = np.asarray(forward(params, *pad([window[i] for i in batch])))
+                for i, row in zip(batch, logprobs, strict=False):
+                    results[i] = row[: len(window[i]) - 1].tolist()
+        pairs = zip(window, results, strict=True)
+        return [json_line({"tokens": ids, "logprobs": row}, args.model) for ids, row in pairs], ""
+
+    return score
+
+
+class GivenResponses(NamedTuple):
+    """Responses of a row of the data."""
+
+    example: Example  # their prompt
+    texts: list[str]
+    kind: str  # "responses", "pair" or "response"
+
+
+def reward_scores(
+    args: ScoreArguments, reward: RewardConfig, rows: RawRows, closing: contextlib.ExitStack
+) -> Scores:
+    """Return the function that rewards responses; all rows are checked before models are loaded."""
+    scorer = ResponseScorer(reward, args.mesh, pick_dtype(args.dtype), args.batch_tokens, args.chat, closing)
+    scorer.open(read_responses(*rows[i]).example for i in range(len(rows)))
+    summary = RewardSummary()
+
+    def score(numbers: range) -> tuple[list[str], str]:
+        window = [read_responses(*rows[number]) for number in numbers]
+        each = [given.example for given in window for _ in given.texts]
+        rewarded = iter(scorer.score_texts(each, [text for given in window for text in given.texts]))
+        groups = [[next(rewarded) for _ in given.texts] for given in window]
+        lines = []
+        for number, given, group in zip(numbers, window, groups, strict=True):
+            if args.select == "all":
+                results = [with_rewards(rows[number][0], given, group)]
+            else:
+                results = selected_rows(given.example, group, args, args.chat)
+            lines += [json_line(row, "a reward model") for row in results]
+        return lines, summary.add(groups).removeprefix(", ")
+
+    return score
+
+
+def read_responses(row: dict[str, Any], where: str) -> GivenResponses:
+    """Return the prompt and the responses of a row.
+
+    Raises:
+        RowError: it has no prompt or no response; names file and line.
+    """
+    if isinstance(row.get("responses"), list):
+        others = {name: value for name, value in row.items() if name != "responses"}
+        texts = [r.get("text") if isinstance(r, dict) else r for r in row["responses"]]
+        for i, text in enumerate(texts):
+            check_text(text, f"{where}: responses[{i}]")
+        return GivenResponses(read_example(others, where, NO_SOURCE), texts, "responses")
+    example = read_example(row, where, NO_SOURCE)
+    if example.rejected is not None:
+        prompt, chosen = split_response(example)
+        return GivenResponses(prompt, [chosen, split_response(example.rejected)[1]], "pair")
+    prompt, text = split_response(example)
+    return GivenResponses(prompt, [text], "response")
+
+
+def split_response(example: Example) -> tuple[Example, str]:
+    """Return (the prompt alone, text of the response): its column, or the last turn of the chat."""
+    if example.response is not None:
+        return replace(example, response=None, rejected=None), example.response
+    if example.messages is None or len(example.messages) < 2 or example.messages[-1]["role"] != "assistant":
+        raise RowError(
+            f'{example.where}: nothing to reward: a row needs "responses", "response", "chosen" and '
+            '"rejected", or a chat that ends with an assistant turn'
+        )
+    return replace(example, messages=example.messages[:-1], rejected=None), example.messages[-1]["content"]
+
+
+def with_rewards(
+    row: dict[str, Any], given: GivenResponses, group: Sequence[RewardedResponse]
+) -> dict[str, Any]:
+    """Return the row with the rewards of its responses."""
+    columns = [reward_columns(response) for response in group]
+    row = {name: plain_json(value) for name, value in row.items()}
+    if given.kind == "response":
+        return row | columns[0]
+    if given.kind == "pair":
+        sides = zip(("chosen", "rejected"), columns, strict=True)
+        return row | {f"{side}_{name}": value for side, more in sides for name, value in more.items()}
+    before = [r if isinstance(r, dict) else {"text": r} for r in row["responses"]]
+    return row | {"responses": [old | new for old, new in zip(before, columns, strict=True)]}
+
+
+def chat_tokens(tokenizer: Any, row: dict, where: str, config: ChatConfig) -> list[int]:
+    """Return the token ids of a chat rendered with the template."""
+    example = read_example({"messages": row["messages"]}, where, SourceConfig())
+    return encode_conversation(tokenizer, example, config).tolist()
+
+
+def check_tokens(ids: Any, where: str, config: TransformerConfig) -> None:
+    """Raise UserError unless `ids` is a sequence of token ids of this model."""
+    valid = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
+    if not valid or not ids:
+        raise UserError(f'{where}: "tokens" must be a list of at least one integer')
+    outside = next((i for i in ids if not 0 <= i < config.vocab_size), None)
+    if outside is not None:
+        raise UserError(f"{where}: token {outside} is outside the model's vocabulary of {config.vocab_size}")
+    if len(ids) > config.max_position:
+        raise UserError(
+            f"{where}: {len(ids)} tokens exceed the model's {config.max_position} positions; shorten the row"
+        )
+
+
+def batches(rows: list[list[int]], budget: int) -> Iterator[list[int]]:
+    """Yield batches of row numbers, shortest rows first; rows of a batch have the same padded width."""
+    groups: dict[int, list[int]] = {}
+    for i, row in enumerate(rows):
+        groups.setdefault(bucket(len(row), 64), []).append(i)
+    for width in sorted(groups):
+        size = max(1, budget // width)
+        for start in range(0, len(groups[width]), size):
+            yield groups[width][start : start + size]
+
+
+def pad(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return (tokens [B, T], lengths [B]), B rounded up to a power of two: few shapes."""
+    tokens = np.zeros((1 << (len(rows) - 1).bit_length(), bucket(len(rows[0]), 64)), np.int32)
+    lengths = np.zeros(len(tokens), np.int32)
+    for b, row in enumerate(rows):
+        tokens[b, : len(row)] = row
+        lengths[b] = len(row)
+    return tokens, lengths
