@@ -46,9 +46,9 @@ RANKED = (
 )
 DAPO = f"--config dapo_tiny.py {FROM} {SUMS}"
 FOUR_UPDATES = "--steps 50 --minibatches_per_step 4"
-ONLINE = f"{SEARCH} {FOUR_UPDATES}"
-ONLINE_PPO = f"--config ppo_tiny.py {FROM} {COUNTDOWN} {FOUR_UPDATES}"
-GKD = f"--config gkd_tiny.py {FROM} {COUNTDOWN} --algo.teachers runs/learn/online/dapo/{{seed}}/hf"
+ONLINE = f"{GRPO} {FOUR_UPDATES}"
+ONLINE_PPO = f"{PPO} {FOUR_UPDATES}"
+GKD = f"--config gkd_tiny.py {FROM} {SUMS} --algo.teachers runs/learn/online/dapo/{{seed}}/hf"
 EIGHT_SAMPLES = "--eval.samples 8 --eval.sampling.temperature 1.0"
 BUSY = "--steps 50 --minibatches_per_step 16 --tokens_per_device 768 --optim.learning_rate 5e-4"
 HOT = f"{GRPO} --steps 40 --rollout.sampling.temperature 2.0 --max_response_tokens 64"
@@ -74,7 +74,6 @@ TINY: dict[str, Study] = {
             "gspo": f"{ONLINE} --algo gspo",
         },
         all_at_least(0.05),
-        start="countdown",
         of="gain",
         also=("entropy", "clip_fraction"),
     ),
@@ -83,11 +82,10 @@ TINY: dict[str, Study] = {
         "many updates.",
         {
             "pf_ppo": f"{ONLINE_PPO} --algo pf_ppo",
-            "a_star_po": f"{SEARCH} --steps 200 --algo a_star_po",  # on-policy: its loss has no ratio
+            "a_star_po": f"{GRPO} --steps 200 --algo a_star_po",  # on-policy: its loss has no ratio
             **{name: f"{ONLINE} --algo {name}" for name in OTHERS},
         },
         all_at_least(0.05),
-        start="countdown",
         of="gain",
         also=("entropy",),
     ),
@@ -189,7 +187,6 @@ TINY: dict[str, Study] = {
             "policy_gradient": f"{GKD} --algo.form policy_gradient",
         },
         all_at_least(0.05),
-        start="countdown",
         of="gain",
         after="online",
     ),
