@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxrl_llm.models.config import MoEConfig, RopeConfig, TransformerConfig
+from jaxrl_llm.models.config import MLAConfig, MoEConfig, RopeConfig, TransformerConfig
 
 
 def _qwen3(hidden: int, mlp: int, layers: int, heads: int, tied: bool) -> TransformerConfig:
@@ -48,6 +48,34 @@ _SMOLLM2_135M = TransformerConfig(
     rope=RopeConfig(theta=100_000.0),
     max_position=8192,
 )
+_DEEPSEEK_V3 = TransformerConfig(
+    family="deepseek_v3",
+    vocab_size=129_280,
+    hidden_size=7168,
+    mlp_size=18_432,
+    moe=MoEConfig(
+        num_experts=256,
+        experts_per_token=8,
+        expert_size=2048,
+        shared_size=2048,
+        shared_gate=False,
+        score="sigmoid",
+        scale=2.5,
+        groups=8,
+        groups_kept=4,
+        selection_bias=True,
+        dense_layers=3,
+    ),
+    num_layers=61,
+    num_heads=128,
+    num_kv_heads=128,
+    head_dim=192,
+    mla=MLAConfig(),
+    qk_norm=False,
+    tie_embeddings=False,
+    rope=RopeConfig(10_000.0, "yarn", 40.0, 4096, mscale=1.0, mscale_all_dim=1.0),
+    max_position=163_840,
+)
 _LLAMA_8B, _LLAMA_70B = _llama3(4096, 14_336, 32, 32), _llama3(8192, 28_672, 80, 64)
 _LONG = {
     "rope": RopeConfig(500_000.0, "llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0),
@@ -63,6 +91,8 @@ PRESETS: dict[str, TransformerConfig] = {
     "Qwen/Qwen3-32B": _qwen3(5120, 25_600, 64, 64, False),
     "Qwen/Qwen3-30B-A3B": _qwen3_moe(2048, 48, 32, 768),
     "Qwen/Qwen3-235B-A22B": _qwen3_moe(4096, 94, 64, 1536),
+    "deepseek-ai/DeepSeek-V3": _DEEPSEEK_V3,
+    "deepseek-ai/DeepSeek-R1": _DEEPSEEK_V3,
     "meta-llama/Meta-Llama-3-8B": _LLAMA_8B,
     "meta-llama/Meta-Llama-3-70B": _LLAMA_70B,
     "meta-llama/Llama-3.1-8B": replace(_LLAMA_8B, **_LONG),

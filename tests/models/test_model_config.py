@@ -10,6 +10,7 @@ import pytest
 from jaxrl_llm import models
 from jaxrl_llm.config import ModelConfig
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.models import flops
 from jaxrl_llm.models.config import MoEConfig, check_model_config
 from jaxrl_llm.models.presets import PRESETS
@@ -51,6 +52,14 @@ def test_impossible_architectures_are_refused(message):
 @pytest.mark.parametrize("name", PRESETS)
 def test_known_models_pass(name):
     check_model_config(PRESETS[name], name)
+
+
+def test_deepseek_v3_is_that_of_its_config_json():
+    """The keys of deepseek-ai/DeepSeek-V3's file that differ from transformers' defaults."""
+    yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+    rope = {**yarn, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+    raw = {"model_type": "deepseek_v3", "max_position_embeddings": 163_840, "rope_scaling": rope}
+    assert PRESETS["deepseek-ai/DeepSeek-V3"] == read_config(raw)
 
 
 def test_every_remat_of_the_config_is_in_every_table():
