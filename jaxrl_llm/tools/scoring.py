@@ -34,7 +34,13 @@ from jaxrl_llm.tools.models import load_sharded, pick_dtype
 from jaxrl_llm.tools.output import ProgressBar, ResumableOutput, json_line, settings_of
 from jaxrl_llm.tools.response_rewards import ResponseScorer
 from jaxrl_llm.tools.score import ScoreArguments
-from jaxrl_llm.tools.selection import RewardedResponse, RewardSummary, plain_json, reward_columns, selected_rows
+from jaxrl_llm.tools.selection import (
+    RewardedResponse,
+    RewardSummary,
+    plain_json,
+    reward_columns,
+    selected_rows,
+)
 
 NO_SOURCE = SourceConfig()
 
