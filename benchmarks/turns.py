@@ -1,0 +1,132 @@
+"""Rollout of conversations with kept pages (`--rollout.cache paged`), against the ring cache.
+
+    python benchmarks/turns.py --output benchmarks/results/turns.json      # minutes on a CPU
+
+Models with random weights talk to an environment that answers each turn at once, with observations of fixed
+length. A turn ends at one of several stop tokens, so its length is random, and the same in both caches: they
+have the same keys, and generate the same text. The two alternate, with a new key in each repetition. Reported
+are medians of wall and CPU seconds of a rollout and of the paired ratios, and the tokens that were prefilled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from machine import report_head
+
+from jaxrl_llm import models
+from jaxrl_llm.models import TransformerConfig
+from jaxrl_llm.rollout.config import RolloutConfig
+from jaxrl_llm.rollout.engine import Reply, Request, SamplingConfig
+from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+from jaxrl_llm.structs import Episode
+
+CACHES = ("ring", "paged")
+COUNTS = ("tokens", "prefill_tokens", "reused_tokens")
+TINY = TransformerConfig(
+    vocab_size=128, hidden_size=64, mlp_size=256, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+    max_position=4096,
+)  # fmt: skip
+SMALL = replace(TINY, hidden_size=128, mlp_size=512, num_layers=4, head_dim=32)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Conversations of one shape."""
+
+    model: TransformerConfig
+    prompts: int
+    responses: int
+    prompt_tokens: int
+    turns: int
+    turn_tokens: int  # mean
+    observation_tokens: int
+    max_response_tokens: int
+
+
+CASES = {
+    "calculator (grpo_tools_tiny)": Case(TINY, 16, 8, 20, 2, 32, 16, 120),
+    "game (grpo_guess_tiny)": Case(TINY, 16, 8, 12, 5, 4, 8, 96),
+    "ten turns of 20, observations of 180": Case(SMALL, 4, 1, 64, 10, 20, 180, 2400),
+    "five turns of 64, observations of 16": Case(SMALL, 4, 2, 64, 5, 64, 16, 800),
+}
+
+
+class Observations:
+    """Answers every turn but the last at once, with the same number of tokens."""
+
+    patience = 60.0
+
+    def __init__(self, case: Case):
+        self.case = case
+
+    def reply(self, prompt_index, response_index, conversation, ids, start) -> Future[Reply]:
+        turn, future = (conversation or 0) + 1, Future()
+        rng = np.random.default_rng((prompt_index, response_index, turn))
+        observation = rng.integers(2, self.case.model.vocab_size, self.case.observation_tokens).tolist()
+        future.set_result(Reply(observation, turn == self.case.turns, Episode(), turn))
+        return future
+
+
+def measure_case(case: Case, slots: int, repetitions: int) -> dict[str, Any]:
+    """Return seconds and prefilled tokens of both caches, and speedups over the ring."""
+    mesh, params = make_mesh(MeshConfig(), jax.devices()[:1]), models.init(case.model, jax.random.key(0))
+    engines = {}
+    for cache in CACHES:
+        engines[cache] = NativeEngine(RolloutConfig(slots=slots, cache=cache), case.model, mesh)
+        engines[cache].publish(params, version=0)
+    shape, rng = (case.prompts, case.prompt_tokens), np.random.default_rng(0)
+    prompts = rng.integers(2, case.model.vocab_size, shape).astype(np.int32)
+    requests = [Request(ids, i, case.responses, case.max_response_tokens) for i, ids in enumerate(prompts)]
+    sampling = SamplingConfig(stop_tokens=tuple(range(2, 2 + case.model.vocab_size // case.turn_tokens)))
+    runs: dict[str, list[dict[str, float]]] = {cache: [] for cache in CACHES}
+    same: list[bool] = []
+    for repetition in range(repetitions + 1):
+        texts = {}
+        for cache in CACHES if repetition % 2 else CACHES[::-1]:
+            engine, key = engines[cache], jax.random.key(repetition)
+            wall, cpu = time.perf_counter(), time.process_time()
+            responses = engine.generate(requests, sampling, key, Observations(case))
+            row = {"wall_seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
+            texts[cache] = [t.response_ids.tolist() for t in responses]
+            runs[cache].append(row | {name: engine.metrics[f"rollout/{name}"] for name in COUNTS})
+        same += map(list.__eq__, *texts.values())
+    measured = {cache: rows[1:] for cache, rows in runs.items()}  # the first repetition compiles
+    report: dict[str, Any] = {
+        cache: {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+        for cache, rows in measured.items()
+    }
+    for name in ("wall", "cpu"):
+        pairs = zip(measured["ring"], measured["paged"], strict=True)
+        ratios = [ring[f"{name}_seconds"] / paged[f"{name}_seconds"] for ring, paged in pairs]
+        report[f"{name}_speedup"], report[f"{name}_speedups"] = statistics.median(ratios), ratios
+    return report | {"same_text": statistics.mean(same)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    report: dict[str, Any] = {**report_head(), "slots": options.slots, "cases": {}}
+    for name in options.cases:
+        result = report["cases"][name] = measure_case(CASES[name], options.slots, options.repetitions)
+        print(f"{name}: {json.dumps(result)}", flush=True)
+        if options.output:
+            options.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
