@@ -414,7 +414,7 @@ def test_a_plan_has_the_reading_of_next_turns():
     assert (extend.name, extend.calls, extend.unit) == ("rollout: extend", 2, "call")
     assert extend.flops == extend.floor["flops"] == matrices + attention
     assert matrices < extend.compiled["flops"] < extend.flops and not extend.error
-    with pytest.raises(UserError, match="--only extend: no phase .* rollout: decode"):
+    with pytest.raises(UserError, match=r"--only extend: no phase .* rollout: decode"):
         make_plan(config, target, only="extend")
 
 
