@@ -23,7 +23,6 @@ from jaxrl_llm import models
 from jaxrl_llm.build.models import make_stages
 from jaxrl_llm.build.placement import make_meshes
 from jaxrl_llm.config import (
-    EnvConfig,
     ModelConfig,
     ReferenceConfig,
     SamplingConfig,
@@ -40,7 +39,7 @@ from jaxrl_llm.plan.compiled import CompiledStats, bytes_needed
 from jaxrl_llm.plan.experts import expert_gather
 from jaxrl_llm.plan.hlo import parse, shape_bytes
 from jaxrl_llm.plan.phases import phases
-from jaxrl_llm.plan.plan import device_groups, make_plan, phase_cost
+from jaxrl_llm.plan.plan import device_groups, phase_cost
 from jaxrl_llm.plan.target import open_target
 from jaxrl_llm.plan.topology import parse_topology
 from jaxrl_llm.rollout.native.engine import NativeEngine
@@ -334,28 +333,6 @@ def test_a_plan_has_the_forward_over_drafts():
     drafts, decode = planned["rollout: drafts"], planned["rollout: decode"]
     assert drafts.flops == pytest.approx(8 * 4 / 64 * decode.flops) and drafts.calls == 0
     assert drafts.resident == decode.resident
-
-
-@pytest.mark.slow
-def test_a_plan_has_the_reading_of_next_turns():
-    """99 tokens before the last one are read in rows of 128, 4 of them in 512 tokens; 4 pages of 32.
-
-    A token multiplies 2 (8 32 2 (4 + 2) + 3 32 64) = 18,432 weights, and in each of two layers 4 (8 + 8)
-    numbers with 128 keys and values. 16 conversations of 60 tokens take two calls. The compiled loop over
-    blocks of pages ends where the text does: its passes cannot be counted.
-    """
-    rollout = dataclasses.replace(CONFIG.rollout, cache="paged", page=32, prefill_tokens=512)
-    lengths = {"max_prompt_tokens": 40, "max_response_tokens": 60, "tokens_per_device": 100}
-    config = dataclasses.replace(CONFIG, rollout=rollout, mesh=MeshConfig(fsdp=1), devices="0:1", **lengths)
-    with_turns = dataclasses.replace(config, env=EnvConfig(name="guess"))
-    target = open_target(parse_topology("cpu"))
-    (extend,) = make_plan(with_turns, target, only="extend").phases
-    matrices, attention = 2 * 512 * 18_432, 2 * 512 * 64 * (128 + 128)
-    assert (extend.name, extend.calls, extend.unit) == ("rollout: extend", 2, "call")
-    assert extend.flops == extend.floor["flops"] == matrices + attention
-    assert matrices < extend.compiled["flops"] < extend.flops and not extend.error
-    with pytest.raises(UserError, match=r"--only extend: no phase .* rollout: decode"):
-        make_plan(config, target, only="extend")
 
 
 @pytest.mark.slow

@@ -1,0 +1,34 @@
+"""The phase of a plan that reads the next turns of conversations behind kept pages."""
+
+import dataclasses
+
+import pytest
+from plan_recipe import CONFIG
+
+from jaxrl_llm.config import EnvConfig
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.plan.plan import make_plan
+from jaxrl_llm.plan.target import open_target, parse_topology
+from jaxrl_llm.sharding.mesh import MeshConfig
+
+
+@pytest.mark.slow
+def test_a_plan_has_the_reading_of_next_turns():
+    """99 tokens before the last one are read in rows of 128, 4 of them in 512 tokens; 4 pages of 32.
+
+    A token multiplies 2 (8 32 2 (4 + 2) + 3 32 64) = 18,432 weights, and in each of two layers 4 (8 + 8)
+    numbers with 128 keys and values. 16 conversations of 60 tokens take two calls. The compiled loop over
+    blocks of pages ends where the text does: its passes cannot be counted.
+    """
+    rollout = dataclasses.replace(CONFIG.rollout, cache="paged", page=32, prefill_tokens=512)
+    lengths = {"max_prompt_tokens": 40, "max_response_tokens": 60, "tokens_per_device": 100}
+    config = dataclasses.replace(CONFIG, rollout=rollout, mesh=MeshConfig(fsdp=1), devices="0:1", **lengths)
+    with_turns = dataclasses.replace(config, env=EnvConfig(name="guess"))
+    target = open_target(parse_topology("cpu"))
+    (extend,) = make_plan(with_turns, target, only="extend").phases
+    matrices, attention = 2 * 512 * 18_432, 2 * 512 * 64 * (128 + 128)
+    assert (extend.name, extend.calls, extend.unit) == ("rollout: extend", 2, "call")
+    assert extend.flops == extend.floor["flops"] == matrices + attention
+    assert matrices < extend.compiled["flops"] < extend.flops and not extend.error
+    with pytest.raises(UserError, match=r"--only extend: no phase .* rollout: decode"):
+        make_plan(config, target, only="extend")
