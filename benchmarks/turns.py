@@ -42,7 +42,7 @@ SMALL = replace(TINY, hidden_size=128, mlp_size=512, num_layers=4, head_dim=32)
 
 
 @dataclass(frozen=True)
-class Conversations:
+class TurnsCase:
     """Conversations of one shape."""
 
     model: TransformerConfig
@@ -56,10 +56,10 @@ class Conversations:
 
 
 CASES = {
-    "calculator (grpo_tools_tiny)": Conversations(TINY, 16, 8, 20, 2, 32, 16, 120),
-    "game (grpo_guess_tiny)": Conversations(TINY, 16, 8, 12, 5, 4, 8, 96),
-    "ten turns of 20, observations of 180": Conversations(SMALL, 4, 1, 64, 10, 20, 180, 2400),
-    "five turns of 64, observations of 16": Conversations(SMALL, 4, 2, 64, 5, 64, 16, 800),
+    "calculator (grpo_tools_tiny)": TurnsCase(TINY, 16, 8, 20, 2, 32, 16, 120),
+    "game (grpo_guess_tiny)": TurnsCase(TINY, 16, 8, 12, 5, 4, 8, 96),
+    "ten turns of 20, observations of 180": TurnsCase(SMALL, 4, 1, 64, 10, 20, 180, 2400),
+    "five turns of 64, observations of 16": TurnsCase(SMALL, 4, 2, 64, 5, 64, 16, 800),
 }
 
 
@@ -68,7 +68,7 @@ class Observations:
 
     patience = 60.0
 
-    def __init__(self, case: Conversations):
+    def __init__(self, case: TurnsCase):
         self.case = case
 
     def reply(self, prompt_index, response_index, conversation, ids, start) -> Future[Reply]:
@@ -79,7 +79,7 @@ class Observations:
         return future
 
 
-def measure_conversations(case: Conversations, slots: int, repetitions: int) -> dict[str, Any]:
+def measure_turns(case: TurnsCase, slots: int, repetitions: int) -> dict[str, Any]:
     """Return seconds and prefilled tokens of both caches, and speedups over the ring."""
     mesh, params = make_mesh(MeshConfig(), jax.devices()[:1]), models.init(case.model, jax.random.key(0))
     engines = {}
@@ -123,9 +123,7 @@ def main() -> None:
     options = parser.parse_args()
     report: dict[str, Any] = {**report_head(), "slots": options.slots, "cases": {}}
     for name in options.cases:
-        result = report["cases"][name] = measure_conversations(
-            CASES[name], options.slots, options.repetitions
-        )
+        result = report["cases"][name] = measure_turns(CASES[name], options.slots, options.repetitions)
         print(f"{name}: {json.dumps(result)}", flush=True)
         if options.output:
             options.output.write_text(json.dumps(report, indent=1) + "\n")
