@@ -18,8 +18,8 @@ def test_a_plan_has_the_reading_of_next_turns():
     """99 tokens before the last one are read in rows of 128, 4 of them in 512 tokens; 4 pages of 32.
 
     A token multiplies 2 (8 32 2 (4 + 2) + 3 32 64) = 18,432 weights, and in each of two layers 4 (8 + 8)
-    numbers with 128 keys and values. 16 conversations of 60 tokens take two calls. The compiled loop over
-    blocks of pages ends where the text does: its passes cannot be counted.
+    numbers with 128 keys and values. 16 conversations of 60 tokens take two calls.
+    The compiled program has all products with weights; of attention less is counted there.
     """
     rollout = dataclasses.replace(CONFIG.rollout, cache="paged", page=32, prefill_tokens=512)
     lengths = {"max_prompt_tokens": 40, "max_response_tokens": 60, "tokens_per_device": 100}
