@@ -83,6 +83,7 @@ CASES = [
     Case("Qwen/Qwen3-32B", "h200x8", "--rollout.slots 256 --mesh.tensor 4"),
     Case("Qwen/Qwen3-32B", "v5p-64", "--rollout.slots 256 --mesh.tensor 4"),
     Case("Qwen/Qwen3-30B-A3B", "v5p-16", "--rollout.slots 256"),
+    Case("deepseek-ai/DeepSeek-V3", "v5p-512", "--rollout.slots 512 --mesh.expert 16"),
     Case("meta-llama/Llama-3.1-70B", "v5p-256", "--rollout.slots 256 --mesh.tensor 8"),
     Case("meta-llama/Llama-3.1-70B", "v6e-256", "--rollout.slots 256 --mesh.tensor 8"),
 ]
