@@ -50,6 +50,7 @@ from jaxrl_llm.sharding.config import MeshConfig
 from jaxrl_llm.sharding.rules import HOST, bytes_per_device
 from jaxrl_llm.tools.arguments import parse_known_arguments
 from jaxrl_llm.tools.devices import GIB, Finding, check_devices, check_versions, run_command_line
+from jaxrl_llm.tools.host_memory import check_run_memory
 from jaxrl_llm.user_file import expand_home
 
 PLACED = ("rollout", "reference", "critic", "teacher")
@@ -99,6 +100,7 @@ def examine(config: TrainConfig | None) -> Iterator[Finding]:
     yield check_python()
     yield from check_versions()
     yield report_host_memory()
+    yield from [check_run_memory(config)] if config else []
     yield check_shared_memory(config is not None and config.rollout.engine == "sglang")
     yield check_cache(os.environ.get("JAX_COMPILATION_CACHE_DIR", os.path.expanduser(COMPILATION_CACHE)))
     yield check_clock(existing_parent(run_dir))
