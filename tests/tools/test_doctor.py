@@ -171,6 +171,8 @@ def test_bytes_that_a_run_writes():
     bare = recipe("--model.dtype", "bfloat16", "--checkpoint.optimizer", "false", "--steps", "100", *more)
     expected = (bare.checkpoint.keep + 1) * 8 + (3 + 1) * 2 * 2  # weights and averages, in both places
     assert doctor.written_bytes(bare) == pytest.approx(expected * weights, rel=1e-3)
+    apart = ("--devices", "0:1", "--rollout.devices", "1:2", "--rollout.max_staleness", "1")
+    assert doctor.written_bytes(recipe(*apart)) == doctor.written_bytes(recipe())
     adapters = doctor.written_bytes(recipe("--lora.rank", "1", "--optim.learning_rate", "1e-4"))
     assert adapters < doctor.written_bytes(recipe()) / 3
 
