@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import jax
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.sharding.config import POLICY, ROLLOUT_ENGINE
+from jaxrl_llm.sharding.config import ALL_DEVICES, POLICY, ROLLOUT_ENGINE, MeshConfig
 from jaxrl_llm.sharding.placement import place
+
+PLACED = ("rollout", "reference", "critic", "teacher")
+"""Fields of a recipe with a mesh and devices of their own, beside `reward.models`."""
 
 
 def make_meshes(config: TrainConfig, devices: Sequence[jax.Device] | None = None) -> dict[str, Mesh]:
@@ -27,6 +31,18 @@ def make_meshes(config: TrainConfig, devices: Sequence[jax.Device] | None = None
     meshes = {role: place(role, own, placements[POLICY], devices) for role, own in placements.items()}
     _check_asynchronous(config, meshes)
     return meshes
+
+
+def on_one_device(config: TrainConfig) -> TrainConfig:
+    """Return the recipe with all models on one mesh, so that a single device has each array once.
+
+    Its rollout is synchronous: one ahead of training needs devices of its own.
+    """
+    shared = {"mesh": None, "devices": ""}
+    roles = {name: replace(getattr(config, name), **shared) for name in PLACED}
+    roles["rollout"] = replace(roles["rollout"], max_staleness=0)
+    reward = replace(config.reward, models=tuple(replace(m, **shared) for m in config.reward.models))
+    return replace(config, mesh=MeshConfig(), devices=ALL_DEVICES, reward=reward, **roles)
 
 
 def _check_asynchronous(config: TrainConfig, meshes: Mapping[str, Mesh]) -> None:

@@ -23,6 +23,7 @@ from jaxrl_llm.learn.routing import reads_logits
 from jaxrl_llm.learn.scoring import ScoringModel
 from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.models import TransformerConfig, flops
+from jaxrl_llm.models.lora import split_params
 from jaxrl_llm.plan.floors import (
     Rows,
     forward_floor,
@@ -80,7 +81,7 @@ def phases(config: TrainConfig, meshes: Mapping[str, Mesh]) -> list[Phase]:
     )
     model = trained_config(model, config)
     stage = make_stages(config, model, meshes, ABSTRACT_MODELS)[-1]
-    base = _always_resident(config, stage, meshes)
+    base = always_resident(config, stage, meshes)
     result = []
     if algos.of(config.algo).on_rollouts and config.rollout.engine == "native":
         result += _rollout(config, model, meshes, stage.policy.abstract_state().params, base)
@@ -91,13 +92,14 @@ def phases(config: TrainConfig, meshes: Mapping[str, Mesh]) -> list[Phase]:
     return result
 
 
-def _always_resident(config: TrainConfig, stage: Stage, meshes: Mapping[str, Mesh]) -> Resident:
+def always_resident(config: TrainConfig, stage: Stage, meshes: Mapping[str, Mesh]) -> Resident:
     """Return the arrays that are in memory during every phase."""
     state = stage.policy.abstract_state()
     resident: Resident = {"parameters": [state.params], "optimizer": [state.opt_state], "frozen models": []}
     if stage.critic:
         critic = stage.critic.abstract_state()
-        resident["parameters"].append(critic.params)
+        shares_base = not stage.critic_params and stage.critic.mesh == stage.policy.mesh
+        resident["parameters"].append(split_params(critic.params)[0] if shares_base else critic.params)
         resident["optimizer"].append(critic.opt_state)
     resident["frozen models"] += stage.teachers
     if stage.needs_reference and has_own_reference(config, stage.policy.model, meshes):

@@ -25,7 +25,7 @@ from jaxrl_llm import models
 from jaxrl_llm.build.exports import kept_exports
 from jaxrl_llm.build.models import make_stages, trained_config
 from jaxrl_llm.build.pin import map_models
-from jaxrl_llm.build.placement import make_meshes
+from jaxrl_llm.build.placement import make_meshes, on_one_device
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.envs.config import SandboxConfig
 from jaxrl_llm.envs.tools.sandbox import Sandbox
@@ -42,12 +42,11 @@ from jaxrl_llm.rewards.load import LIBRARIES, resolve_reward
 from jaxrl_llm.rewards.sample import RewardLoadError
 from jaxrl_llm.rollout.sglang.auth import request_headers
 from jaxrl_llm.rollout.sglang.health import read_addresses
-from jaxrl_llm.sharding.config import MeshConfig
 from jaxrl_llm.sharding.rules import HOST, bytes_per_device
 from jaxrl_llm.tools.devices import GIB, Finding, check_devices, check_versions, run_command_line
+from jaxrl_llm.tools.host_memory import check_run_memory
 from jaxrl_llm.user_file import expand_home
 
-PLACED = ("rollout", "reference", "critic", "teacher")
 MIN_SHM = GIB  # NCCL and SGLang exchange data in shared memory
 MIN_MEMORY = 4 * GIB
 MAX_SKEW = 2.0  # seconds between this machine and the file system
@@ -63,6 +62,7 @@ def examine(config: TrainConfig | None) -> Iterator[Finding]:
     yield check_python()
     yield from check_versions()
     yield report_host_memory()
+    yield from [check_run_memory(config)] if config else []
     yield check_shared_memory(config is not None and config.rollout.engine == "sglang")
     yield check_cache(os.environ.get("JAX_COMPILATION_CACHE_DIR", os.path.expanduser(COMPILATION_CACHE)))
     yield check_clock(existing_parent(run_dir))
@@ -248,9 +248,7 @@ def check_extras(packages: Iterable[tuple[str, str, str]]) -> Iterator[Finding]:
 def written_bytes(config: TrainConfig) -> int:
     """Return the bytes that a run has on the disk: checkpoints, one more while it is written, exports."""
     jax.config.update("jax_platforms", "cpu")  # the accelerators are examined in a process of their own
-    own = {"mesh": MeshConfig(), "devices": "all"}
-    roles = {name: replace(getattr(config, name), mesh=None, devices="") for name in PLACED}
-    alone = replace(config, **own, **roles, reward=replace(config.reward, models=()))
+    alone = on_one_device(config)
     model = trained_config(planned_model(config.model), config)
     meshes = make_meshes(alone, jax.devices("cpu")[:1])
     state = make_stages(alone, model, meshes, ABSTRACT_MODELS)[-1].abstract_state()

@@ -11,7 +11,7 @@ import pytest
 
 from jaxrl_llm.models.presets import preset
 from jaxrl_llm.recipe.load import from_command_line, packaged_recipes
-from jaxrl_llm.tools import checks, devices, doctor
+from jaxrl_llm.tools import checks, devices, doctor, host_memory
 from jaxrl_llm.tools.devices import Finding
 
 H100 = [{"platform": "gpu", "kind": "NVIDIA H100 80GB HBM3", "memory": 60 * 2**30}]
@@ -54,6 +54,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(checks, "run_command_line", lambda command: "not found")
     monkeypatch.setattr(checks, "check_devices", lambda: iter(()))
     monkeypatch.setattr(checks, "check_sandbox", lambda needed: Finding("sandbox", "ok", ""))
+    monkeypatch.setattr(host_memory, "largest_bytes", lambda config: 0)  # traces a step
 
 
 @pytest.mark.parametrize("name", [path.name for path in packaged_recipes()])
@@ -65,6 +66,8 @@ def test_every_packaged_recipe_is_examined(name, quick, tmp_path, monkeypatch):
     known = not name.startswith("gkd")  # whose teachers are the results of other recipes
     assert bool(re.search(r"the recipe writes \d", findings["disk"].text)) == known, findings["disk"]
     assert known or re.search(r"the size of runs/\w+/hf is not known", findings["disk"].text)
+    known &= not name.startswith(("ppo_reward", "ppo_smollm2"))  # whose reward models are such results
+    assert bool(re.search(r"models take \d", findings["host memory"].text)) == known, findings["host memory"]
 
 
 def test_a_model_whose_size_is_not_known(quick, tmp_path, monkeypatch):
@@ -168,6 +171,8 @@ def test_bytes_that_a_run_writes():
     bare = recipe("--model.dtype", "bfloat16", "--checkpoint.optimizer", "false", "--steps", "100", *more)
     expected = (bare.checkpoint.keep + 1) * 8 + (3 + 1) * 2 * 2  # weights and averages, in both places
     assert checks.written_bytes(bare) == pytest.approx(expected * weights, rel=1e-3)
+    apart = ("--devices", "0:1", "--rollout.devices", "1:2", "--rollout.max_staleness", "1")
+    assert checks.written_bytes(recipe(*apart)) == checks.written_bytes(recipe())
     adapters = checks.written_bytes(recipe("--lora.rank", "1", "--optim.learning_rate", "1e-4"))
     assert adapters < checks.written_bytes(recipe()) / 3
 

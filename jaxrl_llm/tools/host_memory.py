@@ -1,0 +1,142 @@
+"""Host memory that a recipe takes at least, as `doctor` compares it with what is free."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl_llm.build.models import make_stages, trained_config
+from jaxrl_llm.build.placement import make_meshes, on_one_device
+from jaxrl_llm.build.sizes import with_prefixes
+from jaxrl_llm.checkpoint.manifest import flatten_state
+from jaxrl_llm.checkpoint.state import is_moment_path
+from jaxrl_llm.config import TrainConfig
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.host.memory import available_bytes
+from jaxrl_llm.host.start import find_cluster
+from jaxrl_llm.learn.learner import Learner
+from jaxrl_llm.learn.stage import Stage
+from jaxrl_llm.models.lora import split_params, trained_state
+from jaxrl_llm.plan.models import ABSTRACT_MODELS, UnknownModelError, planned_model
+from jaxrl_llm.plan.phases import always_resident, phases
+from jaxrl_llm.plan.report import format_bytes
+from jaxrl_llm.recipe.checks import check_config
+from jaxrl_llm.sharding.config import POLICY
+from jaxrl_llm.sharding.rules import HOST, bytes_per_device
+from jaxrl_llm.tools.devices import Finding, has_tpu, nvidia_gpus
+
+NAME = "host memory"
+STATE = "weights, optimizer, gradients and frozen models take"
+STAGED = "offloaded arrays and a checkpoint on its way to the disk take"
+
+
+def check_run_memory(config: TrainConfig) -> Finding:
+    """Compare free memory with a lower bound of what the recipe takes: its arrays, without activations.
+
+    On accelerators with several processes each has its share, which is more where arrays are replicated.
+    """
+    least, subject = (staged_bytes, STAGED) if has_accelerator() else (state_bytes, STATE)
+    try:
+        processes = num_processes()
+        needed = least(config) / processes
+    except UnknownModelError as error:
+        text = f"the size of {error.name} is not known, nor is what the recipe takes"
+        return Finding(NAME, "note", f"{text}: give a folder that is there in its place")
+    free = available_bytes()
+    if free is None:
+        return Finding(NAME, "note", f"{subject} {format_bytes(needed)}; how much is free is not known")
+    text = f"{subject} {format_bytes(needed)}, {format_bytes(free)} are free"
+    if needed > free:
+        lower = [f"{flag} ({format_bytes(size / processes)})" for flag, size in lower_settings(config, least)]
+        return Finding(NAME, "fix", f"{text}: set {', '.join(lower)}" if lower else text)
+    if least is state_bytes and (full := largest_bytes(config) / processes) > free:
+        more = f"up to {format_bytes(full)} with the rollout's weights, KV cache and batch"
+        return Finding(NAME, "note", f"{text}; {more}: lower --rollout.slots or --prompts_per_step")
+    return Finding(NAME, "ok", text)
+
+
+def num_processes() -> int:
+    """Return the number of processes of the run, 1 where they are not described (`start_host` refuses)."""
+    with contextlib.suppress(UserError):
+        cluster = find_cluster()
+        return cluster.num_processes if cluster else 1
+    return 1
+
+
+def has_accelerator() -> bool:
+    """Return whether training would use an accelerator, as far as can be seen without opening it."""
+    return os.environ.get("JAX_PLATFORMS") != "cpu" and bool(nvidia_gpus() or has_tpu())
+
+
+def state_bytes(config: TrainConfig) -> int:
+    """Return the bytes of weights, optimizer, frozen models, and the gradients of the larger learner."""
+    alone, stage, meshes = _on_one_device(config)
+    learners = [stage.policy, stage.critic] if stage.critic else [stage.policy]
+    return _all_bytes(always_resident(alone, stage, meshes)) + max(map(_gradient_bytes, learners))
+
+
+def staged_bytes(config: TrainConfig) -> int:
+    """Return the bytes in host memory while a run on accelerators saves a checkpoint.
+
+    Those are what is offloaded, and a copy of the saved arrays that are on the devices: Orbax copies all
+    before it writes the first. Weights are read a matrix at a time, which takes less.
+    """
+    alone, stage, meshes = _on_one_device(config)
+    arrays = flatten_state(trained_state(stage.abstract_state()))
+    saved = [x for path, x in arrays.items() if config.checkpoint.optimizer or not is_moment_path(path)]
+    return bytes_per_device(always_resident(alone, stage, meshes), HOST) + bytes_per_device(saved)
+
+
+def largest_bytes(config: TrainConfig) -> int:
+    """Return the bytes of all arrays, activations not counted, in the phase of a step that has the most."""
+    alone, _, meshes = _on_one_device(config)
+    return max(_all_bytes(phase.resident) for phase in phases(alone, meshes))
+
+
+def lower_settings(config: TrainConfig, least: Callable[[TrainConfig], int]) -> Iterator[tuple[str, int]]:
+    """Yield (setting, bytes with it) of the settings with which the recipe takes less.
+
+    Args:
+        least: `state_bytes` or `staged_bytes`.
+    """
+    changes = {
+        "--checkpoint.optimizer False": {"checkpoint": replace(config.checkpoint, optimizer=False)},
+        "--optim.moments int8": {"optim": replace(config.optim, moments="int8")},
+        "--optim.grad_dtype bfloat16": {"optim": replace(config.optim, grad_dtype="bfloat16")},
+        "--reference.offload False": {"reference": replace(config.reference, offload=False)},
+        "--lora.rank 32": {"lora": replace(config.lora, rank=config.lora.rank or 32)},
+        "--lora.quantize nf4": {"lora": replace(config.lora, quantize="nf4")},
+    }
+    before = least(config)
+    for setting, change in changes.items():
+        changed = replace(config, **change)
+        with contextlib.suppress(UserError):  # not for this model, optimizer or mesh
+            check_config(changed, writes=False)
+            if (size := least(changed)) < before:
+                yield setting, size
+
+
+def _on_one_device(config: TrainConfig) -> tuple[TrainConfig, Stage, dict[str, Mesh]]:
+    """Return recipe, last stage and meshes with all models on one device of the CPU, nothing allocated."""
+    jax.config.update("jax_platforms", "cpu")  # the accelerators are examined in a process of their own
+    alone = on_one_device(config)
+    meshes = make_meshes(alone, jax.devices("cpu")[:1])
+    model = planned_model(alone.model)
+    alone = with_prefixes(alone, model, meshes[POLICY], ABSTRACT_MODELS)
+    return alone, make_stages(alone, trained_config(model, alone), meshes, ABSTRACT_MODELS)[-1], meshes
+
+
+def _all_bytes(arrays: Any) -> int:
+    return bytes_per_device(arrays) + bytes_per_device(arrays, HOST)
+
+
+def _gradient_bytes(learner: Learner) -> int:
+    trained = split_params(learner.abstract_state().params)[0]
+    return sum(x.size for x in jax.tree.leaves(trained)) * jnp.dtype(learner.config.grad_dtype).itemsize
