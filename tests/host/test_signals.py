@@ -15,7 +15,7 @@ from jaxrl_llm.host import signals
 from jaxrl_llm.host.command import run_command
 from jaxrl_llm.host.signals import Interrupted, deferred, interruptible, received_signal, unwinding
 
-SLOW_JAX = """
+SLOW_MODULE = """
 import time
 print("importing", flush=True)
 time.sleep(60)
@@ -23,21 +23,23 @@ time.sleep(60)
 
 
 TRAIN = ["train", "--config", "grpo_tiny.py"]
+GENERATE = ["generate", "--model", "m", "--prompts", "p.jsonl", "--out", "o.jsonl"]
 UNWINDS = "stopping; again = exit at once"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(
-    "command, message",
+    ("module", "command", "message"),
     [
-        (["jaxrl_llm.train", *TRAIN[1:]], UNWINDS),  # a recipe imports jax
-        (["jaxrl_llm", *TRAIN], UNWINDS),
-        (["jaxrl_llm", "generate"], "exit"),
+        ("jax", ["jaxrl_llm.train", *TRAIN[1:]], UNWINDS),  # a recipe imports jax
+        ("jax", ["jaxrl_llm", *TRAIN], UNWINDS),
+        ("jax", ["jaxrl_llm", *GENERATE], UNWINDS),
+        ("tyro", ["jaxrl_llm", *GENERATE], "exit"),  # the command's flags are not read yet
     ],
-    ids=["module", "train", "generate"],
+    ids=["module", "train", "generate", "before the command"],
 )
-def test_a_signal_while_jax_is_imported_ends_the_command(tmp_path, number, command, message):
-    (tmp_path / "jax.py").write_text(SLOW_JAX)
+def test_a_signal_while_a_module_is_imported_ends_the_command(tmp_path, number, module, command, message):
+    (tmp_path / f"{module}.py").write_text(SLOW_MODULE)
     running = Running(["-m", *command], {**os.environ, "PYTHONPATH": str(tmp_path)})
     running.wait_for("importing")
     running.process.send_signal(number)
