@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxrl_llm import models
-from jaxrl_llm.config import ModelConfig
+from jaxrl_llm.build.models import make_stages, trained_config
+from jaxrl_llm.config import ModelConfig, TrainConfig
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.gguf import read_gguf_config
 from jaxrl_llm.hf.hub_name import SUFFIX, parse_hub_name
+from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.models import TransformerConfig
 from jaxrl_llm.models.presets import PRESETS, preset
 from jaxrl_llm.sharding.rules import with_shardings
@@ -60,3 +65,13 @@ ABSTRACT_MODELS = AbstractModels()
 def planned_model(config: ModelConfig) -> TransformerConfig:
     """Return the architecture of the model that a recipe trains."""
     return ABSTRACT_MODELS.config(config.path) if config.path else config.architecture
+
+
+def planned_stage(config: TrainConfig, meshes: Mapping[str, Mesh]) -> Stage:
+    """Return the last stage of a run, the run itself, with abstract models.
+
+    Raises:
+        UnknownModelError: the architecture of a model is not known.
+    """
+    model = trained_config(planned_model(config.model), config)
+    return make_stages(config, model, meshes, ABSTRACT_MODELS)[-1]

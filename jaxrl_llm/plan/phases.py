@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxrl_kernels.dispatch import choose
 from jaxrl_kernels.linear_logprob.api import tokens_at_once
 from jaxrl_llm import algos, models
-from jaxrl_llm.build.models import has_own_reference, make_stages, trained_config
+from jaxrl_llm.build.models import has_own_reference
 from jaxrl_llm.build.reference import abstract_reference, reference_model
 from jaxrl_llm.build.sizes import derived, rows_needed
 from jaxrl_llm.config import TrainConfig
@@ -34,7 +34,7 @@ from jaxrl_llm.plan.floors import (
     training_floor,
 )
 from jaxrl_llm.plan.hlo import NO_HINTS, Hints
-from jaxrl_llm.plan.models import ABSTRACT_MODELS, planned_model
+from jaxrl_llm.plan.models import ABSTRACT_MODELS, planned_model, planned_stage
 from jaxrl_llm.plan.work import NO_WORK, ProgramWork
 from jaxrl_llm.recipe.checks import check_model
 from jaxrl_llm.rollout.native.engine import NativeEngine
@@ -79,12 +79,11 @@ def phases(config: TrainConfig, meshes: Mapping[str, Mesh]) -> list[Phase]:
     check_model(
         config, {role: mesh.shape for role, mesh in meshes.items()}, model.max_position, model.num_heads
     )
-    model = trained_config(model, config)
-    stage = make_stages(config, model, meshes, ABSTRACT_MODELS)[-1]
+    stage = planned_stage(config, meshes)
     base = always_resident(config, stage, meshes)
     result = []
     if algos.of(config.algo).on_rollouts and config.rollout.engine == "native":
-        result += _rollout(config, model, meshes, stage.policy.abstract_state().params, base)
+        result += _rollout(config, stage.policy.model, meshes, stage.policy.abstract_state().params, base)
     result += _score(config, stage, base, meshes)
     if stage.critic:
         result += _update("critic", config, stage.critic, stage, base)

@@ -18,14 +18,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import models
 from jaxrl_llm.build.exports import kept_exports
-from jaxrl_llm.build.models import make_stages, trained_config
 from jaxrl_llm.build.pin import map_models
-from jaxrl_llm.build.placement import make_meshes, on_one_device
 from jaxrl_llm.config import TrainConfig
 from jaxrl_llm.envs.config import SandboxConfig
 from jaxrl_llm.envs.tools.sandbox import Sandbox
@@ -36,7 +33,7 @@ from jaxrl_llm.host.memory import available_bytes
 from jaxrl_llm.host.start import COMPILATION_CACHE
 from jaxrl_llm.learn.optim_states import averaged_weights
 from jaxrl_llm.models.lora import base_config, trained_state
-from jaxrl_llm.plan.models import ABSTRACT_MODELS, UnknownModelError, planned_model
+from jaxrl_llm.plan.models import UnknownModelError, planned_stage
 from jaxrl_llm.report.loggers import EXTRAS
 from jaxrl_llm.rewards.load import LIBRARIES, resolve_reward
 from jaxrl_llm.rewards.sample import RewardLoadError
@@ -44,7 +41,7 @@ from jaxrl_llm.rollout.sglang.auth import request_headers
 from jaxrl_llm.rollout.sglang.health import read_addresses
 from jaxrl_llm.sharding.rules import HOST, bytes_per_device
 from jaxrl_llm.tools.devices import GIB, Finding, check_devices, check_versions, run_command_line
-from jaxrl_llm.tools.host_memory import check_run_memory
+from jaxrl_llm.tools.host_memory import check_run_memory, on_one_cpu
 from jaxrl_llm.user_file import expand_home
 
 MIN_SHM = GIB  # NCCL and SGLang exchange data in shared memory
@@ -247,16 +244,13 @@ def check_extras(packages: Iterable[tuple[str, str, str]]) -> Iterator[Finding]:
 
 def written_bytes(config: TrainConfig) -> int:
     """Return the bytes that a run has on the disk: checkpoints, one more while it is written, exports."""
-    jax.config.update("jax_platforms", "cpu")  # the accelerators are examined in a process of their own
-    alone = on_one_device(config)
-    model = trained_config(planned_model(config.model), config)
-    meshes = make_meshes(alone, jax.devices("cpu")[:1])
-    state = make_stages(alone, model, meshes, ABSTRACT_MODELS)[-1].abstract_state()
+    stage = planned_stage(*on_one_cpu(config))
+    state = stage.abstract_state()
     if not config.checkpoint.optimizer:
         state = replace(state, opt_state=averaged_weights(state.opt_state))
     kept = config.checkpoint.keep + (config.checkpoint.keep_best if config.checkpoint.best_metric else 0) + 1
     saved = bytes_per_device(trained_state(state)) + bytes_per_device(trained_state(state), HOST)
-    weights = bytes_per_device(models.abstract(base_config(model))) // 4
+    weights = bytes_per_device(models.abstract(base_config(stage.policy.model))) // 4
     exported = weights * jnp.dtype(config.model.dtype).itemsize * (2 if config.optim.ema else 1)
     return kept * saved + (1 + kept_exports(config.checkpoint, config.steps)) * exported
 

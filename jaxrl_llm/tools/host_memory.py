@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm.build.models import make_stages, trained_config
 from jaxrl_llm.build.placement import make_meshes, on_one_device
 from jaxrl_llm.build.sizes import with_prefixes
 from jaxrl_llm.checkpoint.manifest import flatten_state
@@ -22,9 +21,8 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.host.memory import available_bytes
 from jaxrl_llm.host.start import find_cluster
 from jaxrl_llm.learn.learner import Learner
-from jaxrl_llm.learn.stage import Stage
 from jaxrl_llm.models.lora import split_params, trained_state
-from jaxrl_llm.plan.models import ABSTRACT_MODELS, UnknownModelError, planned_model
+from jaxrl_llm.plan.models import ABSTRACT_MODELS, UnknownModelError, planned_model, planned_stage
 from jaxrl_llm.plan.phases import always_resident, phases
 from jaxrl_llm.plan.report import format_bytes
 from jaxrl_llm.recipe.checks import check_config
@@ -77,7 +75,8 @@ def has_accelerator() -> bool:
 
 def state_bytes(config: TrainConfig) -> int:
     """Return the bytes of weights, optimizer, frozen models, and the gradients of the larger learner."""
-    alone, stage, meshes = _on_one_device(config)
+    alone, meshes = _with_meshes(config)
+    stage = planned_stage(alone, meshes)
     learners = [stage.policy, stage.critic] if stage.critic else [stage.policy]
     return _all_bytes(always_resident(alone, stage, meshes)) + max(map(_gradient_bytes, learners))
 
@@ -88,7 +87,8 @@ def staged_bytes(config: TrainConfig) -> int:
     Those are what is offloaded, and a copy of the saved arrays that are on the devices: Orbax copies all
     before it writes the first. Weights are read a matrix at a time, which takes less.
     """
-    alone, stage, meshes = _on_one_device(config)
+    alone, meshes = _with_meshes(config)
+    stage = planned_stage(alone, meshes)
     arrays = flatten_state(trained_state(stage.abstract_state()))
     saved = [x for path, x in arrays.items() if config.checkpoint.optimizer or not is_moment_path(path)]
     return bytes_per_device(always_resident(alone, stage, meshes), HOST) + bytes_per_device(saved)
@@ -96,8 +96,7 @@ def staged_bytes(config: TrainConfig) -> int:
 
 def largest_bytes(config: TrainConfig) -> int:
     """Return the bytes of all arrays, activations not counted, in the phase of a step that has the most."""
-    alone, _, meshes = _on_one_device(config)
-    return max(_all_bytes(phase.resident) for phase in phases(alone, meshes))
+    return max(_all_bytes(phase.resident) for phase in phases(*_with_meshes(config)))
 
 
 def lower_settings(config: TrainConfig, least: Callable[[TrainConfig], int]) -> Iterator[tuple[str, int]]:
@@ -123,14 +122,17 @@ def lower_settings(config: TrainConfig, least: Callable[[TrainConfig], int]) -> 
                 yield setting, size
 
 
-def _on_one_device(config: TrainConfig) -> tuple[TrainConfig, Stage, dict[str, Mesh]]:
-    """Return recipe, last stage and meshes with all models on one device of the CPU, nothing allocated."""
+def on_one_cpu(config: TrainConfig) -> tuple[TrainConfig, dict[str, Mesh]]:
+    """Return the recipe with all models on one device of the CPU, and its meshes."""
     jax.config.update("jax_platforms", "cpu")  # the accelerators are examined in a process of their own
     alone = on_one_device(config)
-    meshes = make_meshes(alone, jax.devices("cpu")[:1])
-    model = planned_model(alone.model)
-    alone = with_prefixes(alone, model, meshes[POLICY], ABSTRACT_MODELS)
-    return alone, make_stages(alone, trained_config(model, alone), meshes, ABSTRACT_MODELS)[-1], meshes
+    return alone, make_meshes(alone, jax.devices("cpu")[:1])
+
+
+def _with_meshes(config: TrainConfig) -> tuple[TrainConfig, dict[str, Mesh]]:
+    """Return recipe and meshes as `on_one_cpu`, with shared prefixes where the models can have them."""
+    alone, meshes = on_one_cpu(config)
+    return with_prefixes(alone, planned_model(alone.model), meshes[POLICY], ABSTRACT_MODELS), meshes
 
 
 def _all_bytes(arrays: Any) -> int:

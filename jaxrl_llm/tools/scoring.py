@@ -216,7 +216,7 @@ def with_rewards(
 
 def chat_tokens(tokenizer: Any, row: dict, where: str, config: ChatConfig) -> list[int]:
     """Return the token ids of a chat rendered with the template."""
-    example = read_example({"messages": row["messages"]}, where, SourceConfig())
+    example = read_example({"messages": row["messages"]}, where, NO_SOURCE)
     return encode_conversation(tokenizer, example, config).tolist()
 
 
