@@ -14,15 +14,16 @@ two tokens may be another one after other rounding.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from machine import report_head
+from paired import medians, ratios, timed
 
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.load import load_params
@@ -72,12 +73,11 @@ def measure_prompt(
         texts: dict[str, list[list[int]]] = {}
         for mode, engine in engines.items():
             engine.memory = earlier if mode == SECOND else DraftMemory()
-            wall, cpu = time.perf_counter(), time.process_time()
-            responses = engine.generate([request], sampling, jax.random.key(repetition))
-            seconds = time.perf_counter() - wall, time.process_time() - cpu
+            key = jax.random.key(repetition)
+            responses, seconds = timed(functools.partial(engine.generate, [request], sampling, key))
             texts[mode] = [t.response_ids.tolist() for t in responses]
             same = statistics.mean(map(list.__eq__, texts[mode], texts["ring"]))
-            wall, cpu = (1e3 * value / engine.metrics["rollout/tokens"] for value in seconds)
+            wall, cpu = (1e3 * value / engine.metrics["rollout/tokens"] for value in seconds.values())
             drafted = engine.metrics.get("rollout/draft_tokens", 0)
             accepted = round(drafted * engine.metrics.get("rollout/draft_accepted", 0))
             runs[mode].append(
@@ -93,11 +93,10 @@ def measure_prompt(
     measured = {mode: rows[1:] for mode, rows in runs.items()}  # the first repetition compiles
     report: dict[str, Any] = {"text": responses[0].text[:200]}
     for mode, rows in measured.items():
-        report[mode] = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-        pairs = list(zip(measured["ring"], rows, strict=True))
+        report[mode] = medians(rows)
         for key in ("wall", "cpu"):
-            ratios = [ring[f"{key}_ms_per_token"] / row[f"{key}_ms_per_token"] for ring, row in pairs]
-            report[mode][f"{key}_speedup"] = statistics.median(ratios)
+            speedups = ratios(measured["ring"], rows, f"{key}_ms_per_token")
+            report[mode][f"{key}_speedup"] = statistics.median(speedups)
     return report
 
 

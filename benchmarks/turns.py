@@ -12,9 +12,9 @@ paired ratios, and the tokens that were prefilled.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
-import time
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 from machine import report_head
+from paired import medians, ratios, timed
 
 from jaxrl_llm import models
 from jaxrl_llm.models import TransformerConfig
@@ -39,6 +40,7 @@ TINY = TransformerConfig(
     max_position=4096,
 )  # fmt: skip
 SMALL = replace(TINY, hidden_size=128, mlp_size=512, num_layers=4, head_dim=32)
+WIDE = replace(SMALL, hidden_size=256, mlp_size=1024, head_dim=64)
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,17 @@ class TurnsCase:
     observation_tokens: int
     max_response_tokens: int
 
+    @property
+    def slots(self) -> int:
+        """One a conversation, up to 64: empty slots are computed, too."""
+        return min(64, self.prompts * self.responses)
+
 
 CASES = {
     "calculator (grpo_tools_tiny)": TurnsCase(TINY, 16, 8, 20, 2, 32, 16, 120),
     "game (grpo_guess_tiny)": TurnsCase(TINY, 16, 8, 12, 5, 4, 8, 96),
-    "ten turns of 20, observations of 180": TurnsCase(SMALL, 4, 1, 64, 10, 20, 180, 2400),
+    "ten turns of 20, observations of 180": TurnsCase(SMALL, 8, 1, 64, 10, 20, 180, 2400),
+    "ten turns of 20, observations of 180, hidden size 256": TurnsCase(WIDE, 4, 1, 64, 10, 20, 180, 2400),
     "five turns of 64, observations of 16": TurnsCase(SMALL, 4, 2, 64, 5, 64, 16, 800),
 }
 
@@ -79,12 +87,12 @@ class Observations:
         return future
 
 
-def measure_turns(case: TurnsCase, slots: int, repetitions: int) -> dict[str, Any]:
+def measure_turns(case: TurnsCase, repetitions: int) -> dict[str, Any]:
     """Return seconds and prefilled tokens of both caches, and speedups over the ring."""
     mesh, params = make_mesh(MeshConfig(), jax.devices()[:1]), models.init(case.model, jax.random.key(0))
     engines = {}
     for cache in CACHES:
-        engines[cache] = NativeEngine(RolloutConfig(slots=slots, cache=cache), case.model, mesh)
+        engines[cache] = NativeEngine(RolloutConfig(slots=case.slots, cache=cache), case.model, mesh)
         engines[cache].publish(params, version=0)
     shape, rng = (case.prompts, case.prompt_tokens), np.random.default_rng(0)
     prompts = rng.integers(2, case.model.vocab_size, shape).astype(np.int32)
@@ -96,34 +104,29 @@ def measure_turns(case: TurnsCase, slots: int, repetitions: int) -> dict[str, An
         texts = {}
         for cache in CACHES if repetition % 2 else CACHES[::-1]:
             engine, key = engines[cache], jax.random.key(1)
-            wall, cpu = time.perf_counter(), time.process_time()
-            responses = engine.generate(requests, sampling, key, Observations(case))
-            row = {"wall_seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
+            call = functools.partial(engine.generate, requests, sampling, key, Observations(case))
+            responses, seconds = timed(call)
+            row = {f"{name}_seconds": value for name, value in seconds.items()}
             texts[cache] = [t.response_ids.tolist() for t in responses]
             runs[cache].append(row | {name: engine.metrics[f"rollout/{name}"] for name in COUNTS})
         same += map(list.__eq__, *texts.values())
     measured = {cache: rows[1:] for cache, rows in runs.items()}  # the first repetition compiles
-    report: dict[str, Any] = {
-        cache: {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-        for cache, rows in measured.items()
-    }
+    report: dict[str, Any] = {cache: medians(rows) for cache, rows in measured.items()}
     for name in ("wall", "cpu"):
-        pairs = zip(measured["ring"], measured["paged"], strict=True)
-        ratios = [ring[f"{name}_seconds"] / paged[f"{name}_seconds"] for ring, paged in pairs]
-        report[f"{name}_speedup"], report[f"{name}_speedups"] = statistics.median(ratios), ratios
-    return report | {"same_text": statistics.mean(same)}
+        speedups = ratios(measured["ring"], measured["paged"], f"{name}_seconds")
+        report[f"{name}_speedup"], report[f"{name}_speedups"] = statistics.median(speedups), speedups
+    return report | {"slots": case.slots, "same_text": statistics.mean(same)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    report: dict[str, Any] = {**report_head(), "slots": options.slots, "cases": {}}
+    report: dict[str, Any] = {**report_head(), "cases": {}}
     for name in options.cases:
-        result = report["cases"][name] = measure_turns(CASES[name], options.slots, options.repetitions)
+        result = report["cases"][name] = measure_turns(CASES[name], options.repetitions)
         print(f"{name}: {json.dumps(result)}", flush=True)
         if options.output:
             options.output.write_text(json.dumps(report, indent=1) + "\n")
