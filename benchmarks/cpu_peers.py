@@ -47,6 +47,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import git_commit, processor_name
+from paired import paired_ratios
 
 HERE = Path(__file__).parent
 CASES = {
@@ -207,9 +208,7 @@ def median(runs: list[Timing]) -> Timing:
 
 def ratios(peer: list[Timing], ours: list[Timing]) -> Timing:
     """Return medians of the paired ratios peer / ours: above 1 = ours is faster."""
-    return median(
-        [{kind: a[kind] / b[kind] for kind in ("wall", "cpu")} for a, b in zip(peer, ours, strict=True)]
-    )
+    return {kind: statistics.median(paired_ratios(peer, ours, kind)) for kind in ("wall", "cpu")}
 
 
 def peers_table(report: dict[str, Any]) -> str:

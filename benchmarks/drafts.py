@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 from machine import report_head
-from paired import medians, ratios, timed
+from paired import medians, paired_ratios, timed
 
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.load import load_params
@@ -95,7 +95,7 @@ def measure_prompt(
     for mode, rows in measured.items():
         report[mode] = medians(rows)
         for key in ("wall", "cpu"):
-            speedups = ratios(measured["ring"], rows, f"{key}_ms_per_token")
+            speedups = paired_ratios(measured["ring"], rows, f"{key}_ms_per_token")
             report[mode][f"{key}_speedup"] = statistics.median(speedups)
     return report
 

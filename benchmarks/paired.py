@@ -23,6 +23,6 @@ def medians(rows: Rows) -> dict[str, float]:
     return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
 
 
-def ratios(rows: Rows, others: Rows, name: str) -> list[float]:
+def paired_ratios(rows: Rows, others: Rows, name: str) -> list[float]:
     """Return one number of `rows` over that of `others` in each repetition."""
     return [row[name] / other[name] for row, other in zip(rows, others, strict=True)]

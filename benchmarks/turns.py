@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 from machine import report_head
-from paired import medians, ratios, timed
+from paired import medians, paired_ratios, timed
 
 from jaxrl_llm import models
 from jaxrl_llm.models import TransformerConfig
@@ -113,7 +113,7 @@ def measure_turns(case: TurnsCase, repetitions: int) -> dict[str, Any]:
     measured = {cache: rows[1:] for cache, rows in runs.items()}  # the first repetition compiles
     report: dict[str, Any] = {cache: medians(rows) for cache, rows in measured.items()}
     for name in ("wall", "cpu"):
-        speedups = ratios(measured["ring"], measured["paged"], f"{name}_seconds")
+        speedups = paired_ratios(measured["ring"], measured["paged"], f"{name}_seconds")
         report[f"{name}_speedup"], report[f"{name}_speedups"] = statistics.median(speedups), speedups
     return report | {"slots": case.slots, "same_text": statistics.mean(same)}
 
