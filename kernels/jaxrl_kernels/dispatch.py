@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -28,8 +29,8 @@ class Operation(NamedTuple):
     """Modules of the operation's folder."""
     portable: str
     """The one for devices without a kernel: plain JAX, any shape."""
-    compiled_on: tuple[str, ...] = ()
-    """Platforms on which XLA compiles the portable one to a kernel of its own."""
+    compiled_on: Mapping[str, str] = {}
+    """Platform -> the one that XLA compiles to a kernel of its own there."""
 
 
 OPERATIONS = {
@@ -39,7 +40,9 @@ OPERATIONS = {
     "linear_logprob": Operation(("reference", "chunked", "pallas_tpu", "pallas_gpu"), portable="chunked"),
     "decode_attention": Operation(("reference", "pallas_tpu", "pallas_gpu"), portable="reference"),
     "grouped_matmul": Operation(
-        ("reference", "ragged_dot", "pallas_gpu"), portable="ragged_dot", compiled_on=("tpu",)
+        ("reference", "tiled", "ragged_dot", "pallas_gpu"),
+        portable="tiled",
+        compiled_on={"tpu": "ragged_dot"},
     ),
 }
 
@@ -65,7 +68,7 @@ def choose(operation: str, *shape: Any, implementation: str = "auto") -> tuple[s
         if kernel not in names:
             platform, kind = device()
             if platform in compiled_on:
-                return portable, f"{kind}: XLA's kernel"
+                return compiled_on[platform], f"{kind}: XLA's kernel"
             return portable, reason if kernel is None else NO_KERNELS.format(kind)
         problem = _unsupported(operation, kernel, shape)
         return (portable, problem) if problem else (kernel, reason)

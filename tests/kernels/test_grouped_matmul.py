@@ -12,7 +12,7 @@ from kernel_oracles import assert_close
 
 from jaxrl_kernels import dispatch, topology
 from jaxrl_kernels.chips import TPUS
-from jaxrl_kernels.grouped_matmul import pallas_gpu, ragged_dot, reference
+from jaxrl_kernels.grouped_matmul import pallas_gpu, ragged_dot, reference, tiled
 from jaxrl_kernels.grouped_matmul.api import grouped_matmul
 from jaxrl_kernels.grouped_matmul.bench import group_sizes, measure_product
 
@@ -52,10 +52,31 @@ def check(product, *args, dtype):
         assert not np.asarray(x)[wanted == 0].any()  # rows after the last group, and an empty group's matrix
 
 
-@pytest.mark.parametrize("module", [reference, ragged_dot], ids=["reference", "ragged_dot"])
+@pytest.mark.parametrize("module", [reference, ragged_dot, tiled], ids=lambda module: module.__name__)
 def test_plain_products_and_gradients(module):
     args = inputs(20, 6, 5, [3, 0, 8, 1, 4], np.float32)
     check(module.grouped_matmul, *args, dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("sizes", [(40, 0, 1, 23), (0, 0, 0, 64), (9, 8, 7, 6), (0, 0, 0, 0)])
+def test_tiles_of_rows(sizes):
+    """Tiles of 16 rows: groups that begin within another's last tile, empty ones, none."""
+    check(tiled.grouped_matmul, *inputs(64, 6, 5, sizes, np.float32), dtype=jnp.float32)
+
+
+def test_visits_of_tiles():
+    """Rows 0 to 9, 10 and 11 to 30 in tiles of 8; groups 1 and 4 have none. 5 visits are left over."""
+    groups, starts, ends = tiled._visits(jnp.array([10, 0, 1, 20, 0]), 40, 8)
+    np.testing.assert_array_equal(groups[:6], [0, 0, 2, 3, 3, 3])
+    np.testing.assert_array_equal(starts, [0, 8, 10, 11, 19, 27, 40, 40, 40, 40])
+    np.testing.assert_array_equal(ends, [10, 10, 11, 31, 31, 31, 0, 0, 0, 0])
+
+
+def test_tiled_products_compute_no_row_by_every_matrix():
+    """1,024 rows and 8 groups: tiles of 128 rows, at most 16 of them; `ragged_dot` would compute 8,192 rows."""
+    args = inputs(1024, 64, 32, [128] * 8, np.float32)[:3]
+    text = jax.jit(tiled.grouped_matmul).lower(*args).compile().as_text()
+    assert "f32[128,32]" in text and 'known_trip_count":{"n":"16"}' in text.replace(" ", "")
 
 
 def test_the_hopper_kernels(compile_once):
@@ -95,15 +116,15 @@ def test_visits():
 
 def test_the_choice_and_bad_input(monkeypatch):
     chosen = functools.partial(dispatch.choose, "grouped_matmul", jnp.bfloat16)
-    assert chosen() == ("ragged_dot", "cpu: plain JAX, there are no kernels for it")
+    assert chosen() == ("tiled", "cpu: plain JAX, there are no kernels for it")
     monkeypatch.setattr(dispatch, "device", lambda: ("tpu", "TPU v5p"))
     assert chosen() == ("ragged_dot", "TPU v5p: XLA's kernel")
     monkeypatch.setattr(dispatch, "device", lambda: ("gpu", "NVIDIA H100 80GB HBM3"))
     assert chosen() == ("pallas_gpu", "NVIDIA H100 80GB HBM3: Pallas kernels for Hopper")
     name, reason = dispatch.choose("grouped_matmul", jnp.float32)
-    assert (name, reason) == ("ragged_dot", "wgmma multiplies bfloat16 and float16, not float32")
+    assert (name, reason) == ("tiled", "wgmma multiplies bfloat16 and float16, not float32")
     args = inputs(4, 3, 2, [4], np.float32)[:3]
-    with pytest.raises(ValueError, match=r"pallas_gpu: wgmma multiplies .*; use implementation='ragged_dot'"):
+    with pytest.raises(ValueError, match=r"pallas_gpu: wgmma multiplies .*; use implementation='tiled'"):
         grouped_matmul(*map(jnp.asarray, args), implementation="pallas_gpu")
 
 

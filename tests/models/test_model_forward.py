@@ -200,7 +200,7 @@ def test_the_line_on_kernels_names_them_and_the_reason(kind, dtype, line, monkey
     assert describe_kernels(models.TransformerConfig(), dtype, mesh) == line
     assert "--strict" in describe_kernels(models.TransformerConfig(), dtype, mesh, strict=True)
     experts = describe_kernels(models.TransformerConfig(moe=MoEConfig()), dtype, mesh)
-    assert f", experts {'ragged_dot' if dtype == 'float32' else 'pallas_gpu'} (" in experts
+    assert f", experts {'tiled' if dtype == 'float32' else 'pallas_gpu'} (" in experts
 
 
 def test_a_bad_kernels_setting_is_the_users_error(monkeypatch):
