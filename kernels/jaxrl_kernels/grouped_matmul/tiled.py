@@ -3,6 +3,7 @@
 For CPUs, where XLA computes `jax.lax.ragged_dot` as the product of every row and every matrix. A visit
 multiplies a tile of rows, which begins at its group's first row or a multiple of the tile behind it, with the
 group's matrix. A group's last tile may reach into the next groups: their visits come later and overwrite it.
+The number of visits is static, so that `plan` can count them; those that there are not are skipped.
 """
 
 from __future__ import annotations
@@ -62,10 +63,13 @@ def _rows_product(lhs, rhs, sizes, dtype) -> Float[Array, "M N"]:
     tile, visits = _tile(lhs, sizes), _visits(sizes, len(lhs), _tile(lhs, sizes))
     padded = jnp.pad(lhs, ((0, tile), (0, 0)))
 
-    def visit(i, out):
+    def multiply(i, out):
         rows = jax.lax.dynamic_slice_in_dim(padded, visits.starts[i], tile)
         new = jnp.dot(rows, rhs[visits.groups[i]], preferred_element_type=jnp.float32)
         return jax.lax.dynamic_update_slice_in_dim(out, new.astype(dtype), visits.starts[i], 0)
+
+    def visit(i, out):
+        return jax.lax.cond(visits.ends[i] > 0, functools.partial(multiply, i), lambda out: out, out)
 
     out = jnp.zeros((len(padded), rhs.shape[2]), dtype)
     out = jax.lax.fori_loop(0, len(visits.groups), visit, out)[: len(lhs)]
