@@ -242,7 +242,8 @@ REAL: dict[str, Study] = {
     "grpo": Study(
         "GRPO raises accuracy on problems that training never draws by at least 10 points, trained in full "
         "or as LoRA adapters of rank 32. TRL's GRPOTrainer gets the same weights, prompts in the same order, "
-        "reward, sampling, loss and optimizer; steps of both are timed in turn in benchmarks/README.md.",
+        "reward, sampling, loss and optimizer. Hours are those of the steps alone, of which a few of each "
+        "were timed in turn with nothing else on the machine.",
         {
             "full": GRPO_REAL,
             "lora": f"{GRPO_REAL} --lora.rank 32 --optim.learning_rate 1e-4",

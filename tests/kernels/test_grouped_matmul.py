@@ -73,7 +73,7 @@ def test_visits_of_tiles():
 
 
 def test_tiled_products_compute_no_row_by_every_matrix():
-    """1,024 rows and 8 groups: tiles of 128 rows, at most 16 of them; `ragged_dot` would compute 8,192 rows."""
+    """1,024 rows of 8 groups: 16 tiles of 128 rows at most, where `ragged_dot` computes 8,192 rows."""
     args = inputs(1024, 64, 32, [128] * 8, np.float32)[:3]
     text = jax.jit(tiled.grouped_matmul).lower(*args).compile().as_text()
     assert "f32[128,32]" in text and 'known_trip_count":{"n":"16"}' in text.replace(" ", "")

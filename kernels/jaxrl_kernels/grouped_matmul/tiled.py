@@ -24,10 +24,10 @@ MIN_TILE, MAX_TILE = 8, 256
 class _Visits(NamedTuple):
     """Visits in the order of the rows, int32 [V]; those that there are not lie behind all rows."""
 
-    groups: Int[Array, "V"]
-    starts: Int[Array, "V"]
+    groups: Int[Array, " V"]
+    starts: Int[Array, " V"]
     """First row of the tile."""
-    ends: Int[Array, "V"]
+    ends: Int[Array, " V"]
     """Row behind the group's last one."""
 
 
@@ -51,27 +51,33 @@ def _forward(lhs, rhs, sizes, dtype):
 def _backward(_, residuals, d_out):
     lhs, rhs, sizes = residuals
     d_out = d_out.astype(lhs.dtype)
-    d_lhs = _rows_product(d_out, rhs.swapaxes(1, 2), sizes, lhs.dtype)
+    d_lhs = _rows_product(d_out, rhs, sizes, lhs.dtype, transpose=True)
     return d_lhs, _groups_product(lhs, d_out, sizes).astype(rhs.dtype), None
 
 
 _grouped_matmul.defvjp(_forward, _backward)
 
 
-def _rows_product(lhs, rhs, sizes, dtype) -> Float[Array, "M N"]:
-    """Return each row times the matrix of its group; rows after the last group are 0."""
+def _rows_product(lhs, rhs, sizes, dtype, transpose: bool = False) -> Float[Array, "M N"]:
+    """Return each row times the matrix of its group, or its transpose; rows after the last group are 0."""
+    contracted, columns = (1, rhs.shape[1]) if transpose else (0, rhs.shape[2])
+    product = functools.partial(
+        jax.lax.dot_general,
+        dimension_numbers=(((1,), (contracted,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )
     tile, visits = _tile(lhs, sizes), _visits(sizes, len(lhs), _tile(lhs, sizes))
     padded = jnp.pad(lhs, ((0, tile), (0, 0)))
 
     def multiply(i, out):
         rows = jax.lax.dynamic_slice_in_dim(padded, visits.starts[i], tile)
-        new = jnp.dot(rows, rhs[visits.groups[i]], preferred_element_type=jnp.float32)
-        return jax.lax.dynamic_update_slice_in_dim(out, new.astype(dtype), visits.starts[i], 0)
+        new = product(rows, rhs[visits.groups[i]]).astype(dtype)
+        return jax.lax.dynamic_update_slice_in_dim(out, new, visits.starts[i], 0)
 
     def visit(i, out):
         return jax.lax.cond(visits.ends[i] > 0, functools.partial(multiply, i), lambda out: out, out)
 
-    out = jnp.zeros((len(padded), rhs.shape[2]), dtype)
+    out = jnp.zeros((len(padded), columns), dtype)
     out = jax.lax.fori_loop(0, len(visits.groups), visit, out)[: len(lhs)]
     return jnp.where(in_groups(len(lhs), sizes), out, 0)
 
