@@ -121,7 +121,7 @@ def _first_above(ends: Float[Array, "S N"], target: Float[Array, "S"]) -> Int[Ar
 
 
 def _first_equal(values: Float[Array, "S V"], top: Float[Array, "S 1"]) -> Int[Array, "S"]:
-    """Return the first index of each row's largest value: `jnp.argmax`, which a CPU computes 7 times slower."""
+    """Return the first index of each row's largest value, on a CPU 7 times as fast as `jnp.argmax`."""
     last = values.shape[-1] - 1
     return jnp.min(jnp.where(values == top, jnp.arange(last + 1), last), axis=-1)
 
