@@ -174,8 +174,8 @@ def test_what_cannot_be_seen_is_marked_and_directions_do_not_mix(browser, tmp_pa
 
 def test_ten_runs_are_told_apart_and_keys_of_the_config_stay(browser, tmp_path):
     settings = [{"config": {"algo": {"name": "grpo"}, "run_dir": f"runs/{'x' * 40}/{i}"}} for i in range(10)]
-    runs = [write_run(tmp_path / f"r{i}", [{"step": 1, "loss": i, "kl": 1e-9}, {"step": 2, "loss": 0, "kl": 1e-9}], [], c) for i, c in
-            enumerate(settings)]  # fmt: skip
+    steps = [{"step": 1, "loss": 1, "kl": 1e-9}, {"step": 2, "loss": 0, "kl": 1e-9}]
+    runs = [write_run(tmp_path / f"r{i}", steps, [], config) for i, config in enumerate(settings)]
     assert main(["view", *map(str, runs), "--out", str(tmp_path / "page.html")]) == 0
     browser.size(1280, 900)
     browser.open(tmp_path / "page.html")
