@@ -248,7 +248,7 @@ def test_models_of_the_hub_without_a_network(quick, tmp_path, monkeypatch):
 
 
 def test_why_the_hub_cannot_be_reached(monkeypatch):
-    with socket.socket() as sock:  # bound, and nobody listens
+    with socket.socket() as sock:  # bound, without a listener
         sock.bind(("127.0.0.1", 0))
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{sock.getsockname()[1]}")
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
