@@ -23,7 +23,7 @@ TRL_PYTHON ?=
 TUNIX_PYTHON ?=
 SMOLLM2 := models/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: quickstart learn real weights bench test test-slow test-all test-newest test-sglang test-clients test-compilers fit lint clean
+.PHONY: quickstart learn real weights loggers bench test test-slow test-all test-newest test-sglang test-clients test-compilers fit lint clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m jaxrl_llm.train --config grpo_tiny.py
@@ -41,6 +41,9 @@ real: $(VENV)/.installed-real weights
 	$(BIN)/python benchmarks/learn.py --suite real --jobs 1 --only $(RECIPES) --seeds $(SEEDS) --trl_python "$(TRL_PYTHON)"
 
 weights: $(SMOLLM2)
+
+# wandb, mlflow and swanlab for their slow tests (180 MB), which are skipped without them.
+loggers: $(VENV)/.installed-loggers
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "not slow and not compilers" -q $(PARALLEL)
@@ -99,6 +102,10 @@ $(SMOLLM2): | $(VENV)/bin/python
 $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install -q -e '.[test]'
 	touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-loggers: pyproject.toml | $(VENV)/.installed-test
+	$(BIN)/python -m pip install -q -e '.[wandb,mlflow,swanlab]'
+	touch $@
 
 $(SGLANG_VENV)/.installed: scripts/sglang_cpu/install.sh $(wildcard scripts/sglang_cpu/shim/*.py)
 	PYTHON=$(or $(SGLANG_PYTHON),python3.11) scripts/sglang_cpu/install.sh $(SGLANG_VENV)

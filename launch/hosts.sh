@@ -18,6 +18,10 @@ if [ $# -lt 2 ]; then
   exit 2
 fi
 read -r -a hosts <<<"$1"
+if [ ${#hosts[@]} -eq 0 ]; then
+  echo "hosts.sh: no host is named; give them in one word: \"gpu0 gpu1\"" >&2
+  exit 2
+fi
 shift
 address=${hosts[0]#*@}:${COORDINATOR_PORT:-8476}
 

@@ -16,6 +16,18 @@
 # gcloud runs the command on all hosts, where jax finds the others by itself. --run_dir must be on storage that all see.
 set -u
 
+usage() {
+  echo "usage: launch/tpu.sh create | setup COMMAND | run COMMAND ... | stop | state | delete | forever SETUP COMMAND ..." >&2
+  exit 2
+}
+case ${1:-} in
+  create | stop | delete | state) ;;
+  setup) [ $# -eq 2 ] || usage ;; # one shell command
+  run) [ $# -ge 2 ] || usage ;;
+  forever) [ $# -ge 3 ] || usage ;;
+  *) usage ;;
+esac
+
 gcloud=(gcloud compute tpus)
 : "${TPU:?set TPU to the name of the TPU}" "${ZONE:?set ZONE to its zone}"
 pid_file=${PID_FILE:-/tmp/jaxrl_llm.pid} # on each host
@@ -79,12 +91,7 @@ forever() {
   done
 }
 
-case ${1:-} in
-  create | stop | delete | state) "$1" ;;
+case $1 in
   setup) on_hosts "$2" ;;
-  run | forever) "$@" ;;
-  *)
-    echo "usage: launch/tpu.sh create | setup COMMAND | run COMMAND ... | stop | state | delete | forever SETUP COMMAND ..." >&2
-    exit 2
-    ;;
+  *) "$@" ;;
 esac

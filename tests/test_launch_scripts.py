@@ -295,6 +295,23 @@ def test_a_command_that_fails_at_once_on_a_tpu_that_is_there_is_given_up(tmp_pat
     assert (tmp_path / "ran").read_text().count("x") == 3
 
 
+@pytest.mark.parametrize(
+    "words", [[], ["--help"], ["setup"], ["setup", "pip", "install"], ["run"], ["forever", "true"]], ids=str
+)
+def test_words_that_are_missing_end_before_any_call(words, tmp_path):
+    """Also where TPU is not set yet. An empty command would end at once, again and again."""
+    program(tmp_path, "bin/gcloud", GCLOUD)
+    for variables in ({}, TPU):
+        code, _, errors = run(tmp_path, LAUNCH / "tpu.sh", *words, **variables)
+        assert code == 2 and errors.startswith("usage: launch/tpu.sh create | setup COMMAND")
+    assert not (tmp_path / "gcloud.log").exists()
+
+
+def test_no_host_is_bad_input(tmp_path):
+    code, _, errors = run(tmp_path, LAUNCH / "hosts.sh", "", "true")
+    assert code == 2 and errors == 'hosts.sh: no host is named; give them in one word: "gpu0 gpu1"\n'
+
+
 def test_stopping_a_pod_signals_the_command_alone(tmp_path):
     program(tmp_path, "bin/gcloud", GCLOUD.replace("/tmp/", f"{tmp_path}/"))
     text = "trap 'exit 75' TERM; touch up; while :; do sleep 0.05; done"

@@ -33,15 +33,19 @@ def replace_lines(path: Path, rows: Sequence[Any]) -> None:
 
 
 def replace_text(path: Path, text: str, sync: bool = True) -> None:
-    """Write a file by one rename: a kill leaves the old or the new one. Its folder is made.
+    """Write a file by one rename: a kill or a full disk leaves the old or the new one. Its folder is made.
 
     Args:
         sync: a power cut, too, leaves one of them; takes milliseconds.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(text.encode())
-        if sync:
-            sync_to_disk(file)
-    os.replace(temporary, path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(text.encode())
+            if sync:
+                sync_to_disk(file)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

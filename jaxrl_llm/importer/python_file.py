@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.importer.shell import integer_value
-from jaxrl_llm.importer.values import Setting, unknown
+from jaxrl_llm.importer.values import Setting, unknown, unknown_names
 
 TRAINERS = {
     "GRPO": "grpo",
@@ -185,6 +185,11 @@ class _Reader:
             return self._values[key]
         if isinstance(node, ast.Name) and node.id in self._nodes and depth < 10:
             return self.value(self._nodes[node.id], depth + 1)
+        if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
+            first = self.value(node.values[0], depth + 1)
+            rest = node.values[1] if len(node.values) == 2 else ast.BoolOp(ast.Or(), node.values[1:])
+            if first is None or not unknown_names(first):
+                return first or self.value(rest, depth + 1)
         if isinstance(node, ast.JoinedStr):
             return "".join(
                 str(part.value) if isinstance(part, ast.Constant) else str(self.value(part.value, depth + 1))

@@ -14,7 +14,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.importer.python_file import read_python
 from jaxrl_llm.importer.shell import Script, Word
 from jaxrl_llm.importer.systems import SYSTEMS
-from jaxrl_llm.importer.values import Setting, SourceSettings, unknown
+from jaxrl_llm.importer.values import Setting, SourceSettings, printable, unknown
 
 PROGRAMS = {  # pattern of a word of a command -> system, trainer; the first that fits
     r"verl\.trainer\.(fsdp_)?sft_trainer\w*|.*verl/trainer/(fsdp_)?sft_trainer\w*\.py": ("verl", "sft"),
@@ -75,15 +75,20 @@ def read_settings(
 
 def _text_of(file: Path) -> str:
     try:
-        if file.stat().st_size > MAX_BYTES:
+        with file.open("rb") as opened:
+            data = opened.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
             raise UserError(
                 f"{file}: larger than {MAX_BYTES >> 20} MiB, so no config. Give the config itself."
             )
-        return file.read_text(encoding="utf-8").replace("\r\n", "\n")
+        text = data.decode("utf-8-sig").replace("\r\n", "\n")  # -sig: some editors begin with a mark
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}. Give the path of a script or config.") from None
     except UnicodeDecodeError:
-        raise UserError(f"{file}: not UTF-8 text. Give the path of a script or config.") from None
+        text = "\0"
+    if "\0" in text:  # which marks what is not known, `values.UNKNOWN`
+        raise UserError(f"{file}: not UTF-8 text. Give the path of a script or config.")
+    return text
 
 
 def _checked(file: Path, system: str, trainer: str) -> tuple[str, str]:
@@ -122,6 +127,11 @@ def _read_shell(
         f"{file}:{words[at].line} is read; a second command in line {other[0][0].line} is not"
         for other in programs[1:2]
     ]
+    if behind := script.settings_behind(words):
+        notes.append(
+            f"{file}:{behind.line}: {printable(behind.text)} and what follows is not read: the command ends "
+            "before it, at a comment, an empty line, or a blank behind a backslash"
+        )
     notes += [
         f"{file}:{line}: {name} is assigned in a branch once more; its first value is used. "
         f"--define {name}=VALUE sets another"

@@ -7,6 +7,7 @@ documents. What only running the script would tell (other substitutions, argumen
 from __future__ import annotations
 
 import ast
+import fnmatch
 import operator
 import posixpath
 import re
@@ -22,7 +23,11 @@ ARRAY = re.compile(r"\$\{([A-Za-z_]\w*)\[[@*]\]\}")
 HERE_DOCUMENT = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
 SPLIT = re.compile(r"(?:\x00[^\x00]*\x00|\S)+")
 OPERATORS = ("&&", "||", ";;", ";", "|", "&", "(", ")")
+SETTING = re.compile(r"--\w|[+~]*\w+(\.\w+)+=")
+ANSI_QUOTED = re.compile(r"\$'((?:[^'\\]|\\.)*)'", re.DOTALL)
+ESCAPE, ESCAPES = re.compile(r"\\(.)", re.DOTALL), {"n": "\n", "t": "\t", "r": "\r"}
 MAX_CHARS = 100_000  # of a variable
+MAX_EDITED = 4096  # of a variable that ${X%pattern} cuts
 KEYWORDS = {"if", "then", "else", "elif", "while", "until", "do", "time", "exec", "!", "{", "("}
 DECLARATIONS = {"export", "declare", "local", "readonly", "typeset"}
 ARITHMETIC = {
@@ -65,6 +70,12 @@ class Script:
         """Variables that a branch of an `if` assigns once more -> the line; the first value counts."""
         self.commands: list[list[Word]] = []
         self._read()
+
+    def settings_behind(self, command: list[Word]) -> Word | None:
+        """Return the first word behind a command if it is a setting, which something has cut off."""
+        place = next((i for i, other in enumerate(self.commands) if other is command), len(self.commands))
+        words = [word for following in self.commands[place + 1 : place + 2] for word in following]
+        return words[0] if words and SETTING.match(words[0].text) else None
 
     def _read(self) -> None:
         command: list[Word] = []
@@ -172,6 +183,11 @@ class Script:
                     break
                 current += self._text[self._at + 1 : self._at + 2]
                 self._skip(2)
+            elif match := ANSI_QUOTED.match(self._text, self._at):
+                current, quoted = current + ESCAPE.sub(_unescaped, match[1]), True
+                self._skip(len(match[0]))
+            elif self._text.startswith('$"', self._at):
+                self._skip(1)
             elif match := ARRAY.match(self._text, self._at):
                 words += ([current] if current else []) + self._arrays.get(match[1], [])
                 current = ""
@@ -231,6 +247,9 @@ class Script:
             self._skip(1 + len(match[0]))
             return self._variable(match[0])
         special = self._text[self._at + 1 : self._at + 2]
+        if not special.strip() or special in "\"'/.,:;=+)]}%":  # a dollar alone
+            self._skip(1)
+            return "$"
         self._skip(2)
         return {"@": "", "*": "", "0": self._name}.get(special, unknown(special))
 
@@ -269,7 +288,7 @@ class Script:
 
     def _parameter(self, inside: str) -> str:
         """Return the value of ${...}."""
-        match = re.match(r"(\w+)(:?[-=+?]|[#%/^,\[])?(.*)", inside, re.DOTALL)
+        match = re.match(r"(\w+)(:?[-=+?]|[#%/^,\[:])?(.*)", inside, re.DOTALL)
         if inside == "BASH_SOURCE[0]" or not match or match[2] is None:
             return self._variable(inside.removesuffix("[0]"))
         name, sign, rest = match[1], match[2], match[3]
@@ -280,9 +299,11 @@ class Script:
             return expand(rest.replace('"', ""), self._name, self._line, self._variables)
         if sign in (":+", "+"):
             return expand(rest.replace('"', ""), self._name, self._line, self._variables) if value else ""
+        if value is None or unknown_names(value):
+            return unknown(name)
         if sign in (":?", "?") and value:
             return value
-        return unknown(name)
+        return _edited(value, f"{sign}{rest}")
 
     def _variable(self, name: str) -> str:
         if name in self._variables:
@@ -314,6 +335,27 @@ class Script:
                 body = expand(body, self._name, start, self._variables) if expanded else body
                 self._variables[words[-1]] = body
         self._here = []
+
+
+def _unescaped(match: re.Match[str]) -> str:
+    return ESCAPES.get(match[1], match[1])
+
+
+def _edited(value: str, edit: str) -> str:
+    """Return ${X%pattern} and its like of the value of X; unknown where the edit is none of these."""
+    if (match := re.fullmatch(r"([#%])(\1?)(.*)", edit, re.DOTALL)) and len(value) < MAX_EDITED:
+        lengths = range(len(value) + 1)
+        at_end = match[1] == "%"
+        ends = [value[len(value) - n :] if at_end else value[:n] for n in lengths]
+        fits = [end for end in ends if fnmatch.fnmatchcase(end, match[3])]
+        cut = len((fits[-1] if match[2] else fits[0]) if fits else "")
+        return value[: len(value) - cut] if at_end else value[cut:]
+    if match := re.fullmatch(r"/(/?)([^/*?\[]+)(?:/(.*))?", edit, re.DOTALL):
+        return value.replace(match[2], match[3] or "", -1 if match[1] else 1)
+    if match := re.fullmatch(r":(\d+)(?::(\d+))?", edit):
+        start = int(match[1])
+        return value[start : start + int(match[2]) if match[2] else None]
+    return {",,": value.lower(), "^^": value.upper()}.get(edit, unknown(f"{{...{edit}}}"))
 
 
 def expand(text: str, name: str, line: int, variables: Mapping[str, str]) -> str:

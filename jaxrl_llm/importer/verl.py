@@ -10,6 +10,7 @@ from jaxrl_llm.importer.values import source_path
 from jaxrl_llm.importer.verl_fields import (
     ACTOR,
     ADVANTAGES,
+    ALONE,
     CLIPPED,
     CORRECTION,
     CRITIC_DEFAULTS,
@@ -89,7 +90,14 @@ def _algorithm(conv: Conversion) -> None:
             "algo.filter", conv.get("algorithm.pf_ppo.reweight_method"), "algorithm.pf_ppo.reweight_method"
         )
         conv.put("algo.power", conv.get("algorithm.pf_ppo.weight_pow"), "algorithm.pf_ppo.weight_pow")
-    conv.put("algo.advantage", advantage, estimator)
+    responses = f"{ROLLOUT}.n"
+    if conv.get(responses) == 1 and advantage in ALONE:
+        note = "of one response veRL has no baseline: its advantage is the reward"
+        conv.put("algo.advantage", "reward", estimator, responses, note=note)
+        conv.notes.append(f"{conv.origin(responses)}: {note}")
+        advantage = "reward"
+    else:
+        conv.put("algo.advantage", advantage, estimator)
     if advantage in ("grpo", "passk"):
         scaled = conv.get("algorithm.norm_adv_by_std_in_grpo")
         conv.put("algo.scale", "std" if scaled else "none", "algorithm.norm_adv_by_std_in_grpo")

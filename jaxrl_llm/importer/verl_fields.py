@@ -51,6 +51,8 @@ ADVANTAGES = {  # estimator -> algorithm, advantage
     "optimal_token_baseline": ("otb", "otb"),
     "tir_optimal_token_baseline": ("otb", "otb_ta"),
 }
+ALONE = {"grpo", "rloo", "opo"}
+"""Advantages that leave the only response to a prompt its reward, in veRL."""
 LOSSES = {  # policy loss -> algorithm; vanilla: that of the estimator
     "gspo": "gspo",
     "sapo": "sapo",

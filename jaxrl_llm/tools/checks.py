@@ -13,8 +13,9 @@ import socket
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,9 +29,9 @@ from jaxrl_llm.envs.config import SandboxConfig
 from jaxrl_llm.envs.tools.sandbox import Sandbox
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.gguf import converted_folder, gguf_cache, read_gguf_config
-from jaxrl_llm.hf.hub_name import SUFFIX
+from jaxrl_llm.hf.hub_name import SUFFIX, parse_hub_name
 from jaxrl_llm.host.memory import available_bytes
-from jaxrl_llm.host.start import COMPILATION_CACHE
+from jaxrl_llm.host.start import COMPILATION_CACHE, find_cluster
 from jaxrl_llm.learn.optim_states import averaged_weights
 from jaxrl_llm.models.lora import base_config, trained_state
 from jaxrl_llm.plan.models import UnknownModelError, planned_stage
@@ -46,6 +47,8 @@ from jaxrl_llm.user_file import expand_home
 
 MIN_SHM = GIB  # NCCL and SGLang exchange data in shared memory
 MIN_MEMORY = 4 * GIB
+MIN_DISK = 100 * 2**20  # less is a full disk: a toy model's checkpoints alone take some megabytes
+HUB_TIMEOUT = 10.0  # seconds
 MAX_SKEW = 2.0  # seconds between this machine and the file system
 
 
@@ -63,8 +66,10 @@ def examine(config: TrainConfig | None) -> Iterator[Finding]:
     yield check_shared_memory(config is not None and config.rollout.engine == "sglang")
     yield check_cache(os.environ.get("JAX_COMPILATION_CACHE_DIR", os.path.expanduser(COMPILATION_CACHE)))
     yield check_clock(existing_parent(run_dir))
+    yield from check_processes()
     yield check_ports(os.environ)
     yield from check_run_disk(config) if config else [check_disk(existing_parent(run_dir), 0)]
+    yield from check_hub(hub_names(config)) if config else []
     yield from check_extras(needed_packages(config) if config else [])
     yield check_sandbox(config is not None and any(tool.startswith("python") for tool in config.env.tools))
     yield from check_sglang(config)
@@ -111,7 +116,11 @@ def check_cache(folder: str) -> Finding:
         fix = f"{place} cannot be written to, so each start compiles anew: set JAX_COMPILATION_CACHE_DIR"
         return Finding("compilation cache", "fix", fix)
     size = sum(file.stat().st_size for file in Path(folder).glob("*") if file.is_file())
-    return Finding("compilation cache", "ok", f"{folder}, {size / 2**20:.0f} MiB")
+    text, free = f"{folder}, {size / 2**20:.0f} MiB", shutil.disk_usage(place).free
+    if free < MIN_DISK:
+        fix = f"{text}, but {_size(free)} are free there, so each start compiles anew: free some"
+        return Finding("compilation cache", "fix", f"{fix}, or set JAX_COMPILATION_CACHE_DIR")
+    return Finding("compilation cache", "ok", text)
 
 
 def check_clock(folder: Path) -> Finding:
@@ -130,16 +139,30 @@ def check_clock(folder: Path) -> Finding:
     return Finding("clock", "ok", f"{now:%Y-%m-%d %H:%M} UTC")
 
 
+def check_processes() -> Iterator[Finding]:
+    """Check that the environment describes the processes of a run, where it says that there are several."""
+    try:
+        cluster = find_cluster()
+    except UserError as error:
+        yield Finding("processes", "fix", str(error))
+        return
+    if cluster:
+        text = f"this is {cluster.process_id} of {cluster.num_processes}, as {cluster.method} says"
+        yield Finding("processes", "ok", text)
+
+
 def check_ports(environment: dict[str, str] | os._Environ) -> Finding:
     """Check that local ports can be opened; on process 0 that of the coordinator."""
     address = environment.get("JAX_COORDINATOR_ADDRESS", "")
-    port = int(address.rpartition(":")[2] or 0) if environment.get("JAX_PROCESS_ID") == "0" else 0
+    end = address.rpartition(":")[2]
+    port = int(end) if end.isdigit() and environment.get("JAX_PROCESS_ID") == "0" else 0
     try:
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(("", port) if port else ("127.0.0.1", 0))
-    except OSError as error:
-        fix = f"port {port or 'on 127.0.0.1'} cannot be opened ({error.strerror})"
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", "ports are at most 65535")
+        fix = f"port {port or 'on 127.0.0.1'} cannot be opened ({reason})"
         return Finding("ports", "fix", f"{fix}: end the process that holds it (ss -ltnp), or choose another")
     return Finding("ports", "ok", f"{port} for the coordinator is free" if port else "can be opened")
 
@@ -156,6 +179,8 @@ def check_disk(folder: Path, needed: int) -> Finding:
     text = f"{_size(free)} free in {folder}"
     if needed:
         text += f"; the recipe writes {_size(needed)}"
+    if not needed and free < MIN_DISK:
+        return Finding("disk", "fix", f"{text}: free some, or set --run_dir")
     if needed > free:
         return Finding("disk", "fix", f"{text}: free some, lower --checkpoint.keep, or set --run_dir")
     return Finding("disk", "ok", text)
@@ -203,6 +228,56 @@ def model_names(config: TrainConfig) -> list[str]:
     names: list[str] = []
     map_models(config, lambda name: names.append(name) or name)
     return list(filter(None, names))
+
+
+def hub_names(config: TrainConfig) -> list[str]:
+    """Return the recipe's models and data sets of the hub, each once: "org/model", "hub:org/data"."""
+    sources = (*config.data.sources("train"), *config.data.sources("eval"), *config.warm_start.sources)
+    models_ = [
+        name for name in model_names(config) if not expand_home(name).exists() and parse_hub_name(name)
+    ]
+    data = [source.path for source in sources if source.path.startswith("hub:")]
+    return list(dict.fromkeys([*models_, *data]))
+
+
+def check_hub(names: Sequence[str]) -> Iterator[Finding]:
+    """Check that models and data sets of the hub can be had: from its cache, or else from the network."""
+    absent = [name for name in names if not is_cached(name)]
+    problem = hub_problem() if absent else ""
+    if problem:
+        repositories = [parse_hub_name(name.removeprefix("hub:")).repo for name in absent]
+        fix = f"fetch it where there is one (hf download {repositories[0]}), or give a folder or file"
+        text = f"{', '.join(absent)}: not in the cache, and the hub cannot be reached ({problem}): {fix}"
+        # the cache of data sets has its own form, which `datasets` reads without a network
+        only_data = all(name.startswith("hub:") for name in absent)
+        yield Finding("hub", "note" if only_data else "fix", text)
+    elif names:
+        yield Finding("hub", "ok", f"{', '.join(names)}: {'the hub answers' if absent else 'in the cache'}")
+
+
+def is_cached(name: str) -> bool:
+    """Return whether the hub's cache has a model; False for data sets."""
+    from huggingface_hub import try_to_load_from_cache  # slow, and needed for names of the hub only
+
+    hub = parse_hub_name(name)
+    if hub is None:
+        return False
+    return isinstance(try_to_load_from_cache(hub.repo, hub.file or "config.json", revision=hub.revision), str)
+
+
+def hub_problem() -> str:
+    """Return why the hub cannot be reached; "" = it answers."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    try:
+        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=HUB_TIMEOUT)
+    except urllib.error.HTTPError:
+        return ""  # it answers
+    except OSError as error:
+        return str(getattr(error, "reason", error))
+    return ""
 
 
 def needed_packages(config: TrainConfig) -> Iterator[tuple[str, str, str]]:

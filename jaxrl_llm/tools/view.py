@@ -14,6 +14,7 @@ import html
 import json
 import math
 import os
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -106,7 +107,12 @@ def main(argv: list[str]) -> int:
     for run in runs:
         for note in run.notes:
             print(f"warning: {run.path}: {note}", file=sys.stderr)
-    replace_text(out, render_page(runs), sync=False)
+    try:
+        replace_text(out, render_page(runs), sync=False)
+    except OSError as error:
+        raise UserError(
+            f"--out {out}: cannot be written ({error.strerror}). Free some space, or set another --out"
+        ) from None
     steps, samples = sum(len(run.metrics) for run in runs), sum(len(run.samples) for run in runs)
     print(f"{out}: {len(runs)} run(s), {steps:,} steps, {samples:,} samples; open it in a browser")
     return 0
@@ -143,10 +149,7 @@ def read_run(path: Path, name: str) -> RunData:
         UserError: it is no run directory, or has no step yet.
     """
     if not (path / METRICS).is_file():
-        inside = sorted(str(file.parent) for file in path.glob(f"*/{METRICS}"))
-        fix = f"Runs in it: {' '.join(inside)}" if inside else "Give the --run_dir of a training run"
-        problem = f"has no {METRICS}" if path.is_dir() else "there is no such folder"
-        raise UserError(f"{path} is no run directory: {problem}. {fix}")
+        raise UserError(no_run_message(path))
     rows, damaged = jsonl.scan_rows(path / METRICS)
     if not rows:
         raise UserError(
@@ -172,11 +175,24 @@ def read_run(path: Path, name: str) -> RunData:
     return run
 
 
+def no_run_message(path: Path) -> str:
+    """Return why a path is no run directory with steps, and the fix."""
+    if (path / CONFIG).is_file():
+        return f"{path} has no step yet, only {CONFIG}; view the run after a step"
+    inside = sorted(shlex.quote(str(file.parent)) for file in path.glob(f"*/{METRICS}"))
+    fix = f"Runs in it: {' '.join(inside)}" if inside else "Give the --run_dir of a training run"
+    problem = "there is no such folder" if not path.exists() else "it is a file"
+    if path.is_dir():
+        problem = f"has no {METRICS}"
+    return f"{path} is no run directory: {problem}. {fix}"
+
+
 def note_damage(run: RunData, file: str, damaged: Sequence[int]) -> None:
     """Note the lines of a file that are left out."""
     if damaged:
         lines = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
-        run.notes.append(f"{file}: {len(damaged)} damaged line(s) are left out: {lines}")
+        what = "1 damaged line is" if len(damaged) == 1 else f"{len(damaged)} damaged lines are"
+        run.notes.append(f"{file}: {what} left out: {lines}")
 
 
 def limit_samples(runs: Sequence[RunData], limit: int) -> None:

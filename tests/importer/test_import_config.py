@@ -1,10 +1,13 @@
 """The command import-config: shell syntax, files that are refused, and what it writes."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from jaxrl_llm.__main__ import main
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.importer.read import read_settings
 from jaxrl_llm.importer.shell import Script
 
 VERL = "python3 -m verl.trainer.main_ppo data.train_batch_size={} "
@@ -33,6 +36,22 @@ def words(text, **variables):
         ("cat > f <<'EOF'\nrun no\nEOF\nrun yes", [["run", "yes"]]),
         ('D=$(cd "$(dirname "$0")/.." && pwd)\nrun $D/x', [["run", "../x"]]),
         ("run $HOME/x {a,b} $@", [["run", "~/x", "{a,b}"]]),
+        (
+            "P=a/b/Qwen3-0.6B.tar.gz\nrun ${P##*/} ${P%.*} ${P%%.*} ${P#*/} ${P,,} ${P/b/c} ${P:4:5}",
+            [
+                [
+                    "run",
+                    "Qwen3-0.6B.tar.gz",
+                    "a/b/Qwen3-0.6B.tar",
+                    "a/b/Qwen3-0",
+                    "b/Qwen3-0.6B.tar.gz",
+                    "a/b/qwen3-0.6b.tar.gz",
+                    "a/c/Qwen3-0.6B.tar.gz",
+                    "Qwen3",
+                ]
+            ],
+        ),
+        ('run a=$\'x\\ty\\\'z\' b="1 $" $"c" 5$ end', [["run", "a=x\ty'z", "b=1 $", "c", "5$", "end"]]),
     ],
 )
 def test_shell(text, expected):
@@ -44,6 +63,43 @@ def test_shell_marks_what_only_a_run_would_tell():
         ["run", "\0U\0", "\0(date +%s)\0_x", "\x001\0", "\0`ls`\0"]
     ]
     assert words("run $U", U="v") == [["run", "v"]]
+
+
+def test_a_definition_reaches_what_edits_the_variable():
+    assert words("run ${U##*/}") == [["run", "\0U\0"]]
+    assert words("run ${U##*/}", U="a/b") == [["run", "b"]]
+
+
+def test_files_of_some_editors_begin_with_a_mark(tmp_path):
+    for name, text in (("a.sh", f"B=8\n{VERL.format('$B')}"), ("a.py", "GRPOConfig(learning_rate=0.5)\n")):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    settings = read_settings(tmp_path / "a.sh").settings
+    assert settings["data.train_batch_size"].value == 8
+    assert read_settings(tmp_path / "a.py").settings["learning_rate"].value == 0.5
+
+
+@pytest.mark.parametrize("name", ["x.sh", "x.py", "x.yaml"])
+@pytest.mark.parametrize("data", [b"GRPOConfig()\0", bytes(range(256)), "a=1".encode("utf-16")])
+def test_binary_files_are_refused(tmp_path, name, data):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(UserError, match=f"{name}: not UTF-8 text. Give the path of a script or config"):
+        read_settings(tmp_path / name)
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="no /dev/zero")
+def test_no_more_is_read_than_a_config_has(tmp_path):
+    (tmp_path / "x.sh").symlink_to("/dev/zero")
+    with pytest.raises(UserError, match="larger than 4 MiB, so no config"):
+        read_settings(tmp_path / "x.sh")
+
+
+@pytest.mark.parametrize("cut", ["\\\n  # a note \\\n  ", "\\ \n  ", "\\\n\n  "])
+def test_settings_behind_the_end_of_the_command_are_named(imported, cut):
+    run = imported(
+        f"{VERL.format(8).strip()} {cut}trainer.save_freq=5 \\\n  trainer.test_freq=5\necho done\n"
+    )
+    assert ": trainer.save_freq=5 and what follows is not read: the command ends before it, at" in run.report
+    assert "is not read" not in imported(f"{VERL.format(8)}echo done\n./next.sh a.b=1\n").report
 
 
 def test_nothing_is_executed(imported, tmp_path):

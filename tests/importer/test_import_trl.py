@@ -2,6 +2,8 @@
 
 import pytest
 
+from jaxrl_llm.errors import UserError
+
 GRPO = """\
 accelerate launch --num_processes 4 examples/scripts/grpo.py \\
     --model_name_or_path Qwen/Qwen3-0.6B --dataset_name org/math --dataset_config main \\
@@ -222,3 +224,12 @@ def test_cpo_gkd_and_online_dpo(imported):
     assert run.values("max_response_tokens", "max_prompt_tokens", "responses_per_prompt") == (128, 896, 1)
     run = imported("python online_dpo.py --model_name_or_path m/m --reward_model_path m/r --beta 0.2\n")
     assert run.config.algo.dpo.beta == 0.2 and run.config.reward.models[0].path == "m/r"
+
+
+def test_a_default_in_place_of_a_flag(imported):
+    text = "parser.add_argument('--lr', default=0.5)\nparser.add_argument('--n', default=0)\n"
+    text += "GRPOConfig(learning_rate=args.lr or 0.25, num_generations=args.n or 4, beta=args.other or 1)\n"
+    with pytest.raises(UserError, match=r"beta is .args\.other or 1"):
+        imported(text, "train.py")
+    values = imported(text.replace(", beta=args.other or 1", ""), "train.py")
+    assert values.values("optim.learning_rate", "responses_per_prompt") == (0.5, 4)

@@ -1,5 +1,7 @@
 """veRL: scripts with Hydra overrides and YAML, numbers worked by hand."""
 
+import pytest
+
 GRPO = """\
 #!/bin/bash
 set -x
@@ -235,3 +237,14 @@ def test_a_mini_batch_that_does_not_divide_the_batch(imported):
     assert "are 5, the last one smaller; here updates are equal" in " ".join(
         run.text.replace("#", "").split()
     )
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
+def test_the_only_response_to_a_prompt_keeps_its_reward(imported, estimator):
+    """veRL's mean over a group of one is 0, its deviation 1."""
+    command = "python3 -m verl.trainer.main_ppo data.train_files=x trainer.total_training_steps=1 "
+    run = imported(f"{command} algorithm.adv_estimator={estimator}\n")
+    assert run.values("responses_per_prompt", "algo.advantage") == (1, "reward")
+    assert "rollout.n 1 (veRL's default): of one response veRL has no baseline" in run.report
+    two = imported(f"{command} algorithm.adv_estimator={estimator} actor_rollout_ref.rollout.n=2\n")
+    assert two.values("responses_per_prompt", "algo.advantage") == (2, estimator)

@@ -330,6 +330,20 @@ def test_mlflow_itself(tmp_path):
 
 
 @pytest.mark.slow
+@needs("swanlab")
+def test_swanlab_itself(tmp_path):
+    in_process("swanlab", tmp_path, 1, 5, -1, SWANLAB_MODE="offline")
+    in_process("swanlab", tmp_path, 4, 7, 3, SWANLAB_MODE="offline")
+    starts = list(tmp_path.glob("swanlab/run-*"))
+    assert len(starts) == 2 and len({start.name.rpartition("-")[2] for start in starts}) == 1  # one id
+    files = sorted((file.name[:3], file) for start in starts for file in start.glob("media/echarts/*.json"))
+    assert [int(step) for step, _ in files] == [1, 2, 3, 4, 5, 6, 7]
+    table = json.loads(files[-1][1].read_text())
+    assert [column["field"] for column in table["colDefs"]] == list(loggers.SAMPLE_COLUMNS)
+    assert table["rowData"] == [{"step": 7, **dict(zip(loggers.SAMPLE_COLUMNS[1:], CELLS, strict=True))}]
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])
 def test_the_fakes_have_the_parameters_of_the_libraries(name):

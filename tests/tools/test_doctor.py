@@ -53,6 +53,7 @@ def quick(monkeypatch):
     """Leave out what starts processes."""
     monkeypatch.setattr(checks, "run_command_line", lambda command: "not found")
     monkeypatch.setattr(checks, "check_devices", lambda: iter(()))
+    monkeypatch.setattr(checks, "hub_problem", lambda: "")
     monkeypatch.setattr(checks, "check_sandbox", lambda needed: Finding("sandbox", "ok", ""))
     monkeypatch.setattr(host_memory, "largest_bytes", lambda config: 0)  # traces a step
 
@@ -186,6 +187,74 @@ def test_a_port_that_is_taken():
         other = checks.check_ports({"JAX_COORDINATOR_ADDRESS": address, "JAX_PROCESS_ID": "1"})
     assert taken.status == "fix" and "cannot be opened" in taken.text
     assert other.status == "ok"
+
+
+@pytest.mark.parametrize(
+    "address, processes, text",
+    [
+        (
+            "host0",
+            "2",
+            "JAX_COORDINATOR_ADDRESS=host0 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0: they must be host:",
+        ),
+        (
+            "host0:1234",
+            "",
+            "JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID is set but JAX_NUM_PROCESSES is not: set",
+        ),
+        ("host0:1234", "2", "this is 0 of 2, as JAX_COORDINATOR_ADDRESS says"),
+    ],
+)
+def test_how_the_processes_are_described(monkeypatch, quick, address, processes, text):
+    values = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": processes, "JAX_PROCESS_ID": "0"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    findings = {finding.name: finding for finding in checks.examine(None)}
+    assert text in findings["processes"].text and "ports" in findings
+    assert findings["processes"].status == ("ok" if text.startswith("this is") else "fix")
+
+
+def test_a_port_that_is_none():
+    finding = checks.check_ports({"JAX_COORDINATOR_ADDRESS": "host0:123456", "JAX_PROCESS_ID": "0"})
+    assert finding.status == "fix" and "ports are at most 65535" in finding.text
+
+
+def test_a_full_disk_without_a_recipe(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda folder: SimpleNamespace(free=99 * 2**20))
+    assert (
+        checks.check_disk(tmp_path, 0).status == "fix" and checks.check_disk(tmp_path, 2**20).status == "ok"
+    )
+    finding = checks.check_cache(str(tmp_path))
+    assert finding.status == "fix" and "99.0 MiB are free there, so each start compiles anew" in finding.text
+
+
+def test_models_of_the_hub_without_a_network(quick, tmp_path, monkeypatch):
+    cache = {"org/there": str(tmp_path), "org/away": None}
+    monkeypatch.setattr(
+        "huggingface_hub.try_to_load_from_cache", lambda repo, file, revision: cache.get(repo)
+    )
+    flags = ("--model.path", "org/there", "--reference.path", "org/away@main", "--algo.kl_coef", "0.1")
+    names = checks.hub_names(recipe(*flags, "--data.path", "hub:org/data"))
+    assert names == ["org/there", "org/away@main", "hub:org/data"]
+    assert [f.status for f in checks.check_hub(names)] == ["ok"] and checks.hub_names(recipe()) == []
+    monkeypatch.setattr(checks, "hub_problem", lambda: "no route to host")
+    (finding,) = checks.check_hub(names)
+    assert finding.status == "fix" and finding.text.startswith(
+        "org/away@main, hub:org/data: not in the cache"
+    )
+    assert "(no route to host): fetch it where there is one (hf download org/away), or give" in finding.text
+    assert [f.status for f in checks.check_hub(["hub:org/data"])] == ["note"]
+    assert [f.text for f in checks.check_hub(["org/there"])] == ["org/there: in the cache"]
+
+
+def test_why_the_hub_cannot_be_reached(monkeypatch):
+    with socket.socket() as sock:  # bound, without a listener
+        sock.bind(("127.0.0.1", 0))
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{sock.getsockname()[1]}")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        assert "Connection refused" in checks.hub_problem()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert checks.hub_problem() == "HF_HUB_OFFLINE is set"
 
 
 def test_a_clock_that_differs_from_the_file_system(tmp_path, monkeypatch):

@@ -1,10 +1,12 @@
 """`view`: the data of the page, damaged files, mistakes, and that no text of a run is parsed as HTML."""
 
 import base64
+import errno
 import fnmatch
 import gzip
 import hashlib
 import json
+import os
 import re
 import tomllib
 from html.parser import HTMLParser
@@ -151,10 +153,10 @@ def test_damaged_lines_are_left_out_and_named(tmp_path, capsys):
     (data,) = page.data("runs")
     assert data["steps"] == [1, 2]
     assert data["notes"] == [
-        "metrics.jsonl: 3 damaged line(s) are left out: 3, 4, 5",
+        "metrics.jsonl: 3 damaged lines are left out: 3, 4, 5",
         "config.json is damaged: the page shows no settings of this run",
     ]
-    assert f"warning: {run}: metrics.jsonl: 3 damaged line(s)" in capsys.readouterr().err
+    assert f"warning: {run}: metrics.jsonl: 3 damaged lines" in capsys.readouterr().err
 
 
 def test_what_is_too_much_is_thinned_evenly_and_noted(tmp_path, monkeypatch):
@@ -171,7 +173,10 @@ def test_what_is_too_much_is_thinned_evenly_and_noted(tmp_path, monkeypatch):
 
 
 def test_mistakes_are_one_line_with_the_fix(tmp_path, capsys):
-    run = write_run(tmp_path / "runs/a", [STEP])
+    run = write_run(tmp_path / "runs/a b", [STEP])
+    started = tmp_path / "started"
+    started.mkdir()
+    (started / "config.json").write_text("{}")
     empty, damaged = tmp_path / "empty", tmp_path / "damaged"
     write_run(empty, [])
     write_run(damaged, [])
@@ -179,7 +184,9 @@ def test_mistakes_are_one_line_with_the_fix(tmp_path, capsys):
     cases = [
         ([], "no run is given. Give run directories: python -m jaxrl_llm view runs/"),
         ([tmp_path / "none"], "is no run directory: there is no such folder. Give the --run_dir of"),
-        ([tmp_path / "runs"], f"is no run directory: has no metrics.jsonl. Runs in it: {run}"),
+        ([tmp_path / "runs"], f"is no run directory: has no metrics.jsonl. Runs in it: '{run}'"),
+        ([run / "metrics.jsonl"], "is no run directory: it is a file. Give the --run_dir of"),
+        ([started], "has no step yet, only config.json; view the run after a step"),
         ([empty], "metrics.jsonl has no step: the file is empty; view the run after a step"),
         ([damaged], "metrics.jsonl has no step: all of its lines are damaged"),
         ([run, run / ""], "the same run twice; give each run once"),
@@ -194,3 +201,18 @@ def test_mistakes_are_one_line_with_the_fix(tmp_path, capsys):
     with pytest.raises(SystemExit) as raised:
         main(["view", str(run), "--output", "x"])
     assert raised.value.code == 2 and "--output" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_part_of_a_page(tmp_path, capsys, monkeypatch):
+    run = write_run(tmp_path / "run", [STEP])
+    (run / "view.html").write_text("the old page")
+
+    def replace(temporary, path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", replace)
+    assert main(["view", str(run)]) == 2
+    message = "view.html: cannot be written (No space left on device). Free some space, or set another"
+    assert message in capsys.readouterr().err
+    assert sorted(file.name for file in run.iterdir()) == ["metrics.jsonl", "view.html"]
+    assert (run / "view.html").read_text() == "the old page"

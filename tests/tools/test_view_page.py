@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from browser import CHROMEDRIVER, CHROMIUM, open_browser, start_problem
 from PIL import Image
-from view_runs import HOSTILE, large_run
+from view_runs import HOSTILE, large_run, write_run
 
 from jaxrl_llm import train
 from jaxrl_llm.__main__ import main
@@ -142,6 +142,52 @@ def test_a_hostile_sample_is_text(browser, page):
     assert HOSTILE in texts(browser, ".turn .content")
     browser.run("document.getElementById('tab-config').click()")
     assert any(HOSTILE in text for text in texts(browser, ".config th"))
+
+
+def test_what_cannot_be_seen_is_marked_and_directions_do_not_mix(browser, tmp_path):
+    """Controls, characters without width, a turn of the direction, right-to-left text, and no text at all."""
+    texts_ = [
+        "a\x00\x1b[0m\u202egnp.exe\u200b",
+        "\u05e9\u05dc\u05d5\u05dd, abc",
+        "",
+        " \n",
+        "\U0001f468\u200d\U0001f469",
+    ]
+    rows = [{"step": 1, "prompt": "p", "response": text, "reward": 0.0} for text in texts_]
+    run = write_run(tmp_path / "run", [{"step": 1, "loss": 0.5}], rows)
+    assert main(["view", str(run)]) == 0
+    browser.size(1280, 900)
+    browser.open(run / "view.html")
+    assert "loss" in texts(browser, ".card h3")  # a curve of one point
+    browser.open(run / "view.html", "#samples/0/0")
+    browser.wait("document.querySelector('.detail .content')")
+    shown = "a\u27e8U+0000\u27e9\u27e8U+001B\u27e9[0m\u27e8U+202E\u27e9gnp.exe\u27e8U+200B\u27e9"
+    assert texts(browser, ".detail .content")[-1] == shown
+    answers = [line.split(" \u2192 ")[1] for line in texts(browser, ".snippet")]
+    assert answers == [shown, texts_[1], "(empty)", "(blank)", texts_[4]]
+    browser.open(run / "view.html", "#samples/0/1")
+    browser.wait("document.querySelectorAll('.detail .content').length === 2")
+    places = "const r = document.createRange(); const t = document.querySelectorAll('.detail .content')[1]"
+    right = browser.run(f"{places}.firstChild; r.selectNode(t); return r.getBoundingClientRect().right")
+    assert right > 1000  # the text begins at the right edge
+
+
+def test_ten_runs_are_told_apart_and_keys_of_the_config_stay(browser, tmp_path):
+    settings = [{"config": {"algo": {"name": "grpo"}, "run_dir": f"runs/{'x' * 40}/{i}"}} for i in range(10)]
+    steps = [{"step": 1, "loss": 1, "kl": 1e-9}, {"step": 2, "loss": 0, "kl": 1e-9}]
+    runs = [write_run(tmp_path / f"r{i}", steps, [], config) for i, config in enumerate(settings)]
+    assert main(["view", *map(str, runs), "--out", str(tmp_path / "page.html")]) == 0
+    browser.size(1280, 900)
+    browser.open(tmp_path / "page.html")
+    looks = "[...document.querySelectorAll('#legend .swatch')].map((e) => getComputedStyle(e).background)"
+    assert len(set(browser.run(f"return {looks}"))) == 10
+    browser.wait("document.querySelector('.plot .x')")
+    assert {text for text in texts(browser, ".plot .x") if "." in text} == set()  # no half steps
+    assert {"1e-9", "9e-10"} <= set(texts(browser, ".plot .y"))
+    browser.open(tmp_path / "page.html", "#config")
+    browser.run("document.querySelector('.scroll').scrollLeft = 9999")
+    key = "document.querySelector('.config tbody th').getBoundingClientRect()"
+    assert browser.run(f"return {key}.left") >= 0
 
 
 def test_keys_reach_everything(browser, page):

@@ -29,8 +29,14 @@ function format(x) {
   if (Number.isInteger(x) && Math.abs(x) < 1e9) return x.toLocaleString("en");
   const size = Math.abs(x);
   if (size >= 1e-3 && size < 1e5) return String(+x.toPrecision(4));
-  return x.toExponential(2).replace("e+", "e");
+  return x.toExponential(2).replace(/\.?0*e\+?/, "e");
 }
+
+const UNSEEN = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u00ad\u200b\u202a-\u202e\u2060\ufeff]|\r(?!\n)/g;
+
+/** Return a text with marks for characters that are not seen, or that turn the direction of others. */
+const marked = (text) =>
+  text.replace(UNSEEN, (c) => `\u27e8U+${c.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}\u27e9`);
 
 /** Return seconds as text: 42 s, 3:07, 2:03:07. */
 function duration(seconds) {
@@ -79,7 +85,8 @@ function remember(key, value) {
 /** Return a labelled form control. */
 const labelled = (text, control) => el("label", { class: "field" }, el("span", {}, text), control);
 const option = (value, text = value) => el("option", { value }, text);
-const swatch = (run) => el("span", { class: `swatch run-${run.color}`, "aria-hidden": "true" });
+const swatch = (run) =>
+  el("span", { class: `swatch run-${run.color}${run.dash ? " dashed" : ""}`, "aria-hidden": "true" });
 
 /** Runs of the page; `visible` is set by the legend. */
 const runs = [];

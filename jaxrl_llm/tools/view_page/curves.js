@@ -33,13 +33,14 @@ function pinned() {
     kept = recall("pinned", null);
   const same = (run) =>
     run.metrics.accuracy?.every((v, i) => v === (run.metrics["reward/mean"]?.[i] ?? null)) ?? true;
-  const usual = MAIN.filter(
-    (name) =>
-      names.includes(name) &&
-      !(name === "accuracy" && runs.every(same)) &&
-      runs.some((run) => (run.metrics[name] ?? []).filter((v) => v != null).length > 1),
+  const known = MAIN.filter(
+    (name) => names.includes(name) && !(name === "accuracy" && runs.every(same)),
   );
-  return kept ? kept.filter((name) => names.includes(name)) : usual;
+  const isCurve = (name) =>
+    runs.some((run) => (run.metrics[name] ?? []).filter((v) => v != null).length > 1);
+  const usual = known.some(isCurve) ? known.filter(isCurve) : known; // after the first step all are points
+  const own = kept?.filter((name) => names.includes(name));
+  return own?.length || kept?.length === 0 ? own : usual;
 }
 
 function curvesView() {

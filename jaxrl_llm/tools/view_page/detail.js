@@ -118,7 +118,9 @@ function turnsOf(chat) {
         "div",
         { class: `turn ${["system", "user", "assistant", "tool"].includes(role) ? role : "other"}` },
         el("div", { class: "role" }, role),
-        el("div", { class: "content" }, content || "\u00a0"),
+        content.trim()
+          ? el("div", { class: "content" }, marked(content))
+          : el("div", { class: "content nothing" }, nothing(content)),
       ),
     ),
   );

@@ -2,11 +2,11 @@
 
 const MARGIN = { left: 52, right: 12, top: 8, bottom: 24 };
 
-/** Return about `count` round numbers from `low` to `high`. */
-function ticks(low, high, count) {
+/** Return about `count` round numbers, at least `least` apart, from `low` to `high`. */
+function ticks(low, high, count, least = 0) {
   const raw = (high - low) / Math.max(count, 1) || 1;
   const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 2.5, 5, 10].map((k) => k * power).find((s) => s >= raw);
+  const step = Math.max([1, 2, 2.5, 5, 10].map((k) => k * power).find((s) => s >= raw), least);
   const values = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++)
     values.push(+(i * step).toPrecision(12));
@@ -196,7 +196,9 @@ class Plot {
       );
     }
     const unit = time && x1 - x0 > 7200 ? 3600 : time && x1 - x0 > 120 ? 60 : 1;
-    for (const x of ticks(x0 / unit, x1 / unit, Math.max(2, Math.floor(width / 90)))) {
+    const wide = Math.max(2, Math.floor(width / 90));
+    for (const x of ticks(x0 / unit, x1 / unit, wide, time ? 0 : 1)) {
+      if (!time && !Number.isInteger(x)) continue;
       const suffix = time ? { 1: " s", 60: " min", 3600: " h" }[unit] : "";
       group.append(
         svg(

@@ -34,12 +34,18 @@ function searchText(sample) {
     .toLowerCase();
   return sample.text;
 }
-const oneLine = (chat, limit) =>
-  (chat[chat.length - 1]?.[1] ?? "")
+/** Return the beginning of the last message in one line, as an element that keeps its direction to itself. */
+function oneLine(chat, limit, name) {
+  const content = chat[chat.length - 1]?.[1] ?? "";
+  const line = content
     .slice(0, 4 * limit)
     .replace(/\s+/g, " ")
     .trim()
     .slice(0, limit);
+  return el("bdi", { class: content.trim() ? name : "nothing" }, line ? marked(line) : nothing(content));
+}
+/** Return what is shown of a text without any letter. */
+const nothing = (text) => (text ? "(blank)" : "(empty)");
 const tag = (outcome) =>
   outcome && el("span", { class: `tag ${OUTCOMES.includes(outcome) ? outcome : "other"}` }, outcome);
 
@@ -155,7 +161,7 @@ class Samples {
         el("input", {
           type: "search",
           id: "f-query",
-          placeholder: "text, or /regular expression/",
+          placeholder: "text or /expression/",
           oninput: set("query"),
         }),
       ),
@@ -262,9 +268,9 @@ class Samples {
       el(
         "div",
         { class: "snippet" },
-        el("span", { class: "question" }, oneLine(s.prompt, 60)),
+        oneLine(s.prompt, 60, "question"),
         " \u2192 ",
-        oneLine(s.response, 140),
+        oneLine(s.response, 140, "answer"),
       ),
     );
     node.style.top = `${position * ROW}px`;

@@ -149,7 +149,7 @@ function describeToken(tokens, i) {
 /** Return the text with marks for what cannot be seen. */
 function visibleText(text) {
   if (text === "") return "\u00b7";
-  return text
+  return marked(text)
     .replace(/\n/g, "\u21b5")
     .replace(/\t/g, "\u2192")
     .replace(/^ +$/, (blank) => "\u2423".repeat(blank.length));
