@@ -13,14 +13,13 @@ from jaxrl_llm import algos, models
 from jaxrl_llm.algos import grpo, value
 from jaxrl_llm.build.models import make_stages, trained_config
 from jaxrl_llm.build.placement import make_meshes
-from jaxrl_llm.config import LoraConfig, MLAConfig, ModelConfig, TrainConfig
+from jaxrl_llm.config import LoraConfig, MLAConfig, ModelConfig, MoEConfig, TrainConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.learn.learner import Learner
 from jaxrl_llm.learn.stage import Stage, loss_signals
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import TransformerConfig, lora
-from jaxrl_llm.models.config import MoEConfig
 from jaxrl_llm.ranges import problems
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
@@ -276,9 +275,9 @@ def test_latent_attention_has_adapters_of_its_own_layers():
     ("model", "lora_config", "message"),
     [
         (
-            MODEL,
+            BASE,
             LoraConfig(rank=2, targets=("kv_b_proj",)),
-            "has kv_b_proj: the model has no such layers.*q_pr",
+            "has kv_b_proj: the model has no such layers.*q_proj k_proj",
         ),
         (
             LATENTS,
