@@ -248,7 +248,7 @@ def test_dense_layers_and_shared_experts_are_parameters_by_hand():
 
 
 DEEPSEEK = dataclasses.replace(
-    tiny("deepseek_v3"), num_layers=2, num_kv_heads=2, head_dim=12, qk_norm=False,
+    tiny("deepseek_v3"), mlp_size=24, num_layers=2, num_kv_heads=2, head_dim=12, qk_norm=False,
     mla=MLAConfig(kv_rank=16, q_rank=10, nope_dim=8, rope_dim=4, value_dim=6),
     moe=MoEConfig(3, 2, 12, shared_size=20, shared_gate=False, score="sigmoid", dense_layers=1),
 )  # fmt: skip
