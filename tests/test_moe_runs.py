@@ -18,6 +18,12 @@ def get_config():
     architecture = dataclasses.replace(config.model.architecture, family="glm4_moe", moe=moe, **sizes)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, architecture=architecture))
 """
+LATENTS = {
+    "num_kv_heads=1": "num_kv_heads=2, head_dim=12, qk_norm=False, mla=MLAConfig(16, 12, 8, 4, 6)",
+    "selection_bias=True": "selection_bias=True, dense_layers=1",
+    "import MoEConfig": "import MLAConfig, MoEConfig",
+    "glm4_moe": "deepseek_v3",
+}
 TINY = (
     *("--prompts_per_step", "4", "--responses_per_prompt", "4", "--rollout.slots", "16", "--seed", "1"),
     *("--eval.every", "0", "--reward.workers", "1", "--tokens_per_device", "144", "--devices", "0:1"),
@@ -27,10 +33,13 @@ TINY = (
 pytestmark = pytest.mark.slow
 
 
-def train(folder, *words, base="grpo_moe_tiny"):
+def train(folder, *words, base="grpo_moe_tiny", changes=()):
     """Return the lines of the RL steps."""
     folder.mkdir(exist_ok=True)
-    (folder / "moe.py").write_text(RECIPE.replace("grpo_moe_tiny", base))
+    recipe = RECIPE.replace("grpo_moe_tiny", base)
+    for old, new in dict(changes).items():
+        recipe = recipe.replace(old, new)
+    (folder / "moe.py").write_text(recipe)
     assert main(["--config", str(folder / "moe.py"), "--run_dir", str(folder / "run"), *TINY, *words]) == 0
     lines = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
     return [line for line in lines if line["kind"] == "train"]
@@ -46,7 +55,17 @@ def test_rollout_and_trainer_are_bit_equal_over_20_steps(tmp_path):
     )  # of the second update, other weights
 
 
-def test_routes_of_noised_weights_are_replayed(tmp_path):
+@pytest.mark.parametrize("cache", ["ring", "paged"])
+def test_adapters_of_latent_attention(tmp_path, cache):
+    """Of all linear layers: strict steps, then one that decodes from latents; the PEFT folder names them."""
+    words = ("--lora.rank", "4", "--routing.bias_rate", "0", "--rollout.cache", cache, "--steps")
+    steps = train(tmp_path, *words, "2", "--strict", "true", changes=LATENTS)
+    assert [step["mismatch/max_abs"] for step in steps] == [0.0, 0.0] and steps[-1]["update_norm"] > 0
+    [step] = train(tmp_path / "latents", *words, "1", changes=LATENTS)
+    assert 0 < step["mismatch/max_abs"] < 1e-4
+    raw = json.loads((tmp_path / "run/adapter/adapter_config.json").read_text())
+    assert "kv_b_proj" in raw["target_modules"] and "mlp.up_proj.weight" in raw["target_parameters"]
+(tmp_path):
     """One update a step, before which the trainer's routers agree with a part of the rollout's."""
     words = ("--steps", "1", "--routing.replay", "rollout")
     [exact] = train(tmp_path / "a", *words, "--strict", "true")
