@@ -65,7 +65,9 @@ def test_adapters_of_latent_attention(tmp_path, cache):
     assert 0 < step["mismatch/max_abs"] < 1e-4
     raw = json.loads((tmp_path / "run/adapter/adapter_config.json").read_text())
     assert "kv_b_proj" in raw["target_modules"] and "mlp.up_proj.weight" in raw["target_parameters"]
-(tmp_path):
+
+
+def test_routes_of_noised_weights_are_replayed(tmp_path):
     """One update a step, before which the trainer's routers agree with a part of the rollout's."""
     words = ("--steps", "1", "--routing.replay", "rollout")
     [exact] = train(tmp_path / "a", *words, "--strict", "true")

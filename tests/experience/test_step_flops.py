@@ -47,7 +47,7 @@ def test_adapters_train_without_gradients_of_frozen_weights():
 
 
 def test_adapters_of_latent_attention_by_hand():
-    """Rank 1, inputs + outputs: q_a 6, q_b 2 + 8, kv_a 4 + 5, kv_b 3 + 6, o 2 + 4, and 9 for each of the MLP."""
+    """Rank 1, inputs + outputs: q_a 6, q_b 2 + 8, kv_a 4 + 5, kv_b 3 + 6, o 2 + 4, each of the MLP 9."""
     sizes = dict(mla=MLAConfig(kv_rank=3, q_rank=2, nope_dim=2, rope_dim=2, value_dim=1), qk_norm=False)
     model = with_lora(replace(MODEL, num_kv_heads=2, head_dim=4, **sizes), LoraConfig(rank=1))
     assert adapter_weights(model) == 2 * (6 + 10 + 9 + 9 + 6 + 3 * 9) == 134
