@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from safetensors.numpy import load_file
 
 from jaxrl_llm.train import main
 
@@ -55,16 +56,15 @@ def test_rollout_and_trainer_are_bit_equal_over_20_steps(tmp_path):
     )  # of the second update, other weights
 
 
-@pytest.mark.parametrize("cache", ["ring", "paged"])
-def test_adapters_of_latent_attention(tmp_path, cache):
-    """Of all linear layers: strict steps, then one that decodes from latents; the PEFT folder names them."""
-    words = ("--lora.rank", "4", "--routing.bias_rate", "0", "--rollout.cache", cache, "--steps")
-    steps = train(tmp_path, *words, "2", "--strict", "true", changes=LATENTS)
-    assert [step["mismatch/max_abs"] for step in steps] == [0.0, 0.0] and steps[-1]["update_norm"] > 0
-    [step] = train(tmp_path / "latents", *words, "1", changes=LATENTS)
-    assert 0 < step["mismatch/max_abs"] < 1e-4
+def test_adapters_of_latent_attention_are_strict(tmp_path):
+    """Of all linear layers; the warm-up has moved them."""
+    words = ("--lora.rank", "4", "--routing.bias_rate", "0", "--steps", "2", "--strict", "true")
+    steps = train(tmp_path, *words, changes=LATENTS)
+    assert [step["mismatch/max_abs"] for step in steps] == [0.0, 0.0]
     raw = json.loads((tmp_path / "run/adapter/adapter_config.json").read_text())
     assert "kv_b_proj" in raw["target_modules"] and "mlp.up_proj.weight" in raw["target_parameters"]
+    adapters = load_file(tmp_path / "run/adapter/adapter_model.safetensors")
+    assert all(x.any() for x in adapters.values()) and len(adapters) > 100
 
 
 def test_routes_of_noised_weights_are_replayed(tmp_path):
