@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from safetensors.numpy import load_file
 
 from jaxrl_llm.train import main
 
@@ -18,6 +19,12 @@ def get_config():
     architecture = dataclasses.replace(config.model.architecture, family="glm4_moe", moe=moe, **sizes)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, architecture=architecture))
 """
+LATENTS = {
+    "num_kv_heads=1": "num_kv_heads=2, head_dim=12, qk_norm=False, mla=MLAConfig(16, 12, 8, 4, 6)",
+    "selection_bias=True": "selection_bias=True, dense_layers=1",
+    "import MoEConfig": "import MLAConfig, MoEConfig",
+    "glm4_moe": "deepseek_v3",
+}
 TINY = (
     *("--prompts_per_step", "4", "--responses_per_prompt", "4", "--rollout.slots", "16", "--seed", "1"),
     *("--eval.every", "0", "--reward.workers", "1", "--tokens_per_device", "144", "--devices", "0:1"),
@@ -27,10 +34,13 @@ TINY = (
 pytestmark = pytest.mark.slow
 
 
-def train(folder, *words, base="grpo_moe_tiny"):
+def train(folder, *words, base="grpo_moe_tiny", changes=()):
     """Return the lines of the RL steps."""
     folder.mkdir(exist_ok=True)
-    (folder / "moe.py").write_text(RECIPE.replace("grpo_moe_tiny", base))
+    recipe = RECIPE.replace("grpo_moe_tiny", base)
+    for old, new in dict(changes).items():
+        recipe = recipe.replace(old, new)
+    (folder / "moe.py").write_text(recipe)
     assert main(["--config", str(folder / "moe.py"), "--run_dir", str(folder / "run"), *TINY, *words]) == 0
     lines = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
     return [line for line in lines if line["kind"] == "train"]
@@ -44,6 +54,17 @@ def test_rollout_and_trainer_are_bit_equal_over_20_steps(tmp_path):
     assert all(
         0.8 < step["moe/route_agreement"] <= 1 for step in steps
     )  # of the second update, other weights
+
+
+def test_adapters_of_latent_attention_are_strict(tmp_path):
+    """Of all linear layers; the warm-up has moved them."""
+    words = ("--lora.rank", "4", "--routing.bias_rate", "0", "--steps", "2", "--strict", "true")
+    steps = train(tmp_path, *words, changes=LATENTS)
+    assert [step["mismatch/max_abs"] for step in steps] == [0.0, 0.0]
+    raw = json.loads((tmp_path / "run/adapter/adapter_config.json").read_text())
+    assert "kv_b_proj" in raw["target_modules"] and "mlp.up_proj.weight" in raw["target_parameters"]
+    adapters = load_file(tmp_path / "run/adapter/adapter_model.safetensors")
+    assert all(x.any() for x in adapters.values()) and len(adapters) > 100
 
 
 def test_routes_of_noised_weights_are_replayed(tmp_path):

@@ -33,7 +33,7 @@ from jaxrl_llm.learn.scoring import ScoringModel
 from jaxrl_llm.learn.stage import Stage, loss_signals
 from jaxrl_llm.learn.update import StepConfig
 from jaxrl_llm.models import LoraConfig, TransformerConfig
-from jaxrl_llm.models.config import MLP, MoEConfig
+from jaxrl_llm.models.config import MoEConfig, linear_layers
 from jaxrl_llm.models.lora import add_adapters, base_config, frozen_config, rank_of_experts, with_lora
 from jaxrl_llm.models.moe import route_spec
 from jaxrl_llm.rollout.keys import Purpose, run_key
@@ -254,32 +254,29 @@ def adapted_config(model: TransformerConfig, lora: LoraConfig) -> TransformerCon
     """Return the architecture with these adapters; itself where their rank is 0.
 
     Raises:
-        ConfigError: a rank that is no smaller than the layers; what a mixture of experts does not have. Names
-            the key and the fix.
+        ConfigError: layers that the model lacks; a rank that is no smaller than the layers; what latent
+            attention or a mixture of experts does not have. Names the key and the fix.
     """
-    if model.mla and lora.rank:
-        raise ConfigError("--lora.rank: latent attention (DeepSeek-V3) has no adapters. Set it to 0.")
-    adapted = with_lora(model, lora)
-    sizes = {"hidden_size": model.hidden_size, "num_kv_heads * head_dim": model.num_kv_heads * model.head_dim}
-    if not model.moe:
-        sizes["mlp_size"] = model.mlp_size
-    name, smallest = min(sizes.items(), key=lambda item: item[1])
+    adapted, present = with_lora(model, lora), linear_layers(model)
+    absent = [name for name in lora.targets if name not in ("all", *present)]
+    if lora.rank and absent:
+        raise ConfigError(
+            f"--lora.targets has {absent[0]}: the model has no such layers. Set it to all, or to some of "
+            f"{' '.join(present)}."
+        )
+    name, smallest = min(_sizes_of_layers(model).items(), key=lambda item: item[1])
     if lora.rank > smallest:
         raise ConfigError(
             f"--lora.rank is {lora.rank}: the model's {name} is {smallest}. "
             f"Set --lora.rank {smallest} or less; 8 to 64 are usual."
         )
+    if lora.quantize != "none" and (model.moe or model.mla):
+        weights = "experts" if model.moe else "latent attention"
+        raise ConfigError(
+            f"--lora.quantize is {lora.quantize}: weights of {weights} are not quantized. Set it to none."
+        )
     if not (model.moe and lora.rank):
         return adapted
-    if lora.quantize != "none":
-        raise ConfigError(
-            f"--lora.quantize is {lora.quantize}: weights of experts are not quantized. Set it to none."
-        )
-    if model.moe.dense_layers and set(MLP) & set(lora.adapted):
-        raise ConfigError(
-            "--lora.targets: PEFT folders cannot tell leading dense layers' feed-forwards from experts. "
-            "Set --lora.targets q_proj k_proj v_proj o_proj."
-        )
     if ("gate" in lora.adapted) != ("up" in lora.adapted):
         raise ConfigError(
             "--lora.targets has one of gate_proj and up_proj: PEFT, SGLang and vLLM keep both of an expert "
@@ -298,6 +295,17 @@ def adapted_config(model: TransformerConfig, lora: LoraConfig) -> TransformerCon
             f"Set --lora.expert_rank {smallest} or less; 1 to 8 are usual."
         )
     return adapted
+
+
+def _sizes_of_layers(model: TransformerConfig) -> dict[str, int]:
+    """Return name -> inputs or outputs of the linear layers that are no experts."""
+    heads, sizes = model.num_heads, {"hidden_size": model.hidden_size}
+    if mla := model.mla:
+        sizes |= {"mla.kv_rank": mla.kv_rank, "num_heads * mla.value_dim": heads * mla.value_dim}
+        sizes |= {"mla.q_rank": mla.q_rank} if mla.q_rank else {}
+    else:
+        sizes["num_kv_heads * head_dim"] = model.num_kv_heads * model.head_dim
+    return sizes if model.moe else sizes | {"mlp_size": model.mlp_size}
 
 
 def with_new_adapters(params: Params, model: TransformerConfig, mesh: Mesh, seed: int) -> Params:

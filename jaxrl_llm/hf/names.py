@@ -40,14 +40,14 @@ TABLE: dict[str, tuple[str, str]] = {
     "layers.q_norm": ("model.layers.{}.self_attn.q_norm.weight", "e -> e"),
     "layers.k_norm": ("model.layers.{}.self_attn.k_norm.weight", "e -> e"),
     "layers.sinks": ("model.layers.{}.self_attn.sinks", "h -> h"),
-    "layers.q_a": ("model.layers.{}.self_attn.q_a_proj.weight", "d r -> r d"),
-    "layers.q_a_bias": ("model.layers.{}.self_attn.q_a_proj.bias", "r -> r"),
-    "layers.q_a_norm": ("model.layers.{}.self_attn.q_a_layernorm.weight", "r -> r"),
-    "layers.q_b": ("model.layers.{}.self_attn.q_b_proj.weight", "r h e -> (h e) r"),
-    "layers.kv_a": ("model.layers.{}.self_attn.kv_a_proj_with_mqa.weight", "d r -> r d"),
-    "layers.kv_a_bias": ("model.layers.{}.self_attn.kv_a_proj_with_mqa.bias", "r -> r"),
-    "layers.kv_a_norm": ("model.layers.{}.self_attn.kv_a_layernorm.weight", "r -> r"),
-    "layers.kv_b": ("model.layers.{}.self_attn.kv_b_proj.weight", "r h e -> (h e) r"),
+    "layers.q_a": ("model.layers.{}.self_attn.q_a_proj.weight", "d c -> c d"),
+    "layers.q_a_bias": ("model.layers.{}.self_attn.q_a_proj.bias", "c -> c"),
+    "layers.q_a_norm": ("model.layers.{}.self_attn.q_a_layernorm.weight", "c -> c"),
+    "layers.q_b": ("model.layers.{}.self_attn.q_b_proj.weight", "c h e -> (h e) c"),
+    "layers.kv_a": ("model.layers.{}.self_attn.kv_a_proj_with_mqa.weight", "d c -> c d"),
+    "layers.kv_a_bias": ("model.layers.{}.self_attn.kv_a_proj_with_mqa.bias", "c -> c"),
+    "layers.kv_a_norm": ("model.layers.{}.self_attn.kv_a_layernorm.weight", "c -> c"),
+    "layers.kv_b": ("model.layers.{}.self_attn.kv_b_proj.weight", "c h e -> (h e) c"),
     "layers.mlp_norm": ("model.layers.{}.post_attention_layernorm.weight", "d -> d"),
     "layers.gate": ("model.layers.{}.mlp.gate_proj.weight", "d f -> f d"),
     "layers.up": ("model.layers.{}.mlp.up_proj.weight", "d f -> f d"),
@@ -261,6 +261,7 @@ def tensor_layout(ours: str, family: str = "") -> str:
     """Return the layout of one of our weights, ours -> HF; an adapter's follows from that of its weight.
 
     "layers.o" is "h e d -> d (h e)", so its A is "h e r -> r (h e)" and its B is "r d -> (d) r".
+    No weight has a dim r of its own.
     """
     weight, _, matrix = ours.partition(MARK)
     layout = FAMILY_LAYOUTS.get(family, {}).get(weight, TABLE[_row(weight)][1])

@@ -17,12 +17,13 @@ from jaxrl_llm.hf.load import read_slice
 from jaxrl_llm.hf.names import TensorRows, adapter_tensors, hf_name
 from jaxrl_llm.host.files import write_json
 from jaxrl_llm.models import AdaptedConfig, LoraConfig, abstract, named_leaves
-from jaxrl_llm.models.config import TARGETS, check_lora_config
+from jaxrl_llm.models.config import LATENT_TARGETS, MLP, TARGETS, check_lora_config
 from jaxrl_llm.models.lora import MARK, named_adapters, rank_of_experts, scale_b
 from jaxrl_llm.structs import Params
 from jaxrl_llm.user_file import expand_home
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+PARAMETER = ".weight"  # ends the names of adapted parameters; modules have none
 MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 HEADS = ("score", "classifier")
 """PEFT's `modules_to_save` of a classifier; ours is called score, as in every family's Hugging Face model."""
@@ -30,7 +31,7 @@ HEADS = ("score", "classifier")
 _DEFAULTS = {"r": 8, "lora_alpha": 8, "bias": "none"}  # PEFT's
 _READ = (
     *("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save", "bias"),
-    *("rank_pattern", "alpha_pattern"),
+    *("rank_pattern", "alpha_pattern", "target_parameters"),
 )
 _NO_EFFECT = (
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
@@ -140,14 +141,20 @@ def peft_config(config: AdaptedConfig, base_name: str) -> dict[str, Any]:
     of a layer in one parameter, reads no rank pattern for them. Other layers have their rank in
     `rank_pattern`, and in `alpha_pattern` an alpha that gives them the factor of experts: SGLang and vLLM
     read no patterns and multiply by alpha / r everywhere. `save_adapter` divides that out of their B.
+
+    peft with transformers 5 takes every module called gate_proj, up_proj or down_proj for experts. Those of a
+    shared expert and of leading dense layers are therefore parameters to it ("mlp.up_proj.weight"), and no
+    modules; tensors have the same names either way.
     """
     lora, hub = config.lora, parse_hub_name(base_name)
     rank, factors = _file_rank(config), _file_factors(config)
-    modules = {name: _module(config, name) for name in named_adapters(config)}
-    others = [module for name, module in modules.items() if name in factors]
+    names = {name: _pattern(config, name) for name in named_adapters(config)}
+    others = [pattern for name, pattern in names.items() if name in factors]
+    parameters = [pattern for pattern in dict.fromkeys(names.values()) if pattern.endswith(PARAMETER)]
     alpha = lora.alpha * lora.scale_at(rank) / lora.scale
     if expand_home(base_name).exists():
         hub = None
+    excluded = [name.removesuffix(PARAMETER) for name in parameters]
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if config.value_head else "CAUSAL_LM",
@@ -156,7 +163,7 @@ def peft_config(config: AdaptedConfig, base_name: str) -> dict[str, Any]:
         "r": rank,
         "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
         "use_rslora": lora.rank_stabilized,
-        "target_modules": list(dict.fromkeys(module.rpartition(".")[2] for module in modules.values())),
+        "target_modules": list(dict.fromkeys(_leaf(pattern) for pattern in names.values())),
         "modules_to_save": ["score"] if config.value_head else None,
         "bias": "none",
         "lora_dropout": 0.0,
@@ -167,13 +174,22 @@ def peft_config(config: AdaptedConfig, base_name: str) -> dict[str, Any]:
         "rank_pattern": dict.fromkeys(others, lora.rank),
         "alpha_pattern": dict.fromkeys(others, alpha),
         "layers_to_transform": None,
-    }
+    } | ({"target_parameters": parameters, "exclude_modules": excluded} if parameters else {})
 
 
-def _module(config: AdaptedConfig, name: str) -> str:
-    """Return the end of a linear layer's HF name: "q_proj", "shared_expert.up_proj", "w1"."""
-    path = hf_name(config, name).removesuffix(".weight").split(".")
-    return ".".join(path[-2:] if path[-2].startswith("shared_expert") else path[-1:])
+def _pattern(config: AdaptedConfig, name: str) -> str:
+    """Return the end of a linear layer's HF name that no layer of another rank has, and few others do.
+
+    "q_proj", "w1"; "shared_expert.up_proj.weight", and "mlp.up_proj.weight" of dense layers among experts.
+    """
+    end = hf_name(config, name).split(".")[-3:]
+    is_dense = rank_of_experts(config) and name.rpartition(".")[2] in MLP
+    return ".".join(end) if is_dense else end[1]
+
+
+def _leaf(pattern: str) -> str:
+    """Return the name of the module of a pattern: "up_proj" of "mlp.up_proj.weight"."""
+    return pattern.removesuffix(PARAMETER).rpartition(".")[2]
 
 
 def _file_rank(config: AdaptedConfig) -> int:
@@ -193,10 +209,10 @@ def _file_factors(config: AdaptedConfig) -> dict[str, float]:
 def _stored_factors(file: Path, config: AdaptedConfig) -> dict[str, float]:
     """Return `_file_factors` of a file, whose alphas may be others."""
     keys = JsonKeys(read_json(file), str(file), _DEFAULTS)
-    layers = peft_config(config, "")["rank_pattern"].keys()
+    layers = [key.removesuffix(PARAMETER) for key in peft_config(config, "")["rank_pattern"]]
     for name in ("rank_pattern", "alpha_pattern"):
         stored = keys.raw.get(name)
-        if stored and stored.keys() != layers:
+        if stored and {key.removesuffix(PARAMETER) for key in stored} != {*layers}:
             known = f"patterns of {', '.join(layers)}" if layers else "none"
             raise keys.wrong(name, stored, f"is not supported for this model; supported: {known}")
     alpha = _read_pattern(keys, "alpha_pattern", config.moe is not None) or config.lora.alpha
@@ -237,14 +253,23 @@ def _read_targets(keys: JsonKeys) -> tuple[str, ...]:
     modules = keys.get("target_modules")
     if modules == "all-linear":
         return ("all",)
-    supported = f"supported: a list of {', '.join(TARGETS)}, or all-linear"
+    known = TARGETS | LATENT_TARGETS
+    supported = f"supported: a list of {', '.join(known)}, or all-linear"
     if not isinstance(modules, list) or not modules or not all(isinstance(name, str) for name in modules):
         raise keys.wrong("target_modules", modules, f"is not supported; {supported}")
-    names = {name.rpartition(".")[2] for name in modules}
+    names = {_leaf(name) for name in (*modules, *_read_parameters(keys))}
     names = {MIXTRAL.get(name, name) for name in names}
-    if unknown := sorted(names - TARGETS.keys()):
+    if unknown := sorted(names - known.keys()):
         raise keys.wrong("target_modules", unknown[0], f"is no layer that can be adapted; {supported}")
-    return ("all",) if names == TARGETS.keys() else tuple(name for name in TARGETS if name in names)
+    return ("all",) if names == TARGETS.keys() else tuple(name for name in known if name in names)
+
+
+def _read_parameters(keys: JsonKeys) -> list[str]:
+    """Return the adapted parameters: weights of linear layers, not those of all experts in one tensor."""
+    names = keys.get("target_parameters") or []
+    if not isinstance(names, list) or not all(str(name).endswith(PARAMETER) for name in names):
+        raise keys.wrong("target_parameters", names, f"is not supported; {WITHOUT}")
+    return names
 
 
 def _check_same(stored: LoraConfig, config: AdaptedConfig, file: Path) -> None:

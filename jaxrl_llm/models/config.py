@@ -270,18 +270,20 @@ def layer_stacks(c: TransformerConfig) -> dict[str, TransformerConfig]:
     }
 
 
-TARGETS = {
-    "q_proj": "q",
-    "k_proj": "k",
-    "v_proj": "v",
-    "o_proj": "o",
-    "gate_proj": "gate",
-    "up_proj": "up",
-    "down_proj": "down",
-}
+TARGETS = {f"{ours}_proj": ours for ours in ("q", "k", "v", "o", "gate", "up", "down")}
 """Hugging Face's names of the linear layers -> ours."""
+LATENT_TARGETS = {"q_a_proj": "q_a", "q_b_proj": "q_b", "kv_a_proj_with_mqa": "kv_a", "kv_b_proj": "kv_b"}
+"""Those of latent attention, in place of k_proj and v_proj, and with `q_rank` of q_proj."""
 MLP = ("gate", "up", "down")
 """Those of the feed-forward: of the shared expert and of each expert where there are experts."""
+
+
+def linear_layers(c: TransformerConfig) -> dict[str, str]:
+    """Return Hugging Face's names of an architecture's linear layers -> ours; experts have those of MLP."""
+    if not c.mla:
+        return TARGETS
+    absent = ("k_proj", "v_proj", *(("q_proj",) if c.mla.q_rank else ("q_a_proj", "q_b_proj")))
+    return {name: ours for name, ours in (TARGETS | LATENT_TARGETS).items() if name not in absent}
 
 
 @dataclass(frozen=True)
@@ -295,7 +297,8 @@ class LoraConfig:
     rank_stabilized: bool = False
     """Multiply by alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732)."""
     targets: tuple[str, ...] = ("all",)
-    """Linear layers that get adapters: q_proj k_proj v_proj o_proj gate_proj up_proj down_proj, or all."""
+    """Linear layers that get adapters: q_proj k_proj v_proj o_proj gate_proj up_proj down_proj, of latent
+    attention also q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj, or all."""
     quantize: Quantize = "none"
     """Keep all linear layers' frozen weights in 8 bits (int8) or 4 (nf4, QLoRA, arXiv 2305.14314)."""
     expert_rank: Annotated[int, Range(1, 2**14)] | None = None
@@ -309,7 +312,7 @@ class LoraConfig:
                 f"is {self.quantize}, but all weights are trained: it must be none, or rank above 0 "
                 "(--lora.rank 32), since only frozen weights can be quantized.",
             )
-        known = ("all", *TARGETS)
+        known = ("all", *TARGETS, *LATENT_TARGETS)
         if not self.targets:
             yield "targets", "is empty: it must name linear layers, or be all."
         for name in self.targets:
@@ -327,9 +330,9 @@ class LoraConfig:
 
     @property
     def adapted(self) -> tuple[str, ...]:
-        """Our names of the adapted layers."""
-        chosen = TARGETS if "all" in self.targets else self.targets
-        return tuple(TARGETS[name] for name in TARGETS if name in chosen)
+        """Our names of the adapted layers, of those that a model has."""
+        known = TARGETS | LATENT_TARGETS
+        return tuple(ours for name, ours in known.items() if {"all", name} & {*self.targets})
 
 
 @dataclass(frozen=True)
@@ -348,7 +351,8 @@ class AdaptedConfig(TransformerConfig):
     @property
     def adapters(self) -> dict[str, tuple[int, float]]:
         """Adapted weights of a layer -> rank and factor of the adapter's output, in order."""
-        lora, moe, names = self.lora, self.moe, self.lora.adapted
+        lora, moe, present = self.lora, self.moe, linear_layers(self).values()
+        names = tuple(name for name in lora.adapted if name in present)
         dense, experts = names, ()
         if moe:
             experts = tuple(f"expert_{name}" for name in names if name in MLP)

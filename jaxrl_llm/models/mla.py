@@ -86,16 +86,35 @@ def decode_latents(
     """Return (attention of new tokens over the cache of latents, the cache with the tokens).
 
     With keys W_k c and values W_v c of a latent c, q W_k c = (W_k^T q) c, and a sum of W_v c is W_v times
-    the sum of c: neither keys nor values are computed.
+    the sum of c: neither keys nor values are computed. Both factors of an adapter of W are absorbed likewise.
     """
     mla = c.mla
     q, latent, rotated = _project(c, w, h, rope)
-    w_k, w_v = jnp.split(w.kv_b[...], [mla.nope_dim], axis=-1)
-    absorbed = jnp.einsum("sthn,rhn->sthr", q[..., : mla.nope_dim], w_k)
+    absorbed = _absorb_keys(c, w, q[..., : mla.nope_dim])
     q = jnp.concatenate([absorbed, q[..., mla.nope_dim :]], axis=-1)
     token = jnp.concatenate([latent[:, :, None], rotated], axis=-1)
     out, cache = attention_fn.attend(q, token)
-    return jnp.einsum("sthr,rhv->sthv", out[..., : mla.kv_rank], w_v), cache
+    return _expand_values(c, w, out[..., : mla.kv_rank]), cache
+
+
+def _absorb_keys(c: TransformerConfig, w: Layers, q: Float[Array, "S T H N"]) -> Float[Array, "S T H R"]:
+    """Return (W_k + scale A B_k)^T q of each head, without the sum in the brackets."""
+    out = jnp.einsum("sthn,rhn->sthr", q, w.kv_b[..., : c.mla.nope_dim])
+    if not hasattr(w, "kv_b_lora_a"):
+        return out
+    a, b = w.kv_b_lora_a[...], w.kv_b_lora_b[..., : c.mla.nope_dim]
+    return out + c.lora.scale * jnp.einsum("sthl,rl->sthr", jnp.einsum("sthn,lhn->sthl", q, b), a)
+
+
+def _expand_values(
+    c: TransformerConfig, w: Layers, latents: Float[Array, "S T H R"]
+) -> Float[Array, "S T H V"]:
+    """Return (W_v + scale A B_v) c of each head's sum c of latents, without the sum in the brackets."""
+    out = jnp.einsum("sthr,rhv->sthv", latents, w.kv_b[..., c.mla.nope_dim :])
+    if not hasattr(w, "kv_b_lora_a"):
+        return out
+    a, b = w.kv_b_lora_a[...], w.kv_b_lora_b[..., c.mla.nope_dim :]
+    return out + c.lora.scale * jnp.einsum("sthl,lhv->sthv", jnp.einsum("sthr,rl->sthl", latents, a), b)
 
 
 def _project(

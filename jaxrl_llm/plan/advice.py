@@ -81,6 +81,7 @@ def _state(plan: Plan, config: TrainConfig, worst: PhaseCost) -> Iterator[str]:
     if moments and not config.optim.offload and not worst.name.endswith("apply"):
         yield _saving("--optim.offload True", moments, over)
     frozen, requires = worst.memory["frozen models"], algos.requirements(config.algo)
+    model = planned_model(config.model)
     if frozen and not config.reference.offload and (requires.reference or requires.teachers):
         yield _saving("--reference.offload True", frozen, over)
     if saved := moments * (1 - _compressed(config)):
@@ -94,7 +95,7 @@ def _state(plan: Plan, config: TrainConfig, worst: PhaseCost) -> Iterator[str]:
         stored = 2 if config.optim.store_param_remainders else 4
         saved = worst.memory["parameters"] * (1 - itemsize / stored) + moments + worst.memory["gradients"]
         yield _saving("--lora.rank 32, which trains adapters in place of the weights", saved, over)
-    elif config.lora.quantize == "none" and not planned_model(config.model).moe:
+    elif config.lora.quantize == "none" and not (model.moe or model.mla):
         saved = worst.memory["parameters"] * _linear_fraction(config) * (1 - BITS / 8 / itemsize)
         yield _saving("--lora.quantize nf4, which holds linear layers in 4 bits", saved, over)
 

@@ -13,7 +13,8 @@ from jaxrl_llm.experience.rollouts import RolloutSource
 from jaxrl_llm.learn.reference import LogprobCache
 from jaxrl_llm.learn.stage import Experience
 from jaxrl_llm.models import LoraConfig, TransformerConfig
-from jaxrl_llm.models.flops import sequence_flops, training_flops
+from jaxrl_llm.models.config import MLAConfig
+from jaxrl_llm.models.flops import adapter_weights, sequence_flops, training_flops
 from jaxrl_llm.models.lora import with_lora
 from jaxrl_llm.rollout.native.asynchronous import AsynchronousEngine
 from jaxrl_llm.rollout.native.engine import NativeEngine
@@ -43,6 +44,13 @@ def test_adapters_train_without_gradients_of_frozen_weights():
     attention = 4 * 2 * 3 * 30
     assert sequence_flops(model, [5]) == 2 * 5 * (WEIGHTS + adapters) + attention + 400
     assert training_flops(model, [5]) == 5 * (4 * WEIGHTS + 6 * adapters + 4 * 40) + 3 * attention
+
+
+def test_adapters_of_latent_attention_by_hand():
+    """Rank 1, inputs + outputs: q_a 6, q_b 2 + 8, kv_a 4 + 5, kv_b 3 + 6, o 2 + 4, each of the MLP 9."""
+    sizes = dict(mla=MLAConfig(kv_rank=3, q_rank=2, nope_dim=2, rope_dim=2, value_dim=1), qk_norm=False)
+    model = with_lora(replace(MODEL, num_kv_heads=2, head_dim=4, **sizes), LoraConfig(rank=1))
+    assert adapter_weights(model) == 2 * (6 + 10 + 9 + 9 + 6 + 3 * 9) == 134
 
 
 def stage(algo, old="policy", model=MODEL, **fields):

@@ -1,5 +1,6 @@
-"""Adapters of experts: peft on transformers' tiny Qwen3-MoE, files of every family, merged weights."""
+"""Adapters of experts: peft on transformers' tiny Qwen3-MoE and DeepSeek-V3, files of every family."""
 
+import dataclasses
 import functools
 import json
 
@@ -7,19 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hf_oracle import hf_logits, our_logits, random_tokens, torch
+from hf_oracle import agree_in_greedy_text, hf_logits, our_logits, random_tokens, torch
 from lora_models import merged, replace_weights, with_random_adapters, with_stored_adapters
 from safetensors.numpy import load_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.hf.load import load_params
-from jaxrl_llm.hf.names import adapter_tensors
+from jaxrl_llm.hf.names import adapter_tensors, hf_tensors
 from jaxrl_llm.hf.peft import load_adapter, peft_config, read_adapter_config, save_adapter
 from jaxrl_llm.models import LoraConfig, TransformerConfig, init, named_leaves
-from jaxrl_llm.models.config import MoEConfig
+from jaxrl_llm.models.config import MLP, MLAConfig, MoEConfig, linear_layers
 from jaxrl_llm.models.lora import with_lora
 
 peft = pytest.importorskip("peft")
@@ -29,20 +30,35 @@ pytestmark = [
 ]
 
 LORA = LoraConfig(rank=4, alpha=6.0)  # of experts: 4 / 2
+COMMON = dict(
+    vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64,
+    tie_word_embeddings=False, num_experts_per_tok=2, moe_intermediate_size=24, intermediate_size=48,
+    attn_implementation="eager", experts_implementation="eager",
+)  # fmt: skip
+LATENT = dict(
+    num_key_value_heads=4, n_routed_experts=6, first_k_dense_replace=1, routed_scaling_factor=1.5, n_group=3,
+    topk_group=2, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, head_dim=4,
+)  # fmt: skip
+MODELS = {
+    "qwen3_moe": Qwen3MoeConfig(
+        **COMMON, num_key_value_heads=2, head_dim=16, num_experts=6, norm_topk_prob=True
+    ),
+    "deepseek_v3": DeepseekV3Config(**COMMON, **LATENT, q_lora_rank=20),
+    "deepseek_v3 without q_lora_rank": DeepseekV3Config(
+        **COMMON, **LATENT, q_lora_rank=None, rope_interleave=False, attention_bias=True
+    ),
+}
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """(folder, our model) of a random Qwen3-MoE of two layers, six experts, two of each token."""
+@pytest.fixture(scope="module", params=MODELS)
+def base(request, tmp_path_factory):
+    """(folder, our model) of random weights: two layers, six experts, two of each token.
+
+    The first layer of DeepSeek-V3 is dense, the second one has a shared expert.
+    """
     folder = tmp_path_factory.mktemp("base")
-    config = Qwen3MoeConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, max_position_embeddings=64, tie_word_embeddings=False, num_experts_per_tok=2,
-        num_experts=6, moe_intermediate_size=24, intermediate_size=48, norm_topk_prob=True,
-        attn_implementation="eager", experts_implementation="eager",
-    )  # fmt: skip
     torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(MODELS[request.param])
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(torch.ones_like(weight) if "norm" in name else 0.3 * torch.randn(weight.shape))
@@ -50,44 +66,93 @@ def base(tmp_path_factory):
     return folder, load_params(folder, read_config(folder))
 
 
+def torch_base(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+
+
 def in_peft(base, adapter):
-    model = Qwen3MoeForCausalLM.from_pretrained(base, attn_implementation="eager")
-    return peft.PeftModel.from_pretrained(model, adapter, is_trainable=True).eval()
+    return peft.PeftModel.from_pretrained(torch_base(base), adapter, is_trainable=True).eval()
+
+
+def per_expert(tensors, experts=6):
+    """Return peft's tensors by their names in files. It fuses a layer's experts: A of down_proj is
+    [experts * R, inputs], B [outputs, R * experts]; gate_up_proj has 2 R, of which B of gate reads the first
+    R and B of up the others."""
+    found, split = {}, lambda x, parts: np.split(x, parts, axis=-2)
+    for name, x in tensors.items():
+        name, matrix, _ = name.replace(".default", "").rsplit(".", 2)
+        layer, is_expert, inner = name.partition(".experts")
+        if not is_expert:
+            found[f"{name}.{matrix}.weight"] = x
+            continue
+        is_a, parts = matrix == "lora_A", {"down_proj": 0} if not inner else {"gate_proj": 0, "up_proj": 1}
+        if is_a:
+            stack = x.reshape(experts, -1, x.shape[1])
+        else:
+            stack = x.reshape(x.shape[0], -1, experts).transpose(2, 0, 1)
+        for part, i in parts.items():
+            one = split(stack, len(parts))[i]
+            one = one if is_a else np.split(one, len(parts), axis=-1)[i]
+            found |= {f"{layer}.experts.{e}.{part}.{matrix}.weight": one[e] for e in range(experts)}
+    return found
 
 
 @pytest.mark.slow
 def test_logits_and_gradients_are_pefts(base, tmp_path):
-    """peft fuses the files' experts: A of down_proj is [experts * R, inputs], B [outputs, R * experts]."""
+    """Gradients of every A and B, of the sum of the log-probs of the tokens."""
     folder, params = base
     params, tokens = with_random_adapters(params, LORA), random_tokens(1, 12)
-    save_adapter(params, tmp_path, str(folder))
-    model = in_peft(folder, tmp_path)
+    save_adapter(params, tmp_path / "adapter", str(folder))
+    model = in_peft(folder, tmp_path / "adapter")
     ours = np.asarray(our_logits(params, tokens))
     np.testing.assert_allclose(ours, hf_logits(model, tokens), atol=1e-4, rtol=0)
     assert np.abs(ours - our_logits(base[1], tokens)).max() > 0.1
 
-    model(torch.tensor(tokens), use_cache=False).logits.square().sum().backward()
+    logits = model(torch.tensor(tokens), use_cache=False).logits.log_softmax(-1)
+    logits[:, :-1].gather(-1, torch.tensor(tokens)[:, 1:, None]).sum().backward()
     theirs = {name: w.grad.numpy() for name, w in model.named_parameters() if w.grad is not None}
-    names = [name for name, _ in named_leaves(params) if "_lora_" in name]
 
-    def loss(values):
-        return jnp.sum(our_logits.__wrapped__(replace_weights(params, values), jnp.asarray(tokens)) ** 2)
+    def loss(values, tokens):
+        logps = jax.nn.log_softmax(our_logits.__wrapped__(replace_weights(params, values), tokens))
+        return jnp.take_along_axis(logps[:, :-1], tokens[:, 1:, None], -1).sum()
 
-    grads = jax.jit(jax.grad(loss))({name: dict(named_leaves(params))[name] for name in names})
-    layer, q = "base_model.model.model.layers.1", "self_attn.q_proj"
-    scale = LORA.scale_at(2) / LORA.scale  # the file's B of attention is ours divided by it
-    for ours, expected in {
-        "q_lora_a": theirs[f"{layer}.{q}.lora_A.default.weight"].T,
-        "q_lora_b": theirs[f"{layer}.{q}.lora_B.default.weight"].T.reshape(4, 4, 16) / scale,
-        "expert_down_lora_a": theirs[f"{layer}.mlp.experts.lora_A.default.weight"]
-        .reshape(6, 2, 24)
-        .transpose(0, 2, 1),
-        "expert_down_lora_b": theirs[f"{layer}.mlp.experts.lora_B.default.weight"]
-        .reshape(32, 2, 6)
-        .transpose(2, 1, 0),
-    }.items():
-        got = np.asarray(grads[f"layers.{ours}"][1])
-        np.testing.assert_allclose(got, expected, atol=1e-4 * np.abs(expected).max(), err_msg=ours)
+    adapters = {name: leaf for name, leaf in named_leaves(params) if "_lora_" in name}
+    grads = jax.jit(jax.grad(loss))(adapters, jnp.asarray(tokens))
+    save_adapter(replace_weights(params, grads), tmp_path / "gradients", str(folder))
+    written = load_file(tmp_path / "gradients/adapter_model.safetensors")
+    theirs = per_expert(theirs)
+    assert theirs.keys() == written.keys()
+    factor = LORA.scale / LORA.scale_at(2)  # of B in the file, where they are no experts'
+    for name, expected in theirs.items():
+        in_file = ".lora_B." in name and ".experts." not in name
+        expected = expected * factor**2 if in_file else expected
+        assert np.linalg.norm(written[name] - expected) <= 1e-5 * np.linalg.norm(expected), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["ring", "paged"])
+def test_greedy_text_is_pefts(base, tmp_path, cache):
+    """Of both caches; those of DeepSeek-V3 hold latents."""
+    folder, params = base
+    params = with_random_adapters(params, LORA)
+    save_adapter(params, tmp_path, str(folder))
+    agree_in_greedy_text(in_peft(folder, tmp_path), params, random_tokens(length=6), 10, cache=cache, page=8)
+
+
+@pytest.mark.slow
+def test_adapters_of_attention_from_peft_have_its_logits(base, tmp_path):
+    folder, params = base
+    names = [name for name, ours in linear_layers(params.config).items() if ours not in MLP]
+    model = peft.get_peft_model(torch_base(folder), peft.LoraConfig(r=4, lora_alpha=6, target_modules=names))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if ".lora_" in name:
+                weight.copy_(0.2 * torch.randn(weight.shape))
+    model.eval().save_pretrained(tmp_path)
+    read, tokens = read_adapter_config(tmp_path, has_experts=True), random_tokens()
+    assert {*read.targets} == {*names} and (read.rank, read.alpha) == (4, 6.0)
+    ours = our_logits(with_stored_adapters(params, tmp_path), tokens)
+    np.testing.assert_allclose(ours, hf_logits(model, tokens), atol=1e-4, rtol=0)
 
 
 @pytest.mark.slow
@@ -97,9 +162,43 @@ def test_the_merged_export_has_the_outputs_of_the_adapters(base, tmp_path):
     save_model(params, read_config(folder), tmp_path, dtype="float32")
     again = load_params(tmp_path, read_config(folder))
     expected = our_logits(params, tokens)
-    np.testing.assert_allclose(our_logits(again, tokens), expected, atol=2e-4, rtol=0)
+    np.testing.assert_allclose(our_logits(again, tokens), expected, atol=1e-5 * np.abs(expected).max())
     for (name, x), (_, y) in zip(named_leaves(again), named_leaves(merged(params)), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-6, err_msg=name)
+
+
+def test_transformers_4_takes_the_same_folder(tmp_path):
+    """There experts are modules of their own: all of them, the shared expert and the dense layer get the
+    tensors and factors of the folder."""
+    config = with_lora(DEEPSEEK, LORA)
+    save_adapter(with_random_adapters(random_base(DEEPSEEK), LORA), tmp_path, "base")
+    model = torch.nn.Module()
+    for tensor in hf_tensors(DEEPSEEK):
+        *path, leaf, kind = tensor.name.split(".")
+        if leaf.endswith(("_proj", "_mqa")) and kind == "weight":
+            parent = model
+            for name in path:
+                if not hasattr(parent, name):
+                    parent.add_module(name, torch.nn.Module())
+                parent = getattr(parent, name)
+            parent.add_module(leaf, torch.nn.Linear(*tensor.shape[::-1], bias=False))
+    model = peft.inject_adapter_in_model(peft.LoraConfig.from_pretrained(tmp_path), model)
+    shapes = {
+        f"base_model.model.{name.replace('.default', '')}": tuple(x.shape)
+        for name, x in model.named_parameters()
+        if ".lora_" in name
+    }
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    assert shapes == {name: x.shape for name, x in stored.items()}
+    layers = [module for module in model.modules() if hasattr(module, "scaling")]
+    assert len(layers) == len(stored) / 2
+    assert {module.scaling["default"] for module in layers} == {LORA.scale_at(2)}
+    assert {name: module.r["default"] for name, module in model.named_modules() if hasattr(module, "r")} == {
+        name: 2 if ".experts." in name else 4
+        for name, module in model.named_modules()
+        if hasattr(module, "r")
+    }
+    assert config.adapters["expert_up"] == (2, LORA.scale_at(2))
 
 
 def tiny(family, experts=2, shared=0):
@@ -126,9 +225,33 @@ def test_config_and_names_by_hand():
     assert len(shapes) == 2 * (4 + 3 * 3)
     assert with_lora(tiny("mixtral"), LoraConfig(rank=1)).adapters["expert_up"][0] == 1
     shared = with_lora(tiny("qwen2_moe", shared=20), LoraConfig(rank=8, targets=("up_proj",)))
-    assert peft_config(shared, "")["rank_pattern"] == {"shared_expert.up_proj": 8}
+    assert peft_config(shared, "")["rank_pattern"] == {"shared_expert.up_proj.weight": 8}
     glm = with_lora(tiny("glm4_moe", shared=20), LoraConfig(rank=8, targets=("up_proj",)))
-    assert list(peft_config(glm, "")["rank_pattern"]) == ["shared_experts.up_proj"]
+    assert list(peft_config(glm, "")["rank_pattern"]) == ["shared_experts.up_proj.weight"]
+
+
+def test_dense_layers_and_shared_experts_are_parameters_by_hand():
+    """Their names end like those of experts, which have another rank."""
+    raw = peft_config(with_lora(DEEPSEEK, LoraConfig(rank=8)), "base")
+    attention = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+    mlp = ["gate_proj", "up_proj", "down_proj"]
+    modules = [f"{where}.{name}" for where in ("mlp", "mlp.shared_experts") for name in mlp]
+    modules = [name.removeprefix("mlp.") if "shared" in name else name for name in modules]
+    assert sorted(raw["target_modules"]) == sorted(attention + mlp) and raw["r"] == 4
+    assert sorted(raw["exclude_modules"]) == sorted(modules)
+    assert sorted(raw["target_parameters"]) == sorted(f"{name}.weight" for name in modules)
+    assert raw["rank_pattern"] == dict.fromkeys([*attention, *raw["target_parameters"]], 8)
+    targets = ("q_a_proj", "kv_b_proj")
+    some = peft_config(with_lora(DEEPSEEK, LoraConfig(rank=8, targets=targets)), "base")
+    assert some["target_modules"] == [*targets] and some["r"] == 8 and not some["rank_pattern"]
+    assert "target_parameters" not in some and "exclude_modules" not in some
+
+
+DEEPSEEK = dataclasses.replace(
+    tiny("deepseek_v3"), mlp_size=24, num_layers=2, num_kv_heads=2, head_dim=12, qk_norm=False,
+    mla=MLAConfig(kv_rank=16, q_rank=10, nope_dim=8, rope_dim=4, value_dim=6),
+    moe=MoEConfig(3, 2, 12, shared_size=20, shared_gate=False, score="sigmoid", dense_layers=1),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -137,8 +260,10 @@ def test_config_and_names_by_hand():
         (tiny("mixtral"), LoraConfig(rank=6, alpha=5.0, rank_stabilized=True)),
         (tiny("qwen2_moe", shared=20), LoraConfig(rank=4, expert_rank=3, targets=("gate_proj", "up_proj"))),
         (tiny("qwen3_moe"), LoraConfig(rank=4, targets=("gate_proj", "up_proj", "down_proj"))),
+        (DEEPSEEK, LORA),
+        (DEEPSEEK, LoraConfig(rank=4, targets=("kv_b_proj", "q_a_proj"))),
     ],
-    ids=["mixtral", "qwen2_moe", "experts alone"],
+    ids=["mixtral", "qwen2_moe", "experts alone", "deepseek_v3", "latents alone"],
 )
 @pytest.mark.slow
 def test_a_round_trip(config, lora, tmp_path):

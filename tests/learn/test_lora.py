@@ -13,7 +13,7 @@ from jaxrl_llm import algos, models
 from jaxrl_llm.algos import grpo, value
 from jaxrl_llm.build.models import make_stages, trained_config
 from jaxrl_llm.build.placement import make_meshes
-from jaxrl_llm.config import LoraConfig, MLAConfig, ModelConfig, TrainConfig
+from jaxrl_llm.config import LoraConfig, MLAConfig, ModelConfig, MoEConfig, TrainConfig
 from jaxrl_llm.data.packing import PackItem
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.learn.learner import Learner
@@ -27,6 +27,11 @@ from jaxrl_llm.sharding.rules import TRAIN
 BASE = TransformerConfig(
     vocab_size=64, hidden_size=32, mlp_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
 )
+MLA = MLAConfig(kv_rank=16, q_rank=20, nope_dim=8, rope_dim=4, value_dim=6)
+LATENTS = dataclasses.replace(
+    BASE, num_kv_heads=4, head_dim=12, qk_norm=False, mla=MLA,
+    moe=MoEConfig(4, 2, 24, shared_size=16, shared_gate=False, dense_layers=1),
+)  # fmt: skip
 MODEL = lora.with_lora(BASE, LoraConfig(rank=4, alpha=8.0))
 TOKENS, POSITIONS = jnp.arange(24).reshape(2, 12), jnp.tile(jnp.arange(12), (2, 1))
 NAMES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -244,8 +249,51 @@ def test_adapters_that_cannot_be(config, message):
 def test_a_rank_above_a_dimension_is_refused():
     with pytest.raises(ConfigError, match=r"--lora.rank is 17: the model's num_kv_heads \* head_dim is 16"):
         trained_config(BASE, TrainConfig(lora=LoraConfig(rank=17)))
-    with pytest.raises(ConfigError, match=r"latent attention .* has no adapters"):
-        trained_config(dataclasses.replace(BASE, mla=MLAConfig()), TrainConfig(lora=LoraConfig(rank=2)))
+    with pytest.raises(ConfigError, match=r"--lora.rank is 17: the model's mla.kv_rank is 16"):
+        trained_config(LATENTS, TrainConfig(lora=LoraConfig(rank=17)))
+
+
+def test_latent_attention_has_adapters_of_its_own_layers():
+    """A of a leading dense layer is [L, D, R] likewise, and k_proj and v_proj there are none."""
+    attention = ("q_a", "q_b", "kv_a", "kv_b", "o")
+    for mla, names in ((MLA, attention), (dataclasses.replace(MLA, q_rank=0), ("q", *attention[2:]))):
+        model = trained_config(dataclasses.replace(LATENTS, mla=mla), TrainConfig(lora=LoraConfig(rank=2)))
+        leaves = models.named_leaves(models.abstract(model))
+        shapes = {name: leaf.shape for name, leaf in leaves if "_lora_" in name}
+        experts = [f"expert_{name}" for name in NAMES[4:]]
+        adapted = [f"layers.{name}" for name in (*names, *NAMES[4:], *experts)]
+        adapted += [f"dense_layers.{name}" for name in (*names, *NAMES[4:])]
+        assert set(shapes) == {f"{name}_lora_{part}" for name in adapted for part in "ab"}
+        assert shapes["layers.kv_b_lora_a"] == (1, 16, 2) and shapes["layers.kv_b_lora_b"] == (1, 2, 4, 14)
+        assert shapes["dense_layers.o_lora_a"] == (1, 4, 6, 2)
+        assert shapes["layers.expert_up_lora_a"] == (1, 4, 32, 1)
+    some = trained_config(LATENTS, TrainConfig(lora=LoraConfig(rank=2, targets=("kv_b_proj", "q_a_proj"))))
+    assert list(some.adapters) == ["q_a", "kv_b"]
+
+
+@pytest.mark.parametrize(
+    ("model", "lora_config", "message"),
+    [
+        (
+            BASE,
+            LoraConfig(rank=2, targets=("kv_b_proj",)),
+            "has kv_b_proj: the model has no such layers.*q_proj k_proj",
+        ),
+        (
+            LATENTS,
+            LoraConfig(rank=2, targets=("q_proj",)),
+            "has q_proj: .* Set it to all, .* of .* kv_b_proj",
+        ),
+        (
+            dataclasses.replace(LATENTS, moe=None),
+            LoraConfig(rank=2, quantize="nf4"),
+            "--lora.quantize is nf4: weights of latent attention are not quantized",
+        ),
+    ],
+)
+def test_layers_that_a_model_lacks_are_refused(model, lora_config, message):
+    with pytest.raises(ConfigError, match=message):
+        trained_config(model, TrainConfig(lora=lora_config))
 
 
 def test_the_fingerprint_is_of_the_frozen_weights_whatever_the_sharding(adapted):

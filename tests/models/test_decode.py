@@ -11,6 +11,7 @@ from random_weights import random_params
 from jaxrl_llm import models
 from jaxrl_llm.models import decode, paged
 from jaxrl_llm.models.config import MLAConfig, MoEConfig, QuantizedConfig
+from jaxrl_llm.models.lora import with_lora
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.sharding.rules import ROLLOUT, TRAIN
 
@@ -26,6 +27,7 @@ DENSE_FIRST = dataclasses.replace(
 LATENTS = dataclasses.replace(
     DENSE_FIRST, num_kv_heads=4, qk_norm=False, head_dim=12, mla=MLAConfig(16, 20, 8, 4, 6)
 )
+ADAPTED = with_lora(LATENTS, models.LoraConfig(rank=3, alpha=4.0))
 VARIANTS = {
     "qwen3": TINY,
     "window, sinks, biases, untied": dataclasses.replace(
@@ -34,6 +36,8 @@ VARIANTS = {
     "scanned": WINDOWED,
     "latents": LATENTS,
     "latents, scanned": LATENTS,
+    "latents, adapters": ADAPTED,
+    "latents, adapters, scanned": ADAPTED,
     "nf4": QuantizedConfig(**vars(TINY)),
     "nf4, scanned": QuantizedConfig(**vars(TINY)),
     "soft caps": dataclasses.replace(TINY, attention_softcap=2.0, logit_softcap=3.0),
@@ -92,7 +96,11 @@ def test_every_token_through_the_ring_equals_one_forward(variant, monkeypatch):
             np.testing.assert_allclose(v[..., row, :, own, :], expected[..., row, :, own, :], atol=2e-5)
 
 
-@pytest.mark.parametrize(("config", "lanes"), [(LATENTS, 1), (WINDOWED, 128)], ids=["latents", "lanes"])
+@pytest.mark.parametrize(
+    ("config", "lanes"),
+    [(LATENTS, 1), (ADAPTED, 1), (WINDOWED, 128)],
+    ids=["latents", "latents, adapters", "lanes"],
+)
 def test_pages_hold_what_the_ring_holds(monkeypatch, config, lanes):
     """A scanned model with windows and sinks, token by token; also in the wider pages of a TPU."""
     monkeypatch.setattr(decode, "MAX_UNROLLED_LAYERS", 1)

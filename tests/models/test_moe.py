@@ -17,6 +17,7 @@ from jaxrl_llm.learn.optim import decayed
 from jaxrl_llm.models import LoraConfig, TransformerConfig
 from jaxrl_llm.models.config import MLAConfig, MoEConfig
 from jaxrl_llm.models.decode import decode_ring, decode_shardings, decode_weights, init_ring_cache
+from jaxrl_llm.models.lora import with_lora
 from jaxrl_llm.models.moe import choose_experts, expert_weights, gate_fn, router_logits, sparse_mlp
 from jaxrl_llm.models.rope import apply_rope
 from jaxrl_llm.models.transformer import cast_weights
@@ -196,6 +197,12 @@ def adapted():
     return with_random_adapters(params(), LoraConfig(rank=6, alpha=4.0))
 
 
+@functools.cache
+def adapted_latents():
+    """With adapters of all linear layers, leading dense ones and the shared expert among them."""
+    return with_random_adapters(latents(), LoraConfig(rank=6, alpha=4.0))
+
+
 def gpt_oss():
     return params(GPT_OSS)
 
@@ -221,6 +228,7 @@ def assert_close(got, expected):
         *((of, mesh) for of in (params, gpt_oss) for mesh in MESHES),
         *((adapted, MESHES[i]) for i in (0, 3)),
         (latents, MeshConfig(fsdp=2, tensor=2)),
+        *((adapted_latents, MESHES[i]) for i in (0, 2)),
     ],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
@@ -232,6 +240,9 @@ def test_every_mesh_gives_the_gradient_of_one_device(of, mesh_config):
         got = loss_and_gradient(sharded, *put_rows(mesh, rows()))
     if of is latents:
         assert sharded.layers.kv_b[...].sharding.shard_shape((1, 16, 4, 14)) == (1, 8, 2, 14)
+    if of is adapted_latents:
+        shards = mesh_config.fsdp * mesh_config.expert * mesh_config.sequence
+        assert sharded.layers.kv_b_lora_a[...].sharding.shard_shape((1, 16, 6)) == (1, 16 // shards, 6)
     assert_close(got, on_one_device(of))
 
 
@@ -268,13 +279,14 @@ def test_adapters_of_experts_by_hand():
 
 
 @pytest.mark.slow
-def test_adapters_equal_merged_weights_and_the_strict_pass():
-    expected = np.asarray(params_forward(merged(adapted()), *rows()))[:, :12]
-    assert np.abs(expected - params_forward(params(), *rows())[:, :12]).max() > 0.1
+@pytest.mark.parametrize(("of", "base"), [(adapted, params), (adapted_latents, latents)])
+def test_adapters_equal_merged_weights_and_the_strict_pass(of, base):
+    expected = np.asarray(params_forward(merged(of()), *rows()))[:, :12]
+    assert np.abs(expected - params_forward(base(), *rows())[:, :12]).max() > 0.1
     for strict in (False, True):
-        got = params_forward(adapted(), *rows(), strict=strict)
+        got = params_forward(of(), *rows(), strict=strict)
         np.testing.assert_allclose(got[:, :12], expected, atol=2e-5)
-    assert_close(loss_and_gradient(adapted(), *rows(), strict=True), on_one_device(adapted))
+    assert_close(loss_and_gradient(of(), *rows(), strict=True), on_one_device(of))
 
 
 @functools.partial(jax.jit, static_argnames="strict")
@@ -292,8 +304,12 @@ def test_strict_has_the_plain_gradient_and_the_bits_of_any_batch(of):
 
 @pytest.mark.parametrize(
     ("config", "mesh_config"),
-    [(CONFIG, None), (GPT_OSS, MeshConfig(fsdp=2, expert=2, tensor=2))],
-    ids=["one device", "gpt-oss on a mesh"],
+    [
+        (CONFIG, None),
+        (GPT_OSS, MESHES[0]),
+        pytest.param(with_lora(DEEPSEEK, LoraConfig(rank=4, alpha=4.0)), MESHES[0], marks=pytest.mark.slow),
+    ],
+    ids=["one device", "gpt-oss on a mesh", "latents with adapters on a mesh"],
 )
 def test_decoding_gives_the_hidden_states_of_the_forward_pass(config, mesh_config):
     """The rollout's copy divides the experts over fsdp and expert."""
@@ -306,7 +322,7 @@ def test_decoding_gives_the_hidden_states_of_the_forward_pass(config, mesh_confi
         shardings = decode_shardings(config, mesh, ROLLOUT)
         weights = jax.jit(lambda p: decode_weights(p, jnp.float32), out_shardings=shardings)(trained)
         if mesh_config:
-            assert weights.layers[0].expert_gate[...].sharding.shard_shape((8, 32, 16)) == (2, 32, 8)
+            assert weights.layers[1].expert_gate[...].sharding.shard_shape((8, 32, 16)) == (2, 32, 8)
         cache, step = (
             init_ring_cache(config, 8, 6, jnp.float32),
             jax.jit(functools.partial(decode_ring, config)),

@@ -45,6 +45,7 @@ GPT_OSS = dataclasses.replace(
     attention_sinks=True, moe=MoEConfig(6, 2, 24, score="softmax_of_chosen", bias=True, swiglu_limit=1.0),
 )  # fmt: skip
 ADAPTED = lora.with_lora(dataclasses.replace(QWEN, attention_sinks=True), models.LoraConfig(rank=4))
+ADAPTED_LATENTS = lora.with_lora(LATENTS, models.LoraConfig(rank=4))
 QUANTIZED = lora.with_lora(QWEN, models.LoraConfig(rank=4, quantize="nf4"))
 TEMPERATURE = 0.7
 
@@ -97,6 +98,8 @@ def one_update(config, dtype, strict=True):
         pytest.param(LATENTS, "float32", marks=pytest.mark.slow),
         (ADAPTED, "float32"),
         pytest.param(ADAPTED, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(ADAPTED_LATENTS, "float32", marks=pytest.mark.slow),
+        pytest.param(ADAPTED_LATENTS, "bfloat16", marks=pytest.mark.slow),
         pytest.param(QUANTIZED, "bfloat16", marks=pytest.mark.slow),
     ],
     ids=[
@@ -107,6 +110,8 @@ def one_update(config, dtype, strict=True):
         "latents",
         "adapters",
         "adapters bfloat16",
+        "adapters of latents",
+        "adapters of latents bfloat16",
         "nf4 bfloat16",
     ],
 )
