@@ -16,6 +16,7 @@ from jaxrl_llm import algos
 from jaxrl_llm.config import GENERATIVE, TrainConfig, same_responses
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.hf.hub_name import SUFFIX, hub_spelling, parse_hub_name
+from jaxrl_llm.hf.resolve import other_folder
 from jaxrl_llm.recipe.fields import check_fields, refuse
 from jaxrl_llm.recipe.keys import short_repr, shorten
 from jaxrl_llm.rollout.checks import strict_problems
@@ -208,7 +209,8 @@ def _model_folder(key: str, path: str) -> Iterator[str]:
         return
     if os.path.isdir(folder):
         if not os.path.isfile(folder / "config.json"):
-            yield f"--{key} {path}: no config.json in it, so it is no Hugging Face model folder."
+            unknown = "no config.json in it, so it is no Hugging Face model folder."
+            yield f"--{key} {path}: {other_folder(folder) or unknown}"
         return
     hub = parse_hub_name(path)
     if hub is None and (spelling := hub_spelling(path)):
