@@ -107,6 +107,18 @@ def test_pairs_are_the_best_against_the_worst_with_a_margin():
     assert rows_of(select="pairs", threshold=3.0) and not rows_of(select="pairs", threshold=3.1)
 
 
+def test_empty_responses_are_never_selected_for_training_refuses_them():
+    """The worst one, of a policy that stops at once, and the best one, where a reward likes brevity."""
+    example = read_example({"prompt": "Q:"}, "f:1", NO_SOURCE)
+    responses = [RewardedResponse("", 9.0), RewardedResponse("a", 1.0), RewardedResponse("b", 2.0)]
+    responses.append(RewardedResponse("", -9.0))
+    for select, expected in (("best", {"b"}), ("filter", {"a", "b"}), ("conditional", {"a", "b"})):
+        rows = list(selected_rows(example, responses, SelectConfig(select), ChatConfig()))
+        assert {row["response"] for row in rows} == expected
+    (pair,) = selected_rows(example, responses, SelectConfig("pairs"), ChatConfig())
+    assert (pair["chosen"], pair["rejected"]) == ("b", "a")
+
+
 def test_conditional_rows_have_the_reward_at_the_end_of_the_prompt():
     row = rows_of(select="conditional")[1]
     assert row["messages"][-1]["content"] == "2 + 2 <rm_score>: 3.00" and row["response"] == "b"
