@@ -67,16 +67,16 @@ def check_model(
 
 
 def check_held_out(config: TrainConfig, rows: int) -> None:
-    """Refuse more held-out prompts than there are rows.
+    """Refuse an evaluation without held-out data. Fewer rows than --eval.prompts are all evaluated.
 
     Raises:
-        ConfigError: too few; names their number.
+        ConfigError: there are none; names the ways to have some.
     """
-    if config.eval.prompts > rows:
-        less = f"Set --eval.prompts {rows} or less" if rows else "Set --eval.every 0, for no evaluation"
+    if not rows:
         raise ConfigError(
-            f"--eval.prompts is {config.eval.prompts}: the held-out data has {rows} rows. "
-            f"{less}, or give it more rows (--data.eval_path FILE, or --data.holdout {config.eval.prompts})."
+            f"--eval.every is {config.eval.every}: there is no held-out data to evaluate on. Hold out a part "
+            "of the training rows (--data.holdout 0.1), give some (--data.eval_path FILE), or set "
+            "--eval.every 0, for no evaluation."
         )
 
 
