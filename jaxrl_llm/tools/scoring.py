@@ -57,7 +57,8 @@ def write_scores(args: ScoreArguments, reward: RewardConfig) -> None:
     rows = RawRows(args.data)
     with contextlib.ExitStack() as closing:
         score = logprob_scores(args, rows) if args.model else reward_scores(args, reward, rows, closing)
-        output = ResumableOutput(args.out, settings_of(args, reward, args.data), args.resume)
+        settings = settings_of(args, reward, args.data)
+        output = closing.enter_context(ResumableOutput(args.out, settings, args.resume))
         bar = ProgressBar(len(rows), "rows", output.rows_done)
         for start in range(output.rows_done, len(rows), args.window):
             numbers = range(start, min(start + args.window, len(rows)))

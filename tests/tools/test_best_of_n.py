@@ -219,7 +219,7 @@ def test_generated_rows_load_in_sft_and_dpo_and_in_score(policy, write, tmp_path
     assert load(pairs, "pairs")[0].rejected.response == read(pairs)[0]["rejected"]
 
 
-def test_a_killed_command_continues_behind_the_last_window(write, tmp_path, monkeypatch):
+def test_a_killed_command_continues_behind_the_last_window(write, tmp_path, monkeypatch, capsys):
     data = write("d.jsonl", [{"prompt": f"p{i}", "response": "x" * i} for i in range(1, 8)])
     out = tmp_path / "o.jsonl"
     rewards = ["--reward.name", write("length.py", LENGTH)]
@@ -236,6 +236,8 @@ def test_a_killed_command_continues_behind_the_last_window(write, tmp_path, monk
     with pytest.raises(KeyboardInterrupt):
         score.main(argv)
     assert len(read(out)) == 4 and (tmp_path / ".o.jsonl.progress").exists()
+    partial = f"{out} is not complete: 4 rows of the input are done. The same command continues behind them."
+    assert capsys.readouterr().err.endswith(f"\n{partial}\n")
     with out.open("a") as file:
         file.write('{"prompt": "p5", "resp')  # cut short
     with pytest.raises(UserError, match=r"another select\. Repeat that command"):
@@ -244,7 +246,7 @@ def test_a_killed_command_continues_behind_the_last_window(write, tmp_path, monk
     assert score.main(argv) == 0
     assert calls[3:] == [6, 7]  # input rows done
     assert [row["reward"] for row in read(out)] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
-    assert not (tmp_path / ".o.jsonl.progress").exists()
+    assert not (tmp_path / ".o.jsonl.progress").exists() and "not complete" not in capsys.readouterr().err
 
 
 def test_a_failed_verifier_leaves_the_response_without_a_reward(write, tmp_path):
