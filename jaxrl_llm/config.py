@@ -296,7 +296,7 @@ class TrainConfig:
             yield "profile", str(error)
             return
         total = self.warm_start.steps + self.steps
-        if steps and steps[-1] > total:
+        if steps and steps[-1] > total and not self.epochs:  # of epochs, `with_steps` checks it
             yield "profile", f"is {self.profile!r}: the run has {total} steps, from 1 to {total}."
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from dataclasses import replace
 from fractions import Fraction
@@ -12,7 +13,7 @@ from typing import Any, Literal
 
 from jaxrl_llm import algos
 from jaxrl_llm.config import TrainConfig
-from jaxrl_llm.data.holdout import HeldOutSplit, OpenSource, split_sources
+from jaxrl_llm.data.holdout import HeldOutSplit, OpenSource, shared_prompts, split_sources
 from jaxrl_llm.data.loader import Loader, RowKind
 from jaxrl_llm.data.rows import Example
 from jaxrl_llm.data.sources import open_sources
@@ -21,6 +22,9 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.host.files import replace_json
 from jaxrl_llm.host.processes import on_first
 from jaxrl_llm.recipe.checks import check_held_out
+from jaxrl_llm.recipe.fields import refuse
+
+log = logging.getLogger(__name__)
 
 
 def open_loaders(config: TrainConfig, tokenizer: Any, columns: dict[str, Any]) -> dict[str, Loader]:
@@ -46,7 +50,19 @@ def open_loaders(config: TrainConfig, tokenizer: Any, columns: dict[str, Any]) -
     if config.eval.every:
         loaders["eval"] = loader(split="eval", opened=holdout and holdout.eval)
         check_held_out(config, loaders["eval"].stats()["rows"])
+        if not data.holdout:
+            warn_of_shared_prompts(loaders)
     return loaders
+
+
+def warn_of_shared_prompts(loaders: dict[str, Loader]) -> None:
+    """Warn of held-out files with prompts of the training files: what they measure is no generalization."""
+    if shared := shared_prompts(loaders["train"].opened, loaders["eval"].opened):
+        log.warning(
+            "%s have a prompt that is trained on, too, so the evaluation is better than on new prompts. "
+            "Give another --data.eval_path, or hold out rows of the training files (--data.holdout 0.1)",
+            shared,
+        )
 
 
 def open_split(config: TrainConfig) -> HeldOutSplit:
@@ -69,11 +85,17 @@ def open_split(config: TrainConfig) -> HeldOutSplit:
 
 
 def with_steps(config: TrainConfig, loader: Loader) -> TrainConfig:
-    """Return the config with the steps that its epochs over the rows of a loader take, if it has epochs."""
+    """Return the config with the steps that its epochs over the rows of a loader take, if it has epochs.
+
+    Raises:
+        ConfigError: --profile names a step beyond them.
+    """
     if not config.epochs:
         return config
     rows = loader.stats()["rows"]
-    return replace(config, steps=steps_of_epochs(config.epochs, rows, config.prompts_per_step))
+    steps = steps_of_epochs(config.epochs, rows, config.prompts_per_step)
+    refuse([f"--{key} {problem}" for key, problem in replace(config, steps=steps, epochs=0.0).problems()])
+    return replace(config, steps=steps)
 
 
 def steps_of_epochs(epochs: float, rows: int, rows_per_step: int) -> int:

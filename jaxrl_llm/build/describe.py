@@ -121,9 +121,8 @@ def prompts_to_try(run: Run, count: int = 64) -> list[dict[str, Any]]:
     """
     config, loader = run.config, run.loaders.get("eval", run.loaders["train"])
     try:
-        prompts = (
-            loader.eval_set(min(count, config.eval.prompts)) if config.eval.every else loader.batch(0, count)
-        )
+        count = min(count, config.eval.prompts, loader.stats()["rows"]) if config.eval.every else count
+        prompts = loader.eval_set(count) if config.eval.every else loader.batch(0, count)
     except UserError:  # rows for supervised training may be too long for a prompt
         return []
     answers = [{"answer": p.example.answer} if p.example.answer is not None else {} for p in prompts]

@@ -18,6 +18,7 @@ from jaxrl_llm.data.rows import Example, Message, RowError, template_columns
 from jaxrl_llm.data.template import ChatRenderer, read_options, token_ids
 from jaxrl_llm.errors import UserError
 
+OTHER_KEY = "(--data.train.0.response_key names another column)"
 PLACEHOLDER = "turn f3a94c of the policy"  # in no conversation
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Encoded = tuple[np.ndarray, np.ndarray]
@@ -227,7 +228,8 @@ def _chat_pieces(
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         raise RowError(
-            f"{example.where}: nothing to learn: no assistant turn, completion, response or output"
+            f"{example.where}: nothing to learn: no assistant turn, completion, response or output "
+            f"{OTHER_KEY}"
         )
     learned = sum(message["role"] == "assistant" for message in target) or len(turns)
     learned = 1 if config.loss == "last" else learned
@@ -300,7 +302,9 @@ def _appends_end(tokenizer: Any) -> bool:
 
 def _plain_target(tokenizer: Any, example: Example) -> list[int]:
     if example.response is None:
-        raise RowError(f"{example.where}: nothing to learn: the row has no completion, response or output")
+        raise RowError(
+            f"{example.where}: nothing to learn: the row has no completion, response or output {OTHER_KEY}"
+        )
     return [*token_ids(tokenizer, example.response, example.where, literal=True), _end_id(tokenizer)]
 
 

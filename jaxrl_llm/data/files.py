@@ -24,7 +24,7 @@ from jaxrl_llm.data.config import SourceConfig
 from jaxrl_llm.data.rows import MAX_CHARACTERS, SURROGATE, Damage, RowError, RowFile, no_rows
 from jaxrl_llm.data.tables import arrow_file, hub_rows, parquet_file, saved_rows
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.user_file import expand_home
+from jaxrl_llm.user_file import did_you_mean, expand_home
 
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 SCHEMES = ("hub:", "task:", "gym:")
@@ -47,15 +47,23 @@ def open_rows(config: SourceConfig) -> list[RowFile]:
         if path.is_file():
             return [read_file(path)]
         if not path.exists():
-            raise UserError(
-                f"there is no file or folder {path}. Other sources are {', '.join(SCHEMES)} "
-                f"(a Hugging Face dataset is hub:{config.path})"
-            )
+            raise UserError(_no_such_path(path, config.path))
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
             return saved_rows(path, config.split)
         return [read_file(file) for file in folder_files(path, config)]
     except OSError as error:  # permissions, a name that is too long
         raise UserError(f"{config.path:.300} cannot be opened: {error!s:.300}") from error
+
+
+def _no_such_path(path: Path, name: str) -> str:
+    """Return the message of a source that is not there: a misspelt file, or the name of a dataset."""
+    if _suffix(path) in READERS:
+        beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+        return f"there is no file {path}.{did_you_mean(path.name, beside)}"
+    return (
+        f"there is no file or folder {path}. Other sources are {', '.join(SCHEMES)} (a Hugging Face dataset "
+        f"is hub:{name})"
+    )
 
 
 def read_file(path: Path) -> RowFile:

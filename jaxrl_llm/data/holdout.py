@@ -19,6 +19,8 @@ from jaxrl_llm.data.sources import ExampleSource, open_sources
 from jaxrl_llm.errors import UserError
 
 OpenSource = tuple[SourceConfig, ExampleSource]
+MAX_ROWS_COMPARED = 100_000
+"""Rows of each source that `shared_prompts` reads: about 4 seconds."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,26 @@ def prompt_hash(example: Example, seed: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def _hashes(config: SourceConfig, source: ExampleSource, seed: int) -> np.ndarray:
-    """Return `prompt_hash` of each row, uint64; none of generated sources, which have held-out parts."""
-    rows = 0 if config.is_generated else len(source)
-    return np.fromiter((prompt_hash(source[i], seed) for i in range(rows)), np.uint64, rows)
+def shared_prompts(train: Sequence[OpenSource], held_out: Sequence[OpenSource]) -> str:
+    """Return how many rows of held-out files have a prompt that is trained on, too; "" = none.
+
+    Of files with more than `MAX_ROWS_COMPARED` rows so many are compared, evenly spread.
+    """
+    none = np.zeros(0, np.uint64)
+    trained, evaluated = (
+        np.concatenate([none, *(_hashes(*opened, 0, MAX_ROWS_COMPARED) for opened in sources)])
+        for sources in (train, held_out)
+    )
+    shared = int(np.isin(evaluated, trained).sum())
+    return f"{shared:,} of {len(evaluated):,} held-out rows" if shared else ""
+
+
+def _hashes(config: SourceConfig, source: ExampleSource, seed: int, limit: int | None = None) -> np.ndarray:
+    """Return `prompt_hash` of each row, uint64; none of generated sources, which have held-out parts.
+
+    Args:
+        limit: rows at most, evenly spread; None = all.
+    """
+    size = 0 if config.is_generated else len(source)
+    rows = size if limit is None else min(size, limit)
+    return np.fromiter((prompt_hash(source[i * size // rows], seed) for i in range(rows)), np.uint64, rows)

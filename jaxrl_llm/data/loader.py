@@ -217,6 +217,11 @@ class Loader:
         return {name: self.of_sources([i]) for i, name in enumerate(names)}
 
     @property
+    def opened(self) -> list[tuple[SourceConfig, ExampleSource]]:
+        """The sources with their settings."""
+        return list(zip(self._configs, self._sources, strict=True))
+
+    @property
     def num_sources(self) -> int:
         """The number of sources."""
         return len(self._sources)

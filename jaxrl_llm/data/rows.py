@@ -247,9 +247,9 @@ def _prompt(row: dict, where: str, config: SourceConfig) -> tuple[str, Any]:
         value = lookup(row, key)
         if value is not None:
             return key, value
-    expected = (
-        f"prompt_key {config.prompt_key!r}" if config.prompt_key else f"one of {', '.join(PROMPT_KEYS)}"
-    )
+    expected = f"one of {', '.join(PROMPT_KEYS)}; --data.train.0.prompt_key names another in training"
+    if config.prompt_key:
+        expected = f"prompt_key {config.prompt_key!r}"
     raise RowError(f"{where}: no prompt: the columns are {column_names(row)}, expected {expected}")
 
 

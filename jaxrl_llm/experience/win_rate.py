@@ -164,6 +164,11 @@ def pool_judge(pool: RewardPool) -> PairwiseJudge:
 
     def judge(pairs: Sequence[Comparison]) -> list[float]:
         results = on_first(lambda: pool.score([judge_sample(*pair) for pair in pairs]))
+        if beyond := [r.score for r in results if r.valid and not 0 <= r.score <= 1]:
+            log.warning(
+                "--eval.judge: %d of %d preferences are not from 0 to 1, such as %g, and do not count",
+                *(len(beyond), len(results), beyond[0]),
+            )
         return [r.score if r.valid and 0 <= r.score <= 1 else math.nan for r in results]
 
     return judge

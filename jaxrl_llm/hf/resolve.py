@@ -32,6 +32,8 @@ def resolve_model(name: str | Path) -> Path:
         raise UserError(f"{str(name)[:80]!r}: not the name of a folder ({error})") from error
     if is_run:
         raise UserError(_run_directory(path))
+    if is_folder and (other := other_folder(path)):
+        raise UserError(f"{path}: {other}")
     if is_folder:
         return path
     if is_file and path.suffix == SUFFIX:
@@ -50,6 +52,25 @@ def resolve_model(name: str | Path) -> Path:
         )
     downloaded = _download(hub, path)
     return convert_gguf(downloaded) if hub.file else downloaded
+
+
+def other_folder(path: Path) -> str:
+    """Return what a folder without config.json is, and what to give instead; "" = that is not known."""
+    if (path / "config.json").is_file():
+        return ""
+    if (path / "hf" / "config.json").is_file():
+        return f"no model itself, but has one: {path / 'hf'}"
+    if (path / "adapter_config.json").is_file():
+        merged = path.with_name(path.name.replace("adapter", "hf"))
+        has_merged = merged != path and (merged / "config.json").is_file()
+        return (
+            "adapters (PEFT) without their model: give the base model, with --model.adapter in training or "
+            f"--adapter in chat{f'; merged they are {merged}' * has_merged}"
+        )
+    run = next((parent.parent for parent in (path, *path.parents) if parent.name == "checkpoints"), None)
+    if run and (run / "metrics.jsonl").is_file():
+        return f"a checkpoint of the run {run}, no Hugging Face folder: {_export_command(run)}"
+    return ""
 
 
 def pin_revision(name: str) -> str:
@@ -88,6 +109,11 @@ def _run_directory(path: Path) -> str:
     if (path / "hf" / "config.json").is_file():
         return f"{path}: a run directory; its trained model is {path / 'hf'}"
     return (
-        f"{path}: a run directory, of a run that has not exported its model. Continue the run, or export a "
-        f"checkpoint (python -m jaxrl_llm export --checkpoint {path} --out FOLDER) and give that folder."
+        f"{path}: a run directory, of a run that has not exported its model. Continue the run, or "
+        f"{_export_command(path)}"
     )
+
+
+def _export_command(run: Path) -> str:
+    command = f"python -m jaxrl_llm export --checkpoint {run} --out FOLDER"
+    return f"export a checkpoint ({command}) and give that folder."

@@ -16,6 +16,7 @@ from jaxrl_llm import algos
 from jaxrl_llm.config import GENERATIVE, TrainConfig, same_responses
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.hf.hub_name import SUFFIX, hub_spelling, parse_hub_name
+from jaxrl_llm.hf.resolve import other_folder
 from jaxrl_llm.recipe.fields import check_fields, refuse
 from jaxrl_llm.recipe.keys import short_repr, shorten
 from jaxrl_llm.rollout.checks import strict_problems
@@ -66,16 +67,16 @@ def check_model(
 
 
 def check_held_out(config: TrainConfig, rows: int) -> None:
-    """Refuse more held-out prompts than there are rows.
+    """Refuse an evaluation without held-out data. Fewer rows than --eval.prompts are all evaluated.
 
     Raises:
-        ConfigError: too few; names their number.
+        ConfigError: there are none; names the ways to have some.
     """
-    if config.eval.prompts > rows:
-        less = f"Set --eval.prompts {rows} or less" if rows else "Set --eval.every 0, for no evaluation"
+    if not rows:
         raise ConfigError(
-            f"--eval.prompts is {config.eval.prompts}: the held-out data has {rows} rows. "
-            f"{less}, or give it more rows (--data.eval_path FILE, or --data.holdout {config.eval.prompts})."
+            f"--eval.every is {config.eval.every}: there is no held-out data to evaluate on. Hold out a part "
+            "of the training rows (--data.holdout 0.1), give some (--data.eval_path FILE), or set "
+            "--eval.every 0, for no evaluation."
         )
 
 
@@ -208,7 +209,8 @@ def _model_folder(key: str, path: str) -> Iterator[str]:
         return
     if os.path.isdir(folder):
         if not os.path.isfile(folder / "config.json"):
-            yield f"--{key} {path}: no config.json in it, so it is no Hugging Face model folder."
+            unknown = "no config.json in it, so it is no Hugging Face model folder."
+            yield f"--{key} {path}: {other_folder(folder) or unknown}"
         return
     hub = parse_hub_name(path)
     if hub is None and (spelling := hub_spelling(path)):

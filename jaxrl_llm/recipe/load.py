@@ -110,12 +110,28 @@ def _changed(config: TrainConfig, pairs: list[Pair]) -> tuple[TrainConfig, list[
         _with_more_sources(config.data, given, "path", "train"), given, "eval_path", "eval"
     )
     config = dataclasses.replace(config, data=data)
+    notes = notes + _evaluated_elsewhere(config, given)
     if "steps" not in given or not config.epochs:
         return config, notes
     if "epochs" in given:
         raise ConfigError("--steps and --epochs are both given: each is the length of the run. Give one.")
     note = f"--steps {config.steps} takes the place of the recipe's epochs {config.epochs:g}"
     return dataclasses.replace(config, epochs=0.0), [*notes, note]
+
+
+def _evaluated_elsewhere(config: TrainConfig, given: set[str]) -> list[str]:
+    """Return a note where --data.path is set and the held-out data are still those of the recipe."""
+    data = config.data
+    kept = "data.path" in given and not any(key.startswith(("data.eval", "data.holdout")) for key in given)
+    if not kept or not config.eval.every or data.holdout or not data.sources("eval"):
+        return []
+    paths = ", ".join(source.path for source in data.sources("eval"))
+    if paths == data.path:  # generated data, which hold out a part of their own
+        return []
+    return [
+        f"evaluated is the recipe's held-out data, {paths}: --data.holdout 0.1 holds out a tenth of "
+        f"{data.path}, --data.eval_path FILE names other data, --eval.every 0 turns evaluation off"
+    ]
 
 
 def _with_more_sources(

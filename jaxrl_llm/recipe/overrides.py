@@ -45,6 +45,7 @@ def split_arguments(argv: list[str]) -> list[Pair]:
             pairs[-1][1].append(word)
         else:
             spelled = f"--{key.lstrip('-')} {value}" if equals else "--key value, such as --steps 100"
+            spelled = f"--config {word}" if word.endswith(".py") and not equals else spelled
             raise ConfigError(f"{short_repr(word)} has no key before it. Write {shorten(spelled)}.")
     return pairs
 

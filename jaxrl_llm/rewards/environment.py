@@ -9,10 +9,11 @@ import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 
 from jaxrl_llm.outcome import Outcome
 from jaxrl_llm.rewards.config import RewardConfig
-from jaxrl_llm.rewards.sample import RewardResult
+from jaxrl_llm.rewards.sample import RewardResult, RewardSample
 from jaxrl_llm.user_file import split_name
 
 SECRET_NAME = re.compile(
@@ -25,6 +26,9 @@ MIN_SECRET = 8  # characters; what is shorter may be an ordinary word
 log = logging.getLogger(__name__)
 CERTAIN = {"NameError", "UnboundLocalError", "ImportError", "ModuleNotFoundError", "SyntaxError"}
 CERTAIN |= {"IndentationError", "UserError", "ServiceError", "InvalidScoreError"}
+OF_SAMPLE = f"'{RewardSample.__name__}' object"
+"""Text of errors about the sample itself, which has the same fields whatever the response: sample.respons,
+sample["response"]."""
 
 
 def withheld_names(environment: Mapping[str, str], keep: Sequence[str]) -> set[str]:
@@ -71,9 +75,12 @@ def worker_environment(environment: dict[str, str], keep: Sequence[str]) -> dict
 
 
 def explain_failure(reason: str, keep: Sequence[str]) -> str:
-    """Return the reason of a failure without secrets, with the fix where a key was not passed on."""
+    """Return the reason of a failure without secrets, with the fix where a key was not passed on, or the
+    fields of a sample where it has none of that name."""
     reason = mask_kept(reason, os.environ, keep)
     hint = key_hint(reason, os.environ, keep)
+    if OF_SAMPLE in reason:
+        hint = f"Fields of a sample: {', '.join(f'sample.{field.name}' for field in fields(RewardSample))}"
     return f"{reason}. {hint}" if hint and hint not in reason else reason
 
 
@@ -82,7 +89,7 @@ def is_certain_failure(result: RewardResult, keep_env: Sequence[str]) -> bool:
     if result.outcome is not Outcome.FAILED or result.abstained:
         return False
     unavoidable = result.error in CERTAIN or not result.error  # no exception: it crashed or took too long
-    return unavoidable or bool(key_hint(result.reason, os.environ, keep_env))
+    return unavoidable or OF_SAMPLE in result.reason or bool(key_hint(result.reason, os.environ, keep_env))
 
 
 def warn_of_keys(config: RewardConfig, function: bytes) -> None:

@@ -38,6 +38,7 @@ from jaxrl_llm.rewards.messages import (
 )
 from jaxrl_llm.rewards.process import Worker
 from jaxrl_llm.rewards.sample import (
+    FailureWarning,
     RewardLoadError,
     RewardResult,
     RewardSample,
@@ -50,7 +51,6 @@ ASYNC_GRACE = 1.0  # seconds: a worker ends async calls in time by itself; it is
 MAX_STARTS = 3  # workers in a row that may die before they have loaded the reward
 LOG_BYTES = 1 << 20  # of the workers' output kept in the log file
 CHECKED_ROWS = 4  # that `check` scores
-"""Errors that no other response would have avoided; other exceptions may be due to the response."""
 
 
 @dataclass
@@ -110,7 +110,7 @@ class RewardPool:
         self._dying: list[Worker] = []
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
-        self._failed_starts = 0
+        self._failed_starts, self._warn = 0, FailureWarning(config.failed == "zero")
         self._ids = itertools.count(1)
 
     def __enter__(self) -> RewardPool:
@@ -139,6 +139,7 @@ class RewardPool:
                 "reward/wall_seconds": time.monotonic() - started,
             }
         check_failures(results, self.config.max_failed_fraction)
+        self._warn(results)
         return results
 
     def can_score(self, row: RewardSample) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 from jaxrl_llm.errors import RunError, UserError
 from jaxrl_llm.outcome import Outcome
 
+log = logging.getLogger(__name__)
 ABSTAINED = "the reward abstained (returned None)"
 
 
@@ -93,4 +95,32 @@ def check_failures(results: Sequence[RewardResult], limit: float) -> None:
         raise RewardFailureError(
             f"{failed} of {len(results)} samples could not be scored, more than reward.max_failed_fraction "
             f"= {limit:g} allows. The commonest reasons:\n{listed}"
+        )
+
+
+class FailureWarning:
+    """Warning of samples that failed: with the first, and each time that their number has doubled.
+
+    A reward that raises where a response is wrong would otherwise be learnt from its right ones alone,
+    unnoticed.
+
+    Args:
+        zero: such samples score 0; otherwise they are masked.
+    """
+
+    def __init__(self, zero: bool):
+        self.effect, self.failed, self.due = "score 0" if zero else "do not count", 0, 1
+
+    def __call__(self, results: Sequence[RewardResult]) -> None:
+        """Count the failures of a batch, and warn if it is time."""
+        reasons = Counter(r.reason for r in results if r.outcome is Outcome.FAILED and not r.abstained)
+        self.failed += reasons.total()
+        if not reasons or self.failed < self.due:
+            return
+        self.due = 2 * self.failed
+        count, more = reasons.total(), f", {self.failed} so far" * (self.failed > reasons.total())
+        log.warning(
+            "the reward failed for %d of %d samples%s, which %s (a wrong response should get 0, not an "
+            "error); the commonest reason: %s",
+            *(count, len(results), more, self.effect, reasons.most_common(1)[0][0]),
         )

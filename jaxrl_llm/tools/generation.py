@@ -46,7 +46,8 @@ def write_responses(args: GenerateArguments, reward: RewardConfig) -> None:
     with contextlib.ExitStack() as closing:
         generator = Generator(args.model, examples, args)
         scorer = open_scorer(args, reward, generator, examples, closing)
-        output = ResumableOutput(args.out, settings_of(args, reward, args.prompts), args.resume)
+        settings = settings_of(args, reward, args.prompts)
+        output = closing.enter_context(ResumableOutput(args.out, settings, args.resume))
         bar, summary = ProgressBar(len(examples), "prompts", output.rows_done), RewardSummary()
         for part, groups, speed in generator.windows(output.rows_done):
             rewarded = reward_groups(scorer, part, groups)

@@ -29,7 +29,8 @@ BAR_WIDTH = 20  # characters
 class ResumableOutput:
     """A JSONL file to which windows of rows are added, and beside it the number of input rows done.
 
-    A command that was killed continues behind the last whole window; process 0 writes. The file beside it
+    A context manager: what ends it before `finish` is followed by a line on what there is. A command that was
+    killed continues behind the last whole window; process 0 writes. The file beside it
     (".NAME.progress") is removed at the end.
 
     Args:
@@ -43,6 +44,7 @@ class ResumableOutput:
     def __init__(self, path: Path, settings: Mapping[str, str], resume: bool = True):
         self.path, self.settings = path, dict(settings)
         self.progress = path.with_name(f".{path.name}.progress")
+        self.complete = False
         self.num_bytes, self.rows_done = on_first(lambda: self._open(resume))
 
     def append(self, rows: Iterable[str], rows_done: int) -> None:
@@ -58,8 +60,21 @@ class ResumableOutput:
         state = {"rows": rows_done, "bytes": self.num_bytes, "settings": self.settings}
         replace_text(self.progress, json.dumps(state), sync=False)
 
+    def __enter__(self) -> ResumableOutput:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or self.complete or jax.process_index():
+            return
+        if self.rows_done:
+            done = f"{self.rows_done:,} rows of the input are done. The same command continues behind them"
+        else:
+            done = "no row of the input is done"
+        print_progress(f"\n{self.path} is not complete: {done}.")
+
     def finish(self) -> None:
         """Remove the record of the progress: the file is complete."""
+        self.complete = True
         if jax.process_index() == 0:
             self.progress.unlink(missing_ok=True)
 

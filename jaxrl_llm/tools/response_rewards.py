@@ -175,10 +175,21 @@ def given_trajectory(model: RewardModel, example: Example, text: str, chat: Chat
     if example.messages is not None and not model.tokenizer.chat_template:
         ids = model.render(text_trajectory(text), example)
         return text_trajectory(text, ids[:-1], ids[-1:])
+    return text_trajectory(text, *encode_response(model.tokenizer, example, text, chat))
+
+
+def encode_response(
+    tokenizer: Any, example: Example, text: str, chat: ChatConfig
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (prompt ids, ids of a given response and its end), int32 [.], as training reads them.
+
+    Raises:
+        RowError: prompt or response cannot be rendered.
+    """
     whole = replace(example, response=text, turns=())
-    ids, mask = encode_supervised(model.tokenizer, whole, replace(chat, loss="last"))
+    ids, mask = encode_supervised(tokenizer, whole, replace(chat, loss="last"))
     start = int(mask.argmax())
-    return text_trajectory(text, ids[:start], ids[start:])
+    return ids[:start], ids[start:]
 
 
 def text_trajectory(

@@ -27,11 +27,13 @@ class ScoreArguments(SelectConfig):
     model: str = ""
     """Hugging Face folder, GGUF file or hub name of the model whose log-probabilities are written."""
     data: Path
-    """For log-probs: JSONL with "tokens" (ids) or "messages" (a chat, to be rendered with the chat template).
-    For rewards: rows with a prompt and "responses" (of generate), a response, or chosen and rejected."""
+    """Rows with a prompt and "responses" (of generate), a response, or chosen and rejected. For log-probs
+    also "tokens" (ids), or "messages" alone (a chat, to be rendered with the chat template)."""
     out: Path
     """JSONL to write. Log-probs: {"tokens": [...], "logprobs": [...]}, nats, one for each token after the
-    first. Rewards: the row, with "reward", "rewards" by name and "outcome" added to it or its responses."""
+    first; of a response also "prompt_tokens", how many are the prompt's; of several {"responses": [...]} or
+    {"chosen": ..., "rejected": ...} of these. Rewards: the row, with "reward", "rewards" by name and
+    "outcome" added to it or its responses."""
     temperature: Annotated[float, Range(0.01, 100, usual="1 is usual")] = 1.0
     """Temperature of the softmax whose log-probabilities are written."""
     batch_tokens: Count = 8192

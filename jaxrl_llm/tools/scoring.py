@@ -17,7 +17,7 @@ from jaxrl_llm.data.chat import encode_conversation
 from jaxrl_llm.data.config import ChatConfig, SourceConfig
 from jaxrl_llm.data.files import open_rows
 from jaxrl_llm.data.preference import read_example
-from jaxrl_llm.data.rows import Example, RowError, check_row, check_text
+from jaxrl_llm.data.rows import RESPONSE_KEYS, Example, RowError, check_row, check_text, first_column
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.resolve import resolve_model
@@ -32,7 +32,7 @@ from jaxrl_llm.sharding.mesh import make_mesh
 from jaxrl_llm.sharding.rules import TRAIN
 from jaxrl_llm.tools.models import load_sharded, pick_dtype
 from jaxrl_llm.tools.output import ProgressBar, ResumableOutput, json_line, settings_of
-from jaxrl_llm.tools.response_rewards import ResponseScorer
+from jaxrl_llm.tools.response_rewards import ResponseScorer, encode_response
 from jaxrl_llm.tools.score import ScoreArguments
 from jaxrl_llm.tools.selection import (
     RewardedResponse,
@@ -57,7 +57,8 @@ def write_scores(args: ScoreArguments, reward: RewardConfig) -> None:
     rows = RawRows(args.data)
     with contextlib.ExitStack() as closing:
         score = logprob_scores(args, rows) if args.model else reward_scores(args, reward, rows, closing)
-        output = ResumableOutput(args.out, settings_of(args, reward, args.data), args.resume)
+        settings = settings_of(args, reward, args.data)
+        output = closing.enter_context(ResumableOutput(args.out, settings, args.resume))
         bar = ProgressBar(len(rows), "rows", output.rows_done)
         for start in range(output.rows_done, len(rows), args.window):
             numbers = range(start, min(start + args.window, len(rows)))
@@ -99,39 +100,87 @@ Scores = Callable[[range], tuple[list[str], str]]
 
 
 def logprob_scores(args: ScoreArguments, rows: RawRows) -> Scores:
-    """Return the function that computes log-probs; token rows are checked before the model is loaded."""
+    """Return the function that computes log-probs; all rows are read before the model is loaded."""
     mesh, folder = make_mesh(args.mesh), resolve_model(args.model)
     config = read_config(folder)
     tokenizer = None
     for row, where in (rows[i] for i in range(len(rows))):
         if "tokens" in row:
             check_tokens(row["tokens"], where, config)
-        elif "messages" not in row:
-            raise UserError(f'{where}: a row needs "tokens" (ids) or "messages" (a chat)')
         else:
+            read_sequences(row, where)
             tokenizer = tokenizer or load_tokenizer(folder, config)
     dtype = pick_dtype(args.dtype)
     params = load_sharded(folder, config, mesh, TRAIN, dtype)
     forward = make_scorer(config, args.temperature, dtype, mesh)
 
-    def ids_of(number: int) -> list[int]:
-        row, where = rows[number]
-        ids = row["tokens"] if "tokens" in row else chat_tokens(tokenizer, row, where, args.chat)
-        check_tokens(ids, where, config)
-        return ids
+    def logprobs_of(sequences: list[list[int]]) -> list[list[float]]:
+        results: list[list[float]] = [[] for _ in sequences]
+        with jax.set_mesh(mesh):
+            for batch in batches(sequences, args.batch_tokens):
+                logprobs = np.asarray(forward(params, *pad([sequences[i] for i in batch])))
+                for i, row in zip(batch, logprobs, strict=False):
+                    results[i] = row[: len(sequences[i]) - 1].tolist()
+        return results
 
     def score(numbers: range) -> tuple[list[str], str]:
-        window = [ids_of(number) for number in numbers]
-        results: list[list[float]] = [[] for _ in window]
-        with jax.set_mesh(mesh):
-            for batch in batches(window, args.batch_tokens):
-                logprobs = np.asarray(forward(params, *pad([window[i] for i in batch])))
-                for i, row in zip(batch, logprobs, strict=False):
-                    results[i] = row[: len(window[i]) - 1].tolist()
-        pairs = zip(window, results, strict=True)
-        return [json_line({"tokens": ids, "logprobs": row}, args.model) for ids, row in pairs], ""
+        window = [encode_row(tokenizer, config, *rows[number], args.chat) for number in numbers]
+        sequences = [sequence for _, group in window for sequence in group]
+        results = logprobs_of([sequence["tokens"] for sequence in sequences])
+        scored = iter([s | {"logprobs": x} for s, x in zip(sequences, results, strict=True)])
+        lines = [by_kind(kind, [next(scored) for _ in group]) for kind, group in window]
+        return [json_line(line, args.model) for line in lines], ""
 
     return score
+
+
+def encode_row(
+    tokenizer: Any, config: TransformerConfig, row: dict[str, Any], where: str, chat: ChatConfig
+) -> tuple[str, list[dict[str, Any]]]:
+    """Return (kind as of `GivenResponses`, sequences) of a row of `score --model`.
+
+    A sequence is {"tokens": ids}, of a response with "prompt_tokens", how many of them are the prompt's.
+
+    Raises:
+        UserError: a row without a sequence, or one that the model cannot read; names file and line.
+    """
+    kind = "response"
+    if "tokens" in row:
+        sequences = [{"tokens": row["tokens"]}]
+    elif isinstance(given := read_sequences(row, where), Example):
+        sequences = [{"tokens": encode_conversation(tokenizer, given, chat).tolist()}]
+    else:
+        kind = given.kind
+        parts = [encode_response(tokenizer, given.example, text, chat) for text in given.texts]
+        sequences = [{"tokens": [*p.tolist(), *r.tolist()], "prompt_tokens": len(p)} for p, r in parts]
+    for sequence in sequences:
+        check_tokens(sequence["tokens"], where, config)
+    return kind, sequences
+
+
+def by_kind(kind: str, sequences: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the sequences of a row as a row of the output."""
+    if kind == "pair":
+        return dict(zip(("chosen", "rejected"), sequences, strict=True))
+    return {"responses": sequences} if kind == "responses" else sequences[0]
+
+
+def read_sequences(row: dict[str, Any], where: str) -> GivenResponses | Example:
+    """Return the responses of a row with their prompt; a chat without a response of its own as it is.
+
+    Raises:
+        RowError: it has neither; names file and line.
+    """
+    responds = {"responses", "chosen"} & row.keys() or first_column(row, RESPONSE_KEYS) is not None
+    if "messages" in row and not responds:
+        return read_example({"messages": row["messages"]}, where, NO_SOURCE)
+    try:
+        return read_responses(row, where)
+    except RowError as error:
+        reason = str(error).removeprefix(f"{where}: ")
+        raise RowError(
+            f'{where}: a row needs "tokens" (ids), "messages" (a chat), or a prompt with responses: {reason}'
+        ) from error
 
 
 class GivenResponses(NamedTuple):
@@ -189,8 +238,9 @@ def read_responses(row: dict[str, Any], where: str) -> GivenResponses:
 
 def split_response(example: Example) -> tuple[Example, str]:
     """Return (the prompt alone, text of the response): its column, or the last turn of the chat."""
-    if example.response is not None:
-        return replace(example, response=None, rejected=None), example.response
+    text = "" if first_column(example.columns, RESPONSE_KEYS) == "" else example.response  # stopped at once
+    if text is not None:
+        return replace(example, response=None, rejected=None), text
     if example.messages is None or len(example.messages) < 2 or example.messages[-1]["role"] != "assistant":
         raise RowError(
             f'{example.where}: nothing to reward: a row needs "responses", "response", "chosen" and '
@@ -212,12 +262,6 @@ def with_rewards(
         return row | {f"{side}_{name}": value for side, more in sides for name, value in more.items()}
     before = [r if isinstance(r, dict) else {"text": r} for r in row["responses"]]
     return row | {"responses": [old | new for old, new in zip(before, columns, strict=True)]}
-
-
-def chat_tokens(tokenizer: Any, row: dict, where: str, config: ChatConfig) -> list[int]:
-    """Return the token ids of a chat rendered with the template."""
-    example = read_example({"messages": row["messages"]}, where, NO_SOURCE)
-    return encode_conversation(tokenizer, example, config).tolist()
 
 
 def check_tokens(ids: Any, where: str, config: TransformerConfig) -> None:

@@ -39,12 +39,13 @@ class RewardedResponse:
 def selected_rows(
     example: Example, responses: Sequence[RewardedResponse], config: SelectConfig, chat: ChatConfig
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows to train on of one prompt and its responses; those without a reward are left out.
+    """Yield the rows to train on of one prompt and its responses; those without a reward, and empty ones, of
+    which training has nothing to learn, are left out.
 
     They are rows of `data.rows` and `data.preference`: the prompt as `chat` renders it, "response" or
     "chosen" and "rejected" (text), and the columns of the input. Equal rewards keep the responses' order.
     """
-    scored = [r for r in responses if r.reward is not None]
+    scored = [r for r in responses if r.reward is not None and r.text]
     ranked = sorted(scored, key=lambda r: -r.reward)
     enough = lambda r: config.threshold is None or r.reward >= config.threshold
     base = base_row(example, chat)

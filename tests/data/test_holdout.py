@@ -174,6 +174,26 @@ def test_held_out_rows_take_the_place_of_the_recipes_evaluation(hundred):
     assert [own.path for own, _ in split.eval] == [hundred]
 
 
+def test_held_out_files_with_prompts_of_the_training_files_are_warned_of(hundred, tmp_path, caplog):
+    mixed = [*({"prompt": f"p{i}", "answer": "1"} for i in range(3)), {"prompt": "new", "answer": "1"}]
+    config = TrainConfig(
+        model=ModelConfig(architecture=TransformerConfig(), tokenizer="tiny"), eval=EvalConfig(1, prompts=2)
+    )
+
+    def warnings(data):
+        caplog.clear()
+        open_loaders(replace(config, data=data), TOKENIZER, {})
+        return [record.getMessage() for record in caplog.records]
+
+    [all_shared] = warnings(DataConfig(path=hundred, eval_path=hundred))
+    assert all_shared.startswith("100 of 100 held-out rows have a prompt that is trained on, too")
+    [some] = warnings(DataConfig(path=hundred, eval_path=write(tmp_path / "b.jsonl", mixed)))
+    assert some.startswith("3 of 4 held-out rows")
+    assert not warnings(DataConfig(path=hundred, eval_path=write(tmp_path / "c.jsonl", mixed[-1:] * 2)))
+    assert not warnings(DataConfig(path=hundred, holdout=20))
+    assert not warnings(DataConfig(path="task:arithmetic"))
+
+
 def test_sources_with_few_held_out_rows_leave_their_share_to_others(hundred, tmp_path):
     two = write(tmp_path / "two.jsonl", [{"prompt": "x"}, {"prompt": "y"}])
     sources = (SourceConfig(path=two), SourceConfig(path=hundred))
@@ -212,6 +232,17 @@ def test_every_row_is_read_in_each_epoch_and_the_last_step_is_filled(tmp_path):
     assert set(read) == set("abcdefg") and min(read.values()) == 3 and read.total() == 24
     assert train.epochs(0) == {"epoch": 0.0} and train.epochs(24) == {"epoch": 24 / 7}
     assert Loader(DataConfig(path="task:arithmetic"), TOKENIZER, 0, 16).epochs(24) == {}
+
+
+def test_a_profile_is_within_the_steps_of_the_epochs(tmp_path):
+    """The recipe's own steps, which the epochs take the place of, say nothing of it."""
+    path = write(tmp_path / "seven.jsonl", [{"prompt": x} for x in "abcdefg"])
+    sizes = {"epochs": 3.0, "steps": 2, "prompts_per_step": 4, "responses_per_prompt": 2}
+    config = config_of(tmp_path, data=DataConfig(path=path), profile="5:6", **sizes)
+    train = Loader(config.data, TOKENIZER, 0, 16)
+    assert not list(config.problems()) and with_steps(config, train).steps == 6
+    with pytest.raises(ConfigError, match="--profile is '5:7': the run has 6 steps, from 1 to 6"):
+        with_steps(replace(config, profile="5:7"), train)
 
 
 def test_passes_over_several_sources_follow_their_weights(tmp_path):

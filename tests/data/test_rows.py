@@ -129,7 +129,8 @@ BAD = {
     "unknown shape": (
         {"q": "x", "gold": 1},
         {},
-        "no prompt: the columns are gold, q, expected one of conversations,",
+        "no prompt: the columns are gold, q, expected one of conversations, messages, prompt, question, "
+        "problem, instruction, input, text; --data.train.0.prompt_key names another in training",
     ),
     "missing key": ({"prompt": "x"}, {"prompt_key": "q"}, "columns are prompt, expected prompt_key 'q'"),
     "missing answer": ({"prompt": "x"}, {"answer_key": "gold"}, "no answer_key 'gold'"),

@@ -11,6 +11,7 @@ import pytest
 
 from jaxrl_llm.data.config import DataConfig, SourceConfig
 from jaxrl_llm.data.sources import open_source
+from jaxrl_llm.errors import UserError
 
 ROWS = [{"question": f"{i}+1?", "answer": f"#### {i + 1}"} for i in range(5)]
 
@@ -297,3 +298,11 @@ def test_missing_reasoning_gym_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ValueError, match=r"pip install 'jaxrl-llm\[tasks\]'"):
         opened("gym:chain_sum")
+
+
+def test_a_misspelt_file_is_told_the_nearest_name_and_a_bare_name_how_a_dataset_is_written(tmp_path):
+    write_jsonl(tmp_path / "train.jsonl")
+    with pytest.raises(UserError, match=r"there is no file .*/trian\.jsonl\. Did you mean train\.jsonl\?$"):
+        opened(tmp_path / "trian.jsonl")
+    with pytest.raises(UserError, match=r"no file or folder openai/gsm8k\. .* dataset is hub:openai/gsm8k\)"):
+        opened("openai/gsm8k")

@@ -236,13 +236,17 @@ def opened(tmp_path, source, name="judge"):
         return pool_judge(pool)(pairs)
 
 
-def test_a_judge_is_a_function_of_the_user(tmp_path):
+def test_a_judge_is_a_function_of_the_user(tmp_path, caplog):
     source = (
         "def judge(prompt, a, b):\n"
         "    assert prompt in ('q', '1+1=')\n"
         "    return len(a) > len(b) if a else 1 / 0\n"
     )
     np.testing.assert_equal(opened(tmp_path, source), [1.0, 0.0, math.nan])
+    assert "the reward failed for 1 of 3 samples, which do not count" in caplog.text
+    beyond = "def judge(prompt, a, b):\n    return 2 if prompt == 'q' else 0.5\n"
+    np.testing.assert_equal(opened(tmp_path, beyond), [math.nan] * 3)
+    assert "--eval.judge: 3 of 3 preferences are not from 0 to 1, such as 2, and do not count" in caplog.text
 
 
 @pytest.mark.parametrize(

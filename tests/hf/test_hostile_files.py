@@ -412,3 +412,25 @@ def test_vocabularies_are_compared_token_by_token(tmp_path):
     renamed = make_tokenizer()
     renamed.add_special_tokens({"pad_token": "<|im_end|>"})  # another role of the same token
     assert same_vocabulary(tiny, renamed)
+
+
+def test_folders_of_a_run_that_are_no_models_name_what_to_give(tmp_path):
+    """Exports, adapters and checkpoints of a run name its model, or the command that makes one."""
+
+    def refused(path, message):
+        with pytest.raises(UserError, match=message):
+            resolve_model(path)
+
+    for folder in ("checkpoints/30", "exports/10/hf", "exports/10/adapter", "adapter"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "metrics.jsonl").write_text("")
+    for file in ("exports/10/hf/config.json", "exports/10/adapter/adapter_config.json"):
+        (tmp_path / file).write_text("{}")
+    (tmp_path / "adapter/adapter_config.json").write_text("{}")
+    refused(tmp_path / "exports/10", rf"no model itself, but has one: {tmp_path}/exports/10/hf$")
+    merged = rf"adapters \(PEFT\) .* --adapter in chat; merged they are {tmp_path}/exports/10/hf$"
+    refused(tmp_path / "exports/10/adapter", merged)
+    refused(tmp_path / "adapter", r"adapters \(PEFT\) .* --model.adapter in training or --adapter in chat$")
+    export = rf"a checkpoint of the run {tmp_path}, .*export --checkpoint {tmp_path} --out FOLDER\)"
+    refused(tmp_path / "checkpoints", export)
+    refused(tmp_path / "checkpoints/30", export)

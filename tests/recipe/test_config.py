@@ -290,14 +290,17 @@ def test_a_greedy_group_is_none_where_no_responses_are_sampled(config):
     check_config(replace(config, algo=sft.Config(), rollout=replace(config.rollout, sampling=greedy)))
 
 
-def test_more_held_out_prompts_than_rows(config):
+def test_an_evaluation_needs_held_out_rows_and_takes_all_where_there_are_few(config, tmp_path, caplog):
     few = DataConfig(train=(SourceConfig(path="task:arithmetic", options='{"size": 20}'),))
-    config = replace(config, data=few, eval=EvalConfig(every=1, prompts=20))
-    open_loaders(config, make_tokenizer(), {})
-    more = replace(config, eval=EvalConfig(every=1))
-    assert refusal(open_loaders, more, make_tokenizer(), {}) == (
-        "--eval.prompts is 64: the held-out data has 20 rows. Set --eval.prompts 20 or less, or give it more "
-        "rows (--data.eval_path FILE, or --data.holdout 64)."
+    config = replace(config, data=few, eval=EvalConfig(every=1))
+    held_out = open_loaders(config, make_tokenizer(), {})["eval"]
+    assert len(held_out.eval_set(config.eval.prompts)) == 20
+    assert "--eval.prompts 64: 20 prompts are used; the held-out data has 20 rows" in caplog.text
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    without = replace(config, data=DataConfig(path=str(tmp_path / "a.jsonl")))
+    assert refusal(open_loaders, without, make_tokenizer(), {}) == (
+        "--eval.every is 1: there is no held-out data to evaluate on. Hold out a part of the training rows "
+        "(--data.holdout 0.1), give some (--data.eval_path FILE), or set --eval.every 0, for no evaluation."
     )
 
 

@@ -208,6 +208,7 @@ def test_a_key_given_twice_is_noted(config):
             "'trainer.total_epochs=15' has no key before it. Write --trainer.total_epochs 15.",
         ),
         ("-steps=3", "'-steps=3' has no key before it. Write --steps 3."),
+        ("my.py --steps 3", "'my.py' has no key before it. Write --config my.py."),
         (
             "--data.shuffle",
             "--data.shuffle: expected True or False, got nothing. Write --data.shuffle True.",

@@ -221,6 +221,21 @@ def test_settings_that_another_algorithm_drops_are_said(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_an_evaluation_of_the_recipes_data_beside_ones_own_is_noted(tmp_path, capsys):
+    def notes(recipe, *argv):
+        from_command_line(["--config", recipe, *argv, "--run_dir", str(tmp_path)])
+        return capsys.readouterr().err
+
+    mine = ("--data.path", "my.jsonl")
+    assert notes("grpo_smollm2.py", *mine) == (
+        "note: evaluated is the recipe's held-out data, gym:basic_arithmetic: --data.holdout 0.1 holds out a "
+        "tenth of my.jsonl, --data.eval_path FILE names other data, --eval.every 0 turns evaluation off\n"
+    )
+    for more in ("--data.holdout=9", "--data.eval_path=a.json", "--data.eval.0.split=test", "--eval.every=0"):
+        assert notes("grpo_smollm2.py", *mine, more) == ""
+    assert notes("grpo_tiny.py", *mine) == notes("grpo_tiny.py", "--data.path", "task:arithmetic") == ""
+
+
 def test_an_installation_without_recipes_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(load, "packaged_dir", lambda: tmp_path / "none")
     message = refusal(load.find_recipe, "grpo_tiny.py")

@@ -44,6 +44,8 @@ def write(tmp_path):
         ("def reward(response): ...", "", "reads sample.response"),
         ("def reward(sample, *, key): ...", "", "no convention has parameters"),
         ("\ndef reward(s):\n    return lenn(s.response)", "", r"tried .4.*NameError.*rewards.py:3\)"),
+        ("def reward(s): return s.respons", "", r"tried .4.*'respons'.*: sample.response, sample"),
+        ("def reward(s): return s['answer']", "", r"tried .4.*not subscriptable.*Fields of a sample"),
         ("def reward(s):\n    import nothing_here", "", r"tried .4.*No module named 'nothing_here'"),
         ("def f(completions, levels): ...", ":f", r"levels, which is no column.*Did you mean level\?"),
         ("def reward(s): return s.response == s.answer", "", "returned a bool"),

@@ -154,6 +154,19 @@ def test_failed_zero_scores_zero(write):
     assert result.components == (0.0,) and "no such luck" in result.reason
 
 
+def test_failures_are_warned_of_at_the_first_and_when_they_have_doubled(write, caplog):
+    parse = "def reward(sample):\n    return float(sample.response)\n"
+    samples = [RewardSample(text) for text in ("1", "2", "three")]
+    with RewardPool(RewardConfig(name=write(parse), workers=1, retries=0)) as pool:
+        for _ in range(5):
+            pool.score(samples)
+    first, second, fourth = [record.getMessage() for record in caplog.records]
+    reason = "the commonest reason: ValueError: could not convert string to float: 'three'"
+    assert first.startswith("the reward failed for 1 of 3 samples, which do not count") and reason in first
+    assert second.startswith("the reward failed for 1 of 3 samples, 2 so far, which do not count")
+    assert "4 so far" in fourth
+
+
 def test_too_many_failures_stop_the_run_with_the_reasons(write):
     config = RewardConfig(name=write(FAULTS), retries=0, max_failed_fraction=0.5)
     with RewardPool(config) as pool:

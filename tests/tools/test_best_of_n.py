@@ -107,6 +107,18 @@ def test_pairs_are_the_best_against_the_worst_with_a_margin():
     assert rows_of(select="pairs", threshold=3.0) and not rows_of(select="pairs", threshold=3.1)
 
 
+def test_empty_responses_are_never_selected_for_training_refuses_them():
+    """The worst one, of a policy that stops at once, and the best one, where a reward likes brevity."""
+    example = read_example({"prompt": "Q:"}, "f:1", NO_SOURCE)
+    responses = [RewardedResponse("", 9.0), RewardedResponse("a", 1.0), RewardedResponse("b", 2.0)]
+    responses.append(RewardedResponse("", -9.0))
+    for select, expected in (("best", {"b"}), ("filter", {"a", "b"}), ("conditional", {"a", "b"})):
+        rows = list(selected_rows(example, responses, SelectConfig(select), ChatConfig()))
+        assert {row["response"] for row in rows} == expected
+    (pair,) = selected_rows(example, responses, SelectConfig("pairs"), ChatConfig())
+    assert (pair["chosen"], pair["rejected"]) == ("b", "a")
+
+
 def test_conditional_rows_have_the_reward_at_the_end_of_the_prompt():
     row = rows_of(select="conditional")[1]
     assert row["messages"][-1]["content"] == "2 + 2 <rm_score>: 3.00" and row["response"] == "b"
@@ -207,7 +219,7 @@ def test_generated_rows_load_in_sft_and_dpo_and_in_score(policy, write, tmp_path
     assert load(pairs, "pairs")[0].rejected.response == read(pairs)[0]["rejected"]
 
 
-def test_a_killed_command_continues_behind_the_last_window(write, tmp_path, monkeypatch):
+def test_a_killed_command_continues_behind_the_last_window(write, tmp_path, monkeypatch, capsys):
     data = write("d.jsonl", [{"prompt": f"p{i}", "response": "x" * i} for i in range(1, 8)])
     out = tmp_path / "o.jsonl"
     rewards = ["--reward.name", write("length.py", LENGTH)]
@@ -224,6 +236,8 @@ def test_a_killed_command_continues_behind_the_last_window(write, tmp_path, monk
     with pytest.raises(KeyboardInterrupt):
         score.main(argv)
     assert len(read(out)) == 4 and (tmp_path / ".o.jsonl.progress").exists()
+    partial = f"{out} is not complete: 4 rows of the input are done. The same command continues behind them."
+    assert capsys.readouterr().err.endswith(f"\n{partial}\n")
     with out.open("a") as file:
         file.write('{"prompt": "p5", "resp')  # cut short
     with pytest.raises(UserError, match=r"another select\. Repeat that command"):
@@ -232,7 +246,7 @@ def test_a_killed_command_continues_behind_the_last_window(write, tmp_path, monk
     assert score.main(argv) == 0
     assert calls[3:] == [6, 7]  # input rows done
     assert [row["reward"] for row in read(out)] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
-    assert not (tmp_path / ".o.jsonl.progress").exists()
+    assert not (tmp_path / ".o.jsonl.progress").exists() and "not complete" not in capsys.readouterr().err
 
 
 def test_a_failed_verifier_leaves_the_response_without_a_reward(write, tmp_path):

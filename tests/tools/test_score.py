@@ -69,10 +69,39 @@ def test_messages_are_templated_whole(folder, tmp_path):
     assert len(line["logprobs"]) == len(line["tokens"]) - 1
 
 
+def test_responses_of_samples_pairs_and_generate_are_scored_behind_their_prompt(folder, tmp_path):
+    """Their tokens are those of the whole chat, which ends with the end token."""
+    question = {"role": "user", "content": "hi"}
+    chat = lambda text: {"messages": [question, {"role": "assistant", "content": text}]}
+    rows = [
+        {"prompt": "hi", "messages": [question], "response": "ok", "reward": 1.0},  # of samples.jsonl
+        {"prompt": [question], "responses": [{"text": "ok", "tokens": [5]}, {"text": "no"}]},  # of generate
+        {"prompt": [question], "chosen": "ok", "rejected": "no"},
+        {"prompt": "hi", "response": ""},  # stopped at once
+        chat("ok"),
+        chat("no"),
+    ]
+    sample, several, pair, empty, ok, no = run(folder, tmp_path, [json.dumps(row) for row in rows])
+    tokenizer = make_tokenizer()
+    for one, whole, text in (
+        (sample, ok, "ok"),
+        (several["responses"][0], ok, "ok"),
+        (several["responses"][1], no, "no"),
+        (pair["chosen"], ok, "ok"),
+        (pair["rejected"], no, "no"),
+    ):
+        count = len(one["tokens"])
+        assert one["tokens"] == whole["tokens"][:count]
+        assert tokenizer.decode(one["tokens"][one["prompt_tokens"] :]) == f"{text}<|im_end|>"
+        np.testing.assert_allclose(one["logprobs"], whole["logprobs"][: count - 1], atol=2e-5)
+    assert tokenizer.decode(empty["tokens"]) == "hi<|im_end|>" and empty["prompt_tokens"] == 2
+
+
 @pytest.mark.parametrize(
     "line, message",
     [
         ('{"ids": [1]}', r't.jsonl:1: a row needs "tokens"'),
+        ('{"prompt": "hi"}', r't.jsonl:1: a row needs "tokens" .* with responses: nothing to reward'),
         ('{"tokens": []}', r"t.jsonl:1: .tokens. must be a list of at least one integer"),
         ('{"tokens": [1, "2"]}', r"t.jsonl:1: .tokens. must be a list"),
         ('{"tokens": [1, 128]}', r"t.jsonl:1: token 128 is outside the model's vocabulary of 128"),
