@@ -29,6 +29,8 @@ BAR_WIDTH = 20  # characters
 class ResumableOutput:
     """A JSONL file to which windows of rows are added, and beside it the number of input rows done.
 
+    A complete file of that name is kept until the first window is there to replace it.
+
     A context manager: what ends it before `finish` is followed by a line on what there is. A command that was
     killed continues behind the last whole window; process 0 writes. The file beside it
     (".NAME.progress") is removed at the end.
@@ -53,7 +55,7 @@ class ResumableOutput:
         if jax.process_index():
             return
         data = "".join(rows).encode()
-        with self.path.open("ab") as file:
+        with self.path.open("ab" if self.num_bytes else "wb") as file:
             file.write(data)
             sync_to_disk(file)
         self.num_bytes += len(data)
@@ -79,11 +81,10 @@ class ResumableOutput:
             self.progress.unlink(missing_ok=True)
 
     def _open(self, resume: bool) -> tuple[int, int]:
-        """Return (bytes, input rows) of a partial file, cut to whole windows; an empty file without one."""
+        """Return (bytes, input rows) of a partial file, cut to whole windows; (0, 0) without one."""
         state = self._read_progress() if resume else None
         if state is None:
             self.progress.unlink(missing_ok=True)
-            self.path.write_bytes(b"")
             return 0, 0
         before = state["settings"]
         changed = sorted(

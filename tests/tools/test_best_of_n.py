@@ -249,6 +249,20 @@ def test_a_killed_command_continues_behind_the_last_window(write, tmp_path, monk
     assert not (tmp_path / ".o.jsonl.progress").exists() and "not complete" not in capsys.readouterr().err
 
 
+def test_a_complete_file_is_kept_until_there_are_rows(tmp_path):
+    """A model that cannot be loaded, or a kill before the first window, loses no earlier output."""
+    out = tmp_path / "o.jsonl"
+    out.write_text("earlier\n")
+    with pytest.raises(KeyboardInterrupt), ResumableOutput(out, {}):
+        raise KeyboardInterrupt
+    assert out.read_text() == "earlier\n"
+    with ResumableOutput(out, {}) as output:
+        output.append(["new\n"], 1)
+        output.append(["rows\n"], 2)
+        output.finish()
+    assert out.read_text() == "new\nrows\n"
+
+
 def test_a_failed_verifier_leaves_the_response_without_a_reward(write, tmp_path):
     broken = "def reward(sample):\n    return 1.0 if sample.response != 'b' else float('nan')\n"
     data = write("d.jsonl", [{"prompt": "p", "responses": ["a", "b", "c"]}])
