@@ -45,7 +45,7 @@ class KeptPrograms(Programs):
 def make_programs(
     config: RolloutConfig, model: TransformerConfig, mesh: Mesh, strict: bool, routes: bool
 ) -> Programs:
-    """Return the programs of `rollout.cache`: "auto" without a kernel for pages is a ring that keeps turns."""
+    """Return the programs of `rollout.cache`: those of "auto", where it is a ring, keep turns."""
     paged = uses_pages(config, model, mesh, strict)
     shared = model, mesh, config.dtype, config.cache_dtype or config.dtype, config.chunk, strict
     keeps = config.cache == "auto" and not paged

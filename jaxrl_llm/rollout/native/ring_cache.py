@@ -35,6 +35,10 @@ class RingCacheManager:
     def kept_in(self, conversation: Hashable) -> None:
         """Return None: nothing is kept."""
 
+    def is_scarce(self, shard: int) -> bool:
+        """Return False: there are no pages."""
+        return False
+
     def num_kept(self, slot: int) -> int:
         """Return 0: nothing is kept."""
         return 0

@@ -8,8 +8,8 @@
 - **Prefix sharing.** A prompt is prefilled once for all its responses, and prompts are prefilled in batches.
   In the paged cache its pages are shared; in the ring cache every slot gets a copy.
 - **Conversations.** The pages of a turn are kept while the environment answers; the next turn prefills only
-  the observation, behind them. A response goes to a slot in the shard of its pages, and before those that
-  have none. The ring cache has pages for that alone (`kept.py`).
+  the observation, behind them. A response goes to a slot in the shard of its pages, and where these are
+  scarce before those that have none. The ring cache has pages for that alone (`kept.py`).
 - **Cache growth.** The ring cache is as long as the longest sequence is at the end of the chunk, the paged
   cache holds the pages that each sequence needs (`ring_cache.py`, `paged_cache.py`).
 - **Compiled shapes.** All sizes are rungs of short ladders (`shapes.py`), so programs are few and each is
@@ -154,10 +154,11 @@ class Scheduler:
                 array[slot] = value
 
     def _next_for(self, shard: int) -> PartialResponse:
-        """Return the waiting response to admit to the shard: one with pages there, then one without pages."""
+        """Return the waiting response to admit to the shard: not one whose pages another shard has, and where
+        pages are scarce one that has some."""
         if self.turns is None:
             return self.waiting[0]
-        order = {shard: 0, None: 1}
+        order = {shard: 0, None: 1 if self.cache.is_scarce(shard) else 0}
         return min(self.waiting, key=lambda response: order.get(self.cache.kept_in(response), 2))
 
     def _prefill(self) -> None:
