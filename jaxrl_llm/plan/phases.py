@@ -126,7 +126,8 @@ def _rollout(
     stale = [engine.transfer.versioned_weights(weights)] * rollout.max_staleness
     with_weights = base | {"rollout weights": [weights, stale, base.get("rollout weights")]}
     kept = calls["read_kept"].args[1] if "read_kept" in calls else None
-    full = with_weights | {"KV cache": [cache, prompts, kept]}
+    holding = lambda *caches: with_weights | {"KV cache": [*caches, prompts, kept]}
+    full = holding(cache)
     draws = algos.requirements(config.algo).draws
     samples = config.prompts_per_step * config.responses_per_prompt * draws
     rounds = math.ceil(samples / slots)
@@ -146,21 +147,18 @@ def _rollout(
     yield phase("publish", "publish", base, 1, on=sender)
     yield phase("prefill", "prefill", full, prefills)
     if "resize" in calls:
-        grown = with_weights | {"KV cache": [calls["resize"].args[0], prompts, kept]}
-        yield phase("resize", "resize", grown, 1)
+        yield phase("resize", "resize", holding(calls["resize"].args[0]), 1)
     if paged:
         yield phase("write_pages", "write", full, prefills)
         yield phase("copy_pages", "copy", full, rounds)
     else:
         yield phase("gather", "gather", full, rounds)
-        copied = with_weights | {"KV cache": [cache, prompts, calls["insert"].args[1], kept]}
-        yield phase("insert", "insert", copied, rounds)
+        yield phase("insert", "insert", holding(cache, calls["insert"].args[1]), rounds)
     if "extend" in calls:
         turns = math.ceil(samples * response / computed["extend"].tokens)
         yield phase("extend", "extend", full, turns)
-        if kept:
-            yield phase("read_kept", "read kept turns", full, turns)
-            yield phase("write_kept", "keep turns", full, turns)
+        for copy in ("read_kept", "write_kept") if kept else ():
+            yield phase(copy, copy.replace("_", " "), full, turns)
     yield phase("decode", "decode", full, rounds * response)
     if "decode_drafts" in calls:  # in place of steps of decode: their time is counted there
         yield phase("decode_drafts", "drafts", full, 0)
