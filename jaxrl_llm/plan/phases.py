@@ -156,9 +156,8 @@ def _rollout(
         yield phase("insert", "insert", holding(cache, calls["insert"].args[1]), rounds)
     if "extend" in calls:
         turns = math.ceil(samples * response / computed["extend"].tokens)
-        yield phase("extend", "extend", full, turns)
-        for copy in ("read_kept", "write_kept") if kept else ():
-            yield phase(copy, copy.replace("_", " "), full, turns)
+        for name in ("extend", *(("read_kept", "write_kept") if kept else ())):
+            yield phase(name, name.replace("_", " "), full, turns)
     yield phase("decode", "decode", full, rounds * response)
     if "decode_drafts" in calls:  # in place of steps of decode: their time is counted there
         yield phase("decode_drafts", "drafts", full, 0)
