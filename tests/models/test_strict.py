@@ -22,6 +22,7 @@ from jaxrl_llm.models.config import MLAConfig, MoEConfig
 from jaxrl_llm.rollout.checks import strict_problems
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.engine import Reply, Request
+from jaxrl_llm.rollout.native import kept as kept_turns
 from jaxrl_llm.rollout.native.engine import NativeEngine, RolloutConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.structs import Episode
@@ -183,10 +184,11 @@ def assert_same_responses(ours, others):
 
 @pytest.mark.slow
 @of_each_kind
-def test_kept_pages_hold_the_bits_that_reading_again_would_give(config, dtype):
+def test_kept_pages_hold_the_bits_that_reading_again_would_give(config, dtype, monkeypatch):
     """The ring reads every conversation again for each turn; all are what the trainer scores.
 
     On a CPU auto is a ring that keeps turns in pages."""
+    monkeypatch.setattr(kept_turns, "MIN_PREFILL_FLOPS", 0)
     (again, _), (kept, metrics), (from_ring, others) = (
         conversations(config, dtype, cache=cache, page=16) for cache in ("ring", "paged", "auto")
     )

@@ -82,7 +82,7 @@ def call_all(
             for longer in shapes.cache_lengths[i + 1 : i + 2]:
                 programs.resize(cache, _zeros(num_slots), length=longer)
             cache = decode(cache, num_slots)
-    if shapes.extend and programs.kept:
+    if shapes.extend and programs.kept and shapes.num_pages:
         _call_kept(programs, shapes, weights)
 
 
@@ -156,7 +156,7 @@ def largest_calls(
     if programs.page_size:
         inputs += (_zeros(max_slots, _columns(programs, shapes)),)
         calls |= _largest_extend(programs, shapes, weights, cache)
-    elif shapes.extend and programs.kept:
+    elif shapes.extend and programs.kept and shapes.num_pages:
         calls |= _kept_calls(programs.kept, shapes, weights, cache)
     with_drafts = [count for count in shapes.slot_counts if shapes.has_drafts(count)]
     if with_drafts:

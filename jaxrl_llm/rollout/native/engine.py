@@ -23,7 +23,7 @@ from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Request, eos_ids
 from jaxrl_llm.rollout.native.compile import CompiledCalls, call_all, largest_calls
 from jaxrl_llm.rollout.native.conversations import TurnQueue
 from jaxrl_llm.rollout.native.drafts import DraftMemory
-from jaxrl_llm.rollout.native.kept import make_programs
+from jaxrl_llm.rollout.native.kept import kept_programs, make_programs
 from jaxrl_llm.rollout.native.paged_cache import (
     check_pages,
     pages_in_free_memory,
@@ -241,15 +241,16 @@ class NativeEngine:
         self._limits = max_prompt, max_response, turns
         lengths, drafts = (max_prompt, max_response), (config.draft_tokens, config.draft_slots)
         shapes = make_shapes(*lengths, config.slots, num_shards, config.prefill_tokens, turns, *drafts)
-        ring = not self.programs.page_size
-        paged = self.programs.kept if ring and turns else self.programs
-        if not (paged and paged.page_size):
+        paged = self.programs if self.programs.page_size else None
+        if paged is None and turns:
+            paged = kept_programs(self.programs, max_prompt + max_response)
+        if paged is None:
             return shapes
         required = pages_required(shapes, num_shards, paged.page_size)
         if self._pages is None or not config.max_staleness:  # later the free memory depends on the time
             reserved = config.max_staleness * self.transfer.bytes_of_version()  # of versions still in use
             reserved += 0 if self._published else self._resident + rollout_weight_bytes(self.programs)
-            reserved += ring_bytes(self.programs, shapes) if ring else 0
+            reserved += 0 if paged is self.programs else ring_bytes(self.programs, shapes)
             self._pages = config.pages or self.share(pages_in_free_memory(paged, reserved))
         return dataclasses.replace(shapes, num_pages=NULL_PAGE + 1 + min(required, self._pages or required))
 

@@ -4,7 +4,7 @@ A turn that has ended leaves the ring: its tokens are copied into pages. The nex
 them, behind them, and then all are copied into the ring, from which they are decoded. So each token is read
 once, as with the paged cache, and decoded as fast as with the ring: without a kernel, every step of decoding
 from pages gathers them all. Pages hold nothing else. Where they are too few, the least recently used
-conversations are dropped, and prefilled from their start.
+conversations are dropped, and prefilled from their start. So are all where that takes next to no time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.models import TransformerConfig, ring_pages
+from jaxrl_llm.models import TransformerConfig, flops, ring_pages
 from jaxrl_llm.models.decode import RingCache
 from jaxrl_llm.models.paged import PagedCache
 from jaxrl_llm.rollout.config import RolloutConfig
@@ -23,6 +23,10 @@ from jaxrl_llm.rollout.native.paged_cache import KeptPages, PagedCacheManager, S
 from jaxrl_llm.rollout.native.programs import ChunkOutput, PrefillBatch, Programs, SlotState
 from jaxrl_llm.rollout.native.ring_cache import RingCacheManager
 from jaxrl_llm.rollout.native.shapes import ProgramShapes, pages_for
+
+MIN_PREFILL_FLOPS = 2**28
+"""FLOPs of the prefill of the longest conversation, below which its turns are not kept: on a CPU core some ten
+milliseconds, in which a few copies and small batches of observations take longer than to prefill again."""
 
 
 class KeptPrograms(Programs):
@@ -51,6 +55,12 @@ def make_programs(
     keeps = config.cache == "auto" and not paged
     kept = KeptPrograms(*shared, config.page, routes) if keeps else None
     return Programs(*shared, config.page if paged else 0, routes, kept)
+
+
+def kept_programs(programs: Programs, max_tokens: int) -> Programs | None:
+    """Return the programs that keep turns of conversations of at most so many tokens; None = nothing is kept."""
+    work = flops.forward_flops(programs.config, max_tokens, max_tokens / 2)
+    return programs.kept if work >= MIN_PREFILL_FLOPS else None
 
 
 class KeptTurnsManager(PagedCacheManager):

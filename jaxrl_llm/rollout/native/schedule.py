@@ -78,7 +78,7 @@ class Scheduler:
         self.slots = empty_slots(num_slots, responses[0].key if responses else np.zeros(2, np.uint32))
         if programs.page_size:
             self.cache = PagedCacheManager(programs, num_slots, shapes.num_pages, shapes.cache_lengths)
-        elif turns and programs.kept:
+        elif turns and programs.kept and shapes.num_pages:
             self.cache = KeptTurnsManager(programs, shapes)
         else:
             self.cache = RingCacheManager(programs, shapes)

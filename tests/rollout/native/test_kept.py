@@ -3,15 +3,24 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from small_engine import MODEL, assert_same, engine, params
+import pytest
+from small_engine import MODEL, assert_same, engine, new_engine, params
 from test_paged_cache import Late, talk, talked
 from test_schedule import FakePrograms
 
 from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig
+from jaxrl_llm.rollout.native import kept
 from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.rollout.native.kept import KeptTurnsManager
 from jaxrl_llm.rollout.native.shapes import ProgramShapes
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+
+
+@pytest.fixture(autouse=True)
+def keep_all(monkeypatch):
+    """However short the conversations."""
+    monkeypatch.setattr(kept, "MIN_PREFILL_FLOPS", 0)
+
 
 KEPT = {"page": 8, "slots": 15, "chunk": 5}
 """A slot and pages for every conversation; auto, which on a CPU is the ring."""
@@ -47,6 +56,16 @@ def test_eight_devices_keep_turns_and_compile_nothing_after_warm_up():
     assert_same(talk(sharded), talked()[0], atol=3e-5)
     assert sharded.metrics["rollout/reused_tokens"] > 0
     assert sharded.compile_count() == before
+
+
+def test_conversations_that_are_prefilled_in_no_time_are_not_kept(monkeypatch):
+    """A token multiplies 2 x 7,680 weights; 96 of them attend to 48 keys of 4 heads of 8, in two layers."""
+    short, long = new_engine(**KEPT), new_engine(**KEPT)
+    work = 96 * (2 * 2 * 7_680 + 2 * 4 * 48 * 4 * 8)
+    monkeypatch.setattr(kept, "MIN_PREFILL_FLOPS", work)
+    assert long._make_shapes(48, 48, True).num_pages > 0
+    monkeypatch.setattr(kept, "MIN_PREFILL_FLOPS", work + 1)
+    assert short._make_shapes(48, 48, True).num_pages == 0
 
 
 def test_planned_programs_keep_turns():
