@@ -25,8 +25,8 @@ from jaxrl_llm.rollout.native.ring_cache import RingCacheManager
 from jaxrl_llm.rollout.native.shapes import ProgramShapes, pages_for
 
 MIN_PREFILL_FLOPS = 2**28
-"""FLOPs of the prefill of the longest conversation, below which its turns are not kept: on a CPU core some ten
-milliseconds, in which a few copies and small batches of observations take longer than to prefill again."""
+"""FLOPs of the prefill of the longest conversation below which turns are not kept: some ten milliseconds of a
+CPU core. Copies and small batches of observations then take longer than to prefill again."""
 
 
 class KeptPrograms(Programs):
@@ -58,7 +58,7 @@ def make_programs(
 
 
 def kept_programs(programs: Programs, max_tokens: int) -> Programs | None:
-    """Return the programs that keep turns of conversations of at most so many tokens; None = nothing is kept."""
+    """Return the programs that keep turns of conversations of at most so many tokens; None = none are kept."""
     work = flops.forward_flops(programs.config, max_tokens, max_tokens / 2)
     return programs.kept if work >= MIN_PREFILL_FLOPS else None
 
