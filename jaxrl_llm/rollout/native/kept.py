@@ -58,7 +58,7 @@ def make_programs(
 
 
 def kept_programs(programs: Programs, max_tokens: int) -> Programs | None:
-    """Return the programs that keep turns of conversations of at most so many tokens; None = none are kept."""
+    """Return the programs that keep turns of at most so many tokens; None = the ring alone is faster."""
     work = flops.forward_flops(programs.config, max_tokens, max_tokens / 2)
     return programs.kept if work >= MIN_PREFILL_FLOPS else None
 
