@@ -3,8 +3,8 @@
     python benchmarks/turns.py --output benchmarks/results/turns.json      # minutes on a CPU
 
 Models with random weights talk to an environment that answers each turn at once, with observations of fixed
-length. A turn ends at one of several stop tokens, so its length is random, and the same in both caches: they
-have the same keys, and generate the same text. The two alternate. All repetitions are the same, so that only
+length. A turn ends at one of several stop tokens, so its length is random, and the same in all caches: they
+have the same keys, and generate the same text. The three alternate. All repetitions are the same, so that only
 the first, which is left out, compiles. Reported are medians of wall and CPU seconds of a rollout and of the
 paired ratios, and the tokens that were prefilled.
 """
