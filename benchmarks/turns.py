@@ -4,9 +4,9 @@
 
 Models with random weights talk to an environment that answers each turn at once, with observations of fixed
 length. A turn ends at one of several stop tokens, so its length is random, and the same in all caches: they
-have the same keys, and generate the same text. The three alternate. All repetitions are the same, so that only
-the first, which is left out, compiles. Reported are medians of wall and CPU seconds of a rollout and of the
-paired ratios, and the tokens that were prefilled.
+have the same keys, and generate the same text. The three alternate. All repetitions are the same, so that
+only the first, which is left out, compiles. Reported are medians of wall and CPU seconds of a rollout and of
+the paired ratios to the ring, and the tokens that were prefilled.
 """
 
 from __future__ import annotations
