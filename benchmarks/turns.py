@@ -1,12 +1,12 @@
-"""Rollout of conversations with kept pages (`--rollout.cache paged`), against the ring cache.
+"""Rollout of conversations whose turns are kept (`--rollout.cache auto` and `paged`), against the ring cache.
 
     python benchmarks/turns.py --output benchmarks/results/turns.json      # minutes on a CPU
 
 Models with random weights talk to an environment that answers each turn at once, with observations of fixed
-length. A turn ends at one of several stop tokens, so its length is random, and the same in both caches: they
-have the same keys, and generate the same text. The two alternate. All repetitions are the same, so that only
-the first, which is left out, compiles. Reported are medians of wall and CPU seconds of a rollout and of the
-paired ratios, and the tokens that were prefilled.
+length. A turn ends at one of several stop tokens, so its length is random, and the same in all caches: they
+have the same keys, and generate the same text. The three alternate. All repetitions are the same, so that
+only the first, which is left out, compiles. Reported are medians of wall and CPU seconds of a rollout and of
+the paired ratios to the ring, and the tokens that were prefilled.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from jaxrl_llm.rollout.native.engine import NativeEngine
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.structs import Episode
 
-CACHES = ("ring", "paged")
+CACHES = ("ring", "auto", "paged")
 COUNTS = ("tokens", "prefill_tokens", "reused_tokens")
 TINY = TransformerConfig(
     vocab_size=128, hidden_size=64, mlp_size=256, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
@@ -88,7 +88,7 @@ class Observations:
 
 
 def measure_turns(case: TurnsCase, repetitions: int) -> dict[str, Any]:
-    """Return seconds and prefilled tokens of both caches, and speedups over the ring."""
+    """Return seconds and prefilled tokens of each cache, and speedups over the ring."""
     mesh, params = make_mesh(MeshConfig(), jax.devices()[:1]), models.init(case.model, jax.random.key(0))
     engines = {}
     for cache in CACHES:
@@ -109,12 +109,16 @@ def measure_turns(case: TurnsCase, repetitions: int) -> dict[str, Any]:
             row = {f"{name}_seconds": value for name, value in seconds.items()}
             texts[cache] = [t.response_ids.tolist() for t in responses]
             runs[cache].append(row | {name: engine.metrics[f"rollout/{name}"] for name in COUNTS})
-        same += map(list.__eq__, *texts.values())
+        same += [
+            all(text == texts["ring"][i] for text in column)
+            for i, column in enumerate(zip(*texts.values(), strict=True))
+        ]
     measured = {cache: rows[1:] for cache, rows in runs.items()}  # the first repetition compiles
     report: dict[str, Any] = {cache: medians(rows) for cache, rows in measured.items()}
-    for name in ("wall", "cpu"):
-        speedups = paired_ratios(measured["ring"], measured["paged"], f"{name}_seconds")
-        report[f"{name}_speedup"], report[f"{name}_speedups"] = statistics.median(speedups), speedups
+    for cache in CACHES[1:]:
+        for name in ("wall", "cpu"):
+            speedups = paired_ratios(measured["ring"], measured[cache], f"{name}_seconds")
+            report[cache] |= {f"{name}_speedup": statistics.median(speedups), f"{name}_speedups": speedups}
     return report | {"slots": case.slots, "same_text": statistics.mean(same)}
 
 

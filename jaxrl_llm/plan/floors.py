@@ -133,7 +133,8 @@ def rollout_floors(
     if "resize" in calls:
         floors["resize"] = ProgramWork(memory=size(calls["resize"].args[0]) + size(cache))
     inserted = ProgramWork(memory=2.0 * size(calls["insert"].args[1]))
-    return floors | {"gather": inserted, "insert": inserted}
+    copied = dict.fromkeys(calls.keys() & {"read_kept", "write_kept"}, ProgramWork(memory=2.0 * size(cache)))
+    return floors | copied | {"gather": inserted, "insert": inserted}
 
 
 def kernel_flops(

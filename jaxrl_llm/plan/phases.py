@@ -125,7 +125,9 @@ def _rollout(
     base = base | ({"rollout weights": params} if rollout.weight_noise else {})
     stale = [engine.transfer.versioned_weights(weights)] * rollout.max_staleness
     with_weights = base | {"rollout weights": [weights, stale, base.get("rollout weights")]}
-    full = with_weights | {"KV cache": [cache, prompts]}
+    kept = calls["read_kept"].args[1] if "read_kept" in calls else None
+    holding = lambda *caches: with_weights | {"KV cache": [*caches, prompts, kept]}
+    full = holding(cache)
     draws = algos.requirements(config.algo).draws
     samples = config.prompts_per_step * config.responses_per_prompt * draws
     rounds = math.ceil(samples / slots)
@@ -145,16 +147,17 @@ def _rollout(
     yield phase("publish", "publish", base, 1, on=sender)
     yield phase("prefill", "prefill", full, prefills)
     if "resize" in calls:
-        yield phase("resize", "resize", with_weights | {"KV cache": [calls["resize"].args[0], prompts]}, 1)
+        yield phase("resize", "resize", holding(calls["resize"].args[0]), 1)
     if paged:
         yield phase("write_pages", "write", full, prefills)
         yield phase("copy_pages", "copy", full, rounds)
-        if "extend" in calls:
-            yield phase("extend", "extend", full, math.ceil(samples * response / computed["extend"].tokens))
     else:
         yield phase("gather", "gather", full, rounds)
-        copied = with_weights | {"KV cache": [cache, prompts, calls["insert"].args[1]]}
-        yield phase("insert", "insert", copied, rounds)
+        yield phase("insert", "insert", holding(cache, calls["insert"].args[1]), rounds)
+    if "extend" in calls:
+        turns = math.ceil(samples * response / computed["extend"].tokens)
+        for name in ("extend", *(("read_kept", "write_kept") if kept else ())):
+            yield phase(name, name.replace("_", " "), full, turns)
     yield phase("decode", "decode", full, rounds * response)
     if "decode_drafts" in calls:  # in place of steps of decode: their time is counted there
         yield phase("decode_drafts", "drafts", full, 0)

@@ -22,6 +22,7 @@ from jaxrl_llm.models.config import MLAConfig, MoEConfig
 from jaxrl_llm.rollout.checks import strict_problems
 from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.engine import Reply, Request
+from jaxrl_llm.rollout.native import kept as kept_turns
 from jaxrl_llm.rollout.native.engine import NativeEngine, RolloutConfig
 from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
 from jaxrl_llm.structs import Episode
@@ -188,11 +189,16 @@ def assert_same_responses(ours, others):
 
 @pytest.mark.slow
 @of_each_kind
-def test_kept_pages_hold_the_bits_that_reading_again_would_give(config, dtype):
-    """The ring reads every conversation again for each turn; both are what the trainer scores."""
-    (again, _), (kept, metrics) = (
-        conversations(config, dtype, cache=cache, page=16) for cache in ("ring", "paged")
+def test_kept_pages_hold_the_bits_that_reading_again_would_give(config, dtype, monkeypatch):
+    """The ring reads every conversation again for each turn; all are what the trainer scores.
+
+    On a CPU auto is a ring that keeps turns in pages."""
+    monkeypatch.setattr(kept_turns, "MIN_PREFILL_FLOPS", 0)
+    (again, _), (kept, metrics), (from_ring, others) = (
+        conversations(config, dtype, cache=cache, page=16) for cache in ("ring", "paged", "auto")
     )
+    assert_same_responses(from_ring, again)
+    assert others["rollout/prefill_tokens"] == metrics["rollout/prefill_tokens"]
     assert metrics["rollout/reused_tokens"] > 0 and any((t.mask == 0).sum() == 40 for t in kept)
     assert_same_responses(kept, again)
     assert all((t.routes is None) == (config.moe is None) for t in kept)

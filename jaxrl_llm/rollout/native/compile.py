@@ -12,6 +12,7 @@ import numpy as np
 from jaxrl_llm.models.decode import DecodeWeights, RingCache
 from jaxrl_llm.models.paged import PagedCache
 from jaxrl_llm.rollout.config import SamplingConfig
+from jaxrl_llm.rollout.native.kept import max_copies
 from jaxrl_llm.rollout.native.programs import Programs, empty_slots, make_stop_conditions
 from jaxrl_llm.rollout.native.sampling import is_filtered, make_params
 from jaxrl_llm.rollout.native.shapes import ProgramShapes, pages_for, round_up
@@ -28,6 +29,8 @@ class CompiledCalls:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._programs, name)
+        if isinstance(value, Programs):
+            return CompiledCalls(value, self._compiler)
         return partial(self._compiler.start, value) if isinstance(value, jax.stages.Wrapped) else value
 
 
@@ -79,6 +82,29 @@ def call_all(
             for longer in shapes.cache_lengths[i + 1 : i + 2]:
                 programs.resize(cache, _zeros(num_slots), length=longer)
             cache = decode(cache, num_slots)
+    if shapes.extend and programs.kept and shapes.num_pages:
+        _call_kept(programs, shapes, weights)
+
+
+def _call_kept(programs: Programs | CompiledCalls, shapes: ProgramShapes, weights: DecodeWeights) -> None:
+    kept, max_slots = programs.kept, shapes.slot_counts[-1]
+    pages = kept.empty_cache(kept.num_shards * shapes.num_pages, kept.page_size)
+    pages = _call_extend(kept, shapes, weights, pages)
+    for length in shapes.cache_lengths:
+        ring = programs.empty_cache(max_slots, length)
+        slots = _zeros(max_slots, pages_for(length, kept.page_size)), _zeros(max_slots)
+        ring = kept.read(ring, pages, *slots, np.zeros(max_slots, bool))
+        pages = kept.write(ring, pages, np.int32(0), *_no_copies(kept, shapes))
+
+
+def _call_extend(
+    programs: Programs | CompiledCalls, shapes: ProgramShapes, weights: DecodeWeights, cache
+) -> PagedCache:
+    for width, counts in shapes.extend:
+        for count in counts:
+            rows = _zeros(count, width), _zeros(count), _zeros(count)
+            cache, _ = programs.extend(weights, cache, _zeros(count, _columns(programs, shapes)), *rows)
+    return cache
 
 
 def _call_paged(
@@ -91,10 +117,7 @@ def _call_paged(
             prompts, _ = programs.prefill(weights, _zeros(count, width), lengths)
             tables = _zeros(programs.num_shards * count, pages_for(width, programs.page_size))
             cache = programs.write_pages(cache, prompts, lengths, tables)
-    for width, counts in shapes.extend:
-        for count in counts:
-            rows = _zeros(count, width), _zeros(count), _zeros(count)
-            cache, _ = programs.extend(weights, cache, _zeros(count, _columns(programs, shapes)), *rows)
+    cache = _call_extend(programs, shapes, weights, cache)
     max_slots = shapes.slot_counts[-1]
     cache = programs.copy_pages(cache, _zeros(max_slots), _zeros(max_slots))
     for columns in {pages_for(length, programs.page_size) for length in shapes.cache_lengths}:
@@ -132,11 +155,9 @@ def largest_calls(
     inputs, static = (state, uniform, *settings), {"filtered": is_filtered(sampling)}
     if programs.page_size:
         inputs += (_zeros(max_slots, _columns(programs, shapes)),)
-    if shapes.extend and programs.page_size:
-        width, (*_, rows) = shapes.extend[-1]
-        table = _zeros(rows, _columns(programs, shapes))
-        args = weights, cache, table, _zeros(rows, width), _zeros(rows), _zeros(rows)
-        calls["extend"] = Program(programs.extend, args, {})
+        calls |= _largest_extend(programs, shapes, weights, cache)
+    elif shapes.extend and programs.kept and shapes.num_pages:
+        calls |= _kept_calls(programs.kept, shapes, weights, cache)
     with_drafts = [count for count in shapes.slot_counts if shapes.has_drafts(count)]
     if with_drafts:
         args = _draft_inputs(programs, shapes, with_drafts[-1], settings)
@@ -148,6 +169,37 @@ def largest_calls(
         **calls,
         "decode": Program(programs.decode, (weights, cache, *inputs), static),
     }
+
+
+def _largest_extend(
+    programs: Programs, shapes: ProgramShapes, weights: DecodeWeights, pages: PagedCache
+) -> dict[str, Program]:
+    """Return the largest prefill behind kept pages; nothing where there are no conversations."""
+    if not shapes.extend:
+        return {}
+    width, (*_, rows) = shapes.extend[-1]
+    table = _zeros(rows, _columns(programs, shapes))
+    args = weights, pages, table, _zeros(rows, width), _zeros(rows), _zeros(rows)
+    return {"extend": Program(programs.extend, args, {})}
+
+
+def _kept_calls(
+    kept: Programs, shapes: ProgramShapes, weights: DecodeWeights, ring: RingCache
+) -> dict[str, Program]:
+    """Return the programs of conversations that are kept beside the ring."""
+    make = partial(kept.empty_cache, kept.num_shards * shapes.num_pages, kept.page_size)
+    pages, slots = with_shardings(jax.eval_shape(make), kept.shardings["cache"]), shapes.slot_counts[-1]
+    table = _zeros(slots, _columns(kept, shapes))
+    return _largest_extend(kept, shapes, weights, pages) | {
+        "read_kept": Program(kept.read, (ring, pages, table, _zeros(slots), np.zeros(slots, bool)), {}),
+        "write_kept": Program(kept.write, (ring, pages, np.int32(0), *_no_copies(kept, shapes)), {}),
+    }
+
+
+def _no_copies(kept: Programs | CompiledCalls, shapes: ProgramShapes) -> tuple[np.ndarray, np.ndarray]:
+    """Return the copies of `KeptPrograms.write`, of no turn."""
+    rows = max_copies(shapes.slot_counts[-1], shapes.cache_lengths, kept.page_size)
+    return _zeros(rows, 3), _zeros(kept.num_shards)
 
 
 def _ring_calls(

@@ -23,14 +23,14 @@ from jaxrl_llm.rollout.engine import Dialogue, PartialResponse, Request, eos_ids
 from jaxrl_llm.rollout.native.compile import CompiledCalls, call_all, largest_calls
 from jaxrl_llm.rollout.native.conversations import TurnQueue
 from jaxrl_llm.rollout.native.drafts import DraftMemory
+from jaxrl_llm.rollout.native.kept import kept_programs, make_programs
 from jaxrl_llm.rollout.native.paged_cache import (
     check_pages,
     pages_in_free_memory,
     pages_required,
     rollout_weight_bytes,
-    uses_pages,
 )
-from jaxrl_llm.rollout.native.programs import Programs
+from jaxrl_llm.rollout.native.ring_cache import ring_bytes
 from jaxrl_llm.rollout.native.schedule import Scheduler
 from jaxrl_llm.rollout.native.shapes import MIN_LENGTH, ProgramShapes, bucket, make_shapes
 from jaxrl_llm.rollout.native.transfer import WeightTransfer
@@ -79,10 +79,7 @@ class NativeEngine:
             raise ConfigError(f"rollout.{field} {problem}")
         self.config, self.model, self.mesh, self.tokenizer, self.share = config, model, mesh, tokenizer, share
         self.eos_ids = eos_ids_of(tokenizer, eos_ids)
-        cache_dtype = config.cache_dtype or config.dtype
-        page_size = config.page if uses_pages(config, model, mesh, strict) else 0
-        types = config.dtype, cache_dtype
-        self.programs = Programs(model, mesh, *types, config.chunk, strict, page_size, routes)
+        self.programs = make_programs(config, model, mesh, strict, routes)
         self.metrics: Metrics = {}
         self.memory = DraftMemory()
         self.transfer = WeightTransfer(self.programs)
@@ -236,20 +233,25 @@ class NativeEngine:
 
     def compile_count(self) -> int:
         """Return the number of programs compiled so far; it is constant after `warm_up`."""
-        return self.programs.compile_count
+        programs = self.programs
+        return programs.compile_count + (programs.kept.compile_count if programs.kept else 0)
 
     def _make_shapes(self, max_prompt: int, max_response: int, turns: bool) -> ProgramShapes:
         num_shards, config = self.programs.num_shards, self.config
         self._limits = max_prompt, max_response, turns
         lengths, drafts = (max_prompt, max_response), (config.draft_tokens, config.draft_slots)
         shapes = make_shapes(*lengths, config.slots, num_shards, config.prefill_tokens, turns, *drafts)
-        if not self.programs.page_size:
+        paged = self.programs if self.programs.page_size else None
+        if paged is None and turns:
+            paged = kept_programs(self.programs, max_prompt + max_response)
+        if paged is None:
             return shapes
-        required = pages_required(shapes, num_shards, self.programs.page_size)
+        required = pages_required(shapes, num_shards, paged.page_size)
         if self._pages is None or not config.max_staleness:  # later the free memory depends on the time
             reserved = config.max_staleness * self.transfer.bytes_of_version()  # of versions still in use
             reserved += 0 if self._published else self._resident + rollout_weight_bytes(self.programs)
-            self._pages = config.pages or self.share(pages_in_free_memory(self.programs, reserved))
+            reserved += 0 if paged is self.programs else ring_bytes(self.programs, shapes)
+            self._pages = config.pages or self.share(pages_in_free_memory(paged, reserved))
         return dataclasses.replace(shapes, num_pages=NULL_PAGE + 1 + min(required, self._pages or required))
 
     def _fit_shapes(self, requests: list[Request], turns: bool) -> None:

@@ -164,6 +164,11 @@ class PagedCacheManager:
         """Return the shard that keeps pages of the conversation; None = there are none."""
         return next((shard for shard, kept in enumerate(self.kept) if conversation in kept), None)
 
+    def is_scarce(self, shard: int) -> bool:
+        """Return whether fewer than half of the shard's pages are free: kept ones are then used first."""
+        pool = self.pools[shard]
+        return 2 * len(pool.free_pages) < len(pool.ref_counts)
+
     def num_kept(self, slot: int) -> int:
         """Return the tokens in the slot's pages when its turn began; 0 = it began with a prompt."""
         return self.slots[slot].num_kept

@@ -84,6 +84,7 @@ class Programs:
         chunk: tokens that one call of `decode` generates at most.
         page_size: tokens of a page of the paged cache; 0 = the ring cache.
         routes: prefill and decoding return routes (`models.moe.route_spec`).
+        kept: programs of the pages that hold conversations between turns (`kept.py`); None = nothing is kept.
     """
 
     def __init__(
@@ -96,9 +97,10 @@ class Programs:
         strict: bool = False,
         page_size: int = 0,
         routes: bool = False,
+        kept: Programs | None = None,
     ):
         self.config, self.mesh, self.chunk = config, mesh, chunk
-        self.strict, self.page_size = strict, page_size
+        self.strict, self.page_size, self.kept = strict, page_size, kept
         self.route = route_spec(config) if routes else None
         self.dtype, self.cache_dtype = jnp.dtype(dtype), jnp.dtype(cache_dtype)
         per_shard = sharding_for(mesh, ("batch",), (mesh.size,), ROLLOUT).shard_shape((mesh.size,))[0]
@@ -108,12 +110,12 @@ class Programs:
         # Every result has an explicit sharding, so that one program's output is the next one's input on
         # every path: a cache of another sharding would be another program.
         shapes = jax.eval_shape(lambda: self._init_ring(self.num_shards, 1))
-        cache = RingCache(*self._kv_shardings(shapes, "batch"), replicated)
+        ring = RingCache(*self._kv_shardings(shapes, "batch"), replicated)
+        cache = self.page_shardings() if page_size else ring
         weights = decode.decode_shardings(config, mesh, ROLLOUT)
         prompts = self._kv_shardings(shapes, None)
-        if page_size:
-            cache = self.page_shardings()
         self.shardings = {"weights": weights, "cache": cache, "prompts": prompts, "replicated": replicated}
+        self.shardings["ring"] = ring
         self.publish = jax.jit(self._publish, out_shardings=weights)
         self.empty_cache = jax.jit(self._empty_cache, static_argnums=(0, 1), out_shardings=cache)
         self.write_pages = jax.jit(self._write_pages, donate_argnums=0, out_shardings=cache)

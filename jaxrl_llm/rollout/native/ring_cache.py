@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+import jax
 import numpy as np
 
+from jaxrl_llm.models.decode import init_ring_cache
 from jaxrl_llm.rollout.native.programs import ChunkOutput, PrefillBatch, Programs, SlotState
 from jaxrl_llm.rollout.native.shapes import ProgramShapes, round_up
+from jaxrl_llm.sharding.rules import bytes_per_device, with_shardings
 
 
 class RingCacheManager:
@@ -31,6 +34,10 @@ class RingCacheManager:
 
     def kept_in(self, conversation: Hashable) -> None:
         """Return None: nothing is kept."""
+
+    def is_scarce(self, shard: int) -> bool:
+        """Return False: there are no pages."""
+        return False
 
     def num_kept(self, slot: int) -> int:
         """Return 0: nothing is kept."""
@@ -72,3 +79,13 @@ class RingCacheManager:
     def _resize(self, old_slots: np.ndarray, length: int) -> None:
         per_shard = self.cache.k[0].shape[-4] // self.programs.num_shards
         self.cache = self.programs.resize(self.cache, (old_slots % per_shard).astype(np.int32), length=length)
+
+
+def ring_bytes(programs: Programs, shapes: ProgramShapes) -> int:
+    """Return the memory on one device of the longest ring and the one that it grows from."""
+    sizes = []
+    for length in shapes.cache_lengths[-2:]:
+        sizes_of = programs.config, shapes.slot_counts[-1], length, programs.cache_dtype, programs.strict
+        ring = jax.eval_shape(lambda of=sizes_of: init_ring_cache(*of))
+        sizes.append(bytes_per_device(with_shardings(ring, programs.shardings["ring"])))
+    return sum(sizes)

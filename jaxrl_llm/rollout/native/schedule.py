@@ -7,9 +7,9 @@
   responses do not pay for the many that have finished.
 - **Prefix sharing.** A prompt is prefilled once for all its responses, and prompts are prefilled in batches.
   In the paged cache its pages are shared; in the ring cache every slot gets a copy.
-- **Conversations.** The paged cache keeps the pages of a turn while the environment answers; the next turn
-  prefills only the observation, behind them. A response goes to a slot in the shard of its pages, and before
-  those that have none.
+- **Conversations.** The pages of a turn are kept while the environment answers; the next turn prefills only
+  the observation, behind them. A response goes to a slot in the shard of its pages, and where these are
+  scarce before those that have none. The ring cache has pages for that alone (`kept.py`).
 - **Cache growth.** The ring cache is as long as the longest sequence is at the end of the chunk, the paged
   cache holds the pages that each sequence needs (`ring_cache.py`, `paged_cache.py`).
 - **Compiled shapes.** All sizes are rungs of short ladders (`shapes.py`), so programs are few and each is
@@ -31,6 +31,7 @@ from jaxrl_llm.rollout.config import SamplingConfig
 from jaxrl_llm.rollout.engine import PartialResponse
 from jaxrl_llm.rollout.native.conversations import TurnQueue
 from jaxrl_llm.rollout.native.drafts import DraftMemory, DraftTexts
+from jaxrl_llm.rollout.native.kept import KeptTurnsManager
 from jaxrl_llm.rollout.native.paged_cache import PagedCacheManager
 from jaxrl_llm.rollout.native.programs import (
     ChunkOutput,
@@ -77,6 +78,8 @@ class Scheduler:
         self.slots = empty_slots(num_slots, responses[0].key if responses else np.zeros(2, np.uint32))
         if programs.page_size:
             self.cache = PagedCacheManager(programs, num_slots, shapes.num_pages, shapes.cache_lengths)
+        elif turns and programs.kept and shapes.num_pages:
+            self.cache = KeptTurnsManager(programs, shapes)
         else:
             self.cache = RingCacheManager(programs, shapes)
         self.prefilled = PrefillBatch(None, {}, np.zeros(0, np.int32))
@@ -151,10 +154,11 @@ class Scheduler:
                 array[slot] = value
 
     def _next_for(self, shard: int) -> PartialResponse:
-        """Return the waiting response to admit to the shard: one with pages there, then one without pages."""
+        """Return the waiting response to admit to the shard: not one whose pages another shard has, and where
+        pages are scarce one that has some."""
         if self.turns is None:
             return self.waiting[0]
-        order = {shard: 0, None: 1}
+        order = {shard: 0, None: 1 if self.cache.is_scarce(shard) else 0}
         return min(self.waiting, key=lambda response: order.get(self.cache.kept_in(response), 2))
 
     def _prefill(self) -> None:

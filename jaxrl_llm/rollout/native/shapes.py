@@ -78,16 +78,16 @@ def make_shapes(
         counts.add(with_drafts)
     longest = max_prompt + max_response * turns
     lengths = ladder(longest - 1, MIN_LENGTH, 2 if turns else 4)  # decode reads the last prompt token
-    row_ladders = lambda lengths: tuple((n, row_counts(prefill_tokens // n)) for n in lengths)
     multiples = lambda counts: tuple(sorted({-(-n // num_shards) * num_shards for n in counts}))
-    observations = row_ladders(ladder(longest - 1, MIN_LENGTH, 1.5)) if turns else ()
+    widths = (MIN_LENGTH // 2, *ladder(longest - 1, MIN_LENGTH, 1.5)) if turns else ()
+    rows = lambda width: min(prefill_tokens // width, per_shard * num_shards)  # of different conversations
     return ProgramShapes(
         max_prompt,
         max_response,
         tuple(n * num_shards for n in sorted(counts)),
         ladder(max_prompt + max_response, 2 * MIN_LENGTH, 1.5)[-5:],
-        row_ladders(lengths),
-        tuple((length, multiples(counts)) for length, counts in observations),
+        tuple((length, row_counts(prefill_tokens // length)) for length in lengths),
+        tuple((width, multiples(row_counts(rows(width)))) for width in widths),
         draft_tokens=draft_tokens,
         draft_slots=with_drafts * num_shards,
     )

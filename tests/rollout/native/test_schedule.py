@@ -37,14 +37,18 @@ class FakePrograms:
 
     route = np.zeros((1, 1), np.uint8)
 
-    def __init__(self, num_shards=1, chunk=8, page_size=0):
+    def __init__(self, num_shards=1, chunk=8, page_size=0, kept_page_size=0):
         self.num_shards, self.chunk, self.page_size = num_shards, chunk, page_size
+        self.kept = FakePrograms(num_shards, chunk, kept_page_size) if kept_page_size else None
         self.rng, self.calls, self.prefilled = np.random.default_rng(0), Counter(), []
         self.extended = []  # (position, tokens)
 
     def count(self, name, *args, **static):
         shapes = [(np.shape(x), np.asarray(x).dtype.name) for x in jax.tree.leaves(args)]
         self.calls[str((name, shapes, static))] += 1
+
+    def all_calls(self):
+        return set(self.calls) | {f"kept {call}" for call in (self.kept.calls if self.kept else ())}
 
     def empty_cache(self, count, length):
         self.count("empty_cache", count=count, length=length)
@@ -83,6 +87,17 @@ class FakePrograms:
         rows = zip(starts, tokens, lengths, strict=True)
         self.extended += [(int(start), row[:n].tolist()) for start, row, n in rows if n]
         return cache, tokens[..., None, None].astype(np.uint8)
+
+    def read(self, ring, pages, table, lengths, chosen):
+        """All tokens of a turn that begins are in its pages."""
+        self.count("read", ring, pages, table, lengths, chosen)
+        for row, n in zip(table[chosen], lengths[chosen], strict=True):
+            assert (row[: -(-n // self.page_size)] > 0).all()
+        return ring
+
+    def write(self, ring, pages, start, copies, counts):
+        self.count("write", ring, pages, start, copies, counts)
+        return pages
 
     def copy_pages(self, cache, sources, targets):
         self.count("copy_pages", cache, sources, targets)
@@ -141,21 +156,24 @@ def random_requests(rng, max_prompt, max_response):
 @pytest.mark.parametrize("turns", [False, True], ids=["", "turns"])
 @pytest.mark.parametrize("num_shards", [1, 2])
 @pytest.mark.parametrize(
-    ("page_size", "draft_tokens"), [(0, 0), (8, 0), (8, 2)], ids=["ring", "paged", "drafts"]
+    ("page_size", "kept", "draft_tokens"),
+    [(0, 0, 0), (0, 8, 0), (8, 0, 0), (8, 0, 2)],
+    ids=["ring", "kept", "paged", "drafts"],
 )
 def test_every_call_has_a_shape_that_ahead_of_time_compilation_knows(
-    page_size, draft_tokens, num_shards, turns
+    page_size, kept, draft_tokens, num_shards, turns
 ):
     """30 calls of `generate` with prompts of 1 to 150 tokens and responses of 1 to 100, in any number."""
     shapes = make_shapes(150, 100, 12, num_shards, 512, turns, draft_tokens, draft_slots=12 if turns else 5)
-    if page_size:  # three sequences of the longest at once
-        pages = pages_required(shapes, num_shards, page_size) * 3 * num_shards // 12
+    if page_size or kept:  # three sequences of the longest at once
+        pages = pages_required(shapes, num_shards, page_size or kept) * 3 * num_shards // 12
         shapes = dataclasses.replace(shapes, num_pages=pages + 1)
     samplings = [PLAIN, SamplingConfig(top_p=0.9)]
-    ahead = FakePrograms(num_shards, page_size=page_size)
+    ahead = FakePrograms(num_shards, page_size=page_size, kept_page_size=kept)
     call_all(ahead, shapes, None, samplings, (1,), np.zeros(2, np.uint32))
     assert max(ahead.calls.values()) <= 4 + 2 * bool(draft_tokens)  # few are called twice
-    programs, rng = FakePrograms(num_shards, page_size=page_size), np.random.default_rng(1)
+    programs = FakePrograms(num_shards, page_size=page_size, kept_page_size=kept)
+    rng = np.random.default_rng(1)
     for i in range(30):
         requests = random_requests(rng, 150, 100)
         responses, _ = run(programs, shapes, requests, (1,), turns, samplings[i % 2])
@@ -164,8 +182,8 @@ def test_every_call_has_a_shape_that_ahead_of_time_compilation_knows(
             assert 1 <= len(r.ids) <= r.request.max_tokens and len(r.logprobs) == len(r.ids)
             assert (r.finish == "stop") == (r.ids[-1] == 1) or turns
             assert np.ravel(r.routes).tolist() == [*r.request.prompt_ids, *r.ids][:-1]  # the last is not read
-    assert set(programs.calls) <= set(ahead.calls)
-    assert len(programs.calls) > len(ahead.calls) / 2  # and most of them are of use
+    assert programs.all_calls() <= ahead.all_calls()
+    assert len(programs.all_calls()) > len(ahead.all_calls()) / 2  # and most of them are of use
 
 
 def test_a_prompt_is_read_once_for_all_its_responses():
@@ -190,21 +208,22 @@ def test_turns_read_all_that_came_before():
     assert programs.prefilled == [context[:1], context[:5], context[:9], context[:13]]
 
 
-def test_turns_on_pages_read_only_what_came_since():
+@pytest.mark.parametrize("sizes", [{"page_size": 8}, {"kept_page_size": 8}], ids=["paged", "kept"])
+def test_turns_on_pages_read_only_what_came_since(sizes):
     """The token that ended a turn, which decode has not read, and the observation but its last token."""
-    programs = FakePrograms(chunk=4, page_size=8)
+    programs = FakePrograms(chunk=4, **sizes)
     shapes = dataclasses.replace(make_shapes(2, 200, 1, 1, 512, turns=True), num_pages=40)
     requests = [Request(np.array([3, 4]), 0, 1, 200)]
     [response], metrics = run(programs, shapes, requests, tuple(range(1, VOCAB)), turns=True)
     assert response.observed == [(1, 4), (5, 8), (9, 12)] and len(response.ids) == 13
     context = [3, 4, *response.ids]
     assert programs.prefilled == [context[:1]]
-    assert programs.extended == [(at, context[at : at + 3]) for at in (2, 6, 10)]
+    assert (programs.kept or programs).extended == [(at, context[at : at + 3]) for at in (2, 6, 10)]
     assert np.ravel(response.routes).tolist() == context[:-1]
     assert metrics["rollout/prefill_tokens"] == 1 + 3 * 3 and metrics["rollout/reused_tokens"] == 2 + 6 + 10
 
 
-def test_a_turn_goes_to_the_shard_of_its_pages_and_before_what_has_none():
+def test_a_turn_goes_to_the_shard_of_its_pages_and_where_they_are_few_before_what_has_none():
     programs = FakePrograms(num_shards=2, page_size=8)
     shapes = dataclasses.replace(make_shapes(2, 50, 4, 2, 512, turns=True), num_pages=40)
     waiting = new_responses([Request(np.array([3]), 0, 5, 50)], jax.random.key(0))
@@ -212,6 +231,8 @@ def test_a_turn_goes_to_the_shard_of_its_pages_and_before_what_has_none():
     scheduler = Scheduler(shapes, programs, None, waiting, (1,), queue)
     where = {waiting[3]: 1, waiting[4]: 0}
     scheduler.cache.kept_in = where.get
+    assert [waiting.index(scheduler._next_for(shard)) for shard in (0, 1)] == [0, 0]  # there is room
+    scheduler.cache.is_scarce = lambda shard: True
     assert [waiting.index(scheduler._next_for(shard)) for shard in (0, 1)] == [4, 3]
     del where[waiting[4]], where[waiting[3]]
     assert waiting.index(scheduler._next_for(0)) == 0

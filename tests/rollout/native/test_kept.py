@@ -1,0 +1,105 @@
+"""The ring cache with kept turns: the text of the ring, and each token of a conversation is read once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_engine import MODEL, assert_same, engine, new_engine, params
+from test_paged_cache import Late, talk, talked
+from test_schedule import FakePrograms
+
+from jaxrl_llm.rollout.config import RolloutConfig, SamplingConfig
+from jaxrl_llm.rollout.native import kept
+from jaxrl_llm.rollout.native.engine import NativeEngine
+from jaxrl_llm.rollout.native.kept import KeptTurnsManager
+from jaxrl_llm.rollout.native.shapes import ProgramShapes
+from jaxrl_llm.sharding.mesh import MeshConfig, make_mesh
+
+
+@pytest.fixture(autouse=True)
+def keep_all(monkeypatch):
+    """However short the conversations."""
+    monkeypatch.setattr(kept, "MIN_PREFILL_FLOPS", 0)
+
+
+KEPT = {"page": 8, "slots": 15, "chunk": 5}
+"""A slot and pages for every conversation; auto, which on a CPU is the ring."""
+
+
+def test_each_token_is_read_once_and_the_text_is_that_of_both_caches():
+    turned, metrics = talk(engine(**KEPT)), engine(**KEPT).metrics
+    assert_same(turned, talked()[0], atol=3e-5)
+    for name in ("prefill_tokens", "reused_tokens"):
+        assert metrics[f"rollout/{name}"] == talked()[1][f"rollout/{name}"]
+    ring = engine(cache="ring", slots=15, chunk=5)
+    assert_same(talk(ring), turned, atol=3e-5)
+    assert ring.metrics["rollout/reused_tokens"] == 0
+
+
+def test_conversations_without_pages_are_read_again():
+    """Three slots for fifteen conversations, whose first turns all end before the first reply."""
+    few = engine(page=8, slots=3, chunk=5, pages=14)
+    late = Late(sum(t.episode is not None for t in talked()[0]))
+    assert_same(talk(few, late), talked()[0], atol=3e-5)
+    assert 0 < few.metrics["rollout/reused_tokens"] < talked()[1]["rollout/reused_tokens"]
+    assert few.metrics["rollout/prefill_tokens"] > talked()[1]["rollout/prefill_tokens"]
+
+
+def test_eight_devices_keep_turns_and_compile_nothing_after_warm_up():
+    """Slots over data and fsdp, each shard with its own pages; kv heads over tensor."""
+    mesh = make_mesh(MeshConfig(2, 2, 2), jax.devices()[:8])
+    sharded = NativeEngine(RolloutConfig(page=8, slots=4, chunk=16, prefill_tokens=64), MODEL, mesh)
+    sampling = SamplingConfig(stop_tokens=tuple(range(1, 128, 4)))
+    sharded.warm_up(40, 40, [sampling], turns=True)
+    sharded.publish(params(), 0)
+    before = sharded.compile_count()
+    assert_same(talk(sharded), talked()[0], atol=3e-5)
+    assert sharded.metrics["rollout/reused_tokens"] > 0
+    assert sharded.compile_count() == before
+
+
+def test_conversations_that_are_prefilled_in_no_time_are_not_kept(monkeypatch):
+    """A token multiplies 2 x 7,680 weights; 96 of them attend to 48 keys of 4 heads of 8, in two layers."""
+    short, long = new_engine(**KEPT), new_engine(**KEPT)
+    work = 96 * (2 * 2 * 7_680 + 2 * 4 * 48 * 4 * 8)
+    monkeypatch.setattr(kept, "MIN_PREFILL_FLOPS", work)
+    assert long._make_shapes(48, 48, True).num_pages > 0
+    monkeypatch.setattr(kept, "MIN_PREFILL_FLOPS", work + 1)
+    assert short._make_shapes(48, 48, True).num_pages == 0
+
+
+def test_planned_programs_keep_turns():
+    """48 + 48 tokens (buckets) take 12 pages, and one that is a copy."""
+    calls = engine(**KEPT).largest_calls(params(), 40, 40, 5, SamplingConfig(), turns=True)
+    ring, pages, table, *_ = calls["read_kept"].args
+    assert ring.length == 96 and table.shape == (15, 12)
+    assert pages.k.shape == (2 * (1 + 15 * 13), 2, 8, 8) and pages.k.dtype == jnp.float32
+    assert calls["write_kept"].args[3].shape == (15 * 12, 3)
+    assert "read_kept" not in engine(**KEPT).largest_calls(params(), 40, 40, 5, SamplingConfig(), turns=False)
+
+
+def test_pages_of_turns_by_hand():
+    """Pages of 4 tokens, of which there are 5; two slots, then conversation b needs a's pages."""
+    programs = FakePrograms(kept_page_size=4)
+    shapes = ProgramShapes(8, 8, (2,), (16,), ((8, (1,)),), num_pages=6)
+    cache = KeptTurnsManager(programs, shapes)
+    assert cache.allocate(0, b"", 4, 12, "a") and cache.allocate(1, b"", 4, 12, "b")
+    assert [cache.num_kept(slot) for slot in (0, 1)] == [0, 0] and len(cache.pools[0].free_pages) == 5
+    cache.starts = np.array([3, 3], np.int32)
+    cache.keep(0, "a", 6)  # both pages are written: 0 to 3, 4 to 7, relative to position 3
+    assert cache.kept[0]["a"] == ([1, 2], 6) and cache.copies == [[(0, 1, -3), (0, 2, 1)]]
+    assert cache.allocate(0, b"", 10, 6, "a")  # 9 tokens to be read take a third page
+    assert (
+        cache.slots[0].pages == [1, 2, 3]
+        and cache.num_kept(0) == 6
+        and cache.unread.tolist() == [True, False]
+    )
+    cache.copies[0].clear()
+    cache.starts = np.array([9, 9], np.int32)
+    cache.keep(0, "a", 12)  # the first 9 are in the pages: the last page alone is written
+    assert cache.copies == [[(0, 3, -1)]]
+    cache.keep(1, "b", 10)  # three pages, and two are free
+    assert list(cache.kept[0]) == ["b"] and len(cache.kept[0]["b"].pages) == 3
+    assert cache.allocate(0, b"", 13, 3, "a") and cache.num_kept(0) == 0
+    cache.drop("b")
+    assert sorted(cache.pools[0].free_pages) == [1, 2, 3, 4, 5]
