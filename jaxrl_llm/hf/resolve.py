@@ -15,11 +15,12 @@ _SKIP = ["*/*", "consolidated*"]  # other formats' copies of the same weights
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-def resolve_model(name: str | Path) -> Path:
+def resolve_model(name: str | Path, adapter: bool = False) -> Path:
     """Return a local model folder, that of a converted GGUF file, else that of a download from the hub.
 
     Args:
         name: folder, GGUF file or hub name: "org/model", "org/model@revision", "org/model/file.gguf".
+        adapter: it names adapters, a PEFT folder.
 
     Raises:
         UserError: none of them; names all. See `convert_gguf`.
@@ -32,7 +33,7 @@ def resolve_model(name: str | Path) -> Path:
         raise UserError(f"{str(name)[:80]!r}: not the name of a folder ({error})") from error
     if is_run:
         raise UserError(_run_directory(path))
-    if is_folder and (other := other_folder(path)):
+    if is_folder and not adapter and (other := other_folder(path)):
         raise UserError(f"{path}: {other}")
     if is_folder:
         return path

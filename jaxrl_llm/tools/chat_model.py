@@ -83,7 +83,7 @@ def with_adapter(params: Params, name: str, mesh: Mesh) -> Params:
     Raises:
         UserError: they do not fit the model.
     """
-    folder = resolve_model(name)
+    folder = resolve_model(name, adapter=True)
     if params.config.lora is not None:
         raise UserError(f"--adapter {name}: the run has adapters of its own; give its base model")
     config = lora.with_lora(params.config, read_adapter_config(folder, params.config.moe is not None))

@@ -390,7 +390,7 @@ def test_workers_die_with_a_killed_parent(write, tmp_path, detach):
 
 NONSENSE = """
     import os, socket, time
-    for fd in range(3, 64):
+    for fd in range(3, 1024):
         try: LINE = socket.socket(fileno=os.dup(fd))
         except OSError: continue
         break

@@ -80,7 +80,7 @@ def test_rows_do_not_depend_on_their_neighbours(model, tmp_path):
         ('{"prompt": "b"}', ["--out", "/no/such/folder/o.jsonl"], r"/no/such/folder does not exist"),
         ('{"prompt": "b"}', ["--out", "{prompts}"], r"p.jsonl: the file that is read; it would be overwr"),
         ('{"prompt": "b"}', ["--model", "/no/model"], r"/no/model"),
-        ('{"prompt": "b"}', ["--prompts", "/no/p.jsonl"], r"no file or folder /no/p.jsonl"),
+        ('{"prompt": "b"}', ["--prompts", "/no/p.jsonl"], r"there is no file /no/p.jsonl"),
         ('{"prompt": "b"}', ["--temperature", "-1"], r"--temperature is -1.0: it must be at least 0"),
     ],
 )
