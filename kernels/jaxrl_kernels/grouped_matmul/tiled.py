@@ -66,7 +66,8 @@ def _rows_product(lhs, rhs, sizes, dtype, transpose: bool = False) -> Float[Arra
         dimension_numbers=(((1,), (contracted,)), ((), ())),
         preferred_element_type=jnp.float32,
     )
-    tile, visits = _tile(lhs, sizes), _visits(sizes, len(lhs), _tile(lhs, sizes))
+    tile = _tile(lhs, sizes)
+    visits = _visits(sizes, len(lhs), tile)
     padded = jnp.pad(lhs, ((0, tile), (0, 0)))
 
     def multiply(i, out):
@@ -84,7 +85,8 @@ def _rows_product(lhs, rhs, sizes, dtype, transpose: bool = False) -> Float[Arra
 
 def _groups_product(lhs, d_out, sizes) -> Float[Array, "G K N"]:
     """Return the sum of lhs[m]^T d_out[m] over the rows of each group, float32."""
-    tile, visits = _tile(lhs, sizes), _visits(sizes, len(lhs), _tile(lhs, sizes))
+    tile = _tile(lhs, sizes)
+    visits = _visits(sizes, len(lhs), tile)
     padded = [jnp.pad(x, ((0, tile), (0, 0))) for x in (lhs, d_out)]
 
     def visit(i, sums):
