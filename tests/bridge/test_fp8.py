@@ -160,7 +160,7 @@ def engine_on(server, transport, served):
     engine.pool.close()
 
 
-@pytest.mark.parametrize("transport", ["http", "group"])
+@pytest.mark.parametrize("transport", ["http", pytest.param("group", marks=pytest.mark.slow)])
 def test_servers_compute_with_the_blocks_that_are_pushed(server, transport):
     with engine_on(server, transport, ROUNDED) as engine:
         metrics = engine.publish(models.init(SERVED, jax.random.key(1)), 1)

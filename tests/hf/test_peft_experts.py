@@ -167,6 +167,7 @@ def test_the_merged_export_has_the_outputs_of_the_adapters(base, tmp_path):
         np.testing.assert_allclose(x, y, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_transformers_4_takes_the_same_folder(tmp_path):
     """There experts are modules of their own: all of them, the shared expert and the dense layer get the
     tensors and factors of the folder."""

@@ -41,7 +41,9 @@ def with_remainders(params):
     return stored_weights(params, store_remainders(optax.identity()).init(params))
 
 
-@pytest.mark.parametrize("copy", ["folder", "cast", "freeze", "remainders"])
+@pytest.mark.parametrize(
+    "copy", ["folder", "cast", "freeze", pytest.param("remainders", marks=pytest.mark.slow)]
+)
 def test_copies_of_bfloat16(copy, params, tmp_path):
     made = {
         "folder": lambda: through_a_folder(params, tmp_path),

@@ -189,6 +189,7 @@ def test_visible_blocks_by_hand():
     assert blocks.nearest_blocks(needed).tolist() == [[[1, 1, 1, 3, 3], [0] * 5, [0, 0, 0, 0, 4]]]
 
 
+@pytest.mark.slow
 def test_the_tpu_kernels_have_no_races(monkeypatch, capfd):
     monkeypatch.setattr(pallas_tpu, "INTERPRET", pltpu.InterpretParams(detect_races=True))
     case = Case(AttentionSpec(0.2), lengths=(100, 130), dim=8, rows=1)

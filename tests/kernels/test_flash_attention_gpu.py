@@ -50,7 +50,7 @@ CASES = {
 
 @pytest.mark.parametrize(
     "name",
-    ["quick", "branches", *(pytest.param(name, marks=pytest.mark.slow) for name in ("packed", "wide heads"))],
+    ["quick", *(pytest.param(name, marks=pytest.mark.slow) for name in ("branches", "packed", "wide heads"))],
 )
 def test_values_and_gradients_are_those_of_the_oracle(name, compile_once):
     spec, mask, (queries, keys, heads, kv_heads, dim), segments = CASES[name]

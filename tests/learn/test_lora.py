@@ -189,6 +189,7 @@ def test_moments_are_of_the_adapters_and_the_base_takes_the_compute_type():
     assert {t for name, t in types.items() if "_lora_" in name or "norm" in name} == {"float32"}
 
 
+@pytest.mark.slow
 def test_critic_and_policy_share_one_base(adapted):
     """Neither starts with a copy of it, nor gets one by an update."""
     policy = learner(optimizer=optax.adam(1e-2))

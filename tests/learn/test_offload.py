@@ -58,6 +58,7 @@ def plain():
     return jax.tree.map(np.asarray, updates(built, start(built), range(4)))
 
 
+@pytest.mark.slow
 def test_offloaded_updates_are_those_of_the_plain_run_also_from_a_checkpoint(plain, tmp_path):
     built = learner(offload=True)
     state = updates(built, start(built), range(2))

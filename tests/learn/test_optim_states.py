@@ -353,6 +353,7 @@ def test_bfloat16_weights_with_remainders_train_as_float32_masters():
         assert error < 0.03, name
 
 
+@pytest.mark.slow
 def test_updates_by_leaf_are_those_of_the_whole_tree():
     """A skipped one leaves everything as it was."""
     one = MeshConfig(fsdp=1)

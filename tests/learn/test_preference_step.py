@@ -61,7 +61,10 @@ def gradient(algo, items, devices=1, **settings):
     return {k: float(v) for k, v in metrics.items()}, jax.tree.map(lambda a, b: a - b, before, after)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    ["dpo", "kto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("reward_model", "distill"))],
+)
 def test_rows_packing_order_and_devices_change_nothing(name):
     algo, tasks = CASES[name]
     wanted, wanted_gradient = gradient(algo, items_of(algo, tasks, 6), rows=2, row_tokens=64)

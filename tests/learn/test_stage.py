@@ -59,7 +59,9 @@ def ppo_steps(stage, params, steps):
     return found
 
 
-@pytest.mark.parametrize(("mesh", "devices"), [(ONE, 1), (MeshConfig(fsdp=2, tensor=2), 4)])
+@pytest.mark.parametrize(
+    ("mesh", "devices"), [(ONE, 1), pytest.param(MeshConfig(fsdp=2, tensor=2), 4, marks=pytest.mark.slow)]
+)
 def test_the_critic_learns_on_its_own_mesh_and_warms_up_alone(mesh, devices):
     algo = ppo.Config(kl_coef=0.0, lam=1.0)
     critic = learner(value.Config(value_clip=None), VALUED, mesh=mesh, devices=devices)

@@ -61,7 +61,12 @@ def stepper(config, weights):
     return jax.jit(step)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+SLOW = {"latents, adapters", "nf4, scanned", "latents, scanned"}
+
+
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in VARIANTS]
+)
 def test_every_token_through_the_ring_equals_one_forward(variant, monkeypatch):
     """And prefill writes what decode writes. The ring is shorter than what passes through it."""
     config = VARIANTS[variant]

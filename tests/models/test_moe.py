@@ -98,6 +98,7 @@ def test_groups_by_hand(bias):
     np.testing.assert_array_equal(choose_experts(moe, logits, jnp.full(6, bias)), [[[3, 4]]])
 
 
+@pytest.mark.slow
 def test_the_selection_bias_chooses_experts_in_every_mode_and_gets_no_gradient():
     """A bias that leaves one choice; each mode gives the sum over these experts."""
     moe = dataclasses.replace(DEEPSEEK.moe, dense_layers=0)
@@ -306,7 +307,7 @@ def test_strict_has_the_plain_gradient_and_the_bits_of_any_batch(of):
     ("config", "mesh_config"),
     [
         (CONFIG, None),
-        (GPT_OSS, MESHES[0]),
+        pytest.param(GPT_OSS, MESHES[0], marks=pytest.mark.slow),
         pytest.param(with_lora(DEEPSEEK, LoraConfig(rank=4, alpha=4.0)), MESHES[0], marks=pytest.mark.slow),
     ],
     ids=["one device", "gpt-oss on a mesh", "latents with adapters on a mesh"],

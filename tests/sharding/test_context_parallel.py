@@ -152,6 +152,7 @@ class Counting:
         return jnp.zeros(q.shape), jnp.zeros((*q_segments.shape[:1], q.shape[2], q.shape[1]))
 
 
+@pytest.mark.slow
 def test_fully_masked_chunks_are_skipped():
     """Products of chunks of 10 tokens on each of 4 devices."""
 

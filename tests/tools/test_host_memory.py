@@ -82,6 +82,7 @@ def test_memory_that_is_enough_for_the_state_or_for_all_arrays(machine):
     assert finding.status == "note" and "; up to 5." in finding.text and "--rollout.slots" in finding.text
 
 
+@pytest.mark.slow
 def test_memory_that_is_too_little_and_what_would_take_less(machine):
     machine(16 * WEIGHTS - 1)
     config = recipe("--optim.learning_rate", "1e-4")

@@ -207,6 +207,7 @@ def test_floors_of_experts():
     assert kernel_flops(c, mesh, Rows(64, 4.0, False))["experts"] == 2 * 64 * 2 * 2 * 3 * 32 * 16 / 8
 
 
+@pytest.mark.slow
 def test_phases_have_floors():
     """16 trajectories of 8 tokens in mini-batches of 8 rows; a slot's cache is read once a token."""
     config = dataclasses.replace(CONFIG, mesh=MeshConfig(fsdp=4, tensor=2))
@@ -243,6 +244,7 @@ def test_ratios_and_synchronous_collectives_are_printed():
     ]
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_lookup_is_no_all_reduce_of_tables():
     """8 devices exchange the gradients of tokens, 8 x 4 x 128 numbers, not tables of 1024 x 128; the values
     are those of one device."""

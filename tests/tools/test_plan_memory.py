@@ -98,6 +98,7 @@ def test_a_reference_that_does_not_fit_beside_the_gradients():
     assert not any("reference" in x for x in advice(phase, algo=grpo.Config(kl_coef=0.0))[1])
 
 
+@pytest.mark.slow
 def test_an_offloaded_reference_is_on_the_host_but_for_its_norms():
     """bfloat16: 2 bytes a weight of the matrices."""
     model = dataclasses.replace(CONFIG.model, dtype="bfloat16")

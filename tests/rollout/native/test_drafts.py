@@ -95,7 +95,7 @@ def test_drafts_of_little_use_are_paused():
     assert texts.finish() == {"rollout/draft_tokens": 420, "rollout/draft_accepted": 25 / 420}
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@pytest.mark.parametrize("temperature", [1.0, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_the_text_is_the_same(temperature):
     """With the first drafts, from the text and its group, and with those of the call before."""
     reader, accepted = engine(**DRAFTS), []
