@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import jax
@@ -49,15 +50,16 @@ def multiply(w: Layers, name: str, x: Float[Array, "B T *I"]) -> Float[Array, "B
 def project(x: Float[Array, "B T *I"], w: Float[Array, "*I_and_O"]) -> Float[Array, "B T *O"]:
     """Multiply x w, contracting all dims of x but B and T; the other dims of w follow.
 
-    On one device B and T are merged first: with two dims, XLA's CPU backend copies the transpose of every
-    output gradient, and a weight's gradient takes 1.8 times as long. On several devices they stay separate,
-    since each may be sharded.
+    On one device B and T are merged first, and so are the other dims: with several, XLA's CPU backend copies
+    the transpose of every output gradient, and a weight's gradient takes 1.8 times as long. On several
+    devices they stay separate, since each may be sharded.
     """
     inner, outer = x.ndim - 2, x.shape[:2]
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
-        x = x.reshape(-1, *x.shape[2:])
-    return jnp.tensordot(x, w, inner).reshape(*outer, *w.shape[inner:])
+        inputs = math.prod(w.shape[:inner])
+        return (x.reshape(-1, inputs) @ w.reshape(inputs, -1)).reshape(*outer, *w.shape[inner:])
+    return jnp.tensordot(x, w, inner)
 
 
 def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*B D"]:

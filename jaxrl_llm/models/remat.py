@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import jax
 
-from jaxrl_kernels.flash_attention.api import SAVED
+from jaxrl_kernels.flash_attention.api import SAVED as ATTENTION
+from jaxrl_kernels.grouped_matmul.api import SAVED as GROUPED_PRODUCT
 from jaxrl_llm.sharding.experts import GATHERED
 from jaxrl_llm.sharding.rules import HOST
 
 LAYER_INPUT = "layer_input"
-SAVE_ATTENTION = jax.checkpoint_policies.save_only_these_names(SAVED)
+SAVE_ATTENTION = jax.checkpoint_policies.save_only_these_names(ATTENTION)
 REMAT = {
     "none": jax.checkpoint_policies.save_anything_except_these_names(GATHERED),
     "dots": jax.checkpoint_policies.save_from_both_policies(
-        SAVE_ATTENTION, jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        jax.checkpoint_policies.save_only_these_names(ATTENTION, GROUPED_PRODUCT),
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     ),
     "attention": SAVE_ATTENTION,
     "full": jax.checkpoint_policies.nothing_saveable,

@@ -65,11 +65,13 @@ def test_tiles_of_rows(sizes):
 
 
 def test_visits_of_tiles():
-    """Rows 0 to 9, 10 and 11 to 30 in tiles of 8; groups 1 and 4 have none. 5 visits are left over."""
-    groups, starts, ends = tiled._visits(jnp.array([10, 0, 1, 20, 0]), 40, 8)
+    """Rows 0 to 9, 10 and 11 to 30 in tiles of 8; groups 1 and 4 have none. 3 visits are left over; no tile
+    reaches behind row 32."""
+    groups, starts, begins, ends = tiled._visits(jnp.array([10, 0, 1, 20, 0]), 33, 8)
     np.testing.assert_array_equal(groups[:6], [0, 0, 2, 3, 3, 3])
-    np.testing.assert_array_equal(starts, [0, 8, 10, 11, 19, 27, 40, 40, 40, 40])
-    np.testing.assert_array_equal(ends, [10, 10, 11, 31, 31, 31, 0, 0, 0, 0])
+    np.testing.assert_array_equal(starts[:6], [0, 8, 10, 11, 19, 25])
+    np.testing.assert_array_equal(begins[:6], [0, 8, 10, 11, 19, 27])
+    np.testing.assert_array_equal(ends, [10, 10, 11, 31, 31, 31, 0, 0, 0])
 
 
 def test_tiled_products_compute_no_row_by_every_matrix():

@@ -19,6 +19,7 @@ from jaxrl_llm.models.config import MLAConfig, MoEConfig
 from jaxrl_llm.models.decode import decode_ring, decode_shardings, decode_weights, init_ring_cache
 from jaxrl_llm.models.lora import with_lora
 from jaxrl_llm.models.moe import choose_experts, expert_weights, gate_fn, router_logits, sparse_mlp
+from jaxrl_llm.models.remat import REMAT
 from jaxrl_llm.models.rope import apply_rope
 from jaxrl_llm.models.transformer import cast_weights
 from jaxrl_llm.sharding.experts import AdaptedMatrices, ExpertWeights, grouped_experts
@@ -331,3 +332,19 @@ def test_decoding_gives_the_hidden_states_of_the_forward_pass(config, mesh_confi
         for t in range(6):
             hidden, cache, _ = step(weights, cache, tokens[:, t], positions[:, t])
             np.testing.assert_allclose(hidden, expected[:, t], atol=2e-5)
+
+
+def test_remat_dots_keeps_grouped_products():
+    """The backward pass has two products for each of the three, and recomputes none but with "full"."""
+    key, chosen = jax.random.key(0), jnp.array([[[0, 1], [1, 3]]])
+    draw = lambda i, *shape: jax.random.normal(jax.random.fold_in(key, i), shape)
+    experts = ExpertWeights(draw(0, 4, 8, 6), draw(1, 4, 8, 6), draw(2, 4, 6, 8))
+
+    def loops(remat):
+        layer = lambda h, experts: grouped_experts(h, chosen, jnp.ones((1, 2, 2)), experts, jnp.multiply)
+        layer = jax.checkpoint(layer, policy=REMAT[remat], prevent_cse=False)
+        loss = lambda *args: jnp.sum(layer(*args) ** 2)
+        text = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(draw(3, 1, 2, 8), experts))
+        return text.count("name=visit") or text.count("scan[")
+
+    assert loops("none") == loops("dots") < loops("full")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxrl_kernels.dispatch import choose, load_implementation
+
+SAVED = "grouped_matmul"
+"""Name of the results, for rematerialization policies."""
 
 
 def grouped_matmul(
@@ -32,4 +36,4 @@ def grouped_matmul(
     assert (*sizes.shape, *lhs.shape[1:]) == rhs.shape[:2]
     name, _ = choose("grouped_matmul", lhs.dtype, implementation=implementation)
     compute = load_implementation("grouped_matmul", name).grouped_matmul
-    return compute(lhs, rhs, sizes, preferred_element_type)
+    return checkpoint_name(compute(lhs, rhs, sizes, preferred_element_type), SAVED)
