@@ -14,7 +14,7 @@ from jaxrl_llm.hf.folder import file_inside, list_mismatches, read_header
 from jaxrl_llm.hf.hub_name import parse_hub_name
 from jaxrl_llm.hf.json_file import JsonKeys, read_json
 from jaxrl_llm.hf.load import read_slice
-from jaxrl_llm.hf.names import TensorRows, adapter_tensors, hf_name
+from jaxrl_llm.hf.names import HFTensor, TensorRows, adapter_tensors, from_hf, hf_name, is_stacked
 from jaxrl_llm.host.files import write_json
 from jaxrl_llm.models import AdaptedConfig, LoraConfig, abstract, named_leaves
 from jaxrl_llm.models.config import LATENT_TARGETS, MLP, TARGETS, check_lora_config
@@ -24,6 +24,8 @@ from jaxrl_llm.user_file import expand_home
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PARAMETER = ".weight"  # ends the names of adapted parameters; modules have none
+GATE_UP, DOWN = STACKED = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+"""Parameters that hold all experts of a layer (gpt-oss); they have adapters of their own kind in PEFT."""
 MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 HEADS = ("score", "classifier")
 """PEFT's `modules_to_save` of a classifier; ours is called score, as in every family's Hugging Face model."""
@@ -82,19 +84,28 @@ def read_adapter_config(folder: Path | str, has_experts: bool = False) -> LoraCo
     file = Path(folder) / CONFIG
     if not file.is_file():
         raise UserError(f"{file}: no such file; a PEFT adapter has one. Give the folder that holds it.")
-    keys = JsonKeys(read_json(file), str(file), _DEFAULTS)
+    keys = _read_keys(file)
     _check_supported(keys)
+    lora = _read_lora(keys, has_experts)
+    check_lora_config(lora, str(file))
+    return lora
+
+
+def _read_keys(file: Path) -> JsonKeys:
+    return JsonKeys(read_json(file), str(file), _DEFAULTS)
+
+
+def _read_lora(keys: JsonKeys, has_experts: bool) -> LoraConfig:
     rank, targets = keys.integer("r", 2**31 - 1), _read_targets(keys)
     others, _ = (_read_pattern(keys, key, has_experts) for key in ("rank_pattern", "alpha_pattern"))
-    lora = LoraConfig(
+    _shares_a(keys)
+    return LoraConfig(
         rank=others or rank,
         expert_rank=rank if has_experts else None,
         alpha=keys.number("lora_alpha", 8.0),
         rank_stabilized=keys.flag("use_rslora"),
         targets=targets,
     )
-    check_lora_config(lora, str(file))
-    return lora
 
 
 def load_adapter(folder: Path | str, config: AdaptedConfig) -> dict[str, np.ndarray]:
@@ -111,27 +122,58 @@ def load_adapter(folder: Path | str, config: AdaptedConfig) -> dict[str, np.ndar
     """
     folder = Path(folder)
     _check_same(read_adapter_config(folder, config.moe is not None), config, folder / CONFIG)
-    tensors, file = adapter_tensors(config), _weight_file(folder)
-    stored = read_header(file)
-    expected = {tensor.name: tensor.shape for tensor in tensors}
+    tensors, file, keys = adapter_tensors(config), _weight_file(folder), _read_keys(folder / CONFIG)
+    stored, shared = read_header(file), _shares_a(keys)
+    expected = {tensor.name: _stored_shape(tensor, shared) for tensor in tensors}
     if problem := list_mismatches(stored, expected, "the model"):
         raise UserError(
             f"{file}: not the adapters of this {config.family} model; {problem}. "
             "Give the base model that the adapter was trained on, or another adapter."
         )
     shapes = {name: leaf.shape for name, leaf in named_leaves(abstract(config))}
-    trained = {tensor.parts[0][0] for tensor in tensors}
+    trained = {ours for tensor in tensors for ours, _ in tensor.parts}
     adapter = {ours: np.empty(shapes[ours], np.float32) for ours in shapes if ours in trained}
     for tensor in tensors:
-        ((ours, index),) = tensor.parts
-        out = adapter[ours]
-        shape = shapes[ours][len(index) :]
-        part = TensorRows(index, tensor.name, tensor.layouts[0], 0, tensor.shape[0])
-        bounds = tuple((0, size) for size in shape)
-        out[index or ...] = read_slice(stored[tensor.name], part, shape, bounds, out.dtype)
-    for name, factor in _stored_factors(folder / CONFIG, config).items():
-        adapter[f"{name}{MARK}b"] /= np.float32(factor)
+        shape = expected[tensor.name]
+        whole = TensorRows((), tensor.name, "o i -> o i", 0, shape[0])
+        array = read_slice(stored[tensor.name], whole, shape, tuple((0, n) for n in shape), np.dtype("float32"))
+        parts = _split(tensor, array, shared, config, file)
+        for (ours, index), layout, part in zip(tensor.parts, tensor.layouts, parts, strict=True):
+            adapter[ours][index or ...] = from_hf(part, layout, shapes[ours][len(index) :])
+    for name, factor in _stored_factors(keys, config).items():
+        adapter[f"{name}{MARK}b"] *= np.float32(factor)
     return adapter
+
+
+def _stored_shape(tensor: HFTensor, shared: bool) -> tuple[int, ...]:
+    """Return the shape of a tensor in a file; `shared`: its parts have one A."""
+    (rows, columns), count = tensor.shape, len(tensor.parts) if shared else 1
+    by_join = {"ranks": (rows // count, columns), "blocks": (rows, columns // count)}
+    return by_join.get(tensor.join, tensor.shape)
+
+
+def _split(
+    tensor: HFTensor, array: np.ndarray, shared: bool, config: AdaptedConfig, file: Path
+) -> list[np.ndarray]:
+    """Return the parts of a tensor (`Join`); those with one A in the file get a copy of it each.
+
+    Raises:
+        UserError: a B that is not the block diagonal that exports have.
+    """
+    count = len(tensor.parts)
+    if tensor.join == "rows":
+        return [array]
+    ranks = 1 if shared else count  # parts of the rank
+    if tensor.join == "ranks":
+        array = array.reshape(config.moe.num_experts, ranks, -1, array.shape[1])
+        return [array[:, i % ranks] for i in range(count)]
+    array = array.reshape(-1, count, ranks, array.shape[1] // ranks)
+    if not shared and any(array[:, i, j].any() for i in range(count) for j in range(count) if i != j):
+        raise UserError(
+            f"{file}: {tensor.name} lets gate and up read each other's A, as PEFT trains them. "
+            f"Merge the adapter (peft: merge_and_unload) and give that model."
+        )
+    return [array[:, i, i % ranks] for i in range(count)]
 
 
 def peft_config(config: AdaptedConfig, base_name: str) -> dict[str, Any]:
@@ -140,21 +182,24 @@ def peft_config(config: AdaptedConfig, base_name: str) -> dict[str, Any]:
     Of a mixture of experts `r` is the rank of its experts: peft with transformers 5, which keeps the experts
     of a layer in one parameter, reads no rank pattern for them. Other layers have their rank in
     `rank_pattern`, and in `alpha_pattern` an alpha that gives them the factor of experts: SGLang and vLLM
-    read no patterns and multiply by alpha / r everywhere. `save_adapter` divides that out of their B.
+    read no patterns and multiply by alpha / r everywhere. `save_adapter` divides that out of their B. So has
+    the parameter of gate and up of gpt-oss, whose rank is that of both together.
 
     peft with transformers 5 takes every module called gate_proj, up_proj or down_proj for experts. Those of a
     shared expert and of leading dense layers are therefore parameters to it ("mlp.up_proj.weight"), and no
     modules; tensors have the same names either way.
     """
-    lora, hub = config.lora, parse_hub_name(base_name)
+    lora, hub = _file_lora(config), parse_hub_name(base_name)
     rank, factors = _file_rank(config), _file_factors(config)
     names = {name: _pattern(config, name) for name in named_adapters(config)}
     others = [pattern for name, pattern in names.items() if name in factors]
-    parameters = [pattern for pattern in dict.fromkeys(names.values()) if pattern.endswith(PARAMETER)]
-    alpha = lora.alpha * lora.scale_at(rank) / lora.scale
+    parameters = [pattern for pattern in dict.fromkeys(names.values()) if _is_parameter(pattern)]
+    ranks = dict.fromkeys(others, lora.rank) | dict.fromkeys({GATE_UP} & {*parameters}, 2 * rank)
+    alphas = {name: lora.alpha * r / rank for name, r in ranks.items()}  # with experts they are plain
     if expand_home(base_name).exists():
         hub = None
-    excluded = [name.removesuffix(PARAMETER) for name in parameters]
+    excluded = [name.removesuffix(PARAMETER) for name in parameters if name not in STACKED]
+    modules = [_leaf(pattern) for pattern in names.values() if pattern not in STACKED]
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if config.value_head else "CAUSAL_LM",
@@ -163,7 +208,7 @@ def peft_config(config: AdaptedConfig, base_name: str) -> dict[str, Any]:
         "r": rank,
         "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
         "use_rslora": lora.rank_stabilized,
-        "target_modules": list(dict.fromkeys(_leaf(pattern) for pattern in names.values())),
+        "target_modules": list(dict.fromkeys(modules)),
         "modules_to_save": ["score"] if config.value_head else None,
         "bias": "none",
         "lora_dropout": 0.0,
@@ -171,10 +216,30 @@ def peft_config(config: AdaptedConfig, base_name: str) -> dict[str, Any]:
         "inference_mode": True,
         "init_lora_weights": True,
         "use_dora": False,
-        "rank_pattern": dict.fromkeys(others, lora.rank),
-        "alpha_pattern": dict.fromkeys(others, alpha),
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
         "layers_to_transform": None,
-    } | ({"target_parameters": parameters, "exclude_modules": excluded} if parameters else {})
+    } | {
+        key: names
+        for key, names in (("target_parameters", parameters), ("exclude_modules", excluded))
+        if names
+    }
+
+
+def _is_parameter(pattern: str) -> bool:
+    return pattern.endswith(PARAMETER) or pattern in STACKED
+
+
+def _file_lora(config: AdaptedConfig) -> LoraConfig:
+    """Return the adapters as a file states them: rank-stabilized ones of experts by their plain alpha.
+
+    peft with transformers 5 makes one matrix of gate and up, of rank 2 R and twice the alpha: the factor
+    alpha / R stays the same, but alpha / sqrt(R) would become sqrt(2) times that.
+    """
+    lora, rank = config.lora, rank_of_experts(config)
+    if not (rank and lora.rank_stabilized):
+        return lora
+    return replace(lora, alpha=lora.scale_at(rank) * rank, rank_stabilized=False)
 
 
 def _pattern(config: AdaptedConfig, name: str) -> str:
@@ -183,6 +248,8 @@ def _pattern(config: AdaptedConfig, name: str) -> str:
     "q_proj", "w1"; "shared_expert.up_proj.weight", and "mlp.up_proj.weight" of dense layers among experts.
     """
     end = hf_name(config, name).split(".")[-3:]
+    if is_stacked(config, name):
+        return ".".join(end)
     is_dense = rank_of_experts(config) and name.rpartition(".")[2] in MLP
     return ".".join(end) if is_dense else end[1]
 
@@ -206,17 +273,37 @@ def _file_factors(config: AdaptedConfig) -> dict[str, float]:
     return dict.fromkeys(names, lora.scale / lora.scale_at(rank))
 
 
-def _stored_factors(file: Path, config: AdaptedConfig) -> dict[str, float]:
-    """Return `_file_factors` of a file, whose alphas may be others."""
-    keys = JsonKeys(read_json(file), str(file), _DEFAULTS)
-    layers = [key.removesuffix(PARAMETER) for key in peft_config(config, "")["rank_pattern"]]
+def _stored_factors(keys: JsonKeys, config: AdaptedConfig) -> dict[str, float]:
+    """Return weight -> factor of ours by a file's B, for the weights of `_file_factors`: the file's factor of
+    their outputs, by its patterns, over the model's."""
+    shared, ours = _shares_a(keys), peft_config(config, "")["rank_pattern"]
+    layers = [key.removesuffix(PARAMETER) for key in ours if not (shared and key == GATE_UP)]
     for name in ("rank_pattern", "alpha_pattern"):
         stored = keys.raw.get(name)
         if stored and {key.removesuffix(PARAMETER) for key in stored} != {*layers}:
             known = f"patterns of {', '.join(layers)}" if layers else "none"
             raise keys.wrong(name, stored, f"is not supported for this model; supported: {known}")
-    alpha = _read_pattern(keys, "alpha_pattern", config.moe is not None) or config.lora.alpha
-    return dict.fromkeys(_file_factors(config), config.lora.alpha / alpha)
+    stored = _read_lora(keys, config.moe is not None)
+    alpha = _read_pattern(keys, "alpha_pattern", config.moe is not None) or stored.alpha
+    return dict.fromkeys(_file_factors(config), replace(stored, alpha=alpha).scale / config.lora.scale)
+
+
+def _shares_a(keys: JsonKeys) -> bool:
+    """Return whether gate and up of an expert have one A, as PEFT makes them, in adapters of parameters.
+
+    Exports have one of twice the rank, of which gate reads the first half.
+
+    Raises:
+        UserError: another rank or alpha than these.
+    """
+    ranks, alphas = (keys.raw.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
+    if GATE_UP not in ranks and GATE_UP not in alphas:
+        return GATE_UP in _read_parameters(keys)
+    for key, stored, own in (("rank_pattern", ranks, "r"), ("alpha_pattern", alphas, "lora_alpha")):
+        expected = 2 * keys.number(own, 8.0)
+        if stored.get(GATE_UP) != expected:
+            raise keys.wrong(key, stored, f"is not supported: {GATE_UP} must have {expected:g}, twice {own}")
+    return False
 
 
 def _read_pattern(keys: JsonKeys, key: str, has_experts: bool) -> Any:
@@ -224,7 +311,10 @@ def _read_pattern(keys: JsonKeys, key: str, has_experts: bool) -> Any:
     pattern = keys.raw.get(key)
     if pattern in (None, {}):
         return None
-    values = list(pattern.values()) if has_experts and isinstance(pattern, dict) else []
+    is_known = has_experts and isinstance(pattern, dict)
+    values = [value for name, value in pattern.items() if name != GATE_UP] if is_known else []
+    if is_known and not values:
+        return None
     kinds = (int,) if key == "rank_pattern" else (int, float)
     if not values or type(values[0]) not in kinds or values[0] <= 0 or values != values[:1] * len(values):
         raise keys.wrong(key, pattern, f"is not supported; {WITHOUT}")
@@ -255,27 +345,33 @@ def _read_targets(keys: JsonKeys) -> tuple[str, ...]:
         return ("all",)
     known = TARGETS | LATENT_TARGETS
     supported = f"supported: a list of {', '.join(known)}, or all-linear"
-    if not isinstance(modules, list) or not modules or not all(isinstance(name, str) for name in modules):
+    parameters = _read_parameters(keys)
+    modules = [] if modules is None and parameters else modules
+    is_list = isinstance(modules, list) and all(isinstance(name, str) for name in modules)
+    if not is_list or not (modules or parameters):
         raise keys.wrong("target_modules", modules, f"is not supported; {supported}")
-    names = {_leaf(name) for name in (*modules, *_read_parameters(keys))}
+    names = {_leaf(name) for name in (*modules, *parameters)}
     names = {MIXTRAL.get(name, name) for name in names}
+    if "gate_up_proj" in names:
+        names = names - {"gate_up_proj"} | {"gate_proj", "up_proj"}
     if unknown := sorted(names - known.keys()):
         raise keys.wrong("target_modules", unknown[0], f"is no layer that can be adapted; {supported}")
     return ("all",) if names == TARGETS.keys() else tuple(name for name in known if name in names)
 
 
 def _read_parameters(keys: JsonKeys) -> list[str]:
-    """Return the adapted parameters: weights of linear layers, not those of all experts in one tensor."""
+    """Return the adapted parameters: weights of linear layers, and those of all experts of gpt-oss."""
     names = keys.get("target_parameters") or []
-    if not isinstance(names, list) or not all(str(name).endswith(PARAMETER) for name in names):
+    if not isinstance(names, list) or not all(_is_parameter(str(name)) for name in names):
         raise keys.wrong("target_parameters", names, f"is not supported; {WITHOUT}")
     return names
 
 
 def _check_same(stored: LoraConfig, config: AdaptedConfig, file: Path) -> None:
     """Refuse an adapter for a model whose adapters would give other outputs with its weights."""
+    as_stated = config if stored.rank_stabilized else replace(config, lora=_file_lora(config))
     for kind in ("rank", "scale", "adapted"):
-        theirs, ours = _summary(replace(config, lora=stored), kind), _summary(config, kind)
+        theirs, ours = _summary(replace(config, lora=stored), kind), _summary(as_stated, kind)
         if theirs != ours:
             experts = f", expert_rank={stored.expert_rank}" if stored.expert_rank else ""
             raise UserError(

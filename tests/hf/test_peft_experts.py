@@ -1,4 +1,4 @@
-"""Adapters of experts: peft on transformers' tiny Qwen3-MoE and DeepSeek-V3, files of every family."""
+"""Adapters of experts: peft on transformers' tiny Qwen3-MoE, DeepSeek-V3 and gpt-oss, files of every family."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ import pytest
 from hf_oracle import agree_in_greedy_text, hf_logits, our_logits, random_tokens, torch
 from lora_models import merged, replace_weights, with_random_adapters, with_stored_adapters
 from safetensors.numpy import load_file
-from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, Qwen3MoeConfig
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.hf.config import read_config
@@ -47,7 +47,11 @@ MODELS = {
     "deepseek_v3 without q_lora_rank": DeepseekV3Config(
         **COMMON, **LATENT, q_lora_rank=None, rope_interleave=False, attention_bias=True
     ),
-}
+    "gpt_oss": GptOssConfig(
+        **COMMON | {"intermediate_size": 24}, num_key_value_heads=2, head_dim=16, num_local_experts=6,
+        sliding_window=5, swiglu_limit=1.5, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -74,11 +78,16 @@ def in_peft(base, adapter):
     return peft.PeftModel.from_pretrained(torch_base(base), adapter, is_trainable=True).eval()
 
 
-def per_expert(tensors, experts=6):
+def per_expert(tensors, interleaved=False, experts=6):
     """Return peft's tensors by their names in files. It fuses a layer's experts: A of down_proj is
     [experts * R, inputs], B [outputs, R * experts]; gate_up_proj has 2 R, of which B of gate reads the first
-    R and B of up the others."""
-    found, split = {}, lambda x, parts: np.split(x, parts, axis=-2)
+    R and B of up the others. Their outputs alternate in gpt-oss."""
+    found = {}
+
+    def split(x, parts, is_a):
+        alternate = interleaved and not is_a
+        return [x[..., i::parts, :] for i in range(parts)] if alternate else np.split(x, parts, axis=-2)
+
     for name, x in tensors.items():
         name, matrix, _ = name.replace(".default", "").rsplit(".", 2)
         layer, is_expert, inner = name.partition(".experts")
@@ -91,7 +100,7 @@ def per_expert(tensors, experts=6):
         else:
             stack = x.reshape(x.shape[0], -1, experts).transpose(2, 0, 1)
         for part, i in parts.items():
-            one = split(stack, len(parts))[i]
+            one = split(stack, len(parts), is_a)[i]
             one = one if is_a else np.split(one, len(parts), axis=-1)[i]
             found |= {f"{layer}.experts.{e}.{part}.{matrix}.weight": one[e] for e in range(experts)}
     return found
@@ -120,7 +129,9 @@ def test_logits_and_gradients_are_pefts(base, tmp_path):
     grads = jax.jit(jax.grad(loss))(adapters, jnp.asarray(tokens))
     save_adapter(replace_weights(params, grads), tmp_path / "gradients", str(folder))
     written = load_file(tmp_path / "gradients/adapter_model.safetensors")
-    theirs = per_expert(theirs)
+    is_stacked = params.config.family == "gpt_oss"
+    theirs = per_expert(theirs, is_stacked)
+    written = per_expert(written, is_stacked) if is_stacked else written
     assert theirs.keys() == written.keys()
     factor = LORA.scale / LORA.scale_at(2)  # of B in the file, where they are no experts'
     for name, expected in theirs.items():
