@@ -269,11 +269,6 @@ def adapted_config(model: TransformerConfig, lora: LoraConfig) -> TransformerCon
             f"--lora.rank is {lora.rank}: the model's {name} is {smallest}. "
             f"Set --lora.rank {smallest} or less; 8 to 64 are usual."
         )
-    if lora.quantize != "none" and (model.moe or model.mla):
-        weights = "experts" if model.moe else "latent attention"
-        raise ConfigError(
-            f"--lora.quantize is {lora.quantize}: weights of {weights} are not quantized. Set it to none."
-        )
     if not (model.moe and lora.rank):
         return adapted
     if ("gate" in lora.adapted) != ("up" in lora.adapted):

@@ -92,7 +92,7 @@ def load_params(
         if stack_dims(name) and name + SCALE in leaves:
             names = (name, name + SCALE)
             stacks = [_make_zeros(layouts[n])(leaves[n].shape, leaves[n].dtype) for n in names]
-            axis = matrix_dims(axes[name])[0][-1] - 1
+            axis = matrix_dims(axes[name])[0][-1] - len(rows[0].index)
             convert = functools.partial(quantize_weight, kind=config.quantize, axis=axis)
             weights |= zip(names, _fill(stored, rows, stacks, jnp.dtype(jnp.float32), convert), strict=True)
         elif stack_dims(name) and rows:

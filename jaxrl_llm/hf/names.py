@@ -134,9 +134,9 @@ class Encoding(NamedTuple):
 
 
 Join = Literal["rows", "columns", "ranks", "blocks"]
-"""How a tensor holds its parts: one after the other; alternating along the last dim; and of adapters of all
-experts of a layer as A of a rank that is the sum of theirs, [(experts parts rank), inputs], and as the block
-diagonal B of that rank, [(outputs parts), (parts rank experts)], the outputs of the parts alternating."""
+"""Arrangement of the parts of a tensor: one after the other; alternating along the last dim; and of adapters
+of all experts of a layer as A of a rank that is the sum of theirs, [(experts parts rank), inputs], and as the
+block diagonal B of that rank, [(outputs parts), (parts rank experts)], the outputs of the parts alternating."""
 
 
 class HFTensor(NamedTuple):
@@ -242,8 +242,8 @@ def _indices(config: TransformerConfig, ours: str, layer: int | None) -> list[In
 def adapter_tensors(config: TransformerConfig) -> list[HFTensor]:
     """Return the tensors of a PEFT adapter, layer by layer: lora_A [R, inputs], lora_B [outputs, R].
 
-    Of experts that are one tensor, A of all of them is one, and B (`Join`), as PEFT has adapters of parameters
-    (`target_parameters`): gate and up, which share an A there, have the first and the last half of its rank.
+    Of experts that are one tensor, A of all of them is one, and B (`Join`): PEFT's adapters of parameters
+    (`target_parameters`). Gate and up, which share an A there, have the first and the last half of its rank.
 
     A value head, which is trained beside adapters, comes last, as PEFT's `modules_to_save` has it.
 

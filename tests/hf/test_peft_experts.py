@@ -18,7 +18,8 @@ from jaxrl_llm.hf.config import read_config
 from jaxrl_llm.hf.export import save_model
 from jaxrl_llm.hf.load import load_params
 from jaxrl_llm.hf.names import adapter_tensors, hf_tensors
-from jaxrl_llm.hf.peft import load_adapter, peft_config, read_adapter_config, save_adapter
+from jaxrl_llm.hf.peft import load_adapter, save_adapter
+from jaxrl_llm.hf.peft_config import peft_config, read_adapter_config
 from jaxrl_llm.models import LoraConfig, TransformerConfig, init, named_leaves
 from jaxrl_llm.models.config import MLP, MLAConfig, MoEConfig, linear_layers
 from jaxrl_llm.models.lora import with_lora
