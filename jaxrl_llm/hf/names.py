@@ -135,8 +135,8 @@ class Encoding(NamedTuple):
 
 Join = Literal["rows", "columns", "ranks", "blocks"]
 """Arrangement of the parts of a tensor: one after the other; alternating along the last dim; and of adapters
-of all experts of a layer as A of a rank that is the sum of theirs, [(experts parts rank), inputs], and as the
-block diagonal B of that rank, [(outputs parts), (parts rank experts)], the outputs of the parts alternating."""
+of all experts of a layer as A of a rank that is the sum of theirs, [(experts parts rank), inputs], and as B,
+block diagonal in that rank, [(outputs parts), (parts rank experts)]: the parts alternate in the outputs."""
 
 
 class HFTensor(NamedTuple):

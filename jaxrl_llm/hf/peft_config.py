@@ -201,7 +201,8 @@ def shares_a(keys: JsonKeys) -> bool:
     for key, stored, own in (("rank_pattern", ranks, "r"), ("alpha_pattern", alphas, "lora_alpha")):
         expected = 2 * keys.number(own, 8.0)
         if stored.get(GATE_UP) != expected:
-            raise keys.wrong(key, stored, f"is not supported: {GATE_UP} must have {expected:g}, twice {own}")
+            needed = f"{GATE_UP} must have {expected:g}, twice {own}"
+            raise keys.wrong(key, stored, f"is not supported: {needed}; {WITHOUT}")
     return False
 
 

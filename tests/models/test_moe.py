@@ -339,7 +339,7 @@ def gradient_of_adapters(params, *row):
     ("of", "mesh_config"), [(params, None), (params, MESHES[0]), (params, MESHES[3]), (latents, MESHES[0])]
 )
 def test_gradients_of_adapters_are_those_of_the_dequantized_experts(of, mesh_config):
-    """Divided by 2, 12 hidden states of an expert have two tiles on a mesh in place of one."""
+    """16 hidden states of an expert are one tile, which the mesh divides by 2; 32 inputs, divided by 4."""
     expected, params = gradient_of_adapters(dequantized(of), *rows()), quantized(of)
     if mesh_config is None:
         return assert_close(gradient_of_adapters(params, *rows()), expected)
