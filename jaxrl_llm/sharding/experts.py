@@ -196,13 +196,33 @@ def _product(
     if isinstance(matrix, AdaptedMatrices):
         change = multiply(multiply(rows, matrix.a), matrix.b, preferred_element_type=dtype)
         return _product(rows, matrix.weight, sizes, dtype) + matrix.scale * change
-    if not isinstance(matrix, QuantizedMatrices):
-        return multiply(rows, matrix, preferred_element_type=dtype)
+    if isinstance(matrix, QuantizedMatrices):
+        return _quantized_product(rows, matrix, sizes, dtype)
+    return multiply(rows, matrix, preferred_element_type=dtype)
 
-    def product(rows, matrix):
-        return multiply(rows, dense_matrices(matrix, rows), preferred_element_type=dtype)
 
-    return jax.checkpoint(product, prevent_cse=False)(rows, matrix)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _quantized_product(
+    rows: Float[Array, "M I"], matrix: QuantizedMatrices, sizes: Int[Array, "X"], dtype: DTypeLike | None
+) -> Float[Array, "M O"]:
+    """Return `_product` with dequantized matrices. The backward pass dequantizes them again, whatever the
+    rematerialization of a layer keeps: kept, they would be a stack of all layers."""
+    return grouped_matmul(rows, dense_matrices(matrix, rows), sizes, preferred_element_type=dtype)
+
+
+def _quantized_forward(rows, matrix, sizes, dtype):
+    return _quantized_product(rows, matrix, sizes, dtype), (rows, matrix, sizes)
+
+
+def _quantized_backward(dtype, residuals, gradient):
+    rows, matrix, sizes = residuals
+    matrices = dense_matrices(matrix, gradient.astype(rows.dtype))
+    multiply = functools.partial(grouped_matmul, sizes=sizes, preferred_element_type=dtype)
+    (gradient,) = jax.vjp(lambda rows: multiply(rows, matrices), rows)[1](gradient)
+    return gradient, None, None
+
+
+_quantized_product.defvjp(_quantized_forward, _quantized_backward)
 
 
 def dense_matrices(matrix: Array | QuantizedMatrices, x: Array) -> Array:

@@ -256,10 +256,10 @@ def test_loading_quantizes_what_is_in_the_folder(kind, tmp_path):
 EXPERTS = dataclasses.replace(BASE, family="qwen3_moe", moe=MoEConfig(4, 2, expert_size=48))
 LATENTS = dataclasses.replace(
     BASE, family="deepseek_v3", num_kv_heads=4, head_dim=12, qk_norm=False, mla=MLAConfig(16, 20, 8, 4, 6),
-    moe=MoEConfig(4, 2, 48, 24, shared_gate=False, score="sigmoid", selection_bias=True, dense_layers=1),
+    moe=MoEConfig(4, 2, 48, 48, shared_gate=False, score="sigmoid", selection_bias=True, dense_layers=1),
 )  # fmt: skip
 GPT_OSS = dataclasses.replace(
-    BASE, family="gpt_oss", qk_norm=False, qkv_bias=True, out_bias=True, attention_sinks=True,
+    BASE, family="gpt_oss", mlp_size=48, qk_norm=False, qkv_bias=True, out_bias=True, attention_sinks=True,
     sliding_window=3, window_layers=(True, False),
     moe=MoEConfig(4, 2, 48, score="softmax_of_chosen", bias=True, swiglu_limit=7.0),
 )  # fmt: skip
