@@ -84,8 +84,8 @@ def peft_config(config: AdaptedConfig, base_name: str) -> dict[str, Any]:
     Of a mixture of experts `r` is the rank of its experts: peft with transformers 5, which keeps the experts
     of a layer in one parameter, reads no rank pattern for them. Other layers have their rank in
     `rank_pattern`, and in `alpha_pattern` an alpha that gives them the factor of experts: SGLang and vLLM
-    read no patterns and multiply by alpha / r everywhere. `save_adapter` divides that out of their B. So has
-    the parameter of gate and up of gpt-oss, whose rank is that of both together.
+    read no patterns and multiply by alpha / r everywhere. `save_adapter` divides that out of their B. The
+    parameter of gate and up of gpt-oss has patterns, too, for its rank is that of both together.
 
     peft with transformers 5 takes every module called gate_proj, up_proj or down_proj for experts. Those of a
     shared expert and of leading dense layers are therefore parameters to it ("mlp.up_proj.weight"), and no

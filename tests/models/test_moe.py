@@ -370,12 +370,12 @@ def test_strict_has_the_plain_gradient_and_the_bits_of_any_batch(of):
         (GPT_OSS, MESHES[0]),
         *(
             pytest.param(with_lora(of, LoraConfig(4, 4.0, quantize=kind)), MESHES[0], marks=pytest.mark.slow)
-            for of, kind in ((DEEPSEEK, "none"), (DEEPSEEK, "nf4"), (GPT_OSS, "int8"))
+            for of, kind in ((DEEPSEEK, "none"), (DEEPSEEK, "nf4"), (GPT_OSS, "nf4"))
         ),
     ],
     ids=[
         *("one device", "gpt-oss on a mesh", "latents with adapters on a mesh"),
-        *("latents in nf4 on a mesh", "gpt-oss in int8 on a mesh"),
+        *("latents in nf4 on a mesh", "gpt-oss in nf4 on a mesh"),
     ],
 )
 def test_decoding_gives_the_hidden_states_of_the_forward_pass(config, mesh_config):
